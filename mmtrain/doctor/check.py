@@ -1,185 +1,118 @@
-"""A check of the doctor, in a process of its own: a crash, a hang or a CUDA error of one check ends no other.
+"""A check of the machine in its own process: a crash, a hang or a CUDA error in one check ends no other.
 
-Check, Here --run_check--> child: this file, which calls the check's function --found.json--> Outcome
+run_check --> child process, which calls the check's function --> Outcome in NAME.json, all output in NAME.log
 
-A function takes a Here and returns Seen; it raises FailedError for what is wrong here and LeftOutError for what cannot
-be tried here. Whatever processes a check has started end with it: a mark in their environment tells them (Linux).
+A function takes the folder that all checks share and returns one line of text. It raises FailedError or SkippedError;
+any other exception is a failure, too. The child leads a process group, in which its runs and their ranks stay, so that
+killing the group ends them all.
 """
 
 from __future__ import annotations
 
 import contextlib
-import importlib
 import json
 import os
+import pkgutil
 import signal
 import subprocess
 import sys
 import time
 import traceback
-import uuid
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
-import psutil
-from pydantic import TypeAdapter
-
-from mmtrain.api.run import RunError
 from mmtrain.base.durable import write_whole
 from mmtrain.base.errors import UserError
 from mmtrain.processes.child import python_child
-from mmtrain.processes.gpus import Gpu
 from mmtrain.processes.parent import die_with_parent
 
-MARK = "MMTRAIN_DOCTOR_CHECK"
-CHILD = "import sys; from mmtrain.doctor.check import main; main(sys.argv[1], sys.argv[2])"
-HERE, FOUND = "here.json", "found.json"
-LOG = "log.txt"
+CHILD = "from mmtrain.doctor.check import main; main()"
+LIMIT_SECONDS = 180  # of a check; on two slow cores the longest takes 30
 SECONDS_TO_END = 10  # for processes that were killed
-
-
-@dataclass(frozen=True)
-class Here:
-    """Where a check runs. `folder` is its own; `runs` belongs to all checks, so that no run is made twice."""
-
-    folder: Path
-    runs: Path
-    record: Path
-    gpus: tuple[Gpu, ...] = ()
-
-    @property
-    def device(self) -> str:
-        """What ranks compute on, for people."""
-        return self.gpus[0].name if self.gpus else "the CPU"
-
-
-@dataclass(frozen=True)
-class Seen:
-    """What a check that passed has seen: one line for people, and everything as JSON values."""
-
-    text: str
-    facts: Mapping[str, Any] = field(default_factory=dict)
+COMPARE = "read the log; CUDA_VISIBLE_DEVICES= mmtrain doctor, on the CPU, tells whether a GPU is at fault"
 
 
 class FailedError(Exception):
-    """Something is wrong here. `remedy`: what to do, where the check's own general remedy is not it."""
+    """Something is wrong here. The text says what was seen and what is needed, `remedy` what to do."""
 
-    def __init__(self, text: str, remedy: str = "", facts: Mapping[str, Any] | None = None) -> None:
+    def __init__(self, text: str, remedy: str) -> None:
         super().__init__(text)
-        self.remedy, self.facts = remedy, facts or {}
+        self.remedy = remedy
 
 
-class LeftOutError(Exception):
-    """The check cannot be made here; the text says what it needs."""
+class SkippedError(Exception):
+    """The check cannot be made here; the text says why."""
 
 
 @dataclass(frozen=True)
 class Check:
-    """`function` is "module:name" or "module:name:argument..."; `remedy` is for a failure, `seconds` its limit."""
+    """`function` is "module:name", `purpose` what passing it proves."""
 
     name: str
     function: str
     purpose: str
-    remedy: str
-    seconds: float
-    gpus: int = 0  # that it needs at least
-    ranks: int = 1  # processes that train: as many GPUs, where there are GPUs at all
-    quick: bool = False
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a check ended."""
+    """How a check ended. `remedy` is empty unless it failed, and where the text already says what to do."""
 
-    name: str
-    outcome: Literal["ok", "failed", "left out"]
+    state: Literal["ok", "failed", "skipped"]
     text: str
-    seconds: float = 0.0
     remedy: str = ""
-    facts: Mapping[str, Any] = field(default_factory=dict)
 
 
-def run_check(check: Check, here: Here, limit: float) -> Outcome:
-    """Run it in a child, for at most `limit` seconds; everything that it started has ended when this returns."""
-    needed = max(check.gpus, check.ranks if here.gpus else 0)
-    if needed > len(here.gpus):
-        return Outcome(check.name, "left out", f"needs {needed} GPU{'s' * (needed > 1)}; here: {len(here.gpus)}")
-    here.folder.mkdir(parents=True)
-    (here.folder / HERE).write_bytes(TypeAdapter(Here).dump_json(here))
-    mark, began = uuid.uuid4().hex, time.monotonic()
-    with (here.folder / LOG).open("w") as log:
+def run_check(check: Check, folder: Path, seconds: float = LIMIT_SECONDS) -> Outcome:
+    """Run a check in a child process, for at most `seconds`. None of its processes is left afterwards."""
+    log, result = folder / f"{check.name}.log", folder / f"{check.name}.json"
+    with log.open("w") as output:
         child = subprocess.Popen(
-            **python_child("-c", CHILD, check.function, here.folder, **{MARK: mark}),
-            stdout=log,
-            stderr=log,
-            start_new_session=True,  # Ctrl-C is ours to hand on
+            **python_child("-c", CHILD, check.function, folder, result),
+            stdout=output,
+            stderr=output,
+            start_new_session=True,
         )
-        try:
-            child.wait(limit)
-            in_time = True
-        except subprocess.TimeoutExpired:
-            in_time = False
-        finally:
-            _end_family(mark)
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                child.wait(SECONDS_TO_END)
-    seconds = time.monotonic() - began
-    if not in_time:
-        stays = ", and cannot be killed: it hangs in a driver" if child.poll() is None else ""
-        text = f"did not end within {limit:g} s{stays}{_last_words(here.folder / LOG)}"
-        return Outcome(check.name, "failed", text, seconds, f"{check.remedy}; --timeout gives more time")
-    file = here.folder / FOUND
-    if not file.exists():
-        end = f"was killed by {signal.Signals(-child.returncode).name}" if child.returncode < 0 else "ended"
-        text = f"the check's process {end} without a result{_last_words(here.folder / LOG)}"
-        return Outcome(check.name, "failed", text, seconds, check.remedy)
-    found = Outcome(**json.loads(file.read_text()))
-    remedy = (found.remedy or check.remedy) if found.outcome == "failed" else ""
-    return replace(found, seconds=seconds, remedy=remedy)
-
-
-def _end_family(mark: str) -> None:
-    """Kill every process whose environment has the mark, until none is left that can be."""
-    deadline = time.monotonic() + SECONDS_TO_END
-    while time.monotonic() < deadline:
-        processes = psutil.process_iter(["environ"])  # a zombie's is empty, a stranger's None
-        left = [process for process in processes if (process.info["environ"] or {}).get(MARK) == mark]
-        if not left:
-            return
-        for process in left:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                process.kill()
-        time.sleep(0.02)
-
-
-def _last_words(log: Path) -> str:
-    lines = log.read_text(errors="replace").strip().splitlines()
-    return f"; it said last: {lines[-1].strip()}" if lines else ""
-
-
-def main(function: str, path: str) -> None:
-    """Be the process of a check: call its function and leave what it found in the folder's found.json."""
-    die_with_parent()
-    module, name, *arguments = function.split(":")
-    folder = Path(path)
-    here = TypeAdapter(Here).validate_json((folder / HERE).read_bytes())
     try:
-        seen = getattr(importlib.import_module(f"mmtrain.doctor.{module}"), name)(here, *arguments)
-        found = Outcome(folder.name, "ok", seen.text, facts=seen.facts)
-    except LeftOutError as reason:
-        found = Outcome(folder.name, "left out", str(reason))
+        code = child.wait(seconds)
+        end = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+    except subprocess.TimeoutExpired:
+        end = f"did not end within {seconds:g} s"
+    finally:
+        _end_group(child)
+    if result.exists():
+        return Outcome(**json.loads(result.read_text()))
+    lines = log.read_text(errors="replace").split("\n")
+    last = next((line.strip() for line in reversed(lines) if line.strip()), "none")
+    return Outcome("failed", f"the check's process {end}, without a result; its last output: {last}", COMPARE)
+
+
+def _end_group(leader: subprocess.Popen) -> None:
+    """Kill a process and its group, and wait until all of them are gone; one that hangs in a driver may stay."""
+    deadline = time.monotonic() + SECONDS_TO_END
+    with contextlib.suppress(ProcessLookupError):
+        while time.monotonic() < deadline:
+            os.killpg(leader.pid, signal.SIGKILL)
+            leader.poll()
+            time.sleep(0.02)
+
+
+def main() -> None:
+    """Be a check's process. The command line names the check's function, the checks' folder and the result's file."""
+    die_with_parent()
+    function, folder, result = sys.argv[1:]
+    try:
+        outcome = Outcome("ok", pkgutil.resolve_name(function)(Path(folder)))
+    except SkippedError as reason:
+        outcome = Outcome("skipped", str(reason))
     except FailedError as error:
-        found = Outcome(folder.name, "failed", str(error), remedy=error.remedy, facts=error.facts)
+        outcome = Outcome("failed", str(error), error.remedy)
     except UserError as error:
-        found = Outcome(folder.name, "failed", str(error))
-    except RunError as error:  # all that a launcher printed last; its log has the rest
-        found = Outcome(folder.name, "failed", str(error).splitlines()[0])
-    except Exception as error:  # a CUDA error, an assertion: whatever it is, it is this check's result
+        outcome = Outcome("failed", str(error))
+    except Exception as error:  # a CUDA error, say, is this check's result
         traceback.print_exc()
-        found = Outcome(folder.name, "failed", f"{type(error).__name__}: {error}")
-    write_whole(folder / FOUND, json.dumps(asdict(found)))
+        outcome = Outcome("failed", f"{type(error).__name__}: {error}", COMPARE)
+    write_whole(Path(result), json.dumps(asdict(outcome)))
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(0)  # what a broken driver does at exit is no result
+    os._exit(0)  # a broken driver may crash or hang a process that ends in the usual way

@@ -16,6 +16,7 @@ import numpy as np
 import psutil
 import pytest
 import torch
+from crash_job import POLL, SECONDS_AFTER_TIMEOUT, SECONDS_TO_END, Launched, expected_message
 from processes import wait_for
 from rank_runs import Run, train
 from safetensors.torch import load_file, save_file
@@ -23,7 +24,6 @@ from safetensors.torch import load_file, save_file
 from mmtrain.data.prepare.sharding import write_shard
 from mmtrain.data.samples.templates import load_tokenizer
 from mmtrain.data.shards.indexing import ensure_indexes
-from mmtrain.doctor.crash_job import POLL, SECONDS_AFTER_TIMEOUT, SECONDS_TO_END, Launched, expected_message
 from mmtrain.engine.utilization import MEASURED
 
 STEPS, CUT = 8, 3  # an epoch is 24 packs: six steps

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import crash_test
 import pytest
+from crash_job import Kill, Killed, expected_message
 from step_states import state_of
 
 from mmtrain.base.printing import message
 from mmtrain.checkpoint.step_folder import new_step_folder, step_path
-from mmtrain.doctor.crash_job import Kill, Killed, expected_message
 
 
 @pytest.mark.nightly

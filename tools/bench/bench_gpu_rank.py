@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from bench_contestant import Contestant
+from bench_device import memory_of
 from bench_gpu_facts import device_state, host_waits, launches
 from bench_mmtrain import Mmtrain
 from bench_models import (
@@ -39,7 +40,6 @@ from transformers import CLIPVisionModel, LlamaForCausalLM, LlavaForConditionalG
 from mmtrain.base.errors import UserError
 from mmtrain.config.schema import RunConfig
 from mmtrain.data.stream.images import image_transform
-from mmtrain.doctor.rank import memory_of
 from mmtrain.engine.process_groups import join_process_group
 from mmtrain.model.attention import ATTENTION
 from mmtrain.model.bookends import absent_modules, replace
@@ -118,7 +118,7 @@ def race_pipeline(settings: Settings, row: str, parts: Path, pipeline: int, rank
         def afterwards() -> dict[str, Any]:
             idle, state = mmtrain.idle, device_state(device)
             layers = [name for stage in mine.stages for name in stage.layers]
-            took = counted(mmtrain.step, device) | (memory_of(mmtrain.step, device) or {})
+            took = counted(mmtrain.step, device) | memory_of(mmtrain.step, device)
             ways = {way for stage in stages.values() for way in stage.attention}
             mine_found = {"layers": layers, "planned_bytes": mine.total_bytes} | took
             of_ranks: list[tuple[set[Way], dict[str, Any]]] = [(set(), {})] * pipeline

@@ -14,9 +14,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from bench_contestant import Contestant, Gradients
+from bench_device import synchronise
 from bench_timing import Times, alternate
-
-from mmtrain.doctor.attention import synchronise
 
 
 class UnequalError(RuntimeError):

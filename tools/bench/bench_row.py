@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from bench_contestant import Contestant
+from bench_device import synchronise
 from bench_flops import least_flops, matmul_rate
 from bench_models import SHAPES, noise_image, run_config
 from bench_race import TOLERANCES, race
@@ -25,7 +26,6 @@ from mmtrain.base.progress import ProgressBar
 from mmtrain.config.schema import RunConfig
 from mmtrain.data.stream.images import image_transform
 from mmtrain.data.stream.packs import PackedBatch
-from mmtrain.doctor.attention import synchronise
 from mmtrain.plan.planner import models_of
 from mmtrain.processes.rank import Rank
 

@@ -25,6 +25,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from crash_job import SECONDS_AFTER_TIMEOUT, SECONDS_TO_END, Kill, Killed, Launched
+
 from mmtrain.api.run import Run, load_config
 from mmtrain.base.durable import UNFINISHED
 from mmtrain.base.errors import UserError
@@ -32,7 +34,6 @@ from mmtrain.base.printing import run_command, tell
 from mmtrain.checkpoint.run_folder import METRICS
 from mmtrain.checkpoint.step_folder import CHECKPOINTS, OPTIMIZER, TENSORS, newest, step_folders, step_path, why_damaged
 from mmtrain.config.load import DEMO
-from mmtrain.doctor.crash_job import SECONDS_AFTER_TIMEOUT, SECONDS_TO_END, Kill, Killed, Launched
 from mmtrain.engine.utilization import MEASURED
 
 EXAMPLES = """\
