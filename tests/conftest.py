@@ -62,6 +62,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items.sort(key=lambda item: order.get(piece_of(item.nodeid), len(order)))
 
 
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if marker := item.get_closest_marker("gpu"):
+        needed, visible = marker.kwargs.get("count", 1), torch.cuda.device_count()
+        if visible < needed:
+            pytest.skip(f"needs {needed} GPUs, {visible} are visible")
+
+
 @pytest.fixture(autouse=True)
 def no_engine_here():
     """An engine belongs into a forked rank: what DeepSpeed keeps of one hangs every rank that is forked afterwards."""

@@ -118,7 +118,7 @@ def test_on_the_cpu_a_micro_batch_is_taken_as_it_is(decode):
     assert to_device(batch, "cpu") is batch
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.gpu
 def test_on_cuda_all_but_position_ids_and_labels_is_there_and_nothing_else_changed(decode):
     batch = batch_of((document("a", 5, (png("red"),)), document("b", 3)), (gap(4),), decode=decode)
     moved = to_device(batch, torch.device("cuda"))
