@@ -6,9 +6,8 @@ import random
 from collections.abc import Sequence
 from typing import Literal
 
-from mmtrain.plan.block_costs import Flops
+from mmtrain.plan.block_costs import EncoderCost, Flops
 from mmtrain.plan.costs import LayerCost, RunCosts
-from mmtrain.plan.encoder_costs import EncoderCost
 from mmtrain.plan.stage_costs import Setting, StageCosts
 from mmtrain.plan.timings import LayerSeconds, Timings
 from mmtrain.plan.workload import Workload

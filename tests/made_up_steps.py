@@ -32,19 +32,19 @@ class Step(NamedTuple):
         """The very lists, simulated."""
         return simulate(Program(self.lists(chain)), self.seconds)
 
-    def placed(self, most: float = math.inf, exactly: int | None = None) -> list[tuple[float, Chain]]:
+    def placed(self, exactly: int | None = None) -> list[tuple[float, Chain]]:
         """The planner's placements with their bounds, the most promising first."""
         without = self.lists()
         shape = without, Program(without), self.microbatches, self.seconds, self.ranks
-        return [(found.least_seconds, found.chain) for found in placements(*shape, most=most, exactly=exactly)]
+        return [(found.least_seconds, found.chain) for found in placements(*shape, exactly=exactly)]
 
-    def best(self, most: float = math.inf, exactly: int | None = None) -> Chain:
+    def best(self, exactly: int | None = None) -> Chain:
         """The fastest of all placements, as simulated; of equally fast ones the first."""
         best: Chain | None = None
         if len(self.ranks) == 1 and exactly is None:
             best = leading_encodes(self.lists(), self.ranks, 1)
         limit = self.simulated(best).seconds * (1 - GAIN) if best else math.inf
-        for least, chain in self.placed(most, exactly):
+        for least, chain in self.placed(exactly):
             if least < limit and (found := self.simulated(chain).seconds) < limit:
                 best, limit = chain, found * (1 - GAIN)
         assert best is not None

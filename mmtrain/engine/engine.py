@@ -30,7 +30,7 @@ from mmtrain.engine.bad_steps import report_bad_step
 from mmtrain.engine.chain import ChainLink, Encoded
 from mmtrain.engine.channels import Channels
 from mmtrain.engine.deepspeed_pipeline import deepspeed_engine
-from mmtrain.engine.optimizer import MasterWeights, adamw_state, clip_coefficient, learning_rate, load_trained
+from mmtrain.engine.optimizer import MasterWeights, clip_coefficient, learning_rate, load_trained, optimizer_state
 from mmtrain.engine.process_groups import replica_group
 from mmtrain.engine.single_stage import warm_up
 from mmtrain.engine.statistics import RankSums, Statistics, StepResult
@@ -39,8 +39,8 @@ from mmtrain.model.loss import count_answers
 from mmtrain.model.stage import Stage
 from mmtrain.plan.fetching import uses_of
 from mmtrain.plan.instructions import Instruction, Message, Op, Schedule, carried, in_common_order
+from mmtrain.plan.optimizers import REST, optimizer_of, parameter_groups
 from mmtrain.plan.plan import Plan
-from mmtrain.plan.rates import REST, parameter_groups
 from mmtrain.plan.schedule import forward_schedule, prelude, ranks_of
 
 
@@ -129,15 +129,15 @@ class FrozenPipelineEngine:
     # ---- resuming
 
     def optimizer_state(self) -> dict[str, torch.Tensor]:
-        """This rank's AdamW state by name, live tensors on its device; see `mmtrain.engine.optimizer.adamw_state`."""
-        return adamw_state(self.optimizer, self.trainable)
+        """Live optimizer state of this rank, by `NAME/PART`; see `mmtrain.engine.optimizer.optimizer_state`."""
+        return optimizer_state(optimizer_of(self.run_config.optimizer), self.optimizer, self.trainable)
 
     def load_trained(self, weights: Mapping[str, torch.Tensor], optimizer_state: Mapping[str, torch.Tensor]) -> None:
         """Go on from copies of this rank's `trainable` and `optimizer_state()`, to the last bit.
 
         Raises ValueError naming what is missing, unknown, or of another shape or type than what trains on this rank.
         """
-        load_trained(self._masters, self.optimizer, weights, optimizer_state)
+        load_trained(optimizer_of(self.run_config.optimizer), self._masters, self.optimizer, weights, optimizer_state)
 
     # ---- requests
 

@@ -15,9 +15,8 @@ import torch.distributed as dist
 
 from mmtrain.base.printing import first_few
 from mmtrain.config.schema import OptimizerSection
-from mmtrain.plan.rates import REST, parameter_groups
+from mmtrain.plan.optimizers import REST, OptimizerKind, optimizer_of, parameter_groups
 
-ADAMW_STATE = ("exp_avg", "exp_avg_sq", "step")  # torch's names for what AdamW keeps of each weight
 NAMES_SHOWN = 5  # of each kind, in an error
 
 
@@ -93,7 +92,7 @@ def _hand_over_gradient(master: torch.nn.Parameter, parameter: torch.Tensor) -> 
 def make_optimizer(
     module: torch.nn.Module, trainable: Mapping[str, torch.nn.Parameter], config: OptimizerSection
 ) -> torch.optim.Optimizer:
-    """AdamW (arXiv:1711.05101) over this rank's master weights, or a NoOpOptimizer when there is none.
+    """Make the run's optimizer over this rank's master weights, or a NoOpOptimizer if there are none.
 
     Its parameter groups are those of `parameter_groups` that hold any of them, with their "name". Raises ValueError for
     a weight that is not fp32: most updates of it would be lost in rounding.
@@ -112,36 +111,37 @@ def make_optimizer(
         for group in parameter_groups(config, trainable)
         if group.parameters
     ]
-    return torch.optim.AdamW(groups, betas=config.betas, eps=config.eps)
+    return optimizer_of(config).make(groups, config)
 
 
-def adamw_state(
-    optimizer: torch.optim.Optimizer, trainable: Mapping[str, torch.nn.Parameter]
+def optimizer_state(
+    kind: OptimizerKind, optimizer: torch.optim.Optimizer, trainable: Mapping[str, torch.nn.Parameter]
 ) -> dict[str, torch.Tensor]:
-    """AdamW's state by `NAME/exp_avg`, `NAME/exp_avg_sq` (the weight's shape) and `NAME/step` (no dimension), fp32.
+    """Return the state tensors of each trained weight by `NAME/PART`, fp32; `kind` says which parts there are.
 
     Empty before the first update, and where nothing trains. The tensors are the optimizer's own: the next update
     changes them.
     """
     updated = {name: optimizer.state[p] for name, p in trainable.items() if p in optimizer.state}
-    return {f"{name}/{part}": state[part] for name, state in updated.items() for part in ADAMW_STATE}
+    return {f"{name}/{part}": state[part] for name, state in updated.items() for part in kind.state_names}
 
 
 def load_trained(
+    kind: OptimizerKind,
     masters: MasterWeights,
     optimizer: torch.optim.Optimizer,
     weights: Mapping[str, torch.Tensor],
     state: Mapping[str, torch.Tensor],
 ) -> None:
-    """Go on from copies of master weights, by name, and of what `adamw_state` returned with them (empty: no update).
+    """Load copies of master weights, by name, and of the `optimizer_state` that belongs to them (empty: no update yet).
 
     Raises ValueError for what does not fit the names and shapes that train here, or is not in fp32, before any change.
     """
     shapes = {name: p.shape for name, p in masters.by_name.items()}
     of_state = {
-        f"{name}/{part}": torch.Size() if part == "step" else shape
+        f"{name}/{part}": torch.Size() if part in kind.counters else shape
         for name, shape in shapes.items()
-        for part in ADAMW_STATE
+        for part in kind.state_names
     }
     _check_fit("weights", shapes, weights)
     _check_fit("optimizer states", of_state if state else {}, state)
@@ -150,8 +150,7 @@ def load_trained(
         for name, master in masters.by_name.items():
             master.copy_(weights[name])
             if state:
-                # The step stays on the CPU, where AdamW keeps it: on a GPU each update would wait for it.
-                devices = {"exp_avg": master.device, "exp_avg_sq": master.device, "step": "cpu"}
+                devices = dict.fromkeys(kind.moments, master.device) | dict.fromkeys(kind.counters, "cpu")
                 optimizer.state[master] = {
                     part: state[f"{name}/{part}"].to(device, copy=True) for part, device in devices.items()
                 }

@@ -1,7 +1,7 @@
-"""What each layer that the planner places costs, per micro-batch: FLOPs, weight bytes, bytes kept for backward.
+"""Costs of each layer that the planner places, per micro-batch: FLOPs, weight bytes, bytes kept for backward.
 
-Layers are the front (projector, embedding; the frozen vision encoder's forward is told apart, since it may run at
-another time), each decoder layer, and the head (final norm, LM head). The last decoder layer and the head run for
+Layers are the front (projector, embedding), each decoder layer, and the head (final norm, LM head). The frozen vision
+encoder's forward is no part of the front, since it may run at another time. The last decoder layer and the head run for
 supervised tokens only. Only what lies behind something trainable runs backward; `block_costs` says how that is counted.
 """
 
@@ -11,9 +11,18 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from mmtrain.config.schema import RunConfig
-from mmtrain.plan.block_costs import Block, Flops, Part, block_parts, keys_seen, total
-from mmtrain.plan.encoder_costs import EncoderCost, encoder_costs
+from mmtrain.plan.block_costs import (
+    Block,
+    EncoderCost,
+    Flops,
+    Part,
+    block_parts,
+    encoder_costs,
+    keys_seen,
+    total,
+)
 from mmtrain.plan.fetching import offsets_of
+from mmtrain.plan.optimizers import ADAMW, OptimizerKind, optimizer_of
 from mmtrain.plan.workload import FP32, INTEGER, Workload, arranged_positions, workload
 from mmtrain.pretrained.adapters import is_adapter
 from mmtrain.pretrained.connectors import (
@@ -61,7 +70,7 @@ class Models:
 
 @dataclass(frozen=True, slots=True)
 class LayerKind:
-    """Layers that cost the same: equal shapes, equal parameters that train, equal need of an input gradient."""
+    """Layers with equal costs: equal shapes, trained parameters and need of an input gradient."""
 
     name: str  # "encoder", "front", "head", "llm.layers.I" by the first of its kind, "llm.layers.I on rows"
     layer: int | None  # that decoder layer
@@ -115,14 +124,15 @@ class RunCosts:
     keeps_input: bool  # whether a stage's input is kept beside what its first layer keeps of it (not in fp32)
     shared_ends_bytes: int  # weights that front and head share if they are on one stage (tied embeddings)
     kinds: tuple[LayerKind, ...]
+    optimizer: OptimizerKind = ADAMW
 
 
 def run_costs(config: RunConfig, models: Models) -> RunCosts:
     """Costs of a micro-batch of the expected contents."""
     llm, vision = config.model.llm.dtype, config.model.vision_dtype
     work = workload(config, models.layout)
-    sizes = BYTES[llm], BYTES[vision]
-    return _LayerCosts(models, config.model.trainable, work, *sizes, config.model.llm.quantize).costs()
+    sizes, optimizer = (BYTES[llm], BYTES[vision]), optimizer_of(config.optimizer)
+    return _LayerCosts(models, config.model.trainable, work, *sizes, config.model.llm.quantize, optimizer).costs()
 
 
 def minimal_flops(models: Models, trainable: Sequence[str], work: Workload) -> Flops:
@@ -146,8 +156,9 @@ class _LayerCosts:
         llm_size: int = 2,
         vision_size: int = 2,
         quantisation: Quantisation | None = None,
+        optimizer: OptimizerKind = ADAMW,
     ) -> None:
-        self.models, self.work = models, work
+        self.models, self.work, self.optimizer = models, work, optimizer
         self.llm_size, self.vision_size = llm_size, vision_size
         self.quantisation = quantisation
         self.trained = frozenset(p.name for p in models.parameters if matches(p.name, trainable))
@@ -182,6 +193,7 @@ class _LayerCosts:
                 *(kind for kind, _ in self.decoder.values()),
                 LayerKind("head", None, upstream, layers[-1].trainable_names),
             ),
+            optimizer=self.optimizer,
         )
 
     def decoder_layer(self, index: int, upstream: bool, *, on_rows: bool) -> LayerCost:
@@ -258,7 +270,7 @@ class _LayerCosts:
             flops=flops,
             needed_flops=flops,
             weight_bytes=sum(size * p.numel for parameters, size in stored for p in parameters),
-            state_bytes=sum((3 if size == FP32 else 4) * FP32 * p.numel for p, size in trained),
+            state_bytes=sum(self.optimizer.state_bytes(size) * p.numel for p, size in trained),
             kept_bytes=kept_bytes,
             kept_bytes_recomputing=kept_bytes,
             forward_working_bytes=working_bytes[0],
@@ -288,7 +300,7 @@ class _LayerCosts:
         embedded = round(work.tokens * llm.hidden_size) * self.llm_size
         arranged = round(arranged_positions(work, self.models.layout) * llm.hidden_size) * FP32
         fused = hidden * (FP32 + self.llm_size) + 2 * embedded
-        widest = max((rows * one.outputs for one, rows in self.connector_rows() if isinstance(one, Linear)), default=0)
+        widest = max((rows * x.outputs for x, rows in self.connector_rows() if isinstance(x, Linear)), default=0)
         # Gradients of linear layers' results.
         backward_working = round(3 * widest) * FP32 + backward.working_bytes
         front = self.layer(

@@ -1,10 +1,10 @@
-"""How much memory a schedule takes on a rank, from a walk over the rank's very instructions.
+"""Memory that a schedule takes on a rank, from a walk over the rank's instructions.
 
 schedule --instants--> what lives while each instruction runs: activations kept, messages, features, the work itself
          --peak, with the bytes of stages--> the most bytes at once
 
-A message that was sent is kept by its sender until it is known to be gone: once another message has come from its
-receiver that was sent after it was used. Backends without a way to ask (gloo) keep all of them until the step's end.
+A sender keeps a message until it knows that it is gone: until its receiver has sent something after using it. Backends
+that cannot be asked (gloo) keep all messages until the step's end.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def instants(schedule: Schedule, buffers: Buffers, *, polls: bool) -> tuple[tupl
 def _walk(schedule: Schedule, rank: int, buffers: Buffers, gone: Mapping[int, int]) -> list[Instant]:
     """Every instant of a rank; `gone`: for sends by index, the index at which they are known to be gone."""
     ranks, instructions = len(schedule), schedule[rank]
-    found: dict[tuple[Op, int, tuple[int, ...]], int] = {}
+    buffered: dict[tuple[Op, int, tuple[int, ...]], int] = {}
     kept = [0] * (max(x.stage for x in instructions) // ranks + 1)
     with_backward = {x.stage for x in instructions if x.op is Op.BACKWARD}
     chain = chain_of(schedule)
@@ -76,7 +76,7 @@ def _walk(schedule: Schedule, rank: int, buffers: Buffers, gone: Mapping[int, in
 
     def note(op: Op, place: int) -> None:
         key = op, place, tuple(kept)
-        found[key] = max(found.get(key, 0), waiting)
+        buffered[key] = max(buffered.get(key, 0), waiting)
 
     for i, (_, x, message) in enumerate(steps_of(schedule, rank)):
         op, place = x.op, max(x.stage, 0) // ranks
@@ -100,7 +100,7 @@ def _walk(schedule: Schedule, rank: int, buffers: Buffers, gone: Mapping[int, in
                 on_their_way.append((gone[i], size))
             waiting += size
     note(Op.OPTIMIZER_STEP, 0)
-    return [Instant(*key, size) for key, size in found.items()]
+    return [Instant(*key, size) for key, size in buffered.items()]
 
 
 def _waiting_at_begin(schedule: Schedule, rank: int, buffers: Buffers) -> int:
@@ -146,19 +146,19 @@ def _known_gone(schedule: Schedule) -> list[dict[int, int]]:
         answers = [answer for answer in flows.get((destination, source), ()) if answer.kind != "features"]
         places = [sent[answer] for answer in answers]
         never = len(schedule[source])
-        known = [never, *itertools.accumulate((used[a] for a in reversed(answers)), min)][::-1]
+        earliest = [never, *itertools.accumulate((used[a] for a in reversed(answers)), min)][::-1]
         for message in messages:
-            taken = known[bisect_right(places, used[message])] if message in used else never
+            taken = earliest[bisect_right(places, used[message])] if message in used else never
             if message.kind == "features":
                 taken = min(taken, forwards.get((source, message.microbatch), never))
             gone[source][sent[message]] = taken
     return gone
 
 
-def _largest(found: Sequence[Instant]) -> tuple[Instant, ...]:
-    """Without instants that another one of the same work exceeds in everything, so that a peak is found quickly."""
+def _largest(moments: Sequence[Instant]) -> tuple[Instant, ...]:
+    """Drop instants that another one of the same work exceeds in everything: fewer to look at for each peak."""
     result: list[Instant] = []
-    for instant in sorted(found, key=lambda x: (-sum(x.kept), -x.buffers)):
+    for instant in sorted(moments, key=lambda x: (-sum(x.kept), -x.buffers)):
         if not any(
             larger.op is instant.op
             and larger.place == instant.place
@@ -170,10 +170,10 @@ def _largest(found: Sequence[Instant]) -> tuple[Instant, ...]:
     return tuple(result)
 
 
-def peak(found: Sequence[Instant], stages: Sequence[StageBytes], encode_working: int, end_working: int) -> Peak:
-    """The instant that takes most, given the bytes of a rank's stages, and of the encoder's and optimizer's work."""
+def peak(moments: Sequence[Instant], stages: Sequence[StageBytes], encode_working: int, end_working: int) -> Peak:
+    """Return the most bytes at once, from the bytes of a rank's stages and of the encoder's and optimizer's work."""
     most = Peak(0, 0)
-    for op, place, kept, buffers in found:
+    for op, place, kept, buffers in moments:
         activations = buffers
         for count, stage in zip(kept, stages, strict=True):
             activations += count * stage.kept

@@ -1,10 +1,12 @@
-"""Where the slices of a frozen encoder run: in the slots in which their ranks would wait, also for coming steps.
+"""Where a frozen encoder runs: in the slots in which its ranks would wait, for coming steps, too.
 
-A frozen encoder needs no backward and does not depend on the optimizer, so each rank may run its slice for coming
-micro-batches, also those of later steps, whenever it waits for a message. Work in flight cannot be polled everywhere
-(gloo), so the places are chosen before the run: a step without encoder is simulated, encodes go into its gaps, and how
-far each slice must be ahead follows from the simulated times. Results do not change by a bit; the price is the memory
-of what waits between slices and of features.
+a step without encoder --simulated, encodes put into its gaps (`_Gaps`)--> when each slice encodes which micro-batch
+    --how early that must be for its use--> how many micro-batches each slice is ahead (`Encodes`)
+
+A frozen encoder has no backward and does not depend on the optimizer, so each rank may encode coming micro-batches,
+those of later steps included, while it waits for a message. Work in flight cannot be polled everywhere (gloo), so the
+places are chosen before the run. Results do not change by a bit; the price is the memory of what waits between slices
+and of features.
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ from __future__ import annotations
 import itertools
 import math
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -21,26 +23,26 @@ from mmtrain.plan.schedule import Chain, Encodes, leading_encodes
 from mmtrain.plan.simulate import Program, StageSeconds, simulate
 
 GAPS = (1.0, 0.6, 0.4, 0.25, 0.1)
-"""Shares of an encode that a gap must hold to be used."""
+"""Shares of an encode that a gap must hold to be used; with SHARES and NEARER this saves 5.6% over gaps of 1 alone."""
 SHARES = (0.0, 0.125, 0.5)
-"""Of a rank's encodes that come before its first compute, whatever they delay."""
+"""Shares of a rank's encodes that come before its first compute, whatever they delay."""
 NEARER = 0.85
-"""Times a gap, or once less: what is tried near the best of these, twice, beside one encode more or less at first."""
+"""Factor by which gaps near the best of these are tried, twice."""
 GAIN = 0.002
-"""Share of a step that is not worth being further ahead."""
-FILLED_INSTRUCTIONS = 400_000
-"""Of all moves of blocks of one cut: a fraction of a second."""
+"""Share of a step that being further ahead must save."""
+MOVED_INSTRUCTIONS = 400_000
+"""Simulated in all moves of blocks of one cut: a fraction of a second. Moves save 1.9%."""
 MOST_STEPS_AHEAD = 3
-"""That the first slice of a chain may be ahead: what waits takes memory, and a run begins by making it."""
+"""Steps that the first slice may be ahead: what waits takes memory, and a run begins by making it."""
 EVALUATION_ROUND = 4
-"""Micro-batches of one pass of an evaluation, per pipeline rank. The first stage may be so many ahead of the last one,
+"""Micro-batches of one pass of an evaluation, per pipeline rank. The first stage may be that far ahead of the last one,
 so this bounds the hidden states that wait in between, and the idle share of a pass to (p - 1) / (5p - 1)."""
 SLACK = 0.25
-"""Of an encode: how much earlier than simulated what a slice makes should be needed."""
+"""Share of an encode by which a slice's output should come earlier than simulated."""
 
 
 class Placement(NamedTuple):
-    """Where slices run, and the least that a step then takes, in seconds."""
+    """Where slices run, and a lower bound of the step's seconds."""
 
     least_seconds: float
     chain: Chain
@@ -58,89 +60,37 @@ def placements(
     seconds: StageSeconds,
     chain: Sequence[int],
     *,
-    most: float = math.inf,
     exactly: int | None = None,
 ) -> list[Placement]:
-    """Placements of the slices on the ranks `chain` into a step whose `program` encodes nothing ahead, the best first.
+    """Return placements of the slices on the ranks `chain`, the most promising first.
 
-    Of placements that are as fast as the best one those come first that are least ahead; where several ranks encode,
-    those without gaps come last, since little is known of their seconds. Features wait for `most` micro-batches at
-    most; `exactly` asks for steps that begin with so many, whether that is faster or not.
+    `program` is the step that encodes nothing ahead. Of equally fast placements those come first that are least ahead.
+    Those without gaps come last, since their bound is far from what their lists take. `exactly`: the number of
+    micro-batches whose features are there when a step begins, whether that is faster or not.
     """
-    found: dict[Chain, float] = {}
-    leading: list[Chain] = []
-    if len(chain) == 1:
-        counts = _candidates(int(min(microbatches, most))) if exactly is None else (exactly,)
-        for count in counts:
-            for gap in (1.0, 0.5):
-                encodes, least = _fill_rank_0(program, microbatches, seconds, count, gap, max(most, count))
-                found[(encodes, *[None] * (len(schedule) - 1))] = least
+    bounds: dict[Chain, float] = {}
+    if len(chain) == 1:  # without prefetch the whole encoder on rank 0 needs no placement
+        leads = {1} if exactly else set()
+    elif len(seconds.forward) == len(schedule):
+        leads = {1, len(chain), 2 * len(chain), microbatches}
     else:
-        # With none ahead the first forward comes after a whole chain, and the rest of the step after that forward.
-        bound = simulate(program, _without_encoder(seconds)).seconds + sum(seconds.encode) * (not exactly)
-        one_stage = len(seconds.forward) == len(schedule)
-        for lead in {1, len(chain), 2 * len(chain), microbatches} if one_stage else {microbatches}:
-            if lead <= microbatches:
-                leading.append(leading_encodes(schedule, chain, lead, exactly or 0))
-        if exactly != 0:
-            for filled, least in _fills(program, microbatches, seconds, chain).values():
-                features = filled[chain[-1]].ahead
-                more = 0 if exactly is None else exactly - features
-                within = filled[0].ahead + more <= MOST_STEPS_AHEAD * microbatches and features <= most
-                if within and more >= 0:  # further ahead all slices run in the same slots
-                    found[tuple(one and replace(one, ahead=one.ahead + more) for one in filled)] = least
-        for encodes in leading:
-            found.setdefault(encodes, bound)
-    options = [Placement(least, encodes) for encodes, least in found.items()]
-    best = min(option.least_seconds for option in options) * (1 + GAIN)
-    # In a chain of several, the bound of what is not put into gaps is far from what its lists take.
-    loosely = set(leading)
-    return sorted(options, key=lambda x: (x.chain in loosely, max(x.least_seconds, best), x.ahead, x.least_seconds))
-
-
-def _candidates(most: int) -> Iterator[int]:
-    """0, 1, 2, 3, 4, 6, 8, 12, ... and `most`: how many features a step may begin with."""
-    prefetched = 0
-    while prefetched < most:
-        yield prefetched
-        prefetched += max(1, 2 ** (prefetched.bit_length() - 2)) if prefetched > 1 else 1
-    yield most
-
-
-def _fill_rank_0(
-    program: Program, microbatches: int, seconds: StageSeconds, prefetched: int, gap: float, most: float
-) -> tuple[Encodes, float]:
-    """The whole encoder put into rank 0's gaps of at least `gap` encodes; each step begins with `prefetched` encoded.
-
-    At most `most` micro-batches are encoded and wait. With a lower bound of the step's seconds.
-    """
-    encode = seconds.encode[0]
-    before: list[int] = []
-    encoded, used = prefetched, 0
-    done = 0.0  # when rank 0's latest compute ends, at the earliest
-
-    def fill(step: Step, now: float, ready: float) -> float:
-        nonlocal encoded, used, done
-        if step.rank != 0:
-            return 0.0
-        x, count = step.instruction, 0
-        first_forward = x.op is Op.FORWARD and x.stage == 0
-        while encoded < microbatches + prefetched and encoded - used < most:
-            if ready - now - count * encode < gap * encode:
-                break
-            count += 1
-            encoded += 1
-        if first_forward and encoded <= x.microbatch:
-            count += 1
-            encoded += 1
-        used += first_forward
-        before.append(count)
-        done = max(now + count * encode, ready) + _work(step, seconds)
-        return count * encode
-
-    least = simulate(program, _without_encoder(seconds), before=fill).seconds
-    left = microbatches + prefetched - encoded
-    return Encodes(prefetched, (*before, left)), max(least, done + left * encode + seconds.end)
+        leads = {microbatches}
+    leading = [leading_encodes(schedule, chain, x, exactly or 0) for x in leads if x <= microbatches]
+    if exactly != 0:
+        for filled, least in _fills(program, microbatches, seconds, chain).values():
+            features = filled[chain[-1]].ahead
+            more = 0 if exactly is None else exactly - features
+            if more >= 0 and filled[0].ahead + more <= MOST_STEPS_AHEAD * microbatches:
+                # Further ahead all slices run in the same slots.
+                bounds[tuple(one and replace(one, ahead=one.ahead + more) for one in filled)] = least
+    # With none ahead the first forward comes after a whole chain, and the rest of the step after that forward.
+    loose = simulate(program, _without_encoder(seconds)).seconds + sum(seconds.encode) * (not exactly)
+    for encodes in leading:
+        bounds.setdefault(encodes, loose)
+    options = [Placement(least, encodes) for encodes, least in bounds.items()]
+    best = min((option.least_seconds for option in options), default=0.0) * (1 + GAIN)
+    last = set(leading)
+    return sorted(options, key=lambda x: (x.chain in last, max(x.least_seconds, best), x.ahead, x.least_seconds))
 
 
 class _Slice:
@@ -149,13 +99,13 @@ class _Slice:
     def __init__(self, seconds: float, microbatches: int, first: int) -> None:
         self.seconds = seconds  # of one encode, with its messages
         self.left = microbatches
-        self.first = first  # so many come before the first compute in any case
-        self.before: list[int] = []
+        self.first = first  # number of encodes before the first compute in any case
+        self.before: list[int] = []  # number of encodes before each compute
         self.begins: list[float] = []  # of each encode
         self.compute: tuple[Step, float]  # the latest one, and when it begins
 
     def place(self, count: int, now: float) -> float:
-        """Put so many encodes here; returns their seconds."""
+        """Put `count` encodes here; return their seconds."""
         self.before.append(count)
         if not count:
             return 0.0
@@ -164,7 +114,7 @@ class _Slice:
         return count * self.seconds
 
     def fill(self, gap: float, now: float, ready: float) -> float:
-        """Put encodes before a compute, as many as each find `gap` of its seconds; returns their seconds."""
+        """Put encodes before a compute, as many as each have room for `gap` of their seconds; return their seconds."""
         count = 0 if self.before else self.first
         if self.left > count:
             fitting = math.floor((ready - now) / self.seconds - gap) + 1 if self.seconds else self.left
@@ -172,9 +122,9 @@ class _Slice:
         return self.place(count, now)
 
     def least_ahead(self, needed: Sequence[float], first: int, transfer: float) -> int:
-        """So many micro-batches ahead that each is made when it is `needed`: micro-batch `first`, `first` + 1, ...
+        """Return how many micro-batches ahead the slice must be so that each comes when it is `needed`.
 
-        What is made in an earlier step is there in any case.
+        `needed`: the times of micro-batch `first`, `first` + 1, ... What an earlier step makes is there in any case.
         """
         latest = transfer + (1 + SLACK) * self.seconds
         made = (bisect_right(self.begins, when - latest) for when in needed)
@@ -184,24 +134,24 @@ class _Slice:
 def _fills(
     program: Program, microbatches: int, seconds: StageSeconds, chain: Sequence[int]
 ) -> dict[tuple[float, int], tuple[Chain, float]]:
-    """Slices put into gaps in many ways, then in ways near the fastest, each with a lower bound of a step's seconds.
+    """Put slices into gaps in many ways, then in ways near the fastest; each with a lower bound of a step's seconds.
 
-    By the share of an encode that a gap must hold, and how many come first.
+    Keys: the share of an encode that a gap must hold, and the number of encodes that come first.
     """
-    found: dict[tuple[float, int], tuple[Chain, float]] = {}
+    fills: dict[tuple[float, int], tuple[Chain, float]] = {}
 
     def fill(gap: float, first: int) -> None:
-        if 0 <= first <= microbatches and (gap, first) not in found:
-            found[gap, first] = _fill(program, microbatches, seconds, chain, gap, first)
+        if 0 <= first <= microbatches and (gap, first) not in fills:
+            fills[gap, first] = _fill(program, microbatches, seconds, chain, gap, first)
 
     for gap in GAPS:
         for share in SHARES:
             fill(gap, round(share * microbatches))
     for _ in range(2):
-        gap, first = min(found, key=lambda x: found[x][1])
+        gap, first = min(fills, key=lambda x: fills[x][1])
         for near in (gap * NEARER, first), (gap / NEARER, first), (gap, first - 1), (gap, first + 1):
             fill(*near)
-    return found
+    return fills
 
 
 def moved_blocks(
@@ -210,14 +160,14 @@ def moved_blocks(
     slices: tuple[int, ...],
     seconds_of: Callable[[tuple[int, ...]], StageSeconds | None],
 ) -> tuple[int, ...]:
-    """Blocks of the encoder that the ranks hold, moved one at a time while the filled step gets shorter.
+    """Move blocks of the encoder between ranks, one at a time, while the filled step gets shorter.
 
-    `seconds_of`: of a step with such slices; None where they do not fit. The ranks of the chain stay the same.
+    `seconds_of` gives the seconds of a step with other slices, or None if they do not fit. The ranks of the chain stay.
     """
     chain = chain_of_slices(slices)
     fills = _fills(program, microbatches, seconds_of(slices), chain)
     gap, first = min(fills, key=lambda x: fills[x][1])
-    least, left = fills[gap, first][1], FILLED_INSTRUCTIONS // len(program.steps)
+    least, left = fills[gap, first][1], MOVED_INSTRUCTIONS // len(program.steps)
     moved = True
     while moved:
         moved = False
@@ -229,25 +179,27 @@ def moved_blocks(
             if seconds is None:
                 continue
             left -= 1
-            found = _fill(program, microbatches, seconds, chain, gap, first)[1]
-            if found < least * (1 - 1e-4):
-                slices, least, moved = changed, found, True
+            bound = _fill(program, microbatches, seconds, chain, gap, first)[1]
+            if bound < least * (1 - 1e-4):
+                slices, least, moved = changed, bound, True
     return slices
 
 
 def chain_of_slices(slices: Sequence[int]) -> tuple[int, ...]:
-    """The pipeline ranks of the chain: rank 0, which makes the patches, and whoever holds blocks."""
+    """Return the pipeline ranks of the chain: rank 0, which makes the patches, and those that hold blocks."""
     return tuple(rank for rank, blocks in enumerate(slices) if blocks or rank == 0)
 
 
 def _fill(
     program: Program, microbatches: int, seconds: StageSeconds, chain: Sequence[int], gap: float, first: int
 ) -> tuple[Chain, float]:
-    """Each slice put into its rank's gaps of at least `gap` of its encodes, `first` of them before the first compute.
+    """Put each slice into its rank's gaps of at least `gap` of its encodes, `first` of them before the first compute.
 
-    What finds no gap comes at the step's end. With a lower bound of the step's seconds.
+    What finds no gap comes at the step's end. Returns the places and a lower bound of the step's seconds.
     """
-    slices = [None] * len(seconds.encode)
+    slices: list[_Slice | None] = [None] * len(seconds.encode)
+    if len(chain) == 1:  # no messages
+        seconds = replace(seconds, send_features=0.0, receive_features=0.0, transfer_features=0.0)
     for rank in chain:
         messages = seconds.send_features + seconds.receive_features * (rank > 0)
         slices[rank] = _Slice(seconds.encode[rank] + messages, microbatches, first)
@@ -269,20 +221,15 @@ def _fill(
     least = simulate(program, others, before=fill).seconds
     for rank in chain:
         step, begin = slices[rank].compute
-        done = begin + _work(step, others)
+        x = step.instruction
+        done = begin + (others.forward if x.op is Op.FORWARD else others.backward)[x.stage]
         least = max(least, done + slices[rank].place(slices[rank].left, done) + seconds.end)
     ahead: dict[int, int] = {}
     needed, at_least = forwards, 0
     for rank in reversed(chain):
         at_least = ahead[rank] = max(at_least, slices[rank].least_ahead(needed, at_least, seconds.transfer_features))
         needed = slices[rank].begins
-    found = [one and Encodes(ahead[rank], tuple(one.before)) for rank, one in enumerate(slices)]
-    return tuple(found), least
-
-
-def _work(step: Step, seconds: StageSeconds) -> float:
-    x = step.instruction
-    return seconds.forward[x.stage] if x.op is Op.FORWARD else seconds.backward[x.stage]
+    return tuple(one and Encodes(ahead[rank], tuple(one.before)) for rank, one in enumerate(slices)), least
 
 
 def _without_encoder(seconds: StageSeconds) -> StageSeconds:

@@ -36,7 +36,7 @@ class StagePlan:
 
     @property
     def summary(self) -> str:
-        """The same with ranges: `front + llm.layers.0-6`."""
+        """Names of the layers with ranges: `front + llm.layers.0-6`."""
         parts = ["front"] * self.front
         if self.last - self.first == 1:
             parts.append(f"llm.layers.{self.first}")
@@ -46,12 +46,12 @@ class StagePlan:
 
     @property
     def slice(self) -> str:
-        """What its rank holds of an encoder in slices: `blocks 0-6`; empty where it is whole, or elsewhere."""
+        """Its rank's slice of the encoder: `blocks 0-6`; empty if there are no slices, or none on this rank."""
         if self.encoder is None:
             return ""
         first, last = self.encoder
         if first == last:
-            return "patches alone"
+            return "patch embedding"
         return f"blocks {first}-{last - 1}" if last - first > 1 else f"block {first}"
 
 
@@ -71,7 +71,7 @@ class RankPlan:
     stages: tuple[StagePlan, ...]
     trainable_names: tuple[str, ...]
     trainable: int  # elements
-    optimizer: Literal["AdamW", "NoOp"]
+    optimizer: str  # "AdamW", or "NoOp" where nothing trains
     reason: str
     weight_bytes: int
     optimizer_bytes: int  # master weights, gradients and moments
@@ -101,13 +101,12 @@ class RankPlan:
 
 @dataclass(frozen=True, slots=True)
 class StreamingPlan:
-    """How streamed layers are fetched, and what that costs."""
+    """How streamed layers are fetched."""
 
     source: Literal["host", "peers"] | Quantisation  # the latter: in fewer bits, on the device
     weight_shards: int  # replicas that keep a part each
-    hidden_from_tokens: int  # of a micro-batch: from so many on no fetch is waited for
+    hidden_from_tokens: int  # tokens of a micro-batch from which on no fetch is waited for
     microbatch_tokens: int
-    time_ratio: float  # a step over one without waiting for fetches
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,18 +165,13 @@ class Plan:
     evaluation_lead: int  # micro-batches that each slice encodes first in an evaluation
     packs_per_microbatch: int
     pack_length: int
-    image: ExpectedImage | None  # None where all images take the same, or there are none
+    image: ExpectedImage | None  # None: all images take the same, or there are none
     memory_limit_bytes: int | None
     costs: str  # "assumed", or "calibrated on DEVICE", and whether messages are assumed
     step_seconds: float | None  # predicted; None where costs are assumed
     idle_share: float  # of a step, over all ranks
     minimal_flops_share: float  # of what a step computes: what every exact way of training must compute
     uniform: UniformCut | None  # None with one rank, or with fewer decoder layers than ranks
-    fewer_stages_time_ratio: float | None  # a step of the best plan with fewer stages a rank over this one's
-    rank_0_time_ratio: float | None
-    """A step of the best plan with the whole encoder on rank 0 over this one's; None: it is there, or does not fit."""
-    no_prefetch_time_ratio: float | None
-    """A step without prefetch over this one's; None: it has none, or the encoder is in slices."""
     seconds: StageSeconds  # what was simulated; see `costs`
     ranks: tuple[RankPlan, ...]
     schedule: Schedule  # per pipeline rank
@@ -191,7 +185,7 @@ class Plan:
     def encoder_slices(self) -> tuple[int, ...]:
         """Blocks that each pipeline rank holds of an encoder in slices; empty where it is whole on rank 0."""
         borders = [rank.stages[0].encoder for rank in self.ranks if rank.data == 0]
-        return tuple(found[1] - found[0] if found else 0 for found in borders) if any(borders) else ()
+        return tuple(border[1] - border[0] if border else 0 for border in borders) if any(borders) else ()
 
     def as_dict(self) -> dict[str, Any]:
         """The content of plan.json: everything but the instructions."""

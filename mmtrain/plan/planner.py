@@ -1,4 +1,4 @@
-"""Config -> plan: which rank holds, trains and runs what; refuses what cannot be, saying what could.
+"""Config -> plan: which rank holds, trains and runs what; refuses what cannot run or does not fit.
 
 config + model shapes --costs, timings--> seconds and bytes of each layer --search--> layers of each stage, what
 recomputes, where the encoder runs --schedule--> instructions per rank
@@ -9,47 +9,47 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Literal
 
 from mmtrain.base.errors import UserError
 from mmtrain.config.schema import RunConfig
 from mmtrain.plan.block_costs import Flops
 from mmtrain.plan.calibration import Device
-from mmtrain.plan.changes import search_of
 from mmtrain.plan.costs import Models, minimal_flops
-from mmtrain.plan.cut import given_cut, uniform_cut
+from mmtrain.plan.cuts import given_cut, uniform_cut
 from mmtrain.plan.fetching import fetches_of, uses_of
+from mmtrain.plan.optimizers import parameter_groups
 from mmtrain.plan.placement import EVALUATION_ROUND
 from mmtrain.plan.plan import ExpectedImage, GroupPlan, Plan, RankPlan, StagePlan, StreamingPlan, UniformCut, stage_of
-from mmtrain.plan.rates import check_groups, parameter_groups
 from mmtrain.plan.refusals import (
     check_encoder_ranks,
+    check_groups,
     check_layout,
+    check_prefetch,
     check_streaming,
     check_trainable,
     does_not_fit,
 )
 from mmtrain.plan.schedule import ranks_of
-from mmtrain.plan.search import Layout, Search
+from mmtrain.plan.search import PipelineLayout, Search, search_of
 from mmtrain.plan.simulate import Program, simulate
 from mmtrain.plan.stage_costs import StageCosts, limit_on_gpu, stage_costs
 from mmtrain.plan.step_bound import least_step_seconds
 from mmtrain.plan.workload import expected_image
 from mmtrain.pretrained.adapters import with_adapters
 from mmtrain.pretrained.connectors import connector, has_newline, image_layout
+from mmtrain.pretrained.doors import check_export_format
 from mmtrain.pretrained.layouts import ImageLayout
 from mmtrain.pretrained.shapes import NO_VISION, llm_shape, matches, vision_shape
 from mmtrain.pretrained.tokenizer_files import refuse_missing_marks
 from mmtrain.pretrained.vision_files import check_preprocessing
-from mmtrain.stock.exporters import check_export_format
 
 STREAMING_GAIN = 0.005
 """Share of a step that streaming must save where it is left to the planner and all fits without."""
 
 
 def models_of(config: RunConfig) -> Models:
-    """The shapes of a run's models. Raises UserError where nothing is known of one, and where they do not fit."""
-    assert getattr(config.model, "from") is None, "`expand_pretrained` comes before: a plan reads explicit keys"
+    """Return the shapes of a run's models. Raises UserError if one is not known, or if they do not fit together."""
+    assert getattr(config.model, "from") is None, "`whole_models.completed` comes before: a plan reads explicit keys"
     llm = llm_shape(config.model.llm.path)
     vision, operations = NO_VISION, ()
     if (chosen := config.model.vision) is not None:
@@ -65,51 +65,41 @@ def check_run(config: RunConfig, models: Models) -> None:
     check_layout(config, models)
     check_trainable(config, models)
     check_groups(config, models)
+    check_prefetch(config, models)
     check_encoder_ranks(config, models)
     check_streaming(config, models)
     check_export_format(config, [p.name for p in models.parameters if matches(p.name, config.model.trainable)])
     refuse_missing_marks(config)
 
 
-def make_plan(
-    config: RunConfig,
-    device_memory_bytes: int | None = None,
-    device: Device | None = None,
-    prefetch: Literal["auto"] | int = "auto",
-) -> Plan:
+def make_plan(config: RunConfig, device_memory_bytes: int | None = None, device: Device | None = None) -> Plan:
     """Plan a run from its config and its models' shapes; starts nothing, imports no torch.
 
-    The memory limit of a rank is `parallel.device_memory_gib`, else what `device_memory_bytes`, all that its GPU has,
-    leave to it, else none. `device` is what ranks compute on (None: this machine's CPU); a calibration on it gives the
-    plan its costs. `prefetch` is the number of micro-batches that a step begins with encoded, auto the fastest one. It
-    changes no result. Raises UserError for a config that no plan can satisfy; what then would fit is in the message.
+    The memory limit of a rank is `parallel.device_memory_gib`, else what its GPU's `device_memory_bytes` leave to it,
+    else none. `device` is what ranks compute on (None: this machine's CPU); a calibration on it gives the costs. Raises
+    UserError for a config that no plan can satisfy; the message says what the smallest cut needs.
     """
     models, limit = models_of(config), memory_limit(config, device_memory_bytes)
     check_run(config, models)
     costs = stage_costs(config, models, limit, device)
-    search, found = _searched(config, costs, prefetch)
+    search, layout = _searched(config, costs)
     if config.parallel.streamed_layers == "auto":  # only where it is worth it
-        resident, without = _searched(config, costs.resident(), prefetch)
-        if without and (not found or _seconds(without) * (1 - STREAMING_GAIN) <= _seconds(found)):
-            search, found = resident, without
-    if not found:
-        raise UserError(does_not_fit(config, models, search, limit, device))
-    return _plan(config, models, search, found, limit)
+        resident, without = _searched(config, costs.resident())
+        if without and (not layout or without.simulation.seconds * (1 - STREAMING_GAIN) <= layout.simulation.seconds):
+            search, layout = resident, without
+    if layout is None:
+        raise UserError(does_not_fit(config, models, search, limit))
+    return _plan(config, models, search, layout, limit)
 
 
-def _searched(config: RunConfig, costs: StageCosts, prefetch: Literal["auto"] | int) -> tuple[Search, Sequence[Layout]]:
-    """The search for a run, and what it has found: the best layout, or nothing."""
-    search = search_of(config, costs, prefetch)
+def _searched(config: RunConfig, costs: StageCosts) -> tuple[Search, PipelineLayout | None]:
+    """Return the search for a run, and the best layout that it finds."""
+    search = search_of(config, costs)
     if least_step_seconds(costs) == math.inf:  # a search for what fits nowhere takes long
-        return search, ()
+        return search, None
     if config.parallel.boundaries is None:
         return search, search.find(config.parallel.stages_per_rank)
-    layout = search.with_encodes(given_cut(config, costs))
-    return search, () if layout is None else (layout,)
-
-
-def _seconds(found: Sequence[Layout]) -> float:
-    return found[0].simulation.seconds
+    return search, search.at_cut(given_cut(config, costs))
 
 
 def step_seconds(
@@ -119,7 +109,7 @@ def step_seconds(
     costs = stage_costs(config, models_of(config), memory_limit(config, device_memory_bytes), device)
     search = search_of(config, costs)
     cut = (0, *(boundary + 1 for boundary in plan.boundaries), costs.count)
-    seconds = search.seconds_of(cut, plan.encoder_slices or search.cuts.alone)
+    seconds = search.seconds_of(cut, plan.encoder_slices or search.cuts.whole)
     return None if seconds is None else simulate(Program(plan.schedule), seconds).seconds
 
 
@@ -130,8 +120,8 @@ def memory_limit(config: RunConfig, device_memory_bytes: int | None) -> int | No
     return None if device_memory_bytes is None else limit_on_gpu(device_memory_bytes)
 
 
-def _plan(config: RunConfig, models: Models, search: Search, found: Sequence[Layout], limit: int | None) -> Plan:
-    costs, layout = search.costs, found[0]
+def _plan(config: RunConfig, models: Models, search: Search, layout: PipelineLayout, limit: int | None) -> Plan:
+    costs = search.costs
     cut, seconds = layout.cut, layout.simulation.seconds
     pipeline, microbatches = config.parallel.pipeline, costs.setting.microbatches_per_step
     ranks = tuple(rank for place in range(pipeline) for rank in _ranks(config, costs, layout, place, microbatches))
@@ -142,12 +132,8 @@ def _plan(config: RunConfig, models: Models, search: Search, found: Sequence[Lay
     if device is not None:
         messages = "" if costs.timings.measured_messages or pipeline == 1 else "; messages assumed"
         source = costs.setting.streaming.source
-        streams = any(need.streamed for need in layout.needs) and source not in costs.timings.measured_fetches
+        streams = any(rank.streamed for rank in layout.ranks) and source not in costs.timings.measured_fetches
         described = f"calibrated on {device}{messages}{'; fetches assumed' * streams}"
-    in_slices = len(ranks_of(layout.chain)) > 1
-    alone = _on_rank_0(config, search) if in_slices else None
-    immediate = search.layout(cut)
-    prefetches = not in_slices and layout.chain != immediate.chain
     return Plan(
         run=config.run.name,
         llm=config.model.llm.path,
@@ -164,7 +150,7 @@ def _plan(config: RunConfig, models: Models, search: Search, found: Sequence[Lay
         streaming=_streaming(config, costs, layout),
         microbatches_per_step=microbatches,
         chain=layout.chain,
-        evaluation_lead=search.evaluation(layout, EVALUATION_ROUND * pipeline)[1],
+        evaluation_lead=search.evaluation_lead(layout, EVALUATION_ROUND * pipeline),
         packs_per_microbatch=config.train.packs_per_microbatch,
         pack_length=config.data.pack_length,
         image=_expected_image(config, models.layout),
@@ -174,25 +160,10 @@ def _plan(config: RunConfig, models: Models, search: Search, found: Sequence[Lay
         idle_share=layout.simulation.mean_idle,
         minimal_flops_share=needed / computed,
         uniform=_uniform(search, seconds),
-        fewer_stages_time_ratio=found[1].simulation.seconds / seconds if len(found) > 1 else None,
-        rank_0_time_ratio=None if alone is None else alone.simulation.seconds / seconds,
-        no_prefetch_time_ratio=immediate.simulation.seconds / seconds if prefetches else None,
         seconds=layout.seconds,
         ranks=ranks,
         schedule=layout.schedule,
     )
-
-
-def _on_rank_0(config: RunConfig, search: Search) -> Layout | None:
-    """The best plan with the whole encoder on rank 0; None where none fits."""
-    if config.parallel.encoder_ranks == "auto":
-        return search.on_rank_0
-    alone, cut = Search(search.costs, search.prefetch), config.parallel.boundaries
-    if cut is None:
-        alone.find(config.parallel.stages_per_rank)
-    else:
-        alone.with_encodes(given_cut(config, search.costs))
-    return alone.on_rank_0
 
 
 def _expected_image(config: RunConfig, layout: ImageLayout) -> ExpectedImage | None:
@@ -214,25 +185,25 @@ def _groups(config: RunConfig, models: Models) -> tuple[GroupPlan, ...]:
 
 
 def _ranks(
-    config: RunConfig, costs: StageCosts, layout: Layout, pipeline_rank: int, microbatches: int
+    config: RunConfig, costs: StageCosts, layout: PipelineLayout, pipeline_rank: int, microbatches: int
 ) -> list[RankPlan]:
-    """The same rank of every replica."""
-    cut, need, data = layout.cut, layout.needs[pipeline_rank], config.parallel.data
-    mine = range(pipeline_rank, len(cut) - 1, config.parallel.pipeline)
-    placed = tuple(stage_of(cut, s, layout.recompute_layers[s]) for s in mine)
-    if need.streamed:  # a decoder layer's number is its place among all layers less the front
+    """Return the plans of a pipeline rank in all replicas."""
+    cut, cost, data = layout.cut, layout.ranks[pipeline_rank], config.parallel.data
+    numbers = range(pipeline_rank, len(cut) - 1, config.parallel.pipeline)
+    placed = tuple(stage_of(cut, s, layout.recompute_layers[s]) for s in numbers)
+    if cost.streamed:  # a decoder layer's number is its place among all layers less the front
         placed = tuple(
             replace(
                 stage,
                 streamed=tuple(cut[stage.stage] + place - 1 for place in places),
             )
-            for stage, places in zip(placed, need.streamed, strict=True)
+            for stage, places in zip(placed, cost.streamed, strict=True)
         )
     encoder, blocks = costs.costs.encoder, layout.slices[pipeline_rank]
     first = sum(layout.slices[:pipeline_rank])
     if len(ranks_of(layout.chain)) > 1 and layout.chain[pipeline_rank] is not None:
         placed = (replace(placed[0], encoder=(first, first + blocks)), *placed[1:])
-    held = [costs.layers_of(cut[s], cut[s + 1]) for s in mine]
+    held = [costs.layers_of(cut[s], cut[s + 1]) for s in numbers]
     layers = [layer for stage in held for layer in stage]
     names = tuple(name for layer in layers for name in layer.trainable_names)
     of_slice = encoder.stem_forward * placed[0].front + encoder.block_forward * blocks
@@ -249,46 +220,44 @@ def _ranks(
         stages=placed,
         trainable_names=names,
         trainable=sum(layer.trainable for layer in layers),
-        optimizer="AdamW" if names else "NoOp",
+        optimizer=costs.costs.optimizer.name if names else "NoOp",
         reason=_reason(config, placed, names, placed[-1].stage < layout.first_trainable_stage),
-        weight_bytes=need.weight_bytes,
-        optimizer_bytes=need.state_bytes,
-        activation_bytes=need.activation_bytes,
-        workspace_bytes=need.working_bytes,
-        host_bytes=need.host_bytes,
+        weight_bytes=cost.weight_bytes,
+        optimizer_bytes=cost.state_bytes,
+        activation_bytes=cost.activation_bytes,
+        workspace_bytes=cost.working_bytes,
+        host_bytes=cost.host_bytes,
         fetched_bytes=_fetched_bytes(costs, layout, placed),
         flops=flops * microbatches,
         recompute_flops=sum(again) * microbatches,
-        work_share=need.seconds / sum(other.seconds for other in layout.needs),
+        work_share=cost.seconds / sum(rank.seconds for rank in layout.ranks),
         idle_share=layout.simulation.idle[pipeline_rank],
     )
     return [replace(rank, rank=rank.rank + replica, data=replica) for replica in range(data)]
 
 
-def _fetched_bytes(costs: StageCosts, layout: Layout, stages: Sequence[StagePlan]) -> int:
+def _fetched_bytes(costs: StageCosts, layout: PipelineLayout, stages: Sequence[StagePlan]) -> int:
     """Of a step, on the rank that holds these stages."""
     streamed = {stage.stage: stage.streamed for stage in stages}
     if not any(streamed.values()):
         return 0
-    mine = layout.schedule[stages[0].stage]
-    layers = fetches_of(uses_of(mine, streamed, costs.first_trainable_decoder_layer))
+    instructions = layout.schedule[stages[0].stage]
+    layers = fetches_of(uses_of(instructions, streamed, costs.first_trainable_decoder_layer))
     return sum(costs.setting.streaming.fetched_bytes(costs.layers[layer + 1]) for layer in layers)
 
 
-def _streaming(config: RunConfig, costs: StageCosts, layout: Layout) -> StreamingPlan | None:
-    if not any(need.streamed for need in layout.needs):
+def _streaming(config: RunConfig, costs: StageCosts, layout: PipelineLayout) -> StreamingPlan | None:
+    if not any(rank.streamed for rank in layout.ranks):
         return None
     waits = [
-        wait for need in layout.needs for stage in need.stages for wait in (stage.forward_waits, stage.backward_waits)
+        wait for rank in layout.ranks for stage in rank.stages for wait in (stage.forward_waits, stage.backward_waits)
     ]
     tokens = config.train.packs_per_microbatch * config.data.pack_length
-    without = replace(layout.seconds, forward_waits=(), backward_waits=())
     return StreamingPlan(
         costs.setting.streaming.source,
         costs.setting.streaming.weight_shards,
         math.ceil(tokens * max(wait.share for wait in waits)),
         tokens,
-        layout.simulation.seconds / simulate(Program(layout.schedule), without).seconds,
     )
 
 
@@ -313,8 +282,8 @@ def _uniform(search: Search, seconds: float) -> UniformCut | None:
     if ranks == 1 or decoder < ranks:
         return None
     cut = uniform_cut(decoder, ranks)
-    layout = search.layout(cut)
-    work = [need.seconds for need in layout.needs]
+    layout = search.plain(cut)
+    work = [rank.seconds for rank in layout.ranks]
     return UniformCut(
         tuple(border - 1 for border in cut[1:-1]),
         search.fits(layout),

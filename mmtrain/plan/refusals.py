@@ -1,4 +1,4 @@
-"""What the planner refuses and how it says so: the value seen, what is needed, and changes that were tried and work."""
+"""What the planner refuses: an error says what was seen, what is needed, and what to change."""
 
 from __future__ import annotations
 
@@ -9,22 +9,21 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from mmtrain.base.errors import UserError
-from mmtrain.base.printing import bytes_text, shortened
+from mmtrain.base.printing import bytes_text, first_few, shortened
 from mmtrain.config.schema import RunConfig
-from mmtrain.plan.calibration import Device
-from mmtrain.plan.changes import Trial, image_positions, option_text
 from mmtrain.plan.costs import Models
-from mmtrain.plan.cut import given_cut
+from mmtrain.plan.cuts import given_cut
 from mmtrain.plan.plan import RankPlan, stage_of
 from mmtrain.plan.search import Search
 from mmtrain.plan.stage_costs import RESERVED_SHARE, limit_on_gpu
-from mmtrain.plan.workload import expected_image
+from mmtrain.plan.workload import expected_image, typical_tiling
 from mmtrain.pretrained.adapters import is_adapter
 from mmtrain.pretrained.layouts import ImageLayout
 from mmtrain.pretrained.shapes import matches
 
 _LEARNED_POSITIONS = re.compile(r"\.(wpe|embed_positions|position_embeddings)\.weight$")
 
+_NAMES_SHOWN = 3
 _CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
 _LEAST_CONNECTIONS = 8  # CUDA's own default; streams of a rank: computes, four channels, replicas, statistics, copies
 # What each does to the order of work on a GPU; see `Ordering` in tests/deadlocks.py.
@@ -78,16 +77,17 @@ def _check_expected_image(config: RunConfig, layout: ImageLayout) -> None:
 
 
 def _check_packs(config: RunConfig, layout: ImageLayout) -> None:
-    data, image = config.data, image_positions(config, layout)
+    data = config.data
+    image = math.ceil(max(typical_tiling(config, layout).positions, expected_image(config, layout)[1]))
     if data.pack_length <= image:
         asked = "an image of " + config.model.vision.name
-        told = ""
+        hint = ""
         if layout.is_sized:
             asked = f"a typical image of model.vision.layout {layout.name}"
-            told = "; where images are smaller, set data.expected_image_positions as mmtrain inspect prints it"
+            hint = "; where images are smaller, set data.expected_image_positions as mmtrain inspect prints it"
         raise UserError(
             f"data.pack_length: {data.pack_length} tokens, but {asked} takes {image}; packs must hold an image and its "
-            f"text, e.g. {2 ** image.bit_length()}{told}"
+            f"text, e.g. {2 ** image.bit_length()}{hint}"
         )
     tiles = expected_image(config, layout)[0]
     if data.max_tiles_per_pack is not None and data.max_tiles_per_pack < tiles:
@@ -183,24 +183,53 @@ def check_trainable(config: RunConfig, models: Models) -> None:
             "to it, or give the layer none in model.lora.targets"
         )
     for pattern in config.model.trainable:
-        found = [name for name in names if matches(name, (pattern,))]
-        if not found and config.model.lora is None and "lora_" in pattern:
+        matching = [name for name in names if matches(name, (pattern,))]
+        if not matching and config.model.lora is None and "lora_" in pattern:
             raise UserError(
                 f"model.trainable: {pattern!r} names adapters, and model.lora is null, so that there are none; set "
                 "model.lora.r=16, and in model.lora.targets which layers get one"
             )
-        if not found:
+        if not matching:
             nearest = nearest_names(pattern, names)
             raise UserError(
                 f"model.trainable: {pattern!r} matches no parameter that runs; "
                 + (f"nearest: {', '.join(nearest)}" if nearest else f"names look like {names[0]} and {names[-1]}")
             )
-        tied = [name for name in found if name in ("llm.embedding.weight", "llm.head.weight")]
+        tied = [name for name in matching if name in ("llm.embedding.weight", "llm.head.weight")]
         if models.llm.tied and tied:
             raise UserError(
                 f"model.trainable: {pattern} matches {tied[0]}, but {config.model.llm.path} ties its LM head to its "
                 "embedding: the first and the last stage each hold a copy, which training would let drift apart; "
                 "leave both frozen, or use a model with tie_word_embeddings: false"
+            )
+
+
+def check_groups(config: RunConfig, models: Models) -> None:
+    """Raises UserError for a pattern of `optimizer.groups` that matches nothing that trains, and for overlaps."""
+    groups = config.optimizer.groups
+    names = [p.name for p in models.parameters]
+    trained = [name for name in names if matches(name, config.model.trainable)]
+    for number, group in enumerate(groups):
+        for pattern in group.match:
+            if any(matches(name, (pattern,)) for name in trained):
+                continue
+            key = f"optimizer.groups.{number}.match: {pattern!r}"
+            if frozen := [name for name in names if matches(name, (pattern,))]:
+                raise UserError(
+                    f"{key} matches {first_few(frozen, _NAMES_SHOWN)}, frozen by model.trainable, which is "
+                    f"[{', '.join(config.model.trainable)}]; add it there, or leave the group out"
+                )
+            near = nearest_names(pattern, trained)
+            raise UserError(
+                f"{key} matches no parameter that trains; "
+                + (f"nearest: {', '.join(near)}" if near else f"these train: {first_few(trained, _NAMES_SHOWN)}")
+            )
+    for name in trained:
+        members = [f"{i} ({', '.join(group.match)})" for i, group in enumerate(groups) if matches(name, group.match)]
+        if len(members) > 1:
+            raise UserError(
+                f"optimizer.groups: {name} is in the groups {' and '.join(members)}; which rate should it train at? "
+                "Narrow the patterns until each parameter is in one group"
             )
 
 
@@ -216,20 +245,19 @@ def nearest_names(pattern: str, names: Sequence[str]) -> list[str]:
     return difflib.get_close_matches(pattern, candidates, n=3, cutoff=0.6)
 
 
-def does_not_fit(config: RunConfig, models: Models, search: Search, limit: int | None, device: Device | None) -> str:
-    """The message for a plan beyond the memory limit: what each rank needs, and what was planned and would fit."""
-    pipeline = config.parallel.pipeline
-    by_hand = config.parallel.boundaries is not None
+def does_not_fit(config: RunConfig, models: Models, search: Search, limit: int | None) -> str:
+    """The message for a plan beyond the memory limit: what the smallest cut needs on each rank, and what takes less."""
+    pipeline, by_hand = config.parallel.pipeline, config.parallel.boundaries is not None
     stages_per_rank = 1 if config.parallel.stages_per_rank == "auto" else config.parallel.stages_per_rank
     tightest = Search(search.costs.without_memory(), 0, search.encoder_ranks)
-    cut, needs = tightest.smallest(stages_per_rank, given_cut(config, search.costs) if by_hand else None)
+    cut, costs = tightest.smallest(stages_per_rank, given_cut(config, search.costs) if by_hand else None)
     on_host = search.costs.setting.streaming.host_bytes
-    for rank, need in enumerate(needs):
-        if on_host is not None and need.host_bytes > on_host:
+    for rank, cost in enumerate(costs):
+        if on_host is not None and cost.host_bytes > on_host:
             return (
                 f"parallel.host_memory_gib: {config.parallel.host_memory_gib:g} GiB, but rank {rank} would keep "
-                f"{bytes_text(need.host_bytes)} of streamed layers in its machine's memory; stream fewer "
-                "(parallel.streamed_layers=auto streams as many as there is room for), or raise it"
+                f"{bytes_text(cost.host_bytes)} of streamed layers in its machine's memory. Stream fewer "
+                "(parallel.streamed_layers=auto streams as many as there is room for), or raise it."
             )
     assert limit is not None
     stated = config.parallel.device_memory_gib is not None
@@ -238,38 +266,48 @@ def does_not_fit(config: RunConfig, models: Models, search: Search, limit: int |
         f"This run does not fit: a rank may use {bytes_text(limit)} ({source}), {RESERVED_SHARE:.0%} of it left to "
         f"fragmentation; {'the given boundaries need' if by_hand else 'the smallest cut needs'}"
     ]
-    for rank, need in enumerate(needs):
+    for rank, cost in enumerate(costs):
         stages = range(rank, len(cut) - 1, pipeline)
         layers = ", ".join(stage_of(cut, stage).summary for stage in stages)
         name = f"stage {rank}" if len(stages) == 1 else f"stages {', '.join(map(str, stages))}"
-        again = sum(need.recompute_layers)
+        recompute = sum(cost.recompute_layers)
         how = "streamed" if config.model.llm.quantize is None else "quantised"
-        away = f" ({need.streamed_count} layers {how})" if need.streamed_count else ""
+        away = f" ({cost.streamed_count} layers {how})" if cost.streamed_count else ""
         lines.append(
-            f"  {name} ({layers}): {bytes_text(need.total_bytes)} = weights {bytes_text(need.weight_bytes)}{away} + "
-            f"optimizer {bytes_text(need.state_bytes)} + activations {bytes_text(need.activation_bytes)}"
-            f"{f' ({again} layers recomputing)' if again else ''} + workspace {bytes_text(need.working_bytes)}"
-            f"{'' if search.costs.fits(need) else '  <- too much'}"
+            f"  {name} ({layers}): {bytes_text(cost.total_bytes)} = weights {bytes_text(cost.weight_bytes)}{away} + "
+            f"optimizer {bytes_text(cost.state_bytes)} + activations {bytes_text(cost.activation_bytes)}"
+            f"{f' ({recompute} layers recomputing)' if recompute else ''} + workspace {bytes_text(cost.working_bytes)}"
+            f"{'' if search.costs.fits(cost) else '  <- too much'}"
         )
-    if all(map(search.costs.fits, needs)):
+    if all(map(search.costs.fits, costs)):
         lines.append("These fit, but not with what waits between slices of the encoder, or encoded until it is used")
-    trial = Trial(config, models, limit, device)
-    options = [option_text(config, changes) for changes in trial.single_changes()]
-    if options:
-        lines.append("What would fit, each planned by itself:")
-    else:
-        together = trial.all_changes()
-        if together is None:
-            lines.append("No change that was tried fits, nor all of them together; use devices with more memory")
-            return "\n".join(lines)
-        options = [option_text(config, together)]
-        lines.append("No single change fits; this was planned and does:")
-    return "\n".join(lines + [f"  {option}" for option in options])
+    lines.append(f"To take less memory (none of it was planned): {'; '.join(_hints(config, models))}")
+    return "\n".join(lines)
+
+
+def _hints(config: RunConfig, models: Models) -> list[str]:
+    """Changes that take less memory, as overrides where one value is best. Which of them is enough is not known."""
+    parallel = config.parallel
+    automatic = {"boundaries": None, "stages_per_rank": "auto", "recompute_layers": "auto", "encoder_ranks": "auto"}
+    if config.model.llm.quantize is None:
+        automatic["streamed_layers"] = "auto"
+    hints = [
+        f"parallel.{key}={'null' if value is None else value}"
+        for key, value in automatic.items()
+        if getattr(parallel, key) != value
+    ]
+    if config.model.llm.dtype == "float32":
+        hints.append("model.llm.dtype=bfloat16")
+    if config.train.packs_per_microbatch > 1:
+        hints.append("fewer train.packs_per_microbatch")
+    if parallel.pipeline < len(models.llm.decoder) + 2:  # front and head are layers, too
+        hints.append(f"parallel.pipeline above {parallel.pipeline}")
+    return [*hints, "a smaller data.pack_length", "devices with more memory"]
 
 
 @dataclass(frozen=True)
 class GpuMemory:
-    """Bytes of a rank's GPU; what is allocated and cached is known once the rank is there."""
+    """Bytes of a rank's GPU."""
 
     total: int
     free: int  # that no process holds

@@ -98,24 +98,24 @@ def forward_schedule(
 def prelude(encodes: Chain) -> Schedule:
     """What comes before the first step of a process: every slice encodes what it is ahead when a step begins."""
     orders = [
-        [] if one is None else [Instruction(Op.ENCODE, rank, k) for k in range(one.ahead)]
-        for rank, one in enumerate(encodes)
+        [] if place is None else [Instruction(Op.ENCODE, rank, k) for k in range(place.ahead)]
+        for rank, place in enumerate(encodes)
     ]
     return _with_messages(orders, len(orders), len(orders), ranks_of(encodes), ())
 
 
 def ranks_of(encodes: Chain) -> tuple[int, ...]:
     """The pipeline ranks that hold a slice."""
-    return tuple(rank for rank, one in enumerate(encodes) if one is not None)
+    return tuple(rank for rank, place in enumerate(encodes) if place is not None)
 
 
 def _in_groups(rank: int, pipeline: int, stages: int, microbatches: int, op: Op, first: int = 0) -> list[Instruction]:
     """A rank's computes of one kind, stages from `first` on: groups of `pipeline` micro-batches, stage by stage."""
-    mine = range(rank, stages, pipeline)
+    stages_here = range(rank, stages, pipeline)
     order = []
     for begin in range(0, microbatches, pipeline):
         group = range(begin, min(begin + pipeline, microbatches))
-        for stage in reversed(mine) if op is Op.BACKWARD else mine:
+        for stage in reversed(stages_here) if op is Op.BACKWARD else stages_here:
             order += [Instruction(op, stage, k) for k in group if stage >= first]
     return order
 
@@ -187,20 +187,20 @@ def _with_encodes(
     orders: Sequence[Sequence[Instruction]], microbatches: int, encodes: Chain
 ) -> list[Sequence[Instruction]]:
     """The ranks' computes, with ENCODE among those of ranks that hold a slice."""
-    found: list[Sequence[Instruction]] = []
-    for rank, (order, one) in enumerate(zip(orders, encodes, strict=True)):
-        if one is None:
-            found.append(order)
+    merged: list[Sequence[Instruction]] = []
+    for rank, (order, place) in enumerate(zip(orders, encodes, strict=True)):
+        if place is None:
+            merged.append(order)
             continue
-        result, encoded = [], one.ahead
-        for compute, count in zip([*order, None], one.before, strict=True):
+        result, encoded = [], place.ahead
+        for compute, count in zip([*order, None], place.before, strict=True):
             result += [Instruction(Op.ENCODE, rank, encoded + i) for i in range(count)]
             encoded += count
             if compute is not None:
                 result.append(compute)
-        assert encoded == one.ahead + microbatches, "a step encodes as many micro-batches as it uses"
-        found.append(result)
-    return found
+        assert encoded == place.ahead + microbatches, "a step encodes as many micro-batches as it uses"
+        merged.append(result)
+    return merged
 
 
 def leading_encodes(
@@ -211,7 +211,7 @@ def leading_encodes(
     The lists of one stage a rank, and of an evaluation, finish with any lead and chain: before an encode no rank then
     does anything that waits for the forward which needs it. Others surely finish where all is encoded first.
     """
-    found: list[Encodes | None] = [None] * len(schedule)
+    places: list[Encodes | None] = [None] * len(schedule)
     for rank in chain:
         computes = [x for x in schedule[rank] if x.op in COMPUTES]
         before = [int(x.op is Op.FORWARD and x.stage == rank) for x in computes] + [0]
@@ -219,8 +219,8 @@ def leading_encodes(
         before[0] += lead - 1
         for i in begins[len(begins) - lead + 1 :]:
             before[i] -= 1
-        found[rank] = Encodes(ahead, tuple(before))
-    return tuple(found)
+        places[rank] = Encodes(ahead, tuple(before))
+    return tuple(places)
 
 
 def _with_messages(

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from mmtrain.plan.fetching import Waits
 from mmtrain.plan.instructions import (
     COMPUTES,
     SENDS,
@@ -28,7 +29,6 @@ from mmtrain.plan.instructions import (
     chain_of,
     needed_before,
 )
-from mmtrain.plan.streamed_costs import Waits
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +44,7 @@ class StageSeconds:
     end: float = 0.0  # reductions and optimizer
     forward_waits: tuple[Waits, ...] = ()  # per stage, for weights of streamed layers; empty: there are none
     backward_waits: tuple[Waits, ...] = ()
-    send_features: float = 0.0  # these three: the same of what slices send
+    send_features: float = 0.0  # these three: of messages between slices
     receive_features: float = 0.0
     transfer_features: float = 0.0
 
@@ -76,7 +76,7 @@ _COMPUTE, _ENCODE, _FIRST_POST, _SECOND_POST = range(4)
 
 
 class _Kind(NamedTuple):
-    """Instructions that cost the same."""
+    """Instructions with equal costs."""
 
     op: Op
     place: int  # stage, or rank of an ENCODE
@@ -87,7 +87,7 @@ class _Kind(NamedTuple):
 class Program:
     """A schedule in one order of all ranks' instructions; made once, simulated with many costs.
 
-    What only depends on that order is told here, once: who posts a message first, and how often each rank does what.
+    It holds what depends on that order alone: who posts a message first, and how often each rank does what.
     """
 
     def __init__(self, schedule: Schedule) -> None:
@@ -116,12 +116,12 @@ class Program:
                 posted.add(number)
             channel = -1 if message is None else self.channels.setdefault(message.channel, len(self.channels))
             turns = next(spared[rank]) if x.op in COMPUTES else 0
-            known = kinds.setdefault((x.op, x.stage, turns), len(kinds))
-            if known == len(self.kinds):
+            number_of_kind = kinds.setdefault((x.op, x.stage, turns), len(kinds))
+            if number_of_kind == len(self.kinds):
                 takes = needed_before(x, self.ranks, stages, chain) is not None
                 self.kinds.append(_Kind(x.op, x.stage, takes, turns))
-            self.counts[rank, known] += 1
-            self.steps.append((does, rank, known, number, channel, step))
+            self.counts[rank, number_of_kind] += 1
+            self.steps.append((does, rank, number_of_kind, number, channel, step))
 
 
 def simulate(

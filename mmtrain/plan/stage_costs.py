@@ -1,7 +1,10 @@
-"""What any stage of any cut takes, in seconds and bytes.
+"""Seconds and bytes of any stage of any cut, and of any rank.
 
-A rank's memory is weights, optimizer state and the peak of its schedule (`memory`). Recomputing decoder layers buys
-room for time: as few as fit are taken, those of the rank's earliest stage first, since what they keep is kept longest.
+layers' costs and timings --StageCosts.stage--> one stage --StageCosts.fitted--> a rank that fits into its memory
+
+A rank's memory is weights, optimizer state and the peak of its schedule (`memory`). Recomputing and streaming decoder
+layers buy room for time. As few layers recompute as fit, those of the rank's earliest stage first, since what those
+keep is kept longest.
 """
 
 from __future__ import annotations
@@ -9,7 +12,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal, NamedTuple
 
@@ -17,13 +20,11 @@ from mmtrain.config.limits import MAX_LAYERS
 from mmtrain.config.schema import RunConfig
 from mmtrain.plan.calibration import Device, cpu_device, find_calibration
 from mmtrain.plan.costs import LayerCost, Models, RunCosts, run_costs
-from mmtrain.plan.fetching import WHOLE_AT_ONCE
-from mmtrain.plan.fitting import fastest
+from mmtrain.plan.fetching import ALIGNMENT, NO_WAITS, WHOLE_AT_ONCE, Waits, spread, waits_of
 from mmtrain.plan.memory import Buffers, Instant, StageBytes, instants, peak
 from mmtrain.plan.schedule import training_schedule
-from mmtrain.plan.streamed_costs import NO_WAITS, Streamable, Streaming, Waits, waits_of
 from mmtrain.plan.timings import CPU, GPU, Timings, assumed_timings, calibrated
-from mmtrain.plan.workload import FP32
+from mmtrain.pretrained.quantised import BITS, Quantisation
 
 RESERVED_SHARE = 0.06
 """Share of a memory limit left to what is not counted, fragmentation above all."""
@@ -34,8 +35,84 @@ LayerRange = tuple[int, int]  # layers [begin, end)
 
 
 def limit_on_gpu(memory_bytes: int) -> int:
-    """The memory limit of a rank on a GPU: such that the larger of both reserves is left of all its memory."""
+    """Return a rank's memory limit on a GPU with this much memory: what is left after the larger of both reserves."""
     return min(memory_bytes, max(0, math.floor((memory_bytes - RESERVED_GPU_BYTES) / (1 - RESERVED_SHARE))))
+
+
+# ---- streaming
+
+
+@dataclass(frozen=True, slots=True)
+class Streaming:
+    """Which frozen decoder layers may be streamed (`fetching`), and from where."""
+
+    layers: Literal["auto"] | tuple[int, ...] = ()  # number of layers of each pipeline rank; empty: none
+    source: Literal["host", "peers"] | Quantisation = "host"  # the latter: in fewer bits, on the device
+    weight_shards: int = 1  # ranks that each keep a part
+    host_bytes: int | None = None  # that a rank may keep in its machine's memory; None: no limit
+
+    @property
+    def is_possible(self) -> bool:
+        """Whether any layer may be streamed."""
+        return self.layers == "auto" or any(self.layers)
+
+    def buffer_bytes(self, layer: LayerCost) -> int:
+        """Bytes of a streamed layer while it is whole."""
+        step = ALIGNMENT * self.weight_shards
+        return -(-layer.streamed_bytes // step) * step
+
+    def kept_on_device(self, layer: LayerCost) -> int:
+        """Bytes of a streamed layer that stay on the device."""
+        if self.source in BITS:
+            return layer.quantised_bytes
+        return self.buffer_bytes(layer) // self.weight_shards if self.source == "peers" else 0
+
+    def fetched_bytes(self, layer: LayerCost) -> int:
+        """Bytes that each fetch brings to the device, or makes there from fewer bits."""
+        return self.buffer_bytes(layer) - (self.kept_on_device(layer) if self.source == "peers" else 0)
+
+
+class Streamable:
+    """The layers of one rank that may be streamed, spread evenly, and the memory that they save and take."""
+
+    def __init__(self, streaming: Streaming, stages: Sequence[Sequence[LayerCost]]) -> None:
+        """`stages`: the layers of each stage of the rank."""
+        self._streaming, self._stages = streaming, stages
+        self._candidates = [
+            (stage, place)
+            for stage, layers in enumerate(stages)
+            for place, layer in enumerate(layers)
+            if layer.streamed_bytes and streaming.is_possible
+        ]
+        self.most = len(self._candidates)
+        """The most layers that may be streamed within the machine's memory."""
+        while streaming.host_bytes is not None and self.most and self.host_bytes(self.most) > streaming.host_bytes:
+            self.most -= 1
+
+    def _chosen(self, count: int) -> list[tuple[int, int]]:
+        layers = self._candidates
+        return [layers[i] for i in spread(min(count, len(layers)), len(layers))] if count else []
+
+    def places(self, count: int) -> tuple[tuple[int, ...], ...]:
+        """Return, for each stage, which of its layers are streamed if `count` are, counted from its first layer."""
+        chosen = self._chosen(count)
+        return tuple(tuple(place for stage, place in chosen if stage == number) for number in range(len(self._stages)))
+
+    def saved_bytes(self, count: int) -> int:
+        """Bytes of the device's memory that `count` streamed layers save, less their buffers and what stays."""
+        layers = [self._stages[stage][place] for stage, place in self._chosen(count)]
+        # Memory of a smaller buffer may not fit a larger one, so each buffer counts as the largest.
+        largest = max(map(self._streaming.buffer_bytes, layers), default=0)
+        saved = sum(layer.streamed_weight_bytes - self._streaming.kept_on_device(layer) for layer in layers)
+        return saved - largest * min(len(layers), WHOLE_AT_ONCE)
+
+    def host_bytes(self, count: int) -> int:
+        """Bytes of the machine's memory that `count` streamed layers take."""
+        layers = [self._stages[stage][place] for stage, place in self._chosen(count)]
+        return sum(map(self._streaming.buffer_bytes, layers)) if self._streaming.source == "host" else 0
+
+
+# ---- stages and ranks
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,48 +127,48 @@ class Setting:
     streaming: Streaming = field(default_factory=Streaming)
 
 
-class StageNeed(NamedTuple):
-    """One stage, for one micro-batch."""
+class StageCost(NamedTuple):
+    """One stage and one micro-batch."""
 
-    forward: float  # seconds, the encoder left out
+    forward: float  # seconds, without the encoder
     backward: float  # seconds; 0 where nothing runs backward
     bytes: StageBytes
-    forward_waits: Waits = NO_WAITS  # for weights of streamed layers
+    forward_waits: Waits = NO_WAITS
     backward_waits: Waits = NO_WAITS
 
     @property
     def seconds(self) -> float:
-        """Forward and backward, in turn."""
+        """Forward, backward and waits."""
         return self.forward + self.backward + self.forward_waits.seconds() + self.backward_waits.seconds()
 
 
 @dataclass(frozen=True, slots=True)
-class RankNeed:
-    """What the stages of one rank take; seconds for one micro-batch, a slice of the encoder included."""
+class RankCost:
+    """The stages of one rank; seconds of one micro-batch, its slice of the encoder included."""
 
-    stages: tuple[StageNeed, ...]
+    stages: tuple[StageCost, ...]
     recompute_layers: tuple[int, ...]  # of each stage
     seconds: float
     weight_bytes: int
     state_bytes: int
     activation_bytes: int
     working_bytes: int
-    streamed: tuple[tuple[int, ...], ...] = ()  # of each stage, layers as places behind its begin; empty: none
+    streamed: tuple[tuple[int, ...], ...] = ()  # of each stage, layers counted from its first; empty: none
     host_bytes: int = 0
 
     @property
     def streamed_count(self) -> int:
-        """How many of its layers are streamed."""
+        """Number of streamed layers."""
         return sum(map(len, self.streamed))
 
     @property
     def total_bytes(self) -> int:
-        """The most bytes that lie on the device at once."""
+        """The most bytes on the device at once."""
         return self.weight_bytes + self.state_bytes + self.activation_bytes + self.working_bytes
 
 
 class StageCosts:
-    """What any stage of any cut, and any rank of any schedule, takes."""
+    """Costs of any stage of any cut, and of any rank of any schedule, of one run."""
 
     def __init__(self, costs: RunCosts, timings: Timings, setting: Setting) -> None:
         self.costs = costs
@@ -114,9 +191,8 @@ class StageCosts:
         )
         self._state = _sums(layer.state_bytes for layer in costs.layers)
         self._trainable = _sums(layer.trainable for layer in costs.layers)
-        self._forward = _sums(x.forward for x in timings.layers)
-        self._backward = _sums(x.backward for x in timings.layers)
-        self._run_begins: list[int] = []  # for each layer where the run of layers of its kind begins
+        self._seconds = _sums(x.forward + x.backward for x in timings.layers)
+        self._run_begins: list[int] = []  # for each layer the first of the unbroken run of its kind
         for i, layer in enumerate(costs.layers):
             same = i > 0 and layer.kind == costs.layers[i - 1].kind
             self._run_begins.append(self._run_begins[-1] if same else i)
@@ -125,14 +201,16 @@ class StageCosts:
             lambda ranges: Streamable(setting.streaming, [self.layers[begin:end] for begin, end in ranges])
         )
         self._one_stage_instants = functools.cache(self._find_one_stage_instants)
-        self._one_stage_need = functools.cache(
-            lambda rank, first, layers, blocks: self.need(rank, [layers], self._one_stage_instants(first)[rank], blocks)
+        self._one_stage_rank = functools.cache(
+            lambda rank, first, layers, blocks: self.fitted(
+                rank, [layers], self._one_stage_instants(first)[rank], blocks
+            )
         )
 
     # ---- stages
 
     def same_range(self, begin: int, end: int) -> LayerRange:
-        """The first layers that take exactly what [begin, end) takes: most decoder layers are alike."""
+        """Return the first range of layers with exactly the costs of [begin, end): most decoder layers are alike."""
         first = self._run_begins[begin]
         if first == begin or end >= self.count - 1 or self._run_begins[end - 1] != first:
             return begin, end
@@ -145,7 +223,7 @@ class StageCosts:
         return self.layers[begin:end]
 
     def decoder_layers(self, layer_range: LayerRange) -> int:
-        """How many of the layers are decoder layers."""
+        """Number of decoder layers in a range."""
         return max(0, min(layer_range[1], self.count - 1) - max(layer_range[0], 1))
 
     def least_seconds(self, begin: int, end: int) -> float:
@@ -158,14 +236,13 @@ class StageCosts:
         return self.compute_seconds(begin, end)
 
     def compute_seconds(self, begin: int, end: int) -> float:
-        """Seconds of layers [begin, end), nothing recomputed; a lower bound also where rounding differs."""
-        sums = self._forward[end] - self._forward[begin] + self._backward[end] - self._backward[begin]
-        return sums * (1 - 1e-12)
+        """Seconds of layers [begin, end), nothing recomputed; a lower bound even after rounding."""
+        return (self._seconds[end] - self._seconds[begin]) * (1 - 1e-12)
 
     def least_bytes(self, begin: int, end: int) -> int:
-        """Weights and optimizer state of layers [begin, end), a frozen encoder and what may be streamed left out."""
-        least = self._shared_bytes([(begin, end)])
-        return self._least_weights[end] - self._least_weights[begin] - least + self._state[end] - self._state[begin]
+        """Weights and optimizer state of layers [begin, end), without a frozen encoder and what may be streamed."""
+        shared = self._shared_bytes([(begin, end)])
+        return self._least_weights[end] - self._least_weights[begin] - shared + self._state[end] - self._state[begin]
 
     def _weight_bytes(self, ranges: Sequence[LayerRange]) -> int:
         return sum(self._weights[end] - self._weights[begin] for begin, end in ranges) - self._shared_bytes(ranges)
@@ -174,10 +251,10 @@ class StageCosts:
         both_ends = any(begin == 0 for begin, _ in ranges) and any(end == self.count for _, end in ranges)
         return self.costs.shared_ends_bytes if both_ends else 0
 
-    def _stage(self, begin: int, end: int, recompute: int, streamed: tuple[int, ...] = ()) -> StageNeed:
-        """Layers [begin, end) of which the first `recompute` decoder layers recompute their activations.
+    def _stage(self, begin: int, end: int, recompute: int, streamed: tuple[int, ...] = ()) -> StageCost:
+        """Cost of layers [begin, end) if the first `recompute` decoder layers recompute their activations.
 
-        `streamed`: which of the layers are fetched again and again, as places behind `begin`.
+        `streamed`: the layers that are streamed, counted from `begin`.
         """
         costs, timings = self.costs, self.timings
         seconds_of = list(timings.layers[begin:end])
@@ -203,13 +280,13 @@ class StageCosts:
                 most_backward = max(most_backward, kept + cost.backward_working_bytes)
         waits = self._waits(begin, end, recompute, streamed) if streamed else (NO_WAITS, NO_WAITS)
         most = StageBytes(kept, most_forward, most_backward if runs_backward else 0)
-        return StageNeed(forward, backward, most, *waits)
+        return StageCost(forward, backward, most, *waits)
 
     def _waits(self, begin: int, end: int, recompute: int, streamed: tuple[int, ...]) -> tuple[Waits, Waits]:
-        """What forward and backward of a stage wait for its streamed layers: fetches hide behind decoder layers."""
+        """Return how long a stage's forward and backward wait for its streamed layers."""
         seconds, first, last = self.timings.layers, max(begin, 1), min(end, self.count - 1)
         fetches = [self.fetch_seconds(self.layers[begin + place]) for place in streamed]
-        behind = [place for place in streamed if begin + place >= self.first_trainable]
+        fetched_backward = [place for place in streamed if begin + place >= self.first_trainable]
         forward = sum(x.forward for x in seconds[first:last])
         backward = sum(
             x.recomputing if i < recompute else x.backward
@@ -217,10 +294,10 @@ class StageCosts:
             if first + i >= self.first_trainable
         )
         mean = sum(fetches) / len(fetches)
-        return waits_of(len(streamed), mean, forward), waits_of(len(behind), mean, backward)
+        return waits_of(len(streamed), mean, forward), waits_of(len(fetched_backward), mean, backward)
 
     def fetch_seconds(self, layer: LayerCost) -> float:
-        """Of one fetch of a streamed layer."""
+        """Seconds of one fetch of a streamed layer."""
         streaming, timings = self.setting.streaming, self.timings
         a_byte = timings.fetch_seconds_per_byte.get(streaming.source, 0.0)
         return timings.fetch_latency + a_byte * streaming.fetched_bytes(layer)
@@ -228,17 +305,17 @@ class StageCosts:
     # ---- ranks
 
     def encoder_bytes(self, blocks: int) -> int:
-        """Weights of a slice with so many blocks of the frozen encoder, the stem included."""
+        """Weights of a slice with `blocks` blocks of the frozen encoder, the stem included."""
         return self.costs.encoder.stem_bytes + blocks * self.costs.encoder.block_bytes
 
-    def need(
-        self, rank: int, ranges: Sequence[LayerRange], found: Sequence[Instant], blocks: int | None = None
-    ) -> RankNeed:
-        """What a rank with these stages takes, at the instants of its schedule.
+    def fitted(
+        self, rank: int, ranges: Sequence[LayerRange], moments: Sequence[Instant], blocks: int | None = None
+    ) -> RankCost:
+        """Return the cost of a rank with these stages, at the moments of its schedule (`memory.instants`).
 
         With "auto" as few layers recompute, or are streamed, as fit; where both may be, whatever takes fewer seconds;
-        where nothing fits, as many as take the least memory. `blocks`: how many its slice of the encoder has; layer 0's
-        rank has a slice even if that has none. By default layer 0's rank has all of them, and another has none.
+        where nothing fits, what takes the least memory. `blocks`: number of encoder blocks in its slice; layer 0's
+        rank has a slice even without blocks. None: all of them for layer 0's rank, no slice for another.
         """
         recompute, stream = self.setting.recompute_layers, self.setting.streaming.layers
         if recompute == "auto":  # stages without backward keep nothing that could be recomputed
@@ -249,88 +326,113 @@ class StageCosts:
             counts = range(recompute[rank], recompute[rank] + 1)
         most = self._streamable(tuple(ranges)).most
 
-        def need(recomputed: int, streamed: int) -> RankNeed:
-            return self.need_of(ranges, _split(recomputed, layers), found, blocks, streamed)
+        def cost(recomputed: int, streamed: int) -> RankCost:
+            return self.rank_cost(ranges, _split(recomputed, layers), moments, blocks, streamed)
 
         if stream == "auto" and most:
-            best = fastest(need, self.fits, counts, most)
-            if best is not None:
-                return best
+            fastest = self._fastest(cost, counts, most)
+            if fastest is not None:
+                return fastest
         fixed = most if stream == "auto" else stream[rank] if stream else 0
-        needs = []
+        costs = []
         for count in counts:
-            needs.append(need(count, fixed))
-            if self.fits(needs[-1]):
-                return needs[-1]
-        return min(needs, key=lambda need: need.total_bytes)
+            costs.append(cost(count, fixed))
+            if self.fits(costs[-1]):
+                return costs[-1]
+        return min(costs, key=lambda x: x.total_bytes)
 
-    def need_of(
+    def _fastest(self, cost: Callable[[int, int], RankCost], recompute: range, most: int) -> RankCost | None:
+        """Return the fastest `cost(recomputed, streamed)` that fits, with at most `most` streamed; None if none fits.
+
+        Exact if recomputing more layers never asks for streaming more: each number of recomputed layers is tried with
+        the fewest streamed layers that fit.
+        """
+        best: RankCost | None = None
+        streamed = most
+        for recomputed in recompute:
+            resident = cost(recomputed, 0)  # two buffers may take more than one or two streamed layers save
+            candidate = resident if self.fits(resident) else cost(recomputed, streamed)
+            if not self.fits(candidate):
+                continue
+            while candidate is not resident and self.fits(fewer := cost(recomputed, streamed - 1)):
+                candidate, streamed = fewer, streamed - 1
+            if best is None or candidate.seconds < best.seconds:
+                best = candidate
+            if candidate is resident:  # recomputing more only takes longer
+                break
+        return best
+
+    def rank_cost(
         self,
         ranges: Sequence[LayerRange],
         recompute: Sequence[int],
-        found: Sequence[Instant],
+        moments: Sequence[Instant],
         blocks: int | None = None,
         streamed: int = 0,
-    ) -> RankNeed:
-        """The same where so many decoder layers of each stage recompute, the first ones, and so many are streamed."""
+    ) -> RankCost:
+        """Return the cost of a rank if the first `recompute[s]` decoder layers of its stage s recompute.
+
+        `streamed` layers of the rank are streamed; `blocks` as in `fitted`.
+        """
         is_first = ranges[0][0] == 0
         if blocks is None:
             blocks = self.costs.encoder.blocks * is_first
         has_slice = is_first or blocks > 0
         streamable = self._streamable(tuple(ranges))
-        places, aside = streamable.places(streamed), streamable.held(streamed)
+        places = streamable.places(streamed)
         # As many as may be whole at once come once a step, and stay.
         fetched = places if sum(map(len, places)) > WHOLE_AT_ONCE else ((),) * len(ranges)
         stages = tuple(
             self.stage(*layer_range, count, its_places)
             for layer_range, count, its_places in zip(ranges, recompute, fetched, strict=True)
         )
-        end_working = FP32 * sum(self._trainable[end] - self._trainable[begin] for begin, end in ranges)  # AdamW's root
+        trainable = sum(self._trainable[end] - self._trainable[begin] for begin, end in ranges)
+        end_working = self.costs.optimizer.workspace_bytes * trainable
         encode_working = self.costs.encoder.working_of(blocks, first=is_first)
-        most = peak(found, [stage.bytes for stage in stages], encode_working, end_working)
+        most = peak(moments, [stage.bytes for stage in stages], encode_working, end_working)
         seconds = sum(stage.seconds for stage in stages)
-        return RankNeed(
+        return RankCost(
             stages,
             tuple(recompute),
             seconds + (self.timings.encode_of(blocks, is_first) if has_slice else 0.0),
-            self._weight_bytes(ranges) + (self.encoder_bytes(blocks) if has_slice else 0) - aside.saved_bytes,
+            self._weight_bytes(ranges)
+            + (self.encoder_bytes(blocks) if has_slice else 0)
+            - streamable.saved_bytes(streamed),
             sum(self._state[end] - self._state[begin] for begin, end in ranges),
             most.activations,
             most.working,
             places if any(places) else (),
-            aside.host_bytes,
+            streamable.host_bytes(streamed),
         )
 
     def without_memory(self) -> StageCosts:
-        """The same where nothing fits, so that every rank recomputes whatever takes the least memory."""
+        """Costs for a limit of 0 bytes, so that every rank recomputes whatever takes the least memory."""
         return StageCosts(self.costs, self.timings, replace(self.setting, memory_bytes=0))
 
     def resident(self) -> StageCosts:
-        """The same where no layer is streamed."""
+        """Costs if no layer is streamed."""
         return StageCosts(self.costs, self.timings, replace(self.setting, streaming=Streaming()))
 
-    def fits(self, need: RankNeed) -> bool:
-        """Whether a rank may take so much, of its device's and of its machine's memory."""
-        return self.overflow(need) == 0
+    def fits(self, rank: RankCost) -> bool:
+        """Whether a rank stays within the memory of its device and of its machine."""
+        return self.overflow(rank) == 0
 
-    def overflow(self, need: RankNeed) -> float:
-        """Bytes that are too many, on the device and on the host."""
+    def overflow(self, rank: RankCost) -> float:
+        """Bytes beyond the limits, on the device and on the host."""
         most = self.setting.streaming.host_bytes
-        on_host = 0 if most is None else max(0, need.host_bytes - most)
-        return max(0, need.total_bytes - self.usable_bytes) + on_host
+        on_host = 0 if most is None else max(0, rank.host_bytes - most)
+        return max(0, rank.total_bytes - self.usable_bytes) + on_host
 
-    # ---- one stage a rank
+    def one_stage_rank(self, rank: int, begin: int, end: int, blocks: int | None = None) -> RankCost:
+        """Return the cost of a rank of 1F1B whose only stage has layers [begin, end); `blocks` as in `fitted`.
 
-    def one_stage_need(self, rank: int, begin: int, end: int, blocks: int | None = None) -> RankNeed:
-        """The need of a rank of 1F1B that holds layers [begin, end) as its only stage; `blocks` as in `need`.
-
-        What its schedule keeps depends on the rest of the cut in one way only: whether anything before it trains.
+        What its schedule keeps depends on the rest of the cut only by whether anything before it trains.
         """
         if end <= self.first_trainable:
             first = rank + 1
         else:
             first = rank if begin <= self.first_trainable else 0
-        return self._one_stage_need(rank, first, self.same_range(begin, end), blocks)
+        return self._one_stage_rank(rank, first, self.same_range(begin, end), blocks)
 
     def _find_one_stage_instants(self, first: int) -> tuple[tuple[Instant, ...], ...]:
         setting = self.setting

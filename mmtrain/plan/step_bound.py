@@ -1,4 +1,4 @@
-"""What a step takes at least, by a formula: without a cut or a schedule, in a millisecond for any layout.
+"""A lower bound of a step's seconds, by a formula: without a cut or a schedule, in a millisecond for any layout.
 
 StageCosts --decoder layers one by one to the rank that is the least busy with them, as memory allows--> busiest rank
            --all micro-batches there, and the way of the first one through the pipeline and back--> seconds of a step
@@ -11,10 +11,9 @@ import math
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from mmtrain.plan.fetching import WHOLE_AT_ONCE
+from mmtrain.plan.fetching import BOTH_ENDS, WHOLE_AT_ONCE
 from mmtrain.plan.search import MOST_STAGES_PER_RANK
 from mmtrain.plan.stage_costs import StageCosts
-from mmtrain.plan.streamed_costs import BOTH_ENDS
 
 
 class _Layer(NamedTuple):
@@ -59,7 +58,7 @@ def least_step_seconds(costs: StageCosts) -> float:
 
 
 def _step_seconds(costs: StageCosts, stages_per_rank: int, works: Sequence[float]) -> float:
-    """Of a step in which ranks work so long on a micro-batch."""
+    """Seconds of a step if the ranks take `works` seconds for a micro-batch."""
     pipeline, microbatches = costs.setting.pipeline, costs.setting.microbatches_per_step
     layers, encode = sum(layer.forward + layer.backward for layer in costs.timings.layers), costs.timings.encode
     passed = layers if _encodes_anywhere(costs) else layers + encode
@@ -119,7 +118,7 @@ def _least_layer(costs: StageCosts) -> _Layer:
 
 def _ranks(costs: StageCosts, stages_per_rank: int) -> list[_Rank]:
     """The first has the front, and the encoder where that must be there, the last one the head."""
-    pipeline, timings, found = costs.setting.pipeline, costs.timings, []
+    pipeline, timings, ranks = costs.setting.pipeline, costs.timings, []
     for rank in range(pipeline):
         behind = pipeline - 1 - rank
         if stages_per_rank == 1:
@@ -133,12 +132,12 @@ def _ranks(costs: StageCosts, stages_per_rank: int) -> list[_Rank]:
         if rank == 0 and not _encodes_anywhere(costs):
             resident += costs.encoder_bytes(costs.costs.encoder.blocks)
             seconds += timings.encode
-        found.append(_Rank(stages_per_rank, min(in_flight, costs.setting.microbatches_per_step), resident, seconds))
-    return found
+        ranks.append(_Rank(stages_per_rank, min(in_flight, costs.setting.microbatches_per_step), resident, seconds))
+    return ranks
 
 
 def _seconds_of(costs: StageCosts, layer: _Layer, rank: _Rank) -> Callable[[int], float]:
-    """Seconds of a micro-batch on a rank with so many decoder layers; infinite where these do not fit."""
+    """Return a function of the number of decoder layers: seconds of a micro-batch, infinite if they do not fit."""
     spared, most_on_host = rank.in_flight * layer.spared, costs.setting.streaming.host_bytes
 
     def seconds(count: int) -> float:
@@ -158,18 +157,18 @@ def _seconds_of(costs: StageCosts, layer: _Layer, rank: _Rank) -> Callable[[int]
         if streamed > count or (most_on_host is not None and streamed * layer.on_host > most_on_host):
             return math.inf
         waited_for = max(0, streamed - BOTH_ENDS * rank.stages)
-        found = rank.seconds
+        seconds = rank.seconds
         for computes in (count * layer.forward, count * layer.backward + again * layer.again):
-            found += computes
+            seconds += computes
             if waited_for:
-                found += waited_for * max(0.0, layer.fetch - computes / streamed)
-        return found
+                seconds += waited_for * max(0.0, layer.fetch - computes / streamed)
+        return seconds
 
     return seconds
 
 
 def _streamed(layer: _Layer, excess: float) -> int:
-    """The fewest layers to stream so that so many bytes leave the device."""
+    """Return the fewest layers to stream so that `excess` bytes leave the device."""
     if excess <= 0:
         return 0
     if layer.saved - layer.buffer >= excess:

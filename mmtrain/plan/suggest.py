@@ -18,10 +18,10 @@ from mmtrain.base.errors import UserError
 from mmtrain.config.schema import RunConfig
 from mmtrain.plan.calibration import Device
 from mmtrain.plan.candidates import Changes, as_options, by_hand, candidates, is_exact, overrides
-from mmtrain.plan.changes import search_of
 from mmtrain.plan.costs import Models
-from mmtrain.plan.cut import best_cut
+from mmtrain.plan.cuts import best_cut
 from mmtrain.plan.planner import check_run, make_plan, memory_limit, models_of
+from mmtrain.plan.search import search_of
 from mmtrain.plan.stage_costs import StageCosts, stage_costs
 from mmtrain.plan.step_bound import least_step_seconds
 
@@ -231,19 +231,18 @@ def _may_fit(costs: StageCosts) -> bool:
 def _layout(candidate: _Candidate, config: RunConfig) -> SuggestedLayout | None:
     """The layout that `make_plan` finds; None: it finds none, or, for a candidate that streams, one that does not."""
     costs, parallel = candidate.costs, candidate.config.parallel
-    found = search_of(candidate.config, costs).find(parallel.stages_per_rank)
-    if not found:
+    layout = search_of(candidate.config, costs).find(parallel.stages_per_rank)
+    if layout is None:
         return None
-    layout = found[0]
-    if candidate.size.source is not None and not any(need.streamed for need in layout.needs):
+    if candidate.size.source is not None and not any(rank.streamed for rank in layout.ranks):
         return None
     return SuggestedLayout(
         overrides=overrides(config, candidate.changes),
         size=candidate.size,
         stages_per_rank=layout.stages_per_rank,
         recompute_layers=sum(layout.recompute_layers),
-        memory_bytes=max(need.total_bytes for need in layout.needs),
-        host_bytes=max(need.host_bytes for need in layout.needs),
+        memory_bytes=max(rank.total_bytes for rank in layout.ranks),
+        host_bytes=max(rank.host_bytes for rank in layout.ranks),
         step_seconds=layout.simulation.seconds,
     )
 

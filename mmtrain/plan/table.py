@@ -94,37 +94,27 @@ def _rates(plan: Plan) -> list[str]:
 
 
 def _encoder(plan: Plan, replica: list[RankPlan]) -> Iterator[str]:
-    """Where the encoder runs, and what that gains."""
+    """Where the encoder runs, and how many micro-batches each of its slices has encoded when a step begins."""
     slices = [f"{stage.slice} on {_ranks(plan, rank)}" for rank in replica for stage in rank.stages if stage.slice]
     if slices:
-        ahead = ", ".join(str(encodes.ahead) for encodes in plan.chain if encodes is not None)
-        yield (
-            f"the encoder in slices: {', '.join(slices)}; so many micro-batches are encoded ahead when a step begins, "
-            f"slice by slice: {ahead}"
-        )
-    if plan.rank_0_time_ratio is not None:
-        yield f"with the encoder on rank 0 alone a step would take {plan.rank_0_time_ratio:.2f} times as long"
-    if plan.no_prefetch_time_ratio is not None:
-        batches = "micro-batch" if plan.encode_ahead == 1 else "micro-batches"
-        prefetch = f"a step begins with {plan.encode_ahead} {batches} encoded" if plan.encode_ahead else "inside a step"
-        yield f"encoder prefetch: {prefetch}; without, a step takes {plan.no_prefetch_time_ratio - 1:.1%} longer"
+        *others, last = (str(encodes.ahead) for encodes in plan.chain if encodes is not None)
+        yield f"encoder: {', '.join(slices)}; prefetch {', '.join(others)} and {last} micro-batches"
+    elif plan.encode_ahead:
+        yield f"encoder: on rank 0; prefetch {plan.encode_ahead} micro-batch{'es' * (plan.encode_ahead > 1)}"
 
 
 def _streaming(plan: Plan, replica: list[RankPlan]) -> Iterator[str]:
-    """Where streamed layers come from, and what that costs."""
+    """Where streamed layers come from, and from how many tokens on that costs no time."""
     streaming = plan.streaming
     if streaming is None:
         return
     most = max(replica, key=lambda rank: rank.fetched_bytes)
-    here, needed = f"{streaming.microbatch_tokens:,}", f"{streaming.hidden_from_tokens:,}"
     fetches = f"{bytes_text(most.fetched_bytes // plan.microbatches_per_step)} a micro-batch"
-    costs = f"with {here} tokens a micro-batch none of it is waited for, nor from {needed} on"
-    if streaming.time_ratio > 1:
-        costs = (
-            f"from {needed} tokens a micro-batch on that hides behind computing; with {here} a step takes "
-            f"{streaming.time_ratio - 1:.1%} longer"
-        )
-    elif not streaming.hidden_from_tokens:
+    costs = (
+        f"fetches hide behind computing from {streaming.hidden_from_tokens:,} tokens a micro-batch on; it has "
+        f"{streaming.microbatch_tokens:,}"
+    )
+    if not streaming.hidden_from_tokens:
         fetches, costs = f"{bytes_text(most.fetched_bytes)} a step", "no rank has more layers than stay whole"
     if streaming.source in BITS:
         yield f"quantised layers: {streaming.source}, made whole before each use; {costs}"
@@ -151,9 +141,6 @@ def _footer(plan: Plan, replica: list[RankPlan]) -> Iterator[str]:
         yield "costs: assumed, from FLOPs and bytes: shares, no seconds; mmtrain calibrate CONFIG measures those"
     else:
         yield f"costs: {plan.costs}"
-    if plan.fewer_stages_time_ratio is not None:
-        longer = plan.fewer_stages_time_ratio - 1
-        yield f"{plan.stages_per_rank} stages a rank, interleaved: with fewer a step takes {longer:.1%} longer"
     yield from _encoder(plan, replica)
     yield from _streaming(plan, replica)
     uniform = plan.uniform

@@ -23,7 +23,7 @@ class Assumptions:
     fp32_slowdown: float  # seconds of a FLOP in fp32 over those of one in bfloat16
     bytes_per_second: float  # of a message on its way
     host_bytes_per_second: float  # of weights from the host's memory, beside computing
-    dequantised_bytes_per_second: float  # of weights that are made of fewer bits, likewise
+    dequantised_bytes_per_second: float  # of weights that are made of fewer bits, beside computing
     latency_seconds: float  # from a message's post to its first byte
     call_seconds: float  # of one FORWARD or BACKWARD, beyond its layers
 
@@ -77,7 +77,7 @@ class Timings:
         return self.encode_of(self.encoder_blocks, first=True)
 
     def encode_of(self, blocks: int, first: bool) -> float:
-        """Seconds of ENCODE of a slice with so many blocks: the `first` has LOAD and the stem, another a call."""
+        """Seconds of ENCODE of a slice with `blocks` blocks: the `first` has LOAD and the stem, another a call."""
         return (self.encode_stem if first else self.call) + blocks * self.encode_block
 
 
@@ -155,8 +155,8 @@ def calibrated(
         )
 
     def seconds(layer: LayerCost) -> LayerSeconds:
-        found = measures[layer.kind]
-        return LayerSeconds(found.forward_seconds, found.backward_seconds, found.recomputing_seconds)
+        kind = measures[layer.kind]
+        return LayerSeconds(kind.forward_seconds, kind.backward_seconds, kind.recomputing_seconds)
 
     def cost(layer: LayerCost) -> LayerCost:
         return replace(layer, **{name: getattr(measures[layer.kind], name) for name in _MEASURED_BYTES})

@@ -13,7 +13,7 @@ from mmtrain.pretrained.tiling import Tiling
 
 PATCHES_PER_CALL = 11_664  # of a frozen encoder: 16 tiles of 384 pixels, in patches of 14, keep any GPU busy
 LEAST_TILES_PER_CALL = 16
-FP32 = 4  # bytes an element: pixels, the projector, master weights, gradients and AdamW's two moments
+FP32 = 4  # bytes an element: pixels, the projector, master weights, gradients and optimizer state
 INTEGER = 8  # bytes of a token id, position or label
 TYPICAL_SIZE = 640, 480  # pixels, of an image of which nothing else is known
 
@@ -78,7 +78,7 @@ def typical_tiling(config: RunConfig, layout: ImageLayout) -> Tiling | None:
     if layout.is_sized:
         sizes += [(side * columns, side * rows) for columns in range(1, 13) for rows in range(1, 13)]
     tilings = [layout.tiling(*size) for size in sizes]
-    fitting = [one for one in tilings if one.positions < config.data.pack_length]
+    fitting = [x for x in tilings if x.positions < config.data.pack_length]
     if not fitting:
-        return min(tilings, key=lambda one: one.positions)
-    return min(fitting, key=lambda one: abs(one.tiles / tiles - 1) + abs(one.positions / positions - 1))
+        return min(tilings, key=lambda x: x.positions)
+    return min(fitting, key=lambda x: abs(x.tiles / tiles - 1) + abs(x.positions / positions - 1))

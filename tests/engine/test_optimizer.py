@@ -10,12 +10,13 @@ from mmtrain.config.schema import OptimizerSection
 from mmtrain.engine.optimizer import (
     MasterWeights,
     NoOpOptimizer,
-    adamw_state,
     clip_coefficient,
     learning_rate,
     load_trained,
     make_optimizer,
+    optimizer_state,
 )
+from mmtrain.plan.optimizers import ADAMW
 
 
 def frozen() -> nn.Module:
@@ -94,25 +95,25 @@ def update(masters, optimizer, numbers):
 
 def test_the_state_by_name_is_adamws_own():
     _, masters, optimizer = trained(0)
-    assert adamw_state(optimizer, masters.by_name) == {}, "torch makes it at the first update"
+    assert optimizer_state(ADAMW, optimizer, masters.by_name) == {}, "torch makes it at the first update"
     update(masters, optimizer, range(2))
-    state = adamw_state(optimizer, masters.by_name)
+    state = optimizer_state(ADAMW, optimizer, masters.by_name)
     assert sorted(state) == [f"{name}/{part}" for name in "ab" for part in ("exp_avg", "exp_avg_sq", "step")]
     for number, name in enumerate("ab"):
         for part, value in optimizer.state_dict()["state"][number].items():
             assert state[f"{name}/{part}"] is value
     assert state["a/step"].item() == 2 and state["a/exp_avg"].shape == (2, 3)
-    assert adamw_state(NoOpOptimizer(frozen()), {}) == {}
+    assert optimizer_state(ADAMW, NoOpOptimizer(frozen()), {}) == {}
 
 
 @pytest.mark.parametrize("before", [0, 3])
 def test_what_was_loaded_trains_on_to_the_same_bits_and_shares_no_memory(before):
     stored, masters, optimizer = trained(before)
     weights = {name: p.detach().clone() for name, p in masters.by_name.items()}
-    state = {name: tensor.clone() for name, tensor in adamw_state(optimizer, masters.by_name).items()}
+    state = {name: tensor.clone() for name, tensor in optimizer_state(ADAMW, optimizer, masters.by_name).items()}
     kept = [{name: tensor.clone() for name, tensor in kind.items()} for kind in (weights, state)]
     other_stored, other, other_optimizer = trained(7)  # whatever was there goes
-    load_trained(other, other_optimizer, weights, state)
+    load_trained(ADAMW, other, other_optimizer, weights, state)
     assert all(torch.equal(stored[name], other_stored[name]) for name in stored), "also what is computed with"
     for one, one_optimizer in ((masters, optimizer), (other, other_optimizer)):
         update(one, one_optimizer, range(before, before + 2))
@@ -141,24 +142,27 @@ def test_what_was_loaded_trains_on_to_the_same_bits_and_shares_no_memory(before)
 )
 def test_what_does_not_fit_is_named_and_nothing_is_loaded(weights, state, message):
     _, masters, optimizer = trained(2)
-    given = [{n: t.clone() for n, t in masters.by_name.items()}, adamw_state(optimizer, masters.by_name)]
+    given = [{n: t.clone() for n, t in masters.by_name.items()}, optimizer_state(ADAMW, optimizer, masters.by_name)]
     _, other, other_optimizer = trained(1)
-    kept = [{n: t.clone() for n, t in x.items()} for x in (other.by_name, adamw_state(other_optimizer, other.by_name))]
+    kept = [
+        {n: t.clone() for n, t in x.items()}
+        for x in (other.by_name, optimizer_state(ADAMW, other_optimizer, other.by_name))
+    ]
     for kind, changes in zip(given, (weights, state), strict=True):
         kind |= changes
         for name in [name for name in kind if kind[name] is None]:
             del kind[name]
     with pytest.raises(ValueError, match=message):
-        load_trained(other, other_optimizer, *given)
-    for kind, found in zip(kept, (other.by_name, adamw_state(other_optimizer, other.by_name)), strict=True):
+        load_trained(ADAMW, other, other_optimizer, *given)
+    for kind, found in zip(kept, (other.by_name, optimizer_state(ADAMW, other_optimizer, other.by_name)), strict=True):
         assert all(torch.equal(kind[name], found[name]) for name in kind)
 
 
 def test_a_rank_that_trains_nothing_loads_nothing_and_refuses_anything():
     optimizer = NoOpOptimizer(frozen())
-    load_trained(MasterWeights({}), optimizer, {}, {})
+    load_trained(ADAMW, MasterWeights({}), optimizer, {}, {})
     with pytest.raises(ValueError, match=r"^optimizer states .* not trained here: a/step$"):
-        load_trained(MasterWeights({}), optimizer, {}, {"a/step": torch.ones(())})
+        load_trained(ADAMW, MasterWeights({}), optimizer, {}, {"a/step": torch.ones(())})
 
 
 def test_learning_rate_warms_up_linearly_then_follows_half_a_cosine():

@@ -81,8 +81,8 @@ def test_a_run_on_text_alone_has_no_encoder() -> None:
 def test_slices_of_all_ranks_add_up_to_the_encoder_with_a_stem_for_each(blocks) -> None:
     costs = costs_of(config_of())
     cut = ((0, 8), (8, 17), (17, 26), (26, 34))
-    whole = [costs.need_of([layers], [0], []) for layers in cut]
-    sliced = [costs.need_of([layers], [0], [], count) for layers, count in zip(cut, blocks, strict=True)]
+    whole = [costs.rank_cost([layers], [0], []) for layers in cut]
+    sliced = [costs.rank_cost([layers], [0], [], count) for layers, count in zip(cut, blocks, strict=True)]
     more = 2 * STEM * sum(count > 0 for count in blocks[1:])
     assert sum(need.weight_bytes for need in sliced) == sum(need.weight_bytes for need in whole) + more
     parameters = sum(p.numel * (4 if "projector" in p.name else 2) for p in models_of(config_of()).parameters)
@@ -102,7 +102,7 @@ def test_a_slice_takes_the_encoders_working_set_where_it_encodes_or_its_own_if_m
     own = {"stem_working_bytes": stem and stem * working, "later_working_bytes": later and later * working}
     costs.costs = replace(costs.costs, encoder=replace(encoder, **own))
     for layers, blocks, share in zip(((0, 8), (0, 8), (8, 17)), (6, 0, 6), taken, strict=True):
-        need = costs.need_of([layers], [0], [Instant(Op.ENCODE, 0, (0,), 7)], blocks)
+        need = costs.rank_cost([layers], [0], [Instant(Op.ENCODE, 0, (0,), 7)], blocks)
         assert (need.activation_bytes, need.working_bytes) == (7, share * working) and working > 0
 
 
@@ -110,9 +110,9 @@ def test_a_rank_recomputes_more_where_a_slice_takes_its_memory() -> None:
     config = config_of()
     found = [Instant(Op.BACKWARD, 0, (3,), 0)]
     costs = costs_of(config)
-    room = costs.need(1, [(8, 17)], found).total_bytes
+    room = costs.fitted(1, [(8, 17)], found).total_bytes
     tight = StageCosts(costs.costs, costs.timings, replace(costs.setting, memory_bytes=round(room * 1.07)))
-    assert [sum(tight.need(1, [(8, 17)], found, count).recompute_layers) > 0 for count in (0, 23)] == [False, True]
+    assert [sum(tight.fitted(1, [(8, 17)], found, count).recompute_layers) > 0 for count in (0, 23)] == [False, True]
 
 
 @pytest.mark.parametrize("device", [GPU, CPU])

@@ -109,7 +109,7 @@ def test_peaks_are_those_of_a_plain_walk_over_the_lists() -> None:
         count = pipeline * stages_per_rank
         ranks = draw.choice([(0,), *chains(pipeline)]) if pipeline > 1 else (0,)
         step = made_up_step(draw, pipeline, stages_per_rank, microbatches, ranks)
-        chain = draw.choice(step.placed(most=draw.randrange(9)))[1]
+        chain = draw.choice(step.placed())[1]
         schedule, first = step.lists(chain), step.first_trainable_stage
         with_prefetch += len(ranks) == 1 and chain[0].ahead > 0
         in_slices += len(ranks) > 1 and chain[0].ahead > 0
@@ -154,11 +154,11 @@ def test_an_answer_tells_that_a_message_is_gone() -> None:
 
 def test_features_that_wait_are_counted() -> None:
     step = Step(4, 1, 4, 0, StageSeconds((1.0,) * 4, (1.0,) * 4, (1.0, 0.0, 0.0, 0.0)), (0,))
-    chain = step.best(4)
+    chain = step.best()
     without = instants(step.lists(), Buffers(0, 0, 0, 0), polls=True)
     buffers = Buffers(0, 0, 1000, 10)
     stages = [StageBytes(0, 0, 0)]
     assert chain[0].ahead > 0
     most = sum(peak(instants(step.lists(chain), buffers, polls=True)[0], stages, 0, 0))
-    assert chain[0].ahead * 1010 <= most <= 4 * 1010
+    assert chain[0].ahead * 1010 <= most
     assert sum(peak(without[0], stages, 0, 0)) == 0

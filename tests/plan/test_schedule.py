@@ -169,13 +169,11 @@ def test_every_schedule_with_prefetch_passes_the_checker(pipeline: int) -> None:
     with_prefetch = 0
     for microbatches, stages_per_rank in itertools.product((1, 2, 5, 8, 16), (1, 2, 3)):
         step = made_up_step(draw, pipeline, stages_per_rank, microbatches, (0,))
-        most = draw.randrange(microbatches + 1)
-        for exactly in (None, most):
-            chain = step.best(most, exactly)
+        for exactly in (None, draw.randrange(microbatches + 1)):
+            chain = step.best(exactly)
             schedule = step.lists(chain)
             check_schedule(schedule, microbatches, step.first_trainable_stage, stages_per_rank=stages_per_rank)
             check_prelude(prelude(chain), ahead_along(chain))
-            assert most_buffered(schedule) <= max(most, 1), "a micro-batch is encoded before its forward in any case"
             assert exactly is None or ahead_along(chain) == [exactly]
             with_prefetch += ahead_along(chain) != [0]
     assert with_prefetch > 5

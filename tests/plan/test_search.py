@@ -12,7 +12,8 @@ import pytest
 from made_up_costs import equal_costs, made_up_costs
 from schedule_check import check_schedule
 
-from mmtrain.plan.cut import (
+from mmtrain.plan.cuts import (
+    SIMULATED_INSTRUCTIONS,
     Cut,
     best_cut,
     even_cut,
@@ -21,11 +22,10 @@ from mmtrain.plan.cut import (
     smallest_cut,
     uniform_cut,
 )
-from mmtrain.plan.cut_search import SIMULATED_INSTRUCTIONS
 from mmtrain.plan.instructions import Op
 from mmtrain.plan.memory import instants, peak
 from mmtrain.plan.schedule import training_schedule
-from mmtrain.plan.search import Layout, Search
+from mmtrain.plan.search import PipelineLayout, Search
 from mmtrain.plan.simulate import Program, Simulation, StageSeconds, simulate
 from mmtrain.plan.stage_costs import RESERVED_SHARE, StageCosts
 
@@ -134,7 +134,7 @@ def test_the_cut_is_as_good_as_trying_all_of_them_and_never_exceeds_the_limit() 
             refused += 1
             continue
         assert slowest_by_hand(costs, cut) == pytest.approx(min(possible))
-        needs = [costs.one_stage_need(rank, *span) for rank, span in enumerate(itertools.pairwise(cut))]
+        needs = [costs.one_stage_rank(rank, *span) for rank, span in enumerate(itertools.pairwise(cut))]
         for rank, need in enumerate(needs):
             seconds, memory = rank_by_hand(costs, cut, rank, sum(need.recompute_layers))
             assert need.total_bytes == memory <= usable(costs)
@@ -147,11 +147,6 @@ def test_the_cut_is_as_good_as_trying_all_of_them_and_never_exceeds_the_limit() 
     assert min(fitting, recomputing, refused) >= 8, "the draw covers all cases"
 
 
-def test_of_equally_fast_cuts_the_most_even_one_is_taken() -> None:
-    """Seven equal layers on 3 ranks: the slowest has 3; the others 2 and 2 rather than 3 and 1; the last has most."""
-    assert best_cut(equal_costs([1.0] * 7, pipeline=3, microbatches=4)) == (0, 2, 4, 7)
-
-
 def test_the_smallest_cut_has_the_least_memory_of_all() -> None:
     draw = random.Random(1)
     for _ in range(30):
@@ -162,7 +157,7 @@ def test_the_smallest_cut_has_the_least_memory_of_all() -> None:
             first, needs = first_trainable_stage(costs, cut), []
             schedule = training_schedule(3, 4, first)
             for rank, found in enumerate(instants(schedule, costs.buffers, polls=True)):
-                needs.append(costs.need(rank, ranges_of(cut, rank, 3), found).total_bytes)
+                needs.append(costs.fitted(rank, ranges_of(cut, rank, 3), found).total_bytes)
             return max(needs)
 
         assert largest(smallest_cut(costs)) == min(largest(other) for other in all_cuts(6, 3))
@@ -181,15 +176,13 @@ def exact_layouts(costs: StageCosts, stages_per_rank: int) -> Iterator[float]:
     """Simulated seconds of every cut that fits, each rank with as few recomputing layers as fit."""
     search = Search(costs, 0)
     for cut in all_cuts(costs.count, costs.setting.pipeline * stages_per_rank):
-        layout = search.layout(cut)
+        layout = search.plain(cut)
         if search.fits(layout):
             yield layout.simulation.seconds
 
 
-@pytest.mark.parametrize(("few_cuts", "worst", "mean"), [(400, 0.0, 0.0), (0, 0.04, 0.003)])
-def test_the_search_comes_close_to_the_best_of_all_cuts(monkeypatch, few_cuts: int, worst: float, mean: float) -> None:
-    """Few cuts are all tried. Moving layers ends within 4% of the best, 0.3% on average: measured, not proven."""
-    monkeypatch.setattr("mmtrain.plan.cut_search.FEW_CUTS", few_cuts)
+def test_the_search_comes_close_to_the_best_of_all_cuts() -> None:
+    """Moving layers ends within 4% of the best, 0.3% on average: measured, not proven."""
     draw = random.Random(3)
     excess = []
     for _ in range(40):
@@ -203,21 +196,21 @@ def test_the_search_comes_close_to_the_best_of_all_cuts(monkeypatch, few_cuts: i
         )
         best = min(exact_layouts(costs, stages_per_rank), default=None)
         found = Search(costs, 0).find(stages_per_rank)
-        assert bool(found) == (best is not None)
-        if found:
-            excess.append(found[0].simulation.seconds / best - 1)
+        assert (found is None) == (best is None)
+        if found is not None:
+            excess.append(found.simulation.seconds / best - 1)
     assert len(excess) >= 25
-    assert max(excess) <= worst and sum(excess) / len(excess) <= mean, (max(excess), sum(excess) / len(excess))
+    assert max(excess) <= 0.04 and sum(excess) / len(excess) <= 0.003, (max(excess), sum(excess) / len(excess))
 
 
-def checked(costs: StageCosts, layout: Layout) -> None:
+def checked(costs: StageCosts, layout: PipelineLayout) -> None:
     """What a layout says of itself is so: its lists finish, take the seconds, and fit into memory."""
     pipeline, stages_per_rank, first = costs.setting.pipeline, layout.stages_per_rank, layout.first_trainable_stage
     microbatches = costs.setting.microbatches_per_step
     check_schedule(layout.schedule, microbatches, first, stages_per_rank=stages_per_rank)
     assert layout.simulation == simulate(Program(layout.schedule), layout.seconds)
     found = instants(layout.schedule, costs.buffers, polls=costs.setting.polls_sends)
-    for rank, need in enumerate(layout.needs):
+    for rank, need in enumerate(layout.ranks):
         seconds, memory = rank_by_hand(costs, layout.cut, rank, sum(need.recompute_layers))
         assert need.seconds == pytest.approx(seconds)
         if not layout.chain[0].ahead and rank:
@@ -245,16 +238,15 @@ def test_a_plan_never_exceeds_its_limit_and_is_never_slower_than_the_uniform_cut
             polls=draw.random() < 0.7,
         )
         cut = uniform_cut(decoder, pipeline)
-        largest = max(need.total_bytes for need in Search(costs, 0).layout(cut).needs)
+        largest = max(need.total_bytes for need in Search(costs, 0).plain(cut).ranks)
         memory = draw.choice([None, *(int(largest * draw.uniform(0.45, 1.2)) for _ in range(4))])
         costs = StageCosts(costs.costs, costs.timings, replace(costs.setting, memory_bytes=memory))
         search = Search(costs, "auto")
-        found, uniform = search.find("auto"), search.layout(cut)
-        if not found:
+        layout, uniform = search.find("auto"), search.plain(cut)
+        if layout is None:
             assert not search.fits(uniform), "the uniform cut fits"
             tight += 1
             continue
-        layout = found[0]
         checked(costs, layout)
         if search.fits(uniform):
             assert layout.simulation.seconds <= uniform.simulation.seconds
@@ -275,7 +267,7 @@ def test_a_large_search_simulates_no_more_than_it_may(monkeypatch) -> None:
         simulated += len(program.steps)
         return simulate(program, *arguments, **options)
 
-    for module in ("search", "cut_search", "placement"):
+    for module in ("search", "cuts", "placement"):
         monkeypatch.setattr(f"mmtrain.plan.{module}.simulate", counting)
     costs = made_up_costs(random.Random(7), 80, pipeline=8, microbatches=32, first=0)
     assert Search(costs, "auto").find("auto")
@@ -285,37 +277,36 @@ def test_a_large_search_simulates_no_more_than_it_may(monkeypatch) -> None:
 @pytest.mark.parametrize("layers", [6, 40])
 @pytest.mark.parametrize("stages_per_rank", ["auto", 2])
 def test_a_layout_is_found_however_many_micro_batches_a_step_has(monkeypatch, layers, stages_per_rank) -> None:
-    for module in ("search", "cut_search"):
+    for module in ("search", "cuts"):
         monkeypatch.setattr(f"mmtrain.plan.{module}.SIMULATED_INSTRUCTIONS", 1000)
     costs = made_up_costs(random.Random(7), layers, pipeline=4, microbatches=350, first=0)
-    (layout, *_) = Search(costs, 0).find(stages_per_rank)
+    layout = Search(costs, 0).find(stages_per_rank)
     assert layout.stages_per_rank == (1 if stages_per_rank == "auto" else 2), "1F1B idles for less than 1%"
 
 
 def test_more_stages_a_rank_are_taken_where_they_idle_less_and_not_for_nothing() -> None:
     layers = [1.0] * 16
     idle = Search(equal_costs(layers, pipeline=4, microbatches=4), 0).find("auto")
-    assert idle[0].stages_per_rank == 4 and idle[0].simulation.idle == pytest.approx([3 / (4 * 4 + 3)] * 4)
-    assert idle[1].simulation.seconds > idle[0].simulation.seconds
+    assert idle.stages_per_rank == 4 and idle.simulation.idle == pytest.approx([3 / (4 * 4 + 3)] * 4)
     busy = Search(equal_costs(layers[:8], pipeline=2, microbatches=100), 0).find("auto")
-    assert busy[0].stages_per_rank == 1 and len(busy) == 1
-    assert Search(equal_costs(layers, pipeline=1, microbatches=4), 0).find("auto")[0].cut == (0, 16)
+    assert busy.stages_per_rank == 1
+    assert Search(equal_costs(layers, pipeline=1, microbatches=4), 0).find("auto").cut == (0, 16)
 
 
 def test_stages_a_rank_that_are_asked_for_are_kept() -> None:
     costs = equal_costs([1.0] * 16, pipeline=4, microbatches=4)
     for stages_per_rank in (1, 2, 3, 4):
-        (layout,) = Search(costs, 0).find(stages_per_rank)
+        layout = Search(costs, 0).find(stages_per_rank)
         assert len(layout.cut) - 1 == 4 * stages_per_rank
 
 
 def test_an_encoder_gets_into_idle_slots_and_the_cut_counts_on_it() -> None:
     """p = 2, 8 layers of 1, an encoder of 2: without prefetch rank 0 holds less than rank 1, with it as much."""
     costs = equal_costs([1.0] * 8, pipeline=2, microbatches=4, encode=2.0)
-    (without,), (prefetched,) = Search(costs, 0).find(1), Search(costs, "auto").find(1)
+    without, prefetched = Search(costs, 0).find(1), Search(costs, "auto").find(1)
     assert without.chain[0].ahead == 0 and prefetched.chain[0].ahead > 0
     assert prefetched.simulation.seconds < 0.95 * without.simulation.seconds
-    (asked,) = Search(costs, 3).find(1)
+    asked = Search(costs, 3).find(1)
     assert asked.chain[0].ahead == 3
 
 
@@ -331,17 +322,17 @@ def test_what_recomputes_is_what_is_kept_longest() -> None:
     draw = random.Random(6)
     costs = made_up_costs(draw, 10, pipeline=2, microbatches=4, first=0)
     cut = (0, 3, 6, 9, 12)
-    need = Search(costs, 0).layout(cut).needs[1]
+    need = Search(costs, 0).plain(cut).ranks[1]
     assert need.recompute_layers == (0, 0)
     limit = math.ceil((need.total_bytes - 1) / (1 - RESERVED_SHARE))
     tight = StageCosts(costs.costs, costs.timings, replace(costs.setting, memory_bytes=limit))
-    first, second = Search(tight, 0).layout(cut).needs[1].recompute_layers
+    first, second = Search(tight, 0).plain(cut).ranks[1].recompute_layers
     assert first >= 1 and (second == 0 or first == 3)
     by_hand = StageCosts(costs.costs, costs.timings, replace(costs.setting, recompute_layers=(2, 5)))
-    layout = Search(by_hand, 0).layout(cut)
+    layout = Search(by_hand, 0).plain(cut)
     assert layout.recompute_layers == (2, 3, 0, 2)
 
 
 def test_seconds_of_stages_are_those_of_their_layers() -> None:
     costs = equal_costs([2.0, 1.0, 1.0, 3.0], pipeline=2, microbatches=2, encode=5.0)
-    assert Search(costs, 0).layout((0, 2, 4)).seconds == StageSeconds((3.0, 4.0), (3.0, 4.0), (5.0, 0.0))
+    assert Search(costs, 0).plain((0, 2, 4)).seconds == StageSeconds((3.0, 4.0), (3.0, 4.0), (5.0, 0.0))

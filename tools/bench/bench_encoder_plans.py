@@ -32,8 +32,8 @@ from bench_tables import one_of, positive, print_table
 from mmtrain.base.printing import say
 from mmtrain.config.load import validated
 from mmtrain.plan.costs import Models, run_costs
-from mmtrain.plan.cut import even_cut, uniform_cut
-from mmtrain.plan.search import MOST_STAGES_PER_RANK, Layout, Search
+from mmtrain.plan.cuts import even_cut, uniform_cut
+from mmtrain.plan.search import MOST_STAGES_PER_RANK, PipelineLayout, Search
 from mmtrain.plan.stage_costs import Setting, StageCosts
 from mmtrain.plan.timings import GPU, assumed_timings
 from mmtrain.pretrained.connectors import connector
@@ -82,7 +82,7 @@ class Figures(NamedTuple):
 
     step: float
     slowest: float  # the work of the rank that has most
-    layout: Layout
+    layout: PipelineLayout
 
 
 # ---- models
@@ -212,36 +212,36 @@ def encoder_share(costs: StageCosts) -> float:
     return costs.timings.encode / (balanced_seconds(costs) * ranks)
 
 
-def figures(layout: Layout, costs: StageCosts) -> Figures:
+def figures(layout: PipelineLayout, costs: StageCosts) -> Figures:
     """A layout against balanced work."""
     work = balanced_seconds(costs)
-    slowest = max(need.seconds for need in layout.needs) * costs.setting.microbatches_per_step
+    slowest = max(rank.seconds for rank in layout.ranks) * costs.setting.microbatches_per_step
     return Figures(layout.simulation.seconds / work, slowest / work, layout)
 
 
-def in_slices(costs: StageCosts) -> Layout:
+def in_slices(costs: StageCosts) -> PipelineLayout:
     """The planner's own choice."""
-    return Search(costs, "auto", "auto").find("auto")[0]
+    return Search(costs, "auto", "auto").find("auto")
 
 
-def on_rank_0(costs: StageCosts) -> Layout:
+def on_rank_0(costs: StageCosts) -> PipelineLayout:
     """The best plan with the whole encoder on rank 0."""
-    return Search(costs, "auto", (0,)).find("auto")[0]
+    return Search(costs, "auto", (0,)).find("auto")
 
 
-def front_alone(costs: StageCosts) -> Layout:
+def front_alone(costs: StageCosts) -> PipelineLayout:
     """The best plan, of any number of stages a rank, whose stage 0 holds the front alone and rank 0 the encoder."""
     search, pipeline = Search(costs, "auto", (0,)), costs.setting.pipeline
     counts = [count for count in range(1, MOST_STAGES_PER_RANK + 1) if count * pipeline <= costs.count]
     cuts = [even_cut(costs, count * pipeline, 0.0, front_alone=True) for count in counts]
-    layouts = [layout for cut in cuts if (layout := search.with_encodes(cut)) is not None]
+    layouts = [layout for cut in cuts if (layout := search.at_cut(cut)) is not None]
     return min(layouts, key=lambda layout: layout.simulation.seconds)
 
 
-def by_hand(costs: StageCosts) -> Layout:
+def by_hand(costs: StageCosts) -> PipelineLayout:
     """The front alone, equal numbers of decoder layers, nothing ahead; every layer recomputes if `costs` say so."""
     others = uniform_cut(costs.count - 2, costs.setting.pipeline - 1)
-    return Search(costs, 0).layout((0, 1, *others[1:]))
+    return Search(costs, 0).plain((0, 1, *others[1:]))
 
 
 # ---- tables

@@ -23,11 +23,12 @@ from mmtrain.base.printing import say
 from mmtrain.config.load import DEMO, load_config
 from mmtrain.config.schema import RunConfig
 from mmtrain.data.stream.packs import PackedBatch
-from mmtrain.engine.optimizer import MasterWeights, adamw_state, make_optimizer
+from mmtrain.engine.optimizer import MasterWeights, make_optimizer, optimizer_state
 from mmtrain.engine.single_stage import SingleStage, expected_batch
 from mmtrain.model.stage import Stage, build_stage
 from mmtrain.plan.block_costs import keys_seen
 from mmtrain.plan.costs import Models, run_costs
+from mmtrain.plan.optimizers import ADAMW
 from mmtrain.plan.plan import StagePlan
 from mmtrain.plan.planner import make_plan, models_of
 from mmtrain.plan.workload import FP32, Workload
@@ -104,7 +105,7 @@ def measured(mode: str) -> Measured:
         _forward_and_backward(stage, expected_batch(config, models))
     masters.reduce_gradients(None)
     optimizer.step()
-    state = [moment for moment in adamw_state(optimizer, masters.by_name).values() if moment.dim()]
+    state = [moment for moment in optimizer_state(ADAMW, optimizer, masters.by_name).values() if moment.dim()]
     for master in masters.by_name.values():
         state += [master.grad] if master.data_ptr() in stored else [master.grad, master]
     # torch's counter sees the matrix products of attention that is not fused.

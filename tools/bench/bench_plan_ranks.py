@@ -339,7 +339,7 @@ def measured_seconds(config: RunConfig, executed: Plan) -> StageSeconds:
     """What the instructions of an executed plan cost by the calibration that is in the config's file now."""
     costs = stage_costs(config, models_of(config), None, cpu_device(config))
     cut = (0, *(boundary + 1 for boundary in executed.boundaries), costs.count)
-    seconds = Search(costs, 0).layout(cut).seconds
+    seconds = Search(costs, 0).plain(cut).seconds
     slices = [rank.stages[0].encoder for rank in executed.ranks if rank.data == 0]
     if not any(slices):
         return seconds

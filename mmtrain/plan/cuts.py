@@ -1,0 +1,344 @@
+"""Cuts: which layers each stage holds, and the cuts whose simulated steps are shortest.
+
+first cuts (the best one by its slowest rank, the even, the uniform one, the front alone on stage 0)
+    --move one layer to another stage while the step gets shorter--> the best cut
+
+A cut is contiguous: stage s holds layers [cut[s], cut[s + 1]). Layer 0 is the front, the last one the head. How the
+encoder counts while cuts are compared is an `EncoderShare`; where it runs is chosen later (`search`).
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
+
+from mmtrain.config.schema import RunConfig
+from mmtrain.plan.instructions import Schedule
+from mmtrain.plan.memory import Instant, instants
+from mmtrain.plan.schedule import training_schedule
+from mmtrain.plan.simulate import Program, StageSeconds, simulate
+from mmtrain.plan.stage_costs import LayerRange, RankCost, StageCosts
+
+SIMULATED_INSTRUCTIONS = 2_000_000
+"""In all moves of one search: a fraction of a second. The largest layouts then end at a cut that one more move might
+better. The first cut of each search is simulated in any case."""
+FEW_CUTS = 400
+"""At most this many cuts are all tried where no other fits: no run of a few layers is refused that could fit."""
+FEW_STAGES = 12
+"""With at most this many stages all layers may move, else those of the two slowest ranks."""
+MOST_SEEDS = 3
+"""First cuts that are improved by moves."""
+HOPEFUL = 1.08
+"""Times the step to beat: a slower first cut is not improved. Spares most of the time that planning would take."""
+MOST_TRIALS = 16
+"""Moves simulated before a cut of many stages counts as better than all its neighbours, the lowest bound first."""
+
+Cut = tuple[int, ...]
+"""Borders of stages, one more than stages."""
+Slices = tuple[int, ...]
+"""Blocks of the encoder that each pipeline rank holds."""
+
+
+def given_cut(config: RunConfig, costs: StageCosts) -> Cut:
+    """Return the cut that `parallel.boundaries` describes."""
+    return (0, *(boundary + 1 for boundary in config.parallel.boundaries or ()), costs.count)
+
+
+def ranges_of(cut: Cut, rank: int, pipeline: int) -> tuple[LayerRange, ...]:
+    """Return the stages of a rank as layers [begin, end)."""
+    return tuple((cut[s], cut[s + 1]) for s in range(rank, len(cut) - 1, pipeline))
+
+
+def first_trainable_stage(costs: StageCosts, cut: Cut) -> int:
+    """Return the stage with the first layer in which anything trains."""
+    return next(stage for stage, end in enumerate(cut[1:]) if costs.first_trainable < end)
+
+
+# ---- cuts by formula
+
+
+def uniform_cut(decoder_layers: int, stages: int) -> Cut:
+    """Return the decoder layers in equal parts, front and head on top; needs as many decoder layers as stages."""
+    return (0, *(round(decoder_layers * stage / stages) + 1 for stage in range(1, stages)), decoder_layers + 2)
+
+
+def best_cut(costs: StageCosts, slices: Slices | None = None) -> Cut | None:
+    """Return the cut, one stage a rank, whose slowest rank takes the fewest seconds and that fits; None: none fits.
+
+    `slices`: blocks of the encoder that each rank holds; None: rank 0 has all. Exact. Of equally fast cuts the one
+    whose late stages hold the most layers is taken.
+    """
+
+    def seconds(stage: int, begin: int, end: int) -> float:
+        rank = costs.one_stage_rank(stage, begin, end, slices and slices[stage])
+        return rank.seconds if costs.fits(rank) else math.inf
+
+    return _least(costs.count, costs.setting.pipeline, seconds, costs.least_seconds)
+
+
+def even_cut(costs: StageCosts, stages: int, encode: float, *, front_alone: bool = False) -> Cut:
+    """Return the cut whose slowest stage takes the fewest seconds, without regard to memory and recomputation.
+
+    The encoder counts for `encode` seconds on stage 0; `front_alone`: stage 0 holds the front and nothing else.
+    """
+
+    def seconds(stage: int, begin: int, end: int) -> float:
+        if front_alone and begin == 0 and end > 1:
+            return math.inf
+        cost = costs.stage(begin, end, 0)
+        return cost.forward + cost.backward + (encode if begin == 0 else 0.0)
+
+    cut = _least(costs.count, stages, seconds, costs.compute_seconds)
+    assert cut is not None
+    return cut
+
+
+def smallest_cut(costs: StageCosts, slices: Slices | None = None) -> Cut:
+    """Return the cut, one stage a rank, whose largest rank takes the least memory; `slices` as in `best_cut`."""
+    costs = costs.without_memory()
+
+    def size(stage: int, begin: int, end: int) -> int:
+        return costs.one_stage_rank(stage, begin, end, slices and slices[stage]).total_bytes
+
+    cut = _least(costs.count, costs.setting.pipeline, size, costs.least_bytes)
+    assert cut is not None
+    return cut
+
+
+def _least(
+    layers: int,
+    stages: int,
+    amount: Callable[[int, int, int], float],
+    least: Callable[[int, int], float],
+) -> Cut | None:
+    """Return the cut whose largest amount is least, by dynamic programming over (stage, end); None if no cut may be.
+
+    `amount(stage, begin, end)` is infinite where that stage may not be. `least(begin, end)` is a lower bound of it that
+    grows as `begin` falls, so that the scan over `begin` can stop.
+    """
+    rows: list[dict[int, tuple[float, int]]] = [{0: (0.0, 0)}]  # before each stage: end -> (largest amount, begin)
+    for stage in range(stages):
+        row: dict[int, tuple[float, int]] = {}
+        last = stage == stages - 1
+        for end in [layers] if last else range(stage + 1, layers - stages + stage + 2):
+            best = math.inf, 0
+            for begin in range(end - 1, stage - 1, -1):
+                bound = least(begin, end)
+                if bound == math.inf or bound > best[0]:
+                    break
+                if begin in rows[-1]:
+                    largest = max(rows[-1][begin][0], amount(stage, begin, end))
+                    if largest <= best[0]:  # equal: the smaller begin
+                        best = largest, begin
+            if best[0] < math.inf:
+                row[end] = best
+        rows.append(row)
+    if layers not in rows[-1]:
+        return None
+    borders = [layers]
+    for row in reversed(rows[1:]):
+        borders.append(row[borders[-1]][1])
+    return tuple(reversed(borders))
+
+
+# ---- cuts by simulation
+
+
+class EncoderShare(NamedTuple):
+    """What the encoder counts for while cuts are compared."""
+
+    seconds: float  # of rank 0, for each micro-batch
+    slices: Slices  # whose weights count
+
+
+class PlainSchedule(NamedTuple):
+    """The lists of all cuts with this shape; the encoder is on rank 0 and runs right before each forward."""
+
+    stages_per_rank: int
+    first_trainable_stage: int
+    schedule: Schedule
+    program: Program
+    instants: tuple[tuple[Instant, ...], ...]  # per rank
+
+
+class _Bound(NamedTuple):
+    """Lower bounds of a cut, compared in this order."""
+
+    overflow: int  # bytes beyond the limit, over all ranks
+    seconds: float
+    squares: float  # of ranks' seconds, so that moves do not stop at the first of several slow ranks
+    ranks: tuple[float, ...]
+
+
+class _Score(NamedTuple):
+    """How good a cut is: less is better, and what does not fit is worst."""
+
+    overflow: int  # bytes beyond the limit, over all ranks
+    seconds: float
+
+
+class Cuts:
+    """The cuts of one run: what their ranks cost, and the best of them. What is costly to make is made once."""
+
+    def __init__(self, costs: StageCosts) -> None:
+        self.costs = costs
+        self.pipeline = costs.setting.pipeline
+        self.microbatches = costs.setting.microbatches_per_step
+        self.whole: Slices = (costs.costs.encoder.blocks, *[0] * (self.pipeline - 1))
+        """The whole encoder on rank 0."""
+        self.instructions_left = SIMULATED_INSTRUCTIONS
+        """Instructions that may still be simulated."""
+        self._plain: dict[tuple[int, int], PlainSchedule] = {}
+        self._ranks: dict[tuple[tuple[int, int], int, tuple[LayerRange, ...], int], RankCost] = {}
+
+    def placed(self, cut: Cut, slices: Slices) -> tuple[PlainSchedule, tuple[RankCost, ...]]:
+        """Return the plain schedule of a cut, and what its ranks cost with these slices if nothing is encoded ahead."""
+        kind = (len(cut) - 1) // self.pipeline, first_trainable_stage(self.costs, cut)
+        if kind not in self._plain:
+            schedule = training_schedule(self.pipeline, self.microbatches, kind[1], kind[0])
+            moments = instants(schedule, self.costs.buffers, polls=self.costs.setting.polls_sends)
+            self._plain[kind] = PlainSchedule(*kind, schedule, Program(schedule), moments)
+        plain, ranks = self._plain[kind], []
+        for rank, blocks in enumerate(slices):
+            ranges = tuple(self.costs.same_range(*layer_range) for layer_range in ranges_of(cut, rank, self.pipeline))
+            key = kind, rank, ranges, blocks
+            if key not in self._ranks:
+                self._ranks[key] = self.costs.fitted(rank, ranges, plain.instants[rank], blocks)
+            ranks.append(self._ranks[key])
+        return plain, tuple(ranks)
+
+    def overflow(self, ranks: Sequence[RankCost]) -> int:
+        """Bytes beyond the limit, over all ranks."""
+        return sum(map(self.costs.overflow, ranks))
+
+    def stage_seconds(self, ranks: Sequence[RankCost], encode: Sequence[float]) -> StageSeconds:
+        """Return the seconds of all stages; `encode`: seconds of each rank's slice of the encoder."""
+        timings = self.costs.timings
+        stages = [stage for turn in zip(*(rank.stages for rank in ranks), strict=True) for stage in turn]
+        streams = any(rank.streamed for rank in ranks)
+        return StageSeconds(
+            forward=tuple(stage.forward for stage in stages),
+            backward=tuple(stage.backward for stage in stages),
+            encode=tuple(encode),
+            send=timings.send,
+            receive=timings.receive,
+            transfer=timings.transfer,
+            end=timings.end,
+            send_features=timings.send_features,
+            receive_features=timings.receive_features,
+            transfer_features=timings.transfer_features,
+            forward_waits=tuple(stage.forward_waits for stage in stages) if streams else (),
+            backward_waits=tuple(stage.backward_waits for stage in stages) if streams else (),
+        )
+
+    def plain_seconds(self, cut: Cut, share: EncoderShare) -> float:
+        """Simulated seconds of a step by the plain schedule."""
+        plain, ranks = self.placed(cut, share.slices)
+        encode = share.seconds, *[0.0] * (self.pipeline - 1)
+        return simulate(plain.program, self.stage_seconds(ranks, encode)).seconds
+
+    # ---- the best
+
+    def candidates(self, stages_per_rank: int, share: EncoderShare, limit: float) -> list[Cut]:
+        """Return cuts that fit: the best one, and the front alone on stage 0. `limit`: seconds of the step to beat."""
+        return [cut for score, cut in self._ranked(stages_per_rank, share, limit) if score.overflow == 0]
+
+    def roomy(self, slices: Slices) -> list[Cut]:
+        """Return cuts, one stage a rank, of which one may fit though no candidate does: all if few, the smallest."""
+        if math.comb(self.costs.count - 1, self.pipeline - 1) > FEW_CUTS:
+            return [smallest_cut(self.costs, slices)]
+        borders = itertools.combinations(range(1, self.costs.count), self.pipeline - 1)
+        return [(0, *inner, self.costs.count) for inner in borders]
+
+    def smallest_cut(self, stages_per_rank: int, slices: Slices) -> Cut:
+        """Return a cut that takes little memory; with one stage a rank none takes less."""
+        if stages_per_rank == 1:
+            return smallest_cut(self.costs, slices)
+        encode = self.costs.timings.encode if slices == self.whole else 0.0
+        return self._ranked(stages_per_rank, EncoderShare(encode, slices))[0][1]
+
+    def _ranked(self, stages_per_rank: int, share: EncoderShare, limit: float = math.inf) -> list[tuple[_Score, Cut]]:
+        """Return the best cut that moves make of first cuts, and the front alone."""
+        stages, decoder = self.pipeline * stages_per_rank, self.costs.count - 2
+        seeds: list[Cut | None] = [even_cut(self.costs, stages, share.seconds)]
+        if stages_per_rank == 1:
+            seeds.append(best_cut(self.costs, share.slices))
+        alone = even_cut(self.costs, stages, share.seconds, front_alone=True) if 1 < stages <= decoder + 1 else None
+        seeds.append(alone)
+        if stages <= decoder:
+            seeds.append(uniform_cut(decoder, stages))
+        scored: list[tuple[_Score, Cut]] = []
+        for seed in dict.fromkeys(seeds):
+            score = self._score(seed, share, must=not scored) if seed is not None else None
+            if score is not None:
+                scored.append((score, seed))
+        scored.sort()
+        best = scored[0]
+        for score, seed in scored[:MOST_SEEDS]:
+            if score.overflow or score.seconds < limit * HOPEFUL:
+                best = min(best, self._improved(seed, share))
+        return [best, *(pair for pair in scored if pair[1] == alone != best[1])]
+
+    # ---- moving layers
+
+    def _improved(self, cut: Cut, share: EncoderShare) -> tuple[_Score, Cut]:
+        """Move one layer at a time from a cut that may not fit, while its step gets shorter."""
+        best = self._score(cut, share)
+        if best is None:
+            return _Score(0, math.inf), cut
+        moved = True
+        while moved:
+            moved = False
+            limit = best.overflow, best.seconds * (1 - 1e-9)
+            options = sorted((self._bound(x, share), x) for x in self._moves(cut, self._bound(cut, share)))
+            for bound, changed in options if len(cut) <= FEW_STAGES else options[:MOST_TRIALS]:
+                score = self._score(changed, share) if bound[:2] < limit else None
+                if score is None:
+                    break
+                if score < limit:
+                    best, cut, moved = score, changed, True
+                    break
+        return best, cut
+
+    def _moves(self, cut: Cut, bound: _Bound) -> Iterator[Cut]:
+        """Yield cuts with one layer less in one stage and one more in another; of many stages those of slow ranks."""
+        stages = len(cut) - 1
+        slowest = sorted(range(self.pipeline), key=lambda rank: -bound.ranks[rank])
+        sources = set(slowest if stages <= FEW_STAGES else slowest[:2])
+        for source, target in itertools.permutations(range(stages), 2):
+            if source % self.pipeline in sources and cut[source + 1] - cut[source] > 1:
+                low, high, step = (source, target, -1) if source < target else (target, source, 1)
+                yield tuple(border + step * (low < i <= high) for i, border in enumerate(cut))
+
+    def _bound(self, cut: Cut, share: EncoderShare) -> _Bound:
+        """Return what a cut takes at least, without simulation.
+
+        A rank cannot begin before its first input has passed the ranks before it, works its seconds for each
+        micro-batch, and its last gradient must pass the ranks before it.
+        """
+        (stages_per_rank, first, *_), costs = self.placed(cut, share.slices)
+        works = [sum(stage.seconds for stage in rank.stages) for rank in costs]
+        works[0] += share.seconds
+        ranks = []
+        before, behind, downstream = 0.0, 0.0, sum(works)
+        for rank, (cost, work) in enumerate(zip(costs, works, strict=True)):
+            downstream -= work
+            least = before + self.microbatches * work + (behind if rank >= first else 0.0)
+            pairs = self.microbatches - self.pipeline + rank  # after the first backward, before the last forward
+            if stages_per_rank == 1 and rank >= first and pairs >= 0:
+                least = max(least, before + behind + (pairs + 1) * work + 2 * downstream)
+            ranks.append(least)
+            before += cost.stages[0].forward + share.seconds * (rank == 0)
+            behind += cost.stages[0].backward
+        seconds = max(ranks) + self.costs.timings.end
+        return _Bound(self.overflow(costs), seconds, sum(x * x for x in ranks), tuple(ranks))
+
+    def _score(self, cut: Cut, share: EncoderShare, *, must: bool = False) -> _Score | None:
+        """Simulate a cut; None if no more may be simulated, unless it must be."""
+        plain, ranks = self.placed(cut, share.slices)
+        if self.instructions_left < len(plain.program.steps) and not must:
+            return None
+        self.instructions_left -= len(plain.program.steps)
+        return _Score(self.overflow(ranks), self.plain_seconds(cut, share))

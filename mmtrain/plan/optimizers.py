@@ -1,0 +1,92 @@
+"""Optimizers, as plans, engine and checkpoints know them; and the learning rates of parts of a model.
+
+A new optimizer needs an OptimizerKind here, its name in `optimizer_of`, and a key in `config/schema.py` to choose it.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from mmtrain.config.schema import OptimizerSection
+from mmtrain.plan.workload import FP32
+from mmtrain.pretrained.shapes import matches
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(frozen=True, slots=True)
+class OptimizerKind:
+    """One kind of optimizer: how it is made, what it keeps of each trained weight, what it works in."""
+
+    name: str
+    moments: tuple[str, ...]  # torch's names of state tensors of the weight's shape, on its device
+    counters: tuple[str, ...]
+    """torch's names of state tensors without dimensions, on the CPU: on a GPU each update would wait for them."""
+    workspace_tensors: int  # of the weight's shape, while it is updated
+    make: Callable[[list[dict[str, Any]], OptimizerSection], torch.optim.Optimizer]
+
+    @property
+    def state_names(self) -> tuple[str, ...]:
+        """Names of all state tensors of a weight."""
+        return self.moments + self.counters
+
+    def state_bytes(self, element_size: int) -> int:
+        """Bytes of a trained element in fp32: gradient, state and, if it is stored in less, its master weight."""
+        return FP32 * (1 + len(self.moments) + (element_size != FP32))
+
+    @property
+    def workspace_bytes(self) -> int:
+        """Bytes of a trained element while it is updated."""
+        return FP32 * self.workspace_tensors
+
+
+def _adamw(groups: list[dict[str, Any]], config: OptimizerSection) -> torch.optim.Optimizer:
+    import torch  # plans do without
+
+    return torch.optim.AdamW(groups, betas=config.betas, eps=config.eps)
+
+
+ADAMW = OptimizerKind("AdamW", ("exp_avg", "exp_avg_sq"), ("step",), workspace_tensors=1, make=_adamw)
+"""Decoupled weight decay (arXiv:1711.05101). It works in the root of the second moment."""
+
+
+def optimizer_of(config: OptimizerSection) -> OptimizerKind:
+    """The optimizer that a run asks for; AdamW is the only one."""
+    return ADAMW
+
+
+# ---- rates by part
+
+REST = "the rest"  # no pattern: it has a blank, which no parameter's name has
+
+
+@dataclass(frozen=True, slots=True)
+class ParameterGroup:
+    """Parameters that train at one rate."""
+
+    name: str  # its patterns, or REST
+    lr: float  # at its peak
+    weight_decay: float
+    parameters: tuple[str, ...]  # global names
+
+
+def parameter_groups(config: OptimizerSection, names: Iterable[str]) -> list[ParameterGroup]:
+    """Return the groups of `optimizer.groups` in order, then REST, each with those of `names` that it trains."""
+    members = defaultdict(list)
+    for name in names:
+        number = next((i for i, group in enumerate(config.groups) if matches(name, group.match)), len(config.groups))
+        members[number].append(name)
+    settings = [
+        (
+            ", ".join(group.match),
+            config.lr if group.lr is None else group.lr,
+            config.weight_decay if group.weight_decay is None else group.weight_decay,
+        )
+        for group in config.groups
+    ]
+    settings.append((REST, config.lr, config.weight_decay))
+    return [ParameterGroup(*setting, tuple(members[number])) for number, setting in enumerate(settings)]
