@@ -94,8 +94,8 @@ def test_an_encoder_that_learns_is_whole_on_rank_0(tiny, learns):
     ("asked", "said"),
     [
         ("[]", ["[]", "a non-empty list"]),
-        ("[0,0]", ["[0, 0]", "name each once"]),
-        ("[7]", ["[7]", "the ranks 0 to 3", "name each once"]),
+        ("[0,0]", ["[0, 0]", "Name each once"]),
+        ("[7]", ["[7]", "has ranks 0 to 3", "Name each once"]),
         ("-1", ["-1", "auto", "0"]),
         ("[-1]", ["-1", "0"]),
         ("1", ["1 is not allowed", "auto, 0 or a", "; write [1]"]),

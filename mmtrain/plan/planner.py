@@ -190,15 +190,11 @@ def _ranks(
     """Return the plans of a pipeline rank in all replicas."""
     cut, cost, data = layout.cut, layout.ranks[pipeline_rank], config.parallel.data
     numbers = range(pipeline_rank, len(cut) - 1, config.parallel.pipeline)
-    placed = tuple(stage_of(cut, s, layout.recompute_layers[s]) for s in numbers)
-    if cost.streamed:  # a decoder layer's number is its place among all layers less the front
-        placed = tuple(
-            replace(
-                stage,
-                streamed=tuple(cut[stage.stage] + place - 1 for place in places),
-            )
-            for stage, places in zip(placed, cost.streamed, strict=True)
-        )
+    placed = tuple(
+        # A decoder layer's number is its place among all layers less the front.
+        replace(stage_of(cut, s, layout.recompute_layers[s]), streamed=tuple(cut[s] + place - 1 for place in places))
+        for s, places in zip(numbers, cost.streamed or [()] * len(numbers), strict=True)
+    )
     encoder, blocks = costs.costs.encoder, layout.slices[pipeline_rank]
     first = sum(layout.slices[:pipeline_rank])
     if len(ranks_of(layout.chain)) > 1 and layout.chain[pipeline_rank] is not None:

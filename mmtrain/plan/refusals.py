@@ -40,27 +40,27 @@ def check_layout(config: RunConfig, models: Models) -> None:
     decoder = len(models.llm.decoder)
     pipeline, stages_per_rank = config.parallel.pipeline, config.parallel.stages_per_rank
     model = config.model.llm.path
-    placed = f"there are only {decoder + 2} layers to place: front, {decoder} decoder layers of {model}, head"
+    placed = f"{model} has {decoder + 2} layers to place (front, {decoder} decoder layers, head)"
     if pipeline > decoder + 2:
-        raise UserError(f"parallel.pipeline: {pipeline} stages, but {placed}; at most {decoder + 2} stages")
+        raise UserError(f"parallel.pipeline: {pipeline} stages, but {placed}: at most {decoder + 2} stages")
     if stages_per_rank != "auto" and pipeline * stages_per_rank > decoder + 2:
+        most = (decoder + 2) // pipeline
         raise UserError(
-            f"parallel.stages_per_rank: {pipeline} ranks of {stages_per_rank} stages, but {placed}; at most "
-            f"{(decoder + 2) // pipeline}"
+            f"parallel.stages_per_rank: {pipeline} ranks of {stages_per_rank} stages, but {placed}: at most {most}"
         )
     boundaries = config.parallel.boundaries
     if boundaries and boundaries[-1] > decoder:
         raise UserError(
-            f"parallel.boundaries: {list(boundaries)}: {config.model.llm.path} has {decoder} decoder layers, so the "
-            f"last stage begins at layer {decoder} (the head alone) at the latest"
+            f"parallel.boundaries: {list(boundaries)}, but {model} has {decoder} decoder layers. The last stage "
+            f"begins at layer {decoder} (the head alone) at the latest."
         )
     for table in models.llm.front:
         if _LEARNED_POSITIONS.search(table.name):
             positions = table.shape[0] - (2 if models.llm.model_type == "opt" else 0)  # opt's first two rows are unused
             if config.data.pack_length > positions:
                 raise UserError(
-                    f"data.pack_length: {config.data.pack_length} tokens, but {config.model.llm.path} has learned "
-                    f"{positions} positions ({table.name}): at most {positions}"
+                    f"data.pack_length: {config.data.pack_length} tokens, but {model} has learned {positions} "
+                    f"positions ({table.name}): at most {positions}"
                 )
     if models.layout.takes_images:
         _check_expected_image(config, models.layout)
@@ -71,8 +71,8 @@ def _check_expected_image(config: RunConfig, layout: ImageLayout) -> None:
     if config.data.expected_image_tiles is not None and not layout.is_sized:
         raise UserError(
             f"data.expected_image_tiles: {config.data.expected_image_tiles:g} and data.expected_image_positions: "
-            f"{config.data.expected_image_positions:g}, but with model.vision.layout {layout.name} every image is one "
-            f"tile and {layout.positions_per_tile} positions; leave both out (=null takes them out of a file's)"
+            f"{config.data.expected_image_positions:g}, but with model.vision.layout {layout.name} every image is "
+            f"one tile and {layout.positions_per_tile} positions. Leave both out (=null removes them)."
         )
 
 
@@ -84,16 +84,16 @@ def _check_packs(config: RunConfig, layout: ImageLayout) -> None:
         hint = ""
         if layout.is_sized:
             asked = f"a typical image of model.vision.layout {layout.name}"
-            hint = "; where images are smaller, set data.expected_image_positions as mmtrain inspect prints it"
+            hint = "\nIf images are smaller, set data.expected_image_positions as mmtrain inspect prints it."
         raise UserError(
-            f"data.pack_length: {data.pack_length} tokens, but {asked} takes {image}; packs must hold an image and its "
-            f"text, e.g. {2 ** image.bit_length()}{hint}"
+            f"data.pack_length: {data.pack_length} tokens, but {asked} takes {image}. A pack must hold an image and "
+            f"its text, e.g. {2 ** image.bit_length()} tokens.{hint}"
         )
     tiles = expected_image(config, layout)[0]
     if data.max_tiles_per_pack is not None and data.max_tiles_per_pack < tiles:
         raise UserError(
             f"data.max_tiles_per_pack: {data.max_tiles_per_pack}, but a typical image of model.vision.layout "
-            f"{layout.name} is {tiles:g} tiles; packs must hold an image: at least {math.ceil(tiles)}, or leave it out"
+            f"{layout.name} is {tiles:g} tiles. Set at least {math.ceil(tiles)}, or leave it out."
         )
 
 
@@ -110,16 +110,16 @@ def check_encoder_ranks(config: RunConfig, models: Models) -> None:
     wrong = [rank for rank in ranks if rank >= pipeline]
     if wrong or len(set(ranks)) < len(ranks):
         raise UserError(
-            f"parallel.encoder_ranks: {shortened(str(list(ranks)))}, but parallel.pipeline {pipeline} has the ranks 0 "
-            f"to {pipeline - 1}; name each once at most"
+            f"parallel.encoder_ranks: {shortened(str(list(ranks)))}, but parallel.pipeline {pipeline} has ranks 0 "
+            f"to {pipeline - 1}. Name each once at most."
         )
     if models.vision.blocks_run == 0 or set(ranks) == {0}:
         return
     trained = _trained_of_encoder(config, models)
     if trained is not None:
         raise UserError(
-            f"parallel.encoder_ranks: {list(ranks)}, but {trained} trains: an encoder that trains is whole on rank 0; "
-            "use auto or 0"
+            f"parallel.encoder_ranks: {list(ranks)}, but {trained} trains. An encoder that trains is whole on rank "
+            "0: use auto or 0."
         )
     if len(ranks) > models.vision.blocks_run:
         raise UserError(
@@ -134,8 +134,8 @@ def check_streaming(config: RunConfig, models: Models) -> None:
     streams = any(asked) if isinstance(asked, tuple) else asked != 0
     if quantisation is not None and streams:
         raise UserError(
-            f"parallel.streamed_layers: {shortened(str(asked))}, but with model.llm.quantize {quantisation} decoder "
-            "layers are on the device in fewer bits; leave one of them out"
+            f"parallel.streamed_layers: {shortened(str(asked))}, but model.llm.quantize {quantisation} keeps decoder "
+            "layers on the device in fewer bits. Leave one of them out."
         )
     if quantisation is None and (asked == "auto" or not streams):
         return
@@ -148,16 +148,16 @@ def check_streaming(config: RunConfig, models: Models) -> None:
             ("parallel.streamed_layers", asked) if quantisation is None else ("model.llm.quantize", quantisation)
         )
         raise UserError(
-            f"{key}: {shortened(str(value))}, but in every decoder layer something besides adapters trains, such as "
-            f"{trained[0]}, and what trains stays on the device as it is; leave {key.rpartition('.')[2]} out, or train "
-            "adapters (model.lora) instead"
+            f"{key}: {shortened(str(value))}, but something besides adapters trains in every decoder layer, such as "
+            f"{trained[0]}, and what trains stays on the device. Leave {key.rpartition('.')[2]} out, or train "
+            "adapters (model.lora)."
         )
 
 
 def check_environment(config: RunConfig, environment: Mapping[str, str]) -> None:
-    """Raises UserError for variables with which the ranks of a pipeline on GPUs can wait for each other for ever.
+    """Raises UserError for environment variables with which the ranks of a pipeline on GPUs can deadlock.
 
-    Which do is what tests/deadlocks.py computes: a receive that is posted ahead must not hold up other work of its GPU.
+    tests/deadlocks.py computes which: a receive that is posted ahead must not hold up other work of its GPU.
     """
     if config.parallel.pipeline == 1:
         return
@@ -179,15 +179,15 @@ def check_trainable(config: RunConfig, models: Models) -> None:
     if idle is not None:
         all_of_them = "vision.*.lora_*" if idle.startswith("vision.") else "llm.layers.*.lora_*"
         raise UserError(
-            f"model.trainable: {idle} would not train, and an adapter that does not changes nothing; add {all_of_them} "
-            "to it, or give the layer none in model.lora.targets"
+            f"model.trainable: {idle} would not train, and an adapter that does not train changes nothing. Add "
+            f"{all_of_them} to it, or give the layer no adapter in model.lora.targets."
         )
     for pattern in config.model.trainable:
         matching = [name for name in names if matches(name, (pattern,))]
         if not matching and config.model.lora is None and "lora_" in pattern:
             raise UserError(
-                f"model.trainable: {pattern!r} names adapters, and model.lora is null, so that there are none; set "
-                "model.lora.r=16, and in model.lora.targets which layers get one"
+                f"model.trainable: {pattern!r} names adapters, but model.lora is null, so there are none. Set "
+                "model.lora.r=16, and in model.lora.targets the layers that get one."
             )
         if not matching:
             nearest = nearest_names(pattern, names)
@@ -199,8 +199,8 @@ def check_trainable(config: RunConfig, models: Models) -> None:
         if models.llm.tied and tied:
             raise UserError(
                 f"model.trainable: {pattern} matches {tied[0]}, but {config.model.llm.path} ties its LM head to its "
-                "embedding: the first and the last stage each hold a copy, which training would let drift apart; "
-                "leave both frozen, or use a model with tie_word_embeddings: false"
+                "embedding. The first and the last stage each hold a copy, and training would let them drift apart. "
+                "Leave both frozen, or use a model with tie_word_embeddings: false."
             )
 
 
@@ -228,8 +228,8 @@ def check_groups(config: RunConfig, models: Models) -> None:
         members = [f"{i} ({', '.join(group.match)})" for i, group in enumerate(groups) if matches(name, group.match)]
         if len(members) > 1:
             raise UserError(
-                f"optimizer.groups: {name} is in the groups {' and '.join(members)}; which rate should it train at? "
-                "Narrow the patterns until each parameter is in one group"
+                f"optimizer.groups: {name} is in the groups {' and '.join(members)}. Narrow the patterns until each "
+                "parameter is in one group."
             )
 
 
@@ -280,7 +280,7 @@ def does_not_fit(config: RunConfig, models: Models, search: Search, limit: int |
             f"{'' if search.costs.fits(cost) else '  <- too much'}"
         )
     if all(map(search.costs.fits, costs)):
-        lines.append("These fit, but not with what waits between slices of the encoder, or encoded until it is used")
+        lines.append("These fit, but not with what waits between slices of the encoder, or for its use")
     lines.append(f"To take less memory (none of it was planned): {'; '.join(_hints(config, models))}")
     return "\n".join(lines)
 

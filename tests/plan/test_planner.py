@@ -412,7 +412,7 @@ def test_a_pattern_that_matches_nothing_is_refused_with_the_nearest_names(config
 
 def test_adapters_without_model_lora_are_told_the_key(config_file) -> None:
     trained = "model.trainable=[llm.layers.*.lora_*]"
-    assert "model.lora is null, so that there are none; set model.lora.r=16" in refusal(config_file, trained)
+    assert "model.lora is null, so there are none. Set model.lora.r=16" in refusal(config_file, trained)
     plan_of(config_file, trained, "model.lora.r=16")
 
 

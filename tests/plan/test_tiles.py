@@ -202,7 +202,7 @@ def test_packs_without_room_for_a_typical_image_are_refused_with_the_remedy(part
 def test_a_typical_image_has_tiles_and_positions_and_only_where_its_size_decides(parts: Path) -> None:
     both = {"data.expected_image_tiles": 7, "data.expected_image_positions": 60}
     square = make_config(parts).changed(both)
-    with pytest.raises(UserError, match=r"_tiles: 7 .*layout square every image is one .*leave both out"):
+    with pytest.raises(UserError, match=r"_tiles: 7 .*layout square every image is one .*Leave both out"):
         make_plan(square)
     make_plan(square.changed(dict.fromkeys(both)))
     unset = dict.fromkeys(("data__expected_image_tiles", "data__expected_image_positions"))
