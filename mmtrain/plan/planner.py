@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Literal
 
 from mmtrain.base.errors import UserError
 from mmtrain.config.schema import RunConfig
@@ -24,7 +25,6 @@ from mmtrain.plan.refusals import (
     check_encoder_ranks,
     check_groups,
     check_layout,
-    check_prefetch,
     check_streaming,
     check_trainable,
     does_not_fit,
@@ -65,26 +65,31 @@ def check_run(config: RunConfig, models: Models) -> None:
     check_layout(config, models)
     check_trainable(config, models)
     check_groups(config, models)
-    check_prefetch(config, models)
     check_encoder_ranks(config, models)
     check_streaming(config, models)
     check_export_format(config, [p.name for p in models.parameters if matches(p.name, config.model.trainable)])
     refuse_missing_marks(config)
 
 
-def make_plan(config: RunConfig, device_memory_bytes: int | None = None, device: Device | None = None) -> Plan:
+def make_plan(
+    config: RunConfig,
+    device_memory_bytes: int | None = None,
+    device: Device | None = None,
+    prefetch: Literal["auto"] | int = "auto",
+) -> Plan:
     """Plan a run from its config and its models' shapes; starts nothing, imports no torch.
 
     The memory limit of a rank is `parallel.device_memory_gib`, else what its GPU's `device_memory_bytes` leave to it,
-    else none. `device` is what ranks compute on (None: this machine's CPU); a calibration on it gives the costs. Raises
-    UserError for a config that no plan can satisfy; the message says what the smallest cut needs.
+    else none. `device` is what ranks compute on (None: this machine's CPU); a calibration on it gives the costs.
+    `prefetch` is the number of micro-batches that are encoded when a step begins, auto the fastest one; it changes no
+    result. Raises UserError for a config that no plan can satisfy; the message says what the smallest cut needs.
     """
     models, limit = models_of(config), memory_limit(config, device_memory_bytes)
     check_run(config, models)
     costs = stage_costs(config, models, limit, device)
-    search, layout = _searched(config, costs)
+    search, layout = _searched(config, costs, prefetch)
     if config.parallel.streamed_layers == "auto":  # only where it is worth it
-        resident, without = _searched(config, costs.resident())
+        resident, without = _searched(config, costs.resident(), prefetch)
         if without and (not layout or without.simulation.seconds * (1 - STREAMING_GAIN) <= layout.simulation.seconds):
             search, layout = resident, without
     if layout is None:
@@ -92,9 +97,11 @@ def make_plan(config: RunConfig, device_memory_bytes: int | None = None, device:
     return _plan(config, models, search, layout, limit)
 
 
-def _searched(config: RunConfig, costs: StageCosts) -> tuple[Search, PipelineLayout | None]:
+def _searched(
+    config: RunConfig, costs: StageCosts, prefetch: Literal["auto"] | int
+) -> tuple[Search, PipelineLayout | None]:
     """Return the search for a run, and the best layout that it finds."""
-    search = search_of(config, costs)
+    search = search_of(config, costs, prefetch)
     if least_step_seconds(costs) == math.inf:  # a search for what fits nowhere takes long
         return search, None
     if config.parallel.boundaries is None:

@@ -338,7 +338,7 @@ class Search:
         return PipelineLayout(cut, stages_per_rank, first, tuple(changed), seconds, schedule, slices, chain, simulation)
 
 
-def search_of(config: RunConfig, costs: StageCosts) -> Search:
-    """Return the search for a layout as the config asks for it."""
+def search_of(config: RunConfig, costs: StageCosts, prefetch: Literal["auto"] | int = "auto") -> Search:
+    """Return the search for a layout as the config asks for it; `prefetch` as in `Search`."""
     ranks = config.parallel.encoder_ranks
-    return Search(costs, config.parallel.encoder_prefetch, (0,) if ranks == 0 else ranks)
+    return Search(costs, prefetch, (0,) if ranks == 0 else ranks)

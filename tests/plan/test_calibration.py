@@ -197,16 +197,6 @@ def test_a_calibration_in_which_nothing_takes_time_is_refused(config, tmp_path) 
         plan_of(config.changed({"parallel.calibration": str(file)}), device=DEVICE)
 
 
-def test_what_is_said_to_fit_is_reckoned_with_the_calibration_that_was_named(config, tmp_path) -> None:
-    found = made_up(config)
-    encoder = replace(found.layers["encoder"], forward_working_bytes=10**12)
-    file = replace(found, layers={**found.layers, "encoder": encoder}).save(tmp_path / "measured.json")
-    asked = {"calibration": str(file), "encoder_ranks": 0, "device_memory_gib": 40.0}
-    with pytest.raises(UserError, match="This run does not fit") as refused:
-        plan_of(config.changed({f"parallel.{key}": value for key, value in asked.items()}), device=DEVICE)
-    assert "parallel.encoder_ranks=auto" not in str(refused.value)
-
-
 @pytest.mark.timeout(10)
 def test_a_pipe_or_a_device_is_refused_as_a_calibration_and_not_waited_for(tmp_path) -> None:
     os.mkfifo(tmp_path / "pipe")

@@ -7,6 +7,7 @@ import json
 import math
 import re
 from pathlib import Path
+from typing import Literal
 
 import pytest
 from schedule_check import check_schedule
@@ -45,8 +46,8 @@ train: {{packs_per_step: 16, max_steps: 1}}
     return file
 
 
-def plan_of(file: Path, *overrides: str) -> Plan:
-    return make_plan(load_config(file, overrides))
+def plan_of(file: Path, *overrides: str, prefetch: Literal["auto"] | int = "auto") -> Plan:
+    return make_plan(load_config(file, overrides), prefetch=prefetch)
 
 
 def sentences(plan: Plan) -> str:
@@ -270,11 +271,11 @@ def test_tied_embeddings_are_held_by_both_ends_and_once_by_a_single_rank(tiny, m
 
 
 def test_prefetch_that_is_asked_for_is_planned(config_file) -> None:
-    plan = plan_of(config_file, "parallel.encoder_ranks=0", "parallel.encoder_prefetch=3")
+    plan = plan_of(config_file, "parallel.encoder_ranks=0", prefetch=3)
     assert plan.encode_ahead == 3 and "encoder: on rank 0; prefetch 3 micro-batches" in sentences(plan)
-    none = plan_of(config_file, "parallel.encoder_ranks=0", "parallel.encoder_prefetch=0")
+    none = plan_of(config_file, "parallel.encoder_ranks=0", prefetch=0)
     assert none.encode_ahead == 0 and "prefetch" not in sentences(none)
-    more = plan_of(config_file, "parallel.encoder_ranks=0", "parallel.encoder_prefetch=16")
+    more = plan_of(config_file, "parallel.encoder_ranks=0", prefetch=16)
     assert more.ranks[0].activation_bytes > none.ranks[0].activation_bytes + 12 * 3 * 576 * 1024 * 2, "features wait"
 
 
@@ -326,8 +327,8 @@ def test_the_table_compares_with_a_uniform_cut(config_file) -> None:
     assert plan.uniform.boundaries == (8, 16, 24)
     assert plan.uniform.step_time_ratio > 1.1
     assert f"step {plan.uniform.step_time_ratio:.2f} times as long" in sentences(plan)
-    settings = ["parallel.boundaries=[8, 16, 24]", "parallel.encoder_prefetch=0"]
-    by_hand = plan_of(config_file, "model.trainable=[llm.layers.16]", *settings)
+    settings = ["model.trainable=[llm.layers.16]", "parallel.boundaries=[8, 16, 24]"]
+    by_hand = plan_of(config_file, *settings, prefetch=0)
     assert by_hand.uniform.step_time_ratio == 1 and "this is the uniform cut" in sentences(by_hand)
     assert by_hand.idle_share == pytest.approx(plan.uniform.idle_share)
 
@@ -359,11 +360,7 @@ def test_more_stages_on_all_ranks_than_layers_are_refused(config_file) -> None:
     assert "8 ranks of 5 stages" in message and "32 decoder layers" in message and message.endswith("at most 4")
 
 
-def test_an_encoder_that_cannot_prefetch_is_refused(config_file) -> None:
-    message = refusal(config_file, "parallel.encoder_prefetch=17")
-    assert "17" in message and "16 micro-batches" in message
-    message = refusal(config_file, "parallel.encoder_prefetch=1", "model.trainable=[projector, vision.blocks.22]")
-    assert "vision.blocks.22" in message and "use auto or 0" in message
+def test_an_encoder_that_trains_is_not_prefetched(config_file) -> None:
     assert plan_of(config_file, "model.trainable=[projector, vision.blocks.22]").encode_ahead == 0
 
 
@@ -493,8 +490,9 @@ def test_what_does_not_fit_is_refused_with_the_smallest_cut_and_what_takes_less(
 
 
 def test_what_waits_is_named_where_the_ranks_alone_would_fit(config_file) -> None:
-    ahead = "parallel.device_memory_gib=4.75", "train.packs_per_step=64", "parallel.encoder_prefetch=64"
-    message = refusal(config_file, *ahead)
+    with pytest.raises(UserError) as error:
+        plan_of(config_file, "parallel.device_memory_gib=4.75", "train.packs_per_step=64", prefetch=64)
+    message = str(error.value)
     assert "too much" not in message and "These fit, but not with what waits" in message
     assert "These fit" not in refusal(config_file, "parallel.device_memory_gib=3.5")
 
