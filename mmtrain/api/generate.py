@@ -283,17 +283,15 @@ class Conversation:
         return {"role": role, "content": parts if self.sees else text}
 
     def _text(self, messages: list[dict]) -> str:
-        import jinja2
-
-        from mmtrain.data.samples.bounded_jinja import BoundedTemplate
+        from mmtrain.data.samples.rendering import JinjaTemplate, TemplateError
 
         tokenizer = self.tokenizer
         try:
-            template = BoundedTemplate(self.processor.chat_template)
+            template = JinjaTemplate(self.processor.chat_template)
             return template.render(
                 messages, add_generation_prompt=True, tools=None, documents=None, **tokenizer.special_tokens_map
             )
-        except (jinja2.TemplateError, ArithmeticError, LookupError, AttributeError, TypeError, ValueError) as error:
+        except TemplateError as error:
             raise UserError(
                 f"the model's chat template does not take this conversation ({harmless(str(error))})"
                 + ("; leave out the system turn (--system)" if messages[0]["role"] == "system" else "")

@@ -579,13 +579,13 @@ def test_a_template_that_fails_or_is_no_template_is_refused_in_its_own_words(byt
         ChatTemplate(byte_level("{{ messages[0]['content'] + 1 }}"), ImageLayout("square", 1), 384)
 
 
-def test_a_template_that_never_ends_is_refused_at_once_or_at_the_sample_on_which_it_does(byte_level):
-    endless = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
-    with pytest.raises(UserError, match=r"data\.template=chat: the chat template of models/some-llm fails: it loops"):
+def test_a_template_that_writes_without_end_is_refused_at_once_or_at_the_sample_on_which_it_does(byte_level):
+    endless = "{% for i in range(99999) %}{{ 'a' * 1000 }}{% endfor %}"
+    with pytest.raises(UserError, match=r"data\.template=chat: the chat template of models/some-llm fails: it wri"):
         ChatTemplate(byte_level(endless + CHATML), ImageLayout("square", 1), 384)
     later = "{% if messages | length > 2 %}" + endless + "{% endif %}" + CHATML
     template = ChatTemplate(byte_level(later, MARKS[CHATML]), ImageLayout("square", 1), 384)
-    with pytest.raises(BadSample, match="fails: it loops or allocates without end"):
+    with pytest.raises(BadSample, match="fails: it writes more than"):
         template(talk("a", "b", "c", "d"))
 
 
