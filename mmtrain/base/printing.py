@@ -1,9 +1,9 @@
 """Everything that this package and its tools print: text of files reaches no terminal and no log unescaped.
 
 Names, keys and the errors of libraries hold text of files that strangers made. It could move a terminal's cursor,
-rewrite the lines above, or turn an address around. So whatever is printed goes through `printable`, here, where it is
-printed: who composes a message cannot forget it. A line break within a message is followed by an indent, so that no
-text of a file looks like a message of its own.
+rewrite the lines above, or turn an address around. So whatever is printed goes through `escape`, here, where it is
+printed: callers hand over raw text. It also takes logins out of addresses. A line break within a message is followed by
+an indent, so that no text of a file looks like a message of its own.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from types import TracebackType
 from typing import TextIO
 
 from mmtrain.base.console_stream import output_without_waiting, prepare_standard_streams
+from mmtrain.base.disclosed import without_logins
 from mmtrain.base.errors import UserError
 
 COLUMNS = 80  # of a terminal in which every table can be read
@@ -31,25 +32,33 @@ INTERRUPTED = 130  # exit code of a command that Ctrl-C has ended
 _OBEYED = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 
 
+def escape(text: str, limit: int | None = None) -> str:
+    """Return the text with what a terminal obeys escaped as in Python, addresses without logins, at most `limit` long.
+
+    Lines and tabs stay.
+    """
+    shown = _OBEYED.sub(lambda match: match[0].encode("unicode_escape").decode(), without_logins(text))
+    return shown if limit is None or len(shown) <= limit else shown[: limit - 3] + "..."
+
+
 def printable(text: str) -> str:
-    """The same text with everything that a terminal would obey escaped as in Python; lines and tabs stay."""
-    return _OBEYED.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
+    """Return the whole text as `escape` does."""
+    return escape(text)
 
 
 def shortened(text: str, longest: int = 200) -> str:
-    """Content of a file as a part of a message: `printable`, at most so many characters."""
-    shown = printable(text)
-    return shown if len(shown) <= longest else shown[: longest - 3] + "..."
+    """Return content of a file as a part of a message."""
+    return escape(text, longest)
 
 
 def harmless(text: str) -> str:
-    """Text from data as one short line: a part of a message."""
-    return shortened(" ".join(text.split()), 300)
+    """Return text from data as one short line, a part of a message."""
+    return escape(" ".join(text.split()), 300)
 
 
 def message(text: str) -> str:
-    """A whole message, `printable`: lines after its first one are indented, by two blanks if not by more."""
-    first, *more = printable(text).split("\n")
+    """A whole message, escaped: lines after its first one are indented, by two blanks if not by more."""
+    first, *more = escape(text).split("\n")
     return "\n".join([first, *(line if not line or line[0].isspace() else f"  {line}" for line in more)])
 
 
@@ -67,7 +76,7 @@ def table_lines(columns: Sequence[str], rows: Iterable[Sequence[object]], width:
     table = Table(box=None, pad_edge=False, padding=(0, gap, 0, 0), header_style="")
     table.show_header = any(name.strip(">") for name in columns)
     height = max(name.count("\n") for name in columns)
-    rows = [[Text(printable(str(cell))) for cell in row] for row in rows]  # rich reads plain strings as markup
+    rows = [[Text(escape(str(cell))) for cell in row] for row in rows]  # rich reads plain strings as markup
     needed = 0  # what the numbers take, and a few characters of each other column: rich would cut numbers in silence
     for place, name in enumerate(columns):
         right = name[:1] == ">"
@@ -120,7 +129,7 @@ def tell(*messages: str) -> None:
 def show_words(text: str) -> None:
     """Print words as they come, without ending the line; a reader that has left is a BrokenPipeError."""
     try:
-        print(printable(text), end="", flush=True)
+        print(escape(text), end="", flush=True)
     except BrokenPipeError:
         _print_no_more(sys.stdout)
         raise
@@ -198,8 +207,8 @@ def run_command(
 
 
 def show_traceback(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    """What sys.excepthook does, `printable`."""
-    say(*printable("".join(traceback.format_exception(kind, error, trace))).splitlines(), stream=sys.stderr)
+    """What sys.excepthook does, escaped."""
+    say(*"".join(traceback.format_exception(kind, error, trace)).split("\n")[:-1], stream=sys.stderr)
 
 
 def show_cursor() -> None:

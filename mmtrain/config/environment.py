@@ -17,11 +17,9 @@ from mmtrain.base.errors import UserError
 from mmtrain.base.printing import shortened
 from mmtrain.config.keys import ELEMENT, NamesFiles, Path, marked
 
-LONGEST_PATH = 4096  # characters of a path with variables, before and after: Linux opens no longer one
 _BRACED = re.compile(r"\$\{([A-Za-z_]\w*)((?:[:=?+-][^{}]*)?)\}", re.ASCII)  # and what a shell does where it is not set
 _UNBRACED = re.compile(r"(\$([A-Za-z_]\w*)|%([A-Za-z_]\w*)%)[^/]*", re.ASCII)  # and the rest of that file's name
 _SECRET = re.compile(r"TOKEN|SECRET|PASSW|CREDENTIAL|APIKEY|(^|_)(KEY|PASS|PAT)(_|$)")  # in a name, in capitals
-_LOGIN = re.compile(r"://[^/\s]*@")  # user:password@ of an address
 
 
 def fill_in_paths(model: type[BaseModel], content: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
@@ -66,16 +64,10 @@ def _filled(text: str) -> str:
             raise UserError(f"{shown} has a default, which only a shell knows; leave it out, and set the variable")
         if _SECRET.search(name.upper()):
             raise UserError(f"{shown} is a secret by its name, and paths are shown; give the variable another name")
-        if _LOGIN.search(os.environ.get(name, "")):
-            raise UserError(f"{shown} holds an address with a login, and paths are shown; name a path without one")
         if not os.environ.get(name):
             empty = "empty" if name in os.environ else "not set"
             raise UserError(f"the environment variable of {shown} is {empty}; set it, or write the path out")
-    filled = text if len(text) > LONGEST_PATH else _BRACED.sub(lambda found: os.environ[found[1]], text)
+    filled = _BRACED.sub(lambda found: os.environ[found[1]], text)
     if filled != text and _BRACED.search(filled):  # or config.yaml would be filled in again
         raise UserError(f"{shortened(text, 60)} holds ${{...}} when it is filled in; give the variable another value")
-    if len(filled) > LONGEST_PATH and _BRACED.search(text):
-        raise UserError(
-            f"{shortened(text, 60)} has {len(filled):,} characters with its variables; at most {LONGEST_PATH:,}"
-        )
     return filled

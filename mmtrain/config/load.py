@@ -11,9 +11,9 @@ from typing import Any
 import yaml
 from pydantic import ValidationError
 
+from mmtrain.base.disclosed import disclosed
 from mmtrain.base.errors import UserError
 from mmtrain.base.printing import shortened
-from mmtrain.config.disclosed import disclosed
 from mmtrain.config.environment import fill_in_paths
 from mmtrain.config.foreign_keys import answer_to, whole_file_of
 from mmtrain.config.keys import InsteadOf, all_fields, is_optional, marked, section_of

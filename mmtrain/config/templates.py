@@ -9,7 +9,6 @@ So the text, not a path, is what a resumed run is compared by, what indexes are 
 from __future__ import annotations
 
 import argparse
-import json
 import typing
 from pathlib import Path
 from typing import Annotated, Literal
@@ -23,7 +22,6 @@ from mmtrain.config.environment import variable_hint
 TemplateName = Literal["plain", "chat", "llava_v1", "llama_2", "chatml"]
 NAMES: tuple[str, ...] = typing.get_args(TemplateName)
 MAX_CHARACTERS = 100_000  # the longest in use have 40,000
-MAX_ESCAPED = 400_000  # bytes in ASCII: config.yaml, which holds it, is read up to 500,000
 FILE = "FILE.jinja"  # what messages call a template that has no name
 TemplateText = Annotated[str, Field(pattern=r"\{[{%]", max_length=MAX_CHARACTERS, title=FILE)]
 SHIPPED = Path(__file__).parent / "chat_templates"
@@ -53,11 +51,6 @@ def read_template(given: str) -> str:
         raise UserError(
             f"{given}: no Jinja template of a conversation, which has {{{{ or {{%, no null character, and at most "
             f"{MAX_CHARACTERS:,} characters"
-        )
-    if (escaped := len(json.dumps(text))) > MAX_ESCAPED:
-        raise UserError(
-            f"{given}: takes {escaped:,} bytes with what is not ASCII escaped, as config.yaml may hold it; at most "
-            f"{MAX_ESCAPED:,} are read there"
         )
     return text
 

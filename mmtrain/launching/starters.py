@@ -10,10 +10,10 @@ from datetime import timedelta
 from typing import Any
 
 from mmtrain import __version__
+from mmtrain.base.disclosed import disclosed
 from mmtrain.base.errors import UserError
 from mmtrain.base.printing import harmless
 from mmtrain.checkpoint.choose import flat
-from mmtrain.config.disclosed import disclosed
 from mmtrain.config.load import dump_config
 from mmtrain.config.schema import RunConfig
 from mmtrain.plan.plan import Plan

@@ -18,10 +18,10 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, Self
 
+from mmtrain.base.disclosed import disclosed
 from mmtrain.base.json_lines import recorded
 from mmtrain.base.printing import harmless
 from mmtrain.checkpoint.run_folder import METRICS
-from mmtrain.config.disclosed import disclosed
 from mmtrain.config.load import dump_config
 from mmtrain.config.schema import RunConfig
 

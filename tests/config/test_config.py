@@ -8,8 +8,8 @@ import pytest
 import yaml
 from pydantic import ValidationError
 
+from mmtrain.base.disclosed import disclosed
 from mmtrain.base.errors import UserError
-from mmtrain.config.disclosed import disclosed
 from mmtrain.config.keys import InsteadOf, OnResume, all_fields, marked
 from mmtrain.config.load import dump_config, load_config, restore_config
 from mmtrain.config.problems import nearest_key
@@ -472,6 +472,10 @@ def test_a_malformed_override_is_quoted_with_the_right_form(minimal, override, e
         ("run:\n  name: [a\n", "line 3, column 1", "expected ',' or ']', but got '<stream end>'"),
         ("run:\n\tname: a\n", "line 2, column 1", "found character '\\t' that cannot start any token"),
         ("on: 1\n", "line 1, column 1", "key True is not text"),
+        ("run: &a {}\neval: *a\n", "line 1, column 6", "& and * begin an anchor and an alias, which are not read"),
+        ("data:\n  shards: *a\n", "line 2, column 11", "& and * begin an anchor and an alias, which are not read"),
+        ("eval: {<<: {every_steps: 1}}\n", "line 1, column 8", "could not determine a constructor for the tag"),
+        ("run: " + "[" * 40, "line 1, column 37", "nested more than 32 deep"),
         ("run: !!python/object/apply:os.getcwd []\n", "line 1, column 6", "could not determine a constructor"),
     ],
 )  # fmt: skip
@@ -539,19 +543,6 @@ def test_an_override_takes_the_place_of_the_key_in_the_file_that_says_the_same_t
     assert load_config(minimal, ["train.epochs=null"]).train.max_steps == 10
     both = written(minimal.parent, MINIMAL.replace("max_steps: 10", "max_steps: 10, epochs: 1"))
     assert problems(both)[1] == "train.max_steps: set exactly one of train.max_steps and train.epochs"
-
-
-@pytest.mark.parametrize("kept", ["{<<: *cc3m, name: sbu}", "{<<: [*cc3m], name: sbu}"])
-def test_merge_keys_take_what_a_mapping_does_not_say_itself(tmp_path, kept):
-    sets = "data: {sets: [&cc3m {name: cc3m, shards: a.tar, weight: 2.5}, " + kept + "]}"
-    one, other = load_config(written(tmp_path, MINIMAL.replace("data: {shards: a.tar}", sets))).data.sets
-    assert (one.name, other.name, other.shards, other.weight) == ("cc3m", "sbu", "a.tar", 2.5)
-
-
-def test_a_key_given_twice_beside_a_merge_is_refused(tmp_path):
-    sets = "data: {sets: [&a {name: a, shards: a.tar}, {<<: *a, name: b, name: c}]}"
-    (problem,) = problems(written(tmp_path, MINIMAL.replace("data: {shards: a.tar}", sets)))
-    assert "key name is given twice" in problem
 
 
 def test_of_very_many_problems_the_first_are_said(tmp_path):

@@ -207,7 +207,6 @@ def test_the_text_of_a_file_stands_in_the_configuration_whatever_its_path(tmp_pa
         (b"{{ 1 }}\0", "no null character"),
         (b"{{" + b"x" * 100_000, "at most 100,000 characters"),
         (b"x" * 400_001, "larger than 400,000 bytes"),
-        (b"{{ 1 }}" + 70_000 * "\ufeff".encode(), "takes 420,009 bytes with what is not ASCII escaped"),
     ],
 )
 def test_a_file_that_is_no_template_is_one_line(tmp_path, tiny, content, message):
