@@ -23,14 +23,10 @@ import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, BinaryIO, Literal
-
-from pydantic import AfterValidator, ConfigDict, Field, TypeAdapter, ValidationError
-from typing_extensions import TypedDict  # as pydantic needs it before Python 3.12
+from typing import Any, BinaryIO
 
 from mmtrain.base.durable import flush, leftovers, lock, remove_folder, whole_folder
 from mmtrain.base.errors import UserError
-from mmtrain.base.printing import printable, shortened
 from mmtrain.base.small_files import MAX_JSON_BYTES, open_file, parse_json, read_limited
 from mmtrain.config.load import restore_config
 from mmtrain.config.schema import RunConfig
@@ -41,59 +37,22 @@ CHECKPOINTS = "checkpoints"
 TENSORS, OPTIMIZER, STATE, MANIFEST = "projector.safetensors", "optimizer.safetensors", "state.json", "manifest.json"
 NAME = re.compile(r"step-(\d{8,})")
 
-Count = Annotated[int, Field(ge=0)]
-ByEpoch = dict[Annotated[str, Field(pattern="^[0-9]{1,18}$")], Count]
-
-
-class _Counts(TypedDict):
-    """Samples of a replica; see `mmtrain.data.stream.account`."""
-
-    first_pack: Count
-    epoch: Count
-    read: Count
-    lost: Count
-    trained: ByEpoch
-    quarantined: ByEpoch
-
-
-class _Data(TypedDict):
-    fingerprint: str
-    counts: _Counts | None
-
-
-class _Note(TypedDict):
-    begin: str  # fingerprint of the tensor before the first step
-    had_gradient: bool
-
-
-def _with_libraries(versions: dict[str, str]) -> dict[str, str]:
-    if {"mmtrain", "timm", "transformers"} - versions.keys():
-        raise ValueError("a library is missing")
-    return versions
-
-
-class State(TypedDict):
-    """state.json. A manifest's checksums do not say who made it, so all of it that is relied on later is checked."""
-
-    __pydantic_config__ = ConfigDict(strict=True)
-
-    step: Count  # updates made: the number of the next step
-    max_steps: Count | None
-    config: dict[str, Any]
-    versions: Annotated[dict[str, str], AfterValidator(_with_libraries)]
-    topology: dict[str, Any]
-    data: _Data
-    frozen_fingerprint: str
-    frozen_files: dict[str, str]  # fingerprints of frozen tensors as loaded, before any is quantised
-    settings_fingerprint: str  # of what else the models' folders say
-    branched_from: str | None  # fingerprint of the other run's checkpoint that the run began with
-    loss: float | Literal["nan", "inf", "-inf"] | None  # of the latest step
-    bad_steps: Count
-    trained: dict[str, _Note]  # by name of the tensor
-    files: dict[str, Count]  # lengths of the run's records, in bytes
-
-
-_STATE = TypeAdapter(State)
+STATE_KEYS = {
+    "step",  # updates made: the number of the next step
+    "max_steps",
+    "config",
+    "versions",
+    "topology",
+    "data",  # fingerprint, and samples of each replica: see mmtrain.data.stream.account
+    "frozen_fingerprint",
+    "frozen_files",  # fingerprints of frozen tensors as loaded, before any is quantised
+    "settings_fingerprint",  # of what else the models' folders say
+    "branched_from",  # fingerprint of the other run's checkpoint that the run began with, or null
+    "loss",  # of the latest step
+    "bad_steps",
+    "trained",  # by name of the tensor: its fingerprint before the first step, and whether it had a gradient
+    "files",  # lengths of the run's records, in bytes
+}
 
 
 @dataclass(frozen=True)
@@ -111,8 +70,8 @@ class StepFolder:
         return {"path": self.path, "held": None, "state": self.state}
 
     @functools.cached_property
-    def state(self) -> State:
-        """The content of state.json; it travels with the object to processes that do not see the files."""
+    def state(self) -> dict[str, Any]:
+        """Content of state.json, which has STATE_KEYS. It travels with the object to processes without the files."""
         return parse_json(read_limited(self.path / STATE, MAX_JSON_BYTES, "what mmtrain writes"))
 
     @property
@@ -178,47 +137,38 @@ def new_step_folder(path: Path) -> Iterator[Path]:
 
 
 def why_damaged(path: Path) -> str | None:
-    """What is wrong with a step folder, naming the file; None if it is whole. Reads and hashes every byte."""
+    """Return what is wrong with a step folder, naming the file; None if it is whole. Reads and hashes every byte."""
+    name = MANIFEST
     try:
-        manifest = read_limited(path / MANIFEST, MAX_JSON_BYTES, "what mmtrain writes").decode()
-        content = parse_json(manifest.encode())
-        entries = content["files"]
+        text = read_limited(path / MANIFEST, MAX_JSON_BYTES, "what mmtrain writes").decode()
+        content = parse_json(text.encode())
         if content["format"] != FORMAT:
-            return f"{MANIFEST} has version {shortened(repr(content['format']))}, this mmtrain reads {FORMAT}"
-        if manifest != _manifest(entries):
+            return f"{MANIFEST} has version {content['format']}, this mmtrain reads {FORMAT}"
+        if text != _manifest(content["files"]):
             return f"{MANIFEST} is damaged: its checksum is wrong"
-        found = {file.name for file in path.iterdir() if not file.name.startswith(".")} - {MANIFEST}
-    except FileNotFoundError:
-        return f"{MANIFEST} is missing"
-    except (OSError, UserError) as error:
-        return f"{MANIFEST} cannot be read: {error}"
-    except (ValueError, KeyError, TypeError, AttributeError):  # ValueError: JSON and UTF-8 errors are
-        return f"{MANIFEST} is damaged: not what mmtrain writes"
-    if missing := sorted({TENSORS, OPTIMIZER, STATE, *entries} - found):
-        return f"{missing[0]} is missing"
-    if unknown := sorted(found - set(entries)):
-        return f"{unknown[0]} does not belong there: {MANIFEST} does not list it; move it away"
-    for name, entry in entries.items():
-        try:
+        present = {file.name for file in path.iterdir() if not file.name.startswith(".")} - {MANIFEST}
+        if missing := sorted({TENSORS, OPTIMIZER, STATE, *content["files"]} - present):
+            return f"{missing[0]} is missing"
+        if unknown := sorted(present - content["files"].keys()):
+            return f"{unknown[0]} does not belong there: {MANIFEST} does not list it; move it away"
+        for name, entry in content["files"].items():
             size, digest = _size_and_sha256(path / name, entry["bytes"])
             if size != entry["bytes"]:
                 return f"{name} is damaged: {size:,} bytes, {entry['bytes']:,} were written"
             if digest != entry["sha256"]:
                 return f"{name} is damaged: its SHA-256 is not that of what was written"
-        except (OSError, UserError) as error:
-            return f"{name} cannot be read: {error}"
-        except (KeyError, TypeError, ValueError):
-            return f"{MANIFEST} is damaged: not what mmtrain writes"
-    try:
+        name = STATE
         state = StepFolder(path).state
-        _STATE.validate_python(state)
-    except ValidationError as error:
-        place = error.errors()[0]["loc"]
-        return f"{STATE} is damaged: {f'its {place[0]} is ' if place else ''}not what mmtrain writes"
-    except (OSError, UserError, ValueError):
-        return f"{STATE} is damaged: not what mmtrain writes"
-    if (named := NAME.fullmatch(path.name)) and int(named[1]) != state["step"]:
-        return f"{STATE} is of step {state['step']}: the folder was renamed"
+        if missing := sorted(STATE_KEYS - state.keys()):
+            return f"{STATE} is damaged: it has no {missing[0]}"
+        if (named := NAME.fullmatch(path.name)) and int(named[1]) != state["step"]:
+            return f"{STATE} is of step {state['step']}: the folder was renamed"
+    except FileNotFoundError:
+        return f"{name} is missing"
+    except (OSError, UserError) as error:
+        return f"{name} cannot be read: {error}"
+    except (ValueError, KeyError, TypeError, AttributeError):  # ValueError: JSON and UTF-8 errors are
+        return f"{name} is damaged: not what mmtrain writes"
     return None
 
 
@@ -262,7 +212,7 @@ def find_newest(run: Path, remedy: str = "restore one of them") -> StepFolder | 
     if found is None and damaged:
         raise UserError(f"no checkpoint of {run} is whole:{listed}\n{remedy}")
     if damaged:
-        _log.warning(printable(f"these checkpoints are damaged and were passed over:{listed}"))
+        _log.warning(f"these checkpoints are damaged and were passed over:{listed}")
     return found
 
 

@@ -18,13 +18,8 @@ from datetime import datetime
 from transformers import PreTrainedTokenizerBase
 
 from mmtrain.config.templates import NAMES, jinja_of, template_name
-<<<<<<< HEAD
-from mmtrain.data.samples.bounded_jinja import BoundedTemplate
-from mmtrain.data.samples.records import BadSample
-=======
 from mmtrain.data.samples.records import BadSample
 from mmtrain.data.samples.rendering import JinjaTemplate, TemplateError
->>>>>>> b08f918 (Render chat templates in transformers' own sandbox, with a limit on what they write)
 from mmtrain.pretrained.tokenizer_files import missing_chat_template
 
 ROLES = {"system": "system", "human": "user", "gpt": "assistant"}  # LLaVA's speakers, as chat templates call them
@@ -64,15 +59,9 @@ class ChatText:
         # As `apply_chat_template` names them.
         self.variables = {"tools": None, "documents": None, **tokenizer.special_tokens_map}
         try:
-<<<<<<< HEAD
-            self.template = BoundedTemplate(self.jinja)
-        except jinja2.TemplateError as error:
-            raise BadSample("template", f"{self.name} fails: {error}") from error
-=======
             self.template = JinjaTemplate(self.jinja)
         except TemplateError as error:
             raise BadSample("template", f"{self.name} fails: {error}") from error
->>>>>>> b08f918 (Render chat templates in transformers' own sandbox, with a limit on what they write)
         whole = self._render(PROBE)
         answer = PROBE[1][1]
         if answer not in whole:
@@ -154,13 +143,8 @@ class ChatText:
                 fixed_dates=self.dates,
                 **self.variables,
             )
-<<<<<<< HEAD
-        except (jinja2.TemplateError, ArithmeticError, LookupError, AttributeError, TypeError, ValueError) as error:
-            raise BadSample("template", f"{self.name} fails: {error}") from error
-=======
         except TemplateError as error:
             raise BadSample("template", f"{self.name} fails: {error}") from error
->>>>>>> b08f918 (Render chat templates in transformers' own sandbox, with a limit on what they write)
 
     def _refuse_lost_text(self, given: Sequence[str], written: str) -> None:
         """Raise BadSample unless the texts stand in `written`, in order."""
