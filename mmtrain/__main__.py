@@ -23,8 +23,6 @@ COMMANDS = {  # in the order of their use; the module of each, and what it does
     "chat": ("mmtrain.commands.chat", "ask a trained model about a picture"),
     "convert": ("mmtrain.commands.convert", "turn pickled weights into safetensors"),
     "record": ("mmtrain.commands.record", "record a model's shapes, so that it can be planned without it"),
-    "plot": ("mmtrain.commands.plot", "draw a step, planned and measured, as a picture"),
-    "tiny": ("mmtrain.commands.tiny", "make a tiny model and data, to try a layout"),
     "doctor": ("mmtrain.commands.doctor", "check that training works on this machine"),
 }
 HELP = f"""\

@@ -51,7 +51,7 @@ def run(options: Options) -> int:
             )
         config = expand_pretrained(load_config(options.config, options.overrides))
         if options.trace is not None and (options.plan or options.calibrate):
-            raise UserError("--trace records training; mmtrain plot --plan CONFIG draws what is planned")
+            raise UserError("--trace records training, and nothing is trained here. Leave --trace out")
         if options.suggest is not None:
             if not options.plan:
                 raise UserError(

@@ -12,11 +12,11 @@ from types import ModuleType
 from typing import NamedTuple
 
 import pytest
+import tiny_models
 import torch
 
 from mmtrain.base.printing import logs_shown
 from mmtrain.checkpoint.step_folder import StepFolder
-from mmtrain.commands import tiny as tiny_command
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # As in a job that a shell has put in the background: programs started here would ignore Ctrl-C, which tests send.
@@ -93,8 +93,8 @@ def logged() -> Iterator[list[str]]:
 
 @pytest.fixture(scope="session")
 def make_tiny() -> ModuleType:
-    """mmtrain tiny: make_tiny_llm, make_tiny_vision, make_tiny_shards, make_config, ..."""
-    return tiny_command
+    """tiny_models: make_tiny_llm, make_tiny_vision, make_tiny_shards, make_config, ..."""
+    return tiny_models
 
 
 @pytest.fixture(scope="session")

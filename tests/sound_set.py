@@ -85,7 +85,7 @@ def rows_by_hand(tiny: Path, tars: list[Path]) -> dict[str, Row]:
 
 
 def make_sound_set(tiny: Path, folder: Path, make_tiny_shards: Callable[..., list[Path]]) -> SoundSet:
-    """Shards made by mmtrain tiny for the model in `tiny`, indexed."""
+    """Shards of tiny_models for the model in `tiny`, indexed."""
     tars = make_tiny_shards(folder, samples=24, shards=2, two_image_fraction=0.25)
     rows = rows_by_hand(tiny, tars)
     overlong = frozenset(name for name, row in rows.items() if len(row.input_ids) > PACK)

@@ -16,6 +16,7 @@ import torch
 from ranks import run_ranks
 from safetensors.torch import load_file, save_file
 from scenes import IMAGE_TOKEN, Case, Document, execute, make_config, make_document, merged, perturb
+from timm_folder import save_timm_folder
 from torch import nn
 from torch.nn.functional import cross_entropy
 from transformers import (
@@ -38,7 +39,6 @@ from transformers import (
 )
 
 from mmtrain.data.samples.sample import IGNORE, IMAGE_POSITION
-from mmtrain.model.timm_folder import save_timm_folder
 from mmtrain.model.tiny import tiny_model
 from mmtrain.pretrained.connectors import image_layout
 from mmtrain.pretrained.layouts import ImageLayout

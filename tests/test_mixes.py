@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 from rank_runs import train
+from tiny_models import describe, draw_scene, make_config, make_tiny_llm, make_tiny_vision, paint
 
-from mmtrain.commands.tiny import describe, draw_scene, make_config, make_tiny_llm, make_tiny_vision, paint
 from mmtrain.config.load import load_config
 from mmtrain.data.prepare.sharding import KeyedSample, write_shards
 from mmtrain.data.shards.indexing import ensure_indexes

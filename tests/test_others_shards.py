@@ -17,9 +17,9 @@ import torch
 import webdataset
 from processes import running, wait_for
 from rank_runs import Run, train
+from tiny_models import describe, draw_scene, paint
 
 from mmtrain.__main__ import main
-from mmtrain.commands.tiny import describe, draw_scene, paint
 from mmtrain.config.load import load_config
 from mmtrain.config.schema import RunConfig
 from mmtrain.data.shards.indexing import ensure_indexes

@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from scenes import perturb
 from step_states import state_of
+from timm_folder import save_timm_folder
 from transformers import AutoModelForImageTextToText, PreTrainedModel
 
 from mmtrain.checkpoint.step_folder import (
@@ -26,7 +27,6 @@ from mmtrain.config.schema import RunConfig
 from mmtrain.exporting.hf import ExportedModel, export_hf
 from mmtrain.exporting.verify import Comparison, compare_logits
 from mmtrain.model.projector import make_projector
-from mmtrain.model.timm_folder import save_timm_folder
 from mmtrain.plan.planner import models_of
 from mmtrain.pretrained.adapters import is_adapter
 from mmtrain.pretrained.connectors import has_newline

@@ -11,6 +11,7 @@ import torch
 import transformers
 from safetensors.torch import save_file
 from scenes import perturb
+from timm_folder import save_timm_folder
 from transformers import (
     AutoModelForCausalLM,
     PreTrainedModel,
@@ -18,8 +19,6 @@ from transformers import (
     SiglipVisionConfig,
     SiglipVisionModel,
 )
-
-from mmtrain.model.timm_folder import save_timm_folder
 
 VISION = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 2,
           "image_size": 28, "patch_size": 7}  # fmt: skip

@@ -130,7 +130,7 @@ def parse_arguments(arguments: Sequence[str]) -> Options:
         type=int,
         metavar="STEPS",
         help=f"write trace.json, what every rank did when in STEPS steps (default {TRACED_STEPS}) after the first; for "
-        "ui.perfetto.dev and mmtrain plot",
+        "ui.perfetto.dev",
     )
     parser.add_argument("--nnodes", type=int, metavar="N", help="machines that share the run (default 1)")
     parser.add_argument("--node-rank", type=int, metavar="R", help="which of them this is, from 0")

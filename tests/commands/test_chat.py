@@ -183,7 +183,8 @@ def test_pictures_of_any_size_come_to_the_model_as_in_training_bit_for_bit(work,
 
 
 def test_on_a_terminal_question_follows_question_until_an_empty_line(work, llava):
-    command = [sys.executable, TOOLS / "chat.py", "--model", llava, "--image", work / "one.png", "--max-new-tokens=12"]
+    chat = [sys.executable, "-m", "mmtrain", "chat"]
+    command = [*chat, "--model", llava, "--image", work / "one.png", "--max-new-tokens=12"]
     ours, theirs = pty.openpty()
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "TERM": "dumb"}
     process = subprocess.Popen(list(map(str, command)), stdin=theirs, stdout=theirs, stderr=theirs, env=environment)

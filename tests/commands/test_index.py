@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 from archives import conversation, picture, write_tar
-from conftest import TOOLS
 
 from mmtrain.__main__ import main
 from mmtrain.data.shards.index import read_index
@@ -19,7 +18,6 @@ from mmtrain.data.shards.index_file import index_path
 from mmtrain.pretrained.model_files import model_folder
 from mmtrain.pretrained.tokenizer_files import text_fingerprint
 
-TOOL = TOOLS / "index_shards.py"
 PNG = picture(3, 2)
 PLAIN = ("--tokenizer", "demo:llm", "--template", "plain")
 
@@ -111,7 +109,7 @@ def test_stopped_at_any_moment_it_leaves_no_half_index_and_goes_on_from_there(
     for number in range(10):
         files = [(f"{number}-{key}.json", conversation("What?", "A red door.")) for key in range(200)]
         tars.append(write_tar(tmp_path / f"s-{number}.tar", files))
-    command = [sys.executable, str(TOOL), str(tmp_path), *PLAIN, "--workers", workers]
+    command = [sys.executable, "-m", "mmtrain", "index", str(tmp_path), *PLAIN, "--workers", workers]
     with subprocess.Popen(
         command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, start_new_session=True
     ) as process:

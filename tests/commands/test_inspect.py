@@ -15,7 +15,6 @@ from pathlib import Path
 import pytest
 import yaml
 from archives import conversation, picture, write_tar
-from conftest import TOOLS
 from PIL import Image
 from transformers import AutoTokenizer, LlavaNextImageProcessor, LlavaNextProcessor
 
@@ -26,7 +25,7 @@ from mmtrain.data.samples.sample import IGNORE, IMAGE_POSITION
 from mmtrain.data.shards.index import read_index
 from mmtrain.data.shards.index_file import index_path
 
-TOOL = TOOLS / "inspect_shards.py"
+INSPECT = [sys.executable, "-m", "mmtrain", "inspect"]
 
 
 @pytest.fixture(scope="module")
@@ -522,7 +521,7 @@ def test_without_matplotlib_plot_says_how_to_get_it(folder, monkeypatch, tmp_pat
 def test_a_reader_that_leaves_is_no_error(folder):
     reading, writing = os.pipe()
     os.close(reading)
-    command = [sys.executable, str(TOOL), str(folder)]
+    command = [*INSPECT, str(folder)]
     ran = subprocess.run(command, stdout=writing, stderr=subprocess.PIPE, text=True, timeout=60, check=False)
     os.close(writing)
     assert (ran.returncode, ran.stderr) == (0, "")
@@ -531,14 +530,14 @@ def test_a_reader_that_leaves_is_no_error(folder):
 @pytest.mark.parametrize("more", [(), ("--json",), ("--verify",)])
 def test_a_full_disk_behind_the_output_is_an_error(folder, more):
     with Path("/dev/full").open("w") as full:
-        command = [sys.executable, str(TOOL), str(folder), *more]
+        command = [*INSPECT, str(folder), *more]
         ran = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60, check=False)
     assert ran.returncode == 2 and "error: standard output cannot be used: No space left" in ran.stderr, ran.stderr
 
 
 def test_a_terminal_gets_lines_of_its_width(folder):
     leader, follower = pty.openpty()
-    command = [sys.executable, str(TOOL), str(folder)]
+    command = [*INSPECT, str(folder)]
     environment = {**os.environ, "COLUMNS": "40", "TERM": "xterm"}
     ran = subprocess.run(command, stdout=follower, env=environment, timeout=60, check=False)
     os.close(follower)

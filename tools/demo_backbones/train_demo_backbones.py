@@ -30,12 +30,12 @@ import timm
 import torch
 import torch.nn.functional as F
 import train_demo_llm
+from timm_folder import save_timm_folder
 from torch import nn
 
 from mmtrain.base.printing import run_command, tell
 from mmtrain.demo.pictures import SIZE, Scans, paint
 from mmtrain.demo.scene import COLOURS, DIGITS, Scene, draw_scene
-from mmtrain.model.timm_folder import save_timm_folder
 
 ARCHITECTURE = "vit_tiny_patch16_224"
 PATCH = 16

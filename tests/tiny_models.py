@@ -1,37 +1,26 @@
-"""Make a tiny random model and data folder: try a layout before downloading weights.
+"""Tiny random models and data in the formats that real runs read; everything is a function of arguments and seed.
 
-The folder gets everything that a run needs, in the formats that real runs read:
-
-    llm/          random causal LM of the chosen family, saved by stock transformers, with a byte-level BPE tokenizer
-    vision/       random ViT without class token in timm's local folder format
-    shards/       webdataset tars: PNG and JPEG scenes of coloured shapes with LLaVA-format conversations
-    config.yaml   a run over four pipeline ranks
-
-Weights are random, so the loss says nothing about quality; the layout, the memory and the mechanics are real.
-Everything is a function of the arguments and the seed.
+llm/         random causal LM of some family, saved by stock transformers, with a byte-level BPE tokenizer
+vision/      random ViT without class token in timm's local folder format
+shards/      webdataset tars: PNG and JPEG scenes of coloured shapes with LLaVA-format conversations
+config.yaml  a run over four pipeline ranks
 """
 
 from __future__ import annotations
 
-import argparse
-import difflib
 import io
 import random
-from collections.abc import Sequence
 from pathlib import Path
 
 import timm
 import torch
 import yaml
 from PIL import Image, ImageDraw
+from timm_folder import save_timm_folder
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
-from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
-from transformers.utils import logging as transformers_logging
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
-from mmtrain.base.arguments import command_parser, positive, share
-from mmtrain.base.printing import tell
 from mmtrain.data.prepare.sharding import KeyedSample, write_shard
-from mmtrain.model.timm_folder import save_timm_folder
 
 COLOURS = {
     "red": (214, 40, 40),
@@ -246,58 +235,3 @@ def make_config(folder: str | Path, name: str, pipeline: int = 4) -> Path:
     path = folder / "config.yaml"
     path.write_text(yaml.safe_dump(config, sort_keys=False))
     return path
-
-
-EXAMPLES = """\
-  a Qwen2 of eight layers, then its plan and a run of it:
-    mmtrain tiny runs/tiny --family qwen2
-    mmtrain plan runs/tiny/config.yaml
-    mmtrain train runs/tiny/config.yaml
-  deeper and wider, every second sample with two images:
-    mmtrain tiny runs/deep --layers 16 --width 128 --two-image-fraction 0.5
-"""
-
-
-def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
-    """Command line; `--help` teaches by example."""
-    parser = command_parser("tiny", __doc__, EXAMPLES)
-    parser.add_argument("folder", type=Path, help="where to write (existing files of these names are replaced)")
-    parser.add_argument("--family", default="llama", help="transformers model_type: llama, mistral, qwen2, gemma2, ...")
-    parser.add_argument("--layers", type=positive(int), default=8, help="decoder layers (default 8: two a rank)")
-    parser.add_argument("--width", type=positive(int), default=64, help="hidden size, a multiple of 16 (default 64)")
-    parser.add_argument("--samples", type=positive(int), default=96, help="samples in the shards (default 96)")
-    parser.add_argument("--text-only-fraction", type=share, default=0.125, help="share of samples without an image")
-    parser.add_argument("--two-image-fraction", type=share, default=0.0, help="share of samples with two images")
-    parser.add_argument("--seed", type=int, default=0, help="of weights and scenes (default 0)")
-    options = parser.parse_args(arguments)
-    if options.width % 16:
-        parser.error(
-            f"--width {options.width} is not a multiple of 16 (4 heads of an even size that rotary angles need)"
-        )
-    if options.family not in CONFIG_MAPPING:
-        near = difflib.get_close_matches(options.family, CONFIG_MAPPING.keys(), n=3)
-        parser.error(
-            f"--family {options.family}: transformers has no such model_type; nearest: {', '.join(near) or 'none'}"
-        )
-    return options
-
-
-def run(options: argparse.Namespace) -> None:
-    """Write all of it and say how to start a run."""
-    transformers_logging.disable_progress_bar()
-    folder: Path = options.folder
-    make_tiny_llm(folder / "llm", options.family, options.layers, options.width, options.seed)
-    make_tiny_vision(folder / "vision", seed=options.seed)
-    make_tiny_shards(
-        folder / "shards",
-        options.samples,
-        text_only_fraction=options.text_only_fraction,
-        two_image_fraction=options.two_image_fraction,
-        seed=options.seed,
-    )
-    config = make_config(folder, f"tiny-{options.family}", pipeline=min(4, options.layers))
-    tell(
-        f"wrote {folder}/llm, vision, shards and config.yaml. Now run:",
-        f"  mmtrain plan {config}",
-        f"  mmtrain train {config}",
-    )
