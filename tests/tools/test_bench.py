@@ -1,30 +1,41 @@
-"""tools/bench/bench.py: contestants do equal work or there are no numbers, and every measurement is in the JSON."""
+"""tools/bench: every benchmark imports, contestants do equal work or there are no numbers, and sums are right."""
 
 from __future__ import annotations
 
+import importlib
 import itertools
 import json
 import os
 import subprocess
 import sys
+from argparse import Namespace
 from dataclasses import replace
-from types import SimpleNamespace
+from pathlib import Path
 
 import bench
+import bench_loader
+import bench_plan
 import pytest
 import torch
-from bench_flops import least_flops
-from bench_gpu import describe_state
-from bench_gpu_facts import kernels, read_state
-from bench_models import SHAPES, noise_image, random_llava, run_config, with_shared_weights
-from bench_race import TOLERANCES, UnequalError, race
-from bench_row import Work
-from bench_samples import PADDING, equal_steps, packed, padded, ragged_steps
-from bench_stock import Stock
-from bench_tables import merged, per_second, utilisation
+from bench_ballast import ballast
+from bench_models import (
+    PADDING,
+    SHAPES,
+    equal_steps,
+    noise_image,
+    packed,
+    padded,
+    ragged_steps,
+    random_llava,
+    run_config,
+    with_shared_weights,
+)
+from bench_race import TOLERANCES, UnequalError, Work, least_flops, race
+from bench_rivals import Stock
+from bench_tables import alternate, at_usual_speed, per_second, rates, ratios, spread, usual_speed, utilisation
 from conftest import TOOLS
+from processes import wait_for
 from ranks import run_ranks
-from torch.autograd import DeviceType
 
 from mmtrain.data.samples.sample import IGNORE, IMAGE_POSITION
 from mmtrain.data.stream.images import ImageTransform
@@ -35,10 +46,13 @@ TINY = SHAPES["tiny"]
 TRANSFORM = ImageTransform(TINY.image_size, (0.5, 0.4, 0.3), (0.2, 0.3, 0.4), "bicubic", "pad", 10**6)
 
 
-def run_bench(*arguments):
-    command = [sys.executable, str(TOOLS / "bench" / "bench.py"), *map(str, arguments)]
-    environment = {**os.environ, "COLUMNS": "120"}  # else readline, which pytest loads, says 80 to programs
-    return subprocess.run(command, capture_output=True, text=True, timeout=200, env=environment)
+def test_every_benchmark_imports_and_teaches_its_options(capsys):
+    for file in (TOOLS / "bench").glob("*.py"):
+        importlib.import_module(file.stem)
+    for command in bench.COMMANDS:
+        with pytest.raises(SystemExit, match="0"):
+            bench.main([command, "--help"])
+        assert "examples:" in capsys.readouterr().out
 
 
 def samples_of_pack(batch):
@@ -137,31 +151,6 @@ def test_utilisation_and_rates_take_each_turns_own_step():
     assert per_second(found, "ours", "tokens").values == (5.0, 1.5, 10.0)
 
 
-def test_measurements_of_several_processes_are_one():
-    runs = [
-        {
-            "pack_length": 8,
-            "seconds": {"ours": seconds, "products": [1.0]},
-            "losses": {"ours": [5.0, 4.0]},
-            "first_step_seconds": {"ours": 10 * difference},
-            "first_step_differences": {"loss": difference, "gradient": 0.3},
-            "peak_memory_bytes": {},
-            "step_of_turn": [1, 0][: len(seconds)],
-        }
-        for seconds, difference in (([2.0, 3.0], 0.1), ([4.0], 0.2))
-    ]
-    assert merged(runs) == {
-        "pack_length": 8,
-        "seconds": {"ours": [2.0, 3.0, 4.0], "products": [1.0, 1.0]},
-        "losses": {"ours": [5.0, 4.0, 5.0, 4.0]},
-        "first_step_seconds": {"ours": 2.0},
-        "first_step_differences": {"loss": 0.2, "gradient": 0.3},
-        "peak_memory_bytes": {},
-        "step_of_turn": [1, 0, 1],
-        "processes": 2,
-    }
-
-
 class Planted:
     """Stock transformers with a fault."""
 
@@ -224,80 +213,91 @@ def test_a_contestant_that_computes_something_else_ends_the_race(fault, message)
     assert message in found
 
 
-@pytest.mark.nightly
-def test_all_peers_are_raced_and_every_measurement_is_in_the_json(tmp_path):
-    ran = run_bench("peers", "--quick", "--json", tmp_path / "found.json", "--folder", tmp_path)
-    assert ran.returncode == 0, ran.stdout + ran.stderr
-    found = json.loads((tmp_path / "found.json").read_text())
-    stock = ["mmtrain", "stock, as LLaVA's script", "stock, tuned"]
-    pipelines = ["mmtrain", "DeepSpeed, its default cut", "DeepSpeed, uniform cut", "torch 1F1B, uniform cut"]
-    assert list(found["rows"]) == ["equal", "ragged", "pipeline"]
-    for row, names in zip(found["rows"].values(), (stock, stock, pipelines), strict=True):
-        assert list(row["losses"]) == list(row["step_seconds"]) == names
-        assert all(len(seconds) == 2 for seconds in row["seconds"].values())
-        assert row["first_step_differences"]["loss"] < 1e-5 and row["first_step_differences"]["gradient"] < 1e-3
-        assert list(row["mmtrain_is_faster_by"]) == names[1:]
-        assert all(name in ran.stdout for name in names)
-    shares = found["rows"]["equal"]["share_of_matmul_rate"]
-    assert list(shares) == stock and all(share["median"] > 0 for share in shares.values())
-    assert not found["rows"]["pipeline"]["calibrated"], "a calibration takes most of a minute"
-    cuts = found["rows"]["pipeline"]["first_decoder_layer_of_later_stages"]
-    # DeepSpeed's default weighs what trains: all but the head is on the first rank.
-    assert cuts["DeepSpeed, its default cut"] == [TINY.layers] and cuts["torch 1F1B, uniform cut"] == [2]
-    assert [path.name for path in tmp_path.iterdir()] == ["found.json"]
+def test_a_step_is_corrected_by_its_probes_and_dropped_if_they_differ():
+    probes = {"a": [[1.0, 1.0], [1.0, 1.2], [2.0, 2.0]], "b": [[1.02, 0.98], [0.8, 1.0], [0.5, 0.5]]}
+    assert usual_speed(probes, 0.05) == {"a": [1.0, None, 0.5], "b": [1.0, None, 2.0]}
+    assert at_usual_speed([1.0, 50.0, 4.0, 3.0], [2.0, None, 0.5, 1.0]) == [2.0, 2.0, 3.0]
+
+
+def test_contestants_take_turns_and_ratios_are_of_the_same_repetition():
+    order = []
+    alternate({name: lambda name=name: order.append(name) or float(len(order)) for name in "abc"}, 3)
+    assert "".join(order) == "abccbaabc"
+    times = {"ours": [1.0, 2.0, 4.0], "theirs": [2.0, 3.0, 4.0]}
+    assert ratios(times, "ours", "theirs") == spread([2.0, 1.5, 1.0])
+    assert rates(times, 12)["ours"].text(".1f") == "6.0 (3.0 - 12.0)"
+
+
+@pytest.mark.skipif(not hasattr(os, "SCHED_IDLE"), reason="the system has no idle priority")
+def test_ballast_runs_only_where_nothing_else_does_and_ends_with_its_block():
+    with ballast() as pid:
+        wait_for(lambda: os.sched_getscheduler(pid) == os.SCHED_IDLE, 60, "idle priority")
+    assert not Path(f"/proc/{pid}").exists()
+
+
+def test_errors_of_plans_are_those_of_the_steps_that_count(capsys):
+    layout = {
+        "name": "x",
+        "pipeline": 2,
+        "predicted_seconds": 1.1,
+        "measured_seconds": [1.0, 9.0, 2.4, 1.0],
+        "predicted_idle": [0.10, 0.20],
+        "measured_idle": [[0.11, 0.15], [0.9, 0.9], [0.12, 0.16], [0.13, 0.17]],
+        "predicted_bytes": [100, 90],
+        "measured_bytes": [100, 100],
+    }
+    found = {"layouts": [layout, layout | {"name": "y"}], "calibration_rounds": [1.0, None]}
+    found["factors"] = {"x": [1.0, None, 0.5, 1.0], "y": [None] * 4}
+    summary = bench_plan.report(found)["summary"]
+    assert (summary["layouts"], summary["of"], summary["dropped_steps"]) == (1, 2, 1)
+    assert summary["mean_step_error"] == summary["worst_step_error"] == pytest.approx(0.1)
+    assert summary["worst_memory_error"] == pytest.approx(0.1)
+    assert summary["mean_idle_error"] == pytest.approx((0.02 + 0.04) / 2)
+    printed = capsys.readouterr().out
+    assert "all noisy" in printed and "the calibration is that of 1 of 2 rounds" in printed
+
+
+def test_the_planned_layouts_cover_cuts_recomputation_and_interleaving():
+    layouts = bench_plan.settings_of(Namespace(repetitions=10, noise=0.05, quick=False)).layouts
+    assert len({layout.name for layout in layouts}) == len(layouts) >= 12
+    assert {layout.pipeline for layout in layouts} == {layout.stages_per_rank for layout in layouts} == {1, 2}
+    assert {2, 16} <= {layout.microbatches for layout in layouts} and any(layout.recompute for layout in layouts)
+
+
+def test_loaders_race_over_equal_samples_and_a_rival_that_makes_other_pixels_is_found(tmp_path, monkeypatch):
+    shards = bench_loader.make_shards(tmp_path, 8)
+    bench_loader.check_equal_work(shards, 2048)
+    times = bench_loader.race(shards, 2048, 1, 1)
+    assert list(times) == ["mmtrain", "webdataset", "images alone"]
+    assert all(len(seconds) == 1 and seconds[0] > 0 for seconds in times.values())
+    fit = bench_loader.plain_fit
+    monkeypatch.setattr(bench_loader, "plain_fit", lambda image, transform: fit(image.rotate(1), transform))
+    with pytest.raises(AssertionError, match="8 of 8 samples differ"):
+        bench_loader.check_equal_work(shards, 2048)
+
+
+def test_encoder_plans_are_told_over_balanced_work(capsys):
+    small = ["--model", "SigLIP 81 + Qwen3-8B", "--pipeline", "2", "--microbatches", "4"]
+    assert bench.main(["encoder_plans", *small]) == 0
+    *_, row = capsys.readouterr().out.strip().splitlines()
+    slices, slowest, rank_0 = map(float, row.split()[-3:])
+    assert 1 <= slowest <= slices <= rank_0
 
 
 @pytest.mark.nightly
-def test_the_gpu_benchmark_runs_on_a_processor_too(tmp_path):
-    options = ("--quick", "--shape", "tiny", "--device", "cpu", "--peak-tflops", "1", "--samples-per-pack", "3")
-    ran = run_bench("gpu", "ragged", "pipeline", *options, "--json", tmp_path / "found.json", "--folder", tmp_path)
+@pytest.mark.parametrize(
+    "command",
+    ["peers --quick", "plan --quick --noise 100", "gpu --quick --shape tiny --device cpu --samples-per-pack 3"],
+)
+def test_a_benchmark_runs(command, tmp_path):
+    file = tmp_path / "found.json"
+    program = [sys.executable, TOOLS / "bench" / "bench.py", *command.split(), "--json", file]
+    ran = subprocess.run(program, capture_output=True, text=True, timeout=300)
     assert ran.returncode == 0, ran.stdout + ran.stderr
-    found = json.loads((tmp_path / "found.json").read_text())
-    row = found["rows"]["ragged"]
-    assert list(row["losses"]) == ["mmtrain", "stock, as LLaVA's script", "stock, tuned"]
-    for name, seconds in row["seconds"].items():
-        if name in row["losses"]:
-            steps = [row["steps"][turn] for turn in (1, 0)]
-            expected = [step["minimal_flops"] / 1e12 / s for step, s in zip(steps, seconds, strict=True)]
-            assert row["utilisation"][name]["values"] == pytest.approx(expected)
-    assert row["recomputed_layers_of_mmtrain"] == 0 and found["dtype"] == "bfloat16"
-    assert list(row["first_step_seconds"]) == list(row["losses"])
-    assert row["counts"]["mmtrain"] == {"host_waits": None, "launches": None}, "which no CPU can tell"
-    alone = found["rows"]["pipeline"]
-    assert row["attention"] == alone["attention"] == ["attention: documents one by one (flash attention needs a GPU)"]
-    assert list(alone["losses"]) == ["mmtrain"] and len(alone["idle"]) == 2
-    layers = [name for rank in alone["ranks"] for name in rank["layers"]]
-    assert layers == ["front", *(f"llm.layers.{i}" for i in range(TINY.layers)), "head"], "each on one rank"
-    assert all(rank["planned_bytes"] > 0 for rank in alone["ranks"])
-    (expected,) = {step["minimal_flops"] for step in alone["steps"]}
-    assert alone["utilisation"]["mmtrain"]["values"] == pytest.approx(
-        [expected / 2e12 / seconds for seconds in alone["seconds"]["mmtrain"]]
-    ), "of what both devices could do"
-    assert [path.name for path in tmp_path.iterdir()] == ["found.json"]
-
-
-def test_kernels_are_counted_without_copies_and_marks_and_a_devices_state_is_read():
-    def event(name, device=DeviceType.CUDA, mark=False):
-        return SimpleNamespace(name=name, device_type=device, is_user_annotation=mark)
-
-    names = ("ampere_sgemm_64x64_tn", "Memcpy HtoD (Pinned -> Device)", "Memset (Device)", "flash_fwd_kernel")
-    seen = [*map(event, names), event("aten::mm", DeviceType.CPU), event("nccl:recv 0->1", mark=True)]
-    assert kernels(seen) == 2
-    state = read_state("570.86.15, 1980, 1980, 2619, 34, 115.42, 700.00\n")
-    assert describe_state(state) == (
-        "driver 570.86.15; right after the steps 1980 of 1980 MHz, memory 2619 MHz, 34 degrees, 115.42 of 700.00 W"
-    )
-    assert read_state("No devices were found\n") == {}
+    assert json.loads(file.read_text())["machine"]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU to measure")
 def test_without_a_gpu_the_gpu_benchmark_says_so(tmp_path, capsys):
     assert bench.main(["gpu", "--json", str(tmp_path / "found.json")]) == 2
     assert capsys.readouterr().err.startswith("error: no CUDA device here, so nothing was measured")
-    assert not (tmp_path / "found.json").exists()
-
-
-def test_a_row_that_is_not_known_is_named(capsys):
-    with pytest.raises(SystemExit, match="2"):
-        bench.main(["peers", "nope"])
-    assert "'nope' is none of equal, ragged, pipeline" in capsys.readouterr().err

@@ -1,10 +1,4 @@
-"""Measure mmtrain on this machine: one command, one question.
-
-    peers           is it faster than what people would otherwise use?
-    plan            does the planner predict what then happens?
-    encoder_plans   what would slices of the encoder gain for real models on many GPUs, as planned?
-    encoder_slices  what do slices of the encoder over all ranks gain?
-    gpu             what does a 7B model do on one GPU, beside the stock loop?
+"""Measure mmtrain on this machine.
 
 Every command prints a table and, with --json FILE, writes all single measurements. Contestants take turns in one run,
 over the same weights, samples and threads; tables show medians and, in brackets, least and largest. What else runs on
@@ -24,7 +18,7 @@ COMMANDS = {
     "peers": "against stock transformers, DeepSpeed's pipeline and torch's pipelining",
     "plan": "predicted against measured step time, idle share and memory",
     "encoder_plans": "plans of real models with the encoder in slices, against others; nothing runs",
-    "encoder_slices": "the encoder in slices over all ranks, measured against the whole one on rank 0",
+    "loader": "samples a second, against webdataset and the images alone",
     "gpu": "a 7B-shaped model on one CUDA device, against the stock loop",
 }
 EXIT_CODES = """\

@@ -1,19 +1,8 @@
-"""Plans of real models with the frozen encoder in slices over the ranks, beside what else could be done; nothing runs.
+"""Plans of real models with the frozen encoder in slices over the ranks, beside the whole encoder on rank 0.
 
-    models    step over balanced work: slices, the whole encoder on rank 0, the front alone on stage 0, a cut by hand
-    scaling   the same plans with more and more replicas, up to --ranks ranks, each with as many micro-batches as before
-
-Balanced work is what a step computes, nothing recomputed, in equal parts on all ranks: no order of work is below 1.
-Each plan is the planner's own, of the instruction lists that the engine would run, at speeds assumed of a GPU
-(mmtrain/plan/timings.py says which, and why) and without a memory limit. Beside slices:
-
-    rank 0    the whole encoder on rank 0, where that would wait; cut and stages a rank as are best
-    front     the same, and stage 0 holds encoder, projector and embedding alone
-    by hand   LLaVA-OneVision-2's settings: stage 0 as before, the decoder layers in equal numbers on the other ranks,
-              one stage a rank, each micro-batch encoded right before its forward, every decoder layer recomputed
-
-Replicas are assumed to take as long as each other and never to wait for data. Gradients of what trains go round a ring
-of all replicas, at the speed and with the latency of a message, while nothing else runs.
+Nothing runs. Steps are told over balanced work, which is what a step computes, nothing recomputed, in equal parts on
+all ranks: no order of work is below 1. Each plan is the planner's own, of the instruction lists that the engine would
+run, at speeds assumed of a GPU (mmtrain/plan/timings.py says which, and why) and without a memory limit.
 
 Models that mmtrain has no record of are made from the numbers in their published config.json.
 """
@@ -22,18 +11,15 @@ from __future__ import annotations
 
 import argparse
 import functools
-import json
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from bench_tables import one_of, positive, print_table
+from bench_tables import positive, print_table
 
 from mmtrain.base.printing import say
 from mmtrain.config.load import validated
 from mmtrain.plan.costs import Models, run_costs
-from mmtrain.plan.cuts import even_cut, uniform_cut
-from mmtrain.plan.search import MOST_STAGES_PER_RANK, PipelineLayout, Search
+from mmtrain.plan.search import Layout, Search
 from mmtrain.plan.stage_costs import Setting, StageCosts
 from mmtrain.plan.timings import GPU, assumed_timings
 from mmtrain.pretrained.connectors import connector
@@ -43,12 +29,10 @@ from mmtrain.pretrained.shapes import LlmShape, VisionShape, llm_shape, llm_shap
 EXAMPLES = """\
 examples:
   everything, some minutes on one core:
-    python tools/bench/bench.py encoder_plans --json encoder_plans.json
+    python tools/bench/bench.py encoder_plans
   one model on a pipeline of 8:
-    python tools/bench/bench.py encoder_plans models --model "SigLIP 81 + Qwen3-8B" --pipeline 8
+    python tools/bench/bench.py encoder_plans --model "SigLIP 81 + Qwen3-8B" --pipeline 8
 """
-ROWS = ("models", "scaling")
-PIPELINES, MICROBATCHES = (4, 8, 16), (16, 32, 64)
 SIGLIP, QWEN3_8B, QWEN25_72B = "vit_so400m_patch14_siglip_384.webli", "Qwen/Qwen3-8B", "Qwen/Qwen2.5-72B-Instruct"
 INTERN_VIT, INTERN_LM2 = "InternViT-6B-448px-V1-5", "InternLM2-20B"
 
@@ -82,7 +66,7 @@ class Figures(NamedTuple):
 
     step: float
     slowest: float  # the work of the rank that has most
-    layout: PipelineLayout
+    layout: Layout
 
 
 # ---- models
@@ -161,11 +145,9 @@ def costs_of(
     pipeline: int,
     microbatches: int,
     *,
-    replicas: int = 1,
     memory_bytes: int | None = None,
-    recompute_all: bool = False,
 ) -> StageCosts:
-    """What planning needs to know of a case; a rank may use `memory_bytes`."""
+    """Costs of a case's plan; a rank may use `memory_bytes`."""
     name = SQUARE if case.tiles == 1 else TILES
     projector = {"type": case.connector} | ({} if case.factor is None else {"factor": case.factor})
     data: dict[str, Any] = {
@@ -192,9 +174,7 @@ def costs_of(
     operations = connector(config.model.projector, vision.width, llm.hidden_size)
     models = Models(llm, vision, operations, ImageLayout(name, case.positions_per_tile, vision.image_size))
     costs = run_costs(config, models)
-    recompute = (len(llm.decoder),) * pipeline if recompute_all else "auto"
-    setting = Setting(pipeline, microbatches, memory_bytes, recompute)
-    return StageCosts(costs, assumed_timings(costs, replicas, GPU), setting)
+    return StageCosts(costs, assumed_timings(costs, 1, GPU), Setting(pipeline, microbatches, memory_bytes, "auto"))
 
 
 # ---- plans
@@ -212,36 +192,21 @@ def encoder_share(costs: StageCosts) -> float:
     return costs.timings.encode / (balanced_seconds(costs) * ranks)
 
 
-def figures(layout: PipelineLayout, costs: StageCosts) -> Figures:
+def figures(layout: Layout, costs: StageCosts) -> Figures:
     """A layout against balanced work."""
     work = balanced_seconds(costs)
-    slowest = max(rank.seconds for rank in layout.ranks) * costs.setting.microbatches_per_step
+    slowest = max(need.seconds for need in layout.needs) * costs.setting.microbatches_per_step
     return Figures(layout.simulation.seconds / work, slowest / work, layout)
 
 
-def in_slices(costs: StageCosts) -> PipelineLayout:
+def in_slices(costs: StageCosts) -> Layout:
     """The planner's own choice."""
-    return Search(costs, "auto", "auto").find("auto")
+    return Search(costs, "auto", "auto").find("auto")[0]
 
 
-def on_rank_0(costs: StageCosts) -> PipelineLayout:
+def on_rank_0(costs: StageCosts) -> Layout:
     """The best plan with the whole encoder on rank 0."""
-    return Search(costs, "auto", (0,)).find("auto")
-
-
-def front_alone(costs: StageCosts) -> PipelineLayout:
-    """The best plan, of any number of stages a rank, whose stage 0 holds the front alone and rank 0 the encoder."""
-    search, pipeline = Search(costs, "auto", (0,)), costs.setting.pipeline
-    counts = [count for count in range(1, MOST_STAGES_PER_RANK + 1) if count * pipeline <= costs.count]
-    cuts = [even_cut(costs, count * pipeline, 0.0, front_alone=True) for count in counts]
-    layouts = [layout for cut in cuts if (layout := search.at_cut(cut)) is not None]
-    return min(layouts, key=lambda layout: layout.simulation.seconds)
-
-
-def by_hand(costs: StageCosts) -> PipelineLayout:
-    """The front alone, equal numbers of decoder layers, nothing ahead; every layer recomputes if `costs` say so."""
-    others = uniform_cut(costs.count - 2, costs.setting.pipeline - 1)
-    return Search(costs, 0).plain((0, 1, *others[1:]))
+    return Search(costs, "auto", (0,)).find("auto")[0]
 
 
 # ---- tables
@@ -250,125 +215,22 @@ def by_hand(costs: StageCosts) -> PipelineLayout:
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Options of `bench.py encoder_plans`."""
     add = parser.add_argument
-    add("rows", nargs="*", type=one_of(ROWS), metavar="ROW", help=f"what to plan: {', '.join(ROWS)} (all)")
-    add("--json", type=lambda text: Path(text).expanduser(), metavar="FILE", help="write every plan's figures there")
     add("--model", action="append", choices=CASES, metavar="NAME", help=f"only these of: {'; '.join(CASES)}")
-    add("--pipeline", type=positive, action="append", metavar="N", help="ranks of a pipeline (4, 8 and 16; scaling: 8)")
-    add(
-        "--microbatches",
-        type=positive,
-        action="append",
-        metavar="N",
-        help="of a step and replica (16, 32 and 64; scaling: 32)",
-    )
-    add("--ranks", type=positive, default=1024, metavar="N", help="of the last rows of scaling (%(default)s)")
+    add("--pipeline", type=positive, nargs="+", default=[4, 8, 16], metavar="N", help="ranks (4 8 16)")
+    add("--microbatches", type=positive, nargs="+", default=[16, 32, 64], metavar="N", help="of a step (16 32 64)")
 
 
 def run(options: argparse.Namespace) -> int:
-    """Print the tables; the exit code."""
-    names = options.model or list(CASES)
-    result: dict[str, Any] = {"assumed": asdict(GPU)}
-    for row, table in (("models", _models), ("scaling", _scaling)):
-        if row in (options.rows or ROWS):
-            result[row] = table(names, options)
-    if options.json is not None:
-        options.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-    return 0
-
-
-def _models(names: list[str], options: argparse.Namespace) -> list[dict[str, Any]]:
-    found = []
-    for name in names:
-        for pipeline in options.pipeline or PIPELINES:
-            for microbatches in options.microbatches or MICROBATCHES:
+    """Print the table; the exit code."""
+    rows = []
+    for name in options.model or CASES:
+        for pipeline in options.pipeline:
+            for microbatches in options.microbatches:
                 say(f"{name}, pipeline {pipeline}, {microbatches} micro-batches")
-                found.append({"model": name, **compared(CASES[name], pipeline, microbatches)})
-    columns = (
-        "model",
-        ">encoder",
-        ">p",
-        ">m",
-        ">slices",
-        ">slowest",
-        ">stages",
-        ">rank 0",
-        ">front",
-        ">by hand",
-        ">gain",
-    )
-    rows = [
-        (
-            one["model"],
-            f"{one['encoder_share']:.1%}",
-            one["pipeline"],
-            one["microbatches"],
-            *(f"{one[key]:.3f}" for key in ("slices", "slowest")),
-            one["stages_per_rank"],
-            *(f"{one[key]:.3f}" for key in ("rank_0", "front", "by_hand")),
-            f"{one['rank_0'] / one['slices']:.2f}",
-        )
-        for one in found
-    ]
-    print_table(columns, rows)
-    return found
-
-
-def compared(case: Case, pipeline: int, microbatches: int) -> dict[str, Any]:
-    """Steps over balanced work of the planner's choice and of what else could be done."""
-    costs = costs_of(case, pipeline, microbatches)
-    recomputing = costs_of(case, pipeline, microbatches, recompute_all=True)
-    chosen = figures(in_slices(costs), costs)
-    others = {"rank_0": on_rank_0(costs), "front": front_alone(costs), "by_hand": by_hand(recomputing)}
-    return {
-        "pipeline": pipeline,
-        "microbatches": microbatches,
-        "encoder_share": encoder_share(costs),
-        "slices": chosen.step,
-        "slowest": chosen.slowest,
-        "stages_per_rank": chosen.layout.stages_per_rank,
-        "blocks": chosen.layout.slices,
-        "ahead": [encodes and encodes.ahead for encodes in chosen.layout.chain],
-        **{key: figures(layout, costs).step for key, layout in others.items()},
-    }
-
-
-def _doubled(most: int) -> list[int]:
-    """1, 2, 4, ... and `most`."""
-    return sorted({*(2**i for i in range(most.bit_length())), most} - {0})
-
-
-def _scaling(names: list[str], options: argparse.Namespace) -> list[dict[str, Any]]:
-    found = []
-    for name in names:
-        for pipeline in options.pipeline or (8,):
-            for microbatches in options.microbatches or (32,):
-                alone = costs_of(CASES[name], pipeline, microbatches)
-                layout = in_slices(alone)
-                for replicas in _doubled(options.ranks // pipeline):
-                    costs = costs_of(CASES[name], pipeline, microbatches, replicas=replicas)
-                    latency = 2 * (replicas - 1) * GPU.latency_seconds
-                    step = layout.simulation.seconds + costs.timings.end + latency
-                    found.append(
-                        {
-                            "model": name,
-                            "pipeline": pipeline,
-                            "microbatches": microbatches,
-                            "ranks": replicas * pipeline,
-                            "step_over_balanced": step / balanced_seconds(alone),
-                            "efficiency": layout.simulation.seconds / step,
-                        }
-                    )
-    columns = ("model", ">p", ">m", ">ranks", ">step over balanced", ">efficiency")
-    print_table(
-        columns,
-        [
-            (
-                *(one[key] for key in ("model", "pipeline", "microbatches")),
-                f"{one['ranks']:,}",
-                f"{one['step_over_balanced']:.3f}",
-                f"{one['efficiency']:.1%}",
-            )
-            for one in found
-        ],
-    )
-    return found
+                costs = costs_of(CASES[name], pipeline, microbatches)
+                slices = figures(in_slices(costs), costs)
+                rank_0 = figures(on_rank_0(costs), costs)
+                numbers = [f"{number:.3f}" for number in (slices.step, slices.slowest, rank_0.step)]
+                rows.append((name, f"{encoder_share(costs):.1%}", pipeline, microbatches, *numbers))
+    print_table(("model", ">encoder", ">p", ">m", ">slices", ">slowest rank", ">rank 0 alone"), rows)
+    return 0

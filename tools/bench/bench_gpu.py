@@ -10,7 +10,6 @@ Contestants: mmtrain, and stock transformers as LLaVA's script runs it (every la
 nothing), over --peak-tflops, or over the rate of matrix products of the model's own shapes in the same repetition.
 Peak memory is that of a contestant's own steps, the shared weights and what the others keep included; in the row that
 mmtrain has for itself, what torch allocates and reserves and what is held on the device stand beside what was planned.
-Host waits and launches are those of one step each, counted after the race.
 """
 
 from __future__ import annotations
@@ -30,7 +29,6 @@ from bench_tables import (
     describe_differences,
     describe_samples,
     finish,
-    one_of,
     per_second,
     positive,
     print_table,
@@ -55,23 +53,21 @@ examples:
   against the peak that the vendor states:
     python tools/bench/bench.py gpu --peak-tflops 989
   how a pipeline of four uses its devices:
-    python tools/bench/bench.py gpu pipeline --pipeline 4 --microbatches 16
+    python tools/bench/bench.py gpu --row pipeline --pipeline 4 --microbatches 16
   does it run at all? no GPU needed, numbers without meaning:
     python tools/bench/bench.py gpu --quick --shape tiny --device cpu
 """
 PIPELINE = "pipeline"
 ROWS = {"equal": "samples of one length", "ragged": "ragged samples", PIPELINE: "mmtrain alone, a rank on each device"}
-COUNTS = ("host_waits", "launches")
 CPU_RANKS = 2  # of a pipeline that shows that it runs
 SHAPES = ("7b", "ratios", "tiny")
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Options of `bench.py gpu`."""
-    path = lambda text: Path(text).expanduser()  # noqa: E731 - the shell leaves --folder=~/data as it is
     add = parser.add_argument
-    add("rows", nargs="*", type=one_of(ROWS), metavar="ROW", help=f"what to measure: {', '.join(ROWS)} (all)")
-    add("--json", type=path, metavar="FILE", help="write every single measurement there")
+    add("--row", action="append", choices=ROWS, help="measure these alone")
+    add("--json", type=Path, metavar="FILE", help="write every single measurement there")
     add("--shape", choices=SHAPES, default="7b", help="of the models (%(default)s)")
     add("--device", choices=("cuda", "cpu"), default="cuda", help="cpu shows that it runs (%(default)s)")
     add("--dtype", choices=("float32", "bfloat16"), default="bfloat16", help="of everything frozen (%(default)s)")
@@ -81,7 +77,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--pipeline", type=positive, metavar="N", help="ranks of the row pipeline (as many as there are GPUs)")
     add("--without-tuned", action="store_true", help="leave out the stock loop that recomputes nothing")
     add("--peak-tflops", type=float, metavar="N", help="of the device, for utilisation (measured)")
-    add("--folder", type=path, metavar="DIR", help="where the encoder lies meanwhile (the system's temporary folder)")
     add("--quick", action="store_true", help="two repetitions of two micro-batches")
 
 
@@ -100,7 +95,7 @@ def run(options: argparse.Namespace) -> int:
     if gpus and pipeline > len(gpus):
         raise UserError(f"--pipeline {pipeline}: each rank needs a GPU of its own; here: {len(gpus)}")
     from bench_gpu_rank import prepare, race_pipeline, race_row  # torch reads the environment when it is imported
-    from bench_row import Settings
+    from bench_race import Settings
 
     settings = Settings(
         options.shape,
@@ -119,11 +114,11 @@ def run(options: argparse.Namespace) -> int:
         "shape": options.shape,
         "rows": {},
     }
-    with tempfile.TemporaryDirectory(prefix="bench_gpu-", dir=options.folder) as name:
+    with tempfile.TemporaryDirectory(prefix="bench_gpu-") as name:
         folder = Path(name)
         say("making the models")
         prepare(settings, folder)
-        for row in options.rows or ROWS:
+        for row in options.row or ROWS:
             ranks = pipeline if row == PIPELINE else 1
             job = Job(
                 places=tuple(f"stage {rank}" for rank in range(ranks)),
@@ -181,24 +176,14 @@ def report(row: str, found: Mapping[str, Any], peak_tflops: float | None) -> dic
         say(describe_differences(found))
     if "ranks" in found:
         print_table(
-            (">rank", "layers", ">planned", ">allocated", ">reserved", ">on the device", ">host waits", ">launches"),
+            (">rank", "layers", ">planned", ">allocated", ">reserved", ">on the device"),
             [rank_row(number, rank) for number, rank in enumerate(found["ranks"])],
         )
         say(
             f"first step {found['first_step_seconds'][first]:.2f} s; idle {statistics.fmean(found['idle']):.1%} of the "
             f"last step, {found['planned_idle']:.1%} as planned with assumed costs"
         )
-    else:
-        print_table(
-            ("", ">first step, s", ">host waits", ">launches"),
-            [
-                (name, f"{found['first_step_seconds'][name]:.2f}", *map(count_text, found["counts"][name].values()))
-                for name in step
-            ],
-        )
     say(*found["attention"])
-    if found["device_state"]:
-        say(describe_state(found["device_state"]))
     return as_dict(numbers)
 
 
@@ -208,17 +193,4 @@ def rank_row(number: int, rank: Mapping[str, Any]) -> tuple[str, ...]:
     held = layers[0] if len(layers) == 1 else f"{layers[0]} to {layers[-1]}"
     took = (rank.get(f"{name}_bytes") for name in ("allocated", "reserved", "held"))
     sizes = ("-" if size is None else bytes_text(size) for size in took)
-    return str(number), held, bytes_text(rank["planned_bytes"]), *sizes, *(count_text(rank[k]) for k in COUNTS)
-
-
-def describe_state(state: Mapping[str, str]) -> str:
-    """What nvidia-smi said, for people."""
-    return (
-        f"driver {state['driver']}; right after the steps {state['sm_mhz']} of {state['highest_sm_mhz']} MHz, memory "
-        f"{state['memory_mhz']} MHz, {state['celsius']} degrees, {state['watts']} of {state['most_watts']} W"
-    )
-
-
-def count_text(count: int | None) -> str:
-    """A count for people; `-` for what no CPU can tell."""
-    return "-" if count is None else f"{count:,}"
+    return str(number), held, bytes_text(rank["planned_bytes"]), *sizes

@@ -1,6 +1,6 @@
 """The rank's part of bench_gpu.py, over weights that are made on the device.
 
-random LLaVA on the device --shared_stage--> mmtrain's stage over the very tensors of its LLM, raced against stock
+random LLaVA on the device --shared_stage--> mmtrain's stage over the tensors of its LLM, raced against stock
 shape, a stage of a plan --random_stage--> mmtrain's stage with nothing else on the device, as a rank of a pipeline
 """
 
@@ -10,16 +10,11 @@ import copy
 import functools
 import itertools
 import zlib
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from bench_contestant import Contestant
-from bench_device import memory_of
-from bench_gpu_facts import device_state, host_waits, launches
-from bench_mmtrain import Mmtrain
 from bench_models import (
     DTYPES,
     SELECT_LAYER,
@@ -33,13 +28,14 @@ from bench_models import (
     with_shared_weights,
 )
 from bench_peer_ranks import MMTRAIN, MULTIPLIED_LAYERS, SCRIPT, SEED, TUNED
-from bench_row import Settings, Work, make_config, run_row
-from bench_stock import Stock
+from bench_race import Contestant, Settings, Work, make_config, run_row
+from bench_rivals import Mmtrain, Stock
 from transformers import CLIPVisionModel, LlamaForCausalLM, LlavaForConditionalGeneration
 
 from mmtrain.base.errors import UserError
 from mmtrain.config.schema import RunConfig
 from mmtrain.data.stream.images import image_transform
+from mmtrain.doctor.rank import memory_of
 from mmtrain.engine.process_groups import join_process_group
 from mmtrain.model.attention import ATTENTION
 from mmtrain.model.bookends import absent_modules, replace
@@ -90,9 +86,7 @@ def race_row(settings: Settings, row: str, parts: Path, with_tuned: bool, rank: 
         facts = work.facts(config) | {"recomputed_layers_of_mmtrain": plan.ranks[0].recompute_layers}
 
         def afterwards() -> dict[str, Any]:
-            state = device_state(device)  # before its clocks fall
-            counts = {name: counted(contestant.step, device) for name, contestant in contestants.items()}
-            return {"counts": counts, "device_state": state, "attention": say_ways([stage.attention])[1]}
+            return {"attention": say_ways([stage.attention])[1]}
 
         matrices = [p for p in layers.parameters() if p.ndim == 2]
         run_row(settings, row, contestants, rank, facts, matrices, afterwards)
@@ -101,7 +95,7 @@ def race_row(settings: Settings, row: str, parts: Path, with_tuned: bool, rank: 
 
 
 def race_pipeline(settings: Settings, row: str, parts: Path, pipeline: int, rank: Rank) -> None:
-    """mmtrain alone, with so many ranks; every rank tells what it took beside what was planned for it."""
+    """Run mmtrain alone on `pipeline` ranks; every rank tells what it took beside what was planned for it."""
     shape, device = SHAPES[settings.shape], torch.device(rank.device)
     join_process_group(device, settings.timeout_seconds)
     work = Work(settings, row, parts, device)
@@ -116,16 +110,14 @@ def race_pipeline(settings: Settings, row: str, parts: Path, pipeline: int, rank
         matrices = list(itertools.islice((p for p in parameters if p.ndim == 2), MATRICES))
 
         def afterwards() -> dict[str, Any]:
-            idle, state = mmtrain.idle, device_state(device)
+            idle = mmtrain.idle
             layers = [name for stage in mine.stages for name in stage.layers]
-            took = counted(mmtrain.step, device) | memory_of(mmtrain.step, device)
             ways = {way for stage in stages.values() for way in stage.attention}
-            mine_found = {"layers": layers, "planned_bytes": mine.total_bytes} | took
+            took = {"layers": layers, "planned_bytes": mine.total_bytes} | (memory_of(mmtrain.step, device) or {})
             of_ranks: list[tuple[set[Way], dict[str, Any]]] = [(set(), {})] * pipeline
-            dist.all_gather_object(of_ranks, (ways, mine_found))
+            dist.all_gather_object(of_ranks, (ways, took))
             attention = say_ways([ways for ways, _ in of_ranks])[1]
-            ranks = [found for _, found in of_ranks]
-            return {"ranks": ranks, "idle": idle, "device_state": state, "attention": attention}
+            return {"ranks": [rank for _, rank in of_ranks], "idle": idle, "attention": attention}
 
         facts = work.facts(config) | {"pipeline": pipeline, "planned_idle": plan.idle_share}
         run_row(settings, row, {MMTRAIN: mmtrain}, rank, facts, matrices, afterwards)
@@ -135,11 +127,6 @@ def race_pipeline(settings: Settings, row: str, parts: Path, pipeline: int, rank
 
 def _too_little(error: torch.OutOfMemoryError, advice: str) -> UserError:
     return UserError(f"the device's memory does not suffice ({str(error).partition('. ')[0]}); {advice}")
-
-
-def counted(step: Callable[[], object], device: torch.device) -> dict[str, int | None]:
-    """What a step asks of the host and of the device."""
-    return {"host_waits": host_waits(step, device), "launches": launches(step, device)}
 
 
 def shared_stage(

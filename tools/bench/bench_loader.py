@@ -2,61 +2,141 @@
 
 shards --PackedBatches--------------------------------------------------> packs of (L,) tokens and images (N, 3, S, S)
        --webdataset, its Pillow decoder, tokenizer, plain_documents, plain_packs--> the same
-image bytes in memory --a bare loop in each of some processes: decode, pad, resize--> the bound
+image bytes in memory --a bare loop in each worker: decode, pad, resize--> the bound
 
-Equal work is checked first: of every sample both loaders must make the same tokens, labels and pixels, bit for bit.
+The data are made-up photographs of some 55 kB, as in LLaVA's 558K, the same every time. Equal work is checked first: of
+every sample both loaders must make the same tokens, labels and pixels, bit for bit.
 """
 
 from __future__ import annotations
 
+import argparse
 import hashlib
 import io
 import itertools
+import json
 import multiprocessing
+import subprocess
+import sys
 import tarfile
+import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 import webdataset
-from bench_timing import Times, alternate
+from bench_tables import Times, alternate, finish, positive, print_table, rates, ratios
 from PIL import Image
 from torch.utils.data import DataLoader
 from transformers import PreTrainedTokenizerBase
 
+from mmtrain.base.printing import say
 from mmtrain.config.schema import RunConfig
 from mmtrain.data.samples.sample import IGNORE, IMAGE_POSITION
 from mmtrain.data.samples.templates import load_tokenizer
 from mmtrain.data.stream.images import ImageTransform, image_transform
 from mmtrain.data.stream.loader import PREFETCH, PackedBatches
 from mmtrain.data.stream.packs import PackedBatch
+from mmtrain.doctor.machine import describe_machine
 from mmtrain.pretrained.shapes import vision_shape
 
+EXAMPLES = """\
+examples:
+  everything, some minutes; the numbers as JSON too:
+    python tools/bench/bench.py loader --json loader.json
+  with 4 and 8 workers, packs of 4096 tokens:
+    python tools/bench/bench.py loader --workers 4 8 --pack-length 4096
+"""
 LLM = "demo:llm"
 VISION = "vit_large_patch14_clip_quickgelu_336.openai"
-MMTRAIN = "mmtrain"
-WEBDATASET = "webdataset"
-PILLOW_BOUND = "Pillow alone"
-TRANSFORM_BOUND = "mmtrain's images alone"
+MMTRAIN, WEBDATASET, BOUND = "mmtrain", "webdataset", "images alone"
+SHARDS = 8  # every worker of webdataset needs one
+SIZES = ((640, 480), (480, 640), (512, 512))  # width, height
+WORDS = ("a", "red", "old", "street", "boat", "woman", "near", "wooden", "table", "under", "sky", "bridge")
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Options of `bench.py loader`."""
+    add = parser.add_argument
+    add("--json", type=Path, metavar="FILE", help="write every single measurement there")
+    add("--images", type=positive, default=2000, metavar="N", help="photographs (%(default)s)")
+    add("--pack-length", type=positive, default=2048, metavar="N", help="(%(default)s)")
+    add("--workers", type=int, nargs="+", choices=range(SHARDS + 1), default=[0, 1, 2], help="(0 1 2)")
+    add("--repetitions", type=positive, default=5, metavar="N", help="(%(default)s)")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Make photographs and shards, check that the loaders do equal work, race them, print a table."""
+    torch.set_num_threads(1)  # as in the workers
+    result: dict[str, Any] = {"machine": describe_machine(), "workers": {}}
+    with tempfile.TemporaryDirectory(prefix="bench_loader-") as name:
+        folder = Path(name)
+        say(f"making {options.images:,} photographs")
+        shards = make_shards(folder, options.images)
+        say("comparing the tokens, labels and pixels of all samples")
+        check_equal_work(shards, options.pack_length)
+        rows = []
+        for workers in options.workers:
+            say(f"racing with {workers} workers")
+            times = race(shards, options.pack_length, workers, options.repetitions)
+            speed = rates(times, options.images)
+            result["workers"][str(workers)] = {contestant: asdict(speed[contestant]) for contestant in times}
+            rows.append((f"{workers} workers", *(speed[contestant].text(",.1f") for contestant in times)))
+            against = [ratios(times, MMTRAIN, rival).text(".3f") for rival in (WEBDATASET, BOUND)]
+            rows.append((f"{MMTRAIN}, as a multiple", "1", *against))
+    say("", f"samples/s: {options.images:,} samples, packs of {options.pack_length:,} tokens")
+    print_table(("", *(f">{contestant}" for contestant in times)), rows)
+    finish(result, options.json)
+    return 0
+
+
+# ---- data
+
+
+def make_shards(folder: Path, count: int) -> Path:
+    """Write a LLaVA data set of `count` photographs to `folder` and return a folder with its shards."""
+    draw = np.random.RandomState(0)
+    records = []
+    for number in range(count):
+        name = f"{number:09d}.jpg"
+        _photograph(draw).save(folder / name, "JPEG", quality=88)
+        turns = [("human", "Describe the picture.\n<image>"), ("gpt", " ".join(draw.choice(WORDS, 10)))]
+        conversation = [{"from": speaker, "value": text} for speaker, text in turns]
+        records.append({"id": f"{number:09d}", "image": name, "conversations": conversation})
+    (folder / "llava.json").write_text(json.dumps(records), encoding="utf-8")
+    shards = folder / "shards"
+    command = [sys.executable, "-m", "mmtrain", "shard", "--json", folder / "llava.json", "--images", folder]
+    command += ["--out", shards, "--samples-per-shard", str(-(-count // SHARDS)), "--tokenizer", LLM]
+    subprocess.run([*command, "--template", "plain"], check=True, stdout=subprocess.DEVNULL)
+    return shards
+
+
+def _photograph(draw: np.random.RandomState) -> Image.Image:
+    """Draw soft shapes and grain, of which a JPEG takes some 55 kB, as a photograph of LLaVA's 558K does."""
+    width, height = SIZES[draw.randint(len(SIZES))]
+    shapes = Image.fromarray(draw.randint(0, 256, (18, 24, 3), np.uint8)).resize((width, height))
+    pixels = np.asarray(shapes) + draw.normal(0, 3, (height, width, 1))
+    return Image.fromarray(pixels.clip(0, 255).astype(np.uint8))
+
+
+# ---- contestants
 
 
 def race(folder: Path, pack_length: int, workers: int, repetitions: int) -> Times:
     """Seconds for every sample of a folder of shards, by contestant; with no workers, all work is in one process."""
     shards = sorted(map(str, folder.glob("*.tar")))
     images = read_images(shards)
-    processes = max(workers, 1)
     transform = image_transform(VISION)
     batches = PackedBatches(run_config(folder, pack_length, workers), 0, 1)
     plain = plain_loader(shards, pack_length, workers)
     contestants: dict[str, Callable[[], float]] = {
-        MMTRAIN: lambda: _drain(_normalised(batches), len(images), lambda batch: batch.keys),
-        WEBDATASET: lambda: _drain(iter(plain), len(images), lambda batch: batch.keys),
-        PILLOW_BOUND: lambda: _bare_loop(lambda content: plain_fit(_opened(content), transform), images, processes),
-        TRANSFORM_BOUND: lambda: _bare_loop(lambda content: transform(_opened(content)), images, processes),
+        MMTRAIN: lambda: _drain(_normalised(batches), len(images)),
+        WEBDATASET: lambda: _drain(iter(plain), len(images)),
+        BOUND: lambda: _bare_loop(transform, images, max(workers, 1)),
     }
     return alternate(contestants, repetitions)
 
@@ -188,48 +268,36 @@ def _normalised(batches: PackedBatches) -> Iterator[PackedBatch]:
     return map(batches.processor.normalised, batches)
 
 
-def _drain(batches: Iterator[Any], samples: int, keys: Callable[[Any], Any]) -> float:
+def _drain(batches: Iterator[Any], samples: int) -> float:
     """Seconds for `samples` samples, counted from the first micro-batch: processes stand ready, as in the bare loop."""
-    first = len(keys(next(batches)))
+    first = len(next(batches).keys)
     started = time.perf_counter()
     seen = first
     while seen < samples:
-        seen += len(keys(next(batches)))
+        seen += len(next(batches).keys)
     seconds = time.perf_counter() - started
     assert seen == samples, f"{seen} of {samples} samples"
     return seconds * samples / (samples - first)
 
 
-def _opened(content: bytes) -> Image.Image:
-    return Image.open(io.BytesIO(content)).convert("RGB")
-
-
-def _bare_loop(work: Callable[[bytes], object], images: list[bytes], processes: int) -> float:
-    """Seconds for all images, shared out to processes that stand ready when the clock starts."""
-    if processes == 1:
-        started = time.perf_counter()
-        for content in images:
-            work(content)
-        return time.perf_counter() - started
+def _bare_loop(transform: ImageTransform, images: list[bytes], processes: int) -> float:
+    """Seconds to decode and resize all images in processes that stand ready when the clock starts."""
     context = multiprocessing.get_context("fork")
     start, end = context.Barrier(processes + 1), context.Barrier(processes + 1)
-    started_processes = [
-        context.Process(target=_bare_share, args=(work, images[number::processes], start, end))
-        for number in range(processes)
-    ]
-    for process in started_processes:
-        process.start()
+
+    def work(share: list[bytes]) -> None:
+        start.wait()
+        for content in share:
+            transform(Image.open(io.BytesIO(content)).convert("RGB"))
+        end.wait()
+
+    workers = [context.Process(target=work, args=(images[number::processes],)) for number in range(processes)]
+    for worker in workers:
+        worker.start()
     start.wait()
     started = time.perf_counter()
     end.wait()
     seconds = time.perf_counter() - started
-    for process in started_processes:
-        process.join()
+    for worker in workers:
+        worker.join()
     return seconds
-
-
-def _bare_share(work: Callable[[bytes], object], images: list[bytes], start: Any, end: Any) -> None:
-    start.wait()
-    for content in images:
-        work(content)
-    end.wait()

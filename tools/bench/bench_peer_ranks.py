@@ -4,14 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from bench_contestant import Contestant
-from bench_deepspeed import DeepSpeedPipeline
-from bench_layers import make_layers
-from bench_mmtrain import Mmtrain
 from bench_models import DTYPES, SHAPES, stock_llava, with_shared_weights
-from bench_row import Settings, Work, make_config, run_row
-from bench_stock import Stock
-from bench_torch_pipelining import TorchPipeline
+from bench_race import Contestant, Settings, Work, make_config, run_row
+from bench_rivals import DeepSpeedPipeline, Mmtrain, Stock, TorchPipeline, make_layers
 from torch import device as torch_device
 
 from mmtrain.calibration.calibrate import calibrate

@@ -9,13 +9,11 @@
                plan is made from a calibration, measured before the race as `--calibrate` does for a run
 
 All of a row train the same random weights on the same samples in the same processes, a step each in turn, every other
-repetition backwards. The same code was seen to be 5% faster or slower against the others from one process to the next,
-for reasons that are not known, so each row is run in several, one after the other. The first step proves that all
-losses and the projector's gradients are equal; without that there are no numbers. The model is small, but keeps what
-costs what in LLaVA-1.5-7B: 32 decoder layers, a head of 2% and an encoder of 4% of their forward. "mmtrain is 1.2x"
-means: it was 1.2 times as fast as that contestant in the same repetition. The share of the matmul rate is the least
-exact work of a step, a second (what somebody computes beyond it raises nothing), over that of matrix products of the
-model's own shapes, which take their turns too.
+repetition backwards. The same code was seen to be 5% faster or slower against the others from one start of the program
+to the next, for reasons that are not known: start it several times. The first step proves that all losses and the
+projector's gradients are equal; without that there are no numbers. The model is small, but keeps what costs what in
+LLaVA-1.5-7B. "mmtrain is 1.2x" means: it was 1.2 times as fast as that contestant in the same repetition. The share of
+the matmul rate is the least exact work of a step, a second, over that of matrix products of the model's own shapes.
 """
 
 from __future__ import annotations
@@ -34,8 +32,6 @@ from bench_tables import (
     describe_differences,
     describe_samples,
     finish,
-    merged,
-    one_of,
     positive,
     print_table,
     speeds,
@@ -50,16 +46,14 @@ from mmtrain.processes.job import Job
 from mmtrain.processes.supervise import prepared, run_ranks, set_rank_environment
 
 if TYPE_CHECKING:
-    from bench_row import Settings
+    from bench_race import Settings
 
 EXAMPLES = """\
 examples:
   everything, half an hour; all measurements as JSON too:
     python tools/bench/bench.py peers --json peers.json
-  the pipelines alone, four micro-batches a step:
-    python tools/bench/bench.py peers pipeline --microbatches 4
-  in bfloat16:
-    python tools/bench/bench.py peers equal ragged --dtype bfloat16
+  the pipelines alone:
+    python tools/bench/bench.py peers --row pipeline
   does it run at all? half a minute, numbers without meaning:
     python tools/bench/bench.py peers --quick
 """
@@ -72,63 +66,49 @@ ROWS = {
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Options of `bench.py peers`."""
-    path = lambda text: Path(text).expanduser()  # noqa: E731 - the shell leaves --folder=~/data as it is
     add = parser.add_argument
-    add("rows", nargs="*", type=one_of(ROWS), metavar="ROW", help=f"what to measure: {', '.join(ROWS)} (all)")
-    add("--json", type=path, metavar="FILE", help="write every single measurement there")
-    add(
-        "--repetitions",
-        type=positive,
-        default=5,
-        metavar="N",
-        help="steps of each contestant in a process (%(default)s)",
-    )
-    add("--processes", type=positive, default=4, metavar="N", help="fresh ones, one after the other (%(default)s)")
+    add("--row", action="append", choices=ROWS, help="measure these alone")
+    add("--json", type=Path, metavar="FILE", help="write every single measurement there")
+    add("--repetitions", type=positive, default=20, metavar="N", help="steps of each contestant (%(default)s)")
     add("--threads", type=positive, metavar="N", help="of all ranks together (one for each core)")
-    add("--dtype", choices=("float32", "bfloat16"), default="float32", help="of everything frozen (%(default)s)")
-    add("--microbatches", type=positive, default=8, metavar="N", help="of a step at pipeline 2 (%(default)s)")
-    add("--folder", type=path, metavar="DIR", help="where the models lie meanwhile (the system's temporary folder)")
     add("--quick", action="store_true", help="tiny models, two repetitions: only that it runs is shown")
 
 
 def run(options: argparse.Namespace) -> int:
     """Make the models, race the rows, print tables; the exit code."""
     threads = options.threads or len(os.sched_getaffinity(0))
-    result = {"machine": describe_machine(), "threads": threads, "dtype": options.dtype, "rows": {}}
+    result = {"machine": describe_machine(), "threads": threads, "rows": {}}
     set_rank_environment(threads, on_gpus=False)
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # the contestants are on the processor
-    with tempfile.TemporaryDirectory(prefix="bench_peers-", dir=options.folder) as name:
+    with tempfile.TemporaryDirectory(prefix="bench_peers-") as name:
         folder = Path(name)
         say("making the models")
         from bench_models import DTYPES, SHAPES, save_parts  # torch reads the environment when it is imported
 
-        save_parts(SHAPES["tiny" if options.quick else "ratios"], folder, DTYPES[options.dtype])
-        for row in options.rows or ROWS:
+        save_parts(SHAPES["tiny" if options.quick else "ratios"], folder, DTYPES["float32"])
+        for row in options.row or ROWS:
             settings = _settings(options, row, threads)
-            runs = []
-            for _ in range(1 if options.quick else options.processes):
-                failure = _run_row(row, settings, folder, with_calibration=not options.quick)
-                if failure is not None:
-                    show_error(failure.message)
-                    return failure.exit_code
-                runs.append(json.loads((folder / f"{row}.json").read_text()))
-            found = merged(runs)
+            failure = _run_row(row, settings, folder, with_calibration=not options.quick)
+            if failure is not None:
+                show_error(failure.message)
+                return failure.exit_code
+            found = json.loads((folder / f"{row}.json").read_text())
             result["rows"][row] = found | report(row, found)
     finish(result, options.json)
     return 0
 
 
 def _settings(options: argparse.Namespace, row: str, threads: int) -> Settings:
-    from bench_row import Settings
+    from bench_race import Settings
 
     pipeline = row == "pipeline"
     return Settings(
         "tiny" if options.quick else "ratios",
-        options.dtype,
+        "float32",
         2 if options.quick else options.repetitions,
         steps=2 if options.quick else options.repetitions + 1,  # the first is the warm-up's
         samples_per_pack=2 if pipeline else 3 if options.quick else 6,
-        microbatches=(2 if options.quick else options.microbatches) if pipeline else 1,
+        microbatches=(2 if options.quick else 8) if pipeline else 1,
         threads=max(1, threads // 2) if pipeline else threads,
     )
 

@@ -1,6 +1,6 @@
 """The rank's part of bench_plan.py: one calibration and many layouts, in turns, in the same processes.
 
-Settings + models in a folder --measure--> FOLDER/NAME.json: for each layout what was predicted and what was measured
+Settings + models in a folder --measure--> FOLDER/found.json: for each layout what was predicted and measured
 
 Layouts share the frozen weights; each has its own stages, projector, engine and process groups.
 """
@@ -14,15 +14,15 @@ import itertools
 import json
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from bench_ballast import ballast
 from bench_models import SHAPES, ModelSize, run_config
-from bench_timing import at_usual_speed, usual_speed
+from bench_tables import at_usual_speed, usual_speed
 
 from mmtrain.base.progress import ProgressBar
 from mmtrain.calibration.allocations import bytes_used, tensor_bytes
@@ -35,26 +35,18 @@ from mmtrain.engine.single_stage import expected_batch
 from mmtrain.model.stage import Stage, build_stage
 from mmtrain.plan.calibration import calibration_key, cpu_device
 from mmtrain.plan.costs import Models
-from mmtrain.plan.plan import Plan, StagePlan
+from mmtrain.plan.plan import StagePlan
 from mmtrain.plan.planner import make_plan, models_of
-from mmtrain.plan.schedule import forward_schedule, ranks_of
-from mmtrain.plan.search import Search
-from mmtrain.plan.simulate import Program, StageSeconds, simulate
-from mmtrain.plan.stage_costs import stage_costs
+from mmtrain.plan.simulate import Program, simulate
 from mmtrain.processes.rank import Rank
 
 # An encoder whose forward is a quarter of the LLM's; 8 layers of 28 MB in fp32, more than a processor's caches hold.
 SIZES = {**SHAPES, "quarter": ModelSize(8, 768, 2048, 12, 2304, 10, 384, 6, 168, 14, 24)}
-# 16 layers, and an encoder that takes about such a share of a step's seconds on a processor.
-SIZES |= {
-    "15%": ModelSize(16, 384, 1024, 6, 1024, 28, 192, 3, 168, 14, 24),
-    "36%": ModelSize(16, 384, 1024, 6, 1024, 31, 320, 5, 168, 14, 24),
-    "60%": ModelSize(16, 384, 1024, 6, 1024, 37, 512, 8, 168, 14, 24),
-}
 DEVICE = torch.device("cpu")
 PROBE_SIZE = 768  # rows and columns of the probe's matrices
 PROBE_PRODUCTS = 12
-WARM_UP_STEPS = 1
+SAMPLES_PER_PACK = 1
+WORLD = 2  # ranks; replicas fill up pipeline 1
 CALIBRATION = "calibration"  # the name of its turns
 
 
@@ -68,22 +60,14 @@ class Layout:
     boundaries: tuple[int, ...] | None = None  # None: the planner's choice
     stages_per_rank: int | str = 1
     recompute: tuple[int, ...] | int = 0
-    prefetch: Literal["auto"] | int = 0
-    encoder_ranks: tuple[int, ...] | str | int = 0
-    evaluates: bool = False  # whether evaluations of as many micro-batches as a step has are measured, too
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What is measured in one set of processes; `world` of them, whose replicas fill up a pipeline that is shorter."""
+    """What is measured: layouts of the model `shape`."""
 
-    name: str
     shape: str
-    dtype: str
-    samples_per_pack: int
-    world: int
     layouts: tuple[Layout, ...]
-    pairs: tuple[Layout, ...]  # each against itself without prefetch
     repetitions: int
     calibration_rounds: int  # before, from which the layouts are planned that are run
     noise: float  # how far the probes of a turn may be apart
@@ -93,12 +77,12 @@ class Settings:
 def layout_config(settings: Settings, layout: Layout, folder: Path, calibration: Path | None) -> RunConfig:
     """The run of a layout; with a file it is planned from that calibration."""
     shape = SIZES[settings.shape]
-    replicas = settings.world // layout.pipeline
+    replicas = WORLD // layout.pipeline
     config = run_config(
         shape,
         folder,
-        dtype=settings.dtype,
-        pack_length=settings.samples_per_pack * shape.sample_tokens,
+        dtype="float32",
+        pack_length=SAMPLES_PER_PACK * shape.sample_tokens,
         microbatches=layout.microbatches * replicas,
         pipeline=layout.pipeline,
         threads=torch.get_num_threads(),
@@ -110,24 +94,17 @@ def layout_config(settings: Settings, layout: Layout, folder: Path, calibration:
         "boundaries": layout.boundaries,
         "stages_per_rank": layout.stages_per_rank,
         "recompute_layers": layout.recompute,
-        "encoder_ranks": layout.encoder_ranks,
+        "encoder_ranks": 0,
     }
     return RunConfig.model_validate(tree)
-
-
-def without_prefetch(layout: Layout) -> Layout:
-    """The same cut, every micro-batch encoded right before its forward."""
-    return replace(layout, name=f"{layout.name}, none", prefetch=0)
 
 
 class Runner:
     """One layout on this rank: its engine over weights that it shares with others."""
 
-    def __init__(
-        self, config: RunConfig, models: Models, weights: dict[str, torch.Tensor], prefetch: Literal["auto"] | int
-    ) -> None:
+    def __init__(self, config: RunConfig, models: Models, weights: dict[str, torch.Tensor]) -> None:
         self.config = config
-        self.plan = make_plan(config, device=cpu_device(config), prefetch=prefetch)
+        self.plan = make_plan(config, device=cpu_device(config))
         mine = self.plan.ranks[dist.get_rank()]
         self._stages = {stage.stage: _shared_stage(config, stage, weights) for stage in mine.stages}
         self.engine = FrozenPipelineEngine(config, self.plan, self._stages)
@@ -135,9 +112,7 @@ class Runner:
         self._batches = _batches(config, models, replicas) if mine.pipeline == 0 else None
         self.seconds: list[float] = []
         self.idle: list[list[float]] = []  # of each step, by rank
-        self.evaluations: list[float] = []  # seconds of each
-        for _ in range(WARM_UP_STEPS):
-            self.engine.train_step(self._batches)
+        self.engine.train_step(self._batches)
 
     def step(self) -> None:
         """One step, from when all ranks are ready until all have ended it."""
@@ -147,14 +122,6 @@ class Runner:
         dist.barrier()
         self.seconds.append(time.perf_counter() - began)
         self.idle.append([rank.idle_fraction for rank in result.ranks])
-
-    def evaluate(self) -> None:
-        """One evaluation of as many micro-batches as a step has, likewise."""
-        dist.barrier()
-        began = time.perf_counter()
-        self.engine.evaluate(self._batches, self.plan.microbatches_per_step)
-        dist.barrier()
-        self.evaluations.append(time.perf_counter() - began)
 
     def peak_bytes(self) -> int:
         """Bytes of weights, optimizer state and everything else that live at once on this rank in a step.
@@ -205,8 +172,8 @@ class Probe:
 def measure(settings: Settings, folder: Path, rank: Rank) -> None:
     """What every rank runs; rank 0 writes what was found."""
     join_process_group(DEVICE, settings.timeout_seconds)
-    file = rank.folder / f"{settings.name}-calibration.json"
-    longest = max(settings.layouts + settings.pairs, key=lambda layout: layout.pipeline)
+    file = rank.folder / "calibration.json"
+    longest = max(settings.layouts, key=lambda layout: layout.pipeline)
     config = layout_config(settings, longest, folder, None)
     models = models_of(config)
     key = calibration_key(config, models, cpu_device(config))
@@ -220,11 +187,9 @@ def measure(settings: Settings, folder: Path, rank: Rank) -> None:
 
     weights: dict[str, torch.Tensor] = {}
     runners: dict[str, Runner] = {}
-    for layout in (*settings.layouts, *(x for pair in settings.pairs for x in (pair, without_prefetch(pair)))):
+    for layout in settings.layouts:
         rank.progress.at(0, layout.name)
-        if layout.name not in runners:
-            config = layout_config(settings, layout, folder, file)
-            runners[layout.name] = Runner(config, models, weights, layout.prefetch)
+        runners[layout.name] = Runner(layout_config(settings, layout, folder, file), models, weights)
 
     calibrator.seconds = {}
     with ballast():
@@ -232,21 +197,16 @@ def measure(settings: Settings, folder: Path, rank: Rank) -> None:
     factors = usual_speed(probes, settings.noise)
     rounds = factors[CALIBRATION]
     _save(calibrator, file, rounds if any(rounds) else None)  # from here on it is that of the race's own minutes
-    described = {name: describe(settings, runner, name) for name, runner in runners.items()}
     found: dict[str, Any] = {
         "calibration": json.loads(file.read_text()),
         "calibration_seconds": calibrator.seconds,
         "calibration_rounds": rounds,
         "probes": probes,
         "factors": factors,
-        "layouts": [described[layout.name] for layout in settings.layouts],
-        "pairs": [
-            {"prefetch": described[layout.name], "none": described[without_prefetch(layout).name]}
-            for layout in settings.pairs
-        ],
+        "layouts": [describe(runner, name) for name, runner in runners.items()],
     }
     if rank.rank == 0:
-        (rank.folder / f"{settings.name}.json").write_text(json.dumps(found))
+        (rank.folder / "found.json").write_text(json.dumps(found))
     dist.barrier()
     dist.destroy_process_group()
 
@@ -271,9 +231,6 @@ def _race(
     Returns the probes before and after each turn, as rank 0 saw them, the same on every rank.
     """
     steps: list[tuple[str, Callable[[], None]]] = [(name, runner.step) for name, runner in runners.items()]
-    steps += [
-        (evaluation_of(layout.name), runners[layout.name].evaluate) for layout in settings.layouts if layout.evaluates
-    ]
     calibration = (CALIBRATION, calibrator.round)
     half = len(steps) // 2
     turns = [*steps[:half], calibration, *steps[half:], calibration]
@@ -295,53 +252,24 @@ def _race(
     return seen[0]
 
 
-def describe(settings: Settings, runner: Runner, name: str) -> dict[str, Any]:
+def describe(runner: Runner, name: str) -> dict[str, Any]:
     """What the planner says of a layout by its calibration's file, and what it did; every rank calls this.
 
     The schedule is the one that was run: with more rounds the planner might have placed encodes elsewhere.
     """
-    peaks: list[int] = [0] * settings.world
+    peaks: list[int] = [0] * WORLD
     dist.all_gather_object(peaks, runner.peak_bytes())
-    plan, seconds = runner.plan, measured_seconds(runner.config, runner.plan)
+    plan, seconds = runner.plan, make_plan(runner.config, device=cpu_device(runner.config)).seconds
     predicted = simulate(Program(plan.schedule), seconds)
     working = predicted.seconds - seconds.end  # a window of the engine's clock ends before the optimizer
-    lead = ranks_of(plan.chain), plan.evaluation_lead
-    passes = forward_schedule(plan.pipeline, plan.microbatches_per_step, plan.stages_per_rank, *lead)
-    evaluation = simulate(Program(passes), seconds).seconds
     return {
         "name": name,
         "pipeline": plan.pipeline,
-        "replicas": plan.data,
         "stages_per_rank": plan.stages_per_rank,
-        "microbatches": plan.microbatches_per_step,
-        "boundaries": plan.boundaries,
-        "recompute_layers": [sum(s.recompute_layers for s in rank.stages) for rank in plan.ranks],
-        "slices": [rank.stages[0].encoder for rank in plan.ranks],
-        "encode_ahead": plan.encode_ahead,
         "predicted_seconds": predicted.seconds,
         "measured_seconds": runner.seconds,
         "predicted_idle": [predicted.idle[r.pipeline] * predicted.seconds / working for r in plan.ranks],
         "measured_idle": runner.idle,
         "predicted_bytes": [rank.total_bytes for rank in plan.ranks],
         "measured_bytes": peaks,
-        "predicted_evaluation": evaluation,
-        "measured_evaluations": runner.evaluations,
-        "encoder_share": sum(seconds.encode) / sum((*seconds.encode, *seconds.forward, *seconds.backward)),
     }
-
-
-def evaluation_of(name: str) -> str:
-    """The name of the turns in which a layout evaluates."""
-    return f"{name}, evaluation"
-
-
-def measured_seconds(config: RunConfig, executed: Plan) -> StageSeconds:
-    """What the instructions of an executed plan cost by the calibration that is in the config's file now."""
-    costs = stage_costs(config, models_of(config), None, cpu_device(config))
-    cut = (0, *(boundary + 1 for boundary in executed.boundaries), costs.count)
-    seconds = Search(costs, 0).plain(cut).seconds
-    slices = [rank.stages[0].encoder for rank in executed.ranks if rank.data == 0]
-    if not any(slices):
-        return seconds
-    encode = tuple(0.0 if s is None else costs.timings.encode_of(s[1] - s[0], s[0] == 0) for s in slices)
-    return replace(seconds, encode=encode)

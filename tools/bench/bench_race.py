@@ -1,21 +1,67 @@
-"""A race: first that all contestants compute the same, then their steps in turns.
+"""A race on its ranks: all contestants compute the same, then their steps take turns.
 
-contestants --check_first_step--> equal losses and gradients --alternate--> seconds --check_losses--> still equal
+Settings, row --Work--> packs, padded batches --race--> equal losses and gradients, seconds --run_row--> FOLDER/ROW.json
 """
 
 from __future__ import annotations
 
 import functools
+import itertools
+import json
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
-from bench_contestant import Contestant, Gradients
-from bench_device import synchronise
-from bench_timing import Times, alternate
+from bench_models import SHAPES, PaddedBatch, Step, equal_steps, noise_image, packed, padded, ragged_steps, run_config
+from bench_tables import Times, alternate
+from torch import nn
+
+from mmtrain.base.progress import ProgressBar
+from mmtrain.config.schema import RunConfig
+from mmtrain.data.samples.sample import IGNORE
+from mmtrain.data.stream.images import image_transform
+from mmtrain.data.stream.packs import PackedBatch
+from mmtrain.plan.costs import Models, Workload, minimal_flops
+from mmtrain.plan.planner import models_of
+from mmtrain.processes.rank import Rank
+
+Gradients = dict[str, torch.Tensor]
+
+
+class Contestant(Protocol):
+    """One way of training the same projector."""
+
+    def step(self) -> float:
+        """Make one optimizer step; the loss per supervised token before it, in nats, the same on every rank."""
+        ...
+
+    @property
+    def gradients(self) -> Gradients | None:
+        """Of the first step's loss; None before it, and on ranks without the projector."""
+        ...
+
+
+class FirstGradients:
+    """Keeps the gradients with which an optimizer makes its first step."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Parameter]) -> None:
+        self.found: Gradients | None = None
+        self._parameters = dict(parameters)
+        self._hook = optimizer.register_step_pre_hook(self._keep)
+
+    def _keep(self, *_: object) -> None:
+        self.found = {name: p.grad.detach().clone() for name, p in self._parameters.items()}
+        self._hook.remove()
+
+
+def synchronise(device: torch.device) -> None:
+    """Wait for what a CUDA device has been given to do."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
 
 
 class UnequalError(RuntimeError):
@@ -124,3 +170,157 @@ def race(
         "first_step_differences": differences,
         "peak_memory_bytes": peak,
     }
+
+
+def least_flops(models: Models, trainable: Sequence[str], step: Step) -> int:
+    """FLOPs that every exact way of making this step computes, matrix products only, 2 for a multiply-add."""
+    documents = [entry for pack in step for entry in pack.entries]
+    lengths = [len(document.input_ids) for document in documents]
+    tiles = sum(tiling.tiles for document in documents for tiling in document.tilings)
+    supervised = sum(label != IGNORE for document in documents for label in document.labels)
+    document = sum(n * n for n in lengths) / max(1, sum(lengths))  # as the attention of all of them asks
+    work = Workload(sum(lengths), document, tiles, 0, supervised)
+    return minimal_flops(models, trainable, work).total
+
+
+def matmul_rate(
+    weights: Sequence[torch.Tensor], tokens: int, synchronise: Callable[[], None]
+) -> tuple[Callable[[], float], float]:
+    """A contestant that only multiplies (tokens, inputs) by each (outputs, inputs) weight, and its FLOPs a run."""
+    device, dtype = weights[0].device, weights[0].dtype
+    rows = {w.shape[1]: torch.randn(tokens, w.shape[1], device=device, dtype=dtype) for w in weights}
+    flops = 2.0 * tokens * sum(w.numel() for w in weights)
+
+    def run() -> float:
+        synchronise()
+        began = time.perf_counter()
+        with torch.no_grad():
+            for weight in weights:
+                torch.nn.functional.linear(rows[weight.shape[1]], weight)
+        synchronise()
+        return time.perf_counter() - began
+
+    return run, flops
+
+
+MATMUL = "matrix products"
+WORKLOADS = {"equal": equal_steps, "ragged": ragged_steps, "pipeline": equal_steps}
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What is raced: sizes of everything in a row."""
+
+    shape: str
+    dtype: str
+    repetitions: int
+    steps: int  # different ones; they come round again
+    samples_per_pack: int
+    microbatches: int  # of a step
+    threads: int  # of a rank
+    timeout_seconds: int = 600
+
+
+class Work:
+    """The samples of a row, packed for mmtrain and padded for everybody else; all in memory."""
+
+    def __init__(self, settings: Settings, row: str, parts: Path, device: torch.device) -> None:
+        """`parts` holds the encoder, whose preprocessing is used; on CUDA padded batches lie in page-locked memory."""
+        shape = SHAPES[settings.shape]
+        decode, transform = noise_image(shape), image_transform(str(parts / "vision"))
+        self.planned = WORKLOADS[row](shape, settings.steps, settings.microbatches, settings.samples_per_pack)
+        self.packed = [packed(step, self.planned.pack_length, decode) for step in self.planned.steps]
+        self.padded = [padded(shape, step, decode, transform) for step in self.planned.steps]
+        if device.type == "cuda":
+            self.padded = [[batch.pinned() for batch in step] for step in self.padded]
+
+    def packed_batches(self) -> Iterator[PackedBatch]:
+        """mmtrain's micro-batches, without end."""
+        return itertools.cycle(itertools.chain(*self.packed))
+
+    def padded_batches(self) -> Iterator[PaddedBatch]:
+        """The rivals' micro-batches, without end."""
+        return itertools.cycle(itertools.chain(*self.padded))
+
+    def padded_steps(self) -> Iterator[Sequence[PaddedBatch]]:
+        """The rivals' steps, without end."""
+        return itertools.cycle(self.padded)
+
+    def facts(self, config: RunConfig) -> dict[str, Any]:
+        """Sizes, by step; step i of a race is `i % number of steps`."""
+        batches = [batch for step in self.padded for batch in step]
+        models = models_of(config)
+        of_steps = [
+            {
+                "samples": sum(len(batch.input_ids) for batch in step),
+                "tokens": sum(int(batch.attention_mask.sum()) for batch in step),
+                "supervised_tokens": sum(batch.supervised for batch in step),
+                "minimal_flops": least_flops(models, config.model.trainable, packs),
+            }
+            for step, packs in zip(self.padded, self.planned.steps, strict=True)
+        ]
+        return {
+            "pack_length": self.planned.pack_length,
+            "pack_fill": self.planned.fill,
+            "padded_fill": sum(one["tokens"] for one in of_steps) / sum(batch.input_ids.numel() for batch in batches),
+            "steps": of_steps,
+        }
+
+
+def make_config(
+    settings: Settings, parts: Path, pipeline: int, *, llm: str | None = None, calibration: Path | None = None
+) -> RunConfig:
+    """mmtrain's configuration of a row."""
+    shape = SHAPES[settings.shape]
+    return run_config(
+        shape,
+        parts,
+        dtype=settings.dtype,
+        pack_length=settings.samples_per_pack * shape.sample_tokens,
+        microbatches=settings.microbatches,
+        pipeline=pipeline,
+        threads=settings.threads,
+        llm=llm,
+        calibration=calibration,
+    )
+
+
+def run_row(
+    settings: Settings,
+    row: str,
+    contestants: dict[str, Contestant],
+    rank: Rank,
+    facts: dict[str, Any],
+    weights: Sequence[torch.Tensor] = (),
+    afterwards: Callable[[], dict[str, Any]] = dict,
+) -> None:
+    """Race, and write what was found with `facts` to rank 0's FOLDER/ROW.json; leaves the process group.
+
+    `weights` are multiplied with as many rows as a pack has tokens, in turn with the steps. `afterwards` finds more
+    facts, on every rank, once nothing is timed any more.
+    """
+    device = torch.device(rank.device)
+    others = {}
+    if weights:
+        others[MATMUL], facts["matmul_flops"] = matmul_rate(
+            weights, facts["pack_length"], functools.partial(synchronise, device)
+        )
+    turns = itertools.count(1)
+    tokens_per_turn = facts["steps"][0]["tokens"]
+
+    def show(name: str, step: int) -> None:
+        rank.progress.at(step, name)
+        if rank.console is not None:
+            turn = next(turns)
+            progress.show(turn, turn * tokens_per_turn, name)
+
+    total = (settings.repetitions + 1) * len(contestants)
+    with ProgressBar(f"{row} turns", total, rank.console, "tokens") as progress:
+        tolerance = TOLERANCES[settings.dtype]
+        found = race(contestants, settings.repetitions, tolerance, device, others, show)
+    found["step_of_turn"] = [(turn + 1) % settings.steps for turn in range(settings.repetitions)]  # 0: the warm-up
+    facts |= afterwards()
+    if rank.rank == 0:
+        (rank.folder / f"{row}.json").write_text(json.dumps(found | facts))
+    dist.barrier()
+    dist.destroy_process_group()

@@ -1,4 +1,7 @@
-"""What the tables of bench.py have in common: numbers of a race, the machine, how they are printed; no torch."""
+"""Measurements in turns, their medians and ratios, and the tables of bench.py; imports no torch.
+
+{name: run() -> seconds}, repetitions --alternate--> {name: [seconds]} --ratios--> median, min, max of each turn's ratio
+"""
 
 from __future__ import annotations
 
@@ -6,14 +9,81 @@ import argparse
 import json
 import os
 import shutil
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import asdict
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from bench_timing import Spread, ratios, spread
-
 from mmtrain.base.printing import say, table_lines
+
+Times = dict[str, list[float]]  # seconds of each repetition, by contestant
+
+
+@dataclass(frozen=True)
+class Spread:
+    """What several repetitions gave."""
+
+    median: float
+    min: float
+    max: float
+    values: tuple[float, ...]  # in the order in which they were measured
+
+    def text(self, form: str = ",.0f") -> str:
+        """`median (min - max)`, each number in a format of str.format."""
+        return f"{self.median:{form}} ({self.min:{form}} - {self.max:{form}})"
+
+
+def spread(values: Sequence[float]) -> Spread:
+    """Median, least and largest of at least one value."""
+    return Spread(statistics.median(values), min(values), max(values), tuple(values))
+
+
+def alternate(contestants: Mapping[str, Callable[[], float]], repetitions: int) -> Times:
+    """Let each contestant run once per repetition, each returning its seconds; every other repetition goes backwards.
+
+    Backwards: a contestant would otherwise always follow the same one, and pay for what that left to be done.
+    """
+    times: Times = {name: [] for name in contestants}
+    for repetition in range(repetitions):
+        names = list(contestants)
+        for name in reversed(names) if repetition % 2 else names:
+            times[name].append(contestants[name]())
+    return times
+
+
+def at_usual_speed(values: Sequence[float], factors: Sequence[float | None]) -> list[float]:
+    """Those values whose factor is not None, each times it."""
+    return [value * factor for value, factor in zip(values, factors, strict=True) if factor is not None]
+
+
+def usual_speed(probes: Mapping[str, Sequence[Sequence[float]]], noise: float) -> dict[str, list[float | None]]:
+    """What each measurement is to be multiplied by to be as at the machine's usual speed; None: it does not count.
+
+    `probes` are the seconds of one and the same work right before and right after each measurement. Their mean tells
+    the machine's speed meanwhile, the median of all means the usual one. Where they differ by more than `noise`, a
+    share of their mean, the speed changed within the measurement, and nothing can be said of it.
+    """
+    means = {name: [statistics.fmean(pair) for pair in pairs] for name, pairs in probes.items()}
+    usual = statistics.median(mean for of_one in means.values() for mean in of_one)
+    return {
+        name: [
+            usual / mean if max(pair) - min(pair) <= noise * mean else None
+            for pair, mean in zip(pairs, means[name], strict=True)
+        ]
+        for name, pairs in probes.items()
+    }
+
+
+def rates(times: Times, work: float) -> dict[str, Spread]:
+    """Work done per second, by contestant."""
+    return {name: spread([work / seconds for seconds in values]) for name, values in times.items()}
+
+
+def ratios(times: Times, name: str, rival: str) -> Spread:
+    """How many times as fast as its rival a contestant was in the same repetition."""
+    return spread([theirs / ours for ours, theirs in zip(times[name], times[rival], strict=True)])
+
 
 WIDTH = 120  # characters of a line, where there is no terminal that tells
 
@@ -24,17 +94,6 @@ def positive(text: str) -> int:
     if number < 1:
         raise argparse.ArgumentTypeError("at least 1 is needed")
     return number
-
-
-def one_of(names: Collection[str]) -> Callable[[str], str]:
-    """One of these names, as the type of an option that may be given none: argparse's `choices` refuses that."""
-
-    def checked(text: str) -> str:
-        if text not in names:
-            raise argparse.ArgumentTypeError(f"{text!r} is none of {', '.join(names)}")
-        return text
-
-    return checked
 
 
 def finish(result: dict[str, Any], file: Path | None) -> None:
@@ -76,22 +135,8 @@ def _of_turns(found: Mapping[str, Any], name: str, fact: str) -> tuple[list[floa
     return [found["steps"][step][fact] for step in found["step_of_turn"]], found["seconds"][name]
 
 
-def merged(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The same row, measured in several sets of processes, as one."""
-    parts = {
-        key: {name: [value for run in runs for value in run[key][name]] for name in runs[0][key]}
-        for key in ("seconds", "losses")
-    }
-    worst = {
-        key: {name: max(run[key][name] for run in runs) for name in runs[0][key]}
-        for key in ("first_step_seconds", "first_step_differences", "peak_memory_bytes")
-    }
-    turns = [step for run in runs for step in run["step_of_turn"]]
-    return {**runs[0], **parts, **worst, "step_of_turn": turns, "processes": len(runs)}
-
-
 def as_dict(numbers: Mapping[str, Mapping[str, Spread]]) -> dict[str, Any]:
-    """JSON form."""
+    """Convert spreads to JSON."""
     return {key: {name: asdict(value) for name, value in of_names.items()} for key, of_names in numbers.items()}
 
 
