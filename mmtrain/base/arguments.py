@@ -1,4 +1,4 @@
-"""What the command lines of all commands have in common: help that teaches by example, exit codes, numbers above 0."""
+"""Parsers of all commands: help that teaches by example, exit codes, numbers above 0."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ EXITS = {0: "done", 2: "wrong input; the message says what to do", 130: "stopped
 def command_parser(
     command: str, description: str | None, examples: str, exits: Mapping[int, str] | None = None, **ending: Any
 ) -> argparse.ArgumentParser:
-    """The parser of `mmtrain COMMAND`; its help shows the texts as they are written, and `exits` beside those of all.
+    """Make the parser of `mmtrain COMMAND`. Its help shows `examples` and the exit codes, those of `exits` included.
 
-    `ending`: keywords of `base.printing.run_command`, which the options hand on to it.
+    `ending`: keywords of `base.printing.run_command`, kept in the options for it.
     """
     rows = (f"  {code:<5}{text}" for code, text in sorted((EXITS | dict(exits or {})).items()))
     parser = argparse.ArgumentParser(
@@ -30,7 +30,7 @@ def command_parser(
 
 
 def share(text: str) -> float:
-    """The `type` of an argument that is a share."""
+    """Parse an argument that is a share."""
     with contextlib.suppress(ValueError):
         if 0 <= float(text) <= 1:
             return float(text)
@@ -38,7 +38,7 @@ def share(text: str) -> float:
 
 
 def positive(kind: type[int] | type[float], most: float = math.inf) -> Callable[[str], int | float]:
-    """The `type` of an argument that is a number above 0, and at most `most`."""
+    """Return the `type` of an argument that is a number above 0, and at most `most`."""
 
     def parse(text: str) -> int | float:
         try:

@@ -1,13 +1,13 @@
-"""Ask a trained model, about a picture unless it trained on text alone, from the terminal; the answer comes in words.
+"""Ask a trained model, about pictures unless it was trained on text alone.
 
-MODEL is a run of mmtrain or one of its checkpoints, or a Hugging Face folder of a model such as
-mmtrain export --format hf makes, LLaVA for one. Stock transformers answers in any case: a run is exported first, once
-for each checkpoint, into the cache, which takes the disk space of the whole model.
+MODEL is a run of mmtrain, one of its checkpoints, or a Hugging Face folder such as mmtrain export --format hf makes.
+Stock transformers answers. A run is exported first, once for each checkpoint, into the cache, which takes the disk
+space of the whole model.
 
 Without --prompt on a terminal you can ask one question after the other; each sees those before it. Answers are greedy:
-the same question gets the same answer. A model that was trained with data.template=plain has learnt to caption, not to
-be asked: it says what it sees. The answer goes to standard output, all else to standard error. A GPU is used if there
-is one (CUDA_VISIBLE_DEVICES= for none).
+the same question gets the same answer. A model that was trained with data.template=plain has learnt to caption: it says
+what it sees. The answer goes to standard output, all else to standard error. A GPU is used if there is one
+(CUDA_VISIBLE_DEVICES= for none).
 """
 
 from __future__ import annotations
@@ -38,19 +38,14 @@ EXAMPLES = """\
   a LLaVA from elsewhere, downloaded before with hf download:
     mmtrain chat --model llava-hf/llava-1.5-7b-hf --image photo.jpg --system "Answer in one word."
 """
-DEFAULT_PROMPTS = ("Describe the image.", "Describe the images.")
-SHOWN_BYTES = 10**8  # less is exported in a moment
 
 
-def question_after_question(conversation: Conversation) -> None:
+def ask_in_turn(conversation: Conversation) -> None:
     """Ask until an empty line or the end of input."""
     with contextlib.suppress(ImportError):
         import readline  # noqa: F401 - gives input() a line that can be edited
 
-    note(
-        ("Ask about what is in the picture." if conversation.sees else "Ask.")
-        + " An empty line or Ctrl-D ends the conversation."
-    )
+    note("An empty line or Ctrl-D ends the conversation.")
     while True:
         try:
             question = input("> ").strip()
@@ -76,43 +71,31 @@ def run(options: argparse.Namespace) -> None:
 def _chat(options: argparse.Namespace) -> None:
     images = [read_image(file) for file in options.image]
     with ByteBars(sys.stderr) as progress:
-
-        def show(what: str, done: int, total: int) -> None:
-            if total >= SHOWN_BYTES:
-                progress.show(what, done, total)
-
-        folder = stock_folder(options.model, show)
+        folder = stock_folder(options.model, progress.show)
     conversation = Conversation(*load(folder), images, options.system, options.max_new_tokens, show_words)
     if not conversation.takes_questions():
         if options.prompt is not None or options.system is not None:
-            note("trained on captions alone (data.template=plain): it cannot be asked, and describes what it sees")
+            note("This model was trained on captions alone (data.template=plain). It describes what it sees.")
         conversation.describe()
     elif options.prompt is None and sys.stdin.isatty() and sys.stdout.isatty():
-        question_after_question(conversation)
+        ask_in_turn(conversation)
     else:
         if options.prompt is None and not conversation.sees:
-            raise UserError("--prompt: an LLM alone needs a question where nobody can type one")
-        conversation.ask(options.prompt or DEFAULT_PROMPTS[len(images) > 1])
+            raise UserError("--prompt is missing. Without a terminal, a model without pictures needs a question there")
+        conversation.ask(options.prompt or f"Describe the image{'s' * (len(images) > 1)}.")
 
 
 def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     """Command line; `--help` teaches by example."""
     parser = command_parser("chat", __doc__, EXAMPLES, {0: "answered"}, logs=note)
     parser.add_argument("--model", required=True, help="a run, a checkpoint, or a Hugging Face folder")
-    parser.add_argument(
-        "--image",
-        type=Path,
-        action="append",
-        default=[],
-        metavar="FILE",
-        help="a picture; may be repeated; none for a run on text alone",
-    )
+    image_help = "a picture; may be repeated; none for a run on text alone"
+    parser.add_argument("--image", type=Path, action="append", default=[], metavar="FILE", help=image_help)
     parser.add_argument("--prompt", metavar="TEXT", help="one question (default: ask at the terminal)")
     parser.add_argument("--system", metavar="TEXT", help="a system turn before it, for models that take one")
-    parser.add_argument(
-        "--max-new-tokens", type=positive(int), default=256, metavar="N", help="longest answer, in tokens (default 256)"
-    )
+    length_help = "longest answer, in tokens (%(default)s)"
+    parser.add_argument("--max-new-tokens", type=positive(int), default=256, metavar="N", help=length_help)
     options = parser.parse_args(arguments)
     if options.prompt is not None and not options.prompt.strip():
-        parser.error("--prompt: is empty; leave it out to ask at the terminal")
+        parser.error("--prompt is empty. Leave it out to ask at the terminal")
     return options

@@ -1,8 +1,7 @@
 """Convert a model folder's pickled weights (pytorch_model*.bin) to safetensors, once.
 
-mmtrain reads tensor by tensor, which pickles do not allow. Values are unchanged and read back for comparison; memory is
-bounded by one shard. Pickles are read without running what they ask for (mmtrain/model/weights.py); the original files
-are left alone.
+mmtrain reads tensor by tensor, which pickles do not allow. Values stay the same and are read back for comparison. One
+shard is in memory at a time. No code in a pickle is run (mmtrain/model/weights.py); the original files are left alone.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ WEIGHT_SUFFIXES = {".bin", ".safetensors", ".pt", ".pth", ".h5", ".msgpack", ".o
 
 
 def find_shards(folder: Path) -> list[Path]:
-    """The folder's pickled weight files, in order; raises UserError where they are missing or incomplete."""
+    """Return the folder's pickled weight files, in order; raise UserError if any is missing."""
     index = folder / "pytorch_model.bin.index.json"
     if index.is_file():
         names = sorted(set(read_weight_map(index, ".bin").values()))
@@ -42,8 +41,8 @@ def find_shards(folder: Path) -> list[Path]:
         return [folder / name for name in names]
     if (folder / "pytorch_model.bin").is_file():
         return [folder / "pytorch_model.bin"]
-    found = sorted(file.name for file in folder.glob("*.bin"))
-    raise UserError(f"{folder}: has neither pytorch_model.bin nor {index.name} (.bin files here: {found or 'none'})")
+    names = sorted(file.name for file in folder.glob("*.bin"))
+    raise UserError(f"{folder} has neither pytorch_model.bin nor {index.name}. Its .bin files: {names or 'none'}")
 
 
 def convert(folder: Path, out: Path) -> None:

@@ -15,9 +15,8 @@
                            as --format safetensors has it, and whatever else was trained is refused
 
 The models are read where the run's configuration says. Memory for the encoder, the embedding and one layer is enough.
-Nothing is written over; OUT appears when all of it is on the disk and was read again. --verify then loads the
-exported model, and mmtrain's own, and compares their logits on samples that the run held out, and answers to a batch
-of prompts with those to one at a time.
+No file is replaced; OUT appears when all of it is on the disk and was read again. --verify then compares the logits of
+the exported model with mmtrain's own on held-out samples, and answers to a batch of prompts with single answers.
 """
 
 from __future__ import annotations
@@ -49,8 +48,6 @@ EXITS = {
     0: "done, and everything reads back as written",
     1: "--verify: the exported model computes something else; nothing was left under --out",
 }
-VERIFY_SAMPLES = 8
-EXIT_DIFFERENT = 1
 
 
 def run(options: argparse.Namespace) -> int:
@@ -69,7 +66,7 @@ def run(options: argparse.Namespace) -> int:
             )
     except DifferentError as error:
         show_error(error)
-        return EXIT_DIFFERENT
+        return 1
     return 0
 
 
@@ -77,35 +74,16 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     """Command line; `--help` teaches by example."""
     interrupted = "stopped; nothing was left under --out"
     parser = command_parser("export", __doc__, EXAMPLES, EXITS, interrupted=interrupted, logs=tell)
-    parser.add_argument(
-        "--checkpoint",
-        type=Path,
-        required=True,
-        metavar="DIR|RUN",
-        help="a step folder, or a run: its newest whole one",
-    )
+    checkpoint_help = "a step folder, or a run: its newest whole one"
+    parser.add_argument("--checkpoint", type=Path, required=True, metavar="DIR|RUN", help=checkpoint_help)
     parser.add_argument("--format", choices=get_args(Format), required=True, help="see above")
     parser.add_argument("--out", type=Path, required=True, help="folder to make; must not exist, or be empty")
-    parser.add_argument(
-        "--dtype",
-        choices=get_args(Dtype),
-        help="of the tensors written (default: hf, peft: that of the run's LLM; else float32, as they were trained)",
-    )
-    parser.add_argument(
-        "--max-shard-gb", type=positive(float), default=5.0, metavar="GB", help="hf, peft: size of a file (default: 5)"
-    )
-    parser.add_argument(
-        "--base",
-        choices=get_args(Base),
-        help="peft: what the adapters are for. llm: the published LLM (default for text alone); hf: OUT/base (else)",
-    )
-    parser.add_argument(
-        "--verify",
-        type=positive(int),
-        nargs="?",
-        const=VERIFY_SAMPLES,
-        metavar="N",
-        help="hf, peft: compare logits with mmtrain's own on N held-out samples, and batches with single answers "
-        f"(default: {VERIFY_SAMPLES})",
-    )
+    dtype_help = "of the tensors written (hf, peft: that of the run's LLM; else float32, as they were trained)"
+    parser.add_argument("--dtype", choices=get_args(Dtype), help=dtype_help)
+    size_help = "hf, peft: largest size of a file (%(default)s)"
+    parser.add_argument("--max-shard-gb", type=positive(float), default=5.0, metavar="GB", help=size_help)
+    base_help = "peft: what the adapters are for. llm: the published LLM (default for text alone); hf: OUT/base (else)"
+    parser.add_argument("--base", choices=get_args(Base), help=base_help)
+    verify_help = "hf, peft: compare logits with mmtrain's own on N held-out samples, batches with single answers (8)"
+    parser.add_argument("--verify", type=positive(int), nargs="?", const=8, metavar="N", help=verify_help)
     return parser.parse_args(arguments)

@@ -47,15 +47,15 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--out", type=Path, default=FOLDER, help=f"folder to write to (default: {FOLDER})")
     options = parser.parse_args(arguments)
     if (options.model is None) == (options.vision is None):
-        parser.error("give either an LLM's folder or --vision NAME")
-    given = options.model or options.vision
-    if options.id is None and Path(given).expanduser().is_dir():
-        parser.error(f"{given} is a folder: give the name to record it under, --id OWNER/NAME")
+        parser.error("give either an LLM or --vision NAME")
+    model = options.model or options.vision
+    if options.id is None and Path(model).expanduser().is_dir():
+        parser.error(f"{model} is a folder. Give the name to record it under: --id OWNER/NAME")
     return options
 
 
 def record_llm(options: argparse.Namespace) -> Recorded:
-    """Record a causal LM from the config.json in its folder; raises UserError for families that cannot be staged."""
+    """Record a causal LM from the config.json in its folder; raise UserError for families that cannot be cut."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -70,6 +70,13 @@ def record_llm(options: argparse.Namespace) -> Recorded:
         del config["layer_types"]
         config.pop("sliding_window", None)
     return _recorded("llm", options, config, model)
+
+
+def record_timm(options: argparse.Namespace) -> Recorded:
+    """Record a vision model of timm by its name."""
+    recorded = timm_record(options.vision)
+    aliases = tuple(dict.fromkeys((*recorded.aliases, *options.alias)))
+    return replace(recorded, id=options.id or recorded.id, aliases=aliases)
 
 
 def record_hf_vision(options: argparse.Namespace) -> Recorded:
@@ -92,7 +99,7 @@ def record_hf_vision(options: argparse.Namespace) -> Recorded:
 
 
 def _recorded(kind: Literal["llm", "vision"], options: argparse.Namespace, config: dict, model: nn.Module) -> Recorded:
-    """With stock name and shape of every parameter, tied ones once."""
+    """Make a record with the stock name and shape of every parameter; tied ones are listed once."""
     shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
     return Recorded(kind, options.id or options.model or options.vision, tuple(options.alias), config, shapes)
 
@@ -104,12 +111,7 @@ def run(options: argparse.Namespace) -> None:
         shape = llm_shape_from(recorded.config, recorded.parameters, recorded.id)
         summary = f"{len(shape.decoder)} decoder layers, hidden size {shape.hidden_size}"
     else:
-        if is_timm_name(options.vision):
-            found = timm_record(options.vision)
-            aliases = tuple(dict.fromkeys((*found.aliases, *options.alias)))
-            recorded = replace(found, id=options.id or found.id, aliases=aliases)
-        else:
-            recorded = record_hf_vision(options)
+        recorded = record_timm(options) if is_timm_name(options.vision) else record_hf_vision(options)
         shape = vision_shape_from(recorded.config, recorded.parameters, -1, recorded.id)
         summary = f"{shape.blocks_run} blocks, width {shape.width}, {shape.patches_per_image} patches per image"
     file = options.out / (recorded.id.lower().replace("/", "--") + ".json")
