@@ -1,9 +1,9 @@
-"""Which layouts a run may have on so many devices: each as changes to its config.
+"""List the layouts that a run may have on a number of devices, each as changes to its config.
 
 config, N --pipeline x replicas = N--> --each axis of AXES in turn--> changes, as overrides on a command line set them
 
-No candidate changes what a step computes, but for those that quantise frozen layers (see `is_exact`). What is stated by
-hand and belongs to one layout is taken back.
+Candidates do not change what a step computes, except those that quantise frozen layers (see `is_exact`). Keys that
+belong to one layout, such as boundaries, are left to the planner.
 """
 
 from __future__ import annotations
@@ -28,32 +28,32 @@ BY_HAND: dict[str, Any] = {
     "parallel.recompute_layers": "auto",
     "parallel.encoder_ranks": "auto",
 }
-"""What belongs to one layout, and the value with which the planner chooses it."""
+"""Keys that belong to one layout, and the value that leaves each to the planner."""
 
 QUANTIZE = "model.llm.quantize"
 Changes = dict[str, Any]
-"""Values of keys; a key of this may have the value that the config has."""
+"""Values by key; some may be the config's own."""
 
 
 def candidates(config: RunConfig, decoder_layers: int, devices: int) -> list[Changes]:
-    """All layouts that use so many devices, whether or not they fit in memory.
+    """List all layouts that use `devices` devices, whether or not they fit in memory.
 
-    Raises UserError where there is none, saying what of the config would have to change.
+    Raises UserError if there is none, saying what would have to change.
     """
     if not 1 <= devices <= MAX_RANKS:
         raise UserError(f"{devices} devices: layouts are suggested for 1 to {MAX_RANKS:,}")
     sizes = [(devices // data, data) for data in _divisors(devices)]
     sizes = [(pipeline, data) for pipeline, data in sizes if pipeline <= decoder_layers + 2 and data <= MOST_REPLICAS]
-    found: list[Changes] = [{"parallel.pipeline": pipeline, "parallel.data": data} for pipeline, data in sizes]
+    layouts: list[Changes] = [{"parallel.pipeline": pipeline, "parallel.data": data} for pipeline, data in sizes]
     for axis in AXES:
-        found = [changes | more for changes in found for more in axis(config.changed(changes))]
-    if not found:
+        layouts = [changes | more for changes in layouts for more in axis(config.changed(changes))]
+    if not layouts:
         raise UserError(_no_layout(config, decoder_layers, devices, [data for _, data in sizes]))
-    return [changes | BY_HAND for changes in found]
+    return [changes | BY_HAND for changes in layouts]
 
 
 def _packs(config: RunConfig) -> Iterator[Changes]:
-    """Packs a micro-batch: more of them hide fetches, and take more memory."""
+    """Vary packs a micro-batch: more of them hide fetches, and take more memory."""
     packs, data = config.train.packs_per_step, config.parallel.data
     for count in _divisors(packs // data) if packs % data == 0 else ():
         tokens, microbatches = count * config.data.pack_length, packs // data // count
@@ -63,7 +63,7 @@ def _packs(config: RunConfig) -> Iterator[Changes]:
 
 
 def _streaming(config: RunConfig) -> Iterator[Changes]:
-    """Where frozen decoder layers are kept: on the devices, or fetched before they compute."""
+    """Vary where frozen decoder layers are kept: on the devices, or fetched before they compute."""
 
     def kept(layers: Any, source: str = "host", shards: int | None = None) -> Changes:
         keys = "streamed_layers", "stream_from", "weight_shards"
@@ -80,26 +80,26 @@ def _streaming(config: RunConfig) -> Iterator[Changes]:
 
 
 AXES: tuple[Callable[[RunConfig], Iterator[Changes]], ...] = (_packs, _streaming)
-"""How a candidate may go on from a config that earlier axes have changed."""
+"""Each takes the config as earlier axes have changed it, and yields further changes."""
 
 
 def is_exact(config: RunConfig, changes: Changes) -> bool:
-    """Whether the LLM is the config's own, and not one in fewer bits."""
+    """Whether the LLM keeps its bits."""
     return QUANTIZE not in overrides(config, changes)
 
 
 def by_hand(config: RunConfig) -> list[str]:
-    """The keys that the config states and a suggestion leaves to the planner."""
+    """Return the keys that the config sets and a suggestion leaves to the planner."""
     return [key for key, value in BY_HAND.items() if config.value_at(tuple(key.split("."))) != value]
 
 
 def overrides(config: RunConfig, changes: Changes) -> Changes:
-    """The changes that are any."""
+    """Return the changes that differ from the config."""
     return {key: value for key, value in changes.items() if config.value_at(tuple(key.split("."))) != value}
 
 
 def as_options(changes: Changes) -> list[str]:
-    """The changes as a command line gives them behind CONFIG."""
+    """Write changes as a command line takes them behind CONFIG."""
     return [f"{key}={'null' if value is None else value}" for key, value in changes.items()]
 
 
@@ -109,23 +109,23 @@ def _no_layout(config: RunConfig, decoder_layers: int, devices: int, replicas: l
     placed = f"{model} has {most} layers for pipeline ranks (front, {decoder_layers} decoder layers, head)"
     if not replicas:
         return (
-            f"{devices:,} devices: no layout uses all of them: {placed}, and parallel.data is at most "
-            f"{MOST_REPLICAS:,}; take a number that is such a product"
+            f"{devices:,} devices: no layout uses all of them. {placed}, and parallel.data is at most "
+            f"{MOST_REPLICAS:,}. Take a number of devices that is such a product"
         )
     dividing = [data for data in replicas if packs % data == 0]
     if dividing:
         return (
             f"train.packs_per_step: {packs:,} packs are more than {MAX_MICROBATCHES:,} micro-batches on the ranks of "
-            f"any layout of {devices:,} devices; take fewer packs, or more devices"
+            f"any layout of {devices:,} devices. Take fewer packs, or more devices"
         )
     nearest = {packs // data * data for data in replicas} | {-(-packs // data) * data for data in replicas}
     below, above = max((n for n in nearest if 0 < n < packs), default=None), min(n for n in nearest if n > packs)
     would = f"{above:,}" if below is None else f"{below:,} or {above:,}"
     several = "replicas" if len(replicas) == 1 else "replicas at least"
     return (
-        f"train.packs_per_step: {packs:,} packs cannot be shared out over {devices:,} devices: {placed}, so that there "
-        f"are {min(replicas):,} {several}, each with the same number of packs; with train.packs_per_step={would} there "
-        "is a layout. It defines the optimisation, so no suggestion changes it"
+        f"train.packs_per_step: {packs:,} packs cannot be shared out over {devices:,} devices. {placed}, so there "
+        f"are {min(replicas):,} {several}, each with the same number of packs. Set train.packs_per_step={would}; no "
+        "suggestion changes it, since it defines the optimisation"
     )
 
 

@@ -1,7 +1,7 @@
-"""The best layouts of a run for so many devices: pipeline x replicas, packs a micro-batch, streaming or none.
+"""Suggest layouts of a run for a number of devices: pipeline x replicas, packs a micro-batch, streaming or none.
 
 config, N --candidates--> changes to the config --step_bound--> the most promising ones first
-          --the search that make_plan runs--> layouts that fit, with their steps --the simpler of near ones--> the best
+          --the search that make_plan runs--> layouts that fit, with their steps --simpler ones first--> the best
 
 Every layout makes the same step, of the packs that the config asks for: steps compare as samples per second do.
 """
@@ -9,7 +9,6 @@ Every layout makes the same step, of the packs that the config asks for: steps c
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -19,42 +18,37 @@ from mmtrain.config.schema import RunConfig
 from mmtrain.plan.calibration import Device
 from mmtrain.plan.candidates import Changes, as_options, by_hand, candidates, is_exact, overrides
 from mmtrain.plan.costs import Models
-from mmtrain.plan.cuts import best_cut
 from mmtrain.plan.planner import check_run, make_plan, memory_limit, models_of
 from mmtrain.plan.search import search_of
 from mmtrain.plan.stage_costs import StageCosts, stage_costs
 from mmtrain.plan.step_bound import least_step_seconds
 
 MOST_LAYOUTS = 5
-MOST_SECONDS = 20.0
-"""Of planning; a search that has begun is ended."""
+MOST_PLANS = 30
+"""Of 7 runs on 4 and 8 devices, 6 to 25 plans give the five layouts that planning all 21 to 57 gives; 10 plans miss the
+fastest by 67% at worst, 15 never do. A plan of a 7B takes half a second, one of a 32B two."""
 SIMPLER = 0.01
 """Share of a step that a layout must save to come before a simpler one. Times are estimates."""
 CALIBRATION = "parallel.calibration"
 
 
 class Size(NamedTuple):
-    """What a layout is, beside what the planner chooses for it."""
+    """What tells layouts apart, besides what the planner chooses."""
 
     pipeline: int
     data: int
     packs_per_microbatch: int
-    source: str | None  # that streamed layers come from; None: nothing is streamed
-    shards: int  # replicas that keep a part each of streamed layers
+    source: str | None  # of streamed layers; None: nothing is streamed
+    shards: int  # replicas that share the streamed layers
 
     @property
     def simplicity(self) -> tuple[int, ...]:
-        """Less is simpler: nothing streamed, host, peers, quantised; then fewer pipeline ranks, packs, shards."""
+        """Sort key, the simplest first: nothing streamed, host, peers, quantised; then fewer ranks, packs, shards."""
         source = {None: 0, "host": 1, "peers": 2}.get(self.source, 3)
         return source, self.pipeline, self.packs_per_microbatch, self.shards
 
-    @property
-    def without_streaming(self) -> Size:
-        """The same with all weights on the devices."""
-        return self._replace(source=None, shards=1)
-
     def is_more_than(self, other: Size) -> bool:
-        """Whether the ranks are the same, and this one takes more packs, streams where that does not, more shards."""
+        """Whether the ranks are the same, and this layout takes more packs, streams, or has more shards."""
         streams_more = self.source == other.source and self.shards >= other.shards
         more = self.packs_per_microbatch >= other.packs_per_microbatch and (streams_more or other.source is None)
         return self != other and self[:2] == other[:2] and more
@@ -75,7 +69,7 @@ class SuggestedLayout:
 
 @dataclass(frozen=True, slots=True)
 class Suggestion:
-    """The best layouts of a run for so many devices."""
+    """The best layouts of a run for a number of devices."""
 
     run: str
     llm: str
@@ -86,10 +80,11 @@ class Suggestion:
     layouts: tuple[SuggestedLayout, ...]  # at least one; the best first
     by_hand: tuple[str, ...]  # keys that the config states and that the layouts leave to the planner
     measured_on: str | None  # the device whose calibration gives the seconds; None: they are assumed
-    not_measured: int  # candidates left out since no calibration tells what they take
-    not_planned: int  # candidates that might be among the best, and for which there was no time
-    peer_bytes_per_second: float  # at which a rank's streamed layers come from peers, as far as that is known
-    measured_fetches: tuple[str, ...]  # sources whose rate was measured; others' are assumed
+    not_measured: int  # candidates left out, since no calibration says what they take
+    tried: int  # candidates that were planned
+    not_tried: int  # candidates that might be among the best, beyond `most_plans`
+    peer_bytes_per_second: float  # of streamed layers that come from peers
+    measured_fetches: tuple[str, ...]  # sources whose rate was measured; other rates are assumed
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +96,7 @@ class _Candidate:
 
     @property
     def size(self) -> Size:
-        """That of its layout, if that streams wherever it may."""
+        """Size of the layout, if it streams wherever it may."""
         parallel, streaming = self.config.parallel, self.costs.setting.streaming
         source = streaming.source if streaming.is_possible else None
         packs = self.config.train.packs_per_microbatch
@@ -113,17 +108,16 @@ def suggest(
     devices: int,
     device_memory_bytes: int | None = None,
     device: Device | None = None,
-    most_seconds: float = MOST_SECONDS,
+    most_plans: int = MOST_PLANS,
 ) -> Suggestion:
-    """The five best layouts of a run that use so many devices; starts nothing.
+    """Suggest at most five layouts that use `devices` devices; starts nothing.
 
-    `device_memory_bytes` and `device` as for `make_plan`. Candidates are planned in the order of a lower bound of
-    their steps, until none of those left can be among the best, or for `most_seconds`. The rule of the list: first
-    comes the fastest, or what is simplest of all that take at most SIMPLER longer (`Size.simplicity`); so on with the
-    rest. Of layouts with the same ranks, one that takes more packs a micro-batch, or streams, or to more shards, is
-    left out if another, with less of these, takes at most SIMPLER longer: there may be fewer than five. Where
-    calibrations tell what some candidates take, others are left out, unless none of those fits. Layouts with a
-    quantised LLM, which is another one, come behind all others, one of them at least, and only if they are faster.
+    `device_memory_bytes` and `device` as for `make_plan`. Candidates are planned in the order of a lower bound of their
+    steps, until none of those left can be among the best, `most_plans` at most. First comes the fastest, or the
+    simplest of all that take at most SIMPLER longer (`Size.simplicity`), and so on. Of layouts with the same ranks, one
+    that takes more packs a micro-batch, streams, or has more shards is left out if another one with less takes at most
+    SIMPLER longer. Candidates without calibrated costs are left out, unless none of the others fits. A quantised LLM is
+    another LLM: such layouts come last, at least one of them, and only if they are faster.
 
     Raises UserError for a number of devices that no layout can use, saying what would have to change, and where nothing
     fits, with what the smallest layout needs.
@@ -131,25 +125,22 @@ def suggest(
     models, limit = models_of(config), memory_limit(config, device_memory_bytes)
     changes = candidates(config, len(models.llm.decoder), devices)
     check_run(config.changed(changes[0]), models)
-    known = [_with_bound(config, one, models, limit, device) for one in changes]
-    measured = [x for x in known if x.costs.timings.device is not None and x.bound < math.inf]
-    end = time.monotonic() + most_seconds
-    exact = [x for x in measured or known if is_exact(config, x.changes)]
-    found, not_planned = _planned(config, exact, end)
-    if measured and not found:
-        measured = []
-        exact = [x for x in known if is_exact(config, x.changes)]
-        found, not_planned = _planned(config, exact, end)
-    best = _best(found)
-    least = min((x.step_seconds for x in found), default=math.inf) * (1 - SIMPLER)
-    others = [x for x in measured or known if x.bound < least and not is_exact(config, x.changes)]
-    quantised, _ = _planned(config, others, end)
-    faster = _best([x for x in quantised if x.step_seconds < least])[: max(1, MOST_LAYOUTS - len(best))]
+    every = [_with_bound(config, one, models, limit, device) for one in changes]
+    measured = [x for x in every if x.costs.timings.device is not None and x.bound < math.inf]
+    for used in filter(None, (measured, every)):
+        exact = _plan([x for x in used if is_exact(config, x.changes)], config, most_plans)
+        if exact.layouts:
+            break
+    best = _best(exact.layouts)
+    fastest = min((x.step_seconds for x in exact.layouts), default=math.inf) * (1 - SIMPLER)
+    quantised = [x for x in used if x.bound < fastest and not is_exact(config, x.changes)]
+    others = _plan(quantised, config, most_plans - exact.tried)
+    faster = _best([x for x in others.layouts if x.step_seconds < fastest])[: max(1, MOST_LAYOUTS - len(best))]
     best = [*best[: MOST_LAYOUTS - len(faster)], *faster]
     if not best:
-        best = [_smallest(config, exact, device_memory_bytes, device)]
+        best = [_smallest(config, used, device_memory_bytes, device)]
     keys = by_hand(config) + [CALIBRATION] * any(CALIBRATION in layout.overrides for layout in best)
-    timings = (measured or known)[0].costs.timings
+    timings = used[0].costs.timings
     return Suggestion(
         run=config.run.name,
         llm=config.model.llm.path,
@@ -160,8 +151,9 @@ def suggest(
         layouts=tuple(best),
         by_hand=tuple(keys),
         measured_on=timings.device,
-        not_measured=len(known) - len(measured) if measured else 0,
-        not_planned=not_planned,
+        not_measured=len(every) - len(used),
+        tried=exact.tried + others.tried,
+        not_tried=exact.not_tried + others.not_tried,
         peer_bytes_per_second=1 / timings.fetch_seconds_per_byte["peers"],
         measured_fetches=timings.measured_fetches,
     )
@@ -170,7 +162,7 @@ def suggest(
 def _with_bound(
     config: RunConfig, changes: Changes, models: Models, limit: int | None, device: Device | None
 ) -> _Candidate:
-    """A candidate with its costs, by the calibration that was named as long as that is for it."""
+    """Return a candidate with its costs: calibrated where the named calibration fits it, else assumed."""
     try:
         costs = stage_costs(config.changed(changes), models, limit, device)
     except UserError:
@@ -179,59 +171,41 @@ def _with_bound(
     return _Candidate(changes, config.changed(changes), costs, least_step_seconds(costs))
 
 
-def _planned(config: RunConfig, known: Sequence[_Candidate], end: float) -> tuple[list[SuggestedLayout], int]:
-    """Layouts that fit, the best among them; and how many candidates were left at `end` that might be, too."""
-    found: list[SuggestedLayout] = []
-    left = 0
-    for bound, candidate in _most_promising_first(known):
-        best = _best(found)
-        enough = max(x.step_seconds for x in best) * (1 + SIMPLER) if len(best) == MOST_LAYOUTS else math.inf
-        if bound >= enough:  # also where both are infinite: it fits nowhere
+class _Planned(NamedTuple):
+    layouts: list[SuggestedLayout]  # those that fit
+    tried: int
+    not_tried: int  # candidates that may be among the best
+
+
+def _plan(candidates_: Sequence[_Candidate], config: RunConfig, most_plans: int) -> _Planned:
+    """Plan candidates, the most promising first, until none of the others can be among the best."""
+    layouts: list[SuggestedLayout] = []
+    tried = not_tried = 0
+    for candidate in sorted(candidates_, key=lambda x: (x.bound, x.size.simplicity)):
+        best = _best(layouts)
+        slowest = max(x.step_seconds for x in best) * (1 + SIMPLER) if len(best) == MOST_LAYOUTS else math.inf
+        if candidate.bound >= slowest:  # also where both are infinite: it fits nowhere
             break
-        seconds, size = {x.size: x.step_seconds for x in found}, candidate.size
-        is_idle = bound > candidate.bound and size.without_streaming in seconds
-        if is_idle or not _saves(size, candidate.bound, seconds):
+        if not _saves(candidate.size, candidate.bound, {x.size: x.step_seconds for x in layouts}):
             continue
-        if time.monotonic() > end and size.pipeline > 1:  # one rank is planned at once
-            left += 1
-        elif _may_fit(candidate.costs):
-            layout = _layout(candidate, config)
-            found += [] if layout is None else [layout]
-    return found, left
+        if tried == most_plans:
+            not_tried += 1
+            continue
+        tried += 1
+        layout = _layout(candidate, config)
+        if layout is not None:
+            layouts.append(layout)
+    return _Planned(layouts, tried, not_tried)
 
 
-def _most_promising_first(known: Sequence[_Candidate]) -> list[tuple[float, _Candidate]]:
-    """With the bound by which they are ordered: where streaming hardly lowers it, that of the layout without.
-
-    Such a layout comes behind that one, and is of no use but where that one proves not to fit.
-    """
-    without = {x.size: x.bound for x in known}
-    found = []
-    for x in known:
-        other = without.get(x.size.without_streaming, math.inf)
-        gains = x.size.source is None or x.bound < other * (1 - SIMPLER)
-        found.append((x.bound if gains else math.nextafter(other, math.inf), x))
-    return sorted(found, key=lambda x: (x[0], x[1].size.simplicity))
-
-
-def _saves(size: Size, seconds: float, known: Mapping[Size, float]) -> bool:
-    """Whether it takes less, by SIMPLER, than every one with the same ranks that takes fewer packs or streams less."""
-    return not any(size.is_more_than(other) and taken <= seconds * (1 + SIMPLER) for other, taken in known.items())
-
-
-def _may_fit(costs: StageCosts) -> bool:
-    """Whether a search is likely to find something: without the encoder there is a cut that fits.
-
-    A search that finds nothing takes many times as long as one that does.
-    """
-    pipeline = costs.setting.pipeline
-    return costs.setting.memory_bytes is None or pipeline == 1 or best_cut(costs, [0] * pipeline) is not None
+def _saves(size: Size, seconds: float, steps: Mapping[Size, float]) -> bool:
+    """Whether `size` saves SIMPLER over every layout with the same ranks that takes fewer packs or streams less."""
+    return not any(size.is_more_than(other) and step <= seconds * (1 + SIMPLER) for other, step in steps.items())
 
 
 def _layout(candidate: _Candidate, config: RunConfig) -> SuggestedLayout | None:
-    """The layout that `make_plan` finds; None: it finds none, or, for a candidate that streams, one that does not."""
-    costs, parallel = candidate.costs, candidate.config.parallel
-    layout = search_of(candidate.config, costs).find(parallel.stages_per_rank)
+    """Return the layout that `make_plan` finds; None if none fits, or if a streaming one streams nothing."""
+    layout = search_of(candidate.config, candidate.costs).find(candidate.config.parallel.stages_per_rank)
     if layout is None:
         return None
     if candidate.size.source is not None and not any(rank.streamed for rank in layout.ranks):
@@ -247,30 +221,30 @@ def _layout(candidate: _Candidate, config: RunConfig) -> SuggestedLayout | None:
     )
 
 
-def _best(found: Sequence[SuggestedLayout]) -> list[SuggestedLayout]:
-    """The best of these by the rule that `suggest` states."""
-    known = {x.size: x.step_seconds for x in found}
-    left = [x for x in found if _saves(x.size, x.step_seconds, known)]
+def _best(layouts: Sequence[SuggestedLayout]) -> list[SuggestedLayout]:
+    """Return the best layouts by the rule of `suggest`."""
+    steps = {x.size: x.step_seconds for x in layouts}
+    rest = [x for x in layouts if _saves(x.size, x.step_seconds, steps)]
     best: list[SuggestedLayout] = []
-    while left and len(best) < MOST_LAYOUTS:
-        most = (1 + SIMPLER) * min(x.step_seconds for x in left)
-        best.append(min((x for x in left if x.step_seconds <= most), key=lambda x: x.size.simplicity))
-        left.remove(best[-1])
+    while rest and len(best) < MOST_LAYOUTS:
+        longest = (1 + SIMPLER) * min(x.step_seconds for x in rest)
+        best.append(min((x for x in rest if x.step_seconds <= longest), key=lambda x: x.size.simplicity))
+        rest.remove(best[-1])
     return best
 
 
 def _smallest(
-    config: RunConfig, known: Sequence[_Candidate], device_memory_bytes: int | None, device: Device | None
+    config: RunConfig, used: Sequence[_Candidate], device_memory_bytes: int | None, device: Device | None
 ) -> SuggestedLayout:
-    """The layout that needs the least memory; raises UserError with what that is, where it does not fit."""
+    """Return the layout that needs the least memory; raise UserError with what it needs if it does not fit."""
     sources = ("host", "peers", None)
 
     def memory(candidate: _Candidate) -> tuple[int, ...]:
         pipeline, _, packs, source, shards = candidate.size
-        return -pipeline, packs, sources.index(source) if source in sources else 0, -shards
+        return -pipeline, packs, sources.index(source), -shards
 
-    smallest = min(known, key=memory)
-    layout = _layout(smallest, config) if smallest.bound < math.inf and _may_fit(smallest.costs) else None
+    smallest = min((x for x in used if is_exact(config, x.changes)), key=memory)
+    layout = _layout(smallest, config) if smallest.bound < math.inf else None
     if layout is not None:
         return layout
     parallel = smallest.config.parallel

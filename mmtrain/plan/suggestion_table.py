@@ -13,7 +13,7 @@ from mmtrain.pretrained.quantised import BITS
 
 
 def render_suggestion(suggestion: Suggestion) -> list[str]:
-    """The layouts as lines of plain text, at most 80 columns; overrides go on in the next line behind a backslash."""
+    """Return the layouts as lines of at most 80 columns; long overrides are continued behind a backslash."""
     best, *others = suggestion.layouts
     return [
         *wrapped(*_headline(suggestion)),
@@ -65,14 +65,14 @@ def _table(suggestion: Suggestion) -> list[str]:
 
 
 def _notes(suggestion: Suggestion) -> Iterator[str]:
-    """What the numbers rest on, and what was left to the planner."""
+    """Say what the numbers rest on, and what was left to the planner."""
     simpler = f"of layouts within {SIMPLER:.0%} the simpler comes first"
     if suggestion.measured_on is None:
         yield f"costs: assumed: ratios, no seconds; mmtrain calibrate CONFIG measures those; {simpler}"
     else:
         yield f"costs: calibrated on {suggestion.measured_on}; {simpler}"
     if suggestion.not_measured:
-        yield f"{suggestion.not_measured} layouts are left out that this calibration says nothing of"
+        yield f"{suggestion.not_measured} layouts are left out: this calibration does not cover them"
     if any(layout.size.source == "peers" for layout in suggestion.layouts):
         links = f"{suggestion.peer_bytes_per_second / 1e9:,.3g} GB/s"
         known = "measured" if "peers" in suggestion.measured_fetches else "assumed"
@@ -84,12 +84,12 @@ def _notes(suggestion: Suggestion) -> Iterator[str]:
         )
     if suggestion.by_hand:
         yield f"left to the planner, though CONFIG states them: {', '.join(suggestion.by_hand)}"
-    if suggestion.not_planned:
-        yield f"there was no time to plan {suggestion.not_planned} more that may be as good"
+    tried = f"{suggestion.tried} layouts were planned, the most promising first"
+    yield tried + (f"; {suggestion.not_tried} more may be as good" if suggestion.not_tried else "")
 
 
 def _pasted(mark: str, layout: SuggestedLayout) -> list[str]:
-    """What a shell takes as one line: where it is too long for the terminal, lines end with a backslash."""
+    """Return one line for a shell, wrapped behind backslashes to the terminal's width."""
     options = " ".join(as_options(layout.overrides)) or "nothing: it is that of CONFIG"
     wrap = textwrap.TextWrapper(
         COLUMNS - 2,

@@ -100,7 +100,7 @@ def test_the_best_layout_is_as_fast_as_the_fastest_of_all(devices, gib) -> None:
     config = demo(f"parallel.device_memory_gib={gib}")
     suggestion = suggest(config, devices)
     assert suggestion.layouts[0].step_seconds <= NEAR * min(all_steps(config, devices).values())
-    assert suggestion.not_planned == 0
+    assert suggestion.not_tried <= 5
 
 
 @pytest.mark.parametrize("devices", [1, *(pytest.param(n, marks=pytest.mark.nightly) for n in (2, 4))])
@@ -203,7 +203,7 @@ def test_a_calibration_gives_seconds_and_leaves_out_what_was_not_measured(tmp_pa
     suggestion = suggest(named, 2, device=cpu)
     assert suggestion.measured_on == "Abacus 9000" and "calibrated on Abacus 9000" in text(suggestion)
     assert all(layout.size.packs_per_microbatch == 1 for layout in suggestion.layouts)
-    assert suggestion.not_measured > 0 and "this calibration says nothing of" in text(suggestion)
+    assert suggestion.not_measured > 0 and "this calibration does not cover them" in text(suggestion)
     assert "parallel.calibration" not in suggestion.layouts[0].overrides
     plan = make_plan(named.changed(suggestion.layouts[0].overrides), device=cpu)
     assert plan.step_seconds == suggestion.layouts[0].step_seconds
@@ -212,10 +212,13 @@ def test_a_calibration_gives_seconds_and_leaves_out_what_was_not_measured(tmp_pa
     assert "parallel.calibration" in other.by_hand
 
 
-def test_without_time_what_was_found_is_told_with_how_much_is_missing() -> None:
-    suggestion = suggest(demo(), 4, most_seconds=0)
-    assert {layout.size.pipeline for layout in suggestion.layouts} == {1} and suggestion.not_planned > 0
-    assert f"no time to plan {suggestion.not_planned} more" in text(suggestion)
+def test_work_is_bounded_by_plans_and_the_text_says_how_many_were_tried() -> None:
+    suggestion = suggest(demo(), 4, most_plans=6)
+    assert suggestion.tried == 6 and suggestion.not_tried > 0
+    assert f"6 layouts were planned, the most promising first; {suggestion.not_tried} more may be as" in text(
+        suggestion
+    )
+    assert suggest(demo(), 4, most_plans=6) == suggestion, "whatever else the machine does"
 
 
 # ---- the text
@@ -224,7 +227,7 @@ def test_without_time_what_was_found_is_told_with_how_much_is_missing() -> None:
 @pytest.fixture(scope="module")
 def large() -> list[str]:
     config = load_config(ROOT / "configs" / "qwen25_72b_pp8_dp2.yaml", ["parallel.device_memory_gib=77"])
-    return render_suggestion(suggest(config, 8, most_seconds=600))
+    return render_suggestion(suggest(config, 8))
 
 
 def test_the_readme_shows_what_is_printed(large) -> None:
@@ -264,7 +267,7 @@ def test_the_text_fits_80_columns(devices, longest) -> None:
     size = Size(1000, 10_000, 100_000, "peers", 8)
     layouts = tuple(replace(x, **longest, size=size if longest else x.size) for x in suggestion.layouts)
     assert max(map(len, render_suggestion(replace(suggestion, devices=devices, layouts=layouts)))) <= 80
-    measured = replace(suggestion, measured_on="A" * 60, not_measured=7, not_planned=3, layouts=layouts)
+    measured = replace(suggestion, measured_on="A" * 60, not_measured=7, not_tried=3, layouts=layouts)
     assert max(map(len, render_suggestion(measured))) <= 80
 
 
@@ -288,8 +291,8 @@ def test_devices_on_which_nothing_fits_are_told_what_the_smallest_layout_needs(c
 @pytest.mark.parametrize(
     ("devices", "said"),
     [
-        (7, "with train.packs_per_step=7 or 14 there is a layout"),
-        (22, "there are 11 replicas at least, each with the same number of packs; with train.packs_per_step=11 there"),
+        (7, "Set train.packs_per_step=7 or 14; no"),
+        (22, "there are 11 replicas at least, each with the same number of packs. Set train.packs_per_step=11; no"),
         (99_991, "99,991 devices: no layout uses all of them"),
     ],
 )
