@@ -23,7 +23,7 @@ from mmtrain.config.load import load_config
 from mmtrain.engine.trace import TRACE, WORK_OF, Work
 from mmtrain.launching.machine import plan_for_here
 from mmtrain.plan.simulate import Program, simulate
-from mmtrain.pretrained.whole_models import completed
+from mmtrain.stock.pretrained import expand_pretrained
 
 # Okabe and Ito's colours, which the colour-blind tell apart: of a rank's first stage and of its last.
 COLOURS = {
@@ -63,7 +63,7 @@ class Timeline(NamedTuple):
 
 def predicted(config_file: str, overrides: list[str]) -> Timeline:
     """Return the step that the planner expects."""
-    plan = plan_for_here(completed(load_config(config_file, overrides)))
+    plan = plan_for_here(expand_pretrained(load_config(config_file, overrides)))
     step = simulate(Program(plan.schedule), plan.seconds, spans=True)
     bars = [Bar(x.rank, WORK_OF[x[1].op], x[1].stage, x[1].microbatch, x.begin, x.end) for x in step.spans]
     return Timeline(f"predicted for {plan.run}", step.seconds, plan.step_seconds is not None, bars, list(step.idle))

@@ -45,15 +45,21 @@ def build_stages(
 ) -> dict[int, Stage]:
     """Return a rank's stages by number, their weights loaded. Collective; `replicas` as `streamed_layers` has it.
 
-    A run that `resumes` needs the file that its projector began with only where part of the projector is frozen.
+    A run that `resumes` reads its checkpoint later.
     """
     streamed = streamed_layers(plan, rank, device, replicas, config.parallel.timeout_seconds)
-    if resumes and config.model.vision is not None:
-        parameters = connector_parameters(connector(config.model.projector, 1, 2, has_newline(config)))
-        if all(matches(parameter.name, config.model.trainable) for parameter in parameters):
-            config = config.changed({"model.projector.init_from": None})
+    if resumes:
+        config = without_init_from(config)
     stages = plan.ranks[rank].stages
     return {stage.stage: build_stage(config, stage, device=device, streamed=streamed) for stage in stages}
+
+
+def without_init_from(config: RunConfig) -> RunConfig:
+    """Return the configuration of a resumed run, which needs no file for a projector that trains as a whole."""
+    parameters = connector_parameters(connector(config.model.projector, 1, 2, has_newline(config)))
+    if not all(matches(parameter.name, config.model.trainable) for parameter in parameters):
+        return config
+    return config.changed({"model.projector.init_from": None})
 
 
 def refuse_short_device_memory(rank: RankPlan, device: torch.device) -> None:

@@ -37,11 +37,11 @@ from mmtrain.plan.step_bound import least_step_seconds
 from mmtrain.plan.workload import expected_image
 from mmtrain.pretrained.adapters import with_adapters
 from mmtrain.pretrained.connectors import connector, has_newline, image_layout
-from mmtrain.pretrained.doors import check_export_format
 from mmtrain.pretrained.layouts import ImageLayout
 from mmtrain.pretrained.shapes import NO_VISION, llm_shape, matches, vision_shape
 from mmtrain.pretrained.tokenizer_files import refuse_missing_marks
 from mmtrain.pretrained.vision_files import check_preprocessing
+from mmtrain.stock.exporters import check_export_format
 
 STREAMING_GAIN = 0.005
 """Share of a step that streaming must save where it is left to the planner and all fits without."""
@@ -49,7 +49,7 @@ STREAMING_GAIN = 0.005
 
 def models_of(config: RunConfig) -> Models:
     """Return the shapes of a run's models. Raises UserError if one is not known, or if they do not fit together."""
-    assert getattr(config.model, "from") is None, "`whole_models.completed` comes before: a plan reads explicit keys"
+    assert getattr(config.model, "from") is None, "`expand_pretrained` comes before: a plan reads explicit keys"
     llm = llm_shape(config.model.llm.path)
     vision, operations = NO_VISION, ()
     if (chosen := config.model.vision) is not None:

@@ -23,13 +23,13 @@ from chat_styles import STYLES, sentencepiece_like
 from safetensors.torch import load_file
 from scenes import perturb
 from stock_encoders import DINO_SIZES, HF_SIZES
+from tiny_models import make_tiny_llm, make_tokenizer
 from tokenizers import AddedToken
 from untrained_runs import drawn_adapters, make_checkpoint, make_tower
 from whole_models import save_whole
 
 import mmtrain
 from mmtrain.__main__ import main
-from mmtrain.commands.tiny import make_tiny_llm, make_tokenizer
 from mmtrain.data.samples.records import BadSample
 from mmtrain.data.samples.sample import IGNORE, Sample
 from mmtrain.data.stream.loader import PackedBatches

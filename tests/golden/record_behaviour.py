@@ -16,8 +16,7 @@ from typing import Any
 
 from golden.faults import outcome_of
 from golden.planning import facts_of, lists_of, shape_of
-
-from mmtrain.commands.tiny import make_config, make_tiny_llm, make_tiny_shards, make_tiny_vision
+from tiny_models import make_config, make_tiny_llm, make_tiny_shards, make_tiny_vision
 
 
 def records_of(kind: str) -> list[dict[str, Any]]:

@@ -16,11 +16,11 @@ from torch import nn
 from mmtrain.base.errors import UserError
 from mmtrain.checkpoint.step_folder import new_step_folder, step_path
 from mmtrain.config.model import ProjectorSection
+from mmtrain.engine.stages import without_init_from
 from mmtrain.model.projector import make_projector, read_projector
 from mmtrain.model.projector_files import find_projector, refuse_unfit_init_from
 from mmtrain.model.stage import build_stage
 from mmtrain.plan.planner import make_plan
-from mmtrain.training.loop import _without_init_from
 
 VISION, LLM = 12, 20
 Tensors = dict[str, torch.Tensor]
@@ -357,4 +357,4 @@ def test_a_cut_or_changed_safetensors_file_is_refused_or_holds_what_its_header_s
 )
 def test_a_run_that_goes_on_needs_its_start_for_what_its_checkpoints_do_not_hold(tmp_path, trainable, needed):
     config = make_config(tmp_path, model__trainable=tuple(trainable), model__projector__init_from="start.safetensors")
-    assert (_without_init_from(config).model.projector.init_from is not None) == needed
+    assert (without_init_from(config).model.projector.init_from is not None) == needed

@@ -12,11 +12,12 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from mmtrain.config.load import DEMO, load_config
 from mmtrain.data.stream.packs import PackedBatch
-from mmtrain.engine.optimizer import MasterWeights, adamw_state, make_optimizer
+from mmtrain.engine.optimizer import MasterWeights, make_optimizer, optimizer_state
 from mmtrain.engine.single_stage import SingleStage, expected_batch
 from mmtrain.model.stage import Stage, build_stage
 from mmtrain.plan.block_costs import keys_seen
 from mmtrain.plan.costs import Models, run_costs
+from mmtrain.plan.optimizers import optimizer_of
 from mmtrain.plan.plan import StagePlan
 from mmtrain.plan.planner import models_of
 from mmtrain.plan.workload import FP32, Workload
@@ -50,7 +51,11 @@ def test_the_demos_micro_batch_costs_what_torch_counts(trainable, targets):
         _forward_and_backward(stage, expected_batch(config, models))
     masters.reduce_gradients(None)
     optimizer.step()
-    state = [moment for moment in adamw_state(optimizer, masters.by_name).values() if moment.dim()]
+    state = [
+        moment
+        for moment in optimizer_state(optimizer_of(config.optimizer), optimizer, masters.by_name).values()
+        if moment.dim()
+    ]
     for master in masters.by_name.values():
         state += [master.grad] if master.data_ptr() in stored else [master.grad, master]
     # torch's counter sees the matrix products of attention that is not fused.

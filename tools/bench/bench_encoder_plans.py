@@ -19,7 +19,7 @@ from bench_tables import positive, print_table
 from mmtrain.base.printing import say
 from mmtrain.config.load import validated
 from mmtrain.plan.costs import Models, run_costs
-from mmtrain.plan.search import Layout, Search
+from mmtrain.plan.search import PipelineLayout, Search
 from mmtrain.plan.stage_costs import Setting, StageCosts
 from mmtrain.plan.timings import GPU, assumed_timings
 from mmtrain.pretrained.connectors import connector
@@ -66,7 +66,7 @@ class Figures(NamedTuple):
 
     step: float
     slowest: float  # the work of the rank that has most
-    layout: Layout
+    layout: PipelineLayout
 
 
 # ---- models
@@ -192,21 +192,21 @@ def encoder_share(costs: StageCosts) -> float:
     return costs.timings.encode / (balanced_seconds(costs) * ranks)
 
 
-def figures(layout: Layout, costs: StageCosts) -> Figures:
+def figures(layout: PipelineLayout, costs: StageCosts) -> Figures:
     """A layout against balanced work."""
     work = balanced_seconds(costs)
-    slowest = max(need.seconds for need in layout.needs) * costs.setting.microbatches_per_step
+    slowest = max(rank.seconds for rank in layout.ranks) * costs.setting.microbatches_per_step
     return Figures(layout.simulation.seconds / work, slowest / work, layout)
 
 
-def in_slices(costs: StageCosts) -> Layout:
+def in_slices(costs: StageCosts) -> PipelineLayout:
     """The planner's own choice."""
-    return Search(costs, "auto", "auto").find("auto")[0]
+    return Search(costs, "auto", "auto").find("auto")
 
 
-def on_rank_0(costs: StageCosts) -> Layout:
+def on_rank_0(costs: StageCosts) -> PipelineLayout:
     """The best plan with the whole encoder on rank 0."""
-    return Search(costs, "auto", (0,)).find("auto")[0]
+    return Search(costs, "auto", (0,)).find("auto")
 
 
 # ---- tables

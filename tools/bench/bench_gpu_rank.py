@@ -10,6 +10,7 @@ import copy
 import functools
 import itertools
 import zlib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +36,6 @@ from transformers import CLIPVisionModel, LlamaForCausalLM, LlavaForConditionalG
 from mmtrain.base.errors import UserError
 from mmtrain.config.schema import RunConfig
 from mmtrain.data.stream.images import image_transform
-from mmtrain.doctor.rank import memory_of
 from mmtrain.engine.process_groups import join_process_group
 from mmtrain.model.attention import ATTENTION
 from mmtrain.model.bookends import absent_modules, replace
@@ -113,7 +113,7 @@ def race_pipeline(settings: Settings, row: str, parts: Path, pipeline: int, rank
             idle = mmtrain.idle
             layers = [name for stage in mine.stages for name in stage.layers]
             ways = {way for stage in stages.values() for way in stage.attention}
-            took = {"layers": layers, "planned_bytes": mine.total_bytes} | (memory_of(mmtrain.step, device) or {})
+            took = {"layers": layers, "planned_bytes": mine.total_bytes} | memory_of(mmtrain.step, device)
             of_ranks: list[tuple[set[Way], dict[str, Any]]] = [(set(), {})] * pipeline
             dist.all_gather_object(of_ranks, (ways, took))
             attention = say_ways([ways for ways, _ in of_ranks])[1]
@@ -123,6 +123,21 @@ def race_pipeline(settings: Settings, row: str, parts: Path, pipeline: int, rank
         run_row(settings, row, {MMTRAIN: mmtrain}, rank, facts, matrices, afterwards)
     except torch.OutOfMemoryError as error:
         raise _too_little(error, "fewer --samples-per-pack or a longer --pipeline need less") from error
+
+
+def memory_of(step: Callable[[], object], device: torch.device) -> dict[str, int]:
+    """Peak bytes of a step on a GPU: allocated by tensors, reserved by torch, held by all processes; {} on a CPU."""
+    if device.type != "cuda":
+        return {}
+    torch.cuda.reset_peak_memory_stats(device)
+    step()
+    torch.cuda.synchronize(device)
+    free, total = torch.cuda.mem_get_info(device)
+    return {
+        "allocated_bytes": torch.cuda.max_memory_allocated(device),
+        "reserved_bytes": torch.cuda.max_memory_reserved(device),
+        "held_bytes": total - free,
+    }
 
 
 def _too_little(error: torch.OutOfMemoryError, advice: str) -> UserError:
