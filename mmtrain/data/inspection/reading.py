@@ -18,7 +18,7 @@ from mmtrain.config.limits import MAX_TILES
 from mmtrain.config.load import load_config
 from mmtrain.config.templates import FILE, NAMES, template_argument
 from mmtrain.data.samples.formats import SampleFormat
-from mmtrain.data.shards.detection import add_format_arguments, format_of_arguments, sample_format
+from mmtrain.data.shards.detection import add_format_arguments, sample_format
 from mmtrain.pretrained.connectors import image_layout
 from mmtrain.pretrained.layouts import (
     DEFAULT_MAX_TILES,
@@ -167,7 +167,8 @@ def reading_of(options: argparse.Namespace, tars: Sequence[Path]) -> Reading:
     and `sample_format` raise.
     """
     if options.config is None:
-        form, layout = format_of_arguments(options, tars), _layout(options)
+        form = sample_format(options.format, options.caption_key, options.caption_prompt, tars, "SHARDS")
+        layout = _layout(options)
         missing = "" if layout.positions_per_tile or not layout.takes_images else _missing_positions(options)
         return Reading(options.tokenizer, options.template, form, layout, options.layout, missing)
     config = expand_pretrained(load_config(options.config, options.changes))

@@ -41,7 +41,6 @@ class Source:
     name: str  # in rejected.jsonl and dataset.json; after its folder's, where that was named
     adapter: Adapter
     records: int = 0
-    is_coco: bool = False
 
     @property
     def holds_bytes(self) -> bool:
@@ -49,13 +48,13 @@ class Source:
         return self.path.suffix.lower() in arrow_files.SUFFIXES
 
     def rows(self, first: int = 0) -> Iterator[object]:
-        """The rows from `first` on; raises UserError, when it gets there, for a damaged file."""
+        """Yield the rows from `first` on; raises UserError, when it gets there, for a damaged file."""
         if self.holds_bytes:
             return arrow_files.arrow_rows(self.path, self.adapter.columns, first)
         if self.path.suffix.lower() in text_files.SEPARATORS:
             rows = text_files.table_rows(self.path)
         else:
-            rows = text_files.coco_captions(self.path) if self.is_coco else text_files.json_records(self.path)
+            rows = text_files.json_records(self.path)
         return itertools.islice(rows, first, None)
 
     def counted(self) -> Source:
@@ -64,7 +63,7 @@ class Source:
         return replace(self, records=records)
 
     def keys(self, rows: Sequence[object]) -> list[str]:
-        """Names of its columns, or the keys of its first rows."""
+        """Return the names of the columns, or the keys of the first rows."""
         if self.holds_bytes:
             return arrow_files.arrow_columns(self.path)
         if self.path.suffix.lower() in text_files.SEPARATORS:
@@ -83,9 +82,8 @@ def open_sources(path: Path, form: SampleFormat, image_key: str | None) -> tuple
     A `form` named auto is chosen by the first rows. Raises UserError where nothing can be read, or no form fits.
     """
     files = _files(path)
-    is_coco = [_is_json(file) and text_files.holds_coco(file) for _, file in files]
     any_form = Adapter(form, image_key)
-    sources = [Source(file, name, any_form, is_coco=coco) for (name, file), coco in zip(files, is_coco, strict=True)]
+    sources = [Source(file, name, any_form) for name, file in files]
     rows = itertools.islice(itertools.chain.from_iterable(source.rows() for source in sources), SEEN)
     rows = [_without_contents(row) for row in rows]
     if not rows:

@@ -1,7 +1,7 @@
 """Text files of records, read one record at a time: JSON arrays and lines, COCO's captions, CSV and TSV tables.
 
 JSON array, or JSON lines --json_records--> any JSON values
-{"images": [...], "annotations": [...]} --coco_captions--> {"id", "image", "caption"} of each annotation
+COCO's {"images": [...], "annotations": [...]} --json_records--> {"id", "image", "caption"} of each annotation
 column,column\\nvalue,value\\n... --table_rows--> {"column": "value", ...}
 
 Memory is that of one record. Every function raises UserError, when it gets there, for what it cannot read.
@@ -25,18 +25,19 @@ from mmtrain.base.printing import harmless
 from mmtrain.data.samples.records import MAX_RECORD_BYTES
 
 SEPARATORS = {".csv": ",", ".tsv": "\t"}
-MAX_COCO_BYTES = 1 << 30  # one list is skipped to reach the other; that of the captions of COCO 2017 has 60 MB
-
+MAX_COCO_BYTES = 256 << 20  # one list is skipped to reach the other; the captions of COCO 2017 have 92 MB in all
 MAX_DEPTH = 1000
 _NO_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
 
 
 def json_records(path: Path) -> Iterator[object]:
-    """Yield each element of a JSON array, or each line of a JSON-lines file."""
+    """Yield each element of a JSON array, each line of a JSON-lines file, or each caption of a COCO file."""
     needed = "a JSON array of records, or JSON lines: one record a line"
     first = _first_character(path)
     if first == "[":
         yield from _elements(path, "item", MAX_RECORD_BYTES)
+    elif first == "{" and _holds_coco(path):
+        yield from _coco_captions(path)
     elif first == "{":
         for number, line in _lines(path):
             if line.strip():
@@ -51,10 +52,8 @@ def json_records(path: Path) -> Iterator[object]:
         raise UserError(f"{path}: {seen}; needed is {needed}")
 
 
-def holds_coco(path: Path) -> bool:
+def _holds_coco(path: Path) -> bool:
     """Tell whether a JSON file is one object with `annotations` of images, as COCO's are."""
-    if _first_character(path) != "{":
-        return False
     try:
         annotation = next(_elements(path, "annotations.item", MAX_COCO_BYTES), None)
     except UserError:  # JSON lines, for example
@@ -62,7 +61,7 @@ def holds_coco(path: Path) -> bool:
     return isinstance(annotation, dict) and "image_id" in annotation
 
 
-def coco_captions(path: Path) -> Iterator[object]:
+def _coco_captions(path: Path) -> Iterator[object]:
     """Yield {"id", "image", "caption"} of each annotation of a COCO file; `image` may be None.
 
     Memory is that of all images' names.

@@ -91,11 +91,6 @@ def add_format_arguments(parser: argparse._ActionsContainer) -> None:
     )
 
 
-def format_of_arguments(options: argparse.Namespace, tars: Sequence[Path]) -> SampleFormat:
-    """Return the format that these options ask for; raises what `sample_format` raises."""
-    return sample_format(options.format, options.caption_key, options.caption_prompt, tars, "SHARDS")
-
-
 def refuse_useless_shards(
     shards: Sequence[Path], fingerprint: str, form: SampleFormat, key: str, retry_seconds: float = RETRY_SECONDS
 ) -> None:
