@@ -66,7 +66,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     if marker := item.get_closest_marker("gpu"):
         needed, visible = marker.kwargs.get("count", 1), torch.cuda.device_count()
         if visible < needed:
-            pytest.skip(f"needs {needed} GPUs, {visible} are visible")
+            pytest.skip(f"GPUs needed: {needed}, visible: {visible}")
 
 
 @pytest.fixture(autouse=True)

@@ -57,7 +57,8 @@ PEERS = ("streamed_layers=4", "stream_from=peers", "weight_shards=2")
 )
 def test_ranks_train_as_one_process_does(runs, overrides):
     expected = losses_of(run_demo(runs, "float32", "parallel.pipeline=1"))
-    run = run_demo(runs, "-".join(override.partition(".")[2] for override in overrides), *overrides)
+    name = "-".join(override.removeprefix("parallel.").replace("=", "-") for override in overrides)
+    run = run_demo(runs, name, *overrides)
     assert largest_difference(losses_of(run), expected) < SAME
 
 
@@ -93,19 +94,19 @@ def compare_stages(device: str) -> None:
     batch, hidden = expected_batch(config, models_of(config)), None
     for rank in make_plan(config).ranks:
         (stage,) = rank.stages
-        expected = run_stage(build_stage(config, stage, device="cpu"), batch, hidden)
-        module = build_stage(config, stage, device=device)
-        ours = run_stage(module, to_device(batch, torch.device(device)), None if hidden is None else hidden.to(device))
+        expected = run_stage(build_stage(config, stage, device="cpu"), stage.head, batch, hidden)
+        on_device = to_device(batch, torch.device(device)), None if hidden is None else hidden.to(device)
+        ours = run_stage(build_stage(config, stage, device=device), stage.head, *on_device)
         assert ours.keys() == expected.keys()
         for name, tensor in expected.items():
             assert attention.distance(ours[name], tensor) < 5e-3, f"stage {stage.stage}: {name}"  # TF32 is 1e-3 off
         hidden = expected.get("output")
 
 
-def run_stage(module, batch, hidden):
+def run_stage(module, is_last, batch, hidden):
     """Output or loss of a stage, and gradients of its trained tensors and of its input `hidden` (None: the first)."""
     hidden = module.start(batch) if hidden is None else hidden.detach().requires_grad_()
-    if module.head is None:
+    if not is_last:
         output = module(hidden, batch.position_ids)
         results = {"output": output.detach()}
         output.backward(torch.randn(output.shape, generator=torch.Generator().manual_seed(0)).to(output))

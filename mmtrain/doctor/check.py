@@ -28,7 +28,7 @@ from mmtrain.processes.child import python_child
 from mmtrain.processes.parent import die_with_parent
 
 CHILD = "from mmtrain.doctor.check import main; main()"
-LIMIT_SECONDS = 180  # of a check; on two slow cores the longest takes 30
+LIMIT_SECONDS = 300  # of a check; on two cores the longest takes 20, and 100 beside much other work
 SECONDS_TO_END = 10  # for processes that were killed
 COMPARE = "read the log; CUDA_VISIBLE_DEVICES= mmtrain doctor, on the CPU, tells whether a GPU is at fault"
 

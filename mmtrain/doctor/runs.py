@@ -86,7 +86,7 @@ def run_demo(folder: Path, name: str, *overrides: str) -> Path:
         )
         print(launched.stderr)
         if launched.returncode != 0:
-            message = launched.stderr.strip().split("\n")[0]
+            message = launched.stderr.strip().removeprefix("error: ")
             raise FailedError(f"the demo ended with exit code {launched.returncode}: {message}", COMPARE)
     return run
 

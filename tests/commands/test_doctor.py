@@ -32,10 +32,10 @@ def temporary(tmp_path, monkeypatch):
     return folder
 
 
-def doctor(folder, *arguments):
+def doctor(folder, *arguments, seconds=280):
     """(exit code, words of stdout, stderr) of the command, which leaves no process behind."""
     with running(["-m", "mmtrain", "doctor", *arguments], folder) as command:
-        code = command.wait(280)
+        code = command.wait(seconds)
         assert command.family() == []
         assert [line for line in command.stdout.splitlines() if len(line) > 80 and "kept: " not in line] == []
         return code, " ".join(command.stdout.split()), command.stderr
@@ -98,8 +98,9 @@ def test_the_demo_computes_the_losses_on_record(tmp_path, temporary):
 
 
 @pytest.mark.nightly
+@pytest.mark.timeout(900)
 def test_no_check_fails_where_training_works(tmp_path, temporary):
-    code, printed, _ = doctor(tmp_path)
+    code, printed, _ = doctor(tmp_path, seconds=880)
     assert code == 0, printed
     assert printed.count(f"{STEPS} steps, losses") == 3 and " 0 failed, " in printed
 
