@@ -36,28 +36,40 @@ def compared(folders: Sequence[Path]) -> tuple[str, str, tuple[Section, ...]]:
     """Return title, a sentence and sections of a page of these runs; raises UserError for a folder that is no run."""
     records = [read_run(folder) for folder in folders]
     names = [run.name for run in records]
-    if len(set(names)) < len(names):
-        names = [f"{run.folder.resolve().parent.name}/{run.name}" for run in records]
-    runs = {name if names.count(name) == 1 else f"{name} ({i + 1})": records[i] for i, name in enumerate(names)}
+    runs = {}
+    for place, (name, run) in enumerate(zip(names, records, strict=True), start=1):
+        runs[name if names.count(name) == 1 else f"{name} ({place})"] = run
     return listed(runs), f"{len(runs)} runs side by side.", (_results(runs), _curves(runs), _keys(runs))
 
 
 def _results(runs: Mapping[str, RunRecord]) -> Section:
-    scored = ("loss at the end", "held-out loss", "exact answers", "right tokens", "control: exact", "tokens a second")
-    rows, answers = [], []
+    columns = (
+        *("run", ">steps", ">loss at the end", ">held-out loss", ">exact answers", ">right tokens"),
+        *(">control: exact", ">tokens a second", ">time"),
+    )
+    rows = []
     for name, run in runs.items():
         ends, speed = run.curves["loss"].means(10), run.curves["tokens_per_second"].means(1)
         scores = run.evaluations[-1] if run.evaluations else None
-        losses = number(ends[-1].y if ends else None), number(scores.loss if scores else None)
-        shares = percent(scores.exact_match if scores else None), percent(scores.token_accuracy if scores else None)
-        exact, rate = percent(run.control.exact_match if run.control else None), number(speed[0].y if speed else None)
-        rows.append((name, run.steps_done, *losses, *shares, exact, rate, clock(run.seconds)))
-        findings = headline(run)
-        answers.append((name, status(run), *(finding.answer for finding in findings)))
-    tables = (
-        table("Scores", ("run", ">steps", *(f">{column}" for column in scored), ">time"), rows),
-        table("What each run says", ("run", "status", *(finding.question for finding in findings)), answers),
-    )
+        row = [
+            name,
+            run.steps_done,
+            number(ends[-1].y if ends else None),
+            number(scores.loss if scores else None),
+            percent(scores.exact_match if scores else None),
+            percent(scores.token_accuracy if scores else None),
+            percent(run.control.exact_match if run.control else None),
+            number(speed[0].y if speed else None),
+            clock(run.seconds),
+        ]
+        rows.append(row)
+    findings = {name: headline(run) for name, run in runs.items()}
+    answers = [
+        (name, status(runs[name]), *(finding.answer for finding in of_run.values()))
+        for name, of_run in findings.items()
+    ]
+    questions = next(iter(findings.values()))
+    tables = (table("Scores", columns, rows), table("What each run says", ("run", "status", *questions), answers))
     says = "The loss at the end is the mean of the last tenth of the steps; scores are of the last evaluation."
     return Section("results", "Side by side", (says,), tables=tables)
 

@@ -18,9 +18,7 @@ DIGITS = 6  # of the numbers in charts
 NOT_YET = "No step is recorded yet."
 NOT_EVALUATED = "No evaluation is recorded: eval.shards or eval.fraction holds samples out."
 
-Cell = str | int | float | None
 Look = Literal["line", "faint", "dots", "triangles", "squares", "diamonds", "bar"]
-Tone = Literal["good", "bad", "mixed", "plain"]
 Unit = Literal["number", "share", "seconds", "steps"]
 
 
@@ -100,10 +98,9 @@ class Section:
 class Finding:
     """One answer of the headline; `tone` colours it."""
 
-    question: str
     answer: str
     text: str
-    tone: Tone = "plain"
+    tone: Literal["good", "bad", "mixed", "plain"] = "plain"
 
 
 def chart_data(chart: Chart) -> dict[str, Any]:
@@ -130,7 +127,7 @@ def lines_of(name: str, curve: Curve, colour: int = 0) -> list[Series]:
     return [Series(name, points, "faint", colour), means]
 
 
-def table(caption: str, columns: Sequence[str], rows: Iterable[Sequence[Cell]], *, folded: bool = False) -> Table:
+def table(caption: str, columns: Sequence[str], rows: Iterable[Sequence[Any]], *, folded: bool = False) -> Table:
     """Make a table of at most MAX_ROWS rows; its caption says how many there are."""
     cells = [[shortened(c, MAX_CELL) if isinstance(c, str) else number(c) for c in row] for row in rows]
     if len(cells) > MAX_ROWS:

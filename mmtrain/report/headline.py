@@ -16,9 +16,16 @@ MIN_LOSS_DIFFERENCE = 0.02  # relative; counts where exact answers do not tell
 FEW_EXACT = 0.05  # below this share exact answers say nothing: answers are long
 
 
-def headline(run: RunRecord) -> tuple[Finding, ...]:
+def headline(run: RunRecord) -> dict[str, Finding]:
     """Answer six questions from the records."""
-    return _trained(run), _data(run), _took(run), _worked(run), _looked(run), _wrong(run)
+    return {
+        "What was trained?": _trained(run),
+        "On which data?": _data(run),
+        "How long did it take?": _took(run),
+        "Did it work?": _worked(run),
+        "Did it look at the images?": _looked(run),
+        "What went wrong?": _wrong(run),
+    }
 
 
 def status(run: RunRecord) -> str:
@@ -61,21 +68,19 @@ def _moment(seconds: float) -> str:
 
 
 def _trained(run: RunRecord) -> Finding:
-    question = "What was trained?"
     if run.plan is None:
-        return Finding(question, run.config.get("model.trainable", "unknown"), "There is no plan.json that says more.")
+        return Finding(run.config.get("model.trainable", "unknown"), "There is no plan.json that says more.")
     parameters = sum(rank.trainable for rank in run.plan.ranks if rank.data == 0)
     answer = f"{first_few(run.plan.trainable, SHOWN)}: {counted(parameters, 'parameter')}"
-    return Finding(question, answer, f"{models(run)}; all else is frozen. {audit_sentence(run)}")
+    return Finding(answer, f"{models(run)}; all else is frozen. {audit_sentence(run)}")
 
 
 def _data(run: RunRecord) -> Finding:
-    totals, question = run.totals, "On which data?"
+    totals = run.totals
     if not run.steps:
-        return Finding(question, data_source(run), NOT_YET)
+        return Finding(data_source(run), NOT_YET)
     tiles = "" if totals["tiles"] == totals["images"] else f" in {counted(totals['tiles'], 'tile')}"
     return Finding(
-        question,
         counted(totals["samples"], "sample"),
         f"of {data_source(run)}: {counted(totals['images'], 'image')}{tiles}, {counted(totals['tokens'], 'token')}, "
         f"of which {totals['supervised_tokens']:,} are supervised, in {counted(run.steps, 'step')}.",
@@ -83,24 +88,23 @@ def _data(run: RunRecord) -> Finding:
 
 
 def _took(run: RunRecord) -> Finding:
-    question, speed = "How long did it take?", run.curves["tokens_per_second"].means(1)
+    speed = run.curves["tokens_per_second"].means(1)
     if not speed or run.begun is None:
-        return Finding(question, "not known", NOT_YET)
+        return Finding("not known", NOT_YET)
     device = "" if run.begin is None else f" on {run.begin.device}"
     text = (
         f"{clock(run.seconds)} of it are steps and evaluations. {counted(len(run.peaks), 'rank')}{device}; "
         f"{number(speed[0].y)} tokens a second while it trains. Begun {_moment(run.begun)}."
     )
-    return Finding(question, f"{clock(run.elapsed)} from begin to end", text)
+    return Finding(f"{clock(run.elapsed)} from begin to end", text)
 
 
 def _worked(run: RunRecord) -> Finding:
-    question = "Did it work?"
     if not run.evaluations:
         return _worked_in_training(run)
     first, last = run.evaluations[0], run.evaluations[-1]
     if first is last:
-        return Finding(question, "one evaluation so far", f"After step {last.step:,}: {_scores(last)}.")
+        return Finding("one evaluation so far", f"After step {last.step:,}: {_scores(last)}.")
     text = (
         f"On {counted(last.samples, 'held-out sample')}, from step {first.step:,} to step {last.step:,}: "
         f"{_scores(first)} → {_scores(last)}."
@@ -108,28 +112,28 @@ def _worked(run: RunRecord) -> Finding:
     better, by_loss = _compare(last, first)
     if better > 0:
         answer = "lower loss" if by_loss else "better"
-        return Finding(question, f"{answer} on held-out samples", text, "mixed" if _few(first, last) else "good")
+        return Finding(f"{answer} on held-out samples", text, "mixed" if _few(first, last) else "good")
     if better < 0:
-        return Finding(question, f"{'higher loss' if by_loss else 'worse'} on held-out samples", text, "bad")
-    return Finding(question, "no clear change on held-out samples", text, "mixed")
+        return Finding(f"{'higher loss' if by_loss else 'worse'} on held-out samples", text, "bad")
+    return Finding("no clear change on held-out samples", text, "mixed")
 
 
 def _worked_in_training(run: RunRecord) -> Finding:
-    question, ends = "Did it work?", run.curves["loss"].means(10)
+    ends = run.curves["loss"].means(10)
     if len(ends) < 2:
-        return Finding(question, "not known", NOT_EVALUATED)
+        return Finding("not known", NOT_EVALUATED)
     first, last = ends[0].y, ends[-1].y
     answer = f"training loss {'fell' if last < first else 'rose'}"
-    return Finding(question, answer, f"From {number(first)} to {number(last)}, in means. {NOT_EVALUATED}", "mixed")
+    return Finding(answer, f"From {number(first)} to {number(last)}, in means. {NOT_EVALUATED}", "mixed")
 
 
 def _looked(run: RunRecord) -> Finding:
-    question, control = "Did it look at the images?", run.control
+    control = run.control
     if run.plan is not None and run.plan.vision is None:
-        return Finding(question, "there are none", "The run is on text alone.")
+        return Finding("there are none", "The run is on text alone.")
     if control is None or not run.evaluations:
         why = "eval.permuted_control=true, with eval.shards or eval.fraction, evaluates once more at a run's end, with "
-        return Finding(question, "not known", f"{why}images permuted among the questions.")
+        return Finding("not known", f"{why}images permuted among the questions.")
     last = run.evaluations[-1]
     text = f"With other samples' images: {_scores(control)}; with their own: {_scores(last)}."
     if (kept := control.samples - control.permuted_samples) > 0:
@@ -137,10 +141,10 @@ def _looked(run: RunRecord) -> Finding:
     better, by_loss = _compare(last, control)
     if better > 0:
         why = "by the loss: with wrong images it is higher" if by_loss else "with wrong images it does worse"
-        return Finding(question, f"yes, {why}", text, "good")
+        return Finding(f"yes, {why}", text, "good")
     if _few(last, control):
-        return Finding(question, "it answers too little to tell", text, "mixed")
-    return Finding(question, "no sign of it", f"{text} The questions can be answered as well without looking.", "bad")
+        return Finding("it answers too little to tell", text, "mixed")
+    return Finding("no sign of it", f"{text} The questions can be answered as well without looking.", "bad")
 
 
 def _scores(scores: Evaluation) -> str:
@@ -160,15 +164,15 @@ def _compare(first: Evaluation, second: Evaluation) -> tuple[float, bool]:
         variance = sum(p * (1 - p) / max(1, s.answers) for p, s in zip(shares, (first, second), strict=True))
         if abs(shares[0] - shares[1]) > SIGNIFICANT * math.sqrt(variance):
             return shares[0] - shares[1], False
-    losses = first.loss, second.loss
-    if None in losses or not all(map(math.isfinite, losses)):
+    if first.loss is None or second.loss is None:
         return 0, True
-    difference = losses[1] - losses[0]
-    return (difference if abs(difference) > MIN_LOSS_DIFFERENCE * max(map(abs, losses)) else 0), True
+    difference = second.loss - first.loss
+    is_clear = abs(difference) > MIN_LOSS_DIFFERENCE * max(abs(first.loss), abs(second.loss))
+    return (difference if is_clear and math.isfinite(difference) else 0), True
 
 
 def _wrong(run: RunRecord) -> Finding:
-    question, counts = "What went wrong?", run.counts
+    counts = run.counts
     failed = run.audit is not None and not run.audit.passed
     bad_steps, unsaved = counts["no update"] + counts["bad step"], counts["checkpoint failed"]
     events = {
@@ -181,7 +185,7 @@ def _wrong(run: RunRecord) -> Finding:
     }
     happened = [what for what, count in events.items() if count]
     if not happened and not run.problems:
-        return Finding(question, "nothing on record", "No bad step, no quarantined sample, no resume.", "good")
+        return Finding("nothing on record", "No bad step, no quarantined sample, no resume.", "good")
     texts = []
     if run.reasons:
         reasons = listed(f"{count:,} {reason}" for reason, count in run.reasons.most_common(SHOWN))
@@ -189,4 +193,4 @@ def _wrong(run: RunRecord) -> Finding:
     if run.problems:
         texts.append(f"Of the records themselves: {'; '.join(run.problems)}.")
     answer = listed(happened) if happened else "records not read"
-    return Finding(question, answer, " ".join([*texts, "See “Faults and resumes”."]), "bad" if failed else "mixed")
+    return Finding(answer, " ".join([*texts, "See “Faults and resumes”."]), "bad" if failed else "mixed")

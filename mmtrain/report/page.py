@@ -12,7 +12,7 @@ import base64
 import functools
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
@@ -41,7 +41,7 @@ def make_page(folders: Sequence[Path]) -> str:
         raise UserError(f"{len(folders)} runs are given, and a page has room for at most {MAX_RUNS}. Give fewer.")
     if len(folders) > 1:
         title, says, parts = compared(folders)
-        return _fitted(title, says, (), parts)
+        return _fitted(title, says, {}, parts)
     run = read_run(folders[0])
     return _fitted(run.name, status(run), headline(run), sections(run))
 
@@ -56,7 +56,7 @@ def write_page(folders: Sequence[Path], file: Path) -> Path:
     return file
 
 
-def _fitted(title: str, says: str, findings: Sequence[Finding], parts: Sequence[Section]) -> str:
+def _fitted(title: str, says: str, findings: Mapping[str, Finding], parts: Sequence[Section]) -> str:
     """Render the page; while it is larger than MAX_BYTES its largest section is left out."""
     parts = list(parts)
     for _ in parts:
@@ -68,7 +68,7 @@ def _fitted(title: str, says: str, findings: Sequence[Finding], parts: Sequence[
     return _render(title, says, findings, parts)
 
 
-def _render(title: str, says: str, findings: Sequence[Finding], parts: Sequence[Section]) -> str:
+def _render(title: str, says: str, findings: Mapping[str, Finding], parts: Sequence[Section]) -> str:
     scripts = _asset("echarts/echarts.common.min.js"), _asset("page.js")
     style = _asset("page.css")
     policy = {

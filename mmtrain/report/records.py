@@ -36,6 +36,7 @@ MAX_RANKS = 4096
 MAX_POINTS = 2000  # of a curve in a chart
 LARGEST = 1e30  # a larger number comes from a damaged record, and would make sums infinite
 T = TypeVar("T")
+Times = defaultdict[str, defaultdict[int, float]]  # kind of time -> rank -> seconds
 
 
 def shown(text: str) -> str:
@@ -105,6 +106,7 @@ class Epoch(_Metric):
     """What became of the samples of an epoch."""
 
     kind: Literal["epoch"]
+    step: Count = 0  # is not recorded
     epoch: Count
     complete: bool
     packs: Count
@@ -285,7 +287,7 @@ class RunRecord:
     rates: defaultdict[str, Curve] = field(default_factory=lambda: defaultdict(Curve))  # of optimizer.groups
     evaluations: list[Evaluation] = field(default_factory=list)
     control: Evaluation | None = None
-    times: defaultdict[str, Counter[int]] = field(default_factory=lambda: defaultdict(Counter))  # seconds by rank
+    times: Times = field(default_factory=lambda: defaultdict(lambda: defaultdict(float)))
     timed_steps: int = 0  # all but the first of each process, which pays for warm-up
     peaks: dict[int, float] = field(default_factory=dict)  # bytes of memory, by rank
     seconds: float = 0.0  # of steps and evaluations
@@ -301,7 +303,7 @@ class RunRecord:
     restarts: list[float] = field(default_factory=list)  # seconds from the begin
     events: list[Event] = field(default_factory=list)  # the first ones of each kind
     counts: Counter[str] = field(default_factory=Counter)  # of all events, by kind
-    questions: list[tuple[Answer | None, Answer | None]] = field(default_factory=list)  # before and after training
+    questions: list[tuple[Answer, Answer | None, Answer | None]] = field(default_factory=list)  # any, before, after
     problems: list[str] = field(default_factory=list)  # with the files
 
 
@@ -378,8 +380,7 @@ def _read_lines(run: RunRecord, name: str, kind: Any) -> Iterator[Any]:
     except (OSError, UserError) as error:
         run.problems.append(shown(f"{name} cannot be read: {getattr(error, 'strerror', None) or error}"))
     if left_out:
-        lines = "lines are" if left_out > 1 else "line is"
-        run.problems.append(f"{name}: {left_out:,} {lines} left out, not being records ({first})")
+        run.problems.append(f"{name}: {left_out:,} line(s) left out that are no records ({first})")
 
 
 def _first_problem(error: ValidationError) -> str:
@@ -488,7 +489,7 @@ def _read_answers(run: RunRecord) -> None:
             first, _ = questions.get(question, (answer, answer))
             questions[question] = first, answer
     for first, last in questions.values():
-        run.questions.append((None if first.step else first, last if last.step else None))
+        run.questions.append((last, None if first.step else first, last if last.step else None))
 
 
 def _add_event(run: RunRecord, event: Event) -> None:

@@ -33,8 +33,8 @@ from mmtrain.report.elements import (
     percent,
     table,
 )
-from mmtrain.report.headline import audit_sentence, data_source, models
-from mmtrain.report.records import LISTED, MAX_POINTS, Curve, Evaluation, Point, RankPlan, RunRecord, inside
+from mmtrain.report.headline import audit_sentence, models
+from mmtrain.report.records import LISTED, Evaluation, Point, RankPlan, RunRecord, inside
 
 PICTURE_PATH = re.compile(r"answers/[A-Za-z0-9][A-Za-z0-9._-]{0,100}\.jpg")
 MAX_PICTURE_BYTES, MAX_PICTURE_SIDE = 300_000, 1024
@@ -60,18 +60,16 @@ def sections(run: RunRecord) -> list[Section]:
 
 
 def trained(run: RunRecord) -> Section:
-    """The plan, the data, what trains, the audit."""
+    """The plan, what trains, the audit."""
     title, plan = "What was trained", run.plan
-    data, audit = f"Trained on {data_source(run)}.", audit_sentence(run)
     if plan is None:
-        return Section("trained", title, (data, "There is no plan.json that could be read.", audit))
+        return Section("trained", title, ("There is no plan.json that could be read.", audit_sentence(run)))
     says = (
-        data,
         f"{models(run)}; {first_few(plan.trainable, SHOWN_NAMES)} trains, all else is frozen.",
         f"Pipeline {plan.pipeline} x data {plan.data}: {counted(len(plan.ranks), 'rank')}; per step and replica "
         f"{counted(plan.microbatches_per_step, 'micro-batch', 'micro-batches')} of "
         f"{counted(plan.packs_per_microbatch, 'pack')} of {counted(plan.pack_length, 'token')}.",
-        audit,
+        audit_sentence(run),
     )
     rows = [
         (str(rank.rank), "; ".join(_holdings(rank)), rank.trainable, rank.optimizer, rank.reason)
@@ -83,10 +81,9 @@ def trained(run: RunRecord) -> Section:
 
 def learning(run: RunRecord) -> Section:
     """Loss, rates, gradient norm, speed."""
-    title, loss = "Loss and speed", run.curves["loss"]
     if not run.steps:
-        return Section("learning", title, (NOT_YET,))
-    losses = lines_of("training", loss)
+        return Section("learning", "Loss and speed", (NOT_YET,))
+    losses = lines_of("training", run.curves["loss"])
     if held_out := run.curves["eval_loss"].points():
         losses.append(Series("held-out samples", held_out, "dots", 1))
     curves = {("what is in no group" if run.rates else "lr"): run.curves["lr"], **run.rates}
@@ -95,20 +92,18 @@ def learning(run: RunRecord) -> Section:
         for place, (name, curve) in enumerate(curves.items())
         if len(curve)
     ]
+    norm = lines_of("gradient norm", run.curves["grad_norm"])
+    speed = lines_of("tokens a second", run.curves["tokens_per_second"])
     charts = (
         Chart("loss", "Loss", losses, "nats per supervised token", log=True),
         Chart("rates", "Learning rates", rates, "learning rate"),
-        _one_curve("norm", "Gradient norm", run.curves["grad_norm"], "L2, before clipping", log=True),
-        _one_curve("speed", "Tokens a second", run.curves["tokens_per_second"], "tokens a second, without padding"),
+        Chart("norm", "Gradient norm", norm, "L2, before clipping", log=True),
+        Chart("speed", "Tokens a second", speed, "tokens a second, without padding"),
     )
     says = []
-    if len(loss) > MAX_POINTS:
-        says.append(f"Of {len(loss):,} steps each stretch's lowest and highest value is shown.")
-    if (left_out := run.steps - len(loss)) > 0:
-        says.append(f"{counted(left_out, 'step')} had no finite loss: see “Faults and resumes”.")
     if utilization := run.curves["model_flops_utilization"].means(1):
         says.append(f"{percent(utilization[0].y)} of the devices' arithmetic went into what any training must compute.")
-    return Section("learning", title, says, [chart for chart in charts if chart.series])
+    return Section("learning", "Loss and speed", says, [chart for chart in charts if chart.series])
 
 
 def evaluations(run: RunRecord) -> Section:
@@ -138,22 +133,19 @@ def answers(run: RunRecord) -> Section:
     if not run.questions:
         why = "Nothing was asked. Set eval.show_answers, and eval.shards or eval.fraction, to have held-out questions "
         return Section("answers", title, (f"{why}answered before the first step and after the last.",))
-    times = {"before training": [before for before, _ in run.questions if before is not None]}
-    times["after training"] = [after for _, after in run.questions if after is not None]
-    counts = [f"{sum(a.right for a in asked)} of {len(asked)} right {when}" for when, asked in times.items() if asked]
-    says = f"Held-out questions, answered one token at a time: {listed(counts)}. One is right if all its tokens are."
     room, questions = MAX_PICTURES_BYTES, []
-    for pair in run.questions:
+    for asked, before, after in run.questions:
         pictures = []
-        asked = pair[1] or pair[0]
         for name in asked.pictures:
             picture = read_picture(run.folder, name)
             if len(picture.source or "") > room:
                 picture = Picture(None, why="left out, so that the page stays small")
             room -= len(picture.source or "")
             pictures.append(picture)
-        given = [(when, a.given, a.right) for when, a in zip(times, pair, strict=True) if a is not None]
+        answers_given = (("before training", before), ("after training", after))
+        given = [(when, answer.given, answer.right) for when, answer in answers_given if answer is not None]
         questions.append(Question(asked.key, asked.question, asked.truth, given, pictures))
+    says = "Held-out questions, answered one token at a time. An answer is right if all its tokens are."
     return Section("answers", title, (says,), questions=questions)
 
 
@@ -304,8 +296,7 @@ def configuration(run: RunRecord) -> Section:
         tables.append(table("config.yaml", ("key", "value"), run.config.items(), folded=True))
     if run.begin is not None:
         tables.append(table("Versions", ("library", "version"), run.begin.versions.items(), folded=True))
-    says = () if run.config else ("config.yaml could not be read.",)
-    return Section("configuration", "Configuration", says, tables=tables)
+    return Section("configuration", "Configuration", tables=tables)
 
 
 # ---- parts
@@ -317,10 +308,6 @@ def _holdings(rank: RankPlan) -> list[str]:
     texts = [f"encoder blocks {first}-{last - 1}" for first, last in slices[:1] if last > first]
     layers = [stage.layers for stage in rank.stages if stage.layers]
     return texts + [names[0] if len(names) == 1 else f"{names[0]} to {names[-1]}" for names in layers]
-
-
-def _one_curve(id: str, title: str, curve: Curve, y_name: str, *, log: bool = False) -> Chart:
-    return Chart(id, title, lines_of(title.lower(), curve), y_name, log=log)
 
 
 def _score_row(name: str, scores: Evaluation) -> tuple:

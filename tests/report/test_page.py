@@ -347,6 +347,7 @@ def test_faults_and_resumes_are_on_the_time_axis(life, opened):
     assert f"{len(lost)} step" in opened.text("faults") and "went back to step" in opened.text("faults")
     made_twice = [row for row in rows if row[head.index("made, discarded after a fault")]]
     assert len(made_twice) == len(lost)
+    assert "left out" not in opened.text("faults"), "every record of a run is understood"
 
 
 def test_a_run_without_an_end_says_where_its_records_end(life, show):
