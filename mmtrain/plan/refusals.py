@@ -289,13 +289,14 @@ def _hints(config: RunConfig, models: Models) -> list[str]:
     """Changes that take less memory, as overrides where one value is best. Which of them is enough is not known."""
     parallel = config.parallel
     automatic = {"boundaries": None, "stages_per_rank": "auto", "recompute_layers": "auto", "encoder_ranks": "auto"}
-    if config.model.llm.quantize is None:
-        automatic["streamed_layers"] = "auto"
     hints = [
         f"parallel.{key}={'null' if value is None else value}"
         for key, value in automatic.items()
         if getattr(parallel, key) != value
     ]
+    if parallel.streamed_layers != "auto":
+        resident = "" if config.model.llm.quantize is None else "model.llm.quantize=null "
+        hints.append(f"{resident}parallel.streamed_layers=auto")
     if config.model.llm.dtype == "float32":
         hints.append("model.llm.dtype=bfloat16")
     if config.train.packs_per_microbatch > 1:
