@@ -84,7 +84,7 @@ def _check_packs(config: RunConfig, layout: ImageLayout) -> None:
         hint = ""
         if layout.is_sized:
             asked = f"a typical image of model.vision.layout {layout.name}"
-            hint = "\nIf images are smaller, set data.expected_image_positions as mmtrain inspect prints it."
+            hint = " If images are smaller, set data.expected_image_positions as mmtrain inspect prints it."
         raise UserError(
             f"data.pack_length: {data.pack_length} tokens, but {asked} takes {image}. A pack must hold an image and "
             f"its text, e.g. {2 ** image.bit_length()} tokens.{hint}"

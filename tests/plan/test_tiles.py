@@ -189,9 +189,11 @@ def test_the_expected_micro_batch_is_of_images_that_come_near_what_is_expected(p
 
 def test_packs_without_room_for_a_typical_image_are_refused_with_the_remedy(parts: Path) -> None:
     config = tiled_config(parts, "anyres")
-    with pytest.raises(UserError, match=r"data.pack_length: 24 .*layout anyres takes 24; .* e.g. 32; .*expected_im"):
+    with pytest.raises(
+        UserError, match=r"data.pack_length: 24 .*layout anyres takes 24. .* e.g. 32 tokens. .*expected_im"
+    ):
         make_plan(config.changed({"data.pack_length": 24}))
-    with pytest.raises(UserError, match=r"data.max_tiles_per_pack: 4, but .* is 5 tiles; .* at least 5"):
+    with pytest.raises(UserError, match=r"data.max_tiles_per_pack: 4, but .* is 5 tiles. Set at least 5"):
         make_plan(config.changed({"data.max_tiles_per_pack": 4}))
     make_plan(config.changed({"data.max_tiles_per_pack": 5, "data.pack_length": 25}))
     little = tiled_config(parts, "anyres", data__pack_length=4, data__expected_image_positions=2)
