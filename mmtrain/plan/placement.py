@@ -23,7 +23,8 @@ from mmtrain.plan.schedule import Chain, Encodes, leading_encodes
 from mmtrain.plan.simulate import Program, StageSeconds, simulate
 
 GAPS = (1.0, 0.6, 0.4, 0.25, 0.1)
-"""Shares of an encode that a gap must hold to be used; with SHARES and NEARER this saves 5.6% over gaps of 1 alone."""
+"""Shares of an encode that a gap must hold to be used; with SHARES and NEARER this saves 5.6% over one way,
+and up to 1.6% over three gaps and two shares."""
 SHARES = (0.0, 0.125, 0.5)
 """Shares of a rank's encodes that come before its first compute, whatever they delay."""
 NEARER = 0.85
