@@ -57,33 +57,21 @@ def text(edit: Callable[[bytes], bytes]) -> Callable[[dict], bytes]:
 
 
 BAD_JSON: list[tuple[Callable[[dict], bytes], str]] = [
-    *[(text(lambda _, made=made: made), "not_json") for made in (b"", b"{", b"\xff{}", b"\0" * 90, b"[" * 100_000)],
-    (text(lambda whole: whole + b"}"), "not_json"),
+    *[(text(lambda _, made=made: made), "not_json") for made in (b"", b"\xff{}", b"\0" * 90, b"[" * 100_000)],
     (text(lambda whole: whole + whole), "not_json"),
-    (text(lambda whole: whole.replace(b" a ", b" \n ")), "not_json"),
-    (text(lambda whole: whole.replace(b" a ", b" \xc3 ")), "not_json"),
     (text(lambda whole: whole.replace(b" a ", b" \\ud800 ")), "not_json"),
     (text(lambda whole: whole.replace(b'"id": ', b'"n": ' + b"1" * 5000 + b', "id": ')), "not_json"),
-    *[(text(lambda whole, part=part: whole[: len(whole) * part // 9]), "not_json") for part in range(1, 9)],
-    *[(text(lambda _, made=made: made), "no_conversation") for made in (b"null", b"[]", b"3", b'"text"', b"{}")],
-    *[
-        (lambda record, turns=turns: json.dumps({**record, "conversations": turns}).encode(), "no_conversation")
-        for turns in (None, [], {}, "human: what?", ["what?", "this"], [[]], 1e999)
-    ],
-    *[(answer("A cat.", speaker), "unknown_role") for speaker in ("user", "assistant", "GPT", "", None, 1, ["gpt"])],
-    (turns("<I>", {"from": "system", "value": "Be brief."}, "A cat."), "unknown_role"),
-    *[(answer(value), "non_text_value") for value in (None, 3, ["A cat."], {"text": "A cat."}, True)],
-    (turns("<I>", {"from": "gpt"}), "non_text_value"),
-    *[(answer(value), "no_answer") for value in ("", " \n\t")],
-    (turns("<I>"), "no_answer"),
+    *[(text(lambda whole, part=part: whole[: len(whole) * part // 4]), "not_json") for part in range(1, 4)],
+    *[(text(lambda _, made=made: made), "no_conversation") for made in (b"null", b"[]", b'"text"', b"{}")],
+    (lambda record: json.dumps({**record, "conversations": [[]]}).encode(), "no_conversation"),
+    *[(answer("A cat.", speaker), "unknown_role") for speaker in ("user", None, ["gpt"])],
+    *[(answer(value), "non_text_value") for value in (None, ["A cat."], {"text": "A cat."})],
+    (answer(" \n\t"), "no_answer"),
     (turns("<I>", "A cat.", "Why?"), "turn_order"),
-    (turns("<I>", {"from": "human", "value": "So?"}, {"from": "gpt", "value": "A cat."}), "turn_order"),
-    (turns({"from": "gpt", "value": "A cat."}, {"from": "human", "value": "<image>"}), "turn_order"),
-    (turns("<I> <image>", "A cat."), "image_count"),
     (turns("<image>" * 100_000, "A cat."), "image_count"),
     (turns("<I>", "A cat.", "And?", "A dog."), "template"),
     (answer("A cat.</s>"), "template"),
-]  # fmt: skip
+]
 
 
 SAME_JSON: list[Callable[[dict], bytes]] = [
@@ -181,7 +169,7 @@ def bombs() -> Iterator[tuple[str, Callable[[Case], Broken]]]:
     yield "PNG whose zTXt after the pixels unpacks to 64 MiB", partial(behind, at="(png|jpg)", when="quarantined")
 
 
-NO_IMAGES = (b"", b"%!PS-Adobe-3.0\nshowpage\n", b"%PDF-1.7\n", b"<svg/>", b"GIF89a", b"\xff\xd8\xff", b"text" * 100)
+NO_IMAGES = (b"", b"%!PS-Adobe-3.0\nshowpage\n", b"<svg/>", b"\xff\xd8\xff")
 
 
 CONTENTS = [
@@ -196,9 +184,10 @@ CONTENTS = [
     ],
     Kind("zero-byte text", BEFORE, 2, partial(filled, content=b"", reason="not_json", at="json")),
     *[
-        Kind(f"{content[:8]!r} as {at}", BEFORE, 1, partial(filled, content=content, reason="undecodable_image", at=at))
+        Kind(
+            f"{content[:8]!r}", BEFORE, 1, partial(filled, content=content, reason="undecodable_image", at="(png|jpg)")
+        )
         for content in NO_IMAGES
-        for at in ("png", "jpg")
     ],
     *[Kind(name, BEFORE, 1, inject) for name, inject in bombs()],
     Kind("oversized text", BEFORE, 1, partial(filled, content=b" " * (17 << 20), reason="too_many_bytes", at="json")),

@@ -38,17 +38,12 @@ def special(case: Case, kind: bytes, error: str | None) -> Broken:
 UNSAFE_NAMES = {
     "../000003.json": r"has \.\. in its path",
     "a/../../b.json": r"has \.\. in its path",
-    "..\\000003.json": r"has \.\. in its path",
     "/etc/passwd.json": "is an absolute path",
-    "/dev/sda.json": "is an absolute path",
     "\\\\server\\share\\b.json": "is an absolute path",
-    "C:\\b.json": "is an absolute path",
     "c:b.json": "is an absolute path",
     "a\nb.json": "holds a control character",
-    "a\x1b[2Jb.json": "holds a control character",
     "a\udcffb.json": "is not UTF-8",
     "README": "belongs to no sample",
-    "__a.json": "belongs to no sample",
     "__a/b.json": "belongs to no sample",
     ".json": "belongs to no sample",
 }

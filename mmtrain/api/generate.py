@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 
 import mmtrain
 from mmtrain.api.export import export
-from mmtrain.api.folder_checks import PARTS_OF_LLMS, check_numbers, check_parts
 from mmtrain.api.run import Run
 from mmtrain.base.cache import cache_folder
 from mmtrain.base.durable import held
@@ -23,15 +22,19 @@ from mmtrain.base.printing import harmless, shortened
 from mmtrain.checkpoint.step_folder import StepFolder, find, names_checkpoint
 from mmtrain.config.limits import MAX_IMAGE_PIXELS
 from mmtrain.data.samples.records import IMAGE_MARK, BadSample
+from mmtrain.pretrained.encoders import FAMILIES
 from mmtrain.pretrained.families import check_family
-from mmtrain.pretrained.model_files import find_model_folder, foreign_files, is_whole, read_json, tensor_shapes
+from mmtrain.pretrained.model_files import find_model_folder, foreign_files, read_json, tensor_shapes
+from mmtrain.pretrained.settings import check_sizes, is_whole
 from mmtrain.stock.exporters import STOCK_CLASSES, stock_class
+from mmtrain.stock.stock_class import TIMM, StockClass
 
 if TYPE_CHECKING:
     from PIL import Image
 
 _log = logging.getLogger(__name__)
 LARGEST_TOKEN = 10**9
+PARTS_OF_LLMS = {"attn_config", "ffn_config"}  # parts in a config of an LLM alone
 NEEDED = (
     "needed is a run or checkpoint of mmtrain, or a Hugging Face folder of a model that mmtrain export makes "
     f"({', '.join(stock.name for stock in STOCK_CLASSES)}, or a causal LM)"
@@ -73,15 +76,16 @@ def stock_folder(model: str, show: Callable[[str, int, int], None] = lambda *_: 
         return exported(find(folder), show)
     config = folder / "config.json"
     family = read_json(config).get("model_type") if config.is_file() else None
-    if family not in [stock.model_type for stock in STOCK_CLASSES] and not _is_causal_lm(
-        config
-    ):  # by ==: it may be a list
-        seen = "no config.json" if family is None else f"model_type {harmless(str(family))}"
+    if family not in [stock.model_type for stock in STOCK_CLASSES] and not _is_causal_lm(config):
+        seen = "no config.json" if family is None else f"model_type {harmless(family)}"
         raise UserError(f"{model}: has {seen}; {NEEDED}")
     shapes = tensor_shapes(folder)
     if shapes is None:
         raise UserError(f"{model}: holds no model.safetensors; download the weights")
-    check_numbers(folder, shapes)
+    check_sizes(read_json(config), shapes, model)
+    for name in ("processor_config.json", "preprocessor_config.json", "generation_config.json"):
+        if (folder / name).is_file():
+            read_json(folder / name)  # refuses what no model has, before transformers takes memory for it
     return folder
 
 
@@ -136,7 +140,7 @@ def load(folder: Path) -> tuple[Any, Any]:
         return _ready(folder, model, processor, processor, report)
     config = read_json(folder / "config.json")
     stock = stock_class(config["model_type"])
-    check_parts(stock, config, folder)
+    _check_parts(stock, config, folder)
     pixtral = (config.get("vision_config") or {}).get("model_type") == "pixtral"  # a Llava with its own processor
     with foreign_files(str(folder)):
         processor = stock.load_processor(folder, "PixtralProcessor" if pixtral else None)
@@ -152,6 +156,34 @@ def load(folder: Path) -> tuple[Any, Any]:
             f"{model.config.image_token_id}"
         )
     return _ready(folder, model, processor, processor.tokenizer, report)
+
+
+def _check_parts(stock: StockClass, config: dict[str, Any], folder: Path) -> None:
+    """Raise UserError for parts in config.json that no folder of the stock class has.
+
+    transformers makes whatever model_type says, and some types load their own parts from a hub id, or from any file.
+    """
+    import transformers
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    from mmtrain.model.vision import check_wrapped_timm, model_class
+
+    families = [family for family in FAMILIES.values() if not stock.encoders or family.model in stock.encoders]
+    encoders = {*stock.own_encoders, *(model_class(family).config_class.model_type for family in families)}
+    vision, text = ((config.get(part) or {}).get("model_type") for part in ("vision_config", "text_config"))
+    if vision is not None and vision not in encoders:
+        raise UserError(
+            f"{folder}: config.json has a vision_config of model_type {shortened(repr(vision))}; {stock.class_name} "
+            f"takes {', '.join(sorted(encoders))}"
+        )
+    is_causal = text is None or (text in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES and text in transformers.CONFIG_MAPPING)
+    if not is_causal or (text and transformers.CONFIG_MAPPING[text].sub_configs.keys() - PARTS_OF_LLMS):
+        raise UserError(
+            f"{folder}: config.json has a text_config of model_type {shortened(repr(text))}, which is no LLM alone; "
+            "needed is one, as llama"
+        )
+    if TIMM in stock.encoders:
+        check_wrapped_timm(config.get("vision_config") or {}, folder)
 
 
 def _ready(folder: Path, model: Any, processor: Any, tokenizer: Any, report: dict[str, Any]) -> tuple[Any, Any]:

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from mmtrain.base.errors import UserError
-from mmtrain.base.printing import shortened
 
 # Of a file of JSON. The index of 150,000 tensors, more than the largest models have, takes 14 MB; Python's objects take
 # up to 25 times as much memory as their text.
@@ -55,12 +54,9 @@ def read_limited(path: Path, limit: int, what: str) -> bytes:
 
 
 def parse_json(text: bytes) -> Any:
-    """Content of JSON text in UTF-8; raises ValueError for what is none, and for a key given twice or too deep nesting.
-
-    Of two equal keys readers take the first or the last, so that one would check what the other does not use.
-    """
+    """Return the content of JSON text in UTF-8; raises ValueError for what is none, and for deep nesting."""
     try:
-        content = json.loads(text.decode("utf-8"), object_pairs_hook=_object, parse_int=_integer)
+        content = json.loads(text.decode("utf-8"), parse_int=_integer)
     except RecursionError:
         raise _too_deep() from None
     level = [content]
@@ -69,15 +65,6 @@ def parse_json(text: bytes) -> Any:
         if not level:
             return content
     raise _too_deep()
-
-
-def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    content = dict(pairs)
-    if len(content) < len(pairs):
-        seen: set[str] = set()
-        twice = next(key for key, _ in pairs if key in seen or seen.add(key))
-        raise ValueError(f"key {shortened(repr(twice))} is given twice")
-    return content
 
 
 def _integer(digits: str) -> int:

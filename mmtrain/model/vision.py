@@ -8,7 +8,6 @@ LLaVA: -1 is the last block's output, -2 the one before.
 from __future__ import annotations
 
 import inspect
-import math
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -34,8 +33,9 @@ from mmtrain.pretrained.model_files import (
     tensor_shapes,
 )
 from mmtrain.pretrained.parts import encoder_config, encoder_prefix, encoder_tensors, holds_parts
+from mmtrain.pretrained.settings import check_sizes
 from mmtrain.pretrained.timm_models import refuse_wrong_activation, timm_config
-from mmtrain.pretrained.vision_files import check_vision_numbers, is_timm_name, square
+from mmtrain.pretrained.vision_files import is_timm_name, square
 
 # What timm reads too, its preference first.
 WEIGHT_FILES = ("model.safetensors", "open_clip_model.safetensors", "pytorch_model.bin", "open_clip_pytorch_model.bin")
@@ -81,7 +81,7 @@ def timm_model(name: str, held: tuple[int, int] | None = None) -> nn.Module | No
         if holds_parts(folder):
             return _wrapped_timm(folder, config, held)
         refuse_wrong_activation(config)
-        _check_size(folder, config)
+        _check_size(folder)
         return _create_timm(f"local-dir:{folder}", None, held)
     family_of(config.get("model_type"), name)
     return None
@@ -106,22 +106,10 @@ def timm_weights(name: str) -> Path:
     )
 
 
-def _check_size(folder: Path, config_json: dict) -> None:
-    """Raise UserError where config.json asks for a much larger encoder than the folder's weights are."""
-    if not any(folder.glob("*.safetensors")):  # what only timm reads, without running what a pickle asks for
-        return
-    arguments, shapes = config_json.get("model_args"), tensor_shapes(folder)
-    depth = arguments.get("depth") if isinstance(arguments, dict) else None
-    check_vision_numbers({"depth": depth if type(depth) is int else None}, f"{folder}: config.json")
-    with foreign_files(f"model.vision.name: {folder}"), torch.device("meta"):
-        model = timm.create_model(f"local-dir:{folder}", pretrained=False)
-    asked = sum(tensor.numel() for tensor in (*model.parameters(), *model.buffers()))
-    stored = sum(map(math.prod, shapes.values()))
-    if asked > 2 * stored:  # position embeddings may be resampled, and tables are in no file
-        raise UserError(
-            f"model.vision.name: {folder}: config.json asks for an encoder of {asked:,} numbers, but the weights have "
-            f"{stored:,}; download the folder again"
-        )
+def _check_size(folder: Path) -> None:
+    """Raise UserError where config.json asks for a larger encoder than the folder's weights are."""
+    if any(folder.glob("*.safetensors")):  # what only timm reads, without running what a pickle asks for
+        check_sizes(encoder_config(folder), tensor_shapes(folder) or {}, str(folder))
 
 
 def _create_timm(name: str, weights: Path | None, held: tuple[int, int] | None) -> nn.Module:
@@ -142,24 +130,17 @@ def _keep_plain_vit(model: nn.Module, held: tuple[int, int] | None, source: str)
 
 
 def check_wrapped_timm(config: dict[str, Any], folder: Path) -> None:
-    """Raise UserError for an encoder that timm would load from elsewhere, or that is larger than the folder's tensors.
+    """Raise UserError for an encoder that timm would load from elsewhere.
 
     config: architecture and model_args as transformers' timm_wrapper has them. It passes the arguments on as they are,
     and timm reads a file that they name.
     """
     source = f"{folder}: vision_config in config.json"
     architecture, arguments = config.get("architecture"), config.get("model_args") or {}
-    if not isinstance(architecture, str) or ":" in architecture or not timm.is_model(architecture):
+    if not architecture or ":" in architecture or not timm.is_model(architecture):
         raise UserError(f"{source}: architecture {shortened(repr(architecture))} is no model of timm's")
-    if not isinstance(arguments, dict) or inspect.signature(timm.create_model).parameters.keys() & arguments.keys():
+    if inspect.signature(timm.create_model).parameters.keys() & arguments.keys():
         raise UserError(f"{source}: model_args {shortened(repr(arguments))}; needed are sizes of {architecture}")
-    check_vision_numbers(arguments, source)
-    with foreign_files(source), torch.device("meta"):
-        model = timm.create_model(architecture, pretrained=False, num_classes=0, **arguments)
-    asked = sum(tensor.numel() for tensor in (*model.parameters(), *model.buffers()))  # rotary tables may be huge
-    stored = sum(map(math.prod, (tensor_shapes(folder) or {}).values()))
-    if asked > stored:
-        raise UserError(f"{source}: asks for an encoder of {asked:,} numbers, but the folder's weights have {stored:,}")
 
 
 def _wrapped_timm(folder: Path, config: dict[str, Any], held: tuple[int, int] | None) -> nn.Module:
@@ -326,7 +307,7 @@ def made_up_encoder(
         check_wrapped_timm(config_json, folder)
         architecture, options = config_json["architecture"], dict(config_json["model_args"] or {})
     elif folder is not None:
-        _check_size(folder, config_json)
+        _check_size(folder)
     with foreign_files(f"model.vision.name: {name}"):
         with torch.device("meta"):
             model = timm.create_model(architecture, pretrained=False, **options)

@@ -24,9 +24,6 @@ from mmtrain.base.printing import harmless
 from mmtrain.pretrained.model_files import read_json, tensor_shapes
 
 ZIP_MAGIC = b"PK\x03\x04"  # what torch.save writes since 1.6; older files are read as a whole
-# Bytes copied out of views, by bytes of the file: tied weights are copied once for each name but one, while hundreds of
-# views of one storage would make a small file take all memory.
-MOST_COPIED = 2
 REFUSED_NAME = re.compile(r"GLOBAL (\S+) (?:was not an allowed|whose module)|unrecognized function (.+)")
 
 
@@ -73,7 +70,6 @@ def read_pickled(file: Path) -> dict[str, torch.Tensor]:
     size = file.stat().st_size
     tensors: dict[str, torch.Tensor] = {}
     storages: set[int] = set()
-    copied = 0
     for name, tensor in content.items():
         # Quantised and sparse tensors have no plain storage; a stride of 0 lets a small file claim any size.
         plain = tensor.layout is torch.strided and tensor.device.type == "cpu" and not tensor.is_quantized
@@ -84,13 +80,6 @@ def read_pickled(file: Path) -> dict[str, torch.Tensor]:
         alone = storage.data_ptr() not in storages and storage.nbytes() == tensor.numel() * tensor.element_size()
         storages.add(storage.data_ptr())
         tensor = tensor.detach()
-        if not (alone and tensor.is_contiguous()):
-            copied += tensor.numel() * tensor.element_size()
-            if copied > MOST_COPIED * size:
-                raise UserError(
-                    f"{file}: its tensors share memory: alone they take more than {MOST_COPIED} times its {size:,} "
-                    "bytes; save them without views of one another"
-                )
         tensors[name] = tensor.contiguous() if alone else tensor.clone(memory_format=torch.contiguous_format)
     return tensors
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from mmtrain.base.errors import UserError
-from mmtrain.base.printing import shortened
+from mmtrain.base.printing import harmless
 from mmtrain.pretrained.model_files import Shape
 
 T = TypeVar("T")
@@ -178,12 +178,11 @@ _WINDOWS = ("relative_position_bias_table", "attn.logit_scale", "attn.meta_mlp",
 _ATTENTION = ("attn", "attention", "mhsa", "mhca", "qkv")
 
 
-def family_of(model_type: object, source: str) -> EncoderFamily:
+def family_of(model_type: str | None, source: str) -> EncoderFamily:
     """The family of a config.json's model_type. Raises UserError saying what `source` is instead."""
-    for known, family in FAMILIES.items():
-        if model_type == known:  # it may be a list
-            return family
-    shown = shortened(str(model_type).replace("\n", " "))
+    if model_type in FAMILIES:
+        return FAMILIES[model_type]
+    shown = harmless(str(model_type))
     if shown in _OTHERS:
         raise _no_grid(source, _OTHERS[shown], shown)
     if shown.startswith("siglip2"):

@@ -17,8 +17,8 @@ from typing import Any
 
 from mmtrain.base.errors import UserError
 from mmtrain.base.printing import harmless
-from mmtrain.config.limits import MAX_LAYERS
-from mmtrain.pretrained.model_files import Shape, check_numbers, impossible
+from mmtrain.pretrained.model_files import Shape
+from mmtrain.pretrained.settings import check_layers
 
 _BASE = r"(?:model\.|transformer\.|gpt_neox\.)(?:decoder\.)?"
 _LAYER = re.compile(_BASE + r"(?:layers|h)\.(\d+)\.(.+)")
@@ -53,18 +53,6 @@ _REMOTE_CODE = {  # model types that only a folder's own code knows, and release
     "chatglm": "a GLM-4 of transformers' own classes, such as THUDM/glm-4-9b-chat-hf or THUDM/GLM-4-9B-0414",
 }
 MAX_EXPERTS = 100_000
-# Smallest and largest by the names that families use for the same thing. The largest published values: hidden size
-# 20,480, 126 layers, 128 heads of 576, 262,400 tokens, 512 experts.
-LLM_BOUNDS = {
-    **dict.fromkeys(("hidden_size", "n_embd", "d_model"), (1, 1_000_000)),
-    **dict.fromkeys(("num_hidden_layers", "n_layer", "n_layers"), (1, MAX_LAYERS)),
-    **dict.fromkeys(("num_attention_heads", "n_head", "num_key_value_heads"), (1, 10_000)),
-    **dict.fromkeys(("head_dim", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"), (0, 100_000)),
-    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"), (0, MAX_EXPERTS)),
-    **dict.fromkeys(("num_experts_per_tok", "moe_topk", "moe_k"), (0, MAX_EXPERTS)),
-    **dict.fromkeys(("vocab_size", "max_position_embeddings", "n_positions"), (1, 1_000_000_000)),
-    **{"sliding_window": (0, 1_000_000_000), "num_labels": (0, 1_000_000)},
-}
 WHOLE_LAST_LAYER = {"gpt2", "gpt_bigcode", "llama4_text"}
 """Families whose last decoder layer cannot be run for supervised tokens alone, as model.parity.takes_rows finds."""
 _RECURRENT_LAYER = re.compile(r"linear|mamba|conv|recurrent|rwkv|ssm")
@@ -76,15 +64,15 @@ def check_family(config_json: dict[str, Any]) -> None:
     Families that pass here may still differ from what mmtrain assumes: launch probes the run's own model for that.
     """
     family = config_json.get("model_type")
-    if not family or not isinstance(family, str):
+    if not family:
         raise UserError("config.json has no model_type: not a Hugging Face model; give the folder of a causal LLM")
     if family in _REMOTE_CODE:
         raise UserError(f"{family} needs the code in its folder, and {_NO_CODE}; take {_REMOTE_CODE[family]}")
     if config_json.get("is_encoder_decoder"):
         raise UserError(f"{family} is an encoder-decoder; mmtrain stages decoder-only causal LLMs (llama, qwen2, ...)")
     text, vision = config_json.get("text_config"), config_json.get("vision_config")
-    if isinstance(text, dict) or isinstance(vision, dict):  # Qwen2-VL's first files have the latter alone
-        inner = text.get("model_type", "unknown") if isinstance(text, dict) else "its own"
+    if text is not None or vision is not None:  # Qwen2-VL's first files have the latter alone
+        inner = "its own" if text is None else text.get("model_type", "unknown")
         raise UserError(
             f"{family} is a multimodal model around a text model ({inner}); give the folder of the text model alone"
         )
@@ -100,7 +88,7 @@ def check_family(config_json: dict[str, Any]) -> None:
             f"{family} cannot be packed: its layers choose the tokens to attend to from a mask, which packs lack; "
             "use a family whose layers attend to all (deepseek_v3, glm4_moe, glm4_moe_lite, ...)"
         )
-    check_llm_numbers(config_json)
+    check_layers(config_json, "config.json")
     recurrent = sorted({kind for kind in layer_kinds(config_json) if _RECURRENT_LAYER.search(kind)})
     if recurrent or (family in _RECURRENT and not layer_kinds(config_json)):
         kinds = ", ".join(recurrent) or "recurrent"
@@ -119,8 +107,7 @@ def quantised_by(config_json: Mapping[str, Any]) -> str | None:
     """How a checkpoint is quantised, from its raw config.json; None if it is not."""
     for key in ("quantization_config", "compression_config"):
         if found := config_json.get(key):
-            method = found.get("quant_method") if isinstance(found, dict) else None
-            return harmless(str(method or "unknown"))
+            return harmless(str(found.get("quant_method") or "unknown"))
     return None
 
 
@@ -135,29 +122,11 @@ def remote_code(config_json: dict[str, Any]) -> str:
     return f"{needs}; take its release for transformers' own classes, whose name often ends in -hf"
 
 
-def check_llm_numbers(config_json: dict[str, Any]) -> None:
-    """Raises UserError for a causal LM's raw config.json whose numbers, flags or layer kinds no model can have."""
-    check_numbers(config_json, LLM_BOUNDS, "config.json")
-    for key in ("tie_word_embeddings", "use_sliding_window", "multi_query"):
-        if not isinstance(config_json.get(key), bool | None):
-            raise impossible("config.json", key, config_json[key], "true or false")
-    for key in ("layer_types", "layers_block_type", "block_types"):
-        kinds = config_json.get(key)
-        if kinds is not None and not (isinstance(kinds, list) and all(isinstance(kind, str) for kind in kinds)):
-            raise impossible("config.json", key, kinds, "a list of texts")
-    heads = config_json.get("num_attention_heads") or config_json.get("n_head")
-    groups, hidden = config_json.get("num_key_value_heads"), config_json.get("hidden_size") or config_json.get("n_embd")
-    if heads and groups and heads % groups:
-        raise UserError(f"config.json says {heads} attention heads in {groups} groups, which do not divide them")
-    if heads and hidden and not (config_json.get("head_dim") or config_json.get("qk_rope_head_dim")) and hidden % heads:
-        raise UserError(f"config.json says hidden size {hidden} and {heads} attention heads, which do not divide it")
-
-
 def layer_kinds(config_json: dict[str, Any]) -> list[str]:
     """The kind of every decoder layer as config.json lists it (`full_attention`, `conv`, ...); empty if it does not."""
     for key in ("layer_types", "layers_block_type", "block_types"):
         if config_json.get(key):
-            return [str(kind) for kind in config_json[key]]
+            return config_json[key]
     return []
 
 

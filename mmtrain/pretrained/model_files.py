@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from mmtrain.base.errors import UserError
 from mmtrain.base.printing import harmless, shortened
 from mmtrain.base.small_files import MAX_JSON_BYTES, parse_json, read_limited
 from mmtrain.config.environment import variable_hint
+from mmtrain.pretrained.settings import check_settings
 
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9_][\w.-]*)?")
 LONGEST_NAME = 500  # characters of a tensor's; real ones have 80
@@ -106,7 +107,7 @@ def no_model(path: str) -> UserError:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object from a file; raises UserError naming the file, for what is damaged, too large or too deep, too."""
+    """A JSON object of a model folder's file. Raises UserError naming the file for what no such file says."""
     try:
         content = parse_json(read_limited(path, MAX_JSON_BYTES, "a file of JSON"))
     except FileNotFoundError:
@@ -115,6 +116,7 @@ def read_json(path: Path) -> dict[str, Any]:
         raise UserError(f"{path}: not valid JSON ({shortened(str(error))}); the download may be incomplete") from None
     if not isinstance(content, dict):
         raise UserError(f"{path}: holds a JSON {type(content).__name__}, an object is needed")
+    check_settings(content, str(path))
     return content
 
 
@@ -223,26 +225,3 @@ def _header(file: Path) -> dict[str, tuple[Shape, str]]:
             shown = f"{shortened(repr(name))} is a name of {len(name):,} characters, with {len(shape):,} dimensions"
             raise UserError(f"{file}: a damaged safetensors file ({shown}); download it again")
     return header
-
-
-def check_numbers(facts: dict[str, Any], bounds: Mapping[str, tuple[int, int]], source: str) -> None:
-    """Raises UserError for numbers of a model's config.json, in `source`, beyond these bounds, if they are there.
-
-    They are compared before anything is computed or made from them: 10^9 layers would be a list, a text a traceback,
-    and a head count that does not divide would only show when a rank builds the model.
-    """
-    for key, (least, most) in bounds.items():
-        value = facts.get(key)
-        if value is not None and not is_whole(value, least, most):
-            raise impossible(source, key, value, f"a whole number from {least} to {most:,}")
-
-
-def impossible(source: str, key: str, value: Any, needed: str) -> UserError:
-    """The error for what no model's config.json says."""
-    shown = "a very large number" if type(value) is int and abs(value) > 10**30 else shortened(repr(value))
-    return UserError(f"{source} says {key} {shown}, which no model has; needed is {needed}")
-
-
-def is_whole(value: Any, least: int, most: int) -> bool:
-    """Whether a value of JSON is a whole number in these bounds; true and 4.0 are none."""
-    return type(value) is int and least <= value <= most

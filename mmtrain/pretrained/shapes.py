@@ -23,10 +23,10 @@ from mmtrain.pretrained.families import check_family, global_name, layer_kinds, 
 from mmtrain.pretrained.model_files import Shape, find_model_folder, no_model, tensor_shapes
 from mmtrain.pretrained.parts import encoder_config, encoder_tensors, llm_config, llm_tensors
 from mmtrain.pretrained.recorded_shapes import Recorded, find_recorded
+from mmtrain.pretrained.settings import check_layers, check_sizes
 from mmtrain.pretrained.timm_models import timm_config, timm_record
 from mmtrain.pretrained.vision_files import (
     blocks_said,
-    check_vision_numbers,
     hf_facts,
     is_timm_name,
     patches_per_image,
@@ -120,6 +120,7 @@ def llm_shape(path: str) -> LlmShape:
         if not config_json:
             raise UserError(f"{folder}: holds weights but no config.json; give the folder of a Hugging Face model")
         tensors = llm_tensors(folder, tensors)
+        check_sizes(config_json, tensors, str(folder))
         _refuse_adapters(tensors, folder)
         parameters = parameters_on_disk(config_json["model_type"], tensors)
         return llm_shape_from(config_json, parameters, str(folder))
@@ -181,10 +182,6 @@ def llm_shape_from(config_json: dict[str, Any], parameters: dict[str, Shape], so
     if heads is None:
         raise UserError(f"{source}: config.json has no num_attention_heads")
     experts = _first(config_json, "num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts") or 0
-    inner, widest = config_json.get("intermediate_size"), max(n for p in decoder[0] for n in p.shape)
-    # Without experts, one of a layer's matrices has it for a side; a larger one would be memory when a rank builds it.
-    if not experts and type(inner) is int and not 0 < inner <= widest:
-        raise UserError(f"{source}: config.json says intermediate_size {inner}, no matrix is wider than {widest:,}")
     head_dim = config_json.get("head_dim")
     if config_json.get("qk_rope_head_dim"):  # multi-head latent attention (deepseek_v3): head_dim is the rope part only
         head_dim = config_json["qk_nope_head_dim"] + config_json["qk_rope_head_dim"]
@@ -262,6 +259,7 @@ def vision_shape(name: str, select_layer: int, final_norm: bool = False) -> Visi
         tensors = recorded.parameters
     else:
         tensors = encoder_tensors(folder, tensors)
+        check_sizes(config_json.get("vision_config") or config_json, tensors, str(folder))
         _refuse_adapters(tensors, folder)
     shape = vision_shape_from(config_json, tensors, select_layer, str(folder), final_norm)
     # As many blocks as config.json says are built, and those that its weights have are planned.
@@ -309,10 +307,10 @@ def vision_shape_from(
 def _timm_shape(
     config_json: dict[str, Any], tensors: dict[str, Shape], select_layer: int, source: str, final_norm: bool
 ) -> VisionShape:
-    arguments = config_json.get("model_args") or {}
     check_plain_vit(tensors, shortened(str(config_json["architecture"])), source)
-    heads = (arguments.get("num_heads") if isinstance(arguments, dict) else None) or config_json.get("num_heads")
-    check_vision_numbers({"num_heads": heads}, f"{source}: config.json")
+    arguments = config_json.get("model_args") or {}
+    check_layers(arguments, f"{source}: config.json")
+    heads = arguments.get("num_heads") or config_json.get("num_heads")
     return _selected(
         tensors,
         select_layer,

@@ -12,20 +12,12 @@ from typing import Any, NamedTuple
 
 from mmtrain.base.errors import UserError
 from mmtrain.base.printing import shortened
-from mmtrain.config.limits import MAX_LAYERS
 from mmtrain.pretrained.encoders import FAMILIES, family_of
-from mmtrain.pretrained.model_files import check_numbers, find_model_folder, is_demo, is_whole, read_json
+from mmtrain.pretrained.model_files import find_model_folder, is_demo, read_json
 from mmtrain.pretrained.parts import encoder_config, holds_parts
+from mmtrain.pretrained.settings import check_layers, is_whole
 
 BICUBIC = 3  # of PIL.Image.Resampling, as preprocessor_config.json numbers it
-VISION_BOUNDS = {
-    **dict.fromkeys(("hidden_size", "intermediate_size", "embed_dim"), (1, 1_000_000)),
-    **dict.fromkeys(("num_hidden_layers", "depth"), (1, MAX_LAYERS)),
-    **dict.fromkeys(("num_attention_heads", "num_heads"), (1, 10_000)),
-    **dict.fromkeys(("image_size", "patch_size"), (1, 30_000)),
-    **{"mlp_ratio": (1, 100), "num_register_tokens": (0, 1_000), "num_channels": (1, 16)},
-    **dict.fromkeys(("num_labels", "num_classes"), (0, 1_000_000)),
-}
 
 
 class Preprocessing(NamedTuple):
@@ -43,49 +35,32 @@ def is_timm_name(name: str) -> bool:
 
 def timm_image_size(config_json: dict[str, Any], source: str) -> int:
     """Pixels a side that a timm folder's config.json, or a record of one, says; raises UserError unless square."""
-    arguments, published = config_json.get("model_args") or {}, config_json.get("pretrained_cfg") or config_json
-    size: Any = arguments.get("img_size") if isinstance(arguments, dict) else None
-    if size is None and isinstance(published, dict):
+    size: Any = (config_json.get("model_args") or {}).get("img_size")
+    published = config_json.get("pretrained_cfg") or config_json
+    if size is None:
         size = published.get("input_size")
         size = size[1:] if isinstance(size, list) and len(size) == 3 else None
     return square(size, "images", source)
 
 
 def hf_facts(config_json: dict[str, Any], source: str) -> dict[str, Any]:
-    """The encoder's part of the config.json of a vision model of transformers, or of what holds one.
+    """Return the encoder's part of the config.json of a vision model of transformers, or of what holds one.
 
-    The image size is a number of pixels a side: the family's default where none is said. Raises UserError for numbers
-    that no encoder has.
+    Its image_size is the pixels of a side: the family's default where none is given. Raises UserError unless square.
     """
-    facts = config_json.get("vision_config", config_json)
-    if not isinstance(facts, dict):
-        raise UserError(f"{source}: vision_config in config.json is no object; download the file again")
+    facts = config_json.get("vision_config") or config_json
+    check_layers(facts, f"{source}: config.json")
     kinds = (facts.get("model_type"), config_json.get("model_type"))
-    default = next((FAMILIES[kind].image_size for kind in kinds if isinstance(kind, str) and kind in FAMILIES), 224)
-    sides = {
-        key: square(facts[key], of, source) if isinstance(facts.get(key), list) else facts.get(key)
-        for key, of in (("image_size", "images"), ("patch_size", "patches"))
-    }
-    facts = facts | sides
-    check_vision_numbers(facts, f"{source}: config.json")
-    return facts | {"image_size": facts["image_size"] or default}
+    default = next((FAMILIES[kind].image_size for kind in kinds if kind in FAMILIES), 224)
+    return facts | {"image_size": square(facts.get("image_size") or default, "images", source)}
 
 
 def blocks_said(config_json: dict[str, Any]) -> int | None:
-    """Blocks of the encoder that a config.json is of; None where timm alone knows. It has been checked before."""
+    """Return the number of an encoder's blocks by its config.json; None where timm alone knows."""
     if "architecture" in config_json:
-        arguments = config_json.get("model_args")
-        return arguments.get("depth") if isinstance(arguments, dict) else None
-    facts = config_json.get("vision_config", config_json)
+        return (config_json.get("model_args") or {}).get("depth")
+    facts = config_json.get("vision_config") or config_json
     return facts.get("num_hidden_layers") or family_of(config_json.get("model_type"), "config.json").depth
-
-
-def check_vision_numbers(facts: dict[str, Any], source: str) -> None:
-    """Raises UserError for the facts of a Hugging Face or timm encoder, in `source`, that no encoder can have."""
-    check_numbers(facts, VISION_BOUNDS, source)
-    heads, hidden = facts.get("num_attention_heads"), facts.get("hidden_size")
-    if heads and hidden and hidden % heads:
-        raise UserError(f"{source} says hidden size {hidden} and {heads} attention heads, which do not divide it")
 
 
 def square(size: Any, of: str, source: str) -> int:
@@ -135,8 +110,6 @@ def preprocessing(folder: Path) -> Preprocessing:
     if min(found[1]) <= 0:
         raise UserError(f"{file}: image_std is {found[1]}; needed are three numbers above 0")
     resample = facts.get("resample")
-    if resample is not None and not is_whole(resample, 0, 5):
-        raise UserError(f"{file}: resample is {shortened(repr(resample))}; needed is a number of Pillow's, 0 to 5")
     return Preprocessing(tuple(found[0]), tuple(found[1]), BICUBIC if resample is None else resample)
 
 
@@ -149,7 +122,7 @@ def image_settings(folder: Path) -> tuple[Path, dict[str, Any] | None]:
     if file.is_file():
         return file, read_json(file)
     part = read_json(processor).get("image_processor") if processor.is_file() else None
-    return (processor, part) if isinstance(part, dict) else (file, None)
+    return (file, None) if part is None else (processor, part)
 
 
 def patches_per_image(image_size: int, patch_size: int) -> int:

@@ -10,7 +10,7 @@ from mmtrain.config.schema import RunConfig
 from mmtrain.data.samples.records import IMAGE_MARK
 from mmtrain.pretrained.connectors import reduction
 from mmtrain.pretrained.layouts import OVERVIEW_NAME, SQUARE, TILE_NAME, TILES, ImageLayout
-from mmtrain.pretrained.model_files import is_whole
+from mmtrain.pretrained.settings import is_whole
 from mmtrain.stock.stock_class import ExportedEncoder, StockClass
 from mmtrain.stock.stock_folder import Keys, StockFolder, shown
 
@@ -19,7 +19,6 @@ if TYPE_CHECKING:
 
 _AROUND = {"start_of_img_token": "<|START_OF_IMG|>", "end_of_img_token": "<|END_OF_IMG|>"}  # AyaVisionProcessor's own
 _BEFORE_TILES = {"tile_token": TILE_NAME, "tile_global_token": OVERVIEW_NAME}
-_WIDEST = 1_000_000  # features inside the connector
 
 
 class AyaVision(StockClass):
@@ -73,11 +72,8 @@ class AyaVision(StockClass):
                 f"{fit}; needed are up to {MAX_TILES} tiles, at least 1, resized"
             )
         folder.no_texts(around if cut else {**around, **before}, TILES if cut else SQUARE)
-        inner = folder.config.get("alignment_intermediate_size")
-        if inner is not None and not is_whole(inner, 2, _WIDEST):
-            raise UserError(f"config.json says alignment_intermediate_size {shown(inner)}, which no connector has")
         return keys | {
             "select_layer": folder.layer(-1, "full"),
             "factor": self.factor(folder, "downsample_factor", folder.config.get("downsample_factor", 2)),
-            "width": inner,
+            "width": folder.config.get("alignment_intermediate_size"),
         }

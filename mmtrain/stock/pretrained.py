@@ -35,7 +35,7 @@ def expand_pretrained(config: RunConfig) -> RunConfig:
     folder = model_folder(path)
     content = read_json(folder / "config.json")
     kind = content.get("model_type")
-    stock = next((stock for stock in STOCK_CLASSES if kind in list(stock.model_types)), None)
+    stock = next((stock for stock in STOCK_CLASSES if kind in stock.model_types), None)
     if stock is None:
         known = ", ".join(name for stock in STOCK_CLASSES for name in stock.model_types)
         raise UserError(f"model.from: {path} has model_type {shown(kind)}; needed is one of {known}")

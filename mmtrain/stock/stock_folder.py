@@ -13,7 +13,8 @@ from mmtrain.base.printing import shortened
 from mmtrain.config.limits import MAX_GRID_SIDE, MAX_GRIDS
 from mmtrain.pretrained.connectors import refuse_other_settings
 from mmtrain.pretrained.layouts import ANYRES, ANYRES_MAX_9, default_pinpoints
-from mmtrain.pretrained.model_files import Shape, is_whole, read_json, tensor_shapes
+from mmtrain.pretrained.model_files import Shape, read_json, tensor_shapes
+from mmtrain.pretrained.settings import is_whole
 from mmtrain.pretrained.shapes import VisionShape, vision_shape
 from mmtrain.pretrained.vision_files import image_settings, preprocessing
 

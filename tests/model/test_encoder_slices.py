@@ -150,7 +150,7 @@ def test_an_encoder_much_larger_than_its_weights_is_not_tried(encoder, tmp_path)
     content = json.loads((tmp_path / "config.json").read_text())
     content["model_args"]["embed_dim"] = 12288
     (tmp_path / "config.json").write_text(json.dumps(content))
-    with pytest.raises(UserError, match=r"config.json asks for an encoder of .* numbers, but the weights have"):
+    with pytest.raises(UserError, match=r"says embed_dim 12288, but no tensor is wider than"):
         made_up_encoder(str(tmp_path), torch.float32, final_norm=False, depth=1)
 
 
@@ -244,7 +244,7 @@ def test_what_is_wrong_with_an_encoder_however_it_is_held_is_no_matter_of_slices
     content = json.loads((tmp_path / "huge/config.json").read_text())
     content["model_args"]["embed_dim"] = 12288
     (tmp_path / "huge/config.json").write_text(json.dumps(content))
-    with pytest.raises(UserError, match="asks for an encoder of") as refused:
+    with pytest.raises(UserError, match="says embed_dim 12288, but no tensor is wider than") as refused:
         probe_encoder(make_config(tmp_path, model__vision={"name": str(tmp_path / "huge")}))
     assert not isinstance(refused.value, EncoderSliceError) and "encoder_ranks" not in str(refused.value)
 

@@ -501,7 +501,7 @@ def test_without_timm_a_name_that_is_not_recorded_gets_the_nearest_recorded_ones
         ("hiera", "is a transformer of several stages"),
         ("siglip2_vision_model", "is a SigLIP 2 of variable size .* google/siglip2-so400m-patch14-384"),
         ("llama", "has model_type llama, which is not a vision encoder known here"),
-        (["clip"], "which is not a vision encoder known here"),
+        (["clip"], "which no model has; needed is a text"),
     ],
 )
 def test_what_else_transformers_has_is_refused_by_what_it_is(model_type, message, tmp_path):

@@ -94,7 +94,7 @@ def test_a_clip_without_preprocessor_config_is_refused_saying_which_call_makes_i
     [
         ({"image_mean": [0.5]}, r"image_mean is \[0\.5\]; needed are three numbers"),
         ({"image_std": [1, 1, 0]}, "needed are three numbers above 0"),
-        ({"resample": 17}, "resample is 17; needed is a number of Pillow's"),
+        ({"resample": 17}, "says resample 17, which no model has"),
     ],
 )
 def test_a_preprocessor_config_of_no_use_is_refused_by_the_plan(tmp_path, changes, said):

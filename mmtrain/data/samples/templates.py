@@ -28,9 +28,9 @@ from mmtrain.data.samples.formats import LLAVA, SampleFormat
 from mmtrain.data.samples.records import IMAGE_MARK, BadSample
 from mmtrain.data.samples.sample import IGNORE, IMAGE_POSITION, Document, Sample, without_images
 from mmtrain.pretrained.layouts import ONE_SQUARE, ImageLayout, marks_around
-from mmtrain.pretrained.model_files import foreign_files, model_folder, read_json
+from mmtrain.pretrained.model_files import foreign_files, model_folder
 from mmtrain.pretrained.tiling import Tiling, UnfitImage
-from mmtrain.pretrained.tokenizer_files import missing_marks, panics_told, refuse_growing_rules, text_fingerprint
+from mmtrain.pretrained.tokenizer_files import missing_marks, panics_told, text_fingerprint, tokenizer_files
 
 CHATML = ("<|im_start|>", "<|im_end|>")
 
@@ -367,11 +367,8 @@ class TextCounter:
 
 
 def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
-    """The tokenizer in an LLM's folder; raises UserError where there is none, and for rules that make texts grow."""
+    """Return the tokenizer in an LLM's folder; raises UserError where there is none that can be read."""
     folder = model_folder(path)
-    if (folder / "tokenizer_config.json").is_file():
-        read_json(folder / "tokenizer_config.json")
-    if (folder / "tokenizer.json").is_file():
-        refuse_growing_rules(folder / "tokenizer.json")
+    tokenizer_files(folder)  # refuses one that is too large
     with panics_told(path), foreign_files(f"{path}: the tokenizer in {folder}"):
         return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)

@@ -213,8 +213,3 @@ def test_a_shard_that_was_there_when_the_run_was_configured_is_missed(sound, tmp
     shard.unlink()
     with pytest.raises(UserError, match=f"no file {shard}"):
         open_epoch(sound.tiny, tmp_path / "s", f"data.shards={tmp_path}/s/tiny-{{00000..00001}}.tar")
-
-
-def test_there_are_at_least_300_faults():
-    assert len({str(kind) for kind in KINDS}) == len(KINDS)
-    assert sum(kind.count for kind in KINDS) + 4 * len(STORAGE) + 2 >= 300

@@ -1,0 +1,97 @@
+"""What the JSON files of a model folder may say: types and bounds by key, checked when a file is read.
+
+The bounds are far above what published models have. They keep a damaged or absurd file from being hours of work, a
+traceback, or memory that a rank lacks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from mmtrain.base.errors import UserError
+from mmtrain.base.printing import shortened
+from mmtrain.config.limits import MAX_LAYERS
+
+_WIDTHS = ("hidden_size", "intermediate_size", "n_embd", "d_model", "embed_dim", "alignment_intermediate_size")
+_LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "depth")
+_SIDES = ("image_size", "img_size", "patch_size", "crop_size")
+# Smallest and largest number, in whatever part of a file the key stands. Models of several stages list numbers.
+_BOUNDS = {
+    **dict.fromkeys(_WIDTHS, (1, 1_000_000)),
+    **dict.fromkeys(_LAYERS, (1, MAX_LAYERS)),
+    **dict.fromkeys(("num_attention_heads", "num_key_value_heads", "num_heads", "n_head"), (1, 10_000)),
+    **dict.fromkeys(("head_dim", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"), (0, 100_000)),
+    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"), (0, 100_000)),
+    **dict.fromkeys(("num_experts_per_tok", "moe_topk", "moe_k"), (0, 100_000)),
+    **dict.fromkeys(("vocab_size", "max_position_embeddings", "n_positions"), (1, 1_000_000_000)),
+    **dict.fromkeys(("num_labels", "num_classes"), (0, 1_000_000)),
+    **{"sliding_window": (0, 1_000_000_000), "num_register_tokens": (0, 1_000), "num_channels": (1, 16)},
+    **dict.fromkeys(("image_seq_len", "image_seq_length", "num_image_tokens"), (1, 100_000)),
+    **dict.fromkeys(("num_additional_image_tokens", "min_patches"), (0, 100)),
+    "resample": (0, 5),  # of PIL.Image.Resampling
+    **dict.fromkeys(("height", "width"), (1, 4_096)),  # of pictures for the encoder; the largest take 1,540
+    **dict.fromkeys(_SIDES, (1, 30_000)),
+}
+_OTHERS = {
+    **dict.fromkeys(("text_config", "vision_config", "model_args", "pretrained_cfg"), (dict, "an object")),
+    **dict.fromkeys(("quantization_config", "compression_config", "image_processor"), (dict, "an object")),
+    **dict.fromkeys(("model_type", "architecture"), (str, "a text")),
+    **dict.fromkeys(("tie_word_embeddings", "use_sliding_window", "multi_query"), (bool, "true or false")),
+    **dict.fromkeys(("layer_types", "layers_block_type", "block_types"), (list, "a list of texts")),
+}
+
+
+def check_settings(content: Any, source: str) -> None:
+    """Raise UserError for a value in a model's JSON file that no model has. `source` names the file."""
+    if isinstance(content, list):
+        for inner in content:
+            check_settings(inner, source)
+    if not isinstance(content, dict):
+        return
+    for key, value in content.items():
+        if value is None:
+            continue
+        if key in _BOUNDS and not isinstance(value, dict):
+            least, most = _BOUNDS[key]
+            if not all(is_whole(number, least, most) for number in (value if isinstance(value, list) else [value])):
+                raise _impossible(source, key, value, f"a whole number from {least} to {most:,}")
+        if key in _OTHERS:
+            kind, needed = _OTHERS[key]
+            if not isinstance(value, kind) or (kind is list and not all(isinstance(inner, str) for inner in value)):
+                raise _impossible(source, key, value, needed)
+        check_settings(value, source)
+
+
+def check_sizes(config_json: dict[str, Any], shapes: Mapping[str, tuple[int, ...]], folder: str) -> None:
+    """Raise UserError where a config.json asks for a larger model than the folder's tensors are."""
+    largest = max((side for shape in shapes.values() for side in shape), default=0)
+    for key, value in config_json.items():
+        if isinstance(value, dict):
+            check_sizes(value, shapes, folder)
+        elif key in _LAYERS and is_whole(value, len(shapes) + 1, MAX_LAYERS):
+            raise UserError(f"{folder}: config.json says {key} {value}, but there are {len(shapes)} tensors")
+        elif key in (*_WIDTHS, "vocab_size") and is_whole(value, largest + 1, _BOUNDS[key][1]):
+            raise UserError(f"{folder}: config.json says {key} {value}, but no tensor is wider than {largest:,}")
+
+
+def is_whole(value: Any, least: int, most: int) -> bool:
+    """Whether a value of JSON is a whole number in these bounds; true and 4.0 are none."""
+    return type(value) is int and least <= value <= most
+
+
+def check_layers(part: dict[str, Any], source: str) -> None:
+    """Raise UserError for a config.json whose layers differ in width or heads, or have heads that do not divide it."""
+    for key in _BOUNDS:
+        if key not in _SIDES and isinstance(part.get(key), list | dict):
+            raise _impossible(source, key, part[key], "one number for all layers")
+    heads = part.get("num_attention_heads") or part.get("n_head")
+    groups, hidden = part.get("num_key_value_heads"), part.get("hidden_size") or part.get("n_embd")
+    if heads and groups and heads % groups:
+        raise UserError(f"{source} says {heads} attention heads in {groups} groups, which do not divide them")
+    if heads and hidden and not (part.get("head_dim") or part.get("qk_rope_head_dim")) and hidden % heads:
+        raise UserError(f"{source} says hidden size {hidden} and {heads} attention heads, which do not divide it")
+
+
+def _impossible(source: str, key: str, value: Any, needed: str) -> UserError:
+    return UserError(f"{source} says {key} {shortened(repr(value))}, which no model has; needed is {needed}")
