@@ -29,6 +29,7 @@ _BOUNDS = {
     **{"sliding_window": (0, 1_000_000_000), "num_register_tokens": (0, 1_000), "num_channels": (1, 16)},
     **dict.fromkeys(("image_seq_len", "image_seq_length", "num_image_tokens"), (1, 100_000)),
     **dict.fromkeys(("num_additional_image_tokens", "min_patches"), (0, 100)),
+    "mlp_ratio": (0, 100),
     "resample": (0, 5),  # of PIL.Image.Resampling
     **dict.fromkeys(("height", "width"), (1, 4_096)),  # of pictures for the encoder; the largest take 1,540
     **dict.fromkeys(_SIDES, (1, 30_000)),
@@ -54,7 +55,9 @@ def check_settings(content: Any, source: str) -> None:
             continue
         if key in _BOUNDS and not isinstance(value, dict):
             least, most = _BOUNDS[key]
-            if not all(is_whole(number, least, most) for number in (value if isinstance(value, list) else [value])):
+            kinds = (int, float) if key == "mlp_ratio" else (int,)
+            numbers = value if isinstance(value, list) else [value]
+            if not all(type(number) in kinds and least <= number <= most for number in numbers):
                 raise _impossible(source, key, value, f"a whole number from {least} to {most:,}")
         if key in _OTHERS:
             kind, needed = _OTHERS[key]

@@ -236,17 +236,20 @@ def encoder_with(arguments: dict, tiny: Path, tmp_path: Path) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("arguments", [{"depth": "x"}, {"act_layer": "os.system"}, {"no_such_argument": 1}])
+@pytest.mark.parametrize("arguments", [{"act_layer": "os.system"}, {"no_such_argument": 1}])
 def test_an_error_of_timm_is_one_that_names_the_folder(tiny, tmp_path, arguments):
     folder = encoder_with(arguments, tiny, tmp_path)
     with pytest.raises(UserError, match=f"{folder} cannot be used"):
         load_vision(str(folder), -2, torch.float32)
 
 
-@pytest.mark.parametrize("arguments", [{"num_classes": 10_000_000}, {"mlp_ratio": 1e5}, {"depth": 10**9}])
+ABSURD = [{"num_classes": 10_000_000}, {"mlp_ratio": 1e5}, {"depth": 10**9}, {"depth": "x"}]
+
+
+@pytest.mark.parametrize("arguments", ABSURD)
 def test_an_encoder_larger_than_its_weights_is_refused_before_it_takes_memory(tiny, tmp_path, arguments):
     folder = encoder_with(arguments, tiny, tmp_path)
-    with pytest.raises(UserError, match=r"but the weights have|depth 1000000000, which no model has"):
+    with pytest.raises(UserError, match="which no model has"):
         load_vision(str(folder), -2, torch.float32)
 
 
