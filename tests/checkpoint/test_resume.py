@@ -122,8 +122,8 @@ def test_damaged_checkpoints_are_passed_over_and_named_and_the_run_ends_as_undis
 ):
     flip_a_bit(step_path(copied, 24) / "optimizer.safetensors")
     (step_path(copied, 20) / "state.json").unlink()
-    step_path(copied, 16).with_name("step-00000025.tmp").mkdir()
-    (step_path(copied, 16).with_name("step-00000025.tmp") / "projector.safetensors").write_bytes(b"half")
+    step_path(copied, 16).with_name(".step-00000025.0123abcd.tmp").mkdir()
+    (step_path(copied, 16).with_name(".step-00000025.0123abcd.tmp") / "projector.safetensors").write_bytes(b"half")
     said = resumed(tiny, tmp_path)
     for words in (
         f"{step_path(copied, 24)}: optimizer.safetensors is damaged: its SHA-256",
@@ -425,7 +425,7 @@ def test_a_disk_too_full_for_a_checkpoint_keeps_the_one_before_and_with_more_roo
     tiny, undisturbed, tmp_path
 ):
     one = sum(path.stat().st_size for path in step_path(undisturbed, 4).iterdir())
-    with small_disk(tmp_path / "disk", kilobytes=one * 5 // 2 // 1024 + 200) as disk:
+    with small_disk(tmp_path / "disk", kilobytes=one * 3 // 2 // 1024 + 100) as disk:
         folder = disk / "tiny"
         ended = run(tiny, disk)
         assert ended.wait() == 2
