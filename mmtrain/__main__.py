@@ -13,17 +13,17 @@ from mmtrain.base.printing import harmless, run_command, show_error, tell
 
 COMMANDS = {  # in the order of their use; the module of each, and what it does
     "train": ("mmtrain.launch", "train a connector, or go on with a run"),
-    "plan": ("mmtrain.commands.plan", "show which rank holds, trains and runs what; start nothing"),
-    "calibrate": ("mmtrain.commands.calibrate", "measure this machine, so that plans are in seconds"),
-    "shard": ("mmtrain.commands.shard", "turn LLaVA JSON and images into webdataset shards"),
-    "index": ("mmtrain.commands.index", "index webdataset shards from elsewhere, or anew"),
-    "inspect": ("mmtrain.commands.inspect", "show what is in shards; compare every byte; show one sample"),
-    "report": ("mmtrain.commands.report", "make the page of a run, or of several; watch one"),
-    "export": ("mmtrain.commands.export", "export what was trained, for transformers or for LLaVA's code"),
-    "chat": ("mmtrain.commands.chat", "ask a trained model about a picture"),
-    "convert": ("mmtrain.commands.convert", "turn pickled weights into safetensors"),
-    "record": ("mmtrain.commands.record", "record a model's shapes, so that it can be planned without it"),
-    "doctor": ("mmtrain.commands.doctor", "check that training works on this machine"),
+    "plan": ("mmtrain.cli.plan", "show which rank holds, trains and runs what; start nothing"),
+    "calibrate": ("mmtrain.cli.calibrate", "measure this machine, so that plans are in seconds"),
+    "shard": ("mmtrain.cli.shard", "turn LLaVA JSON and images into webdataset shards"),
+    "index": ("mmtrain.cli.index", "index webdataset shards from elsewhere, or anew"),
+    "inspect": ("mmtrain.cli.inspect", "show what is in shards; compare every byte; show one sample"),
+    "report": ("mmtrain.cli.report", "make the page of a run, or of several; watch one"),
+    "export": ("mmtrain.cli.export", "export what was trained, for transformers or for LLaVA's code"),
+    "chat": ("mmtrain.cli.chat", "ask a trained model about a picture"),
+    "convert": ("mmtrain.cli.convert", "turn pickled weights into safetensors"),
+    "record": ("mmtrain.cli.record", "record a model's shapes, so that it can be planned without it"),
+    "doctor": ("mmtrain.cli.doctor", "check that training works on this machine"),
 }
 HELP = f"""\
 usage: mmtrain COMMAND ..., or mmtrain --version

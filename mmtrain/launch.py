@@ -26,11 +26,11 @@ from mmtrain.launching.machine import (
 )
 from mmtrain.launching.starters import rank_of_torchrun, refuse_other_starters
 from mmtrain.launching.training import ranks_of_node, train, train_as_rank
-from mmtrain.model.projector_files import refuse_unfit_init_from
-from mmtrain.plan.suggestion_table import render_suggestion
+from mmtrain.models.facts.model_files import find_model_folder
+from mmtrain.models.weights.projector_files import refuse_unfit_init_from
+from mmtrain.plan.suggest import render_suggestion
 from mmtrain.plan.table import render
-from mmtrain.pretrained.model_files import find_model_folder
-from mmtrain.processes.rank import seconds_before_message
+from mmtrain.runtime.rank import seconds_before_message
 from mmtrain.stock.pretrained import expand_pretrained
 
 

@@ -1,4 +1,4 @@
-"""Checks of a doctor that crash, hang and raise; tests/commands/test_doctor.py runs them."""
+"""Checks of a doctor that crash, hang and raise; tests/cli/test_doctor.py runs them."""
 
 from __future__ import annotations
 

@@ -12,9 +12,9 @@ from datetime import timedelta
 from pathlib import Path
 
 from mmtrain.base.errors import UserError
-from mmtrain.processes.job import Job
-from mmtrain.processes.rank import Rank
-from mmtrain.processes.supervise import prepared, run_ranks
+from mmtrain.runtime.job import Job
+from mmtrain.runtime.rank import Rank
+from mmtrain.runtime.supervise import prepared, run_ranks
 
 LAST_STEP = 5
 # What NCCL's watchdog writes before it aborts the process that it watches: ProcessGroupNCCL as somebody's log has it,

@@ -22,9 +22,9 @@ from mmtrain.config.schema import RunConfig
 from mmtrain.launching.data import with_formats
 from mmtrain.plan.plan import Plan
 from mmtrain.plan.planner import make_plan
-from mmtrain.processes.failures import RankProgress
-from mmtrain.processes.rank import Rank
-from mmtrain.processes.stop import StopRequest
+from mmtrain.runtime.failures import RankProgress
+from mmtrain.runtime.rank import Rank
+from mmtrain.runtime.stop import StopRequest
 from mmtrain.training.loop import main
 
 

@@ -31,14 +31,14 @@ from mmtrain.engine.audit import RankAudit
 from mmtrain.engine.engine import FrozenPipelineEngine
 from mmtrain.engine.process_groups import join_process_group, replica_group
 from mmtrain.engine.stages import streamed_layers
-from mmtrain.model.projector import make_projector
-from mmtrain.model.stage import build_stage
-from mmtrain.model.streaming import StreamedLayers
+from mmtrain.models.facts.tiling import Tiling
+from mmtrain.models.modules.projector import make_projector
+from mmtrain.models.modules.stage import build_stage
+from mmtrain.models.weights.streaming import StreamedLayers
 from mmtrain.plan.instructions import Instruction, Op
 from mmtrain.plan.plan import Plan
 from mmtrain.plan.planner import make_plan
 from mmtrain.plan.schedule import leading_encodes, training_schedule
-from mmtrain.pretrained.tiling import Tiling
 
 VOCAB = 128
 IMAGE_TOKEN = 127  # stock LLaVA marks image positions by a row of the vocabulary

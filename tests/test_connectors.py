@@ -39,10 +39,10 @@ from transformers import (
 )
 
 from mmtrain.data.samples.sample import IGNORE, IMAGE_POSITION
-from mmtrain.model.tiny import tiny_model
-from mmtrain.pretrained.connectors import image_layout
-from mmtrain.pretrained.layouts import ImageLayout
-from mmtrain.pretrained.shapes import matches
+from mmtrain.models.facts.connectors import image_layout
+from mmtrain.models.facts.layouts import ImageLayout
+from mmtrain.models.facts.shapes import matches
+from mmtrain.models.modules.tiny import tiny_model
 
 GRID, PATCH = 12, 4  # patches a side, which 2, 3 and 4 divide; pixels of one
 LAYERS = 4

@@ -11,7 +11,7 @@ import pytest
 
 from mmtrain.base.cache import cache_folder
 from mmtrain.base.errors import UserError
-from mmtrain.pretrained.model_files import hub_cache
+from mmtrain.models.facts.model_files import hub_cache
 
 LAUNCH = ("-m", "mmtrain.launch")
 

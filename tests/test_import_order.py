@@ -15,8 +15,8 @@ PACKAGE = ROOT / "mmtrain"
 # Bottom to top: a wing may import those on the lines above its own. A new wing gets its floor here.
 FLOORS = """
 base
-config  processes
-pretrained
+config  runtime
+models.facts
 data.samples
 data.shards
 data.prepare  data.stream
@@ -24,33 +24,36 @@ stock
 data.inspection
 demo  plan
 checkpoint
-model
+models.weights
+models.modules
+models.probing
 engine
-calibration  evaluation
-exporting
-training  report
+calibration
+training
+exporting  report
 launching
 launch
 api
 doctor
-commands
+cli
 __main__
 """
 FLOOR_OF = {wing: floor for floor, line in enumerate(FLOORS.split("\n")) for wing in line.split()}
-STILL_UP = {  # module -> the wing above that it imports
-}
+WITH_ROOMS = ("data", "models")  # a room of these has its own floor
+MOST_FILES = {"plan": 19}  # of a wing, or a room; 15 of one that is not named
 
 # Wings that import no torch, but for these modules; and modules of other wings that do not.
 TORCH_FREE_WINGS = (
-    "base  config  processes  pretrained  stock  data.shards  data.prepare  demo  plan  report  launching  launch"
+    "base  config  runtime  models.facts  stock  data.shards  data.prepare  demo  plan  report  launching  launch"
 )
-USE_TORCH = "processes.fork_server  processes.rendezvous"  # the first imports what a launcher names
+USE_TORCH = "runtime.fork_server  runtime.rendezvous"  # the first imports what a launcher names
 TORCH_FREE_MODULES = """
 data.samples.records  data.samples.formats  data.samples.sample
 data.stream.order  data.stream.image_totals  data.stream.catalog
 data.inspection.survey
 checkpoint.run_folder  checkpoint.step_folder  checkpoint.choose  checkpoint.begin
-engine.utilization  engine.trace  evaluation.console  model.projector_files  model.probe  model.encoder_probe
+engine.utilization  engine.trace  training.console
+models.weights.projector_files  models.probing.probe  models.probing.encoder_probe
 """
 IMPORT_TORCH = {"torch", "torchvision", "transformers", "timm", "deepspeed", "webdataset", "safetensors.torch"}
 ONLY_IMPORTER = {"deepspeed": "engine.deepspeed_pipeline", "mmtrain.training.loop": "launching.training"}
@@ -62,9 +65,9 @@ def module_names() -> list[str]:
 
 
 def wing_of(name: str) -> str:
-    """The wing that holds a module: `plan.costs` -> `plan`; data's rooms count as wings."""
+    """Return the wing or room that holds a module: `plan.costs` -> `plan`, `data.shards.index` -> `data.shards`."""
     parts = name.split(".")
-    return ".".join(parts[:2]) if parts[0] == "data" else parts[0]
+    return ".".join(parts[:2]) if parts[0] in WITH_ROOMS else parts[0]
 
 
 MODULES = module_names()
@@ -100,7 +103,7 @@ def parse(name: str) -> ast.AST:
 
 
 def own_module(imported: str) -> str | None:
-    """The mmtrain module that an import names: `mmtrain.pretrained.shapes.matches` -> `pretrained.shapes`."""
+    """The mmtrain module that an import names: `mmtrain.models.facts.shapes.matches` -> `models.facts.shapes`."""
     parts = imported.split(".")
     for length in range(len(parts), 1, -1):
         name = ".".join(parts[1:length])
@@ -117,15 +120,29 @@ def test_every_module_is_in_a_wing_that_has_its_floor():
     assert {wing_of(name) for name in MODULES} == set(FLOOR_OF)
 
 
+def test_a_wing_has_few_files_and_is_printed_with_its_lines_and_the_wings_that_it_imports(capsys):
+    files: dict[str, list[str]] = {}
+    for name in MODULES:
+        files.setdefault(wing_of(name), []).append(name)
+    with capsys.disabled():
+        print()
+        for wing in FLOOR_OF:
+            lines = sum((PACKAGE / (name.replace(".", "/") + ".py")).read_text().count("\n") for name in files[wing])
+            below = sorted({wing_of(other) for name in files[wing] for other in imported_modules(name)} - {wing})
+            size = f"{len(files[wing]):2} files {lines:6,} lines"
+            print(f"{FLOOR_OF[wing]:2} {wing:15} {size}  imports {', '.join(below)}")
+    assert {wing: len(names) for wing, names in files.items() if len(names) > MOST_FILES.get(wing, 15)} == {}
+
+
 @pytest.mark.parametrize("name", MODULES)
 def test_a_wing_imports_only_wings_below_it(name):
     wing = wing_of(name)
-    others = {wing_of(imported) for imported in imported_modules(name)} - {wing, STILL_UP.get(name)}
+    others = {wing_of(imported) for imported in imported_modules(name)} - {wing}
     assert sorted(other for other in others if FLOOR_OF[other] >= FLOOR_OF[wing]) == []
 
 
 def test_no_modules_import_each_other_in_a_circle():
-    graph = {name: imported_modules(name) for name in MODULES if name not in STILL_UP}
+    graph = {name: imported_modules(name) for name in MODULES}
     TopologicalSorter(graph).prepare()  # raises CycleError, which names the circle
 
 
@@ -173,5 +190,5 @@ def test_the_reader_of_imports_sees_what_it_must():
     tree = ast.parse("import a.b\nfrom c import d\ndef f():\n    import e\nif TYPE_CHECKING:\n    import g\n")
     assert list(imports(tree, at_import=True)) == ["a.b", "c.d"]
     assert list(imports(tree, at_import=False)) == ["a.b", "c.d", "e", "g"]
-    assert own_module("mmtrain.pretrained.shapes.matches") == "pretrained.shapes"
+    assert own_module("mmtrain.models.facts.shapes.matches") == "models.facts.shapes"
     assert own_module("torch.nn") is None

@@ -21,7 +21,7 @@ from mmtrain.base.errors import UserError
 from mmtrain.config.load import load_config
 from mmtrain.launch import main as launch_command
 from mmtrain.launching import data, training
-from mmtrain.processes.gpus import Gpu
+from mmtrain.runtime.gpus import Gpu
 
 CONFIGS = sorted((Path(__file__).parent.parent / "configs").glob("*.yaml"))
 LAUNCH = ("-m", "mmtrain.launch")

@@ -23,13 +23,13 @@ from transformers import CLIPVisionConfig
 from mmtrain.__main__ import main
 from mmtrain.base.errors import UserError
 from mmtrain.config.model import ProjectorSection
-from mmtrain.model.projector import read_projector
-from mmtrain.model.vision import load_vision
+from mmtrain.models.modules.projector import read_projector
+from mmtrain.models.modules.vision import load_vision
 
 ROOT = Path(__file__).parent.parent
 SOURCES = sorted([*(ROOT / "mmtrain").rglob("*.py"), *(ROOT / "tools").rglob("*.py")])
 
-READER = "mmtrain/model/weights.py"  # for model.projector.init_from and mmtrain convert
+READER = "mmtrain/models/weights/files.py"  # for model.projector.init_from and mmtrain convert
 WRITER = "mmtrain/exporting/llava.py"  # `--format llava`: mm_projector.bin is a pickle
 ALLOWED = {("torch.load", READER), ("torch.save", WRITER)}
 

@@ -20,10 +20,10 @@ from mmtrain.api.run import load_run
 from mmtrain.base.errors import UserError
 from mmtrain.data.samples.sample import IGNORE
 from mmtrain.engine.optimizer import clip_coefficient, learning_rate
+from mmtrain.models.facts.families import global_name
+from mmtrain.models.facts.shapes import matches
 from mmtrain.plan.planner import make_plan
 from mmtrain.plan.table import render
-from mmtrain.pretrained.families import global_name
-from mmtrain.pretrained.shapes import matches
 
 CONFIG = Path(__file__).parents[1] / "configs" / "demo_text.yaml"
 STEPS = 3

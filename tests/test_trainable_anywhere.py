@@ -14,7 +14,7 @@ from scenes import Case, bits, documents_of, execute, make_config, make_document
 
 from mmtrain.data.samples.sample import IGNORE
 from mmtrain.engine.optimizer import clip_coefficient, learning_rate
-from mmtrain.pretrained.shapes import matches
+from mmtrain.models.facts.shapes import matches
 
 STEPS = 3
 # as the field calls them -> trainable patterns

@@ -26,11 +26,11 @@ from mmtrain.config.load import load_config
 from mmtrain.config.schema import RunConfig
 from mmtrain.exporting.hf import ExportedModel, export_hf
 from mmtrain.exporting.verify import Comparison, compare_logits
-from mmtrain.model.projector import make_projector
+from mmtrain.models.facts.adapters import is_adapter
+from mmtrain.models.facts.connectors import has_newline
+from mmtrain.models.facts.shapes import llm_shape, vision_shape
+from mmtrain.models.modules.projector import make_projector
 from mmtrain.plan.planner import models_of
-from mmtrain.pretrained.adapters import is_adapter
-from mmtrain.pretrained.connectors import has_newline
-from mmtrain.pretrained.shapes import llm_shape, vision_shape
 
 
 def make_checkpoint(

@@ -22,10 +22,10 @@ from mmtrain.base.printing import harmless, shortened
 from mmtrain.checkpoint.step_folder import StepFolder, find, names_checkpoint
 from mmtrain.config.limits import MAX_IMAGE_PIXELS
 from mmtrain.data.samples.records import IMAGE_MARK, BadSample
-from mmtrain.pretrained.encoders import FAMILIES
-from mmtrain.pretrained.families import check_family
-from mmtrain.pretrained.model_files import find_model_folder, foreign_files, read_json, tensor_shapes
-from mmtrain.pretrained.settings import check_sizes, is_whole
+from mmtrain.models.facts.encoders import FAMILIES
+from mmtrain.models.facts.families import check_family
+from mmtrain.models.facts.model_files import find_model_folder, foreign_files, read_json, tensor_shapes
+from mmtrain.models.facts.settings import check_sizes, is_whole
 from mmtrain.stock.exporters import STOCK_CLASSES, stock_class
 from mmtrain.stock.stock_class import TIMM, StockClass
 
@@ -126,7 +126,7 @@ def load(folder: Path) -> tuple[Any, Any]:
     from transformers.utils import logging
 
     from mmtrain.data.samples.templates import load_tokenizer
-    from mmtrain.model.language import causal_config
+    from mmtrain.models.modules.language import causal_config
 
     logging.set_verbosity_error()
     logging.disable_progress_bar()
@@ -166,7 +166,7 @@ def _check_parts(stock: StockClass, config: dict[str, Any], folder: Path) -> Non
     import transformers
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-    from mmtrain.model.vision import check_wrapped_timm, model_class
+    from mmtrain.models.modules.vision import check_wrapped_timm, model_class
 
     families = [family for family in FAMILIES.values() if not stock.encoders or family.model in stock.encoders]
     encoders = {*stock.own_encoders, *(model_class(family).config_class.model_type for family in families)}

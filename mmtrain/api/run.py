@@ -32,8 +32,8 @@ from mmtrain.config.load import dump_config, restore_config, validated
 from mmtrain.config.load import load_config as read_config
 from mmtrain.config.schema import RunConfig
 from mmtrain.config.strict_yaml import read_yaml
-from mmtrain.processes.child import python_child
 from mmtrain.report.page import write_page
+from mmtrain.runtime.child import python_child
 from mmtrain.stock.pretrained import expand_pretrained
 
 WRONG_INPUT = 2  # exit code of the launcher for what the user can mend

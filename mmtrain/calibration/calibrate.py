@@ -51,12 +51,12 @@ from mmtrain.engine.process_groups import join_process_group, replica_group
 from mmtrain.engine.single_stage import SingleStage, expected_batch
 from mmtrain.engine.statistics import RankSums
 from mmtrain.engine.step_clock import Reading
-from mmtrain.model.stage import Front, build_stage
+from mmtrain.models.modules.stage import Front, build_stage
 from mmtrain.plan.calibration import Calibration, Device, Key, calibration_key
 from mmtrain.plan.costs import LayerKind, Models, run_costs
 from mmtrain.plan.plan import Plan, StagePlan
 from mmtrain.plan.planner import models_of
-from mmtrain.processes.rank import Rank
+from mmtrain.runtime.rank import Rank
 
 LAYERS = 4  # of the stage that holds several
 WARM_UP_ROUNDS = 2

@@ -16,9 +16,9 @@ from mmtrain.base.collectives import of_all_ranks
 from mmtrain.config.schema import RunConfig
 from mmtrain.engine.process_groups import replica_group
 from mmtrain.engine.stages import streamed_layers
-from mmtrain.model.language import load_slice
-from mmtrain.model.stage import DTYPES
-from mmtrain.model.streaming import StreamedLayer, StreamedLayers
+from mmtrain.models.modules.language import load_slice
+from mmtrain.models.modules.stage import DTYPES
+from mmtrain.models.weights.streaming import StreamedLayer, StreamedLayers
 from mmtrain.plan.calibration import FetchRates
 from mmtrain.plan.plan import Plan
 

@@ -16,10 +16,10 @@ from mmtrain.base.printing import first_few, harmless
 from mmtrain.checkpoint.step_folder import StepFolder, find, names_checkpoint
 from mmtrain.config.environment import variable_hint
 from mmtrain.config.schema import RunConfig
+from mmtrain.models.facts.adapters import is_adapter
+from mmtrain.models.facts.model_files import read_header
+from mmtrain.models.facts.shapes import matches
 from mmtrain.plan.planner import models_of
-from mmtrain.pretrained.adapters import is_adapter
-from mmtrain.pretrained.model_files import read_header
-from mmtrain.pretrained.shapes import matches
 
 _log = logging.getLogger(__name__)
 KEY = "model.init_from"

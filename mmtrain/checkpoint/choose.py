@@ -26,7 +26,7 @@ from mmtrain.checkpoint.step_folder import CHECKPOINTS, StepFolder, find, find_n
 from mmtrain.config.keys import OnResume, all_fields, declared_path, marked, section_of
 from mmtrain.config.problems import nearest_key
 from mmtrain.config.schema import RunConfig
-from mmtrain.pretrained.connectors import has_newline
+from mmtrain.models.facts.connectors import has_newline
 
 _log = logging.getLogger(__name__)
 AUTO, NEVER = "auto", "never"  # what --resume takes besides a path

@@ -12,9 +12,9 @@ from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from mmtrain.doctor.check import FailedError
-from mmtrain.model.attention import packed_attention
-from mmtrain.model.flash import say_ways, ways_taken
-from mmtrain.model.kernels import Documents
+from mmtrain.models.modules.attention import packed_attention
+from mmtrain.models.modules.flash import say_ways, ways_taken
+from mmtrain.models.modules.kernels import Documents
 
 TOLERANCES = {torch.float32: 1e-4, torch.bfloat16: 3e-2}  # norm of the difference over the norm
 TOKENS, HEADS, KEY_HEADS, HEAD_WIDTH, PACKS, MOST_DOCUMENTS = 1024, 8, 4, 64, 4, 12

@@ -24,8 +24,7 @@ from typing import Literal
 
 from mmtrain.base.durable import write_whole
 from mmtrain.base.errors import UserError
-from mmtrain.processes.child import python_child
-from mmtrain.processes.parent import die_with_parent
+from mmtrain.runtime.child import die_with_parent, python_child
 
 CHILD = "from mmtrain.doctor.check import main; main()"
 LIMIT_SECONDS = 300  # of a check; on two cores the longest takes 20, and 100 beside much other work

@@ -18,8 +18,8 @@ from mmtrain.doctor.check import FailedError, SkippedError
 from mmtrain.launching.machine import free_host_memory
 from mmtrain.launching.starters import TORCHRUN_VARIABLES
 from mmtrain.plan.refusals import check_environment
-from mmtrain.processes.gpus import visible_gpus
-from mmtrain.processes.pool import usable_cores
+from mmtrain.runtime.gpus import visible_gpus
+from mmtrain.runtime.pool import usable_cores
 
 LEAST_CAPABILITY = (8, 0)  # of a GPU: older ones lack bfloat16 arithmetic and a kernel for packed attention
 MOSTLY_FREE = 0.9  # share of a GPU's memory

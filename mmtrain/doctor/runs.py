@@ -11,8 +11,8 @@ from mmtrain.base.json_lines import recorded
 from mmtrain.checkpoint.run_folder import METRICS
 from mmtrain.config.load import DEMO
 from mmtrain.doctor.check import COMPARE, FailedError, SkippedError
-from mmtrain.processes.child import python_child
-from mmtrain.processes.gpus import visible_gpus
+from mmtrain.runtime.child import python_child
+from mmtrain.runtime.gpus import visible_gpus
 
 RECORD = Path(__file__).with_name("record.json")  # made on a CPU; a failed check's log has the losses to renew it with
 STEPS = 6

@@ -21,14 +21,14 @@ from mmtrain.base.errors import UserError
 from mmtrain.config.schema import RunConfig
 from mmtrain.data.stream.images import image_transform
 from mmtrain.engine.optimizer import NoOpOptimizer
-from mmtrain.model.fingerprint import fingerprint
-from mmtrain.model.stage import Stage
-from mmtrain.model.streaming import StreamedLayer, StreamedLayers
+from mmtrain.models.facts.adapters import is_adapter
+from mmtrain.models.facts.families import llm_config
+from mmtrain.models.facts.model_files import model_folder, read_json
+from mmtrain.models.facts.vision_files import is_timm_name
+from mmtrain.models.modules.stage import Stage
+from mmtrain.models.weights.fingerprint import fingerprint
+from mmtrain.models.weights.streaming import StreamedLayer, StreamedLayers
 from mmtrain.plan.plan import Plan, RankPlan
-from mmtrain.pretrained.adapters import is_adapter
-from mmtrain.pretrained.model_files import model_folder, read_json
-from mmtrain.pretrained.parts import llm_config
-from mmtrain.pretrained.vision_files import is_timm_name
 
 UNMEANT = ("_name_or_path", "transformers_version", "dtype", "torch_dtype")  # of config.json: they change nothing here
 

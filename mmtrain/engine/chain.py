@@ -20,7 +20,7 @@ import torch.distributed as dist
 from mmtrain.data.stream.packs import PackedBatch
 from mmtrain.engine.channels import Channels
 from mmtrain.engine.process_groups import host_group
-from mmtrain.model.stage import Stage
+from mmtrain.models.modules.stage import Stage
 from mmtrain.plan.instructions import Instruction, Message, Op, carried
 from mmtrain.plan.plan import Plan
 from mmtrain.plan.schedule import ranks_of

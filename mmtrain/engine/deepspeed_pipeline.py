@@ -23,7 +23,7 @@ from deepspeed.runtime.pipe.engine import PipelineEngine
 
 from mmtrain.config.schema import RunConfig
 from mmtrain.engine.optimizer import make_optimizer
-from mmtrain.model.stage import Stage
+from mmtrain.models.modules.stage import Stage
 from mmtrain.plan.plan import Plan
 
 

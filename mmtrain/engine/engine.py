@@ -35,10 +35,9 @@ from mmtrain.engine.process_groups import replica_group
 from mmtrain.engine.single_stage import warm_up
 from mmtrain.engine.statistics import RankSums, Statistics, StepResult
 from mmtrain.engine.step_clock import StepClock
-from mmtrain.model.loss import count_answers
-from mmtrain.model.stage import Stage
-from mmtrain.plan.fetching import uses_of
-from mmtrain.plan.instructions import Instruction, Message, Op, Schedule, carried, in_common_order
+from mmtrain.models.modules.loss import count_answers
+from mmtrain.models.modules.stage import Stage
+from mmtrain.plan.instructions import Instruction, Message, Op, Schedule, carried, in_common_order, uses_of
 from mmtrain.plan.optimizers import REST, optimizer_of, parameter_groups
 from mmtrain.plan.plan import Plan
 from mmtrain.plan.schedule import forward_schedule, prelude, ranks_of

@@ -17,8 +17,8 @@ from mmtrain.config.schema import RunConfig
 from mmtrain.data.samples.sample import IGNORE, IMAGE_POSITION
 from mmtrain.data.stream.packs import PackedBatch, to_device
 from mmtrain.engine.optimizer import MasterWeights, make_optimizer
-from mmtrain.model.loss import count_answers
-from mmtrain.model.stage import Stage
+from mmtrain.models.modules.loss import count_answers
+from mmtrain.models.modules.stage import Stage
 from mmtrain.plan.costs import Models
 from mmtrain.plan.planner import models_of
 from mmtrain.plan.workload import typical_tiling, workload

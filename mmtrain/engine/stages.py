@@ -7,14 +7,14 @@ import torch.distributed as dist
 
 from mmtrain.config.schema import RunConfig
 from mmtrain.engine.process_groups import shard_group
-from mmtrain.model.quantised_source import QuantisedSource
-from mmtrain.model.stage import Stage, build_stage
-from mmtrain.model.streaming import StreamedLayers
-from mmtrain.model.weight_sources import HostSource, PeerSource
+from mmtrain.models.facts.connectors import connector, connector_parameters, has_newline
+from mmtrain.models.facts.shapes import matches
+from mmtrain.models.modules.stage import Stage, build_stage
+from mmtrain.models.weights.quantised_source import QuantisedSource
+from mmtrain.models.weights.streaming import StreamedLayers
+from mmtrain.models.weights.weight_sources import HostSource, PeerSource
 from mmtrain.plan.plan import Plan, RankPlan
 from mmtrain.plan.refusals import GpuMemory, refuse_short_memory
-from mmtrain.pretrained.connectors import connector, connector_parameters, has_newline
-from mmtrain.pretrained.shapes import matches
 
 
 def streamed_layers(

@@ -20,10 +20,10 @@ from mmtrain.exporting.language import ExportedLanguage
 from mmtrain.exporting.processor import ExportedProcessor
 from mmtrain.exporting.projector_file import Origin
 from mmtrain.exporting.vision import ExportedEncoder
-from mmtrain.model.projector import PROJECTOR
-from mmtrain.pretrained.adapters import adapted_layer, is_adapter, is_llm_adapter
-from mmtrain.pretrained.layouts import TILES, ImageLayout
-from mmtrain.pretrained.model_files import HUB_ID
+from mmtrain.models.facts.adapters import adapted_layer, is_adapter, is_llm_adapter
+from mmtrain.models.facts.layouts import TILES, ImageLayout
+from mmtrain.models.facts.model_files import HUB_ID
+from mmtrain.models.modules.projector import PROJECTOR
 from mmtrain.stock.stock_class import StockClass
 
 LOADING = """\

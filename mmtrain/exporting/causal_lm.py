@@ -27,10 +27,10 @@ from mmtrain.exporting.chat_template import TEMPLATE_FILE, documents_of, exporte
 from mmtrain.exporting.hf import ExportedModel, export_hf, refuse_loading_faults, tensors_to_export, write_model
 from mmtrain.exporting.language import language_for_export
 from mmtrain.exporting.processor import generation_settings
-from mmtrain.model.language import causal_config
-from mmtrain.pretrained.connectors import image_layout
-from mmtrain.pretrained.model_files import model_folder
-from mmtrain.pretrained.tokenizer_files import READ_BY_TOKENIZERS
+from mmtrain.models.facts.connectors import image_layout
+from mmtrain.models.facts.model_files import model_folder
+from mmtrain.models.facts.tokenizer_files import READ_BY_TOKENIZERS
+from mmtrain.models.modules.language import causal_config
 from mmtrain.stock.stock_class import ExportedClass
 
 _ASKED: Turns = (("human", "What is this?"), ("gpt", "A red circle."))

@@ -33,7 +33,7 @@ from mmtrain.data.samples.chat import PROBE, ROLES, Turns
 from mmtrain.data.samples.records import IMAGE_MARK, BadSample
 from mmtrain.data.samples.sample import IGNORE, IMAGE_POSITION, Document, Sample
 from mmtrain.data.samples.templates import ChatTemplate, PlainTemplate, Template, load_tokenizer, make_template
-from mmtrain.pretrained.layouts import ImageLayout
+from mmtrain.models.facts.layouts import ImageLayout
 
 TEMPLATE_FILE = "chat_template.jinja"
 MARK = re.compile(r"\{%([-+]?)\s*(end)?generation\s*([-+]?)%\}")

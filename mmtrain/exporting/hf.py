@@ -40,15 +40,15 @@ from mmtrain.exporting.processor import ExportedProcessor, check_processor, writ
 from mmtrain.exporting.projector_file import Origin, origin, run_tensors
 from mmtrain.exporting.tensors import TensorSource, TensorWriter, check_written, require_space, write_shards
 from mmtrain.exporting.vision import encoder_for_export, wrapped_timm_encoder
-from mmtrain.model.fingerprint import fingerprint
-from mmtrain.model.language import causal_config, quiet
-from mmtrain.model.projector import PROJECTOR
-from mmtrain.model.stage import build_stage
-from mmtrain.model.tiny import tiny_model
+from mmtrain.models.facts.adapters import is_llm_adapter
+from mmtrain.models.facts.model_files import model_folder, read_header
+from mmtrain.models.facts.shapes import llm_shape
+from mmtrain.models.modules.language import causal_config, quiet
+from mmtrain.models.modules.projector import PROJECTOR
+from mmtrain.models.modules.stage import build_stage
+from mmtrain.models.modules.tiny import tiny_model
+from mmtrain.models.weights.fingerprint import fingerprint
 from mmtrain.plan.plan import StagePlan
-from mmtrain.pretrained.adapters import is_llm_adapter
-from mmtrain.pretrained.model_files import model_folder, read_header
-from mmtrain.pretrained.shapes import llm_shape
 from mmtrain.stock.exporters import exporter_for, formats_for
 from mmtrain.stock.stock_class import TIMM, WHAT_WORKS, ExportedClass, ExportedEncoder, StockClass
 

@@ -24,10 +24,9 @@ from mmtrain.base.errors import UserError
 from mmtrain.config.model import LoraSection
 from mmtrain.exporting.merging import take_merged
 from mmtrain.exporting.tensors import TensorSource, stored
-from mmtrain.model.language import causal_config, missing_prefix
-from mmtrain.model.weights import tensor_files
-from mmtrain.pretrained.families import global_name
-from mmtrain.pretrained.parts import llm_config, llm_tensors
+from mmtrain.models.facts.families import global_name, llm_config, llm_tensors
+from mmtrain.models.modules.language import causal_config, missing_prefix
+from mmtrain.models.weights.files import tensor_files
 from mmtrain.stock.stock_class import ExportedClass
 
 _ROWS = {"llm.embedding.weight", "llm.head.weight"}  # matrices with a row for each token id

@@ -26,12 +26,12 @@ from mmtrain.base.errors import UserError
 from mmtrain.checkpoint.step_folder import StepFolder
 from mmtrain.exporting.projector_file import Origin, origin, run_tensors
 from mmtrain.exporting.tensors import new_folder, require_space
-from mmtrain.model.projector import PROJECTOR
-from mmtrain.pretrained.connectors import NEWLINE, image_layout
-from mmtrain.pretrained.layouts import ImageLayout
-from mmtrain.pretrained.model_files import model_folder
-from mmtrain.pretrained.parts import llm_config
-from mmtrain.pretrained.shapes import vision_shape
+from mmtrain.models.facts.connectors import NEWLINE, image_layout
+from mmtrain.models.facts.families import llm_config
+from mmtrain.models.facts.layouts import ImageLayout
+from mmtrain.models.facts.model_files import model_folder
+from mmtrain.models.facts.shapes import vision_shape
+from mmtrain.models.modules.projector import PROJECTOR
 from mmtrain.stock.exporters import formats_for, refuse_llava_code
 
 FILE = "mm_projector.bin"

@@ -15,8 +15,8 @@ from mmtrain.base.errors import UserError
 from mmtrain.config.model import LoraSection
 from mmtrain.config.schema import RunConfig
 from mmtrain.exporting.tensors import TensorSource, in_memory
-from mmtrain.model.vision import load_vision
-from mmtrain.pretrained.adapters import LORA_A, LORA_B, adapted_layer, is_adapter
+from mmtrain.models.facts.adapters import LORA_A, LORA_B, adapted_layer, is_adapter
+from mmtrain.models.modules.vision import load_vision
 
 
 def take_merged(

@@ -36,12 +36,11 @@ from mmtrain.exporting.causal_lm import export_stock
 from mmtrain.exporting.hf import ExportedModel
 from mmtrain.exporting.projector_file import origin, run_tensors, write_projector_file
 from mmtrain.exporting.tensors import TensorSource, TensorWriter, check_written
-from mmtrain.model.language import causal_config, quiet
-from mmtrain.model.projector import PROJECTOR
-from mmtrain.pretrained.adapters import LORA_A, LORA_B, adapted_layer, is_llm_adapter
-from mmtrain.pretrained.families import global_name
-from mmtrain.pretrained.model_files import model_folder
-from mmtrain.pretrained.parts import holds_parts
+from mmtrain.models.facts.adapters import LORA_A, LORA_B, adapted_layer, is_llm_adapter
+from mmtrain.models.facts.families import global_name, holds_parts
+from mmtrain.models.facts.model_files import model_folder
+from mmtrain.models.modules.language import causal_config, quiet
+from mmtrain.models.modules.projector import PROJECTOR
 from mmtrain.stock.exporters import Base, formats_for
 
 BASE = "base"

@@ -22,11 +22,11 @@ from mmtrain.checkpoint.run_folder import METRICS
 from mmtrain.checkpoint.step_folder import StepFolder
 from mmtrain.config.templates import template_name
 from mmtrain.exporting.tensors import TensorSource, TensorWriter, check_written, in_memory, new_folder, stored
-from mmtrain.model.projector import PROJECTOR, whole_projector
-from mmtrain.pretrained.connectors import Linear, connector, reduction
-from mmtrain.pretrained.layouts import DEFAULT_MAX_TILES, TILES, layout_name
-from mmtrain.pretrained.model_files import read_header
-from mmtrain.pretrained.shapes import llm_shape
+from mmtrain.models.facts.connectors import Linear, connector, reduction
+from mmtrain.models.facts.layouts import DEFAULT_MAX_TILES, TILES, layout_name
+from mmtrain.models.facts.model_files import read_header
+from mmtrain.models.facts.shapes import llm_shape
+from mmtrain.models.modules.projector import PROJECTOR, whole_projector
 
 SCORES = ("loss", "token_accuracy", "exact_match", "answers", "samples")
 

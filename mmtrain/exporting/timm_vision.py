@@ -15,7 +15,7 @@ from torch import nn
 
 from mmtrain.base.errors import UserError
 from mmtrain.exporting.tensors import TensorSource, in_memory
-from mmtrain.pretrained.timm_forms import BEHIND_THE_BLOCKS, CLIP, DINOV2, SIGLIP, StockModel, form_of
+from mmtrain.models.facts.timm_models import BEHIND_THE_BLOCKS, CLIP, DINOV2, SIGLIP, StockModel, form_of
 from mmtrain.stock.stock_class import WHAT_WORKS
 
 # What features may come from: each computes what its stock counterpart does, or in eval mode nothing.

@@ -34,15 +34,15 @@ from mmtrain.data.stream.catalog import Reader
 from mmtrain.data.stream.images import decode_image
 from mmtrain.data.stream.packs import Pack, PackedBatch, Processor, make_batch
 from mmtrain.demo.data import make_demo_data
-from mmtrain.evaluation.held_out import evaluated_samples
 from mmtrain.exporting.hf import ExportedModel
 from mmtrain.exporting.projector_file import run_tensors
-from mmtrain.model.language import quiet
-from mmtrain.model.lora import merge_adapters
-from mmtrain.model.stage import Stage, build_stage
+from mmtrain.models.facts.shapes import llm_shape
+from mmtrain.models.modules.language import quiet
+from mmtrain.models.modules.lora import merge_adapters
+from mmtrain.models.modules.stage import Stage, build_stage
 from mmtrain.plan.plan import StagePlan
-from mmtrain.pretrained.shapes import llm_shape
 from mmtrain.stock.stock_class import ExportedClass
+from mmtrain.training.held_out import evaluated_samples
 
 BOUND = 1e-4  # of a logit, or of the largest logit where that is above 1
 PROMPTS = 3

@@ -32,12 +32,12 @@ from mmtrain.base.errors import UserError
 from mmtrain.config.schema import RunConfig
 from mmtrain.exporting.tensors import TensorSource, in_memory, stored
 from mmtrain.exporting.timm_vision import stock_form, unfit, with_trained
-from mmtrain.model.vision import model_class, stock_config, timm_model
-from mmtrain.model.weights import tensor_files
-from mmtrain.pretrained.encoders import FAMILIES, family_of
-from mmtrain.pretrained.model_files import foreign_files, model_folder
-from mmtrain.pretrained.parts import encoder_config, encoder_tensors
-from mmtrain.pretrained.vision_files import is_timm_name, square
+from mmtrain.models.facts.encoders import FAMILIES, family_of
+from mmtrain.models.facts.families import encoder_config, encoder_tensors
+from mmtrain.models.facts.model_files import foreign_files, model_folder
+from mmtrain.models.facts.vision_files import is_timm_name, square
+from mmtrain.models.modules.vision import model_class, stock_config, timm_model
+from mmtrain.models.weights.files import tensor_files
 from mmtrain.stock.stock_class import OUTER, ExportedEncoder
 
 KEPT_SETTINGS = (

@@ -22,14 +22,14 @@ from mmtrain.launching.machine import (
     refuse_missing_quantisation,
     refuse_short_host_memory,
 )
-from mmtrain.model.encoder_probe import probe_encoder
+from mmtrain.models.probing.encoder_probe import probe_encoder
 from mmtrain.plan.calibration import Device, cached_file, calibration_key
 from mmtrain.plan.plan import Plan
 from mmtrain.plan.planner import models_of, step_seconds
 from mmtrain.plan.table import render
-from mmtrain.processes.gpus import Gpu, visible_gpus
-from mmtrain.processes.rank import Rank
-from mmtrain.processes.supervise import prepared, run_ranks
+from mmtrain.runtime.gpus import Gpu, visible_gpus
+from mmtrain.runtime.rank import Rank
+from mmtrain.runtime.supervise import prepared, run_ranks
 
 
 def calibrate(config: RunConfig, ranks: int) -> int:

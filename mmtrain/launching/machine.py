@@ -21,9 +21,9 @@ from mmtrain.plan.plan import Plan, RankPlan
 from mmtrain.plan.planner import make_plan
 from mmtrain.plan.refusals import check_environment
 from mmtrain.plan.suggest import Suggestion, suggest
-from mmtrain.processes.gpus import Gpu, visible_gpus
-from mmtrain.processes.job import Job
-from mmtrain.processes.pool import usable_cores
+from mmtrain.runtime.gpus import Gpu, visible_gpus
+from mmtrain.runtime.job import Job
+from mmtrain.runtime.pool import usable_cores
 
 FEWEST_OPEN_FILES, WANTED_OPEN_FILES = 256, 4096  # connections, pipes and shards of a process
 CGROUP = Path("/sys/fs/cgroup")

@@ -33,19 +33,19 @@ from mmtrain.launching.machine import (
     refuse_short_host_memory,
 )
 from mmtrain.launching.starters import TORCHRUN_VARIABLES, agree
-from mmtrain.model.encoder_probe import probe_encoder
-from mmtrain.model.probe import probe
-from mmtrain.model.projector_files import refuse_unfit_init_from
+from mmtrain.models.probing.encoder_probe import probe_encoder
+from mmtrain.models.probing.probe import probe
+from mmtrain.models.weights.projector_files import refuse_unfit_init_from
 from mmtrain.plan.plan import Plan, RankPlan
 from mmtrain.plan.refusals import GpuMemory, refuse_short_memory
 from mmtrain.plan.schedule import ranks_of
 from mmtrain.plan.table import render
-from mmtrain.processes.failures import Failure
-from mmtrain.processes.gpus import visible_gpus
-from mmtrain.processes.job import Job
-from mmtrain.processes.rank import Rank, run_rank
-from mmtrain.processes.supervise import STOPPED, prepared, run_ranks, set_rank_environment
 from mmtrain.report.page import write_page
+from mmtrain.runtime.failures import Failure
+from mmtrain.runtime.gpus import visible_gpus
+from mmtrain.runtime.job import Job
+from mmtrain.runtime.rank import Rank, run_rank
+from mmtrain.runtime.supervise import STOPPED, prepared, run_ranks, set_rank_environment
 
 ANEW = "To train anew choose another run.name, or set run.overwrite=true, which deletes it"
 SIGNALLED = 128  # exit codes above it: ended by the signal of that number less 128
@@ -249,7 +249,7 @@ def _ranks_of_torchrun(config: RunConfig, options: Options) -> int:
 
 
 def _say_who_can_reach_it(endpoint: str) -> None:
-    from mmtrain.processes.rendezvous import EVERY_INTERFACE, listening_address
+    from mmtrain.runtime.rendezvous import EVERY_INTERFACE, listening_address
 
     if (address := listening_address(endpoint)) == EVERY_INTERFACE:
         say(

@@ -23,10 +23,10 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from enum import IntEnum
 
+from mmtrain.models.facts.adapters import LORA_A, LORA_B, adapted_layer, is_adapter
+from mmtrain.models.facts.encoders import ENCODER_BLOCK
+from mmtrain.models.facts.shapes import ParameterShape, VisionShape
 from mmtrain.plan.workload import FP32, INTEGER, Workload, tiles_per_call
-from mmtrain.pretrained.adapters import LORA_A, LORA_B, adapted_layer, is_adapter
-from mmtrain.pretrained.encoders import ENCODER_BLOCK
-from mmtrain.pretrained.shapes import ParameterShape, VisionShape
 
 
 @dataclass(frozen=True, slots=True)

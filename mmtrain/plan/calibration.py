@@ -28,7 +28,7 @@ from mmtrain.base.small_files import parse_json, read_limited
 from mmtrain.config.keys import EntersCalibration, marked
 from mmtrain.config.schema import RunConfig
 from mmtrain.plan.costs import Models
-from mmtrain.processes.pool import usable_cores
+from mmtrain.runtime.pool import usable_cores
 
 FORMAT = 1
 PACKAGES = ("mmtrain", "torch", "transformers", "timm")

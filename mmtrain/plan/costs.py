@@ -11,6 +11,20 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from mmtrain.config.schema import RunConfig
+from mmtrain.models.facts.adapters import is_adapter
+from mmtrain.models.facts.connectors import (
+    Gelu,
+    LayerNorm,
+    Linear,
+    Operation,
+    Shuffle,
+    Swiglu,
+    connector_parameters,
+)
+from mmtrain.models.facts.families import WHOLE_LAST_LAYER
+from mmtrain.models.facts.layouts import ImageLayout
+from mmtrain.models.facts.quantised import Quantisation, is_quantised, quantised_bytes
+from mmtrain.models.facts.shapes import LlmShape, ParameterShape, VisionShape, matches
 from mmtrain.plan.block_costs import (
     Block,
     EncoderCost,
@@ -21,23 +35,9 @@ from mmtrain.plan.block_costs import (
     keys_seen,
     total,
 )
-from mmtrain.plan.fetching import offsets_of
+from mmtrain.plan.instructions import offsets_of
 from mmtrain.plan.optimizers import ADAMW, OptimizerKind, optimizer_of
 from mmtrain.plan.workload import FP32, INTEGER, Workload, arranged_positions, workload
-from mmtrain.pretrained.adapters import is_adapter
-from mmtrain.pretrained.connectors import (
-    Gelu,
-    LayerNorm,
-    Linear,
-    Operation,
-    Shuffle,
-    Swiglu,
-    connector_parameters,
-)
-from mmtrain.pretrained.families import WHOLE_LAST_LAYER
-from mmtrain.pretrained.layouts import ImageLayout
-from mmtrain.pretrained.quantised import Quantisation, is_quantised, quantised_bytes
-from mmtrain.pretrained.shapes import LlmShape, ParameterShape, VisionShape, matches
 
 BYTES = {"float32": 4, "bfloat16": 2}
 LOGITS_PER_CHUNK = 2**24  # elements; the loss makes logits in chunks of this size

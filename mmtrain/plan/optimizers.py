@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from mmtrain.config.schema import OptimizerSection
+from mmtrain.models.facts.shapes import matches
 from mmtrain.plan.workload import FP32
-from mmtrain.pretrained.shapes import matches
 
 if TYPE_CHECKING:
     import torch

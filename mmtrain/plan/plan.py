@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
+from mmtrain.models.facts.quantised import Quantisation
 from mmtrain.plan.block_costs import Flops
 from mmtrain.plan.instructions import Schedule
 from mmtrain.plan.schedule import Chain
 from mmtrain.plan.simulate import StageSeconds
-from mmtrain.pretrained.quantised import Quantisation
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,11 +13,17 @@ from typing import Literal
 
 from mmtrain.base.errors import UserError
 from mmtrain.config.schema import RunConfig
+from mmtrain.models.facts.adapters import with_adapters
+from mmtrain.models.facts.connectors import connector, has_newline, image_layout
+from mmtrain.models.facts.layouts import ImageLayout
+from mmtrain.models.facts.shapes import NO_VISION, llm_shape, matches, vision_shape
+from mmtrain.models.facts.tokenizer_files import refuse_missing_marks
+from mmtrain.models.facts.vision_files import check_preprocessing
 from mmtrain.plan.block_costs import Flops
 from mmtrain.plan.calibration import Device
 from mmtrain.plan.costs import Models, minimal_flops
 from mmtrain.plan.cuts import given_cut, uniform_cut
-from mmtrain.plan.fetching import fetches_of, uses_of
+from mmtrain.plan.instructions import fetches_of, uses_of
 from mmtrain.plan.optimizers import parameter_groups
 from mmtrain.plan.placement import EVALUATION_ROUND
 from mmtrain.plan.plan import ExpectedImage, GroupPlan, Plan, RankPlan, StagePlan, StreamingPlan, UniformCut, stage_of
@@ -30,17 +36,10 @@ from mmtrain.plan.refusals import (
     does_not_fit,
 )
 from mmtrain.plan.schedule import ranks_of
-from mmtrain.plan.search import PipelineLayout, Search, search_of
+from mmtrain.plan.search import PipelineLayout, Search, least_step_seconds, search_of
 from mmtrain.plan.simulate import Program, simulate
 from mmtrain.plan.stage_costs import StageCosts, limit_on_gpu, stage_costs
-from mmtrain.plan.step_bound import least_step_seconds
 from mmtrain.plan.workload import expected_image
-from mmtrain.pretrained.adapters import with_adapters
-from mmtrain.pretrained.connectors import connector, has_newline, image_layout
-from mmtrain.pretrained.layouts import ImageLayout
-from mmtrain.pretrained.shapes import NO_VISION, llm_shape, matches, vision_shape
-from mmtrain.pretrained.tokenizer_files import refuse_missing_marks
-from mmtrain.pretrained.vision_files import check_preprocessing
 from mmtrain.stock.exporters import check_export_format
 
 STREAMING_GAIN = 0.005

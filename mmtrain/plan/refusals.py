@@ -11,15 +11,15 @@ from dataclasses import dataclass
 from mmtrain.base.errors import UserError
 from mmtrain.base.printing import bytes_text, first_few, shortened
 from mmtrain.config.schema import RunConfig
+from mmtrain.models.facts.adapters import is_adapter
+from mmtrain.models.facts.layouts import ImageLayout
+from mmtrain.models.facts.shapes import matches
 from mmtrain.plan.costs import Models
 from mmtrain.plan.cuts import given_cut
 from mmtrain.plan.plan import RankPlan, stage_of
 from mmtrain.plan.search import Search
 from mmtrain.plan.stage_costs import RESERVED_SHARE, limit_on_gpu
 from mmtrain.plan.workload import expected_image, typical_tiling
-from mmtrain.pretrained.adapters import is_adapter
-from mmtrain.pretrained.layouts import ImageLayout
-from mmtrain.pretrained.shapes import matches
 
 _LEARNED_POSITIONS = re.compile(r"\.(wpe|embed_positions|position_embeddings)\.weight$")
 

@@ -16,7 +16,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from mmtrain.plan.fetching import Waits
 from mmtrain.plan.instructions import (
     COMPUTES,
     SENDS,
@@ -25,6 +24,7 @@ from mmtrain.plan.instructions import (
     Op,
     Schedule,
     Step,
+    Waits,
     all_steps,
     chain_of,
     needed_before,

@@ -18,13 +18,13 @@ from typing import Literal, NamedTuple
 
 from mmtrain.config.limits import MAX_LAYERS
 from mmtrain.config.schema import RunConfig
+from mmtrain.models.facts.quantised import BITS, Quantisation
 from mmtrain.plan.calibration import Device, cpu_device, find_calibration
 from mmtrain.plan.costs import LayerCost, Models, RunCosts, run_costs
-from mmtrain.plan.fetching import ALIGNMENT, NO_WAITS, WHOLE_AT_ONCE, Waits, spread, waits_of
+from mmtrain.plan.instructions import ALIGNMENT, NO_WAITS, WHOLE_AT_ONCE, Waits, spread, waits_of
 from mmtrain.plan.memory import Buffers, Instant, StageBytes, instants, peak
 from mmtrain.plan.schedule import training_schedule
 from mmtrain.plan.timings import CPU, GPU, Timings, assumed_timings, calibrated
-from mmtrain.pretrained.quantised import BITS, Quantisation
 
 RESERVED_SHARE = 0.06
 """Share of a memory limit left to what is not counted, fragmentation above all."""

@@ -6,8 +6,8 @@ import textwrap
 from collections.abc import Iterator
 
 from mmtrain.base.printing import COLUMNS, bytes_text, table_lines
+from mmtrain.models.facts.quantised import BITS
 from mmtrain.plan.plan import Plan, RankPlan
-from mmtrain.pretrained.quantised import BITS
 
 
 def render(plan: Plan) -> list[str]:

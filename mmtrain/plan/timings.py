@@ -9,10 +9,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 
 from mmtrain.base.errors import UserError
+from mmtrain.models.facts.quantised import BITS
 from mmtrain.plan.calibration import Calibration, LayerMeasures
 from mmtrain.plan.costs import LayerCost, RunCosts
 from mmtrain.plan.workload import FP32
-from mmtrain.pretrained.quantised import BITS
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,9 +8,9 @@ from mmtrain.base.errors import UserError
 from mmtrain.config.limits import MAX_TILES
 from mmtrain.config.schema import RunConfig
 from mmtrain.data.samples.records import IMAGE_MARK
-from mmtrain.pretrained.connectors import reduction
-from mmtrain.pretrained.layouts import OVERVIEW_NAME, SQUARE, TILE_NAME, TILES, ImageLayout
-from mmtrain.pretrained.settings import is_whole
+from mmtrain.models.facts.connectors import reduction
+from mmtrain.models.facts.layouts import OVERVIEW_NAME, SQUARE, TILE_NAME, TILES, ImageLayout
+from mmtrain.models.facts.settings import is_whole
 from mmtrain.stock.stock_class import ExportedEncoder, StockClass
 from mmtrain.stock.stock_folder import Keys, StockFolder, shown
 

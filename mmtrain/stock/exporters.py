@@ -17,16 +17,24 @@ from typing import Literal
 
 from mmtrain.base.errors import UserError
 from mmtrain.config.schema import RunConfig
-from mmtrain.pretrained.adapters import is_adapter, is_llm_adapter
-from mmtrain.pretrained.encoders import FAMILIES, family_of
-from mmtrain.pretrained.families import BASE_PREFIX, global_name
-from mmtrain.pretrained.layouts import SQUARE, WITH_NEWLINES
-from mmtrain.pretrained.model_files import find_model_folder, model_folder, tensor_shapes
-from mmtrain.pretrained.parts import HEADS_BY_DEFAULT, PLAIN_HEAD, encoder_config, holds_parts, llm_config, llm_tensors
-from mmtrain.pretrained.recorded_shapes import find_recorded
-from mmtrain.pretrained.shapes import llm_shape, vision_shape
-from mmtrain.pretrained.timm_forms import form_of
-from mmtrain.pretrained.vision_files import is_timm_name
+from mmtrain.models.facts.adapters import is_adapter, is_llm_adapter
+from mmtrain.models.facts.encoders import FAMILIES, family_of
+from mmtrain.models.facts.families import (
+    BASE_PREFIX,
+    HEADS_BY_DEFAULT,
+    PLAIN_HEAD,
+    encoder_config,
+    global_name,
+    holds_parts,
+    llm_config,
+    llm_tensors,
+)
+from mmtrain.models.facts.layouts import SQUARE, WITH_NEWLINES
+from mmtrain.models.facts.model_files import find_model_folder, model_folder, tensor_shapes
+from mmtrain.models.facts.recorded_shapes import find_recorded
+from mmtrain.models.facts.shapes import llm_shape, vision_shape
+from mmtrain.models.facts.timm_models import form_of
+from mmtrain.models.facts.vision_files import is_timm_name
 from mmtrain.stock.aya_vision import AyaVision
 from mmtrain.stock.idefics3 import Idefics3
 from mmtrain.stock.internvl import InternVL

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from mmtrain.base.errors import UserError
 from mmtrain.config.schema import RunConfig
-from mmtrain.pretrained.connectors import image_layout, reduction
-from mmtrain.pretrained.layouts import IDEFICS3, ImageLayout
-from mmtrain.pretrained.tiling import Tiling
+from mmtrain.models.facts.connectors import image_layout, reduction
+from mmtrain.models.facts.layouts import IDEFICS3, ImageLayout
+from mmtrain.models.facts.tiling import Tiling
 from mmtrain.stock.stock_class import OUTER, WHAT_WORKS, ExportedEncoder, StockClass
 from mmtrain.stock.stock_folder import Keys, StockFolder
 

@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from mmtrain.config.schema import RunConfig
 from mmtrain.data.samples.records import IMAGE_MARK
-from mmtrain.pretrained.connectors import image_layout, reduction
-from mmtrain.pretrained.layouts import SQUARE, ImageLayout
-from mmtrain.pretrained.model_files import read_json
-from mmtrain.pretrained.shapes import vision_shape
+from mmtrain.models.facts.connectors import image_layout, reduction
+from mmtrain.models.facts.layouts import SQUARE, ImageLayout
+from mmtrain.models.facts.model_files import read_json
+from mmtrain.models.facts.shapes import vision_shape
 from mmtrain.stock.stock_class import INTERN_VIT, ExportedEncoder, StockClass
 from mmtrain.stock.stock_folder import Keys, StockFolder
 

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 from mmtrain.base.errors import UserError
 from mmtrain.config.schema import RunConfig
 from mmtrain.data.samples.records import IMAGE_MARK
-from mmtrain.pretrained.connectors import image_layout
-from mmtrain.pretrained.layouts import ANYRES, ANYRES_MAX_9, ImageLayout
-from mmtrain.pretrained.tiling import Tiling
+from mmtrain.models.facts.connectors import image_layout
+from mmtrain.models.facts.layouts import ANYRES, ANYRES_MAX_9, ImageLayout
+from mmtrain.models.facts.tiling import Tiling
 from mmtrain.stock.stock_class import INTERN_VIT, ExportedEncoder, StockClass
 from mmtrain.stock.stock_folder import BY_PARTS, Keys, StockFolder, shown
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from mmtrain.base.errors import UserError
 from mmtrain.config.schema import RunConfig
-from mmtrain.pretrained.model_files import model_folder, read_json
+from mmtrain.models.facts.model_files import model_folder, read_json
 from mmtrain.stock.exporters import STOCK_CLASSES, exporter_for
 from mmtrain.stock.stock_folder import BY_PARTS, PARTS, StockFolder, shown
 

@@ -21,12 +21,12 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 from mmtrain.base.errors import UserError
 from mmtrain.config.schema import RunConfig
 from mmtrain.data.samples.records import IMAGE_MARK
-from mmtrain.pretrained.connectors import NEWLINE, image_layout, reduction
-from mmtrain.pretrained.families import global_name
-from mmtrain.pretrained.layouts import SQUARE, WITH_NEWLINES, ImageLayout
-from mmtrain.pretrained.shapes import llm_shape
-from mmtrain.pretrained.tiling import Tiling
-from mmtrain.pretrained.tokenizer_files import lacking_marks
+from mmtrain.models.facts.connectors import NEWLINE, image_layout, reduction
+from mmtrain.models.facts.families import global_name
+from mmtrain.models.facts.layouts import SQUARE, WITH_NEWLINES, ImageLayout
+from mmtrain.models.facts.shapes import llm_shape
+from mmtrain.models.facts.tiling import Tiling
+from mmtrain.models.facts.tokenizer_files import lacking_marks
 from mmtrain.stock.stock_folder import Keys, StockFolder, shown
 
 if TYPE_CHECKING:

@@ -11,12 +11,12 @@ from typing import Any
 from mmtrain.base.errors import UserError
 from mmtrain.base.printing import shortened
 from mmtrain.config.limits import MAX_GRID_SIDE, MAX_GRIDS
-from mmtrain.pretrained.connectors import refuse_other_settings
-from mmtrain.pretrained.layouts import ANYRES, ANYRES_MAX_9, default_pinpoints
-from mmtrain.pretrained.model_files import Shape, read_json, tensor_shapes
-from mmtrain.pretrained.settings import is_whole
-from mmtrain.pretrained.shapes import VisionShape, vision_shape
-from mmtrain.pretrained.vision_files import image_settings, preprocessing
+from mmtrain.models.facts.connectors import refuse_other_settings
+from mmtrain.models.facts.layouts import ANYRES, ANYRES_MAX_9, default_pinpoints
+from mmtrain.models.facts.model_files import Shape, read_json, tensor_shapes
+from mmtrain.models.facts.settings import is_whole
+from mmtrain.models.facts.shapes import VisionShape, vision_shape
+from mmtrain.models.facts.vision_files import image_settings, preprocessing
 
 Keys = dict[str, Any]
 PARTS = ("model.llm.path", "model.vision.name", "model.projector.init_from")

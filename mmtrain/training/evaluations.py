@@ -8,11 +8,11 @@ from mmtrain.checkpoint.write import Checkpointer
 from mmtrain.config.schema import EvalSection
 from mmtrain.data.stream.loader import PackedBatches
 from mmtrain.engine.engine import FrozenPipelineEngine
-from mmtrain.evaluation.answers import Answer, write_answers
-from mmtrain.evaluation.console import Console
-from mmtrain.evaluation.evaluator import Evaluator, Scores
-from mmtrain.evaluation.held_out import HeldOut
-from mmtrain.processes.failures import RankProgress
+from mmtrain.runtime.failures import RankProgress
+from mmtrain.training.answers import Answer, write_answers
+from mmtrain.training.console import Console
+from mmtrain.training.evaluator import Evaluator, Scores
+from mmtrain.training.held_out import HeldOut
 from mmtrain.training.records import Records
 
 

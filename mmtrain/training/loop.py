@@ -22,9 +22,9 @@ from mmtrain.engine.audit import RankAudit, check_replicas, model_fingerprint, s
 from mmtrain.engine.engine import FrozenPipelineEngine
 from mmtrain.engine.process_groups import join_process_group, replica_group
 from mmtrain.engine.stages import build_stages, refuse_short_device_memory
-from mmtrain.evaluation.console import Console
 from mmtrain.plan.plan import Plan
-from mmtrain.processes.rank import Rank
+from mmtrain.runtime.rank import Rank
+from mmtrain.training.console import Console
 from mmtrain.training.evaluations import Evaluations, read_held_out
 from mmtrain.training.recorder import Recorder
 

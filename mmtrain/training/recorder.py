@@ -19,11 +19,11 @@ from mmtrain.engine.process_groups import backend_name
 from mmtrain.engine.statistics import StepResult
 from mmtrain.engine.trace import TRACE, TracedStep, Tracer
 from mmtrain.engine.utilization import Utilization, peak_flops
-from mmtrain.evaluation.console import Console
-from mmtrain.evaluation.held_out import HeldOut
-from mmtrain.model.flash import say_ways
+from mmtrain.models.modules.flash import say_ways
 from mmtrain.plan.calibration import cpu_device, gpu_device
-from mmtrain.processes.rank import Rank
+from mmtrain.runtime.rank import Rank
+from mmtrain.training.console import Console
+from mmtrain.training.held_out import HeldOut
 from mmtrain.training.records import Records
 from mmtrain.training.trackers import Trackers
 

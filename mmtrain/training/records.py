@@ -18,7 +18,7 @@ from mmtrain.checkpoint.run_folder import ANSWERS, METRICS
 from mmtrain.config.schema import RunConfig
 from mmtrain.data.stream.images import decode_image
 from mmtrain.engine.statistics import StepResult
-from mmtrain.evaluation.answers import Answer
+from mmtrain.training.answers import Answer
 
 PICTURES = "answers"  # a folder of the run
 PICTURED_QUESTIONS = 24

@@ -223,13 +223,13 @@ def test_neither_a_run_nor_its_log_holds_what_a_terminal_obeys(tiny, tmp_path):
 
 # Their stdout is log.PrefixedLog, in ranks and while the launcher waits for them; of gpus.py and both probes, a pipe.
 OTHERS = {
-    "mmtrain/processes/rank.py",
+    "mmtrain/runtime/rank.py",
     "mmtrain/checkpoint/write.py",
-    "mmtrain/model/encoder_probe.py",
-    "mmtrain/model/probe.py",
+    "mmtrain/models/probing/encoder_probe.py",
+    "mmtrain/models/probing/probe.py",
     "mmtrain/training/loop.py",
-    "mmtrain/processes/rendezvous.py",
-    "mmtrain/processes/gpus.py",
+    "mmtrain/runtime/rendezvous.py",
+    "mmtrain/runtime/gpus.py",
 }
 
 

@@ -31,7 +31,7 @@ from mmtrain.config.load import load_config
 from mmtrain.data.samples.sample import IGNORE, IMAGE_POSITION
 from mmtrain.engine.single_stage import SingleStage, expected_batch
 from mmtrain.launch import main as launch
-from mmtrain.model.stage import build_stage
+from mmtrain.models.modules.stage import build_stage
 from mmtrain.plan.calibration import Calibration, LayerMeasures, MessageSeconds, cpu_device, find_calibration
 from mmtrain.plan.costs import LayerKind, run_costs
 from mmtrain.plan.plan import StagePlan

@@ -20,8 +20,8 @@ from mmtrain.calibration.fetch_costs import measure_fetches
 from mmtrain.engine.engine import FrozenPipelineEngine
 from mmtrain.engine.process_groups import join_process_group
 from mmtrain.engine.single_stage import expected_batch
-from mmtrain.model.stage import build_stage
-from mmtrain.model.weight_sources import PeerSource
+from mmtrain.models.modules.stage import build_stage
+from mmtrain.models.weights.weight_sources import PeerSource
 from mmtrain.plan.calibration import calibration_key, cpu_device
 from mmtrain.plan.planner import make_plan, models_of
 

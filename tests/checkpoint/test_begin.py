@@ -17,9 +17,9 @@ from mmtrain.checkpoint.begin import refuse_unfit_beginning
 from mmtrain.checkpoint.choose import find_start
 from mmtrain.checkpoint.step_folder import StepFolder
 from mmtrain.config.schema import RunConfig
-from mmtrain.model.stage import build_stage
+from mmtrain.models.facts.shapes import matches
+from mmtrain.models.modules.stage import build_stage
 from mmtrain.plan.planner import make_plan, models_of
-from mmtrain.pretrained.shapes import matches
 
 LORA = ("model.lora.r=4", "model.lora.alpha=8", "model.lora.targets=[llm.layers.*.self_attn]")
 TRAINED = "model.trainable=[projector, llm.layers.7.mlp, llm.layers.*.lora_*]"

@@ -11,8 +11,8 @@ from mmtrain.config.load import DEMO, dump_config, load_config, restore_config
 from mmtrain.config.schema import RunConfig
 from mmtrain.config.templates import read_template
 from mmtrain.data.shards.shard_list import expand_shards
-from mmtrain.model.projector_files import find_projector
-from mmtrain.pretrained.model_files import model_folder
+from mmtrain.models.facts.model_files import model_folder
+from mmtrain.models.weights.projector_files import find_projector
 
 SETS = "data.sets=[{name: a, shards: '${DATA}/a.tar'}, {name: b, shards: ['${DATA}/b.tar', c.tar]}]"
 

@@ -25,7 +25,7 @@ from mmtrain.data.samples.sample import IGNORE
 from mmtrain.engine.audit import RankAudit, model_fingerprint
 from mmtrain.engine.engine import FrozenPipelineEngine
 from mmtrain.engine.process_groups import join_process_group
-from mmtrain.model.stage import build_stage
+from mmtrain.models.modules.stage import build_stage
 from mmtrain.plan.instructions import Op
 from mmtrain.plan.planner import make_plan
 

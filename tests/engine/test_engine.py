@@ -28,7 +28,7 @@ from mmtrain.base.errors import NonFiniteError
 from mmtrain.data.samples.sample import IGNORE, IMAGE_POSITION
 from mmtrain.engine.engine import FrozenPipelineEngine
 from mmtrain.engine.process_groups import join_process_group
-from mmtrain.model.stage import build_stage
+from mmtrain.models.modules.stage import build_stage
 from mmtrain.plan.instructions import in_common_order
 from mmtrain.plan.planner import make_plan
 

@@ -13,10 +13,10 @@ from transformers import CONFIG_MAPPING
 
 from mmtrain.data.stream.packs import to_device
 from mmtrain.engine.chain import ChainLink
-from mmtrain.model import attention, flash
-from mmtrain.model.loss import count_answers
-from mmtrain.model.stage import build_stage
-from mmtrain.model.tiny import tiny_model
+from mmtrain.models.modules import attention, flash
+from mmtrain.models.modules.loss import count_answers
+from mmtrain.models.modules.stage import build_stage
+from mmtrain.models.modules.tiny import tiny_model
 from mmtrain.plan.plan import Plan
 from mmtrain.plan.planner import make_plan
 

@@ -15,7 +15,7 @@ from mmtrain.engine.engine import FrozenPipelineEngine
 from mmtrain.engine.process_groups import join_process_group
 from mmtrain.engine.step_clock import Reading, StepClock
 from mmtrain.engine.trace import Work
-from mmtrain.model.stage import build_stage
+from mmtrain.models.modules.stage import build_stage
 from mmtrain.plan.instructions import Instruction, Op
 from mmtrain.plan.planner import make_plan
 

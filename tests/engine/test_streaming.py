@@ -20,12 +20,11 @@ from mmtrain.base.errors import UserError
 from mmtrain.engine.audit import AuditError, RankAudit, model_fingerprint
 from mmtrain.engine.engine import FrozenPipelineEngine
 from mmtrain.engine.process_groups import join_process_group
-from mmtrain.model.bookends import decoder_layers
-from mmtrain.model.stage import build_stage
-from mmtrain.model.streaming import StreamedLayers
-from mmtrain.model.weight_sources import HostSource, lock
-from mmtrain.plan.fetching import fetches_of, uses_of, with_following
-from mmtrain.plan.instructions import Op
+from mmtrain.models.modules.bookends import decoder_layers
+from mmtrain.models.modules.stage import build_stage
+from mmtrain.models.weights.streaming import StreamedLayers
+from mmtrain.models.weights.weight_sources import HostSource, lock
+from mmtrain.plan.instructions import Op, fetches_of, uses_of, with_following
 from mmtrain.plan.planner import make_plan
 from mmtrain.plan.schedule import forward_schedule, training_schedule
 

@@ -25,8 +25,8 @@ from mmtrain.base.errors import UserError
 from mmtrain.checkpoint.step_folder import StepFolder, find
 from mmtrain.config.schema import RunConfig
 from mmtrain.exporting.verify import read_samples
-from mmtrain.pretrained.adapters import is_adapter
-from mmtrain.pretrained.families import global_name
+from mmtrain.models.facts.adapters import is_adapter
+from mmtrain.models.facts.families import global_name
 
 ALL = "model.lora.targets=[llm.layers.*, vision.*]"
 

@@ -5,7 +5,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from untrained_runs import config_of, make_checkpoint, weights
 
 from mmtrain.exporting.causal_lm import export_causal_lm
-from mmtrain.pretrained.families import global_name
+from mmtrain.models.facts.families import global_name
 
 TEXT = ("model.vision=null", "data.template=llava_v1", "model.llm.dtype=float32")
 TRAINED = "model.trainable=[llm.layers.7, llm.head]"

@@ -16,7 +16,7 @@ from untrained_runs import compared, config_of, export, load_stock, make_checkpo
 from mmtrain.base.errors import UserError
 from mmtrain.exporting.hf import refuse_loading_faults
 from mmtrain.exporting.tensors import INDEX
-from mmtrain.model.language import quiet
+from mmtrain.models.modules.language import quiet
 from mmtrain.stock.exporters import stock_class
 
 TOWERS = {

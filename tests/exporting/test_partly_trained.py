@@ -15,8 +15,8 @@ from untrained_runs import config_of, export, make_checkpoint, weights
 from mmtrain.__main__ import main
 from mmtrain.base.errors import UserError
 from mmtrain.checkpoint.step_folder import STATE, StepFolder, find, new_step_folder
-from mmtrain.model.projector import make_projector, read_projector, whole_projector
-from mmtrain.model.projector_files import refuse_unfit_init_from
+from mmtrain.models.modules.projector import make_projector, read_projector, whole_projector
+from mmtrain.models.weights.projector_files import refuse_unfit_init_from
 
 FIRST, SECOND = ("linear_1.weight", "linear_1.bias"), ("linear_2.weight", "linear_2.bias")
 

@@ -18,11 +18,12 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRot
 
 from mmtrain.config.model import LoraSection, ProjectorSection
 from mmtrain.config.schema import RunConfig
-from mmtrain.model.attention import ATTENTION, document_positions
-from mmtrain.model.last_layer import LastLayer, Rows
-from mmtrain.model.lora import add_adapters, without_marks
-from mmtrain.model.projector import make_projector
-from mmtrain.model.vision import load_vision
+from mmtrain.models.facts.shapes import ParameterShape, matches
+from mmtrain.models.modules.attention import ATTENTION, document_positions
+from mmtrain.models.modules.last_layer import LastLayer, Rows
+from mmtrain.models.modules.lora import add_adapters, without_marks
+from mmtrain.models.modules.projector import make_projector
+from mmtrain.models.modules.vision import load_vision
 from mmtrain.plan.block_costs import Block, Flops, Sublayer, block_parts, keys_seen, sublayer_of, total
 from mmtrain.plan.costs import (
     LOGITS_PER_CHUNK,
@@ -35,7 +36,6 @@ from mmtrain.plan.costs import (
 )
 from mmtrain.plan.planner import models_of
 from mmtrain.plan.timings import CPU, GPU, assumed_timings
-from mmtrain.pretrained.shapes import ParameterShape, matches
 
 VICUNA, CLIP = "lmsys/vicuna-7b-v1.5", "vit_large_patch14_clip_quickgelu_336.openai"
 TOKENS = 32

@@ -14,14 +14,14 @@ from schedule_check import check_schedule
 
 from mmtrain.base.errors import UserError
 from mmtrain.config.load import load_config
-from mmtrain.model.stage import build_stage
+from mmtrain.models.facts.shapes import llm_shape
+from mmtrain.models.modules.stage import build_stage
 from mmtrain.plan.costs import minimal_flops, run_costs
 from mmtrain.plan.plan import Plan
 from mmtrain.plan.planner import make_plan, models_of
 from mmtrain.plan.refusals import GpuMemory, refuse_short_memory
 from mmtrain.plan.stage_costs import RESERVED_SHARE, limit_on_gpu
 from mmtrain.plan.table import render
-from mmtrain.pretrained.shapes import llm_shape
 
 ROOT = Path(__file__).parent.parent.parent
 CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))

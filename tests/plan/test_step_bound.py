@@ -8,8 +8,7 @@ import random
 import pytest
 from made_up_costs import equal_costs, made_up_costs
 
-from mmtrain.plan.search import Search
-from mmtrain.plan.step_bound import least_step_seconds
+from mmtrain.plan.search import Search, least_step_seconds
 
 
 @pytest.mark.parametrize("seed", range(60))

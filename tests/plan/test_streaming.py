@@ -11,7 +11,7 @@ import pytest
 
 from mmtrain.base.errors import UserError
 from mmtrain.config.load import load_config
-from mmtrain.plan.fetching import spread
+from mmtrain.plan.instructions import spread
 from mmtrain.plan.planner import make_plan, models_of
 from mmtrain.plan.simulate import Program, simulate
 from mmtrain.plan.stage_costs import stage_costs

@@ -9,20 +9,18 @@ from pathlib import Path
 import pytest
 
 from mmtrain.base.errors import UserError
-from mmtrain.commands import plan as plan_command
+from mmtrain.cli import plan as plan_command
 from mmtrain.config.load import DEMO, load_config
 from mmtrain.config.schema import RunConfig
 from mmtrain.launch import main as launch
+from mmtrain.models.facts.quantised import BITS
 from mmtrain.plan import planner
 from mmtrain.plan.calibration import Calibration, Device, LayerMeasures, MessageSeconds, calibration_key
-from mmtrain.plan.candidates import as_options, candidates, is_exact
 from mmtrain.plan.costs import run_costs
 from mmtrain.plan.plan import Plan
 from mmtrain.plan.planner import make_plan, models_of
 from mmtrain.plan.simulate import Program, simulate
-from mmtrain.plan.suggest import SIMPLER, Size, Suggestion, suggest
-from mmtrain.plan.suggestion_table import render_suggestion
-from mmtrain.pretrained.quantised import BITS
+from mmtrain.plan.suggest import SIMPLER, Size, Suggestion, as_options, candidates, is_exact, render_suggestion, suggest
 
 ROOT = Path(__file__).parent.parent.parent
 NEAR = 1 + SIMPLER

@@ -26,14 +26,14 @@ from mmtrain.data.samples.sample import IMAGE_POSITION
 from mmtrain.engine.engine import FrozenPipelineEngine
 from mmtrain.engine.process_groups import join_process_group
 from mmtrain.engine.single_stage import SingleStage, expected_batch
-from mmtrain.model.stage import build_stage
+from mmtrain.models.facts.layouts import ImageLayout, default_pinpoints
+from mmtrain.models.modules.stage import build_stage
 from mmtrain.plan.calibration import cached_file, calibration_key, cpu_device
 from mmtrain.plan.costs import minimal_flops, run_costs
 from mmtrain.plan.plan import StagePlan
 from mmtrain.plan.planner import make_plan, models_of
 from mmtrain.plan.table import render
 from mmtrain.plan.workload import tiles_per_call, typical_tiling
-from mmtrain.pretrained.layouts import ImageLayout, default_pinpoints
 
 POSITIONS = 4  # of a tile: IMAGE_SIZE of tests/scenes.py in patches of 8 pixels
 # Of an image: 12 tiles and the whole; LLaVA-NeXT's largest grid; a grid of 12 that is interpolated.

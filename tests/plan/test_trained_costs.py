@@ -14,7 +14,7 @@ from mmtrain.config.load import DEMO, load_config
 from mmtrain.data.stream.packs import PackedBatch
 from mmtrain.engine.optimizer import MasterWeights, make_optimizer, optimizer_state
 from mmtrain.engine.single_stage import SingleStage, expected_batch
-from mmtrain.model.stage import Stage, build_stage
+from mmtrain.models.modules.stage import Stage, build_stage
 from mmtrain.plan.block_costs import keys_seen
 from mmtrain.plan.costs import Models, run_costs
 from mmtrain.plan.optimizers import optimizer_of

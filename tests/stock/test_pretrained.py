@@ -28,12 +28,12 @@ from mmtrain.base.errors import UserError
 from mmtrain.config.load import dump_config
 from mmtrain.config.schema import RunConfig
 from mmtrain.launching.machine import plan_for_here
-from mmtrain.model.language import load_slice
-from mmtrain.model.projector import read_projector
-from mmtrain.model.stage import build_stage
-from mmtrain.pretrained.connectors import has_newline
-from mmtrain.pretrained.parts import _DEFAULTS
-from mmtrain.pretrained.shapes import llm_shape
+from mmtrain.models.facts.connectors import has_newline
+from mmtrain.models.facts.families import _DEFAULTS
+from mmtrain.models.facts.shapes import llm_shape
+from mmtrain.models.modules.language import load_slice
+from mmtrain.models.modules.projector import read_projector
+from mmtrain.models.modules.stage import build_stage
 
 GRIDS = tuple((height, width) for height, width in whole_models.GRIDS)
 SQUARE = {"final_norm": False, "layout": "square"}

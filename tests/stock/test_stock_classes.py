@@ -51,9 +51,9 @@ from mmtrain.data.samples.templates import ChatTemplate, load_tokenizer
 from mmtrain.data.stream.images import decode_image, image_transform
 from mmtrain.exporting.hf import ExportedModel
 from mmtrain.exporting.verify import batch_fault
-from mmtrain.model.projector import read_projector
+from mmtrain.models.facts.connectors import connector, connector_parameters, has_newline, image_layout
+from mmtrain.models.modules.projector import read_projector
 from mmtrain.plan.planner import make_plan
-from mmtrain.pretrained.connectors import connector, connector_parameters, has_newline, image_layout
 from mmtrain.stock.exporters import stock_class
 
 MASKS_BESIDE_PICTURES = Version(transformers.__version__) >= Version("5.18")  # 5.17 shifts them by the pictures' tokens

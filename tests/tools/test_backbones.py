@@ -15,9 +15,9 @@ from mmtrain.data.stream.images import image_transform
 from mmtrain.demo.pictures import Scans, paint
 from mmtrain.demo.scene import draw_scene
 from mmtrain.demo.text import COLOUR_WORDS, DIGIT_WORDS
-from mmtrain.model.vision import load_vision
-from mmtrain.pretrained.model_files import demo_model
-from mmtrain.pretrained.shapes import llm_shape, vision_shape
+from mmtrain.models.facts.model_files import demo_model
+from mmtrain.models.facts.shapes import llm_shape, vision_shape
+from mmtrain.models.modules.vision import load_vision
 
 PACKAGE = Path(__file__).parents[2] / "mmtrain"
 

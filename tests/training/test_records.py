@@ -11,7 +11,7 @@ from PIL import Image
 
 from mmtrain.base.json_lines import recorded
 from mmtrain.config.load import load_config
-from mmtrain.evaluation.answers import Answer
+from mmtrain.training.answers import Answer
 from mmtrain.training.records import PICTURE_SIDE, PICTURED_QUESTIONS, PICTURES_OF_A_QUESTION, Records
 
 TURNED = 6  # EXIF: the stored picture's left side is its top

@@ -18,13 +18,20 @@ from bench_tables import positive, print_table
 
 from mmtrain.base.printing import say
 from mmtrain.config.load import validated
+from mmtrain.models.facts.connectors import connector
+from mmtrain.models.facts.layouts import SQUARE, TILES, ImageLayout
+from mmtrain.models.facts.shapes import (
+    LlmShape,
+    VisionShape,
+    llm_shape,
+    llm_shape_from,
+    vision_shape,
+    vision_shape_from,
+)
 from mmtrain.plan.costs import Models, run_costs
 from mmtrain.plan.search import PipelineLayout, Search
 from mmtrain.plan.stage_costs import Setting, StageCosts
 from mmtrain.plan.timings import GPU, assumed_timings
-from mmtrain.pretrained.connectors import connector
-from mmtrain.pretrained.layouts import SQUARE, TILES, ImageLayout
-from mmtrain.pretrained.shapes import LlmShape, VisionShape, llm_shape, llm_shape_from, vision_shape, vision_shape_from
 
 EXAMPLES = """\
 examples:

@@ -40,9 +40,9 @@ from mmtrain.base.errors import UserError
 from mmtrain.base.printing import bytes_text, say, show_error
 from mmtrain.doctor.machine import describe_machine
 from mmtrain.launching.machine import RANK_MODULES
-from mmtrain.processes.gpus import visible_gpus
-from mmtrain.processes.job import Job
-from mmtrain.processes.supervise import prepared, run_ranks, set_rank_environment
+from mmtrain.runtime.gpus import visible_gpus
+from mmtrain.runtime.job import Job
+from mmtrain.runtime.supervise import prepared, run_ranks, set_rank_environment
 
 EXAMPLES = """\
 examples:

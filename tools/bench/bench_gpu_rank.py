@@ -37,17 +37,17 @@ from mmtrain.base.errors import UserError
 from mmtrain.config.schema import RunConfig
 from mmtrain.data.stream.images import image_transform
 from mmtrain.engine.process_groups import join_process_group
-from mmtrain.model.attention import ATTENTION
-from mmtrain.model.bookends import absent_modules, replace
-from mmtrain.model.flash import Way, say_ways
-from mmtrain.model.language import LanguageSlice
-from mmtrain.model.parity import takes_rows
-from mmtrain.model.projector import make_projector
-from mmtrain.model.stage import Front, Stage, set_trainable
-from mmtrain.model.vision import load_vision
+from mmtrain.models.modules.attention import ATTENTION
+from mmtrain.models.modules.bookends import absent_modules, replace
+from mmtrain.models.modules.flash import Way, say_ways
+from mmtrain.models.modules.language import LanguageSlice
+from mmtrain.models.modules.parity import takes_rows
+from mmtrain.models.modules.projector import make_projector
+from mmtrain.models.modules.stage import Front, Stage, set_trainable
+from mmtrain.models.modules.vision import load_vision
 from mmtrain.plan.plan import StagePlan
 from mmtrain.plan.planner import make_plan
-from mmtrain.processes.rank import Rank
+from mmtrain.runtime.rank import Rank
 
 MATRICES = 7 * MULTIPLIED_LAYERS  # of a rank that measure its device
 

@@ -42,7 +42,7 @@ from mmtrain.data.stream.images import ImageTransform, image_transform
 from mmtrain.data.stream.loader import PREFETCH, PackedBatches
 from mmtrain.data.stream.packs import PackedBatch
 from mmtrain.doctor.machine import describe_machine
-from mmtrain.pretrained.shapes import vision_shape
+from mmtrain.models.facts.shapes import vision_shape
 
 EXAMPLES = """\
 examples:

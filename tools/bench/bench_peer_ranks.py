@@ -13,7 +13,7 @@ from mmtrain.calibration.calibrate import calibrate
 from mmtrain.engine.process_groups import join_process_group
 from mmtrain.plan.calibration import cpu_device
 from mmtrain.plan.planner import make_plan
-from mmtrain.processes.rank import Rank
+from mmtrain.runtime.rank import Rank
 
 MMTRAIN, SCRIPT, TUNED = "mmtrain", "stock, as LLaVA's script", "stock, tuned"
 DEFAULT, UNIFORM, TORCH = "DeepSpeed, its default cut", "DeepSpeed, uniform cut", "torch 1F1B, uniform cut"

@@ -41,9 +41,9 @@ from bench_tables import (
 from mmtrain.base.printing import say, show_error
 from mmtrain.doctor.machine import describe_machine
 from mmtrain.launching.machine import RANK_MODULES
-from mmtrain.processes.failures import Failure
-from mmtrain.processes.job import Job
-from mmtrain.processes.supervise import prepared, run_ranks, set_rank_environment
+from mmtrain.runtime.failures import Failure
+from mmtrain.runtime.job import Job
+from mmtrain.runtime.supervise import prepared, run_ranks, set_rank_environment
 
 if TYPE_CHECKING:
     from bench_race import Settings

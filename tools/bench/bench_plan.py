@@ -34,8 +34,8 @@ from bench_tables import finish, positive, print_table, spread
 from mmtrain.base.printing import say, show_error
 from mmtrain.doctor.machine import describe_machine
 from mmtrain.launching.machine import RANK_MODULES
-from mmtrain.processes.job import Job
-from mmtrain.processes.supervise import prepared, run_ranks, set_rank_environment
+from mmtrain.runtime.job import Job
+from mmtrain.runtime.supervise import prepared, run_ranks, set_rank_environment
 
 if TYPE_CHECKING:
     from bench_plan_ranks import Settings

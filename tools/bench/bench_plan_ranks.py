@@ -32,13 +32,13 @@ from mmtrain.data.stream.packs import PackedBatch
 from mmtrain.engine.engine import FrozenPipelineEngine
 from mmtrain.engine.process_groups import join_process_group
 from mmtrain.engine.single_stage import expected_batch
-from mmtrain.model.stage import Stage, build_stage
+from mmtrain.models.modules.stage import Stage, build_stage
 from mmtrain.plan.calibration import calibration_key, cpu_device
 from mmtrain.plan.costs import Models
 from mmtrain.plan.plan import StagePlan
 from mmtrain.plan.planner import make_plan, models_of
 from mmtrain.plan.simulate import Program, simulate
-from mmtrain.processes.rank import Rank
+from mmtrain.runtime.rank import Rank
 
 # An encoder whose forward is a quarter of the LLM's; 8 layers of 28 MB in fp32, more than a processor's caches hold.
 SIZES = {**SHAPES, "quarter": ModelSize(8, 768, 2048, 12, 2304, 10, 384, 6, 168, 14, 24)}

@@ -27,7 +27,7 @@ from mmtrain.data.stream.images import image_transform
 from mmtrain.data.stream.packs import PackedBatch
 from mmtrain.plan.costs import Models, Workload, minimal_flops
 from mmtrain.plan.planner import models_of
-from mmtrain.processes.rank import Rank
+from mmtrain.runtime.rank import Rank
 
 Gradients = dict[str, torch.Tensor]
 

@@ -23,9 +23,9 @@ from mmtrain.config.schema import RunConfig
 from mmtrain.data.samples.sample import IGNORE
 from mmtrain.data.stream.packs import PackedBatch
 from mmtrain.engine.engine import FrozenPipelineEngine
-from mmtrain.model.projector import make_projector
-from mmtrain.model.stage import Stage, build_stage
-from mmtrain.model.vision import load_vision
+from mmtrain.models.modules.projector import make_projector
+from mmtrain.models.modules.stage import Stage, build_stage
+from mmtrain.models.modules.vision import load_vision
 from mmtrain.plan.instructions import Instruction, Op
 from mmtrain.plan.plan import Plan
 

@@ -21,8 +21,8 @@ import psutil
 
 from mmtrain.base.durable import UNFINISHED
 from mmtrain.checkpoint.step_folder import CHECKPOINTS
-from mmtrain.processes.child import python_child
-from mmtrain.processes.failures import RankProgress
+from mmtrain.runtime.child import python_child
+from mmtrain.runtime.failures import RankProgress
 
 AT_START = ("opening the data", "loading weights", "building the engine", "loading the checkpoint")
 SECONDS_TO_END = 10.0  # that a job may take to end when one of its ranks is killed

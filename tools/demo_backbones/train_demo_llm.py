@@ -29,7 +29,7 @@ from mmtrain.data.samples.sample import IGNORE, IMAGE_POSITION, Document, Sample
 from mmtrain.data.samples.templates import make_template
 from mmtrain.demo.scene import CELLS, Scene, draw_scene
 from mmtrain.demo.text import COLOUR_WORDS, DIGIT_WORDS, converse
-from mmtrain.pretrained.layouts import ImageLayout
+from mmtrain.models.facts.layouts import ImageLayout
 
 # Vicuna's and LLaVA-1.5's format, in jinja.
 CHAT_TEMPLATE = (

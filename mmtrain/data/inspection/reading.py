@@ -19,8 +19,8 @@ from mmtrain.config.load import load_config
 from mmtrain.config.templates import FILE, NAMES, template_argument
 from mmtrain.data.samples.formats import SampleFormat
 from mmtrain.data.shards.detection import add_format_arguments, sample_format
-from mmtrain.pretrained.connectors import image_layout
-from mmtrain.pretrained.layouts import (
+from mmtrain.models.facts.connectors import image_layout
+from mmtrain.models.facts.layouts import (
     DEFAULT_MAX_TILES,
     IDEFICS3,
     ONE_SQUARE,
@@ -32,9 +32,9 @@ from mmtrain.pretrained.layouts import (
     ImageLayout,
     default_pinpoints,
 )
-from mmtrain.pretrained.model_files import model_folder
-from mmtrain.pretrained.shapes import VisionShape, vision_shape
-from mmtrain.pretrained.tokenizer_files import text_fingerprint
+from mmtrain.models.facts.model_files import model_folder
+from mmtrain.models.facts.shapes import VisionShape, vision_shape
+from mmtrain.models.facts.tokenizer_files import text_fingerprint
 from mmtrain.stock.pretrained import expand_pretrained
 
 LONGEST_TILE = 4_096  # pixels a side of --tile-size; the largest encoders take 1,540

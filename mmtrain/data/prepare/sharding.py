@@ -38,7 +38,7 @@ from mmtrain.data.samples.records import (
 )
 from mmtrain.data.samples.sample import Sample
 from mmtrain.data.shards.index import UNKNOWN_SIZE, Member, ShardIndex, TextLengths, write_index
-from mmtrain.processes.pool import Advance, RunTasks, worker_pool
+from mmtrain.runtime.pool import Advance, RunTasks, worker_pool
 
 if TYPE_CHECKING:
     from mmtrain.data.samples.templates import TextCounter

@@ -20,7 +20,7 @@ from transformers import PreTrainedTokenizerBase
 from mmtrain.config.templates import NAMES, jinja_of, template_name
 from mmtrain.data.samples.records import BadSample
 from mmtrain.data.samples.rendering import JinjaTemplate, TemplateError
-from mmtrain.pretrained.tokenizer_files import missing_chat_template
+from mmtrain.models.facts.tokenizer_files import missing_chat_template
 
 ROLES = {"system": "system", "human": "user", "gpt": "assistant"}  # LLaVA's speakers, as chat templates call them
 PROBE = (("human", "<image>\nWhat is this?"), ("gpt", "A red circle."))  # shows faults before any sample is read

@@ -27,10 +27,10 @@ from mmtrain.data.samples.chat import PROBE, ChatText, Span, Turns, any_of
 from mmtrain.data.samples.formats import LLAVA, SampleFormat
 from mmtrain.data.samples.records import IMAGE_MARK, BadSample
 from mmtrain.data.samples.sample import IGNORE, IMAGE_POSITION, Document, Sample, without_images
-from mmtrain.pretrained.layouts import ONE_SQUARE, ImageLayout, marks_around
-from mmtrain.pretrained.model_files import foreign_files, model_folder
-from mmtrain.pretrained.tiling import Tiling, UnfitImage
-from mmtrain.pretrained.tokenizer_files import missing_marks, panics_told, text_fingerprint, tokenizer_files
+from mmtrain.models.facts.layouts import ONE_SQUARE, ImageLayout, marks_around
+from mmtrain.models.facts.model_files import foreign_files, model_folder
+from mmtrain.models.facts.tiling import Tiling, UnfitImage
+from mmtrain.models.facts.tokenizer_files import missing_marks, panics_told, text_fingerprint, tokenizer_files
 
 CHATML = ("<|im_start|>", "<|im_end|>")
 

@@ -30,7 +30,7 @@ from mmtrain.base.errors import UserError
 from mmtrain.base.printing import harmless, shortened
 from mmtrain.config.environment import variable_hint
 from mmtrain.data.shards.archive import read_headers
-from mmtrain.pretrained.model_files import PREFIX, is_demo
+from mmtrain.models.facts.model_files import PREFIX, is_demo
 
 _log = logging.getLogger(__name__)
 PIPE = "pipe:"

@@ -39,10 +39,10 @@ from mmtrain.data.shards.retry import RETRY_SECONDS, read_again
 from mmtrain.data.shards.shard_list import expand_shards
 from mmtrain.data.stream.image_totals import image_totals
 from mmtrain.data.stream.order import HELD_OUT, UNUSABLE, Capacity, SampleSet
-from mmtrain.pretrained.connectors import image_layout
-from mmtrain.pretrained.layouts import ImageLayout, layout_argument
-from mmtrain.pretrained.model_files import model_folder
-from mmtrain.pretrained.tokenizer_files import text_fingerprint
+from mmtrain.models.facts.connectors import image_layout
+from mmtrain.models.facts.layouts import ImageLayout, layout_argument
+from mmtrain.models.facts.model_files import model_folder
+from mmtrain.models.facts.tokenizer_files import text_fingerprint
 
 OPEN_FILES = 64  # shards kept open, those read last
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 
 from mmtrain.data.shards.index import Faults, IndexColumns
-from mmtrain.pretrained.layouts import ImageLayout
-from mmtrain.pretrained.tiling import UnfitImage
+from mmtrain.models.facts.layouts import ImageLayout
+from mmtrain.models.facts.tiling import UnfitImage
 
 
 def image_totals(index: IndexColumns, layout: ImageLayout) -> tuple[np.ndarray, np.ndarray, Faults]:

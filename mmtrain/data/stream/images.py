@@ -24,11 +24,11 @@ from mmtrain.base.errors import UserError
 from mmtrain.config.limits import MAX_IMAGE_PIXELS
 from mmtrain.data.samples.records import DECODE_ERRORS, TURNS, BadSample, open_image, orientation, stated_orientation
 from mmtrain.data.shards.index_file import MEND
-from mmtrain.pretrained.model_files import model_folder
-from mmtrain.pretrained.parts import encoder_config, holds_parts
-from mmtrain.pretrained.tiling import Tiling, centred_size
-from mmtrain.pretrained.timm_models import timm_config
-from mmtrain.pretrained.vision_files import hf_facts, is_timm_name, preprocessing, timm_image_size
+from mmtrain.models.facts.families import encoder_config, holds_parts
+from mmtrain.models.facts.model_files import model_folder
+from mmtrain.models.facts.tiling import Tiling, centred_size
+from mmtrain.models.facts.timm_models import timm_config
+from mmtrain.models.facts.vision_files import hf_facts, is_timm_name, preprocessing, timm_image_size
 
 Fit = Literal["pad", "resize", "center_crop"]
 # Pixels. A thread of 1 x 65,000 is no large image, but the square that it is padded to is.

@@ -36,8 +36,8 @@ from mmtrain.data.samples.sample import Document, QuarantinedSample
 from mmtrain.data.stream.catalog import Reader, data_sets, load_catalog
 from mmtrain.data.stream.order import HELD_OUT, PackOrder, PlannedPack
 from mmtrain.data.stream.packs import Gap, Pack, PackedBatch, Processor
-from mmtrain.processes.parent import die_with_parent
-from mmtrain.processes.stop import ignore_in_worker
+from mmtrain.runtime.child import die_with_parent
+from mmtrain.runtime.stop import ignore_in_worker
 
 PREFETCH = 2  # micro-batches that each worker makes ahead
 SLOTS = PREFETCH + 1  # micro-batches of a worker that keep their tiles: those ahead, and the one being copied out

@@ -25,10 +25,10 @@ from mmtrain.data.samples.templates import load_tokenizer, make_template
 from mmtrain.data.stream.catalog import Reader
 from mmtrain.data.stream.images import ImageTransform, image_transform
 from mmtrain.data.stream.order import Capacity
-from mmtrain.pretrained.connectors import image_layout
-from mmtrain.pretrained.layouts import layout_argument
-from mmtrain.pretrained.shapes import llm_shape
-from mmtrain.pretrained.tiling import Tiling
+from mmtrain.models.facts.connectors import image_layout
+from mmtrain.models.facts.layouts import layout_argument
+from mmtrain.models.facts.shapes import llm_shape
+from mmtrain.models.facts.tiling import Tiling
 
 
 @dataclass(frozen=True)

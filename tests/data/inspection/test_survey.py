@@ -9,7 +9,7 @@ from mmtrain.data.inspection.survey import Fill, best_nearby, epoch_fill, histog
 from mmtrain.data.shards.index import TextLengths, write_index
 from mmtrain.data.shards.indexing import scan_shard
 from mmtrain.data.stream.order import Capacity, SampleSet
-from mmtrain.pretrained.layouts import ImageLayout
+from mmtrain.models.facts.layouts import ImageLayout
 
 
 def indexed(path, files, **lengths):

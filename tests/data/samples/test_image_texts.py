@@ -25,8 +25,8 @@ from mmtrain.data.samples.sample import IGNORE, IMAGE_POSITION, Sample
 from mmtrain.data.samples.templates import load_tokenizer, make_template
 from mmtrain.data.shards.index import read_index
 from mmtrain.data.shards.indexing import build_indexes
-from mmtrain.pretrained.layouts import ImageLayout
-from mmtrain.pretrained.tokenizer_files import text_fingerprint
+from mmtrain.models.facts.layouts import ImageLayout
+from mmtrain.models.facts.tokenizer_files import text_fingerprint
 
 MARKS = ["<image>", "<fake_token_around_image>", "<global-img>", "<end_of_utterance>"]
 PIECES = [

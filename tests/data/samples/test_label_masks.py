@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerFast
 from mmtrain.data.samples.records import BadSample
 from mmtrain.data.samples.sample import IGNORE, IMAGE_POSITION, Sample
 from mmtrain.data.samples.templates import ChatTemplate, PlainTemplate
-from mmtrain.pretrained.layouts import ImageLayout
+from mmtrain.models.facts.layouts import ImageLayout
 
 # Qwen2.5-Instruct's, without its branches for tools, and with a system prompt that is few tokens.
 QWEN = QWEN25.replace("You are a helpful assistant.", "You are Qwen.")

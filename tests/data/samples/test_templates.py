@@ -23,7 +23,7 @@ from mmtrain.data.samples.records import BadSample
 from mmtrain.data.samples.sample import IGNORE, IMAGE_POSITION, Document, Sample
 from mmtrain.data.samples.templates import ChatTemplate, PlainTemplate
 from mmtrain.data.stream.loader import PackedBatches
-from mmtrain.pretrained.layouts import ImageLayout
+from mmtrain.models.facts.layouts import ImageLayout
 
 
 def caption(text: str, images: int = 1, question: str = "<image>\nDescribe what you see.") -> Sample:

@@ -21,9 +21,9 @@ from mmtrain.data.shards.index_file import index_path
 from mmtrain.data.shards.indexing import build_indexes, unready_shards
 from mmtrain.data.stream.catalog import Catalog, DataSet, Reader
 from mmtrain.data.stream.images import decode_image
-from mmtrain.pretrained.layouts import ImageLayout
-from mmtrain.pretrained.model_files import model_folder
-from mmtrain.pretrained.tokenizer_files import text_fingerprint
+from mmtrain.models.facts.layouts import ImageLayout
+from mmtrain.models.facts.model_files import model_folder
+from mmtrain.models.facts.tokenizer_files import text_fingerprint
 
 LLM = "demo:llm"
 PROMPT = "What is it?"

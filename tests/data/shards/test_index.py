@@ -30,7 +30,7 @@ from mmtrain.data.shards.index import (
 )
 from mmtrain.data.shards.index_file import MissingIndex, index_path
 from mmtrain.data.shards.indexing import unready_shards
-from mmtrain.pretrained.tokenizer_files import text_fingerprint
+from mmtrain.models.facts.tokenizer_files import text_fingerprint
 
 BYTES = 4096  # of the tar
 

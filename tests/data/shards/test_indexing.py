@@ -18,8 +18,8 @@ from mmtrain.base.errors import UserError
 from mmtrain.data.shards.index import read_index
 from mmtrain.data.shards.index_file import index_path
 from mmtrain.data.shards.indexing import build_indexes, ensure_indexes, unready_shards, write_merged
-from mmtrain.pretrained.model_files import model_folder
-from mmtrain.pretrained.tokenizer_files import text_fingerprint
+from mmtrain.models.facts.model_files import model_folder
+from mmtrain.models.facts.tokenizer_files import text_fingerprint
 
 LLM = "demo:llm"
 PNG = picture(5, 4)

@@ -14,8 +14,8 @@ from mmtrain.data.shards.index import Member, TextLengths, read_index, write_ind
 from mmtrain.data.shards.indexing import ensure_indexes, scan_shard
 from mmtrain.data.stream.catalog import Catalog, DataSet, Reader, data_sets, is_held_out
 from mmtrain.data.stream.order import HELD_OUT, UNUSABLE, Capacity
-from mmtrain.pretrained.layouts import ImageLayout
-from mmtrain.pretrained.tokenizer_files import text_fingerprint
+from mmtrain.models.facts.layouts import ImageLayout
+from mmtrain.models.facts.tokenizer_files import text_fingerprint
 
 CAPTION = conversation("Q", "A cat.")
 LOOK = conversation("<image>", "A cat.")

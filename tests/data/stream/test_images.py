@@ -20,7 +20,7 @@ from transformers.models.llava.image_processing_pil_llava import LlavaImageProce
 from mmtrain.base.errors import UserError
 from mmtrain.data.samples.records import IMAGE_FORMATS, BadSample, image_size
 from mmtrain.data.stream.images import ImageTransform, decode_image, image_transform, upright
-from mmtrain.pretrained.timm_models import timm_config
+from mmtrain.models.facts.timm_models import timm_config
 
 SIZES = [(40, 40), (60, 25), (25, 61), (10, 9), (9, 10), (28, 28), (28, 3), (1, 40), (500, 2)]
 TRANSFORM = ImageTransform(28, (0.48, 0.46, 0.41), (0.27, 0.26, 0.28), "bicubic")

@@ -14,7 +14,7 @@ from mmtrain.data.shards.index import TextLengths, write_index
 from mmtrain.data.shards.index_file import index_path
 from mmtrain.data.shards.indexing import scan_shard
 from mmtrain.data.stream.catalog import OPEN_FILES, Catalog, DataSet, Reader
-from mmtrain.pretrained.layouts import ImageLayout
+from mmtrain.models.facts.layouts import ImageLayout
 
 FORMATS = {"ustar": tarfile.USTAR_FORMAT, "gnu": tarfile.GNU_FORMAT, "pax": tarfile.PAX_FORMAT}
 

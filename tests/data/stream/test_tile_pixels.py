@@ -16,7 +16,7 @@ from transformers.models.llava_onevision.image_processing_pil_llava_onevision im
 
 from mmtrain.data.samples.records import BadSample
 from mmtrain.data.stream.images import ImageTransform, decode_image
-from mmtrain.pretrained.layouts import ImageLayout, default_pinpoints
+from mmtrain.models.facts.layouts import ImageLayout, default_pinpoints
 
 SIDE = 28
 TRANSFORM = ImageTransform(SIDE, (0.48, 0.46, 0.41), (0.27, 0.26, 0.28), "bicubic")

@@ -17,7 +17,7 @@ from mmtrain.data.samples.sample import IGNORE, IMAGE_POSITION
 from mmtrain.data.shards.index import read_index, write_index
 from mmtrain.data.stream.loader import PackedBatches
 from mmtrain.data.stream.order import Capacity, SampleSet, pack_best_fit, plan_epoch
-from mmtrain.pretrained.layouts import ImageLayout, default_pinpoints
+from mmtrain.models.facts.layouts import ImageLayout, default_pinpoints
 
 LAYOUTS = ("tiles", "anyres", "anyres_max_9")
 SIDE, POSITIONS = 32, 16  # of the tiny encoder's square

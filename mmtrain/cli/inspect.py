@@ -1,0 +1,374 @@
+"""Show what is in webdataset shards: counts, lengths, image sizes, how full packs become; damage; one sample in detail.
+
+    (without more)    what the indexes tell: samples, images, what cannot be trained on and why, histograms of text
+                      lengths and image sizes (as EXIF turns them), how full packs of some lengths become, with the
+                      best length near each, and the keys of a configuration that tell the planner what a typical
+                      sample is; with a layout that cuts images into tiles, how many an image has, and the positions
+                      that these take of a pack
+    --verify          read every byte, compare it with the checksums in the indexes, list every damaged member
+    --show KEY        a sample as the model will see it: turns, tokens, labels, positions of images and their tiles
+
+How samples become tokens is what --config says, a run's configuration, or else --tokenizer, --template, --layout and so
+on, one by one.
+
+Shards without an index get one if --tokenizer and --template are given, as training gives them one. Those that were
+indexed for exactly one tokenizer and template need neither, except for --show.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import sys
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple, TextIO
+
+import numpy as np
+
+from mmtrain.base.arguments import command_parser, positive
+from mmtrain.base.errors import UserError
+from mmtrain.base.printing import harmless, note, print_table, tell
+from mmtrain.base.progress import ProgressBar
+from mmtrain.data.inspection.reading import Reading, add_reading_arguments, parse_reading_arguments, reading_of
+from mmtrain.data.inspection.survey import Fill, Survey, best_nearby, epoch_fill, histogram, quantile, survey
+from mmtrain.data.samples.records import reason_lines
+from mmtrain.data.samples.sample import IGNORE, IMAGE_POSITION
+from mmtrain.data.shards.index_file import MissingIndex, index_path
+from mmtrain.data.shards.indexing import ensure_indexes
+from mmtrain.data.shards.shard_list import find_shards
+from mmtrain.data.shards.verify import DamagedMember, verify_shard
+from mmtrain.data.stream.order import Capacity
+from mmtrain.demo.data import make_demo_shards
+from mmtrain.models.facts.layouts import TEXT_ALONE, ImageLayout
+
+if TYPE_CHECKING:
+    from mmtrain.data.inspection.tokenized import TokenizedSample
+
+EXAMPLES = """\
+  what is in shards that training has used, or that were made with --tokenizer; 576 tokens an image:
+    mmtrain inspect data/llava558k --vision vit_large_patch14_clip_quickgelu_336.openai
+  other people's shards, for a chat model; charts as PNG:
+    mmtrain inspect '/data/mix/shard-{000000..000331}.tar' --tokenizer /models/Qwen2.5-7B-Instruct \\
+        --template chat --vision /models/siglip --plot mix.png
+  as a run will read them; what to write into its data.expected_... keys:
+    mmtrain inspect --config configs/siglip_384_qwen25_7b.yaml model.llm.path=models/qwen data/llava558k
+  documents in tiles, without a configuration:
+    mmtrain inspect data/docs --layout anyres_max_9 --vision /models/siglip
+    mmtrain inspect data/docs --layout tiles --vision /models/siglip --factor 2
+  which pack length wastes least, near two of them:
+    mmtrain inspect data/llava558k --tokens-per-image 576 --pack-length 3072 6144
+  is every byte as it was when the shards were indexed?
+    mmtrain inspect data/llava558k --verify
+  one sample, token by token:
+    mmtrain inspect data/llava558k --show 004539375 --tokenizer models/vicuna-7b --template plain \\
+        --tokens-per-image 576
+"""
+EXITS = {0: "done; with --verify: every byte is as it was indexed", 1: "--verify found damage; it is listed"}
+PACK_LENGTHS = (2048, 4096, 8192)
+SAMPLES_BETWEEN_REPORTS = 50
+EXIT_DAMAGED = 1
+TERMINAL_BINS = 12
+PNG_BINS = 60
+BAR_WIDTH = 40  # characters
+
+
+class Report(NamedTuple):
+    """What the indexes say about all shards together."""
+
+    survey: Survey
+    layout: ImageLayout
+    layout_name: str
+    fills: list[tuple[Fill, Fill]]  # for each pack length: of it, and of the best length near it
+    missing: str  # why there are no fills, and what would help; empty if there are
+
+    @property
+    def tokens_per_image(self) -> int | None:
+        """Tokens of every image; None where that depends on its size, or is not known."""
+        if not self.layout.takes_images:
+            return 0
+        return None if self.layout.is_sized else self.layout.positions_per_tile or None
+
+    def as_dict(self) -> dict[str, Any]:
+        """JSON form."""
+        survey = self.survey
+        by_images = sorted(Counter(survey.images.tolist()).items())
+        return {
+            "shards": len(survey.shard_sizes),
+            "bytes": survey.bytes,
+            "samples": len(survey.images),
+            "images": int(survey.images.sum()),
+            "samples_by_images": {str(images): samples for images, samples in by_images},
+            "unusable": dict(survey.reasons.most_common()),
+            "fingerprint": survey.fingerprint,
+            "text_tokens": _distribution(survey.text_tokens),
+            "image_width": _distribution(survey.image_sizes[:, 0]),
+            "image_height": _distribution(survey.image_sizes[:, 1]),
+            "image_longer_side": _distribution(survey.longer_sides),
+            "layout": self.layout_name,
+            "tokens_per_image": self.tokens_per_image,
+            "image_tiles": _distribution(survey.taken[:, 1]),
+            "image_positions": _distribution(survey.taken[:, 0]),
+            "expected": survey.expected,
+            "packing": [{**asdict(fill), "best": asdict(best)} for fill, best in self.fills],
+        }
+
+
+def run(options: argparse.Namespace) -> int:
+    """Print the report that the options ask for and return the exit code; raises UserError."""
+    stream = sys.stderr if options.json else sys.stdout
+    make_demo_shards(options.shards, "SHARDS")
+    tars = find_shards(options.shards)
+    if options.verify:
+        return _verify(tars, stream, options.json)
+    reading = reading_of(options, tars)
+    if reading.tokenizer is not None and reading.template is not None:
+        ensure_indexes(tars, reading.tokenizer, reading.template, reading.layout, reading.form, stream=stream)
+    if options.show is not None:
+        _show(tars, reading, options)
+        return 0
+    try:
+        found = survey(tars, reading.fingerprint, reading.layout, reading.form)
+    except MissingIndex as error:
+        raise UserError(f"{error}; or give --tokenizer PATH and --template NAME here, or --config FILE") from None
+    report = _report(found, reading, options)
+    if options.json:
+        tell(json.dumps(report.as_dict()))
+    else:
+        _print_report(report)
+    if options.plot is not None:
+        _write_png(_charts(report), options.plot)
+        (note if options.json else tell)(f"wrote {options.plot}")
+    return 0
+
+
+def _report(found: Survey, reading: Reading, options: argparse.Namespace) -> Report:
+    missing = ""
+    if found.sample_set is None:
+        missing = "the shards are not indexed for exactly one tokenizer: give --tokenizer PATH and --template NAME"
+    elif found.images.any():
+        missing = reading.missing_positions
+    if missing and options.pack_length is not None:
+        raise UserError(f"--pack-length: {missing}")
+    fills = []
+    if found.sample_set is not None and not missing:
+        of_config = () if reading.pack_length is None else (reading.pack_length,)
+        most = options.max_tiles_per_pack or reading.max_tiles_per_pack
+        for length in options.pack_length or of_config or PACK_LENGTHS:
+            capacity = Capacity(length, most)
+            fills.append((epoch_fill([found.sample_set], capacity), best_nearby([found.sample_set], capacity)))
+    return Report(found, reading.layout, reading.layout_name, fills, missing)
+
+
+def _distribution(values: np.ndarray | None) -> dict[str, Any] | None:
+    if values is None or not len(values):
+        return None
+    shares = {"min": 0.0, "median": 0.5, "p95": 0.95, "p99": 0.99, "max": 1.0}
+    return {
+        "mean": float(values.mean()),
+        **{name: quantile(values, share) for name, share in shares.items()},
+        "histogram": dict(zip(("edges", "counts"), histogram(values, TERMINAL_BINS), strict=True)),
+    }
+
+
+def _charts(report: Report) -> dict[str, np.ndarray]:
+    found, charts = report.survey, {}
+    if found.text_tokens is not None:
+        charts["text tokens of a sample, without its images"] = found.text_tokens
+    charts["longer side of an image, in pixels"] = found.longer_sides
+    if report.layout.is_sized:
+        charts[f"tiles of an image ({report.layout.name})"] = found.taken[:, 1]
+        charts[f"positions of an image ({report.layout.name})"] = found.taken[:, 0]
+    return charts
+
+
+def _print_report(report: Report) -> None:
+    found = report.survey
+    none, one = int((found.images == 0).sum()), int((found.images == 1).sum())
+    several = len(found.images) - none - one
+    tell(f"{len(found.shard_sizes):,} shards, {found.bytes / 1e6:,.1f} MB")
+    tell(f"{len(found.images):,} samples: {none:,} without images, {one:,} with one, {several:,} with several")
+    tell(f"{found.images.sum():,} images")
+    tell(f"samples that cannot be trained on: {found.reasons.total():,}", *reason_lines(found.reasons))
+    for title, values in _charts(report).items():
+        _print_distribution(title, values)
+    if report.missing:
+        tell("", f"how full packs become: {report.missing}")
+        return
+    image = "positions of images by their sizes" if report.layout.is_sized else "no images"
+    if report.tokens_per_image:
+        image = f"{report.tokens_per_image:,} tokens an image"
+    tell("", f"how full packs become ({image}; overlong samples fit into no pack and are skipped)")
+    rows = []
+    for fill, best in report.fills:
+        of_best = f"{best.pack_length:,}", f"{best.fill:.2%}"
+        rows.append((f"{fill.pack_length:,}", f"{fill.packs:,}", f"{fill.fill:.2%}", f"{fill.overlong:,}", *of_best))
+    print_table((">pack_length", ">packs", ">full", ">overlong", ">best near it", ">full"), rows)
+    if found.expected:
+        tell("", "what a typical sample is, for the planner's estimates; in a run's configuration:", "  data:")
+        tell(*(f"    {key.removeprefix('data.')}: {value}" for key, value in found.expected.items()))
+
+
+def _print_distribution(title: str, values: np.ndarray) -> None:
+    """Print mean, quantiles and a histogram of whole numbers."""
+    tell("", title)
+    if not len(values):
+        tell("  none")
+        return
+    tell(
+        f"  mean {values.mean():,.1f}, half at most {quantile(values, 0.5):,}, 95% at most "
+        f"{quantile(values, 0.95):,}, 99% at most {quantile(values, 0.99):,}",
+        f"  from {values.min():,} to {values.max():,}",
+    )
+    edges, counts = histogram(values, TERMINAL_BINS)
+    mark = "\N{FULL BLOCK}" if (sys.stdout.encoding or "").lower().startswith("utf") else "#"
+    rows = []
+    for (first, after), count in zip(itertools.pairwise(edges), counts, strict=True):
+        name = f"{first:,}" if after == first + 1 else f"{first:,} - {after - 1:,}"
+        rows.append((name, f"{count:,}", mark * -(-count * BAR_WIDTH // max(counts))))
+    print_table((">", ">", ""), rows)
+
+
+def _write_png(charts: Mapping[str, np.ndarray], file: Path) -> None:
+    """Draw histograms of whole numbers side by side, by their titles; raises UserError without matplotlib."""
+    try:
+        from matplotlib.figure import Figure
+    except ModuleNotFoundError:
+        raise UserError("--plot: matplotlib is not installed; install it: pip install 'mmtrain[plot]'") from None
+    figure = Figure(figsize=(6 * len(charts), 4.5), layout="constrained")
+    for axes, (title, values) in zip(figure.subplots(1, len(charts), squeeze=False)[0], charts.items(), strict=True):
+        axes.set_title(title)
+        if not len(values):
+            continue
+        edges, counts = histogram(values, PNG_BINS)
+        width = edges[1] - edges[0]
+        axes.bar(edges[:-1], counts, width=width, align="edge")
+        if edges[-1] - edges[-2] > width:  # drawn as narrow as the others
+            axes.set_xlabel(f"the last bar: {edges[-2]:,} to {edges[-1] - 1:,}")
+    figure.savefig(file, format="png", dpi=120)
+
+
+def _verify(tars: Sequence[Path], stream: TextIO, as_json: bool) -> int:
+    without = [tar for tar in tars if not index_path(tar).is_file()]
+    if without:
+        raise UserError(
+            f"--verify: {len(without):,} of {len(tars):,} shards have no index, and so no checksums to compare with "
+            f"(the first is {without[0]}). Indexing takes a shard as it is now: mmtrain index "
+            f"{without[0].parent} --tokenizer PATH --template NAME"
+        )
+    damages: list[DamagedMember] = []
+    samples = compared = done = 0
+    started = time.monotonic()
+
+    def count(size: int) -> None:
+        nonlocal samples, compared
+        samples, compared = samples + 1, compared + size
+        if samples % SAMPLES_BETWEEN_REPORTS == 0:
+            progress.show(done, samples, rate())
+
+    def rate() -> str:
+        found = f", {len(damages):,} damaged" if damages else ""
+        return f"{compared / 1e6 / max(time.monotonic() - started, 1e-9):,.0f} MB/s{found}"
+
+    with ProgressBar("shards", len(tars), stream) as progress:
+        for tar in tars:
+            damages += verify_shard(tar, count)
+            done += 1
+        progress.show(done, samples, rate())
+    counts = {"shards": len(tars), "samples": samples, "bytes": compared}
+    if as_json:
+        tell(json.dumps({**counts, "damaged": [damage._asdict() for damage in damages]}))
+        return EXIT_DAMAGED if damages else 0
+    for damage in damages:
+        where = "" if damage.offset is None else f" at byte {damage.offset:,}"
+        what = "the whole" if damage.key is None else f"sample {harmless(damage.key)}"
+        tell(f"damaged: {damage.shard}: {what}{where}: {harmless(damage.detail)}")
+    tell(f"{len(tars):,} shards, {samples:,} samples, {compared:,} bytes compared: {len(damages):,} damaged")
+    return EXIT_DAMAGED if damages else 0
+
+
+def _show(tars: Sequence[Path], reading: Reading, options: argparse.Namespace) -> None:
+    from mmtrain.data.inspection.tokenized import tokenize_samples  # transformers, which takes seconds
+
+    samples = tokenize_samples(tars, options.show, reading)
+    if options.json:
+        found = [asdict(sample) | {"members": [member._asdict() for member in sample.members]} for sample in samples]
+        tell(json.dumps({"samples": found}))
+        return
+    for number, sample in enumerate(samples, 1):
+        tell(f"{number} of {len(samples)} samples of this key: {sample.shard}" if len(samples) > 1 else sample.shard)
+        _print_sample(sample)
+
+
+def _print_sample(sample: TokenizedSample) -> None:
+    key = harmless(sample.key)
+    for member in sample.members:
+        tell(f"  {key}.{harmless(member.suffix)}  {member.size:,} bytes at byte {member.offset:,}")
+    for speaker, text in sample.turns:
+        tell(f"  {speaker}: {harmless(text)}")
+    if sample.fault is not None:
+        tell(f"  cannot be trained on: {sample.fault.reason}: {harmless(sample.fault.detail)}", "")
+        return
+    texts = [row.text if row.token == IMAGE_POSITION else repr(row.text) for row in sample.rows]
+    table = []
+    for row, text, after in zip(sample.rows, texts, [*texts[1:], ""], strict=True):
+        last = row.first + row.positions - 1
+        is_image = row.token == IMAGE_POSITION
+        table.append(
+            (
+                f"{row.first:,}" if row.positions == 1 else f"{row.first:,} - {last:,}",
+                "" if is_image else str(row.token),
+                f"{row.positions} x {text}" if is_image else text,
+                "" if row.label == IGNORE else str(row.label),
+                "" if row.label == IGNORE else after,
+            )
+        )
+    tell("")
+    print_table((">position", ">token", "text", ">label", "must predict"), table)
+    images = sum(row.positions for row in sample.rows if row.token == IMAGE_POSITION)
+    total = sum(row.positions for row in sample.rows)
+    labels = sum(row.label != IGNORE for row in sample.rows)
+    tell(f"  {total:,} tokens: {total - images:,} of text, {images:,} of images; {labels:,} supervised", "")
+
+
+def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
+    """Command line; `--help` teaches by example."""
+    parser = command_parser("inspect", __doc__, EXAMPLES, EXITS)
+    what = parser.add_mutually_exclusive_group()
+    what.add_argument("--verify", action="store_true", help="compare every byte with the indexes' checksums")
+    what.add_argument("--show", metavar="KEY", help="one sample as the model will see it; all that have this key")
+    what.add_argument("--plot", type=Path, metavar="FILE", help="write the histograms as a PNG too")
+    add_reading_arguments(parser)
+    parser.add_argument(
+        "--tokens-per-image",
+        type=positive(int),
+        metavar="N",
+        help="instead of --vision: what an image takes of a pack; of one that is cut into tiles, each of them",
+    )
+    parser.add_argument(
+        "--pack-length",
+        type=positive(int),
+        nargs="+",
+        metavar="TOKENS",
+        help=f"as data.pack_length, one or several ({' '.join(map(str, PACK_LENGTHS))}, or --config's)",
+    )
+    parser.add_argument(
+        "--max-tiles-per-pack",
+        type=positive(int),
+        metavar="N",
+        help="as the key in data (none, or --config's)",
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
+    options = parse_reading_arguments(parser, arguments)
+    if options.show is not None and options.config is None and options.tokenizer is None:
+        parser.error("--show needs --tokenizer PATH and --template NAME, or --config FILE: tokens depend on them")
+    if options.layout in TEXT_ALONE and options.max_tiles_per_pack:
+        parser.error("--max-tiles-per-pack: a run without encoder has no tiles; leave it out")
+    if options.plot is not None and options.plot.suffix.lower() != ".png":
+        parser.error(f"--plot {options.plot}: charts are written as PNG; name a file that ends in .png")
+    options.ending["logs"] = note if options.json else tell  # with it stdout is one JSON value
+    return options

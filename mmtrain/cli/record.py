@@ -1,0 +1,120 @@
+"""Record a model's shapes, so that `mmtrain plan` works on machines that do not have its weights.
+
+A record says what planning needs of a model's config.json and lists every parameter's name and shape: a small JSON file
+in mmtrain/models/facts/recorded/. The model is built without memory for its weights; only its config.json is needed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from mmtrain.base.arguments import command_parser
+from mmtrain.base.printing import tell
+from mmtrain.models.facts.encoders import family_of
+from mmtrain.models.facts.families import encoder_config
+from mmtrain.models.facts.model_files import model_folder
+from mmtrain.models.facts.recorded_shapes import FOLDER, PLANNING_KEYS, Recorded, as_json
+from mmtrain.models.facts.shapes import llm_shape_from, vision_shape_from
+from mmtrain.models.facts.timm_models import timm_record
+from mmtrain.models.facts.vision_files import hf_facts, is_timm_name
+
+if TYPE_CHECKING:
+    from torch import nn
+
+EXAMPLES = """\
+  an LLM, from a folder with its config.json; the id is the name that configs will use:
+    mmtrain record ~/models/qwen2.5-72b --id Qwen/Qwen2.5-72B-Instruct --alias Qwen/Qwen2.5-72B
+  an LLM whose config.json is in the local Hugging Face cache (hf download ID config.json):
+    mmtrain record Qwen/Qwen2.5-72B-Instruct
+  a vision encoder by its timm name, or from the folder of a model of transformers:
+    mmtrain record --vision vit_large_patch14_clip_quickgelu_336.openai
+    mmtrain record --vision ~/models/clip-vit-large-patch14-336 --id openai/clip-vit-large-patch14-336
+"""
+
+
+def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
+    """Command line; `--help` teaches by example."""
+    parser = command_parser("record", __doc__, EXAMPLES)
+    parser.add_argument("model", nargs="?", help="folder or cached hub id of an LLM")
+    parser.add_argument("--vision", metavar="NAME", help="timm name, folder or cached hub id of a vision encoder")
+    parser.add_argument("--id", help="name to record it under; by default the hub id or timm name given")
+    parser.add_argument("--alias", action="append", default=[], help="another model with the same shapes; repeatable")
+    parser.add_argument("--out", type=Path, default=FOLDER, help=f"folder to write to (default: {FOLDER})")
+    options = parser.parse_args(arguments)
+    if (options.model is None) == (options.vision is None):
+        parser.error("give either an LLM or --vision NAME")
+    model = options.model or options.vision
+    if options.id is None and Path(model).expanduser().is_dir():
+        parser.error(f"{model} is a folder. Give the name to record it under: --id OWNER/NAME")
+    return options
+
+
+def record_llm(options: argparse.Namespace) -> Recorded:
+    """Record a causal LM from the config.json in its folder; raise UserError for families that cannot be cut."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    from mmtrain.models.modules.language import causal_config
+
+    stock_config = causal_config(model_folder(options.model))
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(stock_config, attn_implementation=None, trust_remote_code=False)
+    facts = stock_config.to_dict()
+    config = {key: facts[key] for key in PLANNING_KEYS if facts.get(key) is not None}
+    if set(config.get("layer_types", ())) == {"full_attention"}:
+        del config["layer_types"]
+        config.pop("sliding_window", None)
+    return _recorded("llm", options, config, model)
+
+
+def record_timm(options: argparse.Namespace) -> Recorded:
+    """Record a vision model of timm by its name."""
+    recorded = timm_record(options.vision)
+    aliases = tuple(dict.fromkeys((*recorded.aliases, *options.alias)))
+    return replace(recorded, id=options.id or recorded.id, aliases=aliases)
+
+
+def record_hf_vision(options: argparse.Namespace) -> Recorded:
+    """Record a vision model of transformers from the config.json in its folder."""
+    import torch
+
+    from mmtrain.models.modules.vision import model_class, stock_config
+
+    folder = model_folder(options.vision)
+    config_json = encoder_config(folder)
+    family = family_of(config_json.get("model_type"), str(folder))
+    hf_facts(config_json, str(folder))
+    facts = stock_config(family, folder)
+    facts._attn_implementation = "sdpa"  # else config.json names it, and may name a kernel to be downloaded
+    with torch.device("meta"):
+        model = model_class(family)(facts)
+    config = {key: getattr(facts, key) for key in ("model_type", "num_attention_heads", "image_size")}
+    recorded = _recorded("vision", options, config, model)
+    return replace(recorded, parameters=family.own(recorded.parameters))
+
+
+def _recorded(kind: Literal["llm", "vision"], options: argparse.Namespace, config: dict, model: nn.Module) -> Recorded:
+    """Make a record with the stock name and shape of every parameter; tied ones are listed once."""
+    shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    return Recorded(kind, options.id or options.model or options.vision, tuple(options.alias), config, shapes)
+
+
+def run(options: argparse.Namespace) -> None:
+    """Write one record and say what is in it; raises UserError."""
+    if options.vision is None:
+        recorded = record_llm(options)
+        shape = llm_shape_from(recorded.config, recorded.parameters, recorded.id)
+        summary = f"{len(shape.decoder)} decoder layers, hidden size {shape.hidden_size}"
+    else:
+        recorded = record_timm(options) if is_timm_name(options.vision) else record_hf_vision(options)
+        shape = vision_shape_from(recorded.config, recorded.parameters, -1, recorded.id)
+        summary = f"{shape.blocks_run} blocks, width {shape.width}, {shape.patches_per_image} patches per image"
+    file = options.out / (recorded.id.lower().replace("/", "--") + ".json")
+    file.write_text(as_json(recorded), encoding="utf-8")
+    count = sum(math.prod(shape) for shape in recorded.parameters.values())
+    tell(f"{file}: {recorded.id}, {count:,} parameters, {summary}")

@@ -1,0 +1,327 @@
+"""Turn data as you have it into webdataset shards, which training reads in order from any disk.
+
+Input, with the images that it names, if any does, relative to one folder:
+    .json .jsonl    LLaVA's records, an array or a line each (--json: these alone):
+                    {"id": "004539375", "image": "00453/004539375.jpg",        "image" may be a list, or absent
+                     "conversations": [{"from": "human", "value": "<image>\\nDescribe it."},
+                                       {"from": "gpt", "value": "A red door."}]}
+                    ShareGPT's: {"messages" or "conversations": [{"role": "user", "content": "..."}, ...],
+                    "images": [...]}; captions: {"image": "a.jpg", "caption": "A red door."}; COCO's captions
+    .csv .tsv       captions, the first line names the columns
+    .parquet, a folder of them, or of datasets' save_to_disk
+                    captions or messages; images as bytes, or names of files (pip install 'mmtrain[datasets]')
+
+Output, in the folder that --out names:
+    shard-000000.tar ...   per sample KEY.json (the record, in LLaVA's form) and KEY.jpg, or KEY.0.jpg, KEY.1.jpg with
+                           several images; image files byte for byte as they were, but for --max-side. KEY is the id
+                           where that can name a file.
+    shard-000000.tar.index where each file lies in the tar, its checksum, the images' sizes; with --tokenizer and
+                           --template also each sample's length in tokens (otherwise, and for model.vision.layout
+                           idefics3 and tiles, the first run adds it, or mmtrain index)
+    rejected.jsonl         one line for each record left out: {"file", "record", "id", "reason", "detail"}; `record`
+                           counts from 0
+    dataset.json           counts and sums, records rejected by reason, the options, checksums of input and shards.
+                           Written last: a folder without it is unfinished, and --resume goes on by what
+                           unfinished.jsonl says there.
+
+Every image is decoded once, so that no damaged one stops a training run.
+
+The same input and options give the same bytes, whatever the number of workers and of interruptions. For that, a shard's
+records are chosen before their images are read: --samples-per-shard counts records with sound text, and one whose image
+turns out to be bad leaves its shard that much smaller; it also keeps its id, so a later record with the same one is a
+duplicate.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import functools
+import glob
+import hashlib
+import math
+import re
+import shlex
+import sys
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+
+import PIL
+
+from mmtrain.base.arguments import command_parser, positive, share
+from mmtrain.base.errors import UserError
+from mmtrain.base.json_lines import JsonLines
+from mmtrain.base.printing import say
+from mmtrain.base.progress import ProgressBar
+from mmtrain.config.limits import MAX_IMAGE_PIXELS
+from mmtrain.config.templates import FILE, NAMES, template_argument, template_name
+from mmtrain.data.prepare.shard_resume import (
+    STATE,
+    SUMMARY,
+    UnfinishedRun,
+    read_summary,
+    refuse_another_run,
+    refuse_used_folder,
+)
+from mmtrain.data.prepare.sharding import ShardMaker, shard_pool
+from mmtrain.data.prepare.sources import Source, llava_source, open_sources, stored_images
+from mmtrain.data.prepare.validate import ShardStats, Validator, by_reason
+from mmtrain.data.samples.formats import SampleFormat
+from mmtrain.data.samples.records import REASONS, ImageLimits, reason_lines
+from mmtrain.data.shards.detection import add_format_arguments
+from mmtrain.models.facts.model_files import model_folder
+from mmtrain.models.facts.tokenizer_files import text_fingerprint
+from mmtrain.runtime.pool import usable_cores
+
+# Reasons of shards' samples.
+NOT_OF_RECORDS = ("template", "no_json", "image_names", "duplicate_member", "checksum", "no_encoder")
+NOT_OF_RECORDS += ("unfit_shape", "other_size")  # of images in tiles, which the tool does not cut
+EXAMPLES = f"""\
+  LLaVA's 558K pairs for stage 1 (its images.zip unpacked into LLaVA-Pretrain/images):
+    mmtrain shard --json LLaVA-Pretrain/blip_laion_cc_sbu_558k.json --images LLaVA-Pretrain/images \\
+        --out data/llava558k
+  captions in a table (columns image_path and caption, or --image-key and --caption-key):
+    mmtrain shard --from captions.csv --images photos --out data/captions --caption-prompt "What do you see?"
+  COCO's captions, one sample each:
+    mmtrain shard --from annotations/captions_train2017.json --images train2017 --out data/coco
+  ShareGPT's messages, as LLaMA-Factory and ms-swift read them:
+    mmtrain shard --from chats.jsonl --images images --out data/chats
+  a data set of Hugging Face's datasets, its images inside; parquet files:
+    mmtrain shard --from saved/train --out data/mine
+    mmtrain shard --from data/train-*.parquet --caption-key text --out data/mine
+  several files, tars of at most 1 GB, no more than 1 record in 1,000 lost:
+    mmtrain shard --json part1.json part2.jsonl --images images --out data/mix \\
+        --shard-bytes 1GB --max-reject-rate 0.001
+  go on after Ctrl-C, a full disk or a crash: the same command, and
+        --resume
+  a mixture that repeats ids over different conversations, text lengths for one LLM, photographs made smaller:
+    mmtrain shard --json llava_v1_5_mix665k.json --images images --out data/mix665k \\
+        --duplicate-ids keep --tokenizer lmsys/vicuna-7b-v1.5 --template chat --max-side 1344
+  see everything that is wrong with a data set, instead of stopping at 5%:
+    mmtrain shard --json mix.json --images images --out data/try --max-reject-rate 1
+  then train on it:
+    mmtrain train CONFIG 'data.shards=data/llava558k/shard-*.tar'
+
+reasons in rejected.jsonl:
+{chr(10).join(f"  {code:18} {words}" for code, words in REASONS.items() if code not in NOT_OF_RECORDS)}
+"""
+EXITS = {
+    0: "every record is in a shard or in rejected.jsonl",
+    2: "wrong input, a full disk, or more rejected records than --max-reject-rate; the message says which",
+    130: "stopped by Ctrl-C; no half shard is left, --resume goes on",
+}
+ADAPTING = ("format", "image_key", "caption_key", "caption_prompt")  # options of --from alone
+UNITS = {"": 1, "k": 1000, "m": 1000**2, "g": 1000**3, "t": 1000**4}
+UNITS |= {f"{unit}i": 1024**power for power, unit in enumerate("kmgt", 1)}
+
+
+def run(options: argparse.Namespace) -> None:
+    """Write shards, their indexes, rejected.jsonl and dataset.json into options.out; raises UserError."""
+    images: Path | None = options.images and options.images.resolve()
+    if images is not None and not images.is_dir():
+        raise UserError(f"--images {options.images}: no such folder")
+    out: Path = options.out
+    if out.resolve() == images:
+        raise UserError(f"--out {options.out}: is the folder of the images; name another, which holds the shards alone")
+    refuse_used_folder(out, options.resume)
+    # All of them before anything is written: a broken last file shows at once.
+    sources = [source for path in options.paths or options.json for source in _opened(path, options)]
+    files = [source.path.resolve() for source in sources]
+    if twice := [file for file, count in Counter(files).items() if count > 1]:
+        raise UserError(f"{twice[0]}: named twice; every record would come twice")
+    inputs = [_describe(source, options) for source in sources]
+    run = {"options": _options_that_shape_the_bytes(options), "inputs": inputs}
+    if (out / SUMMARY).is_file():
+        summary = read_summary(out / SUMMARY)
+        refuse_another_run(out, run, summary, out / SUMMARY)
+        (out / STATE).unlink(missing_ok=True)  # the run was killed between its last two acts
+        say(f"{out}: finished already, {len(summary['shards']):,} shards, {summary['samples']:,} samples")
+        return
+    total = sum(source.records for source in sources)
+    # 0.29 x 100 is 28.999999999999996: without the addition the 29th of 29% would stop the run.
+    allowed = math.floor(options.max_reject_rate * total + 1e-6)
+    keep = options.duplicate_ids == "keep"
+    validator = Validator(sources, images, options.samples_per_shard, options.shard_bytes, keep, allowed)
+    rejected_file = out / "rejected.jsonl"
+    with contextlib.closing(UnfinishedRun(out, run, options.resume)) as unfinished:
+        rejected_file.unlink(missing_ok=True)  # it is made again, from the first record on
+        with JsonLines(rejected_file) as rejected:
+            stats = ShardStats(validator, rejected, total)
+            try:
+                _write_all(stats, options, unfinished)
+                if not stats.samples:
+                    seen = f"see {rejected_file}: {by_reason(stats.reasons)}" if stats.reasons else "there is none"
+                    raise UserError(f"no record became a sample; {seen}")
+                stats.write_summary(out, run)
+            except (UserError, OSError) as error:
+                raise _unfinished(error, stats, unfinished, rejected_file) from error
+        unfinished.end()
+    say(f"{out}: {len(stats.shards):,} shards, {stats.samples:,} samples, {stats.images:,} images")
+    see = f", see {rejected_file}" if stats.reasons else ""
+    say(f"rejected: {stats.reasons.total():,}{see}", *reason_lines(stats.reasons))
+    say(f"use it: {shlex.quote(f'data.shards={glob.escape(str(out))}/shard-*.tar')}")
+
+
+def _opened(path: Path, options: argparse.Namespace) -> list[Source]:
+    """Open and count the sources of a path, and say what they are."""
+    if options.json:
+        source = llava_source(path)
+        say(f"{path}: {source.records:,} records")
+        return [source]
+    form = SampleFormat(options.format, options.caption_key, options.caption_prompt)
+    sources, description = open_sources(path, form, options.image_key)
+    files = f" in {len(sources):,} files" if len(sources) > 1 else ""
+    say(f"{path}: {description}: {sum(source.records for source in sources):,} records{files}")
+    return sources
+
+
+def _write_all(stats: ShardStats, options: argparse.Namespace, unfinished: UnfinishedRun) -> None:
+    """Run every job and add its result to the stats."""
+    finished_before = unfinished.finished
+    if finished_before:
+        say(f"{options.out}: {len(finished_before):,} shards are there already")
+    done = made = lost = 0  # records whose job is through; of them those of this run, and their lost ones
+
+    def tick(through: int) -> None:
+        ahead = max(through - made, 0)
+        progress.show(min(done + ahead, stats.total - 1), made - lost + ahead, f"{stats.reasons.total():,} rejected")
+
+    count = None
+    if options.tokenizer is not None:
+        from mmtrain.data.samples.templates import TextCounter  # imports torch
+
+        count = TextCounter(options.tokenizer, options.template)
+    limits = ImageLimits(options.max_pixels, options.max_side)
+    stored = functools.partial(stored_images, stats.validator.sources)
+    maker = ShardMaker(stats.validator.images, stored, options.out, limits, count, finished_before)
+    with (
+        shard_pool(maker, options.workers) as run,
+        ProgressBar("records", stats.total, sys.stdout) as progress,
+    ):
+        for job, finished in run(iter(stats.validator), tick):
+            stats.add(job, finished)
+            unfinished.add(job.number, finished)
+            done += job.end - job.first
+            if job.number not in finished_before:
+                made += len(job.candidates)
+                lost += len(finished.rejected)
+        progress.show(done, made - lost, f"{stats.reasons.total():,} rejected")
+
+
+def _unfinished(
+    error: UserError | OSError, stats: ShardStats, unfinished: UnfinishedRun, rejected_file: Path
+) -> UserError:
+    """Add to an error what is left in the folder and how to resume."""
+    if isinstance(error, OSError):
+        error = UserError(f"{error.filename or unfinished.out}: cannot be written ({error.strerror}). Free space")
+    listed = f"; {rejected_file} lists what was left out" if stats.reasons else ""
+    if stats.samples:
+        return UserError(f"{error}{listed}. {unfinished.out} is unfinished: go on with --resume, or delete it")
+    unfinished.discard()  # another try needs no cleaning up
+    return UserError(f"{error}{listed}")
+
+
+def _options_that_shape_the_bytes(options: argparse.Namespace) -> dict:
+    """Return the options for dataset.json; a resumed run must have equal ones."""
+    text = None if options.tokenizer is None else text_fingerprint(model_folder(options.tokenizer), options.template)
+    return {
+        **({} if options.json else {name: getattr(options, name) for name in ADAPTING}),
+        "samples_per_shard": options.samples_per_shard,
+        "shard_bytes": options.shard_bytes,
+        "duplicate_ids": options.duplicate_ids,
+        "max_pixels": options.max_pixels,
+        "max_side": options.max_side,
+        "pillow": None if options.max_side is None else PIL.__version__,  # releases encode differently
+        "template": options.template and template_name(options.template),
+        "text_fingerprint": text,
+    }
+
+
+def _describe(source: Source, options: argparse.Namespace) -> dict:
+    form = {} if options.json else {"format": source.adapter.form.name}
+    with source.path.open("rb") as stream:
+        digest = hashlib.file_digest(stream, "sha256").hexdigest()
+        return {"file": source.name, "records": source.records, "bytes": stream.tell(), "sha256": digest} | form
+
+
+def parse_size(text: str) -> int:
+    """Bytes of 500MB, 1GiB, 2.5e9, ..."""
+    match = re.fullmatch(r"([\d.]+(?:e\d+)?)\s*([kmgt]?i?)b?", text.strip().lower())
+    number, unit = match.groups() if match else ("", "")
+    try:
+        return int(float(number) * UNITS[unit])
+    except (KeyError, ValueError, OverflowError):
+        raise argparse.ArgumentTypeError(f"{text!r} is no size; sizes are 500MB, 1GiB, 2e9, ...") from None
+
+
+def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
+    """Command line; `--help` teaches by example."""
+    parser = command_parser("shard", __doc__, EXAMPLES, EXITS)
+    path = lambda text: Path(text).expanduser()  # noqa: E731 - the shell leaves --out=~/data as it is
+    add = parser.add_argument
+    given = parser.add_mutually_exclusive_group(required=True)
+    whence = "files and folders, each in one of the forms above"
+    given.add_argument("--from", type=path, nargs="+", dest="paths", metavar="PATH", help=whence)
+    given.add_argument("--json", type=path, nargs="+", metavar="FILE", help="LLaVA JSON or JSONL files")
+    of_from = parser.add_argument_group("of --from alone")
+    add_format_arguments(of_from)
+    of_from.add_argument("--image-key", metavar="KEY", help="key or column of images (images, image, image_path, ...)")
+    add("--images", type=path, metavar="DIR", help="folder that image names start from; none for text alone")
+    add("--out", type=path, required=True, metavar="DIR", help="folder for the shards, without any yet")
+    add("--samples-per-shard", type=positive(int), metavar="N", help="records with sound text in a tar (1000)")
+    add("--shard-bytes", type=parse_size, metavar="SIZE", help="instead: a tar's largest size (500MB, 1GiB, ...)")
+    add(
+        "--workers",
+        type=positive(int),
+        default=usable_cores(),
+        metavar="N",
+        help="processes (%(default)s: usable cores)",
+    )
+    add("--tokenizer", metavar="PATH", help="the LLM's folder, its hub id in the local cache, or demo:llm")
+    add(
+        "--template",
+        type=template_argument,
+        metavar="NAME",
+        help=f"data.template of the training run: {', '.join(NAMES)}, or {FILE}",
+    )
+    add("--max-reject-rate", type=share, default=0.05, metavar="R", help="stop at more bad records, as a share (0.05)")
+    add(
+        "--duplicate-ids",
+        choices=("reject", "keep"),
+        default="reject",
+        help="keep: their keys get -2, -3, ... (reject)",
+    )
+    add(
+        "--max-pixels",
+        type=positive(int),
+        default=MAX_IMAGE_PIXELS,
+        metavar="N",
+        help="reject larger ones (%(default)s)",
+    )
+    add(
+        "--max-side",
+        type=positive(int),
+        metavar="PIXELS",
+        help="make images with a longer side smaller (Lanczos; JPEG stays JPEG)",
+    )
+    add("--resume", action="store_true", help="go on where a run with the same options and images was interrupted")
+    options = parser.parse_args(arguments)
+    for name in ADAPTING:
+        if options.json and getattr(options, name) != parser.get_default(name):
+            parser.error(f"--json: reads LLaVA's own records; with --{name.replace('_', '-')} say --from")
+    if options.samples_per_shard is not None and options.shard_bytes is not None:
+        parser.error("--samples-per-shard and --shard-bytes: give one of the two")
+    if (options.tokenizer is None) != (options.template is None):
+        parser.error("--tokenizer and --template: give both or none; text lengths depend on both")
+    if options.shard_bytes is None and options.samples_per_shard is None:
+        options.samples_per_shard = 1000
+    if options.out == Path():
+        parser.error("--out: an empty name, or this folder; name a folder for the shards alone")
+    if options.shard_bytes is not None and options.shard_bytes < 1_000_000:
+        parser.error(f"--shard-bytes {options.shard_bytes}: at least 1MB is needed")
+    if options.max_pixels > MAX_IMAGE_PIXELS:
+        parser.error(f"--max-pixels {options.max_pixels}: at most {MAX_IMAGE_PIXELS} are read in training")
+    interrupted = f"stopped by Ctrl-C; {options.out} is unfinished: go on with --resume, or delete it"
+    options.ending = {"unnamed": options.out, "interrupted": interrupted}
+    return options

@@ -1,0 +1,267 @@
+"""What trains between encoder and LLM: each connector as the operations of the stock class that has it, without torch.
+
+features (N, T, W) of T = n x n patches --operations, in fp32--> image embeddings (N, T / factor^2, D)
+
+| type               | stock class of transformers | operations                                        |
+|--------------------|-----------------------------|---------------------------------------------------|
+| linear             | LLaVA's first, no class     | linear                                            |
+| mlp2x_gelu         | Llava                       | linear, GELU, linear                              |
+| shuffle_swiglu     | AyaVision                   | shuffle, LayerNorm, linear, SwiGLU, linear        |
+| shuffle_linear     | Idefics3, SmolVLM           | shuffle, linear without bias                      |
+| shuffle_mlp2x_gelu | InternVL                    | shuffle, LayerNorm, linear, GELU, linear          |
+| mlp2x_gelu_pool    | PerceptionLM                | linear, GELU, linear, mean of factor x factor     |
+
+Layouts whose lines end with a trained newline (LlavaNext, LlavaOnevision) add `image_newline` (D,) to any of them.
+
+From them follow the torch module, its parameters, what they cost and where an export puts them. Parameters have the
+names of the stock class. A connector is a function here and its name in `ProjectorSection.type`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, get_args
+
+from mmtrain.base.errors import UserError
+from mmtrain.base.printing import shortened
+from mmtrain.config.limits import MAX_TILES
+from mmtrain.config.model import ProjectorSection
+from mmtrain.config.schema import RunConfig
+from mmtrain.models.facts.layouts import (
+    DEFAULT_MAX_TILES,
+    WITH_NEWLINES,
+    ImageLayout,
+    default_pinpoints,
+    layout_name,
+)
+from mmtrain.models.facts.shapes import ParameterShape, vision_shape
+
+STOCK_SETTINGS = {"projector_hidden_act": "gelu", "adapter_layer_norm_eps": 1e-6, "multimodal_projector_bias": True}
+NEWLINE = "image_newline"
+DEFAULT_FACTOR = 2  # of the stock classes that shuffle
+
+
+@dataclass(frozen=True, slots=True)
+class Shuffle:
+    """`factor` x `factor` patches become one position with all of their features (pixel unshuffle)."""
+
+    factor: int
+
+
+@dataclass(frozen=True, slots=True)
+class Pool:
+    """The mean of `factor` x `factor` positions."""
+
+    factor: int
+
+
+@dataclass(frozen=True, slots=True)
+class LayerNorm:
+    """torch.nn.LayerNorm over `width` features."""
+
+    name: str
+    width: int
+    eps: float
+
+
+@dataclass(frozen=True, slots=True)
+class Linear:
+    """torch.nn.Linear."""
+
+    name: str
+    inputs: int
+    outputs: int
+    has_bias: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Gelu:
+    """The exact GELU."""
+
+
+@dataclass(frozen=True, slots=True)
+class Swiglu:
+    """Of 2 F features the first F, times SiLU of the others."""
+
+
+@dataclass(frozen=True, slots=True)
+class Newline:
+    """An embedding of its own behind each line of an image's positions: it maps nothing, and is put where it belongs
+    when the tiles' positions are."""
+
+    name: str
+    width: int
+
+
+Operation = Shuffle | Pool | LayerNorm | Linear | Gelu | Swiglu | Newline
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """What a connector's operations depend on."""
+
+    vision_width: int  # features of a patch
+    llm_width: int  # the LLM's hidden size
+    factor: int = DEFAULT_FACTOR
+    width: int | None = None  # `model.projector.width`
+
+    @property
+    def shuffled(self) -> int:
+        """Features of a position behind the shuffle."""
+        return self.vision_width * self.factor**2
+
+
+def linear(sizes: Sizes) -> tuple[Operation, ...]:
+    """One affine map, LLaVA's first projector (arXiv:2304.08485, section 4.1)."""
+    return (Linear("linear_1", sizes.vision_width, sizes.llm_width),)
+
+
+def mlp2x_gelu(sizes: Sizes) -> tuple[Operation, ...]:
+    """LLaVA-1.5's projector (arXiv:2310.03744): LlavaMultiModalProjector."""
+    first = Linear("linear_1", sizes.vision_width, sizes.llm_width)
+    return first, Gelu(), Linear("linear_2", sizes.llm_width, sizes.llm_width)
+
+
+def shuffle_swiglu(sizes: Sizes) -> tuple[Operation, ...]:
+    """AyaVisionMultiModalProjector; `alignment_intermediate_size` is the LLM's hidden size unless it is given."""
+    inner = sizes.width or sizes.llm_width
+    return (
+        Shuffle(sizes.factor),
+        LayerNorm("layernorm", sizes.shuffled, eps=1e-6),
+        Linear("linear_1", sizes.shuffled, inner),
+        Swiglu(),
+        Linear("linear_2", inner // 2, sizes.llm_width),
+    )
+
+
+def shuffle_linear(sizes: Sizes) -> tuple[Operation, ...]:
+    """Idefics3Connector, and SmolVLM's."""
+    return Shuffle(sizes.factor), Linear("proj", sizes.shuffled, sizes.llm_width, has_bias=False)
+
+
+def shuffle_mlp2x_gelu(sizes: Sizes) -> tuple[Operation, ...]:
+    """InternVLMultiModalProjector behind InternVL's shuffle."""
+    return (
+        Shuffle(sizes.factor),
+        LayerNorm("layer_norm", sizes.shuffled, eps=1e-5),
+        Linear("linear_1", sizes.shuffled, sizes.llm_width),
+        Gelu(),
+        Linear("linear_2", sizes.llm_width, sizes.llm_width),
+    )
+
+
+def mlp2x_gelu_pool(sizes: Sizes) -> tuple[Operation, ...]:
+    """PerceptionLMMultiModalProjector: the mean is taken of embeddings, behind both linear layers."""
+    return (*mlp2x_gelu(sizes), Pool(sizes.factor))
+
+
+CONNECTORS: dict[str, Callable[[Sizes], tuple[Operation, ...]]] = {
+    name: globals()[name] for name in get_args(ProjectorSection.model_fields["type"].annotation)
+}
+
+
+def connector(
+    section: ProjectorSection, vision_width: int, llm_width: int, newline: bool = False
+) -> tuple[Operation, ...]:
+    """The operations of the connector that `section` (`model.projector`) names, in the order in which they run.
+
+    newline: whether the run's layout has trained newlines (`has_newline`). Raises UserError for a factor or an inner
+    width that its type does not have.
+    """
+    sizes = Sizes(vision_width, llm_width, section.factor or DEFAULT_FACTOR, section.width)
+    operations = CONNECTORS[section.type](sizes)
+    if section.factor is not None and not any(isinstance(operation, Shuffle | Pool) for operation in operations):
+        raise UserError(
+            f"model.projector.factor: {section.factor}, but {section.type} gives one position for each patch; leave it "
+            f"out, or take a type that shuffles or pools: {_types_with(Shuffle, Pool)}"
+        )
+    if not any(isinstance(operation, Swiglu) for operation in operations):
+        if section.width is not None:
+            raise UserError(
+                f"model.projector.width: {section.width}, but {section.type} has no inner width of its own; leave it "
+                f"out, or take {_types_with(Swiglu)}"
+            )
+    elif (sizes.width or llm_width) % 2:
+        raise UserError(
+            f"model.projector.width: {sizes.width or llm_width} cannot be halved into values and their gates; set an "
+            "even number"
+        )
+    return (*operations, Newline(NEWLINE, llm_width)) if newline else operations
+
+
+def has_newline(config: RunConfig) -> bool:
+    """Whether a trained newline ends the lines of an image's positions."""
+    return layout_name(config) in WITH_NEWLINES
+
+
+def refuse_other_settings(config_json: Mapping[str, Any], source: str) -> None:
+    """Raises UserError for a stock model's config.json whose connector is another function of the same tensors."""
+    for setting, ours in STOCK_SETTINGS.items():
+        if (its := config_json.get(setting, ours)) != ours:
+            raise UserError(f"{source}: its projector has {setting} {shortened(str(its))}, ours {ours}")
+
+
+def reduction(section: ProjectorSection) -> int:
+    """`factor_of` the connector that `section` (`model.projector`) names; raises what `connector` raises."""
+    return factor_of(connector(section, 1, 2))
+
+
+def factor_of(operations: Sequence[Operation]) -> int:
+    """How many patches a side become one position of the LLM; 1: each patch is one."""
+    return next((operation.factor for operation in operations if isinstance(operation, Shuffle | Pool)), 1)
+
+
+def connector_parameters(operations: Sequence[Operation]) -> Iterator[ParameterShape]:
+    """The parameters of a connector, by global names (`projector.linear_1.weight`)."""
+    for operation in operations:
+        if isinstance(operation, LayerNorm):
+            yield ParameterShape(f"projector.{operation.name}.weight", (operation.width,))
+            yield ParameterShape(f"projector.{operation.name}.bias", (operation.width,))
+        elif isinstance(operation, Linear):
+            yield ParameterShape(f"projector.{operation.name}.weight", (operation.outputs, operation.inputs))
+            if operation.has_bias:
+                yield ParameterShape(f"projector.{operation.name}.bias", (operation.outputs,))
+        elif isinstance(operation, Newline):
+            yield ParameterShape(f"projector.{operation.name}", (operation.width,))
+
+
+def _types_with(*kinds: type[Operation]) -> str:
+    made = {name: make(Sizes(1, 2)) for name, make in CONNECTORS.items()}
+    return ", ".join(name for name, operations in made.items() if any(isinstance(one, kinds) for one in operations))
+
+
+def image_layout(config: RunConfig) -> ImageLayout:
+    """The layout of a run's images; without an encoder they take no position.
+
+    Raises UserError for an encoder whose grid of patches the connector's factor does not divide, for grids of other
+    tiles than its squares, and what `vision_shape` raises.
+    """
+    model, name = config.model, layout_name(config)
+    if model.vision is None:
+        return ImageLayout(name, 0)
+    vision = vision_shape(model.vision.name, model.vision.select_layer, model.vision.final_norm)
+    factor, side = reduction(model.projector), math.isqrt(vision.patches_per_image)
+    if side % factor:
+        fitting = [str(other) for other in (2, 3, 4) if side % other == 0]
+        remedy = f"set model.projector.factor={' or '.join(fitting)}" if fitting else "none of 2, 3 and 4 does"
+        raise UserError(
+            f"model.projector.factor: {factor} does not divide the grid of {model.vision.name}, {side} x {side} "
+            f"patches ({vision.image_size} pixels in patches of {vision.patch_size}); {remedy}"
+            + ("" if fitting else ": take another encoder, or model.projector.type=mlp2x_gelu")
+        )
+    size, chosen = vision.image_size, model.vision
+    if wrong := [pair for pair in chosen.pinpoints or () if any(pixels % size for pixels in pair)]:
+        raise UserError(
+            f"model.vision.pinpoints: {list(wrong[0])} are no multiples of {size}, the side of a tile of {chosen.name} "
+            f"in pixels; leave them out for {name}'s own"
+        )
+    if large := [pair for pair in chosen.pinpoints or () if pair[0] * pair[1] > MAX_TILES * size**2]:
+        raise UserError(
+            f"model.vision.pinpoints: {list(large[0])} are {large[0][0] * large[0][1] // size**2:,} tiles of {size} "
+            f"pixels a side; at most {MAX_TILES} are taken"
+        )
+    pinpoints = chosen.pinpoints or default_pinpoints(name, size)
+    positions, max_tiles = vision.patches_per_image // factor**2, chosen.max_tiles or DEFAULT_MAX_TILES
+    return ImageLayout(name, positions, size, max_tiles, pinpoints)

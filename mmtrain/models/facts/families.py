@@ -1,0 +1,344 @@
+"""What differs between LLM families before any weight is read: which ones can be staged, and how they name parameters.
+
+Global names are the same for every family, so a trainable pattern such as `llm.layers.31` or `llm.head` works for all:
+
+    model.embed_tokens.weight, transformer.wte.weight    -> llm.embedding.weight
+    model.layers.3.X, transformer.h.3.X                  -> llm.layers.3.X
+    model.norm.weight, transformer.ln_f.weight           -> llm.norm.weight
+    lm_head.weight, embed_out.weight                     -> llm.head.weight
+    anything else, e.g. transformer.wpe.weight           -> llm.transformer.wpe.weight
+
+Models inside others: the LLM and the encoder of a whole multimodal model, read where they lie, without torch.
+
+config.json --text_config, vision_config--> what the part's own config.json would say
+names of tensors --without what stands before them--> names that the part's own files would have
+
+| saved by                          | LLM                                            | encoder                    |
+|-----------------------------------|------------------------------------------------|----------------------------|
+| transformers 4, LLaVA's relatives | language_model.model., language_model.lm_head. | vision_tower.vision_model. |
+| transformers 5 on disk            | the same                                       | vision_tower.              |
+| transformers 5 in memory          | model.language_model., lm_head.                | model.vision_tower.        |
+| Idefics3, SmolVLM                 | model.text_model., lm_head.                    | model.vision_model.        |
+
+Source: transformers' conversion_mapping.py ("llava", "LlavaModel") and modeling files. All of these classes make their
+logits by a head without scale and cap, whatever the text model's own class does; that holds here, too.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from mmtrain.base.errors import UserError
+from mmtrain.base.printing import harmless
+from mmtrain.models.facts.model_files import Shape, read_json
+from mmtrain.models.facts.settings import check_layers
+
+_BASE = r"(?:model\.|transformer\.|gpt_neox\.)(?:decoder\.)?"
+_LAYER = re.compile(_BASE + r"(?:layers|h)\.(\d+)\.(.+)")
+_EMBEDDING = re.compile(_BASE + r"(?:embed_tokens|wte|embed_in)\.(weight)")
+_NORM = re.compile(_BASE + r"(?:norm|ln_f|final_layer_norm|final_layernorm)\.(weight|bias)")
+_HEAD = re.compile(r"(?:lm_head|embed_out)\.(weight|bias)")
+
+# The attribute that holds the model without its LM head; files saved from that inner model lack it (gpt2's do).
+BASE_PREFIX = {"gpt2": "transformer.", "gpt_bigcode": "transformer.", "gpt_neox": "gpt_neox."}
+
+# Tensors in checkpoints that are buffers: masks and rotary frequencies (old files), expert balancing.
+_BUFFER = re.compile(
+    r".*\.(?:rotary_emb\.inv_freq|masked_bias|position_ids|(?:attn|attention)\.bias"
+    r"|(?<!moe_statics\.)e_score_correction_bias)"  # ernie4_5_moe's is a parameter
+)
+
+_EXPERT = re.compile(r"(.+\.experts)\.(\d+)\.(gate_proj|up_proj|down_proj|w1|w2|w3)\.weight")
+
+_NOT_CAUSAL = {
+    "albert", "bert", "camembert", "deberta", "deberta-v2", "distilbert", "electra", "mpnet", "modernbert", "roberta",
+    "xlm-roberta",
+}  # fmt: skip
+_OTHER_SIGNATURES = {"biogpt", "bloom", "codegen", "falcon", "gptj", "mpt"}
+_SPARSE = {"deepseek_v32", "glm_moe_dsa"}
+_RECURRENT = {
+    "bamba", "falcon_h1", "falcon_mamba", "jamba", "kimi_linear", "lfm2", "lfm2_moe", "mamba", "mamba2", "minimax",
+    "qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next", "recurrent_gemma", "rwkv", "xlstm",
+    "zamba", "zamba2",
+}  # fmt: skip
+_NO_CODE = "mmtrain runs none that a model brings"
+_REMOTE_CODE = {  # model types that only a folder's own code knows, and releases that transformers' classes read
+    "chatglm": "a GLM-4 of transformers' own classes, such as THUDM/glm-4-9b-chat-hf or THUDM/GLM-4-9B-0414",
+}
+MAX_EXPERTS = 100_000
+WHOLE_LAST_LAYER = {"gpt2", "gpt_bigcode", "llama4_text"}
+"""Families whose last decoder layer cannot be run for supervised tokens alone, as model.parity.takes_rows finds."""
+_RECURRENT_LAYER = re.compile(r"linear|mamba|conv|recurrent|rwkv|ssm")
+
+
+def check_family(config_json: dict[str, Any]) -> None:
+    """Refuse by name what cannot be staged or packed, from a model's raw `config.json`; raises UserError.
+
+    Families that pass here may still differ from what mmtrain assumes: launch probes the run's own model for that.
+    """
+    family = config_json.get("model_type")
+    if not family:
+        raise UserError("config.json has no model_type: not a Hugging Face model; give the folder of a causal LLM")
+    if family in _REMOTE_CODE:
+        raise UserError(f"{family} needs the code in its folder, and {_NO_CODE}; take {_REMOTE_CODE[family]}")
+    if config_json.get("is_encoder_decoder"):
+        raise UserError(f"{family} is an encoder-decoder; mmtrain stages decoder-only causal LLMs (llama, qwen2, ...)")
+    text, vision = config_json.get("text_config"), config_json.get("vision_config")
+    if text is not None or vision is not None:  # Qwen2-VL's first files have the latter alone
+        inner = "its own" if text is None else text.get("model_type", "unknown")
+        raise UserError(
+            f"{family} is a multimodal model around a text model ({inner}); give the folder of the text model alone"
+        )
+    if family in _NOT_CAUSAL:
+        raise UserError(f"{family} is not a causal LLM; mmtrain needs a decoder-only one (llama, qwen2, ...)")
+    if family in _OTHER_SIGNATURES:
+        raise UserError(
+            f"{family} cannot be cut into stages: its decoder layers take ALiBi or other arguments than position_ids "
+            "and one attention mask; use a llama-like family (llama, mistral, qwen2, gemma2, phi3, ...)"
+        )
+    if family in _SPARSE:
+        raise UserError(
+            f"{family} cannot be packed: its layers choose the tokens to attend to from a mask, which packs lack; "
+            "use a family whose layers attend to all (deepseek_v3, glm4_moe, glm4_moe_lite, ...)"
+        )
+    check_layers(config_json, "config.json")
+    recurrent = sorted({kind for kind in layer_kinds(config_json) if _RECURRENT_LAYER.search(kind)})
+    if recurrent or (family in _RECURRENT and not layer_kinds(config_json)):
+        kinds = ", ".join(recurrent) or "recurrent"
+        raise UserError(
+            f"{family} has {kinds} layers, which carry state from one document into the next when packed; "
+            "use a family whose layers all attend (llama, qwen2, qwen3, gemma2, ...)"
+        )
+    if (method := quantised_by(config_json)) is not None:
+        raise UserError(
+            f"{family}: this checkpoint is quantised ({method}), and gradients must flow through its layers; use the "
+            "bf16 release of the same model"
+        )
+
+
+def quantised_by(config_json: Mapping[str, Any]) -> str | None:
+    """How a checkpoint is quantised, from its raw config.json; None if it is not."""
+    for key in ("quantization_config", "compression_config"):
+        if found := config_json.get(key):
+            return harmless(str(found.get("quant_method") or "unknown"))
+    return None
+
+
+def remote_code(config_json: dict[str, Any]) -> str:
+    """Why a model cannot be read whose config.json names code in its folder; empty where it names none.
+
+    Such a folder may be sound all the same: many have a family that has come to transformers since.
+    """
+    if not config_json.get("auto_map"):
+        return ""
+    needs = f"auto_map in config.json says that it needs the code in its folder, and {_NO_CODE}"
+    return f"{needs}; take its release for transformers' own classes, whose name often ends in -hf"
+
+
+def layer_kinds(config_json: dict[str, Any]) -> list[str]:
+    """The kind of every decoder layer as config.json lists it (`full_attention`, `conv`, ...); empty if it does not."""
+    for key in ("layer_types", "layers_block_type", "block_types"):
+        if config_json.get(key):
+            return config_json[key]
+    return []
+
+
+def global_name(stock_name: str) -> str:
+    """Global name of a parameter of a stock causal LM (`model.layers.3.X` -> `llm.layers.3.X`)."""
+    if match := _LAYER.fullmatch(stock_name):
+        return f"llm.layers.{match[1]}.{match[2]}"
+    for pattern, name in ((_EMBEDDING, "embedding"), (_NORM, "norm"), (_HEAD, "head")):
+        if match := pattern.fullmatch(stock_name):
+            return f"llm.{name}.{match[1]}"
+    return f"llm.{stock_name}"
+
+
+def parameters_on_disk(model_type: str, tensors: dict[str, Shape]) -> dict[str, Shape]:
+    """The stock model's parameters from the tensors of its files: buffers left out, expert weights fused.
+
+    transformers 5 stores the experts of a layer as `experts.gate_up_proj` (E, 2I, D) and `experts.down_proj` (E, D, I),
+    while checkpoints hold one tensor per expert (its conversion_mapping.py, "qwen2_moe" and "mixtral").
+    """
+    prefix = BASE_PREFIX.get(model_type, "model.")
+    bare = not any(name.startswith(prefix) for name in tensors)
+    parameters: dict[str, Shape] = {}
+    for name, shape in tensors.items():
+        if bare and not _HEAD.fullmatch(name):
+            name = prefix + name
+        if _BUFFER.fullmatch(name):
+            continue
+        name = name.replace(".block_sparse_moe.input_linear.weight", ".block_sparse_moe.experts.gate_up_proj")
+        name = name.replace(".block_sparse_moe.router.layer.weight", ".block_sparse_moe.router.weight")
+        name = name.replace(".block_sparse_moe.output_linear.weight", ".block_sparse_moe.experts.down_proj")
+        expert = _EXPERT.fullmatch(name)
+        if expert is None:
+            parameters[name] = shape
+            continue
+        if len(shape) != 2 or int(expert[2]) >= MAX_EXPERTS:
+            raise UserError(f"{name} has shape {shape}: no expert's matrix; download the weights again")
+        rows, columns = shape
+        if expert[3] in ("down_proj", "w2"):
+            fused, rows_per_expert = f"{expert[1]}.down_proj", rows
+        else:
+            fused, rows_per_expert = f"{expert[1]}.gate_up_proj", 2 * rows
+        experts = max(int(expert[2]) + 1, parameters.get(fused, (0,))[0])
+        parameters[fused] = (experts, rows_per_expert, columns)
+    if model_type in ("mixtral", "minimax_m2"):
+        return {name.replace(".block_sparse_moe.", ".mlp."): shape for name, shape in parameters.items()}
+    return parameters
+
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Whole:
+    """A class of transformers that holds a causal LM, and what its config.json means where it says nothing."""
+
+    tied: bool | None = None  # tie_word_embeddings; None: as its text_config has it
+    encoder: str | None = None  # model_type of vision_config
+
+
+WHOLES = {
+    "llava": Whole(encoder="clip_vision_model"),
+    "llava_next": Whole(tied=False, encoder="clip_vision_model"),
+    "llava_onevision": Whole(encoder="siglip_vision_model"),
+    "aya_vision": Whole(tied=True, encoder="siglip_vision_model"),
+    "idefics3": Whole(tied=False, encoder="idefics3_vision"),
+    "smolvlm": Whole(tied=False, encoder="smolvlm_vision"),
+    "internvl": Whole(tied=True, encoder="internvl_vision"),
+    "perception_lm": Whole(encoder="timm_wrapper"),
+    "gemma3": Whole(tied=True, encoder="siglip_vision_model"),
+    "mistral3": Whole(tied=True, encoder="pixtral"),
+}  # by model_type
+_TIED_IF_EITHER_SAYS_SO = ("llava", "llava_onevision")
+
+# What text models say of their head alone, and what makes it the plain one of the classes above.
+PLAIN_HEAD = {"logit_scale": 1.0, "logits_scaling": 1.0, "final_logit_softcapping": None}
+HEADS_BY_DEFAULT = {"cohere": ("logit_scale",), "cohere2": ("logit_scale",), "gemma2": ("final_logit_softcapping",)}
+# Defaults that text_config leaves out in published files; planning imports no transformers to ask for them.
+_DEFAULTS = {
+    "llama": {"num_attention_heads": 32},
+    "mistral": {"num_attention_heads": 32, "num_key_value_heads": 8},
+    "qwen2": {"num_attention_heads": 32, "num_key_value_heads": 32},
+    "gemma3_text": {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256},
+}
+# Idefics3's ViT is SigLIP's bit for bit, but for what it takes where nothing is said.
+_SIGLIP_AS_IDEFICS3 = {"hidden_size": 1152, "num_attention_heads": 16, "image_size": 224, "patch_size": 32}
+_IDEFICS3_VISION = ("idefics3", "idefics3_vision", "smolvlm", "smolvlm_vision")
+
+_LLM = re.compile(r"((?:model\.)?(?:language_model|text_model)\.)(.+)")
+_ENCODER = re.compile(r"((?:model\.)?(?:vision_tower|vision_model)\.(?:timm_model\.)?)(.+)")
+
+
+def whole_of(config_json: Mapping[str, Any]) -> Whole | None:
+    """What a config.json is of, if it is of a whole model whose parts can be read."""
+    return WHOLES.get(config_json.get("model_type"))
+
+
+def llm_config(folder: Path) -> dict[str, Any]:
+    """config.json of the causal LM in `folder`, which may be a whole model's; {} where there is no such file.
+
+    Raises UserError for a whole model that says nothing of its LLM. Families are judged by `check_family`.
+    """
+    file = folder / "config.json"
+    said = read_json(file) if file.is_file() else {}
+    whole = whole_of(said)
+    if whole is None:
+        return said
+    text = _part(said, "text_config", folder)
+    family = text.get("model_type")
+    if family is None:
+        raise UserError(f"{folder}: text_config in config.json has no model_type; download the file again")
+    plain = {key: value for key, value in PLAIN_HEAD.items() if key in (*text, *HEADS_BY_DEFAULT.get(family, ()))}
+    tied = said.get("tie_word_embeddings", whole.tied)
+    if tied is None or (tied is False and said["model_type"] in _TIED_IF_EITHER_SAYS_SO):
+        tied = text.get("tie_word_embeddings")
+    found = {**_DEFAULTS.get(family, {}), **text, **plain}
+    quantised = said.get("quantization_config") or found.pop("quantization_config", None)
+    more = {"tie_word_embeddings": tied, "quantization_config": quantised or None}
+    return found | {key: value for key, value in more.items() if value is not None}
+
+
+def llm_tensors(folder: Path, tensors: Mapping[str, T]) -> dict[str, T]:
+    """Of what is said of a folder's tensors, what concerns its LLM, by the names that the LLM has alone.
+
+    Raises UserError for the LLMs of two models in one folder.
+    """
+    if not holds_parts(folder):
+        return dict(tensors)
+    base = BASE_PREFIX.get(llm_config(folder)["model_type"], "model.")
+    prefix = _one_prefix(_LLM, tensors, folder)
+    own: dict[str, T] = {}
+    for name, said in tensors.items():
+        inner = name.removeprefix(prefix)
+        is_head = global_name(inner).startswith("llm.head.")
+        if not is_head and inner == name:
+            continue
+        inner = inner if is_head else base + inner.removeprefix(base)
+        if inner in own:
+            raise UserError(f"{folder}: {harmless(name)} is there twice under two names; download the folder again")
+        own[inner] = said
+    return own
+
+
+def encoder_config(folder: Path) -> dict[str, Any]:
+    """config.json of the encoder in `folder`, which may be a whole model's; a timm encoder's has an architecture.
+
+    Raises UserError for a whole model that says nothing of its encoder, and for weights that are quantised: libraries
+    that are installed decide what is made of those.
+    """
+    said = read_json(folder / "config.json")
+    if (method := quantised_by(said)) is not None:
+        raise UserError(f"{folder} cannot be used: it is quantised ({method}); use its release in bfloat16 or float32")
+    whole = whole_of(said)
+    if whole is None:
+        return said
+    vision = _part(said, "vision_config", folder)
+    kind = vision.get("model_type", whole.encoder)
+    if kind == "timm_wrapper":
+        return {"architecture": vision.get("architecture"), "model_args": vision.get("model_args")}
+    if kind in _IDEFICS3_VISION:
+        return {**_SIGLIP_AS_IDEFICS3, **vision, "model_type": "siglip_vision_model"}
+    return {**vision, "model_type": kind}
+
+
+def encoder_prefix(folder: Path, names: Mapping[str, Any]) -> str:
+    """What stands before the names of the encoder's tensors in a whole model's folder; "" where it lies alone.
+
+    Raises UserError for a whole model's folder without an encoder, and for one with two.
+    """
+    return _one_prefix(_ENCODER, names, folder) if holds_parts(folder) else ""
+
+
+def encoder_tensors(folder: Path, tensors: Mapping[str, T]) -> dict[str, T]:
+    """Of what is said of a folder's tensors, what concerns its encoder, by the names that the encoder has alone."""
+    prefix = encoder_prefix(folder, tensors)
+    return {name.removeprefix(prefix): said for name, said in tensors.items() if name.startswith(prefix)}
+
+
+def holds_parts(folder: Path) -> bool:
+    """Whether a folder holds a whole model whose parts can be read."""
+    file = folder / "config.json"
+    return file.is_file() and whole_of(read_json(file)) is not None
+
+
+def _part(config_json: Mapping[str, Any], key: str, folder: Path) -> dict[str, Any]:
+    if not config_json.get(key):
+        raise UserError(f"{folder}: config.json has no {key}; download the file again")
+    return config_json[key]
+
+
+def _one_prefix(pattern: re.Pattern[str], names: Mapping[str, Any], folder: Path) -> str:
+    found = sorted({match[1] for name in names if (match := pattern.match(name))})
+    if len(found) == 1:
+        return found[0]
+    part = "an LLM" if pattern is _LLM else "an encoder"
+    if found:
+        listed = " and ".join(map(harmless, found))
+        raise UserError(f"{folder}: holds {part} twice, its tensors begin with {listed}; download the folder again")
+    raise UserError(f"{folder}: the weights of {part} are not in it; download the folder again")

@@ -1,0 +1,227 @@
+"""Where a model's files lie and which tensors they hold, read without torch, transformers or the network.
+
+A model is a folder, or a hub id whose snapshot lies in the local Hugging Face cache. Tensor shapes come from the
+headers of its safetensors files, so a 70B checkpoint is described by reading a few hundred kilobytes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+
+from mmtrain.base.cache import user_cache
+from mmtrain.base.errors import UserError
+from mmtrain.base.printing import harmless, shortened
+from mmtrain.base.small_files import MAX_JSON_BYTES, parse_json, read_limited
+from mmtrain.config.environment import variable_hint
+from mmtrain.models.facts.settings import check_settings
+
+HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9_][\w.-]*)?")
+LONGEST_NAME = 500  # characters of a tensor's; real ones have 80
+MAX_DIMENSIONS = 16  # of a tensor; convolutions have 5
+_STORED = ("F64", "F32", "F16", "BF16")  # others are codes that need their scales
+_BUFFER = re.compile(r"(?:.*[._])?(?:position_ids|(?:attn|attention)\.(?:masked_)?bias|index|mask|num_batches_tracked)")
+# What a configuration says instead of a path: `demo:llm` and `demo:vision` are frozen models that come with this
+# package, `demo:train`, `demo:held-out` and their like are shards that `demo.data` makes on first use.
+PREFIX = "demo:"
+MODELS = {name: Path(__file__).parents[1] / "demo" / name for name in ("llm", "vision")}
+
+Shape = tuple[int, ...]
+
+
+def is_demo(name: str) -> bool:
+    """Whether `name` speaks of the embedded default rather than of a path or a hub id."""
+    return name.startswith(PREFIX)
+
+
+def demo_model(name: str) -> Path:
+    """The folder of `demo:llm` or `demo:vision`; raises UserError for another name."""
+    model = name.removeprefix(PREFIX)
+    if model not in MODELS:
+        raise UserError(f"{name}: the demo has no such model; it has {', '.join(PREFIX + known for known in MODELS)}")
+    return MODELS[model]
+
+
+def hub_cache() -> Path:
+    """Folder of the local Hugging Face cache, by the same variables that huggingface_hub reads."""
+    explicit = os.environ.get("HF_HUB_CACHE") or os.environ.get("HUGGINGFACE_HUB_CACHE")
+    if explicit:
+        return Path(explicit).expanduser()
+    home = os.environ.get("HF_HOME")
+    return (Path(home).expanduser() if home else user_cache() / "huggingface") / "hub"
+
+
+def cached_snapshot(hub_id: str) -> Path | None:
+    """Snapshot folder of a hub id's `main` revision in the local cache, or None."""
+    repository = hub_cache() / ("models--" + hub_id.replace("/", "--"))
+    reference = repository / "refs" / "main"
+    if reference.is_file():
+        snapshot = repository / "snapshots" / reference.read_text().strip()
+        return snapshot if snapshot.is_dir() else None
+    # `hf download --revision` writes no refs/main: a single snapshot is still unambiguous.
+    snapshots = sorted((repository / "snapshots").glob("*"))
+    return snapshots[0] if len(snapshots) == 1 else None
+
+
+def find_model_folder(path: str) -> Path | None:
+    """The folder of a model given as a path, as a cached hub id or as `demo:llm`; None where there is none."""
+    if is_demo(path):
+        return demo_model(path)
+    folder = Path(path).expanduser()
+    try:
+        if folder.is_dir():
+            return folder
+        return cached_snapshot(path) if HUB_ID.fullmatch(path) else None
+    except OSError as error:  # a name that is too long, a folder above it that may not be entered
+        raise UserError(f"{shortened(path)}: no model can be looked for there ({error.strerror})") from None
+
+
+def model_folder(path: str) -> Path:
+    """The folder of a model given as a path or as a hub id in the local cache; raises UserError where there is none."""
+    folder = find_model_folder(path)
+    if folder is None:
+        raise no_model(path)
+    return folder
+
+
+def no_model(path: str) -> UserError:
+    """The error for a model that is not here, which tells a folder that is missing from a hub id not in the cache."""
+    if Path(path).expanduser().exists():
+        return UserError(f"{path}: is a file; give the model's folder (the one that holds config.json)")
+    # `models/vicuna` has the form of a hub id too; where `models` is a folder here, a folder was meant.
+    if HUB_ID.fullmatch(path) and ("/" not in path or not Path(path).parent.is_dir()):
+        return UserError(
+            f"{path}: no folder of this name, and this hub id is not in the local cache {hub_cache()}; "
+            f"download it first: hf download {path}"
+        )
+    return UserError(
+        f"{path}: no such folder{variable_hint(path)}; give the folder of a model, or a hub id such as "
+        "Qwen/Qwen2.5-7B-Instruct"
+    )
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object of a model folder's file. Raises UserError naming the file for what no such file says."""
+    try:
+        content = parse_json(read_limited(path, MAX_JSON_BYTES, "a file of JSON"))
+    except FileNotFoundError:
+        raise UserError(f"{path}: no such file") from None
+    except ValueError as error:
+        raise UserError(f"{path}: not valid JSON ({shortened(str(error))}); the download may be incomplete") from None
+    if not isinstance(content, dict):
+        raise UserError(f"{path}: holds a JSON {type(content).__name__}, an object is needed")
+    check_settings(content, str(path))
+    return content
+
+
+@contextlib.contextmanager
+def foreign_files(what: str) -> Iterator[None]:
+    """Raise UserError, naming `what`, for whatever a library raises of files that somebody else made.
+
+    Such files choose which of the library's code runs, so that any error may come: a KeyError for an activation that
+    does not exist, an ImportError for a quantisation.
+    """
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:
+        reason = shortened(f"{type(error).__name__}: {' '.join(str(error).split())}")
+        raise UserError(f"{what} cannot be used ({reason})") from error
+
+
+def tensor_shapes(folder: Path) -> dict[str, Shape] | None:
+    """Name and shape of every tensor in a folder's safetensors files, in file order; None if it has no weight files.
+
+    Raises UserError for a shard that the index names and is not there, a damaged file, `.bin` weights alone, and for
+    parameters that are no floating-point numbers of 16 bits or more.
+    """
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():
+        weight_map = read_weight_map(index, ".safetensors")
+        files = [folder / name for name in dict.fromkeys(weight_map.values())]
+        missing = [file.name for file in files if not file.is_file()]
+        if missing:
+            raise UserError(
+                f"{folder}: {len(missing)} of {len(files)} weight files named in {index.name} are missing, "
+                f"e.g. {missing[0]}; finish the download"
+            )
+        stored = {name: shape for file in files for name, shape in _weights(file).items()}
+        absent = [name for name in weight_map if name not in stored]
+        if absent:
+            raise UserError(f"{folder}: {index.name} names {absent[0]}, which is not in {weight_map[absent[0]]}")
+        return {name: stored[name] for name in weight_map}
+    single = folder / "model.safetensors"
+    if single.is_file():
+        return _weights(single)
+    pickled = sorted(folder.glob("pytorch_model*.bin"))
+    if pickled:
+        raise UserError(
+            f"{folder}: has only pickled weights ({pickled[0].name}); convert them once with mmtrain convert {folder}"
+        )
+    return None
+
+
+def read_weight_map(index: Path, suffix: str) -> dict[str, str]:
+    """The file name of every tensor, from an index of weight files; raises UserError for other than files beside it."""
+    weight_map = read_json(index).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise UserError(f"{index}: has no weight_map; download the file again")
+    for name in weight_map.values():
+        # A path could lead out of the folder, or name a file that is no weights and never ends.
+        if not isinstance(name, str) or not name.endswith(suffix) or "/" in name or "\0" in name:
+            shown = shortened(repr(name))
+            raise UserError(f"{index}: names {shown}, no {suffix} file beside it; download the file again")
+    return weight_map
+
+
+def read_header(file: Path) -> dict[str, Shape]:
+    """Name and shape of every tensor in one safetensors file, from its header alone, in the order of their bytes.
+
+    Raises UserError unless the safetensors library takes the header: tensors of known types that fill the file.
+    """
+    return {name: shape for name, (shape, _) in _header(file).items()}
+
+
+def _weights(file: Path) -> dict[str, Shape]:
+    header = _header(file)
+    for name, (_, dtype) in header.items():
+        if dtype not in _STORED and not _BUFFER.fullmatch(name):
+            raise UserError(
+                f"{file}: {harmless(name)} is stored as {dtype}; needed are floating-point numbers of 16 bits or more: "
+                "take the bf16 release of the same model"
+            )
+    return {name: shape for name, (shape, _) in header.items()}
+
+
+def _header(file: Path) -> dict[str, tuple[Shape, str]]:
+    """Shape and type of every tensor, as `read_header` has them."""
+    try:
+        with file.open("rb") as stream:
+            prefix = stream.read(8)
+        if prefix == b"version ":
+            raise UserError(f"{file}: is a git-lfs pointer, not the weights; run git lfs pull, or hf download")
+        size, length = file.stat().st_size, int.from_bytes(prefix, "little")
+        if len(prefix) < 8 or length > MAX_JSON_BYTES or 8 + length > size:
+            raise UserError(f"{file}: not a complete safetensors file ({size} bytes); download it again")
+        with safe_open(file, framework="numpy") as opened:
+            slices = {name: opened.get_slice(name) for name in opened.offset_keys()}
+            header = {name: (tuple(part.get_shape()), str(part.get_dtype())) for name, part in slices.items()}
+    except OSError as error:
+        raise UserError(f"{file}: cannot be read ({error.strerror})") from None
+    except SafetensorError as error:
+        reason = shortened(str(error).removeprefix("Error while deserializing header: "))
+        raise UserError(
+            f"{file}: a damaged or incomplete safetensors file ({size} bytes; {reason}); download it again"
+        ) from None
+    for name, (shape, _) in header.items():
+        if len(name) > LONGEST_NAME or len(shape) > MAX_DIMENSIONS:
+            shown = f"{shortened(repr(name))} is a name of {len(name):,} characters, with {len(shape):,} dimensions"
+            raise UserError(f"{file}: a damaged safetensors file ({shown}); download it again")
+    return header

@@ -1,0 +1,32 @@
+"""Which weights of a decoder layer are kept in fewer bits, and what they take then, without torch.
+
+Matrices of linear layers and of experts are, in blocks, each with a scale of its own (QLoRA, arXiv:2305.14314, whose
+scales are quantised, too; here they are float32). Norms, biases, adapters and routers, which are small, are not.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from typing import Literal
+
+from mmtrain.models.facts.adapters import is_adapter
+from mmtrain.models.facts.shapes import Shape
+
+Quantisation = Literal["nf4", "int8"]
+BLOCK = {"nf4": 64, "int8": 256}
+"""Weights that share a scale."""
+BITS = {"nf4": 4, "int8": 8}
+_ROUTER = re.compile(r"\.(gate|router|router\.layer|shared_expert_gate)\.weight$")
+_SCALE_BYTES = 4
+
+
+def is_quantised(name: str, shape: Shape) -> bool:
+    """Whether a decoder layer's parameter, by its global name, is kept in fewer bits."""
+    return len(shape) > 1 and not is_adapter(name) and not _ROUTER.search(name)
+
+
+def quantised_bytes(shape: Shape, quantisation: Quantisation) -> int:
+    """Bytes of codes and scales."""
+    weights = math.prod(shape)
+    return -(-weights * BITS[quantisation] // 8) + _SCALE_BYTES * -(-weights // BLOCK[quantisation])

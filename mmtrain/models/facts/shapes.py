@@ -1,0 +1,390 @@
+"""Shapes of the models in a run, for planning: read as raw JSON, without torch, transformers, timm or the network.
+
+Sources, in this order: the model's folder (or its snapshot in the local Hugging Face cache): config.json and the
+headers of its safetensors files; then the records in `mmtrain/models/facts/recorded/`, by hub id or timm name
+(`mmtrain record` adds one); then timm, for its own names. Importing AutoConfig or timm imports torch, 3 s each.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+from mmtrain.base.errors import UserError
+from mmtrain.base.printing import harmless, shortened
+from mmtrain.config.limits import MAX_LAYERS
+from mmtrain.models.facts.encoders import check_plain_vit, family_of, rows
+from mmtrain.models.facts.families import (
+    check_family,
+    encoder_config,
+    encoder_tensors,
+    global_name,
+    layer_kinds,
+    llm_config,
+    llm_tensors,
+    parameters_on_disk,
+    remote_code,
+)
+from mmtrain.models.facts.model_files import Shape, find_model_folder, no_model, tensor_shapes
+from mmtrain.models.facts.recorded_shapes import Recorded, find_recorded
+from mmtrain.models.facts.settings import check_layers, check_sizes
+from mmtrain.models.facts.timm_models import timm_config, timm_record
+from mmtrain.models.facts.vision_files import (
+    blocks_said,
+    hf_facts,
+    is_timm_name,
+    patches_per_image,
+    square,
+    timm_image_size,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class ParameterShape:
+    """One parameter: its global name and its shape."""
+
+    name: str
+    shape: Shape
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return math.prod(self.shape)
+
+
+@dataclass(frozen=True, slots=True)
+class LlmShape:
+    """What planning needs to know of an LLM. Widths are in elements, counts per layer."""
+
+    source: str  # where the shapes come from: a folder, or "recorded ID"
+    model_type: str
+    hidden_size: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    vocab_size: int  # rows of the embedding
+    tied: bool  # the LM head is the embedding
+    experts: int  # 0 for dense models
+    experts_per_token: int  # 0 for dense models
+    window: int | None  # attention window in tokens if every layer has one, else None
+    front: tuple[ParameterShape, ...]  # embedding and whatever else feeds decoder layer 0
+    decoder: tuple[tuple[ParameterShape, ...], ...]  # one tuple per decoder layer
+    head: tuple[ParameterShape, ...]  # final norm, LM head (the embedding's shape once more where tied)
+
+
+@dataclass(frozen=True, slots=True)
+class VisionShape:
+    """What planning needs to know of a vision encoder, cut after the selected block."""
+
+    source: str  # where the shapes come from: a folder, or "recorded NAME"
+    width: int  # features per patch
+    heads: int
+    patches_per_image: int
+    prefix_tokens: int  # class and register tokens: computed, not handed to the projector
+    image_size: int  # pixels
+    patch_size: int  # pixels
+    parameters: tuple[ParameterShape, ...]  # of what runs, names `vision.<stock name>`
+    blocks_run: int
+
+
+NO_VISION = VisionShape(
+    source="no encoder",
+    width=0,
+    heads=1,
+    patches_per_image=0,
+    prefix_tokens=0,
+    image_size=0,
+    patch_size=1,
+    parameters=(),
+    blocks_run=0,
+)
+"""What a run on text alone has for an encoder."""
+
+
+def matches(name: str, patterns: Sequence[str]) -> bool:
+    """Whether a trainable pattern names this parameter or a module around it; `*` in a pattern crosses dots."""
+    return any(fnmatchcase(name, pattern) or fnmatchcase(name, pattern + ".*") for pattern in patterns)
+
+
+def llm_shape(path: str) -> LlmShape:
+    """Shape of an LLM given as a folder or a hub id.
+
+    Raises UserError if nothing is known of it, its weights must be converted first, or its family cannot be staged.
+    """
+    folder = find_model_folder(path)
+    if folder is None:
+        if (recorded := find_recorded("llm", path)) is None:
+            raise no_model(path)
+        return _from_record(recorded)
+    config_json = llm_config(folder)
+    if config_json:
+        check_family(config_json)
+    tensors = tensor_shapes(folder)
+    if tensors is not None:
+        if not config_json:
+            raise UserError(f"{folder}: holds weights but no config.json; give the folder of a Hugging Face model")
+        tensors = llm_tensors(folder, tensors)
+        check_sizes(config_json, tensors, str(folder))
+        _refuse_adapters(tensors, folder)
+        parameters = parameters_on_disk(config_json["model_type"], tensors)
+        return llm_shape_from(config_json, parameters, str(folder))
+    recorded = find_recorded("llm", path) or find_recorded("llm", str(config_json.get("_name_or_path") or ""))
+    if recorded is not None and _same_size(config_json, shape := _from_record(recorded)):
+        return shape
+    if config_json:
+        raise UserError(
+            f"{folder}: has config.json but no model.safetensors, and no recorded shape is that of this model; "
+            f"download the weights, or, to plan without them, record it under a name and give that name as "
+            f"model.llm.path: mmtrain record {path} --id NAME"
+        )
+    raise UserError(f"{folder}: neither config.json nor model.safetensors in this folder; is it a model's folder?")
+
+
+def llm_shape_from(config_json: dict[str, Any], parameters: dict[str, Shape], source: str) -> LlmShape:
+    """LlmShape of a causal LM from its raw config.json and its parameters under their stock names."""
+    check_family(config_json)
+    layers = _first(config_json, "num_hidden_layers", "n_layer", "n_layers")
+    front: list[ParameterShape] = []
+    head: list[ParameterShape] = []
+    decoder: dict[int, list[ParameterShape]] = {}
+    for stock_name, shape in parameters.items():
+        parameter = ParameterShape(global_name(stock_name), shape)
+        if match := re.match(r"llm\.layers\.(\d+)\.", parameter.name):
+            decoder.setdefault(int(match[1]), []).append(parameter)
+        elif parameter.name.startswith(("llm.norm.", "llm.head.")) or ".project_out." in parameter.name:
+            head.append(parameter)
+        else:
+            front.append(parameter)
+    embedding = next((p for p in front if p.name == "llm.embedding.weight"), None)
+    if embedding is None or len(embedding.shape) != 2 or not decoder:
+        raise UserError(
+            f"{source}: no embedding or no decoder layers among its {len(parameters)} tensors "
+            f"(first: {next(iter(parameters), 'none')}); {remote_code(config_json) or 'is it a causal LLM?'}"
+        )
+    if layers is None:
+        layers = max(decoder) + 1
+    if layers > MAX_LAYERS:
+        raise UserError(f"{source}: the weights have {layers:,} decoder layers; no model has more than {MAX_LAYERS:,}")
+    missing = [index for index in range(layers) if index not in decoder]
+    if missing:
+        raise UserError(f"{source}: config.json says {layers} decoder layers, the weights lack layer {missing[0]}")
+    tied = config_json.get("tie_word_embeddings")
+    if tied is None:
+        tied = not any(p.name == "llm.head.weight" for p in head)
+    if tied:
+        head = [p for p in head if p.name != "llm.head.weight"]
+        head.append(ParameterShape("llm.head.weight", embedding.shape))
+    elif not any(p.name == "llm.head.weight" for p in head):
+        raise UserError(f"{source}: the weights lack the LM head, and config.json does not tie it to the embedding")
+    if (said := _first(config_json, "vocab_size") or embedding.shape[0]) != embedding.shape[0]:
+        raise UserError(f"{source}: config.json says vocab_size {said}, the embedding has {embedding.shape[0]:,} rows")
+    hidden_size = _first(config_json, "hidden_size", "n_embd", "d_model") or embedding.shape[1]
+    norm = next((p for p in head if p.name == "llm.norm.weight"), None)
+    if norm is not None and norm.shape != (hidden_size,):
+        raise UserError(f"{source}: config.json says hidden size {hidden_size}, the last norm has shape {norm.shape}")
+    heads = _first(config_json, "num_attention_heads", "n_head")
+    if heads is None:
+        raise UserError(f"{source}: config.json has no num_attention_heads")
+    experts = _first(config_json, "num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts") or 0
+    head_dim = config_json.get("head_dim")
+    if config_json.get("qk_rope_head_dim"):  # multi-head latent attention (deepseek_v3): head_dim is the rope part only
+        head_dim = config_json["qk_nope_head_dim"] + config_json["qk_rope_head_dim"]
+    return LlmShape(
+        source=source,
+        model_type=config_json["model_type"],
+        hidden_size=hidden_size,
+        heads=heads,
+        kv_heads=1 if config_json.get("multi_query") else config_json.get("num_key_value_heads") or heads,
+        head_dim=head_dim or hidden_size // heads,
+        vocab_size=embedding.shape[0],
+        tied=bool(tied),
+        experts=experts,
+        experts_per_token=_first(config_json, "num_experts_per_tok", "moe_topk", "moe_k") or 0,
+        window=_window(config_json),
+        front=tuple(front),
+        # Layers past num_hidden_layers (deepseek_v3's multi-token prediction) are on disk but not in the model.
+        decoder=tuple(tuple(decoder[index]) for index in range(layers)),
+        head=tuple(head),
+    )
+
+
+def _from_record(recorded: Recorded) -> LlmShape:
+    return llm_shape_from(recorded.config, recorded.parameters, f"recorded {recorded.id}")
+
+
+def _same_size(config_json: dict[str, Any], shape: LlmShape) -> bool:
+    """Whether a folder's config.json agrees with a record; a fine-tune may keep the name but not the size."""
+    sizes = {"hidden_size": shape.hidden_size, "num_hidden_layers": len(shape.decoder), "vocab_size": shape.vocab_size}
+    return all(config_json.get(key, size) == size for key, size in sizes.items())
+
+
+def _first(config_json: dict[str, Any], *keys: str) -> int | None:
+    return next((config_json[key] for key in keys if config_json.get(key) is not None), None)
+
+
+def _window(config_json: dict[str, Any]) -> int | None:
+    window = config_json.get("sliding_window")
+    if not window or config_json.get("use_sliding_window") is False:
+        return None
+    kinds = layer_kinds(config_json)
+    if not kinds:  # older files do not list the kinds; gemma2, for one, then alternates
+        return window if config_json["model_type"] in ("mistral", "mixtral", "phi3", "starcoder2") else None
+    return window if all(kind == "sliding_attention" for kind in kinds) else None
+
+
+def vision_shape(name: str, select_layer: int, final_norm: bool = False) -> VisionShape:
+    """Shape of the part of a vision encoder that runs: up to the block that `select_layer` (-1: the last) selects.
+
+    `name` is a timm name, or the folder or cached hub id of a model of timm or transformers; with `final_norm` the norm
+    behind the last block runs too. Raises UserError if nothing is known of it.
+    """
+    recorded = find_recorded("vision", name)
+    folder = find_model_folder(name)
+    # Encoders with pickled weights only (openai/clip-vit-large-patch14-336) are planned from their record too.
+    if recorded is not None and (folder is None or not any(folder.glob("model.safetensors*"))):
+        source = f"recorded {recorded.id}"
+        return vision_shape_from(recorded.config, recorded.parameters, select_layer, source, final_norm)
+    if folder is None and not is_timm_name(name):
+        raise no_model(name)
+    if folder is None:
+        timm_config(name)  # weights that timm does not have are refused here, not when they are loaded
+        recorded = timm_record(name)
+        return vision_shape_from(recorded.config, recorded.parameters, select_layer, f"timm's {name}", final_norm)
+    config_json = encoder_config(folder)
+    tensors = tensor_shapes(folder)
+    if tensors is None:
+        recorded = find_recorded("vision", str(config_json.get("architecture", "")))
+        if recorded is None:
+            raise UserError(
+                f"{folder}: has config.json but no model.safetensors; download the weights, or, to plan without them, "
+                f"record it under a name and give that name as model.vision.name: mmtrain record "
+                f"--vision {name} --id NAME"
+            )
+        tensors = recorded.parameters
+    else:
+        tensors = encoder_tensors(folder, tensors)
+        check_sizes(config_json.get("vision_config") or config_json, tensors, str(folder))
+        _refuse_adapters(tensors, folder)
+    shape = vision_shape_from(config_json, tensors, select_layer, str(folder), final_norm)
+    # As many blocks as config.json says are built, and those that its weights have are planned.
+    if (said := blocks_said(config_json)) is not None and said != (stored := shape.blocks_run - select_layer - 1):
+        raise UserError(
+            f"model.vision.name: {folder}: config.json says {shortened(repr(said))} blocks and the weights have "
+            f"{stored}; correct the number in config.json, or download the folder again"
+        )
+    return shape
+
+
+def _refuse_adapters(names: Iterable[str], folder: Path) -> None:
+    """Raise UserError for weights with adapters beside them: those of `model.lora` have the same names."""
+    if (found := next((name for name in names if ".lora_" in name), None)) is not None:
+        raise UserError(
+            f"{folder}: its weights hold an adapter that is not merged into them ({harmless(found)}); merge it first "
+            "(peft: merge_and_unload, then save_pretrained), and give that folder"
+        )
+
+
+def vision_shape_from(
+    config_json: dict[str, Any], tensors: dict[str, Shape], select_layer: int, source: str, final_norm: bool = False
+) -> VisionShape:
+    """VisionShape from the raw config.json of a timm or Hugging Face vision model and its parameters' stock names."""
+    if "architecture" in config_json:
+        return _timm_shape(config_json, tensors, select_layer, source, final_norm)
+    family = family_of(config_json.get("model_type"), source)
+    unused = family.unused(final_norm, source)
+    tensors, facts = family.own(tensors), hf_facts(config_json, source)
+    return _selected(
+        tensors,
+        select_layer,
+        source,
+        blocks=family.blocks,
+        unused=unused,
+        patches=family.patches,
+        heads=facts.get("num_attention_heads"),
+        prefix_tokens=family.prefix_tokens(tensors),
+        image_size=facts["image_size"],
+        positions=family.positions,
+        more_positions=rows(tensors, family.class_token),
+    )
+
+
+def _timm_shape(
+    config_json: dict[str, Any], tensors: dict[str, Shape], select_layer: int, source: str, final_norm: bool
+) -> VisionShape:
+    check_plain_vit(tensors, shortened(str(config_json["architecture"])), source)
+    arguments = config_json.get("model_args") or {}
+    check_layers(arguments, f"{source}: config.json")
+    heads = arguments.get("num_heads") or config_json.get("num_heads")
+    return _selected(
+        tensors,
+        select_layer,
+        source,
+        blocks="blocks.",
+        unused=(*(() if final_norm else ("norm.",)), "fc_norm.", "attn_pool.", "head.", "blocks_token_only."),
+        patches="patch_embed.proj.weight",
+        heads=heads,
+        prefix_tokens=sum(rows(tensors, name) for name in ("cls_token", "dist_token", "reg_token")),
+        image_size=timm_image_size(config_json, source),
+    )
+
+
+def _selected(
+    tensors: dict[str, Shape],
+    select_layer: int,
+    source: str,
+    *,
+    blocks: str,
+    unused: tuple[str, ...],
+    patches: str,
+    heads: int | None,
+    prefix_tokens: int,
+    image_size: int,
+    positions: str | None = None,
+    more_positions: int = 0,
+) -> VisionShape:
+    """The parameters that run when `select_layer` is taken: no later block, nothing `unused`.
+
+    `positions` names the table with a row for each patch and `more_positions`, where the model is not loaded with
+    another.
+    """
+    if patches not in tensors or len(tensors[patches]) != 4:
+        raise UserError(f"{source}: has no {patches}; only vision transformers with one patch convolution are known")
+    numbered = re.compile(re.escape(blocks) + r"(\d+)\.")
+    index_of = {name: int(match[1]) for name in tensors if (match := numbered.match(name))}
+    depth = max(index_of.values(), default=-1) + 1
+    if not 0 < depth <= MAX_LAYERS:
+        raise UserError(f"{source}: its weights have {depth:,} blocks ({blocks}N); a vision transformer has 1 to 1,000")
+    blocks_run = depth + select_layer + 1
+    if blocks_run < 1:
+        raise UserError(
+            f"model.vision.select_layer: {select_layer} is out of range: {source} has {depth} blocks, "
+            f"so -1 (the last) down to {-depth} (the first)"
+        )
+    width, _, *patch = tensors[patches]
+    patch_size = square(patch, "patches", source)
+    count = patches_per_image(image_size, patch_size)
+    if positions in tensors and (found := rows(tensors, positions)) != count + more_positions:
+        raise UserError(
+            f"{source}: images of {image_size} pixels have {count + more_positions} patches and class tokens, but "
+            f"{positions} has {found} rows; correct image_size in config.json, or download the folder again"
+        )
+    return VisionShape(
+        source=source,
+        width=width,
+        heads=heads or max(1, width // 64),  # 64 features a head: what ViTs use that do not say otherwise
+        patches_per_image=count,
+        prefix_tokens=prefix_tokens,
+        image_size=image_size,
+        patch_size=patch_size,
+        parameters=tuple(
+            ParameterShape(f"vision.{name}", shape)
+            for name, shape in tensors.items()
+            if index_of.get(name, 0) < blocks_run and not name.startswith(unused)
+        ),
+        blocks_run=blocks_run,
+    )

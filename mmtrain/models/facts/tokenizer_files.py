@@ -1,0 +1,123 @@
+"""What a model folder's tokenizer files say, judged before the libraries read them.
+
+The fingerprint of a tokenizer's files enters a shard's index: text lengths depend on them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from mmtrain.base.errors import UserError
+from mmtrain.base.json_lines import compact_json
+from mmtrain.base.small_files import parse_json
+from mmtrain.config.limits import MAX_TOKENIZER_BYTES
+from mmtrain.config.model import ModelSection
+from mmtrain.config.schema import RunConfig
+from mmtrain.config.templates import jinja_of, template_name
+from mmtrain.models.facts.layouts import REQUIRE, SQUARE, WRAPPERS, layout_name, marks_around
+from mmtrain.models.facts.model_files import find_model_folder, read_json
+
+# What AutoTokenizer may read in a model's folder, across its families.
+READ_BY_TOKENIZERS = (
+    *("tokenizer.*", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.*"),
+    *("tekken.json", "*.tiktoken", "*.spm", "spiece.*", "sentencepiece*", "chat_template.*"),
+    "additional_chat_templates/*",
+)
+# Part of every fingerprint. Templates that make other tokens of the same text need another one, or the lengths of
+# indexes written before would be taken for theirs.
+TEXT_RULES_VERSION = 1
+
+
+def tokenizer_files(folder: Path) -> list[Path]:
+    """Return the files of a model's folder that AutoTokenizer may read. Raises UserError for one that is too large."""
+    files = sorted({file for pattern in READ_BY_TOKENIZERS for file in folder.glob(pattern) if file.is_file()})
+    for file in files:
+        if file.stat().st_size > MAX_TOKENIZER_BYTES:
+            raise UserError(f"{file}: larger than {MAX_TOKENIZER_BYTES:,} bytes; no tokenizer's file is so large")
+    return files
+
+
+@contextmanager
+def panics_told(name: str) -> Iterator[None]:
+    """Raise UserError where the tokenizers library, written in Rust, panics: a BaseException that nobody catches."""
+    try:
+        yield
+    except BaseException as error:
+        if type(error).__name__ != "PanicException":
+            raise
+        reason = (str(error).splitlines() or ["no reason given"])[0]
+        raise UserError(f"{name}: its tokenizer fails ({reason}); its files are damaged: get them again") from None
+
+
+def refuse_missing_marks(config: RunConfig) -> None:
+    """Raises UserError for a layout of images whose texts the LLM's tokenizer has no tokens for."""
+    layout = layout_name(config)
+    if lacking := lacking_marks(config.model, layout):
+        raise missing_marks(layout, lacking, config.model.llm.path)
+
+
+def missing_marks(layout: str, lacking: Sequence[str], tokenizer: str) -> UserError:
+    """The error for a tokenizer without tokens of its own for texts around images: their frozen rows mean nothing."""
+    return UserError(
+        f"model.vision.layout: {layout} writes {' and '.join(dict.fromkeys(lacking))} around each image, and the "
+        f"tokenizer of {tokenizer} has no such tokens, so that the LLM was never trained on them; take an LLM that "
+        "was, or set model.vision.layout=square"
+    )
+
+
+def lacking_marks(model: ModelSection, layout: str) -> list[str]:
+    """Tokens that an image layout writes around images and that the LLM's tokenizer.json does not have as such.
+
+    Says nothing about a model that is not there, or has no such file: loading the tokenizer settles those.
+    """
+    marks = marks_around(layout)
+    folder = find_model_folder(model.llm.path)
+    if not marks or folder is None or folder / "tokenizer.json" not in tokenizer_files(folder):
+        return []
+    try:
+        content = parse_json((folder / "tokenizer.json").read_bytes())
+    except ValueError as error:
+        raise UserError(f"{folder / 'tokenizer.json'}: no valid JSON ({error})") from None
+    added = content.get("added_tokens") if isinstance(content, dict) else None
+    known = {str(token.get("content")) for token in added or () if isinstance(token, dict)}
+    return [mark for mark in dict.fromkeys(marks) if mark not in known]
+
+
+def missing_chat_template(folder: str | Path) -> UserError:
+    """The error for a tokenizer, in `folder`, without a chat template."""
+    legacy = (Path(folder) / "chat_template.json").is_file()
+    unread = "; its chat_template.json is read by processors alone" if legacy else ""
+    return UserError(
+        f"data.template: chat takes the model's own chat template, and the tokenizer in {folder} has none{unread}; put "
+        "a chat_template.jinja beside the tokenizer (transformers reads it), or set data.template=llava_v1 "
+        "(Vicuna's), or a FILE.jinja of your own, or, for captions of images, plain"
+    )
+
+
+def text_fingerprint(tokenizer_folder: Path, template: str, layout: str = "square", wording: str = "") -> str:
+    """What text lengths depend on, as 16 hex digits of a SHA-256: tokenizer files, template, rules of segmentation.
+
+    `template` is what `data.template` holds; one written in Jinja counts with its text, and a `layout`
+    (ImageLayout.texts) counts too that writes texts around images, or takes their marks out. `wording` is the samples'
+    format's (SampleFormat.wording).
+
+    A tokenizer that another release of its library reads otherwise is found when a sample's length differs from its
+    index. Raises UserError for a folder without a tokenizer, and for a file larger than MAX_TOKENIZER_BYTES.
+    """
+    files = tokenizer_files(tokenizer_folder)
+    if not files:
+        raise UserError(f"{tokenizer_folder}: holds no tokenizer (tokenizer.json, tokenizer.model or vocab.json)")
+    config = tokenizer_folder / "config.json"
+    # AutoTokenizer chooses the class by it where tokenizer_config.json names none.
+    model_type = read_json(config).get("model_type") if config.is_file() else None
+    around = [] if layout in (SQUARE, REQUIRE) else [layout, *WRAPPERS.get(layout, ())]
+    jinja = jinja_of(template)
+    said = template if jinja is None else f"{template_name(template)} {hashlib.sha256(jinja.encode()).hexdigest()}"
+    digest = hashlib.sha256(compact_json([TEXT_RULES_VERSION, said, model_type, *around, *filter(None, [wording])]))
+    for file in files:
+        content = hashlib.sha256(file.read_bytes()).hexdigest()
+        digest.update(compact_json([file.relative_to(tokenizer_folder).as_posix(), content]))
+    return digest.hexdigest()[:16]

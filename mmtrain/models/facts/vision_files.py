@@ -1,0 +1,139 @@
+"""What an encoder's folder says of its images, read without torch: size, how they are normalised, how many patches.
+
+timm folder: config.json -> model_args.img_size, or pretrained_cfg.input_size (C, H, W)
+transformers folder: config.json -> image_size, of vision_config where it holds more than an encoder;
+                     preprocessor_config.json -> mean, std, resampling
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from mmtrain.base.errors import UserError
+from mmtrain.base.printing import shortened
+from mmtrain.models.facts.encoders import FAMILIES, family_of
+from mmtrain.models.facts.families import encoder_config, holds_parts
+from mmtrain.models.facts.model_files import find_model_folder, is_demo, read_json
+from mmtrain.models.facts.settings import check_layers, is_whole
+
+BICUBIC = 3  # of PIL.Image.Resampling, as preprocessor_config.json numbers it
+
+
+class Preprocessing(NamedTuple):
+    """How an encoder of transformers normalises and resizes images."""
+
+    mean: tuple[float, ...]  # of RGB in 0..1
+    std: tuple[float, ...]
+    resample: int  # of PIL.Image.Resampling
+
+
+def is_timm_name(name: str) -> bool:
+    """Whether `name` is looked up in timm's registry; folders, hub ids (owner/name) and `demo:vision` are not."""
+    return "/" not in name and not is_demo(name) and not Path(name).expanduser().exists()
+
+
+def timm_image_size(config_json: dict[str, Any], source: str) -> int:
+    """Pixels a side that a timm folder's config.json, or a record of one, says; raises UserError unless square."""
+    size: Any = (config_json.get("model_args") or {}).get("img_size")
+    published = config_json.get("pretrained_cfg") or config_json
+    if size is None:
+        size = published.get("input_size")
+        size = size[1:] if isinstance(size, list) and len(size) == 3 else None
+    return square(size, "images", source)
+
+
+def hf_facts(config_json: dict[str, Any], source: str) -> dict[str, Any]:
+    """Return the encoder's part of the config.json of a vision model of transformers, or of what holds one.
+
+    Its image_size is the pixels of a side: the family's default where none is given. Raises UserError unless square.
+    """
+    facts = config_json.get("vision_config") or config_json
+    check_layers(facts, f"{source}: config.json")
+    kinds = (facts.get("model_type"), config_json.get("model_type"))
+    default = next((FAMILIES[kind].image_size for kind in kinds if kind in FAMILIES), 224)
+    return facts | {"image_size": square(facts.get("image_size") or default, "images", source)}
+
+
+def blocks_said(config_json: dict[str, Any]) -> int | None:
+    """Return the number of an encoder's blocks by its config.json; None where timm alone knows."""
+    if "architecture" in config_json:
+        return (config_json.get("model_args") or {}).get("depth")
+    facts = config_json.get("vision_config") or config_json
+    return facts.get("num_hidden_layers") or family_of(config_json.get("model_type"), "config.json").depth
+
+
+def square(size: Any, of: str, source: str) -> int:
+    """The side of what is given as one number or as height and width; raises UserError unless they are equal."""
+    sides = size if isinstance(size, list | tuple) else [size, size]
+    if len(sides) != 2 or not all(is_whole(side, 1, 30_000) for side in sides):
+        shown = shortened(repr(size))
+        raise UserError(f"model.vision.name: {source} does not say the size of its {of}, in pixels: {shown}")
+    if sides[0] != sides[1]:
+        raise UserError(
+            f"model.vision.name: {source} takes {of} of {sides[0]} x {sides[1]} pixels; needed are square ones"
+        )
+    return sides[0]
+
+
+def check_preprocessing(name: str) -> None:
+    """Raises UserError for an encoder's folder, its weights in it, that does not say how its images are normalised."""
+    folder = find_model_folder(name)
+    if folder is None or not any(folder.glob("model.safetensors*")):
+        return
+    if holds_parts(folder) or "architecture" not in read_json(folder / "config.json"):
+        preprocessing(folder)
+
+
+def preprocessing(folder: Path) -> Preprocessing:
+    """What the preprocessor_config.json of an encoder of transformers, or of a whole model, says.
+
+    Raises UserError where it is missing or says nothing usable: guessed means would give features that the encoder was
+    never trained on.
+    """
+    file, facts = image_settings(folder)
+    if facts is None:
+        config = encoder_config(folder)
+        writer = "AutoProcessor" if holds_parts(folder) else family_of(config.get("model_type"), str(folder)).processor
+        raise UserError(
+            f"model.vision.name: {folder} has no preprocessor_config.json, so how its images are normalised is not "
+            f"known; copy it from where the encoder was published, or write it in Python: from transformers import "
+            f"{writer}; {writer}.from_pretrained('HUB_ID').save_pretrained('{folder}'), or {writer}() for a model "
+            "trained with the family's own means"
+        )
+    found = [facts.get(key) for key in ("image_mean", "image_std")]
+    for key, values in zip(("image_mean", "image_std"), found, strict=True):
+        # A comparison that NaN and infinity fail, and a whole number too large for a float.
+        is_list = isinstance(values, list) and len(values) == 3
+        if not is_list or not all(type(value) in (int, float) and abs(value) < 1e300 for value in values):
+            raise UserError(f"{file}: {key} is {shortened(repr(values))}; needed are three numbers")
+    if min(found[1]) <= 0:
+        raise UserError(f"{file}: image_std is {found[1]}; needed are three numbers above 0")
+    resample = facts.get("resample")
+    return Preprocessing(tuple(found[0]), tuple(found[1]), BICUBIC if resample is None else resample)
+
+
+def image_settings(folder: Path) -> tuple[Path, dict[str, Any] | None]:
+    """Where a folder of transformers says how its images are made, and what it says there; None where it does not.
+
+    transformers 5 writes the settings of a processor's parts into processor_config.json.
+    """
+    file, processor = folder / "preprocessor_config.json", folder / "processor_config.json"
+    if file.is_file():
+        return file, read_json(file)
+    part = read_json(processor).get("image_processor") if processor.is_file() else None
+    return (file, None) if part is None else (processor, part)
+
+
+def patches_per_image(image_size: int, patch_size: int) -> int:
+    """Patches that an encoder makes of one image: (image_size // patch_size) squared, both sizes in pixels.
+
+    An encoder's patch convolution drops what is left over at the right and the bottom, hence the floor (SigLIP: 384 px
+    in patches of 14 give 27 x 27). Raises UserError when not even one patch fits.
+    """
+    if patch_size < 1 or image_size < patch_size:
+        raise UserError(
+            f"image size {image_size} with patch size {patch_size}: not one patch fits; the vision model's "
+            "configuration must give an image at least as large as a patch"
+        )
+    return (image_size // patch_size) ** 2

@@ -1,0 +1,103 @@
+"""What stands in a stock causal LM where another stage holds the real module, and in an encoder's slice.
+
+    layers  0 .. first-2   first-1    first .. last-1      last       last+1 .. N-1
+            Bookend        Bookend    stock decoder layers Bookend    Bookend
+                           hands in                        hands out
+
+The stock forward runs over the whole list as ever: the bookend before the slice returns the hidden states that this
+stage received, whatever came before, and the one after it keeps the slice's result.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from mmtrain.base.errors import UserError
+from mmtrain.models.facts.families import global_name
+
+
+class Bookend(nn.Module):
+    """In the place of a layer or block that another rank holds: passes on, hands in or hands out hidden states."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.hand_in: torch.Tensor | None = None
+        self.handed_out: torch.Tensor | None = None
+        # Some models ask a layer for its kind before they call it (`decoder_layer.attention_type`).
+        for name, attribute in vars(layer).items():
+            if not name.startswith("_") and name != "training" and isinstance(attribute, (str, int, float)):
+                setattr(self, name, attribute)
+
+    def forward(self, hidden_states: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+        self.handed_out = hidden_states
+        return hidden_states if self.hand_in is None else self.hand_in
+
+
+class AbsentEmbedding(nn.Module):
+    """In the place of learned position embeddings on stages behind decoder layer 0, where their sum is thrown away."""
+
+    def forward(self, *_: Any, **__: Any) -> torch.Tensor:
+        return torch.zeros(())
+
+
+def decoder_path(model: PreTrainedModel) -> tuple[str, str]:
+    """Where a stock causal LM holds its decoder: path of the module that runs the layers, and its name for their list.
+
+    ("model", "layers") for llama, ("model.decoder", "layers") for opt, ("transformer", "h") for gpt2. Raises UserError
+    where there is no such list.
+    """
+    for name, module in model.named_modules():
+        if isinstance(module, nn.ModuleList) and global_name(f"{name}.0.weight") == "llm.layers.0.weight":
+            path, _, layers = name.rpartition(".")
+            return path, layers
+    raise UserError(f"{model.config.model_type} cannot be staged: its decoder layers are not in one list that is known")
+
+
+def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
+    """The list of decoder layers of a stock causal LM, absent ones included."""
+    return model.get_submodule(".".join(decoder_path(model)))
+
+
+def absent_modules(
+    model: PreTrainedModel, first: int, last: int, *, embedding: bool, head: bool
+) -> dict[nn.Module, nn.Module]:
+    """Every module that a slice of decoder layers [first, last) does not hold, with what stands in its place.
+
+    Learned position embeddings belong to the slice that holds decoder layer 0. Raises UserError for a family with other
+    parameters outside its decoder layers, which more than one stage would need.
+    """
+    layers = decoder_layers(model)
+    absent: dict[nn.Module, nn.Module] = {
+        layer: Bookend(layer) for i, layer in enumerate(layers) if not first <= i < last
+    }
+    if not embedding:
+        absent[model.get_input_embeddings()] = nn.Identity()
+    if not head:
+        absent[model.get_output_embeddings()] = nn.Identity()
+        for name, module in model.named_modules():
+            if global_name(f"{name}.weight") == "llm.norm.weight":
+                absent[module] = nn.Identity()
+    if holds_layer_0(first, last):
+        return absent
+    for name, module in model.named_modules():
+        part = global_name(f"{name}.weight").split(".")[1]
+        if part in ("layers", "embedding", "norm", "head") or not list(module.parameters(recurse=False)):
+            continue
+        if not isinstance(module, nn.Embedding):
+            raise UserError(f"{model.config.model_type} cannot be staged: every stage would need its {name}")
+        absent[module] = AbsentEmbedding()
+    return absent
+
+
+def holds_layer_0(first: int, last: int) -> bool:
+    """Whether decoder layer 0 is in [first, last): that slice also holds what feeds it beside the embedding."""
+    return first == 0 and last > 0
+
+
+def replace(model: nn.Module, module: nn.Module, replacement: nn.Module) -> None:
+    """Put `replacement` where `module` is in `model`."""
+    model.set_submodule(next(name for name, child in model.named_modules() if child is module), replacement)

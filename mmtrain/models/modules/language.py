@@ -1,0 +1,404 @@
+"""A pipeline stage's part of a stock Hugging Face causal LM: embedding, some decoder layers, final norm and LM head.
+
+    input_ids (B, L) --embed--> (B, L, D) --forward: decoder layers [first, last)--> (B, L, D)
+    last stage: forward also runs the final norm, or --forward_rows--> rows (S, D) of it --logits--> (S, V)
+
+No architecture is rewritten. The stock model keeps its config and the length of its layer list; what other stages hold
+is replaced (bookends.py). So layer indices, layer types and scalings stay what they are in the whole model. Cutting the
+list instead is wrong wherever the stock forward scales its input: granite's 12 would be multiplied in by every stage.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Collection, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import nn
+from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
+from transformers.modeling_outputs import MoeModelOutputWithPast
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+from transformers.utils import logging
+
+from mmtrain.base.errors import UserError
+from mmtrain.data.stream.packs import copied
+from mmtrain.models.facts.families import check_family, global_name, holds_parts, llm_config, llm_tensors, remote_code
+from mmtrain.models.facts.model_files import foreign_files, model_folder, tensor_shapes
+from mmtrain.models.modules.attention import ATTENTION, document_positions
+from mmtrain.models.modules.bookends import (
+    Bookend,
+    absent_modules,
+    decoder_layers,
+    decoder_path,
+    holds_layer_0,
+    replace,
+)
+from mmtrain.models.modules.last_layer import LastLayer, Rows, recomputing
+from mmtrain.models.modules.lora import without_marks
+from mmtrain.models.weights.files import open_tensors, tensor_files
+from mmtrain.models.weights.streaming import StreamedLayers
+
+LOADED_AT_ONCE = 2**28
+"""Bytes of decoder layers that are loaded at once where each is smaller: a load takes 25 ms and more by itself."""
+
+
+@dataclass
+class _HeadInput(MoeModelOutputWithPast):
+    """What a stock causal LM reads of its base model's output, over all families."""
+
+    cross_attentions: tuple[torch.Tensor, ...] | None = None
+
+
+class _PassThrough(nn.Module):
+    """A decoder that returns its input: what then remains of the causal LM is its head."""
+
+    def forward(self, *_: Any, inputs_embeds: torch.Tensor, **__: Any) -> _HeadInput:
+        return _HeadInput(last_hidden_state=inputs_embeds)
+
+
+class LanguageSlice(nn.Module):
+    """Decoder layers [first, last) of a stock causal LM, with the embedding or the head where the stage has them."""
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        first: int,
+        last: int,
+        *,
+        embedding: bool,
+        head: bool,
+        streamed: StreamedLayers | None = None,
+    ) -> None:
+        """`model` is a stock causal LM in which all other parts have been replaced (`load_slice`, `slice_of`).
+
+        `streamed` has those of its layers, and maybe others, that are whole only while they compute.
+        """
+        super().__init__()
+        self.model = model.requires_grad_(False)
+        self.first, self.last = first, last
+        self.has_embedding, self.has_head = embedding, head
+        self.hidden_size: int = model.config.hidden_size
+        self.vocab_size: int = model.config.vocab_size
+        self._recomputed = 0
+        self._last_layer: LastLayer | None = None
+        self.streamed = streamed
+        self._dress_layers(narrow=False)
+        self.eval()
+
+    def embed(self, input_ids: torch.Tensor) -> torch.Tensor:
+        """Token ids (B, L) int64 -> embeddings (B, L, D), as the stock model's input embedding makes them."""
+        assert self.has_embedding, "this slice has no embedding"
+        return self.model.get_input_embeddings()(input_ids)
+
+    def forward(self, hidden: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
+        """Hidden states (B, L, D) through the slice's decoder layers, and the final norm if it has the head.
+
+        `position_ids` (B, L) restart at 0 in each document; tokens attend within their document only. On a GPU the host
+        waits for them, unless they are on the CPU. A slice that holds decoder layer 0 takes what `embed` returned (with
+        image features in it). Calls must not overlap.
+        """
+        if self.first == self.last and not self.has_head:
+            return hidden
+        return self._run(hidden, position_ids)
+
+    def forward_rows(self, hidden: torch.Tensor, position_ids: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+        """With the head: `forward`'s result for some tokens alone, (S, D).
+
+        `places` (S,) int64 rise over rows laid end to end; there may be none. What comes after the last use of other
+        tokens is left out: the final norm, and most of the last decoder layer after `narrow_last_layer`. On a GPU the
+        host waits for `places`, too, unless they are on the CPU.
+        """
+        assert self.has_head, "only a slice with the head has results that are not handed on"
+        count = len(places)
+        if count == 0:  # layers that get no token at all may fail; one row that is cut off keeps the graph
+            places = places.new_zeros(1)
+        rows = Rows.of(places, hidden.device)
+        if self.first == self.last:
+            return self._run(rows.of_tensor(hidden), rows.of_tensor(position_ids))[0, :count]
+        if self._last_layer is None:
+            return rows.of_tensor(self._run(hidden, position_ids))[0, :count]
+        self._last_layer.rows = rows
+        try:
+            return self._run(hidden, position_ids)[0, :count]
+        finally:
+            self._last_layer.rows = None
+
+    def _run(self, hidden: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
+        layers = decoder_layers(self.model)
+        before = layers[self.first - 1] if self.first > 0 else None
+        after = layers[self.last] if self.last < len(layers) else None
+        try:
+            if before is not None:
+                before.hand_in = hidden
+            # Told that nothing is padding, transformers does not look for documents, and the host waits for no answer.
+            no_padding = torch.ones(position_ids.shape, dtype=torch.bool, device=hidden.device)
+            with document_positions(position_ids, no_padding):
+                # Behind a bookend the input tells shape, dtype and device only: detached, nothing is saved for it.
+                output = self.model.get_submodule(decoder_path(self.model)[0])(
+                    inputs_embeds=hidden if before is None else hidden.detach(),
+                    attention_mask=no_padding,
+                    position_ids=copied(position_ids, hidden.device),
+                    use_cache=False,
+                )
+            result = output.last_hidden_state if after is None else after.handed_out
+            assert result is not None, "the stock model did not run its layers in order"
+            return result
+        finally:  # else this micro-batch's activations would stay alive, or enter the next one after an error
+            for layer in layers:
+                if isinstance(layer, Bookend):
+                    layer.hand_in = layer.handed_out = None
+
+    def logits(self, rows: torch.Tensor) -> torch.Tensor:
+        """Normed hidden states (N, D) -> logits (N, V), with the family's own scaling and soft cap."""
+        assert self.has_head, "this slice has no head"
+        shell: nn.Module = self.model
+        stand_in: nn.Module = _PassThrough()
+        path = decoder_path(self.model)[0]
+        while path:  # shallow copies of what lies around the decoder: they share every other module with the model
+            path, _, name = path.rpartition(".")
+            shell = copy.copy(self.model.get_submodule(path))
+            shell._modules = {**shell._modules, name: stand_in}
+            stand_in = shell
+        return shell(inputs_embeds=rows[None], use_cache=False).logits[0]
+
+    def head_parameters(self) -> list[nn.Parameter]:
+        """The parameters that `logits` uses."""
+        return list(self.model.get_output_embeddings().parameters()) if self.has_head else []
+
+    def global_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Every parameter of the slice with its global name; a tied head beside its embedding is one parameter."""
+        for name, parameter in self.model.named_parameters():
+            yield global_name(without_marks(name)), parameter
+
+    def recompute(self, count: int) -> None:
+        """Let the first `count` of the slice's decoder layers recompute their activations in backward (0: none).
+
+        Such a layer saves only its input and costs a second forward. Unlike transformers' gradient checkpointing this
+        works in eval mode, and it leaves the names of parameters as they are.
+        """
+        assert count >= 0, count
+        self._recomputed = count
+        self._dress_layers(narrow=self._last_layer is not None)
+
+    def narrow_last_layer(self) -> None:
+        """Let `forward_rows` run the last decoder layer for its rows alone; see `parity.takes_rows` for which families.
+
+        Exact up to rounding, in gradients too, and with recomputation.
+        """
+        assert self.has_head and self.first < self.last, (
+            "the slice does not hold both the last decoder layer and the head"
+        )
+        self._dress_layers(narrow=True)
+
+    def _dress_layers(self, *, narrow: bool) -> None:
+        layers = decoder_layers(self.model)[self.first : self.last]
+        for i, layer in enumerate(layers):
+            vars(layer).pop("forward", None)
+            if narrow and i == len(layers) - 1:
+                layer.forward = self._last_layer = LastLayer(layer, recompute=i < self._recomputed)
+            elif i < self._recomputed:
+                layer.forward = recomputing(layer.forward)
+            if self.streamed is not None and self.first + i in self.streamed.layers:  # around all of it
+                layer.forward = self.streamed.around(self.first + i, layer.forward)
+
+
+def slice_of(
+    model: PreTrainedModel,
+    first: int,
+    last: int,
+    *,
+    embedding: bool,
+    head: bool,
+    streamed: StreamedLayers | None = None,
+) -> LanguageSlice:
+    """Decoder layers [first, last) of a stock causal LM in memory; copies what it keeps, `model` is left alone.
+
+    All its layers are streamed where there is a `streamed` to take them.
+    """
+    _check_bounds(model.config, first, last, embedding, head)
+    absent = absent_modules(model, first, last, embedding=embedding, head=head)
+    part = copy.deepcopy(model, {id(module): replacement for module, replacement in absent.items()})
+    _set_options(part.config)
+    part.set_attn_implementation(ATTENTION)
+    if streamed is not None:
+        for i in range(first, last):
+            streamed.take(i, decoder_layers(part)[i])
+    return LanguageSlice(part, first, last, embedding=embedding, head=head, streamed=streamed)
+
+
+def load_slice(
+    path: str,
+    first: int,
+    last: int,
+    *,
+    embedding: bool,
+    head: bool,
+    dtype: torch.dtype,
+    device: torch.device | str = "cpu",
+    streamed: StreamedLayers | None = None,
+    streamed_numbers: Collection[int] = (),
+) -> LanguageSlice:
+    """Decoder layers [first, last) of the causal LM in a folder (or cached hub id), frozen, in eval mode.
+
+    Only the slice's own tensors are read. transformers loads them by its own rules (conversions, fused experts, ties,
+    fp32 buffers), so that the union of all slices equals `from_pretrained`. With tied embeddings a head slice without
+    the embedding holds its own copy of the matrix. Layers are loaded one after the other, small ones a few at a time
+    (`LOADED_AT_ONCE`), each moved to `device`, or, if it is one of `streamed_numbers`, given to `streamed`, before the
+    next: memory never holds more than what is kept and one of them. Raises UserError for missing or unusable files and
+    for families that cannot be cut.
+    """
+    weights = _Weights(path, dtype)
+    _check_bounds(weights.config, first, last, embedding, head)
+    matrix = embedding or (head and bool(getattr(weights.config, "tie_word_embeddings", False)))
+    groups = weights.groups(first, last)
+    model = weights.load(groups[0], embedding=matrix, head=head)
+    layers = decoder_layers(model)
+    for group in groups:
+        if group is not groups[0]:
+            part = decoder_layers(weights.load(group, embedding=False, head=False))
+            for i in group:
+                layers[i] = part[i]
+                for module in layers[i].modules():
+                    if "config" in vars(module):  # one for the whole model, as the stock model has it
+                        module.config = model.config
+            del part
+        for i in group:
+            if streamed is not None and i in streamed_numbers:
+                streamed.take(i, layers[i])
+            layers[i].to(device)
+    model.to(device)
+    if matrix and not embedding:
+        replace(model, model.get_input_embeddings(), nn.Identity())
+    return LanguageSlice(model, first, last, embedding=embedding, head=head, streamed=streamed)
+
+
+class _Weights:
+    """The causal LM in a folder, of which parts are loaded by themselves."""
+
+    def __init__(self, path: str, dtype: torch.dtype) -> None:
+        self._path, self._dtype = path, dtype
+        folder = model_folder(path)
+        self.config = causal_config(folder)
+        _set_options(self.config)
+        self._stock = MODEL_FOR_CAUSAL_LM_MAPPING[type(self.config)]
+        self._files = llm_tensors(folder, {name: (name, file) for name, file in tensor_files(folder).items()})
+        self._shapes = llm_tensors(folder, tensor_shapes(folder) or {})
+        prefix = missing_prefix(self._files, self._stock)
+        self._global = {name: global_name(prefix + name) for name in self._files}
+
+    def groups(self, first: int, last: int) -> list[range]:
+        """Decoder layers [first, last) in groups to load at once; a slice without layers is one empty group."""
+        sizes = dict.fromkeys(range(first, last), 0)
+        for name, shape in self._shapes.items():
+            _, part, number, *_ = (*self._global[name].split("."), "")
+            if part == "layers" and int(number) in sizes:
+                sizes[int(number)] += math.prod(shape) * self._dtype.itemsize
+        found, begin, size = [], first, 0
+        for layer, more in sizes.items():
+            if layer > begin and size + more > LOADED_AT_ONCE:
+                found.append(range(begin, layer))
+                begin, size = layer, 0
+            size += more
+        return [*found, range(begin, last)]
+
+    def load(self, layers: range, *, embedding: bool, head: bool) -> PreTrainedModel:
+        """The model with these decoder layers, on the CPU, and nothing else but what is asked for."""
+        stock = self._stock
+        first, last = layers.start, layers.stop
+
+        def build(model: PreTrainedModel, *arguments: Any, **options: Any) -> None:
+            stock.__init__(model, *arguments, **options)
+            for module, replacement in absent_modules(model, first, last, embedding=embedding, head=head).items():
+                replace(model, module, replacement)
+            if not head:  # else transformers looks for the LM head that is tied to the embedding
+                model.all_tied_weights_keys = {}
+
+        def wanted(name: str) -> bool:
+            _, part, *rest = self._global[name].split(".")
+            if part == "layers":
+                return int(rest[0]) in layers
+            if part == "embedding":
+                return embedding
+            return head if part in ("norm", "head") else holds_layer_0(first, last)
+
+        tensors = open_tensors({name: place for name, place in self._files.items() if wanted(name)})
+        # The name and module of the stock class: transformers finds its conversions by them.
+        part_class = type(stock.__name__, (stock,), {"__init__": build, "__module__": stock.__module__})
+        with quiet():
+            model, report = part_class.from_pretrained(
+                None,
+                config=self.config,
+                state_dict=tensors,
+                dtype=self._dtype,
+                attn_implementation=ATTENTION,
+                ignore_mismatched_sizes=True,  # they are in the report, like everything else that does not fit
+                output_loading_info=True,
+            )
+        faults = {kind: sorted(map(str, entries))[:3] for kind, entries in report.items() if entries}
+        if faults:
+            raise UserError(f"{self._path}: the weights do not fit config.json ({faults}); download the model again")
+        return model
+
+
+def missing_prefix(names: Iterable[str], stock: type[PreTrainedModel]) -> str:
+    """What the names of tensors on disk lack to be names in the causal LM `stock`: "" or "transformer.".
+
+    Files saved from the model without its LM head, such as the published gpt2's, lack the first part of names.
+    """
+    complete = any(global_name(name).startswith("llm.layers.") for name in names)
+    return "" if complete else stock.base_model_prefix + "."
+
+
+def causal_config(folder: Path) -> PreTrainedConfig:
+    """transformers' config of the causal LM in a folder; raises UserError naming a family that cannot be used."""
+    config_json = llm_config(folder)
+    check_family(config_json)
+    family = config_json["model_type"]
+    if family not in transformers.CONFIG_MAPPING:
+        why = remote_code(config_json) or "a later one may"
+        raise UserError(f"{folder}: transformers {transformers.__version__} does not know {family}; {why}")
+    if holds_parts(folder):
+        with foreign_files(f"{folder}: text_config in config.json"):
+            config = transformers.CONFIG_MAPPING[family].from_dict(config_json)
+    else:
+        config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise UserError(f"{folder}: {family} has no causal LM in transformers {transformers.__version__}")
+    return config
+
+
+def _check_bounds(config: PreTrainedConfig, first: int, last: int, embedding: bool, head: bool) -> None:
+    layers = config.num_hidden_layers
+    assert 0 <= first <= last <= layers, (first, last, layers)
+    assert not embedding or first == 0, "the embedding is on the stage that holds decoder layer 0, or on the one before"
+    assert not head or last == layers, "the head is on the stage that holds the last decoder layer, or on the one after"
+
+
+def _set_options(config: PreTrainedConfig) -> None:
+    """Switch off what a config.json may ask for and a stage does not return: it would keep activations alive."""
+    for option in ("output_attentions", "output_hidden_states", "output_router_logits", "use_cache"):
+        if getattr(config, option, False):
+            setattr(config, option, False)
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """transformers without its bars (one a rank is unreadable), and without its report of what does not fit.
+
+    That comes back as a value, with `output_loading_info`.
+    """
+    shown, level = logging.is_progress_bar_enabled(), logging.get_verbosity()
+    logging.disable_progress_bar()
+    logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(level)
+        if shown:
+            logging.enable_progress_bar()

@@ -1,0 +1,167 @@
+"""The last decoder layer for the tokens whose output is used: the supervised ones, often one in five.
+
+    hidden (B, L, D) --stock layer as far as its cache--> keys and values of all tokens
+    rows (S,) of hidden --stock layer, given these keys and values--> (1, S, D)
+
+Queries, attention, output projection and MLP of all other tokens would be thrown away. The layer's own code runs twice:
+a stand-in for its cache takes the keys and values out of the first run, where queries are not projected, and hands them
+to the second, where keys and values are not. A trainable layer's gradients are exact, since what else the first run
+computes has no part in the result. Which families this is right for is measured (`parity.takes_rows`), not known.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from mmtrain.data.stream.packs import copied
+from mmtrain.models.modules.kernels import Documents
+
+CACHE_ARGUMENTS = ("past_key_values", "layer_past")
+"""What decoder layers call their cache, over all families."""
+
+QUERY_PROJECTIONS = ("q_proj", "q_b_proj")
+KEY_PROJECTIONS = ("k_proj", "v_proj")
+"""What projections are called that come before the cache and can be left out; where one makes all three, none is."""
+
+Forward = Callable[..., Any]
+
+
+def recomputing(forward: Forward) -> Forward:
+    """A forward that saves only its inputs and runs once more in backward; works in eval mode."""
+    return functools.partial(checkpoint, forward, use_reentrant=False, preserve_rng_state=False)
+
+
+@dataclass(frozen=True, eq=False)
+class Rows:
+    """Places (S,) int64 of tokens in rows laid end to end, rising; on the model's device and on the CPU."""
+
+    places: torch.Tensor
+    on_host: torch.Tensor
+
+    @classmethod
+    def of(cls, places: torch.Tensor, device: torch.device) -> Rows:
+        """Of places on any device; the host waits for them if that is not the CPU."""
+        return cls(copied(places, device), places.cpu())
+
+    def of_tensor(self, tensor: torch.Tensor) -> torch.Tensor:
+        """(B, L, ...) -> (1, S, ...), on the tensor's device."""
+        places = self.places if tensor.device == self.places.device else self.on_host
+        return tensor.flatten(0, 1).index_select(0, places)[None]
+
+
+class LastLayer:
+    """Takes the place of a stock decoder layer's `forward`: all tokens, or those of `rows` while it is set."""
+
+    def __init__(self, layer: nn.Module, *, recompute: bool) -> None:
+        queries, keys = (
+            [module for name, module in layer.named_modules() if name.split(".")[-1] in names]
+            for names in (QUERY_PROJECTIONS, KEY_PROJECTIONS)
+        )
+        on_rows = functools.partial(run_on_rows, layer.forward, queries, keys)
+        self.whole = recomputing(layer.forward) if recompute else layer.forward
+        self.on_rows = recomputing(on_rows) if recompute else on_rows
+        self.rows: Rows | None = None
+
+    def __call__(self, *arguments: Any, **options: Any) -> Any:
+        """What the stock layer returns; with `rows` its hidden states are (1, S, D)."""
+        if self.rows is None:
+            return self.whole(*arguments, **options)
+        return self.on_rows(self.rows, *arguments, **options)  # an argument: recomputation gets those of its own batch
+
+
+def run_on_rows(
+    forward: Forward,
+    query_projections: Sequence[nn.Module],
+    key_projections: Sequence[nn.Module],
+    rows: Rows,
+    hidden: torch.Tensor,
+    *arguments: Any,
+    **options: Any,
+) -> Any:
+    """A stock decoder layer's `forward` of `hidden` (B, L, D) for the tokens of `rows` alone.
+
+    `arguments` and `options` are what the stock model gives the layer; of those that hold something for each token, the
+    tokens' part is taken. Raises TypeError for a layer that has no cache, or does not use it.
+    """
+    call = inspect.signature(forward).bind(hidden, *arguments, **options)
+    name = next((name for name in CACHE_ARGUMENTS if name in call.signature.parameters), None)
+    if name is None:
+        raise TypeError(f"{inspect.unwrap(forward)} has no argument for a cache")
+    call.arguments[name] = _EndingCache()
+    try:
+        with _giving_zeros(query_projections):
+            forward(*call.args, **call.kwargs)
+        raise TypeError(f"{inspect.unwrap(forward)} does not use its cache")
+    except _CacheReached as reached:
+        keys_and_values = reached.keys_and_values
+    of_all = tuple(hidden.shape[:2])
+    call.arguments.update({name: _of_rows(value, rows, of_all) for name, value in call.arguments.items()})
+    call.arguments[name] = _FilledCache(keys_and_values)
+    with _giving_zeros(key_projections):
+        return forward(*call.args, **call.kwargs)
+
+
+@contextlib.contextmanager
+def _giving_zeros(projections: Sequence[nn.Module]) -> Iterator[None]:
+    """Within this context linear layers, whose results nobody sees, give zeros without a matrix product."""
+    linear = [module for module in projections if type(module) is nn.Linear or hasattr(module, "base_layer")]
+    for module in linear:
+        module.forward = functools.partial(_zeros, module.out_features)
+    try:
+        yield
+    finally:
+        for module in linear:
+            del module.forward
+
+
+def _zeros(width: int, rows: torch.Tensor) -> torch.Tensor:
+    return rows.new_zeros(()).expand(*rows.shape[:-1], width)
+
+
+def _of_rows(value: Any, rows: Rows, of_all: tuple[int, int]) -> Any:
+    """What of an argument belongs to the rows; `of_all` is (B, L)."""
+    if isinstance(value, Documents):
+        return value.at(rows.on_host)
+    if isinstance(value, torch.Tensor):
+        if tuple(value.shape[:2]) in (of_all, (1, of_all[1])):
+            return rows.of_tensor(value.expand(of_all[0], *value.shape[1:]))
+        return value
+    if isinstance(value, dict):
+        return {key: _of_rows(part, rows, of_all) for key, part in value.items()}
+    if isinstance(value, (tuple, list)):
+        return type(value)(_of_rows(part, rows, of_all) for part in value)
+    return value
+
+
+class _CacheReached(Exception):  # noqa: N818 - no error: how a layer is left
+    """Ends a layer's forward once its keys and values are known."""
+
+    def __init__(self, keys_and_values: tuple[torch.Tensor, torch.Tensor]) -> None:
+        super().__init__()
+        self.keys_and_values = keys_and_values
+
+
+class _EndingCache:
+    """In the place of a cache, of which a layer may use nothing but `update`."""
+
+    def update(self, key: torch.Tensor, value: torch.Tensor, *_: Any, **__: Any) -> NoReturn:
+        raise _CacheReached((key, value))
+
+
+class _FilledCache:
+    """In the place of a cache that already holds the keys and values of all tokens."""
+
+    def __init__(self, keys_and_values: tuple[torch.Tensor, torch.Tensor]) -> None:
+        self.keys_and_values = keys_and_values
+
+    def update(self, *_: Any, **__: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.keys_and_values

@@ -1,0 +1,248 @@
+"""The trainable module between vision encoder and LLM, drawn at random or read from a trained one's files.
+
+vision features (N, T, W) --projector--> image embeddings (N, T / factor^2, D), in fp32 whatever the frozen parts are
+stored in. `pretrained.connectors` says which operations a projector is made of.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections import OrderedDict
+from collections.abc import Collection, Sequence
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+from torch import nn
+
+from mmtrain.base.errors import UserError
+from mmtrain.base.printing import harmless
+from mmtrain.checkpoint.step_folder import StepFolder
+from mmtrain.config.model import ProjectorSection
+from mmtrain.models.facts import connectors
+from mmtrain.models.facts.model_files import read_header
+from mmtrain.models.weights.files import open_tensors, read_pickled, tensor_files
+from mmtrain.models.weights.fingerprint import fingerprint
+from mmtrain.models.weights.projector_files import (
+    KEY,
+    ProjectorFiles,
+    find_projector,
+    local_names,
+    projector_widths,
+    refuse_unfit,
+    tell_of_drawn_newline,
+)
+
+STORED_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)  # others are codes that need their scales
+
+PROJECTOR = "projector."  # of global names
+
+
+class PixelShuffle(nn.Module):
+    """`factor` x `factor` patches of a square grid, row by row, as one position: (N, T, W) -> (N, T / f^2, f^2 W).
+
+    The order of features is the one of InternVL, Idefics3, AyaVision, Cohere2Vision and Lfm2Vl in transformers.
+    """
+
+    def __init__(self, factor: int) -> None:
+        super().__init__()
+        self.factor = factor
+
+    def forward(self, features: torch.Tensor) -> torch.Tensor:
+        images, patches, width = features.shape
+        side, factor = math.isqrt(patches), self.factor
+        cells = features.reshape(images, side // factor, factor, side // factor, factor * width).transpose(2, 3)
+        return cells.reshape(images, patches // factor**2, factor**2 * width)
+
+
+class MeanPool(nn.Module):
+    """The mean of `factor` x `factor` positions of a square grid, row by row: (N, T, D) -> (N, T / f^2, D)."""
+
+    def __init__(self, factor: int) -> None:
+        super().__init__()
+        self.factor = factor
+
+    def forward(self, embeddings: torch.Tensor) -> torch.Tensor:
+        images, positions, width = embeddings.shape
+        side, factor = math.isqrt(positions), self.factor
+        cells = embeddings.reshape(images, side // factor, factor, side // factor, factor, width)
+        return cells.mean(dim=(2, 4)).flatten(1, 2)
+
+
+class Swiglu(nn.Module):
+    """Of 2 F features the first F, times SiLU of the others: (N, T, 2 F) -> (N, T, F)."""
+
+    def forward(self, features: torch.Tensor) -> torch.Tensor:
+        values, gates = features.chunk(2, dim=-1)
+        return nn.functional.silu(gates) * values
+
+
+class Projector(nn.Sequential):
+    """The torch module of a connector: features (N, T, W) -> image embeddings (N, T / factor^2, D).
+
+    What has parameters bears the stock class's name, all else its place.
+    """
+
+    def __init__(self, operations: Sequence[connectors.Operation]) -> None:
+        mapping = [operation for operation in operations if not isinstance(operation, connectors.Newline)]
+        super().__init__(OrderedDict(_module(place, operation) for place, operation in enumerate(mapping)))
+        self.factor = connectors.factor_of(operations)
+        self.image_newline = next(
+            (nn.Parameter(torch.empty(one.width)) for one in operations if isinstance(one, connectors.Newline)), None
+        )  # (D,), which `arranged` puts between the positions that the projector makes
+
+
+def _module(place: int, operation: connectors.Operation) -> tuple[str, nn.Module]:
+    match operation:
+        case connectors.Shuffle(factor):
+            return f"shuffle_{place}", PixelShuffle(factor)
+        case connectors.Pool(factor):
+            return f"pool_{place}", MeanPool(factor)
+        case connectors.LayerNorm(name, width, eps):
+            return name, nn.LayerNorm(width, eps=eps)
+        case connectors.Linear(name, inputs, outputs, has_bias):
+            return name, nn.Linear(inputs, outputs, bias=has_bias)
+        case connectors.Gelu():
+            return f"gelu_{place}", nn.GELU()
+        case connectors.Swiglu():
+            return f"swiglu_{place}", Swiglu()
+
+
+def make_projector(
+    section: ProjectorSection, vision_width: int, llm_width: int, seed: int, newline: bool = False
+) -> Projector:
+    """Build a projector in fp32: linear layers with nn.Linear's default distribution, norms 1 and 0.
+
+    A `newline` is drawn as LLaVA-NeXT draws it, from a normal distribution of the deviation 1 / sqrt(llm_width).
+
+    Every tensor is drawn from its own generator, a function of (seed, parameter name) alone: the same weights whatever
+    the layout, and whatever was drawn before. Raises what `connectors.connector` raises.
+    """
+    with torch.device("meta"):
+        projector = Projector(connectors.connector(section, vision_width, llm_width, newline))
+    for module_name, module in projector.named_modules():
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            value = torch.full(parameter.shape, float(name == "weight"), dtype=torch.float32)
+            path = f"{module_name}.{name}".lstrip(".")
+            digest = hashlib.sha256(f"{seed}/projector/{path}".encode()).digest()
+            generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+            if isinstance(module, nn.Linear):
+                bound = 1 / math.sqrt(module.in_features)
+                value.uniform_(-bound, bound, generator=generator)
+            elif path == connectors.NEWLINE:
+                value.normal_(std=1 / math.sqrt(llm_width), generator=generator)
+            setattr(module, name, nn.Parameter(value))
+    return projector
+
+
+def starting_projector(
+    section: ProjectorSection,
+    vision_width: int,
+    llm_width: int,
+    seed: int,
+    newline: bool = False,
+    after: Collection[Path] = (),
+) -> Projector:
+    """The projector that a run begins with: what `init_from` names, else drawn; `after` as `read_projector` has it.
+
+    A `newline` that the projector to begin with does not have is drawn. Raises what `make_projector` and
+    `read_projector` raise.
+    """
+    projector = make_projector(section, vision_width, llm_width, seed, newline)
+    if section.init_from is not None:
+        read = read_projector(section.init_from, section, vision_width, llm_width, newline, after)
+        projector.load_state_dict({**projector.state_dict(), **read})
+    return projector
+
+
+def whole_projector(checkpoint: StepFolder, after: Collection[Path] = ()) -> dict[str, torch.Tensor]:
+    """The projector of a checkpoint's run, fp32, by the names of `make_projector`'s module, whatever of it has trained.
+
+    Empty for a run on text alone. What has trained lies in the checkpoint; the rest is what the run began with. `after`
+    as `read_projector` has it. Raises UserError where that is something else now, or not there any more.
+    """
+    if checkpoint.config.model.vision is None:
+        return {}
+    file, path = checkpoint.tensors_file, checkpoint.path.resolve()
+    trained = open_tensors({name: (name, file) for name in read_header(file) if name.startswith(PROJECTOR)})
+    tensors = {name.removeprefix(PROJECTOR): view[...] for name, view in trained.items()}
+    untrained = _untrained(checkpoint)
+    if not untrained:
+        return tensors
+    if path in after:
+        raise UserError(f"{KEY}: the run of {path} begins with a projector that begins with its own")
+    widths = projector_widths(checkpoint.config)
+    section = checkpoint.config.model.projector
+    begun = starting_projector(
+        section, *widths, checkpoint.config.run.seed, connectors.has_newline(checkpoint.config), (*after, path)
+    )
+    tensors = {name: tensors.get(name, tensor) for name, tensor in begun.state_dict().items()}
+    for name, was in checkpoint.frozen_projector.items():
+        if name not in untrained or fingerprint(tensors[name.removeprefix(PROJECTOR)]) != was:
+            source = f"{KEY} ({section.init_from})" if section.init_from else "the seed"
+            raise UserError(
+                f"{checkpoint.path}: its run did not train {harmless(name)}, and {source} gives other values now than "
+                "it began with; bring back what it began with"
+            )
+    return tensors
+
+
+def _untrained(checkpoint: StepFolder) -> set[str]:
+    """Global names of the projector's tensors that a checkpoint does not hold."""
+    newline = connectors.has_newline(checkpoint.config)
+    operations = connectors.connector(checkpoint.config.model.projector, 1, 2, newline)
+    needed = {one.name for one in connectors.connector_parameters(operations)}
+    return needed - read_header(checkpoint.tensors_file).keys()
+
+
+def read_projector(
+    path: str,
+    section: ProjectorSection,
+    vision_width: int,
+    llm_width: int,
+    newline: bool = False,
+    after: Collection[Path] = (),
+) -> dict[str, torch.Tensor]:
+    """The projector of `section` from `path`, in fp32, by the names of `make_projector`'s module.
+
+    newline: whether the run has one, which `path` may lack.
+
+    path: what `find_projector` takes. vision_width: features of a patch. llm_width: the LLM's hidden size. after: the
+    checkpoints whose projectors begin with this one. Nothing but the projector is read, pickles without running them.
+    Raises UserError for a path that holds none, damaged files, tensors of another projector, other widths or types,
+    and values that are not finite.
+    """
+    files = find_projector(path)
+    stored = _read(files, after)
+    names = local_names(stored, files.source)
+    shapes = {local: tuple(stored[name].shape) for local, name in names.items()}
+    refuse_unfit(shapes, section, vision_width, llm_width, files.source, newline)
+    if not files.shapes:  # pickled: of others the launcher has told
+        tell_of_drawn_newline(shapes, files.source, newline)
+    tensors: dict[str, torch.Tensor] = {}
+    for local, name in names.items():
+        tensor = stored[name]
+        if tensor.dtype not in STORED_DTYPES:
+            raise UserError(
+                f"{KEY}: {files.source}: {name} is stored as {str(tensor.dtype).removeprefix('torch.')}; needed are "
+                "floating-point numbers of 16 bits or more"
+            )
+        tensors[local] = tensor.to(torch.float32, copy=True)  # a copy: what is mapped from a file could change there
+        if not torch.isfinite(tensors[local]).all():
+            raise UserError(f"{KEY}: {files.source}: {name} holds NaN or infinite values; take an earlier checkpoint")
+    return tensors
+
+
+def _read(files: ProjectorFiles, after: Collection[Path]) -> dict[str, torch.Tensor]:
+    source = files.source
+    if files.is_part:
+        return {f"{PROJECTOR}{name}": tensor for name, tensor in whole_projector(files.checkpoint, after).items()}
+    if not files.shapes:
+        return read_pickled(source)
+    places = tensor_files(source) if source.is_dir() else dict.fromkeys(files.shapes, source)
+    try:
+        lazy = open_tensors({name: (name, places[name]) for name in files.shapes})
+        return {name: tensor[...] for name, tensor in lazy.items()}
+    except (SafetensorError, OSError) as error:
+        raise UserError(f"{KEY}: {source}: cannot be read ({error})") from None

@@ -1,0 +1,354 @@
+"""What one pipeline stage holds, with one boundary contract.
+
+stage 0       PackedBatch --encode--> features of tiles (N, T, W) --project, arrange; embed, fuse--> hidden (B, L, D)
+              without an encoder: PackedBatch --embed--> hidden (B, L, D)
+any stage     of a later slice: hidden states of tiles (N, T + prefix, W) --encode--> the same, or features
+every stage   hidden (B, L, D), position_ids (B, L) --decoder layers--> hidden (B, L, D)
+last stage    hidden (B, L, D), position_ids, labels (B, L) --decoder layers, norm, head--> loss sum, supervised tokens
+              (or predicted tokens); of the last decoder layer, what supervised tokens alone need
+
+Between stages travel hidden states in the LLM's dtype, position_ids and labels (int64, on the host); between slices of
+the encoder (vision_tower.py) hidden states of tiles and, to stage 0, features, in the encoder's dtype; nothing else. On
+a GPU no call waits for the device: what depends on data, masks and supervised places, is found on the host.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from mmtrain.base.errors import UserError
+from mmtrain.config.schema import RunConfig
+from mmtrain.data.samples.sample import IMAGE_POSITION
+from mmtrain.data.stream.images import ImageTransform, image_transform
+from mmtrain.data.stream.packs import PackedBatch, copied
+from mmtrain.models.facts.connectors import has_newline
+from mmtrain.models.facts.families import global_name
+from mmtrain.models.facts.shapes import matches
+from mmtrain.models.facts.tiling import Tiling
+from mmtrain.models.modules.flash import Way, ways_taken
+from mmtrain.models.modules.language import LanguageSlice, load_slice
+from mmtrain.models.modules.lora import add_adapters, has_adapters, refusing_unused, without_marks
+from mmtrain.models.modules.loss import loss_sum_and_predictions, supervised_loss_sum, supervised_places
+from mmtrain.models.modules.parity import takes_rows
+from mmtrain.models.modules.projector import Projector, starting_projector
+from mmtrain.models.modules.vision import load_vision
+from mmtrain.models.modules.vision_tower import VisionTower
+from mmtrain.models.weights.streaming import StreamedLayers
+from mmtrain.plan.plan import StagePlan
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+class Front(nn.Module):
+    """Vision encoder and projector: tiles of images (N, 3, S, S) -> image embeddings (P, D), always on stage 0.
+
+    `vision` may be the first slice of the encoder, whose others are on other stages. `transform` tells how uint8 pixels
+    are normalised; it is asked when the first ones come.
+    """
+
+    def __init__(self, vision: VisionTower, projector: Projector, transform: Callable[[], ImageTransform]) -> None:
+        super().__init__()
+        self.vision = vision
+        self.projector = projector
+        self.transform = functools.cache(transform)
+
+    @property
+    def encoder_is_frozen(self) -> bool:
+        """Whether nothing of the encoder trains: then its features may be prefetched."""
+        return not any(p.requires_grad for p in self.vision.parameters())
+
+    def encode(self, tiles: torch.Tensor | None) -> torch.Tensor | None:
+        """Tiles, uint8 or normalised float32, to features (N, T, W), or what the encoder's first slice gives.
+
+        A frozen encoder runs without a graph, `tiles_per_call` at a time. Without tiles: None, or the features of a
+        black one where the encoder trains.
+        """
+        if tiles is None:
+            if self.encoder_is_frozen:
+                return None
+            size = self.vision.image_size
+            tiles = torch.zeros(1, 3, size, size, device=next(self.projector.parameters()).device)
+        if not self.encoder_is_frozen:
+            return self.vision(self._normalised(tiles))
+        return self.vision.in_groups(tiles, self._normalised)
+
+    def _normalised(self, tiles: torch.Tensor) -> torch.Tensor:
+        return self.transform().normalise(tiles) if tiles.dtype == torch.uint8 else tiles
+
+    def forward(self, features: torch.Tensor | None, tilings: Sequence[Tiling] = ()) -> torch.Tensor:
+        """Image embeddings (P, D) of the features (N, T, W) of the tiles that these images were cut into.
+
+        Without features one position of zeros is projected, so that the projector is in the graph: without it a replica
+        whose micro-batches hold no image would have no gradient to reduce while its peers wait for one.
+        """
+        newline = self.projector.image_newline
+        if features is None:
+            device = next(self.projector.parameters()).device
+            features = torch.zeros(1, self.projector.factor**2, self.vision.width, device=device)
+        projected = self.projector(features.float())
+        if newline is None:
+            return projected.flatten(0, 1)
+        return arranged(projected, newline, tilings) if tilings else torch.cat([projected.flatten(0, 1), newline[None]])
+
+
+class Stage(nn.Module):
+    """The contents of one stage: contiguous layers that run as one forward call, and its rank's slice of the encoder.
+
+    Stage 0 has its slice in the front, another stage as `later_slice`.
+    """
+
+    def __init__(
+        self,
+        language: LanguageSlice,
+        front: Front | None,
+        dtype: torch.dtype,
+        later_slice: VisionTower | None = None,
+    ) -> None:
+        super().__init__()
+        self.language = language
+        self.front = front
+        self.later_slice = later_slice
+        self.dtype = dtype
+        self.attention: set[Way] = set()
+        """How the decoder layers compute attention, as `try_out` has seen it."""
+
+    @property
+    def streamed(self) -> StreamedLayers | None:
+        """The rank's streamed layers, this stage's among them, where it has any."""
+        return self.language.streamed
+
+    @property
+    def vision(self) -> VisionTower | None:
+        """The encoder, or the slice of it, that runs here."""
+        return self.later_slice if self.front is None else self.front.vision
+
+    def global_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Every parameter of the stage with its global name; each slice of the encoder has those around its blocks."""
+        if self.vision is not None:
+            yield from self.vision.global_parameters()
+        if self.front is not None:
+            for name, parameter in self.front.projector.named_parameters():
+                yield f"projector.{name}", parameter
+        yield from self.language.global_parameters()
+
+    def layer_buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield each buffer of the decoder layers that files hold (a router's bias, say) with its global name."""
+        stored = self.language.model.state_dict().keys()
+        for name, buffer in self.language.model.named_buffers():
+            if name in stored and (known := global_name(without_marks(name))).startswith("llm.layers."):
+                yield known, buffer
+
+    @property
+    def encoder_is_frozen(self) -> bool:
+        """Whether nothing of an encoder trains here."""
+        return self.front is None or self.front.encoder_is_frozen
+
+    def encode(self, taken: PackedBatch | torch.Tensor | None) -> torch.Tensor | None:
+        """What ENCODE runs: features (N, T, W) of a micro-batch's tiles; None where there is nothing to encode.
+
+        A slice that is not the encoder's last gives hidden states (N, T + prefix, W); one that is not the first takes
+        them (None: a micro-batch without tiles). Both contiguous; see `VisionTower` for shapes and type.
+        """
+        if isinstance(taken, PackedBatch):
+            return None if self.front is None else self.front.encode(taken.tiles)
+        if taken is None:
+            return None
+        assert self.later_slice is not None, "no slice of the encoder is here that takes hidden states"
+        return self.later_slice.in_groups(taken)
+
+    def start(self, batch: PackedBatch, features: torch.Tensor | None = None) -> torch.Tensor:
+        """Stage 0: token ids of a micro-batch and features of its tiles (by default `encode`s) -> hidden (B, L, D)."""
+        if self.front is None:
+            return self.language.embed(batch.input_ids)
+        if features is None:
+            assert batch.tiles is None or self.front.vision.is_last, "the features come from another rank's slice"
+            features = self.encode(batch)
+        embeddings = self.language.embed(batch.input_ids.masked_fill(batch.input_ids == IMAGE_POSITION, 0))
+        image_embeddings = self.front(features, batch.tilings)
+        if not batch.tilings:
+            hidden = fuse(embeddings, batch.image_places, None)
+            return hidden + 0.0 * image_embeddings.sum().to(hidden.dtype)
+        return fuse(embeddings, batch.image_places, image_embeddings)
+
+    @torch.no_grad()
+    def try_out(self, device: torch.device | str) -> None:
+        """Run the decoder layers on 8 tokens, and an encoder that has adapters on a black image.
+
+        Sets `attention`. Raises UserError for adapters that have no part in the result.
+        """
+        with ways_taken() as self.attention, refusing_unused(self.language.model, global_name):
+            hidden = torch.zeros(1, 8, self.language.hidden_size, dtype=self.dtype, device=device)
+            self.language(hidden, torch.arange(8, device=device)[None])
+        if self.streamed is not None:
+            self.streamed.end()
+        if self.front is not None and has_adapters(self.front.vision.model):  # such an encoder is whole
+            vision = self.front.vision
+            with refusing_unused(vision.model, vision.global_name):
+                vision(torch.zeros(1, 3, vision.image_size, vision.image_size, device=device))
+
+    def forward(self, hidden: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
+        """Run the stage's decoder layers (and the final norm, on the last stage): (B, L, D) -> (B, L, D)."""
+        return self.language(hidden, position_ids).to(self.dtype)
+
+    def loss(
+        self, hidden: torch.Tensor, position_ids: torch.Tensor, labels: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Last stage: its input (B, L, D), position_ids and labels (B, L) -> (loss sum in nats, supervised tokens).
+
+        Both are 0-dimensional.
+        """
+        language = self.language
+        rows, targets = self._supervised(hidden, position_ids, labels)
+        loss = supervised_loss_sum(rows, targets, language.logits, language.vocab_size, language.head_parameters())
+        return loss, torch.full((), len(targets), device=hidden.device)
+
+    def predict(
+        self, hidden: torch.Tensor, position_ids: torch.Tensor, labels: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Last stage, without gradients: (loss sum in nats, arg max (S,) at the S supervised positions, row-major)."""
+        rows, targets = self._supervised(hidden, position_ids, labels)
+        return loss_sum_and_predictions(rows, targets, self.language.logits, self.language.vocab_size)
+
+    def _supervised(
+        self, hidden: torch.Tensor, position_ids: torch.Tensor, labels: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Normed hidden states (S, D) and targets (S,) of the supervised tokens, on the device."""
+        places = supervised_places(labels)
+        rows = self.language.forward_rows(hidden, position_ids, places)
+        return rows.to(self.dtype), copied(labels.flatten()[places], hidden.device)
+
+
+def arranged(projected: torch.Tensor, newline: torch.Tensor, tilings: Sequence[Tiling]) -> torch.Tensor:
+    """Embeddings (N, P, D) of the tiles of images, one after the other, as the positions (M, D) that the images become.
+
+    Of a grid those that show the picture, interpolated where `Shown` says so, each line ended by `newline` (D,).
+    Source: `pack_image_features` of LlavaNext and LlavaOnevision in transformers.
+    """
+    side, width = math.isqrt(projected.shape[1]), projected.shape[2]
+    found: list[torch.Tensor] = []
+    for tiles, tiling in zip(projected.split([one.tiles for one in tilings]), tilings, strict=True):
+        shown = tiling.shown
+        if shown is None:
+            found += [tiles.flatten(0, 1), newline.expand(tiling.newlines, width)]
+            continue
+        grid = tiles[1:].view(tiling.rows, tiling.columns, side, side, width).permute(4, 0, 2, 1, 3)
+        grid = grid.reshape(width, tiling.rows * side, tiling.columns * side)
+        grid = grid[:, shown.top : shown.top + shown.height, shown.left : shown.left + shown.width]
+        if (shown.lines, shown.length) != (shown.height, shown.width):
+            grid = nn.functional.interpolate(grid[None], (shown.lines, shown.length), mode="bilinear")[0]
+        ends = newline[:, None, None].expand(width, shown.lines, 1)
+        found += [tiles[0], torch.cat([grid, ends], dim=2).flatten(1).T]
+    return torch.cat(found)
+
+
+def fuse(embeddings: torch.Tensor, image_places: torch.Tensor, image_embeddings: torch.Tensor | None) -> torch.Tensor:
+    """Put image embeddings (P, D), in order, into the positions `image_places` (M,) int64 of rows laid end to end.
+
+    Returns (B, L, D) in the dtype of `embeddings`. Raises ValueError when M is not P: a shorter or longer scatter would
+    shift every later image's features against its text without an error.
+    """
+    positions, supplied = len(image_places), 0 if image_embeddings is None else len(image_embeddings)
+    if positions != supplied:
+        raise ValueError(
+            f"{positions} image positions in the batch, but {supplied} image embeddings: each image needs as many "
+            "positions as its tiles give embeddings"
+        )
+    if image_embeddings is None:
+        return embeddings
+    rows = image_embeddings.to(embeddings.dtype)
+    return _Put.apply(embeddings.flatten(0, 1), image_places, rows).view_as(embeddings)
+
+
+class _Put(torch.autograd.Function):
+    """`index_copy` of rows into dimension 0, which itself would keep the rows until backward for their shape alone."""
+
+    @staticmethod
+    def forward(ctx: Any, into: torch.Tensor, places: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(places)
+        return into.index_copy(0, places, rows)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, None, torch.Tensor | None]:
+        (places,) = ctx.saved_tensors
+        of_into, _, of_rows = ctx.needs_input_grad
+        return (
+            gradient.index_fill(0, places, 0.0) if of_into else None,
+            None,
+            gradient.index_select(0, places) if of_rows else None,
+        )
+
+
+def build_stage(
+    config: RunConfig,
+    stage: StagePlan,
+    *,
+    device: torch.device | str = "cpu",
+    streamed: StreamedLayers | None = None,
+) -> Stage:
+    """Load one stage from the published files and freeze all but `config.model.trainable`; recompute as planned.
+
+    Only the stage's own tensors are read. `streamed` takes those of its layers that its plan streams; all stages of a
+    rank have the same. Raises UserError for missing or unusable model files.
+    """
+    dtype = DTYPES[config.model.llm.dtype]
+    layers, ends = (stage.first, stage.last), {"embedding": stage.front, "head": stage.head}
+    assert streamed is not None or not stage.streamed, "the layers that the stage streams have no source"
+    sources = {"streamed": streamed if stage.streamed else None, "streamed_numbers": stage.streamed}
+    language = load_slice(config.model.llm.path, *layers, **ends, dtype=dtype, device=device, **sources)
+    add_adapters(language.model, config.model.lora, global_name, config.run.seed)
+    language.recompute(stage.recompute_layers)  # of layers with their adapters
+    if stage.head and stage.first < stage.last and takes_rows(language.model.config):
+        language.narrow_last_layer()
+    vision = _load_encoder(config, stage, device)
+    front = None
+    chosen = config.model.vision
+    if stage.front and chosen is not None and vision is not None:
+        widths = vision.width, language.hidden_size
+        projector = starting_projector(config.model.projector, *widths, config.run.seed, has_newline(config))
+        transform = functools.partial(image_transform, chosen.name)
+        front = Front(vision, projector.to(device), transform)
+    module = Stage(language, front, dtype, None if stage.front else vision).eval()
+    set_trainable(module.global_parameters(), config.model.trainable)
+    if vision is not None and not vision.is_whole and any(p.requires_grad for p in vision.parameters()):
+        raise whole_encoder_needed("something of the encoder trains")
+    module.try_out(device)
+    return module
+
+
+def _load_encoder(config: RunConfig, stage: StagePlan, device: torch.device | str) -> VisionTower | None:
+    """The slice of the encoder that the stage's plan names, by default the whole one with the front; else None."""
+    chosen = config.model.vision
+    if chosen is None or not (stage.front or stage.encoder is not None):
+        return None
+    vision = load_vision(
+        chosen.name,
+        chosen.select_layer,
+        DTYPES[config.model.vision_dtype],
+        device,
+        final_norm=chosen.final_norm,
+        blocks=stage.encoder,
+    )
+    add_adapters(vision.model, config.model.lora, vision.global_name, config.run.seed)
+    if not vision.is_whole and has_adapters(vision.model):
+        raise whole_encoder_needed("the encoder has adapters")
+    return vision
+
+
+def whole_encoder_needed(why: str) -> UserError:
+    """The error for an encoder that cannot be cut into slices, since gradients would have to go through them."""
+    return UserError(
+        f"parallel.encoder_ranks: {why}, so that all its blocks are needed on rank 0; leave encoder_ranks out, or set "
+        "it to 0"
+    )
+
+
+def set_trainable(parameters: Iterable[tuple[str, nn.Parameter]], patterns: Sequence[str]) -> None:
+    """Freeze every parameter but those whose global name matches a pattern; stored types stay."""
+    for name, parameter in parameters:
+        parameter.requires_grad_(matches(name, patterns))

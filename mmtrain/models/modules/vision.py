@@ -1,0 +1,341 @@
+"""Loads vision encoders, cut after the layer that feeds the projector; whole, or a slice of their blocks.
+
+The encoder's own code runs: a timm ViT, or a vision model of transformers (`pretrained/encoders.py`). What comes after
+the selected block is neither run nor kept, but for the last norm where it is asked for. `select_layer` counts as in
+LLaVA: -1 is the last block's output, -2 the one before.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import timm
+import torch
+import transformers
+from torch import nn
+
+from mmtrain.base.errors import UserError
+from mmtrain.base.printing import shortened
+from mmtrain.models.facts.encoders import ENCODER_BLOCK, EncoderFamily, check_plain_vit, family_of
+from mmtrain.models.facts.families import encoder_config, encoder_prefix, encoder_tensors, holds_parts
+from mmtrain.models.facts.model_files import (
+    cached_snapshot,
+    foreign_files,
+    hub_cache,
+    model_folder,
+    tensor_shapes,
+)
+from mmtrain.models.facts.settings import check_sizes
+from mmtrain.models.facts.timm_models import refuse_wrong_activation, timm_config
+from mmtrain.models.facts.vision_files import is_timm_name, square
+from mmtrain.models.modules.language import quiet
+from mmtrain.models.modules.tiny import randomise, shrink
+from mmtrain.models.modules.vision_tower import VisionTower, block_list, drop_other_blocks
+from mmtrain.models.weights.files import open_tensors, tensor_files
+
+# What timm reads too, its preference first.
+WEIGHT_FILES = ("model.safetensors", "open_clip_model.safetensors", "pytorch_model.bin", "open_clip_pytorch_model.bin")
+MADE_UP_PATCHES = 6  # a side, of images for encoders of random weights
+
+
+def load_vision(
+    name: str,
+    select_layer: int,
+    dtype: torch.dtype,
+    device: torch.device | str = "cpu",
+    *,
+    final_norm: bool = False,
+    blocks: tuple[int, int] | None = None,
+) -> VisionTower:
+    """Load an encoder up to the selected layer: frozen, in eval mode, its weights stored in `dtype`.
+
+    With `blocks`, [first, last) of those that run, the others are not kept, and where safetensors hold an encoder of
+    transformers, or a whole model, they are not read; timm itself reads whole files.
+
+    name: a timm model name (weights from the local Hugging Face cache), a folder in timm's local format or of a vision
+    model of transformers, or the hub id of such a folder in the local cache. Nothing is downloaded. With `final_norm`,
+    for the last layer alone, features are those of timm's `forward_features`, or transformers' `last_hidden_state`.
+    Raises UserError for a name, folder or layer that does not exist, weights that are not here, and other encoders.
+    """
+    model = timm_model(name, blocks)
+    if model is not None:
+        return _cut_timm(model, name, select_layer, dtype, final_norm, blocks).to(device)
+    return _load_hf(model_folder(name), select_layer, dtype, final_norm, blocks).to(device)
+
+
+def timm_model(name: str, held: tuple[int, int] | None = None) -> nn.Module | None:
+    """A timm encoder with all its blocks, norms and heads, as published; None for one of transformers.
+
+    With `held`, [first, last), bookends stand for the other blocks. Takes and refuses the names that `load_vision`
+    does.
+    """
+    if is_timm_name(name):
+        return _create_timm(name, timm_weights(name), held)
+    folder = model_folder(name)
+    config = encoder_config(folder)
+    if "architecture" in config:
+        if holds_parts(folder):
+            return _wrapped_timm(folder, config, held)
+        refuse_wrong_activation(config)
+        _check_size(folder)
+        return _create_timm(f"local-dir:{folder}", None, held)
+    family_of(config.get("model_type"), name)
+    return None
+
+
+def timm_weights(name: str) -> Path:
+    """The weight file of a timm name in the local cache; raises UserError saying how to download it."""
+    config = timm_config(name)
+    if not config.hf_hub_id:
+        raise UserError(
+            f"model.vision.name: timm's weights of {name} are not on the Hugging Face hub; save the model in a folder "
+            "with timm.models.save_for_hf and give that folder"
+        )
+    snapshot = cached_snapshot(config.hf_hub_id)
+    candidates = (config.hf_hub_filename, *WEIGHT_FILES) if config.hf_hub_filename else WEIGHT_FILES
+    for candidate in candidates:
+        if snapshot is not None and (snapshot / candidate).is_file():
+            return snapshot / candidate
+    raise UserError(
+        f"model.vision.name: the weights of timm's {name} are not in the local cache {hub_cache()}; "
+        f"download them first: hf download {config.hf_hub_id}"
+    )
+
+
+def _check_size(folder: Path) -> None:
+    """Raise UserError where config.json asks for a larger encoder than the folder's weights are."""
+    if any(folder.glob("*.safetensors")):  # what only timm reads, without running what a pickle asks for
+        check_sizes(encoder_config(folder), tensor_shapes(folder) or {}, str(folder))
+
+
+def _create_timm(name: str, weights: Path | None, held: tuple[int, int] | None) -> nn.Module:
+    # On the CPU, never on meta: EVA's and dinov3's rotary tables are in no checkpoint, only the constructor makes them.
+    overlay = None if weights is None else {"file": str(weights)}
+    with foreign_files(f"model.vision.name: {name}"):
+        model = timm.create_model(name, pretrained=True, pretrained_cfg_overlay=overlay)
+    _keep_plain_vit(model, held, name)
+    return model
+
+
+def _keep_plain_vit(model: nn.Module, held: tuple[int, int] | None, source: str) -> None:
+    """Drop all blocks but [first, last); raises UserError for a timm model that is no plain ViT."""
+    shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    check_plain_vit(shapes, type(model).__name__, source)
+    if held is not None:
+        drop_other_blocks(block_list(model), *held)
+
+
+def check_wrapped_timm(config: dict[str, Any], folder: Path) -> None:
+    """Raise UserError for an encoder that timm would load from elsewhere.
+
+    config: architecture and model_args as transformers' timm_wrapper has them. It passes the arguments on as they are,
+    and timm reads a file that they name.
+    """
+    source = f"{folder}: vision_config in config.json"
+    architecture, arguments = config.get("architecture"), config.get("model_args") or {}
+    if not architecture or ":" in architecture or not timm.is_model(architecture):
+        raise UserError(f"{source}: architecture {shortened(repr(architecture))} is no model of timm's")
+    if inspect.signature(timm.create_model).parameters.keys() & arguments.keys():
+        raise UserError(f"{source}: model_args {shortened(repr(arguments))}; needed are sizes of {architecture}")
+
+
+def _wrapped_timm(folder: Path, config: dict[str, Any], held: tuple[int, int] | None) -> nn.Module:
+    """A timm encoder as a whole model's folder holds it: its architecture, the arguments and the weights, no more."""
+    check_wrapped_timm(config, folder)
+    with foreign_files(f"model.vision.name: {folder}"):
+        model = timm.create_model(
+            config["architecture"], pretrained=False, num_classes=0, **(config["model_args"] or {})
+        )
+        wanted = set(model.state_dict())
+        _keep_plain_vit(model, held, str(folder))
+        places = encoder_tensors(folder, {name: (name, file) for name, file in tensor_files(folder).items()})
+        if lacking := sorted(wanted - places.keys()):  # a slice lacks what any other does: an encoder is of one depth
+            raise lacks_tensors(folder, lacking)
+        lazy = open_tensors({name: place for name, place in places.items() if _is_held(name, held)})
+        model.load_state_dict({name: lazy[name][...] for name in model.state_dict()})
+    return model
+
+
+def _cut_timm(
+    model: nn.Module,
+    name: str,
+    select_layer: int,
+    dtype: torch.dtype,
+    final_norm: bool,
+    held: tuple[int, int] | None,
+) -> VisionTower:
+    patches = model.patch_embed
+    _check_layer(select_layer, len(model.blocks), name)
+    image_size = square(getattr(patches, "img_size", None) or model.pretrained_cfg["input_size"][1:], "images", name)
+    patch_size = square(patches.patch_size, "patches", name)
+    # Pruning changes what negative indices mean: only the index that it returns still names the same block.
+    block = model.prune_intermediate_layers([select_layer], prune_norm=not final_norm, prune_head=True)
+
+    def features(model: nn.Module, images: torch.Tensor) -> torch.Tensor:
+        if final_norm:
+            return model.forward_features(images)[:, model.num_prefix_tokens :]
+        return model.forward_intermediates(
+            images, indices=block, intermediates_only=True, output_fmt="NLC", norm=False
+        )[0]
+
+    prefix_tokens = model.num_prefix_tokens
+    tower = VisionTower(model, features, model.embed_dim, image_size, patch_size, prefix_tokens, blocks=held)
+    for parameter in tower.parameters():
+        parameter.data = parameter.data.to(dtype)
+    for buffer in tower.buffers():
+        # Not tower.to(dtype): rotary tables would be rounded. EVA's constant zero bias must follow its weights, though.
+        # On the meta device there are no values to compare.
+        if buffer.is_floating_point() and not buffer.is_meta and torch.equal(buffer, buffer.to(dtype).to(buffer.dtype)):
+            buffer.data = buffer.data.to(dtype)
+    return tower
+
+
+def model_class(family: EncoderFamily) -> type[transformers.PreTrainedModel]:
+    """The family's vision model in transformers."""
+    return getattr(transformers, family.model)
+
+
+def stock_config(family: EncoderFamily, folder: Path) -> transformers.PreTrainedConfig:
+    """transformers' config of the encoder in a folder, which may be a whole model's."""
+    kind = model_class(family).config_class
+    return kind.from_dict(encoder_config(folder)) if holds_parts(folder) else kind.from_pretrained(folder)
+
+
+def _load_hf(
+    folder: Path, select_layer: int, dtype: torch.dtype, final_norm: bool, held: tuple[int, int] | None
+) -> VisionTower:
+    family = family_of(encoder_config(folder).get("model_type"), str(folder))
+    stock, unused = model_class(family), family.unused(final_norm, str(folder))
+    with foreign_files(f"model.vision.name: {folder}"):
+        config = stock_config(family, folder)
+    depth = config.num_hidden_layers
+    _check_layer(select_layer, depth, str(folder))
+    config.num_hidden_layers = depth + 1 + select_layer
+    config.vision_use_head = False
+    if any(folder.glob("*.safetensors")):
+        files = tensor_files(folder)
+        prefix = encoder_prefix(folder, files)
+        places = {name: (name, file) for name, file in files.items() if name.startswith(prefix)}
+        opened = open_tensors({name: place for name, place in places.items() if _is_held(name, held)})
+        weights = {"pretrained_model_name_or_path": None, "state_dict": opened}
+    else:  # openai/clip-vit-large-patch14-336 is published so: transformers reads it by torch's weights_only
+        prefix, weights = "", {"pretrained_model_name_or_path": folder, "local_files_only": True}
+
+    def build(model: transformers.PreTrainedModel, *arguments: Any, **options: Any) -> None:
+        stock.__init__(model, *arguments, **options)
+        if held is not None:  # before memory is taken for them
+            drop_other_blocks(block_list(model, family.published), *held)
+
+    # The name and module of the stock class: transformers finds its conversions by them.
+    part_class = type(stock.__name__, (stock,), {"__init__": build, "__module__": stock.__module__})
+    with foreign_files(f"model.vision.name: {folder}"), quiet():
+        model, info = part_class.from_pretrained(
+            **weights,
+            config=config,
+            dtype=dtype,
+            attn_implementation="sdpa",  # else config.json names it, and may name a kernel to be downloaded
+            key_mapping={f"^{re.escape(prefix + outer)}": "" for outer in (*family.outer, "") if prefix + outer},
+            output_loading_info=True,
+        )
+    _leave_out(model, unused)
+    missing = {family.published(name) for name, _ in model.named_parameters() if name in info["missing_keys"]}
+    if missing or info["mismatched_keys"]:
+        # transformers would only warn and train against an encoder that is partly random
+        raise lacks_tensors(folder, sorted([*missing, *(str(key) for key in info["mismatched_keys"])]))
+    return _hf_tower(model, family, config, str(folder), held)
+
+
+def _hf_tower(
+    model: nn.Module,
+    family: EncoderFamily,
+    config: transformers.PreTrainedConfig,
+    source: str,
+    held: tuple[int, int] | None = None,
+) -> VisionTower:
+    prefix_tokens = family.prefix_tokens({name: tuple(p.shape) for name, p in model.named_parameters()})
+
+    def features(model: nn.Module, images: torch.Tensor) -> torch.Tensor:
+        return model(images).last_hidden_state[:, prefix_tokens:]
+
+    image_size = square(config.image_size, "images", source)
+    patch_size = square(config.patch_size, "patches", source)
+    sizes = config.hidden_size, image_size, patch_size, prefix_tokens
+    return VisionTower(model, features, *sizes, family.published, held)
+
+
+def _leave_out(model: nn.Module, unused: Sequence[str]) -> None:
+    """Drop modules and parameters, by name, of which no feature comes."""
+    for name in unused:
+        path, _, last = name.rstrip(".").rpartition(".")
+        owner = model.get_submodule(path)
+        if isinstance(module := getattr(owner, last, None), nn.Module | nn.Parameter):
+            setattr(owner, last, nn.Identity() if isinstance(module, nn.Module) else None)
+
+
+def made_up_encoder(
+    name: str, dtype: torch.dtype, *, final_norm: bool, select_layer: int = -1, depth: int = 0
+) -> VisionTower:
+    """An encoder such as `load_vision` loads, of which no weight is read: of its own sizes, on the meta device.
+
+    With `depth`, of so many blocks instead and random weights on the CPU: of timm's in its own widths, of
+    transformers' in tiny ones, so that none takes much memory. Raises UserError for what is no plain ViT, and for
+    sizes far beyond those of its weights.
+    """
+    folder = None if is_timm_name(name) else model_folder(name)
+    config_json = {} if folder is None else encoder_config(folder)
+    if folder is not None and "architecture" not in config_json:
+        family = family_of(config_json.get("model_type"), name)
+        with foreign_files(f"model.vision.name: {folder}"):
+            config = stock_config(family, folder)
+        blocks = depth or config.num_hidden_layers
+        _check_layer(select_layer, blocks, name)
+        config = shrink(config) if depth else config
+        config.num_hidden_layers, config.vision_use_head = blocks + 1 + select_layer, False
+        with torch.device("cpu" if depth else "meta"):
+            stock = model_class(family)(config)
+        stock.set_attn_implementation("sdpa")
+        if depth:
+            randomise(stock, seed=0)
+        _leave_out(stock, family.unused(final_norm, name))
+        return _hf_tower(stock.to(dtype), family, config, name)
+    architecture, options = name if folder is None else f"local-dir:{folder}", {}
+    if folder is not None and holds_parts(folder):
+        check_wrapped_timm(config_json, folder)
+        architecture, options = config_json["architecture"], dict(config_json["model_args"] or {})
+    elif folder is not None:
+        _check_size(folder)
+    with foreign_files(f"model.vision.name: {name}"):
+        with torch.device("meta"):
+            model = timm.create_model(architecture, pretrained=False, **options)
+        _keep_plain_vit(model, None, name)
+        if depth:
+            pixels = MADE_UP_PATCHES * square(model.patch_embed.patch_size, "patches", name)
+            options |= {"depth": depth, "img_size": pixels}
+            model = timm.create_model(architecture, pretrained=False, **options)
+            randomise(model, seed=0)
+    return _cut_timm(model, name, select_layer, dtype, final_norm, None)
+
+
+def _is_held(name: str, held: tuple[int, int] | None) -> bool:
+    """Whether a slice of blocks [first, last) holds a tensor, by its name on disk."""
+    block = ENCODER_BLOCK.match(f"vision.{name}")
+    return held is None or block is None or held[0] <= int(block[1]) < held[1]
+
+
+def lacks_tensors(folder: Path, lacking: Sequence[str]) -> UserError:
+    """The error for an encoder's folder without some of its tensors, or with others of their names."""
+    return UserError(
+        f"model.vision.name: {folder} lacks {len(lacking)} of the encoder's tensors, e.g. {lacking[0]}; "
+        "download the folder again"
+    )
+
+
+def _check_layer(select_layer: int, depth: int, name: str) -> None:
+    if not -depth <= select_layer <= -1:
+        raise UserError(
+            f"model.vision.select_layer: {select_layer}, but {name} has {depth} blocks; needed is -{depth} to -1"
+        )

@@ -1,0 +1,258 @@
+"""A vision encoder in stock code, whole or a slice: blocks [first, last), the others replaced by bookends.
+
+    images (N, 3, S, S) float32, normalised --stem, blocks 0 .. b-1--> hidden (N, T + prefix, W)
+        --blocks b .. c-1--> hidden
+        --blocks c .. n-1, last norm if asked for, prefix tokens dropped--> features (N, T, W)
+
+Every slice holds what stands around the blocks (patches, positions, norms; the stem), which is small: behind the first
+slice it runs on one image of zeros, in whose place the slice's first block takes what was received. So block indices,
+rotary tables and biases that blocks share stay what they are in the whole encoder.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from itertools import pairwise
+
+import torch
+from torch import nn
+
+from mmtrain.base.errors import EncoderSliceError, UserError
+from mmtrain.models.facts.encoders import ENCODER_BLOCK
+from mmtrain.models.facts.vision_files import patches_per_image
+from mmtrain.models.modules.bookends import Bookend
+from mmtrain.models.modules.lora import without_marks
+from mmtrain.plan.workload import tiles_per_call
+
+
+class VisionTower(nn.Module):
+    """Blocks [first, last) of an encoder, loaded frozen; all, or a slice of them.
+
+    `blocks` are those it holds of the `depth` that run. The first slice takes images (N, 3, S, S) float32, each other
+    one hidden states (N, *hidden_shape) of the one before: the second, too, may begin with block 0, behind one that
+    holds none. The last one gives features (N, *feature_shape), others hidden states. All but images are of type
+    `dtype`, the encoder's.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        features: Callable[[nn.Module, torch.Tensor], torch.Tensor],
+        width: int,
+        image_size: int,
+        patch_size: int,
+        prefix_tokens: int,
+        published: Callable[[str], str] = str,
+        blocks: tuple[int, int] | None = None,
+    ) -> None:
+        """`features` runs the encoder's own forward up to the selected block and drops prefix tokens.
+
+        `published` gives the name in published files of a parameter of `model`, in which bookends stand for all but
+        `blocks` (None: it has all).
+        """
+        super().__init__()
+        self.model = model.eval().requires_grad_(False)
+        self.features = features
+        self.published = published
+        self.width = width
+        self.image_size = image_size
+        self.patches_per_image = patches_per_image(image_size, patch_size)
+        self.depth = len(block_list(model, published))
+        self.blocks = (0, self.depth) if blocks is None else blocks
+        self.hidden_shape = (self.patches_per_image + prefix_tokens, width)
+        self.feature_shape = (self.patches_per_image, width)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether it holds all blocks that run."""
+        return self.blocks == (0, self.depth)
+
+    @property
+    def is_last(self) -> bool:
+        """Whether it gives features; else hidden states for the next slice."""
+        return self.blocks[1] == self.depth
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of weights, hidden states and features."""
+        return next(self.model.parameters()).dtype
+
+    def slice_of(self, first: int, last: int) -> VisionTower:
+        """A copy of blocks [first, last) of a whole encoder, which is left alone."""
+        assert self.is_whole, self.blocks
+        blocks = block_list(self.model, self.published)
+        # deepcopy takes these for copied.
+        absent = {id(block): Bookend(block) for i, block in enumerate(blocks) if not first <= i < last}
+        part = copy.copy(self)
+        part._modules = {"model": copy.deepcopy(self.model, absent)}
+        part.blocks = (first, last)
+        return part
+
+    def global_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Every parameter that is kept, with its global name; each slice has those outside the blocks."""
+        for name, parameter in self.model.named_parameters():
+            yield self.global_name(without_marks(name)), parameter
+
+    def global_name(self, name: str) -> str:
+        """Global name of a parameter of `model` ("vision.<stock name>")."""
+        return f"vision.{self.published(name)}"
+
+    def forward(self, taken: torch.Tensor) -> torch.Tensor:
+        """Normalised images (N, 3, S, S), or hidden states (N, *hidden_shape), to what this slice gives."""
+        first, last = self.blocks
+        side = (3, self.image_size, self.image_size)
+        if taken.ndim == len(side) + 1:
+            # Encoders with resizable position embeddings would take another size and return another number of tokens.
+            assert taken.shape[1:] == side, f"images of shape {tuple(taken.shape)}, the encoder takes (N, {side})"
+            assert first == 0, f"images for a slice that begins with block {first}"
+            hidden, images = None, taken.to(self.dtype)
+        else:
+            assert taken.shape[1:] == self.hidden_shape, f"{tuple(taken.shape)}, needed is (N, {self.hidden_shape})"
+            hidden, images = taken, taken.new_zeros(1, *side)
+        blocks = block_list(self.model, self.published)
+        with handed_over(blocks, first, hidden):
+            found = self.features(self.model, images)
+            if not self.is_last:
+                found = blocks[last].handed_out
+        expected = (len(taken), *(self.feature_shape if self.is_last else self.hidden_shape))
+        assert found.shape == expected and found.dtype == self.dtype, (found.shape, expected, found.dtype)
+        return found
+
+    @torch.no_grad()
+    def in_groups(
+        self, taken: torch.Tensor, prepared: Callable[[torch.Tensor], torch.Tensor] = lambda part: part
+    ) -> torch.Tensor:
+        """What a frozen encoder gives of N tiles' images or hidden states, `tiles_per_call` at a time; contiguous.
+
+        The same groups in every slice, and the same strides whether features were received or made here: both decide
+        which kernels run, so the bits would depend on the layout. `prepared` makes the input of one group.
+        """
+        first, *others = taken.split(tiles_per_call(self.patches_per_image))
+        found = self(prepared(first))
+        if not others:
+            return found.contiguous()
+        every = found.new_empty(len(taken), *found.shape[1:])
+        every[: len(first)] = found
+        del found  # else it lives while the others are made
+        for part, place in zip(others, every.split(len(first))[1:], strict=True):
+            place.copy_(self(prepared(part)))
+        return every
+
+
+def block_list(model: nn.Module, published: Callable[[str], str] = str) -> nn.Sequential | nn.ModuleList:
+    """The list of an encoder's blocks, absent ones included; `published` as in VisionTower.
+
+    Raises UserError where there is none.
+    """
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Sequential | nn.ModuleList) and ENCODER_BLOCK.match(f"vision.{published(name)}.0."):
+            return module
+    raise UserError(
+        f"model.vision.name: the blocks of a {type(model).__name__} are not in one list that is known; use a ViT"
+    )
+
+
+def drop_other_blocks(blocks: nn.Sequential | nn.ModuleList, first: int, last: int) -> None:
+    """Put bookends in the places of all blocks but [first, last)."""
+    assert 0 <= first <= last <= len(blocks), (first, last, len(blocks))
+    for i, block in enumerate(blocks):
+        if not first <= i < last:
+            blocks[i] = Bookend(block)
+
+
+@contextmanager
+def handed_over(blocks: nn.Sequential | nn.ModuleList, first: int, hidden: torch.Tensor | None) -> Iterator[None]:
+    """In this context block `first` takes `hidden`, whatever comes before; None: what the stem makes."""
+    hook = None
+    if hidden is not None:
+        hook = blocks[first].register_forward_pre_hook(lambda _, arguments: (hidden, *arguments[1:]))
+    try:
+        yield
+    finally:  # else these hidden states would stay alive, or enter the next call after an error
+        if hook is not None:
+            hook.remove()
+        for block in blocks:
+            if isinstance(block, Bookend):
+                block.handed_out = None
+
+
+def slices_difference(whole: VisionTower, cuts: Sequence[int], images: torch.Tensor) -> float:
+    """Largest difference between features of normalised images by slices with borders `cuts` and by the whole encoder.
+
+    0 only where all are equal to the bit; infinite where they differ by what is no number.
+    """
+    expected = whole.in_groups(images)
+    taken = images
+    for first, last in pairwise(cuts):
+        taken = whole.slice_of(first, last).in_groups(taken)
+    if torch.equal(taken, expected):
+        return 0.0
+    difference = float((taken.double() - expected.double()).abs().max())
+    return difference if math.isfinite(difference) else math.inf
+
+
+def refuse_other_ways(whole: VisionTower, tried: int, name: str) -> None:
+    """Raise EncoderSliceError unless a hidden state is all that passes each border, and blocks are like the first few.
+
+    Those are `tried` with values. For an encoder on the meta device, where nothing is computed, but autograd records
+    what a result comes of: each block is handed a new leaf, of which alone its result may come.
+    """
+    refusal = f"{name} cannot be cut into slices:"
+    blocks = block_list(whole.model, whole.published)
+    kinds = [_kind(block) for block in blocks]
+    unlike = [i for i, kind in enumerate(kinds) if kind not in kinds[:tried]]
+    if unlike:
+        raise EncoderSliceError(f"{refusal} block {unlike[0]} is unlike the first {tried}")
+    images = torch.zeros(1, 3, whole.image_size, whole.image_size, device="meta")
+    leaves = [images.requires_grad_()]
+    results: list[tuple[torch.Tensor, int]] = []  # and how often each was written to
+
+    def enter(block: nn.Module, taken: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+        i, hidden = len(results), taken[0]
+        if i == len(blocks) or block is not blocks[i]:
+            raise EncoderSliceError(f"{refusal} its blocks do not run once each, in their order")
+        before, written = results[-1] if i else (hidden, hidden._version)
+        if hidden is not before or hidden._version != written or hidden.shape[1:] != whole.hidden_shape:
+            raise EncoderSliceError(f"{refusal} block {i} takes something else than what comes out before it")
+        leaves.append(hidden.detach().requires_grad_())
+        return (leaves[-1].clone(), *taken[1:])  # it may write to what it is handed
+
+    def leave(block: nn.Module, taken: tuple[torch.Tensor, ...], found: torch.Tensor) -> None:
+        if _leaves_of(found) - {leaves[-1]}:
+            raise EncoderSliceError(f"{refusal} block {len(results)} sees more of an image than what it is handed")
+        results.append((found, found._version))
+
+    with ExitStack() as hooks:
+        for block in blocks:
+            hooks.enter_context(block.register_forward_pre_hook(enter))
+            hooks.enter_context(block.register_forward_hook(leave))
+        features = whole(images.clone())
+    if len(results) < len(blocks) or _leaves_of(features) - {leaves[-1]}:
+        raise EncoderSliceError(f"{refusal} its features come of more than the last of its blocks")
+    hidden = images.detach()
+    for i in range(len(blocks)):  # else some code might ask an absent block for what it does not have
+        hidden = whole.slice_of(i, i + 1)(hidden)
+
+
+def _kind(block: nn.Module) -> list[tuple[str, object]]:
+    """What a block is made of: classes of modules and shapes of parameters, by name."""
+    parts: list[tuple[str, object]] = [(name, type(module)) for name, module in block.named_modules()]
+    return [*parts, *((name, parameter.shape) for name, parameter in block.named_parameters())]
+
+
+def _leaves_of(tensor: torch.Tensor) -> set[torch.Tensor]:
+    """The leaves that a tensor was computed from, of those that require a gradient."""
+    if not tensor.requires_grad:
+        return set()
+    waiting = [torch.autograd.graph.get_gradient_edge(tensor).node]
+    seen: set[torch.autograd.graph.Node] = set()
+    while waiting:
+        node = waiting.pop()
+        if node not in seen:
+            seen.add(node)
+            waiting += [earlier for earlier, _ in node.next_functions if earlier is not None]
+    leaves = (getattr(node, "variable", None) for node in seen)
+    return {leaf for leaf in leaves if leaf is not None}

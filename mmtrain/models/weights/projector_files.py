@@ -1,0 +1,240 @@
+"""Where a trained projector lies and whether it fits the run: `model.projector.init_from`, looked at without torch.
+
+path --what it is--> files --names and shapes, where headers tell them--> fits the run, or UserError
+
+| path                                         | tensors of the projector                                  |
+|----------------------------------------------|-----------------------------------------------------------|
+| run or step folder of mmtrain                | projector.linear_1.weight in projector.safetensors        |
+| projector.safetensors, or an export with it  | the same                                                  |
+| LLaVA's mm_projector.bin, or a folder of it  | model.mm_projector.0.weight; of a linear one .weight      |
+| stock model's folder, or cached hub id       | multi_modal_projector.linear_1.weight, also below model.; |
+|                                              | of LlavaNext and LlavaOnevision image_newline besides;    |
+|                                              | of Idefics3 and SmolVLM connector.modality_projection.    |
+
+LLaVA's names: `build_vision_projector` in llava/model/multimodal_projector/builder.py, whose reader takes any prefix.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from mmtrain.base.errors import UserError
+from mmtrain.base.printing import harmless
+from mmtrain.checkpoint.step_folder import MANIFEST, TENSORS, StepFolder, find, names_checkpoint
+from mmtrain.config.environment import variable_hint
+from mmtrain.config.model import ProjectorSection
+from mmtrain.config.schema import RunConfig
+from mmtrain.models.facts.connectors import (
+    CONNECTORS,
+    NEWLINE,
+    Swiglu,
+    connector,
+    connector_parameters,
+    has_newline,
+    reduction,
+    refuse_other_settings,
+)
+from mmtrain.models.facts.layouts import WITH_NEWLINES
+from mmtrain.models.facts.model_files import Shape, find_model_folder, read_header, read_json, tensor_shapes
+from mmtrain.models.facts.shapes import llm_shape, vision_shape
+
+_log = logging.getLogger(__name__)
+KEY = "model.projector.init_from"
+LLAVA_FILE = "mm_projector.bin"
+PICKLED = {".bin", ".pt", ".pth"}
+DISK_NAME = re.compile(
+    r"projector\.(?P<ours>.+)|(?:.+\.)?mm_projector\.(?P<llava>.+)"
+    r"|(?:model\.)?(?:multi_modal_projector|connector\.modality_projection)\.(?P<hf>.+)"
+    r"|(?:model\.)?(?P<newline>image_newline)"
+)
+LLAVA_LAYERS = {"0": "linear_1", "2": "linear_2"}  # of its nn.Sequential, with the GELU between them
+NEEDED = (
+    f"needed is a run or checkpoint of mmtrain, its {TENSORS}, LLaVA's {LLAVA_FILE}, or a Hugging Face model's folder"
+)
+
+
+@dataclass(frozen=True)
+class ProjectorFiles:
+    """Of safetensors files, headers were read; a pickled file was not opened."""
+
+    source: Path  # the file, or a folder of safetensors files
+    shapes: Mapping[str, Shape]  # by name on disk, of the projector's tensors alone; none of a pickled file
+    checkpoint: StepFolder | None = None  # that it lies in, held until the tensors are read
+    is_part: bool = False  # whether the rest of it, among `shapes` too, is where the checkpoint's run took its start
+
+
+def find_projector(path: str) -> ProjectorFiles:
+    """What `path` names; of a run the newest checkpoint that verifies.
+
+    Raises UserError for a path that is nothing of what is in the table above, for damaged files, and for a projector of
+    another form than ours.
+    """
+    given = Path(path).expanduser()
+    if given.is_file():
+        return _in_file(given)
+    folder = find_model_folder(path)
+    if folder is None:
+        hint = variable_hint(path)
+        raise UserError(f"{KEY}: {path}: no such file or folder{hint}, and no hub id in the local cache; {NEEDED}")
+    if names_checkpoint(folder):
+        return _in_checkpoint(find(folder))
+    for name in (TENSORS, LLAVA_FILE):
+        if (folder / name).is_file():
+            return _in_file(folder / name)
+    shapes = tensor_shapes(folder)
+    if shapes is None:
+        found = ", ".join(sorted(harmless(entry.name) for entry in folder.iterdir())[:5]) or "nothing"
+        raise UserError(f"{KEY}: {path}: holds no projector ({found}); {NEEDED}")
+    config_file = folder / "config.json"
+    refuse_other_settings(read_json(config_file) if config_file.is_file() else {}, f"{KEY}: {path}")
+    return ProjectorFiles(folder, _projector_alone(shapes, path))
+
+
+def local_names(disk_names: Iterable[str], source: str | Path) -> dict[str, str]:
+    """Name on disk of every projector tensor, by its name in our module (`linear_1.weight`); others are left out.
+
+    Raises UserError where there is none, or two for one.
+    """
+    found: dict[str, str] = {}
+    others = 0
+    for name in disk_names:
+        local = _local_name(name)
+        if local is None:
+            others += 1
+        elif local in found:
+            raise UserError(f"{KEY}: {source}: {found[local]} and {name} are two tensors for one place")
+        else:
+            found[local] = name
+    if not found:
+        raise UserError(f"{KEY}: {source}: holds {others:,} tensors and none of a projector; {NEEDED}")
+    return found
+
+
+def refuse_unfit(
+    shapes: Mapping[str, Shape],
+    section: ProjectorSection,
+    vision_width: int,
+    llm_width: int,
+    source: str | Path,
+    newline: bool = False,
+) -> None:
+    """Raises UserError unless `shapes`, by our module's names, are those of this projector between these widths.
+
+    newline: whether the run has one. `shapes` may lack it: a projector that was trained on squares goes on with tiles.
+    """
+    if NEWLINE in shapes and not newline:
+        raise UserError(
+            f"{KEY}: {source}: holds {NEWLINE}, which ends the lines of model.vision.layout "
+            f"{' and '.join(WITH_NEWLINES)}; set that layout, or choose another file"
+        )
+    kind, needed = section.type, _shapes_of(section, vision_width, llm_width, NEWLINE in shapes)
+    if shapes.keys() != needed.keys():
+        for other in CONNECTORS:
+            if shapes.keys() == _shapes_of(ProjectorSection(type=other), 1, 2, NEWLINE in shapes).keys():
+                raise UserError(
+                    f"{KEY}: {source}: holds a {other} projector, and model.projector.type is {kind}; set "
+                    f"model.projector.type={other}, or choose another file"
+                )
+        missing, extra = sorted(needed.keys() - shapes.keys()), sorted(shapes.keys() - needed.keys())
+        faults = [f"{', '.join(missing[:4])} missing"] if missing else []
+        faults += [f"{', '.join(map(harmless, extra[:4]))} unknown"] if extra else []
+        raise UserError(f"{KEY}: {source}: not the tensors of a {kind} projector: {'; '.join(faults)}")
+    for name, shape in shapes.items():
+        if tuple(shape) != needed[name]:
+            layers = [shapes[name] for name in needed if len(needed[name]) == len(shapes[name]) == 2]
+            widths = f"; it maps {layers[0][1]:,} features to {layers[-1][0]:,}" if layers else ""
+            keys = ["model.vision.name", "model.llm.path"]
+            keys += ["model.projector.factor"] if reduction(section) > 1 else []
+            gated = any(isinstance(one, Swiglu) for one in connector(section, vision_width, llm_width))
+            keys += ["model.projector.width"] if gated else []
+            raise UserError(
+                f"{KEY}: {source}: {name} has shape {tuple(shape)}, needed is {needed[name]}{widths}; this run's "
+                f"encoder gives {vision_width:,} and its LLM takes {llm_width:,} ({', '.join(keys)})"
+            )
+
+
+def refuse_unfit_init_from(config: RunConfig, run: Path) -> None:
+    """Before a rank starts: raises UserError for a projector to begin with that is not there or does not fit.
+
+    `run` is this run's folder, which run.overwrite is about to delete. A pickled file is opened by its rank alone.
+    """
+    path = config.model.projector.init_from
+    if path is None:
+        return
+    files = find_projector(path)
+    if config.run.overwrite and run.resolve() in files.source.resolve().parents:
+        raise UserError(
+            f"{KEY}: {path} lies in {run}, which run.overwrite=true deletes before it is read; choose another run.name"
+        )
+    if files.checkpoint is not None and config.model.init_from != path:
+        trained = read_header(files.checkpoint.tensors_file)
+        if others := [name for name in trained if not name.startswith("projector.")]:
+            _log.info(
+                f"{KEY}: of {files.checkpoint.path} the projector alone is taken; it has trained {len(others):,} more "
+                f"tensors, e.g. {harmless(others[0])}: model.init_from takes all of them"
+            )
+    if files.shapes:
+        names = local_names(files.shapes, files.source)
+        shapes = {local: files.shapes[name] for local, name in names.items()}
+        refuse_unfit(shapes, config.model.projector, *projector_widths(config), files.source, has_newline(config))
+        tell_of_drawn_newline(shapes, files.source, has_newline(config))
+
+
+def tell_of_drawn_newline(names: Iterable[str], source: Path, newline: bool) -> None:
+    """Log that a run's newline is drawn, where the projector of these names in our module has none."""
+    if newline and NEWLINE not in names:
+        _log.info(f"{KEY}: {source} holds no {NEWLINE}; it begins at random, by run.seed")
+
+
+def projector_widths(config: RunConfig) -> tuple[int, int]:
+    """Features of a patch and the LLM's hidden size; raises what `vision_shape` and `llm_shape` raise."""
+    chosen = config.model.vision
+    vision = vision_shape(chosen.name, chosen.select_layer, chosen.final_norm)
+    return vision.width, llm_shape(config.model.llm.path).hidden_size
+
+
+def _in_file(file: Path) -> ProjectorFiles:
+    if file.suffix in PICKLED:
+        return ProjectorFiles(file, {})
+    if file.suffix != ".safetensors":
+        raise UserError(f"{KEY}: {file}: neither .safetensors nor {', '.join(sorted(PICKLED))}; {NEEDED}")
+    if file.name == TENSORS and (file.parent / MANIFEST).exists():
+        return _in_checkpoint(find(file.parent))  # a bit that flipped in the file shows in the manifest alone
+    return ProjectorFiles(file, _projector_alone(read_header(file), file))
+
+
+def _in_checkpoint(checkpoint: StepFolder) -> ProjectorFiles:
+    file = checkpoint.tensors_file
+    if not checkpoint.frozen_projector:
+        return ProjectorFiles(file, _projector_alone(read_header(file), file), checkpoint)
+    config = checkpoint.config
+    shapes = _shapes_of(config.model.projector, *projector_widths(config), has_newline(config))
+    return ProjectorFiles(
+        file, {f"projector.{name}": shape for name, shape in shapes.items()}, checkpoint, is_part=True
+    )
+
+
+def _projector_alone(shapes: Mapping[str, Shape], source: str | Path) -> dict[str, Shape]:
+    return {name: shapes[name] for name in local_names(shapes, source).values()}
+
+
+def _local_name(name: str) -> str | None:
+    """The name in our module of a tensor on disk; one that a projector of another form has stays as it is."""
+    match = DISK_NAME.fullmatch(name)
+    if match is None:
+        return None
+    if match["llava"] is None:
+        return match["ours"] or match["hf"] or match["newline"]
+    if match["llava"] in ("weight", "bias"):
+        return f"linear_1.{match['llava']}"
+    layer, _, rest = match["llava"].partition(".")
+    return f"{LLAVA_LAYERS.get(layer, layer)}.{rest}"
+
+
+def _shapes_of(section: ProjectorSection, vision_width: int, llm_width: int, newline: bool = False) -> dict[str, Shape]:
+    parameters = connector_parameters(connector(section, vision_width, llm_width, newline))
+    return {parameter.name.removeprefix("projector."): parameter.shape for parameter in parameters}

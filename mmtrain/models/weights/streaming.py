@@ -1,0 +1,221 @@
+"""Frozen decoder layers that are whole only while they compute: their bytes are kept elsewhere, and fetched in time.
+
+a layer, loaded --StreamedLayers.take--> its parameters in one buffer --Source.keep--> what is kept of it
+a list's uses in order (plan/fetching.py) --follow--> before each forward, and each gradient of the layer's output:
+what is kept --Source.fetch--> the buffer, under the same parameters; the next other layer's fetch begins
+
+Parameters keep identity, shape and type; only their memory comes and goes. So whatever autograd keeps of a weight is
+right again once the layer is whole for its backward. While a layer is not whole its parameters have no memory at all:
+nothing may read them (`whole` lets it).
+
+A fetch has the files' bits. On a GPU it runs on a stream of its own, and no call waits for it on the host.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from mmtrain.models.weights.fingerprint import fingerprint
+from mmtrain.plan.instructions import fetches_of, offsets_of, with_following
+
+Wait = Callable[[], None]
+
+
+class Source(Protocol):
+    """Where streamed layers are kept."""
+
+    device: torch.device
+    """On which they compute."""
+    name: str
+    """As plans call it."""
+    is_exact: bool
+    """Whether what is fetched has the bits of what was kept."""
+
+    def padded(self, size: int) -> int:
+        """Bytes of a buffer for a layer of `size` bytes."""
+        ...
+
+    def keep(self, layer: StreamedLayer) -> Any:
+        """What this rank keeps of a layer, which is whole."""
+        ...
+
+    def fetch(self, layer: StreamedLayer) -> Wait:
+        """Begin to fill the layer's buffer from what is kept; the result lets what computes next wait for that."""
+        ...
+
+    def fingerprints(self, layer: StreamedLayer) -> list[str]:
+        """Of each parameter of a layer that is whole: of what this source has made of it."""
+        ...
+
+
+class SideStream:
+    """On a GPU a stream for what fills buffers beside computing; on a CPU the caller fills them itself."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+
+    def run(self, fill: Callable[[], None]) -> Wait:
+        """Begin to `fill` once all is computed that was asked for so far: it may use the same memory until then."""
+        if self._stream is None:
+            fill()
+            return lambda: None
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._stream):
+            fill()
+            there = self._stream.record_event()
+        return lambda: torch.cuda.current_stream(self._device).wait_event(there)
+
+
+class StreamedLayer:
+    """One decoder layer whose parameters lie in one buffer that comes and goes."""
+
+    def __init__(
+        self,
+        number: int,
+        layer: nn.Module,
+        source: Source,
+        room: Callable[[], AbstractContextManager[None]],
+    ) -> None:
+        """Takes the layer's parameters as they are; it is whole until `let_go`.
+
+        Its buffer has memory from where `room` is entered.
+        """
+        self.parameters = list(layer.parameters())
+        self.names = [f"llm.layers.{number}.{name}" for name, _ in layer.named_parameters()]
+        """Global ones, of the parameters."""
+        self.homes: list[torch.Tensor] = []
+        """Where each parameter lies in the buffer, of its shape and type."""
+        sizes = [p.numel() * p.element_size() for p in self.parameters]
+        offsets, total = offsets_of(sizes)
+        self.bytes = source.padded(total)
+        with room():
+            self.buffer = torch.empty(self.bytes, dtype=torch.uint8, device=source.device)
+            """Bytes of all parameters."""
+        for parameter, offset, size in zip(self.parameters, offsets, sizes, strict=True):
+            home = self.buffer[offset : offset + size].view(parameter.dtype).view(parameter.shape)
+            home.copy_(parameter.detach())
+            # A tensor of its own, with a count of its own of what is written to it: a fetch is no change of a weight.
+            parameter.data = home
+            self.homes.append(home)
+        self.loaded = [fingerprint(p) for p in self.parameters]
+        """Of each parameter, as the files have it."""
+        self.kept = source.keep(self)
+        self._room = room
+        self.wait: Wait | None = None
+
+    def make_room(self) -> None:
+        """Memory for the buffer, of unknown contents."""
+        with self._room():
+            self.buffer.untyped_storage().resize_(self.bytes)
+
+    def let_go(self) -> None:
+        """Give the buffer's memory back."""
+        self.buffer.untyped_storage().resize_(0)
+
+
+class StreamedLayers:
+    """The streamed layers of one rank, by number of the decoder layer."""
+
+    def __init__(self, source: Source) -> None:
+        self.source = source
+        self.layers: dict[int, StreamedLayer] = {}
+        self.fetch_count = 0
+        """Fetches of all lists that were followed."""
+        self.planned_fetches = 0
+        """How many these lists should take."""
+        self.before_wait: Callable[[], None] = lambda: None
+        """Called before what computes waits for a fetch; `after_wait` then."""
+        self.after_wait: Callable[[], None] = lambda: None
+        self._whole: list[int] = []  # there, or on their way
+        # Memory of buffers alone: what else a GPU allocates would take pieces of it, and no layer would fit any more.
+        self._pool = torch.cuda.MemPool() if source.device.type == "cuda" else None
+        self._uses: Iterator[tuple[int, int | None]] | None = None  # None: no list is followed
+
+    def take(self, number: int, layer: nn.Module) -> None:
+        """Keep this layer, which is frozen, in the source from now on; all its parameters, and none that come later."""
+        taken = self.layers[number] = StreamedLayer(number, layer, self.source, self._room)
+        taken.let_go()
+
+    def _room(self) -> AbstractContextManager[None]:
+        return nullcontext() if self._pool is None else torch.cuda.use_mem_pool(self._pool, self.source.device)
+
+    def around(self, number: int, forward: Callable[..., Any]) -> Callable[..., Any]:
+        """A layer's forward, for which, and for whose backward, the layer is whole."""
+        return functools.partial(self._forward, number, forward)
+
+    def _forward(self, number: int, forward: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+        self._use(number)
+        output = forward(*arguments, **options)
+        hidden = output if isinstance(output, torch.Tensor) else output[0]
+        if hidden.requires_grad:
+            # Its backward ends where another layer is used: not every layer has a gradient of its input.
+            hidden.register_hook(lambda _: self._use(number))
+        return output
+
+    def follow(self, uses: Sequence[int]) -> None:
+        """A list begins, which uses layers in this order; the fetches of the first two begin."""
+        self._let_go_but(())
+        self._uses = with_following(uses)
+        self.planned_fetches += len(fetches_of(uses))
+        if uses:
+            self._fetch(next(with_following(uses)))
+
+    def end(self) -> None:
+        """The list has ended, or what ran without one: no layer is whole any more.
+
+        Raises RuntimeError if layers of the list have not been used.
+        """
+        uses, self._uses = self._uses, None
+        self._let_go_but(())
+        if uses is not None and (left := list(uses)):
+            raise RuntimeError(f"{len(left)} uses of streamed layers are left, first of layer {left[0][0]}")
+
+    def _use(self, number: int) -> None:
+        """The layer computes from here on, and all before it have done."""
+        pair: tuple[int, int | None] = number, None
+        if self._uses is not None:
+            pair = next(self._uses, (-1, None))
+            if pair[0] != number:  # ranks that fetch from each other would wait for ever
+                raise RuntimeError(f"decoder layer {number} is used where the list has layer {pair[0]}")
+        self._fetch(pair)
+        self._await(self.layers[number])
+
+    def _await(self, layer: StreamedLayer) -> None:
+        if layer.wait is not None:
+            self.before_wait()
+            layer.wait()
+            layer.wait = None
+            self.after_wait()
+
+    def _fetch(self, wanted: Sequence[int | None]) -> None:
+        self._let_go_but(wanted)
+        for number in wanted:
+            if number is not None and number not in self._whole:
+                layer = self.layers[number]
+                layer.make_room()
+                layer.wait = self.source.fetch(layer)
+                self._whole.append(number)
+                self.fetch_count += self._uses is not None
+
+    def _let_go_but(self, wanted: Sequence[int | None]) -> None:
+        for number in self._whole:
+            if number not in wanted:
+                self._await(self.layers[number])  # else it would be filled while the memory is somebody else's
+                self.layers[number].let_go()
+        self._whole = [number for number in self._whole if number in wanted]
+
+    @contextmanager
+    def whole(self, number: int) -> Iterator[StreamedLayer]:
+        """The layer, whole, outside lists."""
+        self._use(number)
+        try:
+            yield self.layers[number]
+        finally:
+            self.end()

@@ -1,0 +1,48 @@
+"""A child process that runs this Python, and imports what this process imports, from the same places.
+
+No orphans: a process asks the kernel to be killed when the one that started it ends.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import site
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+from typing import Any
+
+ROOT = str(Path(__file__).parents[2])  # goes first: a child runs this package, however its parent found it
+
+
+def python_child(*arguments: object, **variables: str) -> dict[str, Any]:
+    """Keywords for subprocess.run or Popen: `python ARGUMENTS`, without input, with these variables in its environment.
+
+    Nothing is imported from the folder that it runs in (-P), which may hold a file called torch.py. It gets those
+    folders of sys.path that Python does not know by itself: another Python, started by the child, is not misled.
+    """
+    known = {"", sysconfig.get_path("stdlib"), sysconfig.get_config_var("DESTSHARED"), *site.getsitepackages()}
+    known |= {site.getusersitepackages()} if site.ENABLE_USER_SITE else set()
+    path = os.pathsep.join(e for e in (ROOT, *sys.path) if isinstance(e, str) and e not in known and Path(e).exists())
+    return {
+        "args": [sys.executable, "-P", *map(str, arguments)],
+        "env": {**os.environ, "PYTHONPATH": path, **variables},
+        "stdin": subprocess.DEVNULL,
+    }
+
+
+PR_SET_PDEATHSIG = 1
+
+
+def die_with_parent(parent: int | None = None) -> None:
+    """Ask the kernel to kill this process when the thread that started it ends: no orphan outlives kill -9 (Linux).
+
+    `parent` is that one's process id, where it is known: if it has died before this call, this process ends here.
+    """
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if parent is not None and os.getppid() != parent:
+        os._exit(1)

@@ -1,0 +1,228 @@
+"""How a rank failed and which rank failed first: from progress files, error records, exit codes and the log.
+
+torch's agent reports the process that ended first, which may be a victim ("Connection closed by peer"). The root cause
+is, in this order: a process that ended without an error record (killed by a signal, say), the earliest error that is
+not the loss of a peer, the earliest loss of a peer. A failing rank stays a while, its connections open, so that its
+peers fail after it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import mmap
+import re
+import signal
+import struct
+import time
+import traceback
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Literal, Self
+
+from mmtrain.base.durable import write_whole
+from mmtrain.base.errors import UserError
+from mmtrain.runtime.job import Job
+
+PACKAGE = str(Path(__file__).parents[1])
+RANK_PROCESS = str(Path(__file__).with_name("rank.py"))  # its frames are above those of what a rank was doing
+CANNOT_GROW = {
+    errno.ENOSPC: "free space",
+    errno.EDQUOT: "free space, or ask for a larger quota",
+    errno.EFBIG: "raise the limit on the size of files (ulimit -f; some file systems have their own)",
+}
+LOST_PEER = re.compile(
+    r"connection (was )?(likely )?(closed|reset|refused|aborted)|broken pipe|remote process exited|ncclRemoteError|"
+    r"socket (closed|error)|(gloo|nccl).*timed? ?out|nccl.*remote error|timed out waiting for (recv|send)",
+    re.IGNORECASE | re.DOTALL,
+)
+NCCL_REMEDIES = {  # what NCCL says of this machine (its src/init.cc and src/os/linux.cc), and what helps
+    re.compile(
+        r"Duplicate GPU detected.*|Multiple Ranks are using the same GPU[^.]*"
+    ): "each rank needs a GPU of its own: CUDA_VISIBLE_DEVICES must name as "
+    "many different ones as this machine has ranks, and ranks of another launcher or machine must not share them",
+    re.compile(r"Error.*/dev/shm/nccl-.*"): "NCCL needs room in /dev/shm: see df -h /dev/shm; remove what dead "
+    "processes have left there, or start the container with --shm-size=1g or more (--ipc=host)",
+}
+DEAD_WORKER = re.compile(
+    r"DataLoader worker \(pid[^\d]*(?P<pid>[\d, ]+)\)(?: is killed by signal: (?P<signal>[\w ]+))?"
+)
+OUT_OF_MEMORY = "if nobody did that, the machine ran out of memory: see dmesg"
+# A rank that has waited too long for another one aborts in C++: "[rank3]:[E1218 20:27:21 ProcessGroupNCCL.cpp] ...",
+# with the words of ProcessGroupNCCL or those of ProcessGroupNCCL2.
+WATCHDOG = re.compile(rb"\[rank(\d+)\]:.*(Watchdog caught collective operation timeout.*|Operation timed out after.*)")
+
+
+class RankProgress:
+    """Step and current work of a rank, in a file that survives the process; with `path` None in memory alone."""
+
+    _FORMAT = struct.Struct("<q200s")
+
+    def __init__(self, path: Path | None = None) -> None:
+        if path is None:
+            self._memory = mmap.mmap(-1, self._FORMAT.size)
+        else:
+            with path.open("w+b") as file:
+                file.truncate(self._FORMAT.size)
+                self._memory = mmap.mmap(file.fileno(), self._FORMAT.size)
+        self.at(0, "start-up")
+
+    def at(self, step: int, work: object) -> None:
+        """Record that this rank now does `work`, an instruction or words, in step `step`."""
+        self.step, self.work = step, str(work)
+        self._FORMAT.pack_into(self._memory, 0, step, self.work.encode()[:200])
+
+    @classmethod
+    def read(cls, path: Path) -> tuple[int, str] | None:
+        """Return (step, work) of the rank that wrote `path`; None where it never came to write it."""
+        data = path.read_bytes() if path.exists() else b""
+        if len(data) != cls._FORMAT.size:
+            return None
+        step, work = cls._FORMAT.unpack(data)
+        return step, work.rstrip(b"\0").decode(errors="replace")
+
+
+@dataclass(frozen=True)
+class ErrorRecord:
+    """What a failed rank leaves. kind: "user" (wrong input), "peer" (lost another rank, a victim) or "error"."""
+
+    rank: int
+    step: int
+    work: str
+    kind: Literal["user", "peer", "error"]
+    cause: str
+    where: str
+    time: float
+
+    @classmethod
+    def of(cls, error: BaseException, rank: int, progress: RankProgress) -> Self:
+        kind, cause = _kind_and_cause(error)
+        frames = traceback.extract_tb(error.__traceback__)
+        own = [f for f in frames if f.filename.startswith(PACKAGE) and f.filename != RANK_PROCESS] or frames
+        where = f"{Path(own[-1].filename).name}:{own[-1].lineno} in {own[-1].name}" if own else ""
+        return cls(rank, progress.step, progress.work, kind, cause, where, time.time())
+
+    def write(self, path: Path) -> None:
+        """Write whole or not at all: the launcher may read at any time."""
+        write_whole(path, json.dumps(asdict(self)))
+
+    @classmethod
+    def read(cls, path: Path) -> Self | None:
+        return cls(**json.loads(path.read_text())) if path.exists() else None
+
+    def message(self, job: Job) -> str:
+        """Return the line for the user; a UserError speaks for itself."""
+        if self.kind == "user":
+            return self.cause
+        what = "lost its connection to another rank" if self.kind == "peer" else "failed"
+        where = f" ({self.where})" if self.where and self.kind == "error" else ""
+        return f"{_name(job, self.rank)} {what} {_at(self.step, self.work)}: {self.cause}{where}"
+
+
+@dataclass(frozen=True)
+class Failure:
+    """A run that did not reach its end: the launcher's exit code, and one message for the user."""
+
+    exit_code: int
+    message: str
+
+
+def root_cause(job: Job, records: Path, exit_codes: Mapping[int, int], log_begins: int) -> Failure:
+    """Return the failure to report, of this node's ranks.
+
+    `records` is the folder of progress files and error records, `exit_codes` what torch's agent saw first; the run
+    wrote to its log from byte `log_begins` on.
+    """
+    read = (ErrorRecord.read(records / f"error-{rank}") for rank in job.local_ranks)
+    errors = [error for error in read if error is not None]
+    timed_out = _ended_by_watchdog(job.log, log_begins)
+    for rank in sorted(exit_codes.keys() - {error.rank for error in errors}):
+        if exit_codes[rank] != -signal.SIGABRT or rank not in timed_out:
+            return Failure(1, f"{last_seen(job, records, rank, _end(exit_codes[rank]))}\nlog: {job.log}")
+        step, work = RankProgress.read(records / f"progress-{rank}") or (0, "start-up")
+        errors.append(ErrorRecord(rank, step, work, "peer", timed_out[rank], "", time.time()))
+    first = min(errors, key=lambda error: (error.kind == "peer", error.time))
+    if first.kind == "user":
+        return Failure(2, first.cause)
+    lines = [first.message(job)]
+    if first.kind == "peer":
+        if job.nodes > 1:
+            lines.append(
+                "no rank of this node failed by itself: the launcher of another node names the cause; if that says the "
+                "same, the network between them is at fault"
+            )
+        lines += [last_seen(job, records, rank) for rank in job.local_ranks]
+    return Failure(1, "\n".join([*lines, f"log: {job.log}"]))
+
+
+def last_seen(job: Job, records: Path, rank: int, what: str = "was") -> str:
+    """Return what happened to a rank (`what`: "was killed by SIGKILL"), in which step and at what work."""
+    progress = RankProgress.read(records / f"progress-{rank}")
+    if progress is None:
+        return f"{_name(job, rank)} {'had not begun' if what == 'was' else f'{what} before'} its first step"
+    return f"{_name(job, rank)} {what} {_at(*progress)}"
+
+
+def _name(job: Job, rank: int) -> str:
+    return f"rank {rank} ({job.places[rank]})"
+
+
+def _at(step: int, work: str) -> str:
+    return f"in step {step} (counted from 0), at {work}"
+
+
+def _ended_by_watchdog(log: Path, begin: int) -> dict[int, str]:
+    """Return the ranks that waited longer than NCCL's timeout, with what its watchdog wrote to `log`."""
+    written = b""
+    with contextlib.suppress(OSError), log.open("rb") as file:  # its folder may have been removed
+        file.seek(begin)
+        written = file.read()
+    return {int(rank): text.decode(errors="replace") for rank, text in WATCHDOG.findall(written)}
+
+
+def _end(exit_code: int) -> str:
+    if exit_code >= 0:
+        return f"ended with exit code {exit_code}"
+    name = signal.Signals(-exit_code).name
+    return f"was killed by {name}{f' ({OUT_OF_MEMORY})' if exit_code == -signal.SIGKILL else ''}"
+
+
+def _kind_and_cause(error: BaseException) -> tuple[Literal["user", "peer", "error"], str]:
+    name, text = type(error).__name__, str(error)
+    if isinstance(error, UserError):
+        return "user", text
+    if isinstance(error, OSError) and error.errno in CANNOT_GROW:
+        seen = f"{error.filename or 'a file'} cannot be written: {error.strerror}"
+        return "user", f"{seen}; {CANNOT_GROW[error.errno]}, and start again: a run resumes from its newest checkpoint"
+    for pattern, remedy in NCCL_REMEDIES.items():
+        if isinstance(error, RuntimeError) and (matched := pattern.search(text)):
+            return "user", f"{matched[0]}; {remedy}"
+    if isinstance(error, RuntimeError) and (dead := _dead_worker(error)):
+        return "error", dead
+    # torch.distributed's errors by name: this module imports no torch. A DistBackendError may be of any kind.
+    lost_peer = (
+        isinstance(error, ConnectionError)
+        or name in ("DistNetworkError", "DistStoreError")
+        or (isinstance(error, RuntimeError) and LOST_PEER.search(text))
+    )
+    return "peer" if lost_peer else "error", f"{name}: {text}" if text else name
+
+
+def _dead_worker(error: BaseException) -> str | None:
+    """Return how a data worker ended, from torch's message about it or from the one that caused that."""
+    messages = []
+    cause: BaseException | None = error
+    while cause is not None and (matched := DEAD_WORKER.search(str(cause))):
+        messages.append(matched)
+        cause = cause.__cause__ or cause.__context__
+    if not messages:
+        return None
+    message = next((matched for matched in reversed(messages) if matched["signal"]), messages[0])
+    worker, description = f"its data worker (process {message['pid']})", message["signal"]
+    if description is None:
+        return f"{worker} ended by itself; the log may say why"
+    name = next((number.name for number in signal.Signals if signal.strsignal(number) == description), description)
+    remedies = {"SIGKILL": OUT_OF_MEMORY, "SIGBUS": "/dev/shm may be full: see df -h /dev/shm"}
+    return f"{worker} was killed by {name}" + (f" ({remedies[name]})" if name in remedies else "")

@@ -1,0 +1,35 @@
+"""The processes of a run, as their launcher describes them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from mmtrain.runtime.log import log_name
+
+
+@dataclass(frozen=True)
+class Job:
+    """The processes of a run. `places[r]` is what messages call global rank r's place in the pipeline."""
+
+    places: tuple[str, ...]
+    folder: Path
+    threads: int
+    timeout_seconds: int
+    on_gpus: bool = False  # ranks are spawned then; on the CPU they are forked from a process that has all imported
+    preload: tuple[str, ...] = ()  # modules that this process imports
+    nodes: int = 1
+    node: int = 0
+    endpoint: str | None = None
+    saves_when_asked: bool = False  # SIGTERM and SIGUSR1 ask its ranks to save and end; otherwise they end it at once
+
+    @property
+    def log(self) -> Path:
+        """What this node's ranks and its launcher say."""
+        return self.folder / log_name(self.node)
+
+    @property
+    def local_ranks(self) -> range:
+        """Global numbers of this node's ranks."""
+        number = len(self.places) // self.nodes
+        return range(self.node * number, (self.node + 1) * number)

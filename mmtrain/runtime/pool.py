@@ -1,0 +1,150 @@
+"""Jobs done by several processes: one pool for indexing and for sharding.
+
+tasks --at most 2 x workers held--> work(task, advance), each in one of the workers --> results, in the tasks' order
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import multiprocessing
+import os
+import signal
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
+from typing import Any, TypeVar
+
+from mmtrain.base.errors import UserError
+from mmtrain.runtime.child import die_with_parent
+
+SECONDS_BETWEEN_LOOKS = 0.1
+
+Task = TypeVar("Task")
+Result = TypeVar("Result")
+Advance = Callable[[int], None]  # called by a task: so many more samples are through
+Tick = Callable[[int], None]  # called by the pool: so many samples are through in all
+RunTasks = Callable[[Iterable[Task], Tick], Iterator[tuple[Task, Result]]]
+
+
+class _Stopped(Exception):  # noqa: N818
+    """Ends a worker's task between two samples: nobody wants its result any more."""
+
+
+def usable_cores() -> int:
+    """Cores that this process may run on."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+@contextlib.contextmanager
+def worker_pool(work: Callable[[Task, Advance], Result], workers: int) -> Iterator[RunTasks]:
+    """Gives `run(tasks, tick)`: each task with the result of `work(task, advance)`, in the tasks' order.
+
+    With one worker the tasks run here. Otherwise workers are forked on entering, which shares what `work` has loaded,
+    and are stopped on leaving; on macOS, whose libraries do not survive a fork, they are spawned, so `work` can be
+    pickled. `tick` is called several times a second, and after each task. Raises what a task raises, and UserError for
+    a worker that was killed.
+    """
+    if workers <= 1:
+        yield functools.partial(_run_here, work)
+        return
+    context = multiprocessing.get_context("spawn" if sys.platform == "darwin" else "fork")
+    stop, through = context.Event(), context.Value("q", 0)
+    pool = ProcessPoolExecutor(workers, context, _begin, (work, os.getpid(), stop, through))
+    try:
+        with _interrupts_later():
+            pool.submit(int)  # forks all workers: later, they would copy the locks of a progress bar's thread
+        yield functools.partial(_run_in_pool, pool, 2 * workers, lambda: through.value)
+    except BrokenProcessPool:
+        raise UserError(
+            "a worker process was killed from outside, perhaps for want of memory: fewer workers need less; what is "
+            "finished stays"
+        ) from None
+    finally:
+        stop.set()
+        pool.shutdown(cancel_futures=True)
+
+
+def _run_here(
+    work: Callable[[Task, Advance], Result], tasks: Iterable[Task], tick: Tick
+) -> Iterator[tuple[Task, Result]]:
+    through, told = 0, time.monotonic()
+
+    def advance(samples: int) -> None:
+        nonlocal through, told
+        through += samples
+        if time.monotonic() - told > SECONDS_BETWEEN_LOOKS:
+            tick(through)
+            told = time.monotonic()
+
+    for task in tasks:
+        result = work(task, advance)
+        tick(through)
+        yield task, result
+
+
+def _run_in_pool(
+    pool: ProcessPoolExecutor, most: int, through: Callable[[], int], tasks: Iterable[Task], tick: Tick
+) -> Iterator[tuple[Task, Result]]:
+    waiting: deque[tuple[Task, Future[Result]]] = deque()
+
+    def first() -> tuple[Task, Result]:
+        task, result = waiting.popleft()
+        while not wait([result], timeout=SECONDS_BETWEEN_LOOKS).done:
+            tick(through())
+        tick(through())
+        return task, result.result()
+
+    for task in tasks:
+        waiting.append((task, pool.submit(_in_worker, task)))
+        if len(waiting) >= most:
+            yield first()
+    while waiting:
+        yield first()
+
+
+@contextlib.contextmanager
+def _interrupts_later() -> Iterator[None]:
+    """Hold Ctrl-C back while workers are forked: what it raises in the middle of a fork is dropped by Python.
+
+    Blocking the signal would not do: it would come through any other thread that a library has started.
+    """
+    if threading.current_thread() is not threading.main_thread():  # no Ctrl-C is raised here
+        yield
+        return
+    seen = threading.Event()
+    before = signal.signal(signal.SIGINT, lambda *_: seen.set())
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+        if seen.is_set():
+            signal.raise_signal(signal.SIGINT)
+
+
+_work: Callable[[Any], Any]  # set in workers only
+
+
+def _begin(work: Callable[[Any, Advance], Any], parent: int, stop: Any, through: Any) -> None:
+    """Become a worker that ends when its parent does; Ctrl-C, which all get, is the parent's to answer."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    die_with_parent(parent)
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+
+    def advance(samples: int) -> None:
+        if stop.is_set() or os.getppid() != parent:
+            raise _Stopped
+        with through.get_lock():
+            through.value += samples
+
+    global _work
+    _work = lambda task: work(task, advance)  # noqa: E731
+
+
+def _in_worker(task: Any) -> Any:
+    with contextlib.suppress(_Stopped):
+        return _work(task)

@@ -1,0 +1,137 @@
+"""One rank's process: its place in the run, and the record that it leaves when it fails.
+
+A rank never prints: everything that it or a library writes, C++ included, goes to the run's log, and rank 0 gets a
+stream to the console for progress. What it leaves for the launcher is in failures.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import multiprocessing
+import os
+import signal
+import socket
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TextIO, TypeVar
+
+from mmtrain.base.console_stream import ConsoleStream
+from mmtrain.base.printing import say, show_error, show_logs
+from mmtrain.runtime.child import die_with_parent
+from mmtrain.runtime.failures import ErrorRecord, RankProgress
+from mmtrain.runtime.job import Job
+from mmtrain.runtime.log import log_name, send_output_to
+from mmtrain.runtime.stop import STOP_FILE, StopRequest
+
+Result = TypeVar("Result")
+
+ENDING_SIGNALS = (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)  # at once; SIGTERM and SIGUSR1 are stop.STOP_SIGNALS
+
+# A failed rank stays this long, its connections open, so that the launcher can end its peers before they fail in turn.
+SECONDS_AFTER_FAILURE = 1.0
+# A rank that only lost a peer stays longer: the launcher must find that peer first, not this victim.
+SECONDS_AFTER_LOST_PEER = 3.0
+
+
+@dataclass(frozen=True)
+class Rank:
+    """What one process of a run knows about its place. `console` is None everywhere but on rank 0."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+    device: str
+    folder: Path
+    console: TextIO | None
+    progress: RankProgress
+    stop: StopRequest
+
+    def tell(self, *messages: str) -> None:
+        """Print messages for the user, on rank 0."""
+        if self.console is not None:
+            say(*messages, stream=self.console)
+
+
+def run_rank(target: Callable[[Rank], Result], job: Job, records: Path | None = None) -> Result:
+    """Be one rank: RANK, WORLD_SIZE and LOCAL_RANK of the environment say which. Returns what `target` returns.
+
+    A failure ends the process: exit code 2 for a UserError, 1 otherwise. `records` is where the launcher looks for
+    progress and error records, and where it asks to stop; without it torchrun is the launcher, and this rank prints
+    itself what went wrong.
+    """
+    die_with_parent()
+    launcher = multiprocessing.parent_process()
+    if launcher is not None and not launcher.is_alive():
+        os._exit(1)  # it died before the kernel was asked
+    for number in ENDING_SIGNALS:
+        # Python's handlers would wait for the main thread, which may hang in a collective. What nohup ignores stays so.
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            signal.signal(number, signal.SIG_DFL)
+    stop = StopRequest(records / STOP_FILE if records else None)
+    stop.listen()
+    _keep_to_this_machine()
+
+    rank = int(os.environ["RANK"])
+    job.folder.mkdir(parents=True, exist_ok=True)
+    log_path = job.folder / log_name(int(os.environ.get("GROUP_RANK", "0")))
+    console = ConsoleStream(1) if rank == 0 else None
+    errors = ConsoleStream(2)
+    log = send_output_to(log_path, f"rank {rank}", [1, 2])
+    faulthandler.enable(file=2)
+
+    progress = RankProgress(records / f"progress-{rank}" if records else None)
+    try:
+        import torch
+
+        torch.set_num_threads(job.threads)
+        local_rank = int(os.environ["LOCAL_RANK"])
+        device = f"cuda:{local_rank}" if torch.cuda.is_available() else "cpu"
+        me = Rank(rank, int(os.environ["WORLD_SIZE"]), local_rank, device, job.folder, console, progress, stop)
+        show_logs(me.tell if rank == 0 else print)  # which is into the log
+        print(f"process {os.getpid()} on {socket.gethostname()}, {me.device}, threads {job.threads}")
+        result = target(me)
+    except BaseException as error:  # this is the process's outermost frame: nothing above could report it
+        record = ErrorRecord.of(error, rank, progress)
+        if records:
+            record.write(records / f"error-{rank}")
+        traceback.print_exc()
+        log.finish()
+        time.sleep(SECONDS_AFTER_LOST_PEER if record.kind == "peer" else SECONDS_AFTER_FAILURE)
+        if console is not None:
+            console.drain()
+        if not records:
+            time.sleep(seconds_before_message(rank))
+            show_error(f"{record.message(job)}\nlog: {log_path}", errors)
+            errors.drain()
+        # Not sys.exit: handlers at exit may wait for a peer that is gone.
+        os._exit(2 if record.kind == "user" else 1)
+    if console is not None:
+        console.drain()
+    for child in multiprocessing.active_children():
+        child.kill()  # a data worker that hangs, and ignores SIGTERM: Python's exit would wait for it
+    log.finish()
+    return result
+
+
+def seconds_before_message(rank: int) -> float:
+    """How long a rank under torchrun waits before it prints: ranks with the same error speak in turn.
+
+    The first one ends, torchrun ends the others, and the user reads one message; on a busy machine that takes seconds.
+    """
+    return min(2.5 + 0.5 * rank, 6.0) if rank else 0.0
+
+
+def _keep_to_this_machine() -> None:
+    """Let gloo and NCCL listen on the loopback interface alone where all ranks are on one machine (Linux).
+
+    They would on the one that the host's name belongs to, for anybody, and it may not even resolve.
+    """
+    here = os.environ.get("LOCAL_WORLD_SIZE")  # not said by every script that sets what torchrun sets
+    meet_here = os.environ["MASTER_ADDR"] in ("127.0.0.1", "localhost", "::1")
+    if sys.platform == "linux" and (here == os.environ["WORLD_SIZE"] or (here is None and meet_here)):
+        # Whatever a cluster names for runs on several machines. "=": "lo" and no other name that begins so.
+        os.environ.update({"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "=lo"})

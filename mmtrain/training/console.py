@@ -1,0 +1,114 @@
+"""What a run says about itself on the console while it runs."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, TextIO
+
+from mmtrain.base.printing import harmless, message
+from mmtrain.base.progress import SECONDS_BETWEEN_LINES, clock, open_bar
+
+if TYPE_CHECKING:  # they bring torch
+    from mmtrain.training.answers import Answer
+    from mmtrain.training.evaluator import Scores
+
+FIRST_STEPS = 3
+
+
+class Console:
+    """Progress of a run for people: a live bar on a terminal, otherwise readable lines at a rate that suits a log.
+
+    `stream` is None on ranks that print nothing. Without a terminal, or on one that cannot move its cursor (TERM=dumb),
+    the first 3 steps, then at most one step in 5 seconds, and the last step are printed. Time left is estimated from
+    the mean time of the steps since the first one, which pays for warm-up; evaluations in between count.
+    """
+
+    def __init__(self, stream: TextIO | None, max_steps: int, done_steps: int = 0) -> None:
+        self._stream = stream
+        self._max_steps = max_steps
+        self._first_step = done_steps
+        self._printed_at = -math.inf
+        self._timed_from: tuple[int, float] | None = None
+        self._bar = open_bar(stream, "step", max_steps, done_steps)
+
+    def step(self, step: int, loss: float | None, tokens_per_second: float, note: str = "") -> None:
+        """Show that `step` (counted from 0) is done; loss in nats per supervised token, None when there was none."""
+        if self._stream is None:
+            return
+        now = time.monotonic()
+        done = step + 1
+        if self._timed_from is None:
+            self._timed_from = done, now
+        shown_loss = "-" if loss is None else f"{loss:.4f}"
+        said = f"loss {shown_loss}  {tokens_per_second:,.0f} tokens/s  left {clock(self._seconds_left(done, now))}"
+        if self._bar is not None:
+            self._bar.update(0, completed=done, said=said, note=note)
+            return
+        early_or_last = step - self._first_step < FIRST_STEPS or done == self._max_steps
+        if not (early_or_last or note or now - self._printed_at >= SECONDS_BETWEEN_LINES):
+            return
+        self._printed_at = now
+        self.line("  ".join(filter(None, (f"step {done}/{self._max_steps}", said, note))))
+
+    def evaluating(self, done: int, total: int) -> None:
+        """Show that `done` of an evaluation's `total` micro-batches are done, at its begin (0), its end and between."""
+        if self._bar is not None:
+            self._bar.update(0, note=f"evaluating {done}/{total}" if done < total else "")
+            return
+        now = time.monotonic()
+        if done == 0 or (done < total and now - self._printed_at >= SECONDS_BETWEEN_LINES):
+            self._printed_at = now
+            if done:  # most are done before this says a word
+                self.line(f"evaluating: {done} of {total} micro-batches done")
+
+    def evaluation(self, step: int, scores: Scores) -> None:
+        """Show the scores on held-out samples after `step` updates."""
+        loss = "-" if scores.loss is None else f"{scores.loss:.4f}"
+        self.line(
+            f"eval at step {step}: loss {loss}, exact match {_percent(scores.exact_match)} of {scores.answers} "
+            f"answers, tokens {_percent(scores.token_accuracy)}"
+        )
+
+    def control(self, control: Scores, scores: Scores, permuted: int) -> None:
+        """Show the scores with permuted images beside the true ones; `permuted` of the samples got other images."""
+        unchanged = scores.samples - permuted
+        kept = f"; {unchanged} of {scores.samples} samples kept theirs" if unchanged else ""
+        self.line(
+            f"control, images permuted among the questions: exact match {_percent(control.exact_match)} "
+            f"(looking at the right image: {_percent(scores.exact_match)}{kept})"
+        )
+
+    def answers(self, answers: Sequence[Answer]) -> None:
+        """Show held-out questions with the answers given and the true ones; texts of the data are shown harmlessly."""
+        right = sum(answer.right for answer in answers)
+        self.line("")
+        self.line(f"{len(answers)} held-out questions, answered one token at a time: {right} right")
+        for answer in answers:
+            key, question, given, truth = map(harmless, (answer.key, answer.question, answer.given, answer.truth))
+            mark = "right" if answer.right else "wrong"
+            self.line(f"  {mark}  {key}: {question}\n         given  {given}\n         true   {truth}")
+
+    def line(self, text: str) -> None:
+        """Print a message, of one line as a rule."""
+        text = message(text)
+        if self._bar is not None:
+            self._bar.console.print(text, markup=False, highlight=False, soft_wrap=True)
+        elif self._stream is not None:
+            self._stream.write(text + "\n")
+
+    def close(self) -> None:
+        """Leave the bar as it stands and give the cursor back."""
+        if self._bar is not None:
+            self._bar.stop()
+
+    def _seconds_left(self, done: int, now: float) -> float | None:
+        start, started_at = self._timed_from
+        if done == start:
+            return 0.0 if done == self._max_steps else None
+        return (now - started_at) / (done - start) * (self._max_steps - done)
+
+
+def _percent(share: float | None) -> str:
+    return "-" if share is None else f"{share:.1%}"

@@ -1,0 +1,149 @@
+"""mmtrain convert: pickled checkpoints become safetensors with the same values, or are refused untouched."""
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, LlamaConfig
+
+from mmtrain.__main__ import main
+from mmtrain.models.modules.language import load_slice
+from mmtrain.models.modules.tiny import tiny_model
+
+
+def save_pickled(folder: Path, shards: int, *, legacy: bool = False, **options) -> dict[str, torch.Tensor]:
+    """A checkpoint as they were published before safetensors; returns its tensors."""
+    model = tiny_model(LlamaConfig(num_hidden_layers=4, **options), seed=0)
+    model.config.save_pretrained(folder)
+    (folder / "tokenizer.json").write_text("{}")
+    tensors = dict(model.state_dict())
+    names = list(tensors)
+    weight_map = {}
+    for i in range(shards):
+        file = "pytorch_model.bin" if shards == 1 else f"pytorch_model-{i + 1:05d}-of-{shards:05d}.bin"
+        part = {name: tensors[name] for name in names[i::shards]}
+        torch.save(part, folder / file, _use_new_zipfile_serialization=not legacy)
+        weight_map |= dict.fromkeys(part, file)
+    if shards > 1:
+        (folder / "pytorch_model.bin.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    return {name: tensor.clone() for name, tensor in tensors.items()}
+
+
+def stored(folder: Path) -> dict[str, torch.Tensor]:
+    return {name: t for file in sorted(folder.glob("*.safetensors")) for name, t in load_file(file).items()}
+
+
+@pytest.mark.parametrize(
+    ("shards", "options"),
+    [(3, {}), (1, {}), (1, {"tie_word_embeddings": True}), (2, {"legacy": True})],
+    ids=["sharded", "single", "tied", "legacy pickle"],
+)
+def test_every_tensor_is_the_same_and_slices_equal_from_pretrained(tmp_path, shards, options):
+    expected = save_pickled(tmp_path, shards, **options)
+    stock = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    assert main(["convert", str(tmp_path)]) == 0
+    converted = stored(tmp_path)
+    assert converted.keys() == expected.keys()
+    assert all(torch.equal(converted[name], tensor) for name, tensor in expected.items())
+    parts = dict(stock.named_parameters(remove_duplicate=False))
+    for first, last in ((0, 2), (2, 4)):
+        part = load_slice(str(tmp_path), first, last, embedding=first == 0, head=last == 4, dtype=torch.float32)
+        for name, parameter in part.model.named_parameters():
+            assert torch.equal(parameter, parts[name]), name
+    assert not list(tmp_path.glob("*.tmp"))
+
+
+def test_weights_of_a_quantised_model_are_refused_and_leave_nothing(tmp_path, capsys):
+    torch.save({"a": torch.ones(2).to(torch.float8_e4m3fn)}, tmp_path / "pytorch_model.bin")
+    (tmp_path / "config.json").write_text("{}")
+    assert main(["convert", str(tmp_path)]) == 2
+    assert "a is stored as float8_e4m3fn; use a release in bf16" in capsys.readouterr().err
+    assert {file.name for file in tmp_path.iterdir()} == {"config.json", "pytorch_model.bin"}
+
+
+def test_a_new_folder_gets_config_and_tokenizer_and_no_pickles(tmp_path, capsys):
+    save_pickled(tmp_path / "old", 2)
+    (tmp_path / "old" / "training_args.bin").write_bytes(b"pickle")
+    before = {file.name: file.stat().st_mtime_ns for file in (tmp_path / "old").iterdir()}
+    assert main(["convert", str(tmp_path / "old"), "--out", str(tmp_path / "new")]) == 0
+    assert {file.name for file in (tmp_path / "new").iterdir()} == {
+        "config.json",
+        "tokenizer.json",
+        "model-00001-of-00002.safetensors",
+        "model-00002-of-00002.safetensors",
+        "model.safetensors.index.json",
+    }
+    assert {file.name: file.stat().st_mtime_ns for file in (tmp_path / "old").iterdir()} == before
+    assert "1/2 pytorch_model-00001-of-00002.bin -> model-00001-of-00002.safetensors" in capsys.readouterr().out
+    AutoModelForCausalLM.from_pretrained(tmp_path / "new")
+
+
+def test_views_are_stored_without_what_surrounds_them(tmp_path):
+    base = torch.arange(1000.0)
+    tensors = {"left": base[:10], "right": base[10:20], "columns": base.view(10, 100)[:, 3], "one": torch.tensor(7)}
+    torch.save(tensors, tmp_path / "pytorch_model.bin")
+    assert main(["convert", str(tmp_path)]) == 0
+    converted = stored(tmp_path)
+    assert all(torch.equal(converted[name], tensor) for name, tensor in tensors.items())
+    assert (tmp_path / "model.safetensors").stat().st_size < 1000
+
+
+def refused(capsys, *arguments: Path | str) -> str:
+    assert main(["convert", *map(str, arguments)]) == 2
+    return capsys.readouterr().err
+
+
+def test_nothing_that_exists_is_overwritten(tmp_path, capsys):
+    save_pickled(tmp_path / "model", 1)
+    assert main(["convert", str(tmp_path / "model")]) == 0
+    assert "model.safetensors is there already" in refused(capsys, tmp_path / "model")
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "notes.txt").write_text("keep")
+    save_pickled(tmp_path / "again", 1)
+    assert "is not empty" in refused(capsys, tmp_path / "again", "--out", tmp_path / "other")
+    assert [file.name for file in (tmp_path / "other").iterdir()] == ["notes.txt"]
+
+
+def test_an_interrupted_conversion_is_invisible_and_can_be_repeated(tmp_path, capsys):
+    expected = save_pickled(tmp_path, 2)
+    second = tmp_path / "pytorch_model-00002-of-00002.bin"
+    intact = second.read_bytes()
+    second.write_bytes(intact[: len(intact) // 2])
+    assert "damaged" in refused(capsys, tmp_path)
+    assert (tmp_path / "model-00001-of-00002.safetensors").exists()
+    assert not (tmp_path / "model.safetensors.index.json").exists()
+    second.write_bytes(intact)
+    assert main(["convert", str(tmp_path)]) == 0
+    assert stored(tmp_path).keys() == expected.keys()
+
+
+class Payload:
+    """A pickle that would run a command when it is loaded."""
+
+    def __init__(self, file: Path):
+        self.file = file
+
+    def __reduce__(self):
+        return os.mkdir, (str(self.file),)
+
+
+def test_a_pickle_that_would_run_code_is_refused_and_does_not_run(tmp_path, capsys):
+    torch.save({"weight": Payload(tmp_path / "ran")}, tmp_path / "pytorch_model.bin")
+    assert "not a file of plain tensors" in refused(capsys, tmp_path)
+    assert not (tmp_path / "ran").exists()
+
+
+def test_what_is_no_state_dict_is_refused(tmp_path, capsys):
+    torch.save({"epoch": 3}, tmp_path / "pytorch_model.bin")
+    assert "other than named tensors" in refused(capsys, tmp_path)
+
+
+def test_missing_files_are_named(tmp_path, capsys):
+    assert "no such folder" in refused(capsys, tmp_path / "missing")
+    assert "neither pytorch_model.bin" in refused(capsys, tmp_path)
+    save_pickled(tmp_path, 2)
+    (tmp_path / "pytorch_model-00002-of-00002.bin").unlink()
+    assert "pytorch_model-00002-of-00002.bin" in refused(capsys, tmp_path)

@@ -1,0 +1,24 @@
+"""The table of configs/README.md on layouts says what the layouts do."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from mmtrain.models.facts.layouts import ImageLayout, default_pinpoints
+
+TEXT = (Path(__file__).parents[2] / "configs" / "README.md").read_text()
+SECTION = TEXT.split("## High resolution")[1].split("\n## ")[0]
+HEAD, _, *ROWS = [line.strip("| ").split(" | ") for line in SECTION.splitlines() if line.startswith("|")]
+SIZES = [tuple(map(int, size.split(" x "))) for size in HEAD[1:]]
+ENCODERS = {"SigLIP 384": (729, 384), "CLIP 336": (576, 336), "SigLIP2 512, factor 4": (64, 512)}
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row[0])
+def test_what_an_image_costs_is_what_its_layout_takes(row):
+    encoder, layout = re.fullmatch(r"(.+), `(\w+)`", row[0]).groups()
+    positions, side = ENCODERS[encoder]
+    taken = ImageLayout(layout, positions, side, pinpoints=default_pinpoints(layout, side))
+    for size, said in zip(SIZES, row[1:], strict=True):
+        tiling = taken.tiling(*size)
+        assert said == f"{tiling.positions:,} ({tiling.tiles})"

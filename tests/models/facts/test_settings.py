@@ -1,0 +1,55 @@
+"""What no model says in its JSON files is refused when they are read; what published models say is not."""
+
+import pytest
+
+from mmtrain.base.errors import UserError
+from mmtrain.models.facts.settings import check_layers, check_settings, check_sizes
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ({"hidden_size": "64"}, "hidden_size '64', which no model has; needed is a whole number from 1 to 1,000,000"),
+        ({"text_config": {"num_hidden_layers": 10**9}}, "num_hidden_layers 1000000000, which"),
+        ({"num_attention_heads": True}, "num_attention_heads True, which"),
+        ({"vision_config": [1]}, r"vision_config \[1\], which no model has; needed is an object"),
+        ({"model_type": ["llama"]}, "needed is a text"),
+        ({"tie_word_embeddings": "yes"}, "needed is true or false"),
+        ({"layer_types": [1, 2]}, "needed is a list of texts"),
+        ({"image_processor": {"size": {"height": 10**6}}}, "height 1000000, which"),
+    ],
+)
+def test_a_value_that_no_model_has_is_refused_wherever_it_stands(content, said):
+    with pytest.raises(UserError, match=f"^a/config.json says .*{said}"):
+        check_settings(content, "a/config.json")
+
+
+def test_what_published_models_say_is_taken():
+    swin = {"model_type": "swin", "depths": [2, 2, 6, 2], "num_heads": [3, 6, 12, 24], "image_size": 224}
+    wrapped = {"architecture": "vit_pe_core", "model_args": {"img_size": [448, 448]}, "pretrained_cfg": None}
+    llava = {"model_type": "llava_qwen", "image_grid_pinpoints": "(1x1),...,(6x6)", "image_crop_resolution": None}
+    for content in (swin, wrapped, llava, {"size": {"shortest_edge": 3136, "longest_edge": 12_845_056}}):
+        check_settings(content, "config.json")
+
+
+@pytest.mark.parametrize(
+    ("part", "said"),
+    [
+        ({"num_attention_heads": 5, "hidden_size": 64}, "hidden size 64 and 5 attention heads"),
+        ({"num_attention_heads": 4, "num_key_value_heads": 3}, "4 attention heads in 3 groups"),
+        ({"num_key_value_heads": [2, 4]}, "needed is one number for all layers"),
+    ],
+)
+def test_layers_that_differ_and_heads_that_do_not_divide_are_refused(part, said):
+    with pytest.raises(UserError, match=said):
+        check_layers(part, "config.json")
+    check_layers(part | {"num_attention_heads": 4, "num_key_value_heads": 2}, "config.json")
+
+
+@pytest.mark.parametrize("key", ["hidden_size", "vocab_size", "num_hidden_layers"])
+def test_a_model_larger_than_its_tensors_is_refused(key):
+    tensors = {"embedding": (9, 4), "norm": (4,)}
+    for content in ({key: 10}, {"vision_config": {"model_args": {key: 10}}}):
+        with pytest.raises(UserError, match=f"folder: config.json says {key} 10, but "):
+            check_sizes(content, tensors, "folder")
+    check_sizes({key: 2}, tensors, "folder")

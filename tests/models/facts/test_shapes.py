@@ -1,0 +1,572 @@
+"""Shapes read without torch agree with the stock models whose files they are read from."""
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import timm
+import torch
+from peft import LoraConfig, inject_adapter_in_model
+from safetensors.torch import save_file
+from stock_encoders import ENCODERS
+from timm.models import save_for_hf
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    CLIPConfig,
+    CLIPModel,
+    CLIPVisionConfig,
+    CLIPVisionModel,
+    SiglipVisionConfig,
+    SiglipVisionModel,
+)
+from transformers.utils import logging
+
+from mmtrain.__main__ import main
+from mmtrain.base.errors import UserError
+from mmtrain.models.facts.families import check_family, global_name
+from mmtrain.models.facts.model_files import model_folder, read_header
+from mmtrain.models.facts.shapes import llm_shape, llm_shape_from, matches, vision_shape
+
+logging.set_verbosity_error()
+logging.disable_progress_bar()
+
+CLIP_L = "vit_large_patch14_clip_quickgelu_336.openai"
+WIDTHS = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
+MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+LATENT = {"kv_lora_rank": 16, "q_lora_rank": 16, "qk_rope_head_dim": 4, "qk_nope_head_dim": 8, "v_head_dim": 8}
+GPT2 = {"vocab_size": 64, "n_embd": 32, "n_layer": 3, "n_head": 4}
+FAMILIES = {
+    "llama": ("llama", {}),
+    "llama, tied": ("llama", {"tie_word_embeddings": True}),
+    "qwen2": ("qwen2", {}),
+    "gemma2": ("gemma2", {"head_dim": 16}),
+    "phi3": ("phi3", {"pad_token_id": 0}),
+    "qwen3_moe": ("qwen3_moe", MOE),
+    "mixtral": ("mixtral", {"num_local_experts": 4}),
+    "granitemoe": ("granitemoe", {"num_local_experts": 4}),
+    "deepseek_v3": ("deepseek_v3", {"n_routed_experts": 8, "n_group": 2, "topk_group": 1, **LATENT}),
+    "gpt2, tied": ("gpt2", GPT2),
+    "gpt2, untied": ("gpt2", {**GPT2, "tie_word_embeddings": False}),
+    "gpt_neox": ("gpt_neox", {}),
+    "opt": ("opt", {"word_embed_proj_dim": 16, "ffn_dim": 48}),
+}
+
+
+def tiny_llm(family: str, folder: Path, **changes):
+    """A random stock model of a family, saved into `folder`."""
+    widths = {} if family == "gpt2" else WIDTHS
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **{**widths, **changes}))
+    model.save_pretrained(folder)
+    return model
+
+
+def all_parameters(shape) -> dict[str, tuple[int, ...]]:
+    groups = (shape.front, *shape.decoder, shape.head)
+    return {parameter.name: parameter.shape for group in groups for parameter in group}
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("llama")
+    tiny_llm("llama", folder)
+    return folder
+
+
+@pytest.fixture
+def empty_cache(tmp_path, monkeypatch) -> Path:
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
+    return tmp_path / "hub"
+
+
+@pytest.mark.parametrize("case", FAMILIES)
+def test_names_and_shapes_from_headers_are_those_of_the_stock_model(case, tmp_path):
+    family, changes = FAMILIES[case]
+    model = tiny_llm(family, tmp_path, **changes)
+    shape = llm_shape(str(tmp_path))
+    expected = {global_name(name): tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    assert shape.tied == model.config.tie_word_embeddings
+    if shape.tied:
+        expected["llm.head.weight"] = expected["llm.embedding.weight"]
+    assert all_parameters(shape) == expected
+    assert len(shape.decoder) == 3
+    assert shape.vocab_size == 64
+    assert shape.hidden_size == 32
+    assert shape.heads == 4
+
+
+def test_what_config_json_says_is_read(tmp_path):
+    tiny_llm("qwen3_moe", tmp_path / "moe", **MOE)
+    moe = llm_shape(str(tmp_path / "moe"))
+    assert (moe.model_type, moe.heads, moe.kv_heads, moe.head_dim) == ("qwen3_moe", 4, 2, 8)
+    assert (moe.experts, moe.experts_per_token) == (4, 2)
+    tiny_llm("deepseek_v3", tmp_path / "mla", n_routed_experts=8, n_group=2, topk_group=1, **LATENT)
+    assert llm_shape(str(tmp_path / "mla")).head_dim == LATENT["qk_rope_head_dim"] + LATENT["qk_nope_head_dim"]
+
+
+def test_the_window_is_given_only_if_every_layer_has_one(tmp_path):
+    tiny_llm("mistral", tmp_path / "mistral", sliding_window=16)
+    assert llm_shape(str(tmp_path / "mistral")).window == 16
+    tiny_llm("gemma2", tmp_path / "gemma2", sliding_window=16)
+    assert llm_shape(str(tmp_path / "gemma2")).window is None
+    tiny_llm("qwen2", tmp_path / "qwen2", sliding_window=16, use_sliding_window=False)
+    assert llm_shape(str(tmp_path / "qwen2")).window is None
+
+
+def test_shards_are_read_through_their_index(llama, tmp_path):
+    model = AutoModelForCausalLM.from_pretrained(llama)
+    model.save_pretrained(tmp_path, max_shard_size="20KB")
+    assert len(list(tmp_path.glob("*.safetensors"))) > 1
+    assert all_parameters(llm_shape(str(tmp_path))) == all_parameters(llm_shape(str(llama)))
+    shard = sorted(tmp_path.glob("*.safetensors"))[0]
+    shard.unlink()
+    with pytest.raises(UserError, match=rf"1 of \d+ weight files .* missing, e.g. {shard.name}; finish the download"):
+        llm_shape(str(tmp_path))
+
+
+def test_files_saved_from_the_inner_model_have_the_same_global_names(tmp_path):
+    """The hub's gpt2 has no `transformer.` prefix, and stores masks that are no parameters."""
+    model = tiny_llm("gpt2", tmp_path, **GPT2)
+    tensors = {name: tensor.clone() for name, tensor in model.transformer.state_dict().items()}
+    save_file({**tensors, "h.0.attn.bias": torch.ones(1, 1, 8, 8)}, tmp_path / "model.safetensors")
+    names = set(all_parameters(llm_shape(str(tmp_path))))
+    assert names == {global_name(name) for name, _ in model.named_parameters()} | {"llm.head.weight"}
+
+
+@pytest.mark.parametrize(
+    ("stock", "name"),
+    [
+        ("model.embed_tokens.weight", "llm.embedding.weight"),
+        ("transformer.wte.weight", "llm.embedding.weight"),
+        ("gpt_neox.embed_in.weight", "llm.embedding.weight"),
+        ("model.layers.3.self_attn.q_proj.weight", "llm.layers.3.self_attn.q_proj.weight"),
+        ("transformer.h.11.attn.c_attn.bias", "llm.layers.11.attn.c_attn.bias"),
+        ("gpt_neox.layers.0.input_layernorm.bias", "llm.layers.0.input_layernorm.bias"),
+        ("model.decoder.layers.2.fc1.weight", "llm.layers.2.fc1.weight"),
+        ("model.norm.weight", "llm.norm.weight"),
+        ("transformer.ln_f.bias", "llm.norm.bias"),
+        ("gpt_neox.final_layer_norm.weight", "llm.norm.weight"),
+        ("model.final_layernorm.weight", "llm.norm.weight"),
+        ("lm_head.weight", "llm.head.weight"),
+        ("embed_out.weight", "llm.head.weight"),
+        ("transformer.wpe.weight", "llm.transformer.wpe.weight"),
+    ],
+)
+def test_global_names_are_the_same_for_every_family(stock, name):
+    assert global_name(stock) == name
+
+
+@pytest.mark.parametrize(
+    ("name", "pattern", "expected"),
+    [
+        ("projector.linear_1.weight", "projector", True),
+        ("projector.linear_1.weight", "projector.linear_1.weight", True),
+        ("projector_2.weight", "projector", False),
+        ("llm.layers.31.mlp.up_proj.weight", "llm.layers.31", True),
+        ("llm.layers.3.mlp.up_proj.weight", "llm.layers.31", False),
+        ("llm.layers.31.mlp.up_proj.weight", "llm.layers.3", False),
+        ("llm.layers.7.mlp.up_proj.weight", "llm.layers.*.mlp.*", True),
+        ("llm.layers.7.mlp.up_proj.weight", "llm.layers.*.mlp", True),
+        ("llm.layers.7.self_attn.q_proj.weight", "llm.layers.*.mlp.*", False),
+        ("llm.head.weight", "llm.head", True),
+        ("llm.head.weight", "LLM.head", False),
+    ],
+)
+def test_a_pattern_matches_a_name_what_lies_below_it_and_wildcards(name, pattern, expected):
+    assert matches(name, [pattern]) is expected
+    assert matches(name, ["nothing", pattern]) is expected
+
+
+PUBLISHED_PARAMETERS = {  # as the hub's model pages count the tensors of the safetensors release
+    "lmsys/vicuna-7b-v1.5": 6_738_415_616,
+    "lmsys/vicuna-13b-v1.5": 13_015_864_320,
+    "mistralai/Mistral-7B-v0.3": 7_248_023_552,
+    "Qwen/Qwen2.5-7B-Instruct": 7_615_616_512,
+    "Qwen/Qwen2.5-32B-Instruct": 32_763_876_352,
+    "Qwen/Qwen2.5-72B-Instruct": 72_706_203_648,
+    "meta-llama/Llama-3.1-70B-Instruct": 70_553_706_496,
+}
+
+
+@pytest.mark.parametrize("hub_id", PUBLISHED_PARAMETERS)
+def test_recorded_llms_have_their_published_number_of_parameters(hub_id, empty_cache):
+    shape = llm_shape(hub_id)
+    groups = (shape.front, *shape.decoder, shape.head)
+    assert sum(parameter.numel for group in groups for parameter in group) == PUBLISHED_PARAMETERS[hub_id]
+    assert shape.source == f"recorded {hub_id}"
+
+
+def test_records_are_found_by_alias_and_in_any_case(empty_cache):
+    assert llm_shape("qwen/qwen2.5-72b") == llm_shape("Qwen/Qwen2.5-72B-Instruct")
+    assert llm_shape("Qwen/Qwen2.5-72B").kv_heads == 8
+
+
+def test_a_folder_with_config_alone_uses_the_record_of_the_model_it_names(tmp_path):
+    facts = {"model_type": "llama", "_name_or_path": "lmsys/vicuna-7b-v1.5", "num_attention_heads": 32}
+    facts |= {"hidden_size": 4096, "num_hidden_layers": 32, "vocab_size": 32000}
+    (tmp_path / "config.json").write_text(json.dumps(facts))
+    assert llm_shape(str(tmp_path)) == llm_shape("lmsys/vicuna-7b-v1.5")
+    (tmp_path / "config.json").write_text(json.dumps({**facts, "vocab_size": 32001}))
+    with pytest.raises(UserError, match=f"mmtrain record {tmp_path} --id NAME"):
+        llm_shape(str(tmp_path))
+
+
+def test_pickled_weights_are_refused_with_the_tool_that_converts_them(tmp_path):
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    (tmp_path / "pytorch_model-00001-of-00002.bin").write_bytes(b"")
+    with pytest.raises(UserError, match=f"mmtrain convert {tmp_path}"):
+        llm_shape(str(tmp_path))
+
+
+def test_a_missing_folder_and_a_hub_id_that_is_not_cached_are_told_apart(tmp_path, empty_cache, monkeypatch):
+    with pytest.raises(UserError, match="no such folder; give the folder of a model, or a hub id"):
+        model_folder(str(tmp_path / "absent"))
+    with pytest.raises(UserError, match=r"not in the local cache .*; download it first: hf download owner/name"):
+        model_folder("owner/name")
+    with pytest.raises(UserError, match="hf download owner/name"):
+        llm_shape("owner/name")
+    (tmp_path / "models").mkdir()
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError, match="models/vicuna: no such folder"):
+        model_folder("models/vicuna")
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match="is a file; give the model's folder"):
+        model_folder(str(tmp_path / "file"))
+    with pytest.raises(UserError, match=r"neither config\.json nor model\.safetensors"):
+        llm_shape(str(tmp_path / "models"))
+
+
+def test_a_cached_hub_id_is_its_main_snapshot(empty_cache, llama):
+    repository = empty_cache / "models--owner--name"
+    (repository / "snapshots").mkdir(parents=True)
+    (repository / "snapshots" / "abc").symlink_to(llama)
+    assert model_folder("owner/name") == repository / "snapshots" / "abc"
+    (repository / "snapshots" / "older").mkdir()
+    with pytest.raises(UserError, match="not in the local cache"):
+        model_folder("owner/name")
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text("abc\n")
+    assert all_parameters(llm_shape("owner/name")) == all_parameters(llm_shape(str(llama)))
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda raw: raw[:-10], r"incomplete safetensors file .\d+ bytes; .*; download it again"),
+        (lambda raw: raw[:100], "not a complete safetensors file .100 bytes.; download it again"),
+        (lambda raw: raw[:5], "not a complete safetensors file .5 bytes.; download it again"),
+        (lambda raw: raw[:9] + b"\x00" + raw[10:], "damaged or incomplete safetensors file"),
+        (lambda raw: b"version https://git-lfs.github.com/spec/v1\n", "is a git-lfs pointer, not the weights"),
+    ],
+)
+def test_damaged_weight_files_are_refused_by_name(llama, tmp_path, damage, message):
+    (tmp_path / "config.json").write_bytes((llama / "config.json").read_bytes())
+    (tmp_path / "model.safetensors").write_bytes(damage((llama / "model.safetensors").read_bytes()))
+    with pytest.raises(UserError, match=rf"{tmp_path}/model.safetensors: .*{message}"):
+        llm_shape(str(tmp_path))
+
+
+def test_a_damaged_header_is_told_in_text_that_steers_no_terminal(tmp_path):
+    header = json.dumps({"\x1b[2J\u202e": {"dtype": "F32", "shape": [9], "data_offsets": [0, 4]}}, ensure_ascii=False)
+    (tmp_path / "a.safetensors").write_bytes(len(header.encode()).to_bytes(8, "little") + header.encode() + bytes(4))
+    with pytest.raises(UserError, match="damaged or incomplete") as refused:
+        read_header(tmp_path / "a.safetensors")
+    assert str(refused.value).isprintable()
+
+
+def test_weights_with_adapters_beside_them_are_refused(llama, tmp_path):
+    model = AutoModelForCausalLM.from_pretrained(llama)
+    inject_adapter_in_model(LoraConfig(r=2, target_modules=["q_proj"]), model)
+    model.save_pretrained(tmp_path)
+    with pytest.raises(UserError, match=r"not merged into them \(model\..*\.lora_A\..*; merge it first"):
+        llm_shape(str(tmp_path))
+
+
+def test_a_config_that_disagrees_with_the_weights_is_refused(llama, tmp_path):
+    (tmp_path / "model.safetensors").write_bytes((llama / "model.safetensors").read_bytes())
+    facts = json.loads((llama / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**facts, "num_hidden_layers": 4}))
+    with pytest.raises(UserError, match=r"config\.json says 4 decoder layers, the weights lack layer 3"):
+        llm_shape(str(tmp_path))
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(UserError, match=r"config\.json: not valid JSON"):
+        llm_shape(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("config_json", "message"),
+    [
+        ({"model_type": "t5", "is_encoder_decoder": True}, "t5 is an encoder-decoder"),
+        ({"model_type": "bart", "is_encoder_decoder": True}, "bart is an encoder-decoder"),
+        ({"model_type": "bert"}, "bert is not a causal LLM"),
+        (
+            {"model_type": "chatglm"},
+            "chatglm needs the code in its folder.*; take .* THUDM/glm-4-9b-chat-hf",
+        ),
+        ({"model_type": "glm_moe_dsa"}, "glm_moe_dsa cannot be packed: its layers choose the tokens"),
+        ({"model_type": "falcon"}, "falcon cannot be cut into stages"),
+        ({"model_type": "bloom"}, "bloom cannot be cut into stages"),
+        ({"model_type": "gptj"}, "gptj cannot be cut into stages"),
+        ({"model_type": "mamba"}, "mamba has recurrent layers"),
+        ({"model_type": "rwkv"}, "rwkv has recurrent layers"),
+        (
+            {"model_type": "qwen3_next", "layer_types": ["linear_attention", "full_attention"]},
+            "qwen3_next has linear_attention layers, which carry state from one document into the next",
+        ),
+        ({"model_type": "lfm2", "layer_types": ["conv", "full_attention"]}, "lfm2 has conv layers"),
+        ({"model_type": "new_hybrid", "layer_types": ["mamba2", "full_attention"]}, "new_hybrid has mamba2 layers"),
+        ({"model_type": "jamba", "layers_block_type": ["mamba", "attention"]}, "jamba has mamba layers"),
+        (
+            {"model_type": "gpt_oss", "quantization_config": {"quant_method": "mxfp4"}},
+            r"gpt_oss: this checkpoint is quantised \(mxfp4\).*use the bf16 release",
+        ),
+        (
+            {"model_type": "llava", "text_config": {"model_type": "llama"}},
+            r"llava is a multimodal model around a text model \(llama\); give the folder of the text model",
+        ),
+        (
+            {"model_type": "qwen2_vl", "vision_config": {"depth": 2}},
+            r"qwen2_vl is a multimodal model around a text model",
+        ),
+        ({}, "no model_type"),
+    ],
+)
+def test_what_cannot_be_staged_or_packed_is_refused_by_name(config_json, message):
+    with pytest.raises(UserError, match=message):
+        check_family(config_json)
+
+
+def test_tensors_of_a_model_that_needs_the_code_in_its_folder_are_answered_with_another_release():
+    tensors = {"model.tok_embeddings.weight": (8, 4)}
+    with pytest.raises(UserError, match=r"no embedding .*; auto_map in config\.json .* often ends in -hf$"):
+        llm_shape_from({"model_type": "own", "auto_map": {"AutoModel": "modeling_own.Own"}}, tensors, "folder")
+    with pytest.raises(UserError, match=r"no embedding .*; is it a causal LLM\?$"):
+        llm_shape_from({"model_type": "own"}, tensors, "folder")
+
+
+@pytest.mark.parametrize(
+    "config_json",
+    [
+        {"model_type": "llama"},
+        {"model_type": "gemma3_text", "layer_types": ["sliding_attention", "full_attention"]},
+        {"model_type": "granitemoehybrid", "layer_types": ["attention", "attention"]},
+        {"model_type": "minimax_m2"},
+        {"model_type": "deepseek_v3", "auto_map": {"AutoConfig": "configuration_deepseek.DeepseekV3Config"}},
+    ],
+)
+def test_families_whose_layers_all_attend_pass(config_json):
+    check_family(config_json)
+
+
+def test_an_encoder_in_the_place_of_an_llm_is_refused(tmp_path):
+    (tmp_path / "config.json").write_text('{"model_type": "t5", "is_encoder_decoder": true}')
+    with pytest.raises(UserError, match="t5 is an encoder-decoder"):
+        llm_shape(str(tmp_path))
+
+
+@pytest.mark.parametrize("select_layer", [-1, -2, -3])
+@pytest.mark.parametrize("class_token", [True, False])
+def test_a_timm_folder_has_the_parameters_that_pruning_keeps(select_layer, class_token, tmp_path):
+    arguments = {"img_size": 40, "patch_size": 8, "embed_dim": 48, "depth": 4, "num_heads": 3}
+    arguments |= {} if class_token else {"class_token": False, "global_pool": "avg"}
+    model = timm.create_model("vit_tiny_patch16_224", **arguments)
+    save_for_hf(model, tmp_path, model_args=arguments, safe_serialization=True)
+    shape = vision_shape(str(tmp_path), select_layer)
+    model.prune_intermediate_layers([select_layer], prune_norm=True, prune_head=True)
+    expected = {f"vision.{name}": tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    assert {parameter.name: parameter.shape for parameter in shape.parameters} == expected
+    assert (shape.width, shape.heads, shape.image_size, shape.patch_size) == (48, 3, 40, 8)
+    assert (shape.patches_per_image, shape.prefix_tokens) == (25, int(class_token))
+    assert shape.blocks_run == 5 + select_layer
+
+
+HF_VISION = {
+    "hidden_size": 48,
+    "intermediate_size": 64,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 3,
+    "image_size": 40,
+    "patch_size": 8,
+}
+
+
+@pytest.mark.parametrize(
+    ("config_class", "model_class", "prefix_tokens"),
+    [(CLIPVisionConfig, CLIPVisionModel, 1), (SiglipVisionConfig, SiglipVisionModel, 0)],
+)
+def test_a_clip_or_siglip_folder_has_the_parameters_up_to_the_selected_layer(
+    config_class, model_class, prefix_tokens, tmp_path
+):
+    model = model_class(config_class(**HF_VISION))
+    model.save_pretrained(tmp_path)
+    shape = vision_shape(str(tmp_path), -2)
+    dropped = ("encoder.layers.2.", "post_layernorm.", "head.")
+    expected = {
+        f"vision.{name}": tuple(parameter.shape)
+        for name, parameter in model.named_parameters()
+        if not name.startswith(dropped)
+    }
+    assert {parameter.name: parameter.shape for parameter in shape.parameters} == expected
+    assert (shape.width, shape.heads, shape.patches_per_image, shape.prefix_tokens) == (48, 3, 25, prefix_tokens)
+    assert (shape.image_size, shape.patch_size, shape.blocks_run) == (40, 8, 2)
+
+
+def test_a_whole_clip_folder_gives_its_vision_part_alone(tmp_path):
+    text = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    CLIPModel(CLIPConfig(text_config={**text, "vocab_size": 32}, vision_config=HF_VISION)).save_pretrained(
+        tmp_path / "a"
+    )
+    CLIPVisionModel(CLIPVisionConfig(**HF_VISION)).save_pretrained(tmp_path / "b")
+    whole, alone = vision_shape(str(tmp_path / "a"), -2), vision_shape(str(tmp_path / "b"), -2)
+    assert set(whole.parameters) == set(alone.parameters)
+    assert (whole.heads, whole.image_size, whole.blocks_run) == (3, 40, 2)
+
+
+@pytest.mark.parametrize("name", [CLIP_L, "openai/clip-vit-large-patch14-336"])
+def test_the_recorded_llava_tower_is_clip_large_without_its_last_block(name, empty_cache):
+    whole, cut = vision_shape(name, -1), vision_shape(name, -2)
+    assert (cut.width, cut.heads, cut.patches_per_image, cut.prefix_tokens) == (1024, 16, 576, 1)
+    assert (cut.image_size, cut.patch_size, cut.blocks_run) == (336, 14, 23)
+    block = 12 * 1024**2 + 13 * 1024  # qkv, output, two MLP matrices of 4096; their biases and two norms
+    assert sum(p.numel for p in whole.parameters) - sum(p.numel for p in cut.parameters) == block
+    assert not any("post_layernorm" in p.name or ".head." in p.name for p in whole.parameters)
+
+
+@pytest.mark.parametrize("name", ["vit_so400m_patch14_siglip_384.webli", "google/siglip-so400m-patch14-384"])
+def test_the_recorded_siglip_has_no_prefix_tokens_and_no_pooling_head(name, empty_cache):
+    shape = vision_shape(name, -2)
+    assert (shape.width, shape.heads, shape.patches_per_image, shape.prefix_tokens) == (1152, 16, 729, 0)
+    assert shape.blocks_run == 26
+    assert not any(word in p.name for p in shape.parameters for word in ("attn_pool", "head.", "post_layernorm"))
+
+
+def test_a_timm_name_that_is_not_recorded_has_the_shapes_of_timms_model(empty_cache):
+    name = "vit_small_patch16_dinov3.lvd1689m"
+    shape = vision_shape(name, -1, final_norm=True)
+    with torch.device("meta"):
+        model = timm.create_model(name, pretrained=False)
+    model.prune_intermediate_layers([-1], prune_norm=False, prune_head=True)
+    expected = {f"vision.{name}": tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    assert {parameter.name: parameter.shape for parameter in shape.parameters} == expected
+    assert (shape.source, shape.width, shape.heads, shape.prefix_tokens) == (f"timm's {name}", 384, 6, 5)
+    assert (shape.image_size, shape.patch_size, shape.patches_per_image, shape.blocks_run) == (256, 16, 256, 12)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("vit_larg_patch14_clip_quickgelu_336.openai", "timm knows; the nearest are vit_large_patch14_clip_quickgelu"),
+        ("vit_large_patch14_clip_quickgelu_336.opnai", "of vit_large_patch14_clip_quickgelu_336 it has .*336.openai"),
+        ("vit_large_patch14_clip_336.openai", "trained with QuickGELU.*use vit_large_patch14_clip_quickgelu_336"),
+        ("swin_tiny_patch4_window7_224", "timm's swin_tiny_patch4_window7_224 is a window transformer"),
+        ("swinv2_tiny_window8_256", "is a window transformer"),
+        ("samvit_base_patch16.sa1b", "is a window transformer"),
+        ("convnext_atto.d2_in1k", "is a convolutional network"),
+        ("resnet18", "is a convolutional network"),
+        ("efficientnet_b0", "is a convolutional network"),
+        ("mixer_s32_224", "timm has no weights mixer_s32_224"),
+        ("hiera_tiny_224.mae", "is no plain vision transformer"),
+    ],
+)
+def test_a_timm_name_that_cannot_be_used_is_refused_by_what_it_is(name, message, empty_cache):
+    with pytest.raises(UserError, match=message):
+        vision_shape(name, -2)
+
+
+def test_without_timm_a_name_that_is_not_recorded_gets_the_nearest_recorded_ones(empty_cache, monkeypatch):
+    monkeypatch.setitem(sys.modules, "timm", None)
+    with pytest.raises(UserError, match=f"timm, which may know it, is not installed.* recorded: {CLIP_L}"):
+        vision_shape("vit_large_patch14_clip_quickgelu_224.openai", -2)
+    with pytest.raises(UserError, match="hf download owner/encoder"):
+        vision_shape("owner/encoder", -2)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "message"),
+    [
+        ("swin", "is a window transformer"),
+        ("swinv2", "is a window transformer"),
+        ("convnext", "is a convolutional network"),
+        ("resnet", "is a convolutional network"),
+        ("hiera", "is a transformer of several stages"),
+        ("siglip2_vision_model", "is a SigLIP 2 of variable size .* google/siglip2-so400m-patch14-384"),
+        ("llama", "has model_type llama, which is not a vision encoder known here"),
+        (["clip"], "which no model has; needed is a text"),
+    ],
+)
+def test_what_else_transformers_has_is_refused_by_what_it_is(model_type, message, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type}))
+    save_file({"weight": torch.zeros(1)}, tmp_path / "model.safetensors")
+    with pytest.raises(UserError, match=message):
+        vision_shape(str(tmp_path), -2)
+
+
+@pytest.mark.parametrize("select_layer", [-25, -40])
+def test_a_layer_below_the_first_block_is_refused_with_the_range(select_layer):
+    with pytest.raises(UserError, match=f"{select_layer} is out of range: .* 24 blocks, so -1 .* down to -24"):
+        vision_shape(CLIP_L, select_layer)
+
+
+def test_the_tool_records_what_the_files_say(llama, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("mmtrain.models.facts.recorded_shapes.FOLDER", tmp_path)
+    assert main(["record", str(llama), "--id", "me/tiny", "--alias", "me/other", "--out", str(tmp_path)]) == 0
+    assert "me/tiny, " in capsys.readouterr().out
+    recorded, read = llm_shape("me/other"), llm_shape(str(llama))
+    assert all_parameters(recorded) == all_parameters(read)
+    for field in ("model_type", "hidden_size", "heads", "kv_heads", "head_dim", "vocab_size", "tied", "window"):
+        assert getattr(recorded, field) == getattr(read, field)
+
+
+def test_the_tool_records_a_timm_encoder_with_the_parameters_of_the_real_one(tmp_path, monkeypatch):
+    name = "vit_tiny_patch16_224.augreg_in21k"
+    monkeypatch.setattr("mmtrain.models.facts.recorded_shapes.FOLDER", tmp_path)
+    assert main(["record", "--vision", name, "--out", str(tmp_path)]) == 0
+    model = timm.create_model(name, pretrained=False)
+    model.prune_intermediate_layers([-2], prune_norm=True, prune_head=True)
+    expected = {f"vision.{name}": tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    assert {p.name: p.shape for p in vision_shape(name, -2).parameters} == expected
+    assert vision_shape(name, -2).heads == 3
+
+
+@pytest.mark.parametrize("kind", ["siglip", "dinov2_registers", "dinov3", "vit_classifier", "internvl"])
+def test_the_tool_records_an_encoder_of_transformers_as_its_folder_has_it(kind, tmp_path, monkeypatch):
+    monkeypatch.setattr("mmtrain.models.facts.recorded_shapes.FOLDER", tmp_path)
+    ENCODERS[kind][0]().save_pretrained(tmp_path / "folder")
+    assert main(["record", "--vision", str(tmp_path / "folder"), "--id", "me/tiny", "--out", str(tmp_path)]) == 0
+    recorded, read = vision_shape("me/tiny", -2), vision_shape(str(tmp_path / "folder"), -2)
+    assert set(recorded.parameters) == set(read.parameters)
+    same = {"source": "", "parameters": ()}
+    assert replace(recorded, **same) == replace(read, **same)
+
+
+def test_the_tool_refuses_what_cannot_be_recorded(tmp_path, capsys):
+    (tmp_path / "config.json").write_text('{"model_type": "falcon"}')
+    assert main(["record", str(tmp_path), "--id", "me/falcon", "--out", str(tmp_path)]) == 2
+    assert "falcon cannot be cut into stages" in capsys.readouterr().err
+    assert main(["record", "--vision", "no_such_vit", "--out", str(tmp_path)]) == 2
+    assert "no_such_vit is neither a folder here nor a model that timm knows" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main(["record", str(tmp_path)])
+    assert "--id OWNER/NAME" in capsys.readouterr().err
+
+
+def test_shapes_are_read_without_torch_and_the_libraries_above_it(llama):
+    code = (
+        "import sys; from mmtrain.models.facts.shapes import llm_shape, vision_shape;"
+        f"llm_shape(sys.argv[1]); llm_shape('Qwen/Qwen2.5-72B'); vision_shape('{CLIP_L}', -2);"
+        "print([m for m in ('torch', 'transformers', 'timm', 'huggingface_hub') if m in sys.modules])"
+    )
+    ran = subprocess.run(
+        [sys.executable, "-c", code, str(llama)], capture_output=True, text=True, check=True, timeout=60
+    )
+    assert ran.stdout.strip() == "[]"

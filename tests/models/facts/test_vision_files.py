@@ -1,0 +1,128 @@
+"""What a rank would refuse of an encoder's folder, the plan refuses: nothing of torch is needed to see it."""
+
+import json
+from pathlib import Path
+
+import pytest
+import timm
+import torch
+from hostile_files import weights
+from transformers import CLIPImageProcessor
+
+from mmtrain.base.errors import UserError
+from mmtrain.config.load import load_config
+from mmtrain.models.facts.vision_files import patches_per_image
+from mmtrain.plan.planner import make_plan
+
+VIT = {
+    "cls_token": [1, 1, 8],
+    "pos_embed": [1, 3, 8],
+    "patch_embed.proj.weight": [8, 3, 14, 14],
+    **{f"blocks.{i}.{name}": shape for i in range(3) for name, shape in (("norm1.weight", [8]), ("w.weight", [8, 8]))},
+}
+SWIN = {
+    "patch_embed.proj.weight": [8, 3, 4, 4],
+    "layers.0.blocks.0.norm1.weight": [8],
+    "layers.1.downsample.reduction.weight": [16, 32],
+}
+CLIP = {
+    "embeddings.class_embedding": [8],
+    "embeddings.patch_embedding.weight": [8, 3, 14, 14],
+    "embeddings.position_embedding.weight": [5, 8],
+    "encoder.layers.0.mlp.fc1.weight": [8, 8],
+    "encoder.layers.1.mlp.fc1.weight": [8, 8],
+}
+
+
+def planned(folder: Path, config: dict, shapes: dict[str, list[int]]) -> None:
+    """Plan the demo's LLM behind an encoder whose folder is this."""
+    encoder = folder / "encoder"
+    encoder.mkdir(exist_ok=True)
+    (encoder / "config.json").write_text(json.dumps(config))
+    weights(encoder / "model.safetensors", shapes)
+    file = folder / "run.yaml"
+    file.write_text(
+        "{run: {name: a}, model: {llm: {path: demo:llm}, vision: {name: " + str(encoder) + "}}, "
+        "data: {shards: a.tar}, train: {packs_per_step: 1, max_steps: 1}}"
+    )
+    make_plan(load_config(file))
+
+
+def timm_config(architecture: str, size: list[int]) -> dict:
+    return {"architecture": architecture, "pretrained_cfg": {"input_size": size}}
+
+
+def clip_config(**changes: object) -> dict:
+    sizes = {"hidden_size": 8, "num_attention_heads": 2, "num_hidden_layers": 2, "image_size": 28}
+    return {"model_type": "clip_vision_model", **sizes} | changes
+
+
+@pytest.mark.parametrize(
+    ("config", "shapes", "said"),
+    [
+        (timm_config("vit_x", [3, 28, 56]), VIT, "takes images of 28 x 56 pixels; needed are square ones"),
+        (timm_config("vit_x", [3, 28, 28]) | {"model_args": {"img_size": [56, 28]}}, VIT, "images of 56 x 28 pixels"),
+        (
+            timm_config("vit_x", [3, 28, 28]),
+            VIT | {"patch_embed.proj.weight": [8, 3, 14, 7]},
+            "takes patches of 14 x 7 pixels; needed are square ones",
+        ),
+        (timm_config("swin_tiny", [3, 28, 28]), SWIN, r"no plain vision transformer \(swin_tiny\).* Use a ViT"),
+        (
+            timm_config("hiera_tiny", [3, 28, 28]),
+            VIT | {"blocks.2.norm1.weight": [16]},
+            r"no plain vision transformer \(hiera_tiny\)",
+        ),
+        (clip_config(image_size=[28, 56]), CLIP, "takes images of 28 x 56 pixels; needed are square ones"),
+        (clip_config(image_size=56), CLIP, "images of 56 pixels have 17 patches and class tokens, but .* has 5 rows"),
+    ],
+)
+def test_an_encoder_that_no_rank_could_run_is_refused_by_the_plan(tmp_path, config, shapes, said):
+    with pytest.raises(UserError, match=said):
+        planned(tmp_path, config, shapes)
+
+
+def test_a_clip_without_preprocessor_config_is_refused_saying_which_call_makes_it(tmp_path):
+    with pytest.raises(UserError, match=r"no preprocessor_config\.json.* CLIPImageProcessor; .*save_pretrained\('"):
+        planned(tmp_path, clip_config(), CLIP)
+    CLIPImageProcessor().save_pretrained(tmp_path / "encoder")
+    planned(tmp_path, clip_config(), CLIP)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"image_mean": [0.5]}, r"image_mean is \[0\.5\]; needed are three numbers"),
+        ({"image_std": [1, 1, 0]}, "needed are three numbers above 0"),
+        ({"resample": 17}, "says resample 17, which no model has"),
+    ],
+)
+def test_a_preprocessor_config_of_no_use_is_refused_by_the_plan(tmp_path, changes, said):
+    (tmp_path / "encoder").mkdir()
+    facts = {"image_mean": [0, 0, 0], "image_std": [1, 1, 1]} | changes
+    (tmp_path / "encoder" / "preprocessor_config.json").write_text(json.dumps(facts))
+    with pytest.raises(UserError, match=said):
+        planned(tmp_path, clip_config(), CLIP)
+
+
+@pytest.mark.parametrize(
+    ("image_size", "patch_size", "tokens"),
+    [(336, 14, 576), (224, 14, 256), (384, 14, 729), (384, 16, 576), (14, 14, 1)],
+)
+def test_published_encoders_give_their_known_number_of_tokens(image_size, patch_size, tokens):
+    assert patches_per_image(image_size, patch_size) == tokens
+
+
+@pytest.mark.parametrize(("image_size", "patch_size"), [(32, 8), (35, 8), (39, 8)])
+def test_token_count_is_what_a_stock_encoder_returns(image_size, patch_size):
+    encoder = timm.create_model(
+        "vit_tiny_patch16_224", img_size=image_size, patch_size=patch_size, embed_dim=12, depth=1, num_heads=1
+    )
+    features = encoder.forward_features(torch.zeros(1, 3, image_size, image_size))
+    assert features.shape[1] - encoder.num_prefix_tokens == patches_per_image(image_size, patch_size)
+
+
+@pytest.mark.parametrize(("image_size", "patch_size"), [(13, 14), (224, 0)])
+def test_an_image_without_a_patch_is_refused_with_both_sizes(image_size, patch_size):
+    with pytest.raises(UserError, match=f"image size {image_size} with patch size {patch_size}"):
+        patches_per_image(image_size, patch_size)

@@ -1,0 +1,425 @@
+"""Packed attention against attention over an explicit (L, L) mask, and against torch's documented GPU kernel."""
+
+import inspect
+import itertools
+
+import pytest
+import torch
+from scenes import as_batch, make_config, make_document, save_parts
+from torch.nn.attention import varlen
+from torch.nn.attention.varlen import varlen_attn
+from transformers import LlamaConfig
+from transformers.masking_utils import (
+    causal_mask_function,
+    create_causal_mask,
+    create_chunked_causal_mask,
+    create_sliding_window_causal_mask,
+)
+
+from mmtrain.models.modules import attention, flash
+from mmtrain.models.modules.attention import ATTENTION, document_positions, packed_attention, packed_mask
+from mmtrain.models.modules.flash import Way, attend_packed, flash_varlen_attn, kernel_agrees, say_ways, ways_taken
+from mmtrain.models.modules.kernels import Documents, attend_by_document
+from mmtrain.models.modules.stage import build_stage
+from mmtrain.plan.planner import make_plan
+
+LENGTHS = ((13, 6, 1, 12), (20, 12))  # two rows of 32 tokens
+POSITIONS = torch.stack([torch.cat([torch.arange(n) for n in row]) for row in LENGTHS])
+WINDOW = 8
+HEADS, KEY_HEADS, WIDTH, VALUE_WIDTH = 6, 2, 16, 12
+
+
+def make_documents(make_mask, **options) -> Documents:
+    """What the stock mask functions return for packed rows when the packed attention is chosen."""
+    config = LlamaConfig(**options)
+    config._attn_implementation = ATTENTION
+    with document_positions(POSITIONS):
+        # position_ids are withheld, as gpt_oss does: documents must not depend on the model handing them on.
+        return make_mask(config, torch.zeros(2, 32, 4), None, None, position_ids=None)
+
+
+def states(dtype=torch.float32):
+    generator = torch.Generator().manual_seed(0)
+    sizes = ((HEADS, WIDTH), (KEY_HEADS, WIDTH), (KEY_HEADS, VALUE_WIDTH))
+    return [torch.randn(2, heads, 32, width, generator=generator).to(dtype) for heads, width in sizes]
+
+
+def attend_densely(query, key, value, *, window=None, chunk=None, softcap=None, sinks=None, scale):
+    """The definition, in float64: softmax over the tokens of the own document that are not later, (B, L, H, E)."""
+    q, k, v = (x.double() for x in (query, key, value))
+    k, v = (x.repeat_interleave(HEADS // KEY_HEADS, 1) for x in (k, v))
+    document = torch.stack([torch.repeat_interleave(torch.arange(len(r)), torch.tensor(r)) for r in LENGTHS])
+    seen = document[:, :, None] == document[:, None, :]
+    distance = POSITIONS[:, :, None] - POSITIONS[:, None, :]
+    seen &= distance >= 0
+    if window:
+        seen &= distance < window
+    if chunk:
+        seen &= POSITIONS[:, :, None] // chunk == POSITIONS[:, None, :] // chunk
+    scores = q @ k.mT * scale
+    if softcap:
+        scores = softcap * torch.tanh(scores / softcap)
+    weights = torch.where(seen[:, None], scores.exp(), 0.0)
+    total = weights.sum(-1, keepdim=True)
+    if sinks is not None:
+        total = total + sinks.double().exp()[:, None, None]
+    return (weights / total @ v).transpose(1, 2)
+
+
+with_every_mask = pytest.mark.parametrize(
+    ("mask", "config", "reference"),
+    [
+        (create_causal_mask, {}, {}),
+        (create_sliding_window_causal_mask, {"sliding_window": WINDOW}, {"window": WINDOW}),
+        (create_sliding_window_causal_mask, {"sliding_window": 1}, {"window": 1}),
+        (create_chunked_causal_mask, {"attention_chunk_size": WINDOW}, {"chunk": WINDOW}),
+    ],
+    ids=["full", "window", "window of one", "chunk"],
+)
+with_every_extra = pytest.mark.parametrize(
+    "extra", [{}, {"softcap": 2.0}, {"s_aux": True}], ids=["plain", "softcap", "sinks"]
+)
+
+
+@with_every_mask
+@with_every_extra
+def test_equals_attention_over_an_explicit_mask(mask, config, reference, extra):
+    documents = make_documents(mask, **config)
+    given = [x.requires_grad_() for x in states()]
+    sinks = torch.randn(HEADS, generator=torch.Generator().manual_seed(1)) if "s_aux" in extra else None
+    options = {"softcap": extra.get("softcap"), "s_aux": sinks}
+    ours, _ = packed_attention(torch.nn.Module(), *given, documents, scaling=0.3, **options)
+    expected = attend_densely(*given, scale=0.3, softcap=extra.get("softcap"), sinks=sinks, **reference)
+    torch.testing.assert_close(ours.double(), expected, rtol=1e-5, atol=1e-5)
+    weights = torch.randn(ours.shape, generator=torch.Generator().manual_seed(2))
+    gradients = torch.autograd.grad((ours * weights).sum(), given)
+    for seen, wanted in zip(gradients, torch.autograd.grad((expected * weights).sum(), given), strict=True):
+        torch.testing.assert_close(seen, wanted, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("window", [None, 5])
+@pytest.mark.parametrize("softcap", [None, 2.0])
+def test_documents_of_one_length_are_attended_to_in_one_call_as_one_by_one(window, softcap):
+    spans = tuple((begin, begin + 8) for begin in range(0, 32, 8))
+    together = [x.requires_grad_() for x in states()]
+    apart = [x.detach().clone().requires_grad_() for x in together]
+    offsets = torch.arange(0, 65, 8, dtype=torch.int32)
+    ours = attend_by_document(*together, Documents((spans, spans), window, offsets, 8), 0.3, softcap)
+    alone = Documents((((0, 8),),), window, offsets[:2], 8)
+    parts = [
+        [attend_by_document(*(x[b : b + 1, :, i:j] for x in apart), alone, 0.3, softcap) for i, j in spans]
+        for b in range(2)
+    ]
+    expected = torch.cat([torch.cat(row, dim=1) for row in parts])
+    assert ours.is_contiguous()
+    torch.testing.assert_close(ours, expected)
+    weights = torch.randn(ours.shape, generator=torch.Generator().manual_seed(2))
+    gradients = torch.autograd.grad((ours * weights).sum(), together)
+    for seen, wanted in zip(gradients, torch.autograd.grad((expected * weights).sum(), apart), strict=True):
+        torch.testing.assert_close(seen, wanted)
+
+
+SOME = torch.tensor([0, 4, 5, 6, 12, 13, 19, 20, 30, 31, 32 + 3, 32 + 18, 32 + 19, 32 + 20, 32 + 30])
+
+
+@with_every_mask
+@with_every_extra
+def test_of_some_queries_equals_attention_over_an_explicit_mask(mask, config, reference, extra):
+    runs = make_documents(mask, **config).at(SOME)
+    given = [x.requires_grad_() for x in states()]
+    sinks = torch.randn(HEADS, generator=torch.Generator().manual_seed(1)) if "s_aux" in extra else None
+    options = {"softcap": extra.get("softcap"), "s_aux": sinks}
+    query = given[0].transpose(1, 2).flatten(0, 1)[SOME].transpose(0, 1)[None]
+    ours, _ = packed_attention(torch.nn.Module(), query, *given[1:], runs, scaling=0.3, **options)
+    expected = attend_densely(*given, scale=0.3, softcap=extra.get("softcap"), sinks=sinks, **reference)
+    expected = expected.flatten(0, 1)[SOME][None]
+    torch.testing.assert_close(ours.double(), expected, rtol=1e-5, atol=1e-5)
+    weights = torch.randn(ours.shape, generator=torch.Generator().manual_seed(2))
+    gradients = torch.autograd.grad((ours * weights).sum(), given)
+    for seen, wanted in zip(gradients, torch.autograd.grad((expected * weights).sum(), given), strict=True):
+        torch.testing.assert_close(seen, wanted, rtol=1e-4, atol=1e-5)
+
+
+def test_some_queries_are_runs_that_end_where_documents_do():
+    runs = make_documents(create_sliding_window_causal_mask, sliding_window=WINDOW).at(SOME)
+    expected = [(0, 0, 0, 1), (0, 0, 4, 7), (0, 0, 12, 13), (0, 13, 13, 14), (0, 19, 19, 20), (0, 20, 20, 21)]
+    expected += [(0, 20, 30, 32), (1, 0, 3, 4), (1, 0, 18, 20), (1, 20, 20, 21), (1, 20, 30, 31)]
+    assert list(runs.runs) == expected and runs.window == WINDOW
+
+
+def test_documents_end_where_positions_restart_and_the_gpu_borders_run_over_all_rows():
+    documents = make_documents(create_sliding_window_causal_mask, sliding_window=WINDOW)
+    assert documents.rows == (((0, 13), (13, 19), (19, 20), (20, 32)), ((0, 20), (20, 32)))
+    assert documents.window == WINDOW
+    assert documents.offsets.tolist() == [0, 13, 19, 20, 32, 52, 64]
+    assert documents.offsets.dtype == torch.int32
+    assert documents.longest == 20
+
+
+def test_rows_of_one_document_take_one_call_with_the_same_result():
+    query, key, value = states()
+    whole = Documents((((0, 32),), ((0, 32),)), None, torch.tensor([0, 32, 64], dtype=torch.int32), 32)
+    together, _ = packed_attention(torch.nn.Module(), query, key, value, whole)
+    for row in range(2):
+        part = slice(row, row + 1)
+        expected = torch.nn.functional.scaled_dot_product_attention(
+            query[part], key[part], value[part], is_causal=True, enable_gqa=True
+        )
+        torch.testing.assert_close(together[part], expected.transpose(1, 2))
+
+
+def documented_kernel(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, scale, window_size, enable_gqa=False):
+    """torch.nn.attention.varlen.varlen_attn by its documentation, sequence by sequence; q (T, H, D) to (T, H, D).
+
+    Where a sequence has fewer queries than keys, flash attention takes them for its last tokens.
+    """
+    # A call that torch's own function would refuse must fail here too.
+    options = {"scale": scale, "window_size": window_size} | ({"enable_gqa": True} if enable_gqa else {})
+    inspect.signature(varlen_attn).bind(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, **options)
+    assert cu_seq_q.dtype == cu_seq_k.dtype == torch.int32
+    assert query.ndim == key.ndim == value.ndim == 3
+    groups = query.shape[1] // key.shape[1]
+    assert enable_gqa or groups == 1
+    left, right = window_size
+    outputs = []
+    for queries, keys in zip(spans(cu_seq_q), spans(cu_seq_k), strict=True):
+        q, k, v = (x[part].transpose(0, 1) for x, part in ((query, queries), (key, keys), (value, keys)))
+        assert q.shape[1] <= max_q and k.shape[1] <= max_k
+        k, v = (x.repeat_interleave(groups, 0) for x in (k, v))
+        distance = torch.arange(k.shape[1])[-q.shape[1] :, None] - torch.arange(k.shape[1])
+        seen = distance >= -right if right >= 0 else torch.ones_like(distance, dtype=torch.bool)
+        if left >= 0:
+            seen &= distance <= left
+        scores = (q @ k.mT * scale).masked_fill(~seen, float("-inf"))
+        outputs.append((scores.softmax(-1) @ v).transpose(0, 1))
+    return torch.cat(outputs)
+
+
+def spans(offsets):
+    return [slice(begin, end) for begin, end in itertools.pairwise(offsets.tolist())]
+
+
+def aligned_at_the_top(query, key, value, cu_seq_q, cu_seq_k, *arguments, **options):
+    """As flash attention was before 2.1: queries are a sequence's first tokens."""
+    if torch.equal(cu_seq_q, cu_seq_k):
+        return documented_kernel(query, key, value, cu_seq_q, cu_seq_k, *arguments, **options)
+    first = torch.cat(
+        [
+            torch.arange(k.start, k.start + q.stop - q.start)
+            for q, k in zip(spans(cu_seq_q), spans(cu_seq_k), strict=True)
+        ]
+    )
+    return documented_kernel(query, key[first], value[first], cu_seq_q, cu_seq_q, *arguments, **options)
+
+
+@pytest.mark.parametrize("window", [None, WINDOW])
+def test_the_gpu_kernel_is_called_as_documented(window):
+    make = create_causal_mask if window is None else create_sliding_window_causal_mask
+    documents = make_documents(make, **({} if window is None else {"sliding_window": window}))
+    ours = attend_packed(*states(), documents, 0.3, kernel=documented_kernel)
+    expected = attend_densely(*states(), scale=0.3, window=window)
+    torch.testing.assert_close(ours.double(), expected, rtol=1e-5, atol=1e-5)
+    query, key, value = states()
+    query = query.transpose(1, 2).flatten(0, 1)[SOME].transpose(0, 1)[None]
+    ours = attend_packed(query, key, value, documents.at(SOME), 0.3, kernel=documented_kernel)
+    torch.testing.assert_close(ours.double(), expected.flatten(0, 1)[SOME][None], rtol=1e-5, atol=1e-5)
+
+
+def one_token_too_many(*arguments, window_size, **options):
+    return documented_kernel(*arguments, window_size=(window_size[0] + 1, 0), **options)
+
+
+def one_document_too_few(query, key, value, cu_seq_q, cu_seq_k, *_, **options):
+    fewer = [torch.cat([offsets[:1], offsets[2:]]) for offsets in (cu_seq_q, cu_seq_k)]
+    return documented_kernel(query, key, value, *fewer, len(query), len(key), **options)
+
+
+def unsupported(*_, **__):
+    raise RuntimeError("FlashAttention only supports Ampere GPUs or newer.")
+
+
+class WrongBackward(torch.autograd.Function):
+    """The documented kernel with the gradients that another call has: of `change(arguments, options)`."""
+
+    @staticmethod
+    def forward(ctx, change, options, *arguments):
+        ctx.change, ctx.options, ctx.arguments = change, options, arguments
+        return documented_kernel(*arguments, **options)
+
+    @staticmethod
+    def backward(ctx, upstream):
+        qkv = [tensor.detach().requires_grad_() for tensor in ctx.arguments[:3]]
+        with torch.enable_grad():
+            seen = ctx.change(*qkv, *ctx.arguments[3:], **ctx.options)
+        return None, None, *torch.autograd.grad(seen, qkv, upstream), *(4 * [None])
+
+
+def backward_of(change):
+    def kernel(*arguments, **options):
+        return WrongBackward.apply(change, options, *arguments)
+
+    kernel.__name__ = f"backward_of_{change.__name__}"
+    return kernel
+
+
+def unscaled(*arguments, scale, **options):
+    return documented_kernel(*arguments, scale=1.1 * scale, **options)
+
+
+def gradient_of_keys_is_lost(query, key, *arguments, **options):
+    return documented_kernel(query, key.detach() + 0 * key, *arguments, **options)
+
+
+def without_a_backward(*arguments, **options):
+    return documented_kernel(*arguments, **options).detach()
+
+
+@pytest.mark.parametrize(
+    ("kernel", "window", "agrees"),
+    [
+        (documented_kernel, None, True),
+        (documented_kernel, WINDOW, True),
+        (documented_kernel, 1000, True),
+        (one_token_too_many, WINDOW, False),
+        (one_token_too_many, 1000, False),
+        (one_document_too_few, None, False),
+        (one_document_too_few, WINDOW, False),
+        (aligned_at_the_top, None, False),
+        (aligned_at_the_top, WINDOW, False),
+        (unsupported, None, False),
+        (backward_of(documented_kernel), None, True),
+        (backward_of(documented_kernel), 100, True),
+        (backward_of(one_token_too_many), WINDOW, False),
+        (backward_of(one_token_too_many), 100, False),
+        (backward_of(one_document_too_few), None, False),
+        (backward_of(aligned_at_the_top), None, False),
+        (backward_of(aligned_at_the_top), WINDOW, False),
+        (backward_of(unscaled), None, False),
+        (backward_of(gradient_of_keys_is_lost), None, False),
+        (without_a_backward, None, False),
+    ],
+)
+@pytest.mark.parametrize("groups", [1, 4])
+def test_a_gpu_kernel_that_is_wrong_or_missing_is_not_used(kernel, window, agrees, groups):
+    assert kernel_agrees(kernel, groups, 16, window, torch.bfloat16, "cpu") is agrees
+
+
+def test_bf16_stays_close_to_the_definition():
+    documents = make_documents(create_sliding_window_causal_mask, sliding_window=WINDOW)
+    for options in ({}, {"softcap": 2.0}):
+        ours, _ = packed_attention(torch.nn.Module(), *states(torch.bfloat16), documents, scaling=0.3, **options)
+        assert ours.dtype == torch.bfloat16
+        expected = attend_densely(*states(torch.bfloat16), scale=0.3, window=WINDOW, **options)
+        torch.testing.assert_close(ours.double(), expected, rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"dropout": 0.1},
+        {"position_bias": torch.zeros(1)},
+        {"is_causal": False},
+        {"block_table": 3},
+    ],
+    ids=lambda options: next(iter(options)),
+)
+def test_arguments_that_it_does_not_know_are_refused(options):
+    documents = make_documents(create_causal_mask)
+    with pytest.raises(TypeError, match=next(iter(options))):
+        packed_attention(torch.nn.Module(), *states(), documents, **options)
+
+
+def test_a_mask_that_did_not_come_from_us_is_refused():
+    with pytest.raises(TypeError, match="Tensor in the place of its documents"):
+        packed_attention(torch.nn.Module(), *states(), torch.ones(1, 1, 32, 32, dtype=torch.bool))
+
+
+def test_padding_and_bidirectional_models_are_refused():
+    config = LlamaConfig()
+    config._attn_implementation = ATTENTION
+    hidden = torch.zeros(2, 32, 4)
+    assert create_causal_mask(config, hidden, torch.ones(2, 32, dtype=torch.long), None).longest == 32  # as opt does
+    with pytest.raises(ValueError, match="no padding mask"):
+        create_causal_mask(config, hidden, torch.ones(2, 32, dtype=torch.long).triu(), None)
+    with pytest.raises(ValueError, match="see later ones"):
+        create_causal_mask(config, hidden, None, None, block_sequence_ids=torch.zeros(2, 32, dtype=torch.long))
+    config.is_causal = False
+    with pytest.raises(ValueError, match="see later ones"):
+        create_causal_mask(config, hidden, None, None)
+
+
+def test_positions_are_forgotten_behind_the_context_even_after_an_error():
+    with pytest.raises(RuntimeError), document_positions(POSITIONS):
+        raise RuntimeError
+    documents = packed_mask(2, 32, 32, mask_function=causal_mask_function)
+    assert documents.rows == (((0, 32),), ((0, 32),))
+
+
+@pytest.mark.skipif(not hasattr(varlen, "_select_backend"), reason="this torch has flash attention alone")
+def test_flash_attention_computes_where_torch_would_take_cudnn(monkeypatch):
+    chosen = []
+
+    def recorded(query, *arguments):
+        chosen.append(arguments[-1])
+        return query, query, query
+
+    monkeypatch.setattr(varlen, "_cudnn_rejection_reasons", lambda *_: [])  # as on Hopper, with a recent cuDNN
+    monkeypatch.setattr(torch.ops.torch_attn, "_varlen_attn", recorded)
+    tokens = torch.zeros(8, 2, 16, dtype=torch.bfloat16)
+    offsets = torch.tensor([0, 8], dtype=torch.int32)
+    for kernel in (varlen_attn, flash_varlen_attn):
+        kernel(tokens, tokens, tokens, offsets, offsets, 8, 8, scale=0.25, window_size=(-1, 0))
+    assert chosen == [torch.nn.attention.SDPBackend.CUDNN_ATTENTION.value, varlen._FLASH_ATTENTION_BACKEND]
+
+
+@pytest.fixture
+def pretend_gpu(monkeypatch):
+    """The CPU as a GPU whose flash attention works: tensors say that they are on one, the kernel is the reference."""
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+    monkeypatch.setattr(flash, "flash_varlen_attn", documented_kernel)
+    monkeypatch.setattr(attention, "attend_packed", lambda *states: attend_packed(*states, kernel=documented_kernel))
+    flash._flash_agrees.cache_clear()
+    yield
+    flash._flash_agrees.cache_clear()
+
+
+def test_the_gpu_kernel_is_compared_before_a_recomputed_layer_uses_it(tmp_path, pretend_gpu):
+    """Comparing inside such a layer ends in CheckpointError: recomputation does not save what the comparison saved."""
+    save_parts(tmp_path)
+    losses, gradients = [], []
+    for recomputed in (6, 0):
+        layers = {"parallel__pipeline": 1, "parallel__recompute_layers": recomputed}
+        config = make_config(tmp_path, model__llm__dtype="bfloat16", data__pack_length=64, **layers)
+        stage = build_stage(config, make_plan(config).ranks[0].stages[0])
+        batch = as_batch(([make_document(1), make_document(2)], [make_document(3)]), 64)
+        loss, _ = stage.loss(stage.start(batch), batch.position_ids, batch.labels)
+        loss.backward()
+        losses.append(loss.detach())
+        gradients.append({name: p.grad for name, p in stage.global_parameters() if p.requires_grad})
+    assert stage.attention == {Way("flash", None, False)}
+    torch.testing.assert_close(losses[0], losses[1], rtol=0, atol=0)
+    torch.testing.assert_close(gradients[0], gradients[1], rtol=0, atol=0)
+
+
+def test_it_is_known_how_attention_was_computed():
+    documents = make_documents(create_causal_mask)
+    with ways_taken() as found:
+        packed_attention(torch.nn.Module(), *states(), documents)
+        packed_attention(torch.nn.Module(), *states(), documents)
+    assert found == {Way("document", "flash attention needs a GPU", False)}
+    packed_attention(torch.nn.Module(), *states(), documents)
+    assert len(found) == 1, "only within the context"
+
+
+def test_a_slow_way_is_said_with_its_reason_and_ranks():
+    fast, wide = Way("flash", None, False), Way("document", "heads are 256 wide", True)
+    records, lines = say_ways([{fast}, {fast, wide}, set()])
+    assert lines == [
+        "attention: flash attention, all documents in one call (ranks 0, 1)",
+        "attention: documents one by one, which is slow: heads are 256 wide (ranks 1)",
+    ]
+    assert records == [
+        {"kernel": "flash", "reason": None, "slow": False, "ranks": [0, 1]},
+        {"kernel": "document", "reason": "heads are 256 wide", "slow": True, "ranks": [1]},
+    ]
+    assert say_ways([{fast}, {fast}])[1] == ["attention: flash attention, all documents in one call"]

@@ -1,0 +1,183 @@
+"""Every supported family: slices read from a checkpoint equal the stock model, whole, packed and in the gradient."""
+
+import itertools
+import zlib
+from pathlib import Path
+
+import pytest
+import torch
+from peft import LoraConfig, inject_adapter_in_model
+from torch import nn
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+from mmtrain.config.model import LoraSection
+from mmtrain.models.facts.families import WHOLE_LAST_LAYER, global_name
+from mmtrain.models.modules import language
+from mmtrain.models.modules.language import LanguageSlice, causal_config, load_slice
+from mmtrain.models.modules.lora import add_adapters, without_marks
+from mmtrain.models.modules.parity import measure_differences
+from mmtrain.models.modules.tiny import tiny_model
+
+DOCUMENTS = (13, 6, 19)
+
+# Settings that a released model has and that transformers' default config lacks; depth 6 unless given.
+FAMILIES: dict[str, dict] = {
+    "llama": {},
+    "mistral": {},
+    "qwen2": {},
+    "qwen3": {},
+    "gemma2": {},
+    "gemma3_text": {},
+    "phi3": {},
+    "glm": {},
+    "glm4": {},
+    "glm4_moe": {"use_qk_norm": True, "attention_bias": True},
+    "glm4_moe_lite": {},
+    "granite": {"embedding_multiplier": 12.0, "logits_scaling": 8.0, "residual_multiplier": 0.22},
+    "smollm3": {},
+    "cohere2": {},
+    "gpt_oss": {},
+    "qwen3_moe": {"mlp_only_layers": [3]},
+    "deepseek_v3": {},
+    "gpt2": {},
+    "mixtral": {},
+    "olmo2": {},
+    "starcoder2": {},
+    "opt": {},
+}
+BORDERS = {"llama": (0, 0, 2, 6, 6), "gemma3_text": (0, 0, 2, 6, 6), "gpt2": (0, 0, 2, 6, 6), "granite": (0, 0, 6, 6)}
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def checkpoint(request, tmp_path_factory) -> tuple[str, Path]:
+    family = request.param
+    config = CONFIG_MAPPING[family](**{"num_hidden_layers": 6, **FAMILIES[family]})
+    folder = tmp_path_factory.mktemp(family)
+    tiny_model(config, seed=0).save_pretrained(folder)
+    return family, folder
+
+
+def load_all(family: str, folder: Path, dtype: torch.dtype) -> list[LanguageSlice]:
+    borders = BORDERS.get(family, (0, 1, 4, 6))
+    return [
+        load_slice(str(folder), first, last, embedding=i == 0, head=i == len(borders) - 2, dtype=dtype)
+        for i, (first, last) in enumerate(itertools.pairwise(borders))
+    ]
+
+
+def tensors_of(model: PreTrainedModel) -> dict[str, torch.Tensor]:
+    return {**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers())}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_the_union_of_slices_is_the_stock_model_tensor_by_tensor(checkpoint, dtype, monkeypatch):
+    family, folder = checkpoint
+    if dtype is torch.bfloat16:
+        monkeypatch.setattr(language, "LOADED_AT_ONCE", 1)  # layer by layer
+    expected = tensors_of(AutoModelForCausalLM.from_pretrained(folder, dtype=dtype))
+    seen = {}
+    for part in load_all(family, folder, dtype):
+        for name, tensor in tensors_of(part.model).items():
+            assert tensor.dtype == expected[name].dtype, name
+            assert torch.equal(tensor, expected[name]), name
+            seen[name] = tensor
+    assert seen.keys() == expected.keys()
+
+
+def run(model, rows: torch.Tensor, weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    rows = rows.detach().requires_grad_()
+    logits = model(rows)
+    return logits.detach(), torch.autograd.grad((logits * weights).sum(), rows)[0]
+
+
+def test_staged_and_packed_equals_the_stock_model_on_each_document(checkpoint):
+    family, folder = checkpoint
+    stock = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    slices = load_all(family, folder, torch.float32)
+    generator = torch.Generator().manual_seed(1)
+    ids = torch.randint(stock.config.vocab_size, (2, sum(DOCUMENTS)), generator=generator)
+    weights = torch.randn(2, sum(DOCUMENTS), stock.config.vocab_size, generator=generator)
+    positions = torch.cat([torch.arange(n) for n in DOCUMENTS])[None].repeat(2, 1)
+
+    def staged(hidden):
+        for part in slices:
+            hidden = part(hidden, positions)
+        return slices[-1].logits(hidden.flatten(0, 1)).unflatten(0, (2, -1))
+
+    logits, gradient = run(staged, slices[0].embed(ids), weights)
+    embeddings = stock.get_input_embeddings()(ids)
+    for row in range(2):
+        begin = 0
+        for length in DOCUMENTS:
+            part = (slice(row, row + 1), slice(begin, begin + length))
+            reference = run(lambda x: stock(inputs_embeds=x).logits, embeddings[part], weights[part])
+            for ours, theirs in zip((logits[part], gradient[part]), reference, strict=True):
+                assert (ours - theirs).abs().max() <= 1e-4 * theirs.abs().max()
+            begin += length
+
+
+EXPERTS = ("deepseek_v3", "glm4_moe", "glm4_moe_lite", "gpt_oss", "mixtral", "qwen3_moe")
+
+
+def gradients_of(named, backward) -> dict[str, torch.Tensor]:
+    """Of every adapter, by global name; all of them begin alike, and none with zeros, for which A has no gradient."""
+    adapters = {global_name(without_marks(name)): p for name, p in named if ".lora_" in name}
+    for name, parameter in adapters.items():
+        generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+        parameter.data.uniform_(-0.3, 0.3, generator=generator)
+        parameter.requires_grad_(True)
+    backward()
+    return {name: parameter.grad for name, parameter in adapters.items()}
+
+
+def test_lora_in_slices_is_that_of_peft_on_the_stock_model(checkpoint):
+    """Staged and packed, the last layer for some tokens alone, against one document after the other.
+
+    Of MoE models every linear layer but those of layer 1 has an adapter: peft alone would adapt all layers or none.
+    """
+    family, folder = checkpoint
+    # Eager: before 5.18 transformers let gemma2's soft cap out of its other attention.
+    stock = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
+    linear = [name for name, module in stock.named_modules() if type(module) in (nn.Linear, Conv1D)]
+    if family in EXPERTS:
+        linear = [name for name in linear if ".layers.1." not in name]
+    linear = [name for name in linear if global_name(f"{name}.weight").startswith("llm.layers.")]
+    targets = tuple(global_name(f"{name}.weight") for name in linear) if family in EXPERTS else ("llm.layers.*",)
+    generator = torch.Generator().manual_seed(1)
+    ids = torch.randint(stock.config.vocab_size, (1, sum(DOCUMENTS)), generator=generator)
+    places = torch.arange(2, sum(DOCUMENTS), 3)
+    weights = torch.zeros(sum(DOCUMENTS), stock.config.vocab_size)
+    weights[places] = torch.randn(len(places), stock.config.vocab_size, generator=generator)
+
+    slices = load_all(family, folder, torch.float32)
+    for part in slices:
+        add_adapters(part.model, LoraSection(r=4, alpha=8.0, targets=targets), global_name, seed=0)
+    if family not in WHOLE_LAST_LAYER and slices[-1].first < slices[-1].last:
+        slices[-1].narrow_last_layer()
+
+    def staged():
+        positions = torch.cat([torch.arange(n) for n in DOCUMENTS])[None]
+        hidden = slices[0].embed(ids)
+        for part in slices[:-1]:
+            hidden = part(hidden, positions)
+        logits = slices[-1].logits(slices[-1].forward_rows(hidden, positions, places))
+        (logits * weights[places]).sum().backward()
+
+    config = LoraConfig(r=4, lora_alpha=8, target_modules=[f"0.{name}" for name in linear])
+    inject_adapter_in_model(config, nn.ModuleList([stock]))  # in a list peft takes the names as they are
+
+    def separate():
+        for row, its_weights in zip(ids[0].split(DOCUMENTS), weights.split(DOCUMENTS), strict=True):
+            (stock(input_ids=row[None], use_cache=False).logits[0] * its_weights).sum().backward()
+
+    found = gradients_of([entry for part in slices for entry in part.model.named_parameters()], staged)
+    expected = gradients_of(stock.named_parameters(), separate)
+    assert found.keys() == expected.keys() and len(found) == 2 * len(linear)
+    for name, gradient in expected.items():
+        assert (found[name] - gradient).norm() <= 1e-5 * gradient.norm(), name
+
+
+def test_layers_that_are_whole_only_while_they_compute_are_the_same_to_the_bit(checkpoint):
+    _, folder = checkpoint
+    assert measure_differences(causal_config(folder), (1, 4), streams=True).staged == 0

@@ -1,0 +1,360 @@
+"""A run begins with the projector that another has trained: every format that holds one, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from scenes import make_config, save_parts, stock_llava
+from step_states import state_of
+from torch import nn
+
+from mmtrain.base.errors import UserError
+from mmtrain.checkpoint.step_folder import new_step_folder, step_path
+from mmtrain.config.model import ProjectorSection
+from mmtrain.engine.stages import without_init_from
+from mmtrain.models.modules.projector import make_projector, read_projector
+from mmtrain.models.modules.stage import build_stage
+from mmtrain.models.weights.projector_files import find_projector, refuse_unfit_init_from
+from mmtrain.plan.planner import make_plan
+
+VISION, LLM = 12, 20
+Tensors = dict[str, torch.Tensor]
+
+
+def trained(kind: str = "mlp2x_gelu", seed: int = 5) -> nn.Module:
+    return make_projector(ProjectorSection(type=kind), VISION, LLM, seed)
+
+
+def named(prefix: str, tensors: Tensors) -> Tensors:
+    return {prefix + name: tensor for name, tensor in tensors.items()}
+
+
+def llava_module(projector: nn.Module) -> nn.Module:
+    """The same projector as LLaVA builds it."""
+    if not hasattr(projector, "linear_2"):
+        return projector.linear_1
+    return nn.Sequential(projector.linear_1, nn.GELU(), projector.linear_2)
+
+
+def save_step(run: Path, tensors: Tensors, step: int = 20) -> Path:
+    target = step_path(run, step)
+    run.mkdir(parents=True, exist_ok=True)
+    with new_step_folder(target) as folder:
+        save_file(tensors, folder / "projector.safetensors")
+        save_file({}, folder / "optimizer.safetensors")
+        (folder / "state.json").write_text(json.dumps(state_of(step)))
+    return target
+
+
+def equal(ours: Tensors, theirs: Tensors) -> bool:
+    return ours.keys() == theirs.keys() and all(torch.equal(ours[name], tensor) for name, tensor in theirs.items())
+
+
+def read(path: Path, kind: str = "mlp2x_gelu") -> Tensors:
+    return read_projector(str(path), ProjectorSection(type=kind), VISION, LLM)
+
+
+def refusal(path: Path | str, kind: str = "mlp2x_gelu", vision: int = VISION, llm: int = LLM) -> str:
+    with pytest.raises(UserError) as raised:
+        read_projector(str(path), ProjectorSection(type=kind), vision, llm)
+    assert "\n" not in str(raised.value)
+    return str(raised.value)
+
+
+# ---- every format gives the tensors that were trained
+
+
+@pytest.mark.parametrize("kind", ["mlp2x_gelu", "linear"])
+@pytest.mark.parametrize("prefix", ["model.", "", "base_model.model.model."])
+@pytest.mark.parametrize("legacy", [False, True], ids=["zip", "legacy"])
+def test_llavas_mm_projector_bin_gives_the_function_that_llava_has_trained(tmp_path, kind, prefix, legacy):
+    stock = llava_module(trained(kind))
+    others = {"model.embed_tokens.weight": torch.zeros(3, LLM)}  # LLaVA adds them with mm_use_im_start_end
+    tensors = named(f"{prefix}mm_projector.", stock.state_dict()) | others
+    torch.save(tensors, tmp_path / "mm_projector.bin", _use_new_zipfile_serialization=not legacy)
+    features = torch.randn(2, 3, VISION, generator=torch.Generator().manual_seed(1))
+    for path in (tmp_path / "mm_projector.bin", tmp_path):
+        ours = make_projector(ProjectorSection(type=kind), VISION, LLM, seed=0)
+        ours.load_state_dict(read(path, kind))
+        assert torch.equal(ours(features), stock(features))
+
+
+def test_half_precision_becomes_float32_without_another_rounding(tmp_path):
+    half = named("model.mm_projector.", llava_module(trained()).half().state_dict())
+    torch.save(half, tmp_path / "mm_projector.bin")
+    tensors = read(tmp_path)
+    assert {tensor.dtype for tensor in tensors.values()} == {torch.float32}
+    assert torch.equal(tensors["linear_2.weight"], half["model.mm_projector.2.weight"].float())
+
+
+def test_a_run_gives_its_newest_whole_checkpoint_and_a_step_folder_itself(tmp_path, logged):
+    by_step = {step: trained(seed=step).state_dict() for step in (10, 20, 30)}
+    folders = {}
+    for step, tensors in by_step.items():
+        folders[step] = save_step(tmp_path, named("projector.", tensors) | {"llm.norm.weight": torch.ones(LLM)}, step)
+    assert equal(read(tmp_path), by_step[30])
+    assert equal(read(folders[10]), by_step[10])
+    assert equal(read(folders[10] / "projector.safetensors"), by_step[10])
+    flip_last_byte(folders[30] / "projector.safetensors")
+    assert equal(read(tmp_path), by_step[20])
+    assert "step-00000030: projector.safetensors is damaged" in logged[0]
+
+
+def test_a_safetensors_file_on_its_own_is_read(tmp_path):
+    expected = trained().state_dict()
+    save_file(named("projector.", expected), tmp_path / "aligned.safetensors")
+    assert equal(read(tmp_path / "aligned.safetensors"), expected)
+
+
+@pytest.mark.parametrize("shard", ["5GB", "20KB"])
+def test_a_hugging_face_llava_folder_gives_its_projector_sharded_or_not(tmp_path, shard):
+    save_parts(tmp_path)
+    stock = stock_llava(tmp_path, seed=3)
+    stock.save_pretrained(tmp_path / "llava", max_shard_size=shard)
+    assert (tmp_path / "llava" / "model.safetensors.index.json").exists() == (shard == "20KB")
+    tensors = read_projector(str(tmp_path / "llava"), ProjectorSection(type="mlp2x_gelu"), 32, 64)
+    assert equal(tensors, stock.model.multi_modal_projector.state_dict())
+
+
+def test_names_of_newer_hugging_face_files_are_known_too(tmp_path):
+    expected = trained().state_dict()
+    language = {"model.language_model.norm.weight": torch.ones(LLM)}
+    save_file(named("model.multi_modal_projector.", expected) | language, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text('{"model_type": "llava"}')
+    assert equal(read(tmp_path), expected)
+
+
+def test_a_path_below_the_home_folder_and_a_cached_hub_id_are_found(tmp_path, monkeypatch):
+    expected = trained().state_dict()
+    monkeypatch.setenv("HOME", str(tmp_path))
+    save_file(named("projector.", expected), tmp_path / "a.safetensors")
+    assert equal(read_projector("~/a.safetensors", ProjectorSection(type="mlp2x_gelu"), VISION, LLM), expected)
+    snapshot = tmp_path / "hub" / "models--llava-hf--tiny" / "snapshots" / "1"
+    snapshot.mkdir(parents=True)
+    save_file(named("multi_modal_projector.", expected), snapshot / "model.safetensors")
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
+    assert equal(read_projector("llava-hf/tiny", ProjectorSection(type="mlp2x_gelu"), VISION, LLM), expected)
+
+
+# ---- a run that begins with one
+
+
+def test_stage_0_begins_with_the_given_projector_in_float32_and_all_else_is_unchanged(tmp_path):
+    save_parts(tmp_path)
+    expected = make_projector(ProjectorSection(type="mlp2x_gelu"), 32, 64, seed=9).state_dict()
+    save_file(named("projector.", expected), tmp_path / "start.safetensors")
+    values = {"parallel__pipeline": 2, "model__llm__dtype": "bfloat16"}
+    random_start = make_config(tmp_path, **values)
+    given_start = make_config(tmp_path, **values, model__projector__init_from=str(tmp_path / "start.safetensors"))
+    front, back = (rank.stages[0] for rank in make_plan(given_start).ranks)
+    given = dict(build_stage(given_start, front).global_parameters())
+    drawn = dict(build_stage(random_start, front).global_parameters())
+    assert equal({name: given[f"projector.{name}"] for name in expected}, expected)
+    assert all(given[f"projector.{name}"].requires_grad for name in expected)
+    assert {given[f"projector.{name}"].dtype for name in expected} == {torch.float32}
+    assert not equal({name: drawn[f"projector.{name}"] for name in expected}, expected)
+    assert all(torch.equal(given[name], drawn[name]) for name in drawn if not name.startswith("projector."))
+    (tmp_path / "start.safetensors").unlink()
+    build_stage(given_start, back)  # the other stages do not ask for it
+
+
+def test_before_a_rank_starts_a_projector_that_does_not_fit_is_refused(tmp_path):
+    save_parts(tmp_path)
+    start, run = tmp_path / "start.safetensors", tmp_path / "runs" / "parity"
+
+    def check(**values) -> None:
+        refuse_unfit_init_from(make_config(tmp_path, model__projector__init_from=str(start), **values), run)
+
+    refuse_unfit_init_from(make_config(tmp_path), run)
+    with pytest.raises(UserError, match=r"init_from: .*start\.safetensors: no such file"):
+        check()
+    save_file(
+        named("projector.", make_projector(ProjectorSection(type="mlp2x_gelu"), 32, 64, seed=9).state_dict()), start
+    )
+    check()
+    with pytest.raises(UserError, match=r"set model\.projector\.type=mlp2x_gelu"):
+        check(model__projector__type="linear")
+    save_file(
+        named("projector.", make_projector(ProjectorSection(type="mlp2x_gelu"), 48, 64, seed=9).state_dict()), start
+    )
+    with pytest.raises(UserError, match="maps 48 features to 64; this run's encoder gives 32 and its LLM takes 64"):
+        check()
+
+
+def test_a_projector_of_squares_begins_with_a_drawn_newline_and_one_of_anyres_with_its_own(tmp_path, logged):
+    save_parts(tmp_path)
+    squares = make_projector(ProjectorSection(), 32, 64, seed=9).state_dict()
+    lines = make_projector(ProjectorSection(), 32, 64, seed=8, newline=True).state_dict()
+    named_as_llava = {"linear_1": "model.mm_projector.0", "linear_2": "model.mm_projector.2"}
+    in_llava = {
+        next(
+            (name.replace(ours, llava) for ours, llava in named_as_llava.items() if ours in name), f"model.{name}"
+        ): value
+        for name, value in lines.items()
+    }
+    save_file(named("projector.", squares), tmp_path / "squares.safetensors")
+    save_file(named("projector.", lines), tmp_path / "lines.safetensors")
+    torch.save(in_llava, tmp_path / "lines.bin")
+    torch.save({name: in_llava[name] for name in in_llava if "newline" not in name}, tmp_path / "squares.bin")
+
+    def begun(file: str, layout: str) -> Tensors:
+        start = str(tmp_path / file)
+        vision = {"name": str(tmp_path / "vision"), "layout": layout}
+        config = make_config(tmp_path, model__projector__init_from=start, model__vision=vision)
+        logged.clear()
+        refuse_unfit_init_from(config, tmp_path / "runs" / "parity")
+        stage = build_stage(config, make_plan(config).ranks[0].stages[0])
+        found = {name: value for name, value in stage.global_parameters() if name.startswith("projector.")}
+        return {name.removeprefix("projector."): value for name, value in found.items()}
+
+    for kind in ("safetensors", "bin"):
+        found = begun(f"lines.{kind}", "anyres")
+        assert equal(found, lines) and found["image_newline"].requires_grad and not logged
+        drawn = begun(f"squares.{kind}", "anyres_max_9").pop("image_newline")
+        [said] = logged
+        source = tmp_path / f"squares.{kind}"
+        assert said == f"model.projector.init_from: {source} holds no image_newline; it begins at random, by run.seed"
+        assert drawn.requires_grad and not torch.equal(drawn, lines["image_newline"]) and 0.05 < drawn.std() < 0.25
+        assert equal(begun("squares.safetensors", "square"), squares) and not logged
+        with pytest.raises(UserError, match=r"holds image_newline, .* set that layout, or choose another file"):
+            begun(f"lines.{kind}", "square")
+
+
+def test_a_run_that_would_delete_its_start_is_refused(tmp_path):
+    save_parts(tmp_path)
+    run = tmp_path / "runs" / "parity"
+    save_step(
+        run, named("projector.", make_projector(ProjectorSection(type="mlp2x_gelu"), 32, 64, seed=9).state_dict())
+    )
+    config = make_config(tmp_path, run__overwrite=True, model__projector__init_from=str(run))
+    with pytest.raises(UserError, match=r"run\.overwrite=true deletes before it is read"):
+        refuse_unfit_init_from(config, run)
+    refuse_unfit_init_from(config, tmp_path / "runs" / "another")
+
+
+# ---- what is refused, and what is said of it
+
+
+def flip_last_byte(file: Path) -> None:
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content)
+
+
+def test_a_damaged_checkpoint_is_refused_though_its_tensors_can_be_read(tmp_path):
+    folder = save_step(tmp_path, named("projector.", trained().state_dict()))
+    flip_last_byte(folder / "projector.safetensors")
+    load_file(folder / "projector.safetensors")
+    for path in (folder, folder / "projector.safetensors"):
+        assert "projector.safetensors is damaged" in refusal(path)
+    with pytest.raises(UserError, match=r"no checkpoint of .* is whole"):
+        find_projector(str(tmp_path))
+
+
+def test_the_other_kind_is_refused_with_the_key_to_set(tmp_path):
+    file = tmp_path / "start.safetensors"
+    save_file(named("projector.", trained("linear").state_dict()), file)
+    assert "holds a linear projector, and model.projector.type is mlp2x_gelu; set model.projector" in refusal(file)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda t: t.pop("linear_2.bias"), "linear_2.bias missing"),
+        (lambda t: t.update({"linear_3.weight": torch.ones(1)}), "linear_3.weight unknown"),
+        (lambda t: t.update({"linear_1.weight": torch.ones(LLM, VISION + 1)}), "needed is (20, 12)"),
+        (lambda t: t.update({"linear_1.bias": torch.ones(LLM, 1)}), "linear_1.bias has shape (20, 1)"),
+        (lambda t: t.update({"linear_1.bias": torch.full((LLM,), torch.nan)}), "linear_1.bias holds NaN"),
+        (
+            lambda t: t.update({"linear_1.bias": torch.full((LLM,), 1e300, dtype=torch.float64)}),
+            "linear_1.bias holds NaN or inf",
+        ),
+        (lambda t: t.update({"linear_1.bias": torch.ones(LLM, dtype=torch.int8)}), "linear_1.bias is stored as int8"),
+        (lambda t: t.clear() or t.update({"linear_1.weight": torch.tensor(1.0)}), "linear_1.bias, linear_2.bias"),
+    ],
+)
+def test_other_tensors_than_those_of_the_projector_are_refused_by_name(tmp_path, change, said):
+    tensors = trained().state_dict()
+    change(tensors)
+    save_file(named("projector.", tensors), tmp_path / "start.safetensors")
+    assert said in refusal(tmp_path / "start.safetensors")
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda t: t.pop("2.bias"), "linear_2.bias missing"),
+        (lambda t: t.update({"4.weight": torch.ones(LLM, LLM)}), "4.weight unknown"),
+        (lambda t: t.update({"0.weight": torch.ones(LLM, 7)}), "it maps 7 features to 20"),
+        (lambda t: t.update({"2.bias": torch.full((LLM,), torch.inf)}), "model.mm_projector.2.bias holds NaN or inf"),
+    ],
+)
+def test_so_are_those_of_an_mm_projector_bin(tmp_path, change, said):
+    tensors = llava_module(trained()).state_dict()
+    change(tensors)
+    torch.save(named("model.mm_projector.", tensors), tmp_path / "mm_projector.bin")
+    assert said in refusal(tmp_path)
+
+
+def test_two_projectors_in_one_file_are_refused(tmp_path):
+    tensors = trained().state_dict()
+    other = trained(seed=6).state_dict()
+    save_file(named("projector.", tensors) | named("multi_modal_projector.", other), tmp_path / "two.safetensors")
+    assert "two tensors for one place" in refusal(tmp_path / "two.safetensors")
+
+
+def test_a_projector_with_another_function_between_the_same_tensors_is_refused(tmp_path):
+    save_file(named("multi_modal_projector.", trained().state_dict()), tmp_path / "model.safetensors")
+    for setting, value, ours in (("projector_hidden_act", "relu", "gelu"), ("adapter_layer_norm_eps", 0.1, 1e-06)):
+        (tmp_path / "config.json").write_text(json.dumps({"model_type": "llava", setting: value}))
+        assert f"has {setting} {value}, ours {ours}" in refusal(tmp_path)
+
+
+def test_what_holds_no_projector_is_refused_with_what_is_needed(tmp_path, tiny):
+    needed = "needed is a run or checkpoint of mmtrain"
+    (tmp_path / "notes").mkdir()
+    (tmp_path / "notes" / "read.me").write_text("nothing")
+    assert "holds no projector (read.me)" in refusal(tmp_path / "notes")
+    assert "no such file or folder" in refusal(tmp_path / "missing")
+    assert "tensors and none of a projector; " + needed in refusal(tiny / "llm")
+    shutil.copy(tiny / "config.yaml", tmp_path / "config.yaml")
+    assert "neither .safetensors nor .bin" in refusal(tmp_path / "config.yaml")
+    torch.save({"model.embed_tokens.weight": torch.ones(2)}, tmp_path / "other.bin")
+    assert "holds 1 tensors and none of a projector" in refusal(tmp_path / "other.bin")
+    save_file({"llm.norm.weight": torch.ones(2)}, tmp_path / "projector.safetensors")
+    assert "none of a projector" in refusal(tmp_path)
+    torch.save({"model.x.weight": torch.ones(2)}, tmp_path / "notes" / "pytorch_model.bin")
+    assert "convert them once with mmtrain convert" in refusal(tmp_path / "notes")
+
+
+def test_a_cut_or_changed_safetensors_file_is_refused_or_holds_what_its_header_says(tmp_path):
+    expected = trained().state_dict()
+    file = tmp_path / "start.safetensors"
+    save_file(named("projector.", expected), file)
+    content = file.read_bytes()
+    header = 8 + int.from_bytes(content[:8], "little")
+    for size in range(0, len(content), 97):
+        file.write_bytes(content[:size])
+        refusal(file)
+    for at in range(header):
+        changed = bytearray(content)
+        changed[at] ^= 1 << at % 7
+        file.write_bytes(changed)
+        try:
+            tensors = read(file)
+        except UserError:
+            continue
+        assert tensors.keys() == expected.keys()
+
+
+@pytest.mark.parametrize(
+    ("trainable", "needed"), [(["projector"], False), (["projector.linear_2"], True), (["llm.layers.3"], True)]
+)
+def test_a_run_that_goes_on_needs_its_start_for_what_its_checkpoints_do_not_hold(tmp_path, trainable, needed):
+    config = make_config(tmp_path, model__trainable=tuple(trainable), model__projector__init_from="start.safetensors")
+    assert (without_init_from(config).model.projector.init_from is not None) == needed

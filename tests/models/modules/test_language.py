@@ -1,0 +1,421 @@
+"""Slices of a stock model: what they hold, open, compute and keep alive."""
+
+import gc
+import itertools
+import json
+import re
+import shutil
+import subprocess
+import sys
+import weakref
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, LlamaConfig, PreTrainedModel
+
+from mmtrain.base.errors import UserError
+from mmtrain.models.modules.bookends import Bookend
+from mmtrain.models.modules.language import LanguageSlice, load_slice, slice_of
+from mmtrain.models.modules.tiny import tiny_model
+
+POSITIONS = torch.cat([torch.arange(13), torch.arange(6), torch.arange(19)])[None]
+
+
+def make_model(family: str = "llama", **options) -> PreTrainedModel:
+    return tiny_model(CONFIG_MAPPING[family](**{"num_hidden_layers": 6, **options}), seed=0)
+
+
+@pytest.fixture(scope="module")
+def model() -> PreTrainedModel:
+    return make_model()
+
+
+@pytest.fixture(scope="module")
+def folder(model, tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("llama")
+    model.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def hidden(model) -> torch.Tensor:
+    return torch.randn(1, 38, model.config.hidden_size, generator=torch.Generator().manual_seed(0))
+
+
+def save(model: PreTrainedModel, folder: Path) -> str:
+    model.save_pretrained(folder)
+    return str(folder)
+
+
+def run(slices, hidden: torch.Tensor) -> torch.Tensor:
+    for part in slices:
+        hidden = part(hidden, POSITIONS)
+    return hidden
+
+
+@pytest.mark.parametrize("borders", [(0, 6), (0, 0, 6), (0, 6, 6), (0, 0, 1, 5, 6, 6), (0, 1, 2, 3, 4, 5, 6)])
+def test_any_cut_gives_the_same_bits(model, hidden, borders):
+    slices = [
+        slice_of(model, a, b, embedding=i == 0, head=i == len(borders) - 2)
+        for i, (a, b) in enumerate(itertools.pairwise(borders))
+    ]
+    whole = slice_of(model, 0, 6, embedding=True, head=True)
+    assert torch.equal(run(slices, hidden), run([whole], hidden))
+
+
+def test_a_front_without_layers_returns_its_input_untouched(model, hidden):
+    front = slice_of(model, 0, 0, embedding=True, head=False)
+    assert front(hidden, POSITIONS) is hidden
+    assert [name for name, _ in front.global_parameters()] == ["llm.embedding.weight"]
+
+
+def test_a_head_without_layers_is_the_final_norm(model, hidden):
+    head = slice_of(model, 6, 6, embedding=False, head=True)
+    assert torch.equal(head(hidden, POSITIONS), model.model.norm(hidden))
+    assert {name for name, _ in head.global_parameters()} == {"llm.norm.weight", "llm.head.weight"}
+
+
+@pytest.mark.parametrize("family", ["granite", "gemma2", "cohere2", "gpt2", "opt", "llama4_text"])
+def test_logits_carry_the_familys_own_scaling_and_soft_cap(family):
+    options = {"granite": {"logits_scaling": 8.0}, "cohere2": {"logit_scale": 0.25}}
+    stock = make_model(family, **options.get(family, {}))
+    part = slice_of(stock, 6, 6, embedding=False, head=True)
+    names = [name for name, _ in part.named_parameters()]
+    ids = torch.randint(128, (1, 9), generator=torch.Generator().manual_seed(0))
+    hooked = []
+    handle = stock.get_output_embeddings().register_forward_pre_hook(lambda _, args: hooked.append(args[0]))
+    expected = stock(ids).logits[0]
+    handle.remove()
+    assert torch.equal(part.logits(hooked[0][0]), expected)
+    assert [name for name, _ in part.named_parameters()] == names  # the shell around the head is no submodule
+
+
+def test_a_slice_is_frozen_and_in_eval_mode(folder):
+    part = load_slice(str(folder), 2, 4, embedding=False, head=False, dtype=torch.float32)
+    assert not any(p.requires_grad for p in part.parameters())
+    assert not any(module.training for module in part.modules())
+
+
+def test_the_stock_model_is_left_alone_by_slice_of(model):
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    part = slice_of(model, 2, 4, embedding=False, head=False)
+    for parameter in part.parameters():
+        parameter.data.fill_(0)
+    assert model.config._attn_implementation == "sdpa"
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+
+
+def test_micro_batches_in_flight_keep_their_own_gradients(model, hidden):
+    part = slice_of(model, 2, 4, embedding=False, head=False)
+    inputs = [hidden.clone().requires_grad_(), (2 * hidden).requires_grad_()]
+    outputs = [part(x, POSITIONS) for x in inputs]
+    for x, y in zip(inputs, outputs, strict=True):
+        y.sum().backward()
+        alone = x.detach().requires_grad_()
+        (expected,) = torch.autograd.grad(part(alone, POSITIONS).sum(), alone)
+        assert torch.equal(x.grad, expected)
+
+
+@pytest.mark.parametrize(("first", "last"), [(0, 2), (2, 4), (4, 6)])
+def test_no_activation_outlives_its_micro_batch(model, hidden, first, last):
+    part = slice_of(model, first, last, embedding=first == 0, head=last == 6)
+    seen = []
+
+    def remember(module, arguments, output):
+        seen.extend(weakref.ref(x) for x in (arguments[0], output))
+
+    for layer in part.model.model.layers[first:last]:
+        layer.register_forward_hook(remember)
+    given = hidden.clone().requires_grad_()
+    output = part(given, POSITIONS)
+    del output, given
+    gc.collect()
+    assert len(seen) == 4
+    assert all(reference() is None for reference in seen)
+
+
+def test_an_error_in_a_layer_leaves_nothing_for_the_next_micro_batch(model, hidden):
+    part = slice_of(model, 2, 4, embedding=False, head=False)
+    expected = part(hidden, POSITIONS)
+    with pytest.raises(RuntimeError):
+        part(hidden[..., :-1], POSITIONS)  # a width that does not fit
+    bookends = [module for module in part.modules() if isinstance(module, Bookend)]
+    assert len(bookends) == 4
+    assert all(bookend.hand_in is None and bookend.handed_out is None for bookend in bookends)
+    assert torch.equal(part(hidden, POSITIONS), expected)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "gpt_oss", "qwen3_moe"])
+def test_recomputing_layers_changes_neither_output_nor_gradient_nor_names(family, hidden):
+    part = slice_of(make_model(family), 1, 5, embedding=False, head=False)
+    names = [name for name, _ in part.named_parameters()]
+    layers = [module for module in part.model.model.layers if not isinstance(module, Bookend)]
+    for parameter in layers[0].parameters():
+        parameter.requires_grad_(True)
+
+    def attempt(count):
+        part.recompute(count)
+        calls, saved = [0] * len(layers), 0
+        handles = [
+            layer.input_layernorm.register_forward_hook(lambda *_, i=i: calls.__setitem__(i, calls[i] + 1))
+            for i, layer in enumerate(layers)
+        ]
+
+        def count_bytes(tensor):
+            nonlocal saved
+            saved += tensor.numel() * tensor.element_size()
+            return tensor
+
+        x = hidden.clone().requires_grad_()
+        with torch.autograd.graph.saved_tensors_hooks(count_bytes, lambda tensor: tensor):
+            y = part(x, POSITIONS)
+        gradients = torch.autograd.grad(y.square().sum(), [x, *layers[0].parameters()])
+        for handle in handles:
+            handle.remove()
+        return [y.detach(), *gradients], calls, saved
+
+    plain, calls, most = attempt(0)
+    assert calls == [1, 1, 1, 1]
+    for count, expected_calls in ((2, [2, 2, 1, 1]), (4, [2, 2, 2, 2])):
+        recomputed, calls, saved = attempt(count)
+        assert calls == expected_calls
+        assert all(torch.equal(a, b) for a, b in zip(recomputed, plain, strict=True))
+        assert saved < most
+        most = saved
+        assert [name for name, _ in part.named_parameters()] == names
+    assert attempt(0)[1] == [1, 1, 1, 1]
+
+
+def test_a_tied_head_alone_holds_its_own_copy_and_beside_the_embedding_one_matrix(tmp_path, opened):
+    stock = make_model(tie_word_embeddings=True)
+    path = save(stock, tmp_path)
+    assert "lm_head.weight" not in load_file(tmp_path / "model.safetensors")
+    last = load_slice(path, 4, 6, embedding=False, head=True, dtype=torch.float32)
+    assert "model.embed_tokens.weight" in opened
+    named = dict(last.global_parameters())
+    assert torch.equal(named["llm.head.weight"], stock.lm_head.weight)
+    assert "llm.embedding.weight" not in named
+    assert last.head_parameters()[0] is named["llm.head.weight"]
+    whole = load_slice(path, 0, 6, embedding=True, head=True, dtype=torch.float32)
+    assert "llm.head.weight" not in dict(whole.global_parameters())
+    assert whole.head_parameters()[0] is dict(whole.global_parameters())["llm.embedding.weight"]
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3_moe", "gpt2"])
+def test_only_the_slices_own_tensors_are_opened(family, tmp_path, opened):
+    path = save(make_model(family), tmp_path)
+    on_disk = set(load_file(tmp_path / "model.safetensors"))
+    layers = {"llama": "model.layers", "qwen3_moe": "model.layers", "gpt2": "transformer.h"}[family]
+    rest = {name for name in on_disk if not name.startswith(layers)}
+    tails = {"model.norm.weight", "lm_head.weight", "transformer.ln_f.weight", "transformer.ln_f.bias"} & rest
+    tied = {"transformer.wte.weight"} & rest
+    everything = set()
+    for (first, last), others in {(0, 2): rest - tails, (2, 5): set(), (5, 6): tails | tied}.items():
+        opened.clear()
+        load_slice(path, first, last, embedding=first == 0, head=last == 6, dtype=torch.float32)
+        own = {name for name in on_disk if re.match(rf"{layers}\.[{first}-{last - 1}]\.", name)}
+        assert opened == own | others
+        everything |= opened
+    assert everything == on_disk
+
+
+def write_hollow_checkpoint(file: Path, shapes: dict[str, torch.Size]) -> int:
+    """A bf16 safetensors file of zeros that takes no room on the disk, and as much memory as any other when read."""
+    header, end = {}, 0
+    for name, shape in shapes.items():
+        begin, end = end, end + 2 * shape.numel()
+        header[name] = {"dtype": "BF16", "shape": list(shape), "data_offsets": [begin, end]}
+    text = json.dumps({"__metadata__": {"format": "pt"}, **header}).encode()
+    with file.open("wb") as stream:
+        stream.write(len(text).to_bytes(8, "little") + text)
+        stream.truncate(8 + len(text) + end)
+    return end
+
+
+def test_a_rank_keeps_no_more_than_its_slice_in_memory(tmp_path):
+    config = LlamaConfig(
+        hidden_size=2048, intermediate_size=4096, num_hidden_layers=8, num_attention_heads=16, vocab_size=1000
+    )
+    config.save_pretrained(tmp_path)
+    with torch.device("meta"):
+        shapes = {name: p.shape for name, p in AutoModelForCausalLM.from_config(config).named_parameters()}
+    whole = write_hollow_checkpoint(tmp_path / "model.safetensors", shapes)
+    assert whole > 600 * 2**20
+    script = """if True:
+        import json, sys
+        import torch
+        import transformers.models.llama.modeling_llama
+        from mmtrain.models.modules.language import load_slice
+        torch.set_num_threads(1)
+        def peak():
+            with open("/proc/self/status") as lines:
+                return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM"))
+        before = peak()
+        part = load_slice(sys.argv[1], 2, 4, embedding=False, head=False, dtype=torch.bfloat16)
+        for parameter in part.parameters():
+            parameter.sum()
+        print(json.dumps([peak() - before, sum(p.numel() * 2 for p in part.parameters())]))
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", script, str(tmp_path)], capture_output=True, text=True, timeout=120, check=True
+    )
+    (tmp_path / "model.safetensors").unlink()
+    growth, own = json.loads(done.stdout.splitlines()[-1])
+    assert 0.2 * whole < own < 0.3 * whole
+    assert growth < 1.25 * own + 32 * 2**20, f"{growth / 2**20:.0f} MiB for a slice of {own / 2**20:.0f}"
+
+
+def test_loading_layers_that_are_streamed_takes_the_memory_of_one(tmp_path):
+    config = LlamaConfig(
+        hidden_size=1024, intermediate_size=4096, num_hidden_layers=6, num_attention_heads=8, vocab_size=1000
+    )
+    config.save_pretrained(tmp_path)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    layer = sum(2 * p.numel() for p in model.model.layers[0].parameters())
+    write_hollow_checkpoint(tmp_path / "model.safetensors", {name: p.shape for name, p in model.named_parameters()})
+    script = """if True:
+        import json, sys, threading, time
+        import torch
+        import transformers.models.llama.modeling_llama
+        from mmtrain.models.modules import language
+        from mmtrain.models.weights.streaming import StreamedLayers
+        from mmtrain.models.weights.weight_sources import HostSource
+        torch.set_num_threads(1)
+        language.LOADED_AT_ONCE = 1
+        def own():
+            with open("/proc/self/status") as lines:
+                return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("RssAnon"))
+        before, peak, ended = own(), 0, threading.Event()
+        def watch():
+            global peak
+            while not ended.wait(0.001):
+                peak = max(peak, own())
+        watching = threading.Thread(target=watch)
+        watching.start()
+        streamed = StreamedLayers(HostSource(torch.device("cpu")))
+        ends = {"embedding": True, "head": True, "dtype": torch.bfloat16}
+        part = language.load_slice(sys.argv[1], 0, 6, **ends, streamed=streamed, streamed_numbers=range(6))
+        ended.set()
+        watching.join()
+        print(json.dumps([peak - before, own() - before, len(streamed.layers)]))
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", script, str(tmp_path)], capture_output=True, text=True, timeout=120, check=True
+    )
+    (tmp_path / "model.safetensors").unlink()
+    peak, left, layers = json.loads(done.stdout.splitlines()[-1])
+    assert layers == 6 and layer > 30 * 2**20
+    assert peak < 1.25 * layer + 16 * 2**20, f"{peak / 2**20:.0f} MiB for layers of {layer / 2**20:.0f}"
+    assert left < 32 * 2**20, "what is kept is not the process's own"
+
+
+def test_a_slice_in_memory_is_private_to_its_rank(folder):
+    stored = (folder / "model.safetensors").read_bytes()
+    part = load_slice(str(folder), 2, 4, embedding=False, head=False, dtype=torch.float32)
+    for parameter in part.parameters():
+        parameter.data.add_(1)
+    assert (folder / "model.safetensors").read_bytes() == stored
+
+
+def test_checkpoints_saved_without_the_lm_head_load_too(tmp_path):
+    """The published gpt2: names without `transformer.`, and buffers that are no parameters any more."""
+    stock = make_model("gpt2")
+    stock.save_pretrained(tmp_path)
+    tensors = {k.removeprefix("transformer."): v for k, v in load_file(tmp_path / "model.safetensors").items()}
+    for layer in range(6):
+        tensors[f"h.{layer}.attn.bias"] = torch.ones(1, 1, 8, 8)
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    for first, last in ((0, 3), (3, 6)):
+        part = load_slice(str(tmp_path), first, last, embedding=first == 0, head=last == 6, dtype=torch.float32)
+        expected = dict(stock.named_parameters(remove_duplicate=False))
+        for name, parameter in part.model.named_parameters():
+            assert torch.equal(parameter, expected[name]), name
+
+
+def test_old_llama_checkpoints_with_stored_rotary_frequencies_load_as_in_transformers(folder, tmp_path):
+    shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
+    tensors = load_file(folder / "model.safetensors")
+    wrong = {f"model.layers.{i}.self_attn.rotary_emb.inv_freq": torch.zeros(8) for i in range(6)}
+    save_file(tensors | wrong, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    part = load_slice(str(tmp_path), 2, 4, embedding=False, head=False, dtype=torch.bfloat16)
+    stock = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert torch.equal(part.model.model.rotary_emb.inv_freq, stock.model.rotary_emb.inv_freq)
+
+
+def load(path: Path | str) -> LanguageSlice:
+    return load_slice(str(path), 2, 4, embedding=False, head=False, dtype=torch.float32)
+
+
+def test_paths_that_lead_nowhere_are_told_apart(tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+    with pytest.raises(UserError, match="no such folder"):
+        load(tmp_path / "missing")
+    with pytest.raises(UserError, match="hf download nobody/nothing"):
+        load("nobody/nothing")
+
+
+def test_unusable_weights_are_refused_with_what_to_do(folder, tmp_path):
+    def copy(name: str) -> Path:
+        return Path(shutil.copytree(folder, tmp_path / name))
+
+    pickled = copy("pickled")
+    (pickled / "model.safetensors").rename(pickled / "pytorch_model.bin")
+    with pytest.raises(UserError, match=r"mmtrain convert"):
+        load(pickled)
+    empty = copy("empty")
+    (empty / "model.safetensors").unlink()
+    with pytest.raises(UserError, match="download the weights"):
+        load(empty)
+    incomplete = copy("incomplete")
+    tensors = load_file(incomplete / "model.safetensors")
+    del tensors["model.layers.3.mlp.up_proj.weight"]
+    save_file(tensors, incomplete / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(UserError, match=r"missing_keys.*layers\.3\.mlp\.up_proj\.weight"):
+        load(incomplete)
+    other = copy("other")
+    config = json.loads((other / "config.json").read_text())
+    (other / "config.json").write_text(json.dumps(config | {"intermediate_size": 56}))
+    with pytest.raises(UserError, match=r"do not fit config\.json.*mismatched_keys"):
+        load(other)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"model_type": "bart", "is_encoder_decoder": True}, "bart is an encoder-decoder"),
+        ({"model_type": "mamba"}, "mamba has recurrent layers"),
+        ({"model_type": "qwen3_next", "layer_types": ["linear_attention"] * 6}, "qwen3_next has linear_attention"),
+        ({"model_type": "llama99"}, "does not know llama99; a later one may"),
+        (
+            {"model_type": "yi99", "auto_map": {"AutoModel": "m.M"}},
+            "does not know yi99; auto_map .* ends in -hf",
+        ),
+        ({"model_type": "siglip_vision_model"}, "siglip_vision_model has no causal LM"),
+        ({"quantization_config": {"quant_method": "gptq"}}, r"quantised \(gptq\)"),
+    ],
+    ids=lambda value: value.get("model_type", "quantised") if isinstance(value, dict) else "",
+)
+def test_models_that_cannot_be_sliced_are_refused_by_name(folder, tmp_path, change, message):
+    config = json.loads((folder / "config.json").read_text()) | change
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UserError, match=message):
+        load(tmp_path)
+
+
+def test_options_in_config_json_that_would_keep_activations_are_switched_off(model, hidden):
+    asking = make_model(output_hidden_states=True, use_cache=True)
+    part = slice_of(asking, 2, 4, embedding=False, head=False)
+    assert not part.model.config.output_hidden_states
+    assert not part.model.config.use_cache
+    assert torch.equal(part(hidden, POSITIONS), slice_of(model, 2, 4, embedding=False, head=False)(hidden, POSITIONS))
+
+
+def test_llama4_and_its_like_load_although_their_base_model_is_named_otherwise(tmp_path):
+    stock = make_model("llama4_text")
+    path = save(stock, tmp_path)
+    part = load_slice(path, 3, 6, embedding=False, head=True, dtype=torch.float32)
+    for name, parameter in part.model.named_parameters():
+        assert torch.equal(parameter, stock.get_parameter(name)), name

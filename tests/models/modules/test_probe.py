@@ -1,0 +1,237 @@
+"""The probe accepts what is right and catches what is wrong, also faults that raise no error anywhere."""
+
+import copy
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+from transformers import CONFIG_MAPPING, PreTrainedConfig, PreTrainedModel
+
+from mmtrain.base.cache import cache_folder
+from mmtrain.base.errors import UserError
+from mmtrain.models.modules import language, parity
+from mmtrain.models.modules.attention import ATTENTION
+from mmtrain.models.modules.bookends import decoder_layers
+from mmtrain.models.modules.language import LanguageSlice, slice_of
+from mmtrain.models.modules.parity import Differences
+from mmtrain.models.probing import probe as probing
+from mmtrain.models.probing.probe import probe, refuse_differences
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path_factory, monkeypatch):
+    folder = tmp_path_factory.mktemp("cache")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(folder))
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))  # where the logs of refused models stay
+
+
+@pytest.fixture
+def judge(monkeypatch):
+    """Tries a family with another maker of slices, or another attention."""
+
+    def judge(config: PreTrainedConfig, slicer=slice_of, attention: str = ATTENTION) -> Differences:
+        monkeypatch.setattr(parity, "slice_of", slicer)
+        for module in (parity, language):
+            monkeypatch.setattr(module, "ATTENTION", attention)
+        differences = parity.measure_differences(config, (2, 4))
+        refuse_differences(config.model_type, differences.staged, differences.packed)
+        return differences
+
+    return judge
+
+
+GRANITE = {"num_hidden_layers": 6, "embedding_multiplier": 12.0}
+
+
+@pytest.mark.parametrize(
+    ("family", "options"),
+    [("granite", GRANITE), ("gemma3_text", {"num_hidden_layers": 6}), ("gpt_oss", {"num_hidden_layers": 6})],
+)
+def test_right_slices_differ_by_nothing_and_right_packing_by_rounding(family, options, judge):
+    differences = judge(CONFIG_MAPPING[family](**options))
+    assert differences.staged == 0
+    assert differences.packed < 2e-5
+
+
+class CutList(nn.Module):
+    """A stage as one would first write it: the decoder layers of the slice are the whole list of a shorter model."""
+
+    def __init__(self, model: PreTrainedModel, first: int, last: int, *, embedding: bool, head: bool):
+        super().__init__()
+        part = copy.deepcopy(model)
+        part.model.layers = part.model.layers[first:last]
+        part.config.num_hidden_layers = last - first
+        if not head:
+            part.model.norm = nn.Identity()
+        part.set_attn_implementation(ATTENTION)
+        self.whole = LanguageSlice(part, 0, last - first, embedding=True, head=True)
+        self.embed, self.logits = self.whole.embed, self.whole.logits
+
+    def forward(self, hidden: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
+        return self.whole(hidden, position_ids)
+
+
+@pytest.mark.parametrize(("family", "options"), [("granite", GRANITE), ("gemma3_text", {"num_hidden_layers": 8})])
+def test_a_cut_layer_list_is_caught(family, options, judge):
+    with pytest.raises(UserError, match=f"{family} cannot be cut into stages"):
+        judge(CONFIG_MAPPING[family](**options), slicer=CutList)
+
+
+def test_a_cut_layer_list_is_right_where_nothing_depends_on_the_list(judge):
+    assert judge(CONFIG_MAPPING["llama"](num_hidden_layers=6), slicer=CutList).staged == 0
+
+
+def test_a_mask_that_does_not_isolate_documents_is_caught(judge):
+    # transformers' own packing: gpt_oss does not hand its position_ids to its masks
+    with pytest.raises(UserError, match="gpt_oss cannot be packed"):
+        judge(CONFIG_MAPPING["gpt_oss"](num_hidden_layers=6), attention="eager")
+
+
+def with_rounded_frequencies(*arguments, **options) -> LanguageSlice:
+    part = slice_of(*arguments, **options)
+    rotary = part.model.model.rotary_emb
+    rotary.inv_freq = rotary.inv_freq.bfloat16().float()  # what .to(torch.bfloat16) does to a slice
+    return part
+
+
+def without_the_last_layer(model, first, last, **options) -> LanguageSlice:
+    part = slice_of(model, first, last, **options)
+    layers = decoder_layers(part.model)
+    layers[last - 1].forward = lambda hidden_states, *_, **__: hidden_states
+    return part
+
+
+def with_a_second_norm(model, first, last, *, head, **options) -> LanguageSlice:
+    part = slice_of(model, first, last, head=head, **options)
+    if not head:
+        part.model.model.layers[last - 1].register_forward_hook(lambda _, __, output: model.model.norm(output))
+    return part
+
+
+@pytest.mark.parametrize("slicer", [with_rounded_frequencies, without_the_last_layer, with_a_second_norm])
+def test_a_wrong_slice_is_caught(slicer: Callable[..., LanguageSlice], judge):
+    with pytest.raises(UserError, match="llama cannot be cut into stages"):
+        judge(CONFIG_MAPPING["llama"](num_hidden_layers=6), slicer=slicer)
+
+
+class DetachedBorder(LanguageSlice):
+    """Right in forward, and no gradient reaches the stage before."""
+
+    def forward(self, hidden: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
+        return super().forward(hidden.detach() + 0.5 * (hidden - hidden.detach()), position_ids)
+
+
+def test_a_fault_in_the_gradient_alone_is_caught(judge):
+    def slicer(*arguments, **options):
+        part = slice_of(*arguments, **options)
+        part.__class__ = DetachedBorder
+        return part
+
+    with pytest.raises(UserError, match="cannot be cut into stages"):
+        judge(CONFIG_MAPPING["llama"](num_hidden_layers=6), slicer=slicer)
+
+
+def test_a_difference_that_is_no_number_is_refused():
+    with pytest.raises(UserError, match="nan"):
+        refuse_differences("llama", float("nan"), 0.0)
+    with pytest.raises(UserError, match="nan"):
+        refuse_differences("llama", 0.0, float("nan"))
+
+
+def write_config(folder, family: str, **options) -> str:
+    CONFIG_MAPPING[family](**options).save_pretrained(folder)
+    return str(folder)
+
+
+def records() -> list[dict]:
+    return [json.loads(file.read_text()) for file in sorted(cache_folder("probe").glob("*.json"))]
+
+
+def test_a_70b_config_passes_at_full_depth_and_is_remembered(tmp_path, monkeypatch):
+    path = write_config(
+        tmp_path,
+        "llama",
+        hidden_size=8192,
+        intermediate_size=28672,
+        num_hidden_layers=80,
+        num_attention_heads=64,
+        num_key_value_heads=8,
+    )
+    probe(path, (20, 40, 60))
+    (record,) = records()
+    assert record["staged"] == 0
+    assert 0 < record["packed"] < 2e-5
+    monkeypatch.setattr(probing, "SECONDS", 0)
+    probe(path, (20, 40, 60))  # no time to try it again
+    with pytest.raises(UserError, match="did not finish"):
+        probe(path, (21, 40, 60))  # another cut is another question
+    assert len(records()) == 1
+
+
+def test_a_family_whose_code_fails_is_refused_with_the_cause_and_not_remembered(tmp_path):
+    path = write_config(tmp_path, "doge", num_hidden_layers=4)  # its attention computes with the mask
+    with pytest.raises(UserError, match=r"doge cannot be staged and packed.*AttributeError: 'Documents'"):
+        probe(path, (2,))
+    assert records() == []
+
+
+def test_a_family_with_parameters_that_every_stage_needs_is_refused(tmp_path):
+    with pytest.raises(UserError, match=r"^xglm cannot be staged: every stage would need its model\.layer_norm$"):
+        probe(write_config(tmp_path, "xglm", num_layers=4), (2,))
+
+
+def test_a_family_that_cannot_be_made_small_is_refused_before_memory_runs_out(tmp_path):
+    with pytest.raises(UserError, match="gemma3n_text cannot be checked"):
+        probe(write_config(tmp_path, "gemma3n_text"), (10,))
+
+
+@pytest.mark.parametrize("family", ["bart", "mamba", "qwen3_next"])
+def test_families_that_cannot_work_are_refused_by_name_without_a_child(tmp_path, family, monkeypatch):
+    monkeypatch.setattr(probing, "SECONDS", 0)
+    with pytest.raises(UserError, match=f"^{family} "):
+        probe(write_config(tmp_path, family), (2,))
+
+
+def test_a_child_is_not_mistaken_by_what_a_library_reads_or_prints(tmp_path, monkeypatch):
+    """Nor does it take what was typed for the launcher."""
+    child = "import sys; print('stray', sys.stdin.read()); print('\\ndifferences 0.0 1e-06'); print('a last word')"
+    (tmp_path / "chatty.py").write_text(child)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(probing, "__name__", "chatty")
+    typed, keyboard = os.pipe()
+    os.write(keyboard, b"typed")
+    os.close(keyboard)
+    before = os.dup(0)
+    os.dup2(typed, 0)
+    try:
+        probe(write_config(tmp_path, "llama"), (2,))
+        assert os.read(0, 5) == b"typed"
+    finally:
+        os.dup2(before, 0)
+        os.close(before)
+        os.close(typed)
+    assert [(record["staged"], record["packed"]) for record in records()] == [(0.0, 1e-06)]
+
+
+IN_ANOTHER_PROCESS = """
+import sys
+from mmtrain.base.errors import UserError
+from mmtrain.models.probing import probe
+probe.SECONDS = 0
+try:
+    probe.probe(sys.argv[1], (1,))
+except UserError as refused:
+    print("did not finish" in str(refused), {"torch", "transformers"} & set(sys.modules))
+"""
+
+
+def test_the_calling_process_imports_no_torch(tmp_path):
+    path = write_config(tmp_path, "llama", num_hidden_layers=2)
+    command = [sys.executable, "-c", IN_ANOTHER_PROCESS, path]
+    assert subprocess.run(command, capture_output=True, text=True, timeout=120).stdout == "True set()\n"

@@ -1,0 +1,186 @@
+from __future__ import annotations
+
+import mmap
+import os
+import resource
+import signal
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+import torch
+from torch.distributed import DistBackendError, DistNetworkError
+from torch.utils.data import DataLoader, IterableDataset
+
+from mmtrain.base.errors import UserError
+from mmtrain.base.json_lines import JsonLines
+from mmtrain.runtime.failures import ErrorRecord, RankProgress
+
+
+def record_of(error: Exception) -> ErrorRecord:
+    progress = RankProgress()
+    progress.at(3, "FORWARD(stage 1, micro-batch 2)")
+    try:
+        raise error
+    except Exception as raised:
+        return ErrorRecord.of(raised, 1, progress)
+
+
+def test_progress_can_be_read_after_the_process_was_killed(tmp_path):
+    child = os.fork()
+    if child == 0:
+        progress = RankProgress(tmp_path / "progress")
+        progress.at(41, "BACKWARD(stage 2, micro-batch 7)")
+        os.kill(os.getpid(), 9)
+    os.waitpid(child, 0)
+    assert RankProgress.read(tmp_path / "progress") == (41, "BACKWARD(stage 2, micro-batch 7)")
+
+
+def test_progress_of_a_rank_that_never_started_is_unknown(tmp_path):
+    assert RankProgress.read(tmp_path / "progress") is None
+
+
+@pytest.mark.parametrize(
+    ("error", "kind"),
+    [
+        (UserError("no such model"), "user"),
+        (OSError(28, "No space left on device", "metrics.jsonl"), "user"),
+        (OSError(5, "Input/output error", "metrics.jsonl"), "error"),
+        (ValueError("connection closed by peer"), "error"),
+        (RuntimeError("CUDA out of memory"), "error"),
+        (ConnectionResetError("reset"), "peer"),
+        # as gloo and torch.distributed of torch 2.15 word them
+        (RuntimeError("[gloo/transport/tcp/pair.cc:561] Connection closed by peer [127.0.0.1]:41346."), "peer"),
+        (RuntimeError("[gloo/transport/tcp/pair.cc:545] Read error [::1]:19095: Connection reset by peer."), "peer"),
+        (RuntimeError("[gloo/transport/tcp/unbound_buffer.cc:81] Timed out waiting 3000ms for recv operation"), "peer"),
+        (DistBackendError("NCCL operation timed out"), "peer"),  # ProcessGroupNCCL2 at the next operation
+    ],
+)
+def test_the_loss_of_a_peer_is_told_apart_from_an_own_error_and_from_what_the_user_can_mend(error, kind):
+    assert record_of(error).kind == kind
+
+
+def nccl(said: str, of: str) -> DistBackendError:
+    """As torch words it (NCCLUtils.hpp), with NCCL's last warning behind it."""
+    head = "NCCL error in: /pytorch/torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp:3690, NCCL version 2.27.5"
+    return DistBackendError(f"{head}\n{of}\nLast error:\n{said}")
+
+
+SYSTEM = "ncclSystemError: System call (e.g. socket, malloc) or external library call failed or device error. "
+USAGE = "ncclInvalidUsage: This usually reflects invalid usage of NCCL library."
+REMOTE = "ncclRemoteError: A call failed possibly due to a network error or a remote process exiting prematurely."
+NCCL_ITSELF = {  # with the words that NCCL 2.30, or before, formats them with
+    "Multiple Ranks are using the same GPU/Partition. Set NCCL_MULTI_RANK_GPU_ENABLE=1 to enable this configuration.": (
+        b"Multiple Ranks are using the same GPU/Partition."
+    ),
+    "Duplicate GPU detected : rank 1 and rank 0 both on CUDA device 65000": None,
+    "Error: failed to extend /dev/shm/nccl-9pQ1fe to 9637892 bytes, error: No space left on device (28)": (
+        b"Error: failed to extend %s to %ld bytes, error: %s (%d)"
+    ),
+    "Error while creating shared memory segment /dev/shm/nccl-9pQ1fe (size 9637888), error: No space left on device": (
+        b"Error while %s shared memory segment %s (size %ld), error: %s (%d)"
+    ),
+}
+
+
+@pytest.mark.parametrize("said", NCCL_ITSELF)
+def test_what_nccl_says_of_this_machine_is_no_lost_connection_but_one_line_with_the_remedy(said):
+    record = record_of(nccl(said, USAGE if "GPU" in said else SYSTEM))
+    assert record.kind == "user" and "\n" not in record.cause
+    assert record.cause.startswith(f"{said.partition('. Set')[0]}; ")
+    assert ("CUDA_VISIBLE_DEVICES" if "GPU" in said else "--shm-size") in record.cause
+
+
+@pytest.mark.parametrize(
+    ("said", "of", "kind"),
+    [
+        ("socketProgress: Connection closed by remote peer node-1<43567>", REMOTE, "peer"),
+        ("Net : Call to recv from 10.0.0.2<43567> failed : Connection reset by peer", SYSTEM, "peer"),
+        ("Cuda failure 'out of memory'", "ncclUnhandledCudaError: Call to CUDA function failed.", "error"),
+        ("Invalid config blocking attribute value -1", USAGE, "error"),
+    ],
+)
+def test_an_error_of_nccl_is_the_loss_of_a_peer_only_where_it_says_so(said, of, kind):
+    assert record_of(nccl(said, of)).kind == kind
+
+
+def test_the_installed_nccl_speaks_the_words_that_are_looked_for():
+    package = find_spec("nvidia")
+    found = [file for place in package.submodule_search_locations for file in Path(place).glob("nccl/lib/libnccl.so*")]
+    if not found:
+        pytest.skip("a torch without CUDA")
+    with found[0].open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as library:
+        if library.find(b"NCCL version 2.30") < 0:
+            pytest.skip("another NCCL than 2.30")
+        assert [words for words in NCCL_ITSELF.values() if words is not None and library.find(words) < 0] == []
+
+
+def test_the_installed_torch_speaks_the_words_that_are_looked_for_in_the_log():
+    libraries = [*(Path(torch.__file__).parent / "lib").glob("libtorch_cuda.so")]
+    if not libraries:
+        pytest.skip("a torch without CUDA")
+    with libraries[0].open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as library:
+        assert library.find(b"Watchdog caught collective operation timeout: ") > 0
+        if hasattr(torch.distributed, "ProcessGroupNCCL2"):
+            assert library.find(b"Operation timed out after ") > 0
+
+
+class KilledWorker(IterableDataset):
+    """Its worker process ends by a signal instead of giving anything."""
+
+    def __init__(self, number: int) -> None:
+        self._number = number
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        os.kill(os.getpid(), self._number)
+        yield torch.ones(1)
+
+
+@pytest.mark.parametrize(
+    ("number", "said"),
+    [
+        (signal.SIGKILL, "SIGKILL (if nobody did that, the machine ran out of memory"),
+        (signal.SIGBUS, "SIGBUS (/dev/shm"),
+    ],
+)
+def test_a_killed_data_worker_is_named_with_its_signal(number, said):
+    with pytest.raises(RuntimeError) as caught:
+        next(iter(DataLoader(KilledWorker(number), num_workers=1)))
+    record = record_of(caught.value)
+    assert record.kind == "error" and said in record.cause
+    assert record.cause.startswith("its data worker (process ") and ") was killed by SIG" in record.cause
+
+
+def test_a_limit_on_the_size_of_files_is_no_bug_but_said_with_how_to_raise_it(tmp_path):
+    file = tmp_path / "metrics.jsonl"
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    with JsonLines(file) as lines:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1000, hard))
+        try:
+            lines.write(fits="x" * 600)
+            with pytest.raises(OSError) as caught:
+                lines.write(does_not="x" * 600)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert file.read_text().count("\n") == 1 and file.read_text().endswith("\n")
+    record = record_of(caught.value)
+    assert record.kind == "user"
+    assert record.cause.startswith(f"{file} cannot be written: File too large; raise the limit on the size of files")
+
+
+def test_a_full_disk_is_said_with_the_file_and_how_to_go_on():
+    said = record_of(OSError(28, "No space left on device", "runs/x/metrics.jsonl")).cause
+    assert said.startswith("runs/x/metrics.jsonl cannot be written: No space left on device; free space, and start")
+
+
+def test_a_distributed_error_of_torch_is_the_loss_of_a_peer():
+    assert record_of(DistNetworkError("the client socket has timed out")).kind == "peer"
+
+
+def test_an_error_record_survives_writing_and_names_step_work_and_place(tmp_path):
+    record = record_of(ValueError("bad"))
+    record.write(tmp_path / "error-1")
+    assert ErrorRecord.read(tmp_path / "error-1") == record
+    assert (record.step, record.work, record.cause) == (3, "FORWARD(stage 1, micro-batch 2)", "ValueError: bad")
+    assert record.where.startswith("test_failures.py:")

@@ -1,0 +1,178 @@
+"""GPUs are asked about in a child, refused with a remedy, and nothing that forks starts CUDA on their account."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from mmtrain.base.errors import UserError
+from mmtrain.runtime import gpus
+from mmtrain.runtime.gpus import Gpu, ask_machine, visible_gpus
+
+H100 = {"name": "NVIDIA H100", "total_bytes": 80 << 30, "free_bytes": 79 << 30, "capability": [9, 0], "uuid": "a"}
+FACTS = {
+    "gpus": [H100, H100 | {"free_bytes": 10 << 30, "uuid": "b"}],
+    "torch": "2.15.0+cu132",
+    "built_for": "13.2",
+    "architectures": ["sm_75", "sm_80", "sm_90a", "compute_120"],
+    "driver": "580.95.05",
+    "driver_cuda": [13, 0],
+    "error": None,
+}
+
+
+@pytest.fixture
+def answer(monkeypatch, tmp_path):
+    """Sets what the child answers, as on a machine with NVIDIA's driver."""
+    driver_file = tmp_path / "nvidiactl"
+    driver_file.touch()
+    monkeypatch.setattr(gpus, "DRIVER_FILES", (str(driver_file),))
+    monkeypatch.setattr(gpus, "NVIDIA_DRIVER_FILE", str(driver_file))
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+
+    def set_program(facts: dict | str) -> None:
+        program = facts if isinstance(facts, str) else f"print('a greeting'); print({json.dumps(facts)!r})"
+        monkeypatch.setattr(gpus, "CHILD", ("-c", program))
+
+    return set_program
+
+
+def test_gpus_come_with_names_memory_and_compute_capability(answer):
+    answer(FACTS)
+    first, second = visible_gpus()
+    assert first == Gpu("NVIDIA H100", 80 << 30, 79 << 30, (9, 0), "a")
+    assert (second.free_bytes, second.uuid) == (10 << 30, "b")
+
+
+def test_the_child_tells_what_torch_here_was_built_for():
+    machine = ask_machine()
+    assert (machine.torch, machine.built_for) == (torch.__version__, torch.version.cuda)
+    assert list(machine.architectures) == torch.cuda.get_arch_list()
+    assert len(machine.gpus) == torch.cuda.device_count()
+    assert machine.gpus or machine.error
+
+
+def test_without_a_driver_or_with_all_gpus_hidden_nothing_is_started(answer, monkeypatch):
+    answer("raise SystemExit(1)")
+    with pytest.raises(UserError):
+        visible_gpus()
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert visible_gpus() == ()
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    monkeypatch.setattr(gpus, "DRIVER_FILES", ())
+    assert visible_gpus() == ()
+
+
+def gpu(name: str, *capability: int) -> dict:
+    return {"gpus": [H100, H100 | {"name": name, "capability": capability}]}
+
+
+@pytest.mark.parametrize(
+    ("other", "chosen", "said"),
+    [
+        (
+            {"gpus": [], "driver": "535.104.05", "driver_cuda": [12, 2], "error": "driver too old"},
+            None,
+            ["driver 535.104.05 knows CUDA 12.2", "built for CUDA 13.2", "update the driver to 580.65 or later"],
+        ),
+        (gpu("Tesla P100", 6, 0), None, ["GPU 1, Tesla P100, has compute capability 6.0", "that has sm_60"]),
+        (gpu("newer than its sm_90a", 9, 1), None, ["compute capability 9.1"]),
+        (gpu("a Jetson", 10, 1), None, ["compute capability 10.1", "sm_75, sm_80, sm_90a, compute_120 alone"]),
+        ({"gpus": [], "error": "No CUDA GPUs are available"}, None, ["sees no GPU (No CUDA GPUs", "--gpus all"]),
+        ({"gpus": []}, "7", ["CUDA_VISIBLE_DEVICES=7 names no GPU of this machine", "nvidia-smi -L"]),
+        ({"gpus": [], "built_for": None}, None, ["built without CUDA", "install its CUDA build"]),
+    ],
+    ids=lambda value: value[0] if isinstance(value, list) else None,
+)
+def test_gpus_that_cannot_be_used_are_refused_in_one_line_with_the_remedy(answer, monkeypatch, other, chosen, said):
+    answer(FACTS | other)
+    if chosen is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", chosen)
+    with pytest.raises(UserError) as refusal:
+        visible_gpus()
+    message = str(refusal.value)
+    assert all(words in message for words in said), message
+    assert "\n" not in message and "or set CUDA_VISIBLE_DEVICES= to run on the CPU" in message
+
+
+@pytest.mark.parametrize("capability", [(7, 5), (8, 0), (8, 9), (9, 0), (12, 0), (12, 1), (13, 0)])
+def test_a_gpu_that_torch_has_code_for_is_taken(answer, capability):
+    answer(FACTS | gpu("some GPU", *capability))
+    assert visible_gpus()[1].capability == capability
+
+
+@pytest.mark.parametrize(
+    ("program", "said"),
+    [
+        ("import time; time.sleep(60)", "did not answer within 0.5 s"),
+        ("import os; os.abort()", "exit code -6"),
+        ("raise RuntimeError('CUDA unknown error')", "RuntimeError: CUDA unknown error"),
+        ("print('nothing of use')", "asking for the GPUs failed"),
+    ],
+)
+def test_a_driver_that_hangs_or_crashes_is_one_line_with_the_remedy(answer, program, said, monkeypatch):
+    answer(program)
+    monkeypatch.setattr(gpus, "SECONDS", 0.5 if "sleep" in program else 60)
+    with pytest.raises(UserError) as refusal:
+        ask_machine()
+    assert said in str(refusal.value) and "nvidia-smi" in str(refusal.value) and "\n" not in str(refusal.value)
+
+
+# What Python imports first in every process of a run: there seem to be GPUs, and who starts CUDA is written down.
+MACHINE_WITH_GPUS = """
+import importlib.util, os, sys, traceback
+from mmtrain.runtime import gpus
+gpus.DRIVER_FILES = (__file__,)
+gpus.CHILD = ("-S", "-c", {answer!r})
+class Watch:
+    def find_spec(self, name, path, target=None):
+        if name != "torch.cuda":
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(name)
+        run = spec.loader.exec_module
+        def exec_module(module):
+            run(module)
+            module._lazy_init = tell
+        spec.loader.exec_module = exec_module
+        return spec
+def tell():
+    with open({told!r}, "a") as file:
+        traceback.print_stack(file=file)
+    raise RuntimeError("CUDA was to be started")
+sys.meta_path.insert(0, Watch())
+"""
+
+
+def test_neither_the_launcher_nor_anything_it_or_a_rank_forks_starts_cuda(tiny, tmp_path):
+    told = tmp_path / "told"
+    program = f"print({json.dumps(FACTS)!r})"
+    (tmp_path / "sitecustomize.py").write_text(MACHINE_WITH_GPUS.format(answer=program, told=str(told)))
+    root = str(Path(gpus.__file__).parents[2])
+    environment = os.environ | {
+        "PYTHONPATH": os.pathsep.join([str(tmp_path), root]),
+        "XDG_CACHE_HOME": str(tmp_path / "cache"),  # the family is probed
+        "OMP_NUM_THREADS": "1",
+    }
+    environment.pop("CUDA_VISIBLE_DEVICES", None)
+
+    def launch(*arguments: str) -> subprocess.CompletedProcess:
+        command = [sys.executable, "-m", "mmtrain.launch", str(tiny / "config.yaml"), f"run.dir={tmp_path}", *arguments]
+        return subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=240)
+
+    planned = launch("--plan", "parallel.pipeline=2", "run.name=planned")
+    assert planned.returncode == 0 and "80.0 GiB per rank" in " ".join(planned.stdout.split()), planned.stderr
+    too_many = launch("parallel.pipeline=3")
+    assert too_many.returncode == 2 and "has 2 GPUs" in too_many.stderr
+    unwritable = launch("--calibrate", "parallel.pipeline=2", f"parallel.calibration={tmp_path}")
+    assert unwritable.returncode == 2 and "the calibration cannot be written" in unwritable.stderr
+    ran = launch("parallel.pipeline=2", "data.workers=1", "train.max_steps=1", "run.name=ran")
+    assert ran.returncode == 0, ran.stderr
+    assert list((tmp_path / "cache").rglob("probe/*.json"))
+    assert not told.exists(), told.read_text()
