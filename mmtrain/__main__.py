@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 import mmtrain
-from mmtrain.base.printing import harmless, run_command, show_error, tell
+from mmtrain.base.printing import harmless, print_result, run_command, show_error
 
 COMMANDS = {  # in the order of their use; the module of each, and what it does
     "train": ("mmtrain.launch", "train a connector, or go on with a run"),
@@ -42,9 +42,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command line; the command's exit code, 2 where there is no such command."""
     command, *others = (sys.argv[1:] if arguments is None else arguments) or ["--help"]
     if command in ("-h", "--help", "help"):
-        return run_command(lambda: tell(*HELP.splitlines()))
+        return run_command(lambda: print_result(*HELP.splitlines()))
     if command == "--version":
-        return run_command(lambda: tell(f"mmtrain {mmtrain.__version__}"))
+        return run_command(lambda: print_result(f"mmtrain {mmtrain.__version__}"))
     if command not in COMMANDS:
         near = difflib.get_close_matches(command, COMMANDS, 1)
         meant = f"did you mean {near[0]}?" if near else "mmtrain --help lists what there is"

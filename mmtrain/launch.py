@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from mmtrain.base.errors import UserError
-from mmtrain.base.printing import note, run_command, tell
+from mmtrain.base.printing import print_note, print_result, run_command
 from mmtrain.checkpoint.begin import refuse_unfit_beginning
 from mmtrain.checkpoint.run_folder import run_folder
 from mmtrain.config.load import load_config
@@ -58,12 +58,12 @@ def run(options: Options) -> int:
                     f"--suggest {options.suggest} tells layouts and trains nothing: mmtrain plan CONFIG --suggest "
                     f"{options.suggest} shows them; train with the overrides of one"
                 )
-            tell(*render_suggestion(suggest_for_here(config, options.suggest)))
+            print_result(*render_suggestion(suggest_for_here(config, options.suggest)))
             return 0
         if options.plan:
             plan = plan_for_here(config)
             _check_beginnings(config)
-            tell(*render(plan))
+            print_result(*render(plan))
             return 0
         if rank is None and options.nnodes == 1:
             refuse_other_starters()
@@ -89,7 +89,7 @@ def _check_beginnings(config: RunConfig) -> None:
     paths = dict.fromkeys(path for path in (beginning, projector) if path)
     lacking = [path for path in paths if not Path(path).expanduser().exists() and find_model_folder(path) is None]
     for path in lacking:
-        note(f"init_from: {path} is not on this machine; whether it fits is checked when training starts")
+        print_note(f"init_from: {path} is not on this machine; whether it fits is checked when training starts")
     if beginning not in lacking:
         refuse_unfit_beginning(config, run_folder(config))
     if projector not in lacking:

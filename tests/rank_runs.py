@@ -13,8 +13,8 @@ from typing import Any, Literal
 
 from ranks import run_ranks
 
-from mmtrain.base.printing import logs_shown, say
-from mmtrain.checkpoint.choose import AUTO, Start, find_start
+from mmtrain.base.printing import logs_shown, print_info
+from mmtrain.checkpoint.choose import AUTO, ResumePoint, find_start
 from mmtrain.checkpoint.run_folder import prepare_folder, run_folder
 from mmtrain.checkpoint.step_folder import StepFolder, find, step_path, why_damaged
 from mmtrain.config.load import load_config
@@ -55,7 +55,7 @@ class Run:
         return find(path)
 
 
-def _be_rank(config: RunConfig, plan: Plan, start: Start | None) -> str | None:
+def _be_rank(config: RunConfig, plan: Plan, start: ResumePoint | None) -> str | None:
     rank, folder = int(os.environ["RANK"]), run_folder(config)
     with (folder / f"console-{rank}.txt").open("w") as console:
         me = Rank(
@@ -75,7 +75,7 @@ def train(
 
     Each step begins with `prefetch` micro-batches encoded.
     """
-    with contextlib.redirect_stdout(io.StringIO()) as said, logs_shown(say):
+    with contextlib.redirect_stdout(io.StringIO()) as said, logs_shown(print_info):
         config = with_formats(load_config(file, overrides))
         plan, start = make_plan(config, prefetch=prefetch), find_start(config, str(resume), allow)
         prepare_folder(config, plan, goes_on=start is not None)

@@ -41,7 +41,7 @@ from transformers import (
 from mmtrain.data.samples.sample import IGNORE, IMAGE_POSITION
 from mmtrain.models.facts.connectors import image_layout
 from mmtrain.models.facts.layouts import ImageLayout
-from mmtrain.models.facts.shapes import matches
+from mmtrain.models.facts.shapes import matches_any
 from mmtrain.models.modules.tiny import tiny_model
 
 GRID, PATCH = 12, 4  # patches a side, which 2, 3 and 4 divide; pixels of one
@@ -219,7 +219,7 @@ def stock_model(parts: Path, run: Run) -> nn.Module:
     model.lm_head.load_state_dict(llm.lm_head.state_dict())
     model.requires_grad_(False)
     for name, parameter in our_parameters(parts, run, model).items():
-        parameter.requires_grad_(matches(name, run.trainable))
+        parameter.requires_grad_(matches_any(name, run.trainable))
     return model.eval()
 
 

@@ -20,8 +20,8 @@ from mmtrain.api.run import load_run
 from mmtrain.base.errors import UserError
 from mmtrain.data.samples.sample import IGNORE
 from mmtrain.engine.optimizer import clip_coefficient, learning_rate
-from mmtrain.models.facts.families import global_name
-from mmtrain.models.facts.shapes import matches
+from mmtrain.models.facts.families import canonical_name
+from mmtrain.models.facts.shapes import matches_any
 from mmtrain.plan.planner import make_plan
 from mmtrain.plan.table import render
 
@@ -52,9 +52,9 @@ def reference(folder, patterns):
     model = LlamaForCausalLM.from_pretrained(folder / "llm")
     trainable = {}
     for name, parameter in model.named_parameters():
-        parameter.requires_grad_(matches(global_name(name), patterns))
+        parameter.requires_grad_(matches_any(canonical_name(name), patterns))
         if parameter.requires_grad:
-            trainable[global_name(name)] = parameter
+            trainable[canonical_name(name)] = parameter
     optimizer = torch.optim.AdamW(trainable.values(), lr=1.0, weight_decay=0.0)
     losses, first = [], {}
     for s, step in enumerate(steps()):

@@ -14,7 +14,7 @@ from scenes import Case, bits, documents_of, execute, make_config, make_document
 
 from mmtrain.data.samples.sample import IGNORE
 from mmtrain.engine.optimizer import clip_coefficient, learning_rate
-from mmtrain.models.facts.shapes import matches
+from mmtrain.models.facts.shapes import matches_any
 
 STEPS = 3
 # as the field calls them -> trainable patterns
@@ -59,7 +59,7 @@ def steps(count=STEPS):
     return tuple(tuple(rows[4 * s : 4 * s + 4]) for s in range(count))
 
 
-def global_name(stock_name: str) -> str:
+def canonical_name(stock_name: str) -> str:
     """Stock LLaVA's parameter names, written out by hand, peft's marks left out."""
     stock_name = stock_name.removeprefix("base_model.model.").replace(".base_layer", "").replace(".default", "")
     for stock, ours in (
@@ -110,10 +110,10 @@ def reference(folder, patterns, targets=None, count=STEPS, by_part=False):
     for name, p in model.named_parameters():
         if ".lora_" in name:
             with torch.no_grad():
-                p.copy_(adapter_weight(global_name(name), p.shape))
-        p.requires_grad_(matches(global_name(name), patterns))
+                p.copy_(adapter_weight(canonical_name(name), p.shape))
+        p.requires_grad_(matches_any(canonical_name(name), patterns))
         if p.requires_grad:
-            trainable[global_name(name)] = p
+            trainable[canonical_name(name)] = p
     groups = plain_groups(trainable, GROUPS[patterns] if by_part else (), peak)
     optimizer = torch.optim.AdamW(groups, lr=peak, weight_decay=0.0)
     history, first, begin = [], {}, {n: p.detach().numpy().copy() for n, p in trainable.items()}
@@ -191,11 +191,11 @@ def test_four_ranks_train_the_same_and_ranks_with_an_empty_parameter_list_stay_i
 
 @pytest.mark.parametrize("mode", MODES)
 def test_what_trains_moves_and_all_the_rest_keeps_the_bits_of_its_files(parts, four_ranks, mode):
-    loaded = {global_name(name): bits(p) for name, p in stock_llava(parts, seed=0).named_parameters()}
+    loaded = {canonical_name(name): bits(p) for name, p in stock_llava(parts, seed=0).named_parameters()}
     ranks = [rank[list(PATTERNS).index(MODES[mode])] for rank in four_ranks]
     frozen = {name: kept for rank in ranks for name, kept in rank["frozen"].items()}
     trained = {name: bits(torch.from_numpy(p)) for rank in ranks for name, p in rank["parameters"].items()}
-    assert set(trained) == {name for name in loaded if matches(name, MODES[mode])}
+    assert set(trained) == {name for name in loaded if matches_any(name, MODES[mode])}
     here = {name for name in loaded if name in frozen or not name.startswith("vision.")}  # towers end early
     assert set(frozen) == here - set(trained)
     assert all(frozen[name] == loaded[name] for name in frozen)

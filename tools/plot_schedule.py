@@ -18,7 +18,7 @@ from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
-from mmtrain.base.printing import run_command, tell
+from mmtrain.base.printing import print_result, run_command
 from mmtrain.config.load import load_config
 from mmtrain.engine.trace import TRACE, WORK_OF, Work
 from mmtrain.launching.machine import plan_for_here
@@ -148,8 +148,8 @@ def main(arguments: list[str] | None = None) -> int:
         draw(timelines, options.out)
         for timeline in timelines:
             idle = ", ".join(f"rank {rank}: {share:.1%}" for rank, share in enumerate(timeline.idle))
-            tell(f"{timeline.title}: idle {idle}")
-        tell(f"wrote {options.out}")
+            print_result(f"{timeline.title}: idle {idle}")
+        print_result(f"wrote {options.out}")
 
     return run_command(run)
 

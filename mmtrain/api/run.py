@@ -25,7 +25,7 @@ import psutil
 
 from mmtrain.base.errors import UserError
 from mmtrain.base.json_lines import recorded
-from mmtrain.base.printing import note, say
+from mmtrain.base.printing import print_info, print_note
 from mmtrain.checkpoint.run_folder import REPORT, launcher, run_folder
 from mmtrain.checkpoint.step_folder import StepFolder, step_folders
 from mmtrain.config.load import dump_config, restore_config, validated
@@ -87,7 +87,7 @@ class Run:
                 return self
             code = self._process.wait(timeout)
         except KeyboardInterrupt:
-            note(f"the run goes on; mmtrain.load_run({str(self.folder)!r}).stop() saves it and ends it")
+            print_note(f"the run goes on; mmtrain.load_run({str(self.folder)!r}).stop() saves it and ends it")
             raise
         for reader in self._readers:
             reader.join()
@@ -202,4 +202,4 @@ def _read(pipe: IO[str], lines: collections.deque[str], stream: Any) -> None:
     for line in pipe:
         lines.append(line.rstrip("\n"))
         if stream is not None:
-            say(lines[-1], stream=stream)
+            print_info(lines[-1], stream=stream)

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
-def of_all_ranks(value: T) -> list[T]:
+def all_gather_object(value: T) -> list[T]:
     """What every rank gives, by global rank."""
     import torch.distributed as dist
 
@@ -19,7 +19,7 @@ def of_all_ranks(value: T) -> list[T]:
     return values
 
 
-def on_rank_0(value: T, group: ProcessGroup | None = None) -> list[T] | None:
+def gather_to_rank_0(value: T, group: ProcessGroup | None = None) -> list[T] | None:
     """What every rank gives, by rank, on rank 0 of `group` (None: of the job); None on the others."""
     import torch.distributed as dist
 

@@ -95,7 +95,7 @@ def table_lines(columns: Sequence[str], rows: Iterable[Sequence[object]], width:
 def print_table(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
     """Tell a table of `table_lines`, set in by two blanks, no wider than a terminal that is narrower."""
     width = min(COLUMNS, shutil.get_terminal_size((COLUMNS, 24)).columns)
-    tell(*(f"  {line}" for line in table_lines(columns, rows, width - 2)))
+    print_result(*(f"  {line}" for line in table_lines(columns, rows, width - 2)))
 
 
 def bytes_text(count: float) -> str:
@@ -106,7 +106,7 @@ def bytes_text(count: float) -> str:
     return f"{count / 2**10:,.1f} KiB" if count else "0"
 
 
-def say(*messages: str, stream: TextIO | None = None) -> None:
+def print_info(*messages: str, stream: TextIO | None = None) -> None:
     """Print messages, each beginning a line, to stdout or `stream`.
 
     A reader that has left (`| head`) or a full disk behind it is no reason to stop.
@@ -118,7 +118,7 @@ def say(*messages: str, stream: TextIO | None = None) -> None:
         _print_no_more(stream)
 
 
-def tell(*messages: str) -> None:
+def print_result(*messages: str) -> None:
     """Print a tool's result: a reader that has left is no reason to stop, a full disk behind stdout is an OSError."""
     try:
         _print(messages, sys.stdout)
@@ -126,7 +126,7 @@ def tell(*messages: str) -> None:
         _print_no_more(sys.stdout)
 
 
-def show_words(text: str) -> None:
+def print_words(text: str) -> None:
     """Print words as they come, without ending the line; a reader that has left is a BrokenPipeError."""
     try:
         print(escape(text), end="", flush=True)
@@ -135,14 +135,14 @@ def show_words(text: str) -> None:
         raise
 
 
-def note(*messages: str) -> None:
+def print_note(*messages: str) -> None:
     """Tell the user, on stderr, something that is no result."""
-    say(*messages, stream=sys.stderr)
+    print_info(*messages, stream=sys.stderr)
 
 
 def show_error(error: object, stream: TextIO | None = None) -> None:
     """Print what went wrong, an exception or its message, to stderr or `stream`."""
-    say(f"error: {error}", stream=stream or sys.stderr)
+    print_info(f"error: {error}", stream=stream or sys.stderr)
 
 
 class _Shown(logging.Handler):
@@ -181,7 +181,7 @@ def run_command(
     unnamed: object = "standard output",
     interrupted: str = "stopped by Ctrl-C",
     waits: bool = True,
-    logs: Callable[[str], None] = say,
+    logs: Callable[[str], None] = print_info,
 ) -> int:
     """Run a tool's work; its exit code: 2 and one message for what the user can mend, 130 after Ctrl-C.
 
@@ -202,13 +202,13 @@ def run_command(
             show_error(f"{error.filename or unnamed} cannot be used: {error.strerror or error}")
             return 2
         except KeyboardInterrupt:
-            note(interrupted)
+            print_note(interrupted)
             return INTERRUPTED
 
 
 def show_traceback(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
     """What sys.excepthook does, escaped."""
-    say(*"".join(traceback.format_exception(kind, error, trace)).split("\n")[:-1], stream=sys.stderr)
+    print_info(*"".join(traceback.format_exception(kind, error, trace)).split("\n")[:-1], stream=sys.stderr)
 
 
 def show_cursor() -> None:
@@ -218,7 +218,7 @@ def show_cursor() -> None:
 
 
 def clear_line() -> None:
-    """On a terminal, take back the line that `show_words` has begun."""
+    """On a terminal, take back the line that `print_words` has begun."""
     print("\r\x1b[K", end="", flush=True)
 
 

@@ -24,7 +24,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from mmtrain.base.collectives import of_all_ranks
+from mmtrain.base.collectives import all_gather_object
 from mmtrain.base.progress import ProgressBar
 from mmtrain.calibration.allocations import Usage, bytes_used
 from mmtrain.calibration.fetch_costs import measure_fetches
@@ -250,7 +250,7 @@ class Calibrator:
     def finish(self) -> Calibration:
         """The calibration of all rounds so far."""
         medians = {name: statistics.median(values) for name, values in self.seconds.items()}
-        of_ranks = of_all_ranks((medians, self._bytes()))
+        of_ranks = all_gather_object((medians, self._bytes()))
         seconds = mean_of_ranks([medians for medians, _ in of_ranks])
         # The ranks have measured a whole number of images, and an update of what trains in one layer of each kind.
         tiles = self._host_batch.tiles

@@ -12,11 +12,11 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
-from mmtrain.base.collectives import of_all_ranks
+from mmtrain.base.collectives import all_gather_object
 from mmtrain.config.schema import RunConfig
 from mmtrain.engine.process_groups import replica_group
 from mmtrain.engine.stages import streamed_layers
-from mmtrain.models.modules.language import load_slice
+from mmtrain.models.modules.language import load_decoder_layers
 from mmtrain.models.modules.stage import DTYPES
 from mmtrain.models.weights.streaming import StreamedLayer, StreamedLayers
 from mmtrain.plan.calibration import FetchRates
@@ -37,7 +37,7 @@ def measure_fetches(config: RunConfig, plan: Plan, device: torch.device) -> dict
     streamed = streamed_layers(plan, dist.get_rank(), device, replicas, timeout)
     assert streamed is not None
     mine = [layer for stage in plan.ranks[dist.get_rank()].stages for layer in stage.streamed] or [0]
-    load_slice(
+    load_decoder_layers(
         config.model.llm.path,
         mine[0],
         mine[0] + 1,
@@ -51,7 +51,7 @@ def measure_fetches(config: RunConfig, plan: Plan, device: torch.device) -> dict
     layer = streamed.layers[mine[0]]
     alone = _median(lambda: _alone(streamed, layer))
     beside = _median(lambda: _beside(streamed, layer, 2 * alone)) if device.type == "cuda" else alone
-    slowest = [max(of_ranks) for of_ranks in zip(*of_all_ranks((alone, beside)), strict=True)]
+    slowest = [max(of_ranks) for of_ranks in zip(*all_gather_object((alone, beside)), strict=True)]
     came = layer.bytes
     if plan.streaming.source == "peers":  # a part was there
         came -= layer.bytes // plan.streaming.weight_shards

@@ -18,7 +18,7 @@ from mmtrain.config.environment import variable_hint
 from mmtrain.config.schema import RunConfig
 from mmtrain.models.facts.adapters import is_adapter
 from mmtrain.models.facts.model_files import read_header
-from mmtrain.models.facts.shapes import matches
+from mmtrain.models.facts.shapes import matches_any
 from mmtrain.plan.planner import models_of
 
 _log = logging.getLogger(__name__)
@@ -81,7 +81,7 @@ def names_beginning_anew(config: RunConfig, checkpoint: StepFolder) -> list[str]
                     f"{KEY}: {path} has trained {name}, but model.projector.init_from is "
                     f"{config.model.projector.init_from or 'null'}; leave that out"
                 )
-        elif not matches(name, config.model.trainable):
+        elif not matches_any(name, config.model.trainable):
             raise UserError(
                 f"{KEY}: {path} has trained {name}, which stays frozen here, as its published file has it; add it to "
                 "model.trainable, or export that run (--format hf) and begin with the folder as model.from"
@@ -92,7 +92,7 @@ def names_beginning_anew(config: RunConfig, checkpoint: StepFolder) -> list[str]
             f"{KEY}: the adapters of {path} were trained with model.lora.alpha {theirs.alpha:g}, and with "
             f"{ours.alpha:g} they would compute something else; set model.lora.alpha={theirs.alpha:g}"
         )
-    return [name for name in here if matches(name, config.model.trainable) and name not in there]
+    return [name for name in here if matches_any(name, config.model.trainable) and name not in there]
 
 
 def _remedy(name: str) -> str:

@@ -36,7 +36,7 @@ OPTIONAL_SECTIONS = {".".join(p) for p, f in all_fields(RunConfig) if p in ON_RE
 
 
 @dataclass(frozen=True)
-class Start:
+class ResumePoint:
     """The checkpoint that a run goes on from, known on every rank; rank 0 alone sees its files."""
 
     checkpoint: StepFolder
@@ -68,7 +68,7 @@ class Start:
                 )
 
 
-def find_start(config: RunConfig, resume: str = AUTO, allowed: Sequence[str] = ()) -> Start | None:
+def find_start(config: RunConfig, resume: str = AUTO, allowed: Sequence[str] = ()) -> ResumePoint | None:
     """The checkpoint at which the run goes on, None where it begins with its first step; changes nothing.
 
     `resume` is what --resume says, `allowed` the keys of --allow-change. Raises UserError where going on would mix two
@@ -103,7 +103,7 @@ def find_start(config: RunConfig, resume: str = AUTO, allowed: Sequence[str] = (
     return start  # the branch died before it had saved where it begins
 
 
-def _choose(folder: Path, config: RunConfig, path: Path | None, allowed: Sequence[str]) -> Start | None:
+def _choose(folder: Path, config: RunConfig, path: Path | None, allowed: Sequence[str]) -> ResumePoint | None:
     """The checkpoint at which the run in `folder` goes on; None: there is none, it begins with its first step.
 
     `path` names a checkpoint of this run, or one of another run, from which this one then branches; None takes the
@@ -128,8 +128,8 @@ def _choose(folder: Path, config: RunConfig, path: Path | None, allowed: Sequenc
             f"{start.path} was set aside, or is not finished; to go on from it name it step-{start.step:08d} again"
         )
     if own is None:
-        return Start(start, False, tuple(allowed), branched_from=start.fingerprint)
-    return Start(StepFolder(own), True, tuple(allowed), start.state["branched_from"])
+        return ResumePoint(start, False, tuple(allowed), branched_from=start.fingerprint)
+    return ResumePoint(StepFolder(own), True, tuple(allowed), start.state["branched_from"])
 
 
 def _refuse_lost_checkpoints(folder: Path) -> None:

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
 
-from mmtrain.base.collectives import of_all_ranks
+from mmtrain.base.collectives import all_gather_object
 from mmtrain.base.errors import UserError
 from mmtrain.checkpoint.begin import find_beginning
 from mmtrain.checkpoint.step_folder import StepFolder
@@ -37,7 +37,7 @@ def load(start: StepFolder, names: Collection[str]) -> tuple[dict[str, torch.Ten
     Rank 0 alone reads: the folder need not be visible to other machines. Raises UserError on rank 0
     where the checkpoint holds other tensors than all ranks together train, or none that can be read.
     """
-    wanted = of_all_ranks(sorted(names))
+    wanted = all_gather_object(sorted(names))
     stored = {}
     if dist.get_rank() == 0:
         stored = {**_opened(start.tensors_file), **_opened(start.optimizer_file)}
@@ -59,7 +59,7 @@ def load_init_from(config: RunConfig, names: Collection[str]) -> dict[str, torch
     Rank 0 alone reads.
     """
     beginning = find_beginning(config) if dist.get_rank() == 0 else None
-    wanted = of_all_ranks(sorted(names))
+    wanted = all_gather_object(sorted(names))
     return _shared({} if beginning is None else _opened(beginning.tensors_file), wanted)
 
 

@@ -25,7 +25,7 @@ import torch.distributed as dist
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
-from mmtrain.base.collectives import of_all_ranks, on_rank_0
+from mmtrain.base.collectives import all_gather_object, gather_to_rank_0
 from mmtrain.base.durable import flush
 from mmtrain.base.errors import NonFiniteError, UserError
 from mmtrain.base.json_lines import recorded, without_nan
@@ -73,7 +73,7 @@ def run_state(config: RunConfig, plan: Plan, threads: int, device: torch.device)
 
 
 @dataclass(frozen=True)
-class Saved:
+class SaveResult:
     """What became of a save: `error` is None if it is on the disk."""
 
     step: int
@@ -102,7 +102,7 @@ class Checkpointer:
         folder: Path,
         section: CheckpointSection,
         contributes: bool,
-        report: Callable[[Saved], None],
+        report: Callable[[SaveResult], None],
         saved: int | None = None,
     ) -> None:
         self.folder = folder
@@ -112,10 +112,10 @@ class Checkpointer:
         self.saved = saved
         """Step of the latest `save`, whatever became of it."""
         self.writes = dist.get_rank() == 0
-        self._others = [rank for rank, sends in enumerate(of_all_ranks(contributes)) if sends and rank]
+        self._others = [rank for rank, sends in enumerate(all_gather_object(contributes)) if sends and rank]
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
-        self._job: Callable[[], Saved] | None = None  # the latest, until it has succeeded
-        self._pending: Future[Saved] | None = None
+        self._job: Callable[[], SaveResult] | None = None  # the latest, until it has succeeded
+        self._pending: Future[SaveResult] | None = None
         self._failures = 0  # in a row
         self._whole: set[Path] = set()  # step folders that need not be hashed again
         self._scores = _recorded_scores(folder, section.keep_best) if self.writes and section.keep_best else {}
@@ -227,7 +227,7 @@ class Checkpointer:
         if not self._others:
             return tensors, notes
         shapes = {name: tensor.shape for name, tensor in mine.items()}
-        gathered = on_rank_0((shapes, trained))
+        gathered = gather_to_rank_0((shapes, trained))
         if gathered is None:
             for tensor in mine.values():
                 dist.send(_copied(tensor), 0)
@@ -240,7 +240,7 @@ class Checkpointer:
                 dist.recv(tensors[name], source)
         return tensors, notes
 
-    def _write(self, step: int, tensors: Tensors, state: str) -> Saved:
+    def _write(self, step: int, tensors: Tensors, state: str) -> SaveResult:
         """Write a step folder and delete what is not to be kept."""
         start = time.monotonic()
         target = step_path(self.folder, step)
@@ -258,10 +258,10 @@ class Checkpointer:
                 (unfinished / STATE).write_text(state)
                 size = sum(file.stat().st_size for file in unfinished.iterdir())
         except (OSError, SafetensorError) as error:
-            return Saved(step, target, 0, time.monotonic() - start, f"{file}: {error}")
+            return SaveResult(step, target, 0, time.monotonic() - start, f"{file}: {error}")
         self._whole.add(target)
         self._delete_old()
-        return Saved(step, target, size, time.monotonic() - start)
+        return SaveResult(step, target, size, time.monotonic() - start)
 
     def _delete_old(self) -> None:
         """Delete whole checkpoints but the newest ones and the best; damaged ones neither count nor go."""

@@ -21,7 +21,7 @@ from pathlib import Path
 from mmtrain.api.generate import Conversation, load, read_image, stock_folder
 from mmtrain.base.arguments import command_parser, positive
 from mmtrain.base.errors import UserError
-from mmtrain.base.printing import note, show_words
+from mmtrain.base.printing import print_note, print_words
 from mmtrain.base.progress import ByteBars
 
 EXAMPLES = """\
@@ -45,12 +45,12 @@ def ask_in_turn(conversation: Conversation) -> None:
     with contextlib.suppress(ImportError):
         import readline  # noqa: F401 - gives input() a line that can be edited
 
-    note("An empty line or Ctrl-D ends the conversation.")
+    print_note("An empty line or Ctrl-D ends the conversation.")
     while True:
         try:
             question = input("> ").strip()
         except EOFError:
-            note("")
+            print_note("")
             return
         if not question:
             return
@@ -64,7 +64,7 @@ def run(options: argparse.Namespace) -> None:
     except BrokenPipeError:  # whoever read the answer has left
         pass
     except KeyboardInterrupt:
-        note("")  # in the middle of a line
+        print_note("")  # in the middle of a line
         raise
 
 
@@ -72,10 +72,10 @@ def _chat(options: argparse.Namespace) -> None:
     images = [read_image(file) for file in options.image]
     with ByteBars(sys.stderr) as progress:
         folder = stock_folder(options.model, progress.show)
-    conversation = Conversation(*load(folder), images, options.system, options.max_new_tokens, show_words)
+    conversation = Conversation(*load(folder), images, options.system, options.max_new_tokens, print_words)
     if not conversation.takes_questions():
         if options.prompt is not None or options.system is not None:
-            note("This model was trained on captions alone (data.template=plain). It describes what it sees.")
+            print_note("This model was trained on captions alone (data.template=plain). It describes what it sees.")
         conversation.describe()
     elif options.prompt is None and sys.stdin.isatty() and sys.stdout.isatty():
         ask_in_turn(conversation)
@@ -87,7 +87,7 @@ def _chat(options: argparse.Namespace) -> None:
 
 def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     """Command line; `--help` teaches by example."""
-    parser = command_parser("chat", __doc__, EXAMPLES, {0: "answered"}, logs=note)
+    parser = command_parser("chat", __doc__, EXAMPLES, {0: "answered"}, logs=print_note)
     parser.add_argument("--model", required=True, help="a run, a checkpoint, or a Hugging Face folder")
     image_help = "a picture; may be repeated; none for a run on text alone"
     parser.add_argument("--image", type=Path, action="append", default=[], metavar="FILE", help=image_help)

@@ -15,7 +15,7 @@ from pathlib import Path
 from mmtrain.base.arguments import command_parser
 from mmtrain.base.durable import whole_file, write_whole
 from mmtrain.base.errors import UserError
-from mmtrain.base.printing import tell
+from mmtrain.base.printing import print_result
 from mmtrain.exporting.tensors import INDEX, TensorWriter, check_written, in_memory
 from mmtrain.models.facts.model_files import model_folder, read_weight_map
 from mmtrain.models.weights.files import read_pickled
@@ -79,7 +79,7 @@ def convert(folder: Path, out: Path) -> None:
             digest = TensorWriter(None).write(unfinished, {key: in_memory(tensor) for key, tensor in tensors.items()})
             check_written(unfinished.parent, {unfinished.name: digest})
         size = (out / name).stat().st_size
-        tell(f"{i}/{len(shards)} {shard.name} -> {name}: {len(tensors)} tensors, {size / 2**30:.2f} GiB")
+        print_result(f"{i}/{len(shards)} {shard.name} -> {name}: {len(tensors)} tensors, {size / 2**30:.2f} GiB")
     if len(shards) > 1:
         index = {"metadata": {"total_size": total}, "weight_map": weight_map}
         write_whole(out / INDEX, json.dumps(index, indent=2) + "\n")
@@ -90,7 +90,7 @@ def run(options: argparse.Namespace) -> None:
     folder = model_folder(options.model)
     out = folder if options.out is None else options.out.expanduser()
     convert(folder, out)
-    tell(f"{out}: ready; use it as model.llm.path")
+    print_result(f"{out}: ready; use it as model.llm.path")
 
 
 def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from mmtrain.base.arguments import command_parser
-from mmtrain.base.printing import clear_line, harmless, show_words, table_lines, tell
+from mmtrain.base.printing import clear_line, harmless, print_result, print_words, table_lines
 from mmtrain.doctor.check import Check, run_check
 from mmtrain.doctor.machine import describe_machine
 
@@ -56,7 +56,7 @@ def run(options: argparse.Namespace) -> int:
     machine = describe_machine()
     libraries = ", ".join(f"{name} {version}" for name, version in machine["versions"].items())
     headline = f"{machine['cores']} cores; python {machine['python']}, {libraries}"
-    tell(*table_lines(("",), [(headline,)]))
+    print_result(*table_lines(("",), [(headline,)]))
     folder = Path(tempfile.mkdtemp(prefix="doctor-"))
     states: dict[str, str] = {}
     try:
@@ -66,11 +66,11 @@ def run(options: argparse.Namespace) -> int:
     finally:
         failed = [name for name, state in states.items() if state == "failed"]
         if failed:
-            tell(f"kept: {folder}, with the logs of {', '.join(failed)}")
+            print_result(f"kept: {folder}, with the logs of {', '.join(failed)}")
         else:
             shutil.rmtree(folder)
     counts = Counter(states.values())
-    tell(", ".join(f"{counts[state]} {state}" for state in ("ok", "failed", "skipped")))
+    print_result(", ".join(f"{counts[state]} {state}" for state in ("ok", "failed", "skipped")))
     return 1 if failed else 0
 
 
@@ -78,7 +78,7 @@ def _run(check: Check, folder: Path) -> str:
     """Run a check, print its line and return its state."""
     on_terminal, began = sys.stdout.isatty(), time.monotonic()
     if on_terminal:
-        show_words(f"{check.name}: {check.purpose}")
+        print_words(f"{check.name}: {check.purpose}")
     try:
         outcome = run_check(check, folder)
     finally:
@@ -87,7 +87,7 @@ def _run(check: Check, folder: Path) -> str:
     state = "FAILED" if outcome.state == "failed" else outcome.state
     text = harmless(outcome.text) + (f"\nwhat to do: {outcome.remedy}" if outcome.remedy else "")
     row = (f"{state:7}", f"{check.name:{NAME_WIDTH}}", f"{time.monotonic() - began:5.1f} s", text)
-    tell(*table_lines(("", "", ">", ""), [row]))
+    print_result(*table_lines(("", "", ">", ""), [row]))
     return outcome.state
 
 

@@ -29,7 +29,7 @@ from typing import get_args
 
 from mmtrain.api.export import DifferentError, Dtype, Format, export
 from mmtrain.base.arguments import command_parser, positive
-from mmtrain.base.printing import show_error, tell
+from mmtrain.base.printing import print_result, show_error
 from mmtrain.base.progress import ByteBars
 from mmtrain.stock.exporters import Base
 
@@ -73,7 +73,7 @@ def run(options: argparse.Namespace) -> int:
 def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     """Command line; `--help` teaches by example."""
     interrupted = "stopped; nothing was left under --out"
-    parser = command_parser("export", __doc__, EXAMPLES, EXITS, interrupted=interrupted, logs=tell)
+    parser = command_parser("export", __doc__, EXAMPLES, EXITS, interrupted=interrupted, logs=print_result)
     checkpoint_help = "a step folder, or a run: its newest whole one"
     parser.add_argument("--checkpoint", type=Path, required=True, metavar="DIR|RUN", help=checkpoint_help)
     parser.add_argument("--format", choices=get_args(Format), required=True, help="see above")

@@ -23,7 +23,7 @@ from pathlib import Path
 import numpy as np
 
 from mmtrain.base.arguments import command_parser, positive
-from mmtrain.base.printing import tell
+from mmtrain.base.printing import print_result
 from mmtrain.config.templates import template_name
 from mmtrain.data.inspection.reading import add_reading_arguments, parse_reading_arguments, reading_of
 from mmtrain.data.inspection.survey import survey
@@ -64,28 +64,28 @@ def run(options: argparse.Namespace) -> None:
     assert tokenizer is not None and template is not None and fingerprint is not None  # an option or --config says them
     todo: Sequence[Path] = tars if options.rebuild else unready_shards(tars, fingerprint)
     if len(todo) < len(tars):
-        tell(f"{len(tars) - len(todo):,} of {len(tars):,} shards are ready: left as they are")
+        print_result(f"{len(tars) - len(todo):,} of {len(tars):,} shards are ready: left as they are")
     if todo:
         text = tokenizer, template, layout, form
         build_indexes(todo, *text, workers=options.workers, rebuild=options.rebuild, stream=sys.stdout)
     found = survey(tars, fingerprint, layout, form)
     assert found.text_lengths is not None  # a fingerprint was given
-    tell(f"{len(tars):,} shards, {len(found.images):,} samples, {found.images.sum():,} images")
+    print_result(f"{len(tars):,} shards, {len(found.images):,} samples, {found.images.sum():,} images")
     longest, where = int(found.text_lengths.max(initial=0)), "none"
     if longest:
         number = int(found.text_lengths.argmax())
         shard = int(np.searchsorted(found.shard_sizes.cumsum(), number, side="right"))
         where = f"{read_columns(tars[shard]).keys[number - sum(found.shard_sizes[:shard])]} in {tars[shard].name}"
     words = f"{tokenizer}, {template_name(template)}"
-    tell(f"longest text: {longest:,} tokens of {words}, those of images not counted: {where}")
-    tell(f"samples that cannot be trained on: {found.reasons.total():,}", *reason_lines(found.reasons))
+    print_result(f"longest text: {longest:,} tokens of {words}, those of images not counted: {where}")
+    print_result(f"samples that cannot be trained on: {found.reasons.total():,}", *reason_lines(found.reasons))
     refuse_useless_shards(tars, fingerprint, form, "SHARDS")
 
 
 def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     """Command line; `--help` teaches by example."""
     interrupted = "stopped by Ctrl-C; finished indexes stay, the same command goes on"
-    parser = command_parser("index", __doc__, EXAMPLES, EXITS, interrupted=interrupted, logs=tell)
+    parser = command_parser("index", __doc__, EXAMPLES, EXITS, interrupted=interrupted, logs=print_result)
     add_reading_arguments(parser)
     cores = usable_cores()
     parser.add_argument(

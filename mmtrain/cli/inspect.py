@@ -32,7 +32,7 @@ import numpy as np
 
 from mmtrain.base.arguments import command_parser, positive
 from mmtrain.base.errors import UserError
-from mmtrain.base.printing import harmless, note, print_table, tell
+from mmtrain.base.printing import harmless, print_note, print_result, print_table
 from mmtrain.base.progress import ProgressBar
 from mmtrain.data.inspection.reading import Reading, add_reading_arguments, parse_reading_arguments, reading_of
 from mmtrain.data.inspection.survey import Fill, Survey, best_nearby, epoch_fill, histogram, quantile, survey
@@ -137,12 +137,12 @@ def run(options: argparse.Namespace) -> int:
         raise UserError(f"{error}; or give --tokenizer PATH and --template NAME here, or --config FILE") from None
     report = _report(found, reading, options)
     if options.json:
-        tell(json.dumps(report.as_dict()))
+        print_result(json.dumps(report.as_dict()))
     else:
         _print_report(report)
     if options.plot is not None:
         _write_png(_charts(report), options.plot)
-        (note if options.json else tell)(f"wrote {options.plot}")
+        (print_note if options.json else print_result)(f"wrote {options.plot}")
     return 0
 
 
@@ -190,36 +190,36 @@ def _print_report(report: Report) -> None:
     found = report.survey
     none, one = int((found.images == 0).sum()), int((found.images == 1).sum())
     several = len(found.images) - none - one
-    tell(f"{len(found.shard_sizes):,} shards, {found.bytes / 1e6:,.1f} MB")
-    tell(f"{len(found.images):,} samples: {none:,} without images, {one:,} with one, {several:,} with several")
-    tell(f"{found.images.sum():,} images")
-    tell(f"samples that cannot be trained on: {found.reasons.total():,}", *reason_lines(found.reasons))
+    print_result(f"{len(found.shard_sizes):,} shards, {found.bytes / 1e6:,.1f} MB")
+    print_result(f"{len(found.images):,} samples: {none:,} without images, {one:,} with one, {several:,} with several")
+    print_result(f"{found.images.sum():,} images")
+    print_result(f"samples that cannot be trained on: {found.reasons.total():,}", *reason_lines(found.reasons))
     for title, values in _charts(report).items():
         _print_distribution(title, values)
     if report.missing:
-        tell("", f"how full packs become: {report.missing}")
+        print_result("", f"how full packs become: {report.missing}")
         return
     image = "positions of images by their sizes" if report.layout.is_sized else "no images"
     if report.tokens_per_image:
         image = f"{report.tokens_per_image:,} tokens an image"
-    tell("", f"how full packs become ({image}; overlong samples fit into no pack and are skipped)")
+    print_result("", f"how full packs become ({image}; overlong samples fit into no pack and are skipped)")
     rows = []
     for fill, best in report.fills:
         of_best = f"{best.pack_length:,}", f"{best.fill:.2%}"
         rows.append((f"{fill.pack_length:,}", f"{fill.packs:,}", f"{fill.fill:.2%}", f"{fill.overlong:,}", *of_best))
     print_table((">pack_length", ">packs", ">full", ">overlong", ">best near it", ">full"), rows)
     if found.expected:
-        tell("", "what a typical sample is, for the planner's estimates; in a run's configuration:", "  data:")
-        tell(*(f"    {key.removeprefix('data.')}: {value}" for key, value in found.expected.items()))
+        print_result("", "what a typical sample is, for the planner's estimates; in a run's configuration:", "  data:")
+        print_result(*(f"    {key.removeprefix('data.')}: {value}" for key, value in found.expected.items()))
 
 
 def _print_distribution(title: str, values: np.ndarray) -> None:
     """Print mean, quantiles and a histogram of whole numbers."""
-    tell("", title)
+    print_result("", title)
     if not len(values):
-        tell("  none")
+        print_result("  none")
         return
-    tell(
+    print_result(
         f"  mean {values.mean():,.1f}, half at most {quantile(values, 0.5):,}, 95% at most "
         f"{quantile(values, 0.95):,}, 99% at most {quantile(values, 0.99):,}",
         f"  from {values.min():,} to {values.max():,}",
@@ -281,13 +281,13 @@ def _verify(tars: Sequence[Path], stream: TextIO, as_json: bool) -> int:
         progress.show(done, samples, rate())
     counts = {"shards": len(tars), "samples": samples, "bytes": compared}
     if as_json:
-        tell(json.dumps({**counts, "damaged": [damage._asdict() for damage in damages]}))
+        print_result(json.dumps({**counts, "damaged": [damage._asdict() for damage in damages]}))
         return EXIT_DAMAGED if damages else 0
     for damage in damages:
         where = "" if damage.offset is None else f" at byte {damage.offset:,}"
         what = "the whole" if damage.key is None else f"sample {harmless(damage.key)}"
-        tell(f"damaged: {damage.shard}: {what}{where}: {harmless(damage.detail)}")
-    tell(f"{len(tars):,} shards, {samples:,} samples, {compared:,} bytes compared: {len(damages):,} damaged")
+        print_result(f"damaged: {damage.shard}: {what}{where}: {harmless(damage.detail)}")
+    print_result(f"{len(tars):,} shards, {samples:,} samples, {compared:,} bytes compared: {len(damages):,} damaged")
     return EXIT_DAMAGED if damages else 0
 
 
@@ -297,21 +297,23 @@ def _show(tars: Sequence[Path], reading: Reading, options: argparse.Namespace) -
     samples = tokenize_samples(tars, options.show, reading)
     if options.json:
         found = [asdict(sample) | {"members": [member._asdict() for member in sample.members]} for sample in samples]
-        tell(json.dumps({"samples": found}))
+        print_result(json.dumps({"samples": found}))
         return
     for number, sample in enumerate(samples, 1):
-        tell(f"{number} of {len(samples)} samples of this key: {sample.shard}" if len(samples) > 1 else sample.shard)
+        print_result(
+            f"{number} of {len(samples)} samples of this key: {sample.shard}" if len(samples) > 1 else sample.shard
+        )
         _print_sample(sample)
 
 
 def _print_sample(sample: TokenizedSample) -> None:
     key = harmless(sample.key)
     for member in sample.members:
-        tell(f"  {key}.{harmless(member.suffix)}  {member.size:,} bytes at byte {member.offset:,}")
+        print_result(f"  {key}.{harmless(member.suffix)}  {member.size:,} bytes at byte {member.offset:,}")
     for speaker, text in sample.turns:
-        tell(f"  {speaker}: {harmless(text)}")
+        print_result(f"  {speaker}: {harmless(text)}")
     if sample.fault is not None:
-        tell(f"  cannot be trained on: {sample.fault.reason}: {harmless(sample.fault.detail)}", "")
+        print_result(f"  cannot be trained on: {sample.fault.reason}: {harmless(sample.fault.detail)}", "")
         return
     texts = [row.text if row.token == IMAGE_POSITION else repr(row.text) for row in sample.rows]
     table = []
@@ -327,12 +329,12 @@ def _print_sample(sample: TokenizedSample) -> None:
                 "" if row.label == IGNORE else after,
             )
         )
-    tell("")
+    print_result("")
     print_table((">position", ">token", "text", ">label", "must predict"), table)
     images = sum(row.positions for row in sample.rows if row.token == IMAGE_POSITION)
     total = sum(row.positions for row in sample.rows)
     labels = sum(row.label != IGNORE for row in sample.rows)
-    tell(f"  {total:,} tokens: {total - images:,} of text, {images:,} of images; {labels:,} supervised", "")
+    print_result(f"  {total:,} tokens: {total - images:,} of text, {images:,} of images; {labels:,} supervised", "")
 
 
 def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
@@ -370,5 +372,5 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
         parser.error("--max-tiles-per-pack: a run without encoder has no tiles; leave it out")
     if options.plot is not None and options.plot.suffix.lower() != ".png":
         parser.error(f"--plot {options.plot}: charts are written as PNG; name a file that ends in .png")
-    options.ending["logs"] = note if options.json else tell  # with it stdout is one JSON value
+    options.ending["logs"] = print_note if options.json else print_result  # with it stdout is one JSON value
     return options

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from mmtrain.base.arguments import command_parser
-from mmtrain.base.printing import tell
+from mmtrain.base.printing import print_result
 from mmtrain.models.facts.encoders import family_of
 from mmtrain.models.facts.families import encoder_config
 from mmtrain.models.facts.model_files import model_folder
@@ -117,4 +117,4 @@ def run(options: argparse.Namespace) -> None:
     file = options.out / (recorded.id.lower().replace("/", "--") + ".json")
     file.write_text(as_json(recorded), encoding="utf-8")
     count = sum(math.prod(shape) for shape in recorded.parameters.values())
-    tell(f"{file}: {recorded.id}, {count:,} parameters, {summary}")
+    print_result(f"{file}: {recorded.id}, {count:,} parameters, {summary}")

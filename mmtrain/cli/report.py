@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from mmtrain.base.arguments import command_parser
-from mmtrain.base.printing import tell
+from mmtrain.base.printing import print_result
 from mmtrain.checkpoint.run_folder import REPORT
 from mmtrain.report.page import write_page
 
@@ -27,7 +27,7 @@ EXAMPLES = """\
 def run(options: argparse.Namespace) -> None:
     """Write the page; raises UserError."""
     default = options.runs[0] / REPORT if len(options.runs) == 1 else Path(REPORT)
-    tell(f"report: {write_page(options.runs, options.out or default)}")
+    print_result(f"report: {write_page(options.runs, options.out or default)}")
 
 
 def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:

@@ -52,7 +52,7 @@ import PIL
 from mmtrain.base.arguments import command_parser, positive, share
 from mmtrain.base.errors import UserError
 from mmtrain.base.json_lines import JsonLines
-from mmtrain.base.printing import say
+from mmtrain.base.printing import print_info
 from mmtrain.base.progress import ProgressBar
 from mmtrain.config.limits import MAX_IMAGE_PIXELS
 from mmtrain.config.templates import FILE, NAMES, template_argument, template_name
@@ -136,7 +136,7 @@ def run(options: argparse.Namespace) -> None:
         summary = read_summary(out / SUMMARY)
         refuse_another_run(out, run, summary, out / SUMMARY)
         (out / STATE).unlink(missing_ok=True)  # the run was killed between its last two acts
-        say(f"{out}: finished already, {len(summary['shards']):,} shards, {summary['samples']:,} samples")
+        print_info(f"{out}: finished already, {len(summary['shards']):,} shards, {summary['samples']:,} samples")
         return
     total = sum(source.records for source in sources)
     # 0.29 x 100 is 28.999999999999996: without the addition the 29th of 29% would stop the run.
@@ -157,22 +157,22 @@ def run(options: argparse.Namespace) -> None:
             except (UserError, OSError) as error:
                 raise _unfinished(error, stats, unfinished, rejected_file) from error
         unfinished.end()
-    say(f"{out}: {len(stats.shards):,} shards, {stats.samples:,} samples, {stats.images:,} images")
+    print_info(f"{out}: {len(stats.shards):,} shards, {stats.samples:,} samples, {stats.images:,} images")
     see = f", see {rejected_file}" if stats.reasons else ""
-    say(f"rejected: {stats.reasons.total():,}{see}", *reason_lines(stats.reasons))
-    say(f"use it: {shlex.quote(f'data.shards={glob.escape(str(out))}/shard-*.tar')}")
+    print_info(f"rejected: {stats.reasons.total():,}{see}", *reason_lines(stats.reasons))
+    print_info(f"use it: {shlex.quote(f'data.shards={glob.escape(str(out))}/shard-*.tar')}")
 
 
 def _opened(path: Path, options: argparse.Namespace) -> list[Source]:
     """Open and count the sources of a path, and say what they are."""
     if options.json:
         source = llava_source(path)
-        say(f"{path}: {source.records:,} records")
+        print_info(f"{path}: {source.records:,} records")
         return [source]
     form = SampleFormat(options.format, options.caption_key, options.caption_prompt)
     sources, description = open_sources(path, form, options.image_key)
     files = f" in {len(sources):,} files" if len(sources) > 1 else ""
-    say(f"{path}: {description}: {sum(source.records for source in sources):,} records{files}")
+    print_info(f"{path}: {description}: {sum(source.records for source in sources):,} records{files}")
     return sources
 
 
@@ -180,7 +180,7 @@ def _write_all(stats: ShardStats, options: argparse.Namespace, unfinished: Unfin
     """Run every job and add its result to the stats."""
     finished_before = unfinished.finished
     if finished_before:
-        say(f"{options.out}: {len(finished_before):,} shards are there already")
+        print_info(f"{options.out}: {len(finished_before):,} shards are there already")
     done = made = lost = 0  # records whose job is through; of them those of this run, and their lost ones
 
     def tick(through: int) -> None:

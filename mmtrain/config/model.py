@@ -65,7 +65,7 @@ class VisionSection(Section):
         return self.layout in ("tiles", "anyres", "anyres_max_9")
 
     @model_validator(mode="after")
-    def _last_norm_is_behind_the_last_block(self) -> Self:
+    def _check_final_norm(self) -> Self:
         if self.final_norm and self.select_layer != -1:
             raise wrong_together(
                 f"model.vision.final_norm: the norm stands behind the last block, and model.vision.select_layer is "
@@ -74,7 +74,7 @@ class VisionSection(Section):
         return self
 
     @model_validator(mode="after")
-    def _numbers_belong_to_their_layout(self) -> Self:
+    def _check_layout_numbers(self) -> Self:
         for key, layouts in (("max_tiles", ("tiles",)), ("pinpoints", ("anyres", "anyres_max_9"))):
             if getattr(self, key) is not None and self.layout not in layouts:
                 raise wrong_together(
@@ -141,7 +141,7 @@ class ModelSection(_From):
 
     @model_validator(mode="before")
     @classmethod
-    def _from_names_the_parts(cls, content: Any) -> Any:
+    def _check_pretrained(cls, content: Any) -> Any:
         if not isinstance(content, dict):
             return content
         whole, has_vision = content.get("from"), content.get("vision", {}) is not None
@@ -163,7 +163,7 @@ class ModelSection(_From):
         return (self.vision and self.vision.dtype) or self.llm.dtype
 
     @model_validator(mode="after")
-    def _text_alone_has_nothing_before_the_llm(self) -> Self:
+    def _check_text_alone(self) -> Self:
         if self.vision is not None:
             return self
         if self.projector != ProjectorSection():

@@ -57,7 +57,7 @@ class ParallelSection(Section):
     """a collective or message waiting longer than this fails"""
 
     @model_validator(mode="after")
-    def _lists_fit_the_pipeline(self) -> Self:
+    def _check_lists(self) -> Self:
         cuts, stages_per_rank = self.boundaries, self.stages_per_rank
         if self.pipeline == 1 and stages_per_rank != "auto" and stages_per_rank > 1:
             raise wrong_together(
@@ -88,7 +88,7 @@ class ParallelSection(Section):
         return self
 
     @model_validator(mode="after")
-    def _peers_are_replicas(self) -> Self:
+    def _check_peers(self) -> Self:
         shards, data = self.weight_shards, self.data
         if self.stream_from == "host":
             if shards not in (None, 1):

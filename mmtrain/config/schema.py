@@ -123,7 +123,7 @@ class DataSection(Section):
     """share of a pack's tokens that carry a label; only the planner's estimates use it"""
 
     @model_validator(mode="after")
-    def _data_sets_are_told_apart(self) -> Self:
+    def _check_sets(self) -> Self:
         if self.sets == ():
             raise wrong_together("data.sets: the list is empty; name at least one data set")
         names = [one.name for one in self.sets or ()]
@@ -132,7 +132,7 @@ class DataSection(Section):
         return self
 
     @model_validator(mode="after")
-    def _a_typical_image_has_tiles_and_positions(self) -> Self:
+    def _check_expected_image(self) -> Self:
         keys = ("expected_image_tiles", "expected_image_positions")
         missing, found = sorted(keys, key=lambda key: getattr(self, key) is not None)
         if getattr(self, missing) is None and getattr(self, found) is not None:
@@ -193,7 +193,7 @@ class OptimizerSection(Section):
     """global gradient norm limit; null: none"""
 
     @model_validator(mode="after")
-    def _groups_and_phases_make_sense(self) -> Self:
+    def _check_groups_and_phases(self) -> Self:
         for number, group in enumerate(self.groups):
             if group.lr is None and group.weight_decay is None:
                 raise wrong_together(
@@ -260,7 +260,7 @@ class RunConfig(Section):
     export: ExportSection = ExportSection()
 
     @model_validator(mode="after")
-    def _text_alone_is_told_what_to_do_with_images(self) -> Self:
+    def _check_images_of_text_alone(self) -> Self:
         if self.model.vision is not None and self.data.images == "strip":
             raise wrong_together(
                 "data.images: strip takes images out of the data, but model.vision has an encoder, which then sees "
@@ -274,7 +274,7 @@ class RunConfig(Section):
         return self
 
     @model_validator(mode="after")
-    def _tiles_have_a_rule_of_their_own(self) -> Self:
+    def _check_tiles(self) -> Self:
         if self.model.vision is None or not self.model.vision.cuts_images:
             return self
         layout = self.model.vision.layout
@@ -287,7 +287,7 @@ class RunConfig(Section):
         return self
 
     @model_validator(mode="after")
-    def _steps_divide_into_microbatches(self) -> Self:
+    def _check_steps(self) -> Self:
         packs, data, per_microbatch = self.train.packs_per_step, self.parallel.data, self.train.packs_per_microbatch
         unit = data * per_microbatch
         if packs % unit:

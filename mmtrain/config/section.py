@@ -56,7 +56,7 @@ class Section(BaseModel):
         return {} if content is None else content  # `train:` with all its keys commented out
 
     @model_validator(mode="after")
-    def _of_alternatives_one_is_set(self) -> Self:
+    def _check_alternatives(self) -> Self:
         for name, mark in ((n, mark) for n, field in type(self).model_fields.items() for mark in field.metadata):
             if isinstance(mark, InsteadOf):
                 section, other = mark.key.split(".")

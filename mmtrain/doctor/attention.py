@@ -13,7 +13,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from mmtrain.doctor.check import FailedError
 from mmtrain.models.modules.attention import packed_attention
-from mmtrain.models.modules.flash import say_ways, ways_taken
+from mmtrain.models.modules.flash import describe_backends, record_backends
 from mmtrain.models.modules.kernels import Documents
 
 TOLERANCES = {torch.float32: 1e-4, torch.bfloat16: 3e-2}  # norm of the difference over the norm
@@ -30,12 +30,12 @@ def attention(folder: Path) -> str:
         borders = [0, *sorted(draw.sample(range(1, TOKENS), draw.randrange(1, MOST_DOCUMENTS))), TOKENS]
         states = _states(pack, device, dtype)
         if pack == 0:
-            with ways_taken() as ways:
+            with record_backends() as ways:
                 packed(borders, *states)
         expected = separate(borders, *(state.float() for state in states))
         compared = zip(packed(borders, *states), expected, strict=True)
         difference = max(difference, *(distance(ours, alone) for ours, alone in compared))
-    backend = say_ways([ways])[1][0].removeprefix("attention: ")
+    backend = describe_backends([ways])[1][0].removeprefix("attention: ")
     name = str(dtype).removeprefix("torch.")
     text = f"{backend}; in {name} {difference:.1e} off separate documents"
     if not difference <= TOLERANCES[dtype]:

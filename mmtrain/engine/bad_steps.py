@@ -20,7 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from mmtrain.base.collectives import of_all_ranks
+from mmtrain.base.collectives import all_gather_object
 from mmtrain.base.errors import UnrecordedError
 from mmtrain.base.json_lines import JsonLines
 from mmtrain.base.printing import first_few, harmless
@@ -61,7 +61,7 @@ def report_bad_step(
     """
     parameters = tuple(name for name, p in trainable.items() if not bool(p.grad.isfinite().all()))
     on_host = {k: (float(loss), int(supervised)) for k, (loss, supervised) in losses.items()}
-    reports = of_all_ranks(RankReport(dist.get_rank(), replica, parameters, on_host, dict(keys)))
+    reports = all_gather_object(RankReport(dist.get_rank(), replica, parameters, on_host, dict(keys)))
     record = make_record(step, sums.loss_sum, sums.squared_norm, reports)
     said = in_words(record)
     if file is None:

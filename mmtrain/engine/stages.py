@@ -8,7 +8,7 @@ import torch.distributed as dist
 from mmtrain.config.schema import RunConfig
 from mmtrain.engine.process_groups import shard_group
 from mmtrain.models.facts.connectors import connector, connector_parameters, has_newline
-from mmtrain.models.facts.shapes import matches
+from mmtrain.models.facts.shapes import matches_any
 from mmtrain.models.modules.stage import Stage, build_stage
 from mmtrain.models.weights.quantised_source import QuantisedSource
 from mmtrain.models.weights.streaming import StreamedLayers
@@ -57,7 +57,7 @@ def build_stages(
 def without_init_from(config: RunConfig) -> RunConfig:
     """Return the configuration of a resumed run, which needs no file for a projector that trains as a whole."""
     parameters = connector_parameters(connector(config.model.projector, 1, 2, has_newline(config)))
-    if not all(matches(parameter.name, config.model.trainable) for parameter in parameters):
+    if not all(matches_any(parameter.name, config.model.trainable) for parameter in parameters):
         return config
     return config.changed({"model.projector.init_from": None})
 

@@ -15,7 +15,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from mmtrain.base.collectives import on_rank_0
+from mmtrain.base.collectives import gather_to_rank_0
 from mmtrain.base.durable import whole_file
 from mmtrain.base.errors import UserError
 from mmtrain.plan.instructions import Instruction, Op
@@ -91,7 +91,7 @@ class Tracer:
             return None
         if not recorded:
             return "no trace was written: it begins with the second step, which was not made"
-        ranks = on_rank_0(recorded)
+        ranks = gather_to_rank_0(recorded)
         if ranks is None:
             return None
         steps = f"{len(recorded)} step{'s' if len(recorded) > 1 else ''}"

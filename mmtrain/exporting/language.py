@@ -24,7 +24,7 @@ from mmtrain.base.errors import UserError
 from mmtrain.config.model import LoraSection
 from mmtrain.exporting.merging import take_merged
 from mmtrain.exporting.tensors import TensorSource, stored
-from mmtrain.models.facts.families import global_name, llm_config, llm_tensors
+from mmtrain.models.facts.families import canonical_name, llm_config, llm_tensors
 from mmtrain.models.modules.language import causal_config, missing_prefix
 from mmtrain.models.weights.files import tensor_files
 from mmtrain.stock.stock_class import ExportedClass
@@ -67,26 +67,26 @@ def language_for_export(
     with torch.device("meta"):
         model = stock(config)
     is_left_out = _unloaded(model)
-    transposed = {global_name(f"{name}.weight") for name, one in model.named_modules() if isinstance(one, Conv1D)}
+    transposed = {canonical_name(f"{name}.weight") for name, one in model.named_modules() if isinstance(one, Conv1D)}
     waiting = dict(trained)
     tensors: dict[str, TensorSource] = {}
     left_out: list[str] = []
     rows = 0
     for own_name, place in files.items():
-        name = own_name if global_name(own_name).startswith("llm.head.") else prefix + own_name
+        name = own_name if canonical_name(own_name).startswith("llm.head.") else prefix + own_name
         if is_left_out(name):
             left_out.append(own_name)
             continue
         source = stored(*place)
-        if (own := waiting.pop(global_name(name), None)) is not None:
+        if (own := waiting.pop(canonical_name(name), None)) is not None:
             if own.shape != source.shape:
                 raise UserError(
-                    f"{global_name(name)}: trained with shape {list(own.shape)}, and {folder} has "
+                    f"{canonical_name(name)}: trained with shape {list(own.shape)}, and {folder} has "
                     f"{list(source.shape)}: another model lies there than the run was trained with"
                 )
             source = own
-        source = take_merged(waiting, global_name(name), source, lora, global_name(name) in transposed)
-        if global_name(name) in _ROWS:
+        source = take_merged(waiting, canonical_name(name), source, lora, canonical_name(name) in transposed)
+        if canonical_name(name) in _ROWS:
             rows = source.shape[0]
             if rows_needed > rows:
                 source = _with_rows(source, rows_needed)

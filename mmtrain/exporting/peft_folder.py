@@ -37,7 +37,7 @@ from mmtrain.exporting.hf import ExportedModel
 from mmtrain.exporting.projector_file import origin, run_tensors, write_projector_file
 from mmtrain.exporting.tensors import TensorSource, TensorWriter, check_written
 from mmtrain.models.facts.adapters import LORA_A, LORA_B, adapted_layer, is_llm_adapter
-from mmtrain.models.facts.families import global_name, holds_parts
+from mmtrain.models.facts.families import canonical_name, holds_parts
 from mmtrain.models.facts.model_files import model_folder
 from mmtrain.models.modules.language import causal_config, quiet
 from mmtrain.models.modules.projector import PROJECTOR
@@ -121,7 +121,7 @@ def _places(
         layer: f"{path}.{name}"
         for path in inside
         for name, _ in causal.base_model.named_modules()
-        if (layer := adapted_layer(global_name(f"{causal.base_model_prefix}.{name}.weight"))) in layers
+        if (layer := adapted_layer(canonical_name(f"{causal.base_model_prefix}.{name}.weight"))) in layers
     }
     places = {
         f"{layer}{part}": f"{_PREFIX}{module}{part}" for layer, module in modules.items() for part in (LORA_A, LORA_B)

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from mmtrain.base.errors import EncoderSliceError, UserError
-from mmtrain.base.printing import note, say, show_error
+from mmtrain.base.printing import print_info, print_note, show_error
 from mmtrain.config.schema import RunConfig
 from mmtrain.launching.machine import (
     device_here,
@@ -55,8 +55,8 @@ def calibrate(config: RunConfig, ranks: int) -> int:
         return failure.exit_code
     shutil.rmtree(folder)
     plan = plan_here(config, gpus, ranks)
-    say("", *render(plan))
-    say(
+    print_info("", *render(plan))
+    print_info(
         "Without the calibration mmtrain would have planned stages that begin at decoder layers "
         f"{list(assumed.boundaries)}, {assumed.stages_per_rank} a rank, {assumed.encode_ahead} micro-batches "
         f"prefetched: {_against(config, gpus, ranks, assumed, plan)}"
@@ -77,7 +77,7 @@ def _tried(config: RunConfig) -> tuple[RunConfig, bool]:
         if asked not in ("auto", 0):
             raise
         if asked == "auto":
-            note(f"the encoder stays whole on rank 0: {error}")
+            print_note(f"the encoder stays whole on rank 0: {error}")
         return config.changed({"parallel.encoder_ranks": 0}), False
     return config, True
 

@@ -16,9 +16,9 @@ from pathlib import Path
 
 from mmtrain.base.errors import EncoderSliceError, UserError
 from mmtrain.base.json_lines import recorded
-from mmtrain.base.printing import harmless, note, say, show_cursor, show_error
+from mmtrain.base.printing import harmless, print_info, print_note, show_cursor, show_error
 from mmtrain.checkpoint.begin import refuse_unfit_beginning
-from mmtrain.checkpoint.choose import AUTO, Start, find_start, is_complete
+from mmtrain.checkpoint.choose import AUTO, ResumePoint, find_start, is_complete
 from mmtrain.checkpoint.run_folder import METRICS, REPORT, locked, prepare_folder, run_folder
 from mmtrain.checkpoint.step_folder import step_folders, step_of
 from mmtrain.config.schema import RunConfig
@@ -79,7 +79,7 @@ def train(config: RunConfig, options: Options) -> int:
         if job.node == 0:
             start = find_start(config, options.resume, options.allow_change)
             if start is not None and job.nodes == 1 and is_complete(job.folder, start.checkpoint, config):
-                say(f"complete: {job.folder} has made all its {start.checkpoint.step} steps. {ANEW}")
+                print_info(f"complete: {job.folder} has made all its {start.checkpoint.step} steps. {ANEW}")
                 return 0
             _prepare(config, plan, start)
         if job.nodes > 1 and job.node == 0:
@@ -97,18 +97,18 @@ def _report_end(failure: Failure | None, job: Job, how_to_resume: str) -> int:
     """Print how the run ended and what to do next; return the exit code."""
     if failure is None:
         if job.node == 0:
-            say(f"results: {job.folder}")
+            print_info(f"results: {job.folder}")
         return 0
     if failure.exit_code == STOPPED:
-        say(f"{failure.message}. {how_to_resume}")
+        print_info(f"{failure.message}. {how_to_resume}")
         return STOPPED
     show_cursor()  # a rank that was killed could not
     show_error(failure.message)
     if failure.exit_code > SIGNALLED and job.node == 0:
         if saved := step_folders(job.folder):
-            note(f"nothing was saved since step {step_of(saved[0])}. {how_to_resume}")
+            print_note(f"nothing was saved since step {step_of(saved[0])}. {how_to_resume}")
         else:
-            note("nothing was saved yet: the same command begins where this run began")
+            print_note("nothing was saved yet: the same command begins where this run began")
     return failure.exit_code
 
 
@@ -150,14 +150,14 @@ def _refuse_unfit(config: RunConfig, plan: Plan, here: Sequence[RankPlan], optio
     refuse_short_host_memory(here)
 
 
-def _prepare(config: RunConfig, plan: Plan, start: Start | None) -> None:
+def _prepare(config: RunConfig, plan: Plan, start: ResumePoint | None) -> None:
     """Prepare the run's folder, in its first process alone, and print the plan."""
     folder = run_folder(config)
     if start is None:
         refuse_unfit_beginning(config, folder)
         refuse_unfit_init_from(config, folder)
     prepare_folder(config, plan, goes_on=start is not None)
-    say(*render(plan))
+    print_info(*render(plan))
 
 
 def _try_family(config: RunConfig, plan: Plan) -> None:
@@ -177,7 +177,7 @@ def _can_slice(config: RunConfig, plan: Plan, *, alone: bool) -> bool:
     except EncoderSliceError as error:
         if config.parallel.encoder_ranks != "auto" or not alone:
             raise
-        note(f"the encoder stays whole on rank 0: {error}")
+        print_note(f"the encoder stays whole on rank 0: {error}")
         return False
     return True
 
@@ -187,9 +187,11 @@ def _leave_page(folder: Path) -> None:
     try:
         if next(recorded(folder / METRICS, "train"), None) is None:
             return
-        say(f"report: {write_page([folder], folder / REPORT)}")
+        print_info(f"report: {write_page([folder], folder / REPORT)}")
     except Exception as error:  # whatever it is, the run is over, and its exit code says how
-        note(f"the run's page was not made: {harmless(str(error) or repr(error))}; mmtrain report {folder} makes it")
+        print_note(
+            f"the run's page was not made: {harmless(str(error) or repr(error))}; mmtrain report {folder} makes it"
+        )
 
 
 def _train_and_say(target: Train, how_to_resume: str, rank: Rank) -> str | None:
@@ -201,7 +203,7 @@ def _train_and_say(target: Train, how_to_resume: str, rank: Rank) -> str | None:
 
 
 def _train(
-    config: RunConfig, plan: Plan, start: Start | None, trace_steps: int, given: RunConfig | None, rank: Rank
+    config: RunConfig, plan: Plan, start: ResumePoint | None, trace_steps: int, given: RunConfig | None, rank: Rank
 ) -> str | None:
     """What every rank runs; `start` is rank 0's, `given`, on several machines, the configuration as it came.
 
@@ -252,12 +254,12 @@ def _say_who_can_reach_it(endpoint: str) -> None:
     from mmtrain.runtime.rendezvous import EVERY_INTERFACE, listening_address
 
     if (address := listening_address(endpoint)) == EVERY_INTERFACE:
-        say(
+        print_info(
             f"listening for the other machines on every interface: the host of --rdzv-endpoint {endpoint} is no "
             "address of this machine, or only its own; better give its address in the cluster's network"
         )
     else:
-        say(f"listening for the other machines on {address}")
+        print_info(f"listening for the other machines on {address}")
 
 
 def _how_to_resume(config: RunConfig, options: Options) -> str:

@@ -24,7 +24,7 @@ from mmtrain.models.facts.connectors import (
 from mmtrain.models.facts.families import WHOLE_LAST_LAYER
 from mmtrain.models.facts.layouts import ImageLayout
 from mmtrain.models.facts.quantised import Quantisation, is_quantised, quantised_bytes
-from mmtrain.models.facts.shapes import LlmShape, ParameterShape, VisionShape, matches
+from mmtrain.models.facts.shapes import LlmShape, ParameterShape, VisionShape, matches_any
 from mmtrain.plan.block_costs import (
     Block,
     EncoderCost,
@@ -161,7 +161,7 @@ class _LayerCosts:
         self.models, self.work, self.optimizer = models, work, optimizer
         self.llm_size, self.vision_size = llm_size, vision_size
         self.quantisation = quantisation
-        self.trained = frozenset(p.name for p in models.parameters if matches(p.name, trainable))
+        self.trained = frozenset(p.name for p in models.parameters if matches_any(p.name, trainable))
         self.patches = work.tiles * models.vision.patches_per_image
         self.decoder: dict[tuple, tuple[LayerKind, LayerCost]] = {}  # every kind of decoder layer, with its cost
 

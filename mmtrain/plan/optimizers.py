@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from mmtrain.config.schema import OptimizerSection
-from mmtrain.models.facts.shapes import matches
+from mmtrain.models.facts.shapes import matches_any
 from mmtrain.plan.workload import FP32
 
 if TYPE_CHECKING:
@@ -78,7 +78,9 @@ def parameter_groups(config: OptimizerSection, names: Iterable[str]) -> list[Par
     """Return the groups of `optimizer.groups` in order, then REST, each with those of `names` that it trains."""
     members = defaultdict(list)
     for name in names:
-        number = next((i for i, group in enumerate(config.groups) if matches(name, group.match)), len(config.groups))
+        number = next(
+            (i for i, group in enumerate(config.groups) if matches_any(name, group.match)), len(config.groups)
+        )
         members[number].append(name)
     settings = [
         (

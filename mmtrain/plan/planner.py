@@ -16,7 +16,7 @@ from mmtrain.config.schema import RunConfig
 from mmtrain.models.facts.adapters import with_adapters
 from mmtrain.models.facts.connectors import connector, has_newline, image_layout
 from mmtrain.models.facts.layouts import ImageLayout
-from mmtrain.models.facts.shapes import NO_VISION, llm_shape, matches, vision_shape
+from mmtrain.models.facts.shapes import NO_VISION, llm_shape, matches_any, vision_shape
 from mmtrain.models.facts.tokenizer_files import refuse_missing_marks
 from mmtrain.models.facts.vision_files import check_preprocessing
 from mmtrain.plan.block_costs import Flops
@@ -66,7 +66,7 @@ def check_run(config: RunConfig, models: Models) -> None:
     check_groups(config, models)
     check_encoder_ranks(config, models)
     check_streaming(config, models)
-    check_export_format(config, [p.name for p in models.parameters if matches(p.name, config.model.trainable)])
+    check_export_format(config, [p.name for p in models.parameters if matches_any(p.name, config.model.trainable)])
     refuse_missing_marks(config)
 
 
@@ -182,7 +182,7 @@ def _expected_image(config: RunConfig, layout: ImageLayout) -> ExpectedImage | N
 
 def _groups(config: RunConfig, models: Models) -> tuple[GroupPlan, ...]:
     """Rates by part, where the config has them."""
-    sizes = {p.name: p.numel for p in models.parameters if matches(p.name, config.model.trainable)}
+    sizes = {p.name: p.numel for p in models.parameters if matches_any(p.name, config.model.trainable)}
     return tuple(
         GroupPlan(group.name, group.lr, group.weight_decay, sum(sizes[name] for name in group.parameters))
         for group in parameter_groups(config.optimizer, sizes)
@@ -265,7 +265,7 @@ def _streaming(config: RunConfig, costs: StageCosts, layout: PipelineLayout) -> 
 
 def _reason(config: RunConfig, stages: Sequence[StagePlan], names: Sequence[str], upstream: bool) -> str:
     if names:
-        here = [pattern for pattern in config.model.trainable if any(matches(name, (pattern,)) for name in names)]
+        here = [pattern for pattern in config.model.trainable if any(matches_any(name, (pattern,)) for name in names)]
         return f"trains {', '.join(here)} ({len(names)} tensor{'s' if len(names) > 1 else ''})"
     if len(stages) > 1:
         text = "all of its layers are frozen"

@@ -13,7 +13,7 @@ from mmtrain.base.printing import bytes_text, first_few, shortened
 from mmtrain.config.schema import RunConfig
 from mmtrain.models.facts.adapters import is_adapter
 from mmtrain.models.facts.layouts import ImageLayout
-from mmtrain.models.facts.shapes import matches
+from mmtrain.models.facts.shapes import matches_any
 from mmtrain.plan.costs import Models
 from mmtrain.plan.cuts import given_cut
 from mmtrain.plan.plan import RankPlan, stage_of
@@ -99,7 +99,7 @@ def _check_packs(config: RunConfig, layout: ImageLayout) -> None:
 
 def _trained_of_encoder(config: RunConfig, models: Models) -> str | None:
     """The first of the encoder's parameters that trains."""
-    return next((p.name for p in models.vision.parameters if matches(p.name, config.model.trainable)), None)
+    return next((p.name for p in models.vision.parameters if matches_any(p.name, config.model.trainable)), None)
 
 
 def check_encoder_ranks(config: RunConfig, models: Models) -> None:
@@ -140,7 +140,7 @@ def check_streaming(config: RunConfig, models: Models) -> None:
     if quantisation is None and (asked == "auto" or not streams):
         return
     trained = [
-        next((p.name for p in layer if not is_adapter(p.name) and matches(p.name, config.model.trainable)), None)
+        next((p.name for p in layer if not is_adapter(p.name) and matches_any(p.name, config.model.trainable)), None)
         for layer in models.llm.decoder
     ]
     if all(trained):
@@ -175,7 +175,7 @@ def check_environment(config: RunConfig, environment: Mapping[str, str]) -> None
 def check_trainable(config: RunConfig, models: Models) -> None:
     """Raises UserError for a pattern that matches nothing, for a trainable tied embedding, and for idle adapters."""
     names = [p.name for p in models.parameters]
-    idle = next((name for name in names if is_adapter(name) and not matches(name, config.model.trainable)), None)
+    idle = next((name for name in names if is_adapter(name) and not matches_any(name, config.model.trainable)), None)
     if idle is not None:
         all_of_them = "vision.*.lora_*" if idle.startswith("vision.") else "llm.layers.*.lora_*"
         raise UserError(
@@ -183,7 +183,7 @@ def check_trainable(config: RunConfig, models: Models) -> None:
             f"{all_of_them} to it, or give the layer no adapter in model.lora.targets."
         )
     for pattern in config.model.trainable:
-        matching = [name for name in names if matches(name, (pattern,))]
+        matching = [name for name in names if matches_any(name, (pattern,))]
         if not matching and config.model.lora is None and "lora_" in pattern:
             raise UserError(
                 f"model.trainable: {pattern!r} names adapters, but model.lora is null, so there are none. Set "
@@ -208,13 +208,13 @@ def check_groups(config: RunConfig, models: Models) -> None:
     """Raises UserError for a pattern of `optimizer.groups` that matches nothing that trains, and for overlaps."""
     groups = config.optimizer.groups
     names = [p.name for p in models.parameters]
-    trained = [name for name in names if matches(name, config.model.trainable)]
+    trained = [name for name in names if matches_any(name, config.model.trainable)]
     for number, group in enumerate(groups):
         for pattern in group.match:
-            if any(matches(name, (pattern,)) for name in trained):
+            if any(matches_any(name, (pattern,)) for name in trained):
                 continue
             key = f"optimizer.groups.{number}.match: {pattern!r}"
-            if frozen := [name for name in names if matches(name, (pattern,))]:
+            if frozen := [name for name in names if matches_any(name, (pattern,))]:
                 raise UserError(
                     f"{key} matches {first_few(frozen, _NAMES_SHOWN)}, frozen by model.trainable, which is "
                     f"[{', '.join(config.model.trainable)}]; add it there, or leave the group out"
@@ -225,7 +225,9 @@ def check_groups(config: RunConfig, models: Models) -> None:
                 + (f"nearest: {', '.join(near)}" if near else f"these train: {first_few(trained, _NAMES_SHOWN)}")
             )
     for name in trained:
-        members = [f"{i} ({', '.join(group.match)})" for i, group in enumerate(groups) if matches(name, group.match)]
+        members = [
+            f"{i} ({', '.join(group.match)})" for i, group in enumerate(groups) if matches_any(name, group.match)
+        ]
         if len(members) > 1:
             raise UserError(
                 f"optimizer.groups: {name} is in the groups {' and '.join(members)}. Narrow the patterns until each "

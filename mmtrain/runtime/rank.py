@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TextIO, TypeVar
 
 from mmtrain.base.console_stream import ConsoleStream
-from mmtrain.base.printing import say, show_error, show_logs
+from mmtrain.base.printing import print_info, show_error, show_logs
 from mmtrain.runtime.child import die_with_parent
 from mmtrain.runtime.failures import ErrorRecord, RankProgress
 from mmtrain.runtime.job import Job
@@ -50,10 +50,10 @@ class Rank:
     progress: RankProgress
     stop: StopRequest
 
-    def tell(self, *messages: str) -> None:
+    def print_result(self, *messages: str) -> None:
         """Print messages for the user, on rank 0."""
         if self.console is not None:
-            say(*messages, stream=self.console)
+            print_info(*messages, stream=self.console)
 
 
 def run_rank(target: Callable[[Rank], Result], job: Job, records: Path | None = None) -> Result:

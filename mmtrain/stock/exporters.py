@@ -23,8 +23,8 @@ from mmtrain.models.facts.families import (
     BASE_PREFIX,
     HEADS_BY_DEFAULT,
     PLAIN_HEAD,
+    canonical_name,
     encoder_config,
-    global_name,
     holds_parts,
     llm_config,
     llm_tensors,
@@ -153,7 +153,7 @@ def _refuse_unknown_class(config: RunConfig, trained: Collection[str]) -> None:
     if folder is None or (tensors := tensor_shapes(folder)) is None:
         return
     base = BASE_PREFIX.get(llm_config(folder)["model_type"], "model.")
-    stored = {global_name(before + name) for name in llm_tensors(folder, tensors) for before in ("", base)}
+    stored = {canonical_name(before + name) for name in llm_tensors(folder, tensors) for before in ("", base)}
     for name in trained:
         if name.startswith("llm.") and not is_adapter(name) and name not in stored:
             raise UserError(f"{name} trains, but the LLM's files have it under another name or in several tensors")

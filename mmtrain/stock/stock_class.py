@@ -22,7 +22,7 @@ from mmtrain.base.errors import UserError
 from mmtrain.config.schema import RunConfig
 from mmtrain.data.samples.records import IMAGE_MARK
 from mmtrain.models.facts.connectors import NEWLINE, image_layout, reduction
-from mmtrain.models.facts.families import global_name
+from mmtrain.models.facts.families import canonical_name
 from mmtrain.models.facts.layouts import SQUARE, WITH_NEWLINES, ImageLayout
 from mmtrain.models.facts.shapes import llm_shape
 from mmtrain.models.facts.tiling import Tiling
@@ -196,7 +196,7 @@ class StockClass(ExportedClass):
         return ""
 
     def language_name(self, name: str, base: str) -> str:
-        if not global_name(name).startswith("llm.head."):
+        if not canonical_name(name).startswith("llm.head."):
             return self.decoder_names + name.removeprefix(base + ".")
         if not name.endswith(".weight"):
             raise UserError(f"the LLM's head has a bias ({name}), and {self.class_name}'s has none; {WHAT_WORKS}")

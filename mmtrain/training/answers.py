@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 
 from transformers import PreTrainedTokenizerBase
 
-from mmtrain.base.collectives import of_all_ranks
+from mmtrain.base.collectives import all_gather_object
 from mmtrain.data.samples.records import IMAGE_MARK
 from mmtrain.data.samples.sample import IGNORE, IMAGE_POSITION, Document
 from mmtrain.training.evaluator import Evaluator
@@ -57,7 +57,7 @@ def write_answers(evaluator: Evaluator, count: int) -> list[Answer]:
             asked = [document for pack in packs for document in pack.entries]
             share = held_out.share(packs)
             batches, microbatches = held_out.batches(share), len(share)
-        microbatches = of_all_ranks(microbatches)[0]
+        microbatches = all_gather_object(microbatches)[0]
         if not microbatches:
             return [answer.finished(source.tokenizer) for answer in answers]
         evaluator.evaluate("answers", batches, microbatches)

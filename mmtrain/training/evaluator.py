@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import torch.distributed as dist
 
-from mmtrain.base.collectives import of_all_ranks
+from mmtrain.base.collectives import all_gather_object
 from mmtrain.base.errors import UserError
 from mmtrain.data.stream.packs import PackedBatch
 from mmtrain.engine.engine import FrozenPipelineEngine
@@ -58,7 +58,7 @@ class Evaluator:
         self.held_out = held_out
         self.progress = progress
         self.show = show
-        extents = of_all_ranks(None if held_out is None else held_out.extent)
+        extents = all_gather_object(None if held_out is None else held_out.extent)
         self.extent: Extent = extents[0]
         for rank, extent in enumerate(extents):
             if extent not in (None, self.extent):  # they would wait for each other for ever, or score in silence
@@ -117,6 +117,6 @@ class Evaluator:
         """All predicted tokens of the last engine.evaluate, in the order of its packs."""
         mine = self.engine.plan.ranks[dist.get_rank()]
         said = [token for _, tokens in sorted(self.engine.predicted.items()) for token in tokens.tolist()]
-        by_rank = of_all_ranks((mine.pipeline, mine.data, said))
+        by_rank = all_gather_object((mine.pipeline, mine.data, said))
         last = (replica for replica in by_rank if replica[0] == self.engine.plan.pipeline - 1)
         return [token for *_, tokens in sorted(last) for token in tokens]

@@ -9,13 +9,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from mmtrain.base.collectives import of_all_ranks, on_rank_0
+from mmtrain.base.collectives import all_gather_object, gather_to_rank_0
 from mmtrain.base.errors import UserError
 from mmtrain.base.printing import show_logs
-from mmtrain.checkpoint.choose import Start
+from mmtrain.checkpoint.choose import ResumePoint
 from mmtrain.checkpoint.load import differences, load, load_init_from
 from mmtrain.checkpoint.run_folder import AUDIT, BAD_STEPS, describe_run, go_back
-from mmtrain.checkpoint.write import Checkpointer, Saved, run_state
+from mmtrain.checkpoint.write import Checkpointer, SaveResult, run_state
 from mmtrain.config.schema import RunConfig
 from mmtrain.data.stream.loader import PackedBatches
 from mmtrain.engine.audit import RankAudit, check_replicas, model_fingerprint, settings_fingerprint, write_audit
@@ -29,7 +29,9 @@ from mmtrain.training.evaluations import Evaluations, read_held_out
 from mmtrain.training.recorder import Recorder
 
 
-def main(config: RunConfig, plan: Plan, rank: Rank, start: Start | None = None, trace_steps: int = 0) -> str | None:
+def main(
+    config: RunConfig, plan: Plan, rank: Rank, start: ResumePoint | None = None, trace_steps: int = 0
+) -> str | None:
     """Train as many steps as `config.train` says, as `plan` says, evaluate, leave results in `rank.folder`.
 
     Rank 0's `start` says from which checkpoint to go on; rank 0 writes records, `audit.json` and checkpoints.
@@ -67,7 +69,7 @@ def main(config: RunConfig, plan: Plan, rank: Rank, start: Start | None = None, 
 class _Run:
     """One rank's part of a run, an act a method, in their order; what acts share are attributes."""
 
-    def __init__(self, config: RunConfig, plan: Plan, rank: Rank, start: Start | None) -> None:
+    def __init__(self, config: RunConfig, plan: Plan, rank: Rank, start: ResumePoint | None) -> None:
         """Join the process group, and learn from rank 0, whose files other machines need not see, where to begin."""
         self.plan, self.rank = plan, rank
         self.mine = plan.ranks[rank.rank]
@@ -99,7 +101,7 @@ class _Run:
                 rank.progress.at(self.first_step, "reading the held-out samples")
                 self.held_out = read_held_out(self.packed)
         rank.progress.at(self.first_step, "comparing the data with the other ranks")
-        seen = of_all_ranks(self.packed and (self.packed.catalog.fingerprint, self.packed.max_steps))
+        seen = all_gather_object(self.packed and (self.packed.catalog.fingerprint, self.packed.max_steps))
         readers = [other.rank for other in plan.ranks if other.pipeline == 0]
         for other in readers:
             if seen[other] != seen[readers[0]]:
@@ -135,7 +137,7 @@ class _Run:
         # Again, now that master weights, communicators and libraries' workspaces are there.
         refuse_short_device_memory(self.mine, self.device)
         self.audit = RankAudit(self.mine, self.stages, self.engine.optimizer, self.engine.trainable)
-        starts = of_all_ranks(self.audit.start())
+        starts = all_gather_object(self.audit.start())
         check_replicas(starts)
         frozen = [start["frozen_parameters"] for start in starts]
         self.about: dict[str, Any] = {  # what every checkpoint says of the run
@@ -190,7 +192,7 @@ class _Run:
                 config.eval, self.engine, self.held_out, rank.progress, self.records, console, self.saver
             )
 
-    def _report(self, saved: Saved) -> None:
+    def _report(self, saved: SaveResult) -> None:
         self.records.write(**saved.record())
         text = f"saved {saved.path}" if saved.error is None else f"the checkpoint was not saved: {saved.error}"
         print(text)  # into the log
@@ -258,7 +260,7 @@ class _Run:
         """Close the account of the data, and prove that only what should train did."""
         self.recorder.close_account(self.max_steps)
         self.rank.progress.at(self.max_steps, "auditing")
-        records = on_rank_0(self.audit.finish(self.engine.saw_gradient))
+        records = gather_to_rank_0(self.audit.finish(self.engine.saw_gradient))
         if records is not None:
             file = self.rank.folder / AUDIT
             found = write_audit(file, self.plan, records, learns=self.engine.learns)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from mmtrain.base.collectives import on_rank_0
+from mmtrain.base.collectives import gather_to_rank_0
 from mmtrain.config.schema import RunConfig
 from mmtrain.data.stream.account import SampleLog
 from mmtrain.data.stream.loader import PackedBatches
@@ -19,7 +19,7 @@ from mmtrain.engine.process_groups import backend_name
 from mmtrain.engine.statistics import StepResult
 from mmtrain.engine.trace import TRACE, TracedStep, Tracer
 from mmtrain.engine.utilization import Utilization, peak_flops
-from mmtrain.models.modules.flash import say_ways
+from mmtrain.models.modules.flash import describe_backends
 from mmtrain.plan.calibration import cpu_device, gpu_device
 from mmtrain.runtime.rank import Rank
 from mmtrain.training.console import Console
@@ -55,9 +55,9 @@ class Recorder:
         self.batches: Generator[PackedBatch] | None = None
         self._utilization = Utilization(config, peak_flops(config, device) if rank.rank == 0 else None)
         self._tracer = Tracer(rank.folder / TRACE, engine.plan, trace_steps) if trace_steps else None
-        ways = on_rank_0({way for stage in engine.stages.values() for way in stage.attention})
+        ways = gather_to_rank_0({way for stage in engine.stages.values() for way in stage.attention})
         if ways is not None:
-            records, lines = say_ways(ways)
+            records, lines = describe_backends(ways)
             self.records.write("attention", step=first_step, ways=records)
             for line in lines:
                 console.line(line)

@@ -29,8 +29,8 @@ PICTURE_SIDE = 384  # pixels, at most
 class Records:
     """The records of a run; `folder` is None on ranks that write none. Raises what JsonLines does.
 
-    `also` then gets each record of metrics.jsonl, and the answers of a step as one of the kind `answers`. `say` tells
-    the user that pictures cannot be written: they are left out from there.
+    `also` then gets each record of metrics.jsonl, and the answers of a step as one of the kind `answers`. `print_info`
+    tells the user that pictures cannot be written: they are left out from there.
     """
 
     def __init__(
@@ -38,10 +38,10 @@ class Records:
         folder: Path | None,
         config: RunConfig,
         also: Callable[[Mapping[str, Any]], None],
-        say: Callable[[str], None],
+        print_info: Callable[[str], None],
     ) -> None:
         self._folder, self._config = folder, config
-        self._also, self._say = also, say
+        self._also, self._say = also, print_info
         self._keeps_pictures = True
         self._metrics = JsonLines(None if folder is None else folder / METRICS)
         asks = folder is not None and config.eval.is_on and config.eval.show_answers

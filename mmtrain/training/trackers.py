@@ -54,12 +54,12 @@ def numbers(record: Record) -> dict[str, float | None]:
 
 
 class Trackers:
-    """Trackers, by name, of a run that goes on after `first_step`; `say`, for the user, is called where these are."""
+    """Trackers, by name, of a run that goes on after `first_step`; `print_info` tells the user."""
 
     def __init__(
-        self, names: Sequence[str], folder: Path, config: RunConfig, first_step: int, say: Callable[[str], None]
+        self, names: Sequence[str], folder: Path, config: RunConfig, first_step: int, print_info: Callable[[str], None]
     ) -> None:
-        self._say = say
+        self._say = print_info
         self._threads = [_Thread(name, folder, config, first_step) for name in dict.fromkeys(names)]
         for thread in self._threads:
             thread.start()

@@ -21,7 +21,7 @@ from conftest import TOOLS
 from safetensors.numpy import save_file
 
 from mmtrain.__main__ import main
-from mmtrain.base.printing import escape, harmless, message, print_table, run_command, say, table_lines
+from mmtrain.base.printing import escape, harmless, message, print_info, print_table, run_command, table_lines
 from mmtrain.data.samples.records import REASONS, reason_lines
 from mmtrain.data.shards.index import read_index, write_index
 
@@ -46,7 +46,7 @@ def test_controls_are_escaped_and_words_of_all_languages_stay():
 
 
 def test_what_is_printed_holds_no_logins(capsys):
-    say("https://me:secret@host/a.tar cannot be read")
+    print_info("https://me:secret@host/a.tar cannot be read")
     assert capsys.readouterr().out == "https://host/a.tar cannot be read\n"
 
 
@@ -97,7 +97,7 @@ def test_messages_are_one_write_so_that_no_other_process_writes_between_a_line_a
             return len(text)
 
     writes: list[str] = []
-    say("one", "two\nand more", stream=Recorder())
+    print_info("one", "two\nand more", stream=Recorder())
     assert [text for text in writes if text] == ["one\ntwo\n  and more\n"]
 
 

@@ -17,7 +17,7 @@ from mmtrain.checkpoint.begin import refuse_unfit_beginning
 from mmtrain.checkpoint.choose import find_start
 from mmtrain.checkpoint.step_folder import StepFolder
 from mmtrain.config.schema import RunConfig
-from mmtrain.models.facts.shapes import matches
+from mmtrain.models.facts.shapes import matches_any
 from mmtrain.models.modules.stage import build_stage
 from mmtrain.plan.planner import make_plan, models_of
 
@@ -34,7 +34,7 @@ def before(tiny, tmp_path_factory) -> StepFolder:
     others = {
         p.name: torch.randn(p.shape, generator=draw) * 0.05
         for p in models_of(config).parameters
-        if matches(p.name, config.model.trainable) and not p.name.startswith("projector.")
+        if matches_any(p.name, config.model.trainable) and not p.name.startswith("projector.")
     }
     return make_checkpoint(tmp_path_factory.mktemp("before") / "before", config, others)
 

@@ -21,7 +21,7 @@ from mmtrain.base.errors import UserError
 from mmtrain.checkpoint import write as write_module
 from mmtrain.checkpoint.load import differences, load
 from mmtrain.checkpoint.step_folder import StepFolder, find, newest, step_folders, step_path, why_damaged
-from mmtrain.checkpoint.write import Checkpointer, Saved
+from mmtrain.checkpoint.write import Checkpointer, SaveResult
 from mmtrain.config.schema import CheckpointSection
 
 STATE = run_state()
@@ -50,7 +50,7 @@ def save_on_each(folder: Path, contributing: tuple[int, ...]) -> list[dict[str, 
     dist.init_process_group("gloo")
     rank = dist.get_rank()
     weights, optimizer = tensors_of(rank)
-    reported: list[Saved] = []
+    reported: list[SaveResult] = []
     with Checkpointer(folder, CheckpointSection(), rank in contributing, reported.append) as saver:
         saver.save(7, weights, optimizer, notes_of(weights), STATE)
         for tensor in (*weights.values(), *optimizer.values()):

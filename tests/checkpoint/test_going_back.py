@@ -11,7 +11,7 @@ from untrained_runs import make_checkpoint
 from mmtrain.base.errors import UserError
 from mmtrain.base.json_lines import JsonLines
 from mmtrain.checkpoint import step_folder
-from mmtrain.checkpoint.choose import Start, find_start
+from mmtrain.checkpoint.choose import ResumePoint, find_start
 from mmtrain.checkpoint.run_folder import describe_run, go_back, locked, prepare_folder, run_folder
 from mmtrain.checkpoint.step_folder import StepFolder, newest
 from mmtrain.config.load import load_config
@@ -41,7 +41,7 @@ def make_run(config: RunConfig, steps: tuple[int, ...] = (2, 4, 6), **state: obj
     return folder
 
 
-def go_on(config: RunConfig, path: Path | None = None) -> Start:
+def go_on(config: RunConfig, path: Path | None = None) -> ResumePoint:
     """What the launcher and then rank 0 do."""
     start = find_start(config, "auto" if path is None else str(path))
     prepare_folder(config, make_plan(config), goes_on=start is not None)
@@ -49,7 +49,7 @@ def go_on(config: RunConfig, path: Path | None = None) -> Start:
     return start
 
 
-def begin_from(config: RunConfig, start: Start) -> None:
+def begin_from(config: RunConfig, start: ResumePoint) -> None:
     if start.is_own:
         go_back(run_folder(config), start.checkpoint)
     describe_run(run_folder(config), config, make_plan(config))
@@ -195,7 +195,7 @@ def test_frozen_models_with_other_settings_are_refused_though_their_weights_are_
     assert other != settings_fingerprint(config)
     fingerprints = {"frozen_fingerprint": "f", "settings_fingerprint": settings_fingerprint(config)}
     saved = make_checkpoint(tmp_path / "saved", config, data={"fingerprint": "d", "counts": None}, **fingerprints)
-    start = Start(saved, True, (), None)
+    start = ResumePoint(saved, True, (), None)
     start.refuse_other_contents("d", "f", settings_fingerprint(config), 20)
     with pytest.raises(UserError, match=r"config\.json.*--allow-change model\.llm\.path"):
         start.refuse_other_contents("d", "f", other, 20)

@@ -22,7 +22,7 @@ from rank_runs import train
 from mmtrain import launch
 from mmtrain.base.errors import UserError
 from mmtrain.checkpoint.begin import refuse_unfit_beginning
-from mmtrain.checkpoint.choose import AUTO, Start, find_start
+from mmtrain.checkpoint.choose import AUTO, ResumePoint, find_start
 from mmtrain.checkpoint.step_folder import find, step_path, why_damaged
 from mmtrain.config.load import load_config
 from mmtrain.engine.utilization import MEASURED
@@ -302,7 +302,7 @@ def test_how_a_run_runs_may_change_without_being_named(tiny, undisturbed):
 
 
 def test_steps_that_are_made_cannot_be_configured_away(undisturbed):
-    start = Start(find(undisturbed), is_own=True, allowed=("train.max_steps",), branched_from=None)
+    start = ResumePoint(find(undisturbed), is_own=True, allowed=("train.max_steps",), branched_from=None)
     state = start.checkpoint.state
     data, model = state["data"]["fingerprint"], state["frozen_fingerprint"]
     settings = state["settings_fingerprint"]

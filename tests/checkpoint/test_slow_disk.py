@@ -16,7 +16,7 @@ from step_states import run_state
 from mmtrain.base.errors import NonFiniteError
 from mmtrain.checkpoint import write as write_module
 from mmtrain.checkpoint.step_folder import find, newest, step_folders, step_of
-from mmtrain.checkpoint.write import Checkpointer, Saved
+from mmtrain.checkpoint.write import Checkpointer, SaveResult
 from mmtrain.config.schema import CheckpointSection
 
 TIMEOUT_SECONDS = 2
@@ -33,7 +33,7 @@ def save_slowly(folder: Path, then: str) -> list[dict]:
         return write(path)
 
     write_module.new_step_folder = slow
-    reported: list[Saved] = []
+    reported: list[SaveResult] = []
     saver = Checkpointer(folder, CheckpointSection(), dist.get_rank() == 0, reported.append)
     try:
         with saver:
@@ -63,7 +63,7 @@ def test_what_cannot_be_deleted_makes_no_save_a_failure(tmp_path, one_rank, monk
         raise OSError("somebody reads it")
 
     monkeypatch.setattr(write_module, "remove", refuse)
-    reported: list[Saved] = []
+    reported: list[SaveResult] = []
     with Checkpointer(tmp_path, CheckpointSection(keep_last=1), True, reported.append) as saver:
         for step in (1, 2, 3):
             saver.save(step, WEIGHTS, {}, {}, run_state())

@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from mmtrain.__main__ import main
-from mmtrain.models.modules.language import load_slice
+from mmtrain.models.modules.language import load_decoder_layers
 from mmtrain.models.modules.tiny import tiny_model
 
 
@@ -50,7 +50,9 @@ def test_every_tensor_is_the_same_and_slices_equal_from_pretrained(tmp_path, sha
     assert all(torch.equal(converted[name], tensor) for name, tensor in expected.items())
     parts = dict(stock.named_parameters(remove_duplicate=False))
     for first, last in ((0, 2), (2, 4)):
-        part = load_slice(str(tmp_path), first, last, embedding=first == 0, head=last == 4, dtype=torch.float32)
+        part = load_decoder_layers(
+            str(tmp_path), first, last, embedding=first == 0, head=last == 4, dtype=torch.float32
+        )
         for name, parameter in part.model.named_parameters():
             assert torch.equal(parameter, parts[name]), name
     assert not list(tmp_path.glob("*.tmp"))

@@ -26,7 +26,7 @@ from mmtrain.checkpoint.step_folder import StepFolder, find
 from mmtrain.config.schema import RunConfig
 from mmtrain.exporting.verify import read_samples
 from mmtrain.models.facts.adapters import is_adapter
-from mmtrain.models.facts.families import global_name
+from mmtrain.models.facts.families import canonical_name
 
 ALL = "model.lora.targets=[llm.layers.*, vision.*]"
 
@@ -201,7 +201,7 @@ def test_peft_adds_adapters_to_the_published_llm_with_the_scale_of_training(tiny
     assert described["base_model_name_or_path"] == str(tmp_path / "llm")
     moved = 0
     for name, tensor in after.items():
-        layer = global_name(name).removesuffix(".weight")
+        layer = canonical_name(name).removesuffix(".weight")
         if f"{layer}.lora_A.weight" in trained:
             update = 1.5 * trained[f"{layer}.lora_B.weight"] @ trained[f"{layer}.lora_A.weight"]
             torch.testing.assert_close(

@@ -5,7 +5,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from untrained_runs import config_of, make_checkpoint, weights
 
 from mmtrain.exporting.causal_lm import export_causal_lm
-from mmtrain.models.facts.families import global_name
+from mmtrain.models.facts.families import canonical_name
 
 TEXT = ("model.vision=null", "data.template=llava_v1", "model.llm.dtype=float32")
 TRAINED = "model.trainable=[llm.layers.7, llm.head]"
@@ -14,7 +14,7 @@ TRAINED = "model.trainable=[llm.layers.7, llm.head]"
 def trained(folder, names):
     """Other values for some of a folder's tensors, by global name."""
     generator = torch.Generator().manual_seed(3)
-    own = {global_name(name): tensor for name, tensor in weights(folder).items()}
+    own = {canonical_name(name): tensor for name, tensor in weights(folder).items()}
     return {n: torch.randn(t.shape, generator=generator) * 0.1 for n, t in own.items() if n.startswith(names)}
 
 
@@ -26,12 +26,12 @@ def test_the_llms_own_class_loads_it_with_what_was_trained(tiny, tmp_path):
     published, written = weights(tiny / "llm"), weights(tmp_path / "out")
     assert set(written) == set(published)
     for name, tensor in written.items():
-        assert torch.equal(tensor, others.get(global_name(name), published[name])), name
+        assert torch.equal(tensor, others.get(canonical_name(name), published[name])), name
     model, report = AutoModelForCausalLM.from_pretrained(tmp_path / "out", output_loading_info=True)
     assert not any(report.values())
     stock = AutoModelForCausalLM.from_pretrained(tiny / "llm")
     for name, parameter in stock.named_parameters():
-        if (own := others.get(global_name(name))) is not None:
+        if (own := others.get(canonical_name(name))) is not None:
             parameter.data.copy_(own)
     ids = torch.arange(40).view(2, 20)
     with torch.no_grad():
@@ -49,13 +49,13 @@ def test_adapters_leave_merged(tiny, tmp_path):
     lora = ("model.lora.r=4", "model.lora.alpha=8", "model.lora.targets=[llm.layers.*.self_attn]")
     config = config_of(tiny, *TEXT, *lora, "model.trainable=[llm.layers.*.lora_*]")
     layer, generator = "llm.layers.2.self_attn.q_proj", torch.Generator().manual_seed(4)
-    published = {global_name(name): tensor for name, tensor in weights(tiny / "llm").items()}
+    published = {canonical_name(name): tensor for name, tensor in weights(tiny / "llm").items()}
     rows, columns = published[f"{layer}.weight"].shape
     pair = {f"{layer}.lora_A.weight": torch.randn(4, columns, generator=generator)}
     pair[f"{layer}.lora_B.weight"] = torch.randn(rows, 4, generator=generator)
     (tmp_path / "out").mkdir()
     export_causal_lm(make_checkpoint(tmp_path / "run", config, pair), tmp_path / "out", torch.float32, 10**9)
-    written = {global_name(name): tensor for name, tensor in weights(tmp_path / "out").items()}
+    written = {canonical_name(name): tensor for name, tensor in weights(tmp_path / "out").items()}
     merged = published[f"{layer}.weight"] + 2 * pair[f"{layer}.lora_B.weight"] @ pair[f"{layer}.lora_A.weight"]
     torch.testing.assert_close(written.pop(f"{layer}.weight"), merged)
     assert all(torch.equal(tensor, published[name]) for name, tensor in written.items())

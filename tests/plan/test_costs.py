@@ -18,7 +18,7 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRot
 
 from mmtrain.config.model import LoraSection, ProjectorSection
 from mmtrain.config.schema import RunConfig
-from mmtrain.models.facts.shapes import ParameterShape, matches
+from mmtrain.models.facts.shapes import ParameterShape, matches_any
 from mmtrain.models.modules.attention import ATTENTION, document_positions
 from mmtrain.models.modules.last_layer import LastLayer, Rows
 from mmtrain.models.modules.lora import add_adapters, without_marks
@@ -489,7 +489,7 @@ def test_a_connector_costs_the_flops_and_bytes_that_torch_counts(kind: str, fact
     front, images = layers_of(**demo, model__trainable=(trained,))[0], costs_of(**demo).work.tiles
     projector = make_projector(ProjectorSection(type=kind, factor=factor), 128, 128, seed=0)
     for name, parameter in projector.named_parameters():
-        parameter.requires_grad_(matches(f"projector.{name}", (trained,)))
+        parameter.requires_grad_(matches_any(f"projector.{name}", (trained,)))
     features = torch.randn(1, 16, 128)
     with FlopCounterMode(display=False) as forward:
         output = projector(features)

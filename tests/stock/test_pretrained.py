@@ -31,7 +31,7 @@ from mmtrain.launching.machine import plan_for_here
 from mmtrain.models.facts.connectors import has_newline
 from mmtrain.models.facts.families import _DEFAULTS
 from mmtrain.models.facts.shapes import llm_shape
-from mmtrain.models.modules.language import load_slice
+from mmtrain.models.modules.language import load_decoder_layers
 from mmtrain.models.modules.projector import read_projector
 from mmtrain.models.modules.stage import build_stage
 
@@ -196,7 +196,8 @@ def test_the_llm_in_a_whole_model_is_staged_as_the_whole_computes_text(make, kin
     draw = torch.Generator().manual_seed(0)
     ids = torch.randint(300, (1, 24), generator=draw)
     slices = [
-        load_slice(str(folder), a, b, embedding=a == 0, head=b == 4, dtype=torch.float32) for a, b in ((0, 2), (2, 4))
+        load_decoder_layers(str(folder), a, b, embedding=a == 0, head=b == 4, dtype=torch.float32)
+        for a, b in ((0, 2), (2, 4))
     ]
     named = {name: tuple(p.shape) for part in slices for name, p in part.global_parameters()}
     shape = llm_shape(str(folder))

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from bench_tables import positive, print_table
 
-from mmtrain.base.printing import say
+from mmtrain.base.printing import print_info
 from mmtrain.config.load import validated
 from mmtrain.models.facts.connectors import connector
 from mmtrain.models.facts.layouts import SQUARE, TILES, ImageLayout
@@ -211,7 +211,7 @@ def in_slices(costs: StageCosts) -> PipelineLayout:
     return Search(costs, "auto", "auto").find("auto")
 
 
-def on_rank_0(costs: StageCosts) -> PipelineLayout:
+def encoder_on_rank_0(costs: StageCosts) -> PipelineLayout:
     """The best plan with the whole encoder on rank 0."""
     return Search(costs, "auto", (0,)).find("auto")
 
@@ -233,10 +233,10 @@ def run(options: argparse.Namespace) -> int:
     for name in options.model or CASES:
         for pipeline in options.pipeline:
             for microbatches in options.microbatches:
-                say(f"{name}, pipeline {pipeline}, {microbatches} micro-batches")
+                print_info(f"{name}, pipeline {pipeline}, {microbatches} micro-batches")
                 costs = costs_of(CASES[name], pipeline, microbatches)
                 slices = figures(in_slices(costs), costs)
-                rank_0 = figures(on_rank_0(costs), costs)
+                rank_0 = figures(encoder_on_rank_0(costs), costs)
                 numbers = [f"{number:.3f}" for number in (slices.step, slices.slowest, rank_0.step)]
                 rows.append((name, f"{encoder_share(costs):.1%}", pipeline, microbatches, *numbers))
     print_table(("model", ">encoder", ">p", ">m", ">slices", ">slowest rank", ">rank 0 alone"), rows)

@@ -37,7 +37,7 @@ from bench_tables import (
 )
 
 from mmtrain.base.errors import UserError
-from mmtrain.base.printing import bytes_text, say, show_error
+from mmtrain.base.printing import bytes_text, print_info, show_error
 from mmtrain.doctor.machine import describe_machine
 from mmtrain.launching.machine import RANK_MODULES
 from mmtrain.runtime.gpus import visible_gpus
@@ -116,7 +116,7 @@ def run(options: argparse.Namespace) -> int:
     }
     with tempfile.TemporaryDirectory(prefix="bench_gpu-") as name:
         folder = Path(name)
-        say("making the models")
+        print_info("making the models")
         prepare(settings, folder)
         for row in options.row or ROWS:
             ranks = pipeline if row == PIPELINE else 1
@@ -139,7 +139,7 @@ def run(options: argparse.Namespace) -> int:
             found = json.loads((folder / f"{row}.json").read_text())
             result["rows"][row] = found | report(row, found, options.peak_tflops)
     versions = ", ".join(f"{name} {version}" for name, version in result["machine"]["versions"].items())
-    say("", f"device: {result['device']}; python {result['machine']['python']}, {versions}")
+    print_info("", f"device: {result['device']}; python {result['machine']['python']}, {versions}")
     finish(result, options.json)
     return 0
 
@@ -156,7 +156,7 @@ def report(row: str, found: Mapping[str, Any], peak_tflops: float | None) -> dic
     numbers["tokens_per_second"] = {name: per_second(found, name, "tokens") for name in step}
     numbers["utilisation"] = {name: utilisation(found, name, peak) for name in step}
     memory = found["peak_memory_bytes"]
-    say("", f"{ROWS[row]}: {describe_samples(found)}")
+    print_info("", f"{ROWS[row]}: {describe_samples(found)}")
     print_table(
         ("", ">step, s", f">{first} is", ">samples/s", ">tokens/s", ">utilisation", ">peak GB"),
         [
@@ -173,17 +173,17 @@ def report(row: str, found: Mapping[str, Any], peak_tflops: float | None) -> dic
         ],
     )
     if len(step) > 1:
-        say(describe_differences(found))
+        print_info(describe_differences(found))
     if "ranks" in found:
         print_table(
             (">rank", "layers", ">planned", ">allocated", ">reserved", ">on the device"),
             [rank_row(number, rank) for number, rank in enumerate(found["ranks"])],
         )
-        say(
+        print_info(
             f"first step {found['first_step_seconds'][first]:.2f} s; idle {statistics.fmean(found['idle']):.1%} of the "
             f"last step, {found['planned_idle']:.1%} as planned with assumed costs"
         )
-    say(*found["attention"])
+    print_info(*found["attention"])
     return as_dict(numbers)
 
 

@@ -39,8 +39,8 @@ from mmtrain.data.stream.images import image_transform
 from mmtrain.engine.process_groups import join_process_group
 from mmtrain.models.modules.attention import ATTENTION
 from mmtrain.models.modules.bookends import absent_modules, replace
-from mmtrain.models.modules.flash import Way, say_ways
-from mmtrain.models.modules.language import LanguageSlice
+from mmtrain.models.modules.flash import AttentionBackend, describe_backends
+from mmtrain.models.modules.language import DecoderLayers
 from mmtrain.models.modules.parity import takes_rows
 from mmtrain.models.modules.projector import make_projector
 from mmtrain.models.modules.stage import Front, Stage, set_trainable
@@ -86,7 +86,7 @@ def race_row(settings: Settings, row: str, parts: Path, with_tuned: bool, rank: 
         facts = work.facts(config) | {"recomputed_layers_of_mmtrain": plan.ranks[0].recompute_layers}
 
         def afterwards() -> dict[str, Any]:
-            return {"attention": say_ways([stage.attention])[1]}
+            return {"attention": describe_backends([stage.attention])[1]}
 
         matrices = [p for p in layers.parameters() if p.ndim == 2]
         run_row(settings, row, contestants, rank, facts, matrices, afterwards)
@@ -114,9 +114,9 @@ def race_pipeline(settings: Settings, row: str, parts: Path, pipeline: int, rank
             layers = [name for stage in mine.stages for name in stage.layers]
             ways = {way for stage in stages.values() for way in stage.attention}
             took = {"layers": layers, "planned_bytes": mine.total_bytes} | memory_of(mmtrain.step, device)
-            of_ranks: list[tuple[set[Way], dict[str, Any]]] = [(set(), {})] * pipeline
+            of_ranks: list[tuple[set[AttentionBackend], dict[str, Any]]] = [(set(), {})] * pipeline
             dist.all_gather_object(of_ranks, (ways, took))
-            attention = say_ways([ways for ways, _ in of_ranks])[1]
+            attention = describe_backends([ways for ways, _ in of_ranks])[1]
             return {"ranks": [rank for _, rank in of_ranks], "idle": idle, "attention": attention}
 
         facts = work.facts(config) | {"pipeline": pipeline, "planned_idle": plan.idle_share}
@@ -181,7 +181,7 @@ def _stage(llm: LlamaForCausalLM, config: RunConfig, stage: StagePlan, device: t
     """What `build_stage` makes of files, over an LLM in memory whose modules are those of the stage."""
     dtype = DTYPES[config.model.llm.dtype]
     llm.set_attn_implementation(ATTENTION)
-    language = LanguageSlice(llm, stage.first, stage.last, embedding=stage.front, head=stage.head)
+    language = DecoderLayers(llm, stage.first, stage.last, embedding=stage.front, head=stage.head)
     language.recompute(stage.recompute_layers)
     if stage.head and stage.first < stage.last and takes_rows(llm.config):
         language.narrow_last_layer()

@@ -34,7 +34,7 @@ from PIL import Image
 from torch.utils.data import DataLoader
 from transformers import PreTrainedTokenizerBase
 
-from mmtrain.base.printing import say
+from mmtrain.base.printing import print_info
 from mmtrain.config.schema import RunConfig
 from mmtrain.data.samples.sample import IGNORE, IMAGE_POSITION
 from mmtrain.data.samples.templates import load_tokenizer
@@ -75,20 +75,20 @@ def run(options: argparse.Namespace) -> int:
     result: dict[str, Any] = {"machine": describe_machine(), "workers": {}}
     with tempfile.TemporaryDirectory(prefix="bench_loader-") as name:
         folder = Path(name)
-        say(f"making {options.images:,} photographs")
+        print_info(f"making {options.images:,} photographs")
         shards = make_shards(folder, options.images)
-        say("comparing the tokens, labels and pixels of all samples")
+        print_info("comparing the tokens, labels and pixels of all samples")
         check_equal_work(shards, options.pack_length)
         rows = []
         for workers in options.workers:
-            say(f"racing with {workers} workers")
+            print_info(f"racing with {workers} workers")
             times = race(shards, options.pack_length, workers, options.repetitions)
             speed = rates(times, options.images)
             result["workers"][str(workers)] = {contestant: asdict(speed[contestant]) for contestant in times}
             rows.append((f"{workers} workers", *(speed[contestant].text(",.1f") for contestant in times)))
             against = [ratios(times, MMTRAIN, rival).text(".3f") for rival in (WEBDATASET, BOUND)]
             rows.append((f"{MMTRAIN}, as a multiple", "1", *against))
-    say("", f"samples/s: {options.images:,} samples, packs of {options.pack_length:,} tokens")
+    print_info("", f"samples/s: {options.images:,} samples, packs of {options.pack_length:,} tokens")
     print_table(("", *(f">{contestant}" for contestant in times)), rows)
     finish(result, options.json)
     return 0

@@ -38,7 +38,7 @@ from bench_tables import (
     utilisation,
 )
 
-from mmtrain.base.printing import say, show_error
+from mmtrain.base.printing import print_info, show_error
 from mmtrain.doctor.machine import describe_machine
 from mmtrain.launching.machine import RANK_MODULES
 from mmtrain.runtime.failures import Failure
@@ -82,7 +82,7 @@ def run(options: argparse.Namespace) -> int:
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # the contestants are on the processor
     with tempfile.TemporaryDirectory(prefix="bench_peers-") as name:
         folder = Path(name)
-        say("making the models")
+        print_info("making the models")
         from bench_models import DTYPES, SHAPES, save_parts  # torch reads the environment when it is imported
 
         save_parts(SHAPES["tiny" if options.quick else "ratios"], folder, DTYPES["float32"])
@@ -144,9 +144,9 @@ def report(row: str, found: Mapping[str, Any]) -> dict[str, Any]:
         columns.append(">of matmul rate")
         for line in cells:
             line.append(numbers["share_of_matmul_rate"][line[0]].text(".1%"))
-    say("", f"{ROWS[row]}: {_describe(found)}")
+    print_info("", f"{ROWS[row]}: {_describe(found)}")
     print_table(columns, cells)
-    say(describe_differences(found))
+    print_info(describe_differences(found))
     return as_dict(numbers)
 
 

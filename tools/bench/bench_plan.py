@@ -31,7 +31,7 @@ from typing import TYPE_CHECKING, Any
 
 from bench_tables import finish, positive, print_table, spread
 
-from mmtrain.base.printing import say, show_error
+from mmtrain.base.printing import print_info, show_error
 from mmtrain.doctor.machine import describe_machine
 from mmtrain.launching.machine import RANK_MODULES
 from mmtrain.runtime.job import Job
@@ -67,7 +67,7 @@ def run(options: argparse.Namespace) -> int:
     result: dict[str, Any] = {"machine": describe_machine(), "noise": options.noise}
     with tempfile.TemporaryDirectory(prefix="bench_plan-") as name:
         folder = Path(name)
-        say("making the models")
+        print_info("making the models")
         from bench_models import DTYPES, save_parts  # torch reads the environment when it is imported
         from bench_plan_ranks import SIZES, WORLD, measure
 
@@ -126,15 +126,17 @@ def report(found: Mapping[str, Any]) -> dict[str, Any]:
     factors, rounds = found["factors"], found["calibration_rounds"]
     counted = sum(factor is not None for factor in rounds)
     which = f"{counted} of {len(rounds)} rounds; the others were noisy" if counted else "all rounds; each one was noisy"
-    say("", f"the calibration is that of {which}")
+    print_info("", f"the calibration is that of {which}")
     rows = [_judge(layout, factors[layout["name"]]) for layout in found["layouts"]]
     summary = _summary([row for row in rows if row["kept_steps"]], len(rows))
     _print_layouts(rows)
     if summary["layouts"]:
-        say(f"{summary['layouts']} of {summary['of']} layouts; {summary['dropped_steps']} of their steps were noisy")
+        print_info(
+            f"{summary['layouts']} of {summary['of']} layouts; {summary['dropped_steps']} of their steps were noisy"
+        )
         print_table(("", ">"), [(name, f"{value:.1%}") for name, value in summary.items() if "_error" in name])
     else:
-        say("every step was noisy. Measure on a quiet machine, or give --noise")
+        print_info("every step was noisy. Measure on a quiet machine, or give --noise")
     return {"judged": rows, "summary": summary}
 
 

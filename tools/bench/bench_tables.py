@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from mmtrain.base.printing import say, table_lines
+from mmtrain.base.printing import print_info, table_lines
 
 Times = dict[str, list[float]]  # seconds of each repetition, by contestant
 
@@ -100,7 +100,7 @@ def finish(result: dict[str, Any], file: Path | None) -> None:
     """Say how loaded the machine was, and write all numbers to the file, if there is one."""
     result["machine"]["load_average_after"] = os.getloadavg()[0]
     found = result["machine"]
-    say(
+    print_info(
         f"\n{found['cores']} cores; load average of the last minute {found['load_average_before']:.1f} at the "
         f"beginning, {found['load_average_after']:.1f} at the end"
     )
@@ -158,4 +158,4 @@ def describe_differences(found: Mapping[str, Any]) -> str:
 
 def print_table(columns: Sequence[str], rows: Any) -> None:
     """A table as wide as the terminal; a column whose name begins with > is set to the right."""
-    say(*table_lines(columns, rows, shutil.get_terminal_size((WIDTH, 24)).columns))
+    print_info(*table_lines(columns, rows, shutil.get_terminal_size((WIDTH, 24)).columns))

@@ -30,7 +30,7 @@ from crash_job import SECONDS_AFTER_TIMEOUT, SECONDS_TO_END, Kill, Killed, Launc
 from mmtrain.api.run import Run, load_config
 from mmtrain.base.durable import UNFINISHED
 from mmtrain.base.errors import UserError
-from mmtrain.base.printing import run_command, tell
+from mmtrain.base.printing import print_result, run_command
 from mmtrain.checkpoint.run_folder import METRICS
 from mmtrain.checkpoint.step_folder import CHECKPOINTS, OPTIMIZER, TENSORS, newest, step_folders, step_path, why_damaged
 from mmtrain.config.load import DEMO
@@ -107,7 +107,9 @@ def crash_test(options: argparse.Namespace) -> int:
     keep, trials = True, []
     try:
         reference = _undisturbed(setup)
-        tell(f"undisturbed: {_last_step(reference)} steps; the first one came after {reference.start_seconds:.1f} s")
+        print_result(
+            f"undisturbed: {_last_step(reference)} steps; the first one came after {reference.start_seconds:.1f} s"
+        )
         for trial in _trials(reference, setup, options):
             trials.append(trial)
             _print_row(trial)
@@ -115,7 +117,7 @@ def crash_test(options: argparse.Namespace) -> int:
     finally:
         shutil.rmtree(scratch)
         if keep:
-            tell(f"kept: {setup.folder}")
+            print_result(f"kept: {setup.folder}")
         else:
             shutil.rmtree(setup.folder)
     summary = _summary(trials)
@@ -246,13 +248,15 @@ def _print_row(trial: Trial) -> None:
     for number, killed in enumerate(trial.kills):
         first = trial.number if number == 0 else ""
         torn = "  torn save" if killed.tore_a_save else ""
-        tell(f"{first:>3}  {killed.kill!s:<57}  gone in {killed.seconds:5.2f} s")
-        tell(f"       at step {killed.step}, {killed.doing}{torn}")
+        print_result(f"{first:>3}  {killed.kill!s:<57}  gone in {killed.seconds:5.2f} s")
+        print_result(f"       at step {killed.step}, {killed.doing}{torn}")
     said = ", ".join(map(str, trial.resumed_at)) or "-"
     verdict = "DIFFERENT" if trial.problems else "equal"
-    tell(f"     resumed at {said}; {trial.lost} lost, {trial.repeated} repeated: {verdict} ({trial.seconds:.0f} s)")
+    print_result(
+        f"     resumed at {said}; {trial.lost} lost, {trial.repeated} repeated: {verdict} ({trial.seconds:.0f} s)"
+    )
     for problem in trial.problems:
-        tell(f"     {problem}")
+        print_result(f"     {problem}")
 
 
 def _summary(trials: Sequence[Trial]) -> dict[str, Any]:
@@ -280,7 +284,7 @@ def _longest(kills: Sequence[Killed], who: str) -> float | None:
 def _print_summary(summary: dict[str, Any]) -> None:
     for name, value in summary.items():
         shown = ", ".join(f"{count} {what}" for what, count in value.items()) if isinstance(value, dict) else value
-        tell(f"{name.replace('_', ' ')}: {'-' if shown is None else shown}")
+        print_result(f"{name.replace('_', ' ')}: {'-' if shown is None else shown}")
 
 
 def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:

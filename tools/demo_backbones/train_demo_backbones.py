@@ -33,7 +33,7 @@ import train_demo_llm
 from timm_folder import save_timm_folder
 from torch import nn
 
-from mmtrain.base.printing import run_command, tell
+from mmtrain.base.printing import print_result, run_command
 from mmtrain.demo.pictures import SIZE, Scans, paint
 from mmtrain.demo.scene import COLOURS, DIGITS, Scene, draw_scene
 
@@ -124,7 +124,7 @@ def train_vision(folder: Path, steps: int, seed: int) -> dict[str, float]:
         optimizer.step()
         schedule.step()
         if step % 250 == 249:
-            tell(f"encoder step {step + 1}/{steps}  loss {float(loss.detach()):.4f}")
+            print_result(f"encoder step {step + 1}/{steps}  loss {float(loss.detach()):.4f}")
     result = {
         "encoder_cell_accuracy": cell_accuracy(model, scans),
         "encoder_cell_accuracy_held_out": cell_accuracy(model, Scans("held-out")),
@@ -150,7 +150,7 @@ def train_backbones(options: argparse.Namespace) -> None:
         result = train(options.out / name, steps, options.seed)
         versions = {"python": platform.python_version(), "torch": torch.__version__}
         record[name] = {"steps": steps, "seed": options.seed, "threads": options.threads, **versions, **result}
-        tell(json.dumps(record[name]))
+        print_result(json.dumps(record[name]))
     record_file.write_text(json.dumps(record, indent=2) + "\n")
 
 

@@ -23,7 +23,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from transformers.utils.logging import disable_progress_bar
 
-from mmtrain.base.printing import tell
+from mmtrain.base.printing import print_result
 from mmtrain.data.samples.records import IMAGE_MARK
 from mmtrain.data.samples.sample import IGNORE, IMAGE_POSITION, Document, Sample
 from mmtrain.data.samples.templates import make_template
@@ -221,7 +221,7 @@ def train_llm(folder: Path, steps: int, seed: int) -> dict[str, float]:
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         if step % 50 == 49:
-            tell(f"LLM step {step + 1}/{steps}  noise {strength:.2f}  loss {float(loss.detach()):.4f}")
+            print_result(f"LLM step {step + 1}/{steps}  noise {strength:.2f}  loss {float(loss.detach()):.4f}")
     result = {
         "llm_exact_match_clean": exact_match(model, tokenizer, words, strength=0.0, samples=1000),
         "llm_exact_match_noisy": exact_match(model, tokenizer, words, strength=1.0, samples=1000),

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from mmtrain.base.collectives import on_rank_0
+from mmtrain.base.collectives import gather_to_rank_0
 from mmtrain.base.errors import UserError
 from mmtrain.base.json_lines import JsonLines
 from mmtrain.base.printing import harmless
@@ -177,7 +177,7 @@ class SampleLog:
     def _gather(self) -> list[_Taken]:
         """What every replica took since the last time, on rank 0, in the order of the replicas; elsewhere nothing."""
         taken, self._taken = self._taken, _Taken()
-        replicas = [taken] if self.group is None else on_rank_0(taken, self.group) or []
+        replicas = [taken] if self.group is None else gather_to_rank_0(taken, self.group) or []
         for one in replicas:
             self._trained += one.trained
             self._quarantined.update(epoch for epoch, _ in one.faults)

@@ -15,7 +15,7 @@ from dataclasses import replace
 from mmtrain.base.errors import UserError
 from mmtrain.config.model import LoraSection
 from mmtrain.models.facts.encoders import ENCODER_BLOCK
-from mmtrain.models.facts.shapes import LlmShape, ParameterShape, Shape, VisionShape, matches
+from mmtrain.models.facts.shapes import LlmShape, ParameterShape, Shape, VisionShape, matches_any
 
 LORA_A, LORA_B = ".lora_A.weight", ".lora_B.weight"
 _DECODER_LAYER = re.compile(r"llm\.layers\.\d+\.")
@@ -40,7 +40,7 @@ def adapted_layer(name: str) -> str:
 def is_target(name: str, shape: Shape, lora: LoraSection | None) -> bool:
     """Whether `model.lora` gives an adapter to the layer whose weight this parameter is."""
     stands = _DECODER_LAYER.match(name) or ENCODER_BLOCK.match(name)
-    return bool(lora and stands and name.endswith(".weight") and len(shape) == 2 and matches(name, lora.targets))
+    return bool(lora and stands and name.endswith(".weight") and len(shape) == 2 and matches_any(name, lora.targets))
 
 
 def with_adapters(llm: LlmShape, vision: VisionShape, lora: LoraSection | None) -> tuple[LlmShape, VisionShape]:
@@ -55,7 +55,7 @@ def with_adapters(llm: LlmShape, vision: VisionShape, lora: LoraSection | None) 
     encoder = _with_pairs(vision.parameters, lora)
     names = [p.name for layer in (*decoder, encoder) for p in layer if is_adapter(p.name)]
     for pattern in lora.targets:
-        if not any(matches(adapted_layer(name) + ".weight", (pattern,)) for name in names):
+        if not any(matches_any(adapted_layer(name) + ".weight", (pattern,)) for name in names):
             of_one = LoraSection(targets=("llm.layers.*",))
             known = [re.sub(r"\.\d+\.", ".*.", p.name) for p in llm.decoder[0] if is_target(p.name, p.shape, of_one)]
             raise UserError(
@@ -71,7 +71,7 @@ def _with_pairs(
     result = []
     for parameter in parameters:
         result.append(parameter)
-        if matches(parameter.name, lora.targets):
+        if matches_any(parameter.name, lora.targets):
             _refuse_unfit(parameter, parameters)
         if is_target(parameter.name, parameter.shape, lora):
             outputs, inputs = reversed(parameter.shape) if transposed else parameter.shape

@@ -147,7 +147,7 @@ def layer_kinds(config_json: dict[str, Any]) -> list[str]:
     return []
 
 
-def global_name(stock_name: str) -> str:
+def canonical_name(stock_name: str) -> str:
     """Global name of a parameter of a stock causal LM (`model.layers.3.X` -> `llm.layers.3.X`)."""
     if match := _LAYER.fullmatch(stock_name):
         return f"llm.layers.{match[1]}.{match[2]}"
@@ -276,7 +276,7 @@ def llm_tensors(folder: Path, tensors: Mapping[str, T]) -> dict[str, T]:
     own: dict[str, T] = {}
     for name, said in tensors.items():
         inner = name.removeprefix(prefix)
-        is_head = global_name(inner).startswith("llm.head.")
+        is_head = canonical_name(inner).startswith("llm.head.")
         if not is_head and inner == name:
             continue
         inner = inner if is_head else base + inner.removeprefix(base)

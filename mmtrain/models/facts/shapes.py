@@ -20,10 +20,10 @@ from mmtrain.base.printing import harmless, shortened
 from mmtrain.config.limits import MAX_LAYERS
 from mmtrain.models.facts.encoders import check_plain_vit, family_of, rows
 from mmtrain.models.facts.families import (
+    canonical_name,
     check_family,
     encoder_config,
     encoder_tensors,
-    global_name,
     layer_kinds,
     llm_config,
     llm_tensors,
@@ -106,7 +106,7 @@ NO_VISION = VisionShape(
 """What a run on text alone has for an encoder."""
 
 
-def matches(name: str, patterns: Sequence[str]) -> bool:
+def matches_any(name: str, patterns: Sequence[str]) -> bool:
     """Whether a trainable pattern names this parameter or a module around it; `*` in a pattern crosses dots."""
     return any(fnmatchcase(name, pattern) or fnmatchcase(name, pattern + ".*") for pattern in patterns)
 
@@ -153,7 +153,7 @@ def llm_shape_from(config_json: dict[str, Any], parameters: dict[str, Shape], so
     head: list[ParameterShape] = []
     decoder: dict[int, list[ParameterShape]] = {}
     for stock_name, shape in parameters.items():
-        parameter = ParameterShape(global_name(stock_name), shape)
+        parameter = ParameterShape(canonical_name(stock_name), shape)
         if match := re.match(r"llm\.layers\.(\d+)\.", parameter.name):
             decoder.setdefault(int(match[1]), []).append(parameter)
         elif parameter.name.startswith(("llm.norm.", "llm.head.")) or ".project_out." in parameter.name:

@@ -17,7 +17,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from mmtrain.base.errors import UserError
-from mmtrain.models.facts.families import global_name
+from mmtrain.models.facts.families import canonical_name
 
 
 class Bookend(nn.Module):
@@ -51,7 +51,7 @@ def decoder_path(model: PreTrainedModel) -> tuple[str, str]:
     where there is no such list.
     """
     for name, module in model.named_modules():
-        if isinstance(module, nn.ModuleList) and global_name(f"{name}.0.weight") == "llm.layers.0.weight":
+        if isinstance(module, nn.ModuleList) and canonical_name(f"{name}.0.weight") == "llm.layers.0.weight":
             path, _, layers = name.rpartition(".")
             return path, layers
     raise UserError(f"{model.config.model_type} cannot be staged: its decoder layers are not in one list that is known")
@@ -79,12 +79,12 @@ def absent_modules(
     if not head:
         absent[model.get_output_embeddings()] = nn.Identity()
         for name, module in model.named_modules():
-            if global_name(f"{name}.weight") == "llm.norm.weight":
+            if canonical_name(f"{name}.weight") == "llm.norm.weight":
                 absent[module] = nn.Identity()
     if holds_layer_0(first, last):
         return absent
     for name, module in model.named_modules():
-        part = global_name(f"{name}.weight").split(".")[1]
+        part = canonical_name(f"{name}.weight").split(".")[1]
         if part in ("layers", "embedding", "norm", "head") or not list(module.parameters(recurse=False)):
             continue
         if not isinstance(module, nn.Embedding):

@@ -28,7 +28,7 @@ WIDEST_FLASH_HEAD = 192  # whose backward any GPU can do; wider heads need a dat
 _GROUPS_HEADS = "enable_gqa" in inspect.signature(varlen_attn).parameters  # since torch 2.12
 
 
-class Way(NamedTuple):
+class AttentionBackend(NamedTuple):
     """How attention is computed."""
 
     kernel: str  # "flash": all documents in one call; "document": one call for each
@@ -42,27 +42,29 @@ class _Call(NamedTuple):
     reason: str | None  # why flash attention does not take these tensors on any GPU
     case: tuple[bool, int, bool, torch.dtype, torch.device]  # as for `_flash_agrees`
 
-    def way(self) -> Way:
+    def way(self) -> AttentionBackend:
         """Decide; compares flash attention with `kernels` the first time, which takes memory and runs a backward."""
         reason, (_, width, _, dtype, device) = self
         if reason is None and not _flash_agrees(*self.case):
             heads = f"{str(dtype).removeprefix('torch.')} heads of {width}"
             reason = f"flash attention of torch {torch.__version__} fails or is wrong on {heads} on this GPU"
-        return Way("flash" if reason is None else "document", reason, reason is not None and device.type == "cuda")
+        return AttentionBackend(
+            "flash" if reason is None else "document", reason, reason is not None and device.type == "cuda"
+        )
 
 
 _CALLS: ContextVar[set[_Call] | None] = ContextVar("calls", default=None)
 
 
 @contextmanager
-def ways_taken() -> Iterator[set[Way]]:
+def record_backends() -> Iterator[set[AttentionBackend]]:
     """Collect the ways in which attention is computed within this context; the set is filled when the context ends.
 
     Documents go one by one until then. Comparing the GPU kernel inside a layer that is recomputed in backward would end
     in torch's CheckpointError, since what the comparison saves counts among the tensors of the layer.
     """
     calls: set[_Call] = set()
-    ways: set[Way] = set()
+    ways: set[AttentionBackend] = set()
     token = _CALLS.set(calls)
     try:
         yield ways
@@ -71,9 +73,9 @@ def ways_taken() -> Iterator[set[Way]]:
     ways |= {call.way() for call in calls}
 
 
-def say_ways(ways: Sequence[Collection[Way]]) -> tuple[list[dict[str, Any]], list[str]]:
+def describe_backends(ways: Sequence[Collection[AttentionBackend]]) -> tuple[list[dict[str, Any]], list[str]]:
     """A record of each way, with the ranks that take it, and a line of text; `ways` are those of each rank in turn."""
-    ranks: dict[Way, list[int]] = {}
+    ranks: dict[AttentionBackend, list[int]] = {}
     for rank, taken in enumerate(ways):
         for way in sorted(taken, key=str):
             ranks.setdefault(way, []).append(rank)

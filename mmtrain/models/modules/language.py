@@ -28,7 +28,14 @@ from transformers.utils import logging
 
 from mmtrain.base.errors import UserError
 from mmtrain.data.stream.packs import copied
-from mmtrain.models.facts.families import check_family, global_name, holds_parts, llm_config, llm_tensors, remote_code
+from mmtrain.models.facts.families import (
+    canonical_name,
+    check_family,
+    holds_parts,
+    llm_config,
+    llm_tensors,
+    remote_code,
+)
 from mmtrain.models.facts.model_files import foreign_files, model_folder, tensor_shapes
 from mmtrain.models.modules.attention import ATTENTION, document_positions
 from mmtrain.models.modules.bookends import (
@@ -62,7 +69,7 @@ class _PassThrough(nn.Module):
         return _HeadInput(last_hidden_state=inputs_embeds)
 
 
-class LanguageSlice(nn.Module):
+class DecoderLayers(nn.Module):
     """Decoder layers [first, last) of a stock causal LM, with the embedding or the head where the stage has them."""
 
     def __init__(
@@ -75,7 +82,7 @@ class LanguageSlice(nn.Module):
         head: bool,
         streamed: StreamedLayers | None = None,
     ) -> None:
-        """`model` is a stock causal LM in which all other parts have been replaced (`load_slice`, `slice_of`).
+        """`model` is a stock causal LM in which all other parts have been replaced (`load_decoder_layers`, `slice_of`).
 
         `streamed` has those of its layers, and maybe others, that are whole only while they compute.
         """
@@ -174,7 +181,7 @@ class LanguageSlice(nn.Module):
     def global_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Every parameter of the slice with its global name; a tied head beside its embedding is one parameter."""
         for name, parameter in self.model.named_parameters():
-            yield global_name(without_marks(name)), parameter
+            yield canonical_name(without_marks(name)), parameter
 
     def recompute(self, count: int) -> None:
         """Let the first `count` of the slice's decoder layers recompute their activations in backward (0: none).
@@ -216,7 +223,7 @@ def slice_of(
     embedding: bool,
     head: bool,
     streamed: StreamedLayers | None = None,
-) -> LanguageSlice:
+) -> DecoderLayers:
     """Decoder layers [first, last) of a stock causal LM in memory; copies what it keeps, `model` is left alone.
 
     All its layers are streamed where there is a `streamed` to take them.
@@ -229,10 +236,10 @@ def slice_of(
     if streamed is not None:
         for i in range(first, last):
             streamed.take(i, decoder_layers(part)[i])
-    return LanguageSlice(part, first, last, embedding=embedding, head=head, streamed=streamed)
+    return DecoderLayers(part, first, last, embedding=embedding, head=head, streamed=streamed)
 
 
-def load_slice(
+def load_decoder_layers(
     path: str,
     first: int,
     last: int,
@@ -243,7 +250,7 @@ def load_slice(
     device: torch.device | str = "cpu",
     streamed: StreamedLayers | None = None,
     streamed_numbers: Collection[int] = (),
-) -> LanguageSlice:
+) -> DecoderLayers:
     """Decoder layers [first, last) of the causal LM in a folder (or cached hub id), frozen, in eval mode.
 
     Only the slice's own tensors are read. transformers loads them by its own rules (conversions, fused experts, ties,
@@ -275,7 +282,7 @@ def load_slice(
     model.to(device)
     if matrix and not embedding:
         replace(model, model.get_input_embeddings(), nn.Identity())
-    return LanguageSlice(model, first, last, embedding=embedding, head=head, streamed=streamed)
+    return DecoderLayers(model, first, last, embedding=embedding, head=head, streamed=streamed)
 
 
 class _Weights:
@@ -290,7 +297,7 @@ class _Weights:
         self._files = llm_tensors(folder, {name: (name, file) for name, file in tensor_files(folder).items()})
         self._shapes = llm_tensors(folder, tensor_shapes(folder) or {})
         prefix = missing_prefix(self._files, self._stock)
-        self._global = {name: global_name(prefix + name) for name in self._files}
+        self._global = {name: canonical_name(prefix + name) for name in self._files}
 
     def groups(self, first: int, last: int) -> list[range]:
         """Decoder layers [first, last) in groups to load at once; a slice without layers is one empty group."""
@@ -351,7 +358,7 @@ def missing_prefix(names: Iterable[str], stock: type[PreTrainedModel]) -> str:
 
     Files saved from the model without its LM head, such as the published gpt2's, lack the first part of names.
     """
-    complete = any(global_name(name).startswith("llm.layers.") for name in names)
+    complete = any(canonical_name(name).startswith("llm.layers.") for name in names)
     return "" if complete else stock.base_model_prefix + "."
 
 

@@ -32,7 +32,7 @@ def without_marks(name: str) -> str:
 
 
 @contextmanager
-def refusing_unused(model: nn.Module, global_name: Callable[[str], str]) -> Iterator[None]:
+def refusing_unused(model: nn.Module, canonical_name: Callable[[str], str]) -> Iterator[None]:
     """Raise UserError for a layer of `model` that has an adapter and is not called within this context.
 
     A model may read a layer's matrix by itself: its adapter would have no part in the result, and train nothing.
@@ -48,23 +48,23 @@ def refusing_unused(model: nn.Module, global_name: Callable[[str], str]) -> Iter
         for handle in handles:
             handle.remove()
     if unused:
-        layers = sorted(adapted_layer(global_name(f"{name}.weight")) for name in unused)
+        layers = sorted(adapted_layer(canonical_name(f"{name}.weight")) for name in unused)
         raise UserError(
             f"model.lora.targets: the model computes {first_few(layers, 3)} without a call of the layer, so that an "
             "adapter there would train nothing; name other layers"
         )
 
 
-def add_adapters(model: nn.Module, lora: LoraSection | None, global_name: Callable[[str], str], seed: int) -> None:
+def add_adapters(model: nn.Module, lora: LoraSection | None, canonical_name: Callable[[str], str], seed: int) -> None:
     """Give the linear layers of `model` that `lora` names their adapters, which change nothing yet: B is zeros.
 
-    `global_name` makes a parameter's global name of its name in `model`. A is drawn as nn.Linear draws, in the layer's
-    own type. Raises UserError for a layer that is none.
+    `canonical_name` makes a parameter's global name of its name in `model`. A is drawn as nn.Linear draws, in the
+    layer's own type. Raises UserError for a layer that is none.
     """
     targets = {
-        name.removesuffix(".weight"): global_name(name).removesuffix(".weight")
+        name.removesuffix(".weight"): canonical_name(name).removesuffix(".weight")
         for name, parameter in model.named_parameters()
-        if is_target(global_name(name), tuple(parameter.shape), lora)
+        if is_target(canonical_name(name), tuple(parameter.shape), lora)
     }
     if not targets:  # the front or the head alone: peft refuses a model without any
         return

@@ -28,11 +28,11 @@ from mmtrain.data.samples.sample import IMAGE_POSITION
 from mmtrain.data.stream.images import ImageTransform, image_transform
 from mmtrain.data.stream.packs import PackedBatch, copied
 from mmtrain.models.facts.connectors import has_newline
-from mmtrain.models.facts.families import global_name
-from mmtrain.models.facts.shapes import matches
+from mmtrain.models.facts.families import canonical_name
+from mmtrain.models.facts.shapes import matches_any
 from mmtrain.models.facts.tiling import Tiling
-from mmtrain.models.modules.flash import Way, ways_taken
-from mmtrain.models.modules.language import LanguageSlice, load_slice
+from mmtrain.models.modules.flash import AttentionBackend, record_backends
+from mmtrain.models.modules.language import DecoderLayers, load_decoder_layers
 from mmtrain.models.modules.lora import add_adapters, has_adapters, refusing_unused, without_marks
 from mmtrain.models.modules.loss import loss_sum_and_predictions, supervised_loss_sum, supervised_places
 from mmtrain.models.modules.parity import takes_rows
@@ -105,7 +105,7 @@ class Stage(nn.Module):
 
     def __init__(
         self,
-        language: LanguageSlice,
+        language: DecoderLayers,
         front: Front | None,
         dtype: torch.dtype,
         later_slice: VisionTower | None = None,
@@ -115,7 +115,7 @@ class Stage(nn.Module):
         self.front = front
         self.later_slice = later_slice
         self.dtype = dtype
-        self.attention: set[Way] = set()
+        self.attention: set[AttentionBackend] = set()
         """How the decoder layers compute attention, as `try_out` has seen it."""
 
     @property
@@ -141,7 +141,7 @@ class Stage(nn.Module):
         """Yield each buffer of the decoder layers that files hold (a router's bias, say) with its global name."""
         stored = self.language.model.state_dict().keys()
         for name, buffer in self.language.model.named_buffers():
-            if name in stored and (known := global_name(without_marks(name))).startswith("llm.layers."):
+            if name in stored and (known := canonical_name(without_marks(name))).startswith("llm.layers."):
                 yield known, buffer
 
     @property
@@ -182,14 +182,14 @@ class Stage(nn.Module):
 
         Sets `attention`. Raises UserError for adapters that have no part in the result.
         """
-        with ways_taken() as self.attention, refusing_unused(self.language.model, global_name):
+        with record_backends() as self.attention, refusing_unused(self.language.model, canonical_name):
             hidden = torch.zeros(1, 8, self.language.hidden_size, dtype=self.dtype, device=device)
             self.language(hidden, torch.arange(8, device=device)[None])
         if self.streamed is not None:
             self.streamed.end()
         if self.front is not None and has_adapters(self.front.vision.model):  # such an encoder is whole
             vision = self.front.vision
-            with refusing_unused(vision.model, vision.global_name):
+            with refusing_unused(vision.model, vision.canonical_name):
                 vision(torch.zeros(1, 3, vision.image_size, vision.image_size, device=device))
 
     def forward(self, hidden: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
@@ -300,8 +300,8 @@ def build_stage(
     layers, ends = (stage.first, stage.last), {"embedding": stage.front, "head": stage.head}
     assert streamed is not None or not stage.streamed, "the layers that the stage streams have no source"
     sources = {"streamed": streamed if stage.streamed else None, "streamed_numbers": stage.streamed}
-    language = load_slice(config.model.llm.path, *layers, **ends, dtype=dtype, device=device, **sources)
-    add_adapters(language.model, config.model.lora, global_name, config.run.seed)
+    language = load_decoder_layers(config.model.llm.path, *layers, **ends, dtype=dtype, device=device, **sources)
+    add_adapters(language.model, config.model.lora, canonical_name, config.run.seed)
     language.recompute(stage.recompute_layers)  # of layers with their adapters
     if stage.head and stage.first < stage.last and takes_rows(language.model.config):
         language.narrow_last_layer()
@@ -334,7 +334,7 @@ def _load_encoder(config: RunConfig, stage: StagePlan, device: torch.device | st
         final_norm=chosen.final_norm,
         blocks=stage.encoder,
     )
-    add_adapters(vision.model, config.model.lora, vision.global_name, config.run.seed)
+    add_adapters(vision.model, config.model.lora, vision.canonical_name, config.run.seed)
     if not vision.is_whole and has_adapters(vision.model):
         raise whole_encoder_needed("the encoder has adapters")
     return vision
@@ -351,4 +351,4 @@ def whole_encoder_needed(why: str) -> UserError:
 def set_trainable(parameters: Iterable[tuple[str, nn.Parameter]], patterns: Sequence[str]) -> None:
     """Freeze every parameter but those whose global name matches a pattern; stored types stay."""
     for name, parameter in parameters:
-        parameter.requires_grad_(matches(name, patterns))
+        parameter.requires_grad_(matches_any(name, patterns))

@@ -94,9 +94,9 @@ class VisionTower(nn.Module):
     def global_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Every parameter that is kept, with its global name; each slice has those outside the blocks."""
         for name, parameter in self.model.named_parameters():
-            yield self.global_name(without_marks(name)), parameter
+            yield self.canonical_name(without_marks(name)), parameter
 
-    def global_name(self, name: str) -> str:
+    def canonical_name(self, name: str) -> str:
         """Global name of a parameter of `model` ("vision.<stock name>")."""
         return f"vision.{self.published(name)}"
 

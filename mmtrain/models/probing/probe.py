@@ -99,7 +99,7 @@ def fingerprint_with_code(parts: Sequence[bytes], libraries: Sequence[str]) -> s
     parts = [
         *parts,
         *(f"{name} {version(name)}".encode() for name in libraries),
-        *(file.read_bytes() for file in sorted(Path(__file__).parent.glob("*.py"))),
+        *(file.read_bytes() for file in sorted(Path(__file__).parents[1].rglob("*.py"))),
     ]
     return hashlib.sha256(b"".join(hashlib.sha256(part).digest() for part in parts)).hexdigest()
 

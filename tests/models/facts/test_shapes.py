@@ -27,9 +27,9 @@ from transformers.utils import logging
 
 from mmtrain.__main__ import main
 from mmtrain.base.errors import UserError
-from mmtrain.models.facts.families import check_family, global_name
+from mmtrain.models.facts.families import canonical_name, check_family
 from mmtrain.models.facts.model_files import model_folder, read_header
-from mmtrain.models.facts.shapes import llm_shape, llm_shape_from, matches, vision_shape
+from mmtrain.models.facts.shapes import llm_shape, llm_shape_from, matches_any, vision_shape
 
 logging.set_verbosity_error()
 logging.disable_progress_bar()
@@ -94,7 +94,7 @@ def test_names_and_shapes_from_headers_are_those_of_the_stock_model(case, tmp_pa
     family, changes = FAMILIES[case]
     model = tiny_llm(family, tmp_path, **changes)
     shape = llm_shape(str(tmp_path))
-    expected = {global_name(name): tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    expected = {canonical_name(name): tuple(parameter.shape) for name, parameter in model.named_parameters()}
     assert shape.tied == model.config.tie_word_embeddings
     if shape.tied:
         expected["llm.head.weight"] = expected["llm.embedding.weight"]
@@ -140,7 +140,7 @@ def test_files_saved_from_the_inner_model_have_the_same_global_names(tmp_path):
     tensors = {name: tensor.clone() for name, tensor in model.transformer.state_dict().items()}
     save_file({**tensors, "h.0.attn.bias": torch.ones(1, 1, 8, 8)}, tmp_path / "model.safetensors")
     names = set(all_parameters(llm_shape(str(tmp_path))))
-    assert names == {global_name(name) for name, _ in model.named_parameters()} | {"llm.head.weight"}
+    assert names == {canonical_name(name) for name, _ in model.named_parameters()} | {"llm.head.weight"}
 
 
 @pytest.mark.parametrize(
@@ -163,7 +163,7 @@ def test_files_saved_from_the_inner_model_have_the_same_global_names(tmp_path):
     ],
 )
 def test_global_names_are_the_same_for_every_family(stock, name):
-    assert global_name(stock) == name
+    assert canonical_name(stock) == name
 
 
 @pytest.mark.parametrize(
@@ -183,8 +183,8 @@ def test_global_names_are_the_same_for_every_family(stock, name):
     ],
 )
 def test_a_pattern_matches_a_name_what_lies_below_it_and_wildcards(name, pattern, expected):
-    assert matches(name, [pattern]) is expected
-    assert matches(name, ["nothing", pattern]) is expected
+    assert matches_any(name, [pattern]) is expected
+    assert matches_any(name, ["nothing", pattern]) is expected
 
 
 PUBLISHED_PARAMETERS = {  # as the hub's model pages count the tensors of the safetensors release

@@ -18,7 +18,14 @@ from transformers.masking_utils import (
 
 from mmtrain.models.modules import attention, flash
 from mmtrain.models.modules.attention import ATTENTION, document_positions, packed_attention, packed_mask
-from mmtrain.models.modules.flash import Way, attend_packed, flash_varlen_attn, kernel_agrees, say_ways, ways_taken
+from mmtrain.models.modules.flash import (
+    AttentionBackend,
+    attend_packed,
+    describe_backends,
+    flash_varlen_attn,
+    kernel_agrees,
+    record_backends,
+)
 from mmtrain.models.modules.kernels import Documents, attend_by_document
 from mmtrain.models.modules.stage import build_stage
 from mmtrain.plan.planner import make_plan
@@ -396,24 +403,24 @@ def test_the_gpu_kernel_is_compared_before_a_recomputed_layer_uses_it(tmp_path, 
         loss.backward()
         losses.append(loss.detach())
         gradients.append({name: p.grad for name, p in stage.global_parameters() if p.requires_grad})
-    assert stage.attention == {Way("flash", None, False)}
+    assert stage.attention == {AttentionBackend("flash", None, False)}
     torch.testing.assert_close(losses[0], losses[1], rtol=0, atol=0)
     torch.testing.assert_close(gradients[0], gradients[1], rtol=0, atol=0)
 
 
 def test_it_is_known_how_attention_was_computed():
     documents = make_documents(create_causal_mask)
-    with ways_taken() as found:
+    with record_backends() as found:
         packed_attention(torch.nn.Module(), *states(), documents)
         packed_attention(torch.nn.Module(), *states(), documents)
-    assert found == {Way("document", "flash attention needs a GPU", False)}
+    assert found == {AttentionBackend("document", "flash attention needs a GPU", False)}
     packed_attention(torch.nn.Module(), *states(), documents)
     assert len(found) == 1, "only within the context"
 
 
 def test_a_slow_way_is_said_with_its_reason_and_ranks():
-    fast, wide = Way("flash", None, False), Way("document", "heads are 256 wide", True)
-    records, lines = say_ways([{fast}, {fast, wide}, set()])
+    fast, wide = AttentionBackend("flash", None, False), AttentionBackend("document", "heads are 256 wide", True)
+    records, lines = describe_backends([{fast}, {fast, wide}, set()])
     assert lines == [
         "attention: flash attention, all documents in one call (ranks 0, 1)",
         "attention: documents one by one, which is slow: heads are 256 wide (ranks 1)",
@@ -422,4 +429,4 @@ def test_a_slow_way_is_said_with_its_reason_and_ranks():
         {"kernel": "flash", "reason": None, "slow": False, "ranks": [0, 1]},
         {"kernel": "document", "reason": "heads are 256 wide", "slow": True, "ranks": [1]},
     ]
-    assert say_ways([{fast}, {fast}])[1] == ["attention: flash attention, all documents in one call"]
+    assert describe_backends([{fast}, {fast}])[1] == ["attention: flash attention, all documents in one call"]

@@ -12,9 +12,9 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from mmtrain.config.model import LoraSection
-from mmtrain.models.facts.families import WHOLE_LAST_LAYER, global_name
+from mmtrain.models.facts.families import WHOLE_LAST_LAYER, canonical_name
 from mmtrain.models.modules import language
-from mmtrain.models.modules.language import LanguageSlice, causal_config, load_slice
+from mmtrain.models.modules.language import DecoderLayers, causal_config, load_decoder_layers
 from mmtrain.models.modules.lora import add_adapters, without_marks
 from mmtrain.models.modules.parity import measure_differences
 from mmtrain.models.modules.tiny import tiny_model
@@ -58,10 +58,10 @@ def checkpoint(request, tmp_path_factory) -> tuple[str, Path]:
     return family, folder
 
 
-def load_all(family: str, folder: Path, dtype: torch.dtype) -> list[LanguageSlice]:
+def load_all(family: str, folder: Path, dtype: torch.dtype) -> list[DecoderLayers]:
     borders = BORDERS.get(family, (0, 1, 4, 6))
     return [
-        load_slice(str(folder), first, last, embedding=i == 0, head=i == len(borders) - 2, dtype=dtype)
+        load_decoder_layers(str(folder), first, last, embedding=i == 0, head=i == len(borders) - 2, dtype=dtype)
         for i, (first, last) in enumerate(itertools.pairwise(borders))
     ]
 
@@ -122,7 +122,7 @@ EXPERTS = ("deepseek_v3", "glm4_moe", "glm4_moe_lite", "gpt_oss", "mixtral", "qw
 
 def gradients_of(named, backward) -> dict[str, torch.Tensor]:
     """Of every adapter, by global name; all of them begin alike, and none with zeros, for which A has no gradient."""
-    adapters = {global_name(without_marks(name)): p for name, p in named if ".lora_" in name}
+    adapters = {canonical_name(without_marks(name)): p for name, p in named if ".lora_" in name}
     for name, parameter in adapters.items():
         generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
         parameter.data.uniform_(-0.3, 0.3, generator=generator)
@@ -142,8 +142,8 @@ def test_lora_in_slices_is_that_of_peft_on_the_stock_model(checkpoint):
     linear = [name for name, module in stock.named_modules() if type(module) in (nn.Linear, Conv1D)]
     if family in EXPERTS:
         linear = [name for name in linear if ".layers.1." not in name]
-    linear = [name for name in linear if global_name(f"{name}.weight").startswith("llm.layers.")]
-    targets = tuple(global_name(f"{name}.weight") for name in linear) if family in EXPERTS else ("llm.layers.*",)
+    linear = [name for name in linear if canonical_name(f"{name}.weight").startswith("llm.layers.")]
+    targets = tuple(canonical_name(f"{name}.weight") for name in linear) if family in EXPERTS else ("llm.layers.*",)
     generator = torch.Generator().manual_seed(1)
     ids = torch.randint(stock.config.vocab_size, (1, sum(DOCUMENTS)), generator=generator)
     places = torch.arange(2, sum(DOCUMENTS), 3)
@@ -152,7 +152,7 @@ def test_lora_in_slices_is_that_of_peft_on_the_stock_model(checkpoint):
 
     slices = load_all(family, folder, torch.float32)
     for part in slices:
-        add_adapters(part.model, LoraSection(r=4, alpha=8.0, targets=targets), global_name, seed=0)
+        add_adapters(part.model, LoraSection(r=4, alpha=8.0, targets=targets), canonical_name, seed=0)
     if family not in WHOLE_LAST_LAYER and slices[-1].first < slices[-1].last:
         slices[-1].narrow_last_layer()
 

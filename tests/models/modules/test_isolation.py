@@ -9,7 +9,7 @@ from transformers import CONFIG_MAPPING
 from mmtrain.data.samples.sample import IGNORE, IMAGE_POSITION, Document, Sample
 from mmtrain.data.stream.packs import Pack, make_batch
 from mmtrain.models.facts.tiling import Tiling
-from mmtrain.models.modules.language import LanguageSlice, slice_of
+from mmtrain.models.modules.language import DecoderLayers, slice_of
 from mmtrain.models.modules.tiny import VOCABULARY, tiny_model
 
 PACK_LENGTH = 48  # tokens; windows are 8 (tiny.py), so documents of 20 reach beyond them
@@ -34,7 +34,7 @@ def batch_of(lengths: tuple[int, ...], draw: torch.Generator):
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
-def slices(request) -> list[LanguageSlice]:
+def slices(request) -> list[DecoderLayers]:
     model = tiny_model(CONFIG_MAPPING[request.param](num_hidden_layers=LAYERS), seed=0)
     parts = [
         slice_of(model, 0, 2, embedding=True, head=False),

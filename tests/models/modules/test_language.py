@@ -17,7 +17,7 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM, LlamaConfig, PreT
 
 from mmtrain.base.errors import UserError
 from mmtrain.models.modules.bookends import Bookend
-from mmtrain.models.modules.language import LanguageSlice, load_slice, slice_of
+from mmtrain.models.modules.language import DecoderLayers, load_decoder_layers, slice_of
 from mmtrain.models.modules.tiny import tiny_model
 
 POSITIONS = torch.cat([torch.arange(13), torch.arange(6), torch.arange(19)])[None]
@@ -93,7 +93,7 @@ def test_logits_carry_the_familys_own_scaling_and_soft_cap(family):
 
 
 def test_a_slice_is_frozen_and_in_eval_mode(folder):
-    part = load_slice(str(folder), 2, 4, embedding=False, head=False, dtype=torch.float32)
+    part = load_decoder_layers(str(folder), 2, 4, embedding=False, head=False, dtype=torch.float32)
     assert not any(p.requires_grad for p in part.parameters())
     assert not any(module.training for module in part.modules())
 
@@ -192,13 +192,13 @@ def test_a_tied_head_alone_holds_its_own_copy_and_beside_the_embedding_one_matri
     stock = make_model(tie_word_embeddings=True)
     path = save(stock, tmp_path)
     assert "lm_head.weight" not in load_file(tmp_path / "model.safetensors")
-    last = load_slice(path, 4, 6, embedding=False, head=True, dtype=torch.float32)
+    last = load_decoder_layers(path, 4, 6, embedding=False, head=True, dtype=torch.float32)
     assert "model.embed_tokens.weight" in opened
     named = dict(last.global_parameters())
     assert torch.equal(named["llm.head.weight"], stock.lm_head.weight)
     assert "llm.embedding.weight" not in named
     assert last.head_parameters()[0] is named["llm.head.weight"]
-    whole = load_slice(path, 0, 6, embedding=True, head=True, dtype=torch.float32)
+    whole = load_decoder_layers(path, 0, 6, embedding=True, head=True, dtype=torch.float32)
     assert "llm.head.weight" not in dict(whole.global_parameters())
     assert whole.head_parameters()[0] is dict(whole.global_parameters())["llm.embedding.weight"]
 
@@ -214,7 +214,7 @@ def test_only_the_slices_own_tensors_are_opened(family, tmp_path, opened):
     everything = set()
     for (first, last), others in {(0, 2): rest - tails, (2, 5): set(), (5, 6): tails | tied}.items():
         opened.clear()
-        load_slice(path, first, last, embedding=first == 0, head=last == 6, dtype=torch.float32)
+        load_decoder_layers(path, first, last, embedding=first == 0, head=last == 6, dtype=torch.float32)
         own = {name for name in on_disk if re.match(rf"{layers}\.[{first}-{last - 1}]\.", name)}
         assert opened == own | others
         everything |= opened
@@ -314,7 +314,7 @@ def test_loading_layers_that_are_streamed_takes_the_memory_of_one(tmp_path):
 
 def test_a_slice_in_memory_is_private_to_its_rank(folder):
     stored = (folder / "model.safetensors").read_bytes()
-    part = load_slice(str(folder), 2, 4, embedding=False, head=False, dtype=torch.float32)
+    part = load_decoder_layers(str(folder), 2, 4, embedding=False, head=False, dtype=torch.float32)
     for parameter in part.parameters():
         parameter.data.add_(1)
     assert (folder / "model.safetensors").read_bytes() == stored
@@ -329,7 +329,9 @@ def test_checkpoints_saved_without_the_lm_head_load_too(tmp_path):
         tensors[f"h.{layer}.attn.bias"] = torch.ones(1, 1, 8, 8)
     save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
     for first, last in ((0, 3), (3, 6)):
-        part = load_slice(str(tmp_path), first, last, embedding=first == 0, head=last == 6, dtype=torch.float32)
+        part = load_decoder_layers(
+            str(tmp_path), first, last, embedding=first == 0, head=last == 6, dtype=torch.float32
+        )
         expected = dict(stock.named_parameters(remove_duplicate=False))
         for name, parameter in part.model.named_parameters():
             assert torch.equal(parameter, expected[name]), name
@@ -340,13 +342,13 @@ def test_old_llama_checkpoints_with_stored_rotary_frequencies_load_as_in_transfo
     tensors = load_file(folder / "model.safetensors")
     wrong = {f"model.layers.{i}.self_attn.rotary_emb.inv_freq": torch.zeros(8) for i in range(6)}
     save_file(tensors | wrong, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    part = load_slice(str(tmp_path), 2, 4, embedding=False, head=False, dtype=torch.bfloat16)
+    part = load_decoder_layers(str(tmp_path), 2, 4, embedding=False, head=False, dtype=torch.bfloat16)
     stock = AutoModelForCausalLM.from_pretrained(tmp_path)
     assert torch.equal(part.model.model.rotary_emb.inv_freq, stock.model.rotary_emb.inv_freq)
 
 
-def load(path: Path | str) -> LanguageSlice:
-    return load_slice(str(path), 2, 4, embedding=False, head=False, dtype=torch.float32)
+def load(path: Path | str) -> DecoderLayers:
+    return load_decoder_layers(str(path), 2, 4, embedding=False, head=False, dtype=torch.float32)
 
 
 def test_paths_that_lead_nowhere_are_told_apart(tmp_path, monkeypatch):
@@ -416,6 +418,6 @@ def test_options_in_config_json_that_would_keep_activations_are_switched_off(mod
 def test_llama4_and_its_like_load_although_their_base_model_is_named_otherwise(tmp_path):
     stock = make_model("llama4_text")
     path = save(stock, tmp_path)
-    part = load_slice(path, 3, 6, embedding=False, head=True, dtype=torch.float32)
+    part = load_decoder_layers(path, 3, 6, embedding=False, head=True, dtype=torch.float32)
     for name, parameter in part.model.named_parameters():
         assert torch.equal(parameter, stock.get_parameter(name)), name

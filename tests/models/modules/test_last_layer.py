@@ -10,7 +10,7 @@ from mmtrain.models.facts.families import WHOLE_LAST_LAYER
 from mmtrain.models.modules import last_layer
 from mmtrain.models.modules.bookends import decoder_layers
 from mmtrain.models.modules.kernels import Documents, Runs
-from mmtrain.models.modules.language import LanguageSlice, slice_of
+from mmtrain.models.modules.language import DecoderLayers, slice_of
 from mmtrain.models.modules.last_layer import Rows
 from mmtrain.models.modules.parity import ROWS_BOUND, rows_difference, takes_rows
 from mmtrain.models.modules.tiny import tiny_model
@@ -34,7 +34,7 @@ def model_of(family: str, **options) -> PreTrainedModel:
     return tiny_model(CONFIG_MAPPING[family](**{"num_hidden_layers": LAYERS, **OPTIONS.get(family, {}), **options}), 0)
 
 
-def narrow_slice(model: PreTrainedModel, first: int = 0) -> LanguageSlice:
+def narrow_slice(model: PreTrainedModel, first: int = 0) -> DecoderLayers:
     part = slice_of(model, first, LAYERS, embedding=first == 0, head=True)
     part.narrow_last_layer()
     return part
@@ -107,7 +107,7 @@ def test_a_trainable_last_layer_gets_the_stock_models_gradients():
         assert close(parameter.grad, expected[name]), name
 
 
-def seen_tokens(part: LanguageSlice) -> dict[str, list[int]]:
+def seen_tokens(part: DecoderLayers) -> dict[str, list[int]]:
     """Tokens that each module of the last decoder layer, and the final norm, is called with."""
     seen: dict[str, list[int]] = {}
     modules = dict(decoder_layers(part.model)[-1].named_modules())
@@ -132,7 +132,7 @@ def test_only_what_keys_and_values_need_is_run_for_all_tokens():
     assert seen["input_layernorm"] == [all_tokens, few]
 
 
-def matrix_products(part: LanguageSlice, hidden: torch.Tensor) -> int:
+def matrix_products(part: DecoderLayers, hidden: torch.Tensor) -> int:
     """FLOPs of all linear layers, forward and backward; rotations are bmm in some versions of transformers."""
     with FlopCounterMode(display=False) as counter:
         part.forward_rows(hidden, POSITIONS, PLACES).sum().backward()

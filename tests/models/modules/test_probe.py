@@ -18,7 +18,7 @@ from mmtrain.base.errors import UserError
 from mmtrain.models.modules import language, parity
 from mmtrain.models.modules.attention import ATTENTION
 from mmtrain.models.modules.bookends import decoder_layers
-from mmtrain.models.modules.language import LanguageSlice, slice_of
+from mmtrain.models.modules.language import DecoderLayers, slice_of
 from mmtrain.models.modules.parity import Differences
 from mmtrain.models.probing import probe as probing
 from mmtrain.models.probing.probe import probe, refuse_differences
@@ -70,7 +70,7 @@ class CutList(nn.Module):
         if not head:
             part.model.norm = nn.Identity()
         part.set_attn_implementation(ATTENTION)
-        self.whole = LanguageSlice(part, 0, last - first, embedding=True, head=True)
+        self.whole = DecoderLayers(part, 0, last - first, embedding=True, head=True)
         self.embed, self.logits = self.whole.embed, self.whole.logits
 
     def forward(self, hidden: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
@@ -93,21 +93,21 @@ def test_a_mask_that_does_not_isolate_documents_is_caught(judge):
         judge(CONFIG_MAPPING["gpt_oss"](num_hidden_layers=6), attention="eager")
 
 
-def with_rounded_frequencies(*arguments, **options) -> LanguageSlice:
+def with_rounded_frequencies(*arguments, **options) -> DecoderLayers:
     part = slice_of(*arguments, **options)
     rotary = part.model.model.rotary_emb
     rotary.inv_freq = rotary.inv_freq.bfloat16().float()  # what .to(torch.bfloat16) does to a slice
     return part
 
 
-def without_the_last_layer(model, first, last, **options) -> LanguageSlice:
+def without_the_last_layer(model, first, last, **options) -> DecoderLayers:
     part = slice_of(model, first, last, **options)
     layers = decoder_layers(part.model)
     layers[last - 1].forward = lambda hidden_states, *_, **__: hidden_states
     return part
 
 
-def with_a_second_norm(model, first, last, *, head, **options) -> LanguageSlice:
+def with_a_second_norm(model, first, last, *, head, **options) -> DecoderLayers:
     part = slice_of(model, first, last, head=head, **options)
     if not head:
         part.model.model.layers[last - 1].register_forward_hook(lambda _, __, output: model.model.norm(output))
@@ -115,12 +115,12 @@ def with_a_second_norm(model, first, last, *, head, **options) -> LanguageSlice:
 
 
 @pytest.mark.parametrize("slicer", [with_rounded_frequencies, without_the_last_layer, with_a_second_norm])
-def test_a_wrong_slice_is_caught(slicer: Callable[..., LanguageSlice], judge):
+def test_a_wrong_slice_is_caught(slicer: Callable[..., DecoderLayers], judge):
     with pytest.raises(UserError, match="llama cannot be cut into stages"):
         judge(CONFIG_MAPPING["llama"](num_hidden_layers=6), slicer=slicer)
 
 
-class DetachedBorder(LanguageSlice):
+class DetachedBorder(DecoderLayers):
     """Right in forward, and no gradient reaches the stage before."""
 
     def forward(self, hidden: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:

@@ -13,7 +13,7 @@ from transformers.pytorch_utils import Conv1D
 from mmtrain.models.facts.quantised import quantised_bytes
 from mmtrain.models.modules.attention import ATTENTION, document_positions
 from mmtrain.models.modules.bookends import decoder_layers
-from mmtrain.models.modules.language import load_slice
+from mmtrain.models.modules.language import load_decoder_layers
 from mmtrain.models.modules.tiny import VOCABULARY, tiny_model
 from mmtrain.models.weights.quantised_source import QuantisedSource
 from mmtrain.models.weights.streaming import StreamedLayers
@@ -56,7 +56,7 @@ def streamed_model(folder, dtype, quantisation):
     """All of a causal LM as one slice whose layers are quantised."""
     streamed = StreamedLayers(QuantisedSource(quantisation, CPU))
     ends = {"embedding": True, "head": True, "dtype": dtype}
-    return load_slice(str(folder), 0, LAYERS, **ends, streamed=streamed, streamed_numbers=range(LAYERS))
+    return load_decoder_layers(str(folder), 0, LAYERS, **ends, streamed=streamed, streamed_numbers=range(LAYERS))
 
 
 def with_gradient(forward, embed, dtype):

@@ -13,7 +13,7 @@ from torch import nn
 from mmtrain.data.samples.sample import IGNORE
 from mmtrain.data.stream.images import image_transform
 from mmtrain.models.facts.connectors import image_layout
-from mmtrain.models.facts.families import global_name
+from mmtrain.models.facts.families import canonical_name
 from mmtrain.models.modules.bookends import decoder_layers
 from mmtrain.models.modules.stage import build_stage, fuse, set_trainable
 from mmtrain.plan.planner import make_plan
@@ -24,7 +24,7 @@ def test_a_rank_opens_the_tensors_of_its_planned_layers_alone(tmp_path, tied, op
     save_parts(tmp_path, tied=tied)
     plan = make_plan(make_config(tmp_path, parallel__pipeline=4))
     with safe_open(tmp_path / "llm" / "model.safetensors", "pt") as file:
-        on_disk = {name: global_name(name) for name in file.keys()}  # noqa: SIM118 - not a dict
+        on_disk = {name: canonical_name(name) for name in file.keys()}  # noqa: SIM118 - not a dict
     opened_by_all: list[str] = []
     for rank in plan.ranks:
         (stage,) = rank.stages
