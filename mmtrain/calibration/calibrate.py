@@ -352,7 +352,7 @@ def calibrate(
     """
     join_process_group(torch.device(rank.device), config.parallel.timeout_seconds)
     models = models_of(config)
-    rank.tell(f"calibrating on {device.name}: loading layers")
+    rank.print_info(f"calibrating on {device.name}: loading layers")
     key = calibration_key(config, models, device)
     calibrator = Calibrator(config, models, plan, torch.device(rank.device), key, can_cut=can_cut)
     rounds = calibrator.warm_up(SECONDS)
@@ -366,7 +366,7 @@ def calibrate(
     found = dataclasses.replace(found, fetches=measure_fetches(config, plan, torch.device(rank.device)))
     if rank.rank == 0:
         written = found.save(file)
-        rank.tell(*table(found, calibrator.seconds))
-        rank.tell(f"written to {written}")
+        rank.print_info(*table(found, calibrator.seconds))
+        rank.print_info(f"written to {written}")
     dist.barrier()
     dist.destroy_process_group()

@@ -198,7 +198,7 @@ def _train_and_say(target: Train, how_to_resume: str, rank: Rank) -> str | None:
     """`target` under torchrun: this process's own stdout is the log by now, and no launcher says how the run ended."""
     stopped = target(rank)
     if stopped is not None:
-        rank.tell(f"{stopped}. {how_to_resume}")
+        rank.print_info(f"{stopped}. {how_to_resume}")
     return stopped
 
 

@@ -50,7 +50,7 @@ class Rank:
     progress: RankProgress
     stop: StopRequest
 
-    def print_result(self, *messages: str) -> None:
+    def print_info(self, *messages: str) -> None:
         """Print messages for the user, on rank 0."""
         if self.console is not None:
             print_info(*messages, stream=self.console)
@@ -91,7 +91,7 @@ def run_rank(target: Callable[[Rank], Result], job: Job, records: Path | None = 
         local_rank = int(os.environ["LOCAL_RANK"])
         device = f"cuda:{local_rank}" if torch.cuda.is_available() else "cpu"
         me = Rank(rank, int(os.environ["WORLD_SIZE"]), local_rank, device, job.folder, console, progress, stop)
-        show_logs(me.tell if rank == 0 else print)  # which is into the log
+        show_logs(me.print_info if rank == 0 else print)  # which is into the log
         print(f"process {os.getpid()} on {socket.gethostname()}, {me.device}, threads {job.threads}")
         result = target(me)
     except BaseException as error:  # this is the process's outermost frame: nothing above could report it

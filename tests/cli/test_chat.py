@@ -75,7 +75,7 @@ def assistant(text: str) -> dict:
     return {"role": "assistant", "content": [{"type": "text", "text": text}]}
 
 
-def print_info(capsys, model: Path, image: Path, *more: str) -> tuple[str, str]:
+def say(capsys, model: Path, image: Path, *more: str) -> tuple[str, str]:
     assert main(["chat", "--model", str(model), "--image", str(image), "--max-new-tokens", "12", *more]) == 0
     captured = capsys.readouterr()
     return captured.out, captured.err
@@ -86,12 +86,12 @@ def print_info(capsys, model: Path, image: Path, *more: str) -> tuple[str, str]:
 
 def test_a_run_is_exported_once_and_answers_as_its_exported_folder_does(work, capsys, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(work / "fresh"))
-    first, notes = print_info(capsys, work / "chat", work / "one.png", "--prompt", QUESTION)
+    first, notes = say(capsys, work / "chat", work / "one.png", "--prompt", QUESTION)
     assert "exporting" in notes and "delete it" in notes
-    again, notes = print_info(capsys, work / "chat", work / "one.png", "--prompt", QUESTION)
+    again, notes = say(capsys, work / "chat", work / "one.png", "--prompt", QUESTION)
     assert "exporting" not in notes
     (folder,) = (path for path in (work / "fresh" / "mmtrain" / "chat").iterdir() if path.is_dir())
-    direct, _ = print_info(capsys, folder, work / "one.png", "--prompt", QUESTION)
+    direct, _ = say(capsys, folder, work / "one.png", "--prompt", QUESTION)
     expected = stock_answer(folder, [user(QUESTION)], [work / "one.png"], 12)
     assert expected
     assert first == again == direct == expected + "\n"
@@ -117,7 +117,7 @@ def test_two_pictures_and_a_system_turn_reach_the_model(work, llava, capsys):
         12,
     )
     more = ["--image", str(work / "two.png"), "--system", "You see pictures.", "--prompt", QUESTION]
-    assert print_info(capsys, llava, work / "one.png", *more)[0] == expected + "\n"
+    assert say(capsys, llava, work / "one.png", *more)[0] == expected + "\n"
 
 
 def test_a_later_question_sees_the_earlier_ones_and_their_answers(work, llava, capsys):
@@ -131,7 +131,7 @@ def test_a_later_question_sees_the_earlier_ones_and_their_answers(work, llava, c
 
 def test_without_a_prompt_and_a_terminal_one_question_is_asked(work, llava, capsys):
     expected = stock_answer(llava, [user("Describe the image.")], [work / "one.png"], 12)
-    assert print_info(capsys, llava, work / "one.png")[0] == expected + "\n"
+    assert say(capsys, llava, work / "one.png")[0] == expected + "\n"
 
 
 def test_words_appear_while_the_model_still_generates(work, llava, monkeypatch):
@@ -155,15 +155,15 @@ def test_a_model_that_was_trained_on_captions_captions_and_says_that_it_cannot_b
     folder = stock_folder(str(work / "plain"))
     expected = stock_answer(folder, [user("", images=1)], [work / "one.png"], 12)
     for more in ([], ["--prompt", QUESTION]):
-        answer, notes = print_info(capsys, folder, work / "one.png", *more)
+        answer, notes = say(capsys, folder, work / "one.png", *more)
         assert answer == expected + "\n"
         assert ("trained on captions alone" in notes) == bool(more)
 
 
 def test_an_answer_that_was_cut_is_said_to_be(work, llava, capsys):
-    _, notes = print_info(capsys, llava, work / "one.png", "--max-new-tokens", "200")
+    _, notes = say(capsys, llava, work / "one.png", "--max-new-tokens", "200")
     assert "cut after 12 tokens" not in notes
-    _, notes = print_info(capsys, llava, work / "one.png", "--max-new-tokens", "1")
+    _, notes = say(capsys, llava, work / "one.png", "--max-new-tokens", "1")
     assert "(cut after 1 tokens; max_new_tokens, or --max-new" in notes
 
 
@@ -306,7 +306,7 @@ def test_a_kernel_that_the_folder_names_is_not_downloaded(work, llava, tmp_path,
     for places in ([], ["text_config"], ["vision_config"]):
         edit(tmp_path / "llava" / "config.json", *places, _attn_implementation="kernels-community/flash-attn")
     asked = [work / "one.png", "--prompt", QUESTION]
-    assert print_info(capsys, tmp_path / "llava", *asked) == print_info(capsys, llava, *asked)
+    assert say(capsys, tmp_path / "llava", *asked) == say(capsys, llava, *asked)
 
 
 @pytest.mark.parametrize(
@@ -390,7 +390,7 @@ def test_what_generation_config_says_beside_the_end_marks_is_left_alone(work, ll
     folder = shutil.copytree(llava, tmp_path / "llava")
     edit(folder / "generation_config.json", penalty_alpha=0.6, top_k=4, num_beams=1000)
     asked = [work / "one.png", "--prompt", QUESTION]
-    assert print_info(capsys, folder, *asked) == print_info(capsys, llava, *asked)
+    assert say(capsys, folder, *asked) == say(capsys, llava, *asked)
 
 
 def test_a_template_without_system_turns_says_what_to_leave_out(work, llava, tmp_path, capsys):
