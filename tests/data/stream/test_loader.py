@@ -336,12 +336,12 @@ def alive(pid: int) -> bool:
 
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="reads Linux's /proc")
 def test_workers_end_with_a_killed_rank(tiny):
-    ready, print_result = os.pipe()
+    ready, tell = os.pipe()
     rank = os.fork()
     if rank == 0:
         stream = iter(open_batches(tiny, "data.workers=2"))
         next(stream)
-        os.write(print_result, b"x")
+        os.write(tell, b"x")
         time.sleep(60)
         os._exit(0)
     try:
