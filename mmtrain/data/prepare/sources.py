@@ -211,10 +211,10 @@ def _files(path: Path) -> list[tuple[str, Path]]:
         inner = sorted({str(file.parent) for file in path.glob("*/*.parquet")})
         seen = f"; {first_few(inner, 3)} has some" if inner else ""
         raise UserError(f"{path}: holds no *.parquet and no state.json of datasets' save_to_disk{seen}. Name files")
-    matches_any = [match for name in names if (match := _SPLIT_FILE.fullmatch(name))]
-    splits = {match[1] or match[2]: f"{match[1]}-*.parquet" if match[1] else match[0] for match in matches_any}
+    matches = [match for name in names if (match := _SPLIT_FILE.fullmatch(name))]
+    splits = {match[1] or match[2]: f"{match[1]}-*.parquet" if match[1] else match[0] for match in matches}
     if len(splits) > 1:
-        files = next((files for split, files in splits.items() if split.lower() == "train"), matches_any[0][0])
+        files = next((files for split, files in splits.items() if split.lower() == "train"), matches[0][0])
         raise UserError(f"{path}: holds splits ({', '.join(splits)}); name the files of one: --from {path}/{files}")
     return [(f"{path.name}/{name}", path / name) for name in names]
 
