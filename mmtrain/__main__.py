@@ -15,10 +15,10 @@ COMMANDS = {  # in the order of their use; the module of each, and what it does
     "train": ("mmtrain.launch", "train a connector, or go on with a run"),
     "plan": ("mmtrain.cli.plan", "show which rank holds, trains and runs what; start nothing"),
     "calibrate": ("mmtrain.cli.calibrate", "measure this machine, so that plans are in seconds"),
-    "shard": ("mmtrain.cli.shard", "turn LLaVA JSON and images into webdataset shards"),
+    "shard": ("mmtrain.cli.shard", "turn records and images into webdataset shards"),
     "index": ("mmtrain.cli.index", "index webdataset shards from elsewhere, or anew"),
     "inspect": ("mmtrain.cli.inspect", "show what is in shards; compare every byte; show one sample"),
-    "report": ("mmtrain.cli.report", "make the page of a run, or of several; watch one"),
+    "report": ("mmtrain.cli.report", "make the page of a run, or of several"),
     "export": ("mmtrain.cli.export", "export what was trained, for transformers or for LLaVA's code"),
     "chat": ("mmtrain.cli.chat", "ask a trained model about a picture"),
     "convert": ("mmtrain.cli.convert", "turn pickled weights into safetensors"),
@@ -56,7 +56,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def door(command: str) -> NoReturn:
-    """A script in tools/: run `mmtrain COMMAND` with its arguments, and end with its exit code."""
+    """Run `mmtrain COMMAND` with the arguments of a script in tools/, and end it with the exit code."""
     sys.exit(main([command, *sys.argv[1:]]))
 
 

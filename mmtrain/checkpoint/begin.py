@@ -1,6 +1,6 @@
 """Where a run begins that goes on from another's weights alone: `model.init_from`, looked at without torch.
 
-run or checkpoint --names and shapes--> each tensor of it trains here, or UserError --load_weights--> fp32 weights
+run or checkpoint --names and shapes--> each tensor of it trains here, or UserError --load_init_from--> fp32 weights
 
 Step, optimizer and place in the data are this run's own. The other's projector comes by `model.projector.init_from`,
 which this key stands for too, since it may stay frozen.

@@ -2,7 +2,7 @@
 
 - every rank runs exactly the instructions of `plan.schedule`, for each of its stages; nothing upstream of the first
   trainable stage runs backward or receives a gradient;
-- frozen decoder layers may be fetched before they compute, in the order of these lists (model/streaming.py);
+- frozen decoder layers may be fetched before they compute, in the order of these lists (models/weights/streaming.py);
 - the frozen encoder may be cut into slices on several ranks, and run ahead, also past the optimizer (`chain`);
 - a message is (position_ids and labels stacked (2, B, L), on the host; hidden (B, L, D)); a gradient is (B, L, D);
   `channels` carries them, matched by order alone;

@@ -6,7 +6,7 @@ for trainable matrices only. So freezing attention alone, or training the last l
 
 The last decoder layer runs for the tokens whose output is used, the supervised ones (`rows`): keys and values of all
 tokens, the rest for these rows alone. The layer's own code is run for that, so some of what runs is thrown away
-(`wasted`), as model/last_layer.py does it.
+(`wasted`), as models/modules/last_layer.py does it.
 
 An encoder is a stem (patches, positions, the norm behind the last block) and blocks. A frozen one may be cut into
 slices of whole blocks (`StagePlan.encoder`); its blocks are alike, so a slice's cost follows from their number.
@@ -222,7 +222,7 @@ def _projected(local_name: str, matrix: float, query_share: float, tokens: float
 
 
 BEHIND = 0.5  # places that B of an adapter stands behind its A
-# Of the run that does not need them, by model/last_layer.py; kv_b_proj lies behind the cache, which the first ends at.
+# Of the run that does not need them (see last_layer.py); kv_b_proj lies behind the cache, which the first ends at.
 _LEFT_OUT = {"q_proj", "q_b_proj", "k_proj", "v_proj", "kv_b_proj"}
 _QUERY = {"q_proj", "q_a_proj", "q_b_proj", "query"}
 _FUSED = {"qkv_proj", "query_key_value", "c_attn", "qkv", "Wqkv"}

@@ -2,7 +2,7 @@
 
 `mmtrain.plan.schedule` makes the lists; engine, simulation and memory walk read them here.
 
-Streamed layers: which frozen decoder layers a rank fetches, in which order, and how long it waits for them.
+They also tell which frozen decoder layers a rank fetches, in which order, and how long it waits for them:
 
 a rank's instructions --uses_of--> the streamed layers that they use, in order --fetches_of--> those that are fetched
 

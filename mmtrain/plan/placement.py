@@ -1,6 +1,6 @@
 """Where a frozen encoder runs: in the slots in which its ranks would wait, for coming steps, too.
 
-a step without encoder --simulated, encodes put into its gaps (`_Gaps`)--> when each slice encodes which micro-batch
+a step without encoder --simulated, encodes put into its gaps (`_fill`)--> when each slice encodes which micro-batch
     --how early that must be for its use--> how many micro-batches each slice is ahead (`Encodes`)
 
 A frozen encoder has no backward and does not depend on the optimizer, so each rank may encode coming micro-batches,

@@ -6,7 +6,7 @@ for 1, 2, ... stages a rank: the best cuts (`cuts`)
 Fewer stages a rank and the encoder on rank 0 are kept where they are as fast. Every step is simulated from the
 instruction lists that the engine will run, and memory is walked on the same lists. The search is deterministic.
 
-A lower bound of a step's seconds, by a formula: without a cut or a schedule, in a millisecond for any layout.
+`least_step_seconds` is a lower bound of a step by a formula, without a cut or a schedule, in a millisecond:
 
 StageCosts --decoder layers one by one to the rank that is the least busy with them, as memory allows--> busiest rank
            --all micro-batches there, and the way of the first one through the pipeline and back--> seconds of a step

@@ -44,7 +44,7 @@ def limit_on_gpu(memory_bytes: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Streaming:
-    """Which frozen decoder layers may be streamed (`fetching`), and from where."""
+    """Which frozen decoder layers may be streamed, and from where."""
 
     layers: Literal["auto"] | tuple[int, ...] = ()  # number of layers of each pipeline rank; empty: none
     source: Literal["host", "peers"] | Quantisation = "host"  # the latter: in fewer bits, on the device

@@ -1,18 +1,13 @@
 """Suggest layouts of a run for a number of devices: pipeline x replicas, packs a micro-batch, streaming or none.
 
-config, N --candidates--> changes to the config --step_bound--> the most promising ones first
+config, N --candidates: pipeline x replicas = N, each of AXES in turn--> changes to the config, as overrides set them
+          --least_step_seconds--> the most promising ones first
           --the search that make_plan runs--> layouts that fit, with their steps --simpler ones first--> the best
+          --render_suggestion--> a table with a row a layout, and what to put behind CONFIG for each
 
 Every layout makes the same step, of the packs that the config asks for: steps compare as samples per second do.
-
-List the layouts that a run may have on a number of devices, each as changes to its config.
-
-config, N --pipeline x replicas = N--> --each axis of AXES in turn--> changes, as overrides on a command line set them
-
 Candidates do not change what a step computes, except those that quantise frozen layers (see `is_exact`). Keys that
 belong to one layout, such as boundaries, are left to the planner.
-
-Suggested layouts as text for a terminal: a table with a row a layout, and what to put behind CONFIG for each.
 """
 
 from __future__ import annotations

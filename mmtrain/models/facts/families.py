@@ -8,7 +8,7 @@ Global names are the same for every family, so a trainable pattern such as `llm.
     lm_head.weight, embed_out.weight                     -> llm.head.weight
     anything else, e.g. transformer.wpe.weight           -> llm.transformer.wpe.weight
 
-Models inside others: the LLM and the encoder of a whole multimodal model, read where they lie, without torch.
+It also finds the LLM and the encoder inside a whole multimodal model, which are read where they lie, without torch:
 
 config.json --text_config, vision_config--> what the part's own config.json would say
 names of tensors --without what stands before them--> names that the part's own files would have
@@ -71,7 +71,7 @@ _REMOTE_CODE = {  # model types that only a folder's own code knows, and release
 }
 MAX_EXPERTS = 100_000
 WHOLE_LAST_LAYER = {"gpt2", "gpt_bigcode", "llama4_text"}
-"""Families whose last decoder layer cannot be run for supervised tokens alone, as model.parity.takes_rows finds."""
+"""Families whose last decoder layer cannot be run for supervised tokens alone, as modules.parity.takes_rows finds."""
 _RECURRENT_LAYER = re.compile(r"linear|mamba|conv|recurrent|rwkv|ssm")
 
 

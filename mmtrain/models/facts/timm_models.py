@@ -2,7 +2,7 @@
 
 Importing them takes seconds, and planning asks only for a model that is neither a folder here nor recorded.
 
-Which stock vision model of transformers has a place for every tensor of a timm ViT, told by their names alone.
+`form_of` finds, by names alone, the stock vision model of transformers that has a place for every tensor of a timm ViT:
 
 names of a timm ViT's parameters --form_of--> the stock model's own names for them, or why there is none
 

@@ -1,7 +1,7 @@
 """The trainable module between vision encoder and LLM, drawn at random or read from a trained one's files.
 
 vision features (N, T, W) --projector--> image embeddings (N, T / factor^2, D), in fp32 whatever the frozen parts are
-stored in. `pretrained.connectors` says which operations a projector is made of.
+stored in. `facts.connectors` says which operations a projector is made of.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Loads vision encoders, cut after the layer that feeds the projector; whole, or a slice of their blocks.
 
-The encoder's own code runs: a timm ViT, or a vision model of transformers (`pretrained/encoders.py`). What comes after
+The encoder's own code runs: a timm ViT, or a vision model of transformers (`facts.encoders`). What comes after
 the selected block is neither run nor kept, but for the last norm where it is asked for. `select_layer` counts as in
 LLaVA: -1 is the last block's output, -2 the one before.
 """

@@ -88,7 +88,7 @@ def _fingerprint(folder: Path, how: str, cut_points: Sequence[int]) -> str:
     """Everything that the result depends on: the config, the cut, the libraries, and the code of mmtrain's models."""
     parts = [
         (folder / "config.json").read_bytes(),
-        json.dumps(llm_config(folder), sort_keys=True).encode(),  # what pretrained/parts.py makes of it
+        json.dumps(llm_config(folder), sort_keys=True).encode(),  # what facts/families.py makes of it
         json.dumps([how, *map(int, cut_points)]).encode(),
     ]
     return fingerprint_with_code(parts, ("torch", "transformers"))

@@ -1,7 +1,7 @@
 """Frozen decoder layers that are whole only while they compute: their bytes are kept elsewhere, and fetched in time.
 
 a layer, loaded --StreamedLayers.take--> its parameters in one buffer --Source.keep--> what is kept of it
-a list's uses in order (plan/fetching.py) --follow--> before each forward, and each gradient of the layer's output:
+a list's uses in order (plan/instructions.py) --follow--> before each forward, and each gradient of the layer's output:
 what is kept --Source.fetch--> the buffer, under the same parameters; the next other layer's fetch begins
 
 Parameters keep identity, shape and type; only their memory comes and goes. So whatever autograd keeps of a weight is
