@@ -13,6 +13,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
+from mmtrain.base.disclosed import without_logins
 from mmtrain.base.errors import UserError
 from mmtrain.base.printing import shortened
 from mmtrain.config.keys import ELEMENT, NamesFiles, Path, marked
@@ -64,7 +65,9 @@ def _filled(text: str) -> str:
             raise UserError(f"{shown} has a default, which only a shell knows; leave it out, and set the variable")
         if _SECRET.search(name.upper()):
             raise UserError(f"{shown} is a secret by its name, and paths are shown; give the variable another name")
-        if not os.environ.get(name):
+        if without_logins(value := os.environ.get(name, "")) != value:  # config.yaml would hold it
+            raise UserError(f"{shown} holds an address with a login, and paths are shown; name a path without one")
+        if not value:
             empty = "empty" if name in os.environ else "not set"
             raise UserError(f"the environment variable of {shown} is {empty}; set it, or write the path out")
     filled = _BRACED.sub(lambda found: os.environ[found[1]], text)

@@ -126,6 +126,7 @@ def test_what_a_variable_holds_is_not_filled_in_again(monkeypatch, value):
             "run.dir: ${AWS_SECRET_ACCESS_KEY} is a secret by its name, and paths are",
         ),
         ("data.shards=${hf_token}", "data.shards: ${hf_token} is a secret by its name"),
+        ("run.dir=${STORE_URL}", "run.dir: ${STORE_URL} holds an address with a login, and paths are shown"),
         ("run.dir=${HFTOKEN}", "run.dir: ${HFTOKEN} is a secret by its name"),
         ("run.dir=${AWSSECRET}", "run.dir: ${AWSSECRET} is a secret by its name"),
         ("run.dir=${" + "N" * 1000 + "}", "run.dir: the environment variable of ${NNNN"),
@@ -134,6 +135,7 @@ def test_what_a_variable_holds_is_not_filled_in_again(monkeypatch, value):
 def test_a_path_that_cannot_be_filled_in_is_one_line_with_its_remedy(monkeypatch, override, said):
     monkeypatch.setenv("EMPTY", "")
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "hidden")
+    monkeypatch.setenv("STORE_URL", "https://me:hidden@store/x")
     (line,) = problems(override)
     assert line.startswith(said) and len(line) < 200 and "hidden" not in line
 
