@@ -41,11 +41,6 @@ def escape(text: str, limit: int | None = None) -> str:
     return shown if limit is None or len(shown) <= limit else shown[: limit - 3] + "..."
 
 
-def printable(text: str) -> str:
-    """Return the whole text as `escape` does."""
-    return escape(text)
-
-
 def shortened(text: str, longest: int = 200) -> str:
     """Return content of a file as a part of a message."""
     return escape(text, longest)

@@ -16,7 +16,7 @@ from processes import Command, running, wait_for
 from rank_runs import train
 
 from mmtrain.__main__ import main
-from mmtrain.base.printing import printable
+from mmtrain.base.printing import escape
 from mmtrain.report.page import MAX_BYTES
 
 Axe = pytest.importorskip("axe_playwright_python.sync_playwright", reason="the test extra is not installed").Axe
@@ -304,7 +304,7 @@ def test_questions_have_their_pictures_and_answers_of_before_and_after(life, ope
     for answer in recorded:
         card = page.locator("article", has_text=answer["key"])
         said = card.inner_text()
-        assert answer["truth"] in said and printable(answer["given"]) in said
+        assert answer["truth"] in said and escape(answer["given"]) in said
         assert card.locator("img").count() == len(answer["pictures"])
     assert page.evaluate("[...document.images].every(image => image.complete && image.naturalWidth > 0)")
     assert page.locator("article img").count() > 0
