@@ -41,7 +41,7 @@ class Step(NamedTuple):
     def best(self, exactly: int | None = None) -> Chain:
         """The fastest of all placements, as simulated; of equally fast ones the first."""
         best: Chain | None = None
-        if len(self.ranks) == 1 and exactly is None:
+        if len(self.ranks) == 1 and not exactly:
             best = leading_encodes(self.lists(), self.ranks, 1)
         limit = self.simulated(best).seconds * (1 - GAIN) if best else math.inf
         for least, chain in self.placed(exactly):

@@ -225,6 +225,7 @@ def test_neither_a_run_nor_its_log_holds_what_a_terminal_obeys(tiny, tmp_path):
 OTHERS = {
     "mmtrain/runtime/rank.py",
     "mmtrain/checkpoint/write.py",
+    "mmtrain/doctor/runs.py",
     "mmtrain/models/probing/encoder_probe.py",
     "mmtrain/models/probing/probe.py",
     "mmtrain/training/loop.py",

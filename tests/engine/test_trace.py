@@ -170,7 +170,7 @@ def test_waiting_for_weights_has_a_name_of_its_own(plan, tmp_path):
 @pytest.fixture
 def tracer(plan, monkeypatch):
     """Makes the tracer of a rank that is alone."""
-    monkeypatch.setattr(trace, "on_rank_0", lambda mine: [mine])
+    monkeypatch.setattr(trace, "gather_to_rank_0", lambda mine: [mine])
     plan = replace(plan, ranks=plan.ranks[:1])
     return lambda file, steps: Tracer(file, plan, steps)
 

@@ -98,7 +98,6 @@ def test_the_best_layout_is_as_fast_as_the_fastest_of_all(devices, gib) -> None:
     config = demo(f"parallel.device_memory_gib={gib}")
     suggestion = suggest(config, devices)
     assert suggestion.layouts[0].step_seconds <= NEAR * min(all_steps(config, devices).values())
-    assert suggestion.not_tried <= 5
 
 
 @pytest.mark.parametrize("devices", [1, *(pytest.param(n, marks=pytest.mark.nightly) for n in (2, 4))])

@@ -87,7 +87,7 @@ def check_layers(part: dict[str, Any], source: str) -> None:
     """Raise UserError for a config.json whose layers differ in width or heads, or have heads that do not divide it."""
     for key in _BOUNDS:
         if key not in _SIDES and isinstance(part.get(key), list | dict):
-            raise _impossible(source, key, part[key], "one number for all layers")
+            raise UserError(f"{source} says {key} {shortened(repr(part[key]))}; needed is one number for all layers")
     heads = part.get("num_attention_heads") or part.get("n_head")
     groups, hidden = part.get("num_key_value_heads"), part.get("hidden_size") or part.get("n_embd")
     if heads and groups and heads % groups:

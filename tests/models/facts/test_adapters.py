@@ -54,7 +54,7 @@ def test_a_plan_with_llavas_adapters_trains_what_llavas_script_trains() -> None:
         ({"targets": ("llm.layers.*.input_layernorm",)}, "names no linear layer"),
         ({"trainable": ("projector",)}, "llm.layers.0.self_attn.q_proj.lora_A.weight would not train"),
         ({"trainable": ("llm.layers.*.lora_B",)}, "lora_A.weight would not train"),
-        ({"targets": ("vision.*",), "trainable": ("projector",)}, "add vision.*.lora_* to it"),
+        ({"targets": ("vision.*",), "trainable": ("projector",)}, "Add vision.*.lora_* to it"),
         (
             {"vision": "beit_base_patch16_224.in22k_ft_in22k_in1k", "targets": ("vision.*",)},
             "vision.blocks.0.attn.qkv is computed without a call of its layer, since its bias is a tensor of its own, "

@@ -7,7 +7,7 @@ import pytest
 
 from mmtrain.models.facts.layouts import ImageLayout, default_pinpoints
 
-TEXT = (Path(__file__).parents[2] / "configs" / "README.md").read_text()
+TEXT = (Path(__file__).parents[3] / "configs" / "README.md").read_text()
 SECTION = TEXT.split("## High resolution")[1].split("\n## ")[0]
 HEAD, _, *ROWS = [line.strip("| ").split(" | ") for line in SECTION.splitlines() if line.startswith("|")]
 SIZES = [tuple(map(int, size.split(" x "))) for size in HEAD[1:]]

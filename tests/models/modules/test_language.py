@@ -247,13 +247,13 @@ def test_a_rank_keeps_no_more_than_its_slice_in_memory(tmp_path):
         import json, sys
         import torch
         import transformers.models.llama.modeling_llama
-        from mmtrain.models.modules.language import load_slice
+        from mmtrain.models.modules.language import load_decoder_layers
         torch.set_num_threads(1)
         def peak():
             with open("/proc/self/status") as lines:
                 return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM"))
         before = peak()
-        part = load_slice(sys.argv[1], 2, 4, embedding=False, head=False, dtype=torch.bfloat16)
+        part = load_decoder_layers(sys.argv[1], 2, 4, embedding=False, head=False, dtype=torch.bfloat16)
         for parameter in part.parameters():
             parameter.sum()
         print(json.dumps([peak() - before, sum(p.numel() * 2 for p in part.parameters())]))
@@ -297,7 +297,7 @@ def test_loading_layers_that_are_streamed_takes_the_memory_of_one(tmp_path):
         watching.start()
         streamed = StreamedLayers(HostSource(torch.device("cpu")))
         ends = {"embedding": True, "head": True, "dtype": torch.bfloat16}
-        part = language.load_slice(sys.argv[1], 0, 6, **ends, streamed=streamed, streamed_numbers=range(6))
+        part = language.load_decoder_layers(sys.argv[1], 0, 6, **ends, streamed=streamed, streamed_numbers=range(6))
         ended.set()
         watching.join()
         print(json.dumps([peak - before, own() - before, len(streamed.layers)]))
