@@ -11,6 +11,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import NamedTuple
 
+os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # else asking for GPUs keeps forked ranks from using them
+
 import pytest
 import tiny_models
 import torch

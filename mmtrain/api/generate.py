@@ -320,9 +320,8 @@ class Conversation:
         tokenizer = self.tokenizer
         try:
             template = JinjaTemplate(self.processor.chat_template)
-            return template.render(
-                messages, add_generation_prompt=True, tools=None, documents=None, **tokenizer.special_tokens_map
-            )
+            own = {"add_generation_prompt": True, "tools": None, "documents": None}
+            return template.render(messages, {**tokenizer.special_tokens_map, **own})
         except TemplateError as error:
             raise UserError(
                 f"the model's chat template does not take this conversation ({harmless(str(error))})"

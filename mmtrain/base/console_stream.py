@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import io
 import os
+import re
 import select
 import sys
 import threading
@@ -80,8 +81,8 @@ class ConsoleStream(io.TextIOBase):
     def _drop_oldest_lines(self) -> None:
         excess = len(self._queue) - QUEUE_BYTES
         if excess > 0:
-            end = self._queue.find(b"\n", excess) + 1 or len(self._queue)
-            self._dropped_lines += self._queue.count(b"\n", 0, end)
+            end = re.compile(rb"[\n\r]|\Z").search(self._queue, excess).end()  # a progress bar ends none of its lines
+            self._dropped_lines += max(1, self._queue.count(b"\n", 0, end))
             del self._queue[:end]
 
     def _take(self) -> bytes:

@@ -27,6 +27,7 @@ from typing import Any, BinaryIO
 
 from mmtrain.base.durable import flush, leftovers, lock, remove_folder, whole_folder
 from mmtrain.base.errors import UserError
+from mmtrain.base.printing import shortened
 from mmtrain.base.small_files import MAX_JSON_BYTES, open_file, parse_json, read_limited
 from mmtrain.config.load import restore_config
 from mmtrain.config.schema import RunConfig
@@ -37,21 +38,21 @@ CHECKPOINTS = "checkpoints"
 TENSORS, OPTIMIZER, STATE, MANIFEST = "projector.safetensors", "optimizer.safetensors", "state.json", "manifest.json"
 NAME = re.compile(r"step-(\d{8,})")
 
-STATE_KEYS = {
-    "step",  # updates made: the number of the next step
-    "max_steps",
-    "config",
-    "versions",
-    "topology",
-    "data",  # fingerprint, and samples of each replica: see mmtrain.data.stream.account
-    "frozen_fingerprint",
-    "frozen_files",  # fingerprints of frozen tensors as loaded, before any is quantised
-    "settings_fingerprint",  # of what else the models' folders say
-    "branched_from",  # fingerprint of the other run's checkpoint that the run began with, or null
-    "loss",  # of the latest step
-    "bad_steps",
-    "trained",  # by name of the tensor: its fingerprint before the first step, and whether it had a gradient
-    "files",  # lengths of the run's records, in bytes
+STATE_KEYS: dict[str, tuple[type, ...]] = {
+    "step": (int,),  # updates made: the number of the next step
+    "max_steps": (int,),
+    "config": (dict,),
+    "versions": (dict,),
+    "topology": (dict,),
+    "data": (dict,),  # fingerprint, and samples of each replica: see mmtrain.data.stream.account
+    "frozen_fingerprint": (str,),
+    "frozen_files": (dict,),  # fingerprints of frozen tensors as loaded, before any is quantised
+    "settings_fingerprint": (str,),  # of what else the models' folders say
+    "branched_from": (str, type(None)),  # fingerprint of the other run's checkpoint that the run began with
+    "loss": (float, int, str, type(None)),  # of the latest step
+    "bad_steps": (int,),
+    "trained": (dict,),  # by name of the tensor: its fingerprint before the first step, and whether it had a gradient
+    "files": (dict,),  # lengths of the run's records, in bytes
 }
 
 
@@ -143,7 +144,7 @@ def why_damaged(path: Path) -> str | None:
         text = read_limited(path / MANIFEST, MAX_JSON_BYTES, "what mmtrain writes").decode()
         content = parse_json(text.encode())
         if content["format"] != FORMAT:
-            return f"{MANIFEST} has version {content['format']}, this mmtrain reads {FORMAT}"
+            return f"{MANIFEST} has version {shortened(repr(content['format']))}, this mmtrain reads {FORMAT}"
         if text != _manifest(content["files"]):
             return f"{MANIFEST} is damaged: its checksum is wrong"
         present = {file.name for file in path.iterdir() if not file.name.startswith(".")} - {MANIFEST}
@@ -159,8 +160,10 @@ def why_damaged(path: Path) -> str | None:
                 return f"{name} is damaged: its SHA-256 is not that of what was written"
         name = STATE
         state = StepFolder(path).state
-        if missing := sorted(STATE_KEYS - state.keys()):
+        if missing := sorted(STATE_KEYS.keys() - state.keys()):
             return f"{STATE} is damaged: it has no {missing[0]}"
+        if odd := next((key for key, kinds in STATE_KEYS.items() if not isinstance(state[key], kinds)), None):
+            return f"{STATE} is damaged: its {odd} is not what mmtrain writes"
         if (named := NAME.fullmatch(path.name)) and int(named[1]) != state["step"]:
             return f"{STATE} is of step {state['step']}: the folder was renamed"
     except FileNotFoundError:

@@ -83,7 +83,7 @@ def memory(folder: Path) -> str:
             f"{texts[-1]}; ranks need {bytes_text(needed)}",
             "end other programs, or give the container or the job more memory",
         )
-    shared = shutil.disk_usage(SHARED_MEMORY).free
+    shared = shutil.disk_usage(SHARED_MEMORY).free if SHARED_MEMORY.is_dir() else 0
     texts.append(f"{SHARED_MEMORY}: {bytes_text(shared)} free")
     if shared < SHARED_MEMORY_BYTES:
         raise FailedError(

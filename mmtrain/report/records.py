@@ -473,7 +473,7 @@ def _read_faults(run: RunRecord) -> None:
         text = f"NaN or infinity on {where}; {BAD_STEPS} has its samples"
         if bad.step + 1 in not_updated:
             not_updated[bad.step + 1].text = text
-        else:
+        elif bad.step >= run.steps_done:
             _add_event(run, Event("bad step", bad.step + 1, None, f"the run ended with it: {text}"))
     for lost in _read_lines(run, DISCARDED, Discarded):
         if isinstance(lost.record, Train):

@@ -36,6 +36,7 @@ def set_rank_environment(threads: int, *, on_gpus: bool) -> None:
     os.environ["OMP_NUM_THREADS"] = str(threads)
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # tokenizers warns, or hangs, in forked data workers
     if on_gpus:
+        os.environ.pop("DS_ACCELERATOR", None)  # DeepSpeed would move the model to what it names
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")  # a queue a stream: none waits for another's work
     else:
         os.environ["DS_ACCELERATOR"] = "cpu"

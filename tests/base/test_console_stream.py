@@ -84,6 +84,17 @@ def test_a_reader_that_is_slow_loses_nothing_at_the_end():
     assert numbers_in(b"".join(parts).decode()) == list(range(1500))
 
 
+def test_of_a_progress_bar_that_nobody_reads_the_newest_state_stays_and_the_loss_is_told():
+    reader, writer = os.pipe()
+    stream = ConsoleStream(writer)
+    os.close(writer)
+    for number in range(3 * QUEUE_BYTES // 100):
+        stream.write(f"\r{number:06} {'x' * 92}")
+    threading.Thread(target=close_when_written, args=[stream]).start()
+    text = read_all(reader)
+    assert f"\r{3 * QUEUE_BYTES // 100 - 1:06} " in text and "lines are missing here" in text
+
+
 def test_a_terminal_stopped_by_ctrl_s_blocks_nothing_and_shows_the_rest_when_it_goes_on():
     screen, terminal = pty.openpty()
     stream = ConsoleStream(terminal)

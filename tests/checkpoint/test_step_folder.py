@@ -230,6 +230,16 @@ def test_a_state_that_lacks_what_is_needed_is_found_though_all_checksums_are_rig
     assert_found_out(run, f"{STATE} is damaged")
 
 
+@pytest.mark.parametrize(("key", "value"), [("frozen_files", []), ("trained", []), ("data", None), ("step", "6")])
+def test_a_value_of_another_type_is_found_and_its_key_named_though_all_checksums_are_right(run, key, value):
+    folder = step_path(run, 6)
+    text = json.dumps(state_of(6) | {key: value}).encode()
+    (folder / STATE).write_bytes(text)
+    entries = json.loads((folder / MANIFEST).read_text())["files"]
+    made_right(folder, entries | {STATE: {"bytes": len(text), "sha256": hashlib.sha256(text).hexdigest()}})
+    assert_found_out(run, f"{STATE} is damaged: its {key} is not what mmtrain writes")
+
+
 @pytest.mark.parametrize("entry", [7, {}, {"bytes": 1}, {"bytes": "text", "sha256": "0"}, {"bytes": None}, None, []])
 def test_a_manifest_entry_that_lacks_what_is_needed_is_found_though_its_checksum_is_right(run, entry):
     folder = step_path(run, 6)

@@ -94,7 +94,7 @@ class Adapter:
         """Turn a row into a record; raises BadSample."""
         try:
             return self._adapt(row)
-        except RecursionError:  # arrays in arrays: ijson reads any depth
+        except RecursionError:  # arrays in arrays: a table may hold any depth
             raise BadSample("not_json", "its values are nested too deeply") from None
 
     def _adapt(self, row: object) -> Adapted:

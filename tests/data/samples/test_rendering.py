@@ -27,12 +27,12 @@ MESSAGES = [{"role": "user", "content": "hello"}]
 )
 def test_what_a_template_does_wrong_is_a_failure_that_says_so(text, words):
     with pytest.raises(TemplateError, match=words):
-        JinjaTemplate(text).render(MESSAGES)
+        JinjaTemplate(text).render(MESSAGES, {})
 
 
 def test_a_long_conversation_is_rendered_whatever_its_length():
     message = {"role": "user", "content": "word " * 2000}
     text = "{% set ns = namespace(text='') %}{% for message in messages %}\
 {% set ns.text = ns.text + message['role'] + ': ' + message['content'].strip() + '\n' %}{% endfor %}{{ ns.text }}"
-    written = JinjaTemplate(text).render([message] * 500)
+    written = JinjaTemplate(text).render([message] * 500, {"messages": "a token that is called so"})
     assert written == ("user: " + ("word " * 2000).strip() + "\n") * 500
