@@ -125,7 +125,7 @@ def test_a_worker_that_is_killed_is_an_error_and_the_run_goes_on_with_resume(fol
 
 
 def test_two_runs_cannot_write_into_one_folder(folder):
-    slow_data(folder, 400)
+    slow_data(folder, 1600)
     process = start(folder, "--samples-per-shard", "20", "--workers", "1")
     try:
         wait_for_shards(1, folder, process)
