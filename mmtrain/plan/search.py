@@ -33,7 +33,7 @@ MOST_STAGES_PER_RANK = 4
 STAGE_GAIN = 0.01
 """Share of a step that more stages a rank must save: they cost messages, which may be dearer than assumed."""
 SLICES_GAIN = 0.005
-"""Share of a step that slices of the encoder must save over the encoder on rank 0, likewise."""
+"""Minimum relative speed-up that justifies slices of the encoder instead of the encoder on rank 0."""
 MOST_WORK = 1.04
 """Times the mean of all ranks: what a rank may work so that slices fit idle slots better. Times are estimates."""
 MOST_PLACEMENTS = 4
@@ -119,7 +119,7 @@ class Search:
 
     @property
     def equal_slices(self) -> Slices:
-        """The same number of blocks on every rank that may hold some, rounded up."""
+        """Return equal numbers of blocks, rounded up, for every rank that may hold some."""
         holders = range(self.pipeline) if self.encoder_ranks == "auto" else self.encoder_ranks
         each = -(-self.costs.costs.encoder.blocks // len(holders))
         return tuple(each * (rank in holders) for rank in range(self.pipeline))

@@ -53,7 +53,7 @@ class AyaVision(StockClass):
         }
 
     def own_image_settings(self, transform: ImageTransform, layout: ImageLayout) -> dict[str, Any]:
-        """Its processor asks for tiles whatever the file says, of which there then may be one."""
+        """Allow one tile where the layout has one: the processor asks for tiles whatever the file says."""
         most = layout.max_tiles if layout.name == TILES else 1
         return {"crop_to_patches": layout.name == TILES, "min_patches": 1, "max_patches": most}
 

@@ -240,7 +240,7 @@ class PaddedBatch:
         return torch.nn.functional.pad(self.labels[:, 1:], (0, 1), value=IGNORE)
 
     def pinned(self) -> PaddedBatch:
-        """The same in page-locked memory, from where copies to a CUDA device run beside its work."""
+        """Copy to page-locked memory, from which a CUDA device reads beside its work."""
         return PaddedBatch(**{name: tensor.pin_memory() for name, tensor in vars(self).items()})
 
     @property

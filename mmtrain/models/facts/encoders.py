@@ -65,7 +65,7 @@ class EncoderFamily:
         return rows(tensors, self.class_token) + rows(tensors, self.registers)
 
     def own(self, tensors: Mapping[str, T]) -> dict[str, T]:
-        """Of what is said of a file's tensors, the encoder's part, by published name."""
+        """Select the encoder's tensors of a file, by published name."""
         outer = next((outer for outer in self.outer if any(name.startswith(outer) for name in tensors)), "")
         return {
             self.published(name.removeprefix(outer)): said

@@ -265,7 +265,7 @@ def llm_config(folder: Path) -> dict[str, Any]:
 
 
 def llm_tensors(folder: Path, tensors: Mapping[str, T]) -> dict[str, T]:
-    """Of what is said of a folder's tensors, what concerns its LLM, by the names that the LLM has alone.
+    """Select the LLM's tensors from a multimodal checkpoint and strip their prefix.
 
     Raises UserError for the LLMs of two models in one folder.
     """
@@ -316,7 +316,7 @@ def encoder_prefix(folder: Path, names: Mapping[str, Any]) -> str:
 
 
 def encoder_tensors(folder: Path, tensors: Mapping[str, T]) -> dict[str, T]:
-    """Of what is said of a folder's tensors, what concerns its encoder, by the names that the encoder has alone."""
+    """Select the encoder's tensors from a multimodal checkpoint and strip their prefix."""
     prefix = encoder_prefix(folder, tensors)
     return {name.removeprefix(prefix): said for name, said in tensors.items() if name.startswith(prefix)}
 
