@@ -55,7 +55,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return run_command(lambda: module.run(options), **options.ending)
 
 
-def door(command: str) -> NoReturn:
+def run_as_script(command: str) -> NoReturn:
     """Run `mmtrain COMMAND` with the arguments of a script in tools/, and end it with the exit code."""
     sys.exit(main([command, *sys.argv[1:]]))
 

@@ -322,7 +322,7 @@ def packed(step: Step, pack_length: int, decode: Decode) -> list[PackedBatch]:
 
 
 def padded(shape: ModelSize, step: Step, decode: Decode, transform: ImageTransform) -> list[PaddedBatch]:
-    """The same samples in the order in which they were drawn, in as many batches as the step has packs.
+    """Return the step's samples in the order they were drawn, as one batch a pack.
 
     Each batch is padded to its longest sample.
     """
