@@ -36,7 +36,7 @@ def find_beginning(config: RunConfig) -> StepFolder | None:
     if not folder.is_dir() or not names_checkpoint(folder):
         raise UserError(
             f"{KEY}: {path}: no run and no checkpoint of mmtrain{variable_hint(path)}; of an exported model begin by "
-            "model.from, or by its folder as model.llm.path"
+            "model.pretrained, or by its folder as model.llm.path"
         )
     return find(folder)
 
@@ -84,7 +84,7 @@ def names_beginning_anew(config: RunConfig, checkpoint: StepFolder) -> list[str]
         elif not matches_any(name, config.model.trainable):
             raise UserError(
                 f"{KEY}: {path} has trained {name}, which stays frozen here, as its published file has it; add it to "
-                "model.trainable, or export that run (--format hf) and begin with the folder as model.from"
+                "model.trainable, or export that run (--format hf) and begin with the folder as model.pretrained"
             )
     ours, theirs = config.model.lora, checkpoint.config.model.lora
     if any(map(is_adapter, there)) and ours.alpha / ours.r != theirs.alpha / theirs.r:
@@ -98,4 +98,4 @@ def names_beginning_anew(config: RunConfig, checkpoint: StepFolder) -> list[str]
 def _remedy(name: str) -> str:
     if is_adapter(name):
         return "give model.lora as that run had it, or export that run (--format hf) and begin with the folder"
-    return "export that run (--format hf) and begin with the folder as model.from or model.llm.path"
+    return "export that run (--format hf) and begin with the folder as model.pretrained or model.llm.path"

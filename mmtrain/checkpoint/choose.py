@@ -195,7 +195,7 @@ def _beginning(start: StepFolder, config: RunConfig, fixed: Sequence[str]) -> st
             names_beginning_anew(config.changed(changes), start)
             return f" and model.init_from={start.path}"
     if sees and is_same_projector:
-        keys = "model.from=FOLDER in place of model.llm.path, model.vision.name and model.projector.init_from"
+        keys = "model.pretrained=FOLDER in place of model.llm.path, model.vision.name and model.projector.init_from"
     else:
         keys = "model.llm.path=FOLDER" + " model.vision.name=FOLDER" * (sees and saw)
     return f" and {keys}, made by mmtrain export --checkpoint {start.path} --format hf --out FOLDER"

@@ -100,7 +100,7 @@ ANSWERS = {
     "run_name wandb_exp_name": "it is run.name",
     "overwrite_output_dir": "it is run.overwrite",
     "model_name_or_path model_path base_model pretrained_model_name_or_path model_id": (
-        "model.llm.path names the LLM, and model.from a whole multimodal model"
+        "model.llm.path names the LLM, and model.pretrained a whole multimodal model"
     ),
     "tokenizer tokenizer_name tokenizer_name_or_path tokenizer_model": "the tokenizer is that of model.llm.path",
     "trust_remote_code": "no code of a model's folder is ever run",

@@ -73,9 +73,12 @@ def validated(content: dict[str, Any], source: str, heading: str = "") -> RunCon
 
 
 def _with_fit(config: RunConfig) -> RunConfig:
-    """With what a null data.image_fit stands for, so that what a run did is written down; model.from says it later."""
+    """Resolve data.image_fit=null to its default, so that config.yaml records the value used.
+
+    With model.pretrained the model's files decide it, later.
+    """
     is_cut = config.model.vision is not None and config.model.vision.cuts_images
-    if config.data.image_fit is not None or is_cut or getattr(config.model, "from") is not None:
+    if config.data.image_fit is not None or is_cut or config.model.pretrained is not None:
         return config
     return config.changed({"data.image_fit": "pad"})
 

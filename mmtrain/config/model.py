@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, create_model, model_validator
+from pydantic import Field, model_validator
 
-from mmtrain.config.keys import Files, Fixed, Free, Kept, Measured, NamesFiles, OnResume
+from mmtrain.config.keys import Files, Fixed, Free, Kept, Measured
 from mmtrain.config.limits import MAX_GRID_SIDE, MAX_GRIDS, MAX_TILES
 from mmtrain.config.section import Float, Section, wrong_together
 
@@ -27,7 +27,8 @@ class LlmSection(Section):
     path: Free[Files[str]]
     """model folder, or a hub id whose files are in the local Hugging Face cache"""
     dtype: Kept[Dtype] = "bfloat16"
-    """storage and compute type of the frozen LLM; where model.from names a folder of float32, float32 is the default"""
+    """storage and compute type of the frozen LLM; where model.pretrained names a folder of float32, float32 is the
+    default"""
     quantize: Kept[Literal["nf4", "int8"] | None] = None
     """keep decoder layers in which nothing but adapters trains in fewer bits: nf4 in 4, int8 in 8 a weight, by
     bitsandbytes (pip install 'mmtrain[quantize]'); they compute in dtype. It is another model, near the one in path;
@@ -110,23 +111,11 @@ class LoraSection(Section):
     llm.layers.*.mlp, vision.*; adapters train where model.trainable names them: llm.layers.*.lora_*"""
 
 
-# A field of this name is no attribute that a class can declare: it is a word of Python's.
-_FROM: Any = {
-    "from": (
-        Annotated[str | None, OnResume.FREE, NamesFiles()],
-        Field(
-            None,
-            description="folder or cached hub id of a whole multimodal model to go on from (Llava, LlavaNext, "
-            "LlavaOnevision, AyaVision, Idefics3, SmolVLM, InternVL, PerceptionLM): stands for model.llm.path, "
-            "model.vision, model.projector and data.image_fit as its files have them, which are then left out; null: "
-            "they are given",
-        ),
-    )
-}
-_From: Any = create_model("_From", __base__=Section, **_FROM)
-
-
-class ModelSection(_From):
+class ModelSection(Section):
+    pretrained: Free[Files[str | None]] = None
+    """folder or cached hub id of a whole multimodal model to go on from (Llava, LlavaNext, LlavaOnevision, AyaVision,
+    Idefics3, SmolVLM, InternVL, PerceptionLM): stands for model.llm.path, model.vision, model.projector and
+    data.image_fit as its files have them, which are then left out; null: they are given"""
     llm: LlmSection
     vision: Fixed[VisionSection | None]
     """the vision encoder; null: none, and no projector: text alone"""
@@ -144,14 +133,14 @@ class ModelSection(_From):
     def _check_pretrained(cls, content: Any) -> Any:
         if not isinstance(content, dict):
             return content
-        whole, has_vision = content.get("from"), content.get("vision", {}) is not None
-        if whole is not None and not has_vision:
+        pretrained, has_vision = content.get("pretrained"), content.get("vision", {}) is not None
+        if pretrained is not None and not has_vision:
             raise wrong_together(
-                "model.vision: null, and model.from names a model with an encoder; to train its LLM on text alone set "
-                "model.llm.path to that folder instead of model.from"
+                "model.vision: null, and model.pretrained names a model with an encoder; to train its LLM on text "
+                "alone set model.llm.path to that folder instead of model.pretrained"
             )
-        named = [("llm", "path", whole), ("vision", "name", whole)]
-        named += [("projector", "init_from", content.get("init_from") or whole)] if has_vision else []
+        named = [("llm", "path", pretrained), ("vision", "name", pretrained)]
+        named += [("projector", "init_from", content.get("init_from") or pretrained)] if has_vision else []
         for part, key, value in named:
             if isinstance(value, str) and isinstance(keys := content.get(part, {}), dict):
                 content = content | {part: {key: value} | keys}

@@ -27,7 +27,7 @@ MOST_EXPLAINED = 20  # problems; finding the nearest key takes milliseconds each
 LONGEST_KEY = 60  # characters of an unknown key that are compared and shown
 _ALIKE = 0.76  # of names within a section; tests hold which slips and strangers it parts
 _ALMOST_EQUAL = 0.9  # of names of other sections
-_VAGUE = {"name", "type", "path", "dir", "format", "from"}  # such a key of another section is no answer
+_VAGUE = {"name", "type", "path", "dir", "format"}  # such a key of another section is no answer
 _BOUNDS = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<"}
 
 

@@ -48,7 +48,7 @@ STREAMING_GAIN = 0.005
 
 def models_of(config: RunConfig) -> Models:
     """Return the shapes of a run's models. Raises UserError if one is not known, or if they do not fit together."""
-    assert getattr(config.model, "from") is None, "`expand_pretrained` comes before: a plan reads explicit keys"
+    assert config.model.pretrained is None, "`expand_pretrained` comes before: a plan reads explicit keys"
     llm = llm_shape(config.model.llm.path)
     vision, operations = NO_VISION, ()
     if (chosen := config.model.vision) is not None:

@@ -81,7 +81,7 @@ class Idefics3(StockClass):
         folder.square("max_image_size", folder.images.get("max_image_size"))
         if folder.images.get("do_image_splitting", True):
             _log.info(
-                f"model.from: {folder.path}: its processor cuts images into tiles (do_image_splitting); mmtrain trains "
-                f"on one square of {folder.vision.image_size} pixels, and exports a processor that makes one"
+                f"model.pretrained: {folder.path}: its processor cuts images into tiles (do_image_splitting); mmtrain "
+                f"trains on one square of {folder.vision.image_size} pixels, and exports a processor that makes one"
             )
         return {"factor": self.factor(folder, "scale_factor", folder.config.get("scale_factor", 2))}

@@ -1,4 +1,4 @@
-"""`model.from`: expand a whole multimodal model's folder into the keys that everything below sees.
+"""`model.pretrained`: expand a whole multimodal model's folder into the keys that everything below sees.
 
 config.json, the processor's files --StockFolder, StockClass.read--> model.vision.{select_layer, final_norm, layout,
                      max_tiles, pinpoints}, model.projector.{type, factor, width}, data.image_fit
@@ -22,23 +22,23 @@ _log = logging.getLogger(__name__)
 
 
 def expand_pretrained(config: RunConfig) -> RunConfig:
-    """Return the configuration with explicit keys in place of `model.from`; itself where that is not set.
+    """Return the configuration with explicit keys in place of `model.pretrained`; itself where that is not set.
 
     Raises UserError for a folder that is no model of a class that mmtrain exports, for what of it mmtrain would compute
     otherwise, and for a key that was given by hand and contradicts the folder.
     """
-    path = getattr(config.model, "from")
+    path = config.model.pretrained
     if path is None:
         return config
     if not path:
-        raise UserError("model.from: is empty; give a model's folder, or null where its parts are given")
+        raise UserError("model.pretrained: is empty; give a model's folder, or null where its parts are given")
     folder = model_folder(path)
     content = read_json(folder / "config.json")
     kind = content.get("model_type")
     stock = next((stock for stock in STOCK_CLASSES if kind in stock.model_types), None)
     if stock is None:
         known = ", ".join(name for stock in STOCK_CLASSES for name in stock.model_types)
-        raise UserError(f"model.from: {path} has model_type {shown(kind)}; needed is one of {known}")
+        raise UserError(f"model.pretrained: {path} has model_type {shown(kind)}; needed is one of {known}")
     try:
         keys = {**dict.fromkeys(PARTS, path), **stock.keys(StockFolder(path, folder, content))}
         if config.model.init_from is not None:
@@ -54,11 +54,13 @@ def expand_pretrained(config: RunConfig) -> RunConfig:
             if stored == "float32":
                 keys["model.llm.dtype"] = stored
             elif stored == "float16":
-                _log.info(f"model.from: {path}: its float16 is rounded to bfloat16; model.llm.dtype=float32 keeps it")
-        config = config.changed({**keys, "model.from": None})
+                _log.info(
+                    f"model.pretrained: {path}: its float16 is rounded to bfloat16; model.llm.dtype=float32 keeps it"
+                )
+        config = config.changed({**keys, "model.pretrained": None})
         exporter_for(config)
     except UserError as error:
-        raise UserError(f"model.from: {path}: {error}") from None
+        raise UserError(f"model.pretrained: {path}: {error}") from None
     return config
 
 

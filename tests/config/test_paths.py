@@ -35,7 +35,7 @@ def problems(*overrides: str) -> list[str]:
 def test_the_keys_that_name_files_are_marked():
     assert {".".join(path) for path in marked(RunConfig, NamesFiles)} == {
         "run.dir",
-        "model.from",
+        "model.pretrained",
         "model.llm.path",
         "model.vision.name",
         "model.projector.init_from",
@@ -69,7 +69,7 @@ def test_a_template_is_read_from_a_variable_folder_and_a_template_text_stays(mon
 
 def test_in_a_file_as_in_an_override_and_the_whole_path_is_kept(monkeypatch):
     Path("mine.yaml").write_text(
-        "run: {name: a, dir: '${DATA}/runs'}\nmodel: {from: '${DATA}/llava'}\ntrain: {packs_per_step: 1, epochs: 1}\n"
+        "run: {name: a, dir: '${DATA}/runs'}\nmodel: {pretrained: '${DATA}/llava'}\ntrain: {packs_per_step: 1, epochs: 1}\n"
         "data:\n  shards: ${DATA}/x-{000..001}.tar\n"
     )
     config = load_config("mine.yaml")

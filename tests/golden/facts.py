@@ -218,7 +218,7 @@ def exports(folder: Path, case: str) -> dict[str, Any]:
         overrides = ["model.lora.r=4", "model.lora.alpha=6", f"model.lora.targets={asked['lora']}", *overrides]
     if "whole" in asked:
         save_whole(asked["whole"], own / "whole", make_tokenizer())
-        model = {"from": str(own / "whole"), "llm": {"dtype": "float32"}}
+        model = {"pretrained": str(own / "whole"), "llm": {"dtype": "float32"}}
     else:
         model = model_of(folder, asked.get("llm", "llama"), asked.get("encoder"))
     config = load_config(own, model, overrides)

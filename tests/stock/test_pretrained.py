@@ -95,7 +95,7 @@ def configured(tiny, tmp_path) -> Callable[..., RunConfig]:
 
     def load(whole: Path, *overrides: str, **model: Any) -> RunConfig:
         content = yaml.safe_load((tiny / "config.yaml").read_text())
-        content["model"] = {"from": str(whole), "llm": {"dtype": "float32"}, **model}
+        content["model"] = {"pretrained": str(whole), "llm": {"dtype": "float32"}, **model}
         (tmp_path / "config.yaml").write_text(yaml.safe_dump(content))
         return mmtrain.load_config(tmp_path / "config.yaml", overrides)
 
@@ -114,7 +114,7 @@ def test_from_says_what_the_keys_say_and_an_export_has_the_same_bits(make, confi
     config = configured(whole.folder)
     vision, projector, fit = COMPLETED[kind]
     named = (config.model.llm.path, config.model.vision.name, config.model.projector.init_from)
-    assert named == (str(whole.folder),) * 3 and getattr(config.model, "from") is None
+    assert named == (str(whole.folder),) * 3 and config.model.pretrained is None
     assert config.model.vision.model_dump(include=set(vision)) == vision
     assert config.model.projector.model_dump(include={*projector, "width"}) == {**projector, "width": None}
     assert config.data.image_fit == fit
@@ -418,7 +418,7 @@ def test_a_folder_trains_in_its_own_type_unless_the_configuration_says_another(
     AutoModelForImageTextToText.from_pretrained(folder, dtype=getattr(torch, stored)).save_pretrained(folder)
     config = configured(folder, **{"llm": {}, **model})
     assert (config.model.llm.dtype, config.model.vision_dtype) == (dtype, dtype)
-    assert (f"model.from: {folder}: its float16 is rounded to bfloat16" in "".join(logged)) == is_told
+    assert (f"model.pretrained: {folder}: its float16 is rounded to bfloat16" in "".join(logged)) == is_told
 
 
 def test_a_folder_of_float32_that_is_imported_and_exported_again_has_the_same_bits(make, configured, tmp_path):
@@ -445,10 +445,10 @@ def test_a_key_given_by_hand_may_repeat_the_folder_and_not_contradict_it(make, c
     ):
         with pytest.raises(UserError) as raised:
             configured(folder, given)
-        assert said in str(raised.value) and f"model.from: {folder}" in str(raised.value)
-    with pytest.raises(UserError, match=r"model\.vision: null, and model\.from names a model with an encoder"):
+        assert said in str(raised.value) and f"model.pretrained: {folder}" in str(raised.value)
+    with pytest.raises(UserError, match=r"model\.vision: null, and model\.pretrained names a model with an encoder"):
         configured(folder, vision=None)
-    with pytest.raises(UserError, match=r"model\.from: \[5\] is not allowed; needs text or null"):
-        configured(folder, "model.from=[5]")
-    with pytest.raises(UserError, match=r"model\.from: is empty; give"):
-        configured(folder, "model.from=")
+    with pytest.raises(UserError, match=r"model\.pretrained: \[5\] is not allowed; needs text or null"):
+        configured(folder, "model.pretrained=[5]")
+    with pytest.raises(UserError, match=r"model\.pretrained: is empty; give"):
+        configured(folder, "model.pretrained=")
