@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 import mmtrain
-from mmtrain.base.printing import harmless, print_result, run_command, show_error
+from mmtrain.base.printing import escape, print_result, run_command, show_error
 
 COMMANDS = {  # in the order of their use; the module of each, and what it does
     "train": ("mmtrain.launch", "train a connector, or go on with a run"),
@@ -48,7 +48,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if command not in COMMANDS:
         near = difflib.get_close_matches(command, COMMANDS, 1)
         meant = f"did you mean {near[0]}?" if near else "mmtrain --help lists what there is"
-        show_error(f"mmtrain has no command {harmless(command)}: {meant}")
+        show_error(f"mmtrain has no command {escape(command)}: {meant}")
         return 2
     module = importlib.import_module(COMMANDS[command][0])
     options = module.parse_arguments(others)

@@ -18,7 +18,7 @@ from mmtrain.api.run import Run
 from mmtrain.base.cache import cache_folder
 from mmtrain.base.durable import held
 from mmtrain.base.errors import UserError
-from mmtrain.base.printing import harmless, shortened
+from mmtrain.base.printing import escape
 from mmtrain.checkpoint.step_folder import StepFolder, find, names_checkpoint
 from mmtrain.config.limits import MAX_IMAGE_PIXELS
 from mmtrain.data.samples.records import IMAGE_MARK, BadSample
@@ -77,7 +77,7 @@ def stock_folder(model: str, show: Callable[[str, int, int], None] = lambda *_: 
     config = folder / "config.json"
     family = read_json(config).get("model_type") if config.is_file() else None
     if family not in [stock.model_type for stock in STOCK_CLASSES] and not _is_causal_lm(config):
-        seen = "no config.json" if family is None else f"model_type {harmless(family)}"
+        seen = "no config.json" if family is None else f"model_type {escape(family)}"
         raise UserError(f"{model}: has {seen}; {NEEDED}")
     shapes = tensor_shapes(folder)
     if shapes is None:
@@ -173,13 +173,13 @@ def _check_parts(stock: StockClass, config: dict[str, Any], folder: Path) -> Non
     vision, text = ((config.get(part) or {}).get("model_type") for part in ("vision_config", "text_config"))
     if vision is not None and vision not in encoders:
         raise UserError(
-            f"{folder}: config.json has a vision_config of model_type {shortened(repr(vision))}; {stock.class_name} "
+            f"{folder}: config.json has a vision_config of model_type {escape(repr(vision))}; {stock.class_name} "
             f"takes {', '.join(sorted(encoders))}"
         )
     is_causal = text is None or (text in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES and text in transformers.CONFIG_MAPPING)
     if not is_causal or (text and transformers.CONFIG_MAPPING[text].sub_configs.keys() - PARTS_OF_LLMS):
         raise UserError(
-            f"{folder}: config.json has a text_config of model_type {shortened(repr(text))}, which is no LLM alone; "
+            f"{folder}: config.json has a text_config of model_type {escape(repr(text))}, which is no LLM alone; "
             "needed is one, as llama"
         )
     if TIMM in stock.encoders:
@@ -196,7 +196,7 @@ def _ready(folder: Path, model: Any, processor: Any, tokenizer: Any, report: dic
     # Of generation_config.json only what ends an answer is taken: the rest chooses code of transformers, or samples.
     ends = model.generation_config.eos_token_id
     if not all(is_whole(end, 0, LARGEST_TOKEN) for end in (ends if isinstance(ends, list) else [ends or 0])):
-        raise UserError(f"{folder}: generation_config.json says eos_token_id {shortened(repr(ends))}, no token")
+        raise UserError(f"{folder}: generation_config.json says eos_token_id {escape(repr(ends))}, no token")
     model.generation_config = GenerationConfig(eos_token_id=ends, pad_token_id=tokenizer.pad_token_id)
     if not isinstance(processor.chat_template, str):
         raise UserError(f"{folder}: has no chat template, so how to ask is not known; add its chat_template.jinja")
@@ -324,7 +324,7 @@ class Conversation:
             return template.render(messages, {**tokenizer.special_tokens_map, **own})
         except TemplateError as error:
             raise UserError(
-                f"the model's chat template does not take this conversation ({harmless(str(error))})"
+                f"the model's chat template does not take this conversation ({escape(str(error))})"
                 + ("; leave out the system turn (--system)" if messages[0]["role"] == "system" else "")
             ) from error
 

@@ -1,9 +1,9 @@
 """Everything that this package and its tools print: text of files reaches no terminal and no log unescaped.
 
 Names, keys and the errors of libraries hold text of files that strangers made. It could move a terminal's cursor,
-rewrite the lines above, or turn an address around. So whatever is printed goes through `escape`, here, where it is
-printed: callers hand over raw text. It also takes logins out of addresses. A line break within a message is followed by
-an indent, so that no text of a file looks like a message of its own.
+rewrite the lines above, or turn an address around. Callers hand over raw text, and everything goes through
+`escape_lines` here, where it is printed. It also takes logins out of addresses. A line break within a message is
+followed by an indent, so that no text of a file looks like a message of its own.
 """
 
 from __future__ import annotations
@@ -32,28 +32,20 @@ INTERRUPTED = 130  # exit code of a command that Ctrl-C has ended
 _OBEYED = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 
 
-def escape(text: str, limit: int | None = None) -> str:
-    """Return the text with what a terminal obeys escaped as in Python, addresses without logins, at most `limit` long.
-
-    Lines and tabs stay.
-    """
-    shown = _OBEYED.sub(lambda match: match[0].encode("unicode_escape").decode(), without_logins(text))
-    return shown if limit is None or len(shown) <= limit else shown[: limit - 3] + "..."
+def escape_lines(text: str) -> str:
+    """Return the text with what a terminal obeys escaped as in Python, and addresses without logins."""
+    return _OBEYED.sub(lambda match: match[0].encode("unicode_escape").decode(), without_logins(text))
 
 
-def shortened(text: str, longest: int = 200) -> str:
-    """Return content of a file as a part of a message."""
-    return escape(text, longest)
-
-
-def harmless(text: str) -> str:
-    """Return text from data as one short line, a part of a message."""
-    return escape(" ".join(text.split()), 300)
+def escape(text: str, limit: int = 300) -> str:
+    """Return text of a file as part of a message: one line of at most `limit` characters."""
+    line = escape_lines(" ".join(text.split()))
+    return line if len(line) <= limit else f"{line[: limit - 3]}..."
 
 
 def message(text: str) -> str:
     """A whole message, escaped: lines after its first one are indented, by two blanks if not by more."""
-    first, *more = escape(text).split("\n")
+    first, *more = escape_lines(text).split("\n")
     return "\n".join([first, *(line if not line or line[0].isspace() else f"  {line}" for line in more)])
 
 
@@ -71,7 +63,7 @@ def table_lines(columns: Sequence[str], rows: Iterable[Sequence[object]], width:
     table = Table(box=None, pad_edge=False, padding=(0, gap, 0, 0), header_style="")
     table.show_header = any(name.strip(">") for name in columns)
     height = max(name.count("\n") for name in columns)
-    rows = [[Text(escape(str(cell))) for cell in row] for row in rows]  # rich reads plain strings as markup
+    rows = [[Text(escape_lines(str(cell))) for cell in row] for row in rows]  # rich reads plain strings as markup
     needed = 0  # what the numbers take, and a few characters of each other column: rich would cut numbers in silence
     for place, name in enumerate(columns):
         right = name[:1] == ">"
@@ -124,7 +116,7 @@ def print_result(*messages: str) -> None:
 def print_words(text: str) -> None:
     """Print words as they come, without ending the line; a reader that has left is a BrokenPipeError."""
     try:
-        print(escape(text), end="", flush=True)
+        print(escape_lines(text), end="", flush=True)
     except BrokenPipeError:
         _print_no_more(sys.stdout)
         raise

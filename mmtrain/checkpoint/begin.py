@@ -12,7 +12,7 @@ import logging
 from pathlib import Path
 
 from mmtrain.base.errors import UserError
-from mmtrain.base.printing import first_few, harmless
+from mmtrain.base.printing import escape, first_few
 from mmtrain.checkpoint.step_folder import StepFolder, find, names_checkpoint
 from mmtrain.config.environment import variable_hint
 from mmtrain.config.schema import RunConfig
@@ -69,7 +69,7 @@ def names_beginning_anew(config: RunConfig, checkpoint: StepFolder) -> list[str]
     here = {p.name: p.shape for p in models_of(config).parameters}
     for name, shape in there.items():
         if name not in here:
-            shown = harmless(name)
+            shown = escape(name)
             raise UserError(f"{KEY}: {path} has trained {shown}, which this run does not have; {_remedy(name)}")
         if here[name] != shape:
             raise UserError(

@@ -19,7 +19,7 @@ from typing import Any
 
 from mmtrain.base.errors import UserError
 from mmtrain.base.json_lines import parse_line, recorded
-from mmtrain.base.printing import shortened
+from mmtrain.base.printing import escape
 from mmtrain.checkpoint.begin import names_beginning_anew
 from mmtrain.checkpoint.run_folder import CONFIG, METRICS, PLAN, contents_of_a_run, run_folder
 from mmtrain.checkpoint.step_folder import CHECKPOINTS, StepFolder, find, find_newest, newest, step_folders
@@ -170,7 +170,7 @@ def _refuse_changes(start: StepFolder, config: RunConfig, allowed: Sequence[str]
         was, is_now = (json.dumps(value, ensure_ascii=False) for value in changed[key])
         parted = next((i for i, (one, other) in enumerate(zip(was, is_now, strict=False)) if one != other), 0)
         alike = max(parted - 40, 0)  # of long texts what differs is shown
-        was, is_now = (shortened("..." + text[alike:] if alike else text) for text in (was, is_now))
+        was, is_now = (escape("..." + text[alike:] if alike else text) for text in (was, is_now))
         lines.append(f"{key}: was {was}, is now {is_now}")
     if fixed:
         mend = (

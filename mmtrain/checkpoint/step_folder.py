@@ -27,7 +27,7 @@ from typing import Any, BinaryIO
 
 from mmtrain.base.durable import flush, leftovers, lock, remove_folder, whole_folder
 from mmtrain.base.errors import UserError
-from mmtrain.base.printing import shortened
+from mmtrain.base.printing import escape
 from mmtrain.base.small_files import MAX_JSON_BYTES, open_file, parse_json, read_limited
 from mmtrain.config.load import restore_config
 from mmtrain.config.schema import RunConfig
@@ -144,7 +144,7 @@ def why_damaged(path: Path) -> str | None:
         text = read_limited(path / MANIFEST, MAX_JSON_BYTES, "what mmtrain writes").decode()
         content = parse_json(text.encode())
         if content["format"] != FORMAT:
-            return f"{MANIFEST} has version {shortened(repr(content['format']))}, this mmtrain reads {FORMAT}"
+            return f"{MANIFEST} has version {escape(repr(content['format']))}, this mmtrain reads {FORMAT}"
         if text != _manifest(content["files"]):
             return f"{MANIFEST} is damaged: its checksum is wrong"
         present = {file.name for file in path.iterdir() if not file.name.startswith(".")} - {MANIFEST}

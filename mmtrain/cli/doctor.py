@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from mmtrain.base.arguments import command_parser
-from mmtrain.base.printing import clear_line, harmless, print_result, print_words, table_lines
+from mmtrain.base.printing import clear_line, escape, print_result, print_words, table_lines
 from mmtrain.doctor.check import Check, run_check
 from mmtrain.doctor.machine import describe_machine
 
@@ -85,7 +85,7 @@ def _run(check: Check, folder: Path) -> str:
         if on_terminal:
             clear_line()
     state = "FAILED" if outcome.state == "failed" else outcome.state
-    text = harmless(outcome.text) + (f"\nwhat to do: {outcome.remedy}" if outcome.remedy else "")
+    text = escape(outcome.text) + (f"\nwhat to do: {outcome.remedy}" if outcome.remedy else "")
     row = (f"{state:7}", f"{check.name:{NAME_WIDTH}}", f"{time.monotonic() - began:5.1f} s", text)
     print_result(*table_lines(("", "", ">", ""), [row]))
     return outcome.state

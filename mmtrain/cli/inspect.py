@@ -32,7 +32,7 @@ import numpy as np
 
 from mmtrain.base.arguments import command_parser, positive
 from mmtrain.base.errors import UserError
-from mmtrain.base.printing import harmless, print_note, print_result, print_table
+from mmtrain.base.printing import escape, print_note, print_result, print_table
 from mmtrain.base.progress import ProgressBar
 from mmtrain.data.inspection.reading import Reading, add_reading_arguments, parse_reading_arguments, reading_of
 from mmtrain.data.inspection.survey import Fill, Survey, best_nearby, epoch_fill, histogram, quantile, survey
@@ -285,8 +285,8 @@ def _verify(tars: Sequence[Path], stream: TextIO, as_json: bool) -> int:
         return EXIT_DAMAGED if damages else 0
     for damage in damages:
         where = "" if damage.offset is None else f" at byte {damage.offset:,}"
-        what = "the whole" if damage.key is None else f"sample {harmless(damage.key)}"
-        print_result(f"damaged: {damage.shard}: {what}{where}: {harmless(damage.detail)}")
+        what = "the whole" if damage.key is None else f"sample {escape(damage.key)}"
+        print_result(f"damaged: {damage.shard}: {what}{where}: {escape(damage.detail)}")
     print_result(f"{len(tars):,} shards, {samples:,} samples, {compared:,} bytes compared: {len(damages):,} damaged")
     return EXIT_DAMAGED if damages else 0
 
@@ -307,13 +307,13 @@ def _show(tars: Sequence[Path], reading: Reading, options: argparse.Namespace) -
 
 
 def _print_sample(sample: TokenizedSample) -> None:
-    key = harmless(sample.key)
+    key = escape(sample.key)
     for member in sample.members:
-        print_result(f"  {key}.{harmless(member.suffix)}  {member.size:,} bytes at byte {member.offset:,}")
+        print_result(f"  {key}.{escape(member.suffix)}  {member.size:,} bytes at byte {member.offset:,}")
     for speaker, text in sample.turns:
-        print_result(f"  {speaker}: {harmless(text)}")
+        print_result(f"  {speaker}: {escape(text)}")
     if sample.fault is not None:
-        print_result(f"  cannot be trained on: {sample.fault.reason}: {harmless(sample.fault.detail)}", "")
+        print_result(f"  cannot be trained on: {sample.fault.reason}: {escape(sample.fault.detail)}", "")
         return
     texts = [row.text if row.token == IMAGE_POSITION else repr(row.text) for row in sample.rows]
     table = []

@@ -15,7 +15,7 @@ from pydantic import BaseModel
 
 from mmtrain.base.disclosed import without_logins
 from mmtrain.base.errors import UserError
-from mmtrain.base.printing import shortened
+from mmtrain.base.printing import escape
 from mmtrain.config.keys import ELEMENT, NamesFiles, Path, marked
 
 _BRACED = re.compile(r"\$\{([A-Za-z_]\w*)((?:[:=?+-][^{}]*)?)\}", re.ASCII)  # and what a shell does where it is not set
@@ -34,7 +34,7 @@ def fill_in_paths(model: type[BaseModel], content: dict[str, Any]) -> tuple[dict
 def variable_hint(path: str) -> str:
     """Part of a message that `path` is not there: how a variable is written, where it seems to hold one."""
     found = _UNBRACED.search(path)
-    return f" (a variable is written ${{{shortened(found[2] or found[3], 60)}}})" if found else ""
+    return f" (a variable is written ${{{escape(found[2] or found[3], 60)}}})" if found else ""
 
 
 def _below(value: Any, path: Path, mark: NamesFiles, key: Path, problems: list[str]) -> Any:
@@ -60,7 +60,7 @@ def _filled(text: str) -> str:
         if name in os.environ and not os.path.lexists(text[: found.end()]):
             raise UserError(f"{found[1]} is neither a file nor a variable; write ${{{name}}}")
     for found in _BRACED.finditer(text):
-        (name, otherwise), shown = found.groups(), shortened(found[0], 60)
+        (name, otherwise), shown = found.groups(), escape(found[0], 60)
         if otherwise:
             raise UserError(f"{shown} has a default, which only a shell knows; leave it out, and set the variable")
         if _SECRET.search(name.upper()):
@@ -72,5 +72,5 @@ def _filled(text: str) -> str:
             raise UserError(f"the environment variable of {shown} is {empty}; set it, or write the path out")
     filled = _BRACED.sub(lambda found: os.environ[found[1]], text)
     if filled != text and _BRACED.search(filled):  # or config.yaml would be filled in again
-        raise UserError(f"{shortened(text, 60)} holds ${{...}} when it is filled in; give the variable another value")
+        raise UserError(f"{escape(text, 60)} holds ${{...}} when it is filled in; give the variable another value")
     return filled

@@ -13,7 +13,7 @@ from pydantic import ValidationError
 
 from mmtrain.base.disclosed import disclosed
 from mmtrain.base.errors import UserError
-from mmtrain.base.printing import shortened
+from mmtrain.base.printing import escape
 from mmtrain.config.environment import fill_in_paths
 from mmtrain.config.foreign_keys import answer_to, whole_file_of
 from mmtrain.config.keys import InsteadOf, all_fields, is_optional, marked, section_of
@@ -122,7 +122,7 @@ _Dumper.add_representer(str, _Dumper.represent_str)
 
 def key_of_option(option: str) -> str:
     """The end of a message that there is no such option, e.g. --learning_rate: which key is meant, if one is."""
-    path = tuple(shortened(option, LONGEST_KEY).partition("=")[0].lstrip("-").split("."))
+    path = tuple(escape(option, LONGEST_KEY).partition("=")[0].lstrip("-").split("."))
     if not option.startswith("--"):
         return ""
     known = [key for key, _ in all_fields(RunConfig)]
@@ -155,7 +155,7 @@ def _apply(content: dict[str, Any], override: str) -> None:
     # A text key takes its override as it stands: run.name=7 is a name, data.shards=*.tar no YAML alias.
     kinds = () if field is None else (field.annotation, *typing.get_args(field.annotation))
     is_text = str in kinds and not is_null and not text.startswith(("[", '"', "'"))
-    value = text if is_text else parse_yaml(text, shortened(f"override {override!r}"))
+    value = text if is_text else parse_yaml(text, escape(f"override {override!r}"))
     content[path[-1]] = {} if is_section and not may_be_null else value
 
 

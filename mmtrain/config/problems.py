@@ -17,7 +17,7 @@ from pydantic import BaseModel, TypeAdapter, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
-from mmtrain.base.printing import shortened
+from mmtrain.base.printing import escape
 from mmtrain.config.foreign_keys import answer_to
 from mmtrain.config.keys import ELEMENT, Path, all_fields, declared_path, section_of
 
@@ -81,7 +81,7 @@ def _key_path(location: tuple[int | str, ...], fields: dict[Path, FieldInfo]) ->
 
 
 def _unknown_key(path: Path, value: Any, fields: dict[Path, FieldInfo]) -> str:
-    path = tuple(shortened(part, LONGEST_KEY) for part in path)
+    path = tuple(escape(part, LONGEST_KEY) for part in path)
     said = f"{'.'.join(path)}: unknown key (value {_shown(value)}); "
     if (answer := answer_to(path)) is not None:
         return f"{said}here {answer}"
@@ -146,7 +146,7 @@ def _value_at(given: Any, path: Path) -> Any:
 def _shown(value: Any) -> str:
     text = "null" if value is None else repr(_as_written(value))
     text = {"True": "true", "False": "false"}.get(text, text)
-    return shortened(text, 120)
+    return escape(text, 120)
 
 
 def _as_written(value: Any) -> Any:

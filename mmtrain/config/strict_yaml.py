@@ -12,7 +12,7 @@ from typing import Any
 import yaml
 
 from mmtrain.base.errors import UserError
-from mmtrain.base.printing import shortened
+from mmtrain.base.printing import escape
 from mmtrain.base.small_files import LONGEST_NUMBER, read_limited
 
 MAX_BYTES = 500_000  # PyYAML reads about 300,000 a second; the shipped configurations have 2,000
@@ -48,17 +48,17 @@ class _Loader(yaml.SafeLoader):
             return super().construct_object(node, deep)
         except (ValueError, LookupError, AttributeError):  # PyYAML's, for the 99th of May or `!!bool maybe`
             kind = node.tag.rpartition(":")[2]
-            raise _fault(f"{shortened(repr(node.value))} is no {kind}", node.start_mark) from None
+            raise _fault(f"{escape(repr(node.value))} is no {kind}", node.start_mark) from None
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[str, Any]:
         lines: dict[str, int] = {}
         for key_node, _ in node.value:
             key = self.construct_object(key_node, deep=True)
             if not isinstance(key, str):
-                shown = shortened(repr(key))
+                shown = escape(repr(key))
                 raise _fault(f"key {shown} is not text (YAML reads on, yes and numbers as values)", key_node.start_mark)
             if key in lines:
-                shown = shortened(key)
+                shown = escape(key)
                 raise _fault(f"key {shown} is given twice, first on line {lines[key]}", key_node.start_mark)
             lines[key] = key_node.start_mark.line + 1
         return super().construct_mapping(node, deep)
@@ -84,9 +84,9 @@ def parse_yaml(text: str, source: str) -> Any:
         where = f"{source}, line {mark.line + 1}, column {mark.column + 1}" if mark else source
         has_variable = mark is not None and "${" in "".join(text.splitlines()[mark.line : mark.line + 1])
         quote = ' (within [ ] and { } a path with a variable stands in quotes: "${NAME}/file")' if has_variable else ""
-        raise UserError(f"{where}: {shortened(error.problem or error.context)}; mend the YAML there{quote}") from None
+        raise UserError(f"{where}: {escape(error.problem or error.context)}; mend the YAML there{quote}") from None
     except yaml.YAMLError as error:  # a character that YAML does not allow
-        raise UserError(f"{source}: {shortened(str(error))}; mend the YAML there") from None
+        raise UserError(f"{source}: {escape(str(error))}; mend the YAML there") from None
 
 
 def _fault(problem: str, mark: yaml.Mark) -> yaml.MarkedYAMLError:

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from mmtrain.base.collectives import all_gather_object
 from mmtrain.base.errors import UnrecordedError
 from mmtrain.base.json_lines import JsonLines
-from mmtrain.base.printing import first_few, harmless
+from mmtrain.base.printing import escape, first_few
 from mmtrain.engine.statistics import Statistics
 
 SHOWN = 3  # micro-batches, samples of each, and parameters, in words: the record has all
@@ -108,7 +108,7 @@ def in_words(record: Mapping[str, Any]) -> str:
     )
     bad = [m for m in record["microbatches"] if not math.isfinite(m["loss"] or 0.0)]
     if bad:
-        samples = (first_few([harmless(key) for key in m["keys"]], SHOWN) for m in bad)
+        samples = (first_few([escape(key) for key in m["keys"]], SHOWN) for m in bad)
         places = [
             f"{m['microbatch']} of replica {m['replica']} (samples {names})"
             for m, names in zip(bad, samples, strict=True)

@@ -12,7 +12,7 @@ from pathlib import Path
 import transformers
 import yaml
 
-from mmtrain.base.printing import harmless
+from mmtrain.base.printing import escape
 from mmtrain.config.model import LoraSection
 from mmtrain.data.samples.records import IMAGE_MARK
 from mmtrain.data.samples.templates import PlainTemplate
@@ -295,7 +295,7 @@ def shown_name(text: str) -> str:
 
 def code(text: str) -> str:
     """A code span, whose fence is longer than any in the text; what is not printable is escaped."""
-    shown = harmless(text)
+    shown = escape(text)
     fence = "`" * (max((len(run) for run in re.findall("`+", shown)), default=0) + 1)
     space = " " if shown.startswith("`") or shown.endswith("`") or not shown else ""
     return f"{fence}{space}{shown}{space}{fence}"

@@ -28,7 +28,7 @@ import transformers
 from transformers import PreTrainedModel
 
 from mmtrain.base.errors import UserError
-from mmtrain.base.printing import shortened
+from mmtrain.base.printing import escape
 from mmtrain.checkpoint.step_folder import StepFolder
 from mmtrain.config.schema import RunConfig
 from mmtrain.engine.audit import settings_fingerprint
@@ -232,7 +232,7 @@ def refuse_loading_faults(stock: ExportedClass, config: Mapping[str, Any], tenso
     try:
         _, report = _load(stock, config, shapes)
     except Exception as error:  # the encoder's code is timm's, of whatever architecture
-        why = shortened(f"{type(error).__name__}: {' '.join(str(error).split())}")
+        why = escape(f"{type(error).__name__}: {error}")
         raise UserError(f"{stock.class_name} does not load this model: {why}; {WHAT_WORKS}") from error
     if faults := {kind: sorted(map(str, entries)) for kind, entries in report.items() if entries}:
         listed = "; ".join(f"{kind}: {', '.join(names[:3])} ({len(names)})" for kind, names in faults.items())

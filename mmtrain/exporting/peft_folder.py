@@ -28,7 +28,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from transformers.pytorch_utils import Conv1D
 
 from mmtrain.base.errors import UserError
-from mmtrain.base.printing import harmless
+from mmtrain.base.printing import escape
 from mmtrain.checkpoint.step_folder import StepFolder
 from mmtrain.config.model import LoraSection
 from mmtrain.exporting.card import write_adapter_card
@@ -146,7 +146,7 @@ def _places(
     wanted = {name: tuple(tensor.shape) for name, tensor in state.items()}
     if odd := sorted(name for name in wanted.keys() | shapes.keys() if wanted.get(name) != shapes.get(name)):
         raise UserError(
-            f"{harmless(odd[0])}: trained with shape {shapes.get(odd[0])}, and peft would look for "
+            f"{escape(odd[0])}: trained with shape {shapes.get(odd[0])}, and peft would look for "
             f"{wanted.get(odd[0])} in {type(whole).__name__}; use --format hf"
         )
     described.target_modules = targets  # in order: peft has made a set of them

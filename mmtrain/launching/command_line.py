@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from mmtrain.base.arguments import command_parser
-from mmtrain.base.printing import shortened
+from mmtrain.base.printing import escape
 from mmtrain.checkpoint.choose import AUTO
 from mmtrain.config.load import key_of_option
 
@@ -83,7 +83,7 @@ def parse_run(parser: argparse.ArgumentParser, arguments: Sequence[str], **given
     options, unknown = parser.parse_known_intermixed_args(arguments, namespace=Options(**given))
     if unknown:
         meant = next(filter(None, map(key_of_option, unknown)), "")
-        parser.error(shortened(f"unrecognized arguments: {' '.join(unknown)}", 300) + meant)
+        parser.error(escape(f"unrecognized arguments: {' '.join(unknown)}", 300) + meant)
     return options
 
 

@@ -12,7 +12,7 @@ from typing import Any
 from mmtrain import __version__
 from mmtrain.base.disclosed import disclosed
 from mmtrain.base.errors import UserError
-from mmtrain.base.printing import harmless
+from mmtrain.base.printing import escape
 from mmtrain.checkpoint.choose import flat
 from mmtrain.config.load import dump_config
 from mmtrain.config.schema import RunConfig
@@ -80,7 +80,7 @@ def _difference(first: dict[str, Any], other: dict[str, Any], others: Sequence[i
     """Return the message: the first three keys whose values differ on rank 0, `first`, and on the first of `others`."""
     keys = [key for key in first | other if first.get(key) != other.get(key)]
     seen = [
-        f"{key} is {harmless(json.dumps(first.get(key)))} on rank 0 and {harmless(json.dumps(other.get(key)))} on rank "
+        f"{key} is {escape(json.dumps(first.get(key)))} on rank 0 and {escape(json.dumps(other.get(key)))} on rank "
         f"{others[0]}"
         for key in keys[:3]
     ]

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from mmtrain.base.errors import EncoderSliceError, UserError
 from mmtrain.base.json_lines import recorded
-from mmtrain.base.printing import harmless, print_info, print_note, show_cursor, show_error
+from mmtrain.base.printing import escape, print_info, print_note, show_cursor, show_error
 from mmtrain.checkpoint.begin import refuse_unfit_beginning
 from mmtrain.checkpoint.choose import AUTO, ResumePoint, find_start, is_complete
 from mmtrain.checkpoint.run_folder import METRICS, REPORT, locked, prepare_folder, run_folder
@@ -190,7 +190,7 @@ def _leave_page(folder: Path) -> None:
         print_info(f"report: {write_page([folder], folder / REPORT)}")
     except Exception as error:  # whatever it is, the run is over, and its exit code says how
         print_note(
-            f"the run's page was not made: {harmless(str(error) or repr(error))}; mmtrain report {folder} makes it"
+            f"the run's page was not made: {escape(str(error) or repr(error))}; mmtrain report {folder} makes it"
         )
 
 

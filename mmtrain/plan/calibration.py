@@ -23,7 +23,7 @@ from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 from mmtrain.base.cache import cache_folder
 from mmtrain.base.durable import write_whole
 from mmtrain.base.errors import UserError
-from mmtrain.base.printing import shortened
+from mmtrain.base.printing import escape
 from mmtrain.base.small_files import parse_json, read_limited
 from mmtrain.config.keys import EntersCalibration, marked
 from mmtrain.config.schema import RunConfig
@@ -224,7 +224,7 @@ def load_calibration(file: Path) -> Calibration:
     try:
         content = parse_json(read_limited(file, MAX_BYTES, "a calibration"))
         if (version := content.pop("format", None)) != FORMAT:
-            raise ValueError(f"it has version {shortened(repr(version))}, this mmtrain reads {FORMAT}")
+            raise ValueError(f"it has version {escape(repr(version))}, this mmtrain reads {FORMAT}")
         return TypeAdapter(Calibration).validate_python(content)
     except (OSError, ValueError, TypeError, AttributeError) as error:
         said = error.strerror if isinstance(error, OSError) else f"{type(error).__name__}: {error}"

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from mmtrain.base.errors import UserError
-from mmtrain.base.printing import bytes_text, first_few, shortened
+from mmtrain.base.printing import bytes_text, escape, first_few
 from mmtrain.config.schema import RunConfig
 from mmtrain.models.facts.adapters import is_adapter
 from mmtrain.models.facts.layouts import ImageLayout
@@ -110,7 +110,7 @@ def check_encoder_ranks(config: RunConfig, models: Models) -> None:
     wrong = [rank for rank in ranks if rank >= pipeline]
     if wrong or len(set(ranks)) < len(ranks):
         raise UserError(
-            f"parallel.encoder_ranks: {shortened(str(list(ranks)))}, but parallel.pipeline {pipeline} has ranks 0 "
+            f"parallel.encoder_ranks: {escape(str(list(ranks)))}, but parallel.pipeline {pipeline} has ranks 0 "
             f"to {pipeline - 1}. Name each once at most."
         )
     if models.vision.blocks_run == 0 or set(ranks) == {0}:
@@ -134,7 +134,7 @@ def check_streaming(config: RunConfig, models: Models) -> None:
     streams = any(asked) if isinstance(asked, tuple) else asked != 0
     if quantisation is not None and streams:
         raise UserError(
-            f"parallel.streamed_layers: {shortened(str(asked))}, but model.llm.quantize {quantisation} keeps decoder "
+            f"parallel.streamed_layers: {escape(str(asked))}, but model.llm.quantize {quantisation} keeps decoder "
             "layers on the device in fewer bits. Leave one of them out."
         )
     if quantisation is None and (asked == "auto" or not streams):
@@ -148,7 +148,7 @@ def check_streaming(config: RunConfig, models: Models) -> None:
             ("parallel.streamed_layers", asked) if quantisation is None else ("model.llm.quantize", quantisation)
         )
         raise UserError(
-            f"{key}: {shortened(str(value))}, but something besides adapters trains in every decoder layer, such as "
+            f"{key}: {escape(str(value))}, but something besides adapters trains in every decoder layer, such as "
             f"{trained[0]}, and what trains stays on the device. Leave {key.rpartition('.')[2]} out, or train "
             "adapters (model.lora)."
         )

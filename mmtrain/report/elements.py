@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
-from mmtrain.base.printing import shortened
+from mmtrain.base.printing import escape
 from mmtrain.report.records import Curve, Point
 
 LONG = 60  # a curve of more points is drawn with its means
@@ -129,7 +129,7 @@ def lines_of(name: str, curve: Curve, colour: int = 0) -> list[Series]:
 
 def table(caption: str, columns: Sequence[str], rows: Iterable[Sequence[Any]], *, folded: bool = False) -> Table:
     """Make a table of at most MAX_ROWS rows; its caption says how many there are."""
-    cells = [[shortened(c, MAX_CELL) if isinstance(c, str) else number(c) for c in row] for row in rows]
+    cells = [[escape(c, MAX_CELL) if isinstance(c, str) else number(c) for c in row] for row in rows]
     if len(cells) > MAX_ROWS:
         caption += f", the first {MAX_ROWS} of {len(cells):,} rows"
     return Table(caption, columns, cells[:MAX_ROWS], folded)

@@ -24,7 +24,7 @@ from pydantic import AfterValidator, BaseModel, Field, TypeAdapter, ValidationEr
 from mmtrain.base.disclosed import disclosed
 from mmtrain.base.errors import UserError
 from mmtrain.base.json_lines import whole_lines
-from mmtrain.base.printing import first_few, harmless, shortened
+from mmtrain.base.printing import escape, first_few
 from mmtrain.base.small_files import MAX_JSON_BYTES, open_file, read_limited
 from mmtrain.checkpoint.run_folder import ANSWERS, AUDIT, BAD_STEPS, CONFIG, DISCARDED, METRICS, PLAN, QUARANTINE
 from mmtrain.config.strict_yaml import read_yaml
@@ -41,7 +41,7 @@ Times = defaultdict[str, defaultdict[int, float]]  # kind of time -> rank -> sec
 
 def shown(text: str) -> str:
     """Text without terminal escapes, logins or arguments of programs, at most MAX_CHARACTERS long."""
-    return shortened(disclosed(text), MAX_CHARACTERS)
+    return escape(disclosed(text), MAX_CHARACTERS)
 
 
 Text = Annotated[str, AfterValidator(shown)]
@@ -311,7 +311,7 @@ def read_run(folder: Path) -> RunRecord:
     """Read the records of a run, which may be under way; raises UserError for a folder that is none."""
     if not (folder / CONFIG).is_file():
         raise UserError(f"{folder} has no {CONFIG}, so it is no run. Give the folder run.dir/run.name of a run.")
-    run = RunRecord(harmless(folder.resolve().name), folder)
+    run = RunRecord(escape(folder.resolve().name), folder)
     try:
         run.config = dict(_flat("", disclosed(read_yaml(inside(folder, CONFIG)))))
     except UserError as error:
@@ -347,7 +347,7 @@ def _flat(prefix: str, value: Any) -> Iterator[tuple[str, str]]:
             yield from _flat(f"{prefix}.{key}" if prefix else key, inner)
     elif prefix:
         text = value if isinstance(value, str) else json.dumps(value, default=str)
-        yield shortened(prefix), shortened(text, MAX_CHARACTERS)
+        yield escape(prefix), escape(text, MAX_CHARACTERS)
 
 
 def _read_json(run: RunRecord, name: str, kind: type[T]) -> T | None:

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from mmtrain.base.printing import escape
+from mmtrain.base.printing import escape_lines
 
 
 def log_name(node: int) -> str:
@@ -38,7 +38,7 @@ class PrefixedLog(io.TextIOWrapper):
         with contextlib.suppress(OSError):
             for line in lines:
                 # of a progress bar, which redraws with carriage returns, only the last state of the line is kept
-                super().write(self._prefix + escape(line.rstrip("\r").rsplit("\r", 1)[-1]) + "\n")
+                super().write(self._prefix + escape_lines(line.rstrip("\r").rsplit("\r", 1)[-1]) + "\n")
             if lines:
                 super().flush()
         return len(text)

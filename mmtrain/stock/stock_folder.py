@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from mmtrain.base.errors import UserError
-from mmtrain.base.printing import shortened
+from mmtrain.base.printing import escape
 from mmtrain.config.limits import MAX_GRID_SIDE, MAX_GRIDS
 from mmtrain.models.facts.connectors import refuse_other_settings
 from mmtrain.models.facts.layouts import ANYRES, ANYRES_MAX_9, default_pinpoints
@@ -142,7 +142,7 @@ class StockFolder:
 
 def shown(value: Any) -> str:
     """Return a value of a folder's file as a message shows it."""
-    return "null" if value is None else shortened(repr(value))
+    return "null" if value is None else escape(repr(value))
 
 
 def _are_grids(value: Any, side: int) -> bool:

@@ -7,7 +7,7 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, TextIO
 
-from mmtrain.base.printing import harmless, message
+from mmtrain.base.printing import escape, message
 from mmtrain.base.progress import SECONDS_BETWEEN_LINES, clock, open_bar
 
 if TYPE_CHECKING:  # they bring torch
@@ -86,7 +86,7 @@ class Console:
         self.line("")
         self.line(f"{len(answers)} held-out questions, answered one token at a time: {right} right")
         for answer in answers:
-            key, question, given, truth = map(harmless, (answer.key, answer.question, answer.given, answer.truth))
+            key, question, given, truth = map(escape, (answer.key, answer.question, answer.given, answer.truth))
             mark = "right" if answer.right else "wrong"
             self.line(f"  {mark}  {key}: {question}\n         given  {given}\n         true   {truth}")
 

@@ -20,7 +20,7 @@ from typing import Any, Protocol, Self
 
 from mmtrain.base.disclosed import disclosed
 from mmtrain.base.json_lines import recorded
-from mmtrain.base.printing import harmless
+from mmtrain.base.printing import escape
 from mmtrain.checkpoint.run_folder import METRICS
 from mmtrain.config.load import dump_config
 from mmtrain.config.schema import RunConfig
@@ -160,7 +160,7 @@ class _Thread(threading.Thread):
         # The one place where anything is caught: others' libraries, disks and networks must not decide how a run ends.
         except (Exception, SystemExit) as error:
             traceback.print_exc()  # into the log
-            self.leave_out(harmless(f"{type(error).__name__}: {error}"))
+            self.leave_out(escape(f"{type(error).__name__}: {error}"))
         finally:
             self.imported.set()
 
@@ -189,8 +189,7 @@ class _TensorBoard:
                 self._writer.add_scalar(name, value, record["step"], walltime=record["time"])
         if record["kind"] == "answers":
             said = "\n\n".join(
-                "\n".join(f"{name:<9} {harmless(str(answer[name]))}" for name in ANSWERED)
-                for answer in record["answers"]
+                "\n".join(f"{name:<9} {escape(str(answer[name]))}" for name in ANSWERED) for answer in record["answers"]
             )
             self._writer.add_text("answers", _preformatted(said), record["step"])
         self._writer.flush()

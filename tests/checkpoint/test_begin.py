@@ -144,7 +144,7 @@ def test_a_plan_refuses_what_training_could_not_begin_with(tiny, before, tmp_pat
 def test_what_cannot_go_on_goes_on_from_an_export(tiny, before, override):
     config = config_of(tiny, *LORA, TRAINED, override)
     with pytest.raises(
-        UserError, match=r"model\.from=FOLDER in place of .* mmtrain export --checkpoint .* --format hf"
+        UserError, match=r"model\.pretrained=FOLDER in place of .* mmtrain export --checkpoint .* --format hf"
     ):
         find_start(config, str(before.path))
 

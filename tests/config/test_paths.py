@@ -69,8 +69,8 @@ def test_a_template_is_read_from_a_variable_folder_and_a_template_text_stays(mon
 
 def test_in_a_file_as_in_an_override_and_the_whole_path_is_kept(monkeypatch):
     Path("mine.yaml").write_text(
-        "run: {name: a, dir: '${DATA}/runs'}\nmodel: {pretrained: '${DATA}/llava'}\ntrain: {packs_per_step: 1, epochs: 1}\n"
-        "data:\n  shards: ${DATA}/x-{000..001}.tar\n"
+        "run: {name: a, dir: '${DATA}/runs'}\nmodel: {pretrained: '${DATA}/llava'}\n"
+        "train: {packs_per_step: 1, epochs: 1}\ndata:\n  shards: ${DATA}/x-{000..001}.tar\n"
     )
     config = load_config("mine.yaml")
     assert (config.run.dir, config.data.shards) == ("/mnt/data/runs", "/mnt/data/x-{000..001}.tar")

@@ -13,7 +13,7 @@ import torch
 from rank_runs import train
 from safetensors.torch import load_file
 
-from mmtrain.base.printing import harmless
+from mmtrain.base.printing import escape
 from mmtrain.training.loop import use_algorithms
 
 STEPS = 4
@@ -142,7 +142,7 @@ def test_what_was_answered_before_and_after_is_kept_with_the_pictures(runs):
         for line in after:
             mark = "right" if line["right"] else "wrong"
             assert f"{mark}  {line['key']}: {line['question']}\n" in printed
-            assert f"given  {harmless(line['given'])}\n         true   {line['truth']}\n" in printed
+            assert f"given  {escape(line['given'])}\n         true   {line['truth']}\n" in printed
         for line in lines:
             assert all((folder / picture).is_file() for picture in line["pictures"])
         assert any(line["pictures"] for line in lines)

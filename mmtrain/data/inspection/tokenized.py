@@ -14,7 +14,7 @@ from pathlib import Path
 from transformers import PreTrainedTokenizerBase
 
 from mmtrain.base.errors import UserError
-from mmtrain.base.printing import harmless
+from mmtrain.base.printing import escape
 from mmtrain.config.limits import MAX_IMAGE_PIXELS
 from mmtrain.data.inspection.reading import Reading
 from mmtrain.data.samples.records import BadSample
@@ -103,9 +103,9 @@ def _find(tars: Sequence[Path], key: str) -> list[tuple[Path, int]]:
             like += itertools.islice((sample_key for sample_key in keys if key in sample_key), _KEYS_SHOWN - len(like))
     if places:
         return places
-    hint = f"keys that hold this text: {', '.join(map(harmless, like))}"
+    hint = f"keys that hold this text: {', '.join(map(escape, like))}"
     if not like:
-        hint = f"the first are {', '.join(map(harmless, read_index(tars[0]).keys[:_KEYS_SHOWN]))}"
+        hint = f"the first are {', '.join(map(escape, read_index(tars[0]).keys[:_KEYS_SHOWN]))}"
     raise UserError(f"--show {key}: no sample of this key in {len(tars):,} shards; {hint}")
 
 

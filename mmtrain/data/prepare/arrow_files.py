@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mmtrain.base.errors import UserError
-from mmtrain.base.printing import harmless
+from mmtrain.base.printing import escape
 from mmtrain.data.samples.records import MAX_RECORD_BYTES
 
 if TYPE_CHECKING:
@@ -83,7 +83,7 @@ def _opened(path: Path) -> Iterator[Any]:
                 yield file
     # Python's own errors: text that is not UTF-8, damaged JSON, dates that Python does not have.
     except (pyarrow.ArrowException, OSError, ValueError, LookupError, ArithmeticError, RecursionError) as error:
-        raise UserError(f"{path}: cannot be read ({harmless(str(error))}); is the file complete?") from None
+        raise UserError(f"{path}: cannot be read ({escape(str(error))}); is the file complete?") from None
 
 
 def _schema(file: Any) -> pyarrow.Schema:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from mmtrain.base.errors import UserError
-from mmtrain.base.printing import first_few, harmless
+from mmtrain.base.printing import escape, first_few
 from mmtrain.base.small_files import MAX_JSON_BYTES, parse_json, read_limited
 from mmtrain.data.prepare import arrow_files, text_files
 from mmtrain.data.prepare.rows import Adapted, Adapter
@@ -155,7 +155,7 @@ def _fitting(path: Path, rows: Sequence[object], adapters: Sequence[Adapter], ke
         raise UserError(f"{path}: none of its first {len(rows):,} records is a sample: {seen}. {_remedy(path, keys)}")
     names = (image.name for record in adapted for image in record.images if image.content is None and image.name)
     if _URL.match(name := next(names, "")):
-        raise UserError(f"{path}: its images are addresses ({harmless(name)}). {_DOWNLOAD}")
+        raise UserError(f"{path}: its images are addresses ({escape(name)}). {_DOWNLOAD}")
     return adapters[choice]
 
 
@@ -183,7 +183,7 @@ def _remedy(path: Path, keys: list[str]) -> str:
 
 
 def _named(keys: list[str]) -> str:
-    return harmless(first_few(keys, 20)) or "nothing"
+    return escape(first_few(keys, 20)) or "nothing"
 
 
 def _is_json(path: Path) -> bool:

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import IO
 
 from mmtrain.base.errors import UserError
-from mmtrain.base.printing import harmless
+from mmtrain.base.printing import escape
 from mmtrain.data.samples.records import MAX_RECORD_BYTES
 
 SEPARATORS = {".csv": ",", ".tsv": "\t"}
@@ -109,7 +109,7 @@ def _table_lines(path: Path) -> Iterator[list[str]]:
             if row and not columns:
                 columns = row = [name.strip() for name in row]
                 if len(set(columns)) < len(columns):
-                    raise UserError(f"{path}: its first line names a column twice: {harmless(', '.join(columns))}")
+                    raise UserError(f"{path}: its first line names a column twice: {escape(', '.join(columns))}")
             if row:
                 yield row
             first = reader.line_num + 1

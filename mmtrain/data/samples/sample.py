@@ -10,7 +10,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from mmtrain.base.printing import harmless
+from mmtrain.base.printing import escape
 from mmtrain.data.samples.formats import LLAVA, SampleFormat, conversation
 from mmtrain.data.samples.records import IMAGE_MARK, IMAGE_SUFFIXES, BadSample
 from mmtrain.models.facts.tiling import Tiling
@@ -35,7 +35,7 @@ class Sample:
     @property
     def where(self) -> str:
         """Shard and key, for messages."""
-        return f"{self.shard}: sample {harmless(self.key)}"
+        return f"{self.shard}: sample {escape(self.key)}"
 
 
 def without_images(sample: Sample) -> Sample:
@@ -79,7 +79,7 @@ class QuarantinedSample:
     @property
     def where(self) -> str:
         """Shard, key and reason, for messages."""
-        return f"{self.shard}: sample {harmless(self.key)}: {self.reason}: {harmless(self.detail)}"
+        return f"{self.shard}: sample {escape(self.key)}: {self.reason}: {escape(self.detail)}"
 
 
 def image_number(suffix: str) -> int | None:

@@ -21,7 +21,7 @@ from tokenizers import AddedToken, Tokenizer
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from mmtrain.base.errors import UserError
-from mmtrain.base.printing import shortened
+from mmtrain.base.printing import escape
 from mmtrain.config.templates import FILE, template_name
 from mmtrain.data.samples.chat import PROBE, ChatText, Span, Turns, any_of
 from mmtrain.data.samples.formats import LLAVA, SampleFormat
@@ -151,7 +151,7 @@ class ChatTemplate:
             remedy = "mend it" if called == FILE else "put another tokenizer into the model's folder"
             if template == "chat":
                 remedy = "put another chat_template.jinja or tokenizer into the model's folder"
-            begins = f" (the one that begins {shortened(repr(template), 60)})" if called == FILE else ""
+            begins = f" (the one that begins {escape(repr(template), 60)})" if called == FILE else ""
             raise UserError(
                 f"data.template={called}{begins}: {error.detail}; {remedy}, or set data.template="
                 f"{'chat' if called == 'llava_v1' else 'llava_v1'}, or, for captions of images, plain"

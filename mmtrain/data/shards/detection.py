@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from mmtrain.base.errors import UserError
-from mmtrain.base.printing import harmless
+from mmtrain.base.printing import escape
 from mmtrain.config.schema import DataSection, SampleFormatName
 from mmtrain.data.samples.formats import (
     NAMES,
@@ -64,7 +64,7 @@ def sample_format(
         read.append(len(first) - len(faults))
         for reason, count in Counter(fault.reason for fault in faults).most_common(1):
             example = next(fault.detail for fault in faults if fault.reason == reason)
-            reasons.append(f"{form.name}: {count} {reason}: {harmless(example)}")
+            reasons.append(f"{form.name}: {count} {reason}: {escape(example)}")
     place = best(read, len(first))
     form = forms[place]
     if not read[place]:

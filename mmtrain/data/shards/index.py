@@ -30,7 +30,7 @@ from pydantic import BaseModel, Field, InstanceOf, Strict, ValidationError
 
 from mmtrain.base.errors import UserError
 from mmtrain.base.json_lines import compact_json
-from mmtrain.base.printing import harmless, shortened
+from mmtrain.base.printing import escape
 from mmtrain.data.samples.formats import TEXT_SUFFIXES, text_suffix
 from mmtrain.data.samples.records import MAX_IMAGE_BYTES, MAX_RECORD_BYTES, REASONS, BadSample
 from mmtrain.data.samples.sample import Sample, image_number
@@ -168,7 +168,7 @@ def _read(tar: Path, retry_seconds: float) -> tuple[Path, _Header, bytes]:
     try:
         header = json.loads(first)
         if header["format"] == FORMAT and header["version"] != VERSION:
-            version = shortened(repr(header["version"]))
+            version = escape(repr(header["version"]))
             raise UserError(f"{path} has version {version}, this mmtrain reads {VERSION}. Make it again: {MEND} {tar}")
         crc32 = header.pop("crc32")
         whole = rest[:-1]
@@ -269,7 +269,7 @@ def _of_kind(kind: type[Checked], value: object) -> Checked:
         return kind.model_validate(value)
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
-        raise ValueError(harmless(f"{'.'.join(map(str, first['loc']))}: {first['msg']}")) from None
+        raise ValueError(escape(f"{'.'.join(map(str, first['loc']))}: {first['msg']}")) from None
 
 
 def _from_columns(header: _Header, value: object) -> IndexColumns:

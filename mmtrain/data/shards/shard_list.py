@@ -27,7 +27,7 @@ from braceexpand import UnbalancedBracesError, braceexpand, char_range_re, int_r
 from mmtrain.base.cache import cache_folder
 from mmtrain.base.durable import held, whole_file
 from mmtrain.base.errors import UserError
-from mmtrain.base.printing import harmless, shortened
+from mmtrain.base.printing import escape
 from mmtrain.config.environment import variable_hint
 from mmtrain.data.shards.archive import read_headers
 from mmtrain.models.facts.model_files import PREFIX, is_demo
@@ -158,7 +158,7 @@ def _piped_shard(url: str, allowed: Sequence[str], key: str) -> Path:
         with held(target.with_name(f".{target.name}.lock"), wait=True):
             if target.is_file():  # another run was faster
                 return target
-            _log.info(f"{key}: running {harmless(shlex.join(command))}")
+            _log.info(f"{key}: running {escape(shlex.join(command))}")
             start = time.perf_counter()
             with whole_file(target) as unfinished, unfinished.open("wb") as output:
                 ran = subprocess.run(command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.PIPE)
@@ -176,7 +176,7 @@ def _piped_shard(url: str, allowed: Sequence[str], key: str) -> Path:
 def _refuse_endless(pattern: str, key: str) -> None:
     """Raise UserError for a pattern that would be expanded, or looked for, for hours; what _count_names raises."""
     if len(pattern) > MAX_PATTERN:
-        raise UserError(f"{key}: {shortened(repr(pattern))} has {len(pattern):,} characters; no path is so long")
+        raise UserError(f"{key}: {escape(repr(pattern))} has {len(pattern):,} characters; no path is so long")
     if "**" in pattern:
         raise UserError(
             f"{key}: {pattern!r} looks through all folders below, however many there are; write one * for each folder "
@@ -185,7 +185,7 @@ def _refuse_endless(pattern: str, key: str) -> None:
     names = _count_names(pattern)
     if names > MAX_NAMES:
         raise UserError(
-            f"{key}: the braces of {shortened(repr(pattern))} name more than {MAX_NAMES:,} files, or are nested more "
+            f"{key}: the braces of {escape(repr(pattern))} name more than {MAX_NAMES:,} files, or are nested more "
             f"than {MAX_BRACES} deep; correct the range, or name the folder's tars by FOLDER/*.tar"
         )
 

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from mmtrain.base.collectives import gather_to_rank_0
 from mmtrain.base.errors import UserError
 from mmtrain.base.json_lines import JsonLines
-from mmtrain.base.printing import harmless
+from mmtrain.base.printing import escape
 from mmtrain.config.schema import RunConfig
 from mmtrain.data.samples.sample import QuarantinedSample
 from mmtrain.data.stream.loader import PackedBatches
@@ -214,7 +214,7 @@ class SampleLog:
         for step, epoch, fault in faults:
             self._quarantine.write(step=step, epoch=epoch, **asdict(fault))
         first = faults[0][2]
-        what = f"{harmless(first.key)} ({first.reason}: {harmless(first.detail)})"
+        what = f"{escape(first.key)} ({first.reason}: {escape(first.detail)})"
         more = f", and {len(faults) - 1:,} more" if len(faults) > 1 else ""
         _log.warning(f"quarantined {what}{more}; see {self.quarantine_file}")
 

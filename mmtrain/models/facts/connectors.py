@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from typing import Any, get_args
 
 from mmtrain.base.errors import UserError
-from mmtrain.base.printing import shortened
+from mmtrain.base.printing import escape
 from mmtrain.config.limits import MAX_TILES
 from mmtrain.config.model import ProjectorSection
 from mmtrain.config.schema import RunConfig
@@ -200,7 +200,7 @@ def refuse_other_settings(config_json: Mapping[str, Any], source: str) -> None:
     """Raises UserError for a stock model's config.json whose connector is another function of the same tensors."""
     for setting, ours in STOCK_SETTINGS.items():
         if (its := config_json.get(setting, ours)) != ours:
-            raise UserError(f"{source}: its projector has {setting} {shortened(str(its))}, ours {ours}")
+            raise UserError(f"{source}: its projector has {setting} {escape(str(its))}, ours {ours}")
 
 
 def reduction(section: ProjectorSection) -> int:

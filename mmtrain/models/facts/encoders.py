@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from mmtrain.base.errors import UserError
-from mmtrain.base.printing import harmless
+from mmtrain.base.printing import escape
 from mmtrain.models.facts.model_files import Shape
 
 T = TypeVar("T")
@@ -182,7 +182,7 @@ def family_of(model_type: str | None, source: str) -> EncoderFamily:
     """The family of a config.json's model_type. Raises UserError saying what `source` is instead."""
     if model_type in FAMILIES:
         return FAMILIES[model_type]
-    shown = harmless(str(model_type))
+    shown = escape(str(model_type))
     if shown in _OTHERS:
         raise _no_grid(source, _OTHERS[shown], shown)
     if shown.startswith("siglip2"):

@@ -33,7 +33,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from mmtrain.base.errors import UserError
-from mmtrain.base.printing import harmless
+from mmtrain.base.printing import escape
 from mmtrain.models.facts.model_files import Shape, read_json
 from mmtrain.models.facts.settings import check_layers
 
@@ -124,7 +124,7 @@ def quantised_by(config_json: Mapping[str, Any]) -> str | None:
     """How a checkpoint is quantised, from its raw config.json; None if it is not."""
     for key in ("quantization_config", "compression_config"):
         if found := config_json.get(key):
-            return harmless(str(found.get("quant_method") or "unknown"))
+            return escape(str(found.get("quant_method") or "unknown"))
     return None
 
 
@@ -281,7 +281,7 @@ def llm_tensors(folder: Path, tensors: Mapping[str, T]) -> dict[str, T]:
             continue
         inner = inner if is_head else base + inner.removeprefix(base)
         if inner in own:
-            raise UserError(f"{folder}: {harmless(name)} is there twice under two names; download the folder again")
+            raise UserError(f"{folder}: {escape(name)} is there twice under two names; download the folder again")
         own[inner] = said
     return own
 
@@ -339,6 +339,6 @@ def _one_prefix(pattern: re.Pattern[str], names: Mapping[str, Any], folder: Path
         return found[0]
     part = "an LLM" if pattern is _LLM else "an encoder"
     if found:
-        listed = " and ".join(map(harmless, found))
+        listed = " and ".join(map(escape, found))
         raise UserError(f"{folder}: holds {part} twice, its tensors begin with {listed}; download the folder again")
     raise UserError(f"{folder}: the weights of {part} are not in it; download the folder again")

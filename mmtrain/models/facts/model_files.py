@@ -17,7 +17,7 @@ from safetensors import SafetensorError, safe_open
 
 from mmtrain.base.cache import user_cache
 from mmtrain.base.errors import UserError
-from mmtrain.base.printing import harmless, shortened
+from mmtrain.base.printing import escape
 from mmtrain.base.small_files import MAX_JSON_BYTES, parse_json, read_limited
 from mmtrain.config.environment import variable_hint
 from mmtrain.models.facts.settings import check_settings
@@ -79,7 +79,7 @@ def find_model_folder(path: str) -> Path | None:
             return folder
         return cached_snapshot(path) if HUB_ID.fullmatch(path) else None
     except OSError as error:  # a name that is too long, a folder above it that may not be entered
-        raise UserError(f"{shortened(path)}: no model can be looked for there ({error.strerror})") from None
+        raise UserError(f"{escape(path)}: no model can be looked for there ({error.strerror})") from None
 
 
 def model_folder(path: str) -> Path:
@@ -113,7 +113,7 @@ def read_json(path: Path) -> dict[str, Any]:
     except FileNotFoundError:
         raise UserError(f"{path}: no such file") from None
     except ValueError as error:
-        raise UserError(f"{path}: not valid JSON ({shortened(str(error))}); the download may be incomplete") from None
+        raise UserError(f"{path}: not valid JSON ({escape(str(error))}); the download may be incomplete") from None
     if not isinstance(content, dict):
         raise UserError(f"{path}: holds a JSON {type(content).__name__}, an object is needed")
     check_settings(content, str(path))
@@ -132,7 +132,7 @@ def foreign_files(what: str) -> Iterator[None]:
     except UserError:
         raise
     except Exception as error:
-        reason = shortened(f"{type(error).__name__}: {' '.join(str(error).split())}")
+        reason = escape(f"{type(error).__name__}: {error}")
         raise UserError(f"{what} cannot be used ({reason})") from error
 
 
@@ -176,7 +176,7 @@ def read_weight_map(index: Path, suffix: str) -> dict[str, str]:
     for name in weight_map.values():
         # A path could lead out of the folder, or name a file that is no weights and never ends.
         if not isinstance(name, str) or not name.endswith(suffix) or "/" in name or "\0" in name:
-            shown = shortened(repr(name))
+            shown = escape(repr(name))
             raise UserError(f"{index}: names {shown}, no {suffix} file beside it; download the file again")
     return weight_map
 
@@ -194,7 +194,7 @@ def _weights(file: Path) -> dict[str, Shape]:
     for name, (_, dtype) in header.items():
         if dtype not in _STORED and not _BUFFER.fullmatch(name):
             raise UserError(
-                f"{file}: {harmless(name)} is stored as {dtype}; needed are floating-point numbers of 16 bits or more: "
+                f"{file}: {escape(name)} is stored as {dtype}; needed are floating-point numbers of 16 bits or more: "
                 "take the bf16 release of the same model"
             )
     return {name: shape for name, (shape, _) in header.items()}
@@ -216,12 +216,12 @@ def _header(file: Path) -> dict[str, tuple[Shape, str]]:
     except OSError as error:
         raise UserError(f"{file}: cannot be read ({error.strerror})") from None
     except SafetensorError as error:
-        reason = shortened(str(error).removeprefix("Error while deserializing header: "))
+        reason = escape(str(error).removeprefix("Error while deserializing header: "))
         raise UserError(
             f"{file}: a damaged or incomplete safetensors file ({size} bytes; {reason}); download it again"
         ) from None
     for name, (shape, _) in header.items():
         if len(name) > LONGEST_NAME or len(shape) > MAX_DIMENSIONS:
-            shown = f"{shortened(repr(name))} is a name of {len(name):,} characters, with {len(shape):,} dimensions"
+            shown = f"{escape(repr(name))} is a name of {len(name):,} characters, with {len(shape):,} dimensions"
             raise UserError(f"{file}: a damaged safetensors file ({shown}); download it again")
     return header

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from mmtrain.base.errors import UserError
-from mmtrain.base.printing import shortened
+from mmtrain.base.printing import escape
 from mmtrain.config.limits import MAX_LAYERS
 
 _WIDTHS = ("hidden_size", "intermediate_size", "n_embd", "d_model", "embed_dim", "alignment_intermediate_size")
@@ -93,7 +93,7 @@ def check_layers(part: dict[str, Any], source: str) -> None:
     for key in _BOUNDS:
         value = part.get(key)
         if key not in _SIDES and isinstance(value, list | dict):
-            raise UserError(f"{source} says {key} {shortened(repr(value))}; needed is one number for all layers")
+            raise UserError(f"{source} says {key} {escape(repr(value))}; needed is one number for all layers")
     heads = part.get("num_attention_heads") or part.get("n_head")
     groups, hidden = part.get("num_key_value_heads"), part.get("hidden_size") or part.get("n_embd")
     if heads and groups and heads % groups:
@@ -103,4 +103,4 @@ def check_layers(part: dict[str, Any], source: str) -> None:
 
 
 def _impossible(source: str, key: str, value: Any, needed: str) -> UserError:
-    return UserError(f"{source} says {key} {shortened(repr(value))}, which no model has; needed is {needed}")
+    return UserError(f"{source} says {key} {escape(repr(value))}, which no model has; needed is {needed}")

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from mmtrain.base.errors import UserError
-from mmtrain.base.printing import harmless, shortened
+from mmtrain.base.printing import escape
 from mmtrain.config.limits import MAX_LAYERS
 from mmtrain.models.facts.encoders import check_plain_vit, family_of, rows
 from mmtrain.models.facts.families import (
@@ -274,7 +274,7 @@ def vision_shape(name: str, select_layer: int, final_norm: bool = False) -> Visi
     # As many blocks as config.json says are built, and those that its weights have are planned.
     if (said := blocks_said(config_json)) is not None and said != (stored := shape.blocks_run - select_layer - 1):
         raise UserError(
-            f"model.vision.name: {folder}: config.json says {shortened(repr(said))} blocks and the weights have "
+            f"model.vision.name: {folder}: config.json says {escape(repr(said))} blocks and the weights have "
             f"{stored}; correct the number in config.json, or download the folder again"
         )
     return shape
@@ -284,7 +284,7 @@ def _refuse_adapters(names: Iterable[str], folder: Path) -> None:
     """Raise UserError for weights with adapters beside them: those of `model.lora` have the same names."""
     if (found := next((name for name in names if ".lora_" in name), None)) is not None:
         raise UserError(
-            f"{folder}: its weights hold an adapter that is not merged into them ({harmless(found)}); merge it first "
+            f"{folder}: its weights hold an adapter that is not merged into them ({escape(found)}); merge it first "
             "(peft: merge_and_unload, then save_pretrained), and give that folder"
         )
 
@@ -316,7 +316,7 @@ def vision_shape_from(
 def _timm_shape(
     config_json: dict[str, Any], tensors: dict[str, Shape], select_layer: int, source: str, final_norm: bool
 ) -> VisionShape:
-    check_plain_vit(tensors, shortened(str(config_json["architecture"])), source)
+    check_plain_vit(tensors, escape(str(config_json["architecture"])), source)
     arguments = config_json.get("model_args") or {}
     check_layers(arguments, f"{source}: config.json")
     heads = arguments.get("num_heads") or config_json.get("num_heads")

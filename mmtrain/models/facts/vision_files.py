@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from mmtrain.base.errors import UserError
-from mmtrain.base.printing import shortened
+from mmtrain.base.printing import escape
 from mmtrain.models.facts.encoders import FAMILIES, family_of
 from mmtrain.models.facts.families import encoder_config, holds_parts
 from mmtrain.models.facts.model_files import find_model_folder, is_demo, read_json
@@ -67,7 +67,7 @@ def square(size: Any, of: str, source: str) -> int:
     """The side of what is given as one number or as height and width; raises UserError unless they are equal."""
     sides = size if isinstance(size, list | tuple) else [size, size]
     if len(sides) != 2 or not all(is_whole(side, 1, 30_000) for side in sides):
-        shown = shortened(repr(size))
+        shown = escape(repr(size))
         raise UserError(f"model.vision.name: {source} does not say the size of its {of}, in pixels: {shown}")
     if sides[0] != sides[1]:
         raise UserError(
@@ -106,7 +106,7 @@ def preprocessing(folder: Path) -> Preprocessing:
         # A comparison that NaN and infinity fail, and a whole number too large for a float.
         is_list = isinstance(values, list) and len(values) == 3
         if not is_list or not all(type(value) in (int, float) and abs(value) < 1e300 for value in values):
-            raise UserError(f"{file}: {key} is {shortened(repr(values))}; needed are three numbers")
+            raise UserError(f"{file}: {key} is {escape(repr(values))}; needed are three numbers")
     if min(found[1]) <= 0:
         raise UserError(f"{file}: image_std is {found[1]}; needed are three numbers above 0")
     resample = facts.get("resample")

@@ -17,7 +17,7 @@ from safetensors import SafetensorError
 from torch import nn
 
 from mmtrain.base.errors import UserError
-from mmtrain.base.printing import harmless
+from mmtrain.base.printing import escape
 from mmtrain.checkpoint.step_folder import StepFolder
 from mmtrain.config.model import ProjectorSection
 from mmtrain.models.facts import connectors
@@ -182,7 +182,7 @@ def whole_projector(checkpoint: StepFolder, after: Collection[Path] = ()) -> dic
         if name not in untrained or fingerprint(tensors[name.removeprefix(PROJECTOR)]) != was:
             source = f"{KEY} ({section.init_from})" if section.init_from else "the seed"
             raise UserError(
-                f"{checkpoint.path}: its run did not train {harmless(name)}, and {source} gives other values now than "
+                f"{checkpoint.path}: its run did not train {escape(name)}, and {source} gives other values now than "
                 "it began with; bring back what it began with"
             )
     return tensors

@@ -19,7 +19,7 @@ import transformers
 from torch import nn
 
 from mmtrain.base.errors import UserError
-from mmtrain.base.printing import shortened
+from mmtrain.base.printing import escape
 from mmtrain.models.facts.encoders import ENCODER_BLOCK, EncoderFamily, check_plain_vit, family_of
 from mmtrain.models.facts.families import encoder_config, encoder_prefix, encoder_tensors, holds_parts
 from mmtrain.models.facts.model_files import (
@@ -138,9 +138,9 @@ def check_wrapped_timm(config: dict[str, Any], folder: Path) -> None:
     source = f"{folder}: vision_config in config.json"
     architecture, arguments = config.get("architecture"), config.get("model_args") or {}
     if not architecture or ":" in architecture or not timm.is_model(architecture):
-        raise UserError(f"{source}: architecture {shortened(repr(architecture))} is no model of timm's")
+        raise UserError(f"{source}: architecture {escape(repr(architecture))} is no model of timm's")
     if inspect.signature(timm.create_model).parameters.keys() & arguments.keys():
-        raise UserError(f"{source}: model_args {shortened(repr(arguments))}; needed are sizes of {architecture}")
+        raise UserError(f"{source}: model_args {escape(repr(arguments))}; needed are sizes of {architecture}")
 
 
 def _wrapped_timm(folder: Path, config: dict[str, Any], held: tuple[int, int] | None) -> nn.Module:

@@ -20,7 +20,7 @@ import torch
 from safetensors import safe_open
 
 from mmtrain.base.errors import UserError
-from mmtrain.base.printing import harmless
+from mmtrain.base.printing import escape
 from mmtrain.models.facts.model_files import read_json, tensor_shapes
 
 ZIP_MAGIC = b"PK\x03\x04"  # what torch.save writes since 1.6; older files are read as a whole
@@ -74,7 +74,7 @@ def read_pickled(file: Path) -> dict[str, torch.Tensor]:
         # Quantised and sparse tensors have no plain storage; a stride of 0 lets a small file claim any size.
         plain = tensor.layout is torch.strided and tensor.device.type == "cpu" and not tensor.is_quantized
         if not plain or tensor.numel() * tensor.element_size() > size:
-            raise UserError(f"{file}: {harmless(name)} is no plain tensor with its values in the file")
+            raise UserError(f"{file}: {escape(name)} is no plain tensor with its values in the file")
         # safetensors stores no shared memory: tied weights come out twice, views without what surrounds them.
         storage = tensor.untyped_storage()
         alone = storage.data_ptr() not in storages and storage.nbytes() == tensor.numel() * tensor.element_size()
@@ -88,12 +88,12 @@ def _refusal(file: Path, error: Exception) -> UserError:
     """What to say of a file that torch refuses; its own message recommends switching the protection off."""
     refused = REFUSED_NAME.search(str(error))
     if refused is not None:
-        name = harmless(refused[1] or refused[2])
+        name = escape(refused[1] or refused[2])
         return UserError(
             f"{file}: not a file of plain tensors: it asks to call {name}, which mmtrain never does for a weight file; "
             "nothing of it was run. Get the weights from a source you trust, as safetensors if there is one"
         )
     told = str(error).split("WeightsUnpickler error:")[-1].strip().partition("\n")[0].partition(". ")[0]
     return UserError(
-        f"{file}: not a file of plain tensors, or damaged ({type(error).__name__}: {harmless(told)}); get it again"
+        f"{file}: not a file of plain tensors, or damaged ({type(error).__name__}: {escape(told)}); get it again"
     )

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mmtrain.base.errors import UserError
-from mmtrain.base.printing import harmless
+from mmtrain.base.printing import escape
 from mmtrain.checkpoint.step_folder import MANIFEST, TENSORS, StepFolder, find, names_checkpoint
 from mmtrain.config.environment import variable_hint
 from mmtrain.config.model import ProjectorSection
@@ -87,7 +87,7 @@ def find_projector(path: str) -> ProjectorFiles:
             return _in_file(folder / name)
     shapes = tensor_shapes(folder)
     if shapes is None:
-        found = ", ".join(sorted(harmless(entry.name) for entry in folder.iterdir())[:5]) or "nothing"
+        found = ", ".join(sorted(escape(entry.name) for entry in folder.iterdir())[:5]) or "nothing"
         raise UserError(f"{KEY}: {path}: holds no projector ({found}); {NEEDED}")
     config_file = folder / "config.json"
     refuse_other_settings(read_json(config_file) if config_file.is_file() else {}, f"{KEY}: {path}")
@@ -141,7 +141,7 @@ def refuse_unfit(
                 )
         missing, extra = sorted(needed.keys() - shapes.keys()), sorted(shapes.keys() - needed.keys())
         faults = [f"{', '.join(missing[:4])} missing"] if missing else []
-        faults += [f"{', '.join(map(harmless, extra[:4]))} unknown"] if extra else []
+        faults += [f"{', '.join(map(escape, extra[:4]))} unknown"] if extra else []
         raise UserError(f"{KEY}: {source}: not the tensors of a {kind} projector: {'; '.join(faults)}")
     for name, shape in shapes.items():
         if tuple(shape) != needed[name]:
@@ -175,7 +175,7 @@ def refuse_unfit_init_from(config: RunConfig, run: Path) -> None:
         if others := [name for name in trained if not name.startswith("projector.")]:
             _log.info(
                 f"{KEY}: of {files.checkpoint.path} the projector alone is taken; it has trained {len(others):,} more "
-                f"tensors, e.g. {harmless(others[0])}: model.init_from takes all of them"
+                f"tensors, e.g. {escape(others[0])}: model.init_from takes all of them"
             )
     if files.shapes:
         names = local_names(files.shapes, files.source)
