@@ -12,9 +12,7 @@ from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from mmtrain.doctor.check import FailedError
-from mmtrain.models.modules.attention import packed_attention
-from mmtrain.models.modules.flash import describe_backends, record_backends
-from mmtrain.models.modules.kernels import Documents
+from mmtrain.models.modules.attention import Documents, describe_backends, packed_attention, record_backends
 
 TOLERANCES = {torch.float32: 1e-4, torch.bfloat16: 3e-2}  # norm of the difference over the norm
 TOKENS, HEADS, KEY_HEADS, HEAD_WIDTH, PACKS, MOST_DOCUMENTS = 1024, 8, 4, 64, 4, 12
@@ -51,9 +49,9 @@ def attention(folder: Path) -> str:
 def packed(borders: Sequence[int], *states: torch.Tensor) -> list[torch.Tensor]:
     """Output and gradients of packed attention, called as a decoder layer calls it; `states` are those of `_states`."""
     query, key, value = (state.detach().requires_grad_() for state in states[:3])
-    spans = tuple(itertools.pairwise(borders))
+    runs = tuple((0, begin, begin, end) for begin, end in itertools.pairwise(borders))
     offsets = torch.tensor(borders, dtype=torch.int32, device=query.device)
-    documents = Documents((spans,), None, offsets, max(end - begin for begin, end in spans))
+    documents = Documents(runs, None, offsets, max(end - begin for _, begin, _, end in runs))
     output, _ = packed_attention(nn.Module(), query, key, value, documents)
     return [output.detach(), *torch.autograd.grad(output, (query, key, value), states[3])]
 

@@ -13,7 +13,7 @@ from transformers import CONFIG_MAPPING
 
 from mmtrain.data.stream.packs import to_device
 from mmtrain.engine.chain import ChainLink
-from mmtrain.models.modules import attention, flash
+from mmtrain.models.modules import attention
 from mmtrain.models.modules.loss import count_answers
 from mmtrain.models.modules.stage import build_stage
 from mmtrain.models.modules.tiny import tiny_model
@@ -97,7 +97,7 @@ def test_no_stage_waits_for_the_device_and_no_operation_mixes_devices(parts, mon
     expected, _ = stages[-1].loss(hidden, batch.position_ids, batch.labels)
     if by_kernel:
         monkeypatch.setattr(attention, "use_flash", lambda *_: True)
-        monkeypatch.setattr(attention, "attend_packed", lambda *given: flash.attend_packed(*given, one_call_for_all))
+        monkeypatch.setattr(attention, "flash_varlen_attn", one_call_for_all)
     with Pretend() as device:
         for stage in stages:
             stage.to(DEVICE)

@@ -37,9 +37,8 @@ from mmtrain.base.errors import UserError
 from mmtrain.config.schema import RunConfig
 from mmtrain.data.stream.images import image_transform
 from mmtrain.engine.process_groups import join_process_group
-from mmtrain.models.modules.attention import ATTENTION
+from mmtrain.models.modules.attention import ATTENTION, AttentionBackend, describe_backends
 from mmtrain.models.modules.bookends import absent_modules, replace
-from mmtrain.models.modules.flash import AttentionBackend, describe_backends
 from mmtrain.models.modules.language import DecoderLayers
 from mmtrain.models.modules.parity import takes_rows
 from mmtrain.models.modules.projector import make_projector

@@ -1,61 +1,111 @@
 """Packed attention for stock transformers models: a token sees the earlier tokens of its own document, and no others.
 
-    position_ids (B, L) --document_positions--> the model's mask code --> packed_mask --> Documents (no (L, L) matrix)
-    query (B, H, L, D), key and value (B, K, L, D), Documents --packed_attention--> (B, L, H, D)
-    query (1, H, S, D), key and value (B, K, L, D), Runs ------packed_attention--> (1, S, H, D), see last_layer
+    position_ids (B, L) --document_positions--> the model's mask code --packed_mask--> Documents (no (L, L) matrix)
+    query (B, H, L, D), key (B, K, L, D), value (B, K, L, E), Documents --packed_attention--> (B, L, H, E)
+    query (1, H, S, D) of some tokens, key, value, Documents.at(places) --packed_attention--> (1, S, H, E)
 
-Documents travel in the place of the attention mask, from the model's own mask code to every layer. So sliding windows
-and chunks are the ones that the model's config asks for, and a layer recomputed in backward gets the same documents.
+Documents take the place of the attention mask, from the model's own mask code to every layer. So sliding windows and
+chunks are those of the model's config, and a layer recomputed in backward gets the same documents.
+
+Two backends compute it: torch's variable-length flash attention, all documents in one call (a GPU, fp16 or bf16, no
+soft caps, no sinks), and scaled_dot_product_attention, one call per document, for everything else. On a CPU the second
+takes 1.5 s for 4 layers and 2,048 tokens in 8 documents, forward and backward, where one dense mask takes 2.9 s.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import functools
+import inspect
+import itertools
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from mmtrain.data.stream.packs import copied
-from mmtrain.models.modules.flash import attend_packed, use_flash
-from mmtrain.models.modules.kernels import Documents, Runs, attend_by_document, attend_by_run
 
 ATTENTION = "mmtrain_packed"
 """Name under which the mask and the attention are registered with transformers (`attn_implementation`)."""
 
+MAX_KEY_COPIES = 4
+"""Flash attention copies a document's keys for each run of queries. With more copies, runs go one by one."""
+WIDEST_FLASH_HEAD = 192
+"""Wider heads have a backward on data centre GPUs alone."""
+_GROUPS_HEADS = "enable_gqa" in inspect.signature(varlen_attn).parameters  # since torch 2.12
 
-class _Given(NamedTuple):
-    """What a forward call knows of its documents."""
+# Arguments that layers hand on and that change nothing: the mask already says what sliding_window and position_ids
+# mean, the rest asks for outputs or caches that do not exist here.
+_WITHOUT_EFFECT = frozenset(
+    {"cache_position", "is_causal", "output_attentions", "output_router_logits", "position_ids", "sliding_window"}
+)
 
-    positions: torch.Tensor  # (B, L), on the host if the host shall not wait
+
+@dataclass(frozen=True, eq=False)
+class Documents:
+    """Which tokens attend to which, in the place of an attention mask.
+
+    Each of `runs` is (row, begin, first, end): tokens [first, end) of a row have queries, and each sees its document,
+    which begins at `begin`, as far as itself. `window` is the number of tokens that it sees, itself included (None:
+    all). Queries lie end to end in the order of runs; keys and values are those of all tokens.
+
+    Where all tokens have queries, a run is a document. `offsets` (documents + 1,) int32, on the device, are then the
+    borders of documents when rows lie end to end, and `longest` is in tokens. The flash kernel takes them.
+    """
+
+    runs: tuple[tuple[int, int, int, int], ...]
+    window: int | None
+    offsets: torch.Tensor | None = None
+    longest: int = 0
+
+    def at(self, places: torch.Tensor) -> Documents:
+        """Keep the queries at `places` (S,) int64 alone, on the CPU, rising over rows that lie end to end."""
+        length = self.runs[-1][3]
+        begins = torch.tensor([row * length + begin for row, begin, *_ in self.runs])
+        document = torch.searchsorted(begins, places, right=True) - 1
+        breaks = (places.diff() != 1) | (document.diff() != 0)
+        firsts = [0, *(breaks.nonzero().flatten() + 1).tolist()] if len(places) else []
+        runs = []
+        for start, stop in itertools.pairwise([*firsts, len(places)]):
+            row, begin, *_ = self.runs[int(document[start])]
+            first = int(places[start]) - row * length
+            runs.append((row, begin, first, first + stop - start))
+        return Documents(tuple(runs), self.window)
+
+
+# ---- the mask
+
+
+class _Positions(NamedTuple):
+    """What the running forward call knows of its documents."""
+
+    position_ids: torch.Tensor  # (B, L), on the host if the host shall not wait
     no_padding: torch.Tensor | None  # (B, L), true everywhere: the attention mask that the model was given
 
 
 # Read only by packed_mask, inside the forward call that set it; recomputation in backward makes no masks.
-_GIVEN: ContextVar[_Given | None] = ContextVar("documents", default=None)
-
-# Arguments that layers hand on and that change nothing: the mask channel already says what sliding_window and
-# position_ids mean, the rest asks for outputs or caches that do not exist here.
-_WITHOUT_EFFECT = frozenset(
-    {"cache_position", "is_causal", "output_attentions", "output_router_logits", "position_ids", "sliding_window"}
-)
+_POSITIONS: ContextVar[_Positions | None] = ContextVar("positions", default=None)
 
 
 @contextmanager
 def document_positions(position_ids: torch.Tensor, no_padding: torch.Tensor | None = None) -> Iterator[None]:
     """Within this context a model's masks also end where `position_ids` (B, L) restart.
 
-    Needed although the model receives position_ids too: gpt_oss, afmoe and opt do not pass them to their masks. A model
-    that is given `no_padding`, (B, L) of true, as its attention mask does not look for documents itself, for whose
-    answer the host would wait; with position_ids on the host it then waits for nothing.
+    Needed although the model receives position_ids too: gpt_oss, afmoe and opt do not pass them to their masks.
+    `no_padding`, (B, L) of true, is the attention mask that the model gets. With it transformers does not search for
+    documents, and with position_ids on the host, the host waits for nothing.
     """
-    token = _GIVEN.set(_Given(position_ids, no_padding))
+    token = _POSITIONS.set(_Positions(position_ids, no_padding))
     try:
         yield
     finally:
-        _GIVEN.reset(token)
+        _POSITIONS.reset(token)
 
 
 def packed_mask(
@@ -71,14 +121,18 @@ def packed_mask(
     use_vmap: bool = False,
     **_: Any,
 ) -> Documents:
-    """Documents of one forward call; transformers calls this where it would build a mask (AttentionMaskInterface).
+    """Return the documents of a forward call, where transformers would build a mask (AttentionMaskInterface).
 
     `local_size` is the window or chunk size in tokens. Raises ValueError for what Documents cannot express: padding
     masks, caches, functions that the model lays over the causal mask, and tokens that see later ones.
     """
-    given = _GIVEN.get()
-    is_ours = given is not None and given.no_padding is not None and attention_mask is not None
-    is_ours = is_ours and any(mask is given.no_padding for mask in (attention_mask, attention_mask._base))
+    set_positions = _POSITIONS.get()
+    ours = None if set_positions is None else set_positions.no_padding
+    is_ours = (
+        ours is not None
+        and attention_mask is not None
+        and any(x is ours for x in (attention_mask, attention_mask._base))
+    )
     padded = attention_mask is not None and not is_ours and not bool(attention_mask.all())  # opt makes a mask of ones
     if padded or q_offset or kv_offset or q_length != kv_length or use_vmap:
         raise ValueError("packed attention takes no padding mask, no cache and no mask function of the model's own")
@@ -87,7 +141,7 @@ def packed_mask(
     where = next((tensor.device for tensor in _looked_up(mask_function)), torch.device("cpu"))
     row = torch.arange(batch_size, device=where)[:, None]
     later = torch.arange(1, q_length, device=where)[None]
-    positions = torch.arange(q_length)[None] if given is None else given.positions.cpu()
+    positions = torch.arange(q_length)[None] if set_positions is None else set_positions.position_ids.cpu()
     questions = (
         mask_function(row, 0, later - 1, later),  # does a token see the next one?
         mask_function(row, 0, later, later - 1),  # the one before? if and only if both are in one document, or chunk
@@ -103,23 +157,30 @@ def packed_mask(
         joined = positions[:, 1:] % local_size != 0
     joined = joined & continued
     cuts: list[list[int]] = [[0] for _ in range(batch_size)]
-    for b, left in (~joined).nonzero().tolist():
-        cuts[b].append(left + 1)
-    rows = tuple(tuple(zip(begins, [*begins[1:], q_length], strict=True)) for begins in cuts)
-    borders = [b * q_length + begin for b, begins in enumerate(cuts) for begin in begins]
-    offsets = copied(torch.tensor([*borders, batch_size * q_length], dtype=torch.int32), device or "cpu")
-    return Documents(rows, local_size, offsets, max(end - begin for documents in rows for begin, end in documents))
+    for b, last in (~joined).nonzero().tolist():
+        cuts[b].append(last + 1)
+    runs = tuple(
+        (b, begin, begin, end)
+        for b, begins in enumerate(cuts)
+        for begin, end in itertools.pairwise([*begins, q_length])
+    )
+    borders = [*(b * q_length + begin for b, begin, *_ in runs), batch_size * q_length]
+    offsets = copied(torch.tensor(borders, dtype=torch.int32), device or "cpu")
+    return Documents(runs, local_size, offsets, max(end - begin for _, begin, _, end in runs))
 
 
 def _looked_up(mask_function: Callable[..., Any]) -> Iterator[torch.Tensor]:
     """Tensors that a function of transformers' masking_utils, or one that it is made of, holds on to."""
     for cell in getattr(mask_function, "__closure__", None) or ():
-        held = cell.cell_contents
-        for one in held if isinstance(held, (tuple, list)) else (held,):
-            if isinstance(one, torch.Tensor):
-                yield one
-            elif callable(one):
-                yield from _looked_up(one)
+        content = cell.cell_contents
+        for value in content if isinstance(content, (tuple, list)) else (content,):
+            if isinstance(value, torch.Tensor):
+                yield value
+            elif callable(value):
+                yield from _looked_up(value)
+
+
+# ---- the attention
 
 
 def packed_attention(
@@ -127,7 +188,7 @@ def packed_attention(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    attention_mask: Documents | Runs,
+    attention_mask: Documents,
     scaling: float | None = None,
     dropout: float = 0.0,
     softcap: float | None = None,
@@ -141,21 +202,297 @@ def packed_attention(
     this attention does not know: a family that needs it would otherwise be silently wrong.
     """
     name = type(module).__name__
-    if not isinstance(attention_mask, (Documents, Runs)):
+    if not isinstance(attention_mask, Documents):
         raise TypeError(f"{name} handed on {type(attention_mask).__name__} in the place of its documents")
     unknown = sorted(
         option
-        for option, given in others.items()
-        if option not in _WITHOUT_EFFECT and given is not None and given is not False
+        for option, argument in others.items()
+        if option not in _WITHOUT_EFFECT and argument is not None and argument is not False
     )
     if unknown or dropout or others.get("is_causal") is False:
         raise TypeError(f"{name} asks for attention with {unknown or ('dropout' if dropout else 'is_causal=False')}")
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    extras = [name for name, given in (("soft caps", softcap), ("sinks", s_aux)) if given is not None]
+    extras = [name for name, argument in (("soft caps", softcap), ("sinks", s_aux)) if argument is not None]
     if use_flash(query, key, value, attention_mask, extras):
-        return attend_packed(query, key, value, attention_mask, scale), None
-    attend = attend_by_run if isinstance(attention_mask, Runs) else attend_by_document
-    return attend(query, key, value, attention_mask, scale, softcap, s_aux), None
+        return attend_flash(query, key, value, attention_mask, scale), None
+    return attend_by_document(query, key, value, attention_mask, scale, softcap, s_aux), None
+
+
+def attend_by_document(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    documents: Documents,
+    scale: float,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Attend in one call per run, or in one for all documents if they are equally long; any device and dtype.
+
+    Shapes as in `packed_attention`.
+    """
+    lengths = {end - begin for _, begin, _, end in documents.runs}
+    if len(lengths) == 1 and documents.offsets is not None:
+        equal = (states.unflatten(2, (-1, *lengths)).transpose(1, 2).flatten(0, 1) for states in (query, key, value))
+        attended = _attend(*equal, documents.window, scale, softcap, sinks)
+        return attended.reshape(*query.shape[::2], *attended.shape[2:]).contiguous()
+    end_to_end = query.transpose(1, 2).flatten(0, 1)[None].transpose(1, 2)
+    queries = iter(_split(end_to_end, [end - first for _, _, first, end in documents.runs]))
+    outputs = []
+    for row, of_row in itertools.groupby(documents.runs, key=lambda run: run[0]):
+        by_document = [list(runs) for _, runs in itertools.groupby(of_row, key=lambda run: run[1])]
+        # Each document as far as its last run, and what lies between.
+        borders = [0, *(border for runs in by_document for border in (runs[0][1], runs[-1][3])), key.shape[2]]
+        sizes = [end - begin for begin, end in itertools.pairwise(borders)]
+        keys, values = (_split(states[row : row + 1], sizes)[1::2] for states in (key, value))
+        for runs, k, v in zip(by_document, keys, values, strict=True):
+            for _, begin, _, end in runs:
+                states = (next(queries), k[:, :, : end - begin], v[:, :, : end - begin])
+                outputs.append(_attend(*states, documents.window, scale, softcap, sinks))
+    return torch.cat(outputs, dim=1).unflatten(1, query.shape[::2])[0]
+
+
+def _split(states: torch.Tensor, lengths: Sequence[int]) -> list[torch.Tensor]:
+    """(1, H, L, D) into (1, H, length, D) of each length.
+
+    Not by slices, each of whose gradients would be written into a tensor of the whole length; and along tokens as they
+    lie in memory, (1, L, H, D), so that gradients are joined without being laid out anew.
+    """
+    return [part.transpose(1, 2) for part in states.transpose(1, 2).split(lengths, dim=1)]
+
+
+def _attend(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    window: int | None,
+    scale: float,
+    softcap: float | None,
+    sinks: torch.Tensor | None,
+) -> torch.Tensor:
+    """Attention of one document's last m of n tokens, (B, H, m, D) to (B, m, H, E).
+
+    Soft-capped scores and sinks are as gemma2 and gpt_oss define them in transformers. They make the (B, H, m, n)
+    scores, which torch's fused kernels avoid: 4,096 tokens and 16 heads take 1 GB in fp32.
+    """
+    queries, keys, groups = q.shape[2], k.shape[2], q.shape[1] // k.shape[1]
+    if softcap is None and sinks is None:
+        causal = (window is None or keys <= window) and queries in (1, keys)
+        seen = None if causal else _visible(queries, keys, window, q.device)
+        attended = F.scaled_dot_product_attention(
+            q, k, v, attn_mask=seen, is_causal=causal and queries > 1, scale=scale, enable_gqa=groups > 1
+        )
+        return attended.transpose(1, 2)
+    if groups > 1:
+        k, v = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)
+    scores = q @ k.transpose(-1, -2) * scale
+    if softcap is not None:
+        scores = torch.tanh(scores / softcap) * softcap
+    scores = scores.masked_fill(~_visible(queries, keys, window, q.device), torch.finfo(scores.dtype).min)
+    if sinks is not None:  # one more column that takes probability and gives nothing
+        scores = torch.cat([scores, sinks.reshape(1, -1, 1, 1).expand(*scores.shape[:-1], 1)], dim=-1)
+    return (torch.softmax(scores.float(), dim=-1).to(q.dtype)[..., :keys] @ v).transpose(1, 2)
+
+
+def _visible(queries: int, keys: int, window: int | None, device: torch.device) -> torch.Tensor:
+    """Boolean (queries, keys): which token (column) each of the last tokens (rows) of one document sees."""
+    i, j = torch.arange(keys - queries, keys, device=device)[:, None], torch.arange(keys, device=device)
+    seen = i >= j
+    return seen if window is None else seen & (i - j < window)
+
+
+# ---- flash attention
+
+
+def flash_varlen_attn(*arguments: Any, **options: Any) -> torch.Tensor:
+    """torch's variable-length attention by flash attention, forward and therefore backward.
+
+    Left to itself torch 2.15 prefers cuDNN on Hopper and Blackwell, which builds a graph for every new shape, and every
+    pack has another: 42 to 51 ms a call instead of 0.25 (pytorch pull request 191576). Earlier releases have no choice.
+    """
+    with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+        return varlen_attn(*arguments, **options)
+
+
+def attend_flash(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, documents: Documents, scale: float
+) -> torch.Tensor:
+    """Attend in one call for all documents of all rows (fp16 or bf16, on a GPU). Shapes as in `packed_attention`.
+
+    The kernel's window is (tokens to the left, tokens to the right): (W - 1, 0) for W tokens, itself included, (-1, 0)
+    for plain causal attention. The queries of a sequence are its last tokens, as in flash attention since 2.1.
+    """
+    heads, width, value_width = query.shape[1], query.shape[-1], value.shape[-1]
+    if value_width < width:  # deepseek; the kernel wants one width, and added columns of zeros stay zeros
+        value = F.pad(value, (0, width - value_width))
+    options: dict[str, Any] = {}
+    if key.shape[1] != heads:
+        if _GROUPS_HEADS:
+            options["enable_gqa"] = True
+        else:
+            key, value = (states.repeat_interleave(heads // states.shape[1], dim=1) for states in (key, value))
+    q, k, v = (states.transpose(1, 2).flatten(0, 1).contiguous() for states in (query, key, value))
+    if documents.offsets is None:
+        places, *sequences = _sequences(documents, key.shape[2], query.device)
+        k, v = k[places], v[places]
+    else:
+        sequences = [documents.offsets, documents.offsets, documents.longest, documents.longest]
+    left = -1 if documents.window is None else documents.window - 1
+    out = flash_varlen_attn(q, k, v, *sequences, scale=scale, window_size=(left, 0), **options)
+    return out.unflatten(0, query.shape[::2])[..., :value_width]
+
+
+def _sequences(
+    documents: Documents, length: int, device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, int, int]:
+    """Each run as a sequence of its own: places of its keys, offsets of queries and of keys, the longest of both.
+
+    A document's keys come once for each of its runs.
+    """
+    runs = documents.runs
+    queries, keys = [end - first for _, _, first, end in runs], [end - begin for _, begin, _, end in runs]
+    places = torch.cat([torch.arange(row * length + begin, row * length + end) for row, begin, _, end in runs])
+    offsets = (torch.tensor([0, *itertools.accumulate(counts)], dtype=torch.int32) for counts in (queries, keys))
+    on_device = (copied(tensor, device) for tensor in (places, *offsets))
+    return *on_device, max(queries), max(keys)
+
+
+# ---- the choice between the two
+
+
+class AttentionBackend(NamedTuple):
+    """How attention is computed."""
+
+    kernel: str  # "flash": all documents in one call; "document": one call for each
+    reason: str | None  # why it is not flash
+    slow: bool  # a GPU does not do what it could
+
+
+_RECORD: ContextVar[set[AttentionBackend] | None] = ContextVar("record", default=None)
+
+
+@contextmanager
+def record_backends() -> Iterator[set[AttentionBackend]]:
+    """Collect the backends that compute attention within this context."""
+    backends: set[AttentionBackend] = set()
+    token = _RECORD.set(backends)
+    try:
+        yield backends
+    finally:
+        _RECORD.reset(token)
+
+
+def describe_backends(backends: Sequence[Collection[AttentionBackend]]) -> tuple[list[dict[str, Any]], list[str]]:
+    """Return a record and a line of text for each backend that ranks use; `backends` are those of each rank in turn."""
+    ranks_of: dict[AttentionBackend, list[int]] = {}
+    for rank, used in enumerate(backends):
+        for backend in sorted(used, key=str):
+            ranks_of.setdefault(backend, []).append(rank)
+    records, lines = [], []
+    for backend, ranks in ranks_of.items():
+        records.append({**backend._asdict(), "ranks": ranks})
+        text = "flash attention, all documents in one call" if backend.reason is None else "documents one by one"
+        because = f", which is slow: {backend.reason}" if backend.slow else f" ({backend.reason})"
+        where = f" (ranks {', '.join(map(str, ranks))})" if len(ranks) < len(backends) and len(ranks_of) > 1 else ""
+        lines.append(f"attention: {text}{because if backend.reason else ''}{where}")
+    return records, lines
+
+
+def use_flash(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, documents: Documents, extras: Sequence[str]
+) -> bool:
+    """Whether flash attention takes these tensors, and is right on this GPU; `extras` names what else is asked for.
+
+    The first call for heads of one kind compares flash attention with attention by document. It must not happen inside
+    a layer that is recomputed in backward: what the comparison saves would end in torch's CheckpointError. So a stage
+    runs once without gradients when it is built (`Stage.try_out`).
+    """
+    reason = _reason_against_flash(query, key, value, documents, extras)
+    if reason is None:
+        grouped, width, windowed = query.shape[1] != key.shape[1], query.shape[-1], documents.window is not None
+        if not _flash_agrees(grouped, width, windowed, query.dtype, query.device):
+            heads = f"{_name(query.dtype)} heads of {width}"
+            reason = f"flash attention of torch {torch.__version__} fails or is wrong on {heads} on this GPU"
+    if (record := _RECORD.get()) is not None:
+        kernel = "flash" if reason is None else "document"
+        record.add(AttentionBackend(kernel, reason, reason is not None and query.is_cuda))
+    return reason is None
+
+
+def _reason_against_flash(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, documents: Documents, extras: Sequence[str]
+) -> str | None:
+    width = query.shape[-1]
+    if not query.is_cuda:
+        return "flash attention needs a GPU"
+    if extras:
+        return f"flash attention knows no {' or '.join(extras)}"
+    if query.dtype not in (torch.float16, torch.bfloat16):
+        return f"flash attention does not compute in {_name(query.dtype)}"
+    if width % 8 or width > WIDEST_FLASH_HEAD or value.shape[-1] > width:
+        return f"heads are {width} wide: flash attention takes multiples of 8 up to {WIDEST_FLASH_HEAD}"
+    if documents.offsets is None:
+        copies = sum(end - begin for _, begin, _, end in documents.runs)
+        if copies > MAX_KEY_COPIES * key.shape[0] * key.shape[2]:
+            return "supervised tokens are scattered"
+    return None
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+@functools.cache
+def _flash_agrees(grouped: bool, width: int, windowed: bool, dtype: torch.dtype, device: torch.device) -> bool:
+    # A small window stands for all: the comparison takes memory with the square of it.
+    return flash_agrees(2 if grouped else 1, width, 100 if windowed else None, dtype, device)
+
+
+@torch.enable_grad()
+def flash_agrees(groups: int, width: int, window: int | None, dtype: torch.dtype, device: torch.device | str) -> bool:
+    """Whether flash attention gives what attention by document gives in fp32, within rounding.
+
+    Compares results and gradients for all tokens and for some. `groups` query heads share a key head; heads are `width`
+    wide. A kernel that raises RuntimeError (flash attention on a GPU before Ampere) does not agree.
+    """
+    borders = (0, 13, 19, 20, 47 + (window or 0))  # the last document is longer than the window
+    spans = list(itertools.pairwise(borders))
+    offsets = torch.tensor(borders, dtype=torch.int32, device=device)
+    documents = Documents(tuple((0, a, a, b) for a, b in spans), window, offsets, borders[-1] - borders[-2])
+    some = torch.tensor([place for a, b in spans for place in {a, (a + b) // 2, b - 1}]).sort().values
+    scale = width**-0.5
+    generator = torch.Generator(device).manual_seed(0)
+    # Scores around 14 show a wrong result best; but they leave a gradient of differences that bf16 does not hold.
+    for peak, with_gradients in ((14.0, False), (3.0, True)):
+        query, key, value, upstream = (
+            torch.randn(1, heads, borders[-1], width, generator=generator, device=device)
+            for heads in (2 * groups, 2, 2, 2 * groups)
+        )
+        # Each document's first and last token outweigh the others for every query that sees them: a window that is off
+        # by one, or one token of another document or its own too few, changes a result by a good part of what there is.
+        query[..., 0], key[..., 0] = (peak / scale) ** 0.5, 0.0
+        for i, (begin, end) in enumerate(spans):
+            for token, size in ((end - 1, 1.5), (begin, 3.0)):
+                key[:, :, token, 0], value[:, :, token] = (peak / scale) ** 0.5, size * (-1) ** i
+        inputs = [states.to(dtype).requires_grad_() for states in (query, key, value)]
+        exact = [states.detach().float().requires_grad_() for states in inputs]
+        upstream = upstream.transpose(1, 2)
+        for asked, places in ((documents, slice(None)), (documents.at(some), some.to(device))):
+            expected = attend_by_document(*exact, documents, scale)[:, places]
+            try:
+                output = attend_flash(inputs[0][:, :, places], *inputs[1:], asked, scale)
+                compared = [(output, expected)]
+                if with_gradients:
+                    gradients = torch.autograd.grad(output, inputs, upstream[:, places].to(dtype))
+                    compared += zip(gradients, torch.autograd.grad(expected, exact, upstream[:, places]), strict=True)
+            except RuntimeError:
+                return False
+            # bf16 keeps 3 digits, of scores as well as of values: a right kernel is off by 0.02 at most.
+            if any(
+                (ours - theirs).detach().abs().max() > 0.1 * theirs.detach().abs().max() for ours, theirs in compared
+            ):
+                return False
+    return True
 
 
 AttentionMaskInterface.register(ATTENTION, packed_mask)

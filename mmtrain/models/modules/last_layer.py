@@ -23,7 +23,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from mmtrain.data.stream.packs import copied
-from mmtrain.models.modules.kernels import Documents
+from mmtrain.models.modules.attention import Documents
 
 CACHE_ARGUMENTS = ("past_key_values", "layer_past")
 """What decoder layers call their cache, over all families."""

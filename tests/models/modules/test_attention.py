@@ -16,17 +16,21 @@ from transformers.masking_utils import (
     create_sliding_window_causal_mask,
 )
 
-from mmtrain.models.modules import attention, flash
-from mmtrain.models.modules.attention import ATTENTION, document_positions, packed_attention, packed_mask
-from mmtrain.models.modules.flash import (
+from mmtrain.models.modules import attention
+from mmtrain.models.modules.attention import (
+    ATTENTION,
     AttentionBackend,
-    attend_packed,
+    Documents,
+    attend_by_document,
+    attend_flash,
     describe_backends,
+    document_positions,
+    flash_agrees,
     flash_varlen_attn,
-    kernel_agrees,
+    packed_attention,
+    packed_mask,
     record_backends,
 )
-from mmtrain.models.modules.kernels import Documents, attend_by_document
 from mmtrain.models.modules.stage import build_stage
 from mmtrain.plan.planner import make_plan
 
@@ -73,7 +77,19 @@ def attend_densely(query, key, value, *, window=None, chunk=None, softcap=None, 
     return (weights / total @ v).transpose(1, 2)
 
 
-with_every_mask = pytest.mark.parametrize(
+SOME = torch.tensor([0, 4, 5, 6, 12, 13, 19, 20, 30, 31, 32 + 3, 32 + 18, 32 + 19, 32 + 20, 32 + 30])
+
+
+def assert_same_with_gradients(ours, expected, inputs):
+    torch.testing.assert_close(ours.double(), expected, rtol=1e-5, atol=1e-5)
+    weights = torch.randn(ours.shape, generator=torch.Generator().manual_seed(2))
+    gradients = torch.autograd.grad((ours * weights).sum(), inputs)
+    for gradient, wanted in zip(gradients, torch.autograd.grad((expected * weights).sum(), inputs), strict=True):
+        torch.testing.assert_close(gradient, wanted, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("places", [None, SOME], ids=["all tokens", "some"])
+@pytest.mark.parametrize(
     ("mask", "config", "reference"),
     [
         (create_causal_mask, {}, {}),
@@ -83,96 +99,55 @@ with_every_mask = pytest.mark.parametrize(
     ],
     ids=["full", "window", "window of one", "chunk"],
 )
-with_every_extra = pytest.mark.parametrize(
-    "extra", [{}, {"softcap": 2.0}, {"s_aux": True}], ids=["plain", "softcap", "sinks"]
-)
-
-
-@with_every_mask
-@with_every_extra
-def test_equals_attention_over_an_explicit_mask(mask, config, reference, extra):
+@pytest.mark.parametrize("extra", [{}, {"softcap": 2.0}, {"s_aux": True}], ids=["plain", "softcap", "sinks"])
+def test_equals_attention_over_an_explicit_mask(mask, config, reference, extra, places):
     documents = make_documents(mask, **config)
-    given = [x.requires_grad_() for x in states()]
+    inputs = [x.requires_grad_() for x in states()]
     sinks = torch.randn(HEADS, generator=torch.Generator().manual_seed(1)) if "s_aux" in extra else None
-    options = {"softcap": extra.get("softcap"), "s_aux": sinks}
-    ours, _ = packed_attention(torch.nn.Module(), *given, documents, scaling=0.3, **options)
-    expected = attend_densely(*given, scale=0.3, softcap=extra.get("softcap"), sinks=sinks, **reference)
-    torch.testing.assert_close(ours.double(), expected, rtol=1e-5, atol=1e-5)
-    weights = torch.randn(ours.shape, generator=torch.Generator().manual_seed(2))
-    gradients = torch.autograd.grad((ours * weights).sum(), given)
-    for seen, wanted in zip(gradients, torch.autograd.grad((expected * weights).sum(), given), strict=True):
-        torch.testing.assert_close(seen, wanted, rtol=1e-4, atol=1e-5)
+    query, softcap = inputs[0], extra.get("softcap")
+    expected = attend_densely(*inputs, scale=0.3, softcap=softcap, sinks=sinks, **reference)
+    if places is not None:
+        query, documents = at(query, places), documents.at(places)
+        expected = expected.flatten(0, 1)[places][None]
+    ours, _ = packed_attention(torch.nn.Module(), query, *inputs[1:], documents, 0.3, softcap=softcap, s_aux=sinks)
+    assert_same_with_gradients(ours, expected, inputs)
 
 
+def at(query, places):
+    """The queries (1, H, S, D) of some of the tokens of (B, H, L, D)."""
+    return query.transpose(1, 2).flatten(0, 1)[places].transpose(0, 1)[None]
+
+
+@pytest.mark.parametrize("length", [8, 32], ids=["several in a row", "one in a row"])
 @pytest.mark.parametrize("window", [None, 5])
 @pytest.mark.parametrize("softcap", [None, 2.0])
-def test_documents_of_one_length_are_attended_to_in_one_call_as_one_by_one(window, softcap):
-    spans = tuple((begin, begin + 8) for begin in range(0, 32, 8))
-    together = [x.requires_grad_() for x in states()]
-    apart = [x.detach().clone().requires_grad_() for x in together]
-    offsets = torch.arange(0, 65, 8, dtype=torch.int32)
-    ours = attend_by_document(*together, Documents((spans, spans), window, offsets, 8), 0.3, softcap)
-    alone = Documents((((0, 8),),), window, offsets[:2], 8)
-    parts = [
-        [attend_by_document(*(x[b : b + 1, :, i:j] for x in apart), alone, 0.3, softcap) for i, j in spans]
-        for b in range(2)
-    ]
-    expected = torch.cat([torch.cat(row, dim=1) for row in parts])
-    assert ours.is_contiguous()
-    torch.testing.assert_close(ours, expected)
-    weights = torch.randn(ours.shape, generator=torch.Generator().manual_seed(2))
-    gradients = torch.autograd.grad((ours * weights).sum(), together)
-    for seen, wanted in zip(gradients, torch.autograd.grad((expected * weights).sum(), apart), strict=True):
-        torch.testing.assert_close(seen, wanted)
-
-
-SOME = torch.tensor([0, 4, 5, 6, 12, 13, 19, 20, 30, 31, 32 + 3, 32 + 18, 32 + 19, 32 + 20, 32 + 30])
-
-
-@with_every_mask
-@with_every_extra
-def test_of_some_queries_equals_attention_over_an_explicit_mask(mask, config, reference, extra):
-    runs = make_documents(mask, **config).at(SOME)
-    given = [x.requires_grad_() for x in states()]
-    sinks = torch.randn(HEADS, generator=torch.Generator().manual_seed(1)) if "s_aux" in extra else None
-    options = {"softcap": extra.get("softcap"), "s_aux": sinks}
-    query = given[0].transpose(1, 2).flatten(0, 1)[SOME].transpose(0, 1)[None]
-    ours, _ = packed_attention(torch.nn.Module(), query, *given[1:], runs, scaling=0.3, **options)
-    expected = attend_densely(*given, scale=0.3, softcap=extra.get("softcap"), sinks=sinks, **reference)
-    expected = expected.flatten(0, 1)[SOME][None]
-    torch.testing.assert_close(ours.double(), expected, rtol=1e-5, atol=1e-5)
-    weights = torch.randn(ours.shape, generator=torch.Generator().manual_seed(2))
-    gradients = torch.autograd.grad((ours * weights).sum(), given)
-    for seen, wanted in zip(gradients, torch.autograd.grad((expected * weights).sum(), given), strict=True):
-        torch.testing.assert_close(seen, wanted, rtol=1e-4, atol=1e-5)
+def test_documents_of_one_length_are_attended_to_in_one_call_as_one_by_one(monkeypatch, length, window, softcap):
+    runs = tuple((row, begin, begin, begin + length) for row in range(2) for begin in range(0, 32, length))
+    offsets = torch.arange(0, 65, length, dtype=torch.int32)
+    inputs = [x.requires_grad_() for x in states()]
+    one_by_one = attend_by_document(*inputs, Documents(runs, window), 0.3, softcap)
+    calls, attend = [], attention._attend
+    monkeypatch.setattr(attention, "_attend", lambda *arguments: calls.append(1) or attend(*arguments))
+    together = attend_by_document(*inputs, Documents(runs, window, offsets, length), 0.3, softcap)
+    assert together.is_contiguous() and len(calls) == 1
+    assert_same_with_gradients(together, one_by_one.double(), inputs)
 
 
 def test_some_queries_are_runs_that_end_where_documents_do():
-    runs = make_documents(create_sliding_window_causal_mask, sliding_window=WINDOW).at(SOME)
+    some = make_documents(create_sliding_window_causal_mask, sliding_window=WINDOW).at(SOME)
     expected = [(0, 0, 0, 1), (0, 0, 4, 7), (0, 0, 12, 13), (0, 13, 13, 14), (0, 19, 19, 20), (0, 20, 20, 21)]
     expected += [(0, 20, 30, 32), (1, 0, 3, 4), (1, 0, 18, 20), (1, 20, 20, 21), (1, 20, 30, 31)]
-    assert list(runs.runs) == expected and runs.window == WINDOW
+    assert list(some.runs) == expected and some.window == WINDOW
 
 
 def test_documents_end_where_positions_restart_and_the_gpu_borders_run_over_all_rows():
     documents = make_documents(create_sliding_window_causal_mask, sliding_window=WINDOW)
-    assert documents.rows == (((0, 13), (13, 19), (19, 20), (20, 32)), ((0, 20), (20, 32)))
+    spans = [(0, 0, 13), (0, 13, 19), (0, 19, 20), (0, 20, 32), (1, 0, 20), (1, 20, 32)]
+    assert documents.runs == tuple((row, begin, begin, end) for row, begin, end in spans)
     assert documents.window == WINDOW
     assert documents.offsets.tolist() == [0, 13, 19, 20, 32, 52, 64]
     assert documents.offsets.dtype == torch.int32
     assert documents.longest == 20
-
-
-def test_rows_of_one_document_take_one_call_with_the_same_result():
-    query, key, value = states()
-    whole = Documents((((0, 32),), ((0, 32),)), None, torch.tensor([0, 32, 64], dtype=torch.int32), 32)
-    together, _ = packed_attention(torch.nn.Module(), query, key, value, whole)
-    for row in range(2):
-        part = slice(row, row + 1)
-        expected = torch.nn.functional.scaled_dot_product_attention(
-            query[part], key[part], value[part], is_causal=True, enable_gqa=True
-        )
-        torch.testing.assert_close(together[part], expected.transpose(1, 2))
 
 
 def documented_kernel(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, scale, window_size, enable_gqa=False):
@@ -220,15 +195,14 @@ def aligned_at_the_top(query, key, value, cu_seq_q, cu_seq_k, *arguments, **opti
 
 
 @pytest.mark.parametrize("window", [None, WINDOW])
-def test_the_gpu_kernel_is_called_as_documented(window):
+def test_the_gpu_kernel_is_called_as_documented(monkeypatch, window):
+    monkeypatch.setattr(attention, "flash_varlen_attn", documented_kernel)
     make = create_causal_mask if window is None else create_sliding_window_causal_mask
     documents = make_documents(make, **({} if window is None else {"sliding_window": window}))
-    ours = attend_packed(*states(), documents, 0.3, kernel=documented_kernel)
-    expected = attend_densely(*states(), scale=0.3, window=window)
-    torch.testing.assert_close(ours.double(), expected, rtol=1e-5, atol=1e-5)
     query, key, value = states()
-    query = query.transpose(1, 2).flatten(0, 1)[SOME].transpose(0, 1)[None]
-    ours = attend_packed(query, key, value, documents.at(SOME), 0.3, kernel=documented_kernel)
+    expected = attend_densely(query, key, value, scale=0.3, window=window)
+    torch.testing.assert_close(attend_flash(query, key, value, documents, 0.3).double(), expected, rtol=1e-5, atol=1e-5)
+    ours = attend_flash(at(query, SOME), key, value, documents.at(SOME), 0.3)
     torch.testing.assert_close(ours.double(), expected.flatten(0, 1)[SOME][None], rtol=1e-5, atol=1e-5)
 
 
@@ -262,53 +236,32 @@ class WrongBackward(torch.autograd.Function):
 
 
 def backward_of(change):
-    def kernel(*arguments, **options):
-        return WrongBackward.apply(change, options, *arguments)
-
-    kernel.__name__ = f"backward_of_{change.__name__}"
-    return kernel
-
-
-def unscaled(*arguments, scale, **options):
-    return documented_kernel(*arguments, scale=1.1 * scale, **options)
+    return lambda *arguments, **options: WrongBackward.apply(change, options, *arguments)
 
 
 def gradient_of_keys_is_lost(query, key, *arguments, **options):
     return documented_kernel(query, key.detach() + 0 * key, *arguments, **options)
 
 
-def without_a_backward(*arguments, **options):
-    return documented_kernel(*arguments, **options).detach()
-
-
 @pytest.mark.parametrize(
-    ("kernel", "window", "agrees"),
+    ("kernel", "windows", "agrees"),
     [
-        (documented_kernel, None, True),
-        (documented_kernel, WINDOW, True),
-        (documented_kernel, 1000, True),
-        (one_token_too_many, WINDOW, False),
-        (one_token_too_many, 1000, False),
-        (one_document_too_few, None, False),
-        (one_document_too_few, WINDOW, False),
-        (aligned_at_the_top, None, False),
-        (aligned_at_the_top, WINDOW, False),
-        (unsupported, None, False),
-        (backward_of(documented_kernel), None, True),
-        (backward_of(documented_kernel), 100, True),
-        (backward_of(one_token_too_many), WINDOW, False),
-        (backward_of(one_token_too_many), 100, False),
-        (backward_of(one_document_too_few), None, False),
-        (backward_of(aligned_at_the_top), None, False),
-        (backward_of(aligned_at_the_top), WINDOW, False),
-        (backward_of(unscaled), None, False),
-        (backward_of(gradient_of_keys_is_lost), None, False),
-        (without_a_backward, None, False),
+        (documented_kernel, (None, WINDOW, 1000), True),
+        (one_token_too_many, (WINDOW, 1000), False),
+        (one_document_too_few, (None, WINDOW), False),
+        (aligned_at_the_top, (None, WINDOW), False),
+        (unsupported, (None,), False),
+        (backward_of(documented_kernel), (None, 100), True),
+        (backward_of(one_token_too_many), (WINDOW, 100), False),
+        (backward_of(one_document_too_few), (None,), False),
+        (backward_of(aligned_at_the_top), (None, WINDOW), False),
+        (backward_of(gradient_of_keys_is_lost), (None,), False),
     ],
 )
 @pytest.mark.parametrize("groups", [1, 4])
-def test_a_gpu_kernel_that_is_wrong_or_missing_is_not_used(kernel, window, agrees, groups):
-    assert kernel_agrees(kernel, groups, 16, window, torch.bfloat16, "cpu") is agrees
+def test_a_gpu_kernel_that_is_wrong_or_missing_is_not_used(monkeypatch, kernel, windows, agrees, groups):
+    monkeypatch.setattr(attention, "flash_varlen_attn", kernel)
+    assert all(flash_agrees(groups, 16, window, torch.bfloat16, "cpu") is agrees for window in windows)
 
 
 def test_bf16_stays_close_to_the_definition():
@@ -359,7 +312,7 @@ def test_positions_are_forgotten_behind_the_context_even_after_an_error():
     with pytest.raises(RuntimeError), document_positions(POSITIONS):
         raise RuntimeError
     documents = packed_mask(2, 32, 32, mask_function=causal_mask_function)
-    assert documents.rows == (((0, 32),), ((0, 32),))
+    assert documents.runs == ((0, 0, 0, 32), (1, 0, 0, 32))
 
 
 @pytest.mark.skipif(not hasattr(varlen, "_select_backend"), reason="this torch has flash attention alone")
@@ -383,11 +336,10 @@ def test_flash_attention_computes_where_torch_would_take_cudnn(monkeypatch):
 def pretend_gpu(monkeypatch):
     """The CPU as a GPU whose flash attention works: tensors say that they are on one, the kernel is the reference."""
     monkeypatch.setattr(torch.Tensor, "is_cuda", True)
-    monkeypatch.setattr(flash, "flash_varlen_attn", documented_kernel)
-    monkeypatch.setattr(attention, "attend_packed", lambda *states: attend_packed(*states, kernel=documented_kernel))
-    flash._flash_agrees.cache_clear()
+    monkeypatch.setattr(attention, "flash_varlen_attn", documented_kernel)
+    attention._flash_agrees.cache_clear()
     yield
-    flash._flash_agrees.cache_clear()
+    attention._flash_agrees.cache_clear()
 
 
 def test_the_gpu_kernel_is_compared_before_a_recomputed_layer_uses_it(tmp_path, pretend_gpu):

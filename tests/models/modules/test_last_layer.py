@@ -8,8 +8,8 @@ from transformers import CONFIG_MAPPING, PreTrainedModel
 
 from mmtrain.models.facts.families import WHOLE_LAST_LAYER
 from mmtrain.models.modules import last_layer
+from mmtrain.models.modules.attention import Documents
 from mmtrain.models.modules.bookends import decoder_layers
-from mmtrain.models.modules.kernels import Documents, Runs
 from mmtrain.models.modules.language import DecoderLayers, slice_of
 from mmtrain.models.modules.last_layer import Rows
 from mmtrain.models.modules.parity import ROWS_BOUND, rows_difference, takes_rows
@@ -216,10 +216,11 @@ def test_a_layer_that_has_no_cache_or_ignores_it_is_no_layer_for_rows():
         last_layer.run_on_rows(lambda hidden, past_key_values=None: hidden, [], [], rows, hidden)
 
 
-def one_token_too_far(documents: Documents, places: torch.Tensor) -> Runs:
+def one_token_too_far(documents: Documents, places: torch.Tensor) -> Documents:
     """Queries that are thought to be one token further on in their document than they are."""
     right = documents_at(documents, places)
-    return Runs(tuple((row, begin, a - (a > begin), b - (a > begin)) for row, begin, a, b in right.runs), right.window)
+    runs = tuple((row, begin, a - (a > begin), b - (a > begin)) for row, begin, a, b in right.runs)
+    return Documents(runs, right.window)
 
 
 documents_at = Documents.at
