@@ -53,7 +53,7 @@ data.stream.order  data.stream.image_totals  data.stream.catalog
 data.inspection.survey
 checkpoint.run_folder  checkpoint.step_folder  checkpoint.choose  checkpoint.begin
 engine.utilization  engine.trace  training.console
-models.weights.projector_files  models.probing.probe  models.probing.encoder_probe
+models.weights.projector_files  models.probing.probe
 """
 IMPORT_TORCH = {"torch", "torchvision", "transformers", "timm", "deepspeed", "webdataset", "safetensors.torch"}
 ONLY_IMPORTER = {"deepspeed": "engine.deepspeed_pipeline", "mmtrain.training.loop": "launching.training"}

@@ -22,7 +22,7 @@ from mmtrain.launching.machine import (
     refuse_missing_quantisation,
     refuse_short_host_memory,
 )
-from mmtrain.models.probing.encoder_probe import probe_encoder
+from mmtrain.models.probing.probe import probe_encoder
 from mmtrain.plan.calibration import Device, cached_file, calibration_key
 from mmtrain.plan.plan import Plan
 from mmtrain.plan.planner import models_of, step_seconds

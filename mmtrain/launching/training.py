@@ -33,8 +33,7 @@ from mmtrain.launching.machine import (
     refuse_short_host_memory,
 )
 from mmtrain.launching.starters import TORCHRUN_VARIABLES, agree
-from mmtrain.models.probing.encoder_probe import probe_encoder
-from mmtrain.models.probing.probe import probe
+from mmtrain.models.probing.probe import probe, probe_encoder
 from mmtrain.models.weights.projector_files import refuse_unfit_init_from
 from mmtrain.plan.plan import Plan, RankPlan
 from mmtrain.plan.refusals import GpuMemory, refuse_short_memory

@@ -225,7 +225,6 @@ OTHERS = {
     "mmtrain/runtime/rank.py",
     "mmtrain/checkpoint/write.py",
     "mmtrain/doctor/runs.py",
-    "mmtrain/models/probing/encoder_probe.py",
     "mmtrain/models/probing/probe.py",
     "mmtrain/training/loop.py",
     "mmtrain/runtime/rendezvous.py",

@@ -22,14 +22,7 @@ from mmtrain.base.errors import UserError
 from mmtrain.base.printing import escape
 from mmtrain.models.facts.encoders import ENCODER_BLOCK, EncoderFamily, check_plain_vit, family_of
 from mmtrain.models.facts.families import encoder_config, encoder_prefix, encoder_tensors, holds_parts
-from mmtrain.models.facts.model_files import (
-    cached_snapshot,
-    foreign_files,
-    hub_cache,
-    model_folder,
-    tensor_shapes,
-)
-from mmtrain.models.facts.settings import check_sizes
+from mmtrain.models.facts.model_files import cached_snapshot, foreign_files, hub_cache, model_folder
 from mmtrain.models.facts.timm_models import refuse_wrong_activation, timm_config
 from mmtrain.models.facts.vision_files import is_timm_name, square
 from mmtrain.models.modules.language import quiet
@@ -53,12 +46,13 @@ def load_vision(
 ) -> VisionTower:
     """Load an encoder up to the selected layer: frozen, in eval mode, its weights stored in `dtype`.
 
-    With `blocks`, [first, last) of those that run, the others are not kept, and where safetensors hold an encoder of
-    transformers, or a whole model, they are not read; timm itself reads whole files.
+    `name` is a timm model name (weights from the local Hugging Face cache), a folder in timm's local format or of a
+    vision model of transformers, or the hub id of such a folder in the local cache. Nothing is downloaded.
 
-    name: a timm model name (weights from the local Hugging Face cache), a folder in timm's local format or of a vision
-    model of transformers, or the hub id of such a folder in the local cache. Nothing is downloaded. With `final_norm`,
-    for the last layer alone, features are those of timm's `forward_features`, or transformers' `last_hidden_state`.
+    With `final_norm`, for the last layer alone, features are those of timm's `forward_features`, or transformers'
+    `last_hidden_state`. With `blocks`, [first, last) of those that run, the others are not kept. Of safetensors of
+    transformers they are not even read; timm reads whole files.
+
     Raises UserError for a name, folder or layer that does not exist, weights that are not here, and other encoders.
     """
     model = timm_model(name, blocks)
@@ -68,10 +62,9 @@ def load_vision(
 
 
 def timm_model(name: str, held: tuple[int, int] | None = None) -> nn.Module | None:
-    """A timm encoder with all its blocks, norms and heads, as published; None for one of transformers.
+    """Load a timm encoder with all its blocks, norms and heads, as published; None for one of transformers.
 
-    With `held`, [first, last), bookends stand for the other blocks. Takes and refuses the names that `load_vision`
-    does.
+    With `held`, [first, last), bookends stand for the other blocks. Raises what `load_vision` raises.
     """
     if is_timm_name(name):
         return _create_timm(name, timm_weights(name), held)
@@ -81,7 +74,6 @@ def timm_model(name: str, held: tuple[int, int] | None = None) -> nn.Module | No
         if holds_parts(folder):
             return _wrapped_timm(folder, config, held)
         refuse_wrong_activation(config)
-        _check_size(folder)
         return _create_timm(f"local-dir:{folder}", None, held)
     family_of(config.get("model_type"), name)
     return None
@@ -104,12 +96,6 @@ def timm_weights(name: str) -> Path:
         f"model.vision.name: the weights of timm's {name} are not in the local cache {hub_cache()}; "
         f"download them first: hf download {config.hf_hub_id}"
     )
-
-
-def _check_size(folder: Path) -> None:
-    """Raise UserError where config.json asks for a larger encoder than the folder's weights are."""
-    if any(folder.glob("*.safetensors")):  # what only timm reads, without running what a pickle asks for
-        check_sizes(encoder_config(folder), tensor_shapes(folder) or {}, str(folder))
 
 
 def _create_timm(name: str, weights: Path | None, held: tuple[int, int] | None) -> nn.Module:
@@ -153,8 +139,8 @@ def _wrapped_timm(folder: Path, config: dict[str, Any], held: tuple[int, int] | 
         wanted = set(model.state_dict())
         _keep_plain_vit(model, held, str(folder))
         places = encoder_tensors(folder, {name: (name, file) for name, file in tensor_files(folder).items()})
-        if lacking := sorted(wanted - places.keys()):  # a slice lacks what any other does: an encoder is of one depth
-            raise lacks_tensors(folder, lacking)
+        if missing := sorted(wanted - places.keys()):  # of all blocks: else slices would differ in what they refuse
+            raise _lacks_tensors(folder, missing)
         lazy = open_tensors({name: place for name, place in places.items() if _is_held(name, held)})
         model.load_state_dict({name: lazy[name][...] for name in model.state_dict()})
     return model
@@ -245,7 +231,7 @@ def _load_hf(
     missing = {family.published(name) for name, _ in model.named_parameters() if name in info["missing_keys"]}
     if missing or info["mismatched_keys"]:
         # transformers would only warn and train against an encoder that is partly random
-        raise lacks_tensors(folder, sorted([*missing, *(str(key) for key in info["mismatched_keys"])]))
+        raise _lacks_tensors(folder, sorted([*missing, *(str(key) for key in info["mismatched_keys"])]))
     return _hf_tower(model, family, config, str(folder), held)
 
 
@@ -276,48 +262,35 @@ def _leave_out(model: nn.Module, unused: Sequence[str]) -> None:
             setattr(owner, last, nn.Identity() if isinstance(module, nn.Module) else None)
 
 
-def made_up_encoder(
-    name: str, dtype: torch.dtype, *, final_norm: bool, select_layer: int = -1, depth: int = 0
-) -> VisionTower:
-    """An encoder such as `load_vision` loads, of which no weight is read: of its own sizes, on the meta device.
+def made_up_encoder(name: str, dtype: torch.dtype, final_norm: bool, depth: int) -> VisionTower:
+    """Make an encoder such as `load_vision` loads, with `depth` blocks and random weights, on the CPU.
 
-    With `depth`, of so many blocks instead and random weights on the CPU: of timm's in its own widths, of
-    transformers' in tiny ones, so that none takes much memory. Raises UserError for what is no plain ViT, and for
-    sizes far beyond those of its weights.
+    No weight is read. timm's encoders keep their widths, those of transformers become tiny.
     """
+    architecture, options = name, {}
     folder = None if is_timm_name(name) else model_folder(name)
-    config_json = {} if folder is None else encoder_config(folder)
-    if folder is not None and "architecture" not in config_json:
-        family = family_of(config_json.get("model_type"), name)
-        with foreign_files(f"model.vision.name: {folder}"):
-            config = stock_config(family, folder)
-        blocks = depth or config.num_hidden_layers
-        _check_layer(select_layer, blocks, name)
-        config = shrink(config) if depth else config
-        config.num_hidden_layers, config.vision_use_head = blocks + 1 + select_layer, False
-        with torch.device("cpu" if depth else "meta"):
+    if folder is not None:
+        config_json, architecture = encoder_config(folder), f"local-dir:{folder}"
+        if "architecture" not in config_json:
+            family = family_of(config_json.get("model_type"), name)
+            with foreign_files(f"model.vision.name: {folder}"):
+                config = shrink(stock_config(family, folder))
+            config.num_hidden_layers, config.vision_use_head = depth, False
             stock = model_class(family)(config)
-        stock.set_attn_implementation("sdpa")
-        if depth:
+            stock.set_attn_implementation("sdpa")
             randomise(stock, seed=0)
-        _leave_out(stock, family.unused(final_norm, name))
-        return _hf_tower(stock.to(dtype), family, config, name)
-    architecture, options = name if folder is None else f"local-dir:{folder}", {}
-    if folder is not None and holds_parts(folder):
-        check_wrapped_timm(config_json, folder)
-        architecture, options = config_json["architecture"], dict(config_json["model_args"] or {})
-    elif folder is not None:
-        _check_size(folder)
+            _leave_out(stock, family.unused(final_norm, name))
+            return _hf_tower(stock.to(dtype), family, config, name)
+        if holds_parts(folder):
+            check_wrapped_timm(config_json, folder)
+            architecture, options = config_json["architecture"], dict(config_json["model_args"] or {})
     with foreign_files(f"model.vision.name: {name}"):
         with torch.device("meta"):
-            model = timm.create_model(architecture, pretrained=False, **options)
-        _keep_plain_vit(model, None, name)
-        if depth:
-            pixels = MADE_UP_PATCHES * square(model.patch_embed.patch_size, "patches", name)
-            options |= {"depth": depth, "img_size": pixels}
-            model = timm.create_model(architecture, pretrained=False, **options)
-            randomise(model, seed=0)
-    return _cut_timm(model, name, select_layer, dtype, final_norm, None)
+            published = timm.create_model(architecture, pretrained=False, **options)
+        pixels = MADE_UP_PATCHES * square(published.patch_embed.patch_size, "patches", name)
+        model = timm.create_model(architecture, pretrained=False, **options | {"depth": depth, "img_size": pixels})
+    randomise(model, seed=0)
+    return _cut_timm(model, name, -1, dtype, final_norm, None)
 
 
 def _is_held(name: str, held: tuple[int, int] | None) -> bool:
@@ -326,10 +299,9 @@ def _is_held(name: str, held: tuple[int, int] | None) -> bool:
     return held is None or block is None or held[0] <= int(block[1]) < held[1]
 
 
-def lacks_tensors(folder: Path, lacking: Sequence[str]) -> UserError:
-    """The error for an encoder's folder without some of its tensors, or with others of their names."""
+def _lacks_tensors(folder: Path, missing: Sequence[str]) -> UserError:
     return UserError(
-        f"model.vision.name: {folder} lacks {len(lacking)} of the encoder's tensors, e.g. {lacking[0]}; "
+        f"model.vision.name: {folder} lacks {len(missing)} of the encoder's tensors, e.g. {missing[0]}; "
         "download the folder again"
     )
 

@@ -14,13 +14,13 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from itertools import pairwise
 
 import torch
 from torch import nn
 
-from mmtrain.base.errors import EncoderSliceError, UserError
+from mmtrain.base.errors import UserError
 from mmtrain.models.facts.encoders import ENCODER_BLOCK
 from mmtrain.models.facts.vision_files import patches_per_image
 from mmtrain.models.modules.bookends import Bookend
@@ -192,67 +192,3 @@ def slices_difference(whole: VisionTower, cuts: Sequence[int], images: torch.Ten
         return 0.0
     difference = float((taken.double() - expected.double()).abs().max())
     return difference if math.isfinite(difference) else math.inf
-
-
-def refuse_other_ways(whole: VisionTower, tried: int, name: str) -> None:
-    """Raise EncoderSliceError unless a hidden state is all that passes each border, and blocks are like the first few.
-
-    Those are `tried` with values. For an encoder on the meta device, where nothing is computed, but autograd records
-    what a result comes of: each block is handed a new leaf, of which alone its result may come.
-    """
-    refusal = f"{name} cannot be cut into slices:"
-    blocks = block_list(whole.model, whole.published)
-    kinds = [_kind(block) for block in blocks]
-    unlike = [i for i, kind in enumerate(kinds) if kind not in kinds[:tried]]
-    if unlike:
-        raise EncoderSliceError(f"{refusal} block {unlike[0]} is unlike the first {tried}")
-    images = torch.zeros(1, 3, whole.image_size, whole.image_size, device="meta")
-    leaves = [images.requires_grad_()]
-    results: list[tuple[torch.Tensor, int]] = []  # and how often each was written to
-
-    def enter(block: nn.Module, taken: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
-        i, hidden = len(results), taken[0]
-        if i == len(blocks) or block is not blocks[i]:
-            raise EncoderSliceError(f"{refusal} its blocks do not run once each, in their order")
-        before, written = results[-1] if i else (hidden, hidden._version)
-        if hidden is not before or hidden._version != written or hidden.shape[1:] != whole.hidden_shape:
-            raise EncoderSliceError(f"{refusal} block {i} takes something else than what comes out before it")
-        leaves.append(hidden.detach().requires_grad_())
-        return (leaves[-1].clone(), *taken[1:])  # it may write to what it is handed
-
-    def leave(block: nn.Module, taken: tuple[torch.Tensor, ...], found: torch.Tensor) -> None:
-        if _leaves_of(found) - {leaves[-1]}:
-            raise EncoderSliceError(f"{refusal} block {len(results)} sees more of an image than what it is handed")
-        results.append((found, found._version))
-
-    with ExitStack() as hooks:
-        for block in blocks:
-            hooks.enter_context(block.register_forward_pre_hook(enter))
-            hooks.enter_context(block.register_forward_hook(leave))
-        features = whole(images.clone())
-    if len(results) < len(blocks) or _leaves_of(features) - {leaves[-1]}:
-        raise EncoderSliceError(f"{refusal} its features come of more than the last of its blocks")
-    hidden = images.detach()
-    for i in range(len(blocks)):  # else some code might ask an absent block for what it does not have
-        hidden = whole.slice_of(i, i + 1)(hidden)
-
-
-def _kind(block: nn.Module) -> list[tuple[str, object]]:
-    """What a block is made of: classes of modules and shapes of parameters, by name."""
-    parts: list[tuple[str, object]] = [(name, type(module)) for name, module in block.named_modules()]
-    return [*parts, *((name, parameter.shape) for name, parameter in block.named_parameters())]
-
-
-def _leaves_of(tensor: torch.Tensor) -> set[torch.Tensor]:
-    """The leaves that a tensor was computed from, of those that require a gradient."""
-    if not tensor.requires_grad:
-        return set()
-    waiting = [torch.autograd.graph.get_gradient_edge(tensor).node]
-    seen: set[torch.autograd.graph.Node] = set()
-    while waiting:
-        node = waiting.pop()
-        if node not in seen:
-            seen.add(node)
-            waiting += [earlier for earlier, _ in node.next_functions if earlier is not None]
-    leaves = (getattr(node, "variable", None) for node in seen)
-    return {leaf for leaf in leaves if leaf is not None}

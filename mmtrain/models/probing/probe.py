@@ -1,11 +1,12 @@
-"""Before a run: does this model, cut at these points and packed, compute what the stock model computes?
+"""Before a run: does this model, cut and packed as planned, compute what the stock model computes?
 
-config.json --child process: tiny model of the family, parity.py--> two differences --bounds--> recorded, or refused
+LLM      config.json --child: tiny model of the family, parity.py--> two differences --bounds--> recorded, or refused
+encoder  blocks alike? --child: few blocks, made-up weights: whole, in slices--> difference: 0 to the bit, or refused
 
-A family may do anything in its forward, and most faults of staging or packing raise no error: they train a wrong model.
-So every new combination of config, cut points and versions is tried once, in 2-5 s, and remembered in the user's
-cache. The work is done in a child: a model that hangs or crashes takes nothing else down, and the launcher need not
-import torch. It sees no GPU: CUDA must not start on its account.
+A model may do anything in its forward, and most faults of a cut or of packing raise no error: they train a wrong model.
+So every new combination of config, cut and versions is tried once, in 2-20 s, and remembered in the user's cache. The
+work is done in a child: a model that hangs or crashes takes nothing else down, and the launcher need not import torch.
+It sees no GPU: CUDA must not start on its account.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import re
 import subprocess
 import sys
 import tempfile
+from collections import defaultdict
 from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
@@ -24,23 +26,31 @@ from typing import Any
 
 from mmtrain.base.cache import cache_folder
 from mmtrain.base.durable import write_whole
-from mmtrain.base.errors import UserError
-from mmtrain.models.facts.families import check_family, llm_config
-from mmtrain.models.facts.model_files import model_folder
+from mmtrain.base.errors import EncoderSliceError, UserError
+from mmtrain.config.model import VisionSection
+from mmtrain.config.schema import RunConfig
+from mmtrain.models.facts.encoders import ENCODER_BLOCK
+from mmtrain.models.facts.families import check_family, encoder_config, llm_config
+from mmtrain.models.facts.model_files import Shape, model_folder
+from mmtrain.models.facts.shapes import vision_shape
+from mmtrain.models.facts.vision_files import is_timm_name
 from mmtrain.runtime.child import die_with_parent, python_child
 
 STAGED_BOUND = 1e-6  # relative; the kernels are the same, 0.0 on every family that is known to work
-SECONDS = 300  # that the child may take
 PACKED_BOUND = 1e-4  # relative; rounding over 80 layers stays below 2e-5, a leak is above 1e-2
+SECONDS = 300  # that the child may take
 
-RESIDENT, STREAMED = "resident", "streamed"
-_FAULTS = {RESIDENT: "cannot be staged and packed", STREAMED: "cannot be staged, packed and streamed"}
+CUTS = ((0, 0, 1, 2, 3), (0, 2, 3))  # borders of an encoder's slices: the stem alone, one block each; several blocks
+BLOCKS = CUTS[0][-1]  # of the encoder that is tried
+TILES = 2  # not 1, as the stem of later slices has
+_REMEDY = "set parallel.encoder_ranks=0, which leaves the encoder whole on rank 0"
+
 _EXCEPTION = re.compile(r"^[A-Za-z_][\w.]*: .+")
 _RESULT = re.compile(r"^differences (.+)$", re.MULTILINE)  # libraries may print, too
 
 
 def probe(path: str, cut_points: Sequence[int], *, streams: bool = False) -> None:
-    """Try the model in folder (or cached hub id) `path` with stages that begin at the decoder layers `cut_points`.
+    """Try the LLM in folder (or cached hub id) `path` with stages that begin at the decoder layers `cut_points`.
 
     If it `streams`, layers have weights only while they compute.
 
@@ -50,23 +60,19 @@ def probe(path: str, cut_points: Sequence[int], *, streams: bool = False) -> Non
     folder = model_folder(path)
     config_json = llm_config(folder)
     check_family(config_json)
-    how = STREAMED if streams else RESIDENT
-    record = cache_folder("probe") / f"{_fingerprint(folder, how, cut_points)}.json"
+    how, family = "streamed" if streams else "resident", config_json["model_type"]
+    record = _record(
+        ("torch", "transformers"),
+        (folder / "config.json").read_bytes(),
+        json.dumps([config_json, how, *map(int, cut_points)], sort_keys=True).encode(),
+    )
     if record.is_file():
         return
-    family = config_json["model_type"]
-    staged, packed = differences_in_child(__name__, [folder, how, *cut_points], family, _FAULTS[how])
+    staged, packed = _differences("llm", folder, how, *cut_points, tried=f"{family} cannot be staged and packed")
     refuse_differences(family, staged, packed)
-    remember(
+    _remember(
         record, {"family": family, "weights": how, "cut_points": list(cut_points), "staged": staged, "packed": packed}
     )
-
-
-def remember(record: Path, result: dict[str, Any]) -> None:
-    """Write down what need not be tried again."""
-    with contextlib.suppress(OSError):  # a home that cannot be written costs a second at the next launch, not the run
-        record.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(record, json.dumps(result) + "\n")
 
 
 def refuse_differences(family: str, staged: float, packed: float) -> None:
@@ -84,57 +90,98 @@ def refuse_differences(family: str, staged: float, packed: float) -> None:
         )
 
 
-def _fingerprint(folder: Path, how: str, cut_points: Sequence[int]) -> str:
-    """Everything that the result depends on: the config, the cut, the libraries, and the code of mmtrain's models."""
-    parts = [
-        (folder / "config.json").read_bytes(),
-        json.dumps(llm_config(folder), sort_keys=True).encode(),  # what facts/families.py makes of it
-        json.dumps([how, *map(int, cut_points)]).encode(),
-    ]
-    return fingerprint_with_code(parts, ("torch", "transformers"))
+def probe_encoder(config: RunConfig) -> None:
+    """Try `config`'s encoder in slices; nothing without an encoder.
+
+    Raises EncoderSliceError, naming encoder, difference and remedy, where slices differ from the whole encoder by a
+    bit, fail, or take longer than `SECONDS`: 5 to 20 s the first time, on a busy machine a minute. Raises UserError for
+    an encoder that cannot be loaded, cut or not.
+    """
+    chosen = config.model.vision
+    if chosen is None:
+        return
+    _refuse_unlike_blocks(chosen)
+    dtype = config.model.vision_dtype
+    # Of a folder its config.json counts, wherever it lies.
+    source = chosen.name if is_timm_name(chosen.name) else encoder_config(model_folder(chosen.name))
+    question = json.dumps([source, dtype, chosen.final_norm], sort_keys=True).encode()
+    record = _record(("torch", "transformers", "timm"), question)
+    if record.is_file():
+        return
+    fault = f"{chosen.name} cannot be cut into slices"
+    try:
+        (difference,) = _differences("encoder", chosen.name, dtype, chosen.final_norm, tried=fault)
+    except _ChildError as error:
+        raise EncoderSliceError(f"{error}; {_REMEDY}") from None
+    if difference != 0:  # a NaN too
+        raise EncoderSliceError(
+            f"{fault}: features of its slices differ from the whole encoder's by up to {difference:.1e}, needed is 0; "
+            f"{_REMEDY}"
+        )
+    _remember(record, {"encoder": chosen.name, "difference": difference})
 
 
-def fingerprint_with_code(parts: Sequence[bytes], libraries: Sequence[str]) -> str:
-    """Of what a trial is of, of the libraries' versions, and of the code of mmtrain's models."""
+def _refuse_unlike_blocks(chosen: VisionSection) -> None:
+    """Raise EncoderSliceError for an encoder with a block that is not made as one of the first, which are tried."""
+    blocks: dict[int, dict[str, Shape]] = defaultdict(dict)
+    for parameter in vision_shape(chosen.name, chosen.select_layer, chosen.final_norm).parameters:
+        if block := ENCODER_BLOCK.match(parameter.name):
+            blocks[int(block[1])][parameter.name[block.end() :]] = parameter.shape
+    kinds = [blocks[number] for number in sorted(blocks)]
+    for number, kind in enumerate(kinds):
+        if kind not in kinds[:BLOCKS]:
+            raise EncoderSliceError(
+                f"{chosen.name} cannot be cut into slices: block {number} is unlike the first {BLOCKS}; {_REMEDY}"
+            )
+
+
+def _record(libraries: Sequence[str], *question: bytes) -> Path:
+    """The file that remembers an answer, named by the question, the libraries and the code of mmtrain's models."""
     parts = [
-        *parts,
+        *question,
         *(f"{name} {version(name)}".encode() for name in libraries),
         *(file.read_bytes() for file in sorted(Path(__file__).parents[1].rglob("*.py"))),
     ]
-    return hashlib.sha256(b"".join(hashlib.sha256(part).digest() for part in parts)).hexdigest()
+    digest = hashlib.sha256(b"".join(hashlib.sha256(part).digest() for part in parts)).hexdigest()
+    return cache_folder("probe") / f"{digest}.json"
 
 
-def differences_in_child(
-    module: str, arguments: Sequence[object], tried: str, fault: str, failure: type[UserError] = UserError
-) -> tuple[float, ...]:
-    """The numbers that `module`, run as a child without a GPU, prints behind "differences".
+def _remember(record: Path, result: dict[str, Any]) -> None:
+    with contextlib.suppress(OSError):  # a home that cannot be written costs a second at the next launch, not the run
+        record.parent.mkdir(parents=True, exist_ok=True)
+        write_whole(record, json.dumps(result) + "\n")
 
-    Raises `failure` if it brings none back in time; what the child raised as one, or as a UserError, is raised again.
-    `tried` names the model, `fault` says what a failure means for it.
+
+class _ChildError(UserError):
+    """The child brought no result."""
+
+
+def _differences(*arguments: object, tried: str) -> tuple[float, ...]:
+    """The numbers that this module, run as a child without a GPU, prints behind "differences".
+
+    Raises _ChildError if there are none in time, and the child's own UserError. `tried` says what a failure means.
     """
-    command = python_child("-m", module, *arguments, CUDA_VISIBLE_DEVICES="")
+    command = python_child("-m", __name__, *arguments, CUDA_VISIBLE_DEVICES="")
     with tempfile.NamedTemporaryFile(prefix="mmtrain-probe-", suffix=".log", delete=False) as stream:
-        log = stream.name
+        log = Path(stream.name)
         try:
             child = subprocess.run(**command, stdout=subprocess.PIPE, stderr=stream, text=True, timeout=SECONDS)
         except subprocess.TimeoutExpired:
-            late = f"{tried}: its tiny model did not finish within {SECONDS:g} s; see {log}"
-            raise failure(late) from None
-    found = _RESULT.findall(child.stdout)
-    if child.returncode == 0 and found:
-        Path(log).unlink()
-        return tuple(map(float, found[-1].split()))
-    lines = Path(log).read_text(errors="replace").strip().splitlines()
+            raise _ChildError(f"{tried}: its tiny model did not finish within {SECONDS:g} s; see {log}") from None
+    results = _RESULT.findall(child.stdout)
+    if child.returncode == 0 and results:
+        log.unlink()
+        return tuple(map(float, results[-1].split()))
+    lines = log.read_text(errors="replace").strip().splitlines()
     causes = [line for line in lines if _EXCEPTION.match(line)] or lines[-1:] or [f"exit code {child.returncode}"]
-    for kind in (failure, UserError):
-        refusal = f"{kind.__module__}.{kind.__qualname__}: "
-        if causes[-1].startswith(refusal):
-            Path(log).unlink()
-            raise kind(causes[-1].removeprefix(refusal))
-    raise failure(f"{tried} {fault}: its tiny model failed ({causes[-1]}); see {log}")
+    refusal = f"{UserError.__module__}.{UserError.__qualname__}: "
+    if causes[-1].startswith(refusal):
+        log.unlink()
+        raise UserError(causes[-1].removeprefix(refusal))
+    raise _ChildError(f"{tried}: its tiny model failed ({causes[-1]}); see {log}")
 
 
-def _measure(folder: Path, how: str, cut_points: Sequence[int]) -> tuple[float, float]:
+def _measure_llm(folder: str, how: str, *cut_points: str) -> tuple[float, float]:
     """In the child: the differences, of the best seed if one is out of bounds.
 
     With experts, rounding alone flips a choice between two that are near a tie, for some seed; a fault shows with all.
@@ -145,15 +192,30 @@ def _measure(folder: Path, how: str, cut_points: Sequence[int]) -> tuple[float, 
     from mmtrain.models.modules.parity import SEEDS, measure_differences
 
     torch.set_num_threads(1)  # the tiny model gains nothing from more
-    config = causal_config(folder)
+    config, borders = causal_config(Path(folder)), [int(layer) for layer in cut_points]
     best = (float("inf"), float("inf"))
     for seed in range(SEEDS):
-        best = min(best, measure_differences(config, cut_points, seed=seed, streams=how == STREAMED))
+        best = min(best, measure_differences(config, borders, seed=seed, streams=how == "streamed"))
         if best[0] <= STAGED_BOUND and best[1] <= PACKED_BOUND:
             break
     return best
 
 
+def _measure_encoder(name: str, dtype: str, final_norm: str) -> tuple[float]:
+    """In the child: the largest difference of a feature over `CUTS`; infinite where one is not a number."""
+    import torch
+
+    from mmtrain.models.modules.stage import DTYPES
+    from mmtrain.models.modules.vision import made_up_encoder
+    from mmtrain.models.modules.vision_tower import slices_difference
+
+    tower = made_up_encoder(name, DTYPES[dtype], final_norm == str(True), BLOCKS)
+    generator = torch.Generator().manual_seed(0)
+    images = torch.randn(TILES, 3, tower.image_size, tower.image_size, generator=generator)
+    return (max(slices_difference(tower, cuts, images) for cuts in CUTS),)
+
+
 if __name__ == "__main__":
     die_with_parent()
-    print("\ndifferences", *_measure(Path(sys.argv[1]), sys.argv[2], [int(layer) for layer in sys.argv[3:]]))
+    measure = {"llm": _measure_llm, "encoder": _measure_encoder}[sys.argv[1]]
+    print("\ndifferences", *measure(*sys.argv[2:]))

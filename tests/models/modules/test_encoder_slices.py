@@ -14,7 +14,6 @@ import torch
 from safetensors.torch import load_file
 from scenes import as_batch, images, make_config, make_document, perturb, save_parts
 from stock_encoders import ENCODERS, TEXT
-from torch import nn
 from transformers import PerceptionLMConfig, PerceptionLMForConditionalGeneration
 from untrained_runs import make_tower
 
@@ -24,9 +23,9 @@ from mmtrain.models.modules import vision
 from mmtrain.models.modules.bookends import Bookend
 from mmtrain.models.modules.stage import build_stage
 from mmtrain.models.modules.vision import load_vision, made_up_encoder
-from mmtrain.models.modules.vision_tower import VisionTower, refuse_other_ways, slices_difference
+from mmtrain.models.modules.vision_tower import VisionTower, slices_difference
 from mmtrain.models.probing import probe
-from mmtrain.models.probing.encoder_probe import probe_encoder
+from mmtrain.models.probing.probe import probe_encoder
 from mmtrain.models.weights.files import open_tensors
 from mmtrain.models.weights.fingerprint import fingerprint
 from mmtrain.plan.planner import make_plan
@@ -146,15 +145,6 @@ def test_every_slice_refuses_an_encoder_that_its_folder_has_fewer_blocks_of(tmp_
         load_vision(str(tmp_path), -1, torch.float32, blocks=blocks)
 
 
-def test_an_encoder_much_larger_than_its_weights_is_not_tried(encoder, tmp_path):
-    shutil.copytree(encoder("vit_timm"), tmp_path, dirs_exist_ok=True)
-    content = json.loads((tmp_path / "config.json").read_text())
-    content["model_args"]["embed_dim"] = 12288
-    (tmp_path / "config.json").write_text(json.dumps(content))
-    with pytest.raises(UserError, match=r"says embed_dim 12288, but no tensor is wider than"):
-        made_up_encoder(str(tmp_path), torch.float32, final_norm=False, depth=1)
-
-
 def test_a_slice_keeps_nothing_of_what_it_was_given(encoder):
     part = load_vision(str(encoder("vit")), -1, torch.float32).slice_of(1, 2)
     stock = part.features
@@ -219,35 +209,47 @@ def test_an_encoder_that_learns_is_refused_as_a_slice(tmp_path, trained):
         in_slices(config, (0, 1, 2))
 
 
+@pytest.fixture
+def own_cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+def probed(tmp_path: Path, name: object, **settings) -> None:
+    probe_encoder(make_config(tmp_path, model__vision={"name": str(name), **settings}))
+
+
 @nightly  # daily, runs in slices begin with it
 @pytest.mark.parametrize("kind", ["eva02", "internvit"])
-def test_the_probe_passes_what_can_be_sliced_and_remembers_it(encoder, tmp_path, monkeypatch, kind):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    config = make_config(tmp_path, model__vision={"name": str(encoder(kind))})
-    probe_encoder(config)
+def test_the_probe_passes_what_can_be_sliced_and_remembers_it(encoder, tmp_path, monkeypatch, own_cache, kind):
+    probed(tmp_path, encoder(kind))
     (tmp_path / "elsewhere").symlink_to(encoder(kind))
     monkeypatch.setattr(probe, "SECONDS", 0)  # no time to try it again
-    probe_encoder(make_config(tmp_path, model__vision={"name": str(tmp_path / "elsewhere")}))
+    probed(tmp_path, tmp_path / "elsewhere")
 
 
-def test_the_probe_names_encoder_and_remedy(encoder, tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+def test_the_probe_names_encoder_and_remedy(encoder, tmp_path, monkeypatch, own_cache):
     monkeypatch.setattr(probe, "SECONDS", 0)
-    config = make_config(tmp_path, model__vision={"name": str(encoder("eva02"))})
     with pytest.raises(EncoderSliceError, match=r"eva02.*did not finish.*set parallel\.encoder_ranks=0"):
-        probe_encoder(config)
+        probed(tmp_path, encoder("eva02"))
 
 
-@nightly
-def test_what_is_wrong_with_an_encoder_however_it_is_held_is_no_matter_of_slices(encoder, tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    shutil.copytree(encoder("vit_timm"), tmp_path / "huge")
-    content = json.loads((tmp_path / "huge/config.json").read_text())
+def test_what_is_wrong_with_an_encoder_however_it_is_held_is_no_matter_of_slices(encoder, tmp_path, own_cache):
+    folder = shutil.copytree(encoder("vit_timm"), tmp_path / "huge")
+    content = json.loads((folder / "config.json").read_text())
     content["model_args"]["embed_dim"] = 12288
-    (tmp_path / "huge/config.json").write_text(json.dumps(content))
+    (folder / "config.json").write_text(json.dumps(content))
     with pytest.raises(UserError, match="says embed_dim 12288, but no tensor is wider than") as refused:
-        probe_encoder(make_config(tmp_path, model__vision={"name": str(tmp_path / "huge")}))
+        probed(tmp_path, folder)
     assert not isinstance(refused.value, EncoderSliceError) and "encoder_ranks" not in str(refused.value)
+
+
+def test_an_encoder_whose_later_blocks_are_of_another_kind_is_refused(tmp_path, monkeypatch, own_cache):
+    """ConViT's last two attend to a class token, which comes in before them: its first three tell nothing of that."""
+    monkeypatch.setattr(probe, "SECONDS", 0)
+    with pytest.raises(EncoderSliceError, match=r"^convit_tiny .*: block 10 is unlike the first 3; set"):
+        probed(tmp_path, "convit_tiny", select_layer=-1)
+    with pytest.raises(EncoderSliceError, match="did not finish"):
+        probed(tmp_path, "convit_tiny", select_layer=-3)
 
 
 def test_an_encoder_that_looks_at_the_pixels_behind_its_blocks_is_found_out(encoder):
@@ -258,17 +260,6 @@ def test_an_encoder_that_looks_at_the_pixels_behind_its_blocks_is_found_out(enco
     assert slices_difference(tower, (0, 1, DEPTH), pixels) > 1e-3
 
 
-# ---- what cannot be cut, told from all blocks before a run
-
-
-def hollow(name: str, **options) -> VisionTower:
-    return made_up_encoder(name, torch.float32, final_norm=False, **options)
-
-
-def refuse(tower: VisionTower, name: str = "this one") -> None:
-    refuse_other_ways(tower, 3, name)
-
-
 # What is added to the kinds above: a distilled token, positions that blocks share, a class token behind them.
 MORE_TIMM = ("deit_tiny_distilled_patch16_224", "vit_srelpos_small_patch16_224", "cait_xxs24_224")
 
@@ -276,68 +267,12 @@ MORE_TIMM = ("deit_tiny_distilled_patch16_224", "vit_srelpos_small_patch16_224",
 @pytest.mark.parametrize(
     "name", [TIMM["dinov3_timm"], *(pytest.param(name, marks=nightly) for name in (*TIMM.values(), *MORE_TIMM))]
 )
-def test_stacks_of_equal_blocks_are_passed(name):
-    for select_layer in (-1, -2):
-        refuse(hollow(name, select_layer=select_layer), name)
+def test_slices_of_a_made_up_timm_encoder_differ_by_nothing(name):
+    tower = made_up_encoder(name, torch.float32, False, probe.BLOCKS)
+    assert all(slices_difference(tower, cuts, images(tower.image_size)) == 0 for cuts in probe.CUTS)
 
 
 @pytest.mark.parametrize("kind", [pytest.param(kind, marks=nightly if kind != "siglip" else ()) for kind in ENCODERS])
-def test_encoders_of_transformers_are_passed(encoder, kind):
-    refuse(hollow(str(encoder(kind)), select_layer=-2), kind)
-
-
-def test_an_encoder_whose_later_blocks_are_of_another_kind_is_refused():
-    """ConViT's last two attend to a class token, which comes in before them: its first three tell nothing of that."""
-    with pytest.raises(
-        EncoderSliceError, match=r"^convit_tiny cannot be cut into slices: block 10 is unlike the first 3$"
-    ):
-        refuse(hollow("convit_tiny"), "convit_tiny")
-    refuse(hollow("convit_tiny", select_layer=-3))
-
-
-def doubled(block: nn.Module, taken: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
-    return (taken[0] * 2,)
-
-
-def doubled_in_place(block: nn.Module, taken: tuple[torch.Tensor, ...]) -> None:
-    with torch.no_grad():
-        taken[0].mul_(2)
-
-
-@pytest.mark.parametrize("between", [doubled, doubled_in_place])
-def test_what_is_done_between_two_blocks_is_found(between):
-    tower = hollow(TIMM["vit_timm"])
-    tower.model.blocks[7].register_forward_pre_hook(between)
-    with pytest.raises(EncoderSliceError, match="block 7 takes something else than what comes out before it"):
-        refuse(tower)
-
-
-def test_ways_past_blocks_are_found():
-    kept = []
-    tower = hollow(TIMM["vit_timm"])
-    stock = tower.features
-    tower.model.blocks[5].register_forward_hook(lambda block, taken, found: kept.append(found))
-    tower.features = lambda model, seen: stock(model, seen) + kept[-1][:, 1:]
-    with pytest.raises(EncoderSliceError, match="features come of more than the last of its blocks"):
-        refuse(tower)
-    tower.features = stock
-    later = tower.model.blocks[8].register_forward_hook(lambda block, taken, found: found + kept[-1])
-    with pytest.raises(EncoderSliceError, match="block 8 sees more of an image"):
-        refuse(tower)
-    later.remove()
-    tower.features = lambda model, seen: stock(model, seen) + seen.mean()
-    with pytest.raises(EncoderSliceError, match="features come of more than"):
-        refuse(tower)
-    tower.features = lambda model, seen: stock(
-        model, seen + model.blocks[3](seen.new_zeros(1, *tower.hidden_shape)).sum()
-    )
-    with pytest.raises(EncoderSliceError, match="do not run once each, in their order"):
-        refuse(tower)
-
-
-def test_code_that_asks_an_absent_block_for_what_it_lacks_is_found():
-    tower = hollow(TIMM["vit_timm"])
-    stock = tower.features
-    tower.features = lambda model, seen: stock(model, seen * bool(model.blocks[9].norm1))
-    with pytest.raises(AttributeError, match="norm1"):
-        refuse(tower)
+def test_slices_of_a_made_up_encoder_of_transformers_differ_by_nothing(encoder, kind):
+    tower = made_up_encoder(str(encoder(kind)), torch.float32, False, probe.BLOCKS)
+    assert all(slices_difference(tower, cuts, images(tower.image_size)) == 0 for cuts in probe.CUTS)

@@ -250,7 +250,7 @@ ABSURD = [{"num_classes": 10_000_000}, {"mlp_ratio": 1e5}, {"depth": 10**9}, {"d
 def test_an_encoder_larger_than_its_weights_is_refused_before_it_takes_memory(tiny, tmp_path, arguments):
     folder = encoder_with(arguments, tiny, tmp_path)
     with pytest.raises(UserError, match="which no model has"):
-        load_vision(str(folder), -2, torch.float32)
+        vision_shape(str(folder), -2)
 
 
 def test_images_of_another_size_are_not_taken(tiny):
