@@ -14,7 +14,6 @@ from pathlib import Path
 from mmtrain.base.errors import UserError
 from mmtrain.base.printing import escape, first_few
 from mmtrain.checkpoint.step_folder import StepFolder, find, names_checkpoint
-from mmtrain.config.environment import variable_hint
 from mmtrain.config.schema import RunConfig
 from mmtrain.models.facts.adapters import is_adapter
 from mmtrain.models.facts.model_files import read_header
@@ -35,7 +34,7 @@ def find_beginning(config: RunConfig) -> StepFolder | None:
     folder = Path(path).expanduser()
     if not folder.is_dir() or not names_checkpoint(folder):
         raise UserError(
-            f"{KEY}: {path}: no run and no checkpoint of mmtrain{variable_hint(path)}; of an exported model begin by "
+            f"{KEY}: {path}: no run and no checkpoint of mmtrain; of an exported model begin by "
             "model.pretrained, or by its folder as model.llm.path"
         )
     return find(folder)

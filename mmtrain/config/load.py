@@ -15,11 +15,11 @@ from mmtrain.base.disclosed import disclosed
 from mmtrain.base.errors import UserError
 from mmtrain.base.printing import escape
 from mmtrain.config.environment import fill_in_paths
-from mmtrain.config.foreign_keys import answer_to, whole_file_of
+from mmtrain.config.foreign_keys import answer_to, foreign_keys_of
 from mmtrain.config.keys import InsteadOf, all_fields, is_optional, marked, section_of
 from mmtrain.config.problems import LONGEST_KEY, explain, nearest_key
 from mmtrain.config.schema import RunConfig
-from mmtrain.config.strict_yaml import parse_yaml, read_yaml
+from mmtrain.config.strict_yaml import MAX_DEPTH, parse_yaml, read_yaml
 from mmtrain.config.templates import read_template
 
 DEMO = "demo:llava_pp4"  # the configuration of the demo, by a name that needs no checkout
@@ -40,10 +40,11 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
         sections = ", ".join(RunConfig.model_fields)
         raise UserError(f"{path}: holds a {type(content).__name__}; needs the sections {sections}")
     content = content or {}
-    if (program := whole_file_of(content)) is not None:
+    if foreign := foreign_keys_of(content):
         raise UserError(
-            f"{path}: a configuration of {program}; mmtrain's has the sections run, model, data and train: begin with "
-            "a copy of one in configs/, whose README says what other programs' keys are called here"
+            f"{path}: a configuration of another program ({', '.join(foreign[:3])}); mmtrain's has the sections run, "
+            "model, data and train. Begin with a copy of one in configs/, whose README says what other programs' keys "
+            "are called here"
         )
     data = content.get("data")
     if isinstance(data, dict) and data.get("allow_pipe"):
@@ -121,13 +122,13 @@ _Dumper.add_representer(str, _Dumper.represent_str)
 
 
 def key_of_option(option: str) -> str:
-    """The end of a message that there is no such option, e.g. --learning_rate: which key is meant, if one is."""
+    """Return the end of a message that there is no such option as --learning_rate: which key is meant, if one is."""
     path = tuple(escape(option, LONGEST_KEY).partition("=")[0].lstrip("-").split("."))
     if not option.startswith("--"):
         return ""
-    known = [key for key, _ in all_fields(RunConfig)]
+    keys = [key for key, _ in all_fields(RunConfig)]
     meant = answer_to(path)
-    if meant is None and (near := path if path in known else nearest_key(path, known)) is not None:
+    if meant is None and (near := path if path in keys else nearest_key(path, keys)) is not None:
         meant = f"it is {'.'.join(near)}"
     return f"; here {meant}; keys are set without dashes, e.g. optimizer.lr=1e-3" if meant else ""
 
@@ -136,26 +137,25 @@ def _apply(content: dict[str, Any], override: str) -> None:
     """Set one `key.sub=value` in nested sections; an unknown key is set too, so that validation reports it."""
     key, equals, text = override.partition("=")
     path = tuple(key.strip().split("."))
-    if not equals or not all(path):
-        raise UserError(f"override {override!r}: needs the form key.sub=value, e.g. optimizer.lr=1e-3")
+    shown = f"override {escape(repr(override))}"
+    if not equals or not all(path) or len(path) > MAX_DEPTH:
+        raise UserError(f"{shown}: needs the form key.sub=value, e.g. optimizer.lr=1e-3")
     field = dict(all_fields(RunConfig)).get(path)
     is_section = field is not None and section_of(field.annotation) is not None
     may_be_null = field is not None and is_optional(field.annotation)
     is_null = text == "null" and (is_section or may_be_null)
     if is_section and not is_null:
-        raise UserError(
-            f"override {override!r}: {key} is a section; set one of its keys, e.g. optimizer.lr=1e-3, or null"
-        )
+        raise UserError(f"{shown}: {key} is a section; set one of its keys, e.g. optimizer.lr=1e-3, or null")
     for part in path[:-1]:
         if content.get(part) is None:
             content[part] = {}
         if not isinstance(content[part], dict):
-            raise UserError(f"override {override!r}: {part} is {content[part]!r}, which has no keys below it")
+            raise UserError(f"{shown}: {part} is {content[part]!r}, which has no keys below it")
         content = content[part]
     # A text key takes its override as it stands: run.name=7 is a name, data.shards=*.tar no YAML alias.
     kinds = () if field is None else (field.annotation, *typing.get_args(field.annotation))
     is_text = str in kinds and not is_null and not text.startswith(("[", '"', "'"))
-    value = text if is_text else parse_yaml(text, escape(f"override {override!r}"))
+    value = text if is_text else parse_yaml(text, shown)
     content[path[-1]] = {} if is_section and not may_be_null else value
 
 

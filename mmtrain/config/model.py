@@ -12,15 +12,7 @@ from mmtrain.config.section import Float, Section, wrong_together
 
 Dtype = Literal["float32", "bfloat16"]
 Pinpoint = tuple[Annotated[int, Field(ge=1, le=MAX_GRID_SIDE)], Annotated[int, Field(ge=1, le=MAX_GRID_SIDE)]]
-Pinpoints = Annotated[
-    tuple[Pinpoint, ...],
-    Field(
-        min_length=1,
-        max_length=MAX_GRIDS,
-        title=f"1 to {MAX_GRIDS} pairs [height, width], each of 1 to {MAX_GRID_SIDE:,} pixels, "
-        "as in [[384, 768], [768, 384]]",
-    ),
-]
+Pinpoints = Annotated[tuple[Pinpoint, ...], Field(min_length=1, max_length=MAX_GRIDS)]
 
 
 class LlmSection(Section):

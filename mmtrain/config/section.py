@@ -10,7 +10,7 @@ from typing import Annotated, Any, Self
 from pydantic import BaseModel, BeforeValidator, ConfigDict, model_validator
 from pydantic_core import PydanticCustomError
 
-from mmtrain.config.keys import InsteadOf, Path
+from mmtrain.config.keys import InsteadOf, Path, section_of
 
 
 def _exponent_number(value: Any) -> Any:
@@ -52,8 +52,12 @@ class Section(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _null_is_a_section_without_keys(cls, content: Any) -> Any:
-        return {} if content is None else content  # `train:` with all its keys commented out
+    def _fill_in_sections(cls, content: Any) -> Any:
+        """Give a section that is null or left out no keys, so that errors name the keys that it lacks."""
+        if content is not None and not isinstance(content, dict):
+            return content
+        needed = [name for name, field in cls.model_fields.items() if field.is_required()]
+        return {name: {} for name in needed if section_of(cls.model_fields[name].annotation)} | (content or {})
 
     @model_validator(mode="after")
     def _check_alternatives(self) -> Self:

@@ -1,7 +1,7 @@
 """YAML for configuration files: safe loading that refuses what PyYAML takes without a word, or reads for hours.
 
-Refused, with line and column: a key given twice, deep nesting, anchors and aliases (nine lines of them can stand for a
-thousand million values). A file has at most MAX_BYTES.
+Refused, with line and column: a key given twice, deep nesting, tags, and anchors and aliases (nine lines of them can
+stand for a thousand million values). A file has at most MAX_BYTES.
 """
 
 from __future__ import annotations
@@ -20,46 +20,42 @@ MAX_DEPTH = 32  # configurations have 5
 
 
 class _Loader(yaml.SafeLoader):
-    """SafeLoader without anchors and aliases, whose mappings have each key once and text keys only."""
+    """SafeLoader without tags, anchors and aliases, whose mappings have each key once and text keys only."""
 
-    def __init__(self, text: str) -> None:
-        super().__init__(text)
-        self.depth = 0
+    depth = 0
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node:
         event = self.peek_event()
-        if event.anchor is not None:
-            problem = "& and * begin an anchor and an alias, which are not read; write the value out, or quote the text"
-            raise _fault(problem, event.start_mark)
+        if event.anchor is not None or getattr(event, "tag", None) is not None:
+            raise _fault("&, * and ! begin an anchor, an alias and a tag; write the value out, or quote it", event)
         self.depth += 1
         if self.depth > MAX_DEPTH:
-            raise _fault(f"nested more than {MAX_DEPTH} deep: no configuration is", event.start_mark)
+            raise _fault(f"nested more than {MAX_DEPTH} deep", event)
         node = super().compose_node(parent, index)
         self.depth -= 1
         return node
 
     def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
-        is_number = isinstance(node, yaml.ScalarNode) and node.tag.endswith((":int", ":float"))
-        if is_number and len(node.value) > LONGEST_NUMBER:
-            raise _fault(f"a number of {len(node.value):,} digits", node.start_mark)
-        if isinstance(node, yaml.ScalarNode) and "\0" in node.value:
-            raise _fault("a null character (\\0), which no text here can have", node.start_mark)
+        if isinstance(node, yaml.ScalarNode):
+            if "\0" in node.value:
+                raise _fault("a null character (\\0), which no text here can have", node)
+            if not node.tag.endswith(":str") and len(node.value) > LONGEST_NUMBER:
+                raise _fault(f"a number of {len(node.value):,} digits", node)
         try:
             return super().construct_object(node, deep)
-        except (ValueError, LookupError, AttributeError):  # PyYAML's, for the 99th of May or `!!bool maybe`
-            kind = node.tag.rpartition(":")[2]
-            raise _fault(f"{escape(repr(node.value))} is no {kind}", node.start_mark) from None
+        except (ValueError, LookupError):  # PyYAML's, for the 99th of May or 0x_
+            raise _fault(f"{escape(repr(node.value))} is no {node.tag.rpartition(':')[2]}", node) from None
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[str, Any]:
         lines: dict[str, int] = {}
         for key_node, _ in node.value:
             key = self.construct_object(key_node, deep=True)
             if not isinstance(key, str):
-                shown = escape(repr(key))
-                raise _fault(f"key {shown} is not text (YAML reads on, yes and numbers as values)", key_node.start_mark)
+                raise _fault(
+                    f"key {escape(repr(key))} is not text (YAML reads on, yes and numbers as values)", key_node
+                )
             if key in lines:
-                shown = escape(key)
-                raise _fault(f"key {shown} is given twice, first on line {lines[key]}", key_node.start_mark)
+                raise _fault(f"key {escape(key)} is given twice, first on line {lines[key]}", key_node)
             lines[key] = key_node.start_mark.line + 1
         return super().construct_mapping(node, deep)
 
@@ -76,18 +72,18 @@ def read_yaml(path: Path) -> Any:
 
 
 def parse_yaml(text: str, source: str) -> Any:
-    """Content of YAML text; `source` names it in errors. Raises UserError with line and column."""
+    """Return the content of YAML text; `source` names it in errors. Raises UserError with line and column."""
     try:
         return yaml.load(text, Loader=_Loader)
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
-        where = f"{source}, line {mark.line + 1}, column {mark.column + 1}" if mark else source
-        has_variable = mark is not None and "${" in "".join(text.splitlines()[mark.line : mark.line + 1])
-        quote = ' (within [ ] and { } a path with a variable stands in quotes: "${NAME}/file")' if has_variable else ""
-        raise UserError(f"{where}: {escape(error.problem or error.context)}; mend the YAML there{quote}") from None
-    except yaml.YAMLError as error:  # a character that YAML does not allow
-        raise UserError(f"{source}: {escape(str(error))}; mend the YAML there") from None
+        where = f"{source}, line {mark.line + 1}, column {mark.column + 1}"
+        has_variable = "${" in "".join(text.splitlines()[mark.line : mark.line + 1])
+        quote = ' (within [ ] and { } a path with a variable needs quotes: "${NAME}/file")' if has_variable else ""
+        raise UserError(f"{where}: {escape(error.problem or error.context)}. Mend the YAML there{quote}") from None
+    except (yaml.YAMLError, ValueError, OverflowError) as error:  # a character, or a %YAML version, that YAML lacks
+        raise UserError(f"{source}: {escape(str(error))}. Mend the YAML there") from None
 
 
-def _fault(problem: str, mark: yaml.Mark) -> yaml.MarkedYAMLError:
-    return yaml.constructor.ConstructorError(None, None, problem, mark)
+def _fault(problem: str, at: yaml.Event | yaml.Node) -> yaml.MarkedYAMLError:
+    return yaml.constructor.ConstructorError(None, None, problem, at.start_mark)

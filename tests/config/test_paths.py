@@ -5,14 +5,10 @@ from pathlib import Path
 import pytest
 
 from mmtrain.base.errors import UserError
-from mmtrain.checkpoint.begin import find_beginning
 from mmtrain.config.keys import NamesFiles, marked
 from mmtrain.config.load import DEMO, dump_config, load_config, restore_config
 from mmtrain.config.schema import RunConfig
-from mmtrain.config.templates import read_template
 from mmtrain.data.shards.shard_list import expand_shards
-from mmtrain.models.facts.model_files import model_folder
-from mmtrain.models.weights.projector_files import find_projector
 
 SETS = "data.sets=[{name: a, shards: '${DATA}/a.tar'}, {name: b, shards: ['${DATA}/b.tar', c.tar]}]"
 
@@ -112,15 +108,13 @@ def test_what_a_variable_holds_is_not_filled_in_again(monkeypatch, value):
 @pytest.mark.parametrize(
     ("override", "said"),
     [
-        ("run.dir=${NOT_THERE}/x", "run.dir: the environment variable of ${NOT_THERE} is not set; set it, or write"),
-        ("eval.shards=${EMPTY}/x", "eval.shards: the environment variable of ${EMPTY} is empty; set it, or write"),
+        ("run.dir=${NOT_THERE}/x", "run.dir: the environment variable of ${NOT_THERE} is not set. Set it, or write"),
+        ("eval.shards=${EMPTY}/x", "eval.shards: the environment variable of ${EMPTY} is empty. Set it, or write"),
         ("data.shards=[a, '${NOT_THERE}/b']", "data.shards.1: the environment variable of ${NOT_THERE} is not set"),
         ("data.template=${NOT_THERE}/x.jinja", "data.template: the environment variable of ${NOT_THERE} is not set"),
-        ("run.dir=${DATA:-/x}/y", "run.dir: ${DATA:-/x} has a default, which only a shell knows; leave it out"),
+        ("run.dir=${DATA:-/x}/y", "run.dir: ${DATA:-/x}/y holds ${...} when it is filled in. Write variables as"),
         ("run.dir=${NOT_THERE:-${DATA}}", "run.dir: ${NOT_THERE:-${DATA}} holds ${...} when it is filled in"),
-        ("run.dir=${DATA?}", "run.dir: ${DATA?} has a default"),
-        ("model.llm.path=$DATA/llm", "model.llm.path: $DATA is neither a file nor a variable; write ${DATA}"),
-        ("model.llm.path=x/%DATA%/llm", "model.llm.path: %DATA% is neither a file nor a variable; write ${DATA}"),
+        ("model.llm.path=$DATA/llm", "model.llm.path: $DATA is neither a file nor a variable. Write ${DATA}"),
         (
             "run.dir=${AWS_SECRET_ACCESS_KEY}",
             "run.dir: ${AWS_SECRET_ACCESS_KEY} is a secret by its name, and paths are",
@@ -153,25 +147,16 @@ def test_a_name_with_a_dollar_of_its_own_stays(tmp_path):
     assert (config.data.shards, config.run.dir) == ("$DATA/x-*.tar", "$NOT_THERE/%NOT_THERE%")
 
 
-@pytest.mark.parametrize("path", ["$NOT_THERE/x", "%NOT_THERE%/x"])
-def test_where_a_file_is_not_there_the_error_says_how_a_variable_is_written(path):
-    for look in (expand_shards, model_folder, find_projector, lambda name: read_template(f"{name}.jinja")):
-        with pytest.raises(UserError, match=r"no (such )?f.* \(a variable is written \$\{NOT_THERE\}\)"):
-            look(path)
-    with pytest.raises(UserError, match=r"a variable is written \$\{NOT_THERE\}"):
-        find_beginning(load_config(DEMO, [f"model.init_from={path}"]))
-
-
 def test_programs_get_no_variables_and_other_keys_have_none():
     url = "pipe:curl -sf https://host/${DATA}/${AWS_SECRET_ACCESS_KEY}"
     assert load_config(DEMO, [f"data.shards={url}", "data.allow_pipe=[curl]"]).data.shards == url
     (line,) = problems("run.name=${DATA}")
-    assert line.startswith("run.name: '${DATA}' is not allowed; needs text matching")
+    assert line.startswith("run.name: '${DATA}' is not allowed; it should match pattern")
     assert load_config(DEMO, ["data.caption_prompt=${DATA}?"]).data.caption_prompt == "${DATA}?"
 
 
 def test_within_brackets_of_yaml_the_error_says_to_quote():
     with pytest.raises(
-        UserError, match=r"mend the YAML there \(within \[ \] and \{ \} a path with a variable stands in"
+        UserError, match=r"Mend the YAML there \(within \[ \] and \{ \} a path with a variable needs quotes"
     ):
         load_config(DEMO, ["data.shards=[${DATA}/x.tar]"])

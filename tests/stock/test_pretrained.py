@@ -448,7 +448,7 @@ def test_a_key_given_by_hand_may_repeat_the_folder_and_not_contradict_it(make, c
         assert said in str(raised.value) and f"model.pretrained: {folder}" in str(raised.value)
     with pytest.raises(UserError, match=r"model\.vision: null, and model\.pretrained names a model with an encoder"):
         configured(folder, vision=None)
-    with pytest.raises(UserError, match=r"model\.pretrained: \[5\] is not allowed; needs text or null"):
+    with pytest.raises(UserError, match=r"model\.pretrained: \[5\] is not allowed; it should be a valid string"):
         configured(folder, "model.pretrained=[5]")
     with pytest.raises(UserError, match=r"model\.pretrained: is empty; give"):
         configured(folder, "model.pretrained=")

@@ -28,7 +28,6 @@ from mmtrain.base.cache import cache_folder
 from mmtrain.base.durable import held, whole_file
 from mmtrain.base.errors import UserError
 from mmtrain.base.printing import escape
-from mmtrain.config.environment import variable_hint
 from mmtrain.data.shards.archive import read_headers
 from mmtrain.models.facts.model_files import PREFIX, is_demo
 
@@ -95,7 +94,7 @@ def expand_shards(
             paths = [whole] if whole.exists() else sorted(map(Path, glob(str(whole))))  # noqa: PTH207
             if not paths:
                 whence = f" (from {pattern})" if name != pattern else ""
-                raise UserError(f"{key}: no file {name}{whence}{variable_hint(pattern)}")
+                raise UserError(f"{key}: no file {name}{whence}")
             found += (tar for path in paths for tar in _tars(path, key))
     if not found:
         raise UserError(f"{key}: the list is empty; name at least one webdataset tar")

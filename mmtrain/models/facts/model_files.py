@@ -19,7 +19,6 @@ from mmtrain.base.cache import user_cache
 from mmtrain.base.errors import UserError
 from mmtrain.base.printing import escape
 from mmtrain.base.small_files import MAX_JSON_BYTES, parse_json, read_limited
-from mmtrain.config.environment import variable_hint
 from mmtrain.models.facts.settings import check_settings
 
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9_][\w.-]*)?")
@@ -101,8 +100,7 @@ def no_model(path: str) -> UserError:
             f"download it first: hf download {path}"
         )
     return UserError(
-        f"{path}: no such folder{variable_hint(path)}; give the folder of a model, or a hub id such as "
-        "Qwen/Qwen2.5-7B-Instruct"
+        f"{path}: no such folder; give the folder of a model, or a hub id such as Qwen/Qwen2.5-7B-Instruct"
     )
 
 

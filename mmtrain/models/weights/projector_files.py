@@ -25,7 +25,6 @@ from pathlib import Path
 from mmtrain.base.errors import UserError
 from mmtrain.base.printing import escape
 from mmtrain.checkpoint.step_folder import MANIFEST, TENSORS, StepFolder, find, names_checkpoint
-from mmtrain.config.environment import variable_hint
 from mmtrain.config.model import ProjectorSection
 from mmtrain.config.schema import RunConfig
 from mmtrain.models.facts.connectors import (
@@ -78,8 +77,7 @@ def find_projector(path: str) -> ProjectorFiles:
         return _in_file(given)
     folder = find_model_folder(path)
     if folder is None:
-        hint = variable_hint(path)
-        raise UserError(f"{KEY}: {path}: no such file or folder{hint}, and no hub id in the local cache; {NEEDED}")
+        raise UserError(f"{KEY}: {path}: no such file or folder, and no hub id in the local cache; {NEEDED}")
     if names_checkpoint(folder):
         return _in_checkpoint(find(folder))
     for name in (TENSORS, LLAVA_FILE):

@@ -201,7 +201,7 @@ def test_the_text_of_a_file_stands_in_the_configuration_whatever_its_path(tmp_pa
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (None, r"none\.jinja: no such file; name a Jinja template, or one of plain, chat"),
+        (None, r"none\.jinja: no such file. Name a Jinja template, or one of plain, chat"),
         (b"\xff{{", "cannot be read as text"),
         (b"A chat", "no Jinja template of a conversation"),
         (b"{{ 1 }}\0", "no null character"),
@@ -221,8 +221,8 @@ def test_a_file_that_is_no_template_is_one_line(tmp_path, tiny, content, message
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ("vicuna", r"'vicuna' is not allowed; needs one of plain, chat, llava_v1, llama_2, chatml or FILE\.jinja \("),
-        ("mine.j2", r"'mine\.j2' is not allowed; needs one of .* or FILE\.jinja \("),
+        ("vicuna", r"'vicuna' is not allowed; it should be 'plain', 'chat', 'llava_v1', .* FILE\.jinja: "),
+        ("mine.j2", r"'mine\.j2' is not allowed; it should be 'plain', .* FILE\.jinja: "),
         ("a{b}/none.jinja", r"^a\{b\}/none\.jinja: no such file"),
         ("~nobody-here/none.jinja", "^~nobody-here/none.jinja: no such file"),
     ],
