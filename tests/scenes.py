@@ -31,7 +31,7 @@ from mmtrain.engine.audit import RankAudit
 from mmtrain.engine.engine import FrozenPipelineEngine
 from mmtrain.engine.process_groups import join_process_group, replica_group
 from mmtrain.engine.stages import streamed_layers
-from mmtrain.models.facts.tiling import Tiling
+from mmtrain.models.layouts.layout import Tiling
 from mmtrain.models.modules.projector import make_projector
 from mmtrain.models.modules.stage import build_stage
 from mmtrain.models.weights.streaming import StreamedLayers

@@ -40,8 +40,8 @@ from transformers import (
 
 from mmtrain.data.samples.sample import IGNORE, IMAGE_POSITION
 from mmtrain.models.facts.connectors import image_layout
-from mmtrain.models.facts.layouts import ImageLayout
 from mmtrain.models.facts.shapes import matches_any
+from mmtrain.models.layouts.layout import ImageLayout
 from mmtrain.models.modules.tiny import tiny_model
 
 GRID, PATCH = 12, 4  # patches a side, which 2, 3 and 4 divide; pixels of one

@@ -15,6 +15,7 @@ PACKAGE = ROOT / "mmtrain"
 # Bottom to top: a wing may import those on the lines above its own. A new wing gets its floor here.
 FLOORS = """
 base
+models.layouts
 config  runtime
 models.facts
 data.samples
@@ -44,7 +45,8 @@ MOST_FILES = {"plan": 19}  # of a wing, or a room; 15 of one that is not named
 
 # Wings that import no torch, but for these modules; and modules of other wings that do not.
 TORCH_FREE_WINGS = (
-    "base  config  runtime  models.facts  stock  data.shards  data.prepare  demo  plan  report  launching  launch"
+    "base  models.layouts  config  runtime  models.facts  stock  data.shards  data.prepare  demo  plan  report"
+    "  launching  launch"
 )
 USE_TORCH = "runtime.fork_server  runtime.rendezvous"  # the first imports what a launcher names
 TORCH_FREE_MODULES = """

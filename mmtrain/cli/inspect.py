@@ -44,7 +44,8 @@ from mmtrain.data.shards.shard_list import find_shards
 from mmtrain.data.shards.verify import DamagedMember, verify_shard
 from mmtrain.data.stream.order import Capacity
 from mmtrain.demo.data import make_demo_shards
-from mmtrain.models.facts.layouts import TEXT_ALONE, ImageLayout
+from mmtrain.models.layouts.layout import ImageLayout
+from mmtrain.models.layouts.registry import TEXT_ALONE
 
 if TYPE_CHECKING:
     from mmtrain.data.inspection.tokenized import TokenizedSample

@@ -9,6 +9,7 @@ from pydantic import Field, model_validator
 from mmtrain.config.keys import Files, Fixed, Free, Kept, Measured
 from mmtrain.config.limits import MAX_GRID_SIDE, MAX_GRIDS, MAX_TILES
 from mmtrain.config.section import Float, Section, wrong_together
+from mmtrain.models.layouts.registry import LAYOUTS, LayoutName
 
 Dtype = Literal["float32", "bfloat16"]
 Pinpoint = tuple[Annotated[int, Field(ge=1, le=MAX_GRID_SIDE)], Annotated[int, Field(ge=1, le=MAX_GRID_SIDE)]]
@@ -36,7 +37,7 @@ class VisionSection(Section):
     final_norm: Kept[bool] = False
     """true: features are taken after the encoder's own last norm, as Idefics3, SmolVLM and PerceptionLM do; false:
     before it, as LLaVA and AyaVision do, and where it has none. An exported model cannot change it"""
-    layout: Fixed[Literal["square", "idefics3", "tiles", "anyres", "anyres_max_9"]] = "square"
+    layout: Fixed[LayoutName] = "square"
     """what an image becomes among the text's tokens. square: the positions of one square; idefics3: the same between
     the texts that Idefics3's and SmolVLM's processors write around them; tiles: those of up to max_tiles squares and of
     one of the whole image, as AyaVision has it; anyres: of the whole, then lines of a grid of squares, each with a
@@ -55,7 +56,7 @@ class VisionSection(Section):
     @property
     def cuts_images(self) -> bool:
         """Whether the layout cuts images into tiles, by their sizes."""
-        return self.layout in ("tiles", "anyres", "anyres_max_9")
+        return LAYOUTS[self.layout].is_sized
 
     @model_validator(mode="after")
     def _check_final_norm(self) -> Self:
@@ -68,11 +69,12 @@ class VisionSection(Section):
 
     @model_validator(mode="after")
     def _check_layout_numbers(self) -> Self:
-        for key, layouts in (("max_tiles", ("tiles",)), ("pinpoints", ("anyres", "anyres_max_9"))):
-            if getattr(self, key) is not None and self.layout not in layouts:
+        for key in ("max_tiles", "pinpoints"):
+            fitting = [name for name, layout in LAYOUTS.items() if key in layout.keys]
+            if getattr(self, key) is not None and self.layout not in fitting:
                 raise wrong_together(
                     f"model.vision.{key}: the layout {self.layout} asks for none; leave it out, or set "
-                    f"model.vision.layout={' or '.join(layouts)}"
+                    f"model.vision.layout={' or '.join(fitting)}"
                 )
         return self
 

@@ -21,8 +21,8 @@ from mmtrain.exporting.processor import ExportedProcessor
 from mmtrain.exporting.projector_file import Origin
 from mmtrain.exporting.vision import ExportedEncoder
 from mmtrain.models.facts.adapters import adapted_layer, is_adapter, is_llm_adapter
-from mmtrain.models.facts.layouts import TILES, ImageLayout
 from mmtrain.models.facts.model_files import HUB_ID
+from mmtrain.models.layouts.layout import ImageLayout
 from mmtrain.models.modules.projector import PROJECTOR
 from mmtrain.stock.stock_class import StockClass
 
@@ -175,7 +175,7 @@ def _parts(about: Origin, dtype: str, language: ExportedLanguage, layout: ImageL
         "vision encoder": f"{vision}, block {about.vision_select_layer} ({about.vision_width:,} wide)"
         + (", behind its last norm" if about.vision_final_norm else ""),
         "projector": about.projector_type + (f", {factor} x {factor} patches a position" if factor > 1 else ""),
-        "images": _images(about, layout),
+        "images": layout.description or f"become square by: {about.image_fit}",
         "weights stored in": f"{dtype}; what was trained was so in float32, against {_trained_against(about)}",
     }
 
@@ -186,20 +186,6 @@ def _trained_against(about: Origin) -> str:
         return said
     then = f"quantised to {about.llm_quantize} during training; they are not quantised here"
     return f"{said}, its frozen decoder layers {then}"
-
-
-def _images(about: Origin, layout: ImageLayout) -> str:
-    """How an image becomes tiles and positions."""
-    side = f"{layout.tile_size} x {layout.tile_size} pixels"
-    if layout.name == TILES:
-        return f"cut into up to {layout.max_tiles} tiles of {side}, and one of the whole (`model.vision.layout: tiles`)"
-    if layout.has_newlines:
-        grids = len(layout.pinpoints)
-        return (
-            f"one tile of the whole and those of a grid, of {side}; {grids} grids, of up to {layout.most_tiles - 1} "
-            f"tiles, and a trained newline behind each line (`model.vision.layout: {layout.name}`)"
-        )
-    return f"become square by: {about.image_fit}"
 
 
 def _training(about: Origin) -> dict[str, str]:

@@ -33,7 +33,7 @@ from mmtrain.data.samples.chat import PROBE, ROLES, Turns
 from mmtrain.data.samples.records import IMAGE_MARK, BadSample
 from mmtrain.data.samples.sample import IGNORE, IMAGE_POSITION, Document, Sample
 from mmtrain.data.samples.templates import ChatTemplate, PlainTemplate, Template, load_tokenizer, make_template
-from mmtrain.models.facts.layouts import ImageLayout
+from mmtrain.models.layouts.square import ONE_SQUARE
 
 TEMPLATE_FILE = "chat_template.jinja"
 MARK = re.compile(r"\{%([-+]?)\s*(end)?generation\s*([-+]?)%\}")
@@ -177,8 +177,8 @@ def mark_answers(config: RunConfig, folder: Path) -> str | None:
     """
     file = folder / TEMPLATE_FILE
     before = file.read_text(encoding="utf-8")
-    bare = ImageLayout("square", 1)  # what a layout writes around an image the processor adds to the template's text
-    template = make_template(config.data.template, load_tokenizer(config.model.llm.path), bare, sys.maxsize)
+    # What a layout writes around an image the processor adds to the template's text.
+    template = make_template(config.data.template, load_tokenizer(config.model.llm.path), ONE_SQUARE, sys.maxsize)
     if isinstance(template, ChatTemplate):
         file.write_text(marked_template(before, template), encoding="utf-8")
     try:

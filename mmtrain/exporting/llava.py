@@ -28,9 +28,10 @@ from mmtrain.exporting.projector_file import Origin, origin, run_tensors
 from mmtrain.exporting.tensors import new_folder, require_space
 from mmtrain.models.facts.connectors import NEWLINE, image_layout
 from mmtrain.models.facts.families import llm_config
-from mmtrain.models.facts.layouts import ImageLayout
 from mmtrain.models.facts.model_files import model_folder
 from mmtrain.models.facts.shapes import vision_shape
+from mmtrain.models.layouts.anyres import Anyres
+from mmtrain.models.layouts.layout import ImageLayout
 from mmtrain.models.modules.projector import PROJECTOR
 from mmtrain.stock.exporters import formats_for, refuse_llava_code
 
@@ -110,10 +111,10 @@ def _config(about: Origin, layout: ImageLayout) -> dict[str, Any]:
 
 def _image_keys(about: Origin, layout: ImageLayout) -> dict[str, Any]:
     """What LLaVA's code makes of an image; it has grids as (width, height), in the order of ours, which breaks ties."""
-    if not layout.has_newlines:
+    if not isinstance(layout, Anyres):
         return {"image_aspect_ratio": "pad" if about.image_fit == "pad" else "square"}  # LLaVA stretches no image
     return {
         "image_aspect_ratio": layout.name,
-        "image_grid_pinpoints": [[width, height] for height, width in layout.pinpoints],
+        "image_grid_pinpoints": [[width, height] for height, width in layout.grids],
         "mm_patch_merge_type": "spatial_unpad",
     }

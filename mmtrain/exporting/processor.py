@@ -39,9 +39,9 @@ from mmtrain.exporting.chat_template import documents_of, exported_chat_template
 from mmtrain.exporting.vision import ExportedEncoder
 from mmtrain.models.facts.connectors import image_layout
 from mmtrain.models.facts.families import llm_config
-from mmtrain.models.facts.layouts import ImageLayout
 from mmtrain.models.facts.model_files import model_folder, read_json
 from mmtrain.models.facts.shapes import llm_shape
+from mmtrain.models.layouts.layout import ImageLayout
 from mmtrain.stock.stock_class import StockClass
 
 # Of an LLM's generation_config.json; all else (sampling, penalties) would make answers differ from the evaluation's.

@@ -22,8 +22,7 @@ from mmtrain.checkpoint.run_folder import METRICS
 from mmtrain.checkpoint.step_folder import StepFolder
 from mmtrain.config.templates import template_name
 from mmtrain.exporting.tensors import TensorSource, TensorWriter, check_written, in_memory, new_folder, stored
-from mmtrain.models.facts.connectors import Linear, connector, reduction
-from mmtrain.models.facts.layouts import DEFAULT_MAX_TILES, TILES, layout_name
+from mmtrain.models.facts.connectors import Linear, connector, image_layout, reduction
 from mmtrain.models.facts.model_files import read_header
 from mmtrain.models.facts.shapes import llm_shape
 from mmtrain.models.modules.projector import PROJECTOR, whole_projector
@@ -88,7 +87,7 @@ def origin(checkpoint: StepFolder, tensors: Mapping[str, TensorSource]) -> Origi
         trained=tuple(sorted(read_header(checkpoint.tensors_file))),
         template=template_name(config.data.template),
         layout=vision and vision.layout,
-        max_tiles=(vision.max_tiles or DEFAULT_MAX_TILES) if layout_name(config) == TILES else None,
+        max_tiles=getattr(image_layout(config), "max_tiles", None),
         pinpoints=vision and vision.pinpoints,
         image_fit=vision and config.data.image_fit,
         steps=checkpoint.step,

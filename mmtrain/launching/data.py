@@ -15,7 +15,6 @@ from mmtrain.data.shards.shard_list import refuse_empty_shards, refuse_unfinishe
 from mmtrain.data.stream.catalog import data_sets, evaluated_set, shards_by_form
 from mmtrain.demo.data import make_demo_data
 from mmtrain.models.facts.connectors import image_layout
-from mmtrain.models.facts.layouts import layout_argument
 from mmtrain.models.facts.model_files import model_folder
 from mmtrain.models.facts.tokenizer_files import refuse_missing_chat_template, text_fingerprint
 
@@ -76,7 +75,7 @@ def check_data(config: RunConfig, others_wait: bool) -> RunConfig:
                 f"{len(missing):,} of {len(shards):,} shards have no index for this tokenizer and template yet, and "
                 f"other processes would wait for it; first run mmtrain index {' '.join(map(str, missing[:3]))}"
                 f"{' ...' if len(missing) > 3 else ''} --tokenizer {llm} --template {template_name(template)}"
-                f"{layout_argument(layout)}{format_argument(form)}"
+                f"{layout.index_options}{format_argument(form)}"
             )
     for form, shards in by_form.items():
         ensure_indexes(shards, llm, template, layout, form, stream=sys.stdout, retry_seconds=seconds)

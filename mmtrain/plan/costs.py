@@ -22,9 +22,9 @@ from mmtrain.models.facts.connectors import (
     connector_parameters,
 )
 from mmtrain.models.facts.families import WHOLE_LAST_LAYER
-from mmtrain.models.facts.layouts import ImageLayout
 from mmtrain.models.facts.quantised import Quantisation, is_quantised, quantised_bytes
 from mmtrain.models.facts.shapes import LlmShape, ParameterShape, VisionShape, matches_any
+from mmtrain.models.layouts.layout import ImageLayout
 from mmtrain.plan.block_costs import (
     Block,
     EncoderCost,

@@ -15,10 +15,10 @@ from mmtrain.base.errors import UserError
 from mmtrain.config.schema import RunConfig
 from mmtrain.models.facts.adapters import with_adapters
 from mmtrain.models.facts.connectors import connector, has_newline, image_layout
-from mmtrain.models.facts.layouts import ImageLayout
 from mmtrain.models.facts.shapes import NO_VISION, llm_shape, matches_any, vision_shape
 from mmtrain.models.facts.tokenizer_files import refuse_missing_marks
 from mmtrain.models.facts.vision_files import check_preprocessing
+from mmtrain.models.layouts.layout import ImageLayout
 from mmtrain.plan.block_costs import Flops
 from mmtrain.plan.calibration import Device
 from mmtrain.plan.costs import Models, minimal_flops

@@ -12,8 +12,8 @@ from mmtrain.base.errors import UserError
 from mmtrain.base.printing import bytes_text, escape, first_few
 from mmtrain.config.schema import RunConfig
 from mmtrain.models.facts.adapters import is_adapter
-from mmtrain.models.facts.layouts import ImageLayout
 from mmtrain.models.facts.shapes import matches_any
+from mmtrain.models.layouts.layout import ImageLayout
 from mmtrain.plan.costs import Models
 from mmtrain.plan.cuts import given_cut
 from mmtrain.plan.plan import RankPlan, stage_of

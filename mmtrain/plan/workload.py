@@ -8,8 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from mmtrain.config.schema import RunConfig
-from mmtrain.models.facts.layouts import ImageLayout
-from mmtrain.models.facts.tiling import Tiling
+from mmtrain.models.layouts.layout import ImageLayout, Tiling
 
 PATCHES_PER_CALL = 11_664  # of a frozen encoder: 16 tiles of 384 pixels, in patches of 14, keep any GPU busy
 LEAST_TILES_PER_CALL = 16

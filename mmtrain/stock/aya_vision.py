@@ -9,8 +9,10 @@ from mmtrain.config.limits import MAX_TILES
 from mmtrain.config.schema import RunConfig
 from mmtrain.data.samples.records import IMAGE_MARK
 from mmtrain.models.facts.connectors import reduction
-from mmtrain.models.facts.layouts import OVERVIEW_NAME, SQUARE, TILE_NAME, TILES, ImageLayout
 from mmtrain.models.facts.settings import is_whole
+from mmtrain.models.layouts.layout import ImageLayout
+from mmtrain.models.layouts.square import Square
+from mmtrain.models.layouts.tiles import Tiles
 from mmtrain.stock.stock_class import ExportedEncoder, StockClass
 from mmtrain.stock.stock_folder import Keys, StockFolder, shown
 
@@ -18,7 +20,6 @@ if TYPE_CHECKING:
     from mmtrain.data.stream.images import ImageTransform
 
 _AROUND = {"start_of_img_token": "<|START_OF_IMG|>", "end_of_img_token": "<|END_OF_IMG|>"}  # AyaVisionProcessor's own
-_BEFORE_TILES = {"tile_token": TILE_NAME, "tile_global_token": OVERVIEW_NAME}
 
 
 class AyaVision(StockClass):
@@ -27,7 +28,7 @@ class AyaVision(StockClass):
     name = "AyaVision"
     model_type = "aya_vision"
     connectors = ("shuffle_swiglu",)
-    layouts = (SQUARE, TILES)
+    layouts = (Square.name, Tiles.name)
     image_processor = "GotOcr2ImageProcessor"
 
     def config(self, run: RunConfig, encoder: ExportedEncoder) -> dict[str, Any]:
@@ -41,37 +42,37 @@ class AyaVision(StockClass):
         }
 
     def processor(self, run: RunConfig, encoder: ExportedEncoder) -> dict[str, Any]:
-        names = (TILE_NAME, OVERVIEW_NAME) if run.model.vision.layout == TILES else ("", "")
+        no_texts = dict.fromkeys((*_AROUND, "img_line_break_token", *Tiles.token_settings), "")
         return {
             "image_token": IMAGE_MARK,
             "img_patch_token": IMAGE_MARK,
             "patch_size": encoder.patch_size,
             "downsample_factor": reduction(run.model.projector),
             "img_size": encoder.image_size,
-            **dict.fromkeys(("start_of_img_token", "end_of_img_token", "img_line_break_token"), ""),
-            **dict(zip(("tile_token", "tile_global_token"), names, strict=True)),
+            **no_texts,
+            **(Tiles.token_settings if run.model.vision.layout == Tiles.name else {}),
         }
 
     def own_image_settings(self, transform: ImageTransform, layout: ImageLayout) -> dict[str, Any]:
         """Allow one tile where the layout has one: the processor asks for tiles whatever the file says."""
-        most = layout.max_tiles if layout.name == TILES else 1
-        return {"crop_to_patches": layout.name == TILES, "min_patches": 1, "max_patches": most}
+        return {"crop_to_patches": False, "min_patches": 1, "max_patches": 1, **layout.image_settings}
 
     def read(self, folder: StockFolder) -> Keys:
         most, fewest = (folder.images.get(key, default) for key, default in (("max_patches", 12), ("min_patches", 1)))
-        around, before = (
-            {key: folder.processor.get(key, text) for key, text in texts.items()} for texts in (_AROUND, _BEFORE_TILES)
+        around, names = (
+            {key: folder.processor.get(key, text) for key, text in texts.items()}
+            for texts in (_AROUND, Tiles.token_settings)
         )
-        fit, cut = folder.fit(), before == _BEFORE_TILES
-        keys: Keys = {"layout": TILES, "max_tiles": most, "image_fit": None} if cut else {"image_fit": fit}
-        if not cut:
+        fit, is_cut = folder.fit(), names == Tiles.token_settings
+        keys: Keys = {"layout": Tiles.name, "max_tiles": most, "image_fit": None} if is_cut else {"image_fit": fit}
+        if not is_cut:
             folder.one_tile("max_patches", most, most == 1)
         elif fit != "resize" or fewest != 1 or not is_whole(most, 1, MAX_TILES):
             raise UserError(
                 f"its image processor has max_patches {shown(most)}, min_patches {shown(fewest)} and pictures made by "
                 f"{fit}; needed are up to {MAX_TILES} tiles, at least 1, resized"
             )
-        folder.no_texts(around if cut else {**around, **before}, TILES if cut else SQUARE)
+        folder.no_texts(around if is_cut else around | names, Tiles.name if is_cut else Square.name)
         return keys | {
             "select_layer": folder.layer(-1, "full"),
             "factor": self.factor(folder, "downsample_factor", folder.config.get("downsample_factor", 2)),

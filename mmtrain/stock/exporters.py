@@ -29,12 +29,12 @@ from mmtrain.models.facts.families import (
     llm_config,
     llm_tensors,
 )
-from mmtrain.models.facts.layouts import SQUARE, WITH_NEWLINES
 from mmtrain.models.facts.model_files import find_model_folder, model_folder, tensor_shapes
 from mmtrain.models.facts.recorded_shapes import find_recorded
 from mmtrain.models.facts.shapes import llm_shape, vision_shape
 from mmtrain.models.facts.timm_models import form_of
 from mmtrain.models.facts.vision_files import is_timm_name
+from mmtrain.models.layouts.registry import LAYOUTS
 from mmtrain.stock.aya_vision import AyaVision
 from mmtrain.stock.idefics3 import Idefics3
 from mmtrain.stock.internvl import InternVL
@@ -120,7 +120,7 @@ def refuse_llava_code(config: RunConfig, trained: Collection[str]) -> None:
         raise UserError("llava holds a projector, and model.vision=null has none")
     if kind not in LLAVA_CODE:
         raise UserError(f"llava takes a {' or '.join(LLAVA_CODE)} projector, and model.projector.type is {kind}")
-    if vision.final_norm or vision.layout not in (SQUARE, *WITH_NEWLINES):
+    if vision.final_norm or not LAYOUTS[vision.layout].in_llava:
         key = "final_norm" if vision.final_norm else "layout"
         value = str(getattr(vision, key)).lower()
         raise UserError(f"llava's code knows no model.vision.{key}={value}, which this run trains with")

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from mmtrain.base.errors import UserError
 from mmtrain.config.schema import RunConfig
 from mmtrain.models.facts.connectors import image_layout, reduction
-from mmtrain.models.facts.layouts import IDEFICS3, ImageLayout
-from mmtrain.models.facts.tiling import Tiling
+from mmtrain.models.layouts import idefics3
+from mmtrain.models.layouts.layout import ImageLayout, Tiling
 from mmtrain.stock.stock_class import OUTER, WHAT_WORKS, ExportedEncoder, StockClass
 from mmtrain.stock.stock_folder import Keys, StockFolder
 
@@ -31,7 +31,7 @@ class Idefics3(StockClass):
     model_type = "idefics3"
     connectors = ("shuffle_linear",)
     final_norm = True
-    layouts = (IDEFICS3,)
+    layouts = (idefics3.Idefics3.name,)
     encoders = ("SiglipVisionModel",)
     # torch.arange rounds by the width of a CPU's vectors, 1 to 16, so that these grids have some patches at another's
     # position (`Idefics3VisionEmbeddings.forward`); it was looked at up to `largest_grid`.

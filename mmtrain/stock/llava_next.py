@@ -9,8 +9,8 @@ from mmtrain.base.errors import UserError
 from mmtrain.config.schema import RunConfig
 from mmtrain.data.samples.records import IMAGE_MARK
 from mmtrain.models.facts.connectors import image_layout
-from mmtrain.models.facts.layouts import ANYRES, ANYRES_MAX_9, ImageLayout
-from mmtrain.models.facts.tiling import Tiling
+from mmtrain.models.layouts.anyres import Anyres, AnyresMax9
+from mmtrain.models.layouts.layout import ImageLayout, Tiling
 from mmtrain.stock.stock_class import INTERN_VIT, ExportedEncoder, StockClass
 from mmtrain.stock.stock_folder import BY_PARTS, Keys, StockFolder, shown
 
@@ -26,20 +26,18 @@ class LlavaNext(StockClass):
     name = "LlavaNext"
     model_type = "llava_next"
     connectors = ("mlp2x_gelu",)
-    layouts = (ANYRES,)
+    layouts = (Anyres.name,)
     not_encoders = (INTERN_VIT,)
     image_processor = "LlavaNextImageProcessor"
 
     def config(self, run: RunConfig, encoder: ExportedEncoder) -> dict[str, Any]:
-        pinpoints = [list(pair) for pair in image_layout(run).pinpoints]
-        settings = {"image_grid_pinpoints": pinpoints, "use_image_newline_parameter": True}
-        return {**super().config(run, encoder), **settings}
+        grids = image_layout(run).image_settings
+        return {**super().config(run, encoder), **grids, "use_image_newline_parameter": True}
 
     def own_image_settings(self, transform: ImageTransform, layout: ImageLayout) -> dict[str, Any]:
         """Nothing is left to crop; crop_size is what transformers 4 reads the tile's size from."""
         square = {"height": transform.image_size, "width": transform.image_size}
-        pinpoints = [list(pair) for pair in layout.pinpoints]
-        return {"image_grid_pinpoints": pinpoints, "do_pad": True, "do_center_crop": True, "crop_size": square}
+        return {**layout.image_settings, "do_pad": True, "do_center_crop": True, "crop_size": square}
 
     def inputs(self, tiles: torch.Tensor, tilings: Sequence[Tiling]) -> dict[str, torch.Tensor]:
         """Return tiles (images, most tiles, 3, S, S), zeros behind each image's last, and each (height, width)."""
@@ -50,7 +48,7 @@ class LlavaNext(StockClass):
         return {"pixel_values": torch.nn.utils.rnn.pad_sequence(of_images, batch_first=True), "image_sizes": sizes}
 
     def read(self, folder: StockFolder) -> Keys:
-        return {"select_layer": folder.layer(-2, "default"), **folder.grids(ANYRES)}
+        return {"select_layer": folder.layer(-2, "default"), **folder.grids(Anyres(tile_size=336))}
 
 
 class LlavaOnevision(LlavaNext):
@@ -58,14 +56,14 @@ class LlavaOnevision(LlavaNext):
 
     name = "LlavaOnevision"
     model_type = "llava_onevision"
-    layouts = (ANYRES_MAX_9,)
+    layouts = (AnyresMax9.name,)
     image_processor = "LlavaOnevisionImageProcessor"
     video_processor = "LlavaOnevisionVideoProcessor"
     video_token = "<|video|>"
     video_token_key = "video_token_index"
 
     def config(self, run: RunConfig, encoder: ExportedEncoder) -> dict[str, Any]:
-        return {**super().config(run, encoder), "vision_aspect_ratio": ANYRES_MAX_9}
+        return {**super().config(run, encoder), "vision_aspect_ratio": AnyresMax9.name}
 
     def processor(self, run: RunConfig, encoder: ExportedEncoder) -> dict[str, Any]:
         return {
@@ -73,11 +71,11 @@ class LlavaOnevision(LlavaNext):
             "video_token": self.video_token,
             "num_image_tokens": image_layout(run).positions_per_tile + encoder.prefix_tokens,
             "vision_feature_select_strategy": encoder.select_strategy,
-            "vision_aspect_ratio": ANYRES_MAX_9,
+            "vision_aspect_ratio": AnyresMax9.name,
         }
 
     def own_image_settings(self, transform: ImageTransform, layout: ImageLayout) -> dict[str, Any]:
-        return {"image_grid_pinpoints": [list(pair) for pair in layout.pinpoints], "do_pad": True}
+        return {**layout.image_settings, "do_pad": True}
 
     def inputs(self, tiles: torch.Tensor, tilings: Sequence[Tiling]) -> dict[str, torch.Tensor]:
         import torch
@@ -86,9 +84,9 @@ class LlavaOnevision(LlavaNext):
 
     def read(self, folder: StockFolder) -> Keys:
         for settings in (folder.config, folder.processor):
-            if (ratio := settings.get("vision_aspect_ratio", ANYRES_MAX_9)) != ANYRES_MAX_9:
+            if (ratio := settings.get("vision_aspect_ratio", AnyresMax9.name)) != AnyresMax9.name:
                 raise UserError(
                     f"its files say vision_aspect_ratio {shown(ratio)}, and the positions of an image that mmtrain "
-                    f"takes are those of {ANYRES_MAX_9}: set that in the folder if it is meant, or {BY_PARTS}"
+                    f"takes are those of {AnyresMax9.name}: set that in the folder if it is meant, or {BY_PARTS}"
                 )
-        return {"select_layer": folder.layer(-1, "full"), **folder.grids(ANYRES_MAX_9)}
+        return {"select_layer": folder.layer(-1, "full"), **folder.grids(AnyresMax9(tile_size=384))}

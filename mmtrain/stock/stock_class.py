@@ -23,10 +23,11 @@ from mmtrain.config.schema import RunConfig
 from mmtrain.data.samples.records import IMAGE_MARK
 from mmtrain.models.facts.connectors import NEWLINE, image_layout, reduction
 from mmtrain.models.facts.families import canonical_name
-from mmtrain.models.facts.layouts import SQUARE, WITH_NEWLINES, ImageLayout
 from mmtrain.models.facts.shapes import llm_shape
-from mmtrain.models.facts.tiling import Tiling
 from mmtrain.models.facts.tokenizer_files import lacking_marks
+from mmtrain.models.layouts.layout import ImageLayout, Tiling
+from mmtrain.models.layouts.registry import LAYOUTS
+from mmtrain.models.layouts.square import Square
 from mmtrain.stock.stock_folder import Keys, StockFolder, shown
 
 if TYPE_CHECKING:
@@ -103,7 +104,7 @@ class StockClass(ExportedClass):
     # ---- which runs it computes
     connectors: ClassVar[tuple[str, ...]]  # values of model.projector.type
     final_norm: ClassVar[bool] = False  # whether it takes features behind the encoder's last norm
-    layouts: ClassVar[tuple[str, ...]] = (SQUARE,)  # values of model.vision.layout
+    layouts: ClassVar[tuple[str, ...]] = (Square.name,)  # values of model.vision.layout
     fits: ClassVar[tuple[str, ...]] = ("resize",)  # values of data.image_fit that its processor can make of one square
     factors: ClassVar[tuple[int, ...]] = (1, 2, 3, 4)  # values of model.projector.factor, 1 for none
     encoders: ClassVar[tuple[str, ...]] = ()  # kinds that it takes; all where none is named
@@ -301,7 +302,7 @@ class StockClass(ExportedClass):
         keys: Keys = {"final_norm": self.final_norm, "layout": self.layouts[0], "factor": None, "width": None}
         keys |= {"select_layer": -1, "type": self.connectors[0], "image_fit": "resize"}
         keys |= {"max_tiles": None, "pinpoints": None, **self.read(folder)}
-        if keys["layout"] in WITH_NEWLINES and not any(n in folder.tensors for n in (NEWLINE, f"model.{NEWLINE}")):
+        if LAYOUTS[keys["layout"]].has_newlines and not any(n in folder.tensors for n in (NEWLINE, f"model.{NEWLINE}")):
             raise UserError(f"its weights hold no {NEWLINE}, which ends lines; download the folder again")
         if keys["width"] == llm.hidden_size:
             keys["width"] = None

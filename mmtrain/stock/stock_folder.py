@@ -12,17 +12,16 @@ from mmtrain.base.errors import UserError
 from mmtrain.base.printing import escape
 from mmtrain.config.limits import MAX_GRID_SIDE, MAX_GRIDS
 from mmtrain.models.facts.connectors import refuse_other_settings
-from mmtrain.models.facts.layouts import ANYRES, ANYRES_MAX_9, default_pinpoints
 from mmtrain.models.facts.model_files import Shape, read_json, tensor_shapes
 from mmtrain.models.facts.settings import is_whole
 from mmtrain.models.facts.shapes import VisionShape, vision_shape
 from mmtrain.models.facts.vision_files import image_settings, preprocessing
+from mmtrain.models.layouts.anyres import Anyres
 
 Keys = dict[str, Any]
 PARTS = ("model.llm.path", "model.vision.name", "model.projector.init_from")
 BY_PARTS = f"give the model by its parts instead, in {', '.join(PARTS)}"
 _CONNECTOR = re.compile(r"(?:model\.)?(?:multi_modal_projector|connector\.modality_projection)\.")
-_GRIDS_SIDE = {ANYRES: 336, ANYRES_MAX_9: 384}  # pixels of a tile of the classes' own pinpoints
 
 
 @dataclass(frozen=True)
@@ -93,10 +92,10 @@ class StockFolder:
                 "a side; correct the one that is wrong"
             )
 
-    def grids(self, layout: str) -> Keys:
-        """Return the keys of an image layout of grids."""
+    def grids(self, layout: Anyres) -> Keys:
+        """Return the keys of an image layout of grids; `layout` has those of a folder that says none."""
         self.fit()
-        own = default_pinpoints(layout, _GRIDS_SIDE[layout])
+        own = layout.grids
         trained, processed = (settings.get("image_grid_pinpoints") for settings in (self.config, self.images))
         trained, processed = (own if pairs is None else pairs for pairs in (trained, processed))
         side = self.vision.image_size

@@ -17,7 +17,7 @@ from mmtrain.data.shards.shard_list import demo_shards, expand_shards
 from mmtrain.data.stream.images import image_transform
 from mmtrain.demo.data import SAMPLES, draw_samples, make_demo_shards
 from mmtrain.demo.pictures import SIZE
-from mmtrain.models.facts.layouts import ImageLayout
+from mmtrain.models.layouts.tiles import Tiles
 
 
 def made(name):
@@ -84,7 +84,7 @@ def test_a_sheet_holds_a_picture_of_the_demo_in_one_of_its_tiles_and_nothing_els
         zip(draw_samples("train"), draw_samples("sheet-train"), strict=True), 40
     ):
         picture, sheet = (Image.open(io.BytesIO(found[0][1])) for found in (pictures, sheets))
-        tiles = image_transform("demo:vision").cut(sheet, ImageLayout("tiles", 16, SIZE).tiling(*sheet.size))
+        tiles = image_transform("demo:vision").cut(sheet, Tiles(16, SIZE).tiling(*sheet.size))
         held = [tile.equal(torch.from_numpy(np.asarray(picture).transpose(2, 0, 1).copy())) for tile in tiles]
         plain = [len(tile.flatten(1).unique(dim=1)[0]) == 1 for tile in tiles[:-1]]
         assert sum(held) == 1 and sum(plain) >= 3

@@ -20,7 +20,7 @@ from mmtrain.data.samples.records import BadSample
 from mmtrain.data.samples.sample import IGNORE, IMAGE_POSITION, Sample
 from mmtrain.data.samples.templates import PlainTemplate, make_template
 from mmtrain.exporting.chat_template import mark_answers
-from mmtrain.models.facts.layouts import ImageLayout
+from mmtrain.models.layouts.square import Square
 
 CHATML_MARKS = ("<|im_start|>", "<|im_end|>")
 OWN_MARKS = """{% for message in messages %}{{- '<|im_start|>' + message.role + '\\n' }}
@@ -73,7 +73,7 @@ def marked(request, tiny, llm_with, tmp_path_factory):
 def trained_on(config: RunConfig, turns, image: int, tokens_per_image: int) -> tuple[list[int], list[bool]] | None:
     """Token ids, and which of them training predicts; None where it rejects the conversation."""
     tokenizer = AutoTokenizer.from_pretrained(config.model.llm.path)
-    template = make_template(config.data.template, tokenizer, ImageLayout("square", tokens_per_image), sys.maxsize)
+    template = make_template(config.data.template, tokenizer, Square(tokens_per_image), sys.maxsize)
     images = (b"",) * sum(text.count("<image>") for _, text in turns)
     try:
         document = template(Sample("k", "s.tar", tuple(turns), images))
@@ -169,7 +169,7 @@ def test_plain_marks_the_caption_and_its_end_and_writes_what_it_wrote(tiny, tmp_
     export(config, tmp_path)
     assert mark_answers(config, tmp_path) is None
     processor = AutoProcessor.from_pretrained(tmp_path)
-    trained = PlainTemplate(AutoTokenizer.from_pretrained(tiny / "llm"), ImageLayout("square", 16), sys.maxsize)
+    trained = PlainTemplate(AutoTokenizer.from_pretrained(tiny / "llm"), Square(16), sys.maxsize)
     document = trained(Sample("k", "s.tar", (("human", "<image><image>"), ("gpt", "a red\ncircle ")), (b"",) * 2))
     parts = [{"type": "image", "image": Image.new("RGB", (9, 9))}] * 2
     messages = [{"role": "user", "content": parts}, {"role": "assistant", "content": "a red\ncircle "}]

@@ -37,7 +37,7 @@ from mmtrain.data.samples.templates import ChatTemplate, PlainTemplate
 from mmtrain.data.stream.images import ImageTransform, decode_image
 from mmtrain.exporting.card import processor_notes
 from mmtrain.exporting.processor import check_processor, write_processor
-from mmtrain.models.facts.layouts import ONE_SQUARE
+from mmtrain.models.layouts.square import ONE_SQUARE
 from mmtrain.stock.exporters import stock_class
 
 

@@ -26,7 +26,7 @@ from mmtrain.data.samples.sample import IMAGE_POSITION
 from mmtrain.engine.engine import FrozenPipelineEngine
 from mmtrain.engine.process_groups import join_process_group
 from mmtrain.engine.single_stage import SingleStage, expected_batch
-from mmtrain.models.facts.layouts import ImageLayout, default_pinpoints
+from mmtrain.models.layouts.registry import LAYOUTS
 from mmtrain.models.modules.stage import build_stage
 from mmtrain.plan.calibration import cached_file, calibration_key, cpu_device
 from mmtrain.plan.costs import minimal_flops, run_costs
@@ -234,7 +234,7 @@ def test_a_plan_says_what_it_expects_of_an_image_and_whether_the_largest_fits(pa
     ("layout", "tile_size", "side"), [("tiles", 32, 4), ("anyres", 336, 24), ("anyres_max_9", 384, 27)]
 )
 def test_no_image_takes_more_than_the_most_positions(layout: str, tile_size: int, side: int) -> None:
-    images = ImageLayout(layout, side**2, tile_size, pinpoints=default_pinpoints(layout, tile_size))
+    images = LAYOUTS[layout](side**2, tile_size)
     draw = random.Random(0)
     sizes = [(draw.randint(20, 2500), draw.randint(20, 2500)) for _ in range(2000)]
     sizes += [(width, height) for height, width in images.pinpoints]

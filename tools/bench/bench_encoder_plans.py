@@ -19,7 +19,6 @@ from bench_tables import positive, print_table
 from mmtrain.base.printing import print_info
 from mmtrain.config.load import validated
 from mmtrain.models.facts.connectors import connector
-from mmtrain.models.facts.layouts import SQUARE, TILES, ImageLayout
 from mmtrain.models.facts.shapes import (
     LlmShape,
     VisionShape,
@@ -28,6 +27,8 @@ from mmtrain.models.facts.shapes import (
     vision_shape,
     vision_shape_from,
 )
+from mmtrain.models.layouts.square import Square
+from mmtrain.models.layouts.tiles import Tiles
 from mmtrain.plan.costs import Models, run_costs
 from mmtrain.plan.search import PipelineLayout, Search
 from mmtrain.plan.stage_costs import Setting, StageCosts
@@ -155,7 +156,7 @@ def costs_of(
     memory_bytes: int | None = None,
 ) -> StageCosts:
     """Costs of a case's plan; a rank may use `memory_bytes`."""
-    name = SQUARE if case.tiles == 1 else TILES
+    layout = Square if case.tiles == 1 else Tiles
     projector = {"type": case.connector} | ({} if case.factor is None else {"factor": case.factor})
     data: dict[str, Any] = {
         "shards": "none.tar",
@@ -169,7 +170,7 @@ def costs_of(
         "run": {"name": "plan"},
         "model": {
             "llm": {"path": case.llm},
-            "vision": {"name": case.vision, "select_layer": -1, "layout": name},
+            "vision": {"name": case.vision, "select_layer": -1, "layout": layout.name},
             "projector": projector,
         },
         "data": data,
@@ -179,7 +180,7 @@ def costs_of(
     config = validated(content, "a case")
     vision, llm = _vision_shape(case.vision), _llm_shape(case.llm)
     operations = connector(config.model.projector, vision.width, llm.hidden_size)
-    models = Models(llm, vision, operations, ImageLayout(name, case.positions_per_tile, vision.image_size))
+    models = Models(llm, vision, operations, layout(case.positions_per_tile, vision.image_size))
     costs = run_costs(config, models)
     return StageCosts(costs, assumed_timings(costs, 1, GPU), Setting(pipeline, microbatches, memory_bytes, "auto"))
 

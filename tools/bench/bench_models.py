@@ -37,7 +37,7 @@ from mmtrain.config.schema import RunConfig
 from mmtrain.data.samples.sample import IGNORE, IMAGE_POSITION, Document, Sample
 from mmtrain.data.stream.images import ImageTransform
 from mmtrain.data.stream.packs import Pack, PackedBatch, make_batch
-from mmtrain.models.facts.tiling import Tiling
+from mmtrain.models.layouts.layout import Tiling
 from mmtrain.models.modules.projector import make_projector
 
 Decode = Callable[[bytes], torch.Tensor]

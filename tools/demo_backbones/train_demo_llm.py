@@ -29,7 +29,7 @@ from mmtrain.data.samples.sample import IGNORE, IMAGE_POSITION, Document, Sample
 from mmtrain.data.samples.templates import make_template
 from mmtrain.demo.scene import CELLS, Scene, draw_scene
 from mmtrain.demo.text import COLOUR_WORDS, DIGIT_WORDS, converse
-from mmtrain.models.facts.layouts import ImageLayout
+from mmtrain.models.layouts.square import Square
 
 # Vicuna's and LLaVA-1.5's format, in jinja.
 CHAT_TEMPLATE = (
@@ -95,7 +95,7 @@ def batches(
     Ids are IMAGE_POSITION where the grid goes. Two conversations on end: the grid is read more often at the price of
     few tokens. Rows of like length share a batch: a third less padding.
     """
-    template = make_template("chat", tokenizer, ImageLayout("square", CELLS * PATCHES), VOCABULARY)
+    template = make_template("chat", tokenizer, Square(CELLS * PATCHES), VOCABULARY)
 
     def document(scene: Scene) -> Document:
         (human, question), *rest = converse(scene, draw) + converse(scene, draw)

@@ -9,7 +9,7 @@ import argparse
 import math
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from mmtrain.base.arguments import positive
@@ -20,21 +20,13 @@ from mmtrain.config.templates import FILE, NAMES, template_argument
 from mmtrain.data.samples.formats import SampleFormat
 from mmtrain.data.shards.detection import add_format_arguments, sample_format
 from mmtrain.models.facts.connectors import image_layout
-from mmtrain.models.facts.layouts import (
-    DEFAULT_MAX_TILES,
-    IDEFICS3,
-    ONE_SQUARE,
-    SQUARE,
-    TEXT_ALONE,
-    TILES,
-    WITH_NEWLINES,
-    WRAPPERS,
-    ImageLayout,
-    default_pinpoints,
-)
 from mmtrain.models.facts.model_files import model_folder
 from mmtrain.models.facts.shapes import VisionShape, vision_shape
 from mmtrain.models.facts.tokenizer_files import text_fingerprint
+from mmtrain.models.layouts.layout import ImageLayout
+from mmtrain.models.layouts.registry import LAYOUTS, TEXT_ALONE
+from mmtrain.models.layouts.square import Square
+from mmtrain.models.layouts.tiles import DEFAULT_MAX_TILES
 from mmtrain.stock.pretrained import expand_pretrained
 
 LONGEST_TILE = 4_096  # pixels a side of --tile-size; the largest encoders take 1,540
@@ -43,7 +35,6 @@ _OF_MODEL = ("tokenizer", "template", "format", "caption_key", "caption_prompt")
 _OF_LAYOUT = ("layout", "max_tiles", "vision", "factor", "tile_size", "tokens_per_image")
 _CHANGE = re.compile(r"[^/=]+=")  # a key of a configuration, and not a path
 FACTORS = (1, 2, 3, 4)  # of model.projector.factor, and 1 of connectors that have none
-JOINED = (TILES, IDEFICS3)  # layouts whose stock classes' connectors make one token of several patches
 _BY_CONFIG = "or --config FILE"
 
 
@@ -88,20 +79,19 @@ def add_reading_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add_format_arguments(parser)
     group = parser.add_mutually_exclusive_group()
-    shown = [name for name in WRAPPERS if name not in TEXT_ALONE]
-    group.add_argument("--layout", default=SQUARE, choices=shown, help=f"as model.vision.layout ({SQUARE})")
+    group.add_argument("--layout", default="square", choices=list(LAYOUTS), help="as model.vision.layout (square)")
     group.add_argument(
         "--images",
         dest="layout",
         default=argparse.SUPPRESS,
-        choices=TEXT_ALONE,
+        choices=list(TEXT_ALONE),
         help="for a run without encoder, as data.images: samples that have some cannot be trained on, or on their text",
     )
     parser.add_argument(
         "--max-tiles",
         type=positive(int, MAX_TILES),
         metavar="N",
-        help=f"as model.vision.max_tiles, of --layout {TILES} ({DEFAULT_MAX_TILES})",
+        help=f"as model.vision.max_tiles, of --layout tiles ({DEFAULT_MAX_TILES})",
     )
     parser.add_argument(
         "--vision",
@@ -149,8 +139,8 @@ def parse_reading_arguments(parser: argparse.ArgumentParser, arguments: Sequence
         parser.error("--tokenizer and --template go together: lengths depend on both")
     if options.layout in TEXT_ALONE and (said := given(_OF_LAYOUT[1:])):
         parser.error(f"{said}: --images {options.layout} is of a run without encoder; leave it out")
-    if options.max_tiles is not None and options.layout != TILES:
-        parser.error(f"--max-tiles is a number of --layout {TILES}, not of {options.layout}; leave it out")
+    if options.max_tiles is not None and "max_tiles" not in _layout_class(options).keys:
+        parser.error(f"--max-tiles is a number of --layout tiles, not of {options.layout}; leave it out")
     if options.vision is not None and (said := given(("tile_size", "tokens_per_image"))):
         parser.error(f"{said}: --vision {options.vision} says it; give one of the two")
     return options
@@ -186,35 +176,38 @@ def _missing_positions(options: argparse.Namespace) -> str:
             f"some: give --factor N, {_BY_CONFIG}"
         )
     numbers = "--tokens-per-image N"
-    if options.layout in WITH_NEWLINES:
+    if _layout_class(options).has_newlines:
         numbers = "both --tile-size PIXELS and --tokens-per-image N (of a tile)"
     return f"how many tokens an image takes is not known: give --vision NAME, {numbers}, {_BY_CONFIG}"
 
 
+def _layout_class(options: argparse.Namespace) -> type[ImageLayout]:
+    return (LAYOUTS | TEXT_ALONE)[options.layout]
+
+
 def _layout(options: argparse.Namespace) -> ImageLayout:
-    name, side, positions = options.layout, options.tile_size or 0, options.tokens_per_image or 0
+    layout, side, positions = _layout_class(options), options.tile_size or 0, options.tokens_per_image or 0
     if options.vision is not None:
         shape = vision_shape(options.vision, -1)
         side, positions = shape.image_size, _positions(options, shape)
-    if name == TILES and not side:
+    if layout.has_newlines and math.isqrt(positions) ** 2 != positions:
         raise UserError(
-            f"--layout {name} writes a name before each tile, and how many an image has depends on their size: give "
-            "--vision NAME or --tile-size PIXELS"
+            f"--tokens-per-image {positions}: the positions of a tile are a square of them with --layout "
+            f"{layout.name}, for example {math.isqrt(positions) ** 2}"
         )
-    if name in WITH_NEWLINES and math.isqrt(positions) ** 2 != positions:
+    if layout.has_newlines and not (side and positions):
+        return Square(0)  # which has the same texts
+    if layout.is_sized and not side:
         raise UserError(
-            f"--tokens-per-image {positions}: the positions of a tile are a square of them with --layout {name}, "
-            f"for example {math.isqrt(positions) ** 2}"
+            f"--layout {layout.name} writes a name before each tile, and how many an image has depends on their size: "
+            "give --vision NAME or --tile-size PIXELS"
         )
-    if name in WITH_NEWLINES and not (side and positions):
-        return replace(ONE_SQUARE, positions_per_tile=0)  # which has the same texts
-    chosen = ImageLayout(name, positions, side, options.max_tiles or DEFAULT_MAX_TILES)
-    return replace(chosen, pinpoints=default_pinpoints(name, side))
+    return layout(positions, side, **({} if options.max_tiles is None else {"max_tiles": options.max_tiles}))
 
 
 def _positions(options: argparse.Namespace, shape: VisionShape) -> int:
     """Return the positions of a tile; 0 where the layout's connectors join patches and --factor is missing."""
-    factor = options.factor or (0 if options.layout in JOINED else 1)
+    factor = options.factor or (0 if _layout_class(options).joins_patches else 1)
     side = math.isqrt(shape.patches_per_image)
     if factor and side % factor:
         fitting = ", ".join(str(other) for other in FACTORS if side % other == 0)

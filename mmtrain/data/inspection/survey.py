@@ -27,7 +27,8 @@ from mmtrain.data.shards.index_file import MAKE
 from mmtrain.data.stream.catalog import Catalog, DataSet
 from mmtrain.data.stream.image_totals import positions_and_tiles
 from mmtrain.data.stream.order import UNUSABLE, Capacity, SampleSet, plan_epoch
-from mmtrain.models.facts.layouts import ONE_SQUARE, ImageLayout
+from mmtrain.models.layouts.layout import ImageLayout
+from mmtrain.models.layouts.square import ONE_SQUARE
 
 TAIL = 0.99  # what is above this quantile shares one bin, so that a few giants do not squeeze all others into one
 NEARBY = 8  # lengths are near if they differ by at most an eighth

@@ -22,7 +22,7 @@ from mmtrain.data.samples.sample import IMAGE_POSITION, Document, QuarantinedSam
 from mmtrain.data.samples.templates import load_tokenizer, make_template
 from mmtrain.data.shards.index import Member, read_index
 from mmtrain.data.stream.catalog import Catalog, DataSet, Reader
-from mmtrain.models.facts.layouts import ImageLayout
+from mmtrain.models.layouts.layout import ImageLayout
 
 _CONTEXT = 4  # tokens before one that decide how it is written: a first one loses its space, a letter takes up to 4
 _UNDECODED = "\N{REPLACEMENT CHARACTER}"

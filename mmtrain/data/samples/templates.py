@@ -27,10 +27,10 @@ from mmtrain.data.samples.chat import PROBE, ChatText, Span, Turns, any_of
 from mmtrain.data.samples.formats import LLAVA, SampleFormat
 from mmtrain.data.samples.records import IMAGE_MARK, BadSample
 from mmtrain.data.samples.sample import IGNORE, IMAGE_POSITION, Document, Sample, without_images
-from mmtrain.models.facts.layouts import ONE_SQUARE, ImageLayout, marks_around
 from mmtrain.models.facts.model_files import foreign_files, model_folder
-from mmtrain.models.facts.tiling import Tiling, UnfitImage
 from mmtrain.models.facts.tokenizer_files import missing_marks, panics_told, text_fingerprint, tokenizer_files
+from mmtrain.models.layouts.layout import ImageLayout, Tiling, UnfitImage
+from mmtrain.models.layouts.square import ONE_SQUARE
 
 CHATML = ("<|im_start|>", "<|im_end|>")
 
@@ -276,7 +276,7 @@ def _refuse_special(special_texts: re.Pattern[str], turns: Turns, tokenizer: str
 
 def _refuse_missing_marks(tokenizer: PreTrainedTokenizerBase, layout: ImageLayout) -> None:
     """Raise `missing_marks` for tokens around an image that the tokenizer does not have."""
-    lacking = [mark for mark in marks_around(layout.name) if mark not in tokenizer.added_tokens_encoder]
+    lacking = [mark for mark in layout.marks if mark not in tokenizer.added_tokens_encoder]
     if lacking:
         raise missing_marks(layout.name, lacking, tokenizer.name_or_path)
 

@@ -44,9 +44,10 @@ from mmtrain.data.shards.index import (
 )
 from mmtrain.data.shards.index_file import MissingIndex
 from mmtrain.data.shards.retry import RETRY_SECONDS, UnreadableError
-from mmtrain.models.facts.layouts import ONE_SQUARE, ImageLayout
 from mmtrain.models.facts.model_files import model_folder
 from mmtrain.models.facts.tokenizer_files import text_fingerprint
+from mmtrain.models.layouts.layout import ImageLayout
+from mmtrain.models.layouts.square import ONE_SQUARE
 from mmtrain.runtime.pool import Advance, usable_cores, worker_pool
 
 if TYPE_CHECKING:

@@ -40,9 +40,9 @@ from mmtrain.data.shards.shard_list import expand_shards
 from mmtrain.data.stream.image_totals import image_totals
 from mmtrain.data.stream.order import HELD_OUT, UNUSABLE, Capacity, SampleSet
 from mmtrain.models.facts.connectors import image_layout
-from mmtrain.models.facts.layouts import ImageLayout, layout_argument
 from mmtrain.models.facts.model_files import model_folder
 from mmtrain.models.facts.tokenizer_files import text_fingerprint
+from mmtrain.models.layouts.layout import ImageLayout
 
 OPEN_FILES = 64  # shards kept open, those read last
 
@@ -177,7 +177,7 @@ class Catalog:
         if texts is None or unreadable is None:
             raise UserError(
                 f"{shard}: its index has no token lengths for this format, tokenizer and template; make them: "
-                f"mmtrain index {shard} --tokenizer PATH --template NAME{layout_argument(self.layout)}"
+                f"mmtrain index {shard} --tokenizer PATH --template NAME{self.layout.index_options}"
                 f"{format_argument(one.form)}"
             )
         images = np.diff(index.first_image).astype(np.int32)

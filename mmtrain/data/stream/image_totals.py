@@ -5,8 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from mmtrain.data.shards.index import Faults, IndexColumns
-from mmtrain.models.facts.layouts import ImageLayout
-from mmtrain.models.facts.tiling import UnfitImage
+from mmtrain.models.layouts.layout import ImageLayout, UnfitImage
 
 
 def image_totals(index: IndexColumns, layout: ImageLayout) -> tuple[np.ndarray, np.ndarray, Faults]:

@@ -26,9 +26,10 @@ from mmtrain.data.samples.records import DECODE_ERRORS, TURNS, BadSample, open_i
 from mmtrain.data.shards.index_file import MEND
 from mmtrain.models.facts.families import encoder_config, holds_parts
 from mmtrain.models.facts.model_files import model_folder
-from mmtrain.models.facts.tiling import Tiling, centred_size
 from mmtrain.models.facts.timm_models import timm_config
 from mmtrain.models.facts.vision_files import hf_facts, is_timm_name, preprocessing, timm_image_size
+from mmtrain.models.layouts.anyres import centred_size
+from mmtrain.models.layouts.layout import Tiling
 
 Fit = Literal["pad", "resize", "center_crop"]
 # Pixels. A thread of 1 x 65,000 is no large image, but the square that it is padded to is.

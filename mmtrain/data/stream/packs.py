@@ -26,9 +26,8 @@ from mmtrain.data.stream.catalog import Reader
 from mmtrain.data.stream.images import ImageTransform, image_transform
 from mmtrain.data.stream.order import Capacity
 from mmtrain.models.facts.connectors import image_layout
-from mmtrain.models.facts.layouts import layout_argument
 from mmtrain.models.facts.shapes import llm_shape
-from mmtrain.models.facts.tiling import Tiling
+from mmtrain.models.layouts.layout import Tiling
 
 
 @dataclass(frozen=True)
@@ -122,7 +121,7 @@ class Processor:
         place = reader.catalog.find(number)
         return (
             f"index the shard again: mmtrain index {place.shard} --rebuild --tokenizer {self.config.model.llm.path} "
-            f"--template {template_name(self.config.data.template)}{layout_argument(self.layout)}"
+            f"--template {template_name(self.config.data.template)}{self.layout.index_options}"
             f"{format_argument(place.form)}"
         )
 

@@ -29,14 +29,9 @@ from mmtrain.base.printing import escape
 from mmtrain.config.limits import MAX_TILES
 from mmtrain.config.model import ProjectorSection
 from mmtrain.config.schema import RunConfig
-from mmtrain.models.facts.layouts import (
-    DEFAULT_MAX_TILES,
-    WITH_NEWLINES,
-    ImageLayout,
-    default_pinpoints,
-    layout_name,
-)
 from mmtrain.models.facts.shapes import ParameterShape, vision_shape
+from mmtrain.models.layouts.layout import ImageLayout
+from mmtrain.models.layouts.registry import LAYOUTS, TEXT_ALONE
 
 STOCK_SETTINGS = {"projector_hidden_act": "gelu", "adapter_layer_norm_eps": 1e-6, "multimodal_projector_bias": True}
 NEWLINE = "image_newline"
@@ -193,7 +188,7 @@ def connector(
 
 def has_newline(config: RunConfig) -> bool:
     """Whether a trained newline ends the lines of an image's positions."""
-    return layout_name(config) in WITH_NEWLINES
+    return _layout_class(config).has_newlines
 
 
 def refuse_other_settings(config_json: Mapping[str, Any], source: str) -> None:
@@ -238,9 +233,9 @@ def image_layout(config: RunConfig) -> ImageLayout:
     Raises UserError for an encoder whose grid of patches the connector's factor does not divide, for grids of other
     tiles than its squares, and what `vision_shape` raises.
     """
-    model, name = config.model, layout_name(config)
+    model, layout = config.model, _layout_class(config)
     if model.vision is None:
-        return ImageLayout(name, 0)
+        return layout(0)
     vision = vision_shape(model.vision.name, model.vision.select_layer, model.vision.final_norm)
     factor, side = reduction(model.projector), math.isqrt(vision.patches_per_image)
     if side % factor:
@@ -251,17 +246,23 @@ def image_layout(config: RunConfig) -> ImageLayout:
             f"patches ({vision.image_size} pixels in patches of {vision.patch_size}); {remedy}"
             + ("" if fitting else ": take another encoder, or model.projector.type=mlp2x_gelu")
         )
-    size, chosen = vision.image_size, model.vision
-    if wrong := [pair for pair in chosen.pinpoints or () if any(pixels % size for pixels in pair)]:
-        raise UserError(
-            f"model.vision.pinpoints: {list(wrong[0])} are no multiples of {size}, the side of a tile of {chosen.name} "
-            f"in pixels; leave them out for {name}'s own"
-        )
-    if large := [pair for pair in chosen.pinpoints or () if pair[0] * pair[1] > MAX_TILES * size**2]:
-        raise UserError(
-            f"model.vision.pinpoints: {list(large[0])} are {large[0][0] * large[0][1] // size**2:,} tiles of {size} "
-            f"pixels a side; at most {MAX_TILES} are taken"
-        )
-    pinpoints = chosen.pinpoints or default_pinpoints(name, size)
-    positions, max_tiles = vision.patches_per_image // factor**2, chosen.max_tiles or DEFAULT_MAX_TILES
-    return ImageLayout(name, positions, size, max_tiles, pinpoints)
+    size = vision.image_size
+    for height, width in model.vision.pinpoints or ():
+        if height % size or width % size:
+            raise UserError(
+                f"model.vision.pinpoints: [{height}, {width}] are no multiples of {size}, the side of a tile of "
+                f"{model.vision.name} in pixels. Correct them, or leave them out for {layout.name}'s own."
+            )
+        if (tiles := height // size * (width // size)) > MAX_TILES:
+            raise UserError(
+                f"model.vision.pinpoints: [{height}, {width}] are {tiles:,} tiles of {size} pixels a side. Give at "
+                f"most {MAX_TILES}."
+            )
+    numbers = {key: getattr(model.vision, key) for key in layout.keys}
+    positions = vision.patches_per_image // factor**2
+    return layout(positions, size, **{key: value for key, value in numbers.items() if value is not None})
+
+
+def _layout_class(config: RunConfig) -> type[ImageLayout]:
+    vision = config.model.vision
+    return TEXT_ALONE[config.data.images] if vision is None else LAYOUTS[vision.layout]

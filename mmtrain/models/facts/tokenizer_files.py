@@ -17,8 +17,8 @@ from mmtrain.config.limits import MAX_TOKENIZER_BYTES
 from mmtrain.config.model import ModelSection
 from mmtrain.config.schema import RunConfig
 from mmtrain.config.templates import jinja_of, template_name
-from mmtrain.models.facts.layouts import REQUIRE, SQUARE, WRAPPERS, layout_name, marks_around
 from mmtrain.models.facts.model_files import find_model_folder, read_json
+from mmtrain.models.layouts.registry import LAYOUTS
 
 # What AutoTokenizer may read in a model's folder, across its families.
 READ_BY_TOKENIZERS = (
@@ -80,7 +80,9 @@ def _has_chat_template(folder: Path) -> bool:
 
 def refuse_missing_marks(config: RunConfig) -> None:
     """Raises UserError for a layout of images whose texts the LLM's tokenizer has no tokens for."""
-    layout = layout_name(config)
+    if config.model.vision is None:
+        return
+    layout = config.model.vision.layout
     if lacking := lacking_marks(config.model, layout):
         raise missing_marks(layout, lacking, config.model.llm.path)
 
@@ -88,7 +90,7 @@ def refuse_missing_marks(config: RunConfig) -> None:
 def missing_marks(layout: str, lacking: Sequence[str], tokenizer: str) -> UserError:
     """The error for a tokenizer without tokens of its own for texts around images: their frozen rows mean nothing."""
     return UserError(
-        f"model.vision.layout: {layout} writes {' and '.join(dict.fromkeys(lacking))} around each image, and the "
+        f"model.vision.layout: {layout} writes {' and '.join(lacking)} around each image, and the "
         f"tokenizer of {tokenizer} has no such tokens, so that the LLM was never trained on them; take an LLM that "
         "was, or set model.vision.layout=square"
     )
@@ -99,7 +101,7 @@ def lacking_marks(model: ModelSection, layout: str) -> list[str]:
 
     Says nothing about a model that is not there, or has no such file: loading the tokenizer settles those.
     """
-    marks = marks_around(layout)
+    marks = LAYOUTS[layout].marks
     folder = find_model_folder(model.llm.path)
     if not marks or folder is None or folder / "tokenizer.json" not in tokenizer_files(folder):
         return []
@@ -109,7 +111,7 @@ def lacking_marks(model: ModelSection, layout: str) -> list[str]:
         raise UserError(f"{folder / 'tokenizer.json'}: no valid JSON ({error})") from None
     added = content.get("added_tokens") if isinstance(content, dict) else None
     known = {str(token.get("content")) for token in added or () if isinstance(token, dict)}
-    return [mark for mark in dict.fromkeys(marks) if mark not in known]
+    return [mark for mark in marks if mark not in known]
 
 
 def missing_chat_template(folder: str | Path) -> UserError:
@@ -123,12 +125,11 @@ def missing_chat_template(folder: str | Path) -> UserError:
     )
 
 
-def text_fingerprint(tokenizer_folder: Path, template: str, layout: str = "square", wording: str = "") -> str:
+def text_fingerprint(tokenizer_folder: Path, template: str, image_texts: Sequence[str] = (), wording: str = "") -> str:
     """What text lengths depend on, as 16 hex digits of a SHA-256: tokenizer files, template, rules of segmentation.
 
-    `template` is what `data.template` holds; one written in Jinja counts with its text, and a `layout`
-    (ImageLayout.texts) counts too that writes texts around images, or takes their marks out. `wording` is the samples'
-    format's (SampleFormat.wording).
+    `template` is what `data.template` holds; one written in Jinja counts with its text. `image_texts` is the layout's
+    (ImageLayout.texts), `wording` the samples' format's (SampleFormat.wording).
 
     A tokenizer that another release of its library reads otherwise is found when a sample's length differs from its
     index. Raises UserError for a folder without a tokenizer, and for a file larger than MAX_TOKENIZER_BYTES.
@@ -139,10 +140,11 @@ def text_fingerprint(tokenizer_folder: Path, template: str, layout: str = "squar
     config = tokenizer_folder / "config.json"
     # AutoTokenizer chooses the class by it where tokenizer_config.json names none.
     model_type = read_json(config).get("model_type") if config.is_file() else None
-    around = [] if layout in (SQUARE, REQUIRE) else [layout, *WRAPPERS.get(layout, ())]
     jinja = jinja_of(template)
     said = template if jinja is None else f"{template_name(template)} {hashlib.sha256(jinja.encode()).hexdigest()}"
-    digest = hashlib.sha256(compact_json([TEXT_RULES_VERSION, said, model_type, *around, *filter(None, [wording])]))
+    digest = hashlib.sha256(
+        compact_json([TEXT_RULES_VERSION, said, model_type, *image_texts, *filter(None, [wording])])
+    )
     for file in files:
         content = hashlib.sha256(file.read_bytes()).hexdigest()
         digest.update(compact_json([file.relative_to(tokenizer_folder).as_posix(), content]))

@@ -30,7 +30,7 @@ from mmtrain.data.stream.packs import PackedBatch, copied
 from mmtrain.models.facts.connectors import has_newline
 from mmtrain.models.facts.families import canonical_name
 from mmtrain.models.facts.shapes import matches_any
-from mmtrain.models.facts.tiling import Tiling
+from mmtrain.models.layouts.layout import Tiling
 from mmtrain.models.modules.attention import AttentionBackend, record_backends
 from mmtrain.models.modules.language import DecoderLayers, load_decoder_layers
 from mmtrain.models.modules.lora import add_adapters, has_adapters, refusing_unused, without_marks

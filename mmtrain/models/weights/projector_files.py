@@ -37,9 +37,9 @@ from mmtrain.models.facts.connectors import (
     reduction,
     refuse_other_settings,
 )
-from mmtrain.models.facts.layouts import WITH_NEWLINES
 from mmtrain.models.facts.model_files import Shape, find_model_folder, read_header, read_json, tensor_shapes
 from mmtrain.models.facts.shapes import llm_shape, vision_shape
+from mmtrain.models.layouts.registry import LAYOUTS
 
 _log = logging.getLogger(__name__)
 KEY = "model.projector.init_from"
@@ -125,9 +125,10 @@ def refuse_unfit(
     newline: whether the run has one. `shapes` may lack it: a projector that was trained on squares goes on with tiles.
     """
     if NEWLINE in shapes and not newline:
+        layouts_with_newlines = [name for name, layout in LAYOUTS.items() if layout.has_newlines]
         raise UserError(
             f"{KEY}: {source}: holds {NEWLINE}, which ends the lines of model.vision.layout "
-            f"{' and '.join(WITH_NEWLINES)}; set that layout, or choose another file"
+            f"{' and '.join(layouts_with_newlines)}; set that layout, or choose another file"
         )
     kind, needed = section.type, _shapes_of(section, vision_width, llm_width, NEWLINE in shapes)
     if shapes.keys() != needed.keys():

@@ -9,7 +9,7 @@ from mmtrain.data.inspection.survey import Fill, best_nearby, epoch_fill, histog
 from mmtrain.data.shards.index import TextLengths, write_index
 from mmtrain.data.shards.indexing import scan_shard
 from mmtrain.data.stream.order import Capacity, SampleSet
-from mmtrain.models.facts.layouts import ImageLayout
+from mmtrain.models.layouts.square import Square
 
 
 def indexed(path, files, **lengths):
@@ -47,7 +47,7 @@ def test_samples_images_and_lengths_are_those_of_the_shards(tars):
 
 
 def test_planning_gets_each_images_tokens_and_no_unusable_sample(tars):
-    one = survey(tars, layout=ImageLayout("square", 100)).sample_set
+    one = survey(tars, layout=Square(100)).sample_set
     assert one.lengths.tolist() == [110, 20, 230, 0]
     assert one.tiles.tolist() == [1, 0, 2, 1]
     assert one.shard_sizes.tolist() == [3, 1]

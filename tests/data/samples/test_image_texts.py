@@ -25,8 +25,11 @@ from mmtrain.data.samples.sample import IGNORE, IMAGE_POSITION, Sample
 from mmtrain.data.samples.templates import load_tokenizer, make_template
 from mmtrain.data.shards.index import read_index
 from mmtrain.data.shards.indexing import build_indexes
-from mmtrain.models.facts.layouts import ImageLayout
 from mmtrain.models.facts.tokenizer_files import text_fingerprint
+from mmtrain.models.layouts.idefics3 import Idefics3
+from mmtrain.models.layouts.registry import LAYOUTS
+from mmtrain.models.layouts.square import Square
+from mmtrain.models.layouts.tiles import Tiles
 
 MARKS = ["<image>", "<fake_token_around_image>", "<global-img>", "<end_of_utterance>"]
 PIECES = [
@@ -112,7 +115,7 @@ def conversations(seed: int, count: int) -> list[list[tuple[str, str]]]:
 def differences(tmp_path, tokenizer_name: str, processor_name: str, count: int) -> tuple[int, list]:
     """How many conversations were compared, and those of which index, template and processor do not all agree."""
     make, layout_name = PROCESSORS[processor_name]
-    folder, layout = tmp_path / "llm", ImageLayout(layout_name, POSITIONS)
+    folder, layout = tmp_path / "llm", LAYOUTS[layout_name](POSITIONS)
     made = TOKENIZERS[tokenizer_name]()
     made.add_tokens([AddedToken(mark, special=True, normalized=False) for mark in MARKS], special_tokens=True)
     made.pad_token = made.eos_token
@@ -130,7 +133,7 @@ def differences(tmp_path, tokenizer_name: str, processor_name: str, count: int) 
                 out.addfile(member, io.BytesIO(data))
     build_indexes([tar], str(folder), "chat", layout, workers=1)
     index = read_index(tar)
-    lengths = index.texts[text_fingerprint(folder, "chat", layout_name)]
+    lengths = index.texts[text_fingerprint(folder, "chat", layout.texts)]
     template = make_template("chat", load_tokenizer(str(folder)), layout, len(made))
     processor = make(PreTrainedTokenizerFast.from_pretrained(folder))
     image_id, compared, wrong = made.convert_tokens_to_ids("<image>"), 0, []
@@ -169,7 +172,7 @@ def test_texts_around_an_image_are_never_learnt():
     tokenizer = byte_level()
     tokenizer.add_tokens([AddedToken(mark, special=True, normalized=False) for mark in MARKS], special_tokens=True)
     turns = (("human", "Draw one."), ("gpt", "Here: <image> is one."))
-    document = make_template("chat", tokenizer, ImageLayout("idefics3", 2), 1000)(Sample("a", "s", turns, (b"",)))
+    document = make_template("chat", tokenizer, Idefics3(2), 1000)(Sample("a", "s", turns, (b"",)))
     around = tokenizer.convert_tokens_to_ids(MARKS[1:3])
     assert [token for token in document.input_ids if token in around] == [around[0], around[1], around[0]]
     learnt = [label for label in document.labels if label != IGNORE]
@@ -180,7 +183,7 @@ def test_a_plain_caption_stands_behind_the_wrapped_images():
     tokenizer = byte_level()
     tokenizer.add_tokens([AddedToken(mark, special=True, normalized=False) for mark in MARKS], special_tokens=True)
     turns = (("human", "<image><image>"), ("gpt", "a red circle"))
-    document = make_template("plain", tokenizer, ImageLayout("idefics3", 2), 1000)(Sample("a", "s", turns, (b"", b"")))
+    document = make_template("plain", tokenizer, Idefics3(2), 1000)(Sample("a", "s", turns, (b"", b"")))
     fake, tag = tokenizer.convert_tokens_to_ids(MARKS[1:3])
     image = [fake, tag, IMAGE_POSITION, IMAGE_POSITION, fake]
     caption = tokenizer("a red circle").input_ids
@@ -190,7 +193,7 @@ def test_a_plain_caption_stands_behind_the_wrapped_images():
 @pytest.mark.parametrize("template", ["plain", "chat"])
 def test_a_tokenizer_without_the_tokens_of_a_layout_is_refused(template):
     with pytest.raises(UserError, match=r"model\.vision\.layout: idefics3 writes <fake_token_around_image>") as caught:
-        make_template(template, byte_level(), ImageLayout("idefics3", 2), 1000)
+        make_template(template, byte_level(), Idefics3(2), 1000)
     assert "set model.vision.layout=square" in str(caught.value)
 
 
@@ -198,8 +201,8 @@ def test_a_plain_template_refuses_a_tokenizer_that_does_not_find_images_between_
     tokenizer = byte_level()
     tokenizer.add_tokens(AddedToken("<image>", single_word=True, normalized=False))
     with pytest.raises(UserError, match=r"^data\.template=plain: 1 images or tiles, but .* reads 0 <image> tokens"):
-        make_template("plain", tokenizer, ImageLayout("tiles", 4, SIDE), 1000)
-    make_template("plain", tokenizer, ImageLayout("square", 4), 1000)  # writes no text that could hide them
+        make_template("plain", tokenizer, Tiles(4, SIDE), 1000)
+    make_template("plain", tokenizer, Square(4), 1000)  # writes no text that could hide them
 
 
 def test_a_template_that_writes_a_mark_for_each_tile_of_two_images_is_no_match_for_tile_names():
@@ -208,7 +211,7 @@ def test_a_template_that_writes_a_mark_for_each_tile_of_two_images_is_no_match_f
     tokenizer = byte_level()
     tokenizer.chat_template = thrice
     assert thrice != QWEN25
-    template = make_template("chat", tokenizer, ImageLayout("tiles", 4, SIDE), 1000)
+    template = make_template("chat", tokenizer, Tiles(4, SIDE), 1000)
     turns = (("human", "<image><image> What?"), ("gpt", "a red circle"))
     with pytest.raises(BadSample, match="template: 2 images, for which the template writes 6 <image>"):
         template(Sample("a", "s", turns, (b"", b""), sizes=((2 * SIDE, SIDE),) * 2))

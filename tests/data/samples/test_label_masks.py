@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerFast
 from mmtrain.data.samples.records import BadSample
 from mmtrain.data.samples.sample import IGNORE, IMAGE_POSITION, Sample
 from mmtrain.data.samples.templates import ChatTemplate, PlainTemplate
-from mmtrain.models.facts.layouts import ImageLayout
+from mmtrain.models.layouts.square import Square
 
 # Qwen2.5-Instruct's, without its branches for tools, and with a system prompt that is few tokens.
 QWEN = QWEN25.replace("You are a helpful assistant.", "You are Qwen.")
@@ -183,7 +183,7 @@ def sample(turns) -> Sample:
 @pytest.mark.parametrize("name", CASES)
 def test_a_chat_is_the_tokens_and_labels_written_by_hand(name, tokens_per_image):
     make, turns, expected = CASES[name]
-    document = ChatTemplate(make(), ImageLayout("square", tokens_per_image), 1000)(sample(turns))
+    document = ChatTemplate(make(), Square(tokens_per_image), 1000)(sample(turns))
     names = {number: token for token, number in make().get_vocab().items()} | {IMAGE_POSITION: "<image>"}
     tokens = [token for _, tokens in expected for token in tokens.split(" ")]
     if tokens_per_image == 1:
@@ -202,12 +202,12 @@ def test_a_chat_is_the_tokens_and_labels_written_by_hand(name, tokens_per_image)
 )
 def test_plain_is_the_tokens_and_labels_written_by_hand(make, expected):
     turns = (("system", "You <image>"), ("human", "What is <image>?"), ("gpt", "A red 😀 circle."))
-    document = PlainTemplate(make(), ImageLayout("square", 3), 1000)(sample(turns))
+    document = PlainTemplate(make(), Square(3), 1000)(sample(turns))
     assert (document.input_ids, document.labels) == tokens_and_labels(make(), expected, 3)
 
 
 def test_a_template_that_refuses_system_turns_rejects_the_sample_in_its_own_words():
-    template = ChatTemplate(mistral(), ImageLayout("square", 1), 1000)
+    template = ChatTemplate(mistral(), Square(1), 1000)
     with pytest.raises(BadSample, match=r"^template: the chat template of .* fails: Conversation roles must alternate"):
         template(sample((("system", "See."), *IN_BOTH)))
 
@@ -256,7 +256,7 @@ def test_the_mask_is_the_tokenizers_own_where_its_template_marks_generation(name
     messages = [{"role": roles[speaker], "content": text} for speaker, text in turns]
     stock = tokenizer.apply_chat_template(messages, return_dict=True, return_assistant_tokens_mask=True)
     image = tokenizer.convert_tokens_to_ids("<image>")
-    document = ChatTemplate(tokenizer, ImageLayout("square", 1), 1000)(sample(turns))
+    document = ChatTemplate(tokenizer, Square(1), 1000)(sample(turns))
     assert [image if token == IMAGE_POSITION else token for token in document.input_ids] == stock["input_ids"]
     assert [label != IGNORE for label in document.labels] == [*map(bool, stock["assistant_masks"][1:]), False]
     assert sum(stock["assistant_masks"]) > 15

@@ -26,8 +26,8 @@ from mmtrain.config.schema import RunConfig
 from mmtrain.config.templates import SHIPPED
 from mmtrain.data.samples.sample import IGNORE, IMAGE_POSITION, Sample
 from mmtrain.data.samples.templates import ChatTemplate, make_template
-from mmtrain.models.facts.layouts import ImageLayout
 from mmtrain.models.facts.tokenizer_files import text_fingerprint
+from mmtrain.models.layouts.square import Square
 
 CONFIGS = Path(__file__).parents[3] / "configs"
 CONVERSATIONS = {
@@ -98,7 +98,7 @@ def sample_of(texts) -> Sample:
 @pytest.mark.parametrize("name", ["llava_v1", "llama_2"])
 def test_tokens_and_labels_are_llavas(name, talk, make):
     texts, tokenizer = CONVERSATIONS[talk], make()
-    document = make_template(name, tokenizer, ImageLayout("square", 1), sys.maxsize)(sample_of(texts))
+    document = make_template(name, tokenizer, Square(1), sys.maxsize)(sample_of(texts))
     ids, labels = llava(name, tokenizer, texts, spaced_after_marks=make is sentencepiece_like)
     if make is current:  # no stock processor tokenizes the pieces between images apart: that puts a space behind each
         kept = [t for t in range(len(ids)) if t == 0 or ids[t - 1] != IMAGE_POSITION]
@@ -112,7 +112,7 @@ def test_chatml_is_the_tokens_and_labels_written_by_hand(make_tiny):
     marks = [AddedToken(mark, special=True, normalized=False) for mark in ("<|im_start|>", "<|im_end|>")]
     tokenizer.add_tokens(marks, special_tokens=True)
     turns = (("system", "Be brief."), ("human", "<image>\nWhat?"), ("gpt", "A cat."), ("human", "So"), ("gpt", "No"))
-    document = make_template("chatml", tokenizer, ImageLayout("square", 2), 10**6)(Sample("k", "s", turns, (b"",)))
+    document = make_template("chatml", tokenizer, Square(2), 10**6)(Sample("k", "s", turns, (b"",)))
     ids = lambda text: tokenizer(text, add_special_tokens=False).input_ids  # noqa: E731
     expected = [
         (False, ids("<s><|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\n")),
@@ -132,7 +132,7 @@ def test_the_recipe_for_smolvlm_writes_what_its_own_template_writes(make_tiny):
     tokenizer = make_tiny.make_tokenizer()
     marks = [AddedToken(mark, special=True, normalized=False) for mark in ("<|im_start|>", "<end_of_utterance>")]
     tokenizer.add_tokens(marks, special_tokens=True)
-    template = make_template(config.data.template, tokenizer, ImageLayout("square", 1), 10**6)
+    template = make_template(config.data.template, tokenizer, Square(1), 10**6)
     roles = {"human": "user", "gpt": "assistant"}
     for texts in CONVERSATIONS.values():
         turns = sample_of(texts).turns
@@ -153,7 +153,7 @@ def test_a_system_turn_takes_the_place_of_the_default_and_bos_is_written_where_t
     marks = [AddedToken(mark, special=True, normalized=False) for mark in ("<|im_start|>", "<|im_end|>")]
     tokenizer.add_tokens(marks, special_tokens=True)
     talk = (("system", "Be brief."), ("human", "Tell"), ("gpt", "No"), ("human", "Why"), ("gpt", "So"))
-    text, _ = make_template(name, tokenizer, ImageLayout("square", 1), 10**6).chat.write(talk)
+    text, _ = make_template(name, tokenizer, Square(1), 10**6).chat.write(talk)
     assert (
         text
         == {
@@ -164,7 +164,7 @@ def test_a_system_turn_takes_the_place_of_the_default_and_bos_is_written_where_t
         }[name]
     )
     tokenizer.backend_tokenizer.post_processor = None  # as Qwen's, which adds none
-    without, _ = make_template(name, tokenizer, ImageLayout("square", 1), 10**6).chat.write(talk)
+    without, _ = make_template(name, tokenizer, Square(1), 10**6).chat.write(talk)
     assert without == text.replace("<s>", "")
 
 
@@ -173,9 +173,9 @@ def test_a_file_of_ones_own_makes_what_the_same_template_makes_as_the_tokenizers
     (tmp_path / "mine.jinja").write_text(jinja)
     config = load_config(tiny / "config.yaml", [f"data.template={tmp_path / 'mine.jinja'}"])
     tokenizer = make_tiny.make_tokenizer()
-    found = make_template(config.data.template, tokenizer, ImageLayout("square", 3), 10**6)
+    found = make_template(config.data.template, tokenizer, Square(3), 10**6)
     tokenizer.chat_template = jinja
-    own = ChatTemplate(tokenizer, ImageLayout("square", 3), 10**6)
+    own = ChatTemplate(tokenizer, Square(3), 10**6)
     for texts in CONVERSATIONS.values():
         assert found(sample_of(texts)) == own(sample_of(texts))
     assert "Asked: " in found.chat.write(sample_of(CONVERSATIONS["one"]).turns)[0]
@@ -247,14 +247,14 @@ def test_what_names_no_template_is_told_what_does(tiny, given, message):
 )
 def test_a_template_that_does_not_fit_is_refused(make_tiny, template, message):
     with pytest.raises(UserError, match=message):
-        make_template(template, make_tiny.make_tokenizer(), ImageLayout("square", 1), 10**6)
+        make_template(template, make_tiny.make_tokenizer(), Square(1), 10**6)
 
 
 def test_without_eos_llavas_conversations_are_refused():
     tokenizer = sentencepiece_like()
     tokenizer.eos_token = None
     with pytest.raises(UserError, match=r"data\.template=llava_v1: .*'eos_token' is undefined"):
-        make_template("llava_v1", tokenizer, ImageLayout("square", 1), 10**6)
+        make_template("llava_v1", tokenizer, Square(1), 10**6)
 
 
 def test_text_lengths_are_of_one_template_and_of_one_text_of_it(tiny):

@@ -23,7 +23,7 @@ from mmtrain.data.samples.records import BadSample
 from mmtrain.data.samples.sample import IGNORE, IMAGE_POSITION, Document, Sample
 from mmtrain.data.samples.templates import ChatTemplate, PlainTemplate
 from mmtrain.data.stream.loader import PackedBatches
-from mmtrain.models.facts.layouts import ImageLayout
+from mmtrain.models.layouts.square import Square
 
 
 def caption(text: str, images: int = 1, question: str = "<image>\nDescribe what you see.") -> Sample:
@@ -47,43 +47,37 @@ def tokenizer(tiny):
 
 def test_plain_is_images_then_caption_then_eos_with_labels_on_the_caption_and_eos(tokenizer):
     words = tokenizer("a red circle", add_special_tokens=False).input_ids
-    document = PlainTemplate(tokenizer, layout=ImageLayout("square", 3), vocab_size=320)(
-        caption("a red circle", images=2)
-    )
+    document = PlainTemplate(tokenizer, layout=Square(3), vocab_size=320)(caption("a red circle", images=2))
     assert document.input_ids == (1, *[IMAGE_POSITION] * 6, *words, 2)
     assert document.labels == (*[IGNORE] * 6, *words, 2, IGNORE)
 
 
 def test_plain_drops_the_words_of_the_human_turn(tokenizer):
-    template = PlainTemplate(tokenizer, ImageLayout("square", 3), 320)
+    template = PlainTemplate(tokenizer, Square(3), 320)
     assert template(caption("x")).input_ids == template(caption("x", question="<image> Be brief.")).input_ids
 
 
 def test_a_text_only_sample_is_text_alone(tokenizer):
     words = tokenizer("a red circle", add_special_tokens=False).input_ids
-    document = PlainTemplate(tokenizer, ImageLayout("square", 3), 320)(
-        caption("a red circle", images=0, question="Say something.")
-    )
+    document = PlainTemplate(tokenizer, Square(3), 320)(caption("a red circle", images=0, question="Say something."))
     assert document.input_ids == (1, *words, 2)
     assert document.labels == (*words, 2, IGNORE)
 
 
 def test_a_tokenizer_that_adds_no_bos_gets_none(tokenizer):
     tokenizer.backend_tokenizer.post_processor = None
-    document = PlainTemplate(tokenizer, ImageLayout("square", 2), 320)(caption("x"))
+    document = PlainTemplate(tokenizer, Square(2), 320)(caption("x"))
     assert document.input_ids == (IMAGE_POSITION, IMAGE_POSITION, *tokenizer("x").input_ids, 2)
 
 
 def test_plain_takes_a_tokenizer_without_a_fast_one():
-    document = PlainTemplate(ByT5Tokenizer(), ImageLayout("square", 2), 1000)(caption("é!"))
+    document = PlainTemplate(ByT5Tokenizer(), Square(2), 1000)(caption("é!"))
     assert document.input_ids == (IMAGE_POSITION, IMAGE_POSITION, 0xC3 + 3, 0xA9 + 3, ord("!") + 3, 1)
 
 
 def test_shifted_labels_give_the_loss_that_transformers_computes_from_unshifted_ones(tiny, tokenizer):
     model = AutoModelForCausalLM.from_pretrained(tiny / "llm")
-    document = PlainTemplate(tokenizer, ImageLayout("square", 3), 320)(
-        caption("a red circle on a blue background.", images=0)
-    )
+    document = PlainTemplate(tokenizer, Square(3), 320)(caption("a red circle on a blue background.", images=0))
     input_ids = torch.tensor([document.input_ids])
     with torch.no_grad():
         stock = model(input_ids, labels=input_ids)
@@ -92,13 +86,13 @@ def test_shifted_labels_give_the_loss_that_transformers_computes_from_unshifted_
 
 
 def test_plain_puts_images_of_any_turn_first_and_drops_the_words_of_system_turns(tokenizer):
-    template = PlainTemplate(tokenizer, ImageLayout("square", 3), 320)
+    template = PlainTemplate(tokenizer, Square(3), 320)
     turns = (("system", "You see <image>."), ("human", "Is <image> like <image>?"), ("gpt", "x"))
     assert template(Sample("k", "s.tar", turns, (b"",) * 3)).input_ids == template(caption("x", images=3)).input_ids
 
 
 def test_a_sample_that_the_plain_template_cannot_hold_is_rejected_in_words_without_its_key(tokenizer):
-    template = PlainTemplate(tokenizer, ImageLayout("square", 3), 320)
+    template = PlainTemplate(tokenizer, Square(3), 320)
     for sample, detail in (
         (talk("a", "b", "c", "d"), "the plain template takes one question and one answer; it has 2 questions"),
         (with_system("s", "a", "b", "c", "d"), "the plain template takes one question and one answer; it has 2"),
@@ -114,12 +108,12 @@ def test_a_sample_that_the_plain_template_cannot_hold_is_rejected_in_words_witho
 def test_plain_needs_a_token_that_ends_captions(tokenizer):
     tokenizer.eos_token = None
     with pytest.raises(UserError, match=r"tokenizer of .*llm has none"):
-        PlainTemplate(tokenizer, ImageLayout("square", 3), 320)
+        PlainTemplate(tokenizer, Square(3), 320)
 
 
 def test_a_token_beyond_the_embedding_is_refused_before_the_model_sees_it(tokenizer):
     with pytest.raises(UserError, match=r"makes token \d+, but the model's embedding has 5 rows"):
-        PlainTemplate(tokenizer, ImageLayout("square", 3), 5)(caption("a red circle"))
+        PlainTemplate(tokenizer, Square(3), 5)(caption("a red circle"))
 
 
 # ---- the model's own chat template
@@ -256,7 +250,7 @@ def expected(tokenizer, tokens_per_image: int, *pieces: tuple[str, bool]) -> tup
 def test_chatml_supervises_each_answer_and_its_end_mark_and_not_the_line_break_after_it(byte_level):
     tokenizer = byte_level(CHATML)
     sample = talk("<image>\nAnd <image>?", "A red circle.", "Where?", "  Left,\n\nor not 😀é", images=2)
-    document = ChatTemplate(tokenizer, layout=ImageLayout("square", 3), vocab_size=384)(sample)
+    document = ChatTemplate(tokenizer, layout=Square(3), vocab_size=384)(sample)
     assert (document.input_ids, document.labels) == expected(
         tokenizer,
         3,
@@ -272,9 +266,7 @@ def test_chatml_supervises_each_answer_and_its_end_mark_and_not_the_line_break_a
 
 def test_llama_3_begins_with_one_bos_and_strips_what_its_template_strips(byte_level):
     tokenizer = byte_level(LLAMA3)
-    document = ChatTemplate(tokenizer, ImageLayout("square", 2), 384)(
-        talk("<image>\nWhat? ", "\n A circle. \n", images=1)
-    )
+    document = ChatTemplate(tokenizer, Square(2), 384)(talk("<image>\nWhat? ", "\n A circle. \n", images=1))
     assert (document.input_ids, document.labels) == expected(
         tokenizer,
         2,
@@ -286,9 +278,7 @@ def test_llama_3_begins_with_one_bos_and_strips_what_its_template_strips(byte_le
 
 def test_llama_2_whose_answers_follow_the_question_without_a_header(sentencepiece):
     tokenizer = sentencepiece(LLAMA2)
-    document = ChatTemplate(tokenizer, ImageLayout("square", 2), 600)(
-        talk("<image> What?", "A red 😀 circle", "Why?", "No", images=1)
-    )
+    document = ChatTemplate(tokenizer, Square(2), 600)(talk("<image> What?", "A red 😀 circle", "Why?", "No", images=1))
     tokens = [
         "</s>" if label == 2 else tokenizer.convert_ids_to_tokens(label) for label in document.labels if label >= 0
     ]
@@ -321,7 +311,7 @@ STYLES = {
 def test_every_answer_is_learnt_whole_and_from_the_very_prompt_that_asks_for_it(request, style, images, texts):
     template, kind, form = STYLES[style]
     tokenizer = request.getfixturevalue(kind)(template)
-    document = ChatTemplate(tokenizer, layout=ImageLayout("square", 1), vocab_size=700)(talk(*texts, images=images))
+    document = ChatTemplate(tokenizer, layout=Square(1), vocab_size=700)(talk(*texts, images=images))
     assert answers(tokenizer, document) == [form.format(text) for text in texts[1::2]]
 
     reader = request.getfixturevalue(kind)(template)
@@ -357,7 +347,7 @@ def test_the_mask_is_that_of_transformers_where_the_template_marks_generation(re
     texts = ("hi", "A red circle.", "why?", "two  spaces\n\n😀", "", "x")
     messages = [{"role": ("user", "assistant")[number % 2], "content": text} for number, text in enumerate(texts)]
     stock = tokenizer.apply_chat_template(messages, return_dict=True, return_assistant_tokens_mask=True)
-    document = ChatTemplate(tokenizer, ImageLayout("square", 1), 700)(talk(*texts))
+    document = ChatTemplate(tokenizer, Square(1), 700)(talk(*texts))
     assert list(document.input_ids) == stock["input_ids"]
     assert [label != IGNORE for label in document.labels] == [*map(bool, stock["assistant_masks"][1:]), False]
 
@@ -374,7 +364,7 @@ def test_the_ids_are_those_of_the_stock_llava_processor(byte_level):
     messages = [{"role": ("user", "assistant")[number % 2], "content": text} for number, text in enumerate(texts)]
     text = processor.apply_chat_template(messages, tokenize=False)
     stock = processor(images=Image.new("RGB", (40, 32)), text=text, add_special_tokens=False)["input_ids"][0]
-    document = ChatTemplate(tokenizer, layout=ImageLayout("square", 4), vocab_size=384)(talk(*texts, images=1))
+    document = ChatTemplate(tokenizer, layout=Square(4), vocab_size=384)(talk(*texts, images=1))
     image = processor.image_token_id
     assert [image if token == IMAGE_POSITION else token for token in document.input_ids] == list(stock)
     assert stock.count(image) == 4
@@ -382,7 +372,7 @@ def test_the_ids_are_those_of_the_stock_llava_processor(byte_level):
 
 def test_phi_3_whose_marks_swallow_line_breaks_and_whose_template_ends_texts_with_a_second_mark(byte_level):
     tokenizer = byte_level(PHI3, ("<|user|>", "<|assistant|>", "<|end|>"), rstrip=True)
-    document = ChatTemplate(tokenizer, ImageLayout("square", 1), 384)(talk("hi", "  A circle.", "why?", "No"))
+    document = ChatTemplate(tokenizer, Square(1), 384)(talk("hi", "  A circle.", "why?", "No"))
     # the spaces before "A" belong to <|assistant|>, which takes them in; </s> after the last <|end|> is never reached
     assert answers(tokenizer, document) == ["A circle.<|end|>", "No<|end|>"]
     assert tokenizer.decode(document.input_ids[-3:]) == "o<|end|></s>"
@@ -394,28 +384,26 @@ def test_white_space_that_a_tokenizer_cuts_from_its_offsets_is_supervised_where_
     offsets = trimming("a  b", add_special_tokens=False, return_offsets_mapping=True).offset_mapping
     assert any(start == end for start, end in offsets)  # such a token overlaps nothing
     sample = talk(" hi  there ", "  one   two  ", "  ?  ", " x ")
-    assert ChatTemplate(trimming, ImageLayout("square", 1), 384)(sample) == ChatTemplate(
-        plain, ImageLayout("square", 1), 384
-    )(sample)
+    assert ChatTemplate(trimming, Square(1), 384)(sample) == ChatTemplate(plain, Square(1), 384)(sample)
 
     spaced = VICUNA.replace("' ASSISTANT:' }}{% endif %}", "' ASSISTANT: ' }}{% endif %}")
     plain.chat_template = trimming.chat_template = spaced
-    document = ChatTemplate(trimming, ImageLayout("square", 1), 384)(talk("hi", "  x"))
+    document = ChatTemplate(trimming, Square(1), 384)(talk("hi", "  x"))
     assert answers(plain, document) == ["  x</s>"]  # of three spaces the first one is the prompt's
-    assert document == ChatTemplate(plain, ImageLayout("square", 1), 384)(talk("hi", "  x"))
+    assert document == ChatTemplate(plain, Square(1), 384)(talk("hi", "  x"))
 
 
 def test_a_space_between_prompt_and_answer_is_learnt_as_part_of_the_token_it_belongs_to(byte_level):
     template = VICUNA.replace("' ASSISTANT:' }}{% endif %}", "' ASSISTANT: ' }}{% endif %}")
     assert template != VICUNA
     tokenizer = byte_level(template)
-    document = ChatTemplate(tokenizer, ImageLayout("square", 1), 384)(talk("hi", "a circle"))
+    document = ChatTemplate(tokenizer, Square(1), 384)(talk("hi", "a circle"))
     assert answers(tokenizer, document) == [" a circle</s>"]
 
 
 def test_qwen_3_is_right_for_one_question_and_refused_where_it_drops_an_earlier_answers_thoughts(byte_level):
     tokenizer = byte_level(QWEN3)
-    template = ChatTemplate(tokenizer, ImageLayout("square", 1), 384)
+    template = ChatTemplate(tokenizer, Square(1), 384)
     assert answers(tokenizer, template(talk("hi", "Yes."))) == ["<think>\n\n</think>\n\nYes.<|im_end|>"]
     with pytest.raises(BadSample, match=r"^template: the chat template of models/some-llm rewrites earlier .*think"):
         template(talk("hi", "Yes.", "why?", "No."))
@@ -425,7 +413,7 @@ def test_qwen_3_is_right_for_one_question_and_refused_where_it_drops_an_earlier_
 
 def test_gpt_oss_learns_the_channel_it_writes_and_is_refused_where_the_end_mark_changes(byte_level):
     tokenizer = byte_level(GPT_OSS)
-    template = ChatTemplate(tokenizer, ImageLayout("square", 1), 384)
+    template = ChatTemplate(tokenizer, Square(1), 384)
     # "final" is a word of the channel too, "return" of the end mark
     for answer in ("final", "return", "A circle."):
         learnt = f"<|channel|>final<|message|>{answer}<|return|>"
@@ -436,7 +424,7 @@ def test_gpt_oss_learns_the_channel_it_writes_and_is_refused_where_the_end_mark_
 
 def test_a_system_turn_takes_the_place_of_the_templates_own_and_is_not_learnt(byte_level):
     tokenizer = byte_level(CHATML)
-    document = ChatTemplate(tokenizer, ImageLayout("square", 2), 384)(with_system("Be <image>.", "hi", "yes", images=1))
+    document = ChatTemplate(tokenizer, Square(2), 384)(with_system("Be <image>.", "hi", "yes", images=1))
     assert (document.input_ids, document.labels) == expected(
         tokenizer,
         2,
@@ -450,25 +438,19 @@ def test_a_system_turn_takes_the_place_of_the_templates_own_and_is_not_learnt(by
 def test_a_system_turn_that_the_template_drops_or_takes_for_another_speakers_is_rejected(byte_level):
     deaf = "{% if messages[0]['role'] == 'system' %}{% set messages = messages[1:] %}{% endif %}" + CHATML
     with pytest.raises(BadSample, match=r"does not write a turn as it was given: 'Be kind\.' became"):
-        ChatTemplate(byte_level(deaf, MARKS[CHATML]), ImageLayout("square", 1), 384)(
-            with_system("Be kind.", "hi", "yes")
-        )
+        ChatTemplate(byte_level(deaf, MARKS[CHATML]), Square(1), 384)(with_system("Be kind.", "hi", "yes"))
     for template, role in ((VICUNA, "assistant"), (VICUNA.replace("== 'user'", "!= 'assistant'"), "user")):
         with pytest.raises(BadSample, match=rf"writes a system turn as one of the {role}'s"):
-            ChatTemplate(byte_level(template), ImageLayout("square", 1), 384)(with_system("Be kind.", "hi", "yes"))
+            ChatTemplate(byte_level(template), Square(1), 384)(with_system("Be kind.", "hi", "yes"))
 
 
 def test_a_system_text_may_be_part_of_the_first_question_but_not_move_to_the_last(byte_level):
     tokenizer = byte_level(LLAMA2_SYSTEM)
-    document = ChatTemplate(tokenizer, ImageLayout("square", 1), 384)(
-        with_system(" Be kind.\n", "hi", "yes", "and", "no")
-    )
+    document = ChatTemplate(tokenizer, Square(1), 384)(with_system(" Be kind.\n", "hi", "yes", "and", "no"))
     assert answers(tokenizer, document) == [" yes </s>", " no </s>"]
     assert tokenizer.decode(prompts(document)[0]) == "<s>[INST] <<SYS>>\nBe kind.\n<</SYS>>\n\nhi [/INST]"
     # as Mistral's templates since v0.3 have it
-    template = ChatTemplate(
-        byte_level(LLAMA2_SYSTEM.replace("loop.first", "loop.revindex <= 2")), ImageLayout("square", 1), 384
-    )
+    template = ChatTemplate(byte_level(LLAMA2_SYSTEM.replace("loop.first", "loop.revindex <= 2")), Square(1), 384)
     assert template(with_system("Be kind.", "hi", "yes")).input_ids
     with pytest.raises(BadSample, match="rewrites earlier turns once later ones follow"):
         template(with_system("Be kind.", "hi", "yes", "and", "no"))
@@ -477,9 +459,7 @@ def test_a_system_text_may_be_part_of_the_first_question_but_not_move_to_the_las
 def test_an_image_in_an_answer_is_not_predicted_and_the_text_behind_it_is(byte_level):
     tokenizer = byte_level(CHATML)
     for answer in ("<image> is <image>", "see <image>", "<image>"):
-        document = ChatTemplate(tokenizer, ImageLayout("square", 3), 384)(
-            talk("hi", answer, images=answer.count("<image>"))
-        )
+        document = ChatTemplate(tokenizer, Square(3), 384)(talk("hi", answer, images=answer.count("<image>")))
         at = [t for t, token in enumerate(document.input_ids) if token == IMAGE_POSITION]
         assert all(document.labels[t - 1] == IGNORE for t in at)
         ends = [t for t in at if t + 1 not in at]
@@ -489,7 +469,7 @@ def test_an_image_in_an_answer_is_not_predicted_and_the_text_behind_it_is(byte_l
 
 
 def test_only_the_number_of_images_counts(byte_level):
-    template = ChatTemplate(byte_level(CHATML), ImageLayout("square", 2), 384)
+    template = ChatTemplate(byte_level(CHATML), Square(2), 384)
     sample = talk("<image> or <image>?", "x", images=2)
     real = replace(sample, images=(b"\xff\xd8 one", b"\xff\xd8 other"))
     assert template(sample).input_ids == template(real).input_ids
@@ -501,9 +481,7 @@ def test_texts_are_never_truncated_whatever_tokenizer_json_says(byte_level):
     tokenizer.backend_tokenizer.enable_padding(length=500)
     for kind in (ChatTemplate, PlainTemplate):
         sample = talk("hi", "one two three four five six seven eight nine")
-        assert kind(tokenizer, ImageLayout("square", 1), 384)(sample) == kind(plain, ImageLayout("square", 1), 384)(
-            sample
-        )
+        assert kind(tokenizer, Square(1), 384)(sample) == kind(plain, Square(1), 384)(sample)
 
 
 def test_a_template_that_asks_for_answers_in_another_form_than_it_writes_them_is_refused(byte_level):
@@ -512,13 +490,13 @@ def test_a_template_that_asks_for_answers_in_another_form_than_it_writes_them_is
     )
     assert thinking != CHATML
     with pytest.raises(UserError, match="asks for an answer in another form than it writes one"):
-        ChatTemplate(byte_level(thinking, MARKS[CHATML]), ImageLayout("square", 1), 384)
+        ChatTemplate(byte_level(thinking, MARKS[CHATML]), Square(1), 384)
 
 
 def test_a_template_that_withholds_the_header_of_an_answer_is_refused(byte_level):
     silent = CHATML[: CHATML.index("{% if add_generation_prompt")]
     with pytest.raises(UserError, match=r"ignores add_generation_prompt: '<\|im_start\|>assistant\\n' would be learnt"):
-        ChatTemplate(byte_level(silent, MARKS[CHATML]), ImageLayout("square", 1), 384)
+        ChatTemplate(byte_level(silent, MARKS[CHATML]), Square(1), 384)
 
 
 def test_a_template_without_end_mark_is_refused_before_any_sample(byte_level):
@@ -526,19 +504,19 @@ def test_a_template_without_end_mark_is_refused_before_any_sample(byte_level):
         UserError,
         match=r"data\.template=chat: .* ends an answer with '\.', no .* never learn to stop; needed .* writes </s>",
     ):
-        ChatTemplate(byte_level(VICUNA.replace("+ eos_token ", "")), ImageLayout("square", 1), 384)
+        ChatTemplate(byte_level(VICUNA.replace("+ eos_token ", "")), Square(1), 384)
     with pytest.raises(UserError, match=r"ends an answer with '>', no special token that can end it"):
         ChatTemplate(
-            byte_level(CHATML, marks=()), ImageLayout("square", 1), 384
+            byte_level(CHATML, marks=()), Square(1), 384
         )  # the template's marks are ordinary text to this tokenizer
     with pytest.raises(UserError, match="ends an answer with '<s>', no special token that can end it"):
-        ChatTemplate(byte_level(VICUNA.replace("+ eos_token ", "+ bos_token ")), ImageLayout("square", 1), 384)
+        ChatTemplate(byte_level(VICUNA.replace("+ eos_token ", "+ bos_token ")), Square(1), 384)
 
 
 def test_one_token_may_both_begin_texts_and_end_answers(byte_level):
     tokenizer = byte_level(VICUNA)
     tokenizer.bos_token = "</s>"  # as in GPT-2's family, where both are <|endoftext|>
-    document = ChatTemplate(tokenizer, ImageLayout("square", 1), 384)(talk("hi", "x"))
+    document = ChatTemplate(tokenizer, Square(1), 384)(talk("hi", "x"))
     assert answers(tokenizer, document) == [" x</s>"]
     assert document.input_ids[0] == document.input_ids[-1] == tokenizer.eos_token_id
 
@@ -549,19 +527,19 @@ def test_an_unknown_last_word_is_no_end_mark():
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, unk_token="<unk>", eos_token="</s>")
     tokenizer.chat_template = VICUNA.replace("+ eos_token ", "").replace("{{ bos_token }}", "")
     with pytest.raises(UserError, match="never learn to stop"):
-        ChatTemplate(tokenizer, ImageLayout("square", 1), 384)
+        ChatTemplate(tokenizer, Square(1), 384)
 
 
 def test_a_template_for_typed_contents_which_would_drop_every_text_is_refused(byte_level):
     with pytest.raises(UserError, match=r"does not write a turn as it was given: 'A red circle\.' became"):
-        ChatTemplate(byte_level(LLAVA_HF), ImageLayout("square", 1), 384)
+        ChatTemplate(byte_level(LLAVA_HF), Square(1), 384)
 
 
 def test_a_template_that_changes_a_text_is_refused_at_the_sample(byte_level):
     tokenizer = byte_level(
         CHATML.replace("message['content']", "message['content'].replace('bad', 'good')"), MARKS[CHATML]
     )
-    template = ChatTemplate(tokenizer, ImageLayout("square", 1), 384)
+    template = ChatTemplate(tokenizer, Square(1), 384)
     assert answers(tokenizer, template(talk("hi", "yes"))) == ["yes<|im_end|>"]
     for sample in (talk("hi", "so bad"), talk("so bad", "hi")):
         with pytest.raises(BadSample, match=r"as it was given: '.*bad.* became '.*good"):
@@ -570,21 +548,21 @@ def test_a_template_that_changes_a_text_is_refused_at_the_sample(byte_level):
 
 def test_a_template_that_fails_or_is_no_template_is_refused_in_its_own_words(byte_level):
     picky = "{% if messages | length > 2 %}{{ raise_exception('one turn only') }}{% endif %}" + CHATML
-    template = ChatTemplate(byte_level(picky, MARKS[CHATML]), ImageLayout("square", 1), 384)
+    template = ChatTemplate(byte_level(picky, MARKS[CHATML]), Square(1), 384)
     with pytest.raises(BadSample, match=r"^template: the chat template of models/some-llm fails: one turn only$"):
         template(talk("a", "b", "c", "d"))
     with pytest.raises(UserError, match=r"data\.template=chat: the chat template of models/some-llm fails: "):
-        ChatTemplate(byte_level("{% if %}"), ImageLayout("square", 1), 384)
+        ChatTemplate(byte_level("{% if %}"), Square(1), 384)
     with pytest.raises(UserError, match=r"data\.template=chat: the chat template of models/some-llm fails: "):
-        ChatTemplate(byte_level("{{ messages[0]['content'] + 1 }}"), ImageLayout("square", 1), 384)
+        ChatTemplate(byte_level("{{ messages[0]['content'] + 1 }}"), Square(1), 384)
 
 
 def test_a_template_that_writes_without_end_is_refused_at_once_or_at_the_sample_on_which_it_does(byte_level):
     endless = "{% for i in range(99999) %}{{ 'a' * 1000 }}{% endfor %}"
     with pytest.raises(UserError, match=r"data\.template=chat: the chat template of models/some-llm fails: it wri"):
-        ChatTemplate(byte_level(endless + CHATML), ImageLayout("square", 1), 384)
+        ChatTemplate(byte_level(endless + CHATML), Square(1), 384)
     later = "{% if messages | length > 2 %}" + endless + "{% endif %}" + CHATML
-    template = ChatTemplate(byte_level(later, MARKS[CHATML]), ImageLayout("square", 1), 384)
+    template = ChatTemplate(byte_level(later, MARKS[CHATML]), Square(1), 384)
     with pytest.raises(BadSample, match="fails: it writes more than"):
         template(talk("a", "b", "c", "d"))
 
@@ -593,7 +571,7 @@ def test_answers_that_nothing_separates_are_refused(byte_level):
     bare = "{% for message in messages %}{{ message['content'] }}{% if message['role'] == 'assistant' %}{{ eos_token }}\
 {% endif %}{% endfor %}"
     tokenizer = byte_level(bare)
-    template = ChatTemplate(tokenizer, ImageLayout("square", 1), 384)
+    template = ChatTemplate(tokenizer, Square(1), 384)
     assert answers(tokenizer, template(talk("a", "b", "c", "d"))) == ["b</s>", "d</s>"]
     for sample in (talk("a", "b", "", "d"), talk("", "b")):
         with pytest.raises(BadSample, match="writes nothing before an answer"):
@@ -605,31 +583,26 @@ def test_a_template_that_writes_the_date_writes_the_same_one_every_day(byte_leve
     fallback = "{% if strftime_now is defined %}{% set date = strftime_now('%d %b %Y') %}{% endif %}{{ date }}" + CHATML
     for template, date in ((direct, "Today: 2024-07-26\n<"), (fallback, "26 Jul 2024<")):
         tokenizer = byte_level(template, MARKS[CHATML])
-        document = ChatTemplate(tokenizer, ImageLayout("square", 1), 384)(talk("hi", "yes"))
+        document = ChatTemplate(tokenizer, Square(1), 384)(talk("hi", "yes"))
         assert tokenizer.decode(document.input_ids).startswith(date)
     indirect = "{% set form = '%Y' %}{{ strftime_now(form) }}" + CHATML
     with pytest.raises(UserError, match="strftime_now needs its format written out"):
-        ChatTemplate(byte_level(indirect, MARKS[CHATML]), ImageLayout("square", 1), 384)
+        ChatTemplate(byte_level(indirect, MARKS[CHATML]), Square(1), 384)
 
 
 def test_the_callers_tokenizer_stays_without_image_token(byte_level):
     tokenizer = byte_level(CHATML)
-    before = PlainTemplate(tokenizer, ImageLayout("square", 3), 384)(caption("an <b>image</b>", question="<image>"))
+    before = PlainTemplate(tokenizer, Square(3), 384)(caption("an <b>image</b>", question="<image>"))
     size, text = len(tokenizer), tokenizer("<image>").input_ids
-    template = ChatTemplate(tokenizer, ImageLayout("square", 3), 384)
+    template = ChatTemplate(tokenizer, Square(3), 384)
     assert template(talk("<image>", "x", images=1)).input_ids.count(IMAGE_POSITION) == 3
     assert (len(tokenizer), tokenizer("<image>").input_ids) == (size, text)
-    assert (
-        PlainTemplate(tokenizer, ImageLayout("square", 3), 384)(caption("an <b>image</b>", question="<image>"))
-        == before
-    )
+    assert PlainTemplate(tokenizer, Square(3), 384)(caption("an <b>image</b>", question="<image>")) == before
 
 
 def test_an_image_token_of_the_tokenizers_own_is_used_and_needs_no_embedding(byte_level):
     tokenizer = byte_level(CHATML, (*MARKS[CHATML], "<image>"))
-    document = ChatTemplate(tokenizer, ImageLayout("square", 2), vocab_size=len(tokenizer) - 1)(
-        talk("<image>?", "x", images=1)
-    )
+    document = ChatTemplate(tokenizer, Square(2), vocab_size=len(tokenizer) - 1)(talk("<image>?", "x", images=1))
     assert document.input_ids.count(IMAGE_POSITION) == 2
     assert max(document.input_ids) < tokenizer.convert_tokens_to_ids("<image>") == len(tokenizer) - 1
 
@@ -638,14 +611,14 @@ def test_an_image_token_that_is_not_found_in_the_text_is_refused(sentencepiece):
     tokenizer = sentencepiece(VICUNA)
     tokenizer.add_tokens(AddedToken("<image>", single_word=True, normalized=False))
     with pytest.raises(BadSample, match=r"1 images or tiles, but .* reads 0 <image> tokens"):
-        ChatTemplate(tokenizer, ImageLayout("square", 1), 700)(talk("so<image>what", "x", images=1))
+        ChatTemplate(tokenizer, Square(1), 700)(talk("so<image>what", "x", images=1))
 
 
 def test_a_tokenizer_that_finds_no_image_token_at_all_is_refused_before_any_sample(byte_level):
     tokenizer = byte_level(CHATML)
     tokenizer.split_special_tokens = True
     with pytest.raises(UserError, match=r"^data\.template=chat: 1 images or tiles, but .* reads 0 <image> tokens"):
-        ChatTemplate(tokenizer, ImageLayout("square", 1), 700)
+        ChatTemplate(tokenizer, Square(1), 700)
 
 
 @pytest.mark.parametrize(
@@ -659,28 +632,28 @@ def test_a_tokenizer_that_finds_no_image_token_at_all_is_refused_before_any_samp
 )
 def test_a_sample_that_would_be_read_as_other_turns_is_rejected(byte_level, sample, message):
     with pytest.raises(BadSample, match=rf"^template: {message}"):
-        ChatTemplate(byte_level(CHATML), ImageLayout("square", 1), 384)(sample)
+        ChatTemplate(byte_level(CHATML), Square(1), 384)(sample)
 
 
 def test_a_token_of_a_chat_beyond_the_embedding_is_refused(byte_level):
     with pytest.raises(
         UserError, match=r"s\.tar: sample k: .* makes token \d+, but the model's embedding has 300 rows"
     ):
-        ChatTemplate(byte_level(CHATML), ImageLayout("square", 1), 300)(talk("hi", "x"))
+        ChatTemplate(byte_level(CHATML), Square(1), 300)(talk("hi", "x"))
 
 
 def test_a_tokenizer_without_chat_template_is_refused_saying_where_to_put_one(byte_level):
     with pytest.raises(UserError, match=r"in models/some-llm has none; put a chat_template\.jinja beside .*=llava_v1"):
-        ChatTemplate(byte_level(None), ImageLayout("square", 1), 384)
+        ChatTemplate(byte_level(None), Square(1), 384)
     with pytest.raises(UserError, match="the tokenizer in models/some-llm has none"):
-        ChatTemplate(byte_level({"tool_use": CHATML}, MARKS[CHATML]), ImageLayout("square", 1), 384)
+        ChatTemplate(byte_level({"tool_use": CHATML}, MARKS[CHATML]), Square(1), 384)
     named = byte_level({"default": CHATML, "tool_use": "no"}, MARKS[CHATML])
-    assert answers(named, ChatTemplate(named, ImageLayout("square", 1), 384)(talk("a", "b"))) == ["b<|im_end|>"]
+    assert answers(named, ChatTemplate(named, Square(1), 384)(talk("a", "b"))) == ["b<|im_end|>"]
 
 
 def test_a_tokenizer_without_character_offsets_is_refused():
     with pytest.raises(UserError, match=r"models/bytes \(ByT5Tokenizer\) has none; save a fast one .*=plain"):
-        ChatTemplate(ByT5Tokenizer(chat_template=CHATML, name_or_path="models/bytes"), ImageLayout("square", 1), 384)
+        ChatTemplate(ByT5Tokenizer(chat_template=CHATML, name_or_path="models/bytes"), Square(1), 384)
 
 
 def test_a_run_with_data_template_chat_reads_its_shards_through_the_models_template(tiny, tmp_path):

@@ -21,9 +21,9 @@ from mmtrain.data.shards.index_file import index_path
 from mmtrain.data.shards.indexing import build_indexes, unready_shards
 from mmtrain.data.stream.catalog import Catalog, DataSet, Reader
 from mmtrain.data.stream.images import decode_image
-from mmtrain.models.facts.layouts import ImageLayout
 from mmtrain.models.facts.model_files import model_folder
 from mmtrain.models.facts.tokenizer_files import text_fingerprint
+from mmtrain.models.layouts.square import Square
 
 LLM = "demo:llm"
 PROMPT = "What is it?"
@@ -108,7 +108,7 @@ def test_each_is_found_and_trains_on_what_the_same_conversations_as_llavas_would
     for shards, one in ((tars, form), (ours, LLAVA)):
         build_indexes(shards, LLM, "chat", form=one, workers=1)
         text = text_fingerprint(model_folder(LLM), "chat", wording=one.wording)
-        catalog = Catalog([DataSet(tuple(shards), form=one)], [text], ImageLayout("square", 4), 10**6)
+        catalog = Catalog([DataSet(tuple(shards), form=one)], [text], Square(4), 10**6)
         assert catalog.faults == {} and len(catalog) == 30
         reader = Reader(catalog, 0)
         samples = [reader.read(number) for number in range(30)]

@@ -11,7 +11,7 @@ from mmtrain.config.load import load_config
 from mmtrain.data.shards.indexing import ensure_indexes
 from mmtrain.data.stream.account import CountError, SampleLog
 from mmtrain.data.stream.loader import PackedBatches
-from mmtrain.models.facts.layouts import ImageLayout
+from mmtrain.models.layouts.text_alone import Require, Strip
 
 
 def open_account(tiny, folder, *overrides):
@@ -87,12 +87,12 @@ def test_samples_that_are_unusable_from_the_start_count_among_the_damaged_in_pro
 
 def test_samples_with_images_in_a_run_on_text_are_told_the_key_that_takes_their_text(tiny, tmp_path, make_tiny):
     shards = make_tiny.make_tiny_shards(tmp_path / "shards", samples=20, shards=1)
-    ensure_indexes(shards, str(tiny / "llm"), "llava_v1", ImageLayout("require"))
+    ensure_indexes(shards, str(tiny / "llm"), "llava_v1", Require())
     alone = ("model.vision=null", "model.trainable=[llm.norm]", "data.template=llava_v1", "data.pack_length=512")
     alone += (f"data.shards={shards[0]}",)
     with pytest.raises(UserError, match=r"model\.vision is null, and most have images: set data\.images=strip"):
         open_account(tiny, tmp_path, *alone)
-    ensure_indexes(shards, str(tiny / "llm"), "llava_v1", ImageLayout("strip"))
+    ensure_indexes(shards, str(tiny / "llm"), "llava_v1", Strip())
     open_account(tiny, tmp_path, *alone, "data.images=strip")
 
 

@@ -14,8 +14,10 @@ from mmtrain.data.shards.index import Member, TextLengths, read_index, write_ind
 from mmtrain.data.shards.indexing import ensure_indexes, scan_shard
 from mmtrain.data.stream.catalog import Catalog, DataSet, Reader, data_sets, is_held_out
 from mmtrain.data.stream.order import HELD_OUT, UNUSABLE, Capacity
-from mmtrain.models.facts.layouts import ImageLayout
 from mmtrain.models.facts.tokenizer_files import text_fingerprint
+from mmtrain.models.layouts.registry import TEXT_ALONE
+from mmtrain.models.layouts.square import Square
+from mmtrain.models.layouts.tiles import Tiles
 
 CAPTION = conversation("Q", "A cat.")
 LOOK = conversation("<image>", "A cat.")
@@ -33,7 +35,7 @@ def write_indexed(tar, files, text="any", tokens=5):
 
 
 def open_catalog(*tars, text="any", tokens_per_image=16, max_image_pixels=10**6, held_out=None):
-    return Catalog([DataSet(tars)], [text], ImageLayout("square", tokens_per_image), max_image_pixels, held_out)
+    return Catalog([DataSet(tars)], [text], Square(tokens_per_image), max_image_pixels, held_out)
 
 
 def test_lengths_are_the_stock_tokenizers_and_the_encoders_in_shard_order(tiny):
@@ -77,7 +79,7 @@ def test_an_image_of_which_the_index_knows_no_size_cannot_be_cut_into_tiles(tmp_
     index = read_index(tar)
     index.image_sizes[0] = ((0, 0),)
     write_index(tar, index)
-    catalog = Catalog([DataSet((tar,))], ["any"], ImageLayout("tiles", 16, 32), 10**6)
+    catalog = Catalog([DataSet((tar,))], ["any"], Tiles(16, 32), 10**6)
     assert {number: fault.reason for number, fault in catalog.faults.items()} == {0: "undecodable_image"}
     assert catalog.lengths.tolist() == [UNUSABLE, 5]
 
@@ -89,7 +91,7 @@ def test_without_an_encoder_samples_with_images_are_faults_or_stripped_of_them(t
     tar = write_tar(tmp_path / "0.tar", [*seen, *asked, *shown])
 
     def opened(name):
-        layout = ImageLayout(name, 0)
+        layout = TEXT_ALONE[name](0)
         ensure_indexes([tar], str(tiny / "llm"), "llava_v1", layout)
         return Catalog([DataSet((tar,))], [text_fingerprint(tiny / "llm", "llava_v1", layout.texts)], layout, 100)
 
@@ -126,7 +128,7 @@ def test_held_out_samples_are_those_of_any_shard_or_set_that_can_be_used(tmp_pat
     for catalog in (
         open_catalog(whole, held_out=0.3),
         open_catalog(*halves, held_out=0.3),
-        Catalog(sets, ["any", "any"], ImageLayout("square", 16), 10**6, 0.3),
+        Catalog(sets, ["any", "any"], Square(16), 10**6, 0.3),
     ):
         assert catalog.held_out == expected
         planned = np.concatenate([one.lengths for one in catalog.sample_sets])
@@ -145,7 +147,7 @@ def test_numbers_run_over_all_sets_and_shards_and_names_stand_before_keys(tmp_pa
     config = load_config(tiny / "config.yaml", ["data.shards=null", f"data.sets={listed}"])
     sets = data_sets(config.data)
     assert [(one.name, one.weight, len(one.shards)) for one in sets] == [("cats", 1.0, 2), ("dogs", 0.5, 2)]
-    catalog = Catalog(sets, ["any", "any"], ImageLayout("square", 16), 10**6)
+    catalog = Catalog(sets, ["any", "any"], Square(16), 10**6)
     found = [catalog.find(number) for number in range(len(catalog))]
     assert [place.key for place in found] == ["cats/x", "cats/y", "cats/z", "dogs/x", "dogs/w", "dogs/x"]
     assert [str(place.shard)[-7:] for place in found] == ["a/0.tar"] * 3 + ["b/0.tar"] + ["b/1.tar"] * 2

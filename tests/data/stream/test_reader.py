@@ -14,7 +14,7 @@ from mmtrain.data.shards.index import TextLengths, write_index
 from mmtrain.data.shards.index_file import index_path
 from mmtrain.data.shards.indexing import scan_shard
 from mmtrain.data.stream.catalog import OPEN_FILES, Catalog, DataSet, Reader
-from mmtrain.models.facts.layouts import ImageLayout
+from mmtrain.models.layouts.square import Square
 
 FORMATS = {"ustar": tarfile.USTAR_FORMAT, "gnu": tarfile.GNU_FORMAT, "pax": tarfile.PAX_FORMAT}
 
@@ -25,7 +25,7 @@ def open_reader(*tars: Path, retry_seconds: float = 0) -> Reader:
         index = scan_shard(tar, lambda sample: None)
         index.texts["any"] = TextLengths([1] * len(index.keys))
         write_index(tar, index)
-    return Reader(Catalog([DataSet(tars)], ["any"], ImageLayout("square", 1), 10**6), retry_seconds)
+    return Reader(Catalog([DataSet(tars)], ["any"], Square(1), 10**6), retry_seconds)
 
 
 def captions(folder: Path, shards: int, samples: int = 3) -> list[Path]:

@@ -16,7 +16,9 @@ from transformers.models.llava_onevision.image_processing_pil_llava_onevision im
 
 from mmtrain.data.samples.records import BadSample
 from mmtrain.data.stream.images import ImageTransform, decode_image
-from mmtrain.models.facts.layouts import ImageLayout, default_pinpoints
+from mmtrain.models.layouts.anyres import Anyres, AnyresMax9
+from mmtrain.models.layouts.layout import ImageLayout
+from mmtrain.models.layouts.tiles import Tiles
 
 SIDE = 28
 TRANSFORM = ImageTransform(SIDE, (0.48, 0.46, 0.41), (0.27, 0.26, 0.28), "bicubic")
@@ -26,12 +28,12 @@ SIZES = [
     *((57, 31), (56, 28), (28, 56), (84, 28), (57, 28), (28, 28), (169, 170)),
 ]
 LAYOUTS = [
-    ImageLayout("tiles", 4, SIDE),
-    ImageLayout("tiles", 4, SIDE, max_tiles=4),
-    ImageLayout("tiles", 4, SIDE, max_tiles=1),
-    ImageLayout("anyres", 4, SIDE, pinpoints=default_pinpoints("anyres", SIDE)),
-    ImageLayout("anyres_max_9", 4, SIDE, pinpoints=default_pinpoints("anyres_max_9", SIDE)),
-    ImageLayout("anyres_max_9", 4, SIDE, pinpoints=((SIDE, 3 * SIDE), (5 * SIDE, 2 * SIDE))),
+    Tiles(4, SIDE),
+    Tiles(4, SIDE, max_tiles=4),
+    Tiles(4, SIDE, max_tiles=1),
+    Anyres(4, SIDE),
+    AnyresMax9(4, SIDE),
+    AnyresMax9(4, SIDE, pinpoints=((SIDE, 3 * SIDE), (5 * SIDE, 2 * SIDE))),
 ]
 
 
@@ -52,16 +54,15 @@ def stock_tiles(layout: ImageLayout, transform: ImageTransform, images: list[Ima
     size = {"height": side, "width": side}
     settings: dict[str, Any] = {"size": size, "resample": Image.Resampling[transform.interpolation.upper()]}
     settings |= {"do_rescale": False, "do_normalize": False, "image_mean": list(transform.mean)}
-    grids = [list(pair) for pair in layout.pinpoints]
     pixels = [np.asarray(image) for image in images]
     if layout.name == "tiles":
-        stock = GotOcr2ImageProcessorPil(**settings, crop_to_patches=True, max_patches=layout.max_tiles)
+        stock = GotOcr2ImageProcessorPil(**settings, **layout.image_settings)
         return torch.from_numpy(np.stack(stock(pixels, input_data_format="channels_last")["pixel_values"]))
     if layout.name == "anyres":
-        stock = LlavaNextImageProcessorPil(**settings, crop_size=size, image_grid_pinpoints=grids, do_pad=False)
+        stock = LlavaNextImageProcessorPil(**settings, crop_size=size, **layout.image_settings, do_pad=False)
         given: list[Any] = pixels
     else:
-        stock = LlavaOnevisionImageProcessorPil(**settings, image_grid_pinpoints=grids, do_pad=False)
+        stock = LlavaOnevisionImageProcessorPil(**settings, **layout.image_settings, do_pad=False)
         given = [pixels]
     found = stock(given, input_data_format="channels_last")["pixel_values"]
     return torch.from_numpy(np.concatenate([np.asarray(tiles) for tiles in found]))
@@ -114,7 +115,7 @@ def test_values_are_the_stock_processors_too():
     size = {"height": SIDE, "width": SIDE}
     stock = LlavaNextImageProcessorPil(
         size=size, crop_size=size, image_mean=TRANSFORM.mean, image_std=TRANSFORM.std,
-        image_grid_pinpoints=[list(pair) for pair in layout.pinpoints],
+        **layout.image_settings,
     )  # fmt: skip
     expected = torch.as_tensor(np.array(stock(image)["pixel_values"]))[0]
     found = TRANSFORM.normalise(TRANSFORM.cut(image, layout.tiling(*image.size)))

@@ -17,9 +17,10 @@ from mmtrain.data.samples.sample import IGNORE, IMAGE_POSITION
 from mmtrain.data.shards.index import read_index, write_index
 from mmtrain.data.stream.loader import PackedBatches
 from mmtrain.data.stream.order import Capacity, SampleSet, pack_best_fit, plan_epoch
-from mmtrain.models.facts.layouts import ImageLayout, default_pinpoints
+from mmtrain.models.layouts.layout import ImageLayout
+from mmtrain.models.layouts.registry import LAYOUTS
 
-LAYOUTS = ("tiles", "anyres", "anyres_max_9")
+SIZED = [name for name, layout in LAYOUTS.items() if layout.is_sized]
 SIDE, POSITIONS = 32, 16  # of the tiny encoder's square
 LONGEST = 1000  # tokens of a pack: 37 tiles of anyres_max_9 take 400
 
@@ -73,7 +74,7 @@ def same(one, other):
 
 
 def layout_of(name: str) -> ImageLayout:
-    return ImageLayout(name, POSITIONS, SIDE, pinpoints=default_pinpoints(name, SIDE))
+    return LAYOUTS[name](POSITIONS, SIDE)
 
 
 @pytest.mark.parametrize("name", ["tiles", "anyres_max_9"])
@@ -176,7 +177,7 @@ def test_an_image_too_thin_for_its_grid_is_told_before_the_run_and_costs_its_sam
     assert set(batch.keys) == {"b", "c"} and {tiling.tiles for tiling in batch.tilings} == {1}, "of several, squares"
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("name", SIZED)
 def test_an_index_with_the_sizes_of_other_samples_images_is_refused_with_how_to_index_again(tiny, tmp_path, name):
     one = [("a.json", conversation("<image>Say.", "a circle")), ("a.png", noise(40, 40))]
     two = [("b.json", conversation("<image>Say.", "a circle")), ("b.png", noise(40, 40))]
@@ -191,7 +192,7 @@ def test_an_index_with_the_sizes_of_other_samples_images_is_refused_with_how_to_
 
 @pytest.mark.parametrize("name", ["tiles", "anyres_max_9"])
 def test_packs_of_mixed_sizes_are_as_full_as_best_fit_over_the_epoch_makes_them(name):
-    layout, draw = ImageLayout(name, 729, 384, pinpoints=default_pinpoints(name, 384)), np.random.RandomState(0)
+    layout, draw = LAYOUTS[name](729, 384), np.random.RandomState(0)
     count, tokens = 8192, 16384
     sides = np.exp(draw.normal(6.3, 0.5, (count, 2))).clip(20, 2500).astype(int).tolist()
     tilings = [layout.tiling(*size) for size in sides]
@@ -204,7 +205,7 @@ def test_packs_of_mixed_sizes_are_as_full_as_best_fit_over_the_epoch_makes_them(
 
 
 def test_a_worker_has_room_for_every_pack_and_not_for_many_more(tiny, mixed):
-    for name in LAYOUTS:
+    for name in SIZED:
         packed = open_batches(tiny, mixed[0], name, "train.packs_per_microbatch=1")
         seen = max(0 if batch.tiles is None else len(batch.tiles) for batch in epoch_of(packed))
         assert seen <= packed.most_tiles <= 3 * seen, name

@@ -9,6 +9,7 @@ from mmtrain.config.schema import RunConfig
 from mmtrain.models.facts.connectors import image_layout
 from mmtrain.models.facts.model_files import model_folder
 from mmtrain.models.facts.tokenizer_files import text_fingerprint
+from mmtrain.models.layouts.registry import LAYOUTS
 
 SIGLIP = "google/siglip-so400m-patch14-384"  # 27 x 27 patches
 SIGLIP2 = "google/siglip2-so400m-patch16-512"  # 32 x 32
@@ -61,5 +62,7 @@ def test_grids_of_other_tiles_and_of_too_many_are_refused(pinpoint, named):
 
 def test_texts_around_images_change_the_fingerprint_of_text_lengths_and_no_text_does_not():
     folder = model_folder("demo:llm")
-    assert text_fingerprint(folder, "chat") == text_fingerprint(folder, "chat", "square")
-    assert text_fingerprint(folder, "chat") != text_fingerprint(folder, "chat", "idefics3")
+    texts = {name: layout(4, 384).texts for name, layout in LAYOUTS.items()}
+    fingerprints = {name: text_fingerprint(folder, "chat", around) for name, around in texts.items()}
+    assert fingerprints["square"] == fingerprints["anyres"] == text_fingerprint(folder, "chat")
+    assert len(set(fingerprints.values())) == 3

@@ -8,7 +8,7 @@ from transformers import CONFIG_MAPPING
 
 from mmtrain.data.samples.sample import IGNORE, IMAGE_POSITION, Document, Sample
 from mmtrain.data.stream.packs import Pack, make_batch
-from mmtrain.models.facts.tiling import Tiling
+from mmtrain.models.layouts.layout import Tiling
 from mmtrain.models.modules.language import DecoderLayers, slice_of
 from mmtrain.models.modules.tiny import VOCABULARY, tiny_model
 

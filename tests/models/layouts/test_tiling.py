@@ -8,7 +8,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from itertools import pairwise, product
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -31,8 +31,11 @@ from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import (
 from transformers.models.llava_next.image_processing_pil_llava_next import LlavaNextImageProcessorPil
 from transformers.models.llava_onevision.image_processing_pil_llava_onevision import LlavaOnevisionImageProcessorPil
 
-from mmtrain.models.facts.layouts import ImageLayout, default_pinpoints
-from mmtrain.models.facts.tiling import UnfitImage
+from mmtrain.models.layouts.anyres import Anyres, AnyresMax9
+from mmtrain.models.layouts.layout import UnfitImage
+from mmtrain.models.layouts.registry import LAYOUTS, LayoutName
+from mmtrain.models.layouts.square import Square
+from mmtrain.models.layouts.tiles import Tiles
 from mmtrain.models.modules.stage import arranged
 
 ENCODERS = ((224, 14), (336, 14), (384, 14), (448, 14), (512, 16))  # pixels a side, of a tile and of a patch
@@ -105,13 +108,13 @@ def onevision_processor(side: int, patch: int, pinpoints: list[list[int]]) -> Ll
     return LlavaOnevisionProcessor(pictures, tokenizer(), video, (side // patch) ** 2, "full")
 
 
-def packer(layout: ImageLayout, side: int, patch: int) -> Callable[[torch.Tensor, Size, torch.Tensor], torch.Tensor]:
+def packer(layout: Anyres, side: int, patch: int) -> Callable[[torch.Tensor, Size, torch.Tensor], torch.Tensor]:
     """What the stock model makes of the embeddings of one image's tiles: (N, P, D), its size, (D,) -> (M, D)."""
     vision = {"model_type": "siglip_vision_model", "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1}
     vision |= {"num_attention_heads": 1, "image_size": side, "patch_size": patch}
     text = {"model_type": "llama", "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "vocab_size": 8}
     text |= {"num_attention_heads": 1}
-    grids = [list(pair) for pair in layout.pinpoints]
+    grids = [list(pair) for pair in layout.grids]
     kind, settings = {
         "anyres": (LlavaNextModel, LlavaNextConfig),
         "anyres_max_9": (LlavaOnevisionModel, LlavaOnevisionConfig),
@@ -134,9 +137,9 @@ def numbered(tiles: int, positions: int) -> torch.Tensor:
     return torch.stack([numbers, numbers.sqrt()], dim=1).view(tiles, positions, 2)
 
 
-def compare_unpadded(layout: ImageLayout, side: int, patch: int, count: int) -> int:
+def compare_unpadded(layout: Anyres, side: int, patch: int, count: int) -> int:
     """How many sizes were compared: the processor's number, ours, and the very positions that the model puts there."""
-    grids = [list(pair) for pair in layout.pinpoints]
+    grids = [list(pair) for pair in layout.grids]
     chosen = sizes(side, count)
     if layout.name == "anyres":
         processors = [next_processor(side, patch, grids, class_token) for class_token in (False, True)]
@@ -160,9 +163,9 @@ def compare_unpadded(layout: ImageLayout, side: int, patch: int, count: int) -> 
     return len(chosen)
 
 
-def unpadded_layout(name: str, side: int, patch: int, grids: str = "default") -> ImageLayout:
+def unpadded_layout(name: str, side: int, patch: int, grids: str = "default") -> Anyres:
     own = tuple((rows * side, columns * side) for rows, columns in OWN_GRIDS.get(grids, ()))
-    return ImageLayout(name, (side // patch) ** 2, side, pinpoints=own or default_pinpoints(name, side))
+    return LAYOUTS[name]((side // patch) ** 2, side, pinpoints=own)
 
 
 @pytest.mark.parametrize(("name", "side", "patch"), [("anyres", 336, 14), ("anyres_max_9", 384, 14)])
@@ -184,7 +187,7 @@ def test_10_000_sizes_are_those_of_the_stock_classes(name, side, patch, grids):
 def compare_tiled(side: int, patch: int, factor: int, max_tiles: int, count: int) -> int:
     """How many sizes were compared: grids, numbers of tiles, and the text that the processor writes."""
     positions = (side // (patch * factor)) ** 2
-    layout = ImageLayout("tiles", positions, side, max_tiles)
+    layout = Tiles(positions, side, max_tiles)
     pictures = GotOcr2ImageProcessorPil(**square(side), crop_to_patches=True, max_patches=max_tiles)
     processor = AyaVisionProcessor(
         pictures, tokenizer(), patch, side, downsample_factor=factor, start_of_img_token="", end_of_img_token="."
@@ -221,22 +224,20 @@ def test_10_000_sizes_are_cut_as_the_stock_processor_cuts_them(side, patch, fact
 
 
 def test_grids_that_are_not_named_are_the_stock_classes_own():
-    assert [list(pair) for pair in default_pinpoints("anyres", 336)] == LlavaNextConfig().image_grid_pinpoints
-    assert [
-        list(pair) for pair in default_pinpoints("anyres_max_9", 384)
-    ] == LlavaOnevisionConfig().image_grid_pinpoints
+    for layout, config in ((Anyres(1, 336), LlavaNextConfig()), (AnyresMax9(1, 384), LlavaOnevisionConfig())):
+        assert layout.image_settings == {"image_grid_pinpoints": config.image_grid_pinpoints}
 
 
 def test_each_of_several_images_of_a_sample_is_one_tile_and_a_newline_where_the_class_has_it_so():
     layout = unpadded_layout("anyres_max_9", 384, 14)
-    processor = onevision_processor(384, 14, [list(pair) for pair in layout.pinpoints])
+    processor = onevision_processor(384, 14, [list(pair) for pair in layout.grids])
     pack, newline = packer(layout, 384, 14), torch.tensor([NEWLINE, NEWLINE])
     tile, inputs = numbered(1, 729), {"batch_num_images": [2, 3]}
     for size in special_sizes(384):
         tiling = layout.tiling(*size, images=2)
         assert (tiling.tiles, tiling.positions) == (1, processor.replace_image_token(inputs, 4).count("<image>"))
         assert torch.equal(arranged(tile, newline, [tiling]), pack(tile, size, newline))
-    of_next, of_tiles = unpadded_layout("anyres", 336, 14), ImageLayout("tiles", 64, 448)
+    of_next, of_tiles = unpadded_layout("anyres", 336, 14), Tiles(64, 448)
     for other in (of_next, of_tiles):
         assert other.tiling(640, 480, images=3) == other.tiling(640, 480), "the others cut them one by one"
 
@@ -254,7 +255,7 @@ def test_images_of_different_grids_lie_one_after_the_other():
 
 
 def test_a_line_that_would_be_interpolated_away_is_unfit_as_in_the_stock_model():
-    layout = ImageLayout("anyres_max_9", 49, 98, pinpoints=((98, 98 * 80),))
+    layout = AnyresMax9(49, 98, pinpoints=((98, 98 * 80),))
     with pytest.raises(UnfitImage, match="100000 x 20 pixels, so long and thin that 0 lines of"):
         layout.tiling(100_000, 20)
     with pytest.raises(RuntimeError, match="greater than 0"):
@@ -264,9 +265,9 @@ def test_a_line_that_would_be_interpolated_away_is_unfit_as_in_the_stock_model()
 
 def test_sizes_are_enough_and_torch_is_not_asked():
     code = (
-        "import sys; from mmtrain.models.facts.layouts import ImageLayout, default_pinpoints as grids\n"
+        "import sys; from mmtrain.models.layouts.registry import LAYOUTS\n"
         "for name in ('square', 'tiles', 'anyres', 'anyres_max_9'):\n"
-        "    layout = ImageLayout(name, 729, 384, pinpoints=grids(name, 384))\n"
+        "    layout = LAYOUTS[name](729, 384)\n"
         "    print(layout.tiling(640, 480).tiles, layout.tiling(640, 480).positions)\n"
         "assert not {'torch', 'numpy', 'PIL'} & sys.modules.keys()"
     )
@@ -283,12 +284,14 @@ def test_without_interpolation_threads_leave_what_the_stock_model_makes_of_them(
 
 
 def test_numbers_are_told_where_positions_depend_on_them_and_nowhere_else():
-    grids = default_pinpoints("anyres", 384)
-    given = [
-        *(ImageLayout("tiles", 729, 384), ImageLayout("tiles", 729, 384, max_tiles=4), ImageLayout("tiles", 729, 336)),
-        *(ImageLayout(name, 729, 384, pinpoints=grids) for name in ("anyres", "anyres_max_9")),
-        *(ImageLayout("anyres", 729, 384, pinpoints=grids[:2]), ImageLayout("square", 729), ImageLayout("square", 64)),
+    grids = Anyres(729, 384).grids
+    layouts = [
+        *(Tiles(729, 384), Tiles(729, 384, max_tiles=4), Tiles(729, 336)),
+        *(Anyres(729, 384), AnyresMax9(729, 384, grids), Anyres(729, 384, grids[:2]), Square(729), Square(64)),
     ]
-    assert len({layout.numbers for layout in given}) == len(given)
-    assert ImageLayout("square", 729, 384, max_tiles=3, pinpoints=grids).numbers == "729", "as before there were others"
-    assert ImageLayout("anyres", 729, 384, 3, grids).numbers == given[3].numbers
+    assert len({layout.numbers for layout in layouts}) == len(layouts)
+    assert Square(729, 384).numbers == Square(729).numbers and Anyres(729, 384, grids).numbers == layouts[3].numbers
+
+
+def test_the_key_takes_the_names_of_the_layouts():
+    assert get_args(LayoutName) == tuple(LAYOUTS)

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from mmtrain.models.facts.layouts import ImageLayout, default_pinpoints
+from mmtrain.models.layouts.registry import LAYOUTS
 
 TEXT = (Path(__file__).parents[3] / "configs" / "README.md").read_text()
 SECTION = TEXT.split("## High resolution")[1].split("\n## ")[0]
@@ -18,7 +18,7 @@ ENCODERS = {"SigLIP 384": (729, 384), "CLIP 336": (576, 336), "SigLIP2 512, fact
 def test_what_an_image_costs_is_what_its_layout_takes(row):
     encoder, layout = re.fullmatch(r"(.+), `(\w+)`", row[0]).groups()
     positions, side = ENCODERS[encoder]
-    taken = ImageLayout(layout, positions, side, pinpoints=default_pinpoints(layout, side))
+    taken = LAYOUTS[layout](positions, side)
     for size, said in zip(SIZES, row[1:], strict=True):
         tiling = taken.tiling(*size)
         assert said == f"{tiling.positions:,} ({tiling.tiles})"

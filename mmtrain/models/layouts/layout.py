@@ -1,0 +1,127 @@
+"""What an image becomes: tiles for the encoder, positions of the LLM, text around them. One file a layout.
+
+image (width, height) --ImageLayout.tiling--> Tiling: a grid of tiles, how the picture fills it, its positions
+                      --ImageLayout.pieces--> its part of a text: words, and runs of positions
+
+The base class is one tile without text. A new layout overrides what it has otherwise, in a file of its own, and enters
+`registry.py`. Index, packs, loader, fusion, planner and exports ask these classes alone. No torch is imported.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, Literal
+
+Canvas = Literal["fitted", "padded", "stretched", "centred"]
+
+
+class UnfitImage(ValueError):  # noqa: N818
+    """An image that cannot be cut: so long and thin that nothing of it would be left."""
+
+
+@dataclass(frozen=True, slots=True)
+class Shown:
+    """Which of a grid's positions show the picture, and how many are made of them."""
+
+    top: int  # rows of positions above the picture, and below it, that are left out
+    left: int  # positions before it in a row, and behind it, that are left out
+    height: int  # rows of positions that show it
+    width: int  # positions of such a row that show it
+    lines: int  # rows after interpolation, each with a newline behind it
+    length: int  # positions of a line after interpolation, the newline not counted
+
+
+@dataclass(frozen=True, slots=True)
+class Tiling:
+    """What an image of one size becomes. Its tiles are encoded in the order in which their positions stand."""
+
+    width: int  # of the image, in pixels; 0 where the layout does not ask for it
+    height: int
+    positions: int  # of the LLM, without texts around them
+    rows: int = 1  # of the grid of tiles
+    columns: int = 1
+    canvas: Canvas = "fitted"  # how the grid is filled: fitted, by data.image_fit; padded, on a square of the mean
+    # colour; stretched, to the grid's size; centred, in its shape, on black
+    overview: Literal["first", "last"] | None = None  # where a tile of the whole picture stands, resized
+    shown: Shown | None = None  # None: all positions of all tiles
+    newlines: int = 0  # trained positions among them
+
+    @property
+    def tiles(self) -> int:
+        """Squares that the encoder sees."""
+        return self.rows * self.columns + (self.overview is not None)
+
+    @classmethod
+    def uncut(cls, positions: int) -> Tiling:
+        """One tile with `positions` positions, of an image of any size."""
+        return cls(0, 0, positions)
+
+
+@dataclass(frozen=True)
+class ImageLayout:
+    """A layout with its numbers; a subclass adds those of the keys that it reads."""
+
+    positions_per_tile: int = 1
+    tile_size: int = 0  # pixels a side; a layout that is sized needs it
+
+    name: ClassVar[str]  # in model.vision.layout, or data.images for a run without an encoder
+    keys: ClassVar[tuple[str, ...]] = ()  # of model.vision that only some layouts read
+    takes_images: ClassVar[bool] = True  # there is an encoder, so that images reach the model
+    strips: ClassVar[bool] = False  # images are taken out of samples
+    is_sized: ClassVar[bool] = False  # tiles and positions depend on an image's size
+    has_newlines: ClassVar[bool] = False  # trained newlines end lines of positions; those of a tile are a square
+    has_texts: ClassVar[bool] = False  # words stand around an image's positions
+    marks: ClassVar[tuple[str, ...]] = ()  # tokens of these texts that the tokenizer must have
+    joins_patches: ClassVar[bool] = False  # the connectors of its stock class make one position of several patches
+    in_llava: ClassVar[bool] = False  # LLaVA's own code has it
+
+    @property
+    def texts(self) -> tuple[str, ...]:
+        """What lengths of texts depend on: equal for layouts that write the same around images, empty for no text."""
+        return ()
+
+    @property
+    def of_texts(self) -> ImageLayout:
+        """A layout that writes the same texts around an image and needs as few numbers as possible."""
+        return replace(self, positions_per_tile=1)
+
+    @property
+    def index_options(self) -> str:
+        """Options of `mmtrain index` that count texts as this layout writes them."""
+        return f" --layout {self.name}"
+
+    @property
+    def numbers(self) -> str:
+        """What positions of images depend on beside their sizes: equal for layouts that give them the same."""
+        return str(self.positions_per_tile)
+
+    @property
+    def most_tiles(self) -> int:
+        """The most tiles that an image has."""
+        return 1
+
+    @property
+    def most_positions(self) -> int:
+        """The most positions that an image has, without text around them; may be an upper bound."""
+        return self.most_tiles * self.positions_per_tile
+
+    @property
+    def description(self) -> str:
+        """How an image is cut, for a model card; empty where it becomes one square."""
+        return ""
+
+    @property
+    def image_settings(self) -> dict[str, Any]:
+        """Keys of the stock class's image processor that say the layout's numbers."""
+        return {}
+
+    def tiling(self, width: int = 0, height: int = 0, images: int = 1) -> Tiling:
+        """Return tiles and positions of an image of this size in pixels, one of `images` in its sample.
+
+        Raises UnfitImage for one that cannot be cut. Only a layout that `is_sized` needs the size.
+        """
+        return Tiling.uncut(self.positions_per_tile)
+
+    def pieces(self, tiling: Tiling) -> tuple[str | int, ...]:
+        """Return what stands for an image in a text, in order: words, and numbers of positions."""
+        return (tiling.positions,)
