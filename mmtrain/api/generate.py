@@ -22,12 +22,12 @@ from mmtrain.base.printing import escape
 from mmtrain.checkpoint.step_folder import StepFolder, find, names_checkpoint
 from mmtrain.config.limits import MAX_IMAGE_PIXELS
 from mmtrain.data.samples.records import IMAGE_MARK, BadSample
-from mmtrain.models.facts.encoders import FAMILIES
+from mmtrain.models.facts.encoders import FAMILIES, TIMM
 from mmtrain.models.facts.families import check_family
 from mmtrain.models.facts.model_files import find_model_folder, foreign_files, read_json, tensor_shapes
 from mmtrain.models.facts.settings import check_sizes, is_whole
 from mmtrain.stock.exporters import STOCK_CLASSES, stock_class
-from mmtrain.stock.stock_class import TIMM, StockClass
+from mmtrain.stock.stock_class import StockClass
 
 if TYPE_CHECKING:
     from PIL import Image

@@ -15,13 +15,12 @@ from typing import TYPE_CHECKING, Literal
 
 from mmtrain.base.arguments import command_parser
 from mmtrain.base.printing import print_result
-from mmtrain.models.facts.encoders import family_of
 from mmtrain.models.facts.families import encoder_config
 from mmtrain.models.facts.model_files import model_folder
 from mmtrain.models.facts.recorded_shapes import FOLDER, PLANNING_KEYS, Recorded, as_json
 from mmtrain.models.facts.shapes import llm_shape_from, vision_shape_from
 from mmtrain.models.facts.timm_models import timm_record
-from mmtrain.models.facts.vision_files import hf_facts, is_timm_name
+from mmtrain.models.facts.vision_files import encoder_settings, is_timm_name
 
 if TYPE_CHECKING:
     from torch import nn
@@ -87,8 +86,7 @@ def record_hf_vision(options: argparse.Namespace) -> Recorded:
 
     folder = model_folder(options.vision)
     config_json = encoder_config(folder)
-    family = family_of(config_json.get("model_type"), str(folder))
-    hf_facts(config_json, str(folder))
+    family = encoder_settings(config_json, str(folder)).family
     facts = stock_config(family, folder)
     facts._attn_implementation = "sdpa"  # else config.json names it, and may name a kernel to be downloaded
     with torch.device("meta"):

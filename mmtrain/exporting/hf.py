@@ -41,6 +41,7 @@ from mmtrain.exporting.projector_file import Origin, origin, run_tensors
 from mmtrain.exporting.tensors import TensorSource, TensorWriter, check_written, require_space, write_shards
 from mmtrain.exporting.vision import encoder_for_export, wrapped_timm_encoder
 from mmtrain.models.facts.adapters import is_llm_adapter
+from mmtrain.models.facts.encoders import TIMM
 from mmtrain.models.facts.model_files import model_folder, read_header
 from mmtrain.models.facts.shapes import llm_shape
 from mmtrain.models.modules.language import causal_config, quiet
@@ -50,7 +51,7 @@ from mmtrain.models.modules.tiny import tiny_model
 from mmtrain.models.weights.fingerprint import fingerprint
 from mmtrain.plan.plan import StagePlan
 from mmtrain.stock.exporters import exporter_for, formats_for
-from mmtrain.stock.stock_class import TIMM, WHAT_WORKS, ExportedClass, ExportedEncoder, StockClass
+from mmtrain.stock.stock_class import WHAT_WORKS, ExportedClass, ExportedEncoder, StockClass
 
 BOUND = 1e-5  # relative to the largest logit; the same kernels run, 0.0 on every family that fits
 HEAD = "llm.head.weight"

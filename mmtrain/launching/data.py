@@ -16,7 +16,7 @@ from mmtrain.data.stream.catalog import data_sets, evaluated_set, shards_by_form
 from mmtrain.demo.data import make_demo_data
 from mmtrain.models.facts.connectors import image_layout
 from mmtrain.models.facts.model_files import model_folder
-from mmtrain.models.facts.tokenizer_files import refuse_missing_chat_template, text_fingerprint
+from mmtrain.models.facts.tokenizer_files import text_fingerprint
 
 INDEXED_WHILE_OTHERS_WAIT = 1_000_000_000  # bytes of shards: seconds to a minute
 
@@ -49,7 +49,6 @@ def check_data(config: RunConfig, others_wait: bool) -> RunConfig:
     `others_wait` says that other processes are about to wait for this one, with a timeout: indexing is theirs to see
     done before, unless it takes moments.
     """
-    refuse_missing_chat_template(config)
     config = with_formats(config)
     found = {f"data.sets ({one.name})" if one.name else "data.shards": one for one in data_sets(config.data)}
     if (held_out := evaluated_set(config)) is not None:

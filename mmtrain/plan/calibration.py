@@ -165,7 +165,7 @@ def calibration_key(config: RunConfig, models: Models, device: Device) -> Key:
     if models.layout.positions_per_tile != vision.patches_per_image:  # pooling has no parameters that would tell
         facts.append(models.layout.positions_per_tile)
     if models.layout.is_sized:  # what a typical image is
-        facts.append(asdict(models.layout))
+        facts.append(models.layout.numbers)
     return Key(
         device=device.name,
         ranks=device.ranks,

@@ -11,29 +11,23 @@ of a timm encoder tell (an activation, rotary positions) is known when it is exp
 from __future__ import annotations
 
 import contextlib
-import math
 from collections.abc import Collection
 from typing import Literal
 
 from mmtrain.base.errors import UserError
 from mmtrain.config.schema import RunConfig
 from mmtrain.models.facts.adapters import is_adapter, is_llm_adapter
-from mmtrain.models.facts.encoders import FAMILIES, family_of
 from mmtrain.models.facts.families import (
     BASE_PREFIX,
     HEADS_BY_DEFAULT,
     PLAIN_HEAD,
     canonical_name,
-    encoder_config,
     holds_parts,
     llm_config,
     llm_tensors,
 )
 from mmtrain.models.facts.model_files import find_model_folder, model_folder, tensor_shapes
-from mmtrain.models.facts.recorded_shapes import find_recorded
 from mmtrain.models.facts.shapes import llm_shape, vision_shape
-from mmtrain.models.facts.timm_models import form_of
-from mmtrain.models.facts.vision_files import is_timm_name
 from mmtrain.models.layouts.registry import LAYOUTS
 from mmtrain.stock.aya_vision import AyaVision
 from mmtrain.stock.idefics3 import Idefics3
@@ -41,7 +35,7 @@ from mmtrain.stock.internvl import InternVL
 from mmtrain.stock.llava import Llava
 from mmtrain.stock.llava_next import LlavaNext, LlavaOnevision
 from mmtrain.stock.perception_lm import PerceptionLM
-from mmtrain.stock.stock_class import TIMM, EncoderFacts, StockClass
+from mmtrain.stock.stock_class import StockClass
 
 Base = Literal["llm", "hf"]  # what adapters are for: the LLM as it was published, or a whole model of its own
 LLAVA_CODE = ("linear", "mlp2x_gelu")  # projectors that LLaVA's own code builds
@@ -63,16 +57,16 @@ def exporter_for(config: RunConfig) -> StockClass:
 
     Raises UserError with what each class that has its connector would need, and what `vision_shape` raises.
     """
-    kind, layout = config.model.projector.type, config.model.vision.layout
+    kind, vision = config.model.projector.type, config.model.vision
     near = [stock for stock in STOCK_CLASSES if kind in stock.connectors]
-    near = [stock for stock in near if layout in stock.layouts] or near
+    near = [stock for stock in near if vision.layout in stock.layouts] or near
     if not near:
         known = ", ".join(f"{connector} ({stock.name})" for stock in STOCK_CLASSES for connector in stock.connectors)
         raise UserError(f"no stock model has a {kind} projector (model.projector.type); there are {known}")
     if why := _unfit_llm(config.model.llm.path):
         raise UserError(f"no stock model computes what this run trains: {why}; it would need another model.llm.path")
-    encoder = _encoder(config)
-    needs = {stock: list(stock.needs(config, encoder)) for stock in near}
+    shape = vision_shape(vision.name, vision.select_layer, vision.final_norm)
+    needs = {stock: list(stock.needs(config, shape)) for stock in near}
     for stock, missing in needs.items():
         if not missing:
             return stock
@@ -95,22 +89,6 @@ def _unfit_llm(path: str) -> str:
     if any(parameter.name == "llm.head.bias" for parameter in llm.head):
         return f"the head of {path} ({llm.model_type}) has a bias, and the stock heads have none"
     return f"they do not find the embedding of a {llm.model_type}" if llm.model_type in _OTHER_EMBEDDING else ""
-
-
-def _encoder(config: RunConfig) -> EncoderFacts:
-    name = config.model.vision.name
-    shape = vision_shape(name, config.model.vision.select_layer, config.model.vision.final_norm)
-    side = math.isqrt(shape.patches_per_image)
-    if not is_timm_name(name):
-        folder, recorded = find_model_folder(name), find_recorded("vision", name)
-        content = recorded.config if folder is None and recorded is not None else encoder_config(folder)
-        if "architecture" not in content:
-            model = family_of(content.get("model_type"), name).model
-            return EncoderFacts(model, model, "", shape.prefix_tokens, side)
-    form = form_of(parameter.name.removeprefix("vision.") for parameter in shape.parameters)
-    if isinstance(form, str):
-        return EncoderFacts(TIMM, None, form, shape.prefix_tokens, side)
-    return EncoderFacts(TIMM, FAMILIES[form.model_type].model, "", shape.prefix_tokens, side)
 
 
 def refuse_llava_code(config: RunConfig, trained: Collection[str]) -> None:
@@ -165,15 +143,18 @@ def default_base(config: RunConfig) -> Base:
     return "llm" if alone else "hf"
 
 
+_CHECKS = {
+    "llava": refuse_llava_code,
+    "hf": _refuse_unknown_class,
+    "peft": _refuse_without_adapters,
+    "peft --base llm": _refuse_more_than_adapters,
+}  # by --format
+
+
 def formats_for(config: RunConfig, trained: Collection[str]) -> str:
     """Options of `mmtrain export` that write what a run `trained`, by global names."""
     formats = ["--format safetensors"]
-    for name, check in (
-        ("llava", refuse_llava_code),
-        ("hf", _refuse_unknown_class),
-        ("peft", _refuse_without_adapters),
-        ("peft --base llm", _refuse_more_than_adapters),
-    ):
+    for name, check in _CHECKS.items():
         with contextlib.suppress(UserError):
             check(config, trained)
             formats.append(f"--format {name}")
@@ -181,17 +162,12 @@ def formats_for(config: RunConfig, trained: Collection[str]) -> str:
 
 
 def check_export_format(config: RunConfig, trained: Collection[str]) -> None:
-    """Raises UserError for a run that could not leave by its `export.format`, saying what to change.
-
-    trained: the global names of what trains.
-    """
+    """Raise UserError where `export.format` cannot hold what a run trains (`trained`, by global names)."""
+    check = _CHECKS.get(config.export.format or "")
+    if check is None:
+        return
     try:
-        if config.export.format == "hf":
-            _refuse_unknown_class(config, trained)
-        elif config.export.format == "llava":
-            refuse_llava_code(config, trained)
-        elif config.export.format == "peft":
-            _refuse_without_adapters(config, trained)
+        check(config, trained)
     except UserError as error:
         raise UserError(
             f"export.format={config.export.format}: {error}; change that, or set export.format=safetensors"

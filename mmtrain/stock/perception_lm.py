@@ -8,8 +8,9 @@ from mmtrain.base.errors import UserError
 from mmtrain.config.schema import RunConfig
 from mmtrain.data.samples.records import IMAGE_MARK
 from mmtrain.models.facts.connectors import reduction
+from mmtrain.models.facts.encoders import TIMM
 from mmtrain.models.layouts.layout import ImageLayout, Tiling
-from mmtrain.stock.stock_class import TIMM, WHAT_WORKS, ExportedEncoder, StockClass
+from mmtrain.stock.stock_class import WHAT_WORKS, ExportedEncoder, StockClass
 from mmtrain.stock.stock_folder import Keys, StockFolder, shown
 
 if TYPE_CHECKING:

@@ -1,6 +1,6 @@
 """A stock class of transformers: which runs it computes, what its folder holds, what such a folder says.
 
-planner:  config, EncoderFacts --needs--> what a run would have to change, or nothing
+planner:  config, VisionShape --needs--> what a run would have to change, or nothing
 export:   run, ExportedEncoder --config, processor, image_settings, names--> the files of a folder
           tiles of a sample's images --inputs--> what the stock model takes for them
 init:     StockFolder --read--> keys of model.vision, model.projector and data.image_fit
@@ -12,6 +12,7 @@ image layout does. transformers is imported when an export or a chat first asks 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -22,8 +23,10 @@ from mmtrain.base.errors import UserError
 from mmtrain.config.schema import RunConfig
 from mmtrain.data.samples.records import IMAGE_MARK
 from mmtrain.models.facts.connectors import NEWLINE, image_layout, reduction
+from mmtrain.models.facts.encoders import FAMILIES, TIMM
 from mmtrain.models.facts.families import canonical_name
-from mmtrain.models.facts.shapes import llm_shape
+from mmtrain.models.facts.shapes import VisionShape, llm_shape
+from mmtrain.models.facts.timm_models import form_of
 from mmtrain.models.facts.tokenizer_files import lacking_marks
 from mmtrain.models.layouts.layout import ImageLayout, Tiling
 from mmtrain.models.layouts.registry import LAYOUTS
@@ -41,20 +44,8 @@ WHAT_WORKS = (
     "--format safetensors exports any projector, --format llava a linear or mlp2x_gelu one that was trained alone, on "
     "features before the encoder's last norm"
 )
-TIMM = "timm"  # as a kind of encoder; the others are classes of transformers
 INTERN_VIT = "InternVLVisionModel"
 OUTER = "vision_model."  # what comes before a CLIP or SigLIP tensor's name, depending on who saved it
-
-
-@dataclass(frozen=True)
-class EncoderFacts:
-    """What a stock class asks of a run's encoder."""
-
-    kind: str  # "timm", or its class of transformers
-    model: str | None  # class of transformers that it is, or that a timm encoder becomes; None where it has none
-    unfit: str  # why it has none
-    prefix_tokens: int
-    side: int  # patches
 
 
 @dataclass(frozen=True)
@@ -161,7 +152,7 @@ class StockClass(ExportedClass):
 
         return getattr(transformers, self.class_name)
 
-    def needs(self, config: RunConfig, encoder: EncoderFacts) -> Iterator[str]:
+    def needs(self, config: RunConfig, shape: VisionShape) -> Iterator[str]:
         """Yield what a run with one of its connectors would have to change, and why."""
         vision, factor = config.model.vision, reduction(config.model.projector)
         if vision.final_norm != self.final_norm:
@@ -177,23 +168,26 @@ class StockClass(ExportedClass):
         if factor not in self.factors:
             factors = " or ".join(map(str, self.factors))
             yield f"model.projector.factor={factors} (it cannot compute with {factor})"
-        if unfit := self._unfit_encoder(vision.name, encoder):
+        if unfit := self._unfit_encoder(vision.name, shape):
             yield f"another model.vision.name ({unfit})"
 
-    def _unfit_encoder(self, name: str, encoder: EncoderFacts) -> str:
+    def _unfit_encoder(self, name: str, vision: VisionShape) -> str:
         """Return why the class does not compute with the encoder `name`; "" where it does."""
-        kind = TIMM if encoder.kind == TIMM and TIMM in self.encoders else encoder.model
-        if encoder.prefix_tokens > 1:
-            before = f"{name} has {encoder.prefix_tokens} tokens before its patches"
+        kind, side = vision.family.model, math.isqrt(vision.patches_per_image)
+        if vision.prefix_tokens > 1:
+            before = f"{name} has {vision.prefix_tokens} tokens before its patches"
             return f"{before}, and it takes all but a class token for patches"
-        if kind is None:
-            return f"{name} {encoder.unfit}, which no stock encoder has"
+        if kind == TIMM and TIMM not in self.encoders:
+            form = form_of(parameter.name.removeprefix("vision.") for parameter in vision.parameters)
+            if isinstance(form, str):
+                return f"{name} {form}, which no stock encoder has"
+            kind = FAMILIES[form.model_type].model
         if self.encoders and kind not in self.encoders:
             return f"its encoder is {' or '.join(self.encoders)}, and {name} is or becomes {kind}"
         if kind in self.not_encoders:
             return f"its class divides image_size, which is a list in the config of {kind}"
-        if self.largest_grid and (encoder.side > self.largest_grid or encoder.side in self.misplaced):
-            return f"{name} has {encoder.side} x {encoder.side} patches, which its class puts in wrong places"
+        if self.largest_grid and (side > self.largest_grid or side in self.misplaced):
+            return f"{name} has {side} x {side} patches, which its class puts in wrong places"
         return ""
 
     def language_name(self, name: str, base: str) -> str:

@@ -8,9 +8,12 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from pydantic import TypeAdapter, ValidationError
+
 from mmtrain.base.errors import UserError
 from mmtrain.base.printing import escape
-from mmtrain.config.limits import MAX_GRID_SIDE, MAX_GRIDS
+from mmtrain.config.limits import MAX_GRIDS
+from mmtrain.config.model import Pinpoints
 from mmtrain.models.facts.connectors import refuse_other_settings
 from mmtrain.models.facts.model_files import Shape, read_json, tensor_shapes
 from mmtrain.models.facts.settings import is_whole
@@ -22,6 +25,7 @@ Keys = dict[str, Any]
 PARTS = ("model.llm.path", "model.vision.name", "model.projector.init_from")
 BY_PARTS = f"give the model by its parts instead, in {', '.join(PARTS)}"
 _CONNECTOR = re.compile(r"(?:model\.)?(?:multi_modal_projector|connector\.modality_projection)\.")
+_PINPOINTS: TypeAdapter[Pinpoints] = TypeAdapter(Pinpoints)
 
 
 @dataclass(frozen=True)
@@ -95,21 +99,22 @@ class StockFolder:
     def grids(self, layout: Anyres) -> Keys:
         """Return the keys of an image layout of grids; `layout` has those of a folder that says none."""
         self.fit()
-        own = layout.grids
-        trained, processed = (settings.get("image_grid_pinpoints") for settings in (self.config, self.images))
-        trained, processed = (own if pairs is None else pairs for pairs in (trained, processed))
-        side = self.vision.image_size
-        if not _are_grids(trained, side):
-            raise UserError(
-                f"config.json says image_grid_pinpoints {shown(trained)}; needed are up to {MAX_GRIDS} pairs of height "
-                f"and width, multiples of {side}, the side of its encoder's square in pixels"
+        stated = [settings.get("image_grid_pinpoints") for settings in (self.config, self.images)]
+        try:
+            trained, processed = (
+                _PINPOINTS.validate_python(layout.grids if grids is None else grids) for grids in stated
             )
-        if not isinstance(processed, list | tuple) or _lists(trained) != _lists(processed):
+        except ValidationError:
+            raise UserError(
+                f"config.json says image_grid_pinpoints {shown(stated[0])} and its image processor {shown(stated[1])}; "
+                f"needed are up to {MAX_GRIDS} pairs of height and width in pixels"
+            ) from None
+        if trained != processed:
             raise UserError(
                 f"its image processor has image_grid_pinpoints {shown(processed)} and config.json {shown(trained)}; "
                 "correct the one that is wrong"
             )
-        return {"pinpoints": tuple((height, width) for height, width in trained), "image_fit": None}
+        return {"pinpoints": trained, "image_fit": None}
 
     def layer(self, default: int, strategy: str) -> int:
         """Return model.vision.select_layer; folders count hidden states from 0, the embeddings."""
@@ -142,17 +147,3 @@ class StockFolder:
 def shown(value: Any) -> str:
     """Return a value of a folder's file as a message shows it."""
     return "null" if value is None else escape(repr(value))
-
-
-def _are_grids(value: Any, side: int) -> bool:
-    """Return whether a value is a list of pairs of multiples of `side` pixels."""
-    return (
-        isinstance(value, list | tuple)
-        and 0 < len(value) <= MAX_GRIDS
-        and all(isinstance(pair, list | tuple) and len(pair) == 2 for pair in value)
-        and all(is_whole(pixels, side, MAX_GRID_SIDE) and pixels % side == 0 for pair in value for pixels in pair)
-    )
-
-
-def _lists(pairs: Any) -> list[Any]:
-    return [list(pair) if isinstance(pair, tuple) else pair for pair in pairs]

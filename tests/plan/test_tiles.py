@@ -237,7 +237,7 @@ def test_no_image_takes_more_than_the_most_positions(layout: str, tile_size: int
     images = LAYOUTS[layout](side**2, tile_size)
     draw = random.Random(0)
     sizes = [(draw.randint(20, 2500), draw.randint(20, 2500)) for _ in range(2000)]
-    sizes += [(width, height) for height, width in images.pinpoints]
+    sizes += [(width, height) for height, width in images.image_settings.get("image_grid_pinpoints", ())]
     found = [images.tiling(*size) for size in sizes]
     assert 0.98 * images.most_positions < max(one.positions for one in found) <= images.most_positions
     assert max(one.tiles for one in found) <= images.most_tiles

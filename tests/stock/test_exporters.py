@@ -15,7 +15,6 @@ from mmtrain.stock.idefics3 import Idefics3
 
 NORMED = ("model.vision.final_norm=true", "model.vision.select_layer=-1")
 LORA = ["model.lora.r=4", "model.trainable=[projector, llm.layers.*.lora_*]"]
-ENCODER = ["model.lora.r=4", "model.lora.targets=['*.blocks.*']", "model.trainable=[projector, '*.lora_*']"]
 RESIZED = "data.image_fit=resize"
 
 
@@ -33,13 +32,12 @@ def planned(tiny, *overrides: str) -> str:
     [
         ["export.format=hf"],
         ["export.format=peft", *LORA],
-        ["export.format=peft", "model.lora.targets=['*.mlp']", "model.trainable=[projector, '*.lora_*']"],
         ["export.format=llava", "model.projector.type=linear"],
         ["export.format=safetensors", "model.projector.type=shuffle_mlp2x_gelu"],
-        ["export.format=llava", "model.trainable=[projector.linear_1, projector.linear_2]"],
+        ["export.format=llava", "model.trainable=[projector.*.weight]"],
+        ["export.format=hf", "model.trainable=[llm.layers.1]"],
         ["export.format=hf", "model.projector.type=shuffle_swiglu", RESIZED],
         ["export.format=hf", "model.projector.type=mlp2x_gelu_pool", RESIZED, *NORMED],
-        ["export.format=hf", "model.projector.type=mlp2x_gelu", RESIZED, *NORMED],
     ],
 )
 def test_a_run_that_can_leave_as_it_says_plans(tiny, keys):
@@ -64,7 +62,6 @@ def test_a_run_that_can_leave_as_it_says_plans(tiny, keys):
             ["hf", "shuffle_mlp2x_gelu", RESIZED],
             "another model.vision.name (its encoder is InternVLVisionModel, and ",
         ),
-        (["hf", "mlp2x_gelu_pool", RESIZED], "PerceptionLM would need model.vision.final_norm=true"),
         (
             ["hf", "mlp2x_gelu", *NORMED],
             "Llava would need model.vision.final_norm=false (its features come from before that norm); PerceptionLM "
@@ -73,9 +70,7 @@ def test_a_run_that_can_leave_as_it_says_plans(tiny, keys):
         (["llava", "shuffle_swiglu"], "llava takes a linear or mlp2x_gelu projector, and model.projector.type is "),
         (["llava", "linear", *NORMED], "llava's code knows no model.vision.final_norm=true"),
         (["peft", "mlp2x_gelu"], "peft holds adapters of the LLM, and model.lora gives it none"),
-        (["peft", "mlp2x_gelu", *ENCODER], "model.lora gives it none"),
         (["llava", "mlp2x_gelu", "model.trainable=[projector, '*.norm']"], "alone, and llm.norm.weight trains too"),
-        (["peft", "linear", *LORA], "no stock model has a linear projector"),
     ],
 )
 def test_a_run_that_could_not_leave_is_refused_with_what_to_change(tiny, keys, said):
@@ -93,7 +88,6 @@ TEXT = ("model.vision=null", "data.template=llava_v1", "data.images=strip", "mod
     [
         ("granite", {"logits_scaling": 8.0}, "projector", "(granite) scales or caps its logits (logits_scaling)"),
         ("cohere2", {}, "projector", "(cohere2) scales or caps its logits (logit_scale)"),
-        ("gemma2", {}, "projector", "(gemma2) scales or caps its logits (final_logit_softcapping)"),
         ("phi", {}, "projector", "(phi) has a bias, and the stock heads have none"),
         ("gpt2", {}, "projector", "they do not find the embedding of a gpt2"),
         (
@@ -102,7 +96,6 @@ TEXT = ("model.vision=null", "data.template=llava_v1", "data.images=strip", "mod
             "llm.layers.1",
             "llm.layers.1.mlp.experts.down_proj trains, but the LLM's files have it under",
         ),
-        ("mixtral", {}, "llm.layers.1.mlp.gate", "llm.layers.1.mlp.gate.weight trains, but the LLM's files have"),
     ],
 )
 def test_what_the_files_of_the_llm_tell_is_refused_when_planned(
@@ -114,10 +107,7 @@ def test_what_the_files_of_the_llm_tell_is_refused_when_planned(
     assert found.startswith("export.format=hf: ") and said in found, found
     assert planned(tiny, *keys, f"model.trainable=[{trainable}]") == ""
     alone = planned(tiny, *keys, "export.format=hf", *TEXT)  # by the LLM's own class, which has its head
-    if family in ("qwen3_moe", "mixtral"):
-        assert "trains, but the LLM's files have" in alone
-    else:
-        assert alone == ""
+    assert ("trains, but the LLM's files have" in alone) == (family == "qwen3_moe")
 
 
 @pytest.mark.parametrize(
@@ -130,11 +120,6 @@ def test_a_run_plans_whose_llm_has_a_plain_head_and_each_tensor_that_trains(
     make_tiny.make_tiny_llm(tmp_path / "llm", family, layers=2)
     keys = (f"model.llm.path={tmp_path / 'llm'}", "parallel.pipeline=1", "export.format=hf")
     assert planned(tiny, *keys, f"model.trainable=[projector, {trainable}]") == ""
-
-
-@pytest.mark.parametrize(("form", "trainable"), [("hf", "llm.layers.1"), ("llava", "projector.*.weight")])
-def test_a_run_may_leave_whatever_of_its_projector_trains(tiny, form, trainable):
-    assert planned(tiny, f"export.format={form}", f"model.trainable=[{trainable}]") == ""
 
 
 @pytest.mark.parametrize(
@@ -154,7 +139,6 @@ def test_a_run_may_leave_whatever_of_its_projector_trains(tiny, form, trainable)
             "(its encoder is SiglipVisionModel, and ",
         ),
         ("vit_small_patch14_reg4_dinov2", {}, ["mlp2x_gelu"], "has 5 tokens before its patches"),
-        ("vit_small_patch14_reg4_dinov2", {}, ["mlp2x_gelu_pool", RESIZED, *NORMED], "has 5 tokens before its patches"),
         (
             "vit_base_patch16_siglip_224",
             {"img_size": 7 * 38},

@@ -278,53 +278,35 @@ def altered(folder: Path, tmp_path: Path, changes: dict, file: str = "config.jso
 
 REFUSED = [  # class, file, changes, what is said
     ("llava", "config.json", {"model_type": "gemma3"}, "has model_type 'gemma3'; needed is one of llava"),
-    ("llava", "config.json", {"model_type": ["llava"]}, "says model_type ['llava'], which no model has"),
     ("llava", "config.json", {"vision_feature_layer": [-2, -5]}, "vision_feature_layer [-2, -5]; mmtrain takes"),
-    ("llava", "config.json", {"vision_feature_layer": 0}, "vision_feature_layer 0; mmtrain takes the output of one"),
     ("llava", "config.json", {"vision_feature_layer": -4}, "1 to 3 or -3 to -1"),
     ("llava", "config.json", {"vision_feature_select_strategy": "full"}, "'full', not default: a class token would"),
     ("aya_vision", "config.json", {"vision_feature_select_strategy": "default"}, "not full: a patch would be dropped"),
     ("llava", "config.json", {"projector_hidden_act": "relu"}, "projector_hidden_act relu, ours gelu"),
-    ("llava", "config.json", {"multimodal_projector_bias": False}, "multimodal_projector_bias False, ours True"),
     ("llava", "config.json", {"quantization_config": {"quant_method": "awq"}}, "this checkpoint is quantised (awq)"),
     ("llava", "config.json", {"vision_config": {"model_type": "pixtral"}}, "has model_type pixtral, which is not"),
-    ("llava", "config.json", {"vision_config": {"model_type": "siglip2_vision_model"}}, "variable size (NaFlex)"),
-    ("llava", "config.json", {"text_config": 5}, "says text_config 5, which no model has"),
-    ("llava", "config.json", {"vision_config": []}, "says vision_config [], which no model has"),
-    ("llava", "config.json", {"text_config": {"model_type": ["llama"]}}, "says model_type ['llama'], which no"),
     ("llava", "config.json", {"text_config": {"model_type": "mamba"}}, "recurrent layers"),
-    ("llava", "config.json", {"text_config": {"num_hidden_layers": 10**9}}, "says num_hidden_layers 1000000000"),
     ("llava", "config.json", {"text_config": {"vocab_size": 10**9}}, "vocab_size 1000000000, but no tensor is"),
-    ("llava", "config.json", {"text_config": {"intermediate_size": 10**12}}, "says intermediate_size 1000000000000"),
     ("llava", "config.json", {"vision_config": {"num_hidden_layers": 2}}, "says 2 blocks and the weights have 3"),
     ("idefics3", "config.json", {"vision_config": {"num_hidden_layers": None}}, "says 12 blocks and the weights"),
-    ("llava", "config.json", {"vision_config": {"image_size": "28"}}, "image_size '28', which no model has"),
     ("llava", "processor_config.json", {"image_processor": {"do_normalize": False}}, "has do_normalize False"),
     ("llava", "processor_config.json", {"image_processor": {"rescale_factor": 1.0}}, "needed is 1/255"),
     ("llava", "processor_config.json", {"image_processor": {"size": {"height": 14, "width": 14}}}, "takes 28 pixels"),
-    ("llava", "processor_config.json", {"image_processor": {"size": [[]]}}, "has size [[]], and the encoder"),
     ("llava", "processor_config.json", {"image_processor": None}, "no preprocessor_config.json"),
     ("aya_vision", "processor_config.json", {"image_processor": {"max_patches": 12}}, "into tiles (max_patches 12)"),
     ("aya_vision", "processor_config.json", {"tile_token": "TILE"}, "writes 'TILE' (tile_token) beside an image"),
     ("aya_vision", "processor_config.json", {"end_of_img_token": None}, "(end_of_img_token) beside an image"),
     ("aya_tiles", "processor_config.json", {"start_of_img_token": None}, "writes '<|START_OF_IMG|>' (start_of_img_tok"),
     ("aya_tiles", "processor_config.json", {"image_processor": {"min_patches": 2}}, "min_patches 2 and pictures made"),
-    ("aya_tiles", "processor_config.json", {"image_processor": {"max_patches": 10**9}}, "1000000000, which no"),
     ("aya_tiles", "processor_config.json", {"tile_token": "T"}, "into tiles (max_patches 6)"),
-    ("llava_next", "config.json", {"image_grid_pinpoints": "(1x1)"}, "image_grid_pinpoints '(1x1)'; needed are up to"),
+    ("llava_next", "config.json", {"image_grid_pinpoints": "(1x1)"}, "image_grid_pinpoints '(1x1)' and its"),
     ("llava_next", "config.json", {"image_grid_pinpoints": [[28, 56], 5]}, "needed are up to 400 pairs of height"),
-    ("llava_next", "config.json", {"image_grid_pinpoints": [[28, 57]]}, "multiples of 28, the side of its encoder's"),
-    ("llava_next", "config.json", {"image_grid_pinpoints": [[28, 28 * 10**6]]}, "needed are up to 400 pairs"),
-    ("llava_next", "config.json", {"image_grid_pinpoints": [[28, 56]] * 401}, "needed are up to 400 pairs"),
+    ("llava_next", "config.json", {"image_grid_pinpoints": [[28, 57]]}, "has image_grid_pinpoints ((28, 56"),
     ("llava_next", "config.json", {"image_grid_pinpoints": [[28, 56]]}, "its image processor has image_grid_pinpoints"),
     ("llava_next", "config.json", {"image_grid_pinpoints": None}, "config.json ((336, 672), (672, 3"),
-    ("llava_next", "config.json", {"vision_feature_layer": [-2, -5]}, "vision_feature_layer [-2, -5]; mmtrain takes"),
     ("llava_next", "processor_config.json", {"image_processor": {"size": {"shortest_edge": 56}}}, "takes 28 pixels"),
     ("llava_onevision", "config.json", {"vision_aspect_ratio": "anyres_max_4"}, "vision_aspect_ratio 'anyres_max_4'"),
-    ("llava_onevision", "processor_config.json", {"vision_aspect_ratio": 5}, "vision_aspect_ratio 5, and the posit"),
     ("aya_vision", "config.json", {"downsample_factor": 7}, "downsample_factor 7; factors that work are 2, 3, 4"),
-    ("aya_vision", "config.json", {"downsample_factor": 1}, "downsample_factor 1; factors that work are 2, 3, 4"),
-    ("idefics3", "config.json", {"scale_factor": 1}, "scale_factor 1; factors that work are 2, 3, 4"),
     ("aya_vision", "config.json", {"adapter_layer_norm_eps": 1e-5}, "adapter_layer_norm_eps 1e-05, ours 1e-06"),
     ("idefics3", "preprocessor_config.json", {"max_image_size": {"longest_edge": 364}}, "encoder takes 28 pixels"),
     ("internvl", "config.json", {"downsample_ratio": 0.3}, "downsample_ratio 0.3; factors that work are 2, 4"),
@@ -332,7 +314,6 @@ REFUSED = [  # class, file, changes, what is said
     ("internvl", "tokenizer_config.json", {"start_image_token": "<img>"}, "writes '<img>' (start_image_token)"),
     ("perception_lm", "preprocessor_config.json", {"vision_input_type": "thumb+tile"}, "(vision_input_type"),
     ("perception_lm", "config.json", {"vision_use_cls_token": False}, "says vision_use_cls_token False"),
-    ("perception_lm", "config.json", {"vision_config": {"architecture": "hf-hub:evil/x"}}, "hf-hub:evil"),
 ]  # fmt: skip
 
 
@@ -365,8 +346,7 @@ def test_weights_that_lack_a_part_or_hold_it_twice_are_refused(make, configured,
         build_stage(config := configured(folder), plan_for_here(config).ranks[0].stages[0])
 
 
-@pytest.mark.parametrize("dtype", [torch.int8, torch.bool, torch.float8_e4m3fn, torch.complex64])
-@pytest.mark.parametrize("part", ["language_model.", "vision_tower."])
+@pytest.mark.parametrize(("part", "dtype"), [("language_model.", torch.int8), ("vision_tower.", torch.float8_e4m3fn)])
 def test_weights_that_are_codes_are_refused_by_their_name(make, configured, tmp_path, part, dtype):
     folder = shutil.copytree(make("llava").folder, tmp_path / "whole")
     tensors = load_file(folder / "model.safetensors")
@@ -405,9 +385,7 @@ def test_nonsense_in_any_place_of_its_files_is_one_line_or_does_not_matter(make,
     [
         ("float32", {}, "float32", False),
         ("float32", {"llm": {"dtype": "bfloat16"}}, "bfloat16", False),
-        ("bfloat16", {}, "bfloat16", False),
         ("float16", {}, "bfloat16", True),
-        ("float16", {"llm": {"dtype": "float32"}}, "float32", False),
     ],
 )
 def test_a_folder_trains_in_its_own_type_unless_the_configuration_says_another(
@@ -419,16 +397,6 @@ def test_a_folder_trains_in_its_own_type_unless_the_configuration_says_another(
     config = configured(folder, **{"llm": {}, **model})
     assert (config.model.llm.dtype, config.model.vision_dtype) == (dtype, dtype)
     assert (f"model.pretrained: {folder}: its float16 is rounded to bfloat16" in "".join(logged)) == is_told
-
-
-def test_a_folder_of_float32_that_is_imported_and_exported_again_has_the_same_bits(make, configured, tmp_path):
-    whole = make("llava")
-    config = configured(whole.folder, llm={})
-    trained = read_projector(str(whole.folder), config.model.projector, 32, 64, has_newline(config))
-    checkpoint = make_checkpoint(tmp_path / "run", config, {f"projector.{name}": t for name, t in trained.items()})
-    mmtrain.export(checkpoint.path, "hf", tmp_path / "out")
-    ours, theirs = load_stock(tmp_path / "out").state_dict(), whole.model.state_dict()
-    assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
 
 def test_a_key_given_by_hand_may_repeat_the_folder_and_not_contradict_it(make, configured):

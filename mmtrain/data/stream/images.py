@@ -27,7 +27,7 @@ from mmtrain.data.shards.index_file import MEND
 from mmtrain.models.facts.families import encoder_config, holds_parts
 from mmtrain.models.facts.model_files import model_folder
 from mmtrain.models.facts.timm_models import timm_config
-from mmtrain.models.facts.vision_files import hf_facts, is_timm_name, preprocessing, timm_image_size
+from mmtrain.models.facts.vision_files import encoder_settings, is_timm_name, preprocessing
 from mmtrain.models.layouts.anyres import centred_size
 from mmtrain.models.layouts.layout import Tiling
 
@@ -216,9 +216,9 @@ def _published(name: str) -> tuple[int, Sequence[float], Sequence[float], str]:
         return config.input_size[-1], config.mean, config.std, config.interpolation
     folder = model_folder(name)
     config = encoder_config(folder)
+    size = encoder_settings(config, str(folder)).image_size
     if "architecture" in config and not holds_parts(folder):
         facts = config.get("pretrained_cfg", config)
-        return timm_image_size(config, str(folder)), facts["mean"], facts["std"], facts["interpolation"]
-    facts, is_timms = preprocessing(folder), "architecture" in config
-    size = timm_image_size(config, str(folder)) if is_timms else hf_facts(config, str(folder))["image_size"]
+        return size, facts["mean"], facts["std"], facts["interpolation"]
+    facts = preprocessing(folder)
     return size, facts.mean, facts.std, Image.Resampling(facts.resample).name

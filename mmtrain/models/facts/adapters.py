@@ -28,7 +28,7 @@ def is_adapter(name: str) -> bool:
 
 
 def is_llm_adapter(name: str) -> bool:
-    """The same, of the LLM's layers alone."""
+    """Whether a parameter is one of an adapter's in the LLM."""
     return name.startswith("llm.") and is_adapter(name)
 
 
@@ -39,8 +39,8 @@ def adapted_layer(name: str) -> str:
 
 def is_target(name: str, shape: Shape, lora: LoraSection | None) -> bool:
     """Whether `model.lora` gives an adapter to the layer whose weight this parameter is."""
-    stands = _DECODER_LAYER.match(name) or ENCODER_BLOCK.match(name)
-    return bool(lora and stands and name.endswith(".weight") and len(shape) == 2 and matches_any(name, lora.targets))
+    layer = _DECODER_LAYER.match(name) or ENCODER_BLOCK.match(name)
+    return bool(lora and layer and name.endswith(".weight") and len(shape) == 2 and matches_any(name, lora.targets))
 
 
 def with_adapters(llm: LlmShape, vision: VisionShape, lora: LoraSection | None) -> tuple[LlmShape, VisionShape]:
@@ -53,14 +53,14 @@ def with_adapters(llm: LlmShape, vision: VisionShape, lora: LoraSection | None) 
     transposed = llm.model_type in _TRANSPOSED
     decoder = tuple(_with_pairs(layer, lora, transposed=transposed) for layer in llm.decoder)
     encoder = _with_pairs(vision.parameters, lora)
-    names = [p.name for layer in (*decoder, encoder) for p in layer if is_adapter(p.name)]
+    adapted = {adapted_layer(p.name) + ".weight" for layer in (*decoder, encoder) for p in layer if is_adapter(p.name)}
     for pattern in lora.targets:
-        if not any(matches_any(adapted_layer(name) + ".weight", (pattern,)) for name in names):
-            of_one = LoraSection(targets=("llm.layers.*",))
-            known = [re.sub(r"\.\d+\.", ".*.", p.name) for p in llm.decoder[0] if is_target(p.name, p.shape, of_one)]
+        if not any(matches_any(name, (pattern,)) for name in adapted):
+            every_layer = LoraSection(targets=("llm.layers.*",))
+            fitting = [adapted_layer(p.name) for p in llm.decoder[0] if is_target(p.name, p.shape, every_layer)]
             raise UserError(
                 f"model.lora.targets: {pattern!r} names no linear layer of a decoder layer or of an encoder's block "
-                f"(vision.*); decoder layers have {', '.join(name.removesuffix('.weight') for name in known)}"
+                f"(vision.*); decoder layers have {', '.join(re.sub(r'[.]0[.]', '.*.', name) for name in fitting)}"
             )
     return replace(llm, decoder=decoder), replace(vision, parameters=encoder)
 
@@ -82,16 +82,12 @@ def _with_pairs(
 
 
 def _refuse_unfit(parameter: ParameterShape, siblings: Sequence[ParameterShape]) -> None:
-    """Raise UserError for a matrix of a decoder layer or block that no adapter fits; norms and biases are none."""
-    stands = _DECODER_LAYER.match(parameter.name) or ENCODER_BLOCK.match(parameter.name)
-    if not stands or len(parameter.shape) < 2:
+    """Raise UserError for a matrix of a decoder layer or block that no adapter fits."""
+    block = _DECODER_LAYER.match(parameter.name) or ENCODER_BLOCK.match(parameter.name)
+    if not block or len(parameter.shape) < 2:
         return
-
-    def place(name: str) -> str:
-        return name.removeprefix(stands[0]).partition(".")[0]
-
     layer = adapted_layer(parameter.name)
-    siblings = [p for p in siblings if p.name.startswith(stands[0])]
+    siblings = [p for p in siblings if p.name.startswith(block[0])]
     experts = {p.name.rpartition(".")[0]: p.shape[0] for p in siblings if len(p.shape) > 2}  # how many each holds
     beside = {(module.rpartition(".")[0], count) for module, count in experts.items()}
     if parameter.name.rpartition(".")[0] in experts:
@@ -102,9 +98,6 @@ def _refuse_unfit(parameter: ParameterShape, siblings: Sequence[ParameterShape])
         why = "is computed without a call of its layer, since its bias is a tensor of its own"
     else:
         return
-    unfit = {place(layer), *map(place, experts)}
-    fit = dict.fromkeys(place(p.name) for p in siblings if len(p.shape) == 2)
-    fit = [re.sub(r"[0-9]+", "*", stands[0]) + name for name in fit if name not in unfit]
     raise UserError(
-        f"model.lora.targets: {layer} {why}, so that it cannot have an adapter; name what can, e.g. {' or '.join(fit)}"
+        f"model.lora.targets: {layer} {why}, so that it cannot have an adapter. Name the layers beside it instead."
     )

@@ -1,20 +1,10 @@
-"""What trains between encoder and LLM: each connector as the operations of the stock class that has it, without torch.
+"""The connectors between encoder and LLM: each as the operations of the stock class that has it, without torch.
 
 features (N, T, W) of T = n x n patches --operations, in fp32--> image embeddings (N, T / factor^2, D)
 
-| type               | stock class of transformers | operations                                        |
-|--------------------|-----------------------------|---------------------------------------------------|
-| linear             | LLaVA's first, no class     | linear                                            |
-| mlp2x_gelu         | Llava                       | linear, GELU, linear                              |
-| shuffle_swiglu     | AyaVision                   | shuffle, LayerNorm, linear, SwiGLU, linear        |
-| shuffle_linear     | Idefics3, SmolVLM           | shuffle, linear without bias                      |
-| shuffle_mlp2x_gelu | InternVL                    | shuffle, LayerNorm, linear, GELU, linear          |
-| mlp2x_gelu_pool    | PerceptionLM                | linear, GELU, linear, mean of factor x factor     |
-
-Layouts whose lines end with a trained newline (LlavaNext, LlavaOnevision) add `image_newline` (D,) to any of them.
-
-From them follow the torch module, its parameters, what they cost and where an export puts them. Parameters have the
-names of the stock class. A connector is a function here and its name in `ProjectorSection.type`.
+The torch module, its parameters, what they cost and where an export puts them follow from the operations. A connector
+is a function here and its name in `ProjectorSection.type`; its parameters have the names of the stock class. Layouts
+whose lines end with a trained newline add `image_newline` (D,) to any of them.
 """
 
 from __future__ import annotations
@@ -33,7 +23,7 @@ from mmtrain.models.facts.shapes import ParameterShape, vision_shape
 from mmtrain.models.layouts.layout import ImageLayout
 from mmtrain.models.layouts.registry import LAYOUTS, TEXT_ALONE
 
-STOCK_SETTINGS = {"projector_hidden_act": "gelu", "adapter_layer_norm_eps": 1e-6, "multimodal_projector_bias": True}
+_STOCK_SETTINGS = {"projector_hidden_act": "gelu", "adapter_layer_norm_eps": 1e-6, "multimodal_projector_bias": True}
 NEWLINE = "image_newline"
 DEFAULT_FACTOR = 2  # of the stock classes that shuffle
 
@@ -160,25 +150,19 @@ CONNECTORS: dict[str, Callable[[Sizes], tuple[Operation, ...]]] = {
 def connector(
     section: ProjectorSection, vision_width: int, llm_width: int, newline: bool = False
 ) -> tuple[Operation, ...]:
-    """The operations of the connector that `section` (`model.projector`) names, in the order in which they run.
+    """Return the operations of a connector (`model.projector`), in the order in which they run.
 
-    newline: whether the run's layout has trained newlines (`has_newline`). Raises UserError for a factor or an inner
-    width that its type does not have.
+    newline: whether the run's layout has trained newlines. Raises UserError for a factor or width of another type.
     """
     sizes = Sizes(vision_width, llm_width, section.factor or DEFAULT_FACTOR, section.width)
     operations = CONNECTORS[section.type](sizes)
-    if section.factor is not None and not any(isinstance(operation, Shuffle | Pool) for operation in operations):
-        raise UserError(
-            f"model.projector.factor: {section.factor}, but {section.type} gives one position for each patch; leave it "
-            f"out, or take a type that shuffles or pools: {_types_with(Shuffle, Pool)}"
-        )
-    if not any(isinstance(operation, Swiglu) for operation in operations):
-        if section.width is not None:
+    for key, kinds in (("factor", (Shuffle, Pool)), ("width", (Swiglu,))):
+        if getattr(section, key) is not None and not any(isinstance(operation, kinds) for operation in operations):
             raise UserError(
-                f"model.projector.width: {section.width}, but {section.type} has no inner width of its own; leave it "
-                f"out, or take {_types_with(Swiglu)}"
+                f"model.projector.{key}: {getattr(section, key)}, but {section.type} has none. Leave it out, or set "
+                f"model.projector.type to one of {_types_with(kinds)}."
             )
-    elif (sizes.width or llm_width) % 2:
+    if any(isinstance(operation, Swiglu) for operation in operations) and (sizes.width or llm_width) % 2:
         raise UserError(
             f"model.projector.width: {sizes.width or llm_width} cannot be halved into values and their gates; set an "
             "even number"
@@ -192,10 +176,10 @@ def has_newline(config: RunConfig) -> bool:
 
 
 def refuse_other_settings(config_json: Mapping[str, Any], source: str) -> None:
-    """Raises UserError for a stock model's config.json whose connector is another function of the same tensors."""
-    for setting, ours in STOCK_SETTINGS.items():
-        if (its := config_json.get(setting, ours)) != ours:
-            raise UserError(f"{source}: its projector has {setting} {escape(str(its))}, ours {ours}")
+    """Raise UserError for a stock model's config.json whose connector is another function of the same tensors."""
+    for key, ours in _STOCK_SETTINGS.items():
+        if (value := config_json.get(key, ours)) != ours:
+            raise UserError(f"{source}: its projector has {key} {escape(str(value))}, ours {ours}")
 
 
 def reduction(section: ProjectorSection) -> int:
@@ -222,16 +206,19 @@ def connector_parameters(operations: Sequence[Operation]) -> Iterator[ParameterS
             yield ParameterShape(f"projector.{operation.name}", (operation.width,))
 
 
-def _types_with(*kinds: type[Operation]) -> str:
-    made = {name: make(Sizes(1, 2)) for name, make in CONNECTORS.items()}
-    return ", ".join(name for name, operations in made.items() if any(isinstance(one, kinds) for one in operations))
+def _types_with(kinds: tuple[type[Operation], ...]) -> str:
+    return ", ".join(
+        name
+        for name, make in CONNECTORS.items()
+        if any(isinstance(operation, kinds) for operation in make(Sizes(1, 2)))
+    )
 
 
 def image_layout(config: RunConfig) -> ImageLayout:
-    """The layout of a run's images; without an encoder they take no position.
+    """Return the layout of a run's images; without an encoder they take no position.
 
-    Raises UserError for an encoder whose grid of patches the connector's factor does not divide, for grids of other
-    tiles than its squares, and what `vision_shape` raises.
+    Raises UserError for a factor that does not divide the encoder's grid, and for pinpoints of other tiles than its
+    squares.
     """
     model, layout = config.model, _layout_class(config)
     if model.vision is None:
@@ -239,12 +226,11 @@ def image_layout(config: RunConfig) -> ImageLayout:
     vision = vision_shape(model.vision.name, model.vision.select_layer, model.vision.final_norm)
     factor, side = reduction(model.projector), math.isqrt(vision.patches_per_image)
     if side % factor:
-        fitting = [str(other) for other in (2, 3, 4) if side % other == 0]
-        remedy = f"set model.projector.factor={' or '.join(fitting)}" if fitting else "none of 2, 3 and 4 does"
+        fitting = [f"model.projector.factor={other}" for other in (2, 3, 4) if side % other == 0]
         raise UserError(
             f"model.projector.factor: {factor} does not divide the grid of {model.vision.name}, {side} x {side} "
-            f"patches ({vision.image_size} pixels in patches of {vision.patch_size}); {remedy}"
-            + ("" if fitting else ": take another encoder, or model.projector.type=mlp2x_gelu")
+            f"patches ({vision.image_size} pixels in patches of {vision.patch_size}); set "
+            f"{' or '.join(fitting or ['model.projector.type=mlp2x_gelu'])}"
         )
     size = vision.image_size
     for height, width in model.vision.pinpoints or ():

@@ -1,8 +1,8 @@
 """Vision transformers that can be run up to a block, by how their files name what they hold; and what others are.
 
-Of transformers' encoders a line of `FAMILIES` says all: class, where the patch convolution, blocks and last norm are,
-which tokens stand before those of patches. Names are those of published files (`vision.<name>` is a parameter's global
-name): in memory they differ with the version of transformers, which the class's own conversion of weights hides.
+An `EncoderFamily` says all of one: class, where the patch convolution, blocks and last norm are, which tokens stand
+before those of patches. Names are those of published files (`vision.<name>` is a parameter's global name). In memory
+they differ with the version of transformers, which the class's own conversion of weights hides.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from mmtrain.base.printing import escape
 from mmtrain.models.facts.model_files import Shape
 
 T = TypeVar("T")
+TIMM = "timm"  # in place of a class of transformers
 ENCODER_BLOCK = re.compile(r"vision\.(?:.*\.)?(?:blocks|layers?)\.(\d+)\.")
 """Before what a block holds, by its global name; its number."""
 
@@ -29,40 +30,40 @@ def rows(tensors: Mapping[str, Shape], name: str | None) -> int:
 
 @dataclass(frozen=True)
 class EncoderFamily:
-    """A vision model of transformers and the names of its tensors in published files."""
+    """A vision model and the names of its tensors in published files."""
 
-    model: str  # class
+    model: str  # class of transformers, or TIMM
     processor: str  # class that writes its preprocessor_config.json
     blocks: str  # before a block's number
     patches: str  # the patch convolution
     norm: str | None  # behind the last block, of every token; None: CLIP's is of the class token alone
-    positions: str | None  # table of learned positions: a row a patch, and one for the class token if there is one
+    positions: str | None  # table with a row a patch and one for the class token; None: it is resized, or rotary
     class_token: str | None
-    registers: str | None = None
+    registers: tuple[str, ...] = ()  # tensors of other tokens before the patches
     beside: tuple[str, ...] = ()  # what no patch's feature comes from
     outer: tuple[str, ...] = ()  # what may stand before all names, in a file that holds more than the encoder
     in_memory: tuple[tuple[str, str], ...] = ()  # (what a version of transformers calls it, what files do)
     image_size: int = 224  # pixels a side where config.json says nothing
-    depth: int = 12  # blocks, likewise
+    depth: int | None = 12  # blocks where config.json says nothing; None: not known
 
     def published(self, name: str) -> str:
-        """The name in published files of a tensor that is called so in memory or in any file."""
+        """Return the name in published files of a tensor in memory or in any file."""
         for ours, theirs in self.in_memory:
             name = name.replace(ours, theirs)
         return name
 
     def unused(self, final_norm: bool, source: str) -> tuple[str, ...]:
-        """What no feature comes from; raises UserError where it shall come from a norm that there is none of."""
+        """Return what no feature comes from, as beginnings of names. Raises UserError for a norm that is not there."""
         if final_norm and self.norm is None:
             raise UserError(
-                f"model.vision.final_norm: {source} is a CLIP, whose last norm is for its class token alone, so that "
-                "patches have no features behind it; leave final_norm out"
+                f"model.vision.final_norm: {source} is a CLIP, whose last norm is for its class token alone. Leave "
+                "final_norm out."
             )
         return self.beside if final_norm or self.norm is None else (*self.beside, self.norm)
 
     def prefix_tokens(self, tensors: Mapping[str, Shape]) -> int:
         """Class and register tokens, from the encoder's own tensors."""
-        return rows(tensors, self.class_token) + rows(tensors, self.registers)
+        return sum(rows(tensors, name) for name in (self.class_token, *self.registers))
 
     def own(self, tensors: Mapping[str, T]) -> dict[str, T]:
         """Select the encoder's tensors of a file, by published name."""
@@ -132,7 +133,7 @@ FAMILIES = {
     "dinov2_with_registers": replace(
         _DINOV2,
         model="Dinov2WithRegistersModel",
-        registers="embeddings.register_tokens",
+        registers=("embeddings.register_tokens",),
         outer=("dinov2_with_registers.",),
     ),
     "dinov3_vit": EncoderFamily(
@@ -143,7 +144,7 @@ FAMILIES = {
         norm="norm.",
         positions=None,  # rotary
         class_token="embeddings.cls_token",
-        registers="embeddings.register_tokens",
+        registers=("embeddings.register_tokens",),
         beside=("embeddings.mask_token",),
         in_memory=(("model.layer.", "layer."),),
     ),
@@ -161,30 +162,25 @@ FAMILIES = {
     "internvl_vision": _INTERN_VIT,
     "internvl": _INTERN_VIT,  # a whole InternVL, of which InternViT alone is read
 }  # by model_type of config.json
-
-# Encoders of transformers whose features are no grid of equal patches, by model_type.
-_OTHERS = {
-    model_type: kind
-    for kind, known in (
-        ("a window transformer", "swin swinv2 donut-swin dinat"),
-        ("a convolutional network", "resnet regnet bit convnext convnextv2 dinov3_convnext efficientnet hgnet_v2 van"),
-        ("a convolutional network", "mobilenet_v1 mobilenet_v2"),
-        ("a transformer of several stages", "hiera focalnet levit cvt pvt pvt_v2 poolformer segformer efficientformer"),
-        ("a transformer of several stages", "mobilevit mobilevitv2"),
-    )
-    for model_type in known.split()
-}
-_WINDOWS = ("relative_position_bias_table", "attn.logit_scale", "attn.meta_mlp", "attn.rel_pos_h")  # timm's
-_ATTENTION = ("attn", "attention", "mhsa", "mhca", "qkv")
+TIMM_VIT = EncoderFamily(
+    model=TIMM,
+    processor="",
+    blocks="blocks.",
+    patches="patch_embed.proj.weight",
+    norm="norm.",
+    positions=None,
+    class_token="cls_token",
+    registers=("dist_token", "reg_token"),
+    beside=("fc_norm.", "attn_pool.", "head.", "blocks_token_only."),
+    depth=None,
+)
 
 
 def family_of(model_type: str | None, source: str) -> EncoderFamily:
-    """The family of a config.json's model_type. Raises UserError saying what `source` is instead."""
+    """Return the family of a config.json's model_type. Raises UserError for another encoder."""
     if model_type in FAMILIES:
         return FAMILIES[model_type]
     shown = escape(str(model_type))
-    if shown in _OTHERS:
-        raise _no_grid(source, _OTHERS[shown], shown)
     if shown.startswith("siglip2"):
         raise UserError(
             f"model.vision.name: {source} is a SigLIP 2 of variable size (NaFlex), whose number of patches hangs on "
@@ -197,25 +193,13 @@ def family_of(model_type: str | None, source: str) -> EncoderFamily:
 
 
 def check_plain_vit(tensors: Mapping[str, Shape], architecture: str, source: str) -> None:
-    """Raises UserError, saying what it is, for a timm model that is no stack of equal blocks over equal patches."""
+    """Raise UserError for a timm model that is no stack of equal blocks over equal patches."""
     width = next(iter(tensors.get("patch_embed.proj.weight", ())), 0)
     norms = [shape for name, shape in tensors.items() if re.fullmatch(r"blocks\.\d+\.norm1\.weight", name)]
-    blocks = any(name.startswith("blocks.") for name in tensors)
-    hybrid = any(name.startswith("patch_embed.backbone.") for name in tensors)
-    cut_up = any(name.endswith(".attn.rel_pos_h") for name in tensors)  # SAM: windows, and maps instead of sequences
-    if width and blocks and not hybrid and not cut_up and all(norm == (width,) for norm in norms):
-        return
-    kernels = sum(len(shape) == 4 and shape[-1] > 1 for shape in tensors.values())
-    kind = "no plain vision transformer"
-    if any(word in name for name in tensors for word in _WINDOWS):
-        kind = "a window transformer"
-    elif kernels > 3 and not any(word in name for name in tensors for word in _ATTENTION):
-        kind = "a convolutional network"
-    raise _no_grid(source, kind, architecture)
-
-
-def _no_grid(source: str, kind: str, name: str) -> UserError:
-    return UserError(
-        f"model.vision.name: {source} is {kind} ({name}); its features are no grid of equal patches. Use a ViT, e.g. "
-        "vit_base_patch16_clip_quickgelu_224.openai"
-    )
+    is_hybrid = any(name.startswith("patch_embed.backbone.") for name in tensors)
+    has_windows = any(name.endswith(".attn.rel_pos_h") for name in tensors)  # SAM: maps instead of sequences
+    if not width or not norms or is_hybrid or has_windows or any(norm != (width,) for norm in norms):
+        raise UserError(
+            f"model.vision.name: {source} is no plain vision transformer ({architecture}); its features are no grid of "
+            "equal patches. Use a ViT, e.g. vit_base_patch16_clip_quickgelu_224.openai"
+        )

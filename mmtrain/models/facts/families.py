@@ -54,21 +54,27 @@ _BUFFER = re.compile(
 
 _EXPERT = re.compile(r"(.+\.experts)\.(\d+)\.(gate_proj|up_proj|down_proj|w1|w2|w3)\.weight")
 
-_NOT_CAUSAL = {
-    "albert", "bert", "camembert", "deberta", "deberta-v2", "distilbert", "electra", "mpnet", "modernbert", "roberta",
-    "xlm-roberta",
-}  # fmt: skip
-_OTHER_SIGNATURES = {"biogpt", "bloom", "codegen", "falcon", "gptj", "mpt"}
-_SPARSE = {"deepseek_v32", "glm_moe_dsa"}
+_NO_CODE = "mmtrain runs none that a model brings"
+_UNFIT = {
+    **dict.fromkeys(
+        ("albert", "bert", "camembert", "deberta", "deberta-v2", "distilbert", "electra", "modernbert", "roberta"),
+        "it is not a causal LLM",
+    ),
+    **dict.fromkeys(
+        ("biogpt", "bloom", "codegen", "falcon", "gptj", "mpt"),
+        "its decoder layers take ALiBi or other arguments than position_ids and one attention mask",
+    ),
+    **dict.fromkeys(
+        ("deepseek_v32", "glm_moe_dsa"), "its layers choose the tokens to attend to from a mask, which packs lack"
+    ),
+    "chatglm": f"it needs the code in its folder, and {_NO_CODE}; THUDM/glm-4-9b-chat-hf is one without",
+}  # by model_type: why a family cannot be cut into stages or packed
 _RECURRENT = {
     "bamba", "falcon_h1", "falcon_mamba", "jamba", "kimi_linear", "lfm2", "lfm2_moe", "mamba", "mamba2", "minimax",
     "qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next", "recurrent_gemma", "rwkv", "xlstm",
     "zamba", "zamba2",
 }  # fmt: skip
-_NO_CODE = "mmtrain runs none that a model brings"
-_REMOTE_CODE = {  # model types that only a folder's own code knows, and releases that transformers' classes read
-    "chatglm": "a GLM-4 of transformers' own classes, such as THUDM/glm-4-9b-chat-hf or THUDM/GLM-4-9B-0414",
-}
+_WHAT_WORKS = "take a family whose layers all attend (llama, mistral, qwen2, qwen3, gemma2, phi3, ...)"
 MAX_EXPERTS = 100_000
 WHOLE_LAST_LAYER = {"gpt2", "gpt_bigcode", "llama4_text"}
 """Families whose last decoder layer cannot be run for supervised tokens alone, as modules.parity.takes_rows finds."""
@@ -83,35 +89,22 @@ def check_family(config_json: dict[str, Any]) -> None:
     family = config_json.get("model_type")
     if not family:
         raise UserError("config.json has no model_type: not a Hugging Face model; give the folder of a causal LLM")
-    if family in _REMOTE_CODE:
-        raise UserError(f"{family} needs the code in its folder, and {_NO_CODE}; take {_REMOTE_CODE[family]}")
     if config_json.get("is_encoder_decoder"):
-        raise UserError(f"{family} is an encoder-decoder; mmtrain stages decoder-only causal LLMs (llama, qwen2, ...)")
+        raise UserError(f"{family} is an encoder-decoder; {_WHAT_WORKS}")
     text, vision = config_json.get("text_config"), config_json.get("vision_config")
     if text is not None or vision is not None:  # Qwen2-VL's first files have the latter alone
         inner = "its own" if text is None else text.get("model_type", "unknown")
         raise UserError(
             f"{family} is a multimodal model around a text model ({inner}); give the folder of the text model alone"
         )
-    if family in _NOT_CAUSAL:
-        raise UserError(f"{family} is not a causal LLM; mmtrain needs a decoder-only one (llama, qwen2, ...)")
-    if family in _OTHER_SIGNATURES:
-        raise UserError(
-            f"{family} cannot be cut into stages: its decoder layers take ALiBi or other arguments than position_ids "
-            "and one attention mask; use a llama-like family (llama, mistral, qwen2, gemma2, phi3, ...)"
-        )
-    if family in _SPARSE:
-        raise UserError(
-            f"{family} cannot be packed: its layers choose the tokens to attend to from a mask, which packs lack; "
-            "use a family whose layers attend to all (deepseek_v3, glm4_moe, glm4_moe_lite, ...)"
-        )
+    if family in _UNFIT:
+        raise UserError(f"{family} cannot be staged and packed: {_UNFIT[family]}; {_WHAT_WORKS}")
     check_layers(config_json, "config.json")
     recurrent = sorted({kind for kind in layer_kinds(config_json) if _RECURRENT_LAYER.search(kind)})
     if recurrent or (family in _RECURRENT and not layer_kinds(config_json)):
         kinds = ", ".join(recurrent) or "recurrent"
         raise UserError(
-            f"{family} has {kinds} layers, which carry state from one document into the next when packed; "
-            "use a family whose layers all attend (llama, qwen2, qwen3, gemma2, ...)"
+            f"{family} has {kinds} layers, which carry state from one document into the next when packed; {_WHAT_WORKS}"
         )
     if (method := quantised_by(config_json)) is not None:
         raise UserError(
@@ -123,8 +116,8 @@ def check_family(config_json: dict[str, Any]) -> None:
 def quantised_by(config_json: Mapping[str, Any]) -> str | None:
     """How a checkpoint is quantised, from its raw config.json; None if it is not."""
     for key in ("quantization_config", "compression_config"):
-        if found := config_json.get(key):
-            return escape(str(found.get("quant_method") or "unknown"))
+        if settings := config_json.get(key):
+            return escape(str(settings.get("quant_method") or "unknown"))
     return None
 
 
@@ -231,8 +224,8 @@ _DEFAULTS = {
 _SIGLIP_AS_IDEFICS3 = {"hidden_size": 1152, "num_attention_heads": 16, "image_size": 224, "patch_size": 32}
 _IDEFICS3_VISION = ("idefics3", "idefics3_vision", "smolvlm", "smolvlm_vision")
 
-_LLM = re.compile(r"((?:model\.)?(?:language_model|text_model)\.)(.+)")
-_ENCODER = re.compile(r"((?:model\.)?(?:vision_tower|vision_model)\.(?:timm_model\.)?)(.+)")
+_LLM = re.compile(r"((?:model\.)?(?:language_model|text_model)\.)")
+_ENCODER = re.compile(r"((?:model\.)?(?:vision_tower|vision_model)\.(?:timm_model\.)?)")
 
 
 def whole_of(config_json: Mapping[str, Any]) -> Whole | None:
@@ -241,27 +234,26 @@ def whole_of(config_json: Mapping[str, Any]) -> Whole | None:
 
 
 def llm_config(folder: Path) -> dict[str, Any]:
-    """config.json of the causal LM in `folder`, which may be a whole model's; {} where there is no such file.
+    """config.json of the causal LM in `folder`, which may be a whole model's.
 
     Raises UserError for a whole model that says nothing of its LLM. Families are judged by `check_family`.
     """
-    file = folder / "config.json"
-    said = read_json(file) if file.is_file() else {}
-    whole = whole_of(said)
+    content = read_json(folder / "config.json")
+    whole = whole_of(content)
     if whole is None:
-        return said
-    text = _part(said, "text_config", folder)
+        return content
+    text = _part(content, "text_config", folder)
     family = text.get("model_type")
     if family is None:
         raise UserError(f"{folder}: text_config in config.json has no model_type; download the file again")
     plain = {key: value for key, value in PLAIN_HEAD.items() if key in (*text, *HEADS_BY_DEFAULT.get(family, ()))}
-    tied = said.get("tie_word_embeddings", whole.tied)
-    if tied is None or (tied is False and said["model_type"] in _TIED_IF_EITHER_SAYS_SO):
+    tied = content.get("tie_word_embeddings", whole.tied)
+    if tied is None or (tied is False and content["model_type"] in _TIED_IF_EITHER_SAYS_SO):
         tied = text.get("tie_word_embeddings")
-    found = {**_DEFAULTS.get(family, {}), **text, **plain}
-    quantised = said.get("quantization_config") or found.pop("quantization_config", None)
+    config = {**_DEFAULTS.get(family, {}), **text, **plain}
+    quantised = content.get("quantization_config") or config.pop("quantization_config", None)
     more = {"tie_word_embeddings": tied, "quantization_config": quantised or None}
-    return found | {key: value for key, value in more.items() if value is not None}
+    return config | {key: value for key, value in more.items() if value is not None}
 
 
 def llm_tensors(folder: Path, tensors: Mapping[str, T]) -> dict[str, T]:
@@ -274,7 +266,7 @@ def llm_tensors(folder: Path, tensors: Mapping[str, T]) -> dict[str, T]:
     base = BASE_PREFIX.get(llm_config(folder)["model_type"], "model.")
     prefix = _one_prefix(_LLM, tensors, folder)
     own: dict[str, T] = {}
-    for name, said in tensors.items():
+    for name, tensor in tensors.items():
         inner = name.removeprefix(prefix)
         is_head = canonical_name(inner).startswith("llm.head.")
         if not is_head and inner == name:
@@ -282,23 +274,22 @@ def llm_tensors(folder: Path, tensors: Mapping[str, T]) -> dict[str, T]:
         inner = inner if is_head else base + inner.removeprefix(base)
         if inner in own:
             raise UserError(f"{folder}: {escape(name)} is there twice under two names; download the folder again")
-        own[inner] = said
+        own[inner] = tensor
     return own
 
 
 def encoder_config(folder: Path) -> dict[str, Any]:
     """config.json of the encoder in `folder`, which may be a whole model's; a timm encoder's has an architecture.
 
-    Raises UserError for a whole model that says nothing of its encoder, and for weights that are quantised: libraries
-    that are installed decide what is made of those.
+    Raises UserError for a whole model that says nothing of its encoder, and for weights that are quantised.
     """
-    said = read_json(folder / "config.json")
-    if (method := quantised_by(said)) is not None:
+    content = read_json(folder / "config.json")
+    if (method := quantised_by(content)) is not None:
         raise UserError(f"{folder} cannot be used: it is quantised ({method}); use its release in bfloat16 or float32")
-    whole = whole_of(said)
+    whole = whole_of(content)
     if whole is None:
-        return said
-    vision = _part(said, "vision_config", folder)
+        return content
+    vision = _part(content, "vision_config", folder)
     kind = vision.get("model_type", whole.encoder)
     if kind == "timm_wrapper":
         return {"architecture": vision.get("architecture"), "model_args": vision.get("model_args")}
@@ -308,23 +299,19 @@ def encoder_config(folder: Path) -> dict[str, Any]:
 
 
 def encoder_prefix(folder: Path, names: Mapping[str, Any]) -> str:
-    """What stands before the names of the encoder's tensors in a whole model's folder; "" where it lies alone.
-
-    Raises UserError for a whole model's folder without an encoder, and for one with two.
-    """
+    """What stands before the names of the encoder's tensors in a whole model's folder; "" where it lies alone."""
     return _one_prefix(_ENCODER, names, folder) if holds_parts(folder) else ""
 
 
 def encoder_tensors(folder: Path, tensors: Mapping[str, T]) -> dict[str, T]:
     """Select the encoder's tensors from a multimodal checkpoint and strip their prefix."""
     prefix = encoder_prefix(folder, tensors)
-    return {name.removeprefix(prefix): said for name, said in tensors.items() if name.startswith(prefix)}
+    return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
 
 
 def holds_parts(folder: Path) -> bool:
     """Whether a folder holds a whole model whose parts can be read."""
-    file = folder / "config.json"
-    return file.is_file() and whole_of(read_json(file)) is not None
+    return whole_of(read_json(folder / "config.json")) is not None
 
 
 def _part(config_json: Mapping[str, Any], key: str, folder: Path) -> dict[str, Any]:
@@ -334,11 +321,9 @@ def _part(config_json: Mapping[str, Any], key: str, folder: Path) -> dict[str, A
 
 
 def _one_prefix(pattern: re.Pattern[str], names: Mapping[str, Any], folder: Path) -> str:
-    found = sorted({match[1] for name in names if (match := pattern.match(name))})
-    if len(found) == 1:
-        return found[0]
+    prefixes = sorted({match[1] for name in names if (match := pattern.match(name))})
+    if len(prefixes) == 1:
+        return prefixes[0]
     part = "an LLM" if pattern is _LLM else "an encoder"
-    if found:
-        listed = " and ".join(map(escape, found))
-        raise UserError(f"{folder}: holds {part} twice, its tensors begin with {listed}; download the folder again")
-    raise UserError(f"{folder}: the weights of {part} are not in it; download the folder again")
+    problem = f"holds {part} twice ({' and '.join(prefixes)})" if prefixes else f"the weights of {part} are not in it"
+    raise UserError(f"{folder}: {problem}; download the folder again")

@@ -11,7 +11,6 @@ with runs of equal layers stored once:
 
 from __future__ import annotations
 
-import difflib
 import itertools
 import json
 import re
@@ -52,12 +51,6 @@ def find_recorded(kind: str, name: str) -> Recorded | None:
         if name.lower() in (known.lower() for known in (content["id"], *content["aliases"])):
             return _expanded(content)
     return None
-
-
-def nearest_recorded(kind: str, name: str) -> list[str]:
-    """Recorded names that look most like `name`, best first."""
-    known = [known for content in _contents(kind) for known in (content["id"], *content["aliases"])]
-    return difflib.get_close_matches(name, known, cutoff=0.3)
 
 
 def as_json(recorded: Recorded) -> str:

@@ -32,9 +32,7 @@ _BOUNDS = {
     "mlp_ratio": (0, 100),
     "downsample_ratio": (0.01, 100),
     "resample": (0, 5),  # of PIL.Image.Resampling
-    **dict.fromkeys(
-        ("height", "width", "tile_size"), (1, 4_096)
-    ),  # of pictures for the encoder; the largest take 1,540
+    **dict.fromkeys(("height", "width", "tile_size"), (1, 4_096)),  # of pictures for the encoder; largest: 1,540
     **dict.fromkeys(("max_patches", "max_num_tiles", "scale_factor", "downsample_factor"), (1, 100)),
     **dict.fromkeys(("pooling_ratio", "projector_pooling_ratio"), (1, 100)),
     **dict.fromkeys(_SIDES, (1, 30_000)),

@@ -18,7 +18,7 @@ from typing import Any
 from mmtrain.base.errors import UserError
 from mmtrain.base.printing import escape
 from mmtrain.config.limits import MAX_LAYERS
-from mmtrain.models.facts.encoders import check_plain_vit, family_of, rows
+from mmtrain.models.facts.encoders import TIMM_VIT, EncoderFamily, check_plain_vit, rows
 from mmtrain.models.facts.families import (
     canonical_name,
     check_family,
@@ -31,17 +31,10 @@ from mmtrain.models.facts.families import (
     remote_code,
 )
 from mmtrain.models.facts.model_files import Shape, find_model_folder, no_model, tensor_shapes
-from mmtrain.models.facts.recorded_shapes import Recorded, find_recorded
-from mmtrain.models.facts.settings import check_layers, check_sizes
+from mmtrain.models.facts.recorded_shapes import find_recorded
+from mmtrain.models.facts.settings import check_sizes
 from mmtrain.models.facts.timm_models import timm_config, timm_record
-from mmtrain.models.facts.vision_files import (
-    blocks_said,
-    hf_facts,
-    is_timm_name,
-    patches_per_image,
-    square,
-    timm_image_size,
-)
+from mmtrain.models.facts.vision_files import encoder_settings, is_timm_name, patches_per_image, square
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +75,7 @@ class VisionShape:
     """What planning needs to know of a vision encoder, cut after the selected block."""
 
     source: str  # where the shapes come from: a folder, or "recorded NAME"
+    family: EncoderFamily
     width: int  # features per patch
     heads: int
     patches_per_image: int
@@ -92,18 +86,7 @@ class VisionShape:
     blocks_run: int
 
 
-NO_VISION = VisionShape(
-    source="no encoder",
-    width=0,
-    heads=1,
-    patches_per_image=0,
-    prefix_tokens=0,
-    image_size=0,
-    patch_size=1,
-    parameters=(),
-    blocks_run=0,
-)
-"""What a run on text alone has for an encoder."""
+NO_VISION = VisionShape("no encoder", TIMM_VIT, 0, 1, 0, 0, 0, 1, (), 0)  # of a run on text alone
 
 
 def matches_any(name: str, patterns: Sequence[str]) -> bool:
@@ -116,33 +99,28 @@ def llm_shape(path: str) -> LlmShape:
 
     Raises UserError if nothing is known of it, its weights must be converted first, or its family cannot be staged.
     """
-    folder = find_model_folder(path)
-    if folder is None:
-        if (recorded := find_recorded("llm", path)) is None:
-            raise no_model(path)
-        return _from_record(recorded)
-    config_json = llm_config(folder)
-    if config_json:
+    folder, config_json, tensors = find_model_folder(path), {}, None
+    if folder is not None:
+        config_json = llm_config(folder)
         check_family(config_json)
-    tensors = tensor_shapes(folder)
-    if tensors is not None:
-        if not config_json:
-            raise UserError(f"{folder}: holds weights but no config.json; give the folder of a Hugging Face model")
-        tensors = llm_tensors(folder, tensors)
-        check_sizes(config_json, tensors, str(folder))
-        _refuse_adapters(tensors, folder)
-        parameters = parameters_on_disk(config_json["model_type"], tensors)
-        return llm_shape_from(config_json, parameters, str(folder))
-    recorded = find_recorded("llm", path) or find_recorded("llm", str(config_json.get("_name_or_path") or ""))
-    if recorded is not None and _same_size(config_json, shape := _from_record(recorded)):
-        return shape
-    if config_json:
-        raise UserError(
-            f"{folder}: has config.json but no model.safetensors, and no recorded shape is that of this model; "
-            f"download the weights, or, to plan without them, record it under a name and give that name as "
-            f"model.llm.path: mmtrain record {path} --id NAME"
-        )
-    raise UserError(f"{folder}: neither config.json nor model.safetensors in this folder; is it a model's folder?")
+        tensors = tensor_shapes(folder)
+    if tensors is None and (recorded := find_recorded("llm", path)) is not None:
+        return llm_shape_from(recorded.config, recorded.parameters, f"recorded {recorded.id}")
+    if folder is None:
+        raise no_model(path)
+    if tensors is None:
+        raise _no_weights(folder, "model.llm.path", path)
+    tensors = llm_tensors(folder, tensors)
+    check_sizes(config_json, tensors, str(folder))
+    _refuse_adapters(tensors, folder)
+    return llm_shape_from(config_json, parameters_on_disk(config_json["model_type"], tensors), str(folder))
+
+
+def _no_weights(folder: Path, key: str, arguments: str) -> UserError:
+    return UserError(
+        f"{folder}: has config.json but no model.safetensors. Download the weights, or, to plan without them, record "
+        f"the model and give the NAME as {key}: mmtrain record {arguments} --id NAME"
+    )
 
 
 def llm_shape_from(config_json: dict[str, Any], parameters: dict[str, Shape], source: str) -> LlmShape:
@@ -173,20 +151,21 @@ def llm_shape_from(config_json: dict[str, Any], parameters: dict[str, Shape], so
     missing = [index for index in range(layers) if index not in decoder]
     if missing:
         raise UserError(f"{source}: config.json says {layers} decoder layers, the weights lack layer {missing[0]}")
+    has_head = any(p.name == "llm.head.weight" for p in head)
     tied = config_json.get("tie_word_embeddings")
     if tied is None:
-        tied = not any(p.name == "llm.head.weight" for p in head)
+        tied = not has_head
     if tied:
         head = [p for p in head if p.name != "llm.head.weight"]
         head.append(ParameterShape("llm.head.weight", embedding.shape))
-    elif not any(p.name == "llm.head.weight" for p in head):
+    elif not has_head:
         raise UserError(f"{source}: the weights lack the LM head, and config.json does not tie it to the embedding")
-    if (said := _first(config_json, "vocab_size") or embedding.shape[0]) != embedding.shape[0]:
-        raise UserError(f"{source}: config.json says vocab_size {said}, the embedding has {embedding.shape[0]:,} rows")
+    vocab_size = embedding.shape[0]
+    if config_json.get("vocab_size") not in (None, vocab_size):
+        raise UserError(
+            f"{source}: config.json says vocab_size {config_json['vocab_size']}, the embedding has {vocab_size:,} rows"
+        )
     hidden_size = _first(config_json, "hidden_size", "n_embd", "d_model") or embedding.shape[1]
-    norm = next((p for p in head if p.name == "llm.norm.weight"), None)
-    if norm is not None and norm.shape != (hidden_size,):
-        raise UserError(f"{source}: config.json says hidden size {hidden_size}, the last norm has shape {norm.shape}")
     heads = _first(config_json, "num_attention_heads", "n_head")
     if heads is None:
         raise UserError(f"{source}: config.json has no num_attention_heads")
@@ -201,7 +180,7 @@ def llm_shape_from(config_json: dict[str, Any], parameters: dict[str, Shape], so
         heads=heads,
         kv_heads=1 if config_json.get("multi_query") else config_json.get("num_key_value_heads") or heads,
         head_dim=head_dim or hidden_size // heads,
-        vocab_size=embedding.shape[0],
+        vocab_size=vocab_size,
         tied=bool(tied),
         experts=experts,
         experts_per_token=_first(config_json, "num_experts_per_tok", "moe_topk", "moe_k") or 0,
@@ -211,16 +190,6 @@ def llm_shape_from(config_json: dict[str, Any], parameters: dict[str, Shape], so
         decoder=tuple(tuple(decoder[index]) for index in range(layers)),
         head=tuple(head),
     )
-
-
-def _from_record(recorded: Recorded) -> LlmShape:
-    return llm_shape_from(recorded.config, recorded.parameters, f"recorded {recorded.id}")
-
-
-def _same_size(config_json: dict[str, Any], shape: LlmShape) -> bool:
-    """Whether a folder's config.json agrees with a record; a fine-tune may keep the name but not the size."""
-    sizes = {"hidden_size": shape.hidden_size, "num_hidden_layers": len(shape.decoder), "vocab_size": shape.vocab_size}
-    return all(config_json.get(key, size) == size for key, size in sizes.items())
 
 
 def _first(config_json: dict[str, Any], *keys: str) -> int | None:
@@ -243,39 +212,34 @@ def vision_shape(name: str, select_layer: int, final_norm: bool = False) -> Visi
     `name` is a timm name, or the folder or cached hub id of a model of timm or transformers; with `final_norm` the norm
     behind the last block runs too. Raises UserError if nothing is known of it.
     """
-    recorded = find_recorded("vision", name)
-    folder = find_model_folder(name)
+    folder, recorded, source = find_model_folder(name), find_recorded("vision", name), f"timm's {name}"
     # Encoders with pickled weights only (openai/clip-vit-large-patch14-336) are planned from their record too.
     if recorded is not None and (folder is None or not any(folder.glob("model.safetensors*"))):
         source = f"recorded {recorded.id}"
-        return vision_shape_from(recorded.config, recorded.parameters, select_layer, source, final_norm)
-    if folder is None and not is_timm_name(name):
+    elif folder is not None:
+        return _vision_shape_of(folder, name, select_layer, final_norm)
+    elif not is_timm_name(name):
         raise no_model(name)
-    if folder is None:
+    else:
         timm_config(name)  # weights that timm does not have are refused here, not when they are loaded
         recorded = timm_record(name)
-        return vision_shape_from(recorded.config, recorded.parameters, select_layer, f"timm's {name}", final_norm)
-    config_json = encoder_config(folder)
-    tensors = tensor_shapes(folder)
+    return vision_shape_from(recorded.config, recorded.parameters, select_layer, source, final_norm)
+
+
+def _vision_shape_of(folder: Path, name: str, select_layer: int, final_norm: bool) -> VisionShape:
+    config_json, tensors = encoder_config(folder), tensor_shapes(folder)
     if tensors is None:
-        recorded = find_recorded("vision", str(config_json.get("architecture", "")))
-        if recorded is None:
-            raise UserError(
-                f"{folder}: has config.json but no model.safetensors; download the weights, or, to plan without them, "
-                f"record it under a name and give that name as model.vision.name: mmtrain record "
-                f"--vision {name} --id NAME"
-            )
-        tensors = recorded.parameters
-    else:
-        tensors = encoder_tensors(folder, tensors)
-        check_sizes(config_json.get("vision_config") or config_json, tensors, str(folder))
-        _refuse_adapters(tensors, folder)
+        raise _no_weights(folder, "model.vision.name", f"--vision {name}")
+    tensors = encoder_tensors(folder, tensors)
+    check_sizes(config_json.get("vision_config") or config_json, tensors, str(folder))
+    _refuse_adapters(tensors, folder)
     shape = vision_shape_from(config_json, tensors, select_layer, str(folder), final_norm)
-    # As many blocks as config.json says are built, and those that its weights have are planned.
-    if (said := blocks_said(config_json)) is not None and said != (stored := shape.blocks_run - select_layer - 1):
+    # The number in config.json is built, that of the weights is planned.
+    blocks, stored = encoder_settings(config_json, str(folder)).blocks, shape.blocks_run - select_layer - 1
+    if blocks not in (None, stored):
         raise UserError(
-            f"model.vision.name: {folder}: config.json says {escape(repr(said))} blocks and the weights have "
-            f"{stored}; correct the number in config.json, or download the folder again"
+            f"model.vision.name: {folder}: config.json says {blocks} blocks and the weights have {stored}; correct the "
+            "number in config.json, or download the folder again"
         )
     return shape
 
@@ -292,93 +256,45 @@ def _refuse_adapters(names: Iterable[str], folder: Path) -> None:
 def vision_shape_from(
     config_json: dict[str, Any], tensors: dict[str, Shape], select_layer: int, source: str, final_norm: bool = False
 ) -> VisionShape:
-    """VisionShape from the raw config.json of a timm or Hugging Face vision model and its parameters' stock names."""
-    if "architecture" in config_json:
-        return _timm_shape(config_json, tensors, select_layer, source, final_norm)
-    family = family_of(config_json.get("model_type"), source)
-    unused = family.unused(final_norm, source)
-    tensors, facts = family.own(tensors), hf_facts(config_json, source)
-    return _selected(
-        tensors,
-        select_layer,
-        source,
-        blocks=family.blocks,
-        unused=unused,
-        patches=family.patches,
-        heads=facts.get("num_attention_heads"),
-        prefix_tokens=family.prefix_tokens(tensors),
-        image_size=facts["image_size"],
-        positions=family.positions,
-        more_positions=rows(tensors, family.class_token),
-    )
+    """VisionShape from the raw config.json of a timm or Hugging Face vision model and its parameters' stock names.
 
-
-def _timm_shape(
-    config_json: dict[str, Any], tensors: dict[str, Shape], select_layer: int, source: str, final_norm: bool
-) -> VisionShape:
-    check_plain_vit(tensors, escape(str(config_json["architecture"])), source)
-    arguments = config_json.get("model_args") or {}
-    check_layers(arguments, f"{source}: config.json")
-    heads = arguments.get("num_heads") or config_json.get("num_heads")
-    return _selected(
-        tensors,
-        select_layer,
-        source,
-        blocks="blocks.",
-        unused=(*(() if final_norm else ("norm.",)), "fc_norm.", "attn_pool.", "head.", "blocks_token_only."),
-        patches="patch_embed.proj.weight",
-        heads=heads,
-        prefix_tokens=sum(rows(tensors, name) for name in ("cls_token", "dist_token", "reg_token")),
-        image_size=timm_image_size(config_json, source),
-    )
-
-
-def _selected(
-    tensors: dict[str, Shape],
-    select_layer: int,
-    source: str,
-    *,
-    blocks: str,
-    unused: tuple[str, ...],
-    patches: str,
-    heads: int | None,
-    prefix_tokens: int,
-    image_size: int,
-    positions: str | None = None,
-    more_positions: int = 0,
-) -> VisionShape:
-    """The parameters that run when `select_layer` is taken: no later block, nothing `unused`.
-
-    `positions` names the table with a row for each patch and `more_positions`, where the model is not loaded with
-    another.
+    Of its parameters those that run when `select_layer` is taken: no later block, nothing that no feature comes from.
     """
-    if patches not in tensors or len(tensors[patches]) != 4:
-        raise UserError(f"{source}: has no {patches}; only vision transformers with one patch convolution are known")
-    numbered = re.compile(re.escape(blocks) + r"(\d+)\.")
+    if "architecture" in config_json:
+        check_plain_vit(tensors, escape(str(config_json["architecture"])), source)
+    family, image_size, heads, _ = encoder_settings(config_json, source)
+    unused, tensors = family.unused(final_norm, source), family.own(tensors)
+    if family.patches not in tensors or len(tensors[family.patches]) != 4:
+        raise UserError(
+            f"{source}: has no {family.patches}; only vision transformers with one patch convolution are known"
+        )
+    numbered = re.compile(re.escape(family.blocks) + r"(\d+)\.")
     index_of = {name: int(match[1]) for name in tensors if (match := numbered.match(name))}
     depth = max(index_of.values(), default=-1) + 1
     if not 0 < depth <= MAX_LAYERS:
-        raise UserError(f"{source}: its weights have {depth:,} blocks ({blocks}N); a vision transformer has 1 to 1,000")
+        raise UserError(f"{source}: its weights have {depth:,} blocks ({family.blocks}N); needed are 1 to {MAX_LAYERS}")
     blocks_run = depth + select_layer + 1
     if blocks_run < 1:
         raise UserError(
             f"model.vision.select_layer: {select_layer} is out of range: {source} has {depth} blocks, "
             f"so -1 (the last) down to {-depth} (the first)"
         )
-    width, _, *patch = tensors[patches]
+    width, _, *patch = tensors[family.patches]
     patch_size = square(patch, "patches", source)
     count = patches_per_image(image_size, patch_size)
-    if positions in tensors and (found := rows(tensors, positions)) != count + more_positions:
+    positions = count + rows(tensors, family.class_token)
+    if family.positions in tensors and (stored := rows(tensors, family.positions)) != positions:
         raise UserError(
-            f"{source}: images of {image_size} pixels have {count + more_positions} patches and class tokens, but "
-            f"{positions} has {found} rows; correct image_size in config.json, or download the folder again"
+            f"{source}: images of {image_size} pixels have {positions} patches and class tokens, but "
+            f"{family.positions} has {stored} rows; correct image_size in config.json, or download the folder again"
         )
     return VisionShape(
         source=source,
+        family=family,
         width=width,
         heads=heads or max(1, width // 64),  # 64 features a head: what ViTs use that do not say otherwise
         patches_per_image=count,
-        prefix_tokens=prefix_tokens,
+        prefix_tokens=family.prefix_tokens(tensors),
         image_size=image_size,
         patch_size=patch_size,
         parameters=tuple(

@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from mmtrain.base.errors import UserError
-from mmtrain.models.facts.recorded_shapes import Recorded, nearest_recorded
+from mmtrain.models.facts.recorded_shapes import Recorded
 
 if TYPE_CHECKING:
     from timm.models import PretrainedCfg
@@ -64,8 +64,7 @@ def refuse_wrong_activation(config_json: dict[str, Any]) -> None:
 def timm_record(name: str) -> Recorded:
     """Names and shapes of a timm model's parameters, which is built without memory for its weights.
 
-    Its architecture (the name without tag) is an alias. Raises UserError for a name that timm does not know, with the
-    nearest, and where timm is not installed.
+    Its architecture (the name without tag) is an alias. Raises UserError for a name that timm does not know.
     """
     architecture = _architecture(name)
     import timm
@@ -83,14 +82,8 @@ def timm_record(name: str) -> Recorded:
 
 def _architecture(name: str) -> str:
     """The part of a timm name before its tag."""
-    try:
-        import timm
-    except ImportError:
-        nearest = ", ".join(nearest_recorded("vision", name)) or "none"
-        raise UserError(
-            f"model.vision.name: {name} is no folder here, its shape is not recorded, and timm, which may know it, "
-            f"is not installed; install it, or take what is recorded: {nearest}"
-        ) from None
+    import timm
+
     architecture = name.partition(".")[0]
     if not timm.is_model(architecture):
         near = difflib.get_close_matches(architecture, timm.list_models(), n=3)

@@ -52,32 +52,6 @@ def panics_told(name: str) -> Iterator[None]:
         raise UserError(f"{name}: its tokenizer fails ({reason}); its files are damaged: get them again") from None
 
 
-def refuse_missing_chat_template(config: RunConfig) -> None:
-    """Raise UserError for data.template=chat where the LLM's folder holds a tokenizer without a chat template.
-
-    It says nothing about a model that is not here, a folder without tokenizer files, and Mistral's tekken.json, for
-    which transformers may make a template: loading the tokenizer settles those.
-    """
-    folder = find_model_folder(config.model.llm.path)
-    if config.data.template != "chat" or folder is None or (folder / "tekken.json").is_file():
-        return
-    if tokenizer_files(folder) and not _has_chat_template(folder):
-        raise missing_chat_template(folder)
-
-
-def _has_chat_template(folder: Path) -> bool:
-    """Return whether the tokenizer in `folder` has a chat template that is used without being named."""
-    if (folder / "chat_template.jinja").is_file():
-        return True
-    if others := {file.stem for file in (folder / "additional_chat_templates").glob("*.jinja")}:
-        return "default" in others
-    file = folder / "tokenizer_config.json"
-    template = read_json(file).get("chat_template") if file.is_file() else None
-    if isinstance(template, list):
-        return any(isinstance(named, dict) and named.get("name") == "default" for named in template)
-    return template is not None
-
-
 def refuse_missing_marks(config: RunConfig) -> None:
     """Raises UserError for a layout of images whose texts the LLM's tokenizer has no tokens for."""
     if config.model.vision is None:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from mmtrain.base.errors import UserError
 from mmtrain.base.printing import escape
-from mmtrain.models.facts.encoders import FAMILIES, family_of
+from mmtrain.models.facts.encoders import TIMM_VIT, EncoderFamily, family_of
 from mmtrain.models.facts.families import encoder_config, holds_parts
 from mmtrain.models.facts.model_files import find_model_folder, is_demo, read_json
 from mmtrain.models.facts.settings import check_layers, is_whole
@@ -28,39 +28,40 @@ class Preprocessing(NamedTuple):
     resample: int  # of PIL.Image.Resampling
 
 
+class EncoderSettings(NamedTuple):
+    """What an encoder's config.json says."""
+
+    family: EncoderFamily
+    image_size: int  # pixels a side
+    heads: int | None  # None where it says nothing
+    blocks: int | None  # None where timm alone knows
+
+
 def is_timm_name(name: str) -> bool:
     """Whether `name` is looked up in timm's registry; folders, hub ids (owner/name) and `demo:vision` are not."""
     return "/" not in name and not is_demo(name) and not Path(name).expanduser().exists()
 
 
-def timm_image_size(config_json: dict[str, Any], source: str) -> int:
-    """Pixels a side that a timm folder's config.json, or a record of one, says; raises UserError unless square."""
-    size: Any = (config_json.get("model_args") or {}).get("img_size")
-    published = config_json.get("pretrained_cfg") or config_json
-    if size is None:
-        size = published.get("input_size")
-        size = size[1:] if isinstance(size, list) and len(size) == 3 else None
-    return square(size, "images", source)
+def encoder_settings(config_json: dict[str, Any], source: str) -> EncoderSettings:
+    """Read the config.json of an encoder of timm or transformers, or of what holds one.
 
-
-def hf_facts(config_json: dict[str, Any], source: str) -> dict[str, Any]:
-    """Return the encoder's part of the config.json of a vision model of transformers, or of what holds one.
-
-    Its image_size is the pixels of a side: the family's default where none is given. Raises UserError unless square.
+    Raises UserError for a model that is no encoder known here, and for images that are not square.
     """
-    facts = config_json.get("vision_config") or config_json
-    check_layers(facts, f"{source}: config.json")
-    kinds = (facts.get("model_type"), config_json.get("model_type"))
-    default = next((FAMILIES[kind].image_size for kind in kinds if kind in FAMILIES), 224)
-    return facts | {"image_size": square(facts.get("image_size") or default, "images", source)}
-
-
-def blocks_said(config_json: dict[str, Any]) -> int | None:
-    """Return the number of an encoder's blocks by its config.json; None where timm alone knows."""
     if "architecture" in config_json:
-        return (config_json.get("model_args") or {}).get("depth")
-    facts = config_json.get("vision_config") or config_json
-    return facts.get("num_hidden_layers") or family_of(config_json.get("model_type"), "config.json").depth
+        family, settings = TIMM_VIT, config_json.get("model_args") or {}
+        size, blocks = settings.get("img_size"), settings.get("depth")
+        if size is None:
+            sizes = (config_json.get("pretrained_cfg") or config_json).get("input_size")
+            size = sizes[1:] if isinstance(sizes, list) and len(sizes) == 3 else None
+        heads = settings.get("num_heads") or config_json.get("num_heads")
+    else:
+        family = family_of(config_json.get("model_type"), source)
+        settings = config_json.get("vision_config") or config_json
+        size = settings.get("image_size") or family.image_size
+        blocks = settings.get("num_hidden_layers") or family.depth
+        heads = settings.get("num_attention_heads")
+    check_layers(settings, f"{source}: config.json")
+    return EncoderSettings(family, square(size, "images", source), heads, blocks)
 
 
 def square(size: Any, of: str, source: str) -> int:

@@ -21,14 +21,14 @@ from mmtrain.models.layouts.square import ONE_SQUARE
 
 LARGEST_EXCESS = 1.1  # how many times too long a side of what is shown may be before it is interpolated
 
-Pinpoints = tuple[tuple[int, int], ...]
+Grids = tuple[tuple[int, int], ...]
 
 
 @dataclass(frozen=True)
 class Anyres(ImageLayout):
     """LLaVA-NeXT's layout; the positions of a tile are a square of them."""
 
-    pinpoints: Pinpoints = ()  # (height, width) in pixels of the grids; empty: the stock class's own
+    pinpoints: Grids = ()  # (height, width) in pixels of the grids; empty: the stock class's own
 
     name = "anyres"
     keys = ("pinpoints",)
@@ -36,11 +36,11 @@ class Anyres(ImageLayout):
     has_newlines = True
     in_llava = True
     index_options = ONE_SQUARE.index_options
-    default_grids: ClassVar[Pinpoints] = ((1, 2), (2, 1), (2, 2), (3, 1), (1, 3))  # rows and columns of tiles
+    default_grids: ClassVar[Grids] = ((1, 2), (2, 1), (2, 2), (3, 1), (1, 3))  # rows and columns of tiles
     max_full_tiles: ClassVar[int | None] = None  # positions of a grid beyond those of as many tiles are interpolated
 
     @property
-    def grids(self) -> Pinpoints:
+    def grids(self) -> Grids:
         """The (height, width) in pixels of the grids to choose from."""
         side = self.tile_size
         return self.pinpoints or tuple((rows * side, columns * side) for rows, columns in self.default_grids)
@@ -126,7 +126,7 @@ def _tiling(layout: Anyres, width: int, height: int) -> Tiling:
     return Tiling(width, height, positions, rows, columns, "centred", "first", shown, newlines=lines)
 
 
-def _best_resolution(width: int, height: int, grids: Pinpoints) -> tuple[int, int]:
+def _best_resolution(width: int, height: int, grids: Grids) -> tuple[int, int]:
     """The (height, width) that keeps most of the picture's pixels and then wastes fewest."""
     best, most_kept, least_wasted = grids[0], 0, math.inf
     for grid_height, grid_width in grids:

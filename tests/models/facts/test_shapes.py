@@ -99,28 +99,20 @@ def test_names_and_shapes_from_headers_are_those_of_the_stock_model(case, tmp_pa
     if shape.tied:
         expected["llm.head.weight"] = expected["llm.embedding.weight"]
     assert all_parameters(shape) == expected
-    assert len(shape.decoder) == 3
-    assert shape.vocab_size == 64
-    assert shape.hidden_size == 32
-    assert shape.heads == 4
+    assert (len(shape.decoder), shape.vocab_size, shape.hidden_size, shape.heads) == (3, 64, 32, 4)
+    if family == "qwen3_moe":
+        assert (shape.kv_heads, shape.head_dim, shape.experts, shape.experts_per_token) == (2, 8, 4, 2)
+    if family == "deepseek_v3":
+        assert shape.head_dim == LATENT["qk_rope_head_dim"] + LATENT["qk_nope_head_dim"]
 
 
-def test_what_config_json_says_is_read(tmp_path):
-    tiny_llm("qwen3_moe", tmp_path / "moe", **MOE)
-    moe = llm_shape(str(tmp_path / "moe"))
-    assert (moe.model_type, moe.heads, moe.kv_heads, moe.head_dim) == ("qwen3_moe", 4, 2, 8)
-    assert (moe.experts, moe.experts_per_token) == (4, 2)
-    tiny_llm("deepseek_v3", tmp_path / "mla", n_routed_experts=8, n_group=2, topk_group=1, **LATENT)
-    assert llm_shape(str(tmp_path / "mla")).head_dim == LATENT["qk_rope_head_dim"] + LATENT["qk_nope_head_dim"]
-
-
-def test_the_window_is_given_only_if_every_layer_has_one(tmp_path):
-    tiny_llm("mistral", tmp_path / "mistral", sliding_window=16)
-    assert llm_shape(str(tmp_path / "mistral")).window == 16
-    tiny_llm("gemma2", tmp_path / "gemma2", sliding_window=16)
-    assert llm_shape(str(tmp_path / "gemma2")).window is None
-    tiny_llm("qwen2", tmp_path / "qwen2", sliding_window=16, use_sliding_window=False)
-    assert llm_shape(str(tmp_path / "qwen2")).window is None
+@pytest.mark.parametrize(
+    ("family", "changes", "window"),
+    [("mistral", {}, 16), ("gemma2", {}, None), ("qwen2", {"use_sliding_window": False}, None)],
+)
+def test_the_window_is_given_only_if_every_layer_has_one(tmp_path, family, changes, window):
+    tiny_llm(family, tmp_path, sliding_window=16, **changes)
+    assert llm_shape(str(tmp_path)).window == window
 
 
 def test_shards_are_read_through_their_index(llama, tmp_path):
@@ -189,7 +181,6 @@ def test_a_pattern_matches_a_name_what_lies_below_it_and_wildcards(name, pattern
 
 PUBLISHED_PARAMETERS = {  # as the hub's model pages count the tensors of the safetensors release
     "lmsys/vicuna-7b-v1.5": 6_738_415_616,
-    "lmsys/vicuna-13b-v1.5": 13_015_864_320,
     "mistralai/Mistral-7B-v0.3": 7_248_023_552,
     "Qwen/Qwen2.5-7B-Instruct": 7_615_616_512,
     "Qwen/Qwen2.5-32B-Instruct": 32_763_876_352,
@@ -211,20 +202,13 @@ def test_records_are_found_by_alias_and_in_any_case(empty_cache):
     assert llm_shape("Qwen/Qwen2.5-72B").kv_heads == 8
 
 
-def test_a_folder_with_config_alone_uses_the_record_of_the_model_it_names(tmp_path):
-    facts = {"model_type": "llama", "_name_or_path": "lmsys/vicuna-7b-v1.5", "num_attention_heads": 32}
-    facts |= {"hidden_size": 4096, "num_hidden_layers": 32, "vocab_size": 32000}
-    (tmp_path / "config.json").write_text(json.dumps(facts))
-    assert llm_shape(str(tmp_path)) == llm_shape("lmsys/vicuna-7b-v1.5")
-    (tmp_path / "config.json").write_text(json.dumps({**facts, "vocab_size": 32001}))
-    with pytest.raises(UserError, match=f"mmtrain record {tmp_path} --id NAME"):
-        llm_shape(str(tmp_path))
-
-
-def test_pickled_weights_are_refused_with_the_tool_that_converts_them(tmp_path):
+@pytest.mark.parametrize(
+    ("weights", "message"), [("pytorch_model.bin", "mmtrain convert {}"), ("none", "mmtrain record {} --id NAME")]
+)
+def test_a_folder_without_safetensors_is_refused_with_the_command_that_helps(tmp_path, weights, message):
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')
-    (tmp_path / "pytorch_model-00001-of-00002.bin").write_bytes(b"")
-    with pytest.raises(UserError, match=f"mmtrain convert {tmp_path}"):
+    (tmp_path / weights).touch()
+    with pytest.raises(UserError, match=message.format(tmp_path)):
         llm_shape(str(tmp_path))
 
 
@@ -242,7 +226,7 @@ def test_a_missing_folder_and_a_hub_id_that_is_not_cached_are_told_apart(tmp_pat
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match="is a file; give the model's folder"):
         model_folder(str(tmp_path / "file"))
-    with pytest.raises(UserError, match=r"neither config\.json nor model\.safetensors"):
+    with pytest.raises(UserError, match=r"config\.json: no such file"):
         llm_shape(str(tmp_path / "models"))
 
 
@@ -307,23 +291,12 @@ def test_a_config_that_disagrees_with_the_weights_is_refused(llama, tmp_path):
     ("config_json", "message"),
     [
         ({"model_type": "t5", "is_encoder_decoder": True}, "t5 is an encoder-decoder"),
-        ({"model_type": "bart", "is_encoder_decoder": True}, "bart is an encoder-decoder"),
-        ({"model_type": "bert"}, "bert is not a causal LLM"),
-        (
-            {"model_type": "chatglm"},
-            "chatglm needs the code in its folder.*; take .* THUDM/glm-4-9b-chat-hf",
-        ),
-        ({"model_type": "glm_moe_dsa"}, "glm_moe_dsa cannot be packed: its layers choose the tokens"),
-        ({"model_type": "falcon"}, "falcon cannot be cut into stages"),
-        ({"model_type": "bloom"}, "bloom cannot be cut into stages"),
-        ({"model_type": "gptj"}, "gptj cannot be cut into stages"),
+        ({"model_type": "bert"}, "bert cannot be staged and packed: it is not a causal LLM"),
+        ({"model_type": "chatglm"}, "chatglm .* needs the code in its folder.*; THUDM/glm-4-9b-chat-hf"),
+        ({"model_type": "glm_moe_dsa"}, "glm_moe_dsa .*: its layers choose the tokens"),
+        ({"model_type": "falcon"}, "falcon .*: its decoder layers take ALiBi"),
         ({"model_type": "mamba"}, "mamba has recurrent layers"),
-        ({"model_type": "rwkv"}, "rwkv has recurrent layers"),
-        (
-            {"model_type": "qwen3_next", "layer_types": ["linear_attention", "full_attention"]},
-            "qwen3_next has linear_attention layers, which carry state from one document into the next",
-        ),
-        ({"model_type": "lfm2", "layer_types": ["conv", "full_attention"]}, "lfm2 has conv layers"),
+        ({"model_type": "lfm2", "layer_types": ["conv", "full_attention"]}, "lfm2 has conv layers, which carry state"),
         ({"model_type": "new_hybrid", "layer_types": ["mamba2", "full_attention"]}, "new_hybrid has mamba2 layers"),
         ({"model_type": "jamba", "layers_block_type": ["mamba", "attention"]}, "jamba has mamba layers"),
         (
@@ -334,10 +307,7 @@ def test_a_config_that_disagrees_with_the_weights_is_refused(llama, tmp_path):
             {"model_type": "llava", "text_config": {"model_type": "llama"}},
             r"llava is a multimodal model around a text model \(llama\); give the folder of the text model",
         ),
-        (
-            {"model_type": "qwen2_vl", "vision_config": {"depth": 2}},
-            r"qwen2_vl is a multimodal model around a text model",
-        ),
+        ({"model_type": "qwen2_vl", "vision_config": {"depth": 2}}, "qwen2_vl is a multimodal model"),
         ({}, "no model_type"),
     ],
 )
@@ -368,14 +338,7 @@ def test_families_whose_layers_all_attend_pass(config_json):
     check_family(config_json)
 
 
-def test_an_encoder_in_the_place_of_an_llm_is_refused(tmp_path):
-    (tmp_path / "config.json").write_text('{"model_type": "t5", "is_encoder_decoder": true}')
-    with pytest.raises(UserError, match="t5 is an encoder-decoder"):
-        llm_shape(str(tmp_path))
-
-
-@pytest.mark.parametrize("select_layer", [-1, -2, -3])
-@pytest.mark.parametrize("class_token", [True, False])
+@pytest.mark.parametrize(("select_layer", "class_token"), [(-1, True), (-3, False)])
 def test_a_timm_folder_has_the_parameters_that_pruning_keeps(select_layer, class_token, tmp_path):
     arguments = {"img_size": 40, "patch_size": 8, "embed_dim": 48, "depth": 4, "num_heads": 3}
     arguments |= {} if class_token else {"class_token": False, "global_pool": "avg"}
@@ -468,12 +431,9 @@ def test_a_timm_name_that_is_not_recorded_has_the_shapes_of_timms_model(empty_ca
         ("vit_larg_patch14_clip_quickgelu_336.openai", "timm knows; the nearest are vit_large_patch14_clip_quickgelu"),
         ("vit_large_patch14_clip_quickgelu_336.opnai", "of vit_large_patch14_clip_quickgelu_336 it has .*336.openai"),
         ("vit_large_patch14_clip_336.openai", "trained with QuickGELU.*use vit_large_patch14_clip_quickgelu_336"),
-        ("swin_tiny_patch4_window7_224", "timm's swin_tiny_patch4_window7_224 is a window transformer"),
-        ("swinv2_tiny_window8_256", "is a window transformer"),
-        ("samvit_base_patch16.sa1b", "is a window transformer"),
-        ("convnext_atto.d2_in1k", "is a convolutional network"),
-        ("resnet18", "is a convolutional network"),
-        ("efficientnet_b0", "is a convolutional network"),
+        ("swinv2_tiny_window8_256", r"timm's swinv2_tiny_window8_256 is no plain vision transformer"),
+        ("samvit_base_patch16.sa1b", "is no plain vision transformer"),
+        ("resnet18", "is no plain vision transformer"),
         ("mixer_s32_224", "timm has no weights mixer_s32_224"),
         ("hiera_tiny_224.mae", "is no plain vision transformer"),
     ],
@@ -483,38 +443,24 @@ def test_a_timm_name_that_cannot_be_used_is_refused_by_what_it_is(name, message,
         vision_shape(name, -2)
 
 
-def test_without_timm_a_name_that_is_not_recorded_gets_the_nearest_recorded_ones(empty_cache, monkeypatch):
-    monkeypatch.setitem(sys.modules, "timm", None)
-    with pytest.raises(UserError, match=f"timm, which may know it, is not installed.* recorded: {CLIP_L}"):
-        vision_shape("vit_large_patch14_clip_quickgelu_224.openai", -2)
-    with pytest.raises(UserError, match="hf download owner/encoder"):
-        vision_shape("owner/encoder", -2)
-
-
 @pytest.mark.parametrize(
     ("model_type", "message"),
     [
-        ("swin", "is a window transformer"),
-        ("swinv2", "is a window transformer"),
-        ("convnext", "is a convolutional network"),
-        ("resnet", "is a convolutional network"),
-        ("hiera", "is a transformer of several stages"),
+        ("swin", "has model_type swin, which is not a vision encoder known here"),
         ("siglip2_vision_model", "is a SigLIP 2 of variable size .* google/siglip2-so400m-patch14-384"),
-        ("llama", "has model_type llama, which is not a vision encoder known here"),
         (["clip"], "which no model has; needed is a text"),
     ],
 )
-def test_what_else_transformers_has_is_refused_by_what_it_is(model_type, message, tmp_path):
+def test_another_model_of_transformers_is_refused_by_its_type(model_type, message, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type}))
     save_file({"weight": torch.zeros(1)}, tmp_path / "model.safetensors")
     with pytest.raises(UserError, match=message):
         vision_shape(str(tmp_path), -2)
 
 
-@pytest.mark.parametrize("select_layer", [-25, -40])
-def test_a_layer_below_the_first_block_is_refused_with_the_range(select_layer):
-    with pytest.raises(UserError, match=f"{select_layer} is out of range: .* 24 blocks, so -1 .* down to -24"):
-        vision_shape(CLIP_L, select_layer)
+def test_a_layer_below_the_first_block_is_refused_with_the_range():
+    with pytest.raises(UserError, match=r"-25 is out of range: .* 24 blocks, so -1 .* down to -24"):
+        vision_shape(CLIP_L, -25)
 
 
 def test_the_tool_records_what_the_files_say(llama, tmp_path, monkeypatch, capsys):
@@ -522,9 +468,7 @@ def test_the_tool_records_what_the_files_say(llama, tmp_path, monkeypatch, capsy
     assert main(["record", str(llama), "--id", "me/tiny", "--alias", "me/other", "--out", str(tmp_path)]) == 0
     assert "me/tiny, " in capsys.readouterr().out
     recorded, read = llm_shape("me/other"), llm_shape(str(llama))
-    assert all_parameters(recorded) == all_parameters(read)
-    for field in ("model_type", "hidden_size", "heads", "kv_heads", "head_dim", "vocab_size", "tied", "window"):
-        assert getattr(recorded, field) == getattr(read, field)
+    assert replace(recorded, source="") == replace(read, source="")
 
 
 def test_the_tool_records_a_timm_encoder_with_the_parameters_of_the_real_one(tmp_path, monkeypatch):

@@ -20,11 +20,6 @@ VIT = {
     "patch_embed.proj.weight": [8, 3, 14, 14],
     **{f"blocks.{i}.{name}": shape for i in range(3) for name, shape in (("norm1.weight", [8]), ("w.weight", [8, 8]))},
 }
-SWIN = {
-    "patch_embed.proj.weight": [8, 3, 4, 4],
-    "layers.0.blocks.0.norm1.weight": [8],
-    "layers.1.downsample.reduction.weight": [16, 32],
-}
 CLIP = {
     "embeddings.class_embedding": [8],
     "embeddings.patch_embedding.weight": [8, 3, 14, 14],
@@ -67,11 +62,10 @@ def clip_config(**changes: object) -> dict:
             VIT | {"patch_embed.proj.weight": [8, 3, 14, 7]},
             "takes patches of 14 x 7 pixels; needed are square ones",
         ),
-        (timm_config("swin_tiny", [3, 28, 28]), SWIN, r"no plain vision transformer \(swin_tiny\).* Use a ViT"),
         (
             timm_config("hiera_tiny", [3, 28, 28]),
             VIT | {"blocks.2.norm1.weight": [16]},
-            r"no plain vision transformer \(hiera_tiny\)",
+            r"no plain vision transformer \(hiera_tiny\).* Use a ViT",
         ),
         (clip_config(image_size=[28, 56]), CLIP, "takes images of 28 x 56 pixels; needed are square ones"),
         (clip_config(image_size=56), CLIP, "images of 56 pixels have 17 patches and class tokens, but .* has 5 rows"),
@@ -105,21 +99,13 @@ def test_a_preprocessor_config_of_no_use_is_refused_by_the_plan(tmp_path, change
         planned(tmp_path, clip_config(), CLIP)
 
 
-@pytest.mark.parametrize(
-    ("image_size", "patch_size", "tokens"),
-    [(336, 14, 576), (224, 14, 256), (384, 14, 729), (384, 16, 576), (14, 14, 1)],
-)
-def test_published_encoders_give_their_known_number_of_tokens(image_size, patch_size, tokens):
-    assert patches_per_image(image_size, patch_size) == tokens
-
-
-@pytest.mark.parametrize(("image_size", "patch_size"), [(32, 8), (35, 8), (39, 8)])
-def test_token_count_is_what_a_stock_encoder_returns(image_size, patch_size):
+@pytest.mark.parametrize("image_size", [32, 35, 39])
+def test_token_count_is_what_a_stock_encoder_returns(image_size):
     encoder = timm.create_model(
-        "vit_tiny_patch16_224", img_size=image_size, patch_size=patch_size, embed_dim=12, depth=1, num_heads=1
+        "vit_tiny_patch16_224", img_size=image_size, patch_size=8, embed_dim=12, depth=1, num_heads=1
     )
     features = encoder.forward_features(torch.zeros(1, 3, image_size, image_size))
-    assert features.shape[1] - encoder.num_prefix_tokens == patches_per_image(image_size, patch_size)
+    assert features.shape[1] - encoder.num_prefix_tokens == patches_per_image(image_size, 8)
 
 
 @pytest.mark.parametrize(("image_size", "patch_size"), [(13, 14), (224, 0)])

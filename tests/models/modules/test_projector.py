@@ -112,9 +112,12 @@ def test_parameters_are_those_the_planner_counts(section):
     [
         (
             {"type": "linear", "factor": 2},
-            "linear gives one position for each patch; leave it out, or take a type that",
+            "linear has none. Leave it out, or set model.projector.type to one of shuffle_swiglu",
         ),
-        ({"type": "shuffle_linear", "width": 8}, "no inner width of its own; leave it out, or take shuffle_swiglu"),
+        (
+            {"type": "shuffle_linear", "width": 8},
+            "has none. Leave it out, or set model.projector.type to one of shuffle_swiglu",
+        ),
         ({"type": "shuffle_swiglu", "width": 7}, "7 cannot be halved into values and their gates; set an even number"),
     ],
 )

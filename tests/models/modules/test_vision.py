@@ -200,7 +200,7 @@ def test_what_is_no_encoder_or_no_layer_is_refused(tiny, hf_folders, tmp_path):
         load_vision(str(tmp_path / "none"), -2, torch.float32)
     (tmp_path / "config.json").write_text('{"architecture": "test_resnet", "pretrained_cfg": {"num_classes": 1000}}')
     save_file(timm.create_model("test_resnet").state_dict(), tmp_path / "model.safetensors")
-    with pytest.raises(UserError, match=r"is a convolutional network \(ResNet\)"):
+    with pytest.raises(UserError, match=r"is no plain vision transformer \(ResNet\)"):
         load_vision(str(tmp_path), -2, torch.float32)
 
 
