@@ -9,7 +9,7 @@ from pydantic import Field, model_validator
 from mmtrain.config.keys import Files, Fixed, Free, Kept, Measured
 from mmtrain.config.limits import MAX_GRID_SIDE, MAX_GRIDS, MAX_TILES
 from mmtrain.config.section import Float, Section, wrong_together
-from mmtrain.models.layouts.registry import LAYOUTS, LayoutName
+from mmtrain.models.layouts.registry import LAYOUT_KEYS, LAYOUTS, LayoutName
 
 Dtype = Literal["float32", "bfloat16"]
 Pinpoint = tuple[Annotated[int, Field(ge=1, le=MAX_GRID_SIDE)], Annotated[int, Field(ge=1, le=MAX_GRID_SIDE)]]
@@ -69,7 +69,7 @@ class VisionSection(Section):
 
     @model_validator(mode="after")
     def _check_layout_numbers(self) -> Self:
-        for key in ("max_tiles", "pinpoints"):
+        for key in LAYOUT_KEYS:
             fitting = [name for name, layout in LAYOUTS.items() if key in layout.keys]
             if getattr(self, key) is not None and self.layout not in fitting:
                 raise wrong_together(

@@ -41,6 +41,7 @@ from mmtrain.exporting.projector_file import Origin, origin, run_tensors
 from mmtrain.exporting.tensors import TensorSource, TensorWriter, check_written, require_space, write_shards
 from mmtrain.exporting.vision import encoder_for_export, wrapped_timm_encoder
 from mmtrain.models.facts.adapters import is_llm_adapter
+from mmtrain.models.facts.connectors import NEWLINE
 from mmtrain.models.facts.encoders import TIMM
 from mmtrain.models.facts.model_files import model_folder, read_header
 from mmtrain.models.facts.shapes import llm_shape
@@ -259,7 +260,7 @@ def refuse_unfit_family(stock: StockClass, folder: Path) -> None:
     }
     try:
         loaded, report = _load(stock, content, tensors)
-        others = (stock.encoder_names, stock.connector_names, stock.newline_name)
+        others = (stock.encoder_names, stock.connector_names, NEWLINE)
         lacking = [name for name in report["missing_keys"] if not any(other in name for other in others)]
         faults = [*lacking, *report["unexpected_keys"], *report["mismatched_keys"]]
         ids = torch.arange(24).view(2, 12)

@@ -14,7 +14,7 @@ from mmtrain.models.layouts.layout import ImageLayout
 from mmtrain.models.layouts.square import Square
 from mmtrain.models.layouts.tiles import Tiles
 from mmtrain.stock.stock_class import ExportedEncoder, StockClass
-from mmtrain.stock.stock_folder import Keys, StockFolder, shown
+from mmtrain.stock.stock_folder import IMAGES, Keys, StockFolder, shown
 
 if TYPE_CHECKING:
     from mmtrain.data.stream.images import ImageTransform
@@ -68,10 +68,8 @@ class AyaVision(StockClass):
         if not is_cut:
             folder.one_tile("max_patches", most, most == 1)
         elif fit != "resize" or fewest != 1 or not is_whole(most, 1, MAX_TILES):
-            raise UserError(
-                f"its image processor has max_patches {shown(most)}, min_patches {shown(fewest)} and pictures made by "
-                f"{fit}; needed are up to {MAX_TILES} tiles, at least 1, resized"
-            )
+            stated = f"max_patches {shown(most)}, min_patches {shown(fewest)} and pictures made by {fit}"
+            raise UserError(f"{IMAGES} says {stated}; needed are up to {MAX_TILES} tiles, at least 1, resized")
         folder.no_texts(around if is_cut else around | names, Tiles.name if is_cut else Square.name)
         return keys | {
             "select_layer": folder.layer(-1, "full"),

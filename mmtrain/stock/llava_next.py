@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from mmtrain.base.errors import UserError
 from mmtrain.config.schema import RunConfig
 from mmtrain.data.samples.records import IMAGE_MARK
 from mmtrain.models.facts.connectors import image_layout
 from mmtrain.models.layouts.anyres import Anyres, AnyresMax9
 from mmtrain.models.layouts.layout import ImageLayout, Tiling
 from mmtrain.stock.stock_class import INTERN_VIT, ExportedEncoder, StockClass
-from mmtrain.stock.stock_folder import BY_PARTS, Keys, StockFolder, shown
+from mmtrain.stock.stock_folder import Keys, StockFolder, unfit
 
 if TYPE_CHECKING:
     import torch
@@ -85,8 +84,5 @@ class LlavaOnevision(LlavaNext):
     def read(self, folder: StockFolder) -> Keys:
         for settings in (folder.config, folder.processor):
             if (ratio := settings.get("vision_aspect_ratio", AnyresMax9.name)) != AnyresMax9.name:
-                raise UserError(
-                    f"its files say vision_aspect_ratio {shown(ratio)}, and the positions of an image that mmtrain "
-                    f"takes are those of {AnyresMax9.name}: set that in the folder if it is meant, or {BY_PARTS}"
-                )
+                raise unfit("a file", "vision_aspect_ratio", ratio, AnyresMax9.name)
         return {"select_layer": folder.layer(-1, "full"), **folder.grids(AnyresMax9(tile_size=384))}

@@ -11,7 +11,7 @@ from mmtrain.models.facts.connectors import reduction
 from mmtrain.models.facts.encoders import TIMM
 from mmtrain.models.layouts.layout import ImageLayout, Tiling
 from mmtrain.stock.stock_class import WHAT_WORKS, ExportedEncoder, StockClass
-from mmtrain.stock.stock_folder import Keys, StockFolder, shown
+from mmtrain.stock.stock_folder import CONFIG, Keys, StockFolder, unfit
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -80,7 +80,7 @@ class PerceptionLM(StockClass):
         folder.square("tile_size", folder.images.get("tile_size", 448))
         uses_class = folder.config.get("vision_use_cls_token", True)
         if uses_class is not bool(folder.vision.prefix_tokens):
-            raise UserError(f"config.json says vision_use_cls_token {shown(uses_class)}, and its encoder is another")
+            raise unfit(CONFIG, "vision_use_cls_token", uses_class, str(not uses_class))
         ratio = folder.config.get("projector_pooling_ratio", 1)
         factor = self.factor(folder, "projector_pooling_ratio", ratio)
         return {"factor": factor, "type": "mlp2x_gelu" if factor is None else "mlp2x_gelu_pool"}

@@ -29,9 +29,9 @@ from mmtrain.models.facts.shapes import VisionShape, llm_shape
 from mmtrain.models.facts.timm_models import form_of
 from mmtrain.models.facts.tokenizer_files import lacking_marks
 from mmtrain.models.layouts.layout import ImageLayout, Tiling
-from mmtrain.models.layouts.registry import LAYOUTS
+from mmtrain.models.layouts.registry import LAYOUT_KEYS, LAYOUTS
 from mmtrain.models.layouts.square import Square
-from mmtrain.stock.stock_folder import Keys, StockFolder, shown
+from mmtrain.stock.stock_folder import CONFIG, Keys, StockFolder, unfit
 
 if TYPE_CHECKING:
     import torch
@@ -108,7 +108,6 @@ class StockClass(ExportedClass):
     # ---- its folder
     encoder_names: ClassVar[str] = "vision_tower."  # what stands before the names of the encoder's tensors
     connector_names: ClassVar[str] = "multi_modal_projector."
-    newline_name: ClassVar[str] = "image_newline"
     decoder_names = "language_model.model."  # of transformers 4 too; version 5 reads it
     head_name: ClassVar[str] = "language_model.lm_head.weight"
     # A small encoder of the class's own, for trials of the LLM beside it.
@@ -135,19 +134,16 @@ class StockClass(ExportedClass):
 
     @property
     def processor_name(self) -> str:
-        """Name of the processor's class."""
         return f"{self.name}Processor"
 
     @cached_property
     def config_class(self) -> type[PreTrainedConfig]:  # type: ignore[override]
-        """Class of config.json."""
         import transformers
 
         return getattr(transformers, f"{self.name}Config")
 
     @cached_property
     def model_class(self) -> type[PreTrainedModel]:  # type: ignore[override]
-        """Class of the model."""
         import transformers
 
         return getattr(transformers, self.class_name)
@@ -199,7 +195,7 @@ class StockClass(ExportedClass):
 
     def connector_name(self, name: str) -> str:
         """Return the name on disk of one of the connector's tensors, by our module's name."""
-        return self.newline_name if name == NEWLINE else self.connector_names + name
+        return name if name == NEWLINE else self.connector_names + name
 
     def adapt_encoder(self, run: RunConfig, encoder: ExportedEncoder) -> ExportedEncoder:
         """Return the encoder in the class's own names and settings; raises UserError for one it does not take."""
@@ -261,10 +257,8 @@ class StockClass(ExportedClass):
         return {"video_processor_type": self.video_processor, "processor_class": self.processor_name, "size": size}
 
     def exact_pixels(self, transform: ImageTransform) -> str:
-        """Return a line of Python after which `processor` makes of `picture` the pixels of training, to the bit.
-
-        AutoProcessor would hand `backend="pil"` to the tokenizer too, which then makes no masks of answers.
-        """
+        """Return a line of Python after which `processor` makes of `picture` the pixels of training, to the bit."""
+        # AutoProcessor would hand `backend="pil"` to the tokenizer too, which then makes no masks of answers.
         return 'processor.image_processor = AutoImageProcessor.from_pretrained(folder, backend="pil")'
 
     def load_processor(self, folder: Path, name: str | None = None) -> ProcessorMixin:
@@ -295,7 +289,7 @@ class StockClass(ExportedClass):
         folder.check()
         keys: Keys = {"final_norm": self.final_norm, "layout": self.layouts[0], "factor": None, "width": None}
         keys |= {"select_layer": -1, "type": self.connectors[0], "image_fit": "resize"}
-        keys |= {"max_tiles": None, "pinpoints": None, **self.read(folder)}
+        keys |= {**dict.fromkeys(LAYOUT_KEYS), **self.read(folder)}
         if LAYOUTS[keys["layout"]].has_newlines and not any(n in folder.tensors for n in (NEWLINE, f"model.{NEWLINE}")):
             raise UserError(f"its weights hold no {NEWLINE}, which ends lines; download the folder again")
         if keys["width"] == llm.hidden_size:
@@ -311,6 +305,5 @@ class StockClass(ExportedClass):
         """Return model.projector.factor; None for 1, which a second connector of the class has."""
         known = [factor for factor in self.factors if factor > 1 or len(self.connectors) > 1]
         if type(value) is not int or value not in known:
-            listed = ", ".join(map(str, known))
-            raise UserError(f"config.json says {key} {shown(folder.config.get(key))}; factors that work are {listed}")
+            raise unfit(CONFIG, key, folder.config.get(key), f"a factor of {', '.join(map(str, known))}")
         return None if value == 1 else value

@@ -24,6 +24,7 @@ from mmtrain.models.layouts.anyres import Anyres
 Keys = dict[str, Any]
 PARTS = ("model.llm.path", "model.vision.name", "model.projector.init_from")
 BY_PARTS = f"give the model by its parts instead, in {', '.join(PARTS)}"
+CONFIG, IMAGES = "config.json", "its image processor"
 _CONNECTOR = re.compile(r"(?:model\.)?(?:multi_modal_projector|connector\.modality_projection)\.")
 _PINPOINTS: TypeAdapter[Pinpoints] = TypeAdapter(Pinpoints)
 
@@ -38,15 +39,15 @@ class StockFolder:
 
     def check(self) -> None:
         """Refuse a folder whose weights hold no connector, and settings and pixels that mmtrain has otherwise."""
-        refuse_other_settings(self.config, "config.json")
+        refuse_other_settings(self.config, CONFIG)
         if not any(_CONNECTOR.match(name) for name in self.tensors):
             raise UserError(f"its weights hold no connector ({_CONNECTOR.pattern}); download the folder again")
         for key in ("do_resize", "do_rescale", "do_normalize"):
             if self.images.get(key, True) is not True:
-                raise UserError(f"its image processor has {key} {shown(self.images[key])}, and mmtrain does so")
+                raise unfit(IMAGES, key, self.images[key], "true")
         factor = self.images.get("rescale_factor", 1 / 255)
         if not isinstance(factor, float) or abs(factor * 255 - 1) > 1e-4:
-            raise UserError(f"its image processor has rescale_factor {shown(factor)}; needed is 1/255")
+            raise unfit(IMAGES, "rescale_factor", factor, "1/255")
 
     @cached_property
     def tensors(self) -> dict[str, Shape]:
@@ -73,61 +74,42 @@ class StockFolder:
     def one_tile(self, key: str, value: Any, is_one: bool) -> None:
         """Refuse a processor that cuts images into tiles."""
         if not is_one:
-            raise UserError(
-                f"its image processor cuts an image into tiles ({key} {shown(value)}), and mmtrain trains on one "
-                f"square: change that in the folder if one is meant, or {BY_PARTS}"
-            )
+            raise unfit(IMAGES, key, value, "one square an image")
 
     def no_texts(self, texts: dict[str, Any], layout: str) -> None:
         """Refuse a processor that writes texts around images which the layout does not have."""
-        if written := {key: text for key, text in texts.items() if text}:
-            key, text = next(iter(written.items()))
-            raise UserError(
-                f"its processor writes {shown(text)} ({key}) beside an image, and the layout {layout} does "
-                f"not; set that to an empty text in the folder if none is meant, or {BY_PARTS}"
-            )
+        for key, text in texts.items():
+            if text:
+                raise unfit("its processor", key, text, f"an empty text, as layout {layout} writes none")
 
     def square(self, key: str, sides: Any) -> None:
         """Refuse pictures of another size than the encoder's."""
         pixels = list(sides.values()) if isinstance(sides, dict) else [sides]
         if not pixels or any(side != self.vision.image_size for side in pixels):
-            raise UserError(
-                f"its image processor has {key} {shown(sides)}, and the encoder takes {self.vision.image_size} pixels "
-                "a side; correct the one that is wrong"
-            )
+            raise unfit(IMAGES, key, sides, f"{self.vision.image_size} pixels a side, as its encoder takes")
 
     def grids(self, layout: Anyres) -> Keys:
         """Return the keys of an image layout of grids; `layout` has those of a folder that says none."""
         self.fit()
-        stated = [settings.get("image_grid_pinpoints") for settings in (self.config, self.images)]
+        key = "image_grid_pinpoints"
+        trained, processed = (settings.get(key, layout.grids) for settings in (self.config, self.images))
         try:
-            trained, processed = (
-                _PINPOINTS.validate_python(layout.grids if grids is None else grids) for grids in stated
-            )
+            trained, processed = map(_PINPOINTS.validate_python, (trained, processed))
         except ValidationError:
-            raise UserError(
-                f"config.json says image_grid_pinpoints {shown(stated[0])} and its image processor {shown(stated[1])}; "
-                f"needed are up to {MAX_GRIDS} pairs of height and width in pixels"
-            ) from None
+            raise unfit(CONFIG, key, trained, f"up to {MAX_GRIDS} pairs of height and width in pixels") from None
         if trained != processed:
-            raise UserError(
-                f"its image processor has image_grid_pinpoints {shown(processed)} and config.json {shown(trained)}; "
-                "correct the one that is wrong"
-            )
+            raise unfit(IMAGES, key, processed, f"{shown(trained)}, as config.json says")
         return {"pinpoints": trained, "image_fit": None}
 
     def layer(self, default: int, strategy: str) -> int:
         """Return model.vision.select_layer; folders count hidden states from 0, the embeddings."""
         layer, depth = self.config.get("vision_feature_layer", default), self.vision.blocks_run
         if not is_whole(layer, -depth, depth) or layer == 0:
-            raise UserError(
-                f"config.json says vision_feature_layer {shown(layer)}; mmtrain takes the output of one block, 1 to "
-                f"{depth} or -{depth} to -1"
-            )
+            raise unfit(CONFIG, "vision_feature_layer", layer, f"one block, 1 to {depth} or -{depth} to -1")
         selected = self.config.get("vision_feature_select_strategy", strategy)
+        # Else a class token would be a patch, or a patch would be dropped.
         if selected != (needed := "default" if self.vision.prefix_tokens else "full"):
-            wrong = "a class token would be a patch" if self.vision.prefix_tokens else "a patch would be dropped"
-            raise UserError(f"config.json says vision_feature_select_strategy {shown(selected)}, not {needed}: {wrong}")
+            raise unfit(CONFIG, "vision_feature_select_strategy", selected, needed)
         return layer if layer < 0 else layer - depth - 1
 
     def fit(self) -> str:
@@ -140,8 +122,13 @@ class StockFolder:
         if self.images.get("do_pad"):
             return "pad"
         if is_edge and not crops:
-            raise UserError(f"its image processor has size {shown(size)} and no do_center_crop: images are not squares")
+            raise unfit(IMAGES, "size", size, "a square, or do_center_crop")
         return "center_crop" if is_edge else "resize"
+
+
+def unfit(file: str, key: str, value: Any, needed: str) -> UserError:
+    """The error for a setting of a folder that mmtrain does not train with."""
+    return UserError(f"{file} says {key} {shown(value)}; needed is {needed}. Correct that, or {BY_PARTS}.")
 
 
 def shown(value: Any) -> str:

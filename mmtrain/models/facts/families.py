@@ -8,20 +8,10 @@ Global names are the same for every family, so a trainable pattern such as `llm.
     lm_head.weight, embed_out.weight                     -> llm.head.weight
     anything else, e.g. transformer.wpe.weight           -> llm.transformer.wpe.weight
 
-It also finds the LLM and the encoder inside a whole multimodal model, which are read where they lie, without torch:
-
-config.json --text_config, vision_config--> what the part's own config.json would say
-names of tensors --without what stands before them--> names that the part's own files would have
-
-| saved by                          | LLM                                            | encoder                    |
-|-----------------------------------|------------------------------------------------|----------------------------|
-| transformers 4, LLaVA's relatives | language_model.model., language_model.lm_head. | vision_tower.vision_model. |
-| transformers 5 on disk            | the same                                       | vision_tower.              |
-| transformers 5 in memory          | model.language_model., lm_head.                | model.vision_tower.        |
-| Idefics3, SmolVLM                 | model.text_model., lm_head.                    | model.vision_model.        |
-
-Source: transformers' conversion_mapping.py ("llava", "LlavaModel") and modeling files. All of these classes make their
-logits by a head without scale and cap, whatever the text model's own class does; that holds here, too.
+It also finds the LLM and the encoder inside a whole multimodal model, which are read where they lie: text_config and
+vision_config say what the part's own config.json would, and names of tensors lose what stands before them, such as
+`language_model.` or `model.vision_tower.`. All of these classes make their logits by a head without scale and cap,
+whatever the text model's own class does; that holds here, too. Source: transformers' conversion_mapping.py.
 """
 
 from __future__ import annotations
@@ -122,10 +112,7 @@ def quantised_by(config_json: Mapping[str, Any]) -> str | None:
 
 
 def remote_code(config_json: dict[str, Any]) -> str:
-    """Why a model cannot be read whose config.json names code in its folder; empty where it names none.
-
-    Such a folder may be sound all the same: many have a family that has come to transformers since.
-    """
+    """Why a model cannot be read whose config.json names code in its folder; empty where it names none."""
     if not config_json.get("auto_map"):
         return ""
     needs = f"auto_map in config.json says that it needs the code in its folder, and {_NO_CODE}"
@@ -234,10 +221,7 @@ def whole_of(config_json: Mapping[str, Any]) -> Whole | None:
 
 
 def llm_config(folder: Path) -> dict[str, Any]:
-    """config.json of the causal LM in `folder`, which may be a whole model's.
-
-    Raises UserError for a whole model that says nothing of its LLM. Families are judged by `check_family`.
-    """
+    """config.json of the causal LM in `folder`, which may be a whole model's; raises UserError where that lacks it."""
     content = read_json(folder / "config.json")
     whole = whole_of(content)
     if whole is None:
@@ -281,7 +265,7 @@ def llm_tensors(folder: Path, tensors: Mapping[str, T]) -> dict[str, T]:
 def encoder_config(folder: Path) -> dict[str, Any]:
     """config.json of the encoder in `folder`, which may be a whole model's; a timm encoder's has an architecture.
 
-    Raises UserError for a whole model that says nothing of its encoder, and for weights that are quantised.
+    Raises UserError for weights that are quantised.
     """
     content = read_json(folder / "config.json")
     if (method := quantised_by(content)) is not None:

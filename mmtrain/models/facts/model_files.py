@@ -120,8 +120,7 @@ def read_json(path: Path) -> dict[str, Any]:
 def foreign_files(what: str) -> Iterator[None]:
     """Raise UserError, naming `what`, for whatever a library raises of files that somebody else made.
 
-    Such files choose which of the library's code runs, so that any error may come: a KeyError for an activation that
-    does not exist, an ImportError for a quantisation.
+    Such files choose which of the library's code runs, so that any error may come.
     """
     try:
         yield
@@ -148,14 +147,14 @@ def tensor_shapes(folder: Path) -> dict[str, Shape] | None:
                 f"{folder}: {len(missing)} of {len(files)} weight files named in {index.name} are missing, "
                 f"e.g. {missing[0]}; finish the download"
             )
-        stored = {name: shape for file in files for name, shape in _weights(file).items()}
+        stored = {name: shape for file in files for name, shape in read_header(file, are_weights=True).items()}
         absent = [name for name in weight_map if name not in stored]
         if absent:
             raise UserError(f"{folder}: {index.name} names {absent[0]}, which is not in {weight_map[absent[0]]}")
         return {name: stored[name] for name in weight_map}
     single = folder / "model.safetensors"
     if single.is_file():
-        return _weights(single)
+        return read_header(single, are_weights=True)
     pickled = sorted(folder.glob("pytorch_model*.bin"))
     if pickled:
         raise UserError(
@@ -177,27 +176,11 @@ def read_weight_map(index: Path, suffix: str) -> dict[str, str]:
     return weight_map
 
 
-def read_header(file: Path) -> dict[str, Shape]:
+def read_header(file: Path, are_weights: bool = False) -> dict[str, Shape]:
     """Name and shape of every tensor in one safetensors file, from its header alone, in the order of their bytes.
 
-    Raises UserError unless the safetensors library takes the header: tensors of known types that fill the file.
+    Raises UserError for a damaged file, and where it holds weights of less than 16 bits that `are_weights` of a model.
     """
-    return {name: shape for name, (shape, _) in _header(file).items()}
-
-
-def _weights(file: Path) -> dict[str, Shape]:
-    header = _header(file)
-    for name, (_, dtype) in header.items():
-        if dtype not in _STORED and not _BUFFER.fullmatch(name):
-            raise UserError(
-                f"{file}: {escape(name)} is stored as {dtype}; needed are floating-point numbers of 16 bits or more: "
-                "take the bf16 release of the same model"
-            )
-    return {name: shape for name, (shape, _) in header.items()}
-
-
-def _header(file: Path) -> dict[str, tuple[Shape, str]]:
-    """Shape and type of every tensor, as `read_header` has them."""
     try:
         with file.open("rb") as stream:
             prefix = stream.read(8)
@@ -208,7 +191,6 @@ def _header(file: Path) -> dict[str, tuple[Shape, str]]:
             raise UserError(f"{file}: not a complete safetensors file ({size} bytes); download it again")
         with safe_open(file, framework="numpy") as opened:
             slices = {name: opened.get_slice(name) for name in opened.offset_keys()}
-            return {name: (tuple(part.get_shape()), str(part.get_dtype())) for name, part in slices.items()}
     except OSError as error:
         raise UserError(f"{file}: cannot be read ({error.strerror})") from None
     except SafetensorError as error:
@@ -216,3 +198,10 @@ def _header(file: Path) -> dict[str, tuple[Shape, str]]:
         raise UserError(
             f"{file}: a damaged or incomplete safetensors file ({size} bytes; {reason}); download it again"
         ) from None
+    for name, part in slices.items():
+        if are_weights and (dtype := part.get_dtype()) not in _STORED and not _BUFFER.fullmatch(name):
+            raise UserError(
+                f"{file}: {escape(name)} is stored as {dtype}; needed are floating-point numbers of 16 bits or more: "
+                "take the bf16 release of the same model"
+            )
+    return {name: tuple(part.get_shape()) for name, part in slices.items()}

@@ -53,16 +53,14 @@ def panics_told(name: str) -> Iterator[None]:
 
 
 def refuse_missing_marks(config: RunConfig) -> None:
-    """Raises UserError for a layout of images whose texts the LLM's tokenizer has no tokens for."""
-    if config.model.vision is None:
-        return
-    layout = config.model.vision.layout
-    if lacking := lacking_marks(config.model, layout):
-        raise missing_marks(layout, lacking, config.model.llm.path)
+    """Raise UserError for a layout of images whose texts the LLM's tokenizer has no tokens for."""
+    vision = config.model.vision
+    if vision is not None and (lacking := lacking_marks(config.model, vision.layout)):
+        raise missing_marks(vision.layout, lacking, config.model.llm.path)
 
 
 def missing_marks(layout: str, lacking: Sequence[str], tokenizer: str) -> UserError:
-    """The error for a tokenizer without tokens of its own for texts around images: their frozen rows mean nothing."""
+    """The error for a tokenizer without tokens of its own for texts around images."""
     return UserError(
         f"model.vision.layout: {layout} writes {' and '.join(lacking)} around each image, and the "
         f"tokenizer of {tokenizer} has no such tokens, so that the LLM was never trained on them; take an LLM that "
@@ -71,9 +69,9 @@ def missing_marks(layout: str, lacking: Sequence[str], tokenizer: str) -> UserEr
 
 
 def lacking_marks(model: ModelSection, layout: str) -> list[str]:
-    """Tokens that an image layout writes around images and that the LLM's tokenizer.json does not have as such.
+    """Return tokens that an image layout writes around images and that the LLM's tokenizer.json lacks.
 
-    Says nothing about a model that is not there, or has no such file: loading the tokenizer settles those.
+    None are lacking of a model that is not there, or has no such file: loading the tokenizer settles those.
     """
     marks = LAYOUTS[layout].marks
     folder = find_model_folder(model.llm.path)
@@ -89,13 +87,11 @@ def lacking_marks(model: ModelSection, layout: str) -> list[str]:
 
 
 def missing_chat_template(folder: str | Path) -> UserError:
-    """The error for a tokenizer, in `folder`, without a chat template."""
-    legacy = (Path(folder) / "chat_template.json").is_file()
-    unread = "; its chat_template.json is read by processors alone" if legacy else ""
+    """The error for a tokenizer, in `folder`, without a chat template that is used without being named."""
     return UserError(
-        f"data.template: chat takes the model's own chat template, and the tokenizer in {folder} has none{unread}; put "
-        "a chat_template.jinja beside the tokenizer (transformers reads it), or set data.template=llava_v1 "
-        "(Vicuna's), or a FILE.jinja of your own, or, for captions of images, plain"
+        f"data.template: chat takes the model's own chat template, and the tokenizer in {folder} has none; put a "
+        "chat_template.jinja beside the tokenizer, or set data.template=llava_v1 (Vicuna's), or a FILE.jinja of your "
+        "own, or, for captions of images, plain"
     )
 
 
@@ -103,10 +99,8 @@ def text_fingerprint(tokenizer_folder: Path, template: str, image_texts: Sequenc
     """What text lengths depend on, as 16 hex digits of a SHA-256: tokenizer files, template, rules of segmentation.
 
     `template` is what `data.template` holds; one written in Jinja counts with its text. `image_texts` is the layout's
-    (ImageLayout.texts), `wording` the samples' format's (SampleFormat.wording).
-
-    A tokenizer that another release of its library reads otherwise is found when a sample's length differs from its
-    index. Raises UserError for a folder without a tokenizer, and for a file larger than MAX_TOKENIZER_BYTES.
+    (ImageLayout.texts), `wording` the samples' format's (SampleFormat.wording). Raises UserError for a folder without a
+    tokenizer, and for a file larger than MAX_TOKENIZER_BYTES.
     """
     files = tokenizer_files(tokenizer_folder)
     if not files:

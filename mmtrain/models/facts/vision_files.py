@@ -89,8 +89,7 @@ def check_preprocessing(name: str) -> None:
 def preprocessing(folder: Path) -> Preprocessing:
     """What the preprocessor_config.json of an encoder of transformers, or of a whole model, says.
 
-    Raises UserError where it is missing or says nothing usable: guessed means would give features that the encoder was
-    never trained on.
+    Raises UserError where it is missing or says nothing usable.
     """
     file, facts = image_settings(folder)
     if facts is None:
@@ -102,16 +101,17 @@ def preprocessing(folder: Path) -> Preprocessing:
             f"{writer}; {writer}.from_pretrained('HUB_ID').save_pretrained('{folder}'), or {writer}() for a model "
             "trained with the family's own means"
         )
-    found = [facts.get(key) for key in ("image_mean", "image_std")]
-    for key, values in zip(("image_mean", "image_std"), found, strict=True):
+    for key, least in (("image_mean", -1e300), ("image_std", 1e-300)):
+        values = facts.get(key)
         # A comparison that NaN and infinity fail, and a whole number too large for a float.
         is_list = isinstance(values, list) and len(values) == 3
-        if not is_list or not all(type(value) in (int, float) and abs(value) < 1e300 for value in values):
-            raise UserError(f"{file}: {key} is {escape(repr(values))}; needed are three numbers")
-    if min(found[1]) <= 0:
-        raise UserError(f"{file}: image_std is {found[1]}; needed are three numbers above 0")
+        if not is_list or not all(type(value) in (int, float) and least <= value < 1e300 for value in values):
+            above = " above 0" if key == "image_std" else ""
+            raise UserError(f"{file}: {key} is {escape(repr(values))}; needed are three numbers{above}")
     resample = facts.get("resample")
-    return Preprocessing(tuple(found[0]), tuple(found[1]), BICUBIC if resample is None else resample)
+    return Preprocessing(
+        tuple(facts["image_mean"]), tuple(facts["image_std"]), BICUBIC if resample is None else resample
+    )
 
 
 def image_settings(folder: Path) -> tuple[Path, dict[str, Any] | None]:
@@ -127,14 +127,13 @@ def image_settings(folder: Path) -> tuple[Path, dict[str, Any] | None]:
 
 
 def patches_per_image(image_size: int, patch_size: int) -> int:
-    """Patches that an encoder makes of one image: (image_size // patch_size) squared, both sizes in pixels.
+    """Patches that an encoder makes of one image; both sizes in pixels.
 
-    An encoder's patch convolution drops what is left over at the right and the bottom, hence the floor (SigLIP: 384 px
-    in patches of 14 give 27 x 27). Raises UserError when not even one patch fits.
+    Its patch convolution drops what is left over at the right and the bottom (SigLIP: 384 px in patches of 14 give
+    27 x 27). Raises UserError when not even one patch fits.
     """
     if patch_size < 1 or image_size < patch_size:
         raise UserError(
-            f"image size {image_size} with patch size {patch_size}: not one patch fits; the vision model's "
-            "configuration must give an image at least as large as a patch"
+            f"image size {image_size} with patch size {patch_size}: not one patch fits; correct config.json"
         )
     return (image_size // patch_size) ** 2

@@ -13,4 +13,5 @@ from mmtrain.models.layouts.tiles import Tiles
 
 LayoutName = Literal["square", "idefics3", "tiles", "anyres", "anyres_max_9"]
 LAYOUTS: dict[str, type[ImageLayout]] = {kind.name: kind for kind in (Square, Idefics3, Tiles, Anyres, AnyresMax9)}
+LAYOUT_KEYS = tuple(dict.fromkeys(key for layout in LAYOUTS.values() for key in layout.keys))  # of model.vision
 TEXT_ALONE: dict[str, type[ImageLayout]] = {kind.name: kind for kind in (Require, Strip)}
