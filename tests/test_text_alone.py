@@ -113,7 +113,7 @@ def test_a_run_on_text_trains_evaluates_and_answers(demo_cache, tmp_path, monkey
     assert launch.main([str(CONFIG), f"run.dir={tmp_path}", "data.workers=0", *short, *asked]) == 0
     run = load_run(folder)
     assert run.plan["vision"] is None and [score["samples"] for score in run.scores] == [4, 4]
-    assert "the control is left out: text alone has no images" in capfd.readouterr().out
+    assert "the control is left out: no held-out sample has another image" in capfd.readouterr().out
     assert run.metrics("train")[-1]["images"] == 0
     answer = generate(run, prompt="Say it backwards: a red three, a blue five, a pink nine.", max_new_tokens=4)
     written = next((demo_cache / "mmtrain" / "chat").glob("*/config.json")).parent

@@ -1,14 +1,14 @@
-"""Measures on the device what the planner needs to know of a run: a Calibration.
+"""Measure on the device what the planner needs to know of a run: a Calibration.
 
 every rank: Calibrator --warm_up, then rounds--> seconds of single stages, of messages, of a step's end
             --finish: medians of each rank, means over ranks--> Calibration, the same everywhere
 rank 0: --calibrate--> the file that the planner finds, a table of what was measured
 
-All ranks do the same at the same time, since memory bandwidth, clocks and cores are shared in a run, too. A round
-measures everything once, so that what drifts meets all alike, and so that between two turns of a stage others have been
-through the caches. Stages are built and called as the engine does it: with one layer, and with several in a row, whose
-difference tells what a layer adds and what a call costs beyond its layers. A GPU is waited for after each, so there a
-call's cost holds launches that a run overlaps with computing.
+All ranks do the same at the same time, since a run shares memory bandwidth, clocks and cores, too. A round measures
+everything once, so that drift meets all alike, and so that other stages pass through the caches between two turns of a
+stage. Stages are built and called as the engine does it: with one layer, and with several in a row, whose difference
+tells what a layer adds and what a call costs beyond its layers. A GPU is waited for after each call, so a call's cost
+there includes launches that a run overlaps with computing.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ import functools
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
-from datetime import timedelta
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
 from mmtrain.base.collectives import all_gather_object
+from mmtrain.base.printing import bytes_text, table_lines
 from mmtrain.base.progress import ProgressBar
 from mmtrain.calibration.allocations import Usage, bytes_used
 from mmtrain.calibration.fetch_costs import measure_fetches
@@ -34,7 +34,6 @@ from mmtrain.calibration.solution import (
     ENCODE_HALF,
     ENCODE_LATER,
     ENCODE_STEM,
-    MATMUL,
     WINDOW,
     mean_of_ranks,
     recomputing,
@@ -42,7 +41,6 @@ from mmtrain.calibration.solution import (
     solve_layers,
     solve_messages,
 )
-from mmtrain.calibration.table import table
 from mmtrain.config.schema import RunConfig
 from mmtrain.data.stream.packs import to_device
 from mmtrain.engine.channels import Channels
@@ -61,16 +59,15 @@ from mmtrain.runtime.rank import Rank
 LAYERS = 4  # of the stage that holds several
 WARM_UP_ROUNDS = 2
 MIN_ROUNDS, MAX_ROUNDS = 7, 31
-SECONDS = 40.0  # of rounds, if that gives as many
-LOAD, REDUCE, UPDATE = "load", "reduce", "update"
+SECONDS = 40.0  # of rounds, within these limits
+LOAD, REDUCE, UPDATE, MATMUL = "load", "reduce", "update", "matrix products"
 
 
 class Calibrator:
-    """One rank's part; every rank of the job constructs it at the same time and calls the same methods.
+    """One rank's part. Collective: every rank constructs it and calls the same methods.
 
-    `plan` is any plan of the run, for its ranks and the channels between them; `can_cut` says whether a frozen encoder
-    can be cut into slices. Loads the front, the head and one decoder layer of each kind, and LAYERS in a row, from the
-    run's own model files.
+    `plan` is any plan of the run, for its ranks and the channels between them; `can_cut`: a frozen encoder can be cut
+    into slices. Loads the front, the head, one decoder layer of each kind, and LAYERS in a row.
     """
 
     def __init__(
@@ -101,17 +98,15 @@ class Calibrator:
             stage.backward()
         self._messages: MessageCosts | None = None
         if plan.pipeline > 1:
-            timeout = timedelta(seconds=config.parallel.timeout_seconds)
-            channels = Channels(plan, dist.get_rank(), device, timeout)
-            messages = self._message_tensors()
-            self._messages = MessageCosts(plan, dist.get_rank(), channels, messages, device, self._compute)
+            channels = Channels(plan, dist.get_rank(), device, config.parallel.timeout_seconds)
+            self._messages = MessageCosts(plan, channels, self._message_tensors(), device, self._compute)
         self.seconds: dict[str, list[float]] = {}
-        """Of every round, by what was measured; see `solution`."""
+        """Seconds in every round, by what was measured; see `solution`."""
 
     def _build(
         self, config: RunConfig, kind_of_window: LayerKind, first: int, last: int, count: int
     ) -> dict[str, SingleStage]:
-        """The stages by name; those that recompute share the module of the one that does not."""
+        """Build the stages by name; those that recompute share the module of the one that does not."""
         batch = to_device(self._host_batch, self._device)
 
         def build(kind: LayerKind, first: int, last: int, *, front: bool = False, head: bool = False) -> SingleStage:
@@ -132,9 +127,9 @@ class Calibrator:
         return stages
 
     def _slice(self, first: int, last: int) -> Front:
-        """Blocks [first, last) of the encoder, over the whole one's weights."""
+        """Blocks [first, last) of the encoder, sharing its weights."""
         whole = self._stages["front"].module.front
-        assert whole is not None, "an encoder is cut that is there"
+        assert whole is not None, "only a model with an encoder is cut"
         part = whole.vision.slice_of(first, last)
         weights = dict(whole.vision.global_parameters())
         for name, parameter in part.global_parameters():
@@ -142,18 +137,18 @@ class Calibrator:
         return Front(part, whole.projector, whole.transform)
 
     def _message_tensors(self) -> dict[str, list[torch.Tensor]]:
-        """What a micro-batch's messages hold, by their kind."""
+        """Tensors of a micro-batch's messages, by kind."""
         hidden = self._stages["front"].input
-        found = {MESSAGE: [torch.zeros((2, *hidden.shape[:2]), dtype=torch.int64), torch.zeros_like(hidden)]}
+        tensors = {MESSAGE: [torch.zeros((2, *hidden.shape[:2]), dtype=torch.int64), torch.zeros_like(hidden)]}
         if self._half is not None:
             size = self._costs.encoder.hidden_bytes
-            found[FEATURES] = [torch.zeros(size, dtype=torch.uint8, device=self._device)]
-        return found
+            tensors[FEATURES] = [torch.zeros(size, dtype=torch.uint8, device=self._device)]
+        return tensors
 
     # ---- time
 
     def warm_up(self, seconds: float) -> int:
-        """Let everything run once or twice; how many rounds fit into so many seconds, the same on every rank."""
+        """Run everything twice; return how many rounds fit into `seconds`, equal on every rank."""
         for _ in range(WARM_UP_ROUNDS):
             began = time.perf_counter()
             self.round()
@@ -166,7 +161,7 @@ class Calibrator:
         """Measure everything once more."""
         for name, stage in self._stages.items():
             if stage.recompute and name != recomputing(WINDOW):
-                continue  # of recomputation one measure is enough: what a second forward costs, in terms of the first
+                continue  # one measure of recomputation is enough: what a second forward costs relative to the first
             stage.prepare()
             if name == "front":
                 self._time(LOAD, lambda: to_device(self._host_batch, self._device))
@@ -195,7 +190,7 @@ class Calibrator:
         self.seconds.setdefault(name, []).append(time.perf_counter() - began)
 
     def _compute(self) -> None:
-        """Work as long as a micro-batch's, to send and receive beside."""
+        """Work about as long as on a micro-batch, while messages are sent and received."""
         stage = self._stages[self._window[0]]
         with torch.no_grad():
             stage.module(stage.input, stage.batch.position_ids)
@@ -204,21 +199,21 @@ class Calibrator:
 
     def _bytes(self) -> dict[str, dict[str, int]]:
         """Bytes by stage: kept until its backward, working in forward and in backward."""
-        found = {}
+        sizes = {}
         for name, stage in self._stages.items():
             stage.prepare()
             stage.forward()
             stage.backward()  # makes gradients, which then are there
             stage.prepare()
             if name == "front":
-                found |= self._bytes_of_front(stage)
-                continue
-            work = (stage.forward, stage.release_output, stage.backward)
-            found[name] = _of_stage(*bytes_used(*work, device=self._device))
-        return found
+                sizes |= self._bytes_of_front(stage)
+            else:
+                work = (stage.forward, stage.release_output, stage.backward)
+                sizes[name] = _of_stage(*bytes_used(*work, device=self._device))
+        return sizes
 
     def _bytes_of_front(self, stage: SingleStage) -> dict[str, dict[str, int]]:
-        """The same of the encoder, whose work includes what it makes, and of the front, which may keep features."""
+        """Bytes of the encoder, which works in what it makes, and of the front, which may keep features."""
         features = 0 if stage.features is None else stage.features.untyped_storage().nbytes()
         stage.features = None
 
@@ -232,7 +227,7 @@ class Calibrator:
         encoded, *others = bytes_used(encode, stage.forward, release, stage.backward, device=self._device)
         encode()
         of_front = _of_stage(*others)
-        found = {
+        sizes = {
             "front": of_front | {"kept": features + of_front["kept"]},
             ENCODE: {"kept": encoded.end - features, "forward": encoded.peak, "backward": 0},
         }
@@ -242,24 +237,24 @@ class Calibrator:
             hidden = torch.zeros(len(tiles), *later.hidden_shape, dtype=later.dtype, device=self._device)
             works = functools.partial(stem.encode, tiles), functools.partial(later.in_groups, hidden)
             of_stem, of_later = bytes_used(*works, device=self._device)
-            found |= {ENCODE_STEM: {"forward": of_stem.peak}, ENCODE_LATER: {"forward": of_later.peak}}
-        return found
+            sizes |= {ENCODE_STEM: {"forward": of_stem.peak}, ENCODE_LATER: {"forward": of_later.peak}}
+        return sizes
 
     # ---- the result
 
     def finish(self) -> Calibration:
-        """The calibration of all rounds so far."""
+        """Return the calibration of all rounds so far."""
         medians = {name: statistics.median(values) for name, values in self.seconds.items()}
         of_ranks = all_gather_object((medians, self._bytes()))
         seconds = mean_of_ranks([medians for medians, _ in of_ranks])
-        # The ranks have measured a whole number of images, and an update of what trains in one layer of each kind.
+        # Measured were a whole number of images, and an update of what trains in one layer of each kind.
         tiles = self._host_batch.tiles
         for name in (ENCODE, ENCODE_HALF) if tiles is not None else ():
             if name in seconds:
                 seconds[name] *= self._costs.work.tiles / len(tiles)
         seconds[UPDATE] *= max(rank.trainable for rank in self._plan.ranks) / self._end.elements
-        used = of_ranks[0][1]
-        layers, call_seconds = solve_layers(seconds, used, self._kinds, self._window)
+        sizes = of_ranks[0][1]
+        layers, call_seconds = solve_layers(seconds, sizes, self._kinds, self._window)
         return Calibration(
             key=self._key,
             layers=layers,
@@ -271,8 +266,8 @@ class Calibrator:
             end_seconds=seconds[REDUCE] + seconds[UPDATE],
             replicas=self._plan.data,
             matmul_flops_per_second=self._flops / seconds[MATMUL],
-            encode_stem_bytes=used[ENCODE_STEM]["forward"] if ENCODE_STEM in used else None,
-            encode_later_bytes=used[ENCODE_LATER]["forward"] if ENCODE_LATER in used else None,
+            encode_stem_bytes=sizes[ENCODE_STEM]["forward"] if ENCODE_STEM in sizes else None,
+            encode_later_bytes=sizes[ENCODE_LATER]["forward"] if ENCODE_LATER in sizes else None,
         )
 
 
@@ -281,9 +276,9 @@ def _of_stage(forward: Usage, sent: Usage, backward: Usage) -> dict[str, int]:
 
 
 class _StepEnd:
-    """Gradients and statistics reduced, norm, AdamW update: the end of a step on a rank that trains these weights.
+    """Gradients and statistics reduced, norm, update: the end of a step on a rank that trains these weights.
 
-    The update leaves the weights as they are: its rate is 0.
+    The update has a rate of 0 and leaves the weights as they are.
     """
 
     def __init__(
@@ -291,21 +286,21 @@ class _StepEnd:
     ) -> None:
         self._masters = MasterWeights(parameters)
         self.elements = sum(master.numel() for master in self._masters.by_name.values())
-        self._optimizer = make_optimizer(torch.nn.Module(), self._masters.by_name, config.optimizer)
+        self._optimizer = make_optimizer(self._masters.by_name, config.optimizer)
         for group in self._optimizer.param_groups:
             group["lr"] = 0.0
         self._device = device
         self._replicas = replica_group(plan, dist.get_rank(), device, config.parallel.timeout_seconds)
 
     def reduce(self) -> None:
-        """REDUCE_GRADIENTS and REDUCE_STATISTICS."""
+        """Run REDUCE_GRADIENTS and REDUCE_STATISTICS."""
         self._masters.reduce_gradients(self._replicas)
         sums = RankSums(self._device)
         sums.add(squared_norm=self._masters.squared_norm(1, self._device))
         sums.reduce(Reading(*[0.0] * len(Reading._fields)))
 
     def update(self) -> None:
-        """OPTIMIZER_STEP; a step's first backward then makes new gradients."""
+        """Run OPTIMIZER_STEP; a step's first backward then makes new gradients."""
         for master in self._masters.by_name.values():
             master.grad.mul_(1.0)
         self._optimizer.step()
@@ -314,7 +309,7 @@ class _StepEnd:
 
 
 def matrix_products(stage: SingleStage) -> tuple[Callable[[], None], float]:
-    """Products of all tokens with each matrix of the stage's decoder layers, and their FLOPs (2 a multiply-add)."""
+    """Return a function that multiplies all tokens with each matrix of the stage's decoder layers, and its FLOPs."""
     weights = [p for _, p in stage.module.language.global_parameters() if p.ndim == 2]
     tokens = stage.batch.position_ids.numel()
     rows = {w.shape[1]: torch.randn(tokens, w.shape[1], dtype=w.dtype, device=w.device) for w in weights}
@@ -328,9 +323,9 @@ def matrix_products(stage: SingleStage) -> tuple[Callable[[], None], float]:
 
 
 def find_window(kinds: Sequence[LayerKind]) -> tuple[int, int]:
-    """The first longest row of decoder layers, at most LAYERS, that all run alike; with a backward, if there is one.
+    """Return the first longest row of decoder layers, at most LAYERS, that run alike; with a backward if possible.
 
-    `kinds` are those of all decoder layers as they are on a stage without the head.
+    `kinds` are those of all decoder layers on stages without the head.
     """
     runs = [(kind.runs_backward, kind.input_gradient) for kind in kinds]
     best = (0, 1)
@@ -343,10 +338,42 @@ def find_window(kinds: Sequence[LayerKind]) -> tuple[int, int]:
     return best
 
 
-def calibrate(
-    config: RunConfig, plan: Plan, device: Device, file: Path | None, rank: Rank, *, can_cut: bool = True
-) -> None:
-    """What every rank of a calibration runs; rank 0 writes the file (None: the cache's) and prints what was measured.
+def table(calibration: Calibration) -> list[str]:
+    """Return a calibration as lines for a terminal: what one more layer adds to a stage, and what else was measured."""
+    layers = []
+    for name, layer in calibration.layers.items():
+        times = layer.forward_seconds, layer.backward_seconds, layer.recomputing_seconds
+        working = max(layer.forward_working_bytes, layer.backward_working_bytes)
+        sizes = map(bytes_text, (layer.kept_bytes, layer.kept_bytes_recomputing, working))
+        layers.append((name, *map(_milliseconds, times), *sizes))
+    times = (">forward\nms", ">backward\nms", ">recomputing\nms")
+    lines = [
+        *table_lines(("one more", *times, ">kept", ">kept\nrecomputing", ">working"), layers),
+        f"call {_milliseconds(calibration.compute_seconds)} ms; end of a step "
+        f"{_milliseconds(calibration.end_seconds)} ms; "
+        f"matrix products {calibration.matmul_flops_per_second / 1e12:,.3f} TFLOP/s a rank",
+    ]
+    if calibration.encode_block_seconds:
+        lines.append(f"encoder: each block {_milliseconds(calibration.encode_block_seconds)} ms")
+    for kind, cost in ((MESSAGE, calibration.messages), (FEATURES, calibration.features)):
+        if cost is None:
+            lines.append(f"{kind} was not measured: plans assume it")
+        else:
+            send, receive = _milliseconds(cost.send), _milliseconds(cost.receive)
+            transfer = "assumed" if cost.transfer is None else f"{_milliseconds(cost.transfer)} ms"
+            lines.append(f"{kind}: send {send} ms, receive {receive} ms, transfer {transfer}")
+    for source, rates in calibration.fetches.items():
+        alone, beside = (f"{rate / 1e9:,.2f}" for rate in (rates.alone, rates.beside))
+        lines.append(f"weights from {source}: {alone} GB/s alone, {beside} beside computing")
+    return lines
+
+
+def _milliseconds(seconds: float) -> str:
+    return f"{seconds * 1e3:,.3f}"
+
+
+def calibrate(config: RunConfig, plan: Plan, device: Device, file: Path, rank: Rank, *, can_cut: bool = True) -> None:
+    """Run a rank of a calibration; rank 0 writes the file and prints what was measured.
 
     `device` is what the ranks share, `plan` any plan of the run; `can_cut` as in Calibrator.
     """
@@ -361,12 +388,11 @@ def calibrate(
             rank.progress.at(done, "calibrating")
             calibrator.round()
             progress.show(done + 1, sum(map(len, calibrator.seconds.values())))
-    found = calibrator.finish()
+    calibration = calibrator.finish()
     rank.progress.at(rounds, "fetching layers")
-    found = dataclasses.replace(found, fetches=measure_fetches(config, plan, torch.device(rank.device)))
+    calibration = dataclasses.replace(calibration, fetches=measure_fetches(config, plan, torch.device(rank.device)))
     if rank.rank == 0:
-        written = found.save(file)
-        rank.print_info(*table(found, calibrator.seconds))
-        rank.print_info(f"written to {written}")
+        rank.print_info(*table(calibration))
+        rank.print_info(f"written to {calibration.save(file)}")
     dist.barrier()
     dist.destroy_process_group()

@@ -3,9 +3,8 @@
 a stretch of compute alone, then the same with messages in it --difference--> sender's, receiver's seconds
 a message there and one back, nobody computing --the rest of half of it--> the transfer's seconds
 
-Messages are sent as a run sends them (`Channels`: the run's own process groups), and are as large, between stages and
-between slices of the encoder: a calibration holds for one size of micro-batch. What a library's threads take from the
-computing ones is in the differences: a CPU has no cores to spare for them.
+Messages are sent as a run sends them (`Channels`) and have its sizes: a calibration holds for one size of micro-batch.
+On a CPU the differences include what a library's threads take from those that compute.
 """
 
 from __future__ import annotations
@@ -27,88 +26,84 @@ MESSAGE, FEATURES = "message", "features"  # between stages; between slices of t
 
 
 class MessageCosts:
-    """One rank's part: pipeline ranks 0 and 1 exchange messages, 2 and 3, and so on; every rank calls every method.
+    """One rank's part: pipeline ranks 0 and 1 exchange messages, 2 and 3, and so on. Every method is collective.
 
-    `messages` are tensors like those of a message, by its kind, `compute` one piece of work, about as long as a
-    stage's.
+    `messages` are the tensors of one message of each kind; `compute` works about as long as a stage does.
     """
 
     def __init__(
         self,
         plan: Plan,
-        rank: int,
         channels: Channels,
         messages: Mapping[str, Sequence[torch.Tensor]],
         device: torch.device,
         compute: Callable[[], None],
     ) -> None:
-        self._channels, self._compute = channels, compute
+        self._channels, self._messages, self._compute = channels, messages, compute
         self._synchronize = torch.get_device_module(device).synchronize
-        place = plan.ranks[rank].pipeline
-        self._receives = place % 2 == 1
-        self._sends = not self._receives and place + 1 < plan.pipeline
-        self._stage, self._ranks = place, plan.pipeline  # the first of this rank
-        sender = place - 1 if self._receives else place
+        self._stage, self._ranks = plan.ranks[dist.get_rank()].pipeline, plan.pipeline  # the first stage of this rank
+        self._receives = self._stage % 2 == 1
+        self._sends = not self._receives and self._stage + 1 < plan.pipeline
+        sender = self._stage - 1 if self._receives else self._stage
         self._echoes = (self._sends or self._receives) and plan.first_trainable_stage <= sender
-        self._messages = messages
 
     def round(self) -> dict[str, float]:
-        """Seconds of one message of each kind: SEND or RECEIVE, which this rank does, and ECHO, if there is a way back.
+        """Return seconds of one message of each kind, by names like "send features".
 
-        ECHO is one way. By names like "send features".
+        Each rank measures SEND or RECEIVE, whichever it does, and ECHO, one way, if messages also go back.
         """
-        found = {}
+        seconds = {}
         alone = self._stretch(None)
         for kind, message in self._messages.items():
             more = (self._stretch(message) - alone) / MESSAGES
             if self._sends or self._receives:
-                found[f"{SEND if self._sends else RECEIVE} {kind}"] = more
+                seconds[f"{SEND if self._sends else RECEIVE} {kind}"] = more
             dist.barrier()
             if self._echoes:
-                found[f"{ECHO} {kind}"] = self._echo(message)
-        return found
+                seconds[f"{ECHO} {kind}"] = self._echo(message)
+        return seconds
 
     def _stretch(self, message: Sequence[torch.Tensor] | None) -> float:
-        """Seconds of several computes; with messages, all are posted first and taken last, when they have long come."""
+        """Seconds of several computes; with messages, all are posted first and taken last, after they arrived."""
         channels = self._channels
         receives = [_buffers(message) for _ in range(MESSAGES) if message is not None and self._receives]
         dist.barrier()
         self._synchronize()
         began = time.perf_counter()
         for number, buffers in enumerate(receives):
-            channels.post_receive(self._coming("activation", number), buffers)
+            channels.post_receive(self._incoming("activation", number), buffers)
         for _ in range(MESSAGES):
             if message is not None and self._sends:
-                channels.send(self._going("activation"), message)
+                channels.send(self._outgoing("activation"), message)
             self._compute()
         self._compute()
         for number in range(len(receives)):
-            channels.take(self._coming("activation", number))
+            channels.take(self._incoming("activation", number))
         self._synchronize()
         seconds = time.perf_counter() - began
         channels.wait_for_sends()
         return seconds
 
-    def _coming(self, kind: str, number: int = 0) -> Message:
+    def _incoming(self, kind: str, number: int = 0) -> Message:
         step = 1 if kind == "activation" else -1
         return between(self._stage - step, self._stage, number, self._ranks)
 
-    def _going(self, kind: str) -> Message:
+    def _outgoing(self, kind: str) -> Message:
         step = 1 if kind == "activation" else -1
         return between(self._stage, self._stage + step, 0, self._ranks)
 
     def _echo(self, message: Sequence[torch.Tensor]) -> float:
         """Seconds of one message one way, posting and taking included."""
         channels = self._channels
-        mine, other = ("activation", "gradient") if self._sends else ("gradient", "activation")
+        outgoing, incoming = ("activation", "gradient") if self._sends else ("gradient", "activation")
         began = time.perf_counter()
         for _ in range(ECHOES):
-            channels.post_receive(self._coming(other), _buffers(message))
+            channels.post_receive(self._incoming(incoming), _buffers(message))
             if self._sends:
-                channels.send(self._going(mine), message)
-            channels.take(self._coming(other))
+                channels.send(self._outgoing(outgoing), message)
+            channels.take(self._incoming(incoming))
             if self._receives:
-                channels.send(self._going(mine), message)
+                channels.send(self._outgoing(outgoing), message)
             self._synchronize()
         seconds = time.perf_counter() - began
         channels.wait_for_sends()

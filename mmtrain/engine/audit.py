@@ -1,8 +1,8 @@
-"""The run checks itself: who trains what, that nothing frozen changed and that everything trainable moved.
+"""Prove that a run trains what its plan says, that nothing frozen changes and that everything trainable moves.
 
-Before step 0 each rank compares what it holds with the plan; at the end it proves by fingerprint that every frozen
-tensor is bit for bit what was loaded and that every trainable one that had a gradient has moved. `audit.json` is the
-record of all ranks.
+Before the first step each rank compares its tensors with the plan. At the end it proves by fingerprint that every
+frozen tensor is bit for bit what was loaded and that every trainable one that had a gradient has moved. `audit.json` is
+the record of all ranks.
 """
 
 from __future__ import annotations
@@ -27,10 +27,9 @@ from mmtrain.models.facts.model_files import model_folder, read_json
 from mmtrain.models.facts.vision_files import is_timm_name
 from mmtrain.models.modules.stage import Stage
 from mmtrain.models.weights.fingerprint import fingerprint
-from mmtrain.models.weights.streaming import StreamedLayer, StreamedLayers
 from mmtrain.plan.plan import Plan, RankPlan
 
-UNMEANT = ("_name_or_path", "transformers_version", "dtype", "torch_dtype")  # of config.json: they change nothing here
+IGNORED_KEYS = ("_name_or_path", "transformers_version", "dtype", "torch_dtype")  # of config.json: they change nothing
 
 
 class AuditError(RuntimeError):
@@ -41,8 +40,9 @@ class RankAudit:
     """One rank's watch over its tensors, from loading to the end.
 
     `masters` are the fp32 weights of what trains, by global name: their movement counts, since an update can be too
-    small to show in bf16. Frozen are all other parameters, and the buffers that checkpoints hold. Raises AuditError
-    where the rank holds something else than the plan says, UserError for weights that are not finite.
+    small to show in bf16. Frozen are all other parameters, and the buffers that checkpoints hold.
+
+    Raises: AuditError where the rank's tensors are not those of the plan; UserError for weights that are not finite.
     """
 
     def __init__(
@@ -58,112 +58,93 @@ class RankAudit:
         named = {name: p for stage in stages.values() for name, p in stage.global_parameters()}
         self.stored = {name: p for name, p in named.items() if p.requires_grad}
         self.frozen: dict[str, torch.Tensor] = {name: p for name, p in named.items() if not p.requires_grad}
-        self._check_holdings(stages, optimizer)
+        self._check_plan(stages, optimizer)
         self._buffers = {name: fingerprint(b) for stage in stages.values() for name, b in stage.layer_buffers()}
         for number, stage in stages.items():
-            kept = set(stage.state_dict())
-            self.frozen |= {f"stage {number} {name}": b for name, b in stage.named_buffers() if name in kept}
-        # A rank has one, whatever its stages are; none where nothing of it is streamed.
-        self._streamed = [stage.streamed for stage in stages.values() if stage.streamed is not None][:1]
-        self._check_finite()
-        self.before = self._fingerprints()
+            saved = set(stage.state_dict())
+            self.frozen |= {f"stage {number} {name}": b for name, b in stage.named_buffers() if name in saved}
+        self._streamed = next((stage.streamed for stage in stages.values() if stage.streamed is not None), None)
+        self._layers = {} if self._streamed is None else self._streamed.layers
+        in_files = [pair for layer in self._layers.values() for pair in zip(layer.names, layer.loaded, strict=True)]
+        self._in_files = dict(in_files)  # fingerprints of streamed weights
+        self.before: dict[str, str] = {}
+        for name, tensor, digest in self._tensors():
+            self._refuse_non_finite(name, tensor)
+            self.before[name] = digest
         self._check_fetched()
         self._versions = {name: tensor._version for name, tensor in self.frozen.items()}
 
-    def _whole_layers(self) -> Iterator[tuple[StreamedLayers, StreamedLayer]]:
-        """Each streamed layer in turn, while it is whole."""
-        for streamed in self._streamed:
-            for number in streamed.layers:
-                with streamed.whole(number) as layer:
-                    yield streamed, layer
-
-    def _resident(self) -> dict[str, torch.Tensor]:
-        """All tensors by name, but for those of streamed layers."""
-        elsewhere = {name for streamed in self._streamed for layer in streamed.layers.values() for name in layer.names}
-        return {name: x for name, x in {**self.frozen, **self.masters}.items() if name not in elsewhere}
-
-    def _fingerprints(self) -> dict[str, str]:
-        found = {name: fingerprint(tensor) for name, tensor in self._resident().items()}
-        for streamed, layer in self._whole_layers():
-            found |= zip(layer.names, streamed.source.fingerprints(layer), strict=True)
-        return found
+    def _tensors(self) -> Iterator[tuple[str, torch.Tensor, str]]:
+        """Yield name, tensor and fingerprint of all tensors, those of streamed layers while the layer is whole."""
+        for name, tensor in {**self.frozen, **self.masters}.items():
+            if name not in self._in_files:
+                yield name, tensor, fingerprint(tensor)
+        for number in self._layers:
+            with self._streamed.whole(number) as layer:
+                yield from zip(layer.names, layer.parameters, self._streamed.source.fingerprints(layer), strict=True)
 
     def _check_fetched(self) -> None:
-        """Raises AuditError for a weight that is fetched otherwise than it was read from its file."""
-        for streamed in self._streamed:
-            for layer in streamed.layers.values() if streamed.source.is_exact else ():
-                for name, loaded in zip(layer.names, layer.loaded, strict=True):
-                    if self.before[name] != loaded:
-                        raise self._fail(
-                            f"{name} is fetched with other values than its file has here: the model's files must be "
-                            "the same on every machine"
-                        )
+        if self._streamed is not None and self._streamed.source.is_exact:
+            for name, loaded in self._in_files.items():
+                if self.before[name] != loaded:
+                    raise self._error(
+                        f"{name} is fetched with other values than its file has here: the model's files must be "
+                        "the same on every machine"
+                    )
 
-    def _fail(self, message: str) -> AuditError:
+    def _error(self, message: str) -> AuditError:
         stages = ", ".join(str(stage.stage) for stage in self.plan.stages)
         return AuditError(f"rank {self.plan.rank} (stage {stages}): {message}")
 
-    def _check_holdings(self, stages: Mapping[int, Stage], optimizer: torch.optim.Optimizer) -> None:
+    def _check_plan(self, stages: Mapping[int, Stage], optimizer: torch.optim.Optimizer) -> None:
         trainable = [p for stage in stages.values() for p in stage.parameters() if p.requires_grad]
         if {id(p) for p in trainable} != {id(p) for p in self.stored.values()}:
-            raise self._fail("some trainable parameter has no global name")
-        held = {*self.stored, *filter(is_adapter, self.frozen)}  # no plan has an adapter that does not train
-        if odd := sorted(held.symmetric_difference(self.plan.trainable_names)):
-            held_alone = f"holds {odd[0]}, which the plan does not train"
-            raise self._fail(held_alone if odd[0] in held else f"does not train {odd[0]}, which the plan trains")
+            raise self._error("a trainable parameter has no global name")
+        names = {*self.stored, *filter(is_adapter, self.frozen)}  # no plan has an adapter that does not train
+        if odd := sorted(names.symmetric_difference(self.plan.trainable_names)):
+            unplanned = f"holds {odd[0]}, which the plan does not train"
+            raise self._error(unplanned if odd[0] in names else f"does not train {odd[0]}, which the plan trains")
         if self.optimizer != self.plan.optimizer:
-            raise self._fail(f"holds the optimizer {self.optimizer}, but the plan says {self.plan.optimizer}")
+            raise self._error(f"holds the optimizer {self.optimizer}, but the plan says {self.plan.optimizer}")
         optimized = {id(p) for group in optimizer.param_groups for p in group["params"]}
         if self.masters.keys() != self.stored.keys() or optimized != {id(p) for p in self.masters.values()}:
-            raise self._fail(f"{len(self.stored)} tensors train, but the optimizer holds {len(optimized)}")
-
-    def _check_finite(self) -> None:
-        """Raises UserError naming a tensor that was loaded with NaN or infinity: no step could come out right."""
-        for name, tensor in self._resident().items():
-            self._refuse_non_finite(name, tensor)
-        for _, layer in self._whole_layers():
-            for name, tensor in zip(layer.names, layer.parameters, strict=True):
-                self._refuse_non_finite(name, tensor)
+            raise self._error(f"{len(self.stored)} tensors train, but the optimizer holds {len(optimized)}")
 
     def _refuse_non_finite(self, name: str, tensor: torch.Tensor) -> None:
         if tensor.is_floating_point() and not bool(tensor.sum(dtype=torch.float32).isfinite()):
             source = "model.projector.init_from" if name.startswith("projector.") else "the model's folder"
             raise UserError(
-                f"rank {self.plan.rank} read NaN or infinity as {name}: its file, of {source}, is damaged on that "
-                "rank's machine; get it again"
+                f"rank {self.plan.rank} read NaN or infinity as {name}. Its file in {source} is damaged on that "
+                "rank's machine: get it again"
             )
 
     def start(self) -> dict[str, Any]:
-        """What this rank begins with, for `check_replicas` and `model_fingerprint`."""
+        """Return what this rank begins with, for `check_replicas`, `model_fingerprint` and checkpoints."""
         parameters = [name for name, tensor in self.frozen.items() if isinstance(tensor, torch.nn.Parameter)]
-        layers = [layer for streamed in self._streamed for layer in streamed.layers.values()]
-        in_files = {name: found for layer in layers for name, found in zip(layer.names, layer.loaded, strict=True)}
         return {
             "rank": self.plan.rank,
-            "pipeline": self.plan.pipeline,
-            "frozen": _combined(self.before, self.frozen),
-            "trainable": _combined(self.before, self.masters),
+            "tensors": self.before,
             "frozen_parameters": {name: self.before[name] for name in parameters},
-            "files": {name: in_files.get(name, self.before[name]) for name in parameters} | self._buffers,
+            "files": {name: self._in_files.get(name, self.before[name]) for name in parameters} | self._buffers,
         }
 
     def notes(self, saw_gradient: Collection[str]) -> dict[str, dict[str, Any]]:
-        """For a checkpoint, of each trained tensor: its fingerprint as the run began, and whether it had a gradient."""
+        """Return for a checkpoint each trained tensor's fingerprint at the run's start, and if it had a gradient."""
         return {name: {"begin": self.before[name], "had_gradient": name in saw_gradient} for name in self.masters}
 
     def begin_with(self, notes: Mapping[str, Mapping[str, Any]]) -> None:
-        """Take the beginning of a resumed run, from a checkpoint's `notes`, as that of the tensors that train."""
+        """Let a resumed run compare with the start of the run that it continues; `notes` are the checkpoint's."""
         self.before |= {name: notes[name]["begin"] for name in self.masters}
 
     def check_versions(self) -> None:
-        """Free check for every step: no in-place operation touched a frozen tensor (writes to `.data` are missed)."""
+        """Check, for free, that no in-place operation touched a frozen tensor (writes to `.data` are missed)."""
         for name, tensor in self.frozen.items():
             if tensor._version != self._versions[name]:
-                raise self._fail(f"frozen tensor {name} was written to")
+                raise self._error(f"frozen tensor {name} was written to")
 
     def finish(self, saw_gradient: Collection[str]) -> dict[str, Any]:
-        """Compare with the beginning; returns this rank's record, with what went wrong under "failures"."""
-        after = self._fingerprints()
+        """Compare with the start; return this rank's record, with what went wrong under "failures"."""
+        after = {name: digest for name, _, digest in self._tensors()}
         moved = {name: after[name] != self.before[name] for name in after}
         failures = [f"frozen tensor {name} changed" for name in self.frozen if moved[name]]
         for name, master in self.masters.items():
@@ -173,11 +154,9 @@ class RankAudit:
                 failures.append(f"{name} is not finite")
             elif not torch.equal(self.stored[name], master.to(self.stored[name].dtype)):
                 failures.append(f"{name} computes with other values than were trained")
-        layers = count = 0
-        for streamed in self._streamed:
-            layers, count, planned = len(streamed.layers), streamed.fetch_count, streamed.planned_fetches
-            if count != planned:
-                failures.append(f"{count} layers were fetched where the instruction lists ask for {planned}")
+        streamed = self._streamed
+        if streamed is not None and streamed.fetch_count != streamed.planned_fetches:
+            failures.append(f"{streamed.fetch_count} layers were fetched, planned were {streamed.planned_fetches}")
         return {
             "rank": self.plan.rank,
             "pipeline": self.plan.pipeline,
@@ -200,9 +179,9 @@ class RankAudit:
                 "bytes": sum(p.numel() * p.element_size() for p in self.frozen.values()),
                 "fingerprint_before": _combined(self.before, self.frozen),
                 "fingerprint_after": _combined(after, self.frozen),
-                "streamed_from": self._streamed[0].source.name if self._streamed else None,
-                "streamed_layers": layers,
-                "fetches": count,
+                "streamed_from": None if streamed is None else streamed.source.name,
+                "streamed_layers": len(self._layers),
+                "fetches": 0 if streamed is None else streamed.fetch_count,
             },
             "failures": failures,
         }
@@ -213,45 +192,37 @@ def _combined(fingerprints: Mapping[str, str], names: Collection[str]) -> str:
     return hashlib.sha256(lines.encode()).hexdigest()
 
 
-def model_fingerprint(held: Iterable[Mapping[str, str]]) -> str:
-    """Of all frozen parameters, whatever the layout: a tied matrix that two ranks hold counts once.
+def model_fingerprint(ranks: Iterable[Mapping[str, str]]) -> str:
+    """Return one fingerprint of all frozen parameters, equal in every layout.
 
-    `held`: the "frozen_parameters" of each rank's RankAudit.start(), fingerprints by name.
+    `ranks`: the "frozen_parameters" of each rank's `RankAudit.start()`. A tied matrix that two ranks hold counts once.
     """
-    parameters = {found for by_name in held for found in by_name.values()}
+    parameters = {digest for by_name in ranks for digest in by_name.values()}
     return hashlib.sha256("\n".join(sorted(parameters)).encode()).hexdigest()
 
 
 def settings_fingerprint(config: RunConfig) -> str:
-    """Of what the folders of the frozen models say beside their weights, and of the encoder's pixel statistics."""
+    """Return a fingerprint of the frozen models' config.json files and of the encoder's pixel statistics."""
     llm = llm_config(model_folder(config.model.llm.path))
-    said: list[Any] = [{key: value for key, value in llm.items() if key not in UNMEANT}]
+    settings: list[Any] = [{key: value for key, value in llm.items() if key not in IGNORED_KEYS}]
     if config.model.vision is not None:
         name = config.model.vision.name
         vision = name if is_timm_name(name) else read_json(model_folder(name) / "config.json")
-        said += [vision, asdict(image_transform(name))]
-    return hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()
+        settings += [vision, asdict(image_transform(name))]
+    return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()
 
 
 def check_replicas(starts: Sequence[dict[str, Any]]) -> None:
-    """Raise AuditError unless all replicas begin with the same weights; `starts` are all ranks' RankAudit.start().
+    """Raise AuditError unless all ranks that hold a tensor begin with the same values of it.
 
-    Nothing is broadcast: each rank reads its own files, and a stale copy on one machine would train in silence. Where
-    several stages hold a frozen parameter (slices of an encoder all hold its stem) it must be the same on all.
+    Nothing is broadcast: each rank reads its own files, and a stale copy on one machine would train unnoticed. `starts`
+    are all ranks' `RankAudit.start()`. Besides replicas, slices of an encoder hold the same tensors: its stem.
     """
-    for start in starts:
-        twin = next(other for other in starts if other["pipeline"] == start["pipeline"])
-        for kind in ("frozen", "trainable"):
-            if start[kind] != twin[kind]:
-                raise AuditError(
-                    f"ranks {twin['rank']} and {start['rank']} hold replicas of one stage but loaded different {kind} "
-                    "weights: the model's files must be the same on every machine"
-                )
     holders: dict[str, dict[str, Any]] = {}
     for start in starts:
-        for name, found in start["frozen_parameters"].items():
+        for name, digest in start["tensors"].items():
             first = holders.setdefault(name, start)
-            if found != first["frozen_parameters"][name]:
+            if digest != first["tensors"][name]:
                 raise AuditError(
                     f"ranks {first['rank']} and {start['rank']} both hold {name} but loaded different values: the "
                     "model's files must be the same on every machine"
@@ -259,11 +230,10 @@ def check_replicas(starts: Sequence[dict[str, Any]]) -> None:
 
 
 def write_audit(path: Path, plan: Plan, records: Sequence[dict[str, Any]], *, learns: bool) -> str:
-    """Compare replicas, write `audit.json` with every rank's record; returns what was found, in a sentence.
+    """Compare replicas and write `audit.json` with every rank's record; return the result in one sentence.
 
     Raises AuditError if anything failed. A run that `learns`, with a learning rate above 0, must have had a gradient.
     """
-    records = sorted(records, key=lambda record: record["rank"])
     failures = [f"rank {record['rank']}: {failure}" for record in records for failure in record["failures"]]
     for record in records:
         twin = next(r for r in records if r["pipeline"] == record["pipeline"])

@@ -26,7 +26,7 @@ from mmtrain.base.json_lines import JsonLines
 from mmtrain.base.printing import escape, first_few
 from mmtrain.engine.statistics import Statistics
 
-SHOWN = 3  # micro-batches, samples of each, and parameters, in words: the record has all
+SHOWN = 3  # micro-batches, samples of each, and parameters, in a message: the record has all
 
 
 @dataclass(frozen=True)
@@ -54,30 +54,30 @@ def report_bad_step(
     keys: Mapping[int, tuple[str, ...]],
     file: Path | None,
 ) -> str:
-    """Join what all ranks know, in a collective of all; rank 0 appends the record to `file`. Returns it in words.
+    """Join the reports of all ranks; rank 0 appends the record to `file`. Return it in words. Collective.
 
-    `trainable` is what trains on this rank, with reduced gradients; the rest is as in RankReport. Raises
-    UnrecordedError, with the words, where the file cannot be written.
+    `trainable` are this rank's, with reduced gradients; `losses` and `keys` as in RankReport. Raises UnrecordedError,
+    with the words, where the file cannot be written.
     """
     parameters = tuple(name for name, p in trainable.items() if not bool(p.grad.isfinite().all()))
     on_host = {k: (float(loss), int(supervised)) for k, (loss, supervised) in losses.items()}
     reports = all_gather_object(RankReport(dist.get_rank(), replica, parameters, on_host, dict(keys)))
     record = make_record(step, sums.loss_sum, sums.squared_norm, reports)
-    said = in_words(record)
+    text = in_words(record)
     if file is None:
-        return said
+        return text
     try:
         with JsonLines(file if dist.get_rank() == 0 else None) as lines:
             lines.write(**record)
     except OSError as error:
-        raise UnrecordedError(f"{said} ({file} cannot be written: {error.strerror})") from error
-    return f"{said}; {file} lists its micro-batches with losses and samples"
+        raise UnrecordedError(f"{text} ({file} cannot be written: {error.strerror})") from error
+    return f"{text}; {file} lists its micro-batches with losses and samples"
 
 
 def make_record(
     step: int, loss_sum: float, squared_gradient_norm: float, reports: Sequence[RankReport]
 ) -> dict[str, Any]:
-    """The record of a bad step, as the module describes it, from the reports of all ranks, in rank order."""
+    """Return the record of a bad step from the reports of all ranks, in rank order."""
     losses = {(report.replica, k): loss for report in reports for k, loss in report.losses.items()}
     keys = {(report.replica, k): names for report in reports for k, names in report.keys.items()}
     return {
@@ -100,24 +100,20 @@ def make_record(
 
 
 def in_words(record: Mapping[str, Any]) -> str:
-    """A record in a few sentences for people, with the first names of each kind; texts of the data made harmless."""
+    """Describe a record in a few sentences, with the first names of each kind; texts of the data are escaped."""
     ranks = ", ".join(map(str, record["ranks"]))
-    said = (
+    bad = [
+        f"{m['microbatch']} of replica {m['replica']} (samples {first_few([*map(escape, m['keys'])], SHOWN)})"
+        for m in record["microbatches"]
+        if not math.isfinite(m["loss"] or 0.0)
+    ]
+    where = f"The loss is not finite in micro-batch {first_few(bad, SHOWN)}."
+    if not bad:
+        parameters = first_few(record["parameters"], SHOWN)
+        where = f"The loss of each micro-batch is finite, the gradient of {parameters} is not."
+    look = "Lower optimizer.lr, or look" if record["step"] else "Look"
+    return (
         f"step {record['step']}: the loss sum is {record['loss_sum']} and the squared gradient norm "
         f"{record['squared_gradient_norm']}, with values that are not finite on rank {ranks}; no update was made. "
-    )
-    bad = [m for m in record["microbatches"] if not math.isfinite(m["loss"] or 0.0)]
-    if bad:
-        samples = (first_few([escape(key) for key in m["keys"]], SHOWN) for m in bad)
-        places = [
-            f"{m['microbatch']} of replica {m['replica']} (samples {names})"
-            for m, names in zip(bad, samples, strict=True)
-        ]
-        said += f"The loss is not finite in micro-batch {first_few(places, SHOWN)}. "
-    else:
-        parameters = first_few(record["parameters"], SHOWN)
-        said += f"The loss of each micro-batch is finite, the gradient of {parameters} is not. "
-    return said + (
-        ("Lower optimizer.lr, or look" if record["step"] else "Look")
-        + " for damaged images or text in this step's data"
+        f"{where} {look} for damaged images or text in this step's data"
     )

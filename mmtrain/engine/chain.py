@@ -1,10 +1,10 @@
-"""One rank's part in the chain of encoder slices: what it has read, encoded and received for micro-batches to come.
+"""One rank's end of the encoder pipeline: what it has read, encoded and received for micro-batches to come.
 
 rank 0: LOAD --number of tiles, to every rank of the chain--> ENCODE --hidden--> next slice ... last slice --features-->
 rank 0: FORWARD of stage 0
 
-The number of a micro-batch's tiles, which a receive must know, goes from host to host, to the whole chain at once. It
-is NO_DATA where the run or the data end: such a micro-batch, like one without images, is encoded and sent by nobody.
+A receive must know the number of a micro-batch's tiles: it goes from host to host, to the whole chain at once. It is
+NO_DATA where the run or the data end. Such a micro-batch, like one without images, is neither encoded nor sent.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from mmtrain.data.stream.packs import PackedBatch
 from mmtrain.engine.channels import Channels
-from mmtrain.engine.process_groups import host_group
+from mmtrain.engine.process_groups import own_group
 from mmtrain.models.modules.stage import Stage
 from mmtrain.plan.instructions import Instruction, Message, Op, carried
 from mmtrain.plan.plan import Plan
@@ -29,7 +29,7 @@ NO_DATA = -1
 
 
 class Encoded(NamedTuple):
-    """A micro-batch of stage 0, with features (N, T, W) of its tiles; None: it has none."""
+    """A micro-batch of stage 0, with features (N, T, W) of its tiles, None without tiles."""
 
     batch: PackedBatch  # on the device, but for position ids and labels; without its tiles
     features: torch.Tensor | None
@@ -38,7 +38,7 @@ class Encoded(NamedTuple):
 
 @dataclass
 class _Ahead:
-    """What training, or an evaluation, has begun and not used; micro-batches by their number in the step."""
+    """What training or an evaluation has begun and not used, by number of the micro-batch in the step."""
 
     batches: dict[int, PackedBatch] = field(default_factory=dict)  # rank 0
     tiles: dict[int, int] = field(default_factory=dict)  # the chain
@@ -46,16 +46,13 @@ class _Ahead:
     received: dict[int, torch.Tensor] = field(default_factory=dict)  # in an earlier step
 
     def after(self, microbatches: int) -> _Ahead:
-        """The same as the next step numbers it."""
-
-        def later(found: dict) -> dict:
-            return {k - microbatches: value for k, value in found.items() if k >= microbatches}
-
-        return _Ahead(later(self.batches), later(self.tiles), later(self.made), later(self.received))
+        """Return what is left for the next step, numbered as that step does."""
+        kinds = (self.batches, self.tiles, self.made, self.received)
+        return _Ahead(*({k - microbatches: x for k, x in kind.items() if k >= microbatches} for kind in kinds))
 
 
 class ChainLink:
-    """A rank's place in the chain; every rank of the job constructs one at the same time, one outside it, too.
+    """One rank's end of the encoder pipeline. Collective: construct it on every rank, also outside the chain.
 
     `stage` is the rank's first, which holds its slice. `waited` is called where this rank has only waited until then.
     """
@@ -69,35 +66,32 @@ class ChainLink:
         waited: Callable[[], None],
         timeout_seconds: int,
     ) -> None:
-        mine = plan.ranks[rank]
+        place = plan.ranks[rank]
         self._stage, self._channels, self._waited = stage, channels, waited
         self._device = next(stage.parameters()).device
-        self._ranks, self._rank, self._chain = plan.pipeline, mine.pipeline, ranks_of(plan.chain)
+        self._ranks, self._rank, self._chain = plan.pipeline, place.pipeline, ranks_of(plan.chain)
         self._is_alone = len(self._chain) == 1
-        self._is_told = self._rank in self._chain[1:]  # by rank 0, how many tiles each micro-batch has
-        places = {other.pipeline: other.rank for other in plan.ranks if other.data == mine.data}
-        self._reader, *self._others = (places[other] for other in self._chain)  # global ranks
+        self._receives_counts = self._rank in self._chain[1:]  # from rank 0: how many tiles each micro-batch has
+        global_ranks = {other.pipeline: other.rank for other in plan.ranks if other.data == place.data}
+        self._reader, *self._others = (global_ranks[other] for other in self._chain)
         if not self._is_alone:
             replicas = [[other.rank for other in plan.ranks if other.data == data] for data in range(plan.data)]
-            self._group = host_group(replicas, rank, timeout_seconds)
+            self._group = own_group(replicas, rank, torch.device("cpu"), timeout_seconds)
         self._sent: list[tuple[dist.Work, torch.Tensor]] = []
         self._of_training, self._now = _Ahead(), _Ahead()
         self._trains, self._to_read = True, 0
 
     def begin(self, loads: int, *, trains: bool) -> None:
-        """A step, or an evaluation, begins, in which rank 0 reads `loads` micro-batches.
-
-        An evaluation leaves alone what is there for the next step.
-        """
-        self._trains, self._to_read = trains, loads * self._is_told
+        """Begin a step, or an evaluation beside what is there for the next step; rank 0 reads `loads` micro-batches."""
+        self._trains, self._to_read = trains, loads if self._receives_counts else 0
         self._now = self._of_training if trains else _Ahead()
 
     def end(self, microbatches: int) -> None:
-        """It ends, and has used so many micro-batches; nothing stays under way."""
+        """End a step or evaluation that has used `microbatches`; nothing stays under way."""
         for message in self._channels.posted("features"):
             (self._now.received[message.microbatch],) = self._channels.take(message)
         while self._to_read:
-            self._read_number()
+            self._read_count()
         for work, _ in self._sent:
             work.wait()
         self._sent = []
@@ -108,15 +102,15 @@ class ChainLink:
     # ---- instructions
 
     def load(self, microbatch: int, batch: PackedBatch | None) -> None:
-        """Rank 0 has read a micro-batch; None: there is no such one."""
+        """Take a micro-batch that rank 0 has read; None: there is none."""
         tiles = NO_DATA
         if batch is not None:
             self._now.batches[microbatch] = batch
             tiles = 0 if batch.tiles is None else len(batch.tiles)
         self._now.tiles[microbatch] = tiles
         for other in self._others:
-            said = torch.tensor([microbatch, tiles])
-            self._sent.append((dist.isend(said, other, group=self._group), said))
+            count = torch.tensor([microbatch, tiles])
+            self._sent.append((dist.isend(count, other, group=self._group), count))
 
     def encode(self, microbatch: int) -> None:
         """Run this rank's slice."""
@@ -144,7 +138,7 @@ class ChainLink:
     def receive(self, microbatch: int) -> None:
         """Post the receive of what this rank's slice, or stage 0's FORWARD, takes."""
         while microbatch not in self._now.tiles:
-            self._read_number()
+            self._read_count()
             self._waited()
         tiles = self._now.tiles[microbatch]
         if tiles > 0:
@@ -155,7 +149,7 @@ class ChainLink:
             self._channels.post_receive(self._message(Op.RECEIVE_FEATURES, microbatch), [room])
 
     def take(self, microbatch: int) -> Encoded:
-        """Rank 0: what FORWARD of stage 0 takes; it counts as used."""
+        """Return on rank 0 what FORWARD of stage 0 takes; it counts as used."""
         batch, tiles = self._now.batches.pop(microbatch), self._now.tiles.pop(microbatch)
         features = self._now.made.pop(microbatch, None)
         if not self._is_alone and tiles > 0:
@@ -170,13 +164,13 @@ class ChainLink:
     def _take(self, microbatch: int) -> torch.Tensor:
         if microbatch in self._now.received:
             return self._now.received.pop(microbatch)
-        (found,) = self._channels.take(self._message(Op.RECEIVE_FEATURES, microbatch))
+        (received,) = self._channels.take(self._message(Op.RECEIVE_FEATURES, microbatch))
         self._waited()
-        return found
+        return received
 
-    def _read_number(self) -> None:
-        said = torch.empty(2, dtype=torch.int64)
-        dist.recv(said, self._reader, group=self._group)
-        microbatch, tiles = said.tolist()
+    def _read_count(self) -> None:
+        count = torch.empty(2, dtype=torch.int64)
+        dist.recv(count, self._reader, group=self._group)
+        microbatch, tiles = count.tolist()
         self._now.tiles[microbatch] = tiles
         self._to_read -= 1

@@ -1,16 +1,14 @@
-"""Messages between neighbouring ranks of a pipeline, matched by the order they are posted in.
+"""Messages between neighbouring ranks of a pipeline, matched by the order in which they are posted.
 
 NCCL has no tags, so there is one two-rank group for each (source rank, destination rank, kind): hidden states
-downstream, gradients upstream as far as the first trainable stage, what slices of the encoder make along their chain.
-With several stages a rank the ranks form a ring, and a channel carries the messages of several stages. Position ids and
-labels travel beside the hidden states from host to host: through the default group where the others are NCCL's, in the
-order they are posted in, too.
+downstream, gradients upstream as far as the first trainable stage, encoder features along the chain of slices. With
+several stages a rank the ranks form a ring, and a channel carries the messages of several stages. Position ids and
+labels travel beside the hidden states from host to host: through the default group where the others are NCCL's.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from datetime import timedelta
 from typing import NamedTuple
 
 import torch
@@ -36,14 +34,14 @@ class _Channel(NamedTuple):
 
 
 class Channels:
-    """All channels of one rank; every rank of the job constructs this at the same time.
+    """All channels of one rank; all ranks of the job construct this at the same time.
 
     Sends are asynchronous: their tensors are kept until `wait_for_sends`, which ends a step. Receives are posted ahead
     and taken later.
     """
 
-    def __init__(self, plan: Plan, rank: int, device: torch.device, timeout: timedelta) -> None:
-        """Open this rank's channels and connect them; a message that waits longer than `timeout` fails."""
+    def __init__(self, plan: Plan, rank: int, device: torch.device, timeout_seconds: int) -> None:
+        """Open this rank's channels and connect them."""
         self._sends: list[tuple[dist.Work, torch.Tensor]] = []
         self._awaited: dict[Message, tuple[list[dist.Work], list[torch.Tensor]]] = {}
         self._channels: dict[tuple[str, int, int], _Channel] = {}  # by (kind, source, destination), pipeline ranks
@@ -62,7 +60,7 @@ class Channels:
         for replica in range(plan.data):
             for kind, source, destination in flows:
                 ranks = places[source, replica], places[destination, replica]
-                group = channel_group(ranks, device, timeout)
+                group = channel_group(ranks, device, timeout_seconds)
                 if rank in ranks:
                     self._channels[kind, source, destination] = _Channel(group, peer=ranks[rank == ranks[0]])
         # NCCL connects at the first message and blocks until the peer does too: connect now, in one order for all.
@@ -77,7 +75,7 @@ class Channels:
 
     def send(self, message: Message, tensors: Sequence[torch.Tensor]) -> None:
         """Send contiguous tensors as a message that leaves this rank."""
-        # What has left the device is let go; gloo's work cannot be polled.
+        # Let go of what has left the device; gloo's work cannot be polled.
         self._sends = [(work, sent) for work, sent in self._sends if not (sent.is_cuda and work.is_completed())]
         self._sends += zip(self._channel(message).post(dist.isend, tensors), tensors, strict=True)
 
@@ -86,14 +84,14 @@ class Channels:
         self._awaited[message] = self._channel(message).post(dist.irecv, tensors), tensors
 
     def take(self, message: Message) -> list[torch.Tensor]:
-        """The tensors of a posted receive, once they have arrived."""
+        """Return the tensors of a posted receive, once they have arrived."""
         works, tensors = self._awaited.pop(message)
         for work in works:
             work.wait()
         return tensors
 
     def posted(self, kind: str) -> list[Message]:
-        """The messages of a kind that were posted and not yet taken."""
+        """Return the messages of a kind that were posted and not yet taken."""
         return [message for message in self._awaited if message.kind == kind]
 
     def wait_for_sends(self) -> None:

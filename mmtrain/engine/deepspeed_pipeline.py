@@ -63,7 +63,7 @@ def deepspeed_engine(
     return _Pipeline(
         args=None,
         model=module,
-        optimizer=make_optimizer(module, trainable, config.optimizer),
+        optimizer=make_optimizer(trainable, config.optimizer),
         config=settings,
         config_class=DeepSpeedConfig(settings, module.mpu()),
         mpu=module.mpu(),

@@ -5,19 +5,16 @@
 - frozen decoder layers may be fetched before they compute, in the order of these lists (models/weights/streaming.py);
 - the frozen encoder may be cut into slices on several ranks, and run ahead, also past the optimizer (`chain`);
 - a message is (position_ids and labels stacked (2, B, L), on the host; hidden (B, L, D)); a gradient is (B, L, D);
-  `channels` carries them, matched by order alone;
 - no forward or backward waits for the device: what depends on data is known on the host;
 - micro-batches contribute sums of token losses; gradients are divided once, by the step's supervised tokens over all
   micro-batches and replicas;
-- all ranks reduce the same `statistics` before the optimizer runs, so that one that trains nothing and one that trains
-  take the same decision.
+- all ranks reduce the same `statistics` before the optimizer runs, so that all take the same decision.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from datetime import timedelta
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import torch
@@ -46,10 +43,10 @@ from mmtrain.plan.schedule import forward_schedule, prelude, ranks_of
 class FrozenPipelineEngine:
     """One rank of a pipeline x data grid that executes a plan.
 
-    `stages` are this rank's, by number; `on_instruction`, if given, is called with (step, instruction) right before an
-    instruction is executed. `first_step`, from 0, is the step that a resumed run goes on with. Rank 0 appends a line to
-    `bad_steps_file` for each step that is not finite (see mmtrain.engine.bad_steps). `warms_up` says whether
-    everything runs once before the first message (see `warm_up`); None: on a GPU.
+    `stages` are this rank's, by number; `on_instruction` is called with (step, instruction) before each instruction.
+    A resumed run begins with `first_step`, counted from 0. Rank 0 appends a line to `bad_steps_file` for each step that
+    is not finite (see mmtrain.engine.bad_steps). `warms_up`: run everything once before the first message (see
+    `warm_up`); None: on a GPU.
     """
 
     def __init__(
@@ -66,7 +63,7 @@ class FrozenPipelineEngine:
         named = [pair for stage in stages.values() for pair in stage.global_parameters()]
         self._masters = MasterWeights({name: p for name, p in named if p.requires_grad})
         self.trainable = self._masters.by_name
-        """Master weights, fp32, of what trains on this rank, by global name."""
+        """fp32 master weights of what trains on this rank, by global name."""
         self._deepspeed = deepspeed_engine(config, plan, stages, self.trainable)
         self.optimizer: torch.optim.Optimizer = self._deepspeed.optimizer
         self.device: torch.device = self._deepspeed.device
@@ -79,17 +76,18 @@ class FrozenPipelineEngine:
         self.on_instruction = on_instruction
         self.step_index = first_step
         self.bad_steps = 0
-        """Steps of the run whose loss or gradient was not finite, the same on every rank; a resumed run sets it."""
+        """Steps of the run whose loss or gradient was not finite; a resumed run sets it."""
         self.requested_save = False
-        """Whether any rank was asked to save, as of the latest `train_step` or of an `evaluate` since."""
+        """Whether a save was requested from any rank, as of the latest `train_step` or of an `evaluate` since."""
         self.requested_stop = False
-        """Whether any rank was asked to stop, as of the latest `train_step` or `evaluate`."""
+        """Whether a stop was requested from any rank, as of the latest `train_step` or `evaluate`."""
         self.saw_gradient: set[str] = set()
-        """Trainable parameters that have had a non-zero gradient in an applied step: these must have moved."""
+        """Trainable parameters that had a non-zero gradient in an applied step: these must have moved."""
         self.predicted: dict[int, torch.Tensor] = {}
         """Last stage: arg max at the supervised positions (S,), row-major, by micro-batch of the latest `evaluate`."""
 
-        self._replicas = replica_group(plan, self.global_rank, self.device, config.parallel.timeout_seconds)
+        timeout_seconds = config.parallel.timeout_seconds
+        self._replicas = replica_group(plan, self.global_rank, self.device, timeout_seconds)
         self._bad_steps_file = bad_steps_file
         self._wants_save = False
         self._wants_stop = False
@@ -100,23 +98,15 @@ class FrozenPipelineEngine:
         if warms_up:
             warm_up(config, self.stages, self._masters, plan.first_trainable_stage, self.device)
         self._posts_ahead = {True: not warms_up, False: not warms_up}  # by whether it trains
-        timeout = timedelta(seconds=config.parallel.timeout_seconds)
-        self._channels = Channels(plan, self.global_rank, self.device, timeout)
+        self._channels = Channels(plan, self.global_rank, self.device, timeout_seconds)
         self.clock = StepClock(self.device)
-        self._link = ChainLink(
-            plan,
-            self.global_rank,
-            self.stages[self.stage_id],
-            self._channels,
-            self.clock.waited,
-            config.parallel.timeout_seconds,
-        )
+        first = self.stages[self.stage_id]
+        self._link = ChainLink(plan, self.global_rank, first, self._channels, self.clock.waited, timeout_seconds)
         self._streamed = next((stage.streamed for stage in self.stages.values() if stage.streamed is not None), None)
         if self._streamed is not None:
             self._streamed.before_wait, self._streamed.after_wait = self.clock.computed, self.clock.fetched
-        width = next(iter(self.stages.values())).language.hidden_size
-        self._shape = (config.train.packs_per_microbatch, config.data.pack_length, width)
-        self._dtype = next(iter(self.stages.values())).dtype
+        self._shape = (config.train.packs_per_microbatch, config.data.pack_length, first.language.hidden_size)
+        self._dtype = first.dtype
         self._begin_step()
 
     @property
@@ -128,22 +118,19 @@ class FrozenPipelineEngine:
     # ---- resuming
 
     def optimizer_state(self) -> dict[str, torch.Tensor]:
-        """Live optimizer state of this rank, by `NAME/PART`; see `mmtrain.engine.optimizer.optimizer_state`."""
+        """Return the live optimizer state of this rank, by `NAME/PART`."""
         return optimizer_state(optimizer_of(self.run_config.optimizer), self.optimizer, self.trainable)
 
     def load_trained(self, weights: Mapping[str, torch.Tensor], optimizer_state: Mapping[str, torch.Tensor]) -> None:
-        """Go on from copies of this rank's `trainable` and `optimizer_state()`, to the last bit.
-
-        Raises ValueError naming what is missing, unknown, or of another shape or type than what trains on this rank.
-        """
+        """Load copies of this rank's `trainable` and `optimizer_state()`; raises ValueError where they do not fit."""
         load_trained(optimizer_of(self.run_config.optimizer), self._masters, self.optimizer, weights, optimizer_state)
 
     # ---- requests
 
     def request(self, *, save: bool = False, stop: bool = False) -> None:
-        """Ask all ranks, from any one of them, to save or to stop; a signal handler may call this at any moment.
+        """Ask all ranks to save or to stop; any rank may call this, also in a signal handler.
 
-        The next `train_step` or `evaluate` tells every rank the same, in `requested_save` and `requested_stop`.
+        The next `train_step` or `evaluate` sets `requested_save` and `requested_stop` on every rank.
         """
         if save:
             self._wants_save = True
@@ -155,10 +142,9 @@ class FrozenPipelineEngine:
     def train_step(self, batches: Iterator[PackedBatch] | None) -> StepResult:
         """Run one optimizer step over `plan.microbatches_per_step` micro-batches; stage 0 reads them from `batches`.
 
-        Where slices of the encoder are ahead, stage 0 reads as many micro-batches of coming steps, too, unless the run
-        or `batches` ends: give the same iterator to every step, and count what a step returns, not what was read. A
-        step whose loss or gradient is not finite changes no parameter; it is the last of the run, a NonFiniteError on
-        every rank, once the run has had more of them than `train.max_bad_steps`.
+        Where slices of the encoder are ahead, stage 0 also reads micro-batches of coming steps: give the same iterator
+        to every step. A step whose loss or gradient is not finite changes no parameter. Raises NonFiniteError, on every
+        rank, once the run has had more such steps than `train.max_bad_steps`.
         """
         self._begin_step()
         self._batches = batches
@@ -171,11 +157,10 @@ class FrozenPipelineEngine:
         return self._result
 
     def evaluate(self, batches: Iterator[PackedBatch] | None, microbatches: int) -> Statistics:
-        """Forward `microbatches` micro-batches on each replica; stage 0 reads them from `batches`.
+        """Forward `microbatches` micro-batches on each replica and return the sums over all; stage 0 reads `batches`.
 
-        Every rank calls it with the same number, and gets the same sums. Training is not affected; NaN and infinity are
-        reported, not raised. Price: stage 0 may run ahead, so that the hidden states of all micro-batches wait to be
-        received at once.
+        Training is not affected; NaN and infinity are reported, not raised. Cost: stage 0 may run ahead, so that the
+        hidden states of all micro-batches may wait at once.
         """
         self._begin_step()
         self._batches = batches
@@ -198,30 +183,27 @@ class FrozenPipelineEngine:
         self.clock.begin()
 
     def _run_schedule(self, schedule: Schedule, microbatches: int, *, is_prelude: bool = False) -> None:
-        """Run this rank's list, which uses so many micro-batches."""
+        """Run this rank's list, which uses `microbatches`."""
         if not self._posts_ahead[self._training]:  # the first one: something may still wait for the whole device
             schedule = in_common_order(schedule)
             self._posts_ahead[self._training] = not is_prelude
-        mine = schedule[self.stage_id]
+        instructions = schedule[self.stage_id]
         if self._streamed is not None:
             streamed = {stage.stage: stage.streamed for stage in self.plan.ranks[self.global_rank].stages}
-            self._streamed.follow(uses_of(mine, streamed, self.plan.first_trainable_layer))
+            self._streamed.follow(uses_of(instructions, streamed, self.plan.first_trainable_layer))
         self._link.begin(sum(x.op is Op.LOAD for x in schedule[0]), trains=self._training)
-        self._run(mine)
-        if self._streamed is not None:
-            self._streamed.end()
-        self.clock.start(None)
-        self._link.end(microbatches)
-        self._channels.wait_for_sends()
-        self.clock.waited()
-
-    def _run(self, instructions: Iterable[Instruction]) -> None:
         for instruction in instructions:
             if self.on_instruction is not None:
                 self.on_instruction(self.step_index, instruction)
             self.clock.start(instruction)
             getattr(self, f"_{instruction.op}")(instruction.stage, instruction.microbatch)
             self.clock.done()
+        if self._streamed is not None:
+            self._streamed.end()
+        self.clock.start(None)
+        self._link.end(microbatches)
+        self._channels.wait_for_sends()
+        self.clock.waited()
 
     def _message(self, op: Op, stage: int, microbatch: int) -> Message:
         return carried(Instruction(op, stage, microbatch), self.plan.pipeline, ())
@@ -231,7 +213,7 @@ class FrozenPipelineEngine:
         self.clock.waited()
         return tensors
 
-    # ---- instructions: the method of each is its name behind an underscore
+    # ---- instructions: each method is called as its instruction, after an underscore
 
     def _load(self, stage: int, microbatch: int) -> None:
         assert self._batches is not None, "stage 0 needs an iterator over micro-batches"
@@ -253,7 +235,7 @@ class FrozenPipelineEngine:
         self._link.receive(microbatch)
 
     def _take_input(self, microbatch: int) -> Encoded:
-        """What was read and encoded for a micro-batch of this step, which from now on counts as used."""
+        """Return what was read and encoded for a micro-batch of this step, and count it as used."""
         taken = self._link.take(microbatch)
         batch = taken.batch
         counts = {"tokens": batch.tokens, "samples": batch.samples, "quarantined": len(batch.faults)}
@@ -328,7 +310,7 @@ class FrozenPipelineEngine:
         self._masters.reduce_gradients(self._replicas)
 
     def _reduce_statistics(self, stage: int, microbatch: int) -> None:
-        """Sum the statistics over ranks, and tell all of them what the clock of each has measured."""
+        """Sum the statistics and share the clocks' readings over all ranks."""
         save, sums = self._wants_save, self._sums
         if self._training:
             sums.add(squared_norm=self._masters.squared_norm(self.plan.data, self.device))
@@ -337,9 +319,9 @@ class FrozenPipelineEngine:
         self._statistics, readings = sums.reduce(self.clock.read())
         self._rank_seconds = self.clock.leave(readings)
         self.requested_stop = self._statistics.stop > 0
-        # An evaluation neither hides a request from who looks after it, nor takes it from who looks after steps alone.
+        # A request stays visible after an evaluation, for a caller that looks after steps alone.
         self.requested_save = self._statistics.save > 0 or (self.requested_save and not self._training)
-        if save and self._training:  # not if one came in since the flag was read: it waits for the next step
+        if save and self._training:  # one that came in since the flag was read waits for the next step
             self._wants_save = False
 
     def _optimizer_step(self, stage: int, microbatch: int) -> None:
@@ -362,8 +344,8 @@ class FrozenPipelineEngine:
             moves = (name for group in self._groups if rates[group.name] > 0 for name in group.parameters)
             unseen = [name for name in moves if name not in self.saw_gradient]
             if unseen:
-                found = torch.stack([self.trainable[name].grad.any() for name in unseen]).tolist()
-                self.saw_gradient |= {name for name, seen in zip(unseen, found, strict=True) if seen}
+                have_gradient = torch.stack([self.trainable[name].grad.any() for name in unseen]).tolist()
+                self.saw_gradient |= {name for name, has in zip(unseen, have_gradient, strict=True) if has}
             for group in self.optimizer.param_groups:
                 group["lr"] = rates[group["name"]]
             self._deepspeed._take_model_step(None)
@@ -387,10 +369,10 @@ class FrozenPipelineEngine:
         )
 
     def _report_bad_step(self) -> None:
-        """Count and record the step; raises NonFiniteError when it is one more than the run may leave out."""
+        """Count and record the step; raises NonFiniteError when the run has had too many."""
         allowed = self.run_config.train.max_bad_steps
         self.bad_steps += 1
-        said = report_bad_step(
+        message = report_bad_step(
             self.step_index,
             self._statistics,
             replica=self.plan.ranks[self.global_rank].data,
@@ -401,5 +383,5 @@ class FrozenPipelineEngine:
         )
         if self.bad_steps > allowed:
             if allowed:
-                said += f". It is bad step {self.bad_steps} of the run, and train.max_bad_steps={allowed}"
-            raise NonFiniteError(said)
+                message += f". It is bad step {self.bad_steps} of the run, and train.max_bad_steps={allowed}"
+            raise NonFiniteError(message)

@@ -1,7 +1,7 @@
-"""What each rank holds instead of an empty optimizer, and the pure functions around it.
+"""Master weights, the optimizer of a rank, and the functions that decide an update.
 
 Learning rate and clipping are functions of the step and the global gradient norm, so that a rank which trains nothing
-and a rank which trains everything take the same decisions without asking each other twice.
+and a rank which trains everything take the same decisions without asking each other.
 """
 
 from __future__ import annotations
@@ -24,14 +24,10 @@ class NoOpOptimizer(torch.optim.Optimizer):
     """The explicit optimizer of a rank on which nothing trains.
 
     torch refuses an empty parameter list ("optimizer got an empty parameter list"), but takes one empty group: `step`
-    does nothing, `state_dict` round-trips, LR schedulers accept it. Raises ValueError where a trainable parameter
-    exists, since it would be left without updates in silence.
+    does nothing, `state_dict` round-trips, LR schedulers accept it.
     """
 
-    def __init__(self, module: torch.nn.Module) -> None:
-        trainable = [name for name, parameter in module.named_parameters() if parameter.requires_grad]
-        if trainable:
-            raise ValueError(f"NoOpOptimizer on a rank that trains {len(trainable)} parameters, first {trainable[0]}")
+    def __init__(self) -> None:
         super().__init__([{"params": [], "lr": 0.0, "name": REST}], {"lr": 0.0})
 
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
@@ -40,11 +36,11 @@ class NoOpOptimizer(torch.optim.Optimizer):
 
 
 class MasterWeights:
-    """fp32 twins of what trains: the optimizer updates them, gradients add up in them, checkpoints hold them.
+    """fp32 masters of what trains, `by_name`: gradients add up in them, updates change them, checkpoints hold them.
 
-    An update of lr 1e-3 is below bf16's rounding of most weights and would be lost in silence. So a parameter stored in
-    bf16 computes in bf16, as in the stock model; each micro-batch's gradient is added to its twin's in fp32; and after
-    an update it becomes its twin, rounded. A parameter stored in fp32 is its own twin. `by_name` are the twins.
+    bf16's rounding would swallow most updates of lr 1e-3. So a parameter stored in bf16 computes in bf16, as in the
+    stock model; each micro-batch's gradient is added to its master's in fp32; and after an update the parameter becomes
+    its master, rounded. A parameter stored in fp32 is its own master.
     """
 
     def __init__(self, stored: Mapping[str, torch.nn.Parameter]) -> None:
@@ -57,7 +53,7 @@ class MasterWeights:
             parameter.register_post_accumulate_grad_hook(functools.partial(_hand_over_gradient, master))
 
     def reduce_gradients(self, replicas: dist.ProcessGroup | None) -> None:
-        """Add up the gradients of all replicas (None: there is one), also where this one's micro-batches gave none."""
+        """Add up the gradients of all replicas (None: there is one); a replica without a gradient adds zeros."""
         for master in self.by_name.values():
             if master.grad is None:
                 master.grad = torch.zeros_like(master)
@@ -65,20 +61,19 @@ class MasterWeights:
                 dist.all_reduce(master.grad, group=replicas)
 
     def squared_norm(self, replicas: int, device: torch.device) -> torch.Tensor:
-        """This rank's share of the gradient's squared L2 norm, float64: all `replicas` hold the same gradient."""
+        """Return this rank's share of the gradient's squared L2 norm, float64; `replicas` hold the same gradient."""
         square = torch.zeros((), dtype=torch.float64, device=device)
         for master in self.by_name.values():
             square += torch.linalg.vector_norm(master.grad, dtype=torch.float64).square() / replicas
         return square
 
     def write_back(self) -> None:
-        """After an update: the stored parameters become their twins, rounded to the type they are stored in."""
+        """Copy the masters into the stored parameters, rounded to their type."""
         with torch.no_grad():
             for parameter, master in self._pairs:
                 parameter.copy_(master)
 
     def zero_grad(self) -> None:
-        """Forget all gradients."""
         for master in self.by_name.values():
             master.grad = None
 
@@ -89,18 +84,13 @@ def _hand_over_gradient(master: torch.nn.Parameter, parameter: torch.Tensor) -> 
     parameter.grad = None
 
 
-def make_optimizer(
-    module: torch.nn.Module, trainable: Mapping[str, torch.nn.Parameter], config: OptimizerSection
-) -> torch.optim.Optimizer:
+def make_optimizer(trainable: Mapping[str, torch.nn.Parameter], config: OptimizerSection) -> torch.optim.Optimizer:
     """Make the run's optimizer over this rank's master weights, or a NoOpOptimizer if there are none.
 
-    Its parameter groups are those of `parameter_groups` that hold any of them, with their "name". Raises ValueError for
-    a weight that is not fp32: most updates of it would be lost in rounding.
+    Its groups are the `parameter_groups` that hold any of them, by "name".
     """
     if not trainable:
-        return NoOpOptimizer(module)
-    if stored := [f"{name} {weight.dtype}" for name, weight in trainable.items() if weight.dtype != torch.float32]:
-        raise ValueError(f"not a master weight in torch.float32: {first_few(stored, NAMES_SHOWN)}")
+        return NoOpOptimizer()
     groups = [
         {
             "params": [trainable[name] for name in group.parameters],
@@ -117,11 +107,7 @@ def make_optimizer(
 def optimizer_state(
     kind: OptimizerKind, optimizer: torch.optim.Optimizer, trainable: Mapping[str, torch.nn.Parameter]
 ) -> dict[str, torch.Tensor]:
-    """Return the state tensors of each trained weight by `NAME/PART`, fp32; `kind` says which parts there are.
-
-    Empty before the first update, and where nothing trains. The tensors are the optimizer's own: the next update
-    changes them.
-    """
+    """Return the optimizer's own state tensors of each trained weight by `NAME/PART`, fp32; none before an update."""
     updated = {name: optimizer.state[p] for name, p in trainable.items() if p in optimizer.state}
     return {f"{name}/{part}": state[part] for name, state in updated.items() for part in kind.state_names}
 
@@ -133,18 +119,20 @@ def load_trained(
     weights: Mapping[str, torch.Tensor],
     state: Mapping[str, torch.Tensor],
 ) -> None:
-    """Load copies of master weights, by name, and of the `optimizer_state` that belongs to them (empty: no update yet).
+    """Load copies of master weights, by name, and of their `optimizer_state` (empty: no update yet).
 
-    Raises ValueError for what does not fit the names and shapes that train here, or is not in fp32, before any change.
+    Raises ValueError, before any change, for other names or shapes than those that train here.
     """
     shapes = {name: p.shape for name, p in masters.by_name.items()}
-    of_state = {
+    state_shapes = {
         f"{name}/{part}": torch.Size() if part in kind.counters else shape
         for name, shape in shapes.items()
         for part in kind.state_names
     }
-    _check_fit("weights", shapes, weights)
-    _check_fit("optimizer states", of_state if state else {}, state)
+    expected = {**shapes, **(state_shapes if state else {})}
+    found = {name: tensor.shape for name, tensor in (*weights.items(), *state.items())}
+    if odd := sorted(name for name in expected.keys() | found.keys() if expected.get(name) != found.get(name)):
+        raise ValueError(f"loaded tensors do not fit what trains on this rank: {first_few(odd, NAMES_SHOWN)}")
     optimizer.state.clear()
     with torch.no_grad():
         for name, master in masters.by_name.items():
@@ -157,25 +145,8 @@ def load_trained(
     masters.write_back()
 
 
-def _check_fit(what: str, shapes: Mapping[str, torch.Size], found: Mapping[str, torch.Tensor]) -> None:
-    common = [name for name in shapes if name in found]
-    problems = {
-        "missing": [name for name in shapes if name not in found],
-        "not trained here": [name for name in found if name not in shapes],
-        "of another shape": [
-            f"{name} {tuple(found[name].shape)} instead of {tuple(shapes[name])}"
-            for name in common
-            if found[name].shape != shapes[name]
-        ],
-        "not in float32": [f"{name} {found[name].dtype}" for name in common if found[name].dtype != torch.float32],
-    }
-    if any(problems.values()):
-        said = (f"{problem}: {first_few(names, NAMES_SHOWN)}" for problem, names in problems.items() if names)
-        raise ValueError(f"{what} do not fit what trains on this rank; {'; '.join(said)}")
-
-
 def learning_rate(step: int, max_steps: int, config: OptimizerSection, peak: float) -> float:
-    """Learning rate of 0-based `step` of what has this `peak`: linear warm-up, never 0 at its first step, `schedule`.
+    """Return the learning rate at 0-based `step`: a linear warm-up, which begins above 0, to `peak`; then `schedule`.
 
     Half a cosine (arXiv:1608.03983), a straight line, or, for wsd (arXiv:2404.06395), the peak and then a straight line
     (arXiv:2405.18392) falls to `min_lr_fraction * peak`, which it reaches one step after the last.
@@ -186,16 +157,16 @@ def learning_rate(step: int, max_steps: int, config: OptimizerSection, peak: flo
     falling = max(1, max_steps - warmup)  # steps
     match config.schedule:
         case "cosine":
-            left = 0.5 * (1 + math.cos(math.pi * ((step - warmup) / falling)))
+            share = 0.5 * (1 + math.cos(math.pi * ((step - warmup) / falling)))
         case "linear":
-            left = (max_steps - step) / falling
+            share = (max_steps - step) / falling
         case "constant":
-            left = 1.0
+            share = 1.0
         case "wsd":
-            left = min(1.0, (max_steps - step) / min(falling, math.ceil(config.decay_fraction * max_steps)))
-    return peak * (config.min_lr_fraction + (1 - config.min_lr_fraction) * left)
+            share = min(1.0, (max_steps - step) / min(falling, math.ceil(config.decay_fraction * max_steps)))
+    return peak * (config.min_lr_fraction + (1 - config.min_lr_fraction) * share)
 
 
 def clip_coefficient(norm: float, limit: float | None) -> float:
-    """Factor that brings a gradient of this global norm to at most `limit` (as torch.nn.utils.clip_grad_norm_)."""
+    """Return the factor that brings a gradient of this global norm to at most `limit` (as torch's clip_grad_norm_)."""
     return 1.0 if limit is None else min(1.0, limit / (norm + 1e-6))

@@ -1,8 +1,6 @@
-"""One stage run by itself, on a micro-batch of the expected contents: before the first message, and to time it.
+"""Run one stage by itself, on a micro-batch of random numbers: before the first message, and to time it.
 
 config --expected_batch--> PackedBatch --SingleStage.forward, .backward--> what the engine's FORWARD and BACKWARD run
-
-Random numbers take the place of pictures, words and hidden states.
 """
 
 from __future__ import annotations
@@ -25,11 +23,11 @@ from mmtrain.plan.workload import typical_tiling, workload
 
 
 def expected_batch(config: RunConfig, models: Models, seed: int = 0) -> PackedBatch:
-    """A micro-batch on the CPU as the planner expects it: whole documents of one image, if any, and text, then padding.
+    """Return a micro-batch on the CPU as the planner expects it: documents of one image, if any, and text; padding.
 
-    Labels stand at the end of each document, as many as `data.expected_supervised_fraction` says of the whole pack, at
-    least one. It holds a whole number of images, one of them at least, where the planner may expect part of one; of
-    images that are cut into tiles, all are of the size that comes nearest to what it expects.
+    Labels are at the end of each document, as many as `data.expected_supervised_fraction` asks for, at least one. It
+    holds a whole number of images, at least one; images that are cut into tiles all have the size nearest to what the
+    planner expects.
     """
     packs, length = config.train.packs_per_microbatch, config.data.pack_length
     work, tiling = workload(config, models.layout), typical_tiling(config, models.layout)
@@ -51,7 +49,7 @@ def expected_batch(config: RunConfig, models: Models, seed: int = 0) -> PackedBa
     tilings = () if tiling is None else (tiling,) * (packs * per_pack)
     tiles, size = None, models.vision.image_size
     if tilings:
-        shape = sum(one.tiles for one in tilings), 3, size, size
+        shape = tiling.tiles * len(tilings), 3, size, size
         tiles = torch.randint(0, 256, shape, dtype=torch.uint8, generator=generator)
     return PackedBatch(
         input_ids,
@@ -67,9 +65,9 @@ def expected_batch(config: RunConfig, models: Models, seed: int = 0) -> PackedBa
 
 
 class SingleStage:
-    """A stage to run once forward and once backward: one with the front (its input is `batch`), the head, or neither.
+    """A stage to run forward and backward, with the front (its input is then `batch`), the head, or neither.
 
-    `input_gradient` says that something before it trains, `backward` that something before it or in it does.
+    `input_gradient`: something before the stage trains. `backward`: something before it or in it trains.
     """
 
     def __init__(
@@ -94,22 +92,22 @@ class SingleStage:
         self._kept: Any = None
 
     def recomputing(self) -> SingleStage:
-        """The same stage, all its decoder layers recomputing their activations in backward."""
+        """Return this stage with all its decoder layers recomputing their activations in backward."""
         layers = self.module.language.last - self.module.language.first
         return SingleStage(self.module, self.batch, input_gradient=self.input_gradient, backward=True, recompute=layers)
 
     def prepare(self) -> None:
-        """What is neither forward nor backward: recomputation is set, since several may share a module."""
+        """Set recomputation, since several stages may share a module, and encode again where the encoder trains."""
         self.module.language.recompute(self.recompute)
         if not self.module.encoder_is_frozen:
             self.features = self.encode()  # its graph is used up by each backward
 
     def encode(self) -> torch.Tensor | None:
-        """What ENCODE runs, where there is an encoder or a slice of it."""
+        """Run ENCODE, where there is an encoder or a slice of it."""
         return self.module.encode(self._taken)
 
     def forward(self) -> None:
-        """What FORWARD runs; the graph is kept as the engine keeps it: without the values that were sent."""
+        """Run FORWARD."""
         with torch.set_grad_enabled(self.runs_backward):
             if self.module.language.has_embedding:
                 hidden = self.module.start(self.batch, self.features)
@@ -121,14 +119,14 @@ class SingleStage:
                 self._kept = self.module(hidden, self.batch.position_ids)
 
     def release_output(self) -> None:
-        """Right after the output was sent: backward needs the graph behind it, not the values."""
+        """Let go of the output as after sending it: backward needs the graph behind it, not the values."""
         if self.runs_backward and not self.module.language.has_head:
             self._kept = get_gradient_edge(self._kept)
         elif not self.runs_backward:
             self._kept = None
 
     def backward(self) -> None:
-        """What BACKWARD runs, if this stage has one."""
+        """Run BACKWARD, if this stage has one."""
         kept, self._kept = self._kept, None
         if self.runs_backward:
             torch.autograd.backward(kept, self.upstream)
@@ -141,16 +139,14 @@ def warm_up(
     first_trainable_stage: int,
     device: torch.device,
 ) -> None:
-    """Encode, forward, backward, predict with each of this rank's stages, and one update of throwaway weights.
+    """Run everything of a step once on this rank: its stages, a prediction, one update of throwaway weights.
 
-    A GPU loads a kernel at its first call, makes handles of its libraries, and asks the driver for memory: each may
-    wait for all that the device was given, also for messages posted ahead, whose sender may wait for this very rank. So
-    all of it is done while no message is under way; what first happens in a step all the same cannot hang, since the
-    first step runs with its receives `in_common_order`. What remains: a later micro-batch that is larger than any
-    before, for which either kind of memory grows in a step.
+    A GPU loads a kernel at its first call, makes handles of its libraries, and asks the driver for memory. Each may
+    wait for all work of the device, also for messages posted ahead, whose sender may wait for this very rank. So all
+    of it happens while no message is under way. What first happens in a step all the same cannot hang, since the first
+    step runs with its receives `in_common_order`. A later micro-batch that is larger than any before can still hang.
 
-    Takes about as long as a micro-batch, and its memory. What the run computes stays the same to the last bit: no
-    weight, gradient, optimizer state or random generator changes.
+    No weight, gradient, optimizer state or random generator changes. Cost: time and memory of a micro-batch.
     """
     host = expected_batch(config, models_of(config))
     batch = to_device(host, device)
@@ -170,9 +166,9 @@ def warm_up(
     if masters.by_name:
         weight = torch.nn.Parameter(torch.zeros(8, 8, device=device))
         weight.grad = torch.ones_like(weight)
-        make_optimizer(torch.nn.Module(), {"throwaway": weight}, config.optimizer).step()
+        make_optimizer({"throwaway": weight}, config.optimizer).step()
     if device.type == "cuda":
-        for value in vars(host).values():  # page-locked memory, too, grows only where all wait: have twice as much
+        for value in vars(host).values():  # allocating page-locked memory also waits for the device: have twice as much
             if isinstance(value, torch.Tensor):
                 torch.empty(2 * value.nbytes, dtype=torch.uint8, pin_memory=True)
         torch.cuda.synchronize(device)

@@ -1,4 +1,4 @@
-"""Build the stages of a rank as its plan says, with the source of its streamed layers; see whether its GPU has room."""
+"""Build the stages of a rank with the source of its streamed layers, and check that its GPU has room."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 
 from mmtrain.config.schema import RunConfig
-from mmtrain.engine.process_groups import shard_group
+from mmtrain.engine.process_groups import replica_group
 from mmtrain.models.facts.connectors import connector, connector_parameters, has_newline
 from mmtrain.models.facts.shapes import matches_any
 from mmtrain.models.modules.stage import Stage, build_stage
@@ -20,7 +20,7 @@ from mmtrain.plan.refusals import GpuMemory, refuse_short_memory
 def streamed_layers(
     plan: Plan, rank: int, device: torch.device, replicas: dist.ProcessGroup | None, timeout_seconds: int
 ) -> StreamedLayers | None:
-    """Return where a rank's streamed layers come from; None where no rank of the plan has any. Collective.
+    """Return a rank's streamed layers, as yet empty, with their source; None if the plan streams nothing. Collective.
 
     `replicas`: ranks with the same stages, for objects on the host; None with one replica.
     """
@@ -30,7 +30,8 @@ def streamed_layers(
     if source == "host":
         return StreamedLayers(HostSource(device, replicas))
     if source == "peers":
-        return StreamedLayers(PeerSource(shard_group(plan, rank, device, timeout_seconds), device))
+        sharing = replica_group(plan, rank, device, timeout_seconds, plan.streaming.weight_shards)
+        return StreamedLayers(PeerSource(sharing, device))
     return StreamedLayers(QuantisedSource(source, device))
 
 

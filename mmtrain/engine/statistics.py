@@ -1,4 +1,4 @@
-"""What a step or an evaluation adds up, by name: on each rank, over all of them in one reduction, and what comes of it.
+"""Sums of a step or an evaluation, by name: on each rank, then over all ranks in one reduction.
 
 micro-batches --RankSums.add--> sums of this rank --reduce--> Statistics (an evaluation's result) --> StepResult
 """
@@ -17,38 +17,32 @@ from mmtrain.engine.step_clock import RankSeconds, Reading
 
 @dataclass(frozen=True)
 class StepResult:
-    """One training step, the same on every rank.
+    """One training step, equal on every rank but for `ranks`: where each global rank's time went, by this rank's clock.
 
-    `epoch`, from 0, is that of the step's last pack; `loss` is in nats per supervised token of the whole step (None
-    without any); `grad_norm` is the global L2 norm of that loss's gradient before clipping; `lr_groups` has the rate of
-    each group of `optimizer.groups` by its patterns, `lr` is that of all else; `tokens` leaves padding out;
-    `quarantined` counts samples that were damaged and left a gap; `no_update` says why no update was made, None
-    when one was. `loss` and `grad_norm` of a step that was left out because they are not finite are as they came.
-    `ranks` says where each global rank's time went, by the clock of the rank that has the result: two results that
-    differ in nothing else are equal.
+    `loss` and `grad_norm` may be NaN or infinite in a step that was left out for it.
     """
 
     step: int
-    epoch: int
-    loss: float | None
-    grad_norm: float
+    epoch: int  # from 0, of the step's last pack
+    loss: float | None  # nats per supervised token of the whole step; None without any
+    grad_norm: float  # global L2 norm of the loss's gradient, before clipping
     lr: float
-    lr_groups: Mapping[str, float]
+    lr_groups: Mapping[str, float]  # of `optimizer.groups`, by their patterns
     samples: int
     images: int
     tiles: int  # squares that the encoder saw
-    tokens: int
+    tokens: int  # without padding
     supervised_tokens: int
-    quarantined: int
-    no_update: str | None
+    quarantined: int  # damaged samples, which left a gap
+    no_update: str | None  # why no update was made
     ranks: tuple[RankSeconds, ...] = field(default=(), compare=False)
 
 
 class Statistics(NamedTuple):
-    """Sums over all ranks at the end of a step or an evaluation, all float64; counts are whole numbers.
+    """Sums over all ranks at the end of a step or an evaluation, all float64.
 
-    An answer is a maximal run of supervised positions; it is exact if each of its tokens, end mark included, is the arg
-    max given the true tokens before it. Tokens and answers that are right are counted in an evaluation alone.
+    An answer is a maximal run of supervised positions. It is exact if each of its tokens, end mark included, is the arg
+    max given the true tokens before it. Correct tokens and answers are counted in evaluations alone.
     """
 
     loss_sum: float  # nats
@@ -80,11 +74,11 @@ class RankSums:
             self[name].add_(value)
 
     def __getitem__(self, name: str) -> torch.Tensor:
-        """The sum of this name so far, 0-dimensional."""
+        """Return the sum of this name so far, 0-dimensional."""
         return self._all[Statistics._fields.index(name)]
 
     def reduce(self, reading: Reading) -> tuple[Statistics, list[Reading]]:
-        """The sums over all ranks, and what the clocks of all ranks read, by global rank."""
+        """Return the sums over all ranks, and the clock readings of all ranks, by global rank. Collective."""
         readings = torch.zeros(dist.get_world_size(), len(reading), dtype=torch.float64)  # each rank fills its own row
         readings[dist.get_rank()] = torch.tensor(reading, dtype=torch.float64)
         both = torch.cat([self._all, readings.flatten().to(self._all.device)])

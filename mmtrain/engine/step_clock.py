@@ -1,10 +1,10 @@
-"""Measures on each rank, at every step, what its time goes into.
+"""Measure on each rank, at every step, what its time goes into.
 
 A mark ends each instruction, and within one the time in which it only waited: for a message, or for all ranks. On a CPU
-a mark is the time. On CUDA it is an event on the stream that computes: kernels run when the host has long gone on, and
-waiting for a message makes only that stream wait. There the time of an instruction is the time that the stream spends
-between its marks, with what the host is late in giving it. Price: about a microsecond an instruction on a CPU, and
-50 microseconds a step for the process's peak memory; two marks more for each fetch of a streamed layer.
+a mark is the time. On CUDA it is an event on the stream that computes, since kernels run when the host has long gone
+on: the time of an instruction is what the stream spends between its marks, the host's delays included.
+
+Cost: about a microsecond an instruction on a CPU, and 50 microseconds a step for the process's peak memory.
 """
 
 from __future__ import annotations
@@ -27,14 +27,12 @@ COMPUTING = (Work.ENCODE, Work.FORWARD, Work.BACKWARD)
 
 @dataclass(frozen=True, slots=True)
 class RankSeconds:
-    """One rank's part of a step, from its `train_step`'s begin to the end of the reduction that ends the step's work.
+    """One rank's part of a step, from the begin of `train_step` to the reduction of statistics, without the optimizer.
 
-    All ranks leave that reduction together; the optimizer comes after it and is not in here. `compute` is the encoder,
-    forward and backward without the waits in them; `communication` is posting sends and receives and reducing
-    gradients, where waiting for other replicas cannot be told from it; `data` is waiting for the loader, and copying
-    what it gives to the device; `fetching` is waiting for weights of streamed layers, also for the peers that send
-    them. The rest of `window` is idle. `peak_memory_bytes` is of the same time: allocated by torch on a GPU, resident
-    in the process on a CPU (where the kernel cannot reset that: since the process began).
+    `compute` is the encoder, forward and backward without the waits in them; `communication` is posting sends and
+    receives and reducing gradients, with the wait for other replicas; `data` is waiting for the loader and copying to
+    the device; `fetching` is waiting for weights of streamed layers. The rest of `window` is idle. `peak_memory_bytes`
+    is allocated by torch on a GPU, resident in the process on a CPU.
     """
 
     window: float
@@ -46,17 +44,16 @@ class RankSeconds:
 
     @property
     def idle(self) -> float:
-        """Seconds of waiting for a message or for the other ranks."""
+        """Seconds of waiting for a message or for other ranks."""
         return max(0.0, self.window - self.compute - self.communication - self.data - self.fetching)
 
     @property
     def idle_fraction(self) -> float:
-        """`idle` as a share of the window."""
         return self.idle / self.window if self.window > 0 else 0.0
 
 
 class Reading(NamedTuple):
-    """What a rank's clock says before the reduction that ends a step's work, in seconds."""
+    """A rank's clock before the reduction that ends a step's work, in seconds."""
 
     since: float  # from leaving the last such reduction to the step's begin
     compute: float
@@ -75,10 +72,10 @@ class _HostTimes:
         return later - earlier
 
     def settle(self, mark: Any) -> None:
-        """A time is known at once."""
+        """Wait until the mark is reached: a time is known at once."""
 
 
-class _StreamTimes(_HostTimes):
+class _StreamTimes:
     """Marks are CUDA events on the current stream."""
 
     def mark(self) -> torch.cuda.Event:
@@ -90,15 +87,15 @@ class _StreamTimes(_HostTimes):
         return earlier.elapsed_time(later) / 1000
 
     def settle(self, mark: Any) -> None:
-        """Wait until the stream has come to the mark."""
+        """Wait until the stream has reached the mark."""
         mark.synchronize()
 
 
 class StepClock:
-    """One rank's clock; every rank makes it at the same time, and calls it in the order of its instructions.
+    """One rank's clock; all ranks make it at the same time.
 
-    `begin`, then for each instruction `start`, `waited` where it has waited until now, and `done`; in the reduction
-    that ends a step's work `read` before, `leave` after, when all ranks go on together.
+    Call `begin`, then for each instruction `start`, `waited` where it has waited until now, and `done`; in the
+    reduction that ends a step's work `read` before and `leave` after, when all ranks go on together.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -110,40 +107,44 @@ class StepClock:
         self._instruction: Instruction | None = None
         self._is_done = True
         self.seconds = 0.0
-        """When this rank last left a reduction, seconds since its clock was made."""
+        """When this rank last left a reduction, in seconds since its clock was made."""
 
     def begin(self) -> None:
-        """A step, or an evaluation, begins."""
+        """Begin a step or an evaluation."""
         self._marks, self._left_at = [], 0
         self._begun = self._times.mark()
-        self._reset_peak_memory()
+        if self._device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self._device)
+        else:
+            with contextlib.suppress(OSError):  # not Linux, or a container that forbids it: the earlier peak remains
+                Path("/proc/self/clear_refs").write_text("5")
 
     def start(self, instruction: Instruction | None) -> None:
-        """An instruction begins, or (None) the wait for what was sent."""
+        """Begin an instruction, or (None) the wait for what was sent."""
         self._instruction, self._is_done = instruction, False
 
     def waited(self) -> None:
-        """Since the last mark this rank has only waited."""
+        """Note that this rank has only waited since the last mark."""
         self._marks.append((Work.WAIT, self._instruction, self._times.mark()))
 
     def computed(self) -> None:
-        """The instruction goes on, and waits now for weights: until `fetched`."""
+        """Note that the instruction waits for weights from now on, until `fetched`."""
         if self._instruction is not None:  # else no list runs
             self._marks.append((WORK_OF[self._instruction.op], self._instruction, self._times.mark()))
 
     def fetched(self) -> None:
-        """Since `computed` this rank has waited for weights of a streamed layer."""
+        """Note that this rank has waited for weights of a streamed layer since `computed`."""
         if self._instruction is not None:
             self._marks.append((Work.FETCH, self._instruction, self._times.mark()))
 
     def done(self) -> None:
-        """The instruction has ended; of the reduction that `read` has marked this is known."""
+        """End the instruction, unless `read` has."""
         if not self._is_done:
             self._is_done = True
             self._marks.append((WORK_OF[self._instruction.op], self._instruction, self._times.mark()))
 
     def read(self) -> Reading:
-        """What `leave` needs of every rank; on CUDA the host waits for the device here."""
+        """Return what `leave` needs of every rank; on CUDA the host waits for the device here."""
         self.done()
         self._times.settle(self._marks[-1][-1])
         spent = dict.fromkeys(Work, 0.0)
@@ -161,10 +162,9 @@ class StepClock:
         )
 
     def leave(self, readings: Sequence[Reading]) -> tuple[RankSeconds, ...]:
-        """All ranks have given their `read()`, here by global rank, and go on together: where the time has gone.
+        """Return where each rank's time has gone, from the `read()` of all, by global rank.
 
-        Each rank measures from leaving one reduction to leaving the next, and all have left both together, so one
-        rank's clock tells the windows of all.
+        All ranks have left the last reduction and this one together, so one rank's clock gives the windows of all.
         """
         self.waited()
         now = self._marks[-1][-1]
@@ -172,10 +172,10 @@ class StepClock:
         common = self._times.seconds(self._together, now)
         self._together, self._left_at = now, len(self._marks)
         self.seconds += common
-        return tuple(RankSeconds(common - one.since, *one[1:-1], int(one.peak_memory_bytes)) for one in readings)
+        return tuple(RankSeconds(common - rank.since, *rank[1:-1], int(rank.peak_memory_bytes)) for rank in readings)
 
     def intervals(self) -> list[Interval]:
-        """What this rank has done since `begin`, without gaps, in seconds since its clock was made."""
+        """Return what this rank has done since `begin`, without gaps, in seconds since its clock was made."""
         if self._marks:
             self._times.settle(self._marks[-1][-1])
         ends = [
@@ -190,18 +190,10 @@ class StepClock:
             for (work, instruction, _), begin, end in zip(self._marks, begins, ends, strict=False)
         ]
 
-    def _reset_peak_memory(self) -> None:
-        if self._device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(self._device)
-            return
-        with contextlib.suppress(OSError):  # not Linux, or a container that keeps it: the peak stays that of before
-            Path("/proc/self/clear_refs").write_text("5")
-
     def _peak_memory_bytes(self) -> float:
         if self._device.type == "cuda":
             return torch.cuda.max_memory_allocated(self._device)
-        try:
-            found = re.search(r"^VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text(), re.MULTILINE)
-        except OSError:  # not Linux
+        status = Path("/proc/self/status")
+        if not status.exists():  # not Linux
             return 0.0
-        return float(found[1]) * 1024 if found else 0.0
+        return float(re.search(r"^VmHWM:\s+(\d+) kB", status.read_text(), re.MULTILINE)[1]) * 1024

@@ -1,4 +1,4 @@
-"""How much of a run's time each rank waited, and what share of the machine's arithmetic came of it.
+"""How much of a run's time each rank waited, and how much of the machine's arithmetic the run used.
 
 StepClock on every rank --RankSeconds--> Utilization --> fields of metrics.jsonl's `train` lines, a line on the console
 """
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from mmtrain.config.schema import RunConfig
 from mmtrain.plan.calibration import Device, find_calibration
-from mmtrain.plan.costs import Models, Workload, minimal_flops
+from mmtrain.plan.costs import Workload, minimal_flops
 from mmtrain.plan.planner import models_of
 
 if TYPE_CHECKING:
@@ -23,49 +23,23 @@ MEASURED = (
 LISTED_RANKS = 4  # more would not fit into a line of the console
 
 
-def peak_flops(config: RunConfig, device: Device) -> float | None:
-    """FLOP/s that a rank's device could reach: the matmul rate of a calibration, None where there is none."""
-    calibration = find_calibration(config, models_of(config), device)
-    return None if calibration is None else calibration.matmul_flops_per_second
-
-
-def needed_flops(step: StepResult, models: Models, trainable: tuple[str, ...]) -> float:
-    """FLOPs that any exact way of making this step computes (see `minimal_flops`): nothing wasted counts as work.
-
-    All documents count as equally long, so where lengths differ attention counts for less than it takes.
-    """
-    if step.tokens == 0:  # every sample of it was damaged
-        return 0.0
-    work = Workload(
-        tokens=step.tokens,
-        document=step.tokens / step.samples,
-        tiles=step.tiles,
-        image_positions=0,  # fusion has no FLOPs
-        supervised=step.supervised_tokens,
-    )
-    return float(minimal_flops(models, trainable, work).total)
-
-
 class Utilization:
-    """Follows a run's steps; the first one, which pays for warm-up, counts in the summary only if it is the only one.
+    """Follows a run's steps. The first one, which pays for warm-up, counts in the summary only if it is alone."""
 
-    `peak_flops` is of one rank's device; None: unknown, and so is utilisation.
-    """
-
-    def __init__(self, config: RunConfig, peak_flops: float | None) -> None:
-        self._trainable = config.model.trainable
-        self._models = None if peak_flops is None else models_of(config)
-        self._peak_flops = peak_flops
+    def __init__(self, config: RunConfig, device: Device) -> None:
+        """Utilisation is known where `device`, which each rank has, is calibrated."""
+        self._trainable, self._models = config.model.trainable, models_of(config)
+        calibration = find_calibration(config, self._models, device)
+        self._peak_flops = None if calibration is None else calibration.matmul_flops_per_second
         self._steps = 0
         self._idle: list[float] = []  # seconds, by rank
         self._window: list[float] = []
         self._flops = 0.0
 
     def add(self, step: StepResult) -> dict[str, Any]:
-        """Count a step in; what metrics.jsonl says of it, lists being by global rank."""
-        flops = 0.0 if self._models is None else needed_flops(step, self._models, self._trainable)
-        ranks = step.ranks
-        if self._steps <= 1:  # the first, or what only the first has left
+        """Count a step and return its fields for metrics.jsonl; lists are by global rank."""
+        flops, ranks = self._needed_flops(step), step.ranks
+        if self._steps <= 1:
             self._idle, self._window, self._flops = [0.0] * len(ranks), [0.0] * len(ranks), 0.0
         self._steps += 1
         self._idle = [idle + rank.idle for idle, rank in zip(self._idle, ranks, strict=True)]
@@ -82,8 +56,8 @@ class Utilization:
         }
 
     def summary(self) -> str | None:
-        """One line for people: mean idle shares, and utilisation where it is known; None: there was no step."""
-        if not self._window or not sum(self._window):
+        """Return one line for people: mean idle shares, and utilisation if known; None if there was no step."""
+        if not sum(self._window):
             return None
         shares = [idle / window for idle, window in zip(self._idle, self._window, strict=True)]
         text = f"idle {sum(self._idle) / sum(self._window):.0%}"
@@ -95,8 +69,24 @@ class Utilization:
         used = self._share(self._flops, self._window)
         return text if used is None else f"{text}, utilisation {used:.0%}"
 
+    def _needed_flops(self, step: StepResult) -> float:
+        """FLOPs that any exact way of making this step computes (see `minimal_flops`): nothing wasted counts as work.
+
+        All documents count as equally long, so where lengths differ attention counts for less than it takes.
+        """
+        if self._peak_flops is None or step.tokens == 0:  # every sample of the step was damaged
+            return 0.0
+        work = Workload(
+            tokens=step.tokens,
+            document=step.tokens / step.samples,
+            tiles=step.tiles,
+            image_positions=0,  # fusion has no FLOPs
+            supervised=step.supervised_tokens,
+        )
+        return float(minimal_flops(self._models, self._trainable, work).total)
+
     def _share(self, flops: float, windows: list[float]) -> float | None:
-        """Of what all ranks could have computed in the longest window."""
+        """Share of what all ranks could have computed in the longest window."""
         if self._peak_flops is None or max(windows) <= 0:
             return None
         return flops / (max(windows) * len(windows) * self._peak_flops)

@@ -142,7 +142,7 @@ def train_as_rank(config: RunConfig, options: Options, rank: int) -> int:
 
 def _refuse_unfit(config: RunConfig, plan: Plan, here: Sequence[RankPlan], options: Options, *, is_first: bool) -> None:
     """Raise UserError for what this machine lacks for its ranks, `here`; the run's first process needs trackers too."""
-    refuse_unfit_trace(plan, options.trace, config.train.max_steps)
+    refuse_unfit_trace(options.trace, config.train.max_steps)
     if is_first:
         refuse_missing_trackers(config)
     refuse_missing_quantisation(config)

@@ -1,20 +1,23 @@
 """Answers that the model writes to held-out questions, by greedy decoding through the pipeline.
 
-a document's prompt + the tokens said so far --Evaluator.evaluate, once a token--> the next token --> ... --> Answer
+a document's prompt + the tokens written so far --Evaluator.evaluate, once a token--> the next token --> ... --> Answer
 """
 
 from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
 from transformers import PreTrainedTokenizerBase
 
 from mmtrain.base.collectives import all_gather_object
 from mmtrain.data.samples.records import IMAGE_MARK
 from mmtrain.data.samples.sample import IGNORE, IMAGE_POSITION, Document
-from mmtrain.training.evaluator import Evaluator
 from mmtrain.training.held_out import pack_documents
+
+if TYPE_CHECKING:
+    from mmtrain.training.evaluations import Evaluator
 
 TOKENS_BEYOND_THE_TRUTH = 16  # of an answer that does not end by itself
 LONGEST_ANSWER = 64  # tokens that are written of an answer: each costs a forward
@@ -22,7 +25,7 @@ LONGEST_ANSWER = 64  # tokens that are written of an answer: each costs a forwar
 
 @dataclass(frozen=True)
 class Answer:
-    """A held-out question, what the model said and what it should have said; `right` compares all tokens.
+    """A held-out question with the model's answer and the true one; `right` compares all tokens.
 
     `images` are those shown before the answer, as stored.
     """
@@ -36,36 +39,36 @@ class Answer:
 
 
 def write_answers(evaluator: Evaluator, count: int) -> list[Answer]:
-    """Let the model answer the first question of `count` held-out samples, spread over all, by greedy decoding.
+    """Let the model answer the first question of `count` held-out samples, spread over all. Collective.
 
     An answer ends at the token that ends the true one, at EOS, 16 tokens beyond the true one's length, after 64
-    tokens, or where the pack ends. Price: one forward of all that are not finished for each token, nothing being
-    cached. Every rank calls this. Returns the answers on ranks that read data; an empty list elsewhere, and on every
+    tokens, or where the pack ends. Returns the answers on ranks that read data; an empty list elsewhere, and on every
     rank after the token at which the engine was requested to stop.
+
+    Cost: one forward of all unfinished answers for each token, since nothing is cached.
     """
     held_out, engine = evaluator.held_out, evaluator.engine
     answers: list[_Writing] = []
     if held_out is not None:
-        source = held_out.packed.processor
-        chosen = held_out.spread(count)
-        answers = [_Writing(document, source.tokenizer.eos_token_id) for document in chosen]
+        tokenizer = held_out.packed.processor.tokenizer
+        answers = [_Writing(document, tokenizer.eos_token_id) for document in held_out.spread(count)]
     while True:
         batches, microbatches, asked = None, None, []
         if held_out is not None:
-            waiting = [answer for answer in answers if not answer.is_finished(held_out.capacity.tokens)]
-            packs = pack_documents([answer.ask() for answer in waiting], held_out.capacity)
+            unfinished = [answer for answer in answers if not answer.is_finished(held_out.capacity.tokens)]
+            packs = pack_documents([answer.ask() for answer in unfinished], held_out.capacity)
             asked = [document for pack in packs for document in pack.entries]
             share = held_out.share(packs)
             batches, microbatches = held_out.batches(share), len(share)
         microbatches = all_gather_object(microbatches)[0]
         if not microbatches:
-            return [answer.finished(source.tokenizer) for answer in answers]
+            return [answer.finished(tokenizer) for answer in answers]
         evaluator.evaluate("answers", batches, microbatches)
         if engine.requested_stop:
             return []
-        said = evaluator.predicted()
-        for document, token in zip(asked, said if asked else [], strict=True):
-            next(answer for answer in answers if answer.asked is document).given.append(token)
+        predicted = evaluator.predicted()
+        for document, token in zip(asked, predicted if asked else [], strict=True):
+            next(answer for answer in answers if answer.asked is document).tokens.append(token)
 
 
 @dataclass
@@ -74,8 +77,8 @@ class _Writing:
 
     source: Document
     eos: int | None
-    given: list[int] = field(default_factory=list)
-    asked: Document | None = None  # the document whose last position says the next token
+    tokens: list[int] = field(default_factory=list)
+    asked: Document | None = None  # the document whose last position predicts the next token
 
     def __post_init__(self) -> None:
         labels = self.source.labels
@@ -94,18 +97,18 @@ class _Writing:
         self.question = " ".join(questions)
 
     def is_finished(self, pack_length: int) -> bool:
-        ended = bool(self.given) and self.given[-1] in (self.truth[-1], self.eos)
+        ended = bool(self.tokens) and self.tokens[-1] in (self.truth[-1], self.eos)
         limit = min(len(self.truth) + TOKENS_BEYOND_THE_TRUTH, LONGEST_ANSWER)
-        return ended or len(self.given) >= limit or len(self.prompt) + len(self.given) > pack_length
+        return ended or len(self.tokens) >= limit or len(self.prompt) + len(self.tokens) > pack_length
 
     def ask(self) -> Document:
-        """Prompt and what was said so far; only the last position is supervised, by any token: its arg max counts."""
-        ids = (*self.prompt, *self.given)
+        """Return the prompt with the tokens so far; only its last position is supervised, by any token."""
+        ids = (*self.prompt, *self.tokens)
         self.asked = Document(self.sample, ids, (*[IGNORE] * (len(ids) - 1), 0), self.tilings)
         return self.asked
 
     def finished(self, tokenizer: PreTrainedTokenizerBase) -> Answer:
         truth = self.truth[:LONGEST_ANSWER]
-        given, true = (tokenizer.decode(said, skip_special_tokens=True).strip() for said in (self.given, truth))
+        given, true = (tokenizer.decode(ids, skip_special_tokens=True).strip() for ids in (self.tokens, truth))
         more = " ..." if len(truth) < len(self.truth) else ""
-        return Answer(self.sample.key, self.question, given, true + more, self.given == truth, self.sample.images)
+        return Answer(self.sample.key, self.question, given, true + more, self.tokens == truth, self.sample.images)

@@ -1,4 +1,4 @@
-"""What a run says about itself on the console while it runs."""
+"""What a run prints on the console."""
 
 from __future__ import annotations
 
@@ -12,17 +12,16 @@ from mmtrain.base.progress import SECONDS_BETWEEN_LINES, clock, open_bar
 
 if TYPE_CHECKING:  # they bring torch
     from mmtrain.training.answers import Answer
-    from mmtrain.training.evaluator import Scores
+    from mmtrain.training.evaluations import Scores
 
 FIRST_STEPS = 3
 
 
 class Console:
-    """Progress of a run for people: a live bar on a terminal, otherwise readable lines at a rate that suits a log.
+    """Progress of a run for people: a live bar on a terminal, otherwise lines at a rate that suits a log.
 
-    `stream` is None on ranks that print nothing. Without a terminal, or on one that cannot move its cursor (TERM=dumb),
-    the first 3 steps, then at most one step in 5 seconds, and the last step are printed. Time left is estimated from
-    the mean time of the steps since the first one, which pays for warm-up; evaluations in between count.
+    `stream` is None on ranks that print nothing. Without a bar the first 3 steps, then one step in 5 seconds, and the
+    last step are printed. Time left is estimated from the steps after the first one, which pays for warm-up.
     """
 
     def __init__(self, stream: TextIO | None, max_steps: int, done_steps: int = 0) -> None:
@@ -41,34 +40,31 @@ class Console:
         done = step + 1
         if self._timed_from is None:
             self._timed_from = done, now
-        shown_loss = "-" if loss is None else f"{loss:.4f}"
-        said = f"loss {shown_loss}  {tokens_per_second:,.0f} tokens/s  left {clock(self._seconds_left(done, now))}"
+        seconds_left = clock(self._seconds_left(done, now))
+        text = f"loss {_number(loss)}  {tokens_per_second:,.0f} tokens/s  left {seconds_left}"
         if self._bar is not None:
-            self._bar.update(0, completed=done, said=said, note=note)
+            self._bar.update(0, completed=done, said=text, note=note)
             return
         early_or_last = step - self._first_step < FIRST_STEPS or done == self._max_steps
-        if not (early_or_last or note or now - self._printed_at >= SECONDS_BETWEEN_LINES):
-            return
-        self._printed_at = now
-        self.line("  ".join(filter(None, (f"step {done}/{self._max_steps}", said, note))))
+        if early_or_last or note or now - self._printed_at >= SECONDS_BETWEEN_LINES:
+            self._printed_at = now
+            self.line("  ".join(filter(None, (f"step {done}/{self._max_steps}", text, note))))
 
     def evaluating(self, done: int, total: int) -> None:
         """Show that `done` of an evaluation's `total` micro-batches are done, at its begin (0), its end and between."""
         if self._bar is not None:
             self._bar.update(0, note=f"evaluating {done}/{total}" if done < total else "")
-            return
-        now = time.monotonic()
-        if done == 0 or (done < total and now - self._printed_at >= SECONDS_BETWEEN_LINES):
-            self._printed_at = now
-            if done:  # most are done before this says a word
-                self.line(f"evaluating: {done} of {total} micro-batches done")
+        elif done == 0:
+            self._printed_at = time.monotonic()
+        elif done < total and time.monotonic() - self._printed_at >= SECONDS_BETWEEN_LINES:
+            self._printed_at = time.monotonic()
+            self.line(f"evaluating: {done} of {total} micro-batches done")
 
     def evaluation(self, step: int, scores: Scores) -> None:
         """Show the scores on held-out samples after `step` updates."""
-        loss = "-" if scores.loss is None else f"{scores.loss:.4f}"
         self.line(
-            f"eval at step {step}: loss {loss}, exact match {_percent(scores.exact_match)} of {scores.answers} "
-            f"answers, tokens {_percent(scores.token_accuracy)}"
+            f"eval at step {step}: loss {_number(scores.loss)}, exact match {_percent(scores.exact_match)} of "
+            f"{scores.answers} answers, tokens {_percent(scores.token_accuracy)}"
         )
 
     def control(self, control: Scores, scores: Scores, permuted: int) -> None:
@@ -76,12 +72,12 @@ class Console:
         unchanged = scores.samples - permuted
         kept = f"; {unchanged} of {scores.samples} samples kept theirs" if unchanged else ""
         self.line(
-            f"control, images permuted among the questions: exact match {_percent(control.exact_match)} "
-            f"(looking at the right image: {_percent(scores.exact_match)}{kept})"
+            f"control with shuffled images: exact match {_percent(control.exact_match)} "
+            f"(with the right images: {_percent(scores.exact_match)}{kept})"
         )
 
     def answers(self, answers: Sequence[Answer]) -> None:
-        """Show held-out questions with the answers given and the true ones; texts of the data are shown harmlessly."""
+        """Show held-out questions with the model's answers and the true ones; texts of the data are escaped."""
         right = sum(answer.right for answer in answers)
         self.line("")
         self.line(f"{len(answers)} held-out questions, answered one token at a time: {right} right")
@@ -91,7 +87,7 @@ class Console:
             self.line(f"  {mark}  {key}: {question}\n         given  {given}\n         true   {truth}")
 
     def line(self, text: str) -> None:
-        """Print a message, of one line as a rule."""
+        """Print a message."""
         text = message(text)
         if self._bar is not None:
             self._bar.console.print(text, markup=False, highlight=False, soft_wrap=True)
@@ -99,7 +95,7 @@ class Console:
             self._stream.write(text + "\n")
 
     def close(self) -> None:
-        """Leave the bar as it stands and give the cursor back."""
+        """Leave the bar as it is and give the cursor back."""
         if self._bar is not None:
             self._bar.stop()
 
@@ -108,6 +104,10 @@ class Console:
         if done == start:
             return 0.0 if done == self._max_steps else None
         return (now - started_at) / (done - start) * (self._max_steps - done)
+
+
+def _number(loss: float | None) -> str:
+    return "-" if loss is None else f"{loss:.4f}"
 
 
 def _percent(share: float | None) -> str:

@@ -1,28 +1,134 @@
-"""What a run does with its held-out samples: scores, the control and answers, recorded and shown."""
+"""How good the model is on held-out samples, measured through the pipeline, recorded and shown.
+
+packs --replicas' shares--> micro-batches --engine.evaluate, round by round--> sums over all replicas --> Scores
+
+Every rank constructs the same objects here and calls the same methods in the same order.
+"""
 
 from __future__ import annotations
 
-from dataclasses import asdict
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
 
+import torch.distributed as dist
+
+from mmtrain.base.collectives import all_gather_object
+from mmtrain.base.errors import UserError
 from mmtrain.checkpoint.write import Checkpointer
 from mmtrain.config.schema import EvalSection
-from mmtrain.data.stream.loader import PackedBatches
+from mmtrain.data.stream.packs import PackedBatch
 from mmtrain.engine.engine import FrozenPipelineEngine
+from mmtrain.engine.statistics import Statistics
+from mmtrain.plan.instructions import Instruction
+from mmtrain.plan.placement import EVALUATION_ROUND
 from mmtrain.runtime.failures import RankProgress
 from mmtrain.training.answers import Answer, write_answers
 from mmtrain.training.console import Console
-from mmtrain.training.evaluator import Evaluator, Scores
 from mmtrain.training.held_out import HeldOut
 from mmtrain.training.records import Records
 
 
-def read_held_out(packed: PackedBatches) -> HeldOut:
-    """Read the held-out samples of a run, before its weights are loaded: what is wrong with them shows early."""
-    return HeldOut(packed)
+@dataclass(frozen=True)
+class Scores:
+    """One evaluation, equal on every rank; a share of nothing is None.
+
+    `loss` is in nats per supervised token; `token_accuracy` is the share of supervised tokens that are the arg max
+    given the true tokens before them; `exact_match` the share of answers of which every token is, end mark included.
+    """
+
+    loss: float | None
+    token_accuracy: float | None
+    exact_match: float | None
+    answers: int
+    samples: int
+    seconds: float
+
+
+class Evaluator:
+    """Evaluates the engine's model; `held_out` is None on the ranks that read no data.
+
+    `show` is called with (micro-batches done, of all) as an evaluation goes on; `progress` gets the current work.
+    """
+
+    def __init__(
+        self,
+        engine: FrozenPipelineEngine,
+        held_out: HeldOut | None,
+        progress: RankProgress,
+        show: Callable[[int, int], None],
+    ) -> None:
+        """Agree with all ranks on what to evaluate; raises UserError where they have read different samples."""
+        self.engine = engine
+        self.held_out = held_out
+        self.progress = progress
+        self.show = show
+        extents = all_gather_object(None if held_out is None else held_out.extent)
+        self.extent = extents[0]
+        for rank, extent in enumerate(extents):
+            if extent not in (None, self.extent):  # they would wait for each other for ever, or score in silence
+                raise UserError(
+                    f"eval.shards: ranks 0 and {rank} have read different samples ({self.extent.samples} and "
+                    f"{extent.samples}): the files must be the same on every machine"
+                )
+
+    def scores(self, *, permuted: bool = False) -> Scores | None:
+        """Evaluate all held-out samples once; `permuted`, as a control, with images permuted among them.
+
+        Returns None, on every rank, after the round in which the engine was requested to stop.
+        """
+        start = time.perf_counter()
+        batches = None
+        if self.held_out is not None:
+            packs = self.held_out.packs_permuted if permuted else self.held_out.packs
+            batches = self.held_out.batches(self.held_out.share(packs))
+        activity = "evaluation with permuted images" if permuted else "evaluation"
+        total, in_round = self.extent.microbatches, EVALUATION_ROUND * self.engine.plan.pipeline
+        rounds = []
+        for done in range(0, total, in_round):
+            self.show(done, total)
+            rounds.append(self.evaluate(f"{activity}, {done} of {total} done", batches, min(in_round, total - done)))
+            if self.engine.requested_stop:
+                return None
+        self.show(total, total)
+        sums = Statistics(*map(sum, zip(*rounds, strict=True)))
+        tokens = sums.supervised_tokens
+        return Scores(
+            loss=sums.loss_sum / tokens if tokens else None,
+            token_accuracy=sums.correct_tokens / tokens if tokens else None,
+            exact_match=sums.exact_answers / sums.answers if sums.answers else None,
+            answers=int(sums.answers),
+            samples=self.extent.samples,
+            seconds=time.perf_counter() - start,
+        )
+
+    def evaluate(self, activity: str, batches: Iterator[PackedBatch] | None, microbatches: int) -> Statistics:
+        """Run the engine's evaluation; a failure in it then names `activity`."""
+        engine = self.engine
+        in_training = engine.on_instruction
+
+        def in_evaluation(step: int, instruction: Instruction) -> None:
+            if in_training is not None:  # it may listen for a request to stop: an evaluation can take long
+                in_training(step, instruction)
+            self.progress.at(step, f"{activity}: {instruction}")
+
+        engine.on_instruction = in_evaluation
+        try:
+            return engine.evaluate(batches, microbatches)
+        finally:
+            engine.on_instruction = in_training
+
+    def predicted(self) -> list[int]:
+        """Return all predicted tokens of the last `evaluate`, in the order of its packs."""
+        place = self.engine.plan.ranks[dist.get_rank()]
+        here = [token for _, tokens in sorted(self.engine.predicted.items()) for token in tokens.tolist()]
+        by_rank = all_gather_object((place.pipeline, place.data, here))
+        last_stage = (rank for rank in by_rank if rank[0] == self.engine.plan.pipeline - 1)
+        return [token for *_, tokens in sorted(last_stage) for token in tokens]
 
 
 class Evaluations:
-    """The evaluations of a run; every rank calls the same methods in the same order."""
+    """The evaluations of a run: scores, the control with permuted images, and answers."""
 
     def __init__(
         self,
@@ -35,37 +141,33 @@ class Evaluations:
         saver: Checkpointer,
     ) -> None:
         """Agree with all ranks on what to evaluate; `held_out` is None on the ranks that read no data."""
-        self._section, self._evaluator = section, Evaluator(engine, held_out, progress, console.evaluating)
+        self._section, self._engine = section, engine
+        self._evaluator = Evaluator(engine, held_out, progress, console.evaluating)
         self._records, self._console, self._saver = records, console, saver
         console.line(self._evaluator.extent.summary)
 
     def make(self, step: int) -> bool:
-        """Evaluate after `step` updates, before the first one with answers; False if the run is to stop.
+        """Evaluate after `step` updates, before the first one with answers; return False if the run is to stop.
 
-        All of it is recorded then, or nothing: a run that was stopped here goes on with all of it.
+        All of it is recorded or nothing: a run that stops in between makes all of it again.
         """
         before = self._answer("before the first step, to compare") if step == 0 else []
-        if self._stops or self._evaluate(step) is None:
+        if self._engine.requested_stop or self._evaluate(step) is None:
             return False
         self._records.answers(step, before)
         return True
 
     def make_last(self, step: int) -> bool:
-        """Evaluate, see whether the model needs to look at the images for that, and answer; False as `make` says."""
+        """Evaluate, then with permuted images, then answer questions; return False if the run is to stop."""
         scores = self._evaluate(step)
         if self._section.permuted_control and scores is not None:
             self._control(step, scores)
-        if not self._stops and (answers := self._answer()):
+        if not self._engine.requested_stop and (answers := self._answer()):
             self._console.answers(answers)
             self._records.answers(step, answers)
-        return not self._stops
-
-    @property
-    def _stops(self) -> bool:
-        return self._evaluator.engine.requested_stop
+        return not self._engine.requested_stop
 
     def _evaluate(self, step: int) -> Scores | None:
-        """Evaluate and record after `step` updates; None if the run is to stop."""
         scores = self._evaluator.scores()
         if scores is not None:
             self._records.write("eval", step=step, **asdict(scores))
@@ -77,9 +179,7 @@ class Evaluations:
         """Evaluate with the images permuted among the samples, and record that beside the true `scores`."""
         permuted = self._evaluator.extent.permuted
         if permuted == 0:
-            text_alone = self._evaluator.engine.plan.vision is None
-            why = "text alone has no images" if text_alone else "no held-out sample has another image to take"
-            self._console.line(f"the control is left out: {why}")
+            self._console.line("the control is left out: no held-out sample has another image to take")
             return
         control = self._evaluator.scores(permuted=True)
         if control is not None:
@@ -87,9 +187,9 @@ class Evaluations:
             self._console.control(control, scores, permuted)
 
     def _answer(self, when: str = "") -> list[Answer]:
-        """Answers to some held-out questions, on ranks that read data; none if the run is to stop."""
+        """Return answers to some held-out questions, on ranks that read data; none if the run is to stop."""
         if not self._section.show_answers:
             return []
-        what = " ".join(filter(None, ("answering held-out questions", when)))
-        self._console.line(f"{what}: one forward of the pipeline for each token")
+        activity = " ".join(filter(None, ("answering held-out questions", when)))
+        self._console.line(f"{activity}: one forward of the pipeline for each token")
         return write_answers(self._evaluator, self._section.show_answers)

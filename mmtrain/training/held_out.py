@@ -26,7 +26,7 @@ from mmtrain.data.stream.packs import Pack, PackedBatch
 
 @dataclass(frozen=True)
 class Extent:
-    """What of the held-out samples every rank must know."""
+    """What every rank must know of the held-out samples."""
 
     samples: int
     overlong: int  # left out
@@ -38,24 +38,24 @@ class Extent:
 
     @property
     def summary(self) -> str:
-        """The same for people."""
+        """One line for people."""
         counts = {"too long for a pack": self.overlong, "damaged": self.damaged}
-        left_out = "".join(f"; {count} {what} left out" for what, count in counts.items() if count)
+        left_out = "".join(f"; {count} {reason} left out" for reason, count in counts.items() if count)
         return f"evaluating on {self.samples} held-out samples in {self.packs} packs{left_out}"
 
 
 class HeldOut:
     """The held-out samples, of `eval.shards` or `eval.fraction`, packed, with this replica's share as micro-batches.
 
-    Price: each rank that reads data keeps all of them in memory, images as encoded bytes: 5,000 photographs of 100 kB
+    Cost: each rank that reads data keeps all of them in memory, images as encoded bytes: 5,000 photographs of 100 kB
     are 500 MB (`eval.max_samples` limits them). Images are decoded again at each evaluation, by the rank itself.
     """
 
     def __init__(self, packed: PackedBatches) -> None:
         """Read all held-out samples, with template and tokenizer of `packed`.
 
-        Damaged ones of `eval.fraction` are left out: `faults` says why. One of `eval.shards` is a UserError: scores of
-        a set that is kept to compare runs would not be comparable.
+        Damaged samples of `eval.fraction` are left out and listed in `faults`. One of `eval.shards` is a UserError:
+        scores of a set that is kept to compare runs would not be comparable.
         """
         config = packed.config
         self.packed = packed
@@ -67,11 +67,11 @@ class HeldOut:
             if not numbers:
                 raise UserError(f"none of {len(catalog):,} samples is held out; raise the fraction, or set eval.shards")
             reader = Reader(catalog, config.data.io_retry_seconds)
-            found = [document for number in numbers if (document := self._read(catalog, reader, number)) is not None]
+            read = [document for number in numbers if (document := self._read(catalog, reader, number)) is not None]
             reader.close()
             if config.data.overlong == "refuse":
                 catalog.refuse_overlong(self.capacity)
-            self.documents = [document for document in found if self._fits(document)]
+            self.documents = [document for document in read if self._fits(document)]
             if not self.documents:
                 raise UserError(
                     f"none of {len(numbers):,} held-out samples can be used: {len(self.faults):,} are damaged, the "
@@ -86,7 +86,7 @@ class HeldOut:
                 digest.update(hashlib.sha256(image).digest())
         self.extent = Extent(
             samples=len(self.documents),
-            overlong=len(found) - len(self.documents),
+            overlong=len(read) - len(self.documents),
             damaged=len(self.faults),
             permuted=permuted,
             packs=len(self.packs),
@@ -95,58 +95,56 @@ class HeldOut:
         )
 
     def _read(self, catalog: Catalog, reader: Reader, number: int) -> Document | None:
-        """The document of a sample, None if it is damaged and may be left out."""
-        source = self.packed.processor
-        found = catalog.faults.get(number) or source.read(reader, number)
-        if self.packed.config.eval.fraction is None:
-            if isinstance(found, QuarantinedSample):
-                raise UserError(f"{found.where}; mend it, or take its shard out of the list")
-            return found
-        if isinstance(found, Document) and self._fits(found):  # damage has to be expected of what is trained on
-            for _, fault in source.batch([Pack((found,))]).faults:
-                found = fault
-        if isinstance(found, QuarantinedSample):
-            self.faults.append(found)
-            return None
-        return found
+        """Return the document of a sample, None if it is damaged and may be left out."""
+        processor = self.packed.processor
+        sample = catalog.faults.get(number) or processor.read(reader, number)
+        by_fraction = self.packed.config.eval.fraction is not None
+        if by_fraction and isinstance(sample, Document) and self._fits(sample):
+            for _, fault in processor.batch([Pack((sample,))]).faults:  # damage that decoding alone shows
+                sample = fault
+        if isinstance(sample, Document):
+            return sample
+        if not by_fraction:
+            raise UserError(f"{sample.where}; mend it, or take its shard out of the list")
+        self.faults.append(sample)
+        return None
 
     def _fits(self, document: Document) -> bool:
         """Whether a pack can hold it."""
-        most = self.capacity.tiles
-        return len(document.input_ids) <= self.capacity.tokens and (most is None or _tiles(document) <= most)
+        limit = self.capacity.tiles
+        return len(document.input_ids) <= self.capacity.tokens and (limit is None or _tiles(document) <= limit)
 
     def share(self, packs: Sequence[Pack]) -> list[list[Pack]]:
-        """This replica's contiguous part of `packs` in micro-batches, the last ones filled up with empty packs.
+        """Return this replica's contiguous part of `packs` in micro-batches, filled up with empty packs.
 
-        Each replica gets the same number of micro-batches, which may leave the last replicas with empty packs alone.
+        All replicas get equally many micro-batches; those of the last replicas may be empty.
         """
         packed, size = self.packed, self.packed.config.train.packs_per_microbatch
         count = math.ceil(len(packs) / (packed.replicas * size))
-        mine = list(packs[packed.replica * count * size : (packed.replica + 1) * count * size])
-        mine += [Pack(())] * (count * size - len(mine))
-        return [mine[first : first + size] for first in range(0, count * size, size)]
+        share = list(packs[packed.replica * count * size : (packed.replica + 1) * count * size])
+        share += [Pack(())] * (count * size - len(share))
+        return [share[first : first + size] for first in range(0, count * size, size)]
 
     def batches(self, microbatches: Sequence[Sequence[Pack]]) -> Iterator[PackedBatch]:
-        """Micro-batches with their images decoded; raises UserError for one that cannot be."""
-        packed = self.packed
+        """Yield micro-batches with their images decoded; raises UserError for an image that cannot be."""
         for packs in microbatches:
-            batch = packed.processor.batch(packs)
+            batch = self.packed.processor.batch(packs)
             for _, fault in batch.faults:
-                with _naming_the_source(packed.config):
+                with _naming_the_source(self.packed.config):
                     raise UserError(f"{fault.where}; mend it, or take its shard out of the list")
             yield batch
 
     def spread(self, count: int) -> list[Document]:
-        """`count` documents that have an answer, spread evenly over all."""
-        asked = [document for document in self.documents if any(label != IGNORE for label in document.labels)]
-        count = min(count, len(asked))
-        return [asked[i * len(asked) // count] for i in range(count)]
+        """Return `count` documents that have an answer, spread evenly over all."""
+        answered = [document for document in self.documents if any(label != IGNORE for label in document.labels)]
+        count = min(count, len(answered))
+        return [answered[i * len(answered) // count] for i in range(count)]
 
 
 def evaluated_samples(config: RunConfig, trained_on: Catalog | None = None) -> tuple[Catalog, Sequence[int]]:
-    """A catalog, and the numbers in it of the samples that are held out: of all, where the run holds out none.
+    """Return a catalog and the numbers of its held-out samples; of all samples where the run holds out none.
 
-    `trained_on` is the catalog of the run's own data, made here without it.
+    `trained_on` is the catalog of the run's own data, made here if None.
     """
     section = config.eval
     if (own := evaluated_set(config)) is not None:
@@ -170,7 +168,7 @@ def _tiles(document: Document) -> int:
 
 
 def pack_documents(documents: Sequence[Document], capacity: Capacity) -> list[Pack]:
-    """Documents, each of which fits a pack, in packs, best-fit decreasing."""
+    """Pack documents, each of which fits a pack, best-fit decreasing."""
     lengths = np.array([len(document.input_ids) for document in documents], np.int64)
     tiles = np.array([_tiles(document) for document in documents], np.int64)
     packs = pack_best_fit(lengths, capacity, tiles)
@@ -178,7 +176,7 @@ def pack_documents(documents: Sequence[Document], capacity: Capacity) -> list[Pa
 
 
 def permute_images(packs: Sequence[Pack]) -> tuple[list[Pack], int]:
-    """The same packs with images permuted among samples that have as many, and how many samples got other images.
+    """Permute images among samples that have equally many; return the packs and how many samples got other images.
 
     Each sample gets those of the one a fixed number of places further on in its group: half the group, unless another
     shift gives more samples other images (a data set may list its pictures twice). Texts, labels and places stay: where
@@ -188,21 +186,18 @@ def permute_images(packs: Sequence[Pack]) -> tuple[list[Pack], int]:
     groups: dict[int, list[int]] = defaultdict(list)
     for place, own in enumerate(images):
         groups[len(own)].append(place)
-    given = list(images)
+    others = list(images)
     for places in groups.values():
         size = len(places)
         shifts = (max(1, shift) % size for shift in (size // 2, size // 2 + 1, size // 3, 1))
         candidates = [[images[place] for place in places[shift:] + places[:shift]] for shift in shifts]
-        best = max(candidates, key=lambda given: sum(images[p] != new for p, new in zip(places, given, strict=True)))
+        best = max(candidates, key=lambda new: sum(images[p] != i for p, i in zip(places, new, strict=True)))
         for place, new in zip(places, best, strict=True):
-            given[place] = new
-    following = iter(given)
-    permuted = []
-    for pack in packs:
-        samples = (replace(document.sample, images=next(following)) for document in pack.entries)
-        documents = (
-            replace(document, sample=sample, is_control=True)
-            for document, sample in zip(pack.entries, samples, strict=True)
-        )
-        permuted.append(replace(pack, entries=tuple(documents)))
-    return permuted, sum(new != own for new, own in zip(given, images, strict=True))
+            others[place] = new
+    following = iter(others)
+
+    def permuted(document: Document) -> Document:
+        return replace(document, sample=replace(document.sample, images=next(following)), is_control=True)
+
+    control = [replace(pack, entries=tuple(map(permuted, pack.entries))) for pack in packs]
+    return control, sum(new != own for new, own in zip(others, images, strict=True))

@@ -25,24 +25,24 @@ from mmtrain.engine.stages import build_stages, refuse_short_device_memory
 from mmtrain.plan.plan import Plan
 from mmtrain.runtime.rank import Rank
 from mmtrain.training.console import Console
-from mmtrain.training.evaluations import Evaluations, read_held_out
-from mmtrain.training.recorder import Recorder
+from mmtrain.training.evaluations import Evaluations, HeldOut
+from mmtrain.training.records import Recorder
 
 
 def main(
     config: RunConfig, plan: Plan, rank: Rank, start: ResumePoint | None = None, trace_steps: int = 0
 ) -> str | None:
-    """Train as many steps as `config.train` says, as `plan` says, evaluate, leave results in `rank.folder`.
+    """Train the steps of `config.train` as `plan` says, evaluate, and leave results in `rank.folder`.
 
-    Rank 0's `start` says from which checkpoint to go on; rank 0 writes records, `audit.json` and checkpoints.
-    Of `trace_steps` steps after the first it is recorded what every rank did when, as `trace.json`.
-    Returns None at the end, or what to tell the user of a run that a signal has stopped before, with everything saved.
-    Raises UserError for unusable models, data or checkpoints, AuditError when something frozen changed or something
-    trainable did not move, NonFiniteError for NaN or infinity.
+    Resumes from rank 0's `start`, and writes `trace.json` of `trace_steps` steps after the first. Returns None at the
+    end, or a message for the user of a run that a signal has stopped before, with everything saved.
+
+    Raises: UserError for unusable models, data or checkpoints; AuditError when something frozen changed or something
+    trainable did not move; NonFiniteError for NaN or infinity.
     """
-    show_logs(print)  # into the log: of data and models the launcher has shown it before
+    show_logs(print)  # into the log: the launcher has shown what data and models log
     run = _Run(config, plan, rank, start)
-    run.open_data()  # before weights: what is wrong with them should not show after an hour of loading
+    run.open_data()  # before weights, which may take an hour to load: wrong data must show early
     run.load_models()
     if rank.rank == 0:
         show_logs(run.console.line)
@@ -67,10 +67,10 @@ def main(
 
 
 class _Run:
-    """One rank's part of a run, an act a method, in their order; what acts share are attributes."""
+    """One rank's part of a run: one method for each act, in order."""
 
     def __init__(self, config: RunConfig, plan: Plan, rank: Rank, start: ResumePoint | None) -> None:
-        """Join the process group, and learn from rank 0, whose files other machines need not see, where to begin."""
+        """Join the process group, and learn from rank 0 where to begin: other machines need not see its files."""
         self.plan, self.rank = plan, rank
         self.mine = plan.ranks[rank.rank]
         self.device = torch.device(rank.device)
@@ -87,9 +87,9 @@ class _Run:
     # ---- set up
 
     def open_data(self) -> None:
-        """Open the data on the ranks that read them; all learn their fingerprint and the run's steps from these.
+        """Open the data on the ranks that read them; share their fingerprint and the number of steps with all ranks.
 
-        Raises UserError where they have different data: each would train on its own idea of a step.
+        Raises UserError where ranks have different data.
         """
         config, rank, plan = self.config, self.rank, self.plan
         self.packed: PackedBatches | None = None
@@ -99,7 +99,7 @@ class _Run:
             self.packed = PackedBatches(config, replica=self.mine.data, replicas=plan.data, first_step=self.first_step)
             if config.eval.is_on:
                 rank.progress.at(self.first_step, "reading the held-out samples")
-                self.held_out = read_held_out(self.packed)
+                self.held_out = HeldOut(self.packed)
         rank.progress.at(self.first_step, "comparing the data with the other ranks")
         seen = all_gather_object(self.packed and (self.packed.catalog.fingerprint, self.packed.max_steps))
         readers = [other.rank for other in plan.ranks if other.pipeline == 0]
@@ -124,7 +124,7 @@ class _Run:
         resumes = self.start is not None
         self.stages = build_stages(config, plan, rank.rank, self.device, self.readers, resumes=resumes)
         rank.progress.at(self.first_step, "building the engine")
-        # Before the engine warms up: it would run out of memory without a word on why.
+        # Before the engine warms up, which would run out of memory without an explanation.
         refuse_short_device_memory(self.mine, self.device)
         self.engine = FrozenPipelineEngine(
             *(config, plan, self.stages, self._before_instruction),
@@ -134,17 +134,17 @@ class _Run:
         if self.start is None and config.model.init_from is not None:
             weights = load_init_from(config, self.engine.trainable)
             self.engine.load_trained({**self.engine.trainable, **weights}, {})
-        # Again, now that master weights, communicators and libraries' workspaces are there.
+        # Again, with master weights, communicators and libraries' workspaces in place.
         refuse_short_device_memory(self.mine, self.device)
         self.audit = RankAudit(self.mine, self.stages, self.engine.optimizer, self.engine.trainable)
         starts = all_gather_object(self.audit.start())
         check_replicas(starts)
         frozen = [start["frozen_parameters"] for start in starts]
-        self.about: dict[str, Any] = {  # what every checkpoint says of the run
+        self.about: dict[str, Any] = {  # in every checkpoint
             **run_state(self.configured, plan, torch.get_num_threads(), self.device),
             "max_steps": self.max_steps,
             "frozen_fingerprint": model_fingerprint(frozen),
-            "frozen_files": {name: found for start in starts for name, found in start["files"].items()},
+            "frozen_files": {name: digest for start in starts for name, digest in start["files"].items()},
             "settings_fingerprint": settings_fingerprint(config) if rank.rank == 0 else None,
             "branched_from": None if self.start is None else self.start.branched_from,
         }
@@ -155,8 +155,8 @@ class _Run:
             self.engine.request(stop=True)
 
     def take_up_checkpoint(self) -> None:
-        """Where the run goes on: known to be the same one, the trained tensors as they were; only then cut records."""
-        self.counts = None  # what the account of the data goes on with
+        """Load the checkpoint of a run that resumes, and only then cut back its records."""
+        self.counts = None  # of the data's account
         start, about, engine = self.start, self.about, self.engine
         if start is None:
             return
@@ -176,14 +176,15 @@ class _Run:
             describe_run(self.rank.folder, self.configured, self.plan)
 
     def open_records(self, trace_steps: int) -> None:
-        """Open everything that writes down what the steps do, and what saves and evaluates."""
+        """Open everything that records, saves and evaluates."""
         config, rank, console = self.config, self.rank, self.console
         self.recorder = Recorder(
             config, rank, self.engine, console, self.first_step, self.about["versions"], trace_steps
         )
         self.records = self.recorder.records
         if self.packed is not None:
-            self.recorder.open_account(config, self.packed, self.readers, self.held_out, self.counts)
+            left_out = [] if self.held_out is None else self.held_out.faults
+            self.recorder.open_account(self.packed, self.readers, left_out, self.counts)
         saved_step = self.first_step if self.start is not None and self.start.is_own else None
         self.saver = Checkpointer(rank.folder, config.checkpoint, self.mine.data == 0, self._report, saved_step)
         self.evaluations: Evaluations | None = None
@@ -201,25 +202,22 @@ class _Run:
     # ---- steps
 
     def begin_steps(self) -> None:
-        """Say where the run goes on; one that branches from another begins with a checkpoint of its own."""
+        """Announce where the run resumes; one that branches from another begins with a checkpoint of its own."""
         if self.start is None:
             return
         step, path = self.first_step, self.start.checkpoint.path
         changed = differences(self.start.checkpoint.state, self.about)
         self.console.line(f"going on after step {step} of {self.max_steps}, from {path}")
         if changed:
-            more = f"the run differs from its checkpoint in {', '.join(changed)}"
-            self.console.line(f"{more}: results agree to rounding, not bit for bit")
+            differs = f"the run differs from its checkpoint in {', '.join(changed)}"
+            self.console.line(f"{differs}: results agree to rounding, not bit for bit")
         if not self.start.is_own:
             self.save(step)
             self.saver.finish()
         self.records.write("resume", step=step, checkpoint=str(path), changed=changed)
 
     def make_steps(self) -> int:
-        """Make steps until all are made, or a signal asks to stop; how many are made.
-
-        Every rank runs its own list of instructions; the result of a step is the same on all of them.
-        """
+        """Make steps until all are made or a signal asks to stop; return how many are made."""
         engine, saver, max_steps = self.engine, self.saver, self.max_steps
         evaluate_every = self.config.eval.every_steps or max_steps
         for step in range(self.first_step, max_steps):
@@ -244,12 +242,11 @@ class _Run:
 
     def save(self, step: int) -> None:
         """Begin to save the state after `step` updates."""
-        if step == self.saver.saved:  # for another reason, or it is where this run came from
+        if step == self.saver.saved:
             return
         self.rank.progress.at(step, "saving")
         engine = self.engine
-        account = self.recorder.account
-        counts = None if account is None else account.state_dict()
+        counts = None if self.recorder.account is None else self.recorder.account.state_dict()
         now = {"loss": self.loss, "bad_steps": engine.bad_steps, "data": {"fingerprint": self.data, "counts": counts}}
         trained = self.audit.notes(engine.saw_gradient)
         self.saver.save(step, engine.trainable, engine.optimizer_state(), trained, self.about | now)
@@ -263,26 +260,20 @@ class _Run:
         records = gather_to_rank_0(self.audit.finish(self.engine.saw_gradient))
         if records is not None:
             file = self.rank.folder / AUDIT
-            found = write_audit(file, self.plan, records, learns=self.engine.learns)
-            self.console.line(f"audit passed: {found} ({file})")
+            result = write_audit(file, self.plan, records, learns=self.engine.learns)
+            self.console.line(f"audit passed: {result} ({file})")
 
     def leave(self, message: str | None = None) -> str | None:
-        """Close everything, together with all ranks; returns the message."""
-        self.recorder.close(_leave_job)
+        """Close everything, together with all ranks; return the message."""
+        self.recorder.close()
         self.console.close()
         return message
 
 
-def _leave_job() -> None:
-    dist.barrier()
-    dist.destroy_process_group()
-
-
 def use_algorithms(deterministic: bool) -> None:
-    """Let all of this process's kernels give the same bits each time, or the fastest ones; before CUDA is used.
+    """Choose kernels that give the same bits each time, or the fastest ones; call this before CUDA is used.
 
-    An operation that has no such kernel then raises RuntimeError; none of mmtrain's own is of that kind
-    (torch.use_deterministic_algorithms lists them).
+    A deterministic run raises RuntimeError at an operation without such a kernel; mmtrain uses none.
     """
     if deterministic:
         os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # cuBLAS reads it when it starts

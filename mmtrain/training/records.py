@@ -1,4 +1,4 @@
-"""What rank 0 writes down of a run: what happened, and what was asked and answered, with the pictures asked about.
+"""What a run writes down while it trains: records, trackers, the samples' account, use of the machine, a trace.
 
 steps, scores, saves --> metrics.jsonl      answers --> answers.jsonl, their pictures --> answers/<digest>.jpg
 """
@@ -7,18 +7,36 @@ from __future__ import annotations
 
 import hashlib
 import io
+import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+import torch.distributed as dist
+
+from mmtrain.base.collectives import gather_to_rank_0
 from mmtrain.base.durable import write_whole
 from mmtrain.base.json_lines import JsonLines
 from mmtrain.checkpoint.run_folder import ANSWERS, METRICS
 from mmtrain.config.schema import RunConfig
+from mmtrain.data.samples.sample import QuarantinedSample
+from mmtrain.data.stream.account import SampleLog
 from mmtrain.data.stream.images import decode_image
+from mmtrain.data.stream.loader import PackedBatches
+from mmtrain.data.stream.packs import PackedBatch
+from mmtrain.engine.engine import FrozenPipelineEngine
+from mmtrain.engine.process_groups import backend_name
 from mmtrain.engine.statistics import StepResult
+from mmtrain.engine.trace import TRACE, TracedStep, Tracer
+from mmtrain.engine.utilization import Utilization
+from mmtrain.models.modules.flash import describe_backends
+from mmtrain.plan.calibration import cpu_device, gpu_device
+from mmtrain.runtime.rank import Rank
 from mmtrain.training.answers import Answer
+from mmtrain.training.console import Console
+from mmtrain.training.trackers import Trackers
 
 PICTURES = "answers"  # a folder of the run
 PICTURED_QUESTIONS = 24
@@ -27,10 +45,10 @@ PICTURE_SIDE = 384  # pixels, at most
 
 
 class Records:
-    """The records of a run; `folder` is None on ranks that write none. Raises what JsonLines does.
+    """metrics.jsonl and answers.jsonl of a run; `folder` is None on ranks that write none.
 
-    `also` then gets each record of metrics.jsonl, and the answers of a step as one of the kind `answers`. `print_info`
-    tells the user that pictures cannot be written: they are left out from there.
+    `also` then gets each record of metrics.jsonl, and the answers of a step as one record of the kind `answers`.
+    `print_info` tells the user that pictures cannot be written; they are left out from there.
     """
 
     def __init__(
@@ -40,59 +58,47 @@ class Records:
         also: Callable[[Mapping[str, Any]], None],
         print_info: Callable[[str], None],
     ) -> None:
-        self._folder, self._config = folder, config
-        self._also, self._say = also, print_info
+        self._folder, self._max_image_pixels = folder, config.data.max_image_pixels
+        self._also, self._print_info = also, print_info
         self._keeps_pictures = True
         self._metrics = JsonLines(None if folder is None else folder / METRICS)
         asks = folder is not None and config.eval.is_on and config.eval.show_answers
         self._answers = JsonLines(folder / ANSWERS if asks else None)
 
     def write(self, kind: str, **values: Any) -> None:
-        """Append a line to metrics.jsonl: its kind, these values, and the time, in seconds since 1970."""
+        """Append a line to metrics.jsonl: its kind, these values, and the time in seconds since 1970."""
         record = {"kind": kind, **values, "time": time.time()}
         self._metrics.write(**record)
         self._also(record)
 
-    def step(self, result: StepResult, seconds: float, used: Mapping[str, Any]) -> None:
-        """Record a step that took so many seconds; `used` is what `Utilization` says of it."""
-        left_out = ("ranks",) if self._config.optimizer.groups else ("ranks", "lr_groups")
-        done = {name: value for name, value in vars(result).items() if name not in left_out}
-        fill = result.tokens / (self._config.train.packs_per_step * self._config.data.pack_length)
-        rate = result.tokens / seconds
-        self.write("train", **done, pack_fill=fill, seconds=seconds, tokens_per_second=rate, **used)
-
     def answers(self, step: int, answers: Sequence[Answer]) -> None:
-        """Append what the model answered after `step` updates to answers.jsonl, in the order asked.
+        """Append the model's answers after `step` updates to answers.jsonl, in the order asked.
 
         The first 24 questions have their first 8 pictures beside them, each a JPEG in the run's folder.
         """
-        if self._folder is None:
+        if self._folder is None or not answers:
             return
         lines = []
         for number, answer in enumerate(answers):
             pictures = self._pictures(answer.images[:PICTURES_OF_A_QUESTION]) if number < PICTURED_QUESTIONS else []
-            said = {name: value for name, value in vars(answer).items() if name != "images"}
-            lines.append({"step": step, "time": time.time(), **said, "pictures": pictures})
+            texts = {name: value for name, value in vars(answer).items() if name != "images"}
+            lines.append({"step": step, "time": time.time(), **texts, "pictures": pictures})
             self._answers.write(**lines[-1])
-        if lines:
-            self._also({"kind": "answers", "step": step, "answers": lines})
+        self._also({"kind": "answers", "step": step, "answers": lines})
 
     def _pictures(self, images: Sequence[bytes]) -> list[str]:
-        """Write the images of a question; their paths, none once one could not be written."""
+        """Write the images of a question and return their paths; none once one could not be written."""
         try:
             return [self._picture(image) for image in images] if self._keeps_pictures else []
         except OSError as error:
             self._keeps_pictures = False
             why = f"cannot write into {self._folder / PICTURES} ({error.strerror or error})"
-            self._say(f"pictures are left out from here: {why}; {ANSWERS} has the questions and answers")
+            self._print_info(f"pictures are left out from here: {why}; {ANSWERS} has the questions and answers")
             return []
 
     def _picture(self, image: bytes) -> str:
-        """Write an image as training sees it, but smaller; the path in the run's folder.
-
-        A picture is called after what it shows: the same one is there once, and none is ever taken for another.
-        """
-        picture = decode_image(image, self._config.data.max_image_pixels)
+        """Write an image as training sees it, but smaller, under its digest; return its path in the run's folder."""
+        picture = decode_image(image, self._max_image_pixels)
         picture.thumbnail((PICTURE_SIDE, PICTURE_SIDE))
         content = io.BytesIO()
         picture.save(content, "JPEG", quality=85)
@@ -106,3 +112,101 @@ class Records:
     def close(self) -> None:
         self._metrics.close()
         self._answers.close()
+
+
+class Recorder:
+    """Records a run's steps. Every rank makes one and calls it at the same steps; rank 0 alone writes records."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        rank: Rank,
+        engine: FrozenPipelineEngine,
+        console: Console,
+        first_step: int,
+        versions: dict[str, str],
+        trace_steps: int,
+    ) -> None:
+        """Begin the records of a process that begins or resumes at `first_step`. Collective."""
+        self._config, self._rank, self._engine, self._console = config, rank, engine, console
+        on_gpu = engine.device.type == "cuda"
+        local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", rank.world_size))
+        device = gpu_device(torch.cuda.get_device_name()) if on_gpu else cpu_device(config, local_ranks)
+        trackers = config.run.report_to if rank.rank == 0 else ()
+        self.trackers = Trackers(trackers, rank.folder, config, first_step, console.line)
+        self.records = Records(rank.folder if rank.rank == 0 else None, config, self.trackers.take, console.line)
+        about = {"versions": versions, "device": device.name, "ranks": rank.world_size}
+        self.records.write("begin", step=first_step, backend=backend_name(engine.device), **about)
+        self.account: SampleLog | None = None
+        self.batches: Generator[PackedBatch] | None = None
+        self._utilization = Utilization(config, device) if rank.rank == 0 else None
+        self._tracer = Tracer(rank.folder / TRACE, engine.plan, trace_steps) if trace_steps else None
+        backends = gather_to_rank_0({backend for stage in engine.stages.values() for backend in stage.attention})
+        if backends is not None:
+            ways, lines = describe_backends(backends)
+            self.records.write("attention", step=first_step, ways=ways)
+            for line in lines:
+                console.line(line)
+
+    def open_account(
+        self,
+        packed: PackedBatches,
+        readers: dist.ProcessGroup | None,
+        left_out: Sequence[QuarantinedSample],
+        counts: dict[str, Any] | None,
+    ) -> None:
+        """Open the account of the samples, on the ranks that read data.
+
+        `left_out` are damaged held-out samples, `counts` those of a resumed run.
+        """
+        self.account = SampleLog(self._config, packed, readers, self._rank.folder, left_out, counts)
+        self.batches = self.account.watch(iter(packed))
+
+    def step(self, result: StepResult, seconds: float) -> None:
+        """Record a step that took `seconds`."""
+        step, config = result.step, self._config
+        if self._tracer is not None:
+            clock = self._engine.clock
+            self._tracer.add(lambda: TracedStep(step, clock.seconds, clock.intervals()))
+        if self._utilization is not None:
+            left_out = ("ranks",) if config.optimizer.groups else ("ranks", "lr_groups")
+            rate = result.tokens / seconds
+            self.records.write(
+                "train",
+                **{name: value for name, value in vars(result).items() if name not in left_out},
+                pack_fill=result.tokens / (config.train.packs_per_step * config.data.pack_length),
+                seconds=seconds,
+                tokens_per_second=rate,
+                **self._utilization.add(result),
+            )
+            self._console.step(step, result.loss, rate, note=result.no_update or "")
+        if self.account is not None:
+            for record in self.account.end_step(step, result.samples, result.quarantined):
+                self.records.write(step=step, **record)
+        if self._tracer is not None and self._tracer.is_complete:
+            self._write_trace()
+
+    def close_account(self, steps: int) -> None:
+        """Compare the samples' counts with the plan's, at the end of a run of `steps` steps."""
+        if self.account is not None:
+            for record in self.account.finish(steps):
+                self.records.write(step=steps, **record)
+
+    def close(self) -> None:
+        """Close everything and leave the job, with all ranks; then the trackers, which may take longer."""
+        if self._tracer is not None:
+            self._write_trace()
+        if self._utilization is not None and (summary := self._utilization.summary()) is not None:
+            self._console.line(summary)
+        if self.batches is not None:
+            self.batches.close()
+        self.records.close()
+        dist.barrier()
+        dist.destroy_process_group()
+        self.trackers.close()
+
+    def _write_trace(self) -> None:
+        """Write the recorded steps, together with all ranks, unless they are written."""
+        self._rank.progress.at(self._engine.step_index, "writing the trace")
+        if (result := self._tracer.finish()) is not None:
+            self._console.line(result)

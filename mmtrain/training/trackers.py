@@ -7,6 +7,7 @@ Training never waits for a tracker, and one that fails or hangs is left out from
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import os
 import queue
@@ -14,9 +15,9 @@ import re
 import threading
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
 from mmtrain.base.disclosed import disclosed
 from mmtrain.base.json_lines import recorded
@@ -33,102 +34,78 @@ SCORED = ("eval", "eval_permuted")
 OF_AN_EVALUATION = ("loss", "token_accuracy", "exact_match")
 ANSWERED = ("key", "question", "given", "truth", "right")
 
-MOST_WAITING = 10_000  # records, for a tracker that takes none
-SECONDS_TO_IMPORT = 60.0  # all of them; less where the other ranks would not wait that long
+MAX_WAITING_RECORDS = 10_000  # for a tracker that takes none: they must not fill the memory
 SECONDS_TO_BEGIN, SECONDS_TO_UPLOAD = 30.0, 30.0  # of wandb
-SECONDS_TO_END = 40.0  # of each tracker: more than wandb is given
-SECONDS_UNSAID = 2.0
+SECONDS_TO_END = 40.0  # of all trackers: more than wandb is given
 
 
 def numbers(record: Record) -> dict[str, float | None]:
-    """What trackers are told of a record of metrics.jsonl, by names that are the same in all of them."""
+    """Return the numbers of a record of metrics.jsonl by the names that all trackers use."""
     kind = record.get("kind")
     if kind in SCORED:
         return {f"{kind}/{name}": record.get(name) for name in OF_AN_EVALUATION}
     if kind != "train":
         return {}
-    found = {f"train/{name}": record.get(name) for name in OF_A_STEP}
-    found[f"train/{PEAK_MEMORY}"] = max(record.get(PEAK_MEMORY) or [None])
-    found |= {f"train/lr/{group}": rate for group, rate in record.get("lr_groups", {}).items()}
-    return {name: float(value) if isinstance(value, str) else value for name, value in found.items()}  # JSON's "nan"
+    values = {f"train/{name}": record.get(name) for name in OF_A_STEP}
+    values[f"train/{PEAK_MEMORY}"] = max(record.get(PEAK_MEMORY) or [None])
+    values |= {f"train/lr/{group}": rate for group, rate in record.get("lr_groups", {}).items()}
+    return {name: float(value) if isinstance(value, str) else value for name, value in values.items()}  # JSON's "nan"
 
 
 class Trackers:
-    """Trackers, by name, of a run that goes on after `first_step`; `print_info` tells the user."""
+    """Trackers, by name, of a run that begins or resumes at `first_step`; `print_info` tells the user."""
 
     def __init__(
         self, names: Sequence[str], folder: Path, config: RunConfig, first_step: int, print_info: Callable[[str], None]
     ) -> None:
-        self._say = print_info
-        self._threads = [_Thread(name, folder, config, first_step) for name in dict.fromkeys(names)]
+        """Import the libraries and start the threads."""
+        self._print_info = print_info
+        self._threads = [_Thread(name, folder, config, first_step, print_info) for name in dict.fromkeys(names)]
         for thread in self._threads:
             thread.start()
-        deadline = time.monotonic() + min(SECONDS_TO_IMPORT, config.parallel.timeout_seconds / 2)
-        for thread in self._threads:  # a loader's worker that is forked in an import could never make that import
-            thread.imported.wait(max(0.0, deadline - time.monotonic()))
 
     def take(self, record: Record) -> None:
-        """Hand on a record of metrics.jsonl, or one of the kind `answers` with those of a step; returns at once."""
+        """Hand on a record of metrics.jsonl, or one of the kind `answers` with those of a step; return at once."""
         for thread in self._threads:
             thread.put(record)
-            self._say_of(thread)
 
     def close(self) -> None:
-        """Wait until all is taken, 40 s for those that do not take it; nothing may be handed on after."""
+        """Wait until all records are written, at most 40 s; hand on nothing after this."""
         for thread in self._threads:
             thread.put(None)
         deadline = time.monotonic() + SECONDS_TO_END
         for thread in self._threads:
             if not thread.is_left_out:
-                thread.join(SECONDS_UNSAID)
-            if thread.is_alive() and not thread.is_left_out:
-                self._say(f"waiting until {thread.name} has taken everything, {SECONDS_TO_END:.0f} s at most")
                 thread.join(max(0.0, deadline - time.monotonic()))
-                if thread.is_alive():
-                    thread.leave_out(f"it has not taken everything within {SECONDS_TO_END:.0f} s")
-            self._say_of(thread)
+            if thread.is_alive():
+                thread.leave_out(f"it has not taken everything within {SECONDS_TO_END:.0f} s")
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: type | None, *_: object) -> None:
-        """Tell the trackers of a run that fails to end, and do not wait for them.
-
-        What a tracker has not written when the process ends is in metrics.jsonl alone.
-        """
+        """Tell the trackers of a run that fails to end, without waiting for them."""
         if kind is not None:
             for thread in self._threads:
                 thread.put(None)
 
-    def _say_of(self, thread: _Thread) -> None:
-        while not thread.said.empty():
-            self._say(thread.said.get())
-
-
-class _Tracker(Protocol):
-    """What a tracker must do, all of it on its own thread; it may raise anything."""
-
-    url: str | None  # where the user finds it, once it is open
-
-    def __init__(self, folder: Path, config: RunConfig, first_step: int) -> None: ...  # imports its library
-
-    def open(self) -> int: ...  # the first step that it has no records of yet
-
-    def write(self, record: Record) -> None: ...
-
-    def close(self) -> None: ...
-
 
 class _Thread(threading.Thread):
-    """A tracker at work."""
+    """A tracker at work, on a thread of its own: whatever its library does, the run goes on.
 
-    def __init__(self, name: str, folder: Path, config: RunConfig, first_step: int) -> None:
+    `open` of a tracker returns the first step whose records it lacks.
+    """
+
+    def __init__(
+        self, name: str, folder: Path, config: RunConfig, first_step: int, print_info: Callable[[str], None]
+    ) -> None:
         super().__init__(name=name, daemon=True)
-        self._folder, self._config, self._first_step = folder, config, first_step
-        self._records: queue.Queue[Record | None] = queue.Queue(MOST_WAITING)
-        self.said: queue.SimpleQueue[str] = queue.SimpleQueue()
-        self.imported = threading.Event()
+        self._metrics, self._first_step, self._print_info = folder / METRICS, first_step, print_info
+        self._records: queue.Queue[Record | None] = queue.Queue(MAX_WAITING_RECORDS)
         self.is_left_out = False
+        with self._leaving_out():
+            # Here, not on the thread: a loader's worker that is forked during an import could never make that import.
+            self._tracker = TRACKERS[name](folder, config, first_step)
 
     def put(self, record: Record | None) -> None:
         """Hand on a record, None after the last one."""
@@ -136,33 +113,36 @@ class _Thread(threading.Thread):
             try:
                 self._records.put_nowait(record)
             except queue.Full:
-                self.leave_out(f"{MOST_WAITING:,} records wait for it")
+                self.leave_out(f"{MAX_WAITING_RECORDS:,} records wait for it")
 
     def leave_out(self, why: str) -> None:
-        """Hand on nothing from here; said once."""
+        """Hand on nothing from now on, and say so once."""
         if not self.is_left_out:
             self.is_left_out = True
-            self.said.put(f"{self.name} is left out from here: {why}; {METRICS} has everything")
+            self._print_info(f"{self.name} is left out from here: {why}; {METRICS} has everything")
 
-    def run(self) -> None:
-        try:
-            tracker = TRACKERS[self.name](self._folder, self._config, self._first_step)
-            self.imported.set()
-            lacks = tracker.open()
-            if tracker.url is not None:
-                self.said.put(f"{self.name}: {tracker.url}")
-            for record in recorded(self._folder / METRICS, "train", *SCORED):
-                if lacks <= record["step"] < self._first_step:  # those of later steps come by the queue
-                    tracker.write(record)
-            while (record := self._records.get()) is not None:
-                tracker.write(record)
-            tracker.close()
+    @contextlib.contextmanager
+    def _leaving_out(self) -> Iterator[None]:
         # The one place where anything is caught: others' libraries, disks and networks must not decide how a run ends.
+        try:
+            yield
         except (Exception, SystemExit) as error:
             traceback.print_exc()  # into the log
             self.leave_out(escape(f"{type(error).__name__}: {error}"))
-        finally:
-            self.imported.set()
+
+    def run(self) -> None:
+        if self.is_left_out:
+            return
+        with self._leaving_out():
+            first_lacking = self._tracker.open()
+            if self._tracker.url is not None:
+                self._print_info(f"{self.name}: {self._tracker.url}")
+            for record in recorded(self._metrics, "train", *SCORED):
+                if first_lacking <= record["step"] < self._first_step:  # those of later steps come by the queue
+                    self._tracker.write(record)
+            while (record := self._records.get()) is not None:
+                self._tracker.write(record)
+            self._tracker.close()
 
 
 class _TensorBoard:
@@ -177,21 +157,21 @@ class _TensorBoard:
         self._folder, self._config, self._first_step = folder / "tensorboard", config, first_step
 
     def open(self) -> int:
-        lacks = self._first_step if self._folder.exists() else 0
+        first_lacking = self._first_step if self._folder.exists() else 0
         self._writer = self._make(str(self._folder), purge_step=self._first_step)
-        said = dump_config(self._config, for_others=True)
-        self._writer.add_text("configuration", _preformatted(said), self._first_step)
-        return lacks
+        configuration = dump_config(self._config, for_others=True)
+        self._writer.add_text("configuration", _preformatted(configuration), self._first_step)
+        return first_lacking
 
     def write(self, record: Record) -> None:
         for name, value in numbers(record).items():
             if value is not None:
                 self._writer.add_scalar(name, value, record["step"], walltime=record["time"])
         if record["kind"] == "answers":
-            said = "\n\n".join(
+            answers = "\n\n".join(
                 "\n".join(f"{name:<9} {escape(str(answer[name]))}" for name in ANSWERED) for answer in record["answers"]
             )
-            self._writer.add_text("answers", _preformatted(said), record["step"])
+            self._writer.add_text("answers", _preformatted(answers), record["step"])
         self._writer.flush()
 
     def close(self) -> None:
@@ -213,8 +193,8 @@ class _WandB:
         self._is_at_the_end = False
 
     def open(self) -> int:
-        folders = (re.fullmatch(r"(?:offline-)?run-\d+_\d+-(.+)", path.name) for path in self._folder.glob("wandb/*"))
-        earlier = next((found[1] for found in folders if found), None)
+        runs = (re.fullmatch(r"(?:offline-)?run-\d+_\d+-(.+)", path.name) for path in self._folder.glob("wandb/*"))
+        earlier = next((run[1] for run in runs if run), None)
         self._run = self._wandb.init(
             project=os.environ.get("WANDB_PROJECT", "mmtrain"),
             name=self._config.run.name,
@@ -235,12 +215,12 @@ class _WandB:
         return self._run.step  # offline always 0: each folder of a run then has all of its steps
 
     def write(self, record: Record) -> None:
-        found = {name: value for name, value in numbers(record).items() if value is not None}
+        values = {name: value for name, value in numbers(record).items() if value is not None}
         if record["kind"] == "answers":
             rows = [[record["step"], *(answer[name] for name in ANSWERED)] for answer in record["answers"]]
-            found = {"answers": self._wandb.Table(columns=["step", *ANSWERED], data=rows)}
-        if found:
-            self._run.log(found, step=record["step"])
+            values = {"answers": self._wandb.Table(columns=["step", *ANSWERED], data=rows)}
+        if values:
+            self._run.log(values, step=record["step"])
         self._is_at_the_end |= record["kind"] == "end"
 
     def close(self) -> None:
@@ -266,10 +246,10 @@ class _Csv:
         return 0
 
     def write(self, record: Record) -> None:
-        if found := numbers(record):
+        if values := numbers(record):
             if self._row.get("step") != record["step"]:
                 self._end_row()
-            self._row |= found | {"step": record["step"], "time": record["time"]}
+            self._row |= values | {"step": record["step"], "time": record["time"]}
         if record["kind"] == "train":
             self._end_row()
 
@@ -284,4 +264,4 @@ class _Csv:
         self._file.close()
 
 
-TRACKERS: dict[str, type[_Tracker]] = {"tensorboard": _TensorBoard, "wandb": _WandB, "csv": _Csv}
+TRACKERS: dict[str, Any] = {"tensorboard": _TensorBoard, "wandb": _WandB, "csv": _Csv}

@@ -26,11 +26,11 @@ def frozen() -> nn.Module:
 def test_a_no_op_optimizer_is_a_real_optimizer_that_does_nothing():
     module = frozen()
     before = {name: p.clone() for name, p in module.named_parameters()}
-    optimizer = NoOpOptimizer(module)
+    optimizer = NoOpOptimizer()
     assert isinstance(optimizer, torch.optim.Optimizer)
     optimizer.zero_grad()
     assert optimizer.step() is None and optimizer.step(lambda: 3.0) == 3.0
-    fresh = NoOpOptimizer(module)
+    fresh = NoOpOptimizer()
     fresh.load_state_dict(optimizer.state_dict())
     assert fresh.state_dict() == optimizer.state_dict()
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5)
@@ -39,25 +39,14 @@ def test_a_no_op_optimizer_is_a_real_optimizer_that_does_nothing():
     assert all(torch.equal(before[name], p) for name, p in module.named_parameters())
 
 
-def test_a_no_op_optimizer_refuses_a_rank_that_trains():
-    with pytest.raises(ValueError, match="trains 2 parameters, first weight"):
-        NoOpOptimizer(nn.Linear(2, 2))
-
-
 def test_the_optimizer_follows_what_trains():
     module = frozen()
-    assert isinstance(make_optimizer(module, {}, OptimizerSection()), NoOpOptimizer)
+    assert isinstance(make_optimizer({}, OptimizerSection()), NoOpOptimizer)
     module.weight.requires_grad_(True)
-    adamw = make_optimizer(module, {"weight": module.weight}, OptimizerSection(lr=0.5, weight_decay=0.1))
+    adamw = make_optimizer({"weight": module.weight}, OptimizerSection(lr=0.5, weight_decay=0.1))
     assert type(adamw) is torch.optim.AdamW
     assert adamw.param_groups[0]["lr"] == 0.5 and adamw.param_groups[0]["weight_decay"] == 0.1
     assert adamw.param_groups[0]["params"] == [module.weight]
-
-
-def test_a_weight_that_is_not_fp32_is_refused_since_most_updates_of_it_would_be_lost():
-    weight = nn.Parameter(torch.ones(1, dtype=torch.bfloat16))
-    with pytest.raises(ValueError, match=r"not a master weight in torch.float32: a torch.bfloat16"):
-        make_optimizer(nn.Module(), {"a": weight}, OptimizerSection())
 
 
 def test_master_weights_add_up_gradients_and_updates_that_bfloat16_would_lose():
@@ -80,7 +69,7 @@ def trained(updates):
     """One weight in bf16 and one in fp32 after some updates."""
     stored = {"a": nn.Parameter(torch.ones(2, 3, dtype=torch.bfloat16)), "b": nn.Parameter(torch.ones(4))}
     masters = MasterWeights(stored)
-    optimizer = make_optimizer(nn.Module(), masters.by_name, OptimizerSection(lr=0.1, weight_decay=0.1))
+    optimizer = make_optimizer(masters.by_name, OptimizerSection(lr=0.1, weight_decay=0.1))
     update(masters, optimizer, range(updates))
     return stored, masters, optimizer
 
@@ -103,7 +92,7 @@ def test_the_state_by_name_is_adamws_own():
         for part, value in optimizer.state_dict()["state"][number].items():
             assert state[f"{name}/{part}"] is value
     assert state["a/step"].item() == 2 and state["a/exp_avg"].shape == (2, 3)
-    assert optimizer_state(ADAMW, NoOpOptimizer(frozen()), {}) == {}
+    assert optimizer_state(ADAMW, NoOpOptimizer(), {}) == {}
 
 
 @pytest.mark.parametrize("before", [0, 3])
@@ -124,45 +113,31 @@ def test_what_was_loaded_trains_on_to_the_same_bits_and_shares_no_memory(before)
 
 
 @pytest.mark.parametrize(
-    ("weights", "state", "message"),
+    ("weights", "state", "odd"),
     [
-        ({"a": None}, {}, r"^weights do not fit what trains on this rank; missing: a$"),
-        ({"c": torch.ones(1)}, {}, r"; not trained here: c$"),
-        ({"a": torch.ones(3, 2)}, {}, r"; of another shape: a \(3, 2\) instead of \(2, 3\)$"),
-        ({"b": torch.ones(4, dtype=torch.bfloat16)}, {}, r"; not in float32: b torch\.bfloat16$"),
-        ({}, {"a/step": None}, r"^optimizer states do not fit what trains on this rank; missing: a/step$"),
-        ({}, {"b/step": torch.ones(1)}, r"; of another shape: b/step \(1,\) instead of \(\)$"),
-        (
-            {},
-            {"a/exp_avg": torch.ones(4), "x/step": torch.ones(())},
-            r"here: x/step; of another shape: a/exp_avg \(4,\)",
-        ),
-        ({}, {f"x{i}/step": torch.ones(()) for i in range(7)}, r"x0/step, .*, x4/step and 2 more$"),
+        ({"a": None}, {}, "a"),
+        ({"c": torch.ones(1)}, {}, "c"),
+        ({"a": torch.ones(3, 2)}, {}, "a"),
+        ({}, {"a/step": None}, "a/step"),
+        ({}, {"b/step": torch.ones(1)}, "b/step"),
+        ({}, {f"x{i}/step": torch.ones(()) for i in range(7)}, "x0/step, .*, x4/step and 2 more"),
     ],
 )
-def test_what_does_not_fit_is_named_and_nothing_is_loaded(weights, state, message):
+def test_what_does_not_fit_is_named_and_nothing_is_loaded(weights, state, odd):
     _, masters, optimizer = trained(2)
-    given = [{n: t.clone() for n, t in masters.by_name.items()}, optimizer_state(ADAMW, optimizer, masters.by_name)]
+    loaded = [{n: t.clone() for n, t in masters.by_name.items()}, optimizer_state(ADAMW, optimizer, masters.by_name)]
     _, other, other_optimizer = trained(1)
-    kept = [
-        {n: t.clone() for n, t in x.items()}
-        for x in (other.by_name, optimizer_state(ADAMW, other_optimizer, other.by_name))
-    ]
-    for kind, changes in zip(given, (weights, state), strict=True):
+    before = [other.by_name, optimizer_state(ADAMW, other_optimizer, other.by_name)]
+    kept = [{name: tensor.clone() for name, tensor in kind.items()} for kind in before]
+    for kind, changes in zip(loaded, (weights, state), strict=True):
         kind |= changes
         for name in [name for name in kind if kind[name] is None]:
             del kind[name]
-    with pytest.raises(ValueError, match=message):
-        load_trained(ADAMW, other, other_optimizer, *given)
-    for kind, found in zip(kept, (other.by_name, optimizer_state(ADAMW, other_optimizer, other.by_name)), strict=True):
+    with pytest.raises(ValueError, match=f"do not fit what trains on this rank: {odd}$"):
+        load_trained(ADAMW, other, other_optimizer, *loaded)
+    after = [other.by_name, optimizer_state(ADAMW, other_optimizer, other.by_name)]
+    for kind, found in zip(kept, after, strict=True):
         assert all(torch.equal(kind[name], found[name]) for name in kind)
-
-
-def test_a_rank_that_trains_nothing_loads_nothing_and_refuses_anything():
-    optimizer = NoOpOptimizer(frozen())
-    load_trained(ADAMW, MasterWeights({}), optimizer, {}, {})
-    with pytest.raises(ValueError, match=r"^optimizer states .* not trained here: a/step$"):
-        load_trained(ADAMW, MasterWeights({}), optimizer, {}, {"a/step": torch.ones(())})
 
 
 def test_learning_rate_warms_up_linearly_then_follows_half_a_cosine():
@@ -219,17 +194,6 @@ def test_wsd_that_never_stays_falls_right_after_the_warm_up():
     assert rates == pytest.approx([1 / 3, 2 / 3, 1.0, 1.0, 0.55])
 
 
-def test_the_default_schedule_gives_the_bits_that_it_gave_before_there_were_others():
-    """A resumed run goes on with the very rates of the run that it continues."""
-    for low in (0.0, 0.1, 0.3):
-        config = OptimizerSection(lr=3e-4, warmup_fraction=0.03, min_lr_fraction=low)
-        for step in range(1000):
-            before = 3e-4 * (step + 1) / 30
-            if step >= 30:
-                before = 3e-4 * (low + (1 - low) * (0.5 * (1 + math.cos(math.pi * ((step - 30) / 970)))))
-            assert learning_rate(step, 1000, config, 3e-4) == before
-
-
 def test_each_group_of_weights_has_its_rate_and_decay_and_groups_without_any_here_are_left_out():
     masters = {name: nn.Parameter(torch.ones(1)) for name in ("projector.a", "llm.layers.1.b", "llm.head.weight")}
     groups = (
@@ -238,7 +202,7 @@ def test_each_group_of_weights_has_its_rate_and_decay_and_groups_without_any_her
         {"match": ("llm.layers.*",), "weight_decay": 0.0},
     )
     config = OptimizerSection(lr=1e-3, weight_decay=0.1, groups=groups)
-    made = make_optimizer(nn.Module(), masters, config).param_groups
+    made = make_optimizer(masters, config).param_groups
     assert [(g["name"], g["lr"], g["weight_decay"], g["params"]) for g in made] == [
         ("projector", 0.5, 0.1, [masters["projector.a"]]),
         ("llm.layers.*", 1e-3, 0.0, [masters["llm.layers.1.b"]]),

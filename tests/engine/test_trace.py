@@ -11,10 +11,9 @@ from dataclasses import replace
 import pytest
 
 from mmtrain import launch
-from mmtrain.base.errors import UserError
 from mmtrain.config.load import load_config
 from mmtrain.engine import trace
-from mmtrain.engine.trace import Interval, TracedStep, Tracer, Work, refuse_unfit_trace, write_trace
+from mmtrain.engine.trace import Interval, TracedStep, Tracer, Work, write_trace
 from mmtrain.plan.instructions import Instruction, Op
 from mmtrain.plan.planner import make_plan
 
@@ -234,11 +233,3 @@ def test_a_number_of_steps_that_is_not_whole_is_refused(tiny, capsys, number):
     with pytest.raises(SystemExit, match="2"):
         launch.main([str(tiny / "config.yaml"), f"--trace={number}"])
     assert f"--trace: invalid int value: '{number}'" in capsys.readouterr().err
-
-
-def test_a_trace_that_no_viewer_would_open_is_refused(plan):
-    instructions = sum(map(len, plan.schedule))
-    most = 2_000_000 // instructions
-    refuse_unfit_trace(plan, most, max_steps=None)
-    with pytest.raises(UserError, match=f"at most {most} steps are recorded"):
-        refuse_unfit_trace(plan, most + 1, max_steps=None)

@@ -9,8 +9,8 @@ import pytest
 from mmtrain.config.load import load_config
 from mmtrain.engine.statistics import StepResult
 from mmtrain.engine.step_clock import RankSeconds
-from mmtrain.engine.utilization import MEASURED, Utilization, peak_flops
-from mmtrain.plan.calibration import Calibration, Device, calibration_key, cpu_device
+from mmtrain.engine.utilization import MEASURED, Utilization
+from mmtrain.plan.calibration import Calibration, Device, calibration_key
 from mmtrain.plan.costs import Workload, minimal_flops
 from mmtrain.plan.planner import models_of
 
@@ -19,6 +19,7 @@ def step(*ranks, tokens=400, samples=5, tiles=6, supervised_tokens=40):
     return StepResult(0, 0, 1.0, 1.0, 0.1, {}, samples, 2, tiles, tokens, supervised_tokens, 0, None, ranks)
 
 
+DEVICE = Device("a device", 1, 1)
 BUSY = RankSeconds(window=2.0, compute=1.0, communication=0.25, data=0.2, fetching=0.05, peak_memory_bytes=1000)
 IDLE = replace(BUSY, window=1.6, compute=0.15, communication=0.05, data=0.0, fetching=0.0, peak_memory_bytes=500)
 
@@ -37,7 +38,7 @@ def test_idle_is_what_computing_communication_data_and_fetching_leave_of_the_win
 
 
 def test_a_steps_record_lists_every_rank_and_is_what_comparisons_of_runs_leave_out(config):
-    record = Utilization(config, None).add(step(BUSY, IDLE))
+    record = Utilization(config, DEVICE).add(step(BUSY, IDLE))
     assert record == {
         "idle_fraction": [0.25, pytest.approx(0.875)],
         "compute_seconds": [1.0, 0.15],
@@ -51,7 +52,7 @@ def test_a_steps_record_lists_every_rank_and_is_what_comparisons_of_runs_leave_o
 
 
 def test_the_summary_weighs_steps_by_their_time_and_leaves_the_first_one_out(config):
-    use = Utilization(config, None)
+    use = Utilization(config, DEVICE)
     assert use.summary() is None
     use.add(step(IDLE, IDLE))
     assert use.summary() == "idle 88% (rank 0: 88%, rank 1: 88%)", "but not if it is the only one"
@@ -62,18 +63,20 @@ def test_the_summary_weighs_steps_by_their_time_and_leaves_the_first_one_out(con
 
 
 def test_of_many_ranks_the_summary_names_the_extremes_and_of_one_none(config):
-    use = Utilization(config, None)
+    use = Utilization(config, DEVICE)
     use.add(step(BUSY, IDLE, BUSY, BUSY, replace(BUSY, compute=1.5)))
     assert use.summary() == "idle 30% (least rank 4: 0%, most rank 1: 88%)"
-    use = Utilization(config, None)
+    use = Utilization(config, DEVICE)
     use.add(step(BUSY))
     assert use.summary() == "idle 25%"
 
 
 def test_utilisation_is_the_needed_flops_over_what_all_ranks_could_have_computed_in_the_window(config):
     models = models_of(config)
+    key = calibration_key(config, models, DEVICE)
+    Calibration(key, {}, 0.0, 0.0, 0.0, None, None, 0.0, 1, matmul_flops_per_second=1e9).save()
     needed = minimal_flops(models, config.model.trainable, Workload(400, 80, 6, 0, 40)).total
-    use = Utilization(config, 1e9)
+    use = Utilization(config, DEVICE)
     first = use.add(step(BUSY, IDLE))["model_flops_utilization"]
     assert first == pytest.approx(needed / (2.0 * 2 * 1e9))
     assert use.summary().endswith(f", utilisation {first:.0%}")
@@ -83,12 +86,5 @@ def test_utilisation_is_the_needed_flops_over_what_all_ranks_could_have_computed
     nothing = use.add(step(BUSY, IDLE, tokens=0, samples=0, tiles=0, supervised_tokens=0))["model_flops_utilization"]
     assert nothing == 0
     assert use.summary().endswith(f", utilisation {first:.0%}"), "the mean of twice and nothing"
-
-
-def test_the_peak_is_that_of_a_calibration_of_this_device_or_unknown(config):
-    device = cpu_device(config)
-    assert peak_flops(config, device) is None
-    key = calibration_key(config, models_of(config), device)
-    Calibration(key, {}, 0.0, 0.0, 0.0, None, None, 0.0, 1, matmul_flops_per_second=3e10).save()
-    assert peak_flops(config, device) == 3e10
-    assert peak_flops(config, Device("another", 1, 1)) is None
+    other = Utilization(config, Device("another", 1, 1))
+    assert other.add(step(BUSY))["model_flops_utilization"] is None, "another device is not calibrated"

@@ -45,7 +45,7 @@ def test_the_demos_micro_batch_costs_what_torch_counts(trainable, targets):
     costs = run_costs(config, models)
     stage = build_stage(config, StagePlan(0, 0, len(models.llm.decoder), True, True))
     masters = MasterWeights({name: p for name, p in stage.global_parameters() if p.requires_grad})
-    optimizer = make_optimizer(stage, masters.by_name, config.optimizer)
+    optimizer = make_optimizer(masters.by_name, config.optimizer)
     stored = {p.data_ptr() for p in stage.parameters()}
     with _saved_bytes(stage) as saved:
         _forward_and_backward(stage, expected_batch(config, models))

@@ -97,7 +97,7 @@ def read(descriptor: int) -> bytes:
 
 
 def scores(**values: float | None) -> SimpleNamespace:
-    """What the console reads of `evaluator.Scores`, which would bring torch into every process here."""
+    """What the console reads of `evaluations.Scores`, which would bring torch into every process here."""
     known = {"loss": 0.12341, "token_accuracy": 0.982, "exact_match": 0.9312, "answers": 240, "samples": 200}
     return SimpleNamespace(**(known | values))
 
@@ -112,9 +112,8 @@ def test_an_evaluation_is_one_line_and_so_is_its_control():
     assert stream.getvalue().splitlines() == [
         "eval at step 120: loss 0.1234, exact match 93.1% of 240 answers, tokens 98.2%",
         "eval at step 0: loss nan, exact match - of 0 answers, tokens 0.0%",
-        "control, images permuted among the questions: exact match 4.6% (looking at the right image: 93.1%)",
-        "control, images permuted among the questions: exact match 4.6% "
-        "(looking at the right image: 93.1%; 12 of 200 samples kept theirs)",
+        "control with shuffled images: exact match 4.6% (with the right images: 93.1%)",
+        "control with shuffled images: exact match 4.6% (with the right images: 93.1%; 12 of 200 samples kept theirs)",
     ]
 
 
@@ -136,7 +135,7 @@ ANSWERS = [
 
 def test_what_stands_in_for_scores_and_answers_here_has_their_names():
     from mmtrain.training.answers import Answer  # here: processes that import this module need no torch
-    from mmtrain.training.evaluator import Scores
+    from mmtrain.training.evaluations import Scores
 
     assert {field.name for field in fields(Scores)} == {*vars(scores()), "seconds"}
     assert {field.name for field in fields(Answer)} == {*vars(ANSWERS[0]), "images"}
@@ -169,7 +168,7 @@ def test_on_a_terminal_answers_obey_no_markup_and_the_bar_lives_on():
     text = on_a_terminal(code)
     plain = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", text)
     assert "eval at step 0: loss 0.1234, exact match 93.1% of 240 answers" in plain
-    assert "2/2" in plain and "control, images permuted" in plain
+    assert "2/2" in plain and "control with shuffled images" in plain
     assert "seven red" in plain and "right" in plain and "wrong" in plain
     assert r"[red]\x1b[31mred" in plain.replace("\n", "") and "\x1b[31m" not in text and "\x9b" not in text
     assert text.rindex("\x1b[?25h") > text.rindex("\x1b[?25l")

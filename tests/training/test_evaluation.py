@@ -33,7 +33,7 @@ from mmtrain.plan.instructions import Op
 from mmtrain.plan.planner import make_plan
 from mmtrain.runtime.failures import RankProgress
 from mmtrain.training.answers import write_answers
-from mmtrain.training.evaluator import Evaluator
+from mmtrain.training.evaluations import Evaluator
 from mmtrain.training.held_out import HeldOut, permute_images
 
 EOS = 110  # a token that the stock model, with these weights, says after many of the images
@@ -234,7 +234,7 @@ def permuted(scene) -> list[Held]:
 @pytest.mark.parametrize(("pipeline", "data"), LAYOUTS)
 def test_scores_control_and_answers_are_those_of_a_stock_llava(scene, permuted, monkeypatch, pipeline, data):
     monkeypatch.setattr(
-        "mmtrain.training.evaluator.EVALUATION_ROUND", 1
+        "mmtrain.training.evaluations.EVALUATION_ROUND", 1
     )  # several rounds, although there is little to do
     whole = config_of(scene, pipeline, data)
     pairs = config_of(scene, pipeline, data, train__packs_per_microbatch=2)
@@ -287,7 +287,7 @@ def stop_on_the_way(config, at):
 
 @pytest.mark.parametrize(("pipeline", "data"), LAYOUTS)
 def test_a_request_to_stop_ends_scores_and_answers_on_every_rank_in_the_same_round(scene, monkeypatch, pipeline, data):
-    monkeypatch.setattr("mmtrain.training.evaluator.EVALUATION_ROUND", 1)
+    monkeypatch.setattr("mmtrain.training.evaluations.EVALUATION_ROUND", 1)
     by_rank = run_ranks(pipeline * data, stop_on_the_way, config_of(scene, pipeline, data), 2)
     ((none, rounds, stopped, loss), (answers, tokens, stopped_too, _)) = by_rank[0]
     assert none is None and answers == [] and stopped and stopped_too

@@ -120,7 +120,7 @@ def test_the_console_tells_scores_control_and_answers(runs):
         told = [line.split(":")[0] for line in lines if line.startswith("eval at step ")]
         assert told == ["eval at step 0", "eval at step 2", "eval at step 4"]
         assert "evaluating on 14 held-out samples in " in printed
-        control = next(i for i, line in enumerate(lines) if line.startswith("control, images permuted"))
+        control = next(i for i, line in enumerate(lines) if line.startswith("control with shuffled images"))
         assert lines[control].endswith(" of 14 samples kept theirs)")
         assert lines[control + 1].startswith("answering held-out questions: ")
         assert lines[control + 3].startswith("2 held-out questions, answered one token at a time: ")
