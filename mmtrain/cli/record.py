@@ -11,14 +11,14 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 from mmtrain.base.arguments import command_parser
 from mmtrain.base.printing import print_result
 from mmtrain.models.facts.families import encoder_config
 from mmtrain.models.facts.model_files import model_folder
 from mmtrain.models.facts.recorded_shapes import FOLDER, PLANNING_KEYS, Recorded, as_json
-from mmtrain.models.facts.shapes import llm_shape_from, vision_shape_from
+from mmtrain.models.facts.shapes import Shape, llm_shape_from, vision_shape_from
 from mmtrain.models.facts.timm_models import timm_record
 from mmtrain.models.facts.vision_files import encoder_settings, is_timm_name
 
@@ -54,7 +54,7 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
 
 
 def record_llm(options: argparse.Namespace) -> Recorded:
-    """Record a causal LM from the config.json in its folder; raise UserError for families that cannot be cut."""
+    """Record a causal LM from the config.json in its folder; raises UserError for families that cannot be cut."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -68,18 +68,15 @@ def record_llm(options: argparse.Namespace) -> Recorded:
     if set(config.get("layer_types", ())) == {"full_attention"}:
         del config["layer_types"]
         config.pop("sliding_window", None)
-    return _recorded("llm", options, config, model)
+    return Recorded("llm", options.id or options.model, tuple(options.alias), config, _shapes(model))
 
 
-def record_timm(options: argparse.Namespace) -> Recorded:
-    """Record a vision model of timm by its name."""
-    recorded = timm_record(options.vision)
-    aliases = tuple(dict.fromkeys((*recorded.aliases, *options.alias)))
-    return replace(recorded, id=options.id or recorded.id, aliases=aliases)
-
-
-def record_hf_vision(options: argparse.Namespace) -> Recorded:
-    """Record a vision model of transformers from the config.json in its folder."""
+def record_vision(options: argparse.Namespace) -> Recorded:
+    """Record a vision model of timm by its name, or one of transformers from the config.json in its folder."""
+    if is_timm_name(options.vision):
+        recorded = timm_record(options.vision)
+        aliases = tuple(dict.fromkeys((*recorded.aliases, *options.alias)))
+        return replace(recorded, id=options.id or recorded.id, aliases=aliases)
     import torch
 
     from mmtrain.models.modules.vision import model_class, stock_config
@@ -92,24 +89,22 @@ def record_hf_vision(options: argparse.Namespace) -> Recorded:
     with torch.device("meta"):
         model = model_class(family)(facts)
     config = {key: getattr(facts, key) for key in ("model_type", "num_attention_heads", "image_size")}
-    recorded = _recorded("vision", options, config, model)
-    return replace(recorded, parameters=family.own(recorded.parameters))
+    return Recorded("vision", options.id or options.vision, tuple(options.alias), config, family.own(_shapes(model)))
 
 
-def _recorded(kind: Literal["llm", "vision"], options: argparse.Namespace, config: dict, model: nn.Module) -> Recorded:
-    """Make a record with the stock name and shape of every parameter; tied ones are listed once."""
-    shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
-    return Recorded(kind, options.id or options.model or options.vision, tuple(options.alias), config, shapes)
+def _shapes(model: nn.Module) -> dict[str, Shape]:
+    """Return the stock name and shape of every parameter; tied ones are listed once."""
+    return {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
 
 
 def run(options: argparse.Namespace) -> None:
-    """Write one record and say what is in it; raises UserError."""
+    """Write one record and print what is in it; raises UserError."""
     if options.vision is None:
         recorded = record_llm(options)
         shape = llm_shape_from(recorded.config, recorded.parameters, recorded.id)
         summary = f"{len(shape.decoder)} decoder layers, hidden size {shape.hidden_size}"
     else:
-        recorded = record_timm(options) if is_timm_name(options.vision) else record_hf_vision(options)
+        recorded = record_vision(options)
         shape = vision_shape_from(recorded.config, recorded.parameters, -1, recorded.id)
         summary = f"{shape.blocks_run} blocks, width {shape.width}, {shape.patches_per_image} patches per image"
     file = options.out / (recorded.id.lower().replace("/", "--") + ".json")

@@ -2,9 +2,8 @@
 
 run_check --> child process, which calls the check's function --> Outcome in NAME.json, all output in NAME.log
 
-A function takes the folder that all checks share and returns one line of text. It raises FailedError or SkippedError;
-any other exception is a failure, too. The child leads a process group, in which its runs and their ranks stay, so that
-killing the group ends them all.
+A function takes the folder that all checks share and returns one line of text, or raises FailedError or SkippedError.
+The child leads a process group with its runs and their ranks, so that killing the group ends them all.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ COMPARE = "read the log; CUDA_VISIBLE_DEVICES= mmtrain doctor, on the CPU, tells
 
 
 class FailedError(Exception):
-    """Something is wrong here. The text says what was seen and what is needed, `remedy` what to do."""
+    """The text says what was seen and what is needed, `remedy` what to do."""
 
     def __init__(self, text: str, remedy: str) -> None:
         super().__init__(text)
@@ -41,7 +40,7 @@ class FailedError(Exception):
 
 
 class SkippedError(Exception):
-    """The check cannot be made here; the text says why."""
+    """The text says why the check cannot be made here."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +54,7 @@ class Check:
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a check ended. `remedy` is empty unless it failed, and where the text already says what to do."""
+    """How a check ended. `remedy` is empty where there is none, or the text has it."""
 
     state: Literal["ok", "failed", "skipped"]
     text: str
@@ -81,13 +80,12 @@ def run_check(check: Check, folder: Path, seconds: float = LIMIT_SECONDS) -> Out
         _end_group(child)
     if result.exists():
         return Outcome(**json.loads(result.read_text()))
-    lines = log.read_text(errors="replace").split("\n")
-    last = next((line.strip() for line in reversed(lines) if line.strip()), "none")
+    last = (log.read_text(errors="replace").strip() or "none").split("\n")[-1].strip()
     return Outcome("failed", f"the check's process {end}, without a result; its last output: {last}", COMPARE)
 
 
 def _end_group(leader: subprocess.Popen) -> None:
-    """Kill a process and its group, and wait until all of them are gone; one that hangs in a driver may stay."""
+    """Kill a process group and wait until it is gone; a process that hangs in a driver may stay."""
     deadline = time.monotonic() + SECONDS_TO_END
     with contextlib.suppress(ProcessLookupError):
         while time.monotonic() < deadline:
@@ -97,7 +95,7 @@ def _end_group(leader: subprocess.Popen) -> None:
 
 
 def main() -> None:
-    """Be a check's process. The command line names the check's function, the checks' folder and the result's file."""
+    """Run a check's process; the command line names the function, the checks' folder and the result's file."""
     die_with_parent()
     function, folder, result = sys.argv[1:]
     try:

@@ -1,4 +1,4 @@
-"""Checks of the machine itself: GPUs, memory, environment variables. They start no CUDA."""
+"""Checks of the machine: GPUs, memory, environment variables. They start no CUDA."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ SHARED_MEMORY_BYTES = 2**30
 LIBRARIES = ("deepspeed", "torch", "transformers", "timm", "pillow")
 NO_TIMEOUT = "a rank that hangs hangs all others, whatever parallel.timeout_seconds says"
 THREE_DIGITS = "float32 products keep 3 digits, so that results differ from other machines'"
-TRAPS = (  # variable, value, its effect; `check_environment` has those that make a pipeline hang
+TRAPS = (  # variable, value, effect; `check_environment` has those that make a pipeline hang
     ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0", NO_TIMEOUT),
     ("NCCL_ASYNC_ERROR_HANDLING", "0", NO_TIMEOUT),
     ("NVIDIA_TF32_OVERRIDE", "1", THREE_DIGITS),
@@ -41,7 +41,7 @@ TRAPS = (  # variable, value, its effect; `check_environment` has those that mak
 
 
 def describe_machine() -> dict[str, Any]:
-    """Cores, load and versions, to be kept beside what is measured on this machine."""
+    """Return cores, load and versions, to be kept beside measurements."""
     return {
         "cores": usable_cores(),
         "python": platform.python_version(),
@@ -102,7 +102,7 @@ def environment(folder: Path) -> str:
 
 
 def traps(variables: Mapping[str, str]) -> Iterator[str]:
-    """Yield what is wrong with each of these environment variables that harms a pipeline."""
+    """Yield a message for each of these environment variables that harms a pipeline."""
     try:
         check_environment(load_config(DEMO, ["parallel.pipeline=2"]), variables)
     except UserError as error:

@@ -1,4 +1,4 @@
-"""Checks by short runs of the demo: the losses of a run that keeps everything in one process, and of three others."""
+"""Checks by short runs of the demo: one process against the losses on record, other layouts against one process."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from mmtrain.doctor.check import COMPARE, FailedError, SkippedError
 from mmtrain.runtime.child import python_child
 from mmtrain.runtime.gpus import visible_gpus
 
-RECORD = Path(__file__).with_name("record.json")  # made on a CPU; a failed check's log has the losses to renew it with
+RECORD = Path(__file__).with_name("record.json")  # made on a CPU; the log of a failed check has the losses to renew it
 STEPS = 6
 SETTINGS = (
     f"train.max_steps={STEPS}",

@@ -1,26 +1,36 @@
-"""Answers that the model writes to held-out questions, by greedy decoding through the pipeline.
+"""What an evaluation gives: scores, and answers that the model writes to held-out questions, token by token.
 
-a document's prompt + the tokens written so far --Evaluator.evaluate, once a token--> the next token --> ... --> Answer
+a document's prompt + the tokens written so far --Writing.ask--> a document --the pipeline--> the next token --> Answer
 """
 
 from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
 
 from transformers import PreTrainedTokenizerBase
 
-from mmtrain.base.collectives import all_gather_object
 from mmtrain.data.samples.records import IMAGE_MARK
 from mmtrain.data.samples.sample import IGNORE, IMAGE_POSITION, Document
-from mmtrain.training.held_out import pack_documents
-
-if TYPE_CHECKING:
-    from mmtrain.training.evaluations import Evaluator
 
 TOKENS_BEYOND_THE_TRUTH = 16  # of an answer that does not end by itself
 LONGEST_ANSWER = 64  # tokens that are written of an answer: each costs a forward
+
+
+@dataclass(frozen=True)
+class Scores:
+    """One evaluation, equal on every rank; a share of nothing is None.
+
+    `loss` is in nats per supervised token; `token_accuracy` is the share of supervised tokens that are the arg max
+    given the true tokens before them; `exact_match` the share of answers of which every token is, end mark included.
+    """
+
+    loss: float | None
+    token_accuracy: float | None
+    exact_match: float | None
+    answers: int
+    samples: int
+    seconds: float
 
 
 @dataclass(frozen=True)
@@ -38,42 +48,13 @@ class Answer:
     images: tuple[bytes, ...] = ()
 
 
-def write_answers(evaluator: Evaluator, count: int) -> list[Answer]:
-    """Let the model answer the first question of `count` held-out samples, spread over all. Collective.
-
-    An answer ends at the token that ends the true one, at EOS, 16 tokens beyond the true one's length, after 64
-    tokens, or where the pack ends. Returns the answers on ranks that read data; an empty list elsewhere, and on every
-    rank after the token at which the engine was requested to stop.
-
-    Cost: one forward of all unfinished answers for each token, since nothing is cached.
-    """
-    held_out, engine = evaluator.held_out, evaluator.engine
-    answers: list[_Writing] = []
-    if held_out is not None:
-        tokenizer = held_out.packed.processor.tokenizer
-        answers = [_Writing(document, tokenizer.eos_token_id) for document in held_out.spread(count)]
-    while True:
-        batches, microbatches, asked = None, None, []
-        if held_out is not None:
-            unfinished = [answer for answer in answers if not answer.is_finished(held_out.capacity.tokens)]
-            packs = pack_documents([answer.ask() for answer in unfinished], held_out.capacity)
-            asked = [document for pack in packs for document in pack.entries]
-            share = held_out.share(packs)
-            batches, microbatches = held_out.batches(share), len(share)
-        microbatches = all_gather_object(microbatches)[0]
-        if not microbatches:
-            return [answer.finished(tokenizer) for answer in answers]
-        evaluator.evaluate("answers", batches, microbatches)
-        if engine.requested_stop:
-            return []
-        predicted = evaluator.predicted()
-        for document, token in zip(asked, predicted if asked else [], strict=True):
-            next(answer for answer in answers if answer.asked is document).tokens.append(token)
-
-
 @dataclass
-class _Writing:
-    """An answer while it is being written, after the prompt of a document up to its first supervised token."""
+class Writing:
+    """An answer while it is being written, after the prompt of a document up to its first supervised token.
+
+    It ends at the token that ends the true one, at EOS, 16 tokens beyond the true one's length, after 64 tokens, or
+    where the pack ends.
+    """
 
     source: Document
     eos: int | None

@@ -11,8 +11,7 @@ from mmtrain.base.printing import escape, message
 from mmtrain.base.progress import SECONDS_BETWEEN_LINES, clock, open_bar
 
 if TYPE_CHECKING:  # they bring torch
-    from mmtrain.training.answers import Answer
-    from mmtrain.training.evaluations import Scores
+    from mmtrain.training.answers import Answer, Scores
 
 FIRST_STEPS = 3
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 
 import torch.distributed as dist
 
@@ -23,26 +23,10 @@ from mmtrain.engine.statistics import Statistics
 from mmtrain.plan.instructions import Instruction
 from mmtrain.plan.placement import EVALUATION_ROUND
 from mmtrain.runtime.failures import RankProgress
-from mmtrain.training.answers import Answer, write_answers
+from mmtrain.training.answers import Answer, Scores, Writing
 from mmtrain.training.console import Console
-from mmtrain.training.held_out import HeldOut
+from mmtrain.training.held_out import HeldOut, pack_documents
 from mmtrain.training.records import Records
-
-
-@dataclass(frozen=True)
-class Scores:
-    """One evaluation, equal on every rank; a share of nothing is None.
-
-    `loss` is in nats per supervised token; `token_accuracy` is the share of supervised tokens that are the arg max
-    given the true tokens before them; `exact_match` the share of answers of which every token is, end mark included.
-    """
-
-    loss: float | None
-    token_accuracy: float | None
-    exact_match: float | None
-    answers: int
-    samples: int
-    seconds: float
 
 
 class Evaluator:
@@ -101,6 +85,34 @@ class Evaluator:
             samples=self.extent.samples,
             seconds=time.perf_counter() - start,
         )
+
+    def answers(self, count: int) -> list[Answer]:
+        """Let the model answer the first question of `count` held-out samples by greedy decoding.
+
+        Returns the answers on ranks that read data; an empty list elsewhere, and on every rank after the token at which
+        the engine was requested to stop. Cost: one forward of all unfinished answers for each token.
+        """
+        answers: list[Writing] = []
+        if self.held_out is not None:
+            tokenizer, room = self.held_out.packed.processor.tokenizer, self.held_out.capacity.tokens
+            answers = [Writing(document, tokenizer.eos_token_id) for document in self.held_out.spread(count)]
+        while True:
+            batches, microbatches, asked = None, None, []
+            if self.held_out is not None:
+                unfinished = [answer for answer in answers if not answer.is_finished(room)]
+                packs = pack_documents([answer.ask() for answer in unfinished], self.held_out.capacity)
+                asked = [document for pack in packs for document in pack.entries]
+                share = self.held_out.share(packs)
+                batches, microbatches = self.held_out.batches(share), len(share)
+            microbatches = all_gather_object(microbatches)[0]
+            if not microbatches:
+                return [answer.finished(tokenizer) for answer in answers]
+            self.evaluate("answers", batches, microbatches)
+            if self.engine.requested_stop:
+                return []
+            predicted = self.predicted()
+            for document, token in zip(asked, predicted if asked else [], strict=True):
+                next(answer for answer in answers if answer.asked is document).tokens.append(token)
 
     def evaluate(self, activity: str, batches: Iterator[PackedBatch] | None, microbatches: int) -> Statistics:
         """Run the engine's evaluation; a failure in it then names `activity`."""
@@ -192,4 +204,4 @@ class Evaluations:
             return []
         activity = " ".join(filter(None, ("answering held-out questions", when)))
         self._console.line(f"{activity}: one forward of the pipeline for each token")
-        return write_answers(self._evaluator, self._section.show_answers)
+        return self._evaluator.answers(self._section.show_answers)

@@ -64,11 +64,13 @@ def test_however_a_check_ends_its_outcome_says_so_and_no_process_is_left(tmp_pat
 
 
 @without_gpu
-def test_without_a_gpu_its_checks_are_skipped_and_nothing_is_left(tmp_path, temporary):
-    code, printed, _ = doctor(tmp_path, "--only", "environment", "driver")
+def test_without_a_gpu_its_checks_are_skipped_and_the_demo_computes_the_losses_on_record(tmp_path, temporary):
+    code, printed, _ = doctor(tmp_path, "--only", "environment", "driver", "demo")
     assert code == 0, printed
     assert re.search(r"skipped driver [\d.]+ s no GPU driver, .* ok environment [\d.]+ s no variable", printed)
-    assert printed.endswith("1 ok, 0 failed, 1 skipped") and list(temporary.iterdir()) == []
+    first, *_, last = LOSSES["float32"]
+    assert f"float32: loss {first:.4f} to {last:.4f}" in printed and "bfloat16: loss" in printed
+    assert printed.endswith("2 ok, 0 failed, 1 skipped") and list(temporary.iterdir()) == []
 
 
 def test_a_failed_check_ends_the_doctor_with_1_its_remedy_and_its_log(tmp_path, temporary, monkeypatch):
@@ -88,13 +90,6 @@ def test_ctrl_c_ends_the_check_that_runs_and_leaves_nothing(tmp_path, temporary)
         assert command.wait(20) == 130 and command.stderr == "stopped\n"
         assert command.family() == []
     assert not [path for path in temporary.iterdir() if path.name.startswith("doctor-")]
-
-
-def test_the_demo_computes_the_losses_on_record(tmp_path, temporary):
-    code, printed, _ = doctor(tmp_path, "--only", "demo")
-    assert code == 0, printed
-    first, *_, last = LOSSES["float32"]
-    assert f"float32: loss {first:.4f} to {last:.4f}" in printed and "bfloat16: loss" in printed
 
 
 @pytest.mark.nightly

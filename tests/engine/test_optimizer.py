@@ -1,4 +1,3 @@
-import itertools
 import math
 
 import pytest
@@ -138,16 +137,6 @@ def test_what_does_not_fit_is_named_and_nothing_is_loaded(weights, state, odd):
     after = [other.by_name, optimizer_state(ADAMW, other_optimizer, other.by_name)]
     for kind, found in zip(kept, after, strict=True):
         assert all(torch.equal(kind[name], found[name]) for name in kind)
-
-
-def test_learning_rate_warms_up_linearly_then_follows_half_a_cosine():
-    config = OptimizerSection(warmup_fraction=0.1, min_lr_fraction=0.25)
-    rates = [learning_rate(step, 100, config, 2.0) for step in range(100)]
-    assert rates[:10] == pytest.approx([0.2 * i for i in range(1, 11)])
-    assert rates[10] == 2.0
-    assert rates[55] == pytest.approx(2.0 * (0.25 + 0.75 * 0.5))
-    assert rates[99] == pytest.approx(2.0 * (0.25 + 0.75 * 0.5 * (1 + math.cos(math.pi * 89 / 90))))
-    assert all(a >= b for a, b in itertools.pairwise(rates[10:]))
 
 
 def test_without_warm_up_the_first_step_has_the_full_rate():

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import resource
-import time
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from types import SimpleNamespace
@@ -20,7 +18,6 @@ from mmtrain.base.errors import UserError
 from mmtrain.engine.audit import AuditError, RankAudit, model_fingerprint
 from mmtrain.engine.engine import FrozenPipelineEngine
 from mmtrain.engine.process_groups import join_process_group
-from mmtrain.models.modules.bookends import decoder_layers
 from mmtrain.models.modules.stage import build_stage
 from mmtrain.models.weights.streaming import StreamedLayers
 from mmtrain.models.weights.weight_sources import HostSource, lock
@@ -231,15 +228,14 @@ def test_the_next_other_layer_follows():
     assert list(with_following([])) == []
 
 
-class SleepingSource:
-    """Keeps layers in this process; each fetch takes so long, one after the other, beside whatever else is done."""
+class LoggingSource:
+    """Keeps layers in this process, and notes when fetches begin and are waited for."""
 
     device = torch.device("cpu")
-    name, is_exact = "asleep", True
+    name, is_exact = "logged", True
 
-    def __init__(self, seconds):
-        self.seconds = seconds
-        self.link = ThreadPoolExecutor(max_workers=1)
+    def __init__(self):
+        self.log = []
 
     def padded(self, size):
         return size
@@ -247,34 +243,11 @@ class SleepingSource:
     def keep(self, layer):
         return layer.buffer.clone()
 
-    def fingerprints(self, layer):
-        return list(layer.loaded)
-
-    def fetch(self, layer):
-        def work():
-            time.sleep(self.seconds)
-            layer.buffer.copy_(layer.kept)
-
-        return self.link.submit(work).result
-
-
-class LoggingSource(SleepingSource):
-    """Notes when fetches begin and are waited for."""
-
-    def __init__(self):
-        super().__init__(0.0)
-        self.log = []
-
     def fetch(self, layer):
         number = int(layer.names[0].split(".")[2])
         self.log.append(("fetch", number))
-        arrived = super().fetch(layer)
-
-        def wait():
-            self.log.append(("wait", number))
-            arrived()
-
-        return wait
+        layer.buffer.copy_(layer.kept)
+        return lambda: self.log.append(("wait", number))
 
 
 def test_the_next_layers_fetch_begins_before_a_layer_computes():
@@ -301,58 +274,6 @@ def test_the_next_layers_fetch_begins_before_a_layer_computes():
         "backward",
         *(("fetch", 0), ("wait", 0)),
     ]
-
-
-FETCH, COMPUTE = 0.02, 0.03  # seconds of a layer
-
-
-def sleep_through_steps(config, seconds, fetch, microbatches):
-    """Median seconds of a step in which each layer sleeps forward and backward, beside a fetch that sleeps, too."""
-    join_process_group(torch.device("cpu"), 60)
-    plan = make_plan(config)
-    streamed = StreamedLayers(SleepingSource(fetch))
-    stages = {s.stage: build_stage(config, s, streamed=streamed) for s in plan.ranks[0].stages}
-    for layer in decoder_layers(stages[0].language.model):
-        layer.register_forward_hook(lambda _m, _i, output: Sleep.apply(output, seconds))
-    engine = FrozenPipelineEngine(config, plan, stages, warms_up=False)
-    took, waited = [], []
-    for step in range(3):
-        batches = iter([as_batch(x, 64) for x in microbatches_of(step, 1)])
-        begun = time.perf_counter()
-        engine.train_step(batches)
-        took.append(time.perf_counter() - begun)
-        waited.append(engine._rank_seconds[0].fetching)
-    return sorted(took)[1], sorted(waited)[1]
-
-
-class Sleep(torch.autograd.Function):
-    """Takes time in both directions."""
-
-    @staticmethod
-    def forward(ctx, hidden, seconds):
-        ctx.seconds = seconds
-        time.sleep(seconds)
-        return hidden.view_as(hidden)
-
-    @staticmethod
-    def backward(ctx, gradient):
-        time.sleep(ctx.seconds)
-        return gradient, None
-
-
-@pytest.mark.nightly  # it takes time, and is about time
-@pytest.mark.parametrize("fetch", [FETCH, 2 * COMPUTE])
-def test_a_step_takes_the_longer_of_computing_and_fetching_and_not_their_sum(parts, fetch):
-    case = Case(HOST)
-    config = case.config(parts, streamed=True)
-    ((took, waited),) = run_ranks(1, sleep_through_steps, config, COMPUTE, fetch, LOCAL)
-    ((bare, _),) = run_ranks(1, sleep_through_steps, case.config(parts, streamed=False), COMPUTE, 0.0, LOCAL)
-    fetches = 2 + LOCAL * 2 * (LAYERS - 2)
-    hidden = min(fetch, COMPUTE) * fetches
-    expected = bare + max(0.0, fetch - COMPUTE) * fetches
-    assert took == pytest.approx(expected, rel=0.1)
-    assert took < bare + fetches * fetch - 0.8 * hidden
-    assert waited == pytest.approx(max(0.0, fetch - COMPUTE) * fetches, abs=0.1 * bare)
 
 
 # ---- what goes wrong
@@ -421,7 +342,7 @@ def test_what_is_fetched_must_be_what_the_file_has(parts):
 
 
 def test_a_layer_that_comes_out_of_turn_and_one_that_does_not_come_are_said():
-    streamed = StreamedLayers(SleepingSource(0.0))
+    streamed = StreamedLayers(LoggingSource())
     layers = [torch.nn.Linear(4, 4).requires_grad_(False) for _ in range(3)]
     forwards = []
     for number, layer in enumerate(layers):

@@ -49,32 +49,12 @@ def test_time_left_is_the_mean_step_after_the_first_times_the_steps_left(monkeyp
     assert [line.rsplit("left ", 1)[1] for line in stream.getvalue().splitlines()] == ["?", "1:05:20", "1:04:40"]
 
 
-def test_a_console_that_goes_away_does_not_end_the_run():
-    reader, writer = os.pipe()
-    os.close(reader)
-    console = Console(os.fdopen(writer, "w"), max_steps=3)
-    for step in range(3):
-        console.step(step, loss=1.0, tokens_per_second=1)
-
-
 def test_ranks_without_a_console_print_nothing(capfd):
     console = Console(None, max_steps=2)
     console.line("text")
     console.step(0, loss=1.0, tokens_per_second=1)
     console.close()
     assert capfd.readouterr() == ("", "")
-
-
-def test_on_a_terminal_there_is_a_live_bar_and_the_cursor_comes_back():
-    code = (
-        "import sys; from contextlib import closing; from mmtrain.training.console import Console\n"
-        "with closing(Console(sys.stdout, 2)) as console:\n"
-        "    console.line('loading weights')\n"
-        "    console.step(0, 0.25, 1234); console.step(1, 0.125, 1234)\n"
-    )
-    text = on_a_terminal(code)
-    assert "loading weights" in text and "2/2" in text and "loss 0.1250" in text and "1,234 tokens/s" in text
-    assert text.rindex("\x1b[?25h") > text.rindex("\x1b[?25l")
 
 
 def on_a_terminal(code: str, kind: str = "xterm", columns: int = 120) -> str:
@@ -97,7 +77,7 @@ def read(descriptor: int) -> bytes:
 
 
 def scores(**values: float | None) -> SimpleNamespace:
-    """What the console reads of `evaluations.Scores`, which would bring torch into every process here."""
+    """What the console reads of `answers.Scores`, which would bring torch into every process here."""
     known = {"loss": 0.12341, "token_accuracy": 0.982, "exact_match": 0.9312, "answers": 240, "samples": 200}
     return SimpleNamespace(**(known | values))
 
@@ -134,8 +114,7 @@ ANSWERS = [
 
 
 def test_what_stands_in_for_scores_and_answers_here_has_their_names():
-    from mmtrain.training.answers import Answer  # here: processes that import this module need no torch
-    from mmtrain.training.evaluations import Scores
+    from mmtrain.training.answers import Answer, Scores  # here: processes that import this module need no torch
 
     assert {field.name for field in fields(Scores)} == {*vars(scores()), "seconds"}
     assert {field.name for field in fields(Answer)} == {*vars(ANSWERS[0]), "images"}
@@ -161,14 +140,20 @@ def test_on_a_terminal_answers_obey_no_markup_and_the_bar_lives_on():
         "import sys; from contextlib import closing; from mmtrain.training.console import Console\n"
         "from test_console import ANSWERS, scores\n"
         "with closing(Console(sys.stdout, 2)) as console:\n"
-        "    console.evaluating(0, 9); console.evaluating(4, 9); console.evaluation(0, scores())\n"
+        "    console.line('loading weights'); console.evaluating(0, 9); console.evaluating(4, 9)\n"
+        "    console.evaluation(0, scores())\n"
         "    console.step(0, 0.25, 1234); console.step(1, 0.125, 1234)\n"
         "    console.control(scores(), scores(), 200); console.answers(ANSWERS)\n"
     )
     text = on_a_terminal(code)
     plain = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", text)
-    assert "eval at step 0: loss 0.1234, exact match 93.1% of 240 answers" in plain
-    assert "2/2" in plain and "control with shuffled images" in plain
+    assert "loading weights" in plain and "eval at step 0: loss 0.1234, exact match 93.1% of 240 answers" in plain
+    assert (
+        "2/2" in plain
+        and "loss 0.1250" in plain
+        and "1,234 tokens/s" in plain
+        and "control with shuffled images" in plain
+    )
     assert "seven red" in plain and "right" in plain and "wrong" in plain
     assert r"[red]\x1b[31mred" in plain.replace("\n", "") and "\x1b[31m" not in text and "\x9b" not in text
     assert text.rindex("\x1b[?25h") > text.rindex("\x1b[?25l")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import re
 import shutil
 import socket
 import struct
@@ -17,13 +16,13 @@ from typing import Any
 import numpy as np
 import pandas
 import pytest
-from processes import running, wait_for
+from processes import wait_for
 from rank_runs import Run, train
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from wandb.proto.wandb_internal_pb2 import Record
 
 from mmtrain.base.errors import UserError
-from mmtrain.base.json_lines import JsonLines, recorded
+from mmtrain.base.json_lines import JsonLines
 from mmtrain.config.load import load_config
 from mmtrain.launching.machine import refuse_missing_trackers
 from mmtrain.training import trackers
@@ -201,49 +200,6 @@ def test_those_that_fail_or_hang_are_said_once_and_left_out_and_the_run_ends_as_
     for name, why in (("tensorboard", "FileExistsError"), ("csv", "No space left on device"), ("wandb", "within 0 s")):
         (said,) = (line for line in run.printed.splitlines() if line.startswith(f"{name} is left out from here"))
         assert why in said and said.endswith("metrics.jsonl has everything")
-
-
-ALONE = """
-import ctypes, fcntl, os, socket, struct, sys
-if ctypes.CDLL(None, use_errno=True).unshare(0x10000000 | 0x40000000):  # CLONE_NEWUSER, CLONE_NEWNET
-    sys.exit(f"no network of its own: {os.strerror(ctypes.get_errno())}")
-with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any:
-    fcntl.ioctl(any, 0x8914, struct.pack("16sh14x", b"lo", 0x41))  # SIOCSIFFLAGS: up, running
-os.execv(sys.executable, [sys.executable, *sys.argv[1:]])
-"""
-
-
-@pytest.mark.nightly
-def test_without_a_network_a_run_that_is_killed_and_goes_on_reports_each_step_once(tiny, tmp_path, monkeypatch):
-    monkeypatch.setenv("WANDB_MODE", "offline")
-    folder = tmp_path / "tiny"
-    keys = (*RUN, ALL, "train.max_steps=60", "checkpoint.every_steps=4", "parallel.pipeline=2", f"run.dir={tmp_path}")
-    command = ["-c", ALONE, "-m", "mmtrain.launch", tiny / "config.yaml", *keys]
-    with running(command, tmp_path) as started:
-        wait_for(lambda: len(steps(folder)) > 9 or started.process.poll() is not None, 120, "ten steps")
-        if "no network of its own" in started.stderr:
-            pytest.skip(started.stderr)
-        assert started.process.poll() is None, started.stderr
-        started.kill()
-    killed_at = len(steps(folder))
-    with running(command, tmp_path) as started:
-        assert started.wait(200) == 0, started.stderr
-        assert "left out" not in started.stdout
-        begun = int(re.search(r"going on after step (\d+) of 60", started.stdout)[1])
-    told = expected(Run(folder, ""))["train/tokens_per_second"]
-    assert 0 < begun <= killed_at and list(told) == list(range(60))
-    shown = scalars(folder)["train/tokens_per_second"]
-    assert shown == {step: float(np.float32(value)) for step, value in told.items()}
-    table = pandas.read_csv(folder / "metrics.csv")
-    assert table["step"].tolist() == list(range(61))
-    assert table["train/tokens_per_second"].dropna().tolist() == list(told.values())
-    first, second = sorted(folder.glob("wandb/offline-run-*/run-*.wandb"))
-    assert first.name == second.name
-    assert in_wandb(second)[0]["train/tokens_per_second"] == told
-
-
-def steps(folder: Path) -> list[int]:
-    return [record["step"] for record in recorded(folder / "metrics.jsonl", "train")]
 
 
 def train_record(step: int, loss: float | str) -> dict[str, Any]:
