@@ -31,7 +31,7 @@ from mmtrain.engine.process_groups import backend_name
 from mmtrain.engine.statistics import StepResult
 from mmtrain.engine.trace import TRACE, TracedStep, Tracer
 from mmtrain.engine.utilization import Utilization
-from mmtrain.models.modules.flash import describe_backends
+from mmtrain.models.modules.attention import describe_backends
 from mmtrain.plan.calibration import cpu_device, gpu_device
 from mmtrain.runtime.rank import Rank
 from mmtrain.training.answers import Answer
