@@ -12,8 +12,7 @@ trains. Each rank reports its part; the reports of all ranks make one record, a 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -29,22 +28,6 @@ from mmtrain.engine.statistics import Statistics
 SHOWN = 3  # micro-batches, samples of each, and parameters, in a message: the record has all
 
 
-@dataclass(frozen=True)
-class RankReport:
-    """What one rank knows; `losses` is (loss sum in nats, supervised tokens) by micro-batch of its replica."""
-
-    rank: int
-    replica: int
-    parameters: tuple[str, ...]  # whose reduced gradient is not finite
-    losses: Mapping[int, tuple[float, int]]
-    keys: Mapping[int, tuple[str, ...]]
-
-    @property
-    def is_bad(self) -> bool:
-        """Whether the rank holds a value that is not finite."""
-        return bool(self.parameters) or any(not math.isfinite(loss) for loss, _ in self.losses.values())
-
-
 def report_bad_step(
     step: int,
     sums: Statistics,
@@ -54,15 +37,35 @@ def report_bad_step(
     keys: Mapping[int, tuple[str, ...]],
     file: Path | None,
 ) -> str:
-    """Join the reports of all ranks; rank 0 appends the record to `file`. Return it in words. Collective.
+    """Join what all ranks know; rank 0 appends the record to `file`. Return it in words. Collective.
 
-    `trainable` are this rank's, with reduced gradients; `losses` and `keys` as in RankReport. Raises UnrecordedError,
-    with the words, where the file cannot be written.
+    `trainable` are this rank's, with reduced gradients; `losses` is (loss sum in nats, supervised tokens) and `keys`
+    the samples by micro-batch of its replica. Raises UnrecordedError, with the words, where `file` cannot be written.
     """
-    parameters = tuple(name for name, p in trainable.items() if not bool(p.grad.isfinite().all()))
-    on_host = {k: (float(loss), int(supervised)) for k, (loss, supervised) in losses.items()}
-    reports = all_gather_object(RankReport(dist.get_rank(), replica, parameters, on_host, dict(keys)))
-    record = make_record(step, sums.loss_sum, sums.squared_norm, reports)
+    bad_names = tuple(name for name, p in trainable.items() if not bool(p.grad.isfinite().all()))
+    losses_here = {(replica, k): (float(loss), int(supervised)) for k, (loss, supervised) in losses.items()}
+    keys_here = {(replica, k): names for k, names in keys.items()}
+    is_bad = bool(bad_names) or not all(math.isfinite(loss) for loss, _ in losses_here.values())
+    ranks = all_gather_object((is_bad, bad_names, losses_here, keys_here))
+    all_losses = {place: loss for _, _, of_rank, _ in ranks for place, loss in of_rank.items()}
+    all_keys = {place: names for *_, of_rank in ranks for place, names in of_rank.items()}
+    record = {
+        "step": step,
+        "loss_sum": sums.loss_sum,
+        "squared_gradient_norm": sums.squared_norm,
+        "ranks": [rank for rank, (is_bad, *_) in enumerate(ranks) if is_bad],
+        "parameters": list(dict.fromkeys(name for _, names, *_ in ranks for name in names)),
+        "microbatches": [
+            {
+                "replica": replica,
+                "microbatch": k,
+                "loss": loss / supervised if supervised else None,
+                "supervised_tokens": supervised,
+                "keys": list(all_keys[replica, k]),
+            }
+            for (replica, k), (loss, supervised) in sorted(all_losses.items())
+        ],
+    }
     text = in_words(record)
     if file is None:
         return text
@@ -72,31 +75,6 @@ def report_bad_step(
     except OSError as error:
         raise UnrecordedError(f"{text} ({file} cannot be written: {error.strerror})") from error
     return f"{text}; {file} lists its micro-batches with losses and samples"
-
-
-def make_record(
-    step: int, loss_sum: float, squared_gradient_norm: float, reports: Sequence[RankReport]
-) -> dict[str, Any]:
-    """Return the record of a bad step from the reports of all ranks, in rank order."""
-    losses = {(report.replica, k): loss for report in reports for k, loss in report.losses.items()}
-    keys = {(report.replica, k): names for report in reports for k, names in report.keys.items()}
-    return {
-        "step": step,
-        "loss_sum": loss_sum,
-        "squared_gradient_norm": squared_gradient_norm,
-        "ranks": [report.rank for report in reports if report.is_bad],
-        "parameters": list(dict.fromkeys(name for report in reports for name in report.parameters)),
-        "microbatches": [
-            {
-                "replica": replica,
-                "microbatch": k,
-                "loss": loss / supervised if supervised else None,
-                "supervised_tokens": supervised,
-                "keys": list(keys[replica, k]),
-            }
-            for (replica, k), (loss, supervised) in sorted(losses.items())
-        ],
-    }
 
 
 def in_words(record: Mapping[str, Any]) -> str:

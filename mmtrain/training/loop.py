@@ -48,22 +48,21 @@ def main(
         show_logs(run.console.line)
     run.take_up_checkpoint()
     run.open_records(trace_steps)
-    with run.recorder.trackers:
-        with run.saver:
-            run.begin_steps()
-            steps = run.make_steps()
-            # The result first: nothing that can fail from here on may cost the trained weights.
-            run.save(steps)
-            run.saver.finish()
-        if steps < run.max_steps:
-            return run.leave(f"stopped after step {steps} of {run.max_steps}; it is saved")
-        run.prove()
-        if run.evaluations is not None and not run.evaluations.make_last(steps):
-            return run.leave("stopped in the last evaluation, after all steps; they are saved")
-        if rank.rank == 0 and (best := run.saver.best) is not None:
-            run.console.line(f"best checkpoint by {config.checkpoint.keep_best}: step {best[0]}, {best[1]:.4f}")
-        run.records.write("end", step=steps)
-        return run.leave()
+    with run.saver:
+        run.begin_steps()
+        steps = run.make_steps()
+        # The result first: nothing that can fail from here on may cost the trained weights.
+        run.save(steps)
+        run.saver.finish()
+    if steps < run.max_steps:
+        return run.leave(f"stopped after step {steps} of {run.max_steps}; it is saved")
+    run.prove()
+    if run.evaluations is not None and not run.evaluations.make_last(steps):
+        return run.leave("stopped in the last evaluation, after all steps; they are saved")
+    if rank.rank == 0 and (best := run.saver.best) is not None:
+        run.console.line(f"best checkpoint by {config.checkpoint.keep_best}: step {best[0]}, {best[1]:.4f}")
+    run.records.write("end", step=steps)
+    return run.leave()
 
 
 class _Run:
@@ -72,7 +71,7 @@ class _Run:
     def __init__(self, config: RunConfig, plan: Plan, rank: Rank, start: ResumePoint | None) -> None:
         """Join the process group, and learn from rank 0 where to begin: other machines need not see its files."""
         self.plan, self.rank = plan, rank
-        self.mine = plan.ranks[rank.rank]
+        self.place = plan.ranks[rank.rank]
         self.device = torch.device(rank.device)
         use_algorithms(config.train.deterministic)
         rank.progress.at(0, "joining the process group")
@@ -94,9 +93,9 @@ class _Run:
         config, rank, plan = self.config, self.rank, self.plan
         self.packed: PackedBatches | None = None
         self.held_out = None
-        if self.mine.pipeline == 0:
+        if self.place.pipeline == 0:
             rank.progress.at(self.first_step, "opening the data")
-            self.packed = PackedBatches(config, replica=self.mine.data, replicas=plan.data, first_step=self.first_step)
+            self.packed = PackedBatches(config, replica=self.place.data, replicas=plan.data, first_step=self.first_step)
             if config.eval.is_on:
                 rank.progress.at(self.first_step, "reading the held-out samples")
                 self.held_out = HeldOut(self.packed)
@@ -125,7 +124,7 @@ class _Run:
         self.stages = build_stages(config, plan, rank.rank, self.device, self.readers, resumes=resumes)
         rank.progress.at(self.first_step, "building the engine")
         # Before the engine warms up, which would run out of memory without an explanation.
-        refuse_short_device_memory(self.mine, self.device)
+        refuse_short_device_memory(self.place, self.device)
         self.engine = FrozenPipelineEngine(
             *(config, plan, self.stages, self._before_instruction),
             first_step=self.first_step,
@@ -135,8 +134,8 @@ class _Run:
             weights = load_init_from(config, self.engine.trainable)
             self.engine.load_trained({**self.engine.trainable, **weights}, {})
         # Again, with master weights, communicators and libraries' workspaces in place.
-        refuse_short_device_memory(self.mine, self.device)
-        self.audit = RankAudit(self.mine, self.stages, self.engine.optimizer, self.engine.trainable)
+        refuse_short_device_memory(self.place, self.device)
+        self.audit = RankAudit(self.place, self.stages, self.engine.optimizer, self.engine.trainable)
         starts = all_gather_object(self.audit.start())
         check_replicas(starts)
         frozen = [start["frozen_parameters"] for start in starts]
@@ -186,7 +185,7 @@ class _Run:
             left_out = [] if self.held_out is None else self.held_out.faults
             self.recorder.open_account(self.packed, self.readers, left_out, self.counts)
         saved_step = self.first_step if self.start is not None and self.start.is_own else None
-        self.saver = Checkpointer(rank.folder, config.checkpoint, self.mine.data == 0, self._report, saved_step)
+        self.saver = Checkpointer(rank.folder, config.checkpoint, self.place.data == 0, self._report, saved_step)
         self.evaluations: Evaluations | None = None
         if config.eval.is_on:
             self.evaluations = Evaluations(

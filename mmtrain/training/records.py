@@ -133,8 +133,8 @@ class Recorder:
         local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", rank.world_size))
         device = gpu_device(torch.cuda.get_device_name()) if on_gpu else cpu_device(config, local_ranks)
         trackers = config.run.report_to if rank.rank == 0 else ()
-        self.trackers = Trackers(trackers, rank.folder, config, first_step, console.line)
-        self.records = Records(rank.folder if rank.rank == 0 else None, config, self.trackers.take, console.line)
+        self._trackers = Trackers(trackers, rank.folder, config, first_step, console.line)
+        self.records = Records(rank.folder if rank.rank == 0 else None, config, self._trackers.take, console.line)
         about = {"versions": versions, "device": device.name, "ranks": rank.world_size}
         self.records.write("begin", step=first_step, backend=backend_name(engine.device), **about)
         self.account: SampleLog | None = None
@@ -203,7 +203,7 @@ class Recorder:
         self.records.close()
         dist.barrier()
         dist.destroy_process_group()
-        self.trackers.close()
+        self._trackers.close()
 
     def _write_trace(self) -> None:
         """Write the recorded steps, together with all ranks, unless they are written."""

@@ -1,8 +1,9 @@
 """Where a run's metrics go besides its own records: TensorBoard, Weights & Biases, a CSV table (`run.report_to`).
 
-records of steps, scores and answers --a queue each--> a thread each --> RUN/tensorboard, RUN/wandb, RUN/metrics.csv
+records of steps, scores and answers --> RUN/tensorboard, RUN/wandb, RUN/metrics.csv
 
-Training never waits for a tracker, and one that fails or hangs is left out from there: metrics.jsonl is the truth.
+A tracker that fails is left out from there: metrics.jsonl has everything. The libraries send on threads and processes
+of their own.
 """
 
 from __future__ import annotations
@@ -10,14 +11,11 @@ from __future__ import annotations
 import contextlib
 import csv
 import os
-import queue
 import re
-import threading
-import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 from mmtrain.base.disclosed import disclosed
 from mmtrain.base.json_lines import recorded
@@ -34,9 +32,7 @@ SCORED = ("eval", "eval_permuted")
 OF_AN_EVALUATION = ("loss", "token_accuracy", "exact_match")
 ANSWERED = ("key", "question", "given", "truth", "right")
 
-MAX_WAITING_RECORDS = 10_000  # for a tracker that takes none: they must not fill the memory
 SECONDS_TO_BEGIN, SECONDS_TO_UPLOAD = 30.0, 30.0  # of wandb
-SECONDS_TO_END = 40.0  # of all trackers: more than wandb is given
 
 
 def numbers(record: Record) -> dict[str, float | None]:
@@ -58,91 +54,39 @@ class Trackers:
     def __init__(
         self, names: Sequence[str], folder: Path, config: RunConfig, first_step: int, print_info: Callable[[str], None]
     ) -> None:
-        """Import the libraries and start the threads."""
+        """Open the trackers, and give each the records of earlier steps that it lacks."""
         self._print_info = print_info
-        self._threads = [_Thread(name, folder, config, first_step, print_info) for name in dict.fromkeys(names)]
-        for thread in self._threads:
-            thread.start()
+        self._trackers: dict[str, Any] = {}
+        for name in dict.fromkeys(names):
+            with self._leaving_out(name):
+                tracker = self._trackers[name] = TRACKERS[name](folder, config, first_step)
+                if tracker.url is not None:
+                    print_info(f"{name}: {tracker.url}")
+                for record in recorded(folder / METRICS, "train", *SCORED):
+                    if tracker.first_lacking <= record["step"] < first_step:
+                        tracker.write(record)
 
     def take(self, record: Record) -> None:
-        """Hand on a record of metrics.jsonl, or one of the kind `answers` with those of a step; return at once."""
-        for thread in self._threads:
-            thread.put(record)
+        """Write a record of metrics.jsonl, or one of the kind `answers` with those of a step."""
+        for name, tracker in list(self._trackers.items()):
+            with self._leaving_out(name):
+                tracker.write(record)
 
     def close(self) -> None:
-        """Wait until all records are written, at most 40 s; hand on nothing after this."""
-        for thread in self._threads:
-            thread.put(None)
-        deadline = time.monotonic() + SECONDS_TO_END
-        for thread in self._threads:
-            if not thread.is_left_out:
-                thread.join(max(0.0, deadline - time.monotonic()))
-            if thread.is_alive():
-                thread.leave_out(f"it has not taken everything within {SECONDS_TO_END:.0f} s")
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type | None, *_: object) -> None:
-        """Tell the trackers of a run that fails to end, without waiting for them."""
-        if kind is not None:
-            for thread in self._threads:
-                thread.put(None)
-
-
-class _Thread(threading.Thread):
-    """A tracker at work, on a thread of its own: whatever its library does, the run goes on.
-
-    `open` of a tracker returns the first step whose records it lacks.
-    """
-
-    def __init__(
-        self, name: str, folder: Path, config: RunConfig, first_step: int, print_info: Callable[[str], None]
-    ) -> None:
-        super().__init__(name=name, daemon=True)
-        self._metrics, self._first_step, self._print_info = folder / METRICS, first_step, print_info
-        self._records: queue.Queue[Record | None] = queue.Queue(MAX_WAITING_RECORDS)
-        self.is_left_out = False
-        with self._leaving_out():
-            # Here, not on the thread: a loader's worker that is forked during an import could never make that import.
-            self._tracker = TRACKERS[name](folder, config, first_step)
-
-    def put(self, record: Record | None) -> None:
-        """Hand on a record, None after the last one."""
-        if not self.is_left_out:
-            try:
-                self._records.put_nowait(record)
-            except queue.Full:
-                self.leave_out(f"{MAX_WAITING_RECORDS:,} records wait for it")
-
-    def leave_out(self, why: str) -> None:
-        """Hand on nothing from now on, and say so once."""
-        if not self.is_left_out:
-            self.is_left_out = True
-            self._print_info(f"{self.name} is left out from here: {why}; {METRICS} has everything")
+        for name, tracker in list(self._trackers.items()):
+            with self._leaving_out(name):
+                tracker.close()
 
     @contextlib.contextmanager
-    def _leaving_out(self) -> Iterator[None]:
+    def _leaving_out(self, name: str) -> Iterator[None]:
         # The one place where anything is caught: others' libraries, disks and networks must not decide how a run ends.
         try:
             yield
         except (Exception, SystemExit) as error:
             traceback.print_exc()  # into the log
-            self.leave_out(escape(f"{type(error).__name__}: {error}"))
-
-    def run(self) -> None:
-        if self.is_left_out:
-            return
-        with self._leaving_out():
-            first_lacking = self._tracker.open()
-            if self._tracker.url is not None:
-                self._print_info(f"{self.name}: {self._tracker.url}")
-            for record in recorded(self._metrics, "train", *SCORED):
-                if first_lacking <= record["step"] < self._first_step:  # those of later steps come by the queue
-                    self._tracker.write(record)
-            while (record := self._records.get()) is not None:
-                self._tracker.write(record)
-            self._tracker.close()
+            self._trackers.pop(name, None)
+            why = escape(f"{type(error).__name__}: {error}")
+            self._print_info(f"{name} is left out from here: {why}; {METRICS} has everything")
 
 
 class _TensorBoard:
@@ -153,15 +97,10 @@ class _TensorBoard:
     def __init__(self, folder: Path, config: RunConfig, first_step: int) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        self._make = SummaryWriter
-        self._folder, self._config, self._first_step = folder / "tensorboard", config, first_step
-
-    def open(self) -> int:
-        first_lacking = self._first_step if self._folder.exists() else 0
-        self._writer = self._make(str(self._folder), purge_step=self._first_step)
-        configuration = dump_config(self._config, for_others=True)
-        self._writer.add_text("configuration", _preformatted(configuration), self._first_step)
-        return first_lacking
+        folder = folder / "tensorboard"
+        self.first_lacking = first_step if folder.exists() else 0
+        self._writer = SummaryWriter(str(folder), purge_step=first_step)
+        self._writer.add_text("configuration", _preformatted(dump_config(config, for_others=True)), first_step)
 
     def write(self, record: Record) -> None:
         for name, value in numbers(record).items():
@@ -189,61 +128,55 @@ class _WandB:
     def __init__(self, folder: Path, config: RunConfig, first_step: int) -> None:
         import wandb
 
-        self._wandb, self._folder, self._config = wandb, folder, config
-        self._is_at_the_end = False
-
-    def open(self) -> int:
-        runs = (re.fullmatch(r"(?:offline-)?run-\d+_\d+-(.+)", path.name) for path in self._folder.glob("wandb/*"))
+        self._table = wandb.Table
+        runs = (re.fullmatch(r"(?:offline-)?run-\d+_\d+-(.+)", path.name) for path in folder.glob("wandb/*"))
         earlier = next((run[1] for run in runs if run), None)
-        self._run = self._wandb.init(
+        self._run = wandb.init(
             project=os.environ.get("WANDB_PROJECT", "mmtrain"),
-            name=self._config.run.name,
+            name=config.run.name,
             id=earlier,
             resume=None if earlier is None else "allow",
-            dir=str(self._folder),
-            config=disclosed(self._config.model_dump(mode="json")),
+            dir=str(folder),
+            config=disclosed(config.model_dump(mode="json")),
             allow_val_change=True,
-            settings=self._wandb.Settings(
+            settings=wandb.Settings(
                 console="off",
                 x_disable_meta=True,  # the command line is part of it: arguments of `pipe:` URLs, logins
-                init_timeout=SECONDS_TO_BEGIN,
+                init_timeout=min(SECONDS_TO_BEGIN, config.parallel.timeout_seconds / 2),  # the other ranks wait
                 finish_timeout=SECONDS_TO_UPLOAD,
                 finish_timeout_raises=True,
             ),
         )
         self.url = self._run.url
-        return self._run.step  # offline always 0: each folder of a run then has all of its steps
+        self.first_lacking = self._run.step  # offline always 0: each folder of a run then has all of its steps
+        self._is_complete = False
 
     def write(self, record: Record) -> None:
         values = {name: value for name, value in numbers(record).items() if value is not None}
         if record["kind"] == "answers":
             rows = [[record["step"], *(answer[name] for name in ANSWERED)] for answer in record["answers"]]
-            values = {"answers": self._wandb.Table(columns=["step", *ANSWERED], data=rows)}
+            values = {"answers": self._table(columns=["step", *ANSWERED], data=rows)}
         if values:
             self._run.log(values, step=record["step"])
-        self._is_at_the_end |= record["kind"] == "end"
+        self._is_complete |= record["kind"] == "end"
 
     def close(self) -> None:
-        self._run.finish(exit_code=0 if self._is_at_the_end else 1)  # what it shows of a run that may go on
+        self._run.finish(exit_code=0 if self._is_complete else 1)
 
 
 class _Csv:
-    """RUN/metrics.csv: a row a step, with the scores of before it; at each start made again from metrics.jsonl."""
+    """RUN/metrics.csv: a row a step, with the scores taken before it; made anew at each start."""
 
-    url = None
+    url, first_lacking = None, 0
 
     def __init__(self, folder: Path, config: RunConfig, first_step: int) -> None:
-        self._path = folder / "metrics.csv"
         groups = {", ".join(group.match): 0.0 for group in config.optimizer.groups}
         kinds = ({"kind": "train", "lr_groups": groups}, *({"kind": kind} for kind in SCORED))
-        self._columns = ["step", "time", *(name for record in kinds for name in numbers(record))]
-
-    def open(self) -> int:
+        columns = ["step", "time", *(name for record in kinds for name in numbers(record))]
         self._row: dict[str, Any] = {}
-        self._file = self._path.open("w", newline="", encoding="utf-8")
-        self._writer = csv.DictWriter(self._file, self._columns, extrasaction="ignore", lineterminator="\n")
+        self._file = (folder / "metrics.csv").open("w", newline="", encoding="utf-8")
+        self._writer = csv.DictWriter(self._file, columns, extrasaction="ignore", lineterminator="\n")
         self._writer.writeheader()
-        return 0
 
     def write(self, record: Record) -> None:
         if values := numbers(record):

@@ -1,23 +1,13 @@
-"""A rank's clock: a hand-made step, and real ranks of which one is slow."""
+"""A rank's clock, by hand-made steps; test_trace compares real ones."""
 
 from __future__ import annotations
 
-import time
-
-import pytest
 import torch
-import torch.distributed as dist
-from ranks import run_ranks
-from scenes import as_batch, make_config, make_document
 
 from mmtrain.engine import step_clock
-from mmtrain.engine.engine import FrozenPipelineEngine
-from mmtrain.engine.process_groups import join_process_group
 from mmtrain.engine.step_clock import Reading, StepClock
 from mmtrain.engine.trace import Work
-from mmtrain.models.modules.stage import build_stage
 from mmtrain.plan.instructions import Instruction, Op
-from mmtrain.plan.planner import make_plan
 
 LOAD, FORWARD, SEND = Instruction(Op.LOAD, 0, 1), Instruction(Op.FORWARD, 0, 1), Instruction(Op.SEND_ACTIVATION, 0, 1)
 REDUCE, UPDATE = Instruction(Op.REDUCE_STATISTICS), Instruction(Op.OPTIMIZER_STEP)
@@ -115,56 +105,3 @@ def test_the_peak_of_a_steps_memory_is_of_that_step_alone():
         peaks.append(clock.read().peak_memory_bytes)
     assert peaks[1] > peaks[0] + 150e6
     assert peaks[2] < peaks[1] - 150e6
-
-
-SLOW = 0.1  # seconds: 0.4 in a step of four micro-batches
-NOISE = 0.2  # what other processes may do to a step
-
-
-def slow_batches(batches):
-    for batch in batches:
-        time.sleep(SLOW)
-        yield batch
-
-
-def slowly(function):
-    def call(*arguments):
-        time.sleep(SLOW)
-        return function(*arguments)
-
-    return call
-
-
-def train_with_a_slow_loader_and_a_slow_last_stage(config):
-    join_process_group(torch.device("cpu"), 60)
-    plan = make_plan(config, prefetch=0)
-    mine = plan.ranks[dist.get_rank()]
-    stages = {stage.stage: build_stage(config, stage) for stage in mine.stages}
-    engine = FrozenPipelineEngine(config, plan, stages)
-    batches = (as_batch([[make_document(i)]], config.data.pack_length) for i in range(12))
-    steps = []
-    for number in range(3):
-        if mine.pipeline == 1 and number == 1:
-            stages[1].loss = slowly(stages[1].loss)
-        if mine.pipeline == 1 and number == 2:
-            time.sleep(4 * SLOW)  # before it begins, as a rank that has an optimizer to run does
-        loaded = slow_batches(batches) if number == 0 else batches
-        steps.append(engine.train_step(loaded if mine.pipeline == 0 else None).ranks)
-    return steps
-
-
-def test_every_rank_tells_the_same_of_slow_ones(parts):
-    config = make_config(parts, parallel__pipeline=2)
-    seen = run_ranks(2, train_with_a_slow_loader_and_a_slow_last_stage, config)
-    for one, other in zip(*seen, strict=True):
-        for a, b in zip(one, other, strict=True):
-            assert (a.compute, a.communication, a.data) == (b.compute, b.communication, b.data)
-            assert a.window == pytest.approx(b.window, abs=NOISE)
-            assert a.compute > 0 and a.peak_memory_bytes > 10e6
-            assert a.compute + a.communication + a.data + a.idle == pytest.approx(a.window, abs=NOISE)
-    slow_loader, slow_stage, late = seen[0]
-    assert slow_loader[0].data >= 4 * SLOW and slow_loader[1].data == 0
-    assert slow_loader[1].idle > 3 * SLOW, "it waits for the other one's loader"
-    assert slow_stage[1].compute >= 4 * SLOW and slow_stage[0].idle > 3 * SLOW
-    assert late[0].window > late[1].window + 3 * SLOW, "who comes late has a shorter window, the other one waits for it"
-    assert late[0].idle > late[1].idle + 3 * SLOW

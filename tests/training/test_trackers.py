@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import shutil
 import socket
 import struct
@@ -184,8 +183,7 @@ def test_those_that_fail_or_hang_are_said_once_and_left_out_and_the_run_ends_as_
     tiny, reported, tmp_path, monkeypatch
 ):
     """A file where TensorBoard's folder goes, a table on a full disk, a server that never answers."""
-    for name in ("SECONDS_TO_BEGIN", "SECONDS_TO_UPLOAD", "SECONDS_TO_END"):
-        monkeypatch.setattr(trackers, name, 0.5)
+    monkeypatch.setattr(trackers, "SECONDS_TO_BEGIN", 0.5)
     folder = shutil.copytree(reported.folder, tmp_path / "tiny", symlinks=True)
     shutil.rmtree(folder / "tensorboard")
     (folder / "tensorboard").write_text("")
@@ -197,7 +195,7 @@ def test_those_that_fail_or_hang_are_said_once_and_left_out_and_the_run_ends_as_
         monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
         run = train(tiny / "config.yaml", *RUN, *here, resume=folder / "checkpoints" / "step-00000003")
     assert run.losses() == reported.losses()
-    for name, why in (("tensorboard", "FileExistsError"), ("csv", "No space left on device"), ("wandb", "within 0 s")):
+    for name, why in (("tensorboard", "FileExistsError"), ("csv", "No space left on device"), ("wandb", "CommError")):
         (said,) = (line for line in run.printed.splitlines() if line.startswith(f"{name} is left out from here"))
         assert why in said and said.endswith("metrics.jsonl has everything")
 
@@ -206,38 +204,19 @@ def train_record(step: int, loss: float | str) -> dict[str, Any]:
     return {"kind": "train", "step": step, "time": 1.8e9 + step, "peak_memory_bytes": [5, 7], "loss": loss}
 
 
-def rows(folder: Path) -> list[str]:
-    return (folder / "metrics.csv").read_text().splitlines()[1:]
-
-
-def test_a_run_that_fails_lets_its_trackers_end_and_a_loss_that_is_not_finite_is_told(tiny, tmp_path):
+def test_a_run_that_fails_leaves_what_it_reported_and_a_loss_that_is_not_finite_is_told(tiny, tmp_path):
     config, said = load_config(tiny / "config.yaml"), []
     with JsonLines(tmp_path / "metrics.jsonl") as metrics:
         metrics.write(**train_record(0, 1.5))
         metrics.write(**train_record(1, math.nan))
-    with pytest.raises(KeyError), trackers.Trackers(("csv", "tensorboard"), tmp_path, config, 2, said.append) as told:
-        told.take(train_record(2, math.inf))
-        told.take({"kind": "eval", "step": 3, "time": 0.0, "loss": 0.25})
-        raise KeyError
-    table, events = tmp_path / "metrics.csv", tmp_path / "tensorboard"
-    wait_for(lambda: table.exists() and len(rows(tmp_path)) == 4, 60, "the last row, which waited for a step")
-    assert pandas.read_csv(tmp_path / "metrics.csv")["train/loss"].tolist() == pytest.approx(
-        [1.5, math.nan, math.inf, math.nan], nan_ok=True
-    )
-    wait_for(lambda: any(events.glob("*")) and "eval/loss" in scalars(tmp_path), 60, "the same in TensorBoard")
+    told = trackers.Trackers(("csv", "tensorboard"), tmp_path, config, 2, said.append)
+    told.take({"kind": "eval", "step": 2, "time": 0.0, "loss": 0.25})
+    told.take(train_record(2, math.inf))
+    losses = pandas.read_csv(tmp_path / "metrics.csv")["train/loss"].tolist()
+    assert losses == pytest.approx([1.5, math.nan, math.inf], nan_ok=True)
+    wait_for(lambda: "eval/loss" in scalars(tmp_path), 60, "the same in TensorBoard")
     assert list(scalars(tmp_path)["train/loss"].values()) == pytest.approx([1.5, math.nan, math.inf], nan_ok=True)
     assert said == []
-
-
-def test_a_tracker_that_takes_nothing_is_left_out_before_its_records_fill_the_memory(tiny, tmp_path, monkeypatch):
-    monkeypatch.setattr(trackers, "MAX_WAITING_RECORDS", 3)
-    os.mkfifo(tmp_path / "metrics.csv")  # whose reader never comes
-    said: list[str] = []
-    told = trackers.Trackers(("csv",), tmp_path, load_config(tiny / "config.yaml"), 0, said.append)
-    for step in range(9):
-        told.take(train_record(step, 1.0))
-    told.close()
-    assert said == ["csv is left out from here: 3 records wait for it; metrics.jsonl has everything"]
 
 
 def test_a_library_that_is_not_there_is_refused_with_how_to_get_it(tiny, tmp_path, monkeypatch):
