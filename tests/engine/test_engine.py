@@ -239,46 +239,33 @@ def test_a_resumed_run_equals_the_uninterrupted_one_to_the_last_bit(parts, pipel
         assert not equal(forgetful, whole[0][2]), "the moments matter, so this test can fail"
 
 
-SAVE, BOTH = {"save": True}, {"save": True, "stop": True}
-REQUESTS = [
-    *(("train", {}), ("train", SAVE), ("train", {}), ("evaluate", SAVE), ("evaluate", {}), ("train", {})),
-    *(("evaluate", {}), ("train", {}), ("evaluate", BOTH), ("train", {}), ("train", {})),
+REQUESTS = [  # what runs, what the last rank asks for, whether all ranks are told to save and to stop
+    ("train", {}, False, False),
+    ("train", {"save": True}, True, False),
+    ("train", {}, False, False),
+    ("evaluate", {"save": True}, True, False),  # a caller that looks here may save here
+    ("evaluate", {}, True, False),
+    ("train", {}, True, False),  # and one that looks after steps alone has not missed it
+    ("evaluate", {}, True, False),
+    ("train", {}, False, False),
+    ("evaluate", {"save": True, "stop": True}, True, True),
+    ("train", {}, True, True),
+    ("train", {}, False, True),
 ]
 
 
 def told_of_requests(config):
     engine, batches = build(config)
-    mine = dist.get_rank() == dist.get_world_size() - 1
-    told = []
-
-    def note(run, **wanted):
-        if mine and wanted:
+    for run, wanted, save, stop in REQUESTS:
+        if dist.get_rank() == dist.get_world_size() - 1:
             engine.request(**wanted)
         batch = batches(step(0))
         engine.train_step(batch) if run == "train" else engine.evaluate(batch, engine.plan.microbatches_per_step)
-        told.append((run, engine.requested_save, engine.requested_stop))
-
-    for run, wanted in REQUESTS:
-        note(run, **wanted)
-    return told
+        assert (engine.requested_save, engine.requested_stop) == (save, stop)
 
 
 def test_what_is_asked_of_one_rank_is_told_to_all_at_once(parts):
-    told = run_ranks(4, told_of_requests, make_config(parts, parallel__pipeline=2, parallel__data=2))
-    expected = [
-        ("train", False, False),
-        ("train", True, False),
-        ("train", False, False),
-        ("evaluate", True, False),  # a caller that looks here may save here
-        ("evaluate", True, False),
-        ("train", True, False),  # and one that looks after steps alone has not missed it
-        ("evaluate", True, False),
-        ("train", False, False),
-        ("evaluate", True, True),
-        ("train", True, True),
-        ("train", False, True),
-    ]
-    assert told == [expected] * 4
+    run_ranks(4, told_of_requests, make_config(parts, parallel__pipeline=2, parallel__data=2))
 
 
 def asked_during_the_reduction(config):
