@@ -115,7 +115,7 @@ def test_a_plan_refuses_what_training_could_not_begin_with(tiny, before, tmp_pat
             tmp_path / "cut.safetensors": "cut.safetensors",
             tmp_path / "run": "has no checkpoint yet",
             tmp_path / before.path.name: "projector.safetensors is damaged",
-            tiny / "llm": "none of a projector",
+            tiny / "llm": "no tensor of a projector",
         },
         "init_from": {
             tmp_path / "empty": "no run and no checkpoint of mmtrain",

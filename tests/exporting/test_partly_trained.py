@@ -15,7 +15,7 @@ from untrained_runs import config_of, export, make_checkpoint, weights
 from mmtrain.__main__ import main
 from mmtrain.base.errors import UserError
 from mmtrain.checkpoint.step_folder import STATE, StepFolder, find, new_step_folder
-from mmtrain.models.modules.projector import make_projector, read_projector, whole_projector
+from mmtrain.models.modules.projector import make_projector, read_projector
 from mmtrain.models.weights.projector_files import refuse_unfit_init_from
 
 FIRST, SECOND = ("linear_1.weight", "linear_1.bias"), ("linear_2.weight", "linear_2.bias")
@@ -107,13 +107,3 @@ def test_a_start_that_is_another_now_is_refused(runs, tiny, tmp_path):
         UserError, match=r"did not train projector\.linear_1.*other\.safetensors. gives other values now"
     ):
         export(moved, tmp_path / "out")
-
-
-def test_a_projector_that_begins_with_itself_is_one_line(runs, tmp_path):
-    checkpoint = find(runs["second"])
-    content = dict(checkpoint.state["config"])
-    target = tmp_path / "run" / "checkpoints" / checkpoint.path.name
-    content["model"] = {**content["model"], "projector": {"init_from": str(target)}}
-    circular = rewritten(checkpoint, target, config=content)
-    with pytest.raises(UserError, match=r"begins with a projector that begins with its own$"):
-        whole_projector(circular)

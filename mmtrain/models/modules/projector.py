@@ -7,10 +7,10 @@ stored in. `facts.connectors` says which operations a projector is made of.
 from __future__ import annotations
 
 import hashlib
+import logging
 import math
 from collections import OrderedDict
-from collections.abc import Collection, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 
 import torch
 from safetensors import SafetensorError
@@ -31,9 +31,9 @@ from mmtrain.models.weights.projector_files import (
     local_names,
     projector_widths,
     refuse_unfit,
-    tell_of_drawn_newline,
 )
 
+_log = logging.getLogger(__name__)
 STORED_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)  # others are codes that need their scales
 
 PROJECTOR = "projector."  # of global names
@@ -137,47 +137,38 @@ def make_projector(
 
 
 def starting_projector(
-    section: ProjectorSection,
-    vision_width: int,
-    llm_width: int,
-    seed: int,
-    newline: bool = False,
-    after: Collection[Path] = (),
+    section: ProjectorSection, vision_width: int, llm_width: int, seed: int, newline: bool = False
 ) -> Projector:
-    """The projector that a run begins with: what `init_from` names, else drawn; `after` as `read_projector` has it.
+    """The projector that a run begins with: what `init_from` names, else drawn.
 
     A `newline` that the projector to begin with does not have is drawn. Raises what `make_projector` and
     `read_projector` raise.
     """
     projector = make_projector(section, vision_width, llm_width, seed, newline)
     if section.init_from is not None:
-        read = read_projector(section.init_from, section, vision_width, llm_width, newline, after)
+        read = read_projector(section.init_from, section, vision_width, llm_width, newline)
         projector.load_state_dict({**projector.state_dict(), **read})
     return projector
 
 
-def whole_projector(checkpoint: StepFolder, after: Collection[Path] = ()) -> dict[str, torch.Tensor]:
-    """The projector of a checkpoint's run, fp32, by the names of `make_projector`'s module, whatever of it has trained.
+def whole_projector(checkpoint: StepFolder) -> dict[str, torch.Tensor]:
+    """The projector of a checkpoint's run, fp32, by the names of `make_projector`'s module; empty without an encoder.
 
-    Empty for a run on text alone. What has trained lies in the checkpoint; the rest is what the run began with. `after`
-    as `read_projector` has it. Raises UserError where that is something else now, or not there any more.
+    What has trained lies in the checkpoint; the rest is what the run began with. Raises UserError where that is
+    something else now, or not there any more.
     """
-    if checkpoint.config.model.vision is None:
+    config, file = checkpoint.config, checkpoint.tensors_file
+    if config.model.vision is None:
         return {}
-    file, path = checkpoint.tensors_file, checkpoint.path.resolve()
     trained = open_tensors({name: (name, file) for name in read_header(file) if name.startswith(PROJECTOR)})
     tensors = {name.removeprefix(PROJECTOR): view[...] for name, view in trained.items()}
-    untrained = _untrained(checkpoint)
+    section, newline = config.model.projector, connectors.has_newline(config)
+    parameters = connectors.connector_parameters(connectors.connector(section, 1, 2, newline))
+    untrained = {parameter.name for parameter in parameters} - trained.keys()
     if not untrained:
         return tensors
-    if path in after:
-        raise UserError(f"{KEY}: the run of {path} begins with a projector that begins with its own")
-    widths = projector_widths(checkpoint.config)
-    section = checkpoint.config.model.projector
-    begun = starting_projector(
-        section, *widths, checkpoint.config.run.seed, connectors.has_newline(checkpoint.config), (*after, path)
-    )
-    tensors = {name: tensors.get(name, tensor) for name, tensor in begun.state_dict().items()}
+    start = starting_projector(section, *projector_widths(config), config.run.seed, newline)
+    tensors = {name: tensors.get(name, tensor) for name, tensor in start.state_dict().items()}
     for name, was in checkpoint.frozen_projector.items():
         if name not in untrained or fingerprint(tensors[name.removeprefix(PROJECTOR)]) != was:
             source = f"{KEY} ({section.init_from})" if section.init_from else "the seed"
@@ -188,38 +179,23 @@ def whole_projector(checkpoint: StepFolder, after: Collection[Path] = ()) -> dic
     return tensors
 
 
-def _untrained(checkpoint: StepFolder) -> set[str]:
-    """Global names of the projector's tensors that a checkpoint does not hold."""
-    newline = connectors.has_newline(checkpoint.config)
-    operations = connectors.connector(checkpoint.config.model.projector, 1, 2, newline)
-    needed = {one.name for one in connectors.connector_parameters(operations)}
-    return needed - read_header(checkpoint.tensors_file).keys()
-
-
 def read_projector(
-    path: str,
-    section: ProjectorSection,
-    vision_width: int,
-    llm_width: int,
-    newline: bool = False,
-    after: Collection[Path] = (),
+    path: str, section: ProjectorSection, vision_width: int, llm_width: int, newline: bool = False
 ) -> dict[str, torch.Tensor]:
     """The projector of `section` from `path`, in fp32, by the names of `make_projector`'s module.
 
-    newline: whether the run has one, which `path` may lack.
-
-    path: what `find_projector` takes. vision_width: features of a patch. llm_width: the LLM's hidden size. after: the
-    checkpoints whose projectors begin with this one. Nothing but the projector is read, pickles without running them.
-    Raises UserError for a path that holds none, damaged files, tensors of another projector, other widths or types,
-    and values that are not finite.
+    `path` is what `find_projector` takes; it may lack the run's `newline`. `vision_width` is the features of a patch,
+    `llm_width` the LLM's hidden size. Nothing but the projector is read, pickles without running them. Raises UserError
+    for a path that holds none, damaged files, tensors of another projector, other widths or types, and values that are
+    not finite.
     """
     files = find_projector(path)
-    stored = _read(files, after)
+    stored = _read(files)
     names = local_names(stored, files.source)
     shapes = {local: tuple(stored[name].shape) for local, name in names.items()}
     refuse_unfit(shapes, section, vision_width, llm_width, files.source, newline)
-    if not files.shapes:  # pickled: of others the launcher has told
-        tell_of_drawn_newline(shapes, files.source, newline)
+    if newline and connectors.NEWLINE not in shapes:
+        _log.info(f"{KEY}: {files.source} holds no {connectors.NEWLINE}; it begins at random, by run.seed")
     tensors: dict[str, torch.Tensor] = {}
     for local, name in names.items():
         tensor = stored[name]
@@ -234,10 +210,10 @@ def read_projector(
     return tensors
 
 
-def _read(files: ProjectorFiles, after: Collection[Path]) -> dict[str, torch.Tensor]:
+def _read(files: ProjectorFiles) -> dict[str, torch.Tensor]:
     source = files.source
     if files.is_part:
-        return {f"{PROJECTOR}{name}": tensor for name, tensor in whole_projector(files.checkpoint, after).items()}
+        return {f"{PROJECTOR}{name}": tensor for name, tensor in whole_projector(files.checkpoint).items()}
     if not files.shapes:
         return read_pickled(source)
     places = tensor_files(source) if source.is_dir() else dict.fromkeys(files.shapes, source)

@@ -30,11 +30,9 @@ from mmtrain.config.schema import RunConfig
 from mmtrain.models.facts.connectors import (
     CONNECTORS,
     NEWLINE,
-    Swiglu,
     connector,
     connector_parameters,
     has_newline,
-    reduction,
     refuse_other_settings,
 )
 from mmtrain.models.facts.model_files import Shape, find_model_folder, read_header, read_json, tensor_shapes
@@ -67,14 +65,13 @@ class ProjectorFiles:
 
 
 def find_projector(path: str) -> ProjectorFiles:
-    """What `path` names; of a run the newest checkpoint that verifies.
+    """Find the projector that `path` names; of a run, that of the newest checkpoint that verifies.
 
-    Raises UserError for a path that is nothing of what is in the table above, for damaged files, and for a projector of
-    another form than ours.
+    Raises UserError for a path that is not in the table above, for damaged files, and for another kind of projector.
     """
-    given = Path(path).expanduser()
-    if given.is_file():
-        return _in_file(given)
+    file = Path(path).expanduser()
+    if file.is_file():
+        return _in_file(file)
     folder = find_model_folder(path)
     if folder is None:
         raise UserError(f"{KEY}: {path}: no such file or folder, and no hub id in the local cache; {NEEDED}")
@@ -85,8 +82,8 @@ def find_projector(path: str) -> ProjectorFiles:
             return _in_file(folder / name)
     shapes = tensor_shapes(folder)
     if shapes is None:
-        found = ", ".join(sorted(escape(entry.name) for entry in folder.iterdir())[:5]) or "nothing"
-        raise UserError(f"{KEY}: {path}: holds no projector ({found}); {NEEDED}")
+        entries = ", ".join(sorted(escape(entry.name) for entry in folder.iterdir())[:5]) or "nothing"
+        raise UserError(f"{KEY}: {path}: holds no projector ({entries}); {NEEDED}")
     config_file = folder / "config.json"
     refuse_other_settings(read_json(config_file) if config_file.is_file() else {}, f"{KEY}: {path}")
     return ProjectorFiles(folder, _projector_alone(shapes, path))
@@ -97,19 +94,16 @@ def local_names(disk_names: Iterable[str], source: str | Path) -> dict[str, str]
 
     Raises UserError where there is none, or two for one.
     """
-    found: dict[str, str] = {}
-    others = 0
+    names: dict[str, str] = {}
     for name in disk_names:
         local = _local_name(name)
-        if local is None:
-            others += 1
-        elif local in found:
-            raise UserError(f"{KEY}: {source}: {found[local]} and {name} are two tensors for one place")
-        else:
-            found[local] = name
-    if not found:
-        raise UserError(f"{KEY}: {source}: holds {others:,} tensors and none of a projector; {NEEDED}")
-    return found
+        if local in names:
+            raise UserError(f"{KEY}: {source}: {names[local]} and {name} are two tensors for one place")
+        if local is not None:
+            names[local] = name
+    if not names:
+        raise UserError(f"{KEY}: {source}: holds no tensor of a projector; {NEEDED}")
+    return names
 
 
 def refuse_unfit(
@@ -120,9 +114,9 @@ def refuse_unfit(
     source: str | Path,
     newline: bool = False,
 ) -> None:
-    """Raises UserError unless `shapes`, by our module's names, are those of this projector between these widths.
+    """Raise UserError unless `shapes`, by our module's names, are those of this projector between these widths.
 
-    newline: whether the run has one. `shapes` may lack it: a projector that was trained on squares goes on with tiles.
+    `shapes` may lack the run's `newline`: a projector that was trained on squares goes on with tiles.
     """
     if NEWLINE in shapes and not newline:
         layouts_with_newlines = [name for name, layout in LAYOUTS.items() if layout.has_newlines]
@@ -144,20 +138,15 @@ def refuse_unfit(
         raise UserError(f"{KEY}: {source}: not the tensors of a {kind} projector: {'; '.join(faults)}")
     for name, shape in shapes.items():
         if tuple(shape) != needed[name]:
-            layers = [shapes[name] for name in needed if len(needed[name]) == len(shapes[name]) == 2]
-            widths = f"; it maps {layers[0][1]:,} features to {layers[-1][0]:,}" if layers else ""
-            keys = ["model.vision.name", "model.llm.path"]
-            keys += ["model.projector.factor"] if reduction(section) > 1 else []
-            gated = any(isinstance(one, Swiglu) for one in connector(section, vision_width, llm_width))
-            keys += ["model.projector.width"] if gated else []
             raise UserError(
-                f"{KEY}: {source}: {name} has shape {tuple(shape)}, needed is {needed[name]}{widths}; this run's "
-                f"encoder gives {vision_width:,} and its LLM takes {llm_width:,} ({', '.join(keys)})"
+                f"{KEY}: {source}: {name} has shape {tuple(shape)}, needed is {needed[name]}: this run's encoder gives "
+                f"{vision_width:,} features and its LLM takes {llm_width:,}. Choose another file, or another "
+                "model.vision.name, model.llm.path, model.projector.factor or model.projector.width"
             )
 
 
 def refuse_unfit_init_from(config: RunConfig, run: Path) -> None:
-    """Before a rank starts: raises UserError for a projector to begin with that is not there or does not fit.
+    """Before a rank starts, raise UserError for a projector to begin with that is not there or does not fit.
 
     `run` is this run's folder, which run.overwrite is about to delete. A pickled file is opened by its rank alone.
     """
@@ -180,13 +169,6 @@ def refuse_unfit_init_from(config: RunConfig, run: Path) -> None:
         names = local_names(files.shapes, files.source)
         shapes = {local: files.shapes[name] for local, name in names.items()}
         refuse_unfit(shapes, config.model.projector, *projector_widths(config), files.source, has_newline(config))
-        tell_of_drawn_newline(shapes, files.source, has_newline(config))
-
-
-def tell_of_drawn_newline(names: Iterable[str], source: Path, newline: bool) -> None:
-    """Log that a run's newline is drawn, where the projector of these names in our module has none."""
-    if newline and NEWLINE not in names:
-        _log.info(f"{KEY}: {source} holds no {NEWLINE}; it begins at random, by run.seed")
 
 
 def projector_widths(config: RunConfig) -> tuple[int, int]:
