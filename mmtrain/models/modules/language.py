@@ -11,7 +11,6 @@ list instead is wrong wherever the stock forward scales its input: granite's 12 
 from __future__ import annotations
 
 import copy
-import math
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -36,7 +35,7 @@ from mmtrain.models.facts.families import (
     llm_tensors,
     remote_code,
 )
-from mmtrain.models.facts.model_files import foreign_files, model_folder, tensor_shapes
+from mmtrain.models.facts.model_files import foreign_files, model_folder
 from mmtrain.models.modules.attention import ATTENTION, document_positions
 from mmtrain.models.modules.bookends import (
     Bookend,
@@ -50,9 +49,6 @@ from mmtrain.models.modules.last_layer import LastLayer, Rows, recomputing
 from mmtrain.models.modules.lora import without_marks
 from mmtrain.models.weights.files import open_tensors, tensor_files
 from mmtrain.models.weights.streaming import StreamedLayers
-
-LOADED_AT_ONCE = 2**28
-"""Bytes of decoder layers that are loaded at once where each is smaller: a load takes 25 ms and more by itself."""
 
 
 @dataclass
@@ -255,30 +251,28 @@ def load_decoder_layers(
 
     Only the slice's own tensors are read. transformers loads them by its own rules (conversions, fused experts, ties,
     fp32 buffers), so that the union of all slices equals `from_pretrained`. With tied embeddings a head slice without
-    the embedding holds its own copy of the matrix. Layers are loaded one after the other, small ones a few at a time
-    (`LOADED_AT_ONCE`), each moved to `device`, or, if it is one of `streamed_numbers`, given to `streamed`, before the
-    next: memory never holds more than what is kept and one of them. Raises UserError for missing or unusable files and
-    for families that cannot be cut.
+    the embedding holds its own copy of the matrix.
+
+    Layers that leave host memory, to a GPU or, the `streamed_numbers`, to `streamed`, are loaded one after the other:
+    memory holds what is kept and one of them. Raises UserError for missing or unusable files and for families that
+    cannot be cut.
     """
     weights = _Weights(path, dtype)
     _check_bounds(weights.config, first, last, embedding, head)
     matrix = embedding or (head and bool(getattr(weights.config, "tie_word_embeddings", False)))
-    groups = weights.groups(first, last)
-    model = weights.load(groups[0], embedding=matrix, head=head)
+    stay = streamed is None and torch.device(device).type == "cpu"
+    at_once = range(first, last if stay else min(first + 1, last))
+    model = weights.load(at_once, embedding=matrix, head=head)
     layers = decoder_layers(model)
-    for group in groups:
-        if group is not groups[0]:
-            part = decoder_layers(weights.load(group, embedding=False, head=False))
-            for i in group:
-                layers[i] = part[i]
-                for module in layers[i].modules():
-                    if "config" in vars(module):  # one for the whole model, as the stock model has it
-                        module.config = model.config
-            del part
-        for i in group:
-            if streamed is not None and i in streamed_numbers:
-                streamed.take(i, layers[i])
-            layers[i].to(device)
+    for i in range(first, last):
+        if i not in at_once:
+            layers[i] = decoder_layers(weights.load(range(i, i + 1), embedding=False, head=False))[i]
+            for module in layers[i].modules():
+                if "config" in vars(module):  # one for the whole model, as the stock model has it
+                    module.config = model.config
+        if streamed is not None and i in streamed_numbers:
+            streamed.take(i, layers[i])
+        layers[i].to(device)
     model.to(device)
     if matrix and not embedding:
         replace(model, model.get_input_embeddings(), nn.Identity())
@@ -295,24 +289,8 @@ class _Weights:
         _set_options(self.config)
         self._stock = MODEL_FOR_CAUSAL_LM_MAPPING[type(self.config)]
         self._files = llm_tensors(folder, {name: (name, file) for name, file in tensor_files(folder).items()})
-        self._shapes = llm_tensors(folder, tensor_shapes(folder) or {})
         prefix = missing_prefix(self._files, self._stock)
         self._global = {name: canonical_name(prefix + name) for name in self._files}
-
-    def groups(self, first: int, last: int) -> list[range]:
-        """Decoder layers [first, last) in groups to load at once; a slice without layers is one empty group."""
-        sizes = dict.fromkeys(range(first, last), 0)
-        for name, shape in self._shapes.items():
-            _, part, number, *_ = (*self._global[name].split("."), "")
-            if part == "layers" and int(number) in sizes:
-                sizes[int(number)] += math.prod(shape) * self._dtype.itemsize
-        found, begin, size = [], first, 0
-        for layer, more in sizes.items():
-            if layer > begin and size + more > LOADED_AT_ONCE:
-                found.append(range(begin, layer))
-                begin, size = layer, 0
-            size += more
-        return [*found, range(begin, last)]
 
     def load(self, layers: range, *, embedding: bool, head: bool) -> PreTrainedModel:
         """The model with these decoder layers, on the CPU, and nothing else but what is asked for."""

@@ -22,7 +22,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from mmtrain.base.errors import UserError
 from mmtrain.config.schema import RunConfig
 from mmtrain.data.samples.sample import IMAGE_POSITION
 from mmtrain.data.stream.images import ImageTransform, image_transform
@@ -315,8 +314,6 @@ def build_stage(
         front = Front(vision, projector.to(device), transform)
     module = Stage(language, front, dtype, None if stage.front else vision).eval()
     set_trainable(module.global_parameters(), config.model.trainable)
-    if vision is not None and not vision.is_whole and any(p.requires_grad for p in vision.parameters()):
-        raise whole_encoder_needed("something of the encoder trains")
     module.try_out(device)
     return module
 
@@ -335,17 +332,7 @@ def _load_encoder(config: RunConfig, stage: StagePlan, device: torch.device | st
         blocks=stage.encoder,
     )
     add_adapters(vision.model, config.model.lora, vision.canonical_name, config.run.seed)
-    if not vision.is_whole and has_adapters(vision.model):
-        raise whole_encoder_needed("the encoder has adapters")
     return vision
-
-
-def whole_encoder_needed(why: str) -> UserError:
-    """The error for an encoder that cannot be cut into slices, since gradients would have to go through them."""
-    return UserError(
-        f"parallel.encoder_ranks: {why}, so that all its blocks are needed on rank 0; leave encoder_ranks out, or set "
-        "it to 0"
-    )
 
 
 def set_trainable(parameters: Iterable[tuple[str, nn.Parameter]], patterns: Sequence[str]) -> None:

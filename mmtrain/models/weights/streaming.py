@@ -16,7 +16,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
@@ -27,31 +27,32 @@ from mmtrain.plan.instructions import fetches_of, offsets_of, with_following
 Wait = Callable[[], None]
 
 
-class Source(Protocol):
-    """Where streamed layers are kept."""
+class Source:
+    """Where streamed layers are kept, and what `device` they compute on."""
 
-    device: torch.device
-    """On which they compute."""
     name: str
     """As plans call it."""
-    is_exact: bool
+    is_exact = True
     """Whether what is fetched has the bits of what was kept."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
 
     def padded(self, size: int) -> int:
         """Bytes of a buffer for a layer of `size` bytes."""
-        ...
+        return size
 
     def keep(self, layer: StreamedLayer) -> Any:
-        """What this rank keeps of a layer, which is whole."""
-        ...
+        """Return what this rank keeps of a layer, which is whole."""
+        raise NotImplementedError
 
     def fetch(self, layer: StreamedLayer) -> Wait:
         """Begin to fill the layer's buffer from what is kept; the result lets what computes next wait for that."""
-        ...
+        raise NotImplementedError
 
     def fingerprints(self, layer: StreamedLayer) -> list[str]:
-        """Of each parameter of a layer that is whole: of what this source has made of it."""
-        ...
+        """Fingerprints of what this source has made of each parameter of a layer, which is whole."""
+        return [fingerprint(p) for p in layer.parameters]
 
 
 class SideStream:

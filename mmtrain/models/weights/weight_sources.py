@@ -1,45 +1,41 @@
-"""Where streamed decoder layers are kept: in the host's memory, or each of several ranks keeps a part of them.
+"""Where streamed decoder layers are kept: in the host's memory, in parts on several ranks, or in fewer bits.
 
-host    all bytes of a layer, in memory that a GPU reads by itself (page-locked); one copy for the ranks of a machine
-        that stream the same layers
-peers   1/S of them on each of S ranks' devices; a fetch is one all-gather
+host       all bytes of a layer, in memory that a GPU reads by itself (page-locked); one copy for the ranks of a machine
+           that stream the same layers
+peers      1/S of them on each of S ranks' devices; a fetch is one all-gather
+nf4, int8  codes and scales of bitsandbytes on the device; a fetch dequantises
 """
 
 from __future__ import annotations
 
+import hashlib
 import mmap
 import os
 import weakref
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from mmtrain.base.errors import UserError
 from mmtrain.base.printing import bytes_text
+from mmtrain.models.facts.quantised import BLOCK, Quantisation, is_quantised
 from mmtrain.models.weights.fingerprint import fingerprint
-from mmtrain.models.weights.streaming import SideStream, StreamedLayer, Wait
+from mmtrain.models.weights.streaming import SideStream, Source, StreamedLayer, Wait
 from mmtrain.plan.instructions import ALIGNMENT
 
 HAS_MEMORY_FILES = hasattr(os, "memfd_create")  # Linux
 
 
-class _Exact:
-    """What is fetched has the bits of what was kept."""
-
-    is_exact = True
-
-    def fingerprints(self, layer: StreamedLayer) -> list[str]:
-        return [fingerprint(p) for p in layer.parameters]
-
-
-class PeerSource(_Exact):
+class PeerSource(Source):
     """Each rank of a process group keeps an equal part of every layer, on its device."""
 
     name = "peers"
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
-        self.device = device
+        super().__init__(device)
         self._group = group
         self._rank, self._size = dist.get_rank(group), dist.get_world_size(group)
 
@@ -55,7 +51,7 @@ class PeerSource(_Exact):
         return dist.all_gather_into_tensor(layer.buffer, layer.kept, group=self._group, async_op=True).wait
 
 
-class HostSource(_Exact):
+class HostSource(Source):
     """All bytes of every layer are kept in host memory, once for all ranks of `group` that are on one machine.
 
     `group`, of ranks that keep the same layers at the same time, carries objects on the host; None: this rank alone.
@@ -65,7 +61,7 @@ class HostSource(_Exact):
     name = "host"
 
     def __init__(self, device: torch.device, group: dist.ProcessGroup | None = None) -> None:
-        self.device = device
+        super().__init__(device)
         self._beside = SideStream(device)
         self._group = group if HAS_MEMORY_FILES else None
         self._here: list[int] = []  # ranks of the group on this machine, the first of which fills the memory
@@ -73,9 +69,6 @@ class HostSource(_Exact):
             machines: list[tuple[str, ...]] = [()] * dist.get_world_size(self._group)
             dist.all_gather_object(machines, _machine(), group=self._group)
             self._here = [rank for rank, machine in enumerate(machines) if machine == _machine()]
-
-    def padded(self, size: int) -> int:
-        return size
 
     def keep(self, layer: StreamedLayer) -> torch.Tensor:
         """Raises UserError where the host has too little memory, or the GPU's driver cannot lock it."""
@@ -154,3 +147,64 @@ def _mapped(process: int, file: int, size: int) -> torch.Tensor:
             f"ranks of one machine cannot open each other's memory ({error.strerror}); start them as one user, on a "
             "/proc that is mounted without hidepid"
         ) from error
+
+
+class Codes(NamedTuple):
+    """A parameter that is kept: codes (uint8) and bitsandbytes' description of them, or, without that, itself."""
+
+    codes: torch.Tensor
+    state: Any
+
+
+class QuantisedSource(Source):
+    """Each rank keeps its streamed layers in fewer bits on its device; a fetch dequantises.
+
+    What computes are the dequantised weights, in the LLM's type; no activation is quantised. No module is exchanged, so
+    that whatever a family does with a weight works, fused experts too.
+    """
+
+    is_exact = False
+
+    def __init__(self, quantisation: Quantisation, device: torch.device) -> None:
+        import bitsandbytes.functional  # an extra, and it takes a second
+
+        super().__init__(device)
+        self.name = self.quantisation = quantisation
+        self._library = bitsandbytes.functional
+        self._beside = SideStream(device)
+
+    def keep(self, layer: StreamedLayer) -> Sequence[Codes]:
+        return [self._quantised(name, p) for name, p in zip(layer.names, layer.parameters, strict=True)]
+
+    @torch.no_grad()
+    def _quantised(self, name: str, parameter: torch.Tensor) -> Codes:
+        if not is_quantised(name, tuple(parameter.shape)):
+            return Codes(parameter.detach().clone(), None)
+        block = BLOCK[self.quantisation]
+        if self.quantisation == "nf4":
+            return Codes(*self._library.quantize_4bit(parameter.detach(), blocksize=block, quant_type="nf4"))
+        return Codes(*self._library.quantize_blockwise(parameter.detach(), blocksize=block))
+
+    def fetch(self, layer: StreamedLayer) -> Wait:
+        return self._beside.run(lambda: self._fill(layer))
+
+    @torch.no_grad()
+    def _fill(self, layer: StreamedLayer) -> None:
+        nf4 = self.quantisation == "nf4"
+        dequantize = self._library.dequantize_4bit if nf4 else self._library.dequantize_blockwise
+        for (codes, state), home in zip(layer.kept, layer.homes, strict=True):
+            if state is None:
+                home.copy_(codes)
+            elif home.device.type == "cuda":
+                dequantize(codes, state, out=home)
+            else:  # on a CPU it has no `out`
+                home.copy_(dequantize(codes, state))
+
+    def fingerprints(self, layer: StreamedLayer) -> list[str]:
+        return [self._fingerprint(codes, state) for codes, state in layer.kept]
+
+    def _fingerprint(self, codes: torch.Tensor, state: Any) -> str:
+        if state is None:
+            return fingerprint(codes)
+        text = f"{self.quantisation} {fingerprint(codes)} {fingerprint(state.absmax)}"
+        return hashlib.sha256(text.encode()).hexdigest()

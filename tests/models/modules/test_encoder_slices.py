@@ -31,10 +31,6 @@ from mmtrain.models.weights.fingerprint import fingerprint
 from mmtrain.plan.planner import make_plan
 
 DEPTH = 4
-LORA = {
-    "model__trainable": ("projector", "vision.*.lora_*"),
-    "model__lora": {"targets": ("vision.encoder.layers.0.mlp.fc1",), "r": 2},
-}
 # Kinds of timm ViTs that differ in what stands around and between blocks.
 TIMM = {
     "vit_timm": "vit_tiny_patch16_224",
@@ -199,14 +195,6 @@ def test_stages_with_slices_make_the_features_of_the_whole_encoder_and_have_its_
             fingerprint(p) for stage in stages for name, p in stage.global_parameters() if name.startswith("vision.")
         }
         assert held == set(fingerprints.values())
-
-
-@pytest.mark.parametrize("trained", [{"model__trainable": ("projector", "vision")}, LORA])
-def test_an_encoder_that_learns_is_refused_as_a_slice(tmp_path, trained):
-    save_parts(tmp_path)
-    config = make_config(tmp_path, **trained)
-    with pytest.raises(UserError, match=r"^parallel\.encoder_ranks: .*set it to 0"):
-        in_slices(config, (0, 1, 2))
 
 
 @pytest.fixture

@@ -13,11 +13,12 @@ from transformers.pytorch_utils import Conv1D
 
 from mmtrain.config.model import LoraSection
 from mmtrain.models.facts.families import WHOLE_LAST_LAYER, canonical_name
-from mmtrain.models.modules import language
 from mmtrain.models.modules.language import DecoderLayers, causal_config, load_decoder_layers
 from mmtrain.models.modules.lora import add_adapters, without_marks
 from mmtrain.models.modules.parity import measure_differences
 from mmtrain.models.modules.tiny import tiny_model
+from mmtrain.models.weights.streaming import StreamedLayers
+from mmtrain.models.weights.weight_sources import HostSource
 
 DOCUMENTS = (13, 6, 19)
 
@@ -58,10 +59,12 @@ def checkpoint(request, tmp_path_factory) -> tuple[str, Path]:
     return family, folder
 
 
-def load_all(family: str, folder: Path, dtype: torch.dtype) -> list[DecoderLayers]:
+def load_all(family: str, folder: Path, dtype: torch.dtype, **options) -> list[DecoderLayers]:
     borders = BORDERS.get(family, (0, 1, 4, 6))
     return [
-        load_decoder_layers(str(folder), first, last, embedding=i == 0, head=i == len(borders) - 2, dtype=dtype)
+        load_decoder_layers(
+            str(folder), first, last, embedding=i == 0, head=i == len(borders) - 2, dtype=dtype, **options
+        )
         for i, (first, last) in enumerate(itertools.pairwise(borders))
     ]
 
@@ -71,13 +74,12 @@ def tensors_of(model: PreTrainedModel) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-def test_the_union_of_slices_is_the_stock_model_tensor_by_tensor(checkpoint, dtype, monkeypatch):
+def test_the_union_of_slices_is_the_stock_model_tensor_by_tensor(checkpoint, dtype):
     family, folder = checkpoint
-    if dtype is torch.bfloat16:
-        monkeypatch.setattr(language, "LOADED_AT_ONCE", 1)  # layer by layer
+    layer_by_layer = {"streamed": StreamedLayers(HostSource(torch.device("cpu")))} if dtype is torch.bfloat16 else {}
     expected = tensors_of(AutoModelForCausalLM.from_pretrained(folder, dtype=dtype))
     seen = {}
-    for part in load_all(family, folder, dtype):
+    for part in load_all(family, folder, dtype, **layer_by_layer):
         for name, tensor in tensors_of(part.model).items():
             assert tensor.dtype == expected[name].dtype, name
             assert torch.equal(tensor, expected[name]), name

@@ -3,7 +3,6 @@
 import gc
 import itertools
 import json
-import re
 import shutil
 import subprocess
 import sys
@@ -92,32 +91,6 @@ def test_logits_carry_the_familys_own_scaling_and_soft_cap(family):
     assert [name for name, _ in part.named_parameters()] == names  # the shell around the head is no submodule
 
 
-def test_a_slice_is_frozen_and_in_eval_mode(folder):
-    part = load_decoder_layers(str(folder), 2, 4, embedding=False, head=False, dtype=torch.float32)
-    assert not any(p.requires_grad for p in part.parameters())
-    assert not any(module.training for module in part.modules())
-
-
-def test_the_stock_model_is_left_alone_by_slice_of(model):
-    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    part = slice_of(model, 2, 4, embedding=False, head=False)
-    for parameter in part.parameters():
-        parameter.data.fill_(0)
-    assert model.config._attn_implementation == "sdpa"
-    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
-
-
-def test_micro_batches_in_flight_keep_their_own_gradients(model, hidden):
-    part = slice_of(model, 2, 4, embedding=False, head=False)
-    inputs = [hidden.clone().requires_grad_(), (2 * hidden).requires_grad_()]
-    outputs = [part(x, POSITIONS) for x in inputs]
-    for x, y in zip(inputs, outputs, strict=True):
-        y.sum().backward()
-        alone = x.detach().requires_grad_()
-        (expected,) = torch.autograd.grad(part(alone, POSITIONS).sum(), alone)
-        assert torch.equal(x.grad, expected)
-
-
 @pytest.mark.parametrize(("first", "last"), [(0, 2), (2, 4), (4, 6)])
 def test_no_activation_outlives_its_micro_batch(model, hidden, first, last):
     part = slice_of(model, first, last, embedding=first == 0, head=last == 6)
@@ -203,121 +176,78 @@ def test_a_tied_head_alone_holds_its_own_copy_and_beside_the_embedding_one_matri
     assert whole.head_parameters()[0] is dict(whole.global_parameters())["llm.embedding.weight"]
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3_moe", "gpt2"])
-def test_only_the_slices_own_tensors_are_opened(family, tmp_path, opened):
-    path = save(make_model(family), tmp_path)
-    on_disk = set(load_file(tmp_path / "model.safetensors"))
-    layers = {"llama": "model.layers", "qwen3_moe": "model.layers", "gpt2": "transformer.h"}[family]
-    rest = {name for name in on_disk if not name.startswith(layers)}
-    tails = {"model.norm.weight", "lm_head.weight", "transformer.ln_f.weight", "transformer.ln_f.bias"} & rest
-    tied = {"transformer.wte.weight"} & rest
-    everything = set()
-    for (first, last), others in {(0, 2): rest - tails, (2, 5): set(), (5, 6): tails | tied}.items():
-        opened.clear()
-        load_decoder_layers(path, first, last, embedding=first == 0, head=last == 6, dtype=torch.float32)
-        own = {name for name in on_disk if re.match(rf"{layers}\.[{first}-{last - 1}]\.", name)}
-        assert opened == own | others
-        everything |= opened
-    assert everything == on_disk
-
-
-def write_hollow_checkpoint(file: Path, shapes: dict[str, torch.Size]) -> int:
-    """A bf16 safetensors file of zeros that takes no room on the disk, and as much memory as any other when read."""
+def hollow_checkpoint(folder: Path, layers: int, **sizes) -> tuple[int, int]:
+    """A bf16 llama of zeros that takes no room on the disk, and memory as any other when read; its bytes, a layer's."""
+    config = LlamaConfig(intermediate_size=4096, num_hidden_layers=layers, vocab_size=1000, **sizes)
+    config.save_pretrained(folder)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
     header, end = {}, 0
-    for name, shape in shapes.items():
-        begin, end = end, end + 2 * shape.numel()
-        header[name] = {"dtype": "BF16", "shape": list(shape), "data_offsets": [begin, end]}
+    for name, parameter in model.named_parameters():
+        begin, end = end, end + 2 * parameter.numel()
+        header[name] = {"dtype": "BF16", "shape": list(parameter.shape), "data_offsets": [begin, end]}
     text = json.dumps({"__metadata__": {"format": "pt"}, **header}).encode()
-    with file.open("wb") as stream:
+    with (folder / "model.safetensors").open("wb") as stream:
         stream.write(len(text).to_bytes(8, "little") + text)
         stream.truncate(8 + len(text) + end)
-    return end
+    return end, sum(2 * p.numel() for p in model.model.layers[0].parameters())
 
 
-def test_a_rank_keeps_no_more_than_its_slice_in_memory(tmp_path):
-    config = LlamaConfig(
-        hidden_size=2048, intermediate_size=4096, num_hidden_layers=8, num_attention_heads=16, vocab_size=1000
-    )
-    config.save_pretrained(tmp_path)
-    with torch.device("meta"):
-        shapes = {name: p.shape for name, p in AutoModelForCausalLM.from_config(config).named_parameters()}
-    whole = write_hollow_checkpoint(tmp_path / "model.safetensors", shapes)
-    assert whole > 600 * 2**20
-    script = """if True:
-        import json, sys
+def in_process(script: str, folder: Path) -> list[int]:
+    """Numbers that a script prints, in which `memory` is the kB of a line of /proc/self/status, in bytes."""
+    start = """if True:
+        import json, sys, threading
         import torch
         import transformers.models.llama.modeling_llama
         from mmtrain.models.modules.language import load_decoder_layers
-        torch.set_num_threads(1)
-        def peak():
-            with open("/proc/self/status") as lines:
-                return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM"))
-        before = peak()
-        part = load_decoder_layers(sys.argv[1], 2, 4, embedding=False, head=False, dtype=torch.bfloat16)
-        for parameter in part.parameters():
-            parameter.sum()
-        print(json.dumps([peak() - before, sum(p.numel() * 2 for p in part.parameters())]))
-    """
-    done = subprocess.run(
-        [sys.executable, "-c", script, str(tmp_path)], capture_output=True, text=True, timeout=120, check=True
-    )
-    (tmp_path / "model.safetensors").unlink()
-    growth, own = json.loads(done.stdout.splitlines()[-1])
-    assert 0.2 * whole < own < 0.3 * whole
-    assert growth < 1.25 * own + 32 * 2**20, f"{growth / 2**20:.0f} MiB for a slice of {own / 2**20:.0f}"
-
-
-def test_loading_layers_that_are_streamed_takes_the_memory_of_one(tmp_path):
-    config = LlamaConfig(
-        hidden_size=1024, intermediate_size=4096, num_hidden_layers=6, num_attention_heads=8, vocab_size=1000
-    )
-    config.save_pretrained(tmp_path)
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
-    layer = sum(2 * p.numel() for p in model.model.layers[0].parameters())
-    write_hollow_checkpoint(tmp_path / "model.safetensors", {name: p.shape for name, p in model.named_parameters()})
-    script = """if True:
-        import json, sys, threading, time
-        import torch
-        import transformers.models.llama.modeling_llama
-        from mmtrain.models.modules import language
         from mmtrain.models.weights.streaming import StreamedLayers
         from mmtrain.models.weights.weight_sources import HostSource
         torch.set_num_threads(1)
-        language.LOADED_AT_ONCE = 1
-        def own():
+        def memory(kind):
             with open("/proc/self/status") as lines:
-                return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("RssAnon"))
-        before, peak, ended = own(), 0, threading.Event()
+                return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(kind))
+    """
+    command = [sys.executable, "-c", start + script, str(folder)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    (folder / "model.safetensors").unlink()
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def test_a_rank_keeps_no_more_than_its_slice_in_memory(tmp_path):
+    whole, layer = hollow_checkpoint(tmp_path, 8, hidden_size=2048, num_attention_heads=16)
+    assert whole > 600 * 2**20
+    script = """
+        before = memory("VmHWM")
+        part = load_decoder_layers(sys.argv[1], 2, 4, embedding=False, head=False, dtype=torch.bfloat16)
+        for parameter in part.parameters():
+            parameter.sum()
+        print(json.dumps([memory("VmHWM") - before]))
+    """
+    [growth] = in_process(script, tmp_path)
+    assert growth < 1.25 * 2 * layer + 32 * 2**20, f"{growth / 2**20:.0f} MiB for 2 layers of {layer / 2**20:.0f}"
+
+
+def test_loading_layers_that_are_streamed_takes_the_memory_of_one(tmp_path):
+    _, layer = hollow_checkpoint(tmp_path, 6, hidden_size=1024, num_attention_heads=8)
+    script = """
+        before, peak, ended = memory("RssAnon"), 0, threading.Event()
         def watch():
             global peak
             while not ended.wait(0.001):
-                peak = max(peak, own())
+                peak = max(peak, memory("RssAnon"))
         watching = threading.Thread(target=watch)
         watching.start()
         streamed = StreamedLayers(HostSource(torch.device("cpu")))
         ends = {"embedding": True, "head": True, "dtype": torch.bfloat16}
-        part = language.load_decoder_layers(sys.argv[1], 0, 6, **ends, streamed=streamed, streamed_numbers=range(6))
+        part = load_decoder_layers(sys.argv[1], 0, 6, **ends, streamed=streamed, streamed_numbers=range(6))
         ended.set()
         watching.join()
-        print(json.dumps([peak - before, own() - before, len(streamed.layers)]))
+        print(json.dumps([peak - before, memory("RssAnon") - before, len(streamed.layers)]))
     """
-    done = subprocess.run(
-        [sys.executable, "-c", script, str(tmp_path)], capture_output=True, text=True, timeout=120, check=True
-    )
-    (tmp_path / "model.safetensors").unlink()
-    peak, left, layers = json.loads(done.stdout.splitlines()[-1])
+    peak, kept, layers = in_process(script, tmp_path)
     assert layers == 6 and layer > 30 * 2**20
     assert peak < 1.25 * layer + 16 * 2**20, f"{peak / 2**20:.0f} MiB for layers of {layer / 2**20:.0f}"
-    assert left < 32 * 2**20, "what is kept is not the process's own"
-
-
-def test_a_slice_in_memory_is_private_to_its_rank(folder):
-    stored = (folder / "model.safetensors").read_bytes()
-    part = load_decoder_layers(str(folder), 2, 4, embedding=False, head=False, dtype=torch.float32)
-    for parameter in part.parameters():
-        parameter.data.add_(1)
-    assert (folder / "model.safetensors").read_bytes() == stored
+    assert kept < 32 * 2**20, "what is kept is not the process's own"
 
 
 def test_checkpoints_saved_without_the_lm_head_load_too(tmp_path):
@@ -328,11 +258,10 @@ def test_checkpoints_saved_without_the_lm_head_load_too(tmp_path):
     for layer in range(6):
         tensors[f"h.{layer}.attn.bias"] = torch.ones(1, 1, 8, 8)
     save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    expected = dict(stock.named_parameters(remove_duplicate=False))
     for first, last in ((0, 3), (3, 6)):
-        part = load_decoder_layers(
-            str(tmp_path), first, last, embedding=first == 0, head=last == 6, dtype=torch.float32
-        )
-        expected = dict(stock.named_parameters(remove_duplicate=False))
+        ends = {"embedding": first == 0, "head": last == 6}
+        part = load_decoder_layers(str(tmp_path), first, last, **ends, dtype=torch.float32)
         for name, parameter in part.model.named_parameters():
             assert torch.equal(parameter, expected[name]), name
 

@@ -15,8 +15,8 @@ from mmtrain.models.modules.attention import ATTENTION, document_positions
 from mmtrain.models.modules.bookends import decoder_layers
 from mmtrain.models.modules.language import load_decoder_layers
 from mmtrain.models.modules.tiny import VOCABULARY, tiny_model
-from mmtrain.models.weights.quantised_source import QuantisedSource
 from mmtrain.models.weights.streaming import StreamedLayers
+from mmtrain.models.weights.weight_sources import QuantisedSource
 
 CPU = torch.device("cpu")
 POSITIONS = torch.cat([torch.arange(13), torch.arange(9)])[None]
