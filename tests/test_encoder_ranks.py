@@ -7,7 +7,6 @@ import json
 import os
 import re
 import signal
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -166,6 +165,7 @@ def test_an_encoder_that_cannot_be_cut_is_refused_or_stays_on_rank_0(tiny, tmp_p
     assert json.loads((tmp_path / "measured.json").read_text())["encode_stem_bytes"] is None
 
 
+@pytest.mark.nightly
 def test_kill_9_of_a_rank_in_the_middle_of_the_chain_names_it(tiny, tmp_path):
     with training(tiny, tmp_path) as command:
         wait_for_steps(command, tmp_path, 2)
@@ -173,34 +173,6 @@ def test_kill_9_of_a_rank_in_the_middle_of_the_chain_names_it(tiny, tmp_path):
         assert command.seconds_until_gone(timeout=20) < 10
         assert command.wait() == 1
     assert re.match(r"error: rank 1 \(stage 1\) was killed by SIGKILL \(.*\) in step \d+ .*, at [A-Z]", command.stderr)
-
-
-@pytest.mark.nightly
-def test_a_rank_of_the_chain_that_stands_still_ends_the_run_and_the_ranks_that_wait_say_where(tiny, tmp_path):
-    with training(tiny, tmp_path, "parallel.timeout_seconds=5") as command:
-        wait_for_steps(command, tmp_path, 2)
-        os.kill(pid_of(tmp_path, 1), signal.SIGSTOP)
-        assert command.wait(60) == 1
-        assert command.seconds_until_gone(timeout=20) < 10
-    assert re.match(r"error: rank \d \(stage \d\) lost its connection to another rank in step \d+ ", command.stderr)
-    assert re.search(r"\n  rank 1 \(stage 1\) was in step \d+ \(counted from 0\), at [A-Z]", command.stderr)
-
-
-@pytest.mark.nightly
-def test_ranks_of_the_chain_that_are_late_change_nothing(tiny, tmp_path):
-    few = ("train.max_steps=20", "data.ledger=true")
-    with training(tiny, tmp_path / "alone", *few, "parallel.encoder_ranks=0") as command:
-        assert command.wait(200) == 0, command.stderr
-    with training(tiny, tmp_path / "late", *few) as command:
-        wait_for_steps(command, tmp_path / "late", 2)
-        for rank in (1, 2, 0):
-            os.kill(pid_of(tmp_path / "late", rank), signal.SIGSTOP)
-            time.sleep(0.5)
-            os.kill(pid_of(tmp_path / "late", rank), signal.SIGCONT)
-        assert command.wait(200) == 0, command.stderr
-    alone, late = (tmp_path / name / "tiny" for name in ("alone", "late"))
-    for file in ("samples.jsonl", "checkpoints/step-00000020/projector.safetensors"):
-        assert (alone / file).read_bytes() == (late / file).read_bytes(), file
 
 
 @pytest.mark.nightly

@@ -7,7 +7,6 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import CONFIG_MAPPING, PreTrainedModel
 
 from mmtrain.models.facts.families import WHOLE_LAST_LAYER
-from mmtrain.models.modules import last_layer
 from mmtrain.models.modules.attention import Documents
 from mmtrain.models.modules.bookends import decoder_layers
 from mmtrain.models.modules.language import DecoderLayers, slice_of
@@ -107,31 +106,6 @@ def test_a_trainable_last_layer_gets_the_stock_models_gradients():
         assert close(parameter.grad, expected[name]), name
 
 
-def seen_tokens(part: DecoderLayers) -> dict[str, list[int]]:
-    """Tokens that each module of the last decoder layer, and the final norm, is called with."""
-    seen: dict[str, list[int]] = {}
-    modules = dict(decoder_layers(part.model)[-1].named_modules())
-    for name, module in {**modules, "norm": part.model.model.norm}.items():
-        if not list(module.children()):
-
-            def note(_, inputs, name=name):
-                seen.setdefault(name, []).append(inputs[0].numel() // inputs[0].shape[-1])
-
-            module.register_forward_pre_hook(note)
-    return seen
-
-
-def test_only_what_keys_and_values_need_is_run_for_all_tokens():
-    model = model_of("llama")
-    part = narrow_slice(model)
-    seen = seen_tokens(part)
-    part.forward_rows(embeddings_of(model), POSITIONS, PLACES)
-    few, all_tokens = len(PLACES), POSITIONS.numel()
-    for name in ("self_attn.o_proj", "mlp.gate_proj", "mlp.down_proj", "post_attention_layernorm", "norm"):
-        assert seen[name] == [few], name
-    assert seen["input_layernorm"] == [all_tokens, few]
-
-
 def matrix_products(part: DecoderLayers, hidden: torch.Tensor) -> int:
     """FLOPs of all linear layers, forward and backward; rotations are bmm in some versions of transformers."""
     with FlopCounterMode(display=False) as counter:
@@ -156,11 +130,11 @@ def test_nothing_is_multiplied_that_has_no_part_in_the_result(family):
 def test_a_head_without_layers_norms_its_rows_alone():
     model = model_of("llama")
     part = slice_of(model, LAYERS, LAYERS, embedding=False, head=True)
-    seen = seen_tokens(part)
+    norm, tokens = part.model.model.norm, []
+    norm.register_forward_pre_hook(lambda _, inputs: tokens.append(inputs[0].numel() // inputs[0].shape[-1]))
     hidden = embeddings_of(model)
-    rows = part.forward_rows(hidden, POSITIONS, PLACES)
-    assert torch.equal(rows, model.model.norm(hidden.flatten(0, 1)[PLACES]))
-    assert seen["norm"] == [len(PLACES)]
+    assert torch.equal(part.forward_rows(hidden, POSITIONS, PLACES), model.model.norm(hidden.flatten(0, 1)[PLACES]))
+    assert tokens == [len(PLACES)]
 
 
 @pytest.mark.parametrize("first", [0, LAYERS])
@@ -205,15 +179,6 @@ def test_all_tokens_run_as_ever_after_rows_and_after_an_error():
     with pytest.raises(IndexError):
         part.forward_rows(hidden, POSITIONS, torch.tensor([POSITIONS.numel()]))
     assert torch.equal(part(hidden, POSITIONS), expected)
-
-
-def test_a_layer_that_has_no_cache_or_ignores_it_is_no_layer_for_rows():
-    rows = Rows.of(torch.tensor([0]), torch.device("cpu"))
-    hidden = torch.zeros(1, 2, 4)
-    with pytest.raises(TypeError, match="has no argument for a cache"):
-        last_layer.run_on_rows(lambda hidden: hidden, [], [], rows, hidden)
-    with pytest.raises(TypeError, match="does not use its cache"):
-        last_layer.run_on_rows(lambda hidden, past_key_values=None: hidden, [], [], rows, hidden)
 
 
 def one_token_too_far(documents: Documents, places: torch.Tensor) -> Documents:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import bitsandbytes
 import bitsandbytes.functional as bnb
 import pytest
 import torch
@@ -23,7 +22,7 @@ POSITIONS = torch.cat([torch.arange(13), torch.arange(9)])[None]
 LAYERS = 6
 
 
-@pytest.fixture(scope="module", params=["llama", "qwen2", "mixtral", "gpt2", "gemma2", "qwen3_moe"])
+@pytest.fixture(scope="module", params=["llama", "mixtral", "gpt2", "gemma2"])
 def checkpoint(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp(request.param)
     config = CONFIG_MAPPING[request.param](num_hidden_layers=LAYERS)
@@ -94,24 +93,6 @@ def test_outputs_and_gradients_are_those_of_the_stock_model_with_the_same_weight
         assert not torch.equal(seen, whole)
     kept = [x for layer in part.streamed.layers.values() for x in layer.kept]
     assert all(state is not None for codes, state in kept if codes.dtype == torch.uint8)
-
-
-def test_outputs_and_gradients_are_those_of_linear4bit(tmp_path):
-    """Fresh and in train mode: one forward in eval mode without gradients would repack its weights for AVX512."""
-    tiny_model(CONFIG_MAPPING["llama"](num_hidden_layers=LAYERS), seed=0).save_pretrained(tmp_path)
-    found = of_slice(streamed_model(tmp_path, torch.bfloat16, "nf4"), torch.bfloat16)
-    model = stock(tmp_path, torch.bfloat16).train()
-    for layer in decoder_layers(model):
-        for name, module in list(layer.named_modules()):
-            if isinstance(module, nn.Linear):
-                options = {"compute_dtype": torch.bfloat16, "compress_statistics": False, "quant_type": "nf4"}
-                other = bitsandbytes.nn.Linear4bit(module.in_features, module.out_features, bias=False, **options)
-                other.weight = bitsandbytes.nn.Params4bit(
-                    module.weight.detach(), requires_grad=False, compress_statistics=False, quant_type="nf4"
-                )
-                layer.set_submodule(name, other.to(CPU))
-    for seen, expected in zip(found, of_stock(model, torch.bfloat16), strict=True):
-        assert (seen - expected).float().norm() <= 1e-5 * expected.float().norm()
 
 
 @pytest.mark.parametrize("quantisation", ["nf4", "int8"])
