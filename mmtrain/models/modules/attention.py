@@ -51,12 +51,12 @@ _WITHOUT_EFFECT = frozenset(
 class Documents:
     """Which tokens attend to which, in the place of an attention mask.
 
-    Each of `runs` is (row, begin, first, end): tokens [first, end) of a row have queries, and each sees its document,
-    which begins at `begin`, as far as itself. `window` is the number of tokens that it sees, itself included (None:
-    all). Queries lie end to end in the order of runs; keys and values are those of all tokens.
+    Each of `runs` is (row, begin, first, end): tokens [first, end) of a row have queries, which lie end to end, and see
+    their document, which begins at `begin`, as far as themselves. `window` is the number of tokens that one sees,
+    itself included (None: all). Keys and values are those of all tokens.
 
-    Where all tokens have queries, a run is a document. `offsets` (documents + 1,) int32, on the device, are then the
-    borders of documents when rows lie end to end, and `longest` is in tokens. The flash kernel takes them.
+    Where all tokens have queries, a run is a document, and for flash attention there are `offsets` (documents + 1,)
+    int32, on the device, the borders of documents when rows lie end to end, and `longest`, in tokens.
     """
 
     runs: tuple[tuple[int, int, int, int], ...]
@@ -98,8 +98,8 @@ def document_positions(position_ids: torch.Tensor, no_padding: torch.Tensor | No
     """Within this context a model's masks also end where `position_ids` (B, L) restart.
 
     Needed although the model receives position_ids too: gpt_oss, afmoe and opt do not pass them to their masks.
-    `no_padding`, (B, L) of true, is the attention mask that the model gets. With it transformers does not search for
-    documents, and with position_ids on the host, the host waits for nothing.
+    `no_padding`, (B, L) of true, is the attention mask that the model gets, so that transformers does not look for
+    documents. With position_ids on the host, the host then waits for nothing.
     """
     token = _POSITIONS.set(_Positions(position_ids, no_padding))
     try:
@@ -123,8 +123,8 @@ def packed_mask(
 ) -> Documents:
     """Return the documents of a forward call, where transformers would build a mask (AttentionMaskInterface).
 
-    `local_size` is the window or chunk size in tokens. Raises ValueError for what Documents cannot express: padding
-    masks, caches, functions that the model lays over the causal mask, and tokens that see later ones.
+    `local_size` is the window or chunk size in tokens. Raises ValueError for padding masks, caches, functions that the
+    model lays over the causal mask, and tokens that see later ones.
     """
     set_positions = _POSITIONS.get()
     ours = None if set_positions is None else set_positions.no_padding
@@ -170,7 +170,7 @@ def packed_mask(
 
 
 def _looked_up(mask_function: Callable[..., Any]) -> Iterator[torch.Tensor]:
-    """Tensors that a function of transformers' masking_utils, or one that it is made of, holds on to."""
+    """Tensors in the closure of a function of transformers' masking_utils, or of one that it is made of."""
     for cell in getattr(mask_function, "__closure__", None) or ():
         content = cell.cell_contents
         for value in content if isinstance(content, (tuple, list)) else (content,):
@@ -198,8 +198,8 @@ def packed_attention(
     """Causal attention within documents; transformers calls this in every attention layer (AttentionInterface).
 
     `query` (B, H, L, D), `key` (B, K, L, D), `value` (B, K, L, E) with H a multiple of K; `softcap` bounds the scores
-    (gemma2), `s_aux` (H,) are attention sinks (gpt_oss). Returns (B, L, H, E). Raises TypeError for an argument that
-    this attention does not know: a family that needs it would otherwise be silently wrong.
+    (gemma2), `s_aux` (H,) are attention sinks (gpt_oss). Returns (B, L, H, E). Raises TypeError for an argument that it
+    does not know: a family that needs it would be silently wrong.
     """
     name = type(module).__name__
     if not isinstance(attention_mask, Documents):
@@ -227,10 +227,7 @@ def attend_by_document(
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Attend in one call per run, or in one for all documents if they are equally long; any device and dtype.
-
-    Shapes as in `packed_attention`.
-    """
+    """Attend in one call per run, or in one for documents of one length; shapes as in `packed_attention`."""
     lengths = {end - begin for _, begin, _, end in documents.runs}
     if len(lengths) == 1 and documents.offsets is not None:
         equal = (states.unflatten(2, (-1, *lengths)).transpose(1, 2).flatten(0, 1) for states in (query, key, value))
@@ -255,8 +252,8 @@ def attend_by_document(
 def _split(states: torch.Tensor, lengths: Sequence[int]) -> list[torch.Tensor]:
     """(1, H, L, D) into (1, H, length, D) of each length.
 
-    Not by slices, each of whose gradients would be written into a tensor of the whole length; and along tokens as they
-    lie in memory, (1, L, H, D), so that gradients are joined without being laid out anew.
+    Not by slices, whose gradients are tensors of the whole length; and along tokens as they lie in memory,
+    (1, L, H, D), so that gradients are joined without being laid out anew.
     """
     return [part.transpose(1, 2) for part in states.transpose(1, 2).split(lengths, dim=1)]
 
@@ -272,8 +269,8 @@ def _attend(
 ) -> torch.Tensor:
     """Attention of one document's last m of n tokens, (B, H, m, D) to (B, m, H, E).
 
-    Soft-capped scores and sinks are as gemma2 and gpt_oss define them in transformers. They make the (B, H, m, n)
-    scores, which torch's fused kernels avoid: 4,096 tokens and 16 heads take 1 GB in fp32.
+    Soft caps and sinks are as in gemma2 and gpt_oss of transformers. They cost the (B, H, m, n) scores, which torch's
+    fused kernels avoid: 1 GB in fp32 for 4,096 tokens and 16 heads.
     """
     queries, keys, groups = q.shape[2], k.shape[2], q.shape[1] // k.shape[1]
     if softcap is None and sinks is None:
@@ -295,7 +292,7 @@ def _attend(
 
 
 def _visible(queries: int, keys: int, window: int | None, device: torch.device) -> torch.Tensor:
-    """Boolean (queries, keys): which token (column) each of the last tokens (rows) of one document sees."""
+    """Boolean (queries, keys): which tokens each of a document's last tokens sees."""
     i, j = torch.arange(keys - queries, keys, device=device)[:, None], torch.arange(keys, device=device)
     seen = i >= j
     return seen if window is None else seen & (i - j < window)
@@ -307,8 +304,8 @@ def _visible(queries: int, keys: int, window: int | None, device: torch.device) 
 def flash_varlen_attn(*arguments: Any, **options: Any) -> torch.Tensor:
     """torch's variable-length attention by flash attention, forward and therefore backward.
 
-    Left to itself torch 2.15 prefers cuDNN on Hopper and Blackwell, which builds a graph for every new shape, and every
-    pack has another: 42 to 51 ms a call instead of 0.25 (pytorch pull request 191576). Earlier releases have no choice.
+    torch 2.15 prefers cuDNN on Hopper and Blackwell, which builds a graph for every new shape, and every pack has
+    another: 42 to 51 ms a call instead of 0.25 (pytorch pull request 191576).
     """
     with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
         return varlen_attn(*arguments, **options)
@@ -317,7 +314,7 @@ def flash_varlen_attn(*arguments: Any, **options: Any) -> torch.Tensor:
 def attend_flash(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, documents: Documents, scale: float
 ) -> torch.Tensor:
-    """Attend in one call for all documents of all rows (fp16 or bf16, on a GPU). Shapes as in `packed_attention`.
+    """Attend in one call for all documents of all rows, as `packed_attention`; fp16 or bf16, on a GPU.
 
     The kernel's window is (tokens to the left, tokens to the right): (W - 1, 0) for W tokens, itself included, (-1, 0)
     for plain causal attention. The queries of a sequence are its last tokens, as in flash attention since 2.1.
@@ -345,10 +342,7 @@ def attend_flash(
 def _sequences(
     documents: Documents, length: int, device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, int, int]:
-    """Each run as a sequence of its own: places of its keys, offsets of queries and of keys, the longest of both.
-
-    A document's keys come once for each of its runs.
-    """
+    """A sequence with its own keys for each run: places of keys, offsets of queries and keys, longest of both."""
     runs = documents.runs
     queries, keys = [end - first for _, _, first, end in runs], [end - begin for _, begin, _, end in runs]
     places = torch.cat([torch.arange(row * length + begin, row * length + end) for row, begin, _, end in runs])
@@ -383,7 +377,7 @@ def record_backends() -> Iterator[set[AttentionBackend]]:
 
 
 def describe_backends(backends: Sequence[Collection[AttentionBackend]]) -> tuple[list[dict[str, Any]], list[str]]:
-    """Return a record and a line of text for each backend that ranks use; `backends` are those of each rank in turn."""
+    """Return a record and a line of text for each backend; `backends` are those of each rank in turn."""
     ranks_of: dict[AttentionBackend, list[int]] = {}
     for rank, used in enumerate(backends):
         for backend in sorted(used, key=str):
@@ -403,9 +397,9 @@ def use_flash(
 ) -> bool:
     """Whether flash attention takes these tensors, and is right on this GPU; `extras` names what else is asked for.
 
-    The first call for heads of one kind compares flash attention with attention by document. It must not happen inside
-    a layer that is recomputed in backward: what the comparison saves would end in torch's CheckpointError. So a stage
-    runs once without gradients when it is built (`Stage.try_out`).
+    The first call for heads of one kind compares it with attention by document. Inside a layer that is recomputed in
+    backward that would end in torch's CheckpointError. So a stage runs once without gradients when it is built
+    (`Stage.try_out`).
     """
     reason = _reason_against_flash(query, key, value, documents, extras)
     if reason is None:

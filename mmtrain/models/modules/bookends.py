@@ -38,17 +38,16 @@ class Bookend(nn.Module):
 
 
 class AbsentEmbedding(nn.Module):
-    """In the place of learned position embeddings on stages behind decoder layer 0, where their sum is thrown away."""
+    """In the place of learned position embeddings behind decoder layer 0, where their sum is thrown away."""
 
     def forward(self, *_: Any, **__: Any) -> torch.Tensor:
         return torch.zeros(())
 
 
 def decoder_path(model: PreTrainedModel) -> tuple[str, str]:
-    """Where a stock causal LM holds its decoder: path of the module that runs the layers, and its name for their list.
+    """Path of the module that runs a stock causal LM's decoder layers, and its name for their list.
 
-    ("model", "layers") for llama, ("model.decoder", "layers") for opt, ("transformer", "h") for gpt2. Raises UserError
-    where there is no such list.
+    ("model", "layers") for llama, ("transformer", "h") for gpt2. Raises UserError where there is no such list.
     """
     for name, module in model.named_modules():
         if isinstance(module, nn.ModuleList) and canonical_name(f"{name}.0.weight") == "llm.layers.0.weight":
@@ -58,14 +57,14 @@ def decoder_path(model: PreTrainedModel) -> tuple[str, str]:
 
 
 def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
-    """The list of decoder layers of a stock causal LM, absent ones included."""
+    """Decoder layers of a stock causal LM, absent ones included."""
     return model.get_submodule(".".join(decoder_path(model)))
 
 
 def absent_modules(
     model: PreTrainedModel, first: int, last: int, *, embedding: bool, head: bool
 ) -> dict[nn.Module, nn.Module]:
-    """Every module that a slice of decoder layers [first, last) does not hold, with what stands in its place.
+    """Map every module that a slice of decoder layers [first, last) does not hold to what takes its place.
 
     Learned position embeddings belong to the slice that holds decoder layer 0. Raises UserError for a family with other
     parameters outside its decoder layers, which more than one stage would need.
@@ -94,7 +93,7 @@ def absent_modules(
 
 
 def holds_layer_0(first: int, last: int) -> bool:
-    """Whether decoder layer 0 is in [first, last): that slice also holds what feeds it beside the embedding."""
+    """Whether decoder layer 0, and with it what feeds it beside the embedding, is in [first, last)."""
     return first == 0 and last > 0
 
 

@@ -53,13 +53,13 @@ from mmtrain.models.weights.streaming import StreamedLayers
 
 @dataclass
 class _HeadInput(MoeModelOutputWithPast):
-    """What a stock causal LM reads of its base model's output, over all families."""
+    """All that stock causal LMs read of their base model's output."""
 
     cross_attentions: tuple[torch.Tensor, ...] | None = None
 
 
 class _PassThrough(nn.Module):
-    """A decoder that returns its input: what then remains of the causal LM is its head."""
+    """In the place of the decoder: of the causal LM the head remains."""
 
     def forward(self, *_: Any, inputs_embeds: torch.Tensor, **__: Any) -> _HeadInput:
         return _HeadInput(last_hidden_state=inputs_embeds)
@@ -78,10 +78,7 @@ class DecoderLayers(nn.Module):
         head: bool,
         streamed: StreamedLayers | None = None,
     ) -> None:
-        """`model` is a stock causal LM in which all other parts have been replaced (`load_decoder_layers`, `slice_of`).
-
-        `streamed` has those of its layers, and maybe others, that are whole only while they compute.
-        """
+        """`model` is a stock causal LM in which all other parts are replaced; `streamed` has its streamed layers."""
         super().__init__()
         self.model = model.requires_grad_(False)
         self.first, self.last = first, last
@@ -95,16 +92,15 @@ class DecoderLayers(nn.Module):
         self.eval()
 
     def embed(self, input_ids: torch.Tensor) -> torch.Tensor:
-        """Token ids (B, L) int64 -> embeddings (B, L, D), as the stock model's input embedding makes them."""
+        """Token ids (B, L) int64 -> embeddings (B, L, D), by the stock model's input embedding."""
         assert self.has_embedding, "this slice has no embedding"
         return self.model.get_input_embeddings()(input_ids)
 
     def forward(self, hidden: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
         """Hidden states (B, L, D) through the slice's decoder layers, and the final norm if it has the head.
 
-        `position_ids` (B, L) restart at 0 in each document; tokens attend within their document only. On a GPU the host
-        waits for them, unless they are on the CPU. A slice that holds decoder layer 0 takes what `embed` returned (with
-        image features in it). Calls must not overlap.
+        `position_ids` (B, L) restart at 0 in each document; the host waits for them, unless they are on the CPU. A
+        slice that holds decoder layer 0 takes what `embed` returned, with image features in it. Calls must not overlap.
         """
         if self.first == self.last and not self.has_head:
             return hidden
@@ -113,9 +109,8 @@ class DecoderLayers(nn.Module):
     def forward_rows(self, hidden: torch.Tensor, position_ids: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
         """With the head: `forward`'s result for some tokens alone, (S, D).
 
-        `places` (S,) int64 rise over rows laid end to end; there may be none. What comes after the last use of other
-        tokens is left out: the final norm, and most of the last decoder layer after `narrow_last_layer`. On a GPU the
-        host waits for `places`, too, unless they are on the CPU.
+        `places` (S,) int64, on the CPU lest the host waits, rise over rows laid end to end; there may be none. Other
+        tokens skip the final norm and, after `narrow_last_layer`, most of the last decoder layer.
         """
         assert self.has_head, "only a slice with the head has results that are not handed on"
         count = len(places)
@@ -175,28 +170,22 @@ class DecoderLayers(nn.Module):
         return list(self.model.get_output_embeddings().parameters()) if self.has_head else []
 
     def global_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Every parameter of the slice with its global name; a tied head beside its embedding is one parameter."""
+        """Yield every parameter with its global name; a tied head beside its embedding is one parameter."""
         for name, parameter in self.model.named_parameters():
             yield canonical_name(without_marks(name)), parameter
 
     def recompute(self, count: int) -> None:
         """Let the first `count` of the slice's decoder layers recompute their activations in backward (0: none).
 
-        Such a layer saves only its input and costs a second forward. Unlike transformers' gradient checkpointing this
-        works in eval mode, and it leaves the names of parameters as they are.
+        Such a layer saves its input alone. Cost: a second forward. Unlike transformers' gradient checkpointing this
+        works in eval mode and leaves the names of parameters as they are.
         """
-        assert count >= 0, count
         self._recomputed = count
         self._dress_layers(narrow=self._last_layer is not None)
 
     def narrow_last_layer(self) -> None:
-        """Let `forward_rows` run the last decoder layer for its rows alone; see `parity.takes_rows` for which families.
-
-        Exact up to rounding, in gradients too, and with recomputation.
-        """
-        assert self.has_head and self.first < self.last, (
-            "the slice does not hold both the last decoder layer and the head"
-        )
+        """Let `forward_rows` run the last decoder layer for its rows alone, where `parity.takes_rows`."""
+        assert self.has_head and self.first < self.last, "needed are the last decoder layer and the head"
         self._dress_layers(narrow=True)
 
     def _dress_layers(self, *, narrow: bool) -> None:
@@ -220,10 +209,7 @@ def slice_of(
     head: bool,
     streamed: StreamedLayers | None = None,
 ) -> DecoderLayers:
-    """Decoder layers [first, last) of a stock causal LM in memory; copies what it keeps, `model` is left alone.
-
-    All its layers are streamed where there is a `streamed` to take them.
-    """
+    """Copy decoder layers [first, last) of a stock causal LM in memory; `streamed`, if any, takes all of them."""
     _check_bounds(model.config, first, last, embedding, head)
     absent = absent_modules(model, first, last, embedding=embedding, head=head)
     part = copy.deepcopy(model, {id(module): replacement for module, replacement in absent.items()})
@@ -247,7 +233,7 @@ def load_decoder_layers(
     streamed: StreamedLayers | None = None,
     streamed_numbers: Collection[int] = (),
 ) -> DecoderLayers:
-    """Decoder layers [first, last) of the causal LM in a folder (or cached hub id), frozen, in eval mode.
+    """Load decoder layers [first, last) of the causal LM in a folder (or cached hub id), frozen, in eval mode.
 
     Only the slice's own tensors are read. transformers loads them by its own rules (conversions, fused experts, ties,
     fp32 buffers), so that the union of all slices equals `from_pretrained`. With tied embeddings a head slice without
@@ -280,7 +266,7 @@ def load_decoder_layers(
 
 
 class _Weights:
-    """The causal LM in a folder, of which parts are loaded by themselves."""
+    """A causal LM's folder, of which parts are loaded by themselves."""
 
     def __init__(self, path: str, dtype: torch.dtype) -> None:
         self._path, self._dtype = path, dtype
@@ -293,7 +279,7 @@ class _Weights:
         self._global = {name: canonical_name(prefix + name) for name in self._files}
 
     def load(self, layers: range, *, embedding: bool, head: bool) -> PreTrainedModel:
-        """The model with these decoder layers, on the CPU, and nothing else but what is asked for."""
+        """Load the model with these decoder layers alone, on the CPU, and the ends that are asked for."""
         stock = self._stock
         first, last = layers.start, layers.stop
 
@@ -332,16 +318,13 @@ class _Weights:
 
 
 def missing_prefix(names: Iterable[str], stock: type[PreTrainedModel]) -> str:
-    """What the names of tensors on disk lack to be names in the causal LM `stock`: "" or "transformer.".
-
-    Files saved from the model without its LM head, such as the published gpt2's, lack the first part of names.
-    """
+    """Prefix of the causal LM `stock` that names on disk lack: "", or, in the published gpt2, "transformer."."""
     complete = any(canonical_name(name).startswith("llm.layers.") for name in names)
     return "" if complete else stock.base_model_prefix + "."
 
 
 def causal_config(folder: Path) -> PreTrainedConfig:
-    """transformers' config of the causal LM in a folder; raises UserError naming a family that cannot be used."""
+    """Read transformers' config of the causal LM in a folder. Raises UserError for a family that cannot be used."""
     config_json = llm_config(folder)
     check_family(config_json)
     family = config_json["model_type"]
@@ -366,7 +349,7 @@ def _check_bounds(config: PreTrainedConfig, first: int, last: int, embedding: bo
 
 
 def _set_options(config: PreTrainedConfig) -> None:
-    """Switch off what a config.json may ask for and a stage does not return: it would keep activations alive."""
+    """Switch off outputs that config.json may ask for and a stage does not return: they keep activations alive."""
     for option in ("output_attentions", "output_hidden_states", "output_router_logits", "use_cache"):
         if getattr(config, option, False):
             setattr(config, option, False)
@@ -374,10 +357,7 @@ def _set_options(config: PreTrainedConfig) -> None:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """transformers without its bars (one a rank is unreadable), and without its report of what does not fit.
-
-    That comes back as a value, with `output_loading_info`.
-    """
+    """Silence transformers' bars (one a rank is unreadable) and its report of what does not fit (a value here)."""
     shown, level = logging.is_progress_bar_enabled(), logging.get_verbosity()
     logging.disable_progress_bar()
     logging.set_verbosity_error()

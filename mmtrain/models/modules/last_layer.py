@@ -25,31 +25,29 @@ from torch.utils.checkpoint import checkpoint
 from mmtrain.data.stream.packs import copied
 from mmtrain.models.modules.attention import Documents
 
+# Names in decoder layers, over all families.
 CACHE_ARGUMENTS = ("past_key_values", "layer_past")
-"""What decoder layers call their cache, over all families."""
-
-QUERY_PROJECTIONS = ("q_proj", "q_b_proj")
+QUERY_PROJECTIONS = ("q_proj", "q_b_proj")  # one that makes queries, keys and values in one is not left out
 KEY_PROJECTIONS = ("k_proj", "v_proj")
-"""What projections are called that come before the cache and can be left out; where one makes all three, none is."""
 
 Forward = Callable[..., Any]
 
 
 def recomputing(forward: Forward) -> Forward:
-    """A forward that saves only its inputs and runs once more in backward; works in eval mode."""
+    """Wrap a forward so that it saves its inputs alone and runs once more in backward; works in eval mode."""
     return functools.partial(checkpoint, forward, use_reentrant=False, preserve_rng_state=False)
 
 
 @dataclass(frozen=True, eq=False)
 class Rows:
-    """Places (S,) int64 of tokens in rows laid end to end, rising; on the model's device and on the CPU."""
+    """Rising places (S,) int64 of tokens in rows laid end to end, on the model's device and on the CPU."""
 
     places: torch.Tensor
     on_host: torch.Tensor
 
     @classmethod
     def of(cls, places: torch.Tensor, device: torch.device) -> Rows:
-        """Of places on any device; the host waits for them if that is not the CPU."""
+        """Copy places to both; the host waits for them if they are not on the CPU."""
         return cls(copied(places, device), places.cpu())
 
     def of_tensor(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -59,7 +57,7 @@ class Rows:
 
 
 class LastLayer:
-    """Takes the place of a stock decoder layer's `forward`: all tokens, or those of `rows` while it is set."""
+    """A stock decoder layer's `forward` for all tokens, or for those of `rows` while it is set."""
 
     def __init__(self, layer: nn.Module, *, recompute: bool) -> None:
         queries, keys = (
@@ -72,7 +70,7 @@ class LastLayer:
         self.rows: Rows | None = None
 
     def __call__(self, *arguments: Any, **options: Any) -> Any:
-        """What the stock layer returns; with `rows` its hidden states are (1, S, D)."""
+        """Return what the stock layer returns; with `rows`, hidden states are (1, S, D)."""
         if self.rows is None:
             return self.whole(*arguments, **options)
         return self.on_rows(self.rows, *arguments, **options)  # an argument: recomputation gets those of its own batch
@@ -87,10 +85,10 @@ def run_on_rows(
     *arguments: Any,
     **options: Any,
 ) -> Any:
-    """A stock decoder layer's `forward` of `hidden` (B, L, D) for the tokens of `rows` alone.
+    """Run a stock decoder layer's `forward` of `hidden` (B, L, D) for the tokens of `rows` alone.
 
-    `arguments` and `options` are what the stock model gives the layer; of those that hold something for each token, the
-    tokens' part is taken. Raises TypeError for a layer that has no cache, or does not use it.
+    `arguments` and `options` are those of the stock model; what they hold for each token is cut to `rows`. Raises
+    TypeError for a layer that has no cache, or does not use it.
     """
     call = inspect.signature(forward).bind(hidden, *arguments, **options)
     name = next((name for name in CACHE_ARGUMENTS if name in call.signature.parameters), None)
@@ -112,7 +110,7 @@ def run_on_rows(
 
 @contextlib.contextmanager
 def _giving_zeros(projections: Sequence[nn.Module]) -> Iterator[None]:
-    """Within this context linear layers, whose results nobody sees, give zeros without a matrix product."""
+    """Within this context linear layers whose results are not used give zeros, without a matrix product."""
     linear = [module for module in projections if type(module) is nn.Linear or hasattr(module, "base_layer")]
     for module in linear:
         module.forward = functools.partial(_zeros, module.out_features)
@@ -128,7 +126,7 @@ def _zeros(width: int, rows: torch.Tensor) -> torch.Tensor:
 
 
 def _of_rows(value: Any, rows: Rows, of_all: tuple[int, int]) -> Any:
-    """What of an argument belongs to the rows; `of_all` is (B, L)."""
+    """Cut an argument for all tokens (B, L), `of_all`, to the rows."""
     if isinstance(value, Documents):
         return value.at(rows.on_host)
     if isinstance(value, torch.Tensor):
@@ -142,8 +140,8 @@ def _of_rows(value: Any, rows: Rows, of_all: tuple[int, int]) -> Any:
     return value
 
 
-class _CacheReached(Exception):  # noqa: N818 - no error: how a layer is left
-    """Ends a layer's forward once its keys and values are known."""
+class _CacheReached(Exception):  # noqa: N818 - no error
+    """Leaves a layer's forward with its keys and values."""
 
     def __init__(self, keys_and_values: tuple[torch.Tensor, torch.Tensor]) -> None:
         super().__init__()
@@ -151,14 +149,14 @@ class _CacheReached(Exception):  # noqa: N818 - no error: how a layer is left
 
 
 class _EndingCache:
-    """In the place of a cache, of which a layer may use nothing but `update`."""
+    """A cache that leaves the layer with its keys and values."""
 
     def update(self, key: torch.Tensor, value: torch.Tensor, *_: Any, **__: Any) -> NoReturn:
         raise _CacheReached((key, value))
 
 
 class _FilledCache:
-    """In the place of a cache that already holds the keys and values of all tokens."""
+    """A cache that holds the keys and values of all tokens."""
 
     def __init__(self, keys_and_values: tuple[torch.Tensor, torch.Tensor]) -> None:
         self.keys_and_values = keys_and_values

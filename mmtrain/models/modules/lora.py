@@ -27,7 +27,7 @@ _PEFT_NAME = "default"  # of the adapter; stands in the names of its parameters
 
 
 def without_marks(name: str) -> str:
-    """A parameter's name without what peft has put into it: X.base_layer.weight, X.lora_A.default.weight."""
+    """Drop what peft has put into a parameter's name: X.base_layer.weight, X.lora_A.default.weight."""
     return name.replace(".base_layer.", ".").replace(f".{_PEFT_NAME}.", ".")
 
 
@@ -35,7 +35,7 @@ def without_marks(name: str) -> str:
 def refusing_unused(model: nn.Module, canonical_name: Callable[[str], str]) -> Iterator[None]:
     """Raise UserError for a layer of `model` that has an adapter and is not called within this context.
 
-    A model may read a layer's matrix by itself: its adapter would have no part in the result, and train nothing.
+    A model may read a layer's matrix by itself: an adapter there would train nothing.
     """
     adapted = {name: module for name, module in model.named_modules() if hasattr(module, "base_layer")}
     unused = set(adapted)
@@ -56,10 +56,10 @@ def refusing_unused(model: nn.Module, canonical_name: Callable[[str], str]) -> I
 
 
 def add_adapters(model: nn.Module, lora: LoraSection | None, canonical_name: Callable[[str], str], seed: int) -> None:
-    """Give the linear layers of `model` that `lora` names their adapters, which change nothing yet: B is zeros.
+    """Give the linear layers of `model` that `lora` names adapters that change nothing yet: B is zeros.
 
-    `canonical_name` makes a parameter's global name of its name in `model`. A is drawn as nn.Linear draws, in the
-    layer's own type. Raises UserError for a layer that is none.
+    `canonical_name` maps a parameter's name in `model` to its global one. A is drawn as nn.Linear draws, in the layer's
+    own type. Raises UserError for a layer that is not linear.
     """
     targets = {
         name.removesuffix(".weight"): canonical_name(name).removesuffix(".weight")
@@ -96,12 +96,12 @@ def add_adapters(model: nn.Module, lora: LoraSection | None, canonical_name: Cal
 
 
 def has_adapters(model: nn.Module) -> bool:
-    """Whether any layer of `model` has one."""
+    """Whether any layer of `model` has an adapter."""
     return any(hasattr(module, "base_layer") for module in model.modules())
 
 
 def merge_adapters(model: nn.Module) -> None:
-    """Let layers compute with their adapters in their weights, in the weights' own type."""
+    """Add adapters to the weights of their layers, in the weights' own type."""
     for module in model.modules():
         if hasattr(module, "base_layer"):
             module.merge()

@@ -21,7 +21,7 @@ from mmtrain.plan.costs import LOGITS_PER_CHUNK
 
 
 class _SupervisedLossSum(torch.autograd.Function):
-    """Loss sum of rows (S, D); gradients of the rows and of the head's trainable parameters made in forward."""
+    """Loss sum of rows (S, D); forward makes the gradients of rows and of the head's trainable parameters."""
 
     @staticmethod
     def forward(
@@ -61,7 +61,7 @@ class _SupervisedLossSum(torch.autograd.Function):
 
 
 def supervised_places(labels: torch.Tensor) -> torch.Tensor:
-    """Places (S,) int64, over rows laid end to end, of the positions of `labels` (B, L) whose label is not IGNORE."""
+    """Places (S,) int64, over rows laid end to end, where `labels` (B, L) are not IGNORE."""
     return (labels.flatten() != IGNORE).nonzero().squeeze(1)
 
 
@@ -72,11 +72,10 @@ def supervised_loss_sum(
     vocab_size: int,
     head_parameters: Sequence[torch.nn.Parameter] = (),
 ) -> torch.Tensor:
-    """Cross entropy summed over supervised tokens, in nats, 0-dimensional.
+    """Cross entropy summed over supervised tokens, in nats, 0-dimensional; part of the graph even when S is 0.
 
-    `rows` (S, D) is what the LM head reads of them; `targets` (S,) int64 hold the token that each predicts;
-    `logits_of` maps rows (C, D) to logits (C, V); `head_parameters` are the parameters that `logits_of` uses, of which
-    those that require a gradient receive theirs. The sum is part of the graph even when S is 0.
+    `rows` (S, D) are the LM head's input, `targets` (S,) int64 the tokens to predict. `logits_of` maps rows (C, D) to
+    logits (C, V) with `head_parameters`, of which those that require a gradient receive theirs.
     """
     trainable = [p for p in head_parameters if p.requires_grad]
     if not (torch.is_grad_enabled() and (rows.requires_grad or trainable)):
@@ -87,10 +86,7 @@ def supervised_loss_sum(
 def loss_sum_and_predictions(
     rows: torch.Tensor, targets: torch.Tensor, logits_of: Callable[[torch.Tensor], torch.Tensor], vocab_size: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The same sum without gradients, and what the model would say: arg max of the logits, (S,) int64.
-
-    Arguments as in `supervised_loss_sum`.
-    """
+    """Loss sum without gradients, and arg max of the logits, (S,) int64. Arguments as in `supervised_loss_sum`."""
     chunk = _rows_per_chunk(vocab_size)
     total = torch.zeros((), dtype=torch.float32, device=rows.device)
     predicted = torch.empty_like(targets)
@@ -102,12 +98,11 @@ def loss_sum_and_predictions(
 
 
 def count_answers(labels: torch.Tensor, predicted: torch.Tensor) -> torch.Tensor:
-    """How many tokens and answers a prediction gets right: (correct tokens, answers, exact answers), (3,) float64.
+    """Count what a prediction gets right: (correct tokens, answers, exact answers), (3,) float64.
 
-    `labels` (B, L) int64, on the host; `predicted` (S,) of their `supervised_places`, on any device, where the result
-    is made without the host waiting. An answer is a maximal run of supervised positions in a row; it is exact if each
-    of its tokens is the predicted one, its end mark included. Runs of neighbouring documents never merge, since a
-    document's last position predicts nothing.
+    `labels` (B, L) int64, on the host; `predicted` (S,) of their `supervised_places`, on any device; the host does not
+    wait. An answer is a run of supervised positions in a row, exact if each token is predicted, its end mark included.
+    Runs of neighbouring documents never merge, since a document's last position predicts nothing.
     """
     device = predicted.device
     supervised = labels != IGNORE
@@ -126,5 +121,5 @@ def _rows_per_chunk(vocab_size: int) -> int:
 
 
 def _judge(logits: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Loss sum and arg max of a chunk; in a function of its own, so that no chunk's logits outlive it."""
+    """Loss sum and arg max of a chunk, whose logits end with this function."""
     return F.cross_entropy(logits.float(), targets, reduction="sum"), logits.argmax(-1)

@@ -1,4 +1,4 @@
-"""How far staged and packed execution of a model lie from the stock model, in forward and in the input gradient.
+"""Differences of staged and packed execution from the stock model, in forward and in the input gradient.
 
 documents of 13, 6 and 19 tokens --stock model, one row per document--> reference
 the same in one packed row (1, 38) --stock model, packed attention--> whole
@@ -44,8 +44,7 @@ def measure_differences(
 ) -> Differences:
     """Run a tiny model of `config`'s family whole, in slices, and document by document; fp32.
 
-    Slices begin at decoder layers 0 and `cut_points`; if it `streams`, their layers have weights only while they
-    compute.
+    Slices begin at decoder layers 0 and `cut_points`. If it `streams`, layers have weights only while they compute.
     """
     model = tiny_model(config, seed)
     generator = torch.Generator().manual_seed(seed)
@@ -95,16 +94,16 @@ def measure_differences(
 def takes_rows(config: PreTrainedConfig) -> bool:
     """Whether the last decoder layer of `config`'s family is right for some tokens alone (see last_layer).
 
-    Tried on a tiny model, in 20 ms for 4 layers and 0.2 s for 80. With experts, rounding alone flips a choice between
-    two that are near a tie, for some seed; a fault shows with all.
+    Tried on a tiny model, in 20 ms for 4 layers and 0.2 s for 80. With experts, rounding alone flips a near tie for
+    some seed; a fault shows with all.
     """
     return any(rows_difference(config, seed) <= ROWS_BOUND for seed in range(SEEDS))
 
 
 def rows_difference(config: PreTrainedConfig, seed: int) -> float:
-    """Largest relative difference of the last decoder layer for some tokens from the same for all, fp32.
+    """Largest relative difference of the last decoder layer's output and input gradient for some tokens, fp32.
 
-    Of the hidden states behind the final norm, and of the input gradient. Infinite where the layer cannot be run so.
+    Infinite where the layer cannot be run so.
     """
     with torch.random.fork_rng(devices=[]):
         try:
@@ -125,10 +124,10 @@ def rows_difference(config: PreTrainedConfig, seed: int) -> float:
     expected = with_gradient(part(hidden, positions).flatten(0, 1)[places])
     part.narrow_last_layer()
     try:
-        found = with_gradient(part.forward_rows(hidden, positions, places))
+        ours = with_gradient(part.forward_rows(hidden, positions, places))
     except Exception:  # a family's code may do anything with a stand-in for its cache
         return math.inf
-    ratios = [(a - b).abs().max() / b.abs().max() for a, b in zip(found, expected, strict=True)]
+    ratios = [(a - b).abs().max() / b.abs().max() for a, b in zip(ours, expected, strict=True)]
     return float(torch.stack(ratios).max())
 
 

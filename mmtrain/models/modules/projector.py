@@ -42,7 +42,7 @@ PROJECTOR = "projector."  # of global names
 class PixelShuffle(nn.Module):
     """`factor` x `factor` patches of a square grid, row by row, as one position: (N, T, W) -> (N, T / f^2, f^2 W).
 
-    The order of features is the one of InternVL, Idefics3, AyaVision, Cohere2Vision and Lfm2Vl in transformers.
+    Features are ordered as in InternVL, Idefics3, AyaVision, Cohere2Vision and Lfm2Vl of transformers.
     """
 
     def __init__(self, factor: int) -> None:
@@ -71,7 +71,7 @@ class MeanPool(nn.Module):
 
 
 class Swiglu(nn.Module):
-    """Of 2 F features the first F, times SiLU of the others: (N, T, 2 F) -> (N, T, F)."""
+    """The first half of the features, times SiLU of the second: (N, T, 2 F) -> (N, T, F)."""
 
     def forward(self, features: torch.Tensor) -> torch.Tensor:
         values, gates = features.chunk(2, dim=-1)
@@ -79,9 +79,9 @@ class Swiglu(nn.Module):
 
 
 class Projector(nn.Sequential):
-    """The torch module of a connector: features (N, T, W) -> image embeddings (N, T / factor^2, D).
+    """A connector's torch module: features (N, T, W) -> image embeddings (N, T / factor^2, D).
 
-    What has parameters bears the stock class's name, all else its place.
+    Modules with parameters are named as in the stock class.
     """
 
     def __init__(self, operations: Sequence[connectors.Operation]) -> None:
@@ -89,7 +89,7 @@ class Projector(nn.Sequential):
         super().__init__(OrderedDict(_module(place, operation) for place, operation in enumerate(mapping)))
         self.factor = connectors.factor_of(operations)
         self.image_newline = next(
-            (nn.Parameter(torch.empty(one.width)) for one in operations if isinstance(one, connectors.Newline)), None
+            (nn.Parameter(torch.empty(each.width)) for each in operations if isinstance(each, connectors.Newline)), None
         )  # (D,), which `arranged` puts between the positions that the projector makes
 
 
@@ -114,10 +114,8 @@ def make_projector(
 ) -> Projector:
     """Build a projector in fp32: linear layers with nn.Linear's default distribution, norms 1 and 0.
 
-    A `newline` is drawn as LLaVA-NeXT draws it, from a normal distribution of the deviation 1 / sqrt(llm_width).
-
-    Every tensor is drawn from its own generator, a function of (seed, parameter name) alone: the same weights whatever
-    the layout, and whatever was drawn before. Raises what `connectors.connector` raises.
+    A `newline` is normal with deviation 1 / sqrt(llm_width), as in LLaVA-NeXT. Every tensor is a function of (seed,
+    parameter name) alone. Raises what `connectors.connector` raises.
     """
     with torch.device("meta"):
         projector = Projector(connectors.connector(section, vision_width, llm_width, newline))
@@ -139,10 +137,9 @@ def make_projector(
 def starting_projector(
     section: ProjectorSection, vision_width: int, llm_width: int, seed: int, newline: bool = False
 ) -> Projector:
-    """The projector that a run begins with: what `init_from` names, else drawn.
+    """The projector that a run begins with: from `init_from`, and drawn where that has nothing.
 
-    A `newline` that the projector to begin with does not have is drawn. Raises what `make_projector` and
-    `read_projector` raise.
+    Raises what `make_projector` and `read_projector` raise.
     """
     projector = make_projector(section, vision_width, llm_width, seed, newline)
     if section.init_from is not None:
@@ -154,8 +151,8 @@ def starting_projector(
 def whole_projector(checkpoint: StepFolder) -> dict[str, torch.Tensor]:
     """The projector of a checkpoint's run, fp32, by the names of `make_projector`'s module; empty without an encoder.
 
-    What has trained lies in the checkpoint; the rest is what the run began with. Raises UserError where that is
-    something else now, or not there any more.
+    What has trained is in the checkpoint, the rest is what the run began with. Raises UserError where that has changed
+    or is gone.
     """
     config, file = checkpoint.config, checkpoint.tensors_file
     if config.model.vision is None:
@@ -182,12 +179,11 @@ def whole_projector(checkpoint: StepFolder) -> dict[str, torch.Tensor]:
 def read_projector(
     path: str, section: ProjectorSection, vision_width: int, llm_width: int, newline: bool = False
 ) -> dict[str, torch.Tensor]:
-    """The projector of `section` from `path`, in fp32, by the names of `make_projector`'s module.
+    """Read the projector of `section` from `path`, in fp32, by the names of `make_projector`'s module.
 
-    `path` is what `find_projector` takes; it may lack the run's `newline`. `vision_width` is the features of a patch,
-    `llm_width` the LLM's hidden size. Nothing but the projector is read, pickles without running them. Raises UserError
-    for a path that holds none, damaged files, tensors of another projector, other widths or types, and values that are
-    not finite.
+    `path` is what `find_projector` takes; it may lack the run's `newline`. Pickles are read without running them.
+    Raises UserError for a path that holds none, damaged files, tensors of another projector, other widths or types, and
+    values that are not finite.
     """
     files = find_projector(path)
     stored = _read(files)

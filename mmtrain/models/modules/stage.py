@@ -45,10 +45,9 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 class Front(nn.Module):
-    """Vision encoder and projector: tiles of images (N, 3, S, S) -> image embeddings (P, D), always on stage 0.
+    """Vision encoder, or its first slice, and projector: tiles (N, 3, S, S) -> image embeddings (P, D), on stage 0.
 
-    `vision` may be the first slice of the encoder, whose others are on other stages. `transform` tells how uint8 pixels
-    are normalised; it is asked when the first ones come.
+    `transform` is asked how to normalise uint8 pixels when the first ones come.
     """
 
     def __init__(self, vision: VisionTower, projector: Projector, transform: Callable[[], ImageTransform]) -> None:
@@ -63,10 +62,10 @@ class Front(nn.Module):
         return not any(p.requires_grad for p in self.vision.parameters())
 
     def encode(self, tiles: torch.Tensor | None) -> torch.Tensor | None:
-        """Tiles, uint8 or normalised float32, to features (N, T, W), or what the encoder's first slice gives.
+        """Tiles, uint8 or normalised float32, to features (N, T, W), or to hidden states for the next slice.
 
-        A frozen encoder runs without a graph, `tiles_per_call` at a time. Without tiles: None, or the features of a
-        black one where the encoder trains.
+        A frozen encoder runs without a graph, `tiles_per_call` at a time. Without tiles it gives None; one that trains
+        gives the features of a black tile, so that it has gradients to reduce.
         """
         if tiles is None:
             if self.encoder_is_frozen:
@@ -81,10 +80,10 @@ class Front(nn.Module):
         return self.transform().normalise(tiles) if tiles.dtype == torch.uint8 else tiles
 
     def forward(self, features: torch.Tensor | None, tilings: Sequence[Tiling] = ()) -> torch.Tensor:
-        """Image embeddings (P, D) of the features (N, T, W) of the tiles that these images were cut into.
+        """Image embeddings (P, D) of the features (N, T, W) of the images' tiles.
 
-        Without features one position of zeros is projected, so that the projector is in the graph: without it a replica
-        whose micro-batches hold no image would have no gradient to reduce while its peers wait for one.
+        Without features one position of zeros is projected: else a replica without an image would have no gradient to
+        reduce while its peers wait for one.
         """
         newline = self.projector.image_newline
         if features is None:
@@ -97,7 +96,7 @@ class Front(nn.Module):
 
 
 class Stage(nn.Module):
-    """The contents of one stage: contiguous layers that run as one forward call, and its rank's slice of the encoder.
+    """Contiguous layers that run as one forward call, and the rank's slice of the encoder.
 
     Stage 0 has its slice in the front, another stage as `later_slice`.
     """
@@ -115,20 +114,20 @@ class Stage(nn.Module):
         self.later_slice = later_slice
         self.dtype = dtype
         self.attention: set[AttentionBackend] = set()
-        """How the decoder layers compute attention, as `try_out` has seen it."""
+        """Backends of the decoder layers, from `try_out`."""
 
     @property
     def streamed(self) -> StreamedLayers | None:
-        """The rank's streamed layers, this stage's among them, where it has any."""
+        """The rank's streamed layers, if this stage has some."""
         return self.language.streamed
 
     @property
     def vision(self) -> VisionTower | None:
-        """The encoder, or the slice of it, that runs here."""
+        """The encoder, or its slice, that runs here."""
         return self.later_slice if self.front is None else self.front.vision
 
     def global_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Every parameter of the stage with its global name; each slice of the encoder has those around its blocks."""
+        """Yield every parameter with its global name; each slice of the encoder has those around its blocks."""
         if self.vision is not None:
             yield from self.vision.global_parameters()
         if self.front is not None:
@@ -149,10 +148,9 @@ class Stage(nn.Module):
         return self.front is None or self.front.encoder_is_frozen
 
     def encode(self, taken: PackedBatch | torch.Tensor | None) -> torch.Tensor | None:
-        """What ENCODE runs: features (N, T, W) of a micro-batch's tiles; None where there is nothing to encode.
+        """Run ENCODE: features (N, T, W) of a micro-batch's tiles; None where there is nothing to encode.
 
-        A slice that is not the encoder's last gives hidden states (N, T + prefix, W); one that is not the first takes
-        them (None: a micro-batch without tiles). Both contiguous; see `VisionTower` for shapes and type.
+        Between slices of the encoder travel hidden states (N, T + prefix, W), None without tiles. All are contiguous.
         """
         if isinstance(taken, PackedBatch):
             return None if self.front is None else self.front.encode(taken.tiles)
@@ -162,7 +160,7 @@ class Stage(nn.Module):
         return self.later_slice.in_groups(taken)
 
     def start(self, batch: PackedBatch, features: torch.Tensor | None = None) -> torch.Tensor:
-        """Stage 0: token ids of a micro-batch and features of its tiles (by default `encode`s) -> hidden (B, L, D)."""
+        """Stage 0: token ids of a micro-batch and features of its tiles (None: `encode` them) -> hidden (B, L, D)."""
         if self.front is None:
             return self.language.embed(batch.input_ids)
         if features is None:
@@ -177,9 +175,9 @@ class Stage(nn.Module):
 
     @torch.no_grad()
     def try_out(self, device: torch.device | str) -> None:
-        """Run the decoder layers on 8 tokens, and an encoder that has adapters on a black image.
+        """Run the decoder layers on 8 tokens, and an encoder with adapters on a black image; sets `attention`.
 
-        Sets `attention`. Raises UserError for adapters that have no part in the result.
+        Raises UserError for adapters that have no part in the result.
         """
         with record_backends() as self.attention, refusing_unused(self.language.model, canonical_name):
             hidden = torch.zeros(1, 8, self.language.hidden_size, dtype=self.dtype, device=device)
@@ -198,10 +196,7 @@ class Stage(nn.Module):
     def loss(
         self, hidden: torch.Tensor, position_ids: torch.Tensor, labels: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Last stage: its input (B, L, D), position_ids and labels (B, L) -> (loss sum in nats, supervised tokens).
-
-        Both are 0-dimensional.
-        """
+        """Last stage: its input (B, L, D), position_ids and labels (B, L) -> (loss sum in nats, supervised tokens)."""
         language = self.language
         rows, targets = self._supervised(hidden, position_ids, labels)
         loss = supervised_loss_sum(rows, targets, language.logits, language.vocab_size, language.head_parameters())
@@ -224,17 +219,17 @@ class Stage(nn.Module):
 
 
 def arranged(projected: torch.Tensor, newline: torch.Tensor, tilings: Sequence[Tiling]) -> torch.Tensor:
-    """Embeddings (N, P, D) of the tiles of images, one after the other, as the positions (M, D) that the images become.
+    """Arrange the embeddings (N, P, D) of images' tiles as the positions (M, D) that the images become.
 
     Of a grid those that show the picture, interpolated where `Shown` says so, each line ended by `newline` (D,).
     Source: `pack_image_features` of LlavaNext and LlavaOnevision in transformers.
     """
     side, width = math.isqrt(projected.shape[1]), projected.shape[2]
-    found: list[torch.Tensor] = []
-    for tiles, tiling in zip(projected.split([one.tiles for one in tilings]), tilings, strict=True):
+    positions: list[torch.Tensor] = []
+    for tiles, tiling in zip(projected.split([tiling.tiles for tiling in tilings]), tilings, strict=True):
         shown = tiling.shown
         if shown is None:
-            found += [tiles.flatten(0, 1), newline.expand(tiling.newlines, width)]
+            positions += [tiles.flatten(0, 1), newline.expand(tiling.newlines, width)]
             continue
         grid = tiles[1:].view(tiling.rows, tiling.columns, side, side, width).permute(4, 0, 2, 1, 3)
         grid = grid.reshape(width, tiling.rows * side, tiling.columns * side)
@@ -242,22 +237,19 @@ def arranged(projected: torch.Tensor, newline: torch.Tensor, tilings: Sequence[T
         if (shown.lines, shown.length) != (shown.height, shown.width):
             grid = nn.functional.interpolate(grid[None], (shown.lines, shown.length), mode="bilinear")[0]
         ends = newline[:, None, None].expand(width, shown.lines, 1)
-        found += [tiles[0], torch.cat([grid, ends], dim=2).flatten(1).T]
-    return torch.cat(found)
+        positions += [tiles[0], torch.cat([grid, ends], dim=2).flatten(1).T]
+    return torch.cat(positions)
 
 
 def fuse(embeddings: torch.Tensor, image_places: torch.Tensor, image_embeddings: torch.Tensor | None) -> torch.Tensor:
-    """Put image embeddings (P, D), in order, into the positions `image_places` (M,) int64 of rows laid end to end.
+    """Put image embeddings (P, D), in order, into the positions `image_places` (P,) int64 of rows laid end to end.
 
-    Returns (B, L, D) in the dtype of `embeddings`. Raises ValueError when M is not P: a shorter or longer scatter would
-    shift every later image's features against its text without an error.
+    Returns (B, L, D) in the dtype of `embeddings`. Raises ValueError for another number of places: every later image
+    would be shifted against its text.
     """
     positions, supplied = len(image_places), 0 if image_embeddings is None else len(image_embeddings)
     if positions != supplied:
-        raise ValueError(
-            f"{positions} image positions in the batch, but {supplied} image embeddings: each image needs as many "
-            "positions as its tiles give embeddings"
-        )
+        raise ValueError(f"{positions} image positions in the batch, but {supplied} image embeddings")
     if image_embeddings is None:
         return embeddings
     rows = image_embeddings.to(embeddings.dtype)
@@ -265,7 +257,7 @@ def fuse(embeddings: torch.Tensor, image_places: torch.Tensor, image_embeddings:
 
 
 class _Put(torch.autograd.Function):
-    """`index_copy` of rows into dimension 0, which itself would keep the rows until backward for their shape alone."""
+    """`index_copy` into dimension 0, which itself would keep the rows until backward for their shape alone."""
 
     @staticmethod
     def forward(ctx: Any, into: torch.Tensor, places: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
@@ -290,16 +282,24 @@ def build_stage(
     device: torch.device | str = "cpu",
     streamed: StreamedLayers | None = None,
 ) -> Stage:
-    """Load one stage from the published files and freeze all but `config.model.trainable`; recompute as planned.
+    """Load a stage's own tensors from the published files and freeze all but `config.model.trainable`.
 
-    Only the stage's own tensors are read. `streamed` takes those of its layers that its plan streams; all stages of a
-    rank have the same. Raises UserError for missing or unusable model files.
+    `streamed`, one for all stages of a rank, takes the layers that the plan streams. Raises UserError for missing or
+    unusable model files.
     """
     dtype = DTYPES[config.model.llm.dtype]
-    layers, ends = (stage.first, stage.last), {"embedding": stage.front, "head": stage.head}
     assert streamed is not None or not stage.streamed, "the layers that the stage streams have no source"
-    sources = {"streamed": streamed if stage.streamed else None, "streamed_numbers": stage.streamed}
-    language = load_decoder_layers(config.model.llm.path, *layers, **ends, dtype=dtype, device=device, **sources)
+    language = load_decoder_layers(
+        config.model.llm.path,
+        stage.first,
+        stage.last,
+        embedding=stage.front,
+        head=stage.head,
+        dtype=dtype,
+        device=device,
+        streamed=streamed if stage.streamed else None,
+        streamed_numbers=stage.streamed,
+    )
     add_adapters(language.model, config.model.lora, canonical_name, config.run.seed)
     language.recompute(stage.recompute_layers)  # of layers with their adapters
     if stage.head and stage.first < stage.last and takes_rows(language.model.config):
@@ -319,7 +319,7 @@ def build_stage(
 
 
 def _load_encoder(config: RunConfig, stage: StagePlan, device: torch.device | str) -> VisionTower | None:
-    """The slice of the encoder that the stage's plan names, by default the whole one with the front; else None."""
+    """The slice of the encoder that the plan names, or the whole one where there is the front; else None."""
     chosen = config.model.vision
     if chosen is None or not (stage.front or stage.encoder is not None):
         return None

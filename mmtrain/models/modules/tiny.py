@@ -49,7 +49,7 @@ _LIMITS = {
     EXPERTS: ("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts"),
     EXPERTS_PER_TOKEN: ("num_experts_per_tok", "moe_topk", "top_k_experts", "moe_k"),
 }
-MOST_PARAMETERS = 100_000_000
+MAX_PARAMETERS = 100_000_000
 _DROPOUTS = (
     "attention_dropout", "hidden_dropout", "resid_pdrop", "embd_pdrop", "attn_pdrop", "attention_probs_dropout_prob",
     "hidden_dropout_prob", "dropout",
@@ -104,7 +104,7 @@ def shrink(config: PreTrainedConfig) -> PreTrainedConfig:
 
 
 def _trim_rope(parameters: dict[str, Any], partial: float | None) -> dict[str, Any]:
-    """Rotary parameters, possibly one set per layer type, with lists of one factor per frequency cut to HEAD_WIDTH."""
+    """Cut lists of one factor per frequency to HEAD_WIDTH; some families have parameters per layer type."""
     rotated = int(HEAD_WIDTH * (parameters.get("partial_rotary_factor") or partial or 1.0))
     trimmed: dict[str, Any] = {}
     for key, value in parameters.items():
@@ -118,15 +118,15 @@ def _trim_rope(parameters: dict[str, Any], partial: float | None) -> dict[str, A
 
 
 def tiny_model(config: PreTrainedConfig, seed: int) -> PreTrainedModel:
-    """A frozen fp32 model of `config`'s family at its depth, with `shrink`'s widths and `randomise`'s weights.
+    """Make a frozen fp32 model of `config`'s family at its depth, shrunk and randomised.
 
-    Raises UserError for a family that stays large, because its config has widths of names that are not known here.
+    Raises UserError for a family that stays large, because its config has widths of unknown names.
     """
     tiny = shrink(config)
     with torch.device("meta"):
         hollow = AutoModelForCausalLM.from_config(tiny, attn_implementation=None, trust_remote_code=False)
     parameters = sum(parameter.numel() for parameter in hollow.parameters())
-    if parameters > MOST_PARAMETERS:
+    if parameters > MAX_PARAMETERS:
         raise UserError(
             f"{config.model_type} cannot be checked: shrunk to {HEADS * HEAD_WIDTH} wide it still has "
             f"{parameters / 1e6:,.0f} million parameters, so its config has sizes that mmtrain does not know"
@@ -142,8 +142,8 @@ def tiny_model(config: PreTrainedConfig, seed: int) -> PreTrainedModel:
 def randomise(model: nn.Module, seed: int) -> None:
     """Draw weights of variance 1 / fan-in and move norms and biases off their start.
 
-    With the default initialisation a layer hardly changes its input: one that wrongly rotates its queries then shows an
-    error of 1e-3, with these weights 6e-2.
+    With transformers' initialisation a layer hardly changes its input: wrongly rotated queries show an error of 1e-3,
+    here of 6e-2.
     """
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():

@@ -1,8 +1,8 @@
-"""Loads vision encoders, cut after the layer that feeds the projector; whole, or a slice of their blocks.
+"""Load vision encoders, cut after the layer that feeds the projector; whole, or a slice of their blocks.
 
-The encoder's own code runs: a timm ViT, or a vision model of transformers (`facts.encoders`). What comes after
-the selected block is neither run nor kept, but for the last norm where it is asked for. `select_layer` counts as in
-LLaVA: -1 is the last block's output, -2 the one before.
+The encoder's own code runs: a timm ViT, or a vision model of transformers (`facts.encoders`). What comes after the
+selected block is neither run nor kept, but for the last norm on request. `select_layer` counts as in LLaVA: -1 is the
+last block's output, -2 the one before.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def timm_model(name: str, held: tuple[int, int] | None = None) -> nn.Module | No
 
 
 def timm_weights(name: str) -> Path:
-    """The weight file of a timm name in the local cache; raises UserError saying how to download it."""
+    """The weight file of a timm name in the local cache. Raises UserError that says how to download it."""
     config = timm_config(name)
     if not config.hf_hub_id:
         raise UserError(
@@ -108,7 +108,7 @@ def _create_timm(name: str, weights: Path | None, held: tuple[int, int] | None) 
 
 
 def _keep_plain_vit(model: nn.Module, held: tuple[int, int] | None, source: str) -> None:
-    """Drop all blocks but [first, last); raises UserError for a timm model that is no plain ViT."""
+    """Drop all blocks but [first, last). Raises UserError for a timm model that is no plain ViT."""
     shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
     check_plain_vit(shapes, type(model).__name__, source)
     if held is not None:
@@ -118,8 +118,8 @@ def _keep_plain_vit(model: nn.Module, held: tuple[int, int] | None, source: str)
 def check_wrapped_timm(config: dict[str, Any], folder: Path) -> None:
     """Raise UserError for an encoder that timm would load from elsewhere.
 
-    config: architecture and model_args as transformers' timm_wrapper has them. It passes the arguments on as they are,
-    and timm reads a file that they name.
+    `config` has architecture and model_args as transformers' timm_wrapper has them, and timm reads a file that these
+    arguments name.
     """
     source = f"{folder}: vision_config in config.json"
     architecture, arguments = config.get("architecture"), config.get("model_args") or {}
@@ -130,7 +130,7 @@ def check_wrapped_timm(config: dict[str, Any], folder: Path) -> None:
 
 
 def _wrapped_timm(folder: Path, config: dict[str, Any], held: tuple[int, int] | None) -> nn.Module:
-    """A timm encoder as a whole model's folder holds it: its architecture, the arguments and the weights, no more."""
+    """Load a timm encoder from a multimodal model's folder, which has its architecture, arguments and weights."""
     check_wrapped_timm(config, folder)
     with foreign_files(f"model.vision.name: {folder}"):
         model = timm.create_model(
@@ -181,12 +181,12 @@ def _cut_timm(
 
 
 def model_class(family: EncoderFamily) -> type[transformers.PreTrainedModel]:
-    """The family's vision model in transformers."""
+    """Vision model of the family in transformers."""
     return getattr(transformers, family.model)
 
 
 def stock_config(family: EncoderFamily, folder: Path) -> transformers.PreTrainedConfig:
-    """transformers' config of the encoder in a folder, which may be a whole model's."""
+    """transformers' config of the encoder in a folder, which may hold a multimodal model."""
     kind = model_class(family).config_class
     return kind.from_dict(encoder_config(folder)) if holds_parts(folder) else kind.from_pretrained(folder)
 
@@ -254,7 +254,7 @@ def _hf_tower(
 
 
 def _leave_out(model: nn.Module, unused: Sequence[str]) -> None:
-    """Drop modules and parameters, by name, of which no feature comes."""
+    """Drop modules and parameters, by name, that no feature comes from."""
     for name in unused:
         path, _, last = name.rstrip(".").rpartition(".")
         owner = model.get_submodule(path)
@@ -294,7 +294,7 @@ def made_up_encoder(name: str, dtype: torch.dtype, final_norm: bool, depth: int)
 
 
 def _is_held(name: str, held: tuple[int, int] | None) -> bool:
-    """Whether a slice of blocks [first, last) holds a tensor, by its name on disk."""
+    """Whether a slice of blocks [first, last) holds the tensor of this name on disk."""
     block = ENCODER_BLOCK.match(f"vision.{name}")
     return held is None or block is None or held[0] <= int(block[1]) < held[1]
 

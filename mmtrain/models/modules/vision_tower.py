@@ -29,12 +29,11 @@ from mmtrain.plan.workload import tiles_per_call
 
 
 class VisionTower(nn.Module):
-    """Blocks [first, last) of an encoder, loaded frozen; all, or a slice of them.
+    """Blocks [first, last) of an encoder, loaded frozen: all of the `depth` that run, or a slice of them.
 
-    `blocks` are those it holds of the `depth` that run. The first slice takes images (N, 3, S, S) float32, each other
-    one hidden states (N, *hidden_shape) of the one before: the second, too, may begin with block 0, behind one that
-    holds none. The last one gives features (N, *feature_shape), others hidden states. All but images are of type
-    `dtype`, the encoder's.
+    The first slice takes images (N, 3, S, S) float32, each other one hidden states (N, *hidden_shape); the second may
+    begin with block 0, too, behind one without blocks. The last gives features (N, *feature_shape), others hidden
+    states. All but images are of the encoder's `dtype`.
     """
 
     def __init__(
@@ -50,7 +49,7 @@ class VisionTower(nn.Module):
     ) -> None:
         """`features` runs the encoder's own forward up to the selected block and drops prefix tokens.
 
-        `published` gives the name in published files of a parameter of `model`, in which bookends stand for all but
+        `published` maps a parameter's name in `model` to that in published files. Bookends stand in `model` for all but
         `blocks` (None: it has all).
         """
         super().__init__()
@@ -67,7 +66,6 @@ class VisionTower(nn.Module):
 
     @property
     def is_whole(self) -> bool:
-        """Whether it holds all blocks that run."""
         return self.blocks == (0, self.depth)
 
     @property
@@ -77,11 +75,10 @@ class VisionTower(nn.Module):
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of weights, hidden states and features."""
         return next(self.model.parameters()).dtype
 
     def slice_of(self, first: int, last: int) -> VisionTower:
-        """A copy of blocks [first, last) of a whole encoder, which is left alone."""
+        """Copy blocks [first, last) of a whole encoder."""
         assert self.is_whole, self.blocks
         blocks = block_list(self.model, self.published)
         # deepcopy takes these for copied.
@@ -92,7 +89,7 @@ class VisionTower(nn.Module):
         return part
 
     def global_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Every parameter that is kept, with its global name; each slice has those outside the blocks."""
+        """Yield every parameter with its global name; each slice has those outside the blocks."""
         for name, parameter in self.model.named_parameters():
             yield self.canonical_name(without_marks(name)), parameter
 
@@ -101,7 +98,7 @@ class VisionTower(nn.Module):
         return f"vision.{self.published(name)}"
 
     def forward(self, taken: torch.Tensor) -> torch.Tensor:
-        """Normalised images (N, 3, S, S), or hidden states (N, *hidden_shape), to what this slice gives."""
+        """Normalised images (N, 3, S, S), or hidden states (N, *hidden_shape), to features or hidden states."""
         first, last = self.blocks
         side = (3, self.image_size, self.image_size)
         if taken.ndim == len(side) + 1:
@@ -114,39 +111,36 @@ class VisionTower(nn.Module):
             hidden, images = taken, taken.new_zeros(1, *side)
         blocks = block_list(self.model, self.published)
         with handed_over(blocks, first, hidden):
-            found = self.features(self.model, images)
+            output = self.features(self.model, images)
             if not self.is_last:
-                found = blocks[last].handed_out
+                output = blocks[last].handed_out
         expected = (len(taken), *(self.feature_shape if self.is_last else self.hidden_shape))
-        assert found.shape == expected and found.dtype == self.dtype, (found.shape, expected, found.dtype)
-        return found
+        assert output.shape == expected and output.dtype == self.dtype, (output.shape, expected, output.dtype)
+        return output
 
     @torch.no_grad()
     def in_groups(
         self, taken: torch.Tensor, prepared: Callable[[torch.Tensor], torch.Tensor] = lambda part: part
     ) -> torch.Tensor:
-        """What a frozen encoder gives of N tiles' images or hidden states, `tiles_per_call` at a time; contiguous.
+        """Run N tiles' images or hidden states without a graph, `tiles_per_call` at a time; contiguous.
 
-        The same groups in every slice, and the same strides whether features were received or made here: both decide
-        which kernels run, so the bits would depend on the layout. `prepared` makes the input of one group.
+        The groups are the same in every slice, and so are the strides, whether features were received or made here:
+        both decide which kernels run, so the bits would depend on the layout. `prepared` makes the input of a group.
         """
         first, *others = taken.split(tiles_per_call(self.patches_per_image))
-        found = self(prepared(first))
+        output = self(prepared(first))
         if not others:
-            return found.contiguous()
-        every = found.new_empty(len(taken), *found.shape[1:])
-        every[: len(first)] = found
-        del found  # else it lives while the others are made
-        for part, place in zip(others, every.split(len(first))[1:], strict=True):
+            return output.contiguous()
+        outputs = output.new_empty(len(taken), *output.shape[1:])
+        outputs[: len(first)] = output
+        del output  # else it lives while the others are made
+        for part, place in zip(others, outputs.split(len(first))[1:], strict=True):
             place.copy_(self(prepared(part)))
-        return every
+        return outputs
 
 
 def block_list(model: nn.Module, published: Callable[[str], str] = str) -> nn.Sequential | nn.ModuleList:
-    """The list of an encoder's blocks, absent ones included; `published` as in VisionTower.
-
-    Raises UserError where there is none.
-    """
+    """An encoder's blocks, absent ones included; `published` as in VisionTower. Raises UserError without any."""
     for name, module in model.named_modules():
         if isinstance(module, nn.Sequential | nn.ModuleList) and ENCODER_BLOCK.match(f"vision.{published(name)}.0."):
             return module
@@ -165,7 +159,7 @@ def drop_other_blocks(blocks: nn.Sequential | nn.ModuleList, first: int, last: i
 
 @contextmanager
 def handed_over(blocks: nn.Sequential | nn.ModuleList, first: int, hidden: torch.Tensor | None) -> Iterator[None]:
-    """In this context block `first` takes `hidden`, whatever comes before; None: what the stem makes."""
+    """In this context block `first` takes `hidden` instead of what comes before it; None: what the stem makes."""
     hook = None
     if hidden is not None:
         hook = blocks[first].register_forward_pre_hook(lambda _, arguments: (hidden, *arguments[1:]))
@@ -180,9 +174,9 @@ def handed_over(blocks: nn.Sequential | nn.ModuleList, first: int, hidden: torch
 
 
 def slices_difference(whole: VisionTower, cuts: Sequence[int], images: torch.Tensor) -> float:
-    """Largest difference between features of normalised images by slices with borders `cuts` and by the whole encoder.
+    """Largest difference between features by slices with borders `cuts` and by the whole encoder.
 
-    0 only where all are equal to the bit; infinite where they differ by what is no number.
+    0 only where all are equal to the bit; infinite for a difference that is no number.
     """
     expected = whole.in_groups(images)
     taken = images

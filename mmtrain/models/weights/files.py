@@ -10,7 +10,6 @@ every other name (torch/_weights_only_unpickler.py); what comes out is checked h
 
 from __future__ import annotations
 
-import re
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
@@ -24,11 +23,10 @@ from mmtrain.base.printing import escape
 from mmtrain.models.facts.model_files import read_json, tensor_shapes
 
 ZIP_MAGIC = b"PK\x03\x04"  # what torch.save writes since 1.6; older files are read as a whole
-REFUSED_NAME = re.compile(r"GLOBAL (\S+) (?:was not an allowed|whose module)|unrecognized function (.+)")
 
 
 def tensor_files(folder: Path) -> dict[str, Path]:
-    """The file of every tensor in a model's folder, by the tensor's name on disk.
+    """Map the name on disk of every tensor in a model's folder to its file.
 
     Raises UserError for a folder without weights, with missing or damaged files, or with pickled weights only.
     """
@@ -43,16 +41,16 @@ def tensor_files(folder: Path) -> dict[str, Path]:
 
 
 def open_tensors(places: Mapping[str, tuple[str, Path]]) -> dict[str, Any]:
-    """Lazy safetensors handles of tensors by their names; each place is a name on disk and a file."""
+    """Open tensors lazily; each place is a name on disk and a safetensors file."""
     opened = {file: safe_open(file, framework="pt") for _, file in places.values()}
     return {name: opened[file].get_slice(on_disk) for name, (on_disk, file) in places.items()}
 
 
 def read_pickled(file: Path) -> dict[str, torch.Tensor]:
-    """The named tensors of a file that torch.save has written, each alone in its storage, on the CPU.
+    """Read the named tensors of a file of torch.save, each alone in its storage, on the CPU.
 
-    Memory-mapped where the file's format allows it. Nothing in the file is executed. Raises UserError for a file that
-    is missing, damaged, not a dictionary of plain tensors, or that asks for anything else.
+    Memory-mapped where the format allows it; nothing in the file is executed. Raises UserError for a file that is
+    missing, damaged, or anything but a dictionary of plain tensors.
     """
     try:
         with file.open("rb") as stream:
@@ -85,15 +83,9 @@ def read_pickled(file: Path) -> dict[str, torch.Tensor]:
 
 
 def _refusal(file: Path, error: Exception) -> UserError:
-    """What to say of a file that torch refuses; its own message recommends switching the protection off."""
-    refused = REFUSED_NAME.search(str(error))
-    if refused is not None:
-        name = escape(refused[1] or refused[2])
-        return UserError(
-            f"{file}: not a file of plain tensors: it asks to call {name}, which mmtrain never does for a weight file; "
-            "nothing of it was run. Get the weights from a source you trust, as safetensors if there is one"
-        )
-    told = str(error).split("WeightsUnpickler error:")[-1].strip().partition("\n")[0].partition(". ")[0]
+    """Quote the cause alone: torch's own message goes on to recommend switching the protection off."""
+    cause = str(error).split("WeightsUnpickler error:")[-1].strip().partition("\n")[0].partition(". ")[0]
     return UserError(
-        f"{file}: not a file of plain tensors, or damaged ({type(error).__name__}: {escape(told)}); get it again"
+        f"{file}: not a file of plain tensors, or damaged ({type(error).__name__}: {escape(cause)}); nothing of it was "
+        "run. Get it again from a source you trust, as safetensors if there is one"
     )

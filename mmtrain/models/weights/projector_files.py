@@ -56,7 +56,7 @@ NEEDED = (
 
 @dataclass(frozen=True)
 class ProjectorFiles:
-    """Of safetensors files, headers were read; a pickled file was not opened."""
+    """A projector's files: headers of safetensors were read, a pickled file was not opened."""
 
     source: Path  # the file, or a folder of safetensors files
     shapes: Mapping[str, Shape]  # by name on disk, of the projector's tensors alone; none of a pickled file
@@ -90,7 +90,7 @@ def find_projector(path: str) -> ProjectorFiles:
 
 
 def local_names(disk_names: Iterable[str], source: str | Path) -> dict[str, str]:
-    """Name on disk of every projector tensor, by its name in our module (`linear_1.weight`); others are left out.
+    """Map names in our module (`linear_1.weight`) to names on disk; those of no projector are left out.
 
     Raises UserError where there is none, or two for one.
     """
@@ -172,7 +172,7 @@ def refuse_unfit_init_from(config: RunConfig, run: Path) -> None:
 
 
 def projector_widths(config: RunConfig) -> tuple[int, int]:
-    """Features of a patch and the LLM's hidden size; raises what `vision_shape` and `llm_shape` raise."""
+    """Features of a patch, and the LLM's hidden size."""
     chosen = config.model.vision
     vision = vision_shape(chosen.name, chosen.select_layer, chosen.final_norm)
     return vision.width, llm_shape(config.model.llm.path).hidden_size
@@ -204,7 +204,7 @@ def _projector_alone(shapes: Mapping[str, Shape], source: str | Path) -> dict[st
 
 
 def _local_name(name: str) -> str | None:
-    """The name in our module of a tensor on disk; one that a projector of another form has stays as it is."""
+    """Name in our module of a projector's tensor on disk; unknown ones of LLaVA's keep theirs."""
     match = DISK_NAME.fullmatch(name)
     if match is None:
         return None

@@ -56,14 +56,14 @@ class Source:
 
 
 class SideStream:
-    """On a GPU a stream for what fills buffers beside computing; on a CPU the caller fills them itself."""
+    """A GPU's stream for what fills buffers beside computing; on a CPU the caller fills them itself."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     def run(self, fill: Callable[[], None]) -> Wait:
-        """Begin to `fill` once all is computed that was asked for so far: it may use the same memory until then."""
+        """Begin to `fill` once all is computed that was asked for so far, which may use the same memory."""
         if self._stream is None:
             fill()
             return lambda: None
@@ -84,21 +84,17 @@ class StreamedLayer:
         source: Source,
         room: Callable[[], AbstractContextManager[None]],
     ) -> None:
-        """Takes the layer's parameters as they are; it is whole until `let_go`.
-
-        Its buffer has memory from where `room` is entered.
-        """
+        """The layer is whole until `let_go`. `room` says where its buffer's memory comes from."""
         self.parameters = list(layer.parameters())
         self.names = [f"llm.layers.{number}.{name}" for name, _ in layer.named_parameters()]
-        """Global ones, of the parameters."""
+        """Global names of the parameters."""
         self.homes: list[torch.Tensor] = []
-        """Where each parameter lies in the buffer, of its shape and type."""
+        """Views of the buffer, one for each parameter."""
         sizes = [p.numel() * p.element_size() for p in self.parameters]
         offsets, total = offsets_of(sizes)
         self.bytes = source.padded(total)
         with room():
             self.buffer = torch.empty(self.bytes, dtype=torch.uint8, device=source.device)
-            """Bytes of all parameters."""
         for parameter, offset, size in zip(self.parameters, offsets, sizes, strict=True):
             home = self.buffer[offset : offset + size].view(parameter.dtype).view(parameter.shape)
             home.copy_(parameter.detach())
@@ -106,18 +102,18 @@ class StreamedLayer:
             parameter.data = home
             self.homes.append(home)
         self.loaded = [fingerprint(p) for p in self.parameters]
-        """Of each parameter, as the files have it."""
+        """Fingerprints of the parameters, as the files have them."""
         self.kept = source.keep(self)
         self._room = room
         self.wait: Wait | None = None
 
     def make_room(self) -> None:
-        """Memory for the buffer, of unknown contents."""
+        """Give the buffer memory, of unknown contents."""
         with self._room():
             self.buffer.untyped_storage().resize_(self.bytes)
 
     def let_go(self) -> None:
-        """Give the buffer's memory back."""
+        """Free the buffer's memory."""
         self.buffer.untyped_storage().resize_(0)
 
 
@@ -128,11 +124,10 @@ class StreamedLayers:
         self.source = source
         self.layers: dict[int, StreamedLayer] = {}
         self.fetch_count = 0
-        """Fetches of all lists that were followed."""
+        """Fetches of all lists that were followed; the lists should take `planned_fetches`."""
         self.planned_fetches = 0
-        """How many these lists should take."""
         self.before_wait: Callable[[], None] = lambda: None
-        """Called before what computes waits for a fetch; `after_wait` then."""
+        """Called before computing waits for a fetch, as `after_wait` is then."""
         self.after_wait: Callable[[], None] = lambda: None
         self._whole: list[int] = []  # there, or on their way
         # Memory of buffers alone: what else a GPU allocates would take pieces of it, and no layer would fit any more.
@@ -140,7 +135,7 @@ class StreamedLayers:
         self._uses: Iterator[tuple[int, int | None]] | None = None  # None: no list is followed
 
     def take(self, number: int, layer: nn.Module) -> None:
-        """Keep this layer, which is frozen, in the source from now on; all its parameters, and none that come later."""
+        """Keep this frozen layer in the source from now on, with the parameters that it has now."""
         taken = self.layers[number] = StreamedLayer(number, layer, self.source, self._room)
         taken.let_go()
 
@@ -148,7 +143,7 @@ class StreamedLayers:
         return nullcontext() if self._pool is None else torch.cuda.use_mem_pool(self._pool, self.source.device)
 
     def around(self, number: int, forward: Callable[..., Any]) -> Callable[..., Any]:
-        """A layer's forward, for which, and for whose backward, the layer is whole."""
+        """Wrap a layer's forward so that the layer is whole for it and for its backward."""
         return functools.partial(self._forward, number, forward)
 
     def _forward(self, number: int, forward: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
@@ -161,7 +156,7 @@ class StreamedLayers:
         return output
 
     def follow(self, uses: Sequence[int]) -> None:
-        """A list begins, which uses layers in this order; the fetches of the first two begin."""
+        """Begin a list that uses layers in this order, and the fetches of the first two."""
         self._let_go_but(())
         self._uses = with_following(uses)
         self.planned_fetches += len(fetches_of(uses))
@@ -169,17 +164,17 @@ class StreamedLayers:
             self._fetch(next(with_following(uses)))
 
     def end(self) -> None:
-        """The list has ended, or what ran without one: no layer is whole any more.
+        """End the list, or what ran without one: no layer is whole any more.
 
         Raises RuntimeError if layers of the list have not been used.
         """
         uses, self._uses = self._uses, None
         self._let_go_but(())
-        if uses is not None and (left := list(uses)):
-            raise RuntimeError(f"{len(left)} uses of streamed layers are left, first of layer {left[0][0]}")
+        if uses is not None and (unused := list(uses)):
+            raise RuntimeError(f"{len(unused)} uses of streamed layers are left, first of layer {unused[0][0]}")
 
     def _use(self, number: int) -> None:
-        """The layer computes from here on, and all before it have done."""
+        """Make the layer whole; all before it have computed."""
         pair: tuple[int, int | None] = number, None
         if self._uses is not None:
             pair = next(self._uses, (-1, None))
@@ -214,7 +209,7 @@ class StreamedLayers:
 
     @contextmanager
     def whole(self, number: int) -> Iterator[StreamedLayer]:
-        """The layer, whole, outside lists."""
+        """Make the layer whole, outside lists."""
         self._use(number)
         try:
             yield self.layers[number]

@@ -55,7 +55,7 @@ class HostSource(Source):
     """All bytes of every layer are kept in host memory, once for all ranks of `group` that are on one machine.
 
     `group`, of ranks that keep the same layers at the same time, carries objects on the host; None: this rank alone.
-    The memory has no name that could be left behind: it goes with the last process that uses it.
+    The memory has no name: it goes with the last process that uses it.
     """
 
     name = "host"
@@ -78,7 +78,7 @@ class HostSource(Source):
         return kept
 
     def _filled_once(self, layer: StreamedLayer) -> torch.Tensor:
-        """The layer's bytes, in memory that the first rank of this machine fills and the others map."""
+        """Let the first rank of this machine fill memory with the layer's bytes, and the others map it."""
         is_first = self._here[0] == dist.get_rank(self._group)
         file = _memory_file(layer.bytes) if is_first else -1
         kept = _filled(os.dup(file), layer) if is_first else None
@@ -96,7 +96,7 @@ class HostSource(Source):
 
 
 def lock(kept: torch.Tensor) -> None:
-    """Let the GPU read this memory by itself; raises UserError where its driver refuses."""
+    """Let the GPU read this memory by itself. Raises UserError where its driver refuses."""
     refused = torch.cuda.cudart().cudaHostRegister(kept.data_ptr(), kept.nbytes, 0)
     if int(refused) != 0:
         raise UserError(
@@ -108,13 +108,13 @@ def lock(kept: torch.Tensor) -> None:
 
 
 def _machine() -> tuple[str, ...]:
-    """What processes have in common that can open each other's files."""
+    """What processes that can open each other's files have in common."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return boot, str(Path("/proc/self/ns/pid").readlink())
 
 
 def _memory_file(size: int) -> int:
-    """A file descriptor of so much memory; -1 where the system has no such files. Raises UserError without room."""
+    """Descriptor of a file in memory, -1 where the system has none. Raises UserError without room."""
     if not HAS_MEMORY_FILES:
         return -1
     file = os.memfd_create("mmtrain-decoder-layer", os.MFD_CLOEXEC)
@@ -130,7 +130,7 @@ def _memory_file(size: int) -> int:
 
 
 def _filled(file: int, layer: StreamedLayer) -> torch.Tensor:
-    """A layer's bytes in memory that is not torch's own, which rounds page-locked memory up to a power of two."""
+    """Copy a layer into memory that is not torch's own, which rounds page-locked memory up to a power of two."""
     kept = torch.frombuffer(mmap.mmap(file, layer.bytes), dtype=torch.uint8)
     if file >= 0:
         os.close(file)
@@ -138,7 +138,7 @@ def _filled(file: int, layer: StreamedLayer) -> torch.Tensor:
 
 
 def _mapped(process: int, file: int, size: int) -> torch.Tensor:
-    """The memory that another process of this machine has filled."""
+    """Map memory that another process of this machine has filled."""
     try:
         with Path(f"/proc/{process}/fd/{file}").open("r+b") as stream:
             return torch.frombuffer(mmap.mmap(stream.fileno(), size), dtype=torch.uint8)
@@ -159,8 +159,8 @@ class Codes(NamedTuple):
 class QuantisedSource(Source):
     """Each rank keeps its streamed layers in fewer bits on its device; a fetch dequantises.
 
-    What computes are the dequantised weights, in the LLM's type; no activation is quantised. No module is exchanged, so
-    that whatever a family does with a weight works, fused experts too.
+    The dequantised weights compute, in the LLM's type; no activation is quantised and no module is exchanged, so that
+    whatever a family does with a weight works, fused experts too.
     """
 
     is_exact = False
