@@ -76,9 +76,9 @@ def measure_differences(
 
     borders = [0, *cut_points, model.config.num_hidden_layers]
     stages = len(borders) - 1
-    more = {"streamed": StreamedLayers(HostSource(torch.device("cpu")))} if streams else {}
+    streamed = StreamedLayers(HostSource(torch.device("cpu"))) if streams else None
     slices = [
-        slice_of(model, borders[i], borders[i + 1], embedding=i == 0, head=i == stages - 1, **more)
+        slice_of(model, borders[i], borders[i + 1], embedding=i == 0, head=i == stages - 1, streamed=streamed)
         for i in range(stages)
     ]
 

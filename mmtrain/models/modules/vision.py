@@ -20,7 +20,7 @@ from torch import nn
 
 from mmtrain.base.errors import UserError
 from mmtrain.base.printing import escape
-from mmtrain.models.facts.encoders import ENCODER_BLOCK, EncoderFamily, check_plain_vit, family_of
+from mmtrain.models.facts.encoders import ENCODER_BLOCK, EncoderFamily, family_of
 from mmtrain.models.facts.families import encoder_config, encoder_prefix, encoder_tensors, holds_parts
 from mmtrain.models.facts.model_files import cached_snapshot, foreign_files, hub_cache, model_folder
 from mmtrain.models.facts.timm_models import refuse_wrong_activation, timm_config
@@ -66,17 +66,25 @@ def timm_model(name: str, held: tuple[int, int] | None = None) -> nn.Module | No
 
     With `held`, [first, last), bookends stand for the other blocks. Raises what `load_vision` raises.
     """
+    overlay = None
     if is_timm_name(name):
-        return _create_timm(name, timm_weights(name), held)
-    folder = model_folder(name)
-    config = encoder_config(folder)
-    if "architecture" in config:
+        architecture, overlay = name, {"file": str(timm_weights(name))}
+    else:
+        folder = model_folder(name)
+        config = encoder_config(folder)
+        if "architecture" not in config:
+            family_of(config.get("model_type"), name)
+            return None
         if holds_parts(folder):
             return _wrapped_timm(folder, config, held)
         refuse_wrong_activation(config)
-        return _create_timm(f"local-dir:{folder}", None, held)
-    family_of(config.get("model_type"), name)
-    return None
+        architecture = f"local-dir:{folder}"
+    with foreign_files(f"model.vision.name: {name}"):
+        # On the CPU, not on meta: EVA's and dinov3's rotary tables are in no checkpoint, the constructor makes them.
+        model = timm.create_model(architecture, pretrained=True, pretrained_cfg_overlay=overlay)
+    if held is not None:
+        drop_other_blocks(block_list(model), *held)
+    return model
 
 
 def timm_weights(name: str) -> Path:
@@ -96,23 +104,6 @@ def timm_weights(name: str) -> Path:
         f"model.vision.name: the weights of timm's {name} are not in the local cache {hub_cache()}; "
         f"download them first: hf download {config.hf_hub_id}"
     )
-
-
-def _create_timm(name: str, weights: Path | None, held: tuple[int, int] | None) -> nn.Module:
-    # On the CPU, never on meta: EVA's and dinov3's rotary tables are in no checkpoint, only the constructor makes them.
-    overlay = None if weights is None else {"file": str(weights)}
-    with foreign_files(f"model.vision.name: {name}"):
-        model = timm.create_model(name, pretrained=True, pretrained_cfg_overlay=overlay)
-    _keep_plain_vit(model, held, name)
-    return model
-
-
-def _keep_plain_vit(model: nn.Module, held: tuple[int, int] | None, source: str) -> None:
-    """Drop all blocks but [first, last). Raises UserError for a timm model that is no plain ViT."""
-    shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
-    check_plain_vit(shapes, type(model).__name__, source)
-    if held is not None:
-        drop_other_blocks(block_list(model), *held)
 
 
 def check_wrapped_timm(config: dict[str, Any], folder: Path) -> None:
@@ -137,7 +128,8 @@ def _wrapped_timm(folder: Path, config: dict[str, Any], held: tuple[int, int] | 
             config["architecture"], pretrained=False, num_classes=0, **(config["model_args"] or {})
         )
         wanted = set(model.state_dict())
-        _keep_plain_vit(model, held, str(folder))
+        if held is not None:
+            drop_other_blocks(block_list(model), *held)
         places = encoder_tensors(folder, {name: (name, file) for name, file in tensor_files(folder).items()})
         if missing := sorted(wanted - places.keys()):  # of all blocks: else slices would differ in what they refuse
             raise _lacks_tensors(folder, missing)
@@ -155,7 +147,6 @@ def _cut_timm(
     held: tuple[int, int] | None,
 ) -> VisionTower:
     patches = model.patch_embed
-    _check_layer(select_layer, len(model.blocks), name)
     image_size = square(getattr(patches, "img_size", None) or model.pretrained_cfg["input_size"][1:], "images", name)
     patch_size = square(patches.patch_size, "patches", name)
     # Pruning changes what negative indices mean: only the index that it returns still names the same block.
@@ -174,8 +165,7 @@ def _cut_timm(
         parameter.data = parameter.data.to(dtype)
     for buffer in tower.buffers():
         # Not tower.to(dtype): rotary tables would be rounded. EVA's constant zero bias must follow its weights, though.
-        # On the meta device there are no values to compare.
-        if buffer.is_floating_point() and not buffer.is_meta and torch.equal(buffer, buffer.to(dtype).to(buffer.dtype)):
+        if buffer.is_floating_point() and torch.equal(buffer, buffer.to(dtype).to(buffer.dtype)):
             buffer.data = buffer.data.to(dtype)
     return tower
 
@@ -199,7 +189,6 @@ def _load_hf(
     with foreign_files(f"model.vision.name: {folder}"):
         config = stock_config(family, folder)
     depth = config.num_hidden_layers
-    _check_layer(select_layer, depth, str(folder))
     config.num_hidden_layers = depth + 1 + select_layer
     config.vision_use_head = False
     if any(folder.glob("*.safetensors")):
@@ -304,10 +293,3 @@ def _lacks_tensors(folder: Path, missing: Sequence[str]) -> UserError:
         f"model.vision.name: {folder} lacks {len(missing)} of the encoder's tensors, e.g. {missing[0]}; "
         "download the folder again"
     )
-
-
-def _check_layer(select_layer: int, depth: int, name: str) -> None:
-    if not -depth <= select_layer <= -1:
-        raise UserError(
-            f"model.vision.select_layer: {select_layer}, but {name} has {depth} blocks; needed is -{depth} to -1"
-        )

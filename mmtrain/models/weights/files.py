@@ -10,6 +10,7 @@ every other name (torch/_weights_only_unpickler.py); what comes out is checked h
 
 from __future__ import annotations
 
+import re
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
@@ -22,6 +23,7 @@ from mmtrain.base.errors import UserError
 from mmtrain.base.printing import escape
 from mmtrain.models.facts.model_files import read_json, tensor_shapes
 
+REFUSED_CALL = re.compile(r"GLOBAL (\S+) (?:was not an allowed|whose module)|unrecognized function (.+)")
 ZIP_MAGIC = b"PK\x03\x04"  # what torch.save writes since 1.6; older files are read as a whole
 
 
@@ -83,9 +85,13 @@ def read_pickled(file: Path) -> dict[str, torch.Tensor]:
 
 
 def _refusal(file: Path, error: Exception) -> UserError:
-    """Quote the cause alone: torch's own message goes on to recommend switching the protection off."""
-    cause = str(error).split("WeightsUnpickler error:")[-1].strip().partition("\n")[0].partition(". ")[0]
+    """Quote the cause alone: torch's own message recommends switching the protection off."""
+    if call := REFUSED_CALL.search(str(error)):
+        cause = f"it asks to call {call[1] or call[2]}"
+    else:
+        message = str(error).split("WeightsUnpickler error:")[-1].strip().partition("\n")[0].partition(". ")[0]
+        cause = f"{type(error).__name__}: {message}"
     return UserError(
-        f"{file}: not a file of plain tensors, or damaged ({type(error).__name__}: {escape(cause)}); nothing of it was "
-        "run. Get it again from a source you trust, as safetensors if there is one"
+        f"{file}: not a file of plain tensors, or damaged ({escape(cause)}); nothing of it was run. Get it again from "
+        "a source you trust, as safetensors if there is one"
     )

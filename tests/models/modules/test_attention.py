@@ -181,19 +181,6 @@ def spans(offsets):
     return [slice(begin, end) for begin, end in itertools.pairwise(offsets.tolist())]
 
 
-def aligned_at_the_top(query, key, value, cu_seq_q, cu_seq_k, *arguments, **options):
-    """As flash attention was before 2.1: queries are a sequence's first tokens."""
-    if torch.equal(cu_seq_q, cu_seq_k):
-        return documented_kernel(query, key, value, cu_seq_q, cu_seq_k, *arguments, **options)
-    first = torch.cat(
-        [
-            torch.arange(k.start, k.start + q.stop - q.start)
-            for q, k in zip(spans(cu_seq_q), spans(cu_seq_k), strict=True)
-        ]
-    )
-    return documented_kernel(query, key[first], value[first], cu_seq_q, cu_seq_q, *arguments, **options)
-
-
 @pytest.mark.parametrize("window", [None, WINDOW])
 def test_the_gpu_kernel_is_called_as_documented(monkeypatch, window):
     monkeypatch.setattr(attention, "flash_varlen_attn", documented_kernel)
@@ -249,12 +236,10 @@ def gradient_of_keys_is_lost(query, key, *arguments, **options):
         (documented_kernel, (None, WINDOW, 1000), True),
         (one_token_too_many, (WINDOW, 1000), False),
         (one_document_too_few, (None, WINDOW), False),
-        (aligned_at_the_top, (None, WINDOW), False),
         (unsupported, (None,), False),
         (backward_of(documented_kernel), (None, 100), True),
         (backward_of(one_token_too_many), (WINDOW, 100), False),
         (backward_of(one_document_too_few), (None,), False),
-        (backward_of(aligned_at_the_top), (None, WINDOW), False),
         (backward_of(gradient_of_keys_is_lost), (None,), False),
     ],
 )
