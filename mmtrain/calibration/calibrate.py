@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -27,8 +28,6 @@ from mmtrain.base.collectives import all_gather_object
 from mmtrain.base.printing import bytes_text, table_lines
 from mmtrain.base.progress import ProgressBar
 from mmtrain.calibration.allocations import Usage, bytes_used
-from mmtrain.calibration.fetch_costs import measure_fetches
-from mmtrain.calibration.message_costs import FEATURES, MESSAGE, MessageCosts
 from mmtrain.calibration.solution import (
     ENCODE,
     ENCODE_HALF,
@@ -41,6 +40,7 @@ from mmtrain.calibration.solution import (
     solve_layers,
     solve_messages,
 )
+from mmtrain.calibration.transfers import FEATURES, MESSAGE, MessageCosts, measure_fetches
 from mmtrain.config.schema import RunConfig
 from mmtrain.data.stream.packs import to_device
 from mmtrain.engine.channels import Channels
@@ -327,15 +327,13 @@ def find_window(kinds: Sequence[LayerKind]) -> tuple[int, int]:
 
     `kinds` are those of all decoder layers on stages without the head.
     """
-    runs = [(kind.runs_backward, kind.input_gradient) for kind in kinds]
-    best = (0, 1)
-    for first in range(len(kinds)):
-        last = first + 1
-        while last < min(len(kinds), first + LAYERS) and runs[last] == runs[first]:
-            last += 1
-        if (last - first, runs[first]) > (best[1] - best[0], runs[best[0]]):
-            best = (first, last)
-    return best
+    rows, first = [], 0
+    for runs, row in itertools.groupby(kinds, lambda kind: (kind.runs_backward, kind.input_gradient)):
+        count = len(list(row))
+        rows.append((min(count, LAYERS), runs, first))
+        first += count
+    length, _, first = max(rows, key=lambda row: row[:2])
+    return first, first + length
 
 
 def table(calibration: Calibration) -> list[str]:

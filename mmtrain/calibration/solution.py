@@ -9,7 +9,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Mapping, Sequence
 
-from mmtrain.calibration.message_costs import ECHO, RECEIVE, SEND
+from mmtrain.calibration.transfers import ECHO, RECEIVE, SEND
 from mmtrain.plan.calibration import LayerMeasures, MessageSeconds
 from mmtrain.plan.costs import LayerKind
 

@@ -1,23 +1,36 @@
-"""Messages between neighbouring ranks of a pipeline, matched by the order in which they are posted.
+"""What a rank sends and receives: messages between stages, and its part of the encoder in slices.
 
-NCCL has no tags, so there is one two-rank group for each (source rank, destination rank, kind): hidden states
-downstream, gradients upstream as far as the first trainable stage, encoder features along the chain of slices. With
-several stages a rank the ranks form a ring, and a channel carries the messages of several stages. Position ids and
-labels travel beside the hidden states from host to host: through the default group where the others are NCCL's.
+Messages between neighbouring ranks are matched by the order in which they are posted. NCCL has no tags, so there is
+one two-rank group for each (source rank, destination rank, kind): hidden states downstream, gradients upstream as far
+as the first trainable stage, encoder features along the chain of slices. With several stages a rank the ranks form a
+ring, and a channel carries the messages of several stages. Position ids and labels travel beside the hidden states from
+host to host: through the default group where the others are NCCL's.
+
+rank 0: LOAD --number of tiles, to every rank of the chain--> ENCODE --hidden--> next slice ... last slice --features-->
+rank 0: FORWARD of stage 0
+
+A receive must know the number of a micro-batch's tiles: it goes from host to host, to the whole chain at once. It is
+NO_DATA where the run or the data end. Such a micro-batch, like one without images, is neither encoded nor sent.
 """
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 
-from mmtrain.engine.process_groups import channel_group
-from mmtrain.plan.instructions import Message
+from mmtrain.data.stream.packs import PackedBatch
+from mmtrain.engine.process_groups import channel_group, own_group
+from mmtrain.models.modules.stage import Stage
+from mmtrain.plan.instructions import Instruction, Message, Op, carried
 from mmtrain.plan.plan import Plan
 from mmtrain.plan.schedule import ranks_of
+
+NO_DATA = -1
 
 
 class _Channel(NamedTuple):
@@ -99,3 +112,151 @@ class Channels:
         for work, _ in self._sends:
             work.wait()
         self._sends = []
+
+
+class Encoded(NamedTuple):
+    """A micro-batch of stage 0, with features (N, T, W) of its tiles, None without tiles."""
+
+    batch: PackedBatch  # on the device, but for position ids and labels; without its tiles
+    features: torch.Tensor | None
+    tiles: int
+
+
+@dataclass
+class _Ahead:
+    """What training or an evaluation has begun and not used, by number of the micro-batch in the step."""
+
+    batches: dict[int, PackedBatch] = field(default_factory=dict)  # rank 0
+    tiles: dict[int, int] = field(default_factory=dict)  # the chain
+    made: dict[int, torch.Tensor] = field(default_factory=dict)  # by this rank's slice, and not yet sent or used
+    received: dict[int, torch.Tensor] = field(default_factory=dict)  # in an earlier step
+
+    def after(self, microbatches: int) -> _Ahead:
+        """Return what is left for the next step, numbered as that step does."""
+        kinds = (self.batches, self.tiles, self.made, self.received)
+        return _Ahead(*({k - microbatches: x for k, x in kind.items() if k >= microbatches} for kind in kinds))
+
+
+class ChainLink:
+    """One rank's end of the encoder pipeline. Collective: construct it on every rank, also outside the chain.
+
+    `stage` is the rank's first, which holds its slice. `waited` is called where this rank has only waited until then.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        rank: int,
+        stage: Stage,
+        channels: Channels,
+        waited: Callable[[], None],
+        timeout_seconds: int,
+    ) -> None:
+        place = plan.ranks[rank]
+        self._stage, self._channels, self._waited = stage, channels, waited
+        self._device = next(stage.parameters()).device
+        self._ranks, self._rank, self._chain = plan.pipeline, place.pipeline, ranks_of(plan.chain)
+        self._is_alone = len(self._chain) == 1
+        self._receives_counts = self._rank in self._chain[1:]  # from rank 0: how many tiles each micro-batch has
+        global_ranks = {other.pipeline: other.rank for other in plan.ranks if other.data == place.data}
+        self._reader, *self._others = (global_ranks[other] for other in self._chain)
+        if not self._is_alone:
+            replicas = [[other.rank for other in plan.ranks if other.data == data] for data in range(plan.data)]
+            self._group = own_group(replicas, rank, torch.device("cpu"), timeout_seconds)
+        self._sent: list[tuple[dist.Work, torch.Tensor]] = []
+        self._of_training, self._now = _Ahead(), _Ahead()
+        self._trains, self._to_read = True, 0
+
+    def begin(self, loads: int, *, trains: bool) -> None:
+        """Begin a step, or an evaluation beside what is there for the next step; rank 0 reads `loads` micro-batches."""
+        self._trains, self._to_read = trains, loads if self._receives_counts else 0
+        self._now = self._of_training if trains else _Ahead()
+
+    def end(self, microbatches: int) -> None:
+        """End a step or evaluation that has used `microbatches`; nothing stays under way."""
+        for message in self._channels.posted("features"):
+            (self._now.received[message.microbatch],) = self._channels.take(message)
+        while self._to_read:
+            self._read_count()
+        for work, _ in self._sent:
+            work.wait()
+        self._sent = []
+        self._waited()
+        if self._trains:
+            self._of_training = self._now.after(microbatches)
+
+    # ---- instructions
+
+    def load(self, microbatch: int, batch: PackedBatch | None) -> None:
+        """Take a micro-batch that rank 0 has read; None: there is none."""
+        tiles = NO_DATA
+        if batch is not None:
+            self._now.batches[microbatch] = batch
+            tiles = 0 if batch.tiles is None else len(batch.tiles)
+        self._now.tiles[microbatch] = tiles
+        for other in self._others:
+            count = torch.tensor([microbatch, tiles])
+            self._sent.append((dist.isend(count, other, group=self._group), count))
+
+    def encode(self, microbatch: int) -> None:
+        """Run this rank's slice."""
+        if self._rank:
+            made = None
+            if self._now.tiles.pop(microbatch) > 0:
+                made = self._stage.encode(self._take(microbatch))
+        elif self._now.tiles[microbatch] == NO_DATA:
+            return
+        else:
+            batch = self._now.batches[microbatch]
+            with torch.set_grad_enabled(self._trains):
+                made = self._stage.encode(batch)
+            self._now.batches[microbatch] = kept = copy.copy(batch)  # `replace` would ask the device for image_places
+            kept.tiles = None
+        if made is not None:
+            self._now.made[microbatch] = made
+
+    def send(self, microbatch: int) -> None:
+        """Send what this rank's slice has made to the next rank of the chain."""
+        made = self._now.made.pop(microbatch, None)
+        if made is not None:
+            self._channels.send(self._message(Op.SEND_FEATURES, microbatch), [made.contiguous()])
+
+    def receive(self, microbatch: int) -> None:
+        """Post the receive of what this rank's slice, or stage 0's FORWARD, takes."""
+        while microbatch not in self._now.tiles:
+            self._read_count()
+            self._waited()
+        tiles = self._now.tiles[microbatch]
+        if tiles > 0:
+            vision = self._stage.vision
+            assert vision is not None, "a rank of the chain holds a slice"
+            shape = vision.hidden_shape if self._rank else vision.feature_shape
+            room = torch.empty(tiles, *shape, dtype=vision.dtype, device=self._device)
+            self._channels.post_receive(self._message(Op.RECEIVE_FEATURES, microbatch), [room])
+
+    def take(self, microbatch: int) -> Encoded:
+        """Return on rank 0 what FORWARD of stage 0 takes; it counts as used."""
+        batch, tiles = self._now.batches.pop(microbatch), self._now.tiles.pop(microbatch)
+        features = self._now.made.pop(microbatch, None)
+        if not self._is_alone and tiles > 0:
+            features = self._take(microbatch)
+        return Encoded(batch, features, tiles)
+
+    # ---- parts
+
+    def _message(self, op: Op, microbatch: int) -> Message:
+        return carried(Instruction(op, self._rank, microbatch), self._ranks, self._chain)
+
+    def _take(self, microbatch: int) -> torch.Tensor:
+        if microbatch in self._now.received:
+            return self._now.received.pop(microbatch)
+        (received,) = self._channels.take(self._message(Op.RECEIVE_FEATURES, microbatch))
+        self._waited()
+        return received
+
+    def _read_count(self) -> None:
+        count = torch.empty(2, dtype=torch.int64)
+        dist.recv(count, self._reader, group=self._group)
+        microbatch, tiles = count.tolist()
+        self._now.tiles[microbatch] = tiles
+        self._to_read -= 1

@@ -27,14 +27,6 @@ from mmtrain.models.modules.stage import Stage
 from mmtrain.plan.plan import Plan
 
 
-class _RankStages(nn.Module):
-    """All stages of one rank, by number: DeepSpeed's partitioner sees one layer a rank and has nothing to decide."""
-
-    def __init__(self, stages: Mapping[int, Stage]) -> None:
-        super().__init__()
-        self.stages = nn.ModuleDict({str(number): stage for number, stage in stages.items()})
-
-
 class _Pipeline(PipelineEngine):
     """DeepSpeed's engine without its broadcast of the model, which would send every frozen weight over the network."""
 
@@ -50,9 +42,9 @@ def deepspeed_engine(
     # reading the attribute makes DeepSpeed try every op it could compile.
     vars(deepspeed.ops).setdefault("__compatible_ops__", {})["deepspeed_shm_comm"] = False
     deepspeed.init_distributed(verbose=False)  # takes the default group as it is
-    module = PipelineModule(
-        [LayerSpec(_RankStages, stages)] * plan.pipeline, num_stages=plan.pipeline, partition_method="uniform"
-    )
+    # DeepSpeed's partitioner sees one layer a rank and has nothing to decide.
+    layer = LayerSpec(nn.ModuleDict, {str(number): stage for number, stage in stages.items()})
+    module = PipelineModule([layer] * plan.pipeline, num_stages=plan.pipeline, partition_method="uniform")
     module.eval()
     settings = {
         "train_micro_batch_size_per_gpu": config.train.packs_per_microbatch,

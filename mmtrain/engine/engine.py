@@ -24,8 +24,7 @@ from mmtrain.base.errors import NonFiniteError
 from mmtrain.config.schema import RunConfig
 from mmtrain.data.stream.packs import PackedBatch, to_device
 from mmtrain.engine.bad_steps import report_bad_step
-from mmtrain.engine.chain import ChainLink, Encoded
-from mmtrain.engine.channels import Channels
+from mmtrain.engine.channels import ChainLink, Channels, Encoded
 from mmtrain.engine.deepspeed_pipeline import deepspeed_engine
 from mmtrain.engine.optimizer import MasterWeights, clip_coefficient, learning_rate, load_trained, optimizer_state
 from mmtrain.engine.process_groups import replica_group

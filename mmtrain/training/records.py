@@ -48,19 +48,11 @@ class Records:
     """metrics.jsonl and answers.jsonl of a run; `folder` is None on ranks that write none.
 
     `also` then gets each record of metrics.jsonl, and the answers of a step as one record of the kind `answers`.
-    `print_info` tells the user that pictures cannot be written; they are left out from there.
     """
 
-    def __init__(
-        self,
-        folder: Path | None,
-        config: RunConfig,
-        also: Callable[[Mapping[str, Any]], None],
-        print_info: Callable[[str], None],
-    ) -> None:
+    def __init__(self, folder: Path | None, config: RunConfig, also: Callable[[Mapping[str, Any]], None]) -> None:
         self._folder, self._max_image_pixels = folder, config.data.max_image_pixels
-        self._also, self._print_info = also, print_info
-        self._keeps_pictures = True
+        self._also = also
         self._metrics = JsonLines(None if folder is None else folder / METRICS)
         asks = folder is not None and config.eval.is_on and config.eval.show_answers
         self._answers = JsonLines(folder / ANSWERS if asks else None)
@@ -80,21 +72,12 @@ class Records:
             return
         lines = []
         for number, answer in enumerate(answers):
-            pictures = self._pictures(answer.images[:PICTURES_OF_A_QUESTION]) if number < PICTURED_QUESTIONS else []
+            images = answer.images[:PICTURES_OF_A_QUESTION] if number < PICTURED_QUESTIONS else ()
+            pictures = [self._picture(image) for image in images]
             texts = {name: value for name, value in vars(answer).items() if name != "images"}
             lines.append({"step": step, "time": time.time(), **texts, "pictures": pictures})
             self._answers.write(**lines[-1])
         self._also({"kind": "answers", "step": step, "answers": lines})
-
-    def _pictures(self, images: Sequence[bytes]) -> list[str]:
-        """Write the images of a question and return their paths; none once one could not be written."""
-        try:
-            return [self._picture(image) for image in images] if self._keeps_pictures else []
-        except OSError as error:
-            self._keeps_pictures = False
-            why = f"cannot write into {self._folder / PICTURES} ({error.strerror or error})"
-            self._print_info(f"pictures are left out from here: {why}; {ANSWERS} has the questions and answers")
-            return []
 
     def _picture(self, image: bytes) -> str:
         """Write an image as training sees it, but smaller, under its digest; return its path in the run's folder."""
@@ -134,7 +117,7 @@ class Recorder:
         device = gpu_device(torch.cuda.get_device_name()) if on_gpu else cpu_device(config, local_ranks)
         trackers = config.run.report_to if rank.rank == 0 else ()
         self._trackers = Trackers(trackers, rank.folder, config, first_step, console.line)
-        self.records = Records(rank.folder if rank.rank == 0 else None, config, self._trackers.take, console.line)
+        self.records = Records(rank.folder if rank.rank == 0 else None, config, self._trackers.take)
         about = {"versions": versions, "device": device.name, "ranks": rank.world_size}
         self.records.write("begin", step=first_step, backend=backend_name(engine.device), **about)
         self.account: SampleLog | None = None

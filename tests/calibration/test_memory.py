@@ -16,7 +16,7 @@ from scenes import layers_streamed_here, make_config
 
 from mmtrain.calibration.allocations import bytes_used, tensor_bytes
 from mmtrain.calibration.calibrate import Calibrator
-from mmtrain.calibration.fetch_costs import measure_fetches
+from mmtrain.calibration.transfers import measure_fetches
 from mmtrain.engine.engine import FrozenPipelineEngine
 from mmtrain.engine.process_groups import join_process_group
 from mmtrain.engine.single_stage import expected_batch

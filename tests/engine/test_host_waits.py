@@ -12,7 +12,7 @@ from scenes import as_batch, make_config, make_document, save_parts
 from transformers import CONFIG_MAPPING
 
 from mmtrain.data.stream.packs import to_device
-from mmtrain.engine.chain import ChainLink
+from mmtrain.engine.channels import ChainLink
 from mmtrain.models.modules import attention
 from mmtrain.models.modules.loss import count_answers
 from mmtrain.models.modules.stage import build_stage

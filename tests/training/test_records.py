@@ -39,7 +39,7 @@ def test_pictures_are_small_turned_as_in_training_and_called_after_what_they_sho
         Answer("a/3", "No picture?", "", "none", False),
     ]
     told: list[dict] = []
-    records, began = Records(tmp_path, config, told.append, print), time.time()
+    records, began = Records(tmp_path, config, told.append), time.time()
     records.answers(0, answers)
     records.answers(8, answers[1:2])
     records.close()
@@ -64,31 +64,18 @@ def test_pictures_are_small_turned_as_in_training_and_called_after_what_they_sho
 
 def test_pictures_are_bounded_in_number(tmp_path, config):
     image = photograph((8, 8), ("red", "green"))
-    records = Records(tmp_path, config, [].append, print)
+    records = Records(tmp_path, config, [].append)
     records.answers(0, [Answer("k", "?", "", "", False, (image,) * 20)] * 30)
     records.close()
     counts = [len(json.loads(line)["pictures"]) for line in (tmp_path / "answers.jsonl").read_text().splitlines()]
     assert counts == [PICTURES_OF_A_QUESTION] * PICTURED_QUESTIONS + [0] * (30 - PICTURED_QUESTIONS)
 
 
-def test_pictures_that_cannot_be_written_are_said_once_and_left_out(tmp_path, config):
-    (tmp_path / "answers").write_text("")
-    said: list[str] = []
-    records = Records(tmp_path, config, [].append, said.append)
-    records.answers(0, [Answer("k", "?", "", "", False, (photograph((8, 8), ("red", "green")),) * 2)] * 2)
-    records.close()
-    assert [line["pictures"] for line in recorded(tmp_path / "answers.jsonl")] == [[], []]
-    assert said == [
-        f"pictures are left out from here: cannot write into {tmp_path / 'answers'} (File exists); "
-        "answers.jsonl has the questions and answers"
-    ]
-
-
 def test_other_ranks_and_runs_that_ask_nothing_write_no_answers(tmp_path, tiny, config):
     (tmp_path / "none").mkdir()
     told: list[dict] = []
     for folder, asks in ((None, config), (tmp_path / "none", load_config(tiny / "config.yaml"))):
-        records = Records(folder, asks, told.append, print)
+        records = Records(folder, asks, told.append)
         records.write("end", step=1)
         records.answers(0, [])
         records.close()
