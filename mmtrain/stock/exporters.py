@@ -2,10 +2,9 @@
 
 config --connector, final norm, layout, fit, encoder--> a StockClass, or what to change
 
-An export computes exactly what was trained. A class of transformers fixes much of that by itself: which connector it
-has, whether its features come from before or behind the encoder's last norm, how its processor makes a square. The
-planner asks for `export.format`, the export itself for what it writes: both get the same answer. What only the modules
-of a timm encoder tell (an activation, rotary positions) is known when it is exported.
+An export computes exactly what was trained, and a class of transformers fixes much of that by itself. The planner asks
+for `export.format`, the export for what it writes. What only the modules of a timm encoder tell (an activation, rotary
+positions) is known when it is exported.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Vision transformers that can be run up to a block, by how their files name what they hold; and what others are.
+"""Vision transformers that can be run up to a block, by how their files name what they hold.
 
 An `EncoderFamily` says all of one: class, where the patch convolution, blocks and last norm are, which tokens stand
 before those of patches. Names are those of published files (`vision.<name>` is a parameter's global name). In memory

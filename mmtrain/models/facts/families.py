@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -46,10 +45,6 @@ _EXPERT = re.compile(r"(.+\.experts)\.(\d+)\.(gate_proj|up_proj|down_proj|w1|w2|
 
 _NO_CODE = "mmtrain runs none that a model brings"
 _UNFIT = {
-    **dict.fromkeys(
-        ("albert", "bert", "camembert", "deberta", "deberta-v2", "distilbert", "electra", "modernbert", "roberta"),
-        "it is not a causal LLM",
-    ),
     **dict.fromkeys(
         ("biogpt", "bloom", "codegen", "falcon", "gptj", "mpt"),
         "its decoder layers take ALiBi or other arguments than position_ids and one attention mask",
@@ -175,26 +170,19 @@ def parameters_on_disk(model_type: str, tensors: dict[str, Shape]) -> dict[str, 
 T = TypeVar("T")
 
 
-@dataclass(frozen=True)
-class Whole:
-    """A class of transformers that holds a causal LM, and what its config.json means where it says nothing."""
-
-    tied: bool | None = None  # tie_word_embeddings; None: as its text_config has it
-    encoder: str | None = None  # model_type of vision_config
-
-
-WHOLES = {
-    "llava": Whole(encoder="clip_vision_model"),
-    "llava_next": Whole(tied=False, encoder="clip_vision_model"),
-    "llava_onevision": Whole(encoder="siglip_vision_model"),
-    "aya_vision": Whole(tied=True, encoder="siglip_vision_model"),
-    "idefics3": Whole(tied=False, encoder="idefics3_vision"),
-    "smolvlm": Whole(tied=False, encoder="smolvlm_vision"),
-    "internvl": Whole(tied=True, encoder="internvl_vision"),
-    "perception_lm": Whole(encoder="timm_wrapper"),
-    "gemma3": Whole(tied=True, encoder="siglip_vision_model"),
-    "mistral3": Whole(tied=True, encoder="pixtral"),
-}  # by model_type
+# Multimodal classes by model_type, and tie_word_embeddings where config.json lacks it; None: as text_config has it.
+MULTIMODAL_MODELS = {
+    "llava": None,
+    "llava_next": False,
+    "llava_onevision": None,
+    "aya_vision": True,
+    "idefics3": False,
+    "smolvlm": False,
+    "internvl": True,
+    "perception_lm": None,
+    "gemma3": True,
+    "mistral3": True,
+}
 _TIED_IF_EITHER_SAYS_SO = ("llava", "llava_onevision")
 
 # What text models say of their head alone, and what makes it the plain one of the classes above.
@@ -215,23 +203,17 @@ _LLM = re.compile(r"((?:model\.)?(?:language_model|text_model)\.)")
 _ENCODER = re.compile(r"((?:model\.)?(?:vision_tower|vision_model)\.(?:timm_model\.)?)")
 
 
-def whole_of(config_json: Mapping[str, Any]) -> Whole | None:
-    """What a config.json is of, if it is of a whole model whose parts can be read."""
-    return WHOLES.get(config_json.get("model_type"))
-
-
 def llm_config(folder: Path) -> dict[str, Any]:
     """config.json of the causal LM in `folder`, which may be a whole model's; raises UserError where that lacks it."""
     content = read_json(folder / "config.json")
-    whole = whole_of(content)
-    if whole is None:
+    if content.get("model_type") not in MULTIMODAL_MODELS:
         return content
     text = _part(content, "text_config", folder)
     family = text.get("model_type")
     if family is None:
         raise UserError(f"{folder}: text_config in config.json has no model_type; download the file again")
     plain = {key: value for key, value in PLAIN_HEAD.items() if key in (*text, *HEADS_BY_DEFAULT.get(family, ()))}
-    tied = content.get("tie_word_embeddings", whole.tied)
+    tied = content.get("tie_word_embeddings", MULTIMODAL_MODELS[content["model_type"]])
     if tied is None or (tied is False and content["model_type"] in _TIED_IF_EITHER_SAYS_SO):
         tied = text.get("tie_word_embeddings")
     config = {**_DEFAULTS.get(family, {}), **text, **plain}
@@ -270,16 +252,15 @@ def encoder_config(folder: Path) -> dict[str, Any]:
     content = read_json(folder / "config.json")
     if (method := quantised_by(content)) is not None:
         raise UserError(f"{folder} cannot be used: it is quantised ({method}); use its release in bfloat16 or float32")
-    whole = whole_of(content)
-    if whole is None:
+    if content.get("model_type") not in MULTIMODAL_MODELS:
         return content
     vision = _part(content, "vision_config", folder)
-    kind = vision.get("model_type", whole.encoder)
+    kind = vision.get("model_type")
     if kind == "timm_wrapper":
         return {"architecture": vision.get("architecture"), "model_args": vision.get("model_args")}
     if kind in _IDEFICS3_VISION:
         return {**_SIGLIP_AS_IDEFICS3, **vision, "model_type": "siglip_vision_model"}
-    return {**vision, "model_type": kind}
+    return vision
 
 
 def encoder_prefix(folder: Path, names: Mapping[str, Any]) -> str:
@@ -295,7 +276,7 @@ def encoder_tensors(folder: Path, tensors: Mapping[str, T]) -> dict[str, T]:
 
 def holds_parts(folder: Path) -> bool:
     """Whether a folder holds a whole model whose parts can be read."""
-    return whole_of(read_json(folder / "config.json")) is not None
+    return read_json(folder / "config.json").get("model_type") in MULTIMODAL_MODELS
 
 
 def _part(config_json: Mapping[str, Any], key: str, folder: Path) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """Which weights of a decoder layer are kept in fewer bits, and what they take then, without torch.
 
-Matrices of linear layers and of experts are, in blocks, each with a scale of its own (QLoRA, arXiv:2305.14314, whose
-scales are quantised, too; here they are float32). Norms, biases, adapters and routers, which are small, are not.
+The matrices of linear layers and experts are quantised in blocks, each with a float32 scale (QLoRA, arXiv:2305.14314,
+quantises the scales, too). Norms, biases, adapters and routers are small and keep all bits.
 """
 
 from __future__ import annotations

@@ -256,10 +256,7 @@ def _refuse_adapters(names: Iterable[str], folder: Path) -> None:
 def vision_shape_from(
     config_json: dict[str, Any], tensors: dict[str, Shape], select_layer: int, source: str, final_norm: bool = False
 ) -> VisionShape:
-    """VisionShape from the raw config.json of a timm or Hugging Face vision model and its parameters' stock names.
-
-    Of its parameters those that run when `select_layer` is taken: no later block, nothing that no feature comes from.
-    """
+    """VisionShape from the raw config.json of a timm or Hugging Face vision model and its parameters' stock names."""
     if "architecture" in config_json:
         check_plain_vit(tensors, escape(str(config_json["architecture"])), source)
     family, image_size, heads, _ = encoder_settings(config_json, source)

@@ -2,12 +2,10 @@
 
 Importing them takes seconds, and planning asks only for a model that is neither a folder here nor recorded.
 
-`form_of` finds, by names alone, the stock vision model of transformers that has a place for every tensor of a timm ViT:
+names of a timm ViT's parameters --form_of--> the stock vision model of transformers that has a place for all of them,
+                                              or why there is none
 
-names of a timm ViT's parameters --form_of--> the stock model's own names for them, or why there is none
-
-What computes with them is another question, which the export asks of the modules: an activation or rotary positions
-have no tensor.
+Names alone do not tell an activation or rotary positions: the export asks the modules for those.
 """
 
 from __future__ import annotations

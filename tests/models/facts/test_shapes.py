@@ -16,8 +16,6 @@ from timm.models import save_for_hf
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
-    CLIPConfig,
-    CLIPModel,
     CLIPVisionConfig,
     CLIPVisionModel,
     SiglipVisionConfig,
@@ -28,7 +26,7 @@ from transformers.utils import logging
 from mmtrain.__main__ import main
 from mmtrain.base.errors import UserError
 from mmtrain.models.facts.families import canonical_name, check_family
-from mmtrain.models.facts.model_files import model_folder, read_header
+from mmtrain.models.facts.model_files import model_folder
 from mmtrain.models.facts.shapes import llm_shape, llm_shape_from, matches_any, vision_shape
 
 logging.set_verbosity_error()
@@ -143,11 +141,8 @@ def test_files_saved_from_the_inner_model_have_the_same_global_names(tmp_path):
         ("gpt_neox.embed_in.weight", "llm.embedding.weight"),
         ("model.layers.3.self_attn.q_proj.weight", "llm.layers.3.self_attn.q_proj.weight"),
         ("transformer.h.11.attn.c_attn.bias", "llm.layers.11.attn.c_attn.bias"),
-        ("gpt_neox.layers.0.input_layernorm.bias", "llm.layers.0.input_layernorm.bias"),
         ("model.decoder.layers.2.fc1.weight", "llm.layers.2.fc1.weight"),
-        ("model.norm.weight", "llm.norm.weight"),
         ("transformer.ln_f.bias", "llm.norm.bias"),
-        ("gpt_neox.final_layer_norm.weight", "llm.norm.weight"),
         ("model.final_layernorm.weight", "llm.norm.weight"),
         ("lm_head.weight", "llm.head.weight"),
         ("embed_out.weight", "llm.head.weight"),
@@ -162,12 +157,9 @@ def test_global_names_are_the_same_for_every_family(stock, name):
     ("name", "pattern", "expected"),
     [
         ("projector.linear_1.weight", "projector", True),
-        ("projector.linear_1.weight", "projector.linear_1.weight", True),
         ("projector_2.weight", "projector", False),
         ("llm.layers.31.mlp.up_proj.weight", "llm.layers.31", True),
         ("llm.layers.3.mlp.up_proj.weight", "llm.layers.31", False),
-        ("llm.layers.31.mlp.up_proj.weight", "llm.layers.3", False),
-        ("llm.layers.7.mlp.up_proj.weight", "llm.layers.*.mlp.*", True),
         ("llm.layers.7.mlp.up_proj.weight", "llm.layers.*.mlp", True),
         ("llm.layers.7.self_attn.q_proj.weight", "llm.layers.*.mlp.*", False),
         ("llm.head.weight", "llm.head", True),
@@ -179,21 +171,19 @@ def test_a_pattern_matches_a_name_what_lies_below_it_and_wildcards(name, pattern
     assert matches_any(name, ["nothing", pattern]) is expected
 
 
-PUBLISHED_PARAMETERS = {  # as the hub's model pages count the tensors of the safetensors release
-    "lmsys/vicuna-7b-v1.5": 6_738_415_616,
-    "mistralai/Mistral-7B-v0.3": 7_248_023_552,
-    "Qwen/Qwen2.5-7B-Instruct": 7_615_616_512,
-    "Qwen/Qwen2.5-32B-Instruct": 32_763_876_352,
-    "Qwen/Qwen2.5-72B-Instruct": 72_706_203_648,
-    "meta-llama/Llama-3.1-70B-Instruct": 70_553_706_496,
-}
-
-
-@pytest.mark.parametrize("hub_id", PUBLISHED_PARAMETERS)
-def test_recorded_llms_have_their_published_number_of_parameters(hub_id, empty_cache):
+@pytest.mark.parametrize(
+    ("hub_id", "parameters"),  # as the hub's model pages count the tensors of the safetensors release
+    [
+        ("lmsys/vicuna-7b-v1.5", 6_738_415_616),
+        ("mistralai/Mistral-7B-v0.3", 7_248_023_552),
+        ("Qwen/Qwen2.5-72B-Instruct", 72_706_203_648),
+        ("meta-llama/Llama-3.1-70B-Instruct", 70_553_706_496),
+    ],
+)
+def test_recorded_llms_have_their_published_number_of_parameters(hub_id, parameters, empty_cache):
     shape = llm_shape(hub_id)
     groups = (shape.front, *shape.decoder, shape.head)
-    assert sum(parameter.numel for group in groups for parameter in group) == PUBLISHED_PARAMETERS[hub_id]
+    assert sum(parameter.numel for group in groups for parameter in group) == parameters
     assert shape.source == f"recorded {hub_id}"
 
 
@@ -260,14 +250,6 @@ def test_damaged_weight_files_are_refused_by_name(llama, tmp_path, damage, messa
         llm_shape(str(tmp_path))
 
 
-def test_a_damaged_header_is_told_in_text_that_steers_no_terminal(tmp_path):
-    header = json.dumps({"\x1b[2J\u202e": {"dtype": "F32", "shape": [9], "data_offsets": [0, 4]}}, ensure_ascii=False)
-    (tmp_path / "a.safetensors").write_bytes(len(header.encode()).to_bytes(8, "little") + header.encode() + bytes(4))
-    with pytest.raises(UserError, match="damaged or incomplete") as refused:
-        read_header(tmp_path / "a.safetensors")
-    assert str(refused.value).isprintable()
-
-
 def test_weights_with_adapters_beside_them_are_refused(llama, tmp_path):
     model = AutoModelForCausalLM.from_pretrained(llama)
     inject_adapter_in_model(LoraConfig(r=2, target_modules=["q_proj"]), model)
@@ -291,7 +273,6 @@ def test_a_config_that_disagrees_with_the_weights_is_refused(llama, tmp_path):
     ("config_json", "message"),
     [
         ({"model_type": "t5", "is_encoder_decoder": True}, "t5 is an encoder-decoder"),
-        ({"model_type": "bert"}, "bert cannot be staged and packed: it is not a causal LLM"),
         ({"model_type": "chatglm"}, "chatglm .* needs the code in its folder.*; THUDM/glm-4-9b-chat-hf"),
         ({"model_type": "glm_moe_dsa"}, "glm_moe_dsa .*: its layers choose the tokens"),
         ({"model_type": "falcon"}, "falcon .*: its decoder layers take ALiBi"),
@@ -382,17 +363,6 @@ def test_a_clip_or_siglip_folder_has_the_parameters_up_to_the_selected_layer(
     assert {parameter.name: parameter.shape for parameter in shape.parameters} == expected
     assert (shape.width, shape.heads, shape.patches_per_image, shape.prefix_tokens) == (48, 3, 25, prefix_tokens)
     assert (shape.image_size, shape.patch_size, shape.blocks_run) == (40, 8, 2)
-
-
-def test_a_whole_clip_folder_gives_its_vision_part_alone(tmp_path):
-    text = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
-    CLIPModel(CLIPConfig(text_config={**text, "vocab_size": 32}, vision_config=HF_VISION)).save_pretrained(
-        tmp_path / "a"
-    )
-    CLIPVisionModel(CLIPVisionConfig(**HF_VISION)).save_pretrained(tmp_path / "b")
-    whole, alone = vision_shape(str(tmp_path / "a"), -2), vision_shape(str(tmp_path / "b"), -2)
-    assert set(whole.parameters) == set(alone.parameters)
-    assert (whole.heads, whole.image_size, whole.blocks_run) == (3, 40, 2)
 
 
 @pytest.mark.parametrize("name", [CLIP_L, "openai/clip-vit-large-patch14-336"])
