@@ -111,8 +111,7 @@ def test_what_the_files_of_the_llm_tell_is_refused_when_planned(
 
 
 @pytest.mark.parametrize(
-    ("family", "trainable"),
-    [("gpt_oss", "llm.layers.1"), ("qwen3_moe", "llm.layers.1.self_attn"), ("granite", "llm.layers.1")],
+    ("family", "trainable"), [("qwen3_moe", "llm.layers.1.self_attn"), ("granite", "llm.layers.1")]
 )
 def test_a_run_plans_whose_llm_has_a_plain_head_and_each_tensor_that_trains(
     tiny, make_tiny, tmp_path, family, trainable

@@ -89,15 +89,12 @@ def _refuse_unfit(parameter: ParameterShape, siblings: Sequence[ParameterShape])
     layer = adapted_layer(parameter.name)
     siblings = [p for p in siblings if p.name.startswith(block[0])]
     experts = {p.name.rpartition(".")[0]: p.shape[0] for p in siblings if len(p.shape) > 2}  # how many each holds
-    beside = {(module.rpartition(".")[0], count) for module, count in experts.items()}
-    if parameter.name.rpartition(".")[0] in experts:
-        why = "is one tensor for all experts of its layer"
-    elif (layer.rpartition(".")[0], parameter.shape[0]) in beside:
-        why = "chooses the experts of a token, and is no linear layer"
-    elif layer.endswith(".qkv") and any(p.name == f"{layer.removesuffix('qkv')}q_bias" for p in siblings):
-        why = "is computed without a call of its layer, since its bias is a tensor of its own"
-    else:
-        return
-    raise UserError(
-        f"model.lora.targets: {layer} {why}, so that it cannot have an adapter. Name the layers beside it instead."
-    )
+    routers = {(module.rpartition(".")[0], count) for module, count in experts.items()}
+    is_experts = parameter.name.rpartition(".")[0] in experts
+    is_router = (layer.rpartition(".")[0], parameter.shape[0]) in routers
+    has_own_bias = layer.endswith(".qkv") and any(p.name == f"{layer.removesuffix('qkv')}q_bias" for p in siblings)
+    if is_experts or is_router or has_own_bias:
+        raise UserError(
+            f"model.lora.targets: {layer} cannot have an adapter: it is all experts in one tensor, a router, or a qkv "
+            "whose bias is a tensor of its own. Name the layers beside it instead."
+        )
