@@ -12,7 +12,7 @@ from pathlib import Path
 
 from mmtrain.base.errors import UserError
 from mmtrain.base.printing import print_note, print_result, run_command
-from mmtrain.checkpoint.begin import refuse_unfit_beginning
+from mmtrain.checkpoint.resume import refuse_unfit_init_from_run
 from mmtrain.checkpoint.run_folder import run_folder
 from mmtrain.config.load import load_config
 from mmtrain.config.schema import RunConfig
@@ -91,7 +91,7 @@ def _check_beginnings(config: RunConfig) -> None:
     for path in lacking:
         print_note(f"init_from: {path} is not on this machine; whether it fits is checked when training starts")
     if beginning not in lacking:
-        refuse_unfit_beginning(config, run_folder(config))
+        refuse_unfit_init_from_run(config, run_folder(config))
     if projector not in lacking:
         refuse_unfit_init_from(config, run_folder(config))
 

@@ -14,7 +14,7 @@ from typing import Any, Literal
 from ranks import run_ranks
 
 from mmtrain.base.printing import logs_shown, print_info
-from mmtrain.checkpoint.choose import AUTO, ResumePoint, find_start
+from mmtrain.checkpoint.resume import AUTO, ResumePoint, find_start
 from mmtrain.checkpoint.run_folder import prepare_folder, run_folder
 from mmtrain.checkpoint.step_folder import StepFolder, find, step_path, why_damaged
 from mmtrain.config.load import load_config

@@ -10,7 +10,7 @@ from archives import picture
 from rank_runs import train
 
 from mmtrain.base.errors import UserError
-from mmtrain.checkpoint.choose import find_start
+from mmtrain.checkpoint.resume import find_start
 from mmtrain.config.load import load_config
 from mmtrain.launching.data import check_data, with_formats
 

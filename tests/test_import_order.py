@@ -53,7 +53,7 @@ TORCH_FREE_MODULES = """
 data.samples.records  data.samples.formats  data.samples.sample
 data.stream.order  data.stream.image_totals  data.stream.catalog
 data.inspection.survey
-checkpoint.run_folder  checkpoint.step_folder  checkpoint.choose  checkpoint.begin
+checkpoint.run_folder  checkpoint.step_folder  checkpoint.resume
 engine.utilization  engine.trace  training.console
 models.weights.projector_files  models.probing.probe
 """

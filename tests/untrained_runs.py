@@ -14,6 +14,7 @@ from step_states import state_of
 from timm_folder import save_timm_folder
 from transformers import AutoModelForImageTextToText, PreTrainedModel
 
+from mmtrain.__main__ import main
 from mmtrain.checkpoint.step_folder import (
     OPTIMIZER,
     STATE,
@@ -84,6 +85,11 @@ def export(
     """The checkpoint as a Hugging Face folder."""
     folder.mkdir(parents=True, exist_ok=True)
     return export_hf(checkpoint, folder, dtype, shard_bytes)
+
+
+def run_export(run: Path, form: str, out: Path, *options: str) -> int:
+    """The exit code of `mmtrain export` for a checkpoint, or a run."""
+    return main(["export", "--checkpoint", str(run), "--format", form, "--out", str(out), *options])
 
 
 def compared(

@@ -1,4 +1,4 @@
-"""What a run has trained, exported: alone, for LLaVA's code, or with its models for stock transformers."""
+"""Export what a run has trained: alone, for LLaVA's code, or with its models for stock transformers."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ MODEL_FORMATS = ("hf", "peft")  # those of a model that runs
 
 
 class DifferentError(Exception):
-    """The exported model computes something else than mmtrain's; nothing was left of it."""
+    """The exported model computes something else than mmtrain's; nothing was left under `out`."""
 
 
 def export(
@@ -40,11 +40,10 @@ def export(
 ) -> Path:
     """Export a checkpoint, or the newest whole one of a run, into the new folder `out`, which is returned.
 
-    `format`: as `mmtrain export --help` has them. `dtype`: of the tensors written; None: that of the run's LLM for
-    "hf" and "peft", else float32. `max_shard_gb`: largest file of a whole model. `verify`: compare the exported model
-    with mmtrain's own on so many held-out samples (a whole model). `base`: what the adapters of "peft" are for. `show`
-    gets what is read or written, its bytes so far and in all; what was done is logged. Raises UserError, and
-    DifferentError where `verify` finds a difference.
+    `mmtrain export --help` explains the formats. `dtype` is that of the tensors written; None: that of the run's LLM
+    for "hf" and "peft", else float32. `verify`: compare a whole model with mmtrain's own on this many held-out samples.
+    `base`: the model for which the adapters of "peft" are. `show` gets (what, bytes done, bytes in all). Raises
+    UserError, and DifferentError where `verify` finds a difference.
     """
     for name, value, known in (
         ("format", format, get_args(Format)),
@@ -107,22 +106,18 @@ def _verify(checkpoint: StepFolder, exported: ExportedModel, dtype: torch.dtype,
     from mmtrain.exporting.verify import PROMPTS, batch_fault, compare_logits
 
     _log.info("comparing with mmtrain's own logits: both models are loaded, in float32, one after the other")
-    found, model = compare_logits(checkpoint, exported.folder, exported, dtype, samples)
+    comparison, model = compare_logits(checkpoint, exported.folder, exported, dtype, samples)
     line = (
-        f"logits of {found.tokens:,} answer tokens in {len(found.samples)} samples: largest difference "
-        f"{found.difference:.1e} (largest logit {found.largest:.1f}), the same token said at "
-        f"{found.agreeing:,} of {found.tokens:,}"
+        f"logits of {comparison.tokens:,} answer tokens in {len(comparison.samples)} samples: largest difference "
+        f"{comparison.difference:.1e} (largest logit {comparison.largest:.1f}), the same token at "
+        f"{comparison.agreeing:,} of {comparison.tokens:,}"
     )
-    if not found.passed:
+    if not comparison.passed:
         raise DifferentError(f"{line}: the exported model is not the one that was trained; nothing was exported")
     _log.info(line)
-    if found.loss_of_new_rows:
-        line = f"the rows that the head gained add {found.loss_of_new_rows:.1e} nats to the mean loss"
-        _log.info(line)
-        with (exported.folder / "README.md").open("a") as card:  # which ends with its notes
-            card.write(f"- On {found.tokens:,} answer tokens {line}.\n")
-    if checkpoint.config.model.vision is not None:  # what stands around the LLM has to pad its prompts, too
-        if fault := batch_fault(exported.folder, model, found.samples, checkpoint.config.data.template == "plain"):
+    if checkpoint.config.model.vision is not None:  # the class around the LLM has to pad its prompts, too
+        is_plain = checkpoint.config.data.template == "plain"
+        if fault := batch_fault(exported.folder, model, comparison.samples, is_plain):
             raise DifferentError(
                 f"batches are answered wrongly: {fault}; nothing was exported. Without --verify the folder is written "
                 "all the same: ask it one prompt at a time"

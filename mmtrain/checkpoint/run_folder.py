@@ -36,7 +36,6 @@ BEFORE_THE_FIRST_STEP = ("log*.txt", QUARANTINE, REPORT, *map(leftovers, (CONFIG
 
 
 def run_folder(config: RunConfig) -> Path:
-    """Where everything of this run goes."""
     return Path(config.run.dir).expanduser() / config.run.name
 
 
@@ -46,9 +45,11 @@ def locked(folder: Path) -> Iterator[None]:
 
     The kernel lets go when this process dies, however it dies. Raises UserError if another run holds it.
     """
-    folder = folder.resolve()  # whatever it is called
+    folder = folder.resolve()
     lock = _lock_file(folder)
     with contextlib.ExitStack() as holding:
+        if not folder.parent.exists():
+            holding.callback(_remove_if_empty, folder.parent)  # a refused start leaves nothing
         with _named(f"write {lock}"):
             folder.parent.mkdir(parents=True, exist_ok=True)
             try:
@@ -58,6 +59,11 @@ def locked(folder: Path) -> Iterator[None]:
                     f"{folder} is in use by a run that is still going; stop it, or choose another run.name"
                 ) from None
         yield
+
+
+def _remove_if_empty(folder: Path) -> None:
+    with contextlib.suppress(OSError):
+        folder.rmdir()
 
 
 def launcher(folder: Path) -> psutil.Process | None:
@@ -70,7 +76,7 @@ def _lock_file(folder: Path) -> Path:
 
 
 def contents_of_a_run(folder: Path) -> list[str]:
-    """Names in the folder that only a run that took its first step has made."""
+    """List the files in the folder that no start that failed before the first step leaves."""
     if not folder.is_dir():
         return []
     patterns = (CONFIG, PLAN, *BEFORE_THE_FIRST_STEP)
@@ -78,10 +84,9 @@ def contents_of_a_run(folder: Path) -> list[str]:
 
 
 def prepare_folder(config: RunConfig, plan: Plan, *, goes_on: bool) -> None:
-    """Make the run's folder, which the caller holds (`locked`).
+    """Make the run's folder, which the caller holds (`locked`), or leave that of a run that `goes_on` to `go_back`.
 
-    For a new run it then has config.yaml and plan.json, what a start that failed has left being replaced; with
-    `run.overwrite` an earlier run is deleted. One that `goes_on` is left alone until `go_back`.
+    A new run gets config.yaml and plan.json in place of what a failed start left. run.overwrite deletes an earlier run.
     """
     folder = run_folder(config)
     contents = contents_of_a_run(folder)
@@ -102,7 +107,7 @@ def prepare_folder(config: RunConfig, plan: Plan, *, goes_on: bool) -> None:
 
 
 def describe_run(folder: Path, config: RunConfig, plan: Plan) -> None:
-    """From now on the folder's config.yaml and plan.json are these."""
+    """Write the folder's config.yaml and plan.json."""
     with _named(f"write {folder / PLAN}"):
         write_whole(folder / PLAN, json.dumps(plan.as_dict(), indent=1) + "\n")
     with _named(f"write {folder / CONFIG}"):
@@ -110,9 +115,9 @@ def describe_run(folder: Path, config: RunConfig, plan: Plan) -> None:
 
 
 def go_back(folder: Path, to: StepFolder | None) -> None:
-    """Cut the run's records back to this checkpoint of its own, None: to nothing, and set later checkpoints aside.
+    """Cut the run's records back to its own checkpoint `to`, None: to nothing, and set later checkpoints aside.
 
-    To be called when all that could keep the run from going on has been checked.
+    Call it when everything else that could stop the run has been checked.
     """
     try:
         remove_unfinished(folder)

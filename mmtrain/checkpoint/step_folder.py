@@ -110,12 +110,10 @@ class StepFolder:
 
 
 def step_of(path: Path) -> int:
-    """The step that a step folder's name tells."""
     return int(NAME.fullmatch(path.name)[1])
 
 
 def step_path(run: Path, step: int) -> Path:
-    """Where a run's checkpoint after `step` updates lies."""
     return run / CHECKPOINTS / f"step-{step:08d}"
 
 
@@ -123,8 +121,7 @@ def step_path(run: Path, step: int) -> Path:
 def new_step_folder(path: Path) -> Iterator[Path]:
     """A folder for a checkpoint's files, which gets its manifest and its name when the block ends without error.
 
-    Raises FileExistsError rather than write into an existing one, and OSError where the disk does not take it; what
-    there is then of the folder is removed.
+    Raises FileExistsError rather than write into an existing one, and OSError for a full disk, leaving nothing.
     """
     if path.exists():
         raise FileExistsError(f"{path} exists; a checkpoint is never written into an existing folder")
@@ -138,7 +135,7 @@ def new_step_folder(path: Path) -> Iterator[Path]:
 
 
 def why_damaged(path: Path) -> str | None:
-    """Return what is wrong with a step folder, naming the file; None if it is whole. Reads and hashes every byte."""
+    """Return what is wrong with a step folder, naming the file; None if it is whole. Cost: hashes every byte."""
     name = MANIFEST
     try:
         text = read_limited(path / MANIFEST, MAX_JSON_BYTES, "what mmtrain writes").decode()
@@ -153,16 +150,14 @@ def why_damaged(path: Path) -> str | None:
         if unknown := sorted(present - content["files"].keys()):
             return f"{unknown[0]} does not belong there: {MANIFEST} does not list it; move it away"
         for name, entry in content["files"].items():
-            size, digest = _size_and_sha256(path / name, entry["bytes"])
+            size, digest = _size_and_sha256(path / name)
             if size != entry["bytes"]:
                 return f"{name} is damaged: {size:,} bytes, {entry['bytes']:,} were written"
             if digest != entry["sha256"]:
                 return f"{name} is damaged: its SHA-256 is not that of what was written"
         name = STATE
         state = StepFolder(path).state
-        if missing := sorted(STATE_KEYS.keys() - state.keys()):
-            return f"{STATE} is damaged: it has no {missing[0]}"
-        if odd := next((key for key, kinds in STATE_KEYS.items() if not isinstance(state[key], kinds)), None):
+        if odd := next((key for key, kinds in STATE_KEYS.items() if not isinstance(state.get(key, ...), kinds)), None):
             return f"{STATE} is damaged: its {odd} is not what mmtrain writes"
         if (named := NAME.fullmatch(path.name)) and int(named[1]) != state["step"]:
             return f"{STATE} is of step {state['step']}: the folder was renamed"
@@ -176,15 +171,15 @@ def why_damaged(path: Path) -> str | None:
 
 
 def step_folders(run: Path) -> list[Path]:
-    """A run's checkpoints by their names, whole or not, newest first."""
+    """List a run's checkpoints, whole or not, newest first."""
     numbered = [(int(m[1]), path) for path in (run / CHECKPOINTS).glob("step-*") if (m := NAME.fullmatch(path.name))]
     return [path for _, path in sorted(numbered, reverse=True)]
 
 
 def newest(run: Path) -> tuple[StepFolder | None, dict[Path, str]]:
-    """A run's newest whole checkpoint, held, and what is wrong with each newer one.
+    """Return a run's newest whole checkpoint, held, and what is wrong with each newer one.
 
-    The run may be saving: what it deletes meanwhile is neither taken nor called damaged.
+    The run may be saving: what it deletes meanwhile is neither returned nor called damaged.
     """
     while True:
         damaged: dict[Path, str] = {}
@@ -206,9 +201,9 @@ def names_checkpoint(path: Path) -> bool:
 
 
 def find_newest(run: Path, remedy: str = "restore one of them") -> StepFolder | None:
-    """A run's newest whole checkpoint, held; None if it has none at all.
+    """Return a run's newest whole checkpoint, held; None if it has none at all.
 
-    Says which damaged ones it passes over. Raises UserError, with the `remedy`, where all are damaged.
+    Warns of damaged ones that it passes over. Raises UserError, with the `remedy`, where all are damaged.
     """
     found, damaged = newest(run)
     listed = "".join(f"\n  {folder}: {why}" for folder, why in damaged.items())
@@ -220,10 +215,7 @@ def find_newest(run: Path, remedy: str = "restore one of them") -> StepFolder | 
 
 
 def find(path: Path) -> StepFolder:
-    """The checkpoint that a path names: a step folder, or of a run's folder the newest whole one.
-
-    Says which damaged ones it passes over. Raises UserError where there is none.
-    """
+    """Return the checkpoint of a step folder, or the newest whole one of a run's folder; raises UserError."""
     if (path / CHECKPOINTS).is_dir():
         if (found := find_newest(path)) is None:
             raise UserError(f"{path} has no checkpoint yet; needed is a run that has saved one")
@@ -247,9 +239,9 @@ def remove_unfinished(run: Path) -> None:
 
 
 def remove(path: Path) -> None:
-    """Delete a step folder; no moment shows a part of it under its name.
+    """Delete a step folder, which loses its name first.
 
-    Raises BlockingIOError where another program reads it, which `find` has told to, and OSError where it cannot go.
+    Raises BlockingIOError where another program reads it (`find` locks it), and OSError where it cannot go.
     """
     with contextlib.ExitStack() as opened:
         with contextlib.suppress(FileNotFoundError):  # what is no whole checkpoint is held by nobody
@@ -258,9 +250,9 @@ def remove(path: Path) -> None:
 
 
 def _hold(path: Path) -> BinaryIO | None:
-    """The manifest of a step folder, locked so that no run deletes the folder until it is closed; None if it is gone.
+    """Open and lock the manifest of a step folder, so that no run deletes the folder; None if it is gone.
 
-    Waits for a run that is deleting it. Where the file system has no locks it is opened alone.
+    Waits for a run that is deleting it. Does not lock where the file system has no locks.
     """
     try:
         manifest = open_file(path / MANIFEST)
@@ -271,14 +263,12 @@ def _hold(path: Path) -> BinaryIO | None:
 
 
 def _manifest(entries: Mapping[str, Any]) -> str:
-    """The manifest's text, whose last line is the checksum of the rest."""
+    """Return the manifest's text, whose last line is the checksum of the rest."""
     content = {"format": FORMAT, "files": dict(entries)}
     checksum = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
     return json.dumps({**content, "sha256": checksum}, indent=1) + "\n"
 
 
-def _size_and_sha256(path: Path, expected: int | None = None) -> tuple[int, str | None]:
-    """A file's bytes, and their SHA-256; None for that of a file of another size than expected, which is not read."""
+def _size_and_sha256(path: Path) -> tuple[int, str]:
     with open_file(path) as file:
-        size = os.fstat(file.fileno()).st_size
-        return size, hashlib.file_digest(file, "sha256").hexdigest() if expected in (None, size) else None
+        return os.fstat(file.fileno()).st_size, hashlib.file_digest(file, "sha256").hexdigest()

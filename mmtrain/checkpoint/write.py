@@ -51,7 +51,7 @@ Tensors = Mapping[str, torch.Tensor]
 
 
 def run_state(config: RunConfig, plan: Plan, threads: int, device: torch.device) -> dict[str, Any]:
-    """What a checkpoint says of the run that saves it, the same at every step."""
+    """Return the part of a checkpoint's state that is the same at every step of a run."""
     return {
         "config": config.model_dump(mode="json"),
         "versions": {
@@ -74,7 +74,7 @@ def run_state(config: RunConfig, plan: Plan, threads: int, device: torch.device)
 
 @dataclass(frozen=True)
 class SaveResult:
-    """What became of a save: `error` is None if it is on the disk."""
+    """The outcome of a save: `error` is None if it is on the disk."""
 
     step: int
     path: Path
@@ -90,11 +90,11 @@ class SaveResult:
 
 
 class Checkpointer:
-    """Saves; constructed by every rank, and `save` is a collective of all of them. Rank 0 writes.
+    """Saves in the background. Collective: construct it, and call `save`, on every rank; rank 0 writes.
 
-    `contributes` says that this rank's tensors belong into the checkpoint: those of the first replica. `report` is
-    called on rank 0 with what became of each save. `saved` is the step of the checkpoint of its own that the run goes
-    on from. Price: while one save is being written its copy stays in memory, 12 bytes a trained parameter.
+    `contributes`: this rank's tensors belong into the checkpoint, as those of the first replica do. `report` is called
+    on rank 0 with the outcome of each save. `saved` is the step of the run's own checkpoint from which it resumes.
+    Cost: the copy that is being written, 12 bytes a trained parameter.
     """
 
     def __init__(
@@ -122,7 +122,7 @@ class Checkpointer:
         self._saved_at = time.monotonic()
 
     def is_due(self, step: int, evaluates: bool) -> bool:
-        """Whether to save after `step` updates: their number says so, or an evaluation follows that may be the best."""
+        """Whether to save after `step` updates: it is their turn, or an evaluation follows that may be the best."""
         every = self.section.every_steps
         return (every is not None and step % every == 0) or (evaluates and self.section.keep_best is not None)
 
@@ -137,7 +137,7 @@ class Checkpointer:
     ) -> None:
         """Copy this rank's trained tensors and their optimizer state and begin to write; waits for the save before.
 
-        `trained` notes something of each weight, by name; all ranks' notes go into `state`, which rank 0 gives. Raises
+        `trained` holds notes by weight; those of all ranks go into `state`, of which rank 0's is used. Raises
         ValueError on rank 0 rather than save a tensor that is not finite.
         """
         self._wait()
@@ -154,10 +154,7 @@ class Checkpointer:
             self._pending = self._executor.submit(self._job)
 
     def finish(self) -> None:
-        """Wait for the save that is being written, the last one; while it fails it is tried again.
-
-        Raises UserError on rank 0 after MAX_FAILURES in a row.
-        """
+        """Wait for the last save, and repeat it while it fails; raises UserError on rank 0 after MAX_FAILURES."""
         self._wait()
         while self._rank_0_says(self._failures > 0):
             if self.writes:
@@ -165,41 +162,41 @@ class Checkpointer:
             self._wait()
 
     def poll(self) -> None:
-        """Report the save that has ended, if one has; raises UserError once too many in a row have failed."""
+        """Report the save that has ended, if one has; raises UserError after MAX_FAILURES in a row."""
         if self._pending is None or not self._pending.done():
             return
-        saved = self._pending.result()
+        result = self._pending.result()
         self._pending = None
-        self.report(saved)
-        if saved.error is None:
+        self.report(result)
+        if result.error is None:
             self._failures, self._job = 0, None  # which holds the copies
         else:
             self._failures += 1
         if self._failures >= MAX_FAILURES:
-            raise UserError(f"{MAX_FAILURES} saves in a row have failed: {saved.error}. {self.kept()}")
+            raise UserError(f"{MAX_FAILURES} saves in a row have failed: {result.error}. {self.kept()}")
 
     def _wait(self) -> None:
-        """Wait until nothing is being written; with all ranks, which else would take rank 0 for dead on a slow disk."""
+        """Wait until nothing is being written; on all ranks, which else time out on rank 0 where the disk is slow."""
         while self._rank_0_says(self._pending is not None and not wait([self._pending], timeout=1).done):
             pass
         self.poll()
 
     def _rank_0_says(self, value: bool) -> bool:
-        said = torch.tensor([value], dtype=torch.int32)
-        dist.broadcast(said, 0)
-        return bool(said)
+        answer = torch.tensor([value], dtype=torch.int32)
+        dist.broadcast(answer, 0)
+        return bool(answer)
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: type | None, value: BaseException | None, trace: TracebackType | None) -> None:
-        """A run that ends with numbers that are not finite, on all ranks, first finishes the save from before them."""
+        """Finish the last good save first where the run ends with NaN or infinity, as it then does on all ranks."""
         if kind is NonFiniteError:
             self._wait()
         self._executor.shutdown(wait=False)
 
     def kept(self) -> str:
-        """Which checkpoint is there to go on from, for a message."""
+        """Name the checkpoint from which the run can resume, for a message."""
         whole = next((path for path in step_folders(self.folder) if self._is_whole(path)), None)
         return "No checkpoint was saved before" if whole is None else f"The newest whole one is {whole}"
 
@@ -210,26 +207,25 @@ class Checkpointer:
 
     @property
     def best(self) -> tuple[int, float] | None:
-        """Step and score of the best evaluation of which there is a checkpoint; of equal ones the latest."""
-        steps = [step_of(path) for path in step_folders(self.folder)]
+        """Step and score of the best evaluation that has a checkpoint; of equal ones the latest."""
         sign = -1 if self.section.keep_best == "loss" else 1
-        scores = {step: score for step in steps if (score := self._scores.get(step)) is not None}
-        found = [(sign * score, step) for step, score in scores.items() if math.isfinite(score)]
-        return None if not found else (max(found)[1], sign * max(found)[0])
+        scores = ((self._scores.get(step), step) for step in map(step_of, step_folders(self.folder)))
+        ranked = [(sign * score, step) for score, step in scores if score is not None and math.isfinite(score)]
+        return None if not ranked else (max(ranked)[1], sign * max(ranked)[0])
 
-    def _collect(self, mine: Tensors, trained: Mapping[str, Any]) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-        """On rank 0 copies of all ranks' tensors and notes; elsewhere nothing.
+    def _collect(self, own: Tensors, trained: Mapping[str, Any]) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+        """Return copies of all ranks' tensors and notes on rank 0, elsewhere nothing.
 
         Tensors travel one by one: a gather would need the largest rank's bytes for every rank.
         """
-        tensors = {name: _copied(tensor) for name, tensor in mine.items()} if self.writes else {}
+        tensors = {name: _copied(tensor) for name, tensor in own.items()} if self.writes else {}
         notes = dict(trained) if self.writes else {}
         if not self._others:
             return tensors, notes
-        shapes = {name: tensor.shape for name, tensor in mine.items()}
+        shapes = {name: tensor.shape for name, tensor in own.items()}
         gathered = gather_to_rank_0((shapes, trained))
         if gathered is None:
-            for tensor in mine.values():
+            for tensor in own.values():
                 dist.send(_copied(tensor), 0)
             return {}, {}
         for source in self._others:
@@ -241,7 +237,7 @@ class Checkpointer:
         return tensors, notes
 
     def _write(self, step: int, tensors: Tensors, state: str) -> SaveResult:
-        """Write a step folder and delete what is not to be kept."""
+        """Write a step folder and delete older ones that are not kept."""
         start = time.monotonic()
         target = step_path(self.folder, step)
         weights = {name: tensor for name, tensor in tensors.items() if "/" not in name}
@@ -282,7 +278,7 @@ class Checkpointer:
 
 
 def _is_finite(tensor: torch.Tensor) -> bool:
-    """Whether all values are; a finite sum says so in a fraction of the time, an infinite one may have overflowed."""
+    """Whether all values are finite; the sum is faster, but may overflow."""
     return bool(tensor.sum().isfinite()) or bool(tensor.isfinite().all())
 
 
@@ -291,7 +287,7 @@ def _copied(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _recorded_scores(folder: Path, metric: str) -> dict[int, float | None]:
-    """The scores of the run's evaluations so far, by step."""
+    """Return the scores of the run's evaluations so far, by step."""
     return {
         record["step"]: score if isinstance(score := record.get(metric), int | float) else None
         for record in recorded(folder / METRICS, "eval")

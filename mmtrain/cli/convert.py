@@ -1,7 +1,8 @@
 """Convert a model folder's pickled weights (pytorch_model*.bin) to safetensors, once.
 
-mmtrain reads tensor by tensor, which pickles do not allow. Values stay the same and are read back for comparison. One
-shard is in memory at a time. No code in a pickle is run (mmtrain/models/weights/files.py); the original are left alone.
+mmtrain reads tensor by tensor, which pickles do not allow. Values stay the same and are read back for comparison.
+Memory holds one shard, twice. No code in a pickle is run (mmtrain/models/weights/files.py); the originals are left
+alone.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from mmtrain.base.arguments import command_parser
 from mmtrain.base.durable import whole_file, write_whole
 from mmtrain.base.errors import UserError
 from mmtrain.base.printing import print_result
-from mmtrain.exporting.tensors import INDEX, TensorWriter, check_written, in_memory
+from mmtrain.exporting.tensors import DTYPES, INDEX, in_memory, write_tensors
 from mmtrain.models.facts.model_files import model_folder, read_weight_map
 from mmtrain.models.weights.files import read_pickled
 
@@ -73,11 +74,13 @@ def convert(folder: Path, out: Path) -> None:
         twice = sorted(tensors.keys() & weight_map.keys())
         if twice:
             raise UserError(f"{shard}: {twice[0]} is in {weight_map[twice[0]]} already")
+        for key, tensor in tensors.items():
+            if tensor.dtype not in DTYPES.values():
+                raise UserError(f"{shard}: {key} is stored as {str(tensor.dtype)[6:]}; use a release in bf16 or fp16")
         weight_map.update(dict.fromkeys(tensors, name))
         total += sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
         with whole_file(out / name) as unfinished:
-            digest = TensorWriter(None).write(unfinished, {key: in_memory(tensor) for key, tensor in tensors.items()})
-            check_written(unfinished.parent, {unfinished.name: digest})
+            write_tensors(unfinished, {key: in_memory(tensor) for key, tensor in tensors.items()})
         size = (out / name).stat().st_size
         print_result(f"{i}/{len(shards)} {shard.name} -> {name}: {len(tensors)} tensors, {size / 2**30:.2f} GiB")
     if len(shards) > 1:

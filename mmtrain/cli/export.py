@@ -14,7 +14,7 @@
                            trained. --base llm: they are for the LLM as it was published; the projector lies beside them
                            as --format safetensors has it, and whatever else was trained is refused
 
-The models are read where the run's configuration says. Memory for the encoder, the embedding and one layer is enough.
+The models are read where the run's configuration says. Memory for the encoder and one file (--max-shard-gb) is enough.
 No file is replaced; OUT appears when all of it is on the disk and was read again. --verify then compares the logits of
 the exported model with mmtrain's own on held-out samples, and answers to a batch of prompts with single answers.
 """

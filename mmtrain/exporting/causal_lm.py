@@ -57,7 +57,7 @@ def export_stock(
     progress: Callable[[str, int, int], None],
     merged: bool = True,
 ) -> ExportedModel:
-    """`export_hf`, or of a run on text alone `export_causal_lm`, which take and raise the same."""
+    """Export by `export_hf`, or a run on text alone by `export_causal_lm`."""
     write = export_hf if checkpoint.config.model.vision is not None else export_causal_lm
     return write(checkpoint, folder, dtype, shard_bytes, progress, merged)
 
@@ -70,7 +70,7 @@ def export_causal_lm(
     progress: Callable[[str, int, int], None] = lambda what, done, total: None,
     merged: bool = True,
 ) -> ExportedModel:
-    """Write the LLM into `folder`, which is empty, and read it again; as `hf.export_hf` in what it takes and raises."""
+    """Write the LLM into `folder`, which is empty, and read it again; arguments and errors of `hf.export_hf`."""
     config = checkpoint.config
     tensors, about = tensors_to_export(checkpoint, merged)
     llm = model_folder(config.model.llm.path)
@@ -98,13 +98,12 @@ def _write_tokenizer(config: RunConfig, llm: Path, folder: Path) -> None:
     template = make_template(config.data.template, source, image_layout(config), sys.maxsize)
     (folder / TEMPLATE_FILE).write_text(exported_chat_template(template), encoding="utf-8")
     tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    found = documents_of(template, CONVERSATIONS)
-    for turns, document in found:
+    for turns, document in documents_of(template, CONVERSATIONS):
         messages = [{"role": ROLES[speaker], "content": text} for speaker, text in turns]
-        given = tokenizer.apply_chat_template(messages, return_dict=False)
-        if list(given) != list(document.input_ids):
+        ids = tokenizer.apply_chat_template(messages, return_dict=False)
+        if list(ids) != list(document.input_ids):
             raise UserError(
-                f"stock AutoTokenizer reads {turns[0][1]!r} as the tokens {given[:40]}, and the run was trained on "
+                f"stock AutoTokenizer reads {turns[0][1]!r} as the tokens {ids[:40]}, and the run was trained on "
                 f"{list(document.input_ids[:40])}; --format safetensors exports what was trained, without a tokenizer"
             )
     end = [label for label in template(Sample("probe", "probe", _ASKED, ())).labels if label != IGNORE][-1]

@@ -5,8 +5,8 @@ checkpoint: projector --------------------------------> multi_modal_projector.li
 model.vision.name --vision: exact conversion----------> vision_tower.*        and config.json, README.md,
 model.llm.path    --language: tensor by tensor--------> language_model.*      the processor's files
 
-Price: time and disk for the whole model; memory for encoder, embedding and a decoder layer. Before anything is written,
-what the stock class will make of it is found out without its weights; afterwards every byte is read again.
+Cost: time and disk for the whole model; memory for the encoder and one file. Before anything is written the stock class
+is tried without the weights; afterwards every byte is read again.
 
 names and shapes --transformers' own loading, on the meta device--> missing, unexpected, mismatched: must all be empty
 the LLM's family, tiny --exported, loaded by the class--> the same logits as the causal LM's own, or a refusal
@@ -38,7 +38,7 @@ from mmtrain.exporting.language import ExportedLanguage, language_for_export
 from mmtrain.exporting.merging import merged_encoder
 from mmtrain.exporting.processor import ExportedProcessor, check_processor, write_processor
 from mmtrain.exporting.projector_file import Origin, origin, run_tensors
-from mmtrain.exporting.tensors import TensorSource, TensorWriter, check_written, require_space, write_shards
+from mmtrain.exporting.tensors import TensorSource, cast_to, require_space, write_shards
 from mmtrain.exporting.vision import encoder_for_export, wrapped_timm_encoder
 from mmtrain.models.facts.adapters import is_llm_adapter
 from mmtrain.models.facts.connectors import NEWLINE
@@ -61,7 +61,7 @@ SMALL_FILES = 64 << 20  # bytes that tokenizer, index and card take at most
 
 @dataclass(frozen=True)
 class ExportedModel:
-    """What was written."""
+    """A model that was written."""
 
     stock: ExportedClass
     folder: Path
@@ -83,9 +83,8 @@ def export_hf(
 ) -> ExportedModel:
     """Write the model into `folder`, which is empty, and read it again; `progress` gets (what, bytes done, of all).
 
-    merged: whether with the LLM's adapters, in its layers; else without, for a folder that they are added to.
-    Raises UserError for models that no stock class can hold, naming the formats that work, and where
-    the disk is too small; OSError for a file that does not read back as written.
+    merged: with the LLM's adapters in its layers; else without them. Raises UserError for models that no stock class
+    can hold, naming the formats that work, and where the disk is too small; OSError where a file reads back otherwise.
     """
     config = checkpoint.config
     try:
@@ -112,31 +111,30 @@ def export_hf(
 
     (folder / "config.json").write_text(json.dumps(content, indent=2) + "\n")
     unmarked = mark_answers(config, folder)
-    check_processor(config, processor, folder)
+    check_processor(processor, folder)
     written = write_model(stock, folder, content, tensors, dtype, shard_bytes, progress)
     write_card(stock, folder, about, stored_as, encoder, language, processor, unmarked)
     return replace(written, unmarked=unmarked)
 
 
 def tensors_to_export(checkpoint: StepFolder, merged: bool) -> tuple[dict[str, TensorSource], Origin]:
-    """`run_tensors`, without the LLM's adapters unless they are to be `merged`, and what they belong to.
+    """Return `run_tensors`, without the LLM's adapters unless `merged`, and their origin.
 
     Raises UserError where the models that the export copies have other weights than the run was trained with.
     """
     _refuse_replaced_weights(checkpoint)
-    found = run_tensors(checkpoint)
-    about = origin(checkpoint, found)
+    tensors = run_tensors(checkpoint)
+    about = origin(checkpoint, tensors)
     if not merged:
-        left_out = set(filter(is_llm_adapter, found))
-        found = {name: source for name, source in found.items() if name not in left_out}
-        about = replace(about, trained=tuple(name for name in about.trained if name not in left_out))
-    return found, about
+        tensors = {name: source for name, source in tensors.items() if not is_llm_adapter(name)}
+        about = replace(about, trained=tuple(name for name in about.trained if not is_llm_adapter(name)))
+    return tensors, about
 
 
 def _refuse_replaced_weights(checkpoint: StepFolder) -> None:
-    """Raise UserError for models whose frozen tensors or settings are not those that the run was trained with.
+    """Raise UserError for models with other frozen tensors or settings than the run was trained with.
 
-    Cost: the models' files are read once more, a decoder layer at a time.
+    Cost: reads the models' files once more, a decoder layer at a time.
     """
     state = checkpoint.state
     trained_with = {name: was for name, was in state["frozen_files"].items() if not name.startswith(PROJECTOR)}
@@ -171,16 +169,18 @@ def write_model(
     shard_bytes: int,
     progress: Callable[[str, int, int], None],
 ) -> ExportedModel:
-    """Write the tensors of a model whose config.json has this `content`, and read them again; as `export_hf` raises."""
+    """Write the tensors of a model whose config.json has this `content`, and read them again; raises as `export_hf`."""
     kept = kept_in_float32(stock, content, tensors, dtype)
-    total = sum(TensorWriter(dtype, kept).bytes_of(name, source) for name, source in tensors.items())
+    cast = cast_to(dtype, tensors, kept)
+    total, done = sum(source.nbytes for source in cast.values()), 0
     require_space(folder, total + SMALL_FILES)
-    progress("written", 0, total)
-    writer = TensorWriter(dtype, kept, lambda done: progress("written", done, total))
-    files = write_shards(folder, tensors, writer, shard_bytes)
-    size = sum((folder / file).stat().st_size for file in files)
-    progress("read again", 0, size)
-    check_written(folder, files, lambda done: progress("read again", done, size))
+
+    def show(size: int) -> None:
+        nonlocal done
+        done += size
+        progress("written and read again", done, total)
+
+    files = write_shards(folder, cast, shard_bytes, show)
     return ExportedModel(stock, folder, total, len(tensors), len(files), frozenset(kept))
 
 
@@ -192,7 +192,7 @@ def _config(
     processor: ExportedProcessor,
     dtype: str,
 ) -> dict[str, Any]:
-    """config.json of the folder, in keys that transformers 4.57 and 5 read."""
+    """Return config.json of the folder, in keys that transformers 4.57 and 5 read."""
     return {
         "architectures": [stock.class_name],
         "model_type": stock.model_type,
@@ -218,7 +218,7 @@ class _MetaTensor(torch.Tensor):
 
 
 def refuse_loading_faults(stock: ExportedClass, config: Mapping[str, Any], tensors: Mapping[str, TensorSource]) -> None:
-    """Raise UserError unless the stock model of `config` finds all of its tensors among these, and has a use for each.
+    """Raise UserError unless the stock model of `config` loads exactly these tensors.
 
     The loader's own conversions run (names, experts fused, ties), on shapes alone.
     """
@@ -242,9 +242,9 @@ def refuse_loading_faults(stock: ExportedClass, config: Mapping[str, Any], tenso
 
 
 def refuse_unfit_family(stock: StockClass, folder: Path) -> None:
-    """Raise UserError where a stock class around the LLM in `folder` computes other logits than the LLM's own class.
+    """Raise UserError where a tiny model like the LLM in `folder` has other logits in the stock class than in its own.
 
-    It has a head without bias, scale or cap, and takes some families only. A tiny model of the same config is tried.
+    The stock class has a head without bias, scale or cap, and takes some families only.
     """
     config = causal_config(folder)
     model = tiny_model(config, seed=0)
@@ -283,7 +283,7 @@ def refuse_unfit_family(stock: StockClass, folder: Path) -> None:
 def kept_in_float32(
     stock: ExportedClass, config: Mapping[str, Any], names: Iterable[str], dtype: torch.dtype
 ) -> set[str]:
-    """Names of the tensors that transformers loads in fp32 into a model of `dtype`: rounding them would be for good."""
+    """Return the tensors that transformers loads in fp32 into a model of `dtype`, which must not be rounded."""
     with torch.device("meta"):
         model = stock.model_class(stock.config_class.from_dict(dict(config)))
     modules = set(model._keep_in_fp32_modules_strict or ())

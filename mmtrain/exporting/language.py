@@ -3,8 +3,7 @@
 model.layers.3.X    -> language_model.model.layers.3.X     (LLaVA's names; each stock class has its own)
 lm_head.weight      -> language_model.lm_head.weight
 
-A tensor on disk keeps its content, but where an adapter is merged into it: what transformers does
-as it loads (fusing experts, tying) it does with the exported folder too.
+A tensor keeps its content, unless an adapter is merged into it.
 """
 
 from __future__ import annotations
@@ -52,13 +51,10 @@ def language_for_export(
     dtype: str,
     lora: LoraSection | None = None,
 ) -> ExportedLanguage:
-    """The LLM in `folder` with `trained` tensors (by global name) in place of its own, and `rows_needed` token ids.
+    """Return the LLM in `folder` with `trained` tensors (by global name) in place of its own, `lora`'s adapters merged.
 
-    Of them those of `lora`'s adapters are merged into their layers.
-
-    Rows that are missing are the mean of the others, in the embedding and in the head. Image features take the place of
-    the first, so it is never read. With the second, the new token's logit is the mean of the other logits: it never is
-    the largest. Raises UserError for a trained tensor that is no tensor of the files, and for heads with a bias.
+    Embedding and head get `rows_needed` rows at least; new ones are the mean of the others, so that a new token's logit
+    is never the largest. Raises UserError for a trained tensor that the files do not have, and for heads with a bias.
     """
     config = causal_config(folder)
     stock = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
@@ -78,15 +74,16 @@ def language_for_export(
             left_out.append(own_name)
             continue
         source = stored(*place)
-        if (own := waiting.pop(canonical_name(name), None)) is not None:
-            if own.shape != source.shape:
+        global_name = canonical_name(name)
+        if (replacement := waiting.pop(global_name, None)) is not None:
+            if replacement.shape != source.shape:
                 raise UserError(
-                    f"{canonical_name(name)}: trained with shape {list(own.shape)}, and {folder} has "
+                    f"{global_name}: trained with shape {list(replacement.shape)}, and {folder} has "
                     f"{list(source.shape)}: another model lies there than the run was trained with"
                 )
-            source = own
-        source = take_merged(waiting, canonical_name(name), source, lora, canonical_name(name) in transposed)
-        if canonical_name(name) in _ROWS:
+            source = replacement
+        source = take_merged(waiting, global_name, source, lora, global_name in transposed)
+        if global_name in _ROWS:
             rows = source.shape[0]
             if rows_needed > rows:
                 source = _with_rows(source, rows_needed)
@@ -101,14 +98,14 @@ def language_for_export(
 
 
 def _unloaded(model: PreTrainedModel) -> Callable[[str], bool]:
-    """Says of a tensor on disk whether the stock causal LM passes over it in silence, which a stock class reports."""
+    """Return a test of whether the causal LM ignores a tensor on disk, which a stock class would report."""
     own = model.state_dict().keys()
     patterns = [_OLD_BUFFER, *map(re.compile, model._keys_to_ignore_on_load_unexpected or ())]
     return lambda name: name not in own and any(pattern.search(name) for pattern in patterns)
 
 
 def _with_rows(source: TensorSource, rows: int) -> TensorSource:
-    """The matrix (V, D) with rows up to `rows`, each the mean of the V there are."""
+    """Extend the matrix (V, D) to `rows` rows; new ones are the mean of its V."""
     have, *rest = source.shape
 
     def read() -> torch.Tensor:
@@ -123,7 +120,7 @@ def _with_rows(source: TensorSource, rows: int) -> TensorSource:
 
 
 def _text_config(folder: Path, config: PreTrainedConfig, rows: int, dtype: str) -> dict[str, Any]:
-    """The LLM's own config.json, with the rows and the dtype that it has now."""
+    """Return the LLM's own config.json with its new rows and dtype."""
     content = llm_config(folder)
     for key in ("_name_or_path", "auto_map", "torch_dtype", "transformers_version"):
         content.pop(key, None)
@@ -134,7 +131,7 @@ def _text_config(folder: Path, config: PreTrainedConfig, rows: int, dtype: str) 
 
 
 def _rope_of_transformers_4(content: Mapping[str, Any]) -> dict[str, Any]:
-    """What version 5 saves as rope_parameters, in keys of version 4, which would use its defaults in silence."""
+    """Return version 5's rope_parameters in keys of version 4, which else uses its defaults."""
     rope = content.get("rope_parameters")
     if not isinstance(rope, dict) or "rope_theta" not in rope:  # by layer type: families that version 4 has no keys for
         return {}

@@ -22,9 +22,9 @@ from mmtrain.models.modules.vision import load_vision
 def take_merged(
     waiting: dict[str, TensorSource], name: str, weight: TensorSource, lora: LoraSection | None, transposed: bool
 ) -> TensorSource:
-    """The weight `name` with its adapter, which is taken out of `waiting`; as it is where it has none.
+    """Return the weight `name` merged with its adapter, if `waiting` has one, which is removed from there.
 
-    transposed: whether the weight is (in, out). Raises UserError for an adapter of another shape.
+    transposed: the weight is (in, out). Raises UserError for an adapter of another shape.
     """
     layer = adapted_layer(name)
     if lora is None or layer + LORA_A not in waiting or layer + LORA_B not in waiting:
@@ -45,7 +45,7 @@ def take_merged(
 
 
 def merged_encoder(config: RunConfig, trained: Mapping[str, TensorSource]) -> dict[str, torch.Tensor]:
-    """What was trained of a run's encoder, by global name, adapters in their layers' weights.
+    """Return the trained tensors of a run's encoder, by global name, adapters merged into their layers' weights.
 
     Raises UserError for an adapter of a layer that the encoder does not have.
     """
@@ -55,11 +55,9 @@ def merged_encoder(config: RunConfig, trained: Mapping[str, TensorSource]) -> di
         tower = load_vision(chosen.name, chosen.select_layer, torch.float32, final_norm=chosen.final_norm)
         for name, parameter in tower.global_parameters():
             weight = waiting.get(name) or in_memory(parameter.detach())
-            if (
-                name.endswith(".weight")
-                and (found := take_merged(waiting, name, weight, config.model.lora, False)) is not weight
-            ):
-                merged[name] = found
+            result = take_merged(waiting, name, weight, config.model.lora, transposed=False)
+            if result is not weight:
+                merged[name] = result
         if idle := next(filter(is_adapter, waiting), None):
             raise UserError(f"{idle} was trained, and the encoder {chosen.name} has no such layer")
     return {name: source.read() for name, source in (waiting | merged).items()}

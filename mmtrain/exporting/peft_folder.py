@@ -35,7 +35,7 @@ from mmtrain.exporting.card import write_adapter_card
 from mmtrain.exporting.causal_lm import export_stock
 from mmtrain.exporting.hf import ExportedModel
 from mmtrain.exporting.projector_file import origin, run_tensors, write_projector_file
-from mmtrain.exporting.tensors import TensorSource, TensorWriter, check_written
+from mmtrain.exporting.tensors import TensorSource, cast_to, write_tensors
 from mmtrain.models.facts.adapters import LORA_A, LORA_B, adapted_layer, is_llm_adapter
 from mmtrain.models.facts.families import canonical_name, holds_parts
 from mmtrain.models.facts.model_files import model_folder
@@ -57,10 +57,9 @@ def export_peft(
     out: Path,
     progress: Callable[[str, int, int], None] = lambda what, done, total: None,
 ) -> ExportedModel | None:
-    """Write the folder, which will be called `out`; what was written as its base model, if anything was.
+    """Write the folder, which will be called `out`; return the base model that was written, if any.
 
-    Raises UserError for a run without adapters of its LLM, for what has no place beside the base, and what `export_hf`
-    raises.
+    Raises UserError for a run without adapters of its LLM, for tensors that have no place, and as `export_hf`.
     """
     config, tensors = checkpoint.config, run_tensors(checkpoint)
     adapters = {name: source for name, source in tensors.items() if is_llm_adapter(name)}
@@ -85,14 +84,13 @@ def export_peft(
     described, places = _places(whole, causal_config(llm), adapters, config.model.lora)
     described.base_model_name_or_path = name
     described.save_pretrained(str(folder))
-    found = {places[one]: source for one, source in adapters.items()}
-    check_written(folder, {TENSORS: TensorWriter(dtype).write(folder / TENSORS, found)})
+    write_tensors(folder / TENSORS, cast_to(dtype, {places[name]: source for name, source in adapters.items()}))
     write_adapter_card(folder, about, stock.__name__, config.model.lora, None if base == "llm" else BASE)
     return exported
 
 
 def _beside_the_llm(checkpoint: StepFolder, tensors: Mapping[str, TensorSource], llm: Path) -> dict[str, TensorSource]:
-    """The projector, for which the LLM has no place. Raises UserError for all else that was trained than adapters."""
+    """Return the projector's tensors; raises UserError for other trained tensors that are no adapters."""
     if holds_parts(llm):
         raise UserError(f"{llm} is a whole model, not the LLM alone, to which an adapter could be added; use --base hf")
     projector = {name: source for name, source in tensors.items() if name.startswith(PROJECTOR)}
@@ -108,10 +106,9 @@ def _beside_the_llm(checkpoint: StepFolder, tensors: Mapping[str, TensorSource],
 def _places(
     whole: PreTrainedModel, llm: PreTrainedConfig, adapters: Mapping[str, TensorSource], lora: LoraSection
 ) -> tuple[LoraConfig, dict[str, str]]:
-    """peft's configuration of `adapters` (by global name) in a stock model on the meta device, and their names there.
+    """Return peft's configuration of `adapters` (by global name) in a stock model on the meta device, and their names.
 
-    llm: the configuration of the causal LM, which is all of the model, or a part. Raises UserError where peft would
-    look for other tensors.
+    llm: the configuration of the causal LM in it. Raises UserError where peft would look for other tensors.
     """
     with torch.device("meta"), quiet():
         causal = MODEL_FOR_CAUSAL_LM_MAPPING[type(llm)](llm)
@@ -154,9 +151,9 @@ def _places(
 
 
 def _targets(modules: Collection[str], all_modules: Sequence[str]) -> list[str]:
-    """Return the names by which peft finds these modules and no others: their last parts, or else the whole names.
+    """Return names by which peft finds these modules and no others: their last parts, or else the whole names.
 
-    Not a regular expression: in a MoE model peft adapts every module that shares its last name with a match.
+    A regular expression would not do: in a MoE model peft adapts every module that shares its last name with a match.
     """
     last = {name.rpartition(".")[2] for name in modules}
     others = {name for name in all_modules if name.rpartition(".")[2] in last} - set(modules)
@@ -164,16 +161,11 @@ def _targets(modules: Collection[str], all_modules: Sequence[str]) -> list[str]:
 
 
 def load_adapters(model: PreTrainedModel, folder: Path) -> None:
-    """Put the adapters in `folder` into a stock model, as peft does it.
-
-    Raises UserError unless those that are stored are there, all of them and no others.
-    """
+    """Put the adapters in `folder` into a stock model by peft; raises UserError unless all are there, and no others."""
     with quiet(), warnings.catch_warnings(action="ignore", category=FutureWarning):
         loaded = PeftModel.from_pretrained(model, str(folder))
-    found, stored = get_peft_model_state_dict(loaded, save_embedding_layers=False), load_file(folder / TENSORS)
-    if odd := sorted(name for name in found.keys() | stored.keys() if not _same(found.get(name), stored.get(name))):
-        raise UserError(f"peft does not load the exported folder as it was written: {odd[0]} comes out otherwise")
-
-
-def _same(found: torch.Tensor | None, stored: torch.Tensor | None) -> bool:
-    return found is not None and stored is not None and torch.equal(found, stored.to(found.dtype))
+    tensors, stored = get_peft_model_state_dict(loaded, save_embedding_layers=False), load_file(folder / TENSORS)
+    odd = tensors.keys() ^ stored.keys()
+    odd |= {name for name in tensors.keys() - odd if not torch.equal(tensors[name], stored[name].to(tensors[name]))}
+    if odd:
+        raise UserError(f"peft does not load the exported folder as it was written: {min(odd)} comes out otherwise")

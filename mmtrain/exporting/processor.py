@@ -2,14 +2,13 @@
 
 RunConfig, encoder --write_processor--> tokenizer.json, tokenizer_config.json, chat_template.jinja,
                                         processor_config.json, preprocessor_config.json, generation_config.json
-messages, images --AutoProcessor--> the token ids and pixels that the run was trained on (check_processor: or UserError)
+messages, images --AutoProcessor--> check_processor: the token ids and pixels of training, or UserError
 
 transformers 4.57 and 5.17 to 5.23 read this layout (5 would write preprocessor_config.json into processor_config.json).
 
-Pixels, measured with transformers 5.23 on pictures of 1 x 1 to 1000 x 30: its Pillow backend gives the same floats as
-`data.stream.images.ImageTransform`. torchvision, the default where it is installed, gives them to 3e-7 for pictures of
-the encoder's size; others differ by up to 2 levels of 255 (bicubic, bilinear), by 25 where a noisy strip of 1000 x 30
-is stretched, by anything for nearest; box and hamming it does not know. No file can choose the backend.
+Pixels: transformers' Pillow backend gives the floats of `data.stream.images.ImageTransform`. torchvision, the default
+where it is installed, gives them to 3e-7 for pictures of the encoder's size; others differ by up to 2 levels of 255,
+or more where a strip is stretched. No file can choose the backend.
 """
 
 from __future__ import annotations
@@ -56,12 +55,11 @@ CONVERSATIONS: tuple[Turns, ...] = (
 )
 SHAPES = ((2.3, 0.9), (0.4, 3.1), (0.3, 0.2), (1, 1), (4.1, 3.2))  # (width, height) of pictures, in sides of a tile
 TOLERANCE = 1e-5  # of normalised values; torchvision divides once where training divides twice
-NAMES = {"pixel_values": "pixel values"}  # of what a model takes, in messages
 
 
 @dataclass(frozen=True)
 class ExportedProcessor:
-    """What the weights and the card of an exported folder must say of its processor."""
+    """The processor's part of an exported folder."""
 
     image_token_id: int
     token_keys: dict[str, int]  # of config.json
@@ -112,25 +110,16 @@ def write_processor(stock: StockClass, config: RunConfig, encoder: ExportedEncod
         generation["suppress_tokens"] = list(range(rows, rows_needed))
     _write_json(folder / "generation_config.json", generation)
     return ExportedProcessor(
-        image_id,
-        token_keys,
-        tuple(new),
-        rows_needed,
-        layout,
-        template,
-        transform,
-        left_out,
-        stock,
+        image_id, token_keys, tuple(new), rows_needed, layout, template, transform, left_out, stock
     )
 
 
 def _tokenizer_for_prompts(
     stock: StockClass, source: PreTrainedTokenizerBase, template: Template, end: int
 ) -> PreTrainedTokenizerBase:
-    """A copy that reads <image>, writes the exported template, and begins a text as training does.
+    """Copy the tokenizer, with <image> and the exported template; it begins a text as training does.
 
-    A chat template writes its own BOS, so the tokenizer must add none: stock processors would add a second one, or one
-    that training did not see. The plain template's BOS is the tokenizer's.
+    A chat template writes its own BOS, so the tokenizer must add none. The plain template's BOS is the tokenizer's.
     """
     more = (*stock.more_tokens, *([stock.video_token] if stock.video_token else []))
     tokenizer = _with_padding(with_marks(source, IMAGE_MARK, *more), {end, source.eos_token_id})
@@ -154,27 +143,26 @@ def _tokenizer_for_prompts(
 
 
 def _with_padding(tokenizer: PreTrainedTokenizerBase, ends: Collection[int | None]) -> PreTrainedTokenizerBase:
-    """Return a tokenizer that pads at the left, since prompts go on at their right end, with a token of its own.
+    """Return a tokenizer that pads at the left, with a token that ends no answer.
 
-    A pad token that also ends answers would be masked in further training, and the model would unlearn to stop. One
-    that the vocabulary has for padding is taken, else <unk>, else a new one: no text holds it.
+    One that ends answers would be masked in further training, and the model would unlearn to stop. Padding is one of
+    PAD_TOKENS in the vocabulary, else <unk>, else a new token.
     """
     tokenizer.padding_side = "left"
     if tokenizer.pad_token_id is not None and tokenizer.pad_token_id not in ends:
         return tokenizer
-    known = {**tokenizer.added_tokens_encoder, tokenizer.unk_token: tokenizer.unk_token_id}
-    found = (name for name in (*PAD_TOKENS, tokenizer.unk_token) if known.get(name) not in (None, *ends))
-    padding = next(found, PAD_TOKENS[0])
+    ids = {**tokenizer.added_tokens_encoder, tokenizer.unk_token: tokenizer.unk_token_id}
+    usable = (name for name in (*PAD_TOKENS, tokenizer.unk_token) if ids.get(name) not in (None, *ends))
+    padding = next(usable, PAD_TOKENS[0])
     padded = with_marks(tokenizer, padding)
     padded.add_special_tokens({"pad_token": padding})
     return padded
 
 
 def _save_tokenizer(stock: StockClass, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
-    """Save the tokenizer so that tokenizer.json is taken as it stands.
+    """Save the tokenizer so that transformers 4 and 5 load tokenizer.json unchanged.
 
-    transformers 5 would name a class that version 4 does not know, or the family's, which version 5 may build anew from
-    vocabulary and merges.
+    Version 5 would name a class that version 4 lacks, or the family's, which version 5 may build anew.
     """
     tokenizer.save_pretrained(folder)
     file = folder / "tokenizer_config.json"
@@ -192,12 +180,12 @@ def _save_tokenizer(stock: StockClass, tokenizer: PreTrainedTokenizerBase, folde
 
 
 def generation_settings(path: str, tokenizer: PreTrainedTokenizerBase, end: int) -> tuple[dict, dict]:
-    """generation_config.json: greedy, ended as answers are; and what of the LLM's own is left out."""
+    """Return generation_config.json, greedy and ended as answers are, and what of the LLM's own is left out."""
     folder = model_folder(path)
     file = folder / "generation_config.json"
     own = read_json(file) if file.is_file() else {}
-    said = own.get("eos_token_id") or llm_config(folder).get("eos_token_id")
-    ends = [end, tokenizer.eos_token_id, *(said if isinstance(said, list) else [said])]
+    own_ends = own.get("eos_token_id") or llm_config(folder).get("eos_token_id")
+    ends = [end, tokenizer.eos_token_id, *(own_ends if isinstance(own_ends, list) else [own_ends])]
     generation = {name: own[name] for name in KEPT_OF_GENERATION if own.get(name) is not None}
     if tokenizer.pad_token_id is not None:
         generation["pad_token_id"] = tokenizer.pad_token_id  # behind answers that end before others; decoding drops it
@@ -217,62 +205,60 @@ def _write_json(file: Path, content: dict) -> None:
     file.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
-def check_processor(config: RunConfig, exported: ExportedProcessor, folder: Path) -> None:
-    """Compare ids (whole, and as the prompt for the first answer) and pixels; the folder must hold its config.json.
+def check_processor(exported: ExportedProcessor, folder: Path) -> None:
+    """Compare the token ids and pixels of a folder's processor with those of training; raises UserError.
 
-    The default backend is tried with squares of the encoder's size, which few grids enlarge; where the class can resize
-    with Pillow, that is tried with pictures of several shapes, and with two in one conversation.
-    Raises UserError for a difference: generate would get inputs that the model has never seen.
+    The default backend gets squares of the encoder's size, which few grids enlarge. Where the class can resize with
+    Pillow, that gets pictures of several shapes, and two in one conversation. The folder must hold its config.json.
     """
     side = exported.transform.image_size
-    template = make_template(
-        config.data.template, load_tokenizer(config.model.llm.path), image_layout(config), sys.maxsize
-    )
     stock = AutoProcessor.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     square = exported.layout.tiling(side, side)
     enlarged = min(square.rows, square.columns) > 1  # by torchvision, which rounds otherwise
-    _compare(stock, exported, template, folder, CONVERSATIONS, [(side, side)] * 2, math.inf if enlarged else TOLERANCE)
+    _compare(stock, exported, folder, CONVERSATIONS, [(side, side)] * 2, math.inf if enlarged else TOLERANCE)
     if exported.stock.has_pillow:
         exact = exported.stock.load_processor(folder)
         shapes = [(round(width * side), round(height * side)) for width, height in SHAPES]
         for shape in shapes:
-            _compare(exact, exported, template, folder, CONVERSATIONS[:1], [shape])
-        _compare(exact, exported, template, folder, CONVERSATIONS[-1:], shapes[:2])
+            _compare(exact, exported, folder, CONVERSATIONS[:1], [shape])
+        _compare(exact, exported, folder, CONVERSATIONS[-1:], shapes[:2])
 
 
 def _compare(
     processor: ProcessorMixin,
     exported: ExportedProcessor,
-    template: Template,
     folder: Path,
     conversations: Sequence[Turns],
     sizes: Sequence[tuple[int, int]],
     tolerance: float = TOLERANCE,
 ) -> None:
-    """Compare what a stock processor makes of conversations about noise of these sizes; raises UserError."""
-    transform, noise, plain = exported.transform, np.random.default_rng(0), isinstance(template, PlainTemplate)
+    """Compare a stock processor's inputs with training's for conversations about noise of these sizes.
+
+    Compares a conversation's ids whole, and as the prompt for its first answer.
+    """
+    transform, noise, plain = exported.transform, np.random.default_rng(0), isinstance(exported.template, PlainTemplate)
     pictures = [Image.fromarray(noise.integers(0, 256, (height, width, 3), np.uint8)) for width, height in sizes]
-    for turns, document in documents_of(template, conversations, sizes):
+    for turns, document in documents_of(exported.template, conversations, sizes):
         shown = pictures[: len(document.tilings)]
         tiles = torch.cat([transform.cut(*pair) for pair in zip(shown, document.tilings, strict=True)])
         needed = exported.stock.inputs(transform.normalise(tiles), document.tilings)
         begin = next(t for t, label in enumerate(document.labels) if label != IGNORE) + 1
         cases = [(turns[:1], document.input_ids[:begin])] + ([] if plain else [(turns, document.input_ids)])
-        for said, trained in cases:
-            messages = _messages(said, words=not plain)
-            text = processor.apply_chat_template(messages, add_generation_prompt=len(said) == 1, tokenize=False)
-            given = processor(text=text, images=[shown], return_tensors="pt")
+        for asked, trained in cases:
+            messages = _messages(asked, words=not plain)
+            text = processor.apply_chat_template(messages, add_generation_prompt=len(asked) == 1, tokenize=False)
+            inputs = processor(text=text, images=[shown], return_tensors="pt")
             for name, tensor in needed.items():
-                if (found := given.get(name)) is None or found.shape != tensor.shape:
-                    shape = None if found is None else tuple(found.shape)
+                if name not in inputs or inputs[name].shape != tensor.shape:
+                    shape = tuple(inputs[name].shape) if name in inputs else None
                     raise _differs(folder, f"{name} has shape {shape}, training has {tuple(tensor.shape)}")
-                difference = float((found - tensor).abs().max())
+                difference = float((inputs[name] - tensor).abs().max())
                 if not difference <= tolerance:
-                    raise _differs(folder, f"{NAMES.get(name, name)} differ by {difference:g}")
-            ids = given["input_ids"][0].tolist()
+                    raise _differs(folder, f"{name} differ by {difference:g}")
+            ids = inputs["input_ids"][0].tolist()
             wanted = [exported.image_token_id if token == IMAGE_POSITION else token for token in trained]
             if ids != wanted:
-                raise _differs(folder, f"{text!r} becomes the tokens {_short(ids)}, training has {_short(wanted)}")
+                raise _differs(folder, f"{text!r} becomes the tokens {ids[:40]}, training has {wanted[:40]}")
 
 
 def _messages(turns: Turns, words: bool) -> list[dict]:
@@ -283,10 +269,6 @@ def _messages(turns: Turns, words: bool) -> list[dict]:
         texts = [{"type": "text", "text": text.replace(IMAGE_MARK, "").strip()}] if words else []
         messages.append({"role": ROLES[speaker], "content": [*images, *texts]})
     return messages
-
-
-def _short(ids: Sequence[int]) -> str:
-    return " ".join(map(str, ids[:40])) + (" ..." if len(ids) > 40 else "")
 
 
 def _differs(folder: Path, what: str) -> UserError:

@@ -1,14 +1,14 @@
-"""What was trained, alone: one safetensors file, and a JSON that says what it belongs to, as every other format does.
+"""The trained tensors alone: one safetensors file, and a JSON that says what it belongs to.
 
-OUT/projector.safetensors   every trained tensor by its global name (projector.linear_1.weight, ...), and the whole
-                            projector whatever of it has trained
+OUT/projector.safetensors   trained tensors by global name (projector.linear_1.weight, ...), the rest of the projector
 OUT/projector.json          models, steps, data, scores, versions (`Origin`), and the file's SHA-256
 
-Of a run on text alone, which has no projector, they are trained.safetensors and trained.json.
+A run on text alone has trained.safetensors and trained.json.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -21,7 +21,7 @@ from mmtrain.base.json_lines import recorded
 from mmtrain.checkpoint.run_folder import METRICS
 from mmtrain.checkpoint.step_folder import StepFolder
 from mmtrain.config.templates import template_name
-from mmtrain.exporting.tensors import TensorSource, TensorWriter, check_written, in_memory, new_folder, stored
+from mmtrain.exporting.tensors import TensorSource, cast_to, in_memory, new_folder, stored, write_tensors
 from mmtrain.models.facts.connectors import Linear, connector, image_layout, reduction
 from mmtrain.models.facts.model_files import read_header
 from mmtrain.models.facts.shapes import llm_shape
@@ -32,13 +32,13 @@ SCORES = ("loss", "token_accuracy", "exact_match", "answers", "samples")
 
 @dataclass(frozen=True)
 class Origin:
-    """What every format says of the projector, in words of the run's configuration."""
+    """Where trained tensors come from, as every format records it; None in fields that a run on text lacks."""
 
     llm: str  # model.llm.path
     llm_width: int
     llm_dtype: str  # in which it was trained against
     llm_quantize: str | None  # model.llm.quantize of the run; exported weights are not quantised
-    vision: str | None  # model.vision.name; None, as what follows: a run on text alone
+    vision: str | None  # model.vision.name
     vision_select_layer: int | None
     vision_final_norm: bool | None
     vision_width: int | None
@@ -60,7 +60,7 @@ class Origin:
 
 
 def origin(checkpoint: StepFolder, tensors: Mapping[str, TensorSource]) -> Origin:
-    """What a checkpoint, its `run_tensors`, and the metrics of its run if they are still beside it, tell."""
+    """Describe a checkpoint and its `run_tensors`, with scores from the run's metrics if they are beside it."""
     config, state = checkpoint.config, checkpoint.state
     section, vision = config.model.projector, config.model.vision
     vision_width = None
@@ -70,9 +70,7 @@ def origin(checkpoint: StepFolder, tensors: Mapping[str, TensorSource]) -> Origi
         linears = [operation for operation in connector(section, 1, 2) if isinstance(operation, Linear)]
         first, last = (tensors[f"{PROJECTOR}{layer.name}.weight"].shape for layer in (linears[0], linears[-1]))
         llm_width = last[0]
-        vision_width = (
-            first[1] // linears[0].inputs
-        )  # of a patch: `inputs` are those of a shuffle of patches of width 1
+        vision_width = first[1] // linears[0].inputs  # which are those of patches of width 1
     return Origin(
         llm=config.model.llm.path,
         llm_width=llm_width,
@@ -101,26 +99,23 @@ def origin(checkpoint: StepFolder, tensors: Mapping[str, TensorSource]) -> Origi
 
 
 def run_tensors(checkpoint: StepFolder) -> dict[str, TensorSource]:
-    """What a run has trained, and the rest of its projector, fp32, by global name.
-
-    Raises UserError where that rest is not there any more.
-    """
+    """Return a run's trained tensors and the rest of its projector, fp32, by global name; raises UserError."""
     file = checkpoint.tensors_file
     projector = {f"{PROJECTOR}{name}": in_memory(tensor) for name, tensor in whole_projector(checkpoint).items()}
     return projector | {name: stored(name, file) for name in read_header(file)}
 
 
 def _evaluation(checkpoint: StepFolder) -> dict[str, Any] | None:
-    """The run's own scores after as many steps as the checkpoint has; None if it made none then."""
-    found = None
+    """Return the scores of the run's evaluation at the checkpoint's step; None if there was none."""
+    scores = None
     for record in recorded(checkpoint.run / METRICS, "eval"):
         if record.get("step") == checkpoint.step:
-            found = {name: record[name] for name in SCORES if isinstance(record.get(name), int | float)}
-    return found
+            scores = {name: record[name] for name in SCORES if isinstance(record.get(name), int | float)}
+    return scores
 
 
 def export_projector_file(checkpoint: StepFolder, out: Path, dtype: torch.dtype) -> None:
-    """Write the folder `out`; raises what `new_folder` raises."""
+    """Write the folder `out`; raises as `new_folder`."""
     tensors = run_tensors(checkpoint)
     about = origin(checkpoint, tensors)
     with new_folder(out) as folder:
@@ -128,10 +123,10 @@ def export_projector_file(checkpoint: StepFolder, out: Path, dtype: torch.dtype)
 
 
 def write_projector_file(about: Origin, folder: Path, tensors: Mapping[str, TensorSource], dtype: torch.dtype) -> None:
-    """Write these tensors of a run into a folder, and what they belong to, and read them again."""
-    stem = "trained" if about.projector_type is None else "projector"
-    name = f"{stem}.safetensors"
-    files = {name: TensorWriter(dtype).write(folder / name, tensors)}
-    description = {**asdict(about), "dtype": str(dtype).removeprefix("torch."), "sha256": files}
-    (folder / f"{stem}.json").write_text(json.dumps(description, indent=2) + "\n")
-    check_written(folder, files)
+    """Write tensors of a run into a folder, and their origin."""
+    file = folder / ("trained.safetensors" if about.projector_type is None else "projector.safetensors")
+    write_tensors(file, cast_to(dtype, tensors))
+    with file.open("rb") as stream:
+        sha256 = hashlib.file_digest(stream, "sha256").hexdigest()
+    description = {**asdict(about), "dtype": str(dtype).removeprefix("torch."), "sha256": {file.name: sha256}}
+    file.with_suffix(".json").write_text(json.dumps(description, indent=2) + "\n")

@@ -1,59 +1,57 @@
-"""A new folder, the tensors that go to it, each read when it is written, and the safetensors files that hold them.
+"""A new folder, and safetensors files in it whose tensors are read when their file is written.
 
-names -> TensorSource --cast and written block by block--> model-00001-of-00003.safetensors, ..., index, SHA-256 of each
+names -> TensorSource --cast_to--> --write_shards, file by file--> model-00001-of-00003.safetensors, ..., and an index
 
-Memory holds one tensor of the source and 64 MiB of the result, whatever the model's size. A file is 8 bytes of
-little-endian header length, the header (JSON: dtype, shape and place of each tensor), then the tensors' bytes; the
-header is padded so that these begin at a multiple of 8 (github.com/huggingface/safetensors, "Format").
+Each file is read again after it was written. Cost: memory for the tensors of one file.
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
-import hashlib
 import json
 import math
 import os
 import shutil
 from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 from huggingface_hub import split_state_dict_into_shards_factory
 from safetensors import safe_open
+from safetensors.torch import save_file
 
-from mmtrain.base.durable import whole_folder
+from mmtrain.base.durable import flush, whole_folder
 from mmtrain.base.errors import UserError
-from mmtrain.base.json_lines import compact_json
 
 INDEX = "model.safetensors.index.json"
-BLOCK = 1 << 26  # bytes that are cast, hashed and written at a time
-
-_NAMES = {
-    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64",
-    torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
+DTYPES = {
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
+    "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
 }  # fmt: skip
-DTYPES = {name: dtype for dtype, name in _NAMES.items()}
 
 
 @dataclass(frozen=True)
 class TensorSource:
-    """A tensor that is read when it is written: `read` gives it in this dtype and shape."""
+    """A tensor that is read when it is written: `read` returns it in this dtype and shape."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
     read: Callable[[], torch.Tensor]
 
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
 
 def in_memory(tensor: torch.Tensor) -> TensorSource:
-    """A tensor that is there already."""
+    """Wrap a tensor that is in memory already."""
     return TensorSource(tensor.dtype, tuple(tensor.shape), lambda: tensor)
 
 
 def stored(name: str, file: Path) -> TensorSource:
-    """A tensor of a safetensors file; raises UserError for a dtype that cannot be written (8-bit floats, say)."""
+    """Find a tensor of a safetensors file; raises UserError for a dtype such as 8-bit floats, which cannot be cast."""
     with safe_open(file, framework="pt") as opened:
         view = opened.get_slice(name)
         dtype, shape = DTYPES.get(view.get_dtype()), tuple(view.get_shape())
@@ -68,112 +66,83 @@ def stored(name: str, file: Path) -> TensorSource:
     return TensorSource(dtype, shape, read)
 
 
-class TensorWriter:
-    """Writes tensors in `dtype` (whole numbers, and the names in `keep`, in their own; None: all in their own)."""
+def cast_to(
+    dtype: torch.dtype, tensors: Mapping[str, TensorSource], keep: Collection[str] = ()
+) -> dict[str, TensorSource]:
+    """Cast floating-point tensors to `dtype` when they are read, all but those named in `keep`.
 
-    def __init__(
-        self, dtype: torch.dtype | None, keep: Collection[str] = (), show: Callable[[int], None] = lambda size: None
-    ) -> None:
-        """`show` is called with the bytes written so far."""
-        self.dtype = dtype
-        self.keep = frozenset(keep)
-        self.show = show
-        self.done = 0
+    Reading one raises UserError for values that float16 cannot hold.
+    """
 
-    def dtype_of(self, name: str, source: TensorSource) -> torch.dtype:
-        """The dtype in which a tensor is written."""
-        fixed = self.dtype is None or name in self.keep or not source.dtype.is_floating_point
-        return source.dtype if fixed else self.dtype
+    def cast(name: str, source: TensorSource) -> TensorSource:
+        if name in keep or not source.dtype.is_floating_point:
+            return source
 
-    def bytes_of(self, name: str, source: TensorSource) -> int:
-        return math.prod(source.shape) * self.dtype_of(name, source).itemsize
+        def read() -> torch.Tensor:
+            tensor = source.read()
+            result = tensor.to(dtype)
+            if dtype == torch.float16 and not torch.equal(result.isfinite(), tensor.isfinite()):
+                raise UserError(
+                    f"{name} holds values up to {tensor[tensor.isfinite()].abs().max():.3g}, and float16 ends at "
+                    "65,504. Export with --dtype bfloat16 or float32"
+                )
+            return result
 
-    def write(self, file: Path, tensors: Mapping[str, TensorSource]) -> str:
-        """Write one file, and wait until it is on the disk; its SHA-256.
+        return replace(source, dtype=dtype, read=read)
 
-        Raises UserError for values that do not fit the dtype.
-        """
-        header: dict[str, object] = {"__metadata__": {"format": "pt"}}
-        place = 0
-        for name, source in tensors.items():
-            dtype, end = self.dtype_of(name, source), place + self.bytes_of(name, source)
-            if dtype not in _NAMES:
-                raise UserError(f"{name} is stored as {str(dtype)[6:]}; use a release in bf16, fp16 or fp32")
-            header[name] = {"dtype": _NAMES[dtype], "shape": list(source.shape), "data_offsets": [place, end]}
-            place = end
-        text = compact_json(header)
-        text += b" " * (-len(text) % 8)
-        start = len(text).to_bytes(8, "little") + text
-        digest = hashlib.sha256(start)
-        with file.open("wb") as stream:
-            stream.write(start)
-            for name, source in tensors.items():
-                for block in _blocks(name, source, self.dtype_of(name, source)):
-                    stream.write(block)
-                    digest.update(block)
-                    self.done += block.nbytes
-                    self.show(self.done)
-            stream.flush()
-            os.fsync(stream.fileno())
-            # The check that follows then reads the disk, not the memory that has just been written.
-            if hasattr(os, "posix_fadvise"):  # not on macOS
-                os.posix_fadvise(stream.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-        return digest.hexdigest()
+    return {name: cast(name, source) for name, source in tensors.items()}
+
+
+def write_tensors(
+    file: Path, tensors: Mapping[str, TensorSource], show: Callable[[int], None] = lambda size: None
+) -> None:
+    """Write one file and compare it with what was to be written; `show` gets the bytes of each tensor.
+
+    Raises OSError where the file reads back otherwise.
+    """
+    # Copied: safetensors refuses tensors that share memory, as tied ones do.
+    content = {
+        name: source.read().detach().clone(memory_format=torch.contiguous_format) for name, source in tensors.items()
+    }
+    save_file(content, file, metadata={"format": "pt"})
+    flush(file)
+    if hasattr(os, "posix_fadvise"):  # not on macOS; else the comparison reads memory, not the disk
+        with file.open("rb") as stream:
+            os.posix_fadvise(stream.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    with safe_open(file, framework="pt") as opened:
+        for name, tensor in content.items():
+            if not torch.equal(_bytes(opened.get_tensor(name)), _bytes(tensor)):
+                raise OSError(f"{file}: {name} does not read back as written; check the disk")
+            show(tensor.nbytes)
 
 
 def write_shards(
-    folder: Path, tensors: Mapping[str, TensorSource], writer: TensorWriter, shard_bytes: int
-) -> dict[str, str]:
-    """Write a model's tensors as transformers names its files: one, or several of `shard_bytes` at most and an index.
+    folder: Path,
+    tensors: Mapping[str, TensorSource],
+    shard_bytes: int,
+    show: Callable[[int], None] = lambda size: None,
+) -> list[str]:
+    """Write a model's tensors as transformers names its files; return their names.
 
-    A tensor that is larger gets a file of its own. Returns the SHA-256 of each file by its name.
+    They are one file, or several of `shard_bytes` at most and an index. A larger tensor gets a file of its own.
     """
     split = split_state_dict_into_shards_factory(
-        {name: (name, source) for name, source in tensors.items()},
-        get_storage_size=lambda named: writer.bytes_of(*named),
+        dict(tensors),
+        get_storage_size=lambda source: source.nbytes,
         filename_pattern="model{suffix}.safetensors",
         max_shard_size=shard_bytes,
     )
     if split.is_sharded:
         index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
         (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
-    return {
-        file: writer.write(folder / file, {name: tensors[name] for name in names})
-        for file, names in split.filename_to_tensors.items()
-    }
+    for file, names in split.filename_to_tensors.items():
+        write_tensors(folder / file, {name: tensors[name] for name in names}, show)
+    return list(split.filename_to_tensors)
 
 
-def check_written(folder: Path, files: Mapping[str, str], show: Callable[[int], None] = lambda size: None) -> None:
-    """Read files again, by the library too; raises OSError where one has another SHA-256 than it was written with."""
-    done = 0
-    for name, sha256 in files.items():
-        digest = hashlib.sha256()
-        with (folder / name).open("rb") as stream:
-            while block := stream.read(BLOCK // 16):
-                digest.update(block)
-                done += len(block)
-                show(done)
-        if digest.hexdigest() != sha256:
-            raise OSError(f"{folder / name}: does not read back as written; check the disk")
-        with safe_open(folder / name, framework="pt"):
-            pass
-
-
-def _blocks(name: str, source: TensorSource, dtype: torch.dtype) -> Iterator[memoryview]:
-    """A tensor's bytes in `dtype`, little-endian, row-major."""
-    tensor = source.read()
-    assert (tensor.dtype, tuple(tensor.shape)) == (source.dtype, source.shape), f"{name}: not what its source says"
-    flat = tensor.detach().contiguous().view(-1)
-    step = BLOCK // max(dtype.itemsize, source.dtype.itemsize)
-    for start in range(0, flat.numel(), step):
-        part = flat[start : start + step]
-        cast = part.to(dtype)
-        if dtype == torch.float16 and not torch.equal(cast.isfinite(), part.isfinite()):
-            raise UserError(
-                f"{name}: holds values up to {part[part.isfinite()].abs().max():.3g}, and float16 ends at 65,504; "
-                "export with --dtype bfloat16 or float32"
-            )
-        yield cast.view(torch.uint8).numpy().data
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the tensor's bits, in which NaN equals itself."""
+    return tensor.flatten().view(torch.uint8)
 
 
 @contextlib.contextmanager
@@ -184,12 +153,12 @@ def new_folder(out: Path) -> Iterator[Path]:
     """
     out = out.expanduser().absolute()
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise UserError(f"{out}: exists and is not empty; choose a new folder, or move that one away")
+        raise UserError(f"{out} exists and is not empty. Choose a new folder, or move that one away")
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         with whole_folder(out) as unfinished:
             yield unfinished
-    except Exception as error:  # tokenizers, which write files too, have exceptions of their own for a full disk
+    except Exception as error:  # tokenizers and safetensors have exceptions of their own for a full disk
         if getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT) or "No space left" in str(error):
             raise UserError(
                 f"{out}: no space is left on its disk; nothing was left there. Make room, or choose another disk"
@@ -204,6 +173,6 @@ def require_space(folder: Path, size: int) -> None:
     free = shutil.disk_usage(folder).free
     if size > free:
         raise UserError(
-            f"{folder.parent}: {size / 1e9:.2f} GB are needed and {free / 1e9:.2f} GB are free; make room, or choose "
+            f"{folder.parent}: {size / 1e9:.2f} GB are needed and {free / 1e9:.2f} GB are free. Make room, or choose "
             "another disk or a smaller --dtype"
         )

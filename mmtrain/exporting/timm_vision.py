@@ -112,11 +112,11 @@ def _refuse_unknown_modules(model: nn.Module, name: str) -> None:
         parts = path.split(".")
         if parts[0] in BEHIND_THE_BLOCKS:
             continue
-        known = _activation(module) is not None if path.endswith("mlp.act") else type(module) in KNOWN_MODULES
+        usable = _activation(module) is not None if path.endswith("mlp.act") else type(module) in KNOWN_MODULES
         if isinstance(module, nn.LayerNorm):
             epsilons.add(module.eps)
-            known &= parts[-1] in ("norm_pre", "norm1", "norm2")
-        if not known:
+            usable &= parts[-1] in ("norm_pre", "norm1", "norm2")
+        if not usable:
             kind = type(module).__name__
             raise unfit(name, f"has a {kind} as {path}" if path else f"is a {kind}, no plain ViT")
     if len(epsilons) > 1:
@@ -128,8 +128,8 @@ def _activation(module: nn.Module) -> str | None:
     if type(module) is nn.GELU:
         return {"none": "gelu", "tanh": "gelu_pytorch_tanh"}[module.approximate]
     layers = timm.layers
-    known = {layers.GELU: "gelu", layers.GELUTanh: "gelu_pytorch_tanh", layers.QuickGELU: "quick_gelu"}
-    return known.get(type(module))
+    names = {layers.GELU: "gelu", layers.GELUTanh: "gelu_pytorch_tanh", layers.QuickGELU: "quick_gelu"}
+    return names.get(type(module))
 
 
 def _config(model: nn.Module, name: str, stock: StockModel) -> dict:

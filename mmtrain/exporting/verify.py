@@ -2,15 +2,12 @@
 
 documents --mmtrain: the whole model as one stage, trained tensors loaded--> logits at supervised positions
           --the folder's stock class, from_pretrained(folder)---------------> the same logits, within BOUND
-three prompts of different lengths --generate--> tokens and logits, one prompt at a time
-                                   --the same, in one padded batch--> the same logits, within BOUND
-                                   --pipeline(batch_size=3)--> that batch's tokens, where it can: it takes no pictures
-                                                               of different numbers of tiles together
+three prompts of different lengths --generate, one at a time--> tokens and logits
+                                   --generate, one padded batch--> the same logits, within BOUND
 
-Both sides compute in fp32, from weights that were rounded to the export's dtype: what rounding itself changes does not
-hide a tensor in the wrong place. A batch rounds its sums in another order, so that two tokens may change places whose
-logits are as near as BOUND: what follows such a tie is not compared. Price: the whole model in fp32 memory, one side
-after the other.
+Both sides compute in fp32, from weights that were rounded to the export's dtype, so that rounding does not hide a
+tensor in the wrong place. A batch adds in another order, which may swap two tokens whose logits are nearly equal: what
+follows such a tie is not compared. Cost: the whole model in fp32 memory, one side after the other.
 """
 
 from __future__ import annotations
@@ -23,7 +20,7 @@ from typing import Any
 
 import torch
 from PIL import Image
-from transformers import AutoProcessor, BatchFeature, PreTrainedModel, ProcessorMixin, pipeline
+from transformers import AutoProcessor, BatchFeature, PreTrainedModel, ProcessorMixin
 
 from mmtrain.base.errors import UserError
 from mmtrain.checkpoint.step_folder import StepFolder
@@ -57,8 +54,7 @@ class Comparison:
     tokens: int  # positions compared: those that predict an answer's tokens
     difference: float  # the largest of all logits
     largest: float  # logit, in magnitude
-    agreeing: int  # positions of which both say the same token
-    loss_of_new_rows: float  # what rows that the head gained add to the mean loss, nats a token
+    agreeing: int  # positions at which both find the same token likeliest
 
     @property
     def passed(self) -> bool:
@@ -69,10 +65,10 @@ class Comparison:
 def compare_logits(
     checkpoint: StepFolder, folder: Path, exported: ExportedModel, dtype: torch.dtype, count: int
 ) -> tuple[Comparison, PreTrainedModel]:
-    """Logits on the first `count` held-out samples of the run (of its training data, if it holds out none).
+    """Compare logits on the first `count` held-out samples of the run (or of its training data, if there are none).
 
-    Returns them beside mmtrain's own, and the stock model in float32. Raises UserError for data that are not here, and
-    for a folder that does not load without a remark.
+    Returns the comparison and the stock model in float32. Raises UserError for data that are not here, and for a folder
+    that does not load without a remark.
     """
     samples, batches = zip(*read_samples(checkpoint.config, count), strict=True)
     stage = whole_model(checkpoint)
@@ -80,14 +76,15 @@ def compare_logits(
     merged = stage if exported.adapters is None else stage.front
     if dtype != torch.float32 and merged is not None:  # what is rounded are merged weights
         merge_adapters(merged)
-    expected = _own_logits(stage, batches, dtype, _own_names(stock, exported.kept_in_float32))
+    exact = {name.replace(stock.decoder_names, "llm.", 1) for name in exported.kept_in_float32}
+    expected = _own_logits(stage, batches, dtype, exact)
     del stage  # memory for one of the two is enough
     model = _stock_model(stock, folder)
     if exported.adapters is not None:
         from mmtrain.exporting.peft_folder import load_adapters  # peft takes a second
 
         load_adapters(model, exported.adapters)
-    difference = largest = new_rows = 0.0
+    difference = largest = 0.0
     tokens = agreeing = 0
     for batch, own in zip(batches, expected, strict=True):
         ids, pixels = batch.input_ids, {}
@@ -95,16 +92,14 @@ def compare_logits(
             ids = ids.masked_fill(ids == IMAGE_POSITION, model.config.image_token_id)
             pixels = stock.inputs(batch.tiles, batch.tilings)
         with torch.no_grad():
-            found = model(input_ids=ids, attention_mask=torch.ones_like(ids), **pixels).logits
-        found = found[batch.labels != IGNORE]
-        agreeing += int((found.argmax(-1) == own.argmax(-1)).sum())
-        tokens += len(found)
-        all_rows, found = found.double(), found[:, : own.shape[1]]
-        new_rows += float((all_rows.logsumexp(-1) - found.double().logsumexp(-1)).sum())
-        differences = (found - own).abs()
+            logits = model(input_ids=ids, attention_mask=torch.ones_like(ids), **pixels).logits
+        logits = logits[batch.labels != IGNORE]
+        agreeing += int((logits.argmax(-1) == own.argmax(-1)).sum())
+        tokens += len(logits)
+        differences = (logits[:, : own.shape[1]] - own).abs()  # the head may have gained rows
         difference = max(difference, float(differences.nan_to_num(nan=math.inf).max()))
         largest = max(largest, float(own.abs().max()))
-    return Comparison(samples, tokens, difference, largest, agreeing, new_rows / tokens), model
+    return Comparison(samples, tokens, difference, largest, agreeing), model
 
 
 def _stock_model(stock: ExportedClass, folder: Path) -> PreTrainedModel:
@@ -118,7 +113,7 @@ def _stock_model(stock: ExportedClass, folder: Path) -> PreTrainedModel:
 
 
 def read_samples(config: RunConfig, count: int) -> list[tuple[Sample, PackedBatch]]:
-    """The first `count` samples that evaluation would read, and each as a batch; damaged ones are passed over."""
+    """Return the first `count` undamaged samples that evaluation would read, each also as a batch."""
     make_demo_data(config)
     processor = Processor(config)
     catalog, numbers = evaluated_samples(config)
@@ -127,12 +122,12 @@ def read_samples(config: RunConfig, count: int) -> list[tuple[Sample, PackedBatc
     for number in numbers:
         if len(samples) == count:
             break
-        found = catalog.faults.get(number) or processor.read(reader, number)
-        if isinstance(found, Document) and any(label != IGNORE for label in found.labels):
-            length = len(found.input_ids)
-            batch = make_batch([Pack((found,))], length, processor.padding_id, processor.decode)
+        document = catalog.faults.get(number) or processor.read(reader, number)
+        if isinstance(document, Document) and any(label != IGNORE for label in document.labels):
+            length = len(document.input_ids)
+            batch = make_batch([Pack((document,))], length, processor.padding_id, processor.decode)
             if batch.samples:
-                samples.append((found.sample, processor.normalised(batch)))
+                samples.append((document.sample, processor.normalised(batch)))
     reader.close()
     if not samples:
         raise UserError("--verify: the run's data have no sample with an answer to compare on")
@@ -140,7 +135,7 @@ def read_samples(config: RunConfig, count: int) -> list[tuple[Sample, PackedBatc
 
 
 def whole_model(checkpoint: StepFolder) -> Stage:
-    """mmtrain's own model in fp32, all of it as one stage, with the checkpoint's tensors."""
+    """Build mmtrain's own model in fp32 as one stage, with the checkpoint's tensors."""
     in_fp32 = {"model.llm.dtype": "float32", "model.vision.dtype": "float32"}
     config = checkpoint.config.changed({**in_fp32, "model.projector.init_from": None})  # `run_tensors` has all of it
     layers = len(llm_shape(config.model.llm.path).decoder)
@@ -152,46 +147,28 @@ def whole_model(checkpoint: StepFolder) -> Stage:
 
 
 def batch_fault(folder: Path, model: PreTrainedModel, samples: Sequence[Sample], plain: bool) -> str | None:
-    """What differs between answers in a batch and one at a time, as the end of a sentence; None if nothing does.
+    """Describe a difference between answers in a batch and one at a time; None if there is none.
 
-    The prompts are questions of `samples` (a grey picture for those without one), made longer in turn.
-    model: that of `folder`, in float32. plain: whether prompts are images and the beginning of a caption.
+    The prompts are questions of `samples` (a grey picture for those without one), made longer in turn. `model` is that
+    of `folder`, in float32. plain: prompts are images and the beginning of a caption.
     """
     processor = AutoProcessor.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     asked = [_messages(samples[number % len(samples)], plain, 2 * number) for number in range(PROMPTS)]
     if len({_inputs(processor, [messages])["input_ids"].shape[1] for messages in asked}) < PROMPTS:
         asked = [_messages(samples[0], plain, 2 * number) for number in range(PROMPTS)]
-    prompts = [_inputs(processor, [messages]) for messages in asked]
-    alone = [_answers(model, prompt)[0] for prompt in prompts]
-    inputs = _inputs(processor, asked)
-    together = _answers(model, inputs)
+    alone = [_answers(model, _inputs(processor, [messages]))[0] for messages in asked]
+    together = _answers(model, _inputs(processor, asked))
     for (wanted, wanted_logits), (given, given_logits) in zip(alone, together, strict=True):
         agreed = next((t for t, pair in enumerate(zip(wanted, given, strict=False)) if pair[0] != pair[1]), len(wanted))
         seen = slice(0, agreed + 1)  # the logits of the first token that differs were made from the same tokens
         difference = float((wanted_logits[seen] - given_logits[seen]).abs().max().nan_to_num(nan=torch.inf))
         if difference > BOUND * max(1.0, float(wanted_logits[seen].abs().max())):
-            said = [processor.decode(tokens, skip_special_tokens=True) for tokens in (given, wanted)]
+            texts = [processor.decode(tokens, skip_special_tokens=True) for tokens in (given, wanted)]
             return (
-                f"a batch of {PROMPTS} prompts is answered {said[0]!r} where one alone is answered {said[1]!r} (logits "
-                f"differ by {difference:.1e})"
+                f"a batch of {PROMPTS} prompts is answered {texts[0]!r} where one alone is answered {texts[1]!r} "
+                f"(logits differ by {difference:.1e})"
             )
-    if len({prompt["pixel_values"].shape[1:] for prompt in prompts}) > 1:
-        return None
-    with quiet():
-        ask = pipeline("image-text-to-text", model=model, processor=processor)
-        rows = ask(text=asked, batch_size=PROMPTS, max_new_tokens=NEW_TOKENS, return_tensors=True)
-    prompt = inputs["input_ids"].shape[1]
-    for (wanted, _), (row,) in zip(together, rows, strict=True):
-        given = _until_end(row["generated_token_ids"][prompt:].tolist(), model)
-        if given != wanted:
-            said = [processor.decode(tokens, skip_special_tokens=True) for tokens in (given, wanted)]
-            return f"pipeline(batch_size={PROMPTS}) answers {said[0]!r} where the model answers {said[1]!r}"
     return None
-
-
-def _own_names(stock: ExportedClass, exported: Iterable[str]) -> set[str]:
-    """Names of the LLM's decoder layers in a folder as global names."""
-    return {name.replace(stock.decoder_names, "llm.", 1) for name in exported}
 
 
 def _own_logits(
@@ -231,17 +208,11 @@ def _inputs(processor: ProcessorMixin, asked: Sequence[list[dict[str, Any]]]) ->
 
 
 def _answers(model: PreTrainedModel, inputs: BatchFeature) -> list[tuple[list[int], torch.Tensor]]:
-    """New tokens up to the end mark, and the logits (T, V) from which each was taken, of every prompt."""
+    """Return of every prompt the new tokens up to the end mark, and their logits (T, V)."""
     with quiet():
         made = model.generate(**inputs, max_new_tokens=NEW_TOKENS, return_dict_in_generate=True, output_logits=True)
     logits = torch.stack(made.logits, dim=1).float()
     rows = made.sequences[:, inputs["input_ids"].shape[1] :].tolist()
-    tokens = [_until_end(row, model) for row in rows]
-    return [(found, row[: len(found)]) for found, row in zip(tokens, logits, strict=True)]
-
-
-def _until_end(tokens: list[int], model: PreTrainedModel) -> list[int]:
-    ends = model.generation_config.eos_token_id
-    ends = ends if isinstance(ends, list) else [ends]
-    last = next((t for t, token in enumerate(tokens) if token in ends), len(tokens))
-    return tokens[: last + 1]
+    ends = model.generation_config.eos_token_id  # a list in every exported folder
+    lengths = [next((t + 1 for t, token in enumerate(row) if token in ends), len(row)) for row in rows]
+    return [(row[:length], of_row[:length]) for row, of_row, length in zip(rows, logits, lengths, strict=True)]

@@ -3,8 +3,8 @@
 encoder (timm ViT, or a vision model of transformers) --> configuration and tensors of a stock vision model
       --LLaVA: hidden_states[feature_layer], without the first token where it is a class token--> the run's features
 
-A transformers encoder goes through as it is stored, if no more than a class token stands before its patches: classes
-drop that one, and would take registers for patches. A timm ViT gets other names; features differ by rounding alone:
+A transformers encoder is written as it is stored, unless it has registers, which classes would take for patches. A timm
+ViT gets other names; features differ by rounding alone:
                                                     `vision_config`
     timm: class token, norm before blocks           clip_vision_model
     timm: no class token                            siglip_vision_model, without its pooling head
@@ -14,9 +14,9 @@ drop that one, and would take registers for patches. A timm ViT gets other names
     dinov2; vit; dinov3_vit without registers       the same
     internvl, internvl_vision                       internvl_vision
 
-A class that takes timm's models as they are, PerceptionLM's, gets them so (`wrapped_timm_encoder`). Every other one is
-refused. All blocks are kept, so the layer is counted as in the run. Names on disk are those that transformers 4 and 5
-both read: version 5 itself saves CLIP and SigLIP without `vision_model.`, which version 4 fills at random.
+Every other one is refused, but for PerceptionLM's class, which takes timm's models (`wrapped_timm_encoder`). All blocks
+are kept, so the layer is counted as in the run. Names on disk are those that transformers 4 and 5 both read: version 5
+itself saves CLIP and SigLIP without `vision_model.`, which version 4 fills at random.
 """
 
 from __future__ import annotations
@@ -51,13 +51,11 @@ KEPT_SETTINGS = (
 
 
 def encoder_for_export(config: RunConfig, trained: Mapping[str, torch.Tensor]) -> ExportedEncoder:
-    """The encoder of a run as a stock vision model, for a folder of LLaVA and its like.
+    """Return the encoder of a run as a stock vision model.
 
-    Tensors of a transformers encoder stay in their files, and in their precision, until they are written; a timm
-    encoder is loaded whole, in float32.
-    trained: tensors by their global names ("vision.blocks.0.attn.qkv.weight") that take the place of the encoder's own.
-    Raises UserError for an encoder that no stock vision model computes exactly, for one that is not here or
-    incomplete, and for a trained tensor that it does not have.
+    A transformers encoder keeps its precision; a timm encoder is loaded whole, in float32. `trained` tensors, by global
+    name ("vision.blocks.0.attn.qkv.weight"), replace the encoder's own. Raises UserError for an encoder that no stock
+    vision model computes exactly, for an incomplete one, and for a trained tensor that it does not have.
     """
     name, select_layer = config.model.vision.name, config.model.vision.select_layer
     own = {full.removeprefix("vision."): tensor for full, tensor in trained.items()}
@@ -83,11 +81,10 @@ def encoder_for_export(config: RunConfig, trained: Mapping[str, torch.Tensor]) -
 
 
 def wrapped_timm_encoder(config: RunConfig, trained: Mapping[str, torch.Tensor]) -> ExportedEncoder:
-    """The timm encoder of a run as transformers' timm_wrapper takes it, without conversion.
+    """Return the timm encoder of a run for transformers' timm_wrapper, with `trained` tensors in place of its own.
 
-    That makes it of the architecture's name and arguments alone: it is tried whether what they make computes the same.
-    trained: as `encoder_for_export` has it. Raises UserError for an encoder that is not timm's, or that comes out
-    otherwise.
+    timm_wrapper rebuilds it from the architecture's name and arguments. Raises UserError where that computes something
+    else.
     """
     name = config.model.vision.name
     model = timm_model(name)

@@ -10,7 +10,7 @@ from typing import Any
 
 from mmtrain.base.arguments import command_parser
 from mmtrain.base.printing import escape
-from mmtrain.checkpoint.choose import AUTO
+from mmtrain.checkpoint.resume import AUTO
 from mmtrain.config.load import key_of_option
 
 TRACED_STEPS = 3

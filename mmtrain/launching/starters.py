@@ -13,7 +13,7 @@ from mmtrain import __version__
 from mmtrain.base.disclosed import disclosed
 from mmtrain.base.errors import UserError
 from mmtrain.base.printing import escape
-from mmtrain.checkpoint.choose import flat
+from mmtrain.checkpoint.resume import flat
 from mmtrain.config.load import dump_config
 from mmtrain.config.schema import RunConfig
 from mmtrain.plan.plan import Plan

@@ -17,8 +17,7 @@ from pathlib import Path
 from mmtrain.base.errors import EncoderSliceError, UserError
 from mmtrain.base.json_lines import recorded
 from mmtrain.base.printing import escape, print_info, print_note, show_cursor, show_error
-from mmtrain.checkpoint.begin import refuse_unfit_beginning
-from mmtrain.checkpoint.choose import AUTO, ResumePoint, find_start, is_complete
+from mmtrain.checkpoint.resume import AUTO, ResumePoint, find_start, is_complete, refuse_unfit_init_from_run
 from mmtrain.checkpoint.run_folder import METRICS, REPORT, locked, prepare_folder, run_folder
 from mmtrain.checkpoint.step_folder import step_folders, step_of
 from mmtrain.config.schema import RunConfig
@@ -153,7 +152,7 @@ def _prepare(config: RunConfig, plan: Plan, start: ResumePoint | None) -> None:
     """Prepare the run's folder, in its first process alone, and print the plan."""
     folder = run_folder(config)
     if start is None:
-        refuse_unfit_beginning(config, folder)
+        refuse_unfit_init_from_run(config, folder)
         refuse_unfit_init_from(config, folder)
     prepare_folder(config, plan, goes_on=start is not None)
     print_info(*render(plan))

@@ -13,7 +13,6 @@ import functools
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -31,19 +30,17 @@ from mmtrain.report.sections import sections
 
 HERE = Path(__file__).parent
 MAX_RUNS = 8
-MAX_BYTES = 2_000_000
-LEFT_OUT = "This section is left out: with it the page would be larger than 2 MB."
 
 
 def make_page(folders: Sequence[Path]) -> str:
     """Return the page of a run, or of several side by side; raises UserError for a folder that is no run."""
     if len(folders) > MAX_RUNS:
-        raise UserError(f"{len(folders)} runs are given, and a page has room for at most {MAX_RUNS}. Give fewer.")
+        raise UserError(f"{len(folders)} runs do not fit on a page, at most {MAX_RUNS} do. Give fewer.")
     if len(folders) > 1:
         title, says, parts = compared(folders)
-        return _fitted(title, says, {}, parts)
+        return _render(title, says, {}, parts)
     run = read_run(folders[0])
-    return _fitted(run.name, status(run), headline(run), sections(run))
+    return _render(run.name, status(run), headline(run), sections(run))
 
 
 def write_page(folders: Sequence[Path], file: Path) -> Path:
@@ -54,18 +51,6 @@ def write_page(folders: Sequence[Path], file: Path) -> Path:
     except OSError as error:
         raise UserError(f"{file} cannot be written: {error.strerror}. --out FILE chooses another place.") from error
     return file
-
-
-def _fitted(title: str, says: str, findings: Mapping[str, Finding], parts: Sequence[Section]) -> str:
-    """Render the page; while it is larger than MAX_BYTES its largest section is left out."""
-    parts = list(parts)
-    for _ in parts:
-        page = _render(title, says, findings, parts)
-        if len(page.encode()) <= MAX_BYTES:
-            return page
-        largest = max(parts, key=lambda part: len(json.dumps(asdict(part))))
-        parts[parts.index(largest)] = Section(largest.id, largest.title, (LEFT_OUT,))
-    return _render(title, says, findings, parts)
 
 
 def _render(title: str, says: str, findings: Mapping[str, Finding], parts: Sequence[Section]) -> str:

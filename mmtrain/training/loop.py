@@ -12,8 +12,8 @@ import torch.distributed as dist
 from mmtrain.base.collectives import all_gather_object, gather_to_rank_0
 from mmtrain.base.errors import UserError
 from mmtrain.base.printing import show_logs
-from mmtrain.checkpoint.choose import ResumePoint
 from mmtrain.checkpoint.load import differences, load, load_init_from
+from mmtrain.checkpoint.resume import ResumePoint
 from mmtrain.checkpoint.run_folder import AUDIT, BAD_STEPS, describe_run, go_back
 from mmtrain.checkpoint.write import Checkpointer, SaveResult, run_state
 from mmtrain.config.schema import RunConfig

@@ -7,7 +7,7 @@ import pytest
 import yaml
 
 from mmtrain.base.errors import UserError
-from mmtrain.checkpoint.choose import NEVER, find_start
+from mmtrain.checkpoint.resume import NEVER, find_start
 from mmtrain.checkpoint.run_folder import locked, prepare_folder, run_folder
 from mmtrain.config.load import load_config
 from mmtrain.plan.planner import make_plan
@@ -91,12 +91,13 @@ def test_overwrite_deletes_nothing_but_runs(tiny, tmp_path):
     assert (tmp_path / "tiny" / "thesis.tex").exists()
 
 
-def test_a_file_of_somebody_else_that_is_called_like_an_unfinished_one_stays(tiny, tmp_path):
+@pytest.mark.parametrize("name", ["thesis.tmp", "config.yaml"])
+def test_a_file_of_somebody_else_that_is_called_like_one_of_a_run_stays(tiny, tmp_path, name):
     (tmp_path / "tiny").mkdir()
-    (tmp_path / "tiny" / "thesis.tmp").write_text("years of work")
-    with pytest.raises(UserError, match=r"holds thesis\.tmp, but no config\.yaml"):
+    (tmp_path / "tiny" / name).write_text("years of work")
+    with pytest.raises(UserError, match=rf"holds {name}, but no .*plan\.json: not the folder of a run"):
         prepare(tiny, tmp_path)
-    assert (tmp_path / "tiny" / "thesis.tmp").exists()
+    assert (tmp_path / "tiny" / name).read_text() == "years of work"
 
 
 def test_what_a_start_that_failed_at_once_left_is_replaced(tiny, tmp_path):
@@ -109,7 +110,7 @@ def test_what_a_start_that_failed_at_once_left_is_replaced(tiny, tmp_path):
     assert sorted(path.name for path in folder.iterdir()) == ["config.yaml", "plan.json"]
 
 
-def test_a_folder_is_claimed_by_one_run_at_a_time(tmp_path):
+def test_a_folder_is_claimed_by_one_run_at_a_time_and_a_refused_start_leaves_nothing(tmp_path):
     folder = tmp_path / "runs" / "name"
     with locked(folder):
         with pytest.raises(UserError, match="in use by a run that is still going"), locked(folder):
@@ -118,6 +119,9 @@ def test_a_folder_is_claimed_by_one_run_at_a_time(tmp_path):
             pass
     with locked(folder):
         pass
+    with pytest.raises(UserError, match="refused"), locked(folder):
+        raise UserError("refused")
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_home_folder_is_meant_by_a_tilde(tiny, monkeypatch, tmp_path):

@@ -49,7 +49,7 @@ def save_slowly(folder: Path, then: str) -> list[dict]:
     return [saved.record() for saved in reported]
 
 
-@pytest.mark.parametrize(("then", "steps"), [("the end", [1]), ("the next save", [1, 2]), ("NaN", [1])])
+@pytest.mark.parametrize(("then", "steps"), [("the next save", [1, 2]), ("NaN", [1])])
 def test_a_disk_slower_than_the_timeout_loses_no_save_and_no_rank(tmp_path, then, steps):
     reported, nothing = run_ranks(2, save_slowly, tmp_path, then)
     assert [(record["kind"], record["step"]) for record in reported] == [("checkpoint", step) for step in steps]
@@ -79,17 +79,6 @@ def test_what_another_program_reads_is_kept_until_a_later_save(tmp_path, one_ran
             assert [step_of(path) for path in reversed(step_folders(tmp_path))] == left
             read = find(tmp_path) if step == 1 else None  # as an export does
     assert read is None
-
-
-def test_a_score_that_is_no_number_is_not_the_best(tmp_path, one_rank):
-    section = CheckpointSection(keep_last=1, keep_best="loss")
-    with Checkpointer(tmp_path, section, True, lambda saved: None) as saver:
-        for step, loss in enumerate((0.5, float("nan"), 0.7, 0.8), start=1):
-            saver.save(step, WEIGHTS, {}, {}, run_state())
-            saver.scored(step, {"loss": loss})
-        saver.finish()
-        assert saver.best == (1, 0.5)
-    assert sorted(step_of(path) for path in step_folders(tmp_path)) == [1, 4]
 
 
 def test_files_of_a_checkpoint_may_be_read_by_whom_the_umask_lets(tmp_path, one_rank):

@@ -12,9 +12,8 @@ import torch
 from PIL import Image
 from rank_runs import train
 from safetensors.torch import load_file, save_file
-from untrained_runs import compared, config_of, export, load_stock, make_checkpoint
+from untrained_runs import compared, config_of, export, load_stock, make_checkpoint, run_export
 
-from mmtrain.__main__ import main
 from mmtrain.api.generate import generate
 from mmtrain.base.errors import UserError
 from mmtrain.data.stream.catalog import is_held_out
@@ -27,8 +26,7 @@ def test_an_export_that_fails_leaves_nothing(tiny, tmp_path, capsys):
     make_checkpoint(tmp_path / "run", config_of(tiny, f"model.llm.path={tmp_path / 'llm'}"))
     with (tmp_path / "llm" / "model.safetensors").open("r+b") as file:
         file.truncate(100_000)
-    options = ["--checkpoint", str(tmp_path / "run"), "--format", "hf", "--out", str(tmp_path / "out")]
-    assert main(["export", *options]) == 2
+    assert run_export(tmp_path / "run", "hf", tmp_path / "out") == 2
     assert "model.safetensors" in capsys.readouterr().err
     assert sorted(file.name for file in tmp_path.iterdir()) == ["llm", "run"]
 
@@ -37,8 +35,7 @@ def test_a_folder_that_holds_something_is_never_written_into(checkpoint, tmp_pat
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "mine").write_text("mine")
     for form in ("safetensors", "llava", "hf"):
-        options = ["--checkpoint", str(checkpoint.path), "--format", form, "--out", str(tmp_path / "out")]
-        assert main(["export", *options]) == 2
+        assert run_export(checkpoint.path, form, tmp_path / "out") == 2
         assert "exists and is not empty" in capsys.readouterr().err
     assert [file.name for file in (tmp_path / "out").iterdir()] == ["mine"]
     assert [file.name for file in tmp_path.iterdir()] == ["out"]
@@ -48,8 +45,7 @@ def test_an_empty_folder_is_taken_and_what_a_killed_export_left_is_cleared(check
     (tmp_path / "out").mkdir()
     (tmp_path / ".out.0123abcd.tmp").mkdir()
     (tmp_path / ".out.0123abcd.tmp" / "model.safetensors").write_text("half")
-    options = ["--checkpoint", str(checkpoint.path.parent.parent), "--format", "hf", "--out", str(tmp_path / "out")]
-    assert main(["export", *options]) == 0
+    assert run_export(checkpoint.path.parent.parent, "hf", tmp_path / "out") == 0
     load_stock(tmp_path / "out")
     assert [file.name for file in tmp_path.iterdir()] == ["out"]
 
@@ -58,9 +54,8 @@ def test_an_export_that_is_stopped_leaves_nothing(checkpoint, tmp_path, monkeypa
     def stopped(*_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(hf, "check_written", stopped)  # when all is written, and not yet read again
-    options = ["--checkpoint", str(checkpoint.path), "--format", "hf", "--out", str(tmp_path / "out")]
-    assert main(["export", *options]) == 130
+    monkeypatch.setattr(hf, "write_card", stopped)  # when all else is written
+    assert run_export(checkpoint.path, "hf", tmp_path / "out") == 130
     assert not list(tmp_path.iterdir())
 
 
@@ -84,8 +79,7 @@ def test_a_full_disk_is_one_line_and_nothing_is_left(checkpoint, small_disk, mon
     if form in ("safetensors", "llava"):
         (small_disk / "full").write_bytes(bytes((2 << 20) - 20_480))
     before = sorted(small_disk.iterdir())
-    options = ["--checkpoint", str(checkpoint.path), "--format", form.split(",")[0], "--out", str(small_disk / "out")]
-    assert main(["export", *options]) == 2
+    assert run_export(checkpoint.path, form.split(",")[0], small_disk / "out") == 2
     error = capsys.readouterr().err.strip()
     assert "\n" not in error and str(small_disk) in error
     assert ("GB are needed" if form in ("hf", "llava") else "no space is left") in error
@@ -97,14 +91,12 @@ def test_a_damaged_checkpoint_is_never_exported(tiny, tmp_path, capsys):
     content = bytearray(checkpoint.tensors_file.read_bytes())
     content[-1] ^= 1
     checkpoint.tensors_file.write_bytes(content)
-    options = ["--checkpoint", str(tmp_path / "run"), "--format", "hf", "--out", str(tmp_path / "out")]
-    assert main(["export", *options]) == 2
+    assert run_export(tmp_path / "run", "hf", tmp_path / "out") == 2
     assert "projector.safetensors is damaged" in capsys.readouterr().err
 
 
 def test_verify_says_what_it_compared(checkpoint, tmp_path, capsys):
-    options = ["--checkpoint", str(checkpoint.path), "--format", "hf", "--out", str(tmp_path / "out"), "--verify"]
-    assert main(["export", *options]) == 0
+    assert run_export(checkpoint.path, "hf", tmp_path / "out", "--verify") == 0
     said = capsys.readouterr().out
     found = re.search(
         r"logits of (\d+) answer tokens in 8 samples: largest difference (\S+) .* at (\d+) of (\d+)", said
@@ -126,8 +118,7 @@ def test_verify_refuses_a_model_that_computes_something_else(checkpoint, tmp_pat
         return hf.ExportedLanguage(language.config, tensors, language.added_rows, language.left_out)
 
     monkeypatch.setattr(hf, "language_for_export", swapped)
-    options = ["--checkpoint", str(checkpoint.path), "--format", "hf", "--out", str(tmp_path / "out"), "--verify", "3"]
-    assert main(["export", *options]) == 1
+    assert run_export(checkpoint.path, "hf", tmp_path / "out", "--verify", "3") == 1
     assert "nothing was exported" in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
 
@@ -147,13 +138,13 @@ def test_verify_refuses_a_folder_that_answers_batches_otherwise(tiny, tmp_path, 
         file.write_text(file.read_text().replace('"padding_side": "left"', '"padding_side": "right"'))
         right(door, folder, *arguments)
 
-    options = ["--checkpoint", str(tmp_path / "run"), "--format", "hf", "--out", str(tmp_path / "out"), "--verify", "3"]
+    arguments = (tmp_path / "run", "hf", tmp_path / "out", "--verify", "3")
     with monkeypatch.context() as patch:
         patch.setattr(hf, "write_card", padded_right)
-        assert main(["export", *options]) == 1
+        assert run_export(*arguments) == 1
     assert "batches are answered wrongly: a batch of 3 prompts is answered '" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
-    assert main(["export", *options]) == 0
+    assert run_export(*arguments) == 0
 
 
 def test_verify_refuses_logits_that_are_no_numbers(checkpoint, tmp_path):
@@ -177,15 +168,15 @@ def test_models_that_were_replaced_since_the_run_are_not_exported_or_asked(
 
     def exported(*options: str) -> str | None:
         """The error; None: there is none, and what was written is deleted again."""
-        if code := main(["export", "--checkpoint", str(run), "--out", str(tmp_path / "out"), *options]):
+        if code := run_export(run, options[0], tmp_path / "out", *options[1:]):
             assert code == 2 and not (tmp_path / "out").exists()
             return capsys.readouterr().err
         shutil.rmtree(tmp_path / "out")
         return None
 
-    copying = ["--format", "hf"], ["--format", "peft", "--base", "hf"]
-    others = ["--format", "safetensors"], ["--format", "peft", "--base", "llm"]
-    assert exported("--format", "hf") is None
+    copying = ["hf"], ["peft", "--base", "hf"]
+    others = ["safetensors"], ["peft", "--base", "llm"]
+    assert exported("hf") is None
     for part, tensor, name in (
         ("llm", "model.layers.1.mlp.up_proj.weight", "llm.layers.1.mlp.up_proj.weight"),
         ("vision", "blocks.0.attn.qkv.weight", "vision.blocks.0.attn.qkv.weight"),
@@ -205,10 +196,10 @@ def test_models_that_were_replaced_since_the_run_are_not_exported_or_asked(
     settings, weights = tmp_path / "llm" / "config.json", tmp_path / "llm" / "model.safetensors"
     content, tensors = json.loads(settings.read_text()), load_file(weights)
     settings.write_text(json.dumps(content | {"rms_norm_eps": 0.1}))
-    assert "llm: its config.json, or that of the encoder, is not what" in exported("--format", "hf")
+    assert "llm: its config.json, or that of the encoder, is not what" in exported("hf")
     save_file({name: x for name, x in tensors.items() if "layers.1." not in name}, weights, {"format": "pt"})
     settings.write_text(json.dumps(content | {"num_hidden_layers": 1}))
-    assert "llm.layers.1." in exported("--format", "hf"), "a layer that is not there any more"
+    assert "llm.layers.1." in exported("hf"), "a layer that is not there any more"
 
 
 def test_verify_asks_about_samples_that_the_run_holds_out_and_else_about_its_data(tiny):
@@ -224,5 +215,5 @@ def test_verify_asks_about_samples_that_the_run_holds_out_and_else_about_its_dat
 
 @pytest.mark.parametrize("form", ["safetensors", "llava"])
 def test_verify_is_refused_where_there_is_no_model_to_run(checkpoint, tmp_path, capsys, form):
-    options = ["--checkpoint", str(checkpoint.path), "--format", form, "--out", str(tmp_path / "out"), "--verify"]
-    assert main(["export", *options]) == 2 and "--format hf" in capsys.readouterr().err
+    assert run_export(checkpoint.path, form, tmp_path / "out", "--verify") == 2
+    assert "--format hf" in capsys.readouterr().err

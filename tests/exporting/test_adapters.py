@@ -17,9 +17,18 @@ from PIL import Image
 from rank_runs import train
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoProcessor, PreTrainedModel
-from untrained_runs import compared, config_of, drawn_adapters, export, load_stock, make_checkpoint, make_tower, weights
+from untrained_runs import (
+    compared,
+    config_of,
+    drawn_adapters,
+    export,
+    load_stock,
+    make_checkpoint,
+    make_tower,
+    run_export,
+    weights,
+)
 
-from mmtrain.__main__ import main
 from mmtrain.api.generate import generate
 from mmtrain.base.errors import UserError
 from mmtrain.checkpoint.step_folder import StepFolder, find
@@ -36,22 +45,16 @@ def adapted(folder: Path, config: RunConfig, others: dict[str, torch.Tensor] | N
     return make_checkpoint(folder, config, {**drawn_adapters(config), **(others or {})})
 
 
-CASES = {
-    "llama with a timm siglip": ("llama", {}, ("vit_base_patch16_siglip_224", {}), ALL),
-    "tied qwen2 with a timm clip": ("qwen2", {"tied": True}, ("vit_base_patch16_clip_quickgelu_224", {}), ALL),
-    "phi3, fused": ("phi3", {}, None, "model.lora.targets=[llm.layers.*.self_attn, llm.layers.1.mlp]"),
-    "mixtral's attention": ("mixtral", {}, None, "model.lora.targets=[llm.layers.*.self_attn]"),
-}
-
-
-DAILY = ("tied qwen2 with a timm clip",)
-
-
 @pytest.mark.parametrize(
-    "case", [case if case in DAILY else pytest.param(case, marks=pytest.mark.nightly) for case in CASES]
+    ("family", "options", "tower", "targets"),
+    [
+        ("qwen2", {"tied": True}, ("vit_base_patch16_clip_quickgelu_224", {}), ALL),
+        ("phi3", {}, None, "model.lora.targets=[llm.layers.*.self_attn, llm.layers.1.mlp]"),  # fused
+    ],
 )
-def test_stock_logits_of_merged_layers_are_those_of_layers_with_adapters(tiny, make_tiny, tmp_path, case):
-    family, options, tower, targets = CASES[case]
+def test_stock_logits_of_merged_layers_are_those_of_layers_with_adapters(
+    tiny, make_tiny, tmp_path, family, options, tower, targets
+):
     make_tiny.make_tiny_llm(tmp_path / "llm", family, layers=2, max_shard_size="150KB", **options)
     keys = [f"model.llm.path={tmp_path / 'llm'}", "model.lora.r=3", "model.lora.alpha=7.5", targets]
     if tower is not None:
@@ -63,31 +66,18 @@ def test_stock_logits_of_merged_layers_are_those_of_layers_with_adapters(tiny, m
     load_stock(tmp_path / "out")
 
 
-@pytest.mark.parametrize("dtype", [pytest.param(torch.float32, marks=pytest.mark.nightly), torch.bfloat16])
-def test_a_layer_with_an_adapter_that_trains_itself_too_is_merged_and_cast_once(tiny, tmp_path, dtype):
-    config = config_of(tiny, "model.lora.r=4", "model.lora.alpha=2", "model.lora.targets=[llm.layers.3.mlp.up_proj]")
-    name = "llm.layers.3.mlp.up_proj"
-    checkpoint = adapted(tmp_path / "run", config, {f"{name}.weight": torch.randn(128, 64)})
-    trained = load_file(checkpoint.tensors_file)
-    whole = trained[f"{name}.weight"] + 0.5 * trained[f"{name}.lora_B.weight"] @ trained[f"{name}.lora_A.weight"]
-    exported = export(checkpoint, tmp_path / "out", dtype)
-    found = weights(tmp_path / "out")["language_model.model.layers.3.mlp.up_proj.weight"]
-    assert torch.equal(found, whole.to(dtype))
-    assert compared(checkpoint, tmp_path / "out", exported, dtype, 2).passed
-
-
-@pytest.mark.parametrize("name", ["llm.layers.9.mlp.up_proj", "vision.blocks.9.attn.qkv"])
-def test_an_adapter_without_its_layer_is_refused(tiny, tmp_path, name):
+@pytest.mark.parametrize(
+    ("name", "error"),
+    [
+        ("llm.layers.9.mlp.up_proj", r"llm.layers.9.mlp.up_proj.lora_A.weight was trained"),
+        ("vision.blocks.9.attn.qkv", r"vision.blocks.9.attn.qkv.lora_A.weight was trained"),
+        ("llm.layers.0.mlp.up_proj", r"trained with shapes \[4, 4\] and \[4, 4\].*another model lies there"),
+    ],
+)
+def test_an_adapter_without_its_layer_or_of_another_width_is_refused(tiny, tmp_path, name, error):
     stray = {f"{name}.lora_{part}.weight": torch.ones(4, 4) for part in "AB"}
     checkpoint = make_checkpoint(tmp_path / "run", config_of(tiny, "model.lora.r=4"), stray)
-    with pytest.raises(UserError, match=f"{name}.lora_A.weight was trained"):
-        export(checkpoint, tmp_path / "out")
-
-
-def test_an_adapter_of_another_width_is_refused(tiny, tmp_path):
-    stray = {f"llm.layers.0.mlp.up_proj.lora_{part}.weight": torch.ones(4, 4) for part in "AB"}
-    checkpoint = make_checkpoint(tmp_path / "run", config_of(tiny, "model.lora.r=4"), stray)
-    with pytest.raises(UserError, match=r"trained with shapes \[4, 4\] and \[4, 4\].*another model lies there"):
+    with pytest.raises(UserError, match=error):
         export(checkpoint, tmp_path / "out")
 
 
@@ -110,7 +100,7 @@ def run(tiny, tmp_path_factory) -> Path:
 def merged(run, tmp_path_factory) -> Path:
     """The run's whole model, verified."""
     out = tmp_path_factory.mktemp("merged") / "out"
-    assert main(["export", "--checkpoint", str(run), "--format", "hf", "--out", str(out), "--verify", "4"]) == 0
+    assert run_export(run, "hf", out, "--verify", "4") == 0
     return out
 
 
@@ -121,16 +111,9 @@ def test_a_run_with_adapters_is_exported_verified_and_asked(run, merged, tmp_pat
     assert "low-rank adapters of 68 layers, merged into their weights; the projector between the two was too" in card
 
 
-@pytest.mark.nightly
-def test_a_run_with_adapters_is_verified_in_bfloat16(run, tmp_path, capsys):
-    options = ["--checkpoint", str(run), "--out", str(tmp_path / "out"), "--dtype", "bfloat16", "--verify"]
-    assert main(["export", "--format", "hf", *options]) == 0
-    assert "are answered in one batch as one at a time" in capsys.readouterr().out
-
-
 def as_peft(checkpoint: Path | StepFolder, out: Path, *more: str) -> Path:
     path = checkpoint if isinstance(checkpoint, Path) else checkpoint.path
-    assert main(["export", "--checkpoint", str(path), "--format", "peft", "--out", str(out), *more]) == 0
+    assert run_export(path, "peft", out, *more) == 0
     return out
 
 
@@ -244,8 +227,7 @@ def test_adapters_of_dense_layers_and_shared_experts_leave_with_the_whole_model(
     ],
 )
 def test_adapters_that_peft_takes_for_those_of_experts_are_refused(moe, tmp_path, capsys, targets, said):
-    arguments = ["--checkpoint", str(moe(targets).path), "--format", "peft", "--out", str(tmp_path / "out")]
-    assert main(["export", *arguments, "--base", "llm"]) == 2
+    assert run_export(moe(targets).path, "peft", tmp_path / "out", "--base", "llm") == 2
     error = capsys.readouterr().err
     assert said in error and "use --format hf" in error
 
@@ -262,8 +244,8 @@ def test_adapters_that_peft_takes_for_those_of_experts_are_refused(moe, tmp_path
 def test_what_adapters_would_leave_out_is_refused(tiny, tmp_path, capsys, targets, others, options, said):
     config = config_of(tiny, "model.lora.r=2", f"model.lora.targets=[{targets}]")
     checkpoint = adapted(tmp_path / "run", config, others)
-    arguments = ["--checkpoint", str(checkpoint.path), "--format", "peft", "--out", str(tmp_path / "out"), *options]
-    assert main(["export", *arguments]) == 2 and said in capsys.readouterr().err
+    assert run_export(checkpoint.path, "peft", tmp_path / "out", *options) == 2
+    assert said in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
 
 
@@ -288,10 +270,9 @@ def test_a_run_on_text_alone_leaves_with_its_adapters_merged_or_apart(tiny, tmp_
     )
     config = config_of(tiny, *keys)
     checkpoint = make_checkpoint(tmp_path / "run", config, drawn_adapters(config))
-    options = ["--checkpoint", str(checkpoint.path), "--verify", "4", "--out", str(tmp_path / "merged")]
-    assert main(["export", "--format", "peft", *options]) == 2
+    assert run_export(checkpoint.path, "peft", tmp_path / "merged", "--verify", "4") == 2
     assert "as it was published: take base hf (--base hf)" in capsys.readouterr().err
-    assert main(["export", "--format", "hf", *options]) == 0
+    assert run_export(checkpoint.path, "hf", tmp_path / "merged", "--verify", "4") == 0
     as_peft(checkpoint, tmp_path / "own", "--base", "hf", "--dtype", "bfloat16", "--verify", "4")
     out = as_peft(checkpoint, tmp_path / "out")
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged").state_dict()

@@ -43,19 +43,3 @@ def test_the_llms_own_class_loads_it_with_what_was_trained(tiny, tmp_path):
     assert asked.endswith("USER: Where? ASSISTANT:")
     assert model.generation_config.eos_token_id == [tokenizer.eos_token_id]
     assert "AutoModelForCausalLM" in (tmp_path / "out" / "README.md").read_text()
-
-
-def test_adapters_leave_merged(tiny, tmp_path):
-    lora = ("model.lora.r=4", "model.lora.alpha=8", "model.lora.targets=[llm.layers.*.self_attn]")
-    config = config_of(tiny, *TEXT, *lora, "model.trainable=[llm.layers.*.lora_*]")
-    layer, generator = "llm.layers.2.self_attn.q_proj", torch.Generator().manual_seed(4)
-    published = {canonical_name(name): tensor for name, tensor in weights(tiny / "llm").items()}
-    rows, columns = published[f"{layer}.weight"].shape
-    pair = {f"{layer}.lora_A.weight": torch.randn(4, columns, generator=generator)}
-    pair[f"{layer}.lora_B.weight"] = torch.randn(rows, 4, generator=generator)
-    (tmp_path / "out").mkdir()
-    export_causal_lm(make_checkpoint(tmp_path / "run", config, pair), tmp_path / "out", torch.float32, 10**9)
-    written = {canonical_name(name): tensor for name, tensor in weights(tmp_path / "out").items()}
-    merged = published[f"{layer}.weight"] + 2 * pair[f"{layer}.lora_B.weight"] @ pair[f"{layer}.lora_A.weight"]
-    torch.testing.assert_close(written.pop(f"{layer}.weight"), merged)
-    assert all(torch.equal(tensor, published[name]) for name, tensor in written.items())

@@ -154,15 +154,6 @@ def test_the_text_stays_byte_for_byte_the_same(marked):
     assert len(texts) > 50
 
 
-def test_without_transformers_extension_the_marks_can_be_cut_out_and_the_text_stays(marked):
-    _, processor, before = marked
-    cut = processor.chat_template.replace("{% generation %}", "").replace("{% endgeneration %}", "")
-    for turns, contents in CONVERSATIONS.values():
-        messages = messages_of(turns, contents)
-        texts = [written(processor.tokenizer, messages, False, template) for template in (cut, before)]
-        assert texts[0] == texts[1]
-
-
 @pytest.mark.skipif(not MASKS_BESIDE_PICTURES, reason="transformers 5.17 shifts masks by the pictures' tokens")
 def test_plain_marks_the_caption_and_its_end_and_writes_what_it_wrote(tiny, tmp_path):
     config = run_config(tiny, tiny / "llm")

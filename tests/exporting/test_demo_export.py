@@ -10,11 +10,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import MAIN_JOB
 from PIL import Image
 from transformers import AutoModelForImageTextToText, AutoProcessor
+from untrained_runs import run_export
 
-from mmtrain.__main__ import main
 from mmtrain.checkpoint.step_folder import find
 from mmtrain.data.samples.records import IMAGE_MARK
 from mmtrain.data.samples.sample import IGNORE, IMAGE_POSITION, Document
@@ -25,27 +24,11 @@ from mmtrain.data.stream.packs import Processor
 ROLES = {"system": "system", "human": "user", "gpt": "assistant"}
 
 
-POOLED = ("model.projector.type=mlp2x_gelu_pool", "model.vision.final_norm=true", "data.image_fit=resize")
-RUNS = {
-    "PerceptionLM": (MAIN_JOB, *POOLED),
-    "AyaVision": (MAIN_JOB.with_name("llava_pp4_shuffled.yaml"),),
-    "LoRA": (MAIN_JOB.with_name("demo_lora.yaml"), "model.projector.init_from={main_job}"),
-}
-
-
-@pytest.fixture(scope="module", params=["Llava", *(pytest.param(door, marks=pytest.mark.nightly) for door in RUNS)])
-def run(request, demo_run, demo_cache, tmp_path_factory) -> Path:
-    """The main job, one with the connector of another stock class, or what follows it: its projector, frozen."""
-    if request.param == "Llava":
-        assert demo_run.ran.returncode == 0, demo_run.ran.stderr
-        return demo_run.folder
-    folder = tmp_path_factory.mktemp("run")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XDG_CACHE_HOME", str(demo_cache))
-        options = (f"run.dir={folder}", "run.name=run", "train.max_steps=80", "export.format=hf")
-        job = [str(argument).format(main_job=demo_run.folder) for argument in RUNS[request.param]]
-        assert main(["train", *job, *options]) == 0
-    return folder / "run"
+@pytest.fixture(scope="module")
+def run(demo_run) -> Path:
+    """The folder of the main job."""
+    assert demo_run.ran.returncode == 0, demo_run.ran.stderr
+    return demo_run.folder
 
 
 @pytest.fixture(scope="module")
@@ -54,8 +37,7 @@ def exported(run, demo_cache, tmp_path_factory) -> Path:
     out = tmp_path_factory.mktemp("exported") / "demo"
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(demo_cache))
-        options = ("--checkpoint", str(run), "--format", "hf", "--out", str(out), "--verify", "32")
-        assert main(["export", *options]) == 0
+        assert run_export(run, "hf", out, "--verify", "32") == 0
     return out
 
 

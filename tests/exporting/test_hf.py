@@ -10,13 +10,11 @@ import pytest
 import torch
 from PIL import Image
 from safetensors.torch import load_file
-from transformers import pipeline
 from untrained_runs import compared, config_of, export, load_stock, make_checkpoint, make_tower, weights
 
 from mmtrain.base.errors import UserError
 from mmtrain.exporting.hf import refuse_loading_faults
 from mmtrain.exporting.tensors import INDEX
-from mmtrain.models.modules.language import quiet
 from mmtrain.stock.exporters import stock_class
 
 TOWERS = {
@@ -130,28 +128,6 @@ def test_what_transformers_keeps_in_float32_is_not_rounded(tiny, make_tiny, tmp_
     assert kept == set(exported.kept_in_float32) and len(kept) == 1
     assert "e_score_correction_bias" in kept.pop()
     load_stock(tmp_path / "out", dtype="auto")
-
-
-def test_the_stock_pipeline_answers_a_batch_as_it_answers_one_at_a_time(checkpoint, tmp_path):
-    export(checkpoint, tmp_path / "out")
-    with quiet():
-        ask = pipeline("image-text-to-text", model=str(tmp_path / "out"), dtype=torch.float32)
-    asked = [
-        [{"role": "user", "content": [{"type": "image", "image": Image.new("RGB", (50, 40), colour)}, *words]}]
-        for colour, words in (
-            ("red", []),
-            ("green", [{"type": "text", "text": "a green square"}]),
-            ("blue", [{"type": "text", "text": "a blue square that lies on a grey background, and beside it"}]),
-        )
-    ]
-    answers = [
-        [
-            row[0]["generated_text"]
-            for row in ask(text=asked, batch_size=size, max_new_tokens=12, return_full_text=False)
-        ]
-        for size in (1, 3)
-    ]
-    assert answers[0] == answers[1] and len(set(answers[0])) > 1
 
 
 def test_a_projector_that_the_stock_model_does_not_have_is_refused_with_the_formats_that_work(tiny, tmp_path):

@@ -13,7 +13,6 @@ from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM
 from untrained_runs import compared, config_of, export, load_stock, make_checkpoint, weights
 
-from mmtrain.__main__ import main
 from mmtrain.base.errors import UserError
 from mmtrain.data.samples.sample import IGNORE, IMAGE_POSITION
 from mmtrain.exporting.hf import refuse_loading_faults, refuse_unfit_family
@@ -87,12 +86,10 @@ def test_a_full_embedding_gains_a_row_and_all_else_stays(without_spare_row):
     assert "gained 1" in (out / "README.md").read_text()
 
 
-def test_the_card_says_what_new_rows_add_to_the_loss_by_a_bound_and_measured(without_spare_row, tmp_path):
+def test_the_card_bounds_what_new_rows_add_to_the_loss(without_spare_row):
     checkpoint, _, out, size, _ = without_spare_row
     bound = f"{math.log(1 + 1 / size):.1e}"
     assert f"loss of every token, by {bound} nats at most: ln(1 + 1 / {size})." in (out / "README.md").read_text()
-    options = ["--format", "hf", "--out", str(tmp_path / "out"), "--verify", "3"]
-    assert main(["export", "--checkpoint", str(checkpoint.path), *options]) == 0
     model, losses = load_stock(out), []
     for _, batch in read_samples(checkpoint.config, 3):
         ids = batch.input_ids.masked_fill(batch.input_ids == IMAGE_POSITION, size)
@@ -102,25 +99,6 @@ def test_the_card_says_what_new_rows_add_to_the_loss_by_a_bound_and_measured(wit
         losses.append((kept[0] - kept[1])[batch.labels[0] != IGNORE])
     tokens = torch.cat(losses)
     assert 0 < tokens.mean() <= tokens.max() <= math.log(1 + 1 / size)
-    last = (tmp_path / "out" / "README.md").read_text().splitlines()[-1]
-    said = f"the rows that the head gained add {tokens.mean():.1e} nats to the mean loss"
-    assert last == f"- On {len(tokens)} answer tokens {said}."
-
-
-def test_the_new_row_is_never_said_whatever_the_hidden_state(without_spare_row):
-    _, _, out, size, _ = without_spare_row
-    model = load_stock(out)
-    generator = torch.Generator().manual_seed(0)
-    for scale in (1e-2, 1.0, 100.0):
-        # Among them the states for which a row of zeros would win: all other logits below 0.
-        hidden = torch.randn(20_000, model.lm_head.in_features, generator=generator) * scale
-        hidden = torch.cat([hidden, -model.lm_head.weight[:size].mean(0, keepdim=True) * scale])
-        assert not (model.lm_head(hidden).argmax(-1) == model.config.image_token_id).any()
-    ids = torch.randint(0, size, (16, 4), generator=generator)
-    torch.manual_seed(0)
-    said = model.generate(ids, do_sample=True, temperature=5.0, max_new_tokens=60)[:, 4:]
-    assert not (said == model.config.image_token_id).any()
-    assert len(said.unique()) > 100, "the temperature makes everything else likely"
 
 
 def test_a_spare_row_is_used_before_one_is_added(checkpoint, tmp_path):

@@ -10,9 +10,8 @@ import pytest
 import torch
 from rank_runs import train
 from safetensors.torch import load_file, save_file
-from untrained_runs import config_of, export, make_checkpoint, weights
+from untrained_runs import config_of, export, make_checkpoint, run_export, weights
 
-from mmtrain.__main__ import main
 from mmtrain.base.errors import UserError
 from mmtrain.checkpoint.step_folder import STATE, StepFolder, find, new_step_folder
 from mmtrain.models.modules.projector import make_projector, read_projector
@@ -51,15 +50,13 @@ def test_an_export_has_what_was_trained_and_what_the_run_began_with(runs, tmp_pa
     assert not any(same(second[name], first[name]) for name in second)
     wanted = {name: second.get(name, tensor) for name, tensor in first.items()}
     for run in ("second", "none"):
-        options = ["--checkpoint", str(runs[run]), "--out", str(tmp_path / run)]
-        assert main(["export", *options, "--format", "hf", *(["--verify", "2"] if run == "none" else [])]) == 0
+        assert run_export(runs[run], "hf", tmp_path / run, *(["--verify", "2"] if run == "none" else [])) == 0
         found = weights(tmp_path / run)
         assert all(same(found[f"multi_modal_{name}"], tensor) for name, tensor in wanted.items())
     assert same(found["language_model.model.norm.weight"], trained_by(runs["none"])["llm.norm.weight"])
     card = (tmp_path / "none" / "README.md").read_text()
     assert "Trained: 1 tensor of LLM and vision encoder; the projector between the two was not." in card
-    options = ["--checkpoint", str(runs["none"]), "--format", "safetensors", "--out", str(tmp_path / "alone")]
-    assert main(["export", *options]) == 0
+    assert run_export(runs["none"], "safetensors", tmp_path / "alone") == 0
     alone = load_file(tmp_path / "alone" / "projector.safetensors")
     assert alone.keys() == {*wanted, "llm.norm.weight"} and all(same(alone[name], wanted[name]) for name in wanted)
     assert json.loads((tmp_path / "alone" / "projector.json").read_text())["trained"] == ["llm.norm.weight"]
@@ -75,11 +72,10 @@ def test_another_run_begins_with_all_of_it(runs, tiny):
 
 
 def test_llavas_file_holds_all_of_it_where_nothing_else_was_trained(runs, tmp_path, capsys):
-    options = ["--format", "llava", "--out", str(tmp_path / "llava")]
-    assert main(["export", "--checkpoint", str(runs["second"]), *options]) == 0
+    assert run_export(runs["second"], "llava", tmp_path / "llava") == 0
     content = torch.load(tmp_path / "llava" / "mm_projector.bin", weights_only=True)
     assert same(content["model.mm_projector.0.weight"], trained_by(runs["all"])["projector.linear_1.weight"])
-    assert main(["export", "--checkpoint", str(runs["none"]), *options[:-1], str(tmp_path / "other")]) == 2
+    assert run_export(runs["none"], "llava", tmp_path / "other") == 2
     assert "llm.norm.weight was trained too" in capsys.readouterr().err
 
 

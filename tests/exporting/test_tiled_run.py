@@ -9,8 +9,8 @@ import torch
 from PIL import Image
 from rank_runs import train
 from safetensors.torch import load_file
+from untrained_runs import run_export
 
-from mmtrain.__main__ import main
 from mmtrain.api.generate import generate
 
 
@@ -33,6 +33,6 @@ def test_a_run_on_tiles_is_evaluated_controlled_exported_and_asked(tiny, tmp_pat
     newline = load_file(newest / "projector.safetensors")["projector.image_newline"]
     assert torch.isfinite(newline).all() and newline.abs().sum() > 0
     out = tmp_path / "out"
-    assert main(["export", "--checkpoint", str(run), "--format", "hf", "--out", str(out), "--verify", "4"]) == 0
+    assert run_export(run, "hf", out, "--verify", "4") == 0
     picture = Image.effect_noise((90, 40), 60).convert("RGB")
     assert generate(run, picture, max_new_tokens=4) == generate(out, picture, max_new_tokens=4)

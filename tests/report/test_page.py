@@ -17,7 +17,6 @@ from rank_runs import train
 
 from mmtrain.__main__ import main
 from mmtrain.base.printing import escape
-from mmtrain.report.page import MAX_BYTES
 
 Axe = pytest.importorskip("axe_playwright_python.sync_playwright", reason="the test extra is not installed").Axe
 sync_api = pytest.importorskip("playwright.sync_api", reason="the test extra's playwright is not installed")
@@ -154,17 +153,10 @@ def other(tiny, tmp_path_factory) -> Path:
 # ---- the whole page
 
 
-@pytest.mark.parametrize(
-    ("width", "scheme"),
-    [
-        (390, "light"),
-        (1280, "dark"),
-        *(pytest.param(*of, marks=pytest.mark.nightly) for of in ((390, "dark"), (1280, "light"))),
-    ],
-)
+@pytest.mark.parametrize(("width", "scheme"), [(390, "light"), (1280, "dark")])
 def test_it_opens_without_errors_or_requests_fits_the_screen_and_keeps_nobody_out(life, show, width, scheme):
     file = life.folder / "report.html"
-    assert file.stat().st_size < MAX_BYTES
+    assert file.stat().st_size < 2_000_000
     opened = show(file, width, scheme)
     opened.unfold()
     if width == 390:

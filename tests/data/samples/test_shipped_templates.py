@@ -19,7 +19,7 @@ from untrained_runs import make_checkpoint
 
 from mmtrain.__main__ import main
 from mmtrain.base.errors import UserError
-from mmtrain.checkpoint.choose import find_start
+from mmtrain.checkpoint.resume import find_start
 from mmtrain.checkpoint.run_folder import run_folder
 from mmtrain.config.load import dump_config, load_config, restore_config
 from mmtrain.config.schema import RunConfig

@@ -13,8 +13,7 @@ from untrained_runs import config_of, make_checkpoint
 
 from mmtrain.__main__ import main
 from mmtrain.base.errors import UserError
-from mmtrain.checkpoint.begin import refuse_unfit_beginning
-from mmtrain.checkpoint.choose import find_start
+from mmtrain.checkpoint.resume import refuse_unfit_init_from_run
 from mmtrain.checkpoint.step_folder import StepFolder
 from mmtrain.config.schema import RunConfig
 from mmtrain.models.facts.shapes import matches_any
@@ -62,10 +61,10 @@ def test_every_trained_tensor_is_where_the_other_run_left_it_to_the_last_bit(tin
 
 def test_its_projector_may_stay_frozen_and_what_begins_anew_is_said(tiny, before, tmp_path, logged):
     config = going_on(tiny, before, MORE)
-    refuse_unfit_beginning(config, tmp_path / "run")
+    refuse_unfit_init_from_run(config, tmp_path / "run")
     assert "1 more train here, from their own beginning: llm.norm.weight" in logged[-1]
     frozen = going_on(tiny, before, "model.trainable=[llm.layers.7.mlp, llm.layers.*.lora_*]", "parallel.pipeline=1")
-    refuse_unfit_beginning(frozen, tmp_path / "run")
+    refuse_unfit_init_from_run(frozen, tmp_path / "run")
     stage = build_stage(frozen, make_plan(frozen).ranks[0].stages[0])
     left = load_file(before.tensors_file)
     held = {name: p for name, p in stage.global_parameters() if name.startswith("projector.")}
@@ -81,14 +80,14 @@ def test_its_projector_may_stay_frozen_and_what_begins_anew_is_said(tiny, before
         ),
         (("model.trainable=[projector, llm.layers.*.lora_*]",), "llm.layers.7.mlp.*, which stays frozen here"),
         (("model.lora.r=8",), "here it is (8, 64): another model, or model.lora.r"),
-        (("model.lora.alpha=4",), "with 4 they would compute something else; set model.lora.alpha=8"),
+        (("model.lora.alpha=4",), "with 4 they would compute something else. Set model.lora.alpha=8"),
         (("model.projector.init_from=null",), "has trained projector.*, but model.projector.init_from is null"),
         (("model.init_from=nowhere",), "nowhere: no run and no checkpoint of mmtrain"),
     ],
 )
 def test_nothing_that_was_trained_is_left_out_in_silence(tiny, before, tmp_path, overrides, said):
     with pytest.raises(UserError) as raised:
-        refuse_unfit_beginning(going_on(tiny, before, *overrides), tmp_path / "run")
+        refuse_unfit_init_from_run(going_on(tiny, before, *overrides), tmp_path / "run")
     first, _, last = said.partition("*")
     assert str(raised.value).startswith("model.init_from: ") and "\n" not in str(raised.value)
     assert first in str(raised.value) and last in str(raised.value)
@@ -140,16 +139,7 @@ def test_a_plan_refuses_what_training_could_not_begin_with(tiny, before, tmp_pat
     assert code == 2 and f"init_from: {elsewhere} {later}" in error and "neither .safetensors nor" in error
 
 
-@pytest.mark.parametrize("override", ["model.lora.r=8", "model.trainable=[projector, llm.layers.*.lora_*]"])
-def test_what_cannot_go_on_goes_on_from_an_export(tiny, before, override):
-    config = config_of(tiny, *LORA, TRAINED, override)
-    with pytest.raises(
-        UserError, match=r"model\.pretrained=FOLDER in place of .* mmtrain export --checkpoint .* --format hf"
-    ):
-        find_start(config, str(before.path))
-
-
 def test_a_run_that_is_about_to_be_deleted_begins_no_other(tiny, before):
     config = going_on(tiny, before, "run.overwrite=true")
     with pytest.raises(UserError, match=r"which run\.overwrite=true deletes"):
-        refuse_unfit_beginning(config, before.run)
+        refuse_unfit_init_from_run(config, before.run)

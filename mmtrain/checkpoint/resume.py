@@ -1,0 +1,301 @@
+"""Where a run begins: with its first step, at a checkpoint, or with the weights of another run.
+
+run folder, --resume    --the newest whole checkpoint, or the named one--> same configuration? --> ResumePoint
+model.init_from         --names and shapes--> each tensor trains here too, or UserError; the step begins at 0
+
+No torch here: the launcher decides before ranks start.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mmtrain.base.errors import UserError
+from mmtrain.base.json_lines import parse_line, recorded
+from mmtrain.base.printing import escape, first_few
+from mmtrain.checkpoint.run_folder import CONFIG, METRICS, PLAN, contents_of_a_run, run_folder
+from mmtrain.checkpoint.step_folder import (
+    CHECKPOINTS,
+    StepFolder,
+    find,
+    find_newest,
+    names_checkpoint,
+    newest,
+    step_folders,
+)
+from mmtrain.config.keys import OnResume, all_fields, declared_path, marked, section_of
+from mmtrain.config.problems import nearest_key
+from mmtrain.config.schema import RunConfig
+from mmtrain.models.facts.adapters import is_adapter
+from mmtrain.models.facts.model_files import read_header
+from mmtrain.models.facts.shapes import matches_any
+from mmtrain.plan.planner import models_of
+
+_log = logging.getLogger(__name__)
+AUTO, NEVER = "auto", "never"  # what --resume takes besides a path
+INIT_FROM = "model.init_from"
+PROJECTOR = "projector."
+NAMES_SHOWN = 3
+
+ON_RESUME = marked(RunConfig, OnResume)
+OPTIONAL_SECTIONS = {".".join(p) for p, f in all_fields(RunConfig) if p in ON_RESUME and section_of(f.annotation)}
+
+
+# ---- at a checkpoint
+
+
+@dataclass(frozen=True)
+class ResumePoint:
+    """The checkpoint at which a run resumes, the same on every rank; rank 0 alone sees its files."""
+
+    checkpoint: StepFolder
+    is_own: bool  # of this run, not of another one from which it branches
+    allowed: tuple[str, ...]  # keys and sections that --allow-change names
+    branched_from: str | None  # fingerprint of the other run's checkpoint that this run began with
+
+    def refuse_other_contents(self, data: str, model: str, settings: str, max_steps: int) -> None:
+        """Raise UserError unless data and frozen models have the fingerprints that the run was trained with.
+
+        `model` is that of the frozen weights, `settings` that of what else the models' folders hold.
+        """
+        state, path = self.checkpoint.state, self.checkpoint.path
+        if state["step"] > max_steps:
+            raise UserError(
+                f"{path} has {state['step']} steps, and train.max_steps or train.epochs asks for {max_steps}. Raise "
+                "it, or choose another run.name"
+            )
+        models = ("model.llm.path", "model.vision.name", "model.llm.quantize")
+        for what, keys, was, now in (
+            ("data", ("data.shards", "data.sets"), state["data"]["fingerprint"], data),
+            ("frozen weights", models, state["frozen_fingerprint"], model),
+            ("models' config.json", models, state["settings_fingerprint"], settings),
+        ):
+            if was != now and not any(_allows(name, key) for name in self.allowed for key in keys):
+                raise UserError(
+                    f"{path}: the {what} are not those that it was trained with (fingerprint {was[:16]}, now "
+                    f"{now[:16]}). Bring them back, or allow it: --allow-change {keys[0]}"
+                )
+
+
+def find_start(config: RunConfig, resume: str = AUTO, allowed: Sequence[str] = ()) -> ResumePoint | None:
+    """Find the checkpoint at which the run resumes; None: it begins with its first step. Changes nothing.
+
+    `resume` is the value of --resume, `allowed` the keys of --allow-change. Raises UserError where resuming would mix
+    two runs, or lose one.
+    """
+    folder = run_folder(config)
+    contents = contents_of_a_run(folder)
+    listed = ", ".join(contents[:3])
+    path = None if resume in (AUTO, NEVER) else Path(resume)
+    missing = [name for name in (CONFIG, PLAN) if not (folder / name).is_file()]
+    if (contents and missing) or missing == [PLAN]:  # a start that failed has no config.yaml without plan.json
+        raise UserError(
+            f"{folder} holds {listed or CONFIG}, but no {' and no '.join(missing)}: not the folder of a run. Choose "
+            "another run.name"
+        )
+    if config.run.overwrite:
+        if path is not None:
+            raise UserError(f"run.overwrite=true would delete {folder}; without it --resume {resume} can be followed")
+        return None
+    if contents and resume == NEVER:
+        raise UserError(
+            f"{folder} holds an earlier run ({listed}); choose another run.name, or set run.overwrite=true to delete it"
+        )
+    start = _resume_point(folder, config, path, allowed)
+    if start is None or start.is_own or not contents:
+        return start
+    own, _ = newest(folder)
+    if own is not None and own.state["branched_from"] == start.branched_from:
+        _log.info(f"{folder} has branched from {start.checkpoint.path} already: that branch goes on")
+        return _resume_point(folder, config, None, allowed)
+    if own is not None or ((folder / METRICS).exists() and (folder / METRICS).stat().st_size):
+        raise UserError(
+            f"{folder} holds an earlier run ({listed}), and {start.checkpoint.path} is of another; choose a new "
+            "run.name"
+        )
+    return start  # the branch died before it had saved where it begins
+
+
+def _resume_point(folder: Path, config: RunConfig, path: Path | None, allowed: Sequence[str]) -> ResumePoint | None:
+    """Find the checkpoint `path`, of this run or another one; None: the run's newest whole one, if it has any.
+
+    Raises UserError where none can be used, and for keys that have changed and are not `allowed` to.
+    """
+    keys = [key for key, _ in all_fields(RunConfig)]
+    for name in allowed:
+        if (key := tuple(name.split("."))) not in keys:
+            near = nearest_key(key, keys)
+            hint = f"; the nearest is {'.'.join(near)}" if near else ""
+            raise UserError(f"--allow-change {name}: no key or section of a configuration{hint}")
+    anew = "restore one of them, or start anew: another run.name, or run.overwrite=true, which deletes the folder"
+    checkpoint = find_newest(folder, remedy=anew) if path is None else find(path.expanduser())
+    if checkpoint is None:
+        _refuse_lost_checkpoints(folder)
+        return None
+    _refuse_changes(checkpoint, config, allowed)
+    # By the folder's own name for it: the path may be a link, or relative to somewhere inside the run.
+    here = checkpoint.path.resolve()
+    own = next((candidate for candidate in step_folders(folder) if candidate.resolve() == here), None)
+    if own is not None:
+        return ResumePoint(StepFolder(own), True, tuple(allowed), checkpoint.state["branched_from"])
+    if here.parent == (folder / CHECKPOINTS).resolve():
+        raise UserError(
+            f"{checkpoint.path} was set aside, or is not finished. To resume from it rename it "
+            f"step-{checkpoint.step:08d}"
+        )
+    return ResumePoint(checkpoint, False, tuple(allowed), branched_from=checkpoint.fingerprint)
+
+
+def _refuse_lost_checkpoints(folder: Path) -> None:
+    """Raise UserError where a run without checkpoints has had some: beginning anew would cost what it trained."""
+    set_aside = any((folder / CHECKPOINTS).glob("step-*.discarded*"))
+    if set_aside or any(recorded(folder / METRICS, "checkpoint", "resume", "end")):
+        raise UserError(
+            f"{folder} has had checkpoints, and none is in {CHECKPOINTS}/ any more. Put one back, or start anew: "
+            "another run.name, or run.overwrite=true, which deletes the folder"
+        )
+
+
+def is_complete(folder: Path, checkpoint: StepFolder, config: RunConfig) -> bool:
+    """Whether this run, as configured, has ended with this checkpoint, final evaluation included."""
+    if any(_changes(checkpoint.config, config)):
+        return False
+    try:
+        with (folder / METRICS).open("rb") as file:
+            file.seek(max(file.seek(0, os.SEEK_END) - 4096, 0))
+            last = parse_line(file.read().splitlines()[-1])
+    except (OSError, IndexError):
+        return False
+    return isinstance(last, dict) and (last.get("kind"), last.get("step")) == ("end", checkpoint.step)
+
+
+# ---- what may change
+
+
+def _refuse_changes(checkpoint: StepFolder, config: RunConfig, allowed: Sequence[str]) -> None:
+    """Raise UserError, with old and new values, for keys whose change would make another run of it.
+
+    `allowed` are keys, or sections, that may change all the same.
+    """
+    changed = dict(_changes(checkpoint.config, config))
+    fixed = [key for key in changed if _on_resume(key) is OnResume.FIXED]
+    refused = fixed or [key for key in changed if not any(_allows(name, key) for name in allowed)]
+    if not refused:
+        return
+    lines = [f"{checkpoint.path} is of a run with another configuration:"]
+    for key in refused:
+        was, now = (escape(json.dumps(value, ensure_ascii=False)) for value in changed[key])
+        lines.append(f"{key}: was {was}, is now {now}")
+    if fixed:
+        remedy = (
+            "Its weights and its place in the data have no meaning then. For a new run that begins with what it has "
+            f"trained set another run.name and {INIT_FROM}={checkpoint.path}; where that does not fit either, export "
+            "it (mmtrain export --format hf) and begin with the folder"
+        )
+    else:
+        keys = dict.fromkeys(re.sub(r"\.\d+\..*", "", key) for key in refused)  # of a list's elements the list
+        allow = " ".join(f"--allow-change {key}" for key in keys)
+        remedy = f"Set the old values, or allow it: {allow}; for a new run set another run.name"
+    raise UserError("\n  ".join(lines) + f"\n{remedy}")
+
+
+def _changes(old: RunConfig, new: RunConfig) -> Iterator[tuple[str, tuple[Any, Any]]]:
+    """Yield each key that is not free to change and whose value differs, with both values."""
+    before, after = flat(old.model_dump(mode="json")), flat(new.model_dump(mode="json"))
+    for key in dict.fromkeys([*before, *after]):
+        values = before.get(key), after.get(key)
+        if values[0] != values[1] and _on_resume(key) is not OnResume.FREE:
+            yield key, values
+
+
+def _on_resume(key: str) -> OnResume:
+    return ON_RESUME[declared_path(tuple(key.split(".")))]
+
+
+def _allows(name: str, key: str) -> bool:
+    """Whether --allow-change with the name of a key or section covers this key."""
+    return key == name or key.startswith(name + ".")
+
+
+def flat(value: Any, *path: str) -> dict[str, Any]:
+    """Return values by dotted key; elements of a list of sections by their number, an optional section as "set".
+
+    An empty list has none.
+    """
+    own = ".".join(path)
+    if isinstance(value, list) and all(isinstance(element, dict) for element in value):
+        value = dict(enumerate(value))
+    if not isinstance(value, dict):
+        return {own: value}
+    leaves = {own: "set"} if own in OPTIONAL_SECTIONS else {}
+    return leaves | {key: leaf for name, inner in value.items() for key, leaf in flat(inner, *path, str(name)).items()}
+
+
+# ---- with another run's weights
+
+
+def find_init_from(config: RunConfig) -> StepFolder | None:
+    """Find the checkpoint `model.init_from`, or of a run its newest whole one; None where the key is null."""
+    path = config.model.init_from
+    if path is None:
+        return None
+    folder = Path(path).expanduser()
+    if not folder.is_dir() or not names_checkpoint(folder):
+        raise UserError(
+            f"{INIT_FROM}: {path}: no run and no checkpoint of mmtrain. Begin with an exported "
+            "model by model.pretrained, or by its folder as model.llm.path"
+        )
+    return find(folder)
+
+
+def refuse_unfit_init_from_run(config: RunConfig, run: Path) -> None:
+    """Raise UserError, before a rank starts, unless all that `model.init_from` has trained trains in this run.
+
+    `run` is this run's folder, which run.overwrite is about to delete.
+    """
+    checkpoint = find_init_from(config)
+    if checkpoint is None:
+        return
+    path = config.model.init_from
+    if config.run.overwrite and run.resolve() in checkpoint.path.resolve().parents:
+        raise UserError(f"{INIT_FROM}: {path} lies in {run}, which run.overwrite=true deletes; choose another run.name")
+    trained = read_header(checkpoint.tensors_file)
+    shapes = {parameter.name: parameter.shape for parameter in models_of(config).parameters}
+    for name, shape in trained.items():
+        if why := _why_unfit(config, name, shape, shapes.get(name)):
+            raise UserError(f"{INIT_FROM}: {path} has trained {escape(name)}, {why}")
+    ours, theirs = config.model.lora, checkpoint.config.model.lora
+    if any(map(is_adapter, trained)) and ours.alpha / ours.r != theirs.alpha / theirs.r:
+        raise UserError(
+            f"{INIT_FROM}: the adapters of {path} were trained with model.lora.alpha {theirs.alpha:g}, and with "
+            f"{ours.alpha:g} they would compute something else. Set model.lora.alpha={theirs.alpha:g}"
+        )
+    if new := [name for name in shapes if matches_any(name, config.model.trainable) and name not in trained]:
+        _log.info(
+            f"{INIT_FROM}: all else that trains is as {checkpoint.path} has trained it; {len(new):,} more train "
+            f"here, from their own beginning: {first_few(new, NAMES_SHOWN)}"
+        )
+
+
+def _why_unfit(config: RunConfig, name: str, shape: tuple[int, ...], own: tuple[int, ...] | None) -> str | None:
+    """Explain why a trained tensor cannot be used in a run that has it in the shape `own`; None: it can."""
+    export = "export that run (--format hf) and begin with the folder as model.pretrained"
+    if own is None:
+        remedy = "give model.lora as that run had it, or " if is_adapter(name) else ""
+        return f"which this run does not have; {remedy}{export} or model.llm.path"
+    if own != shape:
+        return f"in shape {shape}, and here it is {own}: another model, or model.lora.r"
+    if name.startswith(PROJECTOR):
+        source = config.model.projector.init_from
+        if source != config.model.init_from:
+            return f"but model.projector.init_from is {source or 'null'}; leave that out"
+    elif not matches_any(name, config.model.trainable):
+        return f"which stays frozen here, as its published file has it; add it to model.trainable, or {export}"
+    return None
