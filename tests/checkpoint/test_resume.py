@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import re
 import shutil
 import signal
 import subprocess
@@ -22,7 +21,7 @@ from rank_runs import train
 from mmtrain import launch
 from mmtrain.base.errors import UserError
 from mmtrain.checkpoint.resume import AUTO, find_start
-from mmtrain.checkpoint.step_folder import find, step_path, why_damaged
+from mmtrain.checkpoint.step_folder import step_path, why_damaged
 from mmtrain.config.load import load_config
 from mmtrain.engine.utilization import MEASURED
 
@@ -346,29 +345,3 @@ def test_a_disk_too_full_for_a_checkpoint_keeps_the_one_before_and_with_more_roo
         enlarge(disk)
         assert f"going on after step {saved[-1]} of {LAST}" in resumed(tiny, disk)
         assert_ended_alike(folder, undisturbed)
-
-
-def test_a_disk_too_full_for_a_record_is_one_line_and_with_more_room_the_run_goes_on(
-    tiny, copied, undisturbed, tmp_path
-):
-    """The record alone lies on the full disk: nothing else can fail first."""
-    full = "metrics.jsonl"
-    os.truncate(copied / full, find(step_path(copied, 8)).state["files"][full])
-    with small_disk(tmp_path / "disk", kilobytes=64) as disk:
-        shutil.move(copied / full, disk / full)
-        (copied / full).symlink_to(disk / full)
-        with contextlib.suppress(OSError), (disk / "ballast").open("wb", buffering=0) as ballast:
-            while True:
-                ballast.write(b"\0" * 4096)
-        ended = run(tiny, tmp_path, "--resume", step_path(copied, 8))
-        assert ended.wait() == 2
-        assert re.fullmatch(
-            rf"error: {copied / full} cannot be written: No space left on device; free space, and start again: .*\n",
-            ended.stderr,
-        ), ended.stderr
-        assert all(isinstance(json.loads(line), dict) for line in (copied / full).read_text().splitlines())
-        saved = saved_steps(copied)
-        assert saved[:2] == [4, 8] and all(why_damaged(step_path(copied, step)) is None for step in saved)
-        (disk / "ballast").unlink()
-        assert f"going on after step {saved[-1]} of {LAST}" in resumed(tiny, tmp_path)
-        assert_ended_alike(copied, undisturbed)
