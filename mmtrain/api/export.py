@@ -87,7 +87,6 @@ def export(
                 chosen = base or default_base(checkpoint.config)
                 exported = export_peft(checkpoint, folder, tensors, shard_bytes, chosen, out, show)
             if exported is not None:
-                _log.info(f"{exported.tensors:,} tensors, {_size(exported.bytes)} in {exported.files} file(s)")
                 if exported.unmarked:
                     _log.info(exported.unmarked)
                 if verify is not None:

@@ -65,9 +65,6 @@ class ExportedModel:
 
     stock: ExportedClass
     folder: Path
-    bytes: int  # of the tensors
-    tensors: int
-    files: int
     kept_in_float32: frozenset[str]  # names of tensors that were not cast
     unmarked: str | None = None  # why the chat template does not mark answers, where it does not
     adapters: Path | None = None  # peft's folder with those of the LLM, where they are not merged
@@ -180,8 +177,8 @@ def write_model(
         done += size
         progress("written and read again", done, total)
 
-    files = write_shards(folder, cast, shard_bytes, show)
-    return ExportedModel(stock, folder, total, len(tensors), len(files), frozenset(kept))
+    write_shards(folder, cast, shard_bytes, show)
+    return ExportedModel(stock, folder, frozenset(kept))
 
 
 def _config(
