@@ -14,7 +14,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import run_ranks
-from safetensors import SafetensorError
 from safetensors.torch import load_file
 from step_states import run_state
 
@@ -356,26 +355,6 @@ def test_a_last_save_that_fails_once_is_made_after_all(tmp_path, one_rank, monke
     run.saver.finish()
     assert load_file(find(tmp_path).tensors_file)["w"].item() == 3.0
     assert [record["kind"] for record in run.records] == ["checkpoint_failed", "checkpoint"]
-
-
-def test_a_save_that_safetensors_refuses_names_the_file(tmp_path, one_rank, monkeypatch):
-    def refuses(tensors: dict, file: Path) -> None:
-        if "optimizer" in file.name:
-            raise SafetensorError("Error while serializing")
-
-    monkeypatch.setattr(write_module, "save_file", refuses)
-    run = Run(tmp_path)
-    run.save(1)
-    run.saver.poll()
-    assert "step-00000001/optimizer.safetensors: Error while serializing" in run.records[0]["error"]
-
-
-def test_an_existing_checkpoint_is_never_written_into(run):
-    run.save(1, value=1.0)
-    run.save(1, value=2.0)
-    with pytest.raises(UserError, match="never written into an existing folder"):
-        run.saver.finish()
-    assert load_file(find(run.folder).tensors_file)["w"].item() == 1.0
 
 
 def test_versions_and_topology_that_are_not_those_of_the_checkpoint_are_listed():

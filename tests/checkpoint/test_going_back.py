@@ -13,7 +13,7 @@ from mmtrain.base.errors import UserError
 from mmtrain.base.json_lines import JsonLines
 from mmtrain.checkpoint import step_folder
 from mmtrain.checkpoint.resume import ResumePoint, find_start
-from mmtrain.checkpoint.run_folder import describe_run, go_back, locked, prepare_folder, run_folder
+from mmtrain.checkpoint.run_folder import describe_run, go_back, prepare_folder, run_folder
 from mmtrain.checkpoint.step_folder import StepFolder, newest
 from mmtrain.config.load import load_config
 from mmtrain.config.schema import RunConfig
@@ -239,19 +239,3 @@ def test_overwriting_a_run_behind_a_link_leaves_the_link(config, tiny, tmp_path)
     assert not (tmp_path / "big-disk" / "checkpoints").exists()
     assert (folder / "config.yaml").is_file()
     assert sorted(path.name for path in tmp_path.iterdir() if path.name.startswith(".")) == []
-
-
-def test_a_folder_with_two_names_is_claimed_by_one_run_at_a_time(config, tmp_path):
-    folder = make_run(config)
-    (tmp_path / "elsewhere").symlink_to(folder)
-    with locked(folder), pytest.raises(UserError, match="in use"), locked(tmp_path / "elsewhere"):
-        pass
-
-
-def test_what_an_earlier_deletion_has_left_is_not_in_the_way(tmp_path):
-    target = tmp_path / "checkpoints" / "step-00000001"
-    (target.with_name(".step-00000001.0123abcd.tmp") / "left").mkdir(parents=True)
-    target.mkdir()
-    (target / step_folder.MANIFEST).touch()
-    step_folder.remove(target)
-    assert list(target.parent.iterdir()) == []

@@ -58,19 +58,6 @@ def test_a_disk_slower_than_the_timeout_loses_no_save_and_no_rank(tmp_path, then
     assert newest(tmp_path)[0].step == steps[-1]
 
 
-def test_what_cannot_be_deleted_makes_no_save_a_failure(tmp_path, one_rank, monkeypatch):
-    def refuse(path: Path) -> None:
-        raise OSError("somebody reads it")
-
-    monkeypatch.setattr(write_module, "remove", refuse)
-    reported: list[SaveResult] = []
-    with Checkpointer(tmp_path, CheckpointSection(keep_last=1), True, reported.append) as saver:
-        for step in (1, 2, 3):
-            saver.save(step, WEIGHTS, {}, {}, run_state())
-        saver.finish()
-    assert [(saved.step, saved.error) for saved in reported] == [(1, None), (2, None), (3, None)]
-
-
 def test_what_another_program_reads_is_kept_until_a_later_save(tmp_path, one_rank):
     with Checkpointer(tmp_path, CheckpointSection(keep_last=1), True, lambda saved: None) as saver:
         for step, left in ((1, [1]), (2, [1, 2]), (3, [3])):
@@ -79,11 +66,3 @@ def test_what_another_program_reads_is_kept_until_a_later_save(tmp_path, one_ran
             assert [step_of(path) for path in reversed(step_folders(tmp_path))] == left
             read = find(tmp_path) if step == 1 else None  # as an export does
     assert read is None
-
-
-def test_files_of_a_checkpoint_may_be_read_by_whom_the_umask_lets(tmp_path, one_rank):
-    with Checkpointer(tmp_path, CheckpointSection(), True, lambda saved: None) as saver:
-        saver.save(1, WEIGHTS, {}, {}, run_state())
-        saver.finish()
-    modes = {file.name: file.stat().st_mode for file in newest(tmp_path)[0].path.iterdir()}
-    assert set(modes.values()) == {modes["state.json"]}
