@@ -56,16 +56,9 @@ from mmtrain.base.printing import print_info
 from mmtrain.base.progress import ProgressBar
 from mmtrain.config.limits import MAX_IMAGE_PIXELS
 from mmtrain.config.templates import FILE, NAMES, template_argument, template_name
-from mmtrain.data.prepare.shard_resume import (
-    STATE,
-    SUMMARY,
-    UnfinishedRun,
-    read_summary,
-    refuse_another_run,
-    refuse_used_folder,
-)
+from mmtrain.data.prepare.shard_resume import UnfinishedRun, is_finished, refuse_used_folder
 from mmtrain.data.prepare.sharding import ShardMaker, shard_pool
-from mmtrain.data.prepare.sources import Source, llava_source, open_sources, stored_images
+from mmtrain.data.prepare.sources import Source, open_sources, stored_images
 from mmtrain.data.prepare.validate import ShardStats, Validator, by_reason
 from mmtrain.data.samples.formats import SampleFormat
 from mmtrain.data.samples.records import REASONS, ImageLimits, reason_lines
@@ -112,8 +105,8 @@ EXITS = {
     130: "stopped by Ctrl-C; no half shard is left, --resume goes on",
 }
 ADAPTING = ("format", "image_key", "caption_key", "caption_prompt")  # options of --from alone
-UNITS = {"": 1, "k": 1000, "m": 1000**2, "g": 1000**3, "t": 1000**4}
-UNITS |= {f"{unit}i": 1024**power for power, unit in enumerate("kmgt", 1)}
+SHAPING = ("samples_per_shard", "shard_bytes", "duplicate_ids", "max_pixels", "max_side")
+UNITS = {"": 1, "MB": 10**6, "GB": 10**9, "MiB": 1 << 20, "GiB": 1 << 30}
 
 
 def run(options: argparse.Namespace) -> None:
@@ -126,17 +119,13 @@ def run(options: argparse.Namespace) -> None:
         raise UserError(f"--out {options.out}: is the folder of the images; name another, which holds the shards alone")
     refuse_used_folder(out, options.resume)
     # All of them before anything is written: a broken last file shows at once.
-    sources = [source for path in options.paths or options.json for source in _opened(path, options)]
+    sources = [source for path in options.paths for source in _opened(path, options)]
     files = [source.path.resolve() for source in sources]
     if twice := [file for file, count in Counter(files).items() if count > 1]:
         raise UserError(f"{twice[0]}: named twice; every record would come twice")
-    inputs = [_describe(source, options) for source in sources]
-    run = {"options": _options_that_shape_the_bytes(options), "inputs": inputs}
-    if (out / SUMMARY).is_file():
-        summary = read_summary(out / SUMMARY)
-        refuse_another_run(out, run, summary, out / SUMMARY)
-        (out / STATE).unlink(missing_ok=True)  # the run was killed between its last two acts
-        print_info(f"{out}: finished already, {len(summary['shards']):,} shards, {summary['samples']:,} samples")
+    run = {"options": _options_that_shape_the_bytes(options), "inputs": [_describe(source) for source in sources]}
+    if is_finished(out, run):
+        print_info(f"{out}: finished already")
         return
     total = sum(source.records for source in sources)
     # 0.29 x 100 is 28.999999999999996: without the addition the 29th of 29% would stop the run.
@@ -151,8 +140,7 @@ def run(options: argparse.Namespace) -> None:
             try:
                 _write_all(stats, options, unfinished)
                 if not stats.samples:
-                    seen = f"see {rejected_file}: {by_reason(stats.reasons)}" if stats.reasons else "there is none"
-                    raise UserError(f"no record became a sample; {seen}")
+                    raise UserError(f"no record became a sample: {by_reason(stats.reasons)}")
                 stats.write_summary(out, run)
             except (UserError, OSError) as error:
                 raise _unfinished(error, stats, unfinished, rejected_file) from error
@@ -164,11 +152,7 @@ def run(options: argparse.Namespace) -> None:
 
 
 def _opened(path: Path, options: argparse.Namespace) -> list[Source]:
-    """Open and count the sources of a path, and say what they are."""
-    if options.json:
-        source = llava_source(path)
-        print_info(f"{path}: {source.records:,} records")
-        return [source]
+    """Open and count the sources of a path, and print what they are."""
     form = SampleFormat(options.format, options.caption_key, options.caption_prompt)
     sources, description = open_sources(path, form, options.image_key)
     files = f" in {len(sources):,} files" if len(sources) > 1 else ""
@@ -178,14 +162,14 @@ def _opened(path: Path, options: argparse.Namespace) -> list[Source]:
 
 def _write_all(stats: ShardStats, options: argparse.Namespace, unfinished: UnfinishedRun) -> None:
     """Run every job and add its result to the stats."""
-    finished_before = unfinished.finished
-    if finished_before:
-        print_info(f"{options.out}: {len(finished_before):,} shards are there already")
-    done = made = lost = 0  # records whose job is through; of them those of this run, and their lost ones
+    earlier = unfinished.finished
+    if earlier:
+        print_info(f"{options.out}: {len(earlier):,} shards are there already")
+    done_earlier = sum(shard.candidates for shard in earlier.values())
 
     def tick(through: int) -> None:
-        ahead = max(through - made, 0)
-        progress.show(min(done + ahead, stats.total - 1), made - lost + ahead, f"{stats.reasons.total():,} rejected")
+        done = min(done_earlier + through, stats.total - 1)
+        progress.show(done, through, f"{stats.reasons.total():,} rejected")
 
     count = None
     if options.tokenizer is not None:
@@ -194,7 +178,7 @@ def _write_all(stats: ShardStats, options: argparse.Namespace, unfinished: Unfin
         count = TextCounter(options.tokenizer, options.template)
     limits = ImageLimits(options.max_pixels, options.max_side)
     stored = functools.partial(stored_images, stats.validator.sources)
-    maker = ShardMaker(stats.validator.images, stored, options.out, limits, count, finished_before)
+    maker = ShardMaker(stats.validator.images, stored, options.out, limits, count, earlier)
     with (
         shard_pool(maker, options.workers) as run,
         ProgressBar("records", stats.total, sys.stdout) as progress,
@@ -202,11 +186,8 @@ def _write_all(stats: ShardStats, options: argparse.Namespace, unfinished: Unfin
         for job, finished in run(iter(stats.validator), tick):
             stats.add(job, finished)
             unfinished.add(job.number, finished)
-            done += job.end - job.first
-            if job.number not in finished_before:
-                made += len(job.candidates)
-                lost += len(finished.rejected)
-        progress.show(done, made - lost, f"{stats.reasons.total():,} rejected")
+        made = stats.samples - sum(shard.shard.samples for shard in earlier.values())
+        progress.show(stats.total, made, f"{stats.reasons.total():,} rejected")
 
 
 def _unfinished(
@@ -226,29 +207,23 @@ def _options_that_shape_the_bytes(options: argparse.Namespace) -> dict:
     """Return the options for dataset.json; a resumed run must have equal ones."""
     text = None if options.tokenizer is None else text_fingerprint(model_folder(options.tokenizer), options.template)
     return {
-        **({} if options.json else {name: getattr(options, name) for name in ADAPTING}),
-        "samples_per_shard": options.samples_per_shard,
-        "shard_bytes": options.shard_bytes,
-        "duplicate_ids": options.duplicate_ids,
-        "max_pixels": options.max_pixels,
-        "max_side": options.max_side,
+        **{name: getattr(options, name) for name in (*ADAPTING, *SHAPING)},
         "pillow": None if options.max_side is None else PIL.__version__,  # releases encode differently
         "template": options.template and template_name(options.template),
         "text_fingerprint": text,
     }
 
 
-def _describe(source: Source, options: argparse.Namespace) -> dict:
-    form = {} if options.json else {"format": source.adapter.form.name}
+def _describe(source: Source) -> dict:
     with source.path.open("rb") as stream:
         digest = hashlib.file_digest(stream, "sha256").hexdigest()
-        return {"file": source.name, "records": source.records, "bytes": stream.tell(), "sha256": digest} | form
+    content = {"file": source.name, "records": source.records, "sha256": digest}
+    return {**content, "format": source.adapter.form.name}
 
 
 def parse_size(text: str) -> int:
-    """Bytes of 500MB, 1GiB, 2.5e9, ..."""
-    match = re.fullmatch(r"([\d.]+(?:e\d+)?)\s*([kmgt]?i?)b?", text.strip().lower())
-    number, unit = match.groups() if match else ("", "")
+    """Return the bytes of a size: 500MB, 1GiB, 2.5e9, ..."""
+    number, unit = re.match(r"([\d.e]*)(.*)", text).groups()
     try:
         return int(float(number) * UNITS[unit])
     except (KeyError, ValueError, OverflowError):
@@ -269,8 +244,9 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     of_from.add_argument("--image-key", metavar="KEY", help="key or column of images (images, image, image_path, ...)")
     add("--images", type=path, metavar="DIR", help="folder that image names start from; none for text alone")
     add("--out", type=path, required=True, metavar="DIR", help="folder for the shards, without any yet")
-    add("--samples-per-shard", type=positive(int), metavar="N", help="records with sound text in a tar (1000)")
-    add("--shard-bytes", type=parse_size, metavar="SIZE", help="instead: a tar's largest size (500MB, 1GiB, ...)")
+    size = parser.add_mutually_exclusive_group().add_argument
+    size("--samples-per-shard", type=positive(int), metavar="N", help="records with sound text in a tar (1000)")
+    size("--shard-bytes", type=parse_size, metavar="SIZE", help="instead: a tar's largest size (500MB, 1GiB, ...)")
     add(
         "--workers",
         type=positive(int),
@@ -307,11 +283,11 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     )
     add("--resume", action="store_true", help="go on where a run with the same options and images was interrupted")
     options = parser.parse_args(arguments)
-    for name in ADAPTING:
-        if options.json and getattr(options, name) != parser.get_default(name):
-            parser.error(f"--json: reads LLaVA's own records; with --{name.replace('_', '-')} say --from")
-    if options.samples_per_shard is not None and options.shard_bytes is not None:
-        parser.error("--samples-per-shard and --shard-bytes: give one of the two")
+    if options.json is not None:
+        for name in ADAPTING:
+            if getattr(options, name) != parser.get_default(name):
+                parser.error(f"--json: reads LLaVA's own records; with --{name.replace('_', '-')} say --from")
+        options.paths, options.format = options.json, "llava"
     if (options.tokenizer is None) != (options.template is None):
         parser.error("--tokenizer and --template: give both or none; text lengths depend on both")
     if options.shard_bytes is None and options.samples_per_shard is None:

@@ -3,32 +3,17 @@
 import hashlib
 import io
 import json
-import math
 import os
-import pty
 import random
 import re
 import shlex
 import subprocess
-import tarfile
-import time
 import tracemalloc
 from collections import Counter
 from pathlib import Path
 
 import pytest
-import webdataset
-from llava_data import (
-    command,
-    contents,
-    damaged_records,
-    good_records,
-    keys_in,
-    picture,
-    read_members,
-    slow_data,
-    turns,
-)
+from llava_data import command, contents, damaged_records, good_records, keys_in, picture, read_members, turns
 from PIL import Image
 
 from mmtrain.__main__ import main
@@ -38,6 +23,8 @@ from mmtrain.data.samples.sample import read_sample
 from mmtrain.data.shards.index import read_index
 from mmtrain.data.shards.shard_list import expand_shards
 from mmtrain.models.facts.tokenizer_files import text_fingerprint
+
+SOUND = {"id": 1, "conversations": turns("Hi", "Yes.")}
 
 
 @pytest.fixture
@@ -63,37 +50,25 @@ def names_of(record: dict) -> list[str]:
     return [] if field is None else [field] if isinstance(field, str) else field
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_what_the_tool_writes_reads_back_equal_to_its_input_and_in_its_order(folder, seed):
-    records = good_records(folder / "images", 60, seed)
+def test_what_the_tool_writes_reads_back_equal_to_its_input_and_in_its_order(folder):
+    records = good_records(folder / "images", 60)
     (folder / "a.json").write_text(json.dumps(records[:35]))
     (folder / "b.jsonl").write_text("\n".join(json.dumps(record, ensure_ascii=False) for record in records[35:]))
     assert shard(folder, "--samples-per-shard", "11", json_files=("a.json", "b.jsonl")) == 0
-    paths = expand_shards(f"{folder}/out/shard-{{000000..000005}}.tar")
-    expected = [[(folder / "images" / name).read_bytes() for name in names_of(record)] for record in records]
-    found = list(webdataset.WebDataset([str(path) for path in paths], shardshuffle=False))
-    for record, images, members in zip(records, expected, found, strict=True):
+    tars = expand_shards(f"{folder}/out/shard-{{000000..000005}}.tar")
+    read = [members for tar in tars for members in read_members(tar)]
+    for record, members in zip(records, read, strict=True):
         assert json.loads(members["json"]) == record
-        wanted = [Path(name).suffix[1:].lower() for name in names_of(record)]
-        if len(wanted) != 1:
-            wanted = [f"{number}.{suffix}" for number, suffix in enumerate(wanted)]
-        assert [(name, members[name]) for name in members if name != "json" and not name.startswith("__")] == list(
-            zip(wanted, images, strict=True)
-        )
+        names = names_of(record)
+        suffixes = [Path(name).suffix[1:].lower() for name in names]
+        if len(names) != 1:
+            suffixes = [f"{number}.{suffix}" for number, suffix in enumerate(suffixes)]
         stored = {name: members[name] for name in members if not name.startswith("__")}
+        assert list(stored) == ["json", *suffixes]
         sample = read_sample(members["__key__"], members["__url__"], stored)
         assert sample.turns == tuple((turn["from"], turn["value"]) for turn in record["conversations"])
-        assert list(sample.images) == images
-    stored = []
-    for path in paths:
-        with tarfile.open(path) as archive:
-            stored += [(member.name, archive.extractfile(member).read()) for member in archive]
-    texts = [json.loads(content) for name, content in stored if name.endswith(".json")]
-    assert texts == records
-    files = [content for name, content in stored if not name.endswith(".json")]
-    assert files == [image for images in expected for image in images]
-    assert len({members["__key__"] for members in found}) == 60
-    assert rejections(folder / "out") == []
+        assert list(sample.images) == [(folder / "images" / name).read_bytes() for name in names]
+    assert len({members["__key__"] for members in read}) == 60 and rejections(folder / "out") == []
 
 
 def test_dataset_json_counts_what_is_there(folder, capsys):
@@ -104,19 +79,17 @@ def test_dataset_json_counts_what_is_there(folder, capsys):
     (folder / "b.json").write_text(json.dumps(records[15:]))
     assert shard(folder, "--samples-per-shard", "8", json_files=("a.json", "b.json")) == 0
     counts = json.loads((folder / "out" / "dataset.json").read_text())
-    names = [name for number, record in enumerate(records) if number != 3 for name in names_of(record)]
-    images, pixels = len(names), 0
-    for name in names:
-        with Image.open(folder / "images" / name) as image:
-            pixels += image.width * image.height
+    images = [name for number, record in enumerate(records) if number != 3 for name in names_of(record)]
+    sizes = [Image.open(folder / "images" / name).size for name in images]
     tars = sorted((folder / "out").glob("*.tar"))
     digests = [hashlib.sha256(tar.read_bytes()).hexdigest() for tar in tars]
-    assert {key: value for key, value in counts.items() if key not in ("shards", "options")} == {
+    shards, options = counts.pop("shards"), counts.pop("options")
+    assert counts == {
         "format_version": 1,
         "records": 20,
         "samples": 19,
-        "images": images,
-        "image_pixels": pixels,
+        "images": len(images),
+        "image_pixels": sum(width * height for width, height in sizes),
         "text_tokens": None,
         "bytes": sum(tar.stat().st_size for tar in tars),
         "rejected": {"missing_image": 1},
@@ -124,77 +97,52 @@ def test_dataset_json_counts_what_is_there(folder, capsys):
             {
                 "file": name,
                 "records": count,
-                "bytes": (folder / name).stat().st_size,
                 "sha256": hashlib.sha256((folder / name).read_bytes()).hexdigest(),
+                "format": "llava",
             }
             for name, count in (("a.json", 15), ("b.json", 5))
         ],
         "sha256": hashlib.sha256("".join(digests).encode()).hexdigest(),
     }
-    assert counts["options"]["samples_per_shard"] == 8 and counts["options"]["max_side"] is None
-    assert [entry["file"] for entry in counts["shards"]] == [tar.name for tar in tars]
-    assert [entry["sha256"] for entry in counts["shards"]] == digests
-    assert [entry["samples"] for entry in counts["shards"]] == [7, 8, 4]  # 8 records each, one lacks its image
-    for entry, tar in zip(counts["shards"], tars, strict=True):
-        with tarfile.open(tar) as archive:
-            assert entry["samples"] + entry["images"] == len(archive.getnames())
-        assert read_index(tar).tar_bytes == entry["bytes"]
+    assert options["samples_per_shard"] == 8 and options["max_side"] is None
+    assert [(entry["file"], entry["sha256"], entry["samples"]) for entry in shards] == [
+        (tar.name, digest, samples)  # 8 records each, one lacks its image
+        for tar, digest, samples in zip(tars, digests, (7, 8, 4), strict=True)
+    ]
     printed = capsys.readouterr().out
     assert re.search(r"20 of 20 records  [\d,]+ samples/s  1 rejected\n", printed)
-    assert f"3 shards, 19 samples, {images} images" in printed
+    assert f"3 shards, 19 samples, {len(images)} images" in printed
     assert "1  missing_image: an image file that does not exist" in printed
 
 
-@pytest.mark.parametrize(
-    "more", [("--samples-per-shard", "9"), ("--shard-bytes", "1MiB", "--max-side", "8", "--duplicate-ids", "keep")]
-)
-def test_the_bytes_do_not_depend_on_the_workers_nor_on_the_time(folder, more):
+@pytest.mark.parametrize("platform", ["linux", "darwin"])  # where workers are forked, and where they are spawned
+def test_the_bytes_do_not_depend_on_the_workers(folder, monkeypatch, platform):
     (folder / "a.json").write_text(json.dumps(damaged_records(folder, 120)))
-    for workers in (1, 2, 3):
-        arguments = (*more, "--max-reject-rate", "0.3", "--workers", str(workers))
-        assert shard(folder, *arguments, out=str(workers)) == 0
-        time.sleep(1.1 if workers == 1 else 0)  # tar headers could hold times, in seconds
-    first = contents(folder / "1")
-    assert first == contents(folder / "2") == contents(folder / "3")
-    shards = sorted(name for name in first if name.endswith(".tar"))
-    by_text = sum(line["reason"] in ("no_conversation", "duplicate_id") for line in rejections(folder / "1"))
-    assert len(shards) == (1 if "1MiB" in more else math.ceil((120 - by_text) / 9))
-    assert sorted(first) == sorted(["dataset.json", "rejected.jsonl", *shards, *(f"{name}.index" for name in shards)])
+    monkeypatch.setattr("sys.platform", platform)
+    for workers in ("1", "2"):
+        arguments = ("--samples-per-shard", "9", "--max-reject-rate", "0.3", "--workers", workers)
+        assert shard(folder, *arguments, out=workers) == 0
+    assert contents(folder / "1") == contents(folder / "2")
     numbers = [line["record"] for line in rejections(folder / "1")]
     assert numbers == sorted(numbers) and len(numbers) >= 12
-
-
-def test_the_bytes_are_the_same_on_macos_where_workers_are_spawned(folder, monkeypatch):
-    (folder / "a.json").write_text(json.dumps(damaged_records(folder, 120)))
-    for workers, platform in (("1", "linux"), ("2", "darwin")):
-        monkeypatch.setattr("sys.platform", platform)
-        assert shard(folder, "--max-reject-rate", "0.3", "--workers", workers, out=workers) == 0
-    assert contents(folder / "1") == contents(folder / "2")
 
 
 def test_a_shard_holds_as_many_bytes_as_asked_for_and_no_more(folder):
     draw, records = random.Random(0), []
     for number in range(40):
-        (folder / "images" / f"{number}.bmp.png").write_bytes(noise_bmp(draw.randint(100, 350)))
-        records.append({"id": number, "image": f"{number}.bmp.png", "conversations": turns("<image>", "Noise.")})
-    (folder / "images" / "7.bmp.png").write_bytes(noise_bmp(1200))  # larger than a shard
+        side = 1200 if number == 7 else draw.randint(100, 350)  # one is larger than a shard
+        Image.effect_noise((side, side), 50).save(folder / "images" / f"{number}.bmp")
+        records.append({"id": number, "image": f"{number}.bmp", "conversations": turns("<image>", "Noise.")})
     (folder / "a.json").write_text(json.dumps(records))
     assert shard(folder, "--shard-bytes", "1MB") == 0
     tars = sorted((folder / "out").glob("*.tar"))
-    sizes = [tar.stat().st_size for tar in tars]
-    keys = [keys_in(tar) for tar in tars]
-    assert [key for keys_of_one in keys for key in keys_of_one] == [str(number) for number in range(40)]
+    sizes, keys = [tar.stat().st_size for tar in tars], [keys_in(tar) for tar in tars]
+    assert [key for keys_of_tar in keys for key in keys_of_tar] == [str(number) for number in range(40)]
     alone = keys.index(["7"])
     assert max(size for number, size in enumerate(sizes) if number != alone) <= 1_000_000 < sizes[alone]
     for number in range(len(tars) - 1):  # the next shard's first sample would not have fitted
-        first = (folder / "images" / f"{keys[number + 1][0]}.bmp.png").stat().st_size
+        first = (folder / "images" / f"{keys[number + 1][0]}.bmp").stat().st_size
         assert sizes[number] + first + 10240 > 1_000_000
-
-
-def noise_bmp(side: int) -> bytes:
-    stream = io.BytesIO()
-    Image.effect_noise((side, side), 50).save(stream, "BMP")
-    return stream.getvalue()
 
 
 def test_every_bad_record_is_listed_with_its_reason_and_the_others_are_written(folder, capsys):
@@ -234,12 +182,8 @@ def test_every_bad_record_is_listed_with_its_reason_and_the_others_are_written(f
         "too_much_work": {"id": "w", "image": "scans.jpg", "conversations": ask},
         "too_many_bytes": {"id": "b", "image": "long.jpg", "conversations": ask},
     }
-    assert set(bad) == set(shard_command.REASONS) - {
-        "no_caption",
-        "masked_answer",
-        "unread_media",
-        *shard_command.NOT_OF_RECORDS,
-    }
+    others = {"no_caption", "masked_answer", "unread_media", *shard_command.NOT_OF_RECORDS}
+    assert set(bad) == set(shard_command.REASONS) - others
     (folder / "a.json").write_text("\n".join(map(json.dumps, [good[0], *bad.values(), good[1]])))
     assert shard(folder, "--max-reject-rate", "1", "--max-pixels", "1199") == 0
     lines = rejections(folder / "out")
@@ -259,8 +203,8 @@ def test_every_bad_record_is_listed_with_its_reason_and_the_others_are_written(f
 
 
 def test_an_id_belongs_to_the_first_record_of_sound_text(folder):
-    records = [{"id": "a", "conversations": []}, {"id": "a", "conversations": turns("Hi", "Yes.")}]
-    records += [{"id": "a", "conversations": turns("Hi", "No.")}]
+    records = [{"id": "a", "conversations": []}]
+    records += [{"id": "a", "conversations": turns("Hi", answer)} for answer in ("Yes.", "No.")]
     records += [{"id": "b", "image": "none.png", "conversations": turns("<image>", "A cat.")}]
     records += [{"id": "b", "conversations": turns("Hi", "Yes.")}]
     (folder / "a.json").write_text(json.dumps(records))
@@ -275,25 +219,19 @@ def test_an_id_belongs_to_the_first_record_of_sound_text(folder):
     assert members["__key__"] == "a" and json.loads(members["json"]) == records[1]
 
 
-def test_repeated_ids_can_be_kept_under_keys_of_their_own(folder):
+def test_repeated_ids_can_be_kept_under_keys_of_their_own(folder, capsys):
     ids = ["a", "a", "a-2", "a", "x" * 80, "x" * 80, "a-2", "a/b", "a/b", 7, "7", None, "record-00000011"]
     records = [{"id": name, "conversations": turns("Hi", f"{number}")} for number, name in enumerate(ids)]
     (folder / "a.json").write_text(json.dumps(records))
     assert shard(folder, "--duplicate-ids", "keep") == 0
-    found = read_members(folder / "out" / "shard-000000.tar")
-    assert [json.loads(members["json"]) for members in found] == records
+    stored = read_members(folder / "out" / "shard-000000.tar")
+    assert [json.loads(members["json"]) for members in stored] == records
     hashed = "a-b-" + hashlib.sha256(b"a/b").hexdigest()[:12]
-    assert [members["__key__"] for members in found] == [
+    assert [members["__key__"] for members in stored] == [
         *("a", "a-2", "a-2-2", "a-3", "x" * 80, "x" * 80 + "-2", "a-2-3", hashed, f"{hashed}-2"),
         *("7", "7-2", "record-00000011", "record-00000011-2"),
     ]
     assert shard(folder, out="other") == 2
-
-
-def test_where_equal_ids_are_the_trouble_the_error_says_what_keeps_them(folder, capsys):
-    records = [{"id": "a", "conversations": turns("Hi", f"{number}")} for number in range(20)]
-    (folder / "a.json").write_text(json.dumps(records))
-    assert shard(folder) == 2
     assert "different conversations, --duplicate-ids keep; " in capsys.readouterr().err
 
 
@@ -325,48 +263,25 @@ def test_text_lengths_of_the_given_tokenizer_and_template_are_in_the_index(folde
         {"id": "text", "conversations": turns("Hi", "a green square.")},
     ]
     (folder / "a.json").write_text(json.dumps(records))
-    llm = str(tiny / "llm")
-    tokenizer = AutoTokenizer.from_pretrained(llm)
-    begin = len(tokenizer("a").input_ids) - len(tokenizer("a", add_special_tokens=False).input_ids)
-    lengths = [
-        len(tokenizer(records[number]["conversations"][1]["value"], add_special_tokens=False).input_ids) + begin + 1
-        for number in (0, 2)
-    ]
-    for workers in ("1", "2"):
-        arguments = ("--tokenizer", llm, "--template", "plain", "--workers", workers)
-        assert shard(folder, *arguments, out=workers) == 0
-    assert contents(folder / "1") == contents(folder / "2")
+    tokenizer = AutoTokenizer.from_pretrained(tiny / "llm")
+    lengths = [len(tokenizer(records[number]["conversations"][1]["value"]).input_ids) + 1 for number in (0, 2)]
+    assert shard(folder, "--tokenizer", str(tiny / "llm"), "--template", "plain", "--workers", "2") == 0
     fingerprint = text_fingerprint(tiny / "llm", "plain")
-    text = read_index(folder / "1" / "shard-000000.tar").texts[fingerprint]
+    text = read_index(folder / "out" / "shard-000000.tar").texts[fingerprint]
     assert text.tokens == [lengths[0], 0, lengths[1]]
     assert text.faults.keys() == {1} and text.faults[1][0] == "template"
-    summary = json.loads((folder / "1" / "dataset.json").read_text())
+    summary = json.loads((folder / "out" / "dataset.json").read_text())
     assert summary["text_tokens"] == sum(lengths)
     assert summary["options"]["text_fingerprint"] == fingerprint and summary["options"]["template"] == "plain"
 
 
-def test_records_without_an_id_get_keys_by_their_number_over_all_files(folder):
-    for name in ("a.json", "b.json"):
-        (folder / name).write_text(json.dumps([{"conversations": turns("Hi", name)}] * 2))
-    assert shard(folder, json_files=("a.json", "b.json")) == 0
-    assert keys_in(folder / "out" / "shard-000000.tar") == [
-        "record-00000000",
-        "record-00000001",
-        "record-00000002",
-        "record-00000003",
-    ]
-
-
-@pytest.mark.parametrize(
-    ("bad", "rate", "code"), [(5, None, 0), (6, None, 2), (0, "0", 0), (1, "0", 2), (29, "0.29", 0), (30, "0.29", 2)]
-)
+@pytest.mark.parametrize(("bad", "rate", "code"), [(5, "0.05", 0), (6, "0.05", 2), (29, "0.29", 0), (1, "0", 2)])
 def test_more_bad_records_than_allowed_stop_the_tool(folder, capsys, bad, rate, code):
     texts = ["Yes."] * (100 - bad) + [""] * bad
     records = [{"id": number, "conversations": turns("Hi", text)} for number, text in enumerate(texts)]
     (folder / "a.json").write_text(json.dumps(records))
-    limit = () if rate is None else ("--max-reject-rate", rate)
-    assert shard(folder, "--samples-per-shard", "10", *limit) == code
-    said = capsys.readouterr().err
+    assert shard(folder, "--samples-per-shard", "10", "--max-reject-rate", rate) == code
+    message = capsys.readouterr().err
     assert (folder / "out" / "dataset.json").exists() == (code == 0)
     if code:
         assert re.fullmatch(
@@ -374,13 +289,10 @@ def test_more_bad_records_than_allowed_stop_the_tool(folder, capsys, bad, rate, 
             r"allowed; the last is no_answer: turn 1, from gpt, is empty\. Mend them, or raise --max-reject-rate; "
             r"\S+/out/rejected\.jsonl lists what was left out\. \S+/out is unfinished: go on with --resume, or delete "
             r"it\n",
-            said,
+            message,
         )
         assert len(rejections(folder / "out")) == bad
         assert not list((folder / "out").glob("*.tmp"))
-        assert shard(folder, "--samples-per-shard", "10", "--max-reject-rate", "1", "--resume") == 0
-        assert shard(folder, "--samples-per-shard", "10", "--max-reject-rate", "1", out="at once") == 0
-        assert contents(folder / "out") == contents(folder / "at once")
 
 
 @pytest.mark.parametrize("workers", ["1", "2"])
@@ -393,21 +305,19 @@ def test_the_record_that_is_one_too_many_is_the_same_for_any_workers(folder, cap
     (folder / "a.json").write_text(json.dumps(records))
     arguments = ("--samples-per-shard", "7", "--max-reject-rate", "0.2", "--workers", workers)
     assert shard(folder, *arguments) == 2
-    said = capsys.readouterr().err
-    assert "13 of the first 33 (7 no_conversation, 6 missing_image), where 12 of 60 are allowed" in said
+    message = capsys.readouterr().err
+    assert "13 of the first 33 (7 no_conversation, 6 missing_image), where 12 of 60 are allowed" in message
     assert [line["record"] for line in rejections(folder / "out")] == list(range(20, 33))
 
 
 def test_a_wrong_images_folder_shows_early_and_another_try_needs_no_clean_up(folder, capsys):
     records = good_records(folder / "images", 40)
-    for record in records:
-        record["id"] = f"x{record['id']}"
     (folder / "a.json").write_text(json.dumps(records))
     (folder / "empty").mkdir()
     arguments = ["--json", str(folder / "a.json"), "--out", str(folder / "out"), "--samples-per-shard", "50"]
     assert main(["shard", *arguments, "--images", str(folder / "empty")]) == 2
-    said = capsys.readouterr().err
-    assert "3 missing_image), where 2 of 40 are allowed" in said and "--resume" not in said
+    message = capsys.readouterr().err
+    assert "3 missing_image), where 2 of 40 are allowed" in message and "--resume" not in message
     assert list(contents(folder / "out")) == ["rejected.jsonl"]
     assert main(["shard", *arguments, "--images", str(folder / "images")]) == 0
     assert rejections(folder / "out") == []
@@ -416,49 +326,43 @@ def test_a_wrong_images_folder_shows_early_and_another_try_needs_no_clean_up(fol
 @pytest.mark.parametrize(
     ("prepare", "message"),
     [
-        ("true", ""),
-        ("rm a.json", r"a\.json: no such file"),
-        ("echo '[{}' > a.json", r"a\.json: not valid JSON after 1 records"),
-        ("echo '[]' > a.json", "no record became a sample; there is none"),
+        ("echo '[]' > a.json", "a.json: holds no record"),
         ("""echo '[{"id": 1}]' > a.json""", r"too many bad records: 1 of the first 1 .*its keys are id"),
-        ("rm -r images", r"--images \S+/images: no such folder"),
         ("rm -r images && touch images", r"--images \S+/images: no such folder"),
         ("touch out", r"--out \S+/out: is a file"),
         ("mkdir out && touch out/old.tar", r"--out \S+/out: holds shards already \(old\.tar\)"),
-        ("mkdir out && touch out/.shard-000004.tar.ab.tmp", r"holds shards already \(\.shard-000004\.tar\.ab\.tmp\)"),
         ("mkdir out && touch out/dataset.json", r"holds shards already \(dataset\.json\)"),
         ("ln -s /proc out", r"out/\.lock cannot be used: "),
         ("ln -s images out", r"--out \S+/out: is the folder of the images"),
     ],
 )
 def test_what_the_user_can_mend_is_one_line_and_exit_code_2(folder, capsys, prepare, message):
-    (folder / "a.json").write_text(json.dumps([{"id": 1, "conversations": turns("Hi", "Yes.")}]))
+    (folder / "a.json").write_text(json.dumps([SOUND]))
     subprocess.run(prepare, shell=True, cwd=folder, check=True)
     before = sorted(path.name for path in folder.glob("*.tar*"))
-    assert shard(folder) == (2 if message else 0)
-    said = capsys.readouterr().err
-    assert re.search(rf"\Aerror: .*{message}.*\n\Z", said) if message else said == ""
+    assert shard(folder) == 2
+    assert re.search(rf"\Aerror: .*{message}.*\n\Z", capsys.readouterr().err)
     assert sorted(path.name for path in folder.glob("*.tar*")) == before
 
 
-@pytest.mark.parametrize("content", ["", "{}", "[]", '{"inputs": 1, "shards": [], "samples": 3}'])
+@pytest.mark.parametrize("content", ["", "[]", '{"inputs": 1, "options": [], "samples": 3}'])
 def test_resuming_where_another_tool_left_a_dataset_json_is_refused(folder, capsys, content):
-    (folder / "a.json").write_text(json.dumps([{"id": 1, "conversations": turns("Hi", "Yes.")}]))
+    (folder / "a.json").write_text(json.dumps([SOUND]))
     (folder / "out").mkdir()
     (folder / "out" / "dataset.json").write_text(content)
     assert shard(folder, "--resume") == 2
-    assert "out/dataset.json: is not of this tool, or damaged" in capsys.readouterr().err
+    assert "out/dataset.json is of another run" in capsys.readouterr().err
 
 
 def test_the_hint_at_the_end_names_the_shards_whatever_the_folder_is_called(folder, capsys):
-    (folder / "a.json").write_text(json.dumps([{"id": 1, "conversations": turns("Hi", "Yes.")}]))
+    (folder / "a.json").write_text(json.dumps([SOUND]))
     assert shard(folder, out="my [new] data") == 0
     (hint,) = shlex.split(capsys.readouterr().out.splitlines()[-1].removeprefix("use it: "))
     assert [path.name for path in expand_shards(hint.removeprefix("data.shards="))] == ["shard-000000.tar"]
 
 
 def test_a_broken_last_file_shows_before_anything_is_written(folder, capsys):
-    (folder / "a.json").write_text(json.dumps([{"id": 1, "conversations": turns("Hi", "Yes.")}]))
+    (folder / "a.json").write_text(json.dumps([SOUND]))
     (folder / "b.json").write_text("[1, 2")
     assert shard(folder, json_files=("a.json", "b.json")) == 2
     assert "b.json: not valid JSON" in capsys.readouterr().err
@@ -470,17 +374,11 @@ def test_a_broken_last_file_shows_before_anything_is_written(folder, capsys):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--samples-per-shard", "0"], "--samples-per-shard: 0: a whole number"),
-        (["--samples-per-shard", "9", "--shard-bytes", "1GB"], "give one of the two"),
         (["--shard-bytes", "many"], "'many' is no size"),
-        (["--shard-bytes", "1"], "--shard-bytes 1: at least 1MB"),
         (["--shard-bytes", "1e400GB"], "'1e400GB' is no size"),
         (["--out", ""], "--out: an empty name"),
         (["--workers", "0"], "--workers: 0: a whole number"),
         (["--max-side", "0"], "--max-side: 0: a whole number"),
-        (["--max-pixels", "1000000001"], "at most 100000000"),
-        (["--tokenizer", "demo:llm"], "--tokenizer and --template: give both or none"),
-        (["--max-reject-rate", "5"], "a share from 0 to 1"),
         (["--max-reject-rate", "nan"], "a share from 0 to 1"),
     ],
 )
@@ -491,8 +389,7 @@ def test_arguments_out_of_range_are_refused(folder, capsys, arguments, message):
 
 
 @pytest.mark.parametrize(
-    ("text", "size"),
-    [("500MB", 500_000_000), ("1GiB", 1 << 30), ("2e9", 2_000_000_000), ("1.5g", 1_500_000_000), ("64 kib", 65536)],
+    ("text", "size"), [("500MB", 500_000_000), ("1GiB", 1 << 30), ("2e9", 2_000_000_000), ("1.5GB", 1_500_000_000)]
 )
 def test_sizes_are_read_as_they_are_written(text, size):
     assert shard_command.parse_size(text) == size
@@ -500,10 +397,8 @@ def test_sizes_are_read_as_they_are_written(text, size):
 
 def test_memory_is_that_of_a_few_images(folder):
     """100 images of 1 MB (BMP, which decodes at once) pass through less than 12 MB."""
-    stream = io.BytesIO()
-    Image.effect_noise((1000, 1000), 50).save(stream, "BMP")
-    (folder / "images" / "a.png").write_bytes(stream.getvalue())
-    records = [{"id": n, "image": "a.png", "conversations": turns("<image>", "Noise.")} for n in range(100)]
+    Image.effect_noise((1000, 1000), 50).save(folder / "images" / "a.bmp")
+    records = [{"id": n, "image": "a.bmp", "conversations": turns("<image>", "Noise.")} for n in range(100)]
     (folder / "a.json").write_text(json.dumps(records))
     tracemalloc.start()
     assert shard(folder, "--samples-per-shard", "60") == 0
@@ -522,60 +417,26 @@ def test_the_command_as_the_help_shows_it_without_torch(folder):
     imported = {line.rpartition("|")[2].strip() for line in ran.stderr.splitlines()}
     assert "mmtrain.data.samples.records" in imported and not {"torch", "webdataset", "rich"} & imported
     lines = ran.stdout.splitlines()
-    assert lines[0] == "a.json: 12 records"
+    assert lines[0] == "a.json: LLaVA's conversations: 12 records"
     assert re.fullmatch(r"12 of 12 records  [\d,]+ samples/s  0 rejected", lines[1])
     assert re.fullmatch(r"out: 1 shards, 12 samples, \d+ images", lines[2])
     assert lines[3:] == ["rejected: 0", "use it: 'data.shards=out/shard-*.tar'"]
-    assert len(list(read_members(folder / "out" / "shard-000000.tar"))) == 12
+    assert len(read_members(folder / "out" / "shard-000000.tar")) == 12
 
 
 def test_help_teaches_by_example(capsys):
     with pytest.raises(SystemExit) as ended:
         main(["shard", "--help"])
-    said = capsys.readouterr().out
+    printed = capsys.readouterr().out
     assert ended.value.code == 0
-    assert "mmtrain shard --json" in said and "rejected.jsonl" in said and "exit codes" in said
-    explained = {reason for reason in shard_command.REASONS if f"\n  {reason} " in said}
+    assert "mmtrain shard --json" in printed and "rejected.jsonl" in printed and "exit codes" in printed
+    explained = {reason for reason in shard_command.REASONS if f"\n  {reason} " in printed}
     assert explained == set(shard_command.REASONS) - set(shard_command.NOT_OF_RECORDS)
 
 
-def test_on_a_terminal_a_bar_shows_samples_a_second(folder):
-    slow_data(folder, 60)
-    ours, theirs = pty.openpty()
-    environment = {**os.environ, "TERM": "xterm", "COLUMNS": "120"}
-    process = subprocess.Popen(command(), cwd=folder, stdout=theirs, stderr=theirs, env=environment)
-    os.close(theirs)
-    shown = b""
-    while True:
-        try:
-            shown += os.read(ours, 4096)
-        except OSError:  # Linux says so when the last holder of a terminal's other end is gone
-            break
-    os.close(ours)
-    assert process.wait(timeout=60) == 0
-    text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", shown.decode())
-    assert re.search(r"records \s*60/60 ━+ [\d,]+ samples/s  left 0:00:00 0 rejected", text), text
-    assert text.rstrip().endswith("use it: 'data.shards=out/shard-*.tar'")
-
-
-def test_a_reader_of_the_output_that_leaves_does_not_stop_the_tool(folder):
-    slow_data(folder, 40)
-    process = subprocess.Popen(command(), cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-    process.stdout.close()
-    said = process.stderr.read()
-    process.stderr.close()
-    assert process.wait(timeout=60) == 0 and said == b""
-    assert (folder / "out" / "dataset.json").exists()
-
-
 def test_conversations_without_images_need_no_folder_of_them(tmp_path):
-    record = {"id": "a", "conversations": [{"from": "human", "value": "Q"}, {"from": "gpt", "value": "A."}]}
-    seen = {
-        "id": "b",
-        "image": "b.png",
-        "conversations": [{"from": "human", "value": "<image>"}, record["conversations"][1]],
-    }
-    (tmp_path / "a.json").write_text(json.dumps([record, seen]))
+    seen = {"id": "b", "image": "b.png", "conversations": turns("<image>", "A.")}
+    (tmp_path / "a.json").write_text(json.dumps([SOUND, seen]))
     options = ["--json", str(tmp_path / "a.json"), "--out", str(tmp_path / "out"), "--workers", "1"]
     assert main(["shard", *options, "--max-reject-rate", "0.5"]) == 0
     assert json.loads((tmp_path / "out" / "dataset.json").read_text())["samples"] == 1

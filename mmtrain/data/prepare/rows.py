@@ -8,13 +8,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from mmtrain.data.samples import formats
-from mmtrain.data.samples.formats import SampleFormat, caption_turns, llava_turns, sharegpt_turns
-from mmtrain.data.samples.records import IMAGE_SUFFIXES, BadSample, Record, parse_record
+from mmtrain.data.samples.formats import SampleFormat, caption_turns, first_value, llava_turns, sharegpt_turns
+from mmtrain.data.samples.records import IMAGE_SUFFIXES, BadSample, Record, keys_or_value, parse_record, short
 
 IMAGE_COLUMNS = (*formats.IMAGE_KEYS, "filepath", "file_path", "file_name", "filename")
 CAPTION_COLUMNS = (*formats.CAPTION_KEYS, "title")
@@ -105,11 +105,11 @@ class Adapter:
             record = parse_record(row)
             return Adapted(record, tuple(map(RowImage, record.images)))
         if not isinstance(row, dict):
-            raise BadSample("not_an_object", f"a row of other columns than its table, or no object: {_short(row)}")
+            raise BadSample("not_an_object", f"a row of other columns than its table, or no object: {short(row)}")
         images = self.images(row)
         identifier = row.get("id")
-        if not (identifier is None or isinstance(identifier, str | int)):
-            raise BadSample("bad_id", f"id is {_short(identifier)}")
+        if not isinstance(identifier, str | int | None):
+            raise BadSample("bad_id", f"id is {short(identifier)}")
         turns = self._turns(row, len(images))
         content: dict[str, Any] = {} if identifier is None else {"id": identifier}
         if images:
@@ -119,29 +119,23 @@ class Adapter:
 
     def _turns(self, row: dict[str, Any], images: int) -> formats.Turns:
         if self.form.name == "caption":
-            key = _first(row, self.caption_keys)
-            if key is None:
-                seen = f"nothing under {' or '.join(self.caption_keys)}; its keys are {_keys(row)}"
-                raise BadSample("no_caption", seen)
+            caption = first_value(row, self.caption_keys)
+            if caption is None:
+                raise BadSample("no_caption", _nothing(self.caption_keys, row))
             if not images:
-                seen = f"nothing under {' or '.join(self.image_keys)}; its keys are {_keys(row)}"
-                raise BadSample("image_count", f"a caption without an image: {seen}")
-            if isinstance(row[key], memoryview):
-                raise BadSample("non_text_value", f"the caption, under {key}, is bytes, no text")
-            return caption_turns(row[key], images, self.form.caption_prompt)
-        if _first(row, formats.CONVERSATION_KEYS) is None:
-            seen = f"nothing under {' or '.join(formats.CONVERSATION_KEYS)}; its keys are {_keys(row)}"
-            raise BadSample("no_conversation", seen)
+                raise BadSample("image_count", f"a caption without an image: {_nothing(self.image_keys, row)}")
+            return caption_turns(caption, images, self.form.caption_prompt)
+        if first_value(row, formats.CONVERSATION_KEYS) is None:
+            raise BadSample("no_conversation", _nothing(formats.CONVERSATION_KEYS, row))
         conversation = {key: _unpacked(row[key]) for key in row if key in _CONVERSATION}
         read = sharegpt_turns if self.form.name == "sharegpt" else llava_turns
         return read(conversation, images)
 
     def images(self, row: dict[str, Any]) -> tuple[RowImage, ...]:
         """Return the images of a row, in order; raises BadSample."""
-        key = _first(row, self.image_keys)
-        if key is None:
+        images = _unpacked(first_value(row, self.image_keys))
+        if images is None:
             return tuple(map(_image, _images_in_parts(row))) if self.form.name == "sharegpt" else ()
-        images = _unpacked(row[key])
         return tuple(map(_image, images if isinstance(images, list) else [images]))
 
 
@@ -158,14 +152,17 @@ def _refuse_unread_images(row: object) -> None:
 
 def _images_in_parts(row: dict[str, Any]) -> Iterator[object]:
     """Yield the images inside messages: {"type": "image", "image": "a.jpg"}."""
-    key = _first(row, formats.CONVERSATION_KEYS)
-    messages = None if key is None else _unpacked(row[key])
+    messages = _unpacked(first_value(row, formats.CONVERSATION_KEYS))
     for message in messages if isinstance(messages, list) else []:
         content = message.get("content") if isinstance(message, dict) else None
         for part in content if isinstance(content, list) else []:
             if isinstance(part, dict) and part.get("type") in formats.IMAGE_PARTS:
-                image = next((part[key] for key in ("image", "image_url", "path") if part.get(key)), None)
+                image = first_value(part, ("image", "image_url", "path"))
                 yield image.get("url") if isinstance(image, dict) and "url" in image else image
+
+
+def _nothing(keys: Iterable[str], row: dict[str, Any]) -> str:
+    return f"nothing under {' or '.join(keys)}; {keys_or_value(row)}"
 
 
 def _one_or_all(names: list[str]) -> str | list[str]:
@@ -178,7 +175,7 @@ def _image(value: object) -> RowImage:
     name, content = fields.get("path") or None, fields.get("bytes") or None
     is_sound = isinstance(name, str | None) and isinstance(content, memoryview | None)
     if not is_sound or (name is None and content is None) or len(name or "") > _LONGEST_NAME:
-        raise BadSample("bad_image_field", f"an image is {_short(value)}")
+        raise BadSample("bad_image_field", f"an image is {short(value)}")
     return RowImage(name and name.removeprefix("file://"), content)
 
 
@@ -190,16 +187,3 @@ def _unpacked(value: object) -> object:
         except (ValueError, RecursionError):
             return value
     return value
-
-
-def _first(row: dict[str, Any], keys: tuple[str, ...]) -> str | None:
-    """Return the first of the keys under which a row has anything."""
-    return next((key for key in keys if row.get(key)), None)
-
-
-def _keys(row: dict[str, Any]) -> str:
-    return ", ".join(map(str, row))[:200]
-
-
-def _short(value: object) -> str:
-    return "bytes" if isinstance(value, memoryview) else repr(value)[:200]

@@ -1,6 +1,6 @@
 """The state of an unfinished run, by which --resume continues it.
 
-unfinished.jsonl in the output folder: the run's description, then a line for each finished shard, in order.
+unfinished.jsonl in the output folder: the run's description, then a line for each finished shard.
 
 A run locks the folder: two would write over each other.
 """
@@ -9,27 +9,24 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
-import re
 from dataclasses import asdict, astuple
 from pathlib import Path
 
-from mmtrain.base.durable import UNFINISHED, held
+from mmtrain.base.durable import held, leftovers
 from mmtrain.base.errors import UserError
-from mmtrain.base.json_lines import JsonLines
+from mmtrain.base.json_lines import JsonLines, recorded
 from mmtrain.data.prepare.sharding import BadRecord, FinishedShard, WrittenShard
 from mmtrain.data.shards.index_file import index_path
 
 STATE = "unfinished.jsonl"
 SUMMARY = "dataset.json"
-_OURS = re.compile(r"shard-\d{6,}\.tar(\.index)?|\.?(shard-\d{6,}\.tar(\.index)?|dataset\.json)(\.[0-9a-f]{8})?\.tmp")
 
 
 def refuse_used_folder(out: Path, resume: bool) -> None:
     """Raise UserError for an output folder that holds shards, unless `resume` continues their run."""
     if out.exists() and not out.is_dir():
         raise UserError(f"--out {out}: is a file; name a folder")
-    used = sorted(path.name for name in ("*.tar", f"*.tar*{UNFINISHED}", SUMMARY) for path in out.glob(name))
+    used = sorted(path.name for name in ("*.tar", SUMMARY) for path in out.glob(name))
     unfinished = (out / STATE).is_file()
     if not used or (resume and (unfinished or SUMMARY in used)):
         return
@@ -39,34 +36,35 @@ def refuse_used_folder(out: Path, resume: bool) -> None:
     raise UserError(f"{seen}; a run would read old and new ones together. Choose a new folder, or delete it")
 
 
-def read_summary(path: Path) -> dict:
-    """Return the dataset.json of a finished run; raises UserError for a file that this tool did not write."""
+def is_finished(out: Path, run: dict) -> bool:
+    """Tell whether a folder holds the finished shards of this run; raises UserError for those of another one."""
+    file = out / SUMMARY
+    if not file.is_file():
+        return False
     try:
-        summary = json.loads(path.read_text(encoding="utf-8"))
-        if isinstance(summary["inputs"], list) and isinstance(summary["shards"], list) and "samples" in summary:
-            return summary
-    except (ValueError, KeyError, TypeError):
-        pass
-    raise UserError(f"{path}: is not of this tool, or damaged; choose a new folder, or delete this one")
+        summary = json.loads(file.read_bytes())
+    except (ValueError, RecursionError):
+        summary = {}
+    _refuse_another_run(run, summary if isinstance(summary, dict) else {}, file)
+    (out / STATE).unlink(missing_ok=True)  # the run was killed between its last two acts
+    return True
 
 
-def refuse_another_run(out: Path, run: dict, earlier: dict, file: Path) -> None:
+def _refuse_another_run(run: dict, earlier: dict, file: Path) -> None:
     """Raise UserError unless `file` describes an `earlier` run with the options and inputs of `run`."""
-    was, now = _settings(earlier), _settings(run)
+    options = earlier.get("options")
+    was = (options if isinstance(options, dict) else {}) | {"inputs": earlier.get("inputs")}
+    now = run["options"] | {"inputs": run["inputs"]}
     differ = [
-        f"{name} was {json.dumps(was.get(name))} and is {json.dumps(now.get(name))}"
-        for name in {**now, **was}
-        if was.get(name) != now.get(name)
+        f"{name} was {json.dumps(was.get(name))} and is {json.dumps(value)}"
+        for name, value in now.items()
+        if was.get(name) != value
     ]
     if differ:
         raise UserError(
             f"--resume: {file} is of another run: {'; '.join(differ)}. Its shards and new ones would not make one data "
-            f"set: use the same options and files, or delete {out} and start again"
+            f"set: use the same options and files, or delete {file.parent} and start again"
         )
-
-
-def _settings(run: dict) -> dict:
-    return run.get("options", {}) | {f"input {number}": file for number, file in enumerate(run["inputs"])}
 
 
 class UnfinishedRun:
@@ -91,61 +89,39 @@ class UnfinishedRun:
                 ) from None
             if (out / SUMMARY).exists():
                 raise UserError(f"--out {out}: another run has just ended here")
-            if not resume or not self._read(run):
+            earlier = list(recorded(self.path)) if resume else []
+            if earlier:
+                _refuse_another_run(run, earlier[0], self.path)
+                self._take_over(earlier[1:])
+            else:
                 self.path.unlink(missing_ok=True)
             self._remove_all_but_finished()
             self.lines = opened.enter_context(JsonLines(self.path))
-            if self.path.stat().st_size == 0:
+            if not earlier:
                 self.lines.write(**run)
             self._open = opened.pop_all()
 
-    def _read(self, run: dict) -> bool:
-        """Take over the finished shards; return whether there is a description."""
-        if not self.path.exists():
-            return False
-        lines, whole = [], 0
-        for line in self.path.read_bytes().splitlines(keepends=True):
-            try:
-                lines.append(json.loads(line))
-            except ValueError:  # a machine that lost its power may have left part of a line
-                break
-            whole += len(line)
-        os.truncate(self.path, whole)
-        if not lines:
-            return False
-        refuse_another_run(self.out, run, lines[0], self.path)
-        for line in lines[1:]:
-            shard = FinishedShard(
-                line["first"],
-                line["end"],
-                WrittenShard(**line["written"]),
-                tuple(BadRecord(*entry) for entry in line["rejected"]),
-            )
-            if self._is_whole(shard.shard):
-                self.finished[line["shard"]] = shard
-        return True
-
-    def _is_whole(self, shard: WrittenShard) -> bool:
-        """Tell whether a shard's tar and index are there; the index is written after the tar, before the state."""
-        tar = self.out / shard.file
-        return tar.is_file() and tar.stat().st_size == shard.bytes and index_path(tar).is_file()
+    def _take_over(self, lines: list[dict]) -> None:
+        """Keep the shards whose tar and index are there still."""
+        for line in lines:
+            shard = WrittenShard(**line["written"])
+            tar = self.out / shard.file
+            if tar.is_file() and tar.stat().st_size == shard.bytes and index_path(tar).is_file():
+                rejected = tuple(BadRecord(*entry) for entry in line["rejected"])
+                self.finished[line["shard"]] = FinishedShard(shard, rejected)
 
     def _remove_all_but_finished(self) -> None:
         kept = {finished.shard.file for finished in self.finished.values()}
-        for path in self.out.iterdir():
-            if _OURS.fullmatch(path.name) and path.name.removesuffix(".index") not in kept:
-                path.unlink()
+        for pattern in ("shard-*.tar", "shard-*.tar.index", leftovers("*")):
+            for path in self.out.glob(pattern):
+                if path.name.removesuffix(".index") not in kept:
+                    path.unlink()
 
     def add(self, number: int, shard: FinishedShard) -> None:
         """Record a finished shard."""
         if number not in self.finished:
-            self.lines.write(
-                shard=number,
-                first=shard.first,
-                end=shard.end,
-                written=asdict(shard.shard),
-                rejected=[astuple(entry) for entry in shard.rejected],
-            )
+            rejected = [astuple(entry) for entry in shard.rejected]
+            self.lines.write(shard=number, written=asdict(shard.shard), rejected=rejected)
 
     def end(self) -> None:
         """Remove the state of a run that is complete."""

@@ -37,7 +37,7 @@ from mmtrain.data.samples.records import (
     record_json,
 )
 from mmtrain.data.samples.sample import Sample
-from mmtrain.data.shards.index import UNKNOWN_SIZE, Member, ShardIndex, TextLengths, write_index
+from mmtrain.data.shards.index import Member, ShardIndex, TextLengths, write_index
 from mmtrain.runtime.pool import Advance, RunTasks, worker_pool
 
 if TYPE_CHECKING:
@@ -88,23 +88,23 @@ class BadRecord:
 
 @dataclass(frozen=True)
 class ShardJob:
-    """What one shard is made of: the records of a range."""
+    """What one shard is made of."""
 
     number: int
-    first: int  # record
-    end: int  # the record behind the last
     candidates: tuple[Candidate, ...]
     rejected: tuple[BadRecord, ...]  # for their text
 
 
 @dataclass(frozen=True)
 class FinishedShard:
-    """A shard that is written, and the records that it lacks because of their images."""
+    """A shard that is written, and the candidates that it lacks because of their images."""
 
-    first: int  # record
-    end: int  # the record behind the last
     shard: WrittenShard
     rejected: tuple[BadRecord, ...]
+
+    @property
+    def candidates(self) -> int:
+        return self.shard.samples + len(self.rejected)
 
 
 StoredImages = Callable[[Sequence[Candidate]], Iterable[Sequence[memoryview | None]]]
@@ -146,18 +146,17 @@ class ShardMaker:
 
     def __call__(self, job: ShardJob, advance: Advance) -> FinishedShard:
         """Write a shard, unless it is finished; raises UserError where that one was made of other records."""
-        if (shard := self.finished.get(job.number)) is not None:
-            if (shard.first, shard.end) != (job.first, job.end):
+        if (finished := self.finished.get(job.number)) is not None:
+            if finished.candidates != len(job.candidates):  # with --shard-bytes
                 raise UserError(
-                    f"{shard.shard.file} holds records {shard.first:,} to {shard.end - 1:,}, and would now hold "
-                    f"{job.first:,} to {job.end - 1:,}: images have changed in size since it was written. Delete "
-                    f"{self.out} and start again"
+                    f"{finished.shard.file} was made of {finished.candidates:,} records, and would now be made of "
+                    f"{len(job.candidates):,}: images have changed in size. Delete {self.out} and start again"
                 )
-            return shard
+            return finished
         rejected: list[BadRecord] = []
         samples = self._samples(job, rejected, advance)
         written = write_shard(self.out / shard_name(job.number), samples, self.count)
-        return FinishedShard(job.first, job.end, written, tuple(rejected))
+        return FinishedShard(written, tuple(rejected))
 
     def _samples(self, job: ShardJob, rejected: list[BadRecord], advance: Advance) -> Iterator[KeyedSample]:
         for candidate, contents in zip(job.candidates, self.stored(job.candidates), strict=True):
@@ -202,22 +201,18 @@ def write_shards(samples: Iterable[KeyedSample], folder: Path, samples_per_shard
 def write_shard(path: Path, samples: Iterable[KeyedSample], count: TextCounter | None = None) -> WrittenShard:
     """Write one tar (POSIX.1-2008 ustar; times, owners and modes fixed), which appears under `path` when complete.
 
-    Its index is written after it, with text lengths where there is a `count`. `records.parse_record` has accepted the
-    records. Raises UserError if `path` exists or the disk is full; an exception from `samples` passes through. In each
-    case the unfinished tar is removed.
+    Its index is written after it, with text lengths where there is a `count`. Records and images are sound. Raises
+    UserError if `path` exists or the disk is full, and what `samples` raises; then the unfinished tar is removed.
     """
-    failures: list[OSError] = []  # of the samples: the disk is not to blame
-    _refuse_existing(path)
+    if path.exists():
+        raise UserError(f"{path}: exists already; shards are never written over, choose a new folder or delete them")
     try:
         with whole_file(path) as unfinished, unfinished.open("wb", buffering=_BUFFER) as stream:
             shard = _Shard(path, stream, count)
-            for key, record, files in _noting(samples, failures):
+            for key, record, files in samples:
                 shard.add(key, record, files)
             shard.end()
-            _refuse_existing(path)  # another process may have made it meanwhile
     except OSError as error:
-        if error in failures:
-            raise
         raise UserError(
             f"{path}: cannot be written ({error.strerror}); what was written of it is removed. Free space, or choose "
             "another folder"
@@ -230,19 +225,6 @@ def write_shard(path: Path, samples: Iterable[KeyedSample], count: TextCounter |
     return shard.summary()
 
 
-def _refuse_existing(path: Path) -> None:
-    if path.exists():
-        raise UserError(f"{path}: exists already; shards are never written over, choose a new folder or delete them")
-
-
-def _noting(samples: Iterable[KeyedSample], failures: list[OSError]) -> Iterator[KeyedSample]:
-    try:
-        yield from samples
-    except OSError as error:
-        failures.append(error)
-        raise
-
-
 class _Shard:
     """A tar on its way into a stream, and the index of what went there."""
 
@@ -251,7 +233,6 @@ class _Shard:
         self.stream = stream
         self.count = count
         self.index = ShardIndex(tar_bytes=0, keys=[], members=[], image_sizes=[], faults={LLAVA.reading: {}})
-        self.faults = self.index.faults[LLAVA.reading]
         self.lengths = TextLengths([])
         if count is not None:
             self.index.texts[count.fingerprint] = self.lengths
@@ -259,22 +240,14 @@ class _Shard:
 
     def add(self, key: str, record: dict, files: Sequence[tuple[str, bytes]]) -> None:
         assert _SAFE_KEY.fullmatch(key), f"unsafe key {key!r}"
-        index, place = self.index, len(self.index.keys)
         members = [self._member(key, "json", record_json(record))]
-        sizes = []
         for number, (suffix, content) in enumerate(files):
             assert suffix in IMAGE_SUFFIXES, f"{key}: no suffix of an image: {suffix!r}"
-            suffix = suffix if len(files) == 1 else f"{number}.{suffix}"
-            members.append(self._member(key, suffix, content))
-            try:
-                sizes.append(image_size(content))
-            except BadSample as error:
-                sizes.append(UNKNOWN_SIZE)
-                self.faults.setdefault(place, (error.reason, f"{suffix}: {error.detail}"))
-        index.add(key, members, sizes)
+            members.append(self._member(key, suffix if len(files) == 1 else f"{number}.{suffix}", content))
+        self.index.add(key, members, [image_size(content) for _, content in files])
         if self.count is not None:
             sample = Sample(key, str(self.path), parse_turns(record), (b"",) * len(files), members[0].offset)
-            self.lengths.add(None if place in self.faults else sample, self.count)
+            self.lengths.add(sample, self.count)
 
     def _member(self, key: str, suffix: str, content: bytes) -> Member:
         header = tarfile.TarInfo(f"{key}.{suffix}")  # its defaults: time 0, owner 0 without a name, mode 0644

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import re
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -19,7 +20,7 @@ from mmtrain.base.small_files import MAX_JSON_BYTES, parse_json, read_limited
 from mmtrain.data.prepare import arrow_files, text_files
 from mmtrain.data.prepare.rows import Adapted, Adapter
 from mmtrain.data.prepare.sharding import Candidate
-from mmtrain.data.samples.formats import LLAVA, SEEN, SampleFormat, best, candidates
+from mmtrain.data.samples.formats import SEEN, SampleFormat, best, candidates
 from mmtrain.data.samples.records import BadSample
 from mmtrain.data.shards.detection import AUTO
 
@@ -62,19 +63,6 @@ class Source:
         records = arrow_files.count_rows(self.path) if self.holds_bytes else sum(1 for _ in self.rows())
         return replace(self, records=records)
 
-    def keys(self, rows: Sequence[object]) -> list[str]:
-        """Return the names of the columns, or the keys of the first rows."""
-        if self.holds_bytes:
-            return arrow_files.arrow_columns(self.path)
-        if self.path.suffix.lower() in text_files.SEPARATORS:
-            return text_files.table_columns(self.path)
-        return list(dict.fromkeys(key for row in rows if isinstance(row, dict) for key in row))
-
-
-def llava_source(path: Path) -> Source:
-    """Open a file of LLaVA's records; raises UserError."""
-    return Source(path, path.name, Adapter(LLAVA, as_it_is=True)).counted()
-
 
 def open_sources(path: Path, form: SampleFormat, image_key: str | None) -> tuple[list[Source], str]:
     """Return the files of rows that a path names, all read in one way, and a description of that way.
@@ -88,12 +76,16 @@ def open_sources(path: Path, form: SampleFormat, image_key: str | None) -> tuple
     rows = [_without_contents(row) for row in rows]
     if not rows:
         raise UserError(f"{path}: holds no record")
-    as_it_is = all(map(_is_json, (file for _, file in files))) and image_key is None
+    if sources[0].holds_bytes:
+        keys = arrow_files.arrow_columns(sources[0].path)
+    else:
+        keys = list(dict.fromkeys(key for row in rows if isinstance(row, dict) for key in row))
+    as_it_is = image_key is None and all(file.suffix.lower() in _JSON for _, file in files)
     names = candidates(rows) if form.name == AUTO else (form.name,)
     adapters = [
         replace(any_form, form=replace(form, name=name), as_it_is=as_it_is and name == "llava") for name in names
     ]
-    adapter = _fitting(path, rows, adapters, sources[0].keys(rows))
+    adapter = _fitting(path, rows, adapters, keys)
     return [replace(source, adapter=adapter).counted() for source in sources], adapter.description
 
 
@@ -150,72 +142,59 @@ def _fitting(path: Path, rows: Sequence[object], adapters: Sequence[Adapter], ke
     choice = best([len(adapted) for adapted, _ in trials], len(rows))
     adapted, _ = trials[choice]
     if not adapted and len(adapters) > 1:
-        faults = (max(faults, key=len)[0] for _, faults in trials)
-        seen = "; ".join(f"as {adapter.form.name} {fault}" for adapter, fault in zip(adapters, faults, strict=True))
-        raise UserError(f"{path}: none of its first {len(rows):,} records is a sample: {seen}. {_remedy(path, keys)}")
+        seen = "; ".join(
+            f"as {adapter.form.name} {Counter(faults).most_common(1)[0][0]}"
+            for adapter, (_, faults) in zip(adapters, trials, strict=True)
+        )
+        raise UserError(f"{path}: none of its first {len(rows):,} records is a sample: {seen}. {_remedy(keys)}")
     names = (image.name for record in adapted for image in record.images if image.content is None and image.name)
     if _URL.match(name := next(names, "")):
         raise UserError(f"{path}: its images are addresses ({escape(name)}). {_DOWNLOAD}")
     return adapters[choice]
 
 
-def _tried(adapter: Adapter, rows: Sequence[object]) -> tuple[list[Adapted], list[list[str]]]:
-    """Return what rows become, and the faults of the others: a list for each reason."""
+def _tried(adapter: Adapter, rows: Sequence[object]) -> tuple[list[Adapted], list[str]]:
+    """Return what rows become, and the faults of the others."""
     adapted: list[Adapted] = []
-    faults: dict[str, list[str]] = {}
+    faults: list[str] = []
     for row in rows:
         try:
             adapted.append(adapter.adapt(row))
         except BadSample as error:
-            faults.setdefault(error.reason, []).append(str(error))
-    return adapted, list(faults.values())
+            faults.append(str(error))
+    return adapted, faults
 
 
-def _remedy(path: Path, keys: list[str]) -> str:
+def _remedy(keys: list[str]) -> str:
     if any("url" in key.lower() for key in keys) or any(_URL.match(key) for key in keys):
         return _DOWNLOAD
-    of_table = ""
-    if path.suffix.lower() in text_files.SEPARATORS:
-        of_table = f"; the names of columns stand in the first line, which is {_named(keys)}"
-    elif not _is_json(path):
-        of_table = f"; its columns are {_named(keys)}"
-    return f"--image-key and --caption-key say what holds them{of_table}"
+    return f"--image-key and --caption-key say what holds them; its keys or columns are {_named(keys)}"
 
 
 def _named(keys: list[str]) -> str:
     return escape(first_few(keys, 20)) or "nothing"
 
 
-def _is_json(path: Path) -> bool:
-    return path.suffix.lower() in _JSON
-
-
 def _files(path: Path) -> list[tuple[str, Path]]:
     """Return the name and path of each file of rows that a path stands for, in order; raises UserError."""
+    if path.suffix.lower() == ".tar" or any(path.glob("*.tar")):
+        raise UserError(f"{path}: holds shards already: data.shards={path} trains on them")
     if not path.is_dir():
-        if path.suffix.lower() == ".tar":
-            raise UserError(f"{path}: is a shard already: data.shards={path} trains on it")
         if path.suffix.lower() not in _SUFFIXES:
             suffixes = ", ".join(_SUFFIXES)
             raise UserError(
                 f"{path}: its name must end in one of {suffixes}; or name a folder of datasets' save_to_disk"
             )
         return [(path.name, path)]
-    if (path / "dataset_dict.json").is_file():
-        splits = sorted(folder.parent.name for folder in path.glob("*/state.json"))
-        raise UserError(f"{path}: holds splits; name one or several: {' '.join(str(path / split) for split in splits)}")
     names = _saved_files(path) if (path / "state.json").is_file() else sorted(f.name for f in path.glob("*.parquet"))
-    if not names and any(path.glob("*.tar")):
-        raise UserError(f"{path}: holds shards already: data.shards={path} trains on them")
     if not names:
-        inner = sorted({str(file.parent) for file in path.glob("*/*.parquet")})
-        seen = f"; {first_few(inner, 3)} has some" if inner else ""
-        raise UserError(f"{path}: holds no *.parquet and no state.json of datasets' save_to_disk{seen}. Name files")
-    matches = [match for name in names if (match := _SPLIT_FILE.fullmatch(name))]
-    splits = {match[1] or match[2]: f"{match[1]}-*.parquet" if match[1] else match[0] for match in matches}
+        inner = sorted({str(file.parent) for name in ("*.parquet", "state.json") for file in path.glob(f"*/{name}")})
+        seen = f". Name one of {', '.join(inner[:5])}" if inner else ""
+        raise UserError(f"{path}: holds no *.parquet and no state.json of datasets' save_to_disk{seen}")
+    splits = {match[1] or match[2] for name in names if (match := _SPLIT_FILE.fullmatch(name))}
     if len(splits) > 1:
-        files = next((files for split, files in splits.items() if split.lower() == "train"), matches[0][0])
-        raise UserError(f"{path}: holds splits ({', '.join(splits)}); name the files of one: --from {path}/{files}")
+        seen = ", ".join(sorted(splits))
+        raise UserError(f"{path}: holds splits ({seen}); name the files of one: --from {path}/SPLIT*.parquet")
     return [(f"{path.name}/{name}", path / name) for name in names]
 
 
@@ -225,8 +204,6 @@ def _saved_files(folder: Path) -> list[str]:
     with contextlib.suppress(ValueError, LookupError, TypeError):
         content = parse_json(read_limited(state, MAX_JSON_BYTES, "the state of a saved data set"))
         names = [entry["filename"] for entry in content["_data_files"]]
-        if content.get("_indices_data_files"):
-            raise UserError(f"{state}: lists its rows apart, as datasets did before version 2: save it again")
         if all(Path(name).name == name and name.endswith(".arrow") for name in names):
             return names
     raise UserError(f"{state}: is not what datasets' save_to_disk writes; save the data set again")

@@ -4,84 +4,115 @@ JSON array, or JSON lines --json_records--> any JSON values
 COCO's {"images": [...], "annotations": [...]} --json_records--> {"id", "image", "caption"} of each annotation
 column,column\\nvalue,value\\n... --table_rows--> {"column": "value", ...}
 
-Memory is that of one record. Every function raises UserError, when it gets there, for what it cannot read.
+Memory is that of one record, or of a whole COCO file. Every function raises UserError, when it gets there, for what it
+cannot read.
 """
 
 from __future__ import annotations
 
-import codecs
 import contextlib
 import csv
 import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import IO
+from typing import TextIO
 
 from mmtrain.base.errors import UserError
 from mmtrain.base.printing import escape
 from mmtrain.data.samples.records import MAX_RECORD_BYTES
 
 SEPARATORS = {".csv": ",", ".tsv": "\t"}
-MAX_COCO_BYTES = 256 << 20  # one list is skipped to reach the other; the captions of COCO 2017 have 92 MB in all
-MAX_DEPTH = 1000
+MAX_COCO_BYTES = 256 << 20  # the captions of COCO 2017 have 92 MB
 _CHUNK = 1 << 20
-# The next bracket outside of texts, behind all that is none; no match where a text has no end yet.
-_TO_BRACKET = re.compile(rb'(?:[^"\[\]{}]++|"(?:[^"\\]++|\\.)*+")*+(?:([\[\]{}])|\Z)', re.DOTALL)
+_NEEDED = "needed is a JSON array of records, or JSON lines: one record a line"
+_SPACE = re.compile(r"[ \t\r\n]*")  # that JSON allows between values
 
 
 def json_records(path: Path) -> Iterator[object]:
     """Yield each element of a JSON array, each line of a JSON-lines file, or each caption of a COCO file."""
-    needed = "a JSON array of records, or JSON lines: one record a line"
     first = _first_character(path)
+    if first not in ("[", "{"):
+        seen = f"begins with {first!r}" if first else "is empty"
+        raise UserError(f"{path}: {seen}; {_NEEDED}")
     if first == "[":
-        yield from _elements(path, None, MAX_RECORD_BYTES)
-    elif first == "{" and _holds_coco(path):
-        yield from _coco_captions(path)
-    elif first == "{":
+        yield from _array_elements(path)
+    elif (coco := _coco(path)) is not None:
+        yield from _coco_captions(coco)
+    else:
         for number, line in _lines(path):
             if line.strip():
                 try:
                     yield json.loads(line)
                 except (ValueError, RecursionError) as error:
+                    raise UserError(f"{path}: line {number:,} is not valid JSON ({error}); {_NEEDED}") from None
+
+
+def _array_elements(path: Path) -> Iterator[object]:
+    """Yield the elements of a JSON array, each read from a window that grows until the element ends in it."""
+    decoder, count = json.JSONDecoder(), 0
+    with _opened(path) as stream:
+        text = stream.read(_CHUNK).lstrip()
+        at = 1
+        while True:
+            try:
+                at = _SPACE.match(text, at).end()
+                is_empty = count == 0 and text[at] == "]"
+                value, end = (None, at) if is_empty else decoder.raw_decode(text, at)
+                end = _SPACE.match(text, end).end()
+                mark = text[end]
+            except (ValueError, IndexError, RecursionError) as error:
+                text, at = text[at:], 0
+                more = stream.read(min(max(_CHUNK, len(text)), MAX_RECORD_BYTES + 1 - len(text)))
+                if not more:
                     raise UserError(
-                        f"{path}: line {number:,} is not valid JSON ({error}); needed is {needed}"
+                        f"{path}: not valid JSON after {count:,} records ({error}). Is the file complete? A record may "
+                        f"have {MAX_RECORD_BYTES:,} characters"
                     ) from None
-    else:
-        seen = f"begins with {first!r}" if first else "is empty"
-        raise UserError(f"{path}: {seen}; needed is {needed}")
+                text += more
+                continue
+            if mark not in ",]":
+                raise UserError(f"{path}: not valid JSON after {count + 1:,} records (no comma follows)")
+            if not is_empty:
+                yield value
+            count, at = count + 1, end + 1
+            if mark == "]":
+                if (text[at:] + stream.read(_CHUNK)).strip():
+                    raise UserError(f"{path}: not valid JSON: more follows its array")
+                return
 
 
-def _holds_coco(path: Path) -> bool:
-    """Tell whether a JSON file is one object with `annotations` of images, as COCO's are."""
-    try:
-        annotation = next(_elements(path, "annotations", MAX_COCO_BYTES), None)
-    except UserError:  # JSON lines, for example
-        return False
-    return isinstance(annotation, dict) and "image_id" in annotation
+def _coco(path: Path) -> dict | None:
+    """Return the content of a COCO file, one object with `annotations` of images; None for other files.
 
-
-def _coco_captions(path: Path) -> Iterator[object]:
-    """Yield {"id", "image", "caption"} of each annotation of a COCO file; `image` may be None.
-
-    Memory is that of all images' names.
+    The first line of JSON lines is an object by itself; else the whole file is parsed.
     """
-    names = {}
-    for image in _elements(path, "images", MAX_COCO_BYTES):
-        if isinstance(image, dict) and isinstance(image.get("id"), int | str):
-            names[image["id"]] = image.get("file_name")
-    for annotation in _elements(path, "annotations", MAX_COCO_BYTES):
+    with _opened(path) as stream:
+        text = stream.readline(MAX_RECORD_BYTES)
+        try:
+            content = json.loads(text)
+        except (ValueError, RecursionError):
+            if path.stat().st_size > MAX_COCO_BYTES:
+                return None
+            try:
+                content = json.loads(text + stream.read())
+            except (ValueError, RecursionError):
+                return None
+    images, annotations = content.get("images"), content.get("annotations")
+    is_coco = isinstance(images, list) and isinstance(annotations, list) and bool(annotations)
+    return content if is_coco and isinstance(annotations[0], dict) and "image_id" in annotations[0] else None
+
+
+def _coco_captions(content: dict) -> Iterator[object]:
+    """Yield {"id", "image", "caption"} of each annotation; `image` may be None."""
+    images = [image for image in content["images"] if isinstance(image, dict)]
+    names = {str(image.get("id")): image.get("file_name") for image in images}
+    for annotation in content["annotations"]:
         if isinstance(annotation, dict):
-            image_id = annotation.get("image_id")
-            name = names.get(image_id) if isinstance(image_id, int | str) else None
+            name = names.get(str(annotation.get("image_id")))
             yield {"id": annotation.get("id"), "image": name, "caption": annotation.get("caption")}
         else:
             yield annotation
-
-
-def table_columns(path: Path) -> list[str]:
-    """Return the names in a table's first line."""
-    return next(_table_lines(path))
 
 
 def table_rows(path: Path) -> Iterator[object]:
@@ -122,71 +153,9 @@ def _table_lines(path: Path) -> Iterator[list[str]]:
         raise UserError(f"{path}: is empty; needed is a table whose first line names its columns")
 
 
-def _elements(path: Path, key: str | None, limit: int) -> Iterator[object]:
-    """Yield the elements of a JSON array, which is the file, or the value of `key` in the object that the file is.
-
-    Each element is cut out at its brackets and read by itself: memory is that of one, at most `limit` bytes.
-    """
-    wanted = None if key is None else re.compile(rb'"%s"\s*:\s*\Z' % key.encode())
-    records = depth = begin = at = 0
-    inside: int | None = None  # depth between the array's elements
-    is_first = True
-    with _opened(path, "rb") as stream:
-        data = stream.read(_CHUNK).removeprefix(codecs.BOM_UTF8)
-        try:
-            while True:
-                found = _TO_BRACKET.match(data, at)
-                if found is None or found[1] is None:
-                    if len(data) - begin > limit:
-                        raise ValueError(f"no record ends within {limit:,} bytes")
-                    if not (more := stream.read(_CHUNK)):
-                        break
-                    data, at, begin = data[begin:] + more, at - begin, 0
-                    continue
-                bracket, before, at = found[1], data[begin : found.start(1)], found.end()
-                if bracket in b"[{":
-                    if inside is None:
-                        is_array = depth == 0 if wanted is None else depth == 1 and wanted.search(before) is not None
-                        inside = depth + 1 if is_array and bracket == b"[" else None
-                        begin = at
-                    elif depth == inside:
-                        yield from _values(before, is_first=is_first)
-                        is_first, begin = False, found.start(1)
-                    depth += 1
-                    if depth > MAX_DEPTH:
-                        raise ValueError(f"more than {MAX_DEPTH:,} brackets are open")
-                    continue
-                depth -= 1
-                if inside is None:
-                    begin = at
-                elif depth == inside:
-                    try:
-                        yield json.loads(data[begin:at])
-                    except RecursionError:  # at some 900 levels
-                        yield None  # no record
-                    records, begin = records + 1, at
-                elif depth < inside:
-                    yield from _values(before, is_first=is_first, is_last=True)
-                    if bracket == b"}" or (key is None and (data[at:] + stream.read(_CHUNK)).strip()):
-                        raise ValueError("its array does not end where the file does")
-                    return
-        except UnicodeDecodeError:
-            raise
-        except (ValueError, RecursionError) as error:
-            raise UserError(f"{path}: not valid JSON after {records:,} records ({error})") from None
-    if key is None or inside is not None:
-        raise UserError(f"{path}: not valid JSON after {records:,} records (it has no end); is the file complete?")
-
-
-def _values(text: bytes, *, is_first: bool, is_last: bool = False) -> list[object]:
-    """Return what stands between an array's brackets: nothing but a comma, or numbers and texts. Raises ValueError."""
-    values = json.loads(b"[%s%s%s]" % (b"" if is_first else b"0", text, b"" if is_last else b"0"))
-    return values[0 if is_first else 1 : None if is_last else -1]
-
-
 def _first_character(path: Path) -> str:
     """Return a text's first character that JSON does not take for white space; "" if there is none."""
-    with _opened(path, "r") as stream:
+    with _opened(path) as stream:
         while text := stream.read(4096):
             if text := text.lstrip(" \t\r\n"):
                 return text[0]
@@ -195,7 +164,7 @@ def _first_character(path: Path) -> str:
 
 def _lines(path: Path) -> Iterator[tuple[int, str]]:
     """Yield the number, from 1, and the text of each line."""
-    with _opened(path, "r") as stream:
+    with _opened(path) as stream:
         for number, line in enumerate(iter(lambda: stream.readline(MAX_RECORD_BYTES + 1), ""), 1):
             if len(line) > MAX_RECORD_BYTES:
                 raise UserError(f"{path}: line {number:,} is longer than {MAX_RECORD_BYTES:,} characters")
@@ -205,13 +174,12 @@ def _lines(path: Path) -> Iterator[tuple[int, str]]:
 
 
 @contextlib.contextmanager
-def _opened(path: Path, mode: str) -> Iterator[IO]:
-    """Open a file; as text, UTF-8 with or without a byte order mark, its line ends as they are."""
-    text = {} if "b" in mode else {"encoding": "utf-8-sig", "newline": ""}
+def _opened(path: Path) -> Iterator[TextIO]:
+    """Open a text in UTF-8, with or without a byte order mark, its line ends as they are."""
     try:
         if not path.is_file():  # opening a named pipe would wait for ever
             raise UserError(f"{path}: no such file; a JSON, JSONL, CSV or TSV file is needed")
-        with path.open(mode, **text) as stream:
+        with path.open(encoding="utf-8-sig", newline="") as stream:
             yield stream
     except UnicodeDecodeError as error:
         raise UserError(f"{path}: is not UTF-8 text ({error.reason}); if it is compressed, unpack it") from None

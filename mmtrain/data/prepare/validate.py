@@ -49,32 +49,35 @@ class Validator:
     repeats: Counter[str] = field(init=False, default_factory=Counter)  # of a key, so far
 
     def __iter__(self) -> Iterator[ShardJob]:
-        number = first = record = filled = text_rejections = 0
+        number = filled = text_rejections = 0
         candidates: list[Candidate] = []
         rejected: list[BadRecord] = []
-        for source in self.sources:
-            end = record + source.records
-            for value in source.rows():
-                try:
-                    candidate, images = self._candidate(source.adapter.adapt(value), value, record)
-                except BadSample as error:
-                    rejected.append(BadRecord(record, _identifier(value), error.reason, error.detail))
-                    text_rejections += 1
-                else:
-                    size = self._size(candidate, images)
-                    if candidates and filled + size > self._full:
-                        yield ShardJob(number, first, record, tuple(candidates), tuple(rejected))
-                        number, first, filled, candidates, rejected = number + 1, record, 0, [], []
-                    candidates.append(candidate)
-                    filled += size
-                record += 1
+        for record, (source, value) in enumerate(self._rows()):
+            try:
+                candidate, images = self._candidate(source.adapter.adapt(value), value, record)
+            except BadSample as error:
+                rejected.append(BadRecord(record, _identifier(value), error.reason, error.detail))
+                text_rejections += 1
                 if text_rejections > self.allowed_rejections:
-                    yield ShardJob(number, first, record, tuple(candidates), tuple(rejected))
-                    return
-            if record != end:
+                    break
+                continue
+            size = self._size(candidate, images)
+            if candidates and filled + size > self._full:
+                yield ShardJob(number, tuple(candidates), tuple(rejected))
+                number, filled, candidates, rejected = number + 1, 0, [], []
+            candidates.append(candidate)
+            filled += size
+        if candidates or rejected:
+            yield ShardJob(number, tuple(candidates), tuple(rejected))
+
+    def _rows(self) -> Iterator[tuple[Source, object]]:
+        for source in self.sources:
+            count = 0
+            for value in source.rows():
+                yield source, value
+                count += 1
+            if count != source.records:
                 raise UserError(f"{source.path}: was changed while it was read; start again")
-        if record > first:
-            yield ShardJob(number, first, record, tuple(candidates), tuple(rejected))
 
     @property
     def _full(self) -> int:

@@ -28,8 +28,10 @@ from mmtrain.data.samples.records import (
     IMAGE_SUFFIXES,
     BadSample,
     judged_turns,
+    keys_or_value,
     parse_turns,
     refuse_wrong_image_count,
+    short,
 )
 
 Turns = tuple[tuple[str, str], ...]
@@ -115,36 +117,23 @@ def text_suffix(reading: str, suffixes: Collection[str]) -> str:
 
 def conversation(members: Mapping[str, bytes], images: int, form: SampleFormat) -> Turns:
     """Return the turns of a sample from its members, bytes by lower-case suffix; raises BadSample."""
-    record = None if form.name == "caption" else _record(members)
-    others = sorted(set(members) - set(TEXT_SUFFIXES))
-    try:
-        if form.name == "caption":
-            return caption_turns(_caption(members, form), images, form.caption_prompt)
-        turns = sharegpt_turns(record, images) if form.name == "sharegpt" else llava_turns(record, images)
-        if not images and any(map(_UNREAD_MEDIA.fullmatch, others)):
-            raise BadSample("image_count", "no image is read")
-        return turns
-    except BadSample as error:
-        if error.reason != "image_count" or images:
-            raise
-        named = named_images(record)
-        detail = f"its record names {named} images, and the tar holds none beside it" if named else error.detail
-        if others:
-            known = f"KEY.jpg, or KEY.0.jpg, KEY.1.jpg, ... ({', '.join(IMAGE_SUFFIXES)})"
-            detail += f"; KEY.{', KEY.'.join(others)[:200]} are not read as images, which are {known}"
-        raise BadSample("image_count", detail) from None
+    content = _caption(members, form) if form.name == "caption" else _record(members)
+    if not images and (unread := sorted(filter(_UNREAD_MEDIA.fullmatch, members))):
+        seen = f"KEY.{', KEY.'.join(unread)[:200]} are not read as images"
+        needed = f"needed are KEY.jpg, or KEY.0.jpg, KEY.1.jpg, ... ({', '.join(IMAGE_SUFFIXES)})"
+        raise BadSample("image_count", f"{seen}; {needed}")
+    if form.name == "caption":
+        return caption_turns(content, images, form.caption_prompt)
+    return sharegpt_turns(content, images) if form.name == "sharegpt" else llava_turns(content, images)
 
 
 def llava_turns(record: object, images: int) -> Turns:
     """Return the turns of a record in LLaVA's own form; raises BadSample."""
     turns = parse_turns(record)
-    try:
-        refuse_wrong_image_count(turns, images)
-    except BadSample as error:
-        if any(IMAGE_MARK in text for _, text in turns):
-            raise
+    if images and not _has_marks(turns):
         mend = "data.format=sharegpt (--format sharegpt) puts marks where there are none"
-        raise BadSample(error.reason, f"{error.detail}; {mend}") from None
+        raise BadSample("image_count", f"0 {IMAGE_MARK} marks in the conversation, {images} images; {mend}")
+    refuse_wrong_image_count(turns, images)
     refuse_what_would_be_lost(record, turns, images)
     return turns
 
@@ -152,31 +141,29 @@ def llava_turns(record: object, images: int) -> Turns:
 def refuse_what_would_be_lost(record: object, turns: Sequence[tuple[str, str]], images: int) -> None:
     """Raise BadSample for a record that names other images than its sample has, and no marks say which; or videos."""
     refuse_unread_media(record)
-    named = named_images(record)
-    if named not in (0, images) and not any(IMAGE_MARK in text for _, text in turns):
+    value = first_value(record, IMAGE_KEYS)
+    named = sum(map(bool, value)) if isinstance(value, list) else int(value is not None)
+    if named not in (0, images) and not _has_marks(turns):
         raise BadSample("image_count", f"its record names {named} images, and the sample has {images}")
 
 
 def refuse_unread_media(record: object) -> None:
     """Raise BadSample for a record that names videos or sound."""
-    fields = record if isinstance(record, dict) else {}
-    unread = [key for key in UNREAD_KEYS if fields.get(key)]
+    unread = [key for key in UNREAD_KEYS if first_value(record, (key,))]
     if unread:
-        raise BadSample("unread_media", f"it has {' and '.join(unread)}: {repr(fields[unread[0]])[:120]}")
+        raise BadSample("unread_media", f"it has {' and '.join(unread)}: {short(first_value(record, unread))}")
 
 
 def sharegpt_turns(record: object, images: int) -> Turns:
     """Return the turns of a record with messages in any usual form; raises BadSample."""
-    fields = record if isinstance(record, dict) else {}
-    messages = next((fields[key] for key in CONVERSATION_KEYS if fields.get(key)), None)
+    messages = first_value(record, CONVERSATION_KEYS)
     if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
-        seen = f"its keys are {', '.join(map(str, fields))}" if fields else f"it is {record!r}"
         needed = f"needed is a list of messages under {' or '.join(CONVERSATION_KEYS[:2])}"
-        raise BadSample("no_conversation", f"{needed}; {seen[:200]}")
+        raise BadSample("no_conversation", f"{needed}; {keys_or_value(record)}")
     turns = [_turn(number, message) for number, message in enumerate(messages)]
-    if (system := _system_beside(fields)) and turns[0][0] != "system":
+    if (system := _system_beside(record)) and turns[0][0] != "system":
         turns.insert(0, ("system", system))
-    refuse_what_would_be_lost(fields, turns, images)
+    refuse_what_would_be_lost(record, turns, images)
     return _with_marks(turns, images)
 
 
@@ -188,30 +175,31 @@ def caption_turns(caption: object, images: int, prompt: str) -> Turns:
     if isinstance(caption, list) and caption:
         caption = caption[0]
     if not isinstance(caption, str):
-        raise BadSample("non_text_value", f"the caption is {repr(caption)[:120]}")
+        raise BadSample("non_text_value", f"the caption is {short(caption)}")
     if not images:
         raise BadSample("image_count", "a caption without an image: the sample has no member KEY.jpg, KEY.png, ...")
     answer = caption.replace(IMAGE_MARK, "").strip()
     return _with_marks([("human", prompt), ("gpt", answer)], images)
 
 
-def named_images(record: object) -> int:
-    """Return the number of images that a record names."""
-    fields = record if isinstance(record, dict) else {}
-    images: Any = next((fields[key] for key in IMAGE_KEYS if fields.get(key)), [])
-    return sum(map(bool, images)) if isinstance(images, list) else 1
+def first_value(record: object, keys: Iterable[str]) -> Any:
+    """Return a record's value under the first of the keys that holds anything; None where there is none."""
+    return next((record[key] for key in keys if record.get(key)), None) if isinstance(record, dict) else None
+
+
+def _has_marks(turns: Sequence[tuple[str, str]]) -> bool:
+    return any(IMAGE_MARK in text for _, text in turns)
 
 
 def _says_more_than_llava(record: object) -> bool:
-    fields = record if isinstance(record, dict) else {}
-    conversation = fields.get("conversations")
+    conversation = first_value(record, ("conversations",))
     turns = [turn for turn in conversation if isinstance(turn, dict)] if isinstance(conversation, list) else []
     has_own_system = bool(turns) and turns[0].get("from") == "system"
-    return (bool(_system_beside(fields)) and not has_own_system) or any(map(_masks, turns))
+    return (bool(_system_beside(record)) and not has_own_system) or any(map(_masks, turns))
 
 
-def _system_beside(fields: dict) -> str:
-    system = fields.get("system")
+def _system_beside(record: object) -> str:
+    system = first_value(record, ("system",))
     return system if isinstance(system, str) and system.strip() else ""
 
 
@@ -228,9 +216,9 @@ def json_record(members: Mapping[str, bytes]) -> object:
         return None
 
 
-def _record(members: Mapping[str, bytes]) -> object:
+def _record(members: Mapping[str, bytes], reason: str = "no_json") -> object:
     if "json" not in members:
-        raise BadSample("no_json", f"it has {', '.join(sorted(members))}")
+        raise BadSample(reason, f"it has {', '.join(sorted(members))}")
     try:
         return json.loads(members["json"])
     except (ValueError, RecursionError) as error:
@@ -239,29 +227,25 @@ def _record(members: Mapping[str, bytes]) -> object:
 
 
 def _caption(members: Mapping[str, bytes], form: SampleFormat) -> object:
-    key, suffix = form.caption_key, text_suffix(form.reading, members)
+    suffix = text_suffix(form.reading, members)
     if suffix != "json":
         try:
             return members[suffix].decode("utf-8-sig")
         except UnicodeDecodeError as error:
             raise BadSample("not_json", f"{suffix}: {error}") from None
-    if key is None and "json" not in members:
-        raise BadSample("no_caption", f"it has {', '.join(sorted(members))}")
-    record = _record(members)
-    fields = record if isinstance(record, dict) else {}
-    names = CAPTION_KEYS if key is None else (key,)
+    names = CAPTION_KEYS if form.caption_key is None else (form.caption_key,)
+    record = _record(members, "no_caption" if form.caption_key is None else "no_json")
     for name in names:
-        if name in fields:
-            return fields[name]
-    seen = ", ".join(map(str, fields))[:200] or "none"
-    raise BadSample("no_caption", f"its json has no key {' or '.join(names)}; its keys are {seen}")
+        if isinstance(record, dict) and name in record:
+            return record[name]
+    raise BadSample("no_caption", f"its json has no key {' or '.join(names)}; {keys_or_value(record)}")
 
 
 def _turn(number: int, message: dict) -> tuple[str, str]:
     role = next((message[key] for key in ROLE_KEYS if key in message), None)
     speaker = SPEAKERS.get(role.lower()) if isinstance(role, str) else None
     if speaker is None or (speaker == "system" and number > 0):
-        raise BadSample("unknown_role", f"turn {number} is from {repr(role)[:120]}")
+        raise BadSample("unknown_role", f"turn {number} is from {short(role)}")
     if speaker == "gpt" and (masks := _masks(message)):
         raise BadSample("masked_answer", f"turn {number}, an answer, has {masks[0]}: {message[masks[0]]}")
     content = next((message[key] for key in CONTENT_KEYS if key in message), None)
@@ -279,7 +263,7 @@ def _text(number: int, content: object) -> str:
         is_image = kind in IMAGE_PARTS
         piece = IMAGE_MARK if is_image else fields.get("text") if kind in TEXT_PARTS else None
         if not isinstance(piece, str):
-            raise BadSample("non_text_value", f"turn {number} has the value {repr(part)[:120]}")
+            raise BadSample("non_text_value", f"turn {number} has the value {short(part)}")
         text += "\n" + piece if place and (is_image or was_image) else piece
         was_image = is_image
     return text
@@ -288,7 +272,7 @@ def _text(number: int, content: object) -> str:
 def _with_marks(turns: list[tuple[str, str]], images: int) -> Turns:
     """Check the turns; if none has a mark, put the marks of all images before the first question."""
     first = next((place for place, (speaker, _) in enumerate(turns) if speaker == "human"), None)
-    if first is not None and not any(IMAGE_MARK in text for _, text in turns):
+    if first is not None and not _has_marks(turns):
         turns[first] = ("human", f"{IMAGE_MARK}\n" * images + turns[first][1])
     judged = judged_turns(turns)
     refuse_wrong_image_count(judged, images)

@@ -133,7 +133,7 @@ class Record:
 def parse_record(value: object) -> Record:
     """Check a record's text; raises BadSample. Image files are not opened."""
     if not isinstance(value, dict):
-        raise BadSample("not_an_object", _short(value))
+        raise BadSample("not_an_object", short(value))
     try:
         size = len(record_json(value))
     except (ValueError, RecursionError) as error:
@@ -142,7 +142,7 @@ def parse_record(value: object) -> Record:
         raise BadSample("too_many_bytes", f"{size:,} bytes of JSON, where {MAX_RECORD_BYTES:,} are allowed")
     identifier = value.get("id")
     if not (identifier is None or (isinstance(identifier, str) and identifier) or type(identifier) is int):
-        raise BadSample("bad_id", f"id is {_short(identifier)}")
+        raise BadSample("bad_id", f"id is {short(identifier)}")
     images = _image_names(value.get("image"))
     refuse_wrong_image_count(parse_turns(value), len(images))
     return Record(value, None if identifier is None else str(identifier), images)
@@ -161,23 +161,21 @@ def parse_turns(record: object) -> tuple[tuple[str, str], ...]:
     """
     turns = record.get("conversations") if isinstance(record, dict) else None
     if not isinstance(turns, list) or not turns or not all(isinstance(turn, dict) for turn in turns):
-        seen = f"it is {_short(record)}"
-        if isinstance(record, dict):
-            seen = _short(turns) if "conversations" in record else f"its keys are {', '.join(map(str, record))[:200]}"
-        raise BadSample("no_conversation", f"needed is a list `conversations` of {{from, value}}; {seen}")
-    _refuse_many(turns)
+        needed = "needed is a list `conversations` of {from, value}"
+        raise BadSample("no_conversation", f"{needed}; {keys_or_value(record)}")
     for number, turn in enumerate(turns):
         speaker, text = turn.get("from"), turn.get("value")
         if speaker not in ROLES or (speaker == "system" and number > 0):
-            raise BadSample("unknown_role", f"turn {number} is from {_short(speaker)}")
+            raise BadSample("unknown_role", f"turn {number} is from {short(speaker)}")
         if not isinstance(text, str):
-            raise BadSample("non_text_value", f"turn {number} has the value {_short(text)}")
+            raise BadSample("non_text_value", f"turn {number} has the value {short(text)}")
     return judged_turns([(turn["from"], turn["value"]) for turn in turns])
 
 
 def judged_turns(turns: Sequence[tuple[str, str]]) -> tuple[tuple[str, str], ...]:
     """Return turns (speaker of ROLES, text) that form a trainable conversation; raises BadSample for others."""
-    _refuse_many(turns)
+    if len(turns) > MAX_TURNS:
+        raise BadSample("too_long", f"{len(turns):,} turns, where {MAX_TURNS:,} are allowed")
     text_bytes = 0
     for number, (_, text) in enumerate(turns):
         try:
@@ -186,22 +184,16 @@ def judged_turns(turns: Sequence[tuple[str, str]]) -> tuple[tuple[str, str], ...
             raise BadSample("not_json", f"turn {number}: {error}") from None
     if text_bytes > MAX_TEXT_BYTES:
         raise BadSample("too_long", f"{text_bytes:,} bytes of text, where {MAX_TEXT_BYTES:,} are allowed")
-    answers = [(number, text) for number, (speaker, text) in enumerate(turns) if speaker == "gpt"]
-    if not answers:
-        raise BadSample("no_answer", f"{len(turns)} turns, none from gpt")
-    for number, text in answers:
-        if not text.strip():
-            raise BadSample("no_answer", f"turn {number}, from gpt, is empty")
     speakers = [speaker for speaker, _ in turns]
+    if "gpt" not in speakers:
+        raise BadSample("no_answer", f"{len(turns)} turns, none from gpt")
+    for number, (speaker, text) in enumerate(turns):
+        if speaker == "gpt" and not text.strip():
+            raise BadSample("no_answer", f"turn {number}, from gpt, is empty")
     asked = speakers[speakers[0] == "system" :]
     if asked != ["human", "gpt"] * (len(asked) // 2):
-        raise BadSample("turn_order", f"turns are from {_short(', '.join(speakers))}")
+        raise BadSample("turn_order", f"turns are from {short(', '.join(speakers))}")
     return tuple(turns)
-
-
-def _refuse_many(turns: Sequence[object]) -> None:
-    if len(turns) > MAX_TURNS:
-        raise BadSample("too_long", f"{len(turns):,} turns, where {MAX_TURNS:,} are allowed")
 
 
 def refuse_wrong_image_count(turns: Sequence[tuple[str, str]], images: int) -> None:
@@ -214,7 +206,7 @@ def refuse_wrong_image_count(turns: Sequence[tuple[str, str]], images: int) -> N
 def _image_names(field: object) -> tuple[str, ...]:
     names = [] if field is None else field if isinstance(field, list) else [field]
     if not all(isinstance(name, str) and name for name in names):
-        raise BadSample("bad_image_field", f"image is {_short(field)}")
+        raise BadSample("bad_image_field", f"image is {short(field)}")
     return tuple(names)
 
 
@@ -249,15 +241,15 @@ def read_image(folder: Path | None, name: str, limits: ImageLimits = ImageLimits
         content = path.read_bytes()
     except (OSError, ValueError, RuntimeError) as error:  # ValueError: a null byte; RuntimeError: links in a circle
         raise BadSample("unreadable_image", f"{name}: {error}") from None
-    return suffix, _sound(name, content, limits)
+    _, sound = _checked(name, content, limits)
+    return suffix, sound
 
 
 def checked_image(name: str, content: memoryview, limits: ImageLimits = ImageLimits()) -> tuple[str, bytes]:
     """Return suffix, by its content, and bytes of an image that a row holds; raises BadSample as `read_image` does."""
     _refuse_large(name, content.nbytes)
-    sound = _sound(name, bytes(content), limits)
-    with open_image(sound, sys.maxsize) as image:
-        return _SUFFIX_OF[image.format], sound
+    file_format, sound = _checked(name, bytes(content), limits)
+    return _SUFFIX_OF[file_format], sound
 
 
 def _refuse_large(name: str, size: int) -> None:
@@ -265,11 +257,21 @@ def _refuse_large(name: str, size: int) -> None:
         raise BadSample("too_many_bytes", f"{name}: {size:,} bytes, where {MAX_IMAGE_BYTES:,} are allowed")
 
 
-def _sound(name: str, content: bytes, limits: ImageLimits) -> bytes:
+def _checked(name: str, content: bytes, limits: ImageLimits) -> tuple[str, bytes]:
+    """Decode an image to its end and return Pillow's format and the bytes to store; raises BadSample."""
     try:
-        return _checked(content, limits)
+        with open_image(content, limits.max_pixels) as image:
+            if limits.max_side is not None and max(image.size) > limits.max_side:
+                return _smaller(image, content, limits.max_side)
+            # JPEG at an eighth of its size (other formats have no such draft): every bit is read, as damage demands,
+            # but not every pixel is made of it. 190 kB take 1.6 ms instead of 2.5.
+            image.draft(None, (1, 1))
+            image.load()
+            return image.format, content
     except BadSample as error:
         raise BadSample(error.reason, f"{name}: {error.detail}") from None
+    except DECODE_ERRORS as error:
+        raise BadSample("undecodable_image", f"{name}: {error}") from None
 
 
 def open_image(content: bytes, max_pixels: int = MAX_IMAGE_PIXELS) -> Image.Image:
@@ -382,23 +384,8 @@ def _without_pixels(content: bytes) -> bytes:
     return b"".join([*kept, bytes(4), b"IDAT", zlib.crc32(b"IDAT").to_bytes(4)])
 
 
-def _checked(content: bytes, limits: ImageLimits) -> bytes:
-    """Decode an image to its end and return the bytes to store; raises BadSample."""
-    with open_image(content, limits.max_pixels) as image:
-        try:
-            if limits.max_side is not None and max(image.size) > limits.max_side:
-                return _smaller(image, content, limits.max_side)
-            # JPEG at an eighth of its size (other formats have no such draft): every bit is read, as damage demands,
-            # but not every pixel is made of it. 190 kB take 1.6 ms instead of 2.5.
-            image.draft(None, (1, 1))
-            image.load()
-        except DECODE_ERRORS as error:
-            raise BadSample("undecodable_image", str(error)) from None
-    return content
-
-
-def _smaller(image: Image.Image, content: bytes, max_side: int) -> bytes:
-    """Return an image file with a longer side of `max_side`: JPEG and WebP at quality 95, all others as PNG."""
+def _smaller(image: Image.Image, content: bytes, max_side: int) -> tuple[str, bytes]:
+    """Return format and bytes of an image with a longer side of `max_side`: JPEG and WebP at quality 95, or PNG."""
     file_format = {"JPEG": "JPEG", "MPO": "JPEG", "WEBP": "WEBP"}.get(image.format, "PNG")
     size = tuple(max(round(side * max_side / max(image.size)), 1) for side in image.size)
     image.load()
@@ -411,8 +398,14 @@ def _smaller(image: Image.Image, content: bytes, max_side: int) -> bytes:
         kept["exif"] = Image.Exif()
         kept["exif"][ExifTags.Base.Orientation] = turned
     image.resize(size, Image.Resampling.LANCZOS).save(stream, file_format, quality=95, **kept)
-    return stream.getvalue()
+    return file_format, stream.getvalue()
 
 
-def _short(value: object) -> str:
-    return repr(value)[:120]
+def keys_or_value(record: object) -> str:
+    """Say what a record is, for messages: its keys, or the value that is no object."""
+    return f"its keys are {', '.join(map(str, record))[:200]}" if isinstance(record, dict) else f"it is {short(record)}"
+
+
+def short(value: object) -> str:
+    """Show a value in a message."""
+    return "bytes" if isinstance(value, memoryview) else repr(value)[:120]

@@ -6,17 +6,14 @@ import json
 import random
 import re
 import signal
-import subprocess
-import sys
 import tarfile
 import time
 import zlib
-from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 import webdataset
-from llava_data import keys_in, read_members
+from llava_data import read_members
 from PIL import Image
 
 from mmtrain.base.errors import UserError
@@ -81,13 +78,6 @@ def test_the_index_finds_every_member_by_its_bytes_and_is_that_of_a_scan(tmp_pat
         assert index == scan_shard(tar, lambda sample: None)
 
 
-def test_an_index_says_what_a_scan_says_of_images_that_are_none(tmp_path):
-    write_shard(tmp_path / "s.tar", [sample("a"), (*sample("b", images=2)[:2], [("png", b"text"), ("jpg", b"")])])
-    index = read_index(tmp_path / "s.tar")
-    assert index.faults["llava"][1][0] == "undecodable_image" and index.faults["llava"].keys() == {1}
-    assert index == scan_shard(tmp_path / "s.tar", lambda sample: None)
-
-
 def test_text_lengths_and_what_a_template_cannot_hold_stand_in_the_index(tmp_path):
     def count(sample: Sample) -> int:
         if sample.key == "k3":
@@ -95,10 +85,9 @@ def test_text_lengths_and_what_a_template_cannot_hold_stand_in_the_index(tmp_pat
         return len(sample.turns[1][1]) + 1000 * len(sample.images)
 
     count.fingerprint = "abc"
-    broken = ("broken", sample("broken")[1], [("png", b"no picture")])
-    shard = write_shard(tmp_path / "s.tar", [*MIXED[:4], broken], count)
+    shard = write_shard(tmp_path / "s.tar", MIXED[:4], count)
     texts = read_index(tmp_path / "s.tar").texts
-    assert texts.keys() == {"abc"} and texts["abc"].tokens == [2, 1004, 2006, 0, 0]
+    assert texts.keys() == {"abc"} and texts["abc"].tokens == [2, 1004, 2006, 0]
     assert texts["abc"].faults == {3: ("template", "three images")}
     assert shard.text_tokens == 3012
 
@@ -107,19 +96,9 @@ def test_counts_are_those_of_the_files(tmp_path):
     shards = write_shards(MIXED, tmp_path, samples_per_shard=4)
     digest = hashlib.sha256((tmp_path / "shard-000002.tar").read_bytes()).hexdigest()
     assert shards[2] == WrittenShard("shard-000002.tar", 2, 1, 7, None, 10240, digest)
-    assert [shard.samples for shard in shards] == [4, 4, 2]
-    assert [shard.images for shard in shards] == [6, 6, 1]
-    assert [shard.image_pixels for shard in shards] == [7 * (1 + 3 + 6), 7 * (1 + 3 + 6), 7]
+    counts = [(shard.samples, shard.images, shard.image_pixels) for shard in shards]
+    assert counts == [(4, 6, 70), (4, 6, 70), (2, 1, 7)]
     assert [shard.bytes for shard in shards] == [(tmp_path / shard.file).stat().st_size for shard in shards]
-    assert asdict(shards[0]) == {
-        "file": "shard-000000.tar",
-        "samples": 4,
-        "images": 6,
-        "image_pixels": 70,
-        "text_tokens": None,
-        "bytes": shards[0].bytes,
-        "sha256": hashlib.sha256((tmp_path / "shard-000000.tar").read_bytes()).hexdigest(),
-    }
     assert write_shards([], tmp_path, samples_per_shard=4) == []
 
 
@@ -137,42 +116,6 @@ def test_the_bytes_are_those_that_pythons_tarfile_writes(tmp_path):
                 sizes.append(len(content))
         assert tar_bytes(sizes) == archive.offset
     assert (tmp_path / "s.tar").read_bytes() == stream.getvalue()
-
-
-def test_the_same_samples_give_the_same_bytes_and_they_are_plain_ustar(tmp_path):
-    """The header of the first member, field by field of POSIX.1-2008 ustar: no time, no owner, no extension."""
-    digests = []
-    for name in ("a", "b"):
-        (tmp_path / name).mkdir()
-        shards = write_shards(MIXED, tmp_path / name, samples_per_shard=4)
-        digests.append([hashlib.sha256((tmp_path / name / shard.file).read_bytes()).hexdigest() for shard in shards])
-    assert digests[0] == digests[1]
-    body = json.dumps(MIXED[0][1], ensure_ascii=False).encode()
-    header = b"k0.json".ljust(100, b"\0") + b"0000644\0" + b"0000000\0" * 2 + f"{len(body):011o}\0".encode()
-    header += b"0" * 11 + b"\0" + b" " * 8 + b"0" + b"\0" * 100 + b"ustar\00000"
-    header = header.ljust(512, b"\0")  # no names of owner and group, no device, no prefix
-    header = header.replace(b" " * 8, f"{sum(header):06o}\0 ".encode(), 1)
-    assert (tmp_path / "a" / "shard-000000.tar").read_bytes()[: 512 + len(body)] == header + body
-    with tarfile.open(tmp_path / "a" / "shard-000001.tar") as archive:
-        assert all(member.isreg() and not member.pax_headers for member in archive)
-
-
-def test_memory_is_that_of_a_few_samples(tmp_path):
-    held = set()
-
-    class Content(bytes):
-        def __del__(self):
-            held.discard(id(self))
-
-    def samples():
-        for number in range(50):
-            content = Content(picture(3))
-            held.add(id(content))
-            yield f"k{number}", {}, [("png", content)]
-            del content
-            assert len(held) <= 3
-
-    assert write_shards(samples(), tmp_path, samples_per_shard=20)[1].samples == 20
 
 
 @pytest.mark.parametrize("identifier", ["004539375", "a", "A-b_C9", "x" * 80, "0-", "9__"])
@@ -215,18 +158,6 @@ def test_programmers_mistakes_are_asserted(tmp_path):
     assert names_in(tmp_path) == []
 
 
-@pytest.mark.parametrize("error", [KeyboardInterrupt, UserError, GeneratorExit])
-def test_an_interruption_leaves_whole_shards_only(tmp_path, error):
-    def samples():
-        yield from (sample(f"k{number}") for number in range(7))
-        raise error
-
-    with pytest.raises(error):
-        write_shards(samples(), tmp_path, samples_per_shard=3)
-    assert names_in(tmp_path) == TWO_WITH_INDEXES
-    assert keys_in(tmp_path / "shard-000001.tar") == ["k3", "k4", "k5"]
-
-
 def test_ctrl_c_at_any_moment_leaves_a_whole_shard_or_nothing(tmp_path):
     def interrupt(*_):
         raise KeyboardInterrupt
@@ -262,70 +193,12 @@ def test_a_shard_is_invisible_to_readers_until_it_is_complete(tmp_path):
     assert names_in(tmp_path) == ["s.tar", "s.tar.index"]
 
 
-def test_of_two_who_write_one_shard_at_a_time_the_second_to_end_is_refused(tmp_path):
-    def samples():
-        yield sample("a")
-        write_shard(tmp_path / "s.tar", [sample("b")])
-
-    with pytest.raises(UserError, match=r"s\.tar: exists already; shards are never written over"):
-        write_shard(tmp_path / "s.tar", samples())
-    assert read_index(tmp_path / "s.tar").keys == ["b"] and names_in(tmp_path) == ["s.tar", "s.tar.index"]
-
-
-def test_for_samples_that_cannot_be_read_the_disk_of_the_shard_is_not_blamed(tmp_path):
-    def samples():
-        yield sample("a")
-        raise OSError(5, "Input/output error", "picture.jpg")
-
-    with pytest.raises(OSError, match=r"Input/output error: 'picture\.jpg'"):
-        write_shard(tmp_path / "s.tar", samples())
-    assert names_in(tmp_path) == []
-
-
-FULL_DISK = """
-import resource, sys
-from pathlib import Path
-from mmtrain.data.prepare.sharding import write_shards
-from mmtrain.base.errors import UserError
-resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[2]), -1))
-try:
-    write_shards(((f"k{n}", {}, [("png", bytes(1000 * n))]) for n in range(60)), Path(sys.argv[1]), 20)
-except UserError as error:
-    print(error)
-"""
-
-
-@pytest.mark.parametrize(
-    ("limit", "complete"),
-    [
-        (500_000, 1),  # inside a shard, where the buffer is flushed
-        (10_240, 0),
-        (850_000, 2),
-    ],
-)
-def test_a_full_disk_is_an_error_that_leaves_whole_shards_only(tmp_path, limit, complete):
-    """A limit on the size of files stands for the disk: the kernel refuses the same writes, with EFBIG for ENOSPC."""
-    ran = subprocess.run(
-        [sys.executable, "-c", FULL_DISK, tmp_path, str(limit)], capture_output=True, text=True, timeout=60, check=True
-    )
-    assert re.search(rf"shard-00000{complete}\.tar: cannot be written \(File too large\)", ran.stdout), ran
-    assert ran.stderr == ""
-    assert names_in(tmp_path) == [f"shard-00000{n}.tar{more}" for n in range(complete) for more in ("", ".index")]
-    for number in range(complete):
-        assert len(list(webdataset.WebDataset(str(tmp_path / f"shard-00000{number}.tar"), shardshuffle=False))) == 20
-
-
 def test_nothing_that_is_there_is_written_over(tmp_path):
     write_shards(MIXED, tmp_path, samples_per_shard=4)
     before = (tmp_path / "shard-000000.tar").read_bytes()
     with pytest.raises(UserError, match=r"shard-000000\.tar: exists already"):
         write_shards([sample("new")], tmp_path, samples_per_shard=4)
     assert (tmp_path / "shard-000000.tar").read_bytes() == before
-
-
-def test_a_missing_folder_is_named(tmp_path):
-    with pytest.raises(UserError, match=r"none/s\.tar: cannot be written \(No such file or directory\)"):
-        write_shard(tmp_path / "none" / "s.tar", MIXED)
 
 
 def test_a_tar_whose_index_cannot_be_written_is_not_left_alone(tmp_path):

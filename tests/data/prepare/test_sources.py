@@ -16,7 +16,7 @@ from pyarrow import parquet
 from mmtrain.__main__ import main
 from mmtrain.base.errors import UserError
 from mmtrain.data.prepare.rows import Adapter
-from mmtrain.data.prepare.sources import Source, llava_source, open_sources
+from mmtrain.data.prepare.sources import Source, open_sources
 from mmtrain.data.samples import records
 from mmtrain.data.samples.formats import SampleFormat
 from mmtrain.data.samples.records import BadSample
@@ -71,12 +71,10 @@ def test_the_first_rows_say_what_a_file_is(tmp_path, name, content, found):
         ("a.csv", "image,caption", "holds no record"),
         ("a.csv", "", "is empty; needed is a table whose first line names its columns"),
         ("a.csv", "image,image,caption\na,b,c", "names a column twice"),
-        ("a.csv", "image;caption\na.jpg;A.", r"--image-key and --caption-key .* first line, which is image;caption"),
+        ("a.csv", "image;caption\na.jpg;A.", r"--image-key and --caption-key .* columns are image;caption"),
         ("a.csv", 'image,caption\na.jpg,"A" b\n', r"line 2 is not a row of a table .* double the quotes in them"),
-        ("a.csv", 'image,caption\na.jpg,"A\n', r"line 2 is not a row of a table"),
         ("a.csv", "image,caption\na.jpg,A\0\n", "line 2 has a null character"),
         ("a.csv", "image,caption\na.jpg,ü\n".encode("latin-1"), "is not UTF-8 text"),
-        ("a.csv", "image,caption\na.jpg,A\n".encode("utf-16"), "is not UTF-8 text"),
         ("a.csv", "image,caption\na.jpg,A\n".encode("utf-16-le"), "line 1 has a null character"),
         ("a.csv", "image,caption\n" + "a" * (17 << 20), "line 2 is longer than"),
         ("a.tsv", "a very typical bus station\thttp://lh6.ggpht.com/a.jpg\nb\thttp://c", "img2dataset"),
@@ -84,17 +82,16 @@ def test_the_first_rows_say_what_a_file_is(tmp_path, name, content, found):
         ("a.csv", "caption,image\nA.,HTTPS://c/a.jpg", r"its images are addresses \(HTTPS://c/a.jpg\)"),
         ("a.json", lines({"images": [], "dataset": "x"}), "as llava no_conversation: .*; as caption no_caption: "),
         ("a.jsonl.gz", "", "its name must end in one of .json, "),
-        ("a.tar", "", "is a shard already: data.shards="),
-        ("a.json", '{"annotations": [{"image_id": 1, "caption": "x"}], "images": [', "not valid JSON after 0 records"),
+        ("a.tar", "", "holds shards already: data.shards="),
+        ("a.json", '{"annotations": [{"image_id": 1, "caption": "x"}], "images": [', "line 1 is not valid JSON"),
         ("a.json", lines({"annotations": [{"image_id": 1, "bbox": []}], "images": []}), "no_caption: nothing under"),
         ("a.parquet", b"PAR1" + bytes(50) + b"PAR1", "cannot be read .*is the file complete"),
         ("a.parquet", b"", "cannot be read"),
         ("a.arrow", pickle.dumps(print), "cannot be read"),
         ("a.arrow", b"ARROW1\0\0" + bytes(40), "cannot be read"),
         ("a.parquet", [{"image": 5, "caption": "x"}], r"bad_image_field: an image is 5"),
-        ("a.parquet", [{"image": GIF, "text": b"A."}], "non_text_value: the caption, under text, is bytes"),
-        ("a.parquet", [{"image": GIF, "query": "x"}], "no_conversation: .* its columns are image, query"),
-        ("a.json", lines({"image": "a.jpg", "query": "x"}), "no_conversation: .* its keys are image, query"),
+        ("a.parquet", [{"image": GIF, "text": b"A."}], "non_text_value: the caption is bytes"),
+        ("a.parquet", [{"image": GIF, "query": "x"}], "no_conversation: .* columns are image, query"),
         (
             "a.tsv",
             'image\tcaption\na.jpg\tA.\nb.jpg\t"B\nc.jpg\tC"\nd.jpg\tD.\n',
@@ -129,7 +126,7 @@ def test_folders_say_which_of_their_files_are_meant(tmp_path):
     folder = tmp_path / "d"
     data = datasets.Dataset.from_list([{"image": "a.jpg", "caption": "A."}] * 3)
     datasets.DatasetDict({"train": data, "test": data}).save_to_disk(folder)
-    with pytest.raises(UserError, match=r"/d: holds splits; name one or several: \S+/d/test \S+/d/train"):
+    with pytest.raises(UserError, match=r"/d: holds no \*.parquet .* Name one of \S+/d/test, \S+/d/train$"):
         open_sources(folder, AUTO, None)
     sources, _ = open_sources(folder / "train", AUTO, None)
     assert [source.name for source in sources] == ["train/data-00000-of-00001.arrow"]
@@ -138,36 +135,19 @@ def test_folders_say_which_of_their_files_are_meant(tmp_path):
         state.write_text(content)
         with pytest.raises(UserError, match=r"state.json: is not what datasets' save_to_disk writes"):
             open_sources(folder / "train", AUTO, None)
-    (tmp_path / "p" / "data").mkdir(parents=True)
-    for split in ("train", "test"):
-        data.to_parquet(tmp_path / "p" / "data" / f"{split}-00000-of-00001-a1b2.parquet")
-    with pytest.raises(UserError, match=r"holds no \*.parquet .* \S+/p/data has some"):
-        open_sources(tmp_path / "p", AUTO, None)
-    with pytest.raises(
-        UserError, match=r"holds splits \(test, train\); name the files of one: --from \S+/train-\*.parquet"
-    ):
-        open_sources(tmp_path / "p" / "data", AUTO, None)
 
 
-@pytest.mark.parametrize("names", [("train", "test"), ("Train-00000-of-00001", "validation"), ("val", "train", "dev")])
+@pytest.mark.parametrize("names", [("test", "train"), ("Train-00000-of-00001", "validation")])
 def test_a_folder_of_several_splits_is_refused_with_the_command_for_one(tmp_path, names):
     folder = tmp_path / "d"
     folder.mkdir()
-    table = pyarrow.table({"image": ["a.jpg"], "caption": ["A."]})
     for name in names:
-        parquet.write_table(table, folder / f"{name}.parquet")
-    with pytest.raises(
-        UserError, match=r"/d: holds splits \(.*\); name the files of one: --from \S+/d/[Tt]rain"
-    ) as error:
+        parquet.write_table(pyarrow.table({"image": ["a.jpg"], "caption": ["A."]}), folder / f"{name}.parquet")
+    seen = ", ".join(name.partition("-")[0] for name in names)
+    with pytest.raises(UserError, match=rf"/d: holds splits \({seen}\); .*: --from \S+/d/SPLIT\*\.parquet"):
         open_sources(folder, AUTO, None)
-    named = Path(str(error.value).rsplit(" ", 1)[1])
-    (file,) = named.parent.glob(named.name)
-    assert sum(source.records for source in open_sources(file, AUTO, None)[0]) == 1
-    for file in folder.glob("[!Tt]*"):
-        file.unlink()
-    parquet.write_table(table, folder / "more.parquet")
-    if "test" not in names:
-        assert len(open_sources(folder, AUTO, None)[0]) == 2
+    (folder / f"{names[1]}.parquet").rename(folder / "more.parquet")
+    assert len(open_sources(folder, AUTO, None)[0]) == 2
 
 
 def test_a_folder_of_tars_needs_no_sharding(tmp_path):
@@ -197,28 +177,15 @@ def outcome(source: Source, row: object) -> str:
         return error.reason
 
 
-@pytest.mark.parametrize(
-    "more",
-    [
-        {"images": ["0.jpg"]},
-        {"image_path": "0.jpg"},
-        {"video": "0.mp4"},
-        {"videos": ["0.mp4"]},
-        {"audios": ["0.wav"]},
-    ],
-)
+@pytest.mark.parametrize("more", [{"images": ["0.jpg"]}, {"image_path": "0.jpg"}, {"video": "0.mp4"}])
 @pytest.mark.parametrize("form", ["auto", "llava"])
 def test_images_that_the_first_rows_lack_are_not_lost_later(tmp_path, more, form):
-    (source,), said = opened(
-        tmp_path / "a.jsonl",
-        lines(*[{"conversations": TOLD}] * 150, {"conversations": TOLD} | more),
-        replace(AUTO, name=form),
-    )
-    assert said == "LLaVA's conversations"
+    content = lines(*[{"conversations": TOLD}] * 150, {"conversations": TOLD} | more)
+    (source,), description = opened(tmp_path / "a.jsonl", content, replace(AUTO, name=form))
+    assert description == "LLaVA's conversations"
     (*_, last) = source.rows()
     with pytest.raises(BadSample, match=str(next(iter(more)))):
         source.adapter.adapt(last)
-    assert outcome(llava_source(tmp_path / "a.jsonl"), last) == outcome(source, last)
 
 
 @pytest.mark.parametrize("name", ["a.parquet", "a.arrow"])
@@ -252,13 +219,6 @@ def test_a_small_parquet_file_of_a_large_dictionary_value_does_not_fill_the_memo
     assert row["image"].nbytes == 80 << 20 and pyarrow.total_allocated_bytes() - before < 400_000_000
     with pytest.raises(BadSample, match="too_many_bytes"):
         records.checked_image("a.png", row["image"])
-
-
-def test_records_nested_990_deep_are_rejected_alone(tmp_path):
-    deep = "[" * 990 + "]" * 990
-    (source,), _ = opened(tmp_path / "a.json", f'[{json.dumps({"conversations": TOLD})}, {deep}, {{"id": {deep}}}]')
-    first, *others = [outcome(source, row) for row in source.rows()]
-    assert first == "Yes." and len(others) == 2 and {*others} <= {"not_json", "not_an_object"}
 
 
 def test_hostile_rows_are_rejected_one_by_one(tmp_path, monkeypatch):
