@@ -315,7 +315,7 @@ class Conversation:
         return {"role": role, "content": parts if self.sees else text}
 
     def _text(self, messages: list[dict]) -> str:
-        from mmtrain.data.samples.rendering import JinjaTemplate, TemplateError
+        from mmtrain.data.samples.chat import JinjaTemplate, TemplateError
 
         tokenizer = self.tokenizer
         try:

@@ -34,16 +34,13 @@ WEIGHT_SUFFIXES = {".bin", ".safetensors", ".pt", ".pth", ".h5", ".msgpack", ".o
 def find_shards(folder: Path) -> list[Path]:
     """Return the folder's pickled weight files, in order; raise UserError if any is missing."""
     index = folder / "pytorch_model.bin.index.json"
-    if index.is_file():
-        names = sorted(set(read_weight_map(index, ".bin").values()))
-        missing = [name for name in names if not (folder / name).is_file()]
-        if missing:
-            raise UserError(f"{folder}: {index.name} names {missing}; finish the download")
-        return [folder / name for name in names]
-    if (folder / "pytorch_model.bin").is_file():
-        return [folder / "pytorch_model.bin"]
-    names = sorted(file.name for file in folder.glob("*.bin"))
-    raise UserError(f"{folder} has neither pytorch_model.bin nor {index.name}. Its .bin files: {names or 'none'}")
+    names = sorted(set(read_weight_map(index, ".bin").values())) if index.is_file() else ["pytorch_model.bin"]
+    missing = [name for name in names if not (folder / name).is_file()]
+    if missing and index.is_file():
+        raise UserError(f"{folder}: {index.name} names {missing}; finish the download")
+    if missing:
+        raise UserError(f"{folder} has neither pytorch_model.bin nor {index.name}; finish the download")
+    return [folder / name for name in names]
 
 
 def convert(folder: Path, out: Path) -> None:
@@ -58,9 +55,6 @@ def convert(folder: Path, out: Path) -> None:
     if out != folder and out.exists() and any(out.iterdir()):
         raise UserError(f"{out}: is not empty; choose a new folder")
     out.mkdir(parents=True, exist_ok=True)
-    needed, free = sum(file.stat().st_size for file in shards), shutil.disk_usage(out).free
-    if needed > free:
-        raise UserError(f"{out}: {needed / 2**30:.1f} GiB are needed and {free / 2**30:.1f} GiB free")
     if out != folder:
         for file in sorted(folder.iterdir()):
             weights = file.suffix in WEIGHT_SUFFIXES or file.name.endswith(".index.json")
@@ -89,7 +83,6 @@ def convert(folder: Path, out: Path) -> None:
 
 
 def run(options: argparse.Namespace) -> None:
-    """Convert the model folder, or cached hub id, into options.out, or in place; raises UserError."""
     folder = model_folder(options.model)
     out = folder if options.out is None else options.out.expanduser()
     convert(folder, out)

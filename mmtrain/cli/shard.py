@@ -13,23 +13,16 @@ Input, with the images that it names, if any does, relative to one folder:
 
 Output, in the folder that --out names:
     shard-000000.tar ...   per sample KEY.json (the record, in LLaVA's form) and KEY.jpg, or KEY.0.jpg, KEY.1.jpg with
-                           several images; image files byte for byte as they were, but for --max-side. KEY is the id
-                           where that can name a file.
+                           several images, byte for byte as they were; KEY is the id where it can name a file
     shard-000000.tar.index where each file lies in the tar, its checksum, the images' sizes; with --tokenizer and
-                           --template also each sample's length in tokens (otherwise, and for model.vision.layout
-                           idefics3 and tiles, the first run adds it, or mmtrain index)
-    rejected.jsonl         one line for each record left out: {"file", "record", "id", "reason", "detail"}; `record`
-                           counts from 0
-    dataset.json           counts and sums, records rejected by reason, the options, checksums of input and shards.
-                           Written last: a folder without it is unfinished, and --resume goes on by what
-                           unfinished.jsonl says there.
+                           --template also each sample's length in tokens, which else the first run adds
+    rejected.jsonl         {"file", "record", "id", "reason", "detail"} of each record left out; `record` counts from 0
+    dataset.json           counts, options, checksums of input and shards. Written last: a folder without it is
+                           unfinished, and --resume continues it by unfinished.jsonl
 
-Every image is decoded once, so that no damaged one stops a training run.
-
-The same input and options give the same bytes, whatever the number of workers and of interruptions. For that, a shard's
-records are chosen before their images are read: --samples-per-shard counts records with sound text, and one whose image
-turns out to be bad leaves its shard that much smaller; it also keeps its id, so a later record with the same one is a
-duplicate.
+Every image is decoded once, so that no damaged one stops a training run. The same input and options give the same
+bytes, whatever the number of workers and interruptions. For that, a shard's records are chosen before their images are
+read: one with a bad image leaves its shard that much smaller, and keeps its id.
 """
 
 from __future__ import annotations
@@ -47,8 +40,6 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
-import PIL
-
 from mmtrain.base.arguments import command_parser, positive, share
 from mmtrain.base.errors import UserError
 from mmtrain.base.json_lines import JsonLines
@@ -56,48 +47,45 @@ from mmtrain.base.printing import print_info
 from mmtrain.base.progress import ProgressBar
 from mmtrain.config.limits import MAX_IMAGE_PIXELS
 from mmtrain.config.templates import FILE, NAMES, template_argument, template_name
-from mmtrain.data.prepare.shard_resume import UnfinishedRun, is_finished, refuse_used_folder
-from mmtrain.data.prepare.sharding import ShardMaker, shard_pool
+from mmtrain.data.prepare.sharding import ShardMaker
 from mmtrain.data.prepare.sources import Source, open_sources, stored_images
-from mmtrain.data.prepare.validate import ShardStats, Validator, by_reason
+from mmtrain.data.prepare.validate import (
+    ShardStats,
+    UnfinishedRun,
+    Validator,
+    by_reason,
+    is_finished,
+    refuse_used_folder,
+    unfinished_run,
+)
 from mmtrain.data.samples.formats import SampleFormat
-from mmtrain.data.samples.records import REASONS, ImageLimits, reason_lines
+from mmtrain.data.samples.records import reason_lines
 from mmtrain.data.shards.detection import add_format_arguments
 from mmtrain.models.facts.model_files import model_folder
 from mmtrain.models.facts.tokenizer_files import text_fingerprint
-from mmtrain.runtime.pool import usable_cores
+from mmtrain.runtime.pool import usable_cores, worker_pool
 
-# Reasons of shards' samples.
-NOT_OF_RECORDS = ("template", "no_json", "image_names", "duplicate_member", "checksum", "no_encoder")
-NOT_OF_RECORDS += ("unfit_shape", "other_size")  # of images in tiles, which the tool does not cut
-EXAMPLES = f"""\
+EXAMPLES = """\
   LLaVA's 558K pairs for stage 1 (its images.zip unpacked into LLaVA-Pretrain/images):
     mmtrain shard --json LLaVA-Pretrain/blip_laion_cc_sbu_558k.json --images LLaVA-Pretrain/images \\
         --out data/llava558k
-  captions in a table (columns image_path and caption, or --image-key and --caption-key):
+  captions in a table (columns image_path and caption, or --image-key and --caption-key), or COCO's:
     mmtrain shard --from captions.csv --images photos --out data/captions --caption-prompt "What do you see?"
-  COCO's captions, one sample each:
     mmtrain shard --from annotations/captions_train2017.json --images train2017 --out data/coco
   ShareGPT's messages, as LLaMA-Factory and ms-swift read them:
     mmtrain shard --from chats.jsonl --images images --out data/chats
   a data set of Hugging Face's datasets, its images inside; parquet files:
     mmtrain shard --from saved/train --out data/mine
     mmtrain shard --from data/train-*.parquet --caption-key text --out data/mine
-  several files, tars of at most 1 GB, no more than 1 record in 1,000 lost:
+  tars of at most 1 GB, no more than 1 record in 1,000 lost (1: see everything that is wrong, and do not stop):
     mmtrain shard --json part1.json part2.jsonl --images images --out data/mix \\
         --shard-bytes 1GB --max-reject-rate 0.001
-  go on after Ctrl-C, a full disk or a crash: the same command, and
-        --resume
-  a mixture that repeats ids over different conversations, text lengths for one LLM, photographs made smaller:
+  a mixture that repeats ids over different conversations, text lengths for one LLM:
     mmtrain shard --json llava_v1_5_mix665k.json --images images --out data/mix665k \\
-        --duplicate-ids keep --tokenizer lmsys/vicuna-7b-v1.5 --template chat --max-side 1344
-  see everything that is wrong with a data set, instead of stopping at 5%:
-    mmtrain shard --json mix.json --images images --out data/try --max-reject-rate 1
+        --duplicate-ids keep --tokenizer lmsys/vicuna-7b-v1.5 --template chat
+  after Ctrl-C, a full disk or a crash: the same command, and --resume
   then train on it:
     mmtrain train CONFIG 'data.shards=data/llava558k/shard-*.tar'
-
-reasons in rejected.jsonl:
-{chr(10).join(f"  {code:18} {words}" for code, words in REASONS.items() if code not in NOT_OF_RECORDS)}
 """
 EXITS = {
     0: "every record is in a shard or in rejected.jsonl",
@@ -105,7 +93,7 @@ EXITS = {
     130: "stopped by Ctrl-C; no half shard is left, --resume goes on",
 }
 ADAPTING = ("format", "image_key", "caption_key", "caption_prompt")  # options of --from alone
-SHAPING = ("samples_per_shard", "shard_bytes", "duplicate_ids", "max_pixels", "max_side")
+SHAPING = ("samples_per_shard", "shard_bytes", "duplicate_ids", "max_pixels")
 UNITS = {"": 1, "MB": 10**6, "GB": 10**9, "MiB": 1 << 20, "GiB": 1 << 30}
 
 
@@ -133,7 +121,7 @@ def run(options: argparse.Namespace) -> None:
     keep = options.duplicate_ids == "keep"
     validator = Validator(sources, images, options.samples_per_shard, options.shard_bytes, keep, allowed)
     rejected_file = out / "rejected.jsonl"
-    with contextlib.closing(UnfinishedRun(out, run, options.resume)) as unfinished:
+    with unfinished_run(out, run, options.resume) as unfinished:
         rejected_file.unlink(missing_ok=True)  # it is made again, from the first record on
         with JsonLines(rejected_file) as rejected:
             stats = ShardStats(validator, rejected, total)
@@ -144,7 +132,6 @@ def run(options: argparse.Namespace) -> None:
                 stats.write_summary(out, run)
             except (UserError, OSError) as error:
                 raise _unfinished(error, stats, unfinished, rejected_file) from error
-        unfinished.end()
     print_info(f"{out}: {len(stats.shards):,} shards, {stats.samples:,} samples, {stats.images:,} images")
     see = f", see {rejected_file}" if stats.reasons else ""
     print_info(f"rejected: {stats.reasons.total():,}{see}", *reason_lines(stats.reasons))
@@ -176,11 +163,10 @@ def _write_all(stats: ShardStats, options: argparse.Namespace, unfinished: Unfin
         from mmtrain.data.samples.templates import TextCounter  # imports torch
 
         count = TextCounter(options.tokenizer, options.template)
-    limits = ImageLimits(options.max_pixels, options.max_side)
     stored = functools.partial(stored_images, stats.validator.sources)
-    maker = ShardMaker(stats.validator.images, stored, options.out, limits, count, earlier)
+    maker = ShardMaker(stats.validator.images, stored, options.out, options.max_pixels, count, earlier)
     with (
-        shard_pool(maker, options.workers) as run,
+        worker_pool(maker, options.workers) as run,
         ProgressBar("records", stats.total, sys.stdout) as progress,
     ):
         for job, finished in run(iter(stats.validator), tick):
@@ -208,7 +194,6 @@ def _options_that_shape_the_bytes(options: argparse.Namespace) -> dict:
     text = None if options.tokenizer is None else text_fingerprint(model_folder(options.tokenizer), options.template)
     return {
         **{name: getattr(options, name) for name in (*ADAPTING, *SHAPING)},
-        "pillow": None if options.max_side is None else PIL.__version__,  # releases encode differently
         "template": options.template and template_name(options.template),
         "text_fingerprint": text,
     }
@@ -224,10 +209,10 @@ def _describe(source: Source) -> dict:
 def parse_size(text: str) -> int:
     """Return the bytes of a size: 500MB, 1GiB, 2.5e9, ..."""
     number, unit = re.match(r"([\d.e]*)(.*)", text).groups()
-    try:
-        return int(float(number) * UNITS[unit])
-    except (KeyError, ValueError, OverflowError):
-        raise argparse.ArgumentTypeError(f"{text!r} is no size; sizes are 500MB, 1GiB, 2e9, ...") from None
+    with contextlib.suppress(KeyError, ValueError, OverflowError):
+        if (size := int(float(number) * UNITS[unit])) >= 10**6:
+            return size
+    raise argparse.ArgumentTypeError(f"{text!r} is no size of at least 1MB: 500MB, 1GiB, 2e9, ...")
 
 
 def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
@@ -247,13 +232,7 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     size = parser.add_mutually_exclusive_group().add_argument
     size("--samples-per-shard", type=positive(int), metavar="N", help="records with sound text in a tar (1000)")
     size("--shard-bytes", type=parse_size, metavar="SIZE", help="instead: a tar's largest size (500MB, 1GiB, ...)")
-    add(
-        "--workers",
-        type=positive(int),
-        default=usable_cores(),
-        metavar="N",
-        help="processes (%(default)s: usable cores)",
-    )
+    add("--workers", type=positive(int), default=usable_cores(), metavar="N", help="processes (%(default)s)")
     add("--tokenizer", metavar="PATH", help="the LLM's folder, its hub id in the local cache, or demo:llm")
     add(
         "--template",
@@ -262,25 +241,9 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
         help=f"data.template of the training run: {', '.join(NAMES)}, or {FILE}",
     )
     add("--max-reject-rate", type=share, default=0.05, metavar="R", help="stop at more bad records, as a share (0.05)")
-    add(
-        "--duplicate-ids",
-        choices=("reject", "keep"),
-        default="reject",
-        help="keep: their keys get -2, -3, ... (reject)",
-    )
-    add(
-        "--max-pixels",
-        type=positive(int),
-        default=MAX_IMAGE_PIXELS,
-        metavar="N",
-        help="reject larger ones (%(default)s)",
-    )
-    add(
-        "--max-side",
-        type=positive(int),
-        metavar="PIXELS",
-        help="make images with a longer side smaller (Lanczos; JPEG stays JPEG)",
-    )
+    add("--duplicate-ids", choices=("reject", "keep"), default="reject", help="keep: keys get -2, -3, ... (reject)")
+    pixels = positive(int, MAX_IMAGE_PIXELS)
+    add("--max-pixels", type=pixels, default=MAX_IMAGE_PIXELS, metavar="N", help="reject larger images (%(default)s)")
     add("--resume", action="store_true", help="go on where a run with the same options and images was interrupted")
     options = parser.parse_args(arguments)
     if options.json is not None:
@@ -294,10 +257,6 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
         options.samples_per_shard = 1000
     if options.out == Path():
         parser.error("--out: an empty name, or this folder; name a folder for the shards alone")
-    if options.shard_bytes is not None and options.shard_bytes < 1_000_000:
-        parser.error(f"--shard-bytes {options.shard_bytes}: at least 1MB is needed")
-    if options.max_pixels > MAX_IMAGE_PIXELS:
-        parser.error(f"--max-pixels {options.max_pixels}: at most {MAX_IMAGE_PIXELS} are read in training")
     interrupted = f"stopped by Ctrl-C; {options.out} is unfinished: go on with --resume, or delete it"
     options.ending = {"unnamed": options.out, "interrupted": interrupted}
     return options

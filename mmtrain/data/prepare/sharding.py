@@ -4,15 +4,12 @@ ShardJob: records with sound text, names of their images --ShardMaker--> (key, r
 (key, record, [(suffix, bytes), ...]) --> KEY.json, then KEY.jpg, or KEY.0.jpg, KEY.1.jpg with several images
                                       --> the tar's index: offsets, sizes, checksums of the bytes as they are written
 
-Each shard is a job of its own, so that its bytes depend on neither the workers nor their number.
-
-A tar gets its name when it is complete and on the disk: a stopped writer leaves no half shard that *.tar would find.
-Its index follows.
+Each shard is a job of its own, so that its bytes do not depend on the workers. A tar gets its name when it is complete
+and on the disk: a stopped writer leaves no half shard that *.tar would find. Its index follows.
 """
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import itertools
 import re
@@ -23,13 +20,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
 
-from mmtrain.base.durable import leftovers, whole_file
+from mmtrain.base.durable import whole_file
 from mmtrain.base.errors import UserError
 from mmtrain.data.samples.formats import LLAVA
 from mmtrain.data.samples.records import (
     IMAGE_SUFFIXES,
     BadSample,
-    ImageLimits,
     checked_image,
     image_size,
     parse_turns,
@@ -38,7 +34,7 @@ from mmtrain.data.samples.records import (
 )
 from mmtrain.data.samples.sample import Sample
 from mmtrain.data.shards.index import Member, ShardIndex, TextLengths, write_index
-from mmtrain.runtime.pool import Advance, RunTasks, worker_pool
+from mmtrain.runtime.pool import Advance
 
 if TYPE_CHECKING:
     from mmtrain.data.samples.templates import TextCounter
@@ -114,8 +110,7 @@ KeyedSample = tuple[str, dict, Sequence[tuple[str, bytes]]]  # key, KEY.json's c
 def sample_key(identifier: str) -> str:
     """Return the tar key of a record's id: the id itself where it is safe, else its readable part and a hash.
 
-    Safe are letters, digits, - and _, at most 80, the first a letter or digit. The hash is 12 digits of the id's
-    SHA-256, so that a key depends on the id alone and different ids get different keys.
+    The hash is 12 digits of the id's SHA-256: a key depends on the id alone, and different ids get different keys.
     """
     if _SAFE_KEY.fullmatch(identifier) and len(identifier) <= _LONGEST:
         return identifier
@@ -129,7 +124,6 @@ def tar_bytes(members: Iterable[int]) -> int:
 
 
 def shard_name(number: int) -> str:
-    """Return the file name of a data set's shard `number`, from 0."""
     return f"shard-{number:06d}.tar"
 
 
@@ -140,7 +134,7 @@ class ShardMaker:
     images: Path | None  # the folder that image names start from, absolute and without links; None: no record has any
     stored: StoredImages  # the bytes of candidates' images that are not files of that folder
     out: Path
-    limits: ImageLimits
+    max_pixels: int
     count: TextCounter | None  # None leaves text lengths to the first run
     finished: Mapping[int, FinishedShard]  # by job number: made by an earlier run
 
@@ -162,9 +156,9 @@ class ShardMaker:
         for candidate, contents in zip(job.candidates, self.stored(job.candidates), strict=True):
             try:
                 files = [
-                    read_image(self.images, name, self.limits)
+                    read_image(self.images, name, self.max_pixels)
                     if content is None
-                    else checked_image(name, content, self.limits)
+                    else checked_image(name, content, self.max_pixels)
                     for name, content in zip(candidate.images, contents, strict=True)
                 ]
             except BadSample as error:
@@ -174,22 +168,8 @@ class ShardMaker:
             advance(1)
 
 
-@contextlib.contextmanager
-def shard_pool(make: ShardMaker, workers: int) -> Iterator[RunTasks[ShardJob, FinishedShard]]:
-    """Give `run(jobs, tick)`, as `worker_pool` does; `tick` counts candidates."""
-    try:
-        with worker_pool(make, workers) as run:
-            yield run
-    finally:
-        for file in make.out.glob(leftovers("shard-*")):  # of workers that were killed
-            file.unlink()
-
-
 def write_shards(samples: Iterable[KeyedSample], folder: Path, samples_per_shard: int) -> list[WrittenShard]:
-    """Write samples, in order, into folder/shard-000000.tar, shard-000001.tar, ...; the folder must exist.
-
-    Keys must be unique. Memory is that of two samples. Raises what `write_shard` raises; complete shards stay.
-    """
+    """Write samples with unique keys, in order, into shard-000000.tar, shard-000001.tar, ... of an existing folder."""
     samples = iter(samples)
     shards: list[WrittenShard] = []
     for first in samples:

@@ -117,44 +117,34 @@ def _coco_captions(content: dict) -> Iterator[object]:
 
 def table_rows(path: Path) -> Iterator[object]:
     """Yield each row as a dict of texts; as a list where its length is not that of the first line."""
-    lines = _table_lines(path)
-    columns = next(lines)
-    for row in lines:
-        yield dict(zip(columns, row, strict=True)) if len(row) == len(columns) else row
-
-
-def _table_lines(path: Path) -> Iterator[list[str]]:
-    """Yield the fields of each line that has any, the columns' names first."""
     csv.field_size_limit(MAX_RECORD_BYTES)
     separator = SEPARATORS[path.suffix.lower()]
-    reader = csv.reader((line for _, line in _lines(path)), delimiter=separator, strict=True)
-    columns: list[str] = []
-    first = 1  # line that the current row begins in
+    reader = csv.DictReader((line for _, line in _lines(path)), delimiter=separator, strict=True)
+    mend = 'Quote fields that hold a separator, a quote or a line break, and double the quotes in them ("")'
     try:
+        columns = [name.strip() for name in reader.fieldnames or ()]
+        if not columns or len(set(columns)) < len(columns):
+            seen = escape(", ".join(columns)) or "nothing"
+            raise UserError(f"{path}: its first line names {seen}; needed are the names of columns, each once")
+        reader.fieldnames = columns
         for row in reader:
-            if separator == "\t" and any("\t" in field and ("\n" in field or "\r" in field) for field in row):
+            fields = list(row.values())
+            if separator == "\t" and any(isinstance(field, str) and _spans_rows(field) for field in fields):
                 raise UserError(
-                    f"{path}: line {first:,} has a field with a tab and a line break: most likely a quote has no end "
-                    'and took in the rows that follow. Double the quotes of that field (""), or save JSON lines'
+                    f"{path}: a field that ends in line {reader.line_num:,} has a tab and a line break: most likely a "
+                    f"quote has no end and took in the rows that follow. {mend}"
                 )
-            if row and not columns:
-                columns = row = [name.strip() for name in row]
-                if len(set(columns)) < len(columns):
-                    raise UserError(f"{path}: its first line names a column twice: {escape(', '.join(columns))}")
-            if row:
-                yield row
-            first = reader.line_num + 1
+            yield row if None not in row and None not in fields else fields
     except csv.Error as error:
-        raise UserError(
-            f"{path}: line {first:,} is not a row of a table ({error}). Quote fields that hold a separator, a quote or "
-            'a line break, and double the quotes in them ("")'
-        ) from None
-    if not columns:
-        raise UserError(f"{path}: is empty; needed is a table whose first line names its columns")
+        raise UserError(f"{path}: line {reader.line_num:,} is not a row of a table ({error}). {mend}") from None
+
+
+def _spans_rows(field: str) -> bool:
+    return "\t" in field and ("\n" in field or "\r" in field)
 
 
 def _first_character(path: Path) -> str:
-    """Return a text's first character that JSON does not take for white space; "" if there is none."""
+    """Return a text's first character that is no white space; "" if there is none."""
     with _opened(path) as stream:
         while text := stream.read(4096):
             if text := text.lstrip(" \t\r\n"):

@@ -1,27 +1,27 @@
-"""Choose what goes into which shard before any image is read, and count what becomes of each record.
+"""A run of `mmtrain shard`: what goes into which shard, what becomes of each record, and what --resume continues.
 
 rows of all sources --Validator: text checked, keys assigned--> candidates --N, or what fits a size--> ShardJob
 ShardJob, FinishedShard --ShardStats--> rejected.jsonl, and dataset.json at the end
+                        --UnfinishedRun--> unfinished.jsonl: options and inputs, then a line for each finished shard
 
 The jobs are a function of the sources (and, for shards of a size, of the image files' sizes): so any number of workers,
-and a run that was interrupted, make the same shards.
+and a run that was interrupted, make the same shards. A run locks the folder: two would write over each other.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, astuple, dataclass, field
 from pathlib import Path
 from tarfile import BLOCKSIZE, RECORDSIZE
 
-from mmtrain.base.durable import write_whole
+from mmtrain.base.durable import held, leftovers, write_whole
 from mmtrain.base.errors import UserError
-from mmtrain.base.json_lines import JsonLines
-from mmtrain.data.prepare.rows import Adapted, RowImage
-from mmtrain.data.prepare.shard_resume import SUMMARY
+from mmtrain.base.json_lines import JsonLines, recorded
 from mmtrain.data.prepare.sharding import (
     BadRecord,
     Candidate,
@@ -31,8 +31,12 @@ from mmtrain.data.prepare.sharding import (
     sample_key,
     tar_bytes,
 )
-from mmtrain.data.prepare.sources import Source, place
+from mmtrain.data.prepare.sources import Adapted, RowImage, Source, place
 from mmtrain.data.samples.records import BadSample, Record, record_json
+from mmtrain.data.shards.index_file import index_path
+
+STATE = "unfinished.jsonl"
+SUMMARY = "dataset.json"
 
 
 @dataclass(eq=False)
@@ -42,7 +46,7 @@ class Validator:
     sources: Sequence[Source]
     images: Path | None  # their folder; None: no record has any
     samples_per_shard: int | None  # candidates: records with sound text
-    shard_bytes: int | None  # of the tar, by the files' sizes before --max-side; a larger sample is alone in its tar
+    shard_bytes: int | None  # of the tar; a larger sample is alone in its tar
     keep_duplicates: bool  # a repeated id gets a key of its own
     allowed_rejections: int  # for the text; reading ends early, after more
     keys: dict[str, int] = field(init=False, default_factory=dict)  # of candidates -> the record's number in all files
@@ -185,12 +189,123 @@ class ShardStats:
             "sha256": hashlib.sha256(digests.encode()).hexdigest(),
             "shards": [asdict(shard) for shard in self.shards],
         }
-        try:
-            write_whole(out / SUMMARY, json.dumps(content, indent=1) + "\n")
-        except OSError as error:
-            raise OSError(error.errno, error.strerror, str(out / SUMMARY)) from error
+        write_whole(out / SUMMARY, json.dumps(content, indent=1) + "\n")
 
 
 def by_reason(reasons: Counter[str]) -> str:
     """Return how often each reason was given, the commonest first."""
     return ", ".join(f"{count:,} {code}" for code, count in reasons.most_common())
+
+
+def refuse_used_folder(out: Path, resume: bool) -> None:
+    """Raise UserError for an output folder that holds shards, unless `resume` continues their run."""
+    if out.exists() and not out.is_dir():
+        raise UserError(f"--out {out}: is a file; name a folder")
+    used = sorted(path.name for name in ("*.tar", SUMMARY) for path in out.glob(name))
+    can_resume = (out / STATE).is_file() or SUMMARY in used
+    if used and not (resume and can_resume):
+        mend = "Go on with --resume" if can_resume else "Choose a new folder"
+        raise UserError(f"--out {out}: holds shards already ({', '.join(used)[:80]}). {mend}, or delete the folder")
+
+
+def is_finished(out: Path, run: dict) -> bool:
+    """Tell whether a folder holds the finished shards of this run; raises UserError for those of another one."""
+    file = out / SUMMARY
+    if not file.is_file():
+        return False
+    try:
+        summary = json.loads(file.read_bytes())
+    except (ValueError, RecursionError):
+        summary = {}
+    _refuse_another_run(run, summary if isinstance(summary, dict) else {}, file)
+    (out / STATE).unlink(missing_ok=True)  # the run was killed between its last two acts
+    return True
+
+
+def _refuse_another_run(run: dict, earlier: dict, file: Path) -> None:
+    """Raise UserError unless `file` describes an `earlier` run with the options and inputs of `run`."""
+    options = earlier.get("options")
+    was = (options if isinstance(options, dict) else {}) | {"inputs": earlier.get("inputs")}
+    now = run["options"] | {"inputs": run["inputs"]}
+    differ = [
+        f"{name} was {json.dumps(was.get(name))} and is {json.dumps(value)}"
+        for name, value in now.items()
+        if was.get(name) != value
+    ]
+    if differ:
+        raise UserError(
+            f"--resume: {file} is of another run: {'; '.join(differ)}. Its shards and new ones would not make one data "
+            f"set: use the same options and files, or delete {file.parent} and start again"
+        )
+
+
+@dataclass
+class UnfinishedRun:
+    """What a run has finished of its shards; the rest of its folder is empty."""
+
+    out: Path
+    finished: dict[int, FinishedShard]  # by an earlier run
+    lines: JsonLines
+
+    def add(self, number: int, finished: FinishedShard) -> None:
+        if number not in self.finished:
+            rejected = [astuple(entry) for entry in finished.rejected]
+            self.lines.write(shard=number, written=asdict(finished.shard), rejected=rejected)
+
+    def discard(self) -> None:
+        """Remove all shards and the state."""
+        _remove_all_but(self.out, {})
+        (self.out / STATE).unlink()
+
+
+@contextlib.contextmanager
+def unfinished_run(out: Path, run: dict, resume: bool) -> Iterator[UnfinishedRun]:
+    """Lock the folder and take over the finished shards of an earlier run with the same options and inputs.
+
+    Raises UserError if another run holds the folder, or the earlier one had other options or inputs. When the block
+    ends without error, the run is complete and its state goes.
+    """
+    out.mkdir(parents=True, exist_ok=True)
+    state = out / STATE
+    with contextlib.ExitStack() as opened:
+        try:
+            opened.enter_context(held(out / ".lock", wait=False))
+        except BlockingIOError:
+            raise UserError(f"--out {out}: another run writes into this folder; wait for its end, or stop it") from None
+        if (out / SUMMARY).exists():
+            raise UserError(f"--out {out}: another run has just ended here")
+        description, *shards = (list(recorded(state)) if resume else []) or [None]
+        if description is None:
+            state.unlink(missing_ok=True)
+        else:
+            _refuse_another_run(run, description, state)
+        finished = dict(_still_there(out, shards))
+        _remove_all_but(out, finished)
+        lines = opened.enter_context(JsonLines(state))
+        if description is None:
+            lines.write(**run)
+        opened.callback(_remove_leftovers, out)
+        yield UnfinishedRun(out, finished, lines)
+        state.unlink()
+
+
+def _still_there(out: Path, lines: Iterable[dict]) -> Iterator[tuple[int, FinishedShard]]:
+    """Yield number and facts of the shards whose tar and index are there still."""
+    for line in lines:
+        shard = WrittenShard(**line["written"])
+        tar = out / shard.file
+        if tar.is_file() and tar.stat().st_size == shard.bytes and index_path(tar).is_file():
+            yield line["shard"], FinishedShard(shard, tuple(BadRecord(*entry) for entry in line["rejected"]))
+
+
+def _remove_all_but(out: Path, kept: Mapping[int, FinishedShard]) -> None:
+    names = {finished.shard.file for finished in kept.values()}
+    for path in [*out.glob("shard-*.tar"), *out.glob("shard-*.tar.index")]:
+        if path.name.removesuffix(".index") not in names:
+            path.unlink()
+    _remove_leftovers(out)
+
+
+def _remove_leftovers(out: Path) -> None:
+    for path in out.glob(leftovers("*")):  # of processes that were killed
+        path.unlink()

@@ -8,22 +8,24 @@ add_generation_prompt) to the end mark behind it, where generation stops (<|im_e
 
 from __future__ import annotations
 
-import functools
 import itertools
 import json
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime
+from typing import Any
 
 from transformers import PreTrainedTokenizerBase
+from transformers.utils.chat_template_utils import _compile_jinja_template
 
+from mmtrain.base.printing import escape
 from mmtrain.config.templates import NAMES, jinja_of, template_name
 from mmtrain.data.samples.records import BadSample
-from mmtrain.data.samples.rendering import JinjaTemplate, TemplateError
 from mmtrain.models.facts.tokenizer_files import missing_chat_template
 
 ROLES = {"system": "system", "human": "user", "gpt": "assistant"}  # LLaVA's speakers, as chat templates call them
 PROBE = (("human", "<image>\nWhat is this?"), ("gpt", "A red circle."))  # shows faults before any sample is read
+MAX_RENDERED = 10_000_000  # characters; the texts of a conversation have at most a tenth of it
 FIXED_DATE = datetime(2024, 7, 26)  # the day that Llama 3's own template falls back to
 FIXED_CLOCK = (  # a macro hides the function of this name that transformers gives to templates
     "{% macro strftime_now(format) %}"
@@ -35,22 +37,55 @@ Span = tuple[int, int]  # begin and end in characters
 Turns = Sequence[tuple[str, str]]
 
 
+class TemplateError(Exception):
+    """The template cannot be compiled, or does not take the conversation. The message is the template's own."""
+
+
+class JinjaTemplate:
+    """A chat template as transformers' tokenizers render it, in a sandbox without files and Python, up to a length.
+
+    The sandbox does not keep a template from wasting time or memory. Raises TemplateError for what is no template.
+    """
+
+    def __init__(self, text: str) -> None:
+        try:
+            self._template = _compile_jinja_template(text)
+        except Exception as error:  # of jinja2, and of Python compiling what jinja2 made of it
+            raise _failure(error) from error
+
+    def render(self, messages: list[dict], variables: Mapping[str, Any]) -> str:
+        """Return the text of `messages`; raises TemplateError, also for more than MAX_RENDERED characters."""
+        pieces, length = [], 0
+        try:
+            for piece in self._template.generate({**variables, "messages": messages}):
+                length += len(piece)
+                if length > MAX_RENDERED:
+                    raise TemplateError(f"it writes more than {MAX_RENDERED:,} characters")
+                pieces.append(piece)
+        except TemplateError:
+            raise
+        except Exception as error:  # a template is a program: it may raise anything
+            raise _failure(error) from error
+        return "".join(pieces)
+
+
+def _failure(error: Exception) -> TemplateError:
+    return TemplateError(escape(str(error), 300) or type(error).__name__)
+
+
 class ChatText:
     """Writes conversations as a template in Jinja does: human -> user, gpt -> assistant, system -> system.
 
     Without a system turn the template's default system text stands. A template that writes today's date (strftime_now)
-    gets a fixed one, so that samples do not change overnight. One that ships with mmtrain begins a text as the
-    tokenizer itself does.
-
-    Price: 2 renderings per answer, to find where it begins and ends, and to see that later turns leave it as it was.
+    gets a fixed one, so that samples do not change overnight. Cost: 2 renderings per answer, to find where it begins
+    and ends, and to see that later turns leave it as it was.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, end_marks: Iterable[str], template: str = "chat") -> None:
-        """Try the template on one question and answer, which shows how answers end.
+        """Try the template, `data.template`'s value, on one question and answer, which shows how answers end.
 
-        `end_marks`: texts of the special tokens that may end an answer; `template`: what `data.template` holds. Raises
-        UserError for a tokenizer without the chat template that it is to have, BadSample for a template from which the
-        model could not learn to answer.
+        `end_marks`: texts of the special tokens that may end an answer. Raises UserError for a tokenizer without chat
+        template, BadSample for a template from which the model could not learn to answer.
         """
         own = template == "chat"
         self.name = f"the chat template of {tokenizer.name_or_path}" if own else f"template {template_name(template)}"
@@ -83,16 +118,12 @@ class ChatText:
 
     def write(self, turns: Turns) -> tuple[str, list[Span]]:
         """Return the text and the span of each answer; raises BadSample where the template does not hold a turn."""
-        if turns[0][0] == "system" and self._other_role is not None:
-            raise self.unfit(
-                f"writes a system turn as one of the {self._other_role}'s", "tells system, user and assistant apart"
-            )
         text = self._render(turns)
         spans: list[Span] = []
-        given: list[str] = []  # since the last answer
-        for number, (speaker, said) in enumerate(turns):
+        asked: list[str] = []  # texts since the last answer
+        for number, (speaker, words) in enumerate(turns):
             if speaker != "gpt":
-                given.append(said)
+                asked.append(words)
                 continue
             prompt = self._render(turns[:number], add_generation_prompt=True)
             whole = self._render(turns[: number + 1]) if number + 1 < len(turns) else text
@@ -101,39 +132,23 @@ class ChatText:
                     f"asks for an answer in another form than it writes one ({_difference(prompt, whole)})",
                     "begins answers as add_generation_prompt does",
                 )
-            self._refuse_lost_text(given, whole[spans[-1][1] if spans else 0 : len(prompt)])
-            answered = whole[len(prompt) :].removesuffix(self.tail)
-            if not whole.endswith(self.tail) or not answered.rstrip().endswith(said.strip()):
-                raise self._loses(said.strip() + self.tail, whole[len(prompt) :])
+            self._refuse_lost_text(asked, whole[spans[-1][1] if spans else 0 : len(prompt)])
+            answer = whole[len(prompt) :].removesuffix(self.tail)
+            if not whole.endswith(self.tail) or not answer.rstrip().endswith(words.strip()):
+                raise self._loses(words.strip() + self.tail, whole[len(prompt) :])
             end = len(whole) - self.unsupervised_tail
             if not text.startswith(whole[:end]):
                 raise self.unfit(
-                    f"rewrites earlier turns once later ones follow ({_difference(whole[:end], text)}): answers would "
-                    "be learnt in another form than they are asked for",
+                    f"rewrites earlier turns once later ones follow ({_difference(whole[:end], text)})",
                     "does not, or a sample with one question",
                 )
             spans.append((len(prompt), end))
-            given = []
+            asked = []
         return text, spans
 
     def unfit(self, fault: str, needed: str) -> BadSample:
-        """What to raise for a template that does `fault`, where one that does `needed` would do."""
+        """Return the error for a template that does `fault`, where one that does `needed` would do."""
         return BadSample("template", f"{self.name} {fault}; needed is one that {needed}")
-
-    @functools.cached_property
-    def _other_role(self) -> str | None:
-        """The role that this template writes a system turn as, if it does not tell it from that one."""
-        try:
-            system = self._render((("system", "You see pictures."), *PROBE))
-        except BadSample:
-            return None
-        for speaker in ("human", "gpt"):
-            try:
-                if self._render(((speaker, "You see pictures."), *PROBE)) == system:
-                    return ROLES[speaker]
-            except BadSample:  # it refuses turns that do not alternate, so it does tell them apart
-                continue
-        return None
 
     def _render(self, turns: Turns, add_generation_prompt: bool = False) -> str:
         try:
@@ -143,29 +158,27 @@ class ChatText:
         except TemplateError as error:
             raise BadSample("template", f"{self.name} fails: {error}") from error
 
-    def _refuse_lost_text(self, given: Sequence[str], written: str) -> None:
+    def _refuse_lost_text(self, texts: Sequence[str], written: str) -> None:
         """Raise BadSample unless the texts stand in `written`, in order."""
         at = 0
-        for text in given:
-            found = written.find(text.strip(), at)
-            if found < 0:
-                raise self._loses(text.strip(), written)
-            at = found + len(text.strip())
+        for text in map(str.strip, texts):
+            if (begin := written.find(text, at)) < 0:
+                raise self._loses(text, written)
+            at = begin + len(text)
 
-    def _loses(self, given: str, written: str) -> BadSample:
+    def _loses(self, text: str, written: str) -> BadSample:
         return self.unfit(
-            f"does not write a turn as it was given: {given[-80:]!r} became {written[-160:]!r}",
+            f"does not write a turn as it was given: {text[-80:]!r} became {written[-160:]!r}",
             "takes texts and leaves them whole",
         )
 
 
 def any_of(texts: Iterable[str]) -> re.Pattern[str]:
-    """Finds the first of these texts; those of white space alone are left out."""
+    """Return a pattern that finds the first of these texts; those of white space alone are left out."""
     return re.compile("|".join(re.escape(text) for text in texts if text.strip()) or "(?!)")  # (?!) finds nothing
 
 
 def _chat_template(tokenizer: PreTrainedTokenizerBase) -> str:
-    """The tokenizer's default chat template; raises UserError where there is none."""
     try:
         return tokenizer.get_chat_template()
     except ValueError:  # none, or named ones without a default
@@ -173,32 +186,28 @@ def _chat_template(tokenizer: PreTrainedTokenizerBase) -> str:
 
 
 def _begun(jinja: str, template: str, tokenizer: PreTrainedTokenizerBase) -> str:
-    """The Jinja of a template; of one that ships, told a BOS with which texts get the tokens that a tokenizer begins.
+    """Return a template's Jinja, for a shipped one with the BOS that makes the tokens a tokenizer begins texts with.
 
-    LLaVA leaves BOS to the tokenizer, which may add none. Some write a blank before a text, and none behind a BOS that
-    stands in the text itself.
+    LLaVA leaves BOS to the tokenizer, which may add none, or write a blank behind its own BOS alone.
     """
     if template not in NAMES or template == "chat":
         return jinja
     bos, word = tokenizer.bos_token or "", "A"
-    own = tokenizer(word).input_ids
-    for begin in (bos, bos + " "):
-        ids = tokenizer(begin + word, add_special_tokens=False).input_ids
-        if ids == own[: len(ids)]:
+    ids = tokenizer(word).input_ids
+    for begin in (bos, bos + " ", ""):
+        begun = tokenizer(begin + word, add_special_tokens=False).input_ids
+        if begun == ids[: len(begun)]:
             break
-    else:
-        begin = ""
     return jinja if begin == bos else f"{{%- set bos_token = {json.dumps(begin, ensure_ascii=False)} %}}\n{jinja}"
 
 
 def _dated(jinja: str) -> tuple[str, dict[str, str]]:
-    """A template, told the fixed date, and that date in each format it asks for."""
+    """Return a template that writes the fixed date, and that date in each format it asks for."""
     formats = re.findall(r"""strftime_now\(\s*(["'])(.*?)\1""", jinja)
     dates = {text: FIXED_DATE.strftime(text) for _, text in formats}
     return (FIXED_CLOCK + jinja if "strftime_now" in jinja else jinja), dates
 
 
 def _difference(one: str, other: str) -> str:
-    """Where two texts part, for a message."""
     at = next(i for i, (a, b) in enumerate(itertools.zip_longest(one, other)) if a != b)
     return f"{one[max(at - 20, 0) : at + 20]!r} against {other[max(at - 20, 0) : at + 20]!r}"

@@ -60,7 +60,7 @@ CAPTION_KEYS = ("caption", "text")  # of KEY.json, where no key is named
 
 @dataclass(frozen=True)
 class SampleFormat:
-    """One way to write samples; `caption_key` and `caption_prompt` are as in `data`, and count for captions alone."""
+    """One way to write samples; the last two fields, as in `data`, count for captions alone."""
 
     name: str = "llava"  # llava, sharegpt, caption
     caption_key: str | None = None
@@ -68,13 +68,13 @@ class SampleFormat:
 
     @property
     def reading(self) -> str:
-        """What decides which samples can be read at all: an index holds its faults under this name."""
+        """Name under which an index holds the samples that this format cannot read."""
         has_key = self.name == "caption" and self.caption_key is not None
         return f"caption {compact_json(self.caption_key).decode()}" if has_key else self.name
 
     @property
     def wording(self) -> str:
-        """What of this decides how long texts are, for their fingerprint; empty for LLaVA's own format."""
+        """What the length of a text depends on, for its fingerprint; empty for LLaVA's own format."""
         if self.name == "llava":
             return ""
         return compact_json([self.reading, self.caption_prompt if self.name == "caption" else None]).decode()

@@ -59,16 +59,7 @@ TURNS = {  # by EXIF orientation, as PIL.ImageOps.exif_transpose
     8: Image.Transpose.ROTATE_90,
 }
 # What Pillow's decoders raise on damaged files, beyond the OSError that they document.
-DECODE_ERRORS = (
-    OSError,
-    TypeError,
-    SyntaxError,
-    ValueError,
-    EOFError,
-    struct.error,
-    zlib.error,
-    Image.DecompressionBombError,
-)
+DECODE_ERRORS = (OSError, TypeError, SyntaxError, ValueError, EOFError, struct.error, zlib.error)
 
 REASONS = {
     "not_an_object": "not a JSON object",
@@ -210,19 +201,11 @@ def _image_names(field: object) -> tuple[str, ...]:
     return tuple(names)
 
 
-@dataclass(frozen=True)
-class ImageLimits:
-    """Limits of an image's size: to be accepted, and to be stored as it is."""
-
-    max_pixels: int = MAX_IMAGE_PIXELS  # width x height; more are rejected before any is decoded
-    max_side: int | None = None  # pixels; images with a longer side are made smaller
-
-
-def read_image(folder: Path | None, name: str, limits: ImageLimits = ImageLimits()) -> tuple[str, bytes]:
+def read_image(folder: Path | None, name: str, max_pixels: int = MAX_IMAGE_PIXELS) -> tuple[str, bytes]:
     """Return lower-case suffix and bytes of an image file in `folder`, an absolute path without links.
 
-    The bytes are the file's, unless a side is longer than limits.max_side. The image is decoded to its end, after its
-    size in bytes and pixels was checked. Raises BadSample, also where `folder` is None.
+    The image is decoded to its end, after its size in bytes and pixels was checked. Raises BadSample, also where
+    `folder` is None.
     """
     if folder is None:
         raise BadSample("missing_image", f"{name}: no folder of images is named (--images)")
@@ -241,15 +224,15 @@ def read_image(folder: Path | None, name: str, limits: ImageLimits = ImageLimits
         content = path.read_bytes()
     except (OSError, ValueError, RuntimeError) as error:  # ValueError: a null byte; RuntimeError: links in a circle
         raise BadSample("unreadable_image", f"{name}: {error}") from None
-    _, sound = _checked(name, content, limits)
-    return suffix, sound
+    _decode(name, content, max_pixels)
+    return suffix, content
 
 
-def checked_image(name: str, content: memoryview, limits: ImageLimits = ImageLimits()) -> tuple[str, bytes]:
+def checked_image(name: str, content: memoryview, max_pixels: int = MAX_IMAGE_PIXELS) -> tuple[str, bytes]:
     """Return suffix, by its content, and bytes of an image that a row holds; raises BadSample as `read_image` does."""
     _refuse_large(name, content.nbytes)
-    file_format, sound = _checked(name, bytes(content), limits)
-    return _SUFFIX_OF[file_format], sound
+    image = bytes(content)
+    return _SUFFIX_OF[_decode(name, image, max_pixels)], image
 
 
 def _refuse_large(name: str, size: int) -> None:
@@ -257,17 +240,15 @@ def _refuse_large(name: str, size: int) -> None:
         raise BadSample("too_many_bytes", f"{name}: {size:,} bytes, where {MAX_IMAGE_BYTES:,} are allowed")
 
 
-def _checked(name: str, content: bytes, limits: ImageLimits) -> tuple[str, bytes]:
-    """Decode an image to its end and return Pillow's format and the bytes to store; raises BadSample."""
+def _decode(name: str, content: bytes, max_pixels: int) -> str:
+    """Decode an image to its end and return Pillow's name of its format; raises BadSample."""
     try:
-        with open_image(content, limits.max_pixels) as image:
-            if limits.max_side is not None and max(image.size) > limits.max_side:
-                return _smaller(image, content, limits.max_side)
+        with open_image(content, max_pixels) as image:
             # JPEG at an eighth of its size (other formats have no such draft): every bit is read, as damage demands,
             # but not every pixel is made of it. 190 kB take 1.6 ms instead of 2.5.
             image.draft(None, (1, 1))
             image.load()
-            return image.format, content
+            return image.format
     except BadSample as error:
         raise BadSample(error.reason, f"{name}: {error.detail}") from None
     except DECODE_ERRORS as error:
@@ -382,23 +363,6 @@ def _without_pixels(content: bytes) -> bytes:
             chunk = content[at + 4 : at + 8 + length]
             kept += [content[at : at + 4], chunk, zlib.crc32(chunk).to_bytes(4)]  # behind pixels no CRC is looked at
     return b"".join([*kept, bytes(4), b"IDAT", zlib.crc32(b"IDAT").to_bytes(4)])
-
-
-def _smaller(image: Image.Image, content: bytes, max_side: int) -> tuple[str, bytes]:
-    """Return format and bytes of an image with a longer side of `max_side`: JPEG and WebP at quality 95, or PNG."""
-    file_format = {"JPEG": "JPEG", "MPO": "JPEG", "WEBP": "WEBP"}.get(image.format, "PNG")
-    size = tuple(max(round(side * max_side / max(image.size)), 1) for side in image.size)
-    image.load()
-    # Numbers of a palette are no amounts that could be averaged, and PNG holds few of TIFF's modes.
-    if file_format == "PNG" and image.mode not in ("L", "LA", "RGB", "RGBA", "I;16"):
-        image = image.convert("L" if image.mode == "1" else "RGBA" if image.has_transparency_data else "RGB")
-    stream = io.BytesIO()
-    kept = {name: image.info[name] for name in ("exif", "icc_profile") if image.info.get(name)}
-    if (turned := orientation(image, content)) != 1:  # which other blocks than EXIF's may say, and these are not kept
-        kept["exif"] = Image.Exif()
-        kept["exif"][ExifTags.Base.Orientation] = turned
-    image.resize(size, Image.Resampling.LANCZOS).save(stream, file_format, quality=95, **kept)
-    return file_format, stream.getvalue()
 
 
 def keys_or_value(record: object) -> str:

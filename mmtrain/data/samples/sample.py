@@ -34,12 +34,11 @@ class Sample:
 
     @property
     def where(self) -> str:
-        """Shard and key, for messages."""
         return f"{self.shard}: sample {escape(self.key)}"
 
 
 def without_images(sample: Sample) -> Sample:
-    """A sample's text alone: turns with <image> marks lose them, and the white space at their ends.
+    """Return a sample's text alone: turns with <image> marks lose them, and the white space at their ends.
 
     Raises BadSample for an answer that was nothing else.
     """
@@ -64,26 +63,21 @@ class Document:
 
 @dataclass(frozen=True)
 class QuarantinedSample:
-    """A sample that cannot be trained on, and why: its line in quarantine.jsonl.
-
-    `offset`, in bytes, is that of the damaged member's content in the shard, or of the sample's first one; `reason` is
-    a code of `records.REASONS`.
-    """
+    """A sample that cannot be trained on, and why: its line in quarantine.jsonl."""
 
     key: str
     shard: str
-    offset: int
-    reason: str
+    offset: int  # of the damaged member's content, or the sample's first one, in the shard, in bytes
+    reason: str  # a code of records.REASONS
     detail: str
 
     @property
     def where(self) -> str:
-        """Shard, key and reason, for messages."""
         return f"{self.shard}: sample {escape(self.key)}: {self.reason}: {escape(self.detail)}"
 
 
 def image_number(suffix: str) -> int | None:
-    """Which image of its sample a lower-case suffix names: `jpg` the first, `2.jpg` the third; None if none."""
+    """Return the number of the image that a lower-case suffix names: 0 for `jpg`, 2 for `2.jpg`; None if none."""
     match = _IMAGE_SUFFIX.fullmatch(suffix)
     if match is None:
         return None
@@ -92,24 +86,20 @@ def image_number(suffix: str) -> int | None:
 
 
 def image_suffixes(suffixes: Mapping[str, object] | list[str]) -> list[str]:
-    """Those of a sample's suffixes that are images, in the order of their <image> marks; raises BadSample.
+    """Return the suffixes that are images, in the order of their <image> marks; raises BadSample.
 
     One image is KEY.jpg (or another of IMAGE_SUFFIXES) or KEY.0.jpg, several KEY.0.jpg, KEY.1.jpg, ... without a gap.
     """
-    found = sorted((number, suffix) for suffix in suffixes if (number := image_number(suffix)) is not None)
-    if [number for number, _ in found] != list(range(len(found))) or (
-        len(found) > 1 and not all(suffix[0].isdigit() for _, suffix in found)
-    ):
-        raise BadSample("image_names", f"it has {', '.join(suffix for _, suffix in found)}")
-    return [suffix for _, suffix in found]
+    numbered = sorted((number, suffix) for suffix in suffixes if (number := image_number(suffix)) is not None)
+    numbers, names = [number for number, _ in numbered], [suffix for _, suffix in numbered]
+    if numbers != list(range(len(numbers))) or (len(names) > 1 and not all(name[0].isdigit() for name in names)):
+        raise BadSample("image_names", f"it has {', '.join(names)}")
+    return names
 
 
 def read_sample(
     key: str, shard: str, members: Mapping[str, bytes], offset: int = 0, form: SampleFormat = LLAVA
 ) -> Sample:
-    """A sample of a format from a shard's members, bytes by lower-case suffix; raises BadSample.
-
-    Members that are neither images nor texts of the format are not read.
-    """
+    """Read a sample from a shard's members, bytes by lower-case suffix; raises BadSample."""
     images = tuple(members[suffix] for suffix in image_suffixes(members))
     return Sample(key, shard, conversation(members, len(images), form), images, offset)

@@ -21,8 +21,7 @@ from tokenizers import AddedToken, Tokenizer
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from mmtrain.base.errors import UserError
-from mmtrain.base.printing import escape
-from mmtrain.config.templates import FILE, template_name
+from mmtrain.config.templates import template_name
 from mmtrain.data.samples.chat import PROBE, ChatText, Span, Turns, any_of
 from mmtrain.data.samples.formats import LLAVA, SampleFormat
 from mmtrain.data.samples.records import IMAGE_MARK, BadSample
@@ -31,8 +30,6 @@ from mmtrain.models.facts.model_files import foreign_files, model_folder
 from mmtrain.models.facts.tokenizer_files import missing_marks, panics_told, text_fingerprint, tokenizer_files
 from mmtrain.models.layouts.layout import ImageLayout, Tiling, UnfitImage
 from mmtrain.models.layouts.square import ONE_SQUARE
-
-CHATML = ("<|im_start|>", "<|im_end|>")
 
 
 class PlainTemplate:
@@ -58,7 +55,7 @@ class PlainTemplate:
             self.prefix = [bos] if tokenizer("a").input_ids[:1] == [bos] and bos is not None else []
         self.special_texts = any_of(tokenizer.convert_ids_to_tokens(sorted(_special_ids(tokenizer))))
         _refuse_missing_marks(tokenizer, layout)
-        self.encoder = with_marks(tokenizer, IMAGE_MARK) if layout.has_texts else _own_copy(tokenizer)
+        self.encoder = with_marks(tokenizer, IMAGE_MARK) if layout.has_texts else tokenizer
         self.image_id = self.encoder.convert_tokens_to_ids(IMAGE_MARK)
         try:
             self._images((layout.tiling(1, 1),))
@@ -90,13 +87,11 @@ class PlainTemplate:
             return [IMAGE_POSITION] * sum(runs)
         ids = self._ids(text)
         _refuse_unread_marks(ids, self.image_id, runs, self.tokenizer.name_or_path)
-        left = iter(runs)
-        return [one for token in ids for one in ([IMAGE_POSITION] * next(left) if token == self.image_id else [token])]
+        input_ids, _ = _expanded(ids, [False] * len(ids), self.image_id, runs)
+        return input_ids
 
     def _ids(self, text: str) -> list[int]:
         with panics_told(self.tokenizer.name_or_path):
-            if isinstance(self.encoder, PreTrainedTokenizerFast):
-                return self.encoder.backend_tokenizer.encode(text, add_special_tokens=False).ids
             return self.encoder(text, add_special_tokens=False).input_ids
 
 
@@ -105,19 +100,14 @@ class ChatTemplate:
 
     The conversation is written as text (chat.ChatText) and tokenized once, as at inference and by transformers'
     processors; then each <image> token becomes the positions that the layout gives it. Tokens that overlap an answer's
-    span, from the prompt's end to the end mark, are supervised; unsupervised ones lie before each answer. An image in
-    an answer is never predicted, nor what the layout writes around it; the text behind it is.
-
-    Price: 2 renderings per answer, one copy of the tokenizer.
+    span, from the prompt's end to the end mark, are supervised. An image in an answer is never predicted, nor what the
+    layout writes around it; the text behind it is.
     """
 
     def __init__(
         self, tokenizer: PreTrainedTokenizerBase, layout: ImageLayout, vocab_size: int, template: str = "chat"
     ) -> None:
-        """Raises UserError for a tokenizer without chat template or character offsets, and for an unfit template.
-
-        `template` is what `data.template` holds.
-        """
+        """Raises UserError for a tokenizer without chat template or character offsets, and for an unfit template."""
         self.name = tokenizer.name_or_path
         called = template_name(template)
         if not isinstance(tokenizer, PreTrainedTokenizerFast):
@@ -131,12 +121,6 @@ class ChatTemplate:
         self.vocab_size = vocab_size
         self.image_id = self.tokenizer.convert_tokens_to_ids(IMAGE_MARK)
         _refuse_missing_marks(tokenizer, layout)
-        if template == "chatml" and (lacking := [m for m in CHATML if m not in tokenizer.added_tokens_encoder]):
-            raise UserError(
-                f"data.template: chatml writes {' and '.join(lacking)}, and the tokenizer of {self.name} has no such "
-                "tokens, so that the LLM was never trained on them; take an LLM that was, or set "
-                "data.template=llava_v1"
-            )
         special = _special_ids(self.tokenizer) - {self.image_id}
         self.added_ids = special | set(self.tokenizer.added_tokens_decoder)
         # <unk> is no end mark: a last word that is unknown would pass for one. Nor is <s>: it begins the next text.
@@ -148,38 +132,19 @@ class ChatTemplate:
             self.chat = ChatText(self.tokenizer, self.tokenizer.convert_ids_to_tokens(sorted(self.end_marks)), template)
             self._tokens(PROBE, (layout.tiling(1, 1),))
         except BadSample as error:
-            remedy = "mend it" if called == FILE else "put another tokenizer into the model's folder"
-            if template == "chat":
-                remedy = "put another chat_template.jinja or tokenizer into the model's folder"
-            begins = f" (the one that begins {escape(repr(template), 60)})" if called == FILE else ""
             raise UserError(
-                f"data.template={called}{begins}: {error.detail}; {remedy}, or set data.template="
-                f"{'chat' if called == 'llava_v1' else 'llava_v1'}, or, for captions of images, plain"
+                f"data.template={called}: {error.detail}. Set data.template=llava_v1, or plain for captions of images, "
+                "or put another chat_template.jinja or tokenizer into the model's folder"
             ) from error
 
     def __call__(self, sample: Sample) -> Document:
         """Tokenize a sample; raises BadSample for turns that cannot be written and masked faithfully."""
         _refuse_special(self.special_texts, sample.turns, self.name)
         tilings = tilings_of(sample, self.layout)
-        ids, supervised, runs = self._tokens(sample.turns, tilings)
-        input_ids: list[int] = []
-        labels: list[int] = []
-        left = iter(runs)
-        for token, learnt in zip(ids, supervised, strict=True):
-            if token == self.image_id:
-                positions = next(left)
-                input_ids += [IMAGE_POSITION] * positions
-                labels += [IGNORE] * positions
-            else:
-                input_ids.append(token)
-                labels.append(token if learnt else IGNORE)
-        return _document(sample, tilings, input_ids, labels, self)
+        return _document(sample, tilings, *self._tokens(sample.turns, tilings), self)
 
-    def _tokens(self, turns: Turns, tilings: Sequence[Tiling]) -> tuple[list[int], list[bool], list[int]]:
-        """Token ids of the conversation's text, which of them belong to answers, and what its <image> tokens stand for.
-
-        The latter are positions, of one <image> after the other.
-        """
+    def _tokens(self, turns: Turns, tilings: Sequence[Tiling]) -> tuple[list[int], list[int]]:
+        """Return input_ids and labels that are not shifted; raises BadSample."""
         text, spans = self.chat.write(turns)
         images = [_text_and_runs(self.layout, (tiling,)) for tiling in tilings]
         text, spans, around = _wrapped(text, spans, [written for written, _ in images])
@@ -206,21 +171,21 @@ class ChatTemplate:
         if around:
             wrapping = _overlapping(ids, encoding.offsets, around, self.added_ids)
             in_answer = [now and not wraps for now, wraps in zip(in_answer, wrapping, strict=True)]
-        return ids, in_answer, positions
+        return _expanded(ids, in_answer, self.image_id, positions)
 
 
 Template = PlainTemplate | ChatTemplate
 
 
 def make_template(template: str, tokenizer: PreTrainedTokenizerBase, layout: ImageLayout, vocab_size: int) -> Template:
-    """The template that `data.template` says; raises UserError for a tokenizer that it does not fit."""
+    """Return the template of a `data.template`; raises UserError for a tokenizer that it does not fit."""
     if template == "plain":
         return PlainTemplate(tokenizer, layout, vocab_size)
     return ChatTemplate(tokenizer, layout, vocab_size, template)
 
 
 def tilings_of(sample: Sample, layout: ImageLayout) -> tuple[Tiling, ...]:
-    """What each of a sample's images becomes; raises BadSample for one that cannot be cut."""
+    """Return the tiling of each of a sample's images; raises BadSample for one that cannot be cut."""
     images = len(sample.images)
     assert len(sample.sizes) == images or not layout.is_sized, f"{sample.where}: {images} images, sizes {sample.sizes}"
     try:
@@ -230,14 +195,31 @@ def tilings_of(sample: Sample, layout: ImageLayout) -> tuple[Tiling, ...]:
 
 
 def _text_and_runs(layout: ImageLayout, tilings: Sequence[Tiling]) -> tuple[str, list[int]]:
-    """The text of images, <image> for each run of positions, and how long these are."""
+    """Return the text of images, with <image> for each run of positions, and the runs' lengths."""
     pieces = [piece for tiling in tilings for piece in layout.pieces(tiling)]
     runs = [piece for piece in pieces if isinstance(piece, int)]
     return "".join(IMAGE_MARK if isinstance(piece, int) else piece for piece in pieces), runs
 
 
+def _expanded(
+    ids: Sequence[int], supervised: Sequence[bool], image_id: int, runs: Sequence[int]
+) -> tuple[list[int], list[int]]:
+    """Return input_ids and labels, with the positions of a run in place of each <image> token."""
+    lengths = iter(runs)
+    input_ids: list[int] = []
+    labels: list[int] = []
+    for token, is_supervised in zip(ids, supervised, strict=True):
+        if token == image_id:
+            positions = next(lengths)
+            input_ids += [IMAGE_POSITION] * positions
+            labels += [IGNORE] * positions
+        else:
+            input_ids.append(token)
+            labels.append(token if is_supervised else IGNORE)
+    return input_ids, labels
+
+
 def _refuse_unread_marks(ids: Sequence[int], image_id: int, runs: Sequence[int], tokenizer: str) -> None:
-    """Raise BadSample where a text's tokens have not one <image> for each run of positions."""
     if (read := ids.count(image_id)) != len(runs):
         raise BadSample(
             "template",
@@ -249,7 +231,7 @@ def _refuse_unread_marks(ids: Sequence[int], image_id: int, runs: Sequence[int],
 def _document(
     sample: Sample, tilings: tuple[Tiling, ...], input_ids: list[int], labels: list[int], template: Template
 ) -> Document:
-    """The document of tokens and labels that are not shifted yet; raises UserError for ids without an embedding."""
+    """Shift the labels; raises UserError for ids without an embedding."""
     if max(input_ids) >= template.vocab_size:
         raise UserError(
             f"{sample.where}: the tokenizer of {template.tokenizer.name_or_path} makes token {max(input_ids)}, but "
@@ -264,29 +246,26 @@ def _special_ids(tokenizer: PreTrainedTokenizerBase) -> set[int]:
 
 
 def _refuse_special(special_texts: re.Pattern[str], turns: Turns, tokenizer: str) -> None:
-    """Raise BadSample for a text that the tokenizer would read as marks."""
     for speaker, text in turns:
-        if found := special_texts.search(text):
+        if mark := special_texts.search(text):
             raise BadSample(
                 "template",
-                f"a turn from {speaker} holds {found[0]!r}, a special token of {tokenizer}: the LLM would read it as "
-                "the end of a turn or the like",
+                f"a turn from {speaker} holds {mark[0]!r}, a special token of {tokenizer}, which could end the turn",
             )
 
 
 def _refuse_missing_marks(tokenizer: PreTrainedTokenizerBase, layout: ImageLayout) -> None:
-    """Raise `missing_marks` for tokens around an image that the tokenizer does not have."""
     lacking = [mark for mark in layout.marks if mark not in tokenizer.added_tokens_encoder]
     if lacking:
         raise missing_marks(layout.name, lacking, tokenizer.name_or_path)
 
 
 def _wrapped(text: str, spans: list[Span], images: Sequence[str]) -> tuple[str, list[Span], list[Span]]:
-    """The text with those of images for its <image> marks, the same spans in it, and where they stand.
+    """Write the texts of images in place of <image> marks; return the text, the moved spans and those of the images.
 
-    Raises BadSample where there are more marks than images, or fewer.
+    Raises BadSample where the number of marks is not that of images.
     """
-    marks = [found.start() for found in re.finditer(re.escape(IMAGE_MARK), text)]
+    marks = [mark.start() for mark in re.finditer(re.escape(IMAGE_MARK), text)]
     if len(marks) != len(images):
         raise BadSample("template", f"{len(images)} images, for which the template writes {len(marks)} {IMAGE_MARK}")
     if all(image == IMAGE_MARK for image in images):
@@ -303,32 +282,24 @@ def with_marks(tokenizer: PreTrainedTokenizerBase, *marks: str) -> PreTrainedTok
 
     The libraries take the number of tokens for its id, which another token has where the vocabulary has holes.
     """
-    copied, known = _own_copy(tokenizer), tokenizer.get_vocab()
-    if isinstance(copied, PreTrainedTokenizerFast) and max(known.values()) >= len(copied):
+    copied, vocabulary = copy.deepcopy(tokenizer), tokenizer.get_vocab()
+    copied("")  # switches off the truncation and padding that tokenizer.json may ask for
+    new = [mark for mark in marks if mark not in vocabulary]
+    if isinstance(copied, PreTrainedTokenizerFast) and max(vocabulary.values()) >= len(copied):
         content = json.loads(copied.backend_tokenizer.to_str())
-        free = sorted(set(range(len(known) + len(marks))) - set(known.values()))
-        content["model"]["vocab"] |= dict(zip([mark for mark in marks if mark not in known], free, strict=False))
+        free = sorted(set(range(len(vocabulary) + len(marks))) - set(vocabulary.values()))
+        content["model"]["vocab"] |= dict(zip(new, free, strict=False))
         copied.backend_tokenizer.model = Tokenizer.from_str(json.dumps(content)).model
-    new = [
-        AddedToken(mark, special=True, normalized=False) for mark in marks if mark not in copied.added_tokens_encoder
-    ]
-    copied.add_tokens(new, special_tokens=True)
-    return copied
-
-
-def _own_copy(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
-    """A copy whose backend can be called itself, which takes 30 us a text less than transformers' call around it."""
-    copied = copy.deepcopy(tokenizer)
-    copied("")  # switches off the truncation and padding that tokenizer.json may ask for; nobody else can switch it on
+    added = [mark for mark in marks if mark not in copied.added_tokens_encoder]
+    copied.add_tokens([AddedToken(mark, special=True, normalized=False) for mark in added], special_tokens=True)
     return copied
 
 
 def _overlapping(ids: Sequence[int], offsets: Sequence[Span], spans: Sequence[Span], added_ids: set[int]) -> list[bool]:
-    """Which tokens overlap a span of the text; spans are in order and apart.
+    """Tell for each token whether it overlaps a span of the text; spans are in order and apart.
 
-    White space that a tokenizer cuts from a token's offsets (ByteLevel's trim_offsets, down to an empty range) is taken
-    to belong to it, and an added token that begins before a span is not in it, though it may swallow the white space
-    that the span begins with (Phi 3's rstrip).
+    White space that a tokenizer cuts from a token's offsets (ByteLevel's trim_offsets) belongs to the token. An added
+    token that begins before a span is not in it, though it may swallow white space there (Phi 3's rstrip).
     """
     begins, ends = [begin for begin, _ in spans], [end for _, end in spans]
     result = []
@@ -344,12 +315,11 @@ def _overlapping(ids: Sequence[int], offsets: Sequence[Span], spans: Sequence[Sp
 
 
 class TextCounter:
-    """Counts as training tokenizes: it is the same template that makes the document."""
+    """Counts a sample's tokens by the template that training tokenizes with."""
 
     def __init__(
         self, tokenizer_path: str, template: str, layout: ImageLayout = ONE_SQUARE, form: SampleFormat = LLAVA
     ) -> None:
-        """Raises UserError for a folder without tokenizer and for a template that the tokenizer does not fit."""
         self.arguments = tokenizer_path, template, layout, form
         self.form = form  # of the samples that are counted
         self.fingerprint = text_fingerprint(model_folder(tokenizer_path), template, layout.texts, form.wording)
@@ -358,7 +328,7 @@ class TextCounter:
         self.template = make_template(template, load_tokenizer(tokenizer_path), self.layout, sys.maxsize)
 
     def __call__(self, sample: Sample) -> int:
-        """Tokens without those of images; raises BadSample for a conversation that the template cannot hold."""
+        """Return the number of tokens without those of images; raises BadSample."""
         input_ids = self.template(without_images(sample) if self.layout.strips else sample).input_ids
         return len(input_ids) - input_ids.count(IMAGE_POSITION)
 

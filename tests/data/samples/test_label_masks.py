@@ -113,16 +113,6 @@ CASES = {
             (False, "Ċ"),
         ],
     ),
-    "qwen without system turn": (
-        qwen,
-        (("human", "What?"), ("gpt", "A")),
-        [
-            (False, "<|im_start|> system Ċ You Ġare ĠQwen . <|im_end|> Ċ"),
-            (False, "<|im_start|> user Ċ What ? <|im_end|> Ċ <|im_start|> assistant Ċ"),
-            (True, "A <|im_end|>"),
-            (False, "Ċ"),
-        ],
-    ),
     "llama": (
         llama,
         (("system", "You see <image> pictures."), *IN_BOTH),
@@ -213,15 +203,6 @@ def test_a_template_that_refuses_system_turns_rejects_the_sample_in_its_own_word
 
 
 MARKED = {
-    "qwen": (
-        qwen,
-        QWEN.replace(' or (message.role == "assistant")', "").replace(
-            "    {%- endif %}\n{%- endfor %}",
-            "    {%- elif message.role == 'assistant' %}\n        {{- '<|im_start|>assistant\\n' }}"
-            "{%- generation %}{{- message.content + '<|im_end|>' }}{%- endgeneration %}{{- '\\n' }}\n"
-            "    {%- endif %}\n{%- endfor %}",
-        ),
-    ),
     "llama": (
         llama,
         "{% for message in messages %}{% if loop.index0 == 0 %}{{ bos_token }}{% endif %}"

@@ -10,9 +10,7 @@ import zlib
 
 import pytest
 from PIL import Image
-from PIL.PngImagePlugin import PngInfo
 
-from mmtrain.data.samples import records
 from mmtrain.data.samples.records import (
     IMAGE_FORMATS,
     MAX_IMAGE_BYTES,
@@ -23,8 +21,6 @@ from mmtrain.data.samples.records import (
     MAX_TURNS,
     REASONS,
     BadSample,
-    ImageLimits,
-    image_size,
     open_image,
     parse_record,
     read_image,
@@ -66,17 +62,12 @@ BAD_TEXTS = [
     ("not_json", record(answer="half a pair: \ud83d"), False),
     ("bad_id", record(id=""), True),
     ("bad_id", record(id=True), True),
-    ("bad_id", record(id=1.5), True),
-    ("bad_id", record(id=["a"]), True),
     ("no_conversation", record(conversations=[]), False),
     ("no_conversation", record(conversations={"from": "gpt"}), False),
-    ("no_conversation", record(conversations=["hello"]), False),
     ("no_conversation", {"id": "a1", "image": "a.png", "text": "a cat"}, False),
     ("unknown_role", turns(("human", "<image>"), ("gpt", "Yes."), ("system", "Be kind.")), False),
     ("unknown_role", turns(("user", "<image>"), ("gpt", "Yes.")), False),
-    ("unknown_role", record(conversations=[{"role": "user", "content": "<image>"}]), False),
     ("non_text_value", turns(("human", "<image>"), ("gpt", 7)), False),
-    ("non_text_value", turns(("human", "<image>"), ("gpt", None)), False),
     ("no_answer", turns(("human", "<image>")), False),
     ("no_answer", turns(("human", "<image>"), ("gpt", " \n")), False),
     ("turn_order", turns(("gpt", "Hello."), ("human", "<image>"), ("gpt", "Yes.")), False),
@@ -90,7 +81,6 @@ BAD_TEXTS = [
     ("bad_image_field", record(image=""), True),
     ("bad_image_field", record(image=["a.png", None]), True),
     ("image_count", record("Who?"), False),
-    ("image_count", record("<image><image>"), False),
     ("image_count", record("<image>", image=None), False),
 ]
 
@@ -109,29 +99,10 @@ def test_bad_text_is_rejected_by_its_reason(reason, bad, readable):
             read_sample("a1", "s.tar", members)
 
 
-def test_conversations_as_long_as_allowed_pass():
-    asked = [("human", "Who?"), ("gpt", "A cat.")] * (MAX_TURNS // 2 - 1)
-    length = MAX_TEXT_BYTES - sum(len(text) for _, text in asked) - len("And?")
-    content = turns(*asked, ("human", "And?"), ("gpt", "a" * length)) | {"image": None}
-    assert parse_record(content).content == content
-    assert len(read_sample("a1", "s.tar", {"json": json.dumps(content).encode()}).turns) == MAX_TURNS
-
-
-def test_the_suffixes_are_those_that_samples_are_read_by():
-    for suffix in records.IMAGE_SUFFIXES:
-        assert read_sample("a1", "s.tar", members_of(record("<image>"), [(suffix, b"x")])).images == (b"x",)
-
-
 def members_of(content: dict, files) -> dict:
     names = [suffix if len(files) == 1 else f"{number}.{suffix}" for number, (suffix, _) in enumerate(files)]
     bodies = {name: body for name, (_, body) in zip(names, files, strict=True)}
     return {"json": json.dumps(content).encode(), **bodies}
-
-
-def test_a_system_turn_comes_first_and_images_may_stand_in_every_turn():
-    content = turns(("system", "See <image>."), ("human", "<image> or <image>?"), ("gpt", "Rather <image>."))
-    content["image"] = ["a.png", "b.png", "c.jpg", "d.webp"]
-    assert parse_record(content).images == ("a.png", "b.png", "c.jpg", "d.webp")
 
 
 def test_what_passes_is_what_read_sample_accepts():
@@ -190,7 +161,6 @@ def folder(tmp_path):
         ("sub/b.JPEG", encoded("JPEG"), "jpeg"),
         ("sub/../c.Png", encoded("PNG"), "png"),
         ("d.e.webp", encoded("WEBP"), "webp"),
-        ("png in disguise.jpg", encoded("PNG"), "jpg"),
         ("gif in disguise.jpg", encoded("GIF"), "jpg"),
         ("ünïcode \U0001f600.png", encoded("PNG"), "png"),
     ],
@@ -198,12 +168,6 @@ def folder(tmp_path):
 def test_a_good_image_keeps_its_bytes_and_its_own_suffix_in_lower_case(folder, name, content, suffix):
     (folder / name).write_bytes(content)
     assert read_image(folder, name) == (suffix, content)
-
-
-def test_a_link_inside_the_folder_is_followed(folder):
-    (folder / "a.png").write_bytes(encoded("PNG"))
-    (folder / "link.png").symlink_to(folder / "a.png")
-    assert read_image(folder, "link.png") == ("png", (folder / "a.png").read_bytes())
 
 
 def jpeg_cut_off() -> bytes:
@@ -219,21 +183,17 @@ def png_with_a_flipped_bit() -> bytes:
 
 BAD_IMAGES = {
     "no file": ("missing_image", "none.png"),
-    "a folder that is none": ("missing_image", "none/a.png"),
     "parent folder": ("outside_images", "../secret.png"),
     "absolute path": ("outside_images", "/etc/secret.png"),
     "link out": ("outside_images", "out.png"),
     "folder that is a link out": ("outside_images", "up/secret.png"),
-    "link to nothing inside": ("missing_image", "nothing.png"),
     "links in a circle": ("unreadable_image missing_image", "circle.png"),
     "a folder": ("unreadable_image", "folder.png"),
     "a named pipe": ("unreadable_image", "pipe.png"),
     "a null byte": ("unreadable_image", "a\0.png"),
     "a name too long for any system": ("unreadable_image", "n" * 5000 + ".png"),
-    "no suffix": ("unsupported_image", "plain"),
     "a suffix that readers do not know": ("unsupported_image", "plain.heic"),
     "empty": ("undecodable_image", "empty.png"),
-    "text": ("undecodable_image", "text.jpg"),
     "cut off": ("undecodable_image", "cut.jpg"),
     "one flipped bit": ("undecodable_image", "flipped.png"),
     "PostScript": ("undecodable_image", "script.jpg"),
@@ -241,9 +201,7 @@ BAD_IMAGES = {
     "a bomb that Pillow warns of": ("too_many_pixels", "large.png"),
     "more bytes than allowed": ("too_many_bytes", "long.jpg"),
     "a JPEG of many scans": ("too_much_work", "scans.jpg"),
-    "a JPEG of many comments": ("too_much_work", "comments.jpg"),
     "a PNG of many profiles": ("too_much_work", "profiles.png"),
-    "a PNG of many texts behind its pixels": ("too_much_work", "texts.png"),
 }
 
 
@@ -251,14 +209,11 @@ BAD_IMAGES = {
 def test_bad_images_are_rejected_by_their_reason(folder, case):
     (folder / "out.png").symlink_to(folder.parent / "secret.png")
     (folder / "up").symlink_to(folder.parent)
-    (folder / "nothing.png").symlink_to(folder / "none.png")
     (folder / "circle.png").symlink_to(folder / "circle.png")
     (folder / "folder.png").mkdir()
     os.mkfifo(folder / "pipe.png")
-    for name in ("plain", "plain.heic"):
-        (folder / name).write_bytes(encoded("GIF"))
+    (folder / "plain.heic").write_bytes(encoded("GIF"))
     (folder / "empty.png").touch()
-    (folder / "text.jpg").write_text("<html>404</html>")
     (folder / "cut.jpg").write_bytes(jpeg_cut_off())
     (folder / "flipped.png").write_bytes(png_with_a_flipped_bit())
     (folder / "script.jpg").write_text("%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 10 10\n%%EndComments\nshowpage\n")
@@ -266,10 +221,8 @@ def test_bad_images_are_rejected_by_their_reason(folder, case):
     (folder / "large.png").write_bytes(png_that_claims(10_001))
     (folder / "long.jpg").write_bytes(encoded("JPEG"))
     (folder / "scans.jpg").write_bytes(jpeg_of_scans(2000, 3500))  # 4 MP, 60 kB: decoding takes seconds
-    (folder / "comments.jpg").write_bytes(b"\xff\xd8" + b"\xff\xfe\0\2" * 1001 + encoded("JPEG")[2:])
     profile = png_chunk(b"iCCP", b"profile\0\0" + zlib.compress(bytes(1_000_000)))
     (folder / "profiles.png").write_bytes(png_with(profile * 3000, b""))  # 3 MB: decoding takes seconds
-    (folder / "texts.png").write_bytes(png_with(b"", png_chunk(b"tEXt", b"a\0") * 1001))
     os.truncate(folder / "long.jpg", MAX_IMAGE_BYTES + 1)  # the rest are zeros, and take no room on the disk
     reasons, name = BAD_IMAGES[case]
     began = time.thread_time()
@@ -327,9 +280,9 @@ def png_that_claims(side: int) -> bytes:
 
 def test_limits_are_the_largest_that_pass(folder, recwarn):
     (folder / "a.png").write_bytes(encoded("PNG", (30, 20)))
-    assert read_image(folder, "a.png", ImageLimits(max_pixels=600))[0] == "png"
+    assert read_image(folder, "a.png", 600)[0] == "png"
     with pytest.raises(BadSample, match=r"too_many_pixels: a\.png: 30 x 20 pixels, where 599 are allowed"):
-        read_image(folder, "a.png", ImageLimits(max_pixels=599))
+        read_image(folder, "a.png", 599)
     (folder / "padded.jpg").write_bytes(encoded("JPEG"))
     os.truncate(folder / "padded.jpg", MAX_IMAGE_BYTES)
     assert len(read_image(folder, "padded.jpg")[1]) == MAX_IMAGE_BYTES
@@ -338,8 +291,7 @@ def test_limits_are_the_largest_that_pass(folder, recwarn):
     assert not recwarn.list
 
 
-@pytest.mark.parametrize("progressive", [False, True])
-@pytest.mark.parametrize("mode", ["RGB", "L", "CMYK"])
+@pytest.mark.parametrize(("mode", "progressive"), [("RGB", False), ("RGB", True), ("CMYK", False)])
 def test_a_jpeg_is_judged_as_by_decoding_all_its_pixels(folder, mode, progressive):
     """Damage of four kinds: cut off, flipped bits, a wrong byte in the headers, a missing piece."""
     stream = io.BytesIO()
@@ -371,73 +323,6 @@ def test_a_jpeg_is_judged_as_by_decoding_all_its_pixels(folder, mode, progressiv
         except BadSample as error:
             assert error.reason in ("undecodable_image", "too_many_pixels") and not sound
     assert min(verdicts.values()) > 20
-
-
-@pytest.mark.parametrize(
-    ("name", "file_format", "mode", "stored"),
-    [
-        ("a.jpg", "JPEG", "RGB", ("JPEG", "RGB")),
-        ("a.jpeg", "JPEG", "L", ("JPEG", "L")),
-        ("a.jpg", "JPEG", "CMYK", ("JPEG", "CMYK")),
-        ("a.webp", "WEBP", "RGBA", ("WEBP", "RGBA")),
-        ("a.png", "PNG", "RGBA", ("PNG", "RGBA")),
-        ("a.png", "PNG", "P", ("PNG", "RGB")),
-        ("a.png", "PNG", "1", ("PNG", "L")),
-        ("a.png", "PNG", "I;16", ("PNG", "I;16")),
-        ("a.jpg", "GIF", "P", ("PNG", "RGB")),
-        ("a.png", "TIFF", "CMYK", ("PNG", "RGB")),
-        ("a.png", "TIFF", "F", ("PNG", "RGB")),
-        ("a.jpg", "BMP", "RGB", ("PNG", "RGB")),
-    ],
-)
-def test_images_with_a_longer_side_than_asked_for_are_made_smaller_in_their_own_kind(
-    folder, name, file_format, mode, stored
-):
-    """A picture, left half dark and right half bright, stays that; one that is small enough keeps its bytes."""
-    image = Image.new("L", (300, 101), 40)
-    image.paste(220, (150, 0, 300, 101))
-    if mode == "I;16":
-        image = image.convert("I").point(lambda value: value * 257).convert("I;16")
-    else:
-        image = (image.convert("RGB") if mode in ("P", "CMYK", "RGBA") else image).convert(mode)
-    if mode == "RGBA":
-        image.putalpha(200)  # WebP stores no alpha that is 255 everywhere
-    image.save(folder / name, file_format)
-    suffix, content = read_image(folder, name, ImageLimits(max_side=90))
-    assert suffix == name.partition(".")[2]
-    with Image.open(io.BytesIO(content)) as made:
-        assert (made.format, made.mode, made.size) == (*stored, (90, 30))
-        grey = (
-            made.point(lambda value: value / 257).convert("L") if mode == "I;16" else made.convert("RGB").convert("L")
-        )
-    if mode != "1":  # one bit a pixel holds white only; Pillow's dithering makes the dark half a pattern
-        assert abs(grey.getpixel((10, 15)) - 40) < 8 and abs(grey.getpixel((80, 15)) - 220) < 8
-    assert read_image(folder, name, ImageLimits(max_side=300)) == (suffix, (folder / name).read_bytes())
-
-
-def test_what_is_made_smaller_keeps_orientation_and_profile_and_is_never_thinner_than_a_pixel(folder):
-    exif = Image.Exif()
-    exif[0x0112] = 6  # orientation: turned by 90 degrees
-    Image.new("RGB", (400, 3)).save(folder / "a.jpg", exif=exif, icc_profile=b"a profile")
-    with Image.open(io.BytesIO(read_image(folder, "a.jpg", ImageLimits(max_side=40))[1])) as made:
-        assert made.size == (40, 1) and made.getexif()[0x0112] == 6 and made.info["icc_profile"] == b"a profile"
-
-
-@pytest.mark.parametrize("file_format", ["PNG", "JPEG", "WEBP"])
-def test_what_is_made_smaller_keeps_an_orientation_that_xmp_alone_has(folder, file_format):
-    xmp = '<rdf:Description tiff:Orientation="6"/>'
-    text = PngInfo()
-    text.add_itxt("XML:com.adobe.xmp", xmp)
-    options = {"pnginfo": text} if file_format == "PNG" else {"xmp": xmp.encode()}
-    Image.new("RGB", (400, 40)).save(folder / "a.png", file_format, **options)
-    assert image_size((folder / "a.png").read_bytes()) == (40, 400)
-    assert image_size(read_image(folder, "a.png", ImageLimits(max_side=100))[1]) == (10, 100)
-
-
-def test_a_damaged_image_is_rejected_whether_it_would_be_made_smaller_or_not(folder):
-    (folder / "cut.jpg").write_bytes(jpeg_cut_off())
-    with pytest.raises(BadSample, match="undecodable_image"):
-        read_image(folder, "cut.jpg", ImageLimits(max_side=8))
 
 
 def test_every_reason_has_a_test_here_or_with_the_tool():

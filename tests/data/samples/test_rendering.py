@@ -2,7 +2,7 @@
 
 import pytest
 
-from mmtrain.data.samples.rendering import JinjaTemplate, TemplateError
+from mmtrain.data.samples.chat import JinjaTemplate, TemplateError
 
 MESSAGES = [{"role": "user", "content": "hello"}]
 
@@ -14,12 +14,10 @@ MESSAGES = [{"role": "user", "content": "hello"}]
         ("{% for i in range(10**9) %}{% endfor %}", "Range too big"),
         ("{% macro f(n) %}{{ f(n + 1) }}{% endmacro %}{{ f(0) }}", "recursion"),
         ("{{ ''.__class__.__mro__[1].__subclasses__() }}", "unsafe"),
-        ("{{ messages.append(1) }}", "unsafe"),
         ("{% include '/etc/passwd' %}", "no loader"),
         ("{{ raise_exception('no tools') }}", "no tools"),
         ("{{ 1 // 0 }}", "zero"),
         ("{{ messages[0].content.nothing.at_all }}", "no attribute"),
-        ("{{ 1 | nothing }}", "No filter named"),
         ("{% if %}", "Expected an expression"),
         ("{{ " + "(" * 10000 + "1" + ")" * 10000 + " }}", "recursion"),
         ("{% for i in [1] %}" * 50 + "{% endfor %}" * 50, "nested"),

@@ -33,7 +33,6 @@ CONFIGS = Path(__file__).parents[3] / "configs"
 CONVERSATIONS = {
     "images": ("<image>\nWhat is this?", "A red circle.", "And <image>\nthis?", "No, left\n of it."),
     "words": ("What is this? ", " A red circle ", "Tell them apart.", "1. A\n2. é", "Why?", "So."),
-    "one": ("Tell", "What"),
 }
 VICUNA = (
     "A chat between a curious user and an artificial intelligence assistant. "
@@ -107,26 +106,6 @@ def test_tokens_and_labels_are_llavas(name, talk, make):
     assert list(document.labels) == [*labels[1:], IGNORE]
 
 
-def test_chatml_is_the_tokens_and_labels_written_by_hand(make_tiny):
-    tokenizer = make_tiny.make_tokenizer()
-    marks = [AddedToken(mark, special=True, normalized=False) for mark in ("<|im_start|>", "<|im_end|>")]
-    tokenizer.add_tokens(marks, special_tokens=True)
-    turns = (("system", "Be brief."), ("human", "<image>\nWhat?"), ("gpt", "A cat."), ("human", "So"), ("gpt", "No"))
-    document = make_template("chatml", tokenizer, Square(2), 10**6)(Sample("k", "s", turns, (b"",)))
-    ids = lambda text: tokenizer(text, add_special_tokens=False).input_ids  # noqa: E731
-    expected = [
-        (False, ids("<s><|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\n")),
-        (False, [IMAGE_POSITION] * 2 + ids("\nWhat?<|im_end|>\n<|im_start|>assistant\n")),
-        (True, ids("A cat.<|im_end|>")),
-        (False, ids("\n<|im_start|>user\nSo<|im_end|>\n<|im_start|>assistant\n")),
-        (True, ids("No<|im_end|>")),
-        (False, ids("\n")),
-    ]
-    assert list(document.input_ids) == [token for _, tokens in expected for token in tokens]
-    labels = [token if learnt else IGNORE for learnt, tokens in expected for token in tokens]
-    assert list(document.labels) == [*labels[1:], IGNORE]
-
-
 def test_the_recipe_for_smolvlm_writes_what_its_own_template_writes(make_tiny):
     config = load_config(CONFIGS / "smolvlm_256m_lora.yaml")
     tokenizer = make_tiny.make_tokenizer()
@@ -173,12 +152,12 @@ def test_a_file_of_ones_own_makes_what_the_same_template_makes_as_the_tokenizers
     (tmp_path / "mine.jinja").write_text(jinja)
     config = load_config(tiny / "config.yaml", [f"data.template={tmp_path / 'mine.jinja'}"])
     tokenizer = make_tiny.make_tokenizer()
-    found = make_template(config.data.template, tokenizer, Square(3), 10**6)
+    of_file = make_template(config.data.template, tokenizer, Square(3), 10**6)
     tokenizer.chat_template = jinja
     own = ChatTemplate(tokenizer, Square(3), 10**6)
     for texts in CONVERSATIONS.values():
-        assert found(sample_of(texts)) == own(sample_of(texts))
-    assert "Asked: " in found.chat.write(sample_of(CONVERSATIONS["one"]).turns)[0]
+        assert of_file(sample_of(texts)) == own(sample_of(texts))
+    assert "Asked: " in of_file.chat.write(sample_of(CONVERSATIONS["words"]).turns)[0]
 
 
 @pytest.mark.parametrize(
@@ -201,7 +180,6 @@ def test_the_text_of_a_file_stands_in_the_configuration_whatever_its_path(tmp_pa
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (None, r"none\.jinja: no such file. Name a Jinja template, or one of plain, chat"),
         (b"\xff{{", "cannot be read as text"),
         (b"A chat", "no Jinja template of a conversation"),
         (b"{{ 1 }}\0", "no null character"),
@@ -210,11 +188,9 @@ def test_the_text_of_a_file_stands_in_the_configuration_whatever_its_path(tmp_pa
     ],
 )
 def test_a_file_that_is_no_template_is_one_line(tmp_path, tiny, content, message):
-    file = tmp_path / ("none.jinja" if content is None else "mine.jinja")
-    if content is not None:
-        file.write_bytes(content)
+    (tmp_path / "mine.jinja").write_bytes(content)
     with pytest.raises(UserError, match=message) as error:
-        load_config(tiny / "config.yaml", [f"data.template={file}"])
+        load_config(tiny / "config.yaml", [f"data.template={tmp_path / 'mine.jinja'}"])
     assert "\n" not in str(error.value)
 
 
@@ -235,11 +211,11 @@ def test_what_names_no_template_is_told_what_does(tiny, given, message):
 @pytest.mark.parametrize(
     ("template", "message"),
     [
-        ("chatml", r"chatml writes <\|im_start\|> and <\|im_end\|>, and the tokenizer of .* has no such tokens"),
+        ("chatml", "ends an answer with .* no special token that can end it"),
         ("{% for m in messages %}{{ ' ' + m.content }}{% endfor %}", "no special token that can end"),
         (
             "{{ messages[0].content }}",
-            r"begins '\{\{ messages\[0\]\.content .* does not write a turn .* or set data\.template=llava_v1, or, for",
+            r"^data.template=FILE.jinja: .* does not write a turn .* Set data\.template=llava_v1, or plain for",
         ),
         ("{% for i in range(10**9) %}{% endfor %}", "fails: Range too big"),
         ("{{ messages[0].content", "fails: unexpected end"),
@@ -250,13 +226,6 @@ def test_a_template_that_does_not_fit_is_refused(make_tiny, template, message):
         make_template(template, make_tiny.make_tokenizer(), Square(1), 10**6)
 
 
-def test_without_eos_llavas_conversations_are_refused():
-    tokenizer = sentencepiece_like()
-    tokenizer.eos_token = None
-    with pytest.raises(UserError, match=r"data\.template=llava_v1: .*'eos_token' is undefined"):
-        make_template("llava_v1", tokenizer, Square(1), 10**6)
-
-
 def test_text_lengths_are_of_one_template_and_of_one_text_of_it(tiny):
     folder, mine = tiny / "llm", "{{ messages[0].content }}"
     found = [text_fingerprint(folder, one) for one in ("plain", "chat", "llava_v1", "chatml", mine, mine + " ")]
@@ -264,18 +233,17 @@ def test_text_lengths_are_of_one_template_and_of_one_text_of_it(tiny):
     assert text_fingerprint(folder, mine) == found[4]
 
 
-def test_commands_take_a_file_and_a_run_uses_their_index(tiny, tmp_path, capsys):
-    for tar in sorted((tiny / "shards").glob("*.tar"))[:1]:
-        shutil.copy(tar, tmp_path)
+def test_commands_take_a_file_and_an_index_is_of_its_text(tiny, tmp_path, capsys):
+    shutil.copy(min((tiny / "shards").glob("*.tar")), tmp_path)
     file = tmp_path / "mine.jinja"
     file.write_text((SHIPPED / "llava_v1.jinja").read_text().replace("USER", "Asked"))
-    given = ("--tokenizer", str(tiny / "llm"), "--template", str(file))
-    assert main(["index", str(tmp_path), *given, "--workers", "1"]) == 0
+    command = ["index", str(tmp_path), "--tokenizer", str(tiny / "llm"), "--template", str(file), "--workers", "1"]
+    assert main(command) == 0
     assert f"of {tiny / 'llm'}, FILE.jinja" in capsys.readouterr().out
-    assert main(["index", str(tmp_path), *given]) == 0
+    assert main(command) == 0
     assert "1 of 1 shards are ready" in capsys.readouterr().out
     file.write_text("{#- changed -#}\n" + file.read_text())
-    assert main(["index", str(tmp_path), *given, "--workers", "1"]) == 0
+    assert main(command) == 0
     assert "are ready" not in capsys.readouterr().out
     for wrong, message in (("poem", "'poem' is no template; needed is one of plain"), ("x.jinja", "no such file")):
         with pytest.raises(SystemExit):

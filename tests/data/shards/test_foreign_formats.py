@@ -2,7 +2,8 @@
 
 import io
 import json
-import re
+import tarfile
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,11 +15,12 @@ from mmtrain.__main__ import main
 from mmtrain.base.errors import UserError
 from mmtrain.data.samples.formats import LLAVA, SampleFormat
 from mmtrain.data.samples.records import IMAGE_SUFFIXES, image_size
+from mmtrain.data.samples.sample import read_sample
 from mmtrain.data.shards import indexing
 from mmtrain.data.shards.detection import AUTO, sample_format
 from mmtrain.data.shards.index import read_index
 from mmtrain.data.shards.index_file import index_path
-from mmtrain.data.shards.indexing import build_indexes, unready_shards
+from mmtrain.data.shards.indexing import build_indexes, scan_shard, unready_shards
 from mmtrain.data.stream.catalog import Catalog, DataSet, Reader
 from mmtrain.data.stream.images import decode_image
 from mmtrain.models.facts.model_files import model_folder
@@ -146,25 +148,6 @@ def test_what_no_format_reads_says_why_for_each(tmp_path, capsys):
     assert "SHARDS: caption (KEY.json), as 12 of the first 12 samples are" in capsys.readouterr().out
 
 
-def test_damage_behind_the_first_samples_is_for_the_index_to_tell(tmp_path):
-    tars = write(tmp_path / "a", llava, 40)
-    content = bytearray(tars[0].read_bytes())
-    content[8 * 1024 : 9 * 1024] = bytes(range(256)) * 4
-    tars[0].write_bytes(content)
-    assert found(tars).name == "llava"
-    with pytest.raises(UserError, match="damaged tar header at byte"):
-        found(write_damaged(tmp_path / "b.tar"))
-    mac = write_tar(tmp_path / "mac.tar", [("./._a.json", b"x"), ("__MACOSX/a", b""), ("./a.json", llava(0)["json"])])
-    with pytest.raises(UserError, match="can be read in a format"):
-        found([mac])
-
-
-def write_damaged(tar):
-    write_tar(tar, [("a.json", b"{}")])
-    tar.write_bytes(b"x" + tar.read_bytes()[1:])
-    return [tar]
-
-
 def test_a_format_that_an_index_lacks_is_added_by_its_texts_alone(tmp_path):
     def make(number):
         spoiled = {3: {"jpg": b"no picture"}, 5: {"1.jpg": JPEG}, 7: {"txt": b""}, 8: {"json": {}}}
@@ -236,18 +219,17 @@ def test_a_shard_without_a_sample_that_can_be_trained_on_is_said_and_all_such_ar
     assert "samples that cannot be trained on: 5" in captured.out and captured.err.count("\n") == 1
 
 
-@pytest.mark.parametrize(
-    ("members", "form", "seen"),
-    [
-        ({"heic": b"", "json": llava(0)["json"]}, LLAVA, r"1 <image> marks.*; KEY\.heic are not read as images, which"),
-        ({"image.jpg": JPEG, "txt": b"Cat."}, SampleFormat("caption"), r"without an image.*; KEY\.image\.jpg are not"),
-        ({"json": json.dumps([1]).encode()}, LLAVA, r"a list `conversations` of \{from, value\}; it is \[1\]"),
-        ({"json": b'{"a": 1}\n{"a": 2}'}, LLAVA, "Extra data: .*; one value is needed, no JSON lines"),
-        ({"json": json.dumps(unmarked(0)["json"]).encode()}, SampleFormat("sharegpt"), "names 1 images, and the tar"),
-    ],
-)  # fmt: skip
-def test_what_was_meant_otherwise_is_named(tmp_path, members, form, seen):
-    tar = write_tar(tmp_path / "s.tar", [(f"k.{suffix}", content) for suffix, content in members.items()])
-    build_indexes([tar], LLM, "chat", form=form, workers=1)
-    ((_, detail),) = read_index(tar).faults[form.reading].values()
-    assert re.search(seen, detail), detail
+def test_a_shard_of_img2dataset_is_read_sample_for_sample(logged):
+    tar = Path(__file__).parent / "img2dataset" / "00000.tar"  # its README says how it was made
+    (form,) = {found([tar])}
+    assert form.name == "caption" and "(KEY.txt)" in logged[0]
+    with tarfile.open(tar) as archive:
+        files = {member.name: archive.extractfile(member).read() for member in archive}
+    captions = {name[:-4]: text.decode() for name, text in files.items() if name.endswith(".txt")}
+    index = scan_shard(tar, lambda sample: None, form=form)
+    assert index.keys == sorted(captions) and index.faults == {"caption": {}}
+    for key, caption in captions.items():
+        members = {name.partition(".")[2]: content for name, content in files.items() if name.startswith(f"{key}.")}
+        sample = read_sample(key, str(tar), members, form=form)
+        assert sample.turns == (("human", f"<image>\n{PROMPT}"), ("gpt", caption.strip()))
+        assert sample.images == (members["jpg"],)
