@@ -66,7 +66,6 @@ class Candidate:
     """A record with sound text: a sample, if its images are sound too."""
 
     record: int  # its number over all input files, from 0
-    id: str | int | None
     key: str
     content: dict
     images: tuple[str, ...]
@@ -162,7 +161,8 @@ class ShardMaker:
                     for name, content in zip(candidate.images, contents, strict=True)
                 ]
             except BadSample as error:
-                rejected.append(BadRecord(candidate.record, candidate.id, error.reason, error.detail))
+                identifier = candidate.content.get("id")
+                rejected.append(BadRecord(candidate.record, identifier, error.reason, error.detail))
             else:
                 yield candidate.key, candidate.content, files
             advance(1)

@@ -93,10 +93,7 @@ class Adapter:
         return f"captions (image: {self.image_key or 'none'}, caption: {self.form.caption_key or 'none'})"
 
     def settled(self, rows: Sequence[object]) -> Adapter:
-        """Return the adapter that reads captions, and their images, under one key: the first that any row uses.
-
-        A row that is empty there would otherwise become a sample of another column: a title, a text in the image.
-        """
+        """Return the adapter that reads captions and their images under one key: the first that any row uses."""
         if self.form.name != "caption":
             return self
         fields = [row for row in rows if isinstance(row, dict)]
@@ -280,10 +277,7 @@ def stored_images(sources: Sequence[Source], candidates: Iterable[Candidate]) ->
 
 
 def _without_contents(value: object, levels: int = 4) -> object:
-    """Replace each image of a row by one byte: a hundred images may not fit into memory.
-
-    They are at most 4 levels deep: the row, a list, {"bytes", "path"}, the bytes.
-    """
+    """Replace each image by one byte, at most 4 levels deep: the row, a list, {"bytes", "path"}, the bytes."""
     if isinstance(value, memoryview):
         return memoryview(b"?" if value.nbytes else b"")
     if isinstance(value, dict) and levels:

@@ -4,8 +4,7 @@ JSON array, or JSON lines --json_records--> any JSON values
 COCO's {"images": [...], "annotations": [...]} --json_records--> {"id", "image", "caption"} of each annotation
 column,column\\nvalue,value\\n... --table_rows--> {"column": "value", ...}
 
-Memory is that of one record, or of a whole COCO file. Every function raises UserError, when it gets there, for what it
-cannot read.
+Memory is that of a record, or of a COCO file. Every function raises UserError, when it gets there.
 """
 
 from __future__ import annotations
@@ -83,12 +82,9 @@ def _array_elements(path: Path) -> Iterator[object]:
 
 
 def _coco(path: Path) -> dict | None:
-    """Return the content of a COCO file, one object with `annotations` of images; None for other files.
-
-    The first line of JSON lines is an object by itself; else the whole file is parsed.
-    """
+    """Return the content of a COCO file, one object with `annotations` of images; None for other files."""
     with _opened(path) as stream:
-        text = stream.readline(MAX_RECORD_BYTES)
+        text = stream.readline(MAX_RECORD_BYTES)  # of JSON lines it is an object by itself
         try:
             content = json.loads(text)
         except (ValueError, RecursionError):

@@ -58,7 +58,7 @@ class Validator:
         rejected: list[BadRecord] = []
         for record, (source, value) in enumerate(self._rows()):
             try:
-                candidate, images = self._candidate(source.adapter.adapt(value), value, record)
+                candidate, images = self._candidate(source.adapter.adapt(value), record)
             except BadSample as error:
                 rejected.append(BadRecord(record, _identifier(value), error.reason, error.detail))
                 text_rejections += 1
@@ -105,11 +105,11 @@ class Validator:
         except (OSError, ValueError):  # the job that reads it will say why
             return 0
 
-    def _candidate(self, adapted: Adapted, value: object, number: int) -> tuple[Candidate, Sequence[RowImage]]:
+    def _candidate(self, adapted: Adapted, number: int) -> tuple[Candidate, Sequence[RowImage]]:
         key = self._key(adapted.record, number)
         self.keys[key] = number
         record = adapted.named(key)
-        return Candidate(number, _identifier(value), key, record.content, record.images), adapted.images
+        return Candidate(number, key, record.content, record.images), adapted.images
 
     def _key(self, record: Record, number: int) -> str:
         key = sample_key(f"record-{number:08d}" if record.id is None else record.id)
@@ -262,8 +262,7 @@ class UnfinishedRun:
 def unfinished_run(out: Path, run: dict, resume: bool) -> Iterator[UnfinishedRun]:
     """Lock the folder and take over the finished shards of an earlier run with the same options and inputs.
 
-    Raises UserError if another run holds the folder, or the earlier one had other options or inputs. When the block
-    ends without error, the run is complete and its state goes.
+    Raises UserError if there is another run. When the block ends without error, the state is removed.
     """
     out.mkdir(parents=True, exist_ok=True)
     state = out / STATE

@@ -82,7 +82,7 @@ class ChatText:
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, end_marks: Iterable[str], template: str = "chat") -> None:
-        """Try the template, `data.template`'s value, on one question and answer, which shows how answers end.
+        """Try the template, `data.template`'s value, on one question and answer.
 
         `end_marks`: texts of the special tokens that may end an answer. Raises UserError for a tokenizer without chat
         template, BadSample for a template from which the model could not learn to answer.
@@ -186,10 +186,7 @@ def _chat_template(tokenizer: PreTrainedTokenizerBase) -> str:
 
 
 def _begun(jinja: str, template: str, tokenizer: PreTrainedTokenizerBase) -> str:
-    """Return a template's Jinja, for a shipped one with the BOS that makes the tokens a tokenizer begins texts with.
-
-    LLaVA leaves BOS to the tokenizer, which may add none, or write a blank behind its own BOS alone.
-    """
+    """Return a template's Jinja; a shipped one begins texts as the tokenizer does, perhaps without BOS."""
     if template not in NAMES or template == "chat":
         return jinja
     bos, word = tokenizer.bos_token or "", "A"

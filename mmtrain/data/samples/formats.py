@@ -87,10 +87,7 @@ ENOUGH = 0.99  # share of them that a format must read to be the one: data.max_q
 
 
 def candidates(records: Iterable[object]) -> tuple[str, ...]:
-    """Return the formats to try on the first records.
-
-    llava is left out where it would ignore a system prompt beside the turns, or a mark not to supervise an answer.
-    """
+    """Return the formats to try; not llava where it would ignore a system prompt, or a mark not to supervise."""
     return NAMES[1:] if any(map(_says_more_than_llava, records)) else NAMES
 
 
@@ -168,10 +165,7 @@ def sharegpt_turns(record: object, images: int) -> Turns:
 
 
 def caption_turns(caption: object, images: int, prompt: str) -> Turns:
-    """Return the question `prompt` about the images, and the caption, a text or the first of several, as its answer.
-
-    Raises BadSample for a caption that is not text, or empty, or without an image.
-    """
+    """Return the question `prompt` and the caption, a text or the first of several, as its answer; raises BadSample."""
     if isinstance(caption, list) and caption:
         caption = caption[0]
     if not isinstance(caption, str):

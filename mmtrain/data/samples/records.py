@@ -147,8 +147,7 @@ def record_json(record: dict) -> bytes:
 def parse_turns(record: object) -> tuple[tuple[str, str], ...]:
     """Return the turns (speaker, text) of a conversation: perhaps one from system, then human, gpt, human, gpt, ...
 
-    Raises BadSample for every other form, for more than MAX_TURNS or MAX_TEXT_BYTES, for an empty answer, and for text
-    that no Unicode encoding holds.
+    Raises BadSample for every other form, and for what `judged_turns` refuses.
     """
     turns = record.get("conversations") if isinstance(record, dict) else None
     if not isinstance(turns, list) or not turns or not all(isinstance(turn, dict) for turn in turns):
@@ -164,7 +163,7 @@ def parse_turns(record: object) -> tuple[tuple[str, str], ...]:
 
 
 def judged_turns(turns: Sequence[tuple[str, str]]) -> tuple[tuple[str, str], ...]:
-    """Return turns (speaker of ROLES, text) that form a trainable conversation; raises BadSample for others."""
+    """Return turns (speaker of ROLES, text) that form a trainable conversation of limited length; raises BadSample."""
     if len(turns) > MAX_TURNS:
         raise BadSample("too_long", f"{len(turns):,} turns, where {MAX_TURNS:,} are allowed")
     text_bytes = 0
@@ -204,8 +203,7 @@ def _image_names(field: object) -> tuple[str, ...]:
 def read_image(folder: Path | None, name: str, max_pixels: int = MAX_IMAGE_PIXELS) -> tuple[str, bytes]:
     """Return lower-case suffix and bytes of an image file in `folder`, an absolute path without links.
 
-    The image is decoded to its end, after its size in bytes and pixels was checked. Raises BadSample, also where
-    `folder` is None.
+    The image is decoded to its end, after its size in bytes and pixels was checked. Raises BadSample.
     """
     if folder is None:
         raise BadSample("missing_image", f"{name}: no folder of images is named (--images)")
@@ -315,20 +313,14 @@ def _png_chunks(content: bytes) -> Iterator[tuple[bytes, int, int]]:
 
 
 def image_size(content: bytes) -> tuple[int, int]:
-    """Return width and height of an image file of any size, after turning by EXIF.
-
-    Only its header is read; any size is accepted. Raises BadSample for other files.
-    """
+    """Return width and height of an image file, after turning by EXIF, from its header alone; raises BadSample."""
     with open_image(content, sys.maxsize) as image:
         width, height = image.size
         return (height, width) if orientation(image, content) >= 5 else (width, height)
 
 
 def orientation(image: Image.Image, content: bytes) -> int:
-    """Return the EXIF orientation of an opened image, 1 or a key of TURNS, without decoding pixels.
-
-    `image` is what `open_image` made of `content`.
-    """
+    """Return the EXIF orientation, 1 or a key of TURNS, of an image that `open_image` made of `content`."""
     if image.format == "TIFF":  # Pillow turns it itself
         return 1
     if image.format == "PNG":  # Pillow reads what stands behind the pixels only when it has decoded them

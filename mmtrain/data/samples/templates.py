@@ -261,10 +261,7 @@ def _refuse_missing_marks(tokenizer: PreTrainedTokenizerBase, layout: ImageLayou
 
 
 def _wrapped(text: str, spans: list[Span], images: Sequence[str]) -> tuple[str, list[Span], list[Span]]:
-    """Write the texts of images in place of <image> marks; return the text, the moved spans and those of the images.
-
-    Raises BadSample where the number of marks is not that of images.
-    """
+    """Write images' texts in place of <image> marks; return the text, the moved spans, the images' spans."""
     marks = [mark.start() for mark in re.finditer(re.escape(IMAGE_MARK), text)]
     if len(marks) != len(images):
         raise BadSample("template", f"{len(images)} images, for which the template writes {len(marks)} {IMAGE_MARK}")
