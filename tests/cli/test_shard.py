@@ -17,7 +17,6 @@ from PIL import Image
 
 from mmtrain.__main__ import main
 from mmtrain.cli.shard import parse_size
-from mmtrain.data.samples.records import MAX_IMAGE_BYTES
 from mmtrain.data.samples.sample import read_sample
 from mmtrain.data.shards.index import read_index
 from mmtrain.data.shards.shard_list import expand_shards
@@ -145,41 +144,24 @@ def test_a_shard_holds_as_many_bytes_as_asked_for_and_no_more(folder):
 
 
 def test_every_bad_record_is_listed_with_its_reason_and_the_others_are_written(folder, capsys):
-    images = folder / "images"
-    draw = random.Random(0)
+    images, draw = folder / "images", random.Random(0)
     for name in ("a.png", "../outside.png"):
         (images / name).write_bytes(picture(draw, "PNG"))
     (images / "broken.png").write_bytes((images / "a.png").read_bytes()[:40])
-    (images / "folder.png").mkdir()
-    (images / "b.heic").write_bytes(picture(draw, "GIF"))
-    (images / "long.jpg").write_bytes(picture(draw, "JPEG"))
-    os.truncate(images / "long.jpg", MAX_IMAGE_BYTES + 1)
     Image.new("L", (40, 30)).save(images / "large.png")
-    scans = picture(draw, "JPEG")
-    (images / "scans.jpg").write_bytes(scans[:-2] + b"\xff\xda\0\2" * 101 + scans[-2:])
     ask = turns("<image>", "A cat.")
     good = [{"id": "x", "image": "a.png", "conversations": ask}, {"id": 4, "conversations": turns("Hi", "Yes.")}]
     bad = {
         "not_an_object": "text",
-        "not_json": {"id": "nan", "image": "a.png", "conversations": ask, "score": float("inf")},
+        "not_json": {"id": "n", "image": "a.png", "conversations": ask, "score": float("inf")},
         "bad_id": {"id": {"a": 1}, "image": "a.png", "conversations": ask},
         "duplicate_id": {"id": "x", "conversations": turns("Hi", "Again.")},
         "no_conversation": {"id": "c", "image": "a.png", "text": "A cat."},
-        "unknown_role": {"id": "r", "conversations": [{"from": "user", "value": "Hi"}]},
-        "non_text_value": {"id": "v", "conversations": [{"from": "gpt", "value": ["Hi"]}]},
-        "no_answer": {"id": "n", "conversations": turns("Hi")},
-        "turn_order": {"id": "t", "conversations": turns("Hi", "Hello.", "Bye")},
-        "too_long": {"id": "l", "conversations": turns(*["Hi", "Yes."] * 251)},
-        "bad_image_field": {"id": "f", "image": {"path": "a.png"}, "conversations": ask},
         "image_count": {"id": "m", "image": ["a.png", "a.png"], "conversations": ask},
         "outside_images": {"id": "o", "image": "../outside.png", "conversations": ask},
         "missing_image": {"id": "i", "image": "none.png", "conversations": ask},
-        "unreadable_image": {"id": "u", "image": "folder.png", "conversations": ask},
-        "unsupported_image": {"id": "s", "image": "b.heic", "conversations": ask},
         "undecodable_image": {"id": "d", "image": "broken.png", "conversations": ask},
         "too_many_pixels": {"id": "p", "image": "large.png", "conversations": ask},
-        "too_much_work": {"id": "w", "image": "scans.jpg", "conversations": ask},
-        "too_many_bytes": {"id": "b", "image": "long.jpg", "conversations": ask},
     }
     (folder / "a.json").write_text("\n".join(map(json.dumps, [good[0], *bad.values(), good[1]])))
     assert shard(folder, "--max-reject-rate", "1", "--max-pixels", "1199") == 0
@@ -187,12 +169,9 @@ def test_every_bad_record_is_listed_with_its_reason_and_the_others_are_written(f
     assert [(line["file"], line["record"], line["reason"]) for line in lines] == [
         ("a.json", number, reason) for number, reason in enumerate(bad, 1)
     ]
-    assert [line["id"] for line in lines] == [None, "nan", None, "x", *"crvntlfmoiusdpwb"]
+    assert [line["id"] for line in lines] == [None, "n", None, "x", *"cmoidp"]
     assert all(line["detail"] and len(line) == 5 for line in lines)
-    details = {line["reason"]: line["detail"] for line in lines}
-    assert details["duplicate_id"] == "record 0 of a.json has it too"
-    assert details["image_count"] == "1 <image> marks in the conversation, 2 images"
-    assert details["missing_image"].startswith("none.png: no such file")
+    assert lines[3]["detail"] == "record 0 of a.json has it too"
     assert keys_in(folder / "out" / "shard-000000.tar") == ["x", "4"]
     printed = capsys.readouterr().out
     assert all(f"1  {reason}: " in printed for reason in bad)

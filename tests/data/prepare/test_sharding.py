@@ -12,7 +12,6 @@ import zlib
 from pathlib import Path
 
 import pytest
-import webdataset
 from llava_data import read_members
 from PIL import Image
 
@@ -44,22 +43,6 @@ TWO_WITH_INDEXES = [f"shard-00000{number}.tar{more}" for number in range(2) for 
 MIXED = [
     sample(f"k{number}", images=number % 4, text="ü\U0001f600" * (number + 1), suffix="webp") for number in range(10)
 ]
-
-
-def test_a_reader_that_knows_nothing_of_mmtrain_finds_every_sample(tmp_path):
-    shards = write_shards(iter(MIXED), tmp_path, samples_per_shard=4)
-    assert [shard.file for shard in shards] == ["shard-000000.tar", "shard-000001.tar", "shard-000002.tar"]
-    read = list(webdataset.WebDataset([str(tmp_path / shard.file) for shard in shards], shardshuffle=False))
-    for (key, record, files), found in zip(MIXED, read, strict=True):
-        assert found["__key__"] == key and json.loads(found["json"]) == record
-        names = ["webp"] if len(files) == 1 else [f"{number}.webp" for number in range(len(files))]
-        assert {name: found[name] for name in found if name.endswith("webp")} == {
-            name: content for name, (_, content) in zip(names, files, strict=True)
-        }
-    with tarfile.open(tmp_path / shards[0].file) as archive:
-        names = archive.getnames()
-    files = ["k0.json", "k1.json", "k1.webp", "k2.json", "k2.0.webp", "k2.1.webp"]
-    assert names == [*files, "k3.json", "k3.0.webp", "k3.1.webp", "k3.2.webp"]
 
 
 def test_the_index_finds_every_member_by_its_bytes_and_is_that_of_a_scan(tmp_path):

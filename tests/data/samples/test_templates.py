@@ -1,12 +1,12 @@
 """Templates: what a conversation becomes, which tokens are supervised, and which templates and samples are refused."""
 
 import itertools
-import json
 from dataclasses import replace
 
 import pytest
 import torch
-from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
+from chat_styles import sentencepiece_like
+from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers, processors
 from transformers import AutoModelForCausalLM, AutoTokenizer, ByT5Tokenizer, PreTrainedTokenizerFast
 
 from mmtrain.base.errors import UserError
@@ -103,11 +103,7 @@ LLAMA3 = """{% for message in messages %}\
 '<|eot_id|>' %}{% if loop.index0 == 0 %}{% set content = bos_token + content %}{% endif %}{{ content }}{% endfor %}\
 {% if add_generation_prompt %}{{ '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}{% endif %}"""
 
-LLAMA2 = """{% for message in messages %}{% if message['role'] == 'user' %}\
-{{ bos_token + '[INST] ' + message['content'].strip() + ' [/INST]' }}{% else %}\
-{{ ' ' + message['content'].strip() + ' ' + eos_token }}{% endif %}{% endfor %}"""
-
-LLAMA2_SYSTEM = """{% if messages[0]['role'] == 'system' %}{% set rest = messages[1:] %}\
+LLAMA2 = """{% if messages[0]['role'] == 'system' %}{% set rest = messages[1:] %}\
 {% set system = '<<SYS>>\\n' + messages[0]['content'].strip() + '\\n<</SYS>>\\n\\n' %}{% else %}\
 {% set rest = messages %}{% set system = '' %}{% endif %}{% for message in rest %}{% if message['role'] == 'user' %}\
 {{ bos_token + '[INST] ' + (system if loop.first else '') + message['content'].strip() + ' [/INST]' }}{% else %}\
@@ -131,11 +127,6 @@ QWEN3 = """{%- set ns = namespace(last_query=0) %}{%- for message in messages %}
 {{- '<think>\\n' + reasoning + '\\n</think>\\n\\n' }}{%- endif %}{{- content + '<|im_end|>\\n' }}{%- endfor %}\
 {%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"""
 
-GPT_OSS = """{% for message in messages %}{% if message.role == 'user' %}\
-{{ '<|start|>user<|message|>' + message.content + '<|end|>' }}{% else %}\
-{{ '<|start|>assistant<|channel|>final<|message|>' + message.content + ('<|return|>' if loop.last else '<|end|>') }}\
-{% endif %}{% endfor %}{% if add_generation_prompt %}{{ '<|start|>assistant' }}{% endif %}"""
-
 LLAVA_HF = """{% for message in messages %}{{ message['role'].upper() + ': ' }}\
 {% for part in message['content'] | selectattr('type', 'equalto', 'text') %}{{ part['text'] }}{% endfor %}\
 {{ eos_token }}{% endfor %}{% if add_generation_prompt %}{{ 'ASSISTANT:' }}{% endif %}"""
@@ -144,7 +135,6 @@ MARKS = {
     CHATML: ("<|im_start|>", "<|im_end|>"),
     LLAMA3: ("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"),
     QWEN3: ("<|im_start|>", "<|im_end|>"),
-    GPT_OSS: ("<|start|>", "<|message|>", "<|channel|>", "<|end|>", "<|return|>"),
 }
 
 
@@ -164,33 +154,14 @@ def byte_level(make_tiny):
     return make
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def sentencepiece():
     """Like Llama 2's: makes a BPE tokenizer with byte fallback that begins every stretch of text with a space."""
-    normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
-    trained = Tokenizer(models.BPE(unk_token="<unk>", fuse_unk=True, byte_fallback=True))
-    trained.normalizer = normalizer
-    trained.pre_tokenizer = pre_tokenizers.Split("▁", "merged_with_next")  # else words would merge with the next one
-    lines = ["[INST] What is this? [/INST] A red circle on a blue background.", "A chat. USER: hi ASSISTANT: two"] * 3
-    trainer = trainers.BpeTrainer(vocab_size=200, special_tokens=["<unk>", "<s>", "</s>"], show_progress=False)
-    trained.train_from_iterator(lines, trainer)
-    content = json.loads(trained.to_str())
-    vocabulary = content["model"]["vocab"]
-    vocabulary |= {f"<0x{byte:02X}>": len(vocabulary) + byte for byte in range(256)}
-    content["pre_tokenizer"] = None
-    spaces = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
 
     def make(template: str):
-        tokenizer = Tokenizer.from_str(json.dumps(content))
-        tokenizer.decoder = decoders.Sequence(spaces)
-        return PreTrainedTokenizerFast(
-            tokenizer_object=tokenizer,
-            bos_token="<s>",
-            eos_token="</s>",
-            unk_token="<unk>",
-            chat_template=template,
-            name_or_path="models/some-llm",
-        )
+        tokenizer = sentencepiece_like()
+        tokenizer.chat_template, tokenizer.name_or_path = template, "models/some-llm"
+        return tokenizer
 
     return make
 
@@ -212,8 +183,8 @@ def prompts(document: Document) -> list[tuple[int, ...]]:
 STYLES = {
     "chatml": (CHATML, "byte_level", "{}<|im_end|>"),
     "llama3": (LLAMA3, "byte_level", "{}<|eot_id|>"),
-    "llama2-sentencepiece": (LLAMA2, "sentencepiece", "{} </s>"),
-    "vicuna-sentencepiece": (VICUNA, "sentencepiece", "{}</s>"),
+    "llama2-sentencepiece": (LLAMA2, "sentencepiece", " {} </s>"),
+    "vicuna-sentencepiece": (VICUNA, "sentencepiece", " {}</s>"),
 }
 
 
@@ -279,24 +250,13 @@ def test_qwen_3_is_right_for_one_question_and_refused_where_it_drops_an_earlier_
         template(talk("hi", "<think>x</think>Yes."))
 
 
-def test_gpt_oss_learns_the_channel_it_writes_and_is_refused_where_the_end_mark_changes(byte_level):
-    tokenizer = byte_level(GPT_OSS)
-    template = chat(tokenizer)
-    # "final" is a word of the channel too, "return" of the end mark
-    for answer in ("final", "return", "A circle."):
-        learnt = f"<|channel|>final<|message|>{answer}<|return|>"
-        assert answers(tokenizer, template(talk("hi", answer))) == [learnt]
-    with pytest.raises(BadSample, match=r"rewrites earlier turns once later ones follow \(.*return.* against .*end"):
-        template(talk("hi", "a", "b", "c"))
-
-
 def test_a_system_text_may_be_part_of_the_first_question_but_not_move_to_the_last(byte_level):
-    tokenizer = byte_level(LLAMA2_SYSTEM)
+    tokenizer = byte_level(LLAMA2)
     document = chat(tokenizer)(with_system(" Be kind.\n", "hi", "yes", "and", "no"))
     assert answers(tokenizer, document) == [" yes </s>", " no </s>"]
     assert tokenizer.decode(prompts(document)[0]) == "<s>[INST] <<SYS>>\nBe kind.\n<</SYS>>\n\nhi [/INST]"
     # as Mistral's templates since v0.3 have it
-    template = chat(byte_level(LLAMA2_SYSTEM.replace("loop.first", "loop.revindex <= 2")))
+    template = chat(byte_level(LLAMA2.replace("loop.first", "loop.revindex <= 2")))
     assert template(with_system("Be kind.", "hi", "yes")).input_ids
     with pytest.raises(BadSample, match="rewrites earlier turns once later ones follow"):
         template(with_system("Be kind.", "hi", "yes", "and", "no"))

@@ -1,6 +1,5 @@
 """Shards that others wrote, by webdataset's own writer, are found to be what they are, indexed and read as LLaVA's."""
 
-import io
 import json
 import tarfile
 from pathlib import Path
@@ -8,21 +7,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 import webdataset
-from archives import conversation, picture, write_tar
-from PIL import Image
+from archives import conversation, picture
 
 from mmtrain.__main__ import main
 from mmtrain.base.errors import UserError
 from mmtrain.data.samples.formats import LLAVA, SampleFormat
-from mmtrain.data.samples.records import IMAGE_SUFFIXES, image_size
 from mmtrain.data.samples.sample import read_sample
-from mmtrain.data.shards import indexing
 from mmtrain.data.shards.detection import AUTO, sample_format
 from mmtrain.data.shards.index import read_index
 from mmtrain.data.shards.index_file import index_path
 from mmtrain.data.shards.indexing import build_indexes, scan_shard, unready_shards
 from mmtrain.data.stream.catalog import Catalog, DataSet, Reader
-from mmtrain.data.stream.images import decode_image
 from mmtrain.models.facts.model_files import model_folder
 from mmtrain.models.facts.tokenizer_files import text_fingerprint
 from mmtrain.models.layouts.square import Square
@@ -171,40 +166,6 @@ def test_a_format_that_an_index_lacks_is_added_by_its_texts_alone(tmp_path):
     of_files = {3: "undecodable_image", 5: "image_names"}
     assert {place: reason for place, (reason, _) in faults["llava"].items()} == of_files | {8: "no_conversation"}
     assert {place: reason for place, (reason, _) in faults["caption"].items()} == of_files | {7: "no_answer"}
-
-
-def test_a_caption_larger_than_a_record_may_be_is_a_fault_of_captions_alone(tmp_path, monkeypatch):
-    monkeypatch.setattr(indexing, "MAX_RECORD_BYTES", 1000)
-    files = [("a.jpg", JPEG), ("a.json", llava(0)["json"]), ("a.txt", b"x" * 1001), ("b.jpg", JPEG), ("b.txt", b"Cat.")]
-    first, second = (write_tar(tmp_path / f"{name}.tar", files) for name in "xy")
-    form = SampleFormat("caption", caption_prompt=PROMPT)
-    for tar, forms in ((first, (LLAVA, form)), (second, (form, LLAVA))):
-        for one in forms:
-            build_indexes([tar], LLM, "plain", form=one, workers=1)
-        index = read_index(tar)
-        assert index.faults["caption"] == {0: ("too_many_bytes", "txt: 1,001 bytes; at most 1,000")}
-        assert set(index.faults["llava"]) == {1}
-
-
-@pytest.mark.parametrize("suffix", IMAGE_SUFFIXES)
-def test_every_suffix_of_an_image_is_read_in_any_case_and_its_first_picture(tmp_path, suffix):
-    kind = {"jpg": "JPEG", "jpeg": "JPEG", "jpe": "JPEG", "jfif": "JPEG", "tif": "TIFF", "tiff": "TIFF"}
-    kind = kind.get(suffix, suffix.upper())
-    stream, more = io.BytesIO(), {"save_all": True, "append_images": [Image.new("RGB", (9, 5), "blue")]}
-    exif = Image.Exif()
-    exif[0x0112] = 6
-    more = more if kind in ("GIF", "WEBP", "TIFF", "PNG") else {}
-    more |= {"exif": exif} if kind in ("JPEG", "TIFF", "WEBP", "PNG") else {}
-    Image.new("RGB", (9, 5), "red").save(stream, kind, **more)
-    content = stream.getvalue()
-    width, height = image_size(content)
-    decoded = decode_image(content)
-    assert decoded.size == (width, height) == ((5, 9) if "exif" in more else (9, 5))
-    assert decoded.getpixel((2, 2))[0] > 200 > 60 > decoded.getpixel((2, 2))[2]
-    tar = write_tar(tmp_path / "s.tar", [(f"a.{suffix.upper()}", content), ("a.JSON", llava(0)["json"])])
-    build_indexes([tar], LLM, "plain", workers=1)
-    index = read_index(tar)
-    assert (index.faults, index.image_sizes) == ({"llava": {}}, [((width, height),)])
 
 
 def test_a_shard_without_a_sample_that_can_be_trained_on_is_said_and_all_such_are_an_error(tmp_path, capsys):
