@@ -23,15 +23,7 @@ from typing import TYPE_CHECKING, BinaryIO
 from mmtrain.base.durable import whole_file
 from mmtrain.base.errors import UserError
 from mmtrain.data.samples.formats import LLAVA
-from mmtrain.data.samples.records import (
-    IMAGE_SUFFIXES,
-    BadSample,
-    checked_image,
-    image_size,
-    parse_turns,
-    read_image,
-    record_json,
-)
+from mmtrain.data.samples.records import BadSample, checked_image, image_size, parse_turns, read_image, record_json
 from mmtrain.data.samples.sample import Sample
 from mmtrain.data.shards.index import Member, ShardIndex, TextLengths, write_index
 from mmtrain.runtime.pool import Advance
@@ -222,7 +214,6 @@ class _Shard:
         assert _SAFE_KEY.fullmatch(key), f"unsafe key {key!r}"
         members = [self._member(key, "json", record_json(record))]
         for number, (suffix, content) in enumerate(files):
-            assert suffix in IMAGE_SUFFIXES, f"{key}: no suffix of an image: {suffix!r}"
             members.append(self._member(key, suffix if len(files) == 1 else f"{number}.{suffix}", content))
         self.index.add(key, members, [image_size(content) for _, content in files])
         if self.count is not None:
@@ -239,7 +230,7 @@ class _Shard:
         return member
 
     def end(self) -> None:
-        """Two blocks of zeros, and more up to a whole record, as tar writes them."""
+        """Write two blocks of zeros, and more up to a whole record."""
         self._write(bytes(2 * tarfile.BLOCKSIZE))
         self._write(bytes(-self.index.tar_bytes % tarfile.RECORDSIZE))
 

@@ -24,7 +24,7 @@ from mmtrain.data.prepare import arrow_files, text_files
 from mmtrain.data.prepare.sharding import Candidate
 from mmtrain.data.samples import formats
 from mmtrain.data.samples.formats import SEEN, SampleFormat, best, candidates, first_value
-from mmtrain.data.samples.records import BadSample, Record, keys_or_value, parse_record, short
+from mmtrain.data.samples.records import IMAGE_SUFFIXES, BadSample, Record, keys_or_value, parse_record, short
 from mmtrain.data.shards.detection import AUTO
 
 _JSON = (".json", ".jsonl", ".ndjson")
@@ -115,8 +115,11 @@ class Adapter:
             formats.refuse_unread_media(row)
         if self.as_it_is:
             record = parse_record(row)
-            if not record.images:
-                formats.refuse_what_would_be_lost(row, (), 0)
+            # Text alone may name the file that it comes from.
+            named = [key for key in IMAGE_COLUMNS if row.get(key) and ("image" in key or _is_image(row[key]))]
+            if named and not record.images:
+                seen = f"it names images under {named[0]} and none under image, where LLaVA's are"
+                raise BadSample("image_count", f"{seen}; --from with --format sharegpt reads them")
             return Adapted(record, tuple(map(RowImage, record.images)))
         if not isinstance(row, dict):
             raise BadSample("not_an_object", f"a row of other columns than its table, or no object: {short(row)}")
@@ -151,6 +154,10 @@ class Adapter:
         if images is None:
             return tuple(map(_image, _images_in_parts(row))) if self.form.name == "sharegpt" else ()
         return tuple(map(_image, images if isinstance(images, list) else [images]))
+
+
+def _is_image(name: object) -> bool:
+    return str(name).lower().endswith(IMAGE_SUFFIXES)
 
 
 def _images_in_parts(row: dict[str, Any]) -> Iterator[object]:

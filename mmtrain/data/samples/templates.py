@@ -35,9 +35,8 @@ from mmtrain.models.layouts.square import ONE_SQUARE
 class PlainTemplate:
     """LLaVA's stage 1: images, then the caption, nothing else.
 
-    [BOS] images, caption, EOS. BOS only if the tokenizer begins texts with it; the words of system and human
-    turns are dropped; caption and EOS are supervised. Source: `preprocess_plain` in LLaVA's train.py, which ends a
-    caption with a line break where this ends it with EOS.
+    [BOS] images, caption, EOS. BOS only if the tokenizer begins texts with it; the words of system and human turns are
+    dropped; caption and EOS are supervised. Source: `preprocess_plain` of LLaVA, which ends with a line break, not EOS.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, layout: ImageLayout, vocab_size: int) -> None:

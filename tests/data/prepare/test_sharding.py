@@ -135,7 +135,7 @@ def test_different_ids_have_different_safe_keys():
 
 
 def test_programmers_mistakes_are_asserted(tmp_path):
-    for broken in (*map(sample, ("a.b", "_a", "a/b", "é", "", "x" * 91)), sample("a", suffix="PNG")):
+    for broken in map(sample, ("a.b", "_a", "a/b", "é", "", "x" * 91)):
         with pytest.raises(AssertionError):
             write_shards([broken], tmp_path, samples_per_shard=2)
     assert names_in(tmp_path) == []

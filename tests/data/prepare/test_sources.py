@@ -169,7 +169,7 @@ def outcome(source: Source, row: object) -> str:
         return error.reason
 
 
-@pytest.mark.parametrize("more", [{"images": ["0.jpg"]}, {"image_path": "0.jpg"}, {"video": "0.mp4"}])
+@pytest.mark.parametrize("more", [{"images": ["0.jpg"]}, {"file_name": "0.jpg"}, {"video": "0.mp4"}])
 @pytest.mark.parametrize("form", ["auto", "llava"])
 def test_images_that_the_first_rows_lack_are_not_lost_later(tmp_path, more, form):
     content = lines(*[{"conversations": TOLD}] * 150, {"conversations": TOLD} | more)
