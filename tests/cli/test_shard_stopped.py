@@ -100,7 +100,7 @@ def test_ctrl_c_leaves_whole_shards_only_and_the_run_goes_on_with_resume(folder,
     assert all(len(keys_in(tar)) == 10 for tar in (folder / "out").glob("*.tar")) and "dataset.json" not in names
     assert shard(*options) == 2
     message = capsys.readouterr().err
-    assert "holds shards already (shard-000000.tar, " in message and "go on with --resume" in message
+    assert "holds shards already (shard-000000.tar, " in message and "Go on with --resume" in message
     assert shard(*options, "--resume") == 0
     assert "shards are there already" in capsys.readouterr().out
     assert len(list((folder / "out").glob("*.tar"))) == 20

@@ -116,6 +116,7 @@ def table_rows(path: Path) -> Iterator[object]:
     csv.field_size_limit(MAX_RECORD_BYTES)
     separator = SEPARATORS[path.suffix.lower()]
     reader = csv.DictReader((line for _, line in _lines(path)), delimiter=separator, strict=True)
+    first = 1  # line that the current row begins in
     mend = 'Quote fields that hold a separator, a quote or a line break, and double the quotes in them ("")'
     try:
         columns = [name.strip() for name in reader.fieldnames or ()]
@@ -123,16 +124,18 @@ def table_rows(path: Path) -> Iterator[object]:
             seen = escape(", ".join(columns)) or "nothing"
             raise UserError(f"{path}: its first line names {seen}; needed are the names of columns, each once")
         reader.fieldnames = columns
+        first = reader.line_num + 1
         for row in reader:
             fields = list(row.values())
             if separator == "\t" and any(isinstance(field, str) and _spans_rows(field) for field in fields):
                 raise UserError(
-                    f"{path}: a field that ends in line {reader.line_num:,} has a tab and a line break: most likely a "
-                    f"quote has no end and took in the rows that follow. {mend}"
+                    f"{path}: line {first:,} has a field with a tab and a line break: most likely a quote has no end "
+                    f"and took in the rows that follow. {mend}"
                 )
             yield row if None not in row and None not in fields else fields
+            first = reader.line_num + 1
     except csv.Error as error:
-        raise UserError(f"{path}: line {reader.line_num:,} is not a row of a table ({error}). {mend}") from None
+        raise UserError(f"{path}: line {first:,} is not a row of a table ({error}). {mend}") from None
 
 
 def _spans_rows(field: str) -> bool:

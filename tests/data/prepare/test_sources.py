@@ -88,7 +88,7 @@ def test_the_first_rows_say_what_a_file_is(tmp_path, name, content, found):
         (
             "a.tsv",
             'image\tcaption\na.jpg\tA.\nb.jpg\t"B\nc.jpg\tC"\nd.jpg\tD.\n',
-            "a field that ends in line 4 has a tab and a line break",
+            "line 3 has a field with a tab and a line break",
         ),
     ],
 )
