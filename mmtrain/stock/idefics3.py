@@ -49,11 +49,6 @@ class Idefics3(StockClass):
     more_tokens = ("<fake_token_around_image>", "<end_of_utterance>")
 
     def adapt_encoder(self, run: RunConfig, encoder: ExportedEncoder) -> ExportedEncoder:
-        if encoder.config["model_type"] != "siglip_vision_model":
-            raise UserError(
-                f"model.vision.name: {run.model.vision.name} becomes a {encoder.config['model_type']}, and the encoder "
-                f"of {self.class_name} is a SigLIP; {WHAT_WORKS}"
-            )
         settings = {key: value for key, value in encoder.config.items() if not key.startswith(("vision_", "project"))}
         tensors = {name.removeprefix(OUTER): source for name, source in encoder.tensors.items()}
         kept = {name: source for name, source in tensors.items() if not name.startswith("head.")}

@@ -27,7 +27,6 @@ from mmtrain.models.facts.encoders import FAMILIES, TIMM
 from mmtrain.models.facts.families import canonical_name
 from mmtrain.models.facts.shapes import VisionShape, llm_shape
 from mmtrain.models.facts.timm_models import form_of
-from mmtrain.models.facts.tokenizer_files import lacking_marks
 from mmtrain.models.layouts.layout import ImageLayout, Tiling
 from mmtrain.models.layouts.registry import LAYOUT_KEYS, LAYOUTS
 from mmtrain.models.layouts.square import Square
@@ -156,8 +155,6 @@ class StockClass(ExportedClass):
             yield f"model.vision.final_norm={str(self.final_norm).lower()} (its features come from {where} that norm)"
         if vision.layout not in self.layouts:
             yield f"model.vision.layout={' or '.join(self.layouts)} (which is what its processor writes)"
-        if lacking := lacking_marks(config.model, self.layouts[0]):
-            yield f"another model.llm.path (the tokenizer of {config.model.llm.path} has no {' and '.join(lacking)})"
         if not vision.cuts_images and config.data.image_fit not in self.fits:
             fits = " or ".join(self.fits)
             yield f"data.image_fit={fits} (its processor does not make {config.data.image_fit})"

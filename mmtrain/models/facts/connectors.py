@@ -234,15 +234,10 @@ def image_layout(config: RunConfig) -> ImageLayout:
         )
     size = vision.image_size
     for height, width in model.vision.pinpoints or ():
-        if height % size or width % size:
+        if height % size or width % size or height * width > MAX_TILES * size**2:
             raise UserError(
-                f"model.vision.pinpoints: [{height}, {width}] are no multiples of {size}, the side of a tile of "
-                f"{model.vision.name} in pixels. Correct them, or leave them out for {layout.name}'s own."
-            )
-        if (tiles := height // size * (width // size)) > MAX_TILES:
-            raise UserError(
-                f"model.vision.pinpoints: [{height}, {width}] are {tiles:,} tiles of {size} pixels a side. Give at "
-                f"most {MAX_TILES}."
+                f"model.vision.pinpoints: [{height}, {width}] is no grid of up to {MAX_TILES} tiles of {size} x {size} "
+                f"pixels, as {model.vision.name} takes. Correct it, or leave pinpoints out for {layout.name}'s own."
             )
     numbers = {key: getattr(model.vision, key) for key in layout.keys}
     positions = vision.patches_per_image // factor**2

@@ -49,14 +49,11 @@ def test_a_grid_that_does_not_divide_is_refused_with_the_factors_that_would(fact
     )
 
 
-@pytest.mark.parametrize(
-    ("pinpoint", "named"),
-    [((384, 700), "[384, 700] are no multiples of 384"), ((384 * 11, 384 * 10), "are 110 tiles of 384 pixels a side")],
-)
-def test_grids_of_other_tiles_and_of_too_many_are_refused(pinpoint, named):
+@pytest.mark.parametrize("pinpoint", [(384, 700), (384 * 11, 384 * 10)])
+def test_grids_of_other_tiles_and_of_too_many_are_refused(pinpoint):
     chosen = config(SIGLIP)
     chosen = chosen.changed({"model.vision.layout": "anyres", "model.vision.pinpoints": (pinpoint,)})
-    with pytest.raises(UserError, match=re.escape(named)):
+    with pytest.raises(UserError, match=re.escape(f"{list(pinpoint)} is no grid of up to 100 tiles of 384 x 384")):
         image_layout(chosen)
 
 
