@@ -125,7 +125,7 @@ def test_a_run_plans_whose_llm_has_a_plain_head_and_each_tensor_that_trains(
             "vit_base_patch16_siglip_224",
             {"pre_norm": True},
             ["mlp2x_gelu"],
-            "has a norm before its blocks, no class token",
+            "has norm_pre.bias",
         ),
         (
             "vit_base_patch16_clip_224",

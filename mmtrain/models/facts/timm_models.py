@@ -159,15 +159,13 @@ DINOV2 = StockModel(
 
 def form_of(names: Iterable[str]) -> StockModel | str:
     """The stock model for a timm ViT with parameters of these names, or what no stock model has a place for."""
-    known = {name for name in names if name.split(".")[0] not in BEHIND_THE_BLOCKS}
-    classed, normed, scaled = (name in known for name in ("cls_token", "norm_pre.weight", "blocks.0.ls1.gamma"))
-    if "pos_embed" not in known:
+    names = sorted(name for name in names if name.split(".")[0] not in BEHIND_THE_BLOCKS)
+    if "pos_embed" not in names:
         return "has no learned position embeddings"
-    if (normed and (scaled or not classed)) or (scaled and not classed):
-        facts = ["layer scales"] * scaled + ["a norm before its blocks"] * normed
-        return f"has {', '.join([*facts, 'a class token' if classed else 'no class token'])}"
-    stock = SIGLIP if not classed else CLIP if normed else DINOV2
-    for name in sorted(known):
+    stock = SIGLIP
+    if "cls_token" in names:
+        stock = CLIP if "norm_pre.weight" in names else DINOV2
+    for name in names:
         stem = name if name in stock.front else name.rpartition(".")[0]
         own = re.sub(r"^blocks\.\d+\.", "", stem).replace("attn.qkv", "attn.q")
         if own not in (stock.block if stem.startswith("blocks.") else stock.front):
