@@ -56,10 +56,8 @@ def asked(tiny, shards, *overrides):
     ("given", "found"),
     [
         (("caption", "messages", "llava"), ("caption", None, "sharegpt", "llava")),
-        (("llava",), ("llava", None)),
         (("llava", "caption"), ("llava", None, "caption")),
         (("caption", "messages=sharegpt"), ("caption", None, "sharegpt")),
-        (("messages=sharegpt", "caption"), ("caption", "sharegpt", None)),
         (("messages=auto", "llava", "data.format=llava"), ("llava", "sharegpt", None)),
         (("messages", "data.format=sharegpt"), ("sharegpt", None)),
         (("messages=sharegpt", "caption=caption"), ("auto", "sharegpt", "caption")),

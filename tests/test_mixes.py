@@ -84,7 +84,10 @@ def content(batches: Sequence[tuple[str, ...]]) -> str:
     return "nothing" if not sorts else sorts.pop() if len(sorts) == 1 else "both"
 
 
-@pytest.mark.parametrize("run", RUNS)
+FIRST, SECOND = RUNS
+
+
+@pytest.mark.parametrize("run", [FIRST, pytest.param(SECOND, marks=pytest.mark.nightly)])
 def test_every_mix_of_contents_trains_as_in_one_process_and_ends(mixed, tmp_path, run):
     model, layout = RUNS[run]
     steps = [f"train.max_steps={STEPS}", f"train.packs_per_step={PACKS}", "data.pack_length=48", "data.workers=0"]
@@ -93,7 +96,6 @@ def test_every_mix_of_contents_trains_as_in_one_process_and_ends(mixed, tmp_path
 
     whole = train(mixed, *common, *model, "run.name=whole").lines("metrics.jsonl", "train")
     cut = train(mixed, *common, *model, "run.name=cut", "parallel.pipeline=2", "parallel.data=2", *layout)
-    worst = 0.0
     for expected, found in zip(whole, cut.lines("metrics.jsonl", "train"), strict=True):
         for key in ("samples", "images", "tokens", "supervised_tokens", "quarantined", "no_update"):
             assert found[key] == expected[key], (found["step"], key)
@@ -102,8 +104,6 @@ def test_every_mix_of_contents_trains_as_in_one_process_and_ends(mixed, tmp_path
             continue
         for key in ("loss", "grad_norm"):
             assert found[key] == pytest.approx(expected[key], rel=1e-5), (found["step"], key)
-            worst = max(worst, abs(found[key] - expected[key]) / max(expected[key], 1e-30))
-    print(f"{run}: worst relative difference {worst:.1e}")
 
     # What there was to hang on: every pair of the replicas' contents, and steps without an image, and without labels.
     read = islice(PackedBatches(load_config(mixed, [*common, *model]), 0, 1), STEPS * PACKS)

@@ -1,4 +1,4 @@
-"""Three public tokenizer families, rebuilt small: every token of a conversation, and what is supervised, by hand.
+"""Two public tokenizer families, rebuilt small: every token of a conversation, and what is supervised, by hand.
 
 Vocabularies are single bytes (or characters) and a few whole words, so that what a text becomes can be read off it.
 """
@@ -15,12 +15,6 @@ from mmtrain.models.layouts.square import Square
 
 # Qwen2.5-Instruct's, without its branches for tools, and with a system prompt that is few tokens.
 QWEN = QWEN25.replace("You are a helpful assistant.", "You are Qwen.")
-
-# Meta-Llama-3-8B-Instruct's.
-LLAMA = """{% set loop_messages = messages %}{% for message in loop_messages %}\
-{% set content = '<|start_header_id|>' + message['role'] + '<|end_header_id|>\\n\\n'+ message['content'] | trim + \
-'<|eot_id|>' %}{% if loop.index0 == 0 %}{% set content = bos_token + content %}{% endif %}{{ content }}{% endfor %}\
-{% if add_generation_prompt %}{{ '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}{% endif %}"""
 
 # Mistral-7B-Instruct-v0.1's.
 MISTRAL = """{{ bos_token }}{% for message in messages %}\
@@ -39,29 +33,21 @@ KNOWN_WORDS = "user assistant You What And No See Ġare ĠQwen Ġsee Ġpictures 
 KNOWN_PIECES = "▁ [INST] ▁[INST] ▁[/INST] What ▁What ▁is ▁this And ▁And A No See ▁red ▁circle ▁here ▁then ? . , e"
 
 
-def byte_level(template: str, marks: list[str], **options) -> PreTrainedTokenizerFast:
+def qwen() -> PreTrainedTokenizerFast:
+    marks = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
     pieces = [*marks, *sorted(pre_tokenizers.ByteLevel.alphabet()), *KNOWN_WORDS.split()]
     vocabulary = {piece: number for number, piece in enumerate(pieces)}
     tokenizer = Tokenizer(models.BPE(vocabulary, [], ignore_merges=True))  # as Llama 3: a known word needs no merges
+    tokenizer.normalizer = normalizers.NFC()
     split = pre_tokenizers.Split(Regex(WORDS), "isolated")
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [split, pre_tokenizers.ByteLevel(add_prefix_space=False, trim_offsets=False, use_regex=False)]
     )
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens([AddedToken(mark, special=True, normalized=False) for mark in marks])
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, chat_template=template, **options)
-
-
-def qwen() -> PreTrainedTokenizerFast:
-    marks = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
-    tokenizer = byte_level(QWEN, marks, eos_token="<|im_end|>", pad_token="<|endoftext|>")
-    tokenizer.backend_tokenizer.normalizer = normalizers.NFC()
-    return tokenizer
-
-
-def llama() -> PreTrainedTokenizerFast:
-    marks = ["<|begin_of_text|>", "<|end_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"]
-    return byte_level(LLAMA, marks, bos_token="<|begin_of_text|>", eos_token="<|eot_id|>")
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, chat_template=QWEN, eos_token="<|im_end|>", pad_token="<|endoftext|>"
+    )
 
 
 def mistral() -> PreTrainedTokenizerFast:
@@ -111,24 +97,6 @@ CASES = {
             (False, "Ċ <|im_start|> user Ċ And Ġthen ? <|im_end|> Ċ <|im_start|> assistant Ċ"),
             (True, "No Ċ Ċ <|im_end|>"),
             (False, "Ċ"),
-        ],
-    ),
-    "llama": (
-        llama,
-        (("system", "You see <image> pictures."), *IN_BOTH),
-        [
-            (False, "<|begin_of_text|> <|start_header_id|> system <|end_header_id|> Ċ Ċ"),
-            (False, "You Ġsee Ġ <image> Ġpictures . <|eot_id|> <|start_header_id|> user <|end_header_id|> Ċ Ċ"),
-            (False, "<image> Ċ What Ġis Ġthis ? <|eot_id|> <|start_header_id|> assistant <|end_header_id|> Ċ Ċ"),
-            (True, "A Ġred Ġ ð Ł ĺ Ģ Ġcircle . <|eot_id|>"),
-            (False, "<|start_header_id|> user <|end_header_id|> Ċ Ċ And Ġ <image> <image> Ġhere ? <|eot_id|>"),
-            (False, "<|start_header_id|> assistant <|end_header_id|> Ċ Ċ"),
-            (True, "See Ġ"),
-            (False, "<image>"),
-            (True, "Ġ e Ì ģ , Ġ Ù Ħ Ø § . <|eot_id|>"),
-            (False, "<|start_header_id|> user <|end_header_id|> Ċ Ċ And Ġthen ? <|eot_id|>"),
-            (False, "<|start_header_id|> assistant <|end_header_id|> Ċ Ċ"),
-            (True, "No <|eot_id|>"),  # the template trims
         ],
     ),
     "mistral": (
@@ -185,10 +153,9 @@ def test_a_chat_is_the_tokens_and_labels_written_by_hand(name, tokens_per_image)
     ("make", "expected"),
     [
         (qwen, [(False, "<image> <image>"), (True, "A Ġred Ġ ð Ł ĺ Ģ Ġcircle . <|im_end|>")]),
-        (llama, [(False, "<image> <image>"), (True, "A Ġred Ġ ð Ł ĺ Ģ Ġcircle . <|eot_id|>")]),
         (mistral, [(False, "<image> <image>"), (True, "▁ A ▁red ▁ <0xF0> <0x9F> <0x98> <0x80> ▁circle . </s>")]),
     ],
-    ids=["qwen", "llama", "mistral"],
+    ids=["qwen", "mistral"],
 )
 def test_plain_is_the_tokens_and_labels_written_by_hand(make, expected):
     turns = (("system", "You <image>"), ("human", "What is <image>?"), ("gpt", "A red 😀 circle."))
@@ -202,39 +169,16 @@ def test_a_template_that_refuses_system_turns_rejects_the_sample_in_its_own_word
         template(sample((("system", "See."), *IN_BOTH)))
 
 
-MARKED = {
-    "llama": (
-        llama,
-        "{% for message in messages %}{% if loop.index0 == 0 %}{{ bos_token }}{% endif %}"
-        "{{ '<|start_header_id|>' + message['role'] + '<|end_header_id|>\\n\\n' }}"
-        "{% if message['role'] == 'assistant' %}"
-        "{% generation %}{{ message['content'] | trim + '<|eot_id|>' }}{% endgeneration %}"
-        "{% else %}{{ message['content'] | trim + '<|eot_id|>' }}{% endif %}{% endfor %}"
-        "{% if add_generation_prompt %}{{ '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}{% endif %}",
-    ),
-    "mistral": (
-        mistral,
-        MISTRAL.replace(
-            "{{ message['content'] + eos_token + ' ' }}",
-            "{% generation %}{{ message['content'] + eos_token }}{% endgeneration %}{{ ' ' }}",
-        ),
-    ),
-}
-
-
-@pytest.mark.parametrize("name", MARKED)
-def test_the_mask_is_the_tokenizers_own_where_its_template_marks_generation(name):
-    make, template = MARKED[name]
-    assert template.count("endgeneration") == 1
+def test_the_mask_is_the_tokenizers_own_where_its_template_marks_generation():
+    answer = "{{ message['content'] + eos_token + ' ' }}"
+    marked = "{% generation %}{{ message['content'] + eos_token }}{% endgeneration %}{{ ' ' }}"
     texts = ("<image>\nWhat is this?", "A red 😀 circle.", "And <image><image> here?", "  e\u0301, لا.", "?", "No\n\n")
     turns = tuple((("human", "gpt")[number % 2], text) for number, text in enumerate(texts))
-    if name != "mistral":
-        turns = (("system", "You see <image> pictures."), *turns)
-    tokenizer = make()
+    tokenizer = mistral()
     tokenizer.add_tokens([AddedToken("<image>", special=True, normalized=False)], special_tokens=True)
-    tokenizer.chat_template = template
-    roles = {"system": "system", "human": "user", "gpt": "assistant"}
-    messages = [{"role": roles[speaker], "content": text} for speaker, text in turns]
+    tokenizer.chat_template = MISTRAL.replace(answer, marked)
+    assert tokenizer.chat_template.count("endgeneration") == 1
+    messages = [{"role": {"human": "user", "gpt": "assistant"}[speaker], "content": text} for speaker, text in turns]
     stock = tokenizer.apply_chat_template(messages, return_dict=True, return_assistant_tokens_mask=True)
     image = tokenizer.convert_tokens_to_ids("<image>")
     document = ChatTemplate(tokenizer, Square(1), 1000)(sample(turns))
