@@ -35,11 +35,8 @@ def find_shards(folder: Path) -> list[Path]:
     """Return the folder's pickled weight files, in order; raise UserError if any is missing."""
     index = folder / "pytorch_model.bin.index.json"
     names = sorted(set(read_weight_map(index, ".bin").values())) if index.is_file() else ["pytorch_model.bin"]
-    missing = [name for name in names if not (folder / name).is_file()]
-    if missing and index.is_file():
-        raise UserError(f"{folder}: {index.name} names {missing}; finish the download")
-    if missing:
-        raise UserError(f"{folder} has neither pytorch_model.bin nor {index.name}; finish the download")
+    if missing := [name for name in names if not (folder / name).is_file()]:
+        raise UserError(f"{folder}: lacks {', '.join(missing)}; finish the download")
     return [folder / name for name in names]
 
 
@@ -90,7 +87,6 @@ def run(options: argparse.Namespace) -> None:
 
 
 def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
-    """Command line; `--help` teaches by example."""
     parser = command_parser("convert", __doc__, EXAMPLES)
     parser.add_argument("model", help="model folder, or cached hub id")
     parser.add_argument("--out", type=Path, help="new folder for weights, config and tokenizer (default: in place)")

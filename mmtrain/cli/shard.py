@@ -53,7 +53,6 @@ from mmtrain.data.prepare.validate import (
     ShardStats,
     UnfinishedRun,
     Validator,
-    by_reason,
     is_finished,
     refuse_used_folder,
     unfinished_run,
@@ -128,7 +127,7 @@ def run(options: argparse.Namespace) -> None:
             try:
                 _write_all(stats, options, unfinished)
                 if not stats.samples:
-                    raise UserError(f"no record became a sample: {by_reason(stats.reasons)}")
+                    raise UserError("no record became a sample")
                 stats.write_summary(out, run)
             except (UserError, OSError) as error:
                 raise _unfinished(error, stats, unfinished, rejected_file) from error
@@ -142,8 +141,7 @@ def _opened(path: Path, options: argparse.Namespace) -> list[Source]:
     """Open and count the sources of a path, and print what they are."""
     form = SampleFormat(options.format, options.caption_key, options.caption_prompt)
     sources, description = open_sources(path, form, options.image_key)
-    files = f" in {len(sources):,} files" if len(sources) > 1 else ""
-    print_info(f"{path}: {description}: {sum(source.records for source in sources):,} records{files}")
+    print_info(f"{path}: {description}: {sum(source.records for source in sources):,} records")
     return sources
 
 
@@ -216,7 +214,6 @@ def parse_size(text: str) -> int:
 
 
 def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
-    """Command line; `--help` teaches by example."""
     parser = command_parser("shard", __doc__, EXAMPLES, EXITS)
     path = lambda text: Path(text).expanduser()  # noqa: E731 - the shell leaves --out=~/data as it is
     add = parser.add_argument

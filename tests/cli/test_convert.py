@@ -122,7 +122,7 @@ def test_an_interrupted_conversion_is_invisible_and_can_be_repeated(tmp_path, ca
 
 
 def test_missing_files_are_named(tmp_path, capsys):
-    assert "neither pytorch_model.bin" in refused(capsys, tmp_path)
+    assert "lacks pytorch_model.bin" in refused(capsys, tmp_path)
     save_pickled(tmp_path, 2)
     (tmp_path / "pytorch_model-00002-of-00002.bin").unlink()
     assert "pytorch_model-00002-of-00002.bin" in refused(capsys, tmp_path)

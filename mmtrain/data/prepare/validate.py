@@ -117,7 +117,8 @@ class Validator:
             return key
         if not self.keep_duplicates:
             source, first = place(self.sources, self.keys[key])
-            raise BadSample("duplicate_id", f"record {first} of {source.name} has it too")
+            seen = f"record {first} of {source.name} has it too"
+            raise BadSample("duplicate_id", f"{seen}; --duplicate-ids keep gives each a key of its own")
         while True:
             self.repeats[key] += 1
             numbered = f"{key}-{self.repeats[key] + 1}"
@@ -131,15 +132,15 @@ def _identifier(value: object) -> str | int | None:
     return identifier if isinstance(identifier, str | int) else None
 
 
+@dataclass(eq=False)
 class ShardStats:
     """Counts what became of the records, in their order, and writes a line to rejected.jsonl for each rejected one."""
 
-    def __init__(self, validator: Validator, rejected: JsonLines, total: int) -> None:
-        self.validator = validator
-        self.rejected = rejected
-        self.total = total
-        self.reasons: Counter[str] = Counter()
-        self.shards: list[WrittenShard] = []
+    validator: Validator
+    rejected: JsonLines
+    total: int  # records
+    reasons: Counter[str] = field(init=False, default_factory=Counter)
+    shards: list[WrittenShard] = field(init=False, default_factory=list)
 
     @property
     def samples(self) -> int:
@@ -163,13 +164,11 @@ class ShardStats:
         self.reasons[rejection.reason] += 1
         allowed = self.validator.allowed_rejections
         if self.reasons.total() > allowed:
-            hint = ""
-            if self.reasons.most_common(1)[0][0] == "duplicate_id":
-                hint = "; if equal ids stand over different conversations, --duplicate-ids keep"
+            counts = ", ".join(f"{count:,} {code}" for code, count in self.reasons.most_common())
             raise UserError(
-                f"too many bad records: {self.reasons.total():,} of the first {rejection.record + 1:,} "
-                f"({by_reason(self.reasons)}), where {allowed:,} of {self.total:,} are allowed; the last is "
-                f"{rejection.reason}: {rejection.detail}. Mend them, or raise --max-reject-rate{hint}"
+                f"too many bad records: {self.reasons.total():,} of the first {rejection.record + 1:,} ({counts}), "
+                f"where {allowed:,} of {self.total:,} are allowed; the last is {rejection.reason}: {rejection.detail}. "
+                "Mend them, or raise --max-reject-rate"
             )
 
     def write_summary(self, out: Path, run: dict) -> None:
@@ -190,11 +189,6 @@ class ShardStats:
             "shards": [asdict(shard) for shard in self.shards],
         }
         write_whole(out / SUMMARY, json.dumps(content, indent=1) + "\n")
-
-
-def by_reason(reasons: Counter[str]) -> str:
-    """Return how often each reason was given, the commonest first."""
-    return ", ".join(f"{count:,} {code}" for code, count in reasons.most_common())
 
 
 def refuse_used_folder(out: Path, resume: bool) -> None:
