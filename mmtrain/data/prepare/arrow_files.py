@@ -1,8 +1,6 @@
 """Parquet files, and the Arrow files of Hugging Face's datasets, read as data: nothing in them can name code that runs.
 
-file --wanted columns, row by row, checked--> {"column": value, ...}, bytes as views of the file
-
-pyarrow reads both; datasets itself is not needed.
+file --pyarrow: wanted columns, row by row, checked--> {"column": value, ...}, bytes as views of the file
 """
 
 from __future__ import annotations

@@ -4,8 +4,7 @@ ShardJob: records with sound text, names of their images --ShardMaker--> (key, r
 (key, record, [(suffix, bytes), ...]) --> KEY.json, then KEY.jpg, or KEY.0.jpg, KEY.1.jpg with several images
                                       --> the tar's index: offsets, sizes, checksums of the bytes as they are written
 
-Each shard is a job of its own, so that its bytes do not depend on the workers. A tar gets its name when it is complete
-and on the disk: a stopped writer leaves no half shard that *.tar would find. Its index follows.
+A shard's bytes do not depend on the workers. A tar gets its name when it is complete and on the disk; its index follows.
 """
 
 from __future__ import annotations

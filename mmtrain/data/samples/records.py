@@ -4,8 +4,7 @@ any JSON value --parse_record--> Record: id, conversation, image names
 image name, folder --read_image--> suffix and bytes of a file that Pillow decodes to its end
 bytes of an image file --image_size, orientation--> how large it is, and how it is to be turned
 
-What passes here, `sample.read_sample` accepts. What fails raises BadSample with a reason code: large data sets always
-hold some bad records, and none of them may pass in silence or stop a run days later.
+What fails raises BadSample with a reason code; what passes, `sample.read_sample` accepts.
 """
 
 from __future__ import annotations

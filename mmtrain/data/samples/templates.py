@@ -2,9 +2,8 @@
 
 Sample (turns, images) --template--> Document: input_ids (T,), labels (T,) shifted
 
-A template asks for the number and sizes of a sample's images and does not look at them, so text lengths are known
-without decoding (`TextCounter`). A sample that it cannot hold raises BadSample; a tokenizer or template that no sample
-could mend raises UserError.
+A template does not look at images, so text lengths are known without decoding (`TextCounter`). A sample that it cannot
+hold raises BadSample; a tokenizer or template that no sample could mend raises UserError.
 """
 
 from __future__ import annotations
