@@ -4,7 +4,7 @@ ShardJob: records with sound text, names of their images --ShardMaker--> (key, r
 (key, record, [(suffix, bytes), ...]) --> KEY.json, then KEY.jpg, or KEY.0.jpg, KEY.1.jpg with several images
                                       --> the tar's index: offsets, sizes, checksums of the bytes as they are written
 
-A shard's bytes do not depend on the workers. A tar gets its name when it is complete and on the disk; its index follows.
+A shard's bytes do not depend on the workers. A tar gets its name when it is complete and on the disk, then its index.
 """
 
 from __future__ import annotations
