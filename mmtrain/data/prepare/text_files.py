@@ -51,8 +51,10 @@ def _array_elements(path: Path) -> Iterator[object]:
     """Yield the elements of a JSON array, each read from a window that grows until the element ends in it."""
     decoder, count = json.JSONDecoder(), 0
     with _opened(path) as stream:
-        text = stream.read(_CHUNK).lstrip()
-        at = 1
+        text = ""
+        while "[" not in text:
+            text = stream.read(_CHUNK)
+        at = text.index("[") + 1
         while True:
             try:
                 at = _SPACE.match(text, at).end()
