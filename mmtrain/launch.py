@@ -28,8 +28,8 @@ from mmtrain.launching.starters import rank_of_torchrun, refuse_other_starters
 from mmtrain.launching.training import ranks_of_node, train, train_as_rank
 from mmtrain.models.facts.model_files import find_model_folder
 from mmtrain.models.weights.projector_files import refuse_unfit_init_from
+from mmtrain.plan.plan import render
 from mmtrain.plan.suggest import render_suggestion
-from mmtrain.plan.table import render
 from mmtrain.runtime.rank import seconds_before_message
 from mmtrain.stock.pretrained import expand_pretrained
 

@@ -6,11 +6,21 @@ import random
 from collections.abc import Sequence
 from typing import Literal
 
-from mmtrain.plan.block_costs import EncoderCost, Flops
-from mmtrain.plan.costs import LayerCost, RunCosts
+from mmtrain.config.schema import RunConfig
+from mmtrain.plan.block_costs import Flops
+from mmtrain.plan.calibration import (
+    Calibration,
+    Device,
+    LayerMeasures,
+    LayerSeconds,
+    MessageSeconds,
+    Timings,
+    calibration_key,
+)
+from mmtrain.plan.costs import EncoderCost, LayerCost, RunCosts, Workload, run_costs
+from mmtrain.plan.planner import models_of
+from mmtrain.plan.simulate import MessageCost
 from mmtrain.plan.stage_costs import Setting, StageCosts
-from mmtrain.plan.timings import LayerSeconds, Timings
-from mmtrain.plan.workload import Workload
 
 
 def made_up_costs(
@@ -59,15 +69,36 @@ def made_up_costs(
         encode_block=float(draw.randrange(4)) / blocks,
         encoder_blocks=blocks,
         call=0.5 * draw.randrange(3),
-        send=0.25 * messages * draw.randrange(2),
-        receive=0.25 * messages * draw.randrange(2),
-        transfer=0.5 * messages * draw.randrange(3),
-        send_features=0.25 * messages * draw.randrange(2),
-        receive_features=0.25 * messages * draw.randrange(2),
-        transfer_features=0.5 * messages * draw.randrange(3),
+        messages=_message(draw, messages),
+        features=_message(draw, messages),
         end=float(draw.randrange(3)),
     )
     return StageCosts(costs, timings, Setting(pipeline, microbatches, memory_bytes, recompute, polls))
+
+
+def made_up_calibration(config: RunConfig, device: Device) -> Calibration:
+    """Decoder layers take 1 + 2 seconds, on rows 0.5 + 1; front 0.25 + 0.75, encoder 4, head 0.5 + 0.5."""
+    models = models_of(config)
+    seconds = {"encoder": (4.0, 0.0), "front": (0.25, 0.75), "head": (0.5, 0.5)}
+    layers = {}
+    for kind in run_costs(config, models).kinds:
+        layers[kind.name] = made_up_measures(*seconds.get(kind.name, (0.5, 1.0) if kind.on_rows else (1.0, 2.0)))
+    return Calibration(
+        key=calibration_key(config, models, device),
+        layers=layers,
+        compute_seconds=0.125,
+        encode_seconds=0.5,
+        encode_block_seconds=0.125,
+        messages=MessageSeconds(0.01, 0.02, 0.03),
+        features=MessageSeconds(0.04, 0.05, 0.06),
+        end_seconds=2.0,
+        replicas=1,
+        matmul_flops_per_second=1e12,
+    )
+
+
+def made_up_measures(forward: float, backward: float) -> LayerMeasures:
+    return LayerMeasures(forward, backward, forward + backward, 1000, 100, 10, 20, 1200)
 
 
 def equal_costs(
@@ -92,8 +123,13 @@ def equal_costs(
         kinds=(),
     )
     seconds = tuple(LayerSeconds(x, x, 2 * x) for x in layers)
-    timings = Timings(None, seconds, seconds[-2], 0.0, encode / blocks, blocks, 0, 0, 0, 0, 0, 0, 0, 0)
+    timings = Timings(None, seconds, seconds[-2], 0.0, encode / blocks, blocks, 0, MessageCost(), MessageCost(), 0)
     return StageCosts(costs, timings, Setting(pipeline, microbatches, None, "auto"))
+
+
+def _message(draw: random.Random, messages: bool) -> MessageCost:
+    send, receive, transfer = (0.25 * draw.randrange(2), 0.25 * draw.randrange(2), 0.5 * draw.randrange(3))
+    return MessageCost(send * messages, receive * messages, transfer * messages)
 
 
 def _encoder(draw: random.Random) -> EncoderCost:

@@ -10,7 +10,7 @@ from typing import NamedTuple
 from mmtrain.plan.instructions import Schedule
 from mmtrain.plan.placement import GAIN, placements
 from mmtrain.plan.schedule import Chain, leading_encodes, training_schedule
-from mmtrain.plan.simulate import Program, Simulation, StageSeconds, simulate
+from mmtrain.plan.simulate import MessageCost, Program, Simulation, StageSeconds, simulate
 
 
 class Step(NamedTuple):
@@ -32,19 +32,19 @@ class Step(NamedTuple):
         """The very lists, simulated."""
         return simulate(Program(self.lists(chain)), self.seconds)
 
-    def placed(self, exactly: int | None = None) -> list[tuple[float, Chain]]:
+    def placed(self) -> list[tuple[float, Chain]]:
         """The planner's placements with their bounds, the most promising first."""
         without = self.lists()
         shape = without, Program(without), self.microbatches, self.seconds, self.ranks
-        return [(found.least_seconds, found.chain) for found in placements(*shape, exactly=exactly)]
+        return [(found.least_seconds, found.chain) for found in placements(*shape)]
 
-    def best(self, exactly: int | None = None) -> Chain:
+    def best(self) -> Chain:
         """The fastest of all placements, as simulated; of equally fast ones the first."""
         best: Chain | None = None
-        if len(self.ranks) == 1 and not exactly:
+        if len(self.ranks) == 1:
             best = leading_encodes(self.lists(), self.ranks, 1)
         limit = self.simulated(best).seconds * (1 - GAIN) if best else math.inf
-        for least, chain in self.placed(exactly):
+        for least, chain in self.placed():
             if least < limit and (found := self.simulated(chain).seconds) < limit:
                 best, limit = chain, found * (1 - GAIN)
         assert best is not None
@@ -84,12 +84,8 @@ def made_up_step(
         forward=tuple(forward),
         backward=tuple(backward),
         encode=tuple(encode),
-        send=message / 4,
-        receive=message / 4,
-        transfer=message,
+        messages=MessageCost(message / 4, message / 4, message),
+        features=MessageCost(message / 2, message / 2, 2 * message),
         end=draw.choice([0.0, 0.3]),
-        send_features=message / 2,
-        receive_features=message / 2,
-        transfer_features=2 * message,
     )
     return Step(pipeline, stages_per_rank, microbatches, first, seconds, tuple(ranks))

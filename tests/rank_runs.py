@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ranks import run_ranks
+from scenes import with_slices
 
 from mmtrain.base.printing import logs_shown, print_info
 from mmtrain.checkpoint.resume import AUTO, ResumePoint, find_start
@@ -64,6 +65,13 @@ def _be_rank(config: RunConfig, plan: Plan, start: ResumePoint | None) -> str | 
         return main(config, plan, me, start if rank == 0 else None)
 
 
+def _prefetching(plan: Plan, prefetched: int) -> Plan:
+    """The plan with `prefetched` micro-batches encoded by each slice when a step begins."""
+    slices = plan.encoder_slices or (1, *[0] * (plan.pipeline - 1))
+    lead = 1 if sum(map(bool, slices)) == 1 and slices[0] else plan.microbatches_per_step
+    return with_slices(plan, slices, (prefetched,) * plan.pipeline, lead)
+
+
 def train(
     file: Path,
     *overrides: str,
@@ -77,7 +85,9 @@ def train(
     """
     with contextlib.redirect_stdout(io.StringIO()) as said, logs_shown(print_info):
         config = with_formats(load_config(file, overrides))
-        plan, start = make_plan(config, prefetch=prefetch), find_start(config, str(resume), allow)
+        plan, start = make_plan(config), find_start(config, str(resume), allow)
+        if prefetch != "auto":
+            plan = _prefetching(plan, prefetch)
         prepare_folder(config, plan, goes_on=start is not None)
     world = len(plan.ranks)
     stopped = run_ranks(world, _be_rank, config, plan, start, timeout=200, daemons=config.data.workers == 0)

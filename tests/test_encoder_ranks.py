@@ -43,13 +43,6 @@ def test_every_rank_that_is_named_holds_blocks_and_no_other(tiny, asked, pipelin
     assert [rank for rank, *_ in slices] == sorted({0, *holders} if holders else ())
 
 
-@pytest.mark.parametrize("prefetched", [0, 5])
-def test_a_step_begins_with_as_many_features_as_was_asked_for(tiny, prefetched):
-    config = load_config(tiny / "config.yaml", ["parallel.encoder_ranks=[0,1,2]"])
-    plan = make_plan(config, prefetch=prefetched)
-    assert plan.encode_ahead == prefetched
-
-
 def test_a_plan_says_which_rank_holds_what(tiny, capsys):
     assert launch_command([str(tiny / "config.yaml"), "--plan", "parallel.encoder_ranks=[1,3]"]) == 0
     said = " ".join(capsys.readouterr().out.split())

@@ -12,8 +12,8 @@ from safetensors.torch import load_file
 from mmtrain.__main__ import main
 from mmtrain.base.errors import UserError
 from mmtrain.config.load import load_config
+from mmtrain.plan.plan import render
 from mmtrain.plan.planner import make_plan
-from mmtrain.plan.table import render
 
 ADAPTERS = ("model.lora.r=4", "model.lora.alpha=8", "model.trainable=[projector, llm.layers.*.lora_*]")
 RUN = (*ADAPTERS, "train.max_steps=3", "optimizer.lr=0.02", "checkpoint.every_minutes=null", "data.workers=0")

@@ -22,8 +22,8 @@ from mmtrain.data.samples.sample import IGNORE
 from mmtrain.engine.optimizer import clip_coefficient, learning_rate
 from mmtrain.models.facts.families import canonical_name
 from mmtrain.models.facts.shapes import matches_any
+from mmtrain.plan.plan import render
 from mmtrain.plan.planner import make_plan
-from mmtrain.plan.table import render
 
 CONFIG = Path(__file__).parents[1] / "configs" / "demo_text.yaml"
 STEPS = 3

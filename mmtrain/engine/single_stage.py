@@ -17,9 +17,8 @@ from mmtrain.data.stream.packs import PackedBatch, to_device
 from mmtrain.engine.optimizer import MasterWeights, make_optimizer
 from mmtrain.models.modules.loss import count_answers
 from mmtrain.models.modules.stage import Stage
-from mmtrain.plan.costs import Models
+from mmtrain.plan.costs import Models, typical_tiling, workload
 from mmtrain.plan.planner import models_of
-from mmtrain.plan.workload import typical_tiling, workload
 
 
 def expected_batch(config: RunConfig, models: Models, seed: int = 0) -> PackedBatch:

@@ -24,9 +24,8 @@ from mmtrain.launching.machine import (
 )
 from mmtrain.models.probing.probe import probe_encoder
 from mmtrain.plan.calibration import Device, cached_file, calibration_key
-from mmtrain.plan.plan import Plan
+from mmtrain.plan.plan import Plan, render
 from mmtrain.plan.planner import models_of, step_seconds
-from mmtrain.plan.table import render
 from mmtrain.runtime.gpus import Gpu, visible_gpus
 from mmtrain.runtime.rank import Rank
 from mmtrain.runtime.supervise import prepared, run_ranks

@@ -34,10 +34,9 @@ from mmtrain.launching.machine import (
 from mmtrain.launching.starters import TORCHRUN_VARIABLES, agree
 from mmtrain.models.probing.probe import probe, probe_encoder
 from mmtrain.models.weights.projector_files import refuse_unfit_init_from
-from mmtrain.plan.plan import Plan, RankPlan
+from mmtrain.plan.plan import Plan, RankPlan, render
 from mmtrain.plan.refusals import GpuMemory, refuse_short_memory
 from mmtrain.plan.schedule import ranks_of
-from mmtrain.plan.table import render
 from mmtrain.report.page import write_page
 from mmtrain.runtime.failures import Failure
 from mmtrain.runtime.gpus import visible_gpus

@@ -1,4 +1,4 @@
-"""Cost of a transformer block, and of the vision encoder: FLOPs and bytes kept for backward, from parameters' shapes.
+"""Cost of a transformer block: FLOPs and bytes kept for backward, from its parameters' shapes.
 
 A block is a list of parts (a matrix, a norm, attention itself), each with its place in the order of work. A part needs
 an input gradient only if something trainable lies before it, in this block or upstream; a weight gradient is counted
@@ -8,9 +8,6 @@ The last decoder layer runs for the tokens whose output is used, the supervised 
 tokens, the rest for these rows alone. The layer's own code is run for that, so some of what runs is thrown away
 (`wasted`), as models/modules/last_layer.py does it.
 
-An encoder is a stem (patches, positions, the norm behind the last block) and blocks. A frozen one may be cut into
-slices of whole blocks (`StagePlan.encoder`); its blocks are alike, so a slice's cost follows from their number.
-
 FLOPs count matrix products (2 per multiply-add), as torch.utils.flop_counter does; norms, activations and rotary
 positions count 0. Bytes follow what torch saves for a llama-like layer with fused attention: Llama 7B in bf16 saves
 132 KB per token and layer frozen and 187 KB trained (195 with the copy that packed attention makes).
@@ -18,15 +15,12 @@ positions count 0. Bytes follow what torch saves for a llama-like layer with fus
 
 from __future__ import annotations
 
-import re
-from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 from enum import IntEnum
 
 from mmtrain.models.facts.adapters import LORA_A, LORA_B, adapted_layer, is_adapter
-from mmtrain.models.facts.encoders import ENCODER_BLOCK
-from mmtrain.models.facts.shapes import ParameterShape, VisionShape
-from mmtrain.plan.workload import FP32, INTEGER, Workload, tiles_per_call
+from mmtrain.models.facts.shapes import ParameterShape
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +84,7 @@ class Block:
     experts_per_token: int = 0
 
     def inner_width(self, parameter: ParameterShape) -> float:
-        """Of a matrix between `width` and something else: that something, as far as a token passes it."""
+        """The other side of a matrix between `width` and something else, as far as a token passes it."""
         routed = ".experts." in parameter.name and self.experts_per_token
         return parameter.numel * (self.experts_per_token / self.experts if routed else 1.0) / self.width
 
@@ -134,8 +128,7 @@ def block_parts(
 ) -> list[Part]:
     """Parts of one transformer block over `tokens` tokens, stored in `size` bytes an element.
 
-    Parameters in `trained` train. `rows` is the number of tokens whose output is used, `context` the keys that one of
-    those sees.
+    `rows` is the number of tokens whose output is used, `context` the number of keys that one of those sees.
     """
     query, key = block.heads * block.head_dim, block.kv_heads * block.head_dim
     parts = [
@@ -206,7 +199,7 @@ def block_parts(
 
 
 def _projected(local_name: str, matrix: float, query_share: float, tokens: float, rows: float) -> tuple[float, Flops]:
-    """(tokens that one of the matrices before attention is needed for, what runs besides) where only `rows` are asked.
+    """(tokens that a matrix before attention is needed for, what runs besides) where only `rows` are asked.
 
     The layer runs as far as its keys and values for all tokens, then once more for the rows. One matrix for query, key
     and value is needed for a share of both, and its gradients are made for all of both.
@@ -237,7 +230,7 @@ _OUTPUT = ("post_feedforward", "post_mlp", "ls2", "layer_scale2", "lambda_2")
 def sublayer_of(local_name: str) -> Sublayer:
     """Where a parameter acts inside its block, from its stock name below the block (`self_attn.q_proj.weight`).
 
-    A name that is not known is placed at the block's beginning: if it trains, FLOPs can only be overestimated.
+    An unknown name counts as the block's beginning: if it trains, FLOPs can only be overestimated.
     """
     modules = [m for m in local_name.split(".") if m not in ("weight", "bias", "lora_A", "lora_B")]
     first, last = modules[0], modules[-1].removesuffix("_bias")
@@ -256,118 +249,3 @@ def sublayer_of(local_name: str) -> Sublayer:
     if first in ("mlp", "feed_forward", "block_sparse_moe", "shared_mlp", "fc1", "fc2") or "expert" in first:
         return Sublayer.MLP_OUT if last in _DOWN else Sublayer.MLP_IN
     return Sublayer.INPUT_NORM
-
-
-# ---- the vision encoder
-
-
-@dataclass(frozen=True, slots=True)
-class EncoderCost:
-    """The vision encoder's forward and weights, for one micro-batch; all 0 in a run without images."""
-
-    forward: int  # FLOPs of stem and blocks
-    frozen: bool  # one that trains is not prefetched, and is whole on stage 0
-    working_bytes: int  # of one ENCODE: tiles go through all slices in the same groups
-    feature_bytes: int  # from ENCODE to FORWARD
-    batch_bytes: int  # from LOAD to FORWARD, without pixels
-    pixel_bytes: int = 0  # from LOAD to ENCODE
-    in_fp32: bool = False
-    blocks: int = 0  # that run
-    block_forward: int = 0  # FLOPs of one
-    block_bytes: int = 0  # weights of one; 0 if the encoder trains: its weights are the front layer's
-    stem_bytes: int = 0  # weights of the stem, which every slice holds; 0 if the encoder trains
-    hidden_bytes: int = 0  # between two slices; features have no prefix tokens
-    stem_working_bytes: int | None = None  # of an ENCODE of a first slice without blocks, if measured
-    later_working_bytes: int | None = None  # of an ENCODE of a later slice, if measured
-
-    @property
-    def stem_forward(self) -> int:
-        """FLOPs of the stem, which the first slice runs."""
-        return self.forward - self.blocks * self.block_forward
-
-    def working_of(self, blocks: int, *, first: bool) -> int:
-        """Bytes of one ENCODE of a slice with `blocks` blocks, as measured, else those of the whole encoder."""
-        measured: int | None = self.working_bytes
-        if not first:
-            measured = self.later_working_bytes
-        elif blocks == 0:
-            measured = self.stem_working_bytes
-        return self.working_bytes if measured is None else measured
-
-
-@dataclass(frozen=True, slots=True)
-class EncoderBackward:
-    """What a trained encoder adds to the front's backward."""
-
-    flops: Flops = field(default_factory=Flops)
-    kept_bytes: int = 0
-    working_bytes: int = 0
-
-
-def encoder_costs(
-    vision: VisionShape, trained: Collection[str], work: Workload, size: int
-) -> tuple[EncoderCost, EncoderBackward]:
-    """Return the encoder's costs, stored in `size` bytes an element; parameters named in `trained` train."""
-    tokens = work.tiles * (vision.patches_per_image + vision.prefix_tokens)
-    flops, kept, upstream, in_blocks = Flops(), 0, False, 0
-    for parts, is_block in _parts(vision, trained, tokens, work.tiles * vision.patches_per_image, size):
-        flops_here, kept_here = total(parts, upstream)
-        flops, kept = flops + flops_here, kept + kept_here
-        in_blocks += flops_here.forward * is_block
-        upstream = upstream or any(part.trained for part in parts)
-    pixels = round(3 * vision.image_size**2 * work.tiles)
-    features = round(work.tiles * vision.patches_per_image * vision.width) * size
-    at_once = 1.0  # share of the tiles
-    if work.tiles and not upstream:
-        at_once = min(1.0, tiles_per_call(vision.patches_per_image) / work.tiles)
-    # While a block runs: residual, normed, query, key, value, result, and the MLP's inner width (4x) twice.
-    block_working = round(14 * vision.width * tokens * at_once) * size
-    working = round(pixels * at_once) * FP32 + block_working
-    if at_once < 1:  # beside the tensor of all features
-        working += features
-    blocks = max(1, vision.blocks_run)
-    block_bytes = size * sum(p.numel for p in vision.parameters if ENCODER_BLOCK.match(p.name)) // blocks
-    weight_bytes = size * sum(p.numel for p in vision.parameters)
-    cost = EncoderCost(
-        flops.forward,
-        frozen=not upstream,
-        working_bytes=working,
-        feature_bytes=features,
-        batch_bytes=round(3 * INTEGER * work.tokens),  # token ids, positions, labels
-        pixel_bytes=pixels,
-        in_fp32=size == FP32,
-        blocks=vision.blocks_run,
-        block_forward=in_blocks // blocks,
-        block_bytes=0 if upstream else block_bytes,
-        stem_bytes=0 if upstream else weight_bytes - vision.blocks_run * block_bytes,
-        hidden_bytes=round(tokens * vision.width) * size,
-    )
-    if not upstream:
-        return cost, EncoderBackward()
-    return cost, EncoderBackward(replace(flops, forward=0), kept, 2 * block_working)
-
-
-_NORM = re.compile(r"vision\.(?:norm|layernorm|post_layernorm)\.")
-
-
-def _parts(
-    vision: VisionShape, trained: Collection[str], tokens: float, patches: float, size: int
-) -> Iterator[tuple[list[Part], bool]]:
-    """Yield parts and whether they are a block: patches and positions, each block, the norm behind them."""
-    stem, norm = [], []
-    blocks: dict[int, tuple[str, list[ParameterShape]]] = {}
-    for parameter in vision.parameters:
-        is_trained = parameter.name in trained
-        if found := ENCODER_BLOCK.match(parameter.name):
-            blocks.setdefault(int(found[1]), (found[0], []))[1].append(parameter)
-        elif _NORM.match(parameter.name):  # it keeps its input in fp32
-            norm.append(Part(0, trained=is_trained, saved_for_dgrad=2 * parameter.numel * tokens))
-        else:
-            flops = 2 * parameter.numel * patches if len(parameter.shape) == 4 else 0.0
-            stem.append(Part(0, flops, trained=is_trained))
-    yield stem, False
-    head_dim, keys = vision.width // vision.heads, vision.patches_per_image + vision.prefix_tokens
-    for _, (prefix, parameters) in sorted(blocks.items()):
-        block = Block(parameters, prefix, vision.width, vision.heads, vision.heads, head_dim)
-        yield block_parts(block, trained, size, tokens, tokens, keys), True
-    yield norm, False

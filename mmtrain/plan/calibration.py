@@ -1,6 +1,7 @@
-"""What layers, messages and a step's end take on a device, measured: seconds and bytes, and the file that keeps them.
+"""What layers, messages and a step's end take on a device: measured by a calibration, or assumed.
 
-measurement on the device --Calibration--> JSON in the cache, found by its key --timings, memory--> a plan in seconds
+measurement on the device --Calibration--> JSON in the cache, found by its key
+    --calibrated, or without one assumed_timings--> Timings --cut--> seconds of stages --simulate--> of a step
 
 A calibration holds for one key: device, ranks that compute on it at once, threads, models and what trains in them,
 sizes of a micro-batch, versions. It says nothing of layouts: any cut, schedule and recomputation is predicted from it.
@@ -13,7 +14,7 @@ import json
 import platform
 import re
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Annotated
@@ -27,7 +28,10 @@ from mmtrain.base.printing import escape
 from mmtrain.base.small_files import parse_json, read_limited
 from mmtrain.config.keys import EntersCalibration, marked
 from mmtrain.config.schema import RunConfig
-from mmtrain.plan.costs import Models
+from mmtrain.models.facts.quantised import BITS
+from mmtrain.plan.costs import LayerCost, Models, RunCosts
+from mmtrain.plan.optimizers import FP32
+from mmtrain.plan.simulate import MessageCost
 from mmtrain.runtime.pool import usable_cores
 
 FORMAT = 1
@@ -52,7 +56,7 @@ class Device:
 
 @dataclass(frozen=True, slots=True)
 class Key:
-    """What a calibration depends on; two runs with equal keys may share one. Keys of a config are those `Measured`."""
+    """What a calibration depends on; two runs with equal keys may share one."""
 
     __pydantic_config__ = EXACTLY
 
@@ -74,10 +78,8 @@ class Key:
 class LayerMeasures:
     """One kind of layer (see `costs.LayerKind`), for one micro-batch of the expected contents.
 
-    Seconds are those that one more layer of this kind adds to a FORWARD or BACKWARD of its stage; bytes of a layer that
-    runs forward only are those without a graph. "Kept" bytes live from the layer's forward to its backward, its output
-    counted where the next layer keeps it as its input. "Working" bytes are the most that lives at once while the layer
-    runs beyond what was there when it began and, in forward, beyond what it keeps; weights are never counted.
+    Seconds are those that one more layer of this kind adds to a FORWARD or BACKWARD of its stage. Bytes are as in
+    `costs.LayerCost`: a layer's output counts where the next layer keeps it as its input; weights never count.
     """
 
     __pydantic_config__ = EXACTLY
@@ -158,19 +160,18 @@ def gpu_device(name: str) -> Device:
 
 def calibration_key(config: RunConfig, models: Models, device: Device) -> Key:
     """What a calibration for this run on this device must have been made for."""
-    shapes = [[p.name, *p.shape] for p in models.parameters]
-    llm, vision = models.llm, models.vision
-    facts = [shapes, vision.image_size, vision.blocks_run, vision.heads, llm.heads, llm.window, llm.experts_per_token]
-    dtypes = [config.model.llm.dtype, config.model.vision_dtype]
-    if models.layout.positions_per_tile != vision.patches_per_image:  # pooling has no parameters that would tell
-        facts.append(models.layout.positions_per_tile)
-    if models.layout.is_sized:  # what a typical image is
-        facts.append(models.layout.numbers)
+    llm, vision, layout = models.llm, models.vision, models.layout
+    facts = [
+        [[p.name, *p.shape] for p in models.parameters],
+        [vision.image_size, vision.blocks_run, vision.heads, llm.heads, llm.window, llm.experts_per_token],
+        [layout.positions_per_tile, layout.numbers if layout.is_sized else None],  # pooling, and a typical image
+        [config.model.llm.dtype, config.model.vision_dtype],
+    ]
     return Key(
         device=device.name,
         ranks=device.ranks,
         threads=device.threads,
-        models=hashlib.sha256(json.dumps([*facts, dtypes]).encode()).hexdigest()[:16],
+        models=hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16],
         **{path[-1]: config.value_at(path) for path in marked(RunConfig, EntersCalibration)},
         versions=tuple(f"{name} {_version(name)}" for name in PACKAGES),
     )
@@ -185,9 +186,7 @@ def _version(package: str) -> str:
 
 def cached_file(key: Key) -> Path:
     """Where the cache keeps the calibration for a key."""
-    # A key that came later and is null leaves the file where it was.
-    given = {name: value for name, value in asdict(key).items() if value is not None}
-    digest = hashlib.sha256(json.dumps(given).encode()).hexdigest()[:16]
+    digest = hashlib.sha256(json.dumps(asdict(key)).encode()).hexdigest()[:16]
     return cache_folder("calibration") / f"{digest}.json"
 
 
@@ -195,28 +194,27 @@ def find_calibration(config: RunConfig, models: Models, device: Device) -> Calib
     """The calibration in `parallel.calibration`, else the cache's for this run on this device; None: there is none.
 
     Raises UserError if the file in `parallel.calibration` cannot be read, or is for another device, model, size or
-    version, naming each. What cannot be read in the cache counts as not there: nobody has asked for it.
+    version, naming each. A file in the cache that cannot be read counts as not there.
     """
-    wanted = calibration_key(config, models, device)
-    given = config.parallel.calibration
+    wanted, given = calibration_key(config, models, device), config.parallel.calibration
     if given is None:
         try:
             return load_calibration(cached_file(wanted))
         except UserError:
             return None
-    found = load_calibration(Path(given).expanduser())
+    calibration = load_calibration(Path(given).expanduser())
+    measured, asked = asdict(calibration.key), asdict(wanted)
     different = [
-        f"{field.name}: measured for {getattr(found.key, field.name)}, this run has {getattr(wanted, field.name)}"
-        for field in fields(Key)
-        if getattr(found.key, field.name) != getattr(wanted, field.name)
+        f"\n  {name}: measured for {measured[name]}, this run has {asked[name]}"
+        for name in asked
+        if measured[name] != asked[name]
     ]
     if different:
-        lines = "\n  ".join(different)
         raise UserError(
-            f"parallel.calibration: {given} is not for this run:\n  {lines}\n"
+            f"parallel.calibration: {given} is not for this run:{''.join(different)}\n"
             "calibrate this run on this device, or set parallel.calibration=null to plan without"
         )
-    return found
+    return calibration
 
 
 def load_calibration(file: Path) -> Calibration:
@@ -227,10 +225,186 @@ def load_calibration(file: Path) -> Calibration:
             raise ValueError(f"it has version {escape(repr(version))}, this mmtrain reads {FORMAT}")
         return TypeAdapter(Calibration).validate_python(content)
     except (OSError, ValueError, TypeError, AttributeError) as error:
-        said = error.strerror if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
+        reason = error.strerror if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
         if isinstance(error, ValidationError):
             wrong = error.errors()[0]
-            said = f"{'.'.join(map(str, wrong['loc']))}: {wrong['msg']}"
+            reason = f"{'.'.join(map(str, wrong['loc']))}: {wrong['msg']}"
         raise UserError(
-            f"{file}: no calibration that this version of mmtrain reads ({said}); calibrate again"
+            f"{file}: no calibration that this version of mmtrain reads ({reason}); calibrate again"
         ) from error
+
+
+# ---- seconds of what a step consists of
+
+
+@dataclass(frozen=True, slots=True)
+class Assumptions:
+    """What is assumed of a device that was not measured. Only ratios matter."""
+
+    flops_per_second: float
+    fp32_slowdown: float  # seconds of a FLOP in fp32 over those of one in bfloat16
+    bytes_per_second: float  # of a message on its way
+    host_bytes_per_second: float  # of weights from the host's memory, beside computing
+    dequantised_bytes_per_second: float  # of weights that are made of fewer bits, beside computing
+    latency_seconds: float  # from a message's post to its first byte
+    call_seconds: float  # of one FORWARD or BACKWARD, beyond its layers
+
+
+GPU = Assumptions(150e12, 10, 12e9, 25e9, 400e9, 30e-6, 200e-6)
+"""Half of an A100's 312e12 in bfloat16; in fp32, which torch leaves off the tensor cores (no TF32 unless it is asked
+for), three quarters of its 19.5e12, a tenth of that (NVIDIA's data sheets; an H100's 67e12 and 989e12 give the same
+ratio, a 4090's 83e12 and 165e12 one near 1.3); half of what PCIe 4.0 x16 carries one way (no NVLink: the likelier home
+of a pipeline), and all that page-locked host memory gives of it; a fifth of what an A100's memory does for
+dequantising; two NCCL kernels; Python and launches that the device waits for."""
+CPU = Assumptions(100e9, 1, 3e9, 5e9, 1e9, 200e-6, 500e-6)
+"""One core, in float32 and bfloat16 alike, which copies and dequantises weights itself; gloo between processes of one
+machine, whose 4 MB cost their sender 1.4 ms."""
+
+
+@dataclass(frozen=True, slots=True)
+class LayerSeconds:
+    """One layer and one micro-batch."""
+
+    forward: float
+    backward: float  # 0 where nothing runs backward
+    recomputing: float  # the backward if the layer recomputes its activations
+
+
+@dataclass(frozen=True, slots=True)
+class Timings:
+    """Seconds per micro-batch, of one rank while the others compute, too."""
+
+    device: str | None  # that was measured; None: all seconds are assumed, and only their ratios mean anything
+    layers: tuple[LayerSeconds, ...]  # front without the encoder's forward, decoder layers, head
+    whole_last: LayerSeconds  # the last decoder layer where the head is on another stage
+    encode_stem: float  # of LOAD and of what the encoder's first slice runs besides blocks
+    encode_block: float  # of each block
+    encoder_blocks: int
+    call: float  # of one FORWARD or BACKWARD, beyond its layers
+    messages: MessageCost  # between stages
+    features: MessageCost  # between slices; from the last one they are less by prefix tokens
+    end: float  # of a step: reductions and optimizer
+    fetch_latency: float = 0.0  # of each fetch of a streamed layer
+    fetch_seconds_per_byte: Mapping[str, float] = field(default_factory=dict)  # besides, by source
+    measured_messages: bool = False
+    measured_fetches: tuple[str, ...] = ()  # sources
+
+    @property
+    def encode(self) -> float:
+        return self.encode_of(self.encoder_blocks, first=True)
+
+    def encode_of(self, blocks: int, first: bool) -> float:
+        """Seconds of ENCODE of a slice with `blocks` blocks: the `first` has LOAD and the stem, another a call."""
+        return (self.encode_stem if first else self.call) + blocks * self.encode_block
+
+
+def assumed_timings(costs: RunCosts, replicas: int, device: Assumptions) -> Timings:
+    """FLOPs at one rate in fp32 and one in bfloat16, bytes at another, as assumed of a device."""
+
+    def compute(flops: int, in_fp32: int) -> float:
+        return (flops - in_fp32 + in_fp32 * device.fp32_slowdown) / device.flops_per_second
+
+    def seconds(layer: LayerCost) -> LayerSeconds:
+        flops, fp32 = layer.flops, layer.fp32_flops
+        forward = compute(flops.forward, fp32.forward)
+        backward = compute(flops.dgrad + flops.wgrad, fp32.dgrad + fp32.wgrad)
+        return LayerSeconds(forward, backward, backward + forward * bool(layer.kept_bytes))
+
+    encoder = costs.encoder
+    return Timings(
+        device=None,
+        layers=tuple(seconds(layer) for layer in costs.layers),
+        whole_last=seconds(costs.whole_last),
+        encode_stem=compute(encoder.stem_forward, encoder.stem_forward * encoder.in_fp32),
+        encode_block=compute(encoder.block_forward, encoder.block_forward * encoder.in_fp32),
+        encoder_blocks=encoder.blocks,
+        call=device.call_seconds,
+        messages=MessageCost(transfer=device.latency_seconds + costs.hidden_bytes / device.bytes_per_second),
+        features=MessageCost(transfer=device.latency_seconds + encoder.hidden_bytes / device.bytes_per_second),
+        end=_ring(costs, replicas, device),
+        fetch_latency=device.latency_seconds,
+        fetch_seconds_per_byte={
+            "host": 1 / device.host_bytes_per_second,
+            "peers": 1 / device.bytes_per_second,
+            **dict.fromkeys(BITS, 1 / device.dequantised_bytes_per_second),
+        },
+    )
+
+
+def _ring(costs: RunCosts, replicas: int, device: Assumptions) -> float:
+    """Seconds of a ring all-reduce of all gradients."""
+    gradient_bytes = FP32 * sum(layer.trainable for layer in costs.layers)
+    return 2 * (replicas - 1) / replicas * gradient_bytes / device.bytes_per_second
+
+
+def calibrated(
+    costs: RunCosts, calibration: Calibration, replicas: int, device: Assumptions
+) -> tuple[RunCosts, Timings]:
+    """The costs with measured bytes, and measured seconds. Raises UserError where a kind of layer was not measured.
+
+    What the calibration's layout could not tell is assumed of `device`: messages at pipeline 1, and what another number
+    of replicas changes at a step's end.
+    """
+    missing = [kind.name for kind in costs.kinds if kind.name not in calibration.layers]
+    if missing:
+        raise UserError(
+            f"the calibration on {calibration.key.device} does not have {', '.join(missing)}: it was made by another "
+            "version of mmtrain; calibrate again, or delete it"
+        )
+    measures = dict(calibration.layers)
+    if not any(measures[kind.name].forward_seconds for kind in costs.kinds if kind.name != "encoder"):
+        raise UserError("the calibration says that no layer takes any time; calibrate again, or delete it")
+    of_encoder, of_front = measures["encoder"], measures["front"]
+    if not costs.encoder.frozen:  # its backward belongs to stage 0's
+        backward = of_front.backward_seconds + of_encoder.backward_seconds
+        measures["front"] = replace(
+            of_front,
+            backward_seconds=backward,
+            recomputing_seconds=backward,
+            kept_bytes=of_front.kept_bytes + of_encoder.kept_bytes,
+            kept_bytes_recomputing=of_front.kept_bytes_recomputing + of_encoder.kept_bytes,
+            backward_working_bytes=max(of_front.backward_working_bytes, of_encoder.backward_working_bytes),
+        )
+    names = [field.name for field in fields(LayerMeasures) if "_bytes" in field.name]
+
+    def seconds(layer: LayerCost) -> LayerSeconds:
+        kind = measures[layer.kind]
+        return LayerSeconds(kind.forward_seconds, kind.backward_seconds, kind.recomputing_seconds)
+
+    def cost(layer: LayerCost) -> LayerCost:
+        return replace(layer, **{name: getattr(measures[layer.kind], name) for name in names})
+
+    def message(measured: MessageSeconds | None, otherwise: MessageCost) -> MessageCost:
+        if measured is None:
+            return otherwise
+        transfer = otherwise.transfer if measured.transfer is None else measured.transfer
+        return MessageCost(measured.send, measured.receive, transfer)
+
+    assumed = assumed_timings(costs, replicas, device)
+    blocks, block = costs.encoder.blocks, calibration.encode_block_seconds
+    encoder = replace(
+        costs.encoder,
+        working_bytes=of_encoder.forward_working_bytes,
+        stem_working_bytes=calibration.encode_stem_bytes,
+        later_working_bytes=calibration.encode_later_bytes,
+    )
+    timings = replace(
+        assumed,
+        device=calibration.key.device,
+        layers=tuple(seconds(layer) for layer in costs.layers),
+        whole_last=seconds(costs.whole_last),
+        encode_stem=max(0.0, of_encoder.forward_seconds - blocks * block) + calibration.encode_seconds,
+        encode_block=block,
+        call=calibration.compute_seconds,
+        messages=message(calibration.messages, assumed.messages),
+        features=message(calibration.features, assumed.features),
+        end=max(0.0, calibration.end_seconds + assumed.end - _ring(costs, calibration.replicas, device)),
+        fetch_seconds_per_byte={
+            **assumed.fetch_seconds_per_byte,
+            **{source: 1 / rates.beside for source, rates in calibration.fetches.items()},
+        },
+        measured_messages=calibration.messages is not None and calibration.messages.transfer is not None,
+        measured_fetches=tuple(calibration.fetches),
+    )
+    layers = tuple(cost(layer) for layer in costs.layers)
+    return replace(costs, layers=layers, whole_last=cost(costs.whole_last), encoder=encoder), timings

@@ -1,13 +1,16 @@
 """Costs of each layer that the planner places, per micro-batch: FLOPs, weight bytes, bytes kept for backward.
 
-Layers are the front (projector, embedding), each decoder layer, and the head (final norm, LM head). The frozen vision
-encoder's forward is no part of the front, since it may run at another time. The last decoder layer and the head run for
-supervised tokens only. Only what lies behind something trainable runs backward; `block_costs` says how that is counted.
+config, image layout --workload--> tokens, tiles and positions of a micro-batch
+    --run_costs--> front (projector, embedding), decoder layers, head (final norm, LM head), and the vision encoder
+
+The forward of a frozen encoder is no part of the front, since it may run at another time and on other ranks. The last
+decoder layer and the head run for supervised tokens only. `block_costs` says which layers run backward.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import re
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from mmtrain.config.schema import RunConfig
@@ -21,26 +24,92 @@ from mmtrain.models.facts.connectors import (
     Swiglu,
     connector_parameters,
 )
+from mmtrain.models.facts.encoders import ENCODER_BLOCK
 from mmtrain.models.facts.families import WHOLE_LAST_LAYER
 from mmtrain.models.facts.quantised import Quantisation, is_quantised, quantised_bytes
 from mmtrain.models.facts.shapes import LlmShape, ParameterShape, VisionShape, matches_any
-from mmtrain.models.layouts.layout import ImageLayout
-from mmtrain.plan.block_costs import (
-    Block,
-    EncoderCost,
-    Flops,
-    Part,
-    block_parts,
-    encoder_costs,
-    keys_seen,
-    total,
-)
+from mmtrain.models.layouts.layout import ImageLayout, Tiling
+from mmtrain.plan.block_costs import Block, Flops, Part, block_parts, keys_seen, total
 from mmtrain.plan.instructions import offsets_of
-from mmtrain.plan.optimizers import ADAMW, OptimizerKind, optimizer_of
-from mmtrain.plan.workload import FP32, INTEGER, Workload, arranged_positions, workload
+from mmtrain.plan.optimizers import ADAMW, FP32, OptimizerKind, optimizer_of
 
 BYTES = {"float32": 4, "bfloat16": 2}
 LOGITS_PER_CHUNK = 2**24  # elements; the loss makes logits in chunks of this size
+INTEGER = 8  # bytes of a token id, position or label
+PATCHES_PER_CALL = 11_664  # of a frozen encoder: 16 tiles of 384 pixels, in patches of 14, keep any GPU busy
+LEAST_TILES_PER_CALL = 16
+TYPICAL_SIZE = 640, 480  # pixels of an image of which nothing else is known
+
+
+# ---- what a micro-batch holds
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """What is computed on: a micro-batch in expectation, or a measured step."""
+
+    tokens: float  # positions of all its packs; in a measured step those that documents fill
+    document: float  # tokens of a typical document; of several the sum of their squares over their sum
+    tiles: float  # squares that the encoder sees
+    image_positions: float
+    supervised: float  # tokens with a label
+
+
+def workload(config: RunConfig, layout: ImageLayout) -> Workload:
+    """Expected contents of a micro-batch: documents of one image, or none, and the expected text, without padding."""
+    tokens = config.train.packs_per_microbatch * config.data.pack_length
+    tiles, positions = expected_image(config, layout)
+    document = min(config.data.pack_length, positions + config.data.expected_text_tokens)
+    images, supervised = tokens / document, tokens * config.data.expected_supervised_fraction
+    return Workload(tokens, document, images * tiles, images * positions, supervised)
+
+
+def expected_image(config: RunConfig, layout: ImageLayout) -> tuple[float, float]:
+    """Tiles and positions of a typical image, from the configuration or for TYPICAL_SIZE."""
+    if not layout.takes_images:
+        return 0.0, 0.0
+    typical, data = layout.tiling(*TYPICAL_SIZE), config.data
+    if data.expected_image_tiles is None or data.expected_image_positions is None:
+        return typical.tiles, typical.positions
+    return data.expected_image_tiles, data.expected_image_positions
+
+
+def typical_tiling(config: RunConfig, layout: ImageLayout) -> Tiling | None:
+    """Tiling nearest to the expected image among those that leave a pack room for text; if none does, the smallest.
+
+    None for a run without images.
+    """
+    if not layout.takes_images:
+        return None
+    tiles, positions = expected_image(config, layout)
+    sizes, side = [TYPICAL_SIZE], layout.tile_size // 2
+    if layout.is_sized:
+        sizes += [(side * columns, side * rows) for columns in range(1, 13) for rows in range(1, 13)]
+    tilings = [layout.tiling(*size) for size in sizes]
+    fitting = [x for x in tilings if x.positions < config.data.pack_length]
+    if not fitting:
+        return min(tilings, key=lambda x: x.positions)
+    return min(fitting, key=lambda x: abs(x.tiles / tiles - 1) + abs(x.positions / positions - 1))
+
+
+def tiles_per_call(patches_per_image: int) -> int:
+    """Tiles that a frozen encoder takes at once, which bounds the memory of its inner results."""
+    return max(LEAST_TILES_PER_CALL, PATCHES_PER_CALL // patches_per_image)
+
+
+def _arranged_positions(work: Workload, layout: ImageLayout) -> float:
+    """The most positions that live at once while tiles are put in lines with newlines; 0 without newlines.
+
+    All that the connector has made, one image's side by side, and two copies of what is used, without overviews.
+    """
+    if not layout.has_newlines:
+        return 0.0
+    images = work.tokens / work.document
+    made, overviews = work.tiles * layout.positions_per_tile, images * layout.positions_per_tile
+    return max(0.0, made + (made - overviews) / max(images, 1.0) + 2 * work.image_positions - overviews)
+
+
+# ---- what layers cost
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +123,6 @@ class Models:
 
     @property
     def projector(self) -> tuple[ParameterShape, ...]:
-        """The connector's parameters."""
         return tuple(connector_parameters(self.connector))
 
     @property
@@ -73,7 +141,7 @@ class LayerKind:
     """Layers with equal costs: equal shapes, trained parameters and need of an input gradient."""
 
     name: str  # "encoder", "front", "head", "llm.layers.I" by the first of its kind, "llm.layers.I on rows"
-    layer: int | None  # that decoder layer
+    layer: int | None  # number of that decoder layer
     input_gradient: bool  # something before it trains
     trainable_names: tuple[str, ...]  # what trains in `layer`
     on_rows: bool = False  # it runs for supervised tokens only, on the stage that has the head
@@ -88,8 +156,7 @@ class LayerKind:
 class LayerCost:
     """One layer the planner may place; FLOPs and activation bytes are those of one micro-batch.
 
-    Working bytes are the most that lives at once while the layer runs, beyond what was there when it began and, in
-    forward, beyond what it keeps.
+    Working bytes are the peak while the layer runs, beyond what was there before and, in forward, what it keeps.
     """
 
     name: str
@@ -138,35 +205,31 @@ def run_costs(config: RunConfig, models: Models) -> RunCosts:
 def minimal_flops(models: Models, trainable: Sequence[str], work: Workload) -> Flops:
     """FLOPs that any exact way of training must compute for this work: nothing recomputed, nothing thrown away.
 
-    The encoder as far as the selected block, the projector, every decoder layer; of the last one queries, output and
-    MLP for supervised tokens only, and so the head; gradients of inputs behind what trains, weight gradients of that.
+    Of the last decoder layer queries, output and MLP, and so the head, count for supervised tokens only; gradients of
+    inputs count behind what trains.
     """
     costs = _LayerCosts(models, trainable, work).costs(rows_alone=True)
     return sum((layer.needed_flops for layer in costs.layers), Flops(costs.encoder.forward))
 
 
+@dataclass
 class _LayerCosts:
     """Costs of the layers of a run; sizes are bytes of an element of the LLM and of the vision encoder."""
 
-    def __init__(
-        self,
-        models: Models,
-        trainable: Sequence[str],
-        work: Workload,
-        llm_size: int = 2,
-        vision_size: int = 2,
-        quantisation: Quantisation | None = None,
-        optimizer: OptimizerKind = ADAMW,
-    ) -> None:
-        self.models, self.work, self.optimizer = models, work, optimizer
-        self.llm_size, self.vision_size = llm_size, vision_size
-        self.quantisation = quantisation
-        self.trained = frozenset(p.name for p in models.parameters if matches_any(p.name, trainable))
-        self.patches = work.tiles * models.vision.patches_per_image
-        self.decoder: dict[tuple, tuple[LayerKind, LayerCost]] = {}  # every kind of decoder layer, with its cost
+    models: Models
+    trainable: Sequence[str]
+    work: Workload
+    llm_size: int = 2
+    vision_size: int = 2
+    quantisation: Quantisation | None = None
+    optimizer: OptimizerKind = ADAMW
+    decoder: dict[tuple, tuple[LayerKind, LayerCost]] = field(default_factory=dict)  # every kind of decoder layer
+
+    def __post_init__(self) -> None:
+        self.trained = frozenset(p.name for p in self.models.parameters if matches_any(p.name, self.trainable))
 
     def costs(self, *, rows_alone: bool = False) -> RunCosts:
-        """`rows_alone`: the last decoder layer on supervised tokens, also where a family does not allow that."""
+        """Return all costs; `rows_alone`: the last layer on supervised tokens even where a family does not allow it."""
         llm, work = self.models.llm, self.work
         encoder, front = self.encoder_and_front()
         layers, upstream = [front], bool(front.trainable_names)
@@ -243,7 +306,6 @@ class _LayerCosts:
         )
 
     def fewer_bytes(self, parameter: ParameterShape) -> int:
-        """Of a decoder layer's parameter, quantised as the run asks; else of all its bits."""
         if self.quantisation is None or not is_quantised(parameter.name, parameter.shape):
             return self.llm_size * parameter.numel
         return quantised_bytes(parameter.shape, self.quantisation)
@@ -282,7 +344,7 @@ class _LayerCosts:
     def encoder_and_front(self) -> tuple[EncoderCost, LayerCost]:
         """The encoder; and the front: its backward and weights if it trains, projector, embedding (0 FLOPs)."""
         llm, vision, work = self.models.llm, self.models.vision, self.work
-        encoder, backward = encoder_costs(vision, self.trained, work, self.vision_size)
+        encoder = encoder_costs(vision, self.trained, work, self.vision_size)
         upstream = not encoder.frozen
         encoder_weights = [(vision.parameters, self.vision_size)] * upstream  # slices hold those of a frozen one
         projector, kept_here = total(self.projector_parts(), upstream)
@@ -298,17 +360,17 @@ class _LayerCosts:
         # Image embeddings in fp32 and in the LLM's type, and hidden states before and after they are put in.
         hidden = round(work.image_positions * llm.hidden_size)
         embedded = round(work.tokens * llm.hidden_size) * self.llm_size
-        arranged = round(arranged_positions(work, self.models.layout) * llm.hidden_size) * FP32
+        arranged = round(_arranged_positions(work, self.models.layout) * llm.hidden_size) * FP32
         fused = hidden * (FP32 + self.llm_size) + 2 * embedded
         widest = max((rows * x.outputs for x, rows in self.connector_rows() if isinstance(x, Linear)), default=0)
         # Gradients of linear layers' results.
-        backward_working = round(3 * widest) * FP32 + backward.working_bytes
+        backward_working = round(3 * widest) * FP32 + encoder.backward_working_bytes
         front = self.layer(
             "front",
             [*encoder_weights, (self.models.projector, FP32), (llm.front, self.llm_size)],
-            inputs + backward.flops + projector,
-            projector + backward.flops * encoder.in_fp32 + inputs * (self.llm_size == FP32),
-            backward.kept_bytes + kept_here + kept_for_inputs,
+            inputs + encoder.backward + projector,
+            projector + encoder.backward * encoder.in_fp32 + inputs * (self.llm_size == FP32),
+            encoder.kept_bytes + kept_here + kept_for_inputs,
             (max(fused, embedded + arranged), backward_working, backward_working),
         )
         return encoder, front
@@ -337,7 +399,7 @@ class _LayerCosts:
 
     def connector_rows(self) -> Iterator[tuple[Operation, float]]:
         """The connector's operations, each with the rows that it makes, or takes where it changes their number."""
-        rows = self.patches
+        rows = self.work.tiles * self.models.vision.patches_per_image
         for operation in self.models.connector:
             if isinstance(operation, Shuffle):
                 rows /= operation.factor**2
@@ -368,3 +430,112 @@ class _LayerCosts:
         backward = round(rows * llm.hidden_size) * (size + 2 * FP32) + head_bytes
         working = (forward, backward, backward)
         return self.layer("head", [(llm.head, size)], flops, flops * (size == FP32), kept, working)
+
+
+# ---- the vision encoder
+
+
+@dataclass(frozen=True, slots=True)
+class EncoderCost:
+    """The vision encoder for one micro-batch; all 0 in a run without images.
+
+    A stem (patches, positions, the norm behind the last block) and blocks, which are alike. A frozen one may be cut
+    into slices of whole blocks (`StagePlan.encoder`).
+    """
+
+    forward: int  # FLOPs of stem and blocks
+    frozen: bool  # one that trains is not prefetched, and is whole on stage 0
+    working_bytes: int  # of one ENCODE: tiles go through all slices in the same groups
+    feature_bytes: int  # from ENCODE to FORWARD
+    batch_bytes: int  # from LOAD to FORWARD, without pixels
+    pixel_bytes: int = 0  # from LOAD to ENCODE
+    in_fp32: bool = False
+    blocks: int = 0  # that run
+    block_forward: int = 0  # FLOPs of one
+    block_bytes: int = 0  # weights of one; 0 if the encoder trains: its weights are the front layer's
+    stem_bytes: int = 0  # weights of the stem, which every slice holds; 0 if the encoder trains
+    hidden_bytes: int = 0  # between two slices; features have no prefix tokens
+    stem_working_bytes: int | None = None  # of an ENCODE of a first slice without blocks, if measured
+    later_working_bytes: int | None = None  # of an ENCODE of a later slice, if measured
+    backward: Flops = field(default_factory=Flops)  # these three: what an encoder that trains adds to the front
+    kept_bytes: int = 0
+    backward_working_bytes: int = 0
+
+    @property
+    def stem_forward(self) -> int:
+        return self.forward - self.blocks * self.block_forward
+
+    def working_of(self, blocks: int, *, first: bool) -> int:
+        """Bytes of one ENCODE of a slice with `blocks` blocks, as measured, else those of the whole encoder."""
+        measured: int | None = self.working_bytes
+        if not first:
+            measured = self.later_working_bytes
+        elif blocks == 0:
+            measured = self.stem_working_bytes
+        return self.working_bytes if measured is None else measured
+
+
+def encoder_costs(vision: VisionShape, trained: Collection[str], work: Workload, size: int) -> EncoderCost:
+    """Return the encoder's costs, stored in `size` bytes an element; parameters named in `trained` train."""
+    tokens = work.tiles * (vision.patches_per_image + vision.prefix_tokens)
+    flops, kept, trains, in_blocks = Flops(), 0, False, 0
+    for parts, is_block in _encoder_parts(vision, trained, tokens, work.tiles * vision.patches_per_image, size):
+        flops_here, kept_here = total(parts, trains)
+        flops, kept = flops + flops_here, kept + kept_here
+        in_blocks += flops_here.forward * is_block
+        trains = trains or any(part.trained for part in parts)
+    pixels = round(3 * vision.image_size**2 * work.tiles)
+    features = round(work.tiles * vision.patches_per_image * vision.width) * size
+    at_once = 1.0  # share of the tiles
+    if work.tiles and not trains:
+        at_once = min(1.0, tiles_per_call(vision.patches_per_image) / work.tiles)
+    # While a block runs: residual, normed, query, key, value, result, and the MLP's inner width (4x) twice.
+    block_working = round(14 * vision.width * tokens * at_once) * size
+    working = round(pixels * at_once) * FP32 + block_working
+    if at_once < 1:  # beside the tensor of all features
+        working += features
+    blocks = max(1, vision.blocks_run)
+    block_bytes = size * sum(p.numel for p in vision.parameters if ENCODER_BLOCK.match(p.name)) // blocks
+    stem_bytes = size * sum(p.numel for p in vision.parameters) - vision.blocks_run * block_bytes
+    cost = EncoderCost(
+        flops.forward,
+        frozen=not trains,
+        working_bytes=working,
+        feature_bytes=features,
+        batch_bytes=round(3 * INTEGER * work.tokens),  # token ids, positions, labels
+        pixel_bytes=pixels,
+        in_fp32=size == FP32,
+        blocks=vision.blocks_run,
+        block_forward=in_blocks // blocks,
+        hidden_bytes=round(tokens * vision.width) * size,
+    )
+    if trains:
+        backward = replace(flops, forward=0)
+        return replace(cost, backward=backward, kept_bytes=kept, backward_working_bytes=2 * block_working)
+    return replace(cost, block_bytes=block_bytes, stem_bytes=stem_bytes)
+
+
+_NORM = re.compile(r"vision\.(?:norm|layernorm|post_layernorm)\.")
+
+
+def _encoder_parts(
+    vision: VisionShape, trained: Collection[str], tokens: float, patches: float, size: int
+) -> Iterator[tuple[list[Part], bool]]:
+    """Yield parts and whether they are a block: patches and positions, each block, the norm behind them."""
+    stem, norm = [], []
+    blocks: dict[int, tuple[str, list[ParameterShape]]] = {}
+    for parameter in vision.parameters:
+        is_trained = parameter.name in trained
+        if block := ENCODER_BLOCK.match(parameter.name):
+            blocks.setdefault(int(block[1]), (block[0], []))[1].append(parameter)
+        elif _NORM.match(parameter.name):  # it keeps its input in fp32
+            norm.append(Part(0, trained=is_trained, saved_for_dgrad=2 * parameter.numel * tokens))
+        else:
+            flops = 2 * parameter.numel * patches if len(parameter.shape) == 4 else 0.0
+            stem.append(Part(0, flops, trained=is_trained))
+    yield stem, False
+    head_dim, keys = vision.width // vision.heads, vision.patches_per_image + vision.prefix_tokens
+    for _, (prefix, parameters) in sorted(blocks.items()):
+        block = Block(parameters, prefix, vision.width, vision.heads, vision.heads, head_dim)
+        yield block_parts(block, trained, size, tokens, tokens, keys), True
+    yield norm, False

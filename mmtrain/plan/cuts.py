@@ -1,6 +1,6 @@
 """Cuts: which layers each stage holds, and the cuts whose simulated steps are shortest.
 
-first cuts (the best one by its slowest rank, the even, the uniform one, the front alone on stage 0)
+first cuts (the even, the uniform one, the front alone on stage 0)
     --move one layer to another stage while the step gets shorter--> the best cut
 
 A cut is contiguous: stage s holds layers [cut[s], cut[s + 1]). Layer 0 is the front, the last one the head. How the
@@ -11,25 +11,21 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from mmtrain.config.schema import RunConfig
 from mmtrain.plan.instructions import Schedule
-from mmtrain.plan.memory import Instant, instants
 from mmtrain.plan.schedule import training_schedule
-from mmtrain.plan.simulate import Program, StageSeconds, simulate
+from mmtrain.plan.simulate import Instant, Program, StageSeconds, instants, simulate
 from mmtrain.plan.stage_costs import LayerRange, RankCost, StageCosts
 
 SIMULATED_INSTRUCTIONS = 2_000_000
 """In all moves of one search: a fraction of a second. The largest layouts then end at a cut that one more move might
 better. The first cut of each search is simulated in any case."""
-FEW_CUTS = 400
-"""At most this many cuts are all tried where no other fits: no run of a few layers is refused that could fit."""
 FEW_STAGES = 12
-"""With at most this many stages all layers may move, else those of the two slowest ranks; moving all saves 1.9%."""
-MOST_SEEDS = 3
-"""First cuts that are improved by moves; moves save 0.8%."""
+"""With at most this many stages all layers may move, else those of the two slowest ranks. With the latter alone 3 of
+227 runs are refused, and others take up to 2.9% longer."""
 HOPEFUL = 1.08
 """Times the step to beat: a slower first cut is not improved. Spares most of the time that planning would take."""
 MOST_TRIALS = 16
@@ -42,12 +38,10 @@ Slices = tuple[int, ...]
 
 
 def given_cut(config: RunConfig, costs: StageCosts) -> Cut:
-    """Return the cut that `parallel.boundaries` describes."""
     return (0, *(boundary + 1 for boundary in config.parallel.boundaries or ()), costs.count)
 
 
 def ranges_of(cut: Cut, rank: int, pipeline: int) -> tuple[LayerRange, ...]:
-    """Return the stages of a rank as layers [begin, end)."""
     return tuple((cut[s], cut[s + 1]) for s in range(rank, len(cut) - 1, pipeline))
 
 
@@ -60,83 +54,34 @@ def first_trainable_stage(costs: StageCosts, cut: Cut) -> int:
 
 
 def uniform_cut(decoder_layers: int, stages: int) -> Cut:
-    """Return the decoder layers in equal parts, front and head on top; needs as many decoder layers as stages."""
+    """The decoder layers in equal parts, front and head on top; needs as many decoder layers as stages."""
     return (0, *(round(decoder_layers * stage / stages) + 1 for stage in range(1, stages)), decoder_layers + 2)
-
-
-def best_cut(costs: StageCosts, slices: Slices | None = None) -> Cut | None:
-    """Return the cut, one stage a rank, whose slowest rank takes the fewest seconds and that fits; None: none fits.
-
-    `slices`: blocks of the encoder that each rank holds; None: rank 0 has all. Exact. Of equally fast cuts the one
-    whose late stages hold the most layers is taken.
-    """
-
-    def seconds(stage: int, begin: int, end: int) -> float:
-        rank = costs.one_stage_rank(stage, begin, end, slices and slices[stage])
-        return rank.seconds if costs.fits(rank) else math.inf
-
-    return _least(costs.count, costs.setting.pipeline, seconds, costs.least_seconds)
 
 
 def even_cut(costs: StageCosts, stages: int, encode: float, *, front_alone: bool = False) -> Cut:
     """Return the cut whose slowest stage takes the fewest seconds, without regard to memory and recomputation.
 
-    The encoder counts for `encode` seconds on stage 0; `front_alone`: stage 0 holds the front and nothing else.
+    The encoder counts for `encode` seconds on stage 0; `front_alone`: stage 0 holds the front and nothing else. By
+    dynamic programming over stages; of equally fast cuts the one whose late stages hold the most layers.
     """
-
-    def seconds(stage: int, begin: int, end: int) -> float:
-        if front_alone and begin == 0 and end > 1:
-            return math.inf
-        cost = costs.stage(begin, end, 0)
-        return cost.forward + cost.backward + (encode if begin == 0 else 0.0)
-
-    cut = _least(costs.count, stages, seconds, costs.compute_seconds)
-    assert cut is not None
-    return cut
-
-
-def smallest_cut(costs: StageCosts, slices: Slices | None = None) -> Cut:
-    """Return the cut, one stage a rank, whose largest rank takes the least memory; `slices` as in `best_cut`."""
-    costs = costs.without_memory()
-
-    def size(stage: int, begin: int, end: int) -> int:
-        return costs.one_stage_rank(stage, begin, end, slices and slices[stage]).total_bytes
-
-    cut = _least(costs.count, costs.setting.pipeline, size, costs.least_bytes)
-    assert cut is not None
-    return cut
-
-
-def _least(
-    layers: int,
-    stages: int,
-    amount: Callable[[int, int, int], float],
-    least: Callable[[int, int], float],
-) -> Cut | None:
-    """Return the cut whose largest amount is least, by dynamic programming over (stage, end); None if no cut may be.
-
-    `amount(stage, begin, end)` is infinite where that stage may not be. `least(begin, end)` is a lower bound of it that
-    grows as `begin` falls, so that the scan over `begin` can stop.
-    """
-    rows: list[dict[int, tuple[float, int]]] = [{0: (0.0, 0)}]  # before each stage: end -> (largest amount, begin)
+    layers = costs.count
+    rows: list[dict[int, tuple[float, int]]] = [{0: (0.0, 0)}]  # before each stage: end -> (seconds, begin of the last)
     for stage in range(stages):
         row: dict[int, tuple[float, int]] = {}
-        last = stage == stages - 1
-        for end in [layers] if last else range(stage + 1, layers - stages + stage + 2):
+        ends = [layers] if stage == stages - 1 else range(stage + 1, layers - stages + stage + 2)
+        for end in [1] if front_alone and stage == 0 else ends:
             best = math.inf, 0
             for begin in range(end - 1, stage - 1, -1):
-                bound = least(begin, end)
-                if bound == math.inf or bound > best[0]:
+                cost = costs.stage(begin, end, 0)
+                seconds = cost.forward + cost.backward + (encode if begin == 0 else 0.0)
+                if seconds > best[0]:  # and so is a stage with more layers
                     break
                 if begin in rows[-1]:
-                    largest = max(rows[-1][begin][0], amount(stage, begin, end))
-                    if largest <= best[0]:  # equal: the smaller begin
-                        best = largest, begin
-            if best[0] < math.inf:
-                row[end] = best
+                    slowest = max(rows[-1][begin][0], seconds)
+                    if slowest <= best[0]:
+                        best = slowest, begin
+            row[end] = best
         rows.append(row)
-    if layers not in rows[-1]:
-        return None
     borders = [layers]
     for row in reversed(rows[1:]):
         borders.append(row[borders[-1]][1])
@@ -187,9 +132,7 @@ class Cuts:
         self.pipeline = costs.setting.pipeline
         self.microbatches = costs.setting.microbatches_per_step
         self.whole: Slices = (costs.costs.encoder.blocks, *[0] * (self.pipeline - 1))
-        """The whole encoder on rank 0."""
-        self.instructions_left = SIMULATED_INSTRUCTIONS
-        """Instructions that may still be simulated."""
+        self.instructions_left = SIMULATED_INSTRUCTIONS  # that may still be simulated
         self._plain: dict[tuple[int, int], PlainSchedule] = {}
         self._ranks: dict[tuple[tuple[int, int], int, tuple[LayerRange, ...], int], RankCost] = {}
 
@@ -210,11 +153,9 @@ class Cuts:
         return plain, tuple(ranks)
 
     def overflow(self, ranks: Sequence[RankCost]) -> int:
-        """Bytes beyond the limit, over all ranks."""
         return sum(map(self.costs.overflow, ranks))
 
     def stage_seconds(self, ranks: Sequence[RankCost], encode: Sequence[float]) -> StageSeconds:
-        """Return the seconds of all stages; `encode`: seconds of each rank's slice of the encoder."""
         timings = self.costs.timings
         stages = [stage for turn in zip(*(rank.stages for rank in ranks), strict=True) for stage in turn]
         streams = any(rank.streamed for rank in ranks)
@@ -222,62 +163,40 @@ class Cuts:
             forward=tuple(stage.forward for stage in stages),
             backward=tuple(stage.backward for stage in stages),
             encode=tuple(encode),
-            send=timings.send,
-            receive=timings.receive,
-            transfer=timings.transfer,
+            messages=timings.messages,
+            features=timings.features,
             end=timings.end,
-            send_features=timings.send_features,
-            receive_features=timings.receive_features,
-            transfer_features=timings.transfer_features,
             forward_waits=tuple(stage.forward_waits for stage in stages) if streams else (),
             backward_waits=tuple(stage.backward_waits for stage in stages) if streams else (),
         )
 
     def plain_seconds(self, cut: Cut, share: EncoderShare) -> float:
-        """Simulated seconds of a step by the plain schedule."""
         plain, ranks = self.placed(cut, share.slices)
         encode = share.seconds, *[0.0] * (self.pipeline - 1)
         return simulate(plain.program, self.stage_seconds(ranks, encode)).seconds
 
     # ---- the best
 
-    def candidates(self, stages_per_rank: int, share: EncoderShare, limit: float) -> list[Cut]:
-        """Return cuts that fit: the best one, and the front alone on stage 0. `limit`: seconds of the step to beat."""
-        return [cut for score, cut in self._ranked(stages_per_rank, share, limit) if score.overflow == 0]
+    def ranked(self, stages_per_rank: int, share: EncoderShare, limit: float = math.inf) -> list[tuple[_Score, Cut]]:
+        """Return the best cut that moves make of first cuts, then the front alone; `limit`: seconds of a step to beat.
 
-    def roomy(self, slices: Slices) -> list[Cut]:
-        """Return cuts, one stage a rank, of which one may fit though no candidate does: all if few, the smallest."""
-        if math.comb(self.costs.count - 1, self.pipeline - 1) > FEW_CUTS:
-            return [smallest_cut(self.costs, slices)]
-        borders = itertools.combinations(range(1, self.costs.count), self.pipeline - 1)
-        return [(0, *inner, self.costs.count) for inner in borders]
-
-    def smallest_cut(self, stages_per_rank: int, slices: Slices) -> Cut:
-        """Return a cut that takes little memory; with one stage a rank none takes less."""
-        if stages_per_rank == 1:
-            return smallest_cut(self.costs, slices)
-        encode = self.costs.timings.encode if slices == self.whole else 0.0
-        return self._ranked(stages_per_rank, EncoderShare(encode, slices))[0][1]
-
-    def _ranked(self, stages_per_rank: int, share: EncoderShare, limit: float = math.inf) -> list[tuple[_Score, Cut]]:
-        """Return the best cut that moves make of first cuts, and the front alone."""
+        The best may not fit: it then exceeds the memory limit by the fewest bytes.
+        """
         stages, decoder = self.pipeline * stages_per_rank, self.costs.count - 2
-        seeds: list[Cut | None] = [even_cut(self.costs, stages, share.seconds)]
-        if stages_per_rank == 1:
-            seeds.append(best_cut(self.costs, share.slices))
-        # Saves 4% to 6% where an encoder of a third of the work stays on rank 0.
-        alone = even_cut(self.costs, stages, share.seconds, front_alone=True) if 1 < stages <= decoder + 1 else None
-        seeds.append(alone)
+        seeds, alone = [even_cut(self.costs, stages, share.seconds)], None
+        if 1 < stages <= decoder + 1:  # saves 4% to 6% where an encoder of a third of the work stays on rank 0
+            alone = even_cut(self.costs, stages, share.seconds, front_alone=True)
+            seeds.append(alone)
         if stages <= decoder:
             seeds.append(uniform_cut(decoder, stages))
         scored: list[tuple[_Score, Cut]] = []
         for seed in dict.fromkeys(seeds):
-            score = self._score(seed, share, must=not scored) if seed is not None else None
+            score = self._score(seed, share, must=not scored)
             if score is not None:
                 scored.append((score, seed))
         scored.sort()
         best = scored[0]
-        for score, seed in scored[:MOST_SEEDS]:
+        for score, seed in scored:
             if score.overflow or score.seconds < limit * HOPEFUL:
                 best = min(best, self._improved(seed, share))
         return [best, *(pair for pair in scored if pair[1] == alone != best[1])]
@@ -316,8 +235,7 @@ class Cuts:
     def _bound(self, cut: Cut, share: EncoderShare) -> _Bound:
         """Return what a cut takes at least, without simulation.
 
-        A rank cannot begin before its first input has passed the ranks before it, works its seconds for each
-        micro-batch, and its last gradient must pass the ranks before it.
+        A rank waits until its first input has passed the ranks before it, then works; so does its last gradient.
         """
         (stages_per_rank, first, *_), costs = self.placed(cut, share.slices)
         works = [sum(stage.seconds for stage in rank.stages) for rank in costs]

@@ -1,14 +1,12 @@
 """The words of a schedule: instructions, the messages that they send and receive, and how lists are read.
 
-`mmtrain.plan.schedule` makes the lists; engine, simulation and memory walk read them here.
-
-They also tell which frozen decoder layers a rank fetches, in which order, and how long it waits for them:
+`mmtrain.plan.schedule` makes the lists; engine, simulation and memory walk read them here. They also tell which frozen
+decoder layers a rank fetches, in which order, and how long it waits for them:
 
 a rank's instructions --uses_of--> the streamed layers that they use, in order --fetches_of--> those that are fetched
 
 A **streamed** layer is whole on the device only right before and while it computes. At most two layers are whole at
-once: the one that computes, and the next one, which is fetched meanwhile. A layer that is used again soon stays: a
-forward that ends with layers 7, 8 and a backward that begins with 8, 7 fetch these two once.
+once: the one that computes, and the next one, which is fetched meanwhile. A layer that is used again soon stays.
 """
 
 from __future__ import annotations
@@ -80,7 +78,6 @@ class Message(NamedTuple):
 
     @property
     def receive(self) -> Instruction:
-        """What its destination posts."""
         return Instruction(Op(f"receive_{self.kind}"), self.consumer, self.microbatch)
 
 
@@ -104,7 +101,7 @@ def chain_of(schedule: Sequence[Sequence[Instruction]]) -> tuple[int, ...]:
 def sent_after(
     x: Instruction, ranks: int, stages: int, first_trainable_stage: int, chain: Sequence[int]
 ) -> Message | None:
-    """The message another rank needs from this instruction; None where what comes next is here or needs nothing."""
+    """The message that another rank needs from this instruction; None if there is none."""
     if x.op is Op.FORWARD and x.stage + 1 < stages:
         return between(x.stage, x.stage + 1, x.microbatch, ranks)
     if x.op is Op.BACKWARD and x.stage > first_trainable_stage:
@@ -152,19 +149,17 @@ _USERS = {Op.RECEIVE_ACTIVATION: Op.FORWARD, Op.RECEIVE_GRADIENT: Op.BACKWARD}
 
 
 def carried(x: Instruction, ranks: int, chain: Sequence[int]) -> Message:
-    """What a send or a receive carries; in a schedule that is not fit to run its stage may be one that is not there."""
+    """What a send or a receive carries."""
     if x.op is Op.SEND_FEATURES:
         consumer = _after(chain, x.stage)
         return Message(x.stage, consumer, "features", consumer, x.microbatch)
     if x.op is Op.RECEIVE_FEATURES:
         return Message(_after(chain, x.stage, -1), x.stage, "features", x.stage, x.microbatch)
-    source, consumer = (x.stage + offset for offset in _STAGES[x.op])
-    kind = "activation" if source < consumer else "gradient"
-    return Message(source % ranks, consumer % ranks, kind, consumer, x.microbatch)
+    source, consumer = _STAGES[x.op]
+    return between(x.stage + source, x.stage + consumer, x.microbatch, ranks)
 
 
 def user_of(receive: Instruction) -> Instruction:
-    """The instruction that uses what this receives."""
     of_features = Op.ENCODE if receive.stage else Op.FORWARD
     return Instruction(_USERS.get(receive.op, of_features), receive.stage, receive.microbatch)
 
@@ -184,9 +179,8 @@ def steps_of(schedule: Schedule, rank: int) -> Iterator[Step]:
 def all_steps(schedule: Schedule) -> list[Step]:
     """All ranks' instructions in one order, each after the send of the message that it waits for.
 
-    A rank goes on to its next FORWARD or BACKWARD, or until it waits. Of several that can run a backward comes before a
-    forward before an encode, and of these the deepest stage, so that few messages wait. Raises ValueError where no rank
-    can go on.
+    Of several ranks that can go on, a backward comes before a forward before an encode, and of these the deepest stage,
+    so that few messages wait. Raises ValueError where no rank can go on.
     """
     lists = [steps_of(schedule, rank) for rank in range(len(schedule))]
     order: list[Step] = []
@@ -226,10 +220,9 @@ def in_common_order(schedule: Schedule) -> Schedule:
     """The same work in the same order, with every receive where it cannot hang, whatever waits for what.
 
     All computes are put into one order for all ranks; a message is received at the place in that order at which it is
-    sent. So the first operation in that order that is not done never waits for a later one, not even where devices and
-    hosts wait for all that they were given (tests/deadlocks.py). Price: a receive may stand right before its use, and
-    its message cannot arrive while the rank computes. In simulated steps that is 0.1% to 0.3% where a message takes 1%
-    of a forward, 1% to 3% where it takes 10%.
+    sent. So the first operation that is not done never waits for a later one, not even where devices and hosts wait for
+    all that they were given (tests/deadlocks.py). Price: a message may arrive right before its use only: 0.1% to 0.3%
+    of a simulated step where it takes 1% of a forward, 1% to 3% where it takes 10%.
     """
     ordered: list[list[Instruction]] = [[] for _ in schedule]
     for rank, x, message in all_steps(schedule):
@@ -262,10 +255,7 @@ def offsets_of(sizes: Iterable[int]) -> tuple[list[int], int]:
 def uses_of(
     instructions: Iterable[Instruction], streamed: Mapping[int, Sequence[int]], first_trainable_layer: int
 ) -> list[int]:
-    """Return the streamed decoder layers that a rank's list uses, in order; `streamed` has those of each stage.
-
-    Decoder layers from `first_trainable_layer` on run backward.
-    """
+    """The streamed decoder layers that a list uses, in order; those from `first_trainable_layer` on run backward."""
     uses: list[int] = []
     for x in instructions:
         layers = streamed.get(x.stage, ())
@@ -306,7 +296,6 @@ class Waits(NamedTuple):
     share: float = 0.0  # seconds of all fetches over those of the decoder layers that they hide behind
 
     def seconds(self, spared: int = BOTH_ENDS) -> float:
-        """Seconds of waiting for all fetches but `spared`."""
         return max(0, self.fetches - spared) * self.each
 
 
@@ -314,10 +303,9 @@ NO_WAITS = Waits(0, 0.0)
 
 
 def waits_of(fetches: int, fetch_seconds: float, compute_seconds: float) -> Waits:
-    """Return the waits of a stage that fetches `fetches` layers while its decoder layers compute `compute_seconds`.
+    """The waits of a stage that fetches `fetches` layers while its decoder layers compute `compute_seconds`.
 
-    The fetch of the next layer begins when a layer begins to compute. Streamed layers are spread evenly, so each fetch
-    has the same share of the computing to hide behind.
+    Streamed layers are spread evenly, so each fetch has the same share of the computing to hide behind.
     """
     if not fetches:
         return NO_WAITS

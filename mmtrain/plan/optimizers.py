@@ -5,17 +5,17 @@ A new optimizer needs an OptimizerKind here, its name in `optimizer_of`, and a k
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from mmtrain.config.schema import OptimizerSection
 from mmtrain.models.facts.shapes import matches_any
-from mmtrain.plan.workload import FP32
 
 if TYPE_CHECKING:
     import torch
+
+FP32 = 4  # bytes of an element: pixels, the projector, master weights, gradients and optimizer state
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,18 +24,16 @@ class OptimizerKind:
 
     name: str
     moments: tuple[str, ...]  # torch's names of state tensors of the weight's shape, on its device
-    counters: tuple[str, ...]
-    """torch's names of state tensors without dimensions, on the CPU: on a GPU each update would wait for them."""
+    counters: tuple[str, ...]  # of those without dimensions, on the CPU: on a GPU each update would wait for them
     workspace_tensors: int  # of the weight's shape, while it is updated
     make: Callable[[list[dict[str, Any]], OptimizerSection], torch.optim.Optimizer]
 
     @property
     def state_names(self) -> tuple[str, ...]:
-        """Names of all state tensors of a weight."""
         return self.moments + self.counters
 
     def state_bytes(self, element_size: int) -> int:
-        """Bytes of a trained element in fp32: gradient, state and, if it is stored in less, its master weight."""
+        """Bytes of a trained element: gradient, moments and, if it is not stored in fp32, its master weight."""
         return FP32 * (1 + len(self.moments) + (element_size != FP32))
 
     @property
@@ -76,19 +74,11 @@ class ParameterGroup:
 
 def parameter_groups(config: OptimizerSection, names: Iterable[str]) -> list[ParameterGroup]:
     """Return the groups of `optimizer.groups` in order, then REST, each with those of `names` that it trains."""
-    members = defaultdict(list)
-    for name in names:
-        number = next(
-            (i for i, group in enumerate(config.groups) if matches_any(name, group.match)), len(config.groups)
-        )
-        members[number].append(name)
-    settings = [
-        (
-            ", ".join(group.match),
-            config.lr if group.lr is None else group.lr,
-            config.weight_decay if group.weight_decay is None else group.weight_decay,
-        )
-        for group in config.groups
-    ]
-    settings.append((REST, config.lr, config.weight_decay))
-    return [ParameterGroup(*setting, tuple(members[number])) for number, setting in enumerate(settings)]
+    groups, remaining = [], list(names)
+    for group in config.groups:
+        members = tuple(name for name in remaining if matches_any(name, group.match))
+        remaining = [name for name in remaining if name not in members]
+        lr = config.lr if group.lr is None else group.lr
+        weight_decay = config.weight_decay if group.weight_decay is None else group.weight_decay
+        groups.append(ParameterGroup(", ".join(group.match), lr, weight_decay, members))
+    return [*groups, ParameterGroup(REST, config.lr, config.weight_decay, tuple(remaining))]

@@ -3,10 +3,9 @@
 a step without encoder --simulated, encodes put into its gaps (`_fill`)--> when each slice encodes which micro-batch
     --how early that must be for its use--> how many micro-batches each slice is ahead (`Encodes`)
 
-A frozen encoder has no backward and does not depend on the optimizer, so each rank may encode coming micro-batches,
-those of later steps included, while it waits for a message. Work in flight cannot be polled everywhere (gloo), so the
-places are chosen before the run. Results do not change by a bit; the price is the memory of what waits between slices
-and of features.
+A frozen encoder has no backward and does not depend on the optimizer, so each rank may encode coming micro-batches
+while it waits for a message. Work in flight cannot be polled everywhere (gloo), so the places are chosen before the
+run. Results do not change by a bit; the price is the memory of what waits between slices and of features.
 """
 
 from __future__ import annotations
@@ -20,15 +19,13 @@ from typing import NamedTuple
 
 from mmtrain.plan.instructions import Op, Schedule, Step
 from mmtrain.plan.schedule import Chain, Encodes, leading_encodes
-from mmtrain.plan.simulate import Program, StageSeconds, simulate
+from mmtrain.plan.simulate import MessageCost, Program, StageSeconds, simulate
 
 GAPS = (1.0, 0.6, 0.4, 0.25, 0.1)
-"""Shares of an encode that a gap must hold to be used; with SHARES and NEARER this saves 5.6% over one way,
-and up to 1.6% over three gaps and two shares."""
+"""Shares of an encode that a gap must hold to be used; with SHARES this saves 5.6% over one way, and up to 1.6% over
+three gaps and two shares."""
 SHARES = (0.0, 0.125, 0.5)
 """Shares of a rank's encodes that come before its first compute, whatever they delay."""
-NEARER = 0.85
-"""Factor by which gaps near the best of these are tried, twice."""
 GAIN = 0.002
 """Share of a step that being further ahead must save."""
 MOVED_INSTRUCTIONS = 400_000
@@ -50,48 +47,34 @@ class Placement(NamedTuple):
 
     @property
     def ahead(self) -> int:
-        """Micro-batches that all slices together are ahead."""
+        """Of all slices together."""
         return sum(encodes.ahead for encodes in self.chain if encodes is not None)
 
 
 def placements(
-    schedule: Schedule,
-    program: Program,
-    microbatches: int,
-    seconds: StageSeconds,
-    chain: Sequence[int],
-    *,
-    exactly: int | None = None,
+    schedule: Schedule, program: Program, microbatches: int, seconds: StageSeconds, chain: Sequence[int]
 ) -> list[Placement]:
     """Return placements of the slices on the ranks `chain`, the most promising first.
 
     `program` is the step that encodes nothing ahead. Of equally fast placements those come first that are least ahead.
-    Those without gaps come last, since their bound is far from what their lists take. `exactly`: the number of
-    micro-batches whose features are there when a step begins, whether that is faster or not.
+    Those without gaps come last, since their bound is far from what their lists take.
     """
     bounds: dict[Chain, float] = {}
-    if len(chain) == 1:  # without prefetch the whole encoder on rank 0 needs no placement
-        leads = {1} if exactly else set()
-    elif len(seconds.forward) == len(schedule):
-        leads = {1, len(chain), 2 * len(chain), microbatches}
-    else:
-        leads = {microbatches}
-    leading = [leading_encodes(schedule, chain, x, exactly or 0) for x in leads if x <= microbatches]
-    if exactly != 0:
-        for filled, least in _fills(program, microbatches, seconds, chain).values():
-            features = filled[chain[-1]].ahead
-            more = 0 if exactly is None else exactly - features
-            if more >= 0 and filled[0].ahead + more <= MOST_STEPS_AHEAD * microbatches:
-                # Further ahead all slices run in the same slots.
-                bounds[tuple(one and replace(one, ahead=one.ahead + more) for one in filled)] = least
+    for filled, least in _fills(program, microbatches, seconds, chain).values():
+        if filled[0].ahead <= MOST_STEPS_AHEAD * microbatches:
+            bounds[filled] = least
+    leading: list[Chain] = []
+    if len(chain) > 1:  # the plain schedule has the whole encoder on rank 0
+        few = {1, len(chain), 2 * len(chain)} if len(seconds.forward) == len(schedule) else set()
+        leads = sorted({*few, microbatches})
+        leading = [leading_encodes(schedule, chain, lead) for lead in leads if lead <= microbatches]
     # With none ahead the first forward comes after a whole chain, and the rest of the step after that forward.
-    loose = simulate(program, _without_encoder(seconds)).seconds + sum(seconds.encode) * (not exactly)
+    loose = simulate(program, _without_encoder(seconds)).seconds + sum(seconds.encode)
     for encodes in leading:
         bounds.setdefault(encodes, loose)
     options = [Placement(least, encodes) for encodes, least in bounds.items()]
     best = min((option.least_seconds for option in options), default=0.0) * (1 + GAIN)
-    last = set(leading)
-    return sorted(options, key=lambda x: (x.chain in last, max(x.least_seconds, best), x.ahead, x.least_seconds))
+    return sorted(options, key=lambda x: (x.chain in leading, max(x.least_seconds, best), x.ahead, x.least_seconds))
 
 
 class _Slice:
@@ -106,7 +89,6 @@ class _Slice:
         self.compute: tuple[Step, float]  # the latest one, and when it begins
 
     def place(self, count: int, now: float) -> float:
-        """Put `count` encodes here; return their seconds."""
         self.before.append(count)
         if not count:
             return 0.0
@@ -135,24 +117,12 @@ class _Slice:
 def _fills(
     program: Program, microbatches: int, seconds: StageSeconds, chain: Sequence[int]
 ) -> dict[tuple[float, int], tuple[Chain, float]]:
-    """Put slices into gaps in many ways, then in ways near the fastest; each with a lower bound of a step's seconds.
+    """Put slices into gaps in many ways, each with a lower bound of a step's seconds.
 
     Keys: the share of an encode that a gap must hold, and the number of encodes that come first.
     """
-    fills: dict[tuple[float, int], tuple[Chain, float]] = {}
-
-    def fill(gap: float, first: int) -> None:
-        if 0 <= first <= microbatches and (gap, first) not in fills:
-            fills[gap, first] = _fill(program, microbatches, seconds, chain, gap, first)
-
-    for gap in GAPS:
-        for share in SHARES:
-            fill(gap, round(share * microbatches))
-    for _ in range(2):
-        gap, first = min(fills, key=lambda x: fills[x][1])
-        for near in (gap * NEARER, first), (gap / NEARER, first), (gap, first - 1), (gap, first + 1):
-            fill(*near)
-    return fills
+    firsts = dict.fromkeys(round(share * microbatches) for share in SHARES)
+    return {(gap, first): _fill(program, microbatches, seconds, chain, gap, first) for gap in GAPS for first in firsts}
 
 
 def moved_blocks(
@@ -187,7 +157,7 @@ def moved_blocks(
 
 
 def chain_of_slices(slices: Sequence[int]) -> tuple[int, ...]:
-    """Return the pipeline ranks of the chain: rank 0, which makes the patches, and those that hold blocks."""
+    """The pipeline ranks of the chain: rank 0, which makes the patches, and those that hold blocks."""
     return tuple(rank for rank, blocks in enumerate(slices) if blocks or rank == 0)
 
 
@@ -200,12 +170,12 @@ def _fill(
     """
     slices: list[_Slice | None] = [None] * len(seconds.encode)
     if len(chain) == 1:  # no messages
-        seconds = replace(seconds, send_features=0.0, receive_features=0.0, transfer_features=0.0)
+        seconds = replace(seconds, features=MessageCost())
     for rank in chain:
-        messages = seconds.send_features + seconds.receive_features * (rank > 0)
+        messages = seconds.features.send + seconds.features.receive * (rank > 0)
         slices[rank] = _Slice(seconds.encode[rank] + messages, microbatches, first)
     forwards: list[float] = []  # begins of stage 0's, by micro-batch
-    first_forward = seconds.forward[0] + seconds.receive_features
+    first_forward = seconds.forward[0] + seconds.features.receive
     others = replace(_without_encoder(seconds), forward=(first_forward, *seconds.forward[1:]))
 
     def fill(step: Step, now: float, ready: float) -> float:
@@ -228,7 +198,7 @@ def _fill(
     ahead: dict[int, int] = {}
     needed, at_least = forwards, 0
     for rank in reversed(chain):
-        at_least = ahead[rank] = max(at_least, slices[rank].least_ahead(needed, at_least, seconds.transfer_features))
+        at_least = ahead[rank] = max(at_least, slices[rank].least_ahead(needed, at_least, seconds.features.transfer))
         needed = slices[rank].begins
     return tuple(one and Encodes(ahead[rank], tuple(one.before)) for rank, one in enumerate(slices)), least
 

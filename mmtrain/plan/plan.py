@@ -1,15 +1,17 @@
-"""A plan: who holds and trains what, in which order it runs, what it costs; and plan.json's content."""
+"""A plan: who holds and trains what, in which order it runs, what it costs; as plan.json and as text."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import textwrap
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
-from mmtrain.models.facts.quantised import Quantisation
+from mmtrain.base.printing import COLUMNS, bytes_text, table_lines
+from mmtrain.models.facts.quantised import BITS, Quantisation
 from mmtrain.plan.block_costs import Flops
 from mmtrain.plan.instructions import Schedule
-from mmtrain.plan.schedule import Chain
+from mmtrain.plan.schedule import Chain, ranks_of
 from mmtrain.plan.simulate import StageSeconds
 
 
@@ -23,10 +25,8 @@ class StagePlan:
     front: bool
     head: bool
     recompute_layers: int = 0  # of its decoder layers, from the first on
-    encoder: tuple[int, int] | None = None
-    """Blocks [first, last) of the encoder that its rank holds as a slice; None: of stage 0 all, of another none."""
-    streamed: tuple[int, ...] = ()
-    """Its decoder layers whose frozen weights are fetched before they compute, by number."""
+    encoder: tuple[int, int] | None = None  # blocks of its rank's slice; None: of stage 0 all, of another none
+    streamed: tuple[int, ...] = ()  # numbers of its decoder layers whose weights are fetched before they compute
 
     @property
     def layers(self) -> tuple[str, ...]:
@@ -36,7 +36,7 @@ class StagePlan:
 
     @property
     def summary(self) -> str:
-        """Names of the layers with ranges: `front + llm.layers.0-6`."""
+        """Such as `front + llm.layers.0-6`."""
         parts = ["front"] * self.front
         if self.last - self.first == 1:
             parts.append(f"llm.layers.{self.first}")
@@ -86,12 +86,10 @@ class RankPlan:
 
     @property
     def recompute_layers(self) -> int:
-        """Decoder layers that recompute their activations in backward, over all its stages."""
         return sum(stage.recompute_layers for stage in self.stages)
 
     @property
     def streamed_layers(self) -> int:
-        """Decoder layers whose frozen weights are fetched before they compute, over all its stages."""
         return sum(len(stage.streamed) for stage in self.stages)
 
     @property
@@ -125,8 +123,6 @@ class UniformCut:
 
     boundaries: tuple[int, ...]
     fits: bool
-    slowest_work_share: float
-    idle_share: float
     step_time_ratio: float  # its step over this plan's
 
 
@@ -157,12 +153,10 @@ class Plan:
     decoder_layers: int
     boundaries: tuple[int, ...]  # decoder layer at which stage 1, 2, ... begins
     first_trainable_stage: int
-    first_trainable_layer: int
-    """Decoder layers from this one on run backward; as many as there are: the head alone trains."""
+    first_trainable_layer: int  # decoder layers from this one on run backward
     streaming: StreamingPlan | None  # None: all weights stay on the devices
     microbatches_per_step: int  # of one replica
     chain: Chain  # per pipeline rank: where the slice of the encoder runs that it holds
-    evaluation_lead: int  # micro-batches that each slice encodes first in an evaluation
     packs_per_microbatch: int
     pack_length: int
     image: ExpectedImage | None  # None: all images take the same, or there are none
@@ -175,6 +169,11 @@ class Plan:
     seconds: StageSeconds  # what was simulated; see `costs`
     ranks: tuple[RankPlan, ...]
     schedule: Schedule  # per pipeline rank
+
+    @property
+    def evaluation_lead(self) -> int:
+        """Micro-batches that each slice encodes first in an evaluation, so that the whole chain has work."""
+        return len(ranks_of(self.chain))
 
     @property
     def encode_ahead(self) -> int:
@@ -205,3 +204,129 @@ class Plan:
             ]
             entry |= {"recompute_layers": rank.recompute_layers, "total_bytes": rank.total_bytes}
         return content
+
+
+# ---- as text
+
+
+def render(plan: Plan) -> list[str]:
+    """The plan as lines of plain text, at most 80 columns: a row for each stage of a pipeline rank and its replicas."""
+    replica = [rank for rank in plan.ranks if rank.data == 0]
+    largest = max(rank.total_bytes for rank in replica)
+    unit, name = (2**30, "GiB") if largest >= 2**30 else (2**20, "MiB")
+    measures = (f">weights\n{name}", f">activations\n{name}", f">total\n{name}", ">work\n%", ">idle\n%")
+    rows = []
+    for rank in replica:
+        cells = [
+            f"{rank.trainable:,}" if rank.trainable < 1e8 else f"{rank.trainable / 1e6:,.1f}M",
+            rank.optimizer,
+            *(f"{size / unit:,.1f}" for size in (rank.weight_bytes, rank.activation_bytes, rank.total_bytes)),
+            *(f"{100 * share:.1f}" for share in (rank.work_share, rank.idle_share)),
+        ]
+        number = _numbers(plan, rank)
+        for stage in rank.stages:
+            rows.append([number, stage.stage, stage.summary.replace("llm.layers.", "").replace(" + ", ", "), *cells])
+            number, cells = "", []
+    table = table_lines((">rank", ">stage", "layers", ">trainable", "optimizer", *measures), rows)
+    return [*wrapped(*_run(plan)), *table, *wrapped(*(_rank(plan, x) for x in replica), *_step(plan, replica))]
+
+
+def wrapped(*texts: str) -> list[str]:
+    """Sentences as lines for a terminal; lines after a sentence's first are indented."""
+    options = {"subsequent_indent": "  ", "break_on_hyphens": False, "break_long_words": False}
+    return [line for text in texts for line in textwrap.wrap(text, COLUMNS, **options)]
+
+
+def _numbers(plan: Plan, rank: RankPlan) -> str:
+    """Global ranks of all replicas of this pipeline rank, which are neighbours: `4-5`."""
+    return str(rank.rank) if plan.data == 1 else f"{rank.rank}-{rank.rank + plan.data - 1}"
+
+
+def _ranks(plan: Plan, rank: RankPlan) -> str:
+    return f"rank{'s' * (plan.data > 1)} {_numbers(plan, rank)}"
+
+
+def _run(plan: Plan) -> Iterator[str]:
+    limit = "no memory limit" if plan.memory_limit_bytes is None else f"{bytes_text(plan.memory_limit_bytes)} per rank"
+    packs = "pack" if plan.packs_per_microbatch == 1 else "packs"
+    begins_with = "text" if plan.vision is None else f"{plan.vision} -> projector"
+    yield f"{plan.run}: {begins_with} -> {plan.llm}; trains {', '.join(plan.trainable)}"
+    yield (
+        f"pipeline {plan.pipeline} x data {plan.data} = {plan.pipeline * plan.data} ranks; per step and replica "
+        f"{plan.microbatches_per_step} micro-batches of {plan.packs_per_microbatch} {packs} of "
+        f"{plan.pack_length:,} tokens; {limit}"
+    )
+    if (image := plan.image) is not None:
+        room = "" if image.fits else "; a sample with one that large fits into no pack (data.overlong)"
+        yield (
+            f"an image ({image.layout}): {image.tiles:g} tiles and {image.positions:,g} positions expected, at most "
+            f"{image.most_tiles} and {image.most_positions:,}{room}"
+        )
+    rates = [
+        f"{group.name} {group.lr:g}{f' with weight decay {group.weight_decay:g}' if group.weight_decay else ''} "
+        f"({group.trainable:,} parameters)"
+        for group in plan.groups
+    ]
+    if rates:
+        yield f"learning rates: {'; '.join(rates)}"
+
+
+def _rank(plan: Plan, rank: RankPlan) -> str:
+    layers = sum(stage.last - stage.first for stage in rank.stages)
+    text = f"{_ranks(plan, rank)}: {rank.optimizer}, {rank.reason}"
+    if rank.recompute_layers:
+        text += f"; {rank.recompute_layers} of {layers} layers recompute"
+    if rank.streamed_layers:
+        how = "quantised" if plan.streaming.source in BITS else "streamed"
+        text += f"; {rank.streamed_layers} of {layers} layers are {how}"
+    return text
+
+
+def _step(plan: Plan, replica: list[RankPlan]) -> Iterator[str]:
+    total = sum(rank.flops.total + rank.recompute_flops for rank in replica) / 1e12
+    slowest = max(replica, key=lambda rank: rank.work_share)
+    seconds = "" if plan.step_seconds is None else f"{plan.step_seconds:,.3g} s, "
+    yield (
+        f"step: {seconds}{total:,.{0 if total >= 100 else 3}f} TFLOP per replica, of which any exact training needs "
+        f"{plan.minimal_flops_share:.1%}; slowest {_ranks(plan, slowest)} with {slowest.work_share:.1%} of the "
+        f"work; idle {plan.idle_share:.1%}"
+    )
+    if plan.step_seconds is None:
+        yield "costs: assumed, from FLOPs and bytes: shares, no seconds; mmtrain calibrate CONFIG measures those"
+    else:
+        yield f"costs: {plan.costs}"
+    slices = [f"{stage.slice} on {_ranks(plan, rank)}" for rank in replica for stage in rank.stages if stage.slice]
+    if slices:
+        *others, last = (str(encodes.ahead) for encodes in plan.chain if encodes is not None)
+        yield f"encoder: {', '.join(slices)}; prefetch {', '.join(others)} and {last} micro-batches"
+    elif plan.encode_ahead:
+        yield f"encoder: on rank 0; prefetch {plan.encode_ahead} micro-batch{'es' * (plan.encode_ahead > 1)}"
+    if plan.streaming is not None:
+        yield from _fetches(plan, plan.streaming, max(replica, key=lambda rank: rank.fetched_bytes))
+    uniform = plan.uniform
+    if uniform is not None and uniform.boundaries == plan.boundaries:
+        yield "this is the uniform cut of the decoder layers"
+    elif uniform is not None:
+        unfit = "" if uniform.fits else ", and it does not fit in memory"
+        yield f"a uniform cut of the decoder layers: step {uniform.step_time_ratio:.2f} times as long{unfit}"
+
+
+def _fetches(plan: Plan, streaming: StreamingPlan, rank: RankPlan) -> Iterator[str]:
+    """Where streamed layers come from, and from how many tokens on that costs no time; `rank` fetches the most."""
+    if streaming.hidden_from_tokens:
+        fetches = f"{bytes_text(rank.fetched_bytes // plan.microbatches_per_step)} a micro-batch"
+        costs = (
+            f"fetches hide behind computing from {streaming.hidden_from_tokens:,} tokens a micro-batch on; it has "
+            f"{streaming.microbatch_tokens:,}"
+        )
+    else:
+        fetches, costs = f"{bytes_text(rank.fetched_bytes)} a step", "no rank has more layers than stay whole"
+    if streaming.source in BITS:
+        yield f"quantised layers: {streaming.source}, made whole before each use; {costs}"
+        yield f"that is another LLM, near {plan.llm}: use what is trained with {plan.llm} itself"
+        return
+    source = f"its peers: each of {streaming.weight_shards} replicas keeps a part"
+    if streaming.source == "host":
+        source = f"host memory, which holds {bytes_text(rank.host_bytes)} for it"
+    each = "" if plan.data == 1 else "each of "
+    yield f"streamed layers: {each}{_ranks(plan, rank)} fetches {fetches} from {source}; {costs}"

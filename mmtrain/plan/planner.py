@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Literal
 
 from mmtrain.base.errors import UserError
 from mmtrain.config.schema import RunConfig
@@ -21,11 +20,10 @@ from mmtrain.models.facts.vision_files import check_preprocessing
 from mmtrain.models.layouts.layout import ImageLayout
 from mmtrain.plan.block_costs import Flops
 from mmtrain.plan.calibration import Device
-from mmtrain.plan.costs import Models, minimal_flops
+from mmtrain.plan.costs import Models, expected_image, minimal_flops
 from mmtrain.plan.cuts import given_cut, uniform_cut
 from mmtrain.plan.instructions import fetches_of, uses_of
 from mmtrain.plan.optimizers import parameter_groups
-from mmtrain.plan.placement import EVALUATION_ROUND
 from mmtrain.plan.plan import ExpectedImage, GroupPlan, Plan, RankPlan, StagePlan, StreamingPlan, UniformCut, stage_of
 from mmtrain.plan.refusals import (
     check_encoder_ranks,
@@ -36,10 +34,9 @@ from mmtrain.plan.refusals import (
     does_not_fit,
 )
 from mmtrain.plan.schedule import ranks_of
-from mmtrain.plan.search import PipelineLayout, Search, least_step_seconds, search_of
+from mmtrain.plan.search import PipelineLayout, Search, least_step_seconds
 from mmtrain.plan.simulate import Program, simulate
-from mmtrain.plan.stage_costs import StageCosts, limit_on_gpu, stage_costs
-from mmtrain.plan.workload import expected_image
+from mmtrain.plan.stage_costs import StageCosts, Streaming, limit_on_gpu, stage_costs
 from mmtrain.stock.exporters import check_export_format
 
 STREAMING_GAIN = 0.005
@@ -74,21 +71,19 @@ def make_plan(
     config: RunConfig,
     device_memory_bytes: int | None = None,
     device: Device | None = None,
-    prefetch: Literal["auto"] | int = "auto",
 ) -> Plan:
     """Plan a run from its config and its models' shapes; starts nothing, imports no torch.
 
     The memory limit of a rank is `parallel.device_memory_gib`, else what its GPU's `device_memory_bytes` leave to it,
     else none. `device` is what ranks compute on (None: this machine's CPU); a calibration on it gives the costs.
-    `prefetch` is the number of micro-batches that are encoded when a step begins, auto the fastest one; it changes no
-    result. Raises UserError for a config that no plan can satisfy; the message says what the smallest cut needs.
+    Raises UserError for a config that no plan can satisfy; the message says what each rank needs.
     """
     models, limit = models_of(config), memory_limit(config, device_memory_bytes)
     check_run(config, models)
     costs = stage_costs(config, models, limit, device)
-    search, layout = _searched(config, costs, prefetch)
+    search, layout = _searched(config, costs)
     if config.parallel.streamed_layers == "auto":  # only where it is worth it
-        resident, without = _searched(config, costs.resident(), prefetch)
+        resident, without = _searched(config, costs.changed(streaming=Streaming()))
         if without and (not layout or without.simulation.seconds * (1 - STREAMING_GAIN) <= layout.simulation.seconds):
             search, layout = resident, without
     if layout is None:
@@ -96,11 +91,9 @@ def make_plan(
     return _plan(config, models, search, layout, limit)
 
 
-def _searched(
-    config: RunConfig, costs: StageCosts, prefetch: Literal["auto"] | int
-) -> tuple[Search, PipelineLayout | None]:
+def _searched(config: RunConfig, costs: StageCosts) -> tuple[Search, PipelineLayout | None]:
     """Return the search for a run, and the best layout that it finds."""
-    search = search_of(config, costs, prefetch)
+    search = Search(costs, config.parallel.encoder_ranks)
     if least_step_seconds(costs) == math.inf:  # a search for what fits nowhere takes long
         return search, None
     if config.parallel.boundaries is None:
@@ -113,7 +106,7 @@ def step_seconds(
 ) -> float | None:
     """Seconds of a step of `plan`, made with other costs, by those that `make_plan` has; None if it does not fit."""
     costs = stage_costs(config, models_of(config), memory_limit(config, device_memory_bytes), device)
-    search = search_of(config, costs)
+    search = Search(costs, config.parallel.encoder_ranks)
     cut = (0, *(boundary + 1 for boundary in plan.boundaries), costs.count)
     seconds = search.seconds_of(cut, plan.encoder_slices or search.cuts.whole)
     return None if seconds is None else simulate(Program(plan.schedule), seconds).seconds
@@ -134,12 +127,14 @@ def _plan(config: RunConfig, models: Models, search: Search, layout: PipelineLay
     replica = [rank for rank in ranks if rank.data == 0]
     computed = sum(rank.flops.total + rank.recompute_flops for rank in replica)
     needed = minimal_flops(models, config.model.trainable, costs.costs.work).total * microbatches
-    device, described = costs.timings.device, "assumed"
-    if device is not None:
-        messages = "" if costs.timings.measured_messages or pipeline == 1 else "; messages assumed"
-        source = costs.setting.streaming.source
-        streams = any(rank.streamed for rank in layout.ranks) and source not in costs.timings.measured_fetches
-        described = f"calibrated on {device}{messages}{'; fetches assumed' * streams}"
+    timings, described = costs.timings, "assumed"
+    if timings.device is not None:
+        described = f"calibrated on {timings.device}"
+        if pipeline > 1 and not timings.measured_messages:
+            described += "; messages assumed"
+        streams = any(rank.streamed for rank in layout.ranks)
+        if streams and costs.setting.streaming.source not in timings.measured_fetches:
+            described += "; fetches assumed"
     return Plan(
         run=config.run.name,
         llm=config.model.llm.path,
@@ -156,13 +151,12 @@ def _plan(config: RunConfig, models: Models, search: Search, layout: PipelineLay
         streaming=_streaming(config, costs, layout),
         microbatches_per_step=microbatches,
         chain=layout.chain,
-        evaluation_lead=search.evaluation_lead(layout, EVALUATION_ROUND * pipeline),
         packs_per_microbatch=config.train.packs_per_microbatch,
         pack_length=config.data.pack_length,
         image=_expected_image(config, models.layout),
         memory_limit_bytes=limit,
         costs=described,
-        step_seconds=None if device is None else seconds,
+        step_seconds=None if timings.device is None else seconds,
         idle_share=layout.simulation.mean_idle,
         minimal_flops_share=needed / computed,
         uniform=_uniform(search, seconds),
@@ -181,7 +175,6 @@ def _expected_image(config: RunConfig, layout: ImageLayout) -> ExpectedImage | N
 
 
 def _groups(config: RunConfig, models: Models) -> tuple[GroupPlan, ...]:
-    """Rates by part, where the config has them."""
     sizes = {p.name: p.numel for p in models.parameters if matches_any(p.name, config.model.trainable)}
     return tuple(
         GroupPlan(group.name, group.lr, group.weight_decay, sum(sizes[name] for name in group.parameters))
@@ -241,8 +234,6 @@ def _ranks(
 def _fetched_bytes(costs: StageCosts, layout: PipelineLayout, stages: Sequence[StagePlan]) -> int:
     """Of a step, on the rank that holds these stages."""
     streamed = {stage.stage: stage.streamed for stage in stages}
-    if not any(streamed.values()):
-        return 0
     instructions = layout.schedule[stages[0].stage]
     layers = fetches_of(uses_of(instructions, streamed, costs.first_trainable_decoder_layer))
     return sum(costs.setting.streaming.fetched_bytes(costs.layers[layer + 1]) for layer in layers)
@@ -251,30 +242,17 @@ def _fetched_bytes(costs: StageCosts, layout: PipelineLayout, stages: Sequence[S
 def _streaming(config: RunConfig, costs: StageCosts, layout: PipelineLayout) -> StreamingPlan | None:
     if not any(rank.streamed for rank in layout.ranks):
         return None
-    waits = [
-        wait for rank in layout.ranks for stage in rank.stages for wait in (stage.forward_waits, stage.backward_waits)
-    ]
-    tokens = config.train.packs_per_microbatch * config.data.pack_length
-    return StreamingPlan(
-        costs.setting.streaming.source,
-        costs.setting.streaming.weight_shards,
-        math.ceil(tokens * max(wait.share for wait in waits)),
-        tokens,
-    )
+    stages = [stage for rank in layout.ranks for stage in rank.stages]
+    share = max(max(stage.forward_waits.share, stage.backward_waits.share) for stage in stages)
+    tokens, streaming = config.train.packs_per_microbatch * config.data.pack_length, costs.setting.streaming
+    return StreamingPlan(streaming.source, streaming.weight_shards, math.ceil(tokens * share), tokens)
 
 
 def _reason(config: RunConfig, stages: Sequence[StagePlan], names: Sequence[str], upstream: bool) -> str:
     if names:
         here = [pattern for pattern in config.model.trainable if any(matches_any(name, (pattern,)) for name in names)]
         return f"trains {', '.join(here)} ({len(names)} tensor{'s' if len(names) > 1 else ''})"
-    if len(stages) > 1:
-        text = "all of its layers are frozen"
-    else:
-        decoder = [name for name in stages[0].layers if name.startswith("llm.layers.")]
-        parts = ["front"] * stages[0].front
-        parts += [f"{decoder[0]} to {decoder[-1]}"] if len(decoder) > 1 else decoder
-        parts += ["head"] * stages[0].head
-        text = f"all of {' and '.join(parts)} is frozen"
+    text = f"all of {stages[0].summary} is frozen" if len(stages) == 1 else "all of its layers are frozen"
     return f"{text}, and so is all before it: forward only" if upstream else text
 
 
@@ -285,11 +263,5 @@ def _uniform(search: Search, seconds: float) -> UniformCut | None:
         return None
     cut = uniform_cut(decoder, ranks)
     layout = search.plain(cut)
-    work = [rank.seconds for rank in layout.ranks]
-    return UniformCut(
-        tuple(border - 1 for border in cut[1:-1]),
-        search.fits(layout),
-        max(work) / sum(work),
-        layout.simulation.mean_idle,
-        layout.simulation.seconds / seconds,
-    )
+    ratio = layout.simulation.seconds / seconds
+    return UniformCut(tuple(border - 1 for border in cut[1:-1]), search.fits(layout), ratio)

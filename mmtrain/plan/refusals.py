@@ -14,15 +14,13 @@ from mmtrain.config.schema import RunConfig
 from mmtrain.models.facts.adapters import is_adapter
 from mmtrain.models.facts.shapes import matches_any
 from mmtrain.models.layouts.layout import ImageLayout
-from mmtrain.plan.costs import Models
+from mmtrain.plan.costs import Models, expected_image, typical_tiling
 from mmtrain.plan.cuts import given_cut
 from mmtrain.plan.plan import RankPlan, stage_of
 from mmtrain.plan.search import Search
 from mmtrain.plan.stage_costs import RESERVED_SHARE, limit_on_gpu
-from mmtrain.plan.workload import expected_image, typical_tiling
 
 _LEARNED_POSITIONS = re.compile(r"\.(wpe|embed_positions|position_embeddings)\.weight$")
-
 _NAMES_SHOWN = 3
 _CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
 _LEAST_CONNECTIONS = 8  # CUDA's own default; streams of a rank: computes, four channels, replicas, statistics, copies
@@ -37,16 +35,15 @@ _HANGS = {
 
 def check_layout(config: RunConfig, models: Models) -> None:
     """Raises UserError for more stages than layers, boundaries past the last layer, unfit packs."""
-    decoder = len(models.llm.decoder)
+    decoder, model = len(models.llm.decoder), config.model.llm.path
     pipeline, stages_per_rank = config.parallel.pipeline, config.parallel.stages_per_rank
-    model = config.model.llm.path
     placed = f"{model} has {decoder + 2} layers to place (front, {decoder} decoder layers, head)"
     if pipeline > decoder + 2:
         raise UserError(f"parallel.pipeline: {pipeline} stages, but {placed}: at most {decoder + 2} stages")
     if stages_per_rank != "auto" and pipeline * stages_per_rank > decoder + 2:
-        most = (decoder + 2) // pipeline
         raise UserError(
-            f"parallel.stages_per_rank: {pipeline} ranks of {stages_per_rank} stages, but {placed}: at most {most}"
+            f"parallel.stages_per_rank: {pipeline} ranks of {stages_per_rank} stages, but {placed}: at most "
+            f"{(decoder + 2) // pipeline}"
         )
     boundaries = config.parallel.boundaries
     if boundaries and boundaries[-1] > decoder:
@@ -63,33 +60,26 @@ def check_layout(config: RunConfig, models: Models) -> None:
                     f"positions ({table.name}): at most {positions}"
                 )
     if models.layout.takes_images:
-        _check_expected_image(config, models.layout)
-        _check_packs(config, models.layout)
+        _check_images(config, models.layout)
 
 
-def _check_expected_image(config: RunConfig, layout: ImageLayout) -> None:
-    if config.data.expected_image_tiles is not None and not layout.is_sized:
+def _check_images(config: RunConfig, layout: ImageLayout) -> None:
+    data = config.data
+    if data.expected_image_tiles is not None and not layout.is_sized:
         raise UserError(
-            f"data.expected_image_tiles: {config.data.expected_image_tiles:g} and data.expected_image_positions: "
-            f"{config.data.expected_image_positions:g}, but with model.vision.layout {layout.name} every image is "
+            f"data.expected_image_tiles: {data.expected_image_tiles:g} and data.expected_image_positions: "
+            f"{data.expected_image_positions:g}, but with model.vision.layout {layout.name} every image is "
             f"one tile and {layout.positions_per_tile} positions. Leave both out (=null removes them)."
         )
-
-
-def _check_packs(config: RunConfig, layout: ImageLayout) -> None:
-    data = config.data
-    image = math.ceil(max(typical_tiling(config, layout).positions, expected_image(config, layout)[1]))
+    tiles, positions = expected_image(config, layout)
+    image = math.ceil(max(typical_tiling(config, layout).positions, positions))
     if data.pack_length <= image:
-        asked = "an image of " + config.model.vision.name
-        hint = ""
-        if layout.is_sized:
-            asked = f"a typical image of model.vision.layout {layout.name}"
-            hint = " If images are smaller, set data.expected_image_positions as mmtrain inspect prints it."
+        hint = " If images are smaller, set data.expected_image_positions as mmtrain inspect prints it."
         raise UserError(
-            f"data.pack_length: {data.pack_length} tokens, but {asked} takes {image}. A pack must hold an image and "
-            f"its text, e.g. {2 ** image.bit_length()} tokens.{hint}"
+            f"data.pack_length: {data.pack_length} tokens, but a typical image of model.vision.layout {layout.name} "
+            f"takes {image}. A pack must hold an image and its text, e.g. {2 ** image.bit_length()} tokens."
+            f"{hint * layout.is_sized}"
         )
-    tiles = expected_image(config, layout)[0]
     if data.max_tiles_per_pack is not None and data.max_tiles_per_pack < tiles:
         raise UserError(
             f"data.max_tiles_per_pack: {data.max_tiles_per_pack}, but a typical image of model.vision.layout "
@@ -97,56 +87,50 @@ def _check_packs(config: RunConfig, layout: ImageLayout) -> None:
         )
 
 
-def _trained_of_encoder(config: RunConfig, models: Models) -> str | None:
-    """The first of the encoder's parameters that trains."""
-    return next((p.name for p in models.vision.parameters if matches_any(p.name, config.model.trainable)), None)
-
-
 def check_encoder_ranks(config: RunConfig, models: Models) -> None:
     """Raises UserError where the encoder trains, for ranks that are not there, and for more ranks than blocks."""
-    ranks, pipeline = config.parallel.encoder_ranks, config.parallel.pipeline
+    ranks, pipeline, vision = config.parallel.encoder_ranks, config.parallel.pipeline, models.vision
     if ranks in ("auto", 0):
         return
-    wrong = [rank for rank in ranks if rank >= pipeline]
-    if wrong or len(set(ranks)) < len(ranks):
+    if max(ranks) >= pipeline or len(set(ranks)) < len(ranks):
         raise UserError(
             f"parallel.encoder_ranks: {escape(str(list(ranks)))}, but parallel.pipeline {pipeline} has ranks 0 "
             f"to {pipeline - 1}. Name each once at most."
         )
-    if models.vision.blocks_run == 0 or set(ranks) == {0}:
+    if vision.blocks_run == 0 or set(ranks) == {0}:
         return
-    trained = _trained_of_encoder(config, models)
+    trained = next((p.name for p in vision.parameters if matches_any(p.name, config.model.trainable)), None)
     if trained is not None:
         raise UserError(
             f"parallel.encoder_ranks: {list(ranks)}, but {trained} trains. An encoder that trains is whole on rank "
             "0: use auto or 0."
         )
-    if len(ranks) > models.vision.blocks_run:
+    if len(ranks) > vision.blocks_run:
         raise UserError(
-            f"parallel.encoder_ranks: {len(ranks)} ranks, but {models.vision.source} runs "
-            f"{models.vision.blocks_run} blocks: at most one rank a block"
+            f"parallel.encoder_ranks: {len(ranks)} ranks, but {vision.source} runs {vision.blocks_run} blocks: at most "
+            "one rank a block"
         )
 
 
 def check_streaming(config: RunConfig, models: Models) -> None:
     """Raises UserError where layers are to be streamed, or quantised, and none can be."""
-    asked, quantisation = config.parallel.streamed_layers, config.model.llm.quantize
-    streams = any(asked) if isinstance(asked, tuple) else asked != 0
+    key, value = "parallel.streamed_layers", config.parallel.streamed_layers
+    quantisation = config.model.llm.quantize
+    streams = any(value) if isinstance(value, tuple) else value != 0
     if quantisation is not None and streams:
         raise UserError(
-            f"parallel.streamed_layers: {escape(str(asked))}, but model.llm.quantize {quantisation} keeps decoder "
-            "layers on the device in fewer bits. Leave one of them out."
+            f"{key}: {escape(str(value))}, but model.llm.quantize {quantisation} keeps decoder layers on the device "
+            "in fewer bits. Leave one of them out."
         )
-    if quantisation is None and (asked == "auto" or not streams):
+    if quantisation is not None:
+        key, value = "model.llm.quantize", quantisation
+    elif value == "auto" or not streams:
         return
     trained = [
         next((p.name for p in layer if not is_adapter(p.name) and matches_any(p.name, config.model.trainable)), None)
         for layer in models.llm.decoder
     ]
     if all(trained):
-        key, value = (
-            ("parallel.streamed_layers", asked) if quantisation is None else ("model.llm.quantize", quantisation)
-        )
         raise UserError(
             f"{key}: {escape(str(value))}, but something besides adapters trains in every decoder layer, such as "
             f"{trained[0]}, and what trains stays on the device. Leave {key.rpartition('.')[2]} out, or train "
@@ -165,10 +149,9 @@ def check_environment(config: RunConfig, environment: Mapping[str, str]) -> None
         value = environment.get(name, "").strip()
         few = name == _CONNECTIONS and value.isdigit() and int(value) < _LEAST_CONNECTIONS
         if few or (name != _CONNECTIONS and value not in ("", "0")):
-            remedy = f"unset it, or set {_LEAST_CONNECTIONS} to 32" if few else "unset it"
             raise UserError(
                 f"{name}={value} in the environment: {harm}, so that the {config.parallel.pipeline} stages of a "
-                f"pipeline can wait for each other for ever; {remedy} on every machine, or use parallel.pipeline=1"
+                "pipeline can wait for each other for ever; unset it on every machine, or use parallel.pipeline=1"
             )
 
 
@@ -177,10 +160,10 @@ def check_trainable(config: RunConfig, models: Models) -> None:
     names = [p.name for p in models.parameters]
     idle = next((name for name in names if is_adapter(name) and not matches_any(name, config.model.trainable)), None)
     if idle is not None:
-        all_of_them = "vision.*.lora_*" if idle.startswith("vision.") else "llm.layers.*.lora_*"
+        adapters = "vision.*.lora_*" if idle.startswith("vision.") else "llm.layers.*.lora_*"
         raise UserError(
             f"model.trainable: {idle} would not train, and an adapter that does not train changes nothing. Add "
-            f"{all_of_them} to it, or give the layer no adapter in model.lora.targets."
+            f"{adapters} to it, or give the layer no adapter in model.lora.targets."
         )
     for pattern in config.model.trainable:
         matching = [name for name in names if matches_any(name, (pattern,))]
@@ -190,11 +173,7 @@ def check_trainable(config: RunConfig, models: Models) -> None:
                 "model.lora.r=16, and in model.lora.targets the layers that get one."
             )
         if not matching:
-            nearest = nearest_names(pattern, names)
-            raise UserError(
-                f"model.trainable: {pattern!r} matches no parameter that runs; "
-                + (f"nearest: {', '.join(nearest)}" if nearest else f"names look like {names[0]} and {names[-1]}")
-            )
+            raise UserError(f"model.trainable: {pattern!r} matches no parameter that runs; {_nearest(pattern, names)}")
         tied = [name for name in matching if name in ("llm.embedding.weight", "llm.head.weight")]
         if models.llm.tied and tied:
             raise UserError(
@@ -219,11 +198,7 @@ def check_groups(config: RunConfig, models: Models) -> None:
                     f"{key} matches {first_few(frozen, _NAMES_SHOWN)}, frozen by model.trainable, which is "
                     f"[{', '.join(config.model.trainable)}]; add it there, or leave the group out"
                 )
-            near = nearest_names(pattern, trained)
-            raise UserError(
-                f"{key} matches no parameter that trains; "
-                + (f"nearest: {', '.join(near)}" if near else f"these train: {first_few(trained, _NAMES_SHOWN)}")
-            )
+            raise UserError(f"{key} matches no parameter that trains; {_nearest(pattern, trained)}")
     for name in trained:
         members = [
             f"{i} ({', '.join(group.match)})" for i, group in enumerate(groups) if matches_any(name, group.match)
@@ -235,8 +210,8 @@ def check_groups(config: RunConfig, models: Models) -> None:
             )
 
 
-def nearest_names(pattern: str, names: Sequence[str]) -> list[str]:
-    """Parameters and modules with a similar name; with a wildcard also the names of all layers at once."""
+def _nearest(pattern: str, names: Sequence[str]) -> str:
+    """Name parameters and modules like a pattern; with a wildcard also the names of all layers at once."""
     candidates: dict[str, None] = {}
     for name in names:
         parts = name.split(".")
@@ -244,17 +219,18 @@ def nearest_names(pattern: str, names: Sequence[str]) -> list[str]:
             candidates[".".join(parts[:length])] = None
     if "*" in pattern:
         candidates = dict.fromkeys(re.sub(r"\.\d+(?=\.|$)", ".*", name) for name in candidates)
-    return difflib.get_close_matches(pattern, candidates, n=3, cutoff=0.6)
+    near = difflib.get_close_matches(pattern, candidates, n=3, cutoff=0.6)
+    return f"nearest: {', '.join(near)}" if near else f"names look like {first_few(names, _NAMES_SHOWN)}"
 
 
 def does_not_fit(config: RunConfig, models: Models, search: Search, limit: int | None) -> str:
-    """The message for a plan beyond the memory limit: what the smallest cut needs on each rank, and what takes less."""
-    pipeline, by_hand = config.parallel.pipeline, config.parallel.boundaries is not None
-    stages_per_rank = 1 if config.parallel.stages_per_rank == "auto" else config.parallel.stages_per_rank
-    tightest = Search(search.costs.without_memory(), 0, search.encoder_ranks)
-    cut, costs = tightest.smallest(stages_per_rank, given_cut(config, search.costs) if by_hand else None)
+    """The message for a plan beyond the memory limit: what each rank of the nearest cut needs, and what takes less."""
+    by_hand, stages_per_rank = config.parallel.boundaries is not None, config.parallel.stages_per_rank
+    cut, ranks = search.nearest(
+        1 if stages_per_rank == "auto" else stages_per_rank, given_cut(config, search.costs) if by_hand else None
+    )
     on_host = search.costs.setting.streaming.host_bytes
-    for rank, cost in enumerate(costs):
+    for rank, cost in enumerate(ranks):
         if on_host is not None and cost.host_bytes > on_host:
             return (
                 f"parallel.host_memory_gib: {config.parallel.host_memory_gib:g} GiB, but rank {rank} would keep "
@@ -266,22 +242,22 @@ def does_not_fit(config: RunConfig, models: Models, search: Search, limit: int |
     source = "parallel.device_memory_gib" if stated else "the GPU's memory, less what CUDA and NCCL take"
     lines = [
         f"This run does not fit: a rank may use {bytes_text(limit)} ({source}), {RESERVED_SHARE:.0%} of it left to "
-        f"fragmentation; {'the given boundaries need' if by_hand else 'the smallest cut needs'}"
+        f"fragmentation; {'the given boundaries need' if by_hand else 'the nearest cut needs'}"
     ]
-    for rank, cost in enumerate(costs):
-        stages = range(rank, len(cut) - 1, pipeline)
+    for rank, cost in enumerate(ranks):
+        stages = range(rank, len(cut) - 1, config.parallel.pipeline)
         layers = ", ".join(stage_of(cut, stage).summary for stage in stages)
-        name = f"stage {rank}" if len(stages) == 1 else f"stages {', '.join(map(str, stages))}"
         recompute = sum(cost.recompute_layers)
         how = "streamed" if config.model.llm.quantize is None else "quantised"
-        away = f" ({cost.streamed_count} layers {how})" if cost.streamed_count else ""
         lines.append(
-            f"  {name} ({layers}): {bytes_text(cost.total_bytes)} = weights {bytes_text(cost.weight_bytes)}{away} + "
+            f"  stage{'s' * (len(stages) > 1)} {', '.join(map(str, stages))} ({layers}): "
+            f"{bytes_text(cost.total_bytes)} = weights {bytes_text(cost.weight_bytes)}"
+            f"{f' ({cost.streamed_count} layers {how})' if cost.streamed_count else ''} + "
             f"optimizer {bytes_text(cost.state_bytes)} + activations {bytes_text(cost.activation_bytes)}"
             f"{f' ({recompute} layers recomputing)' if recompute else ''} + workspace {bytes_text(cost.working_bytes)}"
             f"{'' if search.costs.fits(cost) else '  <- too much'}"
         )
-    if all(map(search.costs.fits, costs)):
+    if all(map(search.costs.fits, ranks)):
         lines.append("These fit, but not with what waits between slices of the encoder, or for its use")
     lines.append(f"To take less memory (none of it was planned): {'; '.join(_hints(config, models))}")
     return "\n".join(lines)
@@ -328,14 +304,12 @@ def refuse_short_memory(rank: RankPlan, gpu: str, memory: GpuMemory) -> None:
     if needed <= available:
         return
     others = memory.total - memory.free - memory.cached
-    stages = ", ".join(str(stage.stage) for stage in rank.stages)
     most = memory.total - others
     limit = (most if memory.cached else limit_on_gpu(most)) / 2**30  # later CUDA itself is among the others
-    loaded = f" beside the {bytes_text(memory.allocated)} that the rank has loaded" if memory.allocated else ""
     raise UserError(
-        f"rank {rank.rank} (stage {stages}) does not fit on {gpu}: {bytes_text(available)} of "
-        f"{bytes_text(memory.total)} are free, and the plan still needs {bytes_text(needed)}{loaded}; "
-        f"{bytes_text(others)} are held by CUDA itself and by other processes (see nvidia-smi): end those, choose "
-        f"other GPUs by CUDA_VISIBLE_DEVICES, or plan for less with parallel.device_memory_gib="
+        f"rank {rank.rank} (stage {', '.join(str(stage.stage) for stage in rank.stages)}) does not fit on {gpu}: "
+        f"{bytes_text(available)} of {bytes_text(memory.total)} are free, and the plan still needs "
+        f"{bytes_text(needed)}. CUDA itself and other processes hold {bytes_text(others)} (see nvidia-smi): end those, "
+        "choose other GPUs by CUDA_VISIBLE_DEVICES, or plan for less with parallel.device_memory_gib="
         f"{math.floor(limit * 10) / 10:g}"
     )

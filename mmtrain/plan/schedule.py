@@ -1,20 +1,16 @@
 """The order of work of every rank in one step, as lists of instructions: what the engine runs and is simulated.
 
-A rank holds `stages_per_rank` stages: stage `s` lives on pipeline rank `s % pipeline`. With one stage a rank, training
-is 1F1B: rank r first runs `pipeline - r - 1` forwards, then one forward and one backward in turn, so it never keeps
-more than `pipeline - r` micro-batches for backward. With several it is interleaved 1F1B: micro-batches go round the
-ranks in groups of `pipeline`, and the idle share falls from (p - 1) / (m + p - 1) towards (p - 1) / (v m + p - 1) for v
-stages a rank, at the price of v times the messages. Stages upstream of the first trainable one run forwards only:
-nothing there needs a gradient.
+Stage `s` lives on pipeline rank `s % pipeline`. With one stage a rank, training is 1F1B: rank r first runs
+`pipeline - r - 1` forwards, then one forward and one backward in turn, so it never keeps more than `pipeline - r`
+micro-batches for backward. With several it is interleaved 1F1B: micro-batches go round the ranks in groups of
+`pipeline`, and the idle share falls from (p - 1) / (m + p - 1) towards (p - 1) / (v m + p - 1) for v stages a rank, at
+the price of v times the messages. Stages upstream of the first trainable one run forwards only.
 
 The vision encoder has instructions of its own, LOAD and ENCODE. While it is frozen it may be cut into **slices**, whole
 blocks, one a rank; the **chain** is the ranks with a slice, in ascending order, rank 0 first. A micro-batch's tiles go
 through the chain ahead of need, into coming steps too, wherever its ranks would wait (`Encodes`); the last slice sends
-the features to stage 0. Rank 0 alone is a chain of one.
-
-Rank 0 tells the chain how many tiles a micro-batch has when it LOADs it, which a receive must know. In a chain of
-several it therefore loads one ahead, the first of a step at its begin: a receive one compute ahead then waits for
-nothing that this compute does not wait for anyway.
+the features to stage 0. Rank 0 tells the chain how many tiles a micro-batch has when it LOADs it, which a receive must
+know: in a chain of several it loads one micro-batch ahead.
 
 Messages are part of the lists. A receive is posted one compute (FORWARD or BACKWARD; for what slices send, ENCODE too)
 ahead of its use and waited for at that use; a send is asynchronous and waited for at the step's end (waiting inside the
@@ -105,7 +101,6 @@ def prelude(encodes: Chain) -> Schedule:
 
 
 def ranks_of(encodes: Chain) -> tuple[int, ...]:
-    """The pipeline ranks that hold a slice."""
     return tuple(rank for rank, place in enumerate(encodes) if place is not None)
 
 
@@ -122,12 +117,11 @@ def _in_groups(rank: int, pipeline: int, stages: int, microbatches: int, op: Op,
 
 @functools.lru_cache(maxsize=256)  # the search asks again for each place of the encoder
 def _training_orders(pipeline: int, microbatches: int, first: int, stages_per_rank: int) -> list[list[Instruction]]:
-    """Records a run in which every compute takes one tick and every rank does the first of its rules that it can.
+    """Record a run in which every compute takes one tick and every rank does the first of its rules that it can.
 
     1. A backward, once warmed up; but after a backward a forward, if one may run. 2. A forward, if fewer computes are
-    kept for backward than the rank's limit. With one stage a rank that is 1F1B. Recorded, not written as a formula:
-    Megatron's closed form holds for multiples of `pipeline` micro-batches only, and not where a rank mixes frozen and
-    trained stages.
+    kept for backward than the rank's limit. With one stage a rank that is 1F1B. It is no formula: Megatron's holds for
+    multiples of `pipeline` micro-batches only, and not where a rank mixes frozen and trained stages.
     """
     stages = pipeline * stages_per_rank
     forwards = [_in_groups(rank, pipeline, stages, microbatches, Op.FORWARD) for rank in range(pipeline)]
@@ -186,7 +180,6 @@ def _training_orders(pipeline: int, microbatches: int, first: int, stages_per_ra
 def _with_encodes(
     orders: Sequence[Sequence[Instruction]], microbatches: int, encodes: Chain
 ) -> list[Sequence[Instruction]]:
-    """The ranks' computes, with ENCODE among those of ranks that hold a slice."""
     merged: list[Sequence[Instruction]] = []
     for rank, (order, place) in enumerate(zip(orders, encodes, strict=True)):
         if place is None:
@@ -208,8 +201,8 @@ def leading_encodes(
 ) -> Chain:
     """Each slice encodes `lead` micro-batches first, then one before each later forward of its rank's first stage.
 
-    The lists of one stage a rank, and of an evaluation, finish with any lead and chain: before an encode no rank then
-    does anything that waits for the forward which needs it. Others surely finish where all is encoded first.
+    With one stage a rank, and in evaluations, any lead and chain finishes; other lists surely do where all is encoded
+    first.
     """
     places: list[Encodes | None] = [None] * len(schedule)
     for rank in chain:
@@ -230,7 +223,7 @@ def _with_messages(
     chain: Sequence[int],
     end: Sequence[Op],
 ) -> Schedule:
-    """Adds LOAD, sends, receives and the step's end to each rank's computes."""
+    """Add LOAD, sends, receives and the step's end to each rank's computes."""
     ranks = len(orders)
     incoming: dict[tuple[int, int, str], deque[Message]] = defaultdict(deque)  # by channel, in the order sent
     for order in orders:

@@ -1,20 +1,19 @@
 """Suggest layouts of a run for a number of devices: pipeline x replicas, packs a micro-batch, streaming or none.
 
-config, N --candidates: pipeline x replicas = N, each of AXES in turn--> changes to the config, as overrides set them
+config, N --candidates: all layouts of N devices, as overrides of the config
           --least_step_seconds--> the most promising ones first
           --the search that make_plan runs--> layouts that fit, with their steps --simpler ones first--> the best
           --render_suggestion--> a table with a row a layout, and what to put behind CONFIG for each
 
-Every layout makes the same step, of the packs that the config asks for: steps compare as samples per second do.
-Candidates do not change what a step computes, except those that quantise frozen layers (see `is_exact`). Keys that
-belong to one layout, such as boundaries, are left to the planner.
+Every layout makes the same step, of the packs that the config asks for. Candidates do not change what it computes,
+except those that quantise frozen layers.
 """
 
 from __future__ import annotations
 
 import math
 import textwrap
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -25,10 +24,10 @@ from mmtrain.config.schema import MAX_RANKS, RunConfig
 from mmtrain.models.facts.quantised import BITS
 from mmtrain.plan.calibration import Device
 from mmtrain.plan.costs import Models
+from mmtrain.plan.plan import wrapped
 from mmtrain.plan.planner import check_run, make_plan, memory_limit, models_of
-from mmtrain.plan.search import least_step_seconds, search_of
+from mmtrain.plan.search import Search, least_step_seconds
 from mmtrain.plan.stage_costs import StageCosts, stage_costs
-from mmtrain.plan.table import wrapped
 
 MOST_LAYOUTS = 5
 MOST_PLANS = 30
@@ -36,7 +35,21 @@ MOST_PLANS = 30
 fastest by 67% at worst, 15 never do. A plan of a 7B takes half a second, one of a 32B two."""
 SIMPLER = 0.01
 """Share of a step that a layout must save to come before a simpler one. Times are estimates."""
+MOST_TOKENS = 2**16
+"""Of a micro-batch that has several packs: from 10,000 on every fetch of weights hides behind computing."""
+MOST_SHARDS = 8
+"""Replicas that keep a part each of streamed layers: the GPUs of a machine with NVLink."""
+MOST_REPLICAS = 10_000  # that parallel.data may be
 CALIBRATION = "parallel.calibration"
+BY_HAND: dict[str, Any] = {
+    "parallel.boundaries": None,
+    "parallel.stages_per_rank": "auto",
+    "parallel.recompute_layers": "auto",
+    "parallel.encoder_ranks": "auto",
+}
+"""Keys that belong to one layout, and the value that leaves each to the planner."""
+Changes = dict[str, Any]
+"""Values by key; some may be the config's own."""
 
 
 class Size(NamedTuple):
@@ -45,8 +58,12 @@ class Size(NamedTuple):
     pipeline: int
     data: int
     packs_per_microbatch: int
-    source: str | None  # of streamed layers; None: nothing is streamed
+    source: str | None  # of streamed or quantised layers; None: nothing is
     shards: int  # replicas that share the streamed layers
+
+    @property
+    def is_quantised(self) -> bool:
+        return self.source in BITS
 
     @property
     def simplicity(self) -> tuple[int, ...]:
@@ -67,7 +84,6 @@ class SuggestedLayout:
 
     overrides: Changes  # what differs from the config: with these `make_plan` gives this layout
     size: Size
-    stages_per_rank: int
     recompute_layers: int  # decoder layers, over all ranks of a replica
     memory_bytes: int  # of the fullest rank
     host_bytes: int  # of streamed layers in its machine's memory, of the rank with the most
@@ -78,11 +94,9 @@ class SuggestedLayout:
 class Suggestion:
     """The best layouts of a run for a number of devices."""
 
-    run: str
-    llm: str
+    config: RunConfig
     devices: int
     decoder_layers: int
-    packs_per_step: int
     memory_limit_bytes: int | None  # of a rank
     layouts: tuple[SuggestedLayout, ...]  # at least one; the best first
     by_hand: tuple[str, ...]  # keys that the config states and that the layouts leave to the planner
@@ -90,8 +104,6 @@ class Suggestion:
     not_measured: int  # candidates left out, since no calibration says what they take
     tried: int  # candidates that were planned
     not_tried: int  # candidates that might be among the best, beyond `most_plans`
-    peer_bytes_per_second: float  # of streamed layers that come from peers
-    measured_fetches: tuple[str, ...]  # sources whose rate was measured; other rates are assumed
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +115,6 @@ class _Candidate:
 
     @property
     def size(self) -> Size:
-        """Size of the layout, if it streams wherever it may."""
         parallel, streaming = self.config.parallel, self.costs.setting.streaming
         source = streaming.source if streaming.is_possible else None
         packs = self.config.train.packs_per_microbatch
@@ -120,49 +131,42 @@ def suggest(
     """Suggest at most five layouts that use `devices` devices; starts nothing.
 
     `device_memory_bytes` and `device` as for `make_plan`. Candidates are planned in the order of a lower bound of their
-    steps, until none of those left can be among the best, `most_plans` at most. First comes the fastest, or the
-    simplest of all that take at most SIMPLER longer (`Size.simplicity`), and so on. Of layouts with the same ranks, one
-    that takes more packs a micro-batch, streams, or has more shards is left out if another one with less takes at most
-    SIMPLER longer. Candidates without calibrated costs are left out, unless none of the others fits. A quantised LLM is
-    another LLM: such layouts come last, at least one of them, and only if they are faster.
+    steps, until none of the others can be among the best, `most_plans` at most. First comes the fastest, or the
+    simplest of all that take at most SIMPLER longer, and so on. Candidates without calibrated costs are left out where
+    others have them. A quantised LLM is another LLM: such layouts come last, and only if they are faster.
 
-    Raises UserError for a number of devices that no layout can use, saying what would have to change, and where nothing
-    fits, with what the smallest layout needs.
+    Raises UserError for a number of devices that no layout can use, and where nothing fits.
     """
     models, limit = models_of(config), memory_limit(config, device_memory_bytes)
     changes = candidates(config, len(models.llm.decoder), devices)
     check_run(config.changed(changes[0]), models)
-    every = [_with_bound(config, one, models, limit, device) for one in changes]
-    measured = [x for x in every if x.costs.timings.device is not None and x.bound < math.inf]
-    for used in filter(None, (measured, every)):
-        exact = _plan([x for x in used if is_exact(config, x.changes)], config, most_plans)
-        if exact.layouts:
-            break
-    best = _best(exact.layouts)
-    fastest = min((x.step_seconds for x in exact.layouts), default=math.inf) * (1 - SIMPLER)
-    quantised = [x for x in used if x.bound < fastest and not is_exact(config, x.changes)]
-    others = _plan(quantised, config, most_plans - exact.tried)
-    faster = _best([x for x in others.layouts if x.step_seconds < fastest])[: max(1, MOST_LAYOUTS - len(best))]
-    best = [*best[: MOST_LAYOUTS - len(faster)], *faster]
-    if not best:
-        best = [_smallest(config, used, device_memory_bytes, device)]
-    keys = by_hand(config) + [CALIBRATION] * any(CALIBRATION in layout.overrides for layout in best)
-    timings = used[0].costs.timings
+    every = [_with_bound(config, x, models, limit, device) for x in changes]
+    used = [x for x in every if x.costs.timings.device is not None and x.bound < math.inf] or every
+    layouts: list[SuggestedLayout] = []
+    tried = not_tried = 0
+    for candidate in sorted(used, key=lambda x: (x.size.is_quantised, x.bound, x.size.simplicity)):
+        if not _may_be_best(candidate, layouts):
+            continue
+        if tried == most_plans:
+            not_tried += 1
+            continue
+        tried += 1
+        layout = _layout(candidate, config)
+        if layout is not None:
+            layouts.append(layout)
+    best = _best(layouts) or [_smallest(config, used, device_memory_bytes, device)]
+    keys = [*overrides(config, BY_HAND)] + [CALIBRATION] * any(CALIBRATION in x.overrides for x in best)
     return Suggestion(
-        run=config.run.name,
-        llm=config.model.llm.path,
+        config=config,
         devices=devices,
         decoder_layers=len(models.llm.decoder),
-        packs_per_step=config.train.packs_per_step,
         memory_limit_bytes=limit,
         layouts=tuple(best),
         by_hand=tuple(keys),
-        measured_on=timings.device,
+        measured_on=used[0].costs.timings.device,
         not_measured=len(every) - len(used),
-        tried=exact.tried + others.tried,
-        not_tried=exact.not_tried + others.not_tried,
-        peer_bytes_per_second=1 / timings.fetch_seconds_per_byte["peers"],
-        measured_fetches=timings.measured_fetches,
+        tried=tried,
+        not_tried=not_tried,
     )
 
 
@@ -178,41 +182,18 @@ def _with_bound(
     return _Candidate(changes, config.changed(changes), costs, least_step_seconds(costs))
 
 
-class _Planned(NamedTuple):
-    layouts: list[SuggestedLayout]  # those that fit
-    tried: int
-    not_tried: int  # candidates that may be among the best
-
-
-def _plan(candidates_: Sequence[_Candidate], config: RunConfig, most_plans: int) -> _Planned:
-    """Plan candidates, the most promising first, until none of the others can be among the best."""
-    layouts: list[SuggestedLayout] = []
-    tried = not_tried = 0
-    for candidate in sorted(candidates_, key=lambda x: (x.bound, x.size.simplicity)):
-        best = _best(layouts)
-        slowest = max(x.step_seconds for x in best) * (1 + SIMPLER) if len(best) == MOST_LAYOUTS else math.inf
-        if candidate.bound >= slowest:  # also where both are infinite: it fits nowhere
-            break
-        if not _saves(candidate.size, candidate.bound, {x.size: x.step_seconds for x in layouts}):
-            continue
-        if tried == most_plans:
-            not_tried += 1
-            continue
-        tried += 1
-        layout = _layout(candidate, config)
-        if layout is not None:
-            layouts.append(layout)
-    return _Planned(layouts, tried, not_tried)
-
-
-def _saves(size: Size, seconds: float, steps: Mapping[Size, float]) -> bool:
-    """Whether `size` saves SIMPLER over every layout with the same ranks that takes fewer packs or streams less."""
-    return not any(size.is_more_than(other) and step <= seconds * (1 + SIMPLER) for other, step in steps.items())
+def _may_be_best(candidate: _Candidate, layouts: Sequence[SuggestedLayout]) -> bool:
+    """Whether a candidate that takes no longer than its bound would be among the best."""
+    alike = _first([x for x in layouts if x.size.is_quantised == candidate.size.is_quantised])
+    slowest = max(x.step_seconds for x in alike) * (1 + SIMPLER) if len(alike) == MOST_LAYOUTS else math.inf
+    if candidate.size.is_quantised:
+        slowest = min(slowest, _fastest_exact(layouts) * (1 - SIMPLER))
+    return candidate.bound < slowest and _saves(candidate.size, candidate.bound, layouts)
 
 
 def _layout(candidate: _Candidate, config: RunConfig) -> SuggestedLayout | None:
     """Return the layout that `make_plan` finds; None if none fits, or if a streaming one streams nothing."""
-    layout = search_of(candidate.config, candidate.costs).find(candidate.config.parallel.stages_per_rank)
+    layout = Search(candidate.costs, "auto").find("auto")
     if layout is None:
         return None
     if candidate.size.source is not None and not any(rank.streamed for rank in layout.ranks):
@@ -220,7 +201,6 @@ def _layout(candidate: _Candidate, config: RunConfig) -> SuggestedLayout | None:
     return SuggestedLayout(
         overrides=overrides(config, candidate.changes),
         size=candidate.size,
-        stages_per_rank=layout.stages_per_rank,
         recompute_layers=sum(layout.recompute_layers),
         memory_bytes=max(rank.total_bytes for rank in layout.ranks),
         host_bytes=max(rank.host_bytes for rank in layout.ranks),
@@ -230,57 +210,55 @@ def _layout(candidate: _Candidate, config: RunConfig) -> SuggestedLayout | None:
 
 def _best(layouts: Sequence[SuggestedLayout]) -> list[SuggestedLayout]:
     """Return the best layouts by the rule of `suggest`."""
-    steps = {x.size: x.step_seconds for x in layouts}
-    rest = [x for x in layouts if _saves(x.size, x.step_seconds, steps)]
-    best: list[SuggestedLayout] = []
-    while rest and len(best) < MOST_LAYOUTS:
+    exact = _first([x for x in layouts if not x.size.is_quantised])
+    limit = _fastest_exact(layouts) * (1 - SIMPLER)
+    faster = _first([x for x in layouts if x.size.is_quantised and x.step_seconds < limit])
+    faster = faster[: max(1, MOST_LAYOUTS - len(exact))]
+    return [*exact[: MOST_LAYOUTS - len(faster)], *faster]
+
+
+def _first(layouts: Sequence[SuggestedLayout]) -> list[SuggestedLayout]:
+    """Return the first MOST_LAYOUTS, each the simplest of those that take at most SIMPLER longer than the fastest."""
+    rest = [x for x in layouts if _saves(x.size, x.step_seconds, layouts)]
+    first: list[SuggestedLayout] = []
+    while rest and len(first) < MOST_LAYOUTS:
         longest = (1 + SIMPLER) * min(x.step_seconds for x in rest)
-        best.append(min((x for x in rest if x.step_seconds <= longest), key=lambda x: x.size.simplicity))
-        rest.remove(best[-1])
-    return best
+        first.append(min((x for x in rest if x.step_seconds <= longest), key=lambda x: x.size.simplicity))
+        rest.remove(first[-1])
+    return first
+
+
+def _fastest_exact(layouts: Sequence[SuggestedLayout]) -> float:
+    return min((x.step_seconds for x in layouts if not x.size.is_quantised), default=math.inf)
+
+
+def _saves(size: Size, seconds: float, layouts: Sequence[SuggestedLayout]) -> bool:
+    """Whether `size` saves SIMPLER over every layout with the same ranks that takes fewer packs or streams less."""
+    return not any(size.is_more_than(x.size) and x.step_seconds <= seconds * (1 + SIMPLER) for x in layouts)
 
 
 def _smallest(
     config: RunConfig, used: Sequence[_Candidate], device_memory_bytes: int | None, device: Device | None
 ) -> SuggestedLayout:
     """Return the layout that needs the least memory; raise UserError with what it needs if it does not fit."""
-    sources = ("host", "peers", None)
+    sources = ("host", "peers", None, *BITS)
 
     def memory(candidate: _Candidate) -> tuple[int, ...]:
         pipeline, _, packs, source, shards = candidate.size
-        return -pipeline, packs, sources.index(source), -shards
+        return candidate.size.is_quantised, -pipeline, packs, sources.index(source), -shards
 
-    smallest = min((x for x in used if is_exact(config, x.changes)), key=memory)
-    layout = _layout(smallest, config) if smallest.bound < math.inf else None
-    if layout is not None:
-        return layout
-    parallel = smallest.config.parallel
+    smallest = min(used, key=memory)
     try:
         make_plan(smallest.config, device_memory_bytes, device)
     except UserError as error:
         changes = " ".join(as_options(overrides(config, smallest.changes))) or "that of the configuration"
-        devices = parallel.pipeline * parallel.data
+        devices = smallest.size.pipeline * smallest.size.data
         count = f"{devices:,} device{'s' * (devices > 1)}"
         raise UserError(f"no layout of {count} fits. The smallest, {changes}:\n{error}") from None
-    raise AssertionError("make_plan finds what its search did not")
+    return _layout(smallest, config)
 
 
-MOST_TOKENS = 2**16
-"""Of a micro-batch that has several packs: from 10,000 on every fetch of weights hides behind computing."""
-MOST_SHARDS = 8
-"""Replicas that keep a part each of streamed layers: the GPUs of a machine with NVLink."""
-MOST_REPLICAS = 10_000  # that parallel.data may be
-BY_HAND: dict[str, Any] = {
-    "parallel.boundaries": None,
-    "parallel.stages_per_rank": "auto",
-    "parallel.recompute_layers": "auto",
-    "parallel.encoder_ranks": "auto",
-}
-"""Keys that belong to one layout, and the value that leaves each to the planner."""
-
-QUANTIZE = "model.llm.quantize"
-Changes = dict[str, Any]
-"""Values by key; some may be the config's own."""
+# ---- candidates
 
 
 def candidates(config: RunConfig, decoder_layers: int, devices: int) -> list[Changes]:
@@ -292,26 +270,41 @@ def candidates(config: RunConfig, decoder_layers: int, devices: int) -> list[Cha
         raise UserError(f"{devices} devices: layouts are suggested for 1 to {MAX_RANKS:,}")
     sizes = [(devices // data, data) for data in _divisors(devices)]
     sizes = [(pipeline, data) for pipeline, data in sizes if pipeline <= decoder_layers + 2 and data <= MOST_REPLICAS]
-    layouts: list[Changes] = [{"parallel.pipeline": pipeline, "parallel.data": data} for pipeline, data in sizes]
-    for axis in AXES:
-        layouts = [changes | more for changes in layouts for more in axis(config.changed(changes))]
-    if not layouts:
-        raise UserError(_no_layout(config, decoder_layers, devices, [data for _, data in sizes]))
-    return [changes | BY_HAND for changes in layouts]
+    layouts = [
+        {"parallel.pipeline": pipeline, "parallel.data": data, "train.packs_per_microbatch": packs, **kept, **BY_HAND}
+        for pipeline, data in sizes
+        for packs in _packs(config, pipeline, data)
+        for kept in _where_layers_are_kept(config, data)
+    ]
+    if layouts:
+        return layouts
+    packs, model = config.train.packs_per_step, config.model.llm.path
+    remedy = "Take another number of devices"
+    if sizes:
+        below = max((packs - 1) // data * data for _, data in sizes)
+        above = min((packs // data + 1) * data for _, data in sizes)
+        remedy = f"Set train.packs_per_step={f'{below:,} or ' if below else ''}{above:,}, or t{remedy[1:]}"
+    raise UserError(
+        f"{devices:,} devices: no layout uses all of them. There are at most {decoder_layers + 2} pipeline ranks, one "
+        f"a layer of {model} (front, {decoder_layers} decoder layers, head), at most {MOST_REPLICAS:,} replicas, whose "
+        f"number divides train.packs_per_step, which is {packs:,}, and at most {MAX_MICROBATCHES:,} micro-batches on "
+        f"all ranks. {remedy}"
+    )
 
 
-def _packs(config: RunConfig) -> Iterator[Changes]:
-    """Vary packs a micro-batch: more of them hide fetches, and take more memory."""
-    packs, data = config.train.packs_per_step, config.parallel.data
-    for count in _divisors(packs // data) if packs % data == 0 else ():
-        tokens, microbatches = count * config.data.pack_length, packs // data // count
-        may_be = count in (1, config.train.packs_per_microbatch) or tokens <= MOST_TOKENS
-        if may_be and microbatches * config.parallel.pipeline <= MAX_MICROBATCHES:
-            yield {"train.packs_per_microbatch": count}
+def _packs(config: RunConfig, pipeline: int, data: int) -> Iterator[int]:
+    """Packs a micro-batch: more of them hide fetches, and take more memory."""
+    if config.train.packs_per_step % data:
+        return
+    packs = config.train.packs_per_step // data
+    for count in _divisors(packs):
+        may_be = count in (1, config.train.packs_per_microbatch) or count * config.data.pack_length <= MOST_TOKENS
+        if may_be and packs // count * pipeline <= MAX_MICROBATCHES:
+            yield count
 
 
-def _streaming(config: RunConfig) -> Iterator[Changes]:
-    """Vary where frozen decoder layers are kept: on the devices, or fetched before they compute."""
+def _where_layers_are_kept(config: RunConfig, data: int) -> Iterator[Changes]:
+    """Where frozen decoder layers are kept: on the devices, or fetched before they compute."""
 
     def kept(layers: Any, source: str = "host", shards: int | None = None) -> Changes:
         keys = "streamed_layers", "stream_from", "weight_shards"
@@ -319,26 +312,10 @@ def _streaming(config: RunConfig) -> Iterator[Changes]:
 
     yield kept(0)
     if config.model.llm.quantize is None:
-        yield from (kept(0) | {QUANTIZE: bits} for bits in BITS)
+        yield from (kept(0) | {"model.llm.quantize": bits} for bits in BITS)
         yield kept("auto")
-        is_for_host = config.parallel.host_memory_gib is not None
-        for shards in _divisors(config.parallel.data)[1:]:
-            if shards <= MOST_SHARDS and not is_for_host:
-                yield kept("auto", "peers", shards)
-
-
-AXES: tuple[Callable[[RunConfig], Iterator[Changes]], ...] = (_packs, _streaming)
-"""Each takes the config as earlier axes have changed it, and yields further changes."""
-
-
-def is_exact(config: RunConfig, changes: Changes) -> bool:
-    """Whether the LLM keeps its bits."""
-    return QUANTIZE not in overrides(config, changes)
-
-
-def by_hand(config: RunConfig) -> list[str]:
-    """Return the keys that the config sets and a suggestion leaves to the planner."""
-    return [key for key, value in BY_HAND.items() if config.value_at(tuple(key.split("."))) != value]
+        if config.parallel.host_memory_gib is None:  # a key of streaming from the host
+            yield from (kept("auto", "peers", shards) for shards in _divisors(data)[1:] if shards <= MOST_SHARDS)
 
 
 def overrides(config: RunConfig, changes: Changes) -> Changes:
@@ -351,43 +328,28 @@ def as_options(changes: Changes) -> list[str]:
     return [f"{key}={'null' if value is None else value}" for key, value in changes.items()]
 
 
-def _no_layout(config: RunConfig, decoder_layers: int, devices: int, replicas: list[int]) -> str:
-    packs, most = config.train.packs_per_step, decoder_layers + 2
-    model = config.model.llm.path
-    placed = f"{model} has {most} layers for pipeline ranks (front, {decoder_layers} decoder layers, head)"
-    if not replicas:
-        return (
-            f"{devices:,} devices: no layout uses all of them. {placed}, and parallel.data is at most "
-            f"{MOST_REPLICAS:,}. Take a number of devices that is such a product"
-        )
-    dividing = [data for data in replicas if packs % data == 0]
-    if dividing:
-        return (
-            f"train.packs_per_step: {packs:,} packs are more than {MAX_MICROBATCHES:,} micro-batches on the ranks of "
-            f"any layout of {devices:,} devices. Take fewer packs, or more devices"
-        )
-    nearest = {packs // data * data for data in replicas} | {-(-packs // data) * data for data in replicas}
-    below, above = max((n for n in nearest if 0 < n < packs), default=None), min(n for n in nearest if n > packs)
-    would = f"{above:,}" if below is None else f"{below:,} or {above:,}"
-    several = "replicas" if len(replicas) == 1 else "replicas at least"
-    return (
-        f"train.packs_per_step: {packs:,} packs cannot be shared out over {devices:,} devices. {placed}, so there "
-        f"are {min(replicas):,} {several}, each with the same number of packs. Set train.packs_per_step={would}; no "
-        "suggestion changes it, since it defines the optimisation"
-    )
-
-
 def _divisors(number: int) -> list[int]:
-    """In ascending order."""
     small = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
     return small + [number // n for n in reversed(small) if n * n != number]
 
 
+# ---- as text
+
+
 def render_suggestion(suggestion: Suggestion) -> list[str]:
     """Return the layouts as lines of at most 80 columns; long overrides are continued behind a backslash."""
+    config, limit = suggestion.config, suggestion.memory_limit_bytes
+    devices = f"{suggestion.devices:,} device{'s' * (suggestion.devices > 1)}"
+    room = "no memory limit" if limit is None else f"{bytes_text(limit)} per rank"
+    packs = f"{config.train.packs_per_step:,} pack{'s' * (config.train.packs_per_step > 1)}"
+    headline = [
+        f"{config.run.name} ({config.model.llm.path}) on {devices}, {room}: the best layouts for a step of {packs}"
+    ]
+    if limit is None:
+        headline.append("without parallel.device_memory_gib all layouts fit: set it for devices that are not here")
     best, *others = suggestion.layouts
     return [
-        *wrapped(*_headline(suggestion)),
+        *wrapped(*headline),
         *_table(suggestion),
         *wrapped(*_notes(suggestion)),
         "behind CONFIG for the first:",
@@ -395,16 +357,6 @@ def render_suggestion(suggestion: Suggestion) -> list[str]:
         *(["for the others:"] if others else []),
         *(line for number, layout in enumerate(others, 2) for line in _pasted(f"  {number}: ", layout)),
     ]
-
-
-def _headline(suggestion: Suggestion) -> Iterator[str]:
-    limit = suggestion.memory_limit_bytes
-    devices = f"{suggestion.devices:,} device{'s' * (suggestion.devices > 1)}"
-    room = "no memory limit" if limit is None else f"{bytes_text(limit)} per rank"
-    packs = f"{suggestion.packs_per_step:,} pack{'s' * (suggestion.packs_per_step > 1)}"
-    yield f"{suggestion.run} ({suggestion.llm}) on {devices}, {room}: the best layouts for a step of {packs}"
-    if limit is None:
-        yield "without parallel.device_memory_gib all layouts fit: set it for devices that are not here"
 
 
 def _table(suggestion: Suggestion) -> list[str]:
@@ -445,13 +397,11 @@ def _notes(suggestion: Suggestion) -> Iterator[str]:
     if suggestion.not_measured:
         yield f"{suggestion.not_measured} layouts are left out: this calibration does not cover them"
     if any(layout.size.source == "peers" for layout in suggestion.layouts):
-        links = f"{suggestion.peer_bytes_per_second / 1e9:,.3g} GB/s"
-        known = "measured" if "peers" in suggestion.measured_fetches else "assumed"
-        yield f"from peers: links of {links} are {known}; it pays inside a machine with NVLink, and there alone"
+        yield "from peers: it pays inside a machine with NVLink, and there alone"
     if any(layout.size.source in BITS for layout in suggestion.layouts):
         yield (
-            f"{' and '.join(BITS)}: another LLM, near {suggestion.llm}; needs pip install 'mmtrain[quantize]'; such "
-            "layouts come last"
+            f"{' and '.join(BITS)}: another LLM, near {suggestion.config.model.llm.path}; needs pip install "
+            "'mmtrain[quantize]'; such layouts come last"
         )
     if suggestion.by_hand:
         yield f"left to the planner, though CONFIG states them: {', '.join(suggestion.by_hand)}"
@@ -462,12 +412,6 @@ def _notes(suggestion: Suggestion) -> Iterator[str]:
 def _pasted(mark: str, layout: SuggestedLayout) -> list[str]:
     """Return one line for a shell, wrapped behind backslashes to the terminal's width."""
     options = " ".join(as_options(layout.overrides)) or "nothing: it is that of CONFIG"
-    wrap = textwrap.TextWrapper(
-        COLUMNS - 2,
-        initial_indent=mark,
-        subsequent_indent="    ",
-        break_on_hyphens=False,
-        break_long_words=False,
-    )
-    lines = wrap.wrap(options)
+    style = {"initial_indent": mark, "subsequent_indent": "    ", "break_on_hyphens": False, "break_long_words": False}
+    lines = textwrap.wrap(options, COLUMNS - 2, **style)
     return [*(f"{line} \\" for line in lines[:-1]), *lines[-1:]]

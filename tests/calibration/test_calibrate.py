@@ -31,9 +31,8 @@ from mmtrain.launch import main as launch
 from mmtrain.models.modules.stage import build_stage
 from mmtrain.plan.calibration import Calibration, LayerMeasures, MessageSeconds, cpu_device, find_calibration
 from mmtrain.plan.costs import LayerKind, run_costs
-from mmtrain.plan.plan import StagePlan
+from mmtrain.plan.plan import StagePlan, render
 from mmtrain.plan.planner import make_plan, models_of
-from mmtrain.plan.table import render
 
 CPU = torch.device("cpu")
 

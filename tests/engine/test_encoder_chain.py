@@ -18,6 +18,7 @@ from scenes import (
     save_parts,
     stock_gradients,
     stock_llava,
+    with_prefetch,
     with_slices,
 )
 
@@ -55,9 +56,8 @@ def train(config, slices, ahead, lead, warms_up=None):
     """Steps with evaluations in between; what each said, the gradients, summed over tokens, what was left and ran."""
     if not dist.is_initialized():
         join_process_group(torch.device("cpu"), 60)
-    plan = make_plan(config, prefetch=0)
-    if slices is not None:
-        plan = with_slices(plan, slices, ahead, lead)
+    plan = make_plan(config)
+    plan = with_prefetch(plan, 0) if slices is None else with_slices(plan, slices, ahead, lead)
     mine = plan.ranks[dist.get_rank()]
     stages = {stage.stage: build_stage(config, stage) for stage in mine.stages}
     executed, gradients = [], []

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from golden.faults import outcome_of
-from golden.record_behaviour import records_of
+from golden.record import records_of
 
 RECORDS = records_of("faults")
 SECONDS_MORE = 10.0  # than recorded

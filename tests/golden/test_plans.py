@@ -1,4 +1,4 @@
-"""Plans against their record: how fast they are, what they need, and whether they are refused. 40 of 330 every day."""
+"""Plans against their record: how fast they are, what they need, what is refused; instruction lists one by one."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import statistics
 from typing import Any
 
 import pytest
-from golden.planning import facts_of
-from golden.record_behaviour import records_of
+from golden.planning import facts_of, lists_of
+from golden.record import records_of
 
 RECORDS = records_of("plans")
 DAILY = [record for record in RECORDS if "daily" in record]
@@ -65,3 +65,26 @@ def test_the_records_hold_300_configurations_and_30_tight_ones() -> None:
     assert len(RECORDS) == 330 and len(DAILY) == 40
     assert sum("tight" in record["name"] and "refused" not in record["facts"] for record in RECORDS) == 30
     assert 30 < sum("refused" in record["facts"] for record in RECORDS) < 120
+
+
+# ---- instruction lists
+
+LISTS = records_of("instructions")
+
+
+@pytest.mark.parametrize("record", LISTS, ids=lambda record: record["name"])
+def test_the_instruction_lists_of_a_recorded_plan_are_as_they_were(record) -> None:
+    lists = lists_of(record["shape"])
+    for name, expected in record["lists"].items():
+        assert lists[name]["kinds"] == expected["kinds"], f"{name}: other instructions"
+        different = [rank for rank, digest in enumerate(lists[name]["ranks"]) if digest != expected["ranks"][rank]]
+        assert different == [], f"{name}: another order on ranks {different} of {record['shape']}"
+
+
+def test_the_records_hold_every_kind_of_schedule() -> None:
+    shapes = [record["shape"] for record in LISTS]
+    assert len(shapes) == 40 and {shape["pipeline"] for shape in shapes} == set(range(1, 9))
+    assert {shape["stages_per_rank"] for shape in shapes} == {1, 2, 3}
+    assert any(len([encodes for encodes in shape["encodes"] if encodes]) > 2 for shape in shapes), "encoder slices"
+    assert any(shape["encodes"][0][0] > 0 for shape in shapes), "micro-batches encoded ahead"
+    assert sum(shape["first_trainable_stage"] > 0 for shape in shapes) > 5

@@ -37,7 +37,7 @@ def planned_seconds(projector: str) -> float:
     config, models = models_with(projector)
     images = workload(config, models.layout).tiles  # of a pack
     config = config.changed({"train.packs_per_step": round(SAMPLES / images)})
-    search = Search(stage_costs(config, models, 14 * 2**30, None), "auto")
+    search = Search(stage_costs(config, models, 14 * 2**30, None))
     return search.find("auto").simulation.seconds / (config.train.packs_per_step * images)
 
 

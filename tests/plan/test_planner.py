@@ -7,7 +7,6 @@ import json
 import math
 import re
 from pathlib import Path
-from typing import Literal
 
 import pytest
 from schedule_check import check_schedule
@@ -17,11 +16,10 @@ from mmtrain.config.load import load_config
 from mmtrain.models.facts.shapes import llm_shape
 from mmtrain.models.modules.stage import build_stage
 from mmtrain.plan.costs import minimal_flops, run_costs
-from mmtrain.plan.plan import Plan
+from mmtrain.plan.plan import Plan, render
 from mmtrain.plan.planner import make_plan, models_of
 from mmtrain.plan.refusals import GpuMemory, refuse_short_memory
 from mmtrain.plan.stage_costs import RESERVED_SHARE, limit_on_gpu
-from mmtrain.plan.table import render
 
 ROOT = Path(__file__).parent.parent.parent
 CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))
@@ -46,8 +44,8 @@ train: {{packs_per_step: 16, max_steps: 1}}
     return file
 
 
-def plan_of(file: Path, *overrides: str, prefetch: Literal["auto"] | int = "auto") -> Plan:
-    return make_plan(load_config(file, overrides), prefetch=prefetch)
+def plan_of(file: Path, *overrides: str) -> Plan:
+    return make_plan(load_config(file, overrides))
 
 
 def sentences(plan: Plan) -> str:
@@ -101,11 +99,6 @@ def test_readmes_show_plans_as_they_are() -> None:
         assert len(told) > 6 and [line for line in told if line not in lines] == []
 
 
-def test_a_plan_is_the_same_every_time(config_file) -> None:
-    overrides = ["parallel.stages_per_rank=auto", "parallel.device_memory_gib=12"]
-    assert plan_of(config_file, *overrides) == plan_of(config_file, *overrides)
-
-
 def test_plan_json_has_the_keys_that_scripts_rely_on(config_file) -> None:
     content = plan_of(config_file, "parallel.data=2").as_dict()
     assert len(content["ranks"]) == 8
@@ -126,23 +119,15 @@ def test_plan_json_has_the_keys_that_scripts_rely_on(config_file) -> None:
     assert "schedule" not in content
 
 
-def test_flops_are_those_of_a_whole_step(config_file) -> None:
-    single, replicated = plan_of(config_file), plan_of(config_file, "parallel.data=2")
-    assert single.microbatches_per_step == 2 * replicated.microbatches_per_step == 16
-    assert single.ranks[1].flops == replicated.ranks[2].flops * 2
-    layer_forward = 2 * 202_375_168 + 4 * 4096 * 328.5
-    assert single.ranks[1].flops.forward == pytest.approx(8 * 16 * 2048 * layer_forward)
-
-
 def test_frozen_ranks_have_a_no_op_optimizer_and_say_why(config_file) -> None:
     plan = plan_of(config_file)
     assert plan.boundaries == (8, 16, 24) and plan.first_trainable_stage == 0
     assert [rank.optimizer for rank in plan.ranks] == ["AdamW", "NoOp", "NoOp", "NoOp"]
     assert [rank.reason for rank in plan.ranks] == [
         "trains projector (4 tensors)",
-        "all of llm.layers.8 to llm.layers.15 is frozen",
-        "all of llm.layers.16 to llm.layers.23 is frozen",
-        "all of llm.layers.24 to llm.layers.31 and head is frozen",
+        "all of llm.layers.8-15 is frozen",
+        "all of llm.layers.16-23 is frozen",
+        "all of llm.layers.24-31 + head is frozen",
     ]
     assert plan.ranks[1].trainable == 0 and plan.ranks[1].flops.wgrad == 0 and plan.ranks[1].optimizer_bytes == 0
 
@@ -179,17 +164,6 @@ def test_boundaries_by_hand_are_kept(config_file) -> None:
     assert [(r.stages[0].first, r.stages[0].last) for r in plan.ranks] == [(0, 0), (0, 16), (16, 32), (32, 32)]
 
 
-def test_as_many_stages_as_layers_can_be_planned(config_file) -> None:
-    plan = plan_of(config_file, "parallel.pipeline=34")
-    assert plan.boundaries == tuple(range(33))
-
-
-def test_one_rank_holds_everything_and_never_idles(config_file) -> None:
-    (rank,) = plan_of(config_file, "parallel.pipeline=1").ranks
-    assert rank.stages[0].summary == "front + llm.layers.0-31 + head"
-    assert rank.idle_share == 0 and rank.work_share == 1
-
-
 def test_recompute_is_as_asked_or_as_little_as_fits(config_file) -> None:
     free = plan_of(config_file)
     assert all(rank.recompute_layers == 0 for rank in free.ranks)
@@ -221,13 +195,6 @@ def test_of_a_gpu_six_percent_or_two_and_a_half_gib_are_left(gib: float, left_gi
 LOADED = GpuMemory(total=24 * 2**30, free=15 * 2**30, allocated=6 * 2**30, cached=7 * 2**30)  # 2 GiB: CUDA itself
 
 
-def test_a_gpu_with_enough_free_memory_is_not_refused(config_file) -> None:
-    rank = dataclasses.replace(plan_of(config_file).ranks[2], weight_bytes=0, optimizer_bytes=0, workspace_bytes=0)
-    refuse_short_memory(dataclasses.replace(rank, activation_bytes=22 * 2**30), "cuda:2 (A10)", LOADED)
-    with pytest.raises(UserError, match=r"^rank 2 \(stage 2\) does not fit"):
-        refuse_short_memory(dataclasses.replace(rank, activation_bytes=22 * 2**30 + 1), "cuda:2 (A10)", LOADED)
-
-
 def test_a_gpu_that_another_process_fills_is_refused_with_what_is_free_and_needed(config_file) -> None:
     rank = plan_of(config_file).ranks[2]
     filled = dataclasses.replace(LOADED, free=2**30, allocated=rank.weight_bytes, cached=rank.weight_bytes)
@@ -239,7 +206,7 @@ def test_a_gpu_that_another_process_fills_is_refused_with_what_is_free_and_neede
     assert message.startswith("rank 2 (stage 2) does not fit on cuda:2 (A10): 1.0 GiB of 24.0 GiB are free, ")
     assert f"still needs {needed:.1f} GiB" in message and "\n" not in message
     loaded = rank.weight_bytes / 2**30
-    assert f"{23 - loaded:.1f} GiB are held by CUDA itself and by other processes" in message
+    assert f"CUDA itself and other processes hold {23 - loaded:.1f} GiB (see nvidia-smi)" in message
     assert message.endswith(f"parallel.device_memory_gib={math.floor(10 * (1 + loaded)) / 10:g}")
 
 
@@ -270,15 +237,6 @@ def test_tied_embeddings_are_held_by_both_ends_and_once_by_a_single_rank(tiny, m
             assert rank.weight_bytes == sum(p.numel() * p.element_size() for _, p in stage.global_parameters())
 
 
-def test_prefetch_that_is_asked_for_is_planned(config_file) -> None:
-    plan = plan_of(config_file, "parallel.encoder_ranks=0", prefetch=3)
-    assert plan.encode_ahead == 3 and "encoder: on rank 0; prefetch 3 micro-batches" in sentences(plan)
-    none = plan_of(config_file, "parallel.encoder_ranks=0", prefetch=0)
-    assert none.encode_ahead == 0 and "prefetch" not in sentences(none)
-    more = plan_of(config_file, "parallel.encoder_ranks=0", prefetch=16)
-    assert more.ranks[0].activation_bytes > none.ranks[0].activation_bytes + 12 * 3 * 576 * 1024 * 2, "features wait"
-
-
 def test_interleaving_by_hand_is_kept(config_file) -> None:
     plan = plan_of(config_file, "parallel.stages_per_rank=2", "parallel.boundaries=[4, 8, 12, 16, 20, 24, 28]")
     assert plan.stages_per_rank == 2 and plan.boundaries == (4, 8, 12, 16, 20, 24, 28)
@@ -301,7 +259,7 @@ def test_the_table_says_who_holds_and_trains_what(config_file) -> None:
     assert header.split() in [line.split() for line in lines]
     row = next(line.split() for line in lines if line.split()[:1] == ["0-1"])
     assert row[:7] == ["0-1", "0", "front,", "0-6", "20,979,712", "AdamW", "3.5"] and row[9] == "26.8", row
-    assert "ranks 2-3: NoOp, all of llm.layers.7 to llm.layers.14 is frozen" in lines
+    assert "ranks 2-3: NoOp, all of llm.layers.7-14 is frozen" in lines
     text = sentences(plan)
     assert "pipeline 4 x data 2 = 8 ranks" in text and "24.0 GiB per rank" in text
     assert "TFLOP per replica, of which any exact training needs 100.0%; slowest ranks 0-1 with 26.8% of" in text
@@ -328,17 +286,7 @@ def test_the_table_compares_with_a_uniform_cut(config_file) -> None:
     assert plan.uniform.step_time_ratio > 1.1
     assert f"step {plan.uniform.step_time_ratio:.2f} times as long" in sentences(plan)
     settings = ["model.trainable=[llm.layers.16]", "parallel.boundaries=[8, 16, 24]"]
-    by_hand = plan_of(config_file, *settings, prefetch=0)
-    assert by_hand.uniform.step_time_ratio == 1 and "this is the uniform cut" in sentences(by_hand)
-    assert by_hand.idle_share == pytest.approx(plan.uniform.idle_share)
-
-
-def test_long_names_do_not_make_lines_long(config_file) -> None:
-    trainable = ", ".join(f"llm.layers.{i}.self_attn.q_proj" for i in range(20))
-    table = render(plan_of(config_file, f"model.trainable=[{trainable}]", "parallel.pipeline=2"))
-    assert max(map(len, table)) <= 80
-    wide = ["parallel.pipeline=1", "parallel.data=16", "parallel.recompute_layers=30", "model.trainable=[llm]"]
-    assert max(map(len, render(plan_of(config_file, *wide)))) <= 80
+    assert "this is the uniform cut" in sentences(plan_of(config_file, *settings))
 
 
 # ---- refusals
@@ -350,29 +298,29 @@ def refusal(file: Path, *overrides: str) -> str:
     return str(error.value)
 
 
-def test_more_stages_than_layers_are_refused(config_file) -> None:
-    message = refusal(config_file, "parallel.pipeline=35")
-    assert "35 stages" in message and "front, 32 decoder layers" in message and "at most 34 stages" in message
-
-
-def test_more_stages_on_all_ranks_than_layers_are_refused(config_file) -> None:
-    message = refusal(config_file, "parallel.pipeline=8", "parallel.stages_per_rank=5")
-    assert "8 ranks of 5 stages" in message and "32 decoder layers" in message and message.endswith("at most 4")
-
-
 def test_an_encoder_that_trains_is_not_prefetched(config_file) -> None:
     assert plan_of(config_file, "model.trainable=[projector, vision.blocks.22]").encode_ahead == 0
 
 
-def test_a_boundary_past_the_last_layer_is_refused(config_file) -> None:
-    message = refusal(config_file, "parallel.boundaries=[8, 16, 33]")
-    assert "[8, 16, 33]" in message and "32 decoder layers" in message and "layer 32 (the head alone)" in message
-
-
-def test_packs_too_short_for_an_image_are_refused(config_file) -> None:
-    message = refusal(config_file, "data.pack_length=576")
-    assert "data.pack_length: 576" in message and "takes 576" in message and "e.g. 1024" in message
-    plan_of(config_file, "data.pack_length=1024")
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        (["parallel.pipeline=35"], "35 stages, but .*front, 32 decoder layers, head.*: at most 34 stages"),
+        (["parallel.pipeline=8", "parallel.stages_per_rank=5"], "8 ranks of 5 stages, but .*: at most 4$"),
+        (["parallel.boundaries=[8, 16, 33]"], r"\[8, 16, 33\], but .* 32 decoder layers.* layer 32 \(the head alone\)"),
+        (["data.pack_length=576"], "data.pack_length: 576 tokens, but .* takes 576.*e.g. 1024 tokens"),
+        (["model.trainable=[llm.layers.*.lora_*]"], "model.lora is null, so there are none. Set model.lora.r=16"),
+        (
+            [
+                "model.trainable=[projector, vision]",
+                "optimizer.groups=[{match: [projector.linear_2, vision], lr: 1}, {match: [projector.*.bias], lr: 2}]",
+            ],
+            r"linear_2.bias is in the groups 0 \(projector.linear_2, vision\) and 1 \(projector.\*.bias\)",
+        ),
+    ],
+)
+def test_what_no_plan_can_satisfy_is_refused_with_what_is_needed(config_file, overrides, expected) -> None:
+    assert re.search(expected, refusal(config_file, *overrides))
 
 
 def test_a_family_whose_last_layer_runs_for_all_tokens_is_planned_so(tiny, make_tiny, tmp_path) -> None:
@@ -407,12 +355,6 @@ def test_a_pattern_that_matches_nothing_is_refused_with_the_nearest_names(config
     assert nearest in message.split("nearest: ")[1].split(", ")
 
 
-def test_adapters_without_model_lora_are_told_the_key(config_file) -> None:
-    trained = "model.trainable=[llm.layers.*.lora_*]"
-    assert "model.lora is null, so there are none. Set model.lora.r=16" in refusal(config_file, trained)
-    plan_of(config_file, trained, "model.lora.r=16")
-
-
 TRAIN = "model.trainable=[projector, vision.blocks.2*]"
 
 
@@ -440,7 +382,10 @@ def test_a_plan_says_what_trains_at_which_rate(config_file) -> None:
             "{match: [vision.block.22], lr: 1}",
             "0.match: 'vision.block.22' matches .* trains; nearest: vision.blocks.22",
         ),
-        ("{match: [projector], lr: 1}, {match: [x], lr: 1}", "1.match: 'x' .* trains; these train: vision.blocks.2."),
+        (
+            "{match: [projector], lr: 1}, {match: [x], lr: 1}",
+            "1.match: 'x' .* names look like vision.blocks.2.",
+        ),
         (
             "{match: [llm.head], lr: 1}",
             "0.match: 'llm.head' matches llm.head.weight, frozen by model.trainable, .* add",
@@ -449,12 +394,6 @@ def test_a_plan_says_what_trains_at_which_rate(config_file) -> None:
 )
 def test_a_group_that_trains_nothing_is_refused_with_what_trains(config_file, groups, expected) -> None:
     assert re.search(rf"optimizer\.groups\.{expected}", refusal(config_file, TRAIN, f"optimizer.groups=[{groups}]"))
-
-
-def test_a_parameter_in_two_groups_is_refused(config_file) -> None:
-    groups = "{match: [projector.linear_2, vision], lr: 1}, {match: [projector.*.bias], lr: 2}"
-    message = refusal(config_file, TRAIN, f"optimizer.groups=[{groups}]")
-    assert "projector.linear_2.bias is in the groups 0 (projector.linear_2, vision) and 1 (projector.*.bias)" in message
 
 
 @pytest.mark.parametrize("pattern", ["llm.head", "llm.embedding"])
@@ -487,24 +426,6 @@ def test_what_does_not_fit_is_refused_with_the_smallest_cut_and_what_takes_less(
     assert message.count("  stage") == 4 and "<- too much" in message and " = weights " in message
     listed = message.split("To take less memory (none of it was planned): ")[1].split("; ")
     assert set(hints) <= set(listed) and ("parallel.boundaries=null" in listed) == ("boundaries" in str(overrides))
-
-
-def test_what_waits_is_named_where_the_ranks_alone_would_fit(config_file) -> None:
-    with pytest.raises(UserError) as error:
-        plan_of(config_file, "parallel.device_memory_gib=4.75", "train.packs_per_step=64", prefetch=64)
-    message = str(error.value)
-    assert "too much" not in message and "These fit, but not with what waits" in message
-    assert "These fit" not in refusal(config_file, "parallel.device_memory_gib=3.5")
-
-
-def test_a_refusal_shows_the_smallest_cut_with_the_encoder_where_it_was_asked_for(config_file) -> None:
-    few = "parallel.pipeline=2", "parallel.device_memory_gib=7"
-    needed = {}
-    for asked in ("0", "[0]", "[1]", "auto"):
-        rows = re.findall(r"\): ([\d.]+) GiB = ", refusal(config_file, *few, f"parallel.encoder_ranks={asked}"))
-        needed[asked] = [float(row) for row in rows]
-    assert needed["0"] == needed["[0]"] != needed["[1]"]
-    assert all(max(needed["auto"]) <= max(rows) for rows in needed.values())
 
 
 def test_a_device_on_which_nothing_fits_is_told_so(config_file) -> None:

@@ -18,7 +18,7 @@ def test_no_step_is_shorter_than_the_bound_and_what_it_calls_impossible_does_not
     decoder, microbatches = draw.randrange(max(2, pipeline - 1), 9), draw.randrange(1, 9)
     costs = made_up_costs(draw, decoder, pipeline=pipeline, microbatches=microbatches, memory_bytes=memory)
     bound = least_step_seconds(costs)
-    found = Search(costs, "auto", draw.choice(["auto", (0,)])).find("auto")
+    found = Search(costs, draw.choice(["auto", 0])).find("auto")
     seconds = math.inf if found is None else found.simulation.seconds
     assert 0 < bound <= seconds * (1 + 1e-9)
 
@@ -27,6 +27,6 @@ def test_no_step_is_shorter_than_the_bound_and_what_it_calls_impossible_does_not
 def test_equal_layers_that_can_be_shared_out_evenly_take_the_bound(pipeline, microbatches) -> None:
     """12 layers in stages of one or two; the law (p - 1) / v micro-batches beside m."""
     costs = equal_costs([1.0] * 12, pipeline=pipeline, microbatches=microbatches)
-    found = Search(costs, 0).find("auto")
+    found = Search(costs).find("auto")
     bound = least_step_seconds(costs)
     assert bound <= found.simulation.seconds <= bound * 1.02

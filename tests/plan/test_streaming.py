@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import re
 from pathlib import Path
 
 import pytest
@@ -12,10 +11,11 @@ import pytest
 from mmtrain.base.errors import UserError
 from mmtrain.config.load import load_config
 from mmtrain.plan.instructions import spread
+from mmtrain.plan.plan import render
 from mmtrain.plan.planner import make_plan, models_of
-from mmtrain.plan.simulate import Program, simulate
+from mmtrain.plan.schedule import training_schedule
+from mmtrain.plan.simulate import Program, instants, simulate
 from mmtrain.plan.stage_costs import stage_costs
-from mmtrain.plan.table import render
 
 GIB = 2**30
 LLAVA, QWEN_32B, QWEN_72B = (
@@ -64,17 +64,6 @@ def test_one_device_trains_the_connector_of_any_of_these_models(device, file):
         assert f"{rank.streamed_layers} of {plan.decoder_layers} layers are streamed" in said(plan)
 
 
-def test_eight_devices_share_what_each_would_keep():
-    layout = (CONNECTOR, "parallel.pipeline=1", "parallel.data=8", "train.packs_per_step=48", AUTO)
-    peers = ("parallel.stream_from=peers", "parallel.weight_shards=8", "parallel.device_memory_gib=76.5")
-    plan = plan_of(QWEN_72B, *layout, *peers)
-    (rank, *others) = plan.ranks
-    assert all(other.weight_bytes == rank.weight_bytes for other in others)
-    assert rank.host_bytes == 0 and rank.streamed_layers > 40
-    assert "each of 8 replicas keeps a part" in said(plan)
-    assert rank.total_bytes <= 0.94 * 76.5 * GIB
-
-
 def test_layers_that_stay_lie_evenly_between_those_that_are_streamed():
     for count, of in itertools.combinations(range(1, 12), 2):
         places = spread(count, of)
@@ -100,19 +89,6 @@ def test_enough_tokens_hide_what_is_fetched_and_fewer_do_not():
     assert needed == pytest.approx(202.4e6 * 2 / 25e9 * 150e12 / (2 * 202.4e6), rel=0.05)
 
 
-def test_one_or_two_layers_come_once_a_step_and_nothing_is_said_to_wait_for_them():
-    for count in (1, 2):
-        plan = on_one(LLAVA, 80, f"parallel.streamed_layers={count}", "parallel.recompute_layers=0")
-        layer = 202_383_360 * 2
-        assert plan.ranks[0].fetched_bytes == pytest.approx(count * layer, rel=1e-3)
-        assert plan.streaming.hidden_from_tokens == 0
-        assert "MiB a step from host memory" in said(plan) and "no rank has more layers than stay whole" in said(plan)
-    few = plan_of("configs/llava_pp4.yaml", "parallel.pipeline=2", "parallel.data=2", "model.llm.quantize=nf4")
-    assert "made whole before each use; no rank has more layers than stay whole" in said(few)
-    keys = ("parallel.data=2", "parallel.streamed_layers=8", "parallel.stream_from=peers", "train.packs_per_step=84")
-    assert re.search(r"streamed layers: each of ranks \d-\d fetches", said(plan_of(LLAVA, *keys)))
-
-
 def test_a_step_takes_what_is_not_hidden_of_the_fetches_that_its_lists_have():
     plan = on_one(LLAVA, 80, "parallel.streamed_layers=32", "parallel.recompute_layers=0", "train.packs_per_step=8")
     (rank,) = plan.ranks
@@ -134,10 +110,11 @@ def test_recomputation_and_streaming_share_what_does_not_fit_as_no_other_share_i
     keys = (*ONE, AUTO, f"parallel.recompute_layers={recompute}", f"train.packs_per_microbatch={packs}")
     config = load_config(LLAVA, keys)
     costs = stage_costs(config, models_of(config), int(gib * GIB), None)
-    layers, instants = [(0, costs.count)], costs._one_stage_instants(0)[0]
-    found = costs.fitted(0, layers, instants)
+    schedule = training_schedule(1, costs.setting.microbatches_per_step, 0)
+    layers, (moments,) = [(0, costs.count)], instants(schedule, costs.buffers, polls=True)
+    found = costs.fitted(0, layers, moments)
     counts = range(33) if recompute == "auto" else (recompute,)
-    every = [costs.rank_cost(layers, (r,), instants, None, n) for r in counts for n in range(33)]
+    every = [costs.rank_cost(layers, (r,), moments, None, n) for r in counts for n in range(33)]
     best = min((need.seconds for need in every if costs.fits(need)), default=math.inf)
     assert costs.fits(found) == (best < math.inf)
     if best < math.inf:
@@ -154,12 +131,6 @@ def test_what_the_host_may_keep_bounds_what_is_streamed():
         plan_of(
             LLAVA, *ONE, "parallel.device_memory_gib=null", "parallel.streamed_layers=32", "parallel.host_memory_gib=8"
         )
-
-
-def test_a_quantised_run_that_does_not_fit_is_told_what_may_be_set(tmp_path):
-    with pytest.raises(UserError, match=r"model\.llm\.quantize=null parallel\.streamed_layers=auto"):
-        plan_of(QWEN_32B, *ONE, "model.llm.quantize=nf4", "parallel.device_memory_gib=21.5")
-    on_one(QWEN_32B, 21.5, AUTO, "model.llm.quantize=null")
 
 
 def test_adapters_stay_and_what_trains_otherwise_is_not_streamed():

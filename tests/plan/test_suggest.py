@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from made_up_costs import made_up_calibration
 
 from mmtrain.base.errors import UserError
 from mmtrain.cli import plan as plan_command
@@ -15,12 +16,11 @@ from mmtrain.config.schema import RunConfig
 from mmtrain.launch import main as launch
 from mmtrain.models.facts.quantised import BITS
 from mmtrain.plan import planner
-from mmtrain.plan.calibration import Calibration, Device, LayerMeasures, MessageSeconds, calibration_key
-from mmtrain.plan.costs import run_costs
+from mmtrain.plan.calibration import Device
 from mmtrain.plan.plan import Plan
 from mmtrain.plan.planner import make_plan, models_of
 from mmtrain.plan.simulate import Program, simulate
-from mmtrain.plan.suggest import SIMPLER, Size, Suggestion, as_options, candidates, is_exact, render_suggestion, suggest
+from mmtrain.plan.suggest import SIMPLER, Size, Suggestion, as_options, candidates, render_suggestion, suggest
 
 ROOT = Path(__file__).parent.parent.parent
 NEAR = 1 + SIMPLER
@@ -48,6 +48,11 @@ train: {packs_per_step: 4, max_steps: 1}
     return file
 
 
+@pytest.fixture(scope="module")
+def of_two(config_file) -> Suggestion:
+    return suggest(load_config(config_file), 2)
+
+
 def step_seconds(plan: Plan) -> float:
     return simulate(Program(plan.schedule), plan.seconds).seconds
 
@@ -58,31 +63,13 @@ def all_steps(config: RunConfig, devices: int) -> dict[tuple, float]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(planner, "does_not_fit", lambda *_: "too large")  # without planning what would fit
         for changes in candidates(config, len(models_of(config).llm.decoder), devices):
-            if not is_exact(config, changes):
+            if "model.llm.quantize" in changes:
                 continue
             try:
                 found[tuple(as_options(changes))] = step_seconds(make_plan(config.changed(changes)))
             except UserError as error:
                 assert str(error) == "too large"
     return found
-
-
-def measured(config: RunConfig, device: Device) -> Calibration:
-    """Decoder layers take 1 + 2 seconds and keep next to nothing."""
-    models = models_of(config)
-    layer = LayerMeasures(1.0, 2.0, 3.0, 1000, 100, 10, 20, 1200)
-    return Calibration(
-        key=calibration_key(config, models, device),
-        layers={kind.name: layer for kind in run_costs(config, models).kinds},
-        compute_seconds=0.125,
-        encode_seconds=0.5,
-        encode_block_seconds=0.01,
-        messages=MessageSeconds(0.01, 0.02, 0.03),
-        features=MessageSeconds(0.04, 0.05, 0.06),
-        end_seconds=2.0,
-        replicas=1,
-        matmul_flops_per_second=1e12,
-    )
 
 
 def text(suggestion: Suggestion) -> str:
@@ -110,10 +97,9 @@ def test_where_layers_must_be_streamed_the_best_is_as_fast_as_the_fastest_of_all
     assert any(layout.size.source == "host" and layout.host_bytes > 0 for layout in suggestion.layouts)
 
 
-def test_every_layout_is_what_its_overrides_plan(config_file) -> None:
-    suggestion = suggest(load_config(config_file), 2)
-    assert len(suggestion.layouts) > 2
-    for layout in suggestion.layouts:
+def test_every_layout_is_what_its_overrides_plan(config_file, of_two) -> None:
+    assert len(of_two.layouts) > 2
+    for layout in of_two.layouts:
         plan = make_plan(load_config(config_file, as_options(layout.overrides)))
         replica = [rank for rank in plan.ranks if rank.data == 0]
         assert len(plan.ranks) == 2
@@ -134,30 +120,12 @@ def test_the_fastest_comes_first_but_for_simpler_ones_that_are_as_fast_within_a_
         assert all(layout.size.simplicity < x.size.simplicity for x in later if x.step_seconds < layout.step_seconds)
 
 
-def test_what_streams_or_takes_more_packs_must_save_a_hundredth() -> None:
-    for gib in (0.018, 0.03):
-        layouts = suggest(demo(f"parallel.device_memory_gib={gib}"), 4).layouts
-        pairs = [(x, y) for x in layouts for y in layouts if x.size.is_more_than(y.size)]
-        assert all(x.step_seconds * NEAR < y.step_seconds for x, y in pairs)
-
-
-def test_more_packs_and_streaming_are_more_only_with_the_same_ranks() -> None:
-    plain = Size(2, 4, 1, None, 1)
-    host, peers = plain._replace(source="host"), plain._replace(source="peers", shards=2)
-    assert host.is_more_than(plain) and peers.is_more_than(plain) and not plain.is_more_than(host)
-    assert not host.is_more_than(peers) and not peers.is_more_than(host), "they need different machines"
-    assert peers._replace(shards=4).is_more_than(peers) and host._replace(packs_per_microbatch=2).is_more_than(host)
-    assert not host._replace(pipeline=4, data=2).is_more_than(plain) and not plain.is_more_than(plain)
-    assert sorted((peers, host, plain), key=lambda size: size.simplicity) == [plain, host, peers]
-    assert plain.simplicity < plain._replace(packs_per_microbatch=2).simplicity < plain._replace(pipeline=4).simplicity
-
-
 def test_what_a_step_computes_is_never_changed_and_all_devices_are_used(config_file) -> None:
     free = {"pipeline", "data", "streamed_layers", "stream_from", "weight_shards"}
     given = load_config(config_file)
     every = candidates(given, 32, 4)
     assert {x.get("model.llm.quantize") for x in every} == {None, "nf4", "int8"}
-    for changes in (x for x in every if is_exact(given, x)):
+    for changes in (x for x in every if "model.llm.quantize" not in x):
         config = load_config(config_file, as_options(changes))  # and so it is a valid one
         assert config.parallel.pipeline * config.parallel.data == 4
         before = load_config(config_file).model_dump()
@@ -167,18 +135,12 @@ def test_what_a_step_computes_is_never_changed_and_all_devices_are_used(config_f
         assert before == after and {key for key in parallel[0] if parallel[0][key] != parallel[1][key]} <= free
 
 
-def test_a_quantised_llm_is_suggested_last_and_only_where_that_is_faster() -> None:
-    suggestion = suggest(load_config("configs/qwen25_32b_4x24gb.yaml"), 2)
-    of_fewer_bits = [layout.size.source in BITS for layout in suggestion.layouts]
+def test_a_quantised_llm_is_suggested_last_and_only_where_that_is_faster(of_two) -> None:
+    of_fewer_bits = [layout.size.source in BITS for layout in of_two.layouts]
     assert of_fewer_bits == sorted(of_fewer_bits) and set(of_fewer_bits) == {False, True}
-    fastest = min(x.step_seconds for x in suggestion.layouts if x.size.source not in BITS)
-    assert all(x.step_seconds < fastest for x in suggestion.layouts if x.size.source in BITS)
-    assert "nf4 and int8: another LLM, near Qwen/Qwen2.5-32B-Instruct" in text(suggestion)
-
-
-def test_peers_are_left_out_where_memory_of_the_host_was_given(config_file) -> None:
-    every = candidates(load_config(config_file, ["parallel.host_memory_gib=64"]), 32, 4)
-    assert {changes["parallel.stream_from"] for changes in every} == {"host"}
+    fastest = min(x.step_seconds for x in of_two.layouts if x.size.source not in BITS)
+    assert all(x.step_seconds < fastest for x in of_two.layouts if x.size.source in BITS)
+    assert "nf4 and int8: another LLM, near lmsys/vicuna-7b-v1.5" in text(of_two)
 
 
 def test_what_belongs_to_one_layout_is_left_to_the_planner_which_is_said() -> None:
@@ -195,7 +157,7 @@ def test_what_belongs_to_one_layout_is_left_to_the_planner_which_is_said() -> No
 def test_a_calibration_gives_seconds_and_leaves_out_what_was_not_measured(tmp_path, monkeypatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     config, cpu = demo("parallel.device_memory_gib=1"), Device("Abacus 9000", 2, 1)
-    file = measured(config, cpu).save(tmp_path / "measured.json")
+    file = made_up_calibration(config, cpu).save(tmp_path / "measured.json")
     named = config.changed({"parallel.calibration": str(file)})
     suggestion = suggest(named, 2, device=cpu)
     assert suggestion.measured_on == "Abacus 9000" and "calibrated on Abacus 9000" in text(suggestion)
@@ -241,9 +203,7 @@ def test_a_table_tells_each_layout_and_what_to_put_behind_the_config(large) -> N
     assert [row[0] for row in rows] == [str(i) for i in range(1, len(rows) + 1)]
     assert all(int(row[1]) * int(row[2]) == 8 for row in rows)
     assert "mmtrain calibrate CONFIG measures" in text
-    assert ("links of 12 GB/s are assumed; it pays inside a machine with NVLink" in " ".join(large)) == (
-        "peers/" in text
-    )
+    assert ("from peers: it pays inside a machine with NVLink" in text) == ("peers/" in text)
 
 
 def test_overrides_that_are_too_long_go_on_behind_a_backslash() -> None:
@@ -288,8 +248,9 @@ def test_devices_on_which_nothing_fits_are_told_what_the_smallest_layout_needs(c
 @pytest.mark.parametrize(
     ("devices", "said"),
     [
-        (7, "Set train.packs_per_step=7 or 14; no"),
-        (22, "there are 11 replicas at least, each with the same number of packs. Set train.packs_per_step=11; no"),
+        (7, "Set train.packs_per_step=7 or 14, or take another number of devices"),
+        (22, "at most 6 pipeline ranks, one a layer of demo:llm (front, 4 decoder layers, head)"),
+        (22, "which is 8, and at most 32,768 micro-batches on all ranks. Set train.packs_per_step=11, or take"),
         (99_991, "99,991 devices: no layout uses all of them"),
     ],
 )
@@ -299,23 +260,6 @@ def test_devices_over_which_a_step_cannot_be_shared_out_are_refused_with_what_co
     assert said in str(raised.value)
     for packs in re.findall(r"\d+", said.partition("packs_per_step=")[2]):
         assert suggest(demo(f"train.packs_per_step={packs}"), devices).layouts
-
-
-@pytest.mark.parametrize("devices", ["0", "-1", "100001"])
-def test_a_number_of_devices_that_nobody_has_is_refused(devices, capsys) -> None:
-    assert launch([DEMO, "--plan", f"--suggest={devices}"]) == 2
-    assert "suggested for 1 to 100,000" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("more", [[], ["--calibrate"]])
-def test_training_takes_no_suggestion(more, capsys) -> None:
-    assert launch([DEMO, "--suggest", "4", *more]) == 2
-    assert "mmtrain plan CONFIG --suggest 4" in capsys.readouterr().err
-
-
-def test_what_is_wrong_with_the_config_is_told_before_anything_is_planned(config_file) -> None:
-    with pytest.raises(UserError, match=r"model\.trainable: 'projecter' matches no parameter"):
-        suggest(load_config(config_file, ["model.trainable=[projecter]"]), 2)
 
 
 def test_mmtrain_plan_suggests(capsys) -> None:

@@ -6,7 +6,7 @@ import functools
 import gc
 import itertools
 import random
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -28,12 +28,9 @@ from mmtrain.engine.process_groups import join_process_group
 from mmtrain.engine.single_stage import SingleStage, expected_batch
 from mmtrain.models.layouts.registry import LAYOUTS
 from mmtrain.models.modules.stage import build_stage
-from mmtrain.plan.calibration import cached_file, calibration_key, cpu_device
-from mmtrain.plan.costs import minimal_flops, run_costs
-from mmtrain.plan.plan import StagePlan
+from mmtrain.plan.costs import minimal_flops, run_costs, typical_tiling
+from mmtrain.plan.plan import StagePlan, render
 from mmtrain.plan.planner import make_plan, models_of
-from mmtrain.plan.table import render
-from mmtrain.plan.workload import tiles_per_call, typical_tiling
 
 POSITIONS = 4  # of a tile: IMAGE_SIZE of tests/scenes.py in patches of 8 pixels
 # Of an image: 12 tiles and the whole; LLaVA-NeXT's largest grid; a grid of 12 that is interpolated.
@@ -94,7 +91,7 @@ LARGE = {"tiles": (13, 13 * 64), "anyres": (5, 64 + 16 * 17), "anyres_max_9": (1
 def test_the_front_holds_the_bytes_that_are_planned(
     parts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, layout: str, documents: int
 ) -> None:
-    monkeypatch.setattr("mmtrain.plan.workload.PATCHES_PER_CALL", 16 * 64)  # so that several calls are measured, too
+    monkeypatch.setattr("mmtrain.plan.costs.PATCHES_PER_CALL", 16 * 64)  # so that several calls are measured, too
     sizes = {"hidden_size": 64, "intermediate_size": 256, "num_hidden_layers": 3, "num_attention_heads": 2}
     CLIPVisionModel(CLIPVisionConfig(**sizes, image_size=64, patch_size=8)).save_pretrained(tmp_path)
     size = {"height": 64, "width": 64}
@@ -151,11 +148,6 @@ def test_memory_of_a_rank_is_the_plans(parts: Path, layout: str, trainable: tupl
     config = tiled_config(parts, layout, *trainable, documents=documents, data__expected_text_tokens=80)
     (allocated,) = run_ranks(1, memory_of_a_step, config)
     assert allocated == pytest.approx(make_plan(config).ranks[0].total_bytes, rel=0.1)
-
-
-@pytest.mark.parametrize(("patches", "tiles"), [(729, 16), (1024, 16), (576, 20), (16, 729)])
-def test_a_frozen_encoder_takes_as_many_patches_at_once_whatever_a_tile_has(patches: int, tiles: int) -> None:
-    assert tiles_per_call(patches) == tiles
 
 
 def test_a_frozen_encoder_works_on_some_tiles_at_a_time_and_one_that_trains_on_all(parts: Path) -> None:
@@ -241,19 +233,3 @@ def test_no_image_takes_more_than_the_most_positions(layout: str, tile_size: int
     found = [images.tiling(*size) for size in sizes]
     assert 0.98 * images.most_positions < max(one.positions for one in found) <= images.most_positions
     assert max(one.tiles for one in found) <= images.most_tiles
-
-
-def test_a_calibration_is_for_one_kind_of_tiles_and_lies_where_one_of_squares_lay(parts: Path, tmp_path: Path) -> None:
-    config = tiled_config(parts, "anyres", data__expected_image_tiles=None, data__expected_image_positions=None)
-    others = [
-        config.changed({"model.vision.pinpoints": [[32, 64], [64, 32]]}),
-        config.changed({"model.vision.layout": "tiles"}),
-        config.changed({"data.expected_image_tiles": 3, "data.expected_image_positions": 50}),
-        config.changed({"data.expected_image_tiles": 4, "data.expected_image_positions": 50}),
-        config.changed({"data.expected_image_tiles": 3, "data.expected_image_positions": 51}),
-    ]
-    files = {cached_file(calibration_key(one, models_of(one), cpu_device(one))) for one in (config, *others)}
-    assert len(files) == 1 + len(others)
-    square = make_config(parts)
-    key = calibration_key(square, models_of(square), cpu_device(square))
-    assert asdict(key)["expected_image_tiles"] is None

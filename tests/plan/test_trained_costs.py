@@ -16,11 +16,10 @@ from mmtrain.engine.optimizer import MasterWeights, make_optimizer, optimizer_st
 from mmtrain.engine.single_stage import SingleStage, expected_batch
 from mmtrain.models.modules.stage import Stage, build_stage
 from mmtrain.plan.block_costs import keys_seen
-from mmtrain.plan.costs import Models, run_costs
+from mmtrain.plan.costs import FP32, Models, Workload, run_costs
 from mmtrain.plan.optimizers import optimizer_of
 from mmtrain.plan.plan import StagePlan
 from mmtrain.plan.planner import models_of
-from mmtrain.plan.workload import FP32, Workload
 
 MICROBATCH = (  # the demo's: an image of 16 positions and 48 tokens, 16 of them supervised
     *("data.pack_length=64", "data.expected_text_tokens=48", "data.expected_supervised_fraction=0.25"),

@@ -2,7 +2,7 @@
 
 Nothing runs. Steps are told over balanced work, which is what a step computes, nothing recomputed, in equal parts on
 all ranks: no order of work is below 1. Each plan is the planner's own, of the instruction lists that the engine would
-run, at speeds assumed of a GPU (mmtrain/plan/timings.py says which, and why) and without a memory limit.
+run, at speeds assumed of a GPU (mmtrain/plan/calibration.py says which, and why) and without a memory limit.
 
 Models that mmtrain has no record of are made from the numbers in their published config.json.
 """
@@ -29,10 +29,10 @@ from mmtrain.models.facts.shapes import (
 )
 from mmtrain.models.layouts.square import Square
 from mmtrain.models.layouts.tiles import Tiles
+from mmtrain.plan.calibration import GPU, assumed_timings
 from mmtrain.plan.costs import Models, run_costs
 from mmtrain.plan.search import PipelineLayout, Search
 from mmtrain.plan.stage_costs import Setting, StageCosts
-from mmtrain.plan.timings import GPU, assumed_timings
 
 EXAMPLES = """\
 examples:
@@ -209,12 +209,12 @@ def figures(layout: PipelineLayout, costs: StageCosts) -> Figures:
 
 def in_slices(costs: StageCosts) -> PipelineLayout:
     """The planner's own choice."""
-    return Search(costs, "auto", "auto").find("auto")
+    return Search(costs, "auto").find("auto")
 
 
 def encoder_on_rank_0(costs: StageCosts) -> PipelineLayout:
     """The best plan with the whole encoder on rank 0."""
-    return Search(costs, "auto", (0,)).find("auto")
+    return Search(costs).find("auto")
 
 
 # ---- tables

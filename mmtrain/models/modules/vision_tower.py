@@ -25,7 +25,7 @@ from mmtrain.models.facts.encoders import ENCODER_BLOCK
 from mmtrain.models.facts.vision_files import patches_per_image
 from mmtrain.models.modules.bookends import Bookend
 from mmtrain.models.modules.lora import without_marks
-from mmtrain.plan.workload import tiles_per_call
+from mmtrain.plan.costs import tiles_per_call
 
 
 class VisionTower(nn.Module):
