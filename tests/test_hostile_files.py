@@ -38,7 +38,7 @@ def test_hostile_configurations_and_model_folders_are_refused_in_seconds_and_lit
 
 
 def test_a_damaged_byte_of_a_model_folder_is_a_clear_error_or_of_no_consequence_to_the_plan(tiny, tmp_path):
-    commands = dict(damaged(tmp_path, tiny / "llm", 60))
+    commands = dict(damaged(tmp_path, tiny / "llm", 30))
     results = dict(zip(commands, launched(list(commands.values()), 120), strict=True))
     wrong = {
         name: result
@@ -46,4 +46,4 @@ def test_a_damaged_byte_of_a_model_folder_is_a_clear_error_or_of_no_consequence_
         if result["code"] != 0 and not (result["code"] == 2 and result["said"].startswith("error: "))
     }
     assert not wrong
-    assert sum(result["code"] == 2 for result in results.values()) > 20
+    assert sum(result["code"] == 2 for result in results.values()) > 10

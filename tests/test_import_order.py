@@ -51,7 +51,7 @@ TORCH_FREE_WINGS = (
 USE_TORCH = "runtime.fork_server  runtime.rendezvous"  # the first imports what a launcher names
 TORCH_FREE_MODULES = """
 data.samples.records  data.samples.formats  data.samples.sample
-data.stream.order  data.stream.image_totals  data.stream.catalog
+data.stream.order  data.stream.catalog
 data.inspection.survey
 checkpoint.run_folder  checkpoint.step_folder  checkpoint.resume
 engine.utilization  engine.trace  training.console

@@ -29,7 +29,7 @@ from mmtrain.data.inspection.reading import add_reading_arguments, parse_reading
 from mmtrain.data.inspection.survey import survey
 from mmtrain.data.samples.records import reason_lines
 from mmtrain.data.shards.detection import refuse_useless_shards
-from mmtrain.data.shards.index import read_columns
+from mmtrain.data.shards.index import read_index
 from mmtrain.data.shards.indexing import build_indexes, unready_shards
 from mmtrain.data.shards.shard_list import find_shards
 from mmtrain.demo.data import make_demo_shards
@@ -75,7 +75,7 @@ def run(options: argparse.Namespace) -> None:
     if longest:
         number = int(found.text_lengths.argmax())
         shard = int(np.searchsorted(found.shard_sizes.cumsum(), number, side="right"))
-        where = f"{read_columns(tars[shard]).keys[number - sum(found.shard_sizes[:shard])]} in {tars[shard].name}"
+        where = f"{read_index(tars[shard]).keys[number - sum(found.shard_sizes[:shard])]} in {tars[shard].name}"
     words = f"{tokenizer}, {template_name(template)}"
     print_result(f"longest text: {longest:,} tokens of {words}, those of images not counted: {where}")
     print_result(f"samples that cannot be trained on: {found.reasons.total():,}", *reason_lines(found.reasons))

@@ -1,10 +1,9 @@
 """Show what is in webdataset shards: counts, lengths, image sizes, how full packs become; damage; one sample in detail.
 
     (without more)    what the indexes tell: samples, images, what cannot be trained on and why, histograms of text
-                      lengths and image sizes (as EXIF turns them), how full packs of some lengths become, with the
-                      best length near each, and the keys of a configuration that tell the planner what a typical
-                      sample is; with a layout that cuts images into tiles, how many an image has, and the positions
-                      that these take of a pack
+                      lengths and image sizes (as EXIF turns them), how full packs of some lengths become, and the keys
+                      of a configuration that tell the planner what a typical sample is; with a layout that cuts images
+                      into tiles, how many an image has, and the positions that these take of a pack
     --verify          read every byte, compare it with the checksums in the indexes, list every damaged member
     --show KEY        a sample as the model will see it: turns, tokens, labels, positions of images and their tiles
 
@@ -23,7 +22,7 @@ import json
 import sys
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TextIO
@@ -35,17 +34,16 @@ from mmtrain.base.errors import UserError
 from mmtrain.base.printing import escape, print_note, print_result, print_table
 from mmtrain.base.progress import ProgressBar
 from mmtrain.data.inspection.reading import Reading, add_reading_arguments, parse_reading_arguments, reading_of
-from mmtrain.data.inspection.survey import Fill, Survey, best_nearby, epoch_fill, histogram, quantile, survey
+from mmtrain.data.inspection.survey import Fill, Survey, epoch_fill, histogram, quantile, survey
 from mmtrain.data.samples.records import reason_lines
 from mmtrain.data.samples.sample import IGNORE, IMAGE_POSITION
-from mmtrain.data.shards.index_file import MissingIndex, index_path
+from mmtrain.data.shards.index import MissingIndex, index_path
 from mmtrain.data.shards.indexing import ensure_indexes
 from mmtrain.data.shards.shard_list import find_shards
 from mmtrain.data.shards.verify import DamagedMember, verify_shard
 from mmtrain.data.stream.order import Capacity
 from mmtrain.demo.data import make_demo_shards
 from mmtrain.models.layouts.layout import ImageLayout
-from mmtrain.models.layouts.registry import TEXT_ALONE
 
 if TYPE_CHECKING:
     from mmtrain.data.inspection.tokenized import TokenizedSample
@@ -53,16 +51,15 @@ if TYPE_CHECKING:
 EXAMPLES = """\
   what is in shards that training has used, or that were made with --tokenizer; 576 tokens an image:
     mmtrain inspect data/llava558k --vision vit_large_patch14_clip_quickgelu_336.openai
-  other people's shards, for a chat model; charts as PNG:
+  other people's shards, for a chat model:
     mmtrain inspect '/data/mix/shard-{000000..000331}.tar' --tokenizer /models/Qwen2.5-7B-Instruct \\
-        --template chat --vision /models/siglip --plot mix.png
+        --template chat --vision /models/siglip
   as a run will read them; what to write into its data.expected_... keys:
     mmtrain inspect --config configs/siglip_384_qwen25_7b.yaml model.llm.path=models/qwen data/llava558k
   documents in tiles, without a configuration:
     mmtrain inspect data/docs --layout anyres_max_9 --vision /models/siglip
-    mmtrain inspect data/docs --layout tiles --vision /models/siglip --factor 2
-  which pack length wastes least, near two of them:
-    mmtrain inspect data/llava558k --tokens-per-image 576 --pack-length 3072 6144
+  which of these pack lengths wastes least:
+    mmtrain inspect data/llava558k --tokens-per-image 576 --pack-length 3008 3072 3136
   is every byte as it was when the shards were indexed?
     mmtrain inspect data/llava558k --verify
   one sample, token by token:
@@ -74,7 +71,6 @@ PACK_LENGTHS = (2048, 4096, 8192)
 SAMPLES_BETWEEN_REPORTS = 50
 EXIT_DAMAGED = 1
 TERMINAL_BINS = 12
-PNG_BINS = 60
 BAR_WIDTH = 40  # characters
 
 
@@ -84,7 +80,7 @@ class Report(NamedTuple):
     survey: Survey
     layout: ImageLayout
     layout_name: str
-    fills: list[tuple[Fill, Fill]]  # for each pack length: of it, and of the best length near it
+    fills: list[Fill]  # one for each pack length
     missing: str  # why there are no fills, and what would help; empty if there are
 
     @property
@@ -115,7 +111,7 @@ class Report(NamedTuple):
             "image_tiles": _distribution(survey.taken[:, 1]),
             "image_positions": _distribution(survey.taken[:, 0]),
             "expected": survey.expected,
-            "packing": [{**asdict(fill), "best": asdict(best)} for fill, best in self.fills],
+            "packing": list(map(asdict, self.fills)),
         }
 
 
@@ -133,36 +129,31 @@ def run(options: argparse.Namespace) -> int:
         _show(tars, reading, options)
         return 0
     try:
-        found = survey(tars, reading.fingerprint, reading.layout, reading.form)
+        surveyed = survey(tars, reading.fingerprint, reading.layout, reading.form)
     except MissingIndex as error:
         raise UserError(f"{error}; or give --tokenizer PATH and --template NAME here, or --config FILE") from None
-    report = _report(found, reading, options)
+    report = _report(surveyed, reading, options)
     if options.json:
         print_result(json.dumps(report.as_dict()))
     else:
         _print_report(report)
-    if options.plot is not None:
-        _write_png(_charts(report), options.plot)
-        (print_note if options.json else print_result)(f"wrote {options.plot}")
     return 0
 
 
-def _report(found: Survey, reading: Reading, options: argparse.Namespace) -> Report:
+def _report(surveyed: Survey, reading: Reading, options: argparse.Namespace) -> Report:
     missing = ""
-    if found.sample_set is None:
+    if surveyed.sample_set is None:
         missing = "the shards are not indexed for exactly one tokenizer: give --tokenizer PATH and --template NAME"
-    elif found.images.any():
+    elif surveyed.images.any():
         missing = reading.missing_positions
     if missing and options.pack_length is not None:
         raise UserError(f"--pack-length: {missing}")
     fills = []
-    if found.sample_set is not None and not missing:
+    if surveyed.sample_set is not None and not missing:
         of_config = () if reading.pack_length is None else (reading.pack_length,)
-        most = options.max_tiles_per_pack or reading.max_tiles_per_pack
         for length in options.pack_length or of_config or PACK_LENGTHS:
-            capacity = Capacity(length, most)
-            fills.append((epoch_fill([found.sample_set], capacity), best_nearby([found.sample_set], capacity)))
-    return Report(found, reading.layout, reading.layout_name, fills, missing)
+            fills.append(epoch_fill([surveyed.sample_set], Capacity(length, reading.max_tiles_per_pack)))
+    return Report(surveyed, reading.layout, reading.layout_name, fills, missing)
 
 
 def _distribution(values: np.ndarray | None) -> dict[str, Any] | None:
@@ -176,27 +167,20 @@ def _distribution(values: np.ndarray | None) -> dict[str, Any] | None:
     }
 
 
-def _charts(report: Report) -> dict[str, np.ndarray]:
-    found, charts = report.survey, {}
-    if found.text_tokens is not None:
-        charts["text tokens of a sample, without its images"] = found.text_tokens
-    charts["longer side of an image, in pixels"] = found.longer_sides
-    if report.layout.is_sized:
-        charts[f"tiles of an image ({report.layout.name})"] = found.taken[:, 1]
-        charts[f"positions of an image ({report.layout.name})"] = found.taken[:, 0]
-    return charts
-
-
 def _print_report(report: Report) -> None:
-    found = report.survey
-    none, one = int((found.images == 0).sum()), int((found.images == 1).sum())
-    several = len(found.images) - none - one
-    print_result(f"{len(found.shard_sizes):,} shards, {found.bytes / 1e6:,.1f} MB")
-    print_result(f"{len(found.images):,} samples: {none:,} without images, {one:,} with one, {several:,} with several")
-    print_result(f"{found.images.sum():,} images")
-    print_result(f"samples that cannot be trained on: {found.reasons.total():,}", *reason_lines(found.reasons))
-    for title, values in _charts(report).items():
-        _print_distribution(title, values)
+    survey = report.survey
+    none, one = int((survey.images == 0).sum()), int((survey.images == 1).sum())
+    several = len(survey.images) - none - one
+    print_result(f"{len(survey.shard_sizes):,} shards, {survey.bytes / 1e6:,.1f} MB")
+    print_result(f"{len(survey.images):,} samples: {none:,} without images, {one:,} with one, {several:,} with several")
+    print_result(f"{survey.images.sum():,} images")
+    print_result(f"samples that cannot be trained on: {survey.reasons.total():,}", *reason_lines(survey.reasons))
+    if survey.text_tokens is not None:
+        _print_distribution("text tokens of a sample, without its images", survey.text_tokens)
+    _print_distribution("longer side of an image, in pixels", survey.longer_sides)
+    if report.layout.is_sized:
+        _print_distribution(f"tiles of an image ({report.layout.name})", survey.taken[:, 1])
+        _print_distribution(f"positions of an image ({report.layout.name})", survey.taken[:, 0])
     if report.missing:
         print_result("", f"how full packs become: {report.missing}")
         return
@@ -204,14 +188,13 @@ def _print_report(report: Report) -> None:
     if report.tokens_per_image:
         image = f"{report.tokens_per_image:,} tokens an image"
     print_result("", f"how full packs become ({image}; overlong samples fit into no pack and are skipped)")
-    rows = []
-    for fill, best in report.fills:
-        of_best = f"{best.pack_length:,}", f"{best.fill:.2%}"
-        rows.append((f"{fill.pack_length:,}", f"{fill.packs:,}", f"{fill.fill:.2%}", f"{fill.overlong:,}", *of_best))
-    print_table((">pack_length", ">packs", ">full", ">overlong", ">best near it", ">full"), rows)
-    if found.expected:
+    rows = [
+        (f"{fill.pack_length:,}", f"{fill.packs:,}", f"{fill.fill:.2%}", f"{fill.overlong:,}") for fill in report.fills
+    ]
+    print_table((">pack_length", ">packs", ">full", ">overlong"), rows)
+    if survey.expected:
         print_result("", "what a typical sample is, for the planner's estimates; in a run's configuration:", "  data:")
-        print_result(*(f"    {key.removeprefix('data.')}: {value}" for key, value in found.expected.items()))
+        print_result(*(f"    {key.removeprefix('data.')}: {value}" for key, value in survey.expected.items()))
 
 
 def _print_distribution(title: str, values: np.ndarray) -> None:
@@ -234,25 +217,6 @@ def _print_distribution(title: str, values: np.ndarray) -> None:
     print_table((">", ">", ""), rows)
 
 
-def _write_png(charts: Mapping[str, np.ndarray], file: Path) -> None:
-    """Draw histograms of whole numbers side by side, by their titles; raises UserError without matplotlib."""
-    try:
-        from matplotlib.figure import Figure
-    except ModuleNotFoundError:
-        raise UserError("--plot: matplotlib is not installed; install it: pip install 'mmtrain[plot]'") from None
-    figure = Figure(figsize=(6 * len(charts), 4.5), layout="constrained")
-    for axes, (title, values) in zip(figure.subplots(1, len(charts), squeeze=False)[0], charts.items(), strict=True):
-        axes.set_title(title)
-        if not len(values):
-            continue
-        edges, counts = histogram(values, PNG_BINS)
-        width = edges[1] - edges[0]
-        axes.bar(edges[:-1], counts, width=width, align="edge")
-        if edges[-1] - edges[-2] > width:  # drawn as narrow as the others
-            axes.set_xlabel(f"the last bar: {edges[-2]:,} to {edges[-1] - 1:,}")
-    figure.savefig(file, format="png", dpi=120)
-
-
 def _verify(tars: Sequence[Path], stream: TextIO, as_json: bool) -> int:
     without = [tar for tar in tars if not index_path(tar).is_file()]
     if without:
@@ -269,17 +233,18 @@ def _verify(tars: Sequence[Path], stream: TextIO, as_json: bool) -> int:
         nonlocal samples, compared
         samples, compared = samples + 1, compared + size
         if samples % SAMPLES_BETWEEN_REPORTS == 0:
-            progress.show(done, samples, rate())
+            show()
 
-    def rate() -> str:
-        found = f", {len(damages):,} damaged" if damages else ""
-        return f"{compared / 1e6 / max(time.monotonic() - started, 1e-9):,.0f} MB/s{found}"
+    def show() -> None:
+        damaged = f", {len(damages):,} damaged" if damages else ""
+        rate = compared / 1e6 / max(time.monotonic() - started, 1e-9)
+        progress.show(done, samples, f"{rate:,.0f} MB/s{damaged}")
 
     with ProgressBar("shards", len(tars), stream) as progress:
         for tar in tars:
             damages += verify_shard(tar, count)
             done += 1
-        progress.show(done, samples, rate())
+        show()
     counts = {"shards": len(tars), "samples": samples, "bytes": compared}
     if as_json:
         print_result(json.dumps({**counts, "damaged": [damage._asdict() for damage in damages]}))
@@ -297,8 +262,8 @@ def _show(tars: Sequence[Path], reading: Reading, options: argparse.Namespace) -
 
     samples = tokenize_samples(tars, options.show, reading)
     if options.json:
-        found = [asdict(sample) | {"members": [member._asdict() for member in sample.members]} for sample in samples]
-        print_result(json.dumps({"samples": found}))
+        rows = [asdict(sample) | {"members": [member._asdict() for member in sample.members]} for sample in samples]
+        print_result(json.dumps({"samples": rows}))
         return
     for number, sample in enumerate(samples, 1):
         print_result(
@@ -344,7 +309,6 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     what = parser.add_mutually_exclusive_group()
     what.add_argument("--verify", action="store_true", help="compare every byte with the indexes' checksums")
     what.add_argument("--show", metavar="KEY", help="one sample as the model will see it; all that have this key")
-    what.add_argument("--plot", type=Path, metavar="FILE", help="write the histograms as a PNG too")
     add_reading_arguments(parser)
     parser.add_argument(
         "--tokens-per-image",
@@ -359,19 +323,9 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
         metavar="TOKENS",
         help=f"as data.pack_length, one or several ({' '.join(map(str, PACK_LENGTHS))}, or --config's)",
     )
-    parser.add_argument(
-        "--max-tiles-per-pack",
-        type=positive(int),
-        metavar="N",
-        help="as the key in data (none, or --config's)",
-    )
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
     options = parse_reading_arguments(parser, arguments)
     if options.show is not None and options.config is None and options.tokenizer is None:
         parser.error("--show needs --tokenizer PATH and --template NAME, or --config FILE: tokens depend on them")
-    if options.layout in TEXT_ALONE and options.max_tiles_per_pack:
-        parser.error("--max-tiles-per-pack: a run without encoder has no tiles; leave it out")
-    if options.plot is not None and options.plot.suffix.lower() != ".png":
-        parser.error(f"--plot {options.plot}: charts are written as PNG; name a file that ends in .png")
     options.ending["logs"] = print_note if options.json else print_result  # with it stdout is one JSON value
     return options

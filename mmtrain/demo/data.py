@@ -24,23 +24,14 @@ from mmtrain.base.errors import UserError
 from mmtrain.config.schema import RunConfig
 from mmtrain.data.prepare.sharding import KeyedSample, write_shards
 from mmtrain.data.samples.records import IMAGE_MARK
-from mmtrain.data.shards.shard_list import demo_shards
+from mmtrain.data.shards.shard_list import SPLITS, demo_shards
 from mmtrain.demo.pictures import Scans, Use, lay, paint
 from mmtrain.demo.scene import draw_scene
 from mmtrain.demo.text import Turns, ask_next, ask_reversed, converse
 from mmtrain.models.facts.model_files import PREFIX, is_demo
 
 _log = logging.getLogger(__name__)
-SAMPLES = {
-    "train": 6400,
-    "held-out": 256,
-    "next-train": 6400,
-    "next-held-out": 256,
-    "text-train": 6400,
-    "text-held-out": 256,
-    "sheet-train": 6400,
-    "sheet-held-out": 256,
-}
+SAMPLES = {split: 6400 if split.endswith("train") else 256 for split in SPLITS}
 USES: dict[str, Use] = {"train": "projector", "held-out": "held-out"}
 TEXT = "text-"  # before the name of a split without pictures
 NEXT = "next-"  # before the name of the split whose pictures they are
@@ -51,16 +42,16 @@ SAMPLES_PER_SHARD = 800
 def make_demo_data(config: RunConfig) -> None:
     """Make the demo's shards that a configuration names; raises what `make_demo_shards` raises."""
     make_demo_shards(config.data.shards, "data.shards")
-    for number, one in enumerate(config.data.sets or ()):
-        make_demo_shards(one.shards, f"data.sets.{number}.shards")
+    for number, section in enumerate(config.data.sets or ()):
+        make_demo_shards(section.shards, f"data.sets.{number}.shards")
     make_demo_shards(config.eval.shards, "eval.shards")
 
 
 def make_demo_shards(shards: str | Sequence[str] | None, key: str) -> None:
     """Make the demo's data, `demo:train` and others, that `shards` names and that are not there yet.
 
-    `key` is the configuration's name for the list, for messages. Raises UserError for another name of the demo's,
-    without scikit-learn, and for a cache that cannot be written.
+    Raises UserError, naming `key`, for a name that the demo has not, without scikit-learn, and for a cache that cannot
+    be written.
     """
     for name in (shards,) if isinstance(shards, str) else shards or ():
         if is_demo(name):
@@ -78,15 +69,8 @@ def _ensure(name: str) -> None:
         folder.parent.mkdir(parents=True, exist_ok=True)
         with held(folder.with_name(f".{folder.name}.lock"), wait=True):
             if not _is_whole(folder, split):
-                _log.info(
-                    f"making {name}: {SAMPLES[split]:,} "
-                    + (
-                        "conversations"
-                        if split.startswith(TEXT)
-                        else "pictures of handwritten digits with conversations"
-                    )
-                    + f", in {folder}"
-                )
+                content = "" if split.startswith(TEXT) else "pictures of handwritten digits with "
+                _log.info(f"making {name}: {SAMPLES[split]:,} {content}conversations, in {folder}")
                 start = time.perf_counter()
                 shutil.rmtree(folder, ignore_errors=True)
                 with whole_folder(folder) as unfinished:
@@ -99,12 +83,12 @@ def _ensure(name: str) -> None:
 
 
 def _is_whole(folder: Path, split: str) -> bool:
-    """Whether all shards are there; a cleaner of caches may have been here."""
+    """Tell whether all shards are there: caches are cleaned file by file."""
     return len(list(folder.glob("*.tar"))) == math.ceil(SAMPLES[split] / SAMPLES_PER_SHARD)
 
 
 def draw_samples(split: str) -> Iterator[KeyedSample]:
-    """Every sample of a split: key, record in LLaVA's form, its picture, if it has one, as (suffix, bytes)."""
+    """Yield every sample of a split: key, record in LLaVA's form, its picture, if it has one, as (suffix, bytes)."""
     if split.startswith(TEXT):
         for number in range(SAMPLES[split]):
             key = f"{split}-{number:06d}"

@@ -27,12 +27,12 @@ Turns = tuple[tuple[str, str], ...]
 
 
 def name(item: Item | None) -> str:
-    """What is in a cell, in words."""
+    """Say what is in a cell."""
     return "nothing" if item is None else f"a {COLOUR_WORDS[item.colour]} {DIGIT_WORDS[item.digit]}"
 
 
 def describe(scene: Scene) -> str:
-    """One sentence about all cells."""
+    """Say in one sentence what is in all cells."""
     text = ", ".join(f"{place} {name(item)}" for place, item in zip(PLACES, scene, strict=True))
     return text.capitalize() + "."
 
@@ -56,7 +56,7 @@ def ask_next(scene: Scene, draw: random.Random) -> Turns:
 
 
 def ask_reversed(draw: random.Random) -> Turns:
-    """Three items to say in the reverse order: one of 216,000 lists, so that hardly one comes twice."""
+    """Three items to say in the reverse order, one of 216,000 lists."""
     items = [name(Item(draw.randrange(DIGITS), draw.randrange(len(COLOUR_WORDS)))) for _ in range(3)]
     question = draw.choice(REVERSE).format(", ".join(items))
     return (("human", question), ("gpt", ", ".join(reversed(items)).capitalize() + "."))

@@ -64,11 +64,11 @@ def check_data(config: RunConfig, others_wait: bool) -> RunConfig:
             "others; leave some shards out of data.shards, or set eval.fraction instead"
         )
     template, llm, layout = config.data.template, config.model.llm.path, image_layout(config)
-    folder, seconds = model_folder(llm), config.data.io_retry_seconds
+    folder = model_folder(llm)
     by_form = shards_by_form(found.values())
     texts = {form: text_fingerprint(folder, template, layout.texts, form.wording) for form in by_form}
     for form, shards in by_form.items() if others_wait else ():
-        missing = unready_shards(shards, texts[form], seconds)
+        missing = unready_shards(shards, texts[form])
         if sum(path.stat().st_size for path in missing) > INDEXED_WHILE_OTHERS_WAIT:
             raise UserError(
                 f"{len(missing):,} of {len(shards):,} shards have no index for this tokenizer and template yet, and "
@@ -77,7 +77,7 @@ def check_data(config: RunConfig, others_wait: bool) -> RunConfig:
                 f"{layout.index_options}{format_argument(form)}"
             )
     for form, shards in by_form.items():
-        ensure_indexes(shards, llm, template, layout, form, stream=sys.stdout, retry_seconds=seconds)
+        ensure_indexes(shards, llm, template, layout, form, stream=sys.stdout)
     for key, one in found.items():
-        refuse_useless_shards(one.shards, texts[one.form], one.form, key, seconds)
+        refuse_useless_shards(one.shards, texts[one.form], one.form, key)
     return config

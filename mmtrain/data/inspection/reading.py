@@ -21,7 +21,7 @@ from mmtrain.data.samples.formats import SampleFormat
 from mmtrain.data.shards.detection import add_format_arguments, sample_format
 from mmtrain.models.facts.connectors import image_layout
 from mmtrain.models.facts.model_files import model_folder
-from mmtrain.models.facts.shapes import VisionShape, vision_shape
+from mmtrain.models.facts.shapes import vision_shape
 from mmtrain.models.facts.tokenizer_files import text_fingerprint
 from mmtrain.models.layouts.layout import ImageLayout
 from mmtrain.models.layouts.registry import LAYOUTS, TEXT_ALONE
@@ -32,10 +32,8 @@ from mmtrain.stock.pretrained import expand_pretrained
 LONGEST_TILE = 4_096  # pixels a side of --tile-size; the largest encoders take 1,540
 # A configuration says what these do.
 _OF_MODEL = ("tokenizer", "template", "format", "caption_key", "caption_prompt")
-_OF_LAYOUT = ("layout", "max_tiles", "vision", "factor", "tile_size", "tokens_per_image")
+_OF_LAYOUT = ("layout", "max_tiles", "vision", "tile_size", "tokens_per_image")
 _CHANGE = re.compile(r"[^/=]+=")  # a key of a configuration, and not a path
-FACTORS = (1, 2, 3, 4)  # of model.projector.factor, and 1 of connectors that have none
-_BY_CONFIG = "or --config FILE"
 
 
 @dataclass(frozen=True)
@@ -96,15 +94,7 @@ def add_reading_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--vision",
         metavar="NAME",
-        help="the vision encoder, as model.vision.name: how large a tile is, and, where each of its patches is a "
-        "token, how many tokens it takes",
-    )
-    parser.add_argument(
-        "--factor",
-        type=int,
-        choices=FACTORS,
-        help="beside --vision, as model.projector.factor: how many patches a side become one token (AyaVision's "
-        "connector joins 2, SmolVLM's mostly 4; 1: each is a token)",
+        help="the vision encoder, as model.vision.name: how large a tile is, and how many tokens it takes",
     )
     parser.add_argument(
         "--tile-size",
@@ -128,26 +118,21 @@ def parse_reading_arguments(parser: argparse.ArgumentParser, arguments: Sequence
     if not options.shards:
         parser.error("the following arguments are required: SHARDS")
 
-    def given(names: Sequence[str]) -> str:
-        return ", ".join(_flag(name) for name in names if getattr(options, name) != parser.get_default(name))
+    def flags(names: Sequence[str]) -> str:
+        changed = [name for name in names if getattr(options, name) != parser.get_default(name)]
+        return ", ".join(f"--{name.replace('_', '-')}" for name in changed)
 
-    if options.config is not None and (said := given(_OF_MODEL + _OF_LAYOUT)):
-        parser.error(f"{said}: --config says it; leave it out, or change a key: --config FILE KEY=VALUE")
-    if options.factor is not None and options.vision is None:
-        parser.error("--factor: of the patches of --vision NAME; give both, or --tokens-per-image N alone")
+    if options.config is not None and (extra := flags(_OF_MODEL + _OF_LAYOUT)):
+        parser.error(f"{extra}: --config says it; leave it out, or change a key: --config FILE KEY=VALUE")
     if (options.tokenizer is None) != (options.template is None):
         parser.error("--tokenizer and --template go together: lengths depend on both")
-    if options.layout in TEXT_ALONE and (said := given(_OF_LAYOUT[1:])):
-        parser.error(f"{said}: --images {options.layout} is of a run without encoder; leave it out")
+    if options.layout in TEXT_ALONE and (extra := flags(_OF_LAYOUT[1:])):
+        parser.error(f"{extra}: --images {options.layout} is of a run without encoder; leave it out")
     if options.max_tiles is not None and "max_tiles" not in _layout_class(options).keys:
         parser.error(f"--max-tiles is a number of --layout tiles, not of {options.layout}; leave it out")
-    if options.vision is not None and (said := given(("tile_size", "tokens_per_image"))):
-        parser.error(f"{said}: --vision {options.vision} says it; give one of the two")
+    if options.vision is not None and (extra := flags(("tile_size", "tokens_per_image"))):
+        parser.error(f"{extra}: --vision {options.vision} says it; give one of the two")
     return options
-
-
-def _flag(name: str) -> str:
-    return f"--{name.replace('_', '-')}"
 
 
 def reading_of(options: argparse.Namespace, tars: Sequence[Path]) -> Reading:
@@ -171,14 +156,11 @@ def reading_of(options: argparse.Namespace, tars: Sequence[Path]) -> Reading:
 def _missing_positions(options: argparse.Namespace) -> str:
     """Return which options would give the positions of an image, as these do not."""
     if options.vision is not None:
-        return (
-            f"how many patches become one token is not known, and the connectors of --layout {options.layout} join "
-            f"some: give --factor N, {_BY_CONFIG}"
-        )
+        return f"connectors of --layout {options.layout} make one token of several patches: give --config FILE"
     numbers = "--tokens-per-image N"
     if _layout_class(options).has_newlines:
         numbers = "both --tile-size PIXELS and --tokens-per-image N (of a tile)"
-    return f"how many tokens an image takes is not known: give --vision NAME, {numbers}, {_BY_CONFIG}"
+    return f"how many tokens an image takes is not known: give --vision NAME, {numbers}, or --config FILE"
 
 
 def _layout_class(options: argparse.Namespace) -> type[ImageLayout]:
@@ -189,7 +171,7 @@ def _layout(options: argparse.Namespace) -> ImageLayout:
     layout, side, positions = _layout_class(options), options.tile_size or 0, options.tokens_per_image or 0
     if options.vision is not None:
         shape = vision_shape(options.vision, -1)
-        side, positions = shape.image_size, _positions(options, shape)
+        side, positions = shape.image_size, 0 if layout.joins_patches else shape.patches_per_image
     if layout.has_newlines and math.isqrt(positions) ** 2 != positions:
         raise UserError(
             f"--tokens-per-image {positions}: the positions of a tile are a square of them with --layout "
@@ -203,16 +185,3 @@ def _layout(options: argparse.Namespace) -> ImageLayout:
             "give --vision NAME or --tile-size PIXELS"
         )
     return layout(positions, side, **({} if options.max_tiles is None else {"max_tiles": options.max_tiles}))
-
-
-def _positions(options: argparse.Namespace, shape: VisionShape) -> int:
-    """Return the positions of a tile; 0 where the layout's connectors join patches and --factor is missing."""
-    factor = options.factor or (0 if _layout_class(options).joins_patches else 1)
-    side = math.isqrt(shape.patches_per_image)
-    if factor and side % factor:
-        fitting = ", ".join(str(other) for other in FACTORS if side % other == 0)
-        raise UserError(
-            f"--factor {factor}: does not divide the grid of {options.vision}, {side} x {side} patches; of {FACTORS} "
-            f"these do: {fitting}"
-        )
-    return shape.patches_per_image // factor**2 if factor else 0

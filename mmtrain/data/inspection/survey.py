@@ -3,9 +3,6 @@
 index files --survey--> Survey: counts; images and text tokens of each sample; size, tiles and positions of each image
 whole numbers --histogram--> edges and counts of bins of a round width
 sets of samples --order.plan_epoch, as training plans--> Fill: packs, share of their tokens that is no padding
-
-Where all images take the same number of tokens, captions of one image each fill a pack in steps of some 600, and a pack
-length slightly below a multiple of that wastes most of a step.
 """
 
 from __future__ import annotations
@@ -13,7 +10,7 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -22,19 +19,13 @@ from mmtrain.base.errors import UserError
 from mmtrain.config.limits import MAX_IMAGE_PIXELS
 from mmtrain.config.schema import DataSection
 from mmtrain.data.samples.formats import LLAVA, SampleFormat, format_argument
-from mmtrain.data.shards.index import read_columns
-from mmtrain.data.shards.index_file import MAKE
-from mmtrain.data.stream.catalog import Catalog, DataSet
-from mmtrain.data.stream.image_totals import positions_and_tiles
+from mmtrain.data.shards.index import MAKE, read_index
+from mmtrain.data.stream.catalog import Catalog, DataSet, positions_and_tiles
 from mmtrain.data.stream.order import UNUSABLE, Capacity, SampleSet, plan_epoch
 from mmtrain.models.layouts.layout import ImageLayout
 from mmtrain.models.layouts.square import ONE_SQUARE
 
 TAIL = 0.99  # what is above this quantile shares one bin, so that a few giants do not squeeze all others into one
-NEARBY = 8  # lengths are near if they differ by at most an eighth
-LARGEST_STEP = 64  # tokens between the lengths that are tried
-SMALLEST_STEP = 8  # tokens; what tensor cores want matrices to be multiples of
-SEARCHED_SAMPLES = 32_768  # that the lengths are tried on; the best is then planned with all
 
 
 @dataclass(frozen=True, eq=False)
@@ -80,11 +71,10 @@ class Survey:
 def survey(
     tars: Sequence[Path], fingerprint: str | None = None, layout: ImageLayout = ONE_SQUARE, form: SampleFormat = LLAVA
 ) -> Survey:
-    """Read the index of every shard, as training does; raises what `read_columns` and `Catalog` raise.
+    """Read the index of every shard, as training does; raises what `read_index` and `Catalog` raise.
 
     `fingerprint` names tokenizer and template; None: those that all shards were indexed for, if there is exactly one.
-    `layout`: what images become, with 0 positions a tile where that is not known. Cost: each index is read twice, 2 ms
-    for 1,000 samples; layouts of tiles take 40 us for each size of an image that no other had.
+    `layout` says what images become, with 0 positions a tile where that is not known.
     """
     images: list[np.ndarray] = []
     sizes: list[np.ndarray] = []
@@ -94,11 +84,12 @@ def survey(
     taken: list[np.ndarray] = []
     texts: set[tuple[tuple[str, ...], tuple[str, ...]]] = set()
     for tar in tars:
-        index = read_columns(tar)
+        index = read_index(tar)
         tar_bytes += index.tar_bytes
         shard_sizes.append(len(index.keys))
-        images.append(np.diff(index.first_image))
-        sizes.append(index.image_sizes[index.image_sizes.any(axis=1)])
+        images.append(index.image_counts)
+        all_sizes = index.flat_image_sizes
+        sizes.append(all_sizes[all_sizes.any(axis=1)])
         taken.append(positions_and_tiles(index, layout)[0])
         if (faults := index.faults.get(form.reading)) is None:
             raise UserError(
@@ -110,7 +101,7 @@ def survey(
     if fingerprint is None and len(texts) == 1 and list(map(len, only := texts.pop())) == [1, 1]:
         fingerprint = only[0][0]
     of_samples, of_images = np.concatenate(images).astype(np.int32), np.concatenate(taken)
-    is_told = of_images[:, 0] > 0
+    is_known = of_images[:, 0] > 0
     text_lengths, sample_set = None, None
     if fingerprint is not None:
         catalog = Catalog([DataSet(tuple(tars), form=form)], [fingerprint], layout, MAX_IMAGE_PIXELS)
@@ -119,7 +110,7 @@ def survey(
         places = np.repeat(np.arange(len(of_samples)), of_samples)
         of_texts = catalog.lengths - np.bincount(places, of_images[:, 0], len(of_samples)).astype(np.int64)
         text_lengths = np.where(is_usable, of_texts, UNUSABLE).astype(np.int32)
-        is_told &= is_usable[places]
+        is_known &= is_usable[places]
     return Survey(
         shard_sizes=np.array(shard_sizes),
         bytes=tar_bytes,
@@ -130,7 +121,7 @@ def survey(
         reasons=reasons,
         sample_set=sample_set,
         is_sized=layout.is_sized,
-        taken=of_images[is_told],
+        taken=of_images[is_known],
     )
 
 
@@ -172,43 +163,3 @@ def epoch_fill(sets: Sequence[SampleSet], capacity: Capacity) -> Fill:
     )
     tokens = int(np.concatenate([one.lengths for one in sets])[plan.samples].sum(dtype=np.int64))
     return Fill(capacity.tokens, len(plan), tokens / (max(len(plan), 1) * capacity.tokens), plan.overlong)
-
-
-def nearby_lengths(pack_length: int) -> list[int]:
-    """Return this pack length and others that differ by at most an eighth.
-
-    The others are multiples of a step of about 1/64 of it, at most 64 tokens: 32 near 2048, 64 near 4096 and 8192.
-    """
-    step = max(SMALLEST_STEP, min(LARGEST_STEP, pack_length // 64 // SMALLEST_STEP * SMALLEST_STEP))
-    reach = pack_length // NEARBY
-    first = -(-max(pack_length - reach, 1) // step) * step
-    return sorted({pack_length, *range(first, pack_length + reach + 1, step)})
-
-
-def best_nearby(sets: Sequence[SampleSet], capacity: Capacity) -> Fill:
-    """Return the pack length near `capacity.tokens` that fills best without skipping more samples; ties: the nearest.
-
-    Cost: at most 33 lengths near the usual ones are compared on 32,768 samples, 5 s of one core.
-    """
-    lengths = np.concatenate([one.lengths for one in sets])
-    overlong = (lengths > capacity.tokens).sum()
-    candidates = [
-        replace(capacity, tokens=length)
-        for length in nearby_lengths(capacity.tokens)
-        if (lengths > length).sum() <= overlong
-    ]
-    some = _some(sets)
-    best = max(candidates, key=lambda one: (epoch_fill(some, one).fill, -abs(one.tokens - capacity.tokens)))
-    return max(epoch_fill(sets, best), epoch_fill(sets, capacity), key=lambda fill: fill.fill)
-
-
-def _some(sets: Sequence[SampleSet]) -> list[SampleSet]:
-    """Draw at most SEARCHED_SAMPLES of all samples evenly, as one shard of each set."""
-    sizes = [len(one.lengths) for one in sets]
-    share = min(1.0, SEARCHED_SAMPLES / max(sum(sizes), 1))
-    draw = np.random.RandomState(0)
-    some = []
-    for one, size in zip(sets, sizes, strict=True):
-        kept = draw.permutation(size)[: round(share * size)]
-        some.append(SampleSet(one.weight, np.array([len(kept)]), one.lengths[kept], one.tiles[kept]))
-    return some

@@ -24,7 +24,7 @@ from mmtrain.data.shards.index import Member, read_index
 from mmtrain.data.stream.catalog import Catalog, DataSet, Reader
 from mmtrain.models.layouts.layout import ImageLayout
 
-_CONTEXT = 4  # tokens before one that decide how it is written: a first one loses its space, a letter takes up to 4
+_CONTEXT = 4  # tokens before one that decide its text: a first one loses its space, a letter takes up to 4
 _UNDECODED = "\N{REPLACEMENT CHARACTER}"
 _KEYS_SHOWN = 3
 
@@ -67,18 +67,17 @@ def tokenize_samples(tars: Sequence[Path], key: str, reading: Reading) -> list[T
     # No embedding is asked how many rows it has: this shows tokens, and training refuses those without one.
     write = make_template(reading.template, tokenizer, reading.layout, sys.maxsize)
     reader = Reader(catalog, retry_seconds=0)
-    found = []
+    indexes = {tar: read_index(tar) for tar in shards}
+    tokenized = []
     for tar, place in places:
         number = catalog.firsts[shards.index(tar)] + place
-        index = read_index(tar)
-        members, sizes = index.members[place], index.image_sizes[place]
+        members, sizes = indexes[tar].members[place], indexes[tar].image_sizes[place]
         if sizes and reading.missing_positions:
             raise UserError(
                 f"{tar}: sample {key} has {len(sizes)} image{'s' * (len(sizes) > 1)}; {reading.missing_positions}"
             )
         fault = catalog.faults.get(number)
-        # Training reads no sample with a fault; here one is read for its turns, unless it might not fit into memory.
-        sample = fault if fault is not None and fault.reason == "too_many_bytes" else reader.read(number)
+        sample = reader.read(number)  # one with a fault too, for its turns
         if fault is None and isinstance(sample, QuarantinedSample):
             fault = sample
         rows: tuple[Row, ...] = ()
@@ -88,8 +87,8 @@ def tokenize_samples(tars: Sequence[Path], key: str, reading: Reading) -> list[T
             except BadSample as error:
                 fault = QuarantinedSample(key, str(tar), members[0].offset, error.reason, error.detail)
         turns = sample.turns if isinstance(sample, Sample) else ()
-        found.append(TokenizedSample(key, str(tar), members, sizes, turns, rows, fault))
-    return found
+        tokenized.append(TokenizedSample(key, str(tar), members, sizes, turns, rows, fault))
+    return tokenized
 
 
 def _find(tars: Sequence[Path], key: str) -> list[tuple[Path, int]]:

@@ -33,7 +33,7 @@ from mmtrain.data.prepare.sharding import (
 )
 from mmtrain.data.prepare.sources import Adapted, RowImage, Source, place
 from mmtrain.data.samples.records import BadSample, Record, record_json
-from mmtrain.data.shards.index_file import index_path
+from mmtrain.data.shards.index import index_path
 
 STATE = "unfinished.jsonl"
 SUMMARY = "dataset.json"

@@ -127,14 +127,14 @@ def _extensions(path: Path, offset: int, kind: bytes, content: bytes) -> dict[st
 
 def _refuse_unsafe(path: Path, offset: int, name: str) -> None:
     parts = re.split(r"[/\\]", name)
-    faults = {
-        "has .. in its path": ".." in parts,
-        "is an absolute path": parts[0] == "" or re.match(r"[A-Za-z]:", name) is not None,
-        "holds a control character": _CONTROL.search(name) is not None,
-        "is not UTF-8": not name.isascii() and any("\ud800" <= letter <= "\udfff" for letter in name),
-    }
-    for fault, is_present in faults.items():
-        if is_present:
-            raise UserError(
-                f"{path}: the name {name!r} at byte {offset} {fault}; rename the file and write the tar anew"
-            )
+    fault = None
+    if ".." in parts:
+        fault = "has .. in its path"
+    elif parts[0] == "" or re.match(r"[A-Za-z]:", name):
+        fault = "is an absolute path"
+    elif _CONTROL.search(name):
+        fault = "holds a control character"
+    elif any("\ud800" <= letter <= "\udfff" for letter in name):
+        fault = "is not UTF-8"
+    if fault is not None:
+        raise UserError(f"{path}: the name {name!r} at byte {offset} {fault}; rename the file and write the tar anew")

@@ -1,15 +1,12 @@
 """Detect the format of a data set's samples by its first ones, and refuse shards that it cannot read.
 
-shards --headers, and texts of the first SEEN samples--> how many of these each format reads --> SampleFormat
+shards --headers, and texts of the first SEEN samples--> samples that each format reads --> SampleFormat
 indexed shards --> those in which no sample can be trained on
-
-The result depends on the shards alone: all processes that read the data get it.
 """
 
 from __future__ import annotations
 
 import argparse
-import functools
 import logging
 from collections import Counter
 from collections.abc import Sequence
@@ -31,8 +28,7 @@ from mmtrain.data.samples.formats import (
 from mmtrain.data.samples.records import MAX_RECORD_BYTES, REASONS, BadSample
 from mmtrain.data.samples.sample import read_sample
 from mmtrain.data.shards.archive import read_headers, sample_name
-from mmtrain.data.shards.index import indexed_texts, read_columns
-from mmtrain.data.shards.retry import RETRY_SECONDS, read_again
+from mmtrain.data.shards.index import indexed_texts, read_index
 from mmtrain.data.shards.shard_list import refuse_empty_shards
 
 _log = logging.getLogger(__name__)
@@ -47,7 +43,6 @@ def sample_format(
     caption_prompt: str,
     shards: Sequence[Path],
     key: str,
-    retry_seconds: float = RETRY_SECONDS,
 ) -> SampleFormat:
     """Return the format of this name; for `auto` the `best` of the `candidates` on the first samples, and log it.
 
@@ -55,25 +50,23 @@ def sample_format(
     """
     if name != AUTO:
         return SampleFormat(name, caption_key, caption_prompt)
-    first = _first_samples(shards, key, retry_seconds)
+    first = _first_samples(shards, key)
     forms = [SampleFormat(name, caption_key, caption_prompt) for name in candidates(map(json_record, first))]
-    read: list[int] = []
-    reasons = []
-    for form in forms:
-        faults = [fault for members in first if (fault := _fault(members, form)) is not None]
-        read.append(len(first) - len(faults))
-        for reason, count in Counter(fault.reason for fault in faults).most_common(1):
-            example = next(fault.detail for fault in faults if fault.reason == reason)
-            reasons.append(f"{form.name}: {count} {reason}: {escape(example)}")
-    place = best(read, len(first))
-    form = forms[place]
-    if not read[place]:
-        none = f"{key}: none of the first {len(first)} samples of {shards[0]} can be read in a format that is known:"
+    faults = [[fault for members in first if (fault := _fault(members, form)) is not None] for form in forms]
+    counts = [len(first) - len(of_form) for of_form in faults]
+    form = forms[best(counts, len(first))]
+    readable = counts[forms.index(form)]
+    if not readable:
+        lines = [f"{key}: none of the first {len(first)} samples of {shards[0]} can be read in a format that is known:"]
+        for form, of_form in zip(forms, faults, strict=True):
+            reason, count = Counter(fault.reason for fault in of_form).most_common(1)[0]
+            example = next(fault.detail for fault in of_form if fault.reason == reason)
+            lines.append(f"{form.name}: {count} {reason}: {escape(example)}")
         option = "--caption-key" if key == "SHARDS" else "data.caption_key"
-        mend = f"captions under another key of KEY.json need {option}; mmtrain shard makes shards of other data"
-        raise UserError("\n  ".join([none, *reasons, mend]))
+        lines.append(f"captions under another key of KEY.json need {option}; mmtrain shard makes shards of other data")
+        raise UserError("\n  ".join(lines))
     (suffix, _), *_ = Counter(text_suffix(form.reading, members) for members in first).most_common()
-    _log.info(f"{key}: {form.name} (KEY.{suffix}), as {read[place]} of the first {len(first)} samples are")
+    _log.info(f"{key}: {form.name} (KEY.{suffix}), as {readable} of the first {len(first)} samples are")
     return form
 
 
@@ -91,19 +84,17 @@ def add_format_arguments(parser: argparse._ActionsContainer) -> None:
     )
 
 
-def refuse_useless_shards(
-    shards: Sequence[Path], fingerprint: str, form: SampleFormat, key: str, retry_seconds: float = RETRY_SECONDS
-) -> None:
+def refuse_useless_shards(shards: Sequence[Path], fingerprint: str, form: SampleFormat, key: str) -> None:
     """Raise UserError if no sample of indexed shards can be trained on; warn of single shards without any.
 
     `fingerprint` names the tokenizer and template. Raises what `indexed_texts` raises.
     """
-    useless = [shard for shard in shards if not indexed_texts(shard, retry_seconds).get(fingerprint)]
+    useless = [shard for shard in shards if not indexed_texts(shard).get(fingerprint)]
     if not useless:
         return
     reasons: Counter[str] = Counter()
     for shard in useless:
-        index = read_columns(shard, retry_seconds)
+        index = read_index(shard)
         faults = {**index.texts[fingerprint].faults, **index.faults[form.reading]}
         reasons.update(reason for reason, _ in faults.values())
     why = "; ".join(f"{count:,} {reason}: {REASONS[reason]}" for reason, count in reasons.most_common()) or "none there"
@@ -111,8 +102,8 @@ def refuse_useless_shards(
         of_command, of_eval = key == "SHARDS", key.startswith("eval.")
         option = "--format" if of_command else "eval.format" if of_eval else "data.format or data.sets.N.format"
         raise UserError(
-            f"{key}: no sample in {len(shards):,} shards can be trained on, read as {form.name} ({why}); mend them, or "
-            f"say with {option} what they are: {', '.join(NAMES)}"
+            f"{key}: no sample in {len(shards):,} shards can be trained on, read as {form.name} ({why}). Mend them, or "
+            f"set {option} to their format: {', '.join(NAMES)}"
         )
     _log.warning(
         f"{key}: {len(useless):,} of {len(shards):,} shards hold no sample that can be trained on, the first is "
@@ -128,36 +119,36 @@ def _fault(members: _Members, form: SampleFormat) -> BadSample | None:
     return None
 
 
-def _first_samples(shards: Sequence[Path], key: str, retry_seconds: float) -> list[_Members]:
-    members: list[_Members] = []
-    errors: list[UserError] = []
+def _first_samples(shards: Sequence[Path], key: str) -> list[_Members]:
+    """Read the first samples; damage behind any of them is for the index to report."""
+    samples: list[_Members] = []
+    damage = None
     for shard in shards:
         try:
-            read = functools.partial(_samples_of, shard, SEEN - len(members))
-            samples, error = read_again(read, shard, retry_seconds)
+            samples += _samples_of(shard, SEEN - len(samples))
+        except UserError as error:
+            damage = damage or error
         except OSError as error:
             raise UserError(f"{key}: {shard} cannot be read ({error.strerror})") from error
-        members += samples
-        errors += [error] if error is not None else []
-        if len(members) == SEEN:
+        if len(samples) == SEEN:
             break
-    if not members:
+    if not samples:
         refuse_empty_shards(shards, key)
-        raise errors[0] if errors else UserError(f"{key}: {shards[0]} holds no file KEY.json, KEY.txt, KEY.jpg, ...")
-    return members
+        raise damage or UserError(f"{key}: {shards[0]} holds no file KEY.json, KEY.txt, KEY.jpg, ...")
+    return samples
 
 
-def _samples_of(shard: Path, most: int) -> tuple[list[_Members], UserError | None]:
-    """Return the first samples of a shard, and the error that ended reading, which indexing will report."""
+def _samples_of(shard: Path, limit: int) -> list[_Members]:
+    """Read the first samples of a shard; raises UserError if damage comes before all of them."""
     samples: list[_Members] = []
     last = None
-    try:
-        with shard.open("rb") as stream:
+    with shard.open("rb") as stream:
+        try:
             for file in read_headers(shard, stream):
                 if (named := sample_name(file.name)) is None:
                     continue
                 key, suffix = named
-                if key != last and len(samples) == most:
+                if key != last and len(samples) == limit:
                     break
                 if key != last:
                     samples.append({})
@@ -166,6 +157,7 @@ def _samples_of(shard: Path, most: int) -> tuple[list[_Members], UserError | Non
                     stream.seek(file.offset)
                     content = stream.read(file.size)
                 samples[-1][suffix] = content
-    except UserError as error:
-        return samples, error
-    return samples, None
+        except UserError:
+            if not samples:
+                raise
+    return samples

@@ -1,12 +1,13 @@
-"""The index beside a shard: where every member lies, its checksum, and how long each sample's text is.
+"""The index of a shard: where every member lies, its checksum, and how long each sample's text is.
 
 shard-000000.tar --scan, tokenizer--> ShardIndex --write_index--> shard-000000.tar.index --read_index--> ShardIndex
 
-Two lines of ASCII. The first is a JSON object: format, version, tar_bytes, samples, texts (of each fingerprint how many
-samples can be trained on), bytes (of the second line) and crc32 (of the first line without it, then of the second). The
-second is the content, JSON in columns; flat ones run over all members, or images, of one sample after the other:
+The file lies beside the tar, or in the user's cache where that folder cannot be written. It has two lines of ASCII. The
+first is a JSON object: format, version, tar_bytes, samples, texts (usable samples by fingerprint), bytes (of the second
+line) and crc32 (of the first line without it, then of the second). The second is the content, JSON in columns. Flat
+columns run over all members, or images, of one sample after the other:
 
-    {"keys": [...], "members": {"counts": [of each sample], "suffix": [...], "offset": [...], "size": [...], "crc32":
+    {"keys": [...], "members": {"counts": [per sample], "suffix": [...], "offset": [...], "size": [...], "crc32":
      [...]}, "images": {"counts": [...], "width": [...], "height": [...]},
      "faults": {reading: [[place, reason, detail], ...]}, "texts": {fingerprint: {"tokens": [...], "faults": [...]}}}
 
@@ -17,33 +18,43 @@ depend on the tokenizer are listed by the format in which samples were read (Sam
 
 from __future__ import annotations
 
+import errno
+import hashlib
 import itertools
 import json
+import os
 import zlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Literal, NamedTuple, TypeVar
+from typing import Annotated, Any, Literal, NamedTuple, TypeVar
 
 import numpy as np
 from pydantic import BaseModel, Field, InstanceOf, Strict, ValidationError
 
+from mmtrain.base.cache import cache_folder
+from mmtrain.base.durable import write_whole
 from mmtrain.base.errors import UserError
 from mmtrain.base.json_lines import compact_json
 from mmtrain.base.printing import escape
-from mmtrain.data.samples.formats import TEXT_SUFFIXES, text_suffix
-from mmtrain.data.samples.records import MAX_IMAGE_BYTES, MAX_RECORD_BYTES, REASONS, BadSample
+from mmtrain.base.small_files import read_limited
+from mmtrain.data.samples.records import REASONS, BadSample
 from mmtrain.data.samples.sample import Sample, image_number
-from mmtrain.data.shards.index_file import MEND, read_lines, write_lines
-from mmtrain.data.shards.retry import RETRY_SECONDS, read_again
 
 FORMAT = "mmtrain shard index"
 VERSION = 1
+MAKE = "mmtrain index --tokenizer PATH --template NAME"
+MEND = "mmtrain index --rebuild --tokenizer PATH --template NAME"
 
 UNKNOWN_SIZE = (0, 0)  # width and height of an image whose header does not tell
+MAX_INDEX_BYTES = 1 << 30  # about 200 bytes a sample
 
-Checked = TypeVar("Checked", bound=BaseModel)
+Model = TypeVar("Model", bound=BaseModel)
 Faults = dict[int, tuple[str, str]]  # place -> a code of records.REASONS, detail
+
+
+class MissingIndex(UserError):  # noqa: N818
+    """A shard has no index yet."""
 
 
 class Member(NamedTuple):
@@ -55,11 +66,19 @@ class Member(NamedTuple):
     crc32: int  # of its content
 
 
+def checksum_detail(member: Member) -> str:
+    """Describe a member whose bytes are not those that were indexed, for the reason "checksum"."""
+    return (
+        f"{member.suffix}: {member.size:,} bytes whose CRC32 is not {member.crc32:08x}: they are damaged, or the shard "
+        f"was replaced after it was indexed (then: {MEND} SHARD)"
+    )
+
+
 @dataclass
 class TextLengths:
     """How long the samples of a shard are under one tokenizer and template."""
 
-    tokens: list[int]  # of each sample, without image positions; 0 where the sample is unusable
+    tokens: list[int]  # per sample, without image positions; 0 where the sample is unusable
     faults: Faults = field(default_factory=dict)  # samples that this template or tokenizer cannot hold
 
     def add(self, sample: Sample | None, count: Callable[[Sample], int]) -> None:
@@ -81,7 +100,7 @@ class ShardIndex:
 
     tar_bytes: int
     keys: list[str]  # names up to the first dot after the last slash, as webdataset groups members
-    members: list[tuple[Member, ...]]  # of each sample, in the tar's order
+    members: list[tuple[Member, ...]]  # per sample, in the tar's order
     image_sizes: list[tuple[tuple[int, int], ...]]  # (width, height) of a sample's images, 0 where not known
     faults: dict[str, Faults]  # by SampleFormat.reading, at least one; unusable whatever the tokenizer
     texts: dict[str, TextLengths] = field(default_factory=dict)  # by text_fingerprint
@@ -92,102 +111,112 @@ class ShardIndex:
         self.members.append(tuple(members))
         self.image_sizes.append(tuple(image_sizes))
 
+    @property
+    def image_counts(self) -> np.ndarray:
+        """(samples,) int64 images of each sample."""
+        return np.array(list(map(len, self.image_sizes)), np.int64)
 
-@dataclass(eq=False)
-class IndexColumns:
-    """A ShardIndex as arrays over all members, or images, of one sample after the other."""
-
-    tar_bytes: int
-    keys: list[str]  # (samples,)
-    first_member: np.ndarray  # (samples + 1,) int64: sample s has the members [first_member[s], first_member[s + 1])
-    suffix: list[str]  # (members,), as the fields of Member
-    offset: np.ndarray  # (members,) int64
-    size: np.ndarray  # (members,) int64
-    crc32: np.ndarray  # (members,) uint32
-    first_image: np.ndarray  # (samples + 1,) int64
-    image_sizes: np.ndarray  # (images, 2) int64 width and height
-    faults: dict[str, Faults]
-    texts: dict[str, TextLengths]
+    @property
+    def flat_image_sizes(self) -> np.ndarray:
+        """(images, 2) int64 width and height, one sample after the other."""
+        return np.array(list(itertools.chain.from_iterable(self.image_sizes)), np.int64).reshape(-1, 2)
 
 
-def read_columns(tar: Path, retry_seconds: float = RETRY_SECONDS) -> IndexColumns:
-    """The index of a shard, as arrays; reads that fail for a reason that may pass are tried again for `retry_seconds`.
+def index_path(tar: Path) -> Path:
+    """Path of a shard's index: beside the tar, or in the cache where that folder cannot be written.
+
+    One in the cache comes first: it was made because the one beside the tar could not be changed.
+    """
+    cached, beside = _in_cache(tar), _beside(tar)
+    if cached.is_file() or not (beside.is_file() or os.access(beside.parent, os.W_OK)):
+        return cached
+    return beside
+
+
+def _beside(tar: Path) -> Path:
+    return tar.with_name(tar.name + ".index")
+
+
+def _in_cache(tar: Path) -> Path:
+    name = hashlib.sha256(os.fsencode(tar.absolute())).hexdigest()[:24]
+    return cache_folder("index") / f"{name}.index"
+
+
+def read_index(tar: Path) -> ShardIndex:
+    """Read the index of a shard.
 
     Raises MissingIndex, and UserError for an index that is damaged, has another version, or was made for a tar of
     another size.
     """
-    path, header, content = _read(tar, retry_seconds)
+    path, header, content = _read(tar)
     try:
-        return _from_columns(header, json.loads(content))
+        return _parse(header, json.loads(content))
     except (ValueError, RecursionError) as error:
-        raise _corrupt(path, tar, str(error)) from None
+        raise _damaged(path, tar, str(error)) from None
 
 
-def read_index(tar: Path) -> ShardIndex:
-    """The index of a shard, sample by sample; raises what `read_columns` raises."""
-    columns = read_columns(tar)
-    fields = (columns.suffix, columns.offset.tolist(), columns.size.tolist(), columns.crc32.tolist())
-    return ShardIndex(
-        tar_bytes=columns.tar_bytes,
-        keys=columns.keys,
-        members=_split(list(map(Member._make, zip(*fields, strict=True))), columns.first_member),
-        image_sizes=_split(list(map(tuple, columns.image_sizes.tolist())), columns.first_image),
-        faults=columns.faults,
-        texts=columns.texts,
-    )
+def indexed_texts(tar: Path) -> dict[str, int]:
+    """Return the number of samples that can be trained on, by text fingerprint; raises what `read_index` raises.
 
-
-def indexed_texts(tar: Path, retry_seconds: float = RETRY_SECONDS) -> dict[str, int]:
-    """How many samples of a shard can be trained on, by text fingerprint.
-
-    The bytes of its index are checked, but its first line alone is parsed. Raises what `read_columns` raises.
+    The bytes of the index are checked, but only its first line is parsed.
     """
-    _, header, _ = _read(tar, retry_seconds)
+    _, header, _ = _read(tar)
     return header.texts
 
 
 def write_index(tar: Path, index: ShardIndex) -> None:
     """Write a shard's index, which has its name only when it is complete; raises UserError if the disk refuses it."""
-    content = compact_json(_to_columns(index))
-    header = {
-        "format": FORMAT,
-        "version": VERSION,
-        "tar_bytes": index.tar_bytes,
-        "samples": len(index.keys),
-        "texts": _usable(index.texts),
-        "bytes": len(content),
-    }
+    content = compact_json(_columns(index))
+    header: dict[str, Any] = {"format": FORMAT, "version": VERSION, "tar_bytes": index.tar_bytes}
+    header |= {"samples": len(index.keys), "texts": _usable(index.texts), "bytes": len(content)}
     header["crc32"] = _crc32(header, content)
-    write_lines(tar, compact_json(header) + b"\n" + content + b"\n")
+    lines = compact_json(header) + b"\n" + content + b"\n"
+    beside, cached = _beside(tar), _in_cache(tar)
+    for path in (beside, cached):
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_whole(path, lines)
+            break
+        except OSError as error:
+            if path is cached or error.errno not in (errno.EACCES, errno.EPERM, errno.EROFS):
+                raise UserError(
+                    f"{path}: cannot be written ({error.strerror}); free space, or make the folder writable"
+                ) from error
+    if path is beside:
+        cached.unlink(missing_ok=True)  # it would hide the new one
 
 
-def _read(tar: Path, retry_seconds: float) -> tuple[Path, _Header, bytes]:
-    """File, header and content line of an index whose bytes are those that were written, for the tar that is there."""
-    path, lines, tar_bytes = read_again(lambda: read_lines(tar), tar, retry_seconds)
-    first, _, rest = lines.partition(b"\n")
+def _read(tar: Path) -> tuple[Path, _Header, bytes]:
+    """Return path, header and content line of an index whose checksum is right and whose tar has the right size."""
+    path = index_path(tar)
+    try:
+        first, _, rest = read_limited(path, MAX_INDEX_BYTES, "an index").partition(b"\n")
+    except FileNotFoundError:
+        raise MissingIndex(f"{tar}: has no index {path}; make it: {MAKE} {tar}") from None
     try:
         header = json.loads(first)
         if header["format"] == FORMAT and header["version"] != VERSION:
             version = escape(repr(header["version"]))
             raise UserError(f"{path} has version {version}, this mmtrain reads {VERSION}. Make it again: {MEND} {tar}")
-        crc32 = header.pop("crc32")
-        whole = rest[:-1]
-        if rest[-1:] != b"\n" or len(whole) != header["bytes"] or _crc32(header, whole) != crc32:
-            raise _corrupt(path, tar, "its checksum does not fit its bytes")
-        if first != compact_json({**header, "crc32": crc32}):
-            raise _corrupt(path, tar, "its first line is not as it was written")
-        checked = _of_kind(_Header, header)
-    except (KeyError, TypeError, ValueError, RecursionError) as error:
-        raise _corrupt(path, tar, f"{type(error).__name__}: {error}") from None
+        crc32, content = header.pop("crc32"), rest[:-1]
+        if rest[-1:] != b"\n" or len(content) != header["bytes"] or _crc32(header, content) != crc32:
+            raise _damaged(path, tar, "its checksum does not fit its bytes")
+        checked = _checked(_Header, header)
+    except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
+        raise _damaged(path, tar, f"{type(error).__name__}: {error}") from None
+    try:
+        tar_bytes = tar.stat().st_size
+    except OSError as error:
+        raise UserError(f"{tar}: cannot be read ({error.strerror})") from error
     if tar_bytes != checked.tar_bytes:
         raise UserError(
             f"{path}: is stale: made for a tar of {checked.tar_bytes:,} bytes, but {tar.name} has {tar_bytes:,}. If "
             f"the tar was copied incompletely, copy it again; if it is right as it is: {MEND} {tar}"
         )
-    return path, checked, whole
+    return path, checked, content
 
 
-def _corrupt(path: Path, tar: Path, seen: str) -> UserError:
+def _damaged(path: Path, tar: Path, seen: str) -> UserError:
     return UserError(f"{path}: is damaged ({seen}). If there is a copy, put it back; if the tar is sound: {MEND} {tar}")
 
 
@@ -196,34 +225,32 @@ def _crc32(header: dict, content: bytes) -> int:
 
 
 def _usable(texts: dict[str, TextLengths]) -> dict[str, int]:
-    """By fingerprint how many samples can be trained on: these have tokens, at least one that ends the answer."""
+    """Count the samples that can be trained on, by fingerprint: those with tokens."""
     return {name: sum(map(bool, text.tokens)) for name, text in sorted(texts.items())}
 
 
-def _to_columns(index: ShardIndex) -> dict:
+def _columns(index: ShardIndex) -> dict:
     per_sample = (index.members, index.image_sizes, *(text.tokens for text in index.texts.values()))
     assert {len(index.keys)} == set(map(len, (index.keys, *per_sample))), "not one entry a sample"
     members = [member for sample in index.members for member in sample]
-    widths, heights = ([size[axis] for sample in index.image_sizes for size in sample] for axis in (0, 1))
     columns = zip(*members, strict=True) if members else [()] * 4
+    sizes = index.flat_image_sizes.T.tolist()
+    texts = sorted(index.texts.items())
     return {
         "keys": index.keys,
         "members": {"counts": list(map(len, index.members)), **dict(zip(Member._fields, columns, strict=True))},
-        "images": {
-            "counts": list(map(len, index.image_sizes)),
-            "width": widths,
-            "height": heights,
-        },
+        "images": {"counts": index.image_counts.tolist(), "width": sizes[0], "height": sizes[1]},
         "faults": {reading: _fault_rows(faults) for reading, faults in sorted(index.faults.items())},
-        "texts": {
-            name: {"tokens": text.tokens, "faults": _fault_rows(text.faults)}
-            for name, text in sorted(index.texts.items())
-        },
+        "texts": {name: {"tokens": text.tokens, "faults": _fault_rows(text.faults)} for name, text in texts},
     }
 
 
-_MOST = 2**31 - 1  # pixels of an image's side, tokens of a text: sums of some, and products of two, fit into int64
-_Count = Annotated[int, Field(ge=0, le=_MOST)]
+def _fault_rows(faults: Faults) -> list[tuple]:
+    return [(place, *faults[place]) for place in sorted(faults)]
+
+
+# Pixels of an image's side, tokens of a text: sums of some, and products of two, fit into int64.
+_Count = Annotated[int, Field(ge=0, lt=2**31)]
 _Bytes = Annotated[int, Field(ge=0, le=2**62)]
 _Name = Annotated[str, Field(pattern=r"^[^\x00-\x1f\x7f]+$")]  # what archive.read_headers takes
 _FaultRow = Annotated[tuple[int, Literal[tuple(REASONS)], InstanceOf[str]], Strict(False)]  # details hold any text
@@ -237,7 +264,7 @@ class _Header(BaseModel, strict=True):
 
 
 class _Members(BaseModel, strict=True):
-    counts: list[Annotated[int, Field(ge=1, le=_MOST)]]
+    counts: list[Annotated[int, Field(ge=1, lt=2**31)]]
     suffix: list[_Name]
     offset: list[_Bytes]
     size: list[_Bytes]
@@ -263,20 +290,20 @@ class _Content(BaseModel, strict=True):
     texts: dict[str, _Texts]
 
 
-def _of_kind(kind: type[Checked], value: object) -> Checked:
-    """The value as a model; raises ValueError naming the first field that is wrong, without showing what it holds."""
+def _checked(model: type[Model], value: object) -> Model:
+    """Return the value as a model; raises ValueError naming the first wrong field, without showing its content."""
     try:
-        return kind.model_validate(value)
+        return model.model_validate(value)
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
         raise ValueError(escape(f"{'.'.join(map(str, first['loc']))}: {first['msg']}")) from None
 
 
-def _from_columns(header: _Header, value: object) -> IndexColumns:
-    """The arrays of an index, checked: who makes one up gives it a right checksum. Raises ValueError naming a field."""
-    content = _of_kind(_Content, value)
+def _parse(header: _Header, value: object) -> ShardIndex:
+    """Build an index; raises ValueError for fields that do not fit each other: a made-up index has a right checksum."""
+    content, samples = _checked(_Content, value), header.samples
     members, images, texts = content.members, content.images, content.texts
-    total, samples = len(members.suffix), header.samples
+    total = len(members.suffix)
     lengths = {"keys": (content.keys, samples), "members.counts": (members.counts, samples)}
     lengths |= {f"members.{name}": (getattr(members, name), total) for name in ("offset", "size", "crc32")}
     lengths |= {"images.counts": (images.counts, samples), "images.height": (images.height, len(images.width))}
@@ -284,38 +311,37 @@ def _from_columns(header: _Header, value: object) -> IndexColumns:
     for name, (column, needed) in lengths.items():
         if len(column) != needed:
             raise ValueError(f"{name}: has {len(column):,} elements, {needed:,} are needed")
-    if sorted(header.texts) != sorted(texts):
-        raise ValueError("texts: are others than the first line says")
-    columns = IndexColumns(
+    columns = zip(members.suffix, members.offset, members.size, members.crc32, strict=True)
+    index = ShardIndex(
         tar_bytes=header.tar_bytes,
         keys=content.keys,
-        first_member=_firsts("members", members.counts, total),
-        suffix=members.suffix,
-        offset=np.array(members.offset, np.int64),
-        size=np.array(members.size, np.int64),
-        crc32=np.array(members.crc32, np.uint32),
-        first_image=_firsts("images", images.counts, len(images.width)),
-        image_sizes=np.array([images.width, images.height], np.int64).T,
+        members=_split("members", list(map(Member._make, columns)), members.counts),
+        image_sizes=_split("images", list(zip(images.width, images.height, strict=True)), images.counts),
         faults={reading: _faults(f"faults.{reading}", rows, samples) for reading, rows in content.faults.items()},
         texts={
             name: TextLengths(text.tokens, _faults(f"texts.{name}.faults", text.faults, samples))
             for name, text in texts.items()
         },
     )
-    if header.texts != _usable(columns.texts):
+    if header.texts != _usable(index.texts):
         raise ValueError("texts: the first line counts other samples")
-    for name, last in (("size", columns.size), ("offset", columns.offset + columns.size)):
-        if (last > columns.tar_bytes).any():
-            raise ValueError(f"members.{name}: ends at byte {last.max():,} of a tar of {columns.tar_bytes:,} bytes")
-    _refuse_large(columns)
-    return columns
+    end = max(map(sum, zip(members.offset, members.size, strict=True)), default=0)
+    if end > index.tar_bytes:
+        raise ValueError(f"members.offset and size: end at byte {end:,} of a tar of {index.tar_bytes:,} bytes")
+    pictures = {suffix for suffix in set(members.suffix) if image_number(suffix) is not None}
+    for place, sample in enumerate(index.members):
+        files, sizes = sum(member.suffix in pictures for member in sample), len(index.image_sizes[place])
+        if files != sizes and not all(place in faults for faults in index.faults.values()):
+            raise ValueError(f"images.counts: {escape(index.keys[place])} has {files} images and {sizes} sizes")
+    return index
 
 
-def _firsts(name: str, counts: list[int], total: int) -> np.ndarray:
-    firsts = np.cumsum([0, *counts])
-    if firsts[-1] != total:
-        raise ValueError(f"{name}.counts: add up to {firsts[-1]:,}, but there are {total:,}")
-    return firsts
+def _split(name: str, values: Sequence, counts: list[int]) -> list[tuple]:
+    """Cut a flat column into the tuples of each sample."""
+    if sum(counts) != len(values):
+        raise ValueError(f"{name}.counts: add up to {sum(counts):,}, but there are {len(values):,}")
+    rest = iter(values)
+    return [tuple(itertools.islice(rest, count)) for count in counts]
 
 
 def _faults(name: str, rows: list[_FaultRow], samples: int) -> Faults:
@@ -323,25 +349,3 @@ def _faults(name: str, rows: list[_FaultRow], samples: int) -> Faults:
     if len(faults) < len(rows) or not all(0 <= place < samples for place in faults):
         raise ValueError(f"{name}: holds a place twice, or one of no sample")
     return faults
-
-
-def _refuse_large(columns: IndexColumns) -> None:
-    """Raise ValueError for a member too large to be read into memory whose sample is not marked as unusable."""
-    for at in np.flatnonzero(columns.size > min(MAX_RECORD_BYTES, MAX_IMAGE_BYTES)).tolist():
-        suffix, size = columns.suffix[at], int(columns.size[at])
-        is_text = suffix in TEXT_SUFFIXES
-        limit = MAX_RECORD_BYTES if is_text else MAX_IMAGE_BYTES if image_number(suffix) is not None else size
-        place = int(np.searchsorted(columns.first_member, at, side="right")) - 1
-        own = columns.suffix[columns.first_member[place] : columns.first_member[place + 1]]
-        for reading, faults in columns.faults.items() if size > limit else ():
-            is_read = not is_text or suffix == text_suffix(reading, own)
-            if is_read and place not in faults:
-                raise ValueError(f"members.size: {suffix} has {size:,} bytes; at most {limit:,} can be trained on")
-
-
-def _split(values: list, firsts: np.ndarray) -> list[tuple]:
-    return [tuple(values[begin:end]) for begin, end in itertools.pairwise(firsts.tolist())]
-
-
-def _fault_rows(faults: Faults) -> list[tuple]:
-    return [(place, *faults[place]) for place in sorted(faults)]

@@ -1,11 +1,10 @@
-"""Indexes made for many shards at once, in parallel.
+"""Make the indexes of many shards in parallel.
 
 tar without index --headers, contents, in one sequential read--> offset, size, CRC32 of every file
                   --neighbours of one key: samples, judged; TextCounter--> index with text lengths
 tar whose index lacks this format, tokenizer and template --members that hold the texts--> the same index, with them
 
-Tars are only read. What an index holds is a function of the tar, the formats, the tokenizers and the templates, not of
-the workers.
+Tars are only read. An index is a function of the tar, the formats, the tokenizers and the templates.
 Samples are formed as webdataset forms them. What makes one sample unusable is noted as its fault; what would make
 webdataset drop or mix up samples in silence is an error. Image headers are read, no pixel is decoded.
 """
@@ -36,14 +35,14 @@ from mmtrain.data.shards.index import (
     UNKNOWN_SIZE,
     Faults,
     Member,
+    MissingIndex,
     ShardIndex,
     TextLengths,
+    checksum_detail,
     indexed_texts,
     read_index,
     write_index,
 )
-from mmtrain.data.shards.index_file import MissingIndex
-from mmtrain.data.shards.retry import RETRY_SECONDS, UnreadableError
 from mmtrain.models.facts.model_files import model_folder
 from mmtrain.models.facts.tokenizer_files import text_fingerprint
 from mmtrain.models.layouts.layout import ImageLayout
@@ -68,7 +67,6 @@ def ensure_indexes(
     *,
     workers: int | None = None,
     stream: TextIO | None = None,
-    retry_seconds: float = RETRY_SECONDS,
 ) -> None:
     """Make or complete the indexes that a run with this tokenizer, template, layout and format of samples needs.
 
@@ -77,28 +75,26 @@ def ensure_indexes(
     unasked, for their checksums are the only record of what the tars should hold.
     """
     fingerprint = text_fingerprint(model_folder(tokenizer_path), template, layout.texts, form.wording)
-    missing = unready_shards(tars, fingerprint, retry_seconds)
+    missing = unready_shards(tars, fingerprint)
     if missing:
         _log.info(f"indexing {len(missing):,} of {len(tars):,} shards (once; the indexes are kept beside them)")
         text = tokenizer_path, template, layout, form
         build_indexes(missing, *text, workers=workers or usable_cores(), stream=stream)
 
 
-def unready_shards(tars: Sequence[Path], fingerprint: str, retry_seconds: float = RETRY_SECONDS) -> list[Path]:
+def unready_shards(tars: Sequence[Path], fingerprint: str) -> list[Path]:
     """Return the shards without an index that holds lengths under this fingerprint.
 
-    Raises UserError naming the indexes that are stale or damaged, or the first that the storage fails to give.
+    Raises UserError naming the indexes that are stale, damaged or cannot be read.
     """
     missing: list[Path] = []
     failures: list[UserError] = []
     for tar in tars:
         try:
-            if fingerprint not in indexed_texts(tar, retry_seconds):
+            if fingerprint not in indexed_texts(tar):
                 missing.append(tar)
         except MissingIndex:
             missing.append(tar)
-        except UnreadableError:
-            raise
         except UserError as error:
             failures.append(error)
     _raise_all(failures, len(tars))
@@ -143,78 +139,74 @@ def build_indexes(
 
 
 def _index_shard(count: TextCounter, rebuild: bool, tar: Path, advance: Advance) -> UserError | None:
-    """Index one shard; what it cannot be indexed for is a value, so that the other shards go on."""
+    """Index one shard; return the error that kept it from being indexed, so that the other shards go on."""
     try:
-        index = None
-        with contextlib.suppress(MissingIndex):
-            index = None if rebuild else read_index(tar)
-        if index is None:
+        with tar.open("rb") as stream:
+            lock(stream)  # a process with another tokenizer waits, and then adds its lengths to these
+            index = None
+            with contextlib.suppress(MissingIndex):
+                index = None if rebuild else read_index(tar)
+            if index is not None and count.fingerprint in index.texts:
+                return None
             lengths = TextLengths([])
 
             def measure(sample: Sample | None) -> None:
                 lengths.add(sample, count)
                 advance(1)
 
-            index = scan_shard(tar, measure, count.form)
-        elif count.fingerprint in index.texts:  # another process was faster
-            return None
-        else:
-            lengths = measure_texts(tar, index, count, advance)
-        index.texts[count.fingerprint] = lengths
-        if rebuild:
+            if index is None:
+                index = scan_shard(tar, measure, count.form)
+            else:
+                _measure_texts(tar, stream, index, lengths, measure, count.form)
+            index.texts[count.fingerprint] = lengths
             write_index(tar, index)
-        else:
-            write_merged(tar, index)
+    except OSError as error:
+        return UserError(f"{tar}: cannot be read ({error.strerror})")
     except UserError as error:
         return error
     return None
 
 
-def measure_texts(tar: Path, index: ShardIndex, count: TextCounter, advance: Advance) -> TextLengths:
-    """Text lengths of an indexed shard, from the members with texts alone.
+def _measure_texts(
+    tar: Path,
+    stream: BinaryIO,
+    index: ShardIndex,
+    lengths: TextLengths,
+    measure: Callable[[Sample | None], None],
+    form: SampleFormat,
+) -> None:
+    """Measure an indexed shard by the members with texts alone; the index gets the faults of a format new to it."""
+    known_faults = index.faults.get(form.reading)
+    faults = index.faults[form.reading] = _faults_of_files(index) if known_faults is None else known_faults
 
-    The index gets the faults of a format that is new to it. `advance` is told of samples that went through.
-    """
-    lengths, known = TextLengths([]), index.faults.get(count.form.reading)
-    faults = index.faults[count.form.reading] = _faults_of_files(index) if known is None else known
-    try:
-        with tar.open("rb") as stream:
+    def read(member: Member) -> bytes:
+        content = os.pread(stream.fileno(), member.size, member.offset)
+        if zlib.crc32(content) != member.crc32:
+            raise BadSample("checksum", checksum_detail(member))
+        return content
 
-            def read(member: Member) -> bytes:
-                content = os.pread(stream.fileno(), member.size, member.offset)
-                if zlib.crc32(content) != member.crc32:
-                    detail = f"{member.suffix}: {member.size:,} bytes whose CRC32 is not {member.crc32:08x}"
-                    raise BadSample("checksum", detail)
-                return content
-
-            for place, members in enumerate(index.members):
-                sample, sizes = None, index.image_sizes[place]
-                try:
-                    if place not in faults:
-                        sample = _without_images(tar, index.keys[place], members, sizes, count.form, read)
-                except BadSample as error:
-                    if known is None and error.reason != "checksum":
-                        faults[place] = (error.reason, error.detail)
-                        lengths.add(None, count)
-                    else:
-                        lengths.reject(error)
-                else:
-                    lengths.add(sample, count)
-                advance(1)
-    except OSError as error:
-        raise UserError(f"{tar}: cannot be read ({error.strerror})") from error
-    return lengths
+    for place, members in enumerate(index.members):
+        sample = None
+        if place not in faults:
+            try:
+                sample = _without_images(tar, index.keys[place], members, index.image_sizes[place], form, read)
+            except BadSample as error:
+                if known_faults is not None or error.reason == "checksum":
+                    lengths.reject(error)
+                    continue
+                faults[place] = (error.reason, error.detail)
+        measure(sample)
 
 
 def _faults_of_files(index: ShardIndex) -> Faults:
-    """Those of samples that no format can read, told by one whose faults are known."""
-    found, *_ = index.faults.values()
+    """Return the faults that are the same in every format, from those of a format that was read."""
+    faults, *_ = index.faults.values()
     too_large = {
         place
         for place, members in enumerate(index.members)
         if any(image_number(member.suffix) is not None and member.size > MAX_IMAGE_BYTES for member in members)
     }
-    return {place: fault for place, fault in found.items() if fault[0] in _OF_FILES or place in too_large}
+    return {place: fault for place, fault in faults.items() if fault[0] in _OF_FILES or place in too_large}
 
 
 def _without_images(
@@ -225,7 +217,7 @@ def _without_images(
     form: SampleFormat,
     read: Callable[[Member], bytes],
 ) -> Sample:
-    """A sample, its images as empty bytes; of the others the member with its text is read. Raises BadSample."""
+    """Return a sample with empty images; only the member with its text is read. Raises BadSample."""
     by_suffix = {member.suffix: member for member in members}
     contents = dict.fromkeys(by_suffix, b"")
     if (member := by_suffix.get(text_suffix(form.reading, by_suffix))) is not None:
@@ -235,20 +227,8 @@ def _without_images(
     return replace(read_sample(key, str(tar), contents, members[0].offset, form), sizes=sizes)
 
 
-def write_merged(tar: Path, index: ShardIndex) -> None:
-    """Write an index with the lengths that another process, for another tokenizer, has written in the meantime."""
-    with tar.open("rb") as stream:
-        lock(stream)
-        with contextlib.suppress(UserError):  # none yet, or one that this one replaces
-            written = read_index(tar)
-            if (written.keys, written.members) == (index.keys, index.members):
-                index.texts = {**written.texts, **index.texts}
-                index.faults = {**written.faults, **index.faults}
-        write_index(tar, index)
-
-
 class _File(NamedTuple):
-    """A member as it passed by: what was kept of its content, and what was wrong with it."""
+    """A member that was read: what was kept of its content, and what was wrong with it."""
 
     key: str
     member: Member
@@ -258,11 +238,11 @@ class _File(NamedTuple):
 
 
 def scan_shard(tar: Path, on_sample: Callable[[Sample | None], None], form: SampleFormat = LLAVA) -> ShardIndex:
-    """Read a tar once; its index, without text lengths, its samples read in this format.
+    """Read a tar once and return its index without text lengths, its samples read in this format.
 
-    `on_sample` gets each sample, its images as empty bytes, or None for one with a fault. Memory is that of an image.
-    Raises what `read_headers` raises, and UserError for names that webdataset forms no sample of: without a suffix, or
-    with a part that begins with two underscores.
+    `on_sample` gets each sample with empty images, or None for one with a fault. Memory is that of an image. Raises
+    what `read_headers` raises, and UserError for names that webdataset forms no sample of: without a suffix, or with a
+    part that begins with two underscores.
     """
     try:
         with tar.open("rb", buffering=_CHUNK) as stream, warnings.catch_warnings(action="ignore"):  # Pillow's
@@ -279,8 +259,8 @@ def _files(tar: Path, stream: BinaryIO) -> Iterator[_File]:
         named = sample_name(file.name)
         if named is None:
             raise UserError(
-                f"{tar}: {file.name!r} belongs to no sample: webdataset passes over names without a suffix or without "
-                "anything before it, and over some that begin with two underscores; write the tar without it"
+                f"{tar}: {file.name!r} belongs to no sample: webdataset skips names without a key or a suffix, and "
+                "some that begin with two underscores. Write the tar without it"
             )
         key, suffix = named
         stream.seek(file.offset)
@@ -289,20 +269,20 @@ def _files(tar: Path, stream: BinaryIO) -> Iterator[_File]:
         crc32, content = 0, b""
         for chunk in _chunks(stream, file.size, max(limit, _CHUNK)):
             crc32, content = zlib.crc32(chunk, crc32), chunk
-        member = Member(suffix, file.offset, file.size, crc32)
+        size, fault = UNKNOWN_SIZE, None
         if is_image and file.size > limit:
-            yield _File(key, member, fault=("too_many_bytes", f"{suffix}: {file.size:,} bytes; at most {limit:,}"))
+            fault = ("too_many_bytes", f"{suffix}: {file.size:,} bytes; at most {limit:,}")
         elif is_image:
             try:
-                yield _File(key, member, image_size=image_size(content))
+                size = image_size(content)
             except BadSample as error:
-                yield _File(key, member, fault=(error.reason, f"{suffix}: {error.detail}"))
-        else:
-            yield _File(key, member, text=content if is_text and file.size <= limit else b"")
+                fault = (error.reason, f"{suffix}: {error.detail}")
+        text = content if is_text and file.size <= limit else b""
+        yield _File(key, Member(suffix, file.offset, file.size, crc32), text, size, fault)
 
 
 def _chunks(stream: BinaryIO, size: int, largest: int) -> Iterator[bytes]:
-    """The next `size` bytes: as one piece if they are at most `largest`, else in small ones."""
+    """Read the next `size` bytes: as one piece if they are at most `largest`, else in small ones."""
     piece = size if size <= largest else _CHUNK
     while size > 0:
         chunk = stream.read(min(piece, size))
@@ -313,14 +293,12 @@ def _chunks(stream: BinaryIO, size: int, largest: int) -> Iterator[bytes]:
 
 
 def _add_sample(index: ShardIndex, tar: Path, key: str, files: list[_File], form: SampleFormat) -> Sample | None:
-    """Append a sample; without its images, or None for one with a fault."""
-    place = len(index.keys)
+    """Append a sample to the index and return it without its images; None for one with a fault."""
     members = {file.member.suffix: file for file in files}
     sample, sizes = None, ()
     try:
         if len(members) < len(files):
-            twice = next(suffix for suffix in members if sum(file.member.suffix == suffix for file in files) > 1)
-            raise BadSample("duplicate_member", f"{twice} comes twice")
+            raise BadSample("duplicate_member", f"{', '.join(file.member.suffix for file in files)}: one comes twice")
         sizes = tuple(members[suffix].image_size for suffix in image_suffixes(list(members)))
         for file in files:
             if file.fault is not None:
@@ -328,13 +306,13 @@ def _add_sample(index: ShardIndex, tar: Path, key: str, files: list[_File], form
         in_order = [file.member for file in files]
         sample = _without_images(tar, key, in_order, sizes, form, lambda member: members[member.suffix].text)
     except BadSample as error:
-        index.faults[form.reading][place] = (error.reason, error.detail)
+        index.faults[form.reading][len(index.keys)] = (error.reason, error.detail)
     index.add(key, (file.member for file in files), sizes)
     return sample
 
 
 def _raise_all(failures: Sequence[UserError], tars: int) -> None:
-    """Raise one error that lists the first few; nothing where there are none."""
+    """Raise one error that lists the first failures, if there are any."""
     if len(failures) == 1:
         raise failures[0]
     if failures:

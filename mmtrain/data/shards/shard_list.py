@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import math
+import re
 import shlex
 import subprocess
 import time
@@ -22,7 +22,7 @@ from collections.abc import Sequence
 from glob import glob
 from pathlib import Path
 
-from braceexpand import UnbalancedBracesError, braceexpand, char_range_re, int_range_re, make_char_range
+from braceexpand import UnbalancedBracesError, braceexpand
 
 from mmtrain.base.cache import cache_folder
 from mmtrain.base.durable import held, whole_file
@@ -39,12 +39,12 @@ SPLITS = tuple(kind + split for kind in _KINDS for split in ("train", "held-out"
 # What makes them; the cache never outlives it.
 _DEMO_SOURCES = ("data/prepare/sharding.py", *(f"demo/{name}.py" for name in ("data", "pictures", "scene", "text")))
 
-# Of one pattern, counted before braces are expanded: {0..999999}{0..999999} would take all memory first. A million
-# shards of 100 MB are 100 TB; a path has at most 4,096 bytes, and braceexpand calls itself for braces inside braces.
-MAX_NAMES = 1_000_000
-MAX_PATTERN = 4096  # characters
-MAX_BRACES = 10  # inside each other
-MAX_DIGITS = 18  # digits of a range's begin, end and step: what is longer is no number of a shard
+# Limits of one pattern: braceexpand would take all memory for {0..999999}{0..999999}.
+MAX_NAMES = 1_000_000  # shards of 100 MB: 100 TB
+MAX_PATTERN = 4096  # characters, as of a path
+MAX_BRACES = 100  # braceexpand calls itself for braces inside braces
+_INNERMOST = re.compile(r"\{([^{}]*)\}")
+_RANGE = re.compile(r"(-?\d+)\.\.(-?\d+)(?:\.\.-?\d+)?")
 
 
 def expand_shards(
@@ -58,47 +58,10 @@ def expand_shards(
     files, a file named twice, and other URLs.
     """
     patterns = (shards,) if isinstance(shards, str) else tuple(shards)
-    found: list[Path] = []
-    for pattern in patterns:
-        if is_demo(pattern):
-            tars = sorted(demo_shards(pattern).glob("*.tar"))
-            if not tars:
-                raise UserError(
-                    f"{key}: {pattern} is not in {demo_shards(pattern)}, where `mmtrain train` puts it as it starts; "
-                    "start it again, with the same XDG_CACHE_HOME"
-                )
-            found += tars
-            continue
-        if not pattern:
-            raise UserError(f"{key}: an empty name; name a webdataset tar, or set {key}=null where that is allowed")
-        is_pipe = pattern.startswith(PIPE)
-        if "://" in pattern and not is_pipe:
-            raise UserError(
-                f"{key}: {pattern!r} is a URL; shards are read from local files: download them, or let a program do "
-                f"it: pipe:curl -sf {pattern}, with data.allow_pipe=[curl]"
-            )
-        try:
-            _refuse_endless(pattern, key)
-            names = braceexpand(pattern)
-        except UnbalancedBracesError:
-            raise UserError(
-                f"{key}: {pattern!r} opens a brace that it does not close, or the other way round; a range is "
-                "shard-{000000..000099}.tar, and a brace that is part of a name is written \\{"
-            ) from None
-        for name in names:
-            if is_pipe:
-                found.append(_piped_shard(name, allow_pipe, key))
-                continue
-            whole = Path(name).expanduser()
-            # Path.glob takes no absolute pattern; a file whose name holds brackets is no pattern.
-            paths = [whole] if whole.exists() else sorted(map(Path, glob(str(whole))))  # noqa: PTH207
-            if not paths:
-                whence = f" (from {pattern})" if name != pattern else ""
-                raise UserError(f"{key}: no file {name}{whence}")
-            found += (tar for path in paths for tar in _tars(path, key))
-    if not found:
+    tars = [tar for pattern in patterns for tar in _tars_of(pattern, key, allow_pipe)]
+    if not tars:
         raise UserError(f"{key}: the list is empty; name at least one webdataset tar")
-    for path in found:
+    for path in tars:
         if not path.is_file():
             raise UserError(f"{key}: {path} is no regular file; name tars, or folders that hold them")
         if path.suffix.lower() in _RECORD_SUFFIXES:
@@ -106,14 +69,54 @@ def expand_shards(
                 f"{key}: {path} is a file of records, and webdataset tars are needed; make them with mmtrain shard "
                 f"--from {shlex.quote(str(path))} --images DIR --out FOLDER (no --images for text), and name FOLDER"
             )
-    if len(set(found)) < len(found):
-        twice = next(path for number, path in enumerate(found) if path in found[:number])
+    if len(set(tars)) < len(tars):
+        twice = next(path for number, path in enumerate(tars) if path in tars[:number])
         raise UserError(f"{key}: {twice} is named twice; every sample would count twice")
-    return tuple(found)
+    return tuple(tars)
 
 
-def _tars(path: Path, key: str) -> list[Path]:
-    """The tars of a folder; of what is none, itself."""
+def _tars_of(pattern: str, key: str, allow_pipe: Sequence[str]) -> list[Path]:
+    """List the files of one pattern."""
+    if is_demo(pattern):
+        tars = sorted(demo_shards(pattern).glob("*.tar"))
+        if not tars:
+            raise UserError(
+                f"{key}: {pattern} is not in {demo_shards(pattern)}, where `mmtrain train` puts it as it starts; "
+                "start it again, with the same XDG_CACHE_HOME"
+            )
+        return tars
+    if not pattern:
+        raise UserError(f"{key}: an empty name; name a webdataset tar, or set {key}=null where that is allowed")
+    is_pipe = pattern.startswith(PIPE)
+    if "://" in pattern and not is_pipe:
+        raise UserError(
+            f"{key}: {pattern!r} is a URL; shards are read from local files: download them, or let a program do "
+            f"it: pipe:curl -sf {pattern}, with data.allow_pipe=[curl]"
+        )
+    _refuse_endless(pattern, key)
+    try:
+        names = list(braceexpand(pattern))
+    except UnbalancedBracesError:
+        raise UserError(
+            f"{key}: {pattern!r} has braces that do not match; a range is shard-{{000000..000099}}.tar, and a brace "
+            "that is part of a name is written \\{"
+        ) from None
+    if is_pipe:
+        return [_piped_shard(name, allow_pipe, key) for name in names]
+    tars = []
+    for name in names:
+        whole = Path(name).expanduser()
+        # Path.glob takes no absolute pattern; a file whose name holds brackets is no pattern.
+        paths = [whole] if whole.exists() else sorted(map(Path, glob(str(whole))))  # noqa: PTH207
+        if not paths:
+            origin = f" (from {pattern})" if name != pattern else ""
+            raise UserError(f"{key}: no file {name}{origin}")
+        tars += [tar for path in paths for tar in _tars_in(path, key)]
+    return tars
+
+
+def _tars_in(path: Path, key: str) -> list[Path]:
+    """List the tars of a folder; a file stands for itself."""
     if not path.is_dir():
         return [path]
     tars = sorted(path.glob("*.tar"))
@@ -122,8 +125,29 @@ def _tars(path: Path, key: str) -> list[Path]:
     return tars
 
 
+def _refuse_endless(pattern: str, key: str) -> None:
+    """Raise UserError for a pattern that would be expanded, or searched for, for hours."""
+    shown = escape(repr(pattern))
+    if len(pattern) > MAX_PATTERN:
+        raise UserError(f"{key}: {shown} has {len(pattern):,} characters; a path has at most {MAX_PATTERN:,}")
+    if "**" in pattern:
+        raise UserError(
+            f"{key}: {shown} searches all folders below; write one * for each folder between, e.g. data/*/*.tar"
+        )
+    names, rest = 1, pattern  # at most: a range inside other braces counts as often as they have alternatives
+    while group := _INNERMOST.search(rest):
+        number = _RANGE.fullmatch(group[1])
+        names *= abs(int(number[2]) - int(number[1])) + 1 if number else group[1].count(",") + 1
+        rest = rest[: group.start()] + rest[group.end() :]
+    if names > MAX_NAMES or pattern.count("{") > MAX_BRACES:
+        raise UserError(
+            f"{key}: the braces of {shown} name more than {MAX_NAMES:,} files, or are more than {MAX_BRACES}; correct "
+            "the range, or name the folder's tars by FOLDER/*.tar"
+        )
+
+
 def demo_shards(name: str) -> Path:
-    """The folder of the shards that a name of the demo's data stands for; raises UserError for another name."""
+    """Return the folder of the demo's shards of this name; raises UserError for a name that the demo has not."""
     split = name.removeprefix(PREFIX)
     if split not in SPLITS:
         raise UserError(f"{name}: the demo has no such data; it has {', '.join(PREFIX + known for known in SPLITS)}")
@@ -133,11 +157,10 @@ def demo_shards(name: str) -> Path:
 
 
 def _piped_shard(url: str, allowed: Sequence[str], key: str) -> Path:
-    """The file that holds what the command of a `pipe:` URL writes; it runs if that is not there yet.
+    """Return the file with the output of a `pipe:` URL's command, which runs if the file is not there yet.
 
-    `allowed` names the programs that may start, which the command line says and no file. There is no shell, so `|`, `;`
-    and `>` are words like others. Raises UserError for other programs and for one that fails; `key` is the
-    configuration's name for the URL, for messages.
+    `allowed` names the programs that may start; only the command line says it. There is no shell, so `|`, `;` and `>`
+    are words like others. Raises UserError for other programs and for one that fails.
     """
     try:
         command = shlex.split(url.removeprefix(PIPE))
@@ -162,84 +185,22 @@ def _piped_shard(url: str, allowed: Sequence[str], key: str) -> Path:
             with whole_file(target) as unfinished, unfinished.open("wb") as output:
                 ran = subprocess.run(command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.PIPE)
                 if ran.returncode != 0:
-                    said = ran.stderr.decode(errors="replace").strip()[-300:]
-                    raise UserError(
-                        f"{key}: {url!r} failed with exit code {ran.returncode}" + (f": {said}" if said else "")
-                    )
+                    errors = ran.stderr.decode(errors="replace").strip()[-300:]
+                    raise UserError(f"{key}: {url!r} failed with exit code {ran.returncode}: {errors}")
     except OSError as error:
         raise UserError(f"{key}: {url!r} cannot be run or kept in {target.parent} ({error})") from error
     _log.info(f"{key}: {target.stat().st_size / 1e6:,.0f} MB in {time.perf_counter() - start:.1f} s, kept as {target}")
     return target
 
 
-def _refuse_endless(pattern: str, key: str) -> None:
-    """Raise UserError for a pattern that would be expanded, or looked for, for hours; what _count_names raises."""
-    if len(pattern) > MAX_PATTERN:
-        raise UserError(f"{key}: {escape(repr(pattern))} has {len(pattern):,} characters; no path is so long")
-    if "**" in pattern:
-        raise UserError(
-            f"{key}: {pattern!r} looks through all folders below, however many there are; write one * for each folder "
-            "between, e.g. data/*/*.tar"
-        )
-    names = _count_names(pattern)
-    if names > MAX_NAMES:
-        raise UserError(
-            f"{key}: the braces of {escape(repr(pattern))} name more than {MAX_NAMES:,} files, or are nested more "
-            f"than {MAX_BRACES} deep; correct the range, or name the folder's tars by FOLDER/*.tar"
-        )
-
-
-def _count_names(pattern: str) -> float:
-    """How many names braceexpand makes of a pattern; infinity for more than it should be asked for.
-
-    Raises UnbalancedBracesError, also for a brace closed before any is open, which braceexpand overlooks.
-    """
-    # Of each open brace: where it is, names before it in its alternative, and of its alternatives that have ended.
-    open_braces: list[tuple[int, int, list[int]]] = []
-    names, at = 1, 0
-    while at < len(pattern):
-        character = pattern[at]
-        if character == "{":
-            if len(open_braces) == MAX_BRACES:
-                return math.inf
-            open_braces.append((at, names, []))
-            names = 1
-        elif open_braces and character == ",":
-            open_braces[-1][2].append(names)
-            names = 1
-        elif character == "}":
-            if not open_braces:
-                raise UnbalancedBracesError(pattern)
-            begin, before, ended = open_braces.pop()
-            names = before * (sum(ended, names) if ended else names * _range_length(pattern[begin + 1 : at]))
-        if names > MAX_NAMES:
-            return math.inf
-        at += 2 if character == "\\" else 1
-    return names
-
-
-def _range_length(braced: str) -> float:
-    """How many names a range such as 000..099, a..f or 0..9..3 stands for; 1 for other text."""
-    found = int_range_re.match(braced) or char_range_re.match(braced)
-    if found is None:
-        return 1
-    if any(len(part) > MAX_DIGITS for part in found.groups(default="")):
-        return math.inf
-    if char_range_re.match(braced):
-        return len(make_char_range(*found.groups()))
-    begin, end, step = (int(part) for part in found.groups(default="1"))
-    return abs(end - begin) // (step or 1) + 1
-
-
 def find_shards(names: Sequence[str]) -> tuple[Path, ...]:
-    """As `expand_shards`, for a tool's command line, which may name a shard twice; raises UserError as that does."""
+    """List the shards of a tool's command line as `expand_shards` does; here a shard may be named twice."""
     return tuple(dict.fromkeys(path for name in names for path in expand_shards(name, "SHARDS")))
 
 
 def refuse_unfinished_shards(paths: Sequence[Path], key: str) -> None:
-    """Raise UserError for shards of a data set that mmtrain shard did not finish: part of it would be missing.
-
-    That tool begins with rejected.jsonl and ends with dataset.json.
+    """Raise UserError for shards that mmtrain shard did not finish: it begins with rejected.jsonl and ends with
+    dataset.json.
     """
     for folder in dict.fromkeys(path.parent for path in paths):
         if (folder / "rejected.jsonl").is_file() and not (folder / "dataset.json").is_file():
@@ -250,10 +211,9 @@ def refuse_unfinished_shards(paths: Sequence[Path], key: str) -> None:
 
 
 def refuse_empty_shards(paths: Sequence[Path], key: str = "data.shards") -> None:
-    """Raise UserError if the shards hold nothing to train on, or one has no bytes at all.
+    """Raise UserError if the shards hold no file, or one has no bytes at all.
 
-    Reads the headers of one shard after the other until the first regular file, one 512-byte block where all is well.
-    Raises UserError for damage met on that way, and for compressed tars.
+    Reads headers until the first regular file; raises UserError for damage before it, and for compressed tars.
     """
     for path in paths:
         if path.stat().st_size == 0:

@@ -1,10 +1,10 @@
-"""What became of every sample: the equation of counts, the quarantine, the ledger.
+"""Account for every sample: counts per epoch, quarantine.jsonl, and the ledger samples.jsonl.
 
 micro-batches that the engine takes --watch--> keys, faults, counts of this replica
 --end_step: gathered over the replicas, in their order--> rank 0 writes samples.jsonl (keys in global pack order),
 quarantine.jsonl; at each epoch's end its counts are compared with the plan's
 
-Only what a step has used counts, never what workers have prepared or the encoder has seen ahead of it.
+Only what a step has used counts, not what workers or the encoder have prepared.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class _Taken:
 
 
 class SampleLog:
-    """The account of one rank that reads data; the one of rank 0 writes. Construct and call it on all of these ranks.
+    """The account of one rank that reads data; rank 0's writes the files. Collective over these ranks.
 
     `group` holds them, in the order of the replicas; None where there is only one.
     """
@@ -61,10 +61,10 @@ class SampleLog:
         held_out: Sequence[QuarantinedSample] = (),
         state: Mapping[str, Any] | None = None,
     ) -> None:
-        """Write down what is unusable from the start; raises UserError if that is too much already.
+        """Record the samples that are unusable from the start; raises UserError if these are too many already.
 
-        `held_out` are samples that are left out of the evaluation; `state` is what `state_dict` gave before the first
-        step of `packed`. Without it a run that does not begin at step 0 accounts for what it reads itself.
+        `held_out` are samples that are left out of the evaluation; `state` is the `state_dict` before the first step of
+        `packed`. Without it a run that does not begin at step 0 accounts for what it reads itself.
         """
         self.config = config
         self.packed = packed
@@ -89,19 +89,14 @@ class SampleLog:
         plan = packed.order.epoch_plan(self._epoch)
         self._refuse_many(plan.unusable, plan.drawn, unusable)
         self.ledger = JsonLines(folder / "samples.jsonl" if self.writes and config.data.ledger else None)
-        if self.writes and config.data.ledger and (repeated := packed.catalog.repeated_keys()):
-            _log.warning(
-                f"samples.jsonl cannot tell all samples apart: {repeated:,} have a key that an earlier one has, too"
-            )
 
     def watch(self, batches: Iterator[PackedBatch]) -> Generator[PackedBatch]:
-        """The same micro-batches, each remembered when it is taken, and counted at the end of the step that uses it."""
+        """Yield the micro-batches; each is counted at the end of the step that uses it."""
         for batch in batches:
             self._read_ahead.append(replace(batch, tiles=None))
             yield batch
 
     def _take(self, microbatches: int) -> None:
-        """Count the next micro-batches, in the order in which they were read."""
         taken = self._taken
         for _ in range(microbatches):
             batch = self._read_ahead.popleft()
@@ -114,10 +109,9 @@ class SampleLog:
     def end_step(self, step: int, samples: int, quarantined: int) -> list[dict[str, Any]]:
         """Close a step in which all replicas together trained on `samples` and quarantined `quarantined`.
 
-        Returns, on rank 0, a record for metrics.jsonl for each epoch that is complete now: samples read = trained +
-        quarantined + overlong, of the whole epoch. Raises UserError on rank 0 once more than
-        `data.max_quarantine_rate` is quarantined, with a list, and CountError where the samples of an epoch are not
-        those that were planned.
+        Return, on rank 0, a record for metrics.jsonl for each epoch that is complete now: samples read = trained +
+        quarantined + overlong. Raises UserError on rank 0 once more than `data.max_quarantine_rate` is quarantined, and
+        CountError where the samples of an epoch are not the planned ones.
         """
         train = self.config.train
         self._take(train.packs_per_step // (self.packed.replicas * train.packs_per_microbatch))
@@ -146,7 +140,7 @@ class SampleLog:
         return records
 
     def state_dict(self) -> dict[str, Any]:
-        """The counts so far, for a checkpoint: those of all replicas on rank 0; all of these ranks call it."""
+        """Return the counts so far for a checkpoint, on rank 0 those of all replicas. Collective."""
         self._gather()
         return {
             "first_pack": self._first_pack,
@@ -158,7 +152,6 @@ class SampleLog:
         }
 
     def _load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on counting; whatever the number of replicas was, the counts of all are rank 0's now."""
         self._first_pack, self._epoch = state["first_pack"], state["epoch"]
         self._read, self._lost = state["read"], state["lost"]
         if self.writes:
@@ -166,7 +159,7 @@ class SampleLog:
             self._quarantined = Counter({int(epoch): count for epoch, count in state["quarantined"].items()})
 
     def finish(self, steps: int) -> list[dict[str, Any]]:
-        """Close the files, and the epoch that the last of `steps` has left incomplete; the same records as end_step."""
+        """Close the files, and the epoch that the last of `steps` left incomplete; return records as end_step does."""
         self._gather()
         packs = steps * self.config.train.packs_per_step - self.packed.order.first_pack(self._epoch)
         self.ledger.close()
@@ -175,16 +168,16 @@ class SampleLog:
         return [self._close_epoch(self.packed.order.epoch_plan(self._epoch), packs)] if self.writes and packs else []
 
     def _gather(self) -> list[_Taken]:
-        """What every replica took since the last time, on rank 0, in the order of the replicas; elsewhere nothing."""
+        """Return what each replica took since the last time; nothing but on rank 0."""
         taken, self._taken = self._taken, _Taken()
         replicas = [taken] if self.group is None else gather_to_rank_0(taken, self.group) or []
-        for one in replicas:
-            self._trained += one.trained
-            self._quarantined.update(epoch for epoch, _ in one.faults)
+        for replica in replicas:
+            self._trained += replica.trained
+            self._quarantined.update(epoch for epoch, _ in replica.faults)
         return replicas
 
     def _close_epoch(self, plan: EpochPlan, packs: int) -> dict[str, Any]:
-        """The record of the epoch that `packs` were taken of; raises CountError if it does not add up."""
+        """Return the record of the epoch, `packs` of it taken; raises CountError if it does not add up."""
         epoch, begin = self._epoch, max(0, self._first_pack - self.packed.order.first_pack(self._epoch))
         complete = begin == 0 and packs == len(plan)
         trained, damaged = self._trained.pop(epoch, 0), self._quarantined.pop(epoch, 0)
@@ -201,12 +194,12 @@ class SampleLog:
             raise CountError(f"epoch {epoch}: {plan.drawn} samples were drawn, but {read} are accounted for")
         counts = {"trained": trained, "quarantined": quarantined, "overlong": overlong}
         if complete:
-            said = ", ".join(f"{count:,} {what}" for what, count in counts.items() if count)
-            _log.info(f"epoch {epoch} is complete: {read:,} samples read: {said}")
+            listed = ", ".join(f"{count:,} {what}" for what, count in counts.items() if count)
+            _log.info(f"epoch {epoch} is complete: {read:,} samples read: {listed}")
         return {"kind": "epoch", "epoch": epoch, "complete": complete, "packs": packs - begin, "read": read, **counts}
 
     def _write_faults(self, faults: list[tuple[int | None, int, QuarantinedSample]]) -> None:
-        """Lines of quarantine.jsonl; a sample that is unusable from the start has no step."""
+        """Append to quarantine.jsonl; a sample that is unusable from the start has no step."""
         if not self.writes or not faults:
             return
         if self._quarantine is None:
@@ -214,9 +207,9 @@ class SampleLog:
         for step, epoch, fault in faults:
             self._quarantine.write(step=step, epoch=epoch, **asdict(fault))
         first = faults[0][2]
-        what = f"{escape(first.key)} ({first.reason}: {escape(first.detail)})"
         more = f", and {len(faults) - 1:,} more" if len(faults) > 1 else ""
-        _log.warning(f"quarantined {what}{more}; see {self.quarantine_file}")
+        detail = f"{escape(first.key)} ({first.reason}: {escape(first.detail)})"
+        _log.warning(f"quarantined {detail}{more}; see {self.quarantine_file}")
 
     def _refuse_many(self, lost: int, read: int, latest: list[QuarantinedSample]) -> None:
         """Raise UserError if more samples are quarantined than allowed, `latest` among them."""

@@ -7,15 +7,15 @@ global sample number --Catalog.find--> shard, members at their offsets
 A sample's length is its text tokens (from the index, for this tokenizer and template) and its images' tokens (known
 only here, where the vision encoder is).
 
-What is wrong with a read decides what happens: a fault of the content (damaged bytes) is that sample's alone; a read
-that fails is tried again, then ends the run; a shard that is not the one that was indexed ends the run at once.
+Damaged bytes cost their sample alone. A read that fails is tried again, since network storage stalls and restarts; one
+that fails for too long ends the run.
 """
 
 from __future__ import annotations
 
 import hashlib
 import os
-import tarfile
+import time
 import zlib
 from bisect import bisect_right
 from collections import OrderedDict
@@ -29,22 +29,21 @@ import numpy as np
 from mmtrain.base.errors import UserError
 from mmtrain.config.schema import DataSection, RunConfig, SampleFormatName, Shards
 from mmtrain.data.samples.formats import LLAVA, SampleFormat, format_argument, text_suffix
-from mmtrain.data.samples.records import BadSample
+from mmtrain.data.samples.records import MAX_IMAGE_BYTES, MAX_RECORD_BYTES, BadSample
 from mmtrain.data.samples.sample import QuarantinedSample, Sample, image_number, read_sample, without_images
 from mmtrain.data.shards.detection import sample_format
-from mmtrain.data.shards.index import Member, read_columns
-from mmtrain.data.shards.index_file import MEND
+from mmtrain.data.shards.index import Faults, Member, ShardIndex, checksum_detail, read_index
 from mmtrain.data.shards.indexing import ensure_indexes
-from mmtrain.data.shards.retry import RETRY_SECONDS, read_again
 from mmtrain.data.shards.shard_list import expand_shards
-from mmtrain.data.stream.image_totals import image_totals
 from mmtrain.data.stream.order import HELD_OUT, UNUSABLE, Capacity, SampleSet
 from mmtrain.models.facts.connectors import image_layout
 from mmtrain.models.facts.model_files import model_folder
 from mmtrain.models.facts.tokenizer_files import text_fingerprint
-from mmtrain.models.layouts.layout import ImageLayout
+from mmtrain.models.layouts.layout import ImageLayout, UnfitImage
 
 OPEN_FILES = 64  # shards kept open, those read last
+FIRST_PAUSE = 0.1  # seconds before a failed read is tried again; each pause is twice the one before
+LONGEST_PAUSE = 10.0
 
 
 @dataclass(frozen=True)
@@ -70,7 +69,7 @@ class Place:
 
 
 class _Stored(NamedTuple):
-    """What reading takes of a shard's index, in arrays, which forked workers share: no Python object a sample."""
+    """What the reader needs of a shard's index, in arrays: forked workers share them, and no sample is an object."""
 
     names: np.ndarray  # (samples,) bytes
     first_member: np.ndarray  # (samples + 1,) int32
@@ -83,7 +82,7 @@ class _Stored(NamedTuple):
 
 
 def data_sets(data: DataSection) -> list[DataSet]:
-    """The data sets that a configuration names, their shards listed; raises what `_data_set` raises."""
+    """Return the data sets that a configuration names; raises what `expand_shards` and `sample_format` raise."""
     if data.sets is None:
         return [_data_set(data, data.shards, "data.shards", data.format)]
     return [
@@ -93,7 +92,7 @@ def data_sets(data: DataSection) -> list[DataSet]:
 
 
 def evaluated_set(config: RunConfig) -> DataSet | None:
-    """The data set of `eval.shards`, where there is one; raises what `_data_set` raises."""
+    """Return the data set of `eval.shards`, if any; raises what `expand_shards` and `sample_format` raise."""
     if config.eval.shards is None:
         return None
     return _data_set(config.data, config.eval.shards, "eval.shards", config.eval.format)
@@ -102,25 +101,29 @@ def evaluated_set(config: RunConfig) -> DataSet | None:
 def _data_set(
     data: DataSection, shards: Shards, key: str, form: SampleFormatName, weight: float = 1.0, name: str = ""
 ) -> DataSet:
-    """Raises what `expand_shards` and `sample_format` raise."""
     tars = expand_shards(shards, key, data.allow_pipe)
-    found = sample_format(form, data.caption_key, data.caption_prompt, tars, key, data.io_retry_seconds)
-    return DataSet(tars, weight, name, found)
+    return DataSet(tars, weight, name, sample_format(form, data.caption_key, data.caption_prompt, tars, key))
 
 
 def shards_by_form(sets: Iterable[DataSet]) -> dict[SampleFormat, list[Path]]:
-    """The shards of data sets by the format of their samples."""
-    found: dict[SampleFormat, list[Path]] = {}
+    """Group the shards of data sets by the format of their samples."""
+    shards: dict[SampleFormat, list[Path]] = {}
     for one in sets:
-        found.setdefault(one.form, []).extend(one.shards)
-    return found
+        shards.setdefault(one.form, []).extend(one.shards)
+    return shards
 
 
 class Catalog:
     """Every sample of some data sets.
 
-    The indexes are read once, so what becomes of their files later changes nothing. Price: 120 bytes a sample with
-    one image; 558,128 samples in 559 shards take a second.
+    The indexes are read once, so what becomes of their files later changes nothing. Cost: 120 bytes a sample with one
+    image; 558,128 samples in 559 shards take 4 s.
+
+    Attributes:
+        lengths: (samples,) int32 tokens of each sample, those of its images included, held-out ones too; or UNUSABLE.
+        held_out: numbers of the samples that are kept for evaluation.
+        faults: samples that can never be trained on, by number: they are drawn, and never planned.
+        fingerprint: of everything that decides which samples there are and how they are planned, bytes included.
     """
 
     def __init__(
@@ -130,24 +133,20 @@ class Catalog:
         layout: ImageLayout,
         max_image_pixels: int,
         held_out_fraction: float | None = None,
-        retry_seconds: float = RETRY_SECONDS,
     ) -> None:
-        """Read the index of every shard, as `read_columns` does; `text_fingerprints`, of each set: of which lengths.
+        """Read the index of every shard; `text_fingerprints` name the text lengths of each set.
 
         Raises UserError for an index that is missing, damaged, stale, or without these lengths.
         """
         self.layout = layout
         self.max_image_pixels = max_image_pixels
         self.held_out_fraction = held_out_fraction
-        self.retry_seconds = retry_seconds
         self.shards = tuple(shard for one in sets for shard in one.shards)
         self.names = tuple(one.name for one in sets for _ in one.shards)  # of each shard's data set
         self.forms = tuple(one.form for one in sets for _ in one.shards)
         self.firsts = [0]  # number of each shard's first sample
         self.held_out: list[int] = []
-        """Numbers of the samples that are kept for evaluation."""
         self.faults: dict[int, QuarantinedSample] = {}
-        """By number, of the samples that can never be trained on: these are drawn, and never planned."""
         self.sample_sets: list[SampleSet] = []
         self._stored: list[_Stored] = []
         self._suffixes: dict[str, int] = {}
@@ -160,19 +159,14 @@ class Catalog:
             self.sample_sets.append(SampleSet(one.weight, sizes, np.concatenate(planned), np.concatenate(tiles)))
             lengths += lengths_of_shards
         self.lengths = np.concatenate(lengths)
-        """(samples,) int32 tokens of each sample, those of its images included, held-out ones too; or UNUSABLE."""
         self.fingerprint = digest.hexdigest()
-        """Of everything that decides which samples there are and how they are planned; the shards' bytes included."""
         self._suffix_texts = list(self._suffixes)
 
     def _read_shard(
         self, one: DataSet, text: str, shard: Path, digest: hashlib._Hash
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """The next shard's lengths, the same or HELD_OUT, and tiles, (samples,) int32 each; notes what else is known.
-
-        That is where they are stored, faults, held-out samples and the fingerprint.
-        """
-        index, first = read_columns(shard, self.retry_seconds), self.firsts[-1]
+        """Take in the next shard: return (samples,) int32 lengths, lengths or HELD_OUT, and tiles."""
+        index, first = read_index(shard), self.firsts[-1]
         texts, unreadable = index.texts.get(text), index.faults.get(one.form.reading)
         if texts is None or unreadable is None:
             raise UserError(
@@ -180,48 +174,58 @@ class Catalog:
                 f"mmtrain index {shard} --tokenizer PATH --template NAME{self.layout.index_options}"
                 f"{format_argument(one.form)}"
             )
-        images = np.diff(index.first_image).astype(np.int32)
-        positions, tiles, unfit = image_totals(index, self.layout)
+        positions, tiles, unfit = _image_totals(index, self.layout)
         exact = np.array(texts.tokens, np.int64) + positions
-        lengths = np.minimum(exact, np.iinfo(np.int32).max).astype(np.int32)  # what no pack holds stays what none does
+        lengths = np.minimum(exact, np.iinfo(np.int32).max).astype(np.int32)  # too long for any pack in any case
         faults = {**unfit, **texts.faults, **unreadable}
         if not (self.layout.takes_images or self.layout.strips):
-            for place in np.flatnonzero(images).tolist():
-                faults.setdefault(place, ("no_encoder", f"{images[place]} images"))
-        too_large = np.flatnonzero(index.image_sizes.prod(axis=1) > self.max_image_pixels)
-        for image in too_large if self.layout.takes_images else ():
-            width, height = index.image_sizes[image]
-            detail = f"{width} x {height}, where data.max_image_pixels is {self.max_image_pixels:,}"
-            place = int(np.searchsorted(index.first_image, image, side="right")) - 1
-            faults.setdefault(place, ("too_many_pixels", detail))
-        for place in sorted(faults):
+            for place in np.flatnonzero(index.image_counts).tolist():
+                faults.setdefault(place, ("no_encoder", f"{len(index.image_sizes[place])} images"))
+        for place, sizes in enumerate(index.image_sizes if self.layout.takes_images else ()):
+            for width, height in sizes:
+                if width * height > self.max_image_pixels:
+                    detail = f"{width} x {height}, where data.max_image_pixels is {self.max_image_pixels:,}"
+                    faults.setdefault(place, ("too_many_pixels", detail))
+        for place, (reason, detail) in sorted(faults.items()):
             lengths[place] = UNUSABLE
-            offset = int(index.offset[index.first_member[place]])
-            self.faults[first + place] = QuarantinedSample(
-                _full_key(one.name, index.keys[place]), str(shard), offset, *faults[place]
-            )
+            key, offset = _full_key(one.name, index.keys[place]), index.members[place][0].offset
+            self.faults[first + place] = QuarantinedSample(key, str(shard), offset, reason, detail)
         planned = lengths.copy()
         if self.held_out_fraction is not None:
             chosen = [is_held_out(key, self.held_out_fraction) for key in index.keys]
             held_out = np.flatnonzero(np.array(chosen, bool) & (lengths != UNUSABLE))
             planned[held_out] = HELD_OUT
             self.held_out += (first + held_out).tolist()
-        names = np.array([key.encode() for key in index.keys], np.bytes_)
-        suffix = [self._suffixes.setdefault(suffix, len(self._suffixes)) for suffix in index.suffix]
-        firsts, suffixes = index.first_member.astype(np.int32), np.array(suffix, np.int32)
-        seen = index.image_sizes if self.layout.is_sized else index.image_sizes[:0]
-        first_images = index.first_image if self.layout.is_sized else np.zeros_like(index.first_image)
-        pictures = first_images.astype(np.int32), seen.astype(np.int32)
-        self._stored.append(_Stored(names, firsts, suffixes, index.offset, index.size, index.crc32, *pictures))
+        stored = self._store(index)
         self.firsts.append(first + len(lengths))
-        digest.update(b"\n".join(names) + index.crc32.tobytes() + lengths.tobytes() + planned.tobytes())
+        digest.update(b"\n".join(stored.names) + stored.crc32.tobytes() + lengths.tobytes() + planned.tobytes())
         return lengths, planned, tiles
+
+    def _store(self, index: ShardIndex) -> _Stored:
+        members = [member for of_sample in index.members for member in of_sample]
+        sizes, counts = index.flat_image_sizes, index.image_counts
+        if not self.layout.is_sized:
+            sizes, counts = sizes[:0], np.zeros_like(counts)
+        stored = _Stored(
+            names=np.array([key.encode() for key in index.keys], np.bytes_),
+            first_member=np.cumsum([0, *map(len, index.members)], dtype=np.int32),
+            suffix=np.array(
+                [self._suffixes.setdefault(member.suffix, len(self._suffixes)) for member in members], np.int32
+            ),
+            offset=np.array([member.offset for member in members], np.int64),
+            size=np.array([member.size for member in members], np.int64),
+            crc32=np.array([member.crc32 for member in members], np.uint32),
+            first_image=np.cumsum([0, *counts], dtype=np.int32),
+            image_sizes=sizes.astype(np.int32),
+        )
+        self._stored.append(stored)
+        return stored
 
     def __len__(self) -> int:
         return self.firsts[-1]
 
     def find(self, number: int) -> Place:
-        """Where the sample of a global number is stored."""
+        """Return where the sample of a global number is stored."""
         shard = bisect_right(self.firsts, number) - 1
         place, stored = number - self.firsts[shard], self._stored[shard]
         begin, end = stored.first_member[place : place + 2].tolist()
@@ -231,14 +235,6 @@ class Catalog:
         first, last = stored.first_image[place : place + 2].tolist()
         sizes = tuple(map(tuple, stored.image_sizes[first:last].tolist()))
         return Place(_full_key(self.names[shard], name), self.shards[shard], name, members, self.forms[shard], sizes)
-
-    def repeated_keys(self) -> int:
-        """Samples whose key an earlier one of their data set has. Price: a second for a million samples."""
-        repeated = 0
-        for name in dict.fromkeys(self.names):
-            keys = np.concatenate([s.names for s, own in zip(self._stored, self.names, strict=True) if own == name])
-            repeated += len(keys) - len(np.unique(keys))
-        return repeated
 
     def refuse_overlong(self, capacity: Capacity) -> None:
         """Raise UserError for the first sample that does not fit into a pack."""
@@ -263,24 +259,59 @@ def _tiles(count: int) -> str:
 
 
 def load_catalog(config: RunConfig, sets: Sequence[DataSet], held_out_fraction: float | None = None) -> Catalog:
-    """The catalog of data sets for a run's tokenizer, template and encoder; indexes that are missing are made."""
+    """Return the catalog of data sets for a run's tokenizer, template and encoder; missing indexes are made."""
     data, llm, layout = config.data, config.model.llm.path, image_layout(config)
-    folder, seconds = model_folder(llm), data.io_retry_seconds
     # The launcher has made them; a rank that has to, without one, shares its cores with others.
     for form, shards in shards_by_form(sets).items():
-        ensure_indexes(shards, llm, data.template, layout, form, workers=1, retry_seconds=seconds)
-    texts = [text_fingerprint(folder, data.template, layout.texts, one.form.wording) for one in sets]
-    return Catalog(sets, texts, layout, data.max_image_pixels, held_out_fraction, seconds)
+        ensure_indexes(shards, llm, data.template, layout, form, workers=1)
+    texts = [text_fingerprint(model_folder(llm), data.template, layout.texts, one.form.wording) for one in sets]
+    return Catalog(sets, texts, layout, data.max_image_pixels, held_out_fraction)
 
 
 def is_held_out(key: str, fraction: float) -> bool:
-    """Whether a sample is in the share `fraction` that is kept for evaluation: a function of its key alone."""
+    """Tell by a sample's key alone whether it is in the share `fraction` that is kept for evaluation."""
     digest = hashlib.blake2b(key.encode(), digest_size=8, person=b"held out").digest()
     return int.from_bytes(digest, "big") < fraction * 2**64
 
 
 def _full_key(name: str, key: str) -> str:
     return f"{name}/{key}" if name else key
+
+
+def positions_and_tiles(index: ShardIndex, layout: ImageLayout) -> tuple[np.ndarray, Faults]:
+    """Return (images, 2) int64 positions and tiles of each image, and the samples with one that cannot be cut.
+
+    Both numbers are 0 for such an image. The layout is asked once for all images of one size.
+    """
+    counts, sizes = index.image_counts, index.flat_image_sizes
+    if not layout.is_sized:
+        of_image = (layout.positions_per_tile, 1) if layout.takes_images else (0, 0)
+        return np.tile(np.array(of_image, np.int64), (counts.sum(), 1)), {}
+    places = np.repeat(np.arange(len(counts)), counts)
+    kinds, kind_of_image = np.unique(np.column_stack([sizes, counts[places] == 1]), axis=0, return_inverse=True)
+    kind_of_image = kind_of_image.reshape(-1)
+    of_kind = np.zeros((len(kinds), 2), np.int64)
+    unfit: dict[int, tuple[str, str]] = {}
+    for kind, (width, height, is_alone) in enumerate(kinds.tolist()):
+        try:
+            if width and height:
+                tiling = layout.tiling(width, height, 1 if is_alone else 2)
+                of_kind[kind] = tiling.positions, tiling.tiles
+            else:
+                unfit[kind] = "undecodable_image", "its header does not tell its size"
+        except UnfitImage as error:
+            unfit[kind] = "unfit_shape", str(error)
+    wrong = np.flatnonzero(np.isin(kind_of_image, list(unfit))).tolist() if unfit else []
+    return of_kind[kind_of_image], {int(places[image]): unfit[int(kind_of_image[image])] for image in wrong}
+
+
+def _image_totals(index: ShardIndex, layout: ImageLayout) -> tuple[np.ndarray, np.ndarray, Faults]:
+    """Return (samples,) int64 positions and int32 tiles of all images of each sample, and samples with unfit ones."""
+    of_images, faults = positions_and_tiles(index, layout)
+    ends = np.cumsum(index.image_counts)
+    before = np.concatenate([[[0, 0]], np.cumsum(of_images, axis=0)])
+    sums = before[ends] - before[ends - index.image_counts]
+    return sums[:, 0], np.minimum(sums[:, 1], np.iinfo(np.int32).max).astype(np.int32), faults
 
 
 class Reader:
@@ -292,30 +323,28 @@ class Reader:
         self._files: OrderedDict[Path, int] = OrderedDict()
 
     def read(self, number: int) -> Sample | QuarantinedSample:
-        """The sample of a global number.
-
-        Raises UserError for a shard that cannot be read for `retry_seconds`, and for one that its index is not of.
-        """
+        """Read the sample of a global number; raises UserError where its shard cannot be read for `retry_seconds`."""
         place = self.catalog.find(number)
-        members: dict[str, bytes] = {}
+        contents: dict[str, bytes] = {}
         strips = self.catalog.layout.strips
         text = text_suffix(place.form.reading, [member.suffix for member in place.members])
-        for member in place.members:
-            is_image = image_number(member.suffix) is not None
-            if is_image and strips:
-                members[member.suffix] = b""
-                continue
-            if member.suffix != text and not is_image:
-                continue  # no part of the sample, and of any size
-            content = self._read(place.shard, member)
-            if zlib.crc32(content) != member.crc32:
-                self._refuse_stale(place, member)
-                detail = f"{member.suffix}: {member.size:,} bytes whose CRC32 is not {member.crc32:08x}"
-                return QuarantinedSample(place.key, str(place.shard), member.offset, "checksum", detail)
-            members[member.suffix] = content
         offset = place.members[0].offset
         try:
-            sample = replace(read_sample(place.key, str(place.shard), members, offset, place.form), sizes=place.sizes)
+            for member in place.members:
+                is_image = image_number(member.suffix) is not None
+                if is_image and strips:
+                    contents[member.suffix] = b""
+                elif is_image or member.suffix == text:  # others are no part of the sample, and of any size
+                    limit = MAX_IMAGE_BYTES if is_image else MAX_RECORD_BYTES
+                    if member.size > limit:
+                        detail = f"{member.suffix}: {member.size:,} bytes; at most {limit:,}"
+                        raise BadSample("too_many_bytes", detail)
+                    content = contents[member.suffix] = self._read(place.shard, member)
+                    if zlib.crc32(content) != member.crc32:
+                        offset = member.offset
+                        raise BadSample("checksum", checksum_detail(member))
+            sample = read_sample(place.key, str(place.shard), contents, offset, place.form)
+            sample = replace(sample, sizes=place.sizes)
             return without_images(sample) if strips else sample
         except BadSample as error:
             return QuarantinedSample(place.key, str(place.shard), offset, error.reason, error.detail)
@@ -328,19 +357,20 @@ class Reader:
     __del__ = close  # descriptors are numbers, which nothing else closes
 
     def _read(self, shard: Path, member: Member) -> bytes:
-        """A member's bytes, read again and again while the system fails to."""
-
-        def read() -> bytes:
+        """Return a member's bytes; while the system fails to give them, try again."""
+        deadline, pause = time.monotonic() + self.retry_seconds, FIRST_PAUSE
+        while True:
             try:
-                content = self._pread(shard, member)
-                if len(content) < member.size:
-                    raise OSError(f"its {member.suffix} member at byte {member.offset:,} is cut off by the file's end")
-            except OSError:
+                return self._pread(shard, member)
+            except OSError as error:
                 self._close(shard)  # a file that came back, or another server's copy, has to be opened again
-                raise
-            return content
-
-        return read_again(read, shard, self.retry_seconds, lambda error: True)
+                if time.monotonic() + pause > deadline:
+                    raise UserError(
+                        f"{shard}: cannot be read ({error.strerror or error}), tried for {self.retry_seconds:g} s "
+                        "(data.io_retry_seconds); mend the storage, or copy the file again, and start again"
+                    ) from error
+            time.sleep(pause)
+            pause = min(2 * pause, LONGEST_PAUSE)
 
     def _pread(self, shard: Path, member: Member) -> bytes:
         file = self._files.get(shard)
@@ -349,11 +379,11 @@ class Reader:
             if len(self._files) > OPEN_FILES:
                 self._close(next(iter(self._files)))
         self._files.move_to_end(shard)
-        content = os.pread(file, member.size, member.offset)
-        while 0 < len(content) < member.size:  # a read may give less than there is, above 2 GiB always
+        content = b""
+        while len(content) < member.size:  # a read may give less than there is
             more = os.pread(file, member.size - len(content), member.offset + len(content))
             if not more:
-                break
+                raise OSError(f"its {member.suffix} member at byte {member.offset:,} is cut off by the file's end")
             content += more
         return content
 
@@ -361,20 +391,3 @@ class Reader:
         file = self._files.pop(shard, None)
         if file is not None:
             os.close(file)
-
-    def _refuse_stale(self, place: Place, member: Member) -> None:
-        """Raise UserError if the header before a damaged member is sound and speaks of another one."""
-        name = f"{place.name}.{member.suffix}"
-        header = Member("", member.offset - tarfile.BLOCKSIZE, tarfile.BLOCKSIZE, 0)
-        try:
-            found = tarfile.TarInfo.frombuf(self._read(place.shard, header), tarfile.ENCODING, "surrogateescape")
-        except tarfile.HeaderError:
-            return  # damaged as well
-        # Others are in a header of their own, and this one has a makeshift.
-        plain = name.isascii() and len(name) <= tarfile.LENGTH_NAME
-        if found.size != member.size or (plain and found.name.lower() != name.lower()):
-            raise UserError(
-                f"{place.shard}: at byte {member.offset:,} lies {found.name!r}, {found.size:,} bytes, where its index "
-                f"has {name}, {member.size:,} bytes: the shard was replaced after it was indexed; index it again: "
-                f"{MEND} {place.shard}"
-            )

@@ -1,10 +1,9 @@
-"""An image's way from a file's bytes to the encoder's input.
+"""Decode an image file and turn it into the encoder's input.
 
 bytes --header: how many pixels?--> --Pillow--> RGB on white, turned by EXIF --fit, or tiling--> (tiles, 3, S, S)
       uint8 --on the encoder's device: /255, minus mean, over std--> (tiles, 3, S, S) float32
 
-fit: pad         whole, on a square of the mean colour (LLaVA-1.5's `image_aspect_ratio: pad`). Price: the padding's
-                 patches are tokens too
+fit: pad         whole, on a square of the mean colour (LLaVA-1.5's `image_aspect_ratio: pad`); padding takes tokens
      resize      whole, both sides to S: shapes are stretched
      center_crop shorter side to S, then the middle (CLIP's, timm's): cuts away what a caption may speak of
 """
@@ -23,7 +22,7 @@ from PIL import Image
 from mmtrain.base.errors import UserError
 from mmtrain.config.limits import MAX_IMAGE_PIXELS
 from mmtrain.data.samples.records import DECODE_ERRORS, TURNS, BadSample, open_image, orientation, stated_orientation
-from mmtrain.data.shards.index_file import MEND
+from mmtrain.data.shards.index import MEND
 from mmtrain.models.facts.families import encoder_config, holds_parts
 from mmtrain.models.facts.model_files import model_folder
 from mmtrain.models.facts.timm_models import timm_config
@@ -50,24 +49,23 @@ class ImageTransform:
     max_pixels: int = MAX_IMAGE_PIXELS  # of an image that `decode` takes
 
     def decode(self, content: bytes, tiling: Tiling = ONE_TILE, is_control: bool = False) -> torch.Tensor:
-        """An image file's bytes as (tiles, 3, S, S) uint8, S = image_size; raises what `decode_image` and `cut` raise.
+        """Return an image file as (tiles, 3, S, S) uint8, S = image_size; raises what `decode_image` and `cut` raise.
 
-        Not normalised yet: that makes four times as many bytes, which need not travel between processes and devices.
         An image of another size than the tiling's is BadSample; where `is_control`, it is stretched to that size.
         """
-        image, wanted = decode_image(content, self.max_pixels), (tiling.width, tiling.height)
-        if any(wanted) and image.size != wanted:
+        image, size = decode_image(content, self.max_pixels), (tiling.width, tiling.height)
+        if any(size) and image.size != size:
             if not is_control:
                 raise BadSample(
                     "other_size",
-                    f"{image.width} x {image.height} pixels, where its index says {wanted[0]} x {wanted[1]}; index its "
+                    f"{image.width} x {image.height} pixels, where its index says {size[0]} x {size[1]}; index its "
                     f"shard again: {MEND} SHARD",
                 )
-            image = self._resize(image, wanted)
+            image = self._resize(image, size)
         return self.cut(image, tiling)
 
     def cut(self, image: Image.Image, tiling: Tiling) -> torch.Tensor:
-        """The tiles (tiles, 3, S, S) uint8 of an image of the tiling's size; raises what `fitted` raises."""
+        """Cut an image of the tiling's size into (tiles, 3, S, S) uint8; raises what `fitted` raises."""
         if tiling.canvas == "fitted":
             return self.fitted(image)[None]
         refuse_threads(image)
@@ -93,7 +91,7 @@ class ImageTransform:
         return self.normalise(self.fitted(image)[None])[0]
 
     def normalise(self, tiles: torch.Tensor) -> torch.Tensor:
-        """(N, 3, S, S) uint8, on any device, as float32: of 0..1, minus mean, over std."""
+        """Turn (N, 3, S, S) uint8, on any device, into float32: divided by 255, minus mean, over std."""
         white, mean, std = _statistics(self.mean, self.std, tiles.device)
         return tiles.to(torch.float32).div_(white).sub_(mean).div_(std)
 
@@ -109,10 +107,10 @@ class ImageTransform:
         return torch.from_numpy(np.ascontiguousarray(np.asarray(fitted).transpose(2, 0, 1)))
 
     def _pad(self, image: Image.Image) -> Image.Image:
-        """What resizing the padded square gives, without making it.
+        """Resize the padded square without making it.
 
-        Pillow resizes along rows first and leaves rows of one colour as they are, so bars above and below can be added
-        between its two passes, and rows can be handled a band at a time.
+        Pillow resizes along rows first and leaves rows of one colour as they are: bars above and below are added
+        between its two passes, and rows are handled a band at a time.
         """
         (width, height), side = image.size, max(image.size)
         left, above = (side - width) // 2, (side - height) // 2
@@ -152,16 +150,13 @@ def refuse_threads(image: Image.Image, scale: float = 1) -> None:
 def _statistics(
     mean: tuple[float, ...], std: tuple[float, ...], device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """255, mean and std as tensors on the device: CUDA multiplies by the reciprocal of a number, which rounds twice."""
+    """Return 255, mean and std as tensors: CUDA multiplies by the reciprocal of a number, which rounds twice."""
     values = (torch.tensor(value, dtype=torch.float32, device=device) for value in ((255.0,), mean, std))
     return tuple(value[:, None, None] for value in values)
 
 
 def as_rgb(image: Image.Image) -> Image.Image:
-    """Lay what is transparent in an image on white, as transformers' processors do from 5.21 on; the result is RGB.
-
-    Cost: 12 bytes a pixel where there is transparency.
-    """
+    """Lay what is transparent in an image on white, as transformers' processors do from 5.21 on; the result is RGB."""
     if "A" in image.getbands() or image.info.get("transparency") is not None:
         white = Image.new("RGBA", image.size, (255, 255, 255, 255))
         image = Image.alpha_composite(white, image if image.mode == "RGBA" else image.convert("RGBA"))
@@ -169,10 +164,9 @@ def as_rgb(image: Image.Image) -> Image.Image:
 
 
 def decode_image(content: bytes, max_pixels: int = MAX_IMAGE_PIXELS) -> Image.Image:
-    """Decode an image file's bytes to RGB, its first picture if there are several, turned as EXIF says.
+    """Decode an image file to RGB, its first picture if there are several, turned as EXIF says.
 
-    Raises BadSample for more pixels than allowed, before any of them is decoded, and for what Pillow cannot read to its
-    end or what has no colours of a known range.
+    Raises BadSample for more pixels than allowed, before any is decoded, and for what Pillow cannot read to its end.
     """
     image = open_image(content, max_pixels)
     turn = TURNS.get(orientation(image, content))
@@ -189,18 +183,17 @@ def decode_image(content: bytes, max_pixels: int = MAX_IMAGE_PIXELS) -> Image.Im
 
 
 def upright(image: Image.Image) -> Image.Image:
-    """An image that somebody has opened, in RGB and turned as `decode_image` turns it."""
+    """Return an opened image in RGB, turned as `decode_image` turns it."""
     image.load()
     turn, image = TURNS.get(stated_orientation(image)), as_rgb(image)
     return image if turn is None else image.transpose(turn)
 
 
 def image_transform(name: str, fit: Fit | None = None, max_pixels: int = MAX_IMAGE_PIXELS) -> ImageTransform:
-    """The preprocessing that belongs to a vision encoder, named as in `model.vision.name`; `fit`: as data.image_fit.
+    """Return the preprocessing of a vision encoder, named as in `model.vision.name`; `fit`: as data.image_fit.
 
     Size, mean and interpolation are those of timm's pretrained configuration, or of the `preprocessor_config.json` of a
-    transformers folder. Raises UserError where neither exists: guessed means would give features that the encoder was
-    never trained on.
+    transformers folder. Raises UserError where neither exists.
     """
     size, mean, std, interpolation = _published(name)
     if interpolation.upper() not in Image.Resampling.__members__:
@@ -210,7 +203,7 @@ def image_transform(name: str, fit: Fit | None = None, max_pixels: int = MAX_IMA
 
 
 def _published(name: str) -> tuple[int, Sequence[float], Sequence[float], str]:
-    """Pixels a side, mean, std and interpolation."""
+    """Return pixels a side, mean, std and interpolation."""
     if is_timm_name(name):
         config = timm_config(name)
         return config.input_size[-1], config.mean, config.std, config.interpolation

@@ -44,7 +44,7 @@ SLOTS = PREFETCH + 1  # micro-batches of a worker that keep their tiles: those a
 
 
 class PackedBatches:
-    """One replica's micro-batches from `first_step` on, for ever: epochs follow each other, a step may span two.
+    """One replica's micro-batches from `first_step` on, without end; a step may span two epochs.
 
     Every iteration starts again at `first_step`.
     """
@@ -61,8 +61,8 @@ class PackedBatches:
         self.catalog = load_catalog(config, data_sets(data), config.eval.fraction)
         if data.overlong == "refuse":
             self.catalog.refuse_overlong(self.processor.capacity)
-        for section, one in zip(data.sets or (), self.catalog.sample_sets, strict=False):
-            kept = int((one.lengths != HELD_OUT).sum())
+        for section, sample_set in zip(data.sets or (), self.catalog.sample_sets, strict=False):
+            kept = int((sample_set.lengths != HELD_OUT).sum())
             if round(section.weight * kept) == 0:
                 raise UserError(
                     f"data.sets: {section.name} is never drawn: weight {section.weight:g} of its {kept:,} samples that "
@@ -81,7 +81,7 @@ class PackedBatches:
 
     @property
     def summary(self) -> str:
-        """What there is to train on, for people."""
+        """Describe the epochs for people."""
         plan, capacity = self.order.epoch_plan(0), self.processor.capacity
         fill = self.catalog.lengths[plan.samples].sum() / (len(plan) * capacity.tokens)
         overlong = "too long for a pack"
@@ -91,31 +91,27 @@ class PackedBatches:
         without = "".join(f", {count:,} {what}" for what, count in left_out.items() if count)
         packs, steps = self.config.train.packs_per_step, self.max_steps
         epochs = steps * packs / len(plan)
-        said = (
+        summary = (
             f"an epoch: {len(plan.samples):,} samples in {len(plan):,} packs of {capacity.tokens:,} tokens, "
             f"{fill:.1%} full{without}; {steps:,} steps of {packs:,} packs are "
             f"{epochs:{',.0f' if epochs >= 100 else '.3g'}} epochs"
         )
-        if packs <= len(plan):
-            return said
-        unit = self.replicas * self.config.train.packs_per_microbatch
-        fewer = f"set train.packs_per_step={len(plan) // unit * unit}"
-        if unit > len(plan):
-            fewer = "lower train.packs_per_step with parallel.data or train.packs_per_microbatch"
-        return (
-            f"{said}\na step takes {packs:,} packs, and all data make {len(plan):,}: each step passes over them "
-            f"{packs / len(plan):.1f} times; {fewer}, or bring more data"
-        )
+        if packs > len(plan):
+            summary += (
+                f"\na step takes {packs:,} packs, and all data make {len(plan):,}: each step passes over them "
+                f"{packs / len(plan):.1f} times; lower train.packs_per_step, or bring more data"
+            )
+        return summary
 
     @property
     def max_steps(self) -> int:
-        """Steps of the run: as configured, or those of train.epochs."""
+        """Steps of the run: train.max_steps, or those of train.epochs."""
         train = self.config.train
         return train.max_steps or self.order.steps(train.epochs, train.packs_per_step)
 
     @property
     def most_tiles(self) -> int:
-        """Tiles that a pack can hold: no more a token than the sample that has most of them."""
+        """Bound on the tiles of a pack, from the sample with most tiles a token."""
         capacity = self.processor.capacity
         lengths = np.concatenate([one.lengths for one in self.catalog.sample_sets])
         tiles = np.concatenate([one.tiles for one in self.catalog.sample_sets])
@@ -145,14 +141,14 @@ class PackedBatches:
             yield sent.received(slots[number % workers, number // workers % SLOTS])
 
     def _share(self, worker: int, workers: int, buffers: Iterable[torch.Tensor | None]) -> Iterator[PackedBatch]:
-        """Every `workers`-th micro-batch of this replica, from the `worker`-th on, tiles uint8 in the next buffer."""
+        """Yield every `workers`-th micro-batch of this replica, from the `worker`-th on, tiles in the next buffer."""
         buffers = iter(buffers)
         train = self.config.train
-        mine = train.packs_per_step // self.replicas
+        share = train.packs_per_step // self.replicas
         numbers = itertools.count()
         for step in itertools.count(self.first_step):
-            first = step * train.packs_per_step + self.replica * mine
-            for start in range(first, first + mine, train.packs_per_microbatch):
+            first = step * train.packs_per_step + self.replica * share
+            for start in range(first, first + share, train.packs_per_microbatch):
                 if next(numbers) % workers == worker:
                     packs = self.order.packs(start, train.packs_per_microbatch)
                     yield self.processor.batch([self._read(pack) for pack in packs], next(buffers))
@@ -160,18 +156,18 @@ class PackedBatches:
     def _read(self, pack: PlannedPack) -> Pack:
         entries: list[Document | Gap] = []
         for number in pack.samples:
-            found = self.processor.read(self.reader, number)
-            entries.append(
-                Gap(found, int(self.catalog.lengths[number])) if isinstance(found, QuarantinedSample) else found
-            )
+            entry = self.processor.read(self.reader, number)
+            if isinstance(entry, QuarantinedSample):
+                entry = Gap(entry, int(self.catalog.lengths[number]))
+            entries.append(entry)
         return Pack(tuple(entries), pack.epoch)
 
 
 def _shared_memory(workers: int, tiles: int, image_size: int) -> torch.Tensor:
-    """(workers, SLOTS, tiles, 3, S, S) uint8 that forked processes share; a page takes no memory until it is used.
+    """Return (workers, SLOTS, tiles, 3, S, S) uint8 that forked processes share.
 
-    torch's queues make a file in /dev/shm of every tensor instead: new pages each time, which cost about as much as
-    copying the image, and a container has 64 MB of it by default. Raises UserError where the system refuses it.
+    torch's queues make a file in /dev/shm of every tensor instead, of which a container has 64 MB by default. A page
+    takes no memory until it is used. Raises UserError where the system refuses it.
     """
     shape = (workers, SLOTS, max(tiles, 1), 3, image_size, image_size)
     try:
@@ -221,10 +217,9 @@ class _Worker(IterableDataset):
 
 
 def _live_with_parent(parent: int, worker: int) -> None:
-    """Let a worker end when its rank does, however that ends.
+    """Let a worker end when its rank does, and leave signals, which reach all processes, to the rank.
 
-    A worker outliving a killed rank would hold the rank's sockets open, and its peers would wait instead of failing;
-    torch's own watch takes up to 5 s. Ctrl-C, and Slurm's signals, reach all processes: the rank alone answers them.
+    A worker that outlived a killed rank would hold the rank's sockets open: its peers would wait instead of failing.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     ignore_in_worker()

@@ -78,7 +78,7 @@ class PackedBatch:
 
 
 class Processor:
-    """A run's tokenizer, template and image transform: what makes micro-batches of a catalog's samples."""
+    """A run's tokenizer, template and image transform."""
 
     def __init__(self, config: RunConfig) -> None:
         """Open tokenizer and template; raises UserError for what is missing or unfit."""
@@ -97,44 +97,36 @@ class Processor:
         self.capacity = Capacity(config.data.pack_length, config.data.max_tiles_per_pack)
 
     def read(self, reader: Reader, number: int) -> Document | QuarantinedSample:
-        """The document of a sample; raises UserError where its length or number of images is not its index's."""
+        """Return the document of a sample; raises UserError where its length is not its index's."""
         sample = reader.read(number)
         if isinstance(sample, QuarantinedSample):
             return sample
-        if self.layout.is_sized and len(sample.sizes) != len(sample.images):
-            seen = f"images: {len(sample.images)}, but the index of its shard has the sizes of {len(sample.sizes)}"
-            raise UserError(f"{sample.where}: {seen}: it is not this shard's index; {self._again(reader, number)}")
         try:
             document = self.template(sample)
         except BadSample as error:
             return QuarantinedSample(sample.key, sample.shard, sample.offset, error.reason, error.detail)
         planned = int(reader.catalog.lengths[number])
         if len(document.input_ids) != planned:
+            place = reader.catalog.find(number)
             raise UserError(
                 f"{sample.where}: {len(document.input_ids)} tokens, where the index of its shard says {planned}: the "
-                f"index was made by another version of the tokenizer's library; {self._again(reader, number)}"
+                "index was made by another version of the tokenizer's library, or is of another shard. Index it again: "
+                f"mmtrain index {place.shard} --rebuild --tokenizer {self.config.model.llm.path} "
+                f"--template {template_name(self.config.data.template)}{self.layout.index_options}"
+                f"{format_argument(place.form)}"
             )
         return document
 
-    def _again(self, reader: Reader, number: int) -> str:
-        """How to index the shard of a sample again."""
-        place = reader.catalog.find(number)
-        return (
-            f"index the shard again: mmtrain index {place.shard} --rebuild --tokenizer {self.config.model.llm.path} "
-            f"--template {template_name(self.config.data.template)}{self.layout.index_options}"
-            f"{format_argument(place.form)}"
-        )
-
     def decode(self, content: bytes, tiling: Tiling, is_control: bool = False) -> torch.Tensor:
-        """An image file's bytes as (tiles, 3, S, S) uint8; raises BadSample."""
+        """Return an image file as (tiles, 3, S, S) uint8; raises BadSample."""
         return self.transform.decode(content, tiling, is_control)
 
     def batch(self, packs: list[Pack], buffer: torch.Tensor | None = None) -> PackedBatch:
-        """A micro-batch of packs, its tiles uint8, in `buffer` if there is one."""
+        """Make a micro-batch of packs, its tiles uint8, in `buffer` if there is one."""
         return make_batch(packs, self.capacity.tokens, self.padding_id, self.decode, buffer)
 
     def normalised(self, batch: PackedBatch) -> PackedBatch:
-        """The micro-batch with its tiles in float32, as a stock encoder takes them."""
+        """Return the micro-batch with its tiles in float32, as a stock encoder takes them."""
         return batch if batch.tiles is None else replace(batch, tiles=self.transform.normalise(batch.tiles))
 
 
@@ -164,8 +156,7 @@ def make_batch(
         start, before = 0, len(keys)
         for entry in pack.entries:
             if isinstance(entry, Document):
-                length = len(entry.input_ids)
-                fault = images.add(entry, decode)
+                length, fault = len(entry.input_ids), images.add(entry, decode)
             else:
                 length, fault = entry.length, entry.fault
             end = start + length
@@ -185,7 +176,7 @@ def make_batch(
         input_ids=torch.from_numpy(input_ids),
         position_ids=torch.from_numpy(position_ids),
         labels=torch.from_numpy(labels),
-        tiles=images.decoded,
+        tiles=images.pixels[: images.count] if images.count else None,
         keys=tuple(keys),
         tilings=tuple(images.tilings),
         tokens=tokens,
@@ -196,10 +187,9 @@ def make_batch(
 
 
 def to_device(batch: PackedBatch, device: torch.device | str) -> PackedBatch:
-    """The micro-batch with token ids, tiles and their places on `device`; nothing is copied if that is the CPU.
+    """Return the micro-batch with token ids, tiles and their places on `device`.
 
-    Position ids and labels stay where they are: what follows from them, masks and supervised places, is found on the
-    host, which would have to wait for a GPU's answer.
+    Position ids and labels stay: masks and supervised places are computed from them on the host, without waiting.
     """
     if torch.device(device).type == "cpu":
         return batch
@@ -211,10 +201,7 @@ def to_device(batch: PackedBatch, device: torch.device | str) -> PackedBatch:
 
 
 def copied(tensor: torch.Tensor, device: torch.device | str) -> torch.Tensor:
-    """The tensor on `device`; the host goes on, and kernels that use the copy wait for it.
-
-    From page-locked memory on CUDA: from any other the host would wait until the copy is made.
-    """
+    """Copy a tensor to `device`, from page-locked memory, so that only the kernels that use it wait."""
     if torch.device(device).type == "cuda" and tensor.device.type == "cpu":
         tensor = tensor.pin_memory()
     return tensor.to(device, non_blocking=True)
@@ -225,7 +212,7 @@ class _Images:
 
     def __init__(self, packs: Sequence[Pack], buffer: torch.Tensor | None) -> None:
         documents = (entry for pack in packs for entry in pack.entries if isinstance(entry, Document))
-        self.most = sum(tiling.tiles for document in documents for tiling in document.tilings)
+        self.tiles = sum(tiling.tiles for document in documents for tiling in document.tilings)
         self.pixels = buffer
         self.count = 0
         self.tilings: list[Tiling] = []
@@ -233,7 +220,7 @@ class _Images:
     def add(
         self, document: Document, decode: Callable[[bytes, Tiling, bool], torch.Tensor]
     ) -> QuarantinedSample | None:
-        """Append the tiles of the document's images; if one cannot be decoded, none, and say why."""
+        """Append the tiles of the document's images; if one cannot be decoded, append none and return the fault."""
         sample, before = document.sample, self.count
         for number, (content, tiling) in enumerate(zip(sample.images, document.tilings, strict=True)):
             try:
@@ -243,13 +230,8 @@ class _Images:
                 detail = f"image {number}: {error.detail}"
                 return QuarantinedSample(sample.key, sample.shard, sample.offset, error.reason, detail)
             if self.pixels is None:
-                self.pixels = tiles.new_empty((self.most, *tiles.shape[1:]))
+                self.pixels = tiles.new_empty((self.tiles, *tiles.shape[1:]))
             self.pixels[self.count : self.count + len(tiles)] = tiles
             self.count += len(tiles)
         self.tilings += document.tilings
         return None
-
-    @property
-    def decoded(self) -> torch.Tensor | None:
-        """(N, 3, S, S), or None without images."""
-        return self.pixels[: self.count] if self.pixels is not None and self.count else None

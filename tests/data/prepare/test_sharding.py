@@ -19,8 +19,7 @@ from mmtrain.base.errors import UserError
 from mmtrain.data.prepare.sharding import WrittenShard, sample_key, tar_bytes, write_shard, write_shards
 from mmtrain.data.samples.records import BadSample
 from mmtrain.data.samples.sample import Sample, read_sample
-from mmtrain.data.shards.index import read_index
-from mmtrain.data.shards.index_file import index_path
+from mmtrain.data.shards.index import index_path, read_index
 from mmtrain.data.shards.indexing import scan_shard
 
 

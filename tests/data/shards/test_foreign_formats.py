@@ -14,8 +14,7 @@ from mmtrain.base.errors import UserError
 from mmtrain.data.samples.formats import LLAVA, SampleFormat
 from mmtrain.data.samples.sample import read_sample
 from mmtrain.data.shards.detection import AUTO, sample_format
-from mmtrain.data.shards.index import read_index
-from mmtrain.data.shards.index_file import index_path
+from mmtrain.data.shards.index import index_path, read_index
 from mmtrain.data.shards.indexing import build_indexes, scan_shard, unready_shards
 from mmtrain.data.stream.catalog import Catalog, DataSet, Reader
 from mmtrain.models.facts.model_files import model_folder

@@ -7,7 +7,6 @@ import subprocess
 import sys
 import tarfile
 import time
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,9 +14,8 @@ from archives import conversation, picture, write_tar
 from transformers import AddedToken, AutoTokenizer
 
 from mmtrain.base.errors import UserError
-from mmtrain.data.shards.index import read_index
-from mmtrain.data.shards.index_file import index_path
-from mmtrain.data.shards.indexing import build_indexes, ensure_indexes, unready_shards, write_merged
+from mmtrain.data.shards.index import index_path, read_index
+from mmtrain.data.shards.indexing import build_indexes, ensure_indexes, unready_shards
 from mmtrain.models.facts.model_files import model_folder
 from mmtrain.models.facts.tokenizer_files import text_fingerprint
 
@@ -307,16 +305,3 @@ def test_processes_that_index_for_two_templates_at_once_keep_each_others_lengths
     assert [process.wait(timeout=120) for process in running] == [0, 0]
     for tar in tars:
         assert set(read_index(tar).texts) == set(FINGERPRINTS.values())
-
-
-def test_lengths_that_another_process_wrote_meanwhile_are_kept_if_they_are_of_the_same_samples(tmp_path):
-    tar = write_tar(tmp_path / "s.tar", files(samples(0)))
-    build_indexes([tar], LLM, "plain", workers=1)
-    measured = read_index(tar)
-    build_indexes([tar], LLM, "chat", workers=1)
-    both = read_index(tar).texts
-    write_merged(tar, replace(measured, texts=dict(measured.texts)))
-    assert read_index(tar).texts == both and len(both) == 2
-    others = [f"{key}-" for key in measured.keys]
-    write_merged(tar, replace(measured, keys=others, texts=dict(measured.texts)))
-    assert read_index(tar).texts == measured.texts

@@ -7,8 +7,7 @@ import tarfile
 import pytest
 from archives import conversation, picture, write_tar
 
-from mmtrain.data.shards.index import write_index
-from mmtrain.data.shards.index_file import MissingIndex, index_path
+from mmtrain.data.shards.index import MissingIndex, index_path, write_index
 from mmtrain.data.shards.indexing import scan_shard
 from mmtrain.data.shards.verify import verify_shard
 

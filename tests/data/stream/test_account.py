@@ -94,15 +94,3 @@ def test_samples_with_images_in_a_run_on_text_are_told_the_key_that_takes_their_
         open_account(tiny, tmp_path, *alone)
     ensure_indexes(shards, str(tiny / "llm"), "llava_v1", Strip())
     open_account(tiny, tmp_path, *alone, "data.images=strip")
-
-
-def test_a_ledger_that_cannot_tell_samples_apart_says_so(tiny, tmp_path, make_tiny, logged):
-    for folder in ("a", "b"):
-        make_tiny.make_tiny_shards(tmp_path / folder, samples=10, shards=1)
-    open_account(tiny, tmp_path, f"data.shards={tmp_path}/[ab]/*.tar")
-    said = "samples.jsonl cannot tell all samples apart: 10 have a key that an earlier one has, too"
-    assert logged[-1] == said
-    logged.clear()
-    sets = f"data.sets=[{{name: a, shards: {tmp_path}/a/*.tar}}, {{name: b, shards: {tmp_path}/b/*.tar}}]"
-    open_account(tiny, tmp_path, sets)
-    assert not [line for line in logged if "cannot tell" in line]

@@ -62,12 +62,6 @@ def test_every_sample_comes_once_an_epoch_in_an_order_of_its_own(tiny):
     assert epochs[0] != epochs[1] and epochs[0] != expected
 
 
-def test_the_order_is_a_function_of_the_seed(tiny):
-    keys = {seed: [b.keys for b in first(open_batches(tiny, f"run.seed={seed}"), 4)] for seed in (0, 1)}
-    assert keys[0] == [b.keys for b in first(open_batches(tiny, "run.seed=0"), 4)]
-    assert keys[0] != keys[1]
-
-
 def test_replicas_share_each_step_of_one_list_of_packs(tiny):
     alone = first(open_batches(tiny), 48)
     halves = [first(open_batches(tiny, replica=replica, replicas=2), 24) for replica in (0, 1)]
@@ -106,14 +100,14 @@ def test_the_sequence_of_keys_does_not_depend_on_workers_and_replicas(tiny, thre
 def test_resuming_at_any_step_with_any_layout_gives_the_rest_of_the_sequence(tiny, three_epochs):
     steps, count = three_epochs
     draw = random.Random("cut points")
-    for trial in range(36):
+    for trial in range(18):
         at = [draw.randrange(count)]
         if trial % 3 == 0:  # a second cut soon after the first one
             at.append(min(at[0] + draw.randrange(3), count - 1))
         resumed = []
         for begin, end in itertools.pairwise([*at, min(at[-1] + 5, count)]):
             replicas = draw.choice((1, 2, 4))
-            workers = draw.choice((0, 0, 0, 1, 3)) if trial < 12 else 0
+            workers = draw.choice((0, 0, 0, 1, 3)) if trial < 6 else 0
             shares = [
                 keys_of(
                     open_batches(tiny, f"data.workers={workers}", replica=replica, replicas=replicas, first_step=begin),
@@ -221,18 +215,9 @@ def test_how_often_a_run_passes_over_its_data_is_said(tiny):
     assert said.endswith(f"; {-(-3 * packs // 4)} steps of 4 packs are {-(-3 * packs // 4) * 4 / packs:.3g} epochs")
     assert open_batches(tiny, "train.max_steps=100000").summary.endswith(f" are {400_000 / packs:,.0f} epochs")
     assert "\n" not in open_batches(tiny, steps, f"train.packs_per_step={packs}").summary
-    more = (packs // 6 + 1) * 6
-    assert open_batches(
-        tiny, steps, f"train.packs_per_step={more}", "train.packs_per_microbatch=3", replicas=2
-    ).summary.endswith(
-        f" epochs\na step takes {more} packs, and all data make {packs}: each step passes over them "
-        f"{more / packs:.1f} times; set train.packs_per_step={packs // 6 * 6}, or bring more data"
-    )
-    assert (
-        "lower train.packs_per_step with parallel.data or train.packs_per_microbatch, or"
-        in open_batches(
-            tiny, steps, f"train.packs_per_step={2 * more}", f"train.packs_per_microbatch={more}", replicas=2
-        ).summary
+    assert open_batches(tiny, steps, f"train.packs_per_step={2 * packs}").summary.endswith(
+        f" epochs\na step takes {2 * packs} packs, and all data make {packs}: each step passes over them 2.0 times; "
+        "lower train.packs_per_step, or bring more data"
     )
 
 
@@ -316,11 +301,6 @@ def test_shards_without_a_sample_that_fits_are_refused(tiny, tmp_path):
     tarfile.open(tmp_path / "empty.tar", "w").close()
     with pytest.raises(UserError, match=r"empty\.tar is an empty archive, without a single file"):
         first(open_batches(tiny, f"data.shards={tmp_path}/empty.tar"), 1)
-
-
-def test_a_folder_without_tokenizer_is_refused(tmp_path):
-    with pytest.raises(UserError, match="the tokenizer in "):
-        load_tokenizer(str(tmp_path))
 
 
 def children(pid: int) -> list[int]:

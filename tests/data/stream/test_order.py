@@ -80,7 +80,7 @@ def test_an_image_cap_closes_a_pack_before_its_tokens_do():
     assert pack_best_fit(ten, Capacity(100, tiles=9), np.ones(10, int)) == [list(range(9)), [9]]
 
 
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", range(12))
 def test_best_fit_is_the_textbooks_with_and_without_an_image_cap(seed):
     draw = np.random.RandomState(seed)
     count, tokens = int(draw.randint(1, 200)), int(draw.choice([20, 100, 1000]))

@@ -177,19 +177,6 @@ def test_an_image_too_thin_for_its_grid_is_told_before_the_run_and_costs_its_sam
     assert set(batch.keys) == {"b", "c"} and {tiling.tiles for tiling in batch.tilings} == {1}, "of several, squares"
 
 
-@pytest.mark.parametrize("name", SIZED)
-def test_an_index_with_the_sizes_of_other_samples_images_is_refused_with_how_to_index_again(tiny, tmp_path, name):
-    one = [("a.json", conversation("<image>Say.", "a circle")), ("a.png", noise(40, 40))]
-    two = [("b.json", conversation("<image>Say.", "a circle")), ("b.png", noise(40, 40))]
-    write_tar(tmp_path / "s.tar", [*one, *two])
-    open_batches(tiny, tmp_path, name)
-    index = read_index(tmp_path / "s.tar")
-    index.image_sizes[:] = [(), ((40, 40), (40, 40))]
-    write_index(tmp_path / "s.tar", index)
-    with pytest.raises(UserError, match=r"has the sizes of [02].*mmtrain index .*s\.tar --rebuild --tokenizer "):
-        taken(open_batches(tiny, tmp_path, name), 1)
-
-
 @pytest.mark.parametrize("name", ["tiles", "anyres_max_9"])
 def test_packs_of_mixed_sizes_are_as_full_as_best_fit_over_the_epoch_makes_them(name):
     layout, draw = LAYOUTS[name](729, 384), np.random.RandomState(0)
