@@ -64,37 +64,28 @@ def write_whole(path: Path, content: str | bytes) -> None:
 def whole_folder(path: Path) -> Iterator[Path]:
     """An empty folder to fill, which becomes `path` when the block ends without error; `path` is new, or empty.
 
-    Its files then have the permissions of the umask. What killed processes have left of it is removed. Raises OSError,
-    also where another process has made `path` in the meantime, and removes what was written.
+    Its files then have the permissions of the umask. What killed processes left of it more than a day ago is removed.
+    Raises OSError, also where another process has made `path` in the meantime, and removes what was written.
     """
-    _remove_leftovers(path)
-    with contextlib.ExitStack() as locks:
-        unfinished = _unfinished(path)
-        try:
-            while not _makes_and_locks(unfinished, locks):
-                unfinished = _unfinished(path)
-            mode = unfinished.stat().st_mode & 0o666
-            yield unfinished
-            for entry in unfinished.rglob("*"):
-                if entry.is_dir():
-                    flush(entry)
-                else:
-                    _finish(entry, mode)
-            flush(unfinished)
-            unfinished.rename(path)
-        except BaseException:
-            shutil.rmtree(unfinished, ignore_errors=True)
-            raise
+    for leftover in path.parent.glob(leftovers(glob.escape(path.name))):
+        if time.time() - leftover.stat().st_mtime > A_DAY:
+            shutil.rmtree(leftover, ignore_errors=True)
+    unfinished = _unfinished(path)
+    try:
+        unfinished.mkdir()
+        mode = unfinished.stat().st_mode & 0o666
+        yield unfinished
+        for entry in unfinished.rglob("*"):
+            if entry.is_dir():
+                flush(entry)
+            else:
+                _finish(entry, mode)
+        flush(unfinished)
+        unfinished.rename(path)
+    except BaseException:
+        shutil.rmtree(unfinished, ignore_errors=True)
+        raise
     flush(path.parent)
-
-
-def _makes_and_locks(folder: Path, locks: contextlib.ExitStack) -> bool:
-    """False where another process took the new folder for a leftover before it was locked."""
-    folder.mkdir()
-    with contextlib.suppress(FileNotFoundError, BlockingIOError):
-        locks.enter_context(_locked(folder, needed=False))
-        return folder.exists()
-    return False
 
 
 def _finish(file: Path, mode: int) -> None:
@@ -105,7 +96,6 @@ def _finish(file: Path, mode: int) -> None:
 
 def remove_folder(path: Path) -> None:
     """Delete a folder; no moment shows a part of it under its name. Raises OSError."""
-    _remove_leftovers(path)
     doomed = _unfinished(path)
     path.rename(doomed)
     shutil.rmtree(doomed)
@@ -113,24 +103,6 @@ def remove_folder(path: Path) -> None:
 
 def _unfinished(path: Path) -> Path:
     return path.with_name(f".{path.name}.{secrets.token_hex(4)}{UNFINISHED}")
-
-
-def _remove_leftovers(folder: Path) -> None:
-    for left in folder.parent.glob(leftovers(glob.escape(folder.name))):
-        with contextlib.suppress(OSError):
-            fresh = time.time() - left.stat().st_mtime < A_DAY  # where nothing can be locked, it may still be written
-            with _locked(left, needed=fresh):
-                shutil.rmtree(left)
-
-
-@contextlib.contextmanager
-def _locked(folder: Path, *, needed: bool) -> Iterator[None]:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        lock(descriptor, wait=False, needed=needed)
-        yield
-    finally:
-        os.close(descriptor)
 
 
 def flush(path: Path) -> None:

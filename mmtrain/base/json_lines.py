@@ -21,7 +21,7 @@ class JsonLines:
 
     JSON has no number for NaN and infinities: they are written as the strings "nan", "inf" and "-inf", which float()
     reads back. `path` is None on ranks that write nothing. Raises OSError when the file cannot be written, UserError
-    when its folder was removed, moved or made unwritable since: nothing would be left of what a program does from then.
+    when its folder was removed or moved since: nothing would be left of what a program does from then.
     """
 
     def __init__(self, path: Path | None) -> None:
@@ -45,23 +45,18 @@ class JsonLines:
             raise OSError(error.errno, error.strerror, str(self._path)) from error
 
     def _refuse_lost(self) -> int:
-        """The file's size; raises UserError unless it is the one at its path, in a folder that can be written."""
+        """Return the file's size. Raises UserError unless it is the one at its path."""
+        opened = os.fstat(self._file)
         try:
-            opened = os.fstat(self._file)
             is_there = os.path.samestat(opened, self._path.stat())
         except OSError as error:
-            if error.errno not in (errno.ENOENT, errno.ENOTDIR, errno.ESTALE, errno.EACCES):
+            if error.errno not in (errno.ENOENT, errno.ENOTDIR, errno.ESTALE):
                 raise
-            is_there = error.errno == errno.EACCES
+            is_there = False
         if not is_there:
             raise UserError(
                 f"{self._path} is not there any more, or is another file: {self._path.parent} was removed, moved or "
-                "replaced while it was written; put it back, and give the same command again, which goes on with it"
-            )
-        if not os.access(self._path.parent, os.W_OK | os.X_OK):
-            raise UserError(
-                f"{self._path.parent} cannot be written any more (its permissions, or a file system that is read-only "
-                "now); make it writable, and give the same command again, which goes on with it"
+                "replaced while it was written. Put it back, and give the same command again, which goes on with it"
             )
         return opened.st_size
 

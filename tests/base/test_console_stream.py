@@ -135,15 +135,6 @@ def test_a_reader_that_has_left_and_a_full_disk_are_no_error_and_no_wait(disk_is
     assert time.monotonic() - begun < SOON
 
 
-def test_characters_that_a_console_lacks_are_escaped():
-    reader, writer = os.pipe()
-    stream = ConsoleStream(writer, encoding="ascii")
-    os.close(writer)
-    print("é\ud800", file=stream)
-    threading.Thread(target=close_when_written, args=[stream]).start()
-    assert read_all(reader) == "\\xe9\\ud800\n"
-
-
 def test_a_command_whose_standard_streams_are_closed_works(tiny, tmp_path):
     arguments = [*(tiny / "shards").glob("*.tar"), "--tokenizer", tiny / "llm", "--template", "plain"]
     program = [sys.executable, "-m", "mmtrain", "inspect", *arguments]

@@ -44,40 +44,16 @@ def test_of_two_who_make_one_folder_the_first_wins_and_each_writes_its_own(tmp_p
     assert [path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*")] == ["out[1]", "out[1]/first"]
 
 
-def test_a_new_folder_that_another_process_takes_for_a_leftover_is_made_again(tmp_path, monkeypatch):
-    taken, real_open = [], os.open
-
-    def take() -> None:
-        (folder,) = tmp_path.iterdir()
-        folder.rmdir()
-        taken.append(folder)
-
-    def open_late(*arguments: object) -> int:
-        if not taken:
-            take()
-        return real_open(*arguments)
-
-    def lock_late(*_: object) -> None:
-        if len(taken) < 3:
-            take()
-        if len(taken) == 2:  # while the other process holds it
-            raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
-
-    monkeypatch.setattr(os, "open", open_late)
-    monkeypatch.setattr(fcntl, "flock", lock_late)
-    with whole_folder(tmp_path / "out") as unfinished:
-        assert unfinished.is_dir() and len(set(taken)) == 3
-    assert [path.name for path in tmp_path.iterdir()] == ["out"]
-
-
-def test_what_killed_processes_left_of_a_folder_goes_and_what_others_call_alike_stays(tmp_path):
-    for name in (".out.0123abcd.tmp", ".gone.0123abcd.tmp", ".out.x.0123abcd.tmp", "out.unfinished.tmp", "gone"):
+def test_what_killed_processes_left_of_a_folder_goes_after_a_day(tmp_path):
+    for name in (".out.0123abcd.tmp", ".out.4567abcd.tmp", ".out.x.0123abcd.tmp", "out.unfinished.tmp"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "file").touch()
+        os.utime(tmp_path / name, (0, 0))
+    os.utime(tmp_path / ".out.4567abcd.tmp")  # which may still be written
     with whole_folder(tmp_path / "out"):
         pass
-    remove_folder(tmp_path / "gone")
-    assert sorted(path.name for path in tmp_path.iterdir()) == [".out.x.0123abcd.tmp", "out", "out.unfinished.tmp"]
+    remove_folder(tmp_path / "out.unfinished.tmp")
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".out.4567abcd.tmp", ".out.x.0123abcd.tmp", "out"]
 
 
 def test_permissions_are_those_of_the_umask_whoever_wrote_the_file(tmp_path):

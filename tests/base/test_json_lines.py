@@ -59,37 +59,9 @@ def test_a_folder_that_is_not_there_any_more_is_named_at_the_next_line(tmp_path,
         shutil.rmtree(elsewhere)
     if how == "replaced":
         shutil.copytree(elsewhere, folder)
-    with pytest.raises(UserError, match=f"{folder} was removed, moved or replaced .* put it back") as refused:
+    with pytest.raises(UserError, match=f"{folder} was removed, moved or replaced .* Put it back") as refused:
         metrics.write(step=1)
     assert "\n" not in str(refused.value)
-
-
-def test_a_folder_that_is_brought_back_in_time_is_no_error(tmp_path):
-    folder, elsewhere = tmp_path / "run", tmp_path / "elsewhere"
-    folder.mkdir()
-    metrics = JsonLines(folder / "metrics.jsonl")
-    folder.rename(elsewhere)
-    elsewhere.rename(folder)
-    metrics.write(step=0)
-    assert (folder / "metrics.jsonl").read_text() == '{"step": 0}\n'
-
-
-@pytest.mark.parametrize("mode", [0o555, 0o000])
-def test_a_folder_that_cannot_be_written_any_more_is_named_at_the_next_line(tmp_path, mode):
-    (tmp_path / "run").mkdir()
-    tmp_path.chmod(0o755)
-    script = (
-        "import os, pathlib; from mmtrain.base.json_lines import JsonLines, recorded\n"
-        "metrics = JsonLines(pathlib.Path('run', 'metrics.jsonl'))\n"
-        "metrics.write(step=0)\n"
-        f"os.chmod('run', {mode})\n"
-        "os.getuid() or os.setuid(65534)  # permissions do not bind root\n"
-        "metrics.write(step=1)\n"
-    )
-    ran = subprocess.run([sys.executable, "-c", script], cwd=tmp_path, capture_output=True, text=True, timeout=60)
-    assert "UserError: run cannot be written any more" in ran.stderr.splitlines()[-1]
-    (tmp_path / "run").chmod(0o755)
-    assert (tmp_path / "run" / "metrics.jsonl").read_text() == '{"step": 0}\n'
 
 
 def test_records_are_read_by_their_kind_and_torn_lines_are_passed_over(tmp_path):
