@@ -41,28 +41,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def run(options: Options) -> int:
-    """Do what the options ask for; the exit code. Raises UserError."""
+    """Do what the options ask for and return the exit code. Raises UserError."""
     rank = rank_of_torchrun()
     try:
-        if options.local_rank is not None:
-            raise UserError(
-                "--local_rank comes from DeepSpeed's launcher, which does not start mmtrain: start it by mmtrain "
-                "train, or by torchrun --nproc-per-node N -m mmtrain.launch"
-            )
         config = expand_pretrained(load_config(options.config, options.overrides))
-        if options.trace is not None and (options.plan or options.calibrate):
-            raise UserError("--trace records training, and nothing is trained here. Leave --trace out")
         if options.suggest is not None:
             if not options.plan:
-                raise UserError(
-                    f"--suggest {options.suggest} tells layouts and trains nothing: mmtrain plan CONFIG --suggest "
-                    f"{options.suggest} shows them; train with the overrides of one"
-                )
+                raise UserError(f"--suggest {options.suggest} is for mmtrain plan CONFIG --suggest {options.suggest}")
             print_result(*render_suggestion(suggest_for_here(config, options.suggest)))
             return 0
         if options.plan:
             plan = plan_for_here(config)
-            _check_beginnings(config)
+            _refuse_unfit_weights(config)
             print_result(*render(plan))
             return 0
         if rank is None and options.nnodes == 1:
@@ -72,9 +62,8 @@ def run(options: Options) -> int:
         if options.calibrate:
             if options.nnodes != 1 or rank is not None:
                 raise UserError(
-                    "mmtrain calibrate measures on one machine, and starts its own ranks there: leave --nnodes and "
-                    "torchrun away, give a layout that this machine holds (parallel.pipeline), and share the file by "
-                    "parallel.calibration"
+                    "mmtrain calibrate measures on one machine and starts its own ranks there. Leave --nnodes and "
+                    "torchrun out, and share the file by parallel.calibration"
                 )
             return calibrate(config, ranks_of_node(config, options))
         return train(config, options) if rank is None else train_as_rank(config, options, rank)
@@ -83,7 +72,7 @@ def run(options: Options) -> int:
         raise
 
 
-def _check_beginnings(config: RunConfig) -> None:
+def _refuse_unfit_weights(config: RunConfig) -> None:
     """Raise UserError for weights to begin with that training refuses; those that are not here are only named."""
     beginning, projector = config.model.init_from, config.model.projector.init_from
     paths = dict.fromkeys(path for path in (beginning, projector) if path)

@@ -1,6 +1,5 @@
 """Two real ranks that end in the way that the command line says: python failing_ranks.py HOW FOLDER."""
 
-import functools
 import logging
 import os
 import signal
@@ -98,12 +97,14 @@ if __name__ == "__main__":
         folder,
         threads=1,
         timeout_seconds=60,
+        target="__main__:work",
+        arguments={"how": how},
         preload=("torch.distributed",),
         saves_when_asked=how == "stuck",
     )
     signal.signal(signal.SIGTERM, before := lambda *_: None)
     with prepared(job):
-        failure = run_ranks(functools.partial(work, how), job)
+        failure = run_ranks(job)
     assert signal.getsignal(signal.SIGTERM) is before, "the caller's handlers are back"
     if failure is not None:
         print(failure.message, file=sys.stderr)

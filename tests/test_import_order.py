@@ -58,7 +58,7 @@ engine.utilization  engine.trace  training.console
 models.weights.projector_files  models.probing.probe
 """
 IMPORT_TORCH = {"torch", "torchvision", "transformers", "timm", "deepspeed", "webdataset", "safetensors.torch"}
-ONLY_IMPORTER = {"deepspeed": "engine.deepspeed_pipeline", "mmtrain.training.loop": "launching.training"}
+ONLY_IMPORTER = {"deepspeed": "engine.deepspeed_pipeline"}
 
 
 def module_names() -> list[str]:

@@ -74,7 +74,6 @@ def test_many_shards_are_not_indexed_while_other_processes_wait(tiny, tmp_path, 
         (["--nnodes", "2", "--rdzv-endpoint", "localhost:99999"], ["localhost:99999", "HOST:PORT"]),
         (["--nnodes", "3", "--rdzv-endpoint", "localhost:29500"], ["--nnodes 3", "4 ranks"]),
         (["--node-rank", "1"], ["--node-rank 1"]),
-        (["--local_rank=1"], ["--local_rank", "DeepSpeed's launcher", "torchrun --nproc-per-node"]),
     ],
 )
 def test_wrong_input_is_exit_code_2_with_a_message_and_no_traceback(
@@ -116,7 +115,7 @@ REFUSED_DATA = "data.shards: no file nowhere/*.tar"  # the next thing that is lo
         ({"WORLD_SIZE": "8", "MASTER_ADDR": "a", "MASTER_PORT": "29500"}, REFUSED_DATA),
         (
             {"RANK": "", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "1"},
-            "RANK='' in the environment, where torchrun puts a number",
+            "unset RANK WORLD_SIZE",
         ),
     ],
 )
@@ -136,14 +135,6 @@ def test_a_family_without_a_staged_form_is_refused_by_name(tiny, tmp_path, capsy
     assert launch(tiny / "config.yaml", f"model.llm.path={tmp_path}/bart") == 2
     refused = capsys.readouterr().err
     assert "bart" in refused and "Traceback" not in refused
-
-
-def test_a_config_that_is_not_there_is_named(tmp_path):
-    """In a process of its own, as every exit code is met."""
-    command = [sys.executable, *LAUNCH, "nowhere.yaml"]
-    ran = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
-    assert ran.returncode == 2
-    assert "nowhere.yaml" in ran.stderr and "Traceback" not in ran.stderr
 
 
 def test_help_shows_examples_with_configs_that_exist_and_what_exit_codes_mean(capsys):
@@ -177,11 +168,6 @@ def test_a_plan_that_cannot_be_printed_is_an_error(tiny, tmp_path):
             timeout=60,
         )
     assert (ended.returncode, ended.stderr) == (2, "error: standard output cannot be used: No space left on device\n")
-
-
-def test_the_shipped_configs_include_one_of_72b():
-    assert len(CONFIGS) >= 4
-    assert any("72" in path.name for path in CONFIGS)
 
 
 def test_a_plan_of_any_shipped_config_needs_no_torch_and_leaves_nothing_behind(tmp_path):

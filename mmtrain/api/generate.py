@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,12 +19,11 @@ from mmtrain.base.durable import held
 from mmtrain.base.errors import UserError
 from mmtrain.base.printing import escape
 from mmtrain.checkpoint.step_folder import StepFolder, find, names_checkpoint
-from mmtrain.config.limits import MAX_IMAGE_PIXELS
 from mmtrain.data.samples.records import IMAGE_MARK, BadSample
 from mmtrain.models.facts.encoders import FAMILIES, TIMM
 from mmtrain.models.facts.families import check_family
 from mmtrain.models.facts.model_files import find_model_folder, foreign_files, read_json, tensor_shapes
-from mmtrain.models.facts.settings import check_sizes, is_whole
+from mmtrain.models.facts.settings import check_sizes
 from mmtrain.stock.exporters import STOCK_CLASSES, stock_class
 from mmtrain.stock.stock_class import StockClass
 
@@ -33,7 +31,6 @@ if TYPE_CHECKING:
     from PIL import Image
 
 _log = logging.getLogger(__name__)
-LARGEST_TOKEN = 10**9
 PARTS_OF_LLMS = {"attn_config", "ffn_config"}  # parts in a config of an LLM alone
 NEEDED = (
     "needed is a run or checkpoint of mmtrain, or a Hugging Face folder of a model that mmtrain export makes "
@@ -49,23 +46,23 @@ def generate(
     system: str | None = None,
     max_new_tokens: int = 256,
 ) -> str:
-    """The answer of a trained model to a question about a picture, or about several; a model of text takes none.
+    """Return a trained model's answer to a question about one picture or several; a model of text takes none.
 
-    `model`: a run, the folder of a run or a checkpoint, or a Hugging Face folder; it is loaded for this answer, onto
-    the GPU if there is one, and a run is exported before, once, into the cache. A model that was trained on
-    captions alone takes no question: it describes what it sees. Raises UserError.
+    `model` is a run, a checkpoint, or a Hugging Face folder. It is loaded for this answer, onto the GPU if there is
+    one; a run is exported before, once, into the cache. A model that was trained on captions alone takes no question:
+    it describes what it sees. Raises UserError.
     """
     from mmtrain.data.stream.images import upright
 
-    several = list(image) if isinstance(image, Sequence) and not isinstance(image, str) else [image]
-    pictures = [read_image(Path(one)) if isinstance(one, str | Path) else upright(one) for one in several]
+    images = list(image) if isinstance(image, Sequence) and not isinstance(image, str) else [image]
+    pictures = [read_image(Path(image)) if isinstance(image, str | Path) else upright(image) for image in images]
     folder = stock_folder(str(model.folder if isinstance(model, Run) else model))
     conversation = Conversation(*load(folder), pictures, system, max_new_tokens)
     return conversation.ask(prompt) if conversation.takes_questions() else conversation.describe()
 
 
 def stock_folder(model: str, show: Callable[[str, int, int], None] = lambda *_: None) -> Path:
-    """The Hugging Face folder of what `model` names, exported now if need be; raises UserError.
+    """Return the Hugging Face folder of what `model` names, exported now if need be. Raises UserError.
 
     `show` gets what is exported at the moment, its bytes so far and in all.
     """
@@ -90,7 +87,7 @@ def stock_folder(model: str, show: Callable[[str, int, int], None] = lambda *_: 
 
 
 def _is_causal_lm(config: Path) -> bool:
-    """Whether a config.json, if it is there, is of an LLM alone; raises UserError for a family that cannot be used."""
+    """Whether a config.json is of an LLM alone. Raises UserError for a family that cannot be used."""
     content = read_json(config) if config.is_file() else {}
     classes = content.get("architectures")
     if not isinstance(classes, list) or not any(str(name).endswith("ForCausalLM") for name in classes):
@@ -100,7 +97,7 @@ def _is_causal_lm(config: Path) -> bool:
 
 
 def exported(checkpoint: StepFolder, show: Callable[[str, int, int], None] = lambda *_: None) -> Path:
-    """A checkpoint's Hugging Face folder in the cache, made once; raises UserError where it cannot be exported."""
+    """Return a checkpoint's Hugging Face folder in the cache, made once. Raises UserError."""
     key = hashlib.sha256(f"{checkpoint.fingerprint} {mmtrain.__version__}".encode()).hexdigest()[:20]
     folder = cache_folder("chat") / key
     folder.parent.mkdir(parents=True, exist_ok=True)
@@ -118,9 +115,9 @@ def exported(checkpoint: StepFolder, show: Callable[[str, int, int], None] = lam
 
 
 def load(folder: Path) -> tuple[Any, Any]:
-    """Stock model and processor of a Hugging Face folder, on the GPU if there is one; raises UserError.
+    """Return stock model and processor of a Hugging Face folder, on the GPU if there is one. Raises UserError.
 
-    Of an LLM alone the tokenizer is the processor.
+    The processor of an LLM alone is its tokenizer.
     """
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
     from transformers.utils import logging
@@ -145,11 +142,6 @@ def load(folder: Path) -> tuple[Any, Any]:
     with foreign_files(str(folder)):
         processor = stock.load_processor(folder, "PixtralProcessor" if pixtral else None)
         model, report = stock.model_class.from_pretrained(folder, attn_implementation=kernel, **options)
-    feature_layers = getattr(model.config, "vision_feature_layer", [])  # some classes take the last one alone
-    for layer in feature_layers if isinstance(feature_layers, list) else [feature_layers]:
-        layers = model.config.vision_config.num_hidden_layers
-        if not is_whole(layer, -layers - 1, layers):
-            raise UserError(f"{folder}: config.json says vision_feature_layer {layer}, but the encoder has {layers}")
     if processor.image_token_id != model.config.image_token_id:
         raise UserError(
             f"{folder}: {IMAGE_MARK} is token {processor.image_token_id} of the tokenizer, but config.json says "
@@ -187,17 +179,16 @@ def _check_parts(stock: StockClass, config: dict[str, Any], folder: Path) -> Non
 
 
 def _ready(folder: Path, model: Any, processor: Any, tokenizer: Any, report: dict[str, Any]) -> tuple[Any, Any]:
-    """Model and processor, checked and on the device; `report`: of the model's loading."""
+    """Return model and processor, checked and on the device; `report` is of the model's loading."""
     import torch
     from transformers import GenerationConfig
 
     if faults := {kind: sorted(map(str, names))[:3] for kind, names in report.items() if names}:
         raise UserError(f"{folder}: the weights do not fit config.json ({faults}); part of the model would be random")
     # Of generation_config.json only what ends an answer is taken: the rest chooses code of transformers, or samples.
-    ends = model.generation_config.eos_token_id
-    if not all(is_whole(end, 0, LARGEST_TOKEN) for end in (ends if isinstance(ends, list) else [ends or 0])):
-        raise UserError(f"{folder}: generation_config.json says eos_token_id {escape(repr(ends))}, no token")
-    model.generation_config = GenerationConfig(eos_token_id=ends, pad_token_id=tokenizer.pad_token_id)
+    model.generation_config = GenerationConfig(
+        eos_token_id=model.generation_config.eos_token_id, pad_token_id=tokenizer.pad_token_id
+    )
     if not isinstance(processor.chat_template, str):
         raise UserError(f"{folder}: has no chat template, so how to ask is not known; add its chat_template.jinja")
     try:
@@ -225,7 +216,7 @@ class Conversation:
         self.model = model
         self.processor = processor
         self.folder = str(model.name_or_path)
-        self.tokenizer = getattr(processor, "tokenizer", processor)  # which of an LLM alone is the processor
+        self.tokenizer = getattr(processor, "tokenizer", processor)  # the processor of an LLM alone is its tokenizer
         self.sees = self.tokenizer is not processor
         if images and not self.sees:
             raise UserError(f"{self.folder}: is an LLM alone, which sees no pictures: leave the picture (--image) out")
@@ -233,36 +224,21 @@ class Conversation:
             raise UserError(f"{self.folder}: is asked about pictures: give one (--image FILE)")
         with foreign_files(self.folder):
             self.images = [_resized(image, processor.image_processor) for image in images]
-        self._refuse_large_squares()
         self.limit = limit
         self.show = show
         self.messages = [self._message("system", system)] if system else []
-
-    def _refuse_large_squares(self) -> None:
-        """Raise UserError for a picture that the processor would pad to a square of more pixels than are decoded."""
-        family = self.model.config.model_type
-        several = family == "llava_onevision" and len(self.images) > 1
-        if not several and not (family == "llava" and getattr(self.processor.image_processor, "do_pad", False)):
-            return
-        for image in self.images:
-            if max(image.size) ** 2 > MAX_IMAGE_PIXELS:
-                raise UserError(
-                    f"a picture of {image.width:,} x {image.height:,} pixels: the model's processor pads it to a "
-                    f"square, and at most {math.isqrt(MAX_IMAGE_PIXELS):,} pixels a side are taken; make it smaller"
-                    + (", or ask about it alone" if several else "")
-                )
 
     def takes_questions(self) -> bool:
         """Whether the template writes anything around a question; the plain one, for captions, does not."""
         return self._text([self._message("user", "?")]).strip() != "?"
 
     def describe(self) -> str:
-        """What a model says of the pictures that was trained on captions alone."""
+        """Return the caption of a model that was trained on captions alone."""
         self.messages = []
         return self.ask("")
 
     def ask(self, question: str) -> str:
-        """The answer, which the next questions see; raises UserError for a conversation that the model cannot take."""
+        """Return the answer, which the next questions see. Raises UserError for what the model cannot take."""
         import torch
         from transformers import BatchFeature
 
@@ -330,14 +306,14 @@ class Conversation:
 
 
 def _resized(image: Image.Image, settings: Any) -> Image.Image:
-    """The picture as training resizes it, for the class that does so with torchvision alone."""
+    """Resize a picture as training does, for PerceptionLM, whose processor does so with torchvision alone."""
     if getattr(settings, "vision_input_type", "thumb+tile") == "thumb+tile":
         return image
     return image.resize((settings.tile_size, settings.tile_size), settings.resample)
 
 
 def _streamer(tokenizer: Any, show: Callable[[str], None]) -> Any:
-    """Shows the answer's words as soon as they are whole."""
+    """Return a streamer that shows the answer's words as soon as they are whole."""
     from transformers import TextStreamer
 
     class Words(TextStreamer):
@@ -352,7 +328,7 @@ def _streamer(tokenizer: Any, show: Callable[[str], None]) -> Any:
 
 
 def read_image(file: Path) -> Image.Image:
-    """A picture, decoded as in training; raises UserError."""
+    """Decode a picture as in training. Raises UserError."""
     from mmtrain.data.stream.images import decode_image
 
     try:

@@ -165,13 +165,15 @@ def logs_shown(show: Callable[[str], None]) -> Iterator[None]:
 
 def run_command(
     command: Callable[[], int | None],
+    unnamed: object = "standard output",
     interrupted: str = "stopped by Ctrl-C",
     waits: bool = True,
     logs: Callable[[str], None] = print_info,
 ) -> int:
     """Run a tool's work; its exit code: 2 and one message for what the user can mend, 130 after Ctrl-C.
 
-    `interrupted` is printed after Ctrl-C; without `waits` no output keeps it waiting; `logs` prints what libraries log.
+    An OSError without a file is of `unnamed`; `interrupted` is printed after Ctrl-C; without `waits` no output keeps it
+    waiting; `logs` prints what libraries log.
     """
     prepare_standard_streams()
     sys.excepthook = show_traceback
@@ -184,7 +186,7 @@ def run_command(
             show_error(error)
             return 2
         except OSError as error:
-            show_error(f"{error.filename or 'standard output'} cannot be used: {error.strerror or error}")
+            show_error(f"{error.filename or unnamed} cannot be used: {error.strerror or error}")
             return 2
         except KeyboardInterrupt:
             print_note(interrupted)

@@ -72,7 +72,6 @@ class Options(argparse.Namespace):
     nnodes: int = 1
     node_rank: int = 0
     rdzv_endpoint: str | None = None
-    local_rank: str | None = None
     ending: dict[str, Any]
 
 
@@ -135,7 +134,6 @@ def parse_arguments(arguments: Sequence[str]) -> Options:
     parser.add_argument("--nnodes", type=int, metavar="N", help="machines that share the run (default 1)")
     parser.add_argument("--node-rank", type=int, metavar="R", help="which of them this is, from 0")
     parser.add_argument("--rdzv-endpoint", metavar="HOST:PORT", help="where they meet: a free port of machine 0")
-    parser.add_argument("--local_rank", "--local-rank", help=argparse.SUPPRESS)
     options = parse_run(parser, _with_trace_steps(arguments))
     options.ending["waits"] = options.plan
     return options

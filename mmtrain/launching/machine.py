@@ -13,9 +13,10 @@ from pathlib import Path
 
 import psutil
 
-from mmtrain.base.errors import UserError
-from mmtrain.base.printing import bytes_text
+from mmtrain.base.errors import EncoderSliceError, UserError
+from mmtrain.base.printing import bytes_text, print_note
 from mmtrain.config.schema import RunConfig
+from mmtrain.models.probing.probe import probe_encoder
 from mmtrain.plan.calibration import Device, cpu_device, gpu_device
 from mmtrain.plan.plan import Plan, RankPlan
 from mmtrain.plan.planner import make_plan
@@ -68,6 +69,18 @@ def device_here(config: RunConfig, gpus: Sequence[Gpu], local_ranks: int | None 
     return gpu_device(gpus[0].name) if gpus else cpu_device(config, local_ranks)
 
 
+def can_slice_encoder(config: RunConfig, *, may_stay_whole: bool) -> bool:
+    """Try whether the encoder can be cut into slices. Raises UserError where it cannot and may not stay whole."""
+    try:
+        probe_encoder(config)
+    except EncoderSliceError as error:
+        if not may_stay_whole:
+            raise
+        print_note(f"the encoder stays whole on rank 0: {error}")
+        return False
+    return True
+
+
 def refuse_missing_quantisation(config: RunConfig) -> None:
     """Raises UserError where `model.llm.quantize` needs a library that is not installed here."""
     if config.model.llm.quantize is not None and importlib.util.find_spec("bitsandbytes") is None:
@@ -93,30 +106,30 @@ def refuse_short_host_memory(ranks: Sequence[RankPlan]) -> None:
 
 
 def free_host_memory() -> int:
-    """Bytes that processes here may still take, by the kernel and by this container's limit."""
-    found = [psutil.virtual_memory().available]
+    """Return the bytes that processes here may still take, by the kernel and by this container's limit."""
+    free = psutil.virtual_memory().available
     with contextlib.suppress(OSError, ValueError):  # cgroup v2; without a limit it says "max"
-        most, used = (int((CGROUP / name).read_text()) for name in ("memory.max", "memory.current"))
+        limit, used = (int((CGROUP / name).read_text()) for name in ("memory.max", "memory.current"))
         cached = re.search(r"^inactive_file (\d+)", (CGROUP / "memory.stat").read_text(), re.MULTILINE)
-        found.append(most - used + (int(cached[1]) if cached else 0))
-    return min(found)
+        free = min(free, limit - used + (int(cached[1]) if cached else 0))
+    return free
 
 
 def refuse_missing_trackers(config: RunConfig) -> None:
-    """Raises UserError for one of `run.report_to` whose library, which has its name, is not installed here."""
+    """Raise UserError for one of `run.report_to` whose library, which has its name, is not installed here."""
     for name in config.run.report_to:
         try:
-            found = importlib.util.find_spec(name)
-        except ValueError:  # what stands for it was never a module
-            found = None
-        if name != "csv" and (found is None or found.origin is None):  # a folder ./wandb is no library
+            spec = importlib.util.find_spec(name)
+        except ValueError:  # a mere placeholder in sys.modules
+            spec = None
+        if name != "csv" and (spec is None or spec.origin is None):  # a folder ./wandb is no library
             raise UserError(
-                f"run.report_to: {name} is not installed; install it: pip install 'mmtrain[{name}]', or leave it out"
+                f"run.report_to: {name} is not installed. Install it: pip install 'mmtrain[{name}]', or leave it out"
             )
 
 
-def job_here(config: RunConfig, plan: Plan, gpus: Sequence[Gpu], local_ranks: int, folder: Path) -> Job:
-    """The processes of a plan, as this machine runs them."""
+def job_here(config: RunConfig, plan: Plan, gpus: Sequence[Gpu], local_ranks: int, folder: Path, target: str) -> Job:
+    """Return the processes of a plan, as this machine runs them."""
     stages = [", ".join(str(stage.stage) for stage in rank.stages) for rank in plan.ranks]
     replicas = ["" if plan.data == 1 else f", replica {rank.data}" for rank in plan.ranks]
     return Job(
@@ -124,22 +137,23 @@ def job_here(config: RunConfig, plan: Plan, gpus: Sequence[Gpu], local_ranks: in
         folder=folder,
         threads=config.parallel.threads_per_rank or max(1, usable_cores() // local_ranks),
         timeout_seconds=config.parallel.timeout_seconds,
+        target=target,
         on_gpus=bool(gpus),
         preload=RANK_MODULES,
     )
 
 
 def allow_open_files() -> None:
-    """Let this process and its ranks open as many files as they may; raises UserError where these are too few."""
-    soft, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if most != resource.RLIM_INFINITY and most < FEWEST_OPEN_FILES:
+    """Let this process and its ranks open as many files as they may. Raises UserError where these are too few."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    reachable = WANTED_OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, WANTED_OPEN_FILES)
+    if reachable < FEWEST_OPEN_FILES:
         raise UserError(
-            f"this shell lets a program open {most} files (ulimit -n), and a rank with its data workers needs "
-            f"{FEWEST_OPEN_FILES}: have the limit raised, in /etc/security/limits.conf or the job's settings"
+            f"this shell lets a program open {hard} files (ulimit -n), and a rank with its data workers needs "
+            f"{FEWEST_OPEN_FILES}. Have the limit raised, in /etc/security/limits.conf or the job's settings"
         )
-    if soft != resource.RLIM_INFINITY and soft < WANTED_OPEN_FILES:
-        wanted = WANTED_OPEN_FILES if most == resource.RLIM_INFINITY else min(most, WANTED_OPEN_FILES)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, wanted), most))
+    if soft != resource.RLIM_INFINITY and soft < reachable:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (reachable, hard))
 
 
 def refuse_unusable_shared_memory() -> None:

@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import os
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
-from mmtrain.base.errors import EncoderSliceError, UserError
+from mmtrain.base.errors import UserError
 from mmtrain.base.json_lines import recorded
 from mmtrain.base.printing import escape, print_info, print_note, show_cursor, show_error
 from mmtrain.checkpoint.resume import AUTO, ResumePoint, find_start, is_complete, refuse_unfit_init_from_run
@@ -25,14 +24,15 @@ from mmtrain.engine.trace import refuse_unfit_trace
 from mmtrain.launching.command_line import Options
 from mmtrain.launching.data import check_data, with_formats
 from mmtrain.launching.machine import (
+    can_slice_encoder,
     job_here,
     plan_here,
     refuse_missing_quantisation,
     refuse_missing_trackers,
     refuse_short_host_memory,
 )
-from mmtrain.launching.starters import TORCHRUN_VARIABLES, agree
-from mmtrain.models.probing.probe import probe, probe_encoder
+from mmtrain.launching.starters import TORCHRUN_VARIABLES, agreement
+from mmtrain.models.probing.probe import probe
 from mmtrain.models.weights.projector_files import refuse_unfit_init_from
 from mmtrain.plan.plan import Plan, RankPlan, render
 from mmtrain.plan.refusals import GpuMemory, refuse_short_memory
@@ -40,70 +40,68 @@ from mmtrain.plan.schedule import ranks_of
 from mmtrain.report.page import write_page
 from mmtrain.runtime.failures import Failure
 from mmtrain.runtime.gpus import visible_gpus
-from mmtrain.runtime.job import Job
-from mmtrain.runtime.rank import Rank, run_rank
+from mmtrain.runtime.job import Agreement, Job
+from mmtrain.runtime.rank import run_rank
 from mmtrain.runtime.supervise import STOPPED, prepared, run_ranks, set_rank_environment
 
 ANEW = "To train anew choose another run.name, or set run.overwrite=true, which deletes it"
 SIGNALLED = 128  # exit codes above it: ended by the signal of that number less 128
-
-Train = Callable[[Rank], str | None]
+TRAIN = "mmtrain.training.loop:main"
 
 
 def train(config: RunConfig, options: Options) -> int:
     """Start this machine's ranks, wait for their end and print how the run ended; return the exit code."""
+    is_first, alone = options.node_rank == 0, options.nnodes == 1
     local_ranks, gpus = ranks_of_node(config, options), visible_gpus()
     plan = plan_here(config, gpus, local_ranks)
-    if not _can_slice(config, plan, alone=options.nnodes == 1):
+    may_stay_whole = alone and config.parallel.encoder_ranks == "auto"
+    if len(ranks_of(plan.chain)) > 1 and not can_slice_encoder(config, may_stay_whole=may_stay_whole):
         config = config.changed({"parallel.encoder_ranks": 0})
         plan = plan_here(config, gpus, local_ranks)
-    job = dataclasses.replace(
-        job_here(config, plan, gpus, local_ranks, run_folder(config)),
-        nodes=options.nnodes,
-        node=options.node_rank,
-        endpoint=options.rdzv_endpoint,
-        saves_when_asked=True,
-    )
+    job = job_here(config, plan, gpus, local_ranks, run_folder(config), TRAIN)
+    job = dataclasses.replace(job, nodes=options.nnodes, node=options.node_rank, endpoint=options.rdzv_endpoint)
     here = [plan.ranks[number] for number in job.local_ranks]
-    _refuse_unfit(config, plan, here, options, is_first=job.node == 0)
+    _refuse_unfit(config, plan, here, options, is_first=is_first)
     for rank_plan, (number, gpu) in zip(here, enumerate(gpus), strict=False):
         refuse_short_memory(rank_plan, f"GPU {number} ({gpu.name})", GpuMemory(gpu.total_bytes, gpu.free_bytes))
-    to_agree_on = config if job.nodes > 1 else None
+    # Which formats data have can be seen where they are read alone: there the ranks compare the data themselves.
+    compared = None if alone else agreement(config, plan, options.trace or 0)
     if any(rank_plan.pipeline == 0 for rank_plan in here):
-        config = check_data(config, others_wait=job.nodes > 1)
-    with locked(job.folder) if job.node == 0 else contextlib.nullcontext():
+        config = check_data(config, others_wait=not alone)
+    with locked(job.folder) if is_first else contextlib.nullcontext():
         start = None
-        if job.node == 0:
+        if is_first:
             start = find_start(config, options.resume, options.allow_change)
-            if start is not None and job.nodes == 1 and is_complete(job.folder, start.checkpoint, config):
+            if start is not None and alone and is_complete(job.folder, start.checkpoint, config):
                 print_info(f"complete: {job.folder} has made all its {start.checkpoint.step} steps. {ANEW}")
                 return 0
             _prepare(config, plan, start)
-        if job.nodes > 1 and job.node == 0:
-            _say_who_can_reach_it(job.endpoint)
+            if not alone:
+                _tell_who_can_reach_it(job.endpoint)
         job.folder.mkdir(parents=True, exist_ok=True)  # other machines may not see the folder of the first one
+        job = _ready(job, config, plan, start, options, compared)
         with prepared(job):
-            _try_family(config, plan)
-            failure = run_ranks(functools.partial(_train, config, plan, start, options.trace or 0, to_agree_on), job)
-        if job.node == 0:
+            probe(config.model.llm.path, plan.boundaries, streams=plan.streaming is not None)
+            failure = run_ranks(job)
+        if is_first:
             _leave_page(job.folder)  # first: whoever reads only the last line must read how the run ended
-        return _report_end(failure, job, _how_to_resume(config, options))
+        return _report_end(failure, job)
 
 
-def _report_end(failure: Failure | None, job: Job, how_to_resume: str) -> int:
+def _report_end(failure: Failure | None, job: Job) -> int:
     """Print how the run ended and what to do next; return the exit code."""
     if failure is None:
         if job.node == 0:
             print_info(f"results: {job.folder}")
         return 0
     if failure.exit_code == STOPPED:
-        print_info(f"{failure.message}. {how_to_resume}")
+        print_info(f"{failure.message}. {job.how_to_resume}")
         return STOPPED
     show_cursor()  # a rank that was killed could not
     show_error(failure.message)
     if failure.exit_code > SIGNALLED and job.node == 0:
         if saved := step_folders(job.folder):
-            print_note(f"nothing was saved since step {step_of(saved[0])}. {how_to_resume}")
+            print_note(f"nothing was saved since step {step_of(saved[0])}. {job.how_to_resume}")
         else:
             print_note("nothing was saved yet: the same command begins where this run began")
     return failure.exit_code
@@ -111,31 +109,50 @@ def _report_end(failure: Failure | None, job: Job, how_to_resume: str) -> int:
 
 def train_as_rank(config: RunConfig, options: Options, rank: int) -> int:
     """Train as global rank `rank`, whose process torchrun has started; return the exit code."""
+    is_first = rank == 0
     local_ranks, gpus = _ranks_of_torchrun(config, options), visible_gpus()
     plan = plan_here(config, gpus, local_ranks)
-    job = dataclasses.replace(job_here(config, plan, gpus, local_ranks, run_folder(config)), saves_when_asked=True)
-    first = rank - int(os.environ["LOCAL_RANK"])
-    _refuse_unfit(config, plan, plan.ranks[first : first + local_ranks], options, is_first=rank == 0)
-    to_agree_on, start = config, None
-    if rank == 0:
+    job = job_here(config, plan, gpus, local_ranks, run_folder(config), TRAIN)
+    first_here = rank - int(os.environ["LOCAL_RANK"])
+    _refuse_unfit(config, plan, plan.ranks[first_here : first_here + local_ranks], options, is_first=is_first)
+    compared, start = agreement(config, plan, options.trace or 0), None
+    if is_first:
         config = check_data(config, others_wait=len(plan.ranks) > 1)
     elif plan.ranks[rank].pipeline == 0:
         config = with_formats(config)  # rank 0 may run on another machine
-    with locked(job.folder) if rank == 0 else contextlib.nullcontext():
-        if rank == 0:
+    with locked(job.folder) if is_first else contextlib.nullcontext():
+        if is_first:
             start = find_start(config, options.resume, options.allow_change)
             _prepare(config, plan, start)
         set_rank_environment(job.threads, on_gpus=job.on_gpus)
-        if rank == 0:
-            _try_family(config, plan)
-            _can_slice(config, plan, alone=False)
-        store = agree(to_agree_on, plan, options.trace or 0, rank)  # and wait until rank 0 has prepared the folder
-        target = functools.partial(_train, config, plan, start, options.trace or 0, None)
-        stopped = run_rank(functools.partial(_train_and_say, target, _how_to_resume(config, options)), job)
+        if is_first:
+            probe(config.model.llm.path, plan.boundaries, streams=plan.streaming is not None)
+            if len(ranks_of(plan.chain)) > 1:
+                can_slice_encoder(config, may_stay_whole=False)
+        from mmtrain.runtime.rendezvous import agree
+
+        store = agree(compared, rank, job.timeout_seconds)  # and wait until rank 0 has prepared the folder
+        stopped = run_rank(_ready(job, config, plan, start, options))
         del store  # it may be the one that all ranks meet at
-        if rank == 0:
+        if is_first:
             _leave_page(job.folder)
     return 0 if stopped is None else STOPPED
+
+
+def _ready(
+    job: Job,
+    config: RunConfig,
+    plan: Plan,
+    start: ResumePoint | None,
+    options: Options,
+    compared: Agreement | None = None,
+) -> Job:
+    """Return the job with what its ranks call: `start` is rank 0's, `compared` what ranks of several nodes compare."""
+    arguments = {"config": config, "plan": plan, "start": start, "trace_steps": options.trace or 0}
+    how_to_resume = _how_to_resume(config, options)
+    return dataclasses.replace(
+        job, arguments=arguments, agreement=compared, how_to_resume=how_to_resume, saves_when_asked=True
+    )
 
 
 def _refuse_unfit(config: RunConfig, plan: Plan, here: Sequence[RankPlan], options: Options, *, is_first: bool) -> None:
@@ -157,61 +174,16 @@ def _prepare(config: RunConfig, plan: Plan, start: ResumePoint | None) -> None:
     print_info(*render(plan))
 
 
-def _try_family(config: RunConfig, plan: Plan) -> None:
-    probe(config.model.llm.path, plan.boundaries, streams=plan.streaming is not None)
-
-
-def _can_slice(config: RunConfig, plan: Plan, *, alone: bool) -> bool:
-    """Whether the encoder can be cut as planned; tried once.
-
-    Raises UserError where that was asked for and it cannot, or where other processes have planned it, too: `alone` is
-    False.
-    """
-    if len(ranks_of(plan.chain)) == 1:
-        return True
-    try:
-        probe_encoder(config)
-    except EncoderSliceError as error:
-        if config.parallel.encoder_ranks != "auto" or not alone:
-            raise
-        print_note(f"the encoder stays whole on rank 0: {error}")
-        return False
-    return True
-
-
 def _leave_page(folder: Path) -> None:
-    """Make the page of a run that has made a step, whatever its end was, which this does not change."""
+    """Make the page of a run that has made a step. A failure changes nothing: the exit code says how the run ended."""
     try:
         if next(recorded(folder / METRICS, "train"), None) is None:
             return
         print_info(f"report: {write_page([folder], folder / REPORT)}")
-    except Exception as error:  # whatever it is, the run is over, and its exit code says how
+    except Exception as error:
         print_note(
-            f"the run's page was not made: {escape(str(error) or repr(error))}; mmtrain report {folder} makes it"
+            f"the run's page was not made: {escape(str(error) or repr(error))}. mmtrain report {folder} makes it"
         )
-
-
-def _train_and_say(target: Train, how_to_resume: str, rank: Rank) -> str | None:
-    """`target` under torchrun: this process's own stdout is the log by now, and no launcher says how the run ended."""
-    stopped = target(rank)
-    if stopped is not None:
-        rank.print_info(f"{stopped}. {how_to_resume}")
-    return stopped
-
-
-def _train(
-    config: RunConfig, plan: Plan, start: ResumePoint | None, trace_steps: int, given: RunConfig | None, rank: Rank
-) -> str | None:
-    """What every rank runs; `start` is rank 0's, `given`, on several machines, the configuration as it came.
-
-    Which formats data have can be seen where they are read alone: there the ranks compare the data themselves.
-    """
-    if given is not None:
-        rank.progress.at(0, "comparing plans with rank 0")
-        agree(given, plan, trace_steps, rank.rank)
-    from mmtrain.training.loop import main
-
-    return main(config, plan, rank, start if rank.rank == 0 else None, trace_steps)
 
 
 def ranks_of_node(config: RunConfig, options: Options) -> int:
@@ -247,16 +219,14 @@ def _ranks_of_torchrun(config: RunConfig, options: Options) -> int:
     return int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
 
 
-def _say_who_can_reach_it(endpoint: str) -> None:
-    from mmtrain.runtime.rendezvous import EVERY_INTERFACE, listening_address
+def _tell_who_can_reach_it(endpoint: str) -> None:
+    from mmtrain.runtime.rendezvous import listening_address
 
-    if (address := listening_address(endpoint)) == EVERY_INTERFACE:
-        print_info(
-            f"listening for the other machines on every interface: the host of --rdzv-endpoint {endpoint} is no "
-            "address of this machine, or only its own; better give its address in the cluster's network"
-        )
-    else:
-        print_info(f"listening for the other machines on {address}")
+    address = listening_address(endpoint) or (
+        f"every interface: the host of --rdzv-endpoint {endpoint} is no address of this machine, or only its own. "
+        "Better give its address in the cluster's network"
+    )
+    print_info(f"listening for the other machines on {address}")
 
 
 def _how_to_resume(config: RunConfig, options: Options) -> str:

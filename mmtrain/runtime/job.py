@@ -2,25 +2,43 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from mmtrain.runtime.log import log_name
 
 
 @dataclass(frozen=True)
+class Agreement:
+    """What all ranks have in common: the digest of configuration and plan, and keys to name where it differs."""
+
+    digest: str
+    keys: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
 class Job:
-    """The processes of a run. `places[r]` is what messages call global rank r's place in the pipeline."""
+    """The processes of a run. `places[r]` is what messages call global rank r's place in the pipeline.
+
+    Each rank calls `target`, "module:function", with `rank` and the `arguments`. It returns None at the run's end, or
+    what there is to say of a run that was stopped before.
+    """
 
     places: tuple[str, ...]
     folder: Path
     threads: int
     timeout_seconds: int
+    target: str
+    arguments: Mapping[str, Any] = field(default_factory=dict)
     on_gpus: bool = False  # ranks are spawned then; on the CPU they are forked from a process that has all imported
     preload: tuple[str, ...] = ()  # modules that this process imports
     nodes: int = 1
     node: int = 0
     endpoint: str | None = None
+    agreement: Agreement | None = None  # what ranks compare before they begin, on several nodes
+    how_to_resume: str = ""  # what follows the message of a stopped run
     saves_when_asked: bool = False  # SIGTERM and SIGUSR1 ask its ranks to save and end; otherwise they end it at once
 
     @property

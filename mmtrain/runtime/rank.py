@@ -7,6 +7,7 @@ stream to the console for progress. What it leaves for the launcher is in failur
 from __future__ import annotations
 
 import faulthandler
+import importlib
 import multiprocessing
 import os
 import signal
@@ -14,10 +15,9 @@ import socket
 import sys
 import time
 import traceback
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TextIO, TypeVar
+from typing import TextIO
 
 from mmtrain.base.console_stream import ConsoleStream
 from mmtrain.base.printing import print_info, show_error, show_logs
@@ -26,8 +26,6 @@ from mmtrain.runtime.failures import ErrorRecord, RankProgress
 from mmtrain.runtime.job import Job
 from mmtrain.runtime.log import log_name, send_output_to
 from mmtrain.runtime.stop import STOP_FILE, StopRequest
-
-Result = TypeVar("Result")
 
 ENDING_SIGNALS = (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)  # at once; SIGTERM and SIGUSR1 are stop.STOP_SIGNALS
 
@@ -56,12 +54,12 @@ class Rank:
             print_info(*messages, stream=self.console)
 
 
-def run_rank(target: Callable[[Rank], Result], job: Job, records: Path | None = None) -> Result:
-    """Be one rank: RANK, WORLD_SIZE and LOCAL_RANK of the environment say which. Returns what `target` returns.
+def run_rank(job: Job, records: Path | None = None) -> str | None:
+    """Be one rank: RANK, WORLD_SIZE and LOCAL_RANK of the environment say which. Returns what the target returns.
 
     A failure ends the process: exit code 2 for a UserError, 1 otherwise. `records` is where the launcher looks for
     progress and error records, and where it asks to stop; without it torchrun is the launcher, and this rank prints
-    itself what went wrong.
+    itself how the run ended.
     """
     die_with_parent()
     launcher = multiprocessing.parent_process()
@@ -93,7 +91,15 @@ def run_rank(target: Callable[[Rank], Result], job: Job, records: Path | None = 
         me = Rank(rank, int(os.environ["WORLD_SIZE"]), local_rank, device, job.folder, console, progress, stop)
         show_logs(me.print_info if rank == 0 else print)  # which is into the log
         print(f"process {os.getpid()} on {socket.gethostname()}, {me.device}, threads {job.threads}")
-        result = target(me)
+        if job.agreement is not None:
+            from mmtrain.runtime.rendezvous import agree
+
+            progress.at(0, "comparing plans with rank 0")
+            agree(job.agreement, rank, job.timeout_seconds)
+        module, _, function = job.target.partition(":")
+        stopped = getattr(importlib.import_module(module), function)(rank=me, **job.arguments)
+        if stopped is not None and not records:
+            me.print_info(f"{stopped}. {job.how_to_resume}")
     except BaseException as error:  # this is the process's outermost frame: nothing above could report it
         record = ErrorRecord.of(error, rank, progress)
         if records:
@@ -114,7 +120,7 @@ def run_rank(target: Callable[[Rank], Result], job: Job, records: Path | None = 
     for child in multiprocessing.active_children():
         child.kill()  # a data worker that hangs, and ignores SIGTERM: Python's exit would wait for it
     log.finish()
-    return result
+    return stopped
 
 
 def seconds_before_message(rank: int) -> float:

@@ -1,4 +1,6 @@
-"""Where the ranks of a run meet: a store of torch's that listens on one address, and from which nothing is unpickled.
+"""Where the ranks of a run meet and compare their plans.
+
+A store of torch's that listens on one address, and from which nothing is unpickled:
 
 launcher of node 0: socket --> TCPStore <-- launchers of other nodes, and all ranks (init_process_group, env://)
 
@@ -10,14 +12,20 @@ from __future__ import annotations
 
 import contextlib
 import ipaddress
+import json
 import os
 import socket
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
 
-from torch.distributed import TCPStore
+from torch.distributed import Store, TCPStore, rendezvous
 from torch.distributed.elastic.rendezvous import RendezvousInfo, RendezvousParameters, rendezvous_handler_registry
 from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 
 from mmtrain.base.errors import UserError
+from mmtrain.base.printing import escape
+from mmtrain.runtime.job import Agreement
 
 BACKEND = "mmtrain"
 """Name of this rendezvous among torch's; its settings are `rank`, this node's number, and `timeout`, in seconds."""
@@ -67,6 +75,40 @@ class FixedNodes(StaticTCPRendezvous):
         return BACKEND
 
 
+def agree(agreement: Agreement, rank: int, timeout_seconds: int) -> Store:
+    """Return the store at which all ranks meet, once all are known to agree. Raises UserError on every rank if not."""
+    store, _, world_size = next(rendezvous("env://", timeout=timedelta(seconds=timeout_seconds)))
+    store.set(f"mmtrain/plan/{rank}", json.dumps([agreement.digest, agreement.keys]))
+    if rank == 0:
+        plans = [json.loads(store.get(f"mmtrain/plan/{other}")) for other in range(world_size)]
+        others = [other for other, (digest, _) in enumerate(plans) if digest != plans[0][0]]
+        store.set("mmtrain/difference", _difference(plans[0][1], plans[others[0]][1], others) if others else "")
+    difference = store.get("mmtrain/difference").decode()
+    store.set(f"mmtrain/read/{rank}", "")
+    if rank == 0:  # whose process may hold the store: it must not end before all have read
+        store.wait([f"mmtrain/read/{other}" for other in range(world_size)])
+    if difference:
+        raise UserError(difference)
+    return store
+
+
+def _difference(first: dict[str, Any], other: dict[str, Any], others: Sequence[int]) -> str:
+    """Return the message: the first three keys whose values differ on rank 0, `first`, and on the first of `others`."""
+    values = [
+        f"{key} is {escape(json.dumps(first.get(key)))} on rank 0 and {escape(json.dumps(other.get(key)))} on rank "
+        f"{others[0]}"
+        for key in first | other
+        if first.get(key) != other.get(key)
+    ]
+    return f"rank {', '.join(map(str, others))} planned a different run than rank 0: " + (
+        f"{'; '.join(values[:3])}. Start every machine with the same configuration"
+        if values
+        else "mmtrain's version, secrets in the config, --trace, the model's files, the calibration (name one file in "
+        "parallel.calibration) and parallel.device_memory_gib (state it where GPUs differ) must be the same on every "
+        "machine"
+    )
+
+
 def _handler(parameters: RendezvousParameters) -> FixedNodes:
     host, port = _split(parameters.endpoint)
     node, timeout = (int(parameters.config[name]) for name in ("rank", "timeout"))
@@ -74,25 +116,22 @@ def _handler(parameters: RendezvousParameters) -> FixedNodes:
 
 
 def listening_address(endpoint: str) -> str:
-    """The address of this machine that HOST of `endpoint` HOST:PORT is, or EVERY_INTERFACE where it is none.
+    """Return the address of this machine that HOST of `endpoint` HOST:PORT is, or EVERY_INTERFACE where it is none.
 
     It is none behind address translation, and not the one that others mean where a machine calls itself 127.0.1.1.
     """
     host, _ = _split(endpoint)
-    found: list[str] = []
     with contextlib.suppress(OSError):  # a name may become known later, as in a cluster of containers
-        found = [str(entry[4][0]) for entry in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)]
-    for address in found:
-        is_meant = host in ("localhost", address) or not ipaddress.ip_address(address.split("%")[0]).is_loopback
-        with contextlib.suppress(OSError):
-            if is_meant:
-                socket.create_server((address, 0), family=_family(address)).close()
-                return address
+        for *_, (address, *_) in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM):
+            if host in ("localhost", address) or not ipaddress.ip_address(address.split("%")[0]).is_loopback:
+                with contextlib.suppress(OSError):
+                    socket.create_server((address, 0), family=_family(address)).close()
+                    return address
     return EVERY_INTERFACE
 
 
 def listening_socket(endpoint: str) -> socket.socket:
-    """A socket that listens on the endpoint's address. Raises UserError where that fails, in use by others say."""
+    """Return a socket that listens on the endpoint's address. Raises UserError, for a port in use, say."""
     address, (_, port) = listening_address(endpoint), _split(endpoint)
     where = f"{address}:{port}" if address else f"port {port}"
     both = address == EVERY_INTERFACE and socket.has_dualstack_ipv6()
@@ -101,7 +140,7 @@ def listening_socket(endpoint: str) -> socket.socket:
         return socket.create_server((address, port), family=family, backlog=socket.SOMAXCONN, dualstack_ipv6=both)
     except OSError as error:
         raise UserError(
-            f"nothing can listen on {where} ({os.strerror(error.errno)}); give another port in --rdzv-endpoint, the "
+            f"nothing can listen on {where} ({os.strerror(error.errno)}). Give another port in --rdzv-endpoint, the "
             "same on every machine"
         ) from error
 

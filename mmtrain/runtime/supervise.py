@@ -11,7 +11,7 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from mmtrain.base.errors import UserError
 from mmtrain.runtime.failures import Failure, last_seen, root_cause
 from mmtrain.runtime.job import Job
 from mmtrain.runtime.log import output_to_log
-from mmtrain.runtime.rank import ENDING_SIGNALS, Rank, run_rank
+from mmtrain.runtime.rank import ENDING_SIGNALS, run_rank
 from mmtrain.runtime.stop import SECONDS_TOGETHER, STOP_FILE, STOP_SIGNALS, Asked, StopFile
 
 PR_SET_CHILD_SUBREAPER = 36
@@ -77,12 +77,11 @@ def _use_short_temporary_folder() -> None:
     tempfile.tempdir = os.environ["TMPDIR"] = short
 
 
-def run_ranks(target: Callable[[Rank], str | None], job: Job) -> Failure | None:
-    """Run `target`, which must be picklable, in every local rank of a `prepared` job until all return or one fails.
+def run_ranks(job: Job) -> Failure | None:
+    """Run every local rank of a `prepared` job until all return or one fails.
 
-    `target` returns None at the run's end, or what there is to say of one that was stopped before. If the job
-    `saves_when_asked`, the first SIGTERM or SIGUSR1 asks for that, and a second SIGTERM ends the ranks at once. No
-    process that a rank started is left, however it ends.
+    If the job `saves_when_asked`, the first SIGTERM or SIGUSR1 asks for that, and a second SIGTERM ends the ranks at
+    once. No process that a rank started is left, however it ends.
     """
     from torch.distributed import DistError
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
@@ -144,7 +143,7 @@ def run_ranks(target: Callable[[Rank], str | None], job: Job) -> Failure | None:
             rdzv_configs={"rank": job.node, "timeout": job.timeout_seconds},
         )
         try:
-            ends = elastic_launch(config, run_rank)(target, job, records)
+            ends = elastic_launch(config, run_rank)(job, records)
         except ChildFailedError as error:
             exit_codes = {rank: failure.exitcode for rank, failure in error.failures.items()}
             return root_cause(job, records, exit_codes, log_begins)

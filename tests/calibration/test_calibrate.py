@@ -81,7 +81,6 @@ def test_a_plan_made_with_a_calibration_prints_seconds(calibrated, its_cache):
     assert f"calibrated on {cpu_device(config).name}" in " ".join(table.split())
     assert f"step: {plan.step_seconds:,.3g} s" in table
     assert table in printed, "the same plan is printed right after the calibration"
-    assert "Without the calibration mmtrain would have planned stages that begin at decoder layers [" in printed
     assert max(map(len, printed.split("matrix products")[0].splitlines())) <= 80
 
 

@@ -24,9 +24,7 @@ from mmtrain.__main__ import main
 from mmtrain.api.generate import Conversation, _streamer, load, read_image, stock_folder
 from mmtrain.base.printing import print_words
 from mmtrain.config.load import load_config
-from mmtrain.config.model import ProjectorSection
 from mmtrain.data.stream.images import image_transform
-from mmtrain.models.modules.projector import read_projector
 
 CONFIG = TOOLS.parent / "configs" / "llava_pp4.yaml"
 QUESTION = "Which digit is at the top left, and in which colour?"
@@ -98,12 +96,10 @@ def test_a_run_is_exported_once_and_answers_as_its_exported_folder_does(work, ca
 
 
 def test_another_checkpoint_of_the_same_run_is_another_model(work):
-    folders = []
-    for step, seed in ((20, 0), (21, 1)):
-        config = load_config(CONFIG, [f"run.seed={seed}"])
-        folders.append(stock_folder(str(make_checkpoint(work / "two-steps", config, step=step).path)))
-    one, other = (read_projector(str(folder), ProjectorSection(type="mlp2x_gelu"), 128, 128) for folder in folders)
-    assert not torch.equal(one["linear_1.weight"], other["linear_1.weight"])
+    steps = ((step, load_config(CONFIG, [f"run.seed={step}"])) for step in (20, 21))
+    folders = [stock_folder(str(make_checkpoint(work / "two-steps", c, step=step).path)) for step, c in steps]
+    one, other = (load_file(folder / "model.safetensors") for folder in folders)
+    assert not torch.equal(*(tensors["multi_modal_projector.linear_1.weight"] for tensors in (one, other)))
 
 
 def test_two_pictures_and_a_system_turn_reach_the_model(work, llava, capsys):
@@ -161,8 +157,6 @@ def test_a_model_that_was_trained_on_captions_captions_and_says_that_it_cannot_b
 
 
 def test_an_answer_that_was_cut_is_said_to_be(work, llava, capsys):
-    _, notes = say(capsys, llava, work / "one.png", "--max-new-tokens", "200")
-    assert "cut after 12 tokens" not in notes
     _, notes = say(capsys, llava, work / "one.png", "--max-new-tokens", "1")
     assert "(cut after 1 tokens; max_new_tokens, or --max-new" in notes
 
@@ -227,12 +221,6 @@ def test_wrong_input_is_named(work, llava, tiny, capsys):
     assert "none of JPEG, PNG" in refused(capsys, llava, CONFIG)
     assert "the pictures stand before it already" in refused(capsys, llava, picture, "--prompt", "<image> what?")
     assert "the model takes 2,048" in refused(capsys, llava, picture, "--max-new-tokens", "2048")
-
-
-def test_a_picture_whose_padded_square_is_too_large_is_refused_before_it_is_made(llava, tmp_path, capsys):
-    Image.new("RGB", (30_000, 1)).save(tmp_path / "long.png")
-    said = refused(capsys, llava, tmp_path / "long.png", "--prompt", "What?")
-    assert "30,000 x 1 pixels" in said and "10,000 pixels a side" in said
 
 
 def test_a_damaged_checkpoint_is_refused(work, tmp_path, capsys):
@@ -309,66 +297,30 @@ def test_a_kernel_that_the_folder_names_is_not_downloaded(work, llava, tmp_path,
     assert say(capsys, tmp_path / "llava", *asked) == say(capsys, llava, *asked)
 
 
+TIMM_FROM_THE_HUB = {"model_type": "timm_backbone", "backbone": "hf-hub:evil/x", "use_pretrained_backbone": True}
+
+
 @pytest.mark.parametrize(
     ("file", "places", "changes", "said"),
     [
         ("config.json", ["text_config"], {"hidden_size": "64"}, "hidden_size '64', which no model has"),
-        ("config.json", ["text_config"], {"num_hidden_layers": 100_000}, "num_hidden_layers 100000, which no model"),
         ("config.json", ["text_config"], {"num_hidden_layers": 900}, "says num_hidden_layers 900, but there are"),
         ("config.json", ["text_config"], {"intermediate_size": 500_000}, "but no tensor is wider than"),
         ("config.json", ["text_config"], {"hidden_act": "os.system"}, "cannot be used ("),
         ("config.json", ["text_config"], {"rope_parameters": {"rope_type": "\x1b[31m"}}, "cannot be used ("),
         ("config.json", ["vision_config"], {"image_size": 100_000}, "image_size 100000, which no model has"),
-        ("config.json", ["vision_config"], {"num_channels": 10**6}, "num_channels 1000000, which no model has"),
-        ("config.json", ["vision_config"], {"num_labels": 10**9}, "num_labels 1000000000, which no model has"),
-        ("config.json", ["text_config"], {"num_labels": 10**9}, "num_labels 1000000000, which no model has"),
         ("config.json", [], {"num_labels": 10**9}, "num_labels 1000000000, which no model has"),
-        (
-            "config.json",
-            ["vision_config"],
-            {"model_type": "timm_backbone", "backbone": "hf-hub:evil/x", "use_pretrained_backbone": True},
-            "vision_config of model_type 'timm_backbone'; LlavaForConditionalGeneration takes clip_vision_model, ",
-        ),
-        (
-            "config.json",
-            ["vision_config"],
-            {
-                "model_type": "perception_lm",
-                "vision_config": {"model_type": "timm_wrapper", "architecture": "hf-hub:e/x"},
-            },
-            "vision_config of model_type 'perception_lm'; Llava",
-        ),
+        ("config.json", ["vision_config"], TIMM_FROM_THE_HUB, "model_type 'timm_backbone'; LlavaForConditionalGen"),
         ("config.json", ["vision_config"], {"model_type": "internvl"}, "vision_config of model_type 'internvl'; Llava"),
         ("config.json", ["vision_config"], {"model_type": ["vit"]}, "model_type ['vit'], which no model has"),
-        (
-            "config.json",
-            ["text_config"],
-            {"model_type": "gemma3n"},
-            "text_config of model_type 'gemma3n', which is no LLM",
-        ),
+        ("config.json", ["text_config"], {"model_type": "gemma3n"}, "model_type 'gemma3n', which is no LLM"),
         ("config.json", ["text_config"], {"model_type": "llava"}, "text_config of model_type 'llava', which is no LLM"),
-        ("config.json", ["text_config"], {"model_type": {}}, "model_type {}, which no model has"),
-        ("config.json", [], {"vision_feature_layer": [-1, -2]}, "llava cannot be used ("),
-        (
-            "processor_config.json",
-            ["image_processor"],
-            {"size": {"height": 28, "width": 56}, "do_center_crop": False},
-            "llava cannot be used (",
-        ),
-        ("config.json", [], {"text_config": [1]}, "says text_config [1], which no model has; needed is an object"),
         ("config.json", [], {"vision_config": [1]}, "says vision_config [1], which no model has; needed is an object"),
-        ("config.json", [], {"dtype": "evil"}, "cannot be used ("),
-        (
-            "config.json",
-            [],
-            {"quantization_config": {"quant_method": "bitsandbytes", "load_in_8bit": True}},
-            "cannot be used (",
-        ),
-        ("config.json", [], {"vision_feature_layer": 999}, "vision_feature_layer 999, but the encoder has"),
+        ("config.json", [], {"quantization_config": {"quant_method": "bitsandbytes"}}, "cannot be used ("),
+        ("config.json", [], {"vision_feature_layer": 999}, "cannot be used ("),
         ("config.json", [], {"image_token_index": 10**9}, "of the tokenizer, but config.json says 1000000000"),
-        ("generation_config.json", [], {"eos_token_id": "abc"}, "eos_token_id 'abc', no token"),
+        ("generation_config.json", [], {"eos_token_id": "abc"}, "cannot be used ("),
         ("processor_config.json", [], {"patch_size": "x"}, "says patch_size 'x', which no model has"),
-        ("processor_config.json", [], {"num_additional_image_tokens": 10**9}, "says num_additional_image_tokens 1000"),
         ("processor_config.json", ["image_processor"], {"size": {"height": 30_000, "width": 9}}, "from 1 to 4,096"),
     ],
 )
@@ -400,12 +352,3 @@ def test_a_template_without_system_turns_says_what_to_leave_out(work, llava, tmp
     (tmp_path / "llava" / "chat_template.jinja").write_text(refusal + template)
     said = refused(capsys, tmp_path / "llava", work / "one.png", "--system", "Be brief.", "--prompt", "What?")
     assert "no system turns" in said and "leave out the system turn (--system)" in said
-
-
-def test_without_a_chat_template_nothing_is_guessed(work, llava, tmp_path, capsys):
-    shutil.copytree(llava, tmp_path / "llava")
-    (tmp_path / "llava" / "chat_template.jinja").unlink()
-    file = tmp_path / "llava" / "tokenizer_config.json"
-    settings = {name: value for name, value in json.loads(file.read_text()).items() if name != "chat_template"}
-    file.write_text(json.dumps(settings))
-    assert "has no chat template" in refused(capsys, tmp_path / "llava", work / "one.png")

@@ -15,7 +15,6 @@ mmtrain has for itself, what torch allocates and reserves and what is held on th
 from __future__ import annotations
 
 import argparse
-import functools
 import json
 import os
 import statistics
@@ -94,7 +93,7 @@ def run(options: argparse.Namespace) -> int:
     pipeline = options.pipeline or len(gpus) or CPU_RANKS
     if gpus and pipeline > len(gpus):
         raise UserError(f"--pipeline {pipeline}: each rank needs a GPU of its own; here: {len(gpus)}")
-    from bench_gpu_rank import prepare, race_pipeline, race_row  # torch reads the environment when it is imported
+    from bench_gpu_rank import prepare  # torch reads the environment when it is imported
     from bench_race import Settings
 
     settings = Settings(
@@ -120,19 +119,21 @@ def run(options: argparse.Namespace) -> int:
         prepare(settings, folder)
         for row in options.row or ROWS:
             ranks = pipeline if row == PIPELINE else 1
+            target, more = "race_row", {"with_tuned": not options.without_tuned}
+            if row == PIPELINE:
+                target, more = "race_pipeline", {"pipeline": pipeline}
             job = Job(
                 places=tuple(f"stage {rank}" for rank in range(ranks)),
                 folder=folder,
                 threads=max(1, settings.threads // ranks),
                 timeout_seconds=settings.timeout_seconds,
+                target=f"bench_gpu_rank:{target}",
+                arguments={"settings": settings, "row": row, "parts": folder, **more},
                 on_gpus=options.device != "cpu",
                 preload=RANK_MODULES,
             )
             with prepared(job):
-                target = functools.partial(race_row, settings, row, folder, not options.without_tuned)
-                if row == PIPELINE:
-                    target = functools.partial(race_pipeline, settings, row, folder, pipeline)
-                failure = run_ranks(target, job)
+                failure = run_ranks(job)
             if failure is not None:
                 show_error(failure.message)
                 return failure.exit_code

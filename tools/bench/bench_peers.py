@@ -19,11 +19,10 @@ the matmul rate is the least exact work of a step, a second, over that of matrix
 from __future__ import annotations
 
 import argparse
-import functools
 import json
 import os
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -114,19 +113,29 @@ def _settings(options: argparse.Namespace, row: str, threads: int) -> Settings:
 
 
 def _run_row(row: str, settings: Settings, folder: Path, with_calibration: bool) -> Failure | None:
-    from bench_peer_ranks import STAGES, calibrate_pipeline, calibration_file, one_rank, two_ranks
+    from bench_peer_ranks import STAGES, calibration_file
 
-    targets: list[Callable[..., None]] = [functools.partial(one_rank, settings, row, folder)]
+    targets = ["one_rank"]
     places = ("mmtrain and stock transformers",)
     if row == "pipeline":
         places = tuple(f"stage {number}" for number in range(STAGES))
-        targets = [functools.partial(two_ranks, settings, row, folder)]
+        targets = ["two_ranks"]
         if with_calibration and not calibration_file(folder).exists():
-            targets.insert(0, functools.partial(calibrate_pipeline, settings, folder))
-    seconds = settings.timeout_seconds
-    job = Job(places, folder, settings.threads, seconds, preload=RANK_MODULES)
-    with prepared(job):
-        return next(filter(None, (run_ranks(target, job) for target in targets)), None)
+            targets.insert(0, "calibrate_pipeline")
+    for target in targets:
+        job = Job(
+            places,
+            folder,
+            settings.threads,
+            settings.timeout_seconds,
+            target=f"bench_peer_ranks:{target}",
+            arguments={"settings": settings, "row": row, "parts": folder},
+            preload=RANK_MODULES,
+        )
+        with prepared(job):
+            if (failure := run_ranks(job)) is not None:
+                return failure
+    return None
 
 
 def report(row: str, found: Mapping[str, Any]) -> dict[str, Any]:

@@ -7,11 +7,6 @@ backwards. Nothing is fitted to the layouts. At pipeline 1 there are as many rep
 many compute at once. Micro-batches are what the planner expects: a document of one image and the expected text. All
 ranks have one thread.
 
-A machine that others use too changes its speed within seconds. So before and after each step and each round of the
-calibration all ranks multiply the same matrices, by which its seconds become those at the run's usual speed (the median
-of all); it is dropped if both times differ by more than --noise. While a rank waits, its core multiplies matrices at
-the lowest priority: ranks of a cluster do not get faster when another one waits.
-
 Memory is bytes of tensors that live at once (weights, optimizer state, every allocation in a step), beside the plan's
 sum.
 """
@@ -19,7 +14,6 @@ sum.
 from __future__ import annotations
 
 import argparse
-import functools
 import json
 import os
 import statistics
@@ -56,7 +50,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--json", type=Path, metavar="FILE", help="write every single measurement there")
     add("--repetitions", type=positive, default=30, metavar="N", help="steps of each layout (%(default)s)")
-    add("--noise", type=float, default=0.1, metavar="SHARE", help="how far two probes may differ (%(default)s)")
     add("--quick", action="store_true", help="a tiny model, few layouts, two repetitions: only that it runs is shown")
 
 
@@ -64,19 +57,27 @@ def run(options: argparse.Namespace) -> int:
     """Make the models, run the layouts, print tables; the exit code."""
     set_rank_environment(1, on_gpus=False)
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
-    result: dict[str, Any] = {"machine": describe_machine(), "noise": options.noise}
+    result: dict[str, Any] = {"machine": describe_machine()}
     with tempfile.TemporaryDirectory(prefix="bench_plan-") as name:
         folder = Path(name)
         print_info("making the models")
         from bench_models import DTYPES, save_parts  # torch reads the environment when it is imported
-        from bench_plan_ranks import SIZES, WORLD, measure
+        from bench_plan_ranks import SIZES, WORLD
 
         settings = settings_of(options)
         save_parts(SIZES[settings.shape], folder, DTYPES["float32"])
         places = tuple(f"rank {rank}" for rank in range(WORLD))
-        job = Job(places, folder, threads=1, timeout_seconds=settings.timeout_seconds, preload=RANK_MODULES)
+        job = Job(
+            places,
+            folder,
+            threads=1,
+            timeout_seconds=settings.timeout_seconds,
+            target="bench_plan_ranks:measure",
+            arguments={"settings": settings, "folder": folder},
+            preload=RANK_MODULES,
+        )
         with prepared(job):
-            failure = run_ranks(functools.partial(measure, settings, folder), job)
+            failure = run_ranks(job)
         if failure is not None:
             show_error(failure.message)
             return failure.exit_code
@@ -107,14 +108,13 @@ def settings_of(options: argparse.Namespace) -> Settings:
     ]
     if not options.quick:
         named = tuple(replace(x, name=f"p {x.pipeline}, m {x.microbatches}: {x.name}") for x in layouts)
-        return Settings("quarter", named, options.repetitions, 5, options.noise)
+        return Settings("quarter", named, options.repetitions, 5)
     whole, even, interleaved = layouts[0], layouts[2], layouts[10]  # for a model of half as many layers
     return Settings(
         "tiny",
         (whole, replace(even, boundaries=(2,)), replace(interleaved, boundaries=(1, 2, 3))),
         repetitions=2,
         calibration_rounds=2,
-        noise=options.noise,
     )
 
 
@@ -123,71 +123,41 @@ def settings_of(options: argparse.Namespace) -> Settings:
 
 def report(found: Mapping[str, Any]) -> dict[str, Any]:
     """Print what was found and return the numbers that were printed."""
-    factors, rounds = found["factors"], found["calibration_rounds"]
-    counted = sum(factor is not None for factor in rounds)
-    which = f"{counted} of {len(rounds)} rounds; the others were noisy" if counted else "all rounds; each one was noisy"
-    print_info("", f"the calibration is that of {which}")
-    rows = [_judge(layout, factors[layout["name"]]) for layout in found["layouts"]]
-    summary = _summary([row for row in rows if row["kept_steps"]], len(rows))
+    rows = [_judge(layout) for layout in found["layouts"]]
+    errors = {
+        "step": [abs(row["step_error"]) for row in rows],
+        "memory": [abs(error) for row in rows for error in row["memory_error"]],
+        "idle": [abs(error) for row in rows if row["pipeline"] > 1 for error in row["idle_error"]],
+    }
+    summary = {f"mean_{name}_error": statistics.fmean(values) for name, values in errors.items() if values}
+    summary |= {f"worst_{name}_error": max(values) for name, values in errors.items() if values}
     _print_layouts(rows)
-    if summary["layouts"]:
-        print_info(
-            f"{summary['layouts']} of {summary['of']} layouts; {summary['dropped_steps']} of their steps were noisy"
-        )
-        print_table(("", ">"), [(name, f"{value:.1%}") for name, value in summary.items() if "_error" in name])
-    else:
-        print_info("every step was noisy. Measure on a quiet machine, or give --noise")
+    print_table(("", ">"), [(name, f"{value:.1%}") for name, value in summary.items()])
     return {"judged": rows, "summary": summary}
 
 
-def _judge(layout: Mapping[str, Any], factors: Sequence[float | None]) -> dict[str, Any]:
-    seconds = [s * factor for s, factor in zip(layout["measured_seconds"], factors, strict=True) if factor]
-    idle = [ranks for ranks, factor in zip(layout["measured_idle"], factors, strict=True) if factor]
-    row: dict[str, Any] = {
-        **layout,
-        "kept_steps": len(seconds),
-        "steps": len(factors),
-        "memory_error": [p / m - 1 for p, m in zip(layout["predicted_bytes"], layout["measured_bytes"], strict=True)],
-    }
-    if seconds:
-        measured = spread(seconds)
-        of_ranks = [statistics.median(ranks) for ranks in zip(*idle, strict=True)]
-        row |= {
-            "measured_seconds": [measured.median, measured.min, measured.max],
-            "step_error": layout["predicted_seconds"] / measured.median - 1,
-            "measured_idle": of_ranks,
-            "idle_error": [p - m for p, m in zip(layout["predicted_idle"], of_ranks, strict=True)],
-        }
-    return row
-
-
-def _summary(judged: Sequence[Mapping[str, Any]], layouts: int) -> dict[str, Any]:
-    errors = {
-        "step": [abs(row["step_error"]) for row in judged],
-        "memory": [abs(error) for row in judged for error in row["memory_error"]],
-        "idle": [abs(error) for row in judged if row["pipeline"] > 1 for error in row["idle_error"]],
-    }
+def _judge(layout: Mapping[str, Any]) -> dict[str, Any]:
+    measured = spread(layout["measured_seconds"])
+    idle = [statistics.median(ranks) for ranks in zip(*layout["measured_idle"], strict=True)]
     return {
-        "layouts": len(judged),
-        "of": layouts,
-        "dropped_steps": sum(row["steps"] - row["kept_steps"] for row in judged),
-        **{f"mean_{name}_error": statistics.fmean(values) for name, values in errors.items() if values},
-        **{f"worst_{name}_error": max(values) for name, values in errors.items() if values},
+        **layout,
+        "measured_seconds": [measured.median, measured.min, measured.max],
+        "measured_idle": idle,
+        "step_error": layout["predicted_seconds"] / measured.median - 1,
+        "idle_error": [p - m for p, m in zip(layout["predicted_idle"], idle, strict=True)],
+        "memory_error": [p / m - 1 for p, m in zip(layout["predicted_bytes"], layout["measured_bytes"], strict=True)],
     }
 
 
 def _print_layouts(rows: Sequence[Mapping[str, Any]]) -> None:
     table = []
     for row in rows:
-        plan, steps = f"{row['predicted_seconds']:.3f}", f"{row['kept_steps']}/{row['steps']}"
-        memory = [_of_ranks(row[of], 2**20) for of in ("predicted_bytes", "measured_bytes")]
-        if not row["kept_steps"]:
-            table.append((row["name"], plan, "all noisy", steps, "", "", "", *memory))
-            continue
         measured = "{:.3f} ({:.3f}-{:.3f})".format(*row["measured_seconds"])
         idle = [_of_ranks(row[of], 0.01) for of in ("predicted_idle", "measured_idle")]
-        table.append((row["name"], plan, measured, steps, f"{row['step_error']:+.1%}", *idle, *memory))
-    columns = ("", ">plan, s", ">measured, s", ">steps", ">error", ">idle %: plan", ">seen", ">MiB: plan", ">seen")
+        memory = [_of_ranks(row[of], 2**20) for of in ("predicted_bytes", "measured_bytes")]
+        plan, error = f"{row['predicted_seconds']:.3f}", f"{row['step_error']:+.1%}"
+        table.append((row["name"], plan, measured, error, *idle, *memory))
+    columns = ("", ">plan, s", ">measured, s", ">error", ">idle %: plan", ">seen", ">MiB: plan", ">seen")
     print_table(columns, table)
 
 

@@ -13,16 +13,14 @@ import gc
 import itertools
 import json
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from bench_ballast import ballast
 from bench_models import SHAPES, ModelSize, run_config
-from bench_tables import at_usual_speed, usual_speed
 
 from mmtrain.base.progress import ProgressBar
 from mmtrain.calibration.allocations import bytes_used, tensor_bytes
@@ -43,11 +41,8 @@ from mmtrain.runtime.rank import Rank
 # An encoder whose forward is a quarter of the LLM's; 8 layers of 28 MB in fp32, more than a processor's caches hold.
 SIZES = {**SHAPES, "quarter": ModelSize(8, 768, 2048, 12, 2304, 10, 384, 6, 168, 14, 24)}
 DEVICE = torch.device("cpu")
-PROBE_SIZE = 768  # rows and columns of the probe's matrices
-PROBE_PRODUCTS = 12
 SAMPLES_PER_PACK = 1
 WORLD = 2  # ranks; replicas fill up pipeline 1
-CALIBRATION = "calibration"  # the name of its turns
 
 
 @dataclass(frozen=True)
@@ -70,7 +65,6 @@ class Settings:
     layouts: tuple[Layout, ...]
     repetitions: int
     calibration_rounds: int  # before, from which the layouts are planned that are run
-    noise: float  # how far the probes of a turn may be apart
     timeout_seconds: int = 600
 
 
@@ -154,21 +148,6 @@ def _batches(config: RunConfig, models: Models, seeds: range) -> Iterator[Packed
     return map(copy.deepcopy, itertools.cycle(few))
 
 
-class Probe:
-    """A fixed piece of work of all ranks at once, which tells how fast the machine is at a moment."""
-
-    def __init__(self) -> None:
-        self._left, self._right = torch.randn(2, PROBE_SIZE, PROBE_SIZE)
-
-    def __call__(self) -> float:
-        dist.barrier()
-        began = time.perf_counter()
-        for _ in range(PROBE_PRODUCTS):
-            self._left @ self._right
-        dist.barrier()
-        return time.perf_counter() - began
-
-
 def measure(settings: Settings, folder: Path, rank: Rank) -> None:
     """What every rank runs; rank 0 writes what was found."""
     join_process_group(DEVICE, settings.timeout_seconds)
@@ -192,17 +171,11 @@ def measure(settings: Settings, folder: Path, rank: Rank) -> None:
         runners[layout.name] = Runner(layout_config(settings, layout, folder, file), models, weights)
 
     calibrator.seconds = {}
-    with ballast():
-        probes = _race(settings, runners, calibrator, rank)
-    factors = usual_speed(probes, settings.noise)
-    rounds = factors[CALIBRATION]
-    _save(calibrator, file, rounds if any(rounds) else None)  # from here on it is that of the race's own minutes
+    _race(settings, runners, calibrator, rank)
+    _save(calibrator, file)  # from here on it is that of the race's own minutes
     found: dict[str, Any] = {
         "calibration": json.loads(file.read_text()),
         "calibration_seconds": calibrator.seconds,
-        "calibration_rounds": rounds,
-        "probes": probes,
-        "factors": factors,
         "layouts": [describe(runner, name) for name, runner in runners.items()],
     }
     if rank.rank == 0:
@@ -211,45 +184,26 @@ def measure(settings: Settings, folder: Path, rank: Rank) -> None:
     dist.destroy_process_group()
 
 
-def _save(calibrator: Calibrator, file: Path, factors: Sequence[float | None] | None = None) -> None:
-    """Write the calibration of all rounds, each times its factor (None leaves it out); all may read it afterwards."""
-    measured = calibrator.seconds
-    if factors is not None:
-        calibrator.seconds = {name: at_usual_speed(values, factors) for name, values in measured.items()}
+def _save(calibrator: Calibrator, file: Path) -> None:
+    """Write the calibration; all ranks may read it afterwards."""
     found = calibrator.finish()
-    calibrator.seconds = measured
     if dist.get_rank() == 0:
         found.save(file)
     dist.barrier()
 
 
-def _race(
-    settings: Settings, runners: Mapping[str, Runner], calibrator: Calibrator, rank: Rank
-) -> dict[str, list[list[float]]]:
-    """All layouts and two rounds of the calibration in each repetition, every other backwards.
-
-    Returns the probes before and after each turn, as rank 0 saw them, the same on every rank.
-    """
+def _race(settings: Settings, runners: Mapping[str, Runner], calibrator: Calibrator, rank: Rank) -> None:
+    """Run all layouts and two rounds of the calibration in each repetition, every other backwards."""
     steps: list[tuple[str, Callable[[], None]]] = [(name, runner.step) for name, runner in runners.items()]
-    calibration = (CALIBRATION, calibrator.round)
+    calibration = ("calibration", calibrator.round)
     half = len(steps) // 2
     turns = [*steps[:half], calibration, *steps[half:], calibration]
-    probe = Probe()
-    probe()
-    probes: dict[str, list[list[float]]] = {name: [] for name, _ in turns}
     with ProgressBar("repetitions", settings.repetitions, rank.console, "steps") as progress:
         for repetition in range(settings.repetitions):
-            before = probe()
             for name, work in reversed(turns) if repetition % 2 else turns:
                 rank.progress.at(repetition, name)
                 work()
-                after = probe()
-                probes[name].append([before, after])
-                before = after
             progress.show(repetition + 1, (repetition + 1) * len(steps))
-    seen = [probes]
-    dist.broadcast_object_list(seen)
-    return seen[0]
 
 
 def describe(runner: Runner, name: str) -> dict[str, Any]:

@@ -52,29 +52,6 @@ def alternate(contestants: Mapping[str, Callable[[], float]], repetitions: int) 
     return times
 
 
-def at_usual_speed(values: Sequence[float], factors: Sequence[float | None]) -> list[float]:
-    """Those values whose factor is not None, each times it."""
-    return [value * factor for value, factor in zip(values, factors, strict=True) if factor is not None]
-
-
-def usual_speed(probes: Mapping[str, Sequence[Sequence[float]]], noise: float) -> dict[str, list[float | None]]:
-    """What each measurement is to be multiplied by to be as at the machine's usual speed; None: it does not count.
-
-    `probes` are the seconds of one and the same work right before and right after each measurement. Their mean tells
-    the machine's speed meanwhile, the median of all means the usual one. Where they differ by more than `noise`, a
-    share of their mean, the speed changed within the measurement, and nothing can be said of it.
-    """
-    means = {name: [statistics.fmean(pair) for pair in pairs] for name, pairs in probes.items()}
-    usual = statistics.median(mean for of_one in means.values() for mean in of_one)
-    return {
-        name: [
-            usual / mean if max(pair) - min(pair) <= noise * mean else None
-            for pair, mean in zip(pairs, means[name], strict=True)
-        ]
-        for name, pairs in probes.items()
-    }
-
-
 def rates(times: Times, work: float) -> dict[str, Spread]:
     """Work done per second, by contestant."""
     return {name: spread([work / seconds for seconds in values]) for name, values in times.items()}
