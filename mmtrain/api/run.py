@@ -41,10 +41,9 @@ LINES_KEPT = 200  # of what the launcher has printed: its message is among the l
 
 
 class RunError(RuntimeError):
-    """A run has ended before its end; the message is the launcher's.
+    """A run has ended before its last step; the message is the launcher's.
 
-    `exit_code` is its exit code: 1 a rank failed, 3 it was stopped and has saved everything, 130 or 143 it was stopped
-    at once.
+    `exit_code`: 1 a rank failed, 3 it was stopped and has saved everything, 130 or 143 it was stopped at once.
     """
 
     def __init__(self, message: str, exit_code: int) -> None:
@@ -53,7 +52,7 @@ class RunError(RuntimeError):
 
 
 class Run:
-    """A run by its folder, and the process that makes it: the one that `train` started, else who holds the folder."""
+    """A run by its folder, and the process that makes it: the one that `train` started, else the folder's holder."""
 
     def __init__(self, folder: Path, process: subprocess.Popen[str] | None = None, show: bool = True) -> None:
         self.folder = folder
@@ -75,11 +74,10 @@ class Run:
         return launcher(self.folder) is not None if self._process is None else self._process.poll() is None
 
     def wait(self, timeout: float | None = None) -> Run:
-        """Wait until the run has ended, and return it. After Ctrl-C or a notebook's interrupt the run goes on.
+        """Wait until the run has ended, and return it. After Ctrl-C, or `timeout` seconds, the run goes on.
 
-        Raises subprocess.TimeoutExpired after `timeout` seconds; the run goes on. Of a run that `train` has started,
-        raises UserError for what the user can mend and RunError for any other end before the last step, with the
-        launcher's message.
+        Raises subprocess.TimeoutExpired; for a run that `train` has started also UserError for what the user can mend,
+        and RunError for any other end before the last step.
         """
         try:
             if self._process is None:
@@ -138,7 +136,7 @@ class Run:
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
-    """The configuration in a YAML file, or demo:llava_pp4, with `key.sub=value` overrides, as `mmtrain train` takes it.
+    """Return the configuration in a YAML file, or demo:llava_pp4, with `key.sub=value` overrides.
 
     Raises UserError listing every problem at once.
     """
@@ -153,11 +151,10 @@ def train(
     trace_steps: int = 0,
     show: bool = True,
 ) -> Run:
-    """Start a run, or go on with it, as `mmtrain train` does; returns at once, `Run.wait` waits for its end.
+    """Start or resume a run, as `mmtrain train` does. Returns at once: `Run.wait` waits for its end.
 
-    `resume`, `allow_change` and `trace_steps` are the command's --resume, --allow-change and --trace. With `show` what
-    the command prints is printed here as it comes. If this process ends first, the run goes on without it. Raises
-    UserError for a configuration that was changed to what none may hold.
+    `resume`, `allow_change` and `trace_steps` are the command's options; with `show` its console is shown here. If this
+    process ends first, the run goes on. Raises UserError for a configuration that was changed to a wrong one.
     """
     config = validated(config.model_dump(), f"the configuration of run {config.run.name}")
     options = [f"--resume={resume}", *(f"--allow-change={key}" for key in allow_change)]

@@ -48,7 +48,7 @@ class ByteBars:
     """Progress of several things that are read or written, one after the other, in MB."""
 
     def __init__(self, stream: TextIO) -> None:
-        self._open = lambda what, total: ProgressBar(f"MB {what}", math.ceil(total / 1e6), stream, counted="MB")
+        self._stream = stream
         self._what = ""
         self._progress: ProgressBar | None = None
 
@@ -56,7 +56,8 @@ class ByteBars:
         """`done` of the `total` bytes of `what` went through."""
         if what != self._what:
             self.__exit__()
-            self._what, self._progress = what, self._open(what, total)
+            self._what = what
+            self._progress = ProgressBar(f"MB {what}", math.ceil(total / 1e6), self._stream, counted="MB")
         megabytes = self._progress.total if done == total else done // 10**6
         self._progress.show(megabytes, megabytes)
 

@@ -6,6 +6,7 @@ what is larger, or nested deeper, than any such file is refused before it can ta
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import os
@@ -55,16 +56,14 @@ def read_limited(path: Path, limit: int, what: str) -> bytes:
 
 def parse_json(text: bytes) -> Any:
     """Return the content of JSON text in UTF-8; raises ValueError for what is none, and for deep nesting."""
-    try:
+    with contextlib.suppress(RecursionError):
         content = json.loads(text.decode("utf-8"), parse_int=_integer)
-    except RecursionError:
-        raise _too_deep() from None
-    level = [content]
-    for _ in range(MAX_DEPTH + 1):
-        level = [inner for outer in level if isinstance(outer, dict | list) for inner in _inside(outer)]
-        if not level:
-            return content
-    raise _too_deep()
+        level = [content]
+        for _ in range(MAX_DEPTH + 1):
+            level = [inner for outer in level for inner in _inside(outer)]
+            if not level:
+                return content
+    raise ValueError(f"lists or objects are nested more than {MAX_DEPTH} deep")
 
 
 def _integer(digits: str) -> int:
@@ -73,9 +72,5 @@ def _integer(digits: str) -> int:
     return int(digits)
 
 
-def _inside(outer: dict | list) -> Iterable[Any]:
-    return outer.values() if isinstance(outer, dict) else outer
-
-
-def _too_deep() -> ValueError:
-    return ValueError(f"lists or objects are nested more than {MAX_DEPTH} deep")
+def _inside(value: Any) -> Iterable[Any]:
+    return value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()

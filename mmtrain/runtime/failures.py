@@ -30,8 +30,8 @@ PACKAGE = str(Path(__file__).parents[1])
 RANK_PROCESS = str(Path(__file__).with_name("rank.py"))  # its frames are above those of what a rank was doing
 CANNOT_GROW = {
     errno.ENOSPC: "free space",
-    errno.EDQUOT: "free space, or ask for a larger quota",
-    errno.EFBIG: "raise the limit on the size of files (ulimit -f; some file systems have their own)",
+    errno.EDQUOT: "free space",
+    errno.EFBIG: "raise the limit on the size of files (ulimit -f)",
 }
 LOST_PEER = re.compile(
     r"connection (was )?(likely )?(closed|reset|refused|aborted)|broken pipe|remote process exited|ncclRemoteError|"
@@ -212,15 +212,15 @@ def _kind_and_cause(error: BaseException) -> tuple[Literal["user", "peer", "erro
 
 def _dead_worker(error: BaseException) -> str | None:
     """Return how a data worker ended, from torch's message about it or from the one that caused that."""
-    messages = []
+    matches = []
     cause: BaseException | None = error
     while cause is not None and (matched := DEAD_WORKER.search(str(cause))):
-        messages.append(matched)
+        matches.append(matched)
         cause = cause.__cause__ or cause.__context__
-    if not messages:
+    if not matches:
         return None
-    message = next((matched for matched in reversed(messages) if matched["signal"]), messages[0])
-    worker, description = f"its data worker (process {message['pid']})", message["signal"]
+    worker = f"its data worker (process {matches[0]['pid']})"
+    description = next((matched["signal"] for matched in matches if matched["signal"]), None)
     if description is None:
         return f"{worker} ended by itself; the log may say why"
     name = next((number.name for number in signal.Signals if signal.strsignal(number) == description), description)

@@ -41,7 +41,6 @@ class Gpu:
     total_bytes: int
     free_bytes: int
     capability: tuple[int, int]  # compute capability, e.g. (9, 0)
-    uuid: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,21 +77,18 @@ def ask_machine() -> Machine:
     """Ask in a child process, which has the environment of this one; raises UserError where no answer comes."""
     child = subprocess.Popen(**python_child(*CHILD), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     try:
-        answer, said = child.communicate(timeout=SECONDS)
+        answer, errors = child.communicate(timeout=SECONDS)
     except subprocess.TimeoutExpired:
         child.kill()  # not waited for: a driver that hangs keeps it in the kernel
         raise UserError(
-            f"the GPU driver did not answer within {SECONDS:g} s; see whether nvidia-smi does, and restart the "
-            f"machine if not, or {ON_THE_CPU}"
+            f"the GPU driver did not answer within {SECONDS:g} s. Restart the machine if nvidia-smi hangs, too, or "
+            f"{ON_THE_CPU}"
         ) from None
-    found = [line for line in answer.splitlines() if line.startswith("{")]  # libraries may print, too
-    if child.returncode != 0 or not found:
-        cause = next(iter(said.strip().splitlines()[-1:]), f"exit code {child.returncode}")
-        raise UserError(
-            f"asking for the GPUs failed ({cause}); see whether nvidia-smi and `python -c 'import torch; "
-            f"torch.cuda.init()'` work, or {ON_THE_CPU}"
-        )
-    return TypeAdapter(Machine).validate_json(found[-1])
+    facts = [line for line in answer.splitlines() if line.startswith("{")]  # libraries may print, too
+    if child.returncode != 0 or not facts:
+        cause = next(iter(errors.strip().splitlines()[-1:]), f"exit code {child.returncode}")
+        raise UserError(f"asking for the GPUs failed ({cause}). See whether nvidia-smi works, or {ON_THE_CPU}")
+    return TypeAdapter(Machine).validate_json(facts[-1])
 
 
 def refuse_unusable(machine: Machine) -> None:
@@ -189,11 +185,10 @@ def _facts() -> dict[str, Any]:
 
 def _gpu(torch: Any, index: int) -> Gpu:
     properties = torch.cuda.get_device_properties(index)
-    uuid = str(getattr(properties, "uuid", ""))
-    free = _free_by_nvml(uuid)
+    free = _free_by_nvml(str(getattr(properties, "uuid", "")))
     if free is None:
         free = torch.cuda.mem_get_info(index)[0]
-    return Gpu(properties.name, properties.total_memory, free, (properties.major, properties.minor), uuid)
+    return Gpu(properties.name, properties.total_memory, free, (properties.major, properties.minor))
 
 
 class _NvmlMemory(ctypes.Structure):

@@ -60,9 +60,8 @@ class PrefixedLog(io.TextIOWrapper):
 def send_output_to(path: Path, name: str, descriptors: Sequence[int]) -> PrefixedLog:
     """Append to the file `path` what C++ writes to `descriptors`, and what Python prints, warns and logs as `name`.
 
-    Of logging's handlers those are redirected that keep a standard stream of this process. Only what a handler keeps is
-    replaced, and nothing of it is called: some have a `stream` that cannot be set, such as logging.lastResort, which
-    follows sys.stderr by itself, and others brought streams of any kind.
+    Handlers of logging that keep a standard stream are redirected. `stream` is replaced in their __dict__: some follow
+    sys.stderr by a property, as logging.lastResort, and others brought streams of any kind.
     """
     log = PrefixedLog(path, name)
     for number in descriptors:

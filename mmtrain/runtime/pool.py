@@ -11,7 +11,6 @@ import multiprocessing
 import os
 import signal
 import sys
-import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
@@ -32,7 +31,7 @@ RunTasks = Callable[[Iterable[Task], Tick], Iterator[tuple[Task, Result]]]
 
 
 class _Stopped(Exception):  # noqa: N818
-    """Ends a worker's task between two samples: nobody wants its result any more."""
+    """Ends a worker's task between two samples."""
 
 
 def usable_cores() -> int:
@@ -42,12 +41,11 @@ def usable_cores() -> int:
 
 @contextlib.contextmanager
 def worker_pool(work: Callable[[Task, Advance], Result], workers: int) -> Iterator[RunTasks]:
-    """Gives `run(tasks, tick)`: each task with the result of `work(task, advance)`, in the tasks' order.
+    """Yield `run(tasks, tick)`, which yields each task with the result of `work(task, advance)`, in order.
 
-    With one worker the tasks run here. Otherwise workers are forked on entering, which shares what `work` has loaded,
-    and are stopped on leaving; on macOS, whose libraries do not survive a fork, they are spawned, so `work` can be
-    pickled. `tick` is called several times a second, and after each task. Raises what a task raises, and UserError for
-    a worker that was killed.
+    With one worker the tasks run here. Otherwise workers are forked on entering, which shares what `work` has loaded;
+    on macOS, whose libraries do not survive a fork, they are spawned, so `work` must be picklable. `tick` is called
+    several times a second, and after each task. Raises what a task raises, and UserError for a worker that was killed.
     """
     if workers <= 1:
         yield functools.partial(_run_here, work)
@@ -56,8 +54,7 @@ def worker_pool(work: Callable[[Task, Advance], Result], workers: int) -> Iterat
     stop, through = context.Event(), context.Value("q", 0)
     pool = ProcessPoolExecutor(workers, context, _begin, (work, os.getpid(), stop, through))
     try:
-        with _interrupts_later():
-            pool.submit(int)  # forks all workers: later, they would copy the locks of a progress bar's thread
+        pool.submit(int)  # forks all workers: later, they would copy the locks of a progress bar's thread
         yield functools.partial(_run_in_pool, pool, 2 * workers, lambda: through.value)
     except BrokenProcessPool:
         raise UserError(
@@ -105,25 +102,6 @@ def _run_in_pool(
             yield first()
     while waiting:
         yield first()
-
-
-@contextlib.contextmanager
-def _interrupts_later() -> Iterator[None]:
-    """Hold Ctrl-C back while workers are forked: what it raises in the middle of a fork is dropped by Python.
-
-    Blocking the signal would not do: it would come through any other thread that a library has started.
-    """
-    if threading.current_thread() is not threading.main_thread():  # no Ctrl-C is raised here
-        yield
-        return
-    seen = threading.Event()
-    before = signal.signal(signal.SIGINT, lambda *_: seen.set())
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)
-        if seen.is_set():
-            signal.raise_signal(signal.SIGINT)
 
 
 _work: Callable[[Any], Any]  # set in workers only

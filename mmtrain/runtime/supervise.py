@@ -47,8 +47,7 @@ def prepared(job: Job) -> Iterator[None]:
     """In the block `run_ranks` may start the job's ranks: environment and output of this process are as they need them.
 
     On the CPU a process begins to import `job.preload`, from which ranks are then forked: 4 s earlier than spawned.
-    Forking from the launcher itself hung one start in ten: the agent's threads hold locks that a fork copies. Raises
-    UserError where no temporary folder can be used.
+    Forking from the launcher itself hung one start in ten: the agent's threads hold locks that a fork copies.
     """
     set_rank_environment(job.threads, on_gpus=job.on_gpus)
     with output_to_log(job.log):
@@ -61,20 +60,9 @@ def prepared(job: Job) -> Iterator[None]:
 
 
 def _use_short_temporary_folder() -> None:
-    """Where TMPDIR is too long for the sockets that multiprocessing makes below it, take the system's, ranks too."""
-    try:
-        given = tempfile.gettempdir()  # passes over a TMPDIR that is missing or read-only
-    except FileNotFoundError as error:
-        raise UserError(f"{error.strerror}: set TMPDIR to a folder that can be written") from error
-    if len(os.fsencode(given)) <= LONGEST_TEMPORARY_FOLDER:
-        return
-    short = next((name for name in ("/tmp", "/var/tmp") if os.access(name, os.W_OK | os.X_OK)), None)
-    if short is None:
-        raise UserError(
-            f"TMPDIR={given} is too long for the sockets of the ranks: set it to a folder of at most "
-            f"{LONGEST_TEMPORARY_FOLDER} characters"
-        )
-    tempfile.tempdir = os.environ["TMPDIR"] = short
+    """Where TMPDIR is too long for the sockets that multiprocessing makes below it, take /tmp, for ranks too."""
+    if len(os.fsencode(tempfile.gettempdir())) > LONGEST_TEMPORARY_FOLDER:
+        tempfile.tempdir = os.environ["TMPDIR"] = "/tmp"
 
 
 def run_ranks(job: Job) -> Failure | None:
@@ -188,10 +176,10 @@ def _end_children(spared: set[psutil.Process]) -> None:
     """
     deadline = time.monotonic() + 3
     while time.monotonic() < deadline:
-        left = [child for child, command in _children().items() if child not in spared and TRACKER not in command]
-        if not left:
+        living = [child for child, command in _children().items() if child not in spared and TRACKER not in command]
+        if not living:
             return
-        for child in left:
+        for child in living:
             with contextlib.suppress(psutil.NoSuchProcess):
                 child.kill()
         time.sleep(0.05)
@@ -199,8 +187,8 @@ def _end_children(spared: set[psutil.Process]) -> None:
 
 def _children() -> dict[psutil.Process, str]:
     """Living direct children of this process with their command lines."""
-    found = {}
+    commands = {}
     for child in psutil.Process().children():
         with contextlib.suppress(psutil.NoSuchProcess):  # it has just ended; a zombie has no command line
-            found[child] = " ".join(child.cmdline())
-    return found
+            commands[child] = " ".join(child.cmdline())
+    return commands

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import fcntl
 import os
-import pty
 import re
 import subprocess
 import sys
@@ -93,22 +92,6 @@ def test_of_a_progress_bar_that_nobody_reads_the_newest_state_stays_and_the_loss
     threading.Thread(target=close_when_written, args=[stream]).start()
     text = read_all(reader)
     assert f"\r{3 * QUEUE_BYTES // 100 - 1:06} " in text and "lines are missing here" in text
-
-
-def test_a_terminal_stopped_by_ctrl_s_blocks_nothing_and_shows_the_rest_when_it_goes_on():
-    screen, terminal = pty.openpty()
-    stream = ConsoleStream(terminal)
-    assert stream.isatty()
-    termios.tcflow(terminal, termios.TCOOFF)
-    lines_of(stream, 50)
-    begun = time.monotonic()
-    stream.drain()
-    assert time.monotonic() - begun < 5
-    termios.tcflow(terminal, termios.TCOON)
-    text = b""
-    while b"line 000049" not in text:
-        text += os.read(screen, 4096)
-    assert numbers_in(text.decode().replace("\r\n", "\n")) == list(range(50))
 
 
 def test_a_pipe_that_another_program_has_made_non_blocking_gets_everything():

@@ -13,17 +13,14 @@ from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
-import numpy as np
 import pytest
 import yaml
 from archives import conversation, picture, write_tar
 from conftest import TOOLS
-from safetensors.numpy import save_file
 
 from mmtrain.__main__ import main
 from mmtrain.base.printing import escape, escape_lines, message, print_info, print_table, run_command, table_lines
 from mmtrain.data.samples.records import REASONS, reason_lines
-from mmtrain.data.shards.index import read_index, write_index
 
 ROOT = TOOLS.parent
 OBEYED = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
@@ -128,20 +125,6 @@ def plan_with_a_key(tiny: Path, folder: Path):
     return ["train", str(folder / "c.yaml"), "--plan"]
 
 
-def model(tiny: Path, folder: Path) -> Path:
-    folder.mkdir()
-    for file in (tiny / "llm").iterdir():
-        (folder / file.name).symlink_to(file)
-    return folder
-
-
-def plan_with_a_tensor(tiny: Path, folder: Path):
-    llm = model(tiny, folder / "llm")
-    (llm / "model.safetensors").unlink()
-    save_file({HOSTILE: np.zeros(1), f"model.layers.0.{HOSTILE}": np.zeros(1)}, llm / "model.safetensors")
-    return ["train", str(tiny / "config.yaml"), "--plan", f"model.llm.path={llm}", f"run.dir={folder}"]
-
-
 def chat_with_a_model_type(tiny: Path, folder: Path):
     (folder / "config.json").write_text(json.dumps({"model_type": HOSTILE}))
     (folder / HOSTILE).write_bytes(picture(8, 8))
@@ -162,11 +145,6 @@ def hostile_tar(folder: Path) -> Path:
     return write_tar(folder / f"{HOSTILE}.tar", files)
 
 
-def index(tiny: Path, folder: Path):
-    tar = hostile_tar(folder)
-    return ["index", str(tar), "--tokenizer", str(tiny / "llm"), "--template", "plain"]
-
-
 def inspect(*more: str) -> Command:
     def command(tiny: Path, folder: Path):
         hostile_tar(folder)
@@ -176,24 +154,12 @@ def inspect(*more: str) -> Command:
     return command
 
 
-def inspect_an_index(tiny: Path, folder: Path):
-    tar = write_tar(folder / "a.tar", [("a.json", conversation("a", "b"))])
-    assert main(["index", str(tar), "--tokenizer", str(tiny / "llm"), "--template", "plain"]) == 0
-    index = read_index(tar)
-    index.keys[0] = HOSTILE
-    write_index(tar, index)
-    return ["inspect", str(tar), "--verify"]
-
-
 COMMANDS = {
     "launch --plan, a YAML key": plan_with_a_key,
-    "launch --plan, tensors": plan_with_a_tensor,
     "chat, a model_type": chat_with_a_model_type,
     "shard, records": shard,
-    "index, a tar": index,
     "inspect, a tar": inspect(),
     "inspect --show, a tar": inspect("--show", NAME),
-    "inspect, an index": inspect_an_index,
 }
 
 

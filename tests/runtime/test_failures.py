@@ -1,11 +1,10 @@
 from __future__ import annotations
 
+import errno
 import mmap
 import os
-import resource
 import signal
 from collections.abc import Iterator
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -14,7 +13,6 @@ from torch.distributed import DistBackendError, DistNetworkError
 from torch.utils.data import DataLoader, IterableDataset
 
 from mmtrain.base.errors import UserError
-from mmtrain.base.json_lines import JsonLines
 from mmtrain.runtime.failures import ErrorRecord, RankProgress
 
 
@@ -45,7 +43,6 @@ def test_progress_of_a_rank_that_never_started_is_unknown(tmp_path):
     ("error", "kind"),
     [
         (UserError("no such model"), "user"),
-        (OSError(28, "No space left on device", "metrics.jsonl"), "user"),
         (OSError(5, "Input/output error", "metrics.jsonl"), "error"),
         (ValueError("connection closed by peer"), "error"),
         (RuntimeError("CUDA out of memory"), "error"),
@@ -70,18 +67,12 @@ def nccl(said: str, of: str) -> DistBackendError:
 SYSTEM = "ncclSystemError: System call (e.g. socket, malloc) or external library call failed or device error. "
 USAGE = "ncclInvalidUsage: This usually reflects invalid usage of NCCL library."
 REMOTE = "ncclRemoteError: A call failed possibly due to a network error or a remote process exiting prematurely."
-NCCL_ITSELF = {  # with the words that NCCL 2.30, or before, formats them with
-    "Multiple Ranks are using the same GPU/Partition. Set NCCL_MULTI_RANK_GPU_ENABLE=1 to enable this configuration.": (
-        b"Multiple Ranks are using the same GPU/Partition."
-    ),
-    "Duplicate GPU detected : rank 1 and rank 0 both on CUDA device 65000": None,
-    "Error: failed to extend /dev/shm/nccl-9pQ1fe to 9637892 bytes, error: No space left on device (28)": (
-        b"Error: failed to extend %s to %ld bytes, error: %s (%d)"
-    ),
-    "Error while creating shared memory segment /dev/shm/nccl-9pQ1fe (size 9637888), error: No space left on device": (
-        b"Error while %s shared memory segment %s (size %ld), error: %s (%d)"
-    ),
-}
+NCCL_ITSELF = (  # as NCCL 2.30, or before, has it
+    "Multiple Ranks are using the same GPU/Partition. Set NCCL_MULTI_RANK_GPU_ENABLE=1 to enable this configuration.",
+    "Duplicate GPU detected : rank 1 and rank 0 both on CUDA device 65000",
+    "Error: failed to extend /dev/shm/nccl-9pQ1fe to 9637892 bytes, error: No space left on device (28)",
+    "Error while creating shared memory segment /dev/shm/nccl-9pQ1fe (size 9637888), error: No space left on device",
+)
 
 
 @pytest.mark.parametrize("said", NCCL_ITSELF)
@@ -103,17 +94,6 @@ def test_what_nccl_says_of_this_machine_is_no_lost_connection_but_one_line_with_
 )
 def test_an_error_of_nccl_is_the_loss_of_a_peer_only_where_it_says_so(said, of, kind):
     assert record_of(nccl(said, of)).kind == kind
-
-
-def test_the_installed_nccl_speaks_the_words_that_are_looked_for():
-    package = find_spec("nvidia")
-    found = [file for place in package.submodule_search_locations for file in Path(place).glob("nccl/lib/libnccl.so*")]
-    if not found:
-        pytest.skip("a torch without CUDA")
-    with found[0].open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as library:
-        if library.find(b"NCCL version 2.30") < 0:
-            pytest.skip("another NCCL than 2.30")
-        assert [words for words in NCCL_ITSELF.values() if words is not None and library.find(words) < 0] == []
 
 
 def test_the_installed_torch_speaks_the_words_that_are_looked_for_in_the_log():
@@ -152,26 +132,13 @@ def test_a_killed_data_worker_is_named_with_its_signal(number, said):
     assert record.cause.startswith("its data worker (process ") and ") was killed by SIG" in record.cause
 
 
-def test_a_limit_on_the_size_of_files_is_no_bug_but_said_with_how_to_raise_it(tmp_path):
-    file = tmp_path / "metrics.jsonl"
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    with JsonLines(file) as lines:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (1000, hard))
-        try:
-            lines.write(fits="x" * 600)
-            with pytest.raises(OSError) as caught:
-                lines.write(does_not="x" * 600)
-        finally:
-            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    assert file.read_text().count("\n") == 1 and file.read_text().endswith("\n")
-    record = record_of(caught.value)
-    assert record.kind == "user"
-    assert record.cause.startswith(f"{file} cannot be written: File too large; raise the limit on the size of files")
-
-
-def test_a_full_disk_is_said_with_the_file_and_how_to_go_on():
-    said = record_of(OSError(28, "No space left on device", "runs/x/metrics.jsonl")).cause
-    assert said.startswith("runs/x/metrics.jsonl cannot be written: No space left on device; free space, and start")
+@pytest.mark.parametrize(
+    ("code", "remedy"), [(errno.ENOSPC, "free space, and start"), (errno.EFBIG, "raise the limit on the size of files")]
+)
+def test_a_file_that_cannot_grow_is_no_bug_but_named_with_how_to_go_on(code, remedy):
+    record = record_of(OSError(code, os.strerror(code), "runs/x/metrics.jsonl"))
+    said = f"runs/x/metrics.jsonl cannot be written: {os.strerror(code)}; {remedy}"
+    assert record.kind == "user" and record.cause.startswith(said)
 
 
 def test_a_distributed_error_of_torch_is_the_loss_of_a_peer():
