@@ -20,8 +20,6 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-import numpy as np
-
 from mmtrain.base.arguments import command_parser, positive
 from mmtrain.base.printing import print_result
 from mmtrain.config.templates import template_name
@@ -29,7 +27,6 @@ from mmtrain.data.inspection.reading import add_reading_arguments, parse_reading
 from mmtrain.data.inspection.survey import survey
 from mmtrain.data.samples.records import reason_lines
 from mmtrain.data.shards.detection import refuse_useless_shards
-from mmtrain.data.shards.index import read_index
 from mmtrain.data.shards.indexing import build_indexes, unready_shards
 from mmtrain.data.shards.shard_list import find_shards
 from mmtrain.demo.data import make_demo_shards
@@ -68,17 +65,12 @@ def run(options: argparse.Namespace) -> None:
     if todo:
         text = tokenizer, template, layout, form
         build_indexes(todo, *text, workers=options.workers, rebuild=options.rebuild, stream=sys.stdout)
-    found = survey(tars, fingerprint, layout, form)
-    assert found.text_lengths is not None  # a fingerprint was given
-    print_result(f"{len(tars):,} shards, {len(found.images):,} samples, {found.images.sum():,} images")
-    longest, where = int(found.text_lengths.max(initial=0)), "none"
-    if longest:
-        number = int(found.text_lengths.argmax())
-        shard = int(np.searchsorted(found.shard_sizes.cumsum(), number, side="right"))
-        where = f"{read_index(tars[shard]).keys[number - sum(found.shard_sizes[:shard])]} in {tars[shard].name}"
-    words = f"{tokenizer}, {template_name(template)}"
-    print_result(f"longest text: {longest:,} tokens of {words}, those of images not counted: {where}")
-    print_result(f"samples that cannot be trained on: {found.reasons.total():,}", *reason_lines(found.reasons))
+    surveyed = survey(tars, fingerprint, layout, form)
+    assert surveyed.text_lengths is not None  # a fingerprint was given
+    longest = surveyed.text_lengths.max(initial=0)
+    print_result(f"{len(tars):,} shards, {len(surveyed.images):,} samples, {surveyed.images.sum():,} images")
+    print_result(f"longest text: {longest:,} tokens of {tokenizer}, {template_name(template)}, without those of images")
+    print_result(f"samples that cannot be trained on: {surveyed.reasons.total():,}", *reason_lines(surveyed.reasons))
     refuse_useless_shards(tars, fingerprint, form, "SHARDS")
 
 

@@ -95,7 +95,7 @@ class Report(NamedTuple):
         survey = self.survey
         by_images = sorted(Counter(survey.images.tolist()).items())
         return {
-            "shards": len(survey.shard_sizes),
+            "shards": survey.shards,
             "bytes": survey.bytes,
             "samples": len(survey.images),
             "images": int(survey.images.sum()),
@@ -171,7 +171,7 @@ def _print_report(report: Report) -> None:
     survey = report.survey
     none, one = int((survey.images == 0).sum()), int((survey.images == 1).sum())
     several = len(survey.images) - none - one
-    print_result(f"{len(survey.shard_sizes):,} shards, {survey.bytes / 1e6:,.1f} MB")
+    print_result(f"{survey.shards:,} shards, {survey.bytes / 1e6:,.1f} MB")
     print_result(f"{len(survey.images):,} samples: {none:,} without images, {one:,} with one, {several:,} with several")
     print_result(f"{survey.images.sum():,} images")
     print_result(f"samples that cannot be trained on: {survey.reasons.total():,}", *reason_lines(survey.reasons))

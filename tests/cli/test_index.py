@@ -42,7 +42,7 @@ def test_shards_are_indexed_once_and_summed_up(folder, capsys):
     longest = read_index(folder / "s-1.tar").texts[fingerprint].tokens[1]
     assert longest == max(max(read_index(tar).texts[fingerprint].tokens) for tar in folder.glob("*.tar"))
     assert "2 shards, 10 samples, 8 images" in printed
-    assert f"longest text: {longest:,} tokens of demo:llm, plain, those of images not counted: b in s-1.tar" in printed
+    assert f"longest text: {longest:,} tokens of demo:llm, plain, without those of images" in printed
     assert "samples that cannot be trained on: 4\n" in printed
     assert re.search(r"^ +2 +image_count: a number of <image> marks that differs", printed, re.MULTILINE)
     assert re.search(r"^ +2 +undecodable_image: ", printed, re.MULTILINE)

@@ -32,7 +32,7 @@ TAIL = 0.99  # what is above this quantile shares one bin, so that a few giants 
 class Survey:
     """All samples of some shards."""
 
-    shard_sizes: np.ndarray  # (shards,) samples in each
+    shards: int
     bytes: int  # of the tars
     images: np.ndarray  # (samples,) int32 images of each sample
     image_sizes: np.ndarray  # (images, 2) int32 width and height in pixels, of those whose header tells
@@ -78,7 +78,6 @@ def survey(
     """
     images: list[np.ndarray] = []
     sizes: list[np.ndarray] = []
-    shard_sizes: list[int] = []
     tar_bytes = 0
     reasons: Counter[str] = Counter()
     taken: list[np.ndarray] = []
@@ -86,7 +85,6 @@ def survey(
     for tar in tars:
         index = read_index(tar)
         tar_bytes += index.tar_bytes
-        shard_sizes.append(len(index.keys))
         images.append(index.image_counts)
         all_sizes = index.flat_image_sizes
         sizes.append(all_sizes[all_sizes.any(axis=1)])
@@ -112,7 +110,7 @@ def survey(
         text_lengths = np.where(is_usable, of_texts, UNUSABLE).astype(np.int32)
         is_known &= is_usable[places]
     return Survey(
-        shard_sizes=np.array(shard_sizes),
+        shards=len(tars),
         bytes=tar_bytes,
         images=of_samples,
         image_sizes=np.concatenate(sizes).astype(np.int32),
@@ -131,10 +129,10 @@ def histogram(values: np.ndarray, bins: int) -> tuple[list[int], list[int]]:
     About `bins` bins, 1, 2 or 5 times a power of ten wide, and one more for what lies far above them. `values`: whole
     numbers, at least one.
     """
-    low, most, high = int(values.min()), quantile(values, TAIL), int(values.max())
+    low, tail, high = int(values.min()), quantile(values, TAIL), int(values.max())
     widths = (factor * 10**power for power in itertools.count() for factor in (1, 2, 5))
-    width = next(width for width in widths if width >= (most - low + 1) / bins)
-    edges = [*range(low // width * width, most + width + 1, width)]
+    width = next(width for width in widths if width >= (tail - low + 1) / bins)
+    edges = [*range(low // width * width, tail + width + 1, width)]
     if high >= edges[-1]:
         edges.append(high + 1)
     return edges, np.histogram(values, edges)[0].tolist()

@@ -150,7 +150,7 @@ def demo_shards(name: str) -> Path:
     """Return the folder of the demo's shards of this name; raises UserError for a name that the demo has not."""
     split = name.removeprefix(PREFIX)
     if split not in SPLITS:
-        raise UserError(f"{name}: the demo has no such data; it has {', '.join(PREFIX + known for known in SPLITS)}")
+        raise UserError(f"{name}: the demo has no such data; it has {', '.join(PREFIX + each for each in SPLITS)}")
     package = Path(__file__).parents[2]
     digest = hashlib.sha256(b"".join((package / source).read_bytes() for source in _DEMO_SOURCES))
     return cache_folder("demo") / f"{split}-{digest.hexdigest()[:12]}"

@@ -62,7 +62,6 @@ class Place:
 
     key: str  # with its data set's name where there are several
     shard: Path
-    name: str  # of its members, without their suffixes
     members: tuple[Member, ...]
     form: SampleFormat
     sizes: tuple[tuple[int, int], ...]  # (width, height) of its images, where the layout asks for them
@@ -117,7 +116,7 @@ class Catalog:
     """Every sample of some data sets.
 
     The indexes are read once, so what becomes of their files later changes nothing. Cost: 120 bytes a sample with one
-    image; 558,128 samples in 559 shards take 4 s.
+    image; 558,128 samples in 559 shards take 2.5 s.
 
     Attributes:
         lengths: (samples,) int32 tokens of each sample, those of its images included, held-out ones too; or UNUSABLE.
@@ -231,10 +230,10 @@ class Catalog:
         begin, end = stored.first_member[place : place + 2].tolist()
         columns = (column[begin:end].tolist() for column in (stored.suffix, stored.offset, stored.size, stored.crc32))
         members = tuple(Member(self._suffix_texts[suffix], *rest) for suffix, *rest in zip(*columns, strict=True))
-        name = stored.names[place].decode()
+        key = _full_key(self.names[shard], stored.names[place].decode())
         first, last = stored.first_image[place : place + 2].tolist()
         sizes = tuple(map(tuple, stored.image_sizes[first:last].tolist()))
-        return Place(_full_key(self.names[shard], name), self.shards[shard], name, members, self.forms[shard], sizes)
+        return Place(key, self.shards[shard], members, self.forms[shard], sizes)
 
     def refuse_overlong(self, capacity: Capacity) -> None:
         """Raise UserError for the first sample that does not fit into a pack."""

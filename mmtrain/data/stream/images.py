@@ -197,8 +197,8 @@ def image_transform(name: str, fit: Fit | None = None, max_pixels: int = MAX_IMA
     """
     size, mean, std, interpolation = _published(name)
     if interpolation.upper() not in Image.Resampling.__members__:
-        known = ", ".join(member.lower() for member in Image.Resampling.__members__)
-        raise UserError(f"model.vision.name: {name} is resized by {interpolation!r}; known are {known}")
+        names = ", ".join(member.lower() for member in Image.Resampling.__members__)
+        raise UserError(f"model.vision.name: {name} is resized by {interpolation!r}, expected one of {names}")
     return ImageTransform(int(size), tuple(mean), tuple(std), interpolation.lower(), fit or "pad", max_pixels)
 
 

@@ -116,8 +116,8 @@ class PackedBatches:
         lengths = np.concatenate([one.lengths for one in self.catalog.sample_sets])
         tiles = np.concatenate([one.tiles for one in self.catalog.sample_sets])
         packed = (lengths > 0) & (lengths <= capacity.tokens)
-        most = math.ceil(capacity.tokens * (tiles[packed] / lengths[packed]).max(initial=0.0))
-        return most if capacity.tiles is None else min(most, capacity.tiles)
+        bound = math.ceil(capacity.tokens * (tiles[packed] / lengths[packed]).max(initial=0.0))
+        return bound if capacity.tiles is None else min(bound, capacity.tiles)
 
     def __iter__(self) -> Iterator[PackedBatch]:
         workers = self.config.data.workers

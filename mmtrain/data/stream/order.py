@@ -234,8 +234,8 @@ class PackOrder:
                 f"{epoch} draws none"
             )
         else:
-            most = self.capacity.tiles
-            tiles = "" if most is None else f", or have more than {most} tiles (data.max_tiles_per_pack)"
+            limit = self.capacity.tiles
+            tiles = "" if limit is None else f", or have more than {limit} tiles (data.max_tiles_per_pack)"
             why = (
                 f"of {plan.drawn} drawn in epoch {epoch}, {plan.overlong} are longer than data.pack_length="
                 f"{self.capacity.tokens} tokens{tiles}, and {plan.unusable} cannot be used at all"

@@ -135,17 +135,16 @@ def test_lengths_added_later_are_those_of_a_scan_and_the_order_of_tokenizers_doe
     assert [index_path(tar).read_bytes() for tar in tars] == one
 
 
-@pytest.mark.parametrize("workers", [2, 3, 8])
-def test_any_number_of_workers_writes_the_same_bytes(tars, workers):
+def test_any_number_of_workers_writes_the_same_bytes(tars):
     build_indexes(tars, LLM, "plain", workers=1)
     one = [index_path(tar).read_bytes() for tar in tars]
-    build_indexes(tars, LLM, "plain", workers=workers, rebuild=True)
+    build_indexes(tars, LLM, "plain", workers=3, rebuild=True)
     assert [index_path(tar).read_bytes() for tar in tars] == one
     build_indexes(tars, LLM, "chat", workers=1)
     both = [index_path(tar).read_bytes() for tar in tars]
     for tar, content in zip(tars, one, strict=True):
         index_path(tar).write_bytes(content)
-    build_indexes(tars, LLM, "chat", workers=workers)
+    build_indexes(tars, LLM, "chat", workers=8)
     assert [index_path(tar).read_bytes() for tar in tars] == both
 
 

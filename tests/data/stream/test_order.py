@@ -123,24 +123,20 @@ def test_an_epoch_of_weight_one_holds_every_sample_once_in_an_order_of_its_own()
     assert len(set(map(tuple, orders))) == len(orders)
 
 
-def test_a_weight_is_passes_over_the_set_and_the_rest_a_part_of_one_more():
-    sets = [sample_set([10] * 60, shards=3, weight=2.5), sample_set([10] * 40, shards=2, weight=0.27)]
-    made = plan(sets)
-    times = Counter(made.samples.tolist())
-    assert Counter(times[number] for number in range(60)) == {2: 30, 3: 30}
-    assert Counter(times[number] for number in range(60, 100)) == {0: 29, 1: 11}  # 10.8
-    assert made.drawn == 150 + 11
-
-
-def test_the_weights_fraction_counts_samples_that_are_not_held_out():
-    made = plan([sample_set([10, HELD_OUT] * 20, weight=0.5)])
-    assert made.drawn == len(set(made.samples.tolist())) == 10
-
-
-def test_a_weight_too_small_for_one_sample_draws_none_of_that_set():
-    made = plan([sample_set([10] * 40), sample_set([10] * 40, weight=0.01)])
-    assert sorted(made.samples.tolist()) == list(range(40))
-    assert made.drawn == 40
+@pytest.mark.parametrize(
+    ("lengths", "weight", "times"),
+    [
+        ([10] * 60, 2.5, {2: 30, 3: 30}),
+        ([10] * 40, 0.27, {0: 29, 1: 11}),  # 10.8
+        ([10, HELD_OUT] * 20, 0.5, {0: 30, 1: 10}),
+        ([10] * 40, 0.01, {0: 40}),
+    ],
+)
+def test_a_weight_is_passes_over_the_set_and_the_rest_a_part_of_one_more(lengths, weight, times):
+    made = plan([sample_set(lengths, shards=2, weight=weight), sample_set([10] * 20)])
+    drawn = Counter(made.samples.tolist())
+    assert Counter(drawn[number] for number in range(len(lengths))) == times
+    assert made.drawn == sum(count * samples for count, samples in times.items()) + 20
 
 
 def test_the_partial_pass_of_a_set_of_one_shard_moves_over_the_epochs():
