@@ -94,7 +94,7 @@ def test_a_run_trains_on_all_that_others_wrote_and_goes_on_by_the_same_words(tin
     assert (kept["format"], [one["format"] for one in kept["sets"]]) == ("caption", [None, "sharegpt"])
     assert "data.sets.1.shards: sharegpt (KEY.json), as 24 of the first 24 samples are" in first.printed
     again = train(tiny / "config.yaml", *words, "train.max_steps=4", allow=["train.max_steps"])
-    assert "going on after step 2 of 4" in again.printed and len(again.losses()) == 4
+    assert "(step 2 of 4)" in again.printed and len(again.losses()) == 4
     keys = list(itertools.chain(*(line["keys"] for line in again.lines("samples.jsonl"))))
     everything = {f"{name}/{number:04d}" for name in ("caption", "messages") for number in range(24)}
     assert set(keys[:47]) == everything - {"caption/0003"}, "an epoch"

@@ -30,13 +30,11 @@ from mmtrain.base.progress import ProgressBar
 from mmtrain.calibration.allocations import Usage, bytes_used
 from mmtrain.calibration.solution import (
     ENCODE,
-    ENCODE_HALF,
     ENCODE_LATER,
     ENCODE_STEM,
     WINDOW,
     mean_of_ranks,
     recomputing,
-    solve_encoder,
     solve_layers,
     solve_messages,
 )
@@ -90,8 +88,7 @@ class Calibrator:
             if parameter.requires_grad
         }
         self._end = _StepEnd(config, plan, trained, device)
-        can_cut = can_cut and self._stages["front"].module.front is not None and self._costs.encoder.frozen
-        self._half = self._slice(0, self._costs.encoder.blocks // 2) if can_cut else None
+        self._can_cut = can_cut and self._stages["front"].module.front is not None and self._costs.encoder.frozen
         self._multiply, self._flops = matrix_products(self._stages[self._window[0]])
         for stage in self._stages.values():  # before any message: see `warm_up` of mmtrain.engine.single_stage
             stage.forward()
@@ -140,7 +137,7 @@ class Calibrator:
         """Tensors of a micro-batch's messages, by kind."""
         hidden = self._stages["front"].input
         tensors = {MESSAGE: [torch.zeros((2, *hidden.shape[:2]), dtype=torch.int64), torch.zeros_like(hidden)]}
-        if self._half is not None:
+        if self._can_cut:
             size = self._costs.encoder.hidden_bytes
             tensors[FEATURES] = [torch.zeros(size, dtype=torch.uint8, device=self._device)]
         return tensors
@@ -166,8 +163,6 @@ class Calibrator:
             if name == "front":
                 self._time(LOAD, lambda: to_device(self._host_batch, self._device))
                 self._time(ENCODE, stage.encode)
-                if self._half is not None:
-                    self._time(ENCODE_HALF, functools.partial(self._half.encode, stage.batch.tiles))
             dist.barrier()
             self._time(f"{name} forward", stage.forward)
             stage.release_output()
@@ -231,7 +226,7 @@ class Calibrator:
             "front": of_front | {"kept": features + of_front["kept"]},
             ENCODE: {"kept": encoded.end - features, "forward": encoded.peak, "backward": 0},
         }
-        if self._half is not None:
+        if self._can_cut:
             blocks, tiles = self._costs.encoder.blocks, stage.batch.tiles
             stem, later = self._slice(0, 0), self._slice(max(0, blocks - 2), blocks).vision
             hidden = torch.zeros(len(tiles), *later.hidden_shape, dtype=later.dtype, device=self._device)
@@ -248,10 +243,8 @@ class Calibrator:
         of_ranks = all_gather_object((medians, self._bytes()))
         seconds = mean_of_ranks([medians for medians, _ in of_ranks])
         # Measured were a whole number of images, and an update of what trains in one layer of each kind.
-        tiles = self._host_batch.tiles
-        for name in (ENCODE, ENCODE_HALF) if tiles is not None else ():
-            if name in seconds:
-                seconds[name] *= self._costs.work.tiles / len(tiles)
+        if (tiles := self._host_batch.tiles) is not None:
+            seconds[ENCODE] *= self._costs.work.tiles / len(tiles)
         seconds[UPDATE] *= max(rank.trainable for rank in self._plan.ranks) / self._end.elements
         sizes = of_ranks[0][1]
         layers, call_seconds = solve_layers(seconds, sizes, self._kinds, self._window)
@@ -260,7 +253,8 @@ class Calibrator:
             layers=layers,
             compute_seconds=call_seconds,
             encode_seconds=seconds[LOAD],
-            encode_block_seconds=solve_encoder(seconds, self._costs.encoder.blocks),
+            # The patch embedding before the blocks takes less than a hundredth of them.
+            encode_block_seconds=seconds[ENCODE] / self._costs.encoder.blocks if self._can_cut else 0.0,
             messages=solve_messages(seconds, MESSAGE),
             features=solve_messages(seconds, FEATURES),
             end_seconds=seconds[REDUCE] + seconds[UPDATE],

@@ -15,7 +15,6 @@ from mmtrain.plan.costs import LayerKind
 
 WINDOW = "layers in a row"
 ENCODE = "encode"
-ENCODE_HALF = "encode, half of the blocks"  # the first ones, rounded down, with the stem
 ENCODE_STEM = "encode, no block"
 ENCODE_LATER = "encode, a slice behind the first"
 
@@ -41,14 +40,6 @@ def solve_messages(seconds: Seconds, kind: str) -> MessageSeconds | None:
         return None
     echo = seconds.get(f"{ECHO} {kind}")
     return MessageSeconds(*both, transfer=None if echo is None else max(0.0, echo - sum(both)))
-
-
-def solve_encoder(seconds: Seconds, blocks: int) -> float:
-    """Return the seconds of one of the encoder's blocks: what their later half adds, at most its share of all."""
-    if ENCODE_HALF not in seconds:
-        return 0.0
-    more = max(0.0, seconds[ENCODE] - seconds[ENCODE_HALF])
-    return min(more / (blocks - blocks // 2), seconds[ENCODE] / blocks)
 
 
 def solve_layers(

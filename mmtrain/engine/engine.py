@@ -90,7 +90,8 @@ class FrozenPipelineEngine:
         self._bad_steps_file = bad_steps_file
         self._wants_save = False
         self._wants_stop = False
-        self._training = True
+        self.is_training = True
+        """Whether `train_step` runs, or ran last, and not `evaluate`."""
         self._last_stage = plan.pipeline * plan.stages_per_rank - 1
         self._needs_prelude = any(encodes and encodes.ahead for encodes in plan.chain)
         warms_up = self.device.type == "cuda" if warms_up is None else warms_up
@@ -147,7 +148,7 @@ class FrozenPipelineEngine:
         """
         self._begin_step()
         self._batches = batches
-        self._training = True
+        self.is_training = True
         if self._needs_prelude:
             self._needs_prelude = False
             self._run_schedule(prelude(self.plan.chain), 0, is_prelude=True)
@@ -163,7 +164,7 @@ class FrozenPipelineEngine:
         """
         self._begin_step()
         self._batches = batches
-        self._training = False
+        self.is_training = False
         shape = self.plan.pipeline, microbatches, self.plan.stages_per_rank
         chain = ranks_of(self.plan.chain), self.plan.evaluation_lead
         self._run_schedule(forward_schedule(*shape, *chain), microbatches)
@@ -183,14 +184,14 @@ class FrozenPipelineEngine:
 
     def _run_schedule(self, schedule: Schedule, microbatches: int, *, is_prelude: bool = False) -> None:
         """Run this rank's list, which uses `microbatches`."""
-        if not self._posts_ahead[self._training]:  # the first one: something may still wait for the whole device
+        if not self._posts_ahead[self.is_training]:  # the first one: something may still wait for the whole device
             schedule = in_common_order(schedule)
-            self._posts_ahead[self._training] = not is_prelude
+            self._posts_ahead[self.is_training] = not is_prelude
         instructions = schedule[self.stage_id]
         if self._streamed is not None:
             streamed = {stage.stage: stage.streamed for stage in self.plan.ranks[self.global_rank].stages}
             self._streamed.follow(uses_of(instructions, streamed, self.plan.first_trainable_layer))
-        self._link.begin(sum(x.op is Op.LOAD for x in schedule[0]), trains=self._training)
+        self._link.begin(sum(x.op is Op.LOAD for x in schedule[0]), trains=self.is_training)
         for instruction in instructions:
             if self.on_instruction is not None:
                 self.on_instruction(self.step_index, instruction)
@@ -216,7 +217,7 @@ class FrozenPipelineEngine:
 
     def _load(self, stage: int, microbatch: int) -> None:
         assert self._batches is not None, "stage 0 needs an iterator over micro-batches"
-        if self._training and microbatch >= self.plan.microbatches_per_step:
+        if self.is_training and microbatch >= self.plan.microbatches_per_step:
             step = self.step_index + microbatch // self.plan.microbatches_per_step
             last = self.run_config.train.max_steps
             batch = None if last is not None and step >= last else next(self._batches, None)
@@ -252,7 +253,7 @@ class FrozenPipelineEngine:
     def _forward(self, stage: int, microbatch: int) -> None:
         module = self.stages[stage]
         first = self.plan.first_trainable_stage
-        trains = self._training and stage >= first
+        trains = self.is_training and stage >= first
         with torch.set_grad_enabled(trains):
             if stage == 0:
                 batch, features, _ = self._take_input(microbatch)
@@ -265,7 +266,7 @@ class FrozenPipelineEngine:
             if stage < self._last_stage:
                 output = module(hidden, position_ids)
                 self._integers[stage, microbatch] = integers
-            elif self._training:
+            elif self.is_training:
                 output, supervised = module.loss(hidden, position_ids, labels)
                 self._losses[microbatch] = output.detach(), supervised
                 self._sums.add(loss_sum=output.detach(), supervised_tokens=supervised)
@@ -285,7 +286,7 @@ class FrozenPipelineEngine:
         hidden = self._output.pop(key)
         tensors = [self._integers.pop(key), hidden.detach().contiguous()]
         self._channels.send(self._message(Op.SEND_ACTIVATION, stage, microbatch), tensors)
-        if self._training and stage >= self.plan.first_trainable_stage:
+        if self.is_training and stage >= self.plan.first_trainable_stage:
             self._output[key] = get_gradient_edge(hidden)  # backward needs the graph behind it, not the values
 
     def _receive_gradient(self, stage: int, microbatch: int) -> None:
@@ -311,7 +312,7 @@ class FrozenPipelineEngine:
     def _reduce_statistics(self, stage: int, microbatch: int) -> None:
         """Sum the statistics and share the clocks' readings over all ranks."""
         save, sums = self._wants_save, self._sums
-        if self._training:
+        if self.is_training:
             sums.add(squared_norm=self._masters.squared_norm(self.plan.data, self.device))
         sums.add(bad_ranks=~(torch.isfinite(sums["squared_norm"]) & torch.isfinite(sums["loss_sum"])))
         sums.add(epoch=self._epoch, save=save, stop=self._wants_stop)
@@ -319,8 +320,8 @@ class FrozenPipelineEngine:
         self._rank_seconds = self.clock.leave(readings)
         self.requested_stop = self._statistics.stop > 0
         # A request stays visible after an evaluation, for a caller that looks after steps alone.
-        self.requested_save = self._statistics.save > 0 or (self.requested_save and not self._training)
-        if save and self._training:  # one that came in since the flag was read waits for the next step
+        self.requested_save = self._statistics.save > 0 or (self.requested_save and not self.is_training)
+        if save and self.is_training:  # one that came in since the flag was read waits for the next step
             self._wants_save = False
 
     def _optimizer_step(self, stage: int, microbatch: int) -> None:

@@ -9,6 +9,7 @@ process is a replica, a thread of it a pipeline rank.
 from __future__ import annotations
 
 import json
+import math
 import statistics
 from collections.abc import Callable, Iterator, Sequence
 from enum import StrEnum
@@ -168,12 +169,8 @@ def _event(interval: Interval, step: int, replica: int, pipeline: int, shift: fl
 
 def refuse_unfit_trace(steps: int | None, max_steps: int | None) -> None:
     """Raise UserError where `--trace` asks for more steps than a run makes; None asks for nothing."""
-    if steps is None:
-        return
-    if steps < 1:
-        raise UserError(f"--trace {steps}: it needs the number of steps to record, at least 1")
-    if max_steps is not None and steps >= max_steps:
+    if steps is not None and not 1 <= steps < (max_steps or math.inf):
         raise UserError(
-            f"--trace {steps}: train.max_steps is {max_steps}, and the first step, which pays for warm-up, is not "
-            f"recorded. Trace fewer steps, or train more"
+            f"--trace {steps}: it records 1 to train.max_steps - 1 steps, since the first one pays for warm-up. "
+            f"train.max_steps is {max_steps}"
         )

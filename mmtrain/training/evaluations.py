@@ -8,7 +8,7 @@ Every rank constructs the same objects here and calls the same methods in the sa
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import asdict
 
 import torch.distributed as dist
@@ -17,12 +17,9 @@ from mmtrain.base.collectives import all_gather_object
 from mmtrain.base.errors import UserError
 from mmtrain.checkpoint.write import Checkpointer
 from mmtrain.config.schema import EvalSection
-from mmtrain.data.stream.packs import PackedBatch
 from mmtrain.engine.engine import FrozenPipelineEngine
 from mmtrain.engine.statistics import Statistics
-from mmtrain.plan.instructions import Instruction
 from mmtrain.plan.placement import EVALUATION_ROUND
-from mmtrain.runtime.failures import RankProgress
 from mmtrain.training.answers import Answer, Scores, Writing
 from mmtrain.training.console import Console
 from mmtrain.training.held_out import HeldOut, pack_documents
@@ -32,20 +29,15 @@ from mmtrain.training.records import Records
 class Evaluator:
     """Evaluates the engine's model; `held_out` is None on the ranks that read no data.
 
-    `show` is called with (micro-batches done, of all) as an evaluation goes on; `progress` gets the current work.
+    `show` is called with (micro-batches done, of all) as an evaluation goes on.
     """
 
     def __init__(
-        self,
-        engine: FrozenPipelineEngine,
-        held_out: HeldOut | None,
-        progress: RankProgress,
-        show: Callable[[int, int], None],
+        self, engine: FrozenPipelineEngine, held_out: HeldOut | None, show: Callable[[int, int], None]
     ) -> None:
         """Agree with all ranks on what to evaluate; raises UserError where they have read different samples."""
         self.engine = engine
         self.held_out = held_out
-        self.progress = progress
         self.show = show
         extents = all_gather_object(None if held_out is None else held_out.extent)
         self.extent = extents[0]
@@ -66,12 +58,11 @@ class Evaluator:
         if self.held_out is not None:
             packs = self.held_out.packs_permuted if permuted else self.held_out.packs
             batches = self.held_out.batches(self.held_out.share(packs))
-        activity = "evaluation with permuted images" if permuted else "evaluation"
         total, in_round = self.extent.microbatches, EVALUATION_ROUND * self.engine.plan.pipeline
         rounds = []
         for done in range(0, total, in_round):
             self.show(done, total)
-            rounds.append(self.evaluate(f"{activity}, {done} of {total} done", batches, min(in_round, total - done)))
+            rounds.append(self.engine.evaluate(batches, min(in_round, total - done)))
             if self.engine.requested_stop:
                 return None
         self.show(total, total)
@@ -107,31 +98,15 @@ class Evaluator:
             microbatches = all_gather_object(microbatches)[0]
             if not microbatches:
                 return [answer.finished(tokenizer) for answer in answers]
-            self.evaluate("answers", batches, microbatches)
+            self.engine.evaluate(batches, microbatches)
             if self.engine.requested_stop:
                 return []
             predicted = self.predicted()
             for document, token in zip(asked, predicted if asked else [], strict=True):
                 next(answer for answer in answers if answer.asked is document).tokens.append(token)
 
-    def evaluate(self, activity: str, batches: Iterator[PackedBatch] | None, microbatches: int) -> Statistics:
-        """Run the engine's evaluation; a failure in it then names `activity`."""
-        engine = self.engine
-        in_training = engine.on_instruction
-
-        def in_evaluation(step: int, instruction: Instruction) -> None:
-            if in_training is not None:  # it may listen for a request to stop: an evaluation can take long
-                in_training(step, instruction)
-            self.progress.at(step, f"{activity}: {instruction}")
-
-        engine.on_instruction = in_evaluation
-        try:
-            return engine.evaluate(batches, microbatches)
-        finally:
-            engine.on_instruction = in_training
-
     def predicted(self) -> list[int]:
-        """Return all predicted tokens of the last `evaluate`, in the order of its packs."""
+        """Return all predicted tokens of the engine's last `evaluate`, in the order of its packs."""
         place = self.engine.plan.ranks[dist.get_rank()]
         here = [token for _, tokens in sorted(self.engine.predicted.items()) for token in tokens.tolist()]
         by_rank = all_gather_object((place.pipeline, place.data, here))
@@ -147,14 +122,13 @@ class Evaluations:
         section: EvalSection,
         engine: FrozenPipelineEngine,
         held_out: HeldOut | None,
-        progress: RankProgress,
         records: Records,
         console: Console,
         saver: Checkpointer,
     ) -> None:
         """Agree with all ranks on what to evaluate; `held_out` is None on the ranks that read no data."""
         self._section, self._engine = section, engine
-        self._evaluator = Evaluator(engine, held_out, progress, console.evaluating)
+        self._evaluator = Evaluator(engine, held_out, console.evaluating)
         self._records, self._console, self._saver = records, console, saver
         console.line(self._evaluator.extent.summary)
 

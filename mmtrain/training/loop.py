@@ -149,7 +149,7 @@ class _Run:
         }
 
     def _before_instruction(self, step: int, instruction: object) -> None:
-        self.rank.progress.at(step, instruction)
+        self.rank.progress.at(step, instruction if self.engine.is_training else f"evaluation: {instruction}")
         if self.rank.stop.asked:
             self.engine.request(stop=True)
 
@@ -188,9 +188,7 @@ class _Run:
         self.saver = Checkpointer(rank.folder, config.checkpoint, self.place.data == 0, self._report, saved_step)
         self.evaluations: Evaluations | None = None
         if config.eval.is_on:
-            self.evaluations = Evaluations(
-                config.eval, self.engine, self.held_out, rank.progress, self.records, console, self.saver
-            )
+            self.evaluations = Evaluations(config.eval, self.engine, self.held_out, self.records, console, self.saver)
 
     def _report(self, saved: SaveResult) -> None:
         self.records.write(**saved.record())
@@ -206,7 +204,7 @@ class _Run:
             return
         step, path = self.first_step, self.start.checkpoint.path
         changed = differences(self.start.checkpoint.state, self.about)
-        self.console.line(f"going on after step {step} of {self.max_steps}, from {path}")
+        self.console.line(f"resuming from {path} (step {step} of {self.max_steps})")
         if changed:
             differs = f"the run differs from its checkpoint in {', '.join(changed)}"
             self.console.line(f"{differs}: results agree to rounding, not bit for bit")

@@ -8,30 +8,25 @@ import sys
 
 import pytest
 import torch
-from scenes import make_config
-from torch.autograd.graph import saved_tensors_hooks
 
 from mmtrain.base.errors import UserError
 from mmtrain.calibration.allocations import Usage, bytes_used, tensor_bytes
 from mmtrain.calibration.calibrate import find_window, table
 from mmtrain.calibration.solution import (
     ENCODE,
-    ENCODE_HALF,
     WINDOW,
     mean_of_ranks,
     recomputing,
-    solve_encoder,
     solve_layers,
     solve_messages,
 )
 from mmtrain.config.load import load_config
 from mmtrain.data.samples.sample import IGNORE, IMAGE_POSITION
-from mmtrain.engine.single_stage import SingleStage, expected_batch
+from mmtrain.engine.single_stage import expected_batch
 from mmtrain.launch import main as launch
-from mmtrain.models.modules.stage import build_stage
 from mmtrain.plan.calibration import Calibration, LayerMeasures, MessageSeconds, cpu_device, find_calibration
 from mmtrain.plan.costs import LayerKind, run_costs
-from mmtrain.plan.plan import StagePlan, render
+from mmtrain.plan.plan import render
 from mmtrain.plan.planner import make_plan, models_of
 
 CPU = torch.device("cpu")
@@ -70,7 +65,7 @@ def test_a_calibration_is_found_again_and_holds_every_kind_of_layer(calibrated, 
     for message in (found.messages, found.features):
         assert message.send + message.receive + message.transfer > 0
     blocks = costs.encoder.blocks * found.encode_block_seconds
-    assert 0.2 * found.layers["encoder"].forward_seconds < blocks <= found.layers["encoder"].forward_seconds
+    assert blocks == pytest.approx(found.layers["encoder"].forward_seconds)
 
 
 def test_a_plan_made_with_a_calibration_prints_seconds(calibrated, its_cache):
@@ -156,33 +151,6 @@ def test_live_bytes_are_counted_from_every_allocation_and_release():
     assert tensor_bytes(iter([before, before[:10], other])) == 4000 + (1 << 18)
 
 
-def test_a_layer_keeps_the_bytes_that_autograd_saves_for_it(parts):
-    config = make_config(parts)
-    batch = expected_batch(config, models_of(config))
-    kept, saved = {}, {}
-    for last in (2, 3):
-        piece = SingleStage(
-            build_stage(config, StagePlan(1, 1, last, False, False)), batch, input_gradient=True, backward=True
-        )
-        weights = {p.untyped_storage().data_ptr() for p in piece.module.parameters()}
-        storages: dict[int, int] = {}
-
-        def note(tensor: torch.Tensor, weights=weights, storages=storages) -> torch.Tensor:
-            storage = tensor.untyped_storage()
-            if storage.data_ptr() not in weights:
-                storages[storage.data_ptr()] = storage.nbytes()
-            return tensor
-
-        with saved_tensors_hooks(note, lambda tensor: tensor):
-            piece.forward()
-            saved[last] = sum(storages.values())
-        piece.backward()
-        forward, sent, backward = bytes_used(piece.forward, piece.release_output, piece.backward, device=CPU)
-        kept[last] = forward.end + sent.end
-        assert kept[last] + backward.end == 0, "backward lets everything go"
-    assert kept[3] - kept[2] == pytest.approx(saved[3] - saved[2], rel=0.01)
-
-
 # ---- what follows from it
 
 
@@ -231,16 +199,6 @@ def test_messages_cost_what_they_take_from_both_sides_and_the_rest_of_the_way():
     one_way = solve_messages(mean_of_ranks([{"send message": 1.0}, {"receive message": 2.0}]), "message")
     assert one_way.transfer is None, "no message came back to tell"
     assert solve_messages({}, "message") is None
-
-
-@pytest.mark.parametrize("blocks", [1, 2, 7])
-def test_a_block_of_the_encoder_is_what_the_later_half_adds(blocks):
-    """Encoders put together from a stem of 3 and blocks of 5; with noise blocks take no more than the whole."""
-    seconds = {ENCODE: 3.0 + 5.0 * blocks, ENCODE_HALF: 3.0 + 5.0 * (blocks // 2)}
-    assert solve_encoder(seconds, blocks) == pytest.approx(5.0)
-    assert solve_encoder(seconds | {ENCODE_HALF: 0.0}, blocks) <= seconds[ENCODE] / blocks
-    assert solve_encoder({ENCODE: 2.0, ENCODE_HALF: 2.5}, blocks) == 0.0
-    assert solve_encoder({ENCODE: 2.0}, blocks) == 0.0, "an encoder that trains is not cut"
 
 
 def test_the_layers_in_a_row_are_alike_in_what_they_need():

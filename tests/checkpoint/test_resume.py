@@ -126,7 +126,7 @@ def test_damaged_checkpoints_are_passed_over_and_named_and_the_run_ends_as_undis
     for words in (
         f"{step_path(copied, 24)}: optimizer.safetensors is damaged: its SHA-256",
         f"{step_path(copied, 20)}: state.json is missing",
-        f"going on after step 16 of {LAST}, from {step_path(copied, 16)}",
+        f"resuming from {step_path(copied, 16)} (step 16 of {LAST})",
     ):
         assert words in said
     assert_ended_alike(copied, undisturbed)
@@ -288,14 +288,14 @@ def test_a_run_that_is_stopped_and_killed_ends_as_undisturbed(tiny, undisturbed,
     with signalled(tiny, tmp_path, lambda _: steps_done(folder), signal.SIGUSR1) as started:
         assert started.wait() == 3 and started.stderr == ""
         assert started.seconds_until_gone(timeout=20) < 10
-        assert f"going on after step 0 of {LAST}" in started.stdout
+        assert f"(step 0 of {LAST})" in started.stdout
     done = len(steps_done(folder))
     assert 0 < done < LAST and saved_steps(folder)[-1] == done and why_damaged(step_path(folder, done)) is None
     assert not (folder / "audit.json").exists()
 
     with signalled(tiny, tmp_path, lambda _: len(steps_done(folder)) > done + 1, signal.SIGKILL) as started:
         assert started.wait() == -signal.SIGKILL and started.seconds_until_gone(timeout=20) < 10
-    assert f"going on after step {saved_steps(folder)[-1]} of {LAST}" in resumed(tiny, tmp_path, "eval.show_answers=2")
+    assert f"(step {saved_steps(folder)[-1]} of {LAST})" in resumed(tiny, tmp_path, "eval.show_answers=2")
     assert_ended_alike(folder, undisturbed)
     answers = map(json.loads, (folder / "answers.jsonl").read_text().splitlines())
     assert [answer["step"] for answer in answers] == [0, 0, LAST, LAST]
@@ -343,5 +343,5 @@ def test_a_disk_too_full_for_a_checkpoint_keeps_the_one_before_and_with_more_roo
         assert error.startswith("error: 3 saves in a row have failed: ")
         assert "No space left" in ended.stderr and f"newest whole one is {step_path(folder, saved[-1])}" in ended.stderr
         enlarge(disk)
-        assert f"going on after step {saved[-1]} of {LAST}" in resumed(tiny, disk)
+        assert f"(step {saved[-1]} of {LAST})" in resumed(tiny, disk)
         assert_ended_alike(folder, undisturbed)

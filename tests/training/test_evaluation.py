@@ -31,7 +31,6 @@ from mmtrain.engine.process_groups import join_process_group
 from mmtrain.models.modules.stage import build_stage
 from mmtrain.plan.instructions import Op
 from mmtrain.plan.planner import make_plan
-from mmtrain.runtime.failures import RankProgress
 from mmtrain.training.evaluations import Evaluator
 from mmtrain.training.held_out import HeldOut, permute_images
 
@@ -190,7 +189,7 @@ def build(config):
     packed = PackedBatches(config, mine.data, plan.data) if mine.pipeline == 0 else None
     shown = []
     held_out = None if packed is None else HeldOut(packed)
-    evaluator = Evaluator(engine, held_out, RankProgress(), lambda done, total: shown.append((done, total)))
+    evaluator = Evaluator(engine, held_out, lambda done, total: shown.append((done, total)))
     return engine, None if packed is None else iter(packed), evaluator, shown
 
 
@@ -356,26 +355,20 @@ def test_of_a_conversation_every_answer_is_scored_and_the_first_question_is_aske
 def test_the_control_permutes_images_and_nothing_else(scene):
     held_out = HeldOut(PackedBatches(config_of(scene), 0, 1))
     packs, permuted = permute_images(held_out.packs)
-    assert permuted == 38
-    moved = 0
-    for before, after in zip(held_out.packs, packs, strict=True):
-        for one, other in zip(before.entries, after.entries, strict=True):
-            assert (one.input_ids, one.labels) == (other.input_ids, other.labels)
-            assert replace(one.sample, images=()) == replace(other.sample, images=())
-            assert len(one.sample.images) == len(other.sample.images)
-            moved += one.sample.images != other.sample.images
-    assert moved == 38
-    images = lambda found: sorted(i for p in found for d in p.entries for i in d.sample.images)  # noqa: E731
-    assert images(packs) == images(held_out.packs), "each image is still used once"
-
-
-def test_pictures_that_a_data_set_lists_twice_are_permuted_all_the_same(scene):
-    held_out = HeldOut(PackedBatches(config_of(scene), 0, 1))
-    documents = [d for d in held_out.documents if len(d.sample.images) == 1][:4]
-    packs, permuted = permute_images([Pack((document,)) for document in documents * 2])
-    assert permuted == 8
-    for before, after in zip(documents * 2, packs, strict=True):
-        assert before.sample.images != after.entries[0].sample.images
+    pairs = [
+        (one, other)
+        for before, after in zip(held_out.packs, packs, strict=True)
+        for one, other in zip(before.entries, after.entries, strict=True)
+    ]
+    for one, other in pairs:
+        assert (one.input_ids, one.labels) == (other.input_ids, other.labels)
+        assert replace(one.sample, images=()) == replace(other.sample, images=())
+        assert len(one.sample.images) == len(other.sample.images)
+    assert sum(one.sample.images != other.sample.images for one, other in pairs) == permuted == 38
+    before, after = (sorted(image for pair in pairs for image in pair[i].sample.images) for i in (0, 1))
+    assert before == after, "each image is still used once"
+    listed_twice = [one for one, _ in pairs if len(one.sample.images) == 1][:4] * 2
+    assert permute_images([Pack((document,)) for document in listed_twice])[1] == 8
 
 
 def test_an_answer_without_an_end_is_cut_after_64_tokens(scene, monkeypatch):

@@ -43,7 +43,7 @@ def runs(tiny, make_tiny, tmp_path_factory):
     runs = {}
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("COLUMNS", "120")
-        for pipeline, data in ((1, 1), (4, 1), (2, 2)):
+        for pipeline, data in ((1, 1), (4, 1)):
             name = f"pp{pipeline}dp{data}"
             here = (*options, f"run.name={name}", f"parallel.pipeline={pipeline}", f"parallel.data={data}")
             start = launch if pipeline == 4 else lambda *arguments: train(*arguments).printed
@@ -56,19 +56,16 @@ def metrics(run, *kinds):
     return [line for line in lines if line["kind"] in kinds]
 
 
-@pytest.mark.parametrize("layout", [(4, 1), (2, 2)])
-def test_every_layout_trains_the_same(runs, layout):
-    whole, cut = metrics(runs[1, 1], "train"), metrics(runs[layout], "train")
+def test_a_pipeline_trains_as_one_process_does(runs):
+    whole, cut = metrics(runs[1, 1], "train"), metrics(runs[4, 1], "train")
     assert len(whole) == len(cut) == STEPS
     same = [key for key in TRAIN_KEYS.split() if key not in ("loss", "grad_norm", *MEASURED)]
     for a, b in zip(whole, cut, strict=True):
         assert b["loss"] == pytest.approx(a["loss"], rel=1e-4)
         assert b["grad_norm"] == pytest.approx(a["grad_norm"], rel=1e-4)
         assert {key: a[key] for key in same} == {key: b[key] for key in same}
-    files = [
-        run[0] / "checkpoints" / f"step-{STEPS:08d}" / "projector.safetensors" for run in (runs[1, 1], runs[layout])
-    ]
-    first, second = (load_file(file) for file in files)
+    saved = f"checkpoints/step-{STEPS:08d}/projector.safetensors"
+    first, second = (load_file(folder / saved) for folder, _ in runs.values())
     assert set(first) == set(second) == {f"projector.linear_{i}.{p}" for i in (1, 2) for p in ("weight", "bias")}
     for name in first:
         torch.testing.assert_close(first[name], second[name], rtol=0, atol=1e-4)
@@ -77,7 +74,7 @@ def test_every_layout_trains_the_same(runs, layout):
 EVAL_KEYS = "kind step loss token_accuracy exact_match answers samples seconds time"
 
 
-@pytest.mark.parametrize("layout", [(1, 1), (4, 1), (2, 2)])
+@pytest.mark.parametrize("layout", [(1, 1), (4, 1)])
 def test_held_out_samples_are_evaluated_before_between_and_after_the_steps(runs, layout):
     lines = metrics(runs[layout], "train", "eval", "eval_permuted")
     assert [(line["kind"], line["step"]) for line in lines] == [

@@ -180,7 +180,7 @@ def _run_trial(number: int, kills: Sequence[Kill], reference: Reference, setup: 
         finally:
             start.end()
         said = start.stdout.read_text()
-        begun = re.search(r"^(?:going on after step|complete: .* has made all its) (\d+) ", said, re.M)
+        begun = re.search(r"^(?:resuming from .* \(step|complete: .* has made all its) (\d+) ", said, re.M)
         if begun or (killed is None and start.process.returncode == 0):  # else it ended before it said so
             went_on = int(begun[1]) if begun else 0
             trial.resumed_at.append(went_on)
