@@ -69,27 +69,16 @@ def driver(folder: Path) -> str:
 def memory(folder: Path) -> str:
     """Check that GPUs, host and /dev/shm have memory free."""
     gpus, texts = visible_gpus(), []
-    for number, gpu in enumerate(gpus):
-        texts.append(f"GPU {number}: {bytes_text(gpu.free_bytes)} of {bytes_text(gpu.total_bytes)} free")
-        if gpu.free_bytes < MOSTLY_FREE * gpu.total_bytes:
-            raise FailedError(
-                f"{texts[-1]}; {MOSTLY_FREE:.0%} are needed",
-                "end the processes that nvidia-smi names, or choose other GPUs by CUDA_VISIBLE_DEVICES",
-            )
-    host, needed = free_host_memory(), HOST_BYTES_A_RANK * max(1, len(gpus))
-    texts.append(f"host: {bytes_text(host)} free")
-    if host < needed:
-        raise FailedError(
-            f"{texts[-1]}; ranks need {bytes_text(needed)}",
-            "end other programs, or give the container or the job more memory",
-        )
+    choose = "end the processes that nvidia-smi names, or choose other GPUs by CUDA_VISIBLE_DEVICES"
     shared = shutil.disk_usage(SHARED_MEMORY).free if SHARED_MEMORY.is_dir() else 0
-    texts.append(f"{SHARED_MEMORY}: {bytes_text(shared)} free")
-    if shared < SHARED_MEMORY_BYTES:
-        raise FailedError(
-            f"{texts[-1]}; data workers and NCCL need {bytes_text(SHARED_MEMORY_BYTES)}",
-            "docker run --shm-size=8g or --ipc=host; elsewhere mount -o remount,size=8G /dev/shm",
-        )
+    for place, free, needed, remedy in (
+        *((f"GPU {n}", gpu.free_bytes, MOSTLY_FREE * gpu.total_bytes, choose) for n, gpu in enumerate(gpus)),
+        ("host", free_host_memory(), HOST_BYTES_A_RANK * max(1, len(gpus)), "end other programs, or give the job more"),
+        (SHARED_MEMORY, shared, SHARED_MEMORY_BYTES, "docker run --shm-size=8g; or mount -o remount,size=8G /dev/shm"),
+    ):
+        texts.append(f"{place}: {bytes_text(free)} free")
+        if free < needed:
+            raise FailedError(f"{texts[-1]}; {bytes_text(needed)} are needed", remedy)
     return "; ".join(texts)
 
 
