@@ -45,7 +45,6 @@ def write_card(
     """Write README.md; `unmarked` says why the chat template marks no answers, where it does not."""
     around = [name for name in about.trained if not name.startswith(PROJECTOR)]
     adapted = {adapted_layer(name) for name in filter(is_adapter, around)}
-    settings = (f"{name} {value}" for name, value in processor.left_out.items() if value not in (None, False))
     dates = getattr(processor.template, "chat", None) and processor.template.chat.dates
     gained = language.added_rows
     rows = language.config["vocab_size"] - gained
@@ -68,9 +67,8 @@ def write_card(
         exact_pixels=stock.exact_pixels(transform),
         is_plain=about.template == "plain",
         row_cost=f"{math.log1p(gained / rows):.1e} nats at most: ln(1 + {gained} / {rows:,})",
-        encoder_notes=[note.removesuffix(".") for note in encoder.notes],
+        encoder=encoder,
         date=next(iter(dates.values())) if dates else None,
-        left_out=list(settings),
         near_with_torchvision=transform.interpolation in NEAR_WITH_TORCHVISION,
         interpolation=transform.interpolation,
         size=transform.image_size,

@@ -107,5 +107,5 @@ def _write_tokenizer(config: RunConfig, llm: Path, folder: Path) -> None:
                 f"{list(document.input_ids[:40])}; --format safetensors exports what was trained, without a tokenizer"
             )
     end = [label for label in template(Sample("probe", "probe", _ASKED, ())).labels if label != IGNORE][-1]
-    generation, _ = generation_settings(config.model.llm.path, tokenizer, end)
+    generation = generation_settings(config.model.llm.path, tokenizer, end)
     (folder / "generation_config.json").write_text(json.dumps(generation, indent=2) + "\n")

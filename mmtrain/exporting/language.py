@@ -40,7 +40,6 @@ class ExportedLanguage:
     config: dict[str, Any]  # text_config
     tensors: Mapping[str, TensorSource]  # by their names in the folder
     added_rows: int  # that the embedding gained
-    left_out: tuple[str, ...]  # names on disk of what the stock model does not load either
 
 
 def language_for_export(
@@ -62,16 +61,14 @@ def language_for_export(
     prefix = missing_prefix(files, stock)
     with torch.device("meta"):
         model = stock(config)
-    is_left_out = _unloaded(model)
+    is_ignored = _ignored(model)
     transposed = {canonical_name(f"{name}.weight") for name, one in model.named_modules() if isinstance(one, Conv1D)}
     waiting = dict(trained)
     tensors: dict[str, TensorSource] = {}
-    left_out: list[str] = []
     rows = 0
     for own_name, place in files.items():
         name = own_name if canonical_name(own_name).startswith("llm.head.") else prefix + own_name
-        if is_left_out(name):
-            left_out.append(own_name)
+        if is_ignored(name):
             continue
         source = stored(*place)
         global_name = canonical_name(name)
@@ -94,10 +91,10 @@ def language_for_export(
             f"(transformers loads {config.model_type} by fusing or renaming some); --format safetensors exports it"
         )
     content = _text_config(folder, config, max(rows, rows_needed, config.vocab_size), dtype)
-    return ExportedLanguage(content, tensors, max(0, rows_needed - rows), tuple(left_out))
+    return ExportedLanguage(content, tensors, max(0, rows_needed - rows))
 
 
-def _unloaded(model: PreTrainedModel) -> Callable[[str], bool]:
+def _ignored(model: PreTrainedModel) -> Callable[[str], bool]:
     """Return a test of whether the causal LM ignores a tensor on disk, which a stock class would report."""
     own = model.state_dict().keys()
     patterns = [_OLD_BUFFER, *map(re.compile, model._keys_to_ignore_on_load_unexpected or ())]

@@ -45,7 +45,6 @@ from mmtrain.stock.stock_class import StockClass
 
 # Of an LLM's generation_config.json; all else (sampling, penalties) would make answers differ from the evaluation's.
 KEPT_OF_GENERATION = ("bos_token_id", "max_length", "max_new_tokens")
-UNSAID_OF_GENERATION = ("eos_token_id", "pad_token_id", "do_sample", "transformers_version", "use_cache")
 PAD_TOKENS = ("<pad>", "[PAD]", "<|pad|>", "<|finetune_right_pad_id|>", "<|endoftext|>")  # as vocabularies name them
 OF_THIS_LOADING = ("local_files_only", "is_local")  # that save_pretrained takes for settings of the tokenizer
 CONVERSATIONS: tuple[Turns, ...] = (
@@ -68,7 +67,6 @@ class ExportedProcessor:
     layout: ImageLayout
     template: Template
     transform: ImageTransform
-    left_out: dict[str, Any]  # of the LLM's generation_config.json
     stock: StockClass
 
 
@@ -105,13 +103,11 @@ def write_processor(stock: StockClass, config: RunConfig, encoder: ExportedEncod
     settings = {"processor_class": stock.processor_name, **stock.processor(config, encoder)}
     _write_json(folder / "processor_config.json", settings)
 
-    generation, left_out = generation_settings(path, tokenizer, end)
+    generation = generation_settings(path, tokenizer, end)
     if rows_needed > rows:  # the run's own LLM has no such rows, so it never says these tokens
         generation["suppress_tokens"] = list(range(rows, rows_needed))
     _write_json(folder / "generation_config.json", generation)
-    return ExportedProcessor(
-        image_id, token_keys, tuple(new), rows_needed, layout, template, transform, left_out, stock
-    )
+    return ExportedProcessor(image_id, token_keys, tuple(new), rows_needed, layout, template, transform, stock)
 
 
 def _tokenizer_for_prompts(
@@ -179,8 +175,8 @@ def _save_tokenizer(stock: StockClass, tokenizer: PreTrainedTokenizerBase, folde
     _write_json(file, settings)
 
 
-def generation_settings(path: str, tokenizer: PreTrainedTokenizerBase, end: int) -> tuple[dict, dict]:
-    """Return generation_config.json, greedy and ended as answers are, and what of the LLM's own is left out."""
+def generation_settings(path: str, tokenizer: PreTrainedTokenizerBase, end: int) -> dict[str, Any]:
+    """Return generation_config.json: greedy, ended as answers are."""
     folder = model_folder(path)
     file = folder / "generation_config.json"
     own = read_json(file) if file.is_file() else {}
@@ -193,12 +189,7 @@ def generation_settings(path: str, tokenizer: PreTrainedTokenizerBase, end: int)
         "eos_token_id": list(dict.fromkeys(token for token in ends if token is not None)),
         "do_sample": False,
     }
-    left_out = {
-        name: value
-        for name, value in own.items()
-        if name not in (*KEPT_OF_GENERATION, *UNSAID_OF_GENERATION) and not name.startswith("_")
-    }
-    return generation, left_out
+    return generation
 
 
 def _write_json(file: Path, content: dict) -> None:

@@ -25,20 +25,23 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import timm
+import timm.layers
 import torch
+from timm.models.vision_transformer import Attention, Block, VisionTransformer
+from torch import nn
 from transformers.core_model_loading import revert_weight_conversion
 
 from mmtrain.base.errors import UserError
 from mmtrain.config.schema import RunConfig
 from mmtrain.exporting.tensors import TensorSource, in_memory, stored
-from mmtrain.exporting.timm_vision import stock_form, unfit, with_trained
 from mmtrain.models.facts.encoders import FAMILIES, family_of
 from mmtrain.models.facts.families import encoder_config, encoder_tensors
 from mmtrain.models.facts.model_files import foreign_files, model_folder
+from mmtrain.models.facts.timm_models import BEHIND_THE_BLOCKS, CLIP, DINOV2, SIGLIP, StockModel, form_of
 from mmtrain.models.facts.vision_files import is_timm_name, square
 from mmtrain.models.modules.vision import model_class, stock_config, timm_model
 from mmtrain.models.weights.files import tensor_files
-from mmtrain.stock.stock_class import OUTER, ExportedEncoder
+from mmtrain.stock.stock_class import OUTER, WHAT_WORKS, ExportedEncoder
 
 KEPT_SETTINGS = (
     *("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_channels"),
@@ -48,6 +51,12 @@ KEPT_SETTINGS = (
     *("num_register_tokens", "attention_bias", "use_qk_norm", "norm_type"),  # the last three InternViT's, as are:
     *("use_absolute_position_embeddings", "use_mean_pooling"),
 )  # of a transformers configuration; the others are about training or about files
+# What features may come from: each computes what its stock counterpart does, or in eval mode nothing.
+KNOWN_MODULES = {
+    *(VisionTransformer, Block, Attention, timm.layers.Mlp, timm.layers.PatchEmbed, timm.layers.LayerScale),
+    *(nn.Sequential, nn.Linear, nn.Conv2d, nn.LayerNorm, timm.layers.LayerNorm),
+    *(nn.Identity, nn.Dropout, timm.layers.DropPath, timm.layers.PatchDropout),
+}
 
 
 def encoder_for_export(config: RunConfig, trained: Mapping[str, torch.Tensor]) -> ExportedEncoder:
@@ -61,9 +70,9 @@ def encoder_for_export(config: RunConfig, trained: Mapping[str, torch.Tensor]) -
     own = {full.removeprefix("vision."): tensor for full, tensor in trained.items()}
     model = timm_model(name)
     if model is None:
-        settings, tensors, notes = _from_transformers(model_folder(name), own)
+        settings, tensors = _from_transformers(model_folder(name), own)
     else:
-        settings, tensors, notes = stock_form(model, name, own, config.model.vision.final_norm)
+        settings, tensors = _from_timm(model, name, own, config.model.vision.final_norm)
     prefix_tokens = 0 if FAMILIES[settings["model_type"]].class_token is None else 1
     image_size = square(settings["image_size"], "images", name)
     patch_size = square(settings["patch_size"], "patches", name)
@@ -76,7 +85,6 @@ def encoder_for_export(config: RunConfig, trained: Mapping[str, torch.Tensor]) -
         image_size=image_size,
         patch_size=patch_size,
         prefix_tokens=prefix_tokens,
-        notes=notes,
     )
 
 
@@ -89,7 +97,7 @@ def wrapped_timm_encoder(config: RunConfig, trained: Mapping[str, torch.Tensor])
     name = config.model.vision.name
     model = timm_model(name)
     assert model is not None, f"{name} is none of timm's, which its class has refused"
-    state = with_trained(model, name, {full.removeprefix("vision."): tensor for full, tensor in trained.items()})
+    state = _with_trained(model, name, {full.removeprefix("vision."): tensor for full, tensor in trained.items()})
     content = {} if is_timm_name(name) else encoder_config(model_folder(name))
     architecture = content.get("architecture", name)
     size = (model.patch_embed.img_size or model.pretrained_cfg["input_size"][1:])[0]
@@ -105,7 +113,7 @@ def wrapped_timm_encoder(config: RunConfig, trained: Mapping[str, torch.Tensor])
             model.eval().load_state_dict(state)
             wanted, found = model.forward_features(noise), again.forward_features(noise)
     if not torch.allclose(wanted, found, rtol=0, atol=1e-5 * float(wanted.abs().max())):
-        raise unfit(name, f"made again as {architecture} with {arguments} computes other features")
+        raise _unfit(name, f"made again as {architecture} with {arguments} computes other features")
     return ExportedEncoder(
         config={
             "model_type": "timm_wrapper",
@@ -120,13 +128,10 @@ def wrapped_timm_encoder(config: RunConfig, trained: Mapping[str, torch.Tensor])
         image_size=size,
         patch_size=model.patch_embed.patch_size[0],
         prefix_tokens=model.num_prefix_tokens,
-        notes=("Its encoder is timm's: transformers needs timm, and torchvision, to load this folder",),
     )
 
 
-def _from_transformers(
-    folder: Path, trained: Mapping[str, torch.Tensor]
-) -> tuple[dict, dict[str, TensorSource], tuple[str, ...]]:
+def _from_transformers(folder: Path, trained: Mapping[str, torch.Tensor]) -> tuple[dict, dict[str, TensorSource]]:
     family = family_of(encoder_config(folder).get("model_type"), str(folder))
     stock, config = model_class(family), stock_config(family, folder)
     config._attn_implementation = "sdpa"  # else config.json names it, and may name a kernel to be downloaded
@@ -135,25 +140,20 @@ def _from_transformers(
     shapes = {name: stored(*place).shape for name, place in files.items()}
     if (prefix_tokens := family.prefix_tokens(shapes)) > 1:
         registers = prefix_tokens - 1
-        raise unfit(str(folder), f"has {registers} register tokens, which a stock class would take for patches")
+        raise _unfit(str(folder), f"has {registers} register tokens, which a stock class would take for patches")
     outer = OUTER if OUTER in family.outer else ""
-    notes = []
     # transformers 5.17 has no such setting in SigLIP's configuration, and makes a head where it is not said.
     with_head = "head." in family.beside and getattr(config, "vision_use_head", True)
     if with_head and not any(name.startswith("head.") for name in shapes):
         config.vision_use_head = False
-        notes.append(
-            "vision_use_head is false: the encoder's files hold no pooling head, and no patch's feature comes from it"
-        )
     with torch.device("meta"):
         model = stock(config)
     state = revert_weight_conversion(model, model.state_dict())  # as files have it: DINOv2's gates are one tensor there
     expected = {family.published(name): tuple(tensor.shape) for name, tensor in state.items()}
     tensors = {}
     for name, shape in expected.items():
-        if name not in shapes and name.startswith(family.beside):
+        if name not in shapes and name.startswith(family.beside):  # no feature comes from it
             tensors[outer + name] = in_memory(torch.zeros(shape))
-            notes.append(f"{name} is 0: the encoder's files hold none, and no feature comes from it")
             continue
         if name not in shapes:
             raise UserError(f"model.vision.name: {folder} lacks the encoder's tensor {name}; download the folder again")
@@ -169,4 +169,134 @@ def _from_transformers(
             raise UserError(f"vision.{name}: trained with shape {tuple(tensor.shape)}, {folder} has no such tensor")
         tensors[outer + name] = in_memory(tensor)
     settings = {key: getattr(config, key) for key in KEPT_SETTINGS if hasattr(config, key)}
-    return {"model_type": config.model_type} | settings, tensors, tuple(notes)
+    return {"model_type": config.model_type} | settings, tensors
+
+
+# ---- timm's ViTs
+
+
+def _from_timm(
+    model: nn.Module, name: str, trained: Mapping[str, torch.Tensor], final_norm: bool
+) -> tuple[dict, dict[str, TensorSource]]:
+    """Return the stock configuration and tensors (views) of a whole timm encoder, with `trained` ones in their place.
+
+    final_norm: the last norm must be exact too. Raises UserError for an encoder that no stock model computes, and for a
+    trained tensor that it does not have.
+    """
+    _refuse_unknown_modules(model, name)
+    if model.num_prefix_tokens > model.has_class_token:
+        raise _unfit(name, f"has {model.num_reg_tokens} register tokens, which a stock class would take for patches")
+    stock = form_of(model.state_dict())
+    if isinstance(stock, str):
+        raise _unfit(name, stock)
+    if final_norm and stock is CLIP:
+        raise _unfit(name, "would be a CLIP of transformers, whose last norm is for its class token alone")
+    if final_norm and (not isinstance(model.norm, nn.LayerNorm) or model.norm.eps != model.blocks[0].norm1.eps):
+        raise _unfit(name, "has no last norm like its others, as every stock model has (model.vision.final_norm)")
+    state = _with_trained(model, name, trained)
+    stems = stock.front | {
+        f"blocks.{block}.{own_name}": f"{stock.blocks}.{block}.{stock_name}"
+        for block in range(len(model.blocks))
+        for own_name, stock_name in stock.block.items()
+    }
+    tensors: dict[str, torch.Tensor] = {}
+    for own_name, tensor in state.items():
+        stem, _, kind = own_name.rpartition(".")
+        if own_name.split(".")[0] in BEHIND_THE_BLOCKS:
+            continue
+        if own_name == "cls_token":
+            tensors[stems[own_name]] = tensor.flatten() if stock is CLIP else tensor
+        elif own_name == "pos_embed":
+            if model.has_class_token and model.no_embed_class:
+                tensor = torch.cat([torch.zeros_like(tensor[:, :1]), tensor], dim=1)
+            tensors[stems[own_name]] = tensor if stock is DINOV2 else tensor[0]
+        elif stem.endswith(".attn.qkv"):
+            pieces = zip("qkv", tensor.chunk(3), strict=True)
+            tensors |= {f"{stems[stem.removesuffix('qkv') + part]}.{kind}": piece for part, piece in pieces}
+        else:
+            tensors[f"{stems[stem]}.{'lambda1' if kind == 'gamma' else kind}"] = tensor
+    _fill_in(tensors, state, stock, model)
+    return _timm_config(model, name, stock), {name: in_memory(tensor) for name, tensor in tensors.items()}
+
+
+def _fill_in(
+    tensors: dict[str, torch.Tensor], state: Mapping[str, torch.Tensor], stock: StockModel, model: nn.Module
+) -> None:
+    """Add the tensors that the encoder lacks, in values that change nothing."""
+    norm, width = stock.front["norm"], model.embed_dim  # behind the last block
+    own_norm = next((own for own in ("norm", "fc_norm") if f"{own}.weight" in state), None)  # fc_norm: after pooling
+    if own_norm is None:
+        tensors |= {f"{norm}.weight": torch.ones(width), f"{norm}.bias": torch.zeros(width)}
+    else:
+        tensors |= {f"{norm}.{kind}": state[f"{own_norm}.{kind}"] for kind in ("weight", "bias")}
+    if stock is DINOV2 and type(model.blocks[0].ls1) is nn.Identity:
+        for block in range(len(model.blocks)):
+            for scale in ("layer_scale1", "layer_scale2"):
+                tensors[f"{stock.blocks}.{block}.{scale}.lambda1"] = torch.ones(width)
+    stems = [name.removesuffix(".weight") for name in tensors if name.endswith(".weight")]
+    lacking = [stem for stem in stems if stem not in stock.unbiased and f"{stem}.bias" not in tensors]
+    tensors |= {f"{stem}.bias": torch.zeros(len(tensors[f"{stem}.weight"])) for stem in lacking}
+
+
+def _unfit(name: str, why: str) -> UserError:
+    """Return the error for an encoder that no stock vision model computes, with the formats that work."""
+    return UserError(
+        f"model.vision.name: {name} {why}; it cannot be converted exactly to a vision model that a stock class "
+        f"takes. {WHAT_WORKS}"
+    )
+
+
+def _refuse_unknown_modules(model: nn.Module, name: str) -> None:
+    epsilons = set()
+    for path, module in model.named_modules():
+        parts = path.split(".")
+        if parts[0] in BEHIND_THE_BLOCKS:
+            continue
+        usable = _activation(module) is not None if path.endswith("mlp.act") else type(module) in KNOWN_MODULES
+        if isinstance(module, nn.LayerNorm):
+            epsilons.add(module.eps)
+            usable &= parts[-1] in ("norm_pre", "norm1", "norm2")
+        if not usable:
+            kind = type(module).__name__
+            raise _unfit(name, f"has a {kind} as {path}" if path else f"is a {kind}, no plain ViT")
+    if len(epsilons) > 1:
+        raise _unfit(name, f"normalises with several epsilons, {', '.join(map(str, sorted(epsilons)))}")
+
+
+def _activation(module: nn.Module) -> str | None:
+    """transformers' name of an activation function (`hidden_act`), or None for one without an exact counterpart."""
+    if type(module) is nn.GELU:
+        return {"none": "gelu", "tanh": "gelu_pytorch_tanh"}[module.approximate]
+    layers = timm.layers
+    names = {layers.GELU: "gelu", layers.GELUTanh: "gelu_pytorch_tanh", layers.QuickGELU: "quick_gelu"}
+    return names.get(type(module))
+
+
+def _timm_config(model: nn.Module, name: str, stock: StockModel) -> dict:
+    block, patches = model.blocks[0], model.patch_embed
+    config = {
+        "model_type": stock.model_type,
+        "hidden_size": model.embed_dim,
+        "num_hidden_layers": len(model.blocks),
+        "num_attention_heads": block.attn.num_heads,
+        "num_channels": patches.proj.in_channels,
+        "image_size": patches.img_size[0],
+        "patch_size": patches.patch_size[0],
+        "hidden_act": _activation(block.mlp.act),
+        "layer_norm_eps": block.norm1.eps,
+    }
+    wide = block.mlp.fc1.out_features
+    if stock is DINOV2:
+        if wide % model.embed_dim:
+            raise _unfit(name, f"has MLPs of {wide} in blocks of {model.embed_dim}, no whole multiple")
+        return config | {"mlp_ratio": wide // model.embed_dim, "use_mask_token": False}
+    return config | {"intermediate_size": wide} | ({"vision_use_head": False} if stock is SIGLIP else {})
+
+
+def _with_trained(model: nn.Module, name: str, trained: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """A timm encoder's tensors, `trained` in the place of its own; raises UserError for one that it does not have."""
+    state = model.state_dict()
+    for own_name, tensor in trained.items():
+        if own_name not in state or state[own_name].shape != tensor.shape:
+            raise UserError(f"vision.{own_name}: trained with shape {tuple(tensor.shape)}, {name} has no such tensor")
+    return state | trained

@@ -58,7 +58,6 @@ class ExportedEncoder:
     image_size: int  # pixels a side
     patch_size: int  # pixels a side
     prefix_tokens: int  # `num_additional_image_tokens` of the processor: 1 with a class token, else 0
-    notes: tuple[str, ...]  # what was filled in and why that changes nothing, for the model card
 
 
 class ExportedClass:

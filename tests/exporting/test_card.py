@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -67,15 +66,12 @@ def test_a_name_that_is_markup_is_shown_and_not_obeyed(tiny, tmp_path, usual, na
     llm.mkdir()
     for file in (tiny / "llm").iterdir():
         (llm / file.name).symlink_to(file)
-    sampling = {"do_sample": True, f"{name} setting": name}
-    (llm / "generation_config.json").unlink(missing_ok=True)
-    (llm / "generation_config.json").write_text(json.dumps(sampling))
     vision.symlink_to(tiny / "vision")
     data, tokens = card_of(tiny, tmp_path, llm, vision, {**VERSIONS, "torch": name})
     assert (data, shape(tokens)) == usual
     shown = "\n".join(child.content for token in tokens for child in token.children or [])
     visible = " ".join(name.split()).replace("\x1b", "\\x1b")
-    assert shown.count(visible) >= 6, shown
+    assert shown.count(visible) >= 5, shown
 
 
 def test_scores_are_found_among_lines_that_are_no_records_and_a_loss_that_is_no_number_is_unknown(tiny, tmp_path):
