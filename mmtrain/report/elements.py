@@ -18,8 +18,8 @@ DIGITS = 6  # of the numbers in charts
 NOT_YET = "No step is recorded yet."
 NOT_EVALUATED = "No evaluation is recorded: eval.shards or eval.fraction holds samples out."
 
-Look = Literal["line", "faint", "dots", "triangles", "squares", "diamonds", "bar"]
-Unit = Literal["number", "share", "seconds", "steps"]
+Look = Literal["line", "faint", "dots", "bar"]
+Unit = Literal["number", "share"]
 
 
 @dataclass(frozen=True)
@@ -47,15 +47,13 @@ class Table:
 
 @dataclass(frozen=True)
 class Chart:
-    """Curves over steps or time; with named `rows` horizontal bars, and the table `behind` them."""
+    """Curves over steps; with named `rows` horizontal bars, and the table `behind` them."""
 
     id: str
     title: str
     series: Sequence[Series]
     y_name: str  # of the values, which bars show along x
     y_unit: Unit = "number"
-    x_name: str = "step"
-    x_unit: Unit = "steps"
     log: bool = False  # offers a logarithmic axis
     rows: Sequence[str] = ()
     behind: Table | None = None

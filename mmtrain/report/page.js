@@ -3,8 +3,6 @@
 // text: textContent here, labels of an SVG in ECharts.
 (() => {
   const charts = JSON.parse(document.getElementById("data").textContent);
-  const MARKS = { line: "circle", faint: "circle", dots: "circle", triangles: "triangle", squares: "rect", diamonds: "diamond" };
-  const SIGNS = { line: "●", faint: "●", dots: "●", triangles: "▲", squares: "■", diamonds: "◆" };
   const DASHES = ["solid", "dashed", "dotted"];
   const drawn = [];
 
@@ -12,15 +10,8 @@
   const colour = place => style(`--c${place}`);
   const node = (name, text, properties) => Object.assign(document.createElement(name), { textContent: text }, properties);
 
-  function clock(seconds) {
-    const whole = Math.round(seconds), pad = number => String(number).padStart(2, "0");
-    const minutes = `${pad(Math.floor(whole / 60) % 60)}:${pad(whole % 60)}`;
-    return whole < 3600 ? minutes : `${Math.floor(whole / 3600)}:${minutes}`;
-  }
-
   function shown(value, unit) {
     if (unit === "share") return `${Number((100 * value).toPrecision(4))}%`;
-    if (unit === "seconds") return clock(value);
     const size = Math.abs(value);
     if (size >= 1e6 || (size > 0 && size < 1e-3)) return value.toExponential(2).replace(/\.?0+e/, "e").replace("e+", "e");
     return value.toLocaleString("en", { maximumSignificantDigits: 6 });
@@ -57,12 +48,12 @@
     const isMark = one => !["line", "faint"].includes(one.look);
     return {
       ...frame(),
-      tooltip: { trigger: "axis", axisPointer: { label: { formatter: ({ value }) => shown(value, chart.x_unit) } }, ...tip(chart.y_unit) },
-      xAxis: axis(chart.x_unit, chart.x_name, { type: "value", nameGap: 28, min: "dataMin", max: "dataMax", axisPointer: { snap: true }, splitLine: { show: false } }),
+      tooltip: { trigger: "axis", axisPointer: { label: { formatter: ({ value }) => shown(value) } }, ...tip(chart.y_unit) },
+      xAxis: axis("number", "step", { type: "value", nameGap: 28, min: "dataMin", max: "dataMax", axisPointer: { snap: true }, splitLine: { show: false } }),
       yAxis: axis(chart.y_unit, "", { type: log ? "log" : "value", scale: true, ...(chart.y_unit === "share" ? { min: 0, ...(isSmall ? {} : { max: 1 }) } : {}) }),
       series: chart.series.map(one => ({
         name: one.name, type: isMark(one) ? "scatter" : "line", data: one.points,
-        symbol: MARKS[one.look], symbolSize: isMark(one) ? 10 : 5, showSymbol: one.points.length < 40,
+        symbol: "circle", symbolSize: isMark(one) ? 10 : 5, showSymbol: one.points.length < 40,
         itemStyle: { color: colour(one.colour) }, z: isMark(one) ? 4 : 3,
         lineStyle: { color: colour(one.colour), type: DASHES[one.dash % 3], width: one.look === "faint" ? 1 : 2, opacity: one.look === "faint" ? 0.4 : 1 },
       })),
@@ -100,7 +91,7 @@
     if (chart.series.length > 1) {
       for (const one of chart.series) {
         const button = node("button", "", { type: "button" });
-        const sign = node("span", `${SIGNS[one.look] || "■"} `);
+        const sign = node("span", one.look === "bar" ? "■ " : "● ");
         sign.setAttribute("aria-hidden", "true");
         sign.className = `c${one.colour}`;
         button.append(sign, one.name);
@@ -131,7 +122,7 @@
     const columns = chart.series.filter(one => !one.derived);
     const values = columns.map(one => new Map(one.points.filter(([, y]) => y !== null)));
     const places = [...new Set(values.flatMap(of => [...of.keys()]))].sort((a, b) => a - b);
-    return [[chart.x_name, ...columns.map(one => one.name)], places.map(x => [x, ...values.map(of => of.get(x) ?? "")])];
+    return [["step", ...columns.map(one => one.name)], places.map(x => [x, ...values.map(of => of.get(x) ?? "")])];
   }
 
   function makeTable(chart, place) {

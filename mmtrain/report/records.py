@@ -296,11 +296,8 @@ class RunRecord:
     quarantined: list[Quarantined] = field(default_factory=list)  # the first ones
     reasons: Counter[str] = field(default_factory=Counter)  # of quarantine
     discarded: Counter[int] = field(default_factory=Counter)  # steps made twice, by the step gone back to
-    lost_work: Curve = field(default_factory=Curve)  # discarded steps over seconds from the begin
-    progress: Curve = field(default_factory=Curve)  # steps over seconds from the begin
     begun: float | None = None  # Unix seconds of the first record
     elapsed: float = 0.0  # seconds from the begin to the last record
-    restarts: list[float] = field(default_factory=list)  # seconds from the begin
     events: list[Event] = field(default_factory=list)  # the first ones of each kind
     counts: Counter[str] = field(default_factory=Counter)  # of all events, by kind
     questions: list[tuple[Answer, Answer | None, Answer | None]] = field(default_factory=list)  # any, before, after
@@ -413,8 +410,6 @@ def _read_metrics(run: RunRecord) -> None:
                 is_first_step, run.begin = True, record
                 if not record.step:
                     _add_event(run, Event("begin", 0, now))
-                if run.steps:
-                    run.restarts.append(now)
             case Other(kind="resume" | "end" | "checkpoint_failed"):
                 _add_event(run, Event(record.kind.replace("_", " "), record.step, now, record.error))
                 run.final_step = record.step if record.kind == "end" else run.final_step
@@ -424,7 +419,6 @@ def _add_step(run: RunRecord, record: Train, now: float) -> None:
     run.steps += 1
     run.steps_done = done = record.step + 1
     run.seconds += record.seconds
-    run.progress.add(now, done)
     for name in ("loss", "grad_norm", "lr", "tokens_per_second", "model_flops_utilization"):
         run.curves[name].add(done, getattr(record, name))
     for pattern, rate in record.lr_groups.items():
@@ -478,7 +472,6 @@ def _read_faults(run: RunRecord) -> None:
     for lost in _read_lines(run, DISCARDED, Discarded):
         if isinstance(lost.record, Train):
             run.discarded[lost.back_to_step] += 1
-            run.lost_work.add(lost.record.time - (run.begun or 0.0), lost.record.step + 1)
 
 
 def _read_answers(run: RunRecord) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import io
-import math
 import re
 import warnings
 from pathlib import Path
@@ -21,7 +20,6 @@ from mmtrain.report.elements import (
     SHOWN_NAMES,
     SHOWN_RANKS,
     Chart,
-    Look,
     Picture,
     Question,
     Section,
@@ -34,7 +32,7 @@ from mmtrain.report.elements import (
     table,
 )
 from mmtrain.report.headline import audit_sentence, models
-from mmtrain.report.records import LISTED, Evaluation, Point, RankPlan, RunRecord, inside
+from mmtrain.report.records import LISTED, Evaluation, RankPlan, RunRecord, inside
 
 PICTURE_PATH = re.compile(r"answers/[A-Za-z0-9][A-Za-z0-9._-]{0,100}\.jpg")
 MAX_PICTURE_BYTES, MAX_PICTURE_SIDE = 300_000, 1024
@@ -42,15 +40,6 @@ MAX_PICTURES_BYTES = 600_000  # of all pictures of a page, as text
 # kinds of a rank's time, and their colours
 TIMES = {"compute": 0, "communication": 1, "data": 4, "fetching": 3, "idle": 6}
 PARTS = {"weights": 0, "optimizer": 3, "activations": 2, "workspace": 4}  # of planned memory, and their colours
-LOOKS: dict[str, tuple[int, Look]] = {  # colour and mark of an event on the time axis
-    "begin": (2, "dots"),
-    "resume": (2, "triangles"),
-    "no update": (1, "diamonds"),
-    "bad step": (1, "diamonds"),
-    "quarantine": (3, "squares"),
-    "checkpoint failed": (4, "squares"),
-    "end": (2, "dots"),
-}
 
 
 def sections(run: RunRecord) -> list[Section]:
@@ -285,8 +274,7 @@ def faults(run: RunRecord) -> Section:
         tables.append(
             table(f"What happened, at most the first {LISTED} of each kind", (">time", ">step", "what", "more"), rows)
         )
-    charts = (_timeline(run),) if len(run.progress) else ()
-    return Section("faults", "Faults and resumes", says, charts, tables)
+    return Section("faults", "Faults and resumes", says, tables=tables)
 
 
 def configuration(run: RunRecord) -> Section:
@@ -313,17 +301,3 @@ def _holdings(rank: RankPlan) -> list[str]:
 def _score_row(name: str, scores: Evaluation) -> tuple:
     shares = percent(scores.exact_match), percent(scores.token_accuracy)
     return name, scores.step, number(scores.loss), *shares, scores.answers, scores.samples
-
-
-def _timeline(run: RunRecord) -> Chart:
-    gaps = [Point(at, math.nan) for at in run.restarts]  # no line over a pause
-    made = sorted([*run.progress.points(), *gaps], key=lambda point: point.x)
-    series = [Series("steps made", made)]
-    if len(run.lost_work):
-        series.append(Series("made, discarded after a fault", run.lost_work.points(), "dots", 6))
-    for kind, (colour, look) in LOOKS.items():
-        points = [Point(e.at, e.step) for e in run.events if e.kind == kind and e.at is not None]
-        if points:
-            series.append(Series(kind, points, look, colour))
-    time = "time since the run began"
-    return Chart("timeline", "Steps over time", series, "steps made", "steps", x_name=time, x_unit="seconds")

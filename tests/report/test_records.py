@@ -261,17 +261,14 @@ def test_tiles_are_counted_where_they_are_not_the_images(run, tiles, text):
     assert text in headline(read_run(run))["On which data?"].text
 
 
-def test_time_runs_from_begin_to_end_and_a_pause_has_no_line(run):
+def test_time_runs_from_begin_to_end_with_its_pauses(run):
     begin = json.loads((run / "metrics.jsonl").read_text().partition("\n")[0])
     steps = [step(n, time=1e9 + 1 + n + 500 * (n > 4), quarantined=2 * (n == 8)) for n in range(10)]
     only(run, begin, *steps[:5], {**begin, "step": 5, "time": 1e9 + 500}, *steps[5:])
     read = read_run(run)
     took = headline(read)["How long did it take?"]
     assert took.answer == "0:08:30 from begin to end" and took.text.startswith("0:00:10 of it are steps")
-    section = faults(read)
-    assert [y for _, y in section.charts[0].series[0].points if y == y] == list(range(1, 11))
-    assert section.charts[0].series[0].points[5].y != section.charts[0].series[0].points[5].y, "NaN: a gap"
-    assert ["0:08:29", "9", "quarantine", "samples: 2"] in section.tables[0].rows
+    assert ["0:08:29", "9", "quarantine", "samples: 2"] in faults(read).tables[0].rows
 
 
 def test_a_bad_step_says_where_it_was_not_finite_and_counts_once(run):
