@@ -7,12 +7,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from scenes import images, perturb
-from stock_encoders import DINO_SIZES, ENCODERS
+from stock_encoders import DINO_SIZES, ENCODERS, HF_SIZES
 from transformers import (
-    CLIPConfig,
-    CLIPModel,
-    CLIPVisionConfig,
-    CLIPVisionModel,
     Dinov2Config,
     Dinov2Model,
     DINOv3ViTConfig,
@@ -22,8 +18,6 @@ from transformers import (
     LlavaForConditionalGeneration,
     SiglipConfig,
     SiglipModel,
-    SiglipVisionConfig,
-    SiglipVisionModel,
 )
 from untrained_runs import make_tower
 
@@ -33,14 +27,6 @@ from mmtrain.exporting.vision import ExportedEncoder, encoder_for_export
 from mmtrain.models.modules.vision import load_vision
 
 CONFIG = Path(__file__).parents[2] / "configs" / "llava_pp4.yaml"
-SMALL_HF = {
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 2,
-    "image_size": 28,
-    "patch_size": 7,
-}
 SMALL_TEXT = {
     "hidden_size": 16,
     "intermediate_size": 16,
@@ -67,35 +53,19 @@ TIMM = {
     "dinov2": ("vit_small_patch14_dinov2", {}, "dinov2"),
     "deit3": ("deit3_small_patch16_224", {}, "dinov2"),
 }
-HF = ("hf clip_vision", "hf clip", "hf siglip_vision", "hf siglip", "hf siglip without head")
-# Encoders of transformers, as `stock_encoders` has them.
-OTHERS = {
-    f"hf {kind}": ENCODERS[kind][0]
-    for kind in ("dinov2", "dinov2_classifier", "vit", "vit_classifier", "internvit", "internvl")
-} | {
+OTHERS = {f"hf {kind}": make for kind, (make, _, prefix_tokens) in ENCODERS.items() if prefix_tokens < 2} | {
+    "hf siglip beside text": lambda: SiglipModel(SiglipConfig(vision_config=HF_SIZES, text_config=SMALL_TEXT)),
     "hf dinov2 with gates": lambda: Dinov2Model(Dinov2Config(**DINO_SIZES, use_swiglu_ffn=True)),
-    "hf dinov3 without registers": lambda: DINOv3ViTModel(DINOv3ViTConfig(**SMALL_HF, num_register_tokens=0)),
+    "hf dinov3 without registers": lambda: DINOv3ViTModel(DINOv3ViTConfig(**HF_SIZES, num_register_tokens=0)),
 }
+WITHOUT_HEAD = "hf siglip without head"
 
 
 def save_hf(folder: Path, kind: str) -> Path:
-    if kind in OTHERS:
-        model = OTHERS[kind]()
-    elif kind.endswith("_vision"):
-        models = {
-            "hf clip_vision": (CLIPVisionConfig, CLIPVisionModel),
-            "hf siglip_vision": (SiglipVisionConfig, SiglipVisionModel),
-        }
-        config_class, model_class = models[kind]
-        model = model_class(config_class(**SMALL_HF, hidden_act="gelu"))
-    elif kind == "hf clip":
-        model = CLIPModel(CLIPConfig(vision_config=SMALL_HF, text_config=SMALL_TEXT, projection_dim=16))
-    else:
-        model = SiglipModel(SiglipConfig(vision_config=SMALL_HF, text_config=SMALL_TEXT))
-    perturb(model).save_pretrained(folder)
-    if kind == "hf siglip without head":
+    perturb(OTHERS.get(kind, OTHERS["hf siglip"])()).save_pretrained(folder)
+    if kind == WITHOUT_HEAD:
         weights = load_file(folder / "model.safetensors")
-        kept = {name: tensor for name, tensor in weights.items() if "vision_model.head." not in name}
+        kept = {name: tensor for name, tensor in weights.items() if "head." not in name}
         assert len(kept) < len(weights)
         save_file(kept, folder / "model.safetensors", metadata={"format": "pt"})
     return folder
@@ -107,7 +77,7 @@ def encoders(tmp_path_factory) -> dict[str, str]:
     torch.manual_seed(0)
     folder = tmp_path_factory.mktemp("encoders")
     made = {kind: make_tower(folder / kind, *TIMM[kind][:2]) for kind in TIMM}
-    made |= {kind: save_hf(folder / kind, kind) for kind in (*HF, *OTHERS)}
+    made |= {kind: save_hf(folder / kind, kind) for kind in (*OTHERS, WITHOUT_HEAD)}
     return {kind: str(path) for kind, path in made.items()} | {"demo": "demo:vision"}
 
 
@@ -161,7 +131,7 @@ def features(model: LlavaForConditionalGeneration, pixels: torch.Tensor) -> torc
 
 
 @pytest.mark.parametrize("select_layer", [-1, -2])
-@pytest.mark.parametrize("kind", [*TIMM, *HF, *OTHERS, "demo"])
+@pytest.mark.parametrize("kind", [*TIMM, *OTHERS, WITHOUT_HEAD, "demo"])
 def test_stock_llava_computes_the_features_that_the_projector_was_trained_on(encoders, tmp_path, kind, select_layer):
     tower = load_vision(encoders[kind], select_layer, torch.float32)
     encoder = exported(encoders[kind], select_layer)
@@ -176,7 +146,7 @@ def test_stock_llava_computes_the_features_that_the_projector_was_trained_on(enc
         assert encoder.config["model_type"] == TIMM[kind][2]
 
 
-@pytest.mark.parametrize("kind", ["siglip", "dinov2", "hf siglip_vision", *OTHERS])
+@pytest.mark.parametrize("kind", ["siglip", "dinov2", *(kind for kind in OTHERS if "clip" not in kind)])
 def test_behind_the_final_norm_the_stock_vision_models_last_hidden_state_is_what_was_trained_on(
     encoders, tmp_path, kind
 ):
@@ -204,7 +174,7 @@ def test_behind_the_final_norm_an_encoder_without_a_stock_counterpart_is_refused
 
 
 @pytest.mark.parametrize(
-    "kind", ["siglip", "quickgelu clip", "dinov2", "hf clip", "hf siglip_vision", "hf dinov2", "hf vit", "hf internvl"]
+    "kind", ["siglip", "quickgelu clip", "dinov2", "hf clip", "hf siglip", "hf dinov2", "hf vit", "hf internvl"]
 )
 def test_trained_weights_take_the_place_of_the_encoders_own(encoders, tmp_path, kind):
     tower = load_vision(encoders[kind], -2, torch.float32)
@@ -225,7 +195,7 @@ def test_a_trained_tensor_that_the_encoder_does_not_have_is_refused(encoders, ki
 
 
 def test_tensors_are_in_the_precision_that_they_are_stored_in_and_read_late(tmp_path):
-    model = perturb(CLIPVisionModel(CLIPVisionConfig(**SMALL_HF))).to(torch.bfloat16)
+    model = perturb(ENCODERS["clip_vision"][0]()).to(torch.bfloat16)
     model.save_pretrained(tmp_path)
     sources = exported(str(tmp_path)).tensors
     assert {source.dtype for source in sources.values()} == {torch.bfloat16}
@@ -281,17 +251,17 @@ def test_a_transformers_encoder_with_registers_is_refused(tmp_path, kind, count)
 
 
 def test_incomplete_and_pickled_encoders_are_refused(encoders, tmp_path):
-    source = Path(encoders["hf siglip_vision"])
+    source = Path(encoders["hf siglip"])
     (tmp_path / "config.json").write_bytes((source / "config.json").read_bytes())
     weights = load_file(source / "model.safetensors")
     # A layer behind the selected one: training never reads it, a stock model would fill it at random.
-    last = next(name for name in weights if name.endswith("encoder.layers.2.mlp.fc1.weight"))
+    last = next(name for name in weights if name.endswith("encoder.layers.3.mlp.fc1.weight"))
     save_file(weights | {last: torch.zeros(4, 32)}, tmp_path / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(UserError, match=r"mlp\.fc1\.weight with shape \(4, 32\), but .* asks for \(48, 32\)"):
         exported(str(tmp_path))
     del weights[last]
     save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(UserError, match=r"lacks the encoder's tensor encoder\.layers\.2\.mlp\.fc1\.weight"):
+    with pytest.raises(UserError, match=r"lacks the encoder's tensor encoder\.layers\.3\.mlp\.fc1\.weight"):
         exported(str(tmp_path))
     (tmp_path / "model.safetensors").rename(tmp_path / "pytorch_model.bin")
     with pytest.raises(UserError, match="only pickled weights"):
