@@ -31,11 +31,22 @@ def test_a_new_folder_holds_the_whole_config_and_the_plan(tiny, tmp_path):
     assert yaml.safe_load((folder / "config.yaml").read_text())["optimizer"]["weight_decay"] == 0.0  # a default
 
 
-def test_with_resume_never_an_earlier_run_is_refused_and_kept(tiny, tmp_path):
+@pytest.mark.parametrize(
+    ("overrides", "resume", "allowed", "error"),
+    [
+        ([], NEVER, [], r"metrics\.jsonl.*run\.overwrite=true"),
+        ([], "alwys", [], "alwys: no such folder"),
+        (["run.overwrite=true"], "somewhere", [], r"would delete .*--resume somewhere can be followed"),
+        ([], "auto", ["optimizer", "optimiser.lr"], r"optimiser\.lr: no key .*the nearest is optimizer\.lr"),
+    ],
+)
+def test_options_that_cannot_be_followed_are_refused_and_the_run_is_kept(
+    tiny, tmp_path, overrides, resume, allowed, error
+):
     folder = prepare(tiny, tmp_path, resume=NEVER)
     (folder / "metrics.jsonl").write_text("{}\n")
-    with pytest.raises(UserError, match=r"metrics\.jsonl.*run\.overwrite=true"):
-        prepare(tiny, tmp_path, resume=NEVER)
+    with pytest.raises(UserError, match=error):
+        find_start(load_config(tiny / "config.yaml", [f"run.dir={tmp_path}", *overrides]), resume, allowed)
     assert (folder / "metrics.jsonl").read_text() == "{}\n"
 
 
@@ -54,24 +65,6 @@ def test_a_run_that_was_killed_before_its_first_checkpoint_begins_again_and_its_
     assert [(line["file"], line["back_to_step"]) for line in lines[::3]] == [
         *(("metrics.jsonl", 0), ("samples.jsonl", 0), ("quarantine.jsonl", 0))
     ]
-
-
-def test_what_says_auto_and_never_is_no_path(tiny, tmp_path):
-    config = load_config(tiny / "config.yaml", [f"run.dir={tmp_path}"])
-    assert find_start(config, NEVER) is None
-    with pytest.raises(UserError, match="alwys: no such folder"):
-        find_start(config, "alwys")
-
-
-def test_overwriting_and_going_on_from_a_checkpoint_exclude_each_other(tiny, tmp_path):
-    with pytest.raises(UserError, match=r"run\.overwrite=true would delete .*--resume somewhere can be followed"):
-        prepare(tiny, tmp_path, "run.overwrite=true", resume="somewhere")
-
-
-def test_a_key_that_no_configuration_has_cannot_be_allowed_to_change(tiny, tmp_path):
-    config = load_config(tiny / "config.yaml", [f"run.dir={tmp_path}"])
-    with pytest.raises(UserError, match=r"--allow-change optimiser\.lr: no key .*the nearest is optimizer\.lr"):
-        find_start(config, allowed=["optimizer", "optimiser.lr"])
 
 
 def test_overwrite_deletes_an_earlier_run(tiny, tmp_path):
