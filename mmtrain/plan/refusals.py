@@ -242,7 +242,7 @@ def does_not_fit(config: RunConfig, models: Models, search: Search, limit: int |
     source = "parallel.device_memory_gib" if stated else "the GPU's memory, less what CUDA and NCCL take"
     lines = [
         f"This run does not fit: a rank may use {bytes_text(limit)} ({source}), {RESERVED_SHARE:.0%} of it left to "
-        f"fragmentation; {'the given boundaries need' if by_hand else 'the nearest cut needs'}"
+        f"fragmentation; {'the given boundaries need' if by_hand else 'the cut that comes nearest needs'}"
     ]
     for rank, cost in enumerate(ranks):
         stages = range(rank, len(cut) - 1, config.parallel.pipeline)

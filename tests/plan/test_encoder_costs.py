@@ -90,15 +90,6 @@ def test_a_slice_takes_the_encoders_working_set_where_it_encodes_or_its_own_if_m
         assert (need.activation_bytes, need.working_bytes) == (7, share * working) and working > 0
 
 
-def test_a_rank_recomputes_more_where_a_slice_takes_its_memory() -> None:
-    config = config_of()
-    found = [Instant(Op.BACKWARD, 0, (3,), 0)]
-    costs = costs_of(config)
-    room = costs.fitted(1, [(8, 17)], found).total_bytes
-    tight = StageCosts(costs.costs, costs.timings, replace(costs.setting, memory_bytes=round(room * 1.07)))
-    assert [sum(tight.fitted(1, [(8, 17)], found, count).recompute_layers) > 0 for count in (0, 23)] == [False, True]
-
-
 @pytest.mark.parametrize("device", [GPU, CPU])
 def test_slices_take_as_long_as_the_encoder_and_a_call_for_each_but_the_first(device) -> None:
     config = config_of(llm={"path": "lmsys/vicuna-7b-v1.5", "dtype": "bfloat16"}, vision=CLIP | {"dtype": "float32"})

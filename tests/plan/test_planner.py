@@ -298,10 +298,6 @@ def refusal(file: Path, *overrides: str) -> str:
     return str(error.value)
 
 
-def test_an_encoder_that_trains_is_not_prefetched(config_file) -> None:
-    assert plan_of(config_file, "model.trainable=[projector, vision.blocks.22]").encode_ahead == 0
-
-
 @pytest.mark.parametrize(
     ("overrides", "expected"),
     [

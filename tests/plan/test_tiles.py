@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-import gc
-import itertools
 import random
 from dataclasses import replace
 from pathlib import Path
@@ -12,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from ranks import run_ranks
 from scenes import make_config
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
@@ -20,11 +16,9 @@ from transformers import CLIPVisionConfig, CLIPVisionModel
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 
 from mmtrain.base.errors import UserError
-from mmtrain.calibration.allocations import bytes_used, tensor_bytes
+from mmtrain.calibration.allocations import bytes_used
 from mmtrain.config.schema import RunConfig
 from mmtrain.data.samples.sample import IMAGE_POSITION
-from mmtrain.engine.engine import FrozenPipelineEngine
-from mmtrain.engine.process_groups import join_process_group
 from mmtrain.engine.single_stage import SingleStage, expected_batch
 from mmtrain.models.layouts.registry import LAYOUTS
 from mmtrain.models.modules.stage import build_stage
@@ -121,33 +115,6 @@ def test_the_front_holds_the_bytes_that_are_planned(
     most = features + layer.kept_bytes + layer.forward_working_bytes
     assert 0.6 * most < features + forward.peak < 1.1 * most
     assert backward.peak < 1.1 * layer.backward_working_bytes
-
-
-def memory_of_a_step(config: RunConfig) -> int:
-    """Bytes of a rank's tensors at the fullest moment of a step; to be run in a rank of its own."""
-    device = torch.device("cpu")
-    join_process_group(device, 60)
-    plan = make_plan(config)
-    stage = build_stage(config, plan.ranks[0].stages[0], device=device)
-    engine = FrozenPipelineEngine(config, plan, {0: stage})
-    step = functools.partial(engine.train_step, itertools.cycle([expected_batch(config, models_of(config))]))
-    step()  # makes the optimizer's state
-    weights = itertools.chain(stage.parameters(), stage.buffers(), engine.trainable.values())
-    state = (t for s in engine.optimizer.state.values() for t in s.values() if isinstance(t, torch.Tensor))
-    lasting = tensor_bytes(itertools.chain(weights, state))
-    gc.collect()
-    first, second = bytes_used(step, step, device=device)
-    return lasting + first.end + second.peak
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("layout", EXPECTED)
-@pytest.mark.parametrize("trainable", [(), ("vision.encoder.layers.1",)])
-@pytest.mark.parametrize("documents", [1, 3])
-def test_memory_of_a_rank_is_the_plans(parts: Path, layout: str, trainable: tuple, documents: int) -> None:
-    config = tiled_config(parts, layout, *trainable, documents=documents, data__expected_text_tokens=80)
-    (allocated,) = run_ranks(1, memory_of_a_step, config)
-    assert allocated == pytest.approx(make_plan(config).ranks[0].total_bytes, rel=0.1)
 
 
 def test_a_frozen_encoder_works_on_some_tiles_at_a_time_and_one_that_trains_on_all(parts: Path) -> None:
