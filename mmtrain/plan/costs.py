@@ -15,15 +15,7 @@ from dataclasses import dataclass, field, replace
 
 from mmtrain.config.schema import RunConfig
 from mmtrain.models.facts.adapters import is_adapter
-from mmtrain.models.facts.connectors import (
-    Gelu,
-    LayerNorm,
-    Linear,
-    Operation,
-    Shuffle,
-    Swiglu,
-    connector_parameters,
-)
+from mmtrain.models.facts.connectors import Gelu, LayerNorm, Linear, Operation, Shuffle, Swiglu, connector_parameters
 from mmtrain.models.facts.encoders import ENCODER_BLOCK
 from mmtrain.models.facts.families import WHOLE_LAST_LAYER
 from mmtrain.models.facts.quantised import Quantisation, is_quantised, quantised_bytes

@@ -15,8 +15,6 @@ from mmtrain.config.schema import RunConfig
 from mmtrain.models.facts.adapters import with_adapters
 from mmtrain.models.facts.connectors import connector, has_newline, image_layout
 from mmtrain.models.facts.shapes import NO_VISION, llm_shape, matches_any, vision_shape
-from mmtrain.models.facts.tokenizer_files import refuse_missing_marks
-from mmtrain.models.facts.vision_files import check_preprocessing
 from mmtrain.models.layouts.layout import ImageLayout
 from mmtrain.plan.block_costs import Flops
 from mmtrain.plan.calibration import Device
@@ -25,19 +23,11 @@ from mmtrain.plan.cuts import given_cut, uniform_cut
 from mmtrain.plan.instructions import fetches_of, uses_of
 from mmtrain.plan.optimizers import parameter_groups
 from mmtrain.plan.plan import ExpectedImage, GroupPlan, Plan, RankPlan, StagePlan, StreamingPlan, UniformCut, stage_of
-from mmtrain.plan.refusals import (
-    check_encoder_ranks,
-    check_groups,
-    check_layout,
-    check_streaming,
-    check_trainable,
-    does_not_fit,
-)
+from mmtrain.plan.refusals import check_run, does_not_fit
 from mmtrain.plan.schedule import ranks_of
 from mmtrain.plan.search import PipelineLayout, Search, least_step_seconds
 from mmtrain.plan.simulate import Program, simulate
 from mmtrain.plan.stage_costs import StageCosts, Streaming, limit_on_gpu, stage_costs
-from mmtrain.stock.exporters import check_export_format
 
 STREAMING_GAIN = 0.005
 """Share of a step that streaming must save where it is left to the planner and all fits without."""
@@ -52,19 +42,6 @@ def models_of(config: RunConfig) -> Models:
         vision = vision_shape(chosen.name, chosen.select_layer, chosen.final_norm)
         operations = connector(config.model.projector, vision.width, llm.hidden_size, has_newline(config))
     return Models(*with_adapters(llm, vision, config.model.lora), operations, image_layout(config))
-
-
-def check_run(config: RunConfig, models: Models) -> None:
-    """Raises UserError for a config that no plan can satisfy, whatever memory there is."""
-    if config.model.vision is not None:
-        check_preprocessing(config.model.vision.name)
-    check_layout(config, models)
-    check_trainable(config, models)
-    check_groups(config, models)
-    check_encoder_ranks(config, models)
-    check_streaming(config, models)
-    check_export_format(config, [p.name for p in models.parameters if matches_any(p.name, config.model.trainable)])
-    refuse_missing_marks(config)
 
 
 def make_plan(

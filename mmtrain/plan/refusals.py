@@ -13,12 +13,15 @@ from mmtrain.base.printing import bytes_text, escape, first_few
 from mmtrain.config.schema import RunConfig
 from mmtrain.models.facts.adapters import is_adapter
 from mmtrain.models.facts.shapes import matches_any
+from mmtrain.models.facts.tokenizer_files import refuse_missing_marks
+from mmtrain.models.facts.vision_files import check_preprocessing
 from mmtrain.models.layouts.layout import ImageLayout
 from mmtrain.plan.costs import Models, expected_image, typical_tiling
 from mmtrain.plan.cuts import given_cut
 from mmtrain.plan.plan import RankPlan, stage_of
 from mmtrain.plan.search import Search
 from mmtrain.plan.stage_costs import RESERVED_SHARE, limit_on_gpu
+from mmtrain.stock.exporters import check_export_format
 
 _LEARNED_POSITIONS = re.compile(r"\.(wpe|embed_positions|position_embeddings)\.weight$")
 _NAMES_SHOWN = 3
@@ -33,8 +36,17 @@ _HANGS = {
 }
 
 
-def check_layout(config: RunConfig, models: Models) -> None:
-    """Raises UserError for more stages than layers, boundaries past the last layer, unfit packs."""
+def check_run(config: RunConfig, models: Models) -> None:
+    """Raises UserError for a config that no plan can satisfy, whatever memory there is."""
+    if config.model.vision is not None:
+        check_preprocessing(config.model.vision.name)
+    for check in (_check_layout, _check_trainable, _check_groups, _check_encoder_ranks, _check_streaming):
+        check(config, models)
+    check_export_format(config, [p.name for p in models.parameters if matches_any(p.name, config.model.trainable)])
+    refuse_missing_marks(config)
+
+
+def _check_layout(config: RunConfig, models: Models) -> None:
     decoder, model = len(models.llm.decoder), config.model.llm.path
     pipeline, stages_per_rank = config.parallel.pipeline, config.parallel.stages_per_rank
     placed = f"{model} has {decoder + 2} layers to place (front, {decoder} decoder layers, head)"
@@ -87,8 +99,7 @@ def _check_images(config: RunConfig, layout: ImageLayout) -> None:
         )
 
 
-def check_encoder_ranks(config: RunConfig, models: Models) -> None:
-    """Raises UserError where the encoder trains, for ranks that are not there, and for more ranks than blocks."""
+def _check_encoder_ranks(config: RunConfig, models: Models) -> None:
     ranks, pipeline, vision = config.parallel.encoder_ranks, config.parallel.pipeline, models.vision
     if ranks in ("auto", 0):
         return
@@ -112,8 +123,7 @@ def check_encoder_ranks(config: RunConfig, models: Models) -> None:
         )
 
 
-def check_streaming(config: RunConfig, models: Models) -> None:
-    """Raises UserError where layers are to be streamed, or quantised, and none can be."""
+def _check_streaming(config: RunConfig, models: Models) -> None:
     key, value = "parallel.streamed_layers", config.parallel.streamed_layers
     quantisation = config.model.llm.quantize
     streams = any(value) if isinstance(value, tuple) else value != 0
@@ -155,8 +165,7 @@ def check_environment(config: RunConfig, environment: Mapping[str, str]) -> None
             )
 
 
-def check_trainable(config: RunConfig, models: Models) -> None:
-    """Raises UserError for a pattern that matches nothing, for a trainable tied embedding, and for idle adapters."""
+def _check_trainable(config: RunConfig, models: Models) -> None:
     names = [p.name for p in models.parameters]
     idle = next((name for name in names if is_adapter(name) and not matches_any(name, config.model.trainable)), None)
     if idle is not None:
@@ -183,8 +192,7 @@ def check_trainable(config: RunConfig, models: Models) -> None:
             )
 
 
-def check_groups(config: RunConfig, models: Models) -> None:
-    """Raises UserError for a pattern of `optimizer.groups` that matches nothing that trains, and for overlaps."""
+def _check_groups(config: RunConfig, models: Models) -> None:
     groups = config.optimizer.groups
     names = [p.name for p in models.parameters]
     trained = [name for name in names if matches_any(name, config.model.trainable)]

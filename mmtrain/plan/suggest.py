@@ -25,7 +25,8 @@ from mmtrain.models.facts.quantised import BITS
 from mmtrain.plan.calibration import Device
 from mmtrain.plan.costs import Models
 from mmtrain.plan.plan import wrapped
-from mmtrain.plan.planner import check_run, make_plan, memory_limit, models_of
+from mmtrain.plan.planner import make_plan, memory_limit, models_of
+from mmtrain.plan.refusals import check_run
 from mmtrain.plan.search import Search, least_step_seconds
 from mmtrain.plan.stage_costs import StageCosts, stage_costs
 
