@@ -357,11 +357,11 @@ def _works(costs: StageCosts, stages_per_rank: int) -> list[float]:
             in_flight = ((stages_per_rank - 1) * pipeline + 2 * behind + 1) / stages_per_rank
         kept = min(in_flight, costs.setting.microbatches_per_step) - 1
         begin = costs.count - 1 - layers if behind == 0 else 1
-        held = begin - (rank == 0), begin + layers + (behind == 0)
-        if held[0] == held[1]:
+        layer_range = begin - (rank == 0), begin + layers + (behind == 0)
+        if layer_range[0] == layer_range[1]:
             return 0.0
         moments = [Instant(op, 0, (kept,), 0) for op in (Op.FORWARD, Op.BACKWARD)]
-        cost = costs.fitted(rank, [held], moments, 0 if costs.encodes_anywhere else None)
+        cost = costs.fitted(rank, [layer_range], moments, 0 if costs.encodes_anywhere else None)
         return cost.seconds if costs.fits(cost) else math.inf
 
     if pipeline == 1:

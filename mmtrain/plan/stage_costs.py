@@ -173,9 +173,7 @@ class StageCosts:
             self._run_begins.append(self._run_begins[-1] if same else i)
         self.stage = functools.cache(self._stage)
         self._held = functools.cache(self._find_held)
-        self._streamed = functools.cache(
-            lambda ranges, count: streamed_layers(setting.streaming, [self.layers[b:e] for b, e in ranges], count)
-        )
+        self._streamed = functools.cache(self._find_streamed)
         self._most_streamed = functools.cache(self._find_most_streamed)
 
     # ---- stages
@@ -210,6 +208,9 @@ class StageCosts:
             sum(layer.state_bytes for layer in layers),
             sum(layer.trainable for layer in layers),
         )
+
+    def _find_streamed(self, ranges: tuple[LayerRange, ...], count: int) -> Streamed:
+        return streamed_layers(self.setting.streaming, [self.layers[begin:end] for begin, end in ranges], count)
 
     def _find_most_streamed(self, ranges: tuple[LayerRange, ...]) -> int:
         """The most layers of a rank that may be streamed within the machine's memory."""
