@@ -21,7 +21,7 @@ Output, in the folder that --out names:
                            unfinished, and --resume continues it by unfinished.jsonl
 
 Every image is decoded once, so that no damaged one stops a training run. The same input and options give the same
-bytes, whatever the number of workers and interruptions. For that, a shard's records are chosen before their images are
+bytes for any number of workers and interruptions. For that, a shard's records are chosen before their images are
 read: one with a bad image leaves its shard that much smaller, and keeps its id.
 """
 
@@ -76,7 +76,7 @@ EXAMPLES = """\
   a data set of Hugging Face's datasets, its images inside; parquet files:
     mmtrain shard --from saved/train --out data/mine
     mmtrain shard --from data/train-*.parquet --caption-key text --out data/mine
-  tars of at most 1 GB, no more than 1 record in 1,000 lost (1: see everything that is wrong, and do not stop):
+  tars of at most 1 GB, no more than 1 record in 1,000 lost (1.0 never stops, and lists everything that is wrong):
     mmtrain shard --json part1.json part2.jsonl --images images --out data/mix \\
         --shard-bytes 1GB --max-reject-rate 0.001
   a mixture that repeats ids over different conversations, text lengths for one LLM:
@@ -217,10 +217,9 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     parser = command_parser("shard", __doc__, EXAMPLES, EXITS)
     path = lambda text: Path(text).expanduser()  # noqa: E731 - the shell leaves --out=~/data as it is
     add = parser.add_argument
-    given = parser.add_mutually_exclusive_group(required=True)
-    whence = "files and folders, each in one of the forms above"
-    given.add_argument("--from", type=path, nargs="+", dest="paths", metavar="PATH", help=whence)
-    given.add_argument("--json", type=path, nargs="+", metavar="FILE", help="LLaVA JSON or JSONL files")
+    source = parser.add_mutually_exclusive_group(required=True).add_argument
+    source("--from", type=path, nargs="+", dest="paths", metavar="PATH", help="files or folders, as above")
+    source("--json", type=path, nargs="+", metavar="FILE", help="LLaVA JSON or JSONL files")
     of_from = parser.add_argument_group("of --from alone")
     add_format_arguments(of_from)
     of_from.add_argument("--image-key", metavar="KEY", help="key or column of images (images, image, image_path, ...)")
@@ -246,7 +245,7 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     if options.json is not None:
         for name in ADAPTING:
             if getattr(options, name) != parser.get_default(name):
-                parser.error(f"--json: reads LLaVA's own records; with --{name.replace('_', '-')} say --from")
+                parser.error(f"--json: reads LLaVA's own records; use --from with --{name.replace('_', '-')}")
         options.paths, options.format = options.json, "llava"
     if (options.tokenizer is None) != (options.template is None):
         parser.error("--tokenizer and --template: give both or none; text lengths depend on both")

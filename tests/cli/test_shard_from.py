@@ -247,7 +247,7 @@ def test_several_sources_are_read_one_after_the_other_each_as_it_is(folder, caps
 def test_options_of_from_are_refused_with_json(tmp_path, capsys):
     with pytest.raises(SystemExit) as ended:
         main(["shard", "--json", "a.json", "--format", "caption", "--out", str(tmp_path / "out")])
-    message = "--json: reads LLaVA's own records; with --format say --from"
+    message = "--json: reads LLaVA's own records; use --from with --format"
     assert ended.value.code == 2 and message in capsys.readouterr().err
 
 

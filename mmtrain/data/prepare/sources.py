@@ -71,7 +71,7 @@ class Adapter:
 
     form: SampleFormat
     image_key: str | None = None  # None: IMAGE_COLUMNS
-    as_it_is: bool = False  # LLaVA's own files: each row is its record already, with whatever else it has
+    as_it_is: bool = False  # LLaVA's own files: each row is its record already, with any other keys
 
     @property
     def image_keys(self) -> tuple[str, ...]:

@@ -41,7 +41,7 @@ SUMMARY = "dataset.json"
 
 @dataclass(eq=False)
 class Validator:
-    """The jobs of all shards, in the files' order; `samples_per_shard` or `shard_bytes` says when one is full."""
+    """The jobs of all shards, in the files' order; a shard is full at `samples_per_shard` or `shard_bytes`."""
 
     sources: Sequence[Source]
     images: Path | None  # their folder; None: no record has any
@@ -102,7 +102,7 @@ class Validator:
             return 0
         try:
             return (self.images / image.name).stat().st_size
-        except (OSError, ValueError):  # the job that reads it will say why
+        except (OSError, ValueError):  # the job that reads it reports why
             return 0
 
     def _candidate(self, adapted: Adapted, number: int) -> tuple[Candidate, Sequence[RowImage]]:
@@ -172,7 +172,7 @@ class ShardStats:
             )
 
     def write_summary(self, out: Path, run: dict) -> None:
-        """Write dataset.json into the folder of finished shards; `run` says what made them. Raises OSError."""
+        """Write dataset.json beside finished shards, with the options and inputs of `run`. Raises OSError."""
         tokens = [shard.text_tokens for shard in self.shards]
         digests = "".join(shard.sha256 for shard in self.shards)
         content = {

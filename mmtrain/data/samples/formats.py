@@ -82,7 +82,7 @@ class SampleFormat:
 
 LLAVA = SampleFormat()
 NAMES = tuple(name for name in get_args(SampleFormatName) if name != "auto")
-SEEN = 100  # samples that are looked at where the format is to be found
+SEEN = 100  # samples that `auto` looks at
 ENOUGH = 0.99  # share of them that a format must read to be the one: data.max_quarantine_rate lets no more pass
 
 
@@ -92,7 +92,7 @@ def candidates(records: Iterable[object]) -> tuple[str, ...]:
 
 
 def best(read: Sequence[int], seen: int) -> int:
-    """Return the place of the first format that reads ENOUGH of the `seen` samples; else of the one that reads most."""
+    """Return the place of the first format that reads ENOUGH of the `seen` samples, or else the most of them."""
     enough = (place for place, count in enumerate(read) if count >= ENOUGH * seen)
     return next(enough, max(range(len(read)), key=read.__getitem__))
 
@@ -136,7 +136,7 @@ def llava_turns(record: object, images: int) -> Turns:
 
 
 def refuse_what_would_be_lost(record: object, turns: Sequence[tuple[str, str]], images: int) -> None:
-    """Raise BadSample for a record that names other images than its sample has, and no marks say which; or videos."""
+    """Raise BadSample for a record without marks that names other images than its sample has, or for videos."""
     refuse_unread_media(record)
     value = first_value(record, IMAGE_KEYS)
     named = sum(map(bool, value)) if isinstance(value, list) else int(value is not None)

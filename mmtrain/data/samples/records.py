@@ -253,7 +253,7 @@ def _decode(name: str, content: bytes, max_pixels: int) -> str:
 
 
 def open_image(content: bytes, max_pixels: int = MAX_IMAGE_PIXELS) -> Image.Image:
-    """Open a Pillow image, of which only the header is read; raises BadSample for other files and too many pixels.
+    """Open a Pillow image by its header; raises BadSample for other files and too many pixels.
 
     WebP's pixels count WEBP_WEIGHT times: its limit is that much lower. A JPEG has MAX_SCANS, it and a PNG MAX_PARTS.
     """
@@ -263,8 +263,8 @@ def open_image(content: bytes, max_pixels: int = MAX_IMAGE_PIXELS) -> Image.Imag
             warnings.simplefilter("ignore", Image.DecompressionBombWarning)
             image = Image.open(io.BytesIO(content), formats=IMAGE_FORMATS)
     except UnidentifiedImageError:
-        known = ", ".join(IMAGE_FORMATS)
-        raise BadSample("undecodable_image", f"{len(content):,} bytes that are none of {known}") from None
+        detail = f"{len(content):,} bytes that are none of {', '.join(IMAGE_FORMATS)}"
+        raise BadSample("undecodable_image", detail) from None
     except Image.DecompressionBombError as error:
         raise BadSample("too_many_pixels", str(error)) from None
     except DECODE_ERRORS as error:
