@@ -1,8 +1,7 @@
 """Convert a model folder's pickled weights (pytorch_model*.bin) to safetensors, once.
 
 mmtrain reads tensor by tensor, which pickles do not allow. Values stay the same and are read back for comparison.
-Memory holds one shard, twice. No code in a pickle is run (mmtrain/models/weights/files.py); the originals are left
-alone.
+Memory holds one shard, twice. No code in a pickle is run, and the originals are left alone.
 """
 
 from __future__ import annotations
@@ -72,8 +71,7 @@ def convert(folder: Path, out: Path) -> None:
         total += sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
         with whole_file(out / name) as unfinished:
             write_tensors(unfinished, {key: in_memory(tensor) for key, tensor in tensors.items()})
-        size = (out / name).stat().st_size
-        print_result(f"{i}/{len(shards)} {shard.name} -> {name}: {len(tensors)} tensors, {size / 2**30:.2f} GiB")
+        print_result(f"{i}/{len(shards)} {shard.name} -> {name}: {len(tensors)} tensors")
     if len(shards) > 1:
         index = {"metadata": {"total_size": total}, "weight_map": weight_map}
         write_whole(out / INDEX, json.dumps(index, indent=2) + "\n")
