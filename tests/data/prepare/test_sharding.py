@@ -5,14 +5,11 @@ import io
 import json
 import random
 import re
-import signal
 import tarfile
-import time
 import zlib
 from pathlib import Path
 
 import pytest
-from llava_data import read_members
 from PIL import Image
 
 from mmtrain.base.errors import UserError
@@ -138,28 +135,6 @@ def test_programmers_mistakes_are_asserted(tmp_path):
         with pytest.raises(AssertionError):
             write_shards([broken], tmp_path, samples_per_shard=2)
     assert names_in(tmp_path) == []
-
-
-def test_ctrl_c_at_any_moment_leaves_a_whole_shard_or_nothing(tmp_path):
-    def interrupt(*_):
-        raise KeyboardInterrupt
-
-    draw, before, interrupted = random.Random(0), signal.signal(signal.SIGALRM, interrupt), 0
-    try:
-        for number in range(80):
-            path = tmp_path / f"{number}.tar"
-            try:
-                signal.setitimer(signal.ITIMER_REAL, draw.uniform(5e-6, 5e-4))
-                write_shard(path, [sample("a")])
-                time.sleep(0.001)
-            except KeyboardInterrupt:
-                interrupted += not path.exists()
-            assert [left.name for left in tmp_path.glob("*.tmp")] == []
-            assert not path.exists() or len(list(read_members(path))) == 1
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
-    assert interrupted > 10
 
 
 def test_a_shard_is_invisible_to_readers_until_it_is_complete(tmp_path):

@@ -160,14 +160,6 @@ def test_index_template_and_stock_processor_agree(tmp_path, tokenizer, processor
     assert compared >= 35 and not wrong
 
 
-@pytest.mark.nightly
-@pytest.mark.parametrize("processor", PROCESSORS)
-@pytest.mark.parametrize("tokenizer", TOKENIZERS)
-def test_index_template_and_stock_processor_agree_on_thousands(tmp_path, tokenizer, processor):
-    compared, wrong = differences(tmp_path, tokenizer, processor, 2000)
-    assert compared >= 1800 and not wrong
-
-
 def test_texts_around_an_image_are_never_learnt():
     tokenizer = byte_level()
     tokenizer.add_tokens([AddedToken(mark, special=True, normalized=False) for mark in MARKS], special_tokens=True)

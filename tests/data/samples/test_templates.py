@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from chat_styles import sentencepiece_like
+from chat_styles import LLAMA2, sentencepiece_like
 from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers, processors
 from transformers import AutoModelForCausalLM, AutoTokenizer, ByT5Tokenizer, PreTrainedTokenizerFast
 
@@ -102,12 +102,6 @@ LLAMA3 = """{% for message in messages %}\
 {% set content = '<|start_header_id|>' + message['role'] + '<|end_header_id|>\\n\\n' + message['content'] | trim + \
 '<|eot_id|>' %}{% if loop.index0 == 0 %}{% set content = bos_token + content %}{% endif %}{{ content }}{% endfor %}\
 {% if add_generation_prompt %}{{ '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}{% endif %}"""
-
-LLAMA2 = """{% if messages[0]['role'] == 'system' %}{% set rest = messages[1:] %}\
-{% set system = '<<SYS>>\\n' + messages[0]['content'].strip() + '\\n<</SYS>>\\n\\n' %}{% else %}\
-{% set rest = messages %}{% set system = '' %}{% endif %}{% for message in rest %}{% if message['role'] == 'user' %}\
-{{ bos_token + '[INST] ' + (system if loop.first else '') + message['content'].strip() + ' [/INST]' }}{% else %}\
-{{ ' ' + message['content'].strip() + ' ' + eos_token }}{% endif %}{% endfor %}"""
 
 VICUNA = """{{ bos_token }}A chat.{% for message in messages %}{% if message['role'] == 'user' %}\
 {{ ' USER: ' + message['content'] }}{% else %}{{ ' ASSISTANT: ' + message['content'] + eos_token }}{% endif %}\
@@ -256,7 +250,7 @@ def test_a_system_text_may_be_part_of_the_first_question_but_not_move_to_the_las
     assert answers(tokenizer, document) == [" yes </s>", " no </s>"]
     assert tokenizer.decode(prompts(document)[0]) == "<s>[INST] <<SYS>>\nBe kind.\n<</SYS>>\n\nhi [/INST]"
     # as Mistral's templates since v0.3 have it
-    template = chat(byte_level(LLAMA2.replace("loop.first", "loop.revindex <= 2")))
+    template = chat(byte_level(LLAMA2.replace("loop.index0 == 0", "loop.revindex <= 2")))
     assert template(with_system("Be kind.", "hi", "yes")).input_ids
     with pytest.raises(BadSample, match="rewrites earlier turns once later ones follow"):
         template(with_system("Be kind.", "hi", "yes", "and", "no"))
