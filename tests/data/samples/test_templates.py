@@ -246,7 +246,7 @@ def test_qwen_3_is_right_for_one_question_and_refused_where_it_drops_an_earlier_
 
 def test_a_system_text_may_be_part_of_the_first_question_but_not_move_to_the_last(byte_level):
     tokenizer = byte_level(LLAMA2)
-    document = chat(tokenizer)(with_system(" Be kind.\n", "hi", "yes", "and", "no"))
+    document = chat(tokenizer)(with_system("Be kind.", "hi", "yes", "and", "no"))
     assert answers(tokenizer, document) == [" yes </s>", " no </s>"]
     assert tokenizer.decode(prompts(document)[0]) == "<s>[INST] <<SYS>>\nBe kind.\n<</SYS>>\n\nhi [/INST]"
     # as Mistral's templates since v0.3 have it
