@@ -258,5 +258,5 @@ def test_a_run_goes_on_with_the_text_of_its_template_whatever_the_file_is_called
         (run_folder(config) / name).touch()
     assert find_start(configured("b.jinja")).checkpoint.config.data.template.startswith("{{ 'one' }}")
     (tmp_path / "b.jinja").write_text("{{ 'one' }}" + 200 * "." + "new")
-    with pytest.raises(UserError, match=r"data\.template: was .*\.\.\.\.+\", is now \"?\.\.\.\.+new\""):
+    with pytest.raises(UserError, match=r"data\.template: was \".*\.\", is now \".*\.new\""):
         find_start(configured("b.jinja"))
