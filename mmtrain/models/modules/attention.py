@@ -31,13 +31,9 @@ from transformers import AttentionInterface, AttentionMaskInterface
 
 from mmtrain.data.stream.packs import copied
 
-ATTENTION = "mmtrain_packed"
-"""Name under which the mask and the attention are registered with transformers (`attn_implementation`)."""
-
-MAX_KEY_COPIES = 4
-"""Flash attention copies a document's keys for each run of queries. With more copies, runs go one by one."""
-WIDEST_FLASH_HEAD = 192
-"""Wider heads have a backward on data centre GPUs alone."""
+ATTENTION = "mmtrain_packed"  # attn_implementation, under which transformers finds the mask and the attention
+MAX_KEY_COPIES = 4  # flash attention copies a document's keys for each run of queries; with more, runs go one by one
+WIDEST_FLASH_HEAD = 192  # wider heads have a backward on data centre GPUs alone
 _GROUPS_HEADS = "enable_gqa" in inspect.signature(varlen_attn).parameters  # since torch 2.12
 
 # Arguments that layers hand on and that change nothing: the mask already says what sliding_window and position_ids
@@ -355,8 +351,6 @@ def _sequences(
 
 
 class AttentionBackend(NamedTuple):
-    """How attention is computed."""
-
     kernel: str  # "flash": all documents in one call; "document": one call for each
     reason: str | None  # why it is not flash
     slow: bool  # a GPU does not do what it could

@@ -47,7 +47,7 @@ class AbsentEmbedding(nn.Module):
 def decoder_path(model: PreTrainedModel) -> tuple[str, str]:
     """Path of the module that runs a stock causal LM's decoder layers, and its name for their list.
 
-    ("model", "layers") for llama, ("transformer", "h") for gpt2. Raises UserError where there is no such list.
+    ("model", "layers") for llama, ("transformer", "h") for gpt2. Raises UserError where there is no list.
     """
     for name, module in model.named_modules():
         if isinstance(module, nn.ModuleList) and canonical_name(f"{name}.0.weight") == "llm.layers.0.weight":
@@ -57,7 +57,6 @@ def decoder_path(model: PreTrainedModel) -> tuple[str, str]:
 
 
 def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
-    """Decoder layers of a stock causal LM, absent ones included."""
     return model.get_submodule(".".join(decoder_path(model)))
 
 
@@ -98,5 +97,4 @@ def holds_layer_0(first: int, last: int) -> bool:
 
 
 def replace(model: nn.Module, module: nn.Module, replacement: nn.Module) -> None:
-    """Put `replacement` where `module` is in `model`."""
     model.set_submodule(next(name for name, child in model.named_modules() if child is module), replacement)

@@ -155,18 +155,15 @@ class DecoderLayers(nn.Module):
     def logits(self, rows: torch.Tensor) -> torch.Tensor:
         """Normed hidden states (N, D) -> logits (N, V), with the family's own scaling and soft cap."""
         assert self.has_head, "this slice has no head"
-        shell: nn.Module = self.model
-        stand_in: nn.Module = _PassThrough()
         path = decoder_path(self.model)[0]
-        while path:  # shallow copies of what lies around the decoder: they share every other module with the model
-            path, _, name = path.rpartition(".")
-            shell = copy.copy(self.model.get_submodule(path))
-            shell._modules = {**shell._modules, name: stand_in}
-            stand_in = shell
-        return shell(inputs_embeds=rows[None], use_cache=False).logits[0]
+        decoder = self.model.get_submodule(path)
+        self.model.set_submodule(path, _PassThrough())
+        try:
+            return self.model(inputs_embeds=rows[None], use_cache=False).logits[0]
+        finally:
+            self.model.set_submodule(path, decoder)
 
     def head_parameters(self) -> list[nn.Parameter]:
-        """The parameters that `logits` uses."""
         return list(self.model.get_output_embeddings().parameters()) if self.has_head else []
 
     def global_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:

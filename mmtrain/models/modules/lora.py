@@ -96,7 +96,6 @@ def add_adapters(model: nn.Module, lora: LoraSection | None, canonical_name: Cal
 
 
 def has_adapters(model: nn.Module) -> bool:
-    """Whether any layer of `model` has an adapter."""
     return any(hasattr(module, "base_layer") for module in model.modules())
 
 

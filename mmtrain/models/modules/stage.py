@@ -113,17 +113,14 @@ class Stage(nn.Module):
         self.front = front
         self.later_slice = later_slice
         self.dtype = dtype
-        self.attention: set[AttentionBackend] = set()
-        """Backends of the decoder layers, from `try_out`."""
+        self.attention: set[AttentionBackend] = set()  # set by `try_out`
 
     @property
     def streamed(self) -> StreamedLayers | None:
-        """The rank's streamed layers, if this stage has some."""
         return self.language.streamed
 
     @property
     def vision(self) -> VisionTower | None:
-        """The encoder, or its slice, that runs here."""
         return self.later_slice if self.front is None else self.front.vision
 
     def global_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
@@ -139,12 +136,12 @@ class Stage(nn.Module):
         """Yield each buffer of the decoder layers that files hold (a router's bias, say) with its global name."""
         stored = self.language.model.state_dict().keys()
         for name, buffer in self.language.model.named_buffers():
-            if name in stored and (known := canonical_name(without_marks(name))).startswith("llm.layers."):
-                yield known, buffer
+            global_name = canonical_name(without_marks(name))
+            if name in stored and global_name.startswith("llm.layers."):
+                yield global_name, buffer
 
     @property
     def encoder_is_frozen(self) -> bool:
-        """Whether nothing of an encoder trains here."""
         return self.front is None or self.front.encoder_is_frozen
 
     def encode(self, taken: PackedBatch | torch.Tensor | None) -> torch.Tensor | None:

@@ -171,7 +171,6 @@ def _cut_timm(
 
 
 def model_class(family: EncoderFamily) -> type[transformers.PreTrainedModel]:
-    """Vision model of the family in transformers."""
     return getattr(transformers, family.model)
 
 

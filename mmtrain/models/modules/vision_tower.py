@@ -70,7 +70,6 @@ class VisionTower(nn.Module):
 
     @property
     def is_last(self) -> bool:
-        """Whether it gives features; else hidden states for the next slice."""
         return self.blocks[1] == self.depth
 
     @property
@@ -94,7 +93,6 @@ class VisionTower(nn.Module):
             yield self.canonical_name(without_marks(name)), parameter
 
     def canonical_name(self, name: str) -> str:
-        """Global name of a parameter of `model` ("vision.<stock name>")."""
         return f"vision.{self.published(name)}"
 
     def forward(self, taken: torch.Tensor) -> torch.Tensor:

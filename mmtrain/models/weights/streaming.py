@@ -30,10 +30,8 @@ Wait = Callable[[], None]
 class Source:
     """Where streamed layers are kept, and what `device` they compute on."""
 
-    name: str
-    """As plans call it."""
-    is_exact = True
-    """Whether what is fetched has the bits of what was kept."""
+    name: str  # as plans call it
+    is_exact = True  # what is fetched has the bits of what was kept
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -87,9 +85,7 @@ class StreamedLayer:
         """The layer is whole until `let_go`. `room` says where its buffer's memory comes from."""
         self.parameters = list(layer.parameters())
         self.names = [f"llm.layers.{number}.{name}" for name, _ in layer.named_parameters()]
-        """Global names of the parameters."""
-        self.homes: list[torch.Tensor] = []
-        """Views of the buffer, one for each parameter."""
+        self.homes: list[torch.Tensor] = []  # views of the buffer, one for each parameter
         sizes = [p.numel() * p.element_size() for p in self.parameters]
         offsets, total = offsets_of(sizes)
         self.bytes = source.padded(total)
@@ -101,8 +97,7 @@ class StreamedLayer:
             # A tensor of its own, with a count of its own of what is written to it: a fetch is no change of a weight.
             parameter.data = home
             self.homes.append(home)
-        self.loaded = [fingerprint(p) for p in self.parameters]
-        """Fingerprints of the parameters, as the files have them."""
+        self.loaded = [fingerprint(p) for p in self.parameters]  # as the files have them
         self.kept = source.keep(self)
         self._room = room
         self.wait: Wait | None = None
@@ -113,7 +108,6 @@ class StreamedLayer:
             self.buffer.untyped_storage().resize_(self.bytes)
 
     def let_go(self) -> None:
-        """Free the buffer's memory."""
         self.buffer.untyped_storage().resize_(0)
 
 
@@ -123,11 +117,8 @@ class StreamedLayers:
     def __init__(self, source: Source) -> None:
         self.source = source
         self.layers: dict[int, StreamedLayer] = {}
-        self.fetch_count = 0
-        """Fetches of all lists that were followed; the lists should take `planned_fetches`."""
-        self.planned_fetches = 0
-        self.before_wait: Callable[[], None] = lambda: None
-        """Called before computing waits for a fetch, as `after_wait` is then."""
+        self.fetch_count = self.planned_fetches = 0  # of all lists that were followed
+        self.before_wait: Callable[[], None] = lambda: None  # called around each wait for a fetch
         self.after_wait: Callable[[], None] = lambda: None
         self._whole: list[int] = []  # there, or on their way
         # Memory of buffers alone: what else a GPU allocates would take pieces of it, and no layer would fit any more.

@@ -77,21 +77,13 @@ def refusal(path: Path | str) -> str:
 def test_llavas_mm_projector_bin_gives_the_function_that_llava_has_trained(tmp_path, kind, prefix, legacy):
     stock = llava_module(trained(kind))
     others = {"model.embed_tokens.weight": torch.zeros(3, LLM)}  # LLaVA adds them with mm_use_im_start_end
-    tensors = named(f"{prefix}mm_projector.", stock.state_dict()) | others
+    tensors = named(f"{prefix}mm_projector.", stock.half().state_dict()) | others  # half, as LLaVA saves it
     torch.save(tensors, tmp_path / "mm_projector.bin", _use_new_zipfile_serialization=not legacy)
     features = torch.randn(2, 3, VISION, generator=torch.Generator().manual_seed(1))
     for path in (tmp_path / "mm_projector.bin", tmp_path):
         ours = make_projector(ProjectorSection(type=kind), VISION, LLM, seed=0)
         ours.load_state_dict(read(path, kind))
-        assert torch.equal(ours(features), stock(features))
-
-
-def test_half_precision_becomes_float32_without_another_rounding(tmp_path):
-    half = named("model.mm_projector.", llava_module(trained()).half().state_dict())
-    torch.save(half, tmp_path / "mm_projector.bin")
-    tensors = read(tmp_path)
-    assert {tensor.dtype for tensor in tensors.values()} == {torch.float32}
-    assert torch.equal(tensors["linear_2.weight"], half["model.mm_projector.2.weight"].float())
+        assert torch.equal(ours(features), stock.float()(features))
 
 
 def test_a_run_gives_its_newest_whole_checkpoint_and_a_step_folder_itself(tmp_path, logged):
@@ -305,26 +297,6 @@ def test_what_holds_no_projector_is_refused_with_what_is_needed(tmp_path, tiny):
     assert "no tensor of a projector" in refusal(tmp_path)
     torch.save({"model.x.weight": torch.ones(2)}, tmp_path / "notes" / "pytorch_model.bin")
     assert "convert them once with mmtrain convert" in refusal(tmp_path / "notes")
-
-
-def test_a_cut_or_changed_safetensors_file_is_refused_or_holds_what_its_header_says(tmp_path):
-    expected = trained().state_dict()
-    file = tmp_path / "start.safetensors"
-    save_file(named("projector.", expected), file)
-    content = file.read_bytes()
-    header = 8 + int.from_bytes(content[:8], "little")
-    for size in range(0, len(content), 97):
-        file.write_bytes(content[:size])
-        refusal(file)
-    for at in range(header):
-        changed = bytearray(content)
-        changed[at] ^= 1 << at % 7
-        file.write_bytes(changed)
-        try:
-            tensors = read(file)
-        except UserError:
-            continue
-        assert tensors.keys() == expected.keys()
 
 
 @pytest.mark.parametrize(

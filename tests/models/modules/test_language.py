@@ -248,16 +248,6 @@ def test_checkpoints_saved_without_the_lm_head_load_too(tmp_path):
             assert torch.equal(parameter, expected[name]), name
 
 
-def test_old_llama_checkpoints_with_stored_rotary_frequencies_load_as_in_transformers(folder, tmp_path):
-    shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
-    tensors = load_file(folder / "model.safetensors")
-    wrong = {f"model.layers.{i}.self_attn.rotary_emb.inv_freq": torch.zeros(8) for i in range(6)}
-    save_file(tensors | wrong, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    part = load_decoder_layers(str(tmp_path), 2, 4, embedding=False, head=False, dtype=torch.bfloat16)
-    stock = AutoModelForCausalLM.from_pretrained(tmp_path)
-    assert torch.equal(part.model.model.rotary_emb.inv_freq, stock.model.rotary_emb.inv_freq)
-
-
 def load(path: Path | str) -> DecoderLayers:
     return load_decoder_layers(str(path), 2, 4, embedding=False, head=False, dtype=torch.float32)
 
@@ -298,8 +288,6 @@ def test_unusable_weights_are_refused_with_what_to_do(folder, tmp_path):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"model_type": "bart", "is_encoder_decoder": True}, "bart is an encoder-decoder"),
-        ({"model_type": "mamba"}, "mamba has recurrent layers"),
         ({"model_type": "qwen3_next", "layer_types": ["linear_attention"] * 6}, "qwen3_next has linear_attention"),
         ({"model_type": "llama99"}, "does not know llama99; a later one may"),
         (

@@ -100,14 +100,7 @@ def without_the_last_layer(model, first, last, **options) -> DecoderLayers:
     return part
 
 
-def with_a_second_norm(model, first, last, *, head, **options) -> DecoderLayers:
-    part = slice_of(model, first, last, head=head, **options)
-    if not head:
-        part.model.model.layers[last - 1].register_forward_hook(lambda _, __, output: model.model.norm(output))
-    return part
-
-
-@pytest.mark.parametrize("slicer", [with_rounded_frequencies, without_the_last_layer, with_a_second_norm])
+@pytest.mark.parametrize("slicer", [with_rounded_frequencies, without_the_last_layer])
 def test_a_wrong_slice_is_caught(slicer: Callable[..., DecoderLayers], judge):
     with pytest.raises(UserError, match="llama cannot be cut into stages"):
         judge(CONFIG_MAPPING["llama"](num_hidden_layers=6), slicer=slicer)
