@@ -84,7 +84,7 @@ def test_an_encoder_that_learns_is_whole_on_rank_0(tiny, learns):
 @pytest.mark.parametrize(
     ("asked", "said"),
     [
-        ("[]", ["[]", "a non-empty list"]),
+        ("[]", ["[]", "have at least 1 item"]),
         ("[0,0]", ["[0, 0]", "Name each once"]),
         ("[7]", ["[7]", "has ranks 0 to 3", "Name each once"]),
         ("-1", ["-1", "auto", "0"]),
