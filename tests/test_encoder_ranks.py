@@ -89,7 +89,7 @@ def test_an_encoder_that_learns_is_whole_on_rank_0(tiny, learns):
         ("[7]", ["[7]", "has ranks 0 to 3", "Name each once"]),
         ("-1", ["-1", "auto", "0"]),
         ("[-1]", ["-1", "0"]),
-        ("1", ["1 is not allowed", "auto, 0 or a", "; write [1]"]),
+        ("1", ["1 is not allowed", "be a list"]),
         ("all", ["all", "auto", "0"]),
         ("[0,1,2,3]", ["4 ranks", "3 blocks", "at most"]),
         ("[true]", ["True"]),
