@@ -5,14 +5,14 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import socket
-import struct
 import subprocess
 import sys
 import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
+
+import psutil
 
 MARK = "MMTRAIN_TEST_MARK"
 
@@ -73,30 +73,11 @@ class Command:
 
 def listeners(pids: Iterable[int]) -> set[tuple[str, int]]:
     """(address, port) of every TCP socket that these processes listen on."""
-    sockets = listening_sockets()
-    return {sockets[inode] for pid in pids for inode in open_sockets(pid) if inode in sockets}
-
-
-def listening_sockets() -> dict[str, tuple[str, int]]:
-    """(address, port) of every TCP socket of this machine that listens, by inode."""
-    found = {}
-    for table, family in (("tcp", socket.AF_INET), ("tcp6", socket.AF_INET6)):
-        for line in Path("/proc/net", table).read_text().splitlines()[1:]:
-            _, local, _, state, *_, inode = line.split()[:10]
-            words, port = local.split(":")
-            if state == "0A":  # each four bytes of an address are a number in this machine's byte order
-                packed = b"".join(struct.pack("=I", int(words[i : i + 8], 16)) for i in range(0, len(words), 8))
-                found[inode] = socket.inet_ntop(family, packed), int(port, 16)
-    return found
-
-
-def open_sockets(pid: int) -> set[str]:
-    """Inodes of a process's sockets."""
-    found = set()
-    with contextlib.suppress(OSError):  # it has just ended
-        for entry in Path(f"/proc/{pid}/fd").iterdir():
-            with contextlib.suppress(OSError):  # closed meanwhile
-                found.add(str(entry.readlink()).removeprefix("socket:[").rstrip("]"))
+    found: set[tuple[str, int]] = set()
+    for pid in pids:
+        with contextlib.suppress(psutil.NoSuchProcess):  # it has just ended
+            sockets = psutil.Process(pid).net_connections("tcp")
+            found |= {tuple(one.laddr) for one in sockets if one.status == psutil.CONN_LISTEN}
     return found
 
 

@@ -133,12 +133,6 @@ def test_what_is_small_on_a_large_sheet_takes_tiles_to_be_read(tmp_path, mode, l
     assert first["exact_match"] <= 0.05 and least <= last["exact_match"] <= most and control["exact_match"] <= 0.15
 
 
-def test_nothing_to_train_is_refused(tmp_path, capsys):
-    assert launch.main([str(CONFIG), f"run.dir={tmp_path}", "model.trainable=[]"]) == 2
-    assert "model.trainable" in capsys.readouterr().err
-    assert not (tmp_path / "llava_pp4").exists()
-
-
 def test_files_that_share_the_run_are_one_piece_of_work():
     folder = Path(__file__).parent
     using = {path for path in folder.rglob("test_*.py") if "demo_run" in path.read_text()}

@@ -11,7 +11,7 @@ T = TypeVar("T")
 
 
 def all_gather_object(value: T) -> list[T]:
-    """What every rank gives, by global rank."""
+    """Return every rank's value, by global rank."""
     import torch.distributed as dist
 
     values = [value] * dist.get_world_size()
@@ -20,7 +20,7 @@ def all_gather_object(value: T) -> list[T]:
 
 
 def gather_to_rank_0(value: T, group: ProcessGroup | None = None) -> list[T] | None:
-    """What every rank gives, by rank, on rank 0 of `group` (None: of the job); None on the others."""
+    """Return every rank's value on rank 0 of `group` (None: of the job), None on the others."""
     import torch.distributed as dist
 
     values = [value] * dist.get_world_size(group) if dist.get_rank(group) == 0 else None

@@ -29,7 +29,7 @@ os.register_at_fork(after_in_child=lambda: [file.close() for file in _held])  # 
 
 @contextlib.contextmanager
 def whole_file(path: Path) -> Iterator[Path]:
-    """A path to write, which becomes `path` when the block ends without error; a file that is there is replaced.
+    """Yield a path to write, which replaces `path` when the block ends without error.
 
     It then has the permissions of the umask, whoever wrote it. Several processes may write one `path`: the last one's
     stays. Raises OSError, and removes what was written.
@@ -50,7 +50,7 @@ def whole_file(path: Path) -> Iterator[Path]:
 
 
 def leftovers(name: str) -> str:
-    """A glob pattern: what killed processes have left of files of this name, or of names like this pattern."""
+    """Return a glob pattern for what killed processes left of files of this name or pattern."""
     return f".{name}.{'[0-9a-f]' * 8}{UNFINISHED}"
 
 
@@ -62,7 +62,7 @@ def write_whole(path: Path, content: str | bytes) -> None:
 
 @contextlib.contextmanager
 def whole_folder(path: Path) -> Iterator[Path]:
-    """An empty folder to fill, which becomes `path` when the block ends without error; `path` is new, or empty.
+    """Yield an empty folder to fill, which becomes `path`, new or empty, when the block ends without error.
 
     Its files then have the permissions of the umask. What killed processes left of it more than a day ago is removed.
     Raises OSError, also where another process has made `path` in the meantime, and removes what was written.
@@ -95,7 +95,7 @@ def _finish(file: Path, mode: int) -> None:
 
 
 def remove_folder(path: Path) -> None:
-    """Delete a folder; no moment shows a part of it under its name. Raises OSError."""
+    """Delete a folder, which is never seen in part under its name. Raises OSError."""
     doomed = _unfinished(path)
     path.rename(doomed)
     shutil.rmtree(doomed)
@@ -106,7 +106,7 @@ def _unfinished(path: Path) -> Path:
 
 
 def flush(path: Path) -> None:
-    """Wait until a file's bytes, or a folder's names, are on the disk; some file systems cannot be asked for that."""
+    """Wait until a file's bytes, or a folder's names, are on the disk, where the file system can be asked."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

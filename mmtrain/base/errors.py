@@ -6,7 +6,7 @@ class UserError(Exception):
 
 
 class EncoderSliceError(UserError):
-    """Slices of this encoder are not known to compute what the whole one does; all of it on rank 0 still does."""
+    """Slices of this encoder may compute something else than the whole one does on rank 0."""
 
 
 class NonFiniteError(RuntimeError):
@@ -14,4 +14,4 @@ class NonFiniteError(RuntimeError):
 
 
 class UnrecordedError(NonFiniteError):
-    """The same, on rank 0 alone: what there is to know of the step could not be written down."""
+    """A NonFiniteError on rank 0 alone: the record of the step could not be written."""

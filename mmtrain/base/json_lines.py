@@ -72,12 +72,12 @@ class JsonLines:
 
 
 def compact_json(value: object) -> bytes:
-    """JSON without spaces, in ASCII: what files hold whose checksums, and fingerprints, must not change."""
+    """Return JSON without spaces, in ASCII, for files and fingerprints that must not change."""
     return json.dumps(value, separators=(",", ":")).encode("ascii")
 
 
 def without_nan(value: Any) -> Any:
-    """The same with "nan", "inf" and "-inf" for numbers that JSON does not have."""
+    """Return a copy with "nan", "inf" and "-inf" for numbers that JSON does not have."""
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     if isinstance(value, Mapping):
@@ -97,9 +97,9 @@ def whole_lines(stream: BinaryIO) -> Iterator[bytes]:
 
 
 def recorded(file: Path, *kinds: str) -> Iterator[dict[str, Any]]:
-    """The records of these kinds (none named: of all) in a file of JSON lines; none where there is no file.
+    """Yield the records of these kinds, of all if none is named, in a file of JSON lines, which may be missing.
 
-    What is no record, as the part of a line that a killed machine leaves, is passed over.
+    A line that is no record, such as the part that a killed machine leaves, is skipped.
     """
     if not file.is_file():
         return
@@ -113,7 +113,7 @@ def recorded(file: Path, *kinds: str) -> Iterator[dict[str, Any]]:
 
 
 def parse_line(line: bytes) -> Any:
-    """The content of a line of JSON; its text if it is none."""
+    """Return the content of a line of JSON, its text if it is none."""
     try:
         return parse_json(line)
     except ValueError:

@@ -44,13 +44,13 @@ def escape(text: str, limit: int = 300) -> str:
 
 
 def message(text: str) -> str:
-    """A whole message, escaped: lines after its first one are indented, by two blanks if not by more."""
+    """Return a whole message, escaped, with later lines indented by two blanks or more."""
     first, *more = escape_lines(text).split("\n")
     return "\n".join([first, *(line if not line or line[0].isspace() else f"  {line}" for line in more)])
 
 
 def table_lines(columns: Sequence[str], rows: Iterable[Sequence[object]], width: int = COLUMNS) -> list[str]:
-    """A table as lines of at most `width` characters; a column whose name begins with > is set to the right.
+    """Return the lines of a table of at most `width` characters; columns named >NAME are set to the right.
 
     Such columns stay whole, and make a table wider that has no room for them; the others are wrapped. A name may have
     several lines; without names there is none.
@@ -80,13 +80,13 @@ def table_lines(columns: Sequence[str], rows: Iterable[Sequence[object]], width:
 
 
 def print_table(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
-    """Tell a table of `table_lines`, set in by two blanks, no wider than a terminal that is narrower."""
+    """Print a table, indented by two blanks and no wider than the terminal."""
     width = min(COLUMNS, shutil.get_terminal_size((COLUMNS, 24)).columns)
     print_result(*(f"  {line}" for line in table_lines(columns, rows, width - 2)))
 
 
 def bytes_text(count: float) -> str:
-    """A number of bytes for people: `3.1 GiB`."""
+    """Return a number of bytes for people: `3.1 GiB`."""
     for unit, size in (("GiB", 2**30), ("MiB", 2**20)):
         if count >= size:
             return f"{count / size:,.1f} {unit}"
@@ -123,7 +123,7 @@ def print_words(text: str) -> None:
 
 
 def print_note(*messages: str) -> None:
-    """Tell the user, on stderr, something that is no result."""
+    """Print to stderr what is no result."""
     print_info(*messages, stream=sys.stderr)
 
 
@@ -133,7 +133,7 @@ def show_error(error: object, stream: TextIO | None = None) -> None:
 
 
 class _Shown(logging.Handler):
-    """Hands on what is logged and, as no handler of logging's does, what showing it raises."""
+    """Show what is logged and, unlike logging's handlers, raise what showing it raises."""
 
     def __init__(self, show: Callable[[str], None]) -> None:
         super().__init__()
@@ -152,7 +152,7 @@ def show_logs(show: Callable[[str], None]) -> None:
 
 @contextlib.contextmanager
 def logs_shown(show: Callable[[str], None]) -> Iterator[None]:
-    """`show_logs` until the block ends; then all is as who imports mmtrain has set it up."""
+    """Apply `show_logs` until the block ends, then restore the importer's logging."""
     logger = logging.getLogger("mmtrain")
     handlers, propagate, level = logger.handlers, logger.propagate, logger.level
     show_logs(show)
@@ -170,7 +170,7 @@ def run_command(
     waits: bool = True,
     logs: Callable[[str], None] = print_info,
 ) -> int:
-    """Run a tool's work; its exit code: 2 and one message for what the user can mend, 130 after Ctrl-C.
+    """Run a command; return 2 after one message for what the user can mend, 130 after Ctrl-C.
 
     An OSError without a file is of `unnamed`; `interrupted` is printed after Ctrl-C; without `waits` no output keeps it
     waiting; `logs` prints what libraries log.
@@ -194,7 +194,7 @@ def run_command(
 
 
 def show_traceback(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    """What sys.excepthook does, escaped."""
+    """Print a traceback, escaped: for sys.excepthook."""
     print_info(*"".join(traceback.format_exception(kind, error, trace)).split("\n")[:-1], stream=sys.stderr)
 
 
@@ -210,7 +210,7 @@ def clear_line() -> None:
 
 
 def _print(messages: tuple[str, ...], stream: TextIO | None) -> None:
-    """In one write, between whose parts no other process can write."""
+    """Print in one write, into which no other process can write."""
     print("".join(f"{message(text)}\n" for text in messages), end="", file=stream, flush=True)
 
 
@@ -219,6 +219,6 @@ def _print_no_more(stream: TextIO) -> None:
 
 
 def first_few(names: Sequence[str], shown: int) -> str:
-    """The first names of a list, and how many more there are."""
+    """Return the first names of a list, and how many more there are."""
     more = f" and {len(names) - shown} more" if len(names) > shown else ""
     return ", ".join(names[:shown]) + more

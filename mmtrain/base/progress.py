@@ -14,7 +14,7 @@ SECONDS_BETWEEN_LINES = 5.0
 
 
 class ProgressBar:
-    """`total` things to do, and how many samples (or whatever is `counted`) a second that makes."""
+    """Progress of `total` things, with samples (or what is `counted`) per second."""
 
     def __init__(self, unit: str, total: int, stream: TextIO | None = None, counted: str = "samples") -> None:
         """`unit` is the things' plural; `stream` carries the bar if it is a terminal, else lines are logged."""
@@ -25,7 +25,7 @@ class ProgressBar:
         self.bar = open_bar(stream, unit, total)
 
     def show(self, done: int, samples: int, note: str = "") -> None:
-        """`done` things of all are done; so many `samples` went through since the start; `note` follows."""
+        """Show that `done` things are done, `samples` since the start, and a note."""
         now = time.monotonic()
         a_second = samples / max(now - self.started, 1e-9)
         rate = f"{a_second:{',.0f' if a_second >= 1 or not samples else '.2g'}} {self.counted}/s"
@@ -53,7 +53,7 @@ class ByteBars:
         self._progress: ProgressBar | None = None
 
     def show(self, what: str, done: int, total: int) -> None:
-        """`done` of the `total` bytes of `what` went through."""
+        """Show that `done` of the `total` bytes of `what` are through."""
         if what != self._what:
             self.__exit__()
             self._what = what
@@ -70,7 +70,7 @@ class ByteBars:
 
 
 def open_bar(stream: TextIO | None, unit: str, total: int, done: int = 0) -> Any:
-    """A live bar of rich's; None where `stream` is not a terminal that can move its cursor.
+    """Return a live bar of rich's, None where `stream` is no terminal that can move its cursor.
 
     `bar.update(0, completed=..., said=..., note=...)` shows what is done, with two texts; `bar.stop()` ends it. What
     the process prints on the bar's own stream meanwhile goes above it.
@@ -104,7 +104,7 @@ def open_bar(stream: TextIO | None, unit: str, total: int, done: int = 0) -> Any
 
 
 def clock(seconds: float | None) -> str:
-    """H:MM:SS; ? for None."""
+    """Return H:MM:SS, ? for None."""
     if seconds is None:
         return "?"
     minutes, rest = divmod(round(seconds), 60)

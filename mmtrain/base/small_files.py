@@ -25,17 +25,17 @@ LONGEST_NUMBER = 100  # digits; Python refuses to read or print integers of more
 
 
 def open_file(path: Path) -> BinaryIO:
-    """A file, opened to be read without waiting; raises UserError for a pipe or a device, and OSError."""
+    """Open a file to read without waiting. Raises OSError, and UserError for a pipe or a device."""
     # Not blocking: a pipe without a writer would be waited for.
     stream = open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))  # noqa: SIM115, returned
     if not stat.S_ISREG(os.fstat(stream.fileno()).st_mode):
         stream.close()
-        raise UserError(f"{path}: no file but a pipe or device; write what it gives into a file")
+        raise UserError(f"{path}: is a pipe or device. Write its content into a file")
     return stream
 
 
 def read_limited(path: Path, limit: int, what: str) -> bytes:
-    """All bytes of a file, at most `limit`; `what` says in errors what it should be.
+    """Return all bytes of a file, at most `limit`; `what` says in errors what it should be.
 
     Raises FileNotFoundError, and UserError for what is no file, cannot be read or is larger.
     """

@@ -61,12 +61,12 @@ Files = Annotated[T, NamesFiles()]
 
 
 def marked(model: type[BaseModel], kind: type[Mark]) -> dict[Path, Mark]:
-    """The keys below `model` whose declarations bear a mark of this kind, each with its mark."""
+    """Return the keys below `model` that bear a mark of this kind, each with its mark."""
     return {path: mark for path, field in all_fields(model) for mark in field.metadata if isinstance(mark, kind)}
 
 
 def all_fields(model: type[BaseModel], prefix: Path = ()) -> Iterator[tuple[Path, FieldInfo]]:
-    """Every key path below `model` with its declaration, sections before their keys; a list's elements are `*`."""
+    """Yield every key path below `model` with its declaration, sections before their keys; list elements are `*`."""
     for name, field in model.model_fields.items():
         path = (*prefix, name)
         yield path, field
@@ -77,7 +77,7 @@ def all_fields(model: type[BaseModel], prefix: Path = ()) -> Iterator[tuple[Path
 
 
 def section_of(annotation: Any) -> type[BaseModel] | None:
-    """The section class that a field declares, also one that may be null; None for a plain value."""
+    """Return the section class that a field declares, also one that may be null; None for a plain value."""
     if is_optional(annotation):
         annotation, *others = (kind for kind in typing.get_args(annotation) if kind is not types.NoneType)
         annotation = None if others else annotation
@@ -91,11 +91,11 @@ def is_optional(annotation: Any) -> bool:
 
 
 def _element_section(annotation: Any) -> type[BaseModel] | None:
-    """The section class of the elements of a list, which may be optional or annotated."""
+    """Return the section class of the elements of a list, which may be optional or annotated."""
     found = (section_of(annotation) or _element_section(annotation) for annotation in typing.get_args(annotation))
     return next((section for section in found if section is not None), None)
 
 
 def declared_path(path: Path) -> Path:
-    """A key path as it is declared, with the numbers of elements taken out."""
+    """Return a key path as it is declared, with * for the numbers of elements."""
     return tuple(ELEMENT if part.isdecimal() else part for part in path)

@@ -71,7 +71,7 @@ def _unknown_key(path: Path, value: Any, fields: dict[Path, FieldInfo]) -> str:
 
 
 def nearest_key(path: Path, known: Sequence[Path]) -> Path | None:
-    """The known key path most like `path`; None where none is near enough to be meant.
+    """Return the known key path most like `path`, None where none is near enough to be meant.
 
     The right name in another section beats a similar name in this one.
     """

@@ -21,7 +21,7 @@ def _exponent_number(value: Any) -> Any:
 
 
 def wrong_together(message: str) -> PydanticCustomError:
-    """What a validator raises of values that do not go together; `message` names the keys and the remedy."""
+    """Return the error of values that do not go together; `message` names the keys and the remedy."""
     return PydanticCustomError("cross_field", "{message}", {"message": message})
 
 
@@ -36,11 +36,11 @@ class Section(BaseModel):
     )
 
     def value_at(self, path: Path) -> Any:
-        """The value of a key; None below a section that is null."""
+        """Return the value of a key, None below a section that is null."""
         return functools.reduce(lambda section, name: section and getattr(section, name), path, self)
 
     def changed(self, changes: Mapping[str, Any]) -> Self:
-        """The section with other values at these dotted keys, which are not checked; a section that is null stays."""
+        """Return a copy with other, unchecked, values at these dotted keys; a section that is null stays."""
         section = self
         for key, value in changes.items():
             name, _, below = key.partition(".")

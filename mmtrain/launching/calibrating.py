@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import shutil
@@ -58,6 +59,7 @@ def calibrate(config: RunConfig, ranks: int) -> int:
 
 def _refuse_unwritable(file: Path) -> None:
     """Raise UserError before a minute of measuring, not after it."""
-    file.parent.mkdir(parents=True, exist_ok=True)
-    if file.is_dir() or not os.access(file.parent, os.W_OK):
+    with contextlib.suppress(OSError):
+        file.parent.mkdir(parents=True, exist_ok=True)
+    if file.is_dir() or not (file.parent.is_dir() and os.access(file.parent, os.W_OK)):
         raise UserError(f"the calibration cannot be written to {file}. Name another file by parallel.calibration")

@@ -59,7 +59,7 @@ EXITS = {
 
 
 class Options(argparse.Namespace):
-    """The command line, read."""
+    """The parsed command line."""
 
     config: str
     overrides: list[str]
@@ -76,7 +76,7 @@ class Options(argparse.Namespace):
 
 
 def parse_run(parser: argparse.ArgumentParser, arguments: Sequence[str], **given: bool) -> Options:
-    """Read a command line that names a run besides what `parser` has; `given` is not to be read from it."""
+    """Read a command line that names a run; `given` are options that the command implies."""
     parser.add_argument("config", metavar="CONFIG", help="YAML file of the run, or demo:llava_pp4")
     parser.add_argument("overrides", metavar="key=value", nargs="*", help="set a key, e.g. parallel.pipeline=2")
     options, unknown = parser.parse_known_intermixed_args(arguments, namespace=Options(**given))
@@ -87,7 +87,7 @@ def parse_run(parser: argparse.ArgumentParser, arguments: Sequence[str], **given
 
 
 def add_suggest(parser: argparse.ArgumentParser) -> None:
-    """The option that asks for layouts instead of the plan of one."""
+    """Add the option that asks for layouts instead of one plan."""
     parser.add_argument(
         "--suggest",
         type=int,

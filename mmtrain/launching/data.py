@@ -22,9 +22,9 @@ INDEXED_WHILE_OTHERS_WAIT = 1_000_000_000  # bytes of shards: seconds to a minut
 
 
 def with_formats(config: RunConfig) -> RunConfig:
-    """The configuration with the formats that its samples have in place of `auto`; makes the demo's data on first use.
+    """Return the configuration with the samples' formats in place of `auto`; make the demo's data on first use.
 
-    What is null in data.sets stays so where data.format says it. Raises what `data_sets` raises.
+    A null in data.sets stays where data.format says it. Raises what `data_sets` raises.
     """
     make_demo_data(config)
     data, found = config.data, data_sets(config.data)
@@ -44,10 +44,9 @@ def with_formats(config: RunConfig) -> RunConfig:
 
 
 def check_data(config: RunConfig, others_wait: bool) -> RunConfig:
-    """Refuse data that cannot be there before a rank starts; index what is not; the configuration `with_formats`.
+    """Refuse unusable data before a rank starts, index the rest, return the configuration `with_formats`.
 
-    `others_wait` says that other processes are about to wait for this one, with a timeout: indexing is theirs to see
-    done before, unless it takes moments.
+    With `others_wait` other processes wait for this one, with a timeout: indexing that takes long is refused.
     """
     config = with_formats(config)
     found = {f"data.sets ({one.name})" if one.name else "data.shards": one for one in data_sets(config.data)}

@@ -34,9 +34,9 @@ RANK_MODULES = ("torch._dynamo", "mmtrain.training.loop")  # the first AdamW imp
 def plan_here(
     config: RunConfig, gpus: Sequence[Gpu], local_ranks: int | None = None, device: Device | None = None
 ) -> Plan:
-    """The plan with the memory and the calibration of this machine's devices; `device` stands in for them.
+    """Return the plan with the memory and the calibration of this machine's devices, or of `device`.
 
-    Raises UserError for more `local_ranks` than GPUs; without that number ranks are like these, however many there are.
+    Raises UserError for more `local_ranks` than GPUs. None: ranks are like this machine's devices.
     """
     if gpus:
         if local_ranks is not None and local_ranks > len(gpus):
@@ -49,23 +49,23 @@ def plan_here(
 
 
 def plan_for_here(config: RunConfig) -> Plan:
-    """The plan of ranks that are like this machine's devices, however many it has."""
+    """Return the plan of ranks that are like this machine's devices, however many it has."""
     return plan_here(config, visible_gpus())
 
 
 def suggest_for_here(config: RunConfig, devices: int) -> Suggestion:
-    """The best layouts for so many devices that are like this machine's."""
+    """Return the best layouts for `devices` devices like this machine's."""
     gpus = visible_gpus()
     return suggest(config, devices, memory_here(gpus), gpu_device(gpus[0].name) if gpus else None)
 
 
 def memory_here(gpus: Sequence[Gpu], local_ranks: int | None = None) -> int | None:
-    """Bytes of the smallest GPU of these ranks; None without one."""
+    """Return the bytes of the smallest GPU of these ranks, None without one."""
     return min((gpu.total_bytes for gpu in gpus[:local_ranks]), default=None)
 
 
 def device_here(config: RunConfig, gpus: Sequence[Gpu], local_ranks: int | None = None) -> Device:
-    """What ranks compute on, as calibrations name it."""
+    """Return what ranks compute on, as calibrations name it."""
     return gpu_device(gpus[0].name) if gpus else cpu_device(config, local_ranks)
 
 
@@ -82,7 +82,7 @@ def can_slice_encoder(config: RunConfig, *, may_stay_whole: bool) -> bool:
 
 
 def refuse_missing_quantisation(config: RunConfig) -> None:
-    """Raises UserError where `model.llm.quantize` needs a library that is not installed here."""
+    """Raise UserError where `model.llm.quantize` needs a library that is not installed here."""
     if config.model.llm.quantize is not None and importlib.util.find_spec("bitsandbytes") is None:
         raise UserError(
             f"model.llm.quantize: {config.model.llm.quantize} needs bitsandbytes, which is not installed; install it: "
@@ -91,7 +91,7 @@ def refuse_missing_quantisation(config: RunConfig) -> None:
 
 
 def refuse_short_host_memory(ranks: Sequence[RankPlan]) -> None:
-    """Raises UserError where this machine has no room for the layers that its `ranks` stream from its memory.
+    """Raise UserError where this machine has no room for the layers that its `ranks` stream from its memory.
 
     Ranks of one stage share one copy.
     """
@@ -157,7 +157,7 @@ def allow_open_files() -> None:
 
 
 def refuse_unusable_shared_memory() -> None:
-    """Raises UserError where processes cannot share semaphores, which torch and data workers need."""
+    """Raise UserError where processes cannot share semaphores, which torch and data workers need."""
     try:
         multiprocessing.get_context("fork").Lock()
     except OSError as error:

@@ -187,7 +187,7 @@ def _leave_page(folder: Path) -> None:
 
 
 def ranks_of_node(config: RunConfig, options: Options) -> int:
-    """Ranks on each machine. Raises UserError where the options for several are wrong."""
+    """Return the number of ranks on each machine. Raises UserError for wrong options."""
     nodes, node, endpoint = options.nnodes, options.node_rank, options.rdzv_endpoint
     if nodes < 1 or not 0 <= node < nodes:
         raise UserError(f"--nnodes {nodes} --node-rank {node}: machines are numbered from 0 to --nnodes - 1")
@@ -206,7 +206,7 @@ def ranks_of_node(config: RunConfig, options: Options) -> int:
 
 
 def _ranks_of_torchrun(config: RunConfig, options: Options) -> int:
-    """Ranks on this machine. Raises UserError where torchrun was asked for others than the configuration."""
+    """Return the number of ranks on this machine. Raises UserError where torchrun started another number."""
     if options.nnodes != 1 or options.node_rank != 0 or options.rdzv_endpoint:
         raise UserError("--nnodes, --node-rank and --rdzv-endpoint: give them to torchrun, which starts the ranks here")
     world_size, needed = int(os.environ["WORLD_SIZE"]), config.parallel.pipeline * config.parallel.data

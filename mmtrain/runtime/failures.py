@@ -105,7 +105,6 @@ class ErrorRecord:
         return cls(rank, progress.step, progress.work, kind, cause, where, time.time())
 
     def write(self, path: Path) -> None:
-        """Write whole or not at all: the launcher may read at any time."""
         write_whole(path, json.dumps(asdict(self)))
 
     @classmethod

@@ -62,7 +62,7 @@ def has_driver() -> bool:
 
 
 def visible_gpus() -> tuple[Gpu, ...]:
-    """The GPUs that ranks may use, in torch's order; none without a driver, or where CUDA_VISIBLE_DEVICES hides all.
+    """Return the GPUs that ranks may use, in torch's order; none without a driver or where all are hidden.
 
     Takes nothing then and seconds elsewhere. Raises UserError, with the remedy, for GPUs that cannot be used.
     """
@@ -74,7 +74,7 @@ def visible_gpus() -> tuple[Gpu, ...]:
 
 
 def ask_machine() -> Machine:
-    """Ask in a child process, which has the environment of this one; raises UserError where no answer comes."""
+    """Ask in a child process. Raises UserError where no answer comes."""
     child = subprocess.Popen(**python_child(*CHILD), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     try:
         answer, errors = child.communicate(timeout=SECONDS)
@@ -137,7 +137,7 @@ def _refuse_invisible(machine: Machine, driver: str, build: str) -> None:
 
 
 def _chosen() -> list[str] | None:
-    """What CUDA_VISIBLE_DEVICES names, [] if it hides all GPUs; None: it is not set."""
+    """Return what CUDA_VISIBLE_DEVICES names, [] if it hides all GPUs, None if it is not set."""
     value = os.environ.get("CUDA_VISIBLE_DEVICES")
     if value is None:
         return None

@@ -43,7 +43,6 @@ class Job:
 
     @property
     def log(self) -> Path:
-        """What this node's ranks and its launcher say."""
         return self.folder / log_name(self.node)
 
     @property

@@ -71,7 +71,6 @@ class FixedNodes(StaticTCPRendezvous):
         return True
 
     def get_backend(self) -> str:
-        """Name among torch's."""
         return BACKEND
 
 

@@ -43,11 +43,10 @@ class StopFile:
             self._memory = mmap.mmap(file.fileno(), self._FORMAT.size)
 
     def ask(self, asked: Asked) -> None:
-        """Tell the ranks."""
         self._FORMAT.pack_into(self._memory, 0, asked, time.monotonic())
 
     def read(self) -> tuple[Asked, float]:
-        """What is wanted, and for how many seconds it has been."""
+        """Return what is wanted, and for how many seconds it has been."""
         asked, since = self._FORMAT.unpack_from(self._memory)
         return Asked(asked), time.monotonic() - since
 
@@ -99,7 +98,7 @@ class StopRequest:
 
 
 def ignore_in_worker() -> None:
-    """In a process that a rank has forked: such signals are the rank's to answer."""
+    """Ignore stop signals in a process that a rank has forked: the rank answers them."""
     with contextlib.suppress(ValueError):  # not the main thread: the process has no handlers of its own
         signal.set_wakeup_fd(-1)
         for number in STOP_SIGNALS:

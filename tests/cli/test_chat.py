@@ -297,6 +297,7 @@ def test_a_kernel_that_the_folder_names_is_not_downloaded(work, llava, tmp_path,
     assert say(capsys, tmp_path / "llava", *asked) == say(capsys, llava, *asked)
 
 
+IN_8_BITS = {"quant_method": "bitsandbytes", "load_in_8bit": True}
 TIMM_FROM_THE_HUB = {"model_type": "timm_backbone", "backbone": "hf-hub:evil/x", "use_pretrained_backbone": True}
 
 
@@ -316,7 +317,7 @@ TIMM_FROM_THE_HUB = {"model_type": "timm_backbone", "backbone": "hf-hub:evil/x",
         ("config.json", ["text_config"], {"model_type": "gemma3n"}, "model_type 'gemma3n', which is no LLM"),
         ("config.json", ["text_config"], {"model_type": "llava"}, "text_config of model_type 'llava', which is no LLM"),
         ("config.json", [], {"vision_config": [1]}, "says vision_config [1], which no model has; needed is an object"),
-        ("config.json", [], {"quantization_config": {"quant_method": "bitsandbytes"}}, "cannot be used ("),
+        ("config.json", [], {"quantization_config": IN_8_BITS}, "cannot be used ("),
         ("config.json", [], {"vision_feature_layer": 999}, "cannot be used ("),
         ("config.json", [], {"image_token_index": 10**9}, "of the tokenizer, but config.json says 1000000000"),
         ("generation_config.json", [], {"eos_token_id": "abc"}, "cannot be used ("),

@@ -84,18 +84,6 @@ def test_packs_and_padded_batches_of_a_step_hold_the_same_samples_and_images(dra
         )
 
 
-def test_samples_of_one_length_need_no_padding_and_ragged_ones_need_more_than_packs_do():
-    equal, ragged = equal_steps(TINY, 6, 2, 6), ragged_steps(TINY, 6, 2, 6)
-    assert equal.fill == 1 and equal.pack_length == ragged.pack_length
-
-    def padded_fill(work):
-        batches = [batch for step in work.steps for batch in padded(TINY, step, noise_image(TINY), TRANSFORM)]
-        return sum(int(b.attention_mask.sum()) for b in batches) / sum(b.attention_mask.numel() for b in batches)
-
-    assert padded_fill(equal) == 1
-    assert padded_fill(ragged) < ragged.fill < 1
-
-
 @pytest.mark.parametrize("name", ["ratios", "7b"])
 def test_the_models_keep_what_costs_what_in_a_7b_model(name):
     shape = SHAPES[name]
