@@ -49,16 +49,14 @@ if TYPE_CHECKING:
     from mmtrain.data.inspection.tokenized import TokenizedSample
 
 EXAMPLES = """\
-  what is in shards that training has used, or that were made with --tokenizer; 576 tokens an image:
+  what is in shards that training has used, or that were made with --tokenizer:
     mmtrain inspect data/llava558k --vision vit_large_patch14_clip_quickgelu_336.openai
   other people's shards, for a chat model:
     mmtrain inspect '/data/mix/shard-{000000..000331}.tar' --tokenizer /models/Qwen2.5-7B-Instruct \\
         --template chat --vision /models/siglip
   as a run will read them; what to write into its data.expected_... keys:
     mmtrain inspect --config configs/siglip_384_qwen25_7b.yaml model.llm.path=models/qwen data/llava558k
-  documents in tiles, without a configuration:
-    mmtrain inspect data/docs --layout anyres_max_9 --vision /models/siglip
-  which of these pack lengths wastes least:
+  which of these pack lengths wastes least, at 576 tokens an image:
     mmtrain inspect data/llava558k --tokens-per-image 576 --pack-length 3008 3072 3136
   is every byte as it was when the shards were indexed?
     mmtrain inspect data/llava558k --verify

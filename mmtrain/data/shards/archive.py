@@ -1,4 +1,4 @@
-"""Read the headers of tars: which files they hold and where; any damage is an error.
+"""Read the headers of tars: their files and where these lie; any damage is an error.
 
 tar --headers, 512 bytes a member (POSIX.1-2008 ustar and pax, GNU long names)--> ArchiveFile: name, offset, size
 
@@ -39,7 +39,7 @@ class ArchiveFile(NamedTuple):
 def sample_name(name: str) -> tuple[str, str] | None:
     """Return key and lower-case suffix of a file's name; None for a file that webdataset drops from its samples.
 
-    It drops names without a suffix, or without anything before it, or with a part that begins with two underscores.
+    It drops names without a key or a suffix, or with a part that begins with two underscores.
     """
     match = _NAME.fullmatch(name)
     if match is None or match[1].endswith("/") or any(part.startswith("__") for part in name.split("/")):

@@ -14,7 +14,7 @@ from typing import BinaryIO, NamedTuple
 
 from mmtrain.base.errors import UserError
 from mmtrain.data.shards.archive import read_headers
-from mmtrain.data.shards.index import Member, MissingIndex, read_index
+from mmtrain.data.shards.index import Member, MissingIndex, ShardIndex, read_index
 
 _CHUNK = 1 << 20  # bytes
 
@@ -36,26 +36,22 @@ def verify_shard(tar: Path, report: Callable[[int], None] = lambda size: None) -
     faults: dict[int, list[str]] = {}
     try:
         index = read_index(tar)
-        members = {
-            member.offset: (key, member)
-            for key, of_sample in zip(index.keys, index.members, strict=True)
-            for member in of_sample
-        }
         with tar.open("rb") as stream:
-            for of_sample in index.members:
-                for member in of_sample:
+            for members in index.members:
+                for member in members:
                     if detail := _content_fault(stream, member):
                         faults.setdefault(member.offset, []).append(f"{member.suffix}: {detail}")
-                report(sum(member.size for member in of_sample))
-            for offset, detail in _header_faults(tar, stream, dict(members), index.tar_bytes):
-                faults.setdefault(offset, []).append(detail)
+                report(sum(member.size for member in members))
+            if fault := _header_fault(tar, stream, index):
+                faults.setdefault(fault[0], []).append(fault[1])
     except MissingIndex:
         raise
     except OSError as error:
         return [DamagedMember(str(tar), None, None, f"{tar}: cannot be read ({error.strerror})")]
     except UserError as error:  # the index is damaged, or of a tar of another size
         return [DamagedMember(str(tar), None, None, str(error))]
-    keys = {offset: key for offset, (key, _) in members.items()}
+    samples = zip(index.keys, index.members, strict=True)
+    keys = {member.offset: key for key, members in samples for member in members}
     return [DamagedMember(str(tar), keys.get(offset), offset, "; ".join(faults[offset])) for offset in sorted(faults)]
 
 
@@ -75,27 +71,23 @@ def _content_fault(stream: BinaryIO, member: Member) -> str | None:
     return None
 
 
-def _header_faults(
-    tar: Path, stream: BinaryIO, missing: dict[int, tuple[str, Member]], tar_bytes: int
-) -> list[tuple[int, str]]:
-    """Return offset and fault of each member whose header is not where, or not what, the index says.
-
-    `missing` holds all members by offset. A header that cannot be read is one fault, at the first member not reached.
-    """
-    faults: list[tuple[int, str]] = []
-    reached = -1
+def _header_fault(tar: Path, stream: BinaryIO, index: ShardIndex) -> tuple[int, str] | None:
+    """Return offset and fault of the first member whose header is not where, or not what, the index says."""
+    headers, at = read_headers(tar, stream), index.tar_bytes
     try:
-        for file in read_headers(tar, stream):
-            reached = file.offset
-            seen = f"{file.name!r}, {file.size:,} bytes"
-            key, member = missing.pop(file.offset, ("", None))
-            if member is None:
-                faults.append((file.offset, f"{seen}, is not in the index"))
-                continue
-            name, indexed = file.name[: len(key)] + file.name[len(key) :].lower(), f"{key}.{member.suffix}"
-            if (name, file.size) != (indexed, member.size):
-                faults.append((file.offset, f"its header says {seen}; indexed as {indexed!r}"))
+        for key, members in zip(index.keys, index.members, strict=True):
+            for member in members:
+                at = member.offset
+                if (file := next(headers, None)) is None:
+                    return at, "no header leads to it"
+                name = f"{key}.{member.suffix}"
+                lowered = file.name[: len(key)] + file.name[len(key) :].lower()
+                if (lowered, file.offset, file.size) != (name, member.offset, member.size):
+                    seen = f"{file.name!r}, {file.size:,} bytes at byte {file.offset:,}"
+                    return at, f"its header says {seen}; indexed as {name!r}, {member.size:,} bytes"
+        at = index.tar_bytes
+        if (file := next(headers, None)) is not None:
+            return file.offset, f"{file.name!r} is not in the index"
     except (UserError, OSError) as error:
-        at = next((offset for offset in sorted(missing) if offset > reached), tar_bytes)
-        return [*faults, (at, str(error).removeprefix(f"{tar}: "))]
-    return [*faults, *((offset, "no header leads to it") for offset in missing)]
+        return at, str(error).removeprefix(f"{tar}: ")
+    return None
