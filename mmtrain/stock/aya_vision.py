@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from mmtrain.base.errors import UserError
 from mmtrain.config.limits import MAX_TILES
 from mmtrain.config.schema import RunConfig
 from mmtrain.data.samples.records import IMAGE_MARK
@@ -14,7 +13,7 @@ from mmtrain.models.layouts.layout import ImageLayout
 from mmtrain.models.layouts.square import Square
 from mmtrain.models.layouts.tiles import Tiles
 from mmtrain.stock.stock_class import ExportedEncoder, StockClass
-from mmtrain.stock.stock_folder import IMAGES, Keys, StockFolder, shown
+from mmtrain.stock.stock_folder import IMAGES, Keys, StockFolder, unfit
 
 if TYPE_CHECKING:
     from mmtrain.data.stream.images import ImageTransform
@@ -68,8 +67,8 @@ class AyaVision(StockClass):
         if not is_cut:
             folder.one_tile("max_patches", most, most == 1)
         elif fit != "resize" or fewest != 1 or not is_whole(most, 1, MAX_TILES):
-            stated = f"max_patches {shown(most)}, min_patches {shown(fewest)} and pictures made by {fit}"
-            raise UserError(f"{IMAGES} says {stated}; needed are up to {MAX_TILES} tiles, at least 1, resized")
+            needed = f"up to {MAX_TILES} tiles, at least 1, of resized pictures"
+            raise unfit(IMAGES, "max_patches, min_patches and fit", [most, fewest, fit], needed)
         folder.no_texts(around if is_cut else around | names, Tiles.name if is_cut else Square.name)
         return keys | {
             "select_layer": folder.layer(-1, "full"),

@@ -297,7 +297,7 @@ REFUSED = [  # class, file, changes, what is said
     ("aya_vision", "processor_config.json", {"tile_token": "TILE"}, "says tile_token 'TILE'; needed is an empty text"),
     ("aya_vision", "processor_config.json", {"end_of_img_token": None}, "says end_of_img_token '<|END_OF_IMG|>'"),
     ("aya_tiles", "processor_config.json", {"start_of_img_token": None}, "says start_of_img_token '<|START_OF_IMG|>'"),
-    ("aya_tiles", "processor_config.json", {"image_processor": {"min_patches": 2}}, "min_patches 2 and pictures made"),
+    ("aya_tiles", "processor_config.json", {"image_processor": {"min_patches": 2}}, "fit [6, 2, 'resize']; needed"),
     ("aya_tiles", "processor_config.json", {"tile_token": "T"}, "max_patches 6; needed is one square"),
     ("llava_next", "config.json", {"image_grid_pinpoints": "(1x1)"}, "image_grid_pinpoints '(1x1)'; needed is up to"),
     ("llava_next", "config.json", {"image_grid_pinpoints": [[28, 56], 5]}, "needed is up to 400 pairs of height"),

@@ -33,7 +33,6 @@ class EncoderFamily:
     """A vision model and the names of its tensors in published files."""
 
     model: str  # class of transformers, or TIMM
-    processor: str  # class that writes its preprocessor_config.json
     blocks: str  # before a block's number
     patches: str  # the patch convolution
     norm: str | None  # behind the last block, of every token; None: CLIP's is of the class token alone
@@ -69,8 +68,8 @@ class EncoderFamily:
         """Select the encoder's tensors of a file, by published name."""
         outer = next((outer for outer in self.outer if any(name.startswith(outer) for name in tensors)), "")
         return {
-            self.published(name.removeprefix(outer)): said
-            for name, said in tensors.items()
+            self.published(name.removeprefix(outer)): tensor
+            for name, tensor in tensors.items()
             if name.startswith(outer) and not name.endswith(".position_ids")
         }
 
@@ -86,7 +85,6 @@ _PROJECTIONS = tuple(
 )
 _CLIP = EncoderFamily(
     model="CLIPVisionModel",
-    processor="CLIPImageProcessor",
     blocks="encoder.layers.",
     patches="embeddings.patch_embedding.weight",
     norm=None,
@@ -98,14 +96,12 @@ _CLIP = EncoderFamily(
 _SIGLIP = replace(
     _CLIP,
     model="SiglipVisionModel",
-    processor="SiglipImageProcessor",
     norm="post_layernorm.",
     class_token=None,
     beside=("head.",),
 )
 _DINOV2 = EncoderFamily(
     model="Dinov2Model",
-    processor="BitImageProcessor",
     blocks="encoder.layer.",
     patches="embeddings.patch_embeddings.projection.weight",
     norm="layernorm.",
@@ -118,7 +114,6 @@ _DINOV2 = EncoderFamily(
 _INTERN_VIT = replace(
     _DINOV2,
     model="InternVLVisionModel",
-    processor="GotOcr2ImageProcessor",
     outer=("model.vision_tower.", "vision_tower."),
     in_memory=(),
     image_size=448,
@@ -138,7 +133,6 @@ FAMILIES = {
     ),
     "dinov3_vit": EncoderFamily(
         model="DINOv3ViTModel",
-        processor="DINOv3ViTImageProcessor",
         blocks="layer.",
         patches="embeddings.patch_embeddings.weight",
         norm="norm.",
@@ -151,7 +145,6 @@ FAMILIES = {
     "vit": replace(
         _DINOV2,
         model="ViTModel",
-        processor="ViTImageProcessor",
         beside=("pooler.", "embeddings.mask_token"),
         outer=("vit.",),
         in_memory=(
@@ -164,7 +157,6 @@ FAMILIES = {
 }  # by model_type of config.json
 TIMM_VIT = EncoderFamily(
     model=TIMM,
-    processor="",
     blocks="blocks.",
     patches="patch_embed.proj.weight",
     norm="norm.",

@@ -43,7 +43,6 @@ _BUFFER = re.compile(
 
 _EXPERT = re.compile(r"(.+\.experts)\.(\d+)\.(gate_proj|up_proj|down_proj|w1|w2|w3)\.weight")
 
-_NO_CODE = "mmtrain runs none that a model brings"
 _UNFIT = {
     **dict.fromkeys(
         ("biogpt", "bloom", "codegen", "falcon", "gptj", "mpt"),
@@ -52,7 +51,6 @@ _UNFIT = {
     **dict.fromkeys(
         ("deepseek_v32", "glm_moe_dsa"), "its layers choose the tokens to attend to from a mask, which packs lack"
     ),
-    "chatglm": f"it needs the code in its folder, and {_NO_CODE}; THUDM/glm-4-9b-chat-hf is one without",
 }  # by model_type: why a family cannot be cut into stages or packed
 _RECURRENT = {
     "bamba", "falcon_h1", "falcon_mamba", "jamba", "kimi_linear", "lfm2", "lfm2_moe", "mamba", "mamba2", "minimax",
@@ -110,8 +108,10 @@ def remote_code(config_json: dict[str, Any]) -> str:
     """Why a model cannot be read whose config.json names code in its folder; empty where it names none."""
     if not config_json.get("auto_map"):
         return ""
-    needs = f"auto_map in config.json says that it needs the code in its folder, and {_NO_CODE}"
-    return f"{needs}; take its release for transformers' own classes, whose name often ends in -hf"
+    return (
+        "auto_map in config.json says that it needs the code in its folder, and mmtrain runs none; take its release "
+        "for transformers' own classes, whose name often ends in -hf"
+    )
 
 
 def layer_kinds(config_json: dict[str, Any]) -> list[str]:

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from mmtrain.base.errors import UserError
 from mmtrain.base.printing import escape
 from mmtrain.models.facts.encoders import TIMM_VIT, EncoderFamily, family_of
-from mmtrain.models.facts.families import encoder_config, holds_parts
+from mmtrain.models.facts.families import holds_parts
 from mmtrain.models.facts.model_files import find_model_folder, is_demo, read_json
 from mmtrain.models.facts.settings import check_layers, is_whole
 
@@ -93,13 +93,10 @@ def preprocessing(folder: Path) -> Preprocessing:
     """
     file, facts = image_settings(folder)
     if facts is None:
-        config = encoder_config(folder)
-        writer = "AutoProcessor" if holds_parts(folder) else family_of(config.get("model_type"), str(folder)).processor
         raise UserError(
             f"model.vision.name: {folder} has no preprocessor_config.json, so how its images are normalised is not "
-            f"known; copy it from where the encoder was published, or write it in Python: from transformers import "
-            f"{writer}; {writer}.from_pretrained('HUB_ID').save_pretrained('{folder}'), or {writer}() for a model "
-            "trained with the family's own means"
+            "known. Copy it from where the encoder was published, or write it in Python: from transformers import "
+            f"AutoImageProcessor; AutoImageProcessor.from_pretrained('HUB_ID').save_pretrained('{folder}')."
         )
     for key, least in (("image_mean", -1e300), ("image_std", 1e-300)):
         values = facts.get(key)
