@@ -134,7 +134,6 @@ class Calibrator:
         return Front(part, whole.projector, whole.transform)
 
     def _message_tensors(self) -> dict[str, list[torch.Tensor]]:
-        """Tensors of a micro-batch's messages, by kind."""
         hidden = self._stages["front"].input
         tensors = {MESSAGE: [torch.zeros((2, *hidden.shape[:2]), dtype=torch.int64), torch.zeros_like(hidden)]}
         if self._can_cut:
@@ -287,7 +286,6 @@ class _StepEnd:
         self._replicas = replica_group(plan, dist.get_rank(), device, config.parallel.timeout_seconds)
 
     def reduce(self) -> None:
-        """Run REDUCE_GRADIENTS and REDUCE_STATISTICS."""
         self._masters.reduce_gradients(self._replicas)
         sums = RankSums(self._device)
         sums.add(squared_norm=self._masters.squared_norm(1, self._device))

@@ -108,7 +108,6 @@ class Channels:
         return [message for message in self._awaited if message.kind == kind]
 
     def wait_for_sends(self) -> None:
-        """Wait until everything sent has left."""
         for work, _ in self._sends:
             work.wait()
         self._sends = []
@@ -199,7 +198,6 @@ class ChainLink:
             self._sent.append((dist.isend(count, other, group=self._group), count))
 
     def encode(self, microbatch: int) -> None:
-        """Run this rank's slice."""
         if self._rank:
             made = None
             if self._now.tiles.pop(microbatch) > 0:

@@ -310,7 +310,6 @@ class FrozenPipelineEngine:
         self._masters.reduce_gradients(self._replicas)
 
     def _reduce_statistics(self, stage: int, microbatch: int) -> None:
-        """Sum the statistics and share the clocks' readings over all ranks."""
         save, sums = self._wants_save, self._sums
         if self.is_training:
             sums.add(squared_norm=self._masters.squared_norm(self.plan.data, self.device))

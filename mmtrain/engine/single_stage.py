@@ -106,7 +106,6 @@ class SingleStage:
         return self.module.encode(self._taken)
 
     def forward(self) -> None:
-        """Run FORWARD."""
         with torch.set_grad_enabled(self.runs_backward):
             if self.module.language.has_embedding:
                 hidden = self.module.start(self.batch, self.features)
@@ -125,7 +124,6 @@ class SingleStage:
             self._kept = None
 
     def backward(self) -> None:
-        """Run BACKWARD, if this stage has one."""
         kept, self._kept = self._kept, None
         if self.runs_backward:
             torch.autograd.backward(kept, self.upstream)

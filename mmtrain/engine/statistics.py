@@ -74,7 +74,6 @@ class RankSums:
             self[name].add_(value)
 
     def __getitem__(self, name: str) -> torch.Tensor:
-        """Return the sum of this name so far, 0-dimensional."""
         return self._all[Statistics._fields.index(name)]
 
     def reduce(self, reading: Reading) -> tuple[Statistics, list[Reading]]:
