@@ -76,7 +76,7 @@ def _lock_file(folder: Path) -> Path:
 
 
 def contents_of_a_run(folder: Path) -> list[str]:
-    """List the files in the folder that no start that failed before the first step leaves."""
+    """List the files of a run that has taken a step: all but those that a failed start may leave."""
     if not folder.is_dir():
         return []
     patterns = (CONFIG, PLAN, *BEFORE_THE_FIRST_STEP)

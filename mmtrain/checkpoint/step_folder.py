@@ -181,18 +181,16 @@ def newest(run: Path) -> tuple[StepFolder | None, dict[Path, str]]:
 
     The run may be saving: what it deletes meanwhile is neither returned nor called damaged.
     """
-    while True:
-        damaged: dict[Path, str] = {}
-        for path in step_folders(run):
-            held = _hold(path)
-            why = why_damaged(path)
-            if why is None:
-                return StepFolder(path, held), damaged
-            if not path.exists():  # deleted since it was listed, so there is a newer one now
-                break
-            damaged[path] = why
-        else:
-            return None, damaged
+    damaged: dict[Path, str] = {}
+    for path in step_folders(run):
+        held = _hold(path)
+        why = why_damaged(path)
+        if why is None:
+            return StepFolder(path, held), damaged
+        if not path.exists():  # deleted since it was listed, so there is a newer one now
+            return newest(run)
+        damaged[path] = why
+    return None, damaged
 
 
 def names_checkpoint(path: Path) -> bool:
