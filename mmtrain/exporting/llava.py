@@ -22,7 +22,6 @@ from typing import Any
 
 import torch
 
-from mmtrain.base.errors import UserError
 from mmtrain.checkpoint.step_folder import StepFolder
 from mmtrain.exporting.projector_file import Origin, origin, run_tensors
 from mmtrain.exporting.tensors import new_folder, require_space
@@ -33,7 +32,7 @@ from mmtrain.models.facts.shapes import vision_shape
 from mmtrain.models.layouts.anyres import Anyres
 from mmtrain.models.layouts.layout import ImageLayout
 from mmtrain.models.modules.projector import PROJECTOR
-from mmtrain.stock.exporters import formats_for, refuse_llava_code
+from mmtrain.stock.exporters import refuse_unfit_format
 
 FILE = "mm_projector.bin"
 NAMES = {
@@ -61,16 +60,7 @@ def export_llava(checkpoint: StepFolder, out: Path, dtype: torch.dtype) -> None:
     """
     tensors = run_tensors(checkpoint)
     about = origin(checkpoint, tensors)
-    others = [name for name in about.trained if not name.startswith(PROJECTOR)]
-    if others:
-        raise UserError(
-            f"{checkpoint.path}: {others[0]} was trained too ({len(others)} tensors besides the projector), and "
-            f"{FILE} has no place for it; use --format hf, or --format safetensors"
-        )
-    try:
-        refuse_llava_code(checkpoint.config, about.trained)
-    except UserError as error:
-        raise UserError(f"{checkpoint.path}: {error}; use {formats_for(checkpoint.config, about.trained)}") from None
+    refuse_unfit_format("llava", checkpoint.path, checkpoint.config, about.trained)
     names = {**NAMES[about.projector_type], NEWLINE: f"model.{NEWLINE}"}
     projector = {}
     for name, source in tensors.items():

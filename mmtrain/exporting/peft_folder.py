@@ -37,11 +37,11 @@ from mmtrain.exporting.hf import ExportedModel
 from mmtrain.exporting.projector_file import origin, run_tensors, write_projector_file
 from mmtrain.exporting.tensors import TensorSource, cast_to, write_tensors
 from mmtrain.models.facts.adapters import LORA_A, LORA_B, adapted_layer, is_llm_adapter
-from mmtrain.models.facts.families import canonical_name, holds_parts
+from mmtrain.models.facts.families import canonical_name
 from mmtrain.models.facts.model_files import model_folder
 from mmtrain.models.modules.language import causal_config, quiet
 from mmtrain.models.modules.projector import PROJECTOR
-from mmtrain.stock.exporters import Base, formats_for
+from mmtrain.stock.exporters import Base, refuse_unfit_format
 
 BASE = "base"
 TENSORS = "adapter_model.safetensors"
@@ -62,11 +62,10 @@ def export_peft(
     Raises UserError for a run without adapters of its LLM, for tensors that have no place, and as `export_hf`.
     """
     config, tensors = checkpoint.config, run_tensors(checkpoint)
-    adapters = {name: source for name, source in tensors.items() if is_llm_adapter(name)}
-    if not adapters or config.model.lora is None:
-        raise UserError(f"{checkpoint.path}: no layer of the LLM has an adapter; use {formats_for(config, tensors)}")
-    llm = model_folder(config.model.llm.path)
     about = origin(checkpoint, tensors)
+    refuse_unfit_format("peft" if base == "hf" else "peft --base llm", checkpoint.path, config, about.trained)
+    adapters = {name: source for name, source in tensors.items() if is_llm_adapter(name)}
+    llm = model_folder(config.model.llm.path)
     exported = None
     if base == "hf":
         (folder / BASE).mkdir()
@@ -75,7 +74,7 @@ def export_peft(
         made = AutoConfig.from_pretrained(folder / BASE, local_files_only=True, trust_remote_code=False)
         stock, name = getattr(transformers, *made.architectures), str(out.expanduser().absolute() / BASE)
     else:
-        if projector := _beside_the_llm(checkpoint, tensors, llm):
+        if projector := {name: source for name, source in tensors.items() if name.startswith(PROJECTOR)}:
             write_projector_file(about, folder, projector, dtype)
         made = causal_config(llm)
         stock, name = MODEL_FOR_CAUSAL_LM_MAPPING[type(made)], config.model.llm.path
@@ -87,20 +86,6 @@ def export_peft(
     write_tensors(folder / TENSORS, cast_to(dtype, {places[name]: source for name, source in adapters.items()}))
     write_adapter_card(folder, about, stock.__name__, config.model.lora, None if base == "llm" else BASE)
     return exported
-
-
-def _beside_the_llm(checkpoint: StepFolder, tensors: Mapping[str, TensorSource], llm: Path) -> dict[str, TensorSource]:
-    """Return the projector's tensors; raises UserError for other trained tensors that are no adapters."""
-    if holds_parts(llm):
-        raise UserError(f"{llm} is a whole model, not the LLM alone, to which an adapter could be added; use --base hf")
-    projector = {name: source for name, source in tensors.items() if name.startswith(PROJECTOR)}
-    for name in tensors.keys() - projector.keys():
-        if not is_llm_adapter(name):
-            raise UserError(
-                f"{checkpoint.path}: {name} was trained too, which adapters of the LLM as it was published would leave "
-                "out; use --base hf, or --format hf"
-            )
-    return projector
 
 
 def _places(

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Collection
+from pathlib import Path
 from typing import Literal
 
 from mmtrain.base.errors import UserError
@@ -116,10 +117,10 @@ def _refuse_more_than_adapters(config: RunConfig, trained: Collection[str]) -> N
     """Raises UserError for a run that trains anything but adapters of the published LLM, and the projector."""
     if holds_parts(model_folder(config.model.llm.path)):
         raise UserError(f"{config.model.llm.path} is a whole model, not the LLM alone")
-    if not any(map(is_llm_adapter, trained)) or not all(
-        name.startswith("projector.") or is_llm_adapter(name) for name in trained
-    ):
-        raise UserError("adapters of the LLM are not all that trains")
+    if not any(map(is_llm_adapter, trained)):
+        raise UserError("peft holds adapters of the LLM, and model.lora gives it none")
+    if others := [name for name in trained if not name.startswith("projector.") and not is_llm_adapter(name)]:
+        raise UserError(f"{others[0]} trains too, which adapters of the published LLM leave out")
 
 
 def _refuse_unknown_class(config: RunConfig, trained: Collection[str]) -> None:
@@ -158,6 +159,14 @@ def formats_for(config: RunConfig, trained: Collection[str]) -> str:
             check(config, trained)
             formats.append(f"--format {name}")
     return " or ".join(formats)
+
+
+def refuse_unfit_format(name: str, path: Path, config: RunConfig, trained: Collection[str]) -> None:
+    """Raise UserError, with the options that work, where a format cannot hold what a checkpoint has `trained`."""
+    try:
+        _CHECKS[name](config, trained)
+    except UserError as error:
+        raise UserError(f"{path}: {error}; use {formats_for(config, trained)}") from None
 
 
 def check_export_format(config: RunConfig, trained: Collection[str]) -> None:

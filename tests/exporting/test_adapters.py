@@ -235,9 +235,9 @@ def test_adapters_that_peft_takes_for_those_of_experts_are_refused(moe, tmp_path
 @pytest.mark.parametrize(
     ("targets", "others", "options", "said"),
     [
-        ("vision.*", {}, [], "no layer of the LLM has an adapter"),
-        ("llm.layers.*, vision.*", {}, ["--base", "llm"], "was trained too, which adapters of the LLM"),
-        ("llm.layers.*", {"llm.norm.weight": torch.ones(64)}, ["--base", "llm"], "llm.norm.weight was trained too"),
+        ("vision.*", {}, [], "model.lora gives it none"),
+        ("llm.layers.*, vision.*", {}, ["--base", "llm"], "trains too, which adapters of the published LLM"),
+        ("llm.layers.*", {"llm.norm.weight": torch.ones(64)}, ["--base", "llm"], "llm.norm.weight trains too"),
         ("llm.layers.*", {}, ["--base", "llm", "--verify"], "take base hf (--base hf)"),
     ],
 )
