@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
-import re
-import signal
 from contextlib import AbstractContextManager
 from pathlib import Path
 
 import pytest
-from processes import Command, running, wait_for
+from processes import Command, running
 from untrained_runs import make_tower
 
 from mmtrain.base.errors import UserError
@@ -82,33 +79,24 @@ def test_an_encoder_that_learns_is_whole_on_rank_0(tiny, learns):
 
 
 @pytest.mark.parametrize(
-    ("asked", "said"),
+    ("asked", "message"),
     [
-        ("[]", ["[]", "have at least 1 item"]),
-        ("[0,0]", ["[0, 0]", "Name each once"]),
-        ("[7]", ["[7]", "has ranks 0 to 3", "Name each once"]),
-        ("-1", ["-1", "auto", "0"]),
-        ("[-1]", ["-1", "0"]),
-        ("1", ["1 is not allowed", "be a list"]),
-        ("all", ["all", "auto", "0"]),
-        ("[0,1,2,3]", ["4 ranks", "3 blocks", "at most"]),
-        ("[true]", ["True"]),
+        ("[]", r"\[\] is not allowed; it should .*have at least 1 item"),
+        ("[0,0]", r"\[0, 0\].*Name each once"),
+        ("[7]", r"\[7\].*has ranks 0 to 3.*Name each once"),
+        ("all", "'all' is not allowed; it should be .*auto.*0"),
+        ("1", "1 is not allowed; it should .*be a list"),
+        ("[0,1,2,3]", "4 ranks.*3 blocks.*at most"),
     ],
 )
-def test_ranks_that_cannot_be_are_refused_by_name(tiny, tmp_path, capsys, asked, said):
-    arguments = [str(tiny / "config.yaml"), f"run.dir={tmp_path / 'runs'}", f"parallel.encoder_ranks={asked}"]
-    assert launch_command(arguments) == 2
-    refused = capsys.readouterr().err
-    assert refused.startswith("error: ") and "Traceback" not in refused
-    for words in ("parallel.encoder_ranks", *said):
-        assert words in refused, refused
-    assert not (tmp_path / "runs").exists()
+def test_ranks_that_cannot_be_are_refused_by_name(tiny, asked, message):
+    with pytest.raises(UserError, match=rf"(?s)parallel\.encoder_ranks.*{message}"):
+        plan_of(tiny, f"parallel.encoder_ranks={asked}")
 
 
-# ---- stopped and killed
+# ---- real runs
 
 
-LAUNCH = ("-m", "mmtrain.launch")
 SLICED = (
     *("parallel.pipeline=3", "parallel.encoder_ranks=[0,1,2]", "parallel.threads_per_rank=1", "data.workers=0"),
     *("train.max_steps=100000", "train.packs_per_step=4", "run.name=tiny", "eval.show_answers=0"),
@@ -117,17 +105,7 @@ SLICED = (
 
 def training(tiny: Path, folder: Path, *overrides: str) -> AbstractContextManager[Command]:
     """A run with a slice on every rank, started; killed when the block ends."""
-    return running([*LAUNCH, tiny / "config.yaml", f"run.dir={folder}", *SLICED, *overrides], folder)
-
-
-def steps_done(folder: Path) -> int:
-    path = folder / "tiny" / "metrics.jsonl"
-    return path.read_text().count('"kind": "train"') if path.exists() else 0
-
-
-def wait_for_steps(command: Command, folder: Path, steps: int) -> None:
-    wait_for(lambda: steps_done(folder) >= steps or command.process.poll() is not None, 120, f"{steps} steps")
-    assert command.process.poll() is None, command.stderr
+    return running(["-m", "mmtrain.launch", tiny / "config.yaml", f"run.dir={folder}", *SLICED, *overrides], folder)
 
 
 @pytest.mark.nightly
@@ -149,32 +127,6 @@ def test_an_encoder_that_cannot_be_cut_is_refused_or_stays_on_rank_0(tiny, tmp_p
         assert command.wait(200) == 0, command.stderr
     assert refused in " ".join(command.stderr.split())
     assert json.loads((tmp_path / "measured.json").read_text())["encode_stem_bytes"] is None
-
-
-@pytest.mark.nightly
-def test_kill_9_of_a_rank_in_the_middle_of_the_chain_names_it(tiny, tmp_path):
-    with training(tiny, tmp_path) as command:
-        wait_for_steps(command, tmp_path, 2)
-        log = (tmp_path / "tiny" / "log.txt").read_text()
-        os.kill(int(re.search(r"\[rank 1\] process (\d+) on ", log)[1]), signal.SIGKILL)
-        assert command.seconds_until_gone(timeout=20) < 10
-        assert command.wait() == 1
-    assert re.match(r"error: rank 1 \(stage 1\) was killed by SIGKILL \(.*\) in step \d+ .*, at [A-Z]", command.stderr)
-
-
-@pytest.mark.nightly
-def test_a_run_that_is_asked_to_stop_is_saved_and_goes_on_in_other_slices(tiny, tmp_path):
-    with training(tiny, tmp_path, "data.ledger=true") as command:
-        wait_for_steps(command, tmp_path, 3)
-        os.kill(command.process.pid, signal.SIGTERM)
-        assert command.wait(60) == 3, command.stderr
-    done = steps_done(tmp_path)
-    assert (tmp_path / f"tiny/checkpoints/step-{done:08d}").is_dir()
-    more = (f"train.max_steps={done + 2}", "data.ledger=true", "parallel.encoder_ranks=[2]")
-    with training(tiny, tmp_path, *more, "--allow-change", "train.max_steps") as command:
-        assert command.wait(200) == 0, command.stderr
-    ledger = [json.loads(line)["step"] for line in (tmp_path / "tiny/samples.jsonl").read_text().splitlines()]
-    assert ledger == list(range(done + 2))
 
 
 @pytest.mark.nightly

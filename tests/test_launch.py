@@ -6,11 +6,9 @@ import contextlib
 import dataclasses
 import os
 import re
-import shutil
 import signal
 import subprocess
 import sys
-import tarfile
 from pathlib import Path
 
 import pytest
@@ -46,95 +44,21 @@ def test_many_shards_are_not_indexed_while_other_processes_wait(tiny, tmp_path, 
     data.check_data(config, others_wait=True)
 
 
-# ---- wrong input: exit code 2, a message, no traceback, nothing started
-
-
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("environment", "message"),
     [
-        (["train.max_step=3"], ["train.max_step", "train.max_steps"]),
-        (["parallel.pipeline=two"], ["parallel.pipeline", "two"]),
-        (["parallel.pipeline=64"], ["parallel.pipeline", "64", "8 decoder layers"]),
-        (["train.packs_per_step=7", "parallel.data=2"], ["train.packs_per_step: 7", "nearest that does: 6 or 8"]),
-        (["model.llm.path=./models/llm"], ["./models/llm: no such folder"]),
-        (["model.llm.path=Some/Model-7B"], ["Some/Model-7B", "not in the local cache", "hf download Some/Model-7B"]),
-        (["model.vision.name=./models/vit"], ["./models/vit: no such folder"]),
-        (["model.vision.name=some/encoder"], ["some/encoder", "not in the local cache", "hf download some/encoder"]),
-        (["model.trainable=[projektor]"], ["projektor", "projector"]),
-        (["data.shards=nowhere/*.tar"], ["data.shards: no file nowhere/*.tar"]),
-        (["data.shards=[nothing.tar]"], ["data.shards", "nothing.tar", "is empty, 0 bytes"]),
-        (["data.shards=[no-members.tar]"], ["data.shards", "no-members.tar", "an empty archive"]),
-        (["data.shards=[full.tar]", "eval.shards=f*.tar"], ["eval.shards", "full.tar is in data.shards too"]),
-        (["data.shards=unfinished/*.tar"], ["data.shards", "unfinished data set", "dataset.json"]),
-        (["data.shards=demo:trian"], ["data.shards", "demo:trian", "demo:train"]),
-        (["eval.shards="], ["eval.shards: an empty name"]),
-        (["eval.shards=held-out.tar"], ["eval.shards: no file held-out.tar"]),
-        (["data.template=chat"], ["data.template: chat", "chat_template.jinja", "data.template=llava_v1"]),
-        (["--nnodes", "2", "--node-rank", "0"], ["--rdzv-endpoint HOST:PORT"]),
-        (["--nnodes", "2", "--rdzv-endpoint", "localhost:99999"], ["localhost:99999", "HOST:PORT"]),
-        (["--nnodes", "3", "--rdzv-endpoint", "localhost:29500"], ["--nnodes 3", "4 ranks"]),
-        (["--node-rank", "1"], ["--node-rank 1"]),
+        ({"PMI_RANK": "0", "PMI_SIZE": "2"}, "(PMI_RANK=0, PMI_SIZE=2: mpirun"),
+        ({"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "1"}, None),
+        ({"RANK": "3", "LOCAL_RANK": "1", "MASTER_PORT": "29500"}, None),
+        ({"WORLD_SIZE": "8", "MASTER_ADDR": "a", "MASTER_PORT": "29500"}, None),
     ],
 )
-def test_wrong_input_is_exit_code_2_with_a_message_and_no_traceback(
-    tiny, tmp_path, monkeypatch, capsys, arguments, said
-):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "nothing.tar").touch()
-    (tmp_path / "unfinished").mkdir()
-    (tmp_path / "unfinished" / "rejected.jsonl").touch()
-    for copy in ("full.tar", "unfinished/shard-000000.tar"):
-        shutil.copy(next((tiny / "shards").glob("*.tar")), tmp_path / copy)
-    tarfile.open(tmp_path / "no-members.tar", "w").close()
-    assert launch(tiny / "config.yaml", f"run.dir={tmp_path / 'runs'}", *arguments) == 2
-    printed, refused = capsys.readouterr()
-    before = (".shards: llava (KEY.json), as ", "indexing 2 of 2 shards")  # what may be printed of data that are there
-    assert "Traceback" not in refused and all(any(text in line for text in before) for line in printed.splitlines())
-    for words in said:
-        assert words in refused
-    assert not (tmp_path / "runs").exists()
-
-
-REFUSED_DATA = "data.shards: no file nowhere/*.tar"  # the next thing that is looked at
-
-
-@pytest.mark.parametrize(
-    ("environment", "said"),
-    [
-        (
-            {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2"},
-            "OMPI_COMM_WORLD_RANK=1, OMPI_COMM_WORLD_SIZE=2: mpi",
-        ),
-        (
-            {"PMI_RANK": "0", "PMI_SIZE": "2"},
-            "one of 2 processes, says the environment (PMI_RANK=0, PMI_SIZE=2: mpirun",
-        ),
-        ({"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "1"}, "unset RANK WORLD_SIZE"),
-        ({"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "1"}, REFUSED_DATA),
-        ({"RANK": "3", "LOCAL_RANK": "1", "MASTER_PORT": "29500"}, REFUSED_DATA),
-        ({"WORLD_SIZE": "8", "MASTER_ADDR": "a", "MASTER_PORT": "29500"}, REFUSED_DATA),
-        (
-            {"RANK": "", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "1"},
-            "unset RANK WORLD_SIZE",
-        ),
-    ],
-)
-def test_who_started_it_is_read_from_the_environment_and_left_overs_do_not_matter(
-    tiny, tmp_path, monkeypatch, capsys, environment, said
-):
+def test_left_overs_in_the_environment_do_not_matter(tiny, tmp_path, monkeypatch, capsys, environment, message):
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     assert launch(tiny / "config.yaml", "data.shards=nowhere/*.tar", f"run.dir={tmp_path / 'runs'}") == 2
     refused = capsys.readouterr().err
-    assert refused.count("\n") == 1 and said in refused
-
-
-def test_a_family_without_a_staged_form_is_refused_by_name(tiny, tmp_path, capsys):
-    (tmp_path / "bart").mkdir()
-    (tmp_path / "bart" / "config.json").write_text('{"model_type": "bart", "is_encoder_decoder": true}')
-    assert launch(tiny / "config.yaml", f"model.llm.path={tmp_path}/bart") == 2
-    refused = capsys.readouterr().err
-    assert "bart" in refused and "Traceback" not in refused
+    assert refused.count("\n") == 1 and (message or "data.shards: no file nowhere/*.tar") in refused
 
 
 def test_help_shows_examples_with_configs_that_exist_and_what_exit_codes_mean(capsys):
@@ -254,16 +178,6 @@ def test_a_running_run_keeps_its_folder_and_kill_9_of_its_launcher_leaves_no_orp
         assert command.seconds_until_gone(timeout=20) < 10
 
 
-def test_a_run_whose_folder_is_moved_away_says_so_and_ends(tiny, tmp_path):
-    arguments, folder = started(tiny, tmp_path, "checkpoint.every_steps=1")
-    with running(arguments, tmp_path) as command:
-        wait_until_it_trains(command, folder)
-        folder.rename(tmp_path / "elsewhere")
-        assert command.wait() == 2
-    assert command.stderr.startswith(f"error: {folder / 'metrics.jsonl'} is not there any more")
-    assert command.stderr.count("\n") == 1 and not folder.exists()
-
-
 def test_ranks_that_torchrun_started_are_joined(tiny, tmp_path):
     overrides = (f"run.dir={tmp_path}", "parallel.pipeline=1", "parallel.data=2", "train.max_steps=2")
     arguments = ("-m", "torch.distributed.run", "--nproc-per-node", "2", *LAUNCH, tiny / "config.yaml", *overrides)
@@ -296,19 +210,6 @@ def test_two_nodes_share_a_run(tiny, tmp_path):
     assert steps_done(folder) == 2 and (folder / "audit.json").exists()
     assert "[rank 1]" in (folder / "log-node1.txt").read_text()
     assert "loss" in node_0.stdout and "loss" not in node_1.stdout
-
-
-@pytest.mark.nightly
-def test_two_launchers_with_different_configs_are_told_the_keys(tiny, tmp_path):
-    common = [*LAUNCH, tiny / "config.yaml", f"run.dir={tmp_path}", "parallel.pipeline=2"]
-    common += ["--nnodes", "2", "--rdzv-endpoint", f"127.0.0.1:{free_port()}", "--node-rank"]
-    with contextlib.ExitStack() as stack:
-        nodes = [stack.enter_context(running([*common, node, f"optimizer.lr=0.{node}"], tmp_path)) for node in "01"]
-        for node in nodes:
-            assert node.wait() == 2, node.stderr
-            assert "optimizer.lr is 0.0 on rank 0 and 0.1 on rank 1. Start every machine" in " ".join(
-                node.stderr.split()
-            )
 
 
 def test_ranks_with_different_configs_are_refused_on_all(tiny, tmp_path, monkeypatch):

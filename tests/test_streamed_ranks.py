@@ -1,39 +1,16 @@
-"""Runs whose replicas keep a part each of frozen layers, as users meet them: killed, without room, planned."""
+"""Runs whose replicas keep a part each of frozen layers, as users meet them: without room, planned."""
 
 from __future__ import annotations
 
-import os
-import re
-import signal
 from dataclasses import replace
 
 import pytest
-from processes import running, wait_for
 
 from mmtrain.base.errors import UserError
 from mmtrain.config.load import load_config
 from mmtrain.launching import machine
 from mmtrain.launching.machine import free_host_memory, refuse_missing_quantisation, refuse_short_host_memory
 from mmtrain.plan.planner import make_plan
-
-PEERS = ("parallel.data=2", "parallel.streamed_layers=99", "parallel.stream_from=peers", "parallel.weight_shards=2")
-ENDLESS = (
-    *("parallel.pipeline=1", "parallel.threads_per_rank=1", "data.workers=0", "eval.show_answers=0"),
-    *("train.max_steps=100000", "train.packs_per_step=4", "run.name=tiny"),
-)
-
-
-@pytest.mark.nightly
-def test_kill_9_of_a_peer_while_others_fetch_from_it_names_it(tiny, tmp_path):
-    log, metrics = (tmp_path / "tiny" / name for name in ("log.txt", "metrics.jsonl"))
-    options = (f"run.dir={tmp_path}", *ENDLESS, *PEERS)
-    with running(["-m", "mmtrain.launch", tiny / "config.yaml", *options], tmp_path) as command:
-        wait_for(lambda: metrics.exists() and metrics.read_text().count('"kind": "train"') > 1, 120, "two steps")
-        os.kill(int(re.search(r"\[rank 1\] process (\d+) on ", log.read_text())[1]), signal.SIGKILL)
-        assert command.seconds_until_gone(timeout=20) < 10
-        assert command.wait() == 1
-    named = r"error: rank 1 \(stage 0, replica 1\) was killed by SIGKILL \(.*\) in step \d+ "
-    assert re.match(named, command.stderr), command.stderr
 
 
 def streamed_plan(tiny, *overrides):
