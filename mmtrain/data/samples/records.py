@@ -2,13 +2,14 @@
 
 any JSON value --parse_record--> Record: id, conversation, image names
 image name, folder --read_image--> suffix and bytes of a file that Pillow decodes to its end
-bytes of an image file --image_size, orientation--> how large it is, and how it is to be turned
+bytes of an image file --image_size--> how large it is, once it is turned
 
 What fails raises BadSample with a reason code; what passes, `sample.read_sample` accepts.
 """
 
 from __future__ import annotations
 
+import contextlib
 import io
 import itertools
 import json
@@ -47,7 +48,7 @@ MAX_RECORD_BYTES = 16 << 20
 MAX_TURNS = 500
 MAX_TEXT_BYTES = 1_000_000
 _JPEG_MARKER = re.compile(rb"\xff[\x02-\xcf\xd9-\xfe]")  # of what has a length, and the end; in pixels there is none
-_PNG_METADATA = (b"Raw profile type exif\0", b"XML:com.adobe.xmp\0")  # keywords of texts that may hold an orientation
+_PNG_METADATA = (b"eXIf", b"Raw profile type exif", b"XML:com.adobe.xmp")  # what may hold an orientation
 TURNS = {  # by EXIF orientation, as PIL.ImageOps.exif_transpose
     2: Image.Transpose.FLIP_LEFT_RIGHT,
     3: Image.Transpose.ROTATE_180,
@@ -284,7 +285,7 @@ def _refuse_much_work(content: bytes) -> None:
     if content.startswith(b"\xff\xd8"):
         parts = _jpeg_markers(content)
     elif content.startswith(b"\x89PNG"):
-        parts = (kind for kind, *_ in _png_chunks(content) if kind not in (b"IDAT", b"fcTL", b"fdAT"))
+        parts = (kind for kind in _png_chunks(content) if kind not in (b"IDAT", b"fcTL", b"fdAT"))
     counts = Counter(itertools.islice(parts, MAX_PARTS + 1))
     if counts[b"\xff\xda"] > MAX_SCANS:
         raise BadSample("too_much_work", f"a JPEG of more than {MAX_SCANS} scans")
@@ -300,38 +301,36 @@ def _jpeg_markers(content: bytes) -> Iterator[bytes]:
         at = marker.end() + int.from_bytes(content[marker.end() : marker.end() + 2])
 
 
-def _png_chunks(content: bytes) -> Iterator[tuple[bytes, int, int]]:
-    """Yield kind, offset and length in bytes of each chunk of a PNG before IEND."""
+def _png_chunks(content: bytes) -> Iterator[bytes]:
+    """Yield the kind of each chunk of a PNG before IEND."""
     at = len(b"\x89PNG\r\n\x1a\n")
     while at + 8 <= len(content):
         length, kind = struct.unpack_from(">I4s", content, at)
         if kind == b"IEND":  # files may go on behind it
             break
-        yield kind, at, length
+        yield kind
         at += 8 + length + 4
 
 
 def image_size(content: bytes) -> tuple[int, int]:
-    """Return width and height of an image file, after turning by EXIF, from its header alone; raises BadSample."""
+    """Return width and height of an image file, after turning by EXIF; raises BadSample.
+
+    Only a PNG with metadata behind its pixels is decoded for it.
+    """
     with open_image(content, sys.maxsize) as image:
         width, height = image.size
-        return (height, width) if orientation(image, content) >= 5 else (width, height)
+        if image.format == "TIFF":  # Pillow turns it itself
+            return width, height
+        if image.format == "PNG" and width * height <= MAX_IMAGE_PIXELS:
+            pixels = content.find(b"IDAT")
+            if any(content.find(name, pixels) >= 0 for name in _PNG_METADATA):
+                with contextlib.suppress(*DECODE_ERRORS):  # the image is rejected when it is used
+                    image.load()
+        return (height, width) if orientation(image) >= 5 else (width, height)
 
 
-def orientation(image: Image.Image, content: bytes) -> int:
-    """Return the EXIF orientation, 1 or a key of TURNS, of an image that `open_image` made of `content`."""
-    if image.format == "TIFF":  # Pillow turns it itself
-        return 1
-    if image.format == "PNG":  # Pillow reads what stands behind the pixels only when it has decoded them
-        try:
-            image = Image.open(io.BytesIO(_without_pixels(content)), formats=("PNG",))
-        except DECODE_ERRORS:
-            return 1
-    return stated_orientation(image)
-
-
-def stated_orientation(image: Image.Image) -> int:
-    """Return the orientation, 1 or a key of TURNS, in the metadata that Pillow has read so far.
+def orientation(image: Image.Image) -> int:
+    """Return the EXIF orientation, 1 or a key of TURNS, in the metadata that Pillow has read so far.
 
     PIL.ImageOps.exif_transpose, and so transformers, turn by the same tags, EXIF's or else XMP's; blocks that these
     cannot read leave the picture as it is.
@@ -342,18 +341,6 @@ def stated_orientation(image: Image.Image) -> int:
         return int(stated) if stated in TURNS else 1
     except (*DECODE_ERRORS, LookupError, ArithmeticError):
         return 1
-
-
-def _without_pixels(content: bytes) -> bytes:
-    """Return a PNG file with this one's metadata, also from behind the pixels, and no pixels."""
-    kept = [content[: len(b"\x89PNG\r\n\x1a\n") + 25]]  # IHDR
-    for kind, at, length in _png_chunks(content):
-        if kind == b"fdAT":  # of an animation Pillow reads the first picture
-            break
-        if kind == b"eXIf" or content.startswith(_PNG_METADATA, at + 8):
-            chunk = content[at + 4 : at + 8 + length]
-            kept += [content[at : at + 4], chunk, zlib.crc32(chunk).to_bytes(4)]  # behind pixels no CRC is looked at
-    return b"".join([*kept, bytes(4), b"IDAT", zlib.crc32(b"IDAT").to_bytes(4)])
 
 
 def keys_or_value(record: object) -> str:

@@ -21,7 +21,7 @@ from PIL import Image
 
 from mmtrain.base.errors import UserError
 from mmtrain.config.limits import MAX_IMAGE_PIXELS
-from mmtrain.data.samples.records import DECODE_ERRORS, TURNS, BadSample, open_image, orientation, stated_orientation
+from mmtrain.data.samples.records import DECODE_ERRORS, TURNS, BadSample, open_image, orientation
 from mmtrain.data.shards.index import MEND
 from mmtrain.models.facts.families import encoder_config, holds_parts
 from mmtrain.models.facts.model_files import model_folder
@@ -169,23 +169,21 @@ def decode_image(content: bytes, max_pixels: int = MAX_IMAGE_PIXELS) -> Image.Im
     Raises BadSample for more pixels than allowed, before any is decoded, and for what Pillow cannot read to its end.
     """
     image = open_image(content, max_pixels)
-    turn = TURNS.get(orientation(image, content))
     try:
-        image.load()
-        if image.mode.startswith("I;16"):  # Pillow's own conversion cuts 65,535 off at 255: all white
-            image = Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
         if image.mode in ("I", "F"):
             raise BadSample("undecodable_image", f"32 bits a pixel (Pillow's mode {image.mode}) have no known range")
-        image = as_rgb(image)
-        return image if turn is None else image.transpose(turn)
+        return upright(image)
     except DECODE_ERRORS as error:
         raise BadSample("undecodable_image", str(error)) from None
 
 
 def upright(image: Image.Image) -> Image.Image:
-    """Return an opened image in RGB, turned as `decode_image` turns it."""
+    """Return an opened image in RGB, turned as EXIF says."""
     image.load()
-    turn, image = TURNS.get(stated_orientation(image)), as_rgb(image)
+    turn = TURNS.get(orientation(image))
+    if image.mode.startswith("I;16"):  # Pillow's own conversion cuts 65,535 off at 255: all white
+        image = Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
+    image = as_rgb(image)
     return image if turn is None else image.transpose(turn)
 
 
