@@ -66,8 +66,8 @@ def run(options: argparse.Namespace) -> None:
         text = tokenizer, template, layout, form
         build_indexes(todo, *text, workers=options.workers, rebuild=options.rebuild, stream=sys.stdout)
     surveyed = survey(tars, fingerprint, layout, form)
-    assert surveyed.text_lengths is not None  # a fingerprint was given
-    longest = surveyed.text_lengths.max(initial=0)
+    assert surveyed.text_tokens is not None  # a fingerprint was given
+    longest = surveyed.text_tokens.max(initial=0)
     print_result(f"{len(tars):,} shards, {len(surveyed.images):,} samples, {surveyed.images.sum():,} images")
     print_result(f"longest text: {longest:,} tokens of {tokenizer}, {template_name(template)}, without those of images")
     print_result(f"samples that cannot be trained on: {surveyed.reasons.total():,}", *reason_lines(surveyed.reasons))

@@ -33,7 +33,6 @@ import functools
 import glob
 import hashlib
 import math
-import re
 import shlex
 import sys
 from collections import Counter
@@ -138,7 +137,6 @@ def run(options: argparse.Namespace) -> None:
 
 
 def _opened(path: Path, options: argparse.Namespace) -> list[Source]:
-    """Open and count the sources of a path, and print what they are."""
     form = SampleFormat(options.format, options.caption_key, options.caption_prompt)
     sources, description = open_sources(path, form, options.image_key)
     print_info(f"{path}: {description}: {sum(source.records for source in sources):,} records")
@@ -146,7 +144,6 @@ def _opened(path: Path, options: argparse.Namespace) -> list[Source]:
 
 
 def _write_all(stats: ShardStats, options: argparse.Namespace, unfinished: UnfinishedRun) -> None:
-    """Run every job and add its result to the stats."""
     earlier = unfinished.finished
     if earlier:
         print_info(f"{options.out}: {len(earlier):,} shards are there already")
@@ -188,7 +185,6 @@ def _unfinished(
 
 
 def _options_that_shape_the_bytes(options: argparse.Namespace) -> dict:
-    """Return the options for dataset.json; a resumed run must have equal ones."""
     text = None if options.tokenizer is None else text_fingerprint(model_folder(options.tokenizer), options.template)
     return {
         **{name: getattr(options, name) for name in (*ADAPTING, *SHAPING)},
@@ -206,9 +202,9 @@ def _describe(source: Source) -> dict:
 
 def parse_size(text: str) -> int:
     """Return the bytes of a size: 500MB, 1GiB, 2.5e9, ..."""
-    number, unit = re.match(r"([\d.e]*)(.*)", text).groups()
+    number = text.rstrip("MGiB")
     with contextlib.suppress(KeyError, ValueError, OverflowError):
-        if (size := int(float(number) * UNITS[unit])) >= 10**6:
+        if (size := int(float(number) * UNITS[text[len(number) :]])) >= 10**6:
             return size
     raise argparse.ArgumentTypeError(f"{text!r} is no size of at least 1MB: 500MB, 1GiB, 2e9, ...")
 

@@ -37,7 +37,7 @@ class Survey:
     images: np.ndarray  # (samples,) int32 images of each sample
     image_sizes: np.ndarray  # (images, 2) int32 width and height in pixels, of those whose header tells
     fingerprint: str | None  # of the text lengths; None: there are none
-    text_lengths: np.ndarray | None  # (samples,) int32 tokens without those of images, UNUSABLE
+    text_tokens: np.ndarray | None  # (usable samples,) int64 tokens without those of images
     reasons: Counter[str]  # of samples that cannot be trained on; without fingerprint: whatever the tokenizer
     sample_set: SampleSet | None  # what planning needs of them; None without text lengths
     is_sized: bool  # whether tiles and positions of an image depend on its size
@@ -47,11 +47,6 @@ class Survey:
     def longer_sides(self) -> np.ndarray:
         """(images,) pixels."""
         return self.image_sizes.max(axis=1, initial=0)
-
-    @property
-    def text_tokens(self) -> np.ndarray | None:
-        """(usable samples,) tokens without those of images."""
-        return None if self.text_lengths is None else self.text_lengths[self.text_lengths != UNUSABLE]
 
     @property
     def expected(self) -> dict[str, float]:
@@ -100,14 +95,14 @@ def survey(
         fingerprint = only[0][0]
     of_samples, of_images = np.concatenate(images).astype(np.int32), np.concatenate(taken)
     is_known = of_images[:, 0] > 0
-    text_lengths, sample_set = None, None
+    text_tokens, sample_set = None, None
     if fingerprint is not None:
         catalog = Catalog([DataSet(tuple(tars), form=form)], [fingerprint], layout, MAX_IMAGE_PIXELS)
         reasons = Counter(fault.reason for fault in catalog.faults.values())
         (sample_set,), is_usable = catalog.sample_sets, catalog.lengths != UNUSABLE
         places = np.repeat(np.arange(len(of_samples)), of_samples)
         of_texts = catalog.lengths - np.bincount(places, of_images[:, 0], len(of_samples)).astype(np.int64)
-        text_lengths = np.where(is_usable, of_texts, UNUSABLE).astype(np.int32)
+        text_tokens = of_texts[is_usable]
         is_known &= is_usable[places]
     return Survey(
         shards=len(tars),
@@ -115,7 +110,7 @@ def survey(
         images=of_samples,
         image_sizes=np.concatenate(sizes).astype(np.int32),
         fingerprint=fingerprint,
-        text_lengths=text_lengths,
+        text_tokens=text_tokens,
         reasons=reasons,
         sample_set=sample_set,
         is_sized=layout.is_sized,

@@ -2,11 +2,10 @@
 
 tar without index --headers, contents, in one sequential read--> offset, size, CRC32 of every file
                   --neighbours of one key: samples, judged; TextCounter--> index with text lengths
-tar whose index lacks this format, tokenizer and template --members that hold the texts--> the same index, with them
+tar whose index lacks this tokenizer and template --members that hold the texts--> the same index, with the lengths
 
-Tars are only read. An index is a function of the tar, the formats, the tokenizers and the templates.
 Samples are formed as webdataset forms them. What makes one sample unusable is noted as its fault; what would make
-webdataset drop or mix up samples in silence is an error. Image headers are read, no pixel is decoded.
+webdataset drop or mix up samples in silence is an error.
 """
 
 from __future__ import annotations
@@ -32,8 +31,8 @@ from mmtrain.data.samples.records import MAX_IMAGE_BYTES, MAX_RECORD_BYTES, BadS
 from mmtrain.data.samples.sample import Sample, image_number, image_suffixes, read_sample
 from mmtrain.data.shards.archive import read_headers, sample_name
 from mmtrain.data.shards.index import (
+    MEND,
     UNKNOWN_SIZE,
-    Faults,
     Member,
     MissingIndex,
     ShardIndex,
@@ -54,7 +53,6 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 FAILURES_SHOWN = 5
-_OF_FILES = ("duplicate_member", "image_names", "undecodable_image", "too_many_pixels", "too_much_work")
 _CHUNK = 1 << 20  # bytes
 
 
@@ -70,9 +68,8 @@ def ensure_indexes(
 ) -> None:
     """Make or complete the indexes that a run with this tokenizer, template, layout and format of samples needs.
 
-    `workers` is the number of processes, None one for each core that this process may use. A `stream` that is a
-    terminal gets a progress bar. Raises UserError for indexes that are stale or damaged: they are never replaced
-    unasked, for their checksums are the only record of what the tars should hold.
+    `workers` is the number of processes, None one for each core. A `stream` that is a terminal gets a progress bar.
+    Raises UserError for indexes that are stale or damaged: their checksums are the only record of what the tars hold.
     """
     fingerprint = text_fingerprint(model_folder(tokenizer_path), template, layout.texts, form.wording)
     missing = unready_shards(tars, fingerprint)
@@ -114,9 +111,9 @@ def build_indexes(
 ) -> None:
     """Give each tar an index with text lengths under this tokenizer, template, layout and format.
 
-    An index that is there is completed; with `rebuild` it is made anew from the tar, without other formats and the
-    lengths of other tokenizers. Raises UserError, after all others are done, for shards that cannot be indexed. Time: a
-    shard is read once, of one that has an index only the members with texts; each worker takes one shard at a time.
+    An index that is there is completed; with `rebuild` it is made anew, without other formats and lengths. Raises
+    UserError, after all others are done, for shards that cannot be indexed. Cost: a shard is read once; for another
+    tokenizer only its texts.
     """
     from mmtrain.data.samples.templates import TextCounter  # imports torch: once, before workers are forked
 
@@ -143,21 +140,25 @@ def _index_shard(count: TextCounter, rebuild: bool, tar: Path, advance: Advance)
     try:
         with tar.open("rb") as stream:
             lock(stream)  # a process with another tokenizer waits, and then adds its lengths to these
-            index = None
+            index, form, lengths = None, count.form, TextLengths([])
             with contextlib.suppress(MissingIndex):
                 index = None if rebuild else read_index(tar)
             if index is not None and count.fingerprint in index.texts:
                 return None
-            lengths = TextLengths([])
 
             def measure(sample: Sample | None) -> None:
                 lengths.add(sample, count)
                 advance(1)
 
             if index is None:
-                index = scan_shard(tar, measure, count.form)
+                index = scan_shard(tar, measure, form)
+            elif form.reading in index.faults:
+                _measure_texts(tar, stream, index, lengths, measure, form)
             else:
-                _measure_texts(tar, stream, index, lengths, measure, count.form)
+                scanned = scan_shard(tar, measure, form)
+                if scanned.keys != index.keys:
+                    raise UserError(f"{tar}: holds other samples than its index. If they are right: {MEND} {tar}")
+                index.faults |= scanned.faults
             index.texts[count.fingerprint] = lengths
             write_index(tar, index)
     except OSError as error:
@@ -175,9 +176,7 @@ def _measure_texts(
     measure: Callable[[Sample | None], None],
     form: SampleFormat,
 ) -> None:
-    """Measure an indexed shard by the members with texts alone; the index gets the faults of a format new to it."""
-    known_faults = index.faults.get(form.reading)
-    faults = index.faults[form.reading] = _faults_of_files(index) if known_faults is None else known_faults
+    """Measure an indexed shard by the members with texts alone."""
 
     def read(member: Member) -> bytes:
         content = os.pread(stream.fileno(), member.size, member.offset)
@@ -187,26 +186,13 @@ def _measure_texts(
 
     for place, members in enumerate(index.members):
         sample = None
-        if place not in faults:
+        if place not in index.faults[form.reading]:
             try:
                 sample = _without_images(tar, index.keys[place], members, index.image_sizes[place], form, read)
             except BadSample as error:
-                if known_faults is not None or error.reason == "checksum":
-                    lengths.reject(error)
-                    continue
-                faults[place] = (error.reason, error.detail)
+                lengths.reject(error)
+                continue
         measure(sample)
-
-
-def _faults_of_files(index: ShardIndex) -> Faults:
-    """Return the faults that are the same in every format, from those of a format that was read."""
-    faults, *_ = index.faults.values()
-    too_large = {
-        place
-        for place, members in enumerate(index.members)
-        if any(image_number(member.suffix) is not None and member.size > MAX_IMAGE_BYTES for member in members)
-    }
-    return {place: fault for place, fault in faults.items() if fault[0] in _OF_FILES or place in too_large}
 
 
 def _without_images(
@@ -228,7 +214,7 @@ def _without_images(
 
 
 class _File(NamedTuple):
-    """A member that was read: what was kept of its content, and what was wrong with it."""
+    """A member that was read: its text or its image's size, and what is wrong with it."""
 
     key: str
     member: Member
@@ -241,8 +227,7 @@ def scan_shard(tar: Path, on_sample: Callable[[Sample | None], None], form: Samp
     """Read a tar once and return its index without text lengths, its samples read in this format.
 
     `on_sample` gets each sample with empty images, or None for one with a fault. Memory is that of an image. Raises
-    what `read_headers` raises, and UserError for names that webdataset forms no sample of: without a suffix, or with a
-    part that begins with two underscores.
+    UserError for a damaged tar, and for names that webdataset forms no sample of.
     """
     try:
         with tar.open("rb", buffering=_CHUNK) as stream, warnings.catch_warnings(action="ignore"):  # Pillow's
