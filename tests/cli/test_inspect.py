@@ -17,7 +17,6 @@ from transformers import AutoTokenizer, LlavaNextImageProcessor, LlavaNextProces
 
 from mmtrain.__main__ import main
 from mmtrain.config.load import load_config
-from mmtrain.data.prepare.sharding import write_shards
 from mmtrain.data.samples.sample import IGNORE, IMAGE_POSITION
 from mmtrain.data.shards.index import index_path, read_index
 
@@ -67,15 +66,6 @@ def images_of(members):
     return sum(suffix != "json" for suffix in members)
 
 
-def captions_of(answers, folder):
-    """Text-only samples with these answers, in one shard."""
-    folder.mkdir(exist_ok=True)
-    turns = [[{"from": "human", "value": "Say."}, {"from": "gpt", "value": answer}] for answer in answers]
-    samples = [(f"s{number}", {"conversations": each}, []) for number, each in enumerate(turns)]
-    write_shards(samples, folder, len(samples))
-    return folder
-
-
 def summary(values):
     """What the tool says of numbers, by its definition: quantiles are values, the first that enough do not exceed."""
     ordered = sorted(values)
@@ -120,17 +110,6 @@ def test_text_lengths_are_those_of_the_stock_tokenizer(folder, plain, stock, cap
     edges = found["text_tokens"]["histogram"]["edges"]
     expected = [sum(first <= n < after for n in lengths) for first, after in itertools.pairwise(edges)]
     assert found["text_tokens"]["histogram"]["counts"] == expected
-
-
-def test_fill_is_what_a_packing_by_hand_gives(tmp_path, plain, stock, capsys):
-    answer = "a red circle on a blue background."
-    length = len(stock(answer).input_ids) + 1
-    shards = captions_of([answer] * 30 + [answer * 20], tmp_path / "shards")
-    pack_length = 3 * length + 2  # three of them and two tokens to spare: 10 packs; the long one does not fit
-    code, found = run_json(capsys, shards, *plain, "--pack-length", pack_length)
-    assert code == 0
-    fill = pytest.approx(30 * length / (10 * pack_length))
-    assert found["packing"] == [{"pack_length": pack_length, "packs": 10, "fill": fill, "overlong": 1}]
 
 
 def test_an_images_tokens_come_from_the_vision_encoder(tiny, folder, plain, capsys):

@@ -382,14 +382,6 @@ def test_the_command_as_the_help_shows_it_without_torch(folder):
     assert len(read_members(folder / "out" / "shard-000000.tar")) == 12
 
 
-def test_help_teaches_by_example(capsys):
-    with pytest.raises(SystemExit) as ended:
-        main(["shard", "--help"])
-    printed = capsys.readouterr().out
-    assert ended.value.code == 0
-    assert "mmtrain shard --json" in printed and "rejected.jsonl" in printed and "exit codes" in printed
-
-
 def test_conversations_without_images_need_no_folder_of_them(tmp_path):
     seen = {"id": "b", "image": "b.png", "conversations": turns("<image>", "A.")}
     (tmp_path / "a.json").write_text(json.dumps([SOUND, seen]))

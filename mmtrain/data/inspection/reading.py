@@ -136,11 +136,7 @@ def parse_reading_arguments(parser: argparse.ArgumentParser, arguments: Sequence
 
 
 def reading_of(options: argparse.Namespace, tars: Sequence[Path]) -> Reading:
-    """Return how to read these shards, from checked options.
-
-    Raises UserError for a layout whose texts depend on a size that is missing, and what `load_config`, `image_layout`
-    and `sample_format` raise.
-    """
+    """Return how to read these shards, from checked options; raises UserError."""
     if options.config is None:
         form = sample_format(options.format, options.caption_key, options.caption_prompt, tars, "SHARDS")
         layout = _layout(options)

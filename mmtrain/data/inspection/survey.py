@@ -69,7 +69,6 @@ def survey(
     """Read the index of every shard, as training does; raises what `read_index` and `Catalog` raise.
 
     `fingerprint` names tokenizer and template; None: those that all shards were indexed for, if there is exactly one.
-    `layout` says what images become, with 0 positions a tile where that is not known.
     """
     images: list[np.ndarray] = []
     sizes: list[np.ndarray] = []
@@ -121,8 +120,7 @@ def survey(
 def histogram(values: np.ndarray, bins: int) -> tuple[list[int], list[int]]:
     """Return edges and counts: counts[i] of the values are at least edges[i] and less than edges[i + 1].
 
-    About `bins` bins, 1, 2 or 5 times a power of ten wide, and one more for what lies far above them. `values`: whole
-    numbers, at least one.
+    About `bins` bins, 1, 2 or 5 times a power of ten wide, and one more for what lies far above them.
     """
     low, tail, high = int(values.min()), quantile(values, TAIL), int(values.max())
     widths = (factor * 10**power for power in itertools.count() for factor in (1, 2, 5))

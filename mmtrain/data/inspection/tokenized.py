@@ -54,11 +54,7 @@ class TokenizedSample:
 
 
 def tokenize_samples(tars: Sequence[Path], key: str, reading: Reading) -> list[TokenizedSample]:
-    """Return every sample of this key in indexed shards, in order, read as training reads it.
-
-    Raises UserError for a key that no shard has, for shards that cannot be read, for images whose positions are not
-    known, and what `load_tokenizer` and the template raise for tokenizers.
-    """
+    """Return every sample of this key in indexed shards, in order, read as training reads it; raises UserError."""
     assert reading.tokenizer is not None and reading.template is not None and reading.fingerprint is not None
     places = _find(tars, key)
     shards = tuple(dict.fromkeys(tar for tar, _ in places))
@@ -92,7 +88,6 @@ def tokenize_samples(tars: Sequence[Path], key: str, reading: Reading) -> list[T
 
 
 def _find(tars: Sequence[Path], key: str) -> list[tuple[Path, int]]:
-    """Return shard and place of every sample of this key."""
     places: list[tuple[Path, int]] = []
     like: list[str] = []
     for tar in tars:

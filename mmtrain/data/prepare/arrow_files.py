@@ -37,7 +37,6 @@ def arrow_rows(path: Path, wanted: Collection[str], first: int = 0) -> Iterator[
     """Yield the rows from `first` on, of the wanted columns: JSON types, and memoryview for bytes.
 
     Rows are decoded one by one: a dictionary's value of 256 MB takes 9 kB of a file, however many rows repeat it.
-    Memory is that of a row and, of parquet, of a page (1,024 rows as pandas writes it). Raises UserError.
     """
     with _opened(path) as file:
         names = [name for name in _schema(file).names if name in wanted]

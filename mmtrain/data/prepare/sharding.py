@@ -98,10 +98,7 @@ KeyedSample = tuple[str, dict, Sequence[tuple[str, bytes]]]  # key, KEY.json's c
 
 
 def sample_key(identifier: str) -> str:
-    """Return the tar key of a record's id: the id itself where it is safe, else its readable part and a hash.
-
-    The hash is 12 digits of the id's SHA-256: a key depends on the id alone, and different ids get different keys.
-    """
+    """Return the tar key of a record's id: the id itself where it is safe, else its readable part and a hash of it."""
     if _SAFE_KEY.fullmatch(identifier) and len(identifier) <= _LONGEST:
         return identifier
     readable = re.sub(r"[^A-Za-z0-9]+", "-", identifier).strip("-")[:_READABLE]
@@ -172,8 +169,8 @@ def write_shards(samples: Iterable[KeyedSample], folder: Path, samples_per_shard
 def write_shard(path: Path, samples: Iterable[KeyedSample], count: TextCounter | None = None) -> WrittenShard:
     """Write one tar (POSIX.1-2008 ustar; times, owners and modes fixed), which appears under `path` when complete.
 
-    Its index is written after it, with text lengths where there is a `count`. Records and images are sound. Raises
-    UserError if `path` exists or the disk is full, and what `samples` raises; then the unfinished tar is removed.
+    Its index is written after it, with text lengths where there is a `count`. Raises UserError if `path` exists or the
+    disk is full, and what `samples` raises; then the unfinished tar is removed.
     """
     if path.exists():
         raise UserError(f"{path}: exists already; shards are never written over, choose a new folder or delete them")

@@ -337,7 +337,6 @@ def _named(keys: list[str]) -> str:
 
 
 def _files(path: Path) -> list[tuple[str, Path]]:
-    """Return the name and path of each file of rows that a path stands for, in order; raises UserError."""
     if path.suffix.lower() == ".tar" or any(path.glob("*.tar")):
         raise UserError(f"{path}: holds shards already: data.shards={path} trains on them")
     if not path.is_dir():

@@ -145,7 +145,6 @@ def _spans_rows(field: str) -> bool:
 
 
 def _first_character(path: Path) -> str:
-    """Return a text's first character that is no white space; "" if there is none."""
     with _opened(path) as stream:
         while text := stream.read(4096):
             if text := text.lstrip(" \t\r\n"):
@@ -154,7 +153,6 @@ def _first_character(path: Path) -> str:
 
 
 def _lines(path: Path) -> Iterator[tuple[int, str]]:
-    """Yield the number, from 1, and the text of each line."""
     with _opened(path) as stream:
         for number, line in enumerate(iter(lambda: stream.readline(MAX_RECORD_BYTES + 1), ""), 1):
             if len(line) > MAX_RECORD_BYTES:

@@ -127,7 +127,6 @@ class Validator:
 
 
 def _identifier(value: object) -> str | int | None:
-    """Return a record's id as rejected.jsonl shows it."""
     identifier = value.get("id") if isinstance(value, dict) else None
     return identifier if isinstance(identifier, str | int) else None
 

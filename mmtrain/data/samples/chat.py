@@ -42,9 +42,9 @@ class TemplateError(Exception):
 
 
 class JinjaTemplate:
-    """A chat template as transformers' tokenizers render it, in a sandbox without files and Python, up to a length.
+    """A chat template in transformers' sandbox without files and Python; it may still waste time or memory.
 
-    The sandbox does not keep a template from wasting time or memory. Raises TemplateError for what is no template.
+    Raises TemplateError for what is no template.
     """
 
     def __init__(self, text: str) -> None:
@@ -76,9 +76,8 @@ def _failure(error: Exception) -> TemplateError:
 class ChatText:
     """Writes conversations as a template in Jinja does: human -> user, gpt -> assistant, system -> system.
 
-    Without a system turn the template's default system text stands. A template that writes today's date (strftime_now)
-    gets a fixed one, so that samples do not change overnight. Cost: 2 renderings per answer, to find where it begins
-    and ends, and to see that later turns leave it as it was.
+    A template that writes today's date (strftime_now) gets a fixed one, so that samples do not change overnight. Cost:
+    2 renderings per answer, to find where it begins and ends, and to see that later turns leave it as it was.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, end_marks: Iterable[str], template: str = "chat") -> None:

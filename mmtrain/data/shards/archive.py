@@ -50,9 +50,8 @@ def sample_name(name: str) -> tuple[str, str] | None:
 def read_headers(path: Path, stream: BinaryIO) -> Iterator[ArchiveFile]:
     """Yield each regular file of the tar that `stream` reads, in order; folders are skipped, contents not read.
 
-    The stream may be moved between two files. Raises UserError naming the member and the offset: a damaged header, a
-    truncated file, bytes behind the end of archive, compressed tars, links, devices, sparse files, and names that are
-    unsafe (absolute, with .. or control characters) or not UTF-8.
+    The stream may be moved between two files. Raises UserError, naming the member and the offset, for damage,
+    compressed tars, what is no regular file, and names that are unsafe or not UTF-8.
     """
     end = stream.seek(0, 2)
     offset, last = 0, "the start"

@@ -120,7 +120,6 @@ def _fault(members: _Members, form: SampleFormat) -> BadSample | None:
 
 
 def _first_samples(shards: Sequence[Path], key: str) -> list[_Members]:
-    """Read the first samples; damage behind any of them is for the index to report."""
     samples: list[_Members] = []
     damage = None
     for shard in shards:

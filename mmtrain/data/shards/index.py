@@ -2,18 +2,16 @@
 
 shard-000000.tar --scan, tokenizer--> ShardIndex --write_index--> shard-000000.tar.index --read_index--> ShardIndex
 
-The file lies beside the tar, or in the user's cache where that folder cannot be written. It has two lines of ASCII. The
-first is a JSON object: format, version, tar_bytes, samples, texts (usable samples by fingerprint), bytes (of the second
-line) and crc32 (of the first line without it, then of the second). The second is the content, JSON in columns. Flat
-columns run over all members, or images, of one sample after the other:
+The file has two lines of ASCII. The first is a JSON object: format, version, tar_bytes, samples, texts (usable samples
+by fingerprint), bytes (of the second line) and crc32 (of the first line without it, then of the second). The second is
+the content, JSON in columns. Flat columns run over all members, or images, of one sample after the other:
 
     {"keys": [...], "members": {"counts": [per sample], "suffix": [...], "offset": [...], "size": [...], "crc32":
      [...]}, "images": {"counts": [...], "width": [...], "height": [...]},
      "faults": {reading: [[place, reason, detail], ...]}, "texts": {fingerprint: {"tokens": [...], "faults": [...]}}}
 
 A place is a sample's number in its shard, from 0. Image sizes are those after turning by EXIF. Faults that do not
-depend on the tokenizer are listed by the format in which samples were read (SampleFormat.reading: "llava", "caption",
-...); each format lists those of a sample's files. The bytes are a function of the content.
+depend on the tokenizer are listed by the format in which samples were read (SampleFormat.reading).
 """
 
 from __future__ import annotations
@@ -123,10 +121,7 @@ class ShardIndex:
 
 
 def index_path(tar: Path) -> Path:
-    """Path of a shard's index: beside the tar, or in the cache where that folder cannot be written.
-
-    One in the cache comes first: it was made because the one beside the tar could not be changed.
-    """
+    """Path of a shard's index: beside the tar, or in the cache if there is one or that folder cannot be written."""
     cached, beside = _in_cache(tar), _beside(tar)
     if cached.is_file() or not (beside.is_file() or os.access(beside.parent, os.W_OK)):
         return cached
@@ -143,11 +138,7 @@ def _in_cache(tar: Path) -> Path:
 
 
 def read_index(tar: Path) -> ShardIndex:
-    """Read the index of a shard.
-
-    Raises MissingIndex, and UserError for an index that is damaged, has another version, or was made for a tar of
-    another size.
-    """
+    """Read the index of a shard; raises MissingIndex, or UserError for one that is damaged or of another tar."""
     path, header, content = _read(tar)
     try:
         return _parse(header, json.loads(content))
@@ -156,10 +147,7 @@ def read_index(tar: Path) -> ShardIndex:
 
 
 def indexed_texts(tar: Path) -> dict[str, int]:
-    """Return the number of samples that can be trained on, by text fingerprint; raises what `read_index` raises.
-
-    The bytes of the index are checked, but only its first line is parsed.
-    """
+    """Return the number of samples that can be trained on, by text fingerprint; raises what `read_index` raises."""
     _, header, _ = _read(tar)
     return header.texts
 

@@ -6,8 +6,6 @@
 
 Samples are read by offset, in an order that changes every epoch, so what a program writes has to be a file. Price: its
 size on the disk of the cache (XDG_CACHE_HOME), until it is deleted there.
-
-Nothing here imports torch or webdataset, so that the launcher refuses missing and empty shards before a rank starts.
 """
 
 from __future__ import annotations
@@ -53,9 +51,8 @@ def expand_shards(
     """List the tar files that `shards` names: paths, folders, globs (*, ?), brace ranges ({00000..00099}), in order.
 
     A folder stands for its *.tar. These, and a glob's files, are sorted; braces mean what they mean to webdataset.
-    `demo:train` and its like are the demo's, which `demo.data` makes before; `pipe:` URLs are run if `allow_pipe` names
-    their program. `key` is the configuration's name for the list, for messages. Raises UserError for a pattern without
-    files, a file named twice, and other URLs.
+    `pipe:` URLs are run if `allow_pipe` names their program. `key` is the configuration's name for the list. Raises
+    UserError for a pattern without files, a file named twice, and other URLs.
     """
     patterns = (shards,) if isinstance(shards, str) else tuple(shards)
     tars = [tar for pattern in patterns for tar in _tars_of(pattern, key, allow_pipe)]
@@ -76,7 +73,6 @@ def expand_shards(
 
 
 def _tars_of(pattern: str, key: str, allow_pipe: Sequence[str]) -> list[Path]:
-    """List the files of one pattern."""
     if is_demo(pattern):
         tars = sorted(demo_shards(pattern).glob("*.tar"))
         if not tars:
@@ -157,10 +153,9 @@ def demo_shards(name: str) -> Path:
 
 
 def _piped_shard(url: str, allowed: Sequence[str], key: str) -> Path:
-    """Return the file with the output of a `pipe:` URL's command, which runs if the file is not there yet.
+    """Return the file with the output of a `pipe:` URL's command, which runs, without a shell, if it is not there yet.
 
-    `allowed` names the programs that may start; only the command line says it. There is no shell, so `|`, `;` and `>`
-    are words like others. Raises UserError for other programs and for one that fails.
+    Raises UserError for programs other than the `allowed` ones and for one that fails.
     """
     try:
         command = shlex.split(url.removeprefix(PIPE))
@@ -211,10 +206,7 @@ def refuse_unfinished_shards(paths: Sequence[Path], key: str) -> None:
 
 
 def refuse_empty_shards(paths: Sequence[Path], key: str = "data.shards") -> None:
-    """Raise UserError if the shards hold no file, or one has no bytes at all.
-
-    Reads headers until the first regular file; raises UserError for damage before it, and for compressed tars.
-    """
+    """Raise UserError if the shards hold no file, or one has no bytes at all or is damaged before its first file."""
     for path in paths:
         if path.stat().st_size == 0:
             raise UserError(f"{key}: {path} is empty, 0 bytes; copy it again, or take it out of the list")

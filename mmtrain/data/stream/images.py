@@ -107,11 +107,7 @@ class ImageTransform:
         return torch.from_numpy(np.ascontiguousarray(np.asarray(fitted).transpose(2, 0, 1)))
 
     def _pad(self, image: Image.Image) -> Image.Image:
-        """Resize the padded square without making it.
-
-        Pillow resizes along rows first and leaves rows of one colour as they are: bars above and below are added
-        between its two passes, and rows are handled a band at a time.
-        """
+        """Resize the padded square without making it: bars above and below are added between Pillow's two passes."""
         (width, height), side = image.size, max(image.size)
         left, above = (side - width) // 2, (side - height) // 2
         colour = tuple(int(channel * 255) for channel in self.mean)
@@ -164,10 +160,7 @@ def as_rgb(image: Image.Image) -> Image.Image:
 
 
 def decode_image(content: bytes, max_pixels: int = MAX_IMAGE_PIXELS) -> Image.Image:
-    """Decode an image file to RGB, its first picture if there are several, turned as EXIF says.
-
-    Raises BadSample for more pixels than allowed, before any is decoded, and for what Pillow cannot read to its end.
-    """
+    """Decode an image file to RGB, its first picture if there are several, turned as EXIF says; raises BadSample."""
     image = open_image(content, max_pixels)
     try:
         if image.mode in ("I", "F"):
@@ -190,8 +183,7 @@ def upright(image: Image.Image) -> Image.Image:
 def image_transform(name: str, fit: Fit | None = None, max_pixels: int = MAX_IMAGE_PIXELS) -> ImageTransform:
     """Return the preprocessing of a vision encoder, named as in `model.vision.name`; `fit`: as data.image_fit.
 
-    Size, mean and interpolation are those of timm's pretrained configuration, or of the `preprocessor_config.json` of a
-    transformers folder. Raises UserError where neither exists.
+    It is that of timm's pretrained configuration, or of a folder's `preprocessor_config.json`. Raises UserError.
     """
     size, mean, std, interpolation = _published(name)
     if interpolation.upper() not in Image.Resampling.__members__:
@@ -201,7 +193,6 @@ def image_transform(name: str, fit: Fit | None = None, max_pixels: int = MAX_IMA
 
 
 def _published(name: str) -> tuple[int, Sequence[float], Sequence[float], str]:
-    """Return pixels a side, mean, std and interpolation."""
     if is_timm_name(name):
         config = timm_config(name)
         return config.input_size[-1], config.mean, config.std, config.interpolation

@@ -164,10 +164,9 @@ class PackedBatches:
 
 
 def _shared_memory(workers: int, tiles: int, image_size: int) -> torch.Tensor:
-    """Return (workers, SLOTS, tiles, 3, S, S) uint8 that forked processes share.
+    """Return (workers, SLOTS, tiles, 3, S, S) uint8 that forked processes share; raises UserError.
 
-    torch's queues make a file in /dev/shm of every tensor instead, of which a container has 64 MB by default. A page
-    takes no memory until it is used. Raises UserError where the system refuses it.
+    torch's queues make a file in /dev/shm of every tensor instead, of which a container has 64 MB by default.
     """
     shape = (workers, SLOTS, max(tiles, 1), 3, image_size, image_size)
     try:

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from archives import conversation, picture, write_tar
 
-from mmtrain.data.inspection.survey import Fill, epoch_fill, histogram, quantile, survey
+from mmtrain.data.inspection.survey import Fill, epoch_fill, histogram, survey
 from mmtrain.data.shards.index import TextLengths, write_index
 from mmtrain.data.shards.indexing import scan_shard
 from mmtrain.data.stream.order import Capacity, SampleSet
@@ -69,19 +69,6 @@ def test_a_bin_is_a_round_number_wide_and_the_highest_percent_shares_one():
     assert histogram(np.array([64] * 5), 10) == ([64, 65], [5])
     values = np.array([*range(100, 200), *range(100, 200), 9000])
     assert histogram(values, 5) == ([100, 120, 140, 160, 180, 200, 9001], [40, 40, 40, 40, 40, 1])
-
-
-def test_a_quantile_is_one_of_the_values():
-    values = np.array([10, 40, 20, 30])
-    assert [quantile(values, share) for share in (0.0, 0.25, 0.26, 0.5, 0.75, 0.99, 1.0)] == [
-        10,
-        10,
-        20,
-        20,
-        30,
-        40,
-        40,
-    ]
 
 
 @pytest.mark.parametrize(

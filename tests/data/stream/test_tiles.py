@@ -16,7 +16,6 @@ from mmtrain.config.load import load_config
 from mmtrain.data.samples.sample import IGNORE, IMAGE_POSITION
 from mmtrain.data.shards.index import read_index, write_index
 from mmtrain.data.stream.loader import PackedBatches
-from mmtrain.data.stream.order import Capacity, SampleSet, pack_best_fit, plan_epoch
 from mmtrain.models.layouts.layout import ImageLayout
 from mmtrain.models.layouts.registry import LAYOUTS
 
@@ -175,20 +174,6 @@ def test_an_image_too_thin_for_its_grid_is_told_before_the_run_and_costs_its_sam
     assert packed.order.epoch_plan(0).unusable == 1
     batch = taken(packed, 1)[0]
     assert set(batch.keys) == {"b", "c"} and {tiling.tiles for tiling in batch.tilings} == {1}, "of several, squares"
-
-
-@pytest.mark.parametrize("name", ["tiles", "anyres_max_9"])
-def test_packs_of_mixed_sizes_are_as_full_as_best_fit_over_the_epoch_makes_them(name):
-    layout, draw = LAYOUTS[name](729, 384), np.random.RandomState(0)
-    count, tokens = 8192, 16384
-    sides = np.exp(draw.normal(6.3, 0.5, (count, 2))).clip(20, 2500).astype(int).tolist()
-    tilings = [layout.tiling(*size) for size in sides]
-    text = draw.geometric(1 / 80, count)
-    lengths = text + np.array([tiling.positions for tiling in tilings])
-    tiles = np.array([tiling.tiles for tiling in tilings])
-    one = SampleSet(1.0, np.full(8, count // 8), lengths.astype(np.int32), tiles.astype(np.int32))
-    plan = plan_epoch([one], 0, 0, Capacity(tokens), shuffle_shards=16, pack_window=4096)
-    assert len(pack_best_fit(lengths[lengths <= tokens], Capacity(tokens))) >= 0.99 * len(plan)
 
 
 def test_a_worker_has_room_for_every_pack_and_not_for_many_more(tiny, mixed):
