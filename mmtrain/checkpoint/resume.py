@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -18,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from mmtrain.base.errors import UserError
-from mmtrain.base.json_lines import parse_line, recorded
+from mmtrain.base.json_lines import recorded
 from mmtrain.base.printing import escape, first_few
 from mmtrain.checkpoint.run_folder import CONFIG, METRICS, PLAN, contents_of_a_run, run_folder
 from mmtrain.checkpoint.step_folder import (
@@ -85,7 +84,7 @@ class ResumePoint:
 
 
 def find_start(config: RunConfig, resume: str = AUTO, allowed: Sequence[str] = ()) -> ResumePoint | None:
-    """Find the checkpoint at which the run resumes; None: it begins with its first step. Changes nothing.
+    """Find the checkpoint at which the run resumes; None: it begins with its first step.
 
     `resume` is the value of --resume, `allowed` the keys of --allow-change. Raises UserError where resuming would mix
     two runs, or lose one.
@@ -165,15 +164,8 @@ def _refuse_lost_checkpoints(folder: Path) -> None:
 
 def is_complete(folder: Path, checkpoint: StepFolder, config: RunConfig) -> bool:
     """Whether this run, as configured, has ended with this checkpoint, final evaluation included."""
-    if any(_changes(checkpoint.config, config)):
-        return False
-    try:
-        with (folder / METRICS).open("rb") as file:
-            file.seek(max(file.seek(0, os.SEEK_END) - 4096, 0))
-            last = parse_line(file.read().splitlines()[-1])
-    except (OSError, IndexError):
-        return False
-    return isinstance(last, dict) and (last.get("kind"), last.get("step")) == ("end", checkpoint.step)
+    ends = (record.get("step") for record in recorded(folder / METRICS, "end"))
+    return not any(_changes(checkpoint.config, config)) and checkpoint.step in ends
 
 
 # ---- what may change
@@ -225,10 +217,7 @@ def _allows(name: str, key: str) -> bool:
 
 
 def flat(value: Any, *path: str) -> dict[str, Any]:
-    """Return values by dotted key; elements of a list of sections by their number, an optional section as "set".
-
-    An empty list has none.
-    """
+    """Return values by dotted key; elements of a list of sections by their number, an optional section as "set"."""
     own = ".".join(path)
     if isinstance(value, list) and all(isinstance(element, dict) for element in value):
         value = dict(enumerate(value))

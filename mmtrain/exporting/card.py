@@ -48,7 +48,6 @@ def write_card(
     dates = getattr(processor.template, "chat", None) and processor.template.chat.dates
     gained = language.added_rows
     rows = language.config["vocab_size"] - gained
-    transform = processor.transform
     _render(
         folder,
         about,
@@ -56,22 +55,17 @@ def write_card(
         [about.llm, about.vision],
         form="model",
         dtype=dtype,
+        encoder=encoder,
         language=language,
         processor=processor,
+        transform=processor.transform,
+        stock=stock,
         unmarked=unmarked,
         around=len(around),
         adapted=len(adapted),
-        whole=len(around) - 2 * len(adapted),
-        images=processor.layout.description or f"become square by: {about.image_fit}",
-        class_name=stock.class_name,
-        exact_pixels=stock.exact_pixels(transform),
-        is_plain=about.template == "plain",
         row_cost=f"{math.log1p(gained / rows):.1e} nats at most: ln(1 + {gained} / {rows:,})",
-        encoder=encoder,
         date=next(iter(dates.values())) if dates else None,
-        near_with_torchvision=transform.interpolation in NEAR_WITH_TORCHVISION,
-        interpolation=transform.interpolation,
-        size=transform.image_size,
+        near_with_torchvision=processor.transform.interpolation in NEAR_WITH_TORCHVISION,
     )
 
 

@@ -35,11 +35,10 @@ from mmtrain.engine.audit import settings_fingerprint
 from mmtrain.exporting.card import write_card
 from mmtrain.exporting.chat_template import mark_answers
 from mmtrain.exporting.language import ExportedLanguage, language_for_export
-from mmtrain.exporting.merging import merged_encoder
 from mmtrain.exporting.processor import ExportedProcessor, check_processor, write_processor
 from mmtrain.exporting.projector_file import Origin, origin, run_tensors
 from mmtrain.exporting.tensors import TensorSource, cast_to, require_space, write_shards
-from mmtrain.exporting.vision import encoder_for_export, wrapped_timm_encoder
+from mmtrain.exporting.vision import encoder_for_export, merged_encoder, wrapped_timm_encoder
 from mmtrain.models.facts.adapters import is_llm_adapter
 from mmtrain.models.facts.connectors import NEWLINE
 from mmtrain.models.facts.encoders import TIMM

@@ -3,7 +3,8 @@
 model.layers.3.X    -> language_model.model.layers.3.X     (LLaVA's names; each stock class has its own)
 lm_head.weight      -> language_model.lm_head.weight
 
-A tensor keeps its content, unless an adapter is merged into it.
+A tensor keeps its content, unless an adapter is merged into it: W + (alpha / r) B A in fp32, when it is written,
+cast to the export's type once.
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ from transformers.pytorch_utils import Conv1D
 
 from mmtrain.base.errors import UserError
 from mmtrain.config.model import LoraSection
-from mmtrain.exporting.merging import take_merged
 from mmtrain.exporting.tensors import TensorSource, stored
+from mmtrain.models.facts.adapters import LORA_A, LORA_B, adapted_layer
 from mmtrain.models.facts.families import canonical_name, llm_config, llm_tensors
 from mmtrain.models.modules.language import causal_config, missing_prefix
 from mmtrain.models.weights.files import tensor_files
@@ -92,6 +93,31 @@ def language_for_export(
         )
     content = _text_config(folder, config, max(rows, rows_needed, config.vocab_size), dtype)
     return ExportedLanguage(content, tensors, max(0, rows_needed - rows))
+
+
+def take_merged(
+    waiting: dict[str, TensorSource], name: str, weight: TensorSource, lora: LoraSection | None, transposed: bool
+) -> TensorSource:
+    """Return the weight `name` merged with its adapter, if `waiting` has one, which is removed from there.
+
+    transposed: the weight is (in, out). Raises UserError for an adapter of another shape.
+    """
+    layer = adapted_layer(name)
+    if lora is None or layer + LORA_A not in waiting or layer + LORA_B not in waiting:
+        return weight
+    first, second = waiting.pop(layer + LORA_A), waiting.pop(layer + LORA_B)
+    outputs, inputs = reversed(weight.shape) if transposed else weight.shape
+    if (first.shape, second.shape) != ((lora.r, inputs), (outputs, lora.r)):
+        raise UserError(
+            f"{layer}: its adapter was trained with shapes {list(first.shape)} and {list(second.shape)}, and its "
+            f"weight has {list(weight.shape)}: another model lies there than the run was trained with"
+        )
+
+    def read() -> torch.Tensor:
+        update = (second.read() @ first.read()) * (lora.alpha / lora.r)
+        return weight.read().to(torch.float32) + (update.T if transposed else update)
+
+    return TensorSource(torch.float32, weight.shape, read)
 
 
 def _ignored(model: PreTrainedModel) -> Callable[[str], bool]:

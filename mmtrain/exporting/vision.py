@@ -33,13 +33,15 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from mmtrain.base.errors import UserError
 from mmtrain.config.schema import RunConfig
+from mmtrain.exporting.language import take_merged
 from mmtrain.exporting.tensors import TensorSource, in_memory, stored
+from mmtrain.models.facts.adapters import is_adapter
 from mmtrain.models.facts.encoders import FAMILIES, family_of
 from mmtrain.models.facts.families import encoder_config, encoder_tensors
 from mmtrain.models.facts.model_files import foreign_files, model_folder
 from mmtrain.models.facts.timm_models import BEHIND_THE_BLOCKS, CLIP, DINOV2, SIGLIP, StockModel, form_of
 from mmtrain.models.facts.vision_files import is_timm_name, square
-from mmtrain.models.modules.vision import model_class, stock_config, timm_model
+from mmtrain.models.modules.vision import load_vision, model_class, stock_config, timm_model
 from mmtrain.models.weights.files import tensor_files
 from mmtrain.stock.stock_class import OUTER, WHAT_WORKS, ExportedEncoder
 
@@ -86,6 +88,25 @@ def encoder_for_export(config: RunConfig, trained: Mapping[str, torch.Tensor]) -
         patch_size=patch_size,
         prefix_tokens=prefix_tokens,
     )
+
+
+def merged_encoder(config: RunConfig, trained: Mapping[str, TensorSource]) -> dict[str, torch.Tensor]:
+    """Return the trained tensors of a run's encoder, by global name, adapters merged into their layers' weights.
+
+    Raises UserError for an adapter of a layer that the encoder does not have.
+    """
+    waiting = dict(trained)
+    chosen, merged = config.model.vision, {}
+    if any(map(is_adapter, trained)):
+        tower = load_vision(chosen.name, chosen.select_layer, torch.float32, final_norm=chosen.final_norm)
+        for name, parameter in tower.global_parameters():
+            weight = waiting.get(name) or in_memory(parameter.detach())
+            result = take_merged(waiting, name, weight, config.model.lora, transposed=False)
+            if result is not weight:
+                merged[name] = result
+        if idle := next(filter(is_adapter, waiting), None):
+            raise UserError(f"{idle} was trained, and the encoder {chosen.name} has no such layer")
+    return {name: source.read() for name, source in (waiting | merged).items()}
 
 
 def wrapped_timm_encoder(config: RunConfig, trained: Mapping[str, torch.Tensor]) -> ExportedEncoder:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import shutil
 import threading
+import time
 from contextlib import AbstractContextManager
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +20,7 @@ from ranks import run_ranks
 from safetensors.torch import load_file
 from step_states import run_state
 
-from mmtrain.base.errors import UserError
+from mmtrain.base.errors import NonFiniteError, UserError
 from mmtrain.checkpoint import write as write_module
 from mmtrain.checkpoint.load import differences, load
 from mmtrain.checkpoint.step_folder import StepFolder, find, step_folders, step_path, why_damaged
@@ -25,6 +28,14 @@ from mmtrain.checkpoint.write import Checkpointer, SaveResult
 from mmtrain.config.schema import CheckpointSection
 
 STATE = run_state()
+
+
+@pytest.fixture
+def one_rank(tmp_path):
+    """A process group of this process alone."""
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/rendezvous", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
 
 
 def tensors_of(rank: int) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
@@ -101,6 +112,37 @@ def test_another_layout_loads_what_each_of_its_ranks_trains(saved):
         for mine, (loaded, state) in zip(layout, run_ranks(len(layout), load_on_each, saved, layout), strict=True):
             assert loaded == {name: weights[name].tolist() for name in mine}
             assert state == {key: value.tolist() for key, value in optimizer.items() if key.rpartition("/")[0] in mine}
+
+
+def save_slowly(folder: Path, then: str) -> list[dict[str, Any]]:
+    """Save on a disk that takes longer than a collective may."""
+    dist.init_process_group("gloo", timeout=timedelta(seconds=2))
+    write = write_module.new_step_folder
+
+    def slow(path: Path) -> AbstractContextManager[Path]:
+        time.sleep(3)
+        return write(path)
+
+    write_module.new_step_folder = slow
+    reported: list[SaveResult] = []
+    saver = Checkpointer(folder, CheckpointSection(), dist.get_rank() == 0, reported.append)
+    weights = {"w": torch.ones(1)}
+    with contextlib.suppress(NonFiniteError), saver:
+        saver.save(1, weights, {}, {}, STATE)
+        if then == "NaN":
+            raise NonFiniteError("on all ranks")
+        saver.save(2, weights, {}, {}, STATE)
+        saver.finish()
+    dist.barrier()
+    return [saved.record() for saved in reported]
+
+
+@pytest.mark.parametrize(("then", "steps"), [("the next save", [1, 2]), ("NaN", [1])])
+def test_a_disk_slower_than_the_timeout_loses_no_save_and_no_rank(tmp_path, then, steps):
+    reported, nothing = run_ranks(2, save_slowly, tmp_path, then)
+    assert [(record["kind"], record["step"]) for record in reported] == [("checkpoint", step) for step in steps]
+    assert nothing == [] and len(step_folders(tmp_path)) == len(steps)
+    assert find(tmp_path).step == steps[-1]
 
 
 NAMES = [f"llm.layers.{rank}.{i}.weight" for rank in range(3) for i in range(2)]
@@ -183,25 +225,15 @@ def test_the_state_says_what_the_run_gave_and_how_long_its_records_are(tmp_path,
     }
 
 
-def test_a_state_that_is_not_finite_is_not_saved(run):
-    with pytest.raises(ValueError, match="No checkpoint was saved before"):
-        run.save(1, value=float("nan"))
-    run.save(1)
-    with pytest.raises(ValueError, match=r"w is not finite after 2 updates.*newest whole one is .*step-00000001"):
-        run.save(2, value=float("inf"))
-    assert run.steps == [1]
-
-
 @pytest.mark.parametrize("values", [[math.inf, -math.inf], [-math.inf, 0.0], [0.0, math.nan]])
-def test_no_value_that_is_not_finite_hides_among_others(run, values):
-    with pytest.raises(ValueError, match="w/exp_avg is not finite"):
-        run.saver.save(1, {"w": torch.zeros(2)}, {"w/exp_avg": torch.tensor(values)}, {}, STATE)
-
-
-def test_finite_values_whose_sum_is_not_are_saved(run):
-    run.saver.save(1, {"w": torch.tensor([3e38, 3e38])}, {}, {}, STATE)
-    run.saver.finish()
-    assert run.steps == [1]
+def test_a_tensor_that_is_not_finite_is_not_saved(run, values):
+    weights, odd = {"w": torch.zeros(2)}, {"w/exp_avg": torch.tensor(values)}
+    with pytest.raises(ValueError, match=r"w/exp_avg is not finite after 1 updates.*No checkpoint was saved before"):
+        run.saver.save(1, weights, odd, {}, STATE)
+    run.saver.save(2, {"w": torch.tensor([3e38, 3e38])}, {}, {}, STATE)  # finite values whose sum is not
+    with pytest.raises(ValueError, match=r"newest whole one is .*step-00000002"):
+        run.saver.save(3, weights, odd, {}, STATE)
+    assert run.steps == [2]
 
 
 def test_saving_in_the_background_keeps_no_step_waiting_but_one_that_saves(tmp_path, one_rank, monkeypatch):
@@ -246,6 +278,17 @@ def test_a_damaged_checkpoint_neither_counts_nor_goes(tmp_path, one_rank):
     assert later.steps == [1, 2, 3]
     later.save(4)
     assert later.steps == [2, 3, 4]
+
+
+def test_a_checkpoint_that_is_being_read_stays_until_a_later_save(tmp_path, one_rank):
+    run = Run(tmp_path, keep_last=1)
+    run.save(1)
+    reader = find(tmp_path)
+    run.save(2)
+    assert run.steps == [1, 2]
+    del reader
+    run.save(3)
+    assert run.steps == [3]
 
 
 @pytest.mark.parametrize(
@@ -308,36 +351,19 @@ def test_a_save_is_due_by_the_clock(tmp_path, one_rank, monkeypatch):
 # ---- saves that fail
 
 
-def in_the_way(folder: Path) -> Path:
-    """A file where the folder of the checkpoints belongs."""
-    folder.mkdir(exist_ok=True)
-    (folder / "checkpoints").write_text("")
-    return folder / "checkpoints"
-
-
-def test_a_failed_save_is_reported_and_too_many_in_a_row_end_the_run(tmp_path, one_rank):
-    run = Run(tmp_path)
-    blocked = in_the_way(tmp_path)
-    for step in (1, 2):
-        run.save(step)
-        run.saver.poll()
-    assert run.records[0]["kind"] == "checkpoint_failed" and run.records[0]["step"] == 1
-    assert "checkpoints" in run.records[0]["error"]
-    run.save(3)
-    with pytest.raises(UserError, match=r"^3 saves in a row have failed: .*No checkpoint was saved"):
-        run.saver.poll()
-    assert blocked.read_text() == ""
-
-
-def test_the_last_save_is_tried_again_and_the_end_is_an_error_if_it_cannot_be_made(tmp_path, one_rank):
+@pytest.mark.parametrize("at_the_end", [False, True])
+def test_a_failed_save_is_reported_and_three_in_a_row_end_the_run(tmp_path, one_rank, at_the_end):
+    (tmp_path / "checkpoints").write_text("in the way")
     run = Run(tmp_path)
     run.save(1)
-    (tmp_path / "checkpoints").rename(tmp_path / "away")
-    in_the_way(tmp_path)
-    run.save(2)
-    with pytest.raises(UserError, match=r"3 saves in a row have failed: .*checkpoints"):
-        run.saver.finish()
-    assert [record["kind"] for record in run.records] == ["checkpoint", *["checkpoint_failed"] * 3]
+    with pytest.raises(UserError, match=r"^3 saves in a row have failed: .*checkpoints.*No checkpoint was saved"):
+        if at_the_end:
+            run.saver.finish()
+        for step in (2, 3):
+            run.save(step)
+        run.saver.poll()
+    assert [record["kind"] for record in run.records] == ["checkpoint_failed"] * 3
+    assert run.records[0]["step"] == 1 and "checkpoints" in run.records[0]["error"]
 
 
 def test_a_last_save_that_fails_once_is_made_after_all(tmp_path, one_rank, monkeypatch):

@@ -18,12 +18,12 @@ from mmtrain.data.samples.templates import load_tokenizer
 from mmtrain.data.shards.indexing import ensure_indexes
 from mmtrain.engine.utilization import MEASURED
 
-STEPS, CUT = 8, 3  # an epoch is 24 packs: six steps
+STEPS, CUT = 8, 3  # an epoch is six steps
 RUN = (f"train.max_steps={STEPS}", "train.packs_per_step=4", "data.ledger=true", "data.workers=0")
 SAVED = ("checkpoint.every_minutes=null", "checkpoint.keep_last=null")
 
 
-def layout_of(pipeline, data):
+def layout_of(pipeline: int, data: int) -> tuple[str, str]:
     return f"parallel.pipeline={pipeline}", f"parallel.data={data}"
 
 
@@ -62,30 +62,67 @@ def assert_close(
         torch.testing.assert_close(found[name], tensor, rtol=0, atol=tolerance, msg=lambda m, n=name: f"{n}: {m}")
 
 
+def damage(tiny, folder, make_tiny) -> str:
+    """60 samples, of which one is no JSON, which its index says, and two were damaged after they had been indexed."""
+    shards = make_tiny.make_tiny_shards(folder / "shards", samples=60, shards=2, text_only_fraction=0)
+    places = {}
+    for shard in shards:
+        with tarfile.open(shard) as archive:
+            places |= {member.name: (shard, member.offset_data) for member in archive.getmembers()}
+
+    def flip(name, byte):
+        shard, offset = places[name]
+        content = bytearray(shard.read_bytes())
+        content[offset + byte] ^= 16
+        shard.write_bytes(content)
+
+    flip("000007.json", 0)
+    ensure_indexes(shards, str(tiny / "llm"), "plain")
+    flip("000030.json", 30)
+    flip(next(name for name in places if name.startswith("000010") and not name.endswith("json")), 30)
+    return f"{folder}/shards/*.tar"
+
+
 @pytest.fixture(scope="module")
-def reference(tiny, tmp_path_factory) -> Run:
+def damaged_data(tiny, make_tiny, tmp_path_factory) -> tuple[str, ...]:
+    """Options of a run over damaged samples, of which one is found in each epoch."""
+    shards = damage(tiny, tmp_path_factory.mktemp("damaged"), make_tiny)
+    return (f"data.shards={shards}", "data.max_quarantine_rate=0.2", "data.pack_length=88")
+
+
+@pytest.fixture(scope="module")
+def reference(tiny, damaged_data, tmp_path_factory) -> Run:
     """An uninterrupted run on one rank, saved after every step."""
     here = (*layout_of(1, 1), f"run.dir={tmp_path_factory.mktemp('reference')}", "run.name=undisturbed")
-    return train(tiny / "config.yaml", *RUN, *SAVED, "checkpoint.every_steps=1", *here)
+    return train(tiny / "config.yaml", *RUN, *SAVED, *damaged_data, "checkpoint.every_steps=1", *here)
 
 
 HOST = ("parallel.streamed_layers=99",)
 PEERS = (*HOST, "parallel.stream_from=peers", "parallel.weight_shards=2")
-# Each run goes on from one that the run before it saved, a step later, in the next of these layouts. The last two are
-# the same but for where frozen layers are: what goes on in its own layout has the same bits.
-RING = [((2, 1),), ((4, 1), *HOST), ((1, 2), *PEERS), ((4, 2),), ((2, 2),), ((2, 2), *PEERS)]
+SLICES = ("parallel.encoder_ranks=[0,1]",)
+# Each run resumes from a checkpoint of the run before it, a step later, in the next of these layouts (pipeline, data).
+# The last two differ only in where frozen layers are: they have the same bits.
+RING = [((2, 1), SLICES, 4), ((4, 1), HOST, "auto"), ((1, 2), PEERS, "auto"), ((4, 2), (), "auto")]
+RING += [((2, 2), (), "auto"), ((2, 2), PEERS, "auto")]
 
 
-def test_runs_that_go_on_in_one_layout_after_another_have_the_samples_and_losses_of_one_that_never_stopped(
-    tiny, reference
-):
+def test_runs_that_resume_in_one_layout_after_another_are_the_run_that_never_stopped(tiny, reference, damaged_data):
+    unusable, *damaged = reference.lines("quarantine.jsonl")
+    assert unusable["step"] is None and damaged[0]["step"] < 2 and damaged[-1]["step"] == 6
+    whole, rest = reference.lines("metrics.jsonl", "epoch")
+    assert (whole["read"], whole["trained"], whole["quarantined"], whole["packs"]) == (60, 57, 3, 23)
+    assert not rest["complete"]
     runs = [reference]
-    for cut, (layout, *streams) in enumerate(RING, start=1):
-        options = (*RUN, *SAVED, "checkpoint.every_steps=1", f"data.workers={cut % 3}", *layout_of(*layout), *streams)
-        run = branch(runs[-1], f"ring-{cut}", tiny / "config.yaml", *options, cut=cut)
+    for cut, (layout, placement, prefetch) in enumerate(RING, start=1):
+        options = (*RUN, *SAVED, *damaged_data, "checkpoint.every_steps=1", f"data.workers={cut % 3}")
+        options += (*layout_of(*layout), *placement)
+        run = branch(runs[-1], f"ring-{cut}", tiny / "config.yaml", *options, cut=cut, prefetch=prefetch)
         assert [line["step"] for line in run.lines("metrics.jsonl", "resume")] == list(range(1, cut + 1)), layout
-        assert (run.folder / "samples.jsonl").read_bytes() == (reference.folder / "samples.jsonl").read_bytes(), layout
-        assert run.lines("metrics.jsonl", "epoch") == reference.lines("metrics.jsonl", "epoch"), layout
+        for name in ("samples.jsonl", "quarantine.jsonl"):
+            assert (run.folder / name).read_bytes() == (reference.folder / name).read_bytes(), layout
+        assert run.lines("metrics.jsonl", "epoch") == [whole, rest], layout
+        counts = [one.checkpoint(STEPS).state["data"]["counts"] for one in (run, reference)]
+        assert counts[0] == counts[1], layout
         assert_close(tensors(run, STEPS), tensors(reference, STEPS))
         found, expected = steps(run), steps(reference)
         for key, tolerance in (("loss", 1e-5), ("grad_norm", 1e-4)):
@@ -94,6 +131,8 @@ def test_runs_that_go_on_in_one_layout_after_another_have_the_samples_and_losses
         runs.append(run)
     assert steps(runs[-1]) == steps(runs[-2])
     assert_bitwise(tensors(runs[-1], STEPS), tensors(runs[-2], STEPS))
+    discarded = [line["record"] for line in runs[1].lines("discarded.jsonl") if line["file"] == "quarantine.jsonl"]
+    assert discarded == [line for line in damaged if line["step"] >= 1]
 
 
 def test_what_trains_elsewhere_than_the_projector_travels_between_the_ranks(tiny, tmp_path):
@@ -117,58 +156,7 @@ def test_what_trains_elsewhere_than_the_projector_travels_between_the_ranks(tiny
     assert_close(tensors(run, STEPS), tensors(reference, STEPS), tolerance_of_largest=1e-4)
 
 
-def damage(tiny, folder, make_tiny) -> str:
-    """60 samples, of which one is no JSON, which its index says, and two were damaged after they had been indexed."""
-    shards = make_tiny.make_tiny_shards(folder / "shards", samples=60, shards=2, text_only_fraction=0)
-    places = {}
-    for shard in shards:
-        with tarfile.open(shard) as archive:
-            places |= {member.name: (shard, member.offset_data) for member in archive.getmembers()}
-
-    def flip(name, byte):
-        shard, offset = places[name]
-        content = bytearray(shard.read_bytes())
-        content[offset + byte] ^= 16
-        shard.write_bytes(content)
-
-    flip("000007.json", 0)
-    ensure_indexes(shards, str(tiny / "llm"), "plain")
-    flip("000030.json", 30)
-    flip(next(name for name in places if name.startswith("000010") and not name.endswith("json")), 30)
-    return f"{folder}/shards/*.tar"
-
-
-def test_counts_and_quarantine_go_on_as_if_the_run_had_never_been_cut(tiny, tmp_path, make_tiny):
-    options = (
-        *RUN,
-        f"data.shards={damage(tiny, tmp_path, make_tiny)}",
-        "data.max_quarantine_rate=0.2",
-        "data.pack_length=88",
-    )
-    reference = train(
-        tiny / "config.yaml", *options, *SAVED, "checkpoint.every_steps=1", *layout_of(2, 1), f"run.dir={tmp_path}"
-    )
-    unusable, *damaged = reference.lines("quarantine.jsonl")
-    assert unusable["step"] is None and damaged[0]["step"] < 2 and damaged[-1]["step"] == 6
-    whole, rest = reference.lines("metrics.jsonl", "epoch")
-    assert (whole["read"], whole["trained"], whole["quarantined"], whole["packs"]) == (60, 57, 3, 23)
-    assert not rest["complete"]
-    for cut in (5, 6):  # epoch 0 ends with step 5
-        run = branch(
-            reference, f"cut{cut}", tiny / "config.yaml", *options, "data.workers=1", *layout_of(1, 2), cut=cut
-        )
-        for name in ("quarantine.jsonl", "samples.jsonl"):
-            assert (run.folder / name).read_bytes() == (reference.folder / name).read_bytes()
-        assert run.lines("metrics.jsonl", "epoch") == [whole, rest]
-        counts = [one.checkpoint(STEPS).state["data"]["counts"] for one in (run, reference)]
-        assert counts[0] == counts[1]
-        taken = [(line["samples"], line["quarantined"]) for line in steps(run)]
-        assert taken == [(line["samples"], line["quarantined"]) for line in steps(reference)]
-        discarded = [line["record"] for line in run.lines("discarded.jsonl") if line["file"] == "quarantine.jsonl"]
-        assert discarded == [line for line in damaged if line["step"] >= cut]
-
-
-def test_metrics_tell_of_saves_of_resuming_and_of_the_end(tiny, reference):
+def test_metrics_tell_of_saves_of_resuming_and_of_the_end(tiny, reference, damaged_data):
     saves = reference.lines("metrics.jsonl", "checkpoint")
     assert [line["step"] for line in saves] == list(range(1, STEPS + 1))
     for line in saves:
@@ -178,7 +166,8 @@ def test_metrics_tell_of_saves_of_resuming_and_of_the_end(tiny, reference):
     end = reference.lines("metrics.jsonl")[-1]
     assert end == {"kind": "end", "step": STEPS}
     deterministic = "train.deterministic=true"  # which makes no difference on a CPU
-    once = branch(reference, "records", tiny / "config.yaml", *RUN, deterministic, *layout_of(1, 1), cut=CUT)
+    options = (*RUN, *damaged_data, deterministic, *layout_of(1, 1))
+    once = branch(reference, "records", tiny / "config.yaml", *options, cut=CUT)
     assert_bitwise(tensors(once, STEPS), tensors(reference, STEPS))
     records = [record for record in once.lines("metrics.jsonl") if record["kind"] not in ("attention", "checkpoint")]
     at = [record["kind"] for record in records].index("resume")
@@ -224,63 +213,3 @@ def test_bad_steps_are_counted_over_a_resume(tiny, tmp_path, make_tiny):
     too_few = (*options, f"train.max_bad_steps={len(bad) - 1}", *layout_of(1, 1))
     with pytest.raises(AssertionError, match=f"bad step {len(bad)} of the run, and train.max_bad_steps={len(bad) - 1}"):
         branch(reference, "too_few", tiny / "config.yaml", *too_few, cut=cut)
-
-
-SLICED = ("parallel.encoder_ranks=[0,1]",), 4  # a whole step ahead
-TAIL = ("parallel.encoder_ranks=[1]",), 1
-ALONE = ("parallel.encoder_ranks=0",), "auto"
-
-
-def held(run: Run) -> list[list[int] | None]:
-    """What each rank of a run held of the encoder."""
-    return [rank["stages"][0]["encoder"] for rank in json.loads((run.folder / "plan.json").read_text())["ranks"]]
-
-
-def assert_alike(run: Run, other: Run) -> None:
-    for name in ("quarantine.jsonl", "samples.jsonl"):
-        assert (run.folder / name).read_bytes() == (other.folder / name).read_bytes(), name
-    for kind in ("train", "eval", "eval_permuted", "epoch"):
-        found, expected = (
-            [{key: value for key, value in line.items() if key not in (*MEASURED, "seconds")} for line in lines]
-            for lines in (run.lines("metrics.jsonl", kind), other.lines("metrics.jsonl", kind))
-        )
-        assert found == expected and found, kind
-    assert_bitwise(tensors(run, STEPS), tensors(other, STEPS))
-    states = [one.checkpoint(STEPS).state for one in (run, other)]
-    for key in ("frozen_fingerprint", "data", "trained"):
-        assert states[0][key] == states[1][key], key
-
-
-@pytest.fixture(scope="module")
-def by_slices(tiny, tmp_path_factory, make_tiny):
-    """Options of a run over damaged data, and the runs with the encoder on rank 0 and in slices."""
-    folder = tmp_path_factory.mktemp("slices")
-    options = (*RUN, f"data.shards={damage(tiny, folder, make_tiny)}", "data.max_quarantine_rate=0.2")
-    options += (*SAVED, "data.pack_length=88", f"checkpoint.every_steps={CUT}", f"run.dir={folder}", *layout_of(2, 1))
-    options += ("eval.fraction=0.2", "eval.every_steps=2", "eval.show_answers=2")
-    runs = {
-        name: train(tiny / "config.yaml", *options, *how, f"run.name={name}", prefetch=prefetch)
-        for name, (how, prefetch) in (("alone", ALONE), ("sliced", SLICED))
-    }
-    return options, runs
-
-
-def test_slices_of_the_encoder_leave_the_same_bits_and_records(by_slices):
-    sliced, alone = (by_slices[1][name] for name in ("sliced", "alone"))
-    assert held(alone) == [None, None] and None not in held(sliced)
-    assert alone.lines("quarantine.jsonl")[-1]["step"] is not None, "else the chain met nothing damaged"
-    blocks = [block for first, last in held(sliced) for block in range(first, last)]
-    assert blocks == [0, 1, 2] and all(first < last for first, last in held(sliced)), "each is on one rank"
-    assert_alike(sliced, alone)
-    answers = [run.lines("answers.jsonl") for run in (sliced, alone)]
-    assert answers[0] == answers[1] and answers[0]
-
-
-@pytest.mark.parametrize(("before", "how"), [("sliced", TAIL), ("alone", (HOST, "auto"))])
-def test_a_run_goes_on_in_other_slices_as_if_it_had_never_stopped(tiny, by_slices, before, how):
-    options, runs = by_slices
-    overrides, prefetch = how
-    name = f"{before}-{overrides[0].partition('.')[2].partition('=')[0]}-{prefetch}"
-    again = branch(runs[before], name, tiny / "config.yaml", *options, *overrides, cut=CUT, prefetch=prefetch)
-    assert_alike(again, runs["alone"])
-    assert [line["changed"] for line in again.lines("metrics.jsonl", "resume")] == [[]]

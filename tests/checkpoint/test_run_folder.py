@@ -76,20 +76,13 @@ def test_overwrite_deletes_an_earlier_run(tiny, tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["tiny"]
 
 
-def test_overwrite_deletes_nothing_but_runs(tiny, tmp_path):
-    (tmp_path / "tiny").mkdir()
-    (tmp_path / "tiny" / "thesis.tex").write_text("years of work")
-    with pytest.raises(UserError, match="not the folder of a run"):
-        prepare(tiny, tmp_path, "run.overwrite=true")
-    assert (tmp_path / "tiny" / "thesis.tex").exists()
-
-
+@pytest.mark.parametrize("overrides", [(), ("run.overwrite=true",)])
 @pytest.mark.parametrize("name", ["thesis.tmp", "config.yaml"])
-def test_a_file_of_somebody_else_that_is_called_like_one_of_a_run_stays(tiny, tmp_path, name):
+def test_a_folder_that_holds_a_file_of_somebody_else_stays(tiny, tmp_path, name, overrides):
     (tmp_path / "tiny").mkdir()
     (tmp_path / "tiny" / name).write_text("years of work")
     with pytest.raises(UserError, match=rf"holds {name}, but no .*plan\.json: not the folder of a run"):
-        prepare(tiny, tmp_path)
+        prepare(tiny, tmp_path, *overrides)
     assert (tmp_path / "tiny" / name).read_text() == "years of work"
 
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import re
 import shutil
-import subprocess
 
 import pytest
 import torch
 from PIL import Image
 from rank_runs import train
 from safetensors.torch import load_file, save_file
+from small_disk import small_disk
 from untrained_runs import compared, config_of, export, load_stock, make_checkpoint, run_export
 
 from mmtrain.api.generate import generate
@@ -59,31 +59,20 @@ def test_an_export_that_is_stopped_leaves_nothing(checkpoint, tmp_path, monkeypa
     assert not list(tmp_path.iterdir())
 
 
-@pytest.fixture
-def small_disk(tmp_path):
-    """A file system of its own, of 2 MB; needs the right to mount."""
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", disk], capture_output=True)
-    if mounted.returncode:
-        pytest.skip(f"no right to mount here: {mounted.stderr.decode().strip()}")
-    yield disk
-    subprocess.run(["umount", disk], check=True)
-
-
 @pytest.mark.parametrize("form", ["hf", "hf, its size unknown", "safetensors", "llava"])
-def test_a_full_disk_is_one_line_and_nothing_is_left(checkpoint, small_disk, monkeypatch, capsys, form):
-    if form == "hf, its size unknown":  # as when another program fills the disk meanwhile
-        monkeypatch.setattr(hf, "require_space", lambda folder, size: None)
-        (small_disk / "full").write_bytes(bytes(1 << 20))
-    if form in ("safetensors", "llava"):
-        (small_disk / "full").write_bytes(bytes((2 << 20) - 20_480))
-    before = sorted(small_disk.iterdir())
-    assert run_export(checkpoint.path, form.split(",")[0], small_disk / "out") == 2
-    error = capsys.readouterr().err.strip()
-    assert "\n" not in error and str(small_disk) in error
-    assert ("GB are needed" if form in ("hf", "llava") else "no space is left") in error
-    assert sorted(small_disk.iterdir()) == before
+def test_a_full_disk_is_one_line_and_nothing_is_left(checkpoint, tmp_path, monkeypatch, capsys, form):
+    with small_disk(tmp_path / "disk", kilobytes=2048) as disk:
+        if form == "hf, its size unknown":  # as when another program fills the disk meanwhile
+            monkeypatch.setattr(hf, "require_space", lambda folder, size: None)
+            (disk / "full").write_bytes(bytes(1 << 20))
+        if form in ("safetensors", "llava"):
+            (disk / "full").write_bytes(bytes((2 << 20) - 20_480))
+        before = sorted(disk.iterdir())
+        assert run_export(checkpoint.path, form.split(",")[0], disk / "out") == 2
+        error = capsys.readouterr().err.strip()
+        assert "\n" not in error and str(disk) in error
+        assert ("GB are needed" if form in ("hf", "llava") else "no space is left") in error
+        assert sorted(disk.iterdir()) == before
 
 
 def test_a_damaged_checkpoint_is_never_exported(tiny, tmp_path, capsys):
