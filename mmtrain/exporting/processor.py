@@ -95,8 +95,6 @@ def write_processor(stock: StockClass, config: RunConfig, encoder: ExportedEncod
 
     transform = image_transform(config.model.vision.name, config.data.image_fit)
     assert transform.image_size == encoder.image_size, f"{transform.image_size} pixels, encoder {encoder.image_size}"
-    dropped = 1 if encoder.select_strategy == "default" else 0
-    assert encoder.prefix_tokens == dropped, f"{encoder.prefix_tokens} prefix tokens, {dropped} dropped"
     _write_json(folder / "preprocessor_config.json", stock.image_settings(transform, layout))
     if (video := stock.video_settings(transform)) is not None:
         _write_json(folder / "video_preprocessor_config.json", video)
@@ -185,11 +183,8 @@ def generation_settings(path: str, tokenizer: PreTrainedTokenizerBase, end: int)
     generation = {name: own[name] for name in KEPT_OF_GENERATION if own.get(name) is not None}
     if tokenizer.pad_token_id is not None:
         generation["pad_token_id"] = tokenizer.pad_token_id  # behind answers that end before others; decoding drops it
-    generation |= {
-        "eos_token_id": list(dict.fromkeys(token for token in ends if token is not None)),
-        "do_sample": False,
-    }
-    return generation
+    distinct = list(dict.fromkeys(token for token in ends if token is not None))
+    return generation | {"eos_token_id": distinct, "do_sample": False}
 
 
 def _write_json(file: Path, content: dict) -> None:
@@ -206,24 +201,28 @@ def check_processor(exported: ExportedProcessor, folder: Path) -> None:
     stock = AutoProcessor.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     square = exported.layout.tiling(side, side)
     enlarged = min(square.rows, square.columns) > 1  # by torchvision, which rounds otherwise
-    _compare(stock, exported, folder, CONVERSATIONS, [(side, side)] * 2, math.inf if enlarged else TOLERANCE)
+    checks = [(stock, CONVERSATIONS, [(side, side)] * 2, math.inf if enlarged else TOLERANCE)]
     if exported.stock.has_pillow:
         exact = exported.stock.load_processor(folder)
         shapes = [(round(width * side), round(height * side)) for width, height in SHAPES]
-        for shape in shapes:
-            _compare(exact, exported, folder, CONVERSATIONS[:1], [shape])
-        _compare(exact, exported, folder, CONVERSATIONS[-1:], shapes[:2])
+        checks += [(exact, CONVERSATIONS[:1], [shape], TOLERANCE) for shape in shapes]
+        checks.append((exact, CONVERSATIONS[-1:], shapes[:2], TOLERANCE))
+    for processor, conversations, sizes, tolerance in checks:
+        if fault := _fault(processor, exported, conversations, sizes, tolerance):
+            raise UserError(
+                f"{folder}: stock AutoProcessor does not make the inputs that the run was trained on: {fault}; export "
+                "with --format safetensors or --format llava, which bring no processor"
+            )
 
 
-def _compare(
+def _fault(
     processor: ProcessorMixin,
     exported: ExportedProcessor,
-    folder: Path,
     conversations: Sequence[Turns],
     sizes: Sequence[tuple[int, int]],
-    tolerance: float = TOLERANCE,
-) -> None:
-    """Compare a stock processor's inputs with training's for conversations about noise of these sizes.
+    tolerance: float,
+) -> str | None:
+    """Say how a processor's inputs differ from training's for conversations about noise of these sizes; None: nowhere.
 
     Compares a conversation's ids whole, and as the prompt for its first answer.
     """
@@ -242,14 +241,15 @@ def _compare(
             for name, tensor in needed.items():
                 if name not in inputs or inputs[name].shape != tensor.shape:
                     shape = tuple(inputs[name].shape) if name in inputs else None
-                    raise _differs(folder, f"{name} has shape {shape}, training has {tuple(tensor.shape)}")
+                    return f"{name} has shape {shape}, training has {tuple(tensor.shape)}"
                 difference = float((inputs[name] - tensor).abs().max())
                 if not difference <= tolerance:
-                    raise _differs(folder, f"{name} differ by {difference:g}")
+                    return f"{name} differ by {difference:g}"
             ids = inputs["input_ids"][0].tolist()
             wanted = [exported.image_token_id if token == IMAGE_POSITION else token for token in trained]
             if ids != wanted:
-                raise _differs(folder, f"{text!r} becomes the tokens {ids[:40]}, training has {wanted[:40]}")
+                return f"{text!r} becomes the tokens {ids[:40]}, training has {wanted[:40]}"
+    return None
 
 
 def _messages(turns: Turns, words: bool) -> list[dict]:
@@ -260,10 +260,3 @@ def _messages(turns: Turns, words: bool) -> list[dict]:
         texts = [{"type": "text", "text": text.replace(IMAGE_MARK, "").strip()}] if words else []
         messages.append({"role": ROLES[speaker], "content": [*images, *texts]})
     return messages
-
-
-def _differs(folder: Path, what: str) -> UserError:
-    return UserError(
-        f"{folder}: stock AutoProcessor does not make the inputs that the run was trained on: {what}; export with "
-        "--format safetensors or --format llava, which bring no processor"
-    )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 
@@ -45,6 +46,7 @@ def test_an_empty_folder_is_taken_and_what_a_killed_export_left_is_cleared(check
     (tmp_path / "out").mkdir()
     (tmp_path / ".out.0123abcd.tmp").mkdir()
     (tmp_path / ".out.0123abcd.tmp" / "model.safetensors").write_text("half")
+    os.utime(tmp_path / ".out.0123abcd.tmp", (0, 0))  # more than a day ago
     assert run_export(checkpoint.path.parent.parent, "hf", tmp_path / "out") == 0
     load_stock(tmp_path / "out")
     assert [file.name for file in tmp_path.iterdir()] == ["out"]

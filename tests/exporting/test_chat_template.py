@@ -67,7 +67,7 @@ def marked(request, tiny, llm_with, tmp_path_factory):
     )
     assert said is None
     assert "{% generation %}" in processor.chat_template == processor.tokenizer.chat_template
-    return config, processor, before
+    return request.param, config, processor, before
 
 
 def trained_on(config: RunConfig, turns, image: int, tokens_per_image: int) -> tuple[list[int], list[bool]] | None:
@@ -84,7 +84,7 @@ def trained_on(config: RunConfig, turns, image: int, tokens_per_image: int) -> t
 
 
 def test_the_masks_of_stock_transformers_are_the_labels_of_training(marked):
-    config, processor, _ = marked
+    name, config, processor, _ = marked
     compared = 0
     for turns, contents in (*CONVERSATIONS.values(), *MORE.values()):
         wanted = trained_on(config, turns, processor.image_token_id, 1)
@@ -94,6 +94,13 @@ def test_the_masks_of_stock_transformers_are_the_labels_of_training(marked):
         for said in ([text for _, text in turns], contents):
             found = processor.tokenizer.apply_chat_template(messages_of(turns, said), **MASKS)
             assert (found["input_ids"], [bool(mask) for mask in found["assistant_masks"]]) == wanted
+        if name in STYLES:
+            ids, learnt = wanted
+            prompts = [ids[:t] for t, now in enumerate(learnt) if now and not learnt[t - 1]]
+            answers = [number for number, (speaker, _) in enumerate(turns) if speaker == "gpt"]
+            messages = messages_of(turns, contents)
+            options = {"add_generation_prompt": True, "return_dict": False}
+            assert prompts == [processor.tokenizer.apply_chat_template(messages[:n], **options) for n in answers]
         count = sum(text.count("<image>") for _, text in turns)
         marks_in_texts = any("<image>" in said for said in contents if isinstance(said, str))
         if count and (marks_in_texts or not MASKS_BESIDE_PICTURES):
@@ -144,7 +151,7 @@ def written(tokenizer, messages, ask: bool, template: str | None) -> str:
 
 
 def test_the_text_stays_byte_for_byte_the_same(marked):
-    _, processor, before = marked
+    _, _, processor, before = marked
     texts = set()
     for messages in conversations():
         for ask in (False, True):
