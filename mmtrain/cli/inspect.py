@@ -66,7 +66,6 @@ EXAMPLES = """\
 """
 EXITS = {0: "done; with --verify: every byte is as it was indexed", 1: "--verify found damage; it is listed"}
 PACK_LENGTHS = (2048, 4096, 8192)
-SAMPLES_BETWEEN_REPORTS = 50
 EXIT_DAMAGED = 1
 TERMINAL_BINS = 12
 BAR_WIDTH = 40  # characters
@@ -230,8 +229,7 @@ def _verify(tars: Sequence[Path], stream: TextIO, as_json: bool) -> int:
     def count(size: int) -> None:
         nonlocal samples, compared
         samples, compared = samples + 1, compared + size
-        if samples % SAMPLES_BETWEEN_REPORTS == 0:
-            show()
+        show()
 
     def show() -> None:
         damaged = f", {len(damages):,} damaged" if damages else ""

@@ -129,21 +129,15 @@ class _RowReader:
         if isinstance(scalar, pyarrow.ListScalar):  # also of large lists and those of a fixed size
             self._take(len(scalar.values))  # a billion nulls take no place in a file
             return [self.value(inner) for inner in scalar.values]
-        if _is_bytes(scalar.type):
-            return memoryview(scalar.as_buffer())
         if isinstance(scalar.type, pyarrow.JsonType):  # datasets' Json: values of one field are of several types
             return json.loads(self.value(scalar.value))
         if isinstance(scalar, pyarrow.StringScalar):
             self._take(len(scalar.as_buffer()))
+        elif isinstance(scalar, pyarrow.BinaryScalar):
+            return memoryview(scalar.as_buffer())
         return scalar.as_py()
 
     def _take(self, size: int) -> None:
         self.left -= size
         if self.left < 0:
             raise ValueError(f"a row has more than {MAX_RECORD_BYTES:,} bytes of text, or values in lists")
-
-
-def _is_bytes(kind: pyarrow.DataType) -> bool:
-    from pyarrow.types import is_binary, is_binary_view, is_fixed_size_binary, is_large_binary
-
-    return is_binary(kind) or is_large_binary(kind) or is_fixed_size_binary(kind) or is_binary_view(kind)

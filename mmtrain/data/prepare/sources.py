@@ -116,7 +116,11 @@ class Adapter:
         if self.as_it_is:
             record = parse_record(row)
             # Text alone may name the file that it comes from.
-            named = [key for key in IMAGE_COLUMNS if row.get(key) and ("image" in key or _is_image(row[key]))]
+            named = [
+                key
+                for key in IMAGE_COLUMNS
+                if row.get(key) and ("image" in key or str(row[key]).lower().endswith(IMAGE_SUFFIXES))
+            ]
             if named and not record.images:
                 seen = f"it names images under {named[0]} and none under image, where LLaVA's are"
                 raise BadSample("image_count", f"{seen}; --from with --format sharegpt reads them")
@@ -154,10 +158,6 @@ class Adapter:
         if images is None:
             return tuple(map(_image, _images_in_parts(row))) if self.form.name == "sharegpt" else ()
         return tuple(map(_image, images if isinstance(images, list) else [images]))
-
-
-def _is_image(name: object) -> bool:
-    return str(name).lower().endswith(IMAGE_SUFFIXES)
 
 
 def _images_in_parts(row: dict[str, Any]) -> Iterator[object]:
@@ -308,7 +308,10 @@ def _fitting(path: Path, rows: Sequence[object], adapters: Sequence[Adapter], ke
             f"as {adapter.form.name} {Counter(faults).most_common(1)[0][0]}"
             for adapter, (_, faults) in zip(adapters, trials, strict=True)
         )
-        raise UserError(f"{path}: none of its first {len(rows):,} records is a sample: {seen}. {_remedy(keys)}")
+        mend = f"--image-key and --caption-key say what holds them; its keys or columns are {_named(keys)}"
+        if any("url" in key.lower() or _URL.match(key) for key in keys):
+            mend = _DOWNLOAD
+        raise UserError(f"{path}: none of its first {len(rows):,} records is a sample: {seen}. {mend}")
     names = (image.name for record in adapted for image in record.images if image.content is None and image.name)
     if _URL.match(name := next(names, "")):
         raise UserError(f"{path}: its images are addresses ({escape(name)}). {_DOWNLOAD}")
@@ -324,12 +327,6 @@ def _tried(adapter: Adapter, rows: Sequence[object]) -> tuple[list[Adapted], lis
         except BadSample as error:
             faults.append(str(error))
     return adapted, faults
-
-
-def _remedy(keys: list[str]) -> str:
-    if any("url" in key.lower() for key in keys) or any(_URL.match(key) for key in keys):
-        return _DOWNLOAD
-    return f"--image-key and --caption-key say what holds them; its keys or columns are {_named(keys)}"
 
 
 def _named(keys: list[str]) -> str:

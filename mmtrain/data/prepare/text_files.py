@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import contextlib
 import csv
+import functools
+import itertools
 import json
 import re
 from collections.abc import Iterator
@@ -30,7 +32,9 @@ _SPACE = re.compile(r"[ \t\r\n]*")  # that JSON allows between values
 
 def json_records(path: Path) -> Iterator[object]:
     """Yield each element of a JSON array, each line of a JSON-lines file, or each caption of a COCO file."""
-    first = _first_character(path)
+    with _opened(path) as stream:
+        letters = iter(functools.partial(stream.read, 1), "")
+        first = next(itertools.dropwhile(" \t\r\n".__contains__, letters), "")
     if first not in ("[", "{"):
         seen = f"begins with {first!r}" if first else "is empty"
         raise UserError(f"{path}: {seen}; {_NEEDED}")
@@ -129,7 +133,8 @@ def table_rows(path: Path) -> Iterator[object]:
         first = reader.line_num + 1
         for row in reader:
             fields = list(row.values())
-            if separator == "\t" and any(isinstance(field, str) and _spans_rows(field) for field in fields):
+            texts = [field for field in fields if isinstance(field, str)]
+            if separator == "\t" and any("\t" in text and ("\n" in text or "\r" in text) for text in texts):
                 raise UserError(
                     f"{path}: line {first:,} has a field with a tab and a line break: most likely a quote has no end "
                     f"and took in the rows that follow. {mend}"
@@ -138,18 +143,6 @@ def table_rows(path: Path) -> Iterator[object]:
             first = reader.line_num + 1
     except csv.Error as error:
         raise UserError(f"{path}: line {first:,} is not a row of a table ({error}). {mend}") from None
-
-
-def _spans_rows(field: str) -> bool:
-    return "\t" in field and ("\n" in field or "\r" in field)
-
-
-def _first_character(path: Path) -> str:
-    with _opened(path) as stream:
-        while text := stream.read(4096):
-            if text := text.lstrip(" \t\r\n"):
-                return text[0]
-    return ""
 
 
 def _lines(path: Path) -> Iterator[tuple[int, str]]:

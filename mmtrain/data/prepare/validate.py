@@ -60,7 +60,10 @@ class Validator:
             try:
                 candidate, images = self._candidate(source.adapter.adapt(value), record)
             except BadSample as error:
-                rejected.append(BadRecord(record, _identifier(value), error.reason, error.detail))
+                identifier = value.get("id") if isinstance(value, dict) else None
+                if not isinstance(identifier, str | int):
+                    identifier = None
+                rejected.append(BadRecord(record, identifier, error.reason, error.detail))
                 text_rejections += 1
                 if text_rejections > self.allowed_rejections:
                     break
@@ -124,11 +127,6 @@ class Validator:
             numbered = f"{key}-{self.repeats[key] + 1}"
             if numbered not in self.keys:  # else it is an id of its own
                 return numbered
-
-
-def _identifier(value: object) -> str | int | None:
-    identifier = value.get("id") if isinstance(value, dict) else None
-    return identifier if isinstance(identifier, str | int) else None
 
 
 @dataclass(eq=False)

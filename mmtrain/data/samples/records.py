@@ -134,9 +134,12 @@ def parse_record(value: object) -> Record:
     identifier = value.get("id")
     if not (identifier is None or (isinstance(identifier, str) and identifier) or type(identifier) is int):
         raise BadSample("bad_id", f"id is {short(identifier)}")
-    images = _image_names(value.get("image"))
+    field = value.get("image")
+    images = [] if field is None else field if isinstance(field, list) else [field]
+    if not all(isinstance(name, str) and name for name in images):
+        raise BadSample("bad_image_field", f"image is {short(field)}")
     refuse_wrong_image_count(parse_turns(value), len(images))
-    return Record(value, None if identifier is None else str(identifier), images)
+    return Record(value, None if identifier is None else str(identifier), tuple(images))
 
 
 def record_json(record: dict) -> bytes:
@@ -191,13 +194,6 @@ def refuse_wrong_image_count(turns: Sequence[tuple[str, str]], images: int) -> N
     marks = sum(text.count(IMAGE_MARK) for _, text in turns)
     if marks != images:
         raise BadSample("image_count", f"{marks} {IMAGE_MARK} marks in the conversation, {images} images")
-
-
-def _image_names(field: object) -> tuple[str, ...]:
-    names = [] if field is None else field if isinstance(field, list) else [field]
-    if not all(isinstance(name, str) and name for name in names):
-        raise BadSample("bad_image_field", f"image is {short(field)}")
-    return tuple(names)
 
 
 def read_image(folder: Path | None, name: str, max_pixels: int = MAX_IMAGE_PIXELS) -> tuple[str, bytes]:

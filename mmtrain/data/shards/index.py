@@ -291,20 +291,15 @@ def _parse(header: _Header, value: object) -> ShardIndex:
     """Build an index; raises ValueError for fields that do not fit each other: a made-up index has a right checksum."""
     content, samples = _checked(_Content, value), header.samples
     members, images, texts = content.members, content.images, content.texts
-    total = len(members.suffix)
-    lengths = {"keys": (content.keys, samples), "members.counts": (members.counts, samples)}
-    lengths |= {f"members.{name}": (getattr(members, name), total) for name in ("offset", "size", "crc32")}
-    lengths |= {"images.counts": (images.counts, samples), "images.height": (images.height, len(images.width))}
-    lengths |= {f"texts.{name}.tokens": (text.tokens, samples) for name, text in texts.items()}
-    for name, (column, needed) in lengths.items():
-        if len(column) != needed:
-            raise ValueError(f"{name}: has {len(column):,} elements, {needed:,} are needed")
-    columns = zip(members.suffix, members.offset, members.size, members.crc32, strict=True)
+    columns = {"keys": content.keys, "members.counts": members.counts, "images.counts": images.counts}
+    for name, column in (columns | {f"texts.{name}.tokens": text.tokens for name, text in texts.items()}).items():
+        if len(column) != samples:
+            raise ValueError(f"{name}: has {len(column):,} elements, {samples:,} are needed")
     index = ShardIndex(
         tar_bytes=header.tar_bytes,
         keys=content.keys,
-        members=_split("members", list(map(Member._make, columns)), members.counts),
-        image_sizes=_split("images", list(zip(images.width, images.height, strict=True)), images.counts),
+        members=[tuple(map(Member._make, rows)) for rows in _split("members", members, Member._fields)],
+        image_sizes=_split("images", images, ("width", "height")),
         faults={reading: _faults(f"faults.{reading}", rows, samples) for reading, rows in content.faults.items()},
         texts={
             name: TextLengths(text.tokens, _faults(f"texts.{name}.faults", text.faults, samples))
@@ -324,12 +319,13 @@ def _parse(header: _Header, value: object) -> ShardIndex:
     return index
 
 
-def _split(name: str, values: Sequence, counts: list[int]) -> list[tuple]:
-    """Cut a flat column into the tuples of each sample."""
-    if sum(counts) != len(values):
-        raise ValueError(f"{name}.counts: add up to {sum(counts):,}, but there are {len(values):,}")
-    rest = iter(values)
-    return [tuple(itertools.islice(rest, count)) for count in counts]
+def _split(name: str, content: _Members | _Images, fields: Sequence[str]) -> list[tuple]:
+    """Cut flat columns into the rows of each sample."""
+    columns = [getattr(content, field) for field in fields]
+    if {sum(content.counts)} != set(map(len, columns)):
+        raise ValueError(f"{name}: {', '.join(fields)} have not as many elements as counts add up to")
+    rows = zip(*columns, strict=True)
+    return [tuple(itertools.islice(rows, count)) for count in content.counts]
 
 
 def _faults(name: str, rows: list[_FaultRow], samples: int) -> Faults:

@@ -107,17 +107,11 @@ def _tars_of(pattern: str, key: str, allow_pipe: Sequence[str]) -> list[Path]:
         if not paths:
             origin = f" (from {pattern})" if name != pattern else ""
             raise UserError(f"{key}: no file {name}{origin}")
-        tars += [tar for path in paths for tar in _tars_in(path, key)]
-    return tars
-
-
-def _tars_in(path: Path, key: str) -> list[Path]:
-    """List the tars of a folder; a file stands for itself."""
-    if not path.is_dir():
-        return [path]
-    tars = sorted(path.glob("*.tar"))
-    if not tars:
-        raise UserError(f"{key}: the folder {path} holds no file *.tar; name the tars, or the folder that holds them")
+        for path in paths:
+            inside = sorted(path.glob("*.tar")) if path.is_dir() else [path]
+            if not inside:
+                raise UserError(f"{key}: the folder {path} holds no file *.tar; name the tars, or another folder")
+            tars += inside
     return tars
 
 

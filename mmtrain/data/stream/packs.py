@@ -140,14 +140,15 @@ def make_batch(
     """Turn B packs into one micro-batch; `decode` makes (tiles, 3, S, S) of an image file or raises BadSample.
 
     A document with such an image becomes a gap. `buffer`, (M, 3, S, S) with M at least the number of tiles, takes
-    them as they are; without one they get memory of their own.
+    the tiles; without one they get memory of their own.
     """
     shape = (len(packs), pack_length)
     # Filled by numpy: torch.tensor takes seven times as long for a tuple of integers.
     input_ids = np.full(shape, padding_id, np.int64)
     labels = np.full(shape, IGNORE, np.int64)
     position_ids = np.empty(shape, np.int64)
-    images = _Images(packs, buffer)
+    tiles: list[torch.Tensor] = []
+    tilings: list[Tiling] = []
     keys: list[str] = []
     faults: list[tuple[int, QuarantinedSample]] = []
     samples_of_packs: list[int] = []
@@ -155,10 +156,16 @@ def make_batch(
     for row, pack in enumerate(packs):
         start, before = 0, len(keys)
         for entry in pack.entries:
-            if isinstance(entry, Document):
-                length, fault = len(entry.input_ids), images.add(entry, decode)
-            else:
+            if isinstance(entry, Gap):
                 length, fault = entry.length, entry.fault
+            else:
+                length, fault = len(entry.input_ids), None
+                try:
+                    tiles += _decoded_images(entry, decode)
+                    tilings += entry.tilings
+                except BadSample as error:
+                    sample = entry.sample
+                    fault = QuarantinedSample(sample.key, sample.shard, sample.offset, error.reason, error.detail)
             end = start + length
             assert end <= pack_length, f"documents of {end} tokens or more in a pack of {pack_length}"
             position_ids[row, start:end] = np.arange(length)
@@ -172,18 +179,30 @@ def make_batch(
             start = end
         position_ids[row, start:] = np.arange(pack_length - start)
         samples_of_packs.append(len(keys) - before)
+    used = None if buffer is None else buffer[: sum(map(len, tiles))]
     return PackedBatch(
         input_ids=torch.from_numpy(input_ids),
         position_ids=torch.from_numpy(position_ids),
         labels=torch.from_numpy(labels),
-        tiles=images.pixels[: images.count] if images.count else None,
+        tiles=torch.cat(tiles, out=used) if tiles else None,
         keys=tuple(keys),
-        tilings=tuple(images.tilings),
+        tilings=tuple(tilings),
         tokens=tokens,
         epochs=tuple(pack.epoch for pack in packs),
         samples_of_packs=tuple(samples_of_packs),
         faults=tuple(faults),
     )
+
+
+def _decoded_images(document: Document, decode: Callable[[bytes, Tiling, bool], torch.Tensor]) -> list[torch.Tensor]:
+    """Return the tiles of each image; raises BadSample for the first that cannot be decoded."""
+    tiles = []
+    for number, (content, tiling) in enumerate(zip(document.sample.images, document.tilings, strict=True)):
+        try:
+            tiles.append(decode(content, tiling, document.is_control))
+        except BadSample as error:
+            raise BadSample(error.reason, f"image {number}: {error.detail}") from None
+    return tiles
 
 
 def to_device(batch: PackedBatch, device: torch.device | str) -> PackedBatch:
@@ -205,33 +224,3 @@ def copied(tensor: torch.Tensor, device: torch.device | str) -> torch.Tensor:
     if torch.device(device).type == "cuda" and tensor.device.type == "cpu":
         tensor = tensor.pin_memory()
     return tensor.to(device, non_blocking=True)
-
-
-class _Images:
-    """The images of a micro-batch, their tiles decoded one by one into one tensor."""
-
-    def __init__(self, packs: Sequence[Pack], buffer: torch.Tensor | None) -> None:
-        documents = (entry for pack in packs for entry in pack.entries if isinstance(entry, Document))
-        self.tiles = sum(tiling.tiles for document in documents for tiling in document.tilings)
-        self.pixels = buffer
-        self.count = 0
-        self.tilings: list[Tiling] = []
-
-    def add(
-        self, document: Document, decode: Callable[[bytes, Tiling, bool], torch.Tensor]
-    ) -> QuarantinedSample | None:
-        """Append the tiles of the document's images; if one cannot be decoded, append none and return the fault."""
-        sample, before = document.sample, self.count
-        for number, (content, tiling) in enumerate(zip(sample.images, document.tilings, strict=True)):
-            try:
-                tiles = decode(content, tiling, document.is_control)
-            except BadSample as error:
-                self.count = before
-                detail = f"image {number}: {error.detail}"
-                return QuarantinedSample(sample.key, sample.shard, sample.offset, error.reason, detail)
-            if self.pixels is None:
-                self.pixels = tiles.new_empty((self.tiles, *tiles.shape[1:]))
-            self.pixels[self.count : self.count + len(tiles)] = tiles
-            self.count += len(tiles)
-        self.tilings += document.tilings
-        return None
