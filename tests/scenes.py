@@ -21,6 +21,7 @@ from transformers import (
     LlamaForCausalLM,
     LlavaConfig,
     LlavaForConditionalGeneration,
+    PreTrainedModel,
 )
 
 from mmtrain.config.model import ProjectorSection
@@ -29,6 +30,7 @@ from mmtrain.data.samples.sample import IGNORE, IMAGE_POSITION
 from mmtrain.data.stream.packs import PackedBatch
 from mmtrain.engine.audit import RankAudit
 from mmtrain.engine.engine import FrozenPipelineEngine
+from mmtrain.engine.optimizer import clip_coefficient, learning_rate
 from mmtrain.engine.process_groups import join_process_group, replica_group
 from mmtrain.engine.stages import streamed_layers
 from mmtrain.models.layouts.layout import Tiling
@@ -116,10 +118,11 @@ def stock_llava(folder: Path, seed: int, dtype: torch.dtype = torch.float32) -> 
     return model.eval()
 
 
-def stock_loss_sum(model: LlavaForConditionalGeneration, document: Document) -> torch.Tensor:
+def stock_loss_sum(model: PreTrainedModel, document: Document) -> torch.Tensor:
     """Sum of token losses of one document on its own, through the stock model's forward."""
     ids = torch.tensor([[IMAGE_TOKEN if i == IMAGE_POSITION else i for i in document.ids]])
-    logits = model(input_ids=ids, pixel_values=document.images, use_cache=False).logits[0]
+    images = {} if document.images is None else {"pixel_values": document.images}
+    logits = model(input_ids=ids, use_cache=False, **images).logits[0]
     return F.cross_entropy(logits.float(), torch.tensor(document.labels), ignore_index=IGNORE, reduction="sum")
 
 
@@ -127,10 +130,16 @@ def documents_of(microbatches: Sequence[Microbatch]) -> list[Document]:
     return [document for microbatch in microbatches for row in microbatch for document in row]
 
 
+def projector_of(model: LlavaForConditionalGeneration) -> dict[str, torch.Tensor]:
+    """The projector's tensors by their names in mmtrain."""
+    return {f"projector.{name}": p for name, p in model.model.multi_modal_projector.named_parameters()}
+
+
 def stock_gradients(
-    model: LlavaForConditionalGeneration, microbatches: Sequence[Microbatch]
+    model: PreTrainedModel, microbatches: Sequence[Microbatch], trainable: Mapping[str, torch.Tensor] | None = None
 ) -> tuple[float, dict[str, torch.Tensor]]:
-    """Loss per supervised token of a step and its projector gradients, one document at a time."""
+    """Loss per supervised token of a step and its gradients (default: the projector's), one document at a time."""
+    trainable = trainable or projector_of(model)
     documents = documents_of(microbatches)
     tokens = sum(label != IGNORE for document in documents for label in document.labels)
     model.zero_grad()
@@ -140,9 +149,46 @@ def stock_gradients(
         if loss.requires_grad:  # a document without images has nothing to teach the projector
             loss.backward()
         total += float(loss.detach())
-    projector = model.model.multi_modal_projector
-    gradients = {f"projector.{name}": p.grad for name, p in projector.named_parameters()}
-    return total, {n: torch.zeros(()) if g is None else g.clone() for n, g in gradients.items()}
+    return total, {n: torch.zeros_like(p) if p.grad is None else p.grad.clone() for n, p in trainable.items()}
+
+
+def train_stock(
+    model: PreTrainedModel,
+    steps: Sequence[Sequence[Microbatch]],
+    config: RunConfig,
+    trainable: Mapping[str, torch.Tensor],
+    optimizer: torch.optim.Optimizer | None = None,
+) -> tuple[list[tuple[float, float]], dict[str, np.ndarray]]:
+    """Train with plain torch: loss and gradient norm of each step, gradients of the first.
+
+    Rates are those of `optimizer`; without one, AdamW follows the schedule of `config`.
+    """
+    follows = optimizer is None
+    optimizer = optimizer or torch.optim.AdamW(trainable.values(), weight_decay=0.0)
+    history: list[tuple[float, float]] = []
+    first: dict[str, np.ndarray] = {}
+    for s, step in enumerate(steps):
+        loss, gradients = stock_gradients(model, step, trainable)
+        first = first or {name: gradient.double().numpy() for name, gradient in gradients.items()}
+        norm = float(torch.nn.utils.get_total_norm(gradients.values()))
+        for name, parameter in trainable.items():
+            parameter.grad = gradients[name] * clip_coefficient(norm, config.optimizer.clip_norm)
+        for group in optimizer.param_groups if follows else []:
+            group["lr"] = learning_rate(s, config.train.max_steps, config.optimizer, config.optimizer.lr)
+        optimizer.step()
+        history.append((loss, norm))
+    return history, first
+
+
+def make_steps(count: int, images: int = 3) -> tuple[tuple[Microbatch, ...], ...]:
+    """Steps of four micro-batches of two documents, which have 0 to `images` - 1 images in turn."""
+    return tuple(
+        tuple(
+            [[make_document(100 * s + 10 * i + j, images=(i + j) % images, text=8 + i + j) for j in range(2)]]
+            for i in range(4)
+        )
+        for s in range(count)
+    )
 
 
 def make_document(

@@ -18,8 +18,11 @@ from mmtrain.plan.instructions import (
     Schedule,
     carried,
     chain_of,
-    needed_before,
 )
+
+OF_SLICES = frozenset({Op.ENCODE, Op.SEND_FEATURES, Op.RECEIVE_FEATURES})
+MADE_BY = {Op.SEND_ACTIVATION: Op.FORWARD, Op.SEND_GRADIENT: Op.BACKWARD, Op.SEND_FEATURES: Op.ENCODE}
+INPUT_OF = {Op.FORWARD: Op.RECEIVE_ACTIVATION, Op.BACKWARD: Op.RECEIVE_GRADIENT}
 
 
 def check_schedule(
@@ -47,12 +50,16 @@ def check_schedule(
     if sorted(ahead, reverse=True) != ahead:
         raise ValueError(f"slices of the chain {chain} are ahead by {ahead}: none may be more than the one before it")
     _check_turns(schedule, chain, {rank: range(n, n + microbatches) for rank, n in zip(chain, ahead, strict=True)})
-    _check_computes(schedule, microbatches, stages, first_backward)
-    _check_channels(schedule, ranks, stages, first_backward)
+    _check_order(schedule, stages)
+    expected = {Instruction(Op.FORWARD, s, k) for s in range(stages) for k in range(microbatches)}
+    expected |= {Instruction(Op.BACKWARD, s, k) for s in range(first_backward, stages) for k in range(microbatches)}
+    if wrong := expected ^ {x for instructions in schedule for x in instructions if x.op in COMPUTES}:
+        raise ValueError(f"missing, or not part of this step: {', '.join(sorted(map(str, wrong)))}")
+    _check_channels(schedule, stages, first_backward)
     left = _features_after(schedule, chain, _features_ahead(chain, ahead))
     if left != _features_ahead(chain, [microbatches + n for n in ahead], microbatches):
         raise ValueError(f"a step that begins with slices {ahead} ahead must end so; it leaves {left}")
-    _check_progress(schedule, ranks, stages)
+    _check_progress(schedule)
 
 
 def check_prelude(schedule: Schedule, ahead: Sequence[int]) -> None:
@@ -61,20 +68,17 @@ def check_prelude(schedule: Schedule, ahead: Sequence[int]) -> None:
     if any(x.op in COMPUTES for instructions in schedule for x in instructions):
         raise ValueError("a prelude uses nothing")
     _check_turns(schedule, chain, {rank: range(n) for rank, n in zip(chain, ahead, strict=False)})
-    _check_channels(schedule, len(schedule), len(schedule), len(schedule))
+    _check_order(schedule, len(schedule))
+    _check_channels(schedule, len(schedule), len(schedule))
     if _features_after(schedule, chain, {}) != _features_ahead(chain, ahead[: len(chain)]):
         raise ValueError(f"a prelude must leave slices {ahead} ahead")
-    _check_progress(schedule, len(schedule), len(schedule))
+    _check_progress(schedule)
 
 
 def ahead_of(schedule: Schedule) -> list[int]:
     """Micro-batches that each slice of the chain has encoded before its first ENCODE of this step."""
     chain = chain_of(schedule)
     return [next((x.microbatch for x in schedule[rank] if x.op is Op.ENCODE), 0) for rank in chain]
-
-
-OF_SLICES = frozenset({Op.ENCODE, Op.SEND_FEATURES, Op.RECEIVE_FEATURES})
-MADE_BY = {Op.SEND_ACTIVATION: Op.FORWARD, Op.SEND_GRADIENT: Op.BACKWARD, Op.SEND_FEATURES: Op.ENCODE}
 
 
 def _place(rank: int, index: int, instruction: Instruction) -> str:
@@ -136,8 +140,6 @@ def _features_after(
             comes = Op.ENCODE if len(chain) == 1 else Op.RECEIVE_FEATURES
             takes = Op.ENCODE if rank else Op.FORWARD
             if x.op is comes:
-                if x.microbatch in there:
-                    raise ValueError(f"{_place(rank, i, x)}: comes a second time")
                 there.add(x.microbatch)
             elif x.op is takes and x.stage == rank:
                 if x.microbatch not in there:
@@ -148,78 +150,56 @@ def _features_after(
     return found
 
 
-def _check_computes(schedule: Schedule, microbatches: int, stages: int, first_backward: int) -> None:
-    """Each compute once, a backward after its forward, and no backward upstream of the first trainable stage."""
-    done: set[Instruction] = set()
-    for rank, instructions in enumerate(schedule):
-        for i, instruction in enumerate(instructions):
-            op, stage, k = instruction.op, instruction.stage, instruction.microbatch
-            if op not in COMPUTES:
-                continue
-            if instruction in done:
-                raise ValueError(f"{_place(rank, i, instruction)}: runs a second time")
-            if op is Op.BACKWARD and stage < first_backward:
-                raise ValueError(f"{_place(rank, i, instruction)}: nothing at or before this stage trains")
-            if op is Op.BACKWARD and Instruction(Op.FORWARD, stage, k) not in done:
-                raise ValueError(f"{_place(rank, i, instruction)}: comes before its FORWARD")
-            done.add(instruction)
-    expected = {Instruction(Op.FORWARD, s, k) for s in range(stages) for k in range(microbatches)}
-    expected |= {Instruction(Op.BACKWARD, s, k) for s in range(first_backward, stages) for k in range(microbatches)}
-    for what, found in (("missing", expected - done), ("not part of this step", done - expected)):
-        if found:
-            least = min(found, key=lambda x: (x.stage, x.microbatch, x.op))
-            raise ValueError(f"rank {least.stage % len(schedule)}: {least} is {what}")
-
-
-def _check_channels(schedule: Schedule, ranks: int, stages: int, first_backward: int) -> None:
-    """Message i that a channel's source sends is message i that its destination receives, and none is sent twice."""
-    chain = chain_of(schedule)
-    sides: tuple[dict, dict] = (defaultdict(list), defaultdict(list))
-    for rank, instructions in enumerate(schedule):
-        for i, instruction in enumerate(instructions):
-            if instruction.op not in SENDS | RECEIVES:
-                continue
-            message, where = carried(instruction, ranks, chain), _place(rank, i, instruction)
-            if not 0 <= message.consumer < stages or message.source == message.destination:
-                raise ValueError(f"{where}: there is no other rank at that end")
-            if message.kind == "gradient" and message.consumer < first_backward:
-                raise ValueError(f"{where}: gradient traffic upstream of the first trainable stage")
-            sides[instruction.op in RECEIVES][message.channel].append((message, where))
-    for channel in sorted(sides[0].keys() | sides[1].keys()):
-        sends, receives = sides[0][channel], sides[1][channel]
-        name = f"{channel[2]} channel from rank {channel[0]} to rank {channel[1]}"
-        seen = set()
-        for (sent, send_place), (received, receive_place) in zip(sends, receives, strict=False):
-            if sent != received:
-                raise ValueError(f"{name}: {send_place} meets {receive_place}")
-            if sent in seen:
-                raise ValueError(f"{name}: {send_place}: sent a second time")
-            seen.add(sent)
-        if len(sends) != len(receives):
-            more, kind = (sends, "receive") if len(sends) > len(receives) else (receives, "send")
-            raise ValueError(f"{name}: {more[min(len(sends), len(receives))][1]}: no matching {kind}")
-
-
-def _check_progress(schedule: Schedule, ranks: int, stages: int) -> None:
-    """What an instruction needs of its own rank stands before it, and the ranks do not wait for each other for ever."""
+def _check_order(schedule: Schedule, stages: int) -> None:
+    """No instruction comes twice, and what one needs of its own rank stands before it."""
     for rank, instructions in enumerate(schedule):
         before: set[Instruction] = set()
         for i, x in enumerate(instructions):
-            op, stage, k = x.op, x.stage, x.microbatch
-            if op in SENDS:
-                if Instruction(MADE_BY[op], stage, k) not in before:
-                    raise ValueError(f"{_place(rank, i, x)}: sent before it is computed")
-            elif op in COMPUTES and (op, stage) != (Op.FORWARD, 0) and needed_before(x, ranks, stages, ()) is not None:
-                receive = Op.RECEIVE_ACTIVATION if op is Op.FORWARD else Op.RECEIVE_GRADIENT
-                if Instruction(receive, stage, k) not in before:
-                    raise ValueError(f"{_place(rank, i, x)}: its receive was not posted before it")
-            elif op in COMPUTES:  # the neighbouring stage, if there is one, is on this very rank
-                neighbour = Instruction(op, stage - 1 if op is Op.FORWARD else stage + 1, k)
-                if 0 <= neighbour.stage < stages and neighbour not in before:
-                    raise ValueError(f"{_place(rank, i, x)}: comes before {neighbour}")
+            if x in before:
+                raise ValueError(f"{_place(rank, i, x)}: runs a second time")
+            for needed in _needs(x, len(schedule), stages):
+                if needed not in before:
+                    raise ValueError(f"{_place(rank, i, x)}: {needed} does not stand before it")
             before.add(x)
-    stuck = find_deadlock([schedule], Ordering.IDEAL)
-    if stuck:
+
+
+def _needs(x: Instruction, ranks: int, stages: int) -> list[Instruction]:
+    """What an instruction needs of its own rank, features aside."""
+    if x.op in SENDS:
+        return [Instruction(MADE_BY[x.op], x.stage, x.microbatch)]
+    if x.op not in COMPUTES:
+        return []
+    needed = [Instruction(Op.FORWARD, x.stage, x.microbatch)] if x.op is Op.BACKWARD else []
+    neighbour = x.stage - 1 if x.op is Op.FORWARD else x.stage + 1
+    if 0 <= neighbour < stages and ranks == 1:
+        needed.append(Instruction(x.op, neighbour, x.microbatch))
+    elif 0 <= neighbour < stages:
+        needed.append(Instruction(INPUT_OF[x.op], x.stage, x.microbatch))
+    return needed
+
+
+def _check_channels(schedule: Schedule, stages: int, first_backward: int) -> None:
+    """Message i that a channel's source sends is message i that its destination receives."""
+    chain = chain_of(schedule)
+    sides: tuple[dict, dict] = (defaultdict(list), defaultdict(list))
+    for rank, instructions in enumerate(schedule):
+        for i, x in enumerate(instructions):
+            if x.op not in SENDS | RECEIVES:
+                continue
+            message = carried(x, len(schedule), chain)
+            if not 0 <= message.consumer < stages or message.source == message.destination:
+                raise ValueError(f"{_place(rank, i, x)}: there is no other rank at that end")
+            if message.kind == "gradient" and message.consumer < first_backward:
+                raise ValueError(f"{_place(rank, i, x)}: gradient traffic upstream of the first trainable stage")
+            sides[x.op in RECEIVES][message.channel].append(message)
+    for channel in sides[0].keys() | sides[1].keys():
+        if sides[0][channel] != sides[1][channel]:
+            raise ValueError(f"{channel}: sends {sides[0][channel]} meet receives {sides[1][channel]}")
+
+
+def _check_progress(schedule: Schedule) -> None:
+    """The ranks do not wait for each other for ever."""
+    if stuck := find_deadlock([schedule], Ordering.IDEAL):
         places = (_place(rank, at, schedule[rank][at]) for rank, _, at in stuck)
         raise ValueError(f"deadlock: every rank waits: {'; '.join(places)}")
 

@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from untrained_runs import run_export
 
+from mmtrain.__main__ import main
 from mmtrain.base.cache import cache_folder
 from mmtrain.base.errors import UserError
 from mmtrain.models.facts.model_files import hub_cache
 
 LAUNCH = ("-m", "mmtrain.launch")
+ONLY_ON_LINUX = (
+    *("sched_getaffinity", "sched_setaffinity", "posix_fadvise", "posix_fallocate", "memfd_create", "pipe2"),
+    *("pidfd_open", "splice", "sendfile", "copy_file_range", "O_PATH", "O_TMPFILE", "O_DIRECT", "fdatasync"),
+)
 
 
 def full_pipe() -> tuple[int, int]:
@@ -79,3 +86,15 @@ def test_a_user_without_a_home_is_told_what_to_set(monkeypatch):
     for ask in (lambda: cache_folder("demo"), hub_cache):
         with pytest.raises(UserError, match=r"user 54321 has no home folder.*set XDG_CACHE_HOME"):
             ask()
+
+
+def test_planning_sharding_and_export_call_nothing_that_only_linux_has(tiny, checkpoint, tmp_path, monkeypatch, capsys):
+    for name in ONLY_ON_LINUX:
+        monkeypatch.delattr(os, name, raising=False)
+    assert main(["plan", str(tiny / "config.yaml")]) == 0
+    record = {"id": "a", "conversations": [{"from": "human", "value": "What?"}, {"from": "gpt", "value": "That."}]}
+    (tmp_path / "a.json").write_text(json.dumps([record]))
+    shard = ["shard", "--json", str(tmp_path / "a.json"), "--images", str(tiny), "--out", str(tmp_path / "shards")]
+    assert main([*shard, "--workers", "1"]) == 0
+    for form in ("safetensors", "llava", "hf"):
+        assert run_export(checkpoint.path, form, tmp_path / form) == 0, capsys.readouterr().err

@@ -8,7 +8,6 @@ import tarfile
 import pytest
 from rank_runs import train
 
-from mmtrain import launch
 from mmtrain.data.shards.indexing import ensure_indexes
 
 STEP = ("train.packs_per_step=8", "data.ledger=true", "data.pack_length=88")
@@ -22,12 +21,6 @@ def trained(tiny, folder, name, *overrides):
     """Run to its end; the run's folder and what it printed."""
     run = train(tiny / "config.yaml", *options_of(folder, name, *overrides))
     return run.folder, run.printed
-
-
-def refused(tiny, capsys, folder, name, *overrides):
-    """What `mmtrain train` says to who must mend something, before a rank starts."""
-    assert launch.main([str(tiny / "config.yaml"), *options_of(folder, name, *overrides)]) == 2
-    return capsys.readouterr().err
 
 
 def read(path):
@@ -134,16 +127,3 @@ def test_samples_that_no_run_can_use_are_known_before_the_first_step(tiny, tmp_p
     assert "1 unusable" in printed
     (epoch,) = (epoch for epoch in epochs(run) if epoch["complete"])
     assert (epoch["read"], epoch["trained"], epoch["quarantined"]) == (30, 29, 1)
-
-
-@pytest.mark.parametrize(("change", "message"), [("shorter", "is stale"), ("index", "is damaged")])
-def test_a_shard_that_is_not_as_indexed_is_refused_before_a_rank_starts(
-    tiny, tmp_path, capsys, make_tiny, change, message
-):
-    (shard,) = make_tiny.make_tiny_shards(tmp_path / "shards", samples=12, shards=1)
-    index = shard.with_name(shard.name + ".index")
-    file, content = (shard, shard.read_bytes()) if change == "shorter" else (index, index.read_bytes())
-    file.write_bytes(content[:-512] if change == "shorter" else content.replace(b"png", b"pnh", 1))
-    said = refused(tiny, capsys, tmp_path, "no", f"data.shards={shard}")
-    assert message in said and "--rebuild" in said
-    assert not (tmp_path / "no").exists()

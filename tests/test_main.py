@@ -37,24 +37,12 @@ def test_each_command_has_help_with_examples_under_its_own_name(command, capsys)
     assert said.startswith(f"usage: mmtrain {command} ") and f"    mmtrain {command}" in said and "examples:" in said
 
 
-def test_a_command_that_is_mistyped_is_refused_with_the_nearest(capsys):
-    assert main(["trian", "x.yaml"]) == 2
-    assert capsys.readouterr().err == "error: mmtrain has no command trian: did you mean train?\n"
-    assert main(["--frobnicate"]) == 2
-    assert "mmtrain --help" in capsys.readouterr().err
-
-
 def test_the_demo_is_planned_by_its_name_without_torch():
     ran = in_a_process("plan", "demo:llava_pp4", "parallel.pipeline=2", "run.name=here")
     lines = ran.stdout.splitlines()
     assert lines[0].startswith("here: demo:vision -> projector -> demo:llm") and lines[-1].startswith("0 "), ran.stderr
     assert "torch" not in lines[-1]
     assert load_config("demo:llava_pp4") == load_config("configs/llava_pp4.yaml")
-
-
-def test_another_demo_is_refused_with_the_one_that_there_is(capsys):
-    assert main(["plan", "demo:llava_pp8"]) == 2
-    assert "the demo has no such configuration; it has demo:llava_pp4" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("tool", "command"), [("shard_dataset", "shard"), ("export_projector", "export")])

@@ -5,8 +5,6 @@ When one of these tests fails, DeepSpeed has changed: look at what it does now a
 
 from __future__ import annotations
 
-import itertools
-
 import deepspeed
 import pytest
 import torch
@@ -59,13 +57,6 @@ def train_once(layers: list[type], config: dict[str, object]) -> None:
     engine.train_batch(iter([(torch.randn(2, WIDTH), torch.randn(2, WIDTH))] * 2))
 
 
-def parts(layers: list[type]) -> list[int]:
-    """Layers that the default partitioner gives to each of four stages."""
-    init()
-    bounds = PipelineModule([LayerSpec(layer) for layer in layers], num_stages=4).parts
-    return [int(last - first) for first, last in itertools.pairwise(bounds)]
-
-
 def test_deepspeed_trains_when_nothing_is_frozen():
     run_ranks(2, train_once, [Trained] * 4, UNCLIPPED)
 
@@ -82,7 +73,3 @@ def test_deepspeed_trains_when_nothing_is_frozen():
 def test_deepspeed_dies_on_the_frozen_rank(layers, config, error):
     with pytest.raises(AssertionError, match=error):
         run_ranks(2, train_once, layers, config)
-
-
-def test_the_default_partitioner_gives_nearly_all_of_a_frozen_llm_to_one_stage():
-    assert run_ranks(4, parts, [Trained] + [Frozen] * 35) == [[33, 1, 1, 1]] * 4

@@ -69,14 +69,3 @@ def test_what_was_trained_is_exported_for_the_llm_as_its_files_have_it(tiny, run
     exported = {name: t for file in out.glob("*.safetensors") for name, t in load_file(file).items()}
     norm = next(name for name in exported if re.search(r"layers\.3\.input_layernorm\.weight$", name))
     assert exported[norm].equal(stock["model.layers.3.input_layernorm.weight"].to(exported[norm].dtype))
-
-
-def test_what_cannot_be_quantised_is_refused(tiny):
-    config = load_config(tiny / "config.yaml", [NF4, "parallel.streamed_layers=2"])
-    with pytest.raises(UserError, match=r"model\.llm\.quantize nf4 keeps decoder layers on the device in fewer bits"):
-        make_plan(config)
-    config = load_config(tiny / "config.yaml", [NF4, "model.trainable=[llm.layers.*]"])
-    with pytest.raises(
-        UserError, match=r"model\.llm\.quantize: nf4, but something besides adapters trains in every decoder layer"
-    ):
-        make_plan(config)

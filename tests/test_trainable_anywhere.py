@@ -10,10 +10,9 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from ranks import run_ranks
-from scenes import Case, documents_of, execute, make_config, make_document, relative, stock_llava, stock_loss_sum
+from scenes import Case, execute, make_config, make_steps, relative, stock_llava, train_stock
+from transformers import LlamaForCausalLM
 
-from mmtrain.data.samples.sample import IGNORE
-from mmtrain.engine.optimizer import clip_coefficient, learning_rate
 from mmtrain.models.facts.shapes import matches_any
 
 STEPS = 3
@@ -46,17 +45,8 @@ CONSTANT = {"optimizer__schedule": "constant", "optimizer__warmup_fraction": 0.0
 RUNS = [*((patterns,) for patterns in PATTERNS), *((patterns, None, STEPS, True) for patterns in GROUPS)]
 
 
-def steps(count=STEPS):
-    rows = [
-        [[make_document(100 * s + 10 * i + j, images=(i + j) % 3, text=8 + i + j) for j in range(2)]]
-        for s in range(count)
-        for i in range(4)
-    ]
-    return tuple(tuple(rows[4 * s : 4 * s + 4]) for s in range(count))
-
-
 def canonical_name(stock_name: str) -> str:
-    """Stock LLaVA's parameter names, written out by hand, peft's marks left out."""
+    """Stock parameter names, written out by hand, peft's marks left out."""
     stock_name = stock_name.removeprefix("base_model.model.").replace(".base_layer", "").replace(".default", "")
     for stock, ours in (
         ("model.multi_modal_projector.", "projector."),
@@ -64,6 +54,8 @@ def canonical_name(stock_name: str) -> str:
         ("model.language_model.embed_tokens.", "llm.embedding."),
         ("model.language_model.", "llm."),
         ("lm_head.", "llm.head."),
+        ("model.embed_tokens.", "llm.embedding."),  # of an LLM alone
+        ("model.", "llm."),
     ):
         if stock_name.startswith(stock):
             return ours + stock_name.removeprefix(stock)
@@ -91,15 +83,15 @@ def plain_groups(trainable, groups, lr):
 
 
 @cache
-def reference(folder, patterns, targets=None, count=STEPS, by_part=False):
+def reference(folder, patterns, targets=None, count=STEPS, by_part=False, text=False):
     """(loss, norm) of each step, gradients of the first, weights before and after all, by one process of stock code.
 
     `targets` is peft's pattern of the modules that get an adapter. `by_part`: at the constant rates of GROUPS, else all
-    at the rate of mmtrain's schedule.
+    at the rate of mmtrain's schedule. `text`: the LLM alone, on documents without images.
     """
     config = make_config(folder)
     peak = config.optimizer.lr
-    model = stock_llava(folder, seed=0)
+    model = LlamaForCausalLM.from_pretrained(folder / "llm") if text else stock_llava(folder, seed=0)
     if targets is not None:
         model = get_peft_model(model, LoraConfig(r=4, lora_alpha=8, target_modules=targets)).eval()
     trainable = {}
@@ -110,24 +102,11 @@ def reference(folder, patterns, targets=None, count=STEPS, by_part=False):
         p.requires_grad_(matches_any(canonical_name(name), patterns))
         if p.requires_grad:
             trainable[canonical_name(name)] = p
-    groups = plain_groups(trainable, GROUPS[patterns] if by_part else (), peak)
-    optimizer = torch.optim.AdamW(groups, lr=peak, weight_decay=0.0)
-    history, first, begin = [], {}, {n: p.detach().numpy().copy() for n, p in trainable.items()}
-    for s, step in enumerate(steps(count)):
-        documents = documents_of(step)
-        tokens = sum(label != IGNORE for d in documents for label in d.labels)
-        model.zero_grad()
-        loss = sum(stock_loss_sum(model, d) for d in documents) / tokens
-        loss.backward()
-        grads = {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in trainable.items()}
-        first = first or {n: g.double().numpy() for n, g in grads.items()}
-        norm = float(torch.nn.utils.get_total_norm(grads.values()))
-        for n, p in trainable.items():
-            p.grad = grads[n] * clip_coefficient(norm, config.optimizer.clip_norm)
-        for group in [] if by_part else optimizer.param_groups:
-            group["lr"] = learning_rate(s, config.train.max_steps, config.optimizer, peak)
-        optimizer.step()
-        history.append((float(loss.detach()), norm))
+    begin = {n: p.detach().numpy().copy() for n, p in trainable.items()}
+    optimizer = (
+        torch.optim.AdamW(plain_groups(trainable, GROUPS[patterns], peak), peak, weight_decay=0) if by_part else None
+    )
+    history, first = train_stock(model, make_steps(count, 1 if text else 3), config, trainable, optimizer)
     return history, first, begin, {n: p.detach().numpy() for n, p in trainable.items()}
 
 
@@ -135,17 +114,17 @@ def cases(folder, **parallel):
     settings = {f"parallel__{key}": value for key, value in parallel.items()}
     by_part = [{}] * len(PATTERNS) + [CONSTANT | {"optimizer__groups": groups} for groups in GROUPS.values()]
     return [
-        Case(make_config(folder, model__trainable=patterns, **settings, **more), steps())
+        Case(make_config(folder, model__trainable=patterns, **settings, **more), make_steps(STEPS))
         for (patterns, *_), more in zip(RUNS, by_part, strict=True)
     ]
 
 
-def check(folder, by_rank, references=RUNS):
+def check(folder, by_rank, references=RUNS, rtol=1e-4):
     for i, (patterns, *options) in enumerate(references):
         ranks = [rank[i] for rank in by_rank]
         history, first, begin, end = reference(folder, patterns, *options)
         found = [(r.loss, r.grad_norm) for r in ranks[0]["results"]]
-        np.testing.assert_allclose(found, history, rtol=1e-4, err_msg=str(patterns))
+        np.testing.assert_allclose(found, history, rtol=rtol, err_msg=str(patterns))
         gradients = {n: g for rank in ranks for n, g in rank["gradients"][0].items()}
         # Towers end at the selected layer: what lies behind it is not there, and has no gradient in the stock model.
         expected = {n: g for n, g in first.items() if n in gradients or g.any()}
@@ -186,6 +165,7 @@ def test_two_replicas_of_two_ranks_train_the_same(parts):
 
 def test_what_trains_in_bfloat16_has_the_gradients_of_float32_and_float32_weights(parts):
     sets = [
+        ("projector",),
         ("projector", "llm.layers.2"),
         ("projector", "llm.layers.*.self_attn.q_proj", "llm.norm"),
         ("llm.embedding", "llm.head"),
@@ -193,8 +173,8 @@ def test_what_trains_in_bfloat16_has_the_gradients_of_float32_and_float32_weight
     ]
     bfloat16 = {"model__llm__dtype": "bfloat16", "parallel__pipeline": 2}
     configs = [make_config(parts, model__trainable=patterns, **bfloat16) for patterns in sets]
-    recomputed = make_config(parts, model__trainable=sets[0], **bfloat16, parallel__recompute_layers=2)
-    by_rank = run_ranks(2, execute, [Case(config, steps()) for config in [*configs, recomputed]])
+    recomputed = make_config(parts, model__trainable=sets[1], **bfloat16, parallel__recompute_layers=2)
+    by_rank = run_ranks(2, execute, [Case(config, make_steps(STEPS)) for config in [*configs, recomputed]])
     for i, patterns in enumerate(sets):
         ranks = [rank[i] for rank in by_rank]
         history, first, *_ = reference(parts, patterns)
@@ -213,7 +193,7 @@ def test_what_trains_in_bfloat16_has_the_gradients_of_float32_and_float32_weight
             assert all(p.dtype == np.float32 for p in rank["parameters"].values())
             assert rank["audit"]["failures"] == []
     for rank in by_rank:
-        for name, gradient in rank[0]["gradients"][0].items():
+        for name, gradient in rank[1]["gradients"][0].items():
             np.testing.assert_array_equal(rank[len(sets)]["gradients"][0][name], gradient, "recompute changes nothing")
 
 
@@ -246,7 +226,7 @@ def adapted(folder, names, **settings):
             make_config(
                 folder, model__trainable=patterns, model__lora={"r": 4, "alpha": 8, "targets": ours}, **settings
             ),
-            steps(LORA_STEPS),
+            make_steps(LORA_STEPS),
             weights=weights,
         )
         for patterns, ours, _ in map(ADAPTED.get, names)
@@ -275,3 +255,18 @@ def test_lora_trains_as_peft_does_on_the_stock_model(parts, layout, names):
     settings = {f"parallel__{key}": value for key, value in parallel.items()}
     references = [(patterns, targets, LORA_STEPS) for patterns, _, targets in map(ADAPTED.get, names)]
     check(parts, run_ranks(ranks, execute, adapted(parts, names, **settings)), references)
+
+
+TEXT_PATTERNS = ("llm.layers.*", "llm.head"), ("llm.layers.3", "llm.head"), ("llm.embedding",)
+
+
+@pytest.mark.parametrize("layout", ["one", "two", "front and head alone", "several stages a rank"])
+def test_text_alone_trains_as_the_stock_causal_lm_does(parts, layout):
+    ranks, parallel = LAYOUTS[layout]
+    settings = {f"parallel__{key}": value for key, value in parallel.items()}
+    settings |= {"model__vision": None, "data__template": "chat"}
+    configs = [make_config(parts, model__trainable=patterns, **settings) for patterns in TEXT_PATTERNS]
+    by_rank = run_ranks(ranks, execute, [Case(config, make_steps(STEPS, images=1)) for config in configs])
+    check(parts, by_rank, [(patterns, None, STEPS, False, True) for patterns in TEXT_PATTERNS], rtol=1e-5)
+    for rank in (rank for results in by_rank for rank in results):  # one may hold the embedding alone
+        assert rank["optimizer"] == ("AdamW" if rank["parameters"] else "NoOpOptimizer")

@@ -223,13 +223,6 @@ def test_wrong_input_is_named(work, llava, tiny, capsys):
     assert "the model takes 2,048" in refused(capsys, llava, picture, "--max-new-tokens", "2048")
 
 
-def test_a_damaged_checkpoint_is_refused(work, tmp_path, capsys):
-    shutil.copytree(work / "chat", tmp_path / "chat")
-    (file,) = (tmp_path / "chat").rglob("projector.safetensors")
-    file.write_bytes(file.read_bytes()[:-1])
-    assert "projector.safetensors is damaged" in refused(capsys, tmp_path / "chat", work / "one.png")
-
-
 def test_a_run_that_has_no_place_in_a_llava_folder_is_refused_with_the_reason(work, capsys):
     config = load_config(CONFIG, ["model.projector.type=linear"])
     make_checkpoint(work / "linear", config)
@@ -306,22 +299,15 @@ TIMM_FROM_THE_HUB = {"model_type": "timm_backbone", "backbone": "hf-hub:evil/x",
     [
         ("config.json", ["text_config"], {"hidden_size": "64"}, "hidden_size '64', which no model has"),
         ("config.json", ["text_config"], {"num_hidden_layers": 900}, "says num_hidden_layers 900, but there are"),
-        ("config.json", ["text_config"], {"intermediate_size": 500_000}, "but no tensor is wider than"),
-        ("config.json", ["text_config"], {"hidden_act": "os.system"}, "cannot be used ("),
-        ("config.json", ["text_config"], {"rope_parameters": {"rope_type": "\x1b[31m"}}, "cannot be used ("),
         ("config.json", ["vision_config"], {"image_size": 100_000}, "image_size 100000, which no model has"),
-        ("config.json", [], {"num_labels": 10**9}, "num_labels 1000000000, which no model has"),
         ("config.json", ["vision_config"], TIMM_FROM_THE_HUB, "model_type 'timm_backbone'; LlavaForConditionalGen"),
-        ("config.json", ["vision_config"], {"model_type": "internvl"}, "vision_config of model_type 'internvl'; Llava"),
-        ("config.json", ["vision_config"], {"model_type": ["vit"]}, "model_type ['vit'], which no model has"),
         ("config.json", ["text_config"], {"model_type": "gemma3n"}, "model_type 'gemma3n', which is no LLM"),
-        ("config.json", ["text_config"], {"model_type": "llava"}, "text_config of model_type 'llava', which is no LLM"),
         ("config.json", [], {"vision_config": [1]}, "says vision_config [1], which no model has; needed is an object"),
         ("config.json", [], {"quantization_config": IN_8_BITS}, "cannot be used ("),
+        ("config.json", ["text_config"], {"rope_parameters": {"rope_type": "\x1b[31m"}}, "cannot be used ("),
         ("config.json", [], {"vision_feature_layer": 999}, "cannot be used ("),
         ("config.json", [], {"image_token_index": 10**9}, "of the tokenizer, but config.json says 1000000000"),
         ("generation_config.json", [], {"eos_token_id": "abc"}, "cannot be used ("),
-        ("processor_config.json", [], {"patch_size": "x"}, "says patch_size 'x', which no model has"),
         ("processor_config.json", ["image_processor"], {"size": {"height": 30_000, "width": 9}}, "from 1 to 4,096"),
     ],
 )

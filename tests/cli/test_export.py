@@ -77,15 +77,6 @@ def test_a_full_disk_is_one_line_and_nothing_is_left(checkpoint, tmp_path, monke
         assert sorted(disk.iterdir()) == before
 
 
-def test_a_damaged_checkpoint_is_never_exported(tiny, tmp_path, capsys):
-    checkpoint = make_checkpoint(tmp_path / "run", config_of(tiny))
-    content = bytearray(checkpoint.tensors_file.read_bytes())
-    content[-1] ^= 1
-    checkpoint.tensors_file.write_bytes(content)
-    assert run_export(tmp_path / "run", "hf", tmp_path / "out") == 2
-    assert "projector.safetensors is damaged" in capsys.readouterr().err
-
-
 def test_verify_says_what_it_compared(checkpoint, tmp_path, capsys):
     assert run_export(checkpoint.path, "hf", tmp_path / "out", "--verify") == 0
     said = capsys.readouterr().out

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from itertools import product
 from pathlib import Path
 from typing import NamedTuple
@@ -29,53 +29,41 @@ SETTING = {
 }
 
 
-class Layout(NamedTuple):
-    """A pipeline to try."""
+class Run(NamedTuple):
+    """A run, and what its lists are."""
 
+    what: str
     pipeline: int
-    stages_per_rank: int
-    microbatches: int
-    first_trainable_stage: int
-    prefetched: int
-
-    @property
-    def steps(self) -> tuple[Schedule, Schedule, Schedule]:
-        """A training step, an evaluation, a training step."""
-        shape = self.pipeline, self.microbatches, self.first_trainable_stage, self.stages_per_rank
-        training = training_schedule(*shape)
-        if self.prefetched:  # each where the one before it would be
-            chain = leading_encodes(training, (0,), 1, self.prefetched)
-            training = training_schedule(*shape, chain)
-        return training, forward_schedule(self.pipeline, self.microbatches, self.stages_per_rank), training
+    steps: tuple[Schedule, ...]  # prelude, two steps, an evaluation, a step
 
 
-class Found(NamedTuple):
-    """How a layout fares: the orderings under which it hangs, as planned and in one order common to all ranks."""
+def made_up_runs(seed: int, pipelines: Iterable[int], microbatches: Iterable[int]) -> Iterator[Run]:
+    """Encoders whole on rank 0 and in slices on every rank or some; placed by the planner, and with any lead."""
+    draw = random.Random(seed)
+    for p, v, m in product(pipelines, (1, 2), microbatches):
+        for ranks in ((0,), *chains(p)):
+            step = made_up_step(draw, p, v, m, ranks)
+            options: list[Chain] = [chain for _, chain in step.placed()]
+            options = draw.sample(options, min(2, len(options)))
+            if v == 1:
+                lead, ahead = draw.randrange(1, m + 1), draw.randrange(2 * m)
+                options.append(leading_encodes(step.lists(), ranks, lead, ahead))
+            evaluation = forward_schedule(p, draw.randrange(1, 4 * p), v, ranks, draw.choice([1, len(ranks), 2 * p]))
+            for chain in options:
+                training = step.lists(chain)
+                what = f"pipeline {p}, {v} stages a rank, {m} micro-batches: {step.first_trainable_stage}, {chain}"
+                yield Run(what, p, (prelude(chain), training, training, evaluation, training))
 
-    layout: Layout
-    hangs: tuple[Ordering, ...]
-    hangs_in_common_order: tuple[Ordering, ...]
 
-
-def layouts(pipelines: Iterable[int], stages_per_rank: Iterable[int], microbatches: Sequence[int]) -> Iterator[Layout]:
-    """The grid: first trainable stage 0, the middle one and the last, 0 and 1 micro-batches prefetched."""
-    for p in pipelines:
-        for v in stages_per_rank:
-            for m in microbatches:
-                for first in sorted({0, p * v // 2, p * v - 1}):
-                    for prefetched in (0, 1):
-                        yield Layout(p, v, m, first, prefetched)
-
-
-def try_layout(layout: Layout) -> Found:
-    """Every ordering on one layout."""
-    steps = layout.steps
-    common = [in_common_order(schedule) for schedule in steps]
-    return Found(
-        layout,
-        tuple(ordering for ordering in Ordering if find_deadlock(steps, ordering)),
-        tuple(ordering for ordering in Ordering if find_deadlock(common, ordering)),
-    )
+@pytest.fixture(
+    scope="module",
+    params=[
+        ((2, 3, 4), (1, 3, 7)),
+        pytest.param(((2, 3, 4, 5, 8), range(1, 13)), marks=pytest.mark.nightly),
+    ],
+)
+def runs(request) -> list[Run]:
+    return list(made_up_runs(0, *request.param))
 
 
 def config_of(pipeline: int) -> RunConfig:
@@ -114,17 +102,15 @@ def test_the_common_order_of_two_ranks_is_the_hand_written_one():
     assert in_common_order(plain) == ordered
 
 
-@pytest.fixture(scope="module", params=[389, pytest.param(13, marks=pytest.mark.nightly)])
-def part_of_the_grid(request) -> list[Found]:
-    """All small layouts with odd micro-batches, part of those up to 8 ranks, 4 stages a rank and 16 micro-batches."""
-    small = list(layouts((1, 2, 3), (1, 2), (1, 3)))
-    whole = list(layouts(range(1, 9), range(1, 5), range(1, 17)))
-    return [try_layout(layout) for layout in dict.fromkeys([*small, *whole[:: request.param], Layout(6, 2, 8, 0, 0)])]
-
-
-def test_no_pipeline_hangs_where_streams_work_by_themselves(part_of_the_grid):
-    assert len(part_of_the_grid) > 60
-    assert [found.layout for found in part_of_the_grid if Ordering.IDEAL in found.hangs] == []
+def test_no_run_hangs_where_streams_work_by_themselves_or_hosts_wait(runs):
+    """Nor where the first steps, which may load kernels, run in the common order."""
+    assert len(runs) > 60
+    for run in runs:
+        first, second, *others = run.steps
+        begun_safely = [in_common_order(first), in_common_order(second), *others]
+        assert not find_deadlock(run.steps, Ordering.IDEAL), run.what
+        assert not find_deadlock(run.steps, Ordering.HOST_WAITS), run.what
+        assert not find_deadlock(begun_safely, Ordering.IDEAL), run.what
 
 
 @pytest.mark.parametrize(
@@ -138,16 +124,20 @@ def test_no_pipeline_hangs_where_streams_work_by_themselves(part_of_the_grid):
 )
 def test_messages_that_share_a_process_group_hang_and_a_group_a_channel_does_not(group_of, hangs):
     """A rank has one queue a group: what it sends waits there for what it has asked for before."""
-    steps = [layout.steps for layout in layouts((2, 3, 4), (1, 2), (5,))]
-    assert any(find_deadlock(step, Ordering.IDEAL, group_of) for step in steps) is hangs
+    shapes = [(p, 5, first, v) for p, v in product((2, 3, 4), (1, 2)) for first in range(p * v)]
+    assert any(find_deadlock([training_schedule(*shape)], Ordering.IDEAL, group_of) for shape in shapes) is hangs
 
 
-def test_receives_in_one_common_order_hang_under_no_ordering(part_of_the_grid):
-    assert [found for found in part_of_the_grid if found.hangs_in_common_order] == []
+def test_no_run_hangs_in_the_common_order_under_any_ordering(runs):
+    for run in runs[::3]:
+        common = [in_common_order(schedule) for schedule in run.steps]
+        assert not [ordering for ordering in Ordering if find_deadlock(common, ordering)], run.what
 
 
-def test_whatever_hangs_for_a_setting_is_refused_with_that_setting(part_of_the_grid):
-    hung = {(found.layout.pipeline, ordering) for found in part_of_the_grid for ordering in found.hangs}
+def test_whatever_hangs_for_a_setting_is_refused_with_that_setting(runs):
+    hung = {
+        (run.pipeline, ordering) for run in runs[::3] for ordering in Ordering if find_deadlock(run.steps, ordering)
+    }
     assert {ordering for _, ordering in hung} == {Ordering.LAUNCH_ORDER, Ordering.BLOCKING, Ordering.DEVICE_WIDE_WAITS}
     for pipeline, ordering in hung:
         for name, value in SETTING[ordering]:
@@ -186,65 +176,6 @@ def test_a_load_that_is_not_one_ahead_hangs_where_hosts_wait():
     assert Ordering.HOST_WAITS in hangs(late) and Ordering.IDEAL not in hangs(late)
     ahead = lists("L0.0 L0.1 E0.0 e0.0 X0.0 E0.1 e0.1 X0.1 F0.0 a0.0 F0.1 a0.1", other)
     assert Ordering.HOST_WAITS not in hangs(ahead)
-
-
-class SlicedRun(NamedTuple):
-    """A run with the encoder in slices, and what its lists are."""
-
-    what: str
-    steps: tuple[Schedule, ...]  # prelude, two steps, an evaluation, a step
-
-
-def sliced_runs(seed: int, pipelines: Iterable[int], microbatches: Iterable[int]) -> Iterator[SlicedRun]:
-    """Chains of every rank, of some, with rank 0 for the stem alone; placed by the planner, and with any lead."""
-    draw = random.Random(seed)
-    for p, v, m in product(pipelines, (1, 2), microbatches):
-        for ranks in chains(p):
-            step = made_up_step(draw, p, v, m, ranks)
-            options: list[Chain] = [chain for _, chain in step.placed()]
-            options = draw.sample(options, min(2, len(options)))
-            if v == 1:
-                lead, ahead = draw.randrange(1, m + 1), draw.randrange(2 * m)
-                options.append(leading_encodes(step.lists(), ranks, lead, ahead))
-            evaluation = forward_schedule(p, draw.randrange(1, 4 * p), v, ranks, draw.choice([1, len(ranks), 2 * p]))
-            for chain in options:
-                training = step.lists(chain)
-                what = f"pipeline {p}, {v} stages a rank, {m} micro-batches: {step.first_trainable_stage}, {chain}"
-                yield SlicedRun(what, (prelude(chain), training, training, evaluation, training))
-
-
-@pytest.fixture(
-    scope="module",
-    params=[
-        ((2, 3, 4), (1, 3, 7)),
-        pytest.param(((2, 3, 4, 5, 8), range(1, 13)), marks=pytest.mark.nightly),
-    ],
-)
-def runs_in_slices(request) -> list[SlicedRun]:
-    return list(sliced_runs(0, *request.param))
-
-
-def test_no_run_in_slices_hangs_where_streams_work_by_themselves_or_hosts_wait(runs_in_slices):
-    """Nor where the first steps, which may load kernels, run in the common order."""
-    assert len(runs_in_slices) > 30
-    for run in runs_in_slices:
-        first, second, *others = run.steps
-        begun_safely = [in_common_order(first), in_common_order(second), *others]
-        assert not find_deadlock(run.steps, Ordering.IDEAL), run.what
-        assert not find_deadlock(run.steps, Ordering.HOST_WAITS), run.what
-        assert not find_deadlock(begun_safely, Ordering.IDEAL), run.what
-
-
-def test_no_run_in_slices_hangs_in_the_common_order_under_any_ordering(runs_in_slices):
-    for run in runs_in_slices[::3]:
-        common = [in_common_order(schedule) for schedule in run.steps]
-        assert not [ordering for ordering in Ordering if find_deadlock(common, ordering)], run.what
-
-
-def test_slices_hang_under_the_orderings_that_are_refused_and_no_others(runs_in_slices):
-    """A setting that can hang any pipeline is refused for all; slices add no further one."""
-    hung = {ordering for run in runs_in_slices[::3] for ordering in Ordering if find_deadlock(run.steps, ordering)}
-    assert hung == {Ordering.LAUNCH_ORDER, Ordering.BLOCKING, Ordering.DEVICE_WIDE_WAITS}
 
 
 def test_ranks_end_together_in_the_common_order_whatever_is_still_sent_to_them():

@@ -170,8 +170,6 @@ def test_neither_the_launcher_nor_anything_it_or_a_rank_forks_starts_cuda(tiny, 
     assert planned.returncode == 0 and "80.0 GiB per rank" in " ".join(planned.stdout.split()), planned.stderr
     too_many = launch("parallel.pipeline=3")
     assert too_many.returncode == 2 and "has 2 GPUs" in too_many.stderr
-    unwritable = launch("--calibrate", "parallel.pipeline=2", f"parallel.calibration={tmp_path}")
-    assert unwritable.returncode == 2 and "the calibration cannot be written" in unwritable.stderr
     ran = launch("parallel.pipeline=2", "data.workers=1", "train.max_steps=1", "run.name=ran")
     assert ran.returncode == 0, ran.stderr
     assert list((tmp_path / "cache").rglob("probe/*.json"))
