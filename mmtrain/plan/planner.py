@@ -26,7 +26,6 @@ from mmtrain.plan.plan import ExpectedImage, GroupPlan, Plan, RankPlan, StagePla
 from mmtrain.plan.refusals import check_run, does_not_fit
 from mmtrain.plan.schedule import ranks_of
 from mmtrain.plan.search import PipelineLayout, Search, least_step_seconds
-from mmtrain.plan.simulate import Program, simulate
 from mmtrain.plan.stage_costs import StageCosts, Streaming, limit_on_gpu, stage_costs
 
 STREAMING_GAIN = 0.005
@@ -76,17 +75,6 @@ def _searched(config: RunConfig, costs: StageCosts) -> tuple[Search, PipelineLay
     if config.parallel.boundaries is None:
         return search, search.find(config.parallel.stages_per_rank)
     return search, search.at_cut(given_cut(config, costs))
-
-
-def step_seconds(
-    plan: Plan, config: RunConfig, device_memory_bytes: int | None = None, device: Device | None = None
-) -> float | None:
-    """Seconds of a step of `plan`, made with other costs, by those that `make_plan` has; None if it does not fit."""
-    costs = stage_costs(config, models_of(config), memory_limit(config, device_memory_bytes), device)
-    search = Search(costs, config.parallel.encoder_ranks)
-    cut = (0, *(boundary + 1 for boundary in plan.boundaries), costs.count)
-    seconds = search.seconds_of(cut, plan.encoder_slices or search.cuts.whole)
-    return None if seconds is None else simulate(Program(plan.schedule), seconds).seconds
 
 
 def memory_limit(config: RunConfig, device_memory_bytes: int | None) -> int | None:

@@ -167,11 +167,6 @@ class Search:
     def fits(self, layout: PipelineLayout) -> bool:
         return self.cuts.overflow(layout.ranks) == 0
 
-    def seconds_of(self, cut: Cut, slices: Slices) -> StageSeconds | None:
-        """Return what the stages of a cut with these slices take; None if they do not fit."""
-        ranks = self.cuts.placed(cut, slices)[1]
-        return None if self.cuts.overflow(ranks) else self._stage_seconds(ranks, slices)
-
     def nearest(self, stages_per_rank: int, given: Cut | None = None) -> tuple[Cut, tuple[RankCost, ...]]:
         """Return the cut, or `given`, that exceeds the memory limit by the fewest bytes, and the cost of its ranks.
 
