@@ -16,16 +16,16 @@ from mmtrain.checkpoint.resume import refuse_unfit_init_from_run
 from mmtrain.checkpoint.run_folder import run_folder
 from mmtrain.config.load import load_config
 from mmtrain.config.schema import RunConfig
-from mmtrain.launching.calibrating import calibrate
 from mmtrain.launching.command_line import Options, parse_arguments
 from mmtrain.launching.machine import (
     allow_open_files,
     plan_for_here,
+    rank_of_torchrun,
+    refuse_other_starters,
     refuse_unusable_shared_memory,
     suggest_for_here,
 )
-from mmtrain.launching.starters import rank_of_torchrun, refuse_other_starters
-from mmtrain.launching.training import ranks_of_node, train, train_as_rank
+from mmtrain.launching.training import calibrate, ranks_of_node, train, train_as_rank
 from mmtrain.models.facts.model_files import find_model_folder
 from mmtrain.models.weights.projector_files import refuse_unfit_init_from
 from mmtrain.plan.plan import render

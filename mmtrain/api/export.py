@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Literal, get_args
 
 from mmtrain.api.run import Run
 from mmtrain.base.errors import UserError
+from mmtrain.base.printing import bytes_text
 from mmtrain.checkpoint.step_folder import StepFolder, find
 from mmtrain.stock.exporters import Base, default_base
 
@@ -40,10 +41,9 @@ def export(
 ) -> Path:
     """Export a checkpoint, or the newest whole one of a run, into the new folder `out`, which is returned.
 
-    `mmtrain export --help` explains the formats. `dtype` is that of the tensors written; None: that of the run's LLM
-    for "hf" and "peft", else float32. `verify`: compare a whole model with mmtrain's own on this many held-out samples.
-    `base`: the model for which the adapters of "peft" are. `show` gets (what, bytes done, bytes in all). Raises
-    UserError, and DifferentError where `verify` finds a difference.
+    `mmtrain export --help` explains the options. `dtype` None: that of the run's LLM for "hf" and "peft", else float32.
+    `verify` is a number of samples. `show` gets (what, bytes done, bytes in all).
+    Raises: UserError, and DifferentError where `verify` finds a difference.
     """
     for name, value, known in (
         ("format", format, get_args(Format)),
@@ -96,7 +96,7 @@ def export(
     else:
         export_projector_file(checkpoint, out, tensors)
     size = sum(file.stat().st_size for file in out.expanduser().rglob("*") if file.is_file())
-    _log.info(f"exported {out} ({_size(size)}, {str(tensors).removeprefix('torch.')}), read again and compared")
+    _log.info(f"exported {out} ({bytes_text(size)}, {str(tensors).removeprefix('torch.')}), read again and compared")
     return out
 
 
@@ -122,7 +122,3 @@ def _verify(checkpoint: StepFolder, exported: ExportedModel, dtype: torch.dtype,
                 "all the same: ask it one prompt at a time"
             )
         _log.info(f"{PROMPTS} prompts of different lengths are answered in one batch as one at a time")
-
-
-def _size(count: int) -> str:
-    return f"{count / 1e9:,.2f} GB" if count >= 1e9 else f"{count / 1e6:,.2f} MB"

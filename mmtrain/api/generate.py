@@ -17,7 +17,7 @@ from mmtrain.api.run import Run
 from mmtrain.base.cache import cache_folder
 from mmtrain.base.durable import held
 from mmtrain.base.errors import UserError
-from mmtrain.base.printing import escape
+from mmtrain.base.printing import bytes_text, escape
 from mmtrain.checkpoint.step_folder import StepFolder, find, names_checkpoint
 from mmtrain.data.samples.records import IMAGE_MARK, BadSample
 from mmtrain.models.facts.encoders import FAMILIES, TIMM
@@ -48,9 +48,8 @@ def generate(
 ) -> str:
     """Return a trained model's answer to a question about one picture or several; a model of text takes none.
 
-    `model` is a run, a checkpoint, or a Hugging Face folder. It is loaded for this answer, onto the GPU if there is
-    one; a run is exported before, once, into the cache. A model that was trained on captions alone takes no question:
-    it describes what it sees. Raises UserError.
+    `model` is a run, a checkpoint, or a Hugging Face folder, loaded for this answer onto the GPU if there is one. A run
+    is exported into the cache once. A model trained on captions alone ignores the question. Raises UserError.
     """
     from mmtrain.data.stream.images import upright
 
@@ -62,10 +61,7 @@ def generate(
 
 
 def stock_folder(model: str, show: Callable[[str, int, int], None] = lambda *_: None) -> Path:
-    """Return the Hugging Face folder of what `model` names, exported now if need be. Raises UserError.
-
-    `show` gets what is exported at the moment, its bytes so far and in all.
-    """
+    """Return the Hugging Face folder of `model`, exported now if need be. Raises UserError; `show` is export's."""
     folder = find_model_folder(model)
     if folder is None:
         raise UserError(f"{model}: no such folder, and no hub id in the local cache; {NEEDED}")
@@ -107,18 +103,13 @@ def exported(checkpoint: StepFolder, show: Callable[[str, int, int], None] = lam
             try:
                 export(checkpoint.path, "hf", folder, show=show)
             except UserError as error:
-                if not folder.is_dir():  # else another process was faster, where nothing can be locked
-                    raise UserError(f"{checkpoint.path} cannot be exported, and so not be asked: {error}") from error
-            size = sum(file.stat().st_size for file in folder.iterdir())
-            _log.info(f"{size / 1e6:,.1f} MB are in {folder} now; delete it when you have no more questions")
+                raise UserError(f"{checkpoint.path} cannot be exported, and so not be asked: {error}") from error
+            _log.info(f"{folder} holds the exported model; delete it when you have no more questions")
     return folder
 
 
 def load(folder: Path) -> tuple[Any, Any]:
-    """Return stock model and processor of a Hugging Face folder, on the GPU if there is one. Raises UserError.
-
-    The processor of an LLM alone is its tokenizer.
-    """
+    """Return stock model and processor, or an LLM's tokenizer, on the GPU if there is one. Raises UserError."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
     from transformers.utils import logging
 
@@ -153,7 +144,7 @@ def load(folder: Path) -> tuple[Any, Any]:
 def _check_parts(stock: StockClass, config: dict[str, Any], folder: Path) -> None:
     """Raise UserError for parts in config.json that no folder of the stock class has.
 
-    transformers makes whatever model_type says, and some types load their own parts from a hub id, or from any file.
+    transformers makes any model_type, and some of these load their own parts from a hub id, or from any file.
     """
     import transformers
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
@@ -195,7 +186,7 @@ def _ready(folder: Path, model: Any, processor: Any, tokenizer: Any, report: dic
         return model.eval().to("cuda" if torch.cuda.is_available() else "cpu"), processor
     except torch.OutOfMemoryError:
         raise UserError(
-            f"{folder}: {model.get_memory_footprint() / 2**30:.1f} GiB do not fit into the GPU's memory; set "
+            f"{folder}: {bytes_text(model.get_memory_footprint())} do not fit into the GPU's memory; set "
             "CUDA_VISIBLE_DEVICES= to use the CPU"
         ) from None
 

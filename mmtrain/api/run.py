@@ -1,8 +1,6 @@
 """A run from Python: started as a process of its own, and read from its folder, also while it is under way.
 
 RunConfig --YAML--> `python -m mmtrain.launch`, which starts the ranks --files in its folder--> Run
-
-Nothing of torch, forks, signals or process groups happens in the process that calls: a notebook stays as it is.
 """
 
 from __future__ import annotations
@@ -57,10 +55,10 @@ class Run:
     def __init__(self, folder: Path, process: subprocess.Popen[str] | None = None, show: bool = True) -> None:
         self.folder = folder
         self._process = process
-        self._said: dict[str, collections.deque[str]] = {}
+        self._printed: dict[str, collections.deque[str]] = {}
         self._readers: list[threading.Thread] = []
         for name in ("stdout", "stderr") if process is not None else ():
-            lines = self._said[name] = collections.deque(maxlen=LINES_KEPT)
+            lines = self._printed[name] = collections.deque(maxlen=LINES_KEPT)
             arguments = (getattr(process, name), lines, getattr(sys, name) if show else None)
             self._readers.append(threading.Thread(target=_read, args=arguments, daemon=True))
             self._readers[-1].start()
@@ -91,8 +89,8 @@ class Run:
             reader.join()
         if code == 0:
             return self
-        said = self._said["stderr"] or list(self._said["stdout"])[-1:]
-        message = "\n".join(said).removeprefix("error: ") or f"the launcher ended with exit code {code}"
+        lines = self._printed["stderr"] or list(self._printed["stdout"])[-1:]
+        message = "\n".join(lines).removeprefix("error: ") or f"the launcher ended with exit code {code}"
         raise UserError(message) if code == WRONG_INPUT else RunError(message, code)
 
     def stop(self) -> None:
@@ -136,10 +134,7 @@ class Run:
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
-    """Return the configuration in a YAML file, or demo:llava_pp4, with `key.sub=value` overrides.
-
-    Raises UserError listing every problem at once.
-    """
+    """Return the configuration in a YAML file, or demo:llava_pp4, with `key.sub=value` overrides. Raises UserError."""
     return expand_pretrained(read_config(path, overrides))
 
 
@@ -151,10 +146,10 @@ def train(
     trace_steps: int = 0,
     show: bool = True,
 ) -> Run:
-    """Start or resume a run, as `mmtrain train` does. Returns at once: `Run.wait` waits for its end.
+    """Start or resume a run, as `mmtrain train` does, and return at once; it goes on if this process ends.
 
-    `resume`, `allow_change` and `trace_steps` are the command's options; with `show` its console is shown here. If this
-    process ends first, the run goes on. Raises UserError for a configuration that was changed to a wrong one.
+    `resume`, `allow_change` and `trace_steps` are the command's options; with `show` its console is shown here. Raises
+    UserError for a configuration that was changed to a wrong one.
     """
     config = validated(config.model_dump(), f"the configuration of run {config.run.name}")
     options = [f"--resume={resume}", *(f"--allow-change={key}" for key in allow_change)]
@@ -184,10 +179,7 @@ def load_run(path: str | Path) -> Run:
 
 
 def _wait_until_free(folder: Path, timeout: float = math.inf) -> None:
-    """Wait until no process holds a run's folder. Raises subprocess.TimeoutExpired.
-
-    Waiting for the process itself could take its exit code from the `Run` that has started it.
-    """
+    """Wait until no process holds a run's folder, without taking its exit code. Raises subprocess.TimeoutExpired."""
     deadline = time.monotonic() + timeout
     while launcher(folder) is not None:
         if time.monotonic() > deadline:

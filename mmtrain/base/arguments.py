@@ -30,7 +30,6 @@ def command_parser(
 
 
 def share(text: str) -> float:
-    """Parse an argument that is a share."""
     with contextlib.suppress(ValueError):
         if 0 <= float(text) <= 1:
             return float(text)

@@ -25,8 +25,8 @@ DRAIN_SECONDS = 3.0
 class ConsoleStream(io.TextIOBase):
     """A text stream to a copy of a descriptor whose `write` never blocks and never raises.
 
-    Text that nobody reads is queued, up to 256 KiB; then the oldest lines are dropped, and a line says how many. All is
-    dropped once the reader has gone or the disk is full. Call `drain` at the end: what is still queued then is lost.
+    Up to 256 KiB are queued; then the oldest lines are dropped, and a line says how many. Once the reader has gone or
+    the disk is full, all is dropped. Call `drain` at the end.
     """
 
     encoding = "utf-8"
@@ -118,10 +118,9 @@ def output_without_waiting() -> Iterator[None]:
 
 
 def prepare_standard_streams() -> None:
-    """Make stdin, stdout and stderr safe to use; call it before files are opened.
+    """Replace closed standard streams (`>&-`) by /dev/null, and escape characters that the locale lacks.
 
-    Those that the caller has closed (`>&-`) become /dev/null: else the first files opened get these descriptors, and
-    what C++ writes to stderr goes into one of them. Characters that the locale lacks are escaped.
+    Call it before files are opened: one would get descriptor 2, and what C++ writes to stderr would go into it.
     """
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         try:

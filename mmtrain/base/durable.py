@@ -29,10 +29,9 @@ os.register_at_fork(after_in_child=lambda: [file.close() for file in _held])  # 
 
 @contextlib.contextmanager
 def whole_file(path: Path) -> Iterator[Path]:
-    """Yield a path to write, which replaces `path` when the block ends without error.
+    """Yield a path to write, which replaces `path` when the block ends without error, with the umask's permissions.
 
-    It then has the permissions of the umask, whoever wrote it. Several processes may write one `path`: the last one's
-    stays. Raises OSError, and removes what was written.
+    Several processes may write one `path`: the last one's stays. Raises OSError, and removes what was written.
     """
     unfinished = _unfinished(path)
     try:
@@ -64,8 +63,8 @@ def write_whole(path: Path, content: str | bytes) -> None:
 def whole_folder(path: Path) -> Iterator[Path]:
     """Yield an empty folder to fill, which becomes `path`, new or empty, when the block ends without error.
 
-    Its files then have the permissions of the umask. What killed processes left of it more than a day ago is removed.
-    Raises OSError, also where another process has made `path` in the meantime, and removes what was written.
+    What killed processes left of it more than a day ago is removed. Raises OSError, also where another process has made
+    `path` in the meantime, and removes what was written.
     """
     for leftover in path.parent.glob(leftovers(glob.escape(path.name))):
         if time.time() - leftover.stat().st_mtime > A_DAY:
@@ -119,11 +118,10 @@ def flush(path: Path) -> None:
 
 @contextlib.contextmanager
 def held(path: Path, *, wait: bool) -> Iterator[None]:
-    """Hold the lock file `path`, made if need be, until the block ends; the kernel lets go of what a dead process held.
+    """Hold the lock file `path`, which names this process, until the block or the process ends; forks do not hold it.
 
-    Processes that are forked meanwhile do not hold it. Another process that holds it is waited for, or a
-    BlockingIOError. Raises OSError where the file cannot be made, and, unless it would `wait`, where the file system
-    has no locks. The file names the process: see `holder`.
+    Raises BlockingIOError where another process holds it, unless it may `wait`; OSError where the file cannot be made,
+    and, unless it may `wait`, where the file system has no locks.
     """
     while True:
         with path.open("ab") as file:
@@ -146,10 +144,7 @@ def held(path: Path, *, wait: bool) -> Iterator[None]:
 
 
 def holder(path: Path) -> psutil.Process | None:
-    """Return the process of this user on this machine that is in `held(path)`; None: there is none.
-
-    Nothing is locked meanwhile: a process that asks for the lock just then must get it.
-    """
+    """Return this user's process on this machine that is in `held(path)`, if there is one, without locking it."""
     try:
         process = psutil.Process(int(path.read_bytes()))
         return process if any(Path(file.path) == path.resolve() for file in process.open_files()) else None
@@ -158,9 +153,9 @@ def holder(path: Path) -> psutil.Process | None:
 
 
 def lock(file: IO[bytes] | int, *, shared: bool = False, wait: bool = True, needed: bool = False) -> None:
-    """Lock an open file until it is closed; where the file system has no locks, do not, or raise OSError if `needed`.
+    """Lock an open file until it is closed. Raises BlockingIOError where another process holds it, unless it may wait.
 
-    Raises BlockingIOError where another process holds it and `wait` is false.
+    Where the file system has no locks, do nothing, or raise OSError if it is `needed`.
     """
     try:
         fcntl.flock(file, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | (0 if wait else fcntl.LOCK_NB))

@@ -19,9 +19,8 @@ from mmtrain.base.small_files import MAX_JSON_BYTES, parse_json
 class JsonLines:
     """Appends one JSON object a line; each line is one write, so a killed run leaves whole lines.
 
-    JSON has no number for NaN and infinities: they are written as the strings "nan", "inf" and "-inf", which float()
-    reads back. `path` is None on ranks that write nothing. Raises OSError when the file cannot be written, UserError
-    when its folder was removed or moved since: nothing would be left of what a program does from then.
+    NaN and infinities are written as the strings "nan", "inf" and "-inf", which float() reads back. `path` is None on
+    ranks that write nothing. Raises OSError when the file cannot be written, UserError when its folder was moved since.
     """
 
     def __init__(self, path: Path | None) -> None:
@@ -88,19 +87,13 @@ def without_nan(value: Any) -> Any:
 
 
 def whole_lines(stream: BinaryIO) -> Iterator[bytes]:
-    """Yield the lines of a file of records, in bounded memory; one that is still being written has no end yet.
-
-    Of a line that is longer than any record the last part is yielded, which is no JSON object.
-    """
+    """Yield the whole lines of a file of records; of a line longer than any record the last part, which is no JSON."""
     lines = iter(functools.partial(stream.readline, MAX_JSON_BYTES), b"")
     return (line for line in lines if line.endswith(b"\n"))
 
 
 def recorded(file: Path, *kinds: str) -> Iterator[dict[str, Any]]:
-    """Yield the records of these kinds, of all if none is named, in a file of JSON lines, which may be missing.
-
-    A line that is no record, such as the part that a killed machine leaves, is skipped.
-    """
+    """Yield the records of these kinds, or all, in a file of JSON lines, which may be missing. Others are skipped."""
     if not file.is_file():
         return
     with file.open("rb") as stream:

@@ -1,9 +1,8 @@
 """Everything that this package and its tools print: text of files reaches no terminal and no log unescaped.
 
-Names, keys and the errors of libraries hold text of files that strangers made. It could move a terminal's cursor,
-rewrite the lines above, or turn an address around. Callers hand over raw text, and everything goes through
-`escape_lines` here, where it is printed. It also takes logins out of addresses. A line break within a message is
-followed by an indent, so that no text of a file looks like a message of its own.
+Names, keys and errors hold text of files that strangers made, which could move a terminal's cursor or rewrite the lines
+above. Callers hand over raw text, and everything goes through `escape_lines` here, which also takes logins out of
+addresses. Later lines of a message are indented, so that no text of a file looks like a message of its own.
 """
 
 from __future__ import annotations
@@ -18,10 +17,9 @@ import sys
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import TracebackType
-from typing import TextIO
+from typing import Any, TextIO
 
 from mmtrain.base.console_stream import output_without_waiting, prepare_standard_streams
-from mmtrain.base.disclosed import without_logins
 from mmtrain.base.errors import UserError
 
 COLUMNS = 80  # of a terminal in which every table can be read
@@ -30,6 +28,24 @@ INTERRUPTED = 130  # exit code of a command that Ctrl-C has ended
 # Controls (C0 but tab and line feed, DEL, C1), Unicode's property Bidi_Control, its separators of lines and paragraphs,
 # and surrogates: what os.fsdecode makes of bytes that are no UTF-8.
 _OBEYED = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+
+# The arguments of a `pipe:` URL hold headers and signed addresses.
+_ARGUMENTS = re.compile(r"((?:^\s*pipe:\s*|\bpipe:)\S+)\s.*", re.DOTALL)
+_LOGIN = re.compile(r"(?<=://)[^/?#\s]*@")  # user:password of an address
+
+
+def without_logins(text: str) -> str:
+    """Return a text whose addresses have no user and password."""
+    return _LOGIN.sub("", text)
+
+
+def disclosed(value: Any) -> Any:
+    """Return JSON-like values of a configuration without logins, and with `pipe:PROGRAM ...` for each `pipe:` URL."""
+    if isinstance(value, dict):
+        return {disclosed(key): disclosed(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [disclosed(inner) for inner in value]
+    return without_logins(_ARGUMENTS.sub(r"\1 ...", value)) if isinstance(value, str) else value
 
 
 def escape_lines(text: str) -> str:
@@ -50,10 +66,9 @@ def message(text: str) -> str:
 
 
 def table_lines(columns: Sequence[str], rows: Iterable[Sequence[object]], width: int = COLUMNS) -> list[str]:
-    """Return the lines of a table of at most `width` characters; columns named >NAME are set to the right.
+    """Return the lines of a table of at most `width` characters; columns named >NAME are right-aligned.
 
-    Such columns stay whole, and make a table wider that has no room for them; the others are wrapped. A name may have
-    several lines; without names there is none.
+    These are never cut, even if the table gets wider; the others are wrapped. A name may have several lines.
     """
     from rich.console import Console  # here: it takes a tenth of a second, and most of what is printed is no table
     from rich.table import Table
@@ -94,10 +109,7 @@ def bytes_text(count: float) -> str:
 
 
 def print_info(*messages: str, stream: TextIO | None = None) -> None:
-    """Print messages, each beginning a line, to stdout or `stream`.
-
-    A reader that has left (`| head`) or a full disk behind it is no reason to stop.
-    """
+    """Print messages, each beginning a line, to stdout or `stream`, unless its reader has left or its disk is full."""
     stream = stream or sys.stdout
     try:
         _print(messages, stream)
@@ -106,7 +118,7 @@ def print_info(*messages: str, stream: TextIO | None = None) -> None:
 
 
 def print_result(*messages: str) -> None:
-    """Print a tool's result: a reader that has left is no reason to stop, a full disk behind stdout is an OSError."""
+    """Print a tool's result, unless its reader has left. Raises OSError for a full disk behind stdout."""
     try:
         _print(messages, sys.stdout)
     except BrokenPipeError:
@@ -114,7 +126,7 @@ def print_result(*messages: str) -> None:
 
 
 def print_words(text: str) -> None:
-    """Print words as they come, without ending the line; a reader that has left is a BrokenPipeError."""
+    """Print words without ending the line. Raises BrokenPipeError for a reader that has left."""
     try:
         print(escape_lines(text), end="", flush=True)
     except BrokenPipeError:
@@ -123,7 +135,7 @@ def print_words(text: str) -> None:
 
 
 def print_note(*messages: str) -> None:
-    """Print to stderr what is no result."""
+    """Print messages to stderr."""
     print_info(*messages, stream=sys.stderr)
 
 
@@ -172,8 +184,8 @@ def run_command(
 ) -> int:
     """Run a command; return 2 after one message for what the user can mend, 130 after Ctrl-C.
 
-    An OSError without a file is of `unnamed`; `interrupted` is printed after Ctrl-C; without `waits` no output keeps it
-    waiting; `logs` prints what libraries log.
+    `unnamed` is what an OSError without a file concerns; `interrupted` is printed after Ctrl-C; without `waits` output
+    never blocks; `logs` prints what libraries log.
     """
     prepare_standard_streams()
     sys.excepthook = show_traceback
@@ -199,7 +211,7 @@ def show_traceback(kind: type[BaseException], error: BaseException, trace: Trace
 
 
 def show_cursor() -> None:
-    """Give a terminal its cursor back, which a progress bar has hidden and not shown again."""
+    """Show a terminal's cursor again, which a progress bar has hidden."""
     if sys.stdout is not None and sys.stdout.isatty():
         print("\x1b[?25h")
 

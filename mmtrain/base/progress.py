@@ -72,8 +72,7 @@ class ByteBars:
 def open_bar(stream: TextIO | None, unit: str, total: int, done: int = 0) -> Any:
     """Return a live bar of rich's, None where `stream` is no terminal that can move its cursor.
 
-    `bar.update(0, completed=..., said=..., note=...)` shows what is done, with two texts; `bar.stop()` ends it. What
-    the process prints on the bar's own stream meanwhile goes above it.
+    `bar.update(0, completed=..., said=..., note=...)` shows what is done, with two texts; `bar.stop()` ends it.
     """
     if stream is None or not stream.isatty() or os.environ.get("TERM") in ("dumb", "unknown"):
         return None

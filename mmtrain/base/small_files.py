@@ -1,7 +1,6 @@
 """Files that somebody else may have written, read whole within limits: configurations and the JSON of model folders.
 
-A file is opened only if it is one, so that a pipe, a device or a folder under its name is a message and not a wait;
-what is larger, or nested deeper, than any such file is refused before it can take memory or a stack.
+A pipe, a device or a folder is refused instead of waited for; so is what is larger or nested deeper than any such file.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Environment variables in paths: `${NAME}` in a key that names files, filled in when a configuration is read.
 
-Once, as text: what a variable holds is neither YAML nor filled in again, and `config.yaml` has the whole path. So who
-writes a configuration puts variables of whoever runs it into paths, which records, pages and exports show. Therefore no
-variable that its name calls a secret, none in other keys, none in `pipe:` URLs, whose programs could send it away.
+Once, as text: `config.yaml` has the whole path. So who writes a configuration puts variables of whoever runs it into
+paths, which records, pages and exports show. Therefore no variable whose name calls it a secret, none in other keys,
+none in `pipe:` URLs, whose programs could send it away.
 """
 
 from __future__ import annotations
@@ -13,9 +13,8 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from mmtrain.base.disclosed import without_logins
 from mmtrain.base.errors import UserError
-from mmtrain.base.printing import escape
+from mmtrain.base.printing import escape, without_logins
 from mmtrain.config.keys import ELEMENT, NamesFiles, Path, marked
 
 _VARIABLE = re.compile(r"\$\{([A-Za-z_]\w*)\}", re.ASCII)

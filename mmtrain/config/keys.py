@@ -1,9 +1,8 @@
-"""The keys of a configuration, and what a key's declaration says of it beside its type and meaning.
+"""The keys of a configuration, and the marks that a key's declaration has beside its type and meaning.
 
-    packs_per_microbatch: Free[Measured[int]] = Field(1, ge=1, description="packs that one pipeline forward handles")
+    packs_per_microbatch: Free[Measured[int]] = Field(1, ge=1)
 
-Free, Kept or Fixed, which every key is: whether a run that goes on from a checkpoint may change it. Measured: costs
-that were measured under another value say nothing. InsteadOf: of two keys one is set. NamesFiles: it holds paths.
+Every key is Free, Kept or Fixed: whether a resumed run may change it.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ ELEMENT = "*"  # stands in a key path for the number of a list's element
 
 
 class OnResume(enum.Enum):
-    """Whether a run that goes on from a checkpoint may have another value than the one that saved it."""
+    """Whether a resumed run may have another value than the run that saved the checkpoint."""
 
     FREE = "how a run runs or where its files lie, not what it computes: ranks compare data and weights by content"
     KEPT = "a change makes another run of it: only where --allow-change names the key"
@@ -35,7 +34,7 @@ class OnResume(enum.Enum):
 
 @dataclass(frozen=True)
 class EntersCalibration:
-    """A calibration is found by this key's value; models and device enter it besides."""
+    """Costs measured under another value of this key say nothing: a calibration is found by it."""
 
 
 @dataclass(frozen=True)
@@ -77,7 +76,7 @@ def all_fields(model: type[BaseModel], prefix: Path = ()) -> Iterator[tuple[Path
 
 
 def section_of(annotation: Any) -> type[BaseModel] | None:
-    """Return the section class that a field declares, also one that may be null; None for a plain value."""
+    """Return the section class that a field declares, or may be null; None for a plain value."""
     if is_optional(annotation):
         annotation, *others = (kind for kind in typing.get_args(annotation) if kind is not types.NoneType)
         annotation = None if others else annotation

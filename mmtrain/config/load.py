@@ -11,13 +11,11 @@ from typing import Any
 import yaml
 from pydantic import ValidationError
 
-from mmtrain.base.disclosed import disclosed
 from mmtrain.base.errors import UserError
-from mmtrain.base.printing import escape
+from mmtrain.base.printing import disclosed, escape
 from mmtrain.config.environment import fill_in_paths
-from mmtrain.config.foreign_keys import answer_to, foreign_keys_of
 from mmtrain.config.keys import InsteadOf, all_fields, is_optional, marked, section_of
-from mmtrain.config.problems import LONGEST_KEY, explain, nearest_key
+from mmtrain.config.problems import LONGEST_KEY, answer_to, explain, foreign_keys_of, nearest_key
 from mmtrain.config.schema import RunConfig
 from mmtrain.config.strict_yaml import MAX_DEPTH, parse_yaml, read_yaml
 from mmtrain.config.templates import read_template
@@ -27,11 +25,10 @@ DEMO_FILE = Path(__file__).parents[1] / "demo" / "llava_pp4.yaml"  # in a checko
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
-    """The configuration in a YAML file, or DEMO, with `key.sub=value` overrides applied in order.
+    """Return the configuration in a YAML file, or DEMO, with `key.sub=value` overrides applied in order.
 
-    Raises UserError listing every problem at once: per key its path, the value seen, what is allowed; for an unknown
-    key what is meant by it. `data.allow_pipe` is taken from overrides alone; `${NAME}` in paths is filled in from the
-    environment; a file that `data.template` names is read now, and its text stands there.
+    `data.allow_pipe` is taken from overrides alone; `${NAME}` in paths is filled in from the environment; a file that
+    `data.template` names is replaced by its text. Raises UserError listing every problem at once.
     """
     if str(path) != DEMO and str(path).startswith("demo:"):
         raise UserError(f"{path}: the demo has no such configuration; it has {DEMO}")
@@ -65,7 +62,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
 
 
 def validated(content: dict[str, Any], source: str, heading: str = "") -> RunConfig:
-    """The configuration with this content; raises UserError, which names the source, for all its problems."""
+    """Return the configuration with this content. Raises UserError, which names the source, for all its problems."""
     try:
         return _with_fit(RunConfig.model_validate(content))
     except ValidationError as error:
@@ -74,10 +71,7 @@ def validated(content: dict[str, Any], source: str, heading: str = "") -> RunCon
 
 
 def _with_fit(config: RunConfig) -> RunConfig:
-    """Resolve data.image_fit=null to its default, so that config.yaml records the value used.
-
-    With model.pretrained the model's files decide it, later.
-    """
+    """Resolve data.image_fit=null to its default, unless the files of model.pretrained decide it later."""
     is_cut = config.model.vision is not None and config.model.vision.cuts_images
     if config.data.image_fit is not None or is_cut or config.model.pretrained is not None:
         return config
@@ -90,20 +84,16 @@ def _several(source: str, problems: Sequence[str], heading: str = "") -> UserErr
 
 
 def restore_config(content: dict[str, Any], source: str) -> RunConfig:
-    """Return the configuration of which `model_dump(mode="json")` made this.
+    """Return the configuration of which `model_dump(mode="json")` made this, with an empty `data.allow_pipe`.
 
-    `data.allow_pipe` is empty: no file says which programs may run. Raises UserError, naming the source, where it has
-    keys or values that this version does not know.
+    Raises UserError, naming the source, for keys or values that this version does not know.
     """
     unknown = "a configuration that this version of mmtrain does not know"
     return validated(_tuples(content), source, unknown).changed({"data.allow_pipe": ()})
 
 
 def dump_config(config: RunConfig, *, for_others: bool = False) -> str:
-    """YAML text of a configuration with every default written out; loading it gives an equal configuration.
-
-    But for `data.allow_pipe`, which only a command line says; and `for_others` without secrets: see `disclosed`.
-    """
+    """Return YAML with every default written out, without `data.allow_pipe`; `for_others` without secrets, too."""
     content = config.model_dump(mode="json", exclude={"data": {"allow_pipe"}})
     content = disclosed(content) if for_others else content
     return yaml.dump(content, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=120)
@@ -122,7 +112,7 @@ _Dumper.add_representer(str, _Dumper.represent_str)
 
 
 def key_of_option(option: str) -> str:
-    """Return the end of a message that there is no such option as --learning_rate: which key is meant, if one is."""
+    """Return the end of a message about an unknown option such as --learning_rate: the key that it may mean."""
     path = tuple(escape(option, LONGEST_KEY).partition("=")[0].lstrip("-").split("."))
     if not option.startswith("--"):
         return ""
@@ -160,7 +150,7 @@ def _apply(content: dict[str, Any], override: str) -> None:
 
 
 def _drop_alternatives(content: dict[str, Any], overridden: Sequence[str]) -> None:
-    """`train.max_steps=20` on the command line says that the file's `train.epochs` is not meant."""
+    """Let `train.max_steps=20` on the command line replace the file's `train.epochs`."""
     for path, mark in marked(RunConfig, InsteadOf).items():
         pair = (".".join(path), mark.key)
         for key, other in (pair, pair[::-1]):
@@ -171,7 +161,7 @@ def _drop_alternatives(content: dict[str, Any], overridden: Sequence[str]) -> No
 
 
 def _tuples(value: Any) -> Any:
-    """YAML lists as tuples, which is how a frozen configuration declares them."""
+    """Turn YAML's lists into tuples, which a frozen configuration declares."""
     if isinstance(value, dict):
         return {key: _tuples(inner) for key, inner in value.items()}
     return tuple(_tuples(inner) for inner in value) if isinstance(value, list) else value

@@ -1,24 +1,27 @@
 """What is wrong with a configuration, in the user's terms: key path, value seen, what is allowed, a valid key near it.
 
-What is allowed is pydantic's message, what a key means is the description of its declaration. Keys of other programs
-get the answer of `foreign_keys`.
+What is allowed is pydantic's message, what a key means is the description of its declaration. For keys of other
+programs the table foreign_keys.yaml says what is set here instead.
 """
 
 from __future__ import annotations
 
 import difflib
+import functools
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from pathlib import Path as FilePath
 from typing import Any
 
+import yaml
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
 from mmtrain.base.printing import escape
-from mmtrain.config.foreign_keys import answer_to
 from mmtrain.config.keys import Path, all_fields, declared_path
 
+TABLE = FilePath(__file__).with_name("foreign_keys.yaml")
 MOST_EXPLAINED = 20  # errors; finding the nearest key takes milliseconds each, and nobody reads on
 LONGEST_KEY = 60  # characters of an unknown key that are compared and shown
 _ALIKE = 0.76  # of names within a section; tests hold which slips and strangers it parts
@@ -117,3 +120,24 @@ def _shown(value: Any) -> str:
 
 def _with_lists(value: Any) -> Any:
     return [_with_lists(entry) for entry in value] if isinstance(value, list | tuple) else value
+
+
+@functools.cache
+def answers() -> dict[str, str]:
+    """Return for each key of another program what follows "here" in the message."""
+    table = yaml.safe_load(TABLE.read_text(encoding="utf-8"))
+    return {name: entry["here"] for entry in table for name in entry["keys"].split()}
+
+
+def answer_to(path: Path) -> str | None:
+    """Return what is set here instead of an unknown key, in whatever section it is."""
+    names = [name.lstrip("-").replace("-", "_").lower() for name in path]
+    return answers().get("_".join(names[-2:])) or answers().get(names[-1])  # eval: {batch_size: 4}, then batch_size
+
+
+def foreign_keys_of(content: Mapping[str, Any]) -> list[str]:
+    """Return the keys by which a whole file is another program's configuration; none where it may be mmtrain's."""
+    if any(isinstance(content.get(section), dict) for section in ("run", "data", "train")):
+        return []
+    keys = [str(key) for key in content if key in answers()]
+    return keys if len(keys) > 1 else []

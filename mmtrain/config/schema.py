@@ -1,7 +1,6 @@
 """Run configuration: strict, frozen, typed YAML.
 
-All that is to be said of a key is said here, once: type, bounds, default, meaning, and the marks of `config.keys`.
-Messages, overrides, resuming, calibrations and `mmtrain.load_config` read it from here. Nothing here imports torch.
+Each key is declared here once: type, bounds, default, meaning, and the marks of `config.keys`. No torch.
 """
 
 from __future__ import annotations
@@ -10,15 +9,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
-from mmtrain.config.keys import (
-    Files,
-    Fixed,
-    Free,
-    InsteadOf,
-    Kept,
-    Measured,
-    NamesFiles,
-)
+from mmtrain.config.keys import Files, Fixed, Free, InsteadOf, Kept, Measured, NamesFiles
 from mmtrain.config.limits import MAX_IMAGE_PIXELS
 from mmtrain.config.model import ModelSection
 from mmtrain.config.parallel import MAX_MICROBATCHES, ParallelSection
@@ -27,8 +18,7 @@ from mmtrain.config.templates import TemplateName, TemplateText, is_template_fil
 
 Decay = Annotated[Float, Field(ge=0, lt=1)]
 Fraction = Annotated[Float, Field(gt=0, lt=1)]
-# Upper bounds are there so that a slip, or a file from somebody else, is an error and not memory or hours: what a plan,
-# an index or a rank makes one of. Each lies above what anybody uses.
+# Upper bounds lie above what anybody uses: a slip is an error, and does not take memory or hours.
 PositiveInt = Annotated[int, Field(ge=1, le=10**9)]
 NonNegativeInt = Annotated[int, Field(ge=0, le=10**9)]
 MAX_RANKS = 100_000  # the plan names each; the largest clusters have as many GPUs

@@ -1,9 +1,8 @@
 """Conversation templates as `data.template` says them: by name, or as the text of a Jinja file of one's own.
 
-FILE.jinja --read_template, when a configuration is read--> its text, which stands in the configuration from then on
+FILE.jinja --read_template, when a configuration is read--> its text, which then is the value of data.template
 
-So the text, not a path, is what a resumed run is compared by, what indexes are made for, and what checkpoints keep.
-`llava_v1`, `llama_2` and `chatml` are files of chat_templates/.
+So resumed runs are compared, and indexes made, by the text. `llava_v1`, `llama_2` and `chatml` are in chat_templates/.
 """
 
 from __future__ import annotations

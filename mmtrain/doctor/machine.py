@@ -15,8 +15,7 @@ from mmtrain.base.errors import UserError
 from mmtrain.base.printing import bytes_text
 from mmtrain.config.load import DEMO, load_config
 from mmtrain.doctor.check import FailedError, SkippedError
-from mmtrain.launching.machine import free_host_memory
-from mmtrain.launching.starters import TORCHRUN_VARIABLES
+from mmtrain.launching.machine import TORCHRUN_VARIABLES, free_host_memory
 from mmtrain.plan.refusals import check_environment
 from mmtrain.runtime.gpus import visible_gpus
 from mmtrain.runtime.pool import usable_cores

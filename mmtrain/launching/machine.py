@@ -1,4 +1,4 @@
-"""What this machine gives a run: GPUs or cores to plan for, open files, shared memory, libraries of trackers."""
+"""What this machine gives a run: GPUs or cores, open files, memory, libraries; and who started this process."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import re
 import resource
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import psutil
 
@@ -26,9 +27,13 @@ from mmtrain.runtime.gpus import Gpu, visible_gpus
 from mmtrain.runtime.job import Job
 from mmtrain.runtime.pool import usable_cores
 
-FEWEST_OPEN_FILES, WANTED_OPEN_FILES = 256, 4096  # connections, pipes and shards of a process
+WANTED_OPEN_FILES = 4096  # connections, pipes and shards of a process
 CGROUP = Path("/sys/fs/cgroup")
 RANK_MODULES = ("torch._dynamo", "mmtrain.training.loop")  # the first AdamW imports _dynamo: 2 s in every rank
+TORCHRUN_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+# (rank, number of processes) as others name them who start several: Open MPI, MPICH and Intel MPI, and cluster managers
+# that set a part of what torchrun sets, once a machine
+OTHER_STARTERS = (("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"), ("PMI_RANK", "PMI_SIZE"), ("RANK", "WORLD_SIZE"))
 
 
 def plan_here(
@@ -36,7 +41,7 @@ def plan_here(
 ) -> Plan:
     """Return the plan with the memory and the calibration of this machine's devices, or of `device`.
 
-    Raises UserError for more `local_ranks` than GPUs. None: ranks are like this machine's devices.
+    `local_ranks` None: any number of ranks. Raises UserError for more ranks than GPUs.
     """
     if gpus:
         if local_ranks is not None and local_ranks > len(gpus):
@@ -118,18 +123,17 @@ def free_host_memory() -> int:
 def refuse_missing_trackers(config: RunConfig) -> None:
     """Raise UserError for one of `run.report_to` whose library, which has its name, is not installed here."""
     for name in config.run.report_to:
-        try:
-            spec = importlib.util.find_spec(name)
-        except ValueError:  # a mere placeholder in sys.modules
-            spec = None
+        spec = importlib.util.find_spec(name)
         if name != "csv" and (spec is None or spec.origin is None):  # a folder ./wandb is no library
             raise UserError(
                 f"run.report_to: {name} is not installed. Install it: pip install 'mmtrain[{name}]', or leave it out"
             )
 
 
-def job_here(config: RunConfig, plan: Plan, gpus: Sequence[Gpu], local_ranks: int, folder: Path, target: str) -> Job:
-    """Return the processes of a plan, as this machine runs them."""
+def job_here(
+    config: RunConfig, plan: Plan, gpus: Sequence[Gpu], local_ranks: int, folder: Path, target: str, **more: Any
+) -> Job:
+    """Return the processes of a plan, as this machine runs them; `more` are other fields of the job."""
     stages = [", ".join(str(stage.stage) for stage in rank.stages) for rank in plan.ranks]
     replicas = ["" if plan.data == 1 else f", replica {rank.data}" for rank in plan.ranks]
     return Job(
@@ -140,18 +144,14 @@ def job_here(config: RunConfig, plan: Plan, gpus: Sequence[Gpu], local_ranks: in
         target=target,
         on_gpus=bool(gpus),
         preload=RANK_MODULES,
+        **more,
     )
 
 
 def allow_open_files() -> None:
-    """Let this process and its ranks open as many files as they may. Raises UserError where these are too few."""
+    """Let this process and its ranks open as many files as they may."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     reachable = WANTED_OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, WANTED_OPEN_FILES)
-    if reachable < FEWEST_OPEN_FILES:
-        raise UserError(
-            f"this shell lets a program open {hard} files (ulimit -n), and a rank with its data workers needs "
-            f"{FEWEST_OPEN_FILES}. Have the limit raised, in /etc/security/limits.conf or the job's settings"
-        )
     if soft != resource.RLIM_INFINITY and soft < reachable:
         resource.setrlimit(resource.RLIMIT_NOFILE, (reachable, hard))
 
@@ -165,3 +165,22 @@ def refuse_unusable_shared_memory() -> None:
             f"/dev/shm cannot be used ({error.strerror}): mount a tmpfs there that can be written, in a container with "
             "--ipc=host or --shm-size=8g"
         ) from error
+
+
+def rank_of_torchrun() -> int | None:
+    """Return this process's rank if torchrun has started it."""
+    values = {name: os.environ.get(name, "") for name in TORCHRUN_VARIABLES}
+    is_started = values.pop("MASTER_ADDR") != "" and all(value.isdecimal() for value in values.values())
+    return int(values["RANK"]) if is_started else None
+
+
+def refuse_other_starters() -> None:
+    """Raise UserError if this is one of several processes, each of which would start the whole run."""
+    for rank, size in OTHER_STARTERS:
+        if rank in os.environ and os.environ.get(size, "1") != "1":
+            raise UserError(
+                f"this is one of {os.environ[size]} processes, says the environment ({rank}={os.environ[rank]}, {size}="
+                f"{os.environ[size]}: mpirun, or a cluster's manager), and each would start the whole run. Start it "
+                "once on each machine, with --nnodes where there are several, or use torchrun. If they are left over "
+                f"from something else: unset {rank} {size}"
+            )

@@ -1,4 +1,4 @@
-"""From a configuration to ranks that train: this process starts its machine's, or is the one that torchrun started.
+"""From a configuration to ranks that train, or measure: this process starts its machine's, or torchrun started it.
 
 plan --> data checked --> run folder locked and prepared, where it begins --> ranks, all with the same plan --> how it
 ended. The first process of a run does what is done once: the launcher of machine 0, or torchrun's rank 0.
@@ -8,45 +8,53 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import hashlib
+import json
 import os
 import re
+import shutil
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
+from mmtrain import __version__
 from mmtrain.base.errors import UserError
 from mmtrain.base.json_lines import recorded
-from mmtrain.base.printing import escape, print_info, print_note, show_cursor, show_error
-from mmtrain.checkpoint.resume import AUTO, ResumePoint, find_start, is_complete, refuse_unfit_init_from_run
+from mmtrain.base.printing import disclosed, escape, print_info, print_note, show_cursor, show_error
+from mmtrain.checkpoint.resume import AUTO, ResumePoint, find_start, flat, is_complete, refuse_unfit_init_from_run
 from mmtrain.checkpoint.run_folder import METRICS, REPORT, locked, prepare_folder, run_folder
 from mmtrain.checkpoint.step_folder import step_folders, step_of
+from mmtrain.config.load import dump_config
 from mmtrain.config.schema import RunConfig
 from mmtrain.engine.trace import refuse_unfit_trace
 from mmtrain.launching.command_line import Options
 from mmtrain.launching.data import check_data, with_formats
 from mmtrain.launching.machine import (
+    TORCHRUN_VARIABLES,
     can_slice_encoder,
+    device_here,
     job_here,
     plan_here,
     refuse_missing_quantisation,
     refuse_missing_trackers,
     refuse_short_host_memory,
 )
-from mmtrain.launching.starters import TORCHRUN_VARIABLES, agreement
 from mmtrain.models.probing.probe import probe
 from mmtrain.models.weights.projector_files import refuse_unfit_init_from
+from mmtrain.plan.calibration import cached_file, calibration_key
 from mmtrain.plan.plan import Plan, RankPlan, render
+from mmtrain.plan.planner import models_of
 from mmtrain.plan.refusals import GpuMemory, refuse_short_memory
 from mmtrain.plan.schedule import ranks_of
 from mmtrain.report.page import write_page
 from mmtrain.runtime.failures import Failure
-from mmtrain.runtime.gpus import visible_gpus
+from mmtrain.runtime.gpus import Gpu, visible_gpus
 from mmtrain.runtime.job import Agreement, Job
 from mmtrain.runtime.rank import run_rank
 from mmtrain.runtime.supervise import STOPPED, prepared, run_ranks, set_rank_environment
 
 ANEW = "To train anew choose another run.name, or set run.overwrite=true, which deletes it"
 SIGNALLED = 128  # exit codes above it: ended by the signal of that number less 128
-TRAIN = "mmtrain.training.loop:main"
 
 
 def train(config: RunConfig, options: Options) -> int:
@@ -58,33 +66,32 @@ def train(config: RunConfig, options: Options) -> int:
     if len(ranks_of(plan.chain)) > 1 and not can_slice_encoder(config, may_stay_whole=may_stay_whole):
         config = config.changed({"parallel.encoder_ranks": 0})
         plan = plan_here(config, gpus, local_ranks)
-    job = job_here(config, plan, gpus, local_ranks, run_folder(config), TRAIN)
-    job = dataclasses.replace(job, nodes=options.nnodes, node=options.node_rank, endpoint=options.rdzv_endpoint)
-    here = [plan.ranks[number] for number in job.local_ranks]
-    _refuse_unfit(config, plan, here, options, is_first=is_first)
+    first_here, folder = options.node_rank * local_ranks, run_folder(config)
+    here = plan.ranks[first_here : first_here + local_ranks]
+    _refuse_unfit(config, here, options, is_first=is_first)
     for rank_plan, (number, gpu) in zip(here, enumerate(gpus), strict=False):
         refuse_short_memory(rank_plan, f"GPU {number} ({gpu.name})", GpuMemory(gpu.total_bytes, gpu.free_bytes))
     # Which formats data have can be seen where they are read alone: there the ranks compare the data themselves.
     compared = None if alone else agreement(config, plan, options.trace or 0)
     if any(rank_plan.pipeline == 0 for rank_plan in here):
         config = check_data(config, others_wait=not alone)
-    with locked(job.folder) if is_first else contextlib.nullcontext():
+    with locked(folder) if is_first else contextlib.nullcontext():
         start = None
         if is_first:
             start = find_start(config, options.resume, options.allow_change)
-            if start is not None and alone and is_complete(job.folder, start.checkpoint, config):
-                print_info(f"complete: {job.folder} has made all its {start.checkpoint.step} steps. {ANEW}")
+            if start is not None and alone and is_complete(folder, start.checkpoint, config):
+                print_info(f"complete: {folder} has made all its {start.checkpoint.step} steps. {ANEW}")
                 return 0
             _prepare(config, plan, start)
             if not alone:
-                _tell_who_can_reach_it(job.endpoint)
-        job.folder.mkdir(parents=True, exist_ok=True)  # other machines may not see the folder of the first one
-        job = _ready(job, config, plan, start, options, compared)
+                _tell_who_can_reach_it(options.rdzv_endpoint)
+        folder.mkdir(parents=True, exist_ok=True)  # other machines may not see the folder of the first one
+        job = _job(config, plan, gpus, local_ranks, start, options, compared)
         with prepared(job):
             probe(config.model.llm.path, plan.boundaries, streams=plan.streaming is not None)
             failure = run_ranks(job)
         if is_first:
-            _leave_page(job.folder)  # first: whoever reads only the last line must read how the run ended
+            _leave_page(folder)  # first: whoever reads only the last line must read how the run ended
         return _report_end(failure, job)
 
 
@@ -112,18 +119,18 @@ def train_as_rank(config: RunConfig, options: Options, rank: int) -> int:
     is_first = rank == 0
     local_ranks, gpus = _ranks_of_torchrun(config, options), visible_gpus()
     plan = plan_here(config, gpus, local_ranks)
-    job = job_here(config, plan, gpus, local_ranks, run_folder(config), TRAIN)
     first_here = rank - int(os.environ["LOCAL_RANK"])
-    _refuse_unfit(config, plan, plan.ranks[first_here : first_here + local_ranks], options, is_first=is_first)
+    _refuse_unfit(config, plan.ranks[first_here : first_here + local_ranks], options, is_first=is_first)
     compared, start = agreement(config, plan, options.trace or 0), None
     if is_first:
         config = check_data(config, others_wait=len(plan.ranks) > 1)
     elif plan.ranks[rank].pipeline == 0:
         config = with_formats(config)  # rank 0 may run on another machine
-    with locked(job.folder) if is_first else contextlib.nullcontext():
+    with locked(run_folder(config)) if is_first else contextlib.nullcontext():
         if is_first:
             start = find_start(config, options.resume, options.allow_change)
             _prepare(config, plan, start)
+        job = _job(config, plan, gpus, local_ranks, start, options)
         set_rank_environment(job.threads, on_gpus=job.on_gpus)
         if is_first:
             probe(config.model.llm.path, plan.boundaries, streams=plan.streaming is not None)
@@ -132,30 +139,44 @@ def train_as_rank(config: RunConfig, options: Options, rank: int) -> int:
         from mmtrain.runtime.rendezvous import agree
 
         store = agree(compared, rank, job.timeout_seconds)  # and wait until rank 0 has prepared the folder
-        stopped = run_rank(_ready(job, config, plan, start, options))
+        stopped = run_rank(job)
         del store  # it may be the one that all ranks meet at
         if is_first:
             _leave_page(job.folder)
     return 0 if stopped is None else STOPPED
 
 
-def _ready(
-    job: Job,
+def _job(
     config: RunConfig,
     plan: Plan,
+    gpus: Sequence[Gpu],
+    local_ranks: int,
     start: ResumePoint | None,
     options: Options,
     compared: Agreement | None = None,
 ) -> Job:
-    """Return the job with what its ranks call: `start` is rank 0's, `compared` what ranks of several nodes compare."""
-    arguments = {"config": config, "plan": plan, "start": start, "trace_steps": options.trace or 0}
-    how_to_resume = _how_to_resume(config, options)
-    return dataclasses.replace(
-        job, arguments=arguments, agreement=compared, how_to_resume=how_to_resume, saves_when_asked=True
+    """Return the run's processes: `start` is rank 0's, `compared` what ranks of several nodes compare."""
+    return job_here(
+        *(config, plan, gpus, local_ranks, run_folder(config), "mmtrain.training.loop:main"),
+        arguments={"config": config, "plan": plan, "start": start, "trace_steps": options.trace or 0},
+        nodes=options.nnodes,
+        node=options.node_rank,
+        endpoint=options.rdzv_endpoint,
+        agreement=compared,
+        how_to_resume=_how_to_resume(config, options),
+        saves_when_asked=True,
     )
 
 
-def _refuse_unfit(config: RunConfig, plan: Plan, here: Sequence[RankPlan], options: Options, *, is_first: bool) -> None:
+def agreement(config: RunConfig, plan: Plan, trace_steps: int) -> Agreement:
+    """Return what all ranks must have in common: ranks that differ would wait for each other for ever."""
+    text = (
+        f"mmtrain {__version__} --trace {trace_steps} {plan.chain} {dump_config(config)} {json.dumps(plan.as_dict())}"
+    )
+    return Agreement(hashlib.sha256(text.encode()).hexdigest(), flat(disclosed(config.model_dump(mode="json"))))
+
+
+def _refuse_unfit(config: RunConfig, here: Sequence[RankPlan], options: Options, *, is_first: bool) -> None:
     """Raise UserError for what this machine lacks for its ranks, `here`; the run's first process needs trackers too."""
     refuse_unfit_trace(options.trace, config.train.max_steps)
     if is_first:
@@ -233,3 +254,44 @@ def _how_to_resume(config: RunConfig, options: Options) -> str:
     in_the_way = [f"--resume {options.resume}"] if options.resume != AUTO else []
     in_the_way += ["run.overwrite=true"] if config.run.overwrite else []
     return f"The same command{' without ' + ' and '.join(in_the_way) if in_the_way else ''} goes on from there"
+
+
+# ---- mmtrain calibrate
+
+
+def calibrate(config: RunConfig, ranks: int) -> int:
+    """Measure on as many ranks as the run has, all on this machine, then print the plan; return the exit code."""
+    gpus = visible_gpus()
+    device = device_here(config, gpus)
+    file = cached_file(calibration_key(config, models_of(config), device))
+    if config.parallel.calibration is not None:
+        file = Path(config.parallel.calibration).expanduser()
+    _refuse_unwritable(file)
+    # Tried whatever the configuration asks for: a calibration serves plans with slices and without.
+    can_cut = can_slice_encoder(config, may_stay_whole=config.parallel.encoder_ranks in ("auto", 0))
+    if not can_cut:
+        config = config.changed({"parallel.encoder_ranks": 0})
+    uncalibrated = config.changed({"parallel.calibration": None})
+    assumed = plan_here(uncalibrated, gpus, ranks, dataclasses.replace(device, name=""))  # its costs are assumed
+    refuse_missing_quantisation(config)
+    refuse_short_host_memory(assumed.ranks)
+    folder = Path(tempfile.mkdtemp(prefix="mmtrain-calibration-"))
+    arguments = {"config": uncalibrated, "plan": assumed, "device": device, "file": file, "can_cut": can_cut}
+    target = "mmtrain.calibration.calibrate:calibrate"
+    job = job_here(config, assumed, gpus, ranks, folder, target, arguments=arguments)
+    with prepared(job):
+        failure = run_ranks(job)
+    if failure is not None:
+        show_error(failure.message)
+        return failure.exit_code
+    shutil.rmtree(folder)
+    print_info("", *render(plan_here(config, gpus, ranks)))
+    return 0
+
+
+def _refuse_unwritable(file: Path) -> None:
+    """Raise UserError before a minute of measuring, not after it."""
+    with contextlib.suppress(OSError):
+        file.parent.mkdir(parents=True, exist_ok=True)
+    if file.is_dir() or not (file.parent.is_dir() and os.access(file.parent, os.W_OK)):
+        raise UserError(f"the calibration cannot be written to {file}. Name another file by parallel.calibration")

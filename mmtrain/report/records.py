@@ -21,10 +21,9 @@ from typing import Annotated, Any, Literal, NamedTuple, TypeVar
 
 from pydantic import AfterValidator, BaseModel, Field, TypeAdapter, ValidationError
 
-from mmtrain.base.disclosed import disclosed
 from mmtrain.base.errors import UserError
 from mmtrain.base.json_lines import whole_lines
-from mmtrain.base.printing import escape, first_few
+from mmtrain.base.printing import disclosed, escape, first_few
 from mmtrain.base.small_files import MAX_JSON_BYTES, open_file, read_limited
 from mmtrain.checkpoint.run_folder import ANSWERS, AUDIT, BAD_STEPS, CONFIG, DISCARDED, METRICS, PLAN, QUARANTINE
 from mmtrain.config.strict_yaml import read_yaml

@@ -19,10 +19,10 @@ ROOT = str(Path(__file__).parents[2])  # goes first: a child runs this package, 
 
 
 def python_child(*arguments: object, **variables: str) -> dict[str, Any]:
-    """Keywords for subprocess.run or Popen: `python ARGUMENTS`, without input, with these variables in its environment.
+    """Return keywords for subprocess.run or Popen: `python ARGUMENTS`, without input, with these variables.
 
-    Nothing is imported from the folder that it runs in (-P), which may hold a file called torch.py. It gets those
-    folders of sys.path that Python does not know by itself: another Python, started by the child, is not misled.
+    It imports nothing from the folder that it runs in (-P), which may hold a file called torch.py. It gets the folders
+    of sys.path that Python does not know by itself.
     """
     known = {"", sysconfig.get_path("stdlib"), sysconfig.get_config_var("DESTSHARED"), *site.getsitepackages()}
     known |= {site.getusersitepackages()} if site.ENABLE_USER_SITE else set()
@@ -38,10 +38,7 @@ PR_SET_PDEATHSIG = 1
 
 
 def die_with_parent(parent: int | None = None) -> None:
-    """Ask the kernel to kill this process when the thread that started it ends: no orphan outlives kill -9 (Linux).
-
-    `parent` is that one's process id, where it is known: if it has died before this call, this process ends here.
-    """
+    """Ask the kernel to kill this process when its parent ends (Linux); end now if `parent` has ended already."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if parent is not None and os.getppid() != parent:

@@ -2,8 +2,7 @@
 
 torch's agent reports the process that ended first, which may be a victim ("Connection closed by peer"). The root cause
 is, in this order: a process that ended without an error record (killed by a signal, say), the earliest error that is
-not the loss of a peer, the earliest loss of a peer. A failing rank stays a while, its connections open, so that its
-peers fail after it.
+not the loss of a peer, the earliest loss of a peer.
 """
 
 from __future__ import annotations
@@ -131,8 +130,7 @@ class Failure:
 def root_cause(job: Job, records: Path, exit_codes: Mapping[int, int], log_begins: int) -> Failure:
     """Return the failure to report, of this node's ranks.
 
-    `records` is the folder of progress files and error records, `exit_codes` what torch's agent saw first; the run
-    wrote to its log from byte `log_begins` on.
+    `records` is the folder of progress files and error records; the run wrote to its log from byte `log_begins` on.
     """
     read = (ErrorRecord.read(records / f"error-{rank}") for rank in job.local_ranks)
     errors = [error for error in read if error is not None]
@@ -148,10 +146,7 @@ def root_cause(job: Job, records: Path, exit_codes: Mapping[int, int], log_begin
     lines = [first.message(job)]
     if first.kind == "peer":
         if job.nodes > 1:
-            lines.append(
-                "no rank of this node failed by itself: the launcher of another node names the cause; if that says the "
-                "same, the network between them is at fault"
-            )
+            lines.append("No rank of this node failed first. See the other nodes' launchers, then the network")
         lines += [last_seen(job, records, rank) for rank in job.local_ranks]
     return Failure(1, "\n".join([*lines, f"log: {job.log}"]))
 
@@ -211,15 +206,12 @@ def _kind_and_cause(error: BaseException) -> tuple[Literal["user", "peer", "erro
 
 def _dead_worker(error: BaseException) -> str | None:
     """Return how a data worker ended, from torch's message about it or from the one that caused that."""
-    matches = []
-    cause: BaseException | None = error
-    while cause is not None and (matched := DEAD_WORKER.search(str(cause))):
-        matches.append(matched)
-        cause = cause.__cause__ or cause.__context__
-    if not matches:
+    first = DEAD_WORKER.search(str(error))
+    if first is None:
         return None
-    worker = f"its data worker (process {matches[0]['pid']})"
-    description = next((matched["signal"] for matched in matches if matched["signal"]), None)
+    second = DEAD_WORKER.search(str(error.__cause__ or error.__context__))
+    worker = f"its data worker (process {first['pid']})"
+    description = first["signal"] or (second and second["signal"])
     if description is None:
         return f"{worker} ended by itself; the log may say why"
     name = next((number.name for number in signal.Signals if signal.strsignal(number) == description), description)

@@ -2,9 +2,8 @@
 
 driver file there? --child process: torch, libcuda, NVML--> one line of JSON --Machine--> usable, or refused with remedy
 
-A process in which CUDA has started cannot fork children that use it, and autograd ends in them; the launcher forks
-indexing workers and starts the server that CPU ranks are forked from. So it never asks torch.cuda anything itself. On a
-machine without a driver nothing is started and no torch imported.
+A process in which CUDA has started cannot fork children that use it, and the launcher forks indexing workers and CPU
+ranks. So it never asks torch.cuda itself. Without a driver nothing is started and no torch imported.
 """
 
 from __future__ import annotations
@@ -57,14 +56,13 @@ class Machine:
 
 
 def has_driver() -> bool:
-    """Whether there is a GPU driver, so that it makes sense to ask."""
     return any(Path(file).exists() for file in DRIVER_FILES)
 
 
 def visible_gpus() -> tuple[Gpu, ...]:
     """Return the GPUs that ranks may use, in torch's order; none without a driver or where all are hidden.
 
-    Takes nothing then and seconds elsewhere. Raises UserError, with the remedy, for GPUs that cannot be used.
+    Raises UserError, with the remedy, for GPUs that cannot be used. Cost: seconds where there are GPUs.
     """
     if _chosen() == [] or not has_driver():
         return ()
@@ -74,7 +72,7 @@ def visible_gpus() -> tuple[Gpu, ...]:
 
 
 def ask_machine() -> Machine:
-    """Ask in a child process. Raises UserError where no answer comes."""
+    """Ask torch, the driver and NVML in a child process. Raises UserError where no answer comes."""
     child = subprocess.Popen(**python_child(*CHILD), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     try:
         answer, errors = child.communicate(timeout=SECONDS)
@@ -92,7 +90,7 @@ def ask_machine() -> Machine:
 
 
 def refuse_unusable(machine: Machine) -> None:
-    """Raise UserError, one line with the remedy, for GPUs that this torch cannot use, or that nobody can see."""
+    """Raise UserError, with the remedy, for GPUs that this torch cannot use or see."""
     driver = f"the GPU driver{f' {machine.driver}' if machine.driver else ''}"
     build = f"torch {machine.torch}"
     if machine.built_for is not None and machine.driver_cuda is not None:
@@ -129,10 +127,10 @@ def _refuse_invisible(machine: Machine, driver: str, build: str) -> None:
         raise UserError(
             f"CUDA_VISIBLE_DEVICES={','.join(chosen)} names no GPU of this machine; see nvidia-smi -L, or {ON_THE_CPU}"
         )
-    said = f" ({machine.error})" if machine.error else ""
+    error = f" ({machine.error})" if machine.error else ""
     raise UserError(
-        f"{driver} is there, and {build} sees no GPU{said}; see whether nvidia-smi does, give the container or the job "
-        f"its GPUs (docker run --gpus all, sbatch --gres=gpu:N), or {ON_THE_CPU}"
+        f"{driver} is there, and {build} sees no GPU{error}; see whether nvidia-smi does, give the container or the "
+        f"job its GPUs (docker run --gpus all, sbatch --gres=gpu:N), or {ON_THE_CPU}"
     )
 
 
@@ -149,10 +147,10 @@ def _runs_on(architecture: str, capability: tuple[int, int]) -> bool:
 
     Code for sm_XY runs from X.Y on within X, compute_XY from X.Y on; a suffix "a" binds either to X.Y.
     """
-    found = re.fullmatch(r"(sm|compute)_(\d+)(\d)([af]?)", architecture)
-    if found is None:
+    matched = re.fullmatch(r"(sm|compute)_(\d+)(\d)([af]?)", architecture)
+    if matched is None:
         return True  # AMD's gfx..., or what a later torch calls it: no reason to refuse
-    kind, major, minor, suffix = found[1], int(found[2]), int(found[3]), found[4]
+    kind, major, minor, suffix = matched[1], int(matched[2]), int(matched[3]), matched[4]
     if suffix == "a":
         return (major, minor) == capability
     if kind == "compute" and not suffix:
@@ -191,31 +189,25 @@ def _gpu(torch: Any, index: int) -> Gpu:
     return Gpu(properties.name, properties.total_memory, free, (properties.major, properties.minor))
 
 
-class _NvmlMemory(ctypes.Structure):
-    """nvmlMemory_t."""
-
-    _fields_ = (("total", ctypes.c_ulonglong), ("free", ctypes.c_ulonglong), ("used", ctypes.c_ulonglong))
-
-
 def _free_by_nvml(uuid: str) -> int | None:
-    """Free bytes of a GPU without a context on it, which takes half a GiB, in each of as many children as ranks ask."""
+    """Return a GPU's free bytes without a context on it, which takes half a GiB in each rank's child."""
     try:
         nvml = ctypes.CDLL("libnvidia-ml.so.1")
     except OSError:
         return None
-    handle, memory = ctypes.c_void_p(), _NvmlMemory()
+    handle, memory = ctypes.c_void_p(), (ctypes.c_ulonglong * 3)()  # nvmlMemory_t: total, free, used
     works = (
         nvml.nvmlInit_v2() == 0
         and nvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}".encode(), ctypes.byref(handle)) == 0
         and nvml.nvmlDeviceGetMemoryInfo(handle, ctypes.byref(memory)) == 0
     )
-    return memory.free if works else None
+    return memory[1] if works else None
 
 
 def _driver() -> str | None:
     file = Path("/proc/driver/nvidia/version")
-    found = re.search(r"Module\s.*?(\d+\.\d+(\.\d+)?)", file.read_text()) if file.exists() else None
-    return found[1] if found else None
+    matched = re.search(r"Module\s.*?(\d+\.\d+(\.\d+)?)", file.read_text()) if file.exists() else None
+    return matched[1] if matched else None
 
 
 def _driver_cuda() -> tuple[int, int] | None:

@@ -22,8 +22,7 @@ class Agreement:
 class Job:
     """The processes of a run. `places[r]` is what messages call global rank r's place in the pipeline.
 
-    Each rank calls `target`, "module:function", with `rank` and the `arguments`. It returns None at the run's end, or
-    what there is to say of a run that was stopped before.
+    Each rank calls `target`, "module:function", with `rank` and the `arguments`. It may return a stopped run's message.
     """
 
     places: tuple[str, ...]

@@ -1,7 +1,4 @@
-"""A run's log: everything that its processes and their libraries say, C++ included, each line with its writer's name.
-
-Ranks and launcher never print to the console by accident: `send_output_to` redirects what they and libraries print.
-"""
+"""A run's log: everything that its processes and their libraries print, C++ included, with the writer's name."""
 
 from __future__ import annotations
 
@@ -17,7 +14,7 @@ from mmtrain.base.printing import escape_lines
 
 
 def log_name(node: int) -> str:
-    """Name of the log that the ranks of a node share; nodes that share the folder must not append to one file."""
+    """Return the name of a node's log: nodes that share the folder must not append to one file."""
     return "log.txt" if node == 0 else f"log-node{node}.txt"
 
 
@@ -60,8 +57,7 @@ class PrefixedLog(io.TextIOWrapper):
 def send_output_to(path: Path, name: str, descriptors: Sequence[int]) -> PrefixedLog:
     """Append to the file `path` what C++ writes to `descriptors`, and what Python prints, warns and logs as `name`.
 
-    Handlers of logging that keep a standard stream are redirected. `stream` is replaced in their __dict__: some follow
-    sys.stderr by a property, as logging.lastResort, and others brought streams of any kind.
+    Of logging's handlers that keep a standard stream, `stream` is replaced in __dict__: some have a property instead.
     """
     log = PrefixedLog(path, name)
     for number in descriptors:
@@ -78,7 +74,7 @@ def send_output_to(path: Path, name: str, descriptors: Sequence[int]) -> Prefixe
 
 @contextlib.contextmanager
 def output_to_log(path: Path) -> Iterator[None]:
-    """Send the launcher's own chatter (imports, agent, C++ on stderr) to a log; ranks still inherit the real stdout."""
+    """In the block send the launcher's output to a log, C++ on stderr included; ranks inherit the real stdout."""
     stdout, stderr, stderr_copy = sys.stdout, sys.stderr, os.dup(2)
     sys.stdout.flush()
     log = send_output_to(path, "launcher", [2])

@@ -25,8 +25,8 @@ SECONDS_BETWEEN_LOOKS = 0.1
 
 Task = TypeVar("Task")
 Result = TypeVar("Result")
-Advance = Callable[[int], None]  # called by a task: so many more samples are through
-Tick = Callable[[int], None]  # called by the pool: so many samples are through in all
+Advance = Callable[[int], None]  # called by a task with the number of samples that it has just done
+Tick = Callable[[int], None]  # called by the pool with the number of samples that are done in all
 RunTasks = Callable[[Iterable[Task], Tick], Iterator[tuple[Task, Result]]]
 
 
@@ -43,9 +43,8 @@ def usable_cores() -> int:
 def worker_pool(work: Callable[[Task, Advance], Result], workers: int) -> Iterator[RunTasks]:
     """Yield `run(tasks, tick)`, which yields each task with the result of `work(task, advance)`, in order.
 
-    With one worker the tasks run here. Otherwise workers are forked on entering, which shares what `work` has loaded;
-    on macOS, whose libraries do not survive a fork, they are spawned, so `work` must be picklable. `tick` is called
-    several times a second, and after each task. Raises what a task raises, and UserError for a worker that was killed.
+    With one worker the tasks run here. Otherwise workers are forked, on macOS spawned, so `work` must be picklable.
+    `tick` is called several times a second and after each task. Raises UserError for a worker that was killed.
     """
     if workers <= 1:
         yield functools.partial(_run_here, work)
@@ -69,14 +68,14 @@ def worker_pool(work: Callable[[Task, Advance], Result], workers: int) -> Iterat
 def _run_here(
     work: Callable[[Task, Advance], Result], tasks: Iterable[Task], tick: Tick
 ) -> Iterator[tuple[Task, Result]]:
-    through, told = 0, time.monotonic()
+    through, ticked = 0, time.monotonic()
 
     def advance(samples: int) -> None:
-        nonlocal through, told
+        nonlocal through, ticked
         through += samples
-        if time.monotonic() - told > SECONDS_BETWEEN_LOOKS:
+        if time.monotonic() - ticked > SECONDS_BETWEEN_LOOKS:
             tick(through)
-            told = time.monotonic()
+            ticked = time.monotonic()
 
     for task in tasks:
         result = work(task, advance)

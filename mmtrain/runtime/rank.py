@@ -1,7 +1,6 @@
 """One rank's process: its place in the run, and the record that it leaves when it fails.
 
-A rank never prints: everything that it or a library writes, C++ included, goes to the run's log, and rank 0 gets a
-stream to the console for progress. What it leaves for the launcher is in failures.
+All that it or a library prints, C++ included, goes to the run's log; rank 0 has a stream to the console for progress.
 """
 
 from __future__ import annotations
@@ -57,9 +56,8 @@ class Rank:
 def run_rank(job: Job, records: Path | None = None) -> str | None:
     """Be one rank: RANK, WORLD_SIZE and LOCAL_RANK of the environment say which. Returns what the target returns.
 
-    A failure ends the process: exit code 2 for a UserError, 1 otherwise. `records` is where the launcher looks for
-    progress and error records, and where it asks to stop; without it torchrun is the launcher, and this rank prints
-    itself how the run ended.
+    A failure ends the process: exit code 2 for a UserError, 1 otherwise. The launcher's `records` hold progress, error
+    records and its request to stop; without them torchrun is the launcher, and this rank prints how the run ended.
     """
     die_with_parent()
     launcher = multiprocessing.parent_process()
@@ -124,20 +122,17 @@ def run_rank(job: Job, records: Path | None = None) -> str | None:
 
 
 def seconds_before_message(rank: int) -> float:
-    """How long a rank under torchrun waits before it prints: ranks with the same error speak in turn.
+    """Return how long a rank under torchrun waits before it prints an error that others may have, too.
 
-    The first one ends, torchrun ends the others, and the user reads one message; on a busy machine that takes seconds.
+    Rank 0 prints and ends, then torchrun ends the others: the user reads one message.
     """
     return min(2.5 + 0.5 * rank, 6.0) if rank else 0.0
 
 
 def _keep_to_this_machine() -> None:
-    """Let gloo and NCCL listen on the loopback interface alone where all ranks are on one machine (Linux).
-
-    They would on the one that the host's name belongs to, for anybody, and it may not even resolve.
-    """
+    """Let gloo and NCCL listen on the loopback interface alone where all ranks are on one machine (Linux)."""
     here = os.environ.get("LOCAL_WORLD_SIZE")  # not said by every script that sets what torchrun sets
     meet_here = os.environ["MASTER_ADDR"] in ("127.0.0.1", "localhost", "::1")
     if sys.platform == "linux" and (here == os.environ["WORLD_SIZE"] or (here is None and meet_here)):
-        # Whatever a cluster names for runs on several machines. "=": "lo" and no other name that begins so.
+        # Over what a cluster names for runs on several machines. "=": "lo" and no other name that begins so.
         os.environ.update({"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "=lo"})

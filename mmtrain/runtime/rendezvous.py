@@ -4,8 +4,8 @@ A store of torch's that listens on one address, and from which nothing is unpick
 
 launcher of node 0: socket --> TCPStore <-- launchers of other nodes, and all ranks (init_process_group, env://)
 
-torch's own ways open it to whoever reaches the machine: its stores listen on every interface, whatever the endpoint
-says, and its dynamic rendezvous unpickles a key of the store every five seconds, which runs what a stranger puts there.
+torch's own stores listen on every interface, whatever the endpoint says, and its dynamic rendezvous unpickles a key of
+the store every five seconds, which runs what a stranger puts there.
 """
 
 from __future__ import annotations
@@ -35,16 +35,10 @@ EVERY_INTERFACE = ""
 
 
 class FixedNodes(StaticTCPRendezvous):
-    """As many nodes as were announced, each with the number that it was given; node 0 holds the store.
-
-    Ranks join it, too: one that rank 0 opened would listen on every interface.
-    """
+    """A fixed number of nodes, each with its own number. Node 0 holds the store, which ranks join, too."""
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """Wait until every node is there.
-
-        Raises UserError where node 0 cannot listen or a node joins twice, torch's DistError in time.
-        """
+        """Wait for every node. Raises UserError where node 0 cannot listen or a node joins twice, DistError in time."""
         if self.rank == 0:
             listener = listening_socket(f"{self.master_addr}:{self.master_port}")
             address, self.master_port = listener.getsockname()[:2]
@@ -75,7 +69,7 @@ class FixedNodes(StaticTCPRendezvous):
 
 
 def agree(agreement: Agreement, rank: int, timeout_seconds: int) -> Store:
-    """Return the store at which all ranks meet, once all are known to agree. Raises UserError on every rank if not."""
+    """Return the store at which all ranks meet, once all agree. Raises UserError on every rank if they do not."""
     store, _, world_size = next(rendezvous("env://", timeout=timedelta(seconds=timeout_seconds)))
     store.set(f"mmtrain/plan/{rank}", json.dumps([agreement.digest, agreement.keys]))
     if rank == 0:
@@ -92,7 +86,7 @@ def agree(agreement: Agreement, rank: int, timeout_seconds: int) -> Store:
 
 
 def _difference(first: dict[str, Any], other: dict[str, Any], others: Sequence[int]) -> str:
-    """Return the message: the first three keys whose values differ on rank 0, `first`, and on the first of `others`."""
+    """Return the message with the first three keys whose values differ on rank 0 and on the first of `others`."""
     values = [
         f"{key} is {escape(json.dumps(first.get(key)))} on rank 0 and {escape(json.dumps(other.get(key)))} on rank "
         f"{others[0]}"
@@ -115,9 +109,9 @@ def _handler(parameters: RendezvousParameters) -> FixedNodes:
 
 
 def listening_address(endpoint: str) -> str:
-    """Return the address of this machine that HOST of `endpoint` HOST:PORT is, or EVERY_INTERFACE where it is none.
+    """Return this machine's address that HOST of `endpoint` names, or EVERY_INTERFACE where it names none.
 
-    It is none behind address translation, and not the one that others mean where a machine calls itself 127.0.1.1.
+    It names none behind address translation, or where a machine calls itself 127.0.1.1.
     """
     host, _ = _split(endpoint)
     with contextlib.suppress(OSError):  # a name may become known later, as in a cluster of containers

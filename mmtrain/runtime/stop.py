@@ -2,9 +2,9 @@
 
 SIGTERM or SIGUSR1 --launcher or rank--> StopRequest --engine.request--> agreed at the end of a step --> save, exit 3
 
-A launcher and its ranks share a small file. Signals may come to the launcher alone (kill), or to every process at once
-(Slurm). A rank also gets SIGTERM when torch's agent ends it because a peer has failed: then it must end at once, and
-waiting in C++ for that peer it could not run a Python handler. So a thread decides, woken by the signal itself.
+A launcher and its ranks share a small file. Signals may come to the launcher alone (kill), or to every process (Slurm).
+torch's agent also sends SIGTERM to a rank whose peer has failed: it must end at once, and waiting in C++ for that peer
+it could run no Python handler. So a thread decides, woken by the signal itself.
 """
 
 from __future__ import annotations
@@ -54,8 +54,7 @@ class StopFile:
 class StopRequest:
     """Whether this rank has been asked to save and end: by its launcher, or by a signal of its own.
 
-    `path` is the file of the launcher, None where torchrun is the launcher: then the first SIGTERM asks, a later one
-    ends the rank, and torchrun kills after 30 s what does not end.
+    `path` is the launcher's file. None: under torchrun the first SIGTERM asks, and a later one ends the rank.
     """
 
     def __init__(self, path: Path | None = None) -> None:

@@ -44,32 +44,26 @@ def set_rank_environment(threads: int, *, on_gpus: bool) -> None:
 
 @contextlib.contextmanager
 def prepared(job: Job) -> Iterator[None]:
-    """In the block `run_ranks` may start the job's ranks: environment and output of this process are as they need them.
+    """Set environment and output of this process as `run_ranks`, called in the block, needs them.
 
-    On the CPU a process begins to import `job.preload`, from which ranks are then forked: 4 s earlier than spawned.
-    Forking from the launcher itself hung one start in ten: the agent's threads hold locks that a fork copies.
+    CPU ranks are forked from a process that begins here to import `job.preload`: 4 s faster than spawned. Forking from
+    the launcher hung one start in ten: the agent's threads hold locks that a fork copies.
     """
     set_rank_environment(job.threads, on_gpus=job.on_gpus)
     with output_to_log(job.log):
         if not job.on_gpus:
-            _use_short_temporary_folder()
+            if len(os.fsencode(tempfile.gettempdir())) > LONGEST_TEMPORARY_FOLDER:
+                tempfile.tempdir = os.environ["TMPDIR"] = "/tmp"
             os.environ["MMTRAIN_PRELOAD"] = " ".join(job.preload)
             multiprocessing.set_forkserver_preload(["mmtrain.runtime.fork_server"])
             multiprocessing.forkserver.ensure_running()
         yield
 
 
-def _use_short_temporary_folder() -> None:
-    """Where TMPDIR is too long for the sockets that multiprocessing makes below it, take /tmp, for ranks too."""
-    if len(os.fsencode(tempfile.gettempdir())) > LONGEST_TEMPORARY_FOLDER:
-        tempfile.tempdir = os.environ["TMPDIR"] = "/tmp"
-
-
 def run_ranks(job: Job) -> Failure | None:
-    """Run every local rank of a `prepared` job until all return or one fails.
+    """Run every local rank of a `prepared` job until all return or one fails; end all that they have started.
 
-    If the job `saves_when_asked`, the first SIGTERM or SIGUSR1 asks for that, and a second SIGTERM ends the ranks at
-    once. No process that a rank started is left, however it ends.
+    If the job `saves_when_asked`, the first SIGTERM or SIGUSR1 asks for that; a second SIGTERM ends the ranks at once.
     """
     from torch.distributed import DistError
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
@@ -157,10 +151,7 @@ def run_ranks(job: Job) -> Failure | None:
 
 @contextlib.contextmanager
 def _handlers_restored(signals: list[signal.Signals]) -> Iterator[None]:
-    """Default handlers while the agent waits for other nodes, which no Python handler can interrupt; then the old ones.
-
-    torch sets its own handlers when it starts the ranks.
-    """
+    """Set default handlers, since the agent waits in C++ for other nodes; restore the old ones at the end."""
     earlier = {number: signal.signal(number, signal.SIG_DFL) for number in dict.fromkeys(signals)}
     try:
         yield
@@ -170,10 +161,7 @@ def _handlers_restored(signals: list[signal.Signals]) -> Iterator[None]:
 
 
 def _end_children(spared: set[psutil.Process]) -> None:
-    """Kill every child of this process, and what they leave to us, except `spared` and multiprocessing's trackers.
-
-    A resource tracker ends by itself, after freeing the shared memory of its dead processes.
-    """
+    """Kill this process's children, and theirs, except `spared` and trackers, which first free shared memory."""
     deadline = time.monotonic() + 3
     while time.monotonic() < deadline:
         living = [child for child, command in _children().items() if child not in spared and TRACKER not in command]
@@ -186,7 +174,7 @@ def _end_children(spared: set[psutil.Process]) -> None:
 
 
 def _children() -> dict[psutil.Process, str]:
-    """Living direct children of this process with their command lines."""
+    """Return the living direct children of this process with their command lines."""
     commands = {}
     for child in psutil.Process().children():
         with contextlib.suppress(psutil.NoSuchProcess):  # it has just ended; a zombie has no command line

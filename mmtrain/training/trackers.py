@@ -17,9 +17,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from mmtrain.base.disclosed import disclosed
 from mmtrain.base.json_lines import recorded
-from mmtrain.base.printing import escape
+from mmtrain.base.printing import disclosed, escape
 from mmtrain.checkpoint.run_folder import METRICS
 from mmtrain.config.load import dump_config
 from mmtrain.config.schema import RunConfig

@@ -6,8 +6,8 @@ import pytest
 import yaml
 from pydantic import ValidationError
 
-from mmtrain.base.disclosed import disclosed
 from mmtrain.base.errors import UserError
+from mmtrain.base.printing import disclosed
 from mmtrain.config.keys import InsteadOf, OnResume, all_fields, marked
 from mmtrain.config.load import dump_config, load_config, restore_config
 from mmtrain.config.problems import nearest_key

@@ -8,9 +8,9 @@ import yaml
 
 from mmtrain.__main__ import COMMANDS, main
 from mmtrain.base.errors import UserError
-from mmtrain.config.foreign_keys import TABLE, answer_to
 from mmtrain.config.keys import all_fields
 from mmtrain.config.load import DEMO, load_config
+from mmtrain.config.problems import TABLE, answer_to
 from mmtrain.config.schema import RunConfig
 
 KEYS = {".".join(path) for path, _ in all_fields(RunConfig)}

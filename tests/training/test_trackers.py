@@ -223,5 +223,5 @@ def test_a_library_that_is_not_there_is_refused_with_how_to_get_it(tiny, tmp_pat
     config = load_config(tiny / "config.yaml", ["run.report_to=[csv,wandb]"])
     refuse_missing_trackers(config)
     monkeypatch.setitem(sys.modules, "wandb", None)
-    with pytest.raises(UserError, match=r"run\.report_to: wandb is not installed; .*pip install 'mmtrain\[wandb\]'"):
+    with pytest.raises(UserError, match=r"run\.report_to: wandb is not installed\. .*pip install 'mmtrain\[wandb\]'"):
         refuse_missing_trackers(config)
