@@ -148,14 +148,8 @@ def _llm_shape(name: str) -> LlmShape:
     return llm_shape_from(config, tensors, "made from its config.json")
 
 
-def costs_of(
-    case: Case,
-    pipeline: int,
-    microbatches: int,
-    *,
-    memory_bytes: int | None = None,
-) -> StageCosts:
-    """Costs of a case's plan; a rank may use `memory_bytes`."""
+def costs_of(case: Case, pipeline: int, microbatches: int) -> StageCosts:
+    """Return the costs of a case's plan."""
     layout = Square if case.tiles == 1 else Tiles
     projector = {"type": case.connector} | ({} if case.factor is None else {"factor": case.factor})
     data: dict[str, Any] = {
@@ -182,7 +176,7 @@ def costs_of(
     operations = connector(config.model.projector, vision.width, llm.hidden_size)
     models = Models(llm, vision, operations, layout(case.positions_per_tile, vision.image_size))
     costs = run_costs(config, models)
-    return StageCosts(costs, assumed_timings(costs, 1, GPU), Setting(pipeline, microbatches, memory_bytes, "auto"))
+    return StageCosts(costs, assumed_timings(costs, 1, GPU), Setting(pipeline, microbatches, None, "auto"))
 
 
 # ---- plans
@@ -207,16 +201,6 @@ def figures(layout: PipelineLayout, costs: StageCosts) -> Figures:
     return Figures(layout.simulation.seconds / work, slowest / work, layout)
 
 
-def in_slices(costs: StageCosts) -> PipelineLayout:
-    """The planner's own choice."""
-    return Search(costs, "auto").find("auto")
-
-
-def encoder_on_rank_0(costs: StageCosts) -> PipelineLayout:
-    """The best plan with the whole encoder on rank 0."""
-    return Search(costs).find("auto")
-
-
 # ---- tables
 
 
@@ -236,8 +220,8 @@ def run(options: argparse.Namespace) -> int:
             for microbatches in options.microbatches:
                 print_info(f"{name}, pipeline {pipeline}, {microbatches} micro-batches")
                 costs = costs_of(CASES[name], pipeline, microbatches)
-                slices = figures(in_slices(costs), costs)
-                rank_0 = figures(encoder_on_rank_0(costs), costs)
+                slices = figures(Search(costs, "auto").find("auto"), costs)
+                rank_0 = figures(Search(costs).find("auto"), costs)  # the whole encoder there
                 numbers = [f"{number:.3f}" for number in (slices.step, slices.slowest, rank_0.step)]
                 rows.append((name, f"{encoder_share(costs):.1%}", pipeline, microbatches, *numbers))
     print_table(("model", ">encoder", ">p", ">m", ">slices", ">slowest rank", ">rank 0 alone"), rows)

@@ -4,12 +4,10 @@
     ragged     the same with long-tailed text lengths: the stock loop pads, mmtrain packs
     pipeline   mmtrain alone, a rank on each device, equal samples: memory and idle time beside the plan
 
-The LLM's random weights are made on the device and shared by all contestants: they are there once, and on no disk.
-Contestants: mmtrain, and stock transformers as LLaVA's script runs it (every layer recomputed in backward) and tuned
-(nothing recomputed). Utilisation is the least exact work of a step, a second (what somebody computes beyond it raises
-nothing), over --peak-tflops, or over the rate of matrix products of the model's own shapes in the same repetition.
-Peak memory is that of a contestant's own steps, the shared weights and what the others keep included; in the row that
-mmtrain has for itself, what torch allocates and reserves and what is held on the device stand beside what was planned.
+The LLM's random weights are made on the device and shared by all contestants. Contestants: mmtrain, and stock
+transformers as LLaVA's script runs it (every layer recomputed in backward) and tuned (nothing recomputed). Utilisation
+is the least exact work of a step, a second, over --peak-tflops, or over the rate of matrix products of the model's own
+shapes in the same repetition. Peak memory includes the shared weights and what the other contestants keep.
 """
 
 from __future__ import annotations
@@ -31,17 +29,16 @@ from bench_tables import (
     per_second,
     positive,
     print_table,
+    run_target,
     speeds,
     utilisation,
 )
 
 from mmtrain.base.errors import UserError
-from mmtrain.base.printing import bytes_text, print_info, show_error
+from mmtrain.base.printing import bytes_text, print_info
 from mmtrain.doctor.machine import describe_machine
-from mmtrain.launching.machine import RANK_MODULES
 from mmtrain.runtime.gpus import visible_gpus
-from mmtrain.runtime.job import Job
-from mmtrain.runtime.supervise import prepared, run_ranks, set_rank_environment
+from mmtrain.runtime.supervise import set_rank_environment
 
 EXAMPLES = """\
 examples:
@@ -106,13 +103,8 @@ def run(options: argparse.Namespace) -> int:
         threads=threads,
     )
     device = gpus[0].name if gpus else "cpu"
-    result = {
-        "machine": describe_machine(),
-        "device": device,
-        "dtype": options.dtype,
-        "shape": options.shape,
-        "rows": {},
-    }
+    sizes = {"dtype": options.dtype, "shape": options.shape}
+    result = {"machine": describe_machine(), "device": device, **sizes, "rows": {}}
     with tempfile.TemporaryDirectory(prefix="bench_gpu-") as name:
         folder = Path(name)
         print_info("making the models")
@@ -122,21 +114,13 @@ def run(options: argparse.Namespace) -> int:
             target, more = "race_row", {"with_tuned": not options.without_tuned}
             if row == PIPELINE:
                 target, more = "race_pipeline", {"pipeline": pipeline}
-            job = Job(
-                places=tuple(f"stage {rank}" for rank in range(ranks)),
-                folder=folder,
-                threads=max(1, settings.threads // ranks),
-                timeout_seconds=settings.timeout_seconds,
-                target=f"bench_gpu_rank:{target}",
-                arguments={"settings": settings, "row": row, "parts": folder, **more},
+            code = run_target(
+                *(f"bench_gpu_rank:{target}", ranks, folder, max(1, threads // ranks), settings.timeout_seconds),
                 on_gpus=options.device != "cpu",
-                preload=RANK_MODULES,
+                **{"settings": settings, "row": row, "parts": folder, **more},
             )
-            with prepared(job):
-                failure = run_ranks(job)
-            if failure is not None:
-                show_error(failure.message)
-                return failure.exit_code
+            if code != 0:
+                return code
             found = json.loads((folder / f"{row}.json").read_text())
             result["rows"][row] = found | report(row, found, options.peak_tflops)
     versions = ", ".join(f"{name} {version}" for name, version in result["machine"]["versions"].items())

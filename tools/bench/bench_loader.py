@@ -264,7 +264,7 @@ def read_images(shards: list[str]) -> list[bytes]:
 
 
 def _normalised(batches: PackedBatches) -> Iterator[PackedBatch]:
-    """A loader's micro-batches with images as the rival's: in a run, they become float32 where the encoder is."""
+    """Return micro-batches with images in float32, as the rival's; in a run the encoder's rank does it."""
     return map(batches.processor.normalised, batches)
 
 

@@ -4,9 +4,8 @@ ModelSize --save_parts--> folder/llm (llama), folder/vision (CLIP) --stock_llava
 text lengths --equal_steps, ragged_steps--> Pack[] of each step --packed--> PackedBatch (mmtrain)
                                                                 --padded--> PaddedBatch (everybody else)
 
-A benchmark of a small model must keep what costs what. In LLaVA-1.5-7B the LM head on every position is 2% of the LLM's
-forward, the encoder 4%, and the last of 32 decoder layers 3%. A tiny model with its usual vocabulary would spend a
-fifth on its head, one of 12 layers 8% on its last, and flatter whoever computes less of either.
+In LLaVA-1.5-7B the LM head on every position is 2% of the LLM's forward, the encoder 4%, and the last of 32 decoder
+layers 3%. A tiny model with its usual vocabulary would spend a fifth on its head, and flatter whoever computes less.
 """
 
 from __future__ import annotations
@@ -143,10 +142,9 @@ def run_config(
     llm: str | None = None,
     calibration: Path | None = None,
 ) -> RunConfig:
-    """mmtrain's configuration of a benchmark: a constant learning rate and no clipping, as its rivals have.
+    """Return mmtrain's configuration: a constant learning rate and no clipping, as its rivals have.
 
-    `threads` are those of a rank; `llm` is the name or folder to plan by, folder/llm by default; `calibration` is a
-    file of measured costs to plan with.
+    `threads` are those of a rank; `llm` is the name or folder to plan by, folder/llm by default.
     """
     tree = {
         "run": {"name": "bench", "dir": str(folder / "runs")},
@@ -288,8 +286,7 @@ def ragged_steps(shape: ModelSize, steps: int, packs: int, samples_per_pack: int
     """Long-tailed text lengths, in packs as long as those of `equal_steps`.
 
     A pack takes samples as they are drawn while they fit, then the longest of the next `WINDOW` that still does. Best
-    fit over an epoch would fill as well, but would put samples of like length together, and so into one step of a few
-    packs: that would spare the padded batches their padding.
+    fit over an epoch would put samples of like length together, and so spare the padded batches their padding.
     """
     pack_length = samples_per_pack * shape.sample_tokens
     longest = min(6 * shape.text_tokens, pack_length - shape.image_tokens)
@@ -322,10 +319,7 @@ def packed(step: Step, pack_length: int, decode: Decode) -> list[PackedBatch]:
 
 
 def padded(shape: ModelSize, step: Step, decode: Decode, transform: ImageTransform) -> list[PaddedBatch]:
-    """Return the step's samples in the order they were drawn, as one batch a pack.
-
-    Each batch is padded to its longest sample.
-    """
+    """Return the step's samples in the order they were drawn, a batch a pack, padded to its longest sample."""
     documents = sorted((entry for pack in step for entry in pack.entries), key=lambda entry: int(entry.sample.key))
     bounds = [round(len(documents) * i / len(step)) for i in range(len(step) + 1)]
     return [_collate(shape, documents[a:b], decode, transform) for a, b in itertools.pairwise(bounds)]

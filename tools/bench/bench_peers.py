@@ -8,12 +8,11 @@
                uniform one, and torch.distributed.pipelining's 1F1B with a uniform cut, over the same layers; mmtrain's
                plan is made from a calibration, measured before the race as `--calibrate` does for a run
 
-All of a row train the same random weights on the same samples in the same processes, a step each in turn, every other
-repetition backwards. The same code was seen to be 5% faster or slower against the others from one start of the program
-to the next, for reasons that are not known: start it several times. The first step proves that all losses and the
-projector's gradients are equal; without that there are no numbers. The model is small, but keeps what costs what in
-LLaVA-1.5-7B. "mmtrain is 1.2x" means: it was 1.2 times as fast as that contestant in the same repetition. The share of
-the matmul rate is the least exact work of a step, a second, over that of matrix products of the model's own shapes.
+All of a row train the same random weights on the same samples in the same processes, a step each in turn. Ratios were
+seen to change by 5% from one start of the program to the next: start it several times. The first step proves that all
+losses and the projector's gradients are equal; without that there are no numbers. "mmtrain is 1.2x" means: it was 1.2
+times as fast as that contestant in the same repetition. The share of the matmul rate is the least exact work of a step,
+a second, over that of matrix products of the model's own shapes.
 """
 
 from __future__ import annotations
@@ -33,16 +32,14 @@ from bench_tables import (
     finish,
     positive,
     print_table,
+    run_target,
     speeds,
     utilisation,
 )
 
-from mmtrain.base.printing import print_info, show_error
+from mmtrain.base.printing import print_info
 from mmtrain.doctor.machine import describe_machine
-from mmtrain.launching.machine import RANK_MODULES
-from mmtrain.runtime.failures import Failure
-from mmtrain.runtime.job import Job
-from mmtrain.runtime.supervise import prepared, run_ranks, set_rank_environment
+from mmtrain.runtime.supervise import set_rank_environment
 
 if TYPE_CHECKING:
     from bench_race import Settings
@@ -87,10 +84,8 @@ def run(options: argparse.Namespace) -> int:
         save_parts(SHAPES["tiny" if options.quick else "ratios"], folder, DTYPES["float32"])
         for row in options.row or ROWS:
             settings = _settings(options, row, threads)
-            failure = _run_row(row, settings, folder, with_calibration=not options.quick)
-            if failure is not None:
-                show_error(failure.message)
-                return failure.exit_code
+            if (code := _run_row(row, settings, folder, with_calibration=not options.quick)) != 0:
+                return code
             found = json.loads((folder / f"{row}.json").read_text())
             result["rows"][row] = found | report(row, found)
     finish(result, options.json)
@@ -112,30 +107,22 @@ def _settings(options: argparse.Namespace, row: str, threads: int) -> Settings:
     )
 
 
-def _run_row(row: str, settings: Settings, folder: Path, with_calibration: bool) -> Failure | None:
+def _run_row(row: str, settings: Settings, folder: Path, with_calibration: bool) -> int:
     from bench_peer_ranks import STAGES, calibration_file
 
-    targets = ["one_rank"]
-    places = ("mmtrain and stock transformers",)
+    ranks, targets = 1, ["one_rank"]
     if row == "pipeline":
-        places = tuple(f"stage {number}" for number in range(STAGES))
-        targets = ["two_ranks"]
+        ranks, targets = STAGES, ["two_ranks"]
         if with_calibration and not calibration_file(folder).exists():
             targets.insert(0, "calibrate_pipeline")
     for target in targets:
-        job = Job(
-            places,
-            folder,
-            settings.threads,
-            settings.timeout_seconds,
-            target=f"bench_peer_ranks:{target}",
-            arguments={"settings": settings, "row": row, "parts": folder},
-            preload=RANK_MODULES,
+        code = run_target(
+            *(f"bench_peer_ranks:{target}", ranks, folder, settings.threads, settings.timeout_seconds),
+            **{"settings": settings, "row": row, "parts": folder},
         )
-        with prepared(job):
-            if (failure := run_ranks(job)) is not None:
-                return failure
-    return None
+        if code != 0:
+            return code
+    return 0
 
 
 def report(row: str, found: Mapping[str, Any]) -> dict[str, Any]:

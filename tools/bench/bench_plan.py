@@ -1,14 +1,10 @@
 """Does the planner predict what then happens? Step time, idle share and memory of layouts it was not calibrated on.
 
-Layouts are pipeline 1 and 2, one and two stages a rank, 2 to 16 micro-batches, good and bad cuts, recomputation; every
-prediction is the planner's own (make_plan with the calibration). Calibration and layouts share the same processes and
-minutes: each repetition runs one step of every layout and two rounds of the calibration; every other repetition goes
-backwards. Nothing is fitted to the layouts. At pipeline 1 there are as many replicas as ranks at pipeline 2, so that as
-many compute at once. Micro-batches are what the planner expects: a document of one image and the expected text. All
-ranks have one thread.
-
-Memory is bytes of tensors that live at once (weights, optimizer state, every allocation in a step), beside the plan's
-sum.
+Layouts are pipeline 1 and 2, one and two stages a rank, 2 to 16 micro-batches, good and bad cuts, recomputation. Each
+repetition runs one step of every layout and two rounds of the calibration, in the same processes; nothing is fitted to
+the layouts. At pipeline 1 there are two replicas, so that as many ranks compute at once. Micro-batches are what the
+planner expects: a document of one image and the expected text. All ranks have one thread. Memory is bytes of tensors
+that live at once, beside the plan's sum.
 """
 
 from __future__ import annotations
@@ -23,13 +19,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from bench_tables import finish, positive, print_table, spread
+from bench_tables import finish, positive, print_table, run_target, spread
 
-from mmtrain.base.printing import print_info, show_error
+from mmtrain.base.printing import print_info
 from mmtrain.doctor.machine import describe_machine
-from mmtrain.launching.machine import RANK_MODULES
-from mmtrain.runtime.job import Job
-from mmtrain.runtime.supervise import prepared, run_ranks, set_rank_environment
+from mmtrain.runtime.supervise import set_rank_environment
 
 if TYPE_CHECKING:
     from bench_plan_ranks import Settings
@@ -66,21 +60,10 @@ def run(options: argparse.Namespace) -> int:
 
         settings = settings_of(options)
         save_parts(SIZES[settings.shape], folder, DTYPES["float32"])
-        places = tuple(f"rank {rank}" for rank in range(WORLD))
-        job = Job(
-            places,
-            folder,
-            threads=1,
-            timeout_seconds=settings.timeout_seconds,
-            target="bench_plan_ranks:measure",
-            arguments={"settings": settings, "folder": folder},
-            preload=RANK_MODULES,
-        )
-        with prepared(job):
-            failure = run_ranks(job)
-        if failure is not None:
-            show_error(failure.message)
-            return failure.exit_code
+        arguments = {"settings": settings, "parts": folder}
+        code = run_target("bench_plan_ranks:measure", WORLD, folder, 1, settings.timeout_seconds, **arguments)
+        if code != 0:
+            return code
         found = json.loads((folder / "found.json").read_text())
         result |= found | report(found)
     finish(result, options.json)

@@ -148,12 +148,12 @@ def _batches(config: RunConfig, models: Models, seeds: range) -> Iterator[Packed
     return map(copy.deepcopy, itertools.cycle(few))
 
 
-def measure(settings: Settings, folder: Path, rank: Rank) -> None:
+def measure(settings: Settings, parts: Path, rank: Rank) -> None:
     """What every rank runs; rank 0 writes what was found."""
     join_process_group(DEVICE, settings.timeout_seconds)
     file = rank.folder / "calibration.json"
     longest = max(settings.layouts, key=lambda layout: layout.pipeline)
-    config = layout_config(settings, longest, folder, None)
+    config = layout_config(settings, longest, parts, None)
     models = models_of(config)
     key = calibration_key(config, models, cpu_device(config))
     calibrator = Calibrator(config, models, make_plan(config), DEVICE, key)
@@ -168,7 +168,7 @@ def measure(settings: Settings, folder: Path, rank: Rank) -> None:
     runners: dict[str, Runner] = {}
     for layout in settings.layouts:
         rank.progress.at(0, layout.name)
-        runners[layout.name] = Runner(layout_config(settings, layout, folder, file), models, weights)
+        runners[layout.name] = Runner(layout_config(settings, layout, parts, file), models, weights)
 
     calibrator.seconds = {}
     _race(settings, runners, calibrator, rank)

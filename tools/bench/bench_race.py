@@ -83,10 +83,7 @@ TOLERANCES = {"float32": Tolerance(1e-5, 1e-3, 1e-3), "bfloat16": Tolerance(1e-2
 def check_first_step(
     losses: Mapping[str, float], gradients: Mapping[str, Gradients | None], tolerance: Tolerance
 ) -> dict[str, float]:
-    """Raise UnequalError unless all losses, and all gradients that are here, equal the first contestant's.
-
-    Returns the greatest relative differences that were seen: {"loss": ..., "gradient": ...}.
-    """
+    """Return the greatest relative differences of losses and gradients. Raises UnequalError for too large ones."""
     reference, *others = losses
     worst = {"loss": 0.0, "gradient": 0.0}
     expected = gradients[reference]
@@ -132,8 +129,7 @@ def race(
 ) -> dict[str, Any]:
     """Every rank calls this with contestants of the same names. The first step of each is its warm-up and its proof.
 
-    `others` only take their turns. Returns seconds by name, losses by contestant, the seconds and the worst differences
-    of first steps and, on CUDA, each contestant's peak memory in bytes.
+    `others` only take their turns. Returns times, losses, and the worst differences of first steps.
     """
     losses: dict[str, list[float]] = {name: [] for name in contestants}
     peak: dict[str, int] = {}
@@ -235,15 +231,12 @@ class Work:
             self.padded = [[batch.pinned() for batch in step] for step in self.padded]
 
     def packed_batches(self) -> Iterator[PackedBatch]:
-        """mmtrain's micro-batches, without end."""
         return itertools.cycle(itertools.chain(*self.packed))
 
     def padded_batches(self) -> Iterator[PaddedBatch]:
-        """The rivals' micro-batches, without end."""
         return itertools.cycle(itertools.chain(*self.padded))
 
     def padded_steps(self) -> Iterator[Sequence[PaddedBatch]]:
-        """The rivals' steps, without end."""
         return itertools.cycle(self.padded)
 
     def facts(self, config: RunConfig) -> dict[str, Any]:
@@ -294,10 +287,9 @@ def run_row(
     weights: Sequence[torch.Tensor] = (),
     afterwards: Callable[[], dict[str, Any]] = dict,
 ) -> None:
-    """Race, and write what was found with `facts` to rank 0's FOLDER/ROW.json; leaves the process group.
+    """Race, and write the times with `facts` to rank 0's FOLDER/ROW.json; leaves the process group.
 
-    `weights` are multiplied with as many rows as a pack has tokens, in turn with the steps. `afterwards` finds more
-    facts, on every rank, once nothing is timed any more.
+    `weights` are multiplied in turn with the steps. `afterwards` finds more facts on every rank, untimed.
     """
     device = torch.device(rank.device)
     others = {}

@@ -15,7 +15,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from mmtrain.base.printing import print_info, table_lines
+from mmtrain.base.printing import print_info, show_error, table_lines
+from mmtrain.launching.machine import RANK_MODULES
+from mmtrain.runtime.job import Job
+from mmtrain.runtime.supervise import prepared, run_ranks
 
 Times = dict[str, list[float]]  # seconds of each repetition, by contestant
 
@@ -40,9 +43,9 @@ def spread(values: Sequence[float]) -> Spread:
 
 
 def alternate(contestants: Mapping[str, Callable[[], float]], repetitions: int) -> Times:
-    """Let each contestant run once per repetition, each returning its seconds; every other repetition goes backwards.
+    """Let each contestant run once per repetition, each returning its seconds.
 
-    Backwards: a contestant would otherwise always follow the same one, and pay for what that left to be done.
+    Every other repetition goes backwards: a contestant pays for what the one before it left to be done.
     """
     times: Times = {name: [] for name in contestants}
     for repetition in range(repetitions):
@@ -65,8 +68,37 @@ def ratios(times: Times, name: str, rival: str) -> Spread:
 WIDTH = 120  # characters of a line, where there is no terminal that tells
 
 
+def run_target(
+    target: str,
+    ranks: int,
+    folder: Path,
+    threads: int,
+    timeout_seconds: int,
+    *,
+    on_gpus: bool = False,
+    **arguments: Any,
+) -> int:
+    """Call `target`, "module:function", on each rank with these arguments; print a failure and return its exit code."""
+    job = Job(
+        places=tuple(f"stage {rank}" for rank in range(ranks)),
+        folder=folder,
+        threads=threads,
+        timeout_seconds=timeout_seconds,
+        target=target,
+        arguments=arguments,
+        on_gpus=on_gpus,
+        preload=RANK_MODULES,
+    )
+    with prepared(job):
+        failure = run_ranks(job)
+    if failure is None:
+        return 0
+    show_error(failure.message)
+    return failure.exit_code
+
+
 def positive(text: str) -> int:
-    """A whole number from 1 on, as an option's type."""
+    """Parse a whole number from 1 on."""
     number = int(text)
     if number < 1:
         raise argparse.ArgumentTypeError("at least 1 is needed")
