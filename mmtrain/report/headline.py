@@ -29,7 +29,6 @@ def headline(run: RunRecord) -> dict[str, Finding]:
 
 
 def status(run: RunRecord) -> str:
-    """Say how far the run came."""
     if run.final_step is not None:
         return f"Finished: all {counted(run.final_step, 'step')} are made."
     if run.begun is None or not run.steps:
@@ -40,7 +39,7 @@ def status(run: RunRecord) -> str:
 
 
 def models(run: RunRecord) -> str:
-    """`encoder → projector → LLM`."""
+    """Return `encoder → projector → LLM`."""
     if run.plan is None:
         return run.config.get("model.llm.path", "")
     begins = "text" if run.plan.vision is None else f"{run.plan.vision} → projector"
@@ -54,7 +53,6 @@ def data_source(run: RunRecord) -> str:
 
 
 def audit_sentence(run: RunRecord) -> str:
-    """Give the verdict of the audit."""
     if run.audit is None:
         return "No audit: a run proves at its end that frozen weights are unchanged and that what trains has moved."
     if not run.audit.passed:

@@ -3,9 +3,8 @@
 metrics.jsonl, quarantine.jsonl, bad_steps.jsonl, discarded.jsonl, answers.jsonl --line by line-->
 config.yaml, plan.json, audit.json -------------------------------------------------> RunRecord
 
-Each record is checked where it enters: a line without the fields below is left out and counted. All text passes
-`shown`, the one place where it becomes safe to show. Memory grows by 16 bytes a value of a curve; lists keep their
-first entries and the number of all.
+A line without the fields below is left out and counted. All text passes `shown`, which makes it safe to show. Memory
+grows by 16 bytes a value of a curve; lists keep their first entries and the number of all.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ Times = defaultdict[str, defaultdict[int, float]]  # kind of time -> rank -> sec
 
 
 def shown(text: str) -> str:
-    """Text without terminal escapes, logins or arguments of programs, at most MAX_CHARACTERS long."""
+    """Return text without terminal escapes, logins or arguments of programs, at most MAX_CHARACTERS long."""
     return escape(disclosed(text), MAX_CHARACTERS)
 
 
@@ -102,8 +101,6 @@ class Begin(_Metric):
 
 
 class Epoch(_Metric):
-    """What became of the samples of an epoch."""
-
     kind: Literal["epoch"]
     step: Count = 0  # is not recorded
     epoch: Count
@@ -163,8 +160,6 @@ class Answer(BaseModel):
 
 
 class Stage(BaseModel):
-    """What a rank holds of the pipeline."""
-
     encoder: tuple[Count, Count] | None
     layers: list[Text]
 
@@ -211,12 +206,7 @@ class Audit(BaseModel):
     ranks: list[Any]
 
 
-# ---- the run
-
-
 class Point(NamedTuple):
-    """One value of a curve."""
-
     x: float
     y: float
 
@@ -321,9 +311,6 @@ def read_run(folder: Path) -> RunRecord:
     return run
 
 
-# ---- files
-
-
 def inside(folder: Path, name: str) -> Path:
     """Return the path of a file of a run's folder; raises UserError for a link to somewhere else."""
     folder = folder.resolve()
@@ -383,9 +370,6 @@ def _first_problem(error: ValidationError) -> str:
     problem = error.errors(include_url=False, include_input=False, include_context=False)[0]
     where = ".".join(map(str, problem["loc"]))
     return shown(f"{where}: {problem['msg']}" if where else problem["msg"])
-
-
-# ---- metrics
 
 
 def _read_metrics(run: RunRecord) -> None:
@@ -450,9 +434,6 @@ def _add_evaluation(run: RunRecord, record: Evaluation) -> None:
     run.evaluations.append(record)
     for name in ("loss", "exact_match", "token_accuracy"):
         run.curves[f"eval_{name}"].add(record.step, getattr(record, name))
-
-
-# ---- other records
 
 
 def _read_faults(run: RunRecord) -> None:

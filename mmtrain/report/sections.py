@@ -43,13 +43,12 @@ PARTS = {"weights": 0, "optimizer": 3, "activations": 2, "workspace": 4}  # of p
 
 
 def sections(run: RunRecord) -> list[Section]:
-    """All sections, in the order of the page."""
+    """Return all sections, in the order of the page."""
     makers = (trained, learning, evaluations, answers, rank_times, memory, samples, faults, configuration)
     return [make(run) for make in makers]
 
 
 def trained(run: RunRecord) -> Section:
-    """The plan, what trains, the audit."""
     title, plan = "What was trained", run.plan
     if plan is None:
         return Section("trained", title, ("There is no plan.json that could be read.", audit_sentence(run)))
@@ -69,7 +68,6 @@ def trained(run: RunRecord) -> Section:
 
 
 def learning(run: RunRecord) -> Section:
-    """Loss, rates, gradient norm, speed."""
     if not run.steps:
         return Section("learning", "Loss and speed", (NOT_YET,))
     losses = lines_of("training", run.curves["loss"])
@@ -96,7 +94,6 @@ def learning(run: RunRecord) -> Section:
 
 
 def evaluations(run: RunRecord) -> Section:
-    """Scores over the steps, and the control."""
     title, control = "Evaluations and control", run.control
     if not run.evaluations:
         return Section("evaluations", title, (NOT_EVALUATED,))
@@ -117,7 +114,6 @@ def evaluations(run: RunRecord) -> Section:
 
 
 def answers(run: RunRecord) -> Section:
-    """Held-out questions with pictures, answered before and after training."""
     title = "Questions and answers"
     if not run.questions:
         why = "Nothing was asked. Set eval.show_answers, and eval.shards or eval.fraction, to have held-out questions "
@@ -155,7 +151,6 @@ def read_picture(folder: Path, name: str) -> Picture:
 
 
 def rank_times(run: RunRecord) -> Section:
-    """Where each rank's time went, beside the plan."""
     title, plan, times = "Where the time went", run.plan, run.times
     totals = {rank: sum(times[kind][rank] for kind in TIMES) for rank in sorted(times["idle"])[:SHOWN_RANKS]}
     ranks = [rank for rank, total in totals.items() if total]
@@ -200,7 +195,6 @@ def rank_times(run: RunRecord) -> Section:
 
 
 def memory(run: RunRecord) -> Section:
-    """Bytes of each rank, planned and measured."""
     title = "Memory"
     if run.plan is None:
         return Section("memory", title, ("There is no plan.json that could be read.",))
@@ -236,7 +230,6 @@ def memory(run: RunRecord) -> Section:
 
 
 def samples(run: RunRecord) -> Section:
-    """Samples read, trained on, quarantined and too long."""
     if not run.steps and not run.reasons:
         return Section("samples", "Samples", (NOT_YET,))
     trained_on = f"{counted(run.totals['samples'], 'sample')} in {counted(run.steps, 'step')} were trained on"
@@ -261,7 +254,6 @@ def samples(run: RunRecord) -> Section:
 
 
 def faults(run: RunRecord) -> Section:
-    """Events in their order."""
     says, tables = [], []
     if run.discarded:
         again = [f"{counted(n, 'step')} when it went back to step {step:,}" for step, n in run.discarded.items()]
@@ -278,7 +270,6 @@ def faults(run: RunRecord) -> Section:
 
 
 def configuration(run: RunRecord) -> Section:
-    """Every key, and versions."""
     tables = []
     if run.config:
         tables.append(table("config.yaml", ("key", "value"), run.config.items(), folded=True))
