@@ -98,10 +98,6 @@ def a_command(file: Path, marker: Path) -> None:
     torch.save(with_tensors(Call(os.system, f"touch {marker}")), file)
 
 
-def a_call_in_place_of_a_tensor(file: Path, marker: Path) -> None:
-    torch.save({"model.mm_projector.weight": Call(os.mkdir, str(marker))}, file)
-
-
 def a_bare_pickle(file: Path, marker: Path) -> None:
     file.write_bytes(pickle.dumps(Call(os.system, f"touch {marker}"), protocol=2))
 
@@ -115,12 +111,7 @@ def a_zip_whose_pickle_was_replaced(file: Path, marker: Path) -> None:
             write.writestr(name, replaced if name.endswith("/data.pkl") else read.read(name))
 
 
-ATTACKS = (
-    a_command,
-    a_call_in_place_of_a_tensor,
-    a_bare_pickle,
-    a_zip_whose_pickle_was_replaced,
-)
+ATTACKS = (a_command, a_bare_pickle, a_zip_whose_pickle_was_replaced)
 
 
 def runs_when_opened_without_protection(file: Path, marker: Path) -> bool:
@@ -130,8 +121,6 @@ def runs_when_opened_without_protection(file: Path, marker: Path) -> bool:
     except Exception as error:  # after it ran there is nothing to load
         print(error)
     ran = marker.exists()
-    if marker.is_dir():
-        marker.rmdir()
     marker.unlink(missing_ok=True)
     return ran
 

@@ -126,9 +126,7 @@ def test_a_section_may_be_null_and_comes_back_with_one_of_its_keys(minimal, tmp_
 @pytest.mark.parametrize(
     ("overrides", "said"),
     [
-        (("model.vision=null", "data.template=chat"), "model.trainable: projector, but model.vision is null"),
         ((*TEXT, "model.trainable=[vision.*, llm.head]"), "model.trainable: vision.*, but model.vision is null"),
-        ((*TEXT, "model.projector.type=linear"), "model.projector: model.vision is null"),
         ((*TEXT, "data.template=plain"), "data.template: plain is for captions"),
         (("data.images=strip",), "data.images: strip takes images out of the data"),
     ],
@@ -346,9 +344,7 @@ def test_a_value_where_a_section_belongs_is_refused(tmp_path):
             "train.packs_per_step: 10 does not divide by parallel.data x train.packs_per_microbatch = 2 x 2 = 4; "
             "nearest that does: 8 or 12",
         ),
-        ("train.packs_per_step=3 parallel.data=4", "train.packs_per_step: 3 does not divide by parallel.data x "),
         ("parallel.pipeline=4 parallel.boundaries=[8,16]", "parallel.boundaries: [8, 16] has 2 entries; parallel.pipe"),
-        ("parallel.pipeline=3 parallel.boundaries=[8,8]", "parallel.boundaries: [8, 8] must increase strictly"),
         (
             "parallel.pipeline=2 parallel.recompute_layers=[1,2,3]",
             "parallel.recompute_layers: [1, 2, 3] has 3 entries; parallel.pipeline 2 needs 2, one per",
@@ -364,8 +360,6 @@ def test_numbers_that_do_not_fit_the_layout_are_refused_with_those_that_do(minim
     ("override", "expected"),
     [
         ("optimizer.lr", "override 'optimizer.lr': needs the form key.sub=value, e.g. optimizer.lr=1e-3"),
-        ("=3", "override '=3': needs the form key.sub=value, e.g. optimizer.lr=1e-3"),
-        ("train=3", "override 'train=3': train is a section; set one of its keys, e.g. optimizer.lr=1e-3"),
         ("a." * 5000 + "b=1", "override 'a.a.a."),
         ("run.name.x=3", "override 'run.name.x=3': name is 'test', which has no keys below it"),
         ("train.max_steps=[1", "override 'train.max_steps=[1', line 1, column 3: expected ',' or ']', but got"),
@@ -384,11 +378,9 @@ def test_a_malformed_override_is_quoted_with_the_right_form(minimal, override, e
         ("run:\n\tname: a\n", "line 2, column 1", "found character '\\t' that cannot start any token"),
         ("on: 1\n", "line 1, column 1", "key True is not text"),
         ("run: &a {}\neval: *a\n", "line 1, column 6", "&, * and ! begin an anchor, an alias and a tag"),
-        ("data:\n  shards: *a\n", "line 2, column 11", "&, * and ! begin an anchor, an alias and a tag"),
         ("eval: {<<: {every_steps: 1}}\n", "line 1, column 8", "could not determine a constructor for the tag"),
         ("run: " + "[" * 40, "line 1, column 37", "nested more than 32 deep"),
         ("run: !!python/object/apply:os.getcwd []\n", "line 1, column 6", "&, * and ! begin an anchor"),
-        ("run: !!map x\n", "line 1, column 6", "&, * and ! begin an anchor"),
         ("run: 2001-99-99\n", "line 1, column 6", "'2001-99-99' is no timestamp"),
     ],
 )  # fmt: skip
@@ -402,18 +394,6 @@ def test_a_yaml_mistake_names_file_line_and_column(tmp_path, text, where, proble
 def test_what_yaml_itself_does_not_take_is_one_line(tmp_path, text):
     (line,) = problems(written(tmp_path, text))
     assert line.endswith(". Mend the YAML there")
-
-
-def test_a_file_that_is_no_configuration_is_refused(tmp_path):
-    assert problems(tmp_path / "absent.yaml") == [
-        f"{tmp_path}/absent.yaml: no such configuration file; give the path of one, or demo:llava_pp4"
-    ]
-    (line,) = problems(written(tmp_path, "- a\n- b\n"))
-    assert line.endswith(f"holds a list; needs the sections {', '.join(RunConfig.model_fields)}")
-    (tmp_path / "binary.yaml").write_bytes(b"\xff\xfe\x00")
-    (line,) = problems(tmp_path / "binary.yaml")
-    assert "cannot be read as text" in line
-    assert problems(written(tmp_path, ""))[0].endswith(": 5 problems")
 
 
 def test_several_data_sets_are_a_list_of_sections_with_their_own_problems(minimal):
@@ -436,9 +416,7 @@ def test_several_data_sets_are_a_list_of_sections_with_their_own_problems(minima
 @pytest.mark.parametrize(
     ("overrides", "key"),
     [
-        (["data.shards=null"], "data.shards"),
         (["data.sets=[{name: a, shards: x.tar}]", "data.shards=b.tar"], "data.shards"),
-        (["train.max_steps=null"], "train.max_steps"),
         (["train.epochs=2", "train.max_steps=5"], "train.max_steps"),
         (["eval.shards=e.tar", "eval.fraction=0.1"], "eval.fraction"),
     ],
