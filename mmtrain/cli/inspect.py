@@ -25,7 +25,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 import numpy as np
 
@@ -71,47 +71,6 @@ TERMINAL_BINS = 12
 BAR_WIDTH = 40  # characters
 
 
-class Report(NamedTuple):
-    """What the indexes say about all shards together."""
-
-    survey: Survey
-    layout: ImageLayout
-    layout_name: str
-    fills: list[Fill]  # one for each pack length
-    missing: str  # why there are no fills, and what would help; empty if there are
-
-    @property
-    def tokens_per_image(self) -> int | None:
-        """Tokens of every image; None where that depends on its size, or is not known."""
-        if not self.layout.takes_images:
-            return 0
-        return None if self.layout.is_sized else self.layout.positions_per_tile or None
-
-    def as_dict(self) -> dict[str, Any]:
-        """JSON form."""
-        survey = self.survey
-        by_images = sorted(Counter(survey.images.tolist()).items())
-        return {
-            "shards": survey.shards,
-            "bytes": survey.bytes,
-            "samples": len(survey.images),
-            "images": int(survey.images.sum()),
-            "samples_by_images": {str(images): samples for images, samples in by_images},
-            "unusable": dict(survey.reasons.most_common()),
-            "fingerprint": survey.fingerprint,
-            "text_tokens": _distribution(survey.text_tokens),
-            "image_width": _distribution(survey.image_sizes[:, 0]),
-            "image_height": _distribution(survey.image_sizes[:, 1]),
-            "image_longer_side": _distribution(survey.longer_sides),
-            "layout": self.layout_name,
-            "tokens_per_image": self.tokens_per_image,
-            "image_tiles": _distribution(survey.taken[:, 1]),
-            "image_positions": _distribution(survey.taken[:, 0]),
-            "expected": survey.expected,
-            "packing": list(map(asdict, self.fills)),
-        }
-
-
 def run(options: argparse.Namespace) -> int:
     """Print the report that the options ask for and return the exit code; raises UserError."""
     stream = sys.stderr if options.json else sys.stdout
@@ -129,15 +88,16 @@ def run(options: argparse.Namespace) -> int:
         surveyed = survey(tars, reading.fingerprint, reading.layout, reading.form)
     except MissingIndex as error:
         raise UserError(f"{error}; or give --tokenizer PATH and --template NAME here, or --config FILE") from None
-    report = _report(surveyed, reading, options)
+    fills, missing = _fills(surveyed, reading, options)
     if options.json:
-        print_result(json.dumps(report.as_dict()))
+        print_result(json.dumps(_as_dict(surveyed, reading, fills)))
     else:
-        _print_report(report)
+        _print_report(surveyed, reading.layout, fills, missing)
     return 0
 
 
-def _report(surveyed: Survey, reading: Reading, options: argparse.Namespace) -> Report:
+def _fills(surveyed: Survey, reading: Reading, options: argparse.Namespace) -> tuple[list[Fill], str]:
+    """Return how full packs of each length become, or why that is not known."""
     missing = ""
     if surveyed.sample_set is None:
         missing = "the shards are not indexed for exactly one tokenizer: give --tokenizer PATH and --template NAME"
@@ -150,7 +110,37 @@ def _report(surveyed: Survey, reading: Reading, options: argparse.Namespace) -> 
         of_config = () if reading.pack_length is None else (reading.pack_length,)
         for length in options.pack_length or of_config or PACK_LENGTHS:
             fills.append(epoch_fill([surveyed.sample_set], Capacity(length, reading.max_tiles_per_pack)))
-    return Report(surveyed, reading.layout, reading.layout_name, fills, missing)
+    return fills, missing
+
+
+def _tokens_per_image(layout: ImageLayout) -> int | None:
+    """Return the tokens of every image; None where that depends on its size, or is not known."""
+    if not layout.takes_images:
+        return 0
+    return None if layout.is_sized else layout.positions_per_tile or None
+
+
+def _as_dict(surveyed: Survey, reading: Reading, fills: list[Fill]) -> dict[str, Any]:
+    by_images = sorted(Counter(surveyed.images.tolist()).items())
+    return {
+        "shards": surveyed.shards,
+        "bytes": surveyed.bytes,
+        "samples": len(surveyed.images),
+        "images": int(surveyed.images.sum()),
+        "samples_by_images": {str(images): samples for images, samples in by_images},
+        "unusable": dict(surveyed.reasons.most_common()),
+        "fingerprint": surveyed.fingerprint,
+        "text_tokens": _distribution(surveyed.text_tokens),
+        "image_width": _distribution(surveyed.image_sizes[:, 0]),
+        "image_height": _distribution(surveyed.image_sizes[:, 1]),
+        "image_longer_side": _distribution(surveyed.longer_sides),
+        "layout": reading.layout_name,
+        "tokens_per_image": _tokens_per_image(reading.layout),
+        "image_tiles": _distribution(surveyed.taken[:, 1]),
+        "image_positions": _distribution(surveyed.taken[:, 0]),
+        "expected": surveyed.expected,
+        "packing": list(map(asdict, fills)),
+    }
 
 
 def _distribution(values: np.ndarray | None) -> dict[str, Any] | None:
@@ -164,8 +154,7 @@ def _distribution(values: np.ndarray | None) -> dict[str, Any] | None:
     }
 
 
-def _print_report(report: Report) -> None:
-    survey = report.survey
+def _print_report(survey: Survey, layout: ImageLayout, fills: list[Fill], missing: str) -> None:
     none, one = int((survey.images == 0).sum()), int((survey.images == 1).sum())
     several = len(survey.images) - none - one
     print_result(f"{survey.shards:,} shards, {survey.bytes / 1e6:,.1f} MB")
@@ -175,19 +164,17 @@ def _print_report(report: Report) -> None:
     if survey.text_tokens is not None:
         _print_distribution("text tokens of a sample, without its images", survey.text_tokens)
     _print_distribution("longer side of an image, in pixels", survey.longer_sides)
-    if report.layout.is_sized:
-        _print_distribution(f"tiles of an image ({report.layout.name})", survey.taken[:, 1])
-        _print_distribution(f"positions of an image ({report.layout.name})", survey.taken[:, 0])
-    if report.missing:
-        print_result("", f"how full packs become: {report.missing}")
+    if layout.is_sized:
+        _print_distribution(f"tiles of an image ({layout.name})", survey.taken[:, 1])
+        _print_distribution(f"positions of an image ({layout.name})", survey.taken[:, 0])
+    if missing:
+        print_result("", f"how full packs become: {missing}")
         return
-    image = "positions of images by their sizes" if report.layout.is_sized else "no images"
-    if report.tokens_per_image:
-        image = f"{report.tokens_per_image:,} tokens an image"
+    image = "positions of images by their sizes" if layout.is_sized else "no images"
+    if tokens := _tokens_per_image(layout):
+        image = f"{tokens:,} tokens an image"
     print_result("", f"how full packs become ({image}; overlong samples fit into no pack and are skipped)")
-    rows = [
-        (f"{fill.pack_length:,}", f"{fill.packs:,}", f"{fill.fill:.2%}", f"{fill.overlong:,}") for fill in report.fills
-    ]
+    rows = [(f"{fill.pack_length:,}", f"{fill.packs:,}", f"{fill.fill:.2%}", f"{fill.overlong:,}") for fill in fills]
     print_table((">pack_length", ">packs", ">full", ">overlong"), rows)
     if survey.expected:
         print_result("", "what a typical sample is, for the planner's estimates; in a run's configuration:", "  data:")

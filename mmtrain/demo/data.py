@@ -50,8 +50,7 @@ def make_demo_data(config: RunConfig) -> None:
 def make_demo_shards(shards: str | Sequence[str] | None, key: str) -> None:
     """Make the demo's data, `demo:train` and others, that `shards` names and that are not there yet.
 
-    Raises UserError, naming `key`, for a name that the demo has not, without scikit-learn, and for a cache that cannot
-    be written.
+    Raises UserError, naming `key`.
     """
     for name in (shards,) if isinstance(shards, str) else shards or ():
         if is_demo(name):
@@ -77,8 +76,6 @@ def _ensure(name: str) -> None:
                     write_shards(draw_samples(split), unfinished, SAMPLES_PER_SHARD)
                 _log.info(f"made {name} in {time.perf_counter() - start:.1f} s")
     except (OSError, UserError) as error:
-        if _is_whole(folder, split):  # where nothing can be locked another process may have been faster
-            return
         raise UserError(f"cannot make {name} in {folder}: {error}; XDG_CACHE_HOME says where caches go") from error
 
 

@@ -92,13 +92,6 @@ def test_wrong_input_is_one_line_and_exit_code_2(folder, capsys, arguments, mess
     assert captured.err.count("\n") == 1
 
 
-def test_wrong_options_are_refused(folder):
-    for wrong in (["--template", "poem"], ["--workers", "0"]):
-        with pytest.raises(SystemExit) as stopped:
-            main(["index", str(folder), *PLAIN, *wrong])
-        assert stopped.value.code == 2
-
-
 def test_stopped_at_any_moment_it_leaves_no_half_index_and_goes_on_from_there(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     tars = []

@@ -182,15 +182,6 @@ def test_resume_begins_where_there_is_nothing_and_ends_where_all_is_done(folder,
     assert contents(folder / "out") == first
 
 
-def test_shards_of_another_writer_are_never_resumed(folder, capsys):
-    (folder / "a.json").write_text(json.dumps(good_records(folder / "images", 3)))
-    (folder / "out").mkdir()
-    (folder / "out" / "shard-000000.tar").write_bytes(b"of somebody else")
-    assert shard("--resume") == 2
-    assert "holds shards already (shard-000000.tar)" in capsys.readouterr().err
-    assert contents(folder / "out") == {"shard-000000.tar": b"of somebody else"}
-
-
 def test_a_full_disk_is_one_line_and_leaves_whole_shards_only(folder):
     """A limit on the size of files stands for the disk: the kernel refuses the same writes, with EFBIG for ENOSPC."""
     slow_data(folder, 6)

@@ -105,12 +105,6 @@ class Adapter:
 
     def adapt(self, row: object) -> Adapted:
         """Turn a row into a record; raises BadSample."""
-        try:
-            return self._adapt(row)
-        except RecursionError:  # arrays in arrays: a table may hold any depth
-            raise BadSample("not_json", "its values are nested too deeply") from None
-
-    def _adapt(self, row: object) -> Adapted:
         if self.form.name != "caption":
             formats.refuse_unread_media(row)
         if self.as_it_is:

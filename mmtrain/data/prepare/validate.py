@@ -31,7 +31,7 @@ from mmtrain.data.prepare.sharding import (
     sample_key,
     tar_bytes,
 )
-from mmtrain.data.prepare.sources import Adapted, RowImage, Source, place
+from mmtrain.data.prepare.sources import RowImage, Source, place
 from mmtrain.data.samples.records import BadSample, Record, record_json
 from mmtrain.data.shards.index import index_path
 
@@ -58,7 +58,8 @@ class Validator:
         rejected: list[BadRecord] = []
         for record, (source, value) in enumerate(self._rows()):
             try:
-                candidate, images = self._candidate(source.adapter.adapt(value), record)
+                adapted = source.adapter.adapt(value)
+                key = self._key(adapted.record, record)
             except BadSample as error:
                 identifier = value.get("id") if isinstance(value, dict) else None
                 if not isinstance(identifier, str | int):
@@ -68,7 +69,10 @@ class Validator:
                 if text_rejections > self.allowed_rejections:
                     break
                 continue
-            size = self._size(candidate, images)
+            self.keys[key] = record
+            named = adapted.named(key)
+            candidate = Candidate(record, key, named.content, named.images)
+            size = self._size(candidate, adapted.images)
             if candidates and filled + size > self._full:
                 yield ShardJob(number, tuple(candidates), tuple(rejected))
                 number, filled, candidates, rejected = number + 1, 0, [], []
@@ -107,12 +111,6 @@ class Validator:
             return (self.images / image.name).stat().st_size
         except (OSError, ValueError):  # the job that reads it reports why
             return 0
-
-    def _candidate(self, adapted: Adapted, number: int) -> tuple[Candidate, Sequence[RowImage]]:
-        key = self._key(adapted.record, number)
-        self.keys[key] = number
-        record = adapted.named(key)
-        return Candidate(number, key, record.content, record.images), adapted.images
 
     def _key(self, record: Record, number: int) -> str:
         key = sample_key(f"record-{number:08d}" if record.id is None else record.id)
@@ -251,9 +249,9 @@ class UnfinishedRun:
 
 @contextlib.contextmanager
 def unfinished_run(out: Path, run: dict, resume: bool) -> Iterator[UnfinishedRun]:
-    """Lock the folder and take over the finished shards of an earlier run with the same options and inputs.
+    """Lock the folder and take over the finished shards of an earlier run; raises UserError if there is another run.
 
-    Raises UserError if there is another run. When the block ends without error, the state is removed.
+    When the block ends without error, the state is removed.
     """
     out.mkdir(parents=True, exist_ok=True)
     state = out / STATE

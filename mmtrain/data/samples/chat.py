@@ -81,10 +81,9 @@ class ChatText:
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, end_marks: Iterable[str], template: str = "chat") -> None:
-        """Try the template, `data.template`'s value, on one question and answer.
+        """Try the template, `data.template`'s value, on one question and answer; `end_marks` may end an answer.
 
-        `end_marks`: texts of the special tokens that may end an answer. Raises UserError for a tokenizer without chat
-        template, BadSample for a template from which the model could not learn to answer.
+        Raises UserError for a tokenizer without chat template, BadSample for a template that could not be learnt.
         """
         own = template == "chat"
         self.name = f"the chat template of {tokenizer.name_or_path}" if own else f"template {template_name(template)}"

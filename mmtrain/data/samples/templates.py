@@ -96,10 +96,9 @@ class PlainTemplate:
 class ChatTemplate:
     """A template in Jinja, the tokenizer's own chat template or another: all turns, every answer supervised.
 
-    The conversation is written as text (chat.ChatText) and tokenized once, as at inference and by transformers'
-    processors; then each <image> token becomes the positions that the layout gives it. Tokens that overlap an answer's
-    span, from the prompt's end to the end mark, are supervised. An image in an answer is never predicted, nor what the
-    layout writes around it; the text behind it is.
+    The conversation is written as text (chat.ChatText) and tokenized once, as at inference; then each <image> token
+    becomes the positions that the layout gives it. Tokens that overlap an answer's span, from the prompt's end to the
+    end mark, are supervised, but not images and what the layout writes around them.
     """
 
     def __init__(

@@ -7,9 +7,11 @@ indexed shards --> those in which no sample can be trained on
 from __future__ import annotations
 
 import argparse
+import itertools
 import logging
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from operator import itemgetter
 from pathlib import Path
 
 from mmtrain.base.errors import UserError
@@ -124,7 +126,8 @@ def _first_samples(shards: Sequence[Path], key: str) -> list[_Members]:
     damage = None
     for shard in shards:
         try:
-            samples += _samples_of(shard, SEEN - len(samples))
+            for sample in itertools.islice(_samples_of(shard), SEEN - len(samples)):
+                samples.append(sample)
         except UserError as error:
             damage = damage or error
         except OSError as error:
@@ -137,26 +140,16 @@ def _first_samples(shards: Sequence[Path], key: str) -> list[_Members]:
     return samples
 
 
-def _samples_of(shard: Path, limit: int) -> list[_Members]:
-    """Read the first samples of a shard; raises UserError if damage comes before all of them."""
-    samples: list[_Members] = []
-    last = None
+def _samples_of(shard: Path) -> Iterator[_Members]:
+    """Yield the samples of a shard; raises UserError, when it gets there, for damage."""
     with shard.open("rb") as stream:
-        try:
-            for file in read_headers(shard, stream):
-                if (named := sample_name(file.name)) is None:
-                    continue
-                key, suffix = named
-                if key != last and len(samples) == limit:
-                    break
-                if key != last:
-                    samples.append({})
-                last, content = key, b""
+        files = ((file, sample_name(file.name)) for file in read_headers(shard, stream))
+        named = ((*name, file) for file, name in files if name is not None)
+        for _, members in itertools.groupby(named, key=itemgetter(0)):
+            sample: _Members = {}
+            for _, suffix, file in members:
+                sample[suffix] = b""
                 if suffix in TEXT_SUFFIXES and file.size <= MAX_RECORD_BYTES:
                     stream.seek(file.offset)
-                    content = stream.read(file.size)
-                samples[-1][suffix] = content
-        except UserError:
-            if not samples:
-                raise
-    return samples
+                    sample[suffix] = stream.read(file.size)
+            yield sample

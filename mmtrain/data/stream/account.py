@@ -64,7 +64,7 @@ class SampleLog:
         """Record the samples that are unusable from the start; raises UserError if these are too many already.
 
         `held_out` are samples that are left out of the evaluation; `state` is the `state_dict` before the first step of
-        `packed`. Without it a run that does not begin at step 0 accounts for what it reads itself.
+        `packed`.
         """
         self.config = config
         self.packed = packed
@@ -110,8 +110,7 @@ class SampleLog:
         """Close a step in which all replicas together trained on `samples` and quarantined `quarantined`.
 
         Return, on rank 0, a record for metrics.jsonl for each epoch that is complete now: samples read = trained +
-        quarantined + overlong. Raises UserError on rank 0 once more than `data.max_quarantine_rate` is quarantined, and
-        CountError where the samples of an epoch are not the planned ones.
+        quarantined + overlong. Raises UserError for too many quarantined samples, CountError for lost or repeated ones.
         """
         train = self.config.train
         self._take(train.packs_per_step // (self.packed.replicas * train.packs_per_microbatch))

@@ -130,10 +130,7 @@ class Catalog:
         max_image_pixels: int,
         held_out_fraction: float | None = None,
     ) -> None:
-        """Read the index of every shard; `text_fingerprints` name the text lengths of each set.
-
-        Raises UserError for an index that is missing, damaged, stale, or without these lengths.
-        """
+        """Read the index of every shard, with the text lengths of each set's fingerprint; raises UserError."""
         self.layout = layout
         self.max_image_pixels = max_image_pixels
         self.held_out_fraction = held_out_fraction
@@ -275,10 +272,7 @@ def _full_key(name: str, key: str) -> str:
 
 
 def positions_and_tiles(index: ShardIndex, layout: ImageLayout) -> tuple[np.ndarray, Faults]:
-    """Return (images, 2) int64 positions and tiles of each image, and the samples with one that cannot be cut.
-
-    Both numbers are 0 for such an image. The layout is asked once for all images of one size.
-    """
+    """Return (images, 2) int64 positions and tiles of each image, 0 where it cannot be cut, and samples with such."""
     counts, sizes = index.image_counts, index.flat_image_sizes
     if not layout.is_sized:
         of_image = (layout.positions_per_tile, 1) if layout.takes_images else (0, 0)

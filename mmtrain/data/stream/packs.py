@@ -206,10 +206,7 @@ def _decoded_images(document: Document, decode: Callable[[bytes, Tiling, bool], 
 
 
 def to_device(batch: PackedBatch, device: torch.device | str) -> PackedBatch:
-    """Return the micro-batch with token ids, tiles and their places on `device`.
-
-    Position ids and labels stay: masks and supervised places are computed from them on the host, without waiting.
-    """
+    """Return the micro-batch with token ids, tiles and their places on `device`; the host uses the rest."""
     if torch.device(device).type == "cpu":
         return batch
     moved = copy.copy(batch)

@@ -13,9 +13,8 @@ import pytest
 from PIL import Image
 
 from mmtrain.base.errors import UserError
-from mmtrain.data.prepare.sharding import WrittenShard, sample_key, tar_bytes, write_shard, write_shards
-from mmtrain.data.samples.records import BadSample
-from mmtrain.data.samples.sample import Sample, read_sample
+from mmtrain.data.prepare.sharding import sample_key, tar_bytes, write_shard, write_shards
+from mmtrain.data.samples.sample import read_sample
 from mmtrain.data.shards.index import index_path, read_index
 from mmtrain.data.shards.indexing import scan_shard
 
@@ -55,30 +54,6 @@ def test_the_index_finds_every_member_by_its_bytes_and_is_that_of_a_scan(tmp_pat
             assert list(read.images) == [body for _, body in files]
             assert sizes == tuple((number + 1, 7) for number in range(len(files)))
         assert index == scan_shard(tar, lambda sample: None)
-
-
-def test_text_lengths_and_what_a_template_cannot_hold_stand_in_the_index(tmp_path):
-    def count(sample: Sample) -> int:
-        if sample.key == "k3":
-            raise BadSample("template", "three images")
-        return len(sample.turns[1][1]) + 1000 * len(sample.images)
-
-    count.fingerprint = "abc"
-    shard = write_shard(tmp_path / "s.tar", MIXED[:4], count)
-    texts = read_index(tmp_path / "s.tar").texts
-    assert texts.keys() == {"abc"} and texts["abc"].tokens == [2, 1004, 2006, 0]
-    assert texts["abc"].faults == {3: ("template", "three images")}
-    assert shard.text_tokens == 3012
-
-
-def test_counts_are_those_of_the_files(tmp_path):
-    shards = write_shards(MIXED, tmp_path, samples_per_shard=4)
-    digest = hashlib.sha256((tmp_path / "shard-000002.tar").read_bytes()).hexdigest()
-    assert shards[2] == WrittenShard("shard-000002.tar", 2, 1, 7, None, 10240, digest)
-    counts = [(shard.samples, shard.images, shard.image_pixels) for shard in shards]
-    assert counts == [(4, 6, 70), (4, 6, 70), (2, 1, 7)]
-    assert [shard.bytes for shard in shards] == [(tmp_path / shard.file).stat().st_size for shard in shards]
-    assert write_shards([], tmp_path, samples_per_shard=4) == []
 
 
 def test_the_bytes_are_those_that_pythons_tarfile_writes(tmp_path):

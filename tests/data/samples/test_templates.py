@@ -340,14 +340,6 @@ def test_a_sample_that_the_template_does_not_write_whole_is_rejected(byte_level,
         fitting(sample)
 
 
-def test_one_token_may_both_begin_texts_and_end_answers(byte_level):
-    tokenizer = byte_level(VICUNA)
-    tokenizer.bos_token = "</s>"  # as in GPT-2's family, where both are <|endoftext|>
-    document = chat(tokenizer)(talk("hi", "x"))
-    assert answers(tokenizer, document) == [" x</s>"]
-    assert document.input_ids[0] == document.input_ids[-1] == tokenizer.eos_token_id
-
-
 def test_an_unknown_last_word_is_no_end_mark():
     words = Tokenizer(models.WordLevel({"<unk>": 0, "USER": 1, ":": 2, "ASSISTANT": 3}, unk_token="<unk>"))
     words.pre_tokenizer = pre_tokenizers.Whitespace()

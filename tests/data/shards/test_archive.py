@@ -76,7 +76,7 @@ def test_every_bit_of_a_header_that_turns_is_an_error_where_python_drops_the_res
     whole = six_files.read_bytes()
     third = 2 * BLOCKS_OF_A_FILE  # the header of b.json
     silent = 0
-    for bit in range(0, 512 * 8, 7):
+    for bit in range(0, 512 * 8, 19):
         content = bytearray(whole)
         content[third + bit // 8] ^= 1 << bit % 8
         six_files.write_bytes(content)
@@ -89,7 +89,7 @@ def test_every_bit_of_a_header_that_turns_is_an_error_where_python_drops_the_res
         else:  # spaces and nulls around a number mean the same
             assert 148 <= bit // 8 < 156
             assert len(found) == 6
-    assert silent > 500
+    assert silent > 180
 
 
 def test_a_header_of_zeros_and_tars_joined_by_cat_are_errors(six_files):
@@ -180,14 +180,14 @@ def test_unsafe_names_are_refused(tmp_path, name, fault):
 
 
 def test_a_pax_header_is_read_in_time_linear_in_its_size(tmp_path):
-    """A header of 1 MB with 100,000 records: a copy of the rest for each would take 30 s."""
+    """A header with 40,000 records: a copy of the rest for each would take 5 s."""
     member = tarfile.TarInfo("a.json")
-    member.pax_headers = {f"{number:x}": "" for number in range(100_000)}
+    member.pax_headers = {f"{number:x}": "" for number in range(40_000)}
     (tmp_path / "a.tar").write_bytes(member.tobuf(tarfile.PAX_FORMAT) + bytes(1024))
     start = time.process_time()
     with (tmp_path / "a.tar").open("rb") as stream:
         assert [file.name for file in read_headers(tmp_path / "a.tar", stream)] == ["a.json"]
-    assert time.process_time() - start < 2
+    assert time.process_time() - start < 1
 
 
 def test_compressed_tars_are_named_as_such(tmp_path, six_files):

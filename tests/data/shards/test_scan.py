@@ -1,11 +1,9 @@
-import json
 import random
 import struct
 import tarfile
 import zlib
 
 import pytest
-import webdataset
 from archives import conversation, picture, write_tar
 
 from mmtrain.base.errors import UserError
@@ -22,42 +20,6 @@ PNG = picture(3, 2)
 def scanned(path):
     samples = []
     return scan_shard(path, samples.append), samples
-
-
-@pytest.mark.parametrize("form", [tarfile.USTAR_FORMAT, tarfile.GNU_FORMAT, tarfile.PAX_FORMAT])
-def test_samples_are_those_of_webdataset_and_members_those_of_tarfile(tmp_path, form):
-    draw = random.Random(form)
-    files = []
-    for number in range(60):
-        stem = f"{draw.choice(['', './', 'a.b/c/', 'é/'])}{draw.choice('xyz')}{number // 2}"
-        kind = draw.choice(["text", "one", "one", "two"])
-        if kind == "text":
-            members = [("json", TEXT), ("txt", draw.randbytes(600))]
-        elif kind == "one":
-            members = [(draw.choice(["jpg", "JPEG", "0.Png"]), picture(4, 4, "JPEG")), ("json", ONE_IMAGE)]
-        else:
-            members = [("JSON", TWO_IMAGES), ("1.png", PNG), ("0.png", PNG)]
-        files += [(f"{stem}-{number}.{end}", content) for end, content in members]
-    path = write_tar(tmp_path / "s.tar", files, form)
-    index, samples = scanned(path)
-    expected = list(webdataset.tariterators.tarfile_samples([{"url": str(path)}]))
-    assert index.keys == [sample["__key__"] for sample in expected]
-    content = path.read_bytes()
-    for members, sample in zip(index.members, expected, strict=True):
-        found = {member.suffix: content[member.offset : member.offset + member.size] for member in members}
-        assert found == {name: value for name, value in sample.items() if not name.startswith("__")}
-    with tarfile.open(path) as tar:
-        python = [(one.offset_data, one.size, zlib.crc32(tar.extractfile(one).read())) for one in tar]
-    assert [member[1:] for members in index.members for member in members] == python
-    assert index.tar_bytes == len(content)
-    assert index.faults["llava"] == {}
-    assert index.texts == {}
-    assert [(one.key, one.offset, one.shard) for one in samples] == [
-        (key, members[0].offset, str(path)) for key, members in zip(index.keys, index.members, strict=True)
-    ]
-    for sample, members in zip(samples, expected, strict=True):
-        turns = json.loads(members["json"])["conversations"]
-        assert sample.turns == tuple((turn["from"], turn["value"]) for turn in turns)
 
 
 def test_image_sizes_come_in_the_order_of_the_marks_whatever_the_order_in_the_tar(tmp_path):

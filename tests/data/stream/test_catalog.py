@@ -1,19 +1,15 @@
-import json
 import shutil
-import tarfile
 import zlib
 
-import numpy as np
 import pytest
 from archives import conversation, picture, write_tar
 
 from mmtrain.base.errors import UserError
 from mmtrain.config.load import load_config
-from mmtrain.data.samples.templates import load_tokenizer
 from mmtrain.data.shards.index import Member, TextLengths, read_index, write_index
 from mmtrain.data.shards.indexing import ensure_indexes, scan_shard
 from mmtrain.data.stream.catalog import Catalog, DataSet, Reader, data_sets, is_held_out
-from mmtrain.data.stream.order import HELD_OUT, UNUSABLE, Capacity
+from mmtrain.data.stream.order import UNUSABLE, Capacity
 from mmtrain.models.facts.tokenizer_files import text_fingerprint
 from mmtrain.models.layouts.registry import TEXT_ALONE
 from mmtrain.models.layouts.square import Square
@@ -36,24 +32,6 @@ def write_indexed(tar, files, text="any", tokens=5):
 
 def open_catalog(*tars, text="any", tokens_per_image=16, max_image_pixels=10**6, held_out=None):
     return Catalog([DataSet(tars)], [text], Square(tokens_per_image), max_image_pixels, held_out)
-
-
-def test_lengths_are_the_stock_tokenizers_and_the_encoders_in_shard_order(tiny):
-    tars = sorted((tiny / "shards").glob("*.tar"))
-    tokenizer = load_tokenizer(str(tiny / "llm"))
-    expected = []
-    for tar in tars:
-        with tarfile.open(tar) as archive:
-            for name in archive.getnames():
-                if name.endswith(".json"):
-                    turns = json.load(archive.extractfile(name))["conversations"]
-                    caption = tokenizer(turns[1]["value"]).input_ids  # with BOS; EOS is added
-                    expected.append(len(caption) + 1 + 7 * turns[0]["value"].count("<image>"))
-    ensure_indexes(tars, str(tiny / "llm"), "plain")
-    catalog = open_catalog(*tars, text=text_fingerprint(tiny / "llm", "plain"), tokens_per_image=7)
-    assert catalog.lengths.tolist() == expected and len(catalog) == 96
-    assert catalog.lengths.dtype == np.int32
-    assert catalog.faults == {} and catalog.held_out == []
 
 
 def test_samples_that_cannot_be_used_are_faults_with_key_shard_offset_and_reason(tmp_path):
@@ -116,25 +94,6 @@ def test_the_held_out_share_is_a_hash_of_the_key_that_never_moves():
         # four standard deviations of a binomial count
         assert abs(count - fraction * 20_000) < 4 * (20_000 * fraction * (1 - fraction)) ** 0.5
     assert all(is_held_out(key, 0.7) for key in keys if is_held_out(key, 0.2))
-
-
-def test_held_out_samples_are_those_of_any_shard_or_set_that_can_be_used(tmp_path):
-    files = [(f"{number:06d}.json", b"{" if number == 8 else CAPTION) for number in range(40)]
-    whole = write_indexed(tmp_path / "whole.tar", files)
-    halves = [write_indexed(tmp_path / f"{n}.tar", files[20 * n : 20 * n + 20]) for n in (0, 1)]
-    expected = [number for number in range(40) if is_held_out(f"{number:06d}", 0.3) and number != 8]
-    assert is_held_out("000008", 0.3)
-    sets = [DataSet((tar,), name=name) for tar, name in zip(halves, "ab", strict=True)]
-    for catalog in (
-        open_catalog(whole, held_out=0.3),
-        open_catalog(*halves, held_out=0.3),
-        Catalog(sets, ["any", "any"], Square(16), 10**6, 0.3),
-    ):
-        assert catalog.held_out == expected
-        planned = np.concatenate([one.lengths for one in catalog.sample_sets])
-        assert (planned == HELD_OUT).nonzero()[0].tolist() == expected
-        assert catalog.lengths[expected].tolist() == [5] * len(expected)
-        assert list(catalog.faults) == [8]
 
 
 def test_numbers_run_over_all_sets_and_shards_and_names_stand_before_keys(tmp_path, tiny):

@@ -210,7 +210,7 @@ def test_a_png_is_turned_wherever_its_orientation_is_written(place):
 
 def test_broken_exif_turns_a_picture_as_pillow_does_or_not_at_all_where_it_raises():
     draw, raised, turned = random.Random(0), 0, 0
-    for number in range(1500):
+    for number in range(500):
         exif = bytearray(exif_of(number % 8 + 1).tobytes())
         for _ in range(draw.choice((1, 1, 2, 6))):
             exif[draw.randrange(6, len(exif))] = draw.choice((draw.randrange(256), 0, 255, draw.randrange(13)))
@@ -229,7 +229,7 @@ def test_broken_exif_turns_a_picture_as_pillow_does_or_not_at_all_where_it_raise
                 expected = expected if method is None else expected.transpose(Image.Transpose[method])
         assert np.array_equal(decode_image(content), expected), bytes(exif)
         assert np.array_equal(upright(Image.open(io.BytesIO(content))), expected)
-    assert raised > 50 and 500 < turned < 1500
+    assert raised > 15 and 150 < turned < 500
 
 
 @pytest.mark.parametrize("mode", ["I", "F"])
@@ -246,15 +246,6 @@ def test_decoding_gives_all_pixels_of_pillows_full_decode_and_the_first_picture_
     with Image.open(io.BytesIO(content)) as image:
         expected = TRANSFORM(image.convert("RGB"))
     assert torch.equal(read(TRANSFORM, content), expected)
-
-
-@pytest.mark.parametrize("file_format", IMAGE_FORMATS)
-def test_a_cut_off_image_is_rejected(file_format):
-    content = encode(noise_image(50, 50), file_format)
-    for length in (0, 1, 10, 100, 700, len(content) * 3 // 4):
-        with pytest.raises(BadSample) as caught:
-            TRANSFORM.decode(content[:length])
-        assert caught.value.reason == "undecodable_image"
 
 
 def png_chunk(kind: bytes, content: bytes) -> bytes:

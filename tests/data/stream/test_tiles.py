@@ -108,15 +108,6 @@ def test_order_and_pixels_depend_on_neither_replicas_nor_workers_nor_where_a_run
         same(one, other)
 
 
-def test_a_pack_holds_no_more_tiles_than_allowed(tiny, mixed):
-    pack = ("train.packs_per_microbatch=1",)
-    assert max(len(batch.tiles) for batch in taken(open_batches(tiny, mixed[0], "tiles", *pack), 16)) > 30
-    capped = open_batches(tiny, mixed[0], "tiles", *pack, "data.max_tiles_per_pack=20")
-    tiles = [0 if batch.tiles is None else len(batch.tiles) for batch in taken(capped, 16)]
-    assert 13 < max(tiles) <= 20 == capped.most_tiles
-    assert "with more than 20 tiles" in capped.summary, "two images of 13 tiles are in no pack"
-
-
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_lost_image_leaves_a_gap_as_long_as_its_tiles_and_nothing_else_moves(tiny, mixed, tmp_path, workers):
     """One cannot be decoded, another has not the size that its index says."""
