@@ -105,7 +105,12 @@ def run(options: argparse.Namespace) -> None:
         raise UserError(f"--out {options.out}: is the folder of the images; name another, which holds the shards alone")
     refuse_used_folder(out, options.resume)
     # All of them before anything is written: a broken last file shows at once.
-    sources = [source for path in options.paths for source in _opened(path, options)]
+    sources: list[Source] = []
+    form = SampleFormat(options.format, options.caption_key, options.caption_prompt)
+    for path in options.paths:
+        opened, description = open_sources(path, form, options.image_key)
+        print_info(f"{path}: {description}: {sum(source.records for source in opened):,} records")
+        sources += opened
     files = [source.path.resolve() for source in sources]
     if twice := [file for file, count in Counter(files).items() if count > 1]:
         raise UserError(f"{twice[0]}: named twice; every record would come twice")
@@ -134,13 +139,6 @@ def run(options: argparse.Namespace) -> None:
     see = f", see {rejected_file}" if stats.reasons else ""
     print_info(f"rejected: {stats.reasons.total():,}{see}", *reason_lines(stats.reasons))
     print_info(f"use it: {shlex.quote(f'data.shards={glob.escape(str(out))}/shard-*.tar')}")
-
-
-def _opened(path: Path, options: argparse.Namespace) -> list[Source]:
-    form = SampleFormat(options.format, options.caption_key, options.caption_prompt)
-    sources, description = open_sources(path, form, options.image_key)
-    print_info(f"{path}: {description}: {sum(source.records for source in sources):,} records")
-    return sources
 
 
 def _write_all(stats: ShardStats, options: argparse.Namespace, unfinished: UnfinishedRun) -> None:

@@ -79,17 +79,15 @@ class TextLengths:
     tokens: list[int]  # per sample, without image positions; 0 where the sample is unusable
     faults: Faults = field(default_factory=dict)  # samples that this template or tokenizer cannot hold
 
-    def add(self, sample: Sample | None, count: Callable[[Sample], int]) -> None:
-        """Append the length of the next sample, which may lack its images; None: it is unusable whatever the text."""
+    def add(self, sample: Sample | BadSample | None, count: Callable[[Sample], int]) -> None:
+        """Append the length of the next sample, with or without its images; None: it is unusable whatever the text."""
         try:
+            if isinstance(sample, BadSample):
+                raise sample
             self.tokens.append(0 if sample is None else count(sample))
         except BadSample as error:
-            self.reject(error)
-
-    def reject(self, error: BadSample) -> None:
-        """Append a sample whose text cannot be held."""
-        self.faults[len(self.tokens)] = (error.reason, error.detail)
-        self.tokens.append(0)
+            self.faults[len(self.tokens)] = (error.reason, error.detail)
+            self.tokens.append(0)
 
 
 @dataclass

@@ -146,14 +146,14 @@ def _index_shard(count: TextCounter, rebuild: bool, tar: Path, advance: Advance)
             if index is not None and count.fingerprint in index.texts:
                 return None
 
-            def measure(sample: Sample | None) -> None:
+            def measure(sample: Sample | BadSample | None) -> None:
                 lengths.add(sample, count)
                 advance(1)
 
             if index is None:
                 index = scan_shard(tar, measure, form)
             elif form.reading in index.faults:
-                _measure_texts(tar, stream, index, lengths, measure, form)
+                _measure_texts(tar, stream, index, measure, form)
             else:
                 scanned = scan_shard(tar, measure, form)
                 if scanned.keys != index.keys:
@@ -172,8 +172,7 @@ def _measure_texts(
     tar: Path,
     stream: BinaryIO,
     index: ShardIndex,
-    lengths: TextLengths,
-    measure: Callable[[Sample | None], None],
+    measure: Callable[[Sample | BadSample | None], None],
     form: SampleFormat,
 ) -> None:
     """Measure an indexed shard by the members with texts alone."""
@@ -190,8 +189,7 @@ def _measure_texts(
             try:
                 sample = _without_images(tar, index.keys[place], members, index.image_sizes[place], form, read)
             except BadSample as error:
-                lengths.reject(error)
-                continue
+                sample = error
         measure(sample)
 
 

@@ -81,7 +81,11 @@ class SampleLog:
         self._first_pack = packed.first_step * config.train.packs_per_step  # that is accounted for
         unusable = list(packed.catalog.faults.values())
         if state is not None:
-            self._load_state_dict(state)
+            self._first_pack, self._epoch = state["first_pack"], state["epoch"]
+            self._read, self._lost = state["read"], state["lost"]
+            if self.writes:
+                self._trained = Counter({int(epoch): count for epoch, count in state["trained"].items()})
+                self._quarantined = Counter({int(epoch): count for epoch, count in state["quarantined"].items()})
         while packed.order.first_pack(self._epoch + 1) <= self._first_pack:
             self._epoch += 1
         if state is None or not self.quarantine_file.exists():  # else it has them, or goes on without any
@@ -149,13 +153,6 @@ class SampleLog:
             "trained": {str(epoch): count for epoch, count in self._trained.items()},
             "quarantined": {str(epoch): count for epoch, count in self._quarantined.items()},
         }
-
-    def _load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._first_pack, self._epoch = state["first_pack"], state["epoch"]
-        self._read, self._lost = state["read"], state["lost"]
-        if self.writes:
-            self._trained = Counter({int(epoch): count for epoch, count in state["trained"].items()})
-            self._quarantined = Counter({int(epoch): count for epoch, count in state["quarantined"].items()})
 
     def finish(self, steps: int) -> list[dict[str, Any]]:
         """Close the files, and the epoch that the last of `steps` left incomplete; return records as end_step does."""
