@@ -205,7 +205,6 @@ def figures(layout: PipelineLayout, costs: StageCosts) -> Figures:
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Options of `bench.py encoder_plans`."""
     add = parser.add_argument
     add("--model", action="append", choices=CASES, metavar="NAME", help=f"only these of: {'; '.join(CASES)}")
     add("--pipeline", type=positive, nargs="+", default=[4, 8, 16], metavar="N", help="ranks (4 8 16)")
@@ -213,7 +212,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Print the table; the exit code."""
+    """Print the table; return the exit code."""
     rows = []
     for name in options.model or CASES:
         for pipeline in options.pipeline:

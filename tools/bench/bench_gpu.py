@@ -60,7 +60,6 @@ SHAPES = ("7b", "ratios", "tiny")
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Options of `bench.py gpu`."""
     add = parser.add_argument
     add("--row", action="append", choices=ROWS, help="measure these alone")
     add("--json", type=Path, metavar="FILE", help="write every single measurement there")

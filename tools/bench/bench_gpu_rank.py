@@ -146,7 +146,7 @@ def _too_little(error: torch.OutOfMemoryError, advice: str) -> UserError:
 def shared_stage(
     model: LlavaForConditionalGeneration, config: RunConfig, device: torch.device, recompute_layers: int
 ) -> Stage:
-    """mmtrain's only stage over the LLM of `model`, no tensor of which is copied; encoder and projector are its own."""
+    """Return mmtrain's only stage over the LLM of `model`, without copies; encoder and projector are its own."""
     language_model = model.model.language_model
     with torch.device("meta"):
         llm = LlamaForCausalLM(copy.deepcopy(language_model.config))

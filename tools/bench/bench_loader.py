@@ -60,7 +60,6 @@ WORDS = ("a", "red", "old", "street", "boat", "woman", "near", "wooden", "table"
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Options of `bench.py loader`."""
     add = parser.add_argument
     add("--json", type=Path, metavar="FILE", help="write every single measurement there")
     add("--images", type=positive, default=2000, metavar="N", help="photographs (%(default)s)")
@@ -247,7 +246,7 @@ def check_equal_work(folder: Path, pack_length: int) -> None:
 
 
 def _digests(batch: Any) -> Iterator[tuple[str, bytes]]:
-    """Key and digest of each sample of a pack: its tokens, labels and pixels."""
+    """Yield key and digest of each sample of a pack: its tokens, labels and pixels."""
     starts = [*(batch.position_ids[0] == 0).nonzero().flatten().tolist(), batch.position_ids.shape[1]]
     for key, image, start, end in zip(batch.keys, batch.tiles, starts, starts[1:], strict=False):
         parts = (batch.input_ids[0, start:end], batch.labels[0, start:end], image)

@@ -102,7 +102,6 @@ def llama_config(shape: ModelSize) -> LlamaConfig:
 
 
 def clip_config(shape: ModelSize) -> CLIPVisionConfig:
-    """A CLIP tower of this shape."""
     return CLIPVisionConfig(
         hidden_size=shape.vision_width,
         intermediate_size=4 * shape.vision_width,
@@ -243,7 +242,6 @@ class PaddedBatch:
 
     @property
     def supervised(self) -> int:
-        """Tokens that the loss counts."""
         return int((self.labels[:, 1:] != IGNORE).sum())
 
 

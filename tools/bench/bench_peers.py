@@ -61,7 +61,6 @@ ROWS = {
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Options of `bench.py peers`."""
     add = parser.add_argument
     add("--row", action="append", choices=ROWS, help="measure these alone")
     add("--json", type=Path, metavar="FILE", help="write every single measurement there")

@@ -40,7 +40,6 @@ examples:
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Options of `bench.py plan`."""
     add = parser.add_argument
     add("--json", type=Path, metavar="FILE", help="write every single measurement there")
     add("--repetitions", type=positive, default=30, metavar="N", help="steps of each layout (%(default)s)")

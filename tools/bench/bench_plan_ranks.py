@@ -118,10 +118,7 @@ class Runner:
         self.idle.append([rank.idle_fraction for rank in result.ranks])
 
     def peak_bytes(self) -> int:
-        """Bytes of weights, optimizer state and everything else that live at once on this rank in a step.
-
-        Of the steps that are traced the last counts: what it finds at its begin was made in the others.
-        """
+        """Return the bytes that live at once on this rank in the last traced step; the others fill what it finds."""
         weights = (t for stage in self._stages.values() for t in (*stage.parameters(), *stage.buffers()))
         state = (t for s in self.engine.optimizer.state.values() for t in s.values() if isinstance(t, torch.Tensor))
         lasting = tensor_bytes(itertools.chain(weights, state, self.engine.trainable.values()))
@@ -134,7 +131,7 @@ class Runner:
 
 
 def _shared_stage(config: RunConfig, stage: StagePlan, weights: dict[str, torch.Tensor]) -> Stage:
-    """A stage over frozen weights that are in memory once, whatever layouts use them."""
+    """Return a stage over frozen weights that all layouts share."""
     module = build_stage(config, stage)
     for name, parameter in module.global_parameters():
         if not parameter.requires_grad:
@@ -143,7 +140,7 @@ def _shared_stage(config: RunConfig, stage: StagePlan, weights: dict[str, torch.
 
 
 def _batches(config: RunConfig, models: Models, seeds: range) -> Iterator[PackedBatch]:
-    """A few micro-batches in turn, a copy each time: what was used is let go, as in a run."""
+    """Yield copies of a few micro-batches in turn: what was used is let go, as in a run."""
     few = [expected_batch(config, models, seed) for seed in seeds[:4]]
     return map(copy.deepcopy, itertools.cycle(few))
 
@@ -185,7 +182,6 @@ def measure(settings: Settings, parts: Path, rank: Rank) -> None:
 
 
 def _save(calibrator: Calibrator, file: Path) -> None:
-    """Write the calibration; all ranks may read it afterwards."""
     found = calibrator.finish()
     if dist.get_rank() == 0:
         found.save(file)
@@ -207,10 +203,7 @@ def _race(settings: Settings, runners: Mapping[str, Runner], calibrator: Calibra
 
 
 def describe(runner: Runner, name: str) -> dict[str, Any]:
-    """What the planner says of a layout by its calibration's file, and what it did; every rank calls this.
-
-    The schedule is the one that was run: with more rounds the planner might have placed encodes elsewhere.
-    """
+    """Return what the planner predicts for the schedule that was run, and what was measured; every rank calls this."""
     peaks: list[int] = [0] * WORLD
     dist.all_gather_object(peaks, runner.peak_bytes())
     plan, seconds = runner.plan, make_plan(runner.config, device=cpu_device(runner.config)).seconds

@@ -59,7 +59,6 @@ class FirstGradients:
 
 
 def synchronise(device: torch.device) -> None:
-    """Wait for what a CUDA device has been given to do."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
@@ -263,7 +262,6 @@ class Work:
 def make_config(
     settings: Settings, parts: Path, pipeline: int, *, llm: str | None = None, calibration: Path | None = None
 ) -> RunConfig:
-    """mmtrain's configuration of a row."""
     shape = SHAPES[settings.shape]
     return run_config(
         shape,
