@@ -14,7 +14,16 @@ import functools
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import torch
 from bench_tables import positive, print_table
+from transformers import (
+    InternVLVisionConfig,
+    InternVLVisionModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 
 from mmtrain.base.printing import print_info
 from mmtrain.config.load import validated
@@ -82,70 +91,42 @@ class Figures(NamedTuple):
 
 @functools.cache
 def _vision_shape(name: str) -> VisionShape:
-    """A recorded shape, or InternViT-6B's: 45 blocks of width 3,200, their queries and keys normed, no biases there."""
+    """Return a recorded shape, or InternViT-6B's."""
     if name != INTERN_VIT:
         return vision_shape(name, -1)
-    width, inner, patch, image = 3200, 12800, 14, 448
-    tensors: dict[str, tuple[int, ...]] = {
-        "embeddings.patch_embeddings.projection.weight": (width, 3, patch, patch),
-        "embeddings.patch_embeddings.projection.bias": (width,),
-        "embeddings.position_embeddings": (1, (image // patch) ** 2 + 1, width),
-        "embeddings.cls_token": (1, 1, width),
-    }
-    for block in range(45):
-        before = f"encoder.layer.{block}"
-        for each in ("q_proj", "k_proj", "v_proj", "projection_layer"):
-            tensors[f"{before}.attention.{each}.weight"] = (width, width)
-        tensors[f"{before}.attention.projection_layer.bias"] = (width,)
-        for norm in ("attention.q_norm", "attention.k_norm", "layernorm_before", "layernorm_after"):
-            tensors[f"{before}.{norm}.weight"] = (width,)
-        tensors |= {f"{before}.lambda_{number}": (width,) for number in (1, 2)}
-        tensors |= {f"{before}.mlp.fc1.weight": (inner, width), f"{before}.mlp.fc1.bias": (inner,)}
-        tensors |= {f"{before}.mlp.fc2.weight": (width, inner), f"{before}.mlp.fc2.bias": (width,)}
-    config = {
-        "model_type": "internvl_vision",
-        "image_size": [image, image],
-        "patch_size": [patch, patch],
-        "num_attention_heads": 25,
-        "num_hidden_layers": 45,
-        "hidden_size": width,
-    }
-    return vision_shape_from(config, tensors, -1, "made from its config.json")
+    config = InternVLVisionConfig(
+        hidden_size=3200,
+        intermediate_size=12800,
+        num_hidden_layers=45,
+        num_attention_heads=25,
+        image_size=448,
+        patch_size=14,
+        use_qk_norm=True,
+        norm_type="rms_norm",
+    )
+    return vision_shape_from(config.to_dict(), _tensors(InternVLVisionModel, config), -1, "made from its config.json")
 
 
 @functools.cache
 def _llm_shape(name: str) -> LlmShape:
-    """A recorded shape, or InternLM2-20B's, which is a Llama with queries, keys and values in one matrix."""
+    """Return a recorded shape, or InternLM2-20B's, which is a Llama with queries, keys and values in one matrix."""
     if name != INTERN_LM2:
         return llm_shape(name)
-    hidden, inner, heads, kv_heads, vocabulary = 6144, 16384, 48, 8, 92544
-    tensors: dict[str, tuple[int, ...]] = {
-        "model.embed_tokens.weight": (vocabulary, hidden),
-        "model.norm.weight": (hidden,),
-        "lm_head.weight": (vocabulary, hidden),
-    }
-    for layer in range(48):
-        before = f"model.layers.{layer}"
-        for each in ("q_proj", "o_proj"):
-            tensors[f"{before}.self_attn.{each}.weight"] = (hidden, hidden)
-        for each in ("k_proj", "v_proj"):
-            tensors[f"{before}.self_attn.{each}.weight"] = (hidden // heads * kv_heads, hidden)
-        for each in ("gate_proj", "up_proj"):
-            tensors[f"{before}.mlp.{each}.weight"] = (inner, hidden)
-        tensors[f"{before}.mlp.down_proj.weight"] = (hidden, inner)
-        for norm in ("input_layernorm", "post_attention_layernorm"):
-            tensors[f"{before}.{norm}.weight"] = (hidden,)
-    config = {
-        "model_type": "llama",
-        "hidden_size": hidden,
-        "intermediate_size": inner,
-        "num_attention_heads": heads,
-        "num_key_value_heads": kv_heads,
-        "num_hidden_layers": 48,
-        "vocab_size": vocabulary,
-        "tie_word_embeddings": False,
-    }
-    return llm_shape_from(config, tensors, "made from its config.json")
+    config = LlamaConfig(
+        hidden_size=6144,
+        intermediate_size=16384,
+        num_attention_heads=48,
+        num_key_value_heads=8,
+        num_hidden_layers=48,
+        vocab_size=92544,
+    )
+    return llm_shape_from(config.to_dict(), _tensors(LlamaForCausalLM, config), "made from its config.json")
+
+
+def _tensors(model_class: type[PreTrainedModel], config: PreTrainedConfig) -> dict[str, tuple[int, ...]]:
+    """Return name and shape of a stock model's tensors, without making them."""
+    with torch.device("meta"):
+        return {name: tuple(tensor.shape) for name, tensor in model_class(config).state_dict().items()}
 
 
 def costs_of(case: Case, pipeline: int, microbatches: int) -> StageCosts:
