@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -96,3 +97,16 @@ def wait_for(condition: Callable[[], object], timeout: float, what: str) -> None
     while not condition():
         assert time.monotonic() < deadline, f"waited {timeout} s for {what}"
         time.sleep(0.05)
+
+
+def ranks_of(run: Path) -> dict[int, int]:
+    """Process ids by rank, as the log names them."""
+    log = run / "log.txt"
+    found = re.findall(r"(?m)^\[rank (\d+)\] process (\d+) on ", log.read_text() if log.exists() else "")
+    return {int(rank): int(pid) for rank, pid in found}
+
+
+def steps_of(run: Path) -> int:
+    """Count the training steps that are recorded."""
+    metrics = run / "metrics.jsonl"
+    return metrics.read_text().count('"kind": "train"') if metrics.exists() else 0

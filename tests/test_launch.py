@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from processes import Command, listeners, running, wait_for
+from processes import Command, listeners, ranks_of, running, steps_of, wait_for
 from ranks import free_port
 
 from mmtrain.base.errors import UserError
@@ -109,23 +109,14 @@ def test_a_plan_of_any_shipped_config_needs_no_torch_and_leaves_nothing_behind(t
 # ---- real runs
 
 
-def steps_done(folder: Path) -> int:
-    path = folder / "metrics.jsonl"
-    return path.read_text().count('"kind": "train"') if path.exists() else 0
-
-
 def started(tiny: Path, folder: Path, *arguments: str) -> tuple[list[str | Path], Path]:
     command = [*LAUNCH, tiny / "config.yaml", f"run.dir={folder}", *ENDLESS, *arguments]
     return command, folder / "tiny"
 
 
 def wait_until_it_trains(command: Command, folder: Path) -> None:
-    wait_for(lambda: steps_done(folder) >= 2 or command.process.poll() is not None, 120, "two steps")
+    wait_for(lambda: steps_of(folder) >= 2 or command.process.poll() is not None, 120, "two steps")
     assert command.process.poll() is None, command.stderr
-
-
-def pid_of(folder: Path, rank: int) -> int:
-    return int(re.search(rf"\[rank {rank}\] process (\d+) on ", (folder / "log.txt").read_text())[1])
 
 
 def test_kill_9_of_a_rank_ends_all_within_10_seconds_and_names_rank_stage_and_step(tiny, tmp_path):
@@ -133,8 +124,8 @@ def test_kill_9_of_a_rank_ends_all_within_10_seconds_and_names_rank_stage_and_st
     with running(arguments, tmp_path) as command:
         wait_until_it_trains(command, folder)
         assert len(command.family()) >= 5  # launcher, fork server, two ranks, a data worker
-        before = steps_done(folder)
-        os.kill(pid_of(folder, 1), signal.SIGKILL)
+        before = steps_of(folder)
+        os.kill(ranks_of(folder)[1], signal.SIGKILL)
         assert command.seconds_until_gone(timeout=20) < 10
         assert command.wait() == 1
     said = re.fullmatch(
@@ -144,7 +135,7 @@ def test_kill_9_of_a_rank_ends_all_within_10_seconds_and_names_rank_stage_and_st
     )
     assert said, command.stderr
     # Rank 0 may have recorded a step of which rank 1 has not done all: it may not even have updated.
-    assert before - 1 <= int(said[1]) <= steps_done(folder)
+    assert before - 1 <= int(said[1]) <= steps_of(folder)
     assert said[2] == str(folder / "log.txt")
 
 
@@ -172,7 +163,7 @@ def test_a_running_run_keeps_its_folder_and_kill_9_of_its_launcher_leaves_no_orp
             [sys.executable, *map(str, arguments), "run.overwrite=true"], capture_output=True, text=True, timeout=60
         )
         assert second.returncode == 2 and "in use by a run that is still going" in second.stderr
-        assert steps_done(folder) >= 2, "the running one keeps its files"
+        assert steps_of(folder) >= 2, "the running one keeps its files"
         os.kill(command.process.pid, signal.SIGKILL)
         command.process.wait()
         assert command.seconds_until_gone(timeout=20) < 10
@@ -184,9 +175,9 @@ def test_ranks_that_torchrun_started_are_joined(tiny, tmp_path):
     with running(arguments, tmp_path) as command:
         assert command.wait() == 0, command.stderr
     folder = tmp_path / "tiny"
-    assert steps_done(folder) == 2
+    assert steps_of(folder) == 2
     assert (folder / "audit.json").exists() and (folder / "config.yaml").exists()
-    assert {pid_of(folder, 0), pid_of(folder, 1)} != {pid_of(folder, 0)}
+    assert len(set(ranks_of(folder).values())) == 2
 
 
 def test_a_wrong_number_of_ranks_from_torchrun_is_refused_once(tiny, tmp_path):
@@ -207,7 +198,7 @@ def test_two_nodes_share_a_run(tiny, tmp_path):
         assert (node_0.wait(), node_1.wait()) == (0, 0), node_0.stderr + node_1.stderr
     assert "listening for the other machines on 127.0.0.1\n" in node_0.stdout
     folder = tmp_path / "tiny"
-    assert steps_done(folder) == 2 and (folder / "audit.json").exists()
+    assert steps_of(folder) == 2 and (folder / "audit.json").exists()
     assert "[rank 1]" in (folder / "log-node1.txt").read_text()
     assert "loss" in node_0.stdout and "loss" not in node_1.stdout
 

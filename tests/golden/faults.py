@@ -17,12 +17,11 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from processes import Command, running
+from processes import Command, ranks_of, running, steps_of
 
 LAUNCH = ("-m", "mmtrain.launch")
 TORCHRUN = ("-m", "torch.distributed.run", "--nproc-per-node", "2", *LAUNCH)
 ALWAYS = ("parallel.pipeline=2", "parallel.threads_per_rank=1", "data.io_retry_seconds=0", "train.max_steps=100000")
-PROCESS = re.compile(r"^\[rank (\d+)\] process (\d+) on ", re.MULTILINE)
 NAMED = re.compile(r"\brank (\d+) \(stage")
 INJECTED = Path(__file__).parent / "injected"
 
@@ -53,18 +52,6 @@ def outcome_of(case: dict[str, Any], tiny: Path, scratch: Path) -> dict[str, Any
 
 
 # ---- moments and actions
-
-
-def ranks_of(run: Path) -> dict[int, int]:
-    """Process ids by rank, as the log names them."""
-    log = run / "log.txt"
-    return {int(rank): int(pid) for rank, pid in PROCESS.findall(log.read_text() if log.exists() else "")}
-
-
-def steps_of(run: Path) -> int:
-    """Count the training steps that are recorded."""
-    metrics = run / "metrics.jsonl"
-    return metrics.read_text().count('"kind": "train"') if metrics.exists() else 0
 
 
 MOMENTS: dict[str, Callable[[Path], object]] = {
