@@ -87,10 +87,7 @@ def add_format_arguments(parser: argparse._ActionsContainer) -> None:
 
 
 def refuse_useless_shards(shards: Sequence[Path], fingerprint: str, form: SampleFormat, key: str) -> None:
-    """Raise UserError if no sample of indexed shards can be trained on; warn of single shards without any.
-
-    `fingerprint` names the tokenizer and template. Raises what `indexed_texts` raises.
-    """
+    """Raise UserError if no sample of indexed shards can be trained on; warn of single shards without any."""
     useless = [shard for shard in shards if not indexed_texts(shard).get(fingerprint)]
     if not useless:
         return

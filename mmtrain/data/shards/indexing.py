@@ -80,10 +80,7 @@ def ensure_indexes(
 
 
 def unready_shards(tars: Sequence[Path], fingerprint: str) -> list[Path]:
-    """Return the shards without an index that holds lengths under this fingerprint.
-
-    Raises UserError naming the indexes that are stale, damaged or cannot be read.
-    """
+    """Return the shards without lengths under this fingerprint; raises UserError naming stale or damaged indexes."""
     missing: list[Path] = []
     failures: list[UserError] = []
     for tar in tars:

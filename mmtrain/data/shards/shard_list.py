@@ -188,9 +188,7 @@ def find_shards(names: Sequence[str]) -> tuple[Path, ...]:
 
 
 def refuse_unfinished_shards(paths: Sequence[Path], key: str) -> None:
-    """Raise UserError for shards that mmtrain shard did not finish: it begins with rejected.jsonl and ends with
-    dataset.json.
-    """
+    """Raise UserError for shards that mmtrain shard did not finish: it writes dataset.json at its end."""
     for folder in dict.fromkeys(path.parent for path in paths):
         if (folder / "rejected.jsonl").is_file() and not (folder / "dataset.json").is_file():
             raise UserError(

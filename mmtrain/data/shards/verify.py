@@ -29,9 +29,9 @@ class DamagedMember(NamedTuple):
 
 
 def verify_shard(tar: Path, report: Callable[[int], None] = lambda size: None) -> list[DamagedMember]:
-    """Read a shard once and list the members that differ from its index, in the tar's order.
+    """Read a shard once and list the members that differ from its index, in the tar's order; raises MissingIndex.
 
-    `report` gets the bytes of each sample that was compared. Memory is that of 1 MiB of content. Raises MissingIndex.
+    `report` gets the bytes of each sample that was compared.
     """
     faults: dict[int, list[str]] = {}
     try:

@@ -49,7 +49,7 @@ class ImageTransform:
     max_pixels: int = MAX_IMAGE_PIXELS  # of an image that `decode` takes
 
     def decode(self, content: bytes, tiling: Tiling = ONE_TILE, is_control: bool = False) -> torch.Tensor:
-        """Return an image file as (tiles, 3, S, S) uint8, S = image_size; raises what `decode_image` and `cut` raise.
+        """Return an image file as (tiles, 3, S, S) uint8, S = image_size; raises BadSample.
 
         An image of another size than the tiling's is BadSample; where `is_control`, it is stretched to that size.
         """
@@ -96,10 +96,7 @@ class ImageTransform:
         return tiles.to(torch.float32).div_(white).sub_(mean).div_(std)
 
     def fitted(self, image: Image.Image) -> torch.Tensor:
-        """Turn an image of any size and mode into (3, image_size, image_size) uint8.
-
-        Raises BadSample where a side is longer than MAX_SIDE, or would be once the other one is the encoder's.
-        """
+        """Turn an image of any size and mode into (3, image_size, image_size) uint8; raises BadSample for threads."""
         scale = self.image_size / min(image.size) if self.fit == "center_crop" else 1
         refuse_threads(image, scale)
         image = as_rgb(image)

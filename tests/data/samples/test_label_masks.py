@@ -8,7 +8,6 @@ from chat_styles import QWEN25
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from mmtrain.data.samples.records import BadSample
 from mmtrain.data.samples.sample import IGNORE, IMAGE_POSITION, Sample
 from mmtrain.data.samples.templates import ChatTemplate, PlainTemplate
 from mmtrain.models.layouts.square import Square
@@ -161,12 +160,6 @@ def test_plain_is_the_tokens_and_labels_written_by_hand(make, expected):
     turns = (("system", "You <image>"), ("human", "What is <image>?"), ("gpt", "A red 😀 circle."))
     document = PlainTemplate(make(), Square(3), 1000)(sample(turns))
     assert (document.input_ids, document.labels) == tokens_and_labels(make(), expected, 3)
-
-
-def test_a_template_that_refuses_system_turns_rejects_the_sample_in_its_own_words():
-    template = ChatTemplate(mistral(), Square(1), 1000)
-    with pytest.raises(BadSample, match=r"^template: the chat template of .* fails: Conversation roles must alternate"):
-        template(sample((("system", "See."), *IN_BOTH)))
 
 
 def test_the_mask_is_the_tokenizers_own_where_its_template_marks_generation():

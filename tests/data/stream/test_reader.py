@@ -10,7 +10,7 @@ import pytest
 from archives import conversation, picture, write_tar
 
 from mmtrain.base.errors import UserError
-from mmtrain.data.samples.sample import QuarantinedSample, Sample
+from mmtrain.data.samples.sample import Sample
 from mmtrain.data.shards.index import TextLengths, read_index, write_index
 from mmtrain.data.shards.indexing import scan_shard
 from mmtrain.data.stream.catalog import OPEN_FILES, Catalog, DataSet, Reader
@@ -78,23 +78,6 @@ def test_any_sample_in_any_order_has_the_bytes_that_tarfile_reads(tmp_path, form
     reader = open_reader(*tars)
     numbers = [draw.randrange(len(expected)) for _ in range(200)]
     assert [reader.read(number) for number in numbers] == [expected[number] for number in numbers]
-
-
-def test_a_damaged_member_is_a_fault_at_its_place_and_its_neighbours_are_sound(tmp_path):
-    files = [
-        file
-        for number in range(3)
-        for file in ((f"{number}.json", conversation("<image>", f"is {number}")), (f"{number}.png", picture(9, 9)))
-    ]
-    tar = write_tar(tmp_path / "s.tar", files)
-    reader = open_reader(tar)
-    before = [reader.read(number) for number in range(3)]
-    offset = spoil(tar, "1.png")
-    fault = reader.read(1)
-    assert isinstance(fault, QuarantinedSample)
-    assert (fault.key, fault.shard, fault.offset, fault.reason) == ("1", str(tar), offset, "checksum")
-    assert fault.detail.startswith(f"png: {len(picture(9, 9))} bytes whose CRC32 is not ")
-    assert [reader.read(0), reader.read(2)] == [before[0], before[2]]
 
 
 def test_members_that_are_no_part_of_the_sample_are_not_read(tmp_path):
