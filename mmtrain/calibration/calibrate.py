@@ -5,10 +5,9 @@ every rank: Calibrator --warm_up, then rounds--> seconds of single stages, of me
 rank 0: --calibrate--> the file that the planner finds, a table of what was measured
 
 All ranks do the same at the same time, since a run shares memory bandwidth, clocks and cores, too. A round measures
-everything once, so that drift meets all alike, and so that other stages pass through the caches between two turns of a
-stage. Stages are built and called as the engine does it: with one layer, and with several in a row, whose difference
-tells what a layer adds and what a call costs beyond its layers. A GPU is waited for after each call, so a call's cost
-there includes launches that a run overlaps with computing.
+everything once, so that drift meets all alike. Stages are called as the engine does it: with one layer, and with
+several in a row, whose difference tells what a layer adds and what a call costs beyond its layers. A GPU is waited for
+after each call, so a call's cost there includes launches that a run overlaps with computing.
 """
 
 from __future__ import annotations
@@ -124,7 +123,6 @@ class Calibrator:
         return stages
 
     def _slice(self, first: int, last: int) -> Front:
-        """Blocks [first, last) of the encoder, sharing its weights."""
         whole = self._stages["front"].module.front
         assert whole is not None, "only a model with an encoder is cut"
         part = whole.vision.slice_of(first, last)
@@ -140,8 +138,6 @@ class Calibrator:
             size = self._costs.encoder.hidden_bytes
             tensors[FEATURES] = [torch.zeros(size, dtype=torch.uint8, device=self._device)]
         return tensors
-
-    # ---- time
 
     def warm_up(self, seconds: float) -> int:
         """Run everything twice; return how many rounds fit into `seconds`, equal on every rank."""
@@ -184,12 +180,9 @@ class Calibrator:
         self.seconds.setdefault(name, []).append(time.perf_counter() - began)
 
     def _compute(self) -> None:
-        """Work about as long as on a micro-batch, while messages are sent and received."""
         stage = self._stages[self._window[0]]
         with torch.no_grad():
             stage.module(stage.input, stage.batch.position_ids)
-
-    # ---- memory
 
     def _bytes(self) -> dict[str, dict[str, int]]:
         """Bytes by stage: kept until its backward, working in forward and in backward."""
@@ -234,10 +227,7 @@ class Calibrator:
             sizes |= {ENCODE_STEM: {"forward": of_stem.peak}, ENCODE_LATER: {"forward": of_later.peak}}
         return sizes
 
-    # ---- the result
-
     def finish(self) -> Calibration:
-        """Return the calibration of all rounds so far."""
         medians = {name: statistics.median(values) for name, values in self.seconds.items()}
         of_ranks = all_gather_object((medians, self._bytes()))
         seconds = mean_of_ranks([medians for medians, _ in of_ranks])
@@ -269,10 +259,7 @@ def _of_stage(forward: Usage, sent: Usage, backward: Usage) -> dict[str, int]:
 
 
 class _StepEnd:
-    """Gradients and statistics reduced, norm, update: the end of a step on a rank that trains these weights.
-
-    The update has a rate of 0 and leaves the weights as they are.
-    """
+    """The end of a step on a rank that trains these weights. The update has a rate of 0."""
 
     def __init__(
         self, config: RunConfig, plan: Plan, parameters: Mapping[str, torch.nn.Parameter], device: torch.device

@@ -103,7 +103,6 @@ class MessageCosts:
         return between(self._stage, after, 0, self._ranks)
 
     def _echo(self, message: Sequence[torch.Tensor]) -> float:
-        """Seconds of one message one way, posting and taking included."""
         channels = self._channels
         outgoing, incoming = ("activation", "gradient") if self._sends else ("gradient", "activation")
         began = time.perf_counter()

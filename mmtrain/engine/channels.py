@@ -1,10 +1,9 @@
 """What a rank sends and receives: messages between stages, and its part of the encoder in slices.
 
-Messages between neighbouring ranks are matched by the order in which they are posted. NCCL has no tags, so there is
-one two-rank group for each (source rank, destination rank, kind): hidden states downstream, gradients upstream as far
-as the first trainable stage, encoder features along the chain of slices. With several stages a rank the ranks form a
-ring, and a channel carries the messages of several stages. Position ids and labels travel beside the hidden states from
-host to host: through the default group where the others are NCCL's.
+Messages are matched by the order in which they are posted. NCCL has no tags, so there is one two-rank group for each
+(source rank, destination rank, kind): hidden states downstream, gradients upstream as far as the first trainable stage,
+features along the chain of slices. Position ids and labels travel beside the hidden states from host to host: through
+the default group where the others are NCCL's.
 
 rank 0: LOAD --number of tiles, to every rank of the chain--> ENCODE --hidden--> next slice ... last slice --features-->
 rank 0: FORWARD of stage 0
@@ -54,7 +53,6 @@ class Channels:
     """
 
     def __init__(self, plan: Plan, rank: int, device: torch.device, timeout_seconds: int) -> None:
-        """Open this rank's channels and connect them."""
         self._sends: list[tuple[dist.Work, torch.Tensor]] = []
         self._awaited: dict[Message, tuple[list[dist.Work], list[torch.Tensor]]] = {}
         self._channels: dict[tuple[str, int, int], _Channel] = {}  # by (kind, source, destination), pipeline ranks
@@ -93,11 +91,9 @@ class Channels:
         self._sends += zip(self._channel(message).post(dist.isend, tensors), tensors, strict=True)
 
     def post_receive(self, message: Message, tensors: list[torch.Tensor]) -> None:
-        """Begin to receive a message that comes to this rank into `tensors`."""
         self._awaited[message] = self._channel(message).post(dist.irecv, tensors), tensors
 
     def take(self, message: Message) -> list[torch.Tensor]:
-        """Return the tensors of a posted receive, once they have arrived."""
         works, tensors = self._awaited.pop(message)
         for work in works:
             work.wait()
@@ -184,8 +180,6 @@ class ChainLink:
         if self._trains:
             self._of_training = self._now.after(microbatches)
 
-    # ---- instructions
-
     def load(self, microbatch: int, batch: PackedBatch | None) -> None:
         """Take a micro-batch that rank 0 has read; None: there is none."""
         tiles = NO_DATA
@@ -214,7 +208,6 @@ class ChainLink:
             self._now.made[microbatch] = made
 
     def send(self, microbatch: int) -> None:
-        """Send what this rank's slice has made to the next rank of the chain."""
         made = self._now.made.pop(microbatch, None)
         if made is not None:
             self._channels.send(self._message(Op.SEND_FEATURES, microbatch), [made.contiguous()])
@@ -233,14 +226,11 @@ class ChainLink:
             self._channels.post_receive(self._message(Op.RECEIVE_FEATURES, microbatch), [room])
 
     def take(self, microbatch: int) -> Encoded:
-        """Return on rank 0 what FORWARD of stage 0 takes; it counts as used."""
         batch, tiles = self._now.batches.pop(microbatch), self._now.tiles.pop(microbatch)
         features = self._now.made.pop(microbatch, None)
         if not self._is_alone and tiles > 0:
             features = self._take(microbatch)
         return Encoded(batch, features, tiles)
-
-    # ---- parts
 
     def _message(self, op: Op, microbatch: int) -> Message:
         return carried(Instruction(op, self._rank, microbatch), self._ranks, self._chain)

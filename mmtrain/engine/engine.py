@@ -1,9 +1,7 @@
 """Run a plan's instruction lists, with DeepSpeed's topology, process groups and optimizer step.
 
-- every rank runs exactly the instructions of `plan.schedule`, for each of its stages; nothing upstream of the first
-  trainable stage runs backward or receives a gradient;
+- every rank runs exactly the instructions of `plan.schedule`;
 - frozen decoder layers may be fetched before they compute, in the order of these lists (models/weights/streaming.py);
-- the frozen encoder may be cut into slices on several ranks, and run ahead, also past the optimizer (`chain`);
 - a message is (position_ids and labels stacked (2, B, L), on the host; hidden (B, L, D)); a gradient is (B, L, D);
 - no forward or backward waits for the device: what depends on data is known on the host;
 - micro-batches contribute sums of token losses; gradients are divided once, by the step's supervised tokens over all
@@ -115,8 +113,6 @@ class FrozenPipelineEngine:
         names = [name for rank in self.plan.ranks for name in rank.trainable_names]
         return any(group.lr > 0 and group.parameters for group in parameter_groups(self.run_config.optimizer, names))
 
-    # ---- resuming
-
     def optimizer_state(self) -> dict[str, torch.Tensor]:
         """Return the live optimizer state of this rank, by `NAME/PART`."""
         return optimizer_state(optimizer_of(self.run_config.optimizer), self.optimizer, self.trainable)
@@ -124,8 +120,6 @@ class FrozenPipelineEngine:
     def load_trained(self, weights: Mapping[str, torch.Tensor], optimizer_state: Mapping[str, torch.Tensor]) -> None:
         """Load copies of this rank's `trainable` and `optimizer_state()`; raises ValueError where they do not fit."""
         load_trained(optimizer_of(self.run_config.optimizer), self._masters, self.optimizer, weights, optimizer_state)
-
-    # ---- requests
 
     def request(self, *, save: bool = False, stop: bool = False) -> None:
         """Ask all ranks to save or to stop; any rank may call this, also in a signal handler.
@@ -136,8 +130,6 @@ class FrozenPipelineEngine:
             self._wants_save = True
         if stop:
             self._wants_stop = True
-
-    # ---- one step
 
     def train_step(self, batches: Iterator[PackedBatch] | None) -> StepResult:
         """Run one optimizer step over `plan.microbatches_per_step` micro-batches; stage 0 reads them from `batches`.
@@ -183,7 +175,6 @@ class FrozenPipelineEngine:
         self.clock.begin()
 
     def _run_schedule(self, schedule: Schedule, microbatches: int, *, is_prelude: bool = False) -> None:
-        """Run this rank's list, which uses `microbatches`."""
         if not self._posts_ahead[self.is_training]:  # the first one: something may still wait for the whole device
             schedule = in_common_order(schedule)
             self._posts_ahead[self.is_training] = not is_prelude

@@ -68,7 +68,6 @@ class MasterWeights:
         return square
 
     def write_back(self) -> None:
-        """Copy the masters into the stored parameters, rounded to their type."""
         with torch.no_grad():
             for parameter, master in self._pairs:
                 parameter.copy_(master)

@@ -1,7 +1,4 @@
-"""Run one stage by itself, on a micro-batch of random numbers: before the first message, and to time it.
-
-config --expected_batch--> PackedBatch --SingleStage.forward, .backward--> what the engine's FORWARD and BACKWARD run
-"""
+"""Run one stage by itself, on a micro-batch of random numbers: before the first message, and to time it."""
 
 from __future__ import annotations
 
@@ -24,9 +21,8 @@ from mmtrain.plan.planner import models_of
 def expected_batch(config: RunConfig, models: Models, seed: int = 0) -> PackedBatch:
     """Return a micro-batch on the CPU as the planner expects it: documents of one image, if any, and text; padding.
 
-    Labels are at the end of each document, as many as `data.expected_supervised_fraction` asks for, at least one. It
-    holds a whole number of images, at least one; images that are cut into tiles all have the size nearest to what the
-    planner expects.
+    Labels end each document, as many as `data.expected_supervised_fraction` asks for, at least one. It holds a whole
+    number of images, at least one, all of the size nearest to what the planner expects.
     """
     packs, length = config.train.packs_per_microbatch, config.data.pack_length
     work, tiling = workload(config, models.layout), typical_tiling(config, models.layout)
@@ -138,10 +134,10 @@ def warm_up(
 ) -> None:
     """Run everything of a step once on this rank: its stages, a prediction, one update of throwaway weights.
 
-    A GPU loads a kernel at its first call, makes handles of its libraries, and asks the driver for memory. Each may
-    wait for all work of the device, also for messages posted ahead, whose sender may wait for this very rank. So all
-    of it happens while no message is under way. What first happens in a step all the same cannot hang, since the first
-    step runs with its receives `in_common_order`. A later micro-batch that is larger than any before can still hang.
+    A GPU loads a kernel at its first call, and asks the driver for memory. Each may wait for all work of the device,
+    also for messages posted ahead, whose sender may wait for this very rank. So it happens while no message is under
+    way. What first happens in a step all the same cannot hang, since the first step runs `in_common_order`. A later
+    micro-batch that is larger than any before can still hang.
 
     No weight, gradient, optimizer state or random generator changes. Cost: time and memory of a micro-batch.
     """

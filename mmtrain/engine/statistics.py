@@ -1,7 +1,4 @@
-"""Sums of a step or an evaluation, by name: on each rank, then over all ranks in one reduction.
-
-micro-batches --RankSums.add--> sums of this rank --reduce--> Statistics (an evaluation's result) --> StepResult
-"""
+"""Sums of a step or an evaluation, by name: on each rank, then over all ranks in one reduction."""
 
 from __future__ import annotations
 
@@ -69,7 +66,6 @@ class RankSums:
         self._all = torch.zeros(len(Statistics._fields), dtype=torch.float64, device=device)
 
     def add(self, **values: torch.Tensor | float) -> None:
-        """Add numbers or 0-dimensional tensors to the sums of these names."""
         for name, value in values.items():
             self[name].add_(value)
 

@@ -69,12 +69,9 @@ class _HostTimes:
     def seconds(self, earlier: Any, later: Any) -> float:
         return later - earlier
 
-    def settle(self, mark: Any) -> None:
-        """Wait until the mark is reached: a time is known at once."""
-
 
 class _StreamTimes:
-    """Marks are CUDA events on the current stream."""
+    """Marks are CUDA events on the current stream; `seconds` waits until that has reached the later one."""
 
     def mark(self) -> torch.cuda.Event:
         event = torch.cuda.Event(enable_timing=True)
@@ -82,11 +79,8 @@ class _StreamTimes:
         return event
 
     def seconds(self, earlier: Any, later: Any) -> float:
+        later.synchronize()
         return earlier.elapsed_time(later) / 1000
-
-    def settle(self, mark: Any) -> None:
-        """Wait until the stream has reached the mark."""
-        mark.synchronize()
 
 
 class StepClock:
@@ -108,7 +102,6 @@ class StepClock:
         """When this rank last left a reduction, in seconds since its clock was made."""
 
     def begin(self) -> None:
-        """Begin a step or an evaluation."""
         self._marks, self._left_at = [], 0
         self._begun = self._times.mark()
         if self._device.type == "cuda":
@@ -128,12 +121,11 @@ class StepClock:
             self._marks.append((WORK_OF[self._instruction.op], self._instruction, self._times.mark()))
 
     def fetched(self) -> None:
-        """Note that this rank has waited for weights of a streamed layer since `computed`."""
+        """Note that this rank has waited for weights since `computed`."""
         if self._instruction is not None:
             self._marks.append((Work.FETCH, self._instruction, self._times.mark()))
 
     def done(self) -> None:
-        """End the instruction, unless `read` has."""
         if not self._is_done:
             self._is_done = True
             self._marks.append((WORK_OF[self._instruction.op], self._instruction, self._times.mark()))
@@ -141,7 +133,6 @@ class StepClock:
     def read(self) -> Reading:
         """Return what `leave` needs of every rank; on CUDA the host waits for the device here."""
         self.done()
-        self._times.settle(self._marks[-1][-1])
         spent = dict.fromkeys(Work, 0.0)
         earlier = self._begun
         for work, _, mark in self._marks:
@@ -163,7 +154,6 @@ class StepClock:
         """
         self.waited()
         now = self._marks[-1][-1]
-        self._times.settle(now)
         common = self._times.seconds(self._together, now)
         self._together, self._left_at = now, len(self._marks)
         self.seconds += common
@@ -171,8 +161,6 @@ class StepClock:
 
     def intervals(self) -> list[Interval]:
         """Return what this rank has done since `begin`, without gaps, in seconds since its clock was made."""
-        if self._marks:
-            self._times.settle(self._marks[-1][-1])
         ends = [
             self.seconds - self._times.seconds(mark, self._together)
             if place < self._left_at

@@ -123,15 +123,11 @@ def write_trace(file: Path, plan: Plan, ranks: Sequence[Sequence[TracedStep]]) -
 
 
 def _shift(reference: Sequence[TracedStep], steps: Sequence[TracedStep]) -> float:
-    """Seconds to add to a rank's clock so that it agrees with the reference when both leave a step's reduction.
-
-    Clocks of several machines, and of GPUs, begin anywhere. One shift for all steps keeps a rank's intervals in order.
-    """
+    """Seconds to add to a rank's clock, one number for all steps so that its intervals stay in order."""
     return statistics.median(first.left - step.left for first, step in zip(reference, steps, strict=True))
 
 
 def _names(plan: Plan) -> Iterator[dict[str, Any]]:
-    """Yield metadata events: names and order of processes and threads."""
     for replica in range(plan.data):
         yield {"ph": "M", "name": "process_name", "pid": replica, "args": {"name": f"replica {replica}"}}
     for rank in plan.ranks:

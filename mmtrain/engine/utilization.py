@@ -1,7 +1,4 @@
-"""How much of a run's time each rank waited, and how much of the machine's arithmetic the run used.
-
-StepClock on every rank --RankSeconds--> Utilization --> fields of metrics.jsonl's `train` lines, a line on the console
-"""
+"""How much of a run's time each rank waited, and how much of the machine's arithmetic the run used."""
 
 from __future__ import annotations
 

@@ -4,9 +4,8 @@ A block is a list of parts (a matrix, a norm, attention itself), each with its p
 an input gradient only if something trainable lies before it, in this block or upstream; a weight gradient is counted
 for trainable matrices only. So freezing attention alone, or training the last layer alone, is costed as it runs.
 
-The last decoder layer runs for the tokens whose output is used, the supervised ones (`rows`): keys and values of all
-tokens, the rest for these rows alone. The layer's own code is run for that, so some of what runs is thrown away
-(`wasted`), as models/modules/last_layer.py does it.
+The last decoder layer runs for the supervised tokens (`rows`): keys and values of all tokens, the rest for these rows
+alone. Some of what runs is thrown away (`wasted`), as models/modules/last_layer.py does it.
 
 FLOPs count matrix products (2 per multiply-add), as torch.utils.flop_counter does; norms, activations and rotary
 positions count 0. Bytes follow what torch saves for a llama-like layer with fused attention: Llama 7B in bf16 saves

@@ -15,7 +15,7 @@ import platform
 import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated
 
@@ -117,8 +117,6 @@ class FetchRates:
 
 @dataclass(frozen=True, slots=True)
 class Calibration:
-    """What was measured on a device."""
-
     __pydantic_config__ = EXACTLY
 
     key: Key
@@ -173,19 +171,11 @@ def calibration_key(config: RunConfig, models: Models, device: Device) -> Key:
         threads=device.threads,
         models=hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16],
         **{path[-1]: config.value_at(path) for path in marked(RunConfig, EntersCalibration)},
-        versions=tuple(f"{name} {_version(name)}" for name in PACKAGES),
+        versions=tuple(f"{name} {version(name)}" for name in PACKAGES),
     )
 
 
-def _version(package: str) -> str:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return "absent"
-
-
 def cached_file(key: Key) -> Path:
-    """Where the cache keeps the calibration for a key."""
     digest = hashlib.sha256(json.dumps(asdict(key)).encode()).hexdigest()[:16]
     return cache_folder("calibration") / f"{digest}.json"
 
@@ -251,11 +241,10 @@ class Assumptions:
 
 
 GPU = Assumptions(150e12, 10, 12e9, 25e9, 400e9, 30e-6, 200e-6)
-"""Half of an A100's 312e12 in bfloat16; in fp32, which torch leaves off the tensor cores (no TF32 unless it is asked
-for), three quarters of its 19.5e12, a tenth of that (NVIDIA's data sheets; an H100's 67e12 and 989e12 give the same
-ratio, a 4090's 83e12 and 165e12 one near 1.3); half of what PCIe 4.0 x16 carries one way (no NVLink: the likelier home
-of a pipeline), and all that page-locked host memory gives of it; a fifth of what an A100's memory does for
-dequantising; two NCCL kernels; Python and launches that the device waits for."""
+"""Half of an A100's 312e12 in bfloat16; a tenth of that in fp32, which torch leaves off the tensor cores (NVIDIA's data
+sheets; an H100's ratio is equal, a 4090's near 1.3); half of what PCIe 4.0 x16 carries one way (no NVLink), and all
+that page-locked host memory gives of it; a fifth of what an A100's memory does for dequantising; two NCCL kernels;
+Python and launches that the device waits for."""
 CPU = Assumptions(100e9, 1, 3e9, 5e9, 1e9, 200e-6, 500e-6)
 """One core, in float32 and bfloat16 alike, which copies and dequantises weights itself; gloo between processes of one
 machine, whose 4 MB cost their sender 1.4 ms."""
@@ -263,8 +252,6 @@ machine, whose 4 MB cost their sender 1.4 ms."""
 
 @dataclass(frozen=True, slots=True)
 class LayerSeconds:
-    """One layer and one micro-batch."""
-
     forward: float
     backward: float  # 0 where nothing runs backward
     recomputing: float  # the backward if the layer recomputes its activations
@@ -332,7 +319,6 @@ def assumed_timings(costs: RunCosts, replicas: int, device: Assumptions) -> Timi
 
 
 def _ring(costs: RunCosts, replicas: int, device: Assumptions) -> float:
-    """Seconds of a ring all-reduce of all gradients."""
     gradient_bytes = FP32 * sum(layer.trainable for layer in costs.layers)
     return 2 * (replicas - 1) / replicas * gradient_bytes / device.bytes_per_second
 

@@ -90,10 +90,7 @@ def tiles_per_call(patches_per_image: int) -> int:
 
 
 def _arranged_positions(work: Workload, layout: ImageLayout) -> float:
-    """The most positions that live at once while tiles are put in lines with newlines; 0 without newlines.
-
-    All that the connector has made, one image's side by side, and two copies of what is used, without overviews.
-    """
+    """The most positions that live at once while tiles are put in lines with newlines; 0 without newlines."""
     if not layout.has_newlines:
         return 0.0
     images = work.tokens / work.document
@@ -119,7 +116,6 @@ class Models:
 
     @property
     def parameters(self) -> Iterator[ParameterShape]:
-        """All parameters, in the order in which they are used."""
         yield from self.vision.parameters
         yield from self.projector
         yield from self.llm.front
@@ -195,11 +191,7 @@ def run_costs(config: RunConfig, models: Models) -> RunCosts:
 
 
 def minimal_flops(models: Models, trainable: Sequence[str], work: Workload) -> Flops:
-    """FLOPs that any exact way of training must compute for this work: nothing recomputed, nothing thrown away.
-
-    Of the last decoder layer queries, output and MLP, and so the head, count for supervised tokens only; gradients of
-    inputs count behind what trains.
-    """
+    """FLOPs that any exact way of training must compute for this work: nothing recomputed, nothing thrown away."""
     costs = _LayerCosts(models, trainable, work).costs(rows_alone=True)
     return sum((layer.needed_flops for layer in costs.layers), Flops(costs.encoder.forward))
 
@@ -429,11 +421,7 @@ class _LayerCosts:
 
 @dataclass(frozen=True, slots=True)
 class EncoderCost:
-    """The vision encoder for one micro-batch; all 0 in a run without images.
-
-    A stem (patches, positions, the norm behind the last block) and blocks, which are alike. A frozen one may be cut
-    into slices of whole blocks (`StagePlan.encoder`).
-    """
+    """The vision encoder for one micro-batch: a stem (patches, positions, last norm) and blocks, which are alike."""
 
     forward: int  # FLOPs of stem and blocks
     frozen: bool  # one that trains is not prefetched, and is whole on stage 0

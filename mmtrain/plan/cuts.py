@@ -175,8 +175,6 @@ class Cuts:
         encode = share.seconds, *[0.0] * (self.pipeline - 1)
         return simulate(plain.program, self.stage_seconds(ranks, encode)).seconds
 
-    # ---- the best
-
     def ranked(self, stages_per_rank: int, share: EncoderShare, limit: float = math.inf) -> list[tuple[_Score, Cut]]:
         """Return the best cut that moves make of first cuts, then the front alone; `limit`: seconds of a step to beat.
 
@@ -200,8 +198,6 @@ class Cuts:
             if score.overflow or score.seconds < limit * HOPEFUL:
                 best = min(best, self._improved(seed, share))
         return [best, *(pair for pair in scored if pair[1] == alone != best[1])]
-
-    # ---- moving layers
 
     def _improved(self, cut: Cut, share: EncoderShare) -> tuple[_Score, Cut]:
         """Move one layer at a time from a cut that may not fit, while its step gets shorter."""

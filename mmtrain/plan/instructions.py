@@ -1,9 +1,7 @@
 """The words of a schedule: instructions, the messages that they send and receive, and how lists are read.
 
 `mmtrain.plan.schedule` makes the lists; engine, simulation and memory walk read them here. They also tell which frozen
-decoder layers a rank fetches, in which order, and how long it waits for them:
-
-a rank's instructions --uses_of--> the streamed layers that they use, in order --fetches_of--> those that are fetched
+decoder layers a rank fetches, in which order, and how long it waits for them.
 
 A **streamed** layer is whole on the device only right before and while it computes. At most two layers are whole at
 once: the one that computes, and the next one, which is fetched meanwhile. A layer that is used again soon stays.
@@ -149,7 +147,6 @@ _USERS = {Op.RECEIVE_ACTIVATION: Op.FORWARD, Op.RECEIVE_GRADIENT: Op.BACKWARD}
 
 
 def carried(x: Instruction, ranks: int, chain: Sequence[int]) -> Message:
-    """What a send or a receive carries."""
     if x.op is Op.SEND_FEATURES:
         consumer = _after(chain, x.stage)
         return Message(x.stage, consumer, "features", consumer, x.microbatch)
@@ -220,9 +217,8 @@ def in_common_order(schedule: Schedule) -> Schedule:
     """The same work in the same order, with every receive where it cannot hang, whatever waits for what.
 
     All computes are put into one order for all ranks; a message is received at the place in that order at which it is
-    sent. So the first operation that is not done never waits for a later one, not even where devices and hosts wait for
-    all that they were given (tests/deadlocks.py). Price: a message may arrive right before its use only: 0.1% to 0.3%
-    of a simulated step where it takes 1% of a forward, 1% to 3% where it takes 10%.
+    sent. So the first operation that is not done never waits for a later one (tests/deadlocks.py). Price: a message may
+    arrive right before its use: 0.1% to 0.3% of a simulated step where it takes 1% of a forward.
     """
     ordered: list[list[Instruction]] = [[] for _ in schedule]
     for rank, x, message in all_steps(schedule):

@@ -64,8 +64,6 @@ REST = "the rest"  # no pattern: it has a blank, which no parameter's name has
 
 @dataclass(frozen=True, slots=True)
 class ParameterGroup:
-    """Parameters that train at one rate."""
-
     name: str  # its patterns, or REST
     lr: float  # at its peak
     weight_decay: float

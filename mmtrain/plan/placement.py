@@ -3,9 +3,8 @@
 a step without encoder --simulated, encodes put into its gaps (`_fill`)--> when each slice encodes which micro-batch
     --how early that must be for its use--> how many micro-batches each slice is ahead (`Encodes`)
 
-A frozen encoder has no backward and does not depend on the optimizer, so each rank may encode coming micro-batches
-while it waits for a message. Work in flight cannot be polled everywhere (gloo), so the places are chosen before the
-run. Results do not change by a bit; the price is the memory of what waits between slices and of features.
+A frozen encoder does not depend on the optimizer, so each rank may encode coming micro-batches while it waits for a
+message. Results do not change by a bit; the price is the memory of what waits between slices and of features.
 """
 
 from __future__ import annotations
@@ -47,7 +46,6 @@ class Placement(NamedTuple):
 
     @property
     def ahead(self) -> int:
-        """Of all slices together."""
         return sum(encodes.ahead for encodes in self.chain if encodes is not None)
 
 

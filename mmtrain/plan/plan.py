@@ -30,7 +30,6 @@ class StagePlan:
 
     @property
     def layers(self) -> tuple[str, ...]:
-        """Names of the layers placed here: `front`, `llm.layers.0`, ..., `head`."""
         decoder = (f"llm.layers.{i}" for i in range(self.first, self.last))
         return (*(("front",) * self.front), *decoder, *(("head",) * self.head))
 
@@ -109,8 +108,6 @@ class StreamingPlan:
 
 @dataclass(frozen=True, slots=True)
 class GroupPlan:
-    """What trains at one rate."""
-
     name: str  # its patterns
     lr: float  # at its peak
     weight_decay: float
@@ -238,7 +235,6 @@ def wrapped(*texts: str) -> list[str]:
 
 
 def _numbers(plan: Plan, rank: RankPlan) -> str:
-    """Global ranks of all replicas of this pipeline rank, which are neighbours: `4-5`."""
     return str(rank.rank) if plan.data == 1 else f"{rank.rank}-{rank.rank + plan.data - 1}"
 
 

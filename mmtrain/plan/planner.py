@@ -68,7 +68,6 @@ def make_plan(
 
 
 def _searched(config: RunConfig, costs: StageCosts) -> tuple[Search, PipelineLayout | None]:
-    """Return the search for a run, and the best layout that it finds."""
     search = Search(costs, config.parallel.encoder_ranks)
     if least_step_seconds(costs) == math.inf:  # a search for what fits nowhere takes long
         return search, None
@@ -197,7 +196,6 @@ def _ranks(
 
 
 def _fetched_bytes(costs: StageCosts, layout: PipelineLayout, stages: Sequence[StagePlan]) -> int:
-    """Of a step, on the rank that holds these stages."""
     streamed = {stage.stage: stage.streamed for stage in stages}
     instructions = layout.schedule[stages[0].stage]
     layers = fetches_of(uses_of(instructions, streamed, costs.first_trainable_decoder_layer))

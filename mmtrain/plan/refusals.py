@@ -294,8 +294,6 @@ def _hints(config: RunConfig, models: Models) -> list[str]:
 
 @dataclass(frozen=True)
 class GpuMemory:
-    """Bytes of a rank's GPU."""
-
     total: int
     free: int  # that no process holds
     allocated: int = 0  # by the rank's tensors

@@ -7,16 +7,15 @@ micro-batches for backward. With several it is interleaved 1F1B: micro-batches g
 the price of v times the messages. Stages upstream of the first trainable one run forwards only.
 
 The vision encoder has instructions of its own, LOAD and ENCODE. While it is frozen it may be cut into **slices**, whole
-blocks, one a rank; the **chain** is the ranks with a slice, in ascending order, rank 0 first. A micro-batch's tiles go
-through the chain ahead of need, into coming steps too, wherever its ranks would wait (`Encodes`); the last slice sends
-the features to stage 0. Rank 0 tells the chain how many tiles a micro-batch has when it LOADs it, which a receive must
-know: in a chain of several it loads one micro-batch ahead.
+blocks, one a rank; the **chain** is the ranks with a slice, rank 0 first. A micro-batch's tiles go through the chain
+ahead of need, into coming steps too, wherever its ranks would wait (`Encodes`). A receive must know how many tiles a
+micro-batch has: in a chain of several rank 0 loads one micro-batch ahead.
 
 Messages are part of the lists. A receive is posted one compute (FORWARD or BACKWARD; for what slices send, ENCODE too)
 ahead of its use and waited for at that use; a send is asynchronous and waited for at the step's end (waiting inside the
 step deadlocked 175 of 2,528 schedules of a prototype). What a step sends it receives: features for coming steps are
-received at its end. Messages of one (source rank, destination rank, kind) arrive in the order they were sent, so both
-sides must list them in the same order: tests prove that, and that every rank reaches its end.
+received at its end. Both sides must list the messages of a channel in one order: tests prove that, and that every rank
+reaches its end.
 """
 
 from __future__ import annotations
@@ -64,7 +63,6 @@ def training_schedule(
 ) -> Schedule:
     """One training step, one list of instructions per pipeline rank.
 
-    Backward runs on stages >= first_trainable_stage only; gradients are sent by stages > first_trainable_stage only.
     `encodes` None: rank 0 encodes each micro-batch right before stage 0's forward of it. Sources of the orders:
     PipeDream-flush and interleaved 1F1B (Narayanan et al. 2021, arXiv:2104.04473, section 2.2).
     """

@@ -3,11 +3,8 @@
 for 1, 2, ... stages a rank: the best cuts (`cuts`)
     --the encoder on rank 0, or in slices on several ranks, run where those would wait (`placement`)--> the fastest
 
-Fewer stages a rank and the encoder on rank 0 are kept where they are as fast. Every step is simulated from the
-instruction lists that the engine will run, and memory is walked on the same lists. The search is deterministic.
-
-`least_step_seconds` is a lower bound of a step by a formula, without a cut or a schedule: decoder layers go one by one
-to the rank that is the least busy with them, as memory allows.
+Every step is simulated from the instruction lists that the engine will run, and memory is walked on the same lists.
+The search is deterministic. `least_step_seconds` is a lower bound of a step, without a cut or a schedule.
 """
 
 from __future__ import annotations
@@ -70,8 +67,6 @@ class Search:
         may_cut = encoder_ranks != 0 and costs.encodes_anywhere and costs.costs.encoder.blocks
         self.encoder_ranks = encoder_ranks if may_cut else (0,)
 
-    # ---- the best of all cuts
-
     def find(self, stages_per_rank: Literal["auto"] | int) -> PipelineLayout | None:
         """Return the fastest layout that fits; None if none is found. Slices must beat the encoder on rank 0."""
         counts = self._possible_counts() if stages_per_rank == "auto" else (stages_per_rank,)
@@ -84,7 +79,6 @@ class Search:
         return best
 
     def _possible_counts(self) -> tuple[int, ...]:
-        """Return the stages a rank to try: only 1 if 1F1B idles for less than more stages must save."""
         if (self.pipeline - 1) / (self.microbatches + self.pipeline - 1) < STAGE_GAIN:
             return (1,)
         return tuple(v for v in range(1, MOST_STAGES_PER_RANK + 1) if v == 1 or v * self.pipeline <= self.costs.count)
@@ -148,8 +142,6 @@ class Search:
                 best, limit = layout, layout.simulation.seconds
         return best
 
-    # ---- one cut
-
     def at_cut(self, cut: Cut) -> PipelineLayout | None:
         """Return a cut with the encoder where it is best, or as the config asks; None if that does not fit."""
         on_rank_0 = self._on_rank_0(cut, math.inf)
@@ -194,8 +186,6 @@ class Search:
             return None
         moved = self._moved(cut, slices)
         return (moved != slices and self._placed(cut, moved, self._to_beat(layout, GAIN))) or layout
-
-    # ---- the encoder of one cut
 
     def _stage_seconds(self, ranks: Sequence[RankCost], slices: Slices) -> StageSeconds:
         chain, encode_of = chain_of_slices(slices), self.costs.timings.encode_of
@@ -292,14 +282,10 @@ class Search:
 def least_step_seconds(costs: StageCosts) -> float:
     """Seconds that a step takes at least, whatever the cut; infinite where no cut fits in memory.
 
-    With p ranks of v stages and m micro-batches, which take w on all ranks together and t on the busiest one, a step
-    takes m t, and (max(m, p) + (min(m, p) - 1) / v) w / p: the law of equal stages, v being what is best for it; w is
-    without a frozen encoder, which may run where ranks would wait. With one stage a rank it also takes
-    2 w + (m - p - 1) t: the busiest waits while others work on the first micro-batch and on the last. Where decoder
-    layers are of several kinds, each amount is the least of any.
-
-    Unequal stages may beat the law: of 2,685 plans of layers with random costs two did, by 4% at most. That nothing
-    fits does not rest on it.
+    With p ranks of v stages and m micro-batches, which take w on all ranks together (without a frozen encoder) and t on
+    the busiest one, a step takes m t, and (max(m, p) + (min(m, p) - 1) / v) w / p: the law of equal stages. With one
+    stage a rank it also takes 2 w + (m - p - 1) t: the busiest waits while others work on the first micro-batch and on
+    the last. Unequal stages may beat the law: of 2,685 plans with random costs two did, by 4% at most.
     """
     pipeline, least = costs.setting.pipeline, _with_least_layers(costs)
     most = 1 if pipeline == 1 else max(1, min(MOST_STAGES_PER_RANK, costs.count // pipeline))
@@ -345,7 +331,6 @@ def _works(costs: StageCosts, stages_per_rank: int) -> list[float]:
 
     @functools.cache
     def seconds(rank: int, layers: int) -> float:
-        """Seconds of a rank with this many decoder layers; infinite if they do not fit."""
         behind = pipeline - 1 - rank
         in_flight = 1.0 + behind  # micro-batches that the rank keeps for backward, a mean over its stages
         if stages_per_rank > 1:  # as interleaved 1F1B keeps them, see `schedule`

@@ -42,8 +42,6 @@ from mmtrain.plan.instructions import (
 
 @dataclass(frozen=True, slots=True)
 class MessageCost:
-    """Seconds of one message."""
-
     send: float = 0.0  # of the sender, while it posts a message
     receive: float = 0.0  # of the receiver, when it takes one
     transfer: float = 0.0  # from the moment both sides have posted a message to its arrival
@@ -74,8 +72,6 @@ class TimeSpan(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Simulation:
-    """One simulated step."""
-
     seconds: float
     idle: tuple[float, ...]  # share of the step in which each pipeline rank waits for a message or the other ranks
     spans: tuple[TimeSpan, ...]  # in each rank's order of work, without what took no time

@@ -5,8 +5,7 @@ config, N --candidates: all layouts of N devices, as overrides of the config
           --the search that make_plan runs--> layouts that fit, with their steps --simpler ones first--> the best
           --render_suggestion--> a table with a row a layout, and what to put behind CONFIG for each
 
-Every layout makes the same step, of the packs that the config asks for. Candidates do not change what it computes,
-except those that quantise frozen layers.
+Every layout makes the same step. Candidates do not change what it computes, except those that quantise frozen layers.
 """
 
 from __future__ import annotations
@@ -131,10 +130,9 @@ def suggest(
 ) -> Suggestion:
     """Suggest at most five layouts that use `devices` devices; starts nothing.
 
-    `device_memory_bytes` and `device` as for `make_plan`. Candidates are planned in the order of a lower bound of their
-    steps, until none of the others can be among the best, `most_plans` at most. First comes the fastest, or the
-    simplest of all that take at most SIMPLER longer, and so on. Candidates without calibrated costs are left out where
-    others have them. A quantised LLM is another LLM: such layouts come last, and only if they are faster.
+    Candidates are planned in the order of a lower bound of their steps, until none of the others can be among the best,
+    `most_plans` at most. First comes the fastest, or the simplest of all that take at most SIMPLER longer. Candidates
+    without calibrated costs are left out where others have them. Layouts that quantise come last, and only if faster.
 
     Raises UserError for a number of devices that no layout can use, and where nothing fits.
     """
@@ -320,7 +318,6 @@ def _where_layers_are_kept(config: RunConfig, data: int) -> Iterator[Changes]:
 
 
 def overrides(config: RunConfig, changes: Changes) -> Changes:
-    """Return the changes that differ from the config."""
     return {key: value for key, value in changes.items() if config.value_at(tuple(key.split("."))) != value}
 
 

@@ -17,10 +17,9 @@ FIRST_STEPS = 3
 
 
 class Console:
-    """Progress of a run for people: a live bar on a terminal, otherwise lines at a rate that suits a log.
+    """Progress of a run for people: a live bar on a terminal, otherwise the first 3 steps, then one in 5 seconds.
 
-    `stream` is None on ranks that print nothing. Without a bar the first 3 steps, then one step in 5 seconds, and the
-    last step are printed. Time left is estimated from the steps after the first one, which pays for warm-up.
+    `stream` is None on ranks that print nothing. Time left is estimated from the steps after the first one.
     """
 
     def __init__(self, stream: TextIO | None, max_steps: int, done_steps: int = 0) -> None:
@@ -60,7 +59,6 @@ class Console:
             self.line(f"evaluating: {done} of {total} micro-batches done")
 
     def evaluation(self, step: int, scores: Scores) -> None:
-        """Show the scores on held-out samples after `step` updates."""
         self.line(
             f"eval at step {step}: loss {_number(scores.loss)}, exact match {_percent(scores.exact_match)} of "
             f"{scores.answers} answers, tokens {_percent(scores.token_accuracy)}"
@@ -86,7 +84,6 @@ class Console:
             self.line(f"  {mark}  {key}: {question}\n         given  {given}\n         true   {truth}")
 
     def line(self, text: str) -> None:
-        """Print a message."""
         text = message(text)
         if self._bar is not None:
             self._bar.console.print(text, markup=False, highlight=False, soft_wrap=True)

@@ -38,7 +38,6 @@ class Extent:
 
     @property
     def summary(self) -> str:
-        """One line for people."""
         counts = {"too long for a pack": self.overlong, "damaged": self.damaged}
         left_out = "".join(f"; {count} {reason} left out" for reason, count in counts.items() if count)
         return f"evaluating on {self.samples} held-out samples in {self.packs} packs{left_out}"
@@ -110,7 +109,6 @@ class HeldOut:
         return None
 
     def _fits(self, document: Document) -> bool:
-        """Whether a pack can hold it."""
         limit = self.capacity.tiles
         return len(document.input_ids) <= self.capacity.tokens and (limit is None or _tiles(document) <= limit)
 

@@ -83,8 +83,6 @@ class _Run:
         self.first_step = 0 if self.start is None else self.start.checkpoint.step
         self.loss: float | None = None  # of the latest step
 
-    # ---- set up
-
     def open_data(self) -> None:
         """Open the data on the ranks that read them; share their fingerprint and the number of steps with all ranks.
 
@@ -175,7 +173,6 @@ class _Run:
             describe_run(self.rank.folder, self.configured, self.plan)
 
     def open_records(self, trace_steps: int) -> None:
-        """Open everything that records, saves and evaluates."""
         config, rank, console = self.config, self.rank, self.console
         self.recorder = Recorder(
             config, rank, self.engine, console, self.first_step, self.about["versions"], trace_steps
@@ -195,8 +192,6 @@ class _Run:
         text = f"saved {saved.path}" if saved.error is None else f"the checkpoint was not saved: {saved.error}"
         print(text)  # into the log
         self.console.line(text)
-
-    # ---- steps
 
     def begin_steps(self) -> None:
         """Announce where the run resumes; one that branches from another begins with a checkpoint of its own."""
@@ -238,7 +233,6 @@ class _Run:
         return max_steps
 
     def save(self, step: int) -> None:
-        """Begin to save the state after `step` updates."""
         if step == self.saver.saved:
             return
         self.rank.progress.at(step, "saving")
@@ -247,8 +241,6 @@ class _Run:
         now = {"loss": self.loss, "bad_steps": engine.bad_steps, "data": {"fingerprint": self.data, "counts": counts}}
         trained = self.audit.notes(engine.saw_gradient)
         self.saver.save(step, engine.trainable, engine.optimizer_state(), trained, self.about | now)
-
-    # ---- end
 
     def prove(self) -> None:
         """Close the account of the data, and prove that only what should train did."""
@@ -261,7 +253,6 @@ class _Run:
             self.console.line(f"audit passed: {result} ({file})")
 
     def leave(self, message: str | None = None) -> str | None:
-        """Close everything, together with all ranks; return the message."""
         self.recorder.close()
         self.console.close()
         return message

@@ -146,7 +146,6 @@ class Recorder:
         self.batches = self.account.watch(iter(packed))
 
     def step(self, result: StepResult, seconds: float) -> None:
-        """Record a step that took `seconds`."""
         step, config = result.step, self._config
         if self._tracer is not None:
             clock = self._engine.clock
