@@ -28,14 +28,26 @@ def parts(tmp_path_factory):
     return folder
 
 
+class OnlyRank:
+    """The only rank of a pipeline of one; `planned` is what its plan is made for, if not its own configuration."""
+
+    def __init__(self, config, planned=None):
+        self.plan = make_plan(planned or config)
+        self.stage = build_stage(config, self.plan.ranks[0].stages[0])
+        self.masters = MasterWeights({n: p for n, p in self.stage.global_parameters() if p.requires_grad})
+        self.optimizer = make_optimizer(self.masters.by_name, config.optimizer)
+
+    def audit(self, optimizer=None, **planned):
+        plan = replace(self.plan.ranks[0], **planned)
+        return RankAudit(plan, {0: self.stage}, optimizer or self.optimizer, self.masters.by_name)
+
+    def weight(self, name):
+        return dict(self.stage.global_parameters())[name].data
+
+
 @pytest.fixture
 def rank(parts):
-    """The only rank of a pipeline of one: plan, stages, optimizer."""
-    config = make_config(parts)
-    plan = make_plan(config)
-    stage = build_stage(config, plan.ranks[0].stages[0])
-    masters = MasterWeights({n: p for n, p in stage.global_parameters() if p.requires_grad}).by_name
-    return plan, {0: stage}, make_optimizer(masters, config.optimizer), masters
+    return OnlyRank(make_config(parts))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -57,11 +69,10 @@ def test_a_view_at_an_odd_offset_has_the_fingerprint_of_its_values():
 
 
 def test_a_clean_run_passes_and_is_recorded(rank, tmp_path):
-    plan, stages, optimizer, masters = rank
-    audit = RankAudit(plan.ranks[0], stages, optimizer, masters)
+    plan, audit = rank.plan, rank.audit()
     for p in audit.masters.values():
         p.grad = torch.ones_like(p)
-    optimizer.step()
+    rank.optimizer.step()
     audit.check_versions()
     found = write_audit(tmp_path / "audit.json", plan, [audit.finish(set(audit.masters))], learns=True)
     assert found == "4 of 4 trainable tensors moved, frozen weights unchanged on all ranks"
@@ -88,20 +99,18 @@ NOTHING, BIAS = set(), "projector.linear_2.bias"
     ],
 )
 def test_what_changed_or_did_not_move_fails_by_name(rank, tmp_path, changed, value, saw_gradient, learns, error):
-    plan, stages, optimizer, masters = rank
-    stages[0].language.register_buffer("correction", torch.zeros(3))  # checkpoints hold it
-    audit, file = RankAudit(plan.ranks[0], stages, optimizer, masters), tmp_path / "audit.json"
+    rank.stage.language.register_buffer("correction", torch.zeros(3))  # checkpoints hold it
+    audit, file = rank.audit(), tmp_path / "audit.json"
     if changed is not None:
         {**audit.frozen, **audit.masters}[changed].data[0] = value  # past autograd: versions do not see it
     audit.check_versions()
     with pytest.raises(AuditError, match=error) if error else contextlib.nullcontext():
-        write_audit(file, plan, [audit.finish(saw_gradient)], learns=learns)
+        write_audit(file, rank.plan, [audit.finish(saw_gradient)], learns=learns)
     assert json.loads(file.read_text())["passed"] == (error is None)
 
 
 def test_a_write_to_a_frozen_tensor_is_seen_at_once(rank):
-    plan, stages, optimizer, masters = rank
-    audit = RankAudit(plan.ranks[0], stages, optimizer, masters)
+    audit = rank.audit()
     with torch.no_grad():
         audit.frozen["llm.norm.weight"].add_(1.0)
     with pytest.raises(AuditError, match=r"frozen tensor llm\.norm\.weight was written to"):
@@ -109,20 +118,19 @@ def test_a_write_to_a_frozen_tensor_is_seen_at_once(rank):
 
 
 def test_a_rank_that_contradicts_the_plan_does_not_start(rank):
-    plan, stages, optimizer, masters = rank
-    mine = plan.ranks[0]
-    with pytest.raises(AuditError, match="but the plan says NoOp"):
-        RankAudit(replace(mine, optimizer="NoOp"), stages, optimizer, masters)
-    named = mine.trainable_names
-    with pytest.raises(AuditError, match=r"holds projector\.linear_2\.bias, which the plan does not train"):
-        RankAudit(replace(mine, trainable_names=named[:-1]), stages, optimizer, masters)
-    with pytest.raises(AuditError, match=r"does not train llm\.norm\.weight, which the plan trains"):
-        RankAudit(replace(mine, trainable_names=(*named, "llm.norm.weight")), stages, optimizer, masters)
-    partial = torch.optim.AdamW([next(p for p in stages[0].parameters() if p.requires_grad)])
-    with pytest.raises(AuditError, match="4 tensors train, but the optimizer holds 1"):
-        RankAudit(mine, stages, partial, masters)
-    with pytest.raises(AuditError, match="holds the optimizer NoOp"):
-        RankAudit(mine, stages, NoOpOptimizer(), masters)
+    named = rank.plan.ranks[0].trainable_names
+    trained = next(p for p in rank.stage.parameters() if p.requires_grad)
+    for contradiction, error in (
+        ({"optimizer": NoOpOptimizer()}, "holds the optimizer NoOp"),
+        ({"optimizer": torch.optim.AdamW([trained])}, "4 tensors train, but the optimizer holds 1"),
+        ({"trainable_names": named[:-1]}, r"holds projector\.linear_2\.bias, which the plan does not train"),
+        (
+            {"trainable_names": (*named, "llm.norm.weight")},
+            r"does not train llm\.norm\.weight, which the plan trains",
+        ),
+    ):
+        with pytest.raises(AuditError, match=error):
+            rank.audit(**contradiction)
 
 
 def test_a_frozen_adapter_that_the_plan_does_not_have_does_not_start(parts):
@@ -130,44 +138,34 @@ def test_a_frozen_adapter_that_the_plan_does_not_have_does_not_start(parts):
         trained = ("projector", "llm.layers.1.*.lora_*")
         return make_config(parts, model__trainable=trained, model__lora={"r": 2, "targets": (targets,)})
 
-    plan = make_plan(config_of("llm.layers.1.self_attn"))
-    stage = build_stage(config_of("llm.layers.*.self_attn"), plan.ranks[0].stages[0])
-    masters = MasterWeights({n: p for n, p in stage.global_parameters() if p.requires_grad}).by_name
-    optimizer = make_optimizer(masters, config_of("llm.layers.1").optimizer)
+    rank = OnlyRank(config_of("llm.layers.*.self_attn"), planned=config_of("llm.layers.1.self_attn"))
     with pytest.raises(AuditError, match=r"holds llm\.layers\.0\.self_attn\.k_proj\.lora_A\.weight, which"):
-        RankAudit(plan.ranks[0], {0: stage}, optimizer, masters)
+        rank.audit()
 
 
 def test_replicas_that_drift_apart_fail(rank, tmp_path):
-    plan, stages, optimizer, masters = rank
-    audit = RankAudit(plan.ranks[0], stages, optimizer, masters)
+    audit = rank.audit()
     first = audit.finish(set())
     audit.masters["projector.linear_1.weight"].data += 1
     second = {**audit.finish(set()), "rank": 1, "data": 1}
     with pytest.raises(AuditError, match="ranks 0 and 1 trained the same parameters apart"):
-        write_audit(tmp_path / "audit.json", plan, [first, second], learns=False)
+        write_audit(tmp_path / "audit.json", rank.plan, [first, second], learns=False)
 
 
 @pytest.mark.parametrize("name", ["llm.norm.weight", "projector.linear_1.bias"])
 def test_ranks_that_load_different_values_of_one_tensor_do_not_start(rank, name):
     """Replicas, or slices of an encoder, which all have its stem, from files that differ."""
-    plan, stages, optimizer, masters = rank
-    first = RankAudit(plan.ranks[0], stages, optimizer, masters).start()
+    first = rank.audit().start()
     check_replicas([first, {**first, "rank": 1}])
-    {**dict(stages[0].global_parameters())}[name].data[0] += 1
-    second = {**RankAudit(plan.ranks[0], stages, optimizer, masters).start(), "rank": 1}
+    rank.weight(name)[0] += 1
+    second = {**rank.audit().start(), "rank": 1}
     with pytest.raises(AuditError, match=rf"ranks 0 and 1 both hold {name} but loaded different values"):
         check_replicas([first, second])
 
 
 def test_a_stored_weight_that_is_not_its_master_rounded_fails(parts, tmp_path):
-    config = make_config(parts, model__llm__dtype="bfloat16", model__trainable=("llm.norm",))
-    plan = make_plan(config)
-    stage = build_stage(config, plan.ranks[0].stages[0])
-    stored = {n: p for n, p in stage.global_parameters() if p.requires_grad}
-    masters = MasterWeights(stored)
-    optimizer = make_optimizer(masters.by_name, config.optimizer)
-    audit = RankAudit(plan.ranks[0], {0: stage}, optimizer, masters.by_name)
+    rank = OnlyRank(make_config(parts, model__llm__dtype="bfloat16", model__trainable=("llm.norm",)))
+    plan, masters, audit = rank.plan, rank.masters, rank.audit()
     masters.by_name["llm.norm.weight"].data += 0.5
     with pytest.raises(AuditError, match=r"llm\.norm\.weight computes with other values than were trained"):
         write_audit(tmp_path / "audit.json", plan, [audit.finish({"llm.norm.weight"})], learns=False)
@@ -177,22 +175,17 @@ def test_a_stored_weight_that_is_not_its_master_rounded_fails(parts, tmp_path):
 
 @pytest.mark.parametrize("name", ["llm.layers.1.mlp.down_proj.weight", "projector.linear_2.weight"])
 def test_weights_that_are_not_finite_are_refused_by_name_before_the_run(rank, name):
-    plan, stages, optimizer, masters = rank
-    dict(stages[0].global_parameters())[name].data[0, 0] = float("inf")
+    rank.weight(name)[0, 0] = float("inf")
     with pytest.raises(UserError, match=f"rank 0 read NaN or infinity as {name}"):
-        RankAudit(plan.ranks[0], stages, optimizer, masters)
+        rank.audit()
 
 
 def test_buffers_of_layers_that_files_hold_are_noted_beside_the_frozen_weights(tmp_path):
     """The bias by which glm4_moe chooses experts is no parameter, and decides what is computed all the same."""
     save_parts(tmp_path)
     tiny_model(CONFIG_MAPPING["glm4_moe"](num_hidden_layers=2), seed=0).save_pretrained(tmp_path / "llm")
-    config = make_config(tmp_path)
-    plan = make_plan(config)
-    stage = build_stage(config, plan.ranks[0].stages[0])
-    masters = MasterWeights({n: p for n, p in stage.global_parameters() if p.requires_grad}).by_name
-    audit = RankAudit(plan.ranks[0], {0: stage}, make_optimizer(masters, config.optimizer), masters)
-    biases = {name: buffer for name, buffer in stage.layer_buffers() if name.endswith("e_score_correction_bias")}
+    rank = OnlyRank(make_config(tmp_path))
+    biases = {name: buffer for name, buffer in rank.stage.layer_buffers() if name.endswith("e_score_correction_bias")}
     assert biases and all(name.startswith("llm.layers.") for name in biases)
-    files = audit.start()["files"]
+    files = rank.audit().start()["files"]
     assert {name: files[name] for name in biases} == {name: fingerprint(buffer) for name, buffer in biases.items()}

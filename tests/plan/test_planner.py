@@ -82,12 +82,9 @@ def test_every_shipped_config_plans(file: Path) -> None:
         assert plan.uniform.step_time_ratio >= 1
     assert 0.5 < plan.minimal_flops_share <= 1
     assert max(map(len, table)) <= 80
-    told = json.loads(json.dumps(plan.as_dict()))
-    assert told["boundaries"] == list(plan.boundaries)
-    for rank in told["ranks"]:
-        assert rank["optimizer"] == ("AdamW" if rank["trainable"] > 0 else "NoOp") and rank["reason"]
-        assert rank["weight_bytes"] > 0 and rank["activation_bytes"] > 0
-        assert set(rank["flops"]) >= {"forward", "dgrad", "wgrad"}
+    for rank in plan.ranks:
+        assert rank.optimizer == ("AdamW" if rank.trainable > 0 else "NoOp") and rank.reason
+        assert rank.weight_bytes > 0 and rank.activation_bytes > 0
 
 
 def test_readmes_show_plans_as_they_are() -> None:
@@ -100,7 +97,7 @@ def test_readmes_show_plans_as_they_are() -> None:
 
 
 def test_plan_json_has_the_keys_that_scripts_rely_on(config_file) -> None:
-    content = plan_of(config_file, "parallel.data=2").as_dict()
+    content = json.loads(json.dumps(plan_of(config_file, "parallel.data=2").as_dict()))
     assert len(content["ranks"]) == 8
     rank = content["ranks"][1]
     assert (rank["rank"], rank["pipeline"], rank["data"]) == (1, 0, 1)
@@ -161,7 +158,11 @@ def test_boundaries_by_hand_are_kept(config_file) -> None:
         "llm.layers.16-31",
         "head",
     ]
-    assert [(r.stages[0].first, r.stages[0].last) for r in plan.ranks] == [(0, 0), (0, 16), (16, 32), (32, 32)]
+    boundaries = 4, 8, 12, 16, 20, 24, 28
+    interleaved = "parallel.stages_per_rank=2", f"parallel.boundaries={list(boundaries)}"
+    plan = plan_of(config_file, *interleaved, "parallel.recompute_layers=[0, 5, 0, 0]")
+    assert plan.stages_per_rank == 2 and plan.boundaries == boundaries
+    assert [stage.recompute_layers for stage in plan.ranks[1].stages] == [4, 1], "the earliest stage first"
 
 
 def test_recompute_is_as_asked_or_as_little_as_fits(config_file) -> None:
@@ -184,6 +185,8 @@ def test_the_device_limits_a_rank_unless_the_config_does(config_file) -> None:
     assert make_plan(config, None).memory_limit_bytes is None
     stated = load_config(config_file, ["parallel.device_memory_gib=24"])
     assert make_plan(stated, 1).memory_limit_bytes == 24 * 2**30
+    with pytest.raises(UserError, match=r"the GPU's memory"):
+        make_plan(config, 2**29)
 
 
 @pytest.mark.parametrize(("gib", "left_gib"), [(15.7, 2.5), (23.6, 2.5), (41, 2.5), (79.1, 4.746), (139.8, 8.388)])
@@ -235,18 +238,6 @@ def test_tied_embeddings_are_held_by_both_ends_and_once_by_a_single_rank(tiny, m
         for rank in make_plan(config).ranks:
             stage = build_stage(config, rank.stages[0])
             assert rank.weight_bytes == sum(p.numel() * p.element_size() for _, p in stage.global_parameters())
-
-
-def test_interleaving_by_hand_is_kept(config_file) -> None:
-    plan = plan_of(config_file, "parallel.stages_per_rank=2", "parallel.boundaries=[4, 8, 12, 16, 20, 24, 28]")
-    assert plan.stages_per_rank == 2 and plan.boundaries == (4, 8, 12, 16, 20, 24, 28)
-    recomputing = plan_of(
-        config_file,
-        "parallel.stages_per_rank=2",
-        "parallel.boundaries=[4, 8, 12, 16, 20, 24, 28]",
-        "parallel.recompute_layers=[0, 5, 0, 0]",
-    )
-    assert [stage.recompute_layers for stage in recomputing.ranks[1].stages] == [4, 1], "the earliest stage first"
 
 
 # ---- the table
@@ -422,9 +413,3 @@ def test_what_does_not_fit_is_refused_with_the_smallest_cut_and_what_takes_less(
     assert message.count("  stage") == 4 and "<- too much" in message and " = weights " in message
     listed = message.split("To take less memory (none of it was planned): ")[1].split("; ")
     assert set(hints) <= set(listed) and ("parallel.boundaries=null" in listed) == ("boundaries" in str(overrides))
-
-
-def test_a_device_on_which_nothing_fits_is_told_so(config_file) -> None:
-    assert "devices with more memory" in refusal(config_file, "parallel.device_memory_gib=0.5")
-    with pytest.raises(UserError, match=r"the GPU's memory"):
-        make_plan(load_config(config_file), 2**29)
