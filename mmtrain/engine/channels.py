@@ -39,7 +39,6 @@ class _Channel(NamedTuple):
     peer: int
 
     def post(self, operation: Callable[..., dist.Work], tensors: Sequence[torch.Tensor]) -> list[dist.Work]:
-        """`dist.isend` or `dist.irecv`; on the host through the default group where the channel's is NCCL's."""
         by_nccl = dist.get_backend(self.group) == "nccl"
         groups = (None if by_nccl and tensor.device.type == "cpu" else self.group for tensor in tensors)
         return [operation(tensor, self.peer, group=group) for tensor, group in zip(tensors, groups, strict=True)]
@@ -100,7 +99,6 @@ class Channels:
         return tensors
 
     def posted(self, kind: str) -> list[Message]:
-        """Return the messages of a kind that were posted and not yet taken."""
         return [message for message in self._awaited if message.kind == kind]
 
     def wait_for_sends(self) -> None:

@@ -84,10 +84,7 @@ def _hand_over_gradient(master: torch.nn.Parameter, parameter: torch.Tensor) -> 
 
 
 def make_optimizer(trainable: Mapping[str, torch.nn.Parameter], config: OptimizerSection) -> torch.optim.Optimizer:
-    """Make the run's optimizer over this rank's master weights, or a NoOpOptimizer if there are none.
-
-    Its groups are the `parameter_groups` that hold any of them, by "name".
-    """
+    """Make the run's optimizer over this rank's master weights, or a NoOpOptimizer if there are none."""
     if not trainable:
         return NoOpOptimizer()
     groups = [

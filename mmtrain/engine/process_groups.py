@@ -3,9 +3,8 @@
 On CUDA the default group has two backends, NCCL for tensors on GPUs and gloo for those on the host and for objects;
 elsewhere it has gloo alone. torch picks the backend by where a tensor is.
 
-torch has two implementations of "nccl": ProcessGroupNCCL, and since 2.15 ProcessGroupNCCL2. In the second a new group
-splits the job's communicator, which all ranks do together, and a group has one queue for all that a rank sends and
-receives, whoever the peers are. With one group per channel both queue the same messages in the same order
+torch has two implementations of "nccl": ProcessGroupNCCL, and since 2.15 ProcessGroupNCCL2, in which a group has one
+queue for all that a rank sends and receives. With one group per channel both queue the same messages in the same order
 (tests/deadlocks.py).
 """
 

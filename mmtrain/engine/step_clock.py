@@ -25,20 +25,14 @@ COMPUTING = (Work.ENCODE, Work.FORWARD, Work.BACKWARD)
 
 @dataclass(frozen=True, slots=True)
 class RankSeconds:
-    """One rank's part of a step, from the begin of `train_step` to the reduction of statistics, without the optimizer.
+    """One rank's part of a step: from the begin of `train_step` to the reduction of statistics."""
 
-    `compute` is the encoder, forward and backward without the waits in them; `communication` is posting sends and
-    receives and reducing gradients, with the wait for other replicas; `data` is waiting for the loader and copying to
-    the device; `fetching` is waiting for weights of streamed layers. The rest of `window` is idle. `peak_memory_bytes`
-    is allocated by torch on a GPU; on a CPU it is resident in the process, since that began.
-    """
-
-    window: float
-    compute: float
-    communication: float
-    data: float
-    fetching: float
-    peak_memory_bytes: int
+    window: float  # all of it; what the others leave is idle
+    compute: float  # encoder, forward and backward, without the waits in them
+    communication: float  # posting messages and reducing gradients, with the wait for other replicas
+    data: float  # waiting for the loader and copying to the device
+    fetching: float  # waiting for weights of streamed layers
+    peak_memory_bytes: int  # allocated by torch on a GPU; on a CPU resident in the process, since that began
 
     @property
     def idle(self) -> float:

@@ -72,7 +72,6 @@ class Tracer:
 
     @property
     def is_complete(self) -> bool:
-        """Whether all steps are recorded and wait to be written."""
         return self._recorded is not None and len(self._recorded) == self._steps
 
     def add(self, recorded: Callable[[], TracedStep]) -> None:

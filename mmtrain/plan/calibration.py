@@ -183,8 +183,8 @@ def cached_file(key: Key) -> Path:
 def find_calibration(config: RunConfig, models: Models, device: Device) -> Calibration | None:
     """The calibration in `parallel.calibration`, else the cache's for this run on this device; None: there is none.
 
-    Raises UserError if the file in `parallel.calibration` cannot be read, or is for another device, model, size or
-    version, naming each. A file in the cache that cannot be read counts as not there.
+    Raises UserError if the file in `parallel.calibration` cannot be read or is for another run. One in the cache that
+    cannot be read counts as not there.
     """
     wanted, given = calibration_key(config, models, device), config.parallel.calibration
     if given is None:

@@ -85,7 +85,6 @@ def typical_tiling(config: RunConfig, layout: ImageLayout) -> Tiling | None:
 
 
 def tiles_per_call(patches_per_image: int) -> int:
-    """Tiles that a frozen encoder takes at once, which bounds the memory of its inner results."""
     return max(LEAST_TILES_PER_CALL, PATCHES_PER_CALL // patches_per_image)
 
 

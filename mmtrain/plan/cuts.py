@@ -46,7 +46,6 @@ def ranges_of(cut: Cut, rank: int, pipeline: int) -> tuple[LayerRange, ...]:
 
 
 def first_trainable_stage(costs: StageCosts, cut: Cut) -> int:
-    """Return the stage with the first layer in which anything trains."""
     return next(stage for stage, end in enumerate(cut[1:]) if costs.first_trainable < end)
 
 

@@ -35,7 +35,6 @@ class StagePlan:
 
     @property
     def summary(self) -> str:
-        """Such as `front + llm.layers.0-6`."""
         parts = ["front"] * self.front
         if self.last - self.first == 1:
             parts.append(f"llm.layers.{self.first}")
@@ -125,8 +124,6 @@ class UniformCut:
 
 @dataclass(frozen=True, slots=True)
 class ExpectedImage:
-    """What the plan takes an image to be, where that depends on its size."""
-
     layout: str
     tiles: float  # squares for the encoder
     positions: float  # of the LLM

@@ -220,7 +220,6 @@ def _reason(config: RunConfig, stages: Sequence[StagePlan], names: Sequence[str]
 
 
 def _uniform(search: Search, seconds: float) -> UniformCut | None:
-    """The cut that only counts decoder layers, against a plan whose step takes `seconds`."""
     ranks, decoder = search.pipeline, search.costs.count - 2
     if ranks == 1 or decoder < ranks:
         return None

@@ -376,10 +376,9 @@ class StageCosts:
 
 
 def stage_costs(config: RunConfig, models: Models, memory_bytes: int | None, device: Device | None) -> StageCosts:
-    """Costs of any stage of this run; `memory_bytes` is what a rank may use (None: no limit).
+    """Costs of any stage of this run, measured where there is a calibration on `device` (None: this machine's CPU).
 
-    Measured, where there is a calibration for the run on `device` (None: this machine's CPU). Raises UserError for a
-    `parallel.calibration` that does not fit.
+    `memory_bytes` is what a rank may use. Raises UserError for a `parallel.calibration` that does not fit.
     """
     parallel, train, costs = config.parallel, config.train, run_costs(config, models)
     # A limit is for GPUs, also where a laptop plans for them.

@@ -80,8 +80,6 @@ class Size(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class SuggestedLayout:
-    """One layout that fits."""
-
     overrides: Changes  # what differs from the config: with these `make_plan` gives this layout
     size: Size
     recompute_layers: int  # decoder layers, over all ranks of a replica
@@ -208,7 +206,6 @@ def _layout(candidate: _Candidate, config: RunConfig) -> SuggestedLayout | None:
 
 
 def _best(layouts: Sequence[SuggestedLayout]) -> list[SuggestedLayout]:
-    """Return the best layouts by the rule of `suggest`."""
     exact = _first([x for x in layouts if not x.size.is_quantised])
     limit = _fastest_exact(layouts) * (1 - SIMPLER)
     faster = _first([x for x in layouts if x.size.is_quantised and x.step_seconds < limit])

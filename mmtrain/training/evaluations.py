@@ -126,7 +126,6 @@ class Evaluations:
         console: Console,
         saver: Checkpointer,
     ) -> None:
-        """Agree with all ranks on what to evaluate; `held_out` is None on the ranks that read no data."""
         self._section, self._engine = section, engine
         self._evaluator = Evaluator(engine, held_out, console.evaluating)
         self._records, self._console, self._saver = records, console, saver
@@ -173,7 +172,6 @@ class Evaluations:
             self._console.control(control, scores, permuted)
 
     def _answer(self, when: str = "") -> list[Answer]:
-        """Return answers to some held-out questions, on ranks that read data; none if the run is to stop."""
         if not self._section.show_answers:
             return []
         activity = " ".join(filter(None, ("answering held-out questions", when)))

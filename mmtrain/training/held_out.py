@@ -51,10 +51,9 @@ class HeldOut:
     """
 
     def __init__(self, packed: PackedBatches) -> None:
-        """Read all held-out samples, with template and tokenizer of `packed`.
+        """Read all held-out samples; damaged ones of `eval.fraction` are left out and listed in `faults`.
 
-        Damaged samples of `eval.fraction` are left out and listed in `faults`. One of `eval.shards` is a UserError:
-        scores of a set that is kept to compare runs would not be comparable.
+        One of `eval.shards` is a UserError: scores of a set that is kept to compare runs would not be comparable.
         """
         config = packed.config
         self.packed = packed
@@ -176,9 +175,8 @@ def pack_documents(documents: Sequence[Document], capacity: Capacity) -> list[Pa
 def permute_images(packs: Sequence[Pack]) -> tuple[list[Pack], int]:
     """Permute images among samples that have equally many; return the packs and how many samples got other images.
 
-    Each sample gets those of the one a fixed number of places further on in its group: half the group, unless another
-    shift gives more samples other images (a data set may list its pictures twice). Texts, labels and places stay: where
-    positions depend on an image's size, the other image is stretched to it.
+    Each sample gets those half its group further on, unless another shift gives more samples other images (a data set
+    may list its pictures twice). Texts and labels stay: an image is stretched to the size of the one that it replaces.
     """
     images = [document.sample.images for pack in packs for document in pack.entries]
     groups: dict[int, list[int]] = defaultdict(list)

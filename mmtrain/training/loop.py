@@ -114,7 +114,6 @@ class _Run:
             self.console.line(self.packed.summary)
 
     def load_models(self) -> None:
-        """Build this rank's stages and its engine, with a real or no-op optimizer, and compare replicas."""
         config, rank, plan = self.config, self.rank, self.plan
         rank.progress.at(self.first_step, "loading weights")
         self.console.line(f"loading weights on {plan.pipeline * plan.data} ranks")

@@ -169,7 +169,6 @@ class Recorder:
             self._write_trace()
 
     def close_account(self, steps: int) -> None:
-        """Compare the samples' counts with the plan's, at the end of a run of `steps` steps."""
         if self.account is not None:
             for record in self.account.finish(steps):
                 self.records.write(step=steps, **record)
