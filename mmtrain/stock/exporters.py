@@ -2,9 +2,8 @@
 
 config --connector, final norm, layout, fit, encoder--> a StockClass, or what to change
 
-An export computes exactly what was trained, and a class of transformers fixes much of that by itself. The planner asks
-for `export.format`, the export for what it writes. What only the modules of a timm encoder tell (an activation, rotary
-positions) is known when it is exported.
+The planner asks for `export.format`, the export for what it writes. What only the modules of a timm encoder tell (an
+activation, rotary positions) is known when it is exported.
 """
 
 from __future__ import annotations

@@ -5,9 +5,8 @@ export:   run, ExportedEncoder --config, processor, image_settings, names--> the
           tiles of a sample's images --inputs--> what the stock model takes for them
 init:     StockFolder --read--> keys of model.vision, model.projector and data.image_fit
 
-One file a class. Names on disk are those of the class's published models; its loader is asked whether all find their
-place. Every processor must make of an image the tiles and positions of training, and write around them only what the
-image layout does. transformers is imported when an export or a chat first asks for its classes.
+One file a class. Names on disk are those of the class's published models. Every processor must make of an image the
+tiles and positions of training, and write around them only what the image layout does.
 """
 
 from __future__ import annotations
@@ -238,8 +237,7 @@ class StockClass(ExportedClass):
     def own_image_settings(self, transform: ImageTransform, layout: ImageLayout) -> dict[str, Any]:
         """Return what is the class's own in preprocessor_config.json.
 
-        LLaVA's class serves every fit: it pads to a square of int(255 x mean) first, then resizes, then crops. Nothing
-        is left to crop but for center_crop; crop_size is what other software reads the encoder's size from.
+        LLaVA's pads to a square of int(255 x mean), resizes, then crops, which does nothing but for center_crop.
         """
         square = {"height": transform.image_size, "width": transform.image_size}
         size = {"shortest_edge": transform.image_size} if transform.fit == "center_crop" else square
@@ -260,7 +258,7 @@ class StockClass(ExportedClass):
     def load_processor(self, folder: Path, name: str | None = None) -> ProcessorMixin:
         """Load a folder's processor, which resizes as training does if it can; `name`: of another class than its own.
 
-        Not AutoProcessor's: where files name no class, that passes trust_remote_code on to none of a processor's parts.
+        AutoProcessor, where files name no class, passes trust_remote_code on to none of a processor's parts.
         """
         import transformers
 

@@ -89,16 +89,29 @@ def rewritten(checkpoint: StepFolder, target: Path, **state: object) -> StepFold
     return StepFolder(target)
 
 
-def test_a_start_that_is_another_now_is_refused(runs, tiny, tmp_path):
-    checkpoint = find(runs["second"])
+def beginning_with(start: Path, checkpoint: StepFolder, run: Path) -> StepFolder:
+    """A copy of a checkpoint whose run began with the projector of `start`."""
     content = dict(checkpoint.state["config"])
+    content["model"] = {**content["model"], "projector": {"init_from": str(start)}}
+    return rewritten(checkpoint, run / "checkpoints" / checkpoint.path.name, config=content)
+
+
+def test_a_projector_that_begins_with_itself_is_refused(runs, tiny, tmp_path):
+    checkpoint = beginning_with(tmp_path / "b", find(runs["second"]), tmp_path / "a")
+    beginning_with(tmp_path / "a", find(runs["second"]), tmp_path / "b")
+    config = config_of(tiny, f"model.projector.init_from={tmp_path / 'b'}")
+    for look in (lambda: refuse_unfit_init_from(config, Path("elsewhere")), lambda: export(checkpoint, tmp_path / "c")):
+        with pytest.raises(UserError, match=r"its projector begins with itself; choose another one"):
+            look()
+
+
+def test_a_start_that_is_another_now_is_refused(runs, tiny, tmp_path):
     other = {
         f"projector.{name}": tensor
         for name, tensor in make_projector(config_of(tiny).model.projector, 48, 64, 8).state_dict().items()
     }
     save_file(other, tmp_path / "other.safetensors")
-    content["model"] = {**content["model"], "projector": {"init_from": str(tmp_path / "other.safetensors")}}
-    moved = rewritten(checkpoint, tmp_path / "run" / "checkpoints" / checkpoint.path.name, config=content)
+    moved = beginning_with(tmp_path / "other.safetensors", find(runs["second"]), tmp_path / "run")
     with pytest.raises(
         UserError, match=r"did not train projector\.linear_1.*other\.safetensors. gives other values now"
     ):

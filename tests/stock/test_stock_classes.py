@@ -357,43 +357,43 @@ def test_chat_says_what_stock_transformers_says(made, tmp_path):
     assert said == processor.decode(output, skip_special_tokens=True).strip()
 
 
+def altered(source: Path, target: Path, file: str, changes: dict) -> Path:
+    """A copy of a folder with these changes of a JSON file, those of a section within it."""
+    folder = shutil.copytree(source, target)
+    content = json.loads((folder / file).read_text()) if (folder / file).exists() else {}
+    for key, value in changes.items():
+        content[key] = content[key] | value if isinstance(content.get(key), dict) else value
+    (folder / file).write_text(json.dumps(content))
+    return folder
+
+
 @pytest.mark.parametrize(
-    ("file", "places", "changes", "said"),
+    ("kind", "file", "changes", "said"),
     [
-        ("config.json", [], {"alignment_intermediate_size": 10**8}, "alignment_intermediate_size 100000000, which no"),
-        ("config.json", ["vision_config"], {"hidden_size": 10**5}, "but no tensor is wider"),
-        ("processor_config.json", [], {"img_size": 10**6}, "img_size 1000000, which no"),
+        ("aya tiles", "config.json", {"alignment_intermediate_size": 10**8}, "size 100000000, which no model has"),
+        ("aya tiles", "config.json", {"vision_config": {"hidden_size": 10**5}}, "but no tensor is wider"),
+        ("aya tiles", "processor_config.json", {"img_size": 10**6}, "img_size 1000000, which no"),
+        (
+            "perception",
+            "config.json",
+            {"vision_config": {"architecture": "hf-hub:a/vit"}},
+            "hf-hub:a/vit' is no",
+        ),
+        ("perception", "config.json", {"vision_config": {"model_args": {"checkpoint_path": "x"}}}, "'x'}; needed are"),
+        (
+            "perception",
+            "config.json",
+            {"vision_config": {"model_args": {"embed_dim": 3072}}},
+            "no tensor is wider than",
+        ),
+        ("perception", "config.json", {"vision_config": {"model_args": {"norm_layer": "x"}}}, "cannot be used ("),
+        ("perception", "config.json", {"vision_config": {"model_type": "timm_backbone"}}, "model_type 'timm_backbone'"),
     ],
 )
-def test_numbers_that_no_model_has_are_refused_before_memory_is_taken(make, tmp_path, file, places, changes, said):
-    shutil.copytree(make("aya tiles").folder, tmp_path / "folder")
-    content = inner = json.loads((tmp_path / "folder" / file).read_text())
-    for place in places:
-        inner = inner[place]
-    inner.update(changes)
-    (tmp_path / "folder" / file).write_text(json.dumps(content))
+def test_what_no_model_has_or_timm_would_load_from_elsewhere_is_refused(make, tmp_path, kind, file, changes, said):
+    folder = altered(make(kind).folder, tmp_path / "folder", file, changes)
     with pytest.raises(UserError, match=re.escape(said)):
-        stock_folder(str(tmp_path / "folder"))
-
-
-@pytest.mark.parametrize(
-    ("changes", "said"),
-    [
-        ({"architecture": "hf-hub:someone/vit"}, "architecture 'hf-hub:someone/vit' is no model of timm's"),
-        ({"model_args": {"checkpoint_path": "evil.bin"}}, "model_args {'checkpoint_path': 'evil.bin'}; needed are"),
-        ({"model_args": {"embed_dim": 3072, "depth": 40}}, "but no tensor is wider than"),
-        ({"model_args": {"norm_layer": "x"}}, "cannot be used ("),
-        ({"model_type": "timm_backbone", "backbone": "hf-hub:evil/x"}, "vision_config of model_type 'timm_backbone'"),
-    ],
-)
-def test_an_encoder_that_timm_would_load_from_elsewhere_or_far_too_large_is_refused(make, tmp_path, changes, said):
-    shutil.copytree(make("perception").folder, tmp_path / "folder")
-    content = json.loads((tmp_path / "folder" / "config.json").read_text())
-    content["vision_config"] |= changes
-    (tmp_path / "folder" / "config.json").write_text(json.dumps(content))
-    with pytest.raises(UserError) as raised:
-        load(stock_folder(str(tmp_path / "folder")))
-    assert said in str(raised.value)
+        load(stock_folder(str(folder)))
 
 
 @pytest.mark.parametrize(
@@ -409,8 +409,7 @@ def test_an_encoder_that_timm_would_load_from_elsewhere_or_far_too_large_is_refu
 def test_a_wrong_number_that_only_an_answer_tells_is_one_line_that_names_the_folder(
     make, tmp_path, kind, file, changes
 ):
-    folder = shutil.copytree(make(kind).folder, tmp_path / "folder")
-    (folder / file).write_text(json.dumps(json.loads((folder / file).read_text()) | changes))
+    folder = altered(make(kind).folder, tmp_path / "folder", file, changes)
     with pytest.raises(UserError, match=f"^{folder} cannot be used "):
         generate(folder, Image.new("RGB", (28, 28), (200, 90, 30)), "What?", max_new_tokens=2)
 
@@ -430,14 +429,11 @@ def test_adapters_of_llm_and_encoder_leave_through_every_stock_class(make, tmp_p
 
 
 def test_a_picture_that_idefics3_would_take_for_none_is_refused(make, encoders, tmp_path):
-    shutil.copytree(encoders["siglip"], tmp_path / "black")
-    content = json.loads((tmp_path / "black" / "config.json").read_text())
-    content["pretrained_cfg"]["mean"] = [0.0, 0.0, 0.0]
-    (tmp_path / "black" / "config.json").write_text(json.dumps(content))
-    config = make("idefics3 chat").checkpoint.config.changed({"model.vision.name": str(tmp_path / "black")})
-    with pytest.raises(
-        UserError, match="would be all zeros, which Idefics3ForConditionalGeneration takes for no image"
-    ):
+    black = altered(
+        encoders["siglip"], tmp_path / "black", "config.json", {"pretrained_cfg": {"mean": [0.0, 0.0, 0.0]}}
+    )
+    config = make("idefics3 chat").checkpoint.config.changed({"model.vision.name": str(black)})
+    with pytest.raises(UserError, match="all zeros, which Idefics3ForConditionalGeneration takes for no image"):
         export(make_checkpoint(tmp_path / "run", config), tmp_path / "out")
 
 
@@ -451,11 +447,9 @@ def test_a_picture_that_idefics3_would_take_for_none_is_refused(make, encoders, 
     ],
 )
 def test_python_in_the_folder_is_not_run(make, tmp_path, monkeypatch, file, changes):
-    shutil.copytree(make("internvl last").folder, tmp_path / "folder")
-    path = tmp_path / "folder" / file
-    path.write_text(json.dumps((json.loads(path.read_text()) if path.exists() else {}) | changes))
-    (tmp_path / "folder" / "ev.py").write_text(f"open({str(tmp_path / 'imported')!r}, 'w')\n")
+    folder = altered(make("internvl last").folder, tmp_path / "folder", file, changes)
+    (folder / "ev.py").write_text(f"open({str(tmp_path / 'imported')!r}, 'w')\n")
     monkeypatch.setattr("sys.stdin", io.StringIO("y\n" * 10))
     with contextlib.suppress(UserError):
-        load(stock_folder(str(tmp_path / "folder")))
+        load(stock_folder(str(folder)))
     assert not (tmp_path / "imported").exists()

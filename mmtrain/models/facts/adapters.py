@@ -44,7 +44,7 @@ def is_target(name: str, shape: Shape, lora: LoraSection | None) -> bool:
 
 
 def with_adapters(llm: LlmShape, vision: VisionShape, lora: LoraSection | None) -> tuple[LlmShape, VisionShape]:
-    """The models with the parameters of the adapters that `model.lora` asks for, each pair behind its layer's weight.
+    """Add the parameters of the adapters that `model.lora` asks for, each pair behind its layer's weight.
 
     Raises UserError for a pattern that names no linear layer, and for what cannot have an adapter.
     """

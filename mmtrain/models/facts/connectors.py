@@ -73,8 +73,7 @@ class Swiglu:
 
 @dataclass(frozen=True, slots=True)
 class Newline:
-    """An embedding of its own behind each line of an image's positions: it maps nothing, and is put where it belongs
-    when the tiles' positions are."""
+    """A trained embedding behind each line of an image's positions."""
 
     name: str
     width: int
@@ -152,7 +151,7 @@ def connector(
 ) -> tuple[Operation, ...]:
     """Return the operations of a connector (`model.projector`), in the order in which they run.
 
-    newline: whether the run's layout has trained newlines. Raises UserError for a factor or width of another type.
+    Raises UserError for a factor or width of another type.
     """
     sizes = Sizes(vision_width, llm_width, section.factor or DEFAULT_FACTOR, section.width)
     operations = CONNECTORS[section.type](sizes)
@@ -217,8 +216,7 @@ def _types_with(kinds: tuple[type[Operation], ...]) -> str:
 def image_layout(config: RunConfig) -> ImageLayout:
     """Return the layout of a run's images; without an encoder they take no position.
 
-    Raises UserError for a factor that does not divide the encoder's grid, and for pinpoints of other tiles than its
-    squares.
+    Raises UserError for a factor that does not divide the encoder's grid, and for pinpoints that are no grid of tiles.
     """
     model, layout = config.model, _layout_class(config)
     if model.vision is None:

@@ -1,8 +1,7 @@
 """Vision transformers that can be run up to a block, by how their files name what they hold.
 
-An `EncoderFamily` says all of one: class, where the patch convolution, blocks and last norm are, which tokens stand
-before those of patches. Names are those of published files (`vision.<name>` is a parameter's global name). In memory
-they differ with the version of transformers, which the class's own conversion of weights hides.
+Names are those of published files (`vision.<name>` is a parameter's global name). In memory they differ with the
+version of transformers, which the class's own conversion of weights hides.
 """
 
 from __future__ import annotations
@@ -19,8 +18,7 @@ from mmtrain.models.facts.model_files import Shape
 
 T = TypeVar("T")
 TIMM = "timm"  # in place of a class of transformers
-ENCODER_BLOCK = re.compile(r"vision\.(?:.*\.)?(?:blocks|layers?)\.(\d+)\.")
-"""Before what a block holds, by its global name; its number."""
+ENCODER_BLOCK = re.compile(r"vision\.(?:.*\.)?(?:blocks|layers?)\.(\d+)\.")  # of a global name: the block's number
 
 
 def rows(tensors: Mapping[str, Shape], name: str | None) -> int:

@@ -8,10 +8,10 @@ Global names are the same for every family, so a trainable pattern such as `llm.
     lm_head.weight, embed_out.weight                     -> llm.head.weight
     anything else, e.g. transformer.wpe.weight           -> llm.transformer.wpe.weight
 
-It also finds the LLM and the encoder inside a whole multimodal model, which are read where they lie: text_config and
-vision_config say what the part's own config.json would, and names of tensors lose what stands before them, such as
-`language_model.` or `model.vision_tower.`. All of these classes make their logits by a head without scale and cap,
-whatever the text model's own class does; that holds here, too. Source: transformers' conversion_mapping.py.
+It also finds the LLM and the encoder inside a whole multimodal model: text_config and vision_config say what the part's
+own config.json would, and names of tensors lose what stands before them, such as `language_model.`. All of these
+classes make their logits by a head without scale and cap, whatever the text model's own class does. Source:
+transformers' conversion_mapping.py.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from mmtrain.base.printing import escape
 from mmtrain.models.facts.model_files import Shape, read_json
 from mmtrain.models.facts.settings import check_layers
 
+T = TypeVar("T")
 _BASE = r"(?:model\.|transformer\.|gpt_neox\.)(?:decoder\.)?"
 _LAYER = re.compile(_BASE + r"(?:layers|h)\.(\d+)\.(.+)")
 _EMBEDDING = re.compile(_BASE + r"(?:embed_tokens|wte|embed_in)\.(weight)")
@@ -65,10 +66,7 @@ _RECURRENT_LAYER = re.compile(r"linear|mamba|conv|recurrent|rwkv|ssm")
 
 
 def check_family(config_json: dict[str, Any]) -> None:
-    """Refuse by name what cannot be staged or packed, from a model's raw `config.json`; raises UserError.
-
-    Families that pass here may still differ from what mmtrain assumes: launch probes the run's own model for that.
-    """
+    """Raise UserError for what cannot be staged or packed, by name, from a model's raw `config.json`."""
     family = config_json.get("model_type")
     if not family:
         raise UserError("config.json has no model_type: not a Hugging Face model; give the folder of a causal LLM")
@@ -135,8 +133,8 @@ def canonical_name(stock_name: str) -> str:
 def parameters_on_disk(model_type: str, tensors: dict[str, Shape]) -> dict[str, Shape]:
     """The stock model's parameters from the tensors of its files: buffers left out, expert weights fused.
 
-    transformers 5 stores the experts of a layer as `experts.gate_up_proj` (E, 2I, D) and `experts.down_proj` (E, D, I),
-    while checkpoints hold one tensor per expert (its conversion_mapping.py, "qwen2_moe" and "mixtral").
+    transformers 5 has the experts of a layer in `experts.gate_up_proj` (E, 2I, D) and `experts.down_proj` (E, D, I),
+    checkpoints one tensor per expert.
     """
     prefix = BASE_PREFIX.get(model_type, "model.")
     bare = not any(name.startswith(prefix) for name in tensors)
@@ -165,9 +163,6 @@ def parameters_on_disk(model_type: str, tensors: dict[str, Shape]) -> dict[str, 
     if model_type in ("mixtral", "minimax_m2"):
         return {name.replace(".block_sparse_moe.", ".mlp."): shape for name, shape in parameters.items()}
     return parameters
-
-
-T = TypeVar("T")
 
 
 # Multimodal classes by model_type, and tie_word_embeddings where config.json lacks it; None: as text_config has it.
@@ -223,10 +218,7 @@ def llm_config(folder: Path) -> dict[str, Any]:
 
 
 def llm_tensors(folder: Path, tensors: Mapping[str, T]) -> dict[str, T]:
-    """Select the LLM's tensors from a multimodal checkpoint and strip their prefix.
-
-    Raises UserError for the LLMs of two models in one folder.
-    """
+    """Select the LLM's tensors from a multimodal checkpoint and strip their prefix; raises UserError if it has two."""
     if not holds_parts(folder):
         return dict(tensors)
     base = BASE_PREFIX.get(llm_config(folder)["model_type"], "model.")

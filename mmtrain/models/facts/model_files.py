@@ -80,7 +80,7 @@ def find_model_folder(path: str) -> Path | None:
 
 
 def model_folder(path: str) -> Path:
-    """The folder of a model given as a path or as a hub id in the local cache; raises UserError where there is none."""
+    """`find_model_folder`, and a UserError where there is none."""
     folder = find_model_folder(path)
     if folder is None:
         raise no_model(path)
@@ -88,7 +88,7 @@ def model_folder(path: str) -> Path:
 
 
 def no_model(path: str) -> UserError:
-    """The error for a model that is not here, which tells a folder that is missing from a hub id not in the cache."""
+    """The error for a missing folder, or for a hub id that is not in the cache."""
     if Path(path).expanduser().exists():
         return UserError(f"{path}: is a file; give the model's folder (the one that holds config.json)")
     # `models/vicuna` has the form of a hub id too; where `models` is a folder here, a folder was meant.
@@ -118,10 +118,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def foreign_files(what: str) -> Iterator[None]:
-    """Raise UserError, naming `what`, for whatever a library raises of files that somebody else made.
-
-    Such files choose which of the library's code runs, so that any error may come.
-    """
+    """Raise UserError, naming `what`, for whatever a library raises of files that somebody else made."""
     try:
         yield
     except UserError:
@@ -134,8 +131,7 @@ def foreign_files(what: str) -> Iterator[None]:
 def tensor_shapes(folder: Path) -> dict[str, Shape] | None:
     """Name and shape of every tensor in a folder's safetensors files, in file order; None if it has no weight files.
 
-    Raises UserError for a shard that the index names and is not there, a damaged file, `.bin` weights alone, and for
-    parameters that are no floating-point numbers of 16 bits or more.
+    Raises UserError for missing shards, a damaged file, `.bin` weights alone, and weights of less than 16 bits.
     """
     index = folder / "model.safetensors.index.json"
     if index.is_file():

@@ -14,8 +14,7 @@ from mmtrain.models.facts.adapters import is_adapter
 from mmtrain.models.facts.shapes import Shape
 
 Quantisation = Literal["nf4", "int8"]
-BLOCK = {"nf4": 64, "int8": 256}
-"""Weights that share a scale."""
+BLOCK = {"nf4": 64, "int8": 256}  # weights that share a scale
 BITS = {"nf4": 4, "int8": 8}
 _ROUTER = re.compile(r"\.(gate|router|router\.layer|shared_expert_gate)\.weight$")
 _SCALE_BYTES = 4

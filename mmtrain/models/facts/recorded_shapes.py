@@ -70,7 +70,7 @@ def as_json(recorded: Recorded) -> str:
 
 
 def _layer(name: str) -> tuple[str, int]:
-    """The prefix and the index of a parameter's layer: `model.layers.` and 3; nothing and -1 outside of layers."""
+    """The prefix and the index of a parameter's layer: `model.layers.` and 3; "" and -1 outside of layers."""
     match = _IN_LAYER.match(name)
     return (match[1], int(match[2])) if match else ("", -1)
 

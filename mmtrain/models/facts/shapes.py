@@ -95,10 +95,7 @@ def matches_any(name: str, patterns: Sequence[str]) -> bool:
 
 
 def llm_shape(path: str) -> LlmShape:
-    """Shape of an LLM given as a folder or a hub id.
-
-    Raises UserError if nothing is known of it, its weights must be converted first, or its family cannot be staged.
-    """
+    """Shape of an LLM given as a folder or a hub id; raises UserError if it is not known, or cannot be staged."""
     folder, config_json, tensors = find_model_folder(path), {}, None
     if folder is not None:
         config_json = llm_config(folder)
@@ -209,8 +206,7 @@ def _window(config_json: dict[str, Any]) -> int | None:
 def vision_shape(name: str, select_layer: int, final_norm: bool = False) -> VisionShape:
     """Shape of the part of a vision encoder that runs: up to the block that `select_layer` (-1: the last) selects.
 
-    `name` is a timm name, or the folder or cached hub id of a model of timm or transformers; with `final_norm` the norm
-    behind the last block runs too. Raises UserError if nothing is known of it.
+    `name` is what `load_vision` takes; with `final_norm` the last norm runs too. Raises UserError if it is not known.
     """
     folder, recorded, source = find_model_folder(name), find_recorded("vision", name), f"timm's {name}"
     # Encoders with pickled weights only (openai/clip-vit-large-patch14-336) are planned from their record too.

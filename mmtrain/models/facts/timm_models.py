@@ -1,6 +1,4 @@
-"""What timm knows of its models by name: weights, preprocessing, shapes. timm and torch are imported when it is asked.
-
-Importing them takes seconds, and planning asks only for a model that is neither a folder here nor recorded.
+"""What timm knows of its models by name: weights, preprocessing, shapes. It is imported when asked: it takes seconds.
 
 names of a timm ViT's parameters --form_of--> the stock vision model of transformers that has a place for all of them,
                                               or why there is none
@@ -25,10 +23,7 @@ if TYPE_CHECKING:
 
 
 def timm_config(name: str) -> PretrainedCfg:
-    """timm's record of a pretrained model: where its weights are, input size, mean, std, interpolation.
-
-    Raises UserError for an unknown name and for weights that were trained with another activation function.
-    """
+    """timm's record of a pretrained model; raises UserError for an unknown name and a wrong activation function."""
     architecture = _architecture(name)
     import timm
 
@@ -42,10 +37,7 @@ def timm_config(name: str) -> PretrainedCfg:
 
 
 def refuse_wrong_activation(config_json: dict[str, Any]) -> None:
-    """Raise UserError where a CLIP trained with QuickGELU would run with GELU: it loads, and its features are wrong.
-
-    config_json: a timm folder's config.json; timm's registry notes of which weights this holds.
-    """
+    """Raise UserError where a CLIP trained with QuickGELU would run with GELU: it loads, and its features are wrong."""
     import timm
 
     architecture = config_json["architecture"]
@@ -60,10 +52,7 @@ def refuse_wrong_activation(config_json: dict[str, Any]) -> None:
 
 @functools.cache
 def timm_record(name: str) -> Recorded:
-    """Names and shapes of a timm model's parameters, which is built without memory for its weights.
-
-    Its architecture (the name without tag) is an alias. Raises UserError for a name that timm does not know.
-    """
+    """Names and shapes of a timm model's parameters; raises UserError for a name that timm does not know."""
     architecture = _architecture(name)
     import timm
     import torch

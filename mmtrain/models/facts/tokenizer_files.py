@@ -14,7 +14,6 @@ from mmtrain.base.errors import UserError
 from mmtrain.base.json_lines import compact_json
 from mmtrain.base.small_files import parse_json
 from mmtrain.config.limits import MAX_TOKENIZER_BYTES
-from mmtrain.config.model import ModelSection
 from mmtrain.config.schema import RunConfig
 from mmtrain.config.templates import jinja_of, template_name
 from mmtrain.models.facts.model_files import find_model_folder, read_json
@@ -53,10 +52,20 @@ def panics_told(name: str) -> Iterator[None]:
 
 
 def refuse_missing_marks(config: RunConfig) -> None:
-    """Raise UserError for a layout of images whose texts the LLM's tokenizer has no tokens for."""
-    vision = config.model.vision
-    if vision is not None and (lacking := lacking_marks(config.model, vision.layout)):
-        raise missing_marks(vision.layout, lacking, config.model.llm.path)
+    """Raise UserError for an image layout whose texts the LLM's tokenizer.json, if it is there, has no tokens for."""
+    vision, path = config.model.vision, config.model.llm.path
+    folder = find_model_folder(path)
+    marks = () if vision is None else LAYOUTS[vision.layout].marks
+    if not marks or folder is None or folder / "tokenizer.json" not in tokenizer_files(folder):
+        return
+    try:
+        content = parse_json((folder / "tokenizer.json").read_bytes())
+    except ValueError as error:
+        raise UserError(f"{folder / 'tokenizer.json'}: no valid JSON ({error})") from None
+    added = content.get("added_tokens") if isinstance(content, dict) else None
+    tokens = {str(token.get("content")) for token in added or () if isinstance(token, dict)}
+    if lacking := [mark for mark in marks if mark not in tokens]:
+        raise missing_marks(vision.layout, lacking, path)
 
 
 def missing_marks(layout: str, lacking: Sequence[str], tokenizer: str) -> UserError:
@@ -66,24 +75,6 @@ def missing_marks(layout: str, lacking: Sequence[str], tokenizer: str) -> UserEr
         f"tokenizer of {tokenizer} has no such tokens, so that the LLM was never trained on them; take an LLM that "
         "was, or set model.vision.layout=square"
     )
-
-
-def lacking_marks(model: ModelSection, layout: str) -> list[str]:
-    """Return tokens that an image layout writes around images and that the LLM's tokenizer.json lacks.
-
-    None are lacking of a model that is not there, or has no such file: loading the tokenizer settles those.
-    """
-    marks = LAYOUTS[layout].marks
-    folder = find_model_folder(model.llm.path)
-    if not marks or folder is None or folder / "tokenizer.json" not in tokenizer_files(folder):
-        return []
-    try:
-        content = parse_json((folder / "tokenizer.json").read_bytes())
-    except ValueError as error:
-        raise UserError(f"{folder / 'tokenizer.json'}: no valid JSON ({error})") from None
-    added = content.get("added_tokens") if isinstance(content, dict) else None
-    known = {str(token.get("content")) for token in added or () if isinstance(token, dict)}
-    return [mark for mark in marks if mark not in known]
 
 
 def missing_chat_template(folder: str | Path) -> UserError:
@@ -98,9 +89,8 @@ def missing_chat_template(folder: str | Path) -> UserError:
 def text_fingerprint(tokenizer_folder: Path, template: str, image_texts: Sequence[str] = (), wording: str = "") -> str:
     """What text lengths depend on, as 16 hex digits of a SHA-256: tokenizer files, template, rules of segmentation.
 
-    `template` is what `data.template` holds; one written in Jinja counts with its text. `image_texts` is the layout's
-    (ImageLayout.texts), `wording` the samples' format's (SampleFormat.wording). Raises UserError for a folder without a
-    tokenizer, and for a file larger than MAX_TOKENIZER_BYTES.
+    `template` is what `data.template` holds, `image_texts` the layout's (ImageLayout.texts), `wording` the samples'
+    format's (SampleFormat.wording). Raises UserError for a folder without a tokenizer, and a file that is too large.
     """
     files = tokenizer_files(tokenizer_folder)
     if not files:

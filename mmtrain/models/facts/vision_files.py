@@ -43,10 +43,7 @@ def is_timm_name(name: str) -> bool:
 
 
 def encoder_settings(config_json: dict[str, Any], source: str) -> EncoderSettings:
-    """Read the config.json of an encoder of timm or transformers, or of what holds one.
-
-    Raises UserError for a model that is no encoder known here, and for images that are not square.
-    """
+    """Read the config.json of an encoder, or of what holds one; raises UserError for another model."""
     if "architecture" in config_json:
         family, settings = TIMM_VIT, config_json.get("model_args") or {}
         size, blocks = settings.get("img_size"), settings.get("depth")
@@ -87,10 +84,7 @@ def check_preprocessing(name: str) -> None:
 
 
 def preprocessing(folder: Path) -> Preprocessing:
-    """What the preprocessor_config.json of an encoder of transformers, or of a whole model, says.
-
-    Raises UserError where it is missing or says nothing usable.
-    """
+    """Read how an encoder's folder says that images are made; raises UserError where it says nothing usable."""
     file, facts = image_settings(folder)
     if facts is None:
         raise UserError(
@@ -112,10 +106,7 @@ def preprocessing(folder: Path) -> Preprocessing:
 
 
 def image_settings(folder: Path) -> tuple[Path, dict[str, Any] | None]:
-    """Where a folder of transformers says how its images are made, and what it says there; None where it does not.
-
-    transformers 5 writes the settings of a processor's parts into processor_config.json.
-    """
+    """The file of a folder of transformers that says how its images are made, and what it says; None: nothing."""
     file, processor = folder / "preprocessor_config.json", folder / "processor_config.json"
     if file.is_file():
         return file, read_json(file)
@@ -124,10 +115,9 @@ def image_settings(folder: Path) -> tuple[Path, dict[str, Any] | None]:
 
 
 def patches_per_image(image_size: int, patch_size: int) -> int:
-    """Patches that an encoder makes of one image; both sizes in pixels.
+    """Patches that an encoder makes of one image; its convolution drops what is left over at the right and the bottom.
 
-    Its patch convolution drops what is left over at the right and the bottom (SigLIP: 384 px in patches of 14 give
-    27 x 27). Raises UserError when not even one patch fits.
+    Raises UserError when not even one patch fits.
     """
     if patch_size < 1 or image_size < patch_size:
         raise UserError(

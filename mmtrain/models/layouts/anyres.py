@@ -5,8 +5,8 @@ anyres_max_9  LlavaOnevision's: interpolated to what 9 tiles have where it is mo
               much; of several images in a sample each is one padded tile and a newline
 
 The grid is that of the pinpoint that loses least of the picture, which lies in its middle, on black. Sources:
-`select_best_resolution` (image_processing_utils), `unpad_image` (llava_next) and `pack_image_features`
-(llava_onevision) in transformers; floating-point operations are in their order, since they round.
+`select_best_resolution`, `unpad_image` and `pack_image_features` in transformers; floating-point operations are in
+their order, since they round.
 """
 
 from __future__ import annotations

@@ -8,8 +8,27 @@ from mmtrain.models.layouts.anyres import Anyres, AnyresMax9
 from mmtrain.models.layouts.idefics3 import Idefics3
 from mmtrain.models.layouts.layout import ImageLayout
 from mmtrain.models.layouts.square import Square
-from mmtrain.models.layouts.text_alone import Require, Strip
 from mmtrain.models.layouts.tiles import Tiles
+
+
+class Require(ImageLayout):
+    """Without an encoder images take no position; a sample that has some is unusable."""
+
+    name = "require"
+    takes_images = False
+
+    @property
+    def index_options(self) -> str:
+        return f" --images {self.name}"
+
+
+class Strip(Require):
+    """Without an encoder images and their marks are taken out of samples."""
+
+    name = "strip"
+    strips = True
+    texts = (name, "", "")
+
 
 LayoutName = Literal["square", "idefics3", "tiles", "anyres", "anyres_max_9"]
 LAYOUTS: dict[str, type[ImageLayout]] = {kind.name: kind for kind in (Square, Idefics3, Tiles, Anyres, AnyresMax9)}

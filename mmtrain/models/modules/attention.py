@@ -93,9 +93,8 @@ _POSITIONS: ContextVar[_Positions | None] = ContextVar("positions", default=None
 def document_positions(position_ids: torch.Tensor, no_padding: torch.Tensor | None = None) -> Iterator[None]:
     """Within this context a model's masks also end where `position_ids` (B, L) restart.
 
-    Needed although the model receives position_ids too: gpt_oss, afmoe and opt do not pass them to their masks.
-    `no_padding`, (B, L) of true, is the attention mask that the model gets, so that transformers does not look for
-    documents. With position_ids on the host, the host then waits for nothing.
+    gpt_oss, afmoe and opt do not pass those to their masks. `no_padding`, (B, L) of true, is the attention mask that
+    the model gets, so that transformers does not look for documents. With position_ids on the host, no call waits.
     """
     token = _POSITIONS.set(_Positions(position_ids, no_padding))
     try:
@@ -119,8 +118,7 @@ def packed_mask(
 ) -> Documents:
     """Return the documents of a forward call, where transformers would build a mask (AttentionMaskInterface).
 
-    `local_size` is the window or chunk size in tokens. Raises ValueError for padding masks, caches, functions that the
-    model lays over the causal mask, and tokens that see later ones.
+    Raises ValueError for padding masks, caches, a mask function of the model's own, and tokens that see later ones.
     """
     set_positions = _POSITIONS.get()
     ours = None if set_positions is None else set_positions.no_padding
@@ -246,11 +244,7 @@ def attend_by_document(
 
 
 def _split(states: torch.Tensor, lengths: Sequence[int]) -> list[torch.Tensor]:
-    """(1, H, L, D) into (1, H, length, D) of each length.
-
-    Not by slices, whose gradients are tensors of the whole length; and along tokens as they lie in memory,
-    (1, L, H, D), so that gradients are joined without being laid out anew.
-    """
+    # Not by slices, whose gradients have the whole length; along (1, L, H, D), whose gradients are joined uncopied.
     return [part.transpose(1, 2) for part in states.transpose(1, 2).split(lengths, dim=1)]
 
 
@@ -298,10 +292,9 @@ def _visible(queries: int, keys: int, window: int | None, device: torch.device) 
 
 
 def flash_varlen_attn(*arguments: Any, **options: Any) -> torch.Tensor:
-    """torch's variable-length attention by flash attention, forward and therefore backward.
+    """torch's variable-length attention without cuDNN, which torch 2.15 prefers on Hopper and Blackwell.
 
-    torch 2.15 prefers cuDNN on Hopper and Blackwell, which builds a graph for every new shape, and every pack has
-    another: 42 to 51 ms a call instead of 0.25 (pytorch pull request 191576).
+    cuDNN builds a graph for every new shape: 42 to 51 ms a call instead of 0.25 (pytorch pull request 191576).
     """
     with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
         return varlen_attn(*arguments, **options)
@@ -312,8 +305,7 @@ def attend_flash(
 ) -> torch.Tensor:
     """Attend in one call for all documents of all rows, as `packed_attention`; fp16 or bf16, on a GPU.
 
-    The kernel's window is (tokens to the left, tokens to the right): (W - 1, 0) for W tokens, itself included, (-1, 0)
-    for plain causal attention. The queries of a sequence are its last tokens, as in flash attention since 2.1.
+    The queries of a sequence are its last tokens, as in flash attention since 2.1.
     """
     heads, width, value_width = query.shape[1], query.shape[-1], value.shape[-1]
     if value_width < width:  # deepseek; the kernel wants one width, and added columns of zeros stay zeros
@@ -330,7 +322,7 @@ def attend_flash(
         k, v = k[places], v[places]
     else:
         sequences = [documents.offsets, documents.offsets, documents.longest, documents.longest]
-    left = -1 if documents.window is None else documents.window - 1
+    left = -1 if documents.window is None else documents.window - 1  # tokens before the query's own; -1: all
     out = flash_varlen_attn(q, k, v, *sequences, scale=scale, window_size=(left, 0), **options)
     return out.unflatten(0, query.shape[::2])[..., :value_width]
 
@@ -391,14 +383,13 @@ def use_flash(
 ) -> bool:
     """Whether flash attention takes these tensors, and is right on this GPU; `extras` names what else is asked for.
 
-    The first call for heads of one kind compares it with attention by document. Inside a layer that is recomputed in
-    backward that would end in torch's CheckpointError. So a stage runs once without gradients when it is built
-    (`Stage.try_out`).
+    The first call for heads of one kind compares it with attention by document, which in a layer that is recomputed
+    would end in torch's CheckpointError. So a stage runs once when it is built (`Stage.try_out`).
     """
     reason = _reason_against_flash(query, key, value, documents, extras)
     if reason is None:
         grouped, width, windowed = query.shape[1] != key.shape[1], query.shape[-1], documents.window is not None
-        if not _flash_agrees(grouped, width, windowed, query.dtype, query.device):
+        if not flash_agrees(grouped, width, windowed, query.dtype, query.device):
             heads = f"{_name(query.dtype)} heads of {width}"
             reason = f"flash attention of torch {torch.__version__} fails or is wrong on {heads} on this GPU"
     if (record := _RECORD.get()) is not None:
@@ -431,30 +422,27 @@ def _name(dtype: torch.dtype) -> str:
 
 
 @functools.cache
-def _flash_agrees(grouped: bool, width: int, windowed: bool, dtype: torch.dtype, device: torch.device) -> bool:
-    # A small window stands for all: the comparison takes memory with the square of it.
-    return flash_agrees(2 if grouped else 1, width, 100 if windowed else None, dtype, device)
-
-
 @torch.enable_grad()
-def flash_agrees(groups: int, width: int, window: int | None, dtype: torch.dtype, device: torch.device | str) -> bool:
+def flash_agrees(grouped: bool, width: int, windowed: bool, dtype: torch.dtype, device: torch.device | str) -> bool:
     """Whether flash attention gives what attention by document gives in fp32, within rounding.
 
-    Compares results and gradients for all tokens and for some. `groups` query heads share a key head; heads are `width`
-    wide. A kernel that raises RuntimeError (flash attention on a GPU before Ampere) does not agree.
+    Compares results and gradients for all tokens and for some, with heads of `width`; if `grouped`, two query heads
+    share a key head. A kernel that raises RuntimeError (on a GPU before Ampere) does not agree.
     """
+    window = 100 if windowed else None  # for all windows: memory grows with the square
     borders = (0, 13, 19, 20, 47 + (window or 0))  # the last document is longer than the window
     spans = list(itertools.pairwise(borders))
     offsets = torch.tensor(borders, dtype=torch.int32, device=device)
     documents = Documents(tuple((0, a, a, b) for a, b in spans), window, offsets, borders[-1] - borders[-2])
     some = torch.tensor([place for a, b in spans for place in {a, (a + b) // 2, b - 1}]).sort().values
+    heads = 4 if grouped else 2
     scale = width**-0.5
     generator = torch.Generator(device).manual_seed(0)
     # Scores around 14 show a wrong result best; but they leave a gradient of differences that bf16 does not hold.
     for peak, with_gradients in ((14.0, False), (3.0, True)):
         query, key, value, upstream = (
-            torch.randn(1, heads, borders[-1], width, generator=generator, device=device)
-            for heads in (2 * groups, 2, 2, 2 * groups)
+            torch.randn(1, count, borders[-1], width, generator=generator, device=device)
+            for count in (heads, 2, 2, heads)
         )
         # Each document's first and last token outweigh the others for every query that sees them: a window that is off
         # by one, or one token of another document or its own too few, changes a result by a good part of what there is.

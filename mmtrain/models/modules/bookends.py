@@ -65,8 +65,7 @@ def absent_modules(
 ) -> dict[nn.Module, nn.Module]:
     """Map every module that a slice of decoder layers [first, last) does not hold to what takes its place.
 
-    Learned position embeddings belong to the slice that holds decoder layer 0. Raises UserError for a family with other
-    parameters outside its decoder layers, which more than one stage would need.
+    Raises UserError for a family with parameters outside its decoder layers that more than one stage would need.
     """
     layers = decoder_layers(model)
     absent: dict[nn.Module, nn.Module] = {
@@ -92,7 +91,7 @@ def absent_modules(
 
 
 def holds_layer_0(first: int, last: int) -> bool:
-    """Whether decoder layer 0, and with it what feeds it beside the embedding, is in [first, last)."""
+    """Whether decoder layer 0, and with it learned position embeddings, is in [first, last)."""
     return first == 0 and last > 0
 
 

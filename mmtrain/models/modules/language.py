@@ -109,8 +109,8 @@ class DecoderLayers(nn.Module):
     def forward_rows(self, hidden: torch.Tensor, position_ids: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
         """With the head: `forward`'s result for some tokens alone, (S, D).
 
-        `places` (S,) int64, on the CPU lest the host waits, rise over rows laid end to end; there may be none. Other
-        tokens skip the final norm and, after `narrow_last_layer`, most of the last decoder layer.
+        `places` (S,) int64, on the CPU, rise over rows laid end to end; there may be none. Other tokens skip the final
+        norm and, after `narrow_last_layer`, most of the last decoder layer.
         """
         assert self.has_head, "only a slice with the head has results that are not handed on"
         count = len(places)
@@ -174,8 +174,7 @@ class DecoderLayers(nn.Module):
     def recompute(self, count: int) -> None:
         """Let the first `count` of the slice's decoder layers recompute their activations in backward (0: none).
 
-        Such a layer saves its input alone. Cost: a second forward. Unlike transformers' gradient checkpointing this
-        works in eval mode and leaves the names of parameters as they are.
+        Unlike transformers' gradient checkpointing this works in eval mode and keeps the names of parameters.
         """
         self._recomputed = count
         self._dress_layers(narrow=self._last_layer is not None)
@@ -232,13 +231,11 @@ def load_decoder_layers(
 ) -> DecoderLayers:
     """Load decoder layers [first, last) of the causal LM in a folder (or cached hub id), frozen, in eval mode.
 
-    Only the slice's own tensors are read. transformers loads them by its own rules (conversions, fused experts, ties,
-    fp32 buffers), so that the union of all slices equals `from_pretrained`. With tied embeddings a head slice without
-    the embedding holds its own copy of the matrix.
+    Only the slice's own tensors are read, by transformers' rules (conversions, fused experts, ties, fp32 buffers). A
+    head without the embedding holds its own copy of a tied matrix. Layers that leave host memory, to a GPU or, the
+    `streamed_numbers`, to `streamed`, are loaded one by one: memory holds what is kept and one of them.
 
-    Layers that leave host memory, to a GPU or, the `streamed_numbers`, to `streamed`, are loaded one after the other:
-    memory holds what is kept and one of them. Raises UserError for missing or unusable files and for families that
-    cannot be cut.
+    Raises UserError for missing or unusable files and for families that cannot be cut.
     """
     weights = _Weights(path, dtype)
     _check_bounds(weights.config, first, last, embedding, head)
@@ -315,7 +312,7 @@ class _Weights:
 
 
 def missing_prefix(names: Iterable[str], stock: type[PreTrainedModel]) -> str:
-    """Prefix of the causal LM `stock` that names on disk lack: "", or, in the published gpt2, "transformer."."""
+    """Prefix that names on disk lack: "", or, in the published gpt2, "transformer."."""
     complete = any(canonical_name(name).startswith("llm.layers.") for name in names)
     return "" if complete else stock.base_model_prefix + "."
 
@@ -354,7 +351,7 @@ def _set_options(config: PreTrainedConfig) -> None:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Silence transformers' bars (one a rank is unreadable) and its report of what does not fit (a value here)."""
+    """Silence transformers' progress bars and its report of what does not fit."""
     shown, level = logging.is_progress_bar_enabled(), logging.get_verbosity()
     logging.disable_progress_bar()
     logging.set_verbosity_error()

@@ -16,7 +16,7 @@ import functools
 import inspect
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import nn
@@ -87,23 +87,22 @@ def run_on_rows(
 ) -> Any:
     """Run a stock decoder layer's `forward` of `hidden` (B, L, D) for the tokens of `rows` alone.
 
-    `arguments` and `options` are those of the stock model; what they hold for each token is cut to `rows`. Raises
-    TypeError for a layer that has no cache, or does not use it.
+    What the stock model's arguments hold for each token is cut to `rows`. Raises TypeError for a layer without a cache.
     """
     call = inspect.signature(forward).bind(hidden, *arguments, **options)
     name = next((name for name in CACHE_ARGUMENTS if name in call.signature.parameters), None)
     if name is None:
         raise TypeError(f"{inspect.unwrap(forward)} has no argument for a cache")
-    call.arguments[name] = _EndingCache()
+    call.arguments[name] = _Cache()
     try:
         with _giving_zeros(query_projections):
             forward(*call.args, **call.kwargs)
         raise TypeError(f"{inspect.unwrap(forward)} does not use its cache")
     except _CacheReached as reached:
-        keys_and_values = reached.keys_and_values
+        keys_and_values = reached.args
     of_all = tuple(hidden.shape[:2])
     call.arguments.update({name: _of_rows(value, rows, of_all) for name, value in call.arguments.items()})
-    call.arguments[name] = _FilledCache(keys_and_values)
+    call.arguments[name] = _Cache(*keys_and_values)
     with _giving_zeros(key_projections):
         return forward(*call.args, **call.kwargs)
 
@@ -141,25 +140,16 @@ def _of_rows(value: Any, rows: Rows, of_all: tuple[int, int]) -> Any:
 
 
 class _CacheReached(Exception):  # noqa: N818 - no error
-    """Leaves a layer's forward with its keys and values."""
-
-    def __init__(self, keys_and_values: tuple[torch.Tensor, torch.Tensor]) -> None:
-        super().__init__()
-        self.keys_and_values = keys_and_values
+    """Leaves a layer's forward with its keys and values as arguments."""
 
 
-class _EndingCache:
-    """A cache that leaves the layer with its keys and values."""
+class _Cache:
+    """A cache that leaves the layer with its keys and values, or returns those that it holds."""
 
-    def update(self, key: torch.Tensor, value: torch.Tensor, *_: Any, **__: Any) -> NoReturn:
-        raise _CacheReached((key, value))
+    def __init__(self, *keys_and_values: torch.Tensor) -> None:
+        self._keys_and_values = keys_and_values
 
-
-class _FilledCache:
-    """A cache that holds the keys and values of all tokens."""
-
-    def __init__(self, keys_and_values: tuple[torch.Tensor, torch.Tensor]) -> None:
-        self.keys_and_values = keys_and_values
-
-    def update(self, *_: Any, **__: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        return self.keys_and_values
+    def update(self, key: torch.Tensor, value: torch.Tensor, *_: Any, **__: Any) -> tuple[torch.Tensor, ...]:
+        if not self._keys_and_values:
+            raise _CacheReached(key, value)
+        return self._keys_and_values

@@ -100,9 +100,8 @@ def loss_sum_and_predictions(
 def count_answers(labels: torch.Tensor, predicted: torch.Tensor) -> torch.Tensor:
     """Count what a prediction gets right: (correct tokens, answers, exact answers), (3,) float64.
 
-    `labels` (B, L) int64, on the host; `predicted` (S,) of their `supervised_places`, on any device; the host does not
-    wait. An answer is a run of supervised positions in a row, exact if each token is predicted, its end mark included.
-    Runs of neighbouring documents never merge, since a document's last position predicts nothing.
+    `labels` (B, L) int64, on the host; `predicted` (S,) of their `supervised_places`, on any device. An answer is a run
+    of supervised positions in a row. Those of two documents never merge: a document's last position predicts nothing.
     """
     device = predicted.device
     supervised = labels != IGNORE

@@ -114,8 +114,8 @@ def make_projector(
 ) -> Projector:
     """Build a projector in fp32: linear layers with nn.Linear's default distribution, norms 1 and 0.
 
-    A `newline` is normal with deviation 1 / sqrt(llm_width), as in LLaVA-NeXT. Every tensor is a function of (seed,
-    parameter name) alone. Raises what `connectors.connector` raises.
+    A `newline` is drawn as in LLaVA-NeXT. Every tensor is a function of (seed, parameter name) alone. Raises what
+    `connectors.connector` raises.
     """
     with torch.device("meta"):
         projector = Projector(connectors.connector(section, vision_width, llm_width, newline))
@@ -137,10 +137,7 @@ def make_projector(
 def starting_projector(
     section: ProjectorSection, vision_width: int, llm_width: int, seed: int, newline: bool = False
 ) -> Projector:
-    """The projector that a run begins with: from `init_from`, and drawn where that has nothing.
-
-    Raises what `make_projector` and `read_projector` raise.
-    """
+    """The projector that a run begins with: from `init_from`, and drawn where that has nothing."""
     projector = make_projector(section, vision_width, llm_width, seed, newline)
     if section.init_from is not None:
         read = read_projector(section.init_from, section, vision_width, llm_width, newline)
@@ -151,8 +148,7 @@ def starting_projector(
 def whole_projector(checkpoint: StepFolder) -> dict[str, torch.Tensor]:
     """The projector of a checkpoint's run, fp32, by the names of `make_projector`'s module; empty without an encoder.
 
-    What has trained is in the checkpoint, the rest is what the run began with. Raises UserError where that has changed
-    or is gone.
+    Raises UserError where what the run began with and did not train has changed or is gone.
     """
     config, file = checkpoint.config, checkpoint.tensors_file
     if config.model.vision is None:
@@ -181,9 +177,8 @@ def read_projector(
 ) -> dict[str, torch.Tensor]:
     """Read the projector of `section` from `path`, in fp32, by the names of `make_projector`'s module.
 
-    `path` is what `find_projector` takes; it may lack the run's `newline`. Pickles are read without running them.
-    Raises UserError for a path that holds none, damaged files, tensors of another projector, other widths or types, and
-    values that are not finite.
+    It may lack the run's `newline`. Raises UserError for a path that holds none, damaged files, tensors of another
+    projector, other widths or types, and values that are not finite.
     """
     files = find_projector(path)
     stored = _read(files)

@@ -8,8 +8,8 @@ last stage    hidden (B, L, D), position_ids, labels (B, L) --decoder layers, no
               (or predicted tokens); of the last decoder layer, what supervised tokens alone need
 
 Between stages travel hidden states in the LLM's dtype, position_ids and labels (int64, on the host); between slices of
-the encoder (vision_tower.py) hidden states of tiles and, to stage 0, features, in the encoder's dtype; nothing else. On
-a GPU no call waits for the device: what depends on data, masks and supervised places, is found on the host.
+the encoder hidden states of tiles and, to stage 0, features, in the encoder's dtype. On a GPU no call waits for the
+device: masks and supervised places are found on the host.
 """
 
 from __future__ import annotations
@@ -45,27 +45,23 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 class Front(nn.Module):
-    """Vision encoder, or its first slice, and projector: tiles (N, 3, S, S) -> image embeddings (P, D), on stage 0.
-
-    `transform` is asked how to normalise uint8 pixels when the first ones come.
-    """
+    """Vision encoder, or its first slice, and projector: tiles (N, 3, S, S) -> image embeddings (P, D), on stage 0."""
 
     def __init__(self, vision: VisionTower, projector: Projector, transform: Callable[[], ImageTransform]) -> None:
         super().__init__()
         self.vision = vision
         self.projector = projector
-        self.transform = functools.cache(transform)
+        self.transform = functools.cache(transform)  # called when the first uint8 pixels come
 
     @property
     def encoder_is_frozen(self) -> bool:
-        """Whether nothing of the encoder trains: then its features may be prefetched."""
         return not any(p.requires_grad for p in self.vision.parameters())
 
     def encode(self, tiles: torch.Tensor | None) -> torch.Tensor | None:
         """Tiles, uint8 or normalised float32, to features (N, T, W), or to hidden states for the next slice.
 
-        A frozen encoder runs without a graph, `tiles_per_call` at a time. Without tiles it gives None; one that trains
-        gives the features of a black tile, so that it has gradients to reduce.
+        Without tiles a frozen encoder gives None, and one that trains the features of a black tile: it has gradients to
+        reduce.
         """
         if tiles is None:
             if self.encoder_is_frozen:
@@ -80,13 +76,9 @@ class Front(nn.Module):
         return self.transform().normalise(tiles) if tiles.dtype == torch.uint8 else tiles
 
     def forward(self, features: torch.Tensor | None, tilings: Sequence[Tiling] = ()) -> torch.Tensor:
-        """Image embeddings (P, D) of the features (N, T, W) of the images' tiles.
-
-        Without features one position of zeros is projected: else a replica without an image would have no gradient to
-        reduce while its peers wait for one.
-        """
+        """Image embeddings (P, D) of the features (N, T, W) of the images' tiles."""
         newline = self.projector.image_newline
-        if features is None:
+        if features is None:  # one position of zeros, so that a replica without images has gradients to reduce
             device = next(self.projector.parameters()).device
             features = torch.zeros(1, self.projector.factor**2, self.vision.width, device=device)
         projected = self.projector(features.float())
@@ -96,10 +88,7 @@ class Front(nn.Module):
 
 
 class Stage(nn.Module):
-    """Contiguous layers that run as one forward call, and the rank's slice of the encoder.
-
-    Stage 0 has its slice in the front, another stage as `later_slice`.
-    """
+    """Contiguous layers that run as one forward call, and the rank's slice of the encoder."""
 
     def __init__(
         self,
@@ -145,9 +134,9 @@ class Stage(nn.Module):
         return self.front is None or self.front.encoder_is_frozen
 
     def encode(self, taken: PackedBatch | torch.Tensor | None) -> torch.Tensor | None:
-        """Run ENCODE: features (N, T, W) of a micro-batch's tiles; None where there is nothing to encode.
+        """Run ENCODE: a micro-batch, or hidden states of tiles, to features (N, T, W) or hidden states, contiguous.
 
-        Between slices of the encoder travel hidden states (N, T + prefix, W), None without tiles. All are contiguous.
+        None where there is nothing to encode.
         """
         if isinstance(taken, PackedBatch):
             return None if self.front is None else self.front.encode(taken.tiles)
@@ -241,8 +230,7 @@ def arranged(projected: torch.Tensor, newline: torch.Tensor, tilings: Sequence[T
 def fuse(embeddings: torch.Tensor, image_places: torch.Tensor, image_embeddings: torch.Tensor | None) -> torch.Tensor:
     """Put image embeddings (P, D), in order, into the positions `image_places` (P,) int64 of rows laid end to end.
 
-    Returns (B, L, D) in the dtype of `embeddings`. Raises ValueError for another number of places: every later image
-    would be shifted against its text.
+    Returns (B, L, D) in the dtype of `embeddings`. Raises ValueError for another number of places.
     """
     positions, supplied = len(image_places), 0 if image_embeddings is None else len(image_embeddings)
     if positions != supplied:
@@ -316,7 +304,7 @@ def build_stage(
 
 
 def _load_encoder(config: RunConfig, stage: StagePlan, device: torch.device | str) -> VisionTower | None:
-    """The slice of the encoder that the plan names, or the whole one where there is the front; else None."""
+    """Load the slice of the encoder that the plan names, or, in front, the whole encoder."""
     chosen = config.model.vision
     if chosen is None or not (stage.front or stage.encoder is not None):
         return None
@@ -333,6 +321,6 @@ def _load_encoder(config: RunConfig, stage: StagePlan, device: torch.device | st
 
 
 def set_trainable(parameters: Iterable[tuple[str, nn.Parameter]], patterns: Sequence[str]) -> None:
-    """Freeze every parameter but those whose global name matches a pattern; stored types stay."""
+    """Freeze every parameter but those whose global name matches a pattern."""
     for name, parameter in parameters:
         parameter.requires_grad_(matches_any(name, patterns))

@@ -31,6 +31,7 @@ WINDOW = 8  # tokens
 _QUERY_HEADS = ("num_attention_heads", "n_head", "num_heads", "n_heads")
 _KEY_HEADS = ("num_key_value_heads", "num_kv_heads", "n_head_kv")
 _SIZES = {
+    HEADS: _QUERY_HEADS,
     HEADS * HEAD_WIDTH: ("hidden_size", "n_embd", "d_model", "word_embed_proj_dim", "dim_model"),
     HEAD_WIDTH: (
         "head_dim", "global_head_dim", "kv_channels", "v_head_dim", "qk_nope_head_dim", "attention_head_dim",
@@ -68,17 +69,13 @@ def shrink(config: PreTrainedConfig) -> PreTrainedConfig:
     for name in _KEY_HEADS:
         if key_heads := number(name):
             setattr(tiny, name, max(1, HEADS // max(1, heads // key_heads)))
-    for name in _QUERY_HEADS:
-        if number(name):
-            setattr(tiny, name, HEADS)
-    latent = number("qk_rope_head_dim") is not None  # multi-head latent attention: deepseek
     for size, names in _SIZES.items():
         for name in names:
             if number(name) is not None:
                 setattr(tiny, name, size)
             elif isinstance(getattr(tiny, name, None), (list, tuple)):
                 setattr(tiny, name, [size] * len(getattr(tiny, name)))
-    if latent:
+    if number("qk_rope_head_dim") is not None:  # multi-head latent attention: deepseek
         tiny.qk_rope_head_dim = ROTARY_WIDTH
         for name, width in (("qk_head_dim", HEAD_WIDTH + ROTARY_WIDTH), ("head_dim", ROTARY_WIDTH)):
             if number(name) is not None:
@@ -106,14 +103,12 @@ def shrink(config: PreTrainedConfig) -> PreTrainedConfig:
 def _trim_rope(parameters: dict[str, Any], partial: float | None) -> dict[str, Any]:
     """Cut lists of one factor per frequency to HEAD_WIDTH; some families have parameters per layer type."""
     rotated = int(HEAD_WIDTH * (parameters.get("partial_rotary_factor") or partial or 1.0))
-    trimmed: dict[str, Any] = {}
+    trimmed = dict(parameters)
     for key, value in parameters.items():
         if isinstance(value, dict):
             trimmed[key] = _trim_rope(value, partial)
         elif isinstance(value, (list, tuple)) and "factor" in key:
             trimmed[key] = list(value[: rotated // 2])
-        else:
-            trimmed[key] = value
     return trimmed
 
 

@@ -46,12 +46,9 @@ def load_vision(
 ) -> VisionTower:
     """Load an encoder up to the selected layer: frozen, in eval mode, its weights stored in `dtype`.
 
-    `name` is a timm model name (weights from the local Hugging Face cache), a folder in timm's local format or of a
-    vision model of transformers, or the hub id of such a folder in the local cache. Nothing is downloaded.
-
-    With `final_norm`, for the last layer alone, features are those of timm's `forward_features`, or transformers'
-    `last_hidden_state`. With `blocks`, [first, last) of those that run, the others are not kept. Of safetensors of
-    transformers they are not even read; timm reads whole files.
+    `name` is a timm name, or a folder or cached hub id of a vision model of timm or transformers; nothing is
+    downloaded. With `final_norm`, for the last layer alone, features are those of timm's `forward_features`, or
+    transformers' `last_hidden_state`. With `blocks`, [first, last) of those that run, the others are not kept.
 
     Raises UserError for a name, folder or layer that does not exist, weights that are not here, and other encoders.
     """
@@ -62,9 +59,9 @@ def load_vision(
 
 
 def timm_model(name: str, held: tuple[int, int] | None = None) -> nn.Module | None:
-    """Load a timm encoder with all its blocks, norms and heads, as published; None for one of transformers.
+    """Load a timm encoder as published, with bookends for all blocks but `held`; None for one of transformers.
 
-    With `held`, [first, last), bookends stand for the other blocks. Raises what `load_vision` raises.
+    Raises what `load_vision` raises.
     """
     overlay = None
     if is_timm_name(name):
@@ -107,11 +104,7 @@ def timm_weights(name: str) -> Path:
 
 
 def check_wrapped_timm(config: dict[str, Any], folder: Path) -> None:
-    """Raise UserError for an encoder that timm would load from elsewhere.
-
-    `config` has architecture and model_args as transformers' timm_wrapper has them, and timm reads a file that these
-    arguments name.
-    """
+    """Raise UserError for an encoder of transformers' timm_wrapper whose arguments let timm load it from elsewhere."""
     source = f"{folder}: vision_config in config.json"
     architecture, arguments = config.get("architecture"), config.get("model_args") or {}
     if not architecture or ":" in architecture or not timm.is_model(architecture):
@@ -121,7 +114,6 @@ def check_wrapped_timm(config: dict[str, Any], folder: Path) -> None:
 
 
 def _wrapped_timm(folder: Path, config: dict[str, Any], held: tuple[int, int] | None) -> nn.Module:
-    """Load a timm encoder from a multimodal model's folder, which has its architecture, arguments and weights."""
     check_wrapped_timm(config, folder)
     with foreign_files(f"model.vision.name: {folder}"):
         model = timm.create_model(
@@ -251,9 +243,9 @@ def _leave_out(model: nn.Module, unused: Sequence[str]) -> None:
 
 
 def made_up_encoder(name: str, dtype: torch.dtype, final_norm: bool, depth: int) -> VisionTower:
-    """Make an encoder such as `load_vision` loads, with `depth` blocks and random weights, on the CPU.
+    """Make an encoder such as `load_vision` loads, with `depth` blocks and random weights.
 
-    No weight is read. timm's encoders keep their widths, those of transformers become tiny.
+    timm's encoders keep their widths, those of transformers become tiny.
     """
     architecture, options = name, {}
     folder = None if is_timm_name(name) else model_folder(name)

@@ -31,9 +31,8 @@ from mmtrain.plan.costs import tiles_per_call
 class VisionTower(nn.Module):
     """Blocks [first, last) of an encoder, loaded frozen: all of the `depth` that run, or a slice of them.
 
-    The first slice takes images (N, 3, S, S) float32, each other one hidden states (N, *hidden_shape); the second may
-    begin with block 0, too, behind one without blocks. The last gives features (N, *feature_shape), others hidden
-    states. All but images are of the encoder's `dtype`.
+    The first slice takes images (N, 3, S, S) float32, others hidden states (N, *hidden_shape) of the encoder's `dtype`.
+    The last gives features (N, *feature_shape), others hidden states.
     """
 
     def __init__(
@@ -122,8 +121,8 @@ class VisionTower(nn.Module):
     ) -> torch.Tensor:
         """Run N tiles' images or hidden states without a graph, `tiles_per_call` at a time; contiguous.
 
-        The groups are the same in every slice, and so are the strides, whether features were received or made here:
-        both decide which kernels run, so the bits would depend on the layout. `prepared` makes the input of a group.
+        Groups and strides are those of every other slice: they decide which kernels run, and so the bits. `prepared`
+        makes the input of a group.
         """
         first, *others = taken.split(tiles_per_call(self.patches_per_image))
         output = self(prepared(first))

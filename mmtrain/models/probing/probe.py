@@ -52,10 +52,8 @@ _RESULT = re.compile(r"^differences (.+)$", re.MULTILINE)  # libraries may print
 def probe(path: str, cut_points: Sequence[int], *, streams: bool = False) -> None:
     """Try the LLM in folder (or cached hub id) `path` with stages that begin at the decoder layers `cut_points`.
 
-    If it `streams`, layers have weights only while they compute.
-
-    Raises UserError naming the family where staged or packed execution differs from the stock model, fails, or takes
-    longer than `SECONDS`: it takes 2 to 5 s, on a machine that is busy with other work a minute.
+    If it `streams`, layers have weights only while they compute. Raises UserError naming the family where staged or
+    packed execution differs from the stock model, fails, or takes longer than `SECONDS`; it takes 2 to 5 s.
     """
     folder = model_folder(path)
     config_json = llm_config(folder)
@@ -91,11 +89,10 @@ def refuse_differences(family: str, staged: float, packed: float) -> None:
 
 
 def probe_encoder(config: RunConfig) -> None:
-    """Try `config`'s encoder in slices; nothing without an encoder.
+    """Try `config`'s encoder, if any, in slices: 5 to 20 s the first time.
 
     Raises EncoderSliceError, naming encoder, difference and remedy, where slices differ from the whole encoder by a
-    bit, fail, or take longer than `SECONDS`: 5 to 20 s the first time, on a busy machine a minute. Raises UserError for
-    an encoder that cannot be loaded, cut or not.
+    bit, fail, or take longer than `SECONDS`, and UserError for an encoder that cannot be loaded, cut or not.
     """
     chosen = config.model.vision
     if chosen is None:

@@ -1,7 +1,6 @@
 """Weight files of others: safetensors opened tensor by tensor, and the one place that opens pickles.
 
-safetensors --headers--> name and file of every tensor --those wanted--> lazy handles: a slice of a 70B model reads its
-                         own layers and nothing else (bytes come from a memory map when they are asked for)
+safetensors --headers--> name and file of every tensor --those wanted--> lazy handles: bytes are read when asked for
 a pickle ----torch's weights_only unpickler--> {name: tensor, alone in its storage}
 
 A pickle is a program. `weights_only` runs only the part of it that makes tensors and containers of them and refuses
@@ -28,10 +27,7 @@ ZIP_MAGIC = b"PK\x03\x04"  # what torch.save writes since 1.6; older files are r
 
 
 def tensor_files(folder: Path) -> dict[str, Path]:
-    """Map the name on disk of every tensor in a model's folder to its file.
-
-    Raises UserError for a folder without weights, with missing or damaged files, or with pickled weights only.
-    """
+    """Map the name on disk of every tensor in a model's folder to its file; raises what `tensor_shapes` raises."""
     shapes = tensor_shapes(folder)
     if shapes is None:
         raise UserError(
@@ -49,10 +45,9 @@ def open_tensors(places: Mapping[str, tuple[str, Path]]) -> dict[str, Any]:
 
 
 def read_pickled(file: Path) -> dict[str, torch.Tensor]:
-    """Read the named tensors of a file of torch.save, each alone in its storage, on the CPU.
+    """Read the named tensors of a file of torch.save, each alone in its storage, on the CPU; nothing in it is executed.
 
-    Memory-mapped where the format allows it; nothing in the file is executed. Raises UserError for a file that is
-    missing, damaged, or anything but a dictionary of plain tensors.
+    Raises UserError for a file that is missing, damaged, or anything but a dictionary of plain tensors.
     """
     try:
         with file.open("rb") as stream:

@@ -12,7 +12,7 @@ ROW_BYTES = 8192
 def fingerprint(tensor: torch.Tensor) -> str:
     """SHA-256 over wrapping int64 sums of the tensor's bytes in rows of 8192, and over its shape and dtype.
 
-    About fifteen times as fast as hashing every byte (27 GB/s against 1.8 on one core), and only the sums leave a GPU.
+    Fifteen times as fast as hashing every byte (27 GB/s against 1.8 on one core), and only the sums leave a GPU.
     """
     data = tensor.detach().contiguous().view(torch.uint8).flatten()
     whole = data.numel() // ROW_BYTES * ROW_BYTES

@@ -64,22 +64,23 @@ class ProjectorFiles:
     is_part: bool = False  # whether the rest of it, among `shapes` too, is where the checkpoint's run took its start
 
 
-def find_projector(path: str) -> ProjectorFiles:
+def find_projector(path: str, later: frozenset[Path] = frozenset()) -> ProjectorFiles:
     """Find the projector that `path` names; of a run, that of the newest checkpoint that verifies.
 
-    Raises UserError for a path that is not in the table above, for damaged files, and for another kind of projector.
+    Raises UserError for a path that is not in the table above, for damaged files, for another kind of projector, and
+    for one that begins with a checkpoint of `later`, which begin with it.
     """
     file = Path(path).expanduser()
     if file.is_file():
-        return _in_file(file)
+        return _in_file(file, later)
     folder = find_model_folder(path)
     if folder is None:
         raise UserError(f"{KEY}: {path}: no such file or folder, and no hub id in the local cache; {NEEDED}")
     if names_checkpoint(folder):
-        return _in_checkpoint(find(folder))
+        return _in_checkpoint(find(folder), later)
     for name in (TENSORS, LLAVA_FILE):
         if (folder / name).is_file():
-            return _in_file(folder / name)
+            return _in_file(folder / name, later)
     shapes = tensor_shapes(folder)
     if shapes is None:
         entries = ", ".join(sorted(escape(entry.name) for entry in folder.iterdir())[:5]) or "nothing"
@@ -90,10 +91,7 @@ def find_projector(path: str) -> ProjectorFiles:
 
 
 def local_names(disk_names: Iterable[str], source: str | Path) -> dict[str, str]:
-    """Map names in our module (`linear_1.weight`) to names on disk; those of no projector are left out.
-
-    Raises UserError where there is none, or two for one.
-    """
+    """Map names in our module (`linear_1.weight`) to names on disk; raises UserError for none, or two for one."""
     names: dict[str, str] = {}
     for name in disk_names:
         local = _local_name(name)
@@ -114,10 +112,7 @@ def refuse_unfit(
     source: str | Path,
     newline: bool = False,
 ) -> None:
-    """Raise UserError unless `shapes`, by our module's names, are those of this projector between these widths.
-
-    `shapes` may lack the run's `newline`: a projector that was trained on squares goes on with tiles.
-    """
+    """Raise UserError unless `shapes`, by our module's names, are those of this projector; `newline` may be lacking."""
     if NEWLINE in shapes and not newline:
         layouts_with_newlines = [name for name, layout in LAYOUTS.items() if layout.has_newlines]
         raise UserError(
@@ -178,22 +173,27 @@ def projector_widths(config: RunConfig) -> tuple[int, int]:
     return vision.width, llm_shape(config.model.llm.path).hidden_size
 
 
-def _in_file(file: Path) -> ProjectorFiles:
+def _in_file(file: Path, later: frozenset[Path]) -> ProjectorFiles:
     if file.suffix in PICKLED:
         return ProjectorFiles(file, {})
     if file.suffix != ".safetensors":
         raise UserError(f"{KEY}: {file}: neither .safetensors nor {', '.join(sorted(PICKLED))}; {NEEDED}")
     if file.name == TENSORS and (file.parent / MANIFEST).exists():
-        return _in_checkpoint(find(file.parent))  # a bit that flipped in the file shows in the manifest alone
+        return _in_checkpoint(find(file.parent), later)  # a flipped bit in the file shows in the manifest alone
     return ProjectorFiles(file, _projector_alone(read_header(file), file))
 
 
-def _in_checkpoint(checkpoint: StepFolder) -> ProjectorFiles:
-    file = checkpoint.tensors_file
+def _in_checkpoint(checkpoint: StepFolder, later: frozenset[Path]) -> ProjectorFiles:
+    file, folder = checkpoint.tensors_file, checkpoint.path.resolve()
     if not checkpoint.frozen_projector:
         return ProjectorFiles(file, _projector_alone(read_header(file), file), checkpoint)
+    if folder in later:
+        raise UserError(f"{KEY}: {checkpoint.path}: its projector begins with itself; choose another one")
     config = checkpoint.config
-    shapes = _shapes_of(config.model.projector, *projector_widths(config), has_newline(config))
+    section = config.model.projector
+    if section.init_from is not None:
+        find_projector(section.init_from, later | {folder})
+    shapes = _shapes_of(section, *projector_widths(config), has_newline(config))
     return ProjectorFiles(
         file, {f"projector.{name}": shape for name, shape in shapes.items()}, checkpoint, is_part=True
     )

@@ -5,8 +5,7 @@ a list's uses in order (plan/instructions.py) --follow--> before each forward, a
 what is kept --Source.fetch--> the buffer, under the same parameters; the next other layer's fetch begins
 
 Parameters keep identity, shape and type; only their memory comes and goes. So whatever autograd keeps of a weight is
-right again once the layer is whole for its backward. While a layer is not whole its parameters have no memory at all:
-nothing may read them (`whole` lets it).
+right again once the layer is whole for its backward. In between nothing may read them (`whole` lets it).
 
 A fetch has the files' bits. On a GPU it runs on a stream of its own, and no call waits for it on the host.
 """

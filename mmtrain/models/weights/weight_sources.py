@@ -157,10 +157,9 @@ class Codes(NamedTuple):
 
 
 class QuantisedSource(Source):
-    """Each rank keeps its streamed layers in fewer bits on its device; a fetch dequantises.
+    """Each rank keeps its streamed layers in fewer bits on its device; a fetch dequantises, to the LLM's type.
 
-    The dequantised weights compute, in the LLM's type; no activation is quantised and no module is exchanged, so that
-    whatever a family does with a weight works, fused experts too.
+    No module is exchanged, so that whatever a family does with a weight works, fused experts too.
     """
 
     is_exact = False

@@ -21,6 +21,8 @@ from mmtrain.models.facts.settings import check_layers, check_settings, check_si
         ({"tie_word_embeddings": "yes"}, "needed is true or false"),
         ({"layer_types": [1, 2]}, "needed is a list of texts"),
         ({"image_processor": {"size": {"height": 10**6}}}, "height 1000000, which"),
+        ({"model_args": {"mlp_ratio": 1e5}}, "mlp_ratio 100000.0, which"),
+        ({"model_args": {"depth": "x"}}, "depth 'x', which"),
     ],
 )
 def test_a_value_that_no_model_has_is_refused_wherever_it_stands(content, said):

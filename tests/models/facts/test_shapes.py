@@ -12,15 +12,7 @@ import torch
 from peft import LoraConfig, inject_adapter_in_model
 from safetensors.torch import save_file
 from stock_encoders import ENCODERS
-from timm.models import save_for_hf
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    CLIPVisionConfig,
-    CLIPVisionModel,
-    SiglipVisionConfig,
-    SiglipVisionModel,
-)
+from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils import logging
 
 from mmtrain.__main__ import main
@@ -32,7 +24,7 @@ from mmtrain.models.facts.shapes import llm_shape, llm_shape_from, matches_any, 
 logging.set_verbosity_error()
 logging.disable_progress_bar()
 
-CLIP_L = "vit_large_patch14_clip_quickgelu_336.openai"
+CLIP_L, TIMM_NAME = "vit_large_patch14_clip_quickgelu_336.openai", "vit_small_patch16_dinov3.lvd1689m"
 WIDTHS = {
     "vocab_size": 64,
     "hidden_size": 32,
@@ -318,52 +310,6 @@ def test_families_whose_layers_all_attend_pass(config_json):
     check_family(config_json)
 
 
-@pytest.mark.parametrize(("select_layer", "class_token"), [(-1, True), (-3, False)])
-def test_a_timm_folder_has_the_parameters_that_pruning_keeps(select_layer, class_token, tmp_path):
-    arguments = {"img_size": 40, "patch_size": 8, "embed_dim": 48, "depth": 4, "num_heads": 3}
-    arguments |= {} if class_token else {"class_token": False, "global_pool": "avg"}
-    model = timm.create_model("vit_tiny_patch16_224", **arguments)
-    save_for_hf(model, tmp_path, model_args=arguments, safe_serialization=True)
-    shape = vision_shape(str(tmp_path), select_layer)
-    model.prune_intermediate_layers([select_layer], prune_norm=True, prune_head=True)
-    expected = {f"vision.{name}": tuple(parameter.shape) for name, parameter in model.named_parameters()}
-    assert {parameter.name: parameter.shape for parameter in shape.parameters} == expected
-    assert (shape.width, shape.heads, shape.image_size, shape.patch_size) == (48, 3, 40, 8)
-    assert (shape.patches_per_image, shape.prefix_tokens) == (25, int(class_token))
-    assert shape.blocks_run == 5 + select_layer
-
-
-HF_VISION = {
-    "hidden_size": 48,
-    "intermediate_size": 64,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 3,
-    "image_size": 40,
-    "patch_size": 8,
-}
-
-
-@pytest.mark.parametrize(
-    ("config_class", "model_class", "prefix_tokens"),
-    [(CLIPVisionConfig, CLIPVisionModel, 1), (SiglipVisionConfig, SiglipVisionModel, 0)],
-)
-def test_a_clip_or_siglip_folder_has_the_parameters_up_to_the_selected_layer(
-    config_class, model_class, prefix_tokens, tmp_path
-):
-    model = model_class(config_class(**HF_VISION))
-    model.save_pretrained(tmp_path)
-    shape = vision_shape(str(tmp_path), -2)
-    dropped = ("encoder.layers.2.", "post_layernorm.", "head.")
-    expected = {
-        f"vision.{name}": tuple(parameter.shape)
-        for name, parameter in model.named_parameters()
-        if not name.startswith(dropped)
-    }
-    assert {parameter.name: parameter.shape for parameter in shape.parameters} == expected
-    assert (shape.width, shape.heads, shape.patches_per_image, shape.prefix_tokens) == (48, 3, 25, prefix_tokens)
-    assert (shape.image_size, shape.patch_size, shape.blocks_run) == (40, 8, 2)
-
-
 @pytest.mark.parametrize("name", [CLIP_L, "openai/clip-vit-large-patch14-336"])
 def test_the_recorded_llava_tower_is_clip_large_without_its_last_block(name, empty_cache):
     whole, cut = vision_shape(name, -1), vision_shape(name, -2)
@@ -383,14 +329,13 @@ def test_the_recorded_siglip_has_no_prefix_tokens_and_no_pooling_head(name, empt
 
 
 def test_a_timm_name_that_is_not_recorded_has_the_shapes_of_timms_model(empty_cache):
-    name = "vit_small_patch16_dinov3.lvd1689m"
-    shape = vision_shape(name, -1, final_norm=True)
+    shape = vision_shape(TIMM_NAME, -1, final_norm=True)
     with torch.device("meta"):
-        model = timm.create_model(name, pretrained=False)
+        model = timm.create_model(TIMM_NAME, pretrained=False)
     model.prune_intermediate_layers([-1], prune_norm=False, prune_head=True)
     expected = {f"vision.{name}": tuple(parameter.shape) for name, parameter in model.named_parameters()}
     assert {parameter.name: parameter.shape for parameter in shape.parameters} == expected
-    assert (shape.source, shape.width, shape.heads, shape.prefix_tokens) == (f"timm's {name}", 384, 6, 5)
+    assert (shape.source, shape.width, shape.heads, shape.prefix_tokens) == (f"timm's {TIMM_NAME}", 384, 6, 5)
     assert (shape.image_size, shape.patch_size, shape.patches_per_image, shape.blocks_run) == (256, 16, 256, 12)
 
 
@@ -442,24 +387,17 @@ def test_the_tool_records_what_the_files_say(llama, tmp_path, monkeypatch, capsy
     assert replace(recorded, **same) == replace(read, **same)
 
 
-def test_the_tool_records_a_timm_encoder_with_the_parameters_of_the_real_one(tmp_path, monkeypatch):
-    name = "vit_tiny_patch16_224.augreg_in21k"
+@pytest.mark.parametrize("kind", [TIMM_NAME, "siglip", "dinov2_registers", "dinov3", "vit_classifier", "internvl"])
+def test_the_tool_records_an_encoder_as_timm_or_its_folder_has_it(kind, tmp_path, monkeypatch):
     monkeypatch.setattr("mmtrain.models.facts.recorded_shapes.FOLDER", tmp_path)
-    assert main(["record", "--vision", name, "--out", str(tmp_path)]) == 0
-    model = timm.create_model(name, pretrained=False)
-    model.prune_intermediate_layers([-2], prune_norm=True, prune_head=True)
-    expected = {f"vision.{name}": tuple(parameter.shape) for name, parameter in model.named_parameters()}
-    assert {p.name: p.shape for p in vision_shape(name, -2).parameters} == expected
-    assert vision_shape(name, -2).heads == 3
-
-
-@pytest.mark.parametrize("kind", ["siglip", "dinov2_registers", "dinov3", "vit_classifier", "internvl"])
-def test_the_tool_records_an_encoder_of_transformers_as_its_folder_has_it(kind, tmp_path, monkeypatch):
-    monkeypatch.setattr("mmtrain.models.facts.recorded_shapes.FOLDER", tmp_path)
-    ENCODERS[kind][0]().save_pretrained(tmp_path / "folder")
-    assert main(["record", "--vision", str(tmp_path / "folder"), "--id", "me/tiny", "--out", str(tmp_path)]) == 0
-    recorded, read = vision_shape("me/tiny", -2), vision_shape(str(tmp_path / "folder"), -2)
-    assert set(recorded.parameters) == set(read.parameters)
+    source, name, options = kind, kind, []
+    if kind in ENCODERS:
+        source, name, options = str(tmp_path / "folder"), "me/tiny", ["--id", "me/tiny"]
+        ENCODERS[kind][0]().save_pretrained(source)
+    read = vision_shape(source, -2)
+    assert main(["record", "--vision", source, *options, "--out", str(tmp_path)]) == 0
+    recorded = vision_shape(name, -2)
+    assert recorded.source == f"recorded {name}" and set(recorded.parameters) == set(read.parameters)
     same = {"source": "", "parameters": ()}
     assert replace(recorded, **same) == replace(read, **same)
 

@@ -230,23 +230,33 @@ def gradient_of_keys_is_lost(query, key, *arguments, **options):
     return documented_kernel(query, key.detach() + 0 * key, *arguments, **options)
 
 
+@pytest.fixture
+def no_comparisons():
+    """Forget what flash attention was compared with."""
+    flash_agrees.cache_clear()
+    yield
+    flash_agrees.cache_clear()
+
+
 @pytest.mark.parametrize(
-    ("kernel", "windows", "agrees"),
+    ("kernel", "windowed", "agrees"),
     [
-        (documented_kernel, (None, WINDOW, 1000), True),
-        (one_token_too_many, (WINDOW, 1000), False),
-        (one_document_too_few, (None, WINDOW), False),
-        (unsupported, (None,), False),
-        (backward_of(documented_kernel), (None, 100), True),
-        (backward_of(one_token_too_many), (WINDOW, 100), False),
-        (backward_of(one_document_too_few), (None,), False),
-        (backward_of(gradient_of_keys_is_lost), (None,), False),
+        (documented_kernel, (False, True), True),
+        (one_token_too_many, (True,), False),
+        (one_document_too_few, (False, True), False),
+        (unsupported, (False,), False),
+        (backward_of(documented_kernel), (False, True), True),
+        (backward_of(one_token_too_many), (True,), False),
+        (backward_of(one_document_too_few), (False,), False),
+        (backward_of(gradient_of_keys_is_lost), (False,), False),
     ],
 )
-@pytest.mark.parametrize("groups", [1, 4])
-def test_a_gpu_kernel_that_is_wrong_or_missing_is_not_used(monkeypatch, kernel, windows, agrees, groups):
+@pytest.mark.parametrize("grouped", [False, True])
+def test_a_gpu_kernel_that_is_wrong_or_missing_is_not_used(
+    monkeypatch, no_comparisons, kernel, windowed, agrees, grouped
+):
     monkeypatch.setattr(attention, "flash_varlen_attn", kernel)
-    assert all(flash_agrees(groups, 16, window, torch.bfloat16, "cpu") is agrees for window in windows)
+    assert all(flash_agrees(grouped, 16, each, torch.bfloat16, "cpu") is agrees for each in windowed)
 
 
 def test_bf16_stays_close_to_the_definition():
@@ -317,18 +327,10 @@ def test_flash_attention_computes_where_torch_would_take_cudnn(monkeypatch):
     assert chosen == [torch.nn.attention.SDPBackend.CUDNN_ATTENTION.value, varlen._FLASH_ATTENTION_BACKEND]
 
 
-@pytest.fixture
-def pretend_gpu(monkeypatch):
-    """The CPU as a GPU whose flash attention works: tensors say that they are on one, the kernel is the reference."""
+def test_the_gpu_kernel_is_compared_before_a_recomputed_layer_uses_it(tmp_path, monkeypatch, no_comparisons):
+    """Comparing inside such a layer ends in CheckpointError: recomputation does not save what the comparison saved."""
     monkeypatch.setattr(torch.Tensor, "is_cuda", True)
     monkeypatch.setattr(attention, "flash_varlen_attn", documented_kernel)
-    attention._flash_agrees.cache_clear()
-    yield
-    attention._flash_agrees.cache_clear()
-
-
-def test_the_gpu_kernel_is_compared_before_a_recomputed_layer_uses_it(tmp_path, pretend_gpu):
-    """Comparing inside such a layer ends in CheckpointError: recomputation does not save what the comparison saved."""
     save_parts(tmp_path)
     losses, gradients = [], []
     for recomputed in (6, 0):

@@ -253,22 +253,11 @@ def test_other_tensors_than_those_of_the_projector_are_refused_by_name(tmp_path,
     assert message in refusal(tmp_path / "start.safetensors")
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (lambda t: t.pop("2.bias"), "linear_2.bias missing"),
-        (lambda t: t.update({"4.weight": torch.ones(LLM, LLM)}), "4.weight unknown"),
-        (lambda t: t.update({"2.bias": torch.full((LLM,), torch.inf)}), "model.mm_projector.2.bias holds NaN or inf"),
-    ],
-)
-def test_so_are_those_of_an_mm_projector_bin(tmp_path, change, message):
+def test_so_are_those_of_an_mm_projector_bin_and_two_projectors_in_one_file(tmp_path):
     tensors = llava_module(trained()).state_dict()
-    change(tensors)
+    tensors["4.weight"] = tensors.pop("2.weight")
     torch.save(named("model.mm_projector.", tensors), tmp_path / "mm_projector.bin")
-    assert message in refusal(tmp_path)
-
-
-def test_two_projectors_in_one_file_are_refused(tmp_path):
+    assert "linear_2.weight missing; 4.weight unknown" in refusal(tmp_path)
     tensors = trained().state_dict()
     other = trained(seed=6).state_dict()
     save_file(named("projector.", tensors) | named("multi_modal_projector.", other), tmp_path / "two.safetensors")

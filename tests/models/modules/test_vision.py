@@ -2,7 +2,6 @@ import json
 import re
 import shutil
 from functools import partial
-from pathlib import Path
 
 import pytest
 import timm
@@ -99,7 +98,8 @@ def test_only_what_runs_is_kept_and_the_planner_counts_the_same(tiny, hf_folders
         kept = {name: tuple(parameter.shape) for name, parameter in tower.global_parameters()}
         planned = vision_shape(str(folder), -2)
         assert kept == {parameter.name: parameter.shape for parameter in planned.parameters}
-        assert planned.patches_per_image == tower.patches_per_image
+        assert (planned.width, planned.heads, planned.patches_per_image) == (32, 2, tower.patches_per_image)
+        assert (planned.image_size, planned.patch_size, planned.blocks_run) == (tower.image_size, 7, 3)
         assert {int(block[1]) for name in kept if (block := re.search(r"\.(\d+)\.", name))} == {0, 1, 2}
         behind = ("vision.head", "vision.norm.", "vision.layernorm", "vision.post_layernorm", "vision.pooler")
         assert not any(name.startswith(behind) or "mask_token" in name for name in kept)
@@ -203,32 +203,11 @@ def test_an_error_of_transformers_is_one_that_names_the_folder(hf_folders, tmp_p
         load_vision(str(folder), -2, torch.float32)
 
 
-def encoder_with(arguments: dict, tiny: Path, tmp_path: Path) -> Path:
-    """The folder of an encoder of timm whose config.json passes these arguments to its constructor."""
+@pytest.mark.parametrize("arguments", [{"act_layer": "os.system"}, {"no_such_argument": 1}])
+def test_an_error_of_timm_is_one_that_names_the_folder(tiny, tmp_path, arguments):
     folder = shutil.copytree(tiny / "vision", tmp_path / "timm")
     config = json.loads((folder / "config.json").read_text())
     config["model_args"] = config.get("model_args", {}) | arguments
     (folder / "config.json").write_text(json.dumps(config))
-    return folder
-
-
-@pytest.mark.parametrize("arguments", [{"act_layer": "os.system"}, {"no_such_argument": 1}])
-def test_an_error_of_timm_is_one_that_names_the_folder(tiny, tmp_path, arguments):
-    folder = encoder_with(arguments, tiny, tmp_path)
     with pytest.raises(UserError, match=f"{folder} cannot be used"):
         load_vision(str(folder), -2, torch.float32)
-
-
-ABSURD = [{"num_classes": 10_000_000}, {"mlp_ratio": 1e5}, {"depth": 10**9}, {"depth": "x"}]
-
-
-@pytest.mark.parametrize("arguments", ABSURD)
-def test_an_encoder_larger_than_its_weights_is_refused_before_it_takes_memory(tiny, tmp_path, arguments):
-    folder = encoder_with(arguments, tiny, tmp_path)
-    with pytest.raises(UserError, match="which no model has"):
-        vision_shape(str(folder), -2)
-
-
-def test_images_of_another_size_are_not_taken(tiny):
-    with pytest.raises(AssertionError, match="the encoder takes"):
-        load_vision(str(tiny / "vision"), -2, torch.float32)(images(40))
