@@ -68,7 +68,6 @@ class ExportedClass:
 
     @property
     def class_name(self) -> str:
-        """Name of the model's class."""
         return self.model_class.__name__
 
     def language_name(self, name: str, base: str) -> str:

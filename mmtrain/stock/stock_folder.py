@@ -56,18 +56,15 @@ class StockFolder:
 
     @cached_property
     def vision(self) -> VisionShape:
-        """Its encoder with all blocks."""
         return vision_shape(self.path, -1)
 
     @cached_property
     def images(self) -> dict[str, Any]:
-        """Settings of its image processor."""
         preprocessing(self.folder)  # which has an error for its absence
         return image_settings(self.folder)[1] or {}
 
     @cached_property
     def processor(self) -> dict[str, Any]:
-        """processor_config.json."""
         file = self.folder / "processor_config.json"
         return read_json(file) if file.is_file() else {}
 

@@ -16,9 +16,7 @@ import pytest
 import torch
 import whole_models
 import yaml
-from ranks import run_ranks
 from safetensors.torch import load_file, save_file
-from scenes import Case, execute, make_document
 from transformers import CONFIG_MAPPING, AutoModelForImageTextToText, PreTrainedModel
 from untrained_runs import export, load_stock, make_checkpoint
 from whole_models import WHOLES, save_its_parts, save_whole
@@ -52,11 +50,7 @@ COMPLETED = {  # class -> keys of model.vision, of model.projector, data.image_f
         {"type": "mlp2x_gelu_pool", "factor": 2},
         "resize",
     ),
-    "llava_next": (
-        {"select_layer": -2, "final_norm": False, "layout": "anyres", "pinpoints": GRIDS},
-        MLP,
-        None,
-    ),
+    "llava_next": ({"select_layer": -2, "final_norm": False, "layout": "anyres", "pinpoints": GRIDS}, MLP, None),
     "llava_onevision": (
         {"select_layer": -1, "final_norm": False, "layout": "anyres_max_9", "pinpoints": GRIDS},
         MLP,
@@ -69,7 +63,6 @@ COMPLETED = {  # class -> keys of model.vision, of model.projector, data.image_f
     ),
 }
 COMPLETED["smolvlm"] = COMPLETED["idefics3"]
-DAILY = ["llava", "idefics3"]  # of what takes seconds
 
 
 class Made(NamedTuple):
@@ -102,12 +95,6 @@ def configured(tiny, tmp_path) -> Callable[..., RunConfig]:
     return load
 
 
-def parts_of(config: RunConfig, folder: Path) -> RunConfig:
-    """The same run over the parts that `save_its_parts` has saved."""
-    names = {"llm.path": "llm", "vision.name": "vision", "projector.init_from": "projector.safetensors"}
-    return config.changed({f"model.{key}": str(folder / name) for key, name in names.items()})
-
-
 @pytest.mark.parametrize("kind", COMPLETED)
 def test_from_says_what_the_keys_say_and_an_export_has_the_same_bits(make, configured, tmp_path, kind):
     whole = make(kind)
@@ -133,37 +120,17 @@ def test_from_says_what_the_keys_say_and_an_export_has_the_same_bits(make, confi
         assert getattr(again.config, key, None) == getattr(whole.model.config, key, None), key
 
 
-WITH_LINES = ["llava_next", "llava_onevision"]
-OTHERS = sorted(COMPLETED.keys() - {*DAILY, *WITH_LINES})
-
-
-def test_the_newline_of_a_whole_model_is_the_one_of_its_parts(make, configured, tmp_path):
-    whole = make("llava_next")
-    save_its_parts("llava_next", whole.model, tmp_path / "parts")
+@pytest.mark.parametrize("kind", COMPLETED)
+def test_a_run_begins_with_the_tensors_of_the_same_model_in_three_parts(make, configured, tmp_path, kind):
+    whole = make(kind)
+    save_its_parts(kind, whole.model, tmp_path)
     config = configured(whole.folder)
-    ours, theirs = held(config), held(parts_of(config, tmp_path / "parts"))
-    assert torch.equal(ours["projector.image_newline"], whole.model.model.image_newline)
+    names = {"llm.path": "llm", "vision.name": "vision", "projector.init_from": "projector.safetensors"}
+    in_parts = config.changed({f"model.{key}": str(tmp_path / name) for key, name in names.items()})
+    ours, theirs = held(config), held(in_parts)
     assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in theirs)
-
-
-@pytest.mark.parametrize("kinds", [DAILY, pytest.param(OTHERS, marks=pytest.mark.nightly)])
-def test_runs_begin_and_learn_as_with_the_same_model_in_three_parts(make, configured, tmp_path, kinds):
-    cases = []
-    for kind in kinds:
-        whole = make(kind)
-        save_its_parts(kind, whole.model, tmp_path / kind)
-        positions = 16 if COMPLETED[kind][1]["factor"] is None else 4
-        config = configured(
-            whole.folder, "parallel.pipeline=2", "train.packs_per_step=2", "optimizer.lr=0.01", "data.pack_length=64"
-        )
-        documents = [make_document(seed, positions=positions, image_size=28) for seed in range(10)]
-        steps = tuple(tuple([[document]] for document in documents[2 * s : 2 * s + 2]) for s in range(5))
-        cases += [Case(config, steps), Case(parts_of(config, tmp_path / kind), steps)]
-    for rank in run_ranks(2, execute, cases):
-        for ours, theirs in zip(rank[::2], rank[1::2], strict=True):
-            assert [result.loss for result in ours["results"]] == [result.loss for result in theirs["results"]]
-            assert ours["parameters"].keys() == theirs["parameters"].keys()
-            assert all((ours["parameters"][name] == value).all() for name, value in theirs["parameters"].items())
+    if has_newline(config):
+        assert torch.equal(ours["projector.image_newline"], whole.model.model.image_newline)
 
 
 @pytest.mark.parametrize(

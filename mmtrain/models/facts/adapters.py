@@ -28,7 +28,6 @@ def is_adapter(name: str) -> bool:
 
 
 def is_llm_adapter(name: str) -> bool:
-    """Whether a parameter is one of an adapter's in the LLM."""
     return name.startswith("llm.") and is_adapter(name)
 
 

@@ -44,8 +44,6 @@ class Pool:
 
 @dataclass(frozen=True, slots=True)
 class LayerNorm:
-    """torch.nn.LayerNorm over `width` features."""
-
     name: str
     width: int
     eps: float
@@ -53,8 +51,6 @@ class LayerNorm:
 
 @dataclass(frozen=True, slots=True)
 class Linear:
-    """torch.nn.Linear."""
-
     name: str
     inputs: int
     outputs: int
@@ -92,8 +88,7 @@ class Sizes:
     width: int | None = None  # `model.projector.width`
 
     @property
-    def shuffled(self) -> int:
-        """Features of a position behind the shuffle."""
+    def shuffled(self) -> int:  # features of a position behind the shuffle
         return self.vision_width * self.factor**2
 
 

@@ -14,7 +14,6 @@ from __future__ import annotations
 import itertools
 import json
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -47,8 +46,10 @@ class Recorded:
 
 def find_recorded(kind: str, name: str) -> Recorded | None:
     """The record of a model by id or alias, upper and lower case being one; None if there is none."""
-    for content in _contents(kind):
-        if name.lower() in (known.lower() for known in (content["id"], *content["aliases"])):
+    for file in sorted(FOLDER.glob("*.json")):
+        content = read_json(file)
+        names = [each.lower() for each in (content["id"], *content["aliases"])]
+        if content["kind"] == kind and name.lower() in names:
             return _expanded(content)
     return None
 
@@ -73,13 +74,6 @@ def _layer(name: str) -> tuple[str, int]:
     """The prefix and the index of a parameter's layer: `model.layers.` and 3; "" and -1 outside of layers."""
     match = _IN_LAYER.match(name)
     return (match[1], int(match[2])) if match else ("", -1)
-
-
-def _contents(kind: str) -> Iterator[dict[str, Any]]:
-    for file in sorted(FOLDER.glob("*.json")):
-        content = read_json(file)
-        if content["kind"] == kind:
-            yield content
 
 
 def _expanded(content: dict[str, Any]) -> Recorded:

@@ -39,14 +39,11 @@ from mmtrain.models.facts.vision_files import encoder_settings, is_timm_name, pa
 
 @dataclass(frozen=True, slots=True)
 class ParameterShape:
-    """One parameter: its global name and its shape."""
-
-    name: str
+    name: str  # the global one
     shape: Shape
 
     @property
     def numel(self) -> int:
-        """Number of elements."""
         return math.prod(self.shape)
 
 

@@ -41,7 +41,6 @@ class Anyres(ImageLayout):
 
     @property
     def grids(self) -> Grids:
-        """The (height, width) in pixels of the grids to choose from."""
         side = self.tile_size
         return self.pinpoints or tuple((rows * side, columns * side) for rows, columns in self.default_grids)
 

@@ -48,7 +48,6 @@ class Tiling:
 
     @property
     def tiles(self) -> int:
-        """Squares that the encoder sees."""
         return self.rows * self.columns + (self.overview is not None)
 
     @classmethod
@@ -97,7 +96,6 @@ class ImageLayout:
 
     @property
     def most_tiles(self) -> int:
-        """The most tiles that an image has."""
         return 1
 
     @property
@@ -107,7 +105,7 @@ class ImageLayout:
 
     @property
     def description(self) -> str:
-        """How an image is cut, for a model card; empty where it becomes one square."""
+        """For a model card; empty where an image becomes one square."""
         return ""
 
     @property

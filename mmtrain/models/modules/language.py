@@ -80,6 +80,10 @@ class DecoderLayers(nn.Module):
     ) -> None:
         """`model` is a stock causal LM in which all other parts are replaced; `streamed` has its streamed layers."""
         super().__init__()
+        layers = model.config.num_hidden_layers
+        assert 0 <= first <= last <= layers, (first, last, layers)
+        assert not embedding or first == 0, "the embedding is on the stage with decoder layer 0, or the one before"
+        assert not head or last == layers, "the head is on the stage with the last decoder layer, or the one after"
         self.model = model.requires_grad_(False)
         self.first, self.last = first, last
         self.has_embedding, self.has_head = embedding, head
@@ -206,7 +210,6 @@ def slice_of(
     streamed: StreamedLayers | None = None,
 ) -> DecoderLayers:
     """Copy decoder layers [first, last) of a stock causal LM in memory; `streamed`, if any, takes all of them."""
-    _check_bounds(model.config, first, last, embedding, head)
     absent = absent_modules(model, first, last, embedding=embedding, head=head)
     part = copy.deepcopy(model, {id(module): replacement for module, replacement in absent.items()})
     _set_options(part.config)
@@ -238,7 +241,6 @@ def load_decoder_layers(
     Raises UserError for missing or unusable files and for families that cannot be cut.
     """
     weights = _Weights(path, dtype)
-    _check_bounds(weights.config, first, last, embedding, head)
     matrix = embedding or (head and bool(getattr(weights.config, "tie_word_embeddings", False)))
     stay = streamed is None and torch.device(device).type == "cpu"
     at_once = range(first, last if stay else min(first + 1, last))
@@ -333,13 +335,6 @@ def causal_config(folder: Path) -> PreTrainedConfig:
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise UserError(f"{folder}: {family} has no causal LM in transformers {transformers.__version__}")
     return config
-
-
-def _check_bounds(config: PreTrainedConfig, first: int, last: int, embedding: bool, head: bool) -> None:
-    layers = config.num_hidden_layers
-    assert 0 <= first <= last <= layers, (first, last, layers)
-    assert not embedding or first == 0, "the embedding is on the stage that holds decoder layer 0, or on the one before"
-    assert not head or last == layers, "the head is on the stage that holds the last decoder layer, or on the one after"
 
 
 def _set_options(config: PreTrainedConfig) -> None:

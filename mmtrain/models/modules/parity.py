@@ -61,13 +61,12 @@ def measure_differences(
         with document_positions(positions):
             return model(inputs_embeds=embeddings, position_ids=positions).logits[0]
 
-    def run(
-        forward: Callable[[torch.Tensor], torch.Tensor], embeddings: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def run(forward: Callable[[torch.Tensor], torch.Tensor], embeddings: torch.Tensor) -> list[torch.Tensor]:
+        """Logits and gradient of each document."""
         embeddings = embeddings.detach().requires_grad_()
         logits = forward(embeddings)
         (gradient,) = torch.autograd.grad((logits * weights).sum(), embeddings)
-        return logits.detach(), gradient[0]
+        return [*logits.detach().split(DOCUMENTS), *gradient[0].split(DOCUMENTS)]
 
     embeddings = model.get_input_embeddings()(ids)
     reference = run(separate, embeddings)
@@ -88,7 +87,7 @@ def measure_differences(
         return slices[-1].logits(hidden[0])
 
     sliced = run(staged, slices[0].embed(ids))
-    return Differences(staged=_difference(sliced, unsliced), packed=_difference(sliced, reference))
+    return Differences(_largest_difference(sliced, unsliced), _largest_difference(sliced, reference))
 
 
 def takes_rows(config: PreTrainedConfig) -> bool:
@@ -127,15 +126,10 @@ def rows_difference(config: PreTrainedConfig, seed: int) -> float:
         ours = with_gradient(part.forward_rows(hidden, positions, places))
     except Exception:  # a family's code may do anything with a stand-in for its cache
         return math.inf
+    return _largest_difference(ours, expected)
+
+
+def _largest_difference(ours: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]) -> float:
+    """Largest difference of two tensors, relative to the largest value of the expected one."""
     ratios = [(a - b).abs().max() / b.abs().max() for a, b in zip(ours, expected, strict=True)]
-    return float(torch.stack(ratios).max())
-
-
-def _difference(seen: tuple[torch.Tensor, torch.Tensor], expected: tuple[torch.Tensor, torch.Tensor]) -> float:
-    """Largest difference within a document, relative to the document's largest value; of logits and gradients."""
-    ratios = [
-        (a - b).abs().max() / b.abs().max()
-        for ours, theirs in zip(seen, expected, strict=True)
-        for a, b in zip(ours.split(DOCUMENTS), theirs.split(DOCUMENTS), strict=True)
-    ]
     return float(torch.stack(ratios).max())

@@ -176,7 +176,7 @@ class Stage(nn.Module):
                 vision(torch.zeros(1, 3, vision.image_size, vision.image_size, device=device))
 
     def forward(self, hidden: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
-        """Run the stage's decoder layers (and the final norm, on the last stage): (B, L, D) -> (B, L, D)."""
+        """Decoder layers, and on the last stage the final norm: (B, L, D) -> (B, L, D)."""
         return self.language(hidden, position_ids).to(self.dtype)
 
     def loss(

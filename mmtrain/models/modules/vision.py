@@ -194,7 +194,7 @@ def _load_hf(
     def build(model: transformers.PreTrainedModel, *arguments: Any, **options: Any) -> None:
         stock.__init__(model, *arguments, **options)
         if held is not None:  # before memory is taken for them
-            drop_other_blocks(block_list(model, family.published), *held)
+            drop_other_blocks(block_list(model), *held)
 
     # The name and module of the stock class: transformers finds its conversions by them.
     part_class = type(stock.__name__, (stock,), {"__init__": build, "__module__": stock.__module__})

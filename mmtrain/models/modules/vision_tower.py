@@ -48,8 +48,7 @@ class VisionTower(nn.Module):
     ) -> None:
         """`features` runs the encoder's own forward up to the selected block and drops prefix tokens.
 
-        `published` maps a parameter's name in `model` to that in published files. Bookends stand in `model` for all but
-        `blocks` (None: it has all).
+        `published` maps a parameter's name in `model` to that in files. `model` has bookends for all but `blocks`.
         """
         super().__init__()
         self.model = model.eval().requires_grad_(False)
@@ -58,7 +57,7 @@ class VisionTower(nn.Module):
         self.width = width
         self.image_size = image_size
         self.patches_per_image = patches_per_image(image_size, patch_size)
-        self.depth = len(block_list(model, published))
+        self.depth = len(block_list(model))
         self.blocks = (0, self.depth) if blocks is None else blocks
         self.hidden_shape = (self.patches_per_image + prefix_tokens, width)
         self.feature_shape = (self.patches_per_image, width)
@@ -78,11 +77,8 @@ class VisionTower(nn.Module):
     def slice_of(self, first: int, last: int) -> VisionTower:
         """Copy blocks [first, last) of a whole encoder."""
         assert self.is_whole, self.blocks
-        blocks = block_list(self.model, self.published)
-        # deepcopy takes these for copied.
-        absent = {id(block): Bookend(block) for i, block in enumerate(blocks) if not first <= i < last}
-        part = copy.copy(self)
-        part._modules = {"model": copy.deepcopy(self.model, absent)}
+        part = copy.deepcopy(self)
+        drop_other_blocks(block_list(part.model), first, last)
         part.blocks = (first, last)
         return part
 
@@ -99,14 +95,12 @@ class VisionTower(nn.Module):
         first, last = self.blocks
         side = (3, self.image_size, self.image_size)
         if taken.ndim == len(side) + 1:
-            # Encoders with resizable position embeddings would take another size and return another number of tokens.
-            assert taken.shape[1:] == side, f"images of shape {tuple(taken.shape)}, the encoder takes (N, {side})"
-            assert first == 0, f"images for a slice that begins with block {first}"
+            assert taken.shape[1:] == side and first == 0, (taken.shape, self.blocks)  # some encoders take other sizes
             hidden, images = None, taken.to(self.dtype)
         else:
-            assert taken.shape[1:] == self.hidden_shape, f"{tuple(taken.shape)}, needed is (N, {self.hidden_shape})"
+            assert taken.shape[1:] == self.hidden_shape, (taken.shape, self.hidden_shape)
             hidden, images = taken, taken.new_zeros(1, *side)
-        blocks = block_list(self.model, self.published)
+        blocks = block_list(self.model)
         with handed_over(blocks, first, hidden):
             output = self.features(self.model, images)
             if not self.is_last:
@@ -136,10 +130,10 @@ class VisionTower(nn.Module):
         return outputs
 
 
-def block_list(model: nn.Module, published: Callable[[str], str] = str) -> nn.Sequential | nn.ModuleList:
-    """An encoder's blocks, absent ones included; `published` as in VisionTower. Raises UserError without any."""
+def block_list(model: nn.Module) -> nn.Sequential | nn.ModuleList:
+    """An encoder's blocks, absent ones included; raises UserError without any."""
     for name, module in model.named_modules():
-        if isinstance(module, nn.Sequential | nn.ModuleList) and ENCODER_BLOCK.match(f"vision.{published(name)}.0."):
+        if isinstance(module, nn.Sequential | nn.ModuleList) and ENCODER_BLOCK.match(f"vision.{name}.0."):
             return module
     raise UserError(
         f"model.vision.name: the blocks of a {type(model).__name__} are not in one list that is known; use a ViT"
@@ -171,10 +165,7 @@ def handed_over(blocks: nn.Sequential | nn.ModuleList, first: int, hidden: torch
 
 
 def slices_difference(whole: VisionTower, cuts: Sequence[int], images: torch.Tensor) -> float:
-    """Largest difference between features by slices with borders `cuts` and by the whole encoder.
-
-    0 only where all are equal to the bit; infinite for a difference that is no number.
-    """
+    """Largest difference between features by slices with borders `cuts` and by the whole encoder; never NaN."""
     expected = whole.in_groups(images)
     taken = images
     for first, last in pairwise(cuts):
