@@ -72,14 +72,11 @@ class EncoderFamily:
         }
 
 
-_PROJECTIONS = tuple(
-    (f".attention.{ours}.", f".attention.{theirs}.")
-    for ours, theirs in (
-        ("q_proj", "attention.query"),
-        ("k_proj", "attention.key"),
-        ("v_proj", "attention.value"),
-        ("o_proj", "output.dense"),
-    )
+_PROJECTIONS = (
+    (".attention.q_proj.", ".attention.attention.query."),
+    (".attention.k_proj.", ".attention.attention.key."),
+    (".attention.v_proj.", ".attention.attention.value."),
+    (".attention.o_proj.", ".attention.output.dense."),
 )
 _CLIP = EncoderFamily(
     model="CLIPVisionModel",
@@ -91,13 +88,7 @@ _CLIP = EncoderFamily(
     beside=("post_layernorm.",),
     outer=("vision_model.",),
 )
-_SIGLIP = replace(
-    _CLIP,
-    model="SiglipVisionModel",
-    norm="post_layernorm.",
-    class_token=None,
-    beside=("head.",),
-)
+_SIGLIP = replace(_CLIP, model="SiglipVisionModel", norm="post_layernorm.", class_token=None, beside=("head.",))
 _DINOV2 = EncoderFamily(
     model="Dinov2Model",
     blocks="encoder.layer.",

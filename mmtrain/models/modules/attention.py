@@ -78,15 +78,8 @@ class Documents:
 # ---- the mask
 
 
-class _Positions(NamedTuple):
-    """What the running forward call knows of its documents."""
-
-    position_ids: torch.Tensor  # (B, L), on the host if the host shall not wait
-    no_padding: torch.Tensor | None  # (B, L), true everywhere: the attention mask that the model was given
-
-
-# Read only by packed_mask, inside the forward call that set it; recomputation in backward makes no masks.
-_POSITIONS: ContextVar[_Positions | None] = ContextVar("positions", default=None)
+# position_ids and no_padding of the forward call that packed_mask runs in; recomputation in backward makes no masks.
+_POSITIONS: ContextVar[tuple[torch.Tensor | None, torch.Tensor | None]] = ContextVar("positions", default=(None, None))
 
 
 @contextmanager
@@ -96,7 +89,7 @@ def document_positions(position_ids: torch.Tensor, no_padding: torch.Tensor | No
     gpt_oss, afmoe and opt do not pass those to their masks. `no_padding`, (B, L) of true, is the attention mask that
     the model gets, so that transformers does not look for documents. With position_ids on the host, no call waits.
     """
-    token = _POSITIONS.set(_Positions(position_ids, no_padding))
+    token = _POSITIONS.set((position_ids, no_padding))
     try:
         yield
     finally:
@@ -120,14 +113,12 @@ def packed_mask(
 
     Raises ValueError for padding masks, caches, a mask function of the model's own, and tokens that see later ones.
     """
-    set_positions = _POSITIONS.get()
-    ours = None if set_positions is None else set_positions.no_padding
-    is_ours = (
-        ours is not None
-        and attention_mask is not None
-        and any(x is ours for x in (attention_mask, attention_mask._base))
-    )
-    padded = attention_mask is not None and not is_ours and not bool(attention_mask.all())  # opt makes a mask of ones
+    position_ids, ours = _POSITIONS.get()
+    padded = False
+    if attention_mask is not None and (
+        ours is None or (attention_mask is not ours and attention_mask._base is not ours)
+    ):
+        padded = not bool(attention_mask.all())  # opt makes a mask of ones
     if padded or q_offset or kv_offset or q_length != kv_length or use_vmap:
         raise ValueError("packed attention takes no padding mask, no cache and no mask function of the model's own")
     assert mask_function is not None
@@ -135,7 +126,7 @@ def packed_mask(
     where = next((tensor.device for tensor in _looked_up(mask_function)), torch.device("cpu"))
     row = torch.arange(batch_size, device=where)[:, None]
     later = torch.arange(1, q_length, device=where)[None]
-    positions = torch.arange(q_length)[None] if set_positions is None else set_positions.position_ids.cpu()
+    positions = torch.arange(q_length)[None] if position_ids is None else position_ids.cpu()
     questions = (
         mask_function(row, 0, later - 1, later),  # does a token see the next one?
         mask_function(row, 0, later, later - 1),  # the one before? if and only if both are in one document, or chunk

@@ -14,7 +14,6 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from itertools import pairwise
 
 import torch
@@ -100,11 +99,20 @@ class VisionTower(nn.Module):
         else:
             assert taken.shape[1:] == self.hidden_shape, (taken.shape, self.hidden_shape)
             hidden, images = taken, taken.new_zeros(1, *side)
-        blocks = block_list(self.model)
-        with handed_over(blocks, first, hidden):
+        blocks, handles = block_list(self.model), []
+        if hidden is not None:  # takes the place of what the stem made
+            hand_in = blocks[first].register_forward_pre_hook(lambda _, arguments: (hidden, *arguments[1:]))
+            handles.append(hand_in)
+        try:
             output = self.features(self.model, images)
             if not self.is_last:
                 output = blocks[last].handed_out
+        finally:  # else these hidden states would stay alive, or enter the next call after an error
+            for handle in handles:
+                handle.remove()
+            for block in blocks:
+                if isinstance(block, Bookend):
+                    block.handed_out = None
         expected = (len(taken), *(self.feature_shape if self.is_last else self.hidden_shape))
         assert output.shape == expected and output.dtype == self.dtype, (output.shape, expected, output.dtype)
         return output
@@ -146,22 +154,6 @@ def drop_other_blocks(blocks: nn.Sequential | nn.ModuleList, first: int, last: i
     for i, block in enumerate(blocks):
         if not first <= i < last:
             blocks[i] = Bookend(block)
-
-
-@contextmanager
-def handed_over(blocks: nn.Sequential | nn.ModuleList, first: int, hidden: torch.Tensor | None) -> Iterator[None]:
-    """In this context block `first` takes `hidden` instead of what comes before it; None: what the stem makes."""
-    hook = None
-    if hidden is not None:
-        hook = blocks[first].register_forward_pre_hook(lambda _, arguments: (hidden, *arguments[1:]))
-    try:
-        yield
-    finally:  # else these hidden states would stay alive, or enter the next call after an error
-        if hook is not None:
-            hook.remove()
-        for block in blocks:
-            if isinstance(block, Bookend):
-                block.handed_out = None
 
 
 def slices_difference(whole: VisionTower, cuts: Sequence[int], images: torch.Tensor) -> float:

@@ -105,18 +105,19 @@ def test_only_what_runs_is_kept_and_the_planner_counts_the_same(tiny, hf_folders
         assert not any(name.startswith(behind) or "mask_token" in name for name in kept)
 
 
-def test_with_the_final_norm_the_planner_counts_it(hf_folders):
-    for kind, folder in hf_folders.items():
-        if kind.startswith("clip"):
-            for look in (vision_shape, partial(load_vision, dtype=torch.float32)):
-                with pytest.raises(UserError, match="is a CLIP, whose last norm is for its class token alone"):
-                    look(str(folder), -1, final_norm=True)
-            continue
-        tower = load_vision(str(folder), -1, torch.float32, final_norm=True)
-        kept = {name: tuple(parameter.shape) for name, parameter in tower.global_parameters()}
-        assert kept == {p.name: p.shape for p in vision_shape(str(folder), -1, True).parameters}
-        without = {parameter.name for parameter in vision_shape(str(folder), -1).parameters}
-        assert len(kept.keys() - without) == (0 if kind.startswith("intern") else 2)
+@pytest.mark.parametrize("kind", ENCODERS)
+def test_with_the_final_norm_the_planner_counts_it(hf_folders, kind):
+    folder = str(hf_folders[kind])
+    if kind.startswith("clip"):
+        for look in (vision_shape, partial(load_vision, dtype=torch.float32)):
+            with pytest.raises(UserError, match="is a CLIP, whose last norm is for its class token alone"):
+                look(folder, -1, final_norm=True)
+        return
+    tower = load_vision(folder, -1, torch.float32, final_norm=True)
+    kept = {name: tuple(parameter.shape) for name, parameter in tower.global_parameters()}
+    assert kept == {p.name: p.shape for p in vision_shape(folder, -1, True).parameters}
+    without = {parameter.name for parameter in vision_shape(folder, -1).parameters}
+    assert len(kept.keys() - without) == (0 if kind.startswith("intern") else 2)
 
 
 def test_a_tower_is_frozen_in_eval_mode_and_stored_in_its_dtype(tiny, hf_folders):
