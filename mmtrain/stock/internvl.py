@@ -20,16 +20,12 @@ if TYPE_CHECKING:
 
 
 class InternVL(StockClass):
-    """InternVL. Its config makes an InternViT of any encoder: another one's weights would be left out in silence.
-
-    A factor of 3 cannot be said in it: its class finds that 27 is no multiple of 1/3. The tokens around a tile may be
-    empty, and its processor then writes none.
-    """
+    """InternVL. Its config makes an InternViT of any encoder: another one's weights would be left out in silence."""
 
     name = "InternVL"
     model_type = "internvl"
     connectors = ("shuffle_mlp2x_gelu",)
-    factors = (2, 4)
+    factors = (2, 4)  # of 3 its class finds that 27 is no multiple of 1/3
     encoders = (INTERN_VIT,)
     tiny_encoder: ClassVar = {**StockClass.tiny_encoder, "model_type": "internvl_vision"}
     image_token_key = "image_token_id"

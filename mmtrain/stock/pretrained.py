@@ -3,8 +3,7 @@
 config.json, the processor's files --StockFolder, StockClass.read--> model.vision.{select_layer, final_norm, layout,
                      max_tiles, pinpoints}, model.projector.{type, factor, width}, data.image_fit
 
-This is the inverse of what an export writes. What these keys cannot say is refused by name: the stock class would
-compute, or its processor make, something else than mmtrain trains.
+This is the inverse of what an export writes. What these keys cannot say is refused by name.
 """
 
 from __future__ import annotations
@@ -24,8 +23,8 @@ _log = logging.getLogger(__name__)
 def expand_pretrained(config: RunConfig) -> RunConfig:
     """Return the configuration with explicit keys in place of `model.pretrained`; itself where that is not set.
 
-    Raises UserError for a folder that is no model of a class that mmtrain exports, for what of it mmtrain would compute
-    otherwise, and for a key that was given by hand and contradicts the folder.
+    Raises UserError for a folder of another class, for what mmtrain would compute otherwise, and for a key that
+    contradicts the folder.
     """
     path = config.model.pretrained
     if path is None:

@@ -71,10 +71,7 @@ class ExportedClass:
         return self.model_class.__name__
 
     def language_name(self, name: str, base: str) -> str:
-        """Return the name on disk of an LLM's tensor, called `name` by the LLM's own class around `base`.
-
-        Raises UserError for a tensor that the class has no place for.
-        """
+        """Return the name on disk of an LLM's tensor, called `name` by the LLM's own class around `base`."""
         raise NotImplementedError
 
     def inputs(self, tiles: torch.Tensor, tilings: Sequence[Tiling]) -> dict[str, torch.Tensor]:
@@ -274,10 +271,7 @@ class StockClass(ExportedClass):
         return {}
 
     def keys(self, folder: StockFolder) -> Keys:
-        """Return the keys of model.vision and model.projector, and data.image_fit, that a folder stands for.
-
-        Raises UserError for what mmtrain does not compute, or does not make of an image, as the folder says.
-        """
+        """Return the keys of model.vision and model.projector, and data.image_fit, that a folder stands for."""
         llm = llm_shape(folder.path)
         folder.check()
         keys: Keys = {"final_norm": self.final_norm, "layout": self.layouts[0], "factor": None, "width": None}

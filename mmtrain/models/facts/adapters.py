@@ -2,8 +2,7 @@
 
 X.weight (out, in) --model.lora.targets match X--> X.lora_A.weight (r, in) and X.lora_B.weight (out, r) behind it
 
-The layer then gives W x + (alpha / r) B A x. Adapters stand in the LLM's decoder layers and in the encoder's blocks.
-Not every matrix there is a linear layer: what a pattern names and cannot have an adapter is refused, never skipped.
+The layer then gives W x + (alpha / r) B A x. What a pattern names and cannot have an adapter is refused, never skipped.
 """
 
 from __future__ import annotations

@@ -3,8 +3,7 @@
 features (N, T, W) of T = n x n patches --operations, in fp32--> image embeddings (N, T / factor^2, D)
 
 The torch module, its parameters, what they cost and where an export puts them follow from the operations. A connector
-is a function here and its name in `ProjectorSection.type`; its parameters have the names of the stock class. Layouts
-whose lines end with a trained newline add `image_newline` (D,) to any of them.
+is a function here and its name in `ProjectorSection.type`; its parameters have the names of the stock class.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Shapes recorded in `mmtrain/models/facts/recorded/*.json`, so that a model whose weights are not here can be planned.
 
-`mmtrain record` writes one file per model: what config.json says of it, and every parameter's name and shape,
-with runs of equal layers stored once:
+`mmtrain record` writes one file per model, with runs of equal layers stored once:
 
     {"kind": "llm", "id": "lmsys/vicuna-7b-v1.5", "aliases": [...], "config": {...}, "parameters": [
       {"model.embed_tokens.weight": [32000, 4096]},

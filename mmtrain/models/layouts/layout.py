@@ -4,7 +4,7 @@ image (width, height) --ImageLayout.tiling--> Tiling: a grid of tiles, how the p
                       --ImageLayout.pieces--> its part of a text: words, and runs of positions
 
 The base class is one tile without text. A new layout overrides what it has otherwise, in a file of its own, and enters
-`registry.py`. Index, packs, loader, fusion, planner and exports ask these classes alone. No torch is imported.
+`registry.py`. Index, packs, loader, fusion, planner and exports ask these classes alone.
 """
 
 from __future__ import annotations

@@ -5,11 +5,8 @@
     query (1, H, S, D) of some tokens, key, value, Documents.at(places) --packed_attention--> (1, S, H, E)
 
 Documents take the place of the attention mask, from the model's own mask code to every layer. So sliding windows and
-chunks are those of the model's config, and a layer recomputed in backward gets the same documents.
-
-Two backends compute it: torch's variable-length flash attention, all documents in one call (a GPU, fp16 or bf16, no
-soft caps, no sinks), and scaled_dot_product_attention, one call per document, for everything else. On a CPU the second
-takes 1.5 s for 4 layers and 2,048 tokens in 8 documents, forward and backward, where one dense mask takes 2.9 s.
+chunks are those of the model's config. Two backends: torch's variable-length flash attention, all documents in one call
+(a GPU, fp16 or bf16, no soft caps, no sinks), else scaled_dot_product_attention, one call per document.
 """
 
 from __future__ import annotations
@@ -48,17 +45,14 @@ class Documents:
     """Which tokens attend to which, in the place of an attention mask.
 
     Each of `runs` is (row, begin, first, end): tokens [first, end) of a row have queries, which lie end to end, and see
-    their document, which begins at `begin`, as far as themselves. `window` is the number of tokens that one sees,
-    itself included (None: all). Keys and values are those of all tokens.
-
-    Where all tokens have queries, a run is a document, and for flash attention there are `offsets` (documents + 1,)
-    int32, on the device, the borders of documents when rows lie end to end, and `longest`, in tokens.
+    their document, which begins at `begin`, as far as themselves. Keys and values are those of all tokens. Where all
+    tokens have queries, a run is a document, and flash attention gets `offsets`, `longest`.
     """
 
     runs: tuple[tuple[int, int, int, int], ...]
-    window: int | None
-    offsets: torch.Tensor | None = None
-    longest: int = 0
+    window: int | None  # tokens that one sees, itself included; None: all
+    offsets: torch.Tensor | None = None  # (documents + 1,) int32, on the device: borders when rows lie end to end
+    longest: int = 0  # tokens of a document
 
     def at(self, places: torch.Tensor) -> Documents:
         """Keep the queries at `places` (S,) int64 alone, on the CPU, rising over rows that lie end to end."""
@@ -114,11 +108,8 @@ def packed_mask(
     Raises ValueError for padding masks, caches, a mask function of the model's own, and tokens that see later ones.
     """
     position_ids, ours = _POSITIONS.get()
-    padded = False
-    if attention_mask is not None and (
-        ours is None or (attention_mask is not ours and attention_mask._base is not ours)
-    ):
-        padded = not bool(attention_mask.all())  # opt makes a mask of ones
+    is_ours = ours is not None and (attention_mask is ours or getattr(attention_mask, "_base", None) is ours)
+    padded = not is_ours and attention_mask is not None and not bool(attention_mask.all())  # opt makes one of ones
     if padded or q_offset or kv_offset or q_length != kv_length or use_vmap:
         raise ValueError("packed attention takes no padding mask, no cache and no mask function of the model's own")
     assert mask_function is not None
@@ -183,8 +174,7 @@ def packed_attention(
     """Causal attention within documents; transformers calls this in every attention layer (AttentionInterface).
 
     `query` (B, H, L, D), `key` (B, K, L, D), `value` (B, K, L, E) with H a multiple of K; `softcap` bounds the scores
-    (gemma2), `s_aux` (H,) are attention sinks (gpt_oss). Returns (B, L, H, E). Raises TypeError for an argument that it
-    does not know: a family that needs it would be silently wrong.
+    (gemma2), `s_aux` (H,) are sinks (gpt_oss). Returns (B, L, H, E). Raises TypeError for an unknown argument.
     """
     name = type(module).__name__
     if not isinstance(attention_mask, Documents):
@@ -250,8 +240,7 @@ def _attend(
 ) -> torch.Tensor:
     """Attention of one document's last m of n tokens, (B, H, m, D) to (B, m, H, E).
 
-    Soft caps and sinks are as in gemma2 and gpt_oss of transformers. They cost the (B, H, m, n) scores, which torch's
-    fused kernels avoid: 1 GB in fp32 for 4,096 tokens and 16 heads.
+    Soft caps and sinks (gemma2, gpt_oss) cost the (B, H, m, n) scores: 1 GB in fp32 for 4,096 tokens and 16 heads.
     """
     queries, keys, groups = q.shape[2], k.shape[2], q.shape[1] // k.shape[1]
     if softcap is None and sinks is None:

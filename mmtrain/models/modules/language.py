@@ -3,9 +3,8 @@
     input_ids (B, L) --embed--> (B, L, D) --forward: decoder layers [first, last)--> (B, L, D)
     last stage: forward also runs the final norm, or --forward_rows--> rows (S, D) of it --logits--> (S, V)
 
-No architecture is rewritten. The stock model keeps its config and the length of its layer list; what other stages hold
-is replaced (bookends.py). So layer indices, layer types and scalings stay what they are in the whole model. Cutting the
-list instead is wrong wherever the stock forward scales its input: granite's 12 would be multiplied in by every stage.
+The stock model keeps its config and the length of its layer list; what other stages hold is replaced (bookends.py).
+Cutting the list is wrong wherever the stock forward scales its input: every stage would multiply granite's 12 in.
 """
 
 from __future__ import annotations

@@ -3,10 +3,9 @@
     hidden (B, L, D) --stock layer as far as its cache--> keys and values of all tokens
     rows (S,) of hidden --stock layer, given these keys and values--> (1, S, D)
 
-Queries, attention, output projection and MLP of all other tokens would be thrown away. The layer's own code runs twice:
-a stand-in for its cache takes the keys and values out of the first run, where queries are not projected, and hands them
-to the second, where keys and values are not. A trainable layer's gradients are exact, since what else the first run
-computes has no part in the result. Which families this is right for is measured (`parity.takes_rows`), not known.
+The layer's own code runs twice: a stand-in for its cache takes the keys and values out of the first run, where queries
+are not projected, and hands them to the second, where keys and values are not. A trainable layer's gradients are exact.
+Which families this is right for is measured (`parity.takes_rows`).
 """
 
 from __future__ import annotations

@@ -33,10 +33,7 @@ def without_marks(name: str) -> str:
 
 @contextmanager
 def refusing_unused(model: nn.Module, canonical_name: Callable[[str], str]) -> Iterator[None]:
-    """Raise UserError for a layer of `model` that has an adapter and is not called within this context.
-
-    A model may read a layer's matrix by itself: an adapter there would train nothing.
-    """
+    """Raise UserError for a layer of `model` that has an adapter and is not called within this context."""
     adapted = {name: module for name, module in model.named_modules() if hasattr(module, "base_layer")}
     unused = set(adapted)
     handles = [
@@ -58,8 +55,8 @@ def refusing_unused(model: nn.Module, canonical_name: Callable[[str], str]) -> I
 def add_adapters(model: nn.Module, lora: LoraSection | None, canonical_name: Callable[[str], str], seed: int) -> None:
     """Give the linear layers of `model` that `lora` names adapters that change nothing yet: B is zeros.
 
-    `canonical_name` maps a parameter's name in `model` to its global one. A is drawn as nn.Linear draws, in the layer's
-    own type. Raises UserError for a layer that is not linear.
+    `canonical_name` maps a parameter's name in `model` to its global one. Raises UserError for a layer that is not
+    linear.
     """
     targets = {
         name.removesuffix(".weight"): canonical_name(name).removesuffix(".weight")

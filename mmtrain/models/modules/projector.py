@@ -40,10 +40,7 @@ PROJECTOR = "projector."  # of global names
 
 
 class PixelShuffle(nn.Module):
-    """`factor` x `factor` patches of a square grid, row by row, as one position: (N, T, W) -> (N, T / f^2, f^2 W).
-
-    Features are ordered as in InternVL, Idefics3, AyaVision, Cohere2Vision and Lfm2Vl of transformers.
-    """
+    """`factor` x `factor` patches of a square grid, row by row, as one position: (N, T, W) -> (N, T / f^2, f^2 W)."""
 
     def __init__(self, factor: int) -> None:
         super().__init__()
@@ -79,10 +76,7 @@ class Swiglu(nn.Module):
 
 
 class Projector(nn.Sequential):
-    """A connector's torch module: features (N, T, W) -> image embeddings (N, T / factor^2, D).
-
-    Modules with parameters are named as in the stock class.
-    """
+    """A connector's torch module: features (N, T, W) -> image embeddings (N, T / factor^2, D)."""
 
     def __init__(self, operations: Sequence[connectors.Operation]) -> None:
         mapping = [operation for operation in operations if not isinstance(operation, connectors.Newline)]

@@ -58,12 +58,8 @@ class Front(nn.Module):
         return not any(p.requires_grad for p in self.vision.parameters())
 
     def encode(self, tiles: torch.Tensor | None) -> torch.Tensor | None:
-        """Tiles, uint8 or normalised float32, to features (N, T, W), or to hidden states for the next slice.
-
-        Without tiles a frozen encoder gives None, and one that trains the features of a black tile: it has gradients to
-        reduce.
-        """
-        if tiles is None:
+        """Tiles, uint8 or normalised float32, to features (N, T, W), or to hidden states for the next slice."""
+        if tiles is None:  # an encoder that trains has gradients to reduce, of a black tile
             if self.encoder_is_frozen:
                 return None
             size = self.vision.image_size
@@ -161,10 +157,7 @@ class Stage(nn.Module):
 
     @torch.no_grad()
     def try_out(self, device: torch.device | str) -> None:
-        """Run the decoder layers on 8 tokens, and an encoder with adapters on a black image; sets `attention`.
-
-        Raises UserError for adapters that have no part in the result.
-        """
+        """Run the decoder layers on 8 tokens, and an encoder with adapters on a black image; sets `attention`."""
         with record_backends() as self.attention, refusing_unused(self.language.model, canonical_name):
             hidden = torch.zeros(1, 8, self.language.hidden_size, dtype=self.dtype, device=device)
             self.language(hidden, torch.arange(8, device=device)[None])
@@ -269,8 +262,7 @@ def build_stage(
 ) -> Stage:
     """Load a stage's own tensors from the published files and freeze all but `config.model.trainable`.
 
-    `streamed`, one for all stages of a rank, takes the layers that the plan streams. Raises UserError for missing or
-    unusable model files.
+    `streamed`, one for all stages of a rank, takes the layers that the plan streams.
     """
     dtype = DTYPES[config.model.llm.dtype]
     assert streamed is not None or not stage.streamed, "the layers that the stage streams have no source"
@@ -289,10 +281,18 @@ def build_stage(
     language.recompute(stage.recompute_layers)  # of layers with their adapters
     if stage.head and stage.first < stage.last and takes_rows(language.model.config):
         language.narrow_last_layer()
-    vision = _load_encoder(config, stage, device)
-    front = None
-    chosen = config.model.vision
-    if stage.front and chosen is not None and vision is not None:
+    vision, front, chosen = None, None, config.model.vision
+    if chosen is not None and (stage.front or stage.encoder is not None):
+        vision = load_vision(
+            chosen.name,
+            chosen.select_layer,
+            DTYPES[config.model.vision_dtype],
+            device,
+            final_norm=chosen.final_norm,
+            blocks=stage.encoder,
+        )
+        add_adapters(vision.model, config.model.lora, vision.canonical_name, config.run.seed)
+    if stage.front and vision is not None:
         widths = vision.width, language.hidden_size
         projector = starting_projector(config.model.projector, *widths, config.run.seed, has_newline(config))
         transform = functools.partial(image_transform, chosen.name)
@@ -301,23 +301,6 @@ def build_stage(
     set_trainable(module.global_parameters(), config.model.trainable)
     module.try_out(device)
     return module
-
-
-def _load_encoder(config: RunConfig, stage: StagePlan, device: torch.device | str) -> VisionTower | None:
-    """Load the slice of the encoder that the plan names, or, in front, the whole encoder."""
-    chosen = config.model.vision
-    if chosen is None or not (stage.front or stage.encoder is not None):
-        return None
-    vision = load_vision(
-        chosen.name,
-        chosen.select_layer,
-        DTYPES[config.model.vision_dtype],
-        device,
-        final_norm=chosen.final_norm,
-        blocks=stage.encoder,
-    )
-    add_adapters(vision.model, config.model.lora, vision.canonical_name, config.run.seed)
-    return vision
 
 
 def set_trainable(parameters: Iterable[tuple[str, nn.Parameter]], patterns: Sequence[str]) -> None:

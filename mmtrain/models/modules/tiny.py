@@ -113,10 +113,7 @@ def _trim_rope(parameters: dict[str, Any], partial: float | None) -> dict[str, A
 
 
 def tiny_model(config: PreTrainedConfig, seed: int) -> PreTrainedModel:
-    """Make a frozen fp32 model of `config`'s family at its depth, shrunk and randomised.
-
-    Raises UserError for a family that stays large, because its config has widths of unknown names.
-    """
+    """Make a frozen fp32 model of `config`'s family at its depth; raises UserError for one that stays large."""
     tiny = shrink(config)
     with torch.device("meta"):
         hollow = AutoModelForCausalLM.from_config(tiny, attn_implementation=None, trust_remote_code=False)
@@ -135,11 +132,7 @@ def tiny_model(config: PreTrainedConfig, seed: int) -> PreTrainedModel:
 
 
 def randomise(model: nn.Module, seed: int) -> None:
-    """Draw weights of variance 1 / fan-in and move norms and biases off their start.
-
-    With transformers' initialisation a layer hardly changes its input: wrongly rotated queries show an error of 1e-3,
-    here of 6e-2.
-    """
+    """Draw weights of variance 1 / fan-in and move norms and biases off their start, so that every fault shows."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in model.parameters():

@@ -5,8 +5,7 @@
         --blocks c .. n-1, last norm if asked for, prefix tokens dropped--> features (N, T, W)
 
 Every slice holds what stands around the blocks (patches, positions, norms; the stem), which is small: behind the first
-slice it runs on one image of zeros, in whose place the slice's first block takes what was received. So block indices,
-rotary tables and biases that blocks share stay what they are in the whole encoder.
+slice it runs on one image of zeros, in whose place the slice's first block takes what was received.
 """
 
 from __future__ import annotations

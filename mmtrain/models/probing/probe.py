@@ -3,10 +3,9 @@
 LLM      config.json --child: tiny model of the family, parity.py--> two differences --bounds--> recorded, or refused
 encoder  blocks alike? --child: few blocks, made-up weights: whole, in slices--> difference: 0 to the bit, or refused
 
-A model may do anything in its forward, and most faults of a cut or of packing raise no error: they train a wrong model.
-So every new combination of config, cut and versions is tried once, in 2-20 s, and remembered in the user's cache. The
-work is done in a child: a model that hangs or crashes takes nothing else down, and the launcher need not import torch.
-It sees no GPU: CUDA must not start on its account.
+Most faults of a cut or of packing raise no error: they train a wrong model. So every new combination of config, cut and
+versions is tried once, in 2-20 s, and remembered in the user's cache. The work is done in a child without a GPU: a
+model that hangs or crashes takes nothing else down.
 """
 
 from __future__ import annotations
@@ -154,10 +153,7 @@ class _ChildError(UserError):
 
 
 def _differences(*arguments: object, tried: str) -> tuple[float, ...]:
-    """The numbers that this module, run as a child without a GPU, prints behind "differences".
-
-    Raises _ChildError if there are none in time, and the child's own UserError. `tried` says what a failure means.
-    """
+    """The numbers that this module, run as a child, prints behind "differences"; `tried` says what a failure means."""
     command = python_child("-m", __name__, *arguments, CUDA_VISIBLE_DEVICES="")
     with tempfile.NamedTemporaryFile(prefix="mmtrain-probe-", suffix=".log", delete=False) as stream:
         log = Path(stream.name)

@@ -141,10 +141,7 @@ def refuse_unfit(
 
 
 def refuse_unfit_init_from(config: RunConfig, run: Path) -> None:
-    """Before a rank starts, raise UserError for a projector to begin with that is not there or does not fit.
-
-    `run` is this run's folder, which run.overwrite is about to delete. A pickled file is opened by its rank alone.
-    """
+    """Before a rank starts, raise UserError for a projector to begin with that is not there or does not fit `run`."""
     path = config.model.projector.init_from
     if path is None:
         return

@@ -7,7 +7,7 @@ what is kept --Source.fetch--> the buffer, under the same parameters; the next o
 Parameters keep identity, shape and type; only their memory comes and goes. So whatever autograd keeps of a weight is
 right again once the layer is whole for its backward. In between nothing may read them (`whole` lets it).
 
-A fetch has the files' bits. On a GPU it runs on a stream of its own, and no call waits for it on the host.
+On a GPU a fetch runs on a stream of its own, and no call waits for it on the host.
 """
 
 from __future__ import annotations
@@ -36,7 +36,6 @@ class Source:
         self.device = device
 
     def padded(self, size: int) -> int:
-        """Bytes of a buffer for a layer of `size` bytes."""
         return size
 
     def keep(self, layer: StreamedLayer) -> Any:
@@ -154,10 +153,7 @@ class StreamedLayers:
             self._fetch(next(with_following(uses)))
 
     def end(self) -> None:
-        """End the list, or what ran without one: no layer is whole any more.
-
-        Raises RuntimeError if layers of the list have not been used.
-        """
+        """End the list, or what ran without one: no layer is whole any more; RuntimeError if any were not used."""
         uses, self._uses = self._uses, None
         self._let_go_but(())
         if uses is not None and (unused := list(uses)):

@@ -55,7 +55,6 @@ class HostSource(Source):
     """All bytes of every layer are kept in host memory, once for all ranks of `group` that are on one machine.
 
     `group`, of ranks that keep the same layers at the same time, carries objects on the host; None: this rank alone.
-    The memory has no name: it goes with the last process that uses it.
     """
 
     name = "host"
