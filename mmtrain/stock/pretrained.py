@@ -9,7 +9,6 @@ This is the inverse of what an export writes. What these keys cannot say is refu
 from __future__ import annotations
 
 import logging
-from typing import Any
 
 from mmtrain.base.errors import UserError
 from mmtrain.config.schema import RunConfig
@@ -42,12 +41,14 @@ def expand_pretrained(config: RunConfig) -> RunConfig:
         keys = {**dict.fromkeys(PARTS, path), **stock.keys(StockFolder(path, folder, content))}
         if config.model.init_from is not None:
             keys["model.projector.init_from"] = config.model.init_from  # which began with this one, or goes on from it
-        if contradicted := next((key for key in keys if _contradicts(config, key, keys[key])), None):
-            value = shown(config.value_at(tuple(contradicted.split("."))))
-            raise UserError(
-                f"{contradicted} is {value} in this configuration and {shown(keys[contradicted])} in that folder; "
-                f"leave it out, or {BY_PARTS}"
-            )
+        for key, value in keys.items():
+            *above, name = key.split(".")
+            section = config.value_at(tuple(above))
+            if name in section.model_fields_set and (own := getattr(section, name)) != value:
+                raise UserError(
+                    f"{key} is {shown(own)} in this configuration and {shown(value)} in that folder; "
+                    f"leave it out, or {BY_PARTS}"
+                )
         stored = content.get("dtype", content.get("torch_dtype"))
         if "dtype" not in config.model.llm.model_fields_set:
             if stored == "float32":
@@ -61,10 +62,3 @@ def expand_pretrained(config: RunConfig) -> RunConfig:
     except UserError as error:
         raise UserError(f"model.pretrained: {path}: {error}") from None
     return config
-
-
-def _contradicts(config: RunConfig, key: str, value: Any) -> bool:
-    """Return whether a configuration gives a key, and another value."""
-    *above, name = key.split(".")
-    section = config.value_at(tuple(above))
-    return name in section.model_fields_set and getattr(section, name) != value
