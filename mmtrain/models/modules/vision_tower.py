@@ -75,8 +75,8 @@ class VisionTower(nn.Module):
     def slice_of(self, first: int, last: int) -> VisionTower:
         """Copy blocks [first, last) of a whole encoder."""
         assert self.is_whole, self.blocks
-        part = copy.deepcopy(self)
-        drop_other_blocks(block_list(part.model), first, last)
+        blocks = enumerate(block_list(self.model))
+        part = copy.deepcopy(self, {id(block): Bookend(block) for i, block in blocks if not first <= i < last})
         part.blocks = (first, last)
         return part
 
