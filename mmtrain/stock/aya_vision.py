@@ -57,18 +57,18 @@ class AyaVision(StockClass):
         return {"crop_to_patches": False, "min_patches": 1, "max_patches": 1, **layout.image_settings}
 
     def read(self, folder: StockFolder) -> Keys:
-        most, fewest = (folder.images.get(key, default) for key, default in (("max_patches", 12), ("min_patches", 1)))
+        largest, smallest = folder.images.get("max_patches", 12), folder.images.get("min_patches", 1)
         around, names = (
             {key: folder.processor.get(key, text) for key, text in texts.items()}
             for texts in (_AROUND, Tiles.token_settings)
         )
         fit, is_cut = folder.fit(), names == Tiles.token_settings
-        keys: Keys = {"layout": Tiles.name, "max_tiles": most, "image_fit": None} if is_cut else {"image_fit": fit}
+        keys: Keys = {"layout": Tiles.name, "max_tiles": largest, "image_fit": None} if is_cut else {"image_fit": fit}
         if not is_cut:
-            folder.one_tile("max_patches", most, most == 1)
-        elif fit != "resize" or fewest != 1 or not is_whole(most, 1, MAX_TILES):
+            folder.one_tile("max_patches", largest, largest == 1)
+        elif fit != "resize" or smallest != 1 or not is_whole(largest, 1, MAX_TILES):
             needed = f"up to {MAX_TILES} tiles, at least 1, of resized pictures"
-            raise unfit(IMAGES, "max_patches, min_patches and fit", [most, fewest, fit], needed)
+            raise unfit(IMAGES, "max_patches, min_patches and fit", [largest, smallest, fit], needed)
         folder.no_texts(around if is_cut else around | names, Tiles.name if is_cut else Square.name)
         return keys | {
             "select_layer": folder.layer(-1, "full"),

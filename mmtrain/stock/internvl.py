@@ -55,8 +55,8 @@ class InternVL(StockClass):
         return {**around, "context_image_token": IMAGE_MARK, "video_token": tokenizer.pad_token}
 
     def read(self, folder: StockFolder) -> Keys:
-        most = folder.images.get("max_patches", 12)
-        folder.one_tile("max_patches", most, most == 1)
+        max_patches = folder.images.get("max_patches", 12)
+        folder.one_tile("max_patches", max_patches, max_patches == 1)
         file = folder.folder / "tokenizer_config.json"
         named = read_json(file) if file.is_file() else {}
         more = named.get("extra_special_tokens")

@@ -35,8 +35,8 @@ def expand_pretrained(config: RunConfig) -> RunConfig:
     kind = content.get("model_type")
     stock = next((stock for stock in STOCK_CLASSES if kind in stock.model_types), None)
     if stock is None:
-        known = ", ".join(name for stock in STOCK_CLASSES for name in stock.model_types)
-        raise UserError(f"model.pretrained: {path} has model_type {shown(kind)}; needed is one of {known}")
+        listed = ", ".join(name for stock in STOCK_CLASSES for name in stock.model_types)
+        raise UserError(f"model.pretrained: {path} has model_type {shown(kind)}; needed is one of {listed}")
     try:
         keys = {**dict.fromkeys(PARTS, path), **stock.keys(StockFolder(path, folder, content))}
         if config.model.init_from is not None:

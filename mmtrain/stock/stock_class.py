@@ -290,7 +290,7 @@ class StockClass(ExportedClass):
 
     def factor(self, folder: StockFolder, key: str, value: Any) -> int | None:
         """Return model.projector.factor; None for 1, which a second connector of the class has."""
-        known = [factor for factor in self.factors if factor > 1 or len(self.connectors) > 1]
-        if type(value) is not int or value not in known:
-            raise unfit(CONFIG, key, folder.config.get(key), f"a factor of {', '.join(map(str, known))}")
+        factors = [factor for factor in self.factors if factor > 1 or len(self.connectors) > 1]
+        if type(value) is not int or value not in factors:
+            raise unfit(CONFIG, key, folder.config.get(key), f"a factor of {', '.join(map(str, factors))}")
         return None if value == 1 else value

@@ -239,9 +239,9 @@ def _vision_shape_of(folder: Path, name: str, select_layer: int, final_norm: boo
 
 def _refuse_adapters(names: Iterable[str], folder: Path) -> None:
     """Raise UserError for weights with adapters beside them: those of `model.lora` have the same names."""
-    if (found := next((name for name in names if ".lora_" in name), None)) is not None:
+    if (adapter := next((name for name in names if ".lora_" in name), None)) is not None:
         raise UserError(
-            f"{folder}: its weights hold an adapter that is not merged into them ({escape(found)}); merge it first "
+            f"{folder}: its weights hold an adapter that is not merged into them ({escape(adapter)}); merge it first "
             "(peft: merge_and_unload, then save_pretrained), and give that folder"
         )
 

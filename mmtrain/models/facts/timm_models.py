@@ -27,9 +27,9 @@ def timm_config(name: str) -> PretrainedCfg:
     architecture = _architecture(name)
     import timm
 
-    known = timm.list_pretrained(f"{architecture}.*")
-    if not known or ("." in name and name not in known):
-        listed = ", ".join(known) or "no weights at all"
+    weights = timm.list_pretrained(f"{architecture}.*")
+    if not weights or ("." in name and name not in weights):
+        listed = ", ".join(weights) or "no weights at all"
         raise UserError(f"model.vision.name: timm has no weights {name}; of {architecture} it has {listed}")
     config = timm.get_pretrained_cfg(name)
     refuse_wrong_activation({"architecture": architecture, "pretrained_cfg": {"tag": config.tag}})

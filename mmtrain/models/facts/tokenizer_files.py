@@ -99,9 +99,9 @@ def text_fingerprint(tokenizer_folder: Path, template: str, image_texts: Sequenc
     # AutoTokenizer chooses the class by it where tokenizer_config.json names none.
     model_type = read_json(config).get("model_type") if config.is_file() else None
     jinja = jinja_of(template)
-    said = template if jinja is None else f"{template_name(template)} {hashlib.sha256(jinja.encode()).hexdigest()}"
+    written = template if jinja is None else f"{template_name(template)} {hashlib.sha256(jinja.encode()).hexdigest()}"
     digest = hashlib.sha256(
-        compact_json([TEXT_RULES_VERSION, said, model_type, *image_texts, *filter(None, [wording])])
+        compact_json([TEXT_RULES_VERSION, written, model_type, *image_texts, *filter(None, [wording])])
     )
     for file in files:
         content = hashlib.sha256(file.read_bytes()).hexdigest()
