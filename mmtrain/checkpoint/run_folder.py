@@ -41,12 +41,8 @@ def run_folder(config: RunConfig) -> Path:
 
 @contextlib.contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Hold a run's folder until the block ends, so that no second run can delete it or write into it.
-
-    The kernel lets go when this process dies, however it dies. Raises UserError if another run holds it.
-    """
-    folder = folder.resolve()
-    lock = _lock_file(folder)
+    """Hold a run's folder until the block or the process ends; raises UserError if another run holds it."""
+    folder, lock = folder.resolve(), _lock_file(folder)
     with contextlib.ExitStack() as holding:
         if not folder.parent.exists():
             holding.callback(_remove_if_empty, folder.parent)  # a refused start leaves nothing
@@ -68,10 +64,11 @@ def _remove_if_empty(folder: Path) -> None:
 
 def launcher(folder: Path) -> psutil.Process | None:
     """Return the process of this user on this machine that holds a run's folder (`locked`); None: there is none."""
-    return holder(_lock_file(folder.resolve()))
+    return holder(_lock_file(folder))
 
 
 def _lock_file(folder: Path) -> Path:
+    folder = folder.resolve()
     return folder.with_name(f".{folder.name}.lock")  # beside the folder, which run.overwrite deletes
 
 
@@ -84,9 +81,9 @@ def contents_of_a_run(folder: Path) -> list[str]:
 
 
 def prepare_folder(config: RunConfig, plan: Plan, *, goes_on: bool) -> None:
-    """Make the run's folder, which the caller holds (`locked`), or leave that of a run that `goes_on` to `go_back`.
+    """Make a new run's folder, which the caller holds, in place of what a failed start left; run.overwrite deletes one.
 
-    A new run gets config.yaml and plan.json in place of what a failed start left. run.overwrite deletes an earlier run.
+    The folder of a run that `goes_on` is left to `go_back`.
     """
     folder = run_folder(config)
     contents = contents_of_a_run(folder)

@@ -62,10 +62,7 @@ class StepFolder:
 
     path: Path
     held: BinaryIO | None = field(default=None, compare=False, repr=False)
-    """Its manifest, locked: as long as this object lives in this process, the run that saved it does not delete it.
-
-    A run that branches from it holds it to its end.
-    """
+    """Its manifest, locked: while this object lives in this process, the run that saved it does not delete it."""
 
     def __getstate__(self) -> dict[str, Any]:
         return {"path": self.path, "held": None, "state": self.state}
@@ -82,7 +79,6 @@ class StepFolder:
 
     @property
     def step(self) -> int:
-        """Updates made before it was saved: the number of the next step."""
         return self.state["step"]
 
     @functools.cached_property
@@ -177,10 +173,7 @@ def step_folders(run: Path) -> list[Path]:
 
 
 def newest(run: Path) -> tuple[StepFolder | None, dict[Path, str]]:
-    """Return a run's newest whole checkpoint, held, and what is wrong with each newer one.
-
-    The run may be saving: what it deletes meanwhile is neither returned nor called damaged.
-    """
+    """Return a run's newest whole checkpoint, held, and what is wrong with each newer one."""
     damaged: dict[Path, str] = {}
     for path in step_folders(run):
         held = _hold(path)
@@ -248,10 +241,7 @@ def remove(path: Path) -> None:
 
 
 def _hold(path: Path) -> BinaryIO | None:
-    """Open and lock the manifest of a step folder, so that no run deletes the folder; None if it is gone.
-
-    Waits for a run that is deleting it. Does not lock where the file system has no locks.
-    """
+    """Open and lock the manifest of a step folder, so that no run deletes the folder; None if it is gone."""
     try:
         manifest = open_file(path / MANIFEST)
     except (OSError, UserError):

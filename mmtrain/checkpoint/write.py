@@ -92,8 +92,8 @@ class SaveResult:
 class Checkpointer:
     """Saves in the background. Collective: construct it, and call `save`, on every rank; rank 0 writes.
 
-    `contributes`: this rank's tensors belong into the checkpoint, as those of the first replica do. `report` is called
-    on rank 0 with the outcome of each save. `saved` is the step of the run's own checkpoint from which it resumes.
+    `contributes`: whether this rank's tensors belong into the checkpoint. `report` is called on rank 0 with the outcome
+    of each save. `saved` is the step of the run's own checkpoint from which it resumes.
     Cost: the copy that is being written, 12 bytes a trained parameter.
     """
 
@@ -109,8 +109,7 @@ class Checkpointer:
         self.section = section
         self.contributes = contributes
         self.report = report
-        self.saved = saved
-        """Step of the latest `save`, whatever became of it."""
+        self.saved = saved  # step of the latest `save`, whatever became of it
         self.writes = dist.get_rank() == 0
         self._others = [rank for rank, sends in enumerate(all_gather_object(contributes)) if sends and rank]
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
@@ -137,8 +136,8 @@ class Checkpointer:
     ) -> None:
         """Copy this rank's trained tensors and their optimizer state and begin to write; waits for the save before.
 
-        `trained` holds notes by weight; those of all ranks go into `state`, of which rank 0's is used. Raises
-        ValueError on rank 0 rather than save a tensor that is not finite.
+        `trained` holds notes by weight; rank 0 adds those of all ranks to its `state`. Raises ValueError on rank 0
+        rather than save a tensor that is not finite.
         """
         self._wait()
         self.saved = step

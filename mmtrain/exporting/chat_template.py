@@ -54,9 +54,8 @@ MARKED = (TEMPLATES / "marked.jinja").read_text("utf-8").removesuffix("\n")
 def exported_chat_template(template: Template) -> str:
     """Return the content of chat_template.jinja.
 
-    [image, "What is this?"] becomes "<image>\\nWhat is this?", as in LLaVA's records; a text keeps its own <image>
-    marks. The template of training follows, with the date that training wrote instead of today's. plain: all images,
-    then the user's words as the beginning of the caption, or an assistant's as a caption that has ended.
+    [image, "What is this?"] becomes "<image>\\nWhat is this?", as in LLaVA's records; the template of training follows,
+    with the date that training wrote. plain: all images, then the user's words as the beginning of the caption.
     """
     if isinstance(template, PlainTemplate):
         return LISTS_TO_TEXT + PLAIN

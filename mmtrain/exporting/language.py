@@ -53,8 +53,8 @@ def language_for_export(
 ) -> ExportedLanguage:
     """Return the LLM in `folder` with `trained` tensors (by global name) in place of its own, `lora`'s adapters merged.
 
-    Embedding and head get `rows_needed` rows at least; new ones are the mean of the others, so that a new token's logit
-    is never the largest. Raises UserError for a trained tensor that the files do not have, and for heads with a bias.
+    Embedding and head get at least `rows_needed` rows; a new one is the mean of the others, so that a new token's logit
+    is never the largest. Raises UserError for a trained tensor that the files do not have.
     """
     config = causal_config(folder)
     stock = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]

@@ -11,7 +11,6 @@ from untrained_runs import make_checkpoint
 
 from mmtrain.base.errors import UserError
 from mmtrain.base.json_lines import JsonLines
-from mmtrain.checkpoint import step_folder
 from mmtrain.checkpoint.resume import ResumePoint, find_start
 from mmtrain.checkpoint.run_folder import describe_run, go_back, prepare_folder, run_folder
 from mmtrain.checkpoint.step_folder import StepFolder, newest
@@ -42,17 +41,16 @@ def make_run(config: RunConfig, steps: tuple[int, ...] = (2, 4, 6), **state: obj
     return folder
 
 
-def go_on(config: RunConfig, path: Path | None = None) -> ResumePoint:
+def go_on(config: RunConfig, path: Path | str = "auto") -> ResumePoint:
     """What the launcher and then rank 0 do."""
-    start = find_start(config, "auto" if path is None else str(path))
-    prepare_folder(config, make_plan(config), goes_on=start is not None)
+    start = find_start(config, str(path))
+    prepare_folder(config, make_plan(config), goes_on=True)
     begin_from(config, start)
     return start
 
 
 def begin_from(config: RunConfig, start: ResumePoint) -> None:
-    if start.is_own:
-        go_back(run_folder(config), start.checkpoint)
+    go_back(run_folder(config), start.checkpoint)
     describe_run(run_folder(config), config, make_plan(config))
 
 
@@ -114,23 +112,14 @@ def test_a_run_whose_checkpoints_are_gone_is_not_begun_anew_in_silence(config):
         find_start(config)
 
 
-def test_a_checkpoint_of_a_later_format_is_named_as_that(config, monkeypatch):
-    monkeypatch.setattr(step_folder, "FORMAT", step_folder.FORMAT + 1)
-    folder = make_run(config, steps=(2,))
-    monkeypatch.undo()
-    with pytest.raises(UserError, match=r"manifest\.json has version 2, this mmtrain reads 1"):
-        find_start(config)
-    assert names(folder) == ["step-00000002"]
-
-
 # ---- branches
 
 
 @pytest.fixture
-def other(tiny, tmp_path) -> StepFolder:
+def other(config) -> StepFolder:
     """A checkpoint of another run."""
-    config = load_config(tiny / "config.yaml", [f"run.dir={tmp_path}/runs", "run.name=other"])
-    return StepFolder(make_run(config, steps=(4,), branched_from=None) / "checkpoints" / "step-00000004")
+    folder = make_run(config.changed({"run.name": "other"}), steps=(4,), branched_from=None)
+    return StepFolder(folder / "checkpoints" / "step-00000004")
 
 
 def test_a_branch_goes_on_by_itself_when_the_same_command_is_given_again(config, other):
@@ -201,7 +190,7 @@ def test_a_record_that_lost_its_end_keeps_its_whole_lines(config, logged):
     folder = make_run(config)
     whole = (folder / "metrics.jsonl").read_bytes()
     (folder / "metrics.jsonl").write_bytes(whole[: 3 * len(line(0)) + 5])
-    go_back(folder, StepFolder(folder / "checkpoints" / "step-00000006"))
+    go_on(config)
     assert steps_of(folder) == [0, 1, 2]
     assert "shorter than when the checkpoint was saved" in " ".join(logged)
 
@@ -211,7 +200,7 @@ def test_a_record_that_was_edited_is_not_cut_in_the_middle_of_a_line(config):
     edited = (folder / "metrics.jsonl").read_text().replace(": ", ":", 1)
     (folder / "metrics.jsonl").write_text(edited)
     with pytest.raises(UserError, match=r"metrics\.jsonl was changed after the checkpoint was saved"):
-        go_back(folder, StepFolder(folder / "checkpoints" / "step-00000006"))
+        go_on(config)
     assert (folder / "metrics.jsonl").read_text() == edited
 
 
@@ -229,11 +218,11 @@ def test_the_tail_that_is_cut_off_is_kept_line_by_line(config):
 # ---- file systems and names
 
 
-def test_overwriting_a_run_behind_a_link_leaves_the_link(config, tiny, tmp_path):
+def test_overwriting_a_run_behind_a_link_leaves_the_link(config, tmp_path):
     folder = make_run(config)
     folder.rename(tmp_path / "big-disk")
     folder.symlink_to(tmp_path / "big-disk")
-    anew = load_config(tiny / "config.yaml", [f"run.dir={tmp_path}/runs", "run.name=mine", "run.overwrite=true"])
+    anew = config.changed({"run.overwrite": True})
     assert find_start(anew) is None
     prepare_folder(anew, make_plan(anew), goes_on=False)
     assert not (tmp_path / "big-disk" / "checkpoints").exists()

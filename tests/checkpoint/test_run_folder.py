@@ -16,8 +16,7 @@ from mmtrain.plan.planner import make_plan
 def prepare(tiny: Path, runs: Path, *overrides: str, resume: str = "auto") -> Path:
     """What the launcher does before ranks start, for a run without checkpoints; the run's folder."""
     config = load_config(tiny / "config.yaml", [f"run.dir={runs}", *overrides])
-    start = find_start(config, resume)
-    assert start is None
+    assert find_start(config, resume) is None
     prepare_folder(config, make_plan(config), goes_on=False)
     return run_folder(config)
 
