@@ -128,14 +128,6 @@ def test_what_transformers_keeps_in_float32_is_not_rounded(tiny, make_tiny, tmp_
     load_stock(tmp_path / "out", dtype="auto")
 
 
-def test_a_projector_that_the_stock_model_does_not_have_is_refused_with_the_formats_that_work(tiny, tmp_path):
-    checkpoint = make_checkpoint(tmp_path / "run", config_of(tiny, "model.projector.type=linear"))
-    with pytest.raises(
-        UserError, match=r"no stock model has a linear projector.*; use --format safetensors or --format llava$"
-    ):
-        export(checkpoint, tmp_path / "out")
-
-
 def test_the_code_in_the_model_card_runs_as_it_stands(checkpoint, tmp_path, monkeypatch, capsys):
     export(checkpoint, tmp_path / "out")
     card = (tmp_path / "out" / "README.md").read_text()

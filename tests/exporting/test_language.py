@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-from pathlib import Path
 
 import pytest
 import torch
@@ -99,14 +98,6 @@ def test_the_card_bounds_what_new_rows_add_to_the_loss(without_spare_row):
         losses.append((kept[0] - kept[1])[batch.labels[0] != IGNORE])
     tokens = torch.cat(losses)
     assert 0 < tokens.mean() <= tokens.max() <= math.log(1 + 1 / size)
-
-
-def test_a_spare_row_is_used_before_one_is_added(checkpoint, tmp_path):
-    export(checkpoint, tmp_path / "out")
-    config = json.loads((tmp_path / "out" / "config.json").read_text())
-    own = json.loads((Path(checkpoint.config.model.llm.path) / "config.json").read_text())
-    assert config["image_token_index"] < config["text_config"]["vocab_size"] == own["vocab_size"]
-    assert "gained" not in (tmp_path / "out" / "README.md").read_text()
 
 
 def test_buffers_of_old_files_are_left_out(tiny, make_tiny, tmp_path):
