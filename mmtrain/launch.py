@@ -45,6 +45,8 @@ def run(options: Options) -> int:
     rank = rank_of_torchrun()
     try:
         config = expand_pretrained(load_config(options.config, options.overrides))
+        if options.trace is not None and (options.plan or options.calibrate):
+            raise UserError("--trace records training, and nothing is trained here. Leave --trace out")
         if options.suggest is not None:
             if not options.plan:
                 raise UserError(f"--suggest {options.suggest} is for mmtrain plan CONFIG --suggest {options.suggest}")
