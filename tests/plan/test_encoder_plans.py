@@ -6,7 +6,7 @@ import random
 from dataclasses import replace
 
 import pytest
-from bench_encoder_plans import CASES, costs_of, figures, in_slices
+from bench_encoder_plans import CASES, costs_of, figures
 from made_up_costs import made_up_costs
 
 from mmtrain.plan.cuts import even_cut
@@ -30,7 +30,7 @@ nightly = pytest.mark.nightly
 )
 def test_a_pipeline_of_8_takes_little_longer_than_its_work(name, microbatches, step, slowest) -> None:
     costs = costs_of(CASES[name], 8, microbatches)
-    found = figures(in_slices(costs), costs)
+    found = figures(Search(costs, "auto").find("auto"), costs)
     assert found.step <= step and found.slowest <= slowest
 
 
@@ -94,7 +94,8 @@ def test_ranks_that_are_named_hold_blocks_and_no_others_do_or_nothing_fits() -> 
 
 def test_an_encoder_that_fits_on_no_rank_is_planned_in_slices() -> None:
     """InternViT-6B takes 10.3 GiB, more than rank 0 has left beside the connector and the embedding."""
-    costs = costs_of(replace(CASES[INTERN_20B], pack_length=4096), 8, 8, memory_bytes=14 * 2**30)
+    costs = costs_of(replace(CASES[INTERN_20B], pack_length=4096), 8, 8)
+    costs = StageCosts(costs.costs, costs.timings, replace(costs.setting, memory_bytes=14 * 2**30))
     assert not Search(costs).find(1)
     search = Search(costs, "auto")
     layout = search.find(1)
