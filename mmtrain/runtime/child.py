@@ -5,6 +5,7 @@ No orphans: a process asks the kernel to be killed when the one that started it 
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import signal
@@ -12,8 +13,11 @@ import site
 import subprocess
 import sys
 import sysconfig
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 ROOT = str(Path(__file__).parents[2])  # goes first: a child runs this package, however its parent found it
 
@@ -43,3 +47,14 @@ def die_with_parent(parent: int | None = None) -> None:
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if parent is not None and os.getppid() != parent:
         os._exit(1)
+
+
+def wake_stopped(processes: Iterable[psutil.Process]) -> None:
+    """Continue processes that SIGSTOP or a debugger has stopped: until then none of them ends when SIGTERM asks it to.
+
+    torch's agent would wait 30 s for each such rank.
+    """
+    for process in processes:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if process.status() == psutil.STATUS_STOPPED:
+                process.resume()

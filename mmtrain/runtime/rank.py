@@ -18,9 +18,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TextIO
 
+import psutil
+
 from mmtrain.base.console_stream import ConsoleStream
 from mmtrain.base.printing import print_info, show_error, show_logs
-from mmtrain.runtime.child import die_with_parent
+from mmtrain.runtime.child import die_with_parent, wake_stopped
 from mmtrain.runtime.failures import ErrorRecord, RankProgress
 from mmtrain.runtime.job import Job
 from mmtrain.runtime.log import log_name, send_output_to
@@ -104,6 +106,7 @@ def run_rank(job: Job, records: Path | None = None) -> str | None:
             record.write(records / f"error-{rank}")
         traceback.print_exc()
         log.finish()
+        wake_stopped(psutil.Process().parent().children())
         time.sleep(SECONDS_AFTER_LOST_PEER if record.kind == "peer" else SECONDS_AFTER_FAILURE)
         if console is not None:
             console.drain()

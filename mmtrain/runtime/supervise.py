@@ -19,6 +19,7 @@ import psutil
 
 from mmtrain.base.console_stream import ConsoleStream
 from mmtrain.base.errors import UserError
+from mmtrain.runtime.child import wake_stopped
 from mmtrain.runtime.failures import Failure, last_seen, root_cause
 from mmtrain.runtime.job import Job
 from mmtrain.runtime.log import output_to_log
@@ -93,6 +94,7 @@ def run_ranks(job: Job) -> Failure | None:
             asked, seconds = stop_file.read()
             if number == signal.SIGTERM and asked is not Asked.NOTHING and seconds > SECONDS_TOGETHER:
                 stop_file.ask(Asked.END_NOW)
+                wake_stopped(psutil.Process().children(recursive=True))
                 raise SignalException("a second SIGTERM", signal.SIGTERM)
             if asked is Asked.NOTHING:
                 stop_file.ask(Asked.SAVE_AND_END)
