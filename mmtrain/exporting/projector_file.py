@@ -22,9 +22,10 @@ from mmtrain.checkpoint.run_folder import METRICS
 from mmtrain.checkpoint.step_folder import StepFolder
 from mmtrain.config.templates import template_name
 from mmtrain.exporting.tensors import TensorSource, cast_to, in_memory, new_folder, stored, write_tensors
-from mmtrain.models.facts.connectors import Linear, connector, image_layout, reduction
+from mmtrain.models.facts.connectors import Linear, connector, reduction
 from mmtrain.models.facts.model_files import read_header
 from mmtrain.models.facts.shapes import llm_shape
+from mmtrain.models.layouts.registry import LAYOUTS
 from mmtrain.models.modules.projector import PROJECTOR, whole_projector
 
 SCORES = ("loss", "token_accuracy", "exact_match", "answers", "samples")
@@ -85,7 +86,7 @@ def origin(checkpoint: StepFolder, tensors: Mapping[str, TensorSource]) -> Origi
         trained=tuple(sorted(read_header(checkpoint.tensors_file))),
         template=template_name(config.data.template),
         layout=vision and vision.layout,
-        max_tiles=getattr(image_layout(config), "max_tiles", None),
+        max_tiles=vision and (vision.max_tiles or getattr(LAYOUTS[vision.layout], "max_tiles", None)),
         pinpoints=vision and vision.pinpoints,
         image_fit=vision and config.data.image_fit,
         steps=checkpoint.step,

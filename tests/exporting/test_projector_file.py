@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import shutil
 
 import pytest
 import torch
@@ -25,6 +26,18 @@ def test_the_projector_file_says_what_it_belongs_to(checkpoint, tmp_path):
     assert (about["llm_width"], about["vision_width"], about["vision_select_layer"]) == (64, 48, -2)
     assert (about["projector_type"], about["dtype"], about["steps"]) == ("mlp2x_gelu", "float32", 20)
     assert about["data_fingerprint"] == "d" * 64 and about["versions"]["torch"] == "2"
+
+
+def test_a_projector_is_exported_where_its_models_are_gone(tiny, tmp_path):
+    models = tmp_path / "models"
+    shutil.copytree(tiny, models)
+    (models / "config.yaml").write_text((tiny / "config.yaml").read_text().replace(str(tiny), str(models)))
+    keys = ("model.vision.layout=tiles", "data.image_fit=null", "model.projector.type=shuffle_swiglu")
+    checkpoint = make_checkpoint(tmp_path / "run", config_of(models, *keys))
+    models.rename(tmp_path / "gone")
+    assert run_export(checkpoint.path, "safetensors", tmp_path / "out") == 0
+    about = json.loads((tmp_path / "out" / "projector.json").read_text())
+    assert (about["vision_width"], about["layout"], about["max_tiles"]) == (48, "tiles", 12)
 
 
 def test_a_run_on_text_alone_has_no_projector_in_its_file_nor_in_its_name(tiny, tmp_path):
