@@ -36,19 +36,19 @@ class Shape(NamedTuple):
     """What the ranks of one calibration run."""
 
     pipeline: int
-    layouts: tuple[tuple[int, tuple[int, ...] | int, int | str], ...]  # stages a rank, encoder_ranks, prefetch
+    layouts: tuple[tuple[int, tuple[int, ...] | int], ...]  # stages a rank, encoder_ranks
     dtype: str = "float32"
     images: int = 3  # of a micro-batch
     projector: dict[str, Any] = SHUFFLED
 
 
 SHAPES = {
-    "2 ranks": Shape(2, ((1, 0, 4), (1, (0, 1), 0), (1, (0, 1), 6), (2, (0, 1), 3), (1, (1,), "auto"))),
-    "3 ranks": Shape(3, ((1, (0, 1, 2), 4), (2, (0, 2), 6), (2, (0, 1, 2), "auto"))),
-    "4 ranks": Shape(4, ((1, (0, 1, 2, 3), 3), (1, (1, 3), 6))),
-    "several groups of tiles": Shape(2, ((1, (0, 1), 4), (1, 0, 4)), images=13),
-    "features that the projector keeps": Shape(2, ((1, (0, 1), 4), (1, 0, 4)), projector=PLAIN),
-    "bfloat16": Shape(2, ((1, (0, 1), 4), (2, (0, 1), 6)), "bfloat16", projector=PLAIN),
+    "2 ranks": Shape(2, ((1, 0), (1, (0, 1)), (2, (0, 1)), (1, (1,)))),
+    "3 ranks": Shape(3, ((1, (0, 1, 2)), (2, (0, 2)))),
+    "4 ranks": Shape(4, ((1, (0, 1, 2, 3)), (1, (1, 3)))),
+    "several groups of tiles": Shape(2, ((1, (0, 1)), (1, 0)), images=13),
+    "features that the projector keeps": Shape(2, ((1, (0, 1)), (1, 0)), projector=PLAIN),
+    "bfloat16": Shape(2, ((1, (0, 1)), (2, (0, 1))), "bfloat16", projector=PLAIN),
 }
 
 
@@ -90,10 +90,10 @@ def planned_and_measured(folder, shape):
     config = config_of(folder, shape)
     models, file = calibrated(folder, config)
     weights, result = {}, []
-    for stages, encoder_ranks, prefetch in shape.layouts:
+    for stages, encoder_ranks in shape.layouts:
         asked = {"stages_per_rank": stages, "encoder_ranks": encoder_ranks, "calibration": str(file)}
         changed = config.changed({f"parallel.{key}": value for key, value in asked.items()})
-        runner = Runner(changed, models, weights, prefetch)
+        runner = Runner(changed, models, weights)
         mine = runner.plan.ranks[dist.get_rank()]
         ahead = [encodes and encodes.ahead for encodes in runner.plan.chain]
         walked = mine.activation_bytes + mine.workspace_bytes
