@@ -114,7 +114,7 @@ def find_start(config: RunConfig, resume: str = AUTO, allowed: Sequence[str] = (
     if own is not None and own.state["branched_from"] == start.branched_from:
         _log.info(f"{folder} has branched from {start.checkpoint.path} already: that branch goes on")
         return _resume_point(folder, config, None, allowed)
-    if own is not None or ((folder / METRICS).exists() and (folder / METRICS).stat().st_size):
+    if own is not None or any(recorded(folder / METRICS, "train")):
         raise UserError(
             f"{folder} holds an earlier run ({listed}), and {start.checkpoint.path} is of another; choose a new "
             "run.name"

@@ -167,8 +167,7 @@ class _Run:
         self.audit.begin_with(state["trained"])
         self.counts = state["data"]["counts"] if state["data"]["fingerprint"] == self.data else None
         if self.rank.rank == 0:
-            if start.is_own:
-                go_back(self.rank.folder, start.checkpoint)
+            go_back(self.rank.folder, start.checkpoint if start.is_own else None)
             describe_run(self.rank.folder, self.configured, self.plan)
 
     def open_records(self, trace_steps: int) -> None:

@@ -133,7 +133,7 @@ def test_a_branch_goes_on_by_itself_when_the_same_command_is_given_again(config,
 
 def test_a_branch_that_died_before_its_first_save_branches_again(config, other):
     folder = make_run(config, steps=())
-    (folder / "metrics.jsonl").write_text("")
+    (folder / "metrics.jsonl").write_text('{"kind": "begin", "step": 4}\n')
     (folder / "checkpoints").mkdir()
     assert find_start(config, str(other.path)).checkpoint.path == other.path
 

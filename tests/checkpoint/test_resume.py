@@ -143,8 +143,13 @@ def test_a_run_can_branch_from_a_checkpoint_of_another_with_another_learning_rat
     branch = ("run.name=branch", "optimizer.lr=5e-4", "--resume", step_path(undisturbed, 16))
     before = {path: path.stat().st_mtime_ns for path in undisturbed.rglob("*")}
     assert "optimizer.lr: was 0.001, is now 0.0005" in refused(capsys, tiny, tmp_path, *branch)
-    resumed(tiny, tmp_path, *branch[:2], resume=branch[-1], allow=("optimizer.lr",))
     folder = tmp_path / "branch"
+    (folder / "checkpoints" / ".step-00000016.0123abcd.tmp").mkdir(parents=True)  # killed as it saved where it begins
+    for name in ("config.yaml", "plan.json"):
+        shutil.copy(undisturbed / name, folder)
+    (folder / "metrics.jsonl").write_text('{"kind": "begin", "step": 16}\n')
+    resumed(tiny, tmp_path, *branch[:2], resume=branch[-1], allow=("optimizer.lr",))
+    assert len(records(folder, "begin")) == 1 and not list((folder / "checkpoints").glob(".*"))
     assert steps_done(folder) == list(range(16, 24)) and saved_steps(folder) == [16, 20, 24]
     ours, theirs = records(folder, "train"), records(undisturbed, "train")[16:]
     assert ours[0]["loss"] == theirs[0]["loss"]  # the same weights and samples
