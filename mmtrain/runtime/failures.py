@@ -37,18 +37,10 @@ LOST_PEER = re.compile(
     r"socket (closed|error)|(gloo|nccl).*timed? ?out|nccl.*remote error|timed out waiting for (recv|send)",
     re.IGNORECASE | re.DOTALL,
 )
-NCCL_REMEDIES = {  # what NCCL says of this machine (its src/init.cc and src/os/linux.cc), and what helps
-    re.compile(
-        r"Duplicate GPU detected.*|Multiple Ranks are using the same GPU[^.]*"
-    ): "each rank needs a GPU of its own: CUDA_VISIBLE_DEVICES must name as "
-    "many different ones as this machine has ranks, and ranks of another launcher or machine must not share them",
-    re.compile(r"Error.*/dev/shm/nccl-.*"): "NCCL needs room in /dev/shm: see df -h /dev/shm; remove what dead "
-    "processes have left there, or start the container with --shm-size=1g or more (--ipc=host)",
-}
-DEAD_WORKER = re.compile(
-    r"DataLoader worker \(pid[^\d]*(?P<pid>[\d, ]+)\)(?: is killed by signal: (?P<signal>[\w ]+))?"
-)
+NCCL_LACKS_ROOM = re.compile(r"Error.*/dev/shm/nccl-.*")  # NCCL's src/os/linux.cc
+DEAD_WORKER = re.compile(r"DataLoader worker \(pid (\d+)\) is killed by signal: ([\w ]+)")  # by strsignal's name
 OUT_OF_MEMORY = "if nobody did that, the machine ran out of memory: see dmesg"
+SHARED_MEMORY_IS_FULL = "/dev/shm may be full: see df -h /dev/shm, or start the container with --shm-size=8g"
 # A rank that has waited too long for another one aborts in C++: "[rank3]:[E1218 20:27:21 ProcessGroupNCCL.cpp] ...",
 # with the words of ProcessGroupNCCL or those of ProcessGroupNCCL2.
 WATCHDOG = re.compile(rb"\[rank(\d+)\]:.*(Watchdog caught collective operation timeout.*|Operation timed out after.*)")
@@ -74,11 +66,11 @@ class RankProgress:
         self._FORMAT.pack_into(self._memory, 0, step, self.work.encode()[:200])
 
     @classmethod
-    def read(cls, path: Path) -> tuple[int, str] | None:
-        """Return (step, work) of the rank that wrote `path`; None where it never came to write it."""
+    def read(cls, path: Path) -> tuple[int, str]:
+        """Return (step, work) of the rank that wrote `path`, or would have written it."""
         data = path.read_bytes() if path.exists() else b""
         if len(data) != cls._FORMAT.size:
-            return None
+            return 0, "start-up"
         step, work = cls._FORMAT.unpack(data)
         return step, work.rstrip(b"\0").decode(errors="replace")
 
@@ -138,7 +130,7 @@ def root_cause(job: Job, records: Path, exit_codes: Mapping[int, int], log_begin
     for rank in sorted(exit_codes.keys() - {error.rank for error in errors}):
         if exit_codes[rank] != -signal.SIGABRT or rank not in timed_out:
             return Failure(1, f"{last_seen(job, records, rank, _end(exit_codes[rank]))}\nlog: {job.log}")
-        step, work = RankProgress.read(records / f"progress-{rank}") or (0, "start-up")
+        step, work = RankProgress.read(records / f"progress-{rank}")
         errors.append(ErrorRecord(rank, step, work, "peer", timed_out[rank], "", time.time()))
     first = min(errors, key=lambda error: (error.kind == "peer", error.time))
     if first.kind == "user":
@@ -153,10 +145,7 @@ def root_cause(job: Job, records: Path, exit_codes: Mapping[int, int], log_begin
 
 def last_seen(job: Job, records: Path, rank: int, what: str = "was") -> str:
     """Return what happened to a rank (`what`: "was killed by SIGKILL"), in which step and at what work."""
-    progress = RankProgress.read(records / f"progress-{rank}")
-    if progress is None:
-        return f"{_name(job, rank)} {'had not begun' if what == 'was' else f'{what} before'} its first step"
-    return f"{_name(job, rank)} {what} {_at(*progress)}"
+    return f"{_name(job, rank)} {what} {_at(*RankProgress.read(records / f'progress-{rank}'))}"
 
 
 def _name(job: Job, rank: int) -> str:
@@ -190,11 +179,11 @@ def _kind_and_cause(error: BaseException) -> tuple[Literal["user", "peer", "erro
     if isinstance(error, OSError) and error.errno in CANNOT_GROW:
         seen = f"{error.filename or 'a file'} cannot be written: {error.strerror}"
         return "user", f"{seen}; {CANNOT_GROW[error.errno]}, and start again: a run resumes from its newest checkpoint"
-    for pattern, remedy in NCCL_REMEDIES.items():
-        if isinstance(error, RuntimeError) and (matched := pattern.search(text)):
-            return "user", f"{matched[0]}; {remedy}"
-    if isinstance(error, RuntimeError) and (dead := _dead_worker(error)):
-        return "error", dead
+    if isinstance(error, RuntimeError) and (lacks_room := NCCL_LACKS_ROOM.search(text)):
+        return "user", f"{lacks_room[0]}; {SHARED_MEMORY_IS_FULL}"
+    # Where torch notices the worker's end in another way, the message that names the signal is that of the cause.
+    if worker := DEAD_WORKER.search(f"{error}\n{error.__cause__ or error.__context__}"):
+        return "error", _dead_worker(int(worker[1]), worker[2])
     # torch.distributed's errors by name: this module imports no torch. A DistBackendError may be of any kind.
     lost_peer = (
         isinstance(error, ConnectionError)
@@ -204,16 +193,7 @@ def _kind_and_cause(error: BaseException) -> tuple[Literal["user", "peer", "erro
     return "peer" if lost_peer else "error", f"{name}: {text}" if text else name
 
 
-def _dead_worker(error: BaseException) -> str | None:
-    """Return how a data worker ended, from torch's message about it or from the one that caused that."""
-    first = DEAD_WORKER.search(str(error))
-    if first is None:
-        return None
-    second = DEAD_WORKER.search(str(error.__cause__ or error.__context__))
-    worker = f"its data worker (process {first['pid']})"
-    description = first["signal"] or (second and second["signal"])
-    if description is None:
-        return f"{worker} ended by itself; the log may say why"
-    name = next((number.name for number in signal.Signals if signal.strsignal(number) == description), description)
-    remedies = {"SIGKILL": OUT_OF_MEMORY, "SIGBUS": "/dev/shm may be full: see df -h /dev/shm"}
-    return f"{worker} was killed by {name}" + (f" ({remedies[name]})" if name in remedies else "")
+def _dead_worker(pid: int, description: str) -> str:
+    number = next((number for number in signal.Signals if signal.strsignal(number) == description), None)
+    remedy = {signal.SIGKILL: OUT_OF_MEMORY, signal.SIGBUS: SHARED_MEMORY_IS_FULL}.get(number, "the log may say why")
+    return f"its data worker (process {pid}) was killed by {number.name if number else description} ({remedy})"

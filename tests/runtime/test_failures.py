@@ -35,8 +35,15 @@ def test_progress_can_be_read_after_the_process_was_killed(tmp_path):
     assert RankProgress.read(tmp_path / "progress") == (41, "BACKWARD(stage 2, micro-batch 7)")
 
 
-def test_progress_of_a_rank_that_never_started_is_unknown(tmp_path):
-    assert RankProgress.read(tmp_path / "progress") is None
+def nccl(said: str, of: str) -> DistBackendError:
+    """As torch words it (NCCLUtils.hpp), with NCCL's last warning behind it."""
+    head = "NCCL error in: /pytorch/torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp:3690, NCCL version 2.27.5"
+    return DistBackendError(f"{head}\n{of}\nLast error:\n{said}")
+
+
+SYSTEM = "ncclSystemError: System call (e.g. socket, malloc) or external library call failed or device error. "
+USAGE = "ncclInvalidUsage: This usually reflects invalid usage of NCCL library."
+REMOTE = "ncclRemoteError: A call failed possibly due to a network error or a remote process exiting prematurely."
 
 
 @pytest.mark.parametrize(
@@ -52,48 +59,29 @@ def test_progress_of_a_rank_that_never_started_is_unknown(tmp_path):
         (RuntimeError("[gloo/transport/tcp/pair.cc:545] Read error [::1]:19095: Connection reset by peer."), "peer"),
         (RuntimeError("[gloo/transport/tcp/unbound_buffer.cc:81] Timed out waiting 3000ms for recv operation"), "peer"),
         (DistBackendError("NCCL operation timed out"), "peer"),  # ProcessGroupNCCL2 at the next operation
+        (DistNetworkError("the client socket has timed out"), "peer"),
+        (nccl("socketProgress: Connection closed by remote peer node-1<43567>", REMOTE), "peer"),
+        (nccl("Net : Call to recv from 10.0.0.2<43567> failed : Connection reset by peer", SYSTEM), "peer"),
+        (nccl("Cuda failure 'out of memory'", "ncclUnhandledCudaError: Call to CUDA function failed."), "error"),
+        (nccl("Duplicate GPU detected : rank 1 and rank 0 both on CUDA device 65000", USAGE), "error"),
     ],
+    ids=lambda value: None if isinstance(value, str) else type(value).__name__,
 )
 def test_the_loss_of_a_peer_is_told_apart_from_an_own_error_and_from_what_the_user_can_mend(error, kind):
     assert record_of(error).kind == kind
 
 
-def nccl(said: str, of: str) -> DistBackendError:
-    """As torch words it (NCCLUtils.hpp), with NCCL's last warning behind it."""
-    head = "NCCL error in: /pytorch/torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp:3690, NCCL version 2.27.5"
-    return DistBackendError(f"{head}\n{of}\nLast error:\n{said}")
-
-
-SYSTEM = "ncclSystemError: System call (e.g. socket, malloc) or external library call failed or device error. "
-USAGE = "ncclInvalidUsage: This usually reflects invalid usage of NCCL library."
-REMOTE = "ncclRemoteError: A call failed possibly due to a network error or a remote process exiting prematurely."
-NCCL_ITSELF = (  # as NCCL 2.30, or before, has it
-    "Multiple Ranks are using the same GPU/Partition. Set NCCL_MULTI_RANK_GPU_ENABLE=1 to enable this configuration.",
-    "Duplicate GPU detected : rank 1 and rank 0 both on CUDA device 65000",
-    "Error: failed to extend /dev/shm/nccl-9pQ1fe to 9637892 bytes, error: No space left on device (28)",
-    "Error while creating shared memory segment /dev/shm/nccl-9pQ1fe (size 9637888), error: No space left on device",
-)
-
-
-@pytest.mark.parametrize("said", NCCL_ITSELF)
-def test_what_nccl_says_of_this_machine_is_no_lost_connection_but_one_line_with_the_remedy(said):
-    record = record_of(nccl(said, USAGE if "GPU" in said else SYSTEM))
-    assert record.kind == "user" and "\n" not in record.cause
-    assert record.cause.startswith(f"{said.partition('. Set')[0]}; ")
-    assert ("CUDA_VISIBLE_DEVICES" if "GPU" in said else "--shm-size") in record.cause
-
-
 @pytest.mark.parametrize(
-    ("said", "of", "kind"),
-    [
-        ("socketProgress: Connection closed by remote peer node-1<43567>", REMOTE, "peer"),
-        ("Net : Call to recv from 10.0.0.2<43567> failed : Connection reset by peer", SYSTEM, "peer"),
-        ("Cuda failure 'out of memory'", "ncclUnhandledCudaError: Call to CUDA function failed.", "error"),
-        ("Invalid config blocking attribute value -1", USAGE, "error"),
+    "said",
+    [  # as NCCL 2.30, or before, has it
+        "Error: failed to extend /dev/shm/nccl-9pQ1fe to 9637892 bytes, error: No space left on device (28)",
+        "Error while creating shared memory segment /dev/shm/nccl-9pQ1fe (size 9637888), error: No space left on device",
     ],
 )
-def test_an_error_of_nccl_is_the_loss_of_a_peer_only_where_it_says_so(said, of, kind):
-    assert record_of(nccl(said, of)).kind == kind
+def test_too_little_shared_memory_for_nccl_is_one_line_with_the_remedy(said):
+    record = record_of(nccl(said, SYSTEM))
+    assert record.kind == "user" and record.cause.startswith(f"{said}; /dev/shm may be full: ")
+    assert record.cause.endswith("--shm-size=8g")
 
 
 def test_the_installed_torch_speaks_the_words_that_are_looked_for_in_the_log():
@@ -139,10 +127,6 @@ def test_a_file_that_cannot_grow_is_no_bug_but_named_with_how_to_go_on(code, rem
     record = record_of(OSError(code, os.strerror(code), "runs/x/metrics.jsonl"))
     said = f"runs/x/metrics.jsonl cannot be written: {os.strerror(code)}; {remedy}"
     assert record.kind == "user" and record.cause.startswith(said)
-
-
-def test_a_distributed_error_of_torch_is_the_loss_of_a_peer():
-    assert record_of(DistNetworkError("the client socket has timed out")).kind == "peer"
 
 
 def test_an_error_record_survives_writing_and_names_step_work_and_place(tmp_path):

@@ -116,7 +116,7 @@ def test_the_message_of_a_job_with_a_stopped_rank_is_recognised_as_it_is_printed
     lines = [
         f"error: rank 0 (stage 0) lost its connection to another rank {at}: RuntimeError: Timed out waiting 10000ms",
         f"rank 0 (stage 0) was {at}",
-        "rank 1 (stage 1) had not begun its first step",
+        "rank 1 (stage 1) was in step 0 (counted from 0), at start-up",
         "log: runs/a/log.txt",
     ]
     said = message("\n".join(lines)) + "\n"

@@ -111,7 +111,7 @@ class Launched:
         """What each rank is at: step and work."""
         files = self.scratch.glob("mmtrain-*/progress-*")
         read = {int(file.name.rpartition("-")[2]): RankProgress.read(file) for file in files}
-        return {rank: at for rank, at in sorted(read.items()) if at is not None and at[1]}
+        return {rank: at for rank, at in sorted(read.items()) if at[1]}
 
     def strike(self, kill: Kill, draw: random.Random, timeout: float) -> Killed | None:
         """Wait for the moment, kill, and wait until the job is gone; None if it ended before the moment came.
@@ -187,9 +187,8 @@ class Launched:
 
 def expected_message(rank: int, who: str) -> str:
     """The launcher's message, as a regular expression: that a rank was killed, or, if stopped, what it was at."""
-    at = r"(in step \d+ \(counted from 0\), at \S.*|before its first step)"
-    was = rf"(was {at}|had not begun its first step)"
+    at = r"in step \d+ \(counted from 0\), at \S.*"
     named = rf"rank {rank} \(stage [^)]*\) "
     if who == "rank":
         return rf"\Aerror: {named}was killed by SIGKILL \(.*\) {at}\n  log: .*\n\Z"
-    return rf"\Aerror: rank \d+ \(stage [^)]*\) lost its connection to another rank {at}(\n.*)*\n  {named}{was}\n"
+    return rf"\Aerror: rank \d+ \(stage [^)]*\) lost its connection to another rank {at}(\n.*)*\n  {named}was {at}\n"
