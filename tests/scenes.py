@@ -33,6 +33,7 @@ from mmtrain.engine.engine import FrozenPipelineEngine
 from mmtrain.engine.optimizer import clip_coefficient, learning_rate
 from mmtrain.engine.process_groups import join_process_group, replica_group
 from mmtrain.engine.stages import streamed_layers
+from mmtrain.models.facts.connectors import connector
 from mmtrain.models.layouts.layout import Tiling
 from mmtrain.models.modules.projector import make_projector
 from mmtrain.models.modules.stage import build_stage
@@ -111,7 +112,7 @@ def stock_llava(folder: Path, seed: int, dtype: torch.dtype = torch.float32) -> 
     model.model.language_model.load_state_dict(llm.model.state_dict())
     model.lm_head.load_state_dict(llm.lm_head.state_dict())
     model.model.vision_tower.load_state_dict(vision.state_dict())
-    projector = make_projector(ProjectorSection(type="mlp2x_gelu"), 32, WIDTH, seed)
+    projector = make_projector(connector(ProjectorSection(type="mlp2x_gelu"), 32, WIDTH), seed)
     model.model.multi_modal_projector.load_state_dict(projector.state_dict())
     model.requires_grad_(False)
     model.model.multi_modal_projector.requires_grad_(True)

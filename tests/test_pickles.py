@@ -22,7 +22,7 @@ from transformers import CLIPVisionConfig
 
 from mmtrain.__main__ import main
 from mmtrain.base.errors import UserError
-from mmtrain.config.model import ProjectorSection
+from mmtrain.models.facts.connectors import Linear
 from mmtrain.models.modules.projector import read_projector
 from mmtrain.models.modules.vision import load_vision
 
@@ -134,7 +134,7 @@ def test_a_file_that_would_run_is_refused_as_a_projector_and_to_convert_and_does
     attack(file, marker)
     assert runs_when_opened_without_protection(file, marker)
     with pytest.raises(UserError, match="not a file of plain tensors") as raised:
-        read_projector(str(file), ProjectorSection(type="linear"), 12, 20)
+        read_projector(str(file), [Linear("linear_1", 12, 20)])
     assert str(file) in str(raised.value)
     assert "weights_only" not in str(raised.value), "torch's message recommends switching it off"
     assert main(["convert", str(tmp_path)]) == 2
@@ -150,7 +150,7 @@ def test_a_file_that_would_run_is_refused_as_a_projector_and_to_convert_and_does
 def test_what_is_no_tensor_with_its_values_in_the_file_is_refused_before_memory_is_taken(tmp_path, tensor):
     torch.save({"model.mm_projector.weight": tensor}, tmp_path / "mm_projector.bin")
     with pytest.raises(UserError, match=r"no plain tensor|other than named tensors"):
-        read_projector(str(tmp_path), ProjectorSection(type="linear"), 12, 20)
+        read_projector(str(tmp_path), [Linear("linear_1", 12, 20)])
 
 
 @pytest.mark.parametrize("attack", [a_command, a_bare_pickle])

@@ -28,8 +28,7 @@ from mmtrain.config.schema import RunConfig
 from mmtrain.exporting.hf import ExportedModel, export_hf
 from mmtrain.exporting.verify import Comparison, compare_logits
 from mmtrain.models.facts.adapters import is_adapter
-from mmtrain.models.facts.connectors import has_newline
-from mmtrain.models.facts.shapes import llm_shape, vision_shape
+from mmtrain.models.facts.connectors import run_connector
 from mmtrain.models.modules.projector import make_projector
 from mmtrain.plan.planner import models_of
 
@@ -42,10 +41,8 @@ def make_checkpoint(
     `more` goes into its state.
     """
     tensors = dict(others or {})
-    if (chosen := config.model.vision) is not None:
-        vision = vision_shape(chosen.name, chosen.select_layer, chosen.final_norm)
-        width = llm_shape(config.model.llm.path).hidden_size
-        projector = make_projector(config.model.projector, vision.width, width, config.run.seed, has_newline(config))
+    if config.model.vision is not None:
+        projector = make_projector(run_connector(config), config.run.seed)
         own = {f"projector.{name}": tensor.detach().clone() for name, tensor in projector.named_parameters()}
         tensors = own | tensors
     state = state_of(step, config=config.model_dump(mode="json"), **more)

@@ -46,7 +46,8 @@ from mmtrain.engine.process_groups import join_process_group, replica_group
 from mmtrain.engine.single_stage import SingleStage, expected_batch
 from mmtrain.engine.statistics import RankSums
 from mmtrain.engine.step_clock import Reading
-from mmtrain.models.modules.stage import Front, build_stage
+from mmtrain.models.modules.stage import build_stage
+from mmtrain.models.modules.vision_tower import VisionTower
 from mmtrain.plan.calibration import Calibration, Device, Key, calibration_key
 from mmtrain.plan.costs import LayerKind, Models, run_costs
 from mmtrain.plan.plan import Plan, StagePlan
@@ -87,7 +88,7 @@ class Calibrator:
             if parameter.requires_grad
         }
         self._end = _StepEnd(config, plan, trained, device)
-        self._can_cut = can_cut and self._stages["front"].module.front is not None and self._costs.encoder.frozen
+        self._can_cut = can_cut and self._stages["front"].module.projector is not None and self._costs.encoder.frozen
         self._multiply, self._flops = matrix_products(self._stages[self._window[0]])
         for stage in self._stages.values():  # before any message: see `warm_up` of mmtrain.engine.single_stage
             stage.forward()
@@ -122,14 +123,14 @@ class Calibrator:
                 stages[recomputing(name)] = stage.recomputing()
         return stages
 
-    def _slice(self, first: int, last: int) -> Front:
-        whole = self._stages["front"].module.front
+    def _slice(self, first: int, last: int) -> VisionTower:
+        whole = self._stages["front"].module.vision
         assert whole is not None, "only a model with an encoder is cut"
-        part = whole.vision.slice_of(first, last)
-        weights = dict(whole.vision.global_parameters())
+        part = whole.slice_of(first, last)
+        weights = dict(whole.global_parameters())
         for name, parameter in part.global_parameters():
             parameter.data = weights[name].data
-        return Front(part, whole.projector, whole.transform)
+        return part
 
     def _message_tensors(self) -> dict[str, list[torch.Tensor]]:
         hidden = self._stages["front"].input
@@ -220,9 +221,12 @@ class Calibrator:
         }
         if self._can_cut:
             blocks, tiles = self._costs.encoder.blocks, stage.batch.tiles
-            stem, later = self._slice(0, 0), self._slice(max(0, blocks - 2), blocks).vision
+            stem, later = self._slice(0, 0), self._slice(max(0, blocks - 2), blocks)
             hidden = torch.zeros(len(tiles), *later.hidden_shape, dtype=later.dtype, device=self._device)
-            works = functools.partial(stem.encode, tiles), functools.partial(later.in_groups, hidden)
+            works = (
+                functools.partial(stem.in_groups, tiles, stage.module.normalised),
+                functools.partial(later.in_groups, hidden),
+            )
             of_stem, of_later = bytes_used(*works, device=self._device)
             sizes |= {ENCODE_STEM: {"forward": of_stem.peak}, ENCODE_LATER: {"forward": of_later.peak}}
         return sizes

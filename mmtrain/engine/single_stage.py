@@ -78,8 +78,8 @@ class SingleStage:
         self.input = torch.randn(shape, dtype=module.dtype, device=device)
         self.upstream = None if module.language.has_head else torch.randn(shape, dtype=module.dtype, device=device)
         tiles, vision = 0 if batch.tiles is None else len(batch.tiles), module.vision
-        self._taken: PackedBatch | torch.Tensor | None = batch if module.front is not None else None
-        if vision is not None and module.front is None and tiles:
+        self._taken: PackedBatch | torch.Tensor | None = batch if module.projector is not None else None
+        if vision is not None and module.projector is None and tiles:
             self._taken = torch.randn(tiles, *vision.hidden_shape, dtype=vision.dtype, device=device)
         self.features = self.encode()
         if self.features is not None and vision is not None and not vision.is_last:  # made by another rank's slice

@@ -73,7 +73,7 @@ def compare_logits(
     samples, batches = zip(*read_samples(checkpoint.config, count), strict=True)
     stage = whole_model(checkpoint)
     stock = exported.stock
-    merged = stage if exported.adapters is None else stage.front
+    merged = stage if exported.adapters is None else stage.vision
     if dtype != torch.float32 and merged is not None:  # what is rounded are merged weights
         merge_adapters(merged)
     exact = {name.replace(stock.decoder_names, "llm.", 1) for name in exported.kept_in_float32}

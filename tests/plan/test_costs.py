@@ -18,6 +18,7 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRot
 
 from mmtrain.config.model import LoraSection, ProjectorSection
 from mmtrain.config.schema import RunConfig
+from mmtrain.models.facts.connectors import connector
 from mmtrain.models.facts.shapes import ParameterShape, matches_any
 from mmtrain.models.modules.last_layer import LastLayer, Rows
 from mmtrain.models.modules.lora import add_adapters, without_marks
@@ -361,7 +362,7 @@ def test_a_connector_costs_the_flops_and_bytes_that_torch_counts(kind: str, fact
     demo = {"model__llm__path": "demo:llm", "model__vision": {"name": "demo:vision", "select_layer": -1}}
     demo["model__projector"] = {"type": kind, "factor": factor}
     front, images = layers_of(**demo, model__trainable=(trained,))[0], costs_of(**demo).work.tiles
-    projector = make_projector(ProjectorSection(type=kind, factor=factor), 128, 128, seed=0)
+    projector = make_projector(connector(ProjectorSection(type=kind, factor=factor), 128, 128), seed=0)
     for name, parameter in projector.named_parameters():
         parameter.requires_grad_(matches_any(f"projector.{name}", (trained,)))
     features = torch.randn(1, 16, 128)

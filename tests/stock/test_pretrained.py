@@ -26,7 +26,7 @@ from mmtrain.base.errors import UserError
 from mmtrain.config.load import dump_config
 from mmtrain.config.schema import RunConfig
 from mmtrain.launching.machine import plan_for_here
-from mmtrain.models.facts.connectors import has_newline
+from mmtrain.models.facts.connectors import has_newline, run_connector
 from mmtrain.models.facts.families import _DEFAULTS
 from mmtrain.models.facts.shapes import llm_shape
 from mmtrain.models.modules.language import load_decoder_layers
@@ -108,7 +108,7 @@ def test_from_says_what_the_keys_say_and_an_export_has_the_same_bits(make, confi
     (tmp_path / "again.yaml").write_text(dump_config(config))
     assert mmtrain.load_config(tmp_path / "again.yaml") == config
     plan_for_here(config)
-    trained = read_projector(str(whole.folder), config.model.projector, 32, 64, has_newline(config))
+    trained = read_projector(str(whole.folder), run_connector(config))
     checkpoint = make_checkpoint(tmp_path / "run", config, {f"projector.{name}": t for name, t in trained.items()})
     export(checkpoint, tmp_path / "out")
     again = load_stock(tmp_path / "out")

@@ -51,7 +51,7 @@ from mmtrain.data.samples.templates import ChatTemplate, load_tokenizer
 from mmtrain.data.stream.images import decode_image, image_transform
 from mmtrain.exporting.hf import ExportedModel
 from mmtrain.exporting.verify import batch_fault
-from mmtrain.models.facts.connectors import connector, connector_parameters, has_newline, image_layout
+from mmtrain.models.facts.connectors import connector_parameters, image_layout, run_connector
 from mmtrain.models.modules.projector import read_projector
 from mmtrain.plan.planner import make_plan
 from mmtrain.stock.exporters import stock_class
@@ -163,7 +163,7 @@ def make(tiny, llm_with, encoders, tmp_path_factory) -> Callable[[str], Made]:
         draw = torch.Generator().manual_seed(1)
         norms = {
             parameter.name: torch.randn(parameter.shape, generator=draw)
-            for parameter in connector_parameters(connector(config.model.projector, 32, 64))
+            for parameter in connector_parameters(run_connector(config))
             if "norm" in parameter.name
         }
         if config.model.vision.final_norm and encoder != "eva":  # the encoder's own as trained; EVA here has none
@@ -336,7 +336,7 @@ def test_conversations_become_the_tokens_and_labels_of_training(made):
 
 def test_another_run_begins_with_the_connector_of_the_folder(made):
     config, trained = made.checkpoint.config, load_file(made.checkpoint.tensors_file)
-    found = read_projector(str(made.folder), config.model.projector, 32, 64, has_newline(config))
+    found = read_projector(str(made.folder), run_connector(config))
     wanted = {name.removeprefix("projector."): tensor for name, tensor in trained.items() if "vision" not in name}
     assert found.keys() == wanted.keys() and all(torch.equal(found[name], wanted[name]) for name in wanted)
 

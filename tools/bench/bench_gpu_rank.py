@@ -7,7 +7,6 @@ shape, a stage of a plan --random_stage--> mmtrain's stage with nothing else on 
 from __future__ import annotations
 
 import copy
-import functools
 import itertools
 import zlib
 from collections.abc import Callable
@@ -35,14 +34,14 @@ from transformers import CLIPVisionModel, LlamaForCausalLM, LlavaForConditionalG
 
 from mmtrain.base.errors import UserError
 from mmtrain.config.schema import RunConfig
-from mmtrain.data.stream.images import image_transform
 from mmtrain.engine.process_groups import join_process_group
+from mmtrain.models.facts.connectors import run_connector
 from mmtrain.models.modules.attention import ATTENTION, AttentionBackend, describe_backends
 from mmtrain.models.modules.bookends import absent_modules, replace
 from mmtrain.models.modules.language import DecoderLayers
 from mmtrain.models.modules.parity import takes_rows
 from mmtrain.models.modules.projector import make_projector
-from mmtrain.models.modules.stage import Front, Stage, set_trainable
+from mmtrain.models.modules.stage import Stage, set_trainable
 from mmtrain.models.modules.vision import load_vision
 from mmtrain.plan.plan import StagePlan
 from mmtrain.plan.planner import make_plan
@@ -184,12 +183,11 @@ def _stage(llm: LlamaForCausalLM, config: RunConfig, stage: StagePlan, device: t
     language.recompute(stage.recompute_layers)
     if stage.head and stage.first < stage.last and takes_rows(llm.config):
         language.narrow_last_layer()
-    front = None
+    vision, projector, encoder = None, None, config.model.vision.name
     if stage.front:
-        vision = load_vision(config.model.vision.name, SELECT_LAYER, dtype, device)
-        projector = make_projector(config.model.projector, vision.width, language.hidden_size, config.run.seed)
-        front = Front(vision, projector.to(device), functools.partial(image_transform, config.model.vision.name))
-    module = Stage(language, front, dtype).eval()
+        vision = load_vision(encoder, SELECT_LAYER, dtype, device)
+        projector = make_projector(run_connector(config), config.run.seed).to(device)
+    module = Stage(language, dtype, vision, projector, encoder).eval()
     set_trainable(module.global_parameters(), config.model.trainable)
     module.try_out(device)
     return module

@@ -36,6 +36,7 @@ from mmtrain.config.schema import RunConfig
 from mmtrain.data.samples.sample import IGNORE, IMAGE_POSITION, Document, Sample
 from mmtrain.data.stream.images import ImageTransform
 from mmtrain.data.stream.packs import Pack, PackedBatch, make_batch
+from mmtrain.models.facts.connectors import connector
 from mmtrain.models.layouts.layout import Tiling
 from mmtrain.models.modules.projector import make_projector
 
@@ -193,7 +194,8 @@ def random_llava(
     torch.manual_seed(seed)
     with torch.device(device):
         model = LlavaForConditionalGeneration._from_config(config, dtype=dtype, attn_implementation="sdpa")
-    projector = make_projector(ProjectorSection(type="mlp2x_gelu"), shape.vision_width, shape.width, seed)
+    operations = connector(ProjectorSection(type="mlp2x_gelu"), shape.vision_width, shape.width)
+    projector = make_projector(operations, seed)
     model.model.multi_modal_projector.float().load_state_dict(projector.state_dict())
     model.requires_grad_(False)
     model.model.multi_modal_projector.requires_grad_(True)

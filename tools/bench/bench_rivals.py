@@ -23,6 +23,7 @@ from mmtrain.config.schema import RunConfig
 from mmtrain.data.samples.sample import IGNORE
 from mmtrain.data.stream.packs import PackedBatch
 from mmtrain.engine.engine import FrozenPipelineEngine
+from mmtrain.models.facts.connectors import connector
 from mmtrain.models.modules.projector import make_projector
 from mmtrain.models.modules.stage import Stage, build_stage
 from mmtrain.models.modules.vision import load_vision
@@ -79,7 +80,8 @@ class Front(nn.Module):
         super().__init__()
         self.embedding = llm.model.embed_tokens
         self.vision = load_vision(str(folder / "vision"), SELECT_LAYER, dtype)
-        self.projector = make_projector(ProjectorSection(type="mlp2x_gelu"), shape.vision_width, shape.width, seed)
+        operations = connector(ProjectorSection(type="mlp2x_gelu"), shape.vision_width, shape.width)
+        self.projector = make_projector(operations, seed)
         self.image_token = shape.image_token
 
     def forward(self, inputs: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:

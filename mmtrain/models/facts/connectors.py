@@ -18,7 +18,7 @@ from mmtrain.base.printing import escape
 from mmtrain.config.limits import MAX_TILES
 from mmtrain.config.model import ProjectorSection
 from mmtrain.config.schema import RunConfig
-from mmtrain.models.facts.shapes import ParameterShape, vision_shape
+from mmtrain.models.facts.shapes import ParameterShape, llm_shape, vision_shape
 from mmtrain.models.layouts.layout import ImageLayout
 from mmtrain.models.layouts.registry import LAYOUTS, TEXT_ALONE
 
@@ -161,6 +161,14 @@ def connector(
             "even number"
         )
     return (*operations, Newline(NEWLINE, llm_width)) if newline else operations
+
+
+def run_connector(config: RunConfig) -> tuple[Operation, ...]:
+    """Return the operations of a run's connector, with the widths of its encoder and its LLM."""
+    chosen = config.model.vision
+    vision = vision_shape(chosen.name, chosen.select_layer, chosen.final_norm)
+    llm_width = llm_shape(config.model.llm.path).hidden_size
+    return connector(config.model.projector, vision.width, llm_width, has_newline(config))
 
 
 def has_newline(config: RunConfig) -> bool:

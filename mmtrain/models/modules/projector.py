@@ -19,7 +19,7 @@ from torch import nn
 from mmtrain.base.errors import UserError
 from mmtrain.base.printing import escape
 from mmtrain.checkpoint.step_folder import StepFolder
-from mmtrain.config.model import ProjectorSection
+from mmtrain.config.schema import RunConfig
 from mmtrain.models.facts import connectors
 from mmtrain.models.facts.model_files import read_header
 from mmtrain.models.weights.files import open_tensors, read_pickled, tensor_files
@@ -29,7 +29,6 @@ from mmtrain.models.weights.projector_files import (
     ProjectorFiles,
     find_projector,
     local_names,
-    projector_widths,
     refuse_unfit,
 )
 
@@ -103,16 +102,13 @@ def _module(place: int, operation: connectors.Operation) -> tuple[str, nn.Module
             return f"swiglu_{place}", Swiglu()
 
 
-def make_projector(
-    section: ProjectorSection, vision_width: int, llm_width: int, seed: int, newline: bool = False
-) -> Projector:
+def make_projector(operations: Sequence[connectors.Operation], seed: int) -> Projector:
     """Build a projector in fp32: linear layers with nn.Linear's default distribution, norms 1 and 0.
 
-    A `newline` is drawn as in LLaVA-NeXT. Every tensor is a function of (seed, parameter name) alone. Raises what
-    `connectors.connector` raises.
+    A newline is drawn as in LLaVA-NeXT. Every tensor is a function of (seed, parameter name) alone.
     """
     with torch.device("meta"):
-        projector = Projector(connectors.connector(section, vision_width, llm_width, newline))
+        projector = Projector(operations)
     for module_name, module in projector.named_modules():
         for name, parameter in list(module.named_parameters(recurse=False)):
             value = torch.full(parameter.shape, float(name == "weight"), dtype=torch.float32)
@@ -123,19 +119,17 @@ def make_projector(
                 bound = 1 / math.sqrt(module.in_features)
                 value.uniform_(-bound, bound, generator=generator)
             elif path == connectors.NEWLINE:
-                value.normal_(std=1 / math.sqrt(llm_width), generator=generator)
+                value.normal_(std=1 / math.sqrt(len(value)), generator=generator)
             setattr(module, name, nn.Parameter(value))
     return projector
 
 
-def starting_projector(
-    section: ProjectorSection, vision_width: int, llm_width: int, seed: int, newline: bool = False
-) -> Projector:
+def starting_projector(config: RunConfig) -> Projector:
     """The projector that a run begins with: from `init_from`, and drawn where that has nothing."""
-    projector = make_projector(section, vision_width, llm_width, seed, newline)
-    if section.init_from is not None:
-        read = read_projector(section.init_from, section, vision_width, llm_width, newline)
-        projector.load_state_dict({**projector.state_dict(), **read})
+    operations, init_from = connectors.run_connector(config), config.model.projector.init_from
+    projector = make_projector(operations, config.run.seed)
+    if init_from is not None:
+        projector.load_state_dict({**projector.state_dict(), **read_projector(init_from, operations)})
     return projector
 
 
@@ -149,16 +143,16 @@ def whole_projector(checkpoint: StepFolder) -> dict[str, torch.Tensor]:
         return {}
     trained = open_tensors({name: (name, file) for name in read_header(file) if name.startswith(PROJECTOR)})
     tensors = {name.removeprefix(PROJECTOR): view[...] for name, view in trained.items()}
-    section, newline = config.model.projector, connectors.has_newline(config)
-    parameters = connectors.connector_parameters(connectors.connector(section, 1, 2, newline))
-    untrained = {parameter.name for parameter in parameters} - trained.keys()
+    init_from = config.model.projector.init_from
+    operations = connectors.connector(config.model.projector, 1, 2, connectors.has_newline(config))
+    untrained = {parameter.name for parameter in connectors.connector_parameters(operations)} - trained.keys()
     if not untrained:
         return tensors
-    start = starting_projector(section, *projector_widths(config), config.run.seed, newline)
-    tensors = {name: tensors.get(name, tensor) for name, tensor in start.state_dict().items()}
+    start = starting_projector(config).state_dict()
+    tensors = {name: tensors.get(name, tensor) for name, tensor in start.items()}
     for name, was in checkpoint.frozen_projector.items():
         if name not in untrained or fingerprint(tensors[name.removeprefix(PROJECTOR)]) != was:
-            source = f"{KEY} ({section.init_from})" if section.init_from else "the seed"
+            source = f"{KEY} ({init_from})" if init_from else "the seed"
             raise UserError(
                 f"{checkpoint.path}: its run did not train {escape(name)}, and {source} gives other values now than "
                 "it began with; bring back what it began with"
@@ -166,20 +160,18 @@ def whole_projector(checkpoint: StepFolder) -> dict[str, torch.Tensor]:
     return tensors
 
 
-def read_projector(
-    path: str, section: ProjectorSection, vision_width: int, llm_width: int, newline: bool = False
-) -> dict[str, torch.Tensor]:
-    """Read the projector of `section` from `path`, in fp32, by the names of `make_projector`'s module.
+def read_projector(path: str, operations: Sequence[connectors.Operation]) -> dict[str, torch.Tensor]:
+    """Read a connector's tensors from `path`, in fp32, by the names of `make_projector`'s module.
 
-    It may lack the run's `newline`. Raises UserError for a path that holds none, damaged files, tensors of another
-    projector, other widths or types, and values that are not finite.
+    A newline may be lacking. Raises UserError for a path that holds none, damaged files, tensors of another projector,
+    other widths or types, and values that are not finite.
     """
     files = find_projector(path)
     stored = _read(files)
     names = local_names(stored, files.source)
     shapes = {local: tuple(stored[name].shape) for local, name in names.items()}
-    refuse_unfit(shapes, section, vision_width, llm_width, files.source, newline)
-    if newline and connectors.NEWLINE not in shapes:
+    refuse_unfit(shapes, operations, files.source)
+    if connectors.NEWLINE not in shapes and any(isinstance(each, connectors.Newline) for each in operations):
         _log.info(f"{KEY}: {files.source} holds no {connectors.NEWLINE}; it begins at random, by run.seed")
     tensors: dict[str, torch.Tensor] = {}
     for local, name in names.items():

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -26,7 +26,6 @@ from mmtrain.config.schema import RunConfig
 from mmtrain.data.samples.sample import IMAGE_POSITION
 from mmtrain.data.stream.images import ImageTransform, image_transform
 from mmtrain.data.stream.packs import PackedBatch, copied
-from mmtrain.models.facts.connectors import has_newline
 from mmtrain.models.facts.families import canonical_name
 from mmtrain.models.facts.shapes import matches_any
 from mmtrain.models.layouts.layout import Tiling
@@ -44,76 +43,44 @@ from mmtrain.plan.plan import StagePlan
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
-class Front(nn.Module):
-    """Vision encoder, or its first slice, and projector: tiles (N, 3, S, S) -> image embeddings (P, D), on stage 0."""
-
-    def __init__(self, vision: VisionTower, projector: Projector, transform: Callable[[], ImageTransform]) -> None:
-        super().__init__()
-        self.vision = vision
-        self.projector = projector
-        self.transform = functools.cache(transform)  # called when the first uint8 pixels come
-
-    @property
-    def encoder_is_frozen(self) -> bool:
-        return not any(p.requires_grad for p in self.vision.parameters())
-
-    def encode(self, tiles: torch.Tensor | None) -> torch.Tensor | None:
-        """Tiles, uint8 or normalised float32, to features (N, T, W), or to hidden states for the next slice."""
-        if tiles is None:  # an encoder that trains has gradients to reduce, of a black tile
-            if self.encoder_is_frozen:
-                return None
-            size = self.vision.image_size
-            tiles = torch.zeros(1, 3, size, size, device=next(self.projector.parameters()).device)
-        if not self.encoder_is_frozen:
-            return self.vision(self._normalised(tiles))
-        return self.vision.in_groups(tiles, self._normalised)
-
-    def _normalised(self, tiles: torch.Tensor) -> torch.Tensor:
-        return self.transform().normalise(tiles) if tiles.dtype == torch.uint8 else tiles
-
-    def forward(self, features: torch.Tensor | None, tilings: Sequence[Tiling] = ()) -> torch.Tensor:
-        """Image embeddings (P, D) of the features (N, T, W) of the images' tiles."""
-        newline = self.projector.image_newline
-        if features is None:  # one position of zeros, so that a replica without images has gradients to reduce
-            device = next(self.projector.parameters()).device
-            features = torch.zeros(1, self.projector.factor**2, self.vision.width, device=device)
-        projected = self.projector(features.float())
-        if newline is None:
-            return projected.flatten(0, 1)
-        return arranged(projected, newline, tilings) if tilings else torch.cat([projected.flatten(0, 1), newline[None]])
-
-
 class Stage(nn.Module):
-    """Contiguous layers that run as one forward call, and the rank's slice of the encoder."""
+    """Contiguous layers that run as one forward call, and the rank's slice of the encoder; on stage 0 the projector."""
 
     def __init__(
         self,
         language: DecoderLayers,
-        front: Front | None,
         dtype: torch.dtype,
-        later_slice: VisionTower | None = None,
+        vision: VisionTower | None = None,
+        projector: Projector | None = None,
+        encoder: str | None = None,
     ) -> None:
+        """`encoder` is the encoder's name, for `transform`; a stage with the projector needs it."""
         super().__init__()
         self.language = language
-        self.front = front
-        self.later_slice = later_slice
         self.dtype = dtype
+        self.vision = vision
+        self.projector = projector
+        self._encoder = encoder
         self.attention: set[AttentionBackend] = set()  # set by `try_out`
+
+    @functools.cached_property
+    def transform(self) -> ImageTransform:
+        return image_transform(self._encoder)
 
     @property
     def streamed(self) -> StreamedLayers | None:
         return self.language.streamed
 
     @property
-    def vision(self) -> VisionTower | None:
-        return self.later_slice if self.front is None else self.front.vision
+    def encoder_is_frozen(self) -> bool:
+        return self.vision is None or not any(p.requires_grad for p in self.vision.parameters())
 
     def global_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Yield every parameter with its global name; each slice of the encoder has those around its blocks."""
         if self.vision is not None:
             yield from self.vision.global_parameters()
-        if self.front is not None:
-            for name, parameter in self.front.projector.named_parameters():
+        if self.projector is not None:
+            for name, parameter in self.projector.named_parameters():
                 yield f"projector.{name}", parameter
         yield from self.language.global_parameters()
 
@@ -125,35 +92,43 @@ class Stage(nn.Module):
             if name in stored and global_name.startswith("llm.layers."):
                 yield global_name, buffer
 
-    @property
-    def encoder_is_frozen(self) -> bool:
-        return self.front is None or self.front.encoder_is_frozen
-
     def encode(self, taken: PackedBatch | torch.Tensor | None) -> torch.Tensor | None:
         """Run ENCODE: a micro-batch, or hidden states of tiles, to features (N, T, W) or hidden states, contiguous.
 
         None where there is nothing to encode.
         """
-        if isinstance(taken, PackedBatch):
-            return None if self.front is None else self.front.encode(taken.tiles)
-        if taken is None:
+        if not isinstance(taken, PackedBatch):
+            return None if taken is None else self.vision.in_groups(taken)
+        tiles = taken.tiles
+        if self.projector is None or (tiles is None and self.encoder_is_frozen):
             return None
-        assert self.later_slice is not None, "no slice of the encoder is here that takes hidden states"
-        return self.later_slice.in_groups(taken)
+        if tiles is None:  # an encoder that trains has gradients to reduce, of a black tile
+            size = self.vision.image_size
+            tiles = torch.zeros(1, 3, size, size, device=taken.input_ids.device)
+        if self.encoder_is_frozen:
+            return self.vision.in_groups(tiles, self.normalised)
+        return self.vision(self.normalised(tiles))
+
+    def normalised(self, tiles: torch.Tensor) -> torch.Tensor:
+        return self.transform.normalise(tiles) if tiles.dtype == torch.uint8 else tiles
 
     def start(self, batch: PackedBatch, features: torch.Tensor | None = None) -> torch.Tensor:
         """Stage 0: token ids of a micro-batch and features of its tiles (None: `encode` them) -> hidden (B, L, D)."""
-        if self.front is None:
+        if self.projector is None:
             return self.language.embed(batch.input_ids)
         if features is None:
-            assert batch.tiles is None or self.front.vision.is_last, "the features come from another rank's slice"
+            assert batch.tiles is None or self.vision.is_last, "the features come from another rank's slice"
             features = self.encode(batch)
         embeddings = self.language.embed(batch.input_ids.masked_fill(batch.input_ids == IMAGE_POSITION, 0))
-        image_embeddings = self.front(features, batch.tilings)
+        if features is None:  # one position of zeros, so that a replica without images has gradients to reduce
+            features = embeddings.new_zeros(1, self.projector.factor**2, self.vision.width)
+        projected, newline = self.projector(features.float()), self.projector.image_newline
         if not batch.tilings:
             hidden = fuse(embeddings, batch.image_places, None)
-            return hidden + 0.0 * image_embeddings.sum().to(hidden.dtype)
-        return fuse(embeddings, batch.image_places, image_embeddings)
+            unused = projected.sum() if newline is None else projected.sum() + newline.sum()
+            return hidden + 0.0 * unused.to(hidden.dtype)
+        images = projected.flatten(0, 1) if newline is None else arranged(projected, newline, batch.tilings)
+        return fuse(embeddings, batch.image_places, images)
 
     @torch.no_grad()
     def try_out(self, device: torch.device | str) -> None:
@@ -163,8 +138,8 @@ class Stage(nn.Module):
             self.language(hidden, torch.arange(8, device=device)[None])
         if self.streamed is not None:
             self.streamed.end()
-        if self.front is not None and has_adapters(self.front.vision.model):  # such an encoder is whole
-            vision = self.front.vision
+        vision = self.vision
+        if vision is not None and has_adapters(vision.model):  # such an encoder is whole
             with refusing_unused(vision.model, vision.canonical_name):
                 vision(torch.zeros(1, 3, vision.image_size, vision.image_size, device=device))
 
@@ -281,7 +256,7 @@ def build_stage(
     language.recompute(stage.recompute_layers)  # of layers with their adapters
     if stage.head and stage.first < stage.last and takes_rows(language.model.config):
         language.narrow_last_layer()
-    vision, front, chosen = None, None, config.model.vision
+    vision, projector, chosen = None, None, config.model.vision
     if chosen is not None and (stage.front or stage.encoder is not None):
         vision = load_vision(
             chosen.name,
@@ -292,12 +267,9 @@ def build_stage(
             blocks=stage.encoder,
         )
         add_adapters(vision.model, config.model.lora, vision.canonical_name, config.run.seed)
-    if stage.front and vision is not None:
-        widths = vision.width, language.hidden_size
-        projector = starting_projector(config.model.projector, *widths, config.run.seed, has_newline(config))
-        transform = functools.partial(image_transform, chosen.name)
-        front = Front(vision, projector.to(device), transform)
-    module = Stage(language, front, dtype, None if stage.front else vision).eval()
+        if stage.front:
+            projector = starting_projector(config).to(device)
+    module = Stage(language, dtype, vision, projector, chosen and chosen.name).eval()
     set_trainable(module.global_parameters(), config.model.trainable)
     module.try_out(device)
     return module

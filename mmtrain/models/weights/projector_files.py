@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -30,13 +30,13 @@ from mmtrain.config.schema import RunConfig
 from mmtrain.models.facts.connectors import (
     CONNECTORS,
     NEWLINE,
+    Operation,
     connector,
     connector_parameters,
-    has_newline,
     refuse_other_settings,
+    run_connector,
 )
 from mmtrain.models.facts.model_files import Shape, find_model_folder, read_header, read_json, tensor_shapes
-from mmtrain.models.facts.shapes import llm_shape, vision_shape
 from mmtrain.models.layouts.registry import LAYOUTS
 
 _log = logging.getLogger(__name__)
@@ -104,39 +104,33 @@ def local_names(disk_names: Iterable[str], source: str | Path) -> dict[str, str]
     return names
 
 
-def refuse_unfit(
-    shapes: Mapping[str, Shape],
-    section: ProjectorSection,
-    vision_width: int,
-    llm_width: int,
-    source: str | Path,
-    newline: bool = False,
-) -> None:
-    """Raise UserError unless `shapes`, by our module's names, are those of this projector; `newline` may be lacking."""
-    if NEWLINE in shapes and not newline:
+def refuse_unfit(shapes: Mapping[str, Shape], operations: Sequence[Operation], source: str | Path) -> None:
+    """Raise UserError unless `shapes`, by our module's names, are those of a connector; a newline may be lacking."""
+    needed = _shapes_of(operations)
+    if NEWLINE not in shapes:
+        needed.pop(NEWLINE, None)
+    elif NEWLINE not in needed:
         layouts_with_newlines = [name for name, layout in LAYOUTS.items() if layout.has_newlines]
         raise UserError(
             f"{KEY}: {source}: holds {NEWLINE}, which ends the lines of model.vision.layout "
             f"{' and '.join(layouts_with_newlines)}; set that layout, or choose another file"
         )
-    kind, needed = section.type, _shapes_of(section, vision_width, llm_width, NEWLINE in shapes)
     if shapes.keys() != needed.keys():
-        for other in CONNECTORS:
-            if shapes.keys() == _shapes_of(ProjectorSection(type=other), 1, 2, NEWLINE in shapes).keys():
+        for kind in CONNECTORS:
+            if shapes.keys() == _shapes_of(connector(ProjectorSection(type=kind), 1, 2, NEWLINE in shapes)).keys():
                 raise UserError(
-                    f"{KEY}: {source}: holds a {other} projector, and model.projector.type is {kind}; set "
-                    f"model.projector.type={other}, or choose another file"
+                    f"{KEY}: {source}: holds a {kind} projector; set model.projector.type={kind}, or choose another file"
                 )
         missing, extra = sorted(needed.keys() - shapes.keys()), sorted(shapes.keys() - needed.keys())
         faults = [f"{', '.join(missing[:4])} missing"] if missing else []
         faults += [f"{', '.join(map(escape, extra[:4]))} unknown"] if extra else []
-        raise UserError(f"{KEY}: {source}: not the tensors of a {kind} projector: {'; '.join(faults)}")
+        raise UserError(f"{KEY}: {source}: not the tensors of this run's projector: {'; '.join(faults)}")
     for name, shape in shapes.items():
         if tuple(shape) != needed[name]:
             raise UserError(
-                f"{KEY}: {source}: {name} has shape {tuple(shape)}, needed is {needed[name]}: this run's encoder gives "
-                f"{vision_width:,} features and its LLM takes {llm_width:,}. Choose another file, or another "
-                "model.vision.name, model.llm.path, model.projector.factor or model.projector.width"
+                f"{KEY}: {source}: {name} has shape {tuple(shape)}, needed is {needed[name]} for this run's encoder and "
+                "LLM. Choose another file, or another model.vision.name, model.llm.path, model.projector.factor or "
+                "model.projector.width"
             )
 
 
@@ -160,14 +154,7 @@ def refuse_unfit_init_from(config: RunConfig, run: Path) -> None:
     if files.shapes:
         names = local_names(files.shapes, files.source)
         shapes = {local: files.shapes[name] for local, name in names.items()}
-        refuse_unfit(shapes, config.model.projector, *projector_widths(config), files.source, has_newline(config))
-
-
-def projector_widths(config: RunConfig) -> tuple[int, int]:
-    """Features of a patch, and the LLM's hidden size."""
-    chosen = config.model.vision
-    vision = vision_shape(chosen.name, chosen.select_layer, chosen.final_norm)
-    return vision.width, llm_shape(config.model.llm.path).hidden_size
+        refuse_unfit(shapes, run_connector(config), files.source)
 
 
 def _in_file(file: Path, later: frozenset[Path]) -> ProjectorFiles:
@@ -186,14 +173,11 @@ def _in_checkpoint(checkpoint: StepFolder, later: frozenset[Path]) -> ProjectorF
         return ProjectorFiles(file, _projector_alone(read_header(file), file), checkpoint)
     if folder in later:
         raise UserError(f"{KEY}: {checkpoint.path}: its projector begins with itself; choose another one")
-    config = checkpoint.config
-    section = config.model.projector
-    if section.init_from is not None:
-        find_projector(section.init_from, later | {folder})
-    shapes = _shapes_of(section, *projector_widths(config), has_newline(config))
-    return ProjectorFiles(
-        file, {f"projector.{name}": shape for name, shape in shapes.items()}, checkpoint, is_part=True
-    )
+    init_from = checkpoint.config.model.projector.init_from
+    if init_from is not None:
+        find_projector(init_from, later | {folder})
+    shapes = {p.name: p.shape for p in connector_parameters(run_connector(checkpoint.config))}
+    return ProjectorFiles(file, shapes, checkpoint, is_part=True)
 
 
 def _projector_alone(shapes: Mapping[str, Shape], source: str | Path) -> dict[str, Shape]:
@@ -213,6 +197,5 @@ def _local_name(name: str) -> str | None:
     return f"{LLAVA_LAYERS.get(layer, layer)}.{rest}"
 
 
-def _shapes_of(section: ProjectorSection, vision_width: int, llm_width: int, newline: bool = False) -> dict[str, Shape]:
-    parameters = connector_parameters(connector(section, vision_width, llm_width, newline))
-    return {parameter.name.removeprefix("projector."): parameter.shape for parameter in parameters}
+def _shapes_of(operations: Sequence[Operation]) -> dict[str, Shape]:
+    return {p.name.removeprefix("projector."): p.shape for p in connector_parameters(operations)}

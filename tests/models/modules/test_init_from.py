@@ -18,18 +18,23 @@ from mmtrain.base.errors import UserError
 from mmtrain.checkpoint.step_folder import new_step_folder, step_path
 from mmtrain.config.model import ProjectorSection
 from mmtrain.engine.stages import without_init_from
+from mmtrain.models.facts.connectors import Operation, connector
 from mmtrain.models.modules.projector import make_projector, read_projector
 from mmtrain.models.modules.stage import build_stage
 from mmtrain.models.weights.projector_files import find_projector, refuse_unfit_init_from
 from mmtrain.plan.planner import make_plan
 
 VISION, LLM = 12, 20
-MLP = ProjectorSection(type="mlp2x_gelu")
+MLP = connector(ProjectorSection(type="mlp2x_gelu"), 32, 64)
 Tensors = dict[str, torch.Tensor]
 
 
+def small(kind: str) -> tuple[Operation, ...]:
+    return connector(ProjectorSection(type=kind), VISION, LLM)
+
+
 def trained(kind: str = "mlp2x_gelu", seed: int = 5) -> nn.Module:
-    return make_projector(ProjectorSection(type=kind), VISION, LLM, seed)
+    return make_projector(small(kind), seed)
 
 
 def named(prefix: str, tensors: Tensors) -> Tensors:
@@ -58,7 +63,7 @@ def equal(ours: Tensors, theirs: Tensors) -> bool:
 
 
 def read(path: Path | str, kind: str = "mlp2x_gelu") -> Tensors:
-    return read_projector(str(path), ProjectorSection(type=kind), VISION, LLM)
+    return read_projector(str(path), small(kind))
 
 
 def refusal(path: Path | str) -> str:
@@ -81,7 +86,7 @@ def test_llavas_mm_projector_bin_gives_the_function_that_llava_has_trained(tmp_p
     torch.save(tensors, tmp_path / "mm_projector.bin", _use_new_zipfile_serialization=not legacy)
     features = torch.randn(2, 3, VISION, generator=torch.Generator().manual_seed(1))
     for path in (tmp_path / "mm_projector.bin", tmp_path):
-        ours = make_projector(ProjectorSection(type=kind), VISION, LLM, seed=0)
+        ours = trained(kind, seed=0)
         ours.load_state_dict(read(path, kind))
         assert torch.equal(ours(features), stock.float()(features))
 
@@ -112,7 +117,7 @@ def test_a_hugging_face_llava_folder_gives_its_projector_sharded_or_not(tmp_path
     stock = stock_llava(tmp_path, seed=3)
     stock.save_pretrained(tmp_path / "llava", max_shard_size=shard)
     assert (tmp_path / "llava" / "model.safetensors.index.json").exists() == (shard == "20KB")
-    assert equal(read_projector(str(tmp_path / "llava"), MLP, 32, 64), stock.model.multi_modal_projector.state_dict())
+    assert equal(read_projector(str(tmp_path / "llava"), MLP), stock.model.multi_modal_projector.state_dict())
 
 
 def test_a_path_below_the_home_folder_and_a_cached_hub_id_are_found(tmp_path, monkeypatch):
@@ -132,7 +137,7 @@ def test_a_path_below_the_home_folder_and_a_cached_hub_id_are_found(tmp_path, mo
 
 def test_stage_0_begins_with_the_given_projector_in_float32_and_all_else_is_unchanged(tmp_path):
     save_parts(tmp_path)
-    expected = make_projector(MLP, 32, 64, seed=9).state_dict()
+    expected = make_projector(MLP, seed=9).state_dict()
     save_file(named("projector.", expected), tmp_path / "start.safetensors")
     values = {"parallel__pipeline": 2, "model__llm__dtype": "bfloat16"}
     random_start = make_config(tmp_path, **values)
@@ -159,8 +164,9 @@ def test_before_a_rank_starts_a_projector_that_does_not_fit_is_refused(tmp_path)
 
     with pytest.raises(UserError, match=r"init_from: .*start\.safetensors: no such file"):
         check()
-    for width, refused in ((32, None), (48, "this run's encoder gives 32 features and its LLM takes 64")):
-        save_file(named("projector.", make_projector(MLP, width, 64, seed=9).state_dict()), start)
+    wider = connector(ProjectorSection(), 48, 64)
+    for operations, refused in ((MLP, None), (wider, r"\(64, 48\), needed is \(64, 32\) for this run's encoder")):
+        save_file(named("projector.", make_projector(operations, seed=9).state_dict()), start)
         with pytest.raises(UserError, match=refused) if refused else contextlib.nullcontext():
             check()
     with pytest.raises(UserError, match=r"set model\.projector\.type=mlp2x_gelu"):
@@ -169,8 +175,8 @@ def test_before_a_rank_starts_a_projector_that_does_not_fit_is_refused(tmp_path)
 
 def test_a_projector_of_squares_begins_with_a_drawn_newline_and_one_of_anyres_with_its_own(tmp_path, logged):
     save_parts(tmp_path)
-    squares = make_projector(ProjectorSection(), 32, 64, seed=9).state_dict()
-    lines = make_projector(ProjectorSection(), 32, 64, seed=8, newline=True).state_dict()
+    squares = make_projector(MLP, seed=9).state_dict()
+    lines = make_projector(connector(ProjectorSection(), 32, 64, newline=True), seed=8).state_dict()
     save_file(named("projector.", squares), tmp_path / "squares.safetensors")
     save_file(named("projector.", lines), tmp_path / "lines.safetensors")
     for name, projector in (("squares", squares), ("lines", lines)):
@@ -185,7 +191,7 @@ def test_a_projector_of_squares_begins_with_a_drawn_newline_and_one_of_anyres_wi
         logged.clear()
         refuse_unfit_init_from(config, tmp_path / "runs" / "parity")
         stage = build_stage(config, make_plan(config).ranks[0].stages[0])
-        return stage.front.projector.state_dict(keep_vars=True)
+        return stage.projector.state_dict(keep_vars=True)
 
     for kind in ("safetensors", "bin"):
         projector = begun(f"lines.{kind}", "anyres")
@@ -204,7 +210,7 @@ def test_a_projector_of_squares_begins_with_a_drawn_newline_and_one_of_anyres_wi
 def test_a_run_that_would_delete_its_start_is_refused(tmp_path):
     save_parts(tmp_path)
     run = tmp_path / "runs" / "parity"
-    save_step(run, named("projector.", make_projector(MLP, 32, 64, seed=9).state_dict()))
+    save_step(run, named("projector.", make_projector(MLP, seed=9).state_dict()))
     config = make_config(tmp_path, run__overwrite=True, model__projector__init_from=str(run))
     with pytest.raises(UserError, match=r"run\.overwrite=true deletes before it is read"):
         refuse_unfit_init_from(config, run)
@@ -243,7 +249,10 @@ def test_a_damaged_checkpoint_is_refused_though_its_tensors_can_be_read(tmp_path
             "linear_1.bias holds NaN or inf",
         ),
         (lambda t: t.update({"linear_1.bias": torch.ones(LLM, dtype=torch.int8)}), "linear_1.bias is stored as int8"),
-        (lambda t: (t.pop("linear_2.weight"), t.pop("linear_2.bias")), "holds a linear projector, and model.projector"),
+        (
+            lambda t: (t.pop("linear_2.weight"), t.pop("linear_2.bias")),
+            "holds a linear projector; set model.projector.type=linear",
+        ),
     ],
 )
 def test_other_tensors_than_those_of_the_projector_are_refused_by_name(tmp_path, change, message):

@@ -114,7 +114,7 @@ def test_adapters_in_bfloat16_have_the_gradients_of_float32() -> None:
 @pytest.mark.parametrize("part", ["llm", "vision"])
 def test_an_adapter_that_its_model_does_not_call_is_refused(parts, part) -> None:
     stage = whole(parts)  # which refuses none
-    model = stage.language.model if part == "llm" else stage.front.vision.model
+    model = stage.language.model if part == "llm" else stage.vision.model
     mlp = next(module for name, module in model.named_modules() if name.endswith("layers.1.mlp"))
     mlp.forward = lambda hidden: hidden
     with pytest.raises(UserError, match=rf"computes {part}.*layers\.1\.mlp\.\w+, .* without a call of the layer"):

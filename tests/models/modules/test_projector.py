@@ -74,7 +74,7 @@ def stock_forward(section: ProjectorSection, stock: nn.Module, features: torch.T
 
 @pytest.mark.parametrize("section", SECTIONS[1:], ids=str)
 def test_a_projector_is_the_one_of_the_stock_class(section):
-    stock, ours = stock_projector(section), make_projector(section, 12, 20, seed=0)
+    stock, ours = stock_projector(section), make_projector(connector(section, 12, 20), seed=0)
     prefix = "modality_projection." if section.type == "shuffle_linear" else ""
     for name, parameter in ours.named_parameters():  # norms begin as 1 and 0, which would hide a wrong place
         parameter.data += torch.randn(parameter.shape, generator=torch.Generator().manual_seed(len(name))) / 10
@@ -101,7 +101,7 @@ def test_an_operation_that_stands_twice_runs_twice():
 
 @pytest.mark.parametrize("section", SECTIONS, ids=str)
 def test_parameters_are_those_the_planner_counts(section):
-    projector = make_projector(section, 12, 20, seed=0)
+    projector = make_projector(connector(section, 12, 20), seed=0)
     ours = {f"projector.{name}": tuple(p.shape) for name, p in projector.named_parameters()}
     assert ours == {p.name: tuple(p.shape) for p in connector_parameters(connector(section, 12, 20))}
     assert all(p.dtype == torch.float32 for p in projector.parameters())
@@ -127,10 +127,11 @@ def test_a_key_that_a_type_does_not_have_is_refused(section, message):
 
 
 def test_weights_depend_on_seed_and_name_alone():
-    first = make_projector(ProjectorSection(type="mlp2x_gelu"), 12, 12, seed=3).state_dict()
+    operations = connector(ProjectorSection(type="mlp2x_gelu"), 12, 12)
+    first = make_projector(operations, seed=3).state_dict()
     torch.randn(1000)
-    again = make_projector(ProjectorSection(type="mlp2x_gelu"), 12, 12, seed=3).state_dict()
-    other = make_projector(ProjectorSection(type="mlp2x_gelu"), 12, 12, seed=4).state_dict()
+    again = make_projector(operations, seed=3).state_dict()
+    other = make_projector(operations, seed=4).state_dict()
     assert all(torch.equal(first[name], again[name]) for name in first)
     assert not any(torch.equal(first[name], other[name]) for name in first)
     assert not torch.equal(first["linear_1.weight"], first["linear_2.weight"])

@@ -75,9 +75,9 @@ def test_prefetched_features_change_no_bit_of_the_first_stages_output_and_gradie
     module = front_of(tmp_path, trainable)
     batch = as_batch([[make_document(0, images=images), make_document(1, images=images // 2)]], 64)
     features = module.encode(batch)
-    assert module.front.encoder_is_frozen == (trainable == ("projector",))
-    assert (features is None) == (images == 0 and module.front.encoder_is_frozen)
-    assert features is None or features.requires_grad != module.front.encoder_is_frozen
+    assert module.encoder_is_frozen == (trainable == ("projector",))
+    assert (features is None) == (images == 0 and module.encoder_is_frozen)
+    assert features is None or features.requires_grad != module.encoder_is_frozen
     at_once, prefetched = module.start(batch), module.start(batch, features)
     assert torch.equal(at_once, prefetched)
     expected, found = gradients_of(module, at_once), gradients_of(module, prefetched)
