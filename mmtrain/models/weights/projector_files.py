@@ -119,7 +119,7 @@ def refuse_unfit(shapes: Mapping[str, Shape], operations: Sequence[Operation], s
         for kind in CONNECTORS:
             if shapes.keys() == _shapes_of(connector(ProjectorSection(type=kind), 1, 2, NEWLINE in shapes)).keys():
                 raise UserError(
-                    f"{KEY}: {source}: holds a {kind} projector; set model.projector.type={kind}, or choose another file"
+                    f"{KEY}: {source}: holds a {kind} projector; set model.projector.type={kind}, or another file"
                 )
         missing, extra = sorted(needed.keys() - shapes.keys()), sorted(shapes.keys() - needed.keys())
         faults = [f"{', '.join(missing[:4])} missing"] if missing else []
@@ -128,9 +128,9 @@ def refuse_unfit(shapes: Mapping[str, Shape], operations: Sequence[Operation], s
     for name, shape in shapes.items():
         if tuple(shape) != needed[name]:
             raise UserError(
-                f"{KEY}: {source}: {name} has shape {tuple(shape)}, needed is {needed[name]} for this run's encoder and "
-                "LLM. Choose another file, or another model.vision.name, model.llm.path, model.projector.factor or "
-                "model.projector.width"
+                f"{KEY}: {source}: {name} has shape {tuple(shape)}, needed is {needed[name]} for this run's "
+                "encoder and LLM. Choose another file, or another model.vision.name, model.llm.path, "
+                "model.projector.factor or model.projector.width"
             )
 
 
