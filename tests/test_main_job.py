@@ -126,7 +126,8 @@ SQUEEZED = ("model.vision.layout=square", "data.image_fit=resize", "run.name=dem
 @pytest.mark.nightly
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize(("mode", "least", "most"), [((), 0.9, 1.0), (SQUEEZED, 0.0, 0.5)], ids=["tiles", "one square"])
-def test_what_is_small_on_a_large_sheet_takes_tiles_to_be_read(tmp_path, mode, least, most):
+def test_what_is_small_on_a_large_sheet_takes_tiles_to_be_read(tmp_path, demo_cache, monkeypatch, mode, least, most):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(demo_cache))
     assert launch.main([str(SHEET), f"run.dir={tmp_path}", *mode]) == 0
     first, *_, last = records(tmp_path, "eval", "demo_sheet")
     (control,) = records(tmp_path, "eval_permuted", "demo_sheet")
