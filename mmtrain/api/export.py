@@ -76,25 +76,24 @@ def export(
     from mmtrain.exporting.tensors import new_folder
 
     tensors = getattr(torch, dtype or (checkpoint.config.model.llm.dtype if format in MODEL_FORMATS else "float32"))
-    if format in MODEL_FORMATS:
-        with new_folder(out) as folder:
-            shard_bytes = int(max_shard_gb * 1e9)
-            if format == "hf":
-                exported = export_stock(checkpoint, folder, tensors, shard_bytes, show)
-            else:
-                from mmtrain.exporting.peft_folder import export_peft  # peft takes a second
+    shard_bytes = int(max_shard_gb * 1e9)
+    exported = None
+    with new_folder(out) as folder:
+        if format == "safetensors":
+            export_projector_file(checkpoint, folder, tensors)
+        elif format == "llava":
+            export_llava(checkpoint, folder, tensors)
+        elif format == "hf":
+            exported = export_stock(checkpoint, folder, tensors, shard_bytes, show)
+        else:
+            from mmtrain.exporting.peft_folder import export_peft  # peft takes a second
 
-                chosen = base or default_base(checkpoint.config)
-                exported = export_peft(checkpoint, folder, tensors, shard_bytes, chosen, out, show)
-            if exported is not None:
-                if exported.unmarked:
-                    _log.info(exported.unmarked)
-                if verify is not None:
-                    _verify(checkpoint, exported, tensors, verify)
-    elif format == "llava":
-        export_llava(checkpoint, out, tensors)
-    else:
-        export_projector_file(checkpoint, out, tensors)
+            chosen = base or default_base(checkpoint.config)
+            exported = export_peft(checkpoint, folder, tensors, shard_bytes, chosen, out, show)
+        if exported is not None and exported.unmarked:
+            _log.info(exported.unmarked)
+        if exported is not None and verify is not None:
+            _verify(checkpoint, exported, tensors, verify)
     size = sum(file.stat().st_size for file in out.expanduser().rglob("*") if file.is_file())
     _log.info(f"exported {out} ({bytes_text(size)}, {str(tensors).removeprefix('torch.')}), read again and compared")
     return out

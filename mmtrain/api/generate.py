@@ -110,6 +110,8 @@ def exported(checkpoint: StepFolder, show: Callable[[str, int, int], None] = lam
 
 def load(folder: Path) -> tuple[Any, Any]:
     """Return stock model and processor, or an LLM's tokenizer, on the GPU if there is one. Raises UserError."""
+    import torch
+    from transformers import GenerationConfig
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
     from transformers.utils import logging
 
@@ -118,27 +120,46 @@ def load(folder: Path) -> tuple[Any, Any]:
 
     logging.set_verbosity_error()
     logging.disable_progress_bar()
-    options = {"local_files_only": True, "use_safetensors": True, "output_loading_info": True, "dtype": "auto"}
-    kernel = None  # transformers' choice: config.json may name one to be downloaded
     if _is_causal_lm(folder / "config.json"):
-        processor = load_tokenizer(str(folder))
+        processor = tokenizer = load_tokenizer(str(folder))
         with foreign_files(str(folder)):
             model_class = MODEL_FOR_CAUSAL_LM_MAPPING[type(causal_config(folder))]
-            model, report = model_class.from_pretrained(folder, attn_implementation=kernel, **options)
-        return _ready(folder, model, processor, processor, report)
-    config = read_json(folder / "config.json")
-    stock = stock_class(config["model_type"])
-    _check_parts(stock, config, folder)
-    pixtral = (config.get("vision_config") or {}).get("model_type") == "pixtral"  # a Llava with its own processor
+    else:
+        config = read_json(folder / "config.json")
+        stock = stock_class(config["model_type"])
+        _check_parts(stock, config, folder)
+        with foreign_files(str(folder)):
+            model_class, processor = stock.model_class, stock.load_processor(folder)
+        tokenizer = processor.tokenizer
     with foreign_files(str(folder)):
-        processor = stock.load_processor(folder, "PixtralProcessor" if pixtral else None)
-        model, report = stock.model_class.from_pretrained(folder, attn_implementation=kernel, **options)
-    if processor.image_token_id != model.config.image_token_id:
+        model, report = model_class.from_pretrained(
+            folder,
+            attn_implementation=None,  # transformers' choice: config.json may name one to be downloaded
+            local_files_only=True,
+            use_safetensors=True,
+            output_loading_info=True,
+            dtype="auto",
+        )
+    if faults := {kind: sorted(map(str, names))[:3] for kind, names in report.items() if names}:
+        raise UserError(f"{folder}: the weights do not fit config.json ({faults}); part of the model would be random")
+    if processor is not tokenizer and processor.image_token_id != model.config.image_token_id:
         raise UserError(
             f"{folder}: {IMAGE_MARK} is token {processor.image_token_id} of the tokenizer, but config.json says "
             f"{model.config.image_token_id}"
         )
-    return _ready(folder, model, processor, processor.tokenizer, report)
+    # Of generation_config.json only what ends an answer is taken: the rest chooses code of transformers, or samples.
+    model.generation_config = GenerationConfig(
+        eos_token_id=model.generation_config.eos_token_id, pad_token_id=tokenizer.pad_token_id
+    )
+    if not isinstance(processor.chat_template, str):
+        raise UserError(f"{folder}: has no chat template, so how to ask is not known; add its chat_template.jinja")
+    try:
+        return model.eval().to("cuda" if torch.cuda.is_available() else "cpu"), processor
+    except torch.OutOfMemoryError:
+        raise UserError(
+            f"{folder}: {bytes_text(model.get_memory_footprint())} do not fit into the GPU's memory; set "
+            "CUDA_VISIBLE_DEVICES= to use the CPU"
+        ) from None
 
 
 def _check_parts(stock: StockClass, config: dict[str, Any], folder: Path) -> None:
@@ -167,28 +188,6 @@ def _check_parts(stock: StockClass, config: dict[str, Any], folder: Path) -> Non
         )
     if TIMM in stock.encoders:
         check_wrapped_timm(config.get("vision_config") or {}, folder)
-
-
-def _ready(folder: Path, model: Any, processor: Any, tokenizer: Any, report: dict[str, Any]) -> tuple[Any, Any]:
-    """Return model and processor, checked and on the device; `report` is of the model's loading."""
-    import torch
-    from transformers import GenerationConfig
-
-    if faults := {kind: sorted(map(str, names))[:3] for kind, names in report.items() if names}:
-        raise UserError(f"{folder}: the weights do not fit config.json ({faults}); part of the model would be random")
-    # Of generation_config.json only what ends an answer is taken: the rest chooses code of transformers, or samples.
-    model.generation_config = GenerationConfig(
-        eos_token_id=model.generation_config.eos_token_id, pad_token_id=tokenizer.pad_token_id
-    )
-    if not isinstance(processor.chat_template, str):
-        raise UserError(f"{folder}: has no chat template, so how to ask is not known; add its chat_template.jinja")
-    try:
-        return model.eval().to("cuda" if torch.cuda.is_available() else "cpu"), processor
-    except torch.OutOfMemoryError:
-        raise UserError(
-            f"{folder}: {bytes_text(model.get_memory_footprint())} do not fit into the GPU's memory; set "
-            "CUDA_VISIBLE_DEVICES= to use the CPU"
-        ) from None
 
 
 class Conversation:

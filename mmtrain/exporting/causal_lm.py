@@ -22,7 +22,7 @@ from mmtrain.config.schema import RunConfig
 from mmtrain.data.samples.chat import ROLES, Turns
 from mmtrain.data.samples.sample import IGNORE, Sample
 from mmtrain.data.samples.templates import load_tokenizer, make_template
-from mmtrain.exporting.card import write_text_card
+from mmtrain.exporting.card import write_card
 from mmtrain.exporting.chat_template import TEMPLATE_FILE, documents_of, exported_chat_template
 from mmtrain.exporting.hf import ExportedModel, export_hf, refuse_loading_faults, tensors_to_export, write_model
 from mmtrain.exporting.language import language_for_export
@@ -81,7 +81,7 @@ def export_causal_lm(
     (folder / "config.json").write_text(json.dumps(content, indent=2) + "\n")
     _write_tokenizer(config, llm, folder)
     exported = write_model(stock, folder, content, language.tensors, dtype, shard_bytes, progress)
-    write_text_card(folder, about, stored_as, language)
+    write_card(folder, about, "text", dtype=stored_as, language=language)
     return exported
 
 

@@ -36,7 +36,7 @@ from mmtrain.exporting.card import write_card
 from mmtrain.exporting.chat_template import mark_answers
 from mmtrain.exporting.language import ExportedLanguage, language_for_export
 from mmtrain.exporting.processor import ExportedProcessor, check_processor, write_processor
-from mmtrain.exporting.projector_file import Origin, origin, run_tensors
+from mmtrain.exporting.projector_file import origin, run_tensors
 from mmtrain.exporting.tensors import TensorSource, cast_to, require_space, write_shards
 from mmtrain.exporting.vision import encoder_for_export, merged_encoder, wrapped_timm_encoder
 from mmtrain.models.facts.adapters import is_llm_adapter
@@ -88,7 +88,7 @@ def export_hf(
     except UserError as error:
         raise UserError(f"{error}; use {formats_for(config, read_header(checkpoint.tensors_file))}") from None
     replacing, about = tensors_to_export(checkpoint, merged)
-    llm = model_folder(about.llm)
+    llm = model_folder(config.model.llm.path)
     refuse_unfit_family(stock, llm)
     vision, own, projector = (
         {name: source for name, source in replacing.items() if name.startswith(part)}
@@ -109,11 +109,12 @@ def export_hf(
     unmarked = mark_answers(config, folder)
     check_processor(processor, folder)
     written = write_model(stock, folder, content, tensors, dtype, shard_bytes, progress)
-    write_card(stock, folder, about, stored_as, encoder, language, processor, unmarked)
+    shown = {"stock": stock, "encoder": encoder, "language": language, "processor": processor, "unmarked": unmarked}
+    write_card(folder, about, "model", dtype=stored_as, **shown)
     return replace(written, unmarked=unmarked)
 
 
-def tensors_to_export(checkpoint: StepFolder, merged: bool) -> tuple[dict[str, TensorSource], Origin]:
+def tensors_to_export(checkpoint: StepFolder, merged: bool) -> tuple[dict[str, TensorSource], dict[str, Any]]:
     """Return `run_tensors`, without the LLM's adapters unless `merged`, and their origin.
 
     Raises UserError where the models that the export copies have other weights than the run was trained with.
@@ -123,7 +124,7 @@ def tensors_to_export(checkpoint: StepFolder, merged: bool) -> tuple[dict[str, T
     about = origin(checkpoint, tensors)
     if not merged:
         tensors = {name: source for name, source in tensors.items() if not is_llm_adapter(name)}
-        about = replace(about, trained=tuple(name for name in about.trained if not is_llm_adapter(name)))
+        about["trained"] = [name for name in about["trained"] if not is_llm_adapter(name)]
     return tensors, about
 
 

@@ -16,15 +16,15 @@ from __future__ import annotations
 
 import io
 import json
-from dataclasses import asdict
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from mmtrain.checkpoint.step_folder import StepFolder
-from mmtrain.exporting.projector_file import Origin, origin, run_tensors
-from mmtrain.exporting.tensors import new_folder, require_space
+from mmtrain.exporting.projector_file import origin, run_tensors
+from mmtrain.exporting.tensors import require_space
 from mmtrain.models.facts.connectors import NEWLINE, image_layout
 from mmtrain.models.facts.families import llm_config
 from mmtrain.models.facts.model_files import model_folder
@@ -53,15 +53,15 @@ MODEL_TYPES = {
 }
 
 
-def export_llava(checkpoint: StepFolder, out: Path, dtype: torch.dtype) -> None:
-    """Write the folder `out`; raises UserError for what LLaVA's code cannot hold, and what `new_folder` raises.
+def export_llava(checkpoint: StepFolder, folder: Path, dtype: torch.dtype) -> None:
+    """Write into the folder; raises UserError for what LLaVA's code cannot hold.
 
     LLaVA's loader finds a projector by its folder's name, which must have `llava` in it.
     """
     tensors = run_tensors(checkpoint)
     about = origin(checkpoint, tensors)
-    refuse_unfit_format("llava", checkpoint.path, checkpoint.config, about.trained)
-    names = {**NAMES[about.projector_type], NEWLINE: f"model.{NEWLINE}"}
+    refuse_unfit_format("llava", checkpoint.path, checkpoint.config, about["trained"])
+    names = {**NAMES[about["projector_type"]], NEWLINE: f"model.{NEWLINE}"}
     projector = {}
     for name, source in tensors.items():
         layer, dot, part = name.removeprefix(PROJECTOR).partition(".")
@@ -69,40 +69,39 @@ def export_llava(checkpoint: StepFolder, out: Path, dtype: torch.dtype) -> None:
     content = io.BytesIO()  # a full disk is then an error of this module, not of torch's writer
     torch.save(projector, content)
     config = json.dumps(_config(about, image_layout(checkpoint.config)), indent=2) + "\n"
-    with new_folder(out) as folder:
-        require_space(folder, content.tell())
-        (folder / FILE).write_bytes(content.getvalue())
-        (folder / "config.json").write_text(config)
-        if (folder / FILE).read_bytes() != content.getvalue():
-            raise OSError(f"{folder / FILE}: does not read back as written; check the disk")
+    require_space(folder, content.tell())
+    (folder / FILE).write_bytes(content.getvalue())
+    (folder / "config.json").write_text(config)
+    if (folder / FILE).read_bytes() != content.getvalue():
+        raise OSError(f"{folder / FILE}: does not read back as written; check the disk")
 
 
-def _config(about: Origin, layout: ImageLayout) -> dict[str, Any]:
+def _config(about: Mapping[str, Any], layout: ImageLayout) -> dict[str, Any]:
     """The LLM's config.json, with what LLaVA adds; LLaVA's model classes exist for the families of MODEL_TYPES."""
-    vision = vision_shape(about.vision, about.vision_select_layer)
-    llm = llm_config(model_folder(about.llm))
+    vision = vision_shape(about["vision"], about["vision_select_layer"])
+    llm = llm_config(model_folder(about["llm"]))
     return {
         **llm,
         "model_type": MODEL_TYPES.get(llm["model_type"], llm["model_type"]),
         "use_mm_proj": True,
-        "mm_projector_type": about.projector_type,
-        "mm_hidden_size": about.vision_width,
-        "mm_vision_tower": CLIP_NAMES.get(about.vision, about.vision),
-        "mm_vision_select_layer": about.vision_select_layer,
+        "mm_projector_type": about["projector_type"],
+        "mm_hidden_size": about["vision_width"],
+        "mm_vision_tower": CLIP_NAMES.get(about["vision"], about["vision"]),
+        "mm_vision_select_layer": about["vision_select_layer"],
         # "patch" drops the first token, which must then be a class token
         "mm_vision_select_feature": "patch" if vision.prefix_tokens else "cls_patch",
         "mm_use_im_start_end": False,
         "mm_use_im_patch_token": False,  # LLaVA's loader takes a missing key for true, and adds a row
         **_image_keys(about, layout),
         "tune_mm_mlp_adapter": True,
-        "mmtrain": asdict(about),
+        "mmtrain": about,
     }
 
 
-def _image_keys(about: Origin, layout: ImageLayout) -> dict[str, Any]:
+def _image_keys(about: Mapping[str, Any], layout: ImageLayout) -> dict[str, Any]:
     """What LLaVA's code makes of an image; it has grids as (width, height), in the order of ours, which breaks ties."""
     if not isinstance(layout, Anyres):
-        return {"image_aspect_ratio": "pad" if about.image_fit == "pad" else "square"}  # LLaVA stretches no image
+        return {"image_aspect_ratio": "pad" if about["image_fit"] == "pad" else "square"}  # LLaVA stretches no image
     return {
         "image_aspect_ratio": layout.name,
         "image_grid_pinpoints": [[width, height] for height, width in layout.grids],

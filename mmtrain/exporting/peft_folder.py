@@ -31,7 +31,7 @@ from mmtrain.base.errors import UserError
 from mmtrain.base.printing import escape
 from mmtrain.checkpoint.step_folder import StepFolder
 from mmtrain.config.model import LoraSection
-from mmtrain.exporting.card import write_adapter_card
+from mmtrain.exporting.card import write_card
 from mmtrain.exporting.causal_lm import export_stock
 from mmtrain.exporting.hf import ExportedModel
 from mmtrain.exporting.projector_file import origin, run_tensors, write_projector_file
@@ -63,7 +63,7 @@ def export_peft(
     """
     config, tensors = checkpoint.config, run_tensors(checkpoint)
     about = origin(checkpoint, tensors)
-    refuse_unfit_format("peft" if base == "hf" else "peft --base llm", checkpoint.path, config, about.trained)
+    refuse_unfit_format("peft" if base == "hf" else "peft --base llm", checkpoint.path, config, about["trained"])
     adapters = {name: source for name, source in tensors.items() if is_llm_adapter(name)}
     llm = model_folder(config.model.llm.path)
     exported = None
@@ -84,7 +84,10 @@ def export_peft(
     described.base_model_name_or_path = name
     described.save_pretrained(str(folder))
     write_tensors(folder / TENSORS, cast_to(dtype, {places[name]: source for name, source in adapters.items()}))
-    write_adapter_card(folder, about, stock.__name__, config.model.lora, None if base == "llm" else BASE)
+    base_folder = None if base == "llm" else BASE
+    opened = repr(base_folder or about["llm"])
+    shown = {"base_folder": base_folder, "class_name": stock.__name__, "opened": opened, "lora": config.model.lora}
+    write_card(folder, about, "adapters", **shown)
     return exported
 
 

@@ -1,7 +1,7 @@
 """The trained tensors alone: one safetensors file, and a JSON that says what it belongs to.
 
 OUT/projector.safetensors   trained tensors by global name (projector.linear_1.weight, ...), the rest of the projector
-OUT/projector.json          models, steps, data, scores, versions (`Origin`), and the file's SHA-256
+OUT/projector.json          models, steps, data, scores, versions (`origin`), and the file's SHA-256
 
 A run on text alone has trained.safetensors and trained.json.
 """
@@ -11,7 +11,6 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,7 @@ from mmtrain.base.json_lines import recorded
 from mmtrain.checkpoint.run_folder import METRICS
 from mmtrain.checkpoint.step_folder import StepFolder
 from mmtrain.config.templates import template_name
-from mmtrain.exporting.tensors import TensorSource, cast_to, in_memory, new_folder, stored, write_tensors
+from mmtrain.exporting.tensors import TensorSource, cast_to, in_memory, stored, write_tensors
 from mmtrain.models.facts.connectors import Linear, connector, reduction
 from mmtrain.models.facts.model_files import read_header
 from mmtrain.models.facts.shapes import llm_shape
@@ -31,37 +30,11 @@ from mmtrain.models.modules.projector import PROJECTOR, whole_projector
 SCORES = ("loss", "token_accuracy", "exact_match", "answers", "samples")
 
 
-@dataclass(frozen=True)
-class Origin:
-    """Where trained tensors come from, as every format records it; None in fields that a run on text lacks."""
+def origin(checkpoint: StepFolder, tensors: Mapping[str, TensorSource]) -> dict[str, Any]:
+    """Describe a checkpoint and its `run_tensors` as JSON values, which every format records.
 
-    llm: str  # model.llm.path
-    llm_width: int
-    llm_dtype: str  # in which it was trained against
-    llm_quantize: str | None  # model.llm.quantize of the run; exported weights are not quantised
-    vision: str | None  # model.vision.name
-    vision_select_layer: int | None
-    vision_final_norm: bool | None
-    vision_width: int | None
-    projector_type: str | None
-    projector_factor: int | None  # so many patches a side are one position of the LLM
-    trained: tuple[str, ...]  # names of the tensors that were trained
-    template: str
-    layout: str | None  # model.vision.layout
-    max_tiles: int | None  # of a grid, in the layout `tiles`
-    pinpoints: tuple[tuple[int, int], ...] | None  # (height, width) of the grids in pixels; None: the layout's own
-    image_fit: str | None  # None too where images are cut into tiles
-    steps: int
-    max_steps: int | None
-    data_fingerprint: str
-    frozen_fingerprint: str
-    training_loss: float | None  # of the last step, nats per supervised token; None too where that was not finite
-    evaluation: dict[str, Any] | None  # the run's scores after these steps, on samples it held out
-    versions: Mapping[str, str]
-
-
-def origin(checkpoint: StepFolder, tensors: Mapping[str, TensorSource]) -> Origin:
-    """Describe a checkpoint and its `run_tensors`, with scores from the run's metrics if they are beside it."""
+    Scores are from the run's metrics, if they are beside it. A run on text alone has None for encoder and projector.
+    """
     config, state = checkpoint.config, checkpoint.state
     section, vision = config.model.projector, config.model.vision
     vision_width = None
@@ -72,31 +45,31 @@ def origin(checkpoint: StepFolder, tensors: Mapping[str, TensorSource]) -> Origi
         first, last = (tensors[f"{PROJECTOR}{layer.name}.weight"].shape for layer in (linears[0], linears[-1]))
         llm_width = last[0]
         vision_width = first[1] // linears[0].inputs  # which are those of patches of width 1
-    return Origin(
-        llm=config.model.llm.path,
-        llm_width=llm_width,
-        llm_dtype=config.model.llm.dtype,
-        llm_quantize=config.model.llm.quantize,
-        vision=vision and vision.name,
-        vision_select_layer=vision and vision.select_layer,
-        vision_final_norm=vision and vision.final_norm,
-        vision_width=vision_width,
-        projector_type=vision and section.type,
-        projector_factor=vision and reduction(section),
-        trained=tuple(sorted(read_header(checkpoint.tensors_file))),
-        template=template_name(config.data.template),
-        layout=vision and vision.layout,
-        max_tiles=vision and (vision.max_tiles or getattr(LAYOUTS[vision.layout], "max_tiles", None)),
-        pinpoints=vision and vision.pinpoints,
-        image_fit=vision and config.data.image_fit,
-        steps=checkpoint.step,
-        max_steps=state["max_steps"],
-        data_fingerprint=state["data"]["fingerprint"],
-        frozen_fingerprint=state["frozen_fingerprint"],
-        training_loss=state["loss"] if isinstance(state["loss"], int | float) else None,
-        evaluation=_evaluation(checkpoint),
-        versions=state["versions"],
-    )
+    return {
+        "llm": config.model.llm.path,
+        "llm_width": llm_width,
+        "llm_dtype": config.model.llm.dtype,  # in which it was trained against
+        "llm_quantize": config.model.llm.quantize,  # of the run; exported weights are not quantised
+        "vision": vision and vision.name,
+        "vision_select_layer": vision and vision.select_layer,
+        "vision_final_norm": vision and vision.final_norm,
+        "vision_width": vision_width,
+        "projector_type": vision and section.type,
+        "projector_factor": vision and reduction(section),  # patches a side that are one position of the LLM
+        "trained": sorted(read_header(checkpoint.tensors_file)),  # names of tensors
+        "template": template_name(config.data.template),
+        "layout": vision and vision.layout,
+        "max_tiles": vision and (vision.max_tiles or getattr(LAYOUTS[vision.layout], "max_tiles", None)),
+        "pinpoints": vision and vision.pinpoints,  # (height, width) of grids in pixels; None: the layout's own
+        "image_fit": vision and config.data.image_fit,  # None too where images are cut into tiles
+        "steps": checkpoint.step,
+        "max_steps": state["max_steps"],
+        "data_fingerprint": state["data"]["fingerprint"],
+        "frozen_fingerprint": state["frozen_fingerprint"],
+        "training_loss": state["loss"] if isinstance(state["loss"], int | float) else None,  # else it is not finite
+        "evaluation": _evaluation(checkpoint),
+        "versions": state["versions"],
+    }
 
 
 def run_tensors(checkpoint: StepFolder) -> dict[str, TensorSource]:
@@ -115,19 +88,19 @@ def _evaluation(checkpoint: StepFolder) -> dict[str, Any] | None:
     return scores
 
 
-def export_projector_file(checkpoint: StepFolder, out: Path, dtype: torch.dtype) -> None:
-    """Write the folder `out`; raises as `new_folder`."""
+def export_projector_file(checkpoint: StepFolder, folder: Path, dtype: torch.dtype) -> None:
+    """Write all that `run_tensors` returns into the folder."""
     tensors = run_tensors(checkpoint)
-    about = origin(checkpoint, tensors)
-    with new_folder(out) as folder:
-        write_projector_file(about, folder, tensors, dtype)
+    write_projector_file(origin(checkpoint, tensors), folder, tensors, dtype)
 
 
-def write_projector_file(about: Origin, folder: Path, tensors: Mapping[str, TensorSource], dtype: torch.dtype) -> None:
+def write_projector_file(
+    about: Mapping[str, Any], folder: Path, tensors: Mapping[str, TensorSource], dtype: torch.dtype
+) -> None:
     """Write tensors of a run into a folder, and their origin."""
-    file = folder / ("trained.safetensors" if about.projector_type is None else "projector.safetensors")
+    file = folder / ("trained.safetensors" if about["vision"] is None else "projector.safetensors")
     write_tensors(file, cast_to(dtype, tensors))
     with file.open("rb") as stream:
         sha256 = hashlib.file_digest(stream, "sha256").hexdigest()
-    description = {**asdict(about), "dtype": str(dtype).removeprefix("torch."), "sha256": {file.name: sha256}}
+    description = {**about, "dtype": str(dtype).removeprefix("torch."), "sha256": {file.name: sha256}}
     file.with_suffix(".json").write_text(json.dumps(description, indent=2) + "\n")

@@ -13,7 +13,6 @@ class Llava(StockClass):
     model_type = "llava"
     connectors = ("mlp2x_gelu",)
     fits = ("pad", "resize", "center_crop")
-    own_encoders = ("pixtral",)
 
     def read(self, folder: StockFolder) -> Keys:
         return {"select_layer": folder.layer(-2, "default"), "image_fit": folder.fit()}

@@ -251,14 +251,14 @@ class StockClass(ExportedClass):
         # AutoProcessor would hand `backend="pil"` to the tokenizer too, which then makes no masks of answers.
         return 'processor.image_processor = AutoImageProcessor.from_pretrained(folder, backend="pil")'
 
-    def load_processor(self, folder: Path, name: str | None = None) -> ProcessorMixin:
-        """Load a folder's processor, which resizes as training does if it can; `name`: of another class than its own.
+    def load_processor(self, folder: Path) -> ProcessorMixin:
+        """Load a folder's processor, which resizes as training does if it can.
 
         AutoProcessor, where files name no class, passes trust_remote_code on to none of a processor's parts.
         """
         import transformers
 
-        stock = getattr(transformers, name or self.processor_name)
+        stock = getattr(transformers, self.processor_name)
         processor = stock.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
         if self.has_pillow:
             processor.image_processor = transformers.AutoImageProcessor.from_pretrained(

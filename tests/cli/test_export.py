@@ -53,7 +53,7 @@ def test_an_empty_folder_is_taken_and_what_a_killed_export_left_is_cleared(check
 
 
 def test_an_export_that_is_stopped_leaves_nothing(checkpoint, tmp_path, monkeypatch):
-    def stopped(*_):
+    def stopped(*_, **context):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(hf, "write_card", stopped)  # when all else is written
@@ -115,10 +115,10 @@ def test_verify_refuses_a_folder_that_answers_batches_otherwise(tiny, tmp_path, 
     make_checkpoint(tmp_path / "run", config)
     right = hf.write_card
 
-    def padded_right(door, folder, *arguments):
+    def padded_right(folder, *arguments, **context):
         file = folder / "tokenizer_config.json"
         file.write_text(file.read_text().replace('"padding_side": "left"', '"padding_side": "right"'))
-        right(door, folder, *arguments)
+        right(folder, *arguments, **context)
 
     arguments = (tmp_path / "run", "hf", tmp_path / "out", "--verify", "3")
     with monkeypatch.context() as patch:

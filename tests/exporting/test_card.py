@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -79,16 +78,15 @@ def test_scores_are_found_among_lines_that_are_no_records_and_a_loss_that_is_no_
     lines = ["[" * 200_000 + '"eval"', '["eval"]', '{"kind": "eval"}', '{"kind": "eval", "step": 20, "loss": 0.5}']
     (tmp_path / "run" / "metrics.jsonl").write_text("\n".join([*lines, '{"kind": "eval", "ste']))
     about = origin(checkpoint, run_tensors(checkpoint))
-    assert about.evaluation == {"loss": 0.5} and about.training_loss is None
+    assert about["evaluation"] == {"loss": 0.5} and about["training_loss"] is None
 
 
 def test_models_of_the_hub_are_named_in_the_metadata_and_read_back(tiny, tmp_path, monkeypatch):
     from mmtrain.exporting.card import write_card  # as the export calls it, with names that the machine need not have
 
     calls = []
-    monkeypatch.setattr(hf, "write_card", lambda *arguments: calls.append(arguments))
+    monkeypatch.setattr(hf, "write_card", lambda *arguments, **context: calls.append((arguments, context)))
     export(make_checkpoint(tmp_path / "run", config_of(tiny)), tmp_path / "out")
-    door, folder, about, *rest = calls[0]
-    names = {"llm": "yes/on", "vision": "1e3/null"}
-    write_card(door, folder, replace(about, **names), *rest)
+    (folder, about, form), context = calls[0]
+    write_card(folder, {**about, "llm": "yes/on", "vision": "1e3/null"}, form, **context)
     assert read(folder)[0]["base_model"] == ["yes/on", "1e3/null"]
