@@ -70,7 +70,7 @@ def export(
         )
     import torch  # after the cheap refusals: it takes seconds
 
-    from mmtrain.exporting.causal_lm import export_stock
+    from mmtrain.exporting.hf import export_hf
     from mmtrain.exporting.llava import export_llava
     from mmtrain.exporting.projector_file import export_projector_file
     from mmtrain.exporting.tensors import new_folder
@@ -84,7 +84,7 @@ def export(
         elif format == "llava":
             export_llava(checkpoint, folder, tensors)
         elif format == "hf":
-            exported = export_stock(checkpoint, folder, tensors, shard_bytes, show)
+            exported = export_hf(checkpoint, folder, tensors, shard_bytes, show)
         else:
             from mmtrain.exporting.peft_folder import export_peft  # peft takes a second
 

@@ -124,8 +124,7 @@ def new_step_folder(path: Path) -> Iterator[Path]:
     path.parent.mkdir(exist_ok=True)  # not its parents: a run's folder that was moved is not made anew
     with whole_folder(path) as unfinished:
         yield unfinished
-        read = {file.name: _size_and_sha256(file) for file in sorted(unfinished.iterdir())}
-        entries = {name: {"bytes": size, "sha256": digest} for name, (size, digest) in read.items()}
+        entries = {file.name: _entry(file) for file in sorted(unfinished.iterdir())}
         (unfinished / MANIFEST).write_text(_manifest(entries))
     flush(path.parent.parent)
 
@@ -140,16 +139,11 @@ def why_damaged(path: Path) -> str | None:
             return f"{MANIFEST} has version {escape(repr(content['format']))}, this mmtrain reads {FORMAT}"
         if text != _manifest(content["files"]):
             return f"{MANIFEST} is damaged: its checksum is wrong"
-        present = {file.name for file in path.iterdir() if not file.name.startswith(".")} - {MANIFEST}
-        if missing := sorted({TENSORS, OPTIMIZER, STATE, *content["files"]} - present):
-            return f"{missing[0]} is missing"
-        if unknown := sorted(present - content["files"].keys()):
-            return f"{unknown[0]} does not belong there: {MANIFEST} does not list it; move it away"
-        for name, entry in content["files"].items():
-            size, digest = _size_and_sha256(path / name)
-            if size != entry["bytes"]:
-                return f"{name} is damaged: {size:,} bytes, {entry['bytes']:,} were written"
-            if digest != entry["sha256"]:
+        for name in sorted({TENSORS, OPTIMIZER, STATE, *content["files"]}):
+            entry, written = _entry(path / name), content["files"][name]
+            if entry["bytes"] != written["bytes"]:
+                return f"{name} is damaged: {entry['bytes']:,} bytes, {written['bytes']:,} were written"
+            if entry != written:
                 return f"{name} is damaged: its SHA-256 is not that of what was written"
         name = STATE
         state = StepFolder(path).state
@@ -257,6 +251,8 @@ def _manifest(entries: Mapping[str, Any]) -> str:
     return json.dumps({**content, "sha256": checksum}, indent=1) + "\n"
 
 
-def _size_and_sha256(path: Path) -> tuple[int, str]:
+def _entry(path: Path) -> dict[str, Any]:
+    """Return what a manifest says of a file."""
     with open_file(path) as file:
-        return os.fstat(file.fileno()).st_size, hashlib.file_digest(file, "sha256").hexdigest()
+        size = os.fstat(file.fileno()).st_size
+        return {"bytes": size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}

@@ -1,5 +1,7 @@
 """The whole model as a Hugging Face folder, which a stock class of transformers loads without mmtrain.
 
+A run on text alone becomes a folder of the LLM's own class; with pictures:
+
 config            --stock.exporters: which class?------> a StockClass, LLaVA's in what follows, or a refusal
 checkpoint: projector --------------------------------> multi_modal_projector.linear_{1,2}.{weight,bias}
 model.vision.name --vision: exact conversion----------> vision_tower.*        and config.json, README.md,
@@ -19,13 +21,14 @@ import json
 import re
 import tempfile
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
 from transformers import PreTrainedModel
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from mmtrain.base.errors import UserError
 from mmtrain.base.printing import escape
@@ -34,8 +37,8 @@ from mmtrain.config.schema import RunConfig
 from mmtrain.engine.audit import settings_fingerprint
 from mmtrain.exporting.card import write_card
 from mmtrain.exporting.chat_template import mark_answers
-from mmtrain.exporting.language import ExportedLanguage, language_for_export
-from mmtrain.exporting.processor import ExportedProcessor, check_processor, write_processor
+from mmtrain.exporting.language import language_for_export
+from mmtrain.exporting.processor import check_processor, write_processor, write_tokenizer
 from mmtrain.exporting.projector_file import origin, run_tensors
 from mmtrain.exporting.tensors import TensorSource, cast_to, require_space, write_shards
 from mmtrain.exporting.vision import encoder_for_export, merged_encoder, wrapped_timm_encoder
@@ -51,7 +54,7 @@ from mmtrain.models.modules.tiny import tiny_model
 from mmtrain.models.weights.fingerprint import fingerprint
 from mmtrain.plan.plan import StagePlan
 from mmtrain.stock.exporters import exporter_for, formats_for
-from mmtrain.stock.stock_class import WHAT_WORKS, ExportedClass, ExportedEncoder, StockClass
+from mmtrain.stock.stock_class import WHAT_WORKS, ExportedClass, StockClass
 
 BOUND = 1e-5  # relative to the largest logit; the same kernels run, 0.0 on every family that fits
 HEAD = "llm.head.weight"
@@ -69,6 +72,18 @@ class ExportedModel:
     adapters: Path | None = None  # peft's folder with those of the LLM, where they are not merged
 
 
+class CausalClass(ExportedClass):
+    """The LLM's own class, for a run on text alone: its tensors keep their names."""
+
+    def __init__(self, folder: Path) -> None:
+        self.config_class = type(causal_config(folder))
+        self.model_class = MODEL_FOR_CAUSAL_LM_MAPPING[self.config_class]
+        self.decoder_names = f"{self.model_class.base_model_prefix}."
+
+    def language_name(self, name: str, base: str) -> str:
+        return name
+
+
 def export_hf(
     checkpoint: StepFolder,
     folder: Path,
@@ -82,50 +97,84 @@ def export_hf(
     merged: with the LLM's adapters in its layers; else without them. Raises UserError for models that no stock class
     can hold, naming the formats that work, and where the disk is too small; OSError where a file reads back otherwise.
     """
+    config, stored_as = checkpoint.config, str(dtype).removeprefix("torch.")
+    stock = _class_for(checkpoint)
+    _refuse_replaced_weights(checkpoint)
+    trained = run_tensors(checkpoint)
+    about = origin(checkpoint, trained)
+    if not merged:
+        trained = {name: source for name, source in trained.items() if not is_llm_adapter(name)}
+        about["trained"] = [name for name in about["trained"] if not is_llm_adapter(name)]
+    if isinstance(stock, StockClass):
+        tensors, content, shown = _write_multimodal(stock, config, trained, stored_as, folder)
+    else:
+        llm = model_folder(config.model.llm.path)
+        language = language_for_export(stock, llm, trained, 0, stored_as, config.model.lora)
+        tensors, content = language.tensors, {**language.config, "architectures": [stock.class_name]}
+        shown = {"language": language}
+        refuse_loading_faults(stock, content, tensors)
+        (folder / "config.json").write_text(json.dumps(content, indent=2) + "\n")
+        write_tokenizer(config, folder)
+
+    kept = kept_in_float32(stock, content, tensors, dtype)
+    cast = cast_to(dtype, tensors, kept)
+    total, done = sum(source.nbytes for source in cast.values()), 0
+    require_space(folder, total + SMALL_FILES)
+
+    def show(size: int) -> None:
+        nonlocal done
+        done += size
+        progress("written and read again", done, total)
+
+    write_shards(folder, cast, shard_bytes, show)
+    write_card(folder, about, "model" if isinstance(stock, StockClass) else "text", dtype=stored_as, **shown)
+    return ExportedModel(stock, folder, frozenset(kept), shown.get("unmarked"))
+
+
+def _class_for(checkpoint: StepFolder) -> ExportedClass:
     config = checkpoint.config
+    if config.model.vision is None:
+        return CausalClass(model_folder(config.model.llm.path))
     try:
-        stock = exporter_for(config)
+        return exporter_for(config)
     except UserError as error:
         raise UserError(f"{error}; use {formats_for(config, read_header(checkpoint.tensors_file))}") from None
-    replacing, about = tensors_to_export(checkpoint, merged)
+
+
+def _write_multimodal(
+    stock: StockClass, config: RunConfig, trained: Mapping[str, TensorSource], dtype: str, folder: Path
+) -> tuple[dict[str, TensorSource], dict[str, Any], dict[str, Any]]:
+    """Write all files but tensors and card; return tensors, config.json and what the card shows."""
     llm = model_folder(config.model.llm.path)
     refuse_unfit_family(stock, llm)
     vision, own, projector = (
-        {name: source for name, source in replacing.items() if name.startswith(part)}
+        {name: source for name, source in trained.items() if name.startswith(part)}
         for part in ("vision.", "llm.", PROJECTOR)
     )
-    stored_as = str(dtype).removeprefix("torch.")
     encoder_of = wrapped_timm_encoder if TIMM in stock.encoders else encoder_for_export
     encoder = stock.adapt_encoder(config, encoder_of(config, merged_encoder(config, vision)))
     processor = write_processor(stock, config, encoder, folder)
-    language = language_for_export(stock, llm, own, processor.rows_needed, stored_as, config.model.lora)
+    language = language_for_export(stock, llm, own, processor.rows_needed, dtype, config.model.lora)
     tensors = {stock.encoder_names + name: source for name, source in encoder.tensors.items()}
     tensors |= {stock.connector_name(name.removeprefix(PROJECTOR)): projector[name] for name in projector}
     tensors |= language.tensors
-    content = _config(stock, config, encoder, language, processor, stored_as)
+    content = {  # in keys that transformers 4.57 and 5 read
+        "architectures": [stock.class_name],
+        "model_type": stock.model_type,
+        "dtype": dtype,
+        **processor.token_keys,
+        **stock.config(config, encoder),
+        "tie_word_embeddings": language.config["tie_word_embeddings"],
+        "text_config": language.config,
+        "vision_config": {**encoder.config, "dtype": dtype},
+        "transformers_version": transformers.__version__,
+    }
     refuse_loading_faults(stock, content, tensors)
-
     (folder / "config.json").write_text(json.dumps(content, indent=2) + "\n")
     unmarked = mark_answers(config, folder)
     check_processor(processor, folder)
-    written = write_model(stock, folder, content, tensors, dtype, shard_bytes, progress)
     shown = {"stock": stock, "encoder": encoder, "language": language, "processor": processor, "unmarked": unmarked}
-    write_card(folder, about, "model", dtype=stored_as, **shown)
-    return replace(written, unmarked=unmarked)
-
-
-def tensors_to_export(checkpoint: StepFolder, merged: bool) -> tuple[dict[str, TensorSource], dict[str, Any]]:
-    """Return `run_tensors`, without the LLM's adapters unless `merged`, and their origin.
-
-    Raises UserError where the models that the export copies have other weights than the run was trained with.
-    """
-    _refuse_replaced_weights(checkpoint)
-    tensors = run_tensors(checkpoint)
-    about = origin(checkpoint, tensors)
-    if not merged:
-        tensors = {name: source for name, source in tensors.items() if not is_llm_adapter(name)}
-        about["trained"] = [name for name in about["trained"] if not is_llm_adapter(name)]
-    return tensors, about
+    return tensors, content, shown
 
 
 def _refuse_replaced_weights(checkpoint: StepFolder) -> None:
@@ -155,52 +204,6 @@ def _refuse_replaced_weights(checkpoint: StepFolder) -> None:
             f"{folder}: {odd} is not what the run was trained with. Bring the model's files back, or install "
             f"transformers {state['versions']['transformers']} and timm {state['versions']['timm']}, as it had"
         )
-
-
-def write_model(
-    stock: ExportedClass,
-    folder: Path,
-    content: Mapping[str, Any],
-    tensors: Mapping[str, TensorSource],
-    dtype: torch.dtype,
-    shard_bytes: int,
-    progress: Callable[[str, int, int], None],
-) -> ExportedModel:
-    """Write the tensors of a model whose config.json has this `content`, and read them again; raises as `export_hf`."""
-    kept = kept_in_float32(stock, content, tensors, dtype)
-    cast = cast_to(dtype, tensors, kept)
-    total, done = sum(source.nbytes for source in cast.values()), 0
-    require_space(folder, total + SMALL_FILES)
-
-    def show(size: int) -> None:
-        nonlocal done
-        done += size
-        progress("written and read again", done, total)
-
-    write_shards(folder, cast, shard_bytes, show)
-    return ExportedModel(stock, folder, frozenset(kept))
-
-
-def _config(
-    stock: StockClass,
-    run: RunConfig,
-    encoder: ExportedEncoder,
-    language: ExportedLanguage,
-    processor: ExportedProcessor,
-    dtype: str,
-) -> dict[str, Any]:
-    """Return config.json of the folder, in keys that transformers 4.57 and 5 read."""
-    return {
-        "architectures": [stock.class_name],
-        "model_type": stock.model_type,
-        "dtype": dtype,
-        **processor.token_keys,
-        **stock.config(run, encoder),
-        "tie_word_embeddings": language.config["tie_word_embeddings"],
-        "text_config": language.config,
-        "vision_config": {**encoder.config, "dtype": dtype},
-        "transformers_version": transformers.__version__,
-    }
 
 
 class _MetaTensor(torch.Tensor):

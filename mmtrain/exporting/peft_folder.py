@@ -32,8 +32,7 @@ from mmtrain.base.printing import escape
 from mmtrain.checkpoint.step_folder import StepFolder
 from mmtrain.config.model import LoraSection
 from mmtrain.exporting.card import write_card
-from mmtrain.exporting.causal_lm import export_stock
-from mmtrain.exporting.hf import ExportedModel
+from mmtrain.exporting.hf import ExportedModel, export_hf
 from mmtrain.exporting.projector_file import origin, run_tensors, write_projector_file
 from mmtrain.exporting.tensors import TensorSource, cast_to, write_tensors
 from mmtrain.models.facts.adapters import LORA_A, LORA_B, adapted_layer, is_llm_adapter
@@ -69,7 +68,7 @@ def export_peft(
     exported = None
     if base == "hf":
         (folder / BASE).mkdir()
-        exported = export_stock(checkpoint, folder / BASE, dtype, shard_bytes, progress, merged=False)
+        exported = export_hf(checkpoint, folder / BASE, dtype, shard_bytes, progress, merged=False)
         exported = replace(exported, adapters=folder)
         made = AutoConfig.from_pretrained(folder / BASE, local_files_only=True, trust_remote_code=False)
         stock, name = getattr(transformers, *made.architectures), str(out.expanduser().absolute() / BASE)

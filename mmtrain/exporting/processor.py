@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 import sys
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
@@ -25,7 +26,7 @@ import numpy as np
 import torch
 from PIL import Image
 from tokenizers import processors
-from transformers import AutoProcessor, PreTrainedTokenizerBase, PreTrainedTokenizerFast, ProcessorMixin
+from transformers import AutoProcessor, AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast, ProcessorMixin
 
 from mmtrain.base.errors import UserError
 from mmtrain.config.schema import RunConfig
@@ -34,12 +35,13 @@ from mmtrain.data.samples.records import IMAGE_MARK
 from mmtrain.data.samples.sample import IGNORE, IMAGE_POSITION, Sample
 from mmtrain.data.samples.templates import PlainTemplate, Template, load_tokenizer, make_template, with_marks
 from mmtrain.data.stream.images import ImageTransform, image_transform
-from mmtrain.exporting.chat_template import documents_of, exported_chat_template
+from mmtrain.exporting.chat_template import TEMPLATE_FILE, documents_of, exported_chat_template
 from mmtrain.exporting.vision import ExportedEncoder
 from mmtrain.models.facts.connectors import image_layout
 from mmtrain.models.facts.families import llm_config
 from mmtrain.models.facts.model_files import model_folder, read_json
 from mmtrain.models.facts.shapes import llm_shape
+from mmtrain.models.facts.tokenizer_files import READ_BY_TOKENIZERS
 from mmtrain.models.layouts.layout import ImageLayout
 from mmtrain.stock.stock_class import StockClass
 
@@ -51,6 +53,10 @@ CONVERSATIONS: tuple[Turns, ...] = (
     PROBE,
     (*PROBE, ("human", "Where is it?"), ("gpt", "At the left.")),
     (("human", f"{IMAGE_MARK}\n{IMAGE_MARK}\nWhich is larger?"), ("gpt", "The second.")),
+)
+TEXTS: tuple[Turns, ...] = (
+    (("human", "What is this?"), ("gpt", "A red circle.")),
+    (("human", "What is this?"), ("gpt", "A red circle."), ("human", "And that?"), ("gpt", "No\n1. é")),
 )
 SHAPES = ((2.3, 0.9), (0.4, 3.1), (0.3, 0.2), (1, 1), (4.1, 3.2))  # (width, height) of pictures, in sides of a tile
 TOLERANCE = 1e-5  # of normalised values; torchvision divides once where training divides twice
@@ -185,6 +191,32 @@ def generation_settings(path: str, tokenizer: PreTrainedTokenizerBase, end: int)
         generation["pad_token_id"] = tokenizer.pad_token_id  # behind answers that end before others; decoding drops it
     distinct = list(dict.fromkeys(token for token in ends if token is not None))
     return generation | {"eos_token_id": distinct, "do_sample": False}
+
+
+def write_tokenizer(config: RunConfig, folder: Path) -> None:
+    """Write tokenizer files, chat_template.jinja and generation_config.json of a run on text alone.
+
+    Raises UserError where stock AutoTokenizer would not write what the run was trained on.
+    """
+    llm = model_folder(config.model.llm.path)
+    for file in {file for pattern in READ_BY_TOKENIZERS for file in llm.glob(pattern) if file.is_file()}:
+        place = folder / file.relative_to(llm)
+        place.parent.mkdir(exist_ok=True)
+        shutil.copyfile(file, place)
+    source = load_tokenizer(config.model.llm.path)
+    template = make_template(config.data.template, source, image_layout(config), sys.maxsize)
+    (folder / TEMPLATE_FILE).write_text(exported_chat_template(template), encoding="utf-8")
+    tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    for turns, document in documents_of(template, TEXTS):
+        messages = [{"role": ROLES[speaker], "content": text} for speaker, text in turns]
+        ids = tokenizer.apply_chat_template(messages, return_dict=False)
+        if list(ids) != list(document.input_ids):
+            raise UserError(
+                f"stock AutoTokenizer reads {turns[0][1]!r} as the tokens {ids[:40]}, and the run was trained on "
+                f"{list(document.input_ids[:40])}; --format safetensors exports what was trained, without a tokenizer"
+            )
+    end = [label for label in template(Sample("probe", "probe", TEXTS[0], ())).labels if label != IGNORE][-1]
+    _write_json(folder / "generation_config.json", generation_settings(config.model.llm.path, tokenizer, end))
 
 
 def _write_json(file: Path, content: dict) -> None:

@@ -106,14 +106,14 @@ def refuse_llava_code(config: RunConfig, trained: Collection[str]) -> None:
 
 
 def _refuse_without_adapters(config: RunConfig, trained: Collection[str]) -> None:
-    """Raises UserError for a run that has nothing for peft, whose base model is a whole one or the LLM alone."""
+    """Raise UserError for a run that has nothing for peft, or no whole model as its base."""
     if not any(map(is_llm_adapter, trained)):
         raise UserError("peft holds adapters of the LLM, and model.lora gives it none")
     _refuse_unknown_class(config, trained)
 
 
 def _refuse_more_than_adapters(config: RunConfig, trained: Collection[str]) -> None:
-    """Raises UserError for a run that trains anything but adapters of the published LLM, and the projector."""
+    """Raise UserError for a run that trains anything but adapters of the published LLM, and the projector."""
     if holds_parts(model_folder(config.model.llm.path)):
         raise UserError(f"{config.model.llm.path} is a whole model, not the LLM alone")
     if not any(map(is_llm_adapter, trained)):

@@ -154,12 +154,6 @@ def test_content_that_no_run_writes_is_found_though_all_checksums_are_right(run,
     assert_found_out(run, accused)
 
 
-@pytest.mark.parametrize("name", ["projector.safetensors.tmp", "step-00000006.tmp", "notes.txt"])
-def test_what_does_not_belong_into_a_checkpoint_is_named(run, name):
-    (step_path(run, 6) / name).write_text("stray")
-    assert_found_out(run, name)
-
-
 def test_a_renamed_folder_does_not_pass_for_another_step(run):
     step_path(run, 3).rename(step_path(run, 9))
     found, damaged = newest(run)

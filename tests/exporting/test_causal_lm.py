@@ -2,9 +2,8 @@
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
-from untrained_runs import config_of, make_checkpoint, weights
+from untrained_runs import config_of, export, make_checkpoint, weights
 
-from mmtrain.exporting.causal_lm import export_causal_lm
 from mmtrain.models.facts.families import canonical_name
 
 TEXT = ("model.vision=null", "data.template=llava_v1", "model.llm.dtype=float32")
@@ -21,8 +20,7 @@ def trained(folder, names):
 def test_the_llms_own_class_loads_it_with_what_was_trained(tiny, tmp_path):
     others = trained(tiny / "llm", ("llm.layers.7.", "llm.head."))
     checkpoint = make_checkpoint(tmp_path / "run", config_of(tiny, *TEXT, TRAINED), others)
-    (tmp_path / "out").mkdir()
-    export_causal_lm(checkpoint, tmp_path / "out", torch.float32, 10**9)
+    export(checkpoint, tmp_path / "out")
     published, written = weights(tiny / "llm"), weights(tmp_path / "out")
     assert set(written) == set(published)
     for name, tensor in written.items():
