@@ -89,11 +89,9 @@ def run_export(run: Path, form: str, out: Path, *options: str) -> int:
     return main(["export", "--checkpoint", str(run), "--format", form, "--out", str(out), *options])
 
 
-def compared(
-    checkpoint: StepFolder, folder: Path, exported: ExportedModel, dtype: torch.dtype, count: int
-) -> Comparison:
+def compared(checkpoint: StepFolder, exported: ExportedModel, dtype: torch.dtype, count: int) -> Comparison:
     """The stock model's logits beside mmtrain's, as --verify compares them."""
-    return compare_logits(checkpoint, folder, exported, dtype, count)[0]
+    return compare_logits(checkpoint, exported, dtype, count)[0]
 
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:

@@ -104,7 +104,7 @@ def _verify(checkpoint: StepFolder, exported: ExportedModel, dtype: torch.dtype,
     from mmtrain.exporting.verify import PROMPTS, batch_fault, compare_logits
 
     _log.info("comparing with mmtrain's own logits: both models are loaded, in float32, one after the other")
-    comparison, model = compare_logits(checkpoint, exported.folder, exported, dtype, samples)
+    comparison, model = compare_logits(checkpoint, exported, dtype, samples)
     line = (
         f"logits of {comparison.tokens:,} answer tokens in {len(comparison.samples)} samples: largest difference "
         f"{comparison.difference:.1e} (largest logit {comparison.largest:.1f}), the same token at "

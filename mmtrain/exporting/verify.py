@@ -63,7 +63,7 @@ class Comparison:
 
 
 def compare_logits(
-    checkpoint: StepFolder, folder: Path, exported: ExportedModel, dtype: torch.dtype, count: int
+    checkpoint: StepFolder, exported: ExportedModel, dtype: torch.dtype, count: int
 ) -> tuple[Comparison, PreTrainedModel]:
     """Compare logits on the first `count` held-out samples of the run (or of its training data, if there are none).
 
@@ -79,7 +79,7 @@ def compare_logits(
     exact = {name.replace(stock.decoder_names, "llm.", 1) for name in exported.kept_in_float32}
     expected = _own_logits(stage, batches, dtype, exact)
     del stage  # memory for one of the two is enough
-    model = _stock_model(stock, folder)
+    model = _stock_model(stock, exported.folder)
     if exported.adapters is not None:
         from mmtrain.exporting.peft_folder import load_adapters  # peft takes a second
 

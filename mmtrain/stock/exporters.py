@@ -91,7 +91,7 @@ def _unfit_llm(path: str) -> str:
 
 
 def refuse_llava_code(config: RunConfig, trained: Collection[str]) -> None:
-    """Raises UserError for a run that `trained` (global names) more than a projector that LLaVA's own code computes."""
+    """Raise UserError for a run that `trained` (global names) more than a projector that LLaVA's own code computes."""
     kind, vision = config.model.projector.type, config.model.vision
     if vision is None:
         raise UserError("llava holds a projector, and model.vision=null has none")
@@ -123,7 +123,7 @@ def _refuse_more_than_adapters(config: RunConfig, trained: Collection[str]) -> N
 
 
 def _refuse_unknown_class(config: RunConfig, trained: Collection[str]) -> None:
-    """Raises UserError for a run that no stock class computes; that of text alone is the LLM's own."""
+    """Raise UserError for a run that no stock class computes; one on text alone has the LLM's own class."""
     if config.model.vision is not None:
         exporter_for(config)
     folder = find_model_folder(config.model.llm.path)

@@ -40,7 +40,7 @@ def test_stock_logits_are_mmtrains_whatever_the_encoder(tiny, tmp_path, tower, s
     checkpoint = make_checkpoint(tmp_path / "run", config)
     exported = export(checkpoint, tmp_path / "out")
     load_stock(tmp_path / "out")
-    found = compared(checkpoint, tmp_path / "out", exported, torch.float32, 8)
+    found = compared(checkpoint, exported, torch.float32, 8)
     assert len(found.samples) == 8 and found.tokens >= 40
     assert found.difference <= 1e-4 and found.agreeing == found.tokens
 
@@ -53,7 +53,7 @@ def test_stock_logits_are_mmtrains_whatever_the_llm(tiny, make_tiny, tmp_path, f
     exported = export(checkpoint, tmp_path / "out", shard_bytes=200_000)
     assert (tmp_path / "out" / INDEX).is_file()
     load_stock(tmp_path / "out")
-    found = compared(checkpoint, tmp_path / "out", exported, torch.float32, 4)
+    found = compared(checkpoint, exported, torch.float32, 4)
     assert found.difference <= 1e-4 and found.agreeing == found.tokens > 20
 
 
@@ -86,7 +86,7 @@ def test_what_was_trained_besides_the_projector_lies_in_its_place(tiny, tmp_path
         assert torch.equal(found[f"language_model.{place}"], others[name])
     untouched = "model.layers.6.mlp.down_proj.weight"
     assert torch.equal(found[f"language_model.{untouched}"], llm[untouched])
-    found = compared(checkpoint, tmp_path / "out", exported, torch.float32, 4)
+    found = compared(checkpoint, exported, torch.float32, 4)
     assert found.difference <= 1e-4
 
 
@@ -113,7 +113,7 @@ def test_another_dtype_is_a_cast_of_every_tensor_and_logits_are_those_of_rounded
     for name, tensor in weights(tmp_path / "cast").items():
         assert torch.equal(tensor, exact[name].to(dtype)), name
     assert load_stock(tmp_path / "cast", dtype="auto").dtype == dtype
-    found = compared(checkpoint, tmp_path / "cast", exported, dtype, 4)
+    found = compared(checkpoint, exported, dtype, 4)
     assert found.difference <= 1e-4 and found.passed
 
 

@@ -183,7 +183,7 @@ def made(request, make) -> Made:
 def test_the_stock_class_loads_the_folder_and_its_logits_and_batches_are_mmtrains(made):
     config = json.loads((made.folder / "config.json").read_text())
     assert config["architectures"] == [f"{made.name}ForConditionalGeneration"]
-    found = compared(made.checkpoint, made.folder, made.exported, torch.float32, 32)
+    found = compared(made.checkpoint, made.exported, torch.float32, 32)
     assert found.difference <= 1e-5 * max(1.0, found.largest) and found.agreeing == found.tokens > 40
     assert {len(sample.images) for sample in found.samples} >= {1, 2}
     model = load_stock(made.folder)
@@ -226,7 +226,7 @@ def test_a_picture_goes_through_every_pair_of_encoder_and_layout_that_plans(chec
     checkpoint = checkpoint_of(encoder, layout)
     make_plan(checkpoint.config)
     exported = export(checkpoint, tmp_path / "out")
-    found = compared(checkpoint, tmp_path / "out", exported, torch.float32, 4)
+    found = compared(checkpoint, exported, torch.float32, 4)
     assert found.difference <= 1e-5 * max(1.0, found.largest) and found.tokens
     generate(tmp_path / "out", Image.new("RGB", (70, 40), (9, 99, 8)), "What?", max_new_tokens=1)
 
