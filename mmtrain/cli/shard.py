@@ -176,7 +176,7 @@ def _unfinished(
     if isinstance(error, OSError):
         error = UserError(f"{error.filename or unfinished.out}: cannot be written ({error.strerror}). Free space")
     listed = f"; {rejected_file} lists what was left out" if stats.reasons else ""
-    if stats.samples:
+    if stats.samples or unfinished.finished:
         return UserError(f"{error}{listed}. {unfinished.out} is unfinished: go on with --resume, or delete it")
     unfinished.discard()  # another try needs no cleaning up
     return UserError(f"{error}{listed}")

@@ -158,6 +158,21 @@ def test_shards_that_were_damaged_or_lost_meanwhile_are_made_again(folder, stopp
     assert contents(folder / "out") == resumed
 
 
+def test_a_resumed_run_that_fails_at_its_first_record_keeps_the_finished_shards(folder, stopped, capsys):
+    records = json.loads((folder / "a.json").read_text())
+    records[0]["conversations"] = []
+    (folder / "a.json").write_text(json.dumps(records))
+    shutil.rmtree(folder / "out")
+    options = stopped[: stopped.index("--max-reject-rate")]
+    assert shard(*options, "--max-reject-rate", "0.05") == 2
+    finished = dict(list(contents(folder / "out").items())[1:7])
+    assert list(finished)[::2] == [f"shard-00000{number}.tar" for number in range(3)]
+    assert shard(*options, "--max-reject-rate", "0", "--resume") == 2
+    assert "out is unfinished: go on with --resume, or delete it" in capsys.readouterr().err
+    assert finished.items() <= contents(folder / "out").items()
+    assert shard(*stopped) == 0
+
+
 def test_images_that_changed_in_size_are_noticed_where_shards_go_by_it(folder, capsys):
     slow_data(folder, 60)
     records = json.loads((folder / "a.json").read_text())
