@@ -121,7 +121,7 @@ class ShardIndex:
 def index_path(tar: Path) -> Path:
     """Path of a shard's index: beside the tar, or in the cache if there is one or that folder cannot be written."""
     cached, beside = _in_cache(tar), _beside(tar)
-    if cached.is_file() or not (beside.is_file() or os.access(beside.parent, os.W_OK)):
+    if os.access(cached, os.F_OK) or not (beside.is_file() or os.access(beside.parent, os.W_OK)):
         return cached
     return beside
 
@@ -168,7 +168,7 @@ def write_index(tar: Path, index: ShardIndex) -> None:
                 raise UserError(
                     f"{path}: cannot be written ({error.strerror}); free space, or make the folder writable"
                 ) from error
-    if path is beside:
+    if path is beside and os.access(cached, os.F_OK):  # a home may be closed to its user: HOME=/root in a container
         cached.unlink(missing_ok=True)  # it would hide the new one
 
 
@@ -251,7 +251,7 @@ class _Header(BaseModel, strict=True):
 
 class _Members(BaseModel, strict=True):
     counts: list[Annotated[int, Field(ge=1, lt=2**31)]]
-    suffix: list[_Name]
+    suffix: list[Annotated[str, Field(pattern=r"^[^\x00-\x1f\x7f]*$")]]  # empty for the file "KEY."
     offset: list[_Bytes]
     size: list[_Bytes]
     crc32: list[Annotated[int, Field(ge=0, lt=2**32)]]

@@ -219,11 +219,15 @@ def test_an_index_that_is_no_file_is_an_error_at_once(tar, make, seen):
         read_index(tar)
 
 
-def write_where_the_folder_is_read_only(tar: Path, report: Connection) -> None:
+def become_nobody() -> None:
     if os.geteuid() == 0:  # no mode of a folder stops root
         os.setgroups([])
         os.setgid(65534)
         os.setuid(65534)
+
+
+def write_where_the_folder_is_read_only(tar: Path, report: Connection) -> None:
+    become_nobody()
     before = index_path(tar)
     write_index(tar, small_index())
     report.send((before, index_path(tar), read_index(tar)))
@@ -250,6 +254,34 @@ def test_where_the_folder_cannot_be_written_the_index_is_kept_in_the_cache(monke
         assert index == small_index()
         assert [path.name for path in (folder / "shards").iterdir()] == ["s.tar"]
         (folder / "shards").chmod(0o755)
+
+
+def write_with_a_closed_cache(tar: Path) -> None:
+    become_nobody()
+    write_index(tar, small_index())
+    assert index_path(tar).parent == tar.parent and read_index(tar) == small_index()
+
+
+def test_a_cache_that_is_closed_to_the_user_does_not_keep_an_index_from_its_place_beside_the_tar(monkeypatch):
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        (folder / "home" / "cache").mkdir(parents=True)
+        (folder / "s.tar").write_bytes(bytes(BYTES))
+        monkeypatch.setenv("XDG_CACHE_HOME", str(folder / "home" / "cache"))
+        folder.chmod(0o777)
+        (folder / "home").chmod(0)
+        writer = multiprocessing.get_context("fork").Process(target=write_with_a_closed_cache, args=(folder / "s.tar",))
+        writer.start()
+        writer.join()
+        (folder / "home").chmod(0o700)
+        assert writer.exitcode == 0
+
+
+def test_a_file_whose_name_ends_in_a_dot_is_a_member_like_others(tar):
+    index = small_index()
+    index.members[1] = (*index.members[1], Member("", 3100, 4, 5))
+    write_index(tar, index)
+    assert read_index(tar) == index
 
 
 def test_an_index_in_the_cache_comes_before_the_one_beside_the_tar_until_that_is_written(tar, monkeypatch):
