@@ -133,7 +133,7 @@ def table_rows(path: Path) -> Iterator[object]:
         first = reader.line_num + 1
         for row in reader:
             fields = list(row.values())
-            texts = [field for field in fields if isinstance(field, str)]
+            texts = [field for field in [*fields, *(row.get(None) or ())] if isinstance(field, str)]
             if separator == "\t" and any("\t" in text and ("\n" in text or "\r" in text) for text in texts):
                 raise UserError(
                     f"{path}: line {first:,} has a field with a tab and a line break: most likely a quote has no end "

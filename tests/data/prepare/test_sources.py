@@ -90,6 +90,11 @@ def test_the_first_rows_say_what_a_file_is(tmp_path, name, content, found):
             'image\tcaption\na.jpg\tA.\nb.jpg\t"B\nc.jpg\tC"\nd.jpg\tD.\n',
             "line 3 has a field with a tab and a line break",
         ),
+        (
+            "a.tsv",
+            'image\tcaption\na.jpg\tA.\t"more\nb.jpg\tB.\nc.jpg\tC."\nd.jpg\tD.\n',
+            "line 2 has a field with a tab and a line break",
+        ),
     ],
 )
 def test_what_is_no_data_is_refused_with_what_was_seen_and_the_remedy(tmp_path, name, content, message):
