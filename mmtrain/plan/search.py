@@ -182,6 +182,10 @@ class Search:
             return None
         slices = self._slices(cut)
         layout = self._placed(cut, slices, limit)
+        if layout is None and self.encoder_ranks == "auto":  # a step of few micro-batches ends before a long chain pays
+            works = [rank.seconds for rank in self.cuts.placed(cut, (0,) * self.pipeline)[1]]
+            slices = self._shared_out(cut, (0, min(range(1, self.pipeline), key=works.__getitem__)))
+            layout = self._placed(cut, slices, limit)
         if layout is None:
             return None
         moved = self._moved(cut, slices)

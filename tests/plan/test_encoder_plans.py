@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from bench_encoder_plans import CASES, costs_of, figures
 from made_up_costs import made_up_costs
 
+from mmtrain.config.load import load_config
+from mmtrain.plan.calibration import gpu_device
 from mmtrain.plan.cuts import even_cut
+from mmtrain.plan.planner import make_plan
 from mmtrain.plan.search import Search
 from mmtrain.plan.stage_costs import StageCosts
 
@@ -32,6 +36,14 @@ def test_a_pipeline_of_8_takes_little_longer_than_its_work(name, microbatches, s
     costs = costs_of(CASES[name], 8, microbatches)
     found = figures(Search(costs, "auto").find("auto"), costs)
     assert found.step <= step and found.slowest <= slowest
+
+
+def test_few_micro_batches_get_a_short_chain_of_slices_where_a_long_one_does_not_pay() -> None:
+    config = Path(__file__).parents[2] / "configs" / "smolvlm_256m_lora.yaml"
+    few = ["parallel.pipeline=8", "train.packs_per_microbatch=2", "train.packs_per_step=4"]
+    plan = make_plan(load_config(config, few), None, gpu_device("NVIDIA H100"))
+    assert sum(map(bool, plan.encoder_slices)) == 2
+    assert plan.idle_share < 0.7, "0.83 with the encoder on rank 0"
 
 
 def never_worse(costs: StageCosts) -> tuple[bool, bool]:
