@@ -305,23 +305,40 @@ class Case:
     weights: Mapping[str, torch.Tensor] = field(default_factory=dict)  # what parameters begin with, by global name
 
 
+def join() -> None:
+    """Join the ranks of run_ranks, unless this rank has."""
+    if not dist.is_initialized():
+        join_process_group(torch.device("cpu"), 60)
+
+
+def make_engine(
+    config: RunConfig, plan: Plan | None = None, streamed: StreamedLayers | None = None, **arguments: Any
+) -> FrozenPipelineEngine:
+    """This rank's engine for a plan (None: the planner's), its stages loaded. Collective."""
+    join()
+    plan = plan or make_plan(config)
+    streamed = streamed or layers_streamed_here(plan)
+    stages = {s.stage: build_stage(config, s, streamed=streamed) for s in plan.ranks[dist.get_rank()].stages}
+    return FrozenPipelineEngine(config, plan, stages, **arguments)
+
+
+def make_audit(engine: FrozenPipelineEngine) -> RankAudit:
+    return RankAudit(engine.plan.ranks[engine.global_rank], engine.stages, engine.optimizer, engine.trainable)
+
+
+def arrays(tensors: Mapping[str, torch.Tensor]) -> dict[str, np.ndarray]:
+    """Copies that go from rank to rank, and that training leaves alone."""
+    return {name: tensor.detach().float().numpy().copy() for name, tensor in tensors.items()}
+
+
 def execute(cases: Sequence[Case]) -> list[dict[str, Any]]:
     """One rank's part of each case (called by run_ranks): losses, norms, first gradients, instructions, audit."""
-    join_process_group(torch.device("cpu"), 60)
     return [_execute(case) for case in cases]
 
 
 def _execute(case: Case) -> dict[str, Any]:
     config = case.config
     plan = with_prefetch(make_plan(config), case.prefetched)
-    mine = plan.ranks[dist.get_rank()]
-    streamed = layers_streamed_here(plan)
-    stages = {s.stage: build_stage(config, s, streamed=streamed) for s in mine.stages}
-    with torch.no_grad():
-        for stage in stages.values():
-            for name, parameter in stage.global_parameters():
-                if name in case.weights:
-                    parameter.copy_(case.weights[name])
     executed = []
     gradients: list[dict[str, Any]] = []
 
@@ -332,10 +349,11 @@ def _execute(case: Case) -> dict[str, Any]:
             tokens = float(engine._statistics[1])
             gradients.append({n: (p.grad / max(tokens, 1)).double().numpy() for n, p in engine.trainable.items()})
 
-    engine = FrozenPipelineEngine(config, plan, stages, on_instruction)
-    audit = RankAudit(mine, stages, engine.optimizer, engine.trainable)
+    engine = make_engine(config, plan, on_instruction=on_instruction)
+    engine.weights.load({name: case.weights.get(name, p) for name, p in engine.trainable.items()}, {})
+    audit = make_audit(engine)
     results = []
-    share = plan.microbatches_per_step
+    mine, share = audit.plan, plan.microbatches_per_step
     mine_of_all = (m for step in case.steps for m in step[mine.data * share :][:share])
     batches = (as_batch(microbatch, config.data.pack_length) for microbatch in mine_of_all)
     for _ in case.steps:
@@ -346,8 +364,8 @@ def _execute(case: Case) -> dict[str, Any]:
         "gradients": gradients,
         "executed": executed,
         "audit": audit.finish(engine.saw_gradient),
-        "parameters": {n: p.detach().numpy().copy() for n, p in engine.trainable.items()},
-        "frozen": {n: bits(p) for s in stages.values() for n, p in s.global_parameters() if not p.requires_grad},
+        "parameters": arrays(engine.trainable),
+        "frozen": {n: bits(p) for s in engine.stages.values() for n, p in s.global_parameters() if not p.requires_grad},
         "optimizer": type(engine.optimizer).__name__,
     }
 

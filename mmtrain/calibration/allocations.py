@@ -8,7 +8,7 @@ Not counted is what libraries allocate past torch (oneDNN's scratch buffers, glo
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -56,9 +56,3 @@ def _used_on_gpu(work: Callable[[], object], device: torch.device) -> Usage:
     peak, end = torch.cuda.max_memory_allocated(device), torch.cuda.memory_allocated(device)
     del result
     return Usage(peak - begin, end - begin)
-
-
-def tensor_bytes(tensors: Iterator[torch.Tensor]) -> int:
-    """Bytes that tensors take in memory; storage that several of them share counts once."""
-    storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
-    return sum(storages.values())

@@ -17,7 +17,7 @@ import functools
 import itertools
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -29,8 +29,6 @@ from mmtrain.base.progress import ProgressBar
 from mmtrain.calibration.allocations import Usage, bytes_used
 from mmtrain.calibration.solution import (
     ENCODE,
-    ENCODE_LATER,
-    ENCODE_STEM,
     WINDOW,
     mean_of_ranks,
     recomputing,
@@ -41,11 +39,11 @@ from mmtrain.calibration.transfers import FEATURES, MESSAGE, MessageCosts, measu
 from mmtrain.config.schema import RunConfig
 from mmtrain.data.stream.packs import to_device
 from mmtrain.engine.channels import Channels
-from mmtrain.engine.optimizer import MasterWeights, make_optimizer
+from mmtrain.engine.optimizer import MasterWeights
 from mmtrain.engine.process_groups import join_process_group, replica_group
 from mmtrain.engine.single_stage import SingleStage, expected_batch
 from mmtrain.engine.statistics import RankSums
-from mmtrain.engine.step_clock import Reading
+from mmtrain.engine.step_clock import RankSeconds
 from mmtrain.models.modules.stage import build_stage
 from mmtrain.models.modules.vision_tower import VisionTower
 from mmtrain.plan.calibration import Calibration, Device, Key, calibration_key
@@ -80,6 +78,7 @@ class Calibrator:
         self._window = tuple(kind.name for kind in of_layers[first:last])
         self._host_batch = expected_batch(config, models)
         self._stages = self._build(config, of_layers[first], first, last, len(of_layers))
+        self._can_cut = can_cut and self._stages["front"].module.projector is not None and self._costs.encoder.frozen
         trained = {
             name: parameter
             for kind in self._kinds  # in one order on all ranks, whose gradients are reduced in turn
@@ -87,15 +86,23 @@ class Calibrator:
             for name, parameter in self._stages[kind].module.global_parameters()
             if parameter.requires_grad
         }
-        self._end = _StepEnd(config, plan, trained, device)
-        self._can_cut = can_cut and self._stages["front"].module.projector is not None and self._costs.encoder.frozen
-        self._multiply, self._flops = matrix_products(self._stages[self._window[0]])
+        self._weights = MasterWeights(trained, config.optimizer)
+        for group in self._weights.optimizer.param_groups:
+            group["lr"] = 0.0
+        timeout = config.parallel.timeout_seconds
+        self._replicas = replica_group(plan, dist.get_rank(), device, timeout)
+        alone = self._stages[self._window[0]]
+        self._matrices = [p for _, p in alone.module.language.global_parameters() if p.ndim == 2]
+        tokens = alone.batch.position_ids.numel()
+        self._factors = {
+            m.shape[1]: torch.randn(tokens, m.shape[1], dtype=m.dtype, device=device) for m in self._matrices
+        }
         for stage in self._stages.values():  # before any message: see `warm_up` of mmtrain.engine.single_stage
             stage.forward()
             stage.backward()
         self._messages: MessageCosts | None = None
         if plan.pipeline > 1:
-            channels = Channels(plan, dist.get_rank(), device, config.parallel.timeout_seconds)
+            channels = Channels(plan, dist.get_rank(), device, timeout)
             self._messages = MessageCosts(plan, channels, self._message_tensors(), device, self._compute)
         self.seconds: dict[str, list[float]] = {}
         """Seconds in every round, by what was measured; see `solution`."""
@@ -103,7 +110,6 @@ class Calibrator:
     def _build(
         self, config: RunConfig, kind_of_window: LayerKind, first: int, last: int, count: int
     ) -> dict[str, SingleStage]:
-        """Build the stages by name; those that recompute share the module of the one that does not."""
         batch = to_device(self._host_batch, self._device)
 
         def build(kind: LayerKind, first: int, last: int, *, front: bool = False, head: bool = False) -> SingleStage:
@@ -118,19 +124,7 @@ class Calibrator:
         for kind in self._kinds.values():
             if kind.layer is not None:
                 stages[kind.name] = build(kind, kind.layer, kind.layer + 1, head=kind.on_rows)
-        for name, stage in list(stages.items()):
-            if name not in ("front", "head") and stage.runs_backward:
-                stages[recomputing(name)] = stage.recomputing()
         return stages
-
-    def _slice(self, first: int, last: int) -> VisionTower:
-        whole = self._stages["front"].module.vision
-        assert whole is not None, "only a model with an encoder is cut"
-        part = whole.slice_of(first, last)
-        weights = dict(whole.global_parameters())
-        for name, parameter in part.global_parameters():
-            parameter.data = weights[name].data
-        return part
 
     def _message_tensors(self) -> dict[str, list[torch.Tensor]]:
         hidden = self._stages["front"].input
@@ -152,26 +146,30 @@ class Calibrator:
 
     def round(self) -> None:
         """Measure everything once more."""
+        front, window = self._stages["front"], self._stages[WINDOW]
+        front.prepare()
+        self._time(LOAD, lambda: to_device(self._host_batch, self._device))
+        self._time(ENCODE, front.encode)
         for name, stage in self._stages.items():
-            if stage.recompute and name != recomputing(WINDOW):
-                continue  # one measure of recomputation is enough: what a second forward costs relative to the first
-            stage.prepare()
-            if name == "front":
-                self._time(LOAD, lambda: to_device(self._host_batch, self._device))
-                self._time(ENCODE, stage.encode)
-            dist.barrier()
-            self._time(f"{name} forward", stage.forward)
-            stage.release_output()
-            if stage.runs_backward:
-                self._time(f"{name} backward", stage.backward)
+            self._time_stage(name, stage)
+        if window.runs_backward:  # one measure is enough: what a second forward costs relative to the first
+            self._time_stage(recomputing(WINDOW), window, recomputes=True)
         dist.barrier()
         self._time(MATMUL, self._multiply)
         if self._messages is not None:
             for name, seconds in self._messages.round().items():
                 self.seconds.setdefault(name, []).append(seconds)
         dist.barrier()
-        self._time(REDUCE, self._end.reduce)
-        self._time(UPDATE, self._end.update)
+        self._time(REDUCE, self._reduce)
+        self._time(UPDATE, self._update)
+
+    def _time_stage(self, name: str, stage: SingleStage, *, recomputes: bool = False) -> None:
+        stage.prepare(recomputes=recomputes)
+        dist.barrier()
+        self._time(f"{name} forward", stage.forward)
+        stage.release_output()
+        if stage.runs_backward:
+            self._time(f"{name} backward", stage.backward)
 
     def _time(self, name: str, work: Callable[[], object]) -> None:
         self._synchronize()
@@ -185,19 +183,44 @@ class Calibrator:
         with torch.no_grad():
             stage.module(stage.input, stage.batch.position_ids)
 
+    @torch.no_grad()
+    def _multiply(self) -> None:
+        """Multiply all tokens with each matrix of a decoder layer."""
+        for matrix in self._matrices:
+            torch.nn.functional.linear(self._factors[matrix.shape[1]], matrix)
+
+    def _reduce(self) -> None:
+        """Run what ends a step but for its update."""
+        self._weights.reduce_gradients(self._replicas)
+        sums = RankSums(self._device)
+        sums.add(squared_norm=self._weights.squared_norm(1, self._device))
+        sums.reduce(RankSeconds(*[0.0] * len(RankSeconds._fields)))
+
+    def _update(self) -> None:
+        """Run OPTIMIZER_STEP, with a rate of 0; a step's first backward then makes new gradients."""
+        for master in self._weights.by_name.values():
+            master.grad.mul_(1.0)
+        self._weights.optimizer.step()
+        self._weights.write_back()
+        self._weights.zero_grad()
+
     def _bytes(self) -> dict[str, dict[str, int]]:
         """Bytes by stage: kept until its backward, working in forward and in backward."""
         sizes = {}
         for name, stage in self._stages.items():
-            stage.prepare()
-            stage.forward()
-            stage.backward()  # makes gradients, which then are there
-            stage.prepare()
-            if name == "front":
-                sizes |= self._bytes_of_front(stage)
-            else:
-                work = (stage.forward, stage.release_output, stage.backward)
-                sizes[name] = _of_stage(*bytes_used(*work, device=self._device))
+            layers = name not in ("front", "head")
+            for recomputes in (False, True) if layers and stage.runs_backward else (False,):
+                stage.prepare(recomputes=recomputes)
+                stage.forward()
+                stage.backward()  # makes gradients, which then are there
+                stage.prepare(recomputes=recomputes)
+                if name == "front":
+                    sizes |= self._bytes_of_front(stage)
+                else:
+                    work = stage.forward, stage.release_output, stage.backward
+                    sizes[recomputing(name) if recomputes else name] = _of_stage(
+                        *bytes_used(*work, device=self._device)
+                    )
         return sizes
 
     def _bytes_of_front(self, stage: SingleStage) -> dict[str, dict[str, int]]:
@@ -215,31 +238,45 @@ class Calibrator:
         encoded, *others = bytes_used(encode, stage.forward, release, stage.backward, device=self._device)
         encode()
         of_front = _of_stage(*others)
-        sizes = {
+        return {
             "front": of_front | {"kept": features + of_front["kept"]},
             ENCODE: {"kept": encoded.end - features, "forward": encoded.peak, "backward": 0},
         }
-        if self._can_cut:
-            blocks, tiles = self._costs.encoder.blocks, stage.batch.tiles
-            stem, later = self._slice(0, 0), self._slice(max(0, blocks - 2), blocks)
-            hidden = torch.zeros(len(tiles), *later.hidden_shape, dtype=later.dtype, device=self._device)
-            works = (
-                functools.partial(stem.in_groups, tiles, stage.module.normalised),
-                functools.partial(later.in_groups, hidden),
-            )
-            of_stem, of_later = bytes_used(*works, device=self._device)
-            sizes |= {ENCODE_STEM: {"forward": of_stem.peak}, ENCODE_LATER: {"forward": of_later.peak}}
-        return sizes
+
+    def _bytes_of_slices(self) -> dict[str, int]:
+        """Bytes that slices of the encoder work in: the first without a block, and one behind it."""
+        if not self._can_cut:
+            return {}
+        blocks, front = self._costs.encoder.blocks, self._stages["front"]
+        stem, later = self._slice(0, 0), self._slice(max(0, blocks - 2), blocks)
+        tiles = front.batch.tiles
+        hidden = torch.zeros(len(tiles), *later.hidden_shape, dtype=later.dtype, device=self._device)
+        works = (
+            functools.partial(stem.in_groups, tiles, front.module.normalised),
+            functools.partial(later.in_groups, hidden),
+        )
+        of_stem, of_later = bytes_used(*works, device=self._device)
+        return {"encode_stem_bytes": of_stem.peak, "encode_later_bytes": of_later.peak}
+
+    def _slice(self, first: int, last: int) -> VisionTower:
+        whole = self._stages["front"].module.vision
+        part = whole.slice_of(first, last)
+        weights = dict(whole.global_parameters())
+        for name, parameter in part.global_parameters():
+            parameter.data = weights[name].data
+        return part
 
     def finish(self) -> Calibration:
         medians = {name: statistics.median(values) for name, values in self.seconds.items()}
-        of_ranks = all_gather_object((medians, self._bytes()))
-        seconds = mean_of_ranks([medians for medians, _ in of_ranks])
+        of_ranks = all_gather_object((medians, self._bytes(), self._bytes_of_slices()))
+        seconds = mean_of_ranks([medians for medians, *_ in of_ranks])
+        _, sizes, of_slices = of_ranks[0]
         # Measured were a whole number of images, and an update of what trains in one layer of each kind.
         if (tiles := self._host_batch.tiles) is not None:
             seconds[ENCODE] *= self._costs.work.tiles / len(tiles)
-        seconds[UPDATE] *= max(rank.trainable for rank in self._plan.ranks) / self._end.elements
-        sizes = of_ranks[0][1]
+        elements = sum(master.numel() for master in self._weights.by_name.values())
+        seconds[UPDATE] *= max(rank.trainable for rank in self._plan.ranks) / elements
+        tokens = self._host_batch.position_ids.numel()
         layers, call_seconds = solve_layers(seconds, sizes, self._kinds, self._window)
         return Calibration(
             key=self._key,
@@ -252,57 +289,13 @@ class Calibrator:
             features=solve_messages(seconds, FEATURES),
             end_seconds=seconds[REDUCE] + seconds[UPDATE],
             replicas=self._plan.data,
-            matmul_flops_per_second=self._flops / seconds[MATMUL],
-            encode_stem_bytes=sizes[ENCODE_STEM]["forward"] if ENCODE_STEM in sizes else None,
-            encode_later_bytes=sizes[ENCODE_LATER]["forward"] if ENCODE_LATER in sizes else None,
+            matmul_flops_per_second=2.0 * tokens * sum(m.numel() for m in self._matrices) / seconds[MATMUL],
+            **of_slices,
         )
 
 
 def _of_stage(forward: Usage, sent: Usage, backward: Usage) -> dict[str, int]:
     return {"kept": forward.end + sent.end, "forward": forward.peak - forward.end, "backward": backward.peak}
-
-
-class _StepEnd:
-    """The end of a step on a rank that trains these weights. The update has a rate of 0."""
-
-    def __init__(
-        self, config: RunConfig, plan: Plan, parameters: Mapping[str, torch.nn.Parameter], device: torch.device
-    ) -> None:
-        self._masters = MasterWeights(parameters)
-        self.elements = sum(master.numel() for master in self._masters.by_name.values())
-        self._optimizer = make_optimizer(self._masters.by_name, config.optimizer)
-        for group in self._optimizer.param_groups:
-            group["lr"] = 0.0
-        self._device = device
-        self._replicas = replica_group(plan, dist.get_rank(), device, config.parallel.timeout_seconds)
-
-    def reduce(self) -> None:
-        self._masters.reduce_gradients(self._replicas)
-        sums = RankSums(self._device)
-        sums.add(squared_norm=self._masters.squared_norm(1, self._device))
-        sums.reduce(Reading(*[0.0] * len(Reading._fields)))
-
-    def update(self) -> None:
-        """Run OPTIMIZER_STEP; a step's first backward then makes new gradients."""
-        for master in self._masters.by_name.values():
-            master.grad.mul_(1.0)
-        self._optimizer.step()
-        self._masters.write_back()
-        self._masters.zero_grad()
-
-
-def matrix_products(stage: SingleStage) -> tuple[Callable[[], None], float]:
-    """Return a function that multiplies all tokens with each matrix of the stage's decoder layers, and its FLOPs."""
-    weights = [p for _, p in stage.module.language.global_parameters() if p.ndim == 2]
-    tokens = stage.batch.position_ids.numel()
-    rows = {w.shape[1]: torch.randn(tokens, w.shape[1], dtype=w.dtype, device=w.device) for w in weights}
-
-    def multiply() -> None:
-        with torch.no_grad():
-            for weight in weights:
-                torch.nn.functional.linear(rows[weight.shape[1]], weight)
-
-    return multiply, 2.0 * tokens * sum(w.numel() for w in weights)
 
 
 def find_window(kinds: Sequence[LayerKind]) -> tuple[int, int]:
@@ -311,9 +304,9 @@ def find_window(kinds: Sequence[LayerKind]) -> tuple[int, int]:
     `kinds` are those of all decoder layers on stages without the head.
     """
     rows, first = [], 0
-    for runs, row in itertools.groupby(kinds, lambda kind: (kind.runs_backward, kind.input_gradient)):
+    for alike, row in itertools.groupby(kinds, lambda kind: (kind.runs_backward, kind.input_gradient)):
         count = len(list(row))
-        rows.append((min(count, LAYERS), runs, first))
+        rows.append((min(count, LAYERS), alike, first))
         first += count
     length, _, first = max(rows, key=lambda row: row[:2])
     return first, first + length
@@ -343,9 +336,8 @@ def table(calibration: Calibration) -> list[str]:
             send, receive = _milliseconds(cost.send), _milliseconds(cost.receive)
             transfer = "assumed" if cost.transfer is None else f"{_milliseconds(cost.transfer)} ms"
             lines.append(f"{kind}: send {send} ms, receive {receive} ms, transfer {transfer}")
-    for source, rates in calibration.fetches.items():
-        alone, beside = (f"{rate / 1e9:,.2f}" for rate in (rates.alone, rates.beside))
-        lines.append(f"weights from {source}: {alone} GB/s alone, {beside} beside computing")
+    for source, rate in calibration.fetches.items():
+        lines.append(f"weights from {source}: {rate / 1e9:,.2f} GB/s beside computing")
     return lines
 
 

@@ -15,8 +15,6 @@ from mmtrain.plan.costs import LayerKind
 
 WINDOW = "layers in a row"
 ENCODE = "encode"
-ENCODE_STEM = "encode, no block"
-ENCODE_LATER = "encode, a slice behind the first"
 
 Seconds = Mapping[str, float]  # by stage and direction, as in "head forward"; of ENCODE; of messages
 Bytes = Mapping[str, Mapping[str, int]]  # by stage: "kept" until its backward, working in "forward" and "backward"
@@ -86,22 +84,21 @@ def _seconds_of_layers(
     def of(stage: str) -> float:
         return seconds.get(f"{stage} {direction}", 0.0)
 
-    alone, count = [of(name) for name in window], len(window)
-    call = max(0.0, (sum(alone) - of(WINDOW)) / (count - 1)) if count > 1 else 0.0
-    # If the row takes longer than its layers alone, each gets its share of the difference.
-    more = (of(WINDOW) - call - sum(single - call for single in alone)) / count
+    row, alone, count = of(WINDOW), sum(map(of, window)), len(window)
+    call = max(0.0, alone - row) / (count - 1) if count > 1 else 0.0
+    more = max(0.0, row - alone) / count  # of each layer, where the row takes longer than its layers alone
     layers = {}
     for name, kind in kinds.items():
-        if kind.on_rows:
-            layers[name] = max(0.0, of(name) - of("head"))
-        elif kind.layer is not None:
-            layers[name] = max(0.0, of(name) - call + more) if of(name) else 0.0
-        elif name == "head":
-            layers[name] = max(0.0, of(name) - call)
+        if name == "encoder":
+            layers[name] = seconds[ENCODE] if direction == "forward" else 0.0
         elif name == "front":
             layers[name] = of(name)  # without a decoder layer behind it, nothing of the LLM's own code is called
+        elif kind.on_rows:
+            layers[name] = max(0.0, of(name) - of("head"))
+        elif name == "head":
+            layers[name] = max(0.0, of(name) - call)
         else:
-            layers[name] = seconds[ENCODE] if direction == "forward" else 0.0
+            layers[name] = max(0.0, of(name) - call + more) if of(name) else 0.0
     return layers, call
 
 

@@ -24,8 +24,7 @@ from mmtrain.engine.stages import streamed_layers
 from mmtrain.models.modules.language import load_decoder_layers
 from mmtrain.models.modules.stage import DTYPES
 from mmtrain.models.weights.streaming import StreamedLayer, StreamedLayers
-from mmtrain.plan.calibration import FetchRates
-from mmtrain.plan.instructions import Message, between
+from mmtrain.plan.instructions import Instruction, Op
 from mmtrain.plan.plan import Plan
 
 MESSAGES = 3  # in a stretch
@@ -51,7 +50,7 @@ class MessageCosts:
     ) -> None:
         self._channels, self._messages, self._compute = channels, messages, compute
         self._synchronize = torch.get_device_module(device).synchronize
-        self._stage, self._ranks = plan.ranks[dist.get_rank()].pipeline, plan.pipeline  # the first stage of this rank
+        self._stage = plan.ranks[dist.get_rank()].pipeline  # the first of this rank
         self._receives = self._stage % 2 == 1
         self._sends = not self._receives and self._stage + 1 < plan.pipeline
         sender = self._stage - 1 if self._receives else self._stage
@@ -81,38 +80,33 @@ class MessageCosts:
         self._synchronize()
         began = time.perf_counter()
         for number, buffers in enumerate(receives):
-            channels.post_receive(self._incoming("activation", number), buffers)
-        for _ in range(MESSAGES):
+            channels.post_receive(Instruction(Op.RECEIVE_ACTIVATION, self._stage, number), buffers)
+        for number in range(MESSAGES):
             if message is not None and self._sends:
-                channels.send(self._outgoing("activation"), message)
+                channels.send(Instruction(Op.SEND_ACTIVATION, self._stage, number), message)
             self._compute()
         self._compute()
         for number in range(len(receives)):
-            channels.take(self._incoming("activation", number))
+            channels.take(Instruction(Op.RECEIVE_ACTIVATION, self._stage, number))
         self._synchronize()
         seconds = time.perf_counter() - began
         channels.wait_for_sends()
         return seconds
 
-    def _incoming(self, kind: str, number: int = 0) -> Message:
-        before = self._stage - 1 if kind == "activation" else self._stage + 1
-        return between(before, self._stage, number, self._ranks)
-
-    def _outgoing(self, kind: str) -> Message:
-        after = self._stage + 1 if kind == "activation" else self._stage - 1
-        return between(self._stage, after, 0, self._ranks)
-
     def _echo(self, message: Sequence[torch.Tensor]) -> float:
         channels = self._channels
-        outgoing, incoming = ("activation", "gradient") if self._sends else ("gradient", "activation")
+        ops = Op.SEND_ACTIVATION, Op.RECEIVE_GRADIENT
+        if self._receives:
+            ops = Op.SEND_GRADIENT, Op.RECEIVE_ACTIVATION
+        send, receive = (Instruction(op, self._stage, 0) for op in ops)
         began = time.perf_counter()
         for _ in range(ECHOES):
-            channels.post_receive(self._incoming(incoming), _buffers(message))
+            channels.post_receive(receive, _buffers(message))
             if self._sends:
-                channels.send(self._outgoing(outgoing), message)
-            channels.take(self._incoming(incoming))
+                channels.send(send, message)
+            channels.take(receive)
             if self._receives:
-                channels.send(self._outgoing(outgoing), message)
+                channels.send(send, message)
             self._synchronize()
         seconds = time.perf_counter() - began
         channels.wait_for_sends()
@@ -123,11 +117,8 @@ def _buffers(message: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     return [torch.empty_like(tensor) for tensor in message]
 
 
-def measure_fetches(config: RunConfig, plan: Plan, device: torch.device) -> dict[str, FetchRates]:
-    """Return the rates of the plan's source, by its name; none for a plan that streams nothing. Collective.
-
-    On a CPU the thread that computes also fetches: both rates are equal.
-    """
+def measure_fetches(config: RunConfig, plan: Plan, device: torch.device) -> dict[str, float]:
+    """Return bytes a second of the plan's source, by its name; none for a plan that streams nothing. Collective."""
     if plan.streaming is None:
         return {}
     timeout, rank = config.parallel.timeout_seconds, dist.get_rank()
@@ -147,13 +138,14 @@ def measure_fetches(config: RunConfig, plan: Plan, device: torch.device) -> dict
         streamed_numbers=(number,),
     )
     layer = streamed.layers[number]
-    alone = _median(lambda: _alone(streamed, layer))
-    beside = _median(lambda: _beside(streamed, layer, 2 * alone)) if device.type == "cuda" else alone
-    slowest = [max(of_ranks) for of_ranks in zip(*all_gather_object((alone, beside)), strict=True)]
+    seconds = _median(lambda: _alone(streamed, layer))
+    if device.type == "cuda":  # on a CPU the thread that computes also fetches
+        alone = seconds
+        seconds = _median(lambda: _beside(streamed, layer, 2 * alone))
     fetched = layer.bytes
     if plan.streaming.source == "peers":  # a rank keeps its own part
         fetched -= layer.bytes // plan.streaming.weight_shards
-    return {plan.streaming.source: FetchRates(*(fetched / seconds for seconds in slowest))}
+    return {plan.streaming.source: fetched / max(all_gather_object(seconds))}
 
 
 def _median(measure: Callable[[], float]) -> float:

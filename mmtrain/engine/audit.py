@@ -65,13 +65,19 @@ class RankAudit:
             self.frozen |= {f"stage {number} {name}": b for name, b in stage.named_buffers() if name in saved}
         self._streamed = next((stage.streamed for stage in stages.values() if stage.streamed is not None), None)
         self._layers = {} if self._streamed is None else self._streamed.layers
-        in_files = [pair for layer in self._layers.values() for pair in zip(layer.names, layer.loaded, strict=True)]
-        self._in_files = dict(in_files)  # fingerprints of streamed weights
+        self._in_files: dict[str, str] = {}  # fingerprints of streamed weights
+        for layer in self._layers.values():
+            self._in_files |= zip(layer.names, layer.loaded, strict=True)
+        is_exact = self._streamed is not None and self._streamed.source.is_exact
         self.before: dict[str, str] = {}
         for name, tensor, digest in self._tensors():
             self._refuse_non_finite(name, tensor)
+            if is_exact and digest != self._in_files.get(name, digest):
+                raise self._error(
+                    f"{name} is fetched with other values than its file has here: the model's files must be the same "
+                    "on every machine"
+                )
             self.before[name] = digest
-        self._check_fetched()
         self._versions = {name: tensor._version for name, tensor in self.frozen.items()}
 
     def _tensors(self) -> Iterator[tuple[str, torch.Tensor, str]]:
@@ -82,15 +88,6 @@ class RankAudit:
         for number in self._layers:
             with self._streamed.whole(number) as layer:
                 yield from zip(layer.names, layer.parameters, self._streamed.source.fingerprints(layer), strict=True)
-
-    def _check_fetched(self) -> None:
-        if self._streamed is not None and self._streamed.source.is_exact:
-            for name, loaded in self._in_files.items():
-                if self.before[name] != loaded:
-                    raise self._error(
-                        f"{name} is fetched with other values than its file has here: the model's files must be "
-                        "the same on every machine"
-                    )
 
     def _error(self, message: str) -> AuditError:
         stages = ", ".join(str(stage.stage) for stage in self.plan.stages)

@@ -12,6 +12,7 @@ trains. Each rank reports its part; the reports of all ranks make one record, a 
 from __future__ import annotations
 
 import math
+from collections import ChainMap
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -31,24 +32,21 @@ SHOWN = 3  # micro-batches, samples of each, and parameters, in a message: the r
 def report_bad_step(
     step: int,
     sums: Statistics,
-    replica: int,
     trainable: Mapping[str, torch.nn.Parameter],
-    losses: Mapping[int, tuple[torch.Tensor, torch.Tensor]],
-    keys: Mapping[int, tuple[str, ...]],
+    losses: Mapping[tuple[int, int], tuple[torch.Tensor, torch.Tensor]],
+    keys: Mapping[tuple[int, int], tuple[str, ...]],
     file: Path | None,
 ) -> str:
     """Join what all ranks know; rank 0 appends the record to `file`. Return it in words. Collective.
 
     `trainable` are this rank's, with reduced gradients; `losses` is (loss sum in nats, supervised tokens) and `keys`
-    the samples by micro-batch of its replica. Raises UnrecordedError, with the words, where `file` cannot be written.
+    the samples by replica and micro-batch. Raises UnrecordedError, with the words, where `file` cannot be written.
     """
-    bad_names = tuple(name for name, p in trainable.items() if not bool(p.grad.isfinite().all()))
-    losses_here = {(replica, k): (float(loss), int(supervised)) for k, (loss, supervised) in losses.items()}
-    keys_here = {(replica, k): names for k, names in keys.items()}
-    is_bad = bool(bad_names) or not all(math.isfinite(loss) for loss, _ in losses_here.values())
-    ranks = all_gather_object((is_bad, bad_names, losses_here, keys_here))
-    all_losses = {place: loss for _, _, of_rank, _ in ranks for place, loss in of_rank.items()}
-    all_keys = {place: names for *_, of_rank in ranks for place, names in of_rank.items()}
+    bad_names = [name for name, p in trainable.items() if not bool(p.grad.isfinite().all())]
+    numbers = {place: (float(loss), int(supervised)) for place, (loss, supervised) in losses.items()}
+    is_bad = bool(bad_names) or not all(math.isfinite(loss) for loss, _ in numbers.values())
+    ranks = all_gather_object((is_bad, bad_names, numbers, keys))
+    all_losses, all_keys = (dict(ChainMap(*(rank[i] for rank in ranks))) for i in (2, 3))
     record = {
         "step": step,
         "loss_sum": sums.loss_sum,

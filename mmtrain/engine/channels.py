@@ -25,7 +25,7 @@ import torch.distributed as dist
 from mmtrain.data.stream.packs import PackedBatch
 from mmtrain.engine.process_groups import channel_group, own_group
 from mmtrain.models.modules.stage import Stage
-from mmtrain.plan.instructions import Instruction, Message, Op, carried
+from mmtrain.plan.instructions import SENDS, Instruction, Message, Op, carried
 from mmtrain.plan.plan import Plan
 from mmtrain.plan.schedule import ranks_of
 
@@ -33,8 +33,6 @@ NO_DATA = -1
 
 
 class _Channel(NamedTuple):
-    """One direction between this rank and a neighbour."""
-
     group: dist.ProcessGroup
     peer: int
 
@@ -45,7 +43,7 @@ class _Channel(NamedTuple):
 
 
 class Channels:
-    """All channels of one rank; all ranks of the job construct this at the same time.
+    """All channels of one rank, on which it sends and receives as instructions say. Collective: make it on every rank.
 
     Sends are asynchronous: their tensors are kept until `wait_for_sends`, which ends a step. Receives are posted ahead
     and taken later.
@@ -53,53 +51,49 @@ class Channels:
 
     def __init__(self, plan: Plan, rank: int, device: torch.device, timeout_seconds: int) -> None:
         self._sends: list[tuple[dist.Work, torch.Tensor]] = []
-        self._awaited: dict[Message, tuple[list[dist.Work], list[torch.Tensor]]] = {}
-        self._channels: dict[tuple[str, int, int], _Channel] = {}  # by (kind, source, destination), pipeline ranks
+        self._awaited: dict[Instruction, tuple[list[dist.Work], list[torch.Tensor]]] = {}  # by what posted the receive
+        self._channels: dict[tuple[int, int, str], _Channel] = {}  # by source, destination (pipeline ranks) and kind
+        self._ranks, self._chain = plan.pipeline, ranks_of(plan.chain)
         places = {(other.pipeline, other.data): other.rank for other in plan.ranks}
-        flows: dict[tuple[str, int, int], None] = {}  # a set in order: the same on every rank
-        for stage in range(plan.pipeline * plan.stages_per_rank - 1):
-            near, far = stage % plan.pipeline, (stage + 1) % plan.pipeline
-            flows["activation", near, far] = None
-            if stage >= plan.first_trainable_stage:
-                flows["gradient", far, near] = None
-        chain = ranks_of(plan.chain)
-        for near, far in zip(chain, (*chain[1:], chain[0]), strict=True):
-            if near != far:
-                flows["features", near, far] = None
+        sends = [x for instructions in plan.schedule for x in instructions if x.op in SENDS]
+        in_order = dict.fromkeys(self._message(x).channel for x in sends)  # the same on every rank
         # Every rank creates all groups, its own or not: torch names them by a counter that must agree everywhere.
         for replica in range(plan.data):
-            for kind, source, destination in flows:
+            for source, destination, kind in in_order:
                 ranks = places[source, replica], places[destination, replica]
                 group = channel_group(ranks, device, timeout_seconds)
                 if rank in ranks:
-                    self._channels[kind, source, destination] = _Channel(group, peer=ranks[rank == ranks[0]])
+                    self._channels[source, destination, kind] = _Channel(group, peer=ranks[rank == ranks[0]])
         # NCCL connects at the first message and blocks until the peer does too: connect now, in one order for all.
-        for (_, source, _), channel in self._channels.items():
+        for (source, _, _), channel in self._channels.items():
             probe = [torch.zeros(1, device=device)]
             operation = dist.isend if source == plan.ranks[rank].pipeline else dist.irecv
             for work in channel.post(operation, probe):
                 work.wait()
 
-    def _channel(self, message: Message) -> _Channel:
-        return self._channels[message.kind, message.source, message.destination]
+    def _message(self, x: Instruction) -> Message:
+        return carried(x, self._ranks, self._chain)
 
-    def send(self, message: Message, tensors: Sequence[torch.Tensor]) -> None:
-        """Send contiguous tensors as a message that leaves this rank."""
+    def send(self, x: Instruction, tensors: Sequence[torch.Tensor]) -> None:
+        """Send contiguous tensors as the message of `x`."""
         # Let go of what has left the device; gloo's work cannot be polled.
         self._sends = [(work, sent) for work, sent in self._sends if not (sent.is_cuda and work.is_completed())]
-        self._sends += zip(self._channel(message).post(dist.isend, tensors), tensors, strict=True)
+        channel = self._channels[self._message(x).channel]
+        self._sends += zip(channel.post(dist.isend, tensors), tensors, strict=True)
 
-    def post_receive(self, message: Message, tensors: list[torch.Tensor]) -> None:
-        self._awaited[message] = self._channel(message).post(dist.irecv, tensors), tensors
+    def post_receive(self, x: Instruction, tensors: list[torch.Tensor]) -> None:
+        channel = self._channels[self._message(x).channel]
+        self._awaited[x] = channel.post(dist.irecv, tensors), tensors
 
-    def take(self, message: Message) -> list[torch.Tensor]:
-        works, tensors = self._awaited.pop(message)
+    def take(self, receive: Instruction) -> list[torch.Tensor]:
+        """Wait for what the instruction `receive` has posted."""
+        works, tensors = self._awaited.pop(receive)
         for work in works:
             work.wait()
         return tensors
 
-    def posted(self, kind: str) -> list[Message]:
-        return [message for message in self._awaited if message.kind == kind]
+    def posted(self, op: Op) -> list[Instruction]:
+        return [receive for receive in self._awaited if receive.op is op]
 
     def wait_for_sends(self) -> None:
         for work, _ in self._sends:
@@ -148,11 +142,11 @@ class ChainLink:
         place = plan.ranks[rank]
         self._stage, self._channels, self._waited = stage, channels, waited
         self._device = next(stage.parameters()).device
-        self._ranks, self._rank, self._chain = plan.pipeline, place.pipeline, ranks_of(plan.chain)
-        self._is_alone = len(self._chain) == 1
-        self._receives_counts = self._rank in self._chain[1:]  # from rank 0: how many tiles each micro-batch has
+        self._rank, chain = place.pipeline, ranks_of(plan.chain)
+        self._is_alone = len(chain) == 1
+        self._receives_counts = self._rank in chain[1:]  # from rank 0: how many tiles each micro-batch has
         global_ranks = {other.pipeline: other.rank for other in plan.ranks if other.data == place.data}
-        self._reader, *self._others = (global_ranks[other] for other in self._chain)
+        self._reader, *self._others = (global_ranks[other] for other in chain)
         if not self._is_alone:
             replicas = [[other.rank for other in plan.ranks if other.data == data] for data in range(plan.data)]
             self._group = own_group(replicas, rank, torch.device("cpu"), timeout_seconds)
@@ -167,8 +161,8 @@ class ChainLink:
 
     def end(self, microbatches: int) -> None:
         """End a step or evaluation that has used `microbatches`; nothing stays under way."""
-        for message in self._channels.posted("features"):
-            (self._now.received[message.microbatch],) = self._channels.take(message)
+        for x in self._channels.posted(Op.RECEIVE_FEATURES):
+            (self._now.received[x.microbatch],) = self._channels.take(x)
         while self._to_read:
             self._read_count()
         for work, _ in self._sent:
@@ -189,7 +183,8 @@ class ChainLink:
             count = torch.tensor([microbatch, tiles])
             self._sent.append((dist.isend(count, other, group=self._group), count))
 
-    def encode(self, microbatch: int) -> None:
+    def encode(self, x: Instruction) -> None:
+        microbatch = x.microbatch
         if self._rank:
             made = None
             if self._now.tiles.pop(microbatch) > 0:
@@ -205,23 +200,23 @@ class ChainLink:
         if made is not None:
             self._now.made[microbatch] = made
 
-    def send(self, microbatch: int) -> None:
-        made = self._now.made.pop(microbatch, None)
+    def send(self, x: Instruction) -> None:
+        made = self._now.made.pop(x.microbatch, None)
         if made is not None:
-            self._channels.send(self._message(Op.SEND_FEATURES, microbatch), [made.contiguous()])
+            self._channels.send(x, [made.contiguous()])
 
-    def receive(self, microbatch: int) -> None:
+    def receive(self, x: Instruction) -> None:
         """Post the receive of what this rank's slice, or stage 0's FORWARD, takes."""
-        while microbatch not in self._now.tiles:
+        while x.microbatch not in self._now.tiles:
             self._read_count()
             self._waited()
-        tiles = self._now.tiles[microbatch]
+        tiles = self._now.tiles[x.microbatch]
         if tiles > 0:
             vision = self._stage.vision
             assert vision is not None, "a rank of the chain holds a slice"
             shape = vision.hidden_shape if self._rank else vision.feature_shape
             room = torch.empty(tiles, *shape, dtype=vision.dtype, device=self._device)
-            self._channels.post_receive(self._message(Op.RECEIVE_FEATURES, microbatch), [room])
+            self._channels.post_receive(x, [room])
 
     def take(self, microbatch: int) -> Encoded:
         batch, tiles = self._now.batches.pop(microbatch), self._now.tiles.pop(microbatch)
@@ -230,13 +225,10 @@ class ChainLink:
             features = self._take(microbatch)
         return Encoded(batch, features, tiles)
 
-    def _message(self, op: Op, microbatch: int) -> Message:
-        return carried(Instruction(op, self._rank, microbatch), self._ranks, self._chain)
-
     def _take(self, microbatch: int) -> torch.Tensor:
         if microbatch in self._now.received:
             return self._now.received.pop(microbatch)
-        (received,) = self._channels.take(self._message(Op.RECEIVE_FEATURES, microbatch))
+        (received,) = self._channels.take(Instruction(Op.RECEIVE_FEATURES, self._rank, microbatch))
         self._waited()
         return received
 

@@ -22,7 +22,6 @@ from deepspeed.runtime.config import DeepSpeedConfig
 from deepspeed.runtime.pipe.engine import PipelineEngine
 
 from mmtrain.config.schema import RunConfig
-from mmtrain.engine.optimizer import make_optimizer
 from mmtrain.models.modules.stage import Stage
 from mmtrain.plan.plan import Plan
 
@@ -35,7 +34,7 @@ class _Pipeline(PipelineEngine):
 
 
 def deepspeed_engine(
-    config: RunConfig, plan: Plan, stages: Mapping[int, Stage], trainable: Mapping[str, nn.Parameter]
+    config: RunConfig, plan: Plan, stages: Mapping[int, Stage], optimizer: torch.optim.Optimizer
 ) -> PipelineEngine:
     """Return DeepSpeed's engine around one rank's stages. Collective: call it on every rank."""
     # On a CPU DeepSpeed would compile a shared-memory op (26-43 s) and fails when ninja is not on PATH. Through vars():
@@ -55,7 +54,7 @@ def deepspeed_engine(
     return _Pipeline(
         args=None,
         model=module,
-        optimizer=make_optimizer(trainable, config.optimizer),
+        optimizer=optimizer,
         config=settings,
         config_class=DeepSpeedConfig(settings, module.mpu()),
         mpu=module.mpu(),

@@ -24,15 +24,15 @@ from mmtrain.data.stream.packs import PackedBatch, to_device
 from mmtrain.engine.bad_steps import report_bad_step
 from mmtrain.engine.channels import ChainLink, Channels, Encoded
 from mmtrain.engine.deepspeed_pipeline import deepspeed_engine
-from mmtrain.engine.optimizer import MasterWeights, clip_coefficient, learning_rate, load_trained, optimizer_state
+from mmtrain.engine.optimizer import MasterWeights, clip_coefficient, learning_rate
 from mmtrain.engine.process_groups import replica_group
 from mmtrain.engine.single_stage import warm_up
 from mmtrain.engine.statistics import RankSums, Statistics, StepResult
 from mmtrain.engine.step_clock import StepClock
 from mmtrain.models.modules.loss import count_answers
 from mmtrain.models.modules.stage import Stage
-from mmtrain.plan.instructions import Instruction, Message, Op, Schedule, carried, in_common_order, uses_of
-from mmtrain.plan.optimizers import REST, optimizer_of, parameter_groups
+from mmtrain.plan.instructions import Instruction, Op, Schedule, in_common_order, uses_of
+from mmtrain.plan.optimizers import REST, parameter_groups
 from mmtrain.plan.plan import Plan
 from mmtrain.plan.schedule import forward_schedule, prelude, ranks_of
 
@@ -58,14 +58,15 @@ class FrozenPipelineEngine:
         warms_up: bool | None = None,
     ) -> None:
         named = [pair for stage in stages.values() for pair in stage.global_parameters()]
-        self._masters = MasterWeights({name: p for name, p in named if p.requires_grad})
-        self.trainable = self._masters.by_name
+        self.weights = MasterWeights({name: p for name, p in named if p.requires_grad}, config.optimizer)
+        self.trainable = self.weights.by_name
         """fp32 master weights of what trains on this rank, by global name."""
-        self._deepspeed = deepspeed_engine(config, plan, stages, self.trainable)
-        self.optimizer: torch.optim.Optimizer = self._deepspeed.optimizer
+        self.optimizer = self.weights.optimizer
+        self._deepspeed = deepspeed_engine(config, plan, stages, self.optimizer)
         self.device: torch.device = self._deepspeed.device
         self.stage_id: int = self._deepspeed.stage_id
         self.global_rank: int = self._deepspeed.global_rank
+        self._replica = plan.ranks[self.global_rank].data
         self._groups = parameter_groups(config.optimizer, self.trainable)
         self.run_config = config
         self.plan = plan
@@ -94,15 +95,17 @@ class FrozenPipelineEngine:
         self._needs_prelude = any(encodes and encodes.ahead for encodes in plan.chain)
         warms_up = self.device.type == "cuda" if warms_up is None else warms_up
         if warms_up:
-            warm_up(config, self.stages, self._masters, plan.first_trainable_stage, self.device)
+            warm_up(config, self.stages, self.weights, plan.first_trainable_stage, self.device)
         self._posts_ahead = {True: not warms_up, False: not warms_up}  # by whether it trains
         self._channels = Channels(plan, self.global_rank, self.device, timeout_seconds)
         self.clock = StepClock(self.device)
         first = self.stages[self.stage_id]
         self._link = ChainLink(plan, self.global_rank, first, self._channels, self.clock.waited, timeout_seconds)
+        self._encode = self._link.encode
+        self._send_features, self._receive_features = self._link.send, self._link.receive
         self._streamed = next((stage.streamed for stage in self.stages.values() if stage.streamed is not None), None)
         if self._streamed is not None:
-            self._streamed.before_wait, self._streamed.after_wait = self.clock.computed, self.clock.fetched
+            self._streamed.before_wait, self._streamed.after_wait = self.clock.done, self.clock.fetched
         self._shape = (config.train.packs_per_microbatch, config.data.pack_length, first.language.hidden_size)
         self._dtype = first.dtype
         self._begin_step()
@@ -112,14 +115,6 @@ class FrozenPipelineEngine:
         """Whether any rank has a parameter that trains with a learning rate above 0."""
         names = [name for rank in self.plan.ranks for name in rank.trainable_names]
         return any(group.lr > 0 and group.parameters for group in parameter_groups(self.run_config.optimizer, names))
-
-    def optimizer_state(self) -> dict[str, torch.Tensor]:
-        """Return the live optimizer state of this rank, by `NAME/PART`."""
-        return optimizer_state(optimizer_of(self.run_config.optimizer), self.optimizer, self.trainable)
-
-    def load_trained(self, weights: Mapping[str, torch.Tensor], optimizer_state: Mapping[str, torch.Tensor]) -> None:
-        """Load copies of this rank's `trainable` and `optimizer_state()`; raises ValueError where they do not fit."""
-        load_trained(optimizer_of(self.run_config.optimizer), self._masters, self.optimizer, weights, optimizer_state)
 
     def request(self, *, save: bool = False, stop: bool = False) -> None:
         """Ask all ranks to save or to stop; any rank may call this, also in a signal handler.
@@ -166,11 +161,10 @@ class FrozenPipelineEngine:
         self._input: dict[tuple[int, int], torch.Tensor] = {}
         self._output: dict[tuple[int, int], torch.Tensor | GradientEdge] = {}
         self._integers: dict[tuple[int, int], torch.Tensor] = {}
-        self._input_gradient: dict[tuple[int, int], torch.Tensor] = {}
         self._sums = RankSums(self.device)
-        self._epoch = 0  # of the last pack, on the rank that reads it
-        self._losses: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # last stage: loss sum, supervised tokens
-        self._keys: dict[int, tuple[str, ...]] = {}  # stage 0: of the samples, by micro-batch
+        # By replica and micro-batch: on the last stage loss sum and supervised tokens, on stage 0 keys of the samples.
+        self._losses: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]] = {}
+        self._keys: dict[tuple[int, int], tuple[str, ...]] = {}
         self.predicted = {}
         self.clock.begin()
 
@@ -187,7 +181,7 @@ class FrozenPipelineEngine:
             if self.on_instruction is not None:
                 self.on_instruction(self.step_index, instruction)
             self.clock.start(instruction)
-            getattr(self, f"_{instruction.op}")(instruction.stage, instruction.microbatch)
+            getattr(self, f"_{instruction.op}")(instruction)
             self.clock.done()
         if self._streamed is not None:
             self._streamed.end()
@@ -196,34 +190,22 @@ class FrozenPipelineEngine:
         self._channels.wait_for_sends()
         self.clock.waited()
 
-    def _message(self, op: Op, stage: int, microbatch: int) -> Message:
-        return carried(Instruction(op, stage, microbatch), self.plan.pipeline, ())
-
-    def _take(self, op: Op, stage: int, microbatch: int) -> list[torch.Tensor]:
-        tensors = self._channels.take(self._message(op, stage, microbatch))
+    def _take(self, op: Op, x: Instruction) -> list[torch.Tensor]:
+        tensors = self._channels.take(Instruction(op, x.stage, x.microbatch))
         self.clock.waited()
         return tensors
 
     # ---- instructions: each method is called as its instruction, after an underscore
 
-    def _load(self, stage: int, microbatch: int) -> None:
+    def _load(self, x: Instruction) -> None:
         assert self._batches is not None, "stage 0 needs an iterator over micro-batches"
-        if self.is_training and microbatch >= self.plan.microbatches_per_step:
-            step = self.step_index + microbatch // self.plan.microbatches_per_step
+        if self.is_training and x.microbatch >= self.plan.microbatches_per_step:
+            step = self.step_index + x.microbatch // self.plan.microbatches_per_step
             last = self.run_config.train.max_steps
             batch = None if last is not None and step >= last else next(self._batches, None)
         else:
             batch = next(self._batches)
-        self._link.load(microbatch, None if batch is None else to_device(batch, self.device))
-
-    def _encode(self, stage: int, microbatch: int) -> None:
-        self._link.encode(microbatch)
-
-    def _send_features(self, stage: int, microbatch: int) -> None:
-        self._link.send(microbatch)
-
-    def _receive_features(self, stage: int, microbatch: int) -> None:
-        self._link.receive(microbatch)
+        self._link.load(x.microbatch, None if batch is None else to_device(batch, self.device))
 
     def _take_input(self, microbatch: int) -> Encoded:
         """Return what was read and encoded for a micro-batch of this step, and count it as used."""
@@ -231,17 +213,18 @@ class FrozenPipelineEngine:
         batch = taken.batch
         counts = {"tokens": batch.tokens, "samples": batch.samples, "quarantined": len(batch.faults)}
         self._sums.add(**counts, images=len(batch.tilings), tiles=taken.tiles)
-        if self.global_rank == self.plan.data - 1:  # the last replica's share ends with the step's last pack
-            self._epoch = batch.epochs[-1]
-        self._keys[microbatch] = batch.keys
+        if self._replica == self.plan.data - 1:  # the last replica's share ends with the step's last pack
+            self._sums["epoch"].fill_(batch.epochs[-1])
+        self._keys[self._replica, microbatch] = batch.keys
         return taken
 
-    def _receive_activation(self, stage: int, microbatch: int) -> None:
+    def _receive_activation(self, x: Instruction) -> None:
         integers = torch.empty((2, *self._shape[:2]), dtype=torch.int64)
         hidden = torch.empty(self._shape, dtype=self._dtype, device=self.device)
-        self._channels.post_receive(self._message(Op.RECEIVE_ACTIVATION, stage, microbatch), [integers, hidden])
+        self._channels.post_receive(x, [integers, hidden])
 
-    def _forward(self, stage: int, microbatch: int) -> None:
+    def _forward(self, x: Instruction) -> None:
+        stage, microbatch = key = x.stage, x.microbatch
         module = self.stages[stage]
         first = self.plan.first_trainable_stage
         trains = self.is_training and stage >= first
@@ -251,15 +234,15 @@ class FrozenPipelineEngine:
                 hidden = module.start(batch, features)
                 integers = torch.stack([batch.position_ids, batch.labels])
             else:
-                integers, hidden = self._take(Op.RECEIVE_ACTIVATION, stage, microbatch)
+                integers, hidden = self._take(Op.RECEIVE_ACTIVATION, x)
                 hidden.requires_grad_(trains and stage > first)
             position_ids, labels = integers
             if stage < self._last_stage:
                 output = module(hidden, position_ids)
-                self._integers[stage, microbatch] = integers
+                self._integers[key] = integers
             elif self.is_training:
                 output, supervised = module.loss(hidden, position_ids, labels)
-                self._losses[microbatch] = output.detach(), supervised
+                self._losses[self._replica, microbatch] = output.detach(), supervised
                 self._sums.add(loss_sum=output.detach(), supervised_tokens=supervised)
             else:
                 loss_sum, predicted = module.predict(hidden, position_ids, labels)
@@ -268,44 +251,40 @@ class FrozenPipelineEngine:
                 self._sums.add(correct_tokens=correct, answers=answers, exact_answers=exact)
                 self.predicted[microbatch] = predicted
         if trains and stage > first:
-            self._input[stage, microbatch] = hidden
+            self._input[key] = hidden
         if trains or stage < self._last_stage:
-            self._output[stage, microbatch] = output
+            self._output[key] = output
 
-    def _send_activation(self, stage: int, microbatch: int) -> None:
-        key = (stage, microbatch)
+    def _send_activation(self, x: Instruction) -> None:
+        key = x.stage, x.microbatch
         hidden = self._output.pop(key)
-        tensors = [self._integers.pop(key), hidden.detach().contiguous()]
-        self._channels.send(self._message(Op.SEND_ACTIVATION, stage, microbatch), tensors)
-        if self.is_training and stage >= self.plan.first_trainable_stage:
+        self._channels.send(x, [self._integers.pop(key), hidden.detach().contiguous()])
+        if self.is_training and x.stage >= self.plan.first_trainable_stage:
             self._output[key] = get_gradient_edge(hidden)  # backward needs the graph behind it, not the values
 
-    def _receive_gradient(self, stage: int, microbatch: int) -> None:
+    def _receive_gradient(self, x: Instruction) -> None:
         gradient = torch.empty(self._shape, dtype=self._dtype, device=self.device)
-        self._channels.post_receive(self._message(Op.RECEIVE_GRADIENT, stage, microbatch), [gradient])
+        self._channels.post_receive(x, [gradient])
 
-    def _backward(self, stage: int, microbatch: int) -> None:
-        output = self._output.pop((stage, microbatch))
-        upstream = None if stage == self._last_stage else self._take(Op.RECEIVE_GRADIENT, stage, microbatch)[0]
+    def _backward(self, x: Instruction) -> None:
+        output = self._output.pop((x.stage, x.microbatch))
+        upstream = None if x.stage == self._last_stage else self._take(Op.RECEIVE_GRADIENT, x)[0]
         torch.autograd.backward(output, upstream)
-        if stage > self.plan.first_trainable_stage:
-            gradient = self._input.pop((stage, microbatch)).grad
-            assert gradient is not None, "the stage's input did not reach its output"
-            self._input_gradient[stage, microbatch] = gradient
 
-    def _send_gradient(self, stage: int, microbatch: int) -> None:
-        gradient = self._input_gradient.pop((stage, microbatch))
-        self._channels.send(self._message(Op.SEND_GRADIENT, stage, microbatch), [gradient.contiguous()])
+    def _send_gradient(self, x: Instruction) -> None:
+        gradient = self._input.pop((x.stage, x.microbatch)).grad
+        assert gradient is not None, "the stage's input did not reach its output"
+        self._channels.send(x, [gradient.contiguous()])
 
-    def _reduce_gradients(self, stage: int, microbatch: int) -> None:
-        self._masters.reduce_gradients(self._replicas)
+    def _reduce_gradients(self, x: Instruction) -> None:
+        self.weights.reduce_gradients(self._replicas)
 
-    def _reduce_statistics(self, stage: int, microbatch: int) -> None:
+    def _reduce_statistics(self, x: Instruction) -> None:
         save, sums = self._wants_save, self._sums
         if self.is_training:
-            sums.add(squared_norm=self._masters.squared_norm(self.plan.data, self.device))
+            sums.add(squared_norm=self.weights.squared_norm(self.plan.data, self.device))
         sums.add(bad_ranks=~(torch.isfinite(sums["squared_norm"]) & torch.isfinite(sums["loss_sum"])))
-        sums.add(epoch=self._epoch, save=save, stop=self._wants_stop)
+        sums.add(save=save, stop=self._wants_stop)
         self._statistics, readings = sums.reduce(self.clock.read())
         self._rank_seconds = self.clock.leave(readings)
         self.requested_stop = self._statistics.stop > 0
@@ -314,7 +293,7 @@ class FrozenPipelineEngine:
         if save and self.is_training:  # one that came in since the flag was read waits for the next step
             self._wants_save = False
 
-    def _optimizer_step(self, stage: int, microbatch: int) -> None:
+    def _optimizer_step(self, x: Instruction) -> None:
         config, sums = self.run_config, self._statistics
         rates = {
             group.name: learning_rate(self.step_index, config.train.max_steps, config.optimizer, group.lr)
@@ -339,8 +318,8 @@ class FrozenPipelineEngine:
             for group in self.optimizer.param_groups:
                 group["lr"] = rates[group["name"]]
             self._deepspeed._take_model_step(None)
-            self._masters.write_back()
-        self._masters.zero_grad()
+            self.weights.write_back()
+        self.weights.zero_grad()
         self._result = StepResult(
             step=self.step_index,
             epoch=int(sums.epoch),
@@ -365,7 +344,6 @@ class FrozenPipelineEngine:
         message = report_bad_step(
             self.step_index,
             self._statistics,
-            replica=self.plan.ranks[self.global_rank].data,
             trainable=self.trainable,
             losses=self._losses,
             keys=self._keys,

@@ -1,4 +1,4 @@
-"""Master weights, the optimizer of a rank, and the functions that decide an update.
+"""What trains on a rank with its optimizer, and the functions that decide an update.
 
 Learning rate and clipping are functions of the step and the global gradient norm, so that a rank which trains nothing
 and a rank which trains everything take the same decisions without asking each other.
@@ -8,42 +8,34 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 import torch
 import torch.distributed as dist
 
 from mmtrain.base.printing import first_few
 from mmtrain.config.schema import OptimizerSection
-from mmtrain.plan.optimizers import REST, OptimizerKind, optimizer_of, parameter_groups
+from mmtrain.plan.optimizers import REST, optimizer_of, parameter_groups
 
 NAMES_SHOWN = 5  # of each kind, in an error
 
 
-class NoOpOptimizer(torch.optim.Optimizer):
-    """The explicit optimizer of a rank on which nothing trains.
-
-    torch refuses an empty parameter list ("optimizer got an empty parameter list"), but takes one empty group: `step`
-    does nothing, `state_dict` round-trips, LR schedulers accept it.
-    """
+class NoOpOptimizer(torch.optim.SGD):
+    """The explicit optimizer of a rank on which nothing trains: torch refuses no group, but takes an empty one."""
 
     def __init__(self) -> None:
-        super().__init__([{"params": [], "lr": 0.0, "name": REST}], {"lr": 0.0})
-
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:
-        """Run the closure, if any; there is nothing to update."""
-        return None if closure is None else closure()
+        super().__init__([{"params": [], "name": REST}], lr=0.0)
 
 
 class MasterWeights:
-    """fp32 masters of what trains, `by_name`: gradients add up in them, updates change them, checkpoints hold them.
+    """fp32 masters of what trains, `by_name`, and their `optimizer`: gradients add up in them, checkpoints hold them.
 
     bf16's rounding would swallow most updates of lr 1e-3. So a parameter stored in bf16 computes in bf16, as in the
     stock model; each micro-batch's gradient is added to its master's in fp32; and after an update the parameter becomes
     its master, rounded. A parameter stored in fp32 is its own master.
     """
 
-    def __init__(self, stored: Mapping[str, torch.nn.Parameter]) -> None:
+    def __init__(self, stored: Mapping[str, torch.nn.Parameter], config: OptimizerSection) -> None:
         self.by_name = {
             name: p if p.dtype == torch.float32 else torch.nn.Parameter(p.detach().to(torch.float32))
             for name, p in stored.items()
@@ -51,6 +43,8 @@ class MasterWeights:
         self._pairs = [(p, self.by_name[name]) for name, p in stored.items() if p is not self.by_name[name]]
         for parameter, master in self._pairs:
             parameter.register_post_accumulate_grad_hook(functools.partial(_hand_over_gradient, master))
+        self.optimizer = make_optimizer(self.by_name, config)
+        self._kind = optimizer_of(config)
 
     def reduce_gradients(self, replicas: dist.ProcessGroup | None) -> None:
         """Add up the gradients of all replicas (None: there is one); a replica without a gradient adds zeros."""
@@ -76,6 +70,36 @@ class MasterWeights:
         for master in self.by_name.values():
             master.grad = None
 
+    def optimizer_state(self) -> dict[str, torch.Tensor]:
+        """Return the optimizer's own state tensors of each weight by `NAME/PART`, fp32; none before an update."""
+        state = self.optimizer.state
+        updated = {name: state[master] for name, master in self.by_name.items() if master in state}
+        return {f"{name}/{part}": parts[part] for name, parts in updated.items() for part in self._kind.state_names}
+
+    def load(self, weights: Mapping[str, torch.Tensor], state: Mapping[str, torch.Tensor]) -> None:
+        """Load copies of master weights, by name, and of their `optimizer_state()` (empty: no update yet).
+
+        Raises ValueError, before any change, for other names or shapes than those that train here.
+        """
+        kind = self._kind
+        expected = {name: master.shape for name, master in self.by_name.items()}
+        for name, shape in list(expected.items()) if state else ():
+            expected |= {f"{name}/{part}": shape for part in kind.moments}
+            expected |= {f"{name}/{part}": torch.Size() for part in kind.counters}
+        loaded = {name: tensor.shape for name, tensor in (*weights.items(), *state.items())}
+        if odd := sorted(name for name in expected.keys() | loaded.keys() if expected.get(name) != loaded.get(name)):
+            raise ValueError(f"loaded tensors do not fit what trains on this rank: {first_few(odd, NAMES_SHOWN)}")
+        self.optimizer.state.clear()
+        with torch.no_grad():
+            for name, master in self.by_name.items():
+                master.copy_(weights[name])
+                if state:
+                    devices = dict.fromkeys(kind.moments, master.device) | dict.fromkeys(kind.counters, "cpu")
+                    self.optimizer.state[master] = {
+                        part: state[f"{name}/{part}"].to(device, copy=True) for part, device in devices.items()
+                    }
+        self.write_back()
+
 
 def _hand_over_gradient(master: torch.nn.Parameter, parameter: torch.Tensor) -> None:
     gradient = parameter.grad.to(torch.float32)
@@ -98,47 +122,6 @@ def make_optimizer(trainable: Mapping[str, torch.nn.Parameter], config: Optimize
         if group.parameters
     ]
     return optimizer_of(config).make(groups, config)
-
-
-def optimizer_state(
-    kind: OptimizerKind, optimizer: torch.optim.Optimizer, trainable: Mapping[str, torch.nn.Parameter]
-) -> dict[str, torch.Tensor]:
-    """Return the optimizer's own state tensors of each trained weight by `NAME/PART`, fp32; none before an update."""
-    updated = {name: optimizer.state[p] for name, p in trainable.items() if p in optimizer.state}
-    return {f"{name}/{part}": state[part] for name, state in updated.items() for part in kind.state_names}
-
-
-def load_trained(
-    kind: OptimizerKind,
-    masters: MasterWeights,
-    optimizer: torch.optim.Optimizer,
-    weights: Mapping[str, torch.Tensor],
-    state: Mapping[str, torch.Tensor],
-) -> None:
-    """Load copies of master weights, by name, and of their `optimizer_state` (empty: no update yet).
-
-    Raises ValueError, before any change, for other names or shapes than those that train here.
-    """
-    shapes = {name: p.shape for name, p in masters.by_name.items()}
-    state_shapes = {
-        f"{name}/{part}": torch.Size() if part in kind.counters else shape
-        for name, shape in shapes.items()
-        for part in kind.state_names
-    }
-    expected = {**shapes, **(state_shapes if state else {})}
-    found = {name: tensor.shape for name, tensor in (*weights.items(), *state.items())}
-    if odd := sorted(name for name in expected.keys() | found.keys() if expected.get(name) != found.get(name)):
-        raise ValueError(f"loaded tensors do not fit what trains on this rank: {first_few(odd, NAMES_SHOWN)}")
-    optimizer.state.clear()
-    with torch.no_grad():
-        for name, master in masters.by_name.items():
-            master.copy_(weights[name])
-            if state:
-                devices = dict.fromkeys(kind.moments, master.device) | dict.fromkeys(kind.counters, "cpu")
-                optimizer.state[master] = {
-                    part: state[f"{name}/{part}"].to(device, copy=True) for part, device in devices.items()
-                }
-    masters.write_back()
 
 
 def learning_rate(step: int, max_steps: int, config: OptimizerSection, peak: float) -> float:

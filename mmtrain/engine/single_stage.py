@@ -65,13 +65,10 @@ class SingleStage:
     `input_gradient`: something before the stage trains. `backward`: something before it or in it trains.
     """
 
-    def __init__(
-        self, module: Stage, batch: PackedBatch, *, input_gradient: bool, backward: bool, recompute: int = 0
-    ) -> None:
+    def __init__(self, module: Stage, batch: PackedBatch, *, input_gradient: bool, backward: bool) -> None:
         self.module = module
         self.batch = batch
         self.runs_backward = backward
-        self.recompute = recompute
         self.input_gradient = input_gradient
         device = next(module.parameters()).device
         shape = (*batch.position_ids.shape, module.language.hidden_size)
@@ -86,14 +83,10 @@ class SingleStage:
             self.features = torch.randn(tiles, *vision.feature_shape, dtype=vision.dtype, device=device)
         self._kept: Any = None
 
-    def recomputing(self) -> SingleStage:
-        """Return this stage with all its decoder layers recomputing their activations in backward."""
-        layers = self.module.language.last - self.module.language.first
-        return SingleStage(self.module, self.batch, input_gradient=self.input_gradient, backward=True, recompute=layers)
-
-    def prepare(self) -> None:
-        """Set recomputation, since several stages may share a module, and encode again where the encoder trains."""
-        self.module.language.recompute(self.recompute)
+    def prepare(self, *, recomputes: bool = False) -> None:
+        """Let all decoder layers recompute their activations or none, and encode again where the encoder trains."""
+        language = self.module.language
+        language.recompute(language.last - language.first if recomputes else 0)
         if not self.module.encoder_is_frozen:
             self.features = self.encode()  # its graph is used up by each backward
 

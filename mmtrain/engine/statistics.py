@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from mmtrain.engine.step_clock import RankSeconds, Reading
+from mmtrain.engine.step_clock import RankSeconds
 
 
 @dataclass(frozen=True)
@@ -72,11 +72,11 @@ class RankSums:
     def __getitem__(self, name: str) -> torch.Tensor:
         return self._all[Statistics._fields.index(name)]
 
-    def reduce(self, reading: Reading) -> tuple[Statistics, list[Reading]]:
+    def reduce(self, reading: RankSeconds) -> tuple[Statistics, list[RankSeconds]]:
         """Return the sums over all ranks, and the clock readings of all ranks, by global rank. Collective."""
         readings = torch.zeros(dist.get_world_size(), len(reading), dtype=torch.float64)  # each rank fills its own row
         readings[dist.get_rank()] = torch.tensor(reading, dtype=torch.float64)
         both = torch.cat([self._all, readings.flatten().to(self._all.device)])
         dist.all_reduce(both)
         sums, of_ranks = both.cpu().split([len(self._all), readings.numel()])
-        return Statistics(*sums.tolist()), [Reading(*row) for row in of_ranks.view_as(readings).tolist()]
+        return Statistics(*sums.tolist()), [RankSeconds(*row) for row in of_ranks.view_as(readings).tolist()]

@@ -12,7 +12,6 @@ from __future__ import annotations
 import resource
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -20,11 +19,8 @@ import torch
 from mmtrain.engine.trace import WORK_OF, Interval, Work
 from mmtrain.plan.instructions import Instruction
 
-COMPUTING = (Work.ENCODE, Work.FORWARD, Work.BACKWARD)
 
-
-@dataclass(frozen=True, slots=True)
-class RankSeconds:
+class RankSeconds(NamedTuple):
     """One rank's part of a step: from the begin of `train_step` to the reduction of statistics."""
 
     window: float  # all of it; what the others leave is idle
@@ -32,7 +28,7 @@ class RankSeconds:
     communication: float  # posting messages and reducing gradients, with the wait for other replicas
     data: float  # waiting for the loader and copying to the device
     fetching: float  # waiting for weights of streamed layers
-    peak_memory_bytes: int  # allocated by torch on a GPU; on a CPU resident in the process, since that began
+    peak_memory_bytes: float  # allocated by torch on a GPU; on a CPU resident in the process, since that began
 
     @property
     def idle(self) -> float:
@@ -44,39 +40,6 @@ class RankSeconds:
         return self.idle / self.window if self.window > 0 else 0.0
 
 
-class Reading(NamedTuple):
-    """A rank's clock before the reduction that ends a step's work, in seconds."""
-
-    since: float  # from leaving the last such reduction to the step's begin
-    compute: float
-    communication: float
-    data: float
-    fetching: float
-    peak_memory_bytes: float
-
-
-class _HostTimes:
-    """Marks are times."""
-
-    mark = staticmethod(time.perf_counter)
-
-    def seconds(self, earlier: Any, later: Any) -> float:
-        return later - earlier
-
-
-class _StreamTimes:
-    """Marks are CUDA events on the current stream; `seconds` waits until that has reached the later one."""
-
-    def mark(self) -> torch.cuda.Event:
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
-
-    def seconds(self, earlier: Any, later: Any) -> float:
-        later.synchronize()
-        return earlier.elapsed_time(later) / 1000
-
-
 class StepClock:
     """One rank's clock; all ranks make it at the same time.
 
@@ -86,88 +49,91 @@ class StepClock:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._times = _StreamTimes() if device.type == "cuda" else _HostTimes()
-        self._together = self._begun = self._times.mark()
+        self._together = self._begun = self._now()
         self._marks: list[tuple[Work, Instruction | None, Any]] = []
-        self._left_at = 0  # marks that lie before `_together`
-        self._instruction: Instruction | None = None
-        self._is_done = True
+        self._instruction: Instruction | None = None  # which runs; None: none does, or it is done
         self.seconds = 0.0
         """When this rank last left a reduction, in seconds since its clock was made."""
 
+    def _now(self) -> Any:
+        """The time or, on CUDA, an event on the current stream."""
+        if self._device.type != "cuda":
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def _seconds(self, earlier: Any, later: Any) -> float:
+        """Seconds between two marks; on CUDA the host waits until the device has reached the later one."""
+        if self._device.type != "cuda":
+            return later - earlier
+        later.synchronize()
+        return earlier.elapsed_time(later) / 1000
+
     def begin(self) -> None:
-        self._marks, self._left_at = [], 0
-        self._begun = self._times.mark()
+        self._marks = []
+        self._begun = self._now()
         if self._device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self._device)
 
     def start(self, instruction: Instruction | None) -> None:
         """Begin an instruction, or (None) the wait for what was sent."""
-        self._instruction, self._is_done = instruction, False
+        self._instruction = instruction
 
     def waited(self) -> None:
         """Note that this rank has only waited since the last mark."""
-        self._marks.append((Work.WAIT, self._instruction, self._times.mark()))
-
-    def computed(self) -> None:
-        """Note that the instruction waits for weights from now on, until `fetched`."""
-        if self._instruction is not None:  # else no list runs
-            self._marks.append((WORK_OF[self._instruction.op], self._instruction, self._times.mark()))
+        self._marks.append((Work.WAIT, self._instruction, self._now()))
 
     def fetched(self) -> None:
-        """Note that this rank has waited for weights since `computed`."""
+        """Note that this rank has waited for weights since the last mark."""
         if self._instruction is not None:
-            self._marks.append((Work.FETCH, self._instruction, self._times.mark()))
+            self._marks.append((Work.FETCH, self._instruction, self._now()))
 
     def done(self) -> None:
-        if not self._is_done:
-            self._is_done = True
-            self._marks.append((WORK_OF[self._instruction.op], self._instruction, self._times.mark()))
+        """Note that the instruction is done, or waits for weights from now on."""
+        if self._instruction is not None:
+            self._marks.append((WORK_OF[self._instruction.op], self._instruction, self._now()))
 
-    def read(self) -> Reading:
-        """Return what `leave` needs of every rank; on CUDA the host waits for the device here."""
+    def read(self) -> RankSeconds:
+        """Return what `leave` needs of every rank; on CUDA the host waits for the device here.
+
+        Its window is below 0: less the seconds from the last reduction to this step's begin.
+        """
         self.done()
         spent = dict.fromkeys(Work, 0.0)
         earlier = self._begun
         for work, _, mark in self._marks:
-            spent[work] += self._times.seconds(earlier, mark)
+            spent[work] += self._seconds(earlier, mark)
             earlier = mark
-        return Reading(
-            since=self._times.seconds(self._together, self._begun),
-            compute=sum(spent[work] for work in COMPUTING),
+        on_gpu = self._device.type == "cuda"
+        resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024.0
+        return RankSeconds(
+            window=-self._seconds(self._together, self._begun),
+            compute=spent[Work.ENCODE] + spent[Work.FORWARD] + spent[Work.BACKWARD],
             communication=spent[Work.COMMUNICATION],
             data=spent[Work.LOAD],
             fetching=spent[Work.FETCH],
-            peak_memory_bytes=self._peak_memory_bytes(),
+            peak_memory_bytes=torch.cuda.max_memory_allocated(self._device) if on_gpu else resident,
         )
 
-    def leave(self, readings: Sequence[Reading]) -> tuple[RankSeconds, ...]:
+    def leave(self, readings: Sequence[RankSeconds]) -> tuple[RankSeconds, ...]:
         """Return where each rank's time has gone, from the `read()` of all, by global rank.
 
         All ranks have left the last reduction and this one together, so one rank's clock gives the windows of all.
         """
         self.waited()
+        self._instruction = None
         now = self._marks[-1][-1]
-        common = self._times.seconds(self._together, now)
-        self._together, self._left_at = now, len(self._marks)
+        common = self._seconds(self._together, now)
+        self._together = now
         self.seconds += common
-        return tuple(RankSeconds(common - rank.since, *rank[1:-1], int(rank.peak_memory_bytes)) for rank in readings)
+        return tuple(rank._replace(window=common + rank.window) for rank in readings)
 
     def intervals(self) -> list[Interval]:
         """Return what this rank has done since `begin`, without gaps, in seconds since its clock was made."""
-        ends = [
-            self.seconds - self._times.seconds(mark, self._together)
-            if place < self._left_at
-            else self.seconds + self._times.seconds(self._together, mark)
-            for place, (*_, mark) in enumerate(self._marks)
-        ]
-        begins = [self.seconds - self._times.seconds(self._begun, self._together), *ends]
+        begun = self.seconds - self._seconds(self._begun, self._together)
+        ends = [begun + self._seconds(self._begun, mark) for *_, mark in self._marks]
         return [
             Interval(work, instruction, begin, end)
-            for (work, instruction, _), begin, end in zip(self._marks, begins, ends, strict=False)
+            for (work, instruction, _), begin, end in zip(self._marks, [begun, *ends], ends, strict=False)
         ]
-
-    def _peak_memory_bytes(self) -> float:
-        if self._device.type == "cuda":
-            return torch.cuda.max_memory_allocated(self._device)
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024.0

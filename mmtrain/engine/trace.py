@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import math
 import statistics
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from enum import StrEnum
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -60,47 +60,28 @@ class TracedStep(NamedTuple):
     intervals: list[Interval]
 
 
-class Tracer:
-    """Records `steps` steps after the first one of this process, and writes them as one file. Every rank makes one."""
-
-    def __init__(self, file: Path, plan: Plan, steps: int) -> None:
-        self._file = file
-        self._plan = plan
-        self._steps = steps
-        self._seen = 0
-        self._recorded: list[TracedStep] | None = []  # None once written
-
-    @property
-    def is_complete(self) -> bool:
-        return self._recorded is not None and len(self._recorded) == self._steps
-
-    def add(self, recorded: Callable[[], TracedStep]) -> None:
-        """Record the step just made, unless it is the first, which pays for warm-up, or enough are recorded."""
-        if self._seen and self._recorded is not None:
-            self._recorded.append(recorded())
-        self._seen += 1
-
-    def finish(self) -> str | None:
-        """Write what is recorded; return rank 0's message for the user, None the second time. Collective."""
-        recorded, self._recorded = self._recorded, None
-        if recorded is None:
-            return None
-        if not recorded:
-            return "no trace was written: it begins with the second step, which was not made"
-        ranks = gather_to_rank_0(recorded)
-        if ranks is None:
-            return None
-        steps = f"{len(recorded)} step{'s' if len(recorded) > 1 else ''}"
-        try:
-            write_trace(self._file, self._plan, ranks)
-        except OSError as error:
-            return f"no trace was written: {self._file} cannot be written: {error.strerror}"
-        return f"trace of {steps}: {self._file}; it opens in ui.perfetto.dev"
+def finish_trace(file: Path, plan: Plan, recorded: Sequence[TracedStep]) -> str | None:
+    """Write what all ranks have recorded of the same steps; return rank 0's message for the user. Collective."""
+    if not recorded:
+        return "no trace was written: it begins with the second step, which was not made"
+    ranks = gather_to_rank_0(recorded)
+    if ranks is None:
+        return None
+    steps = f"{len(recorded)} step{'s' if len(recorded) > 1 else ''}"
+    try:
+        write_trace(file, plan, ranks)
+    except OSError as error:
+        return f"no trace was written: {file} cannot be written: {error.strerror}"
+    return f"trace of {steps}: {file}; it opens in ui.perfetto.dev"
 
 
 def write_trace(file: Path, plan: Plan, ranks: Sequence[Sequence[TracedStep]]) -> None:
-    """Write what all global ranks recorded of the same steps; an existing file is replaced whole."""
-    shifts = [_shift(ranks[0], steps) for steps in ranks]
+    """Write the same steps of all global ranks; an existing file is replaced whole."""
+    # A clock is set by the moments at which all ranks go on; one shift for all its steps keeps intervals in order.
+    shifts = [
+        statistics.median(first.left - step.left for first, step in zip(ranks[0], steps, strict=True))
+        for steps in ranks
+    ]
     first = min(steps[0].intervals[0].begin + shift for steps, shift in zip(ranks, shifts, strict=True))
     events = list(_names(plan))
     for place, steps, shift in zip(plan.ranks, ranks, shifts, strict=True):
@@ -119,11 +100,6 @@ def write_trace(file: Path, plan: Plan, ranks: Sequence[Sequence[TracedStep]]) -
         out.write('{"displayTimeUnit": "ms", "otherData": ' + json.dumps(about) + ', "traceEvents": [\n')
         out.write(",\n".join(json.dumps(event) for event in events))
         out.write("\n]}\n")
-
-
-def _shift(reference: Sequence[TracedStep], steps: Sequence[TracedStep]) -> float:
-    """Seconds to add to a rank's clock, one number for all steps so that its intervals stay in order."""
-    return statistics.median(first.left - step.left for first, step in zip(reference, steps, strict=True))
 
 
 def _names(plan: Plan) -> Iterator[dict[str, Any]]:

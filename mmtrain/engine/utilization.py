@@ -48,7 +48,7 @@ class Utilization:
             "communication_seconds": [rank.communication for rank in ranks],
             "data_seconds": [rank.data for rank in ranks],
             "fetching_seconds": [rank.fetching for rank in ranks],
-            "peak_memory_bytes": [rank.peak_memory_bytes for rank in ranks],
+            "peak_memory_bytes": [int(rank.peak_memory_bytes) for rank in ranks],
             "model_flops_utilization": self._share(flops, [rank.window for rank in ranks]),
         }
 

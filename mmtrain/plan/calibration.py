@@ -106,16 +106,6 @@ class MessageSeconds:
 
 
 @dataclass(frozen=True, slots=True)
-class FetchRates:
-    """Bytes a second of streamed layers, from one source."""
-
-    __pydantic_config__ = EXACTLY
-
-    alone: Rate
-    beside: Rate  # while the device computes, too
-
-
-@dataclass(frozen=True, slots=True)
 class Calibration:
     __pydantic_config__ = EXACTLY
 
@@ -131,7 +121,7 @@ class Calibration:
     matmul_flops_per_second: Rate  # of one rank, all `ranks` computing
     encode_stem_bytes: Count | None = None  # working in an ENCODE of a first slice without blocks; None: not measured
     encode_later_bytes: Count | None = None  # likewise of a slice behind the first
-    fetches: Mapping[str, FetchRates] = field(default_factory=dict)  # by source, those that were measured
+    fetches: Mapping[str, Rate] = field(default_factory=dict)  # by measured source: bytes a second beside computing
 
     def save(self, file: Path | None = None) -> Path:
         """Write it, by default where `find` looks, and return the file. An existing one is replaced whole."""
@@ -387,7 +377,7 @@ def calibrated(
         end=max(0.0, calibration.end_seconds + assumed.end - _ring(costs, calibration.replicas, device)),
         fetch_seconds_per_byte={
             **assumed.fetch_seconds_per_byte,
-            **{source: 1 / rates.beside for source, rates in calibration.fetches.items()},
+            **{source: 1 / rate for source, rate in calibration.fetches.items()},
         },
         measured_messages=calibration.messages is not None and calibration.messages.transfer is not None,
         measured_fetches=tuple(calibration.fetches),

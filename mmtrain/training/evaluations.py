@@ -8,7 +8,6 @@ Every rank constructs the same objects here and calls the same methods in the sa
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from dataclasses import asdict
 
 import torch.distributed as dist
@@ -26,96 +25,11 @@ from mmtrain.training.held_out import HeldOut, pack_documents
 from mmtrain.training.records import Records
 
 
-class Evaluator:
-    """Evaluates the engine's model; `held_out` is None on the ranks that read no data.
-
-    `show` is called with (micro-batches done, of all) as an evaluation goes on.
-    """
-
-    def __init__(
-        self, engine: FrozenPipelineEngine, held_out: HeldOut | None, show: Callable[[int, int], None]
-    ) -> None:
-        """Agree with all ranks on what to evaluate; raises UserError where they have read different samples."""
-        self.engine = engine
-        self.held_out = held_out
-        self.show = show
-        extents = all_gather_object(None if held_out is None else held_out.extent)
-        self.extent = extents[0]
-        for rank, extent in enumerate(extents):
-            if extent not in (None, self.extent):  # they would wait for each other for ever, or score in silence
-                raise UserError(
-                    f"eval.shards: ranks 0 and {rank} have read different samples ({self.extent.samples} and "
-                    f"{extent.samples}): the files must be the same on every machine"
-                )
-
-    def scores(self, *, permuted: bool = False) -> Scores | None:
-        """Evaluate all held-out samples once; `permuted`, as a control, with images permuted among them.
-
-        Returns None, on every rank, after the round in which the engine was requested to stop.
-        """
-        start = time.perf_counter()
-        batches = None
-        if self.held_out is not None:
-            packs = self.held_out.packs_permuted if permuted else self.held_out.packs
-            batches = self.held_out.batches(self.held_out.share(packs))
-        total, in_round = self.extent.microbatches, EVALUATION_ROUND * self.engine.plan.pipeline
-        rounds = []
-        for done in range(0, total, in_round):
-            self.show(done, total)
-            rounds.append(self.engine.evaluate(batches, min(in_round, total - done)))
-            if self.engine.requested_stop:
-                return None
-        self.show(total, total)
-        sums = Statistics(*map(sum, zip(*rounds, strict=True)))
-        tokens = sums.supervised_tokens
-        return Scores(
-            loss=sums.loss_sum / tokens if tokens else None,
-            token_accuracy=sums.correct_tokens / tokens if tokens else None,
-            exact_match=sums.exact_answers / sums.answers if sums.answers else None,
-            answers=int(sums.answers),
-            samples=self.extent.samples,
-            seconds=time.perf_counter() - start,
-        )
-
-    def answers(self, count: int) -> list[Answer]:
-        """Let the model answer the first question of `count` held-out samples by greedy decoding.
-
-        Returns the answers on ranks that read data; an empty list elsewhere, and on every rank after the token at which
-        the engine was requested to stop. Cost: one forward of all unfinished answers for each token.
-        """
-        answers: list[Writing] = []
-        if self.held_out is not None:
-            tokenizer, room = self.held_out.packed.processor.tokenizer, self.held_out.capacity.tokens
-            answers = [Writing(document, tokenizer.eos_token_id) for document in self.held_out.spread(count)]
-        while True:
-            batches, microbatches, asked = None, None, []
-            if self.held_out is not None:
-                unfinished = [answer for answer in answers if not answer.is_finished(room)]
-                packs = pack_documents([answer.ask() for answer in unfinished], self.held_out.capacity)
-                asked = [document for pack in packs for document in pack.entries]
-                share = self.held_out.share(packs)
-                batches, microbatches = self.held_out.batches(share), len(share)
-            microbatches = all_gather_object(microbatches)[0]
-            if not microbatches:
-                return [answer.finished(tokenizer) for answer in answers]
-            self.engine.evaluate(batches, microbatches)
-            if self.engine.requested_stop:
-                return []
-            predicted = self.predicted()
-            for document, token in zip(asked, predicted if asked else [], strict=True):
-                next(answer for answer in answers if answer.asked is document).tokens.append(token)
-
-    def predicted(self) -> list[int]:
-        """Return all predicted tokens of the engine's last `evaluate`, in the order of its packs."""
-        place = self.engine.plan.ranks[dist.get_rank()]
-        here = [token for _, tokens in sorted(self.engine.predicted.items()) for token in tokens.tolist()]
-        by_rank = all_gather_object((place.pipeline, place.data, here))
-        last_stage = (rank for rank in by_rank if rank[0] == self.engine.plan.pipeline - 1)
-        return [token for *_, tokens in sorted(last_stage) for token in tokens]
-
-
 class Evaluations:
-    """The evaluations of a run: scores, the control with permuted images, and answers."""
+    """The evaluations of a run: scores, the control with permuted images, and answers.
+
+    `held_out` is None on the ranks that read no data.
+    """
 
     def __init__(
         self,
@@ -126,10 +40,18 @@ class Evaluations:
         console: Console,
         saver: Checkpointer,
     ) -> None:
-        self._section, self._engine = section, engine
-        self._evaluator = Evaluator(engine, held_out, console.evaluating)
+        """Agree with all ranks on what to evaluate; raises UserError where they have read different samples."""
+        self._section, self._engine, self._held_out = section, engine, held_out
         self._records, self._console, self._saver = records, console, saver
-        console.line(self._evaluator.extent.summary)
+        extents = all_gather_object(None if held_out is None else held_out.extent)
+        self.extent = extents[0]
+        for rank, extent in enumerate(extents):
+            if extent not in (None, self.extent):  # they would wait for each other for ever, or score in silence
+                raise UserError(
+                    f"eval.shards: ranks 0 and {rank} have read different samples ({self.extent.samples} and "
+                    f"{extent.samples}): the files must be the same on every machine"
+                )
+        console.line(self.extent.summary)
 
     def make(self, step: int) -> bool:
         """Evaluate after `step` updates, before the first one with answers; return False if the run is to stop.
@@ -153,7 +75,7 @@ class Evaluations:
         return not self._engine.requested_stop
 
     def _evaluate(self, step: int) -> Scores | None:
-        scores = self._evaluator.scores()
+        scores = self.scores()
         if scores is not None:
             self._records.write("eval", step=step, **asdict(scores))
             self._console.evaluation(step, scores)
@@ -162,11 +84,11 @@ class Evaluations:
 
     def _control(self, step: int, scores: Scores) -> None:
         """Evaluate with the images permuted among the samples, and record that beside the true `scores`."""
-        permuted = self._evaluator.extent.permuted
+        permuted = self.extent.permuted
         if permuted == 0:
             self._console.line("the control is left out: no held-out sample has another image to take")
             return
-        control = self._evaluator.scores(permuted=True)
+        control = self.scores(permuted=True)
         if control is not None:
             self._records.write("eval_permuted", step=step, **asdict(control), permuted_samples=permuted)
             self._console.control(control, scores, permuted)
@@ -176,4 +98,69 @@ class Evaluations:
             return []
         activity = " ".join(filter(None, ("answering held-out questions", when)))
         self._console.line(f"{activity}: one forward of the pipeline for each token")
-        return self._evaluator.answers(self._section.show_answers)
+        return self.answers(self._section.show_answers)
+
+    def scores(self, *, permuted: bool = False) -> Scores | None:
+        """Evaluate all held-out samples once; `permuted`, as a control, with images permuted among them.
+
+        Returns None, on every rank, after the round in which the engine was requested to stop.
+        """
+        start = time.perf_counter()
+        batches = None
+        if self._held_out is not None:
+            packs = self._held_out.packs_permuted if permuted else self._held_out.packs
+            batches = self._held_out.batches(self._held_out.share(packs))
+        total, in_round = self.extent.microbatches, EVALUATION_ROUND * self._engine.plan.pipeline
+        rounds = []
+        for done in range(0, total, in_round):
+            self._console.evaluating(done, total)
+            rounds.append(self._engine.evaluate(batches, min(in_round, total - done)))
+            if self._engine.requested_stop:
+                return None
+        self._console.evaluating(total, total)
+        sums = Statistics(*map(sum, zip(*rounds, strict=True)))
+        tokens = sums.supervised_tokens
+        return Scores(
+            loss=sums.loss_sum / tokens if tokens else None,
+            token_accuracy=sums.correct_tokens / tokens if tokens else None,
+            exact_match=sums.exact_answers / sums.answers if sums.answers else None,
+            answers=int(sums.answers),
+            samples=self.extent.samples,
+            seconds=time.perf_counter() - start,
+        )
+
+    def answers(self, count: int) -> list[Answer]:
+        """Let the model answer the first question of `count` held-out samples by greedy decoding.
+
+        Returns the answers on ranks that read data; an empty list elsewhere, and on every rank after the token at which
+        the engine was requested to stop. Cost: one forward of all unfinished answers for each token.
+        """
+        answers: list[Writing] = []
+        if self._held_out is not None:
+            tokenizer, room = self._held_out.packed.processor.tokenizer, self._held_out.capacity.tokens
+            answers = [Writing(document, tokenizer.eos_token_id) for document in self._held_out.spread(count)]
+        while True:
+            batches, microbatches, asked = None, None, []
+            if self._held_out is not None:
+                unfinished = [answer for answer in answers if not answer.is_finished(room)]
+                packs = pack_documents([answer.ask() for answer in unfinished], self._held_out.capacity)
+                asked = [document for pack in packs for document in pack.entries]
+                share = self._held_out.share(packs)
+                batches, microbatches = self._held_out.batches(share), len(share)
+            microbatches = all_gather_object(microbatches)[0]
+            if not microbatches:
+                return [answer.finished(tokenizer) for answer in answers]
+            self._engine.evaluate(batches, microbatches)
+            if self._engine.requested_stop:
+                return []
+            predicted = self.predicted()
+            for document, token in zip(asked, predicted if asked else [], strict=True):
+                next(answer for answer in answers if answer.asked is document).tokens.append(token)
+
+    def predicted(self) -> list[int]:
+        """Return all predicted tokens of the engine's last `evaluate`, in the order of its packs."""
+        place = self._engine.plan.ranks[dist.get_rank()]
+        here = [token for _, tokens in sorted(self._engine.predicted.items()) for token in tokens.tolist()]
+        by_rank = all_gather_object((place.pipeline, place.data, here))
+        last_stage = (rank for rank in by_rank if rank[0] == self._engine.plan.pipeline - 1)
+        return [token for *_, tokens in sorted(last_stage) for token in tokens]

@@ -129,7 +129,7 @@ class _Run:
         )
         if self.start is None and config.model.init_from is not None:
             weights = load_init_from(config, self.engine.trainable)
-            self.engine.load_trained({**self.engine.trainable, **weights}, {})
+            self.engine.weights.load({**self.engine.trainable, **weights}, {})
         # Again, with master weights, communicators and libraries' workspaces in place.
         refuse_short_device_memory(self.place, self.device)
         self.audit = RankAudit(self.place, self.stages, self.engine.optimizer, self.engine.trainable)
@@ -160,7 +160,7 @@ class _Run:
         if self.rank.rank == 0:
             fingerprints = about["frozen_fingerprint"], about["settings_fingerprint"]
             start.refuse_other_contents(self.data, *fingerprints, self.max_steps)
-        engine.load_trained(*load(start.checkpoint, engine.trainable))
+        engine.weights.load(*load(start.checkpoint, engine.trainable))
         state = start.checkpoint.state
         engine.saw_gradient |= {name for name in engine.trainable if state["trained"][name]["had_gradient"]}
         engine.bad_steps = state["bad_steps"]
@@ -238,7 +238,7 @@ class _Run:
         counts = None if self.recorder.account is None else self.recorder.account.state_dict()
         now = {"loss": self.loss, "bad_steps": engine.bad_steps, "data": {"fingerprint": self.data, "counts": counts}}
         trained = self.audit.notes(engine.saw_gradient)
-        self.saver.save(step, engine.trainable, engine.optimizer_state(), trained, self.about | now)
+        self.saver.save(step, engine.trainable, engine.weights.optimizer_state(), trained, self.about | now)
 
     def prove(self) -> None:
         """Close the account of the data, and prove that only what should train did."""

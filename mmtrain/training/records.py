@@ -29,7 +29,7 @@ from mmtrain.data.stream.packs import PackedBatch
 from mmtrain.engine.engine import FrozenPipelineEngine
 from mmtrain.engine.process_groups import backend_name
 from mmtrain.engine.statistics import StepResult
-from mmtrain.engine.trace import TRACE, TracedStep, Tracer
+from mmtrain.engine.trace import TRACE, TracedStep, finish_trace
 from mmtrain.engine.utilization import Utilization
 from mmtrain.models.modules.attention import describe_backends
 from mmtrain.plan.calibration import cpu_device, gpu_device
@@ -123,7 +123,8 @@ class Recorder:
         self.account: SampleLog | None = None
         self.batches: Generator[PackedBatch] | None = None
         self._utilization = Utilization(config, device) if rank.rank == 0 else None
-        self._tracer = Tracer(rank.folder / TRACE, engine.plan, trace_steps) if trace_steps else None
+        self._first_step, self._trace_steps = first_step, trace_steps  # 0 once the trace is written
+        self._traced: list[TracedStep] = []
         backends = gather_to_rank_0({backend for stage in engine.stages.values() for backend in stage.attention})
         if backends is not None:
             ways, lines = describe_backends(backends)
@@ -147,9 +148,6 @@ class Recorder:
 
     def step(self, result: StepResult, seconds: float) -> None:
         step, config = result.step, self._config
-        if self._tracer is not None:
-            clock = self._engine.clock
-            self._tracer.add(lambda: TracedStep(step, clock.seconds, clock.intervals()))
         if self._utilization is not None:
             left_out = ("ranks",) if config.optimizer.groups else ("ranks", "lr_groups")
             rate = result.tokens / seconds
@@ -165,8 +163,11 @@ class Recorder:
         if self.account is not None:
             for record in self.account.end_step(step, result.samples, result.quarantined):
                 self.records.write(step=step, **record)
-        if self._tracer is not None and self._tracer.is_complete:
-            self._write_trace()
+        if self._trace_steps and step > self._first_step:  # the first one pays for warm-up
+            clock = self._engine.clock
+            self._traced.append(TracedStep(step, clock.seconds, clock.intervals()))
+            if len(self._traced) == self._trace_steps:
+                self._write_trace()
 
     def close_account(self, steps: int) -> None:
         if self.account is not None:
@@ -175,8 +176,7 @@ class Recorder:
 
     def close(self) -> None:
         """Close everything and leave the job, with all ranks; then the trackers, which may take longer."""
-        if self._tracer is not None:
-            self._write_trace()
+        self._write_trace()
         if self._utilization is not None and (summary := self._utilization.summary()) is not None:
             self._console.line(summary)
         if self.batches is not None:
@@ -187,7 +187,10 @@ class Recorder:
         self._trackers.close()
 
     def _write_trace(self) -> None:
-        """Write the recorded steps, together with all ranks, unless they are written."""
-        self._rank.progress.at(self._engine.step_index, "writing the trace")
-        if (result := self._tracer.finish()) is not None:
-            self._console.line(result)
+        """Write the recorded steps, together with all ranks, unless none were asked for or they are written."""
+        if self._trace_steps:
+            self._trace_steps = 0
+            self._rank.progress.at(self._engine.step_index, "writing the trace")
+            message = finish_trace(self._rank.folder / TRACE, self._engine.plan, self._traced)
+            if message is not None:
+                self._console.line(message)

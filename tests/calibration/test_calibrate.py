@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from mmtrain.base.errors import UserError
-from mmtrain.calibration.allocations import Usage, bytes_used, tensor_bytes
+from mmtrain.calibration.allocations import Usage, bytes_used
 from mmtrain.calibration.calibrate import find_window, table
 from mmtrain.calibration.solution import (
     ENCODE,
@@ -133,7 +133,7 @@ def test_the_measured_micro_batch_is_the_expected_one(tiny):
 
 
 def test_live_bytes_are_counted_from_every_allocation_and_release():
-    before, held = torch.empty(1000), []
+    held = []
 
     def allocate():
         one, two = torch.empty(1 << 18), torch.empty(1 << 18)
@@ -147,8 +147,6 @@ def test_live_bytes_are_counted_from_every_allocation_and_release():
     first, second = bytes_used(allocate, release, device=CPU)
     assert first == Usage(peak=2 << 20, end=(1 << 20) + (1 << 18))
     assert second == Usage(peak=0, end=-(1 << 18))
-    other = torch.empty(1 << 16)
-    assert tensor_bytes(iter([before, before[:10], other])) == 4000 + (1 << 18)
 
 
 # ---- what follows from it

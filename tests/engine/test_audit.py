@@ -14,7 +14,7 @@ from transformers import CONFIG_MAPPING
 
 from mmtrain.base.errors import UserError
 from mmtrain.engine.audit import AuditError, RankAudit, check_replicas, write_audit
-from mmtrain.engine.optimizer import MasterWeights, NoOpOptimizer, make_optimizer
+from mmtrain.engine.optimizer import MasterWeights, NoOpOptimizer
 from mmtrain.models.modules.stage import build_stage
 from mmtrain.models.modules.tiny import tiny_model
 from mmtrain.models.weights.fingerprint import fingerprint
@@ -34,12 +34,12 @@ class OnlyRank:
     def __init__(self, config, planned=None):
         self.plan = make_plan(planned or config)
         self.stage = build_stage(config, self.plan.ranks[0].stages[0])
-        self.masters = MasterWeights({n: p for n, p in self.stage.global_parameters() if p.requires_grad})
-        self.optimizer = make_optimizer(self.masters.by_name, config.optimizer)
+        stored = {name: p for name, p in self.stage.global_parameters() if p.requires_grad}
+        self.masters = MasterWeights(stored, config.optimizer)
 
     def audit(self, optimizer=None, **planned):
         plan = replace(self.plan.ranks[0], **planned)
-        return RankAudit(plan, {0: self.stage}, optimizer or self.optimizer, self.masters.by_name)
+        return RankAudit(plan, {0: self.stage}, optimizer or self.masters.optimizer, self.masters.by_name)
 
     def weight(self, name):
         return dict(self.stage.global_parameters())[name].data
@@ -72,7 +72,7 @@ def test_a_clean_run_passes_and_is_recorded(rank, tmp_path):
     plan, audit = rank.plan, rank.audit()
     for p in audit.masters.values():
         p.grad = torch.ones_like(p)
-    rank.optimizer.step()
+    rank.masters.optimizer.step()
     audit.check_versions()
     found = write_audit(tmp_path / "audit.json", plan, [audit.finish(set(audit.masters))], learns=True)
     assert found == "4 of 4 trainable tensors moved, frozen weights unchanged on all ranks"

@@ -6,14 +6,15 @@ import itertools
 
 import numpy as np
 import pytest
-import torch
-import torch.distributed as dist
 from ranks import run_ranks
 from scenes import (
+    arrays,
     as_batch,
     documents_of,
+    make_audit,
     make_config,
     make_document,
+    make_engine,
     relative,
     save_parts,
     stock_gradients,
@@ -22,11 +23,9 @@ from scenes import (
     with_slices,
 )
 
+from mmtrain.base.collectives import all_gather_object
 from mmtrain.data.samples.sample import IGNORE
-from mmtrain.engine.audit import RankAudit, model_fingerprint
-from mmtrain.engine.engine import FrozenPipelineEngine
-from mmtrain.engine.process_groups import join_process_group
-from mmtrain.models.modules.stage import build_stage
+from mmtrain.engine.audit import model_fingerprint
 from mmtrain.plan.instructions import Op
 from mmtrain.plan.planner import make_plan
 
@@ -54,23 +53,18 @@ def microbatches_of(step, data):
 
 def train(config, slices, ahead, lead, warms_up=None):
     """Steps with evaluations in between; what each said, the gradients, summed over tokens, what was left and ran."""
-    if not dist.is_initialized():
-        join_process_group(torch.device("cpu"), 60)
     plan = make_plan(config)
     plan = with_prefetch(plan, 0) if slices is None else with_slices(plan, slices, ahead, lead)
-    mine = plan.ranks[dist.get_rank()]
-    stages = {stage.stage: build_stage(config, stage) for stage in mine.stages}
     executed, gradients = [], []
 
     def on_instruction(step, instruction):
         executed.append(instruction)
         if instruction.op is Op.OPTIMIZER_STEP:
-            gradients.append({name: p.grad.numpy().copy() for name, p in engine.trainable.items()})
+            gradients.append(arrays({name: p.grad for name, p in engine.trainable.items()}))
 
-    engine = FrozenPipelineEngine(config, plan, stages, on_instruction, warms_up=warms_up)
-    audit = RankAudit(mine, stages, engine.optimizer, engine.trainable)
-    starts = [None] * dist.get_world_size()
-    dist.all_gather_object(starts, audit.start())
+    engine = make_engine(config, plan, on_instruction=on_instruction, warms_up=warms_up)
+    audit = make_audit(engine)
+    mine, starts = audit.plan, all_gather_object(audit.start())
 
     def share(step):
         mine_of = microbatches_of(step, plan.data)[mine.data * LOCAL :][:LOCAL]
@@ -85,7 +79,7 @@ def train(config, slices, ahead, lead, warms_up=None):
         for count in (1, LOCAL) if step < STEPS - 1 else ():
             said.append(engine.evaluate(iter(share(7)) if mine.pipeline == 0 else None, count))
     audit.check_versions()
-    left = {name: p.detach().numpy().copy() for name, p in {**engine.trainable, **engine.optimizer_state()}.items()}
+    left = arrays({**engine.trainable, **engine.weights.optimizer_state()})
     encoded = {x.microbatch for x in executed if x.op is Op.ENCODE}
     return (
         said,

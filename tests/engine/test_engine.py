@@ -13,12 +13,19 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import run_ranks
-from scenes import as_batch, make_config, make_document, stock_gradients, stock_llava, stock_loss_sum, with_prefetch
+from scenes import (
+    arrays,
+    as_batch,
+    make_config,
+    make_document,
+    make_engine,
+    stock_gradients,
+    stock_llava,
+    stock_loss_sum,
+    with_prefetch,
+)
 
 from mmtrain.base.errors import NonFiniteError
-from mmtrain.engine.engine import FrozenPipelineEngine
-from mmtrain.engine.process_groups import join_process_group
-from mmtrain.models.modules.stage import build_stage
 from mmtrain.plan.instructions import in_common_order
 from mmtrain.plan.planner import make_plan
 
@@ -28,12 +35,9 @@ def step(first_seed):
 
 
 def build(config, prefetched=0, **arguments):
-    if not dist.is_initialized():
-        join_process_group(torch.device("cpu"), 60)
     plan = with_prefetch(make_plan(config), prefetched)
-    mine = plan.ranks[dist.get_rank()]
-    stages = {stage.stage: build_stage(config, stage) for stage in mine.stages}
-    engine = FrozenPipelineEngine(config, plan, stages, **arguments)
+    engine = make_engine(config, plan, **arguments)
+    mine = plan.ranks[engine.global_rank]
 
     def batches(microbatches, share=plan.microbatches_per_step):
         local = [as_batch(m, config.data.pack_length) for m in microbatches[mine.data * share :][:share]]
@@ -85,18 +89,17 @@ def train_warmed_up(config, prefetched, warms_up):
     engine, batches = build(config, prefetched, warms_up=warms_up, on_instruction=lambda *what: executed.append(what))
     assert torch.equal(torch.get_rng_state(), generators)
     assert all(p.grad is None for stage in engine.stages.values() for p in stage.parameters())
-    assert engine.optimizer_state() == {} and not engine.saw_gradient
+    assert engine.weights.optimizer_state() == {} and not engine.saw_gradient
     eight = [step(10 * s) + step(10 * s + 4) for s in range(3)]
     stream = itertools.chain.from_iterable(map(batches, eight[1:])) if engine.stage_id == 0 else None
     local = engine.plan.microbatches_per_step
     said = [engine.evaluate(batches(eight[0]), local), *(engine.train_step(stream) for _ in range(2))]
-    left = {**engine.trainable, **engine.optimizer_state()}
     planned = engine.plan.schedule
     first = in_common_order(planned) if warms_up else planned
     for number, schedule in enumerate((first, planned)):
         instructions = schedule[engine.stage_id]
         assert tuple(what for at, what in executed if at == number)[-len(instructions) :] == instructions
-    return said, {name: tensor.detach().numpy().copy() for name, tensor in left.items()}
+    return said, arrays({**engine.trainable, **engine.weights.optimizer_state()})
 
 
 @pytest.mark.parametrize(
@@ -173,15 +176,11 @@ def unlabelled_step(images):
     return tuple([[make_document(90 + i, images=images, labelled=False)]] for i in range(4))
 
 
-def values(tensors):
-    return {name: tensor.detach().float().numpy().copy() for name, tensor in tensors.items()}
-
-
 def everything(engine):
     """Masters, the weights that are computed with, and AdamW's state, of this rank."""
     named = [pair for stage in engine.stages.values() for pair in stage.global_parameters()]
     stored = {name: p for name, p in named if p.requires_grad}
-    return values(engine.trainable), values(stored), values(engine.optimizer_state())
+    return arrays(engine.trainable), arrays(stored), arrays(engine.weights.optimizer_state())
 
 
 def equal(found, expected):
@@ -206,7 +205,7 @@ def train_on(config, steps, first, of_ranks, with_state):
     engine, batches = build(config, first_step=first)
     masters, _, state = of_ranks[dist.get_rank()]
     tensors = [{n: torch.from_numpy(v) for n, v in kind.items()} for kind in (masters, state if with_state else {})]
-    engine.load_trained(*tensors)
+    engine.weights.load(*tensors)
     loaded = everything(engine)
     results = [engine.train_step(batches(microbatches)) for microbatches in steps[first:]]
     return results, loaded, everything(engine)

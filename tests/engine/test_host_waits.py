@@ -17,6 +17,7 @@ from mmtrain.models.modules import attention
 from mmtrain.models.modules.loss import count_answers
 from mmtrain.models.modules.stage import build_stage
 from mmtrain.models.modules.tiny import tiny_model
+from mmtrain.plan.instructions import Instruction, Op
 from mmtrain.plan.plan import Plan
 from mmtrain.plan.planner import make_plan
 
@@ -53,7 +54,7 @@ def run_micro_batch(device: Pretend, plan: Plan, stages: list, batch) -> torch.T
     with device.during("load and encode"):
         link = ChainLink(plan, 0, stages[0], None, lambda: None, 60)  # alone, it sends nothing
         link.load(0, to_device(batch, DEVICE))
-        link.encode(0)
+        link.encode(Instruction(Op.ENCODE, 0, 0))
         taken = link.take(0)
         hidden = stages[0].start(taken.batch, taken.features)
     inputs, outputs = [], []

@@ -6,16 +6,7 @@ from torch import nn
 from transformers.optimization import get_scheduler, get_wsd_schedule
 
 from mmtrain.config.schema import OptimizerSection
-from mmtrain.engine.optimizer import (
-    MasterWeights,
-    NoOpOptimizer,
-    clip_coefficient,
-    learning_rate,
-    load_trained,
-    make_optimizer,
-    optimizer_state,
-)
-from mmtrain.plan.optimizers import ADAMW
+from mmtrain.engine.optimizer import MasterWeights, NoOpOptimizer, clip_coefficient, learning_rate, make_optimizer
 
 
 def test_a_no_op_optimizer_is_a_real_optimizer_that_does_nothing():
@@ -36,7 +27,7 @@ def test_a_no_op_optimizer_is_a_real_optimizer_that_does_nothing():
 
 def test_master_weights_add_up_gradients_and_updates_that_bfloat16_would_lose():
     stored = {"a": nn.Parameter(torch.ones(1, dtype=torch.bfloat16)), "b": nn.Parameter(torch.ones(1))}
-    masters = MasterWeights(stored)
+    masters = MasterWeights(stored, OptimizerSection())
     assert masters.by_name["b"] is stored["b"], "fp32 needs no twin"
     for factor in (256.0, 1.0):  # their sum, 257, is no bf16 number
         (stored["a"] * factor).sum().backward()
@@ -51,50 +42,55 @@ def test_master_weights_add_up_gradients_and_updates_that_bfloat16_would_lose():
 
 
 def trained(updates):
-    """One weight in bf16 and one in fp32 after some updates."""
+    """One weight in bf16 and one in fp32 after some updates, and their masters."""
     stored = {"a": nn.Parameter(torch.ones(2, 3, dtype=torch.bfloat16)), "b": nn.Parameter(torch.ones(4))}
-    masters = MasterWeights(stored)
-    optimizer = make_optimizer(masters.by_name, OptimizerSection(lr=0.1, weight_decay=0.1))
-    update(masters, optimizer, range(updates))
-    return stored, masters, optimizer
+    masters = MasterWeights(stored, OptimizerSection(lr=0.1, weight_decay=0.1))
+    update(masters, range(updates))
+    return stored, masters
 
 
-def update(masters, optimizer, numbers):
+def update(masters, numbers):
     for number in numbers:
         for master in masters.by_name.values():
             master.grad = torch.arange(1.0, master.numel() + 1).view_as(master) / (number + 3)
-        optimizer.step()
+        masters.optimizer.step()
         masters.write_back()
 
 
+def copies(masters):
+    """Copies of master weights and of their optimizer state, by name."""
+    kinds = masters.by_name, masters.optimizer_state()
+    return [{name: tensor.detach().clone() for name, tensor in kind.items()} for kind in kinds]
+
+
+def equal(found, expected):
+    return all(torch.equal(a[name], b[name]) for a, b in zip(found, expected, strict=True) for name in a)
+
+
 def test_the_state_by_name_is_adamws_own():
-    _, masters, optimizer = trained(0)
-    assert optimizer_state(ADAMW, optimizer, masters.by_name) == {}, "torch makes it at the first update"
-    update(masters, optimizer, range(2))
-    state = optimizer_state(ADAMW, optimizer, masters.by_name)
+    _, masters = trained(0)
+    assert masters.optimizer_state() == {}, "torch makes it at the first update"
+    update(masters, range(2))
+    state = masters.optimizer_state()
     assert sorted(state) == [f"{name}/{part}" for name in "ab" for part in ("exp_avg", "exp_avg_sq", "step")]
     for number, name in enumerate("ab"):
-        for part, value in optimizer.state_dict()["state"][number].items():
+        for part, value in masters.optimizer.state_dict()["state"][number].items():
             assert state[f"{name}/{part}"] is value
     assert state["a/step"].item() == 2 and state["a/exp_avg"].shape == (2, 3)
-    assert optimizer_state(ADAMW, NoOpOptimizer(), {}) == {}
+    assert MasterWeights({}, OptimizerSection()).optimizer_state() == {}
 
 
 @pytest.mark.parametrize("before", [0, 3])
 def test_what_was_loaded_trains_on_to_the_same_bits_and_shares_no_memory(before):
-    stored, masters, optimizer = trained(before)
-    weights = {name: p.detach().clone() for name, p in masters.by_name.items()}
-    state = {name: tensor.clone() for name, tensor in optimizer_state(ADAMW, optimizer, masters.by_name).items()}
-    kept = [{name: tensor.clone() for name, tensor in kind.items()} for kind in (weights, state)]
-    other_stored, other, other_optimizer = trained(7)  # whatever was there goes
-    load_trained(ADAMW, other, other_optimizer, weights, state)
-    assert all(torch.equal(stored[name], other_stored[name]) for name in stored), "also what is computed with"
-    for one, one_optimizer in ((masters, optimizer), (other, other_optimizer)):
-        update(one, one_optimizer, range(before, before + 2))
-    assert all(torch.equal(masters.by_name[name], other.by_name[name]) for name in stored)
-    assert all(torch.equal(stored[name], other_stored[name]) for name in stored)
-    for kind, before_loading in zip((weights, state), kept, strict=True):
-        assert all(torch.equal(kind[name], before_loading[name]) for name in kind), "updates left the copies alone"
+    stored, masters = trained(before)
+    loaded, kept = copies(masters), copies(masters)
+    other_stored, other = trained(7)  # whatever was there goes
+    other.load(*loaded)
+    assert equal([other_stored], [stored]), "also what is computed with"
+    for each in (masters, other):
+        update(each, range(before, before + 2))
+    assert equal([other.by_name, other_stored], [masters.by_name, stored])
+    assert equal(loaded, kept), "updates left the copies alone"
 
 
 @pytest.mark.parametrize(
@@ -109,20 +105,13 @@ def test_what_was_loaded_trains_on_to_the_same_bits_and_shares_no_memory(before)
     ],
 )
 def test_what_does_not_fit_is_named_and_nothing_is_loaded(weights, state, odd):
-    _, masters, optimizer = trained(2)
-    loaded = [{n: t.clone() for n, t in masters.by_name.items()}, optimizer_state(ADAMW, optimizer, masters.by_name)]
-    _, other, other_optimizer = trained(1)
-    before = [other.by_name, optimizer_state(ADAMW, other_optimizer, other.by_name)]
-    kept = [{name: tensor.clone() for name, tensor in kind.items()} for kind in before]
-    for kind, changes in zip(loaded, (weights, state), strict=True):
-        kind |= changes
-        for name in [name for name in kind if kind[name] is None]:
-            del kind[name]
+    changed = [kind | changes for kind, changes in zip(copies(trained(2)[1]), (weights, state), strict=True)]
+    loaded = [{name: tensor for name, tensor in kind.items() if tensor is not None} for kind in changed]
+    _, other = trained(1)
+    before = copies(other)
     with pytest.raises(ValueError, match=f"do not fit what trains on this rank: {odd}$"):
-        load_trained(ADAMW, other, other_optimizer, *loaded)
-    after = [other.by_name, optimizer_state(ADAMW, other_optimizer, other.by_name)]
-    for kind, found in zip(kept, after, strict=True):
-        assert all(torch.equal(kind[name], found[name]) for name in kind)
+        other.load(*loaded)
+    assert equal(before, copies(other))
 
 
 @pytest.mark.parametrize(

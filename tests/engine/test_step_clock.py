@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from mmtrain.engine import step_clock
-from mmtrain.engine.step_clock import Reading, StepClock
+from mmtrain.engine.step_clock import RankSeconds, StepClock
 from mmtrain.engine.trace import Work
 from mmtrain.plan.instructions import Instruction, Op
 
@@ -18,7 +18,7 @@ class Hands:
 
     def __init__(self, monkeypatch) -> None:
         self.now = 100.0
-        monkeypatch.setattr(step_clock._HostTimes, "mark", lambda times: self.now)
+        monkeypatch.setattr(step_clock.time, "perf_counter", lambda: self.now)
 
     def run(self, clock, instruction, seconds, waiting=0.0, fetching=0.0):
         clock.start(instruction)
@@ -27,7 +27,7 @@ class Hands:
             clock.waited()
         self.now += seconds
         if fetching:
-            clock.computed()
+            clock.done()
             self.now += fetching
             clock.fetched()
         clock.done()
@@ -47,9 +47,9 @@ def test_a_step_is_split_into_computing_communicating_loading_and_waiting(monkey
     clock = StepClock(torch.device("cpu"))
     hands.now += 10
     reading = hands.step(clock)
-    assert reading == Reading(10, 4, 1.5, 2, 0, reading.peak_memory_bytes)
+    assert reading == RankSeconds(-10, 4, 1.5, 2, 0, reading.peak_memory_bytes)
     hands.now += 5
-    late = Reading(11, 6, 0, 0, 0, 2048)  # the other rank began a second later
+    late = RankSeconds(-11, 6, 0, 0, 0, 2048)  # the other rank began a second later
     mine, other = clock.leave([reading, late])
     assert (mine.window, mine.compute, mine.communication, mine.data, mine.idle) == (15.5, 4, 1.5, 2, 8)
     assert (other.window, other.compute, other.idle, other.peak_memory_bytes) == (14.5, 6, 8.5, 2048)

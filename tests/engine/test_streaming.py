@@ -12,12 +12,21 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import run_ranks
-from scenes import as_batch, layers_streamed_here, make_config, make_document, save_parts
+from scenes import (
+    arrays,
+    as_batch,
+    join,
+    layers_streamed_here,
+    make_audit,
+    make_config,
+    make_document,
+    make_engine,
+    save_parts,
+)
 
+from mmtrain.base.collectives import all_gather_object
 from mmtrain.base.errors import UserError
-from mmtrain.engine.audit import AuditError, RankAudit, model_fingerprint
-from mmtrain.engine.engine import FrozenPipelineEngine
-from mmtrain.engine.process_groups import join_process_group
+from mmtrain.engine.audit import AuditError, model_fingerprint
 from mmtrain.models.modules.stage import build_stage
 from mmtrain.models.weights.streaming import StreamedLayers
 from mmtrain.models.weights.weight_sources import HostSource, lock
@@ -83,22 +92,20 @@ def microbatches_of(step, data):
 
 def train(config):
     """What steps and evaluations in between said, gradients, what is left, and the audit of this rank."""
+    join()
     plan = make_plan(config)
-    mine = plan.ranks[dist.get_rank()]
     streamed = layers_streamed_here(plan)
-    stages = {stage.stage: build_stage(config, stage, streamed=streamed) for stage in mine.stages}
     gradients, whole = [], []
 
     def on_instruction(step, instruction):
         if streamed is not None:
             whole.append(sum(layer.buffer.untyped_storage().nbytes() > 0 for layer in streamed.layers.values()))
         if instruction.op is Op.OPTIMIZER_STEP:
-            gradients.append({name: p.grad.numpy().copy() for name, p in engine.trainable.items()})
+            gradients.append(arrays({name: p.grad for name, p in engine.trainable.items()}))
 
-    engine = FrozenPipelineEngine(config, plan, stages, on_instruction, warms_up=True)
-    audit = RankAudit(mine, stages, engine.optimizer, engine.trainable)
-    starts = [None] * dist.get_world_size()
-    dist.all_gather_object(starts, audit.start())
+    engine = make_engine(config, plan, streamed, on_instruction=on_instruction, warms_up=True)
+    audit = make_audit(engine)
+    mine, starts = audit.plan, all_gather_object(audit.start())
 
     def share(step, count=LOCAL):
         mine_of = microbatches_of(step, plan.data)[mine.data * LOCAL :][:count]
@@ -113,7 +120,7 @@ def train(config):
         audit.check_versions()
         if streamed is not None:
             assert not any(layer.buffer.untyped_storage().nbytes() for layer in streamed.layers.values())
-    left = {name: p.detach().numpy().copy() for name, p in {**engine.trainable, **engine.optimizer_state()}.items()}
+    left = arrays({**engine.trainable, **engine.weights.optimizer_state()})
     record = audit.finish(engine.saw_gradient)
     fingerprint = model_fingerprint(start["frozen_parameters"] for start in starts)
     return said, gradients, left, fingerprint, record, max(whole, default=0)
@@ -121,8 +128,6 @@ def train(config):
 
 def compare(parts, cases):
     """On every rank: each case streamed and not; what differs, fetches, and the most layers whole at once."""
-    if not dist.is_initialized():
-        join_process_group(torch.device("cpu"), 60)
     found = []
     for case in cases:
         kept, streamed = (train(case.config(parts, streamed=streams)) for streams in (False, True))
@@ -279,16 +284,12 @@ def flip(tensor):
 
 def failures_of(parts, case, quantisation=None):
     """What the audit finds at the end where a bit of what this rank keeps was flipped after it began."""
-    join_process_group(torch.device("cpu"), 60)
     config = case.config(parts, streamed=quantisation is None)
     if quantisation is not None:
         config = config.changed({"model.llm.quantize": quantisation})
-    plan = make_plan(config)
-    mine, streamed = plan.ranks[dist.get_rank()], layers_streamed_here(plan)
-    stages = {stage.stage: build_stage(config, stage, streamed=streamed) for stage in mine.stages}
-    engine = FrozenPipelineEngine(config, plan, stages)
-    audit = RankAudit(mine, stages, engine.optimizer, engine.trainable)
-    kept = streamed.layers[2].kept
+    engine = make_engine(config)
+    audit = make_audit(engine)
+    kept = next(iter(engine.stages.values())).streamed.layers[2].kept
     dist.barrier()  # the other rank's audit has compared the memory that they share
     if dist.get_rank() == 0:
         flip(kept if quantisation is None else kept[0].codes)
@@ -311,7 +312,7 @@ def test_ranks_of_a_machine_that_stream_the_same_layers_share_one_copy(parts):
 
 def wrong_copy(parts):
     """The error of a rank whose source keeps something else than it was given."""
-    join_process_group(torch.device("cpu"), 60)
+    join()
     config = Case(HOST).config(parts, streamed=True)
     plan = make_plan(config)
     streamed = layers_streamed_here(plan)
@@ -323,10 +324,9 @@ def wrong_copy(parts):
         return kept
 
     streamed.source.keep = wrong
-    stages = {0: build_stage(config, plan.ranks[0].stages[0], streamed=streamed)}
-    engine = FrozenPipelineEngine(config, plan, stages)
+    engine = make_engine(config, plan, streamed)
     with pytest.raises(AuditError) as found:
-        RankAudit(plan.ranks[0], stages, engine.optimizer, engine.trainable)
+        make_audit(engine)
     return str(found.value)
 
 

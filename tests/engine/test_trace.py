@@ -13,13 +13,21 @@ import pytest
 from mmtrain import launch
 from mmtrain.config.load import load_config
 from mmtrain.engine import trace
-from mmtrain.engine.trace import Interval, TracedStep, Tracer, Work, write_trace
+from mmtrain.engine.trace import Interval, TracedStep, Work, write_trace
 from mmtrain.plan.instructions import Instruction, Op
 from mmtrain.plan.planner import make_plan
 
 LAYOUT = ("parallel.pipeline=2", "parallel.boundaries=[2, 4, 6]")
 RUN = (*LAYOUT, "train.max_steps=4", "parallel.threads_per_rank=1")
 TRACED = [1, 2]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def no_calibration(tmp_path_factory):
+    """A cache of its own: plans depend on what the user's has."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -153,36 +161,23 @@ def test_clocks_that_begin_anywhere_are_set_by_the_moments_at_which_all_ranks_go
     ]
 
 
-@pytest.fixture
-def tracer(plan, monkeypatch):
-    """Makes the tracer of a rank that is alone."""
+@pytest.mark.parametrize(
+    ("folder", "steps", "message"),
+    [
+        ("", [8], "trace of 1 step: {file}; it opens in ui.perfetto.dev"),
+        ("", [], "no trace was written: it begins with the second step, which was not made"),
+        ("gone", [8], "no trace was written: {file} cannot be written: No such file or directory"),
+    ],
+)
+def test_a_trace_of_fewer_steps_or_none_or_one_that_cannot_be_written_is_told(
+    plan, tmp_path, monkeypatch, folder, steps, message
+):
     monkeypatch.setattr(trace, "gather_to_rank_0", lambda mine: [mine])
-    plan = replace(plan, ranks=plan.ranks[:1])
-    return lambda file, steps: Tracer(file, plan, steps)
-
-
-def test_a_run_that_ends_early_leaves_the_steps_that_it_made(tracer, tmp_path):
-    file = tmp_path / "trace.json"
-    early = tracer(file, steps=3)
-    for step in (7, 8):
-        early.add(lambda step=step: recorded(step, 10.0 * step))
-        assert not early.is_complete
-    assert early.finish() == f"trace of 1 step: {file}; it opens in ui.perfetto.dev"
-    assert content_of(file)["otherData"]["steps"] == [8]
-    assert early.finish() is None
-    early.add(lambda: pytest.fail("nothing is recorded once the trace is written"))
-    nothing = tracer(tmp_path / "none.json", steps=3)
-    nothing.add(lambda: recorded(0, 0.0))
-    assert nothing.finish() == "no trace was written: it begins with the second step, which was not made"
-    assert [path.name for path in tmp_path.iterdir()] == ["trace.json"]
-
-
-def test_a_trace_that_cannot_be_written_does_not_end_the_run(tracer, tmp_path):
-    lost = tracer(tmp_path / "gone" / "trace.json", steps=1)
-    for step in range(2):
-        lost.add(lambda step=step: recorded(step, 10.0 * step))
-    file = tmp_path / "gone" / "trace.json"
-    assert lost.finish() == f"no trace was written: {file} cannot be written: No such file or directory"
+    file = tmp_path / folder / "trace.json"
+    alone = replace(plan, ranks=plan.ranks[:1])
+    told = trace.finish_trace(file, alone, [recorded(step, 10.0 * step) for step in steps])
+    assert told == message.format(file=file)
+    assert file.exists() == message.startswith("trace of")
 
 
 # ---- refusals

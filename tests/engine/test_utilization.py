@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 
 from mmtrain.config.load import load_config
@@ -21,7 +19,7 @@ def step(*ranks, tokens=400, samples=5, tiles=6, supervised_tokens=40):
 
 DEVICE = Device("a device", 1, 1)
 BUSY = RankSeconds(window=2.0, compute=1.0, communication=0.25, data=0.2, fetching=0.05, peak_memory_bytes=1000)
-IDLE = replace(BUSY, window=1.6, compute=0.15, communication=0.05, data=0.0, fetching=0.0, peak_memory_bytes=500)
+IDLE = BUSY._replace(window=1.6, compute=0.15, communication=0.05, data=0.0, fetching=0.0, peak_memory_bytes=500)
 
 
 @pytest.fixture
@@ -33,7 +31,7 @@ def config(tiny, monkeypatch, tmp_path):
 def test_idle_is_what_computing_communication_data_and_fetching_leave_of_the_window():
     assert BUSY.idle == 0.5 and BUSY.idle_fraction == 0.25
     assert IDLE.idle == pytest.approx(1.4) and IDLE.idle_fraction == pytest.approx(0.875)
-    assert replace(BUSY, window=1.4).idle_fraction == 0, "clocks that disagree by a little make no negative share"
+    assert BUSY._replace(window=1.4).idle_fraction == 0, "clocks that disagree by a little make no negative share"
     assert RankSeconds(0.0, 0.0, 0.0, 0.0, 0.0, 0).idle_fraction == 0
 
 
@@ -56,15 +54,15 @@ def test_the_summary_weighs_steps_by_their_time_and_leaves_the_first_one_out(con
     assert use.summary() is None
     use.add(step(IDLE, IDLE))
     assert use.summary() == "idle 88% (rank 0: 88%, rank 1: 88%)", "but not if it is the only one"
-    use.add(step(BUSY, replace(BUSY, compute=1.5)))
+    use.add(step(BUSY, BUSY._replace(compute=1.5)))
     assert use.summary() == "idle 12% (rank 0: 25%, rank 1: 0%)"
-    use.add(step(replace(BUSY, window=6.0), replace(BUSY, window=6.0, compute=5.5)))
+    use.add(step(BUSY._replace(window=6.0), BUSY._replace(window=6.0, compute=5.5)))
     assert use.summary() == "idle 31% (rank 0: 62%, rank 1: 0%)"  # (0.5 + 4.5) / 8
 
 
 def test_of_many_ranks_the_summary_names_the_extremes_and_of_one_none(config):
     use = Utilization(config, DEVICE)
-    use.add(step(BUSY, IDLE, BUSY, BUSY, replace(BUSY, compute=1.5)))
+    use.add(step(BUSY, IDLE, BUSY, BUSY, BUSY._replace(compute=1.5)))
     assert use.summary() == "idle 30% (least rank 4: 0%, most rank 1: 88%)"
     use = Utilization(config, DEVICE)
     use.add(step(BUSY))

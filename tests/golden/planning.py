@@ -11,7 +11,7 @@ from typing import Any
 from mmtrain.base.errors import UserError
 from mmtrain.config.load import load_config
 from mmtrain.config.schema import RunConfig
-from mmtrain.plan.calibration import Calibration, Device, FetchRates, LayerMeasures, MessageSeconds, calibration_key
+from mmtrain.plan.calibration import Calibration, Device, LayerMeasures, MessageSeconds, calibration_key
 from mmtrain.plan.costs import run_costs
 from mmtrain.plan.instructions import Schedule, in_common_order
 from mmtrain.plan.plan import Plan
@@ -84,7 +84,7 @@ def measured(config: RunConfig, device: Device) -> Calibration:
         matmul_flops_per_second=2e14,
         encode_stem_bytes=2**20,
         encode_later_bytes=2**24,
-        fetches={"host": FetchRates(22e9, 19e9)},
+        fetches={"host": 19e9},
     )
 
 

@@ -17,7 +17,6 @@ from mmtrain.plan.calibration import (
     CPU,
     Calibration,
     Device,
-    FetchRates,
     Key,
     MessageSeconds,
     cached_file,
@@ -253,8 +252,8 @@ def test_a_plan_fetches_at_the_rate_that_was_measured_of_its_source_beside_compu
     config = make_config(tmp_path, "parallel.pipeline=1", *STREAMS[source])
     layer = 202_383_360 * 2
     fetched_bytes = layer // 2 if source == "peers" else layer
-    slow = FetchRates(alone=fetched_bytes, beside=fetched_bytes / 20)  # 20 seconds a layer, which computes 1 and 2
-    others = {name: FetchRates(1.0, 1.0) for name in (*STREAMS, "int8") if name != source}
+    slow = fetched_bytes / 20  # 20 seconds a layer, which computes 1 and 2
+    others = {name: 1.0 for name in (*STREAMS, "int8") if name != source}
     for measured in ({source: slow, **others}, others):
         calibration = replace(made_up(config), fetches=measured)
         file = calibration.save(tmp_path / "measured.json")

@@ -12,12 +12,11 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from mmtrain.config.load import DEMO, load_config
 from mmtrain.data.stream.packs import PackedBatch
-from mmtrain.engine.optimizer import MasterWeights, make_optimizer, optimizer_state
+from mmtrain.engine.optimizer import MasterWeights
 from mmtrain.engine.single_stage import SingleStage, expected_batch
 from mmtrain.models.modules.stage import Stage, build_stage
 from mmtrain.plan.block_costs import keys_seen
 from mmtrain.plan.costs import FP32, Models, Workload, run_costs
-from mmtrain.plan.optimizers import optimizer_of
 from mmtrain.plan.plan import StagePlan
 from mmtrain.plan.planner import models_of
 
@@ -43,18 +42,13 @@ def test_the_demos_micro_batch_costs_what_torch_counts(trainable, targets):
     models = models_of(config)
     costs = run_costs(config, models)
     stage = build_stage(config, StagePlan(0, 0, len(models.llm.decoder), True, True))
-    masters = MasterWeights({name: p for name, p in stage.global_parameters() if p.requires_grad})
-    optimizer = make_optimizer(masters.by_name, config.optimizer)
+    masters = MasterWeights({name: p for name, p in stage.global_parameters() if p.requires_grad}, config.optimizer)
     stored = {p.data_ptr() for p in stage.parameters()}
     with _saved_bytes(stage) as saved:
         _forward_and_backward(stage, expected_batch(config, models))
     masters.reduce_gradients(None)
-    optimizer.step()
-    state = [
-        moment
-        for moment in optimizer_state(optimizer_of(config.optimizer), optimizer, masters.by_name).values()
-        if moment.dim()
-    ]
+    masters.optimizer.step()
+    state = [moment for moment in masters.optimizer_state().values() if moment.dim()]
     for master in masters.by_name.values():
         state += [master.grad] if master.data_ptr() in stored else [master.grad, master]
     # torch's counter sees the matrix products of attention that is not fused.

@@ -17,7 +17,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from PIL import Image
 from ranks import run_ranks
-from scenes import IMAGE_SIZE, IMAGE_TOKEN, TOKENS_PER_IMAGE, make_config, save_parts, stock_llava
+from scenes import IMAGE_SIZE, IMAGE_TOKEN, TOKENS_PER_IMAGE, join, make_config, make_engine, save_parts, stock_llava
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlavaForConditionalGeneration, PreTrainedTokenizerFast
 
@@ -26,12 +26,9 @@ from mmtrain.data.samples.sample import IGNORE
 from mmtrain.data.stream.images import image_transform
 from mmtrain.data.stream.loader import PackedBatches
 from mmtrain.data.stream.packs import Pack
-from mmtrain.engine.engine import FrozenPipelineEngine
-from mmtrain.engine.process_groups import join_process_group
-from mmtrain.models.modules.stage import build_stage
 from mmtrain.plan.instructions import Op
-from mmtrain.plan.planner import make_plan
-from mmtrain.training.evaluations import Evaluator
+from mmtrain.training.console import Console
+from mmtrain.training.evaluations import Evaluations
 from mmtrain.training.held_out import HeldOut, permute_images
 
 EOS = 110  # a token that the stock model, with these weights, says after many of the images
@@ -181,26 +178,33 @@ def config_of(scene: Scene, pipeline: int = 1, data: int = 1, **overrides):
     return make_config(scene.folder, **(fixed | overrides))
 
 
+class Shown(Console):
+    """Prints nothing, and keeps how far evaluations are."""
+
+    def __init__(self):
+        super().__init__(None, max_steps=1)
+        self.progress = []
+
+    def evaluating(self, done, total):
+        self.progress.append((done, total))
+
+
 def build(config):
-    plan = make_plan(config)
-    mine = plan.ranks[dist.get_rank()]
-    stages = {stage.stage: build_stage(config, stage) for stage in mine.stages}
-    engine = FrozenPipelineEngine(config, plan, stages)
-    packed = PackedBatches(config, mine.data, plan.data) if mine.pipeline == 0 else None
-    shown = []
-    held_out = None if packed is None else HeldOut(packed)
-    evaluator = Evaluator(engine, held_out, lambda done, total: shown.append((done, total)))
-    return engine, None if packed is None else iter(packed), evaluator, shown
+    engine = make_engine(config)
+    mine = engine.plan.ranks[engine.global_rank]
+    packed = PackedBatches(config, mine.data, engine.plan.data) if mine.pipeline == 0 else None
+    held_out, console = None if packed is None else HeldOut(packed), Shown()
+    evaluations = Evaluations(config.eval, engine, held_out, None, console, None)
+    return engine, None if packed is None else iter(packed), evaluations, console.progress
 
 
 def evaluate(configs, questions):
     """One rank's part (called by run_ranks): per config scores, control, answers, progress."""
-    join_process_group(torch.device("cpu"), 60)
     results = []
     for config in configs:
-        _, _, evaluator, shown = build(config)
-        scores, control = evaluator.scores(), evaluator.scores(permuted=True)
-        results.append((scores, control, evaluator.answers(questions), shown, evaluator.extent))
+        _, _, evaluations, shown = build(config)
+        scores, control = evaluations.scores(), evaluations.scores(permuted=True)
+        results.append((scores, control, evaluations.answers(questions), shown, evaluations.extent))
     return results
 
 
@@ -256,11 +260,11 @@ def test_scores_control_and_answers_are_those_of_a_stock_llava(scene, permuted, 
 
 def stop_on_the_way(config, at):
     """The last rank is asked to stop in round `at` of scores, then of answers; all take a step after that."""
-    join_process_group(torch.device("cpu"), 60)
+    join()
     mine = dist.get_rank() == dist.get_world_size() - 1
     found = []
     for questions in (0, 12):
-        engine, batches, evaluator, _ = build(config)
+        engine, batches, evaluations, _ = build(config)
         rounds = []
 
         def listen(step, instruction, engine=engine, rounds=rounds):
@@ -270,7 +274,7 @@ def stop_on_the_way(config, at):
                     engine.request(stop=True)
 
         engine.on_instruction = listen
-        outcome = evaluator.answers(questions) if questions else evaluator.scores()
+        outcome = evaluations.answers(questions) if questions else evaluations.scores()
         found.append((outcome, len(rounds), engine.requested_stop, engine.train_step(batches).loss))
     return found
 
@@ -468,7 +472,7 @@ def test_damage_among_samples_that_are_held_out_by_fraction_is_left_out_and_list
 
 
 def evaluate_other_files(config, other):
-    join_process_group(torch.device("cpu"), 60)
+    join()
     try:
         build(config if dist.get_rank() == 0 else other)
     except UserError as error:

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from bench_models import SHAPES, ModelSize, run_config
 
 from mmtrain.base.progress import ProgressBar
-from mmtrain.calibration.allocations import bytes_used, tensor_bytes
+from mmtrain.calibration.allocations import bytes_used
 from mmtrain.calibration.calibrate import Calibrator
 from mmtrain.config.schema import RunConfig
 from mmtrain.data.stream.packs import PackedBatch
@@ -100,8 +100,8 @@ class Runner:
         self.config = config
         self.plan = make_plan(config, device=cpu_device(config))
         mine = self.plan.ranks[dist.get_rank()]
-        self._stages = {stage.stage: _shared_stage(config, stage, weights) for stage in mine.stages}
-        self.engine = FrozenPipelineEngine(config, self.plan, self._stages)
+        stages = {stage.stage: _shared_stage(config, stage, weights) for stage in mine.stages}
+        self.engine = FrozenPipelineEngine(config, self.plan, stages)
         replicas = range(mine.data, 1 << 30, self.plan.data)
         self._batches = _batches(config, models, replicas) if mine.pipeline == 0 else None
         self.seconds: list[float] = []
@@ -119,15 +119,22 @@ class Runner:
 
     def peak_bytes(self) -> int:
         """Return the bytes that live at once on this rank in the last traced step; the others fill what it finds."""
-        weights = (t for stage in self._stages.values() for t in (*stage.parameters(), *stage.buffers()))
-        state = (t for s in self.engine.optimizer.state.values() for t in s.values() if isinstance(t, torch.Tensor))
-        lasting = tensor_bytes(itertools.chain(weights, state, self.engine.trainable.values()))
+        lasting = lasting_bytes(self.engine)
         gc.collect()
         ahead = max(encodes.ahead for encodes in self.plan.chain if encodes is not None)
         before = max(1, -(-ahead // self.plan.microbatches_per_step))
         step = functools.partial(self.engine.train_step, self._batches)
         *others, last = bytes_used(*[step] * (before + 1), device=DEVICE)
         return lasting + sum(one.end for one in others) + last.peak
+
+
+def lasting_bytes(engine: FrozenPipelineEngine) -> int:
+    """Return the bytes of an engine's weights and optimizer state; storage that several tensors share counts once."""
+    tensors = [*engine.trainable.values(), *engine.weights.optimizer_state().values()]
+    for stage in engine.stages.values():
+        tensors += [*stage.parameters(), *stage.buffers()]
+    storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
+    return sum(storages.values())
 
 
 def _shared_stage(config: RunConfig, stage: StagePlan, weights: dict[str, torch.Tensor]) -> Stage:
