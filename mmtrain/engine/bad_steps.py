@@ -12,7 +12,6 @@ trains. Each rank reports its part; the reports of all ranks make one record, a 
 from __future__ import annotations
 
 import math
-from collections import ChainMap
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -46,7 +45,8 @@ def report_bad_step(
     numbers = {place: (float(loss), int(supervised)) for place, (loss, supervised) in losses.items()}
     is_bad = bool(bad_names) or not all(math.isfinite(loss) for loss, _ in numbers.values())
     ranks = all_gather_object((is_bad, bad_names, numbers, keys))
-    all_losses, all_keys = (dict(ChainMap(*(rank[i] for rank in ranks))) for i in (2, 3))
+    all_losses = {place: loss for _, _, of_rank, _ in ranks for place, loss in of_rank.items()}
+    all_keys = {place: names for *_, of_rank in ranks for place, names in of_rank.items()}
     record = {
         "step": step,
         "loss_sum": sums.loss_sum,

@@ -101,6 +101,7 @@ class FrozenPipelineEngine:
         self.clock = StepClock(self.device)
         first = self.stages[self.stage_id]
         self._link = ChainLink(plan, self.global_rank, first, self._channels, self.clock.waited, timeout_seconds)
+        # Instructions that need nothing of the engine; the others are its methods.
         self._encode = self._link.encode
         self._send_features, self._receive_features = self._link.send, self._link.receive
         self._streamed = next((stage.streamed for stage in self.stages.values() if stage.streamed is not None), None)

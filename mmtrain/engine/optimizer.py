@@ -21,7 +21,10 @@ NAMES_SHOWN = 5  # of each kind, in an error
 
 
 class NoOpOptimizer(torch.optim.SGD):
-    """The explicit optimizer of a rank on which nothing trains: torch refuses no group, but takes an empty one."""
+    """The explicit optimizer of a rank on which nothing trains.
+
+    torch refuses an empty parameter list ("optimizer got an empty parameter list"), but takes one empty group.
+    """
 
     def __init__(self) -> None:
         super().__init__([{"params": [], "name": REST}], lr=0.0)
@@ -83,9 +86,10 @@ class MasterWeights:
         """
         kind = self._kind
         expected = {name: master.shape for name, master in self.by_name.items()}
-        for name, shape in list(expected.items()) if state else ():
-            expected |= {f"{name}/{part}": shape for part in kind.moments}
-            expected |= {f"{name}/{part}": torch.Size() for part in kind.counters}
+        if state:
+            for name, master in self.by_name.items():
+                expected |= {f"{name}/{part}": master.shape for part in kind.moments}
+                expected |= {f"{name}/{part}": torch.Size() for part in kind.counters}
         loaded = {name: tensor.shape for name, tensor in (*weights.items(), *state.items())}
         if odd := sorted(name for name in expected.keys() | loaded.keys() if expected.get(name) != loaded.get(name)):
             raise ValueError(f"loaded tensors do not fit what trains on this rank: {first_few(odd, NAMES_SHOWN)}")
