@@ -337,7 +337,7 @@ def table(calibration: Calibration) -> list[str]:
             transfer = "assumed" if cost.transfer is None else f"{_milliseconds(cost.transfer)} ms"
             lines.append(f"{kind}: send {send} ms, receive {receive} ms, transfer {transfer}")
     for source, rate in calibration.fetches.items():
-        lines.append(f"weights from {source}: {rate / 1e9:,.2f} GB/s beside computing")
+        lines.append(f"weights from {source}: {rate / 1e9:,.2f} GB/s")
     return lines
 
 

@@ -138,21 +138,15 @@ def measure_fetches(config: RunConfig, plan: Plan, device: torch.device) -> dict
         streamed_numbers=(number,),
     )
     layer = streamed.layers[number]
-    seconds = _median(lambda: _alone(streamed, layer))
-    if device.type == "cuda":  # on a CPU the thread that computes also fetches
-        alone = seconds
-        seconds = _median(lambda: _beside(streamed, layer, 2 * alone))
+    # the first one, which warms up, is left out
+    seconds = statistics.median([_seconds_of_fetch(streamed, layer) for _ in range(FETCHES + 1)][1:])
     fetched = layer.bytes
     if plan.streaming.source == "peers":  # a rank keeps its own part
         fetched -= layer.bytes // plan.streaming.weight_shards
     return {plan.streaming.source: fetched / max(all_gather_object(seconds))}
 
 
-def _median(measure: Callable[[], float]) -> float:
-    return statistics.median([measure() for _ in range(FETCHES + 1)][1:])
-
-
-def _alone(streamed: StreamedLayers, layer: StreamedLayer) -> float:
+def _seconds_of_fetch(streamed: StreamedLayers, layer: StreamedLayer) -> float:
     synchronize = torch.get_device_module(streamed.source.device).synchronize
     layer.make_room()
     dist.barrier()
@@ -163,27 +157,3 @@ def _alone(streamed: StreamedLayers, layer: StreamedLayer) -> float:
     seconds = time.perf_counter() - began
     layer.let_go()
     return seconds
-
-
-def _beside(streamed: StreamedLayers, layer: StreamedLayer, seconds: float) -> float:
-    """Seconds of a fetch on a GPU while matrix products run for at least `seconds`."""
-    device = streamed.source.device
-    side = torch.cuda.Stream(device)
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    matrix = torch.randn(4096, 4096, dtype=torch.bfloat16, device=device)
-    layer.make_room()
-    torch.cuda.synchronize(device)
-    began = time.perf_counter()
-    matrix @ matrix
-    torch.cuda.synchronize(device)
-    product_seconds = time.perf_counter() - began
-    begin.record()
-    arrived = streamed.source.fetch(layer)
-    for _ in range(max(1, round(seconds / product_seconds))):
-        matrix @ matrix
-    with torch.cuda.stream(side):
-        arrived()
-        end.record()
-    torch.cuda.synchronize(device)
-    layer.let_go()
-    return begin.elapsed_time(end) / 1000

@@ -30,7 +30,7 @@ from mmtrain.data.shards.detection import refuse_useless_shards
 from mmtrain.data.shards.indexing import build_indexes, unready_shards
 from mmtrain.data.shards.shard_list import find_shards
 from mmtrain.demo.data import make_demo_shards
-from mmtrain.runtime.pool import usable_cores
+from mmtrain.runtime.gpus import usable_cores
 
 EXAMPLES = """\
   other people's shards, for LLaVA's stage 1 with Vicuna:

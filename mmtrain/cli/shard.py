@@ -59,9 +59,10 @@ from mmtrain.data.prepare.validate import (
 from mmtrain.data.samples.formats import SampleFormat
 from mmtrain.data.samples.records import reason_lines
 from mmtrain.data.shards.detection import add_format_arguments
+from mmtrain.data.shards.pool import worker_pool
 from mmtrain.models.facts.model_files import model_folder
 from mmtrain.models.facts.tokenizer_files import text_fingerprint
-from mmtrain.runtime.pool import usable_cores, worker_pool
+from mmtrain.runtime.gpus import usable_cores
 
 EXAMPLES = """\
   LLaVA's 558K pairs for stage 1 (its images.zip unpacked into LLaVA-Pretrain/images):

@@ -17,8 +17,7 @@ from mmtrain.config.load import DEMO, load_config
 from mmtrain.doctor.check import FailedError, SkippedError
 from mmtrain.launching.machine import TORCHRUN_VARIABLES, free_host_memory
 from mmtrain.plan.refusals import check_environment
-from mmtrain.runtime.gpus import visible_gpus
-from mmtrain.runtime.pool import usable_cores
+from mmtrain.runtime.gpus import usable_cores, visible_gpus
 
 LEAST_CAPABILITY = (8, 0)  # of a GPU: older ones lack bfloat16 arithmetic and a kernel for packed attention
 MOSTLY_FREE = 0.9  # share of a GPU's memory

@@ -23,9 +23,8 @@ from mmtrain.plan.plan import Plan, RankPlan
 from mmtrain.plan.planner import make_plan
 from mmtrain.plan.refusals import check_environment
 from mmtrain.plan.suggest import Suggestion, suggest
-from mmtrain.runtime.gpus import Gpu, visible_gpus
+from mmtrain.runtime.gpus import Gpu, usable_cores, visible_gpus
 from mmtrain.runtime.job import Job
-from mmtrain.runtime.pool import usable_cores
 
 WANTED_OPEN_FILES = 4096  # connections, pipes and shards of a process
 CGROUP = Path("/sys/fs/cgroup")

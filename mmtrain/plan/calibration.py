@@ -32,7 +32,7 @@ from mmtrain.models.facts.quantised import BITS
 from mmtrain.plan.costs import LayerCost, Models, RunCosts
 from mmtrain.plan.optimizers import FP32
 from mmtrain.plan.simulate import MessageCost
-from mmtrain.runtime.pool import usable_cores
+from mmtrain.runtime.gpus import usable_cores
 
 FORMAT = 1
 PACKAGES = ("mmtrain", "torch", "transformers", "timm")
@@ -121,7 +121,7 @@ class Calibration:
     matmul_flops_per_second: Rate  # of one rank, all `ranks` computing
     encode_stem_bytes: Count | None = None  # working in an ENCODE of a first slice without blocks; None: not measured
     encode_later_bytes: Count | None = None  # likewise of a slice behind the first
-    fetches: Mapping[str, Rate] = field(default_factory=dict)  # by measured source: bytes a second beside computing
+    fetches: Mapping[str, Rate] = field(default_factory=dict)  # by measured source: bytes a second
 
     def save(self, file: Path | None = None) -> Path:
         """Write it, by default where `find` looks, and return the file. An existing one is replaced whole."""
@@ -224,8 +224,8 @@ class Assumptions:
     flops_per_second: float
     fp32_slowdown: float  # seconds of a FLOP in fp32 over those of one in bfloat16
     bytes_per_second: float  # of a message on its way
-    host_bytes_per_second: float  # of weights from the host's memory, beside computing
-    dequantised_bytes_per_second: float  # of weights that are made of fewer bits, beside computing
+    host_bytes_per_second: float  # of weights from the host's memory
+    dequantised_bytes_per_second: float  # of weights that are made of fewer bits
     latency_seconds: float  # from a message's post to its first byte
     call_seconds: float  # of one FORWARD or BACKWARD, beyond its layers
 

@@ -1,4 +1,4 @@
-"""What GPUs this process may use, asked in a short-lived child: CUDA must never start in a process that forks later.
+"""What cores and GPUs this process may use; CUDA must never start in a process that forks later, so a child is asked.
 
 driver file there? --child process: torch, libcuda, NVML--> one line of JSON --Machine--> usable, or refused with remedy
 
@@ -49,6 +49,11 @@ class Machine:
     architectures: tuple[str, ...]  # that torch has kernels for, e.g. sm_90; empty: not known
     driver_cuda: tuple[int, int] | None  # the newest CUDA release that the driver knows
     error: str | None  # what torch said where it could not start CUDA
+
+
+def usable_cores() -> int:
+    """Return the number of cores that this process may run on."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def visible_gpus() -> tuple[Gpu, ...]:

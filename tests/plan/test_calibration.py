@@ -248,7 +248,7 @@ STREAMS = {
 
 
 @pytest.mark.parametrize("source", STREAMS)
-def test_a_plan_fetches_at_the_rate_that_was_measured_of_its_source_beside_computing(tmp_path, cache, source) -> None:
+def test_a_plan_fetches_at_the_rate_that_was_measured_of_its_source(tmp_path, cache, source) -> None:
     config = make_config(tmp_path, "parallel.pipeline=1", *STREAMS[source])
     layer = 202_383_360 * 2
     fetched_bytes = layer // 2 if source == "peers" else layer

@@ -25,7 +25,7 @@ from mmtrain.data.samples.formats import LLAVA
 from mmtrain.data.samples.records import BadSample, checked_image, image_size, parse_turns, read_image, record_json
 from mmtrain.data.samples.sample import Sample
 from mmtrain.data.shards.index import Member, ShardIndex, TextLengths, write_index
-from mmtrain.runtime.pool import Advance
+from mmtrain.data.shards.pool import Advance
 
 if TYPE_CHECKING:
     from mmtrain.data.samples.templates import TextCounter

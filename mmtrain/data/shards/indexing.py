@@ -42,11 +42,12 @@ from mmtrain.data.shards.index import (
     read_index,
     write_index,
 )
+from mmtrain.data.shards.pool import Advance, worker_pool
 from mmtrain.models.facts.model_files import model_folder
 from mmtrain.models.facts.tokenizer_files import text_fingerprint
 from mmtrain.models.layouts.layout import ImageLayout
 from mmtrain.models.layouts.square import ONE_SQUARE
-from mmtrain.runtime.pool import Advance, usable_cores, worker_pool
+from mmtrain.runtime.gpus import usable_cores
 
 if TYPE_CHECKING:
     from mmtrain.data.samples.templates import TextCounter

@@ -34,11 +34,6 @@ class _Stopped(Exception):  # noqa: N818
     """Ends a worker's task between two samples."""
 
 
-def usable_cores() -> int:
-    """Return the number of cores that this process may run on."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
 @contextlib.contextmanager
 def worker_pool(work: Callable[[Task, Advance], Result], workers: int) -> Iterator[RunTasks]:
     """Yield `run(tasks, tick)`, which yields each task with the result of `work(task, advance)`, in order.
