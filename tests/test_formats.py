@@ -55,15 +55,15 @@ def asked(tiny, shards, *overrides):
 @pytest.mark.parametrize(
     ("given", "found"),
     [
-        (("caption", "messages", "llava"), ("caption", None, "sharegpt", "llava")),
-        (("llava", "caption"), ("llava", None, "caption")),
-        (("caption", "messages=sharegpt"), ("caption", None, "sharegpt")),
-        (("messages=auto", "llava", "data.format=llava"), ("llava", "sharegpt", None)),
-        (("messages", "data.format=sharegpt"), ("sharegpt", None)),
-        (("messages=sharegpt", "caption=caption"), ("auto", "sharegpt", "caption")),
+        (("caption", "messages", "llava"), ("caption", "caption", "sharegpt", "llava")),
+        (("llava", "caption"), ("llava", "llava", "caption")),
+        (("caption", "messages=sharegpt"), ("caption", "caption", "sharegpt")),
+        (("messages=auto", "llava", "data.format=llava"), ("llava", "sharegpt", "llava")),
+        (("messages", "data.format=sharegpt"), ("sharegpt", "sharegpt")),
+        (("messages=sharegpt", "caption=caption"), ("sharegpt", "sharegpt", "caption")),
     ],
 )
-def test_formats_that_were_found_stand_in_the_configuration_and_what_was_given_stays(tiny, shards, given, found):
+def test_formats_that_were_found_stand_in_the_configuration_beside_those_that_were_given(tiny, shards, given, found):
     config = with_formats(asked(tiny, shards, *given))
     assert (config.data.format, *(one.format for one in config.data.sets)) == found
     assert with_formats(config) == config and config.eval.format == "auto"
@@ -91,7 +91,7 @@ def test_a_run_trains_on_all_that_others_wrote_and_goes_on_by_the_same_words(tin
     words += [f"run.dir={tmp_path}", "parallel.pipeline=1", "train.packs_per_step=4", "data.workers=0"]
     first = train(tiny / "config.yaml", *words, "train.max_steps=2")
     kept = yaml.safe_load((first.folder / "config.yaml").read_text())["data"]
-    assert (kept["format"], [one["format"] for one in kept["sets"]]) == ("caption", [None, "sharegpt"])
+    assert (kept["format"], [one["format"] for one in kept["sets"]]) == ("caption", ["caption", "sharegpt"])
     assert "data.sets.1.shards: sharegpt (KEY.json), as 24 of the first 24 samples are" in first.printed
     again = train(tiny / "config.yaml", *words, "train.max_steps=4", allow=["train.max_steps"])
     assert "(step 2 of 4)" in again.printed and len(again.losses()) == 4

@@ -22,21 +22,17 @@ INDEXED_WHILE_OTHERS_WAIT = 1_000_000_000  # bytes of shards: seconds to a minut
 
 
 def with_formats(config: RunConfig) -> RunConfig:
-    """Return the configuration with the samples' formats in place of `auto`; make the demo's data on first use.
+    """Return the configuration with the format of each set of samples; make the demo's data on first use.
 
-    A null in data.sets stays where data.format says it. Raises what `data_sets` raises.
+    Raises what `data_sets` raises.
     """
     make_demo_data(config)
-    data, found = config.data, data_sets(config.data)
-    sections = data.sets or (data,)
-    asked = [section.format or data.format for section in sections]
-    names = [one.form.name for one in found]
-    default = next((name for name, ask in zip(names, asked, strict=True) if ask == AUTO), data.format)
-    changes: dict[str, Any] = {"data.format": default if data.format == AUTO else data.format}
+    data = config.data
+    names = [one.form.name for one in data_sets(data)]
+    changes: dict[str, Any] = {"data.format": names[0] if data.format == AUTO else data.format}
     if data.sets is not None:
         changes["data.sets"] = tuple(
-            section if ask != AUTO else section.changed({"format": None if name == changes["data.format"] else name})
-            for section, ask, name in zip(data.sets, asked, names, strict=True)
+            section.changed({"format": name}) for section, name in zip(data.sets, names, strict=True)
         )
     if (held_out := evaluated_set(config)) is not None:
         changes["eval.format"] = held_out.form.name
