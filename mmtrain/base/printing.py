@@ -23,6 +23,7 @@ from mmtrain.base.console_stream import output_without_waiting, prepare_standard
 from mmtrain.base.errors import UserError
 
 COLUMNS = 80  # of a terminal in which every table can be read
+NO_HOME = "Could not determine home directory."  # what pathlib says
 INTERRUPTED = 130  # exit code of a command that Ctrl-C has ended
 
 # Controls (C0 but tab and line feed, DEL, C1), Unicode's property Bidi_Control, its separators of lines and paragraphs,
@@ -199,6 +200,11 @@ def run_command(
             return 2
         except OSError as error:
             show_error(f"{error.filename or unnamed} cannot be used: {error.strerror or error}")
+            return 2
+        except RuntimeError as error:
+            if str(error) != NO_HOME:
+                raise
+            show_error("a path begins with ~ or ~USER, and that user has no home here. Write the path out")
             return 2
         except KeyboardInterrupt:
             print_note(interrupted)

@@ -33,6 +33,7 @@ import functools
 import glob
 import hashlib
 import math
+import os
 import shlex
 import sys
 from collections import Counter
@@ -210,7 +211,8 @@ def parse_size(text: str) -> int:
 
 def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     parser = command_parser("shard", __doc__, EXAMPLES, EXITS)
-    path = lambda text: Path(text).expanduser()  # noqa: E731 - the shell leaves --out=~/data as it is
+    # The shell leaves --out=~/data as it is. Not by pathlib, which raises for a user who is not here.
+    path = lambda text: Path(os.path.expanduser(text))  # noqa: E731, PTH111
     add = parser.add_argument
     source = parser.add_mutually_exclusive_group(required=True).add_argument
     source("--from", type=path, nargs="+", dest="paths", metavar="PATH", help="files or folders, as above")

@@ -108,6 +108,11 @@ def test_what_libraries_log_is_printed_by_a_command_and_left_to_logging_elsewher
     assert package.handlers == [mine]
 
 
+def test_a_home_that_is_not_here_is_an_error_of_one_line(capsys):
+    assert run_command(lambda: Path("~nobody-of-this-name/a.tar").expanduser()) == 2
+    assert capsys.readouterr().err.startswith("error: a path begins with ~ or ~USER")
+
+
 def test_what_nobody_expected_is_a_traceback_that_steers_no_terminal():
     script = f"from mmtrain.base.printing import run_command; run_command(lambda: exec({HOSTILE!r}))"
     ended = subprocess.run([sys.executable, "-c", script], capture_output=True, check=False)
