@@ -1,6 +1,6 @@
 """Read, compute, compare and write the golden files. To record anew what has changed on purpose, from the root:
 
-PYTHONPATH=.:tests .venv/bin/python -m golden.record order|tokens|exports|projectors|plans|instructions|faults ...
+PYTHONPATH=.:tests .venv/bin/python -m golden.record order|tokens|exports|projectors|faults ...
 
 The cases stay; the commit says why what comes of them has changed. Wrong inputs are a table to edit by hand.
 """
@@ -17,15 +17,14 @@ from typing import Any
 import torch
 from golden.facts import CASES, FACTS
 from golden.faults import outcome_of
-from golden.planning import facts_of, lists_of, shape_of
 from tiny_models import make_config, make_tiny_llm, make_tiny_shards, make_tiny_vision
 
-FOLDER = Path(__file__).parent  # NAME.json: `facts` by case and what they were `recorded_with`, or `records`
+FOLDER = Path(__file__).parent  # NAME.json: `facts` by case and what they were `recorded_with`; of faults `records`
 
 
-def records_of(kind: str) -> list[dict[str, Any]]:
-    """Read the records of plans, instructions or faults."""
-    return json.loads((FOLDER / f"{kind}.json").read_text())["records"]
+def fault_records() -> list[dict[str, Any]]:
+    """Read the records of faults."""
+    return json.loads((FOLDER / "faults.json").read_text())["records"]
 
 
 def surroundings(name: str) -> dict[str, str]:
@@ -61,25 +60,17 @@ def renewed_facts(name: str, scratch: Path) -> str:
     return re.sub(r"\[\n *([^][{}]{1,100})\n *\]", lambda found: "[" + re.sub(r"\n *", " ", found[1]) + "]", text)
 
 
-def renewed_records(kind: str, scratch: Path) -> str:
-    """Compute the records of a file again, one a line, so that a diff shows which have changed."""
-    records = records_of(kind)
-    if kind == "faults":
-        make_tiny_llm(scratch / "llm")
-        make_tiny_vision(scratch / "vision")
-        make_tiny_shards(scratch / "shards", two_image_fraction=0.125)
-        make_config(scratch, "tiny")
+def renewed_faults(scratch: Path) -> str:
+    """Make every fault again; return the records, one a line, so that a diff shows which have changed."""
+    records = fault_records()
+    make_tiny_llm(scratch / "llm")
+    make_tiny_vision(scratch / "vision")
+    make_tiny_shards(scratch / "shards", two_image_fraction=0.125)
+    make_config(scratch, "tiny")
     for number, record in enumerate(records):
-        if kind == "faults":
-            record["outcome"] = outcome_of(record["case"], scratch, scratch / str(number))
-            print(record["name"], record["outcome"], flush=True)
-            del record["outcome"]["stderr"]
-        elif kind == "plans":
-            record["facts"] = facts_of(record["case"], scratch)
-            record["facts"].pop("message", None)
-        else:
-            record["shape"] = shape_of(record["case"], scratch)
-            record["lists"] = lists_of(record["shape"])
+        record["outcome"] = outcome_of(record["case"], scratch, scratch / str(number))
+        print(record["name"], record["outcome"], flush=True)
+        del record["outcome"]["stderr"]
     lines = ",\n".join(map(json.dumps, records))
     return f'{{"records": [\n{lines}\n]}}'
 
@@ -87,5 +78,5 @@ def renewed_records(kind: str, scratch: Path) -> str:
 if __name__ == "__main__":
     for name in sys.argv[1:]:
         with tempfile.TemporaryDirectory() as folder:
-            renewed = (renewed_facts if name in FACTS else renewed_records)(name, Path(folder))
+            renewed = renewed_facts(name, Path(folder)) if name in FACTS else renewed_faults(Path(folder))
         (FOLDER / f"{name}.json").write_text(renewed + "\n")

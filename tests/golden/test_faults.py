@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 from golden.faults import outcome_of
-from golden.record import records_of
+from golden.record import fault_records
 
-RECORDS = records_of("faults")
+RECORDS = fault_records()
 SECONDS_MORE = 10.0  # than recorded
 
 
