@@ -157,7 +157,12 @@ def _job(
 ) -> Job:
     """Return the run's processes: `start` is rank 0's, `compared` what ranks of several nodes compare."""
     return job_here(
-        *(config, plan, gpus, local_ranks, run_folder(config), "mmtrain.training.loop:main"),
+        config,
+        plan,
+        gpus,
+        local_ranks,
+        run_folder(config),
+        "mmtrain.training.loop:main",
         arguments={"config": config, "plan": plan, "start": start, "trace_steps": options.trace or 0},
         nodes=options.nnodes,
         node=options.node_rank,

@@ -123,7 +123,10 @@ class _Run:
         # Before the engine warms up, which would run out of memory without an explanation.
         refuse_short_device_memory(self.place, self.device)
         self.engine = FrozenPipelineEngine(
-            *(config, plan, self.stages, self._before_instruction),
+            config,
+            plan,
+            self.stages,
+            self._before_instruction,
             first_step=self.first_step,
             bad_steps_file=rank.folder / BAD_STEPS,
         )
