@@ -303,7 +303,6 @@ def _resized(image: Image.Image, settings: Any) -> Image.Image:
 
 
 def _streamer(tokenizer: Any, show: Callable[[str], None]) -> Any:
-    """Return a streamer that shows the answer's words as soon as they are whole."""
     from transformers import TextStreamer
 
     class Words(TextStreamer):

@@ -23,7 +23,6 @@ __all__ = ["parse_arguments", "run"]
 
 
 def parse_arguments(arguments: Sequence[str]) -> Options:
-    """Command line; `--help` teaches by example."""
     interrupted = "stopped by Ctrl-C before the ranks were started"
     parser = command_parser("calibrate", __doc__, EXAMPLES, EXITS, interrupted=interrupted, waits=False)
     return parse_run(parser, arguments, calibrate=True)

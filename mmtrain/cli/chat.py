@@ -86,7 +86,6 @@ def _chat(options: argparse.Namespace) -> None:
 
 
 def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
-    """Command line; `--help` teaches by example."""
     parser = command_parser("chat", __doc__, EXAMPLES, {0: "answered"}, logs=print_note)
     parser.add_argument("--model", required=True, help="a run, a checkpoint, or a Hugging Face folder")
     image_help = "a picture; may be repeated; none for a run on text alone"

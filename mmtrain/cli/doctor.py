@@ -92,7 +92,6 @@ def _run(check: Check, folder: Path) -> str:
 
 
 def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
-    """Parse the command line; `--help` lists the checks."""
     purposes = "\n".join(f"  {check.name:{NAME_WIDTH}}  {check.purpose}" for check in CHECKS)
     parser = command_parser("doctor", f"{__doc__}\nchecks:\n{purposes}", EXAMPLES, EXITS, interrupted="stopped")
     parser.add_argument("--only", nargs="+", choices=NAMES, default=NAMES, metavar="CHECK", help="only these checks")

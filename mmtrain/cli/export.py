@@ -71,7 +71,6 @@ def run(options: argparse.Namespace) -> int:
 
 
 def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
-    """Command line; `--help` teaches by example."""
     interrupted = "stopped; nothing was left under --out"
     parser = command_parser("export", __doc__, EXAMPLES, EXITS, interrupted=interrupted, logs=print_result)
     checkpoint_help = "a step folder, or a run: its newest whole one"

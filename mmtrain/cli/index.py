@@ -75,7 +75,6 @@ def run(options: argparse.Namespace) -> None:
 
 
 def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
-    """Command line; `--help` teaches by example."""
     interrupted = "stopped by Ctrl-C; finished indexes stay, the same command goes on"
     parser = command_parser("index", __doc__, EXAMPLES, EXITS, interrupted=interrupted, logs=print_result)
     add_reading_arguments(parser)

@@ -182,7 +182,6 @@ def _print_report(survey: Survey, layout: ImageLayout, fills: list[Fill], missin
 
 
 def _print_distribution(title: str, values: np.ndarray) -> None:
-    """Print mean, quantiles and a histogram of whole numbers."""
     print_result("", title)
     if not len(values):
         print_result("  none")
@@ -287,7 +286,6 @@ def _print_sample(sample: TokenizedSample) -> None:
 
 
 def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
-    """Command line; `--help` teaches by example."""
     parser = command_parser("inspect", __doc__, EXAMPLES, EXITS)
     what = parser.add_mutually_exclusive_group()
     what.add_argument("--verify", action="store_true", help="compare every byte with the indexes' checksums")

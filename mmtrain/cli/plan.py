@@ -28,7 +28,6 @@ __all__ = ["parse_arguments", "run"]
 
 
 def parse_arguments(arguments: Sequence[str]) -> Options:
-    """Command line; `--help` teaches by example."""
     parser = command_parser("plan", __doc__, EXAMPLES, EXITS)
     add_suggest(parser)
     return parse_run(parser, arguments, plan=True)

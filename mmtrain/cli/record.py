@@ -37,7 +37,6 @@ EXAMPLES = """\
 
 
 def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
-    """Command line; `--help` teaches by example."""
     parser = command_parser("record", __doc__, EXAMPLES)
     parser.add_argument("model", nargs="?", help="folder or cached hub id of an LLM")
     parser.add_argument("--vision", metavar="NAME", help="timm name, folder or cached hub id of a vision encoder")

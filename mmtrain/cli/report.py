@@ -31,7 +31,6 @@ def run(options: argparse.Namespace) -> None:
 
 
 def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
-    """Command line; `--help` teaches by example."""
     parser = command_parser("report", __doc__, EXAMPLES, {0: "the page is written"}, interrupted="stopped")
     parser.add_argument("runs", metavar="RUN", type=Path, nargs="+", help="the folder of a run")
     parser.add_argument(

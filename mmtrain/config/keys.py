@@ -84,7 +84,6 @@ def section_of(annotation: Any) -> type[BaseModel] | None:
 
 
 def is_optional(annotation: Any) -> bool:
-    """Whether a field may be null."""
     is_union = typing.get_origin(annotation) in (typing.Union, types.UnionType)
     return is_union and types.NoneType in typing.get_args(annotation)
 

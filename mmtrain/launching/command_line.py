@@ -59,8 +59,6 @@ EXITS = {
 
 
 class Options(argparse.Namespace):
-    """The parsed command line."""
-
     config: str
     overrides: list[str]
     plan: bool = False
@@ -99,7 +97,6 @@ def add_suggest(parser: argparse.ArgumentParser) -> None:
 
 
 def parse_arguments(arguments: Sequence[str]) -> Options:
-    """Command line; `--help` teaches by example."""
     interrupted = "stopped by Ctrl-C before the ranks were started"
     parser = command_parser("train", DESCRIPTION, EXAMPLES, EXITS, interrupted=interrupted, waits=False)
     instead = parser.add_mutually_exclusive_group()

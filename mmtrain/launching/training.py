@@ -96,7 +96,6 @@ def train(config: RunConfig, options: Options) -> int:
 
 
 def _report_end(failure: Failure | None, job: Job) -> int:
-    """Print how the run ended and what to do next; return the exit code."""
     if failure is None:
         if job.node == 0:
             print_info(f"results: {job.folder}")

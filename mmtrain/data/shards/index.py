@@ -102,7 +102,6 @@ class ShardIndex:
     texts: dict[str, TextLengths] = field(default_factory=dict)  # by text_fingerprint
 
     def add(self, key: str, members: Iterable[Member], image_sizes: Iterable[tuple[int, int]]) -> None:
-        """Append a sample."""
         self.keys.append(key)
         self.members.append(tuple(members))
         self.image_sizes.append(tuple(image_sizes))
