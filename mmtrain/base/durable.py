@@ -67,8 +67,9 @@ def whole_folder(path: Path) -> Iterator[Path]:
     `path` in the meantime, and removes what was written.
     """
     for leftover in path.parent.glob(leftovers(glob.escape(path.name))):
-        if time.time() - leftover.stat().st_mtime > A_DAY:
-            shutil.rmtree(leftover, ignore_errors=True)
+        with contextlib.suppress(FileNotFoundError):  # another process has removed it
+            if time.time() - leftover.stat().st_mtime > A_DAY:
+                shutil.rmtree(leftover, ignore_errors=True)
     unfinished = _unfinished(path)
     try:
         unfinished.mkdir()

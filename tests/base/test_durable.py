@@ -50,9 +50,11 @@ def test_what_killed_processes_left_of_a_folder_goes_after_a_day(tmp_path):
         (tmp_path / name / "file").touch()
         os.utime(tmp_path / name, (0, 0))
     os.utime(tmp_path / ".out.4567abcd.tmp")  # which may still be written
+    (tmp_path / ".out.89ababcd.tmp").symlink_to("gone")  # as one that another process removes in this moment
     with whole_folder(tmp_path / "out"):
         pass
     remove_folder(tmp_path / "out.unfinished.tmp")
+    (tmp_path / ".out.89ababcd.tmp").unlink()
     assert sorted(path.name for path in tmp_path.iterdir()) == [".out.4567abcd.tmp", ".out.x.0123abcd.tmp", "out"]
 
 
