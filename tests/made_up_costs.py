@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from typing import Literal
 
 from mmtrain.config.schema import RunConfig
 from mmtrain.plan.block_costs import Flops
@@ -30,9 +29,7 @@ def made_up_costs(
     pipeline: int,
     microbatches: int,
     memory_bytes: int | None = None,
-    recompute: Literal["auto"] | tuple[int, ...] = "auto",
     first: int | None = None,
-    messages: bool = True,
     polls: bool = True,
 ) -> StageCosts:
     """Front, decoder layers, head; something trains from layer `first` (default: any) on, those before keep nothing."""
@@ -69,11 +66,11 @@ def made_up_costs(
         encode_block=float(draw.randrange(4)) / blocks,
         encoder_blocks=blocks,
         call=0.5 * draw.randrange(3),
-        messages=_message(draw, messages),
-        features=_message(draw, messages),
+        messages=_message(draw),
+        features=_message(draw),
         end=float(draw.randrange(3)),
     )
-    return StageCosts(costs, timings, Setting(pipeline, microbatches, memory_bytes, recompute, polls))
+    return StageCosts(costs, timings, Setting(pipeline, microbatches, memory_bytes, "auto", polls))
 
 
 def made_up_calibration(config: RunConfig, device: Device) -> Calibration:
@@ -101,20 +98,14 @@ def made_up_measures(forward: float, backward: float) -> LayerMeasures:
     return LayerMeasures(forward, backward, forward + backward, 1000, 100, 10, 20, 1200)
 
 
-def equal_costs(
-    layers: Sequence[float], *, pipeline: int, microbatches: int, encode: float = 0.0, blocks: int = 1
-) -> StageCosts:
-    """Layers that take these seconds forward and as many backward, no memory, nothing else; the first one trains.
-
-    An encoder of so many blocks takes `encode` seconds.
-    """
+def equal_costs(layers: Sequence[float], *, pipeline: int, microbatches: int, encode: float = 0.0) -> StageCosts:
+    """Layers of these seconds in each direction and no memory, the first one trained; an encoder of one block."""
     costs = RunCosts(
         layers=tuple(
-            LayerCost(str(i), str(i), ("p",) * (i == 0), 0, Flops(), Flops(), 0, 0, 0, 0, 0, 0, 0)
-            for i in range(len(layers))
+            LayerCost(str(i), ("p",) * (i == 0), 0, Flops(), Flops(), 0, 0, 0, 0, 0, 0, 0) for i in range(len(layers))
         ),
-        whole_last=LayerCost("", "", (), 0, Flops(), Flops(), 0, 0, 0, 0, 0, 0, 0),
-        encoder=EncoderCost(0, True, 0, 0, 0, blocks=blocks),
+        whole_last=LayerCost("", (), 0, Flops(), Flops(), 0, 0, 0, 0, 0, 0, 0),
+        encoder=EncoderCost(0, True, 0, 0, 0, blocks=1),
         work=Workload(64, 8, 8, 8, 8),
         hidden_bytes=0,
         integer_bytes=0,
@@ -123,13 +114,12 @@ def equal_costs(
         kinds=(),
     )
     seconds = tuple(LayerSeconds(x, x, 2 * x) for x in layers)
-    timings = Timings(None, seconds, seconds[-2], 0.0, encode / blocks, blocks, 0, MessageCost(), MessageCost(), 0)
+    timings = Timings(None, seconds, seconds[-2], 0.0, encode, 1, 0, MessageCost(), MessageCost(), 0)
     return StageCosts(costs, timings, Setting(pipeline, microbatches, None, "auto"))
 
 
-def _message(draw: random.Random, messages: bool) -> MessageCost:
-    send, receive, transfer = (0.25 * draw.randrange(2), 0.25 * draw.randrange(2), 0.5 * draw.randrange(3))
-    return MessageCost(send * messages, receive * messages, transfer * messages)
+def _message(draw: random.Random) -> MessageCost:
+    return MessageCost(0.25 * draw.randrange(2), 0.25 * draw.randrange(2), 0.5 * draw.randrange(3))
 
 
 def _encoder(draw: random.Random) -> EncoderCost:
@@ -152,7 +142,6 @@ def _layer(draw: random.Random, index: int, decoder: int, trains: bool, keeps: b
     kept = draw.randrange(1, 60) if keeps else 0
     recomputing = draw.randrange(kept) // 4 if kept and 0 < index <= decoder else kept
     return LayerCost(
-        name=str(index),
         kind=str(index),
         trainable_names=("p",) if trains else (),
         trainable=draw.randrange(1, 3) * trains,

@@ -62,16 +62,11 @@ def chains(pipeline: int) -> list[tuple[int, ...]]:
 
 
 def made_up_step(
-    draw: random.Random,
-    pipeline: int,
-    stages_per_rank: int,
-    microbatches: int,
-    ranks: Sequence[int],
-    first: int | None = None,
+    draw: random.Random, pipeline: int, stages_per_rank: int, microbatches: int, ranks: Sequence[int]
 ) -> Step:
     """Encoders of 1% to 60% of the work, in slices of unequal size; rank 0's may be the stem alone."""
     stages = pipeline * stages_per_rank
-    first = draw.choice([0, 0, draw.randrange(stages)]) if first is None else first
+    first = draw.choice([0, 0, draw.randrange(stages)])
     forward = [draw.uniform(0.5, 1.5) for _ in range(stages)]
     backward = [draw.uniform(0.5, 2) if stage >= first else 0.0 for stage in range(stages)]
     work, share = sum(forward) + sum(backward), draw.choice([0.01, 0.1, 0.2, 0.36, 0.6])

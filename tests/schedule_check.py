@@ -202,14 +202,3 @@ def _check_progress(schedule: Schedule) -> None:
     if stuck := find_deadlock([schedule], Ordering.IDEAL):
         places = (_place(rank, at, schedule[rank][at]) for rank, _, at in stuck)
         raise ValueError(f"deadlock: every rank waits: {'; '.join(places)}")
-
-
-def most_buffered(schedule: Schedule) -> int:
-    """Most micro-batches whose features exist at once, on rank 0."""
-    waiting = most = ahead_of(schedule)[-1]
-    comes = Op.ENCODE if len(chain_of(schedule)) == 1 else Op.RECEIVE_FEATURES
-    for x in schedule[0]:
-        waiting += x.op is comes
-        most = max(most, waiting)
-        waiting -= x.op is Op.FORWARD and x.stage == 0
-    return most

@@ -131,7 +131,6 @@ def _draw_panel(axes: Any, timeline: Timeline, longest: float) -> None:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Draw what the command line names."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("overrides", metavar="key=value", nargs="*", help="set a key of --plan's CONFIG")
     parser.add_argument("--plan", metavar="CONFIG", help="YAML file of a run, or demo:llava_pp4")

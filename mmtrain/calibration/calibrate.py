@@ -17,7 +17,7 @@ import functools
 import itertools
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -27,15 +27,7 @@ from mmtrain.base.collectives import all_gather_object
 from mmtrain.base.printing import bytes_text, table_lines
 from mmtrain.base.progress import ProgressBar
 from mmtrain.calibration.allocations import Usage, bytes_used
-from mmtrain.calibration.solution import (
-    ENCODE,
-    WINDOW,
-    mean_of_ranks,
-    recomputing,
-    solve_layers,
-    solve_messages,
-)
-from mmtrain.calibration.transfers import FEATURES, MESSAGE, MessageCosts, measure_fetches
+from mmtrain.calibration.transfers import ECHO, FEATURES, MESSAGE, RECEIVE, SEND, MessageCosts, measure_fetches
 from mmtrain.config.schema import RunConfig
 from mmtrain.data.stream.packs import to_device
 from mmtrain.engine.channels import Channels
@@ -46,7 +38,7 @@ from mmtrain.engine.statistics import RankSums
 from mmtrain.engine.step_clock import RankSeconds
 from mmtrain.models.modules.stage import build_stage
 from mmtrain.models.modules.vision_tower import VisionTower
-from mmtrain.plan.calibration import Calibration, Device, Key, calibration_key
+from mmtrain.plan.calibration import Calibration, Device, Key, LayerMeasures, MessageSeconds, calibration_key
 from mmtrain.plan.costs import LayerKind, Models, run_costs
 from mmtrain.plan.plan import Plan, StagePlan
 from mmtrain.plan.planner import models_of
@@ -57,6 +49,11 @@ WARM_UP_ROUNDS = 2
 MIN_ROUNDS, MAX_ROUNDS = 7, 31
 SECONDS = 40.0  # of rounds, within these limits
 LOAD, REDUCE, UPDATE, MATMUL = "load", "reduce", "update", "matrix products"
+WINDOW = "layers in a row"
+ENCODE = "encode"
+
+Seconds = Mapping[str, float]  # by stage and direction, as in "head forward"; of ENCODE; of messages
+Bytes = Mapping[str, Mapping[str, int]]  # by stage: "kept" until its backward, working in "forward" and "backward"
 
 
 class Calibrator:
@@ -103,9 +100,14 @@ class Calibrator:
         self._messages: MessageCosts | None = None
         if plan.pipeline > 1:
             channels = Channels(plan, dist.get_rank(), device, timeout)
-            self._messages = MessageCosts(plan, channels, self._message_tensors(), device, self._compute)
+            integers = torch.zeros((2, *alone.input.shape[:2]), dtype=torch.int64)
+            tensors = {MESSAGE: [integers, torch.zeros_like(alone.input)]}
+            if self._can_cut:
+                size = self._costs.encoder.hidden_bytes
+                tensors[FEATURES] = [torch.zeros(size, dtype=torch.uint8, device=device)]
+            self._messages = MessageCosts(plan, channels, tensors, device, self._compute)
         self.seconds: dict[str, list[float]] = {}
-        """Seconds in every round, by what was measured; see `solution`."""
+        """Seconds in every round, by what was measured."""
 
     def _build(
         self, config: RunConfig, kind_of_window: LayerKind, first: int, last: int, count: int
@@ -125,14 +127,6 @@ class Calibrator:
             if kind.layer is not None:
                 stages[kind.name] = build(kind, kind.layer, kind.layer + 1, head=kind.on_rows)
         return stages
-
-    def _message_tensors(self) -> dict[str, list[torch.Tensor]]:
-        hidden = self._stages["front"].input
-        tensors = {MESSAGE: [torch.zeros((2, *hidden.shape[:2]), dtype=torch.int64), torch.zeros_like(hidden)]}
-        if self._can_cut:
-            size = self._costs.encoder.hidden_bytes
-            tensors[FEATURES] = [torch.zeros(size, dtype=torch.uint8, device=self._device)]
-        return tensors
 
     def warm_up(self, seconds: float) -> int:
         """Run everything twice; return how many rounds fit into `seconds`, equal on every rank."""
@@ -185,7 +179,6 @@ class Calibrator:
 
     @torch.no_grad()
     def _multiply(self) -> None:
-        """Multiply all tokens with each matrix of a decoder layer."""
         for matrix in self._matrices:
             torch.nn.functional.linear(self._factors[matrix.shape[1]], matrix)
 
@@ -312,19 +305,126 @@ def find_window(kinds: Sequence[LayerKind]) -> tuple[int, int]:
     return first, first + length
 
 
+# ---- what one more layer adds to a stage
+
+
+def recomputing(name: str) -> str:
+    return f"{name}, recomputing"
+
+
+def mean_of_ranks(of_ranks: Sequence[Seconds]) -> dict[str, float]:
+    """Return means over the ranks that have measured something, by its name."""
+    names = dict.fromkeys(name for rank in of_ranks for name in rank)
+    return {name: statistics.fmean(rank[name] for rank in of_ranks if name in rank) for name in names}
+
+
+def solve_messages(seconds: Seconds, kind: str) -> MessageSeconds | None:
+    """Return what a message of this kind takes from sender and receiver, and its transfer; None if not measured."""
+    both = [max(0.0, seconds[f"{name} {kind}"]) for name in (SEND, RECEIVE) if f"{name} {kind}" in seconds]
+    if len(both) < 2:
+        return None
+    echo = seconds.get(f"{ECHO} {kind}")
+    return MessageSeconds(*both, transfer=None if echo is None else max(0.0, echo - sum(both)))
+
+
+def solve_layers(
+    seconds: Seconds, sizes: Bytes, kinds: Mapping[str, LayerKind], window: Sequence[str]
+) -> tuple[dict[str, LayerMeasures], float]:
+    """Return what each kind of layer adds, by name, and the seconds of a call beyond its layers. Nothing is below 0.
+
+    `window` names the kinds of n layers in a row, which take n layers and one call: alone they take n calls.
+    """
+    forward, forward_call = _seconds_of_layers(seconds, "forward", kinds, window)
+    backward, backward_call = _seconds_of_layers(seconds, "backward", kinds, window)
+    second_forward = _second_forward(seconds, forward, window)
+    input_bytes = _inner_input(sizes, WINDOW, window)
+    recomputing_input_bytes = _inner_input(sizes, recomputing(WINDOW), [recomputing(name) for name in window])
+    layers = {}
+    for name, kind in kinds.items():
+        own = sizes[ENCODE if name == "encoder" else name]
+        recomputed = sizes.get(recomputing(name), own)
+        kept, kept_recomputing, recomputing_seconds = own["kept"], recomputed["kept"], backward[name]
+        if kind.layer is not None and kind.runs_backward:
+            kept += input_bytes
+            kept_recomputing += recomputing_input_bytes
+            recomputing_seconds += second_forward * forward[name]
+        of_head = sizes["head"]["kept"] if kind.on_rows else 0
+        layers[name] = LayerMeasures(
+            forward_seconds=forward[name],
+            backward_seconds=backward[name],
+            recomputing_seconds=recomputing_seconds,
+            kept_bytes=max(0, kept - of_head),
+            kept_bytes_recomputing=max(0, kept_recomputing - of_head),
+            forward_working_bytes=own["forward"],
+            backward_working_bytes=own["backward"],
+            recomputing_working_bytes=recomputed["backward"],
+        )
+    calls = [forward_call, backward_call] if any(kind.runs_backward for kind in kinds.values()) else [forward_call]
+    return layers, statistics.fmean(calls)
+
+
+def _seconds_of_layers(
+    seconds: Seconds, direction: str, kinds: Mapping[str, LayerKind], window: Sequence[str]
+) -> tuple[dict[str, float], float]:
+    """Seconds that each kind of layer adds in one direction, and those of a call beyond its layers."""
+
+    def of(stage: str) -> float:
+        return seconds.get(f"{stage} {direction}", 0.0)
+
+    row, alone, count = of(WINDOW), sum(map(of, window)), len(window)
+    call = max(0.0, alone - row) / (count - 1) if count > 1 else 0.0
+    more = max(0.0, row - alone) / count  # of each layer, where the row takes longer than its layers alone
+    layers = {}
+    for name, kind in kinds.items():
+        if name == "encoder":
+            layers[name] = seconds[ENCODE] if direction == "forward" else 0.0
+        elif name == "front":
+            layers[name] = of(name)  # without a decoder layer behind it, nothing of the LLM's own code is called
+        elif kind.on_rows:
+            layers[name] = max(0.0, of(name) - of("head"))
+        elif name == "head":
+            layers[name] = max(0.0, of(name) - call)
+        else:
+            layers[name] = max(0.0, of(name) - call + more) if of(name) else 0.0
+    return layers, call
+
+
+def _second_forward(seconds: Seconds, forward: Mapping[str, float], window: Sequence[str]) -> float:
+    """Time that recomputing a layer adds, as a multiple of its forward; 1 where nothing recomputes."""
+    first = sum(forward[name] for name in window)
+    if f"{recomputing(WINDOW)} backward" not in seconds or not first:
+        return 1.0
+    more = sum(seconds[f"{recomputing(WINDOW)} {way}"] - seconds[f"{WINDOW} {way}"] for way in ("forward", "backward"))
+    return max(0.0, more) / first
+
+
+def _inner_input(sizes: Bytes, row: str, alone: Sequence[str]) -> int:
+    """Bytes that a layer behind another keeps more than one that begins a stage: its input, where that is kept.
+
+    Less what every stage keeps besides its layers, such as the rotations of its tokens.
+    """
+    count = len(alone)
+    if count == 1 or row not in sizes:
+        return 0
+    return (sizes[row]["kept"] - sum(sizes[name]["kept"] for name in alone)) // (count - 1)
+
+
+# ---- a run of its own
+
+
 def table(calibration: Calibration) -> list[str]:
     """Return a calibration as lines for a terminal: what one more layer adds to a stage, and what else was measured."""
     layers = []
     for name, layer in calibration.layers.items():
         times = layer.forward_seconds, layer.backward_seconds, layer.recomputing_seconds
         working = max(layer.forward_working_bytes, layer.backward_working_bytes)
-        sizes = map(bytes_text, (layer.kept_bytes, layer.kept_bytes_recomputing, working))
-        layers.append((name, *map(_milliseconds, times), *sizes))
+        sizes = layer.kept_bytes, layer.kept_bytes_recomputing, working
+        layers.append((name, *map(_milliseconds, times), *map(bytes_text, sizes)))
     times = (">forward\nms", ">backward\nms", ">recomputing\nms")
+    call, end = _milliseconds(calibration.compute_seconds), _milliseconds(calibration.end_seconds)
     lines = [
         *table_lines(("one more", *times, ">kept", ">kept\nrecomputing", ">working"), layers),
-        f"call {_milliseconds(calibration.compute_seconds)} ms; end of a step "
-        f"{_milliseconds(calibration.end_seconds)} ms; "
+        f"call {call} ms; end of a step {end} ms; "
         f"matrix products {calibration.matmul_flops_per_second / 1e12:,.3f} TFLOP/s a rank",
     ]
     if calibration.encode_block_seconds:
@@ -332,10 +432,10 @@ def table(calibration: Calibration) -> list[str]:
     for kind, cost in ((MESSAGE, calibration.messages), (FEATURES, calibration.features)):
         if cost is None:
             lines.append(f"{kind} was not measured: plans assume it")
-        else:
-            send, receive = _milliseconds(cost.send), _milliseconds(cost.receive)
-            transfer = "assumed" if cost.transfer is None else f"{_milliseconds(cost.transfer)} ms"
-            lines.append(f"{kind}: send {send} ms, receive {receive} ms, transfer {transfer}")
+            continue
+        parts = {"send": cost.send, "receive": cost.receive, "transfer": cost.transfer}
+        texts = [f"{name} {_milliseconds(x)} ms" for name, x in parts.items() if x is not None]
+        lines.append(f"{kind}: {', '.join(texts)}" + ", transfer assumed" * (cost.transfer is None))
     for source, rate in calibration.fetches.items():
         lines.append(f"weights from {source}: {rate / 1e9:,.2f} GB/s")
     return lines

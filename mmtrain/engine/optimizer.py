@@ -75,9 +75,9 @@ class MasterWeights:
 
     def optimizer_state(self) -> dict[str, torch.Tensor]:
         """Return the optimizer's own state tensors of each weight by `NAME/PART`, fp32; none before an update."""
-        state = self.optimizer.state
+        parts, state = (*self._kind.moments, *self._kind.counters), self.optimizer.state
         updated = {name: state[master] for name, master in self.by_name.items() if master in state}
-        return {f"{name}/{part}": parts[part] for name, parts in updated.items() for part in self._kind.state_names}
+        return {f"{name}/{part}": tensors[part] for name, tensors in updated.items() for part in parts}
 
     def load(self, weights: Mapping[str, torch.Tensor], state: Mapping[str, torch.Tensor]) -> None:
         """Load copies of master weights, by name, and of their `optimizer_state()` (empty: no update yet).

@@ -66,10 +66,7 @@ def replica_group(
 
 
 def channel_group(ranks: Sequence[int], device: torch.device, timeout_seconds: int) -> dist.ProcessGroup:
-    """Make the group of two ranks that send each other tensors on `device`. Collective, in one order.
-
-    The timeout is for messages between hosts; a message between GPUs has none.
-    """
+    """Make the group of two ranks that send each other tensors on `device`. Collective, in one order."""
     if device.type != "cuda":
         return dist.new_group(sorted(ranks), timeout=timedelta(seconds=timeout_seconds))
     options = dist.ProcessGroupNCCL.Options()

@@ -91,7 +91,6 @@ class SingleStage:
             self.features = self.encode()  # its graph is used up by each backward
 
     def encode(self) -> torch.Tensor | None:
-        """Run ENCODE, where there is an encoder or a slice of it."""
         return self.module.encode(self._taken)
 
     def forward(self) -> None:

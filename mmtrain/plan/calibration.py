@@ -147,7 +147,6 @@ def gpu_device(name: str) -> Device:
 
 
 def calibration_key(config: RunConfig, models: Models, device: Device) -> Key:
-    """What a calibration for this run on this device must have been made for."""
     llm, vision, layout = models.llm, models.vision, models.layout
     facts = [
         [[p.name, *p.shape] for p in models.parameters],

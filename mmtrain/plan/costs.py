@@ -146,7 +146,6 @@ class LayerCost:
     Working bytes are the peak while the layer runs, beyond what was there before and, in forward, what it keeps.
     """
 
-    name: str
     kind: str  # name of its LayerKind
     trainable_names: tuple[str, ...]
     trainable: int  # elements
@@ -182,7 +181,6 @@ class RunCosts:
 
 
 def run_costs(config: RunConfig, models: Models) -> RunCosts:
-    """Costs of a micro-batch of the expected contents."""
     llm, vision = config.model.llm.dtype, config.model.vision_dtype
     work = workload(config, models.layout)
     sizes, optimizer = (BYTES[llm], BYTES[vision]), optimizer_of(config.optimizer)
@@ -251,7 +249,7 @@ class _LayerCosts:
         if key not in self.decoder:
             kind = LayerKind(prefix[:-1] + " on rows" * on_rows, index, upstream, names, on_rows)
             self.decoder[key] = kind, self.decoder_kind(kind)
-        return replace(self.decoder[key][1], name=prefix[:-1], trainable_names=names)
+        return replace(self.decoder[key][1], trainable_names=names)
 
     def decoder_kind(self, kind: LayerKind) -> LayerCost:
         llm, work, size = self.models.llm, self.work, self.llm_size
@@ -308,7 +306,6 @@ class _LayerCosts:
         """
         trained = [(p, size) for parameters, size in stored for p in parameters if p.name in self.trained]
         return LayerCost(
-            name=kind,
             kind=kind,
             trainable_names=tuple(p.name for p, _ in trained),
             trainable=sum(p.numel for p, _ in trained),

@@ -71,7 +71,6 @@ class Message(NamedTuple):
 
     @property
     def channel(self) -> tuple[int, int, str]:
-        """Messages of one channel arrive in the order in which they were sent."""
         return self.source, self.destination, self.kind
 
     @property

@@ -25,21 +25,12 @@ class OptimizerKind:
     name: str
     moments: tuple[str, ...]  # torch's names of state tensors of the weight's shape, on its device
     counters: tuple[str, ...]  # of those without dimensions, on the CPU: on a GPU each update would wait for them
-    workspace_tensors: int  # of the weight's shape, while it is updated
+    workspace_bytes: int  # of an element while it is updated
     make: Callable[[list[dict[str, Any]], OptimizerSection], torch.optim.Optimizer]
-
-    @property
-    def state_names(self) -> tuple[str, ...]:
-        return self.moments + self.counters
 
     def state_bytes(self, element_size: int) -> int:
         """Bytes of a trained element: gradient, moments and, if it is not stored in fp32, its master weight."""
         return FP32 * (1 + len(self.moments) + (element_size != FP32))
-
-    @property
-    def workspace_bytes(self) -> int:
-        """Bytes of a trained element while it is updated."""
-        return FP32 * self.workspace_tensors
 
 
 def _adamw(groups: list[dict[str, Any]], config: OptimizerSection) -> torch.optim.Optimizer:
@@ -48,7 +39,7 @@ def _adamw(groups: list[dict[str, Any]], config: OptimizerSection) -> torch.opti
     return torch.optim.AdamW(groups, betas=config.betas, eps=config.eps)
 
 
-ADAMW = OptimizerKind("AdamW", ("exp_avg", "exp_avg_sq"), ("step",), workspace_tensors=1, make=_adamw)
+ADAMW = OptimizerKind("AdamW", ("exp_avg", "exp_avg_sq"), ("step",), workspace_bytes=FP32, make=_adamw)
 """Decoupled weight decay (arXiv:1711.05101). It works in the root of the second moment."""
 
 

@@ -89,15 +89,12 @@ class Search:
 
     def _shares_in_slices(self) -> list[EncoderShare]:
         """Equal slices in idle slots; if the config names rank 0 among others, also all of them there (7% in one)."""
-        asks_for_0 = self.encoder_ranks != "auto" and 0 in self.encoder_ranks
-        return [*self._shares_on_rank_0() * asks_for_0, EncoderShare(0.0, self.equal_slices)]
-
-    @property
-    def equal_slices(self) -> Slices:
-        """Equal numbers of blocks, rounded up, for every rank that may hold some."""
-        holders = range(self.pipeline) if self.encoder_ranks == "auto" else self.encoder_ranks
+        ranks = range(self.pipeline)
+        holders = ranks if self.encoder_ranks == "auto" else self.encoder_ranks
         each = -(-self.costs.costs.encoder.blocks // len(holders))
-        return tuple(each * (rank in holders) for rank in range(self.pipeline))
+        equal = EncoderShare(0.0, tuple(each * (rank in holders) for rank in ranks))
+        asks_for_0 = self.encoder_ranks != "auto" and 0 in self.encoder_ranks
+        return [*self._shares_on_rank_0(), equal] if asks_for_0 else [equal]
 
     def _best(
         self,

@@ -415,7 +415,6 @@ def streaming_of(config: RunConfig) -> Streaming:
 
 
 def _of_ranks(layers: Literal["auto"] | int | tuple[int, ...], pipeline: int) -> Literal["auto"] | tuple[int, ...]:
-    """A number of layers for each pipeline rank, where one number stands for all."""
     return (layers,) * pipeline if isinstance(layers, int) else layers
 
 

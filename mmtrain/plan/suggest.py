@@ -101,7 +101,7 @@ class Suggestion:
     measured_on: str | None  # the device whose calibration gives the seconds; None: they are assumed
     not_measured: int  # candidates left out, since no calibration says what they take
     tried: int  # candidates that were planned
-    not_tried: int  # candidates that might be among the best, beyond `most_plans`
+    not_tried: int  # candidates that might be among the best, beyond MOST_PLANS
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,16 +120,12 @@ class _Candidate:
 
 
 def suggest(
-    config: RunConfig,
-    devices: int,
-    device_memory_bytes: int | None = None,
-    device: Device | None = None,
-    most_plans: int = MOST_PLANS,
+    config: RunConfig, devices: int, device_memory_bytes: int | None = None, device: Device | None = None
 ) -> Suggestion:
     """Suggest at most five layouts that use `devices` devices; starts nothing.
 
     Candidates are planned in the order of a lower bound of their steps, until none of the others can be among the best,
-    `most_plans` at most. First comes the fastest, or the simplest of all that take at most SIMPLER longer. Candidates
+    MOST_PLANS at most. First comes the fastest, or the simplest of all that take at most SIMPLER longer. Candidates
     without calibrated costs are left out where others have them. Layouts that quantise come last, and only if faster.
 
     Raises UserError for a number of devices that no layout can use, and where nothing fits.
@@ -144,7 +140,7 @@ def suggest(
     for candidate in sorted(used, key=lambda x: (x.size.is_quantised, x.bound, x.size.simplicity)):
         if not _may_be_best(candidate, layouts):
             continue
-        if tried == most_plans:
+        if tried == MOST_PLANS:
             not_tried += 1
             continue
         tried += 1
@@ -319,7 +315,6 @@ def overrides(config: RunConfig, changes: Changes) -> Changes:
 
 
 def as_options(changes: Changes) -> list[str]:
-    """Write changes as a command line takes them behind CONFIG."""
     return [f"{key}={'null' if value is None else value}" for key, value in changes.items()]
 
 

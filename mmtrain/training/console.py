@@ -91,7 +91,6 @@ class Console:
             self._stream.write(text + "\n")
 
     def close(self) -> None:
-        """Leave the bar as it is and give the cursor back."""
         if self._bar is not None:
             self._bar.stop()
 

@@ -117,7 +117,6 @@ class _TensorBoard:
 
 
 def _preformatted(text: str) -> str:
-    """Text that Markdown shows as it is."""
     return "\n".join(f"    {line}" for line in text.splitlines())
 
 

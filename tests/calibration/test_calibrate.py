@@ -11,14 +11,15 @@ import torch
 
 from mmtrain.base.errors import UserError
 from mmtrain.calibration.allocations import Usage, bytes_used
-from mmtrain.calibration.calibrate import find_window, table
-from mmtrain.calibration.solution import (
+from mmtrain.calibration.calibrate import (
     ENCODE,
     WINDOW,
+    find_window,
     mean_of_ranks,
     recomputing,
     solve_layers,
     solve_messages,
+    table,
 )
 from mmtrain.config.load import load_config
 from mmtrain.data.samples.sample import IGNORE, IMAGE_POSITION

@@ -48,7 +48,6 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Command line; exit code 2 and one message for what the user can mend."""
     options = parse_arguments(sys.argv[1:] if arguments is None else arguments)
     return run_command(lambda: options.run(options))
 

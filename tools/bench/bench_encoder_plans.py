@@ -124,7 +124,6 @@ def _llm_shape(name: str) -> LlmShape:
 
 
 def _tensors(model_class: type[PreTrainedModel], config: PreTrainedConfig) -> dict[str, tuple[int, ...]]:
-    """Return name and shape of a stock model's tensors, without making them."""
     with torch.device("meta"):
         return {name: tuple(tensor.shape) for name, tensor in model_class(config).state_dict().items()}
 

@@ -65,17 +65,14 @@ class ModelSize:
 
     @property
     def image_tokens(self) -> int:
-        """Positions that an image takes in the LLM."""
         return (self.image_size // self.patch_size) ** 2
 
     @property
     def sample_tokens(self) -> int:
-        """Length of a typical sample."""
         return self.image_tokens + self.text_tokens
 
     @property
     def image_token(self) -> int:
-        """The row of the vocabulary by which stock LLaVA marks image positions."""
         return self.vocabulary - 1
 
 

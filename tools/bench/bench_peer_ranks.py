@@ -40,12 +40,10 @@ def one_rank(settings: Settings, row: str, parts: Path, rank: Rank) -> None:
 
 
 def calibration_file(parts: Path) -> Path:
-    """Where the costs are that mmtrain plans its pipeline with, once they are measured."""
     return parts / "calibration.json"
 
 
 def calibrate_pipeline(settings: Settings, row: str, parts: Path, rank: Rank) -> None:
-    """Measure the pipeline's layers on the ranks that will race, as `--calibrate` does for a run."""
     config = make_config(settings, parts, STAGES)
     calibrate(config, make_plan(config), cpu_device(config), calibration_file(parts), rank)
 

@@ -70,7 +70,6 @@ def run(options: argparse.Namespace) -> int:
 
 
 def settings_of(options: argparse.Namespace) -> Settings:
-    """Return what to measure."""
     from bench_plan_ranks import Layout, Settings
 
     layouts = [

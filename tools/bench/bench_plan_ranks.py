@@ -138,7 +138,6 @@ def lasting_bytes(engine: FrozenPipelineEngine) -> int:
 
 
 def _shared_stage(config: RunConfig, stage: StagePlan, weights: dict[str, torch.Tensor]) -> Stage:
-    """Return a stage over frozen weights that all layouts share."""
     module = build_stage(config, stage)
     for name, parameter in module.global_parameters():
         if not parameter.requires_grad:

@@ -23,6 +23,7 @@ from mmtrain.config.schema import RunConfig
 from mmtrain.data.samples.sample import IGNORE
 from mmtrain.data.stream.packs import PackedBatch
 from mmtrain.engine.engine import FrozenPipelineEngine
+from mmtrain.engine.optimizer import NoOpOptimizer
 from mmtrain.models.facts.connectors import connector
 from mmtrain.models.modules.projector import make_projector
 from mmtrain.models.modules.stage import Stage, build_stage
@@ -150,16 +151,6 @@ class Layer(nn.Module):
         return self.layer(inputs)
 
 
-class NoOptimizer(torch.optim.Optimizer):
-    """For a rank without trainable parameters."""
-
-    def __init__(self) -> None:
-        super().__init__([{"params": []}], {"lr": 0.0})
-
-    def step(self, closure: object = None) -> None:
-        pass
-
-
 class DeepSpeedPipeline:
     """One rank of `stages`. `batches` is an endless iterator over micro-batches, read on the first and last rank."""
 
@@ -180,7 +171,7 @@ class DeepSpeedPipeline:
         )
         self.parts = [int(bound) for bound in module.parts]
         trainable = [p for p in module.parameters() if p.requires_grad]
-        optimizer = torch.optim.AdamW(trainable, lr=LEARNING_RATE, weight_decay=0.0) if trainable else NoOptimizer()
+        optimizer = torch.optim.AdamW(trainable, lr=LEARNING_RATE, weight_decay=0.0) if trainable else NoOpOptimizer()
         self._engine, *_ = deepspeed.initialize(
             model=module,
             optimizer=optimizer,

@@ -38,7 +38,6 @@ class Spread:
 
 
 def spread(values: Sequence[float]) -> Spread:
-    """Median, least and largest of at least one value."""
     return Spread(statistics.median(values), min(values), max(values), tuple(values))
 
 
@@ -56,7 +55,6 @@ def alternate(contestants: Mapping[str, Callable[[], float]], repetitions: int) 
 
 
 def rates(times: Times, work: float) -> dict[str, Spread]:
-    """Work done per second, by contestant."""
     return {name: spread([work / seconds for seconds in values]) for name, values in times.items()}
 
 
@@ -145,7 +143,6 @@ def _of_turns(found: Mapping[str, Any], name: str, fact: str) -> tuple[list[floa
 
 
 def as_dict(numbers: Mapping[str, Mapping[str, Spread]]) -> dict[str, Any]:
-    """Convert spreads to JSON."""
     return {key: {name: asdict(value) for name, value in of_names.items()} for key, of_names in numbers.items()}
 
 
@@ -160,7 +157,6 @@ def describe_samples(found: Mapping[str, Any]) -> str:
 
 
 def describe_differences(found: Mapping[str, Any]) -> str:
-    """How equal the contestants were."""
     worst = found["first_step_differences"]
     return f"first step: losses within {worst['loss']:.1e}, gradients within {worst['gradient']:.1e} of each other"
 

@@ -303,7 +303,6 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Command line; exit code 2 and one message for what the user can mend."""
     options = parse_arguments(arguments)
     return run_command(lambda: crash_test(options))
 
