@@ -89,8 +89,6 @@ class FrozenPipelineEngine:
         self._bad_steps_file = bad_steps_file
         self._wants_save = False
         self._wants_stop = False
-        self.is_training = True
-        """Whether `train_step` runs, or ran last, and not `evaluate`."""
         self._last_stage = plan.pipeline * plan.stages_per_rank - 1
         self._needs_prelude = any(encodes and encodes.ahead for encodes in plan.chain)
         warms_up = self.device.type == "cuda" if warms_up is None else warms_up
@@ -109,11 +107,10 @@ class FrozenPipelineEngine:
             self._streamed.before_wait, self._streamed.after_wait = self.clock.done, self.clock.fetched
         self._shape = (config.train.packs_per_microbatch, config.data.pack_length, first.language.hidden_size)
         self._dtype = first.dtype
-        self._begin_step()
+        self._begin(None, trains=True)
 
     @property
     def learns(self) -> bool:
-        """Whether any rank has a parameter that trains with a learning rate above 0."""
         names = [name for rank in self.plan.ranks for name in rank.trainable_names]
         return any(group.lr > 0 and group.parameters for group in parameter_groups(self.run_config.optimizer, names))
 
@@ -134,12 +131,10 @@ class FrozenPipelineEngine:
         to every step. A step whose loss or gradient is not finite changes no parameter. Raises NonFiniteError, on every
         rank, once the run has had more such steps than `train.max_bad_steps`.
         """
-        self._begin_step()
-        self._batches = batches
-        self.is_training = True
+        self._begin(batches, trains=True)
         if self._needs_prelude:
             self._needs_prelude = False
-            self._run_schedule(prelude(self.plan.chain), 0, is_prelude=True)
+            self._run_schedule(prelude(self.plan.chain), 0)
         self._run_schedule(self.plan.schedule, self.plan.microbatches_per_step)
         self.step_index += 1
         return self._result
@@ -150,15 +145,16 @@ class FrozenPipelineEngine:
         Training is not affected; NaN and infinity are reported, not raised. Cost: stage 0 may run ahead, so that the
         hidden states of all micro-batches may wait at once.
         """
-        self._begin_step()
-        self._batches = batches
-        self.is_training = False
+        self._begin(batches, trains=False)
         shape = self.plan.pipeline, microbatches, self.plan.stages_per_rank
         chain = ranks_of(self.plan.chain), self.plan.evaluation_lead
         self._run_schedule(forward_schedule(*shape, *chain), microbatches)
         return self._statistics
 
-    def _begin_step(self) -> None:
+    def _begin(self, batches: Iterator[PackedBatch] | None, *, trains: bool) -> None:
+        self._batches = batches
+        self.is_training = trains
+        """Whether `train_step` runs, or ran last, and not `evaluate`."""
         self._input: dict[tuple[int, int], torch.Tensor] = {}
         self._output: dict[tuple[int, int], torch.Tensor | GradientEdge] = {}
         self._integers: dict[tuple[int, int], torch.Tensor] = {}
@@ -169,10 +165,11 @@ class FrozenPipelineEngine:
         self.predicted = {}
         self.clock.begin()
 
-    def _run_schedule(self, schedule: Schedule, microbatches: int, *, is_prelude: bool = False) -> None:
+    def _run_schedule(self, schedule: Schedule, microbatches: int) -> None:
+        """Run lists that use `microbatches`; a prelude uses none."""
         if not self._posts_ahead[self.is_training]:  # the first one: something may still wait for the whole device
             schedule = in_common_order(schedule)
-            self._posts_ahead[self.is_training] = not is_prelude
+            self._posts_ahead[self.is_training] = microbatches > 0
         instructions = schedule[self.stage_id]
         if self._streamed is not None:
             streamed = {stage.stage: stage.streamed for stage in self.plan.ranks[self.global_rank].stages}

@@ -41,8 +41,8 @@ class RankSeconds(NamedTuple):
 class StepClock:
     """One rank's clock; all ranks make it at the same time.
 
-    Call `begin`, then for each instruction `start`, `waited` where it has waited until now, and `done`; in the
-    reduction that ends a step's work `read` before and `leave` after, when all ranks go on together.
+    Call `begin`, then for each instruction `start`, `waited` where it has waited since the last mark, for weights
+    `fetched`, and `done`; in the reduction that ends a step's work `read` before and `leave` after, when all go on.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -79,11 +79,9 @@ class StepClock:
         self._instruction = instruction
 
     def waited(self) -> None:
-        """Note that this rank has only waited since the last mark."""
         self._marks.append((Work.WAIT, self._instruction, self._now()))
 
     def fetched(self) -> None:
-        """Note that this rank has waited for weights since the last mark."""
         if self._instruction is not None:
             self._marks.append((Work.FETCH, self._instruction, self._now()))
 

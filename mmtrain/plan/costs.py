@@ -135,7 +135,6 @@ class LayerKind:
 
     @property
     def runs_backward(self) -> bool:
-        """Whether it has a backward at all; one that has none runs without a graph."""
         return self.input_gradient or bool(self.trainable_names)
 
 

@@ -120,7 +120,6 @@ def needed_before(x: Instruction, ranks: int, stages: int, chain: Sequence[int])
 
 
 def _after(chain: Sequence[int], rank: int, places: int = 1) -> int:
-    """The next of a chain, which goes round."""
     return chain[(chain.index(rank) + places) % len(chain)] if rank in chain else rank
 
 

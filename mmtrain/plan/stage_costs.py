@@ -213,7 +213,6 @@ class StageCosts:
         return streamed_layers(self.setting.streaming, [self.layers[begin:end] for begin, end in ranges], count)
 
     def _find_most_streamed(self, ranges: tuple[LayerRange, ...]) -> int:
-        """The most layers of a rank that may be streamed within the machine's memory."""
         on_host, most = self.setting.streaming.host_bytes, self.count
         most = sum(map(len, self._streamed(ranges, most).places))
         while on_host is not None and most and self._streamed(ranges, most).host_bytes > on_host:
