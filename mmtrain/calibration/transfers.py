@@ -57,10 +57,7 @@ class MessageCosts:
         self._echoes = (self._sends or self._receives) and plan.first_trainable_stage <= sender
 
     def round(self) -> dict[str, float]:
-        """Return seconds of one message of each kind, by names like "send features".
-
-        Each rank measures SEND or RECEIVE, whichever it does, and ECHO, one way, if messages also go back.
-        """
+        """Return seconds of a message of each kind, "send features" and so on; ECHO, one way, if messages go back."""
         seconds = {}
         alone = self._stretch(None)
         for kind, message in self._messages.items():

@@ -1,7 +1,6 @@
 """Run a plan's instruction lists, with DeepSpeed's topology, process groups and optimizer step.
 
-- every rank runs exactly the instructions of `plan.schedule`;
-- frozen decoder layers may be fetched before they compute, in the order of these lists (models/weights/streaming.py);
+- every rank runs exactly the instructions of `plan.schedule`, and fetches streamed layers in their order;
 - a message is (position_ids and labels stacked (2, B, L), on the host; hidden (B, L, D)); a gradient is (B, L, D);
 - no forward or backward waits for the device: what depends on data is known on the host;
 - micro-batches contribute sums of token losses; gradients are divided once, by the step's supervised tokens over all

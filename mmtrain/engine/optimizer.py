@@ -33,9 +33,8 @@ class NoOpOptimizer(torch.optim.SGD):
 class MasterWeights:
     """fp32 masters of what trains, `by_name`, and their `optimizer`: gradients add up in them, checkpoints hold them.
 
-    bf16's rounding would swallow most updates of lr 1e-3. So a parameter stored in bf16 computes in bf16, as in the
-    stock model; each micro-batch's gradient is added to its master's in fp32; and after an update the parameter becomes
-    its master, rounded. A parameter stored in fp32 is its own master.
+    bf16's rounding would swallow most updates of lr 1e-3. So each micro-batch's gradient is added to its master's in
+    fp32, and after an update a parameter stored in bf16 becomes its master, rounded. One in fp32 is its own master.
     """
 
     def __init__(self, stored: Mapping[str, torch.nn.Parameter], config: OptimizerSection) -> None:

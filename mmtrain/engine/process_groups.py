@@ -50,10 +50,7 @@ def own_group(
 def replica_group(
     plan: Plan, rank: int, device: torch.device, timeout_seconds: int, size: int | None = None
 ) -> dist.ProcessGroup | None:
-    """Return the group of `size` replicas (None: all) that hold the same stages as `rank`; None with one replica.
-
-    Collective. DeepSpeed's own groups of these ranks have torch's timeout.
-    """
+    """Return the group of `size` replicas (None: all) with the stages of `rank`; None with one replica. Collective."""
     size = plan.data if size is None else size
     if size == 1:
         return None

@@ -2,7 +2,7 @@
 
 A mark ends each instruction, and within one the time in which it only waited: for a message, or for all ranks. On a CPU
 a mark is the time. On CUDA it is an event on the stream that computes, since kernels run when the host has long gone
-on: the time of an instruction is what the stream spends between its marks, the host's delays included.
+on; the host's delays count, too.
 """
 
 from __future__ import annotations
@@ -91,10 +91,7 @@ class StepClock:
             self._marks.append((WORK_OF[self._instruction.op], self._instruction, self._now()))
 
     def read(self) -> RankSeconds:
-        """Return what `leave` needs of every rank; on CUDA the host waits for the device here.
-
-        Its window is below 0: less the seconds from the last reduction to this step's begin.
-        """
+        """Return what `leave` needs of every rank; on CUDA the host waits for the device here."""
         self.done()
         spent = dict.fromkeys(Work, 0.0)
         earlier = self._begun
@@ -104,7 +101,7 @@ class StepClock:
         on_gpu = self._device.type == "cuda"
         resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024.0
         return RankSeconds(
-            window=-self._seconds(self._together, self._begun),
+            window=-self._seconds(self._together, self._begun),  # `leave` adds the time since the last reduction
             compute=spent[Work.ENCODE] + spent[Work.FORWARD] + spent[Work.BACKWARD],
             communication=spent[Work.COMMUNICATION],
             data=spent[Work.LOAD],

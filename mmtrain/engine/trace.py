@@ -2,8 +2,7 @@
 
 StepClock.intervals() on every rank, a few steps --gather--> rank 0 --one time line--> trace.json in the run's folder
 
-The format is Google's "Trace Event Format": complete events ("ph": "X") with begin and duration in microseconds; a
-process is a replica, a thread of it a pipeline rank.
+The format is Google's "Trace Event Format"; a process is a replica, a thread of it a pipeline rank.
 """
 
 from __future__ import annotations

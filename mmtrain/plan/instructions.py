@@ -215,8 +215,7 @@ def in_common_order(schedule: Schedule) -> Schedule:
     """The same work in the same order, with every receive where it cannot hang, whatever waits for what.
 
     All computes are put into one order for all ranks; a message is received at the place in that order at which it is
-    sent. So the first operation that is not done never waits for a later one (tests/deadlocks.py). Price: a message may
-    arrive right before its use: 0.1% to 0.3% of a simulated step where it takes 1% of a forward.
+    sent. So the first operation that is not done never waits for a later one (tests/deadlocks.py).
     """
     ordered: list[list[Instruction]] = [[] for _ in schedule]
     for rank, x, message in all_steps(schedule):

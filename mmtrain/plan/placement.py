@@ -115,10 +115,7 @@ class _Slice:
 def _fills(
     program: Program, microbatches: int, seconds: StageSeconds, chain: Sequence[int]
 ) -> dict[tuple[float, int], tuple[Chain, float]]:
-    """Put slices into gaps in many ways, each with a lower bound of a step's seconds.
-
-    Keys: the share of an encode that a gap must hold, and the number of encodes that come first.
-    """
+    """Fill gaps in many ways, by the share of an encode that a gap must hold and the encodes that come first."""
     firsts = dict.fromkeys(round(share * microbatches) for share in SHARES)
     return {(gap, first): _fill(program, microbatches, seconds, chain, gap, first) for gap in GAPS for first in firsts}
 

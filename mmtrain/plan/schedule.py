@@ -12,10 +12,8 @@ ahead of need, into coming steps too, wherever its ranks would wait (`Encodes`).
 micro-batch has: in a chain of several rank 0 loads one micro-batch ahead.
 
 Messages are part of the lists. A receive is posted one compute (FORWARD or BACKWARD; for what slices send, ENCODE too)
-ahead of its use and waited for at that use; a send is asynchronous and waited for at the step's end (waiting inside the
-step deadlocked 175 of 2,528 schedules of a prototype). What a step sends it receives: features for coming steps are
-received at its end. Both sides must list the messages of a channel in one order: tests prove that, and that every rank
-reaches its end.
+ahead of its use and waited for at that use. A send is asynchronous and waited for at the step's end: waiting inside the
+step can deadlock. Features for coming steps are received at the end of the step that sends them.
 """
 
 from __future__ import annotations
@@ -118,8 +116,8 @@ def _training_orders(pipeline: int, microbatches: int, first: int, stages_per_ra
     """Record a run in which every compute takes one tick and every rank does the first of its rules that it can.
 
     1. A backward, once warmed up; but after a backward a forward, if one may run. 2. A forward, if fewer computes are
-    kept for backward than the rank's limit. With one stage a rank that is 1F1B. It is no formula: Megatron's holds for
-    multiples of `pipeline` micro-batches only, and not where a rank mixes frozen and trained stages.
+    kept for backward than the rank's limit. Megatron's formula does not hold where a rank mixes frozen and trained
+    stages, nor for a number of micro-batches that is no multiple of `pipeline`.
     """
     stages = pipeline * stages_per_rank
     forwards = [_in_groups(rank, pipeline, stages, microbatches, Op.FORWARD) for rank in range(pipeline)]

@@ -4,9 +4,8 @@ schedule --Program: one order of all ranks' instructions--> simulate(program, se
 share of each rank, when each rank did what
 schedule --instants: what lives while each instruction runs--> peak(instants, bytes of stages) --> the most at once
 
-The order in which a rank works is fixed by its list, so one pass over all instructions, each after what it depends on,
-gives every time without an event queue. A message moves when both sides have posted it and all earlier ones of its
-channel have moved; sending and receiving also take the two ranks time.
+One pass over all instructions, each after what it depends on, gives every time. A message moves when both sides have
+posted it and all earlier ones of its channel have moved; sending and receiving also take the two ranks time.
 
 A sender keeps a message until it knows that it has arrived: until its receiver has sent something after using it.
 Backends that cannot be asked (gloo) keep all messages until the step's end.

@@ -2,9 +2,8 @@
 
 layers' costs and timings --StageCosts.stage--> one stage --StageCosts.fitted--> a rank that fits into its memory
 
-A rank's memory is weights, optimizer state and the peak of its schedule (`simulate`). Recomputing and streaming decoder
-layers buy room for time. As few layers recompute as fit, those of the rank's earliest stage first, since what those
-keep is kept longest.
+A rank's memory is weights, optimizer state and the peak of its schedule (`simulate`). As few layers recompute as fit,
+those of the rank's earliest stage first, since what those keep is kept longest.
 """
 
 from __future__ import annotations
