@@ -51,14 +51,14 @@ def rank(parts):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("shape", [(3,), (2, 4096), (5, 1000), (1, 2049)])
+@pytest.mark.parametrize("shape", [(), (3,), (2, 4096), (5, 1000), (1, 2049)])
 def test_one_flipped_bit_anywhere_changes_the_fingerprint(dtype, shape):
     tensor = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(dtype)
     before = fingerprint(tensor)
     assert fingerprint(tensor.clone()) == before
     for index in (0, tensor.numel() // 2, tensor.numel() - 1):
         flipped = tensor.clone()
-        flipped.view(torch.uint8).flatten()[index * tensor.element_size()] ^= 1
+        flipped.flatten().view(torch.uint8)[index * tensor.element_size()] ^= 1
         assert fingerprint(flipped) != before
     assert fingerprint(tensor.flatten()[None]) != before or tensor.shape == (1, tensor.numel())
 
