@@ -59,7 +59,7 @@ def cached_snapshot(hub_id: str) -> Path | None:
     repository = hub_cache() / ("models--" + hub_id.replace("/", "--"))
     reference = repository / "refs" / "main"
     if reference.is_file():
-        snapshot = repository / "snapshots" / reference.read_text().strip()
+        snapshot = repository / "snapshots" / reference.read_text(errors="replace").strip()
         return snapshot if snapshot.is_dir() else None
     # `hf download --revision` writes no refs/main: a single snapshot is still unambiguous.
     snapshots = sorted((repository / "snapshots").glob("*"))

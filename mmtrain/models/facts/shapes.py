@@ -166,6 +166,8 @@ def llm_shape_from(config_json: dict[str, Any], parameters: dict[str, Shape], so
     experts = _first(config_json, "num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts") or 0
     head_dim = config_json.get("head_dim")
     if config_json.get("qk_rope_head_dim"):  # multi-head latent attention (deepseek_v3): head_dim is the rope part only
+        if config_json.get("qk_nope_head_dim") is None:
+            raise UserError(f"{source}: config.json has qk_rope_head_dim and no qk_nope_head_dim")
         head_dim = config_json["qk_nope_head_dim"] + config_json["qk_rope_head_dim"]
     return LlmShape(
         source=source,

@@ -223,6 +223,9 @@ def test_a_cached_hub_id_is_its_main_snapshot(empty_cache, llama):
     (repository / "refs").mkdir()
     (repository / "refs" / "main").write_text("abc\n")
     assert all_parameters(llm_shape("owner/name")) == all_parameters(llm_shape(str(llama)))
+    (repository / "refs" / "main").write_bytes(b"abc\xff")
+    with pytest.raises(UserError, match="not in the local cache"):
+        model_folder("owner/name")
 
 
 @pytest.mark.parametrize(
@@ -286,6 +289,14 @@ def test_a_config_that_disagrees_with_the_weights_is_refused(llama, tmp_path):
 def test_what_cannot_be_staged_or_packed_is_refused_by_name(config_json, message):
     with pytest.raises(UserError, match=message):
         check_family(config_json)
+
+
+def test_latent_attention_without_the_width_of_its_heads_is_refused_by_the_key(tmp_path):
+    tiny_llm("deepseek_v3", tmp_path, **FAMILIES["deepseek_v3"][1])
+    content = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**content, "qk_nope_head_dim": None}))
+    with pytest.raises(UserError, match=r"config\.json has qk_rope_head_dim and no qk_nope_head_dim"):
+        llm_shape(str(tmp_path))
 
 
 def test_tensors_of_a_model_that_needs_the_code_in_its_folder_are_answered_with_another_release():
