@@ -89,7 +89,8 @@ class StockFolder:
         """Return the keys of an image layout of grids; `layout` has those of a folder that says none."""
         self.fit()
         key = "image_grid_pinpoints"
-        trained, processed = (settings.get(key, layout.grids) for settings in (self.config, self.images))
+        trained, processed = (settings.get(key) for settings in (self.config, self.images))
+        trained, processed = (layout.grids if grids is None else grids for grids in (trained, processed))
         try:
             trained, processed = map(_PINPOINTS.validate_python, (trained, processed))
         except ValidationError:

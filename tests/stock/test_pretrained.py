@@ -293,6 +293,14 @@ def test_what_mmtrain_would_compute_otherwise_is_refused_by_name(make, configure
     assert str(folder) in str(raised.value)
 
 
+def test_grids_of_null_are_the_classes_own_as_in_transformers(make, configured, tmp_path):
+    folder = altered(make("llava_next").folder, tmp_path, {})
+    content = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**content, "image_grid_pinpoints": None}))
+    with pytest.raises(UserError, match=r"its image processor .* needed is \(\(336, 672\), \(672, 3"):
+        configured(folder)
+
+
 @pytest.mark.parametrize(
     ("part", "said"),
     [
