@@ -450,11 +450,11 @@ def calibrate(config: RunConfig, plan: Plan, device: Device, file: Path, rank: R
 
     `device` is what the ranks share, `plan` any plan of the run; `can_cut` as in Calibrator.
     """
-    join_process_group(torch.device(rank.device), config.parallel.timeout_seconds)
-    models = models_of(config)
+    own_device, models = torch.device(rank.device), models_of(config)
+    join_process_group(own_device, config.parallel.timeout_seconds)
     rank.print_info(f"calibrating on {device.name}: loading layers")
     key = calibration_key(config, models, device)
-    calibrator = Calibrator(config, models, plan, torch.device(rank.device), key, can_cut=can_cut)
+    calibrator = Calibrator(config, models, plan, own_device, key, can_cut=can_cut)
     rounds = calibrator.warm_up(SECONDS)
     with ProgressBar("rounds", rounds, rank.console, "measurements") as progress:
         for done in range(rounds):
@@ -463,7 +463,7 @@ def calibrate(config: RunConfig, plan: Plan, device: Device, file: Path, rank: R
             progress.show(done + 1, sum(map(len, calibrator.seconds.values())))
     calibration = calibrator.finish()
     rank.progress.at(rounds, "fetching layers")
-    calibration = dataclasses.replace(calibration, fetches=measure_fetches(config, plan, torch.device(rank.device)))
+    calibration = dataclasses.replace(calibration, fetches=measure_fetches(config, plan, own_device))
     if rank.rank == 0:
         rank.print_info(*table(calibration))
         rank.print_info(f"written to {calibration.save(file)}")

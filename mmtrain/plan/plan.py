@@ -174,6 +174,12 @@ class Plan:
         """Micro-batches whose features are there when their step begins."""
         return min(encodes.ahead for encodes in self.chain if encodes is not None)
 
+    @property
+    def encoder_slices(self) -> tuple[int, ...]:
+        """Blocks that each pipeline rank holds of an encoder in slices; empty where it is whole on rank 0."""
+        borders = [rank.stages[0].encoder for rank in self.ranks if rank.data == 0]
+        return tuple(border[1] - border[0] if border else 0 for border in borders) if any(borders) else ()
+
     def as_dict(self) -> dict[str, Any]:
         """The content of plan.json: everything but the instructions."""
         content = asdict(replace(self, schedule=(), chain=()))

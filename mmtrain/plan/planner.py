@@ -7,6 +7,7 @@ recomputes, where the encoder runs --schedule--> instructions per rank
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -121,7 +122,7 @@ def _plan(config: RunConfig, models: Models, search: Search, layout: PipelineLay
         memory_limit_bytes=limit,
         costs=described,
         step_seconds=None if timings.device is None else seconds,
-        idle_share=layout.simulation.mean_idle,
+        idle_share=statistics.fmean(layout.simulation.idle),
         minimal_flops_share=needed / computed,
         uniform=_uniform(search, seconds),
         seconds=layout.seconds,

@@ -75,10 +75,6 @@ class Simulation:
     idle: tuple[float, ...]  # share of the step in which each pipeline rank waits for a message or the other ranks
     spans: tuple[TimeSpan, ...]  # in each rank's order of work, without what took no time
 
-    @property
-    def mean_idle(self) -> float:
-        return sum(self.idle) / len(self.idle)
-
 
 _COMPUTE, _ENCODE, _FIRST_POST, _SECOND_POST = range(4)
 
