@@ -117,17 +117,3 @@ def test_an_encoder_that_cannot_be_cut_is_refused_or_stays_on_rank_0(tiny, tmp_p
         assert command.wait(200) == 0, command.stderr
     assert refused in " ".join(command.stderr.split())
     assert json.loads((tmp_path / "measured.json").read_text())["encode_stem_bytes"] is None
-
-
-@pytest.mark.nightly
-def test_a_trace_shows_slices_and_their_messages_on_every_rank(tiny, tmp_path):
-    with training(tiny, tmp_path, "train.max_steps=3", "--trace", "1") as command:
-        assert command.wait(200) == 0, command.stderr
-    events = json.loads((tmp_path / "tiny/trace.json").read_text())["traceEvents"]
-    called = {event["tid"]: event["args"]["name"] for event in events if event["name"] == "thread_name"}
-    assert [called[rank].split(", ")[0] for rank in range(3)] == [f"rank {n}: encoder block {n}" for n in range(3)]
-    ran = {(event["tid"], event["args"]["op"]) for event in events if "op" in event.get("args", ())}
-    for op in ("encode", "send_features", "receive_features"):
-        assert {rank for rank, ran_op in ran if ran_op == op} == {0, 1, 2}, op
-    names = {event["name"].split(" micro-batch ")[0] for event in events}
-    assert {f"{what} stage {n}" for n in range(3) for what in ("encode", "send features", "receive features")} < names

@@ -75,7 +75,7 @@ class FrozenPipelineEngine:
         self.bad_steps = 0
         """Steps of the run whose loss or gradient was not finite; a resumed run sets it."""
         self.requested_save = False
-        """Whether a save was requested from any rank, as of the latest `train_step` or of an `evaluate` since."""
+        """Whether a save was requested from any rank, as of the latest `train_step`."""
         self.requested_stop = False
         """Whether a stop was requested from any rank, as of the latest `train_step` or `evaluate`."""
         self.saw_gradient: set[str] = set()
@@ -116,7 +116,7 @@ class FrozenPipelineEngine:
     def request(self, *, save: bool = False, stop: bool = False) -> None:
         """Ask all ranks to save or to stop; any rank may call this, also in a signal handler.
 
-        The next `train_step` or `evaluate` sets `requested_save` and `requested_stop` on every rank.
+        The next `train_step` sets `requested_save` on every rank, and it or the next `evaluate` `requested_stop`.
         """
         if save:
             self._wants_save = True
@@ -277,7 +277,7 @@ class FrozenPipelineEngine:
         self.weights.reduce_gradients(self._replicas)
 
     def _reduce_statistics(self, x: Instruction) -> None:
-        save, sums = self._wants_save, self._sums
+        save, sums = self._wants_save and self.is_training, self._sums
         if self.is_training:
             sums.add(squared_norm=self.weights.squared_norm(self.plan.data, self.device))
         sums.add(bad_ranks=~(torch.isfinite(sums["squared_norm"]) & torch.isfinite(sums["loss_sum"])))
@@ -285,9 +285,8 @@ class FrozenPipelineEngine:
         self._statistics, readings = sums.reduce(self.clock.read())
         self._rank_seconds = self.clock.leave(readings)
         self.requested_stop = self._statistics.stop > 0
-        # A request stays visible after an evaluation, for a caller that looks after steps alone.
-        self.requested_save = self._statistics.save > 0 or (self.requested_save and not self.is_training)
-        if save and self.is_training:  # one that came in since the flag was read waits for the next step
+        self.requested_save = self._statistics.save > 0
+        if save:  # one that came in since the flag was read waits for the next step
             self._wants_save = False
 
     def _optimizer_step(self, x: Instruction) -> None:

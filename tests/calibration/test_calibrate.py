@@ -9,7 +9,6 @@ import sys
 import pytest
 import torch
 
-from mmtrain.base.errors import UserError
 from mmtrain.calibration.allocations import Usage, bytes_used
 from mmtrain.calibration.calibrate import (
     ENCODE,
@@ -91,15 +90,6 @@ def test_what_was_measured_is_a_table_of_80_columns():
     assert "head 1,500.000 2,500.000 31,250.000 2.0 GiB 1.0 GiB 512.0 MiB" in text
     assert "message: send 1.000 ms, receive 2.000 ms, transfer assumed" in text
     assert "features was not measured" in text
-
-
-def test_a_calibration_is_no_other_runs(calibrated, its_cache):
-    config = calibrated[1]
-    longer = config.changed({"data.pack_length": 77})
-    assert find_calibration(longer, models_of(config), cpu_device(config)) is None
-    (file,) = (calibrated[0] / "mmtrain" / "calibration").glob("*.json")
-    with pytest.raises(UserError, match=r"pack_length: measured for .*, this run has 77"):
-        make_plan(longer.changed({"parallel.calibration": str(file)}))
 
 
 @pytest.mark.parametrize("place", ["a folder", "below a file"])

@@ -242,12 +242,11 @@ REQUESTS = [  # what runs, what the last rank asks for, whether all ranks are to
     ("train", {}, False, False),
     ("train", {"save": True}, True, False),
     ("train", {}, False, False),
-    ("evaluate", {"save": True}, True, False),  # a caller that looks here may save here
-    ("evaluate", {}, True, False),
-    ("train", {}, True, False),  # and one that looks after steps alone has not missed it
-    ("evaluate", {}, True, False),
+    ("evaluate", {"save": True}, False, False),
+    ("train", {}, True, False),  # steps alone tell of saves
+    ("evaluate", {}, False, False),
     ("train", {}, False, False),
-    ("evaluate", {"save": True, "stop": True}, True, True),
+    ("evaluate", {"save": True, "stop": True}, False, True),
     ("train", {}, True, True),
     ("train", {}, False, True),
 ]
