@@ -75,7 +75,7 @@ class FrozenPipelineEngine:
         self.bad_steps = 0
         """Steps of the run whose loss or gradient was not finite; a resumed run sets it."""
         self.requested_save = False
-        """Whether a save was requested from any rank, as of the latest `train_step`."""
+        """Whether any rank wanted a save in the latest `train_step`."""
         self.requested_stop = False
         """Whether a stop was requested from any rank, as of the latest `train_step` or `evaluate`."""
         self.saw_gradient: set[str] = set()
@@ -86,7 +86,6 @@ class FrozenPipelineEngine:
         timeout_seconds = config.parallel.timeout_seconds
         self._replicas = replica_group(plan, self.global_rank, self.device, timeout_seconds)
         self._bad_steps_file = bad_steps_file
-        self._wants_save = False
         self._wants_stop = False
         self._last_stage = plan.pipeline * plan.stages_per_rank - 1
         self._needs_prelude = any(encodes and encodes.ahead for encodes in plan.chain)
@@ -113,17 +112,11 @@ class FrozenPipelineEngine:
         names = [name for rank in self.plan.ranks for name in rank.trainable_names]
         return any(group.lr > 0 and group.parameters for group in parameter_groups(self.run_config.optimizer, names))
 
-    def request(self, *, save: bool = False, stop: bool = False) -> None:
-        """Ask all ranks to save or to stop; any rank may call this, also in a signal handler.
+    def request_stop(self) -> None:
+        """Let the next `train_step` or `evaluate` set `requested_stop` on every rank."""
+        self._wants_stop = True
 
-        The next `train_step` sets `requested_save` on every rank, and it or the next `evaluate` `requested_stop`.
-        """
-        if save:
-            self._wants_save = True
-        if stop:
-            self._wants_stop = True
-
-    def train_step(self, batches: Iterator[PackedBatch] | None) -> StepResult:
+    def train_step(self, batches: Iterator[PackedBatch] | None, *, wants_save: bool = False) -> StepResult:
         """Run one optimizer step over `plan.microbatches_per_step` micro-batches; stage 0 reads them from `batches`.
 
         Where slices of the encoder are ahead, stage 0 also reads micro-batches of coming steps: give the same iterator
@@ -131,6 +124,7 @@ class FrozenPipelineEngine:
         rank, once the run has had more such steps than `train.max_bad_steps`.
         """
         self._begin(batches, trains=True)
+        self._sums.add(save=wants_save)
         if self._needs_prelude:
             self._needs_prelude = False
             self._run_schedule(prelude(self.plan.chain), 0)
@@ -277,17 +271,15 @@ class FrozenPipelineEngine:
         self.weights.reduce_gradients(self._replicas)
 
     def _reduce_statistics(self, x: Instruction) -> None:
-        save, sums = self._wants_save and self.is_training, self._sums
+        sums = self._sums
         if self.is_training:
             sums.add(squared_norm=self.weights.squared_norm(self.plan.data, self.device))
         sums.add(bad_ranks=~(torch.isfinite(sums["squared_norm"]) & torch.isfinite(sums["loss_sum"])))
-        sums.add(save=save, stop=self._wants_stop)
+        sums.add(stop=self._wants_stop)
         self._statistics, readings = sums.reduce(self.clock.read())
         self._rank_seconds = self.clock.leave(readings)
         self.requested_stop = self._statistics.stop > 0
         self.requested_save = self._statistics.save > 0
-        if save:  # one that came in since the flag was read waits for the next step
-            self._wants_save = False
 
     def _optimizer_step(self, x: Instruction) -> None:
         config, sums = self.run_config, self._statistics

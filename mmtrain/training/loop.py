@@ -151,7 +151,7 @@ class _Run:
     def _before_instruction(self, step: int, instruction: object) -> None:
         self.rank.progress.at(step, instruction if self.engine.is_training else f"evaluation: {instruction}")
         if self.rank.stop.asked:
-            self.engine.request(stop=True)
+            self.engine.request_stop()
 
     def take_up_checkpoint(self) -> None:
         """Load the checkpoint of a run that resumes, and only then cut back its records."""
@@ -217,10 +217,8 @@ class _Run:
             evaluates = self.evaluations is not None and step % evaluate_every == 0
             if evaluates and not self.evaluations.make(step):
                 return step
-            if saver.time_is_up:
-                engine.request(save=True)
             start = time.perf_counter()
-            result = engine.train_step(self.recorder.batches)
+            result = engine.train_step(self.recorder.batches, wants_save=saver.time_is_up)
             self.audit.check_versions()
             self.loss = result.loss
             self.recorder.step(result, time.perf_counter() - start)

@@ -238,51 +238,24 @@ def test_a_resumed_run_equals_the_uninterrupted_one_to_the_last_bit(parts, pipel
         assert not equal(forgetful, whole[0][2]), "the moments matter, so this test can fail"
 
 
-REQUESTS = [  # what runs, what the last rank asks for, whether all ranks are told to save and to stop
-    ("train", {}, False, False),
-    ("train", {"save": True}, True, False),
-    ("train", {}, False, False),
-    ("evaluate", {"save": True}, False, False),
-    ("train", {}, True, False),  # steps alone tell of saves
-    ("evaluate", {}, False, False),
-    ("train", {}, False, False),
-    ("evaluate", {"save": True, "stop": True}, False, True),
-    ("train", {}, True, True),
-    ("train", {}, False, True),
-]
-
-
 def told_of_requests(config):
+    """What this rank is told while the last one asks for nothing, a save, nothing, and a stop before an evaluation."""
     engine, batches = build(config)
-    for run, wanted, save, stop in REQUESTS:
-        if dist.get_rank() == dist.get_world_size() - 1:
-            engine.request(**wanted)
-        batch = batches(step(0))
-        engine.train_step(batch) if run == "train" else engine.evaluate(batch, engine.plan.microbatches_per_step)
-        assert (engine.requested_save, engine.requested_stop) == (save, stop)
+    is_last, told = dist.get_rank() == dist.get_world_size() - 1, []
+    for save in (False, True, False):
+        engine.train_step(batches(step(0)), wants_save=save and is_last)
+        told.append((engine.requested_save, engine.requested_stop))
+    if is_last:
+        engine.request_stop()
+    engine.evaluate(batches(step(0)), engine.plan.microbatches_per_step)
+    told.append((engine.requested_save, engine.requested_stop))
+    engine.train_step(batches(step(0)))
+    return [*told, (engine.requested_save, engine.requested_stop)]
 
 
 def test_what_is_asked_of_one_rank_is_told_to_all_at_once(parts):
-    run_ranks(4, told_of_requests, make_config(parts, parallel__pipeline=2, parallel__data=2))
-
-
-def asked_during_the_reduction(config):
-    engine, batches = build(config)
-    reduce, told = dist.all_reduce, []
-
-    def interrupted(*arguments, **keywords):  # as by a signal, after the rank has said that nobody asked
-        engine.request(save=not told)
-        return reduce(*arguments, **keywords)
-
-    dist.all_reduce = interrupted
-    for _ in range(3):
-        engine.train_step(batches(step(0)))
-        told.append(engine.requested_save)
-    return told
-
-
-def test_a_request_that_comes_while_ranks_exchange_theirs_waits_for_the_next_step(parts):
-    assert run_ranks(1, asked_during_the_reduction, make_config(parts)) == [[False, True, False]]
+    told = [(False, False), (True, False), (False, False), (False, True), (False, True)]
+    assert run_ranks(4, told_of_requests, make_config(parts, parallel__pipeline=2, parallel__data=2)) == [told] * 4
 
 
 def train_past_bad_steps(config, steps, file, already=0):

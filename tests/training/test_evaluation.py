@@ -271,7 +271,7 @@ def stop_on_the_way(config, at):
             if instruction.op is Op.REDUCE_STATISTICS:
                 rounds.append(instruction)
                 if mine and len(rounds) == at:
-                    engine.request(stop=True)
+                    engine.request_stop()
 
         engine.on_instruction = listen
         outcome = evaluations.answers(questions) if questions else evaluations.scores()
