@@ -26,7 +26,7 @@ from mmtrain.exporting.tensors import TensorSource, stored
 from mmtrain.models.facts.adapters import LORA_A, LORA_B, adapted_layer
 from mmtrain.models.facts.families import canonical_name, llm_config, llm_tensors
 from mmtrain.models.modules.language import causal_config, missing_prefix
-from mmtrain.models.weights.files import tensor_files
+from mmtrain.models.weights.files import tensor_places
 from mmtrain.stock.stock_class import ExportedClass
 
 _ROWS = {"llm.embedding.weight", "llm.head.weight"}  # matrices with a row for each token id
@@ -58,7 +58,7 @@ def language_for_export(
     """
     config = causal_config(folder)
     stock = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
-    files = llm_tensors(folder, {name: (name, file) for name, file in tensor_files(folder).items()})
+    files = llm_tensors(folder, tensor_places(folder))
     prefix = missing_prefix(files, stock)
     with torch.device("meta"):
         model = stock(config)

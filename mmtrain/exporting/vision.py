@@ -42,7 +42,7 @@ from mmtrain.models.facts.model_files import foreign_files, model_folder
 from mmtrain.models.facts.timm_models import BEHIND_THE_BLOCKS, CLIP, DINOV2, SIGLIP, StockModel, form_of
 from mmtrain.models.facts.vision_files import is_timm_name, square
 from mmtrain.models.modules.vision import load_vision, model_class, stock_config, timm_model
-from mmtrain.models.weights.files import tensor_files
+from mmtrain.models.weights.files import tensor_places
 from mmtrain.stock.stock_class import OUTER, WHAT_WORKS, ExportedEncoder
 
 KEPT_SETTINGS = (
@@ -156,8 +156,7 @@ def _from_transformers(folder: Path, trained: Mapping[str, torch.Tensor]) -> tup
     family = family_of(encoder_config(folder).get("model_type"), str(folder))
     stock, config = model_class(family), stock_config(family, folder)
     config._attn_implementation = "sdpa"  # else config.json names it, and may name a kernel to be downloaded
-    places = {name: (name, file) for name, file in tensor_files(folder).items()}
-    files = family.own(encoder_tensors(folder, places))
+    files = family.own(encoder_tensors(folder, tensor_places(folder)))
     shapes = {name: stored(*place).shape for name, place in files.items()}
     if (prefix_tokens := family.prefix_tokens(shapes)) > 1:
         registers = prefix_tokens - 1

@@ -255,14 +255,9 @@ def encoder_config(folder: Path) -> dict[str, Any]:
     return vision
 
 
-def encoder_prefix(folder: Path, names: Mapping[str, Any]) -> str:
-    """What stands before the names of the encoder's tensors in a whole model's folder; "" where it lies alone."""
-    return _one_prefix(_ENCODER, names, folder) if holds_parts(folder) else ""
-
-
 def encoder_tensors(folder: Path, tensors: Mapping[str, T]) -> dict[str, T]:
     """Select the encoder's tensors from a multimodal checkpoint and strip their prefix."""
-    prefix = encoder_prefix(folder, tensors)
+    prefix = _one_prefix(_ENCODER, tensors, folder) if holds_parts(folder) else ""
     return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
 
 

@@ -46,7 +46,7 @@ from mmtrain.models.modules.bookends import (
 )
 from mmtrain.models.modules.last_layer import LastLayer, Rows, recomputing
 from mmtrain.models.modules.lora import without_marks
-from mmtrain.models.weights.files import open_tensors, tensor_files
+from mmtrain.models.weights.files import open_tensors, tensor_places
 from mmtrain.models.weights.streaming import StreamedLayers
 
 
@@ -269,7 +269,7 @@ class _Weights:
         self.config = causal_config(folder)
         _set_options(self.config)
         self._stock = MODEL_FOR_CAUSAL_LM_MAPPING[type(self.config)]
-        self._files = llm_tensors(folder, {name: (name, file) for name, file in tensor_files(folder).items()})
+        self._files = llm_tensors(folder, tensor_places(folder))
         prefix = missing_prefix(self._files, self._stock)
         self._global = {name: canonical_name(prefix + name) for name in self._files}
 

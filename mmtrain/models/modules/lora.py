@@ -92,10 +92,6 @@ def add_adapters(model: nn.Module, lora: LoraSection | None, canonical_name: Cal
     model.eval()
 
 
-def has_adapters(model: nn.Module) -> bool:
-    return any(hasattr(module, "base_layer") for module in model.modules())
-
-
 def merge_adapters(model: nn.Module) -> None:
     """Add adapters to the weights of their layers, in the weights' own type."""
     for module in model.modules():

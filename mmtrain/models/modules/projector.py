@@ -22,7 +22,7 @@ from mmtrain.checkpoint.step_folder import StepFolder
 from mmtrain.config.schema import RunConfig
 from mmtrain.models.facts import connectors
 from mmtrain.models.facts.model_files import read_header
-from mmtrain.models.weights.files import open_tensors, read_pickled, tensor_files
+from mmtrain.models.weights.files import open_tensors, read_pickled, tensor_places
 from mmtrain.models.weights.fingerprint import fingerprint
 from mmtrain.models.weights.projector_files import (
     KEY,
@@ -193,9 +193,9 @@ def _read(files: ProjectorFiles) -> dict[str, torch.Tensor]:
         return {f"{PROJECTOR}{name}": tensor for name, tensor in whole_projector(files.checkpoint).items()}
     if not files.shapes:
         return read_pickled(source)
-    places = tensor_files(source) if source.is_dir() else dict.fromkeys(files.shapes, source)
+    places = tensor_places(source) if source.is_dir() else {name: (name, source) for name in files.shapes}
     try:
-        lazy = open_tensors({name: (name, places[name]) for name in files.shapes})
+        lazy = open_tensors({name: places[name] for name in files.shapes})
         return {name: tensor[...] for name, tensor in lazy.items()}
     except (SafetensorError, OSError) as error:
         raise UserError(f"{KEY}: {source}: cannot be read ({error})") from None

@@ -26,12 +26,13 @@ from mmtrain.config.schema import RunConfig
 from mmtrain.data.samples.sample import IMAGE_POSITION
 from mmtrain.data.stream.images import ImageTransform, image_transform
 from mmtrain.data.stream.packs import PackedBatch, copied
+from mmtrain.models.facts.adapters import is_adapter
 from mmtrain.models.facts.families import canonical_name
 from mmtrain.models.facts.shapes import matches_any
 from mmtrain.models.layouts.layout import Tiling
 from mmtrain.models.modules.attention import AttentionBackend, record_backends
 from mmtrain.models.modules.language import DecoderLayers, load_decoder_layers
-from mmtrain.models.modules.lora import add_adapters, has_adapters, refusing_unused, without_marks
+from mmtrain.models.modules.lora import add_adapters, refusing_unused, without_marks
 from mmtrain.models.modules.loss import loss_sum_and_predictions, supervised_loss_sum, supervised_places
 from mmtrain.models.modules.parity import takes_rows
 from mmtrain.models.modules.projector import Projector, starting_projector
@@ -139,7 +140,8 @@ class Stage(nn.Module):
         if self.streamed is not None:
             self.streamed.end()
         vision = self.vision
-        if vision is not None and has_adapters(vision.model):  # such an encoder is whole
+        adapted = vision is not None and any(is_adapter(name) for name, _ in vision.global_parameters())
+        if adapted:  # such an encoder is whole
             with refusing_unused(vision.model, vision.canonical_name):
                 vision(torch.zeros(1, 3, vision.image_size, vision.image_size, device=device))
 

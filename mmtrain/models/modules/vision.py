@@ -21,14 +21,14 @@ from torch import nn
 from mmtrain.base.errors import UserError
 from mmtrain.base.printing import escape
 from mmtrain.models.facts.encoders import ENCODER_BLOCK, EncoderFamily, family_of
-from mmtrain.models.facts.families import encoder_config, encoder_prefix, encoder_tensors, holds_parts
+from mmtrain.models.facts.families import encoder_config, encoder_tensors, holds_parts
 from mmtrain.models.facts.model_files import cached_snapshot, foreign_files, hub_cache, model_folder
 from mmtrain.models.facts.timm_models import refuse_wrong_activation, timm_config
 from mmtrain.models.facts.vision_files import is_timm_name, square
 from mmtrain.models.modules.language import quiet
 from mmtrain.models.modules.tiny import randomise, shrink
 from mmtrain.models.modules.vision_tower import VisionTower, block_list, drop_other_blocks
-from mmtrain.models.weights.files import open_tensors, tensor_files
+from mmtrain.models.weights.files import open_tensors, tensor_places
 
 # What timm reads too, its preference first.
 WEIGHT_FILES = ("model.safetensors", "open_clip_model.safetensors", "pytorch_model.bin", "open_clip_pytorch_model.bin")
@@ -122,7 +122,7 @@ def _wrapped_timm(folder: Path, config: dict[str, Any], held: tuple[int, int] | 
         wanted = set(model.state_dict())
         if held is not None:
             drop_other_blocks(block_list(model), *held)
-        places = encoder_tensors(folder, {name: (name, file) for name, file in tensor_files(folder).items()})
+        places = encoder_tensors(folder, tensor_places(folder))
         if missing := sorted(wanted - places.keys()):  # of all blocks: else slices would differ in what they refuse
             raise _lacks_tensors(folder, missing)
         lazy = open_tensors({name: place for name, place in places.items() if _is_held(name, held)})
@@ -183,13 +183,11 @@ def _load_hf(
     config.num_hidden_layers = depth + 1 + select_layer
     config.vision_use_head = False
     if any(folder.glob("*.safetensors")):
-        files = tensor_files(folder)
-        prefix = encoder_prefix(folder, files)
-        places = {name: (name, file) for name, file in files.items() if name.startswith(prefix)}
+        places = encoder_tensors(folder, tensor_places(folder))
         opened = open_tensors({name: place for name, place in places.items() if _is_held(name, held)})
         weights = {"pretrained_model_name_or_path": None, "state_dict": opened}
     else:  # openai/clip-vit-large-patch14-336 is published so: transformers reads it by torch's weights_only
-        prefix, weights = "", {"pretrained_model_name_or_path": folder, "local_files_only": True}
+        weights = {"pretrained_model_name_or_path": folder, "local_files_only": True}
 
     def build(model: transformers.PreTrainedModel, *arguments: Any, **options: Any) -> None:
         stock.__init__(model, *arguments, **options)
@@ -204,7 +202,7 @@ def _load_hf(
             config=config,
             dtype=dtype,
             attn_implementation="sdpa",  # else config.json names it, and may name a kernel to be downloaded
-            key_mapping={f"^{re.escape(prefix + outer)}": "" for outer in (*family.outer, "") if prefix + outer},
+            key_mapping={f"^{re.escape(outer)}": "" for outer in family.outer},
             output_loading_info=True,
         )
     _leave_out(model, unused)

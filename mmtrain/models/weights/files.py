@@ -26,8 +26,8 @@ REFUSED_CALL = re.compile(r"GLOBAL (\S+) (?:was not an allowed|whose module)|unr
 ZIP_MAGIC = b"PK\x03\x04"  # what torch.save writes since 1.6; older files are read as a whole
 
 
-def tensor_files(folder: Path) -> dict[str, Path]:
-    """Map the name on disk of every tensor in a model's folder to its file; raises what `tensor_shapes` raises."""
+def tensor_places(folder: Path) -> dict[str, tuple[str, Path]]:
+    """Map the name of every tensor in a model's folder to its place; raises what `tensor_shapes` raises."""
     shapes = tensor_shapes(folder)
     if shapes is None:
         raise UserError(
@@ -35,7 +35,7 @@ def tensor_files(folder: Path) -> dict[str, Path]:
         )
     index = folder / "model.safetensors.index.json"
     files = read_json(index)["weight_map"] if index.is_file() else dict.fromkeys(shapes, "model.safetensors")
-    return {name: folder / files[name] for name in shapes}
+    return {name: (name, folder / files[name]) for name in shapes}
 
 
 def open_tensors(places: Mapping[str, tuple[str, Path]]) -> dict[str, Any]:
