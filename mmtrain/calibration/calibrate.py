@@ -37,7 +37,6 @@ from mmtrain.engine.single_stage import SingleStage, expected_batch
 from mmtrain.engine.statistics import RankSums
 from mmtrain.engine.step_clock import RankSeconds
 from mmtrain.models.modules.stage import build_stage
-from mmtrain.models.modules.vision_tower import VisionTower
 from mmtrain.plan.calibration import Calibration, Device, Key, LayerMeasures, MessageSeconds, calibration_key
 from mmtrain.plan.costs import LayerKind, Models, run_costs
 from mmtrain.plan.plan import Plan, StagePlan
@@ -210,10 +209,8 @@ class Calibrator:
                 if name == "front":
                     sizes |= self._bytes_of_front(stage)
                 else:
-                    work = stage.forward, stage.release_output, stage.backward
-                    sizes[recomputing(name) if recomputes else name] = _of_stage(
-                        *bytes_used(*work, device=self._device)
-                    )
+                    used = bytes_used(stage.forward, stage.release_output, stage.backward, device=self._device)
+                    sizes[recomputing(name) if recomputes else name] = _of_stage(*used)
         return sizes
 
     def _bytes_of_front(self, stage: SingleStage) -> dict[str, dict[str, int]]:
@@ -241,8 +238,8 @@ class Calibrator:
         if not self._can_cut:
             return {}
         blocks, front = self._costs.encoder.blocks, self._stages["front"]
-        stem, later = self._slice(0, 0), self._slice(max(0, blocks - 2), blocks)
-        tiles = front.batch.tiles
+        tiles, vision = front.batch.tiles, front.module.vision
+        stem, later = vision.slice_of(0, 0), vision.slice_of(max(0, blocks - 2), blocks)
         hidden = torch.zeros(len(tiles), *later.hidden_shape, dtype=later.dtype, device=self._device)
         works = (
             functools.partial(stem.in_groups, tiles, front.module.normalised),
@@ -250,14 +247,6 @@ class Calibrator:
         )
         of_stem, of_later = bytes_used(*works, device=self._device)
         return {"encode_stem_bytes": of_stem.peak, "encode_later_bytes": of_later.peak}
-
-    def _slice(self, first: int, last: int) -> VisionTower:
-        whole = self._stages["front"].module.vision
-        part = whole.slice_of(first, last)
-        weights = dict(whole.global_parameters())
-        for name, parameter in part.global_parameters():
-            parameter.data = weights[name].data
-        return part
 
     def finish(self) -> Calibration:
         medians = {name: statistics.median(values) for name, values in self.seconds.items()}
