@@ -119,7 +119,7 @@ class DecoderLayers(nn.Module):
         count = len(places)
         if count == 0:  # layers that get no token at all may fail; one row that is cut off keeps the graph
             places = places.new_zeros(1)
-        rows = Rows.of(places, hidden.device)
+        rows = Rows(places, hidden.device)
         if self.first == self.last:
             return self._run(rows.of_tensor(hidden), rows.of_tensor(position_ids))[0, :count]
         if self._last_layer is None:

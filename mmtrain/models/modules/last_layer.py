@@ -14,7 +14,6 @@ import contextlib
 import functools
 import inspect
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -37,17 +36,11 @@ def recomputing(forward: Forward) -> Forward:
     return functools.partial(checkpoint, forward, use_reentrant=False, preserve_rng_state=False)
 
 
-@dataclass(frozen=True, eq=False)
 class Rows:
     """Rising places (S,) int64 of tokens in rows laid end to end, on the model's device and on the CPU."""
 
-    places: torch.Tensor
-    on_host: torch.Tensor
-
-    @classmethod
-    def of(cls, places: torch.Tensor, device: torch.device) -> Rows:
-        """Copy places to both; the host waits for them if they are not on the CPU."""
-        return cls(copied(places, device), places.cpu())
+    def __init__(self, places: torch.Tensor, device: torch.device) -> None:
+        self.places, self.on_host = copied(places, device), places.cpu()
 
     def of_tensor(self, tensor: torch.Tensor) -> torch.Tensor:
         """(B, L, ...) -> (1, S, ...), on the tensor's device."""

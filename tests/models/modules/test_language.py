@@ -176,9 +176,9 @@ def hollow_checkpoint(folder: Path, layers: int) -> int:
     return sum(2 * p.numel() for p in model.model.layers[0].parameters())
 
 
-def in_process(script: str, folder: Path) -> list[int]:
-    """Numbers that a script prints, in which `memory` is the kB of a line of /proc/self/status, in bytes."""
-    start = """if True:
+def test_a_rank_takes_memory_for_its_slice_and_of_streamed_layers_for_one(tmp_path):
+    layer = hollow_checkpoint(tmp_path, 8)
+    script = """if True:
         import json, sys, threading
         import torch
         import transformers.models.llama.modeling_llama
@@ -189,16 +189,6 @@ def in_process(script: str, folder: Path) -> list[int]:
         def memory(kind):
             with open("/proc/self/status") as lines:
                 return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(kind))
-    """
-    command = [sys.executable, "-c", start + script, str(folder)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
-    (folder / "model.safetensors").unlink()
-    return json.loads(done.stdout.splitlines()[-1])
-
-
-def test_a_rank_takes_memory_for_its_slice_and_of_streamed_layers_for_one(tmp_path):
-    layer = hollow_checkpoint(tmp_path, 8)
-    script = """
         before = memory("VmHWM")
         part = load_decoder_layers(sys.argv[1], 2, 4, embedding=False, head=False, dtype=torch.bfloat16)
         for parameter in part.parameters():
@@ -219,7 +209,10 @@ def test_a_rank_takes_memory_for_its_slice_and_of_streamed_layers_for_one(tmp_pa
         watching.join()
         print(json.dumps([own, peak - before, memory("RssAnon") - before, len(streamed.layers)]))
     """
-    own, peak, kept, layers = in_process(script, tmp_path)
+    command = [sys.executable, "-c", script, str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    (tmp_path / "model.safetensors").unlink()
+    own, peak, kept, layers = json.loads(done.stdout.splitlines()[-1])
     assert layers == 8 and layer > 30 * 2**20
     assert own < 1.25 * 2 * layer + 32 * 2**20, f"{own / 2**20:.0f} MiB for 2 layers of {layer / 2**20:.0f}"
     assert peak < 1.25 * layer + 16 * 2**20, f"{peak / 2**20:.0f} MiB for layers of {layer / 2**20:.0f}"

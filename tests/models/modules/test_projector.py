@@ -22,8 +22,8 @@ from transformers.models.perception_lm.modeling_perception_lm import PerceptionL
 
 from mmtrain.base.errors import UserError
 from mmtrain.config.model import ProjectorSection
-from mmtrain.models.facts.connectors import Gelu, Linear, connector, connector_parameters
-from mmtrain.models.modules.projector import Projector, make_projector
+from mmtrain.models.facts.connectors import connector, connector_parameters
+from mmtrain.models.modules.projector import make_projector
 
 VISION, LLM = (
     CLIPVisionConfig(hidden_size=12, num_attention_heads=2),
@@ -90,13 +90,6 @@ def test_a_projector_is_the_one_of_the_stock_class(section):
     gradients = {prefix + name: parameter.grad for name, parameter in ours.named_parameters()}
     for name, parameter in stock.named_parameters():
         torch.testing.assert_close(gradients[name], parameter.grad, atol=1e-5, rtol=1e-5)
-
-
-def test_an_operation_that_stands_twice_runs_twice():
-    one, two = Projector([Linear("a", 4, 4), Gelu(), Linear("b", 4, 4), Gelu()]), Projector([Linear("a", 4, 4), Gelu()])
-    one.a, two.a = one.b, one.b
-    features = torch.randn(1, 3, 4)
-    assert torch.equal(one(features), two(two(features)))
 
 
 @pytest.mark.parametrize("section", SECTIONS, ids=str)

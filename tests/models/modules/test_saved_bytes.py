@@ -49,8 +49,6 @@ def test_frozen_layers_save_less_than_trained_ones_and_recompute_lowers_both(par
     half = saved_bytes(parts, dtype, ("projector",), LAYERS // 2)
     recomputed = saved_bytes(parts, dtype, ("projector",), LAYERS)
     boundary = BATCH * LENGTH * WIDTH * (4 if dtype == "float32" else 2)
-    per_token = [round(x / BATCH / LENGTH / LAYERS) for x in (trained_all, frozen, half, recomputed)]
-    print(f"bytes per token and layer, width 64 in {dtype}: trained, frozen, half, all recomputed:", per_token)
     assert recomputed < half < frozen < 0.85 * trained_all
     assert LAYERS * boundary <= recomputed < 2 * LAYERS * boundary, "each recomputed layer keeps its input, no more"
     assert saved_bytes(parts, dtype, ("llm",), LAYERS) < 0.2 * trained_all

@@ -49,7 +49,7 @@ def test_a_timm_tower_gives_the_selected_blocks_output_without_prefix_tokens(tmp
 
 
 @pytest.mark.parametrize("kind", ENCODERS)
-def test_an_hf_tower_gives_stock_hidden_states_without_class_and_register_tokens(hf_folders, kind):
+def test_an_hf_tower_gives_stock_hidden_states_without_class_and_register_tokens_normed_if_asked_for(hf_folders, kind):
     make, path, prefix_tokens = ENCODERS[kind]
     encoder = type(make()).from_pretrained(hf_folders[kind]).eval().get_submodule(path)
     with torch.no_grad():
@@ -59,10 +59,16 @@ def test_an_hf_tower_gives_stock_hidden_states_without_class_and_register_tokens
         features = tower(images(28))
         assert torch.equal(features, stock.hidden_states[select_layer][:, prefix_tokens:])
         assert features.shape == (3, tower.patches_per_image, tower.width) == (3, 16, 32)
-    if not kind.startswith("clip"):
-        normed = load_vision(str(hf_folders[kind]), -1, torch.float32, final_norm=True)
-        assert torch.equal(normed(images(28)), stock.last_hidden_state[:, prefix_tokens:])
-        assert torch.equal(stock.last_hidden_state, stock.hidden_states[-1]) == kind.startswith("intern")
+    if kind.startswith("clip"):
+        for look in (vision_shape, partial(load_vision, dtype=torch.float32)):
+            with pytest.raises(UserError, match="is a CLIP, whose last norm is for its class token alone"):
+                look(str(hf_folders[kind]), -1, final_norm=True)
+        return
+    normed = load_vision(str(hf_folders[kind]), -1, torch.float32, final_norm=True)
+    assert torch.equal(normed(images(28)), stock.last_hidden_state[:, prefix_tokens:])
+    assert torch.equal(stock.last_hidden_state, stock.hidden_states[-1]) == kind.startswith("intern")
+    kept = {name: tuple(parameter.shape) for name, parameter in normed.global_parameters()}
+    assert kept == {p.name: p.shape for p in vision_shape(str(hf_folders[kind]), -1, final_norm=True).parameters}
 
 
 def test_the_gates_of_a_large_dinov2_which_files_hold_as_one_tensor_are_taken_apart(tmp_path):
@@ -102,21 +108,6 @@ def test_only_what_runs_is_kept_and_the_planner_counts_the_same(tiny, hf_folders
         assert {int(block[1]) for name in kept if (block := re.search(r"\.(\d+)\.", name))} == {0, 1, 2}
         behind = ("vision.head", "vision.norm.", "vision.layernorm", "vision.post_layernorm", "vision.pooler")
         assert not any(name.startswith(behind) or "mask_token" in name for name in kept)
-
-
-@pytest.mark.parametrize("kind", ENCODERS)
-def test_with_the_final_norm_the_planner_counts_it(hf_folders, kind):
-    folder = str(hf_folders[kind])
-    if kind.startswith("clip"):
-        for look in (vision_shape, partial(load_vision, dtype=torch.float32)):
-            with pytest.raises(UserError, match="is a CLIP, whose last norm is for its class token alone"):
-                look(folder, -1, final_norm=True)
-        return
-    tower = load_vision(folder, -1, torch.float32, final_norm=True)
-    kept = {name: tuple(parameter.shape) for name, parameter in tower.global_parameters()}
-    assert kept == {p.name: p.shape for p in vision_shape(folder, -1, True).parameters}
-    without = {parameter.name for parameter in vision_shape(folder, -1).parameters}
-    assert len(kept.keys() - without) == (0 if kind.startswith("intern") else 2)
 
 
 def test_a_tower_is_frozen_in_eval_mode_and_stored_in_its_dtype(tiny, hf_folders):
