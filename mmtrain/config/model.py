@@ -55,7 +55,6 @@ class VisionSection(Section):
 
     @property
     def cuts_images(self) -> bool:
-        """Whether the layout cuts images into tiles, by their sizes."""
         return LAYOUTS[self.layout].is_sized
 
     @model_validator(mode="after")
@@ -142,7 +141,6 @@ class ModelSection(Section):
 
     @property
     def vision_dtype(self) -> Dtype:
-        """Storage and compute type of the encoder."""
         return (self.vision and self.vision.dtype) or self.llm.dtype
 
     @model_validator(mode="after")

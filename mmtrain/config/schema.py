@@ -217,7 +217,6 @@ class EvalSection(Section):
 
     @property
     def is_on(self) -> bool:
-        """Whether there is anything to evaluate on."""
         return self.shards is not None or self.fraction is not None
 
 

@@ -242,7 +242,6 @@ class UnfinishedRun:
             self.lines.write(shard=number, written=asdict(finished.shard), rejected=rejected)
 
     def discard(self) -> None:
-        """Remove all shards and the state."""
         _remove_all_but(self.out, {})
         (self.out / STATE).unlink()
 

@@ -105,7 +105,6 @@ class PackedBatches:
 
     @property
     def max_steps(self) -> int:
-        """Steps of the run: train.max_steps, or those of train.epochs."""
         train = self.config.train
         return train.max_steps or self.order.steps(train.epochs, train.packs_per_step)
 

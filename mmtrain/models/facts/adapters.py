@@ -22,7 +22,6 @@ _TRANSPOSED = ("gpt2",)  # families whose linear layers are transformers' Conv1D
 
 
 def is_adapter(name: str) -> bool:
-    """Whether a parameter, by its global name, is one of an adapter's."""
     return name.endswith((LORA_A, LORA_B))
 
 

@@ -172,7 +172,6 @@ def run_connector(config: RunConfig) -> tuple[Operation, ...]:
 
 
 def has_newline(config: RunConfig) -> bool:
-    """Whether a trained newline ends the lines of an image's positions."""
     return _layout_class(config).has_newlines
 
 

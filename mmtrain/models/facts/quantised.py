@@ -26,6 +26,5 @@ def is_quantised(name: str, shape: Shape) -> bool:
 
 
 def quantised_bytes(shape: Shape, quantisation: Quantisation) -> int:
-    """Bytes of codes and scales."""
     weights = math.prod(shape)
     return -(-weights * BITS[quantisation] // 8) + _SCALE_BYTES * -(-weights // BLOCK[quantisation])

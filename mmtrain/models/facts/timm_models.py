@@ -68,7 +68,6 @@ def timm_record(name: str) -> Recorded:
 
 
 def _architecture(name: str) -> str:
-    """The part of a timm name before its tag."""
     import timm
 
     architecture = name.partition(".")[0]

@@ -126,6 +126,5 @@ def rows_difference(config: PreTrainedConfig, seed: int) -> float:
 
 
 def _largest_difference(ours: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]) -> float:
-    """Largest difference of two tensors, relative to the largest value of the expected one."""
     ratios = [(a - b).abs().max() / b.abs().max() for a, b in zip(ours, expected, strict=True)]
     return float(torch.stack(ratios).max())

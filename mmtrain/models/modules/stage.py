@@ -278,6 +278,5 @@ def build_stage(
 
 
 def set_trainable(parameters: Iterable[tuple[str, nn.Parameter]], patterns: Sequence[str]) -> None:
-    """Freeze every parameter but those whose global name matches a pattern."""
     for name, parameter in parameters:
         parameter.requires_grad_(matches_any(name, patterns))

@@ -232,7 +232,6 @@ def _hf_tower(
 
 
 def _leave_out(model: nn.Module, unused: Sequence[str]) -> None:
-    """Drop modules and parameters, by name, that no feature comes from."""
     for name in unused:
         path, _, last = name.rstrip(".").rpartition(".")
         owner = model.get_submodule(path)
@@ -272,7 +271,6 @@ def made_up_encoder(name: str, dtype: torch.dtype, final_norm: bool, depth: int)
 
 
 def _is_held(name: str, held: tuple[int, int] | None) -> bool:
-    """Whether a slice of blocks [first, last) holds the tensor of this name on disk."""
     block = ENCODER_BLOCK.match(f"vision.{name}")
     return held is None or block is None or held[0] <= int(block[1]) < held[1]
 

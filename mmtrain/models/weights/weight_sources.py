@@ -137,7 +137,6 @@ def _filled(file: int, layer: StreamedLayer) -> torch.Tensor:
 
 
 def _mapped(process: int, file: int, size: int) -> torch.Tensor:
-    """Map memory that another process of this machine has filled."""
     try:
         with Path(f"/proc/{process}/fd/{file}").open("r+b") as stream:
             return torch.frombuffer(mmap.mmap(stream.fileno(), size), dtype=torch.uint8)

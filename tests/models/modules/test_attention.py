@@ -5,7 +5,7 @@ import itertools
 
 import pytest
 import torch
-from scenes import as_batch, make_config, make_document, save_parts
+from scenes import as_batch, make_config, make_document
 from torch.nn.attention import varlen
 from torch.nn.attention.varlen import varlen_attn
 from transformers import LlamaConfig
@@ -327,15 +327,14 @@ def test_flash_attention_computes_where_torch_would_take_cudnn(monkeypatch):
     assert chosen == [torch.nn.attention.SDPBackend.CUDNN_ATTENTION.value, varlen._FLASH_ATTENTION_BACKEND]
 
 
-def test_the_gpu_kernel_is_compared_before_a_recomputed_layer_uses_it(tmp_path, monkeypatch, no_comparisons):
+def test_the_gpu_kernel_is_compared_before_a_recomputed_layer_uses_it(parts, monkeypatch, no_comparisons):
     """Comparing inside such a layer ends in CheckpointError: recomputation does not save what the comparison saved."""
     monkeypatch.setattr(torch.Tensor, "is_cuda", True)
     monkeypatch.setattr(attention, "flash_varlen_attn", documented_kernel)
-    save_parts(tmp_path)
     losses, gradients = [], []
     for recomputed in (6, 0):
         layers = {"parallel__pipeline": 1, "parallel__recompute_layers": recomputed}
-        config = make_config(tmp_path, model__llm__dtype="bfloat16", data__pack_length=64, **layers)
+        config = make_config(parts, model__llm__dtype="bfloat16", data__pack_length=64, **layers)
         stage = build_stage(config, make_plan(config).ranks[0].stages[0])
         batch = as_batch(([make_document(1), make_document(2)], [make_document(3)]), 64)
         loss, _ = stage.loss(stage.start(batch), batch.position_ids, batch.labels)

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from scenes import as_batch, images, make_config, make_document, perturb, save_parts
+from scenes import as_batch, images, make_config, make_document, perturb
 from stock_encoders import ENCODERS, TEXT
 from transformers import PerceptionLMConfig, PerceptionLMForConditionalGeneration
 from untrained_runs import make_tower
@@ -173,9 +173,8 @@ def in_slices(config, cuts) -> list:
     return stages
 
 
-def test_stages_with_slices_make_the_features_of_the_whole_encoder_and_have_its_fingerprint(tmp_path, monkeypatch):
-    save_parts(tmp_path)
-    config = make_config(tmp_path)
+def test_stages_with_slices_make_the_features_of_the_whole_encoder_and_have_its_fingerprint(parts, monkeypatch):
+    config = make_config(parts)
     (rank,) = make_plan(config).ranks
     whole = build_stage(config, rank.stages[0])
     batch = as_batch([[make_document(0, images=5)]], 128)

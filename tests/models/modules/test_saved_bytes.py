@@ -4,20 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from scenes import WIDTH, make_config, save_parts
+from scenes import LAYERS, WIDTH, make_config
 
 from mmtrain.models.modules.stage import build_stage
 from mmtrain.plan.plan import StagePlan
 
-LAYERS = 4
 BATCH, LENGTH = 2, 64
-
-
-@pytest.fixture(scope="module")
-def parts(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("saved")
-    save_parts(folder, layers=LAYERS)
-    return folder
 
 
 def saved_bytes(parts, dtype: str, trainable: tuple[str, ...], recompute: int) -> int:

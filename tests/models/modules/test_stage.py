@@ -44,9 +44,8 @@ def test_a_rank_opens_the_tensors_of_its_planned_layers_alone(tmp_path, tied, op
     assert sorted(opened_by_all) == sorted([*on_disk, *shared]), "all tensors once; a tied matrix at both ends"
 
 
-def test_the_projector_stays_in_float32_between_bfloat16_parts(tmp_path):
-    save_parts(tmp_path)
-    config = make_config(tmp_path, model__llm__dtype="bfloat16")
+def test_the_projector_stays_in_float32_between_bfloat16_parts(parts):
+    config = make_config(parts, model__llm__dtype="bfloat16")
     (rank,) = make_plan(config).ranks
     module = build_stage(config, rank.stages[0])
     kinds = {name: p.dtype for name, p in module.global_parameters()}
@@ -56,9 +55,8 @@ def test_the_projector_stays_in_float32_between_bfloat16_parts(tmp_path):
     assert [name for name, p in module.global_parameters() if p.requires_grad] == list(rank.trainable_names)
 
 
-def front_of(folder, trainable):
-    save_parts(folder)
-    config = make_config(folder, model__trainable=trainable)
+def front_of(parts, trainable):
+    config = make_config(parts, model__trainable=trainable)
     return build_stage(config, make_plan(config).ranks[0].stages[0])
 
 
@@ -71,8 +69,8 @@ def gradients_of(module, hidden):
 
 @pytest.mark.parametrize("trainable", [("projector",), ("projector", "vision")])
 @pytest.mark.parametrize("images", [0, 2])
-def test_prefetched_features_change_no_bit_of_the_first_stages_output_and_gradients(tmp_path, trainable, images):
-    module = front_of(tmp_path, trainable)
+def test_prefetched_features_change_no_bit_of_the_first_stages_output_and_gradients(parts, trainable, images):
+    module = front_of(parts, trainable)
     batch = as_batch([[make_document(0, images=images), make_document(1, images=images // 2)]], 64)
     features = module.encode(batch)
     assert module.encoder_is_frozen == (trainable == ("projector",))
@@ -134,19 +132,18 @@ def test_without_an_image_the_newline_has_a_gradient_of_zeros(cut, trainable):
     assert not any(gradient.any() for gradient in gradients.values() if gradient is not None)
 
 
-def test_uint8_images_are_normalised_where_the_encoder_runs(tmp_path):
-    module = front_of(tmp_path, ("projector",))
+def test_uint8_images_are_normalised_where_the_encoder_runs(parts):
+    module = front_of(parts, ("projector",))
     batch = as_batch([[make_document(0, images=2)]], 64)
     pixels = torch.randint(256, (2, 3, IMAGE_SIZE, IMAGE_SIZE), generator=torch.Generator().manual_seed(0))
     stored = replace(batch, tiles=pixels.to(torch.uint8))
-    normalised = replace(batch, tiles=image_transform(str(tmp_path / "vision")).normalise(stored.tiles))
+    normalised = replace(batch, tiles=image_transform(str(parts / "vision")).normalise(stored.tiles))
     assert torch.equal(module.start(stored), module.start(normalised))
     assert not torch.equal(module.start(stored), module.start(batch))
 
 
-def test_the_last_stage_runs_its_last_layer_for_supervised_tokens_alone(tmp_path):
-    save_parts(tmp_path)
-    config = make_config(tmp_path, parallel__pipeline=2)
+def test_the_last_stage_runs_its_last_layer_for_supervised_tokens_alone(parts):
+    config = make_config(parts, parallel__pipeline=2)
     first, last = (build_stage(config, rank.stages[0]) for rank in make_plan(config).ranks)
     seen = {}
     for module, name in ((first, "first"), (last, "last")):
