@@ -47,8 +47,9 @@ def explain(model: type[BaseModel], errors: Sequence[ErrorDetails], content: dic
             should = _SHOULD.get(error["type"]) or re.sub(r"^\w+ should ", "", error["msg"]).replace("tuple", "list")
             wrong_values.setdefault(path, []).append(should)
     for path, should in wrong_values.items():
-        seen = f"{'.'.join(path)}: {_shown(_value_at(content, path))} is not allowed"
-        lines.append(f"{seen}; it should {' or '.join(dict.fromkeys(should))}{_meaning(fields[declared_path(path)])}")
+        seen = f"{'.'.join(path) or 'its keys'}: {_shown(_value_at(content, path))} is not allowed"
+        meaning = _meaning(fields[declared_path(path)]) if path else ""  # without: a key that is no Unicode
+        lines.append(f"{seen}; it should {' or '.join(dict.fromkeys(should))}{meaning}")
     return [*lines, "and more; mend these first"] if len(errors) > MOST_EXPLAINED else lines
 
 

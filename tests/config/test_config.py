@@ -149,6 +149,13 @@ def test_a_key_stands_instead_of_another_of_its_section():
         assert mark.key in keys and mark.key.partition(".")[0] == section, name
 
 
+def test_a_key_that_is_no_unicode_is_refused_with_a_message(minimal, tmp_path):
+    (_, line) = problems(minimal, "optim\udcff.lr=1")
+    assert line.startswith("its keys: {") and line.endswith("unable to parse raw data as a unicode string")
+    (_, line) = problems(written(tmp_path, '"optim\\ud800": 1'))
+    assert line.startswith("its keys: {'optim\\ud800': 1} is not allowed")
+
+
 def test_values_cannot_change_after_loading(minimal):
     with pytest.raises(ValidationError, match="frozen"):
         load_config(minimal).run.seed = 3
