@@ -14,11 +14,13 @@ from pathlib import Path
 import pytest
 from processes import Command, listeners, ranks_of, running, steps_of, wait_for
 from ranks import free_port
+from torch.distributed import DistNetworkError
 
 from mmtrain.base.errors import UserError
 from mmtrain.config.load import load_config
 from mmtrain.launch import main as launch_command
 from mmtrain.launching import data, training
+from mmtrain.runtime import rendezvous
 from mmtrain.runtime.gpus import Gpu
 
 CONFIGS = sorted((Path(__file__).parent.parent / "configs").glob("*.yaml"))
@@ -253,6 +255,21 @@ def test_a_rank_of_torchrun_on_another_machine_makes_the_demos_data_there(tiny, 
     layout = ["parallel.pipeline=1", "parallel.data=2", "train.packs_per_step=8", "train.packs_per_microbatch=1"]
     assert launch_command([str(tiny / "config.yaml"), *layout, f"run.dir={tmp_path}", "run.name=there"]) == 2
     assert capsys.readouterr().err == "error: made there\n"
+
+
+def test_a_rank_of_torchrun_that_finds_no_other_ends_with_a_message(tiny, tmp_path, monkeypatch, capsys):
+    def agree(*_):
+        raise DistNetworkError("The client socket has timed out\nException raised from throwTimeoutError\nframe #0")
+
+    monkeypatch.setattr(rendezvous, "agree", agree)
+    monkeypatch.setattr(training, "set_rank_environment", lambda *_, **__: None)
+    environment = {"RANK": "1", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    for name, value in (environment | {"LOCAL_WORLD_SIZE": "1"}).items():
+        monkeypatch.setenv(name, value)
+    assert launch_command([str(tiny / "config.yaml"), "parallel.pipeline=2", f"run.dir={tmp_path}"]) == 1
+    said = capsys.readouterr().err
+    assert said.startswith("error: rank 1 did not meet the other ranks")
+    assert said.endswith(": The client socket has timed out\n")
 
 
 def test_a_gpu_that_is_full_already_ends_the_run_before_it_starts(tiny, tmp_path, monkeypatch, capsys):

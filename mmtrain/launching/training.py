@@ -135,9 +135,16 @@ def train_as_rank(config: RunConfig, options: Options, rank: int) -> int:
             probe(config.model.llm.path, plan.boundaries, streams=plan.streaming is not None)
             if len(ranks_of(plan.chain)) > 1:
                 can_slice_encoder(config, may_stay_whole=False)
+        from torch.distributed import DistError
+
         from mmtrain.runtime.rendezvous import agree
 
-        store = agree(compared, rank, job.timeout_seconds)  # and wait until rank 0 has prepared the folder
+        try:
+            store = agree(compared, rank, job.timeout_seconds)  # and wait until rank 0 has prepared the folder
+        except DistError as error:
+            why = str(error).split("\n")[0]  # C++ frames follow
+            show_error(f"rank {rank} did not meet the other ranks, of which one may have ended and say why: {why}")
+            return 1
         stopped = run_rank(job)
         del store  # it may be the one that all ranks meet at
         if is_first:
