@@ -88,7 +88,6 @@ def _distribute(stored: Mapping[str, Callable[[], torch.Tensor]], wanted: list[l
 
 
 def _opened(file: Path) -> dict[str, Callable[[], torch.Tensor]]:
-    """Return functions that read a file's tensors, by name."""
     try:
         opened = safe_open(file, framework="pt")
     except SafetensorError as error:

@@ -218,7 +218,6 @@ def find(path: Path) -> StepFolder:
 
 
 def remove_unfinished(run: Path) -> None:
-    """Delete what killed saves have left."""
     for path in (run / CHECKPOINTS).glob(leftovers("step-*")):
         shutil.rmtree(path)
 
@@ -252,7 +251,6 @@ def _manifest(entries: Mapping[str, Any]) -> str:
 
 
 def _entry(path: Path) -> dict[str, Any]:
-    """Return what a manifest says of a file."""
     with open_file(path) as file:
         size = os.fstat(file.fileno()).st_size
         return {"bytes": size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}

@@ -236,7 +236,6 @@ class Checkpointer:
         return tensors, notes
 
     def _write(self, step: int, tensors: Tensors, state: str) -> SaveResult:
-        """Write a step folder and delete older ones that are not kept."""
         start = time.monotonic()
         target = step_path(self.folder, step)
         weights = {name: tensor for name, tensor in tensors.items() if "/" not in name}
@@ -286,7 +285,6 @@ def _copied(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _recorded_scores(folder: Path, metric: str) -> dict[int, float | None]:
-    """Return the scores of the run's evaluations so far, by step."""
     return {
         record["step"]: score if isinstance(score := record.get(metric), int | float) else None
         for record in recorded(folder / METRICS, "eval")

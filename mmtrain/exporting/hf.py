@@ -63,8 +63,6 @@ SMALL_FILES = 64 << 20  # bytes that tokenizer, index and card take at most
 
 @dataclass(frozen=True)
 class ExportedModel:
-    """A model that was written."""
-
     stock: ExportedClass
     folder: Path
     kept_in_float32: frozenset[str]  # names of tensors that were not cast

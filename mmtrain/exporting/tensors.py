@@ -46,7 +46,6 @@ class TensorSource:
 
 
 def in_memory(tensor: torch.Tensor) -> TensorSource:
-    """Wrap a tensor that is in memory already."""
     return TensorSource(tensor.dtype, tuple(tensor.shape), lambda: tensor)
 
 

@@ -48,8 +48,6 @@ NEW_TOKENS = 12
 
 @dataclass(frozen=True)
 class Comparison:
-    """The exported model's logits beside mmtrain's."""
-
     samples: tuple[Sample, ...]
     tokens: int  # positions compared: those that predict an answer's tokens
     difference: float  # the largest of all logits

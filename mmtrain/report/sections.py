@@ -43,7 +43,6 @@ PARTS = {"weights": 0, "optimizer": 3, "activations": 2, "workspace": 4}  # of p
 
 
 def sections(run: RunRecord) -> list[Section]:
-    """Return all sections, in the order of the page."""
     makers = (trained, learning, evaluations, answers, rank_times, memory, samples, faults, configuration)
     return [make(run) for make in makers]
 

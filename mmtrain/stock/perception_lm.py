@@ -23,8 +23,6 @@ if TYPE_CHECKING:
 
 
 class PerceptionLM(StockClass):
-    """PerceptionLM."""
-
     name = "PerceptionLM"
     model_type = "perception_lm"
     connectors = ("mlp2x_gelu_pool", "mlp2x_gelu")

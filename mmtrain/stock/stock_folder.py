@@ -130,5 +130,4 @@ def unfit(file: str, key: str, value: Any, needed: str) -> UserError:
 
 
 def shown(value: Any) -> str:
-    """Return a value of a folder's file as a message shows it."""
     return "null" if value is None else escape(repr(value))
