@@ -150,12 +150,13 @@ def connector(
     sizes = Sizes(vision_width, llm_width, section.factor or DEFAULT_FACTOR, section.width)
     operations = CONNECTORS[section.type](sizes)
     for key, kinds in (("factor", (Shuffle, Pool)), ("width", (Swiglu,))):
-        if getattr(section, key) is not None and not any(isinstance(operation, kinds) for operation in operations):
+        if getattr(section, key) is not None and not _has(operations, kinds):
+            types = [name for name, make in CONNECTORS.items() if _has(make(Sizes(1, 2)), kinds)]
             raise UserError(
                 f"model.projector.{key}: {getattr(section, key)}, but {section.type} has none. Leave it out, or set "
-                f"model.projector.type to one of {_types_with(kinds)}."
+                f"model.projector.type to one of {', '.join(types)}."
             )
-    if any(isinstance(operation, Swiglu) for operation in operations) and (sizes.width or llm_width) % 2:
+    if _has(operations, (Swiglu,)) and (sizes.width or llm_width) % 2:
         raise UserError(
             f"model.projector.width: {sizes.width or llm_width} cannot be halved into values and their gates; set an "
             "even number"
@@ -206,12 +207,8 @@ def connector_parameters(operations: Sequence[Operation]) -> Iterator[ParameterS
             yield ParameterShape(f"projector.{operation.name}", (operation.width,))
 
 
-def _types_with(kinds: tuple[type[Operation], ...]) -> str:
-    return ", ".join(
-        name
-        for name, make in CONNECTORS.items()
-        if any(isinstance(operation, kinds) for operation in make(Sizes(1, 2)))
-    )
+def _has(operations: Sequence[Operation], kinds: tuple[type[Operation], ...]) -> bool:
+    return any(isinstance(operation, kinds) for operation in operations)
 
 
 def image_layout(config: RunConfig) -> ImageLayout:
