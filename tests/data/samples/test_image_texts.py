@@ -112,17 +112,18 @@ def conversations(seed: int, count: int) -> list[list[tuple[str, str]]]:
     return made
 
 
-def differences(tmp_path, tokenizer_name: str, processor_name: str, count: int) -> tuple[int, list]:
-    """How many conversations were compared, and those of which index, template and processor do not all agree."""
+@pytest.mark.parametrize("processor_name", PROCESSORS)
+@pytest.mark.parametrize("tokenizer_name", TOKENIZERS)
+def test_index_template_and_stock_processor_agree(tmp_path, tokenizer_name, processor_name):
     make, layout_name = PROCESSORS[processor_name]
     folder, layout = tmp_path / "llm", LAYOUTS[layout_name](POSITIONS)
     made = TOKENIZERS[tokenizer_name]()
-    made.add_tokens([AddedToken(mark, special=True, normalized=False) for mark in MARKS], special_tokens=True)
+    made.add_tokens(MARKS, special_tokens=True)
     made.pad_token = made.eos_token
     made.save_pretrained(folder)
     content = io.BytesIO()
     PICTURE.save(content, "PNG")
-    talks, tar = conversations(17, count), tmp_path / "shard.tar"
+    talks, tar = conversations(17, 40), tmp_path / "shard.tar"
     with tarfile.open(tar, "w") as out:
         for number, turns in enumerate(talks):
             record = json.dumps({"conversations": [{"from": who, "value": said} for who, said in turns]}).encode()
@@ -136,7 +137,7 @@ def differences(tmp_path, tokenizer_name: str, processor_name: str, count: int) 
     lengths = index.texts[text_fingerprint(folder, "chat", layout.texts)]
     template = make_template("chat", load_tokenizer(str(folder)), layout, len(made))
     processor = make(PreTrainedTokenizerFast.from_pretrained(folder))
-    image_id, compared, wrong = made.convert_tokens_to_ids("<image>"), 0, []
+    image_id, compared = made.convert_tokens_to_ids("<image>"), 0
     for number, turns in enumerate(talks):
         if number in lengths.faults or number in index.faults["llava"]:
             continue
@@ -148,21 +149,13 @@ def differences(tmp_path, tokenizer_name: str, processor_name: str, count: int) 
         ours = [image_id if token == IMAGE_POSITION else token for token in document.input_ids]
         counted = lengths.tokens[number] + layout.tiling(SIDE, SIDE).positions * images
         compared += 1
-        if list(stock) != ours or counted != len(ours):
-            wrong.append((turns, counted, len(ours), len(stock)))
-    return compared, wrong
-
-
-@pytest.mark.parametrize("processor", PROCESSORS)
-@pytest.mark.parametrize("tokenizer", TOKENIZERS)
-def test_index_template_and_stock_processor_agree(tmp_path, tokenizer, processor):
-    compared, wrong = differences(tmp_path, tokenizer, processor, 40)
-    assert compared >= 35 and not wrong
+        assert list(stock) == ours and counted == len(ours), turns
+    assert compared >= 35
 
 
 def test_texts_around_an_image_are_never_learnt():
     tokenizer = byte_level()
-    tokenizer.add_tokens([AddedToken(mark, special=True, normalized=False) for mark in MARKS], special_tokens=True)
+    tokenizer.add_tokens(MARKS, special_tokens=True)
     turns = (("human", "Draw one."), ("gpt", "Here: <image> is one."))
     document = make_template("chat", tokenizer, Idefics3(2), 1000)(Sample("a", "s", turns, (b"",)))
     around = tokenizer.convert_tokens_to_ids(MARKS[1:3])
@@ -173,7 +166,7 @@ def test_texts_around_an_image_are_never_learnt():
 
 def test_a_plain_caption_stands_behind_the_wrapped_images():
     tokenizer = byte_level()
-    tokenizer.add_tokens([AddedToken(mark, special=True, normalized=False) for mark in MARKS], special_tokens=True)
+    tokenizer.add_tokens(MARKS, special_tokens=True)
     turns = (("human", "<image><image>"), ("gpt", "a red circle"))
     document = make_template("plain", tokenizer, Idefics3(2), 1000)(Sample("a", "s", turns, (b"", b"")))
     fake, tag = tokenizer.convert_tokens_to_ids(MARKS[1:3])

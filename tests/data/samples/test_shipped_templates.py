@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 from chat_styles import sentencepiece_like
-from tokenizers import AddedToken, Tokenizer, pre_tokenizers
+from tokenizers import Tokenizer, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 from transformers.models.smolvlm.processing_smolvlm import DEFAULT_CHAT_TEMPLATE
 from untrained_runs import make_checkpoint
@@ -109,8 +109,7 @@ def test_tokens_and_labels_are_llavas(name, talk, make):
 def test_the_recipe_for_smolvlm_writes_what_its_own_template_writes(make_tiny):
     config = load_config(CONFIGS / "smolvlm_256m_lora.yaml")
     tokenizer = make_tiny.make_tokenizer()
-    marks = [AddedToken(mark, special=True, normalized=False) for mark in ("<|im_start|>", "<end_of_utterance>")]
-    tokenizer.add_tokens(marks, special_tokens=True)
+    tokenizer.add_tokens(["<|im_start|>", "<end_of_utterance>"], special_tokens=True)
     template = make_template(config.data.template, tokenizer, Square(1), 10**6)
     roles = {"human": "user", "gpt": "assistant"}
     for texts in CONVERSATIONS.values():
@@ -129,8 +128,7 @@ def test_the_recipe_for_smolvlm_writes_what_its_own_template_writes(make_tiny):
 @pytest.mark.parametrize("name", ["llava_v1", "llama_2", "chatml"])
 def test_a_system_turn_takes_the_place_of_the_default_and_bos_is_written_where_the_tokenizer_writes_it(name):
     tokenizer = sentencepiece_like()
-    marks = [AddedToken(mark, special=True, normalized=False) for mark in ("<|im_start|>", "<|im_end|>")]
-    tokenizer.add_tokens(marks, special_tokens=True)
+    tokenizer.add_tokens(["<|im_start|>", "<|im_end|>"], special_tokens=True)
     talk = (("system", "Be brief."), ("human", "Tell"), ("gpt", "No"), ("human", "Why"), ("gpt", "So"))
     text, _ = make_template(name, tokenizer, Square(1), 10**6).chat.write(talk)
     assert (
