@@ -3,6 +3,7 @@
 import io
 import json
 import tarfile
+import zlib
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -24,6 +25,10 @@ def picture(width: int, height: int, file_format: str = "PNG") -> bytes:
     stream = io.BytesIO()
     Image.new("RGB", (width, height), (90, 40, 200)).save(stream, file_format)
     return stream.getvalue()
+
+
+def png_chunk(kind: bytes, content: bytes) -> bytes:
+    return len(content).to_bytes(4, "big") + kind + content + zlib.crc32(kind + content).to_bytes(4, "big")
 
 
 def conversation(question: str, answer: str, *more: str) -> bytes:

@@ -4,13 +4,13 @@ import functools
 import json
 import pickle
 import struct
-import zlib
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
 import pyarrow
 import pytest
+from archives import png_chunk
 from pyarrow import parquet
 
 from mmtrain.__main__ import main
@@ -215,9 +215,7 @@ def test_hostile_rows_are_rejected_one_by_one(tmp_path, monkeypatch):
     """No image is decoded beyond its header's claim, no path leaves the folder, no value passes unchecked."""
     monkeypatch.setattr(records, "MAX_IMAGE_BYTES", 1000)
     head = struct.pack(">II5B", 1 << 16, 1 << 16, 8, 2, 0, 0, 0)
-    chunks = ((b"IHDR", head), (b"IDAT", b""))
-    bomb = b"".join(struct.pack(">I", len(c)) + n + c + struct.pack(">I", zlib.crc32(n + c)) for n, c in chunks)
-    bomb = b"\x89PNG\r\n\x1a\n" + bomb
+    bomb = b"\x89PNG\r\n\x1a\n" + png_chunk(b"IHDR", head) + png_chunk(b"IDAT", b"")
     (tmp_path / "images").mkdir()
     (tmp_path / "secret.jpg").write_bytes(GIF)
     bad = {

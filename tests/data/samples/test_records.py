@@ -8,6 +8,7 @@ import time
 import zlib
 
 import pytest
+from archives import png_chunk
 from PIL import Image
 
 from mmtrain.data.samples.records import (
@@ -196,10 +197,6 @@ def jpeg_of_scans(side: int, scans: int) -> bytes:
     first = segment(b"\xda", b"\1\1\0\0\0\0") + b"\0" + segment(b"\xda", b"\1\1\0\1\x3f\1") + run
     refinement = segment(b"\xda", b"\1\1\0\1\x3f\x10") + run
     return b"\xff\xd8" + tables + frame + first + refinement * (scans - 2) + b"\xff\xd9"
-
-
-def png_chunk(kind: bytes, data: bytes) -> bytes:
-    return len(data).to_bytes(4, "big") + kind + data + zlib.crc32(kind + data).to_bytes(4, "big")
 
 
 def png_with(before: bytes, behind: bytes) -> bytes:

@@ -63,25 +63,9 @@ def test_what_is_written_is_read_back(tar):
 
 
 def test_the_file_is_as_its_format_says(tar):
-    content = {
-        "keys": ["a", "b"],
-        "members": {
-            "counts": [2, 1],
-            "suffix": ["json", "jpg", "json"],
-            "offset": [512, 1536, 3072],
-            "size": [3, 700, 1],
-            "crc32": [7, 8, 9],
-        },
-        "images": {"counts": [1, 0], "width": [640], "height": [480]},
-        "faults": {"llava": [[1, "no_answer", "é"]]},
-        "texts": {"feed": {"tokens": [12, 0], "faults": []}},
-    }
-    second = json.dumps(content, separators=(",", ":")).encode()
-    header = {"format": "mmtrain shard index", "version": 1, "tar_bytes": BYTES, "samples": 2, "texts": {"feed": 1}}
-    header["bytes"] = len(second)
-    header["crc32"] = zlib.crc32(json.dumps(header, separators=(",", ":")).encode() + second)
-    file = json.dumps(header, separators=(",", ":")).encode() + b"\n" + second + b"\n"
-    index_path(tar).write_bytes(file)
+    fault = ("faults", "llava"), [[1, "no_answer", "é"]]
+    lengths = (("texts", "feed", "tokens"), [12, 0]), (("header", "texts"), {"feed": 1})
+    file = index_path(crafted(tar, fault, *lengths)).read_bytes()
     index = read_index(tar)
     assert index == ShardIndex(
         BYTES,

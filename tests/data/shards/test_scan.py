@@ -4,7 +4,7 @@ import tarfile
 import zlib
 
 import pytest
-from archives import conversation, picture, write_tar
+from archives import conversation, picture, png_chunk, write_tar
 
 from mmtrain.base.errors import UserError
 from mmtrain.data.shards import indexing
@@ -37,12 +37,8 @@ def test_image_sizes_come_in_the_order_of_the_marks_whatever_the_order_in_the_ta
     assert index.faults["llava"] == {}
 
 
-def chunk(name: bytes, content: bytes) -> bytes:
-    return struct.pack(">I", len(content)) + name + content + struct.pack(">I", zlib.crc32(name + content))
-
-
 def png_that_claims(width: int, height: int) -> bytes:
-    return PNG[:8] + chunk(b"IHDR", struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)) + PNG[33:]
+    return PNG[:8] + png_chunk(b"IHDR", struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)) + PNG[33:]
 
 
 @pytest.mark.parametrize(

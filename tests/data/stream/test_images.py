@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import timm
 import torch
+from archives import png_chunk
 from PIL import ExifTags, Image, ImageOps
 from timm.data import create_transform
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
@@ -245,10 +246,6 @@ def test_decoding_gives_all_pixels_of_pillows_full_decode_and_the_first_picture_
     with Image.open(io.BytesIO(content)) as image:
         expected = TRANSFORM(image.convert("RGB"))
     assert torch.equal(read(TRANSFORM, content), expected)
-
-
-def png_chunk(kind: bytes, content: bytes) -> bytes:
-    return struct.pack(">I", len(content)) + kind + content + struct.pack(">I", zlib.crc32(kind + content))
 
 
 def with_size(file_format: str, width: int, height: int) -> bytes:
