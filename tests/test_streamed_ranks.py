@@ -9,7 +9,7 @@ import pytest
 from mmtrain.base.errors import UserError
 from mmtrain.config.load import load_config
 from mmtrain.launching import machine
-from mmtrain.launching.machine import free_host_memory, refuse_missing_quantisation, refuse_short_host_memory
+from mmtrain.launching.machine import free_host_memory, refuse_short_host_memory
 from mmtrain.plan.planner import make_plan
 
 
@@ -36,11 +36,3 @@ def test_a_containers_limit_counts_for_what_is_free(tmp_path, monkeypatch):
     assert free_host_memory() == 500_000
     (tmp_path / "memory.max").write_text("max\n")
     assert free_host_memory() > 500_000
-
-
-def test_quantising_without_its_library_is_refused_with_what_to_install(tiny, monkeypatch):
-    config = load_config(tiny / "config.yaml", ["model.llm.quantize=nf4"])
-    refuse_missing_quantisation(config)
-    monkeypatch.setattr(machine.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(UserError, match=r"nf4 needs bitsandbytes, .*: pip install 'mmtrain\[quantize\]'"):
-        refuse_missing_quantisation(config)

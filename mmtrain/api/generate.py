@@ -66,33 +66,33 @@ def stock_folder(model: str, show: Callable[[str, int, int], None] = lambda *_: 
     if folder is None:
         raise UserError(f"{model}: no such folder, and no hub id in the local cache; {NEEDED}")
     if names_checkpoint(folder):
-        return exported(find(folder), show)
-    config = folder / "config.json"
-    family = read_json(config).get("model_type") if config.is_file() else None
+        return _exported(find(folder), show)
+    file = folder / "config.json"
+    config = read_json(file) if file.is_file() else {}
+    family = config.get("model_type")
     if family not in [stock.model_type for stock in STOCK_CLASSES] and not _is_causal_lm(config):
         seen = "no config.json" if family is None else f"model_type {escape(family)}"
         raise UserError(f"{model}: has {seen}; {NEEDED}")
     shapes = tensor_shapes(folder)
     if shapes is None:
         raise UserError(f"{model}: holds no model.safetensors; download the weights")
-    check_sizes(read_json(config), shapes, model)
+    check_sizes(config, shapes, model)
     for name in ("processor_config.json", "preprocessor_config.json", "generation_config.json"):
         if (folder / name).is_file():
             read_json(folder / name)  # refuses what no model has, before transformers takes memory for it
     return folder
 
 
-def _is_causal_lm(config: Path) -> bool:
+def _is_causal_lm(config: dict[str, Any]) -> bool:
     """Whether a config.json is of an LLM alone. Raises UserError for a family that cannot be used."""
-    content = read_json(config) if config.is_file() else {}
-    classes = content.get("architectures")
+    classes = config.get("architectures")
     if not isinstance(classes, list) or not any(str(name).endswith("ForCausalLM") for name in classes):
         return False
-    check_family(content)
-    return not any(key.endswith("_config") and key not in PARTS_OF_LLMS for key in content)
+    check_family(config)
+    return not any(key.endswith("_config") and key not in PARTS_OF_LLMS for key in config)
 
 
-def exported(checkpoint: StepFolder, show: Callable[[str, int, int], None] = lambda *_: None) -> Path:
+def _exported(checkpoint: StepFolder, show: Callable[[str, int, int], None]) -> Path:
     """Return a checkpoint's Hugging Face folder in the cache, made once. Raises UserError."""
     key = hashlib.sha256(f"{checkpoint.fingerprint} {mmtrain.__version__}".encode()).hexdigest()[:20]
     folder = cache_folder("chat") / key
@@ -120,12 +120,12 @@ def load(folder: Path) -> tuple[Any, Any]:
 
     logging.set_verbosity_error()
     logging.disable_progress_bar()
-    if _is_causal_lm(folder / "config.json"):
+    config = read_json(folder / "config.json")
+    if _is_causal_lm(config):
         processor = tokenizer = load_tokenizer(str(folder))
         with foreign_files(str(folder)):
             model_class = MODEL_FOR_CAUSAL_LM_MAPPING[type(causal_config(folder))]
     else:
-        config = read_json(folder / "config.json")
         stock = stock_class(config["model_type"])
         _check_parts(stock, config, folder)
         with foreign_files(str(folder)):

@@ -49,7 +49,8 @@ def plan_here(
                 "ranks or more machines, or set CUDA_VISIBLE_DEVICES= to run on the CPU"
             )
         check_environment(config, os.environ)
-    return make_plan(config, memory_here(gpus, local_ranks), device or device_here(config, gpus, local_ranks))
+    memory = min((gpu.total_bytes for gpu in gpus[:local_ranks]), default=None)
+    return make_plan(config, memory, device or device_here(config, gpus, local_ranks))
 
 
 def plan_for_here(config: RunConfig) -> Plan:
@@ -60,12 +61,8 @@ def plan_for_here(config: RunConfig) -> Plan:
 def suggest_for_here(config: RunConfig, devices: int) -> Suggestion:
     """Return the best layouts for `devices` devices like this machine's."""
     gpus = visible_gpus()
-    return suggest(config, devices, memory_here(gpus), gpu_device(gpus[0].name) if gpus else None)
-
-
-def memory_here(gpus: Sequence[Gpu], local_ranks: int | None = None) -> int | None:
-    """Return the bytes of the smallest GPU of these ranks, None without one."""
-    return min((gpu.total_bytes for gpu in gpus[:local_ranks]), default=None)
+    memory = min((gpu.total_bytes for gpu in gpus), default=None)
+    return suggest(config, devices, memory, gpu_device(gpus[0].name) if gpus else None)
 
 
 def device_here(config: RunConfig, gpus: Sequence[Gpu], local_ranks: int | None = None) -> Device:
@@ -85,13 +82,17 @@ def can_slice_encoder(config: RunConfig, *, may_stay_whole: bool) -> bool:
     return True
 
 
-def refuse_missing_quantisation(config: RunConfig) -> None:
-    """Raise UserError where `model.llm.quantize` needs a library that is not installed here."""
-    if config.model.llm.quantize is not None and importlib.util.find_spec("bitsandbytes") is None:
-        raise UserError(
-            f"model.llm.quantize: {config.model.llm.quantize} needs bitsandbytes, which is not installed; install it: "
-            "pip install 'mmtrain[quantize]', or leave quantize out"
-        )
+def refuse_missing_libraries(config: RunConfig, *, with_trackers: bool) -> None:
+    """Raise UserError for a library that `model.llm.quantize` or `run.report_to` needs and that is not here."""
+    needed = [("run.report_to", name, name) for name in config.run.report_to if with_trackers and name != "csv"]
+    if config.model.llm.quantize is not None:
+        needed.append(("model.llm.quantize", "bitsandbytes", "quantize"))
+    for key, library, extra in needed:
+        spec = importlib.util.find_spec(library)
+        if spec is None or spec.origin is None:  # a folder ./wandb is no library
+            raise UserError(
+                f"{key}: {library} is not installed. Install it: pip install 'mmtrain[{extra}]', or leave it out"
+            )
 
 
 def refuse_short_host_memory(ranks: Sequence[RankPlan]) -> None:
@@ -117,16 +118,6 @@ def free_host_memory() -> int:
         cached = re.search(r"^inactive_file (\d+)", (CGROUP / "memory.stat").read_text(), re.MULTILINE)
         free = min(free, limit - used + (int(cached[1]) if cached else 0))
     return free
-
-
-def refuse_missing_trackers(config: RunConfig) -> None:
-    """Raise UserError for one of `run.report_to` whose library, which has its name, is not installed here."""
-    for name in config.run.report_to:
-        spec = importlib.util.find_spec(name)
-        if name != "csv" and (spec is None or spec.origin is None):  # a folder ./wandb is no library
-            raise UserError(
-                f"run.report_to: {name} is not installed. Install it: pip install 'mmtrain[{name}]', or leave it out"
-            )
 
 
 def job_here(

@@ -16,6 +16,7 @@ import shutil
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from mmtrain import __version__
 from mmtrain.base.errors import UserError
@@ -35,8 +36,7 @@ from mmtrain.launching.machine import (
     device_here,
     job_here,
     plan_here,
-    refuse_missing_quantisation,
-    refuse_missing_trackers,
+    refuse_missing_libraries,
     refuse_short_host_memory,
 )
 from mmtrain.models.probing.probe import probe
@@ -49,7 +49,7 @@ from mmtrain.plan.schedule import ranks_of
 from mmtrain.report.page import write_page
 from mmtrain.runtime.failures import Failure
 from mmtrain.runtime.gpus import Gpu, visible_gpus
-from mmtrain.runtime.job import Agreement, Job
+from mmtrain.runtime.job import Job
 from mmtrain.runtime.rank import run_rank
 from mmtrain.runtime.supervise import STOPPED, prepared, run_ranks, set_rank_environment
 
@@ -159,7 +159,7 @@ def _job(
     local_ranks: int,
     start: ResumePoint | None,
     options: Options,
-    compared: Agreement | None = None,
+    compared: tuple[str, dict[str, Any]] | None = None,
 ) -> Job:
     """Return the run's processes: `start` is rank 0's, `compared` what ranks of several nodes compare."""
     return job_here(
@@ -179,20 +179,18 @@ def _job(
     )
 
 
-def agreement(config: RunConfig, plan: Plan, trace_steps: int) -> Agreement:
+def agreement(config: RunConfig, plan: Plan, trace_steps: int) -> tuple[str, dict[str, Any]]:
     """Return what all ranks must have in common: ranks that differ would wait for each other for ever."""
     text = (
         f"mmtrain {__version__} --trace {trace_steps} {plan.chain} {dump_config(config)} {json.dumps(plan.as_dict())}"
     )
-    return Agreement(hashlib.sha256(text.encode()).hexdigest(), flat(disclosed(config.model_dump(mode="json"))))
+    return hashlib.sha256(text.encode()).hexdigest(), flat(disclosed(config.model_dump(mode="json")))
 
 
 def _refuse_unfit(config: RunConfig, here: Sequence[RankPlan], options: Options, *, is_first: bool) -> None:
     """Raise UserError for what this machine lacks for its ranks, `here`; the run's first process needs trackers too."""
     refuse_unfit_trace(options.trace, config.train.max_steps)
-    if is_first:
-        refuse_missing_trackers(config)
-    refuse_missing_quantisation(config)
+    refuse_missing_libraries(config, with_trackers=is_first)
     refuse_short_host_memory(here)
 
 
@@ -284,7 +282,7 @@ def calibrate(config: RunConfig, ranks: int) -> int:
         config = config.changed({"parallel.encoder_ranks": 0})
     uncalibrated = config.changed({"parallel.calibration": None})
     assumed = plan_here(uncalibrated, gpus, ranks, dataclasses.replace(device, name=""))  # its costs are assumed
-    refuse_missing_quantisation(config)
+    refuse_missing_libraries(config, with_trackers=False)
     refuse_short_host_memory(assumed.ranks)
     folder = Path(tempfile.mkdtemp(prefix="mmtrain-calibration-"))
     arguments = {"config": uncalibrated, "plan": assumed, "device": device, "file": file, "can_cut": can_cut}

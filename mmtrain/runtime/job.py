@@ -11,14 +11,6 @@ from mmtrain.runtime.log import log_name
 
 
 @dataclass(frozen=True)
-class Agreement:
-    """What all ranks have in common: the digest of configuration and plan, and keys to name where it differs."""
-
-    digest: str
-    keys: Mapping[str, Any]
-
-
-@dataclass(frozen=True)
 class Job:
     """The processes of a run. `places[r]` is what messages call global rank r's place in the pipeline.
 
@@ -36,7 +28,7 @@ class Job:
     nodes: int = 1
     node: int = 0
     endpoint: str | None = None
-    agreement: Agreement | None = None  # what ranks compare before they begin, on several nodes
+    agreement: tuple[str, dict[str, Any]] | None = None  # what ranks of several nodes compare first, see `agree`
     how_to_resume: str = ""  # what follows the message of a stopped run
     saves_when_asked: bool = False  # SIGTERM and SIGUSR1 ask its ranks to save and end; otherwise they end it at once
 

@@ -25,7 +25,6 @@ from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCP
 
 from mmtrain.base.errors import UserError
 from mmtrain.base.printing import escape
-from mmtrain.runtime.job import Agreement
 
 BACKEND = "mmtrain"
 """Name of this rendezvous among torch's; its settings are `rank`, this node's number, and `timeout`, in seconds."""
@@ -68,10 +67,13 @@ class FixedNodes(StaticTCPRendezvous):
         return BACKEND
 
 
-def agree(agreement: Agreement, rank: int, timeout_seconds: int) -> Store:
-    """Return the store at which all ranks meet, once all agree. Raises UserError on every rank if they do not."""
+def agree(agreement: tuple[str, dict[str, Any]], rank: int, timeout_seconds: int) -> Store:
+    """Return the store at which all ranks meet, once all agree. Raises UserError on every rank if they do not.
+
+    `agreement` is the digest of configuration and plan, and the keys to name where it differs.
+    """
     store, _, world_size = next(rendezvous("env://", timeout=timedelta(seconds=timeout_seconds)))
-    store.set(f"mmtrain/plan/{rank}", json.dumps([agreement.digest, agreement.keys]))
+    store.set(f"mmtrain/plan/{rank}", json.dumps(agreement))
     if rank == 0:
         plans = [json.loads(store.get(f"mmtrain/plan/{other}")) for other in range(world_size)]
         others = [other for other, (digest, _) in enumerate(plans) if digest != plans[0][0]]

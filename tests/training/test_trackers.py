@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import shutil
 import socket
 import struct
@@ -23,7 +24,7 @@ from wandb.proto.wandb_internal_pb2 import Record
 from mmtrain.base.errors import UserError
 from mmtrain.base.json_lines import JsonLines
 from mmtrain.config.load import load_config
-from mmtrain.launching.machine import refuse_missing_trackers
+from mmtrain.launching.machine import refuse_missing_libraries
 from mmtrain.training import trackers
 
 STEPS = 5
@@ -219,9 +220,17 @@ def test_a_run_that_fails_leaves_what_it_reported_and_a_loss_that_is_not_finite_
     assert said == []
 
 
-def test_a_library_that_is_not_there_is_refused_with_how_to_get_it(tiny, tmp_path, monkeypatch):
-    config = load_config(tiny / "config.yaml", ["run.report_to=[csv,wandb]"])
-    refuse_missing_trackers(config)
-    monkeypatch.setitem(sys.modules, "wandb", None)
-    with pytest.raises(UserError, match=r"run\.report_to: wandb is not installed\. .*pip install 'mmtrain\[wandb\]'"):
-        refuse_missing_trackers(config)
+@pytest.mark.parametrize(
+    ("key", "value", "library", "extra"),
+    [
+        ("run.report_to", "[csv,wandb]", "wandb", "wandb"),
+        ("model.llm.quantize", "nf4", "bitsandbytes", "quantize"),
+    ],
+)
+def test_a_library_that_is_not_there_is_refused_with_how_to_get_it(tiny, monkeypatch, key, value, library, extra):
+    config = load_config(tiny / "config.yaml", [f"{key}={value}"])
+    refuse_missing_libraries(config, with_trackers=True)
+    monkeypatch.setitem(sys.modules, library, None)
+    message = f"{key}: {library} is not installed. Install it: pip install 'mmtrain[{extra}]', or leave it out"
+    with pytest.raises(UserError, match=re.escape(message)):
+        refuse_missing_libraries(config, with_trackers=True)
