@@ -214,7 +214,7 @@ def measured_on_rows(model: nn.Module, *, input_gradient: bool) -> tuple[int, in
     options = {k: v for k, v in seen.items() if k not in ("hidden_states", "past_key_values", "use_cache")}
     options["attention_mask"] = None
     last_layer = LastLayer(layer, recompute=False)
-    last_layer.rows = Rows.of(torch.arange(TOKENS - ROWS, TOKENS), torch.device("cpu"))
+    last_layer.rows = Rows(torch.arange(TOKENS - ROWS, TOKENS), torch.device("cpu"))
 
     def run() -> torch.Tensor:
         output = last_layer(hidden, **options)
