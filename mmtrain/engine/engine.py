@@ -308,16 +308,21 @@ class FrozenPipelineEngine:
             self._deepspeed._take_model_step(None)
             self.weights.write_back()
         self.weights.zero_grad()
-        names = "epoch", "samples", "images", "tiles", "tokens", "supervised_tokens", "quarantined"
         self._result = StepResult(
             step=self.step_index,
+            epoch=int(sums.epoch),
             loss=sums.loss_sum / sums.supervised_tokens if sums.supervised_tokens else None,
             grad_norm=norm,
             lr=rates[REST],
             lr_groups={name: rate for name, rate in rates.items() if name != REST},
+            samples=int(sums.samples),
+            images=int(sums.images),
+            tiles=int(sums.tiles),
+            tokens=int(sums.tokens),
+            supervised_tokens=int(sums.supervised_tokens),
+            quarantined=int(sums.quarantined),
             no_update=no_update,
             ranks=self._rank_seconds,
-            **{name: int(getattr(sums, name)) for name in names},
         )
 
     def _report_bad_step(self) -> None:

@@ -239,7 +239,10 @@ def test_a_resumed_run_equals_the_uninterrupted_one_to_the_last_bit(parts, pipel
 
 
 def told_of_requests(config):
-    """What this rank is told while the last one asks for nothing, a save, nothing, and a stop before an evaluation."""
+    """Return (requested_save, requested_stop) of this rank after three steps, an evaluation and a step.
+
+    The last rank wants a save in the second step, and asks to stop before the evaluation.
+    """
     engine, batches = build(config)
     is_last, told = dist.get_rank() == dist.get_world_size() - 1, []
     for save in (False, True, False):
