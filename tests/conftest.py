@@ -16,6 +16,7 @@ os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # else asking for G
 import pytest
 import tiny_models
 import torch
+from gpu_ranks import no_real_gpus, why_no_gpus
 
 from mmtrain.base.printing import logs_shown
 from mmtrain.checkpoint.step_folder import StepFolder
@@ -64,11 +65,23 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items.sort(key=lambda item: order.get(piece_of(item.nodeid), len(order)))
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--on-gpus", action="store_true", help="run the ranks of tests on GPUs, on fake ones where there are too few"
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.option.on_gpus:
+        os.environ["MMTRAIN_TEST_RANKS"] = "cuda"
+
+
 def pytest_runtest_setup(item: pytest.Item) -> None:
     if marker := item.get_closest_marker("gpu"):
-        needed, visible = marker.kwargs.get("count", 1), torch.cuda.device_count()
-        if visible < needed:
-            pytest.skip(f"GPUs needed: {needed}, visible: {visible}")
+        needed = marker.kwargs.get("count", 1)
+        reason = no_real_gpus(needed) if marker.kwargs.get("real") else why_no_gpus(needed)
+        if reason:
+            pytest.skip(reason)
 
 
 @pytest.fixture(autouse=True)

@@ -14,10 +14,13 @@ from multiprocessing.connection import wait
 from typing import Any
 
 import torch
+from gpu_ranks import run_gpu_ranks
 
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
 
 
+ON_GPUS = os.environ.get("MMTRAIN_TEST_RANKS") == "cuda"  # set by pytest --on-gpus
+SEED = int(os.environ.get("FAKE_CUDA_SEED", "0"))
 _ports = itertools.count()
 
 
@@ -52,6 +55,8 @@ def run_ranks(world: int, function: Callable, *args: Any, timeout: float = 120, 
 
     Ranks that are no daemons may have data workers.
     """
+    if ON_GPUS:
+        return run_gpu_ranks(world, function, *args, timeout=3 * timeout, seed=SEED)
     context = multiprocessing.get_context("fork")
     port = free_port()
     pipes, processes = [], []

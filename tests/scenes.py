@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -43,6 +44,7 @@ from mmtrain.plan.plan import Plan
 from mmtrain.plan.planner import make_plan
 from mmtrain.plan.schedule import leading_encodes, training_schedule
 
+DEVICE = torch.device(os.environ.get("MMTRAIN_TEST_DEVICE", "cpu"))  # of this rank
 VOCAB = 128
 IMAGE_TOKEN = 127  # stock LLaVA marks image positions by a row of the vocabulary
 WIDTH = 64
@@ -308,7 +310,7 @@ class Case:
 def join() -> None:
     """Join the ranks of run_ranks, unless this rank has."""
     if not dist.is_initialized():
-        join_process_group(torch.device("cpu"), 60)
+        join_process_group(DEVICE, 60)
 
 
 def make_engine(
@@ -318,7 +320,8 @@ def make_engine(
     join()
     plan = plan or make_plan(config)
     streamed = streamed or layers_streamed_here(plan)
-    stages = {s.stage: build_stage(config, s, streamed=streamed) for s in plan.ranks[dist.get_rank()].stages}
+    mine = plan.ranks[dist.get_rank()].stages
+    stages = {stage.stage: build_stage(config, stage, device=DEVICE, streamed=streamed) for stage in mine}
     return FrozenPipelineEngine(config, plan, stages, **arguments)
 
 
@@ -328,7 +331,7 @@ def make_audit(engine: FrozenPipelineEngine) -> RankAudit:
 
 def arrays(tensors: Mapping[str, torch.Tensor]) -> dict[str, np.ndarray]:
     """Copies that go from rank to rank, and that training leaves alone."""
-    return {name: tensor.detach().float().numpy().copy() for name, tensor in tensors.items()}
+    return {name: tensor.detach().float().cpu().numpy().copy() for name, tensor in tensors.items()}
 
 
 def execute(cases: Sequence[Case]) -> list[dict[str, Any]]:
@@ -347,7 +350,7 @@ def _execute(case: Case) -> dict[str, Any]:
         if instruction.op is Op.OPTIMIZER_STEP:
             # All ranks hold the reduced sums; the division by the step's tokens comes next.
             tokens = float(engine._statistics[1])
-            gradients.append({n: (p.grad / max(tokens, 1)).double().numpy() for n, p in engine.trainable.items()})
+            gradients.append({n: (p.grad / max(tokens, 1)).double().cpu().numpy() for n, p in engine.trainable.items()})
 
     engine = make_engine(config, plan, on_instruction=on_instruction)
     engine.weights.load({name: case.weights.get(name, p) for name, p in engine.trainable.items()}, {})
@@ -372,13 +375,13 @@ def _execute(case: Case) -> dict[str, Any]:
 
 def layers_streamed_here(plan: Plan) -> StreamedLayers | None:
     """Where this rank keeps the layers that its plan streams."""
-    rank, cpu = dist.get_rank(), torch.device("cpu")
-    return streamed_layers(plan, rank, cpu, replica_group(plan, rank, cpu, 60), 60)
+    rank, host = dist.get_rank(), torch.device("cpu")
+    return streamed_layers(plan, rank, DEVICE, replica_group(plan, rank, host, 60), 60)
 
 
 def bits(tensor: torch.Tensor) -> str:
     """A digest of a tensor's bytes."""
-    return hashlib.sha256(tensor.detach().contiguous().flatten().view(torch.uint8).numpy()).hexdigest()
+    return hashlib.sha256(tensor.detach().contiguous().flatten().view(torch.uint8).cpu().numpy()).hexdigest()
 
 
 def merged(ranks: list[dict[str, Any]], key: str, step: int = 0) -> dict[str, np.ndarray]:

@@ -1,0 +1,120 @@
+"""References for CUDA kernels that have no operation of the same name on the CPU: attention.
+
+Each takes the kernel's arguments as CPU tensors and returns its first outputs. Backward passes are computed again from
+the inputs, in float32: nothing that only a kernel knows (a log-sum-exp, a random state) is read.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+aten = torch.ops.aten
+
+
+def _gradients(attend: Callable[..., torch.Tensor], inputs: Sequence[Any], upstream: torch.Tensor) -> list[Any]:
+    with torch.enable_grad():
+        exact = [None if x is None else x.detach().float().requires_grad_() for x in inputs]
+        output = attend(*exact)
+        asked = [x for x in exact if x is not None]
+        gradients = iter(torch.autograd.grad(output, asked, upstream.float()))
+    return [None if x is None else next(gradients).to(x.dtype) for x in inputs]
+
+
+def _attend(query: Any, key: Any, value: Any, bias: Any = None, *, causal: bool, scale: float | None) -> torch.Tensor:
+    grouped = query.shape[1] != key.shape[1]
+    return F.scaled_dot_product_attention(
+        query, key, value, attn_mask=bias, is_causal=causal, scale=scale, enable_gqa=grouped
+    )
+
+
+def _exact(*states: Any) -> list[Any]:
+    return [None if x is None else x.float() for x in states]
+
+
+def flash(
+    q: Any, k: Any, v: Any, dropout: float = 0.0, causal: bool = False, debug: bool = False, *, scale: Any = None
+):
+    return [_attend(*_exact(q, k, v), causal=causal, scale=scale)]
+
+
+def flash_backward(
+    upstream: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, cq: Any, ck: Any, mq: Any, mk: Any, dropout: float,
+    causal: bool, seed: Any, offset: Any, *, scale: Any = None,
+):  # fmt: skip
+    return _gradients(lambda *x: _attend(*x, causal=causal, scale=scale), (q, k, v), upstream)
+
+
+def efficient(
+    q: Any, k: Any, v: Any, bias: Any, with_lse: bool, dropout: float = 0.0, causal: bool = False, *, scale: Any = None
+):
+    return [_attend(*_exact(q, k, v, bias), causal=causal, scale=scale)]
+
+
+def efficient_backward(
+    upstream: Any, q: Any, k: Any, v: Any, bias: Any, out: Any, lse: Any, seed: Any, offset: Any, dropout: float,
+    asked: Any, causal: bool = False, *, scale: Any = None,
+):  # fmt: skip
+    inputs = (q, k, v, bias if bias is not None and asked[3] else None)
+    known = None if bias is None else bias.float()
+
+    def attend(q: Any, k: Any, v: Any, b: Any) -> torch.Tensor:
+        return _attend(q, k, v, known if b is None else b, causal=causal, scale=scale)
+
+    return _gradients(attend, inputs, upstream)
+
+
+def _by_sequence(q: Any, k: Any, v: Any, of_queries: Any, of_keys: Any, causal: bool, scale: Any, window: Any):
+    """Attention of sequences that lie end to end, (tokens, heads, width); queries are a sequence's last tokens."""
+    outputs = []
+    borders = (itertools.pairwise(offsets.tolist()) for offsets in (of_queries, of_keys))
+    for (first, last), (begin, end) in zip(*borders, strict=True):
+        queries, keys = last - first, end - begin
+        i = torch.arange(keys - queries, keys)[:, None]
+        j = torch.arange(keys)
+        seen = torch.ones(queries, keys, dtype=torch.bool)
+        left, right = window
+        if causal:
+            right = 0
+        if right >= 0:
+            seen &= j - i <= right
+        if left >= 0:
+            seen &= i - j <= left
+        states = (x.transpose(0, 1)[None] for x in (q[first:last], k[begin:end], v[begin:end]))
+        outputs.append(_attend(*states, seen, causal=False, scale=scale)[0].transpose(0, 1))
+    return torch.cat(outputs)
+
+
+def varlen(
+    q: Any, k: Any, v: Any, of_queries: Any, of_keys: Any, mq: Any, mk: Any, causal: bool = False, scale: Any = None,
+    window: Any = None, *_: Any, **__: Any,
+):  # fmt: skip
+    return [_by_sequence(*_exact(q, k, v), of_queries, of_keys, causal, scale, window or (-1, -1))]
+
+
+def varlen_backward(
+    upstream: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, of_queries: Any, of_keys: Any, mq: Any, mk: Any,
+    causal: bool, state: Any, scale: Any = None, window: Any = None, *_: Any, **__: Any,
+):  # fmt: skip
+    def attend(*states: Any) -> torch.Tensor:
+        return _by_sequence(*states, of_queries, of_keys, causal, scale, window or (-1, -1))
+
+    return _gradients(attend, (q, k, v), upstream)
+
+
+KERNELS: dict[Any, Callable[..., Any]] = {
+    aten._scaled_dot_product_flash_attention: flash,
+    aten._scaled_dot_product_flash_attention_backward: flash_backward,
+    aten._scaled_dot_product_efficient_attention: efficient,
+    aten._scaled_dot_product_efficient_attention_backward: efficient_backward,
+}
+
+
+def register_varlen() -> None:
+    """Add the operations of torch.nn.attention.varlen, once they are defined."""
+    KERNELS[torch.ops.torch_attn._varlen_attn] = varlen
+    KERNELS[torch.ops.torch_attn._varlen_attn_backward] = varlen_backward

@@ -1,0 +1,62 @@
+"""Imported by every Python process that starts with the fake CUDA (`fake_cuda.build.environment`).
+
+Once torch is imported, CUDA's operations are computed late (`fake_cuda.late`). And mmtrain's look for a driver's device
+file finds one: the preloaded runtime makes no files in /dev.
+"""
+
+import importlib.machinery
+import os
+import sys
+from pathlib import Path
+
+
+def _compute_late(torch):
+    if os.environ.get("FAKE_CUDA_RESULTS") != "0":
+        sys.path.insert(1, str(Path(__file__).parent.parent.parent))
+        from fake_cuda import late
+
+        late.start()
+
+
+def _have_driver(gpus):
+    gpus.NVIDIA_DRIVER_FILE = "/dev/null"
+    gpus.DRIVER_FILES = ("/dev/null",)
+
+
+def _register_varlen(varlen):
+    from fake_cuda import kernels
+
+    kernels.register_varlen()
+
+
+AFTER = {
+    "torch": _compute_late,
+    "torch.nn.attention.varlen": _register_varlen,
+    "mmtrain.runtime.gpus": _have_driver,
+}
+
+
+class _Finder:
+    """Runs what is to happen after a module's import."""
+
+    @staticmethod
+    def find_spec(name, path=None, target=None):
+        after = AFTER.pop(name, None)
+        if after is None:
+            return None
+        spec = importlib.machinery.PathFinder.find_spec(name, path, target)
+        if spec is None:
+            AFTER[name] = after
+            return None
+        run = spec.loader.exec_module
+
+        def exec_module(module):
+            run(module)
+            after(module)
+
+        spec.loader.exec_module = exec_module
+        return spec
+
+
+if "LD_PRELOAD" in os.environ:
+    sys.meta_path.insert(0, _Finder)
