@@ -64,6 +64,7 @@ def run_gpu_ranks(
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": str(free_port()),
             "OMP_NUM_THREADS": "1",
+            "DS_ACCELERATOR": "cuda",  # `ranks` sets cpu where nothing is set
         }
         processes = [_start(folder, rank, environment) for rank in range(world)]
         try:
