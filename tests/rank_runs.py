@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ranks import run_ranks
-from scenes import with_slices
+from scenes import DEVICE, with_slices
 
 from mmtrain.base.printing import logs_shown, print_info
 from mmtrain.checkpoint.resume import AUTO, ResumePoint, find_start
@@ -60,7 +60,14 @@ def _be_rank(config: RunConfig, plan: Plan, start: ResumePoint | None) -> str | 
     rank, folder = int(os.environ["RANK"]), run_folder(config)
     with (folder / f"console-{rank}.txt").open("w") as console:
         me = Rank(
-            rank, len(plan.ranks), rank, "cpu", folder, console if rank == 0 else None, RankProgress(), StopRequest()
+            rank,
+            len(plan.ranks),
+            rank,
+            str(DEVICE),
+            folder,
+            console if rank == 0 else None,
+            RankProgress(),
+            StopRequest(),
         )
         return main(config, plan, me, start if rank == 0 else None)
 
