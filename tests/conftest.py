@@ -77,6 +77,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
+    if item.config.option.on_gpus and item.get_closest_marker("cpu_ranks"):
+        pytest.skip("about ranks on the CPU alone")
     if marker := item.get_closest_marker("gpu"):
         needed = marker.kwargs.get("count", 1)
         reason = no_real_gpus(needed) if marker.kwargs.get("real") else why_no_gpus(needed)

@@ -100,6 +100,7 @@ def planned_and_measured(folder, shape):
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.cpu_ranks
 def test_every_rank_takes_the_memory_that_was_planned(tmp_path, name):
     shape = SHAPES[name]
     save_parts(SIZE, tmp_path, getattr(torch, shape.dtype))
@@ -180,6 +181,7 @@ STREAMED = {
 @pytest.mark.parametrize(
     "ranks", [pytest.param(1, marks=pytest.mark.nightly), 2, pytest.param(4, marks=pytest.mark.nightly)]
 )
+@pytest.mark.cpu_ranks
 def test_ranks_that_stream_take_the_memory_that_was_planned(tmp_path, ranks):
     save_parts(WIDE, tmp_path, torch.float32)
     config = make_config(

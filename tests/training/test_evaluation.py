@@ -198,8 +198,18 @@ def build(config):
     return engine, None if packed is None else iter(packed), evaluations, console.progress
 
 
-def evaluate(configs, questions):
+def change(constants):
+    """Change constants of mmtrain in this rank's process."""
+    for name, value in constants.items():
+        pytest.MonkeyPatch().setattr(f"mmtrain.training.{name}", value)
+
+
+SHORT_ROUNDS = {"evaluations.EVALUATION_ROUND": 1}  # several for the little there is
+
+
+def evaluate(configs, questions, constants=None):
     """One rank's part (called by run_ranks): per config scores, control, answers, progress."""
+    change(constants or {})
     results = []
     for config in configs:
         _, _, evaluations, shown = build(config)
@@ -233,11 +243,10 @@ def permuted(scene) -> list[Held]:
 
 
 @pytest.mark.parametrize(("pipeline", "data"), [(2, 2), (4, 1)])
-def test_scores_control_and_answers_are_those_of_a_stock_llava(scene, permuted, monkeypatch, pipeline, data):
-    monkeypatch.setattr("mmtrain.training.evaluations.EVALUATION_ROUND", 1)  # several rounds for the little there is
+def test_scores_control_and_answers_are_those_of_a_stock_llava(scene, permuted, pipeline, data):
     whole = config_of(scene, pipeline, data)
     pairs = config_of(scene, pipeline, data, train__packs_per_microbatch=2)
-    by_rank = run_ranks(pipeline * data, evaluate, [whole, pairs], 12)
+    by_rank = run_ranks(pipeline * data, evaluate, [whole, pairs], 12, SHORT_ROUNDS)
 
     expected, control = stock_scores(scene, scene.samples), stock_scores(scene, permuted)
     assert 0.2 < expected.exact_match < 0.8 and control.exact_match < expected.exact_match
@@ -260,6 +269,7 @@ def test_scores_control_and_answers_are_those_of_a_stock_llava(scene, permuted, 
 
 def stop_on_the_way(config, at):
     """The last rank is asked to stop in round `at` of scores, then of answers; all take a step after that."""
+    change(SHORT_ROUNDS)
     join()
     mine = dist.get_rank() == dist.get_world_size() - 1
     found = []
@@ -279,8 +289,7 @@ def stop_on_the_way(config, at):
     return found
 
 
-def test_a_request_to_stop_ends_scores_and_answers_on_every_rank_in_the_same_round(scene, monkeypatch):
-    monkeypatch.setattr("mmtrain.training.evaluations.EVALUATION_ROUND", 1)
+def test_a_request_to_stop_ends_scores_and_answers_on_every_rank_in_the_same_round(scene):
     by_rank = run_ranks(4, stop_on_the_way, config_of(scene, 2, 2), 2)
     ((none, rounds, stopped, loss), (answers, tokens, stopped_too, _)) = by_rank[0]
     assert none is None and answers == [] and stopped and stopped_too
@@ -375,10 +384,9 @@ def test_the_control_permutes_images_and_nothing_else(scene):
     assert permute_images([Pack((document,)) for document in listed_twice])[1] == 8
 
 
-def test_an_answer_without_an_end_is_cut_after_64_tokens(scene, monkeypatch):
-    monkeypatch.setattr("mmtrain.training.answers.LONGEST_ANSWER", 3)
+def test_an_answer_without_an_end_is_cut_after_64_tokens(scene):
     config = config_of(scene)
-    ((_, _, answers, *_),) = run_ranks(1, evaluate, [config], 12)[0]
+    ((_, _, answers, *_),) = run_ranks(1, evaluate, [config], 12, {"answers.LONGEST_ANSWER": 3})[0]
     lengths = {len(answer.given.split()) for answer in answers}
     assert max(lengths) == 3 and all(len(answer.truth.split()) <= 4 for answer in answers)
     cut = [answer for answer in answers if answer.truth.endswith(" ...")]

@@ -129,6 +129,7 @@ def test_what_was_answered_before_and_after_is_kept_with_the_pictures(runs):
         assert any(line["pictures"] for line in lines)
 
 
+@pytest.mark.cpu_ranks
 def test_every_record_has_its_time_and_a_run_begins_with_what_it_runs_on(runs):
     for (pipeline, data), (folder, _) in runs.items():
         lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
@@ -140,6 +141,7 @@ def test_every_record_has_its_time_and_a_run_begins_with_what_it_runs_on(runs):
         assert lines[0]["versions"]["torch"] == importlib.metadata.version("torch") and "cores" in lines[0]["device"]
 
 
+@pytest.mark.cpu_ranks
 def test_a_run_says_how_its_attention_is_computed_before_its_first_step(runs):
     for folder, printed in runs.values():
         way = {"kernel": "document", "reason": "flash attention needs a GPU", "slow": False}

@@ -180,6 +180,7 @@ def test_a_run_that_goes_on_has_each_step_once(tiny, reported, tmp_path, monkeyp
     assert [line["step"] for line in again.lines("answers.jsonl")] == [0, 0, STEPS, STEPS]
 
 
+@pytest.mark.cpu_ranks
 def test_those_that_fail_or_hang_are_said_once_and_left_out_and_the_run_ends_as_it_would(
     tiny, reported, tmp_path, monkeypatch
 ):
