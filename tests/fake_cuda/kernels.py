@@ -1,4 +1,4 @@
-"""References for CUDA kernels that have no operation of the same name on the CPU: attention.
+"""References for CUDA kernels that have no operation of the same name on the CPU: attention, dequantisation into `out`.
 
 Each takes the kernel's arguments as CPU tensors and returns its first outputs. Backward passes are computed again from
 the inputs, in float32: nothing that only a kernel knows (a log-sum-exp, a random state) is read.
@@ -112,6 +112,20 @@ KERNELS: dict[Any, Callable[..., Any]] = {
     aten._scaled_dot_product_efficient_attention: efficient,
     aten._scaled_dot_product_efficient_attention_backward: efficient_backward,
 }
+
+
+def register_bitsandbytes() -> None:
+    """Add the operations of bitsandbytes that have an `out` on GPUs alone, once they are defined."""
+
+    def with_out(operation: Any) -> Callable[..., Any]:
+        def compute(*args: Any, out: Any = None, **kwargs: Any) -> list[Any]:
+            result = operation.default(*args, **kwargs)
+            return [result if out is None else out.copy_(result)]
+
+        return compute
+
+    for operation in (torch.ops.bitsandbytes.dequantize_4bit, torch.ops.bitsandbytes.dequantize_blockwise):
+        KERNELS[operation] = with_out(operation)
 
 
 def register_varlen() -> None:

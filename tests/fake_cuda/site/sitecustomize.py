@@ -29,7 +29,14 @@ def _register_varlen(varlen):
     kernels.register_varlen()
 
 
+def _register_bitsandbytes(operations):
+    from fake_cuda import kernels
+
+    kernels.register_bitsandbytes()
+
+
 AFTER = {
+    "bitsandbytes._ops": _register_bitsandbytes,
     "torch": _compute_late,
     "torch.nn.attention.varlen": _register_varlen,
     "mmtrain.runtime.gpus": _have_driver,
