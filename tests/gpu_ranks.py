@@ -1,14 +1,17 @@
 """Runs a function on several real ranks that have a GPU each: the machine's, or fake ones where it has none.
 
-CUDA must start in no process that was forked from one that uses torch, so each rank is a new Python process. The
-function and its arguments go there as a pickle, its result comes back as one.
+CUDA must start in no process that was forked from one that has used it, so ranks are not forked from the tests' own,
+but from a new Python process that has only imported what takes seconds. The function and its arguments go there as a
+pickle, results come back as one from each rank.
 """
 
 from __future__ import annotations
 
 import functools
+import importlib
 import os
 import pickle
+import signal
 import subprocess
 import sys
 import tempfile
@@ -16,11 +19,12 @@ import time
 import traceback
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from fake_cuda import build
 
-CHILD = "from gpu_ranks import be_rank; be_rank()"
+CHILD = "from gpu_ranks import be_ranks; be_ranks()"
+PRELOADED = ("torch._dynamo", "mmtrain.training.loop")
 
 
 @functools.cache
@@ -66,65 +70,88 @@ def run_gpu_ranks(
             "OMP_NUM_THREADS": "1",
             "DS_ACCELERATOR": "cuda",  # `ranks` sets cpu where nothing is set
         }
-        processes = [_start(folder, rank, environment) for rank in range(world)]
+        ranks = _start(folder, environment)
         try:
-            return _results(processes, folder, time.monotonic() + timeout)
+            return _results(ranks, folder, world, time.monotonic() + timeout)
         finally:
-            for process in processes:
-                process.kill()
-                process.wait()
+            os.killpg(ranks.pid, signal.SIGKILL)
+            ranks.wait()
 
 
-def _start(folder: Path, rank: int, environment: Mapping[str, str]) -> subprocess.Popen:
-    own = {"RANK": str(rank), "LOCAL_RANK": str(rank), "MMTRAIN_TEST_DEVICE": f"cuda:{rank}"}
-    with (folder / f"output-{rank}").open("w") as output:
+def _start(folder: Path, environment: Mapping[str, str]) -> subprocess.Popen:
+    """Start the process of which all ranks are forked, as the leader of their group."""
+    with (folder / "output").open("w") as output:
         return subprocess.Popen(
             [sys.executable, "-c", f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r}); {CHILD}", folder],
-            env={**environment, **own},
+            env=environment,
             stdout=output,
             stderr=output,
+            start_new_session=True,
         )
 
 
-def _results(processes: list[subprocess.Popen], folder: Path, deadline: float) -> list[Any]:
-    waiting = set(range(len(processes)))
+def _results(ranks: subprocess.Popen, folder: Path, world: int, deadline: float) -> list[Any]:
+    waiting = set(range(world))
     while waiting:
+        ended = ranks.poll() is not None
         for rank in sorted(waiting):
-            ended = processes[rank].poll() is not None
             result = folder / f"result-{rank}"
             if result.exists():
                 ok, value = pickle.loads(result.read_bytes())
-                assert ok, f"rank {rank} of {len(processes)} failed:\n{value}\n{_outputs(folder)}"
+                assert ok, f"rank {rank} of {world} failed:\n{value}\n{_outputs(folder)}"
                 waiting.discard(rank)
-            else:
-                assert not ended, f"rank {rank} ended with {processes[rank].returncode}\n{_outputs(folder)}"
+        assert not (ended and waiting), f"ranks {sorted(waiting)} did not begin\n{_outputs(folder)}"
         assert time.monotonic() < deadline, f"ranks {sorted(waiting)} did not end\n{_outputs(folder)}"
         time.sleep(0.05)
-    return [pickle.loads((folder / f"result-{rank}").read_bytes())[1] for rank in range(len(processes))]
+    return [pickle.loads((folder / f"result-{rank}").read_bytes())[1] for rank in range(world)]
 
 
 def _outputs(folder: Path) -> str:
-    return "\n".join(f"{path.name}:\n{path.read_text()[-6000:]}" for path in sorted(folder.glob("output-*")))
+    return "\n".join(f"{path.name}:\n{path.read_text()[-6000:]}" for path in sorted(folder.glob("output*")))
 
 
-def be_rank() -> None:
-    """Call the function in the folder that the command line names, and write what it returns there."""
-    import faulthandler
-    import signal
-
-    faulthandler.register(signal.SIGTERM, all_threads=True)
-    folder, rank = Path(sys.argv[1]), os.environ["RANK"]
+def be_ranks() -> None:
+    """Fork the ranks of the folder that the command line names, and write there which of them end without a result."""
+    folder = Path(sys.argv[1])
     sys.path[:] = [*dict.fromkeys([*sys.path, *pickle.loads((folder / "path").read_bytes())])]
-    try:
-        import torch
+    for module in PRELOADED:
+        importlib.import_module(module)
+    ranks = {}
+    for rank in range(int(os.environ["WORLD_SIZE"])):
+        process = os.fork()
+        if process == 0:
+            _be_rank(folder, rank)
+        ranks[process] = rank
+    while ranks:
+        process, status = os.wait()
+        rank = ranks.pop(process, None)
+        if rank is not None and not (folder / f"result-{rank}").exists():
+            _write(folder, rank, (False, f"ended with {os.waitstatus_to_exitcode(status)}"))
 
-        torch.set_num_threads(1)
+
+def _be_rank(folder: Path, rank: int) -> NoReturn:
+    """Call the function of the folder, and write what it returns."""
+    import faulthandler
+
+    import torch
+
+    output = os.open(folder / f"output-{rank}", os.O_WRONLY | os.O_CREAT)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    faulthandler.register(signal.SIGTERM, all_threads=True)
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "MMTRAIN_TEST_DEVICE": f"cuda:{rank}"}
+    torch.set_num_threads(1)
+    try:
         function, args = pickle.loads((folder / "call").read_bytes())
         result = (True, function(*args))
     except BaseException:
         result = (False, traceback.format_exc())
+    _write(folder, rank, result)
+    sys.stdout.flush()
+    os._exit(0)  # a failing peer would leave this rank in a collective at exit
+
+
+def _write(folder: Path, rank: int, result: tuple[bool, Any]) -> None:
     written = folder / f"written-{rank}"
     written.write_bytes(pickle.dumps(result))
     written.rename(folder / f"result-{rank}")
-    sys.stdout.flush()
-    os._exit(0)  # a failing peer would leave this rank in a collective at exit
