@@ -13,6 +13,7 @@ from __future__ import annotations
 import atexit
 import ctypes
 import threading
+import zlib
 from collections.abc import Callable
 from typing import Any
 
@@ -70,10 +71,11 @@ class Late(TorchDispatchMode):
             with self:
                 output = func.decompose(*args, **kwargs)
             return func(*args, **kwargs) if output is NotImplemented else output
+        device = of_gpu[0].device if of_gpu else torch.device(target)
+        generator = _generator(args, kwargs, device) if torch.Tag.nondeterministic_seeded in func.tags else None
         output = func(*args, **kwargs)
-        if packet in SILENT:
-            return output
-        put(of_gpu[0].device if of_gpu else torch.device(target), _job(func, args, kwargs, output))
+        if packet not in SILENT:
+            put(device, _job(func, args, kwargs, output, generator))
         return output
 
     def _copy(self, to: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
@@ -154,20 +156,36 @@ def _as_argument(x: Any) -> Any:
         return x.clone()
     if isinstance(x, torch.device) and x.type == "cuda":
         return torch.device("cpu")
-    if isinstance(x, torch.Generator):
-        return torch.Generator().manual_seed(x.initial_seed())
     return on_cpu(x)
 
 
-def _job(func: Any, args: Any, kwargs: Any, output: Any) -> Callable[[], None]:
+def _generator(args: Any, kwargs: dict[str, Any], device: torch.device) -> torch.Generator:
+    """Return a generator for one operation: as on a GPU, its numbers follow from a generator's state at its launch."""
+    given = [x for x in _flat((args, *kwargs.values())) if isinstance(x, torch.Generator)]
+    state = given[0].get_state() if given else torch.cuda.get_rng_state(device)
+    return torch.Generator().manual_seed(zlib.crc32(bytes(state.tolist())))
+
+
+def _drawing(func: Any) -> Any:
+    """Return the overload of an operation that takes a generator; None where it has none, as dropout."""
+    if any(argument.name == "generator" for argument in func._schema.arguments):
+        return func
+    name = "generator" if func._overloadname == "default" else f"{func._overloadname}_generator"
+    return getattr(func.overloadpacket, name, None)
+
+
+def _job(func: Any, args: Any, kwargs: Any, output: Any, generator: torch.Generator | None) -> Callable[[], None]:
     args = _mapped(_as_argument, args)
     kwargs = {name: _mapped(_as_argument, x) for name, x in kwargs.items() if name != "pin_memory"}
     outputs = [on_cpu(x) for x in _flat(output)]
-    compute = KERNELS.get(func.overloadpacket, func)
+    kernel = KERNELS.get(func.overloadpacket)
+    compute = kernel or func
+    if generator is not None and kernel is None and (drawing := _drawing(func)) is not None:
+        compute, kwargs = drawing, kwargs | {"generator": generator}
 
     def job() -> None:
         results = _flat(compute(*args, **kwargs))
-        for room, result in zip(outputs, results, strict=compute is func):
+        for room, result in zip(outputs, results, strict=kernel is None):
             if isinstance(room, torch.Tensor) and result.data_ptr() != room.data_ptr():
                 room.copy_(result)
 
