@@ -1,8 +1,8 @@
 """Runs a function on several real ranks that have a GPU each: the machine's, or fake ones where it has none.
 
 CUDA must start in no process that was forked from one that has used it, so ranks are not forked from the tests' own,
-but from a new Python process that has only imported what takes seconds. The function and its arguments go there as a
-pickle, results come back as one from each rank.
+but from a Python process beside them that has only imported what takes seconds. The function and its arguments go there
+as a pickle, results come back as one from each rank.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from typing import Any, NoReturn
 
 from fake_cuda import build
 
-CHILD = "from gpu_ranks import be_ranks; be_ranks()"
 PRELOADED = ("torch._dynamo", "mmtrain.training.loop")
+READ_AT_IMPORT = ("LD_PRELOAD", "FAKE_CUDA_RESULTS", "DS_ACCELERATOR")
 
 
 @functools.cache
@@ -60,8 +60,6 @@ def run_gpu_ranks(
 
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        (folder / "path").write_bytes(pickle.dumps([*sys.path, str(Path(__file__).parent.parent)]))
-        (folder / "call").write_bytes(pickle.dumps((function, args)))
         environment = gpu_environment(world, seed=seed, **settings) | {
             "WORLD_SIZE": str(world),
             "LOCAL_WORLD_SIZE": str(world),
@@ -70,30 +68,40 @@ def run_gpu_ranks(
             "OMP_NUM_THREADS": "1",
             "DS_ACCELERATOR": "cuda",  # `ranks` sets cpu where nothing is set
         }
-        ranks = _start(folder, environment)
+        (folder / "place").write_bytes(pickle.dumps((sys.path, environment)))
+        (folder / "call").write_bytes(pickle.dumps((function, args)))
+        forker = _forker(environment)
         try:
-            return _results(ranks, folder, world, time.monotonic() + timeout)
-        finally:
-            os.killpg(ranks.pid, signal.SIGKILL)
-            ranks.wait()
+            print(folder, file=forker.stdin, flush=True)
+            return _results(forker, folder, world, time.monotonic() + timeout)
+        except BaseException:
+            os.killpg(forker.pid, signal.SIGKILL)  # and the ranks that have not ended
+            forker.wait()
+            raise
 
 
-def _start(folder: Path, environment: Mapping[str, str]) -> subprocess.Popen:
-    """Start the process of which all ranks are forked, as the leader of their group."""
-    with (folder / "output").open("w") as output:
-        return subprocess.Popen(
-            [sys.executable, "-c", f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r}); {CHILD}", folder],
+_forkers: dict[tuple[str | None, ...], subprocess.Popen[str]] = {}
+
+
+def _forker(environment: Mapping[str, str]) -> subprocess.Popen[str]:
+    """Return the process of which ranks are forked, the leader of their group; it ends when its input does."""
+    key = tuple(environment.get(name) for name in READ_AT_IMPORT)
+    if key not in _forkers or _forkers[key].poll() is not None:
+        paths = [str(folder) for folder in (Path(__file__).parent, Path(__file__).parent.parent)]
+        _forkers[key] = subprocess.Popen(
+            [sys.executable, "-c", f"import sys; sys.path[:0] = {paths}; import gpu_ranks; gpu_ranks.fork_ranks()"],
             env=environment,
-            stdout=output,
-            stderr=output,
+            stdin=subprocess.PIPE,
+            text=True,
             start_new_session=True,
         )
+    return _forkers[key]
 
 
-def _results(ranks: subprocess.Popen, folder: Path, world: int, deadline: float) -> list[Any]:
+def _results(forker: subprocess.Popen[str], folder: Path, world: int, deadline: float) -> list[Any]:
     waiting = set(range(world))
     while waiting:
-        ended = ranks.poll() is not None
+        ended = forker.poll() is not None
         for rank in sorted(waiting):
             result = folder / f"result-{rank}"
             if result.exists():
@@ -110,23 +118,28 @@ def _outputs(folder: Path) -> str:
     return "\n".join(f"{path.name}:\n{path.read_text()[-6000:]}" for path in sorted(folder.glob("output*")))
 
 
-def be_ranks() -> None:
-    """Fork the ranks of the folder that the command line names, and write there which of them end without a result."""
-    folder = Path(sys.argv[1])
-    sys.path[:] = [*dict.fromkeys([*sys.path, *pickle.loads((folder / "path").read_bytes())])]
+def fork_ranks() -> None:
+    """Fork the ranks of each folder that the input names, and write there which of them end without a result."""
     for module in PRELOADED:
         importlib.import_module(module)
-    ranks = {}
-    for rank in range(int(os.environ["WORLD_SIZE"])):
-        process = os.fork()
-        if process == 0:
-            _be_rank(folder, rank)
-        ranks[process] = rank
-    while ranks:
-        process, status = os.wait()
-        rank = ranks.pop(process, None)
-        if rank is not None and not (folder / f"result-{rank}").exists():
-            _write(folder, rank, (False, f"ended with {os.waitstatus_to_exitcode(status)}"))
+    for line in sys.stdin:
+        folder = Path(line.strip())
+        path, environment = pickle.loads((folder / "place").read_bytes())
+        ranks = {}
+        for rank in range(int(environment["WORLD_SIZE"])):
+            process = os.fork()
+            if process == 0:
+                own = {"RANK": str(rank), "LOCAL_RANK": str(rank), "MMTRAIN_TEST_DEVICE": f"cuda:{rank}"}
+                os.environ.clear()
+                os.environ.update(environment | own)
+                sys.path[:] = [*dict.fromkeys([*sys.path, *path])]
+                _be_rank(folder, rank)
+            ranks[process] = rank
+        while ranks:
+            process, status = os.wait()
+            rank = ranks.pop(process)
+            if folder.exists() and not (folder / f"result-{rank}").exists():
+                _write(folder, rank, (False, f"ended with {os.waitstatus_to_exitcode(status)}"))
 
 
 def _be_rank(folder: Path, rank: int) -> NoReturn:
@@ -136,10 +149,10 @@ def _be_rank(folder: Path, rank: int) -> NoReturn:
     import torch
 
     output = os.open(folder / f"output-{rank}", os.O_WRONLY | os.O_CREAT)
-    os.dup2(output, 1)
-    os.dup2(output, 2)
+    for descriptor in (1, 2):
+        os.dup2(output, descriptor)
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     faulthandler.register(signal.SIGTERM, all_threads=True)
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "MMTRAIN_TEST_DEVICE": f"cuda:{rank}"}
     torch.set_num_threads(1)
     try:
         function, args = pickle.loads((folder / "call").read_bytes())
