@@ -118,9 +118,11 @@ def register_bitsandbytes() -> None:
     """Add the operations of bitsandbytes that have an `out` on GPUs alone, once they are defined."""
 
     def with_out(operation: Any) -> Callable[..., Any]:
-        def compute(*args: Any, out: Any = None, **kwargs: Any) -> list[Any]:
-            result = operation.default(*args, **kwargs)
-            return [result if out is None else out.copy_(result)]
+        inputs = len(operation.default._schema.arguments)
+
+        def compute(*args: Any) -> list[Any]:
+            result = operation.default(*args[:inputs])
+            return [out.copy_(result) for out in args[inputs:]] or [result]
 
         return compute
 
