@@ -1,4 +1,4 @@
-"""References for CUDA kernels that have no operation of the same name on the CPU: attention, dequantisation into `out`.
+"""References for CUDA kernels that the CPU lacks or has otherwise: attention, layer norms, dequantisation into `out`.
 
 Each takes the kernel's arguments as CPU tensors and returns its first outputs. Backward passes are computed again from
 the inputs, in float32: nothing that only a kernel knows (a log-sum-exp, a random state) is read.
@@ -106,7 +106,17 @@ def varlen_backward(
     return _gradients(attend, (q, k, v), upstream)
 
 
+def _in_float32(operation: Any) -> Callable[..., Any]:
+    """Return a layer norm whose mean and deviation are float32, as on GPUs, whatever its input is."""
+
+    def compute(*args: Any) -> Any:
+        return operation(*(x.float() if isinstance(x, torch.Tensor) else x for x in args))
+
+    return compute
+
+
 KERNELS: dict[Any, Callable[..., Any]] = {
+    **{operation: _in_float32(operation) for operation in (aten.native_layer_norm, aten.native_layer_norm_backward)},
     aten._scaled_dot_product_flash_attention: flash,
     aten._scaled_dot_product_flash_attention_backward: flash_backward,
     aten._scaled_dot_product_efficient_attention: efficient,
