@@ -100,15 +100,14 @@ def _forker(environment: Mapping[str, str]) -> subprocess.Popen[str]:
 
 def _results(forker: subprocess.Popen[str], folder: Path, world: int, deadline: float) -> list[Any]:
     waiting = set(range(world))
-    while waiting:
-        ended = forker.poll() is not None
+    while waiting or not (folder / "ended").exists():
         for rank in sorted(waiting):
             result = folder / f"result-{rank}"
             if result.exists():
                 ok, value = pickle.loads(result.read_bytes())
                 assert ok, f"rank {rank} of {world} failed:\n{value}\n{_outputs(folder)}"
                 waiting.discard(rank)
-        assert not (ended and waiting), f"ranks {sorted(waiting)} did not begin\n{_outputs(folder)}"
+        assert forker.poll() is None, f"ranks {sorted(waiting)} did not begin\n{_outputs(folder)}"
         assert time.monotonic() < deadline, f"ranks {sorted(waiting)} did not end\n{_outputs(folder)}"
         time.sleep(0.05)
     return [pickle.loads((folder / f"result-{rank}").read_bytes())[1] for rank in range(world)]
@@ -138,8 +137,9 @@ def fork_ranks() -> None:
         while ranks:
             process, status = os.wait()
             rank = ranks.pop(process)
-            if folder.exists() and not (folder / f"result-{rank}").exists():
+            if not (folder / f"result-{rank}").exists():
                 _write(folder, rank, (False, f"ended with {os.waitstatus_to_exitcode(status)}"))
+        (folder / "ended").touch()
 
 
 def _be_rank(folder: Path, rank: int) -> NoReturn:
