@@ -11,6 +11,7 @@ import hashlib
 import importlib.metadata
 import importlib.util
 import os
+import re
 import shutil
 import subprocess
 import tempfile
@@ -22,6 +23,7 @@ SOURCES = sorted((HERE / "runtime").glob("*"))
 LIBRARY = "libfakecuda.so"
 ALIASES = ("libcuda.so.1", "libnvidia-ml.so.1")  # which programs open by name
 WANTED = r"^(_*cuda[A-Z]|cublas|nccl[A-Z]|cu[A-Z]|curand|nvml)"
+BY_NAME = rb"\0((?:nvml|cu)[A-Z]\w+)\0"  # functions that torch looks up when it first needs them
 TORCH_LIBRARIES = ("libtorch_cuda.so", "libtorch_python.so", "libc10_cuda.so", "libtorch_cuda_linalg.so")
 FLAGS = ("-O1", "-std=c++17", "-fPIC", "-Wall", "-Wextra", "-Wno-missing-field-initializers")
 
@@ -94,7 +96,10 @@ def _build(folder: Path) -> None:
     libraries = [Path(spec.origin).parent / "lib" / name for name in TORCH_LIBRARIES]
     if (spec := importlib.util.find_spec("bitsandbytes")) is not None:
         libraries += Path(spec.origin).parent.glob("libbitsandbytes_cuda*.so")
-    wanted = _symbols("--undefined-only", *(library for library in libraries if library.exists()))
+    libraries = [library for library in libraries if library.exists()]
+    wanted = _symbols("--undefined-only", *libraries)
+    for library in libraries[:3]:
+        wanted |= {name.decode() for name in re.findall(BY_NAME, library.read_bytes())}
     includes = [f"-I{folder}" for folder in _include_folders()]
     objects = []
     for source in (source for source in SOURCES if source.suffix == ".cpp"):
@@ -112,8 +117,6 @@ def _build(folder: Path) -> None:
 
 
 def _symbols(kind: str, *files: Path, dynamic: bool = True) -> set[str]:
-    import re
-
     listed = _run("nm", *(["-D"] if dynamic else ["-g"]), kind, *map(str, files))
     names = (line.split()[-1].split("@")[0] for line in listed.splitlines() if line.strip() and not line.endswith(":"))
     return {name for name in names if not dynamic or re.match(WANTED, name)}

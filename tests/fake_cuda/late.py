@@ -108,7 +108,7 @@ class Late(TorchDispatchMode):
         device = _on_gpu(args, kwargs)[0].device
         torch.cuda.current_stream(device).synchronize()
         result = func(*_mapped(on_cpu, args), **{name: on_cpu(x) for name, x in kwargs.items()})
-        return _mapped(lambda x: x.to(device) if isinstance(x, torch.Tensor) else x, result)
+        return _mapped(lambda x: _given_back(x, device) if isinstance(x, torch.Tensor) else x, result)
 
     def _indexed(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Index by the places of masks, as torch does."""
@@ -118,6 +118,13 @@ class Late(TorchDispatchMode):
                 is_mask = index is not None and index.dtype in (torch.bool, torch.uint8)
                 places += index.nonzero().unbind(1) if is_mask else [index]
             return func(args[0], places, *args[2:], **kwargs)
+
+
+def _given_back(result: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Return a result on the device, whose current stream has nothing to do."""
+    output = torch.empty_like(result, device=device)
+    on_cpu(output).copy_(result)
+    return output
 
 
 def _on_gpu(args: Any, kwargs: dict[str, Any]) -> list[torch.Tensor]:

@@ -1,9 +1,8 @@
 // Streams, events, and the one thread that does all their work.
 //
-// A seed draws how work is ordered (`Order`): streams have priorities, drawn anew now and then, and the ready stream of
-// highest priority goes on. A lazy order does only what somebody waits for. An eager one also works while the host goes
-// on. Priorities find orderings that need one stream to be far ahead of another (Burckhardt et al., "A randomized
-// scheduler with probabilistic guarantees of finding bugs", ASPLOS 2010).
+// A seed draws which ready stream goes on, and when (`Order`): the device's default stream, where mmtrain computes, before
+// all others, or after them; or the one of highest priority, which is drawn anew now and then (Burckhardt et al., "A
+// randomized scheduler with probabilistic guarantees of finding bugs", ASPLOS 2010); or only what somebody waits for.
 #include "device.h"
 
 #include <dlfcn.h>
@@ -55,16 +54,21 @@ struct Event {
     std::shared_ptr<double> finished_at;
 };
 
+enum class Rule { default_stream_first, default_stream_last, priorities, lazy };
+
 // How the work of a process is ordered.
 struct Order {
     std::mt19937 random;
-    bool lazy;         // do only what is waited for
+    Rule rule;
     double eagerness;  // chance that a call of the host also lets streams work
 
     explicit Order(long seed) : random(seed * 1000 + setting("RANK", 0)) {
-        lazy = random() % 2 == 0;
+        const Rule rules[] = {Rule::default_stream_first, Rule::default_stream_first, Rule::default_stream_first,
+                              Rule::default_stream_last,  Rule::default_stream_last,  Rule::priorities,
+                              Rule::priorities,           Rule::lazy};
+        rule = rules[random() % 8];
         const double chances[] = {0, 0.02, 0.2};
-        eagerness = lazy ? 0 : chances[random() % 3];
+        eagerness = rule == Rule::lazy ? 0 : chances[random() % 3];
     }
     double draw() { return std::uniform_real_distribution<double>(0, 1)(random); }
 };
@@ -236,15 +240,20 @@ private:
     // The ready stream that goes on; null: none can.
     Stream* choose() {
         Stream* best = nullptr;
-        if (order_.lazy)
-            for (const Place& place : needed_) {
-                Stream* stream = next_for(place);
-                if (stream && stream->ready(round_) && (!best || stream->priority > best->priority)) best = stream;
-            }
-        if (best) return best;
-        for (Stream* stream : streams_)
-            if (stream->ready(round_) && (!best || stream->priority > best->priority)) best = stream;
+        const auto consider = [&](Stream* stream) {
+            if (stream && stream->ready(round_) && (!best || rank_of(stream) > rank_of(best))) best = stream;
+        };
+        if (order_.rule == Rule::lazy)
+            for (const Place& place : needed_) consider(next_for(place));
+        if (!best)
+            for (Stream* stream : streams_) consider(stream);
         return best;
+    }
+
+    double rank_of(const Stream* stream) const {
+        const bool is_default = default_streams_ <= stream && stream < default_streams_ + MAX_DEVICES;
+        if (!is_default || order_.rule == Rule::priorities || order_.rule == Rule::lazy) return stream->priority;
+        return order_.rule == Rule::default_stream_first ? 2 : -1;
     }
 
     // The stream that must do its next task before `place` can be reached.
