@@ -52,6 +52,15 @@ def gpu_environment(count: int, *, seed: int = 0, **settings: object) -> dict[st
     return build.environment(seed=seed, devices=count, **settings)
 
 
+def fake_runtime() -> Any:
+    """Return the fake CUDA's own functions (`fake_cuda_order_by`, ...) in a rank that uses it, else None."""
+    if "FAKE_CUDA_SEED" not in os.environ:
+        return None
+    from fake_cuda.late import RUNTIME
+
+    return RUNTIME
+
+
 def run_gpu_ranks(
     world: int, function: Callable[..., Any], *args: Any, timeout: float = 240, seed: int = 0, **settings: object
 ) -> list[Any]:

@@ -1,7 +1,7 @@
-"""What the fake CUDA is for: a step that forgets to wait gives other numbers, in most orders in which streams may work.
+"""What the fake CUDA is for: a step that forgets to wait gives other numbers, in most orders of streams.
 
-Each bug is put into mmtrain's own code, and one step runs under eight orders; the right code runs under twenty. A bug is
-caught where the loss or the gradients are not those of the CPU.
+Each bug is put into mmtrain's own code, and one step runs under eight orders; the right code runs under twenty. A bug
+is caught where the loss or the gradients are not those of the CPU.
 """
 
 from __future__ import annotations
@@ -12,14 +12,13 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from gpu_ranks import run_gpu_ranks
+from gpu_ranks import fake_runtime, run_gpu_ranks
 from ranks import run_ranks
-from scenes import DEVICE, as_batch, join, make_config, make_document, make_engine, save_parts
+from scenes import as_batch, join, make_config, make_document, make_engine, save_parts
 
 from mmtrain.data.stream import packs
 from mmtrain.engine import engine as engine_module
 from mmtrain.engine.channels import Channels
-from mmtrain.engine.optimizer import MasterWeights
 from mmtrain.models.weights.streaming import SideStream, StreamedLayers
 
 RIGHT, SEEDED = range(100, 120), range(200, 208)  # orders
@@ -90,7 +89,7 @@ def batch_is_made_on_another_stream() -> AbstractContextManager[object]:
 
 
 def unused_fetch_is_not_awaited() -> AbstractContextManager[object]:
-    """Fetch a layer too many each time, and let go of it at once. (In a pool of its own the next fetch has its memory.)"""
+    """Fetch a layer too many each time, and let go of it at once. In the pool the next fetch would have its memory."""
     right = StreamedLayers._fetch
 
     def fetch(self: StreamedLayers, wanted: Sequence[int | None]) -> None:
@@ -126,11 +125,9 @@ def one_step(config, orders: Sequence[int] = (0,), bugs: Sequence[Bug] = ()):
     first = {name: weight.detach().cpu().clone() for name, weight in engine.trainable.items()}
 
     def step(order: int) -> tuple[float, float]:
-        if DEVICE.type == "cuda":
+        if (runtime := fake_runtime()) is not None:
             torch.cuda.synchronize()
-            from fake_cuda.late import RUNTIME
-
-            RUNTIME.fake_cuda_order_by(order)
+            runtime.fake_cuda_order_by(order)
         engine.weights.load(first, {})
         batches = (as_batch(microbatch, config.data.pack_length) for microbatch in STEP)
         result = engine.train_step(batches if engine.stage_id == 0 else None)
@@ -169,7 +166,10 @@ def test_the_right_code_gives_the_cpus_numbers_and_each_bug_others(config):
     (expected,), *_ = run_ranks(2, one_step, config)[0]
     right, *of_bugs = run_gpu_ranks(2, one_step, config, RIGHT, BUGS, timeout=800)[0]
     print("right code:", right)
-    caught = {bug.__name__: sum(not is_right(step, expected) for step in steps) for bug, steps in zip(BUGS, of_bugs)}
+    caught = {
+        bug.__name__: sum(not is_right(step, expected) for step in steps)
+        for bug, steps in zip(BUGS, of_bugs, strict=True)
+    }
     print(caught)
     assert [step for step in right if not is_right(step, expected)] == []
     assert {name: count for name, count in caught.items() if count < len(SEEDED) / 2} == {}
