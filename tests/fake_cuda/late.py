@@ -235,7 +235,6 @@ def put(device: torch.device, job: Callable[[], None]) -> None:
 
 def start() -> None:
     """Compute late in this thread and in all that begin later, until the process ends."""
-    torch.backends.cudnn.enabled = False  # cuDNN's own library is real, and asks for a device
     Late().__enter__()
     run = threading.Thread.run
 

@@ -11,8 +11,8 @@ from pathlib import Path
 
 
 def _compute_late(torch):
+    torch.backends.cudnn.enabled = False  # cuDNN's own library is real, and asks for a device
     if os.environ.get("FAKE_CUDA_RESULTS") != "0":
-        sys.path.insert(1, str(Path(__file__).parent.parent.parent))
         from fake_cuda import late
 
         late.start()
@@ -66,4 +66,5 @@ class _Finder:
 
 
 if "LD_PRELOAD" in os.environ:
+    sys.path.insert(1, str(Path(__file__).parent.parent.parent))
     sys.meta_path.insert(0, _Finder)
