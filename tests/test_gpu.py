@@ -1,4 +1,4 @@
-"""What holds on CPUs holds on GPUs: stages, layouts, repeated runs, memory, fetches. `pytest -m gpu` runs these."""
+"""What holds on CPUs holds on GPUs: the demo by the launcher in layouts, repeated runs, memory, stages, fetches."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from ranks import run_ranks
+from gpu_ranks import gpu_environment, run_gpu_ranks
 from torch import nn
 
 from mmtrain.config.load import DEMO, load_config
@@ -29,9 +29,17 @@ pytestmark = [pytest.mark.gpu, pytest.mark.nightly]
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory):
-    """A folder of runs; each is made once."""
+def folder(tmp_path_factory):
     return tmp_path_factory.mktemp("runs")
+
+
+@pytest.fixture
+def runs(folder, request, monkeypatch):
+    """A folder of runs, each of which is made once, by programs that see as many GPUs as the test needs."""
+    count = max(marker.kwargs.get("count", 1) for marker in request.node.iter_markers("gpu"))
+    for name, value in gpu_environment(count).items():
+        monkeypatch.setenv(name, value)
+    return folder
 
 
 # ---- the demo by the launcher
@@ -51,7 +59,6 @@ PEERS = ("streamed_layers=4", "stream_from=peers", "weight_shards=2")
         layout(2, "pipeline=2", "stages_per_rank=2"),
         layout(2, "pipeline=1", "data=2"),
         layout(4, "pipeline=1", "data=4"),
-        layout(8, "pipeline=1", "data=8"),
         layout(2, "pipeline=1", "data=2", *PEERS),
     ],
 )
@@ -81,11 +88,11 @@ def test_a_step_takes_the_memory_that_was_planned(runs):
     assert peak == pytest.approx(rank["total_bytes"], rel=0.1, abs=64 * 2**20)  # cuBLAS has a workspace
 
 
-# ---- in one process, which is forked: CUDA starts in none that others are forked from
+# ---- in one process
 
 
 def test_stages_compute_on_the_gpu_what_they_compute_on_the_cpu():
-    run_ranks(1, compare_stages, "cuda")
+    run_gpu_ranks(1, compare_stages, "cuda")
 
 
 def compare_stages(device: str) -> None:
@@ -118,8 +125,9 @@ def run_stage(module, is_last, batch, hidden):
     return results | {name: p.grad for name, p in module.global_parameters() if p.grad is not None}
 
 
+@pytest.mark.gpu(real=True)
 def test_packs_of_other_lengths_build_no_kernels():
-    run_ranks(1, time_new_lengths, "cuda")
+    run_gpu_ranks(1, time_new_lengths, "cuda")
 
 
 def time_new_lengths(device: str) -> None:
@@ -134,8 +142,9 @@ def time_new_lengths(device: str) -> None:
     assert median < max(5e-3, 5 * repeated), f"{median * 1e3:.1f} ms for new lengths, {repeated * 1e3:.1f} ms again"
 
 
+@pytest.mark.gpu(real=True)
 def test_fetching_hides_behind_computing_and_no_host_waits_for_it():
-    run_ranks(1, measure_overlap, "cuda", 8192)  # 128 MiB a layer
+    run_gpu_ranks(1, measure_overlap, "cuda", 8192)  # 128 MiB a layer
 
 
 def measure_overlap(device: str, width: int) -> None:

@@ -156,6 +156,15 @@ def config(tmp_path_factory):
     )
 
 
+def reduce_in_another_order(config) -> None:
+    """Let the second of two replicas add up its gradients last name first, which NCCL would mix up or hang on."""
+    join()
+    engine = make_engine(config)
+    if engine.global_rank == 1:
+        engine.weights.by_name = dict(reversed(engine.weights.by_name.items()))
+    engine.train_step(as_batch(microbatch, config.data.pack_length) for microbatch in STEP[2 * engine.global_rank :])
+
+
 def is_right(step, expected) -> bool:
     return step == pytest.approx(expected, rel=1e-4)
 
@@ -173,3 +182,11 @@ def test_the_right_code_gives_the_cpus_numbers_and_each_bug_others(config):
     print(caught)
     assert [step for step in right if not is_right(step, expected)] == []
     assert {name: count for name, count in caught.items() if count < len(SEEDED) / 2} == {}
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("order", SEEDED)
+def test_a_collective_in_another_order_on_one_rank_is_named(config, order):
+    config = config.changed({"parallel.pipeline": 1, "parallel.data": 2, "parallel.boundaries": None})
+    with pytest.raises(AssertionError, match=r"fake NCCL: .* is at all-reduce of \d+ elements .* is at all-reduce of"):
+        run_gpu_ranks(2, reduce_in_another_order, config, seed=order, timeout=90)

@@ -8,6 +8,10 @@
 // which all others read; for messages there is a mailbox for each sender and receiver. Both hold a chunk at a time.
 #include "device.h"
 
+#define __CUDA_FP16_H__  // nccl.h asks for types that it does not use, from headers of packages that are not installed
+#define __CUDA_BF16_H__
+#define __CUDA_FP8_H__
+
 #include <fcntl.h>
 #include <nccl.h>
 #include <sys/mman.h>
