@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from gpu_ranks import fake_runtime, run_gpu_ranks
 from ranks import run_ranks
 from scenes import (
@@ -133,6 +134,7 @@ def train(config, slices, orders=(0,)):
 def train_once(config, plan, order, waits):
     if (runtime := fake_runtime()) is not None:
         runtime.fake_cuda_order_by(order)
+        torch.cuda.manual_seed(1234)
     gradients: dict[str, np.ndarray] = {}
 
     def on_instruction(step: int, instruction: Any) -> None:
@@ -145,18 +147,21 @@ def train_once(config, plan, order, waits):
     mine, share = audit.plan, plan.microbatches_per_step
     first = mine.data * share
 
-    def batches(seed: int):
-        some = ([[make_document(seed + i, images=(1, 0, 2)[i % 3])]] for i in range(first, first + share))
+    def batches(*seeds: int):
+        some = [
+            [[make_document(seed + i, images=(1, 0, 2)[i % 3])]] for seed in seeds for i in range(first, first + share)
+        ]
         return iter([as_batch(one, config.data.pack_length) for one in some]) if mine.pipeline == 0 else None
 
-    numbers = []
-    for step in range(STEPS):
+    numbers, of_steps = [], batches(0, 10)
+    for _ in range(STEPS):
         waits.begin("between")
-        result = engine.train_step(batches(10 * step))
+        result = engine.train_step(of_steps)
         numbers += [result.loss, result.grad_norm, float(result.supervised_tokens)]
     waits.begin("between")
     numbers += [float(x) for x in engine.evaluate(batches(7), share)[:2]]
     waits.begin("between")
+    assert runtime is None or torch.cuda.initial_seed() == 1234, "training draws nothing from a GPU's generator"
     failures = audit.finish(engine.saw_gradient)["failures"]
     return numbers, gradients, arrays(engine.trainable), failures
 
