@@ -1,12 +1,14 @@
-"""Runs a function on several real ranks that have a GPU each: the machine's, or fake ones where it has none.
+"""Run a function on several ranks, each with a GPU of its own: the machine's, or a fake one where it has too few.
 
 CUDA must start in no process that was forked from one that has used it, so ranks are not forked from the tests' own,
 but from a Python process beside them that has only imported what takes seconds. The function and its arguments go there
-as a pickle, results come back as one from each rank.
+as a pickle; so does each rank's result on its way back.
 """
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import functools
 import importlib
 import os
@@ -29,7 +31,7 @@ READ_AT_IMPORT = ("LD_PRELOAD", "FAKE_CUDA_RESULTS", "DS_ACCELERATOR")
 
 @functools.cache
 def real_gpus() -> int:
-    """Number of GPUs that torch can use on this machine."""
+    """Number of GPUs that torch can use here. Asked in another process: asking may start CUDA in this one."""
     count = "import torch; print(torch.cuda.device_count() if torch.cuda.is_available() else 0)"
     return int(subprocess.run([sys.executable, "-c", count], capture_output=True, text=True, check=True).stdout)
 
@@ -54,7 +56,7 @@ def gpu_environment(count: int, *, seed: int = 0, **settings: object) -> dict[st
 
 def fake_runtime() -> Any:
     """Return the fake CUDA's own functions (`fake_cuda_order_by`, ...) in a rank that uses it, else None."""
-    if "FAKE_CUDA_SEED" not in os.environ:
+    if not hasattr(ctypes.CDLL(None), "fake_cuda_put"):  # not preloaded
         return None
     from fake_cuda.late import RUNTIME
 
@@ -84,7 +86,8 @@ def run_gpu_ranks(
             print(folder, file=forker.stdin, flush=True)
             return _results(forker, folder, world, time.monotonic() + timeout)
         except BaseException:
-            os.killpg(forker.pid, signal.SIGKILL)  # and the ranks that have not ended
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(forker.pid, signal.SIGKILL)  # and the ranks that have not ended
             forker.wait()
             raise
 
@@ -117,7 +120,10 @@ def _results(forker: subprocess.Popen[str], folder: Path, world: int, deadline: 
                 assert ok, f"rank {rank} of {world} failed:\n{value}\n{_outputs(folder)}"
                 waiting.discard(rank)
         assert forker.poll() is None, f"ranks {sorted(waiting)} did not begin\n{_outputs(folder)}"
-        assert time.monotonic() < deadline, f"ranks {sorted(waiting)} did not end\n{_outputs(folder)}"
+        if time.monotonic() >= deadline:
+            os.killpg(forker.pid, signal.SIGTERM)  # each rank writes where its threads are
+            time.sleep(1)
+            raise AssertionError(f"ranks {sorted(waiting)} did not end\n{_outputs(folder)}")
         time.sleep(0.05)
     return [pickle.loads((folder / f"result-{rank}").read_bytes())[1] for rank in range(world)]
 
@@ -166,6 +172,11 @@ def _be_rank(folder: Path, rank: int) -> NoReturn:
     try:
         function, args = pickle.loads((folder / "call").read_bytes())
         result = (True, function(*args))
+        if fake_runtime() is not None and torch.cuda.is_initialized():
+            from fake_cuda.late import raise_failure
+
+            torch.cuda.synchronize()
+            raise_failure()
     except BaseException:
         result = (False, traceback.format_exc())
     _write(folder, rank, result)

@@ -55,7 +55,7 @@ def run_ranks(world: int, function: Callable, *args: Any, timeout: float = 120, 
 
     Ranks that are no daemons may have data workers.
     """
-    if ON_GPUS:
+    if ON_GPUS:  # a fake one computes in one thread
         return run_gpu_ranks(world, function, *args, timeout=3 * timeout, seed=SEED)
     context = multiprocessing.get_context("fork")
     port = free_port()

@@ -25,7 +25,7 @@ RIGHT, SEEDED = range(100, 120), range(200, 208)  # orders
 STEP = [[[make_document(10 + i, images=(1, 0, 2, 1)[i])]] for i in range(4)]
 Bug = Callable[[], AbstractContextManager[object]]
 
-pytestmark = [pytest.mark.gpu(count=2)]
+pytestmark = [pytest.mark.gpu(count=2), pytest.mark.cpu_ranks]
 
 
 # ---- bugs: each puts itself into mmtrain's code for a while

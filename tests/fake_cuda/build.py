@@ -2,17 +2,20 @@
 
 runtime/*.cpp --g++, with headers of installed packages--> libfakecuda.so, preloaded before torch's own libraries
 
-Functions that torch wants of CUDA's libraries and the runtime does not have return 0.
+Functions that torch wants of CUDA's libraries and the runtime does not have return 0; those that would make, move or
+compute data return an error.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import importlib.metadata
 import importlib.util
 import os
 import re
 import shutil
+import stat
 import subprocess
 import tempfile
 from collections.abc import Iterator
@@ -23,8 +26,11 @@ SOURCES = sorted((HERE / "runtime").glob("*"))
 LIBRARY = "libfakecuda.so"
 ALIASES = ("libcuda.so.1", "libnvidia-ml.so.1")  # which programs open by name
 WANTED = r"^(_*cuda[A-Z]|cublas|nccl[A-Z]|cu[A-Z]|curand|nvml)"
-BY_NAME = rb"\0((?:nvml|cu)[A-Z]\w+)\0"  # functions that torch looks up when it first needs them
+BY_NAME = rb"\0((?:nvml|cu)[A-Z]\w+)(?=\0)"  # functions that torch looks up when it first needs them
 TORCH_LIBRARIES = ("libtorch_cuda.so", "libtorch_python.so", "libc10_cuda.so", "libtorch_cuda_linalg.so")
+REFUSED = r"cudaM(alloc|em(cpy|set|Pool))|cudaGraph|cudaIpc|cudaStreamBeginCapture|cuMem|cuLaunch"
+REFUSED += r"|nccl(Alltoa|Gather|Scatter|RedOp)"
+NOT_SUPPORTED = 801  # cudaErrorNotSupported, CUDA_ERROR_NOT_SUPPORTED; any number but 0 is an error of NCCL
 FLAGS = ("-O1", "-std=c++17", "-fPIC", "-Wall", "-Wextra", "-Wno-missing-field-initializers")
 
 
@@ -34,7 +40,7 @@ def why_not() -> str | None:
 
     if torch.version.cuda is None:
         return "torch is built without CUDA"
-    if missing := [program for program in ("g++", "nm") if shutil.which(program) is None]:
+    if missing := [program for program in ("g++", "gcc", "nm") if shutil.which(program) is None]:
         return f"{missing[0]} is not installed"
     if missing := [
         header for header in ("cuda_runtime_api.h", "crt/host_defines.h", "nccl.h") if _folder(header) is None
@@ -50,22 +56,31 @@ def built() -> Path:
     digest = hashlib.sha256(torch.__version__.encode())
     for source in (*SOURCES, Path(__file__)):
         digest.update(source.read_bytes())
+    for package in ("bitsandbytes", "nvidia-cuda-crt"):
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            digest.update(importlib.metadata.version(package).encode())
     folder = Path(tempfile.gettempdir()) / f"mmtrain-fake-cuda-{os.getuid()}" / digest.hexdigest()[:16]
+    folder.parent.mkdir(mode=0o700, exist_ok=True)
+    owner = folder.parent.lstat()
+    is_ours = stat.S_ISDIR(owner.st_mode) and owner.st_uid == os.getuid() and not owner.st_mode & 0o022
+    assert is_ours, f"others may write to {folder.parent}: remove it"
     if not (folder / LIBRARY).exists():
-        folder.parent.mkdir(mode=0o700, exist_ok=True)
         made = Path(tempfile.mkdtemp(dir=folder.parent))
-        _build(made)
         try:
+            _build(made)
             made.rename(folder)
-        except OSError:  # another process was faster
-            shutil.rmtree(made)
+        except OSError:
+            if not (folder / LIBRARY).exists():  # else another process was faster
+                raise
+        finally:
+            shutil.rmtree(made, ignore_errors=True)
     return folder
 
 
 def environment(*, seed: int = 0, devices: int = 2, **settings: object) -> dict[str, str]:
     """Return the environment of a process that sees `devices` fake GPUs, whose orders of work `seed` draws.
 
-    `settings`: MIB of memory a device, CAPABILITY (80 is 8.0), RESULTS (0: nothing is computed).
+    `settings`: MIB (memory of a device), CAPABILITY (80 means 8.0), RESULTS (0 computes nothing).
     """
     folder = built()
     paths = [str(HERE / "site"), str(HERE.parent.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
@@ -98,7 +113,7 @@ def _build(folder: Path) -> None:
         libraries += Path(spec.origin).parent.glob("libbitsandbytes_cuda*.so")
     libraries = [library for library in libraries if library.exists()]
     wanted = _symbols("--undefined-only", *libraries)
-    for library in libraries[:3]:
+    for library in (library for library in libraries if library.name in TORCH_LIBRARIES):
         wanted |= {name.decode() for name in re.findall(BY_NAME, library.read_bytes())}
     includes = [f"-I{folder}" for folder in _include_folders()]
     objects = []
@@ -107,7 +122,8 @@ def _build(folder: Path) -> None:
         _run("g++", *FLAGS, *includes, "-c", str(source), "-o", str(objects[-1]))
     present = _symbols("--defined-only", *objects, dynamic=False)
     rest = folder / "rest.c"
-    rest.write_text("".join(f"int {name}() {{ return 0; }}\n" for name in sorted(wanted - present)))
+    numbers = {name: NOT_SUPPORTED if re.match(REFUSED, name) else 0 for name in sorted(wanted - present)}
+    rest.write_text("".join(f"int {name}() {{ return {number}; }}\n" for name, number in numbers.items()))
     objects.append(folder / "rest.o")
     _run("gcc", "-O1", "-fPIC", "-w", "-c", str(rest), "-o", str(objects[-1]))
     made = folder / LIBRARY

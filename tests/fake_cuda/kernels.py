@@ -18,9 +18,9 @@ aten = torch.ops.aten
 
 def _gradients(attend: Callable[..., torch.Tensor], inputs: Sequence[Any], upstream: torch.Tensor) -> list[Any]:
     with torch.enable_grad():
-        exact = [None if x is None else x.detach().float().requires_grad_() for x in inputs]
-        output = attend(*exact)
-        asked = [x for x in exact if x is not None]
+        leaves = [None if x is None else x.detach().float().requires_grad_() for x in inputs]
+        output = attend(*leaves)
+        asked = [x for x in leaves if x is not None]
         gradients = iter(torch.autograd.grad(output, asked, upstream.float()))
     return [None if x is None else next(gradients).to(x.dtype) for x in inputs]
 
@@ -32,14 +32,19 @@ def _attend(query: Any, key: Any, value: Any, bias: Any = None, *, causal: bool,
     )
 
 
-def _exact(*states: Any) -> list[Any]:
+def _floats(*states: Any) -> list[Any]:
     return [None if x is None else x.float() for x in states]
+
+
+def _refuse_dropout(dropout: float) -> None:
+    assert dropout == 0, "the fake CUDA's attention has no dropout"
 
 
 def flash(
     q: Any, k: Any, v: Any, dropout: float = 0.0, causal: bool = False, debug: bool = False, *, scale: Any = None
 ):
-    return [_attend(*_exact(q, k, v), causal=causal, scale=scale)]
+    _refuse_dropout(dropout)
+    return [_attend(*_floats(q, k, v), causal=causal, scale=scale)]
 
 
 def flash_backward(
@@ -52,7 +57,8 @@ def flash_backward(
 def efficient(
     q: Any, k: Any, v: Any, bias: Any, with_lse: bool, dropout: float = 0.0, causal: bool = False, *, scale: Any = None
 ):
-    return [_attend(*_exact(q, k, v, bias), causal=causal, scale=scale)]
+    _refuse_dropout(dropout)
+    return [_attend(*_floats(q, k, v, bias), causal=causal, scale=scale)]
 
 
 def efficient_backward(
@@ -93,7 +99,7 @@ def varlen(
     q: Any, k: Any, v: Any, of_queries: Any, of_keys: Any, mq: Any, mk: Any, causal: bool = False, scale: Any = None,
     window: Any = None, *_: Any, **__: Any,
 ):  # fmt: skip
-    return [_by_sequence(*_exact(q, k, v), of_queries, of_keys, causal, scale, window or (-1, -1))]
+    return [_by_sequence(*_floats(q, k, v), of_queries, of_keys, causal, scale, window or (-1, -1))]
 
 
 def varlen_backward(

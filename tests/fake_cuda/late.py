@@ -1,4 +1,4 @@
-"""Compute what CUDA's operations would, on the CPU and late, over the same bytes.
+"""Compute CUDA's operations on the CPU, late, over the bytes of the GPU's tensors.
 
 an operation on CUDA tensors --Late--> torch's own CUDA code (checks, shapes, memory, streams; its kernels do nothing)
 and, on the current stream's queue --the device thread, when the drawn order says so--> the CPU's operation, whose
@@ -12,9 +12,11 @@ from __future__ import annotations
 
 import atexit
 import ctypes
+import gc
 import threading
 import zlib
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -25,48 +27,48 @@ from fake_cuda.kernels import KERNELS
 RUNTIME = ctypes.CDLL(None)
 WORK = ctypes.CFUNCTYPE(None, ctypes.c_long)
 RUNTIME.fake_cuda_put.argtypes = [ctypes.c_void_p, WORK, ctypes.c_long]
-RUNTIME.fake_cuda_host_waits.restype = RUNTIME.fake_cuda_queued.restype = ctypes.c_long
+RUNTIME.fake_cuda_host_waits.restype = ctypes.c_long
 RUNTIME.fake_cuda_device_peak.restype = RUNTIME.fake_cuda_page_locked.restype = ctypes.c_size_t
 
 CPU = torch.device("cpu")
-COMPUTED = ("aten", "bitsandbytes", "torch_attn", "torchvision")  # namespaces; NCCL moves bytes itself
+COMPUTED = ("aten", "bitsandbytes", "torch_attn", "torchvision")  # namespaces
+PASSED = ("c10d", "profiler")  # NCCL's operations move bytes themselves
 aten = torch.ops.aten
 # Change no byte, or are done by the runtime.
 SILENT = {
-    aten.empty, aten.empty_like, aten.empty_strided, aten.new_empty, aten.new_empty_strided, aten.record_stream,
-    aten.resize_, aten.set_, aten._local_scalar_dense, aten.is_pinned, aten._pin_memory, aten._fused_sdp_choice,
-    aten._has_compatible_shallow_copy_type, aten._nested_tensor_from_mask_left_aligned,
+    aten.empty, aten.empty_like, aten.empty_strided, aten.empty_permuted, aten.new_empty, aten.new_empty_strided,
+    aten.record_stream, aten.resize_, aten.set_, aten._local_scalar_dense, aten.is_pinned, aten._pin_memory,
+    aten._fused_sdp_choice, aten._has_compatible_shallow_copy_type,
 }  # fmt: skip
-# Results that the host must know, or whose shape depends on data.
-WAITS = {
-    aten.nonzero, aten.masked_select, aten.equal, aten._unique2, aten.unique_consecutive, aten.unique_dim,
-    aten.bincount, aten.repeat_interleave,
-}  # fmt: skip
-INDEXED_BY_MASK = {aten.index, aten.index_put, aten.index_put_, aten._index_put_impl_, aten._unsafe_index}
+# Results that the host must know, or whose shape depends on data, so that the host waits.
+KNOWN = {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output}
+INDEXED = {aten.index, aten.index_put, aten.index_put_, aten._index_put_impl_, aten._unsafe_index}
 
 
 class Late(TorchDispatchMode):
-    """While it is on, operations on CUDA tensors are computed late. On in every thread after `start`."""
+    """While it is on, operations on CUDA tensors are computed late. On in Python's threads after `start`."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func.namespace not in COMPUTED:
+            assert func.namespace in PASSED or not _on_gpu(args, kwargs), f"the fake CUDA does not compute {func}"
             return func(*args, **kwargs)
         of_gpu = _on_gpu(args, kwargs)
         target = kwargs.get("device")
         goes_to_gpu = target is not None and torch.device(target).type == "cuda"
         if not of_gpu and not goes_to_gpu:
             return func(*args, **kwargs)
-        _raise_failure()
+        raise_failure()
         packet = func.overloadpacket
         if packet is aten.copy_ and args[0].is_cuda != args[1].is_cuda:
             return self._copy(*args, **kwargs)
         if packet is aten._to_copy and _moves(args[0], target):
             return self._moved(*args, **kwargs)
-        if packet in WAITS:
+        if packet in INDEXED:
+            if any(x is not None and x.dtype in (torch.bool, torch.uint8) for x in args[1]):
+                return self._indexed(func, args, kwargs)
+        elif packet not in SILENT and KNOWN.intersection(func.tags):
             return self._known(func, args, kwargs)
-        if packet in INDEXED_BY_MASK and any(x is not None and x.dtype in (torch.bool, torch.uint8) for x in args[1]):
-            return self._indexed(func, args, kwargs)
         if func.is_view:  # or copies, where an operation is made of others, as `contiguous` is
             with self:
                 output = func.decompose(*args, **kwargs)
@@ -74,26 +76,26 @@ class Late(TorchDispatchMode):
         device = of_gpu[0].device if of_gpu else torch.device(target)
         generator = _generator(args, kwargs, device) if torch.Tag.nondeterministic_seeded in func.tags else None
         output = func(*args, **kwargs)
+        if packet is aten._local_scalar_dense:
+            raise_failure()
         if packet not in SILENT:
             put(device, _job(func, args, kwargs, output, generator))
         return output
 
     def _copy(self, to: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
-        """Copy between host and device in the steps of torch's `copy_`, which makes both contiguous and of one type."""
-        if to.is_cuda:
-            value = source.to(to.dtype).expand_as(to).contiguous()
-            room = to if to.is_contiguous() else torch.empty(to.shape, dtype=to.dtype, device=to.device)
-            room.copy_(value, non_blocking)
-            if room is not to:
-                with self:
-                    to.copy_(room)
-            return to
-        with self:
-            value = source.expand_as(to).contiguous()
-        direct = to.is_contiguous() and to.dtype == source.dtype
-        room = to if direct else torch.empty(to.shape, dtype=source.dtype)
-        room.copy_(value, non_blocking)
-        return to if direct else to.copy_(room)
+        """Copy between host and device in the steps of torch's `copy_`, which converts on the GPU unless it blocks."""
+        converts_first = source.is_cuda == non_blocking
+        with self if source.is_cuda else nullcontext():
+            value = (source.to(to.dtype) if converts_first else source).expand_as(to)
+            value = value if value.is_contiguous() else value.clone(memory_format=torch.contiguous_format)
+        if to.is_contiguous() and to.dtype == value.dtype:
+            to.copy_(value, non_blocking)
+        else:
+            room = torch.empty(to.shape, dtype=value.dtype, device=to.device).copy_(value, non_blocking)
+            with self if to.is_cuda else nullcontext():
+                to.copy_(room, non_blocking)
+        raise_failure()
+        return to
 
     def _moved(self, source: torch.Tensor, **options: Any) -> torch.Tensor:
         device, dtype = torch.device(options.get("device") or source.device), options.get("dtype") or source.dtype
@@ -107,6 +109,7 @@ class Late(TorchDispatchMode):
         """Wait, and compute at once."""
         device = _on_gpu(args, kwargs)[0].device
         torch.cuda.current_stream(device).synchronize()
+        raise_failure()
         result = func(*_mapped(on_cpu, args), **{name: on_cpu(x) for name, x in kwargs.items()})
         return _mapped(lambda x: _given_back(x, device) if isinstance(x, torch.Tensor) else x, result)
 
@@ -193,8 +196,10 @@ def _job(func: Any, args: Any, kwargs: Any, output: Any, generator: torch.Genera
     def job() -> None:
         results = _flat(compute(*args, **kwargs))
         for room, result in zip(outputs, results, strict=kernel is None):
-            if isinstance(room, torch.Tensor) and result.data_ptr() != room.data_ptr():
-                room.copy_(result)
+            if isinstance(room, torch.Tensor):
+                assert result.shape == room.shape, f"{tuple(result.shape)} on the CPU, {tuple(room.shape)} on the GPU"
+                if result.data_ptr() != room.data_ptr():
+                    room.copy_(result)
 
     job.__name__ = str(func)
     return job
@@ -208,14 +213,21 @@ _failure: list[str] = []
 @WORK
 def _run(number: int) -> None:
     job = _jobs.pop(number)
+    collects = gc.isenabled()
+    gc.disable()  # what is collected may free memory, for which this thread would wait for itself
     try:
         with torch.no_grad():
             job()
     except BaseException as error:
-        _failure.append(f"the fake CUDA cannot compute {job.__name__} on the CPU: {type(error).__name__}: {error}")
+        text = f"{type(error).__name__}: {error}"
+        _failure.append(f"{job.__name__} failed when the fake CUDA computed it: {text}")
+    finally:
+        if collects:
+            gc.enable()
 
 
-def _raise_failure() -> None:
+def raise_failure() -> None:
+    """Raise AssertionError if an operation could not be computed."""
     if _failure:
         raise AssertionError(_failure[0])
 

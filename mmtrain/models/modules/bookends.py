@@ -40,8 +40,8 @@ class Bookend(nn.Module):
 class AbsentEmbedding(nn.Module):
     """In the place of learned position embeddings behind decoder layer 0, where their sum is thrown away."""
 
-    def forward(self, tokens: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
-        return torch.zeros((), device=tokens.device)  # from the host the model would fetch it, and wait
+    def forward(self, given: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+        return torch.zeros((), device=given.device)  # a zero of the host would be copied, and the host would wait
 
 
 def decoder_path(model: PreTrainedModel) -> tuple[str, str]:

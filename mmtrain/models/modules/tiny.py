@@ -123,7 +123,7 @@ def tiny_model(config: PreTrainedConfig, seed: int) -> PreTrainedModel:
             f"{config.model_type} cannot be checked: shrunk to {HEADS * HEAD_WIDTH} wide it still has "
             f"{parameters / 1e6:,.0f} million parameters, so its config has sizes that mmtrain does not know"
         )
-    torch.default_generator.manual_seed(seed)  # the CPU's alone, which callers may restore
+    torch.default_generator.manual_seed(seed)  # not the GPUs' generators: callers restore the CPU's alone
     model = AutoModelForCausalLM.from_config(
         tiny, dtype=torch.float32, attn_implementation=None, trust_remote_code=False
     )

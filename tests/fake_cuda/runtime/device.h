@@ -2,9 +2,9 @@
 //
 // host thread --put--> a stream's queue --the device thread, late and in a drawn order--> done
 //
-// Work runs only when something makes it run: a host that waits for it, a peer of a communicator that waits for it, the
-// seed's draw, or 20 ms without a call. Streams are bound to each other by events alone, as on a GPU. So whatever forgets
-// to wait sees memory before the work, or after other work has changed it.
+// Work runs while a host or a peer waits for any of it, when the seed's draw says so, or after 20 ms without a call. Only
+// events order work of different streams, as on a GPU. So whatever forgets to wait sees memory before the work, or after
+// other work has changed it.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -33,8 +33,10 @@ using Work = std::function<bool()>;
 // The number in an environment variable, or `otherwise`.
 long setting(const char* name, long otherwise);
 
-// Number of devices that this process sees; CUDA_VISIBLE_DEVICES hides the others.
+// Number of devices that this process sees, and bytes of each; CUDA_VISIBLE_DEVICES hides the others.
+constexpr int MAX_DEVICES = 16;
 int device_count();
+size_t device_bytes();
 int current_device();
 
 // Store an error as CUDA's last one of this thread, and return it.

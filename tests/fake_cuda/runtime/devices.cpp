@@ -5,6 +5,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
@@ -17,10 +18,9 @@ constexpr int CUDA_RELEASE = 13020;  // 13.2
 
 thread_local int chosen_device = 0;
 thread_local cudaError_t last_error = cudaSuccess;
-pid_t user = 0;  // the process that used CUDA first
+std::atomic<pid_t> user{0};  // the process that used CUDA first
 
 int capability() { return static_cast<int>(fake::setting("FAKE_CUDA_CAPABILITY", 80)); }
-size_t total_bytes() { return static_cast<size_t>(fake::setting("FAKE_CUDA_MIB", 24 << 10)) << 20; }
 
 }  // namespace
 
@@ -32,21 +32,23 @@ long setting(const char* name, long otherwise) {
 }
 
 int device_count() {
-    const int all = static_cast<int>(setting("FAKE_CUDA_DEVICES", 4));
+    const int all = static_cast<int>(std::min<long>(setting("FAKE_CUDA_DEVICES", 4), MAX_DEVICES));
     const char* visible = std::getenv("CUDA_VISIBLE_DEVICES");
     if (!visible) return all;
     if (!*visible || !std::strcmp(visible, "-1")) return 0;
     return std::min(all, 1 + static_cast<int>(std::count(visible, visible + std::strlen(visible), ',')));
 }
 
+size_t device_bytes() { return static_cast<size_t>(setting("FAKE_CUDA_MIB", 24 << 10)) << 20; }
+
 int current_device() { return chosen_device; }
 
 cudaError_t fail(cudaError_t error) { return last_error = error; }
 
 bool usable() {
-    if (user == 0) user = getpid();
-    if (user == getpid()) return true;
-    std::fprintf(stderr, "fake CUDA: process %d uses CUDA after a fork from %d, which used it\n", getpid(), user);
+    pid_t first = 0;
+    if (user.compare_exchange_strong(first, getpid()) || first == getpid()) return true;
+    std::fprintf(stderr, "fake CUDA: process %d uses CUDA after a fork from %d, which used it\n", getpid(), first);
     return false;
 }
 
@@ -81,7 +83,7 @@ EXPORTED cudaError_t cudaGetDeviceProperties(cudaDeviceProp* properties, int dev
     std::memset(properties, 0, sizeof *properties);
     std::snprintf(properties->name, sizeof properties->name, "Fake GPU %d", capability());
     for (int i = 0; i < 16; ++i) properties->uuid.bytes[i] = static_cast<char>(i + device);
-    properties->totalGlobalMem = total_bytes();
+    properties->totalGlobalMem = fake::device_bytes();
     properties->major = capability() / 10;
     properties->minor = capability() % 10;
     properties->multiProcessorCount = MULTIPROCESSORS;
@@ -289,7 +291,7 @@ EXPORTED int nvmlDeviceGetHandleByUUID(const char* uuid, void** handle) {
     return std::strncmp(uuid, "GPU-", 4) ? 2 : 0;
 }
 EXPORTED int nvmlDeviceGetMemoryInfo(void*, unsigned long long* total_free_used) {
-    total_free_used[0] = total_free_used[1] = total_bytes();
+    total_free_used[0] = total_free_used[1] = fake::device_bytes();
     total_free_used[2] = 0;
     return 0;
 }

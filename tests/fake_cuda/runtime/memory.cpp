@@ -27,8 +27,6 @@ std::map<const char*, Block> blocks;  // by first byte
 std::map<int, Usage> of_device;
 Usage of_host;  // page-locked
 
-size_t device_bytes() { return static_cast<size_t>(fake::setting("FAKE_CUDA_MIB", 24 << 10)) << 20; }
-
 void add(Usage& usage, size_t bytes) {
     usage.used += bytes;
     usage.peak = std::max(usage.peak, usage.used);
@@ -51,9 +49,10 @@ cudaError_t allocate(void** result, size_t bytes, Kind kind) {
     std::lock_guard lock(mutex);
     const int device = fake::current_device();
     Usage& usage = kind == Kind::device ? of_device[device] : of_host;
-    if (kind == Kind::device && usage.used + bytes > device_bytes()) return fake::fail(cudaErrorMemoryAllocation);
+    if (kind == Kind::device && usage.used + bytes > fake::device_bytes()) return fake::fail(cudaErrorMemoryAllocation);
     void* memory = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     if (memory == MAP_FAILED) return fake::fail(cudaErrorMemoryAllocation);
+    if (kind == Kind::device) std::memset(memory, 0xff, bytes);  // NaN: what nobody has written must not look like zeros
     blocks[static_cast<char*>(memory)] = {bytes, kind, device};
     add(usage, bytes);
     *result = memory;
@@ -73,12 +72,14 @@ cudaError_t free_block(void* memory) {
     return cudaSuccess;
 }
 
-// Copy `rows` rows. Pageable memory of the host is read at once, and written before the call returns.
+// Copy `rows` rows. Pageable memory of the host is read at once, which the driver may do after waiting for the stream, and
+// written before the call returns.
 cudaError_t copy(
     void* to, size_t to_pitch, const void* from, size_t from_pitch, size_t width, size_t rows, cudaStream_t stream) {
     if (width == 0 || rows == 0) return cudaSuccess;
     std::shared_ptr<std::string> staged;
     if (!is_known(from)) {
+        fake::wait_for_stream(stream);
         staged = std::make_shared<std::string>(static_cast<const char*>(from), (rows - 1) * from_pitch + width);
         from = staged->data();
     }
@@ -118,13 +119,19 @@ EXPORTED cudaError_t cudaMalloc(void** memory, size_t bytes) {
     NEEDS_DEVICE;
     return allocate(memory, bytes, Kind::device);
 }
-EXPORTED cudaError_t cudaFree(void* memory) { return free_block(memory); }
+EXPORTED cudaError_t cudaFree(void* memory) {
+    NEEDS_DEVICE;
+    return free_block(memory);
+}
 EXPORTED cudaError_t cudaHostAlloc(void** memory, size_t bytes, unsigned) {
     NEEDS_DEVICE;
     return allocate(memory, bytes, Kind::allocated_host);
 }
 EXPORTED cudaError_t cudaMallocHost(void** memory, size_t bytes) { return cudaHostAlloc(memory, bytes, 0); }
-EXPORTED cudaError_t cudaFreeHost(void* memory) { return free_block(memory); }
+EXPORTED cudaError_t cudaFreeHost(void* memory) {
+    NEEDS_DEVICE;
+    return free_block(memory);
+}
 EXPORTED cudaError_t cudaHostRegister(void* memory, size_t bytes, unsigned) {
     NEEDS_DEVICE;
     std::lock_guard lock(mutex);
@@ -134,6 +141,7 @@ EXPORTED cudaError_t cudaHostRegister(void* memory, size_t bytes, unsigned) {
     return cudaSuccess;
 }
 EXPORTED cudaError_t cudaHostUnregister(void* memory) {
+    NEEDS_DEVICE;
     fake::wait_for_device();
     std::lock_guard lock(mutex);
     const auto found = blocks.find(static_cast<char*>(memory));
@@ -162,7 +170,7 @@ EXPORTED cudaError_t cudaPointerGetAttributes(cudaPointerAttributes* attributes,
 EXPORTED cudaError_t cudaMemGetInfo(size_t* free, size_t* total) {
     NEEDS_DEVICE;
     std::lock_guard lock(mutex);
-    *total = device_bytes();
+    *total = fake::device_bytes();
     *free = *total - of_device[fake::current_device()].used;
     return cudaSuccess;
 }

@@ -15,8 +15,6 @@
 #include <fcntl.h>
 #include <nccl.h>
 #include <sys/mman.h>
-#include <sys/stat.h>
-#include <time.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -24,7 +22,6 @@
 #include <chrono>
 #include <cstdio>
 #include <cstring>
-#include <deque>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -156,6 +153,12 @@ struct Operation {
     bool started = false, done = false;
     bool written = false;  // all of a sent message, to the mailbox
     long message = 0;  // number among those to, or from, the peer
+
+    bool is_message() const { return terms.kind == Kind::send || terms.kind == Kind::receive; }
+    // Whether both move bytes through one mailbox, or through the slots: then one goes after the other.
+    bool shares_memory(const Operation& other) const {
+        return is_message() ? terms.kind == other.terms.kind && peer == other.peer : !other.is_message();
+    }
 };
 
 class Communicator {
@@ -244,13 +247,19 @@ private:
 
     // Whether operation `number` has ended. Called again and again by the device thread alone.
     bool run(std::vector<Operation>& operations, long number) {
-        if (aborted_) return true;
+        if (aborted_) {
+            slots_[rank_].waits = 0;
+            return true;
+        }
         if (number != ended_ || shared_->failed) return false;
         slots_[rank_].waits = 1;
         bool done = true;
-        for (Operation& operation : operations) {
-            if (!operation.done) operation.done = go_on(operation);
-            done &= operation.done;
+        for (auto operation = operations.begin(); operation != operations.end(); ++operation) {
+            const bool is_behind = std::any_of(operations.begin(), operation, [&](const Operation& earlier) {
+                return !earlier.done && earlier.shares_memory(*operation);
+            });
+            if (!operation->done && !is_behind) operation->done = go_on(*operation);
+            done &= operation->done;
         }
         if (!done) return false;
         slots_[rank_].waits = 0;
@@ -387,7 +396,11 @@ std::vector<Communicator*>& all() {
 }
 
 ncclResult_t give(ncclComm_t* result, Communicator* made) {
-    if (!made->met()) return ncclSystemError;
+    if (!made->met()) {
+        std::fprintf(stderr, "fake NCCL: rank %d of %d: the others did not come, or /dev/shm is full\n", made->rank(),
+                     made->ranks());
+        return ncclSystemError;
+    }
     std::lock_guard lock(all_mutex);
     all().push_back(made);
     *result = reinterpret_cast<ncclComm_t>(made);
@@ -485,7 +498,7 @@ EXPORTED ncclResult_t ncclCommUserRank(const ncclComm_t handle, int* rank) {
     return ncclSuccess;
 }
 EXPORTED const char* ncclGetErrorString(ncclResult_t) { return "fake NCCL error"; }
-EXPORTED const char* ncclGetLastError(ncclComm_t) { return "see the line of the fake NCCL above"; }
+EXPORTED const char* ncclGetLastError(ncclComm_t) { return "see the lines that begin with fake NCCL"; }
 EXPORTED ncclResult_t ncclGroupStart() {
     ++group_depth;
     return ncclSuccess;

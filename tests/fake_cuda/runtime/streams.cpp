@@ -6,13 +6,11 @@
 #include "device.h"
 
 #include <dlfcn.h>
-#include <time.h>
-#include <unistd.h>
 
 #include <algorithm>
+#include <atomic>
 #include <chrono>
 #include <condition_variable>
-#include <cstdlib>
 #include <deque>
 #include <memory>
 #include <mutex>
@@ -26,7 +24,6 @@ namespace {
 using Clock = std::chrono::steady_clock;
 constexpr auto PATIENCE = std::chrono::milliseconds(20);  // without a call of the host: then queued work goes on
 constexpr auto TICK = std::chrono::microseconds(200);     // between two looks at other processes
-constexpr int MAX_DEVICES = 16;
 
 struct Task {
     Work work;                            // none: only waits or is recorded
@@ -64,7 +61,7 @@ struct Order {
 
     explicit Order(long seed) : random(seed * 1000 + setting("RANK", 0)) {
         const Rule rules[] = {Rule::default_stream_first, Rule::default_stream_first, Rule::default_stream_first,
-                              Rule::default_stream_last,  Rule::default_stream_last,  Rule::priorities,
+                              Rule::default_stream_first, Rule::default_stream_last,  Rule::default_stream_last,
                               Rule::priorities,           Rule::lazy};
         rule = rules[random() % 8];
         const double chances[] = {0, 0.02, 0.2};
@@ -92,19 +89,21 @@ public:
         return add(new Stream);
     }
 
-    Place put(Stream* stream, Task task) {
+    // `may_wait`: an eager order may let the host wait here. Not in calls that torch makes with its allocator locked.
+    Place put(Stream* stream, Task task, bool may_wait) {
         Place place;
+        bool waits = false;
         {
             std::lock_guard lock(mutex_);
             stream->tasks.push_back(std::move(task));
             place = {stream, ++stream->put};
             last_call_ = Clock::now();
-            ++queued_;
             start_thread();
             if (!stopped_ && order_.eagerness > 0 && order_.draw() < order_.eagerness) granted_ = 1 + order_.random() % 16;
+            waits = may_wait && granted_ && std::this_thread::get_id() != thread_;
         }
         to_do_.notify_one();
-        if (granted_ && std::this_thread::get_id() != thread_) {
+        if (waits) {
             WithoutPythonLock released;
             std::unique_lock lock(mutex_);
             done_.wait(lock, [&] { return !granted_ || stopped_; });
@@ -123,9 +122,9 @@ public:
     }
 
     void wait(const std::vector<Place>& places) {
-        if (std::this_thread::get_id() == thread_) return;  // Python frees memory while it computes a result
         WithoutPythonLock released;
         std::unique_lock lock(mutex_);
+        if (std::this_thread::get_id() == thread_) return;  // Python frees memory while it computes a result
         ++host_waits_;
         awaited_.insert(awaited_.end(), places.begin(), places.end());
         to_do_.notify_one();
@@ -163,7 +162,6 @@ public:
     }
 
     long host_waits() const { return host_waits_; }
-    long queued() const { return queued_; }
 
 private:
     Device() {
@@ -216,12 +214,12 @@ private:
             const bool finished = !task.work || task.work();
             lock.lock();
             working_ = false;
+            if (stopped_) done_.notify_all();
             if (!finished) {
                 stream->tried = round_;
                 continue;
             }
             if (task.finished_at) *task.finished_at = milliseconds();
-            Work released = std::move(task.work);
             stream->tasks.pop_front();
             ++stream->done;
             ++round_;
@@ -278,7 +276,7 @@ private:
     long granted_ = 0;  // tasks that an eager order does before the host goes on
     long round_ = 0;    // of tries; work that waits for another process is tried once a round
     bool working_ = false, stopped_ = false;
-    long host_waits_ = 0, queued_ = 0;
+    std::atomic<long> host_waits_{0};
 };
 
 Event* event_of(cudaEvent_t handle) { return reinterpret_cast<Event*>(handle); }
@@ -300,7 +298,7 @@ bool attach_to_python() {
 
 Place put(cudaStream_t stream, Work work) {
     Device& device = Device::get();
-    return device.put(device.stream(stream), {std::move(work), {}, nullptr});
+    return device.put(device.stream(stream), {std::move(work), {}, nullptr}, true);
 }
 
 WithoutPythonLock::WithoutPythonLock() : state_(nullptr) {
@@ -339,7 +337,6 @@ EXPORTED void fake_cuda_put(void* stream, void (*work)(long), long argument) {
 EXPORTED void fake_cuda_order_by(long seed) { Device::get().order_by(seed); }
 EXPORTED void fake_cuda_stop() { Device::get().stop(); }
 EXPORTED long fake_cuda_host_waits() { return Device::get().host_waits(); }
-EXPORTED long fake_cuda_queued() { return Device::get().queued(); }
 
 // ---- CUDA
 
@@ -405,13 +402,14 @@ EXPORTED cudaError_t cudaEventRecord(cudaEvent_t handle, cudaStream_t stream) {
     Device& device = Device::get();
     Event* event = event_of(handle);
     event->finished_at = std::make_shared<double>(0);
-    event->place = device.put(device.stream(stream), {nullptr, {}, event->finished_at});
+    event->place = device.put(device.stream(stream), {nullptr, {}, event->finished_at}, false);
     return cudaSuccess;
 }
 EXPORTED cudaError_t cudaEventRecordWithFlags(cudaEvent_t event, cudaStream_t stream, unsigned) {
     return cudaEventRecord(event, stream);
 }
 EXPORTED cudaError_t cudaEventQuery(cudaEvent_t event) {
+    NEEDS_DEVICE;
     return Device::get().reached(event_of(event)->place) ? cudaSuccess : cudaErrorNotReady;
 }
 EXPORTED cudaError_t cudaEventSynchronize(cudaEvent_t event) {
@@ -429,7 +427,8 @@ EXPORTED cudaError_t cudaEventElapsedTime(float* elapsed, cudaEvent_t begin, cud
 EXPORTED cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned) {
     NEEDS_DEVICE;
     Device& device = Device::get();
-    if (!device.reached(event_of(event)->place)) device.put(device.stream(stream), {nullptr, event_of(event)->place, nullptr});
+    const Place place = event_of(event)->place;
+    if (!device.reached(place)) device.put(device.stream(stream), {nullptr, place, nullptr}, false);
     return cudaSuccess;
 }
 EXPORTED cudaError_t cudaLaunchHostFunc(cudaStream_t stream, cudaHostFn_t function, void* argument) {

@@ -1,7 +1,7 @@
 """Imported by every Python process that starts with the fake CUDA (`fake_cuda.build.environment`).
 
-Once torch is imported, CUDA's operations are computed late (`fake_cuda.late`). And mmtrain's look for a driver's device
-file finds one: the preloaded runtime makes no files in /dev.
+Once torch is imported, CUDA's operations are computed late (`fake_cuda.late`). mmtrain looks for a driver's file in
+/dev, and is given /dev/null. This module hides any other sitecustomize.
 """
 
 import importlib.machinery
@@ -65,6 +65,6 @@ class _Finder:
         return spec
 
 
-if "LD_PRELOAD" in os.environ:
+if "libfakecuda.so" in os.environ.get("LD_PRELOAD", ""):
     sys.path.insert(1, str(Path(__file__).parent.parent.parent))
     sys.meta_path.insert(0, _Finder)
