@@ -29,7 +29,6 @@ CHECKS = (
     Check("attention", "mmtrain.doctor.attention:attention", "packed documents are as separate ones; by which kernel"),
     Check("demo", "mmtrain.doctor.runs:demo", "the demo's losses are those on record"),
     Check("pipeline", "mmtrain.doctor.runs:pipeline", "two stages train as one process does"),
-    Check("recomputation", "mmtrain.doctor.runs:recomputation", "recomputed layers train as kept ones do"),
     Check("streaming", "mmtrain.doctor.runs:streaming", "layers fetched from the host train as kept ones do"),
 )
 NAMES = [check.name for check in CHECKS]

@@ -53,11 +53,6 @@ def pipeline(folder: Path) -> str:
     return _compare(folder, "pipeline", "parallel.pipeline=2")
 
 
-def recomputation(folder: Path) -> str:
-    """Compare the losses of a run that recomputes all four decoder layers with those of one that keeps them."""
-    return _compare(folder, "recomputation", "parallel.pipeline=1", "parallel.recompute_layers=4")
-
-
 def streaming(folder: Path) -> str:
     """Compare the losses of a run that fetches each decoder layer from the host with those of one that holds them."""
     return _compare(folder, "streaming", "parallel.pipeline=1", "parallel.streamed_layers=4")

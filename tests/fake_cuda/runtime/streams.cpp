@@ -122,18 +122,20 @@ public:
     }
 
     void wait(const std::vector<Place>& places) {
+        ++host_waits_;
+        const auto all_reached = [&] {
+            return stopped_ || std::all_of(places.begin(), places.end(), [](const Place& place) { return place.reached(); });
+        };
+        {
+            std::lock_guard lock(mutex_);
+            // Python may free memory while it computes a result, in the device's own thread.
+            if (std::this_thread::get_id() == thread_ || all_reached()) return;
+        }
         WithoutPythonLock released;
         std::unique_lock lock(mutex_);
-        if (std::this_thread::get_id() == thread_) return;  // Python frees memory while it computes a result
-        ++host_waits_;
         awaited_.insert(awaited_.end(), places.begin(), places.end());
         to_do_.notify_one();
-        done_.wait(lock, [&] {
-            if (stopped_) return true;
-            for (const Place& place : places)
-                if (!place.reached()) return false;
-            return true;
-        });
+        done_.wait(lock, all_reached);
         last_call_ = Clock::now();
     }
 
