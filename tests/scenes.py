@@ -25,6 +25,7 @@ from transformers import (
     PreTrainedModel,
 )
 
+from mmtrain.calibration.calibrate import Calibrator
 from mmtrain.config.model import ProjectorSection
 from mmtrain.config.schema import RunConfig
 from mmtrain.data.samples.sample import IGNORE, IMAGE_POSITION
@@ -39,9 +40,11 @@ from mmtrain.models.layouts.layout import Tiling
 from mmtrain.models.modules.projector import make_projector
 from mmtrain.models.modules.stage import build_stage
 from mmtrain.models.weights.streaming import StreamedLayers
+from mmtrain.plan.calibration import calibration_key, cpu_device, gpu_device
+from mmtrain.plan.costs import Models
 from mmtrain.plan.instructions import Instruction, Op
 from mmtrain.plan.plan import Plan
-from mmtrain.plan.planner import make_plan
+from mmtrain.plan.planner import make_plan, models_of
 from mmtrain.plan.schedule import leading_encodes, training_schedule
 
 DEVICE = torch.device(os.environ.get("MMTRAIN_TEST_DEVICE", "cpu"))  # of this rank
@@ -311,6 +314,20 @@ def join() -> None:
     """Join the ranks of run_ranks, unless this rank has."""
     if not dist.is_initialized():
         join_process_group(DEVICE, 60)
+
+
+def calibrate(folder: Path, config: RunConfig) -> tuple[Models, Path]:
+    """Calibrate on this machine, in every rank; the models of the run, and the file of its calibration."""
+    models = models_of(config)
+    device = gpu_device(torch.cuda.get_device_name()) if DEVICE.type == "cuda" else cpu_device(config)
+    calibrator = Calibrator(config, models, make_plan(config), DEVICE, calibration_key(config, models, device))
+    calibrator.warm_up(0.0)
+    calibrator.round()
+    found, file = calibrator.finish(), folder / "calibration.json"
+    if dist.get_rank() == 0:
+        found.save(file)
+    dist.barrier()
+    return models, file
 
 
 def make_engine(

@@ -12,15 +12,13 @@ import torch.distributed as dist
 from bench_models import ModelSize, save_parts
 from bench_plan_ranks import Runner, lasting_bytes
 from ranks import run_ranks
-from scenes import join, layers_streamed_here, make_config, make_engine
+from scenes import calibrate, join, layers_streamed_here, make_config, make_engine
 
 from mmtrain.calibration.allocations import bytes_used
-from mmtrain.calibration.calibrate import Calibrator
 from mmtrain.calibration.transfers import measure_fetches
 from mmtrain.engine.single_stage import expected_batch
 from mmtrain.models.weights.weight_sources import PeerSource
-from mmtrain.plan.calibration import calibration_key, cpu_device
-from mmtrain.plan.planner import make_plan, models_of
+from mmtrain.plan.planner import make_plan
 
 # 6 decoder layers; 5 blocks of the encoder run; a tile is 196 patches, of which 59 run at a time.
 SIZE = ModelSize(6, 64, 128, 4, 256, 6, 64, 2, 112, 8, 11)
@@ -67,25 +65,11 @@ def config_of(folder, shape):
     )
 
 
-def calibrated(folder, config):
-    """The models of a run, and the file of its calibration; every rank calls this."""
-    models, device = models_of(config), cpu_device(config)
-    key = calibration_key(config, models, device)
-    calibrator = Calibrator(config, models, make_plan(config), torch.device("cpu"), key)
-    calibrator.warm_up(0.0)
-    calibrator.round()
-    found, file = calibrator.finish(), folder / "calibration.json"
-    if dist.get_rank() == 0:
-        found.save(file)
-    dist.barrier()
-    return models, file
-
-
 def planned_and_measured(folder, shape):
     """Of each layout on this rank: bytes as planned, those that are no weights or state among them, and as measured."""
     join()
     config = config_of(folder, shape)
-    models, file = calibrated(folder, config)
+    models, file = calibrate(folder, config)
     weights, result = {}, []
     for stages, encoder_ranks in shape.layouts:
         asked = {"stages_per_rank": stages, "encoder_ranks": encoder_ranks, "calibration": str(file)}
@@ -137,7 +121,7 @@ def keys(parallel):
 def streamed_and_measured(folder, config, layouts):
     """Of each layout on this rank: its plan; bytes as measured in a step; of streamed layers, whole and as kept."""
     join()
-    models, file = calibrated(folder, config)
+    models, file = calibrate(folder, config)
     result = []
     for asked in layouts:
         rates = measure_fetches(c := config.changed(keys(asked)), make_plan(c), torch.device("cpu"))

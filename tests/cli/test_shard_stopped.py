@@ -38,7 +38,10 @@ def shard(*more: str) -> int:
 def shards_noted(folder: Path) -> int:
     """How many shards the run says it has finished; -1 before it begins."""
     state = folder / "out" / "unfinished.jsonl"
-    return state.read_bytes().count(b"\n") - 1 if state.exists() else -1
+    try:
+        return state.read_bytes().count(b"\n") - 1
+    except FileNotFoundError:  # also once it has ended
+        return -1
 
 
 def wait_for_shards(number: int, folder: Path, process: subprocess.Popen) -> None:

@@ -11,12 +11,11 @@ import torch
 import torch.distributed as dist
 from bench_models import ModelSize, save_parts
 from gpu_ranks import run_gpu_ranks
-from scenes import DEVICE, join, make_config, make_engine
+from scenes import calibrate, join, make_config, make_engine
 
-from mmtrain.calibration.calibrate import Calibrator
 from mmtrain.engine.single_stage import expected_batch
-from mmtrain.plan.calibration import calibration_key, gpu_device
-from mmtrain.plan.planner import make_plan, models_of
+from mmtrain.plan.calibration import gpu_device
+from mmtrain.plan.planner import make_plan
 
 SIZE = ModelSize(8, 256, 512, 4, 256, 2, 64, 2, 28, 14, 12)  # as in tests/calibration/test_memory.py
 LAYOUTS = {
@@ -32,15 +31,8 @@ pytestmark = [pytest.mark.gpu(count=2), pytest.mark.nightly]
 def planned_and_allocated(folder, config):
     """By layout: bytes of this rank as planned, and the most that it has allocated at once in its third step."""
     join()
-    models, device = models_of(config), gpu_device(torch.cuda.get_device_name())
-    calibrator = Calibrator(config, models, make_plan(config), DEVICE, calibration_key(config, models, device))
-    calibrator.warm_up(0.0)
-    calibrator.round()
-    found, file = calibrator.finish(), folder / "calibration.json"
-    if dist.get_rank() == 0:
-        found.save(file)
-    dist.barrier()
-    del calibrator
+    models, file = calibrate(folder, config)
+    device = gpu_device(torch.cuda.get_device_name())
     result = {}
     for name, asked in LAYOUTS.items():
         changed = config.changed(
