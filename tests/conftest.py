@@ -16,7 +16,7 @@ os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # else asking for G
 import pytest
 import tiny_models
 import torch
-from gpu_ranks import no_real_gpus, why_no_gpus
+from gpu_ranks import no_real_gpus, real_gpus, why_no_gpus
 
 from mmtrain.base.printing import logs_shown
 from mmtrain.checkpoint.step_folder import StepFolder
@@ -82,6 +82,8 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     if marker := item.get_closest_marker("gpu"):
         needed = marker.kwargs.get("count", 1)
         reason = no_real_gpus(needed) if marker.kwargs.get("real") else why_no_gpus(needed)
+        if marker.kwargs.get("fake") and real_gpus():
+            reason = "about the fake CUDA, and this machine has a GPU"
         if reason:
             pytest.skip(reason)
 

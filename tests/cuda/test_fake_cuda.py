@@ -10,12 +10,9 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
-from gpu_ranks import real_gpus, run_gpu_ranks, why_no_gpus
+from gpu_ranks import run_gpu_ranks
 
-pytestmark = [
-    pytest.mark.skipif(why_no_gpus(1) is not None, reason=str(why_no_gpus(1))),
-    pytest.mark.skipif(real_gpus() > 0, reason="this machine has a GPU"),
-]
+pytestmark = pytest.mark.gpu(fake=True)
 MIB = 2**20
 CUDA = torch.device("cuda:0")
 
