@@ -21,9 +21,12 @@ import time
 import traceback
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from fake_cuda import build
+
+if TYPE_CHECKING:
+    import pytest
 
 PRELOADED = ("torch._dynamo", "mmtrain.training.loop")
 READ_AT_IMPORT = ("LD_PRELOAD", "FAKE_CUDA_RESULTS", "DS_ACCELERATOR")
@@ -52,6 +55,16 @@ def gpu_environment(count: int, *, seed: int = 0, **settings: object) -> dict[st
     if real_gpus() >= count:
         return dict(os.environ)
     return build.environment(seed=seed, devices=count, **settings)
+
+
+def let_programs_use_gpus(count: int, patch: pytest.MonkeyPatch) -> None:
+    """Let all that this test starts use `count` GPUs; this process itself does not."""
+    environment = gpu_environment(count)
+    for name in os.environ.keys() - environment.keys():
+        patch.delenv(name)
+    for name, value in environment.items():
+        patch.setenv(name, value)
+    patch.syspath_prepend(build.HERE / "site")  # mmtrain hands sys.path on to its children
 
 
 def fake_runtime() -> Any:

@@ -12,9 +12,11 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from gpu_ranks import gpu_environment, run_gpu_ranks
+from gpu_ranks import let_programs_use_gpus, run_gpu_ranks
 from torch import nn
 
+from mmtrain.base.json_lines import recorded
+from mmtrain.checkpoint.run_folder import METRICS
 from mmtrain.config.load import DEMO, load_config
 from mmtrain.data.stream.packs import to_device
 from mmtrain.doctor import attention
@@ -37,8 +39,7 @@ def folder(tmp_path_factory):
 def runs(folder, request, monkeypatch):
     """A folder of runs, each of which is made once, by programs that see as many GPUs as the test needs."""
     count = max(marker.kwargs.get("count", 1) for marker in request.node.iter_markers("gpu"))
-    for name, value in gpu_environment(count).items():
-        monkeypatch.setenv(name, value)
+    let_programs_use_gpus(count, monkeypatch)
     return folder
 
 
@@ -66,6 +67,7 @@ def test_ranks_train_as_one_process_does(runs, overrides):
     expected = losses_of(run_demo(runs, "float32", "parallel.pipeline=1"))
     name = "-".join(override.removeprefix("parallel.").replace("=", "-") for override in overrides)
     run = run_demo(runs, name, *overrides)
+    assert next(recorded(run / METRICS, "begin"))["backend"] == "nccl"
     assert largest_difference(losses_of(run), expected) < SAME
 
 
@@ -79,6 +81,7 @@ def test_the_same_command_gives_the_same_bits(runs):
     assert len(steps[0]) == STEPS and steps[0] == steps[1] and tensors[0] == tensors[1]
 
 
+@pytest.mark.gpu(real=True)  # a step of a GiB: minutes on the fake CUDA, which tests/cuda/test_memory.py measures
 def test_a_step_takes_the_memory_that_was_planned(runs):
     packs = ("train.packs_per_microbatch=256", "train.packs_per_step=512")  # a GiB
     run = run_demo(runs, "memory", "parallel.pipeline=1", "model.llm.dtype=bfloat16", *packs)

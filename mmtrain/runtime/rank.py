@@ -87,7 +87,7 @@ def run_rank(job: Job, records: Path | None = None) -> str | None:
 
         torch.set_num_threads(job.threads)
         local_rank = int(os.environ["LOCAL_RANK"])
-        device = f"cuda:{local_rank}" if torch.cuda.is_available() else "cpu"
+        device = f"cuda:{local_rank}" if job.on_gpus else "cpu"
         me = Rank(rank, int(os.environ["WORLD_SIZE"]), local_rank, device, job.folder, console, progress, stop)
         show_logs(me.print_info if rank == 0 else print)  # which is into the log
         print(f"process {os.getpid()} on {socket.gethostname()}, {me.device}, threads {job.threads}")

@@ -247,6 +247,7 @@ def put(device: torch.device, job: Callable[[], None]) -> None:
 
 def start() -> None:
     """Compute late in this thread and in all that begin later, until the process ends."""
+    RUNTIME.fake_cuda_compute()
     Late().__enter__()
     run = threading.Thread.run
 

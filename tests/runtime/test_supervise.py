@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
+from gpu_ranks import let_programs_use_gpus
 from processes import Command, running, wait_for
 
 SCRIPT = Path(__file__).parents[1] / "failing_ranks.py"
@@ -46,6 +47,15 @@ def test_a_good_run_prints_only_what_rank_0_writes_to_the_console(outcomes):
     assert good.exit_code == 0
     assert (good.stdout, good.stderr) == ("to the console\nshown\n", "")
     assert "[rank 1] shown" in good.log.splitlines(), "what mmtrain's libraries log elsewhere than on rank 0"
+
+
+@pytest.mark.gpu(fake=True)
+@pytest.mark.nightly
+def test_ranks_compute_where_their_launcher_says_whatever_torch_finds(tmp_path, monkeypatch):
+    """DeepSpeed, which the launcher tells so, would else move parameters to the CPU on ranks that compute on GPUs."""
+    let_programs_use_gpus(2, monkeypatch)
+    outcome = Outcome(Command([SCRIPT, "raise", tmp_path / "run"], tmp_path), tmp_path / "run")
+    assert outcome.log.count(", cpu, threads 1") == 2, outcome.log
 
 
 def test_everything_else_is_in_the_log_with_its_rank_in_front(outcomes):

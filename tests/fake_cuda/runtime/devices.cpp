@@ -19,6 +19,7 @@ constexpr int CUDA_RELEASE = 13020;  // 13.2
 thread_local int chosen_device = 0;
 thread_local cudaError_t last_error = cudaSuccess;
 std::atomic<pid_t> user{0};  // the process that used CUDA first
+std::atomic<bool> computes{false};
 
 int capability() { return static_cast<int>(fake::setting("FAKE_CUDA_CAPABILITY", 80)); }
 
@@ -46,6 +47,10 @@ int current_device() { return chosen_device; }
 cudaError_t fail(cudaError_t error) { return last_error = error; }
 
 bool usable() {
+    if (!computes && setting("FAKE_CUDA_RESULTS", 1)) {
+        std::fprintf(stderr, "fake CUDA: nothing computes here: tests/fake_cuda/site is not the first of PYTHONPATH\n");
+        std::abort();
+    }
     pid_t first = 0;
     if (user.compare_exchange_strong(first, getpid()) || first == getpid()) return true;
     std::fprintf(stderr, "fake CUDA: process %d uses CUDA after a fork from %d, which used it\n", getpid(), first);
@@ -53,6 +58,8 @@ bool usable() {
 }
 
 }  // namespace fake
+
+EXPORTED void fake_cuda_compute() { computes = true; }  // late.py is there
 
 // ---- devices
 
