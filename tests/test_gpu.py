@@ -67,7 +67,7 @@ def test_ranks_train_as_one_process_does(runs, overrides):
     expected = losses_of(run_demo(runs, "float32", "parallel.pipeline=1"))
     name = "-".join(override.removeprefix("parallel.").replace("=", "-") for override in overrides)
     run = run_demo(runs, name, *overrides)
-    assert next(recorded(run / METRICS, "begin"))["backend"] == "nccl"
+    assert "NCCL" in next(recorded(run / METRICS, "begin"))["backend"].upper()
     assert largest_difference(losses_of(run), expected) < SAME
 
 
