@@ -6,10 +6,10 @@ import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
+from gpu_ranks import gpu_environment
 
 from mmtrain.base.errors import UserError
 from mmtrain.runtime import gpus
@@ -122,12 +122,14 @@ def test_a_driver_that_hangs_or_crashes_is_one_line_with_the_remedy(answer, prog
     assert said in str(refusal.value) and "nvidia-smi" in str(refusal.value) and "\n" not in str(refusal.value)
 
 
-# What Python imports first in every process of a run: there seem to be GPUs, and who starts CUDA is written down.
+# What Python imports first in every process of a run: what the fake CUDA needs; who but a rank starts CUDA is told of.
 MACHINE_WITH_GPUS = """
-import importlib.util, os, sys, traceback
+import importlib.util, os, runpy, sys, traceback
+runpy.run_path({fake!r})
 from mmtrain.runtime import gpus
 gpus.DRIVER_FILES = (__file__,)
 gpus.CHILD = ("-S", "-c", {answer!r})
+begun = os.getpid()
 class Watch:
     def find_spec(self, name, path, target=None):
         if name != "torch.cuda":
@@ -137,28 +139,34 @@ class Watch:
         run = spec.loader.exec_module
         def exec_module(module):
             run(module)
+            start = module._lazy_init
+            def tell():
+                if "RANK" in os.environ and os.getpid() == begun:
+                    return start()
+                with open({told!r}, "a") as file:
+                    traceback.print_stack(file=file)
+                raise RuntimeError("CUDA was to be started")
             module._lazy_init = tell
         spec.loader.exec_module = exec_module
         return spec
-def tell():
-    with open({told!r}, "a") as file:
-        traceback.print_stack(file=file)
-    raise RuntimeError("CUDA was to be started")
 sys.meta_path.insert(0, Watch())
 """
 
 
+@pytest.mark.gpu(fake=True)
 def test_neither_the_launcher_nor_anything_it_or_a_rank_forks_starts_cuda(tiny, tmp_path):
     told = tmp_path / "told"
+    environment = gpu_environment(2)
+    site, *others = environment["PYTHONPATH"].split(os.pathsep)
     program = f"print({json.dumps(FACTS)!r})"
-    (tmp_path / "sitecustomize.py").write_text(MACHINE_WITH_GPUS.format(answer=program, told=str(told)))
-    root = str(Path(gpus.__file__).parents[2])
-    environment = os.environ | {
-        "PYTHONPATH": os.pathsep.join([str(tmp_path), root]),
+    (tmp_path / "sitecustomize.py").write_text(
+        MACHINE_WITH_GPUS.format(answer=program, told=str(told), fake=f"{site}/sitecustomize.py")
+    )
+    environment |= {
+        "PYTHONPATH": os.pathsep.join([str(tmp_path), *others]),
         "XDG_CACHE_HOME": str(tmp_path / "cache"),  # the family is probed
         "OMP_NUM_THREADS": "1",
     }
-    environment.pop("CUDA_VISIBLE_DEVICES", None)
 
     def launch(*arguments: str) -> subprocess.CompletedProcess:
         command = [sys.executable, "-m", "mmtrain.launch", str(tiny / "config.yaml"), f"run.dir={tmp_path}", *arguments]
@@ -170,5 +178,6 @@ def test_neither_the_launcher_nor_anything_it_or_a_rank_forks_starts_cuda(tiny, 
     assert too_many.returncode == 2 and "has 2 GPUs" in too_many.stderr
     ran = launch("parallel.pipeline=2", "data.workers=1", "train.max_steps=1", "run.name=ran")
     assert ran.returncode == 0, ran.stderr
+    assert ", cuda:1, " in (tmp_path / "ran" / "log.txt").read_text()
     assert list((tmp_path / "cache").rglob("probe/*.json"))
     assert not told.exists(), told.read_text()
