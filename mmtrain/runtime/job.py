@@ -23,7 +23,7 @@ class Job:
     timeout_seconds: int
     target: str
     arguments: Mapping[str, Any] = field(default_factory=dict)
-    on_gpus: bool = False  # ranks are spawned then; CPU ranks are forked from a process that has all imported
+    on_gpus: bool = False  # where ranks compute. CPU ranks are forked from a process that has all imported
     preload: tuple[str, ...] = ()  # modules that this process imports
     nodes: int = 1
     node: int = 0

@@ -52,7 +52,7 @@ def test_a_good_run_prints_only_what_rank_0_writes_to_the_console(outcomes):
 @pytest.mark.gpu(fake=True)
 @pytest.mark.nightly
 def test_ranks_compute_where_their_launcher_says_whatever_torch_finds(tmp_path, monkeypatch):
-    """DeepSpeed, which the launcher tells so, would else move parameters to the CPU on ranks that compute on GPUs."""
+    """The launcher tells DeepSpeed CPU here. A rank that took a GPU would have its parameters moved away from it."""
     let_programs_use_gpus(2, monkeypatch)
     outcome = Outcome(Command([SCRIPT, "raise", tmp_path / "run"], tmp_path), tmp_path / "run")
     assert outcome.log.count(", cpu, threads 1") == 2, outcome.log

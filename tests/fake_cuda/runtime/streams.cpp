@@ -22,9 +22,8 @@ namespace fake {
 namespace {
 
 using Clock = std::chrono::steady_clock;
-// Without a call of the host, until queued work goes on; and if another process waits for it.
-constexpr auto PATIENCE = std::chrono::milliseconds(20), PEERS_PATIENCE = std::chrono::milliseconds(3);
-constexpr auto TICK = std::chrono::microseconds(200);  // between two looks at other processes
+constexpr auto PATIENCE = std::chrono::milliseconds(20);  // without a call of the host: then queued work goes on
+constexpr auto TICK = std::chrono::microseconds(200);     // between two looks at other processes
 
 struct Task {
     Work work;                            // none: only waits or is recorded
@@ -65,8 +64,8 @@ struct Order {
                               Rule::default_stream_first, Rule::default_stream_last,  Rule::default_stream_last,
                               Rule::priorities,           Rule::lazy};
         rule = rules[random() % 8];
-        const double chances[] = {0, 0, 0.02, 0.2};
-        eagerness = rule == Rule::lazy ? 0 : chances[random() % 4];
+        const double chances[] = {0, 0.02, 0.2};
+        eagerness = rule == Rule::lazy ? 0 : chances[random() % 3];
     }
     double draw() { return std::uniform_real_distribution<double>(0, 1)(random); }
 };
@@ -198,8 +197,7 @@ private:
                 awaited_.end());
             needed_ = wanted_by_peers();
             needed_.insert(needed_.end(), awaited_.begin(), awaited_.end());
-            const auto patience = needed_.empty() ? PATIENCE : PEERS_PATIENCE;
-            const bool may_work = !awaited_.empty() || granted_ || Clock::now() - last_call_ > patience;
+            const bool may_work = !needed_.empty() || granted_ || Clock::now() - last_call_ > PATIENCE;
             if (stopped_ || !has_work() || !may_work) {
                 end_grant();
                 has_work() ? (void)to_do_.wait_for(lock, TICK) : to_do_.wait(lock);
