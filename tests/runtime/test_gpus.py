@@ -122,7 +122,7 @@ def test_a_driver_that_hangs_or_crashes_is_one_line_with_the_remedy(answer, prog
     assert said in str(refusal.value) and "nvidia-smi" in str(refusal.value) and "\n" not in str(refusal.value)
 
 
-# Python imports this first in every process of a run. Only ranks may start CUDA; any other process that does is recorded.
+# Python imports this first in every process of a run. Any process but a rank that starts CUDA is recorded.
 MACHINE_WITH_GPUS = """
 import importlib.util, os, runpy, sys, traceback
 runpy.run_path({fake!r})
