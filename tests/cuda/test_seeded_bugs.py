@@ -79,10 +79,10 @@ def page_locked_memory_is_used_again() -> AbstractContextManager[object]:
 
 
 def batch_is_made_on_another_stream() -> AbstractContextManager[object]:
-    right = packs.to_device
+    right, other = packs.to_device, torch.cuda.Stream()
 
     def to_device(batch: packs.PackedBatch, device: torch.device) -> packs.PackedBatch:
-        with torch.cuda.stream(torch.cuda.Stream(device)):
+        with torch.cuda.stream(other):
             return right(batch, device)
 
     return patch.object(engine_module, "to_device", to_device)

@@ -1,10 +1,9 @@
 // What the files of the fake CUDA runtime share: settings, errors, and work on streams.
 //
-// host thread --put--> a stream's queue --the device thread, late and in a drawn order--> done
+// host thread --put--> a stream's queue --the device thread, late and in an order that a seed sets--> done
 //
-// Work runs while a host or a peer waits for any of it, when the seed's draw says so, or after 20 ms without a call. Only
-// events order work of different streams, as on a GPU. So whatever forgets to wait sees memory before the work, or after
-// other work has changed it.
+// Work runs while a host or a peer waits for any of it, or after 20 ms without a call. Only events order work of different
+// streams, as on a GPU. So whatever forgets to wait sees memory before the work, or after other work has changed it.
 #pragma once
 
 #include <cuda_runtime_api.h>

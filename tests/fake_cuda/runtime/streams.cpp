@@ -1,8 +1,8 @@
 // Streams, events, and the one thread that does all their work.
 //
-// A seed draws which ready stream goes on, and when (`Order`): the device's default stream, where mmtrain computes, before
-// all others, or after them; or the one of highest priority, which is drawn anew now and then (Burckhardt et al., "A
-// randomized scheduler with probabilistic guarantees of finding bugs", ASPLOS 2010); or only what somebody waits for.
+// A seed sets which ready stream goes on (`Order`): the device's default stream, where mmtrain computes, before all others,
+// or after them; or the one of highest priority, which is drawn anew now and then (Burckhardt et al., "A randomized
+// scheduler with probabilistic guarantees of finding bugs", ASPLOS 2010); or only what somebody waits for.
 #include "device.h"
 
 #include <dlfcn.h>
@@ -53,19 +53,17 @@ struct Event {
 
 enum class Rule { default_stream_first, default_stream_last, priorities, lazy };
 
-// How the work of a process is ordered.
+// How the work of a process is ordered. Eight seeds in a row hold each rule, on each rank.
 struct Order {
     std::mt19937 random;
     Rule rule;
-    double eagerness;  // chance that a call of the host also lets streams work
 
-    explicit Order(long seed) : random(seed * 1000 + setting("RANK", 0)) {
-        const Rule rules[] = {Rule::default_stream_first, Rule::default_stream_first, Rule::default_stream_first,
-                              Rule::default_stream_first, Rule::default_stream_last,  Rule::default_stream_last,
-                              Rule::priorities,           Rule::lazy};
-        rule = rules[random() % 8];
-        const double chances[] = {0, 0.02, 0.2};
-        eagerness = rule == Rule::lazy ? 0 : chances[random() % 3];
+    explicit Order(long seed) : Order(seed, setting("RANK", 0)) {}
+    Order(long seed, long rank) : random(seed * 1000 + rank) {
+        constexpr Rule rules[] = {Rule::default_stream_first, Rule::priorities, Rule::default_stream_first,
+                                  Rule::priorities,           Rule::lazy,       Rule::default_stream_first,
+                                  Rule::priorities,           Rule::default_stream_last};
+        rule = rules[(seed + rank) % 8];
     }
     double draw() { return std::uniform_real_distribution<double>(0, 1)(random); }
 };
@@ -89,26 +87,13 @@ public:
         return add(new Stream);
     }
 
-    // `may_wait`: an eager order may let the host wait here. Not in calls that torch makes with its allocator locked.
-    Place put(Stream* stream, Task task, bool may_wait) {
-        Place place;
-        bool waits = false;
-        {
-            std::lock_guard lock(mutex_);
-            stream->tasks.push_back(std::move(task));
-            place = {stream, ++stream->put};
-            last_call_ = Clock::now();
-            start_thread();
-            if (!stopped_ && order_.eagerness > 0 && order_.draw() < order_.eagerness) granted_ = 1 + order_.random() % 16;
-            waits = may_wait && granted_ && std::this_thread::get_id() != thread_;
-        }
+    Place put(Stream* stream, Task task) {
+        std::lock_guard lock(mutex_);
+        stream->tasks.push_back(std::move(task));
+        last_call_ = Clock::now();
+        start_thread();
         to_do_.notify_one();
-        if (waits) {
-            WithoutPythonLock released;
-            std::unique_lock lock(mutex_);
-            done_.wait(lock, [&] { return !granted_ || stopped_; });
-        }
-        return place;
+        return {stream, ++stream->put};
     }
 
     bool reached(const Place& place) {
@@ -197,15 +182,13 @@ private:
                 awaited_.end());
             needed_ = wanted_by_peers();
             needed_.insert(needed_.end(), awaited_.begin(), awaited_.end());
-            const bool may_work = !needed_.empty() || granted_ || Clock::now() - last_call_ > PATIENCE;
+            const bool may_work = !needed_.empty() || Clock::now() - last_call_ > PATIENCE;
             if (stopped_ || !has_work() || !may_work) {
-                end_grant();
                 has_work() ? (void)to_do_.wait_for(lock, TICK) : to_do_.wait(lock);
                 continue;
             }
             Stream* stream = choose();
             if (stream == nullptr) {  // all that is ready waits for other processes
-                end_grant();
                 to_do_.wait_for(lock, TICK);
                 ++round_;
                 continue;
@@ -225,16 +208,9 @@ private:
             stream->tasks.pop_front();
             ++stream->done;
             ++round_;
-            if (granted_) --granted_;
             if (order_.random() % 32 == 0) streams_[order_.random() % streams_.size()]->priority = order_.draw();
             done_.notify_all();
         }
-    }
-
-    void end_grant() {
-        if (!granted_) return;
-        granted_ = 0;
-        done_.notify_all();
     }
 
     // The ready stream that goes on; null: none can.
@@ -275,8 +251,7 @@ private:
     std::vector<Place> needed_;   // by hosts and peers, as the device thread saw it last
     Order order_{setting("FAKE_CUDA_SEED", 0)};
     Clock::time_point last_call_ = Clock::now();
-    long granted_ = 0;  // tasks that an eager order does before the host goes on
-    long round_ = 0;    // of tries; work that waits for another process is tried once a round
+    long round_ = 0;  // of tries; work that waits for another process is tried once a round
     bool working_ = false, stopped_ = false;
     std::atomic<long> host_waits_{0};
 };
@@ -300,7 +275,7 @@ bool attach_to_python() {
 
 Place put(cudaStream_t stream, Work work) {
     Device& device = Device::get();
-    return device.put(device.stream(stream), {std::move(work), {}, nullptr}, true);
+    return device.put(device.stream(stream), {std::move(work), {}, nullptr});
 }
 
 WithoutPythonLock::WithoutPythonLock() : state_(nullptr) {
@@ -404,7 +379,7 @@ EXPORTED cudaError_t cudaEventRecord(cudaEvent_t handle, cudaStream_t stream) {
     Device& device = Device::get();
     Event* event = event_of(handle);
     event->finished_at = std::make_shared<double>(0);
-    event->place = device.put(device.stream(stream), {nullptr, {}, event->finished_at}, false);
+    event->place = device.put(device.stream(stream), {nullptr, {}, event->finished_at});
     return cudaSuccess;
 }
 EXPORTED cudaError_t cudaEventRecordWithFlags(cudaEvent_t event, cudaStream_t stream, unsigned) {
@@ -430,7 +405,7 @@ EXPORTED cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event,
     NEEDS_DEVICE;
     Device& device = Device::get();
     const Place place = event_of(event)->place;
-    if (!device.reached(place)) device.put(device.stream(stream), {nullptr, place, nullptr}, false);
+    if (!device.reached(place)) device.put(device.stream(stream), {nullptr, place, nullptr});
     return cudaSuccess;
 }
 EXPORTED cudaError_t cudaLaunchHostFunc(cudaStream_t stream, cudaHostFn_t function, void* argument) {
