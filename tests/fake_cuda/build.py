@@ -78,7 +78,7 @@ def built() -> Path:
 
 
 def environment(*, seed: int = 0, devices: int = 2, **settings: object) -> dict[str, str]:
-    """Return the environment of a process that sees `devices` fake GPUs, whose orders of work `seed` draws.
+    """Return the environment of a process that sees `devices` fake GPUs, whose orders of work `seed` sets.
 
     `settings`: MIB (memory of a device), CAPABILITY (80 means 8.0), RESULTS (0 computes nothing).
     """

@@ -1,7 +1,7 @@
 """Compute CUDA's operations on the CPU, late, over the bytes of the GPU's tensors.
 
 an operation on CUDA tensors --Late--> torch's own CUDA code (checks, shapes, memory, streams; its kernels do nothing)
-and, on the current stream's queue --the device thread, when the drawn order says so--> the CPU's operation, whose
+and, on the current stream's queue --the device thread, when the seed's order says so--> the CPU's operation, whose
 result goes to the bytes of the output
 
 A queued operation keeps addresses, not tensors. So memory that was let go of too early may hold something else by then,
