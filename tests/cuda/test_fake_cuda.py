@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import re
 import time
 from datetime import timedelta
 
@@ -266,6 +267,6 @@ def test_a_receive_from_a_dead_peer_has_torchs_timeout():
     try:
         seconds = run_gpu_ranks(2, wait_for_a_dead_peer, timeout=60)[0]
     except AssertionError as error:
-        assert "rank 0 of 2 failed" in str(error) and "timed out after 4000 ms" in str(error)
+        assert re.search(r"rank 0 of 2 failed(.|\n)*timed out after [4-9]\d{3} ms", str(error))
     else:
         assert 3 < seconds < 30
