@@ -79,6 +79,7 @@ def page_locked_memory_is_used_again() -> AbstractContextManager[object]:
 
 
 def batch_is_made_on_another_stream() -> AbstractContextManager[object]:
+    """Copy all batches on one stream: on a new one each time a batch may find an equal, earlier one in its memory."""
     right, other = packs.to_device, torch.cuda.Stream()
 
     def to_device(batch: packs.PackedBatch, device: torch.device) -> packs.PackedBatch:
