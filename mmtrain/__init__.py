@@ -2,7 +2,7 @@
 
     import mmtrain
 
-    config = mmtrain.load_config("demo:llava_pp4", ["train.max_steps=40"])  # pip install 'mmtrain[demo]'
+    config = mmtrain.load_config("example:llava_pp4", ["train.max_steps=40"])  # pip install 'mmtrain[demo]'
     plan = mmtrain.make_plan(config)                     # who holds, trains and runs what; needs no GPU and no weights
     run = mmtrain.train(config).wait()                   # processes of their own; their console is shown here
     print(run.scores[-1]["exact_match"], run.checkpoints)

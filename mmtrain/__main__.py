@@ -12,7 +12,8 @@ import mmtrain
 from mmtrain.base.printing import escape, print_result, run_command, show_error
 
 COMMANDS = {  # in the order of their use; the module of each, and what it does
-    "train": ("mmtrain.launch", "train a connector, or go on with a run"),
+    "init": ("mmtrain.cli.init", "list the shipped configurations, or copy one"),
+    "train": ("mmtrain.launch", "train a run, or resume it"),
     "plan": ("mmtrain.cli.plan", "show which rank holds, trains and runs what; start nothing"),
     "calibrate": ("mmtrain.cli.calibrate", "measure this machine, so that plans are in seconds"),
     "shard": ("mmtrain.cli.shard", "turn records and images into webdataset shards"),
@@ -33,8 +34,10 @@ Train the connector of a vision-language model, the LLM frozen and in stages.
 commands; mmtrain COMMAND --help tells more and has examples:
 {chr(10).join(f"  {name:9}  {purpose}" for name, (_, purpose) in COMMANDS.items())}
 
-begin with the demo, which needs no download (pip install 'mmtrain[demo]'):
-  mmtrain train demo:llava_pp4
+begin with the demo: a CPU, minutes, no download (pip install 'mmtrain[demo]'):
+  mmtrain train example:llava_pp4
+then with your own models and data:
+  mmtrain init llava15_7b_pp4 --out mine.yaml
 """
 
 

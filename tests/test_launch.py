@@ -66,7 +66,7 @@ def test_left_overs_in_the_environment_do_not_matter(tiny, tmp_path, monkeypatch
 def test_help_shows_examples_with_configs_that_exist_and_what_exit_codes_mean(capsys):
     assert launch("--help") == 0
     said = capsys.readouterr().out
-    assert "mmtrain train demo:llava_pp4" in said and "exit codes:" in said
+    assert "mmtrain train example:llava_pp4" in said and "exit codes:" in said
     named = set(re.findall(r"configs/\S+\.yaml", said))
     assert named and named <= {f"configs/{path.name}" for path in CONFIGS}
 

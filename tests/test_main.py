@@ -38,11 +38,11 @@ def test_each_command_has_help_with_examples_under_its_own_name(command, capsys)
 
 
 def test_the_demo_is_planned_by_its_name_without_torch():
-    ran = in_a_process("plan", "demo:llava_pp4", "parallel.pipeline=2", "run.name=here")
+    ran = in_a_process("plan", "example:llava_pp4", "parallel.pipeline=2", "run.name=here")
     lines = ran.stdout.splitlines()
     assert lines[0].startswith("here: demo:vision -> projector -> demo:llm") and lines[-1].startswith("0 "), ran.stderr
     assert "torch" not in lines[-1]
-    assert load_config("demo:llava_pp4") == load_config("configs/llava_pp4.yaml")
+    assert load_config("example:llava_pp4") == load_config("configs/llava_pp4.yaml")
 
 
 @pytest.mark.parametrize(("tool", "command"), [("shard_dataset", "shard"), ("export_projector", "export")])

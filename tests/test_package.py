@@ -42,20 +42,20 @@ def run(installed: Path, folder: Path, *arguments: object) -> str:
 def test_files_that_are_not_python_come_with_it(installed):
     package = installed / "mmtrain"
     config = (ROOT / "configs" / "llava_pp4.yaml").read_bytes()
-    assert (package / "demo" / "llava_pp4.yaml").read_bytes() == config and (package / "py.typed").exists()
+    assert (package / "examples" / "llava_pp4.yaml").read_bytes() == config and (package / "py.typed").exists()
     shipped = {path.relative_to(ROOT) for path in (ROOT / "mmtrain").rglob("*.json")}
     assert shipped <= {path.relative_to(installed) for path in package.rglob("*.json")}
     assert {path.name for path in installed.glob("*.dist-info/licenses/*")} == {"LICENSE", "NOTICE"}
 
 
 def test_it_plans_and_shards_and_trains_the_demo(installed, tmp_path):
-    assert "mmtrain train demo:llava_pp4" in run(installed, tmp_path, "--help")
-    assert "demo:vision -> projector -> demo:llm" in run(installed, tmp_path, "plan", "demo:llava_pp4")
+    assert "mmtrain train example:llava_pp4" in run(installed, tmp_path, "--help")
+    assert "demo:vision -> projector -> demo:llm" in run(installed, tmp_path, "plan", "example:llava_pp4")
     record = {"id": "a", "conversations": [{"from": "human", "value": "What?"}, {"from": "gpt", "value": "That."}]}
     (tmp_path / "a.json").write_text(json.dumps([record]))
     assert "1 samples" in run(installed, tmp_path, "shard", "--json", "a.json", "--images", ".", "--out", "shards")
     short = ("parallel.pipeline=1", "train.max_steps=2", "eval.shards=null", "parallel.threads_per_rank=1")
-    said = run(installed, tmp_path, "train", "demo:llava_pp4", *short)
+    said = run(installed, tmp_path, "train", "example:llava_pp4", *short)
     assert "results: runs/llava_pp4" in said and "report: runs/llava_pp4/report.html" in said
 
 

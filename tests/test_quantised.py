@@ -61,7 +61,7 @@ def test_a_run_does_not_go_on_with_other_bits(tiny, runs, tmp_path):
 
 
 def test_what_was_trained_is_exported_for_the_llm_as_its_files_have_it(tiny, runs, tmp_path):
-    out, options = tmp_path / "out", ["--checkpoint", str(runs["two"].folder), "--verify", "4"]
+    out, options = tmp_path / "out", [str(runs["two"].folder), "--verify", "4"]
     assert main(["export", *options, "--format", "hf", "--out", str(out)]) == 0
     card = (out / "README.md").read_text()
     assert "quantised to nf4 during training; they are not quantised here" in card

@@ -86,7 +86,7 @@ def export(
 
 def run_export(run: Path, form: str, out: Path, *options: str) -> int:
     """The exit code of `mmtrain export` for a checkpoint, or a run."""
-    return main(["export", "--checkpoint", str(run), "--format", form, "--out", str(out), *options])
+    return main(["export", str(run), "--format", form, "--out", str(out), *options])
 
 
 def compared(checkpoint: StepFolder, exported: ExportedModel, dtype: torch.dtype, count: int) -> Comparison:

@@ -133,7 +133,7 @@ def _draw_panel(axes: Any, timeline: Timeline, longest: float) -> None:
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("overrides", metavar="key=value", nargs="*", help="set a key of --plan's CONFIG")
-    parser.add_argument("--plan", metavar="CONFIG", help="YAML file of a run, or demo:llava_pp4")
+    parser.add_argument("--plan", metavar="CONFIG", help="YAML file of a run, or example:llava_pp4")
     parser.add_argument("--trace", type=Path, metavar="RUN", help="folder of a run with a trace")
     parser.add_argument("--step", type=int, metavar="N", help="step of the trace (its last)")
     parser.add_argument("--out", type=Path, default=Path("schedule.png"), metavar="FILE", help="(schedule.png)")

@@ -134,7 +134,7 @@ class Run:
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
-    """Return the configuration in a YAML file, or demo:llava_pp4, with `key.sub=value` overrides. Raises UserError."""
+    """Return the configuration in a YAML file, or `example:NAME`, with `key=value` overrides. Raises UserError."""
     return expand_pretrained(read_config(path, overrides))
 
 

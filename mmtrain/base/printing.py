@@ -22,7 +22,7 @@ from typing import Any, TextIO
 from mmtrain.base.console_stream import output_without_waiting, prepare_standard_streams
 from mmtrain.base.errors import UserError
 
-COLUMNS = 80  # of a terminal in which every table can be read
+COLUMNS = 80  # where output is no terminal
 NO_HOME = "Could not determine home directory."  # what pathlib says
 INTERRUPTED = 130  # exit code of a command that Ctrl-C has ended
 
@@ -66,8 +66,13 @@ def message(text: str) -> str:
     return "\n".join([first, *(line if not line or line[0].isspace() else f"  {line}" for line in more)])
 
 
-def table_lines(columns: Sequence[str], rows: Iterable[Sequence[object]], width: int = COLUMNS) -> list[str]:
-    """Return the lines of a table of at most `width` characters; columns named >NAME are right-aligned.
+def terminal_width() -> int:
+    """Return the columns of the terminal behind stdout, 80 where it is none."""
+    return shutil.get_terminal_size((COLUMNS, 24)).columns
+
+
+def table_lines(columns: Sequence[str], rows: Iterable[Sequence[object]], width: int | None = None) -> list[str]:
+    """Return a table's lines of at most `width` characters, None: the terminal's; columns named >NAME align right.
 
     These are never cut, even if the table gets wider; the others are wrapped. A name may have several lines.
     """
@@ -90,15 +95,14 @@ def table_lines(columns: Sequence[str], rows: Iterable[Sequence[object]], width:
         table.add_column(name, justify="right" if right else "left", no_wrap=right, overflow="fold")
     for row in rows:
         table.add_row(*row)
-    console = Console(file=io.StringIO(), width=max(width, needed), color_system=None)
+    console = Console(file=io.StringIO(), width=max(width or terminal_width(), needed), color_system=None)
     console.print(table)
     return [line.rstrip() for line in console.file.getvalue().splitlines()]
 
 
 def print_table(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
     """Print a table, indented by two blanks and no wider than the terminal."""
-    width = min(COLUMNS, shutil.get_terminal_size((COLUMNS, 24)).columns)
-    print_result(*(f"  {line}" for line in table_lines(columns, rows, width - 2)))
+    print_result(*(f"  {line}" for line in table_lines(columns, rows, terminal_width() - 2)))
 
 
 def bytes_text(count: float) -> str:
@@ -148,27 +152,28 @@ def show_error(error: object, stream: TextIO | None = None) -> None:
 class _Shown(logging.Handler):
     """Show what is logged and, unlike logging's handlers, raise what showing it raises."""
 
-    def __init__(self, show: Callable[[str], None]) -> None:
+    def __init__(self, show: Callable[[str], None], details: Callable[[str], None]) -> None:
         super().__init__()
-        self._show = show
+        self._show, self._details = show, details
 
     def emit(self, record: logging.LogRecord) -> None:
-        self._show(record.getMessage())
+        show = self._show if record.levelno >= logging.INFO else self._details
+        show(record.getMessage())
 
 
-def show_logs(show: Callable[[str], None]) -> None:
-    """From now on `show`, and nobody else, gets what mmtrain's libraries log."""
+def show_logs(show: Callable[[str], None], details: Callable[[str], None] | None = None) -> None:
+    """From now on `show`, and nobody else, gets what mmtrain's libraries log; `details` gets what is below INFO."""
     logger = logging.getLogger("mmtrain")
-    logger.handlers, logger.propagate = [_Shown(show)], False
-    logger.setLevel(logging.INFO)
+    logger.handlers, logger.propagate = [_Shown(show, details or show)], False
+    logger.setLevel(logging.DEBUG)
 
 
 @contextlib.contextmanager
-def logs_shown(show: Callable[[str], None]) -> Iterator[None]:
+def logs_shown(show: Callable[[str], None], details: Callable[[str], None] | None = None) -> Iterator[None]:
     """Apply `show_logs` until the block ends, then restore the importer's logging."""
     logger = logging.getLogger("mmtrain")
     handlers, propagate, level = logger.handlers, logger.propagate, logger.level
-    show_logs(show)
+    show_logs(show, details)
     try:
         yield
     finally:

@@ -31,7 +31,7 @@ class ProgressBar:
         rate = f"{a_second:{',.0f' if a_second >= 1 or not samples else '.2g'}} {self.counted}/s"
         if self.bar is not None:
             left = (now - self.started) / done * (self.total - done) if done else None
-            self.bar.update(0, completed=done, said=f"{rate}  left {clock(left)}", note=note)
+            self.bar.update(0, completed=done, said=rate if left is None else f"{rate}  ETA {clock(left)}", note=note)
         elif now - self.printed >= SECONDS_BETWEEN_LINES or done == self.total:
             self.printed = now
             _log.info("  ".join(filter(None, (f"{done:,} of {self.total:,} {self.unit}", rate, note))))
@@ -102,10 +102,8 @@ def open_bar(stream: TextIO | None, unit: str, total: int, done: int = 0) -> Any
     return bar
 
 
-def clock(seconds: float | None) -> str:
-    """Return H:MM:SS, ? for None."""
-    if seconds is None:
-        return "?"
+def clock(seconds: float) -> str:
+    """Return H:MM:SS."""
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{rest:02}"

@@ -14,7 +14,7 @@ from mmtrain.launching.command_line import Options, parse_run
 
 EXAMPLES = """\
   the demo, on two ranks of this machine:
-    mmtrain calibrate demo:llava_pp4 parallel.pipeline=2
+    mmtrain calibrate example:llava_pp4 parallel.pipeline=2
   a run of your own; into a file, for the machines of a cluster that are all alike:
     mmtrain calibrate CONFIG parallel.calibration=a100.json
 """

@@ -1,6 +1,6 @@
 """Ask a trained model, about pictures unless it was trained on text alone.
 
-MODEL is a run of mmtrain, one of its checkpoints, or a Hugging Face folder such as mmtrain export --format hf makes.
+RUN is the folder of a run, of one of its checkpoints, or of a Hugging Face model, such as an export with --format hf.
 Stock transformers answers. A run is exported first, once for each checkpoint, into the cache, which takes the disk
 space of the whole model.
 
@@ -27,16 +27,16 @@ from mmtrain.base.progress import ByteBars
 EXAMPLES = """\
   ask the demo's model about one of the pictures that its run held out (it knows no other kind):
     tar -xf "$(ls "${XDG_CACHE_HOME:-$HOME/.cache}"/mmtrain/demo/held-out-*/*.tar | head -1)" held-out-000000.png
-    mmtrain chat --model runs/llava_pp4 --image held-out-000000.png
+    mmtrain chat runs/llava_pp4 --image held-out-000000.png
   one question, one answer, for scripts:
-    mmtrain chat --model runs/mine --image photo.jpg --prompt "What is the dog doing?" > answer.txt
+    mmtrain chat runs/mine --image photo.jpg --prompt "What is the dog doing?" > answer.txt
   two pictures, an earlier checkpoint, a longer answer:
-    mmtrain chat --model runs/mine/checkpoints/step-00000500 --image before.jpg --image after.jpg \\
+    mmtrain chat runs/mine/checkpoints/step-00000500 --image before.jpg --image after.jpg \\
         --prompt "What has changed?" --max-new-tokens 500
   a run on text alone, which takes no picture:
-    mmtrain chat --model runs/demo_text --prompt "Say it backwards: a red three, a blue five, a pink nine."
+    mmtrain chat runs/demo_text --prompt "Say it backwards: a red three, a blue five, a pink nine."
   a LLaVA from elsewhere, downloaded before with hf download:
-    mmtrain chat --model llava-hf/llava-1.5-7b-hf --image photo.jpg --system "Answer in one word."
+    mmtrain chat llava-hf/llava-1.5-7b-hf --image photo.jpg --system "Answer in one word."
 """
 
 
@@ -71,7 +71,7 @@ def run(options: argparse.Namespace) -> None:
 def _chat(options: argparse.Namespace) -> None:
     images = [read_image(file) for file in options.image]
     with ByteBars(sys.stderr) as progress:
-        folder = stock_folder(options.model, progress.show)
+        folder = stock_folder(options.run, progress.show)
     conversation = Conversation(*load(folder), images, options.system, options.max_new_tokens, print_words)
     if not conversation.takes_questions():
         if options.prompt is not None or options.system is not None:
@@ -87,7 +87,8 @@ def _chat(options: argparse.Namespace) -> None:
 
 def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     parser = command_parser("chat", __doc__, EXAMPLES, {0: "answered"}, logs=print_note)
-    parser.add_argument("--model", required=True, help="a run, a checkpoint, or a Hugging Face folder")
+    run_help = "the folder of a run, of one of its checkpoints, or of a Hugging Face model"
+    parser.add_argument("run", metavar="RUN", help=run_help)
     image_help = "a picture; may be repeated; none for a run on text alone"
     parser.add_argument("--image", type=Path, action="append", default=[], metavar="FILE", help=image_help)
     parser.add_argument("--prompt", metavar="TEXT", help="one question (default: ask at the terminal)")

@@ -35,14 +35,14 @@ from mmtrain.stock.exporters import Base
 
 EXAMPLES = """\
   the newest checkpoint of a run, for transformers, in the precision of the run:
-    mmtrain export --checkpoint runs/llava_pp4 --format hf --out exported/llava_pp4 --verify
+    mmtrain export runs/llava_pp4 --format hf --out exported/llava_pp4 --verify
   one checkpoint, the projector alone:
-    mmtrain export --checkpoint runs/llava_pp4/checkpoints/step-00000160 --format safetensors \\
+    mmtrain export runs/llava_pp4/checkpoints/step-00000160 --format safetensors \\
         --out exported/projector
   the adapters of a run with model.lora, for peft, and the model that they are added to:
-    mmtrain export --checkpoint runs/lora --format peft --base hf --out exported/lora --verify
+    mmtrain export runs/lora --format peft --base hf --out exported/lora --verify
   for LLaVA's stage 2, --pretrain_mm_mlp_adapter exported/llava-mine/mm_projector.bin:
-    mmtrain export --checkpoint runs/mine --format llava --dtype bfloat16 --out exported/llava-mine
+    mmtrain export runs/mine --format llava --dtype bfloat16 --out exported/llava-mine
 """
 EXITS = {
     0: "done, and everything reads back as written",
@@ -55,7 +55,7 @@ def run(options: argparse.Namespace) -> int:
     try:
         with ByteBars(sys.stdout) as progress:
             export(
-                options.checkpoint,
+                options.run,
                 options.format,
                 options.out,
                 dtype=options.dtype,
@@ -73,8 +73,8 @@ def run(options: argparse.Namespace) -> int:
 def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     interrupted = "stopped; nothing was left under --out"
     parser = command_parser("export", __doc__, EXAMPLES, EXITS, interrupted=interrupted, logs=print_result)
-    checkpoint_help = "a step folder, or a run: its newest whole one"
-    parser.add_argument("--checkpoint", type=Path, required=True, metavar="DIR|RUN", help=checkpoint_help)
+    run_help = "the folder of a run, whose newest whole checkpoint is taken, or of one checkpoint"
+    parser.add_argument("run", type=Path, metavar="RUN", help=run_help)
     parser.add_argument("--format", choices=get_args(Format), required=True, help="see above")
     parser.add_argument("--out", type=Path, required=True, help="folder to make; must not exist, or be empty")
     dtype_help = "of the tensors written (hf, peft: that of the run's LLM; else float32, as they were trained)"

@@ -23,13 +23,11 @@ from pathlib import Path
 from mmtrain.base.arguments import command_parser, positive
 from mmtrain.base.printing import print_result
 from mmtrain.config.templates import template_name
-from mmtrain.data.inspection.reading import add_reading_arguments, parse_reading_arguments, reading_of
+from mmtrain.data.inspection.reading import add_reading_arguments, parse_reading_arguments, reading_of, shards_of
 from mmtrain.data.inspection.survey import survey
 from mmtrain.data.samples.records import reason_lines
 from mmtrain.data.shards.detection import refuse_useless_shards
 from mmtrain.data.shards.indexing import build_indexes, unready_shards
-from mmtrain.data.shards.shard_list import find_shards
-from mmtrain.demo.data import make_demo_shards
 from mmtrain.runtime.gpus import usable_cores
 
 EXAMPLES = """\
@@ -37,7 +35,7 @@ EXAMPLES = """\
     mmtrain index '/data/cc3m/shard-{000000..000331}.tar' --tokenizer lmsys/vicuna-7b-v1.5 \\
         --template plain
   as a run would read them, tiles of images and all:
-    mmtrain index /data/mix --config configs/my_run.yaml
+    mmtrain index mine.yaml
   a folder of shards, for a chat model in a folder of its own, with 16 processes:
     mmtrain index /data/mix --tokenizer /models/Qwen2.5-7B-Instruct --template chat --workers 16
   after shards were replaced by others of the same name:
@@ -53,12 +51,11 @@ EXITS = {
 
 def run(options: argparse.Namespace) -> None:
     """Index the shards and print what they hold; raises UserError."""
-    make_demo_shards(options.shards, "SHARDS")
-    tars = find_shards(options.shards)
+    tars = shards_of(options)
     reading = reading_of(options, tars)
     tokenizer, template, layout, form = reading.tokenizer, reading.template, reading.layout, reading.form
     fingerprint = reading.fingerprint
-    assert tokenizer is not None and template is not None and fingerprint is not None  # an option or --config says them
+    assert tokenizer is not None and template is not None and fingerprint is not None  # an option or CONFIG says them
     todo: Sequence[Path] = tars if options.rebuild else unready_shards(tars, fingerprint)
     if len(todo) < len(tars):
         print_result(f"{len(tars) - len(todo):,} of {len(tars):,} shards are ready: left as they are")
@@ -85,5 +82,5 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--rebuild", action="store_true", help="make every index anew, from the tars as they are now")
     options = parse_reading_arguments(parser, arguments)
     if options.config is None and options.tokenizer is None:
-        parser.error("--tokenizer PATH and --template NAME are needed, or --config FILE: lengths depend on both")
+        parser.error("--tokenizer PATH and --template NAME are needed, or a CONFIG: lengths depend on both")
     return options

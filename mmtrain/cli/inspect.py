@@ -7,8 +7,8 @@
     --verify          read every byte, compare it with the checksums in the indexes, list every damaged member
     --show KEY        a sample as the model will see it: turns, tokens, labels, positions of images and their tiles
 
-How samples become tokens is what --config says, a run's configuration, or else --tokenizer, --template, --layout and so
-on, one by one.
+How samples become tokens a run's configuration says, CONFIG, or else --tokenizer, --template, --layout and others, one
+by one.
 
 Shards without an index get one if --tokenizer and --template are given, as training gives them one. Those that were
 indexed for exactly one tokenizer and template need neither, except for --show.
@@ -33,16 +33,20 @@ from mmtrain.base.arguments import command_parser, positive
 from mmtrain.base.errors import UserError
 from mmtrain.base.printing import escape, print_note, print_result, print_table
 from mmtrain.base.progress import ProgressBar
-from mmtrain.data.inspection.reading import Reading, add_reading_arguments, parse_reading_arguments, reading_of
+from mmtrain.data.inspection.reading import (
+    Reading,
+    add_reading_arguments,
+    parse_reading_arguments,
+    reading_of,
+    shards_of,
+)
 from mmtrain.data.inspection.survey import Fill, Survey, epoch_fill, histogram, quantile, survey
 from mmtrain.data.samples.records import reason_lines
 from mmtrain.data.samples.sample import IGNORE, IMAGE_POSITION
 from mmtrain.data.shards.index import MissingIndex, index_path
 from mmtrain.data.shards.indexing import ensure_indexes
-from mmtrain.data.shards.shard_list import find_shards
 from mmtrain.data.shards.verify import DamagedMember, verify_shard
 from mmtrain.data.stream.order import Capacity
-from mmtrain.demo.data import make_demo_shards
 from mmtrain.models.layouts.layout import ImageLayout
 
 if TYPE_CHECKING:
@@ -55,7 +59,8 @@ EXAMPLES = """\
     mmtrain inspect '/data/mix/shard-{000000..000331}.tar' --tokenizer /models/Qwen2.5-7B-Instruct \\
         --template chat --vision /models/siglip
   as a run will read them; what to write into its data.expected_... keys:
-    mmtrain inspect --config configs/siglip_384_qwen25_7b.yaml model.llm.path=models/qwen data/llava558k
+    mmtrain inspect mine.yaml
+    mmtrain inspect example:siglip_384_qwen25_7b model.llm.path=models/qwen data/llava558k
   which of these pack lengths wastes least, at 576 tokens an image:
     mmtrain inspect data/llava558k --tokens-per-image 576 --pack-length 3008 3072 3136
   is every byte as it was when the shards were indexed?
@@ -74,8 +79,7 @@ BAR_WIDTH = 40  # characters
 def run(options: argparse.Namespace) -> int:
     """Print the report that the options ask for and return the exit code; raises UserError."""
     stream = sys.stderr if options.json else sys.stdout
-    make_demo_shards(options.shards, "SHARDS")
-    tars = find_shards(options.shards)
+    tars = shards_of(options)
     if options.verify:
         return _verify(tars, stream, options.json)
     reading = reading_of(options, tars)
@@ -87,7 +91,7 @@ def run(options: argparse.Namespace) -> int:
     try:
         surveyed = survey(tars, reading.fingerprint, reading.layout, reading.form)
     except MissingIndex as error:
-        raise UserError(f"{error}; or give --tokenizer PATH and --template NAME here, or --config FILE") from None
+        raise UserError(f"{error}; or give --tokenizer PATH and --template NAME here, or a CONFIG") from None
     fills, missing = _fills(surveyed, reading, options)
     if options.json:
         print_result(json.dumps(_as_dict(surveyed, reading, fills)))
@@ -302,11 +306,11 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
         type=positive(int),
         nargs="+",
         metavar="TOKENS",
-        help=f"as data.pack_length, one or several ({' '.join(map(str, PACK_LENGTHS))}, or --config's)",
+        help=f"as data.pack_length, one or several ({' '.join(map(str, PACK_LENGTHS))}, or CONFIG's)",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
     options = parse_reading_arguments(parser, arguments)
     if options.show is not None and options.config is None and options.tokenizer is None:
-        parser.error("--show needs --tokenizer PATH and --template NAME, or --config FILE: tokens depend on them")
+        parser.error("--show needs --tokenizer PATH and --template NAME, or a CONFIG: tokens depend on them")
     options.ending["logs"] = print_note if options.json else print_result  # with it stdout is one JSON value
     return options

@@ -15,9 +15,9 @@ from mmtrain.launching.command_line import Options, add_suggest, parse_run
 
 EXAMPLES = """\
   the demo, on four ranks:
-    mmtrain plan demo:llava_pp4
+    mmtrain plan example:llava_pp4
   the same on two, and with two stages on each:
-    mmtrain plan demo:llava_pp4 parallel.pipeline=2 parallel.stages_per_rank=2
+    mmtrain plan example:llava_pp4 parallel.pipeline=2 parallel.stages_per_rank=2
   a 72B on 16 GPUs of another size than those here:
     mmtrain plan configs/qwen25_72b_pp8_dp2.yaml parallel.device_memory_gib=72
   which layout that run should have on 8 GPUs:

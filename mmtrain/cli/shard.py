@@ -140,7 +140,7 @@ def run(options: argparse.Namespace) -> None:
     print_info(f"{out}: {len(stats.shards):,} shards, {stats.samples:,} samples, {stats.images:,} images")
     see = f", see {rejected_file}" if stats.reasons else ""
     print_info(f"rejected: {stats.reasons.total():,}{see}", *reason_lines(stats.reasons))
-    print_info(f"use it: {shlex.quote(f'data.shards={glob.escape(str(out))}/shard-*.tar')}")
+    print_info(f"next: mmtrain train CONFIG {shlex.quote(f'data.shards={glob.escape(str(out))}/shard-*.tar')}")
 
 
 def _write_all(stats: ShardStats, options: argparse.Namespace, unfinished: UnfinishedRun) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import re
 import typing
 from collections.abc import Sequence
@@ -20,19 +21,18 @@ from mmtrain.config.schema import RunConfig
 from mmtrain.config.strict_yaml import MAX_DEPTH, parse_yaml, read_yaml
 from mmtrain.config.templates import read_template
 
-DEMO = "demo:llava_pp4"  # the configuration of the demo, by a name that needs no checkout
-DEMO_FILE = Path(__file__).parents[1] / "demo" / "llava_pp4.yaml"  # in a checkout a link to configs/llava_pp4.yaml
+DEMO = "example:llava_pp4"
+KEY_AND_VALUE = re.compile(r"[^/=]+=")  # begins a word that sets a key, and no path
+EXAMPLES = Path(__file__).parents[1] / "examples"  # shipped configurations; in a checkout a link to configs/
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
-    """Return the configuration in a YAML file, or DEMO, with `key.sub=value` overrides applied in order.
+    """Return the configuration in a YAML file, or `example:NAME`, with `key.sub=value` overrides applied in order.
 
     `data.allow_pipe` is taken from overrides alone; `${NAME}` in paths is filled in from the environment; a file that
     `data.template` names is replaced by its text. Raises UserError listing every problem at once.
     """
-    if str(path) != DEMO and str(path).startswith("demo:"):
-        raise UserError(f"{path}: the demo has no such configuration; it has {DEMO}")
-    content = read_yaml(DEMO_FILE if str(path) == DEMO else Path(path))
+    content = read_yaml(example_file(name) if (name := example_name(path)) else Path(path))
     if content is not None and not isinstance(content, dict):
         sections = ", ".join(RunConfig.model_fields)
         raise UserError(f"{path}: holds a {type(content).__name__}; needs the sections {sections}")
@@ -40,8 +40,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     if foreign := foreign_keys_of(content):
         raise UserError(
             f"{path}: a configuration of another program ({', '.join(foreign[:3])}); mmtrain's has the sections run, "
-            "model, data and train. Begin with a copy of one in configs/, whose README says what other programs' keys "
-            "are called here"
+            "model, data and train. Begin with a copy of a shipped one: mmtrain init"
         )
     data = content.get("data")
     if isinstance(data, dict) and data.get("allow_pipe"):
@@ -59,6 +58,24 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     if isinstance(data, dict) and isinstance(template := data.get("template"), str):
         data["template"] = read_template(template)
     return validated(_tuples(content), str(path))
+
+
+def example_name(path: str | Path) -> str:
+    """Return NAME of `example:NAME`, empty for a path."""
+    return str(path).removeprefix("example:") if str(path).startswith("example:") else ""
+
+
+def example_names() -> list[str]:
+    return sorted(file.stem for file in EXAMPLES.glob("*.yaml"))
+
+
+def example_file(name: str) -> Path:
+    """Return the file of a shipped configuration. Raises UserError for an unknown name."""
+    if name not in example_names():
+        near = difflib.get_close_matches(name, example_names(), 1)
+        meant = f"Did you mean {near[0]}?" if near else "mmtrain init lists them"
+        raise UserError(f"no shipped configuration is called {escape(name, 80)}. {meant}")
+    return EXAMPLES / f"{name}.yaml"
 
 
 def validated(content: dict[str, Any], source: str, heading: str = "") -> RunConfig:
@@ -135,7 +152,8 @@ def _apply(content: dict[str, Any], override: str) -> None:
     may_be_null = field is not None and is_optional(field.annotation)
     is_null = text == "null" and (is_section or may_be_null)
     if is_section and not is_null:
-        raise UserError(f"{shown}: {key} is a section; set one of its keys, e.g. optimizer.lr=1e-3, or null")
+        keys = ", ".join(f"{key}.{name}" for name in section_of(field.annotation).model_fields)
+        raise UserError(f"{shown}: {key} is a section. Set its keys one by one: {keys}")
     for part in path[:-1]:
         if content.get(part) is None:
             content[part] = {}
@@ -146,7 +164,16 @@ def _apply(content: dict[str, Any], override: str) -> None:
     kinds = () if field is None else (field.annotation, *typing.get_args(field.annotation))
     is_text = str in kinds and not is_null and not text.startswith(("[", '"', "'"))
     value = text if is_text else parse_yaml(text, shown)
+    if _lacks_blank(value):
+        raise UserError(f"{shown}: a blank is missing behind a colon. Quote it: '{key}=[{{name: a, weight: 2}}]'")
     content[path[-1]] = {} if is_section and not may_be_null else value
+
+
+def _lacks_blank(value: Any) -> bool:
+    """Tell whether a mapping of YAML was written {name:a}, which is a key without a value."""
+    if isinstance(value, list):
+        return any(map(_lacks_blank, value))
+    return isinstance(value, dict) and any(inner is None and ":" in str(name) for name, inner in value.items())
 
 
 def _drop_alternatives(content: dict[str, Any], overridden: Sequence[str]) -> None:

@@ -65,7 +65,7 @@ def read_yaml(path: Path) -> Any:
     try:
         text = read_limited(path, MAX_BYTES, "a configuration").decode("utf-8")
     except FileNotFoundError:
-        raise UserError(f"{path}: no such configuration file; give the path of one, or demo:llava_pp4") from None
+        raise UserError(f"{path}: no such file. Name a YAML file, or example:NAME; mmtrain init lists these") from None
     except UnicodeDecodeError as error:
         raise UserError(f"{path}: cannot be read as text ({error})") from None
     return parse_yaml(text, str(path))

@@ -11,7 +11,7 @@ from typing import Any
 from mmtrain.base.arguments import command_parser
 from mmtrain.base.printing import escape
 from mmtrain.checkpoint.resume import AUTO
-from mmtrain.config.load import key_of_option
+from mmtrain.config.load import KEY_AND_VALUE, key_of_option
 
 TRACED_STEPS = 3
 
@@ -30,19 +30,19 @@ with the same samples in the same steps. What was recorded after that checkpoint
 """
 EXAMPLES = """\
   train the demo on the CPU (pip install 'mmtrain[demo]'; nothing is downloaded):
-    mmtrain train demo:llava_pp4
+    mmtrain train example:llava_pp4
   see the plan for a layout; needs no GPU, no weights, starts nothing:
     mmtrain plan configs/qwen25_72b_pp8_dp2.yaml
   LLaVA-1.5's stage 1 on four GPUs:
     mmtrain train configs/llava15_7b_pp4.yaml
   change keys for one run:
-    mmtrain train demo:llava_pp4 run.name=try2 optimizer.lr=2e-4 parallel.pipeline=2
+    mmtrain train example:llava_pp4 run.name=try2 optimizer.lr=2e-4 parallel.pipeline=2
   go on after a crash, a full disk or a signal: the same command again; or from an earlier checkpoint
     mmtrain train CONFIG --resume runs/NAME/checkpoints/step-00000100
   record what every rank does when, for ui.perfetto.dev:
-    mmtrain train demo:llava_pp4 --trace
+    mmtrain train example:llava_pp4 --trace
   let the planner know this machine: a minute of measuring, then plans in seconds instead of assumptions:
-    mmtrain calibrate demo:llava_pp4
+    mmtrain calibrate example:llava_pp4
   train on two machines; on the second one with --node-rank 1:
     mmtrain train CONFIG --nnodes 2 --node-rank 0 --rdzv-endpoint first-machine:29500
   the same through torchrun:
@@ -67,6 +67,7 @@ class Options(argparse.Namespace):
     resume: str = AUTO
     allow_change: list[str]
     trace: int | None = None
+    verbose: bool = False
     nnodes: int = 1
     node_rank: int = 0
     rdzv_endpoint: str | None = None
@@ -75,9 +76,12 @@ class Options(argparse.Namespace):
 
 def parse_run(parser: argparse.ArgumentParser, arguments: Sequence[str], **given: bool) -> Options:
     """Read a command line that names a run; `given` are options that the command implies."""
-    parser.add_argument("config", metavar="CONFIG", help="YAML file of the run, or demo:llava_pp4")
+    config_help = "YAML file of the run, or example:NAME; mmtrain init lists these"
+    parser.add_argument("config", metavar="CONFIG", nargs="?", help=config_help)
     parser.add_argument("overrides", metavar="key=value", nargs="*", help="set a key, e.g. parallel.pipeline=2")
     options, unknown = parser.parse_known_intermixed_args(arguments, namespace=Options(**given))
+    if options.config is None or KEY_AND_VALUE.match(options.config):
+        parser.error("CONFIG is missing. Name a YAML file first, or example:llava_pp4 (mmtrain init lists others)")
     if unknown:
         meant = next(filter(None, map(key_of_option, unknown)), "")
         parser.error(escape(f"unrecognized arguments: {' '.join(unknown)}", 300) + meant)
@@ -127,6 +131,9 @@ def parse_arguments(arguments: Sequence[str]) -> Options:
         metavar="STEPS",
         help=f"write trace.json, what every rank did when in STEPS steps (default {TRACED_STEPS}) after the first; for "
         "ui.perfetto.dev",
+    )
+    parser.add_argument(
+        "--verbose", action="store_true", help="show the plan and all details on the console, which log.txt has anyway"
     )
     parser.add_argument("--nnodes", type=int, metavar="N", help="machines that share the run (default 1)")
     parser.add_argument("--node-rank", type=int, metavar="R", help="which of them this is, from 0")

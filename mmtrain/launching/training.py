@@ -21,7 +21,16 @@ from typing import Any
 from mmtrain import __version__
 from mmtrain.base.errors import UserError
 from mmtrain.base.json_lines import recorded
-from mmtrain.base.printing import disclosed, escape, print_info, print_note, show_cursor, show_error
+from mmtrain.base.printing import (
+    bytes_text,
+    disclosed,
+    escape,
+    logs_shown,
+    print_info,
+    print_note,
+    show_cursor,
+    show_error,
+)
 from mmtrain.checkpoint.resume import AUTO, ResumePoint, find_start, flat, is_complete, refuse_unfit_init_from_run
 from mmtrain.checkpoint.run_folder import METRICS, REPORT, locked, prepare_folder, run_folder
 from mmtrain.checkpoint.step_folder import step_folders, step_of
@@ -50,6 +59,7 @@ from mmtrain.report.page import write_page
 from mmtrain.runtime.failures import Failure
 from mmtrain.runtime.gpus import Gpu, visible_gpus
 from mmtrain.runtime.job import Job
+from mmtrain.runtime.log import PrefixedLog, log_name
 from mmtrain.runtime.rank import run_rank
 from mmtrain.runtime.supervise import STOPPED, prepared, run_ranks, set_rank_environment
 
@@ -72,9 +82,11 @@ def train(config: RunConfig, options: Options) -> int:
     for rank_plan, (number, gpu) in zip(here, enumerate(gpus), strict=False):
         refuse_short_memory(rank_plan, f"GPU {number} ({gpu.name})", GpuMemory(gpu.total_bytes, gpu.free_bytes))
     # Which formats data have can be seen where they are read alone: there the ranks compare the data themselves.
+    details: list[str] = []
     compared = None if alone else agreement(config, plan, options.trace or 0)
     if any(rank_plan.pipeline == 0 for rank_plan in here):
-        config = check_data(config, others_wait=not alone)
+        with logs_shown(print_info, details.append):
+            config = check_data(config, others_wait=not alone)
     with locked(folder) if is_first else contextlib.nullcontext():
         start = None
         if is_first:
@@ -82,7 +94,7 @@ def train(config: RunConfig, options: Options) -> int:
             if start is not None and alone and is_complete(folder, start.checkpoint, config):
                 print_info(f"complete: {folder} has made all its {start.checkpoint.step} steps. {ANEW}")
                 return 0
-            _prepare(config, plan, start)
+            _prepare(config, plan, start, details, options)
             if not alone:
                 _tell_who_can_reach_it(options.rdzv_endpoint)
         folder.mkdir(parents=True, exist_ok=True)  # other machines may not see the folder of the first one
@@ -121,14 +133,16 @@ def train_as_rank(config: RunConfig, options: Options, rank: int) -> int:
     first_here = rank - int(os.environ["LOCAL_RANK"])
     _refuse_unfit(config, plan.ranks[first_here : first_here + local_ranks], options, is_first=is_first)
     compared, start = agreement(config, plan, options.trace or 0), None
+    details: list[str] = []
     if is_first:
-        config = check_data(config, others_wait=len(plan.ranks) > 1)
+        with logs_shown(print_info, details.append):
+            config = check_data(config, others_wait=len(plan.ranks) > 1)
     elif plan.ranks[rank].pipeline == 0:
         config = with_formats(config)  # rank 0 may run on another machine
     with locked(run_folder(config)) if is_first else contextlib.nullcontext():
         if is_first:
             start = find_start(config, options.resume, options.allow_change)
-            _prepare(config, plan, start)
+            _prepare(config, plan, start, details, options)
         job = _job(config, plan, gpus, local_ranks, start, options)
         set_rank_environment(job.threads, on_gpus=job.on_gpus)
         if is_first:
@@ -169,7 +183,13 @@ def _job(
         local_ranks,
         run_folder(config),
         "mmtrain.training.loop:main",
-        arguments={"config": config, "plan": plan, "start": start, "trace_steps": options.trace or 0},
+        arguments={
+            "config": config,
+            "plan": plan,
+            "start": start,
+            "trace_steps": options.trace or 0,
+            "verbose": options.verbose,
+        },
         nodes=options.nnodes,
         node=options.node_rank,
         endpoint=options.rdzv_endpoint,
@@ -194,14 +214,39 @@ def _refuse_unfit(config: RunConfig, here: Sequence[RankPlan], options: Options,
     refuse_short_host_memory(here)
 
 
-def _prepare(config: RunConfig, plan: Plan, start: ResumePoint | None) -> None:
-    """Prepare the run's folder, in its first process alone, and print the plan."""
+def _prepare(
+    config: RunConfig, plan: Plan, start: ResumePoint | None, details: Sequence[str], options: Options
+) -> None:
+    """Prepare the run's folder, in its first process alone, and print what runs; the log gets details and the plan."""
     folder = run_folder(config)
     if start is None:
         refuse_unfit_init_from_run(config, folder)
         refuse_unfit_init_from(config, folder)
     prepare_folder(config, plan, goes_on=start is not None)
-    print_info(*render(plan))
+    details = [*details, *render(plan)]
+    with PrefixedLog(folder / log_name(options.node_rank), "launcher") as log:
+        log.write("".join(f"{line}\n" for line in details))
+    print_info(*(details if options.verbose else ()), *_introduction(config, plan))
+
+
+def _introduction(config: RunConfig, plan: Plan) -> list[str]:
+    """Return what a newcomer wants to know of a run: what trains, on which ranks and data, where results go."""
+    replica = [rank for rank in plan.ranks if rank.data == 0]
+    parameters = sum(rank.trainable for rank in replica)
+    models = plan.llm if plan.vision is None else f"{plan.vision} -> projector -> {plan.llm}"
+    expected = f"expected idle {plan.idle_share:.0%}"
+    if plan.step_seconds is not None:
+        expected += f", {plan.step_seconds:,.3g} s a step"
+    sets, held_out = config.data.sets, config.eval.shards
+    shards = config.data.shards if sets is None else ", ".join(one.name for one in sets)
+    data = escape(f"data: {disclosed(shards)}", 120)
+    return [
+        f"{plan.run}: {models}; {', '.join(plan.trainable)} trains ({parameters:,} parameters), all else is frozen",
+        f"{len(plan.ranks)} ranks (pipeline {plan.pipeline} x data {plan.data}), at most "
+        f"{bytes_text(max(rank.total_bytes for rank in replica))} each; {expected}",
+        data if held_out is None else f"{data}; held out: {escape(str(disclosed(held_out)), 120)}",
+        f"results: {run_folder(config)} (the plan and all details: log.txt there, or --verbose)",
+    ]
 
 
 def _leave_page(folder: Path) -> None:

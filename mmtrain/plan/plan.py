@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
-from mmtrain.base.printing import COLUMNS, bytes_text, table_lines
+from mmtrain.base.printing import bytes_text, table_lines, terminal_width
 from mmtrain.models.facts.quantised import BITS, Quantisation
 from mmtrain.plan.block_costs import Flops
 from mmtrain.plan.instructions import Schedule
@@ -204,7 +204,7 @@ class Plan:
 
 
 def render(plan: Plan) -> list[str]:
-    """The plan as lines of plain text, at most 80 columns: a row for each stage of a pipeline rank and its replicas."""
+    """Return the plan as lines that fit the terminal: a row for each stage of a pipeline rank and its replicas."""
     replica = [rank for rank in plan.ranks if rank.data == 0]
     largest = max(rank.total_bytes for rank in replica)
     unit, name = (2**30, "GiB") if largest >= 2**30 else (2**20, "MiB")
@@ -226,9 +226,9 @@ def render(plan: Plan) -> list[str]:
 
 
 def wrapped(*texts: str) -> list[str]:
-    """Sentences as lines for a terminal; lines after a sentence's first are indented."""
+    """Return sentences as lines that fit the terminal, all but the first of each indented."""
     options = {"subsequent_indent": "  ", "break_on_hyphens": False, "break_long_words": False}
-    return [line for text in texts for line in textwrap.wrap(text, COLUMNS, **options)]
+    return [line for text in texts for line in textwrap.wrap(text, terminal_width(), **options)]
 
 
 def _numbers(plan: Plan, rank: RankPlan) -> str:

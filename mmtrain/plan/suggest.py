@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from mmtrain.base.errors import UserError
-from mmtrain.base.printing import COLUMNS, bytes_text, table_lines
+from mmtrain.base.printing import bytes_text, table_lines, terminal_width
 from mmtrain.config.parallel import MAX_MICROBATCHES
 from mmtrain.config.schema import MAX_RANKS, RunConfig
 from mmtrain.models.facts.quantised import BITS
@@ -327,7 +327,7 @@ def _divisors(number: int) -> list[int]:
 
 
 def render_suggestion(suggestion: Suggestion) -> list[str]:
-    """Return the layouts as lines of at most 80 columns; long overrides are continued behind a backslash."""
+    """Return the layouts as lines that fit the terminal; long overrides are continued behind a backslash."""
     config, limit = suggestion.config, suggestion.memory_limit_bytes
     devices = f"{suggestion.devices:,} device{'s' * (suggestion.devices > 1)}"
     room = "no memory limit" if limit is None else f"{bytes_text(limit)} per rank"
@@ -403,5 +403,5 @@ def _pasted(mark: str, layout: SuggestedLayout) -> list[str]:
     """Return one line for a shell, wrapped behind backslashes to the terminal's width."""
     options = " ".join(as_options(layout.overrides)) or "nothing: it is that of CONFIG"
     style = {"initial_indent": mark, "subsequent_indent": "    ", "break_on_hyphens": False, "break_long_words": False}
-    lines = textwrap.wrap(options, COLUMNS - 2, **style)
+    lines = textwrap.wrap(options, terminal_width() - 2, **style)
     return [*(f"{line} \\" for line in lines[:-1]), *lines[-1:]]

@@ -19,11 +19,12 @@ FIRST_STEPS = 3
 class Console:
     """Progress of a run for people: a live bar on a terminal, otherwise the first 3 steps, then one in 5 seconds.
 
-    `stream` is None on ranks that print nothing. Time left is estimated from the steps after the first one.
+    `stream` is None on ranks that print nothing. Time left is estimated from the steps after the first one. Details go
+    to the log, and with `verbose` to the console, too.
     """
 
-    def __init__(self, stream: TextIO | None, max_steps: int, done_steps: int = 0) -> None:
-        self._stream = stream
+    def __init__(self, stream: TextIO | None, max_steps: int, done_steps: int = 0, verbose: bool = False) -> None:
+        self._stream, self._verbose = stream, verbose
         self._max_steps = max_steps
         self._first_step = done_steps
         self._printed_at = -math.inf
@@ -38,8 +39,9 @@ class Console:
         done = step + 1
         if self._timed_from is None:
             self._timed_from = done, now
-        seconds_left = clock(self._seconds_left(done, now))
-        text = f"loss {_number(loss)}  {tokens_per_second:,.0f} tokens/s  left {seconds_left}"
+        left = self._seconds_left(done, now)
+        text = f"loss {_number(loss)}  {tokens_per_second:,.0f} tokens/s"
+        text += "" if left is None else f"  ETA {clock(left)}"
         if self._bar is not None:
             self._bar.update(0, completed=done, said=text, note=note)
             return
@@ -61,7 +63,7 @@ class Console:
     def evaluation(self, step: int, scores: Scores) -> None:
         self.line(
             f"eval at step {step}: loss {_number(scores.loss)}, exact match {_percent(scores.exact_match)} of "
-            f"{scores.answers} answers, tokens {_percent(scores.token_accuracy)}"
+            f"{scores.answers} answers, token accuracy {_percent(scores.token_accuracy)}"
         )
 
     def control(self, control: Scores, scores: Scores, permuted: int) -> None:
@@ -89,6 +91,12 @@ class Console:
             self._bar.console.print(text, markup=False, highlight=False, soft_wrap=True)
         elif self._stream is not None:
             self._stream.write(text + "\n")
+
+    def detail(self, text: str) -> None:
+        if self._stream is not None:
+            print(text)  # stdout of a rank is the log
+            if self._verbose:
+                self.line(text)
 
     def close(self) -> None:
         if self._bar is not None:

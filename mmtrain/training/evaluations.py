@@ -58,7 +58,7 @@ class Evaluations:
 
         All of it is recorded or nothing: a run that stops in between makes all of it again.
         """
-        before = self._answer("before the first step, to compare") if step == 0 else []
+        before = self._answer("before the first step, to compare them with those at the end") if step == 0 else []
         if self._engine.requested_stop or self._evaluate(step) is None:
             return False
         self._records.answers(step, before)
@@ -93,11 +93,10 @@ class Evaluations:
             self._records.write("eval_permuted", step=step, **asdict(control), permuted_samples=permuted)
             self._console.control(control, scores, permuted)
 
-    def _answer(self, when: str = "") -> list[Answer]:
+    def _answer(self, when: str = "at the end") -> list[Answer]:
         if not self._section.show_answers:
             return []
-        activity = " ".join(filter(None, ("answering held-out questions", when)))
-        self._console.line(f"{activity}: one forward of the pipeline for each token")
+        self._console.detail(f"answering held-out questions {when}")
         return self.answers(self._section.show_answers)
 
     def scores(self, *, permuted: bool = False) -> Scores | None:

@@ -30,7 +30,12 @@ from mmtrain.training.records import Recorder
 
 
 def main(
-    config: RunConfig, plan: Plan, rank: Rank, start: ResumePoint | None = None, trace_steps: int = 0
+    config: RunConfig,
+    plan: Plan,
+    rank: Rank,
+    start: ResumePoint | None = None,
+    trace_steps: int = 0,
+    verbose: bool = False,
 ) -> str | None:
     """Train the steps of `config.train` as `plan` says, evaluate, and leave results in `rank.folder`.
 
@@ -41,11 +46,11 @@ def main(
     trainable did not move; NonFiniteError for NaN or infinity.
     """
     show_logs(print)  # into the log: the launcher has shown what data and models log
-    run = _Run(config, plan, rank, start)
+    run = _Run(config, plan, rank, start, verbose)
     run.open_data()  # before weights, which may take an hour to load: wrong data must show early
     run.load_models()
     if rank.rank == 0:
-        show_logs(run.console.line)
+        show_logs(run.console.line, run.console.detail)
     run.take_up_checkpoint()
     run.open_records(trace_steps)
     with run.saver:
@@ -68,9 +73,9 @@ def main(
 class _Run:
     """One rank's part of a run: one method for each act, in order."""
 
-    def __init__(self, config: RunConfig, plan: Plan, rank: Rank, start: ResumePoint | None) -> None:
+    def __init__(self, config: RunConfig, plan: Plan, rank: Rank, start: ResumePoint | None, verbose: bool) -> None:
         """Join the process group, and learn from rank 0 where to begin: other machines need not see its files."""
-        self.plan, self.rank = plan, rank
+        self.plan, self.rank, self.verbose = plan, rank, verbose
         self.place = plan.ranks[rank.rank]
         self.device = torch.device(rank.device)
         use_algorithms(config.train.deterministic)
@@ -109,14 +114,14 @@ class _Run:
         self.data, self.max_steps = seen[readers[0]]
         self.readers = replica_group(plan, rank.rank, torch.device("cpu"), config.parallel.timeout_seconds)
         self.configured, self.config = config, config.changed({"train.max_steps": self.max_steps})
-        self.console = Console(rank.console, self.max_steps, self.first_step)
+        self.console = Console(rank.console, self.max_steps, self.first_step, self.verbose)
         if self.packed is not None:
             self.console.line(self.packed.summary)
 
     def load_models(self) -> None:
         config, rank, plan = self.config, self.rank, self.plan
         rank.progress.at(self.first_step, "loading weights")
-        self.console.line(f"loading weights on {plan.pipeline * plan.data} ranks")
+        self.console.line("loading weights")
         resumes = self.start is not None
         self.stages = build_stages(config, plan, rank.rank, self.device, self.readers, resumes=resumes)
         rank.progress.at(self.first_step, "building the engine")

@@ -130,7 +130,7 @@ class Recorder:
             ways, lines = describe_backends(backends)
             self.records.write("attention", step=first_step, ways=ways)
             for line in lines:
-                console.line(line)
+                console.detail(line)
 
     def open_account(
         self,

@@ -47,7 +47,7 @@ def test_every_name_is_there_and_another_is_no_attribute():
 def test_a_plan_needs_no_torch():
     code = (
         "import sys, mmtrain\n"
-        "plan = mmtrain.make_plan(mmtrain.load_config('demo:llava_pp4', ['parallel.pipeline=2']))\n"
+        "plan = mmtrain.make_plan(mmtrain.load_config('example:llava_pp4', ['parallel.pipeline=2']))\n"
         "print(len(plan.ranks), 'torch' in sys.modules)"
     )
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
@@ -75,7 +75,7 @@ def test_wrong_input_is_the_launchers_message(tiny, tmp_path):
     run = mmtrain.train(short(tiny, tmp_path, "data.shards=/no/such-*.tar"), show=False)
     with pytest.raises(mmtrain.UserError, match=r"^data\.shards: .*/no/such"):
         run.wait(100)
-    changed = mmtrain.load_config("demo:llava_pp4").changed({"train.max_steps": -3})
+    changed = mmtrain.load_config("example:llava_pp4").changed({"train.max_steps": -3})
     with pytest.raises(mmtrain.UserError, match=r"^the configuration of run llava_pp4: 1 problem\n  train\.max_steps"):
         mmtrain.train(changed)
     with pytest.raises(mmtrain.UserError, match="no run, which has a"):
@@ -126,7 +126,7 @@ def test_an_answer_is_that_of_stock_transformers_and_nothing_is_printed(tmp_path
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     image = Image.fromarray(numpy.random.default_rng(0).integers(0, 256, (64, 64, 3), dtype=numpy.uint8))
     image.save(tmp_path / "one.png")
-    make_checkpoint(tmp_path / "run", mmtrain.load_config("demo:llava_pp4"))
+    make_checkpoint(tmp_path / "run", mmtrain.load_config("example:llava_pp4"))
     question = "Which digit is at the top left, and in which colour?"
     answer = mmtrain.generate(tmp_path / "run", tmp_path / "one.png", question, max_new_tokens=12)
     assert answer == mmtrain.generate(tmp_path / "run", [image], question, max_new_tokens=12)

@@ -133,7 +133,7 @@ def plan_with_a_key(tiny: Path, folder: Path):
 def chat_with_a_model_type(tiny: Path, folder: Path):
     (folder / "config.json").write_text(json.dumps({"model_type": HOSTILE}))
     (folder / HOSTILE).write_bytes(picture(8, 8))
-    return ["chat", "--model", str(folder), "--image", str(folder / HOSTILE)]
+    return ["chat", str(folder), "--image", str(folder / HOSTILE)]
 
 
 def shard(tiny: Path, folder: Path):

@@ -74,7 +74,7 @@ def assistant(text: str) -> dict:
 
 
 def say(capsys, model: Path, image: Path, *more: str) -> tuple[str, str]:
-    assert main(["chat", "--model", str(model), "--image", str(image), "--max-new-tokens", "12", *more]) == 0
+    assert main(["chat", str(model), "--image", str(image), "--max-new-tokens", "12", *more]) == 0
     captured = capsys.readouterr()
     return captured.out, captured.err
 
@@ -178,7 +178,7 @@ def test_pictures_of_any_size_come_to_the_model_as_in_training_bit_for_bit(work,
 
 def test_on_a_terminal_question_follows_question_until_an_empty_line(work, llava):
     chat = [sys.executable, "-m", "mmtrain", "chat"]
-    command = [*chat, "--model", llava, "--image", work / "one.png", "--max-new-tokens=12"]
+    command = [*chat, llava, "--image", work / "one.png", "--max-new-tokens=12"]
     ours, theirs = pty.openpty()
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "TERM": "dumb"}
     process = subprocess.Popen(list(map(str, command)), stdin=theirs, stdout=theirs, stderr=theirs, env=environment)
@@ -204,7 +204,7 @@ def test_on_a_terminal_question_follows_question_until_an_empty_line(work, llava
 
 
 def refused(capsys, model: Path | str, image: Path, *more: str) -> str:
-    assert main(["chat", "--model", str(model), "--image", str(image), *more]) == 2
+    assert main(["chat", str(model), "--image", str(image), *more]) == 2
     captured = capsys.readouterr()
     assert captured.out == ""
     assert "error: " in captured.err
@@ -278,7 +278,7 @@ def test_python_in_the_folder_is_not_run_whatever_stands_on_standard_input(
     edit(tmp_path / "llava" / file, **changes)
     (tmp_path / "llava" / "ev.py").write_text(f"open({str(tmp_path / 'imported')!r}, 'w')\n")
     monkeypatch.setattr("sys.stdin", io.StringIO("y\n" * 10))
-    main(["chat", "--model", str(tmp_path / "llava"), "--image", str(work / "one.png"), "--prompt", "What?"])
+    main(["chat", str(tmp_path / "llava"), "--image", str(work / "one.png"), "--prompt", "What?"])
     assert not (tmp_path / "imported").exists()
 
 

@@ -345,10 +345,10 @@ def test_tiles_and_positions_of_images_are_those_of_the_stock_processor(shapes, 
 def test_a_configuration_says_all_at_once_and_takes_what_is_printed(shapes, plain, tiny, tmp_path, capsys):
     file = tiny / "config.yaml"
     tiled = ("model.vision.layout=tiles", "model.vision.max_tiles=4", "data.image_fit=null", "data.pack_length=300")
-    by_config = run_json(capsys, shapes, "--config", file, *tiled)
+    by_config = run_json(capsys, shapes, file, *tiled)
     one_by_one = ("--layout", "tiles", "--max-tiles", 4, "--tile-size", 32, "--tokens-per-image", 16)
     assert by_config == run_json(capsys, shapes, *plain, *one_by_one, "--pack-length", 300)
-    assert main(["inspect", "--config", str(file), *tiled[:2], str(shapes), *tiled[2:]]) == 0
+    assert main(["inspect", str(file), *tiled[:2], str(shapes), *tiled[2:]]) == 0
     printed = capsys.readouterr().out
     assert "tiles of an image (tiles)" in printed and "positions of an image (tiles)" in printed
     told = yaml.safe_load(printed[printed.rindex("  data:") :])["data"]
@@ -356,7 +356,7 @@ def test_a_configuration_says_all_at_once_and_takes_what_is_printed(shapes, plai
     config = load_config(file, [*tiled, *(f"data.{key}={value}" for key, value in told.items())])
     assert config.data.expected_image_tiles == told["expected_image_tiles"] == (3 + 3 + 1 + 4) / 4
     indexed = index_path(shapes).read_bytes()
-    assert main(["index", "--config", str(file), str(shapes), *tiled]) == 0
+    assert main(["index", str(file), str(shapes), *tiled]) == 0
     assert "1 of 1 shards are ready" in capsys.readouterr().out and index_path(shapes).read_bytes() == indexed
 
 
@@ -384,7 +384,10 @@ def test_show_names_the_tile_of_each_run_of_positions(shapes, plain, tiny, capsy
         (("--layout", "tiles"), "give --vision NAME or --tile-size PIXELS"),
         (("--layout", "anyres", "--tile-size", "32", "--tokens-per-image", "17"), "for example 16"),
         (("--layout", "anyres", "--tokens-per-image", "16", "--show", "a"), "give --vision NAME, both --tile-size"),
-        (("--layout", "tiles", "--vision", "TINY", "--show", "a"), "make one token of several patches: give --config"),
+        (
+            ("--layout", "tiles", "--vision", "TINY", "--show", "a"),
+            "make one token of several patches: give a CONFIG",
+        ),
     ],
 )
 def test_a_layout_that_lacks_a_number_is_refused(shapes, plain, tiny, arguments, said, capsys):
@@ -403,7 +406,7 @@ def test_what_is_missing_for_fill_and_show_is_said(folder, plain, capsys):
     assert "--pack-length: the shards are not indexed" in capsys.readouterr().err
     with_image = next(key for (_, key), members in stored(folder).items() if len(members) == 2)
     assert main(["inspect", str(folder), *plain, "--show", with_image]) == 2
-    assert "give --vision NAME, --tokens-per-image N, or --config FILE" in capsys.readouterr().err
+    assert "give --vision NAME, --tokens-per-image N, or a CONFIG" in capsys.readouterr().err
     assert main(["inspect", str(folder), *plain, "--show", "00003"]) == 2
     refused = capsys.readouterr().err
     assert "no sample of this key in 2 shards; keys that hold this text: 000003, 000030, 000031" in refused
@@ -412,11 +415,11 @@ def test_what_is_missing_for_fill_and_show_is_said(folder, plain, capsys):
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (("--show", "k"), "--show needs --tokenizer PATH and --template NAME, or --config FILE"),
+        (("--show", "k"), "--show needs --tokenizer PATH and --template NAME, or a CONFIG"),
         (("--template", "plain"), "--tokenizer and --template go together"),
         (("--pack-length", "0"), "--pack-length: 0: a whole number, at least 1, is needed"),
         (("--verify", "--show", "k"), "not allowed with"),
-        (("--config", "a.yaml", "--layout", "tiles"), "--layout: --config says it"),
+        (("a.yaml", "--layout", "tiles"), "--layout: a.yaml says it"),
         (("--max-tiles", "3"), "--max-tiles is a number of --layout tiles, not of square"),
         (("--layout", "tiles", "--max-tiles", "1000000000"), "at least 1, and at most 100, is needed"),
         (("--layout", "tiles", "--tile-size", "5000"), "at most 4,096, is needed"),
@@ -431,7 +434,6 @@ def test_options_that_do_not_fit_are_refused(arguments, said, capsys):
 
 
 @pytest.mark.parametrize("command", ["inspect", "index"])
-def test_a_change_of_the_configuration_is_no_shard(command, capsys):
-    with pytest.raises(SystemExit):
-        main([command, "--config", "a.yaml", "data.pack_length=300"])
-    assert "the following arguments are required: SHARDS" in capsys.readouterr().err
+def test_a_configuration_alone_names_the_shards(command, shapes, tiny, capsys):
+    assert main([command, str(tiny / "config.yaml"), f"data.shards={shapes}", "data.pack_length=300"]) == 0
+    assert "4 samples" in " ".join(capsys.readouterr().out.split())

@@ -316,7 +316,7 @@ def test_resuming_where_another_tool_left_a_dataset_json_is_refused(folder, caps
 def test_the_hint_at_the_end_names_the_shards_whatever_the_folder_is_called(folder, capsys):
     (folder / "a.json").write_text(json.dumps([SOUND]))
     assert shard(folder, out="my [new] data") == 0
-    (hint,) = shlex.split(capsys.readouterr().out.splitlines()[-1].removeprefix("use it: "))
+    (hint,) = shlex.split(capsys.readouterr().out.splitlines()[-1].removeprefix("next: mmtrain train CONFIG "))
     assert [path.name for path in expand_shards(hint.removeprefix("data.shards="))] == ["shard-000000.tar"]
 
 
@@ -378,7 +378,7 @@ def test_the_command_as_the_help_shows_it_without_torch(folder):
     assert lines[0] == "a.json: LLaVA's conversations: 12 records"
     assert re.fullmatch(r"12 of 12 records  [\d,]+ samples/s  0 rejected", lines[1])
     assert re.fullmatch(r"out: 1 shards, 12 samples, \d+ images", lines[2])
-    assert lines[3:] == ["rejected: 0", "use it: 'data.shards=out/shard-*.tar'"]
+    assert lines[3:] == ["rejected: 0", "next: mmtrain train CONFIG 'data.shards=out/shard-*.tar'"]
     assert len(read_members(folder / "out" / "shard-000000.tar")) == 12
 
 

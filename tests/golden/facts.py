@@ -113,7 +113,7 @@ def train(folder: Path, case: str) -> Path:
     overrides += ["train.max_steps=40", "train.packs_per_step=4", "checkpoint.every_steps=20"]
     if case == RESUMED:
         overrides.append(f"--resume={train(folder, 'pipeline 2') / 'checkpoints' / 'step-00000020'}")
-    command = [sys.executable, "-m", "mmtrain", "train", "demo:llava_pp4", *overrides, *CASES["projectors"][case]]
+    command = [sys.executable, "-m", "mmtrain", "train", "example:llava_pp4", *overrides, *CASES["projectors"][case]]
     environment = {
         **os.environ,
         "XDG_CACHE_HOME": str(folder / "cache"),
@@ -224,7 +224,7 @@ def exports(folder: Path, case: str) -> dict[str, Any]:
     config = load_config(own, model, overrides)
     trained = {name: torch.zeros(shape) for name, shape in asked.get("trained", {}).items()}
     checkpoint = make_checkpoint(own / "run", config, trained | (drawn_adapters(config) if "lora" in asked else {}))
-    options = ["--checkpoint", str(checkpoint.path), "--out", str(own / "out"), "--format", asked.get("format", "hf")]
+    options = [str(checkpoint.path), "--out", str(own / "out"), "--format", asked.get("format", "hf")]
     assert main(["export", *options, *asked.get("options", [])]) == 0
     files = sorted(path for path in (own / "out").rglob("*") if path.is_file())
     return {path.relative_to(own / "out").as_posix(): content_of(path, folder) for path in files}

@@ -28,7 +28,7 @@ ANSWER = {"step": 0, "time": 1e9, "key": "k", "question": "q", "given": "g", "tr
 def made(tmp_path_factory) -> tuple[str, str]:
     """The text of config.yaml and plan.json of a demo run."""
     folder = tmp_path_factory.mktemp("made")
-    config = load_config("demo:llava_pp4")
+    config = load_config("example:llava_pp4")
     describe_run(folder, config, make_plan(config))
     return (folder / "config.yaml").read_text(), (folder / "plan.json").read_text()
 

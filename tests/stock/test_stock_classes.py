@@ -239,7 +239,7 @@ def test_an_encoder_that_a_class_loads_and_cannot_run_is_refused_by_plan_and_exp
     for refused in (lambda: make_plan(checkpoint.config), lambda: export(checkpoint, tmp_path / "out")):
         with pytest.raises(UserError, match=r"another model.vision\.name .*its class divides image_size"):
             refused()
-    options = ["--checkpoint", str(checkpoint.path), "--format", "hf", "--out", str(tmp_path / "folder"), "--verify"]
+    options = [str(checkpoint.path), "--format", "hf", "--out", str(tmp_path / "folder"), "--verify"]
     assert main(["export", *options]) == 2 and not (tmp_path / "folder").exists()
 
 
@@ -424,7 +424,7 @@ def test_adapters_of_llm_and_encoder_leave_through_every_stock_class(make, tmp_p
     config = made.checkpoint.config.changed(changes)
     others = load_file(made.checkpoint.tensors_file)
     checkpoint = make_checkpoint(tmp_path / "run", config, {**others, **drawn_adapters(config)})
-    options = ["--checkpoint", str(checkpoint.path), "--format", form, "--out", str(tmp_path / "out"), "--verify", "8"]
+    options = [str(checkpoint.path), "--format", form, "--out", str(tmp_path / "out"), "--verify", "8"]
     assert main(["export", *options]) == 0
 
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import math
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,10 +14,12 @@ from pathlib import Path
 from mmtrain.base.arguments import positive
 from mmtrain.base.errors import UserError
 from mmtrain.config.limits import MAX_TILES
-from mmtrain.config.load import load_config
+from mmtrain.config.load import KEY_AND_VALUE, example_name, load_config
 from mmtrain.config.templates import FILE, NAMES, template_argument
 from mmtrain.data.samples.formats import SampleFormat
 from mmtrain.data.shards.detection import add_format_arguments, sample_format
+from mmtrain.data.shards.shard_list import find_shards
+from mmtrain.demo.data import make_demo_shards
 from mmtrain.models.facts.connectors import image_layout
 from mmtrain.models.facts.model_files import model_folder
 from mmtrain.models.facts.shapes import vision_shape
@@ -33,7 +34,6 @@ LONGEST_TILE = 4_096  # pixels a side of --tile-size; the largest encoders take 
 # A configuration says what these do.
 _OF_MODEL = ("tokenizer", "template", "format", "caption_key", "caption_prompt")
 _OF_LAYOUT = ("layout", "max_tiles", "vision", "tile_size", "tokens_per_image")
-_CHANGE = re.compile(r"[^/=]+=")  # a key of a configuration, and not a path
 
 
 @dataclass(frozen=True)
@@ -60,13 +60,12 @@ class Reading:
 def add_reading_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options, which `parse_reading_arguments` checks and `reading_of` reads."""
     parser.add_argument(
-        "shards", nargs="+", metavar="SHARDS", help="tars: paths, folders, globs (*, ?), brace ranges ({00..99})"
-    )
-    parser.add_argument(
-        "--config",
-        metavar="FILE",
-        help="a run's configuration, which says all of the following: its model, template, format, layout of images "
-        "and connector; each KEY=VALUE on the command line changes it",
+        "shards",
+        nargs="+",
+        metavar="SHARDS|CONFIG",
+        help="tars: paths, folders, globs (*, ?), brace ranges ({00..99}); or a run's configuration, FILE.yaml or "
+        "example:NAME, which names shards and replaces all options below but --pack-length; key=value changes it, and "
+        "shards beside it are read as it says",
     )
     parser.add_argument("--tokenizer", metavar="PATH", help="a model's folder, a cached hub id, or demo:llm")
     parser.add_argument(
@@ -108,22 +107,22 @@ def add_reading_arguments(parser: argparse.ArgumentParser) -> None:
 def parse_reading_arguments(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> argparse.Namespace:
     """Parse a command line in any order; exits, as argparse does, for options that do not fit together.
 
-    Beside --config, `options.changes` holds the words KEY=VALUE, and `options.shards` the others.
+    `options.config` is the configuration among the words, if any, `options.changes` are the words key=value beside it,
+    and `options.shards` the others.
     """
     options = parser.parse_intermixed_args(arguments)
     words, options.changes = options.shards, []
+    options.config = next((word for word in words if example_name(word) or word.endswith((".yaml", ".yml"))), None)
     if options.config is not None:
-        options.changes = [word for word in words if _CHANGE.match(word)]
-        options.shards = [word for word in words if not _CHANGE.match(word)]
-    if not options.shards:
-        parser.error("the following arguments are required: SHARDS")
+        options.changes = [word for word in words if KEY_AND_VALUE.match(word)]
+        options.shards = [word for word in words if word not in (options.config, *options.changes)]
 
     def flags(names: Sequence[str]) -> str:
         changed = [name for name in names if getattr(options, name) != parser.get_default(name)]
         return ", ".join(f"--{name.replace('_', '-')}" for name in changed)
 
     if options.config is not None and (extra := flags(_OF_MODEL + _OF_LAYOUT)):
-        parser.error(f"{extra}: --config says it; leave it out, or change a key: --config FILE KEY=VALUE")
+        parser.error(f"{extra}: {options.config} says it. Leave it out, or change a key: {options.config} key=value")
     if (options.tokenizer is None) != (options.template is None):
         parser.error("--tokenizer and --template go together: lengths depend on both")
     if options.layout in TEXT_ALONE and (extra := flags(_OF_LAYOUT[1:])):
@@ -133,6 +132,17 @@ def parse_reading_arguments(parser: argparse.ArgumentParser, arguments: Sequence
     if options.vision is not None and (extra := flags(("tile_size", "tokens_per_image"))):
         parser.error(f"{extra}: --vision {options.vision} says it; give one of the two")
     return options
+
+
+def shards_of(options: argparse.Namespace) -> tuple[Path, ...]:
+    """Return the tars that the command line names or, if none, the configuration. Raises UserError."""
+    names = options.shards
+    if not names:
+        data = load_config(options.config, options.changes).data
+        patterns = [one.shards for one in data.sets or (data,)]
+        names = [name for one in patterns for name in ([one] if isinstance(one, str) else one)]
+    make_demo_shards(names, "SHARDS")
+    return find_shards(names)
 
 
 def reading_of(options: argparse.Namespace, tars: Sequence[Path]) -> Reading:
@@ -152,11 +162,11 @@ def reading_of(options: argparse.Namespace, tars: Sequence[Path]) -> Reading:
 def _missing_positions(options: argparse.Namespace) -> str:
     """Return which options would give the positions of an image, as these do not."""
     if options.vision is not None:
-        return f"connectors of --layout {options.layout} make one token of several patches: give --config FILE"
+        return f"connectors of --layout {options.layout} make one token of several patches: give a CONFIG"
     numbers = "--tokens-per-image N"
     if _layout_class(options).has_newlines:
         numbers = "both --tile-size PIXELS and --tokens-per-image N (of a tile)"
-    return f"how many tokens an image takes is not known: give --vision NAME, {numbers}, or --config FILE"
+    return f"how many tokens an image takes is not known: give --vision NAME, {numbers}, or a CONFIG"
 
 
 def _layout_class(options: argparse.Namespace) -> type[ImageLayout]:

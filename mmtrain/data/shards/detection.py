@@ -68,7 +68,7 @@ def sample_format(
         lines.append(f"captions under another key of KEY.json need {option}; mmtrain shard makes shards of other data")
         raise UserError("\n  ".join(lines))
     (suffix, _), *_ = Counter(text_suffix(form.reading, members) for members in first).most_common()
-    _log.info(f"{key}: {form.name} (KEY.{suffix}), as {readable} of the first {len(first)} samples are")
+    _log.debug(f"{key}: {form.name} (KEY.{suffix}), as {readable} of the first {len(first)} samples are")
     return form
 
 
