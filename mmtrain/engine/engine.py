@@ -94,7 +94,7 @@ class FrozenPipelineEngine:
             warm_up(config, self.stages, self.weights, plan.first_trainable_stage, self.device)
         self._posts_ahead = {True: not warms_up, False: not warms_up}  # by whether it trains
         self._channels = Channels(plan, self.global_rank, self.device, timeout_seconds)
-        self.clock = StepClock(self.device)
+        self.clock = StepClock(self.device, self._held_bytes)
         first = self.stages[self.stage_id]
         self._link = ChainLink(plan, self.global_rank, first, self._channels, self.clock.waited, timeout_seconds)
         # Instructions that need nothing of the engine; the others are its methods.
@@ -111,6 +111,12 @@ class FrozenPipelineEngine:
     def learns(self) -> bool:
         names = [name for rank in self.plan.ranks for name in rank.trainable_names]
         return any(group.lr > 0 and group.parameters for group in parameter_groups(self.run_config.optimizer, names))
+
+    def _held_bytes(self) -> int:
+        """Return the bytes of this rank's weights and of its optimizer, each tensor counted once."""
+        tensors = [t for stage in self.stages.values() for t in (*stage.parameters(), *stage.buffers())]
+        tensors += [*self.trainable.values(), *self.weights.optimizer_state().values()]
+        return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
 
     def request_stop(self) -> None:
         """Let the next `train_step` or `evaluate` set `requested_stop` on every rank."""

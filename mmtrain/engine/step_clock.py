@@ -7,13 +7,14 @@ on; the host's delays count, too.
 
 from __future__ import annotations
 
-import resource
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
+from torch.profiler import profile
 
+from mmtrain.engine.allocations import counted_allocations, peak_of
 from mmtrain.engine.trace import WORK_OF, Interval, Work
 from mmtrain.plan.instructions import Instruction
 
@@ -26,7 +27,7 @@ class RankSeconds(NamedTuple):
     communication: float  # posting messages and reducing gradients, with the wait for other replicas
     data: float  # waiting for the loader and copying to the device
     fetching: float  # waiting for weights of streamed layers
-    peak_memory_bytes: float  # allocated by torch on a GPU; on a CPU resident in the process, since that began
+    peak_memory_bytes: float  # of tensors; of a rank on a CPU those of the first step that this process makes
 
     @property
     def idle(self) -> float:
@@ -45,8 +46,11 @@ class StepClock:
     `fetched`, and `done`; in the reduction that ends a step's work `read` before and `leave` after, when all go on.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
+    def __init__(self, device: torch.device, held_bytes: Callable[[], int] = int) -> None:
+        """`held_bytes` returns what weights and optimizer take; on a CPU it is asked once, as the first step begins."""
+        self._device, self._held_bytes = device, held_bytes
+        self._counted: profile | None = None  # of the first step on a CPU, which takes a few tenths of a second more
+        self._peak_bytes = 0
         self._together = self._begun = self._now()
         self._marks: list[tuple[Work, Instruction | None, Any]] = []
         self._instruction: Instruction | None = None  # which runs; None: none does, or it is done
@@ -73,6 +77,10 @@ class StepClock:
         self._begun = self._now()
         if self._device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self._device)
+        elif self._counted is None:
+            self._peak_bytes = self._held_bytes()
+            self._counted = counted_allocations()
+            self._counted.start()
 
     def start(self, instruction: Instruction | None) -> None:
         """Begin an instruction, or (None) the wait for what was sent."""
@@ -98,15 +106,19 @@ class StepClock:
         for work, _, mark in self._marks:
             spent[work] += self._seconds(earlier, mark)
             earlier = mark
-        on_gpu = self._device.type == "cuda"
-        resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024.0
+        if self._device.type == "cuda":
+            self._peak_bytes = torch.cuda.max_memory_allocated(self._device)
+        elif self._counted.profiler is not None:
+            self._counted.stop()
+            self._peak_bytes += peak_of(self._counted)
+            self._counted.profiler = None  # its events take memory
         return RankSeconds(
             window=-self._seconds(self._together, self._begun),  # `leave` adds the time since the last reduction
             compute=spent[Work.ENCODE] + spent[Work.FORWARD] + spent[Work.BACKWARD],
             communication=spent[Work.COMMUNICATION],
             data=spent[Work.LOAD],
             fetching=spent[Work.FETCH],
-            peak_memory_bytes=torch.cuda.max_memory_allocated(self._device) if on_gpu else resident,
+            peak_memory_bytes=float(self._peak_bytes),
         )
 
     def leave(self, readings: Sequence[RankSeconds]) -> tuple[RankSeconds, ...]:

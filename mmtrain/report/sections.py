@@ -210,8 +210,7 @@ def memory(run: RunRecord) -> Section:
     says.append("No limit was set." if limit is None else f"The limit is {bytes_text(limit)} a rank.")
     if any(measured):
         bars.append(Series("measured", [peak / unit for peak in measured], "bar", 1, stack="measured"))
-        on_device = "on a GPU what torch has allocated, on a CPU what the whole process holds, with its libraries"
-        says.append(f"Measured is the highest of all steps: {on_device}.")
+        says.append("Measured is what tensors took: on a GPU in the highest of all steps, on a CPU in the first step.")
     rows = []
     for rank, sizes, peak in zip(planned, of_parts, measured, strict=True):
         cells = [number(size / unit) for size in (*sizes, rank.total_bytes)]

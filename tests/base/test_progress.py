@@ -61,11 +61,11 @@ def test_a_narrow_terminal_cuts_the_note_and_never_the_count(monkeypatch):
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setenv("COLUMNS", "80")
     bar = progress.open_bar(terminal := Terminal(), "step", 160_000, 12_345)
-    bar.update(0, completed=12_346, said="loss 0.0101  8,973 tokens/s  left 10:00:23", note="no update was made " * 5)
+    bar.update(0, completed=12_346, said="loss 0.0101  8,973 tokens/s  ETA 10:00:23", note="no update was made " * 5)
     bar.stop()
     line = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", terminal.getvalue()).splitlines()[-1]
     assert len(line) <= 80 and "step  12346/160000 " in line, line
-    assert "loss 0.0101  8,973 tokens/s  left 10:00:23 no" in line and line.rstrip().endswith("…")
+    assert "loss 0.0101  8,973 tokens/s  ETA 10:00:23 no" in line and line.rstrip().endswith("…")
 
 
 def test_of_several_things_each_has_its_megabytes(logged):

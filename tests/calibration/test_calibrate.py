@@ -9,7 +9,7 @@ import sys
 import pytest
 import torch
 
-from mmtrain.calibration.allocations import Usage, bytes_used
+from mmtrain.engine.allocations import Usage, bytes_used
 from mmtrain.calibration.calibrate import (
     ENCODE,
     WINDOW,

@@ -131,7 +131,8 @@ def test_console_and_records_say_where_the_time_of_each_rank_went(run):
                 assert compute == pytest.approx(spent["encode"] + spent["forward"] + spent["backward"], abs=1e-5)
                 assert communication == pytest.approx(spent["communication"], abs=1e-5)
                 assert data == pytest.approx(spent["load"], abs=1e-5)
-        assert len(line["peak_memory_bytes"]) == 2 and min(line["peak_memory_bytes"]) > 10e6
+        planned = [rank["total_bytes"] for rank in json.loads((run[0] / "plan.json").read_text())["ranks"]]
+        assert line["peak_memory_bytes"] == pytest.approx(planned, rel=0.25), "what tensors took, not the process"
         assert line["model_flops_utilization"] is None, "nothing is calibrated"
 
 

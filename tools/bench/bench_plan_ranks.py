@@ -23,7 +23,7 @@ import torch.distributed as dist
 from bench_models import SHAPES, ModelSize, run_config
 
 from mmtrain.base.progress import ProgressBar
-from mmtrain.calibration.allocations import bytes_used
+from mmtrain.engine.allocations import bytes_used
 from mmtrain.calibration.calibrate import Calibrator
 from mmtrain.config.schema import RunConfig
 from mmtrain.data.stream.packs import PackedBatch
