@@ -74,13 +74,13 @@ class StepClock:
 
     def begin(self) -> None:
         self._marks = []
-        self._begun = self._now()
-        if self._device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(self._device)
-        elif self._counted is None:
+        if self._device.type != "cuda" and self._counted is None:
             self._peak_bytes = self._held_bytes()
             self._counted = counted_allocations()
             self._counted.start()
+        self._begun = self._now()
+        if self._device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self._device)
 
     def start(self, instruction: Instruction | None) -> None:
         """Begin an instruction, or (None) the wait for what was sent."""
