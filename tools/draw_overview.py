@@ -1,8 +1,8 @@
 """Draw the README's picture: what is frozen, what trains, and one measured step on four ranks.
 
-    python tools/draw_overview.py --trace runs/llava_pp4/trace.json --out mmtrain/docs/assets
+    python tools/draw_overview.py --trace runs/llava_pp4/trace.json --out mmtrain/docs/pages/assets
 
-Writes overview-light.svg and overview-dark.svg. `mmtrain train demo:llava_pp4 --trace 8` records a trace; the step
+Writes overview-light.svg and overview-dark.svg. `mmtrain train example:llava_pp4 --trace 8` records a trace; the step
 nearest to the mean duration is drawn. Needs pip install 'mmtrain[plot]', as plot_schedule.py does.
 """
 
@@ -40,7 +40,7 @@ def typical(folder: Path) -> Timeline:
     about = json.loads((folder / TRACE).read_text())["otherData"]
     if (about["pipeline"], about["stages_per_rank"]) != (RANKS, 1):
         seen = f"pipeline {about['pipeline']} and {about['stages_per_rank']} stages a rank"
-        raise UserError(f"{folder / TRACE} has {seen}, expected {RANKS} and 1. Trace demo:llava_pp4.")
+        raise UserError(f"{folder / TRACE} has {seen}, expected {RANKS} and 1. Trace example:llava_pp4.")
     steps = [measured(folder, step) for step in about["steps"]]
     mean = statistics.fmean(step.length for step in steps)
     return min(steps, key=lambda step: abs(step.length - mean))

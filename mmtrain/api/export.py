@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Literal, get_args
 
 from mmtrain.api.run import Run
 from mmtrain.base.errors import UserError
-from mmtrain.base.printing import bytes_text
+from mmtrain.base.printing import bytes_text, silence_libraries
 from mmtrain.checkpoint.step_folder import StepFolder, find
 from mmtrain.stock.exporters import Base, default_base
 
@@ -60,6 +60,7 @@ def export(
         raise UserError(
             "verify (--verify) runs the exported model, and only hf and peft (--format hf, peft) are one: leave it out"
         )
+    silence_libraries()
     out = Path(out)
     checkpoint = find(run.folder if isinstance(run, Run) else Path(run))
     _log.info(f"{checkpoint.path}: {checkpoint.step:,} steps")

@@ -17,7 +17,7 @@ from mmtrain.api.run import Run
 from mmtrain.base.cache import cache_folder
 from mmtrain.base.durable import held
 from mmtrain.base.errors import UserError
-from mmtrain.base.printing import bytes_text, escape
+from mmtrain.base.printing import bytes_text, escape, silence_libraries
 from mmtrain.checkpoint.step_folder import StepFolder, find, names_checkpoint
 from mmtrain.data.samples.records import IMAGE_MARK, BadSample
 from mmtrain.models.facts.encoders import FAMILIES, TIMM
@@ -53,6 +53,7 @@ def generate(
     """
     from mmtrain.data.stream.images import upright
 
+    silence_libraries()
     images = list(image) if isinstance(image, Sequence) and not isinstance(image, str) else [image]
     pictures = [read_image(Path(image)) if isinstance(image, str | Path) else upright(image) for image in images]
     folder = stock_folder(str(model.folder if isinstance(model, Run) else model))

@@ -21,6 +21,7 @@ from typing import IO, Any
 
 import psutil
 
+from mmtrain.api.watch import progress_html
 from mmtrain.base.errors import UserError
 from mmtrain.base.json_lines import recorded
 from mmtrain.base.printing import print_info, print_note
@@ -83,7 +84,7 @@ class Run:
                 return self
             code = self._process.wait(timeout)
         except KeyboardInterrupt:
-            print_note(f"the run goes on; mmtrain.load_run({str(self.folder)!r}).stop() saves it and ends it")
+            self._say_it_goes_on()
             raise
         for reader in self._readers:
             reader.join()
@@ -92,6 +93,36 @@ class Run:
         lines = self._printed["stderr"] or list(self._printed["stdout"])[-1:]
         message = "\n".join(lines).removeprefix("error: ") or f"the launcher ended with exit code {code}"
         raise UserError(message) if code == WRONG_INPUT else RunError(message, code)
+
+    def watch(self, *, stop_when_interrupted: bool = False, seconds: float = 2.0) -> Run:
+        """Wait as `wait` does and show the run's numbers and its loss in this notebook's cell, every `seconds`.
+
+        Interrupting the cell leaves the run going, as Ctrl-C in `wait` does, or with `stop_when_interrupted` saves and
+        ends it. Raises what `wait` raises; UserError outside a notebook.
+        """
+        if "IPython" not in sys.modules:
+            raise UserError("watch() draws in a notebook's cell, and this is none. Use wait()")
+        from IPython.display import HTML, display
+
+        cell = display(HTML(""), display_id=True)
+        try:
+            is_running = True
+            while is_running:
+                is_running = self.is_running
+                steps = self.metrics("train") if self.folder.exists() else []
+                max_steps = self.config.train.max_steps if steps else None
+                cell.update(HTML(progress_html(self.folder.name, steps, self.scores if steps else [], max_steps or 0)))
+                time.sleep(seconds if is_running else 0)
+        except KeyboardInterrupt:
+            if not stop_when_interrupted:
+                self._say_it_goes_on()
+                raise
+            self.stop()
+            return self
+        return self.wait()
+
+    def _say_it_goes_on(self) -> None:
+        print_note(f"the run goes on; mmtrain.load_run({str(self.folder)!r}).stop() saves it and ends it")
 
     def stop(self) -> None:
         """End the run after the step that it is at, and wait until everything is saved: `train` goes on from there."""

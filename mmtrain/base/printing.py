@@ -15,6 +15,7 @@ import re
 import shutil
 import sys
 import traceback
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import TracebackType
 from typing import Any, TextIO
@@ -195,8 +196,7 @@ def run_command(
     """
     prepare_standard_streams()
     sys.excepthook = show_traceback
-    # Where it is installed peft imports it, and on a CPU it then warns of kernels that nothing here calls.
-    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
+    silence_libraries()
     with logs_shown(logs), contextlib.nullcontext() if waits else output_without_waiting():
         try:
             return command() or 0
@@ -214,6 +214,17 @@ def run_command(
         except KeyboardInterrupt:
             print_note(interrupted)
             return INTERRUPTED
+
+
+def silence_libraries() -> None:
+    """Hide warnings of libraries that others import, about kernels and accelerators that nothing here uses."""
+    for name in ("bitsandbytes", "DeepSpeed"):
+        logging.getLogger(name).addFilter(_is_error)
+    warnings.filterwarnings("ignore", "IProgress not found")  # tqdm, in a notebook without widgets
+
+
+def _is_error(record: logging.LogRecord) -> bool:
+    return record.levelno >= logging.ERROR
 
 
 def show_traceback(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:

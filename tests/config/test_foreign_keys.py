@@ -1,7 +1,6 @@
 """Who knows a key by another program's name is told what is set here instead; a whole file of theirs is one line."""
 
 import re
-from pathlib import Path
 
 import pytest
 import yaml
@@ -115,9 +114,3 @@ def test_a_key_given_as_an_option_is_answered_too(capfd, arguments, said):
     with pytest.raises(SystemExit, match="2"):
         main(["plan", DEMO, *arguments])
     assert said in capfd.readouterr().err
-
-
-def test_the_table_for_readers_is_the_one_that_answers():
-    table = (Path(__file__).parents[2] / "configs" / "README.md").read_text().partition("## Coming from")[2]
-    rows = [f"| {', '.join(f'`{name}`' for name in names.split())} | {answer} |" for names, answer in ANSWERS.items()]
-    assert [line for line in table.splitlines() if line.startswith("| `")] == rows

@@ -1,4 +1,4 @@
-"""The table of configs/README.md says what the planner says."""
+"""The documentation's table of connectors says what the planner says."""
 
 import re
 from pathlib import Path
@@ -12,8 +12,9 @@ from mmtrain.plan.planner import models_of
 from mmtrain.plan.search import Search
 from mmtrain.plan.stage_costs import stage_costs
 
-CONFIGS = Path(__file__).parents[2] / "configs"
-ROWS = re.findall(r"^\| `(type: .+)` \| (\d+) \| ([\d.]+) \| ([\d.]+) \|$", (CONFIGS / "README.md").read_text(), re.M)
+ROOT = Path(__file__).parents[2]
+CONFIGS, PAGE = ROOT / "configs", ROOT / "mmtrain" / "docs" / "pages" / "model.md"
+ROWS = re.findall(r"^\| `(type: .+)` \| (\d+) \| ([\d.]+) \| ([\d.]+) \|$", PAGE.read_text(), re.M)
 SAMPLES = 252
 assert len(ROWS) == 8, "the table is not as it is read here"
 

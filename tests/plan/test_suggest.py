@@ -183,15 +183,6 @@ def test_work_is_bounded_by_plans_and_the_text_says_how_many_were_tried(monkeypa
 # ---- the text
 
 
-@pytest.mark.nightly
-def test_the_readme_shows_what_is_printed() -> None:
-    config = load_config(ROOT / "configs" / "qwen25_72b_pp8_dp2.yaml", ["parallel.device_memory_gib=77"])
-    readme = (ROOT / "mmtrain" / "plan" / "README.md").read_text()
-    asked = "mmtrain plan configs/qwen25_72b_pp8_dp2.yaml parallel.device_memory_gib=77 --suggest 8\n\n"
-    shown = readme.partition(asked)[2].partition("```")[0]
-    assert shown.splitlines() == render_suggestion(suggest(config, 8))
-
-
 def test_a_table_tells_each_layout_and_what_to_put_behind_the_config(of_two) -> None:
     lines = render_suggestion(of_two)
     assert max(map(len, lines)) <= 80

@@ -1,4 +1,4 @@
-"""The table of configs/README.md on layouts says what the layouts do."""
+"""The documentation's table of layouts says what the layouts do."""
 
 import re
 from pathlib import Path
@@ -7,7 +7,7 @@ import pytest
 
 from mmtrain.models.layouts.registry import LAYOUTS
 
-TEXT = (Path(__file__).parents[3] / "configs" / "README.md").read_text()
+TEXT = (Path(__file__).parents[3] / "mmtrain" / "docs" / "pages" / "model.md").read_text()
 SECTION = TEXT.split("## High resolution")[1].split("\n## ")[0]
 HEAD, _, *ROWS = [line.strip("| ").split(" | ") for line in SECTION.splitlines() if line.startswith("|")]
 SIZES = [tuple(map(int, size.split(" x "))) for size in HEAD[1:]]
