@@ -26,10 +26,10 @@ import torch.distributed as dist
 from mmtrain.base.collectives import all_gather_object
 from mmtrain.base.printing import bytes_text, table_lines
 from mmtrain.base.progress import ProgressBar
+from mmtrain.calibration.allocations import Usage, bytes_used
 from mmtrain.calibration.transfers import ECHO, FEATURES, MESSAGE, RECEIVE, SEND, MessageCosts, measure_fetches
 from mmtrain.config.schema import RunConfig
 from mmtrain.data.stream.packs import to_device
-from mmtrain.engine.allocations import Usage, bytes_used
 from mmtrain.engine.channels import Channels
 from mmtrain.engine.optimizer import MasterWeights
 from mmtrain.engine.process_groups import join_process_group, replica_group

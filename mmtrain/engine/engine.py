@@ -94,7 +94,7 @@ class FrozenPipelineEngine:
             warm_up(config, self.stages, self.weights, plan.first_trainable_stage, self.device)
         self._posts_ahead = {True: not warms_up, False: not warms_up}  # by whether it trains
         self._channels = Channels(plan, self.global_rank, self.device, timeout_seconds)
-        self.clock = StepClock(self.device, self._held_bytes)
+        self.clock = StepClock(self.device, self._held_bytes())
         first = self.stages[self.stage_id]
         self._link = ChainLink(plan, self.global_rank, first, self._channels, self.clock.waited, timeout_seconds)
         # Instructions that need nothing of the engine; the others are its methods.

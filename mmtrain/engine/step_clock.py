@@ -7,14 +7,13 @@ on; the host's delays count, too.
 
 from __future__ import annotations
 
+import ctypes
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch.profiler import profile
 
-from mmtrain.engine.allocations import counted_allocations, peak_of
 from mmtrain.engine.trace import WORK_OF, Interval, Work
 from mmtrain.plan.instructions import Instruction
 
@@ -27,7 +26,7 @@ class RankSeconds(NamedTuple):
     communication: float  # posting messages and reducing gradients, with the wait for other replicas
     data: float  # waiting for the loader and copying to the device
     fetching: float  # waiting for weights of streamed layers
-    peak_memory_bytes: float  # of tensors; of a rank on a CPU those of the first step that this process makes
+    peak_memory_bytes: float  # of tensors
 
     @property
     def idle(self) -> float:
@@ -39,6 +38,24 @@ class RankSeconds(NamedTuple):
         return self.idle / self.window if self.window > 0 else 0.0
 
 
+class HeapUse(ctypes.Structure):
+    """What glibc's mallinfo2 returns: `uordblks` bytes are in use, and `hblkhd` in blocks with pages of their own."""
+
+    _fields_ = [(name, ctypes.c_size_t) for name in ("arena", "ordblks", "smblks", "hblks", "hblkhd")] + [
+        (name, ctypes.c_size_t) for name in ("usmblks", "fsmblks", "uordblks", "fordblks", "keepcost")
+    ]
+
+
+def heap_bytes() -> int:
+    """Return the bytes that this process has allocated from glibc and not released, 0 with another allocator."""
+    mallinfo = getattr(ctypes.CDLL(None), "mallinfo2", None)
+    if mallinfo is None:
+        return 0
+    mallinfo.restype = HeapUse
+    use = mallinfo()
+    return use.uordblks + use.hblkhd
+
+
 class StepClock:
     """One rank's clock; all ranks make it at the same time.
 
@@ -46,11 +63,10 @@ class StepClock:
     `fetched`, and `done`; in the reduction that ends a step's work `read` before and `leave` after, when all go on.
     """
 
-    def __init__(self, device: torch.device, held_bytes: Callable[[], int] = int) -> None:
-        """`held_bytes` returns what weights and optimizer take; on a CPU it is asked once, as the first step begins."""
-        self._device, self._held_bytes = device, held_bytes
-        self._counted: profile | None = None  # of the first step on a CPU, which takes a few tenths of a second more
-        self._peak_bytes = 0
+    def __init__(self, device: torch.device, held_bytes: int = 0) -> None:
+        """`held_bytes` is what weights and optimizer take by now: a CPU's peak is that and what the heap grows by."""
+        self._device = device
+        self._before_weights, self._peak_bytes = heap_bytes() - held_bytes, 0
         self._together = self._begun = self._now()
         self._marks: list[tuple[Work, Instruction | None, Any]] = []
         self._instruction: Instruction | None = None  # which runs; None: none does, or it is done
@@ -74,13 +90,10 @@ class StepClock:
 
     def begin(self) -> None:
         self._marks = []
-        if self._device.type != "cuda" and self._counted is None:
-            self._peak_bytes = self._held_bytes()
-            self._counted = counted_allocations()
-            self._counted.start()
         self._begun = self._now()
         if self._device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self._device)
+        self._peak_bytes = 0
 
     def start(self, instruction: Instruction | None) -> None:
         """Begin an instruction, or (None) the wait for what was sent."""
@@ -96,6 +109,8 @@ class StepClock:
     def done(self) -> None:
         """Note that the instruction is done, or waits for weights from now on."""
         if self._instruction is not None:
+            if self._device.type != "cuda":
+                self._peak_bytes = max(self._peak_bytes, heap_bytes() - self._before_weights)
             self._marks.append((WORK_OF[self._instruction.op], self._instruction, self._now()))
 
     def read(self) -> RankSeconds:
@@ -108,10 +123,6 @@ class StepClock:
             earlier = mark
         if self._device.type == "cuda":
             self._peak_bytes = torch.cuda.max_memory_allocated(self._device)
-        elif self._counted.profiler is not None:
-            self._counted.stop()
-            self._peak_bytes += peak_of(self._counted)
-            self._counted.profiler = None  # its events take memory
         return RankSeconds(
             window=-self._seconds(self._together, self._begun),  # `leave` adds the time since the last reduction
             compute=spent[Work.ENCODE] + spent[Work.FORWARD] + spent[Work.BACKWARD],

@@ -210,7 +210,9 @@ def memory(run: RunRecord) -> Section:
     says.append("No limit was set." if limit is None else f"The limit is {bytes_text(limit)} a rank.")
     if any(measured):
         bars.append(Series("measured", [peak / unit for peak in measured], "bar", 1, stack="measured"))
-        says.append("Measured is what tensors took: on a GPU in the highest of all steps, on a CPU in the first step.")
+        says.append(
+            "Measured is what tensors took in the highest of all steps; on a CPU the heap, which holds a little more."
+        )
     rows = []
     for rank, sizes, peak in zip(planned, of_parts, measured, strict=True):
         cells = [number(size / unit) for size in (*sizes, rank.total_bytes)]

@@ -9,6 +9,7 @@ import sys
 import pytest
 import torch
 
+from mmtrain.calibration.allocations import Usage, bytes_used
 from mmtrain.calibration.calibrate import (
     ENCODE,
     WINDOW,
@@ -21,7 +22,6 @@ from mmtrain.calibration.calibrate import (
 )
 from mmtrain.config.load import load_config
 from mmtrain.data.samples.sample import IGNORE, IMAGE_POSITION
-from mmtrain.engine.allocations import Usage, bytes_used
 from mmtrain.engine.single_stage import expected_batch
 from mmtrain.launch import main as launch
 from mmtrain.plan.calibration import Calibration, LayerMeasures, MessageSeconds, cpu_device, find_calibration

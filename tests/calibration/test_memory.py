@@ -14,8 +14,8 @@ from bench_plan_ranks import Runner, lasting_bytes
 from ranks import run_ranks
 from scenes import calibrate, join, layers_streamed_here, make_config, make_engine
 
+from mmtrain.calibration.allocations import bytes_used
 from mmtrain.calibration.transfers import measure_fetches
-from mmtrain.engine.allocations import bytes_used
 from mmtrain.engine.single_stage import expected_batch
 from mmtrain.models.weights.weight_sources import PeerSource
 from mmtrain.plan.planner import make_plan

@@ -16,9 +16,9 @@ from transformers import CLIPVisionConfig, CLIPVisionModel
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 
 from mmtrain.base.errors import UserError
+from mmtrain.calibration.allocations import bytes_used
 from mmtrain.config.schema import RunConfig
 from mmtrain.data.samples.sample import IMAGE_POSITION
-from mmtrain.engine.allocations import bytes_used
 from mmtrain.engine.single_stage import SingleStage, expected_batch
 from mmtrain.models.layouts.registry import LAYOUTS
 from mmtrain.models.modules.stage import build_stage

@@ -23,10 +23,10 @@ import torch.distributed as dist
 from bench_models import SHAPES, ModelSize, run_config
 
 from mmtrain.base.progress import ProgressBar
+from mmtrain.calibration.allocations import bytes_used
 from mmtrain.calibration.calibrate import Calibrator
 from mmtrain.config.schema import RunConfig
 from mmtrain.data.stream.packs import PackedBatch
-from mmtrain.engine.allocations import bytes_used
 from mmtrain.engine.engine import FrozenPipelineEngine
 from mmtrain.engine.process_groups import join_process_group
 from mmtrain.engine.single_stage import expected_batch

@@ -8,7 +8,6 @@ Not counted is what libraries allocate past torch (oneDNN's scratch buffers, glo
 from __future__ import annotations
 
 import itertools
-import os
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -33,35 +32,19 @@ def bytes_used(*works: Callable[[], object], device: torch.device) -> list[Usage
     """
     if device.type == "cuda":
         return [_used_on_gpu(work, device) for work in works]
-    with counted_allocations() as traced:
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as traced:
         for work in works:
             with record_function(MARK):
                 result = work()
             del result
-    changes, used = _changes(traced), []
-    marks = (event for event in traced.profiler.kineto_results.events() if event.name() == MARK)
-    for mark in sorted(marks, key=lambda event: event.start_ns()):
+    events = sorted(traced.profiler.kineto_results.events(), key=lambda event: event.start_ns())
+    changes = [(event.start_ns(), event.nbytes()) for event in events if event.name() == "[memory]"]
+    used = []
+    for mark in (event for event in events if event.name() == MARK):
         begin, end = mark.start_ns(), mark.start_ns() + mark.duration_ns()
         alive = list(itertools.accumulate((size for at, size in changes if begin <= at <= end), initial=0))
         used.append(Usage(max(alive), alive[-1]))
     return used
-
-
-def counted_allocations() -> profile:
-    """Return a profiler that counts what a CPU's allocator does between its `start()` and `stop()`, on all threads."""
-    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else a machine without a GPU logs that as an error
-    return profile(activities=[ProfilerActivity.CPU], profile_memory=True)
-
-
-def peak_of(counted: profile) -> int:
-    """Return the most bytes alive at once while a stopped profiler counted, beyond those at its start."""
-    return max(itertools.accumulate((size for _, size in _changes(counted)), initial=0))
-
-
-def _changes(counted: profile) -> list[tuple[int, int]]:
-    """Return (nanoseconds, bytes) of each allocation, and of each release as a negative number, in order."""
-    events = counted.profiler.kineto_results.events()
-    return sorted((event.start_ns(), event.nbytes()) for event in events if event.name() == "[memory]")
 
 
 def _used_on_gpu(work: Callable[[], object], device: torch.device) -> Usage:
