@@ -175,7 +175,13 @@ def test_a_run_without_anything_says_what_each_section_needs(run):
         if file.name != "config.yaml":
             file.unlink()
     page = make_page([run])
-    for needed in ("No step is recorded yet", "plan.json is missing", "eval.shards", "eval.permuted_control", "No audit"):
+    for needed in (
+        "No step is recorded yet",
+        "plan.json is missing",
+        "eval.shards",
+        "eval.permuted_control",
+        "No audit",
+    ):
         assert needed in page, needed
 
 

@@ -204,11 +204,11 @@ def test_what_names_no_template_is_told_what_does(tiny, given, message):
 @pytest.mark.parametrize(
     ("template", "message"),
     [
-        ("chatml", "ends an answer with .* no special token that can end it"),
-        ("{% for m in messages %}{{ ' ' + m.content }}{% endfor %}", "no special token that can end"),
+        ("chatml", "ends an answer with .*, which is no special end token"),
+        ("{% for m in messages %}{{ ' ' + m.content }}{% endfor %}", "which is no special end token"),
         (
             "{{ messages[0].content }}",
-            r"^data.template=FILE.jinja: .* does not write a turn .* Set data\.template=llava_v1, or plain for",
+            r"^data.template=FILE.jinja: .* changes the text of a turn: .* Set data\.template=llava_v1, or plain for",
         ),
         ("{{ messages[0].content", "fails: unexpected end"),
     ],
