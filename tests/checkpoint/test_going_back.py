@@ -140,7 +140,7 @@ def test_a_branch_that_died_before_its_first_save_branches_again(config, other):
 
 def test_a_run_does_not_become_a_branch_of_another(config, other):
     make_run(config, branched_from=None)
-    with pytest.raises(UserError, match="is of another; choose a new"):
+    with pytest.raises(UserError, match=r"is from another\. Choose a new"):
         find_start(config, str(other.path))
 
 

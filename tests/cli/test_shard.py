@@ -244,7 +244,7 @@ def test_more_bad_records_than_allowed_stop_the_tool(folder, capsys, bad, rate, 
     assert (folder / "out" / "dataset.json").exists() == (code == 0)
     if code:
         assert re.fullmatch(
-            rf"error: too many bad records: {bad} of the first 100 \({bad} no_answer\), where {bad - 1} of 100 are "
+            rf"error: too many bad records: {bad} of the first 100 \({bad} no_answer\), but {bad - 1} of 100 are "
             r"allowed; the last is no_answer: turn 1, from gpt, is empty\. Fix them, or raise --max-reject-rate; "
             r"\S+/out/rejected\.jsonl lists what was left out\. \S+/out is unfinished: go on with --resume, or delete "
             r"it\n",

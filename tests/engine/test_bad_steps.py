@@ -25,6 +25,6 @@ def test_the_words_name_the_first_few_of_each_kind_and_obey_no_text_of_the_data(
 
 def test_the_learning_rate_is_suspected_once_there_was_an_update():
     assert in_words(record(4, 1.5, parameters=tuple(f"w{i}" for i in range(5)))).endswith(
-        "The loss of each micro-batch is finite, the gradient of w0, w1, w2 and 2 more is not. Lower optimizer.lr, or "
-        "look for damaged images or text in this step's data"
+        "The loss of each micro-batch is finite, but the gradient of w0, w1, w2 and 2 more is not. "
+        "Lower optimizer.lr, or look for damaged images or text in this step's data"
     )

@@ -52,7 +52,7 @@ def test_a_run_that_can_leave_as_it_says_plans(tiny, keys):
         (
             ["hf", "shuffle_linear"],
             "Idefics3 would need model.vision.final_norm=true (its features come from behind that norm), "
-            "model.vision.layout=idefics3 (which is what its processor writes), ",
+            "model.vision.layout=idefics3 (as its processor writes), ",
         ),
         (
             ["hf", "shuffle_mlp2x_gelu", RESIZED],
@@ -63,8 +63,8 @@ def test_a_run_that_can_leave_as_it_says_plans(tiny, keys):
             "Llava would need model.vision.final_norm=false (its features come from before that norm); PerceptionLM "
             "would need data.image_fit=resize (",
         ),
-        (["llava", "shuffle_swiglu"], "llava takes a linear or mlp2x_gelu projector, and model.projector.type is "),
-        (["llava", "linear", *NORMED], "llava's code knows no model.vision.final_norm=true"),
+        (["llava", "shuffle_swiglu"], "llava takes a linear or mlp2x_gelu projector, but model.projector.type is "),
+        (["llava", "linear", *NORMED], "llava's code does not support model.vision.final_norm=true"),
         (["peft", "mlp2x_gelu"], "peft holds adapters of the LLM, and model.lora gives it none"),
         (["llava", "mlp2x_gelu", "model.trainable=[projector, '*.norm']"], "alone, and llm.norm.weight trains too"),
     ],
@@ -73,7 +73,7 @@ def test_a_run_that_could_not_leave_is_refused_with_what_to_change(tiny, keys, s
     wanted, kind, *more = keys
     found = planned(tiny, f"export.format={wanted}", f"model.projector.type={kind}", *more)
     assert found.startswith(f"export.format={wanted}: ") and said in found, found
-    assert found.endswith("change that, or set export.format=safetensors")
+    assert found.endswith("Change that, or set export.format=safetensors")
 
 
 TEXT = ("model.vision=null", "data.template=llava_v1", "data.images=strip", "model.trainable=[llm.layers.1]")
@@ -84,7 +84,7 @@ TEXT = ("model.vision=null", "data.template=llava_v1", "data.images=strip", "mod
     [
         ("granite", {"logits_scaling": 8.0}, "projector", "(granite) scales or caps its logits (logits_scaling)"),
         ("cohere2", {}, "projector", "(cohere2) scales or caps its logits (logit_scale)"),
-        ("phi", {}, "projector", "(phi) has a bias, and the stock heads have none"),
+        ("phi", {}, "projector", "(phi) has a bias, but stock heads have none"),
         ("gpt2", {}, "projector", "they do not find the embedding of a gpt2"),
         (
             "qwen3_moe",

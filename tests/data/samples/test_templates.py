@@ -394,7 +394,7 @@ def test_an_image_token_that_is_not_found_in_the_text_is_refused(byte_level, sen
 
 
 def test_a_tokenizer_without_chat_template_is_refused_saying_where_to_put_one(byte_level):
-    with pytest.raises(UserError, match=r"in models/some-llm has none; put a chat_template\.jinja beside .*=llava_v1"):
+    with pytest.raises(UserError, match=r"in models/some-llm has none. Put a chat_template\.jinja beside .*=llava_v1"):
         chat(byte_level(None))
     with pytest.raises(UserError, match="the tokenizer in models/some-llm has none"):
         chat(byte_level({"tool_use": CHATML}, MARKS[CHATML]))
