@@ -67,8 +67,8 @@ class DataSection(Section):
     caption_prompt: Kept[str] = Field("Describe the image.", max_length=10_000)
     """question asked before each caption; data.template=plain drops it"""
     allow_pipe: Free[tuple[str, ...]] = ()
-    """programs that pipe: URLs among the shards may run, e.g. [curl]; their output is kept in the cache. Set it on the
-    command line: files cannot"""
+    """programs that pipe: URLs among the shards may run, e.g. [curl]; their output is kept in the cache. Only the
+    command line can set it"""
     pack_length: Kept[Measured[int]] = Field(2048, ge=1, le=10_000_000)
     """tokens per pack"""
     max_tiles_per_pack: Kept[Annotated[int, Field(ge=1, le=1_000_000)] | None] = None
@@ -146,7 +146,7 @@ class TrainSection(Section):
     """steps with a NaN or infinite loss or gradient that a run skips, without an update, before it stops; each is
     written to bad_steps.jsonl"""
     deterministic: Free[bool] = False
-    """true: GPUs use deterministic algorithms, some of them slower; false: repeated GPU runs differ by rounding. CPU
+    """true: GPUs use deterministic algorithms, some of them slower; false: GPU runs agree up to rounding. CPU
     runs are always bit-identical"""
 
 

@@ -275,11 +275,11 @@ def candidates(config: RunConfig, decoder_layers: int, devices: int) -> list[Cha
     if sizes:
         below = max((packs - 1) // data * data for _, data in sizes)
         above = min((packs // data + 1) * data for _, data in sizes)
-        remedy = f"Set train.packs_per_step={f'{below:,} or ' if below else ''}{above:,}, or t{remedy[1:]}"
+        remedy = f"Set train.packs_per_step={f'{below:,} or ' if below else ''}{above:,}, or c{remedy[1:]}"
     raise UserError(
         f"{devices:,} devices: no layout uses all of them. There are at most {decoder_layers + 2} pipeline ranks, one "
         f"per layer of {model} (front, {decoder_layers} decoder layers, head), at most {MOST_REPLICAS:,} replicas, "
-        f"a divisor of train.packs_per_step={packs:,}, and at most {MAX_MICROBATCHES:,} micro-batches on "
+        f"a divisor of train.packs_per_step ({packs:,}), and at most {MAX_MICROBATCHES:,} micro-batches on "
         f"all ranks. {remedy}"
     )
 

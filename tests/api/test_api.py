@@ -116,7 +116,7 @@ def test_an_export_is_made_and_says_what_it_did_to_the_log(finished, tmp_path, c
         mmtrain.export(finished.folder, "llava", folder)
     with pytest.raises(mmtrain.UserError, match="dtype 'int32': choose one of float32, bfloat16, float16"):
         mmtrain.export(finished, "safetensors", tmp_path / "whole", dtype="int32")
-    with pytest.raises(mmtrain.UserError, match="there are safetensors, llava, hf"):
+    with pytest.raises(mmtrain.UserError, match="choose one of safetensors, llava, hf"):
         mmtrain.export(finished, "onnx", tmp_path / "other")
     with pytest.raises(mmtrain.UserError, match="max_shard_gb 0: set a number above 0"):
         mmtrain.export(tmp_path / "no run", "hf", tmp_path / "other", max_shard_gb=0)

@@ -128,7 +128,7 @@ def test_a_plan_refuses_what_training_could_not_begin_with(tiny, before, tmp_pat
             code, error = planned(f"model.{key}={path}")
             assert code == 2 and said in error and str(path) in error, (key, path, error)
     code, error = planned(f"model.projector.init_from={before.path}", "model.projector.type=linear")
-    assert code == 2 and "set model.projector.type=mlp2x_gelu" in error
+    assert code == 2 and "Set model.projector.type=mlp2x_gelu" in error
     assert planned(f"model.init_from={before.path}", *LORA, TRAINED) == (0, "")
     elsewhere = tmp_path / "not-here"
     later = "is not on this machine; whether it fits is checked when training starts"

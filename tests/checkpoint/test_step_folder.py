@@ -162,7 +162,7 @@ def test_a_renamed_folder_does_not_pass_for_another_step(run):
     found, damaged = newest(run)
     assert found is not None and found.step == 6
     assert damaged == {step_path(run, 9): "state.json is from step 3: the folder was renamed"}
-    with pytest.raises(UserError, match="of step 3: the folder was renamed"):
+    with pytest.raises(UserError, match="from step 3: the folder was renamed"):
         find(step_path(run, 9))
 
 
@@ -179,7 +179,10 @@ def test_when_all_are_damaged_every_one_is_named(run):
     assert newest(run)[0] is None
     with pytest.raises(UserError, match=r"no checkpoint of .*run is whole:") as refused:
         find(run)
-    for words in (f"{step_path(run, 3)}: {STATE} is missing", f"{step_path(run, 6)}: {TENSORS} is damaged: 0 bytes"):
+    for words in (
+        f"{step_path(run, 3)}: {STATE} is missing",
+        f"{step_path(run, 6)}: {TENSORS} is damaged: it has 0 bytes",
+    ):
         assert words in str(refused.value)
 
 

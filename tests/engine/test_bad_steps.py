@@ -17,7 +17,7 @@ def record(step, *losses, keys=("a",), parameters=()):
 def test_the_words_name_the_first_few_of_each_kind_and_obey_no_text_of_the_data():
     said = in_words(record(0, *[math.nan] * 5, keys=("\x1b[2Ja", "b", "c", "d", "e")))
     assert said.startswith(
-        "step 0: the loss sum is nan and the squared gradient norm nan, with values that are not finite on rank 0; no "
+        "step 0: the loss sum is nan and the squared gradient norm nan, with values that are not finite on rank 0. No "
         "update was made. The loss is not finite in micro-batch 0 of replica 0 (samples \\x1b[2Ja, b, c and 2 more), "
     )
     assert "2 of replica 0 (samples \\x1b[2Ja, b, c and 2 more) and 2 more. Look for damaged images" in said

@@ -210,7 +210,7 @@ def test_overrides_that_are_too_long_go_on_behind_a_backslash() -> None:
     lines = render_suggestion(replace(suggestion, layouts=layouts))
     assert max(map(len, lines)) <= 80
     first = lines.index("append to CONFIG for layout 1:") + 1
-    pasted = "\n".join(lines[first : lines.index("for the others:")]).replace("\\\n", "")
+    pasted = "\n".join(lines[first : lines.index("for the other layouts:")]).replace("\\\n", "")
     assert pasted.split() == [f"{key}=null" for key in long]
     assert lines[-1] == "  2: (nothing: CONFIG has this layout)"
 
@@ -246,9 +246,12 @@ def test_devices_on_which_nothing_fits_are_told_what_the_smallest_layout_needs(c
 @pytest.mark.parametrize(
     ("devices", "said"),
     [
-        (7, "Set train.packs_per_step=7 or 14, or take another number of devices"),
+        (7, "Set train.packs_per_step=7 or 14, or choose another number of devices"),
         (22, "at most 6 pipeline ranks, one per layer of demo:llm (front, 4 decoder layers, head)"),
-        (22, "which is 8, and at most 32,768 micro-batches on all ranks. Set train.packs_per_step=11, or take"),
+        (
+            22,
+            "(8), and at most 32,768 micro-batches on all ranks. Set train.packs_per_step=11, or choose",
+        ),
         (99_991, "99,991 devices: no layout uses all of them"),
     ],
 )

@@ -81,7 +81,7 @@ def gpu(name: str, *capability: int) -> dict:
             ["driver supports CUDA 12.2", "has CUDA 13.2", "Update the driver", "torch for CUDA 12"],
         ),
         (gpu("Tesla P100", 6, 0), None, ["GPU 1, Tesla P100, has compute capability 6.0", "that has sm_60"]),
-        (gpu("a Jetson", 10, 1), None, ["compute capability 10.1", "sm_75, sm_80, sm_90a, compute_120 alone"]),
+        (gpu("a Jetson", 10, 1), None, ["compute capability 10.1", "code only for sm_75, sm_80, sm_90a, compute_120."]),
         ({"gpus": [], "error": "No CUDA GPUs are available"}, None, ["sees no GPU (No CUDA GPUs", "--gpus all"]),
         ({"gpus": []}, "7", ["CUDA_VISIBLE_DEVICES=7 names no GPU of this machine", "nvidia-smi -L"]),
         ({"gpus": [], "built_for": None}, None, ["built without CUDA", "Install its CUDA build"]),

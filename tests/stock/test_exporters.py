@@ -51,12 +51,12 @@ def test_a_run_that_can_leave_as_it_says_plans(tiny, keys):
         (["hf", "shuffle_swiglu"], "(shuffle_swiglu): AyaVision would need data.image_fit=resize ("),
         (
             ["hf", "shuffle_linear"],
-            "Idefics3 would need model.vision.final_norm=true (its features come from behind that norm), "
+            "Idefics3 would need model.vision.final_norm=true (its features come from after that norm), "
             "model.vision.layout=idefics3 (as its processor writes), ",
         ),
         (
             ["hf", "shuffle_mlp2x_gelu", RESIZED],
-            "another model.vision.name (its encoder is InternVLVisionModel, and ",
+            "another model.vision.name (its encoder is InternVLVisionModel, but ",
         ),
         (
             ["hf", "mlp2x_gelu", *NORMED],
@@ -65,8 +65,11 @@ def test_a_run_that_can_leave_as_it_says_plans(tiny, keys):
         ),
         (["llava", "shuffle_swiglu"], "llava takes a linear or mlp2x_gelu projector, but model.projector.type is "),
         (["llava", "linear", *NORMED], "llava's code does not support model.vision.final_norm=true"),
-        (["peft", "mlp2x_gelu"], "peft holds adapters of the LLM, and model.lora gives it none"),
-        (["llava", "mlp2x_gelu", "model.trainable=[projector, '*.norm']"], "alone, and llm.norm.weight trains too"),
+        (["peft", "mlp2x_gelu"], "peft holds adapters of the LLM, but model.lora gives it none"),
+        (
+            ["llava", "mlp2x_gelu", "model.trainable=[projector, '*.norm']"],
+            "only the projector, but llm.norm.weight trains too",
+        ),
     ],
 )
 def test_a_run_that_could_not_leave_is_refused_with_what_to_change(tiny, keys, said):
@@ -85,7 +88,7 @@ TEXT = ("model.vision=null", "data.template=llava_v1", "data.images=strip", "mod
         ("granite", {"logits_scaling": 8.0}, "projector", "(granite) scales or caps its logits (logits_scaling)"),
         ("cohere2", {}, "projector", "(cohere2) scales or caps its logits (logit_scale)"),
         ("phi", {}, "projector", "(phi) has a bias, but stock heads have none"),
-        ("gpt2", {}, "projector", "they do not find the embedding of a gpt2"),
+        ("gpt2", {}, "projector", "stock models do not find the embedding of a gpt2"),
         (
             "qwen3_moe",
             {},
@@ -117,7 +120,7 @@ def test_what_the_files_of_the_llm_tell_is_refused_when_planned(
             "vit_base_patch16_clip_224",
             {},
             ["shuffle_linear", "model.vision.layout=idefics3", RESIZED, *NORMED],
-            "(its encoder is SiglipVisionModel, and ",
+            "(its encoder is SiglipVisionModel, but ",
         ),
         ("vit_small_patch14_reg4_dinov2", {}, ["mlp2x_gelu"], "has 5 tokens before its patches"),
         (

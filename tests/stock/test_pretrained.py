@@ -249,7 +249,7 @@ REFUSED = [  # class, file, changes, what is said
     ("llava", "config.json", {"vision_feature_layer": -4}, "1 to 3 or -3 to -1"),
     ("llava", "config.json", {"vision_feature_select_strategy": "full"}, "'full'; needed is default"),
     ("aya_vision", "config.json", {"vision_feature_select_strategy": "default"}, "'default'; needed is full"),
-    ("llava", "config.json", {"projector_hidden_act": "relu"}, "projector_hidden_act relu, ours gelu"),
+    ("llava", "config.json", {"projector_hidden_act": "relu"}, "projector_hidden_act relu, but this run has gelu"),
     ("llava", "config.json", {"quantization_config": {"quant_method": "awq"}}, "this checkpoint is quantized (awq)"),
     ("llava", "config.json", {"vision_config": {"model_type": "pixtral"}}, "has model_type pixtral, which is not"),
     ("llava", "config.json", {"text_config": {"model_type": "mamba"}}, "recurrent layers"),
@@ -274,7 +274,7 @@ REFUSED = [  # class, file, changes, what is said
     ("llava_next", "processor_config.json", {"image_processor": {"size": {"shortest_edge": 56}}}, "needed is 28"),
     ("llava_onevision", "config.json", {"vision_aspect_ratio": "anyres_max_4"}, "vision_aspect_ratio 'anyres_max_4'"),
     ("aya_vision", "config.json", {"downsample_factor": 7}, "downsample_factor 7; needed is a factor of 2, 3, 4"),
-    ("aya_vision", "config.json", {"adapter_layer_norm_eps": 1e-5}, "adapter_layer_norm_eps 1e-05, ours 1e-06"),
+    ("aya_vision", "config.json", {"adapter_layer_norm_eps": 1e-5}, "1e-05, but this run has 1e-06"),
     ("idefics3", "preprocessor_config.json", {"max_image_size": {"longest_edge": 364}}, "needed is 28"),
     ("internvl", "config.json", {"downsample_ratio": 0.3}, "downsample_ratio 0.3; needed is a factor of 2, 4"),
     ("internvl", "preprocessor_config.json", {"max_patches": None}, "max_patches 12; needed is one"),
@@ -392,7 +392,7 @@ def test_a_key_given_by_hand_may_repeat_the_folder_and_not_contradict_it(make, c
         with pytest.raises(UserError) as raised:
             configured(folder, given)
         assert said in str(raised.value) and f"model.pretrained: {folder}" in str(raised.value)
-    with pytest.raises(UserError, match=r"model\.vision: null, and model\.pretrained names a model with an encoder"):
+    with pytest.raises(UserError, match=r"model\.vision: null, but model\.pretrained names a model with an encoder"):
         configured(folder, vision=None)
     with pytest.raises(UserError, match=r"model\.pretrained: \[5\] is not allowed; it should be a valid string"):
         configured(folder, "model.pretrained=[5]")

@@ -169,7 +169,7 @@ def test_before_a_rank_starts_a_projector_that_does_not_fit_is_refused(tmp_path)
         save_file(named("projector.", make_projector(operations, seed=9).state_dict()), start)
         with pytest.raises(UserError, match=refused) if refused else contextlib.nullcontext():
             check()
-    with pytest.raises(UserError, match=r"set model\.projector\.type=mlp2x_gelu"):
+    with pytest.raises(UserError, match=r"Set model\.projector\.type=mlp2x_gelu"):
         check(model__projector__type="linear")
 
 
@@ -241,7 +241,7 @@ def test_a_damaged_checkpoint_is_refused_though_its_tensors_can_be_read(tmp_path
     [
         (lambda t: t.pop("linear_2.bias"), "linear_2.bias missing"),
         (lambda t: t.update({"linear_3.weight": torch.ones(1)}), "linear_3.weight unknown"),
-        (lambda t: t.update({"linear_1.weight": torch.ones(LLM, VISION + 1)}), "needed is (20, 12)"),
+        (lambda t: t.update({"linear_1.weight": torch.ones(LLM, VISION + 1)}), "but needs (20, 12)"),
         (lambda t: t.update({"linear_1.bias": torch.ones(LLM, 1)}), "linear_1.bias has shape (20, 1)"),
         (lambda t: t.update({"linear_1.bias": torch.full((LLM,), torch.nan)}), "linear_1.bias holds NaN"),
         (
@@ -277,7 +277,7 @@ def test_a_projector_with_another_function_between_the_same_tensors_is_refused(t
     save_file(named("multi_modal_projector.", trained().state_dict()), tmp_path / "model.safetensors")
     for setting, value, ours in (("projector_hidden_act", "relu", "gelu"), ("adapter_layer_norm_eps", 0.1, 1e-06)):
         (tmp_path / "config.json").write_text(json.dumps({"model_type": "llava", setting: value}))
-        assert f"has {setting} {value}, ours {ours}" in refusal(tmp_path)
+        assert f"has {setting} {value}, but this run has {ours}" in refusal(tmp_path)
 
 
 def test_what_holds_no_projector_is_refused_with_what_is_needed(tmp_path, tiny):
