@@ -218,7 +218,7 @@ def test_wrong_input_is_named(work, llava, tiny, capsys):
     assert "has no chat template, so prompts cannot be written" in refused(capsys, tiny / "llm", picture)
     assert "has no config.json. Name a run" in refused(capsys, tiny / "shards", picture)
     assert "No such file" in refused(capsys, llava, work / "none.png")
-    assert "none of JPEG, PNG" in refused(capsys, llava, CONFIG)
+    assert "in none of the formats JPEG, PNG" in refused(capsys, llava, CONFIG)
     assert "the pictures already come before it" in refused(capsys, llava, picture, "--prompt", "<image> what?")
     assert "the model takes 2,048" in refused(capsys, llava, picture, "--max-new-tokens", "2048")
 

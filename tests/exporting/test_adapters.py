@@ -241,7 +241,7 @@ def test_adapters_that_peft_takes_for_those_of_experts_are_refused(moe, tmp_path
         ("vision.*", {}, [], "model.lora gives it none"),
         ("llm.layers.*, vision.*", {}, ["--base", "llm"], "trains too, but adapters of the published LLM"),
         ("llm.layers.*", {"llm.norm.weight": torch.ones(64)}, ["--base", "llm"], "llm.norm.weight trains too"),
-        ("llm.layers.*", {}, ["--base", "llm", "--verify"], "take base hf (--base hf)"),
+        ("llm.layers.*", {}, ["--base", "llm", "--verify"], "Set base hf (--base hf)"),
     ],
 )
 def test_what_adapters_would_leave_out_is_refused(tiny, tmp_path, capsys, targets, others, options, said):

@@ -210,7 +210,7 @@ def test_tensors_are_in_the_precision_that_they_are_stored_in_and_read_late(tmp_
 @pytest.mark.parametrize(
     ("architecture", "changes", "why"),
     [
-        ("vit_small_patch14_reg4_dinov2", {}, "has 4 register tokens, which a stock class would take for patches"),
+        ("vit_small_patch14_reg4_dinov2", {}, "has 4 register tokens, which a stock class would read as patches"),
         ("vit_tiny_patch16_224", {"act_layer": "silu"}, "has a SiLU as blocks.0.mlp.act"),
         ("vit_tiny_patch16_224", {"qk_norm": True}, "has a LayerNorm as blocks.0.attn.q_norm"),
         ("vit_tiny_patch16_224", {"scale_attn_norm": True}, "has a LayerNorm as blocks.0.attn.norm"),
@@ -246,7 +246,7 @@ def test_what_no_stock_model_computes_is_refused_with_the_formats_that_work(tmp_
 @pytest.mark.parametrize(("kind", "count"), [("dinov2_registers", 4), ("dinov3", 2)])
 def test_a_transformers_encoder_with_registers_is_refused(tmp_path, kind, count):
     ENCODERS[kind][0]().save_pretrained(tmp_path)
-    with pytest.raises(UserError, match=f"has {count} register tokens, which a stock class would take for patches"):
+    with pytest.raises(UserError, match=f"has {count} register tokens, which a stock class would read as patches"):
         exported(str(tmp_path))
 
 
