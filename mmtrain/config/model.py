@@ -23,8 +23,8 @@ class LlmSection(Section):
     """storage and compute type of the frozen LLM; the default is float32 where model.pretrained names a float32
     folder"""
     quantize: Kept[Literal["nf4", "int8"] | None] = None
-    """quantize the decoder layers in which only adapters train, with bitsandbytes (pip install 'mmtrain[quantize]');
-    they compute in dtype. nf4: 4 bits a weight; int8: 8; null: not quantized. The model then differs slightly from the
+    """quantise the decoder layers in which only adapters train, with bitsandbytes (pip install 'mmtrain[quantize]');
+    they compute in dtype. nf4: 4 bits a weight; int8: 8; null: not quantised. The model then differs slightly from the
     one in path, and exports are for the one in path"""
 
 

@@ -256,7 +256,7 @@ def does_not_fit(config: RunConfig, models: Models, search: Search, limit: int |
         stages = range(rank, len(cut) - 1, config.parallel.pipeline)
         layers = ", ".join(stage_of(cut, stage).summary for stage in stages)
         recompute = sum(cost.recompute_layers)
-        how = "streamed" if config.model.llm.quantize is None else "quantized"
+        how = "streamed" if config.model.llm.quantize is None else "quantised"
         lines.append(
             f"  stage{'s' * (len(stages) > 1)} {', '.join(map(str, stages))} ({layers}): "
             f"{bytes_text(cost.total_bytes)} = weights {bytes_text(cost.weight_bytes)}"

@@ -390,7 +390,7 @@ def _notes(suggestion: Suggestion) -> Iterator[str]:
         yield "from peers: pays only inside a machine with NVLink"
     if any(layout.size.source in BITS for layout in suggestion.layouts):
         yield (
-            f"{' and '.join(BITS)}: a quantized LLM, near {suggestion.config.model.llm.path}; needs pip install "
+            f"{' and '.join(BITS)}: a quantised LLM, near {suggestion.config.model.llm.path}; needs pip install "
             "'mmtrain[quantize]'; these layouts come last"
         )
     if suggestion.by_hand:

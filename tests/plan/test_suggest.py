@@ -139,7 +139,7 @@ def test_a_quantised_llm_is_suggested_last_and_only_where_that_is_faster(of_two)
     assert of_fewer_bits == sorted(of_fewer_bits) and set(of_fewer_bits) == {False, True}
     fastest = min(x.step_seconds for x in of_two.layouts if x.size.source not in BITS)
     assert all(x.step_seconds < fastest for x in of_two.layouts if x.size.source in BITS)
-    assert "nf4 and int8: a quantized LLM, near lmsys/vicuna-7b-v1.5" in text(of_two)
+    assert "nf4 and int8: a quantised LLM, near lmsys/vicuna-7b-v1.5" in text(of_two)
 
 
 def test_what_belongs_to_one_layout_is_left_to_the_planner_which_is_said() -> None:

@@ -250,7 +250,7 @@ REFUSED = [  # class, file, changes, what is said
     ("llava", "config.json", {"vision_feature_select_strategy": "full"}, "'full'; needed is default"),
     ("aya_vision", "config.json", {"vision_feature_select_strategy": "default"}, "'default'; needed is full"),
     ("llava", "config.json", {"projector_hidden_act": "relu"}, "projector_hidden_act relu, but this run has gelu"),
-    ("llava", "config.json", {"quantization_config": {"quant_method": "awq"}}, "this checkpoint is quantized (awq)"),
+    ("llava", "config.json", {"quantization_config": {"quant_method": "awq"}}, "this checkpoint is quantised (awq)"),
     ("llava", "config.json", {"vision_config": {"model_type": "pixtral"}}, "has model_type pixtral, which is not"),
     ("llava", "config.json", {"text_config": {"model_type": "mamba"}}, "recurrent layers"),
     ("llava", "config.json", {"text_config": {"vocab_size": 10**9}}, "vocab_size 1000000000, but no tensor is"),

@@ -89,7 +89,7 @@ def check_family(config_json: dict[str, Any]) -> None:
         )
     if (method := quantised_by(config_json)) is not None:
         raise UserError(
-            f"{family}: this checkpoint is quantized ({method}), but gradients must flow through its layers. Use the "
+            f"{family}: this checkpoint is quantised ({method}), but gradients must flow through its layers. Use the "
             "bf16 release of this model"
         )
 
@@ -243,7 +243,7 @@ def encoder_config(folder: Path) -> dict[str, Any]:
     """
     content = read_json(folder / "config.json")
     if (method := quantised_by(content)) is not None:
-        raise UserError(f"{folder} cannot be used: it is quantized ({method}). Use its release in bfloat16 or float32")
+        raise UserError(f"{folder} cannot be used: it is quantised ({method}). Use its release in bfloat16 or float32")
     if content.get("model_type") not in MULTIMODAL_MODELS:
         return content
     vision = _part(content, "vision_config", folder)

@@ -88,7 +88,7 @@ def preprocessing(folder: Path) -> Preprocessing:
     file, facts = image_settings(folder)
     if facts is None:
         raise UserError(
-            f"model.vision.name: {folder} has no preprocessor_config.json, so the normalization of its images is "
+            f"model.vision.name: {folder} has no preprocessor_config.json, so the normalisation of its images is "
             "unknown. Copy it from where the encoder was published, or write it in Python: from transformers import "
             f"AutoImageProcessor; AutoImageProcessor.from_pretrained('HUB_ID').save_pretrained('{folder}')."
         )

@@ -172,7 +172,7 @@ def read_projector(path: str, operations: Sequence[connectors.Operation]) -> dic
     shapes = {local: tuple(stored[name].shape) for local, name in names.items()}
     refuse_unfit(shapes, operations, files.source)
     if connectors.NEWLINE not in shapes and any(isinstance(each, connectors.Newline) for each in operations):
-        _log.info(f"{KEY}: {files.source} holds no {connectors.NEWLINE}; it is initialized at random, by run.seed")
+        _log.info(f"{KEY}: {files.source} holds no {connectors.NEWLINE}; it is initialised at random, by run.seed")
     tensors: dict[str, torch.Tensor] = {}
     for local, name in names.items():
         tensor = stored[name]

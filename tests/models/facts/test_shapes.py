@@ -276,7 +276,7 @@ def test_a_config_that_disagrees_with_the_weights_is_refused(llama, tmp_path):
         ({"model_type": "jamba", "layers_block_type": ["mamba", "attention"]}, "jamba has mamba layers"),
         (
             {"model_type": "gpt_oss", "quantization_config": {"quant_method": "mxfp4"}},
-            r"gpt_oss: this checkpoint is quantized \(mxfp4\).*Use the bf16 release",
+            r"gpt_oss: this checkpoint is quantised \(mxfp4\).*Use the bf16 release",
         ),
         (
             {"model_type": "llava", "text_config": {"model_type": "llama"}},

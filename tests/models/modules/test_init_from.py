@@ -199,7 +199,7 @@ def test_a_projector_of_squares_begins_with_a_drawn_newline_and_one_of_anyres_wi
         drawn = begun(f"squares.{kind}", "anyres_max_9").pop("image_newline")
         source = tmp_path / f"squares.{kind}"
         assert logged == [
-            f"model.projector.init_from: {source} holds no image_newline; it is initialized at random, by run.seed"
+            f"model.projector.init_from: {source} holds no image_newline; it is initialised at random, by run.seed"
         ]
         assert drawn.requires_grad and not torch.equal(drawn, lines["image_newline"]) and 0.05 < drawn.std() < 0.25
         assert equal(begun(f"squares.{kind}", "square"), squares) and not logged

@@ -260,10 +260,10 @@ def test_weights_that_do_not_fit_are_refused_with_what_to_do(folder, tmp_path):
     ("change", "message"),
     [
         ({"model_type": "qwen3_next", "layer_types": ["linear_attention"] * 6}, "qwen3_next has linear_attention"),
-        ({"model_type": "llama99"}, "does not know llama99. A later one may"),
+        ({"model_type": "llama99"}, "does not know llama99. A later version may"),
         (
             {"model_type": "yi99", "auto_map": {"AutoModel": "m.M"}},
-            "does not know yi99; auto_map .* ends in -hf",
+            "does not know yi99. auto_map .* ends in -hf",
         ),
         ({"model_type": "siglip_vision_model"}, "siglip_vision_model has no causal LM"),
         ({"quantization_config": {"quant_method": "gptq"}}, r"quantised \(gptq\)"),
