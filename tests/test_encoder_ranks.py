@@ -72,8 +72,8 @@ def test_an_encoder_that_learns_is_whole_on_rank_0(tiny, learns):
     ("asked", "message"),
     [
         ("[]", r"\[\] is not allowed; it should .*have at least 1 item"),
-        ("[0,0]", r"\[0, 0\].*Name each once"),
-        ("[7]", r"\[7\].*has ranks 0 to 3.*Name each once"),
+        ("[0,0]", r"\[0, 0\].*Name each at most once"),
+        ("[7]", r"\[7\].*has ranks 0 to 3.*Name each at most once"),
         ("all", "'all' is not allowed; it should be .*auto.*0"),
         ("1", "1 is not allowed; it should .*be a list"),
         ("[0,1,2,3]", "4 ranks.*3 blocks.*at most"),

@@ -276,6 +276,6 @@ def test_a_gpu_that_is_full_already_ends_the_run_before_it_starts(tiny, tmp_path
     monkeypatch.setattr(training, "visible_gpus", lambda: (GPU, dataclasses.replace(GPU, free_bytes=2**20)))
     command = [str(tiny / "config.yaml"), "parallel.pipeline=2", f"run.dir={tmp_path}"]
     assert launch_command(command) == 2
-    said = "error: rank 1 (stage 1) does not fit on GPU 1 (NVIDIA A10): 1.0 MiB of 24.0 GiB are free, and the plan"
+    said = "error: rank 1 (stage 1) does not fit on GPU 1 (NVIDIA A10): 1.0 MiB of 24.0 GiB are free, but the plan"
     assert capsys.readouterr().err.startswith(said)
     assert list(tmp_path.iterdir()) == []

@@ -64,7 +64,7 @@ def test_what_was_trained_is_exported_for_the_llm_as_its_files_have_it(tiny, run
     out, options = tmp_path / "out", [str(runs["two"].folder), "--verify", "4"]
     assert main(["export", *options, "--format", "hf", "--out", str(out)]) == 0
     card = (out / "README.md").read_text()
-    assert "quantised to nf4 during training; they are not quantised here" in card
+    assert "quantised to nf4 during training, but not here" in card
     stock = load_file(tiny / "llm" / "model.safetensors")
     exported = {name: t for file in out.glob("*.safetensors") for name, t in load_file(file).items()}
     norm = next(name for name in exported if re.search(r"layers\.3\.input_layernorm\.weight$", name))

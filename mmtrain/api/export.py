@@ -51,14 +51,14 @@ def export(
         ("base", base or "hf", get_args(Base)),
     ):
         if value not in known:
-            raise UserError(f"{name} {value!r}: there are {', '.join(known)}")
+            raise UserError(f"{name} {value!r}: choose one of {', '.join(known)}")
     if not max_shard_gb > 0:
-        raise UserError(f"max_shard_gb {max_shard_gb}: a number above 0 is needed")
+        raise UserError(f"max_shard_gb {max_shard_gb}: set a number above 0")
     if base is not None and format != "peft":
-        raise UserError(f"base (--base) is for adapters (--format peft), and the format is {format}: leave it out")
+        raise UserError(f"base (--base) is for adapters (--format peft), but the format is {format}. Leave it out")
     if verify is not None and format not in MODEL_FORMATS:
         raise UserError(
-            "verify (--verify) runs the exported model, and only hf and peft (--format hf, peft) are one: leave it out"
+            "verify (--verify) runs the exported model, which only hf and peft (--format hf, peft) have. Leave it out"
         )
     silence_libraries()
     out = Path(out)
@@ -66,8 +66,8 @@ def export(
     _log.info(f"{checkpoint.path}: {checkpoint.step:,} steps")
     if format == "peft" and verify is not None and (base or default_base(checkpoint.config)) == "llm":
         raise UserError(
-            "verify (--verify) runs a whole model, and these adapters are for the LLM as it was published: take base "
-            "hf (--base hf), which exports one for them, or leave verify out"
+            "verify (--verify) runs a whole model, but these adapters are for the published LLM. Set base hf "
+            "(--base hf), which exports a model for them, or leave verify out"
         )
     import torch  # after the cheap refusals: it takes seconds
 
@@ -112,13 +112,13 @@ def _verify(checkpoint: StepFolder, exported: ExportedModel, dtype: torch.dtype,
         f"{comparison.agreeing:,} of {comparison.tokens:,}"
     )
     if not comparison.passed:
-        raise DifferentError(f"{line}: the exported model is not the one that was trained; nothing was exported")
+        raise DifferentError(f"{line}: the exported model differs from the trained one, so nothing was exported")
     _log.info(line)
     if checkpoint.config.model.vision is not None:  # the class around the LLM has to pad its prompts, too
         is_plain = checkpoint.config.data.template == "plain"
         if fault := batch_fault(exported.folder, model, comparison.samples, is_plain):
             raise DifferentError(
-                f"batches are answered wrongly: {fault}; nothing was exported. Without --verify the folder is written "
-                "all the same: ask it one prompt at a time"
+                f"batches are answered wrongly: {fault}. Nothing was exported. Without --verify the folder is written "
+                "anyway: ask it one prompt at a time"
             )
-        _log.info(f"{PROMPTS} prompts of different lengths are answered in one batch as one at a time")
+        _log.info(f"{PROMPTS} prompts of different lengths get equal answers in one batch and one at a time")

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 PARTS_OF_LLMS = {"attn_config", "ffn_config"}  # parts in a config of an LLM alone
 NEEDED = (
-    "needed is a run or checkpoint of mmtrain, or a Hugging Face folder of a model that mmtrain export makes "
+    "Name a run or checkpoint of mmtrain, or a Hugging Face folder of a model that mmtrain export makes "
     f"({', '.join(stock.name for stock in STOCK_CLASSES)}, or a causal LM)"
 )
 
@@ -65,7 +65,7 @@ def stock_folder(model: str, show: Callable[[str, int, int], None] = lambda *_: 
     """Return the Hugging Face folder of `model`, exported now if need be. Raises UserError; `show` is export's."""
     folder = find_model_folder(model)
     if folder is None:
-        raise UserError(f"{model}: no such folder, and no hub id in the local cache; {NEEDED}")
+        raise UserError(f"{model}: no such folder, and no hub id in the local cache. {NEEDED}")
     if names_checkpoint(folder):
         return _exported(find(folder), show)
     file = folder / "config.json"
@@ -73,10 +73,10 @@ def stock_folder(model: str, show: Callable[[str, int, int], None] = lambda *_: 
     family = config.get("model_type")
     if family not in [stock.model_type for stock in STOCK_CLASSES] and not _is_causal_lm(config):
         seen = "no config.json" if family is None else f"model_type {escape(family)}"
-        raise UserError(f"{model}: has {seen}; {NEEDED}")
+        raise UserError(f"{model}: has {seen}. {NEEDED}")
     shapes = tensor_shapes(folder)
     if shapes is None:
-        raise UserError(f"{model}: holds no model.safetensors; download the weights")
+        raise UserError(f"{model}: holds no model.safetensors. Download the weights")
     check_sizes(config, shapes, model)
     for name in ("processor_config.json", "preprocessor_config.json", "generation_config.json"):
         if (folder / name).is_file():
@@ -104,7 +104,7 @@ def _exported(checkpoint: StepFolder, show: Callable[[str, int, int], None]) -> 
             try:
                 export(checkpoint.path, "hf", folder, show=show)
             except UserError as error:
-                raise UserError(f"{checkpoint.path} cannot be exported, and so not be asked: {error}") from error
+                raise UserError(f"{checkpoint.path} cannot be exported, so it cannot be asked: {error}") from error
             _log.info(f"{folder} holds the exported model; delete it when you have no more questions")
     return folder
 
@@ -153,12 +153,12 @@ def load(folder: Path) -> tuple[Any, Any]:
         eos_token_id=model.generation_config.eos_token_id, pad_token_id=tokenizer.pad_token_id
     )
     if not isinstance(processor.chat_template, str):
-        raise UserError(f"{folder}: has no chat template, so how to ask is not known; add its chat_template.jinja")
+        raise UserError(f"{folder}: has no chat template, so prompts cannot be written. Add its chat_template.jinja")
     try:
         return model.eval().to("cuda" if torch.cuda.is_available() else "cpu"), processor
     except torch.OutOfMemoryError:
         raise UserError(
-            f"{folder}: {bytes_text(model.get_memory_footprint())} do not fit into the GPU's memory; set "
+            f"{folder}: {bytes_text(model.get_memory_footprint())} do not fit into the GPU's memory. Set "
             "CUDA_VISIBLE_DEVICES= to use the CPU"
         ) from None
 
@@ -184,8 +184,8 @@ def _check_parts(stock: StockClass, config: dict[str, Any], folder: Path) -> Non
     is_causal = text is None or (text in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES and text in transformers.CONFIG_MAPPING)
     if not is_causal or (text and transformers.CONFIG_MAPPING[text].sub_configs.keys() - PARTS_OF_LLMS):
         raise UserError(
-            f"{folder}: config.json has a text_config of model_type {escape(repr(text))}, which is no LLM alone; "
-            "needed is one, as llama"
+            f"{folder}: config.json has a text_config of model_type {escape(repr(text))}, which is not an LLM alone; "
+            "needed is one such as llama"
         )
     if TIMM in stock.encoders:
         check_wrapped_timm(config.get("vision_config") or {}, folder)
@@ -210,9 +210,9 @@ class Conversation:
         self.tokenizer = getattr(processor, "tokenizer", processor)  # the processor of an LLM alone is its tokenizer
         self.sees = self.tokenizer is not processor
         if images and not self.sees:
-            raise UserError(f"{self.folder}: is an LLM alone, which sees no pictures: leave the picture (--image) out")
+            raise UserError(f"{self.folder}: is an LLM alone, which sees no pictures. Leave the picture (--image) out")
         if self.sees and not images:
-            raise UserError(f"{self.folder}: is asked about pictures: give one (--image FILE)")
+            raise UserError(f"{self.folder}: answers questions about pictures. Give one (--image FILE)")
         with foreign_files(self.folder):
             self.images = [_resized(image, processor.image_processor) for image in images]
         self.limit = limit
@@ -234,7 +234,7 @@ class Conversation:
         from transformers import BatchFeature
 
         if IMAGE_MARK in question:
-            raise UserError(f"{IMAGE_MARK} in the question: the pictures stand before it already; leave it out")
+            raise UserError(f"{IMAGE_MARK} in the question: the pictures already come before it. Leave it out")
         images = [] if any(message["role"] == "user" for message in self.messages) else self.images
         self.messages.append(self._message("user", question, len(images)))
         text = self._text(self.messages)
@@ -247,12 +247,12 @@ class Conversation:
             length, largest = inputs["input_ids"].shape[1], int(inputs["input_ids"].max())
             rows = self.model.get_input_embeddings().num_embeddings
         if largest >= rows:
-            raise UserError(f"the tokenizer has tokens beyond the model's {rows:,}; it belongs to another model")
+            raise UserError(f"the tokenizer has tokens beyond the model's {rows:,}, so it belongs to another model")
         longest = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
         if longest is not None and length + self.limit > longest:
             raise UserError(
-                f"the conversation has {length:,} tokens, and an answer may have {self.limit:,}; the model takes "
-                f"{longest:,} together: begin anew, with fewer pictures, or lower max_new_tokens (--max-new-tokens)"
+                f"the conversation has {length:,} tokens and an answer may have {self.limit:,}, but the model takes "
+                f"{longest:,} together. Start over, use fewer pictures, or lower max_new_tokens (--max-new-tokens)"
             )
         try:
             with foreign_files(self.folder), torch.inference_mode():
@@ -265,13 +265,13 @@ class Conversation:
                 )[0, length:]
         except UserError as error:
             if isinstance(error.__cause__, torch.OutOfMemoryError):
-                raise UserError("the GPU has no memory left for this conversation: take fewer or shorter") from None
+                raise UserError("the GPU has no memory left for this conversation. Make it shorter") from None
             if isinstance(error.__cause__, OSError):  # of `show`, whose reader has left
                 raise error.__cause__ from None
             raise
         ends = self.model.generation_config.eos_token_id
         if len(output) == self.limit and int(output[-1]) not in (ends if isinstance(ends, list) else [ends]):
-            _log.info(f"(cut after {self.limit} tokens; max_new_tokens, or --max-new-tokens, sets another limit)")
+            _log.info(f"(cut after {self.limit} tokens; set another limit with max_new_tokens, or --max-new-tokens)")
         answer = self.tokenizer.decode(output, skip_special_tokens=True).strip()
         self.messages.append(self._message("assistant", answer))
         return answer
@@ -291,7 +291,7 @@ class Conversation:
             return template.render(messages, {**tokenizer.special_tokens_map, **own})
         except TemplateError as error:
             raise UserError(
-                f"the model's chat template does not take this conversation ({escape(str(error))})"
+                f"the model's chat template does not accept this conversation ({escape(str(error))})"
                 + ("; leave out the system turn (--system)" if messages[0]["role"] == "system" else "")
             ) from error
 

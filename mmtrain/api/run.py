@@ -122,7 +122,7 @@ class Run:
         return self.wait()
 
     def _say_it_goes_on(self) -> None:
-        print_note(f"the run goes on; mmtrain.load_run({str(self.folder)!r}).stop() saves it and ends it")
+        print_note(f"the run continues; mmtrain.load_run({str(self.folder)!r}).stop() saves it and ends it")
 
     def stop(self) -> None:
         """End the run after the step that it is at, and wait until everything is saved: `train` goes on from there."""
@@ -205,7 +205,7 @@ def load_run(path: str | Path) -> Run:
     """Return the run in a folder, also one that another process makes; raises UserError where there is none."""
     folder = Path(path).expanduser().absolute()
     if not (folder / "config.yaml").is_file():
-        raise UserError(f"{folder}: no run, which has a config.yaml; needed is run.dir/run.name of one")
+        raise UserError(f"{folder}: not a run, since it has no config.yaml. Name the folder run.dir/run.name of a run")
     return Run(folder)
 
 

@@ -414,13 +414,13 @@ def table(calibration: Calibration) -> list[str]:
     lines = [
         *table_lines(("one more", *times, ">kept", ">kept\nrecomputing", ">working"), layers),
         f"call {call} ms; end of a step {end} ms; "
-        f"matrix products {calibration.matmul_flops_per_second / 1e12:,.3f} TFLOP/s a rank",
+        f"matrix products {calibration.matmul_flops_per_second / 1e12:,.3f} TFLOP/s per rank",
     ]
     if calibration.encode_block_seconds:
         lines.append(f"encoder: each block {_milliseconds(calibration.encode_block_seconds)} ms")
     for kind, cost in ((MESSAGE, calibration.messages), (FEATURES, calibration.features)):
         if cost is None:
-            lines.append(f"{kind} was not measured: plans assume it")
+            lines.append(f"{kind} was not measured; plans use an assumed value")
             continue
         parts = {"send": cost.send, "receive": cost.receive, "transfer": cost.transfer}
         texts = [f"{name} {_milliseconds(x)} ms" for name, x in parts.items() if x is not None]

@@ -46,7 +46,7 @@ def load(start: StepFolder, names: Collection[str]) -> tuple[dict[str, torch.Ten
         if odd := sorted((trained ^ {name for name in stored if "/" not in name}) | unnoted):
             raise UserError(
                 f"{start.path}: {odd[0]} is {'not in it' if odd[0] in trained else 'not trained by this run'} "
-                f"({len(odd)} such tensor(s)): it was saved by a run that trains something else"
+                f"({len(odd)} tensor(s) in all). It was saved by a run that trains other tensors"
             )
     tensors = _distribute(stored, wanted)
     weights = {name: tensor for name, tensor in tensors.items() if "/" not in name}

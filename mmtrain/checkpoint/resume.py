@@ -67,7 +67,7 @@ class ResumePoint:
         state, path = self.checkpoint.state, self.checkpoint.path
         if state["step"] > max_steps:
             raise UserError(
-                f"{path} has {state['step']} steps, and train.max_steps or train.epochs asks for {max_steps}. Raise "
+                f"{path} has {state['step']} steps, but train.max_steps or train.epochs asks for {max_steps}. Raise "
                 "it, or choose another run.name"
             )
         models = ("model.llm.path", "model.vision.name", "model.llm.quantize")
@@ -78,8 +78,8 @@ class ResumePoint:
         ):
             if was != now and not any(_allows(name, key) for name in self.allowed for key in keys):
                 raise UserError(
-                    f"{path}: the {what} are not those that it was trained with (fingerprint {was[:16]}, now "
-                    f"{now[:16]}). Bring them back, or allow it: --allow-change {keys[0]}"
+                    f"{path}: the {what} are not those it was trained with (fingerprint {was[:16]}, now "
+                    f"{now[:16]}). Restore them, or allow the change: --allow-change {keys[0]}"
                 )
 
 
@@ -96,27 +96,27 @@ def find_start(config: RunConfig, resume: str = AUTO, allowed: Sequence[str] = (
     missing = [name for name in (CONFIG, PLAN) if not (folder / name).is_file()]
     if (contents and missing) or missing == [PLAN]:  # a start that failed has no config.yaml without plan.json
         raise UserError(
-            f"{folder} holds {listed or CONFIG}, but no {' and no '.join(missing)}: not the folder of a run. Choose "
+            f"{folder} holds {listed or CONFIG}, but no {' and no '.join(missing)}: it is not a run's folder. Choose "
             "another run.name"
         )
     if config.run.overwrite:
         if path is not None:
-            raise UserError(f"run.overwrite=true would delete {folder}; without it --resume {resume} can be followed")
+            raise UserError(f"run.overwrite=true would delete {folder}. Leave it out to use --resume {resume}")
         return None
     if contents and resume == NEVER:
         raise UserError(
-            f"{folder} holds an earlier run ({listed}); choose another run.name, or set run.overwrite=true to delete it"
+            f"{folder} holds an earlier run ({listed}). Choose another run.name, or set run.overwrite=true to delete it"
         )
     start = _resume_point(folder, config, path, allowed)
     if start is None or start.is_own or not contents:
         return start
     own, _ = newest(folder)
     if own is not None and own.state["branched_from"] == start.branched_from:
-        _log.info(f"{folder} has branched from {start.checkpoint.path} already: that branch goes on")
+        _log.info(f"{folder} has already branched from {start.checkpoint.path}: resuming that branch")
         return _resume_point(folder, config, None, allowed)
     if own is not None or any(recorded(folder / METRICS, "train")):
         raise UserError(
-            f"{folder} holds an earlier run ({listed}), and {start.checkpoint.path} is of another; choose a new "
+            f"{folder} holds an earlier run ({listed}), but {start.checkpoint.path} is from another. Choose a new "
             "run.name"
         )
     return start  # the branch died before it had saved where it begins
@@ -132,8 +132,8 @@ def _resume_point(folder: Path, config: RunConfig, path: Path | None, allowed: S
         if (key := tuple(name.split("."))) not in keys:
             near = nearest_key(key, keys)
             hint = f"; the nearest is {'.'.join(near)}" if near else ""
-            raise UserError(f"--allow-change {name}: no key or section of a configuration{hint}")
-    anew = "restore one of them, or start anew: another run.name, or run.overwrite=true, which deletes the folder"
+            raise UserError(f"--allow-change {name}: not a key or section of a configuration{hint}")
+    anew = "Restore one of them, or start over: another run.name, or run.overwrite=true, which deletes the folder"
     checkpoint = find_newest(folder, remedy=anew) if path is None else find(path.expanduser())
     if checkpoint is None:
         _refuse_lost_checkpoints(folder)
@@ -146,7 +146,7 @@ def _resume_point(folder: Path, config: RunConfig, path: Path | None, allowed: S
         return ResumePoint(StepFolder(own), True, tuple(allowed), checkpoint.state["branched_from"])
     if here.parent == (folder / CHECKPOINTS).resolve():
         raise UserError(
-            f"{checkpoint.path} was set aside, or is not finished. To resume from it rename it "
+            f"{checkpoint.path} was set aside, or is not finished. To resume from it, rename it "
             f"step-{checkpoint.step:08d}"
         )
     return ResumePoint(checkpoint, False, tuple(allowed), branched_from=checkpoint.fingerprint)
@@ -157,7 +157,7 @@ def _refuse_lost_checkpoints(folder: Path) -> None:
     set_aside = any((folder / CHECKPOINTS).glob("step-*.discarded*"))
     if set_aside or any(recorded(folder / METRICS, "checkpoint", "resume", "end")):
         raise UserError(
-            f"{folder} has had checkpoints, and none is in {CHECKPOINTS}/ any more. Put one back, or start anew: "
+            f"{folder} had checkpoints, but none is in {CHECKPOINTS}/ any more. Put one back, or start over: "
             "another run.name, or run.overwrite=true, which deletes the folder"
         )
 
@@ -181,20 +181,20 @@ def _refuse_changes(checkpoint: StepFolder, config: RunConfig, allowed: Sequence
     refused = fixed or [key for key in changed if not any(_allows(name, key) for name in allowed)]
     if not refused:
         return
-    lines = [f"{checkpoint.path} is of a run with another configuration:"]
+    lines = [f"{checkpoint.path} is from a run with another configuration:"]
     for key in refused:
         was, now = (escape(json.dumps(value, ensure_ascii=False)) for value in changed[key])
         lines.append(f"{key}: was {was}, is now {now}")
     if fixed:
         remedy = (
-            "Its weights and its place in the data have no meaning then. For a new run that begins with what it has "
-            f"trained set another run.name and {INIT_FROM}={checkpoint.path}; where that does not fit either, export "
+            "Its weights and its place in the data do not fit then. For a new run that begins with what it trained, "
+            f"set another run.name and {INIT_FROM}={checkpoint.path}. If that does not fit either, export "
             "it (mmtrain export --format hf) and begin with the folder"
         )
     else:
         keys = dict.fromkeys(re.sub(r"\.\d+\..*", "", key) for key in refused)  # of a list's elements the list
         allow = " ".join(f"--allow-change {key}" for key in keys)
-        remedy = f"Set the old values, or allow it: {allow}; for a new run set another run.name"
+        remedy = f"Set the old values, or allow the change: {allow}. For a new run, set another run.name"
     raise UserError("\n  ".join(lines) + f"\n{remedy}")
 
 
@@ -238,7 +238,7 @@ def find_init_from(config: RunConfig) -> StepFolder | None:
     folder = Path(path).expanduser()
     if not folder.is_dir() or not names_checkpoint(folder):
         raise UserError(
-            f"{INIT_FROM}: {path}: no run and no checkpoint of mmtrain. Begin with an exported "
+            f"{INIT_FROM}: {path}: neither a run nor a checkpoint of mmtrain. Begin with an exported "
             "model by model.pretrained, or by its folder as model.llm.path"
         )
     return find(folder)
@@ -254,7 +254,7 @@ def refuse_unfit_init_from_run(config: RunConfig, run: Path) -> None:
         return
     path = config.model.init_from
     if config.run.overwrite and run.resolve() in checkpoint.path.resolve().parents:
-        raise UserError(f"{INIT_FROM}: {path} lies in {run}, which run.overwrite=true deletes; choose another run.name")
+        raise UserError(f"{INIT_FROM}: {path} lies in {run}, which run.overwrite=true deletes. Choose another run.name")
     trained = read_header(checkpoint.tensors_file)
     shapes = {parameter.name: parameter.shape for parameter in models_of(config).parameters}
     for name, shape in trained.items():
@@ -263,13 +263,13 @@ def refuse_unfit_init_from_run(config: RunConfig, run: Path) -> None:
     ours, theirs = config.model.lora, checkpoint.config.model.lora
     if any(map(is_adapter, trained)) and ours.alpha / ours.r != theirs.alpha / theirs.r:
         raise UserError(
-            f"{INIT_FROM}: the adapters of {path} were trained with model.lora.alpha {theirs.alpha:g}, and with "
+            f"{INIT_FROM}: the adapters of {path} were trained with model.lora.alpha {theirs.alpha:g}; with "
             f"{ours.alpha:g} they would compute something else. Set model.lora.alpha={theirs.alpha:g}"
         )
     if new := [name for name in shapes if matches_any(name, config.model.trainable) and name not in trained]:
         _log.info(
-            f"{INIT_FROM}: all else that trains is as {checkpoint.path} has trained it; {len(new):,} more train "
-            f"here, from their own beginning: {first_few(new, NAMES_SHOWN)}"
+            f"{INIT_FROM}: {len(new):,} tensors that train here were not trained in {checkpoint.path} and begin "
+            f"with their own initial values: {first_few(new, NAMES_SHOWN)}"
         )
 
 
@@ -277,14 +277,14 @@ def _why_unfit(config: RunConfig, name: str, shape: tuple[int, ...], own: tuple[
     """Explain why a trained tensor cannot be used in a run that has it in the shape `own`; None: it can."""
     export = "export that run (--format hf) and begin with the folder as model.pretrained"
     if own is None:
-        remedy = "give model.lora as that run had it, or " if is_adapter(name) else ""
+        remedy = "set model.lora as in that run, or " if is_adapter(name) else ""
         return f"which this run does not have; {remedy}{export} or model.llm.path"
     if own != shape:
-        return f"in shape {shape}, and here it is {own}: another model, or model.lora.r"
+        return f"in shape {shape}, but here it has shape {own}: another model, or another model.lora.r"
     if name.startswith(PROJECTOR):
         source = config.model.projector.init_from
         if source != config.model.init_from:
-            return f"but model.projector.init_from is {source or 'null'}; leave that out"
+            return f"but model.projector.init_from is {source or 'null'}. Leave that out"
     elif not matches_any(name, config.model.trainable):
-        return f"which stays frozen here, as its published file has it; add it to model.trainable, or {export}"
+        return f"which stays frozen here, with its published weights; add it to model.trainable, or {export}"
     return None

@@ -52,7 +52,7 @@ def locked(folder: Path) -> Iterator[None]:
                 holding.enter_context(held(lock, wait=False))
             except BlockingIOError:
                 raise UserError(
-                    f"{folder} is in use by a run that is still going; stop it, or choose another run.name"
+                    f"{folder} is in use by a run that is still going. Stop it, or choose another run.name"
                 ) from None
         yield
 
@@ -95,7 +95,7 @@ def prepare_folder(config: RunConfig, plan: Plan, *, goes_on: bool) -> None:
     if goes_on:
         return
     if contents and not config.run.overwrite:
-        _log.info(f"{folder} has no checkpoint yet: the run begins with its first step again")
+        _log.info(f"{folder} has no checkpoint yet: the run starts again at its first step")
         go_back(folder, None)
     for pattern in BEFORE_THE_FIRST_STEP:
         for left in folder.glob(pattern):
@@ -138,7 +138,7 @@ def _named(act: str) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise UserError(f"cannot {act} ({error.strerror}); run.dir and run.name say where a run goes") from error
+        raise UserError(f"cannot {act} ({error.strerror}). Choose another folder with run.dir and run.name") from error
 
 
 def _set_aside(path: Path) -> Path:
@@ -156,7 +156,7 @@ def _cut_back(folder: Path, name: str, length: int, step: int) -> None:
     path = folder / name
     size = path.stat().st_size if path.exists() else 0
     if size < length:
-        lost = f"{length - size:,} bytes shorter than when the checkpoint was saved: what they recorded is lost"
+        lost = f"{length - size:,} bytes shorter than when the checkpoint was saved; these records are lost"
         _log.warning(f"{path} is {lost}")
         length = path.read_bytes().rfind(b"\n") + 1 if size else 0  # whole lines
     if size <= length:
@@ -164,7 +164,7 @@ def _cut_back(folder: Path, name: str, length: int, step: int) -> None:
     with path.open("rb") as file, JsonLines(folder / DISCARDED) as discarded:
         file.seek(max(length - 1, 0))
         if length and file.read(1) != b"\n":
-            raise UserError(f"{path} was changed after the checkpoint was saved: move it away, and start again")
+            raise UserError(f"{path} was changed after the checkpoint was saved. Move it away, and start again")
         for line in file:
             discarded.write(file=name, back_to_step=step, record=parse_line(line))
     flush(folder / DISCARDED)  # before the cut: a crash in between leaves a line twice rather than none

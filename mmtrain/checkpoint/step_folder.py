@@ -136,27 +136,27 @@ def why_damaged(path: Path) -> str | None:
         text = read_limited(path / MANIFEST, MAX_JSON_BYTES, "what mmtrain writes").decode()
         content = parse_json(text.encode())
         if content["format"] != FORMAT:
-            return f"{MANIFEST} has version {escape(repr(content['format']))}, this mmtrain reads {FORMAT}"
+            return f"{MANIFEST} has version {escape(repr(content['format']))}; this mmtrain reads {FORMAT}"
         if text != _manifest(content["files"]):
             return f"{MANIFEST} is damaged: its checksum is wrong"
         for name in sorted({TENSORS, OPTIMIZER, STATE, *content["files"]}):
             entry, written = _entry(path / name), content["files"][name]
             if entry["bytes"] != written["bytes"]:
-                return f"{name} is damaged: {entry['bytes']:,} bytes, {written['bytes']:,} were written"
+                return f"{name} is damaged: it has {entry['bytes']:,} bytes, but {written['bytes']:,} were written"
             if entry != written:
-                return f"{name} is damaged: its SHA-256 is not that of what was written"
+                return f"{name} is damaged: its SHA-256 differs from the one recorded"
         name = STATE
         state = StepFolder(path).state
         if odd := next((key for key, kinds in STATE_KEYS.items() if not isinstance(state.get(key, ...), kinds)), None):
-            return f"{STATE} is damaged: its {odd} is not what mmtrain writes"
+            return f"{STATE} is damaged: mmtrain did not write its {odd}"
         if (named := NAME.fullmatch(path.name)) and int(named[1]) != state["step"]:
-            return f"{STATE} is of step {state['step']}: the folder was renamed"
+            return f"{STATE} is from step {state['step']}: the folder was renamed"
     except FileNotFoundError:
         return f"{name} is missing"
     except (OSError, UserError) as error:
         return f"{name} cannot be read: {error}"
     except (ValueError, KeyError, TypeError, AttributeError):  # ValueError: JSON and UTF-8 errors are
-        return f"{name} is damaged: not what mmtrain writes"
+        return f"{name} is damaged: mmtrain did not write it so"
     return None
 
 
@@ -185,7 +185,7 @@ def names_checkpoint(path: Path) -> bool:
     return (path / CHECKPOINTS).is_dir() or (path / MANIFEST).exists() or bool(NAME.fullmatch(path.name))
 
 
-def find_newest(run: Path, remedy: str = "restore one of them") -> StepFolder | None:
+def find_newest(run: Path, remedy: str = "Restore one of them") -> StepFolder | None:
     """Return a run's newest whole checkpoint, held; None if it has none at all.
 
     Warns of damaged ones that it passes over. Raises UserError, with the `remedy`, where all are damaged.
@@ -195,7 +195,7 @@ def find_newest(run: Path, remedy: str = "restore one of them") -> StepFolder | 
     if found is None and damaged:
         raise UserError(f"no checkpoint of {run} is whole:{listed}\n{remedy}")
     if damaged:
-        _log.warning(f"these checkpoints are damaged and were passed over:{listed}")
+        _log.warning(f"skipped damaged checkpoints:{listed}")
     return found
 
 
@@ -203,14 +203,12 @@ def find(path: Path) -> StepFolder:
     """Return the checkpoint of a step folder, or the newest whole one of a run's folder; raises UserError."""
     if (path / CHECKPOINTS).is_dir():
         if (found := find_newest(path)) is None:
-            raise UserError(f"{path} has no checkpoint yet; needed is a run that has saved one")
+            raise UserError(f"{path} has no checkpoint yet. Name a run that has saved one")
         return found
     if not path.is_dir():
-        raise UserError(f"{path}: no such folder; needed is a run's folder or one of its checkpoints/step-...")
+        raise UserError(f"{path}: no such folder. Name a run's folder or one of its checkpoints/step-...")
     if not names_checkpoint(path):
-        raise UserError(
-            f"{path}: neither the folder of a run, which has {CHECKPOINTS}/, nor a checkpoint, which has {MANIFEST}"
-        )
+        raise UserError(f"{path}: neither a run's folder (with {CHECKPOINTS}/) nor a checkpoint (with {MANIFEST})")
     held = _hold(path)
     if (why := why_damaged(path)) is not None:
         raise UserError(f"{path}: {why}")

@@ -145,7 +145,7 @@ class Checkpointer:
         tensors, notes = self._collect({**weights, **optimizer} if self.contributes else {}, trained)
         if self.writes:
             if bad := [name for name, tensor in tensors.items() if not _is_finite(tensor)]:
-                raise ValueError(f"{bad[0]} is not finite after {step} updates: not saved. {self.kept()}")
+                raise ValueError(f"{bad[0]} is not finite after {step} updates and was not saved. {self.kept()}")
             records = {name: (self.folder / name).stat().st_size for name in RECORDS if (self.folder / name).exists()}
             content = {"format": FORMAT, "step": step, **state, "trained": notes, "files": records}
             text = json.dumps(without_nan(content), indent=1) + "\n"
@@ -197,7 +197,7 @@ class Checkpointer:
     def kept(self) -> str:
         """Name the checkpoint from which the run can resume, for a message."""
         whole = next((path for path in step_folders(self.folder) if self._is_whole(path)), None)
-        return "No checkpoint was saved before" if whole is None else f"The newest whole one is {whole}"
+        return "No checkpoint was saved before" if whole is None else f"The newest complete checkpoint is {whole}"
 
     def scored(self, step: int, scores: Mapping[str, Any]) -> None:
         """Note the scores, by name, of an evaluation after `step` updates, for `keep_best`."""

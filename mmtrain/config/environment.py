@@ -58,16 +58,16 @@ def _filled(text: str) -> str:
         name, shown = variable[1], escape(variable[0], 60)
         value = os.environ.get(name, "")
         if _SECRET.search(name.upper()):
-            raise UserError(f"{shown} is a secret by its name, and paths are shown. Give the variable another name")
+            raise UserError(f"{shown} looks like a secret by its name, and paths are shown. Rename the variable")
         if without_logins(value) != value:  # config.yaml would hold it
-            raise UserError(f"{shown} holds an address with a login, and paths are shown. Name a path without one")
+            raise UserError(f"{shown} holds an address with a login, and paths are shown. Use a path without a login")
         if not value:
             empty = "empty" if name in os.environ else "not set"
             raise UserError(f"the environment variable of {shown} is {empty}. Set it, or write the path out")
     filled = _VARIABLE.sub(lambda variable: os.environ[variable[1]], text)
     if _UNREAD.search(filled):  # config.yaml would be filled in again
         raise UserError(
-            f"{escape(text, 60)} holds ${{...}} when it is filled in. Write variables as ${{NAME}}, without a default "
-            "and without another variable in them"
+            f"{escape(text, 60)} still holds ${{...}} after its variables are filled in. Write variables as ${{NAME}}, "
+            "without a default and without another variable in them"
         )
     return filled

@@ -20,12 +20,12 @@ class LlmSection(Section):
     path: Free[Files[str]]
     """model folder, or a hub id whose files are in the local Hugging Face cache"""
     dtype: Kept[Dtype] = "bfloat16"
-    """storage and compute type of the frozen LLM; where model.pretrained names a folder of float32, float32 is the
-    default"""
+    """storage and compute type of the frozen LLM; the default is float32 where model.pretrained names a float32
+    folder"""
     quantize: Kept[Literal["nf4", "int8"] | None] = None
-    """keep decoder layers in which nothing but adapters trains in fewer bits: nf4 in 4, int8 in 8 a weight, by
-    bitsandbytes (pip install 'mmtrain[quantize]'); they compute in dtype. It is another model, near the one in path;
-    what is trained beside it is exported for the one in path. null: all bits"""
+    """quantise the decoder layers in which only adapters train, with bitsandbytes (pip install 'mmtrain[quantize]');
+    they compute in dtype. nf4: 4 bits a weight; int8: 8; null: not quantised. The model then differs slightly from the
+    one in path, and exports are for the one in path"""
 
 
 class VisionSection(Section):
@@ -33,25 +33,25 @@ class VisionSection(Section):
     """timm model name, or a folder holding a timm or Hugging Face vision model; model.vision: null trains on text
     alone"""
     select_layer: Kept[int] = Field(-2, le=-1)
-    """which encoder block's output feeds the projector: -1 the last, -2 (LLaVA) the one before"""
+    """encoder block whose output feeds the projector: -1 the last, -2 (LLaVA) the one before"""
     final_norm: Kept[bool] = False
-    """true: features are taken after the encoder's own last norm, as Idefics3, SmolVLM and PerceptionLM do; false:
-    before it, as LLaVA and AyaVision do, and where it has none. An exported model cannot change it"""
+    """true: take features after the encoder's final norm, as Idefics3, SmolVLM and PerceptionLM do; false: before it,
+    as LLaVA and AyaVision do, or where there is none. An exported model cannot change it"""
     layout: Fixed[LayoutName] = "square"
-    """what an image becomes among the text's tokens. square: the positions of one square; idefics3: the same between
-    the texts that Idefics3's and SmolVLM's processors write around them; tiles: those of up to max_tiles squares and of
-    one of the whole image, as AyaVision has it; anyres: of the whole, then lines of a grid of squares, each with a
-    trained newline (LLaVA-NeXT); anyres_max_9: the same with larger grids, whose positions are interpolated to those of
-    9 squares where they are more than 1.21 times as many: with the whole and newlines at most some 12 squares'
-    (LLaVA-OneVision)"""
+    """squares that an image is cut into; each becomes image tokens. square: one; idefics3: one, between the texts that
+    the processors of Idefics3 and SmolVLM write around it; tiles: up to max_tiles and one of the whole image
+    (AyaVision); anyres: one of the whole image, then the rows of a grid, each with a trained newline (LLaVA-NeXT);
+    anyres_max_9: anyres with larger grids (LLaVA-OneVision). Grids of more than 1.21 times the image tokens of 9
+    squares are interpolated down to 9; an image then takes at most about 12 squares' image tokens, with the whole image
+    and newlines"""
     max_tiles: Kept[Annotated[int, Field(ge=1, le=MAX_TILES)] | None] = None
-    """squares that layout tiles cuts an image into at most, the one of the whole not counted; null: 12"""
+    """maximum squares that layout tiles cuts an image into, without the one of the whole image; null: 12"""
     pinpoints: Kept[Pinpoints | None] = None
-    """grids that anyres and anyres_max_9 choose from, as (height, width) in pixels, e.g. [[384, 768], [768, 384]]:
-    image_grid_pinpoints of LLaVA's config.json; null: LLaVA-NeXT's 5, or LLaVA-OneVision's 36, for which its own
-    files have the text (1x1),...,(6x6)"""
+    """grids that anyres and anyres_max_9 choose from, as (height, width) in pixels, e.g. [[384, 768], [768, 384]];
+    LLaVA's config.json calls them image_grid_pinpoints. null: LLaVA-NeXT's 5, or LLaVA-OneVision's 36, whose own files
+    have the text (1x1),...,(6x6)"""
     dtype: Kept[Dtype | None] = None
-    """storage and compute type of the encoder; null: that of the LLM"""
+    """storage and compute type of the encoder; null: model.llm.dtype"""
 
     @property
     def cuts_images(self) -> bool:
@@ -61,8 +61,8 @@ class VisionSection(Section):
     def _check_final_norm(self) -> Self:
         if self.final_norm and self.select_layer != -1:
             raise wrong_together(
-                f"model.vision.final_norm: the norm stands behind the last block, and model.vision.select_layer is "
-                f"{self.select_layer}; set it to -1, or leave final_norm out"
+                f"model.vision.final_norm: the norm follows the last block, but model.vision.select_layer is "
+                f"{self.select_layer}. Set it to -1, or leave final_norm out"
             )
         return self
 
@@ -72,7 +72,7 @@ class VisionSection(Section):
             fitting = [name for name, layout in LAYOUTS.items() if key in layout.keys]
             if getattr(self, key) is not None and self.layout not in fitting:
                 raise wrong_together(
-                    f"model.vision.{key}: the layout {self.layout} asks for none; leave it out, or set "
+                    f"model.vision.{key}: the layout {self.layout} does not use it. Leave it out, or set "
                     f"model.vision.layout={' or '.join(fitting)}"
                 )
         return self
@@ -82,15 +82,15 @@ class ProjectorSection(Section):
     type: Fixed[
         Literal["linear", "mlp2x_gelu", "shuffle_swiglu", "shuffle_linear", "shuffle_mlp2x_gelu", "mlp2x_gelu_pool"]
     ] = "mlp2x_gelu"
-    """projector architecture, by the class that has it. mlp2x_gelu: LLaVA-1.5; shuffle_swiglu: AyaVision;
+    """projector architecture, with the models that use it. mlp2x_gelu: LLaVA-1.5; shuffle_swiglu: AyaVision;
     shuffle_linear: Idefics3, SmolVLM; shuffle_mlp2x_gelu: InternVL; mlp2x_gelu_pool: PerceptionLM"""
     factor: Fixed[Literal[2, 3, 4] | None] = None
-    """how many patches a side become one position of the LLM where the type shuffles or pools: a quarter of the
-    positions with 2, a sixteenth with 4; null: 2"""
+    """how many patches per side become one image token where the type shuffles or pools: 2 leaves a quarter of the
+    tokens, 4 a sixteenth; null: 2"""
     width: Fixed[Annotated[int, Field(ge=2, le=1_000_000)] | None] = None
-    """features between the linear layers of shuffle_swiglu, the gate's among them; null: as many as the LLM is wide"""
+    """features between the linear layers of shuffle_swiglu, including the gate's; null: the LLM's width"""
     init_from: Free[Files[str | None]] = None
-    """begin with a trained projector instead of a random one: a run or checkpoint of mmtrain, its
+    """begin with a trained projector: a run or checkpoint of mmtrain, its
     projector.safetensors, LLaVA's mm_projector.bin, or an exported Hugging Face folder; null: random, by run.seed"""
 
 
@@ -98,24 +98,24 @@ class LoraSection(Section):
     r: Fixed[int] = Field(16, ge=1, le=65_536)
     """rank of the adapters"""
     alpha: Kept[Float] = Field(32.0, gt=0, le=1e6)
-    """an adapter's part of a layer's result is scaled by alpha / r"""
+    """scale of the adapters: their output is multiplied by alpha / r"""
     targets: Fixed[tuple[str, ...]] = Field(("llm.layers.*",), min_length=1, max_length=1000)
     """name patterns of the linear layers that get an adapter, e.g. llm.layers.* (all), llm.layers.*.self_attn,
-    llm.layers.*.mlp, vision.*; adapters train where model.trainable names them: llm.layers.*.lora_*"""
+    llm.layers.*.mlp, vision.*. Adapters train where model.trainable names them: llm.layers.*.lora_*"""
 
 
 class ModelSection(Section):
     pretrained: Free[Files[str | None]] = None
-    """folder or cached hub id of a whole multimodal model to go on from (Llava, LlavaNext, LlavaOnevision, AyaVision,
-    Idefics3, SmolVLM, InternVL, PerceptionLM): stands for model.llm.path, model.vision, model.projector and
-    data.image_fit as its files have them, which are then left out; null: they are given"""
+    """folder or cached hub id of a whole multimodal model to start from (Llava, LlavaNext, LlavaOnevision, AyaVision,
+    Idefics3, SmolVLM, InternVL, PerceptionLM). Its files set model.llm.path, model.vision, model.projector and
+    data.image_fit, so leave those out; null: set them yourself"""
     llm: LlmSection
     vision: Fixed[VisionSection | None]
-    """the vision encoder; null: none, and no projector: text alone"""
+    """the vision encoder; null: none, and no projector (training on text alone)"""
     projector: ProjectorSection = ProjectorSection()
     init_from: Free[Files[str | None]] = None
-    """begin with all that another run has trained (adapters, layers, projector): its folder or a checkpoint of it; what
-    it has trained trains here too, but for its projector, which may stay frozen. null: with the models' own files"""
+    """begin with everything that another run trained (adapters, layers, projector): its folder or one of its
+    checkpoints. All of it must train here too, except the projector; null: begin with the models' own files"""
     lora: Fixed[LoraSection | None] = None
     """low-rank adapters (LoRA) beside frozen linear layers; null: none"""
     trainable: Fixed[Measured[tuple[str, ...]]] = Field(("projector",), min_length=1, max_length=1000)
@@ -129,8 +129,8 @@ class ModelSection(Section):
         pretrained, has_vision = content.get("pretrained"), content.get("vision", {}) is not None
         if pretrained is not None and not has_vision:
             raise wrong_together(
-                "model.vision: null, and model.pretrained names a model with an encoder; to train its LLM on text "
-                "alone set model.llm.path to that folder instead of model.pretrained"
+                "model.vision: null, but model.pretrained names a model with an encoder. To train its LLM on text "
+                "alone, set model.llm.path to that folder instead of model.pretrained"
             )
         named = [("llm", "path", pretrained), ("vision", "name", pretrained)]
         named += [("projector", "init_from", content.get("init_from") or pretrained)] if has_vision else []
@@ -149,13 +149,13 @@ class ModelSection(Section):
             return self
         if self.projector != ProjectorSection():
             raise wrong_together(
-                "model.projector: model.vision is null, and without an encoder there is nothing to project: leave "
-                "model.projector out, or take it out of the file's by model.projector=null, or name an encoder in "
+                "model.projector: model.vision is null, and without an encoder there is nothing to project. Remove "
+                "model.projector (on the command line: model.projector=null), or name an encoder in "
                 "model.vision"
             )
         if absent := [one for one in self.trainable if one.partition(".")[0] in ("projector", "vision")]:
             raise wrong_together(
-                f"model.trainable: {', '.join(absent)}, but model.vision is null, so that there is no encoder and no "
-                "projector; name what of the LLM trains, e.g. [llm.layers.31, llm.head]"
+                f"model.trainable: {', '.join(absent)}, but model.vision is null: there is no encoder and no "
+                "projector. Name the parts of the LLM that train, e.g. [llm.layers.31, llm.head]"
             )
         return self

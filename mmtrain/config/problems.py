@@ -50,7 +50,7 @@ def explain(model: type[BaseModel], errors: Sequence[ErrorDetails], content: dic
         seen = f"{'.'.join(path) or 'its keys'}: {_shown(_value_at(content, path))} is not allowed"
         meaning = _meaning(fields[declared_path(path)]) if path else ""  # without: a key that is no Unicode
         lines.append(f"{seen}; it should {' or '.join(dict.fromkeys(should))}{meaning}")
-    return [*lines, "and more; mend these first"] if len(errors) > MOST_EXPLAINED else lines
+    return [*lines, "and more. Fix these first"] if len(errors) > MOST_EXPLAINED else lines
 
 
 def _key_path(location: tuple[int | str, ...], fields: dict[Path, FieldInfo]) -> tuple[Path, Path]:

@@ -27,7 +27,7 @@ class _Loader(yaml.SafeLoader):
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node:
         event = self.peek_event()
         if event.anchor is not None or getattr(event, "tag", None) is not None:
-            raise _fault("&, * and ! begin an anchor, an alias and a tag; write the value out, or quote it", event)
+            raise _fault("&, * and ! begin an anchor, an alias and a tag. Write the value out, or quote it", event)
         self.depth += 1
         if self.depth > MAX_DEPTH:
             raise _fault(f"nested more than {MAX_DEPTH} deep", event)
@@ -38,13 +38,13 @@ class _Loader(yaml.SafeLoader):
     def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
         if isinstance(node, yaml.ScalarNode):
             if "\0" in node.value:
-                raise _fault("a null character (\\0), which no text here can have", node)
+                raise _fault("a null character (\\0), which is not allowed", node)
             if not node.tag.endswith(":str") and len(node.value) > LONGEST_NUMBER:
                 raise _fault(f"a number of {len(node.value):,} digits", node)
         try:
             return super().construct_object(node, deep)
         except (ValueError, LookupError):  # PyYAML's, for the 99th of May or 0x_
-            raise _fault(f"{escape(repr(node.value))} is no {node.tag.rpartition(':')[2]}", node) from None
+            raise _fault(f"{escape(repr(node.value))} is not a valid {node.tag.rpartition(':')[2]}", node) from None
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[str, Any]:
         lines: dict[str, int] = {}
@@ -79,10 +79,10 @@ def parse_yaml(text: str, source: str) -> Any:
         mark = error.problem_mark or error.context_mark
         where = f"{source}, line {mark.line + 1}, column {mark.column + 1}"
         has_variable = "${" in "".join(text.splitlines()[mark.line : mark.line + 1])
-        quote = ' (within [ ] and { } a path with a variable needs quotes: "${NAME}/file")' if has_variable else ""
-        raise UserError(f"{where}: {escape(error.problem or error.context)}. Mend the YAML there{quote}") from None
+        quote = ' (inside [ ] and { }, quote a path with a variable: "${NAME}/file")' if has_variable else ""
+        raise UserError(f"{where}: {escape(error.problem or error.context)}. Fix the YAML there{quote}") from None
     except (yaml.YAMLError, ValueError, OverflowError) as error:  # a character, or a %YAML version, that YAML lacks
-        raise UserError(f"{source}: {escape(str(error))}. Mend the YAML there") from None
+        raise UserError(f"{source}: {escape(str(error))}. Fix the YAML there") from None
 
 
 def _fault(problem: str, at: yaml.Event | yaml.Node) -> yaml.MarkedYAMLError:

@@ -42,7 +42,7 @@ def read_template(value: str) -> str:
         raise UserError(f"{value}: cannot be read as text ({error})") from None
     if len(text) > MAX_CHARACTERS or "\0" in text or not ("{{" in text or "{%" in text):
         raise UserError(
-            f"{value}: no Jinja template of a conversation, which has {{{{ or {{%, no null character, and at most "
+            f"{value}: not a Jinja template of a conversation. It needs {{{{ or {{%, no null character, and at most "
             f"{MAX_CHARACTERS:,} characters"
         )
     return text
@@ -55,7 +55,7 @@ def template_argument(value: str) -> str:
     except UserError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
     if template == value and value not in NAMES:
-        raise argparse.ArgumentTypeError(f"{value!r} is no template; needed is one of {', '.join(NAMES)}, or {FILE}")
+        raise argparse.ArgumentTypeError(f"{value!r} is not a template. Choose one of {', '.join(NAMES)}, or {FILE}")
     return template
 
 

@@ -37,7 +37,7 @@ def attention(folder: Path) -> str:
             "do not train on this machine; report this line with the versions of torch, driver and GPU",
         )
     if any(backend.slow for backend in backends):
-        raise FailedError(text, "runs are right but slow: use another build of torch, or another GPU")
+        raise FailedError(text, "runs are correct but slow: use another build of torch, or another GPU")
     return text
 
 

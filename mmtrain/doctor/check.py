@@ -28,7 +28,7 @@ from mmtrain.runtime.child import die_with_parent, python_child
 CHILD = "from mmtrain.doctor.check import main; main()"
 LIMIT_SECONDS = 300  # of a check; on two cores the longest takes 20, and 100 beside much other work
 SECONDS_TO_END = 10  # for processes that were killed
-COMPARE = "read the log; CUDA_VISIBLE_DEVICES= mmtrain doctor, on the CPU, tells whether a GPU is at fault"
+COMPARE = "read the log; run CUDA_VISIBLE_DEVICES= mmtrain doctor on the CPU to see whether a GPU is at fault"
 
 
 class FailedError(Exception):

@@ -26,8 +26,8 @@ SHARED_MEMORY = Path("/dev/shm")  # data workers hand on images there, NCCL has 
 SHARED_MEMORY_BYTES = 2**30
 
 LIBRARIES = ("deepspeed", "torch", "transformers", "timm", "pillow")
-NO_TIMEOUT = "a rank that hangs hangs all others, whatever parallel.timeout_seconds says"
-THREE_DIGITS = "float32 products keep 3 digits, so that results differ from other machines'"
+NO_TIMEOUT = "a rank that hangs blocks all others, regardless of parallel.timeout_seconds"
+THREE_DIGITS = "float32 products keep 3 digits, so results differ from other machines'"
 TRAPS = (  # variable, value, effect; `check_environment` has those that make a pipeline hang
     ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0", NO_TIMEOUT),
     ("NCCL_ASYNC_ERROR_HANDLING", "0", NO_TIMEOUT),
@@ -56,9 +56,7 @@ def driver(folder: Path) -> str:
     names = [f"{gpu.name} (compute capability {'.'.join(map(str, gpu.capability))})" for gpu in gpus]
     text = ", ".join(f"{len(list(group))} x {name}" for name, group in itertools.groupby(names))
     if min(gpu.capability for gpu in gpus) < LEAST_CAPABILITY:
-        raise FailedError(
-            f"{text}; bfloat16 and packed attention need 8.0", "use newer GPUs, or train in float32 what fits"
-        )
+        raise FailedError(f"{text}; bfloat16 and packed attention need 8.0", "use newer GPUs, or train in float32")
     if len(set(names)) > 1:
         raise FailedError(f"{text}; a plan needs equal GPUs", "choose equal ones by CUDA_VISIBLE_DEVICES")
     return f"{text}; torch is built for them"
@@ -76,7 +74,7 @@ def memory(folder: Path) -> str:
     ):
         texts.append(f"{place}: {bytes_text(free)} free")
         if free < needed:
-            raise FailedError(f"{texts[-1]}; {bytes_text(needed)} are needed", remedy)
+            raise FailedError(f"{texts[-1]}, but {bytes_text(needed)} are needed", remedy)
     return "; ".join(texts)
 
 
@@ -99,4 +97,4 @@ def traps(variables: Mapping[str, str]) -> Iterator[str]:
             yield f"{variable}={variables[variable]}: {effect}; unset it"
     if all(variable in variables for variable in TORCHRUN_VARIABLES):
         names = ", ".join(TORCHRUN_VARIABLES)
-        yield f"{names} are set: mmtrain train takes itself for a rank that torchrun started; unset RANK"
+        yield f"{names} are set: mmtrain train would act as a rank that torchrun started; unset RANK"

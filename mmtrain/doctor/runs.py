@@ -49,7 +49,7 @@ def demo(folder: Path) -> str:
 def pipeline(folder: Path) -> str:
     """Compare the losses of a pipeline of two ranks with those of one process."""
     if len(visible_gpus()) == 1:
-        raise SkippedError("needs 2 GPUs, and 1 is visible")
+        raise SkippedError("needs 2 GPUs, but 1 is visible")
     return _compare(folder, "pipeline", "parallel.pipeline=2")
 
 
@@ -61,7 +61,7 @@ def streaming(folder: Path) -> str:
 def _compare(folder: Path, name: str, *overrides: str) -> str:
     expected = losses_of(_one_process(folder, "float32"))
     difference = largest_difference(losses_of(run_demo(folder, name, *overrides)), expected)
-    text = f"{STEPS} steps, losses {difference:.1e} off those of one process that keeps everything"
+    text = f"{STEPS} steps, losses {difference:.1e} off those of one process that keeps all layers"
     if not difference <= SAME:
         raise FailedError(f"{text}; at most {SAME:g} is rounding", WRONG_NUMBERS)
     return text

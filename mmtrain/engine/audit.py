@@ -74,7 +74,7 @@ class RankAudit:
             self._refuse_non_finite(name, tensor)
             if is_exact and digest != self._in_files.get(name, digest):
                 raise self._error(
-                    f"{name} is fetched with other values than its file has here: the model's files must be the same "
+                    f"{name} is fetched with other values than its file has here. The model's files must be equal "
                     "on every machine"
                 )
             self.before[name] = digest
@@ -112,7 +112,7 @@ class RankAudit:
             source = "model.projector.init_from" if name.startswith("projector.") else "the model's folder"
             raise UserError(
                 f"rank {self.plan.rank} read NaN or infinity as {name}. Its file in {source} is damaged on that "
-                "rank's machine: get it again"
+                "rank's machine. Download it again"
             )
 
     def start(self) -> dict[str, Any]:
@@ -150,10 +150,10 @@ class RankAudit:
             if not bool(master.isfinite().all()):
                 failures.append(f"{name} is not finite")
             elif not torch.equal(self.stored[name], master.to(self.stored[name].dtype)):
-                failures.append(f"{name} computes with other values than were trained")
+                failures.append(f"{name} computes with other values than those trained")
         streamed = self._streamed
         if streamed is not None and streamed.fetch_count != streamed.planned_fetches:
-            failures.append(f"{streamed.fetch_count} layers were fetched, planned were {streamed.planned_fetches}")
+            failures.append(f"{streamed.fetch_count} layers were fetched, but {streamed.planned_fetches} were planned")
         return {
             "rank": self.plan.rank,
             "pipeline": self.plan.pipeline,
@@ -221,8 +221,8 @@ def check_replicas(starts: Sequence[dict[str, Any]]) -> None:
             first = holders.setdefault(name, start)
             if digest != first["tensors"][name]:
                 raise AuditError(
-                    f"ranks {first['rank']} and {start['rank']} both hold {name} but loaded different values: the "
-                    "model's files must be the same on every machine"
+                    f"ranks {first['rank']} and {start['rank']} both hold {name} but loaded different values. The "
+                    "model's files must be equal on every machine"
                 )
 
 
@@ -235,13 +235,13 @@ def write_audit(path: Path, plan: Plan, records: Sequence[dict[str, Any]], *, le
     for record in records:
         twin = next(r for r in records if r["pipeline"] == record["pipeline"])
         if record["trainable"] != twin["trainable"]:
-            failures.append(f"ranks {twin['rank']} and {record['rank']} trained the same parameters apart")
+            failures.append(f"ranks {twin['rank']} and {record['rank']} have different values for shared parameters")
     tensors = [tensor for record in records if record["data"] == 0 for tensor in record["trainable"]]
     moved = sum(tensor["moved"] for tensor in tensors)
     if learns and not any(tensor["had_gradient"] for tensor in tensors):
         failures.append(
-            f"nothing trained: in no step did a gradient reach any of {', '.join(plan.trainable)}; is there an image "
-            "in the data, and a text to answer with?"
+            f"nothing trained: no gradient ever reached {', '.join(plan.trainable)}. Do the data have images "
+            "and answers?"
         )
     content = {"pipeline": plan.pipeline, "data": plan.data, "passed": not failures, "failures": failures}
     write_whole(path, json.dumps({**content, "ranks": records}, indent=2) + "\n")

@@ -86,10 +86,10 @@ def in_words(record: Mapping[str, Any]) -> str:
     where = f"The loss is not finite in micro-batch {first_few(bad, SHOWN)}."
     if not bad:
         parameters = first_few(record["parameters"], SHOWN)
-        where = f"The loss of each micro-batch is finite, the gradient of {parameters} is not."
+        where = f"The loss of each micro-batch is finite, but the gradient of {parameters} is not."
     look = "Lower optimizer.lr, or look" if record["step"] else "Look"
     return (
         f"step {record['step']}: the loss sum is {record['loss_sum']} and the squared gradient norm "
-        f"{record['squared_gradient_norm']}, with values that are not finite on rank {ranks}; no update was made. "
+        f"{record['squared_gradient_norm']}, with values that are not finite on rank {ranks}. No update was made. "
         f"{where} {look} for damaged images or text in this step's data"
     )

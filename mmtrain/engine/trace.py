@@ -62,7 +62,7 @@ class TracedStep(NamedTuple):
 def finish_trace(file: Path, plan: Plan, recorded: Sequence[TracedStep]) -> str | None:
     """Write what all ranks have recorded of the same steps; return rank 0's message for the user. Collective."""
     if not recorded:
-        return "no trace was written: it begins with the second step, which was not made"
+        return "no trace was written: it begins with the second step, which did not run"
     ranks = gather_to_rank_0(recorded)
     if ranks is None:
         return None
@@ -71,7 +71,7 @@ def finish_trace(file: Path, plan: Plan, recorded: Sequence[TracedStep]) -> str 
         write_trace(file, plan, ranks)
     except OSError as error:
         return f"no trace was written: {file} cannot be written: {error.strerror}"
-    return f"trace of {steps}: {file}; it opens in ui.perfetto.dev"
+    return f"trace of {steps}: {file}; open it in ui.perfetto.dev"
 
 
 def write_trace(file: Path, plan: Plan, ranks: Sequence[Sequence[TracedStep]]) -> None:
@@ -141,6 +141,6 @@ def refuse_unfit_trace(steps: int | None, max_steps: int | None) -> None:
     """Raise UserError where `--trace` asks for more steps than a run makes; None asks for nothing."""
     if steps is not None and not 1 <= steps < (max_steps or math.inf):
         raise UserError(
-            f"--trace {steps}: it records 1 to train.max_steps - 1 steps, since the first one pays for warm-up. "
+            f"--trace {steps}: it records 1 to train.max_steps - 1 steps, since the first includes warm-up. "
             f"train.max_steps is {max_steps}"
         )

@@ -111,7 +111,7 @@ def mark_answers(config: RunConfig, folder: Path) -> str | None:
         return None
     file.write_text(MARK.sub("", before) if isinstance(template, PlainTemplate) else before, encoding="utf-8")
     return (
-        "The chat template does not mark answers with {% generation %}, so that trl's assistant_only_loss cannot be "
+        "The chat template does not mark answers with {% generation %}, so trl's assistant_only_loss cannot be "
         f"used with it: {fault}."
     )
 
@@ -146,7 +146,7 @@ def _fault(folder: Path, before: str, template: Template) -> str | None:
             written = list(output["input_ids"])
             skipped = len(bos) if written[: len(bos)] == bos else 0
             if written[skipped:] != ids:
-                return "its tokens are others than those of training"
+                return "its tokens differ from those of training"
             if [bool(mask) for mask in output["assistant_masks"]][skipped + 1 :] != learnt:
-                return f"transformers {transformers.__version__} takes other tokens for answers than training does"
+                return f"transformers {transformers.__version__} marks other tokens as answers than training does"
     return None if documents else "no conversation could be compared"

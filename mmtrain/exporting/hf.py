@@ -136,7 +136,7 @@ def _class_for(checkpoint: StepFolder) -> ExportedClass:
     try:
         return exporter_for(config)
     except UserError as error:
-        raise UserError(f"{error}; use {formats_for(config, read_header(checkpoint.tensors_file))}") from None
+        raise UserError(f"{error}. Use {formats_for(config, read_header(checkpoint.tensors_file))}") from None
 
 
 def _write_multimodal(
@@ -199,8 +199,8 @@ def _refuse_replaced_weights(checkpoint: StepFolder) -> None:
     if odd is not None:
         folder = config.model.vision.name if odd.startswith("vision.") else config.model.llm.path
         raise UserError(
-            f"{folder}: {odd} is not what the run was trained with. Bring the model's files back, or install "
-            f"transformers {state['versions']['transformers']} and timm {state['versions']['timm']}, as it had"
+            f"{folder}: {odd} is not what the run was trained with. Restore the model's files, or install its "
+            f"transformers {state['versions']['transformers']} and timm {state['versions']['timm']}"
         )
 
 
@@ -270,7 +270,7 @@ def refuse_unfit_family(stock: StockClass, folder: Path) -> None:
         why = (
             f"it loads without {faults[0]}"
             if faults
-            else f"logits differ by {difference:.1e} of the largest, since it has no place for what this family's head "
+            else f"logits differ by {difference:.1e} of the largest, since it does not support what this family's head "
             "does (a scale, a cap)"
         )
     except Exception as error:  # any of transformers' families may fail in its own way

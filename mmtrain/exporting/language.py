@@ -76,8 +76,8 @@ def language_for_export(
         if (replacement := waiting.pop(global_name, None)) is not None:
             if replacement.shape != source.shape:
                 raise UserError(
-                    f"{global_name}: trained with shape {list(replacement.shape)}, and {folder} has "
-                    f"{list(source.shape)}: another model lies there than the run was trained with"
+                    f"{global_name}: trained with shape {list(replacement.shape)}, but {folder} has "
+                    f"{list(source.shape)}. Restore the model that the run was trained with"
                 )
             source = replacement
         source = take_merged(waiting, global_name, source, lora, global_name in transposed)
@@ -88,8 +88,8 @@ def language_for_export(
         tensors[around.language_name(name, stock.base_model_prefix)] = source
     if waiting:
         raise UserError(
-            f"{sorted(waiting)[0]} was trained, and the files of {folder} have no one tensor of this name "
-            f"(transformers loads {config.model_type} by fusing or renaming some); --format safetensors exports it"
+            f"{sorted(waiting)[0]} was trained, but the files of {folder} have no single tensor of this name "
+            f"(transformers loads {config.model_type} by fusing or renaming some). Use --format safetensors"
         )
     content = _text_config(folder, config, max(rows, rows_needed, config.vocab_size), dtype)
     return ExportedLanguage(content, tensors, max(0, rows_needed - rows))
@@ -109,8 +109,8 @@ def take_merged(
     outputs, inputs = reversed(weight.shape) if transposed else weight.shape
     if (first.shape, second.shape) != ((lora.r, inputs), (outputs, lora.r)):
         raise UserError(
-            f"{layer}: its adapter was trained with shapes {list(first.shape)} and {list(second.shape)}, and its "
-            f"weight has {list(weight.shape)}: another model lies there than the run was trained with"
+            f"{layer}: its adapter was trained with shapes {list(first.shape)} and {list(second.shape)}, but its "
+            f"weight has {list(weight.shape)}. Restore the model that the run was trained with"
         )
 
     def read() -> torch.Tensor:

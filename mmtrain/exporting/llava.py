@@ -73,7 +73,7 @@ def export_llava(checkpoint: StepFolder, folder: Path, dtype: torch.dtype) -> No
     (folder / FILE).write_bytes(content.getvalue())
     (folder / "config.json").write_text(config)
     if (folder / FILE).read_bytes() != content.getvalue():
-        raise OSError(f"{folder / FILE}: does not read back as written; check the disk")
+        raise OSError(f"{folder / FILE}: does not read back as written. Check the disk")
 
 
 def _config(about: Mapping[str, Any], layout: ImageLayout) -> dict[str, Any]:

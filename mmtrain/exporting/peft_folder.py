@@ -126,12 +126,12 @@ def _places(
             state = get_peft_model_state_dict(model, save_embedding_layers=False)
     except ValueError as error:
         why = f"peft cannot add these adapters to {type(whole).__name__}: {error}"
-        raise UserError(f"{why}; use --format hf") from error
+        raise UserError(f"{why}. Use --format hf") from error
     wanted = {name: tuple(tensor.shape) for name, tensor in state.items()}
     if odd := sorted(name for name in wanted.keys() | shapes.keys() if wanted.get(name) != shapes.get(name)):
         raise UserError(
-            f"{escape(odd[0])}: trained with shape {shapes.get(odd[0])}, and peft would look for "
-            f"{wanted.get(odd[0])} in {type(whole).__name__}; use --format hf"
+            f"{escape(odd[0])}: trained with shape {shapes.get(odd[0])}, but peft would look for "
+            f"{wanted.get(odd[0])} in {type(whole).__name__}. Use --format hf"
         )
     described.target_modules = targets  # in order: peft has made a set of them
     return described, places
@@ -155,4 +155,4 @@ def load_adapters(model: PreTrainedModel, folder: Path) -> None:
     odd = tensors.keys() ^ stored.keys()
     odd |= {name for name in tensors.keys() - odd if not torch.equal(tensors[name], stored[name].to(tensors[name]))}
     if odd:
-        raise UserError(f"peft does not load the exported folder as it was written: {min(odd)} comes out otherwise")
+        raise UserError(f"peft does not load the exported folder as it was written: {min(odd)} differs")

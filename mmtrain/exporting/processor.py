@@ -136,7 +136,7 @@ def _tokenizer_for_prompts(
     if tokenizer(text).input_ids != wanted:
         raise UserError(
             f"the tokenizer of {source.name_or_path} ({type(source).__name__}) adds special tokens to a text that "
-            f"training does not add, and stock {stock.processor_name} would keep them; save a fast tokenizer "
+            f"training does not add, and stock {stock.processor_name} would keep them. Save a fast tokenizer "
             "(tokenizer.json) into the LLM's folder, or export with --format safetensors or llava"
         )
     return tokenizer
@@ -212,8 +212,8 @@ def write_tokenizer(config: RunConfig, folder: Path) -> None:
         ids = tokenizer.apply_chat_template(messages, return_dict=False)
         if list(ids) != list(document.input_ids):
             raise UserError(
-                f"stock AutoTokenizer reads {turns[0][1]!r} as the tokens {ids[:40]}, and the run was trained on "
-                f"{list(document.input_ids[:40])}; --format safetensors exports what was trained, without a tokenizer"
+                f"stock AutoTokenizer reads {turns[0][1]!r} as the tokens {ids[:40]}, but the run was trained on "
+                f"{list(document.input_ids[:40])}. Use --format safetensors, which exports no tokenizer"
             )
     end = [label for label in template(Sample("probe", "probe", TEXTS[0], ())).labels if label != IGNORE][-1]
     _write_json(folder / "generation_config.json", generation_settings(config.model.llm.path, tokenizer, end))
@@ -242,8 +242,8 @@ def check_processor(exported: ExportedProcessor, folder: Path) -> None:
     for processor, conversations, sizes, tolerance in checks:
         if fault := _fault(processor, exported, conversations, sizes, tolerance):
             raise UserError(
-                f"{folder}: stock AutoProcessor does not make the inputs that the run was trained on: {fault}; export "
-                "with --format safetensors or --format llava, which bring no processor"
+                f"{folder}: stock AutoProcessor does not make the inputs that the run was trained on: {fault}. Export "
+                "with --format safetensors or --format llava, which include no processor"
             )
 
 
@@ -273,14 +273,14 @@ def _fault(
             for name, tensor in needed.items():
                 if name not in inputs or inputs[name].shape != tensor.shape:
                     shape = tuple(inputs[name].shape) if name in inputs else None
-                    return f"{name} has shape {shape}, training has {tuple(tensor.shape)}"
+                    return f"{name} has shape {shape}, but training has {tuple(tensor.shape)}"
                 difference = float((inputs[name] - tensor).abs().max())
                 if not difference <= tolerance:
                     return f"{name} differ by {difference:g}"
             ids = inputs["input_ids"][0].tolist()
             wanted = [exported.image_token_id if token == IMAGE_POSITION else token for token in trained]
             if ids != wanted:
-                return f"{text!r} becomes the tokens {ids[:40]}, training has {wanted[:40]}"
+                return f"{text!r} becomes the tokens {ids[:40]}, but training has {wanted[:40]}"
     return None
 
 

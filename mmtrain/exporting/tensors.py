@@ -55,7 +55,7 @@ def stored(name: str, file: Path) -> TensorSource:
         view = opened.get_slice(name)
         dtype, shape = DTYPES.get(view.get_dtype()), tuple(view.get_shape())
     if dtype is None:
-        raise UserError(f"{file}: {name} is stored as {view.get_dtype()}; use a release in bf16, fp16 or fp32")
+        raise UserError(f"{file}: {name} is stored as {view.get_dtype()}. Use a release in bf16, fp16 or fp32")
 
     def read() -> torch.Tensor:
         # Opened for each tensor: an open file's map keeps every page that was read, in the end the whole model.
@@ -82,7 +82,7 @@ def cast_to(
             result = tensor.to(dtype)
             if dtype == torch.float16 and not torch.equal(result.isfinite(), tensor.isfinite()):
                 raise UserError(
-                    f"{name} holds values up to {tensor[tensor.isfinite()].abs().max():.3g}, and float16 ends at "
+                    f"{name} holds values up to {tensor[tensor.isfinite()].abs().max():.3g}, but float16 ends at "
                     "65,504. Export with --dtype bfloat16 or float32"
                 )
             return result
@@ -111,7 +111,7 @@ def write_tensors(
     with safe_open(file, framework="pt") as opened:
         for name, tensor in content.items():
             if not torch.equal(_bytes(opened.get_tensor(name)), _bytes(tensor)):
-                raise OSError(f"{file}: {name} does not read back as written; check the disk")
+                raise OSError(f"{file}: {name} does not read back as written. Check the disk")
             show(tensor.nbytes)
 
 
@@ -160,7 +160,7 @@ def new_folder(out: Path) -> Iterator[Path]:
     except Exception as error:  # tokenizers and safetensors have exceptions of their own for a full disk
         if getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT) or "No space left" in str(error):
             raise UserError(
-                f"{out}: no space is left on its disk; nothing was left there. Make room, or choose another disk"
+                f"{out}: no space is left on its disk, and nothing was written. Free space, or choose another disk"
             ) from error
         if isinstance(error, OSError):
             raise UserError(f"{out}: cannot be written: {error}") from error
@@ -172,6 +172,6 @@ def require_space(folder: Path, size: int) -> None:
     free = shutil.disk_usage(folder).free
     if size > free:
         raise UserError(
-            f"{folder.parent}: {size / 1e9:.2f} GB are needed and {free / 1e9:.2f} GB are free. Make room, or choose "
+            f"{folder.parent}: {size / 1e9:.2f} GB are needed, but {free / 1e9:.2f} GB are free. Free space, or choose "
             "another disk or a smaller --dtype"
         )

@@ -106,7 +106,7 @@ def _stock_model(stock: ExportedClass, folder: Path) -> PreTrainedModel:
             folder, dtype=torch.float32, attn_implementation=None, local_files_only=True, output_loading_info=True
         )
     if faults := {kind: sorted(map(str, entries))[:3] for kind, entries in report.items() if entries}:
-        raise UserError(f"{stock.class_name} loads the exported folder with remarks: {faults}")
+        raise UserError(f"{stock.class_name} loads the exported folder with warnings: {faults}")
     return model.eval()
 
 
@@ -128,7 +128,7 @@ def read_samples(config: RunConfig, count: int) -> list[tuple[Sample, PackedBatc
                 samples.append((document.sample, processor.normalised(batch)))
     reader.close()
     if not samples:
-        raise UserError("--verify: the run's data have no sample with an answer to compare on")
+        raise UserError("--verify: the run's data have no sample with an answer to compare")
     return samples
 
 
@@ -163,7 +163,7 @@ def batch_fault(folder: Path, model: PreTrainedModel, samples: Sequence[Sample],
         if difference > BOUND * max(1.0, float(wanted_logits[seen].abs().max())):
             texts = [processor.decode(tokens, skip_special_tokens=True) for tokens in (given, wanted)]
             return (
-                f"a batch of {PROMPTS} prompts is answered {texts[0]!r} where one alone is answered {texts[1]!r} "
+                f"a batch of {PROMPTS} prompts is answered {texts[0]!r}, but one alone {texts[1]!r} "
                 f"(logits differ by {difference:.1e})"
             )
     return None

@@ -105,7 +105,7 @@ def merged_encoder(config: RunConfig, trained: Mapping[str, TensorSource]) -> di
             if result is not weight:
                 merged[name] = result
         if idle := next(filter(is_adapter, waiting), None):
-            raise UserError(f"{idle} was trained, and the encoder {chosen.name} has no such layer")
+            raise UserError(f"{idle} was trained, but the encoder {chosen.name} has no layer of this name")
     return {name: source.read() for name, source in (waiting | merged).items()}
 
 
@@ -134,7 +134,7 @@ def wrapped_timm_encoder(config: RunConfig, trained: Mapping[str, torch.Tensor])
             model.eval().load_state_dict(state)
             wanted, found = model.forward_features(noise), again.forward_features(noise)
     if not torch.allclose(wanted, found, rtol=0, atol=1e-5 * float(wanted.abs().max())):
-        raise _unfit(name, f"made again as {architecture} with {arguments} computes other features")
+        raise _unfit(name, f"rebuilt as {architecture} with {arguments} computes other features")
     return ExportedEncoder(
         config={
             "model_type": "timm_wrapper",
@@ -160,7 +160,7 @@ def _from_transformers(folder: Path, trained: Mapping[str, torch.Tensor]) -> tup
     shapes = {name: stored(*place).shape for name, place in files.items()}
     if (prefix_tokens := family.prefix_tokens(shapes)) > 1:
         registers = prefix_tokens - 1
-        raise _unfit(str(folder), f"has {registers} register tokens, which a stock class would take for patches")
+        raise _unfit(str(folder), f"has {registers} register tokens, which a stock class would read as patches")
     outer = OUTER if OUTER in family.outer else ""
     # transformers 5.17 has no such setting in SigLIP's configuration, and makes a head where it is not said.
     with_head = "head." in family.beside and getattr(config, "vision_use_head", True)
@@ -176,17 +176,17 @@ def _from_transformers(folder: Path, trained: Mapping[str, torch.Tensor]) -> tup
             tensors[outer + name] = in_memory(torch.zeros(shape))
             continue
         if name not in shapes:
-            raise UserError(f"model.vision.name: {folder} lacks the encoder's tensor {name}; download the folder again")
+            raise UserError(f"model.vision.name: {folder} lacks the encoder's tensor {name}. Download the folder again")
         if shapes[name] != shape:
             raise UserError(
                 f"model.vision.name: {folder} holds {name} with shape {shapes[name]}, but its "
-                f"config.json asks for {shape}; download the folder again"
+                f"config.json asks for {shape}. Download the folder again"
             )
         tensors[outer + name] = stored(*files[name])
     for name, tensor in revert_weight_conversion(model, dict(trained)).items():
         name = name.removeprefix(OUTER)
         if name not in expected or expected[name] != tensor.shape:
-            raise UserError(f"vision.{name}: trained with shape {tuple(tensor.shape)}, {folder} has no such tensor")
+            raise UserError(f"vision.{name}: trained with shape {tuple(tensor.shape)}, but {folder} has no such tensor")
         tensors[outer + name] = in_memory(tensor)
     settings = {key: getattr(config, key) for key in KEPT_SETTINGS if hasattr(config, key)}
     return {"model_type": config.model_type} | settings, tensors
@@ -205,14 +205,14 @@ def _from_timm(
     """
     _refuse_unknown_modules(model, name)
     if model.num_prefix_tokens > model.has_class_token:
-        raise _unfit(name, f"has {model.num_reg_tokens} register tokens, which a stock class would take for patches")
+        raise _unfit(name, f"has {model.num_reg_tokens} register tokens, which a stock class would read as patches")
     stock = form_of(model.state_dict())
     if isinstance(stock, str):
         raise _unfit(name, stock)
     if final_norm and stock is CLIP:
-        raise _unfit(name, "would be a CLIP of transformers, whose last norm is for its class token alone")
+        raise _unfit(name, "would be a CLIP of transformers, whose final norm is only for its class token")
     if final_norm and (not isinstance(model.norm, nn.LayerNorm) or model.norm.eps != model.blocks[0].norm1.eps):
-        raise _unfit(name, "has no last norm like its others, as every stock model has (model.vision.final_norm)")
+        raise _unfit(name, "has no final norm like its other norms, as every stock model has (model.vision.final_norm)")
     state = _with_trained(model, name, trained)
     stems = stock.front | {
         f"blocks.{block}.{own_name}": f"{stock.blocks}.{block}.{stock_name}"
@@ -261,7 +261,7 @@ def _fill_in(
 def _unfit(name: str, why: str) -> UserError:
     """Return the error for an encoder that no stock vision model computes, with the formats that work."""
     return UserError(
-        f"model.vision.name: {name} {why}; it cannot be converted exactly to a vision model that a stock class "
+        f"model.vision.name: {name} {why}, so it cannot be converted exactly to a vision model that a stock class "
         f"takes. {WHAT_WORKS}"
     )
 
@@ -278,7 +278,7 @@ def _refuse_unknown_modules(model: nn.Module, name: str) -> None:
             usable &= parts[-1] in ("norm_pre", "norm1", "norm2")
         if not usable:
             kind = type(module).__name__
-            raise _unfit(name, f"has a {kind} as {path}" if path else f"is a {kind}, no plain ViT")
+            raise _unfit(name, f"has a {kind} as {path}" if path else f"is a {kind}, not a plain ViT")
     if len(epsilons) > 1:
         raise _unfit(name, f"normalises with several epsilons, {', '.join(map(str, sorted(epsilons)))}")
 
@@ -308,7 +308,7 @@ def _timm_config(model: nn.Module, name: str, stock: StockModel) -> dict:
     wide = block.mlp.fc1.out_features
     if stock is DINOV2:
         if wide % model.embed_dim:
-            raise _unfit(name, f"has MLPs of {wide} in blocks of {model.embed_dim}, no whole multiple")
+            raise _unfit(name, f"has MLPs of {wide} in blocks of {model.embed_dim}, which is not a whole multiple")
         return config | {"mlp_ratio": wide // model.embed_dim, "use_mask_token": False}
     return config | {"intermediate_size": wide} | ({"vision_use_head": False} if stock is SIGLIP else {})
 
@@ -318,5 +318,7 @@ def _with_trained(model: nn.Module, name: str, trained: Mapping[str, torch.Tenso
     state = model.state_dict()
     for own_name, tensor in trained.items():
         if own_name not in state or state[own_name].shape != tensor.shape:
-            raise UserError(f"vision.{own_name}: trained with shape {tuple(tensor.shape)}, {name} has no such tensor")
+            raise UserError(
+                f"vision.{own_name}: trained with shape {tuple(tensor.shape)}, but {name} has no such tensor"
+            )
     return state | trained

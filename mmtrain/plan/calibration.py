@@ -184,14 +184,14 @@ def find_calibration(config: RunConfig, models: Models, device: Device) -> Calib
     calibration = load_calibration(Path(given).expanduser())
     measured, asked = asdict(calibration.key), asdict(wanted)
     different = [
-        f"\n  {name}: measured for {measured[name]}, this run has {asked[name]}"
+        f"\n  {name}: measured for {measured[name]}, but this run has {asked[name]}"
         for name in asked
         if measured[name] != asked[name]
     ]
     if different:
         raise UserError(
             f"parallel.calibration: {given} is not for this run:{''.join(different)}\n"
-            "calibrate this run on this device, or set parallel.calibration=null to plan without"
+            "Calibrate this run on this device, or set parallel.calibration=null to plan without"
         )
     return calibration
 
@@ -201,7 +201,7 @@ def load_calibration(file: Path) -> Calibration:
     try:
         content = parse_json(read_limited(file, MAX_BYTES, "a calibration"))
         if (version := content.pop("format", None)) != FORMAT:
-            raise ValueError(f"it has version {escape(repr(version))}, this mmtrain reads {FORMAT}")
+            raise ValueError(f"it has version {escape(repr(version))}; this mmtrain reads {FORMAT}")
         return TypeAdapter(Calibration).validate_python(content)
     except (OSError, ValueError, TypeError, AttributeError) as error:
         reason = error.strerror if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
@@ -209,7 +209,7 @@ def load_calibration(file: Path) -> Calibration:
             wrong = error.errors()[0]
             reason = f"{'.'.join(map(str, wrong['loc']))}: {wrong['msg']}"
         raise UserError(
-            f"{file}: no calibration that this version of mmtrain reads ({reason}); calibrate again"
+            f"{file}: not a calibration that this version of mmtrain reads ({reason}). Calibrate again"
         ) from error
 
 
@@ -324,11 +324,11 @@ def calibrated(
     if missing:
         raise UserError(
             f"the calibration on {calibration.key.device} does not have {', '.join(missing)}: it was made by another "
-            "version of mmtrain; calibrate again, or delete it"
+            "version of mmtrain. Calibrate again, or delete it"
         )
     measures = dict(calibration.layers)
     if not any(measures[kind.name].forward_seconds for kind in costs.kinds if kind.name != "encoder"):
-        raise UserError("the calibration says that no layer takes any time; calibrate again, or delete it")
+        raise UserError("the calibration says that no layer takes any time. Calibrate again, or delete it")
     of_encoder, of_front = measures["encoder"], measures["front"]
     if not costs.encoder.frozen:  # its backward belongs to stage 0's
         backward = of_front.backward_seconds + of_encoder.backward_seconds

@@ -217,7 +217,7 @@ def _reason(config: RunConfig, stages: Sequence[StagePlan], names: Sequence[str]
         here = [pattern for pattern in config.model.trainable if any(matches_any(name, (pattern,)) for name in names)]
         return f"trains {', '.join(here)} ({len(names)} tensor{'s' if len(names) > 1 else ''})"
     text = f"all of {stages[0].summary} is frozen" if len(stages) == 1 else "all of its layers are frozen"
-    return f"{text}, and so is all before it: forward only" if upstream else text
+    return f"{text}, and everything before it: forward only" if upstream else text
 
 
 def _uniform(search: Search, seconds: float) -> UniformCut | None:

@@ -29,10 +29,10 @@ _CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
 _LEAST_CONNECTIONS = 8  # CUDA's own default; streams of a rank: computes, four channels, replicas, statistics, copies
 # What each does to the order of work on a GPU; see `Ordering` in tests/deadlocks.py.
 _HANGS = {
-    "CUDA_LAUNCH_BLOCKING": "each kernel is waited for, also one that waits for a message",
+    "CUDA_LAUNCH_BLOCKING": "the host waits for each kernel, even one that waits for a message",
     _CONNECTIONS: "streams that share a queue wait for each other",
-    "NCCL_LAUNCH_ORDER_IMPLICIT": "messages of one direction wait for those of the other",
-    "PYTORCH_NO_CUDA_MEMORY_CACHING": "each tensor that is freed makes the GPU wait for all of its work",
+    "NCCL_LAUNCH_ORDER_IMPLICIT": "messages in one direction wait for those in the other",
+    "PYTORCH_NO_CUDA_MEMORY_CACHING": "each freed tensor makes the GPU wait for all its work",
 }
 
 
@@ -61,7 +61,7 @@ def _check_layout(config: RunConfig, models: Models) -> None:
     if boundaries and boundaries[-1] > decoder:
         raise UserError(
             f"parallel.boundaries: {list(boundaries)}, but {model} has {decoder} decoder layers. The last stage "
-            f"begins at layer {decoder} (the head alone) at the latest."
+            f"must begin at layer {decoder} (the head alone) or earlier."
         )
     for table in models.llm.front:
         if _LEARNED_POSITIONS.search(table.name):
@@ -106,20 +106,20 @@ def _check_encoder_ranks(config: RunConfig, models: Models) -> None:
     if max(ranks) >= pipeline or len(set(ranks)) < len(ranks):
         raise UserError(
             f"parallel.encoder_ranks: {escape(str(list(ranks)))}, but parallel.pipeline {pipeline} has ranks 0 "
-            f"to {pipeline - 1}. Name each once at most."
+            f"to {pipeline - 1}. Name each at most once."
         )
     if vision.blocks_run == 0 or set(ranks) == {0}:
         return
     trained = next((p.name for p in vision.parameters if matches_any(p.name, config.model.trainable)), None)
     if trained is not None:
         raise UserError(
-            f"parallel.encoder_ranks: {list(ranks)}, but {trained} trains. An encoder that trains is whole on rank "
+            f"parallel.encoder_ranks: {list(ranks)}, but {trained} trains. A trained encoder stays whole on rank "
             "0: use auto or 0."
         )
     if len(ranks) > vision.blocks_run:
         raise UserError(
-            f"parallel.encoder_ranks: {len(ranks)} ranks, but {vision.source} runs {vision.blocks_run} blocks: at most "
-            "one rank a block"
+            f"parallel.encoder_ranks: {len(ranks)} ranks, but {vision.source} runs {vision.blocks_run} blocks. Name "
+            "at most one rank per block"
         )
 
 
@@ -160,8 +160,8 @@ def check_environment(config: RunConfig, environment: Mapping[str, str]) -> None
         few = name == _CONNECTIONS and value.isdigit() and int(value) < _LEAST_CONNECTIONS
         if few or (name != _CONNECTIONS and value not in ("", "0")):
             raise UserError(
-                f"{name}={value} in the environment: {harm}, so that the {config.parallel.pipeline} stages of a "
-                "pipeline can wait for each other for ever; unset it on every machine, or use parallel.pipeline=1"
+                f"{name}={value} in the environment: {harm}, so the {config.parallel.pipeline} stages of a "
+                "pipeline can wait for each other forever. Unset it on every machine, or use parallel.pipeline=1"
             )
 
 
@@ -171,7 +171,7 @@ def _check_trainable(config: RunConfig, models: Models) -> None:
     if idle is not None:
         adapters = "vision.*.lora_*" if idle.startswith("vision.") else "llm.layers.*.lora_*"
         raise UserError(
-            f"model.trainable: {idle} would not train, and an adapter that does not train changes nothing. Add "
+            f"model.trainable: {idle} would not train, and a frozen adapter changes nothing. Add "
             f"{adapters} to it, or give the layer no adapter in model.lora.targets."
         )
     for pattern in config.model.trainable:
@@ -187,7 +187,7 @@ def _check_trainable(config: RunConfig, models: Models) -> None:
         if models.llm.tied and tied:
             raise UserError(
                 f"model.trainable: {pattern} matches {tied[0]}, but {config.model.llm.path} ties its LM head to its "
-                "embedding. The first and the last stage each hold a copy, and training would let them drift apart. "
+                "embedding. The first and the last stage each hold a copy, and training would make them differ. "
                 "Leave both frozen, or use a model with tie_word_embeddings: false."
             )
 
@@ -203,8 +203,8 @@ def _check_groups(config: RunConfig, models: Models) -> None:
             key = f"optimizer.groups.{number}.match: {pattern!r}"
             if frozen := [name for name in names if matches_any(name, (pattern,))]:
                 raise UserError(
-                    f"{key} matches {first_few(frozen, _NAMES_SHOWN)}, frozen by model.trainable, which is "
-                    f"[{', '.join(config.model.trainable)}]; add it there, or leave the group out"
+                    f"{key} matches {first_few(frozen, _NAMES_SHOWN)}, frozen by model.trainable="
+                    f"[{', '.join(config.model.trainable)}]. Add it there, or leave the group out"
                 )
             raise UserError(f"{key} matches no parameter that trains; {_nearest(pattern, trained)}")
     for name in trained:
@@ -213,7 +213,7 @@ def _check_groups(config: RunConfig, models: Models) -> None:
         ]
         if len(members) > 1:
             raise UserError(
-                f"optimizer.groups: {name} is in the groups {' and '.join(members)}. Narrow the patterns until each "
+                f"optimizer.groups: {name} is in the groups {' and '.join(members)}. Narrow the patterns so that each "
                 "parameter is in one group."
             )
 
@@ -243,14 +243,14 @@ def does_not_fit(config: RunConfig, models: Models, search: Search, limit: int |
             return (
                 f"parallel.host_memory_gib: {config.parallel.host_memory_gib:g} GiB, but rank {rank} would keep "
                 f"{bytes_text(cost.host_bytes)} of streamed layers in its machine's memory. Stream fewer "
-                "(parallel.streamed_layers=auto streams as many as there is room for), or raise it."
+                "(parallel.streamed_layers=auto streams as many as fit), or raise it."
             )
     assert limit is not None
     stated = config.parallel.device_memory_gib is not None
-    source = "parallel.device_memory_gib" if stated else "the GPU's memory, less what CUDA and NCCL take"
+    source = "parallel.device_memory_gib" if stated else "the GPU's memory without that of CUDA and NCCL"
     lines = [
-        f"This run does not fit: a rank may use {bytes_text(limit)} ({source}), {RESERVED_SHARE:.0%} of it left to "
-        f"fragmentation; {'the given boundaries need' if by_hand else 'the cut that comes nearest needs'}"
+        f"This run does not fit: a rank may use {bytes_text(limit)} ({source}), {RESERVED_SHARE:.0%} of it for "
+        f"fragmentation; {'the given boundaries need' if by_hand else 'the nearest cut needs'}"
     ]
     for rank, cost in enumerate(ranks):
         stages = range(rank, len(cut) - 1, config.parallel.pipeline)
@@ -262,12 +262,12 @@ def does_not_fit(config: RunConfig, models: Models, search: Search, limit: int |
             f"{bytes_text(cost.total_bytes)} = weights {bytes_text(cost.weight_bytes)}"
             f"{f' ({cost.streamed_count} layers {how})' if cost.streamed_count else ''} + "
             f"optimizer {bytes_text(cost.state_bytes)} + activations {bytes_text(cost.activation_bytes)}"
-            f"{f' ({recompute} layers recomputing)' if recompute else ''} + workspace {bytes_text(cost.working_bytes)}"
+            f"{f' ({recompute} layers recomputed)' if recompute else ''} + workspace {bytes_text(cost.working_bytes)}"
             f"{'' if search.costs.fits(cost) else '  <- too much'}"
         )
     if all(map(search.costs.fits, ranks)):
-        lines.append("These fit, but not with what waits between slices of the encoder, or for its use")
-    lines.append(f"To take less memory (none of it was planned): {'; '.join(_hints(config, models))}")
+        lines.append("These fit, but not together with encoder outputs that wait between slices or for their use")
+    lines.append(f"To use less memory (not planned here): {'; '.join(_hints(config, models))}")
     return "\n".join(lines)
 
 
@@ -314,8 +314,8 @@ def refuse_short_memory(rank: RankPlan, gpu: str, memory: GpuMemory) -> None:
     limit = (most if memory.cached else limit_on_gpu(most)) / 2**30  # later CUDA itself is among the others
     raise UserError(
         f"rank {rank.rank} (stage {', '.join(str(stage.stage) for stage in rank.stages)}) does not fit on {gpu}: "
-        f"{bytes_text(available)} of {bytes_text(memory.total)} are free, and the plan still needs "
-        f"{bytes_text(needed)}. CUDA itself and other processes hold {bytes_text(others)} (see nvidia-smi): end those, "
+        f"{bytes_text(available)} of {bytes_text(memory.total)} are free, but the plan still needs "
+        f"{bytes_text(needed)}. CUDA itself and other processes hold {bytes_text(others)} (see nvidia-smi). End those, "
         "choose other GPUs by CUDA_VISIBLE_DEVICES, or plan for less with parallel.device_memory_gib="
         f"{math.floor(limit * 10) / 10:g}"
     )

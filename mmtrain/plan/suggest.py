@@ -259,7 +259,7 @@ def candidates(config: RunConfig, decoder_layers: int, devices: int) -> list[Cha
     Raises UserError if there is none, saying what would have to change.
     """
     if not 1 <= devices <= MAX_RANKS:
-        raise UserError(f"{devices} devices: layouts are suggested for 1 to {MAX_RANKS:,}")
+        raise UserError(f"{devices} devices: choose 1 to {MAX_RANKS:,} devices")
     sizes = [(devices // data, data) for data in _divisors(devices)]
     sizes = [(pipeline, data) for pipeline, data in sizes if pipeline <= decoder_layers + 2 and data <= MOST_REPLICAS]
     layouts = [
@@ -271,15 +271,15 @@ def candidates(config: RunConfig, decoder_layers: int, devices: int) -> list[Cha
     if layouts:
         return layouts
     packs, model = config.train.packs_per_step, config.model.llm.path
-    remedy = "Take another number of devices"
+    remedy = "Choose another number of devices"
     if sizes:
         below = max((packs - 1) // data * data for _, data in sizes)
         above = min((packs // data + 1) * data for _, data in sizes)
-        remedy = f"Set train.packs_per_step={f'{below:,} or ' if below else ''}{above:,}, or t{remedy[1:]}"
+        remedy = f"Set train.packs_per_step={f'{below:,} or ' if below else ''}{above:,}, or c{remedy[1:]}"
     raise UserError(
         f"{devices:,} devices: no layout uses all of them. There are at most {decoder_layers + 2} pipeline ranks, one "
-        f"a layer of {model} (front, {decoder_layers} decoder layers, head), at most {MOST_REPLICAS:,} replicas, whose "
-        f"number divides train.packs_per_step, which is {packs:,}, and at most {MAX_MICROBATCHES:,} micro-batches on "
+        f"per layer of {model} (front, {decoder_layers} decoder layers, head), at most {MOST_REPLICAS:,} replicas, "
+        f"a divisor of train.packs_per_step ({packs:,}), and at most {MAX_MICROBATCHES:,} micro-batches on "
         f"all ranks. {remedy}"
     )
 
@@ -336,15 +336,15 @@ def render_suggestion(suggestion: Suggestion) -> list[str]:
         f"{config.run.name} ({config.model.llm.path}) on {devices}, {room}: the best layouts for a step of {packs}"
     ]
     if limit is None:
-        headline.append("without parallel.device_memory_gib all layouts fit: set it for devices that are not here")
+        headline.append("without parallel.device_memory_gib all layouts fit; set it for devices that are not here")
     best, *others = suggestion.layouts
     return [
         *wrapped(*headline),
         *_table(suggestion),
         *wrapped(*_notes(suggestion)),
-        "behind CONFIG for the first:",
+        "append to CONFIG for layout 1:",
         *_pasted("  ", best),
-        *(["for the others:"] if others else []),
+        *(["for the other layouts:"] if others else []),
         *(line for number, layout in enumerate(others, 2) for line in _pasted(f"  {number}: ", layout)),
     ]
 
@@ -373,35 +373,35 @@ def _table(suggestion: Suggestion) -> list[str]:
         )
     sizes = [f">memory\n{name}", f">host\n{name}"][: 1 + on_host]
     step = ">step\ns" if is_measured else ">step\nratio"
-    columns = "", ">pipeline", ">data", ">packs a\nmicro-batch", "streamed", ">recompute\nlayers", *sizes, step
+    columns = "", ">pipeline", ">data", ">packs per\nmicro-batch", "streamed", ">recompute\nlayers", *sizes, step
     return table_lines(columns, rows)
 
 
 def _notes(suggestion: Suggestion) -> Iterator[str]:
     """Say what the numbers rest on, and what was left to the planner."""
-    simpler = f"of layouts within {SIMPLER:.0%} the simpler comes first"
+    simpler = f"among layouts within {SIMPLER:.0%}, the simpler comes first"
     if suggestion.measured_on is None:
-        yield f"costs: assumed: ratios, no seconds; mmtrain calibrate CONFIG measures those; {simpler}"
+        yield f"costs: assumed, as ratios; mmtrain calibrate CONFIG measures seconds; {simpler}"
     else:
         yield f"costs: calibrated on {suggestion.measured_on}; {simpler}"
     if suggestion.not_measured:
         yield f"{suggestion.not_measured} layouts are left out: this calibration does not cover them"
     if any(layout.size.source == "peers" for layout in suggestion.layouts):
-        yield "from peers: it pays inside a machine with NVLink, and there alone"
+        yield "from peers: pays only inside a machine with NVLink"
     if any(layout.size.source in BITS for layout in suggestion.layouts):
         yield (
-            f"{' and '.join(BITS)}: another LLM, near {suggestion.config.model.llm.path}; needs pip install "
-            "'mmtrain[quantize]'; such layouts come last"
+            f"{' and '.join(BITS)}: a quantised LLM, near {suggestion.config.model.llm.path}; needs pip install "
+            "'mmtrain[quantize]'; these layouts come last"
         )
     if suggestion.by_hand:
-        yield f"left to the planner, though CONFIG states them: {', '.join(suggestion.by_hand)}"
+        yield f"chosen by the planner, although CONFIG sets them: {', '.join(suggestion.by_hand)}"
     tried = f"{suggestion.tried} layouts were planned, the most promising first"
     yield tried + (f"; {suggestion.not_tried} more may be as good" if suggestion.not_tried else "")
 
 
 def _pasted(mark: str, layout: SuggestedLayout) -> list[str]:
     """Return one line for a shell, wrapped behind backslashes to the terminal's width."""
-    options = " ".join(as_options(layout.overrides)) or "nothing: it is that of CONFIG"
+    options = " ".join(as_options(layout.overrides)) or "(nothing: CONFIG has this layout)"
     style = {"initial_indent": mark, "subsequent_indent": "    ", "break_on_hyphens": False, "break_long_words": False}
     lines = textwrap.wrap(options, terminal_width() - 2, **style)
     return [*(f"{line} \\" for line in lines[:-1]), *lines[-1:]]

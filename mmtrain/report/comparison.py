@@ -25,8 +25,8 @@ from mmtrain.report.records import MAX_POINTS, RunRecord, read_run
 CURVES: tuple[tuple[str, str, str, Unit, bool], ...] = (  # name, title, y axis, its unit, offers a logarithmic axis
     ("loss", "Training loss", "nats per supervised token", "number", True),
     ("eval_loss", "Loss on held-out samples", "nats per supervised token", "number", True),
-    ("eval_exact_match", "Exact answers on held-out samples", "share", "share", False),
-    ("lr", "Learning rate", "of what is in no group", "number", False),
+    ("eval_exact_match", "Exact match on held-out samples", "share", "share", False),
+    ("lr", "Learning rate", "of parameters in no group", "number", False),
     ("grad_norm", "Gradient norm", "L2, before clipping", "number", True),
     ("tokens_per_second", "Tokens a second", "tokens a second, without padding", "number", False),
 )
@@ -44,8 +44,8 @@ def compared(folders: Sequence[Path]) -> tuple[str, str, tuple[Section, ...]]:
 
 def _results(runs: Mapping[str, RunRecord]) -> Section:
     columns = (
-        *("run", ">steps", ">loss at the end", ">held-out loss", ">exact answers", ">right tokens"),
-        *(">control: exact", ">tokens a second", ">time"),
+        *("run", ">steps", ">final loss", ">held-out loss", ">exact match", ">token accuracy"),
+        *(">control: exact match", ">tokens a second", ">time"),
     )
     rows = []
     for name, run in runs.items():
@@ -69,8 +69,8 @@ def _results(runs: Mapping[str, RunRecord]) -> Section:
         for name, of_run in findings.items()
     ]
     questions = next(iter(findings.values()))
-    tables = (table("Scores", columns, rows), table("What each run says", ("run", "status", *questions), answers))
-    says = "The loss at the end is the mean of the last tenth of the steps; scores are of the last evaluation."
+    tables = (table("Scores", columns, rows), table("Summary of each run", ("run", "status", *questions), answers))
+    says = "The final loss is the mean over the last tenth of the steps; scores are from the last evaluation."
     return Section("results", "Side by side", (says,), tables=tables)
 
 
@@ -85,16 +85,16 @@ def _curves(runs: Mapping[str, RunRecord]) -> Section:
                 series.append(Series(name, points, colour=place, dash=place % 3))
         if series:
             charts.append(Chart(key, title, series, y_name, y_unit=unit, log=log))
-    says = f"A curve of {LONG} points or more is shown by the means of about {SHOWN_MEANS} stretches."
+    says = f"A curve with {LONG} points or more is shown as about {SHOWN_MEANS} means."
     return Section("curves", "Curves", (says if charts else "No step of these runs is recorded yet.",), charts)
 
 
 def _keys(runs: Mapping[str, RunRecord]) -> Section:
-    title = "Differences of their configurations"
+    title = "Configuration differences"
     keys = sorted({key for run in runs.values() for key in run.config} - {"run.name"})
     values = {key: [run.config.get(key, "-") for run in runs.values()] for key in keys}
     rows = [(key, *of_runs) for key, of_runs in values.items() if len(set(of_runs)) > 1]
     if not rows:
-        return Section("keys", title, ("They agree in every key but run.name.",))
-    says = f"They differ in {counted(len(rows), 'key')} of {len(keys)}, run.name left out."
+        return Section("keys", title, ("All keys except run.name are equal.",))
+    says = f"{counted(len(rows), 'key')} of {len(keys)} differ (without run.name)."
     return Section("keys", title, (says,), tables=(table(title, ("key", *runs), rows),))

@@ -16,7 +16,7 @@ SHOWN_RANKS, SHOWN_NAMES = 64, 12  # in a table, in a cell
 MAX_ROWS, MAX_CELL = 500, 1000  # of a table, characters of a cell
 DIGITS = 6  # of the numbers in charts
 NOT_YET = "No step is recorded yet."
-NOT_EVALUATED = "No evaluation is recorded: eval.shards or eval.fraction holds samples out."
+NOT_EVALUATED = "No evaluation is recorded. Set eval.shards or eval.fraction to evaluate on held-out samples."
 
 Look = Literal["line", "faint", "dots", "bar"]
 Unit = Literal["number", "share"]

@@ -30,12 +30,12 @@ def headline(run: RunRecord) -> dict[str, Finding]:
 
 def status(run: RunRecord) -> str:
     if run.final_step is not None:
-        return f"Finished: all {counted(run.final_step, 'step')} are made."
+        return f"Finished: {counted(run.final_step, 'step')} done."
     if run.begun is None or not run.steps:
         return NOT_YET
     of_all = run.config.get("train.max_steps", "?")
     last = f"the last step is {run.steps_done:,} of {of_all}, at {_moment(run.begun + run.elapsed)}"
-    return f"No end is recorded: {last}. It goes on, was stopped or failed."
+    return f"No end is recorded: {last}. The run is still going, was stopped or failed."
 
 
 def models(run: RunRecord) -> str:
@@ -54,11 +54,11 @@ def data_source(run: RunRecord) -> str:
 
 def audit_sentence(run: RunRecord) -> str:
     if run.audit is None:
-        return "No audit: a run proves at its end that frozen weights are unchanged and that what trains has moved."
+        return "No audit yet: a run checks at its end that frozen weights are unchanged and trained weights changed."
     if not run.audit.passed:
         return f"The audit failed: {first_few(run.audit.failures, SHOWN) or 'audit.json does not say why'}."
     ranks = counted(len(run.audit.ranks), "rank")
-    return f"The audit passed on {ranks}: frozen weights are unchanged, and all that had a gradient has moved."
+    return f"The audit passed on {ranks}: frozen weights are unchanged, and weights with a gradient have changed."
 
 
 def _moment(seconds: float) -> str:
@@ -67,10 +67,10 @@ def _moment(seconds: float) -> str:
 
 def _trained(run: RunRecord) -> Finding:
     if run.plan is None:
-        return Finding(run.config.get("model.trainable", "unknown"), "There is no plan.json that says more.")
+        return Finding(run.config.get("model.trainable", "unknown"), "plan.json is missing or not readable.")
     parameters = sum(rank.trainable for rank in run.plan.ranks if rank.data == 0)
     answer = f"{first_few(run.plan.trainable, SHOWN)}: {counted(parameters, 'parameter')}"
-    return Finding(answer, f"{models(run)}; all else is frozen. {audit_sentence(run)}")
+    return Finding(answer, f"{models(run)}; everything else is frozen. {audit_sentence(run)}")
 
 
 def _data(run: RunRecord) -> Finding:
@@ -80,21 +80,21 @@ def _data(run: RunRecord) -> Finding:
     tiles = "" if totals["tiles"] == totals["images"] else f" in {counted(totals['tiles'], 'tile')}"
     return Finding(
         counted(totals["samples"], "sample"),
-        f"of {data_source(run)}: {counted(totals['images'], 'image')}{tiles}, {counted(totals['tokens'], 'token')}, "
-        f"of which {totals['supervised_tokens']:,} are supervised, in {counted(run.steps, 'step')}.",
+        f"from {data_source(run)}: {counted(totals['images'], 'image')}{tiles}, {counted(totals['tokens'], 'token')} "
+        f"({totals['supervised_tokens']:,} supervised), in {counted(run.steps, 'step')}.",
     )
 
 
 def _took(run: RunRecord) -> Finding:
     speed = run.curves["tokens_per_second"].means(1)
     if not speed or run.begun is None:
-        return Finding("not known", NOT_YET)
+        return Finding("unknown", NOT_YET)
     device = "" if run.begin is None else f" on {run.begin.device}"
     text = (
-        f"{clock(run.seconds)} of it are steps and evaluations. {counted(len(run.peaks), 'rank')}{device}; "
-        f"{number(speed[0].y)} tokens a second while it trains. Begun {_moment(run.begun)}."
+        f"{clock(run.seconds)} for steps and evaluations. {counted(len(run.peaks), 'rank')}{device}; "
+        f"{number(speed[0].y)} tokens a second in training. Started {_moment(run.begun)}."
     )
-    return Finding(f"{clock(run.elapsed)} from begin to end", text)
+    return Finding(f"{clock(run.elapsed)} from start to end", text)
 
 
 def _worked(run: RunRecord) -> Finding:
@@ -119,34 +119,34 @@ def _worked(run: RunRecord) -> Finding:
 def _worked_in_training(run: RunRecord) -> Finding:
     ends = run.curves["loss"].means(10)
     if len(ends) < 2:
-        return Finding("not known", NOT_EVALUATED)
+        return Finding("unknown", NOT_EVALUATED)
     first, last = ends[0].y, ends[-1].y
     answer = f"training loss {'fell' if last < first else 'rose'}"
-    return Finding(answer, f"From {number(first)} to {number(last)}, in means. {NOT_EVALUATED}", "mixed")
+    return Finding(answer, f"Mean of a tenth of the steps: {number(first)} to {number(last)}. {NOT_EVALUATED}", "mixed")
 
 
 def _looked(run: RunRecord) -> Finding:
     control = run.control
     if run.plan is not None and run.plan.vision is None:
-        return Finding("there are none", "The run is on text alone.")
+        return Finding("no images", "The run trains on text alone.")
     if control is None or not run.evaluations:
-        why = "eval.permuted_control=true, with eval.shards or eval.fraction, evaluates once more at a run's end, with "
-        return Finding("not known", f"{why}images permuted among the questions.")
+        why = "eval.permuted_control=true, with eval.shards or eval.fraction, evaluates with shuffled images "
+        return Finding("unknown", f"{why}at the end of a run.")
     last = run.evaluations[-1]
-    text = f"With other samples' images: {_scores(control)}; with their own: {_scores(last)}."
+    text = f"With shuffled images: {_scores(control)}; with the right images: {_scores(last)}."
     if (kept := control.samples - control.permuted_samples) > 0:
         text += f" {counted(kept, 'sample')} kept {'its' if kept == 1 else 'their'} own images."
     better, by_loss = _compare(last, control)
     if better > 0:
-        why = "by the loss: with wrong images it is higher" if by_loss else "with wrong images it does worse"
+        why = "by the loss: it is higher with wrong images" if by_loss else "with wrong images it does worse"
         return Finding(f"yes, {why}", text, "good")
     if _few(last, control):
-        return Finding("it answers too little to tell", text, "mixed")
-    return Finding("no sign of it", f"{text} The questions can be answered as well without looking.", "bad")
+        return Finding("too few exact answers to tell", text, "mixed")
+    return Finding("no sign of it", f"{text} The model answers equally well without the right images.", "bad")
 
 
 def _scores(scores: Evaluation) -> str:
-    exact = "" if scores.exact_match is None else f"{percent(scores.exact_match)} exact answers, "
+    exact = "" if scores.exact_match is None else f"exact match {percent(scores.exact_match)}, "
     return f"{exact}loss {number(scores.loss)}"
 
 
@@ -179,16 +179,16 @@ def _wrong(run: RunRecord) -> Finding:
         counted(run.reasons.total(), "quarantined sample"): run.reasons.total(),
         counted(unsaved, "failed checkpoint"): unsaved,
         counted(counts["resume"], "resume"): counts["resume"],
-        f"{counted(run.discarded.total(), 'step')} made twice": run.discarded.total(),
+        f"{counted(run.discarded.total(), 'step')} repeated": run.discarded.total(),
     }
     happened = [what for what, count in events.items() if count]
     if not happened and not run.problems:
-        return Finding("nothing on record", "No bad step, no quarantined sample, no resume.", "good")
+        return Finding("nothing recorded", "No bad step, no quarantined sample, no resume.", "good")
     texts = []
     if run.reasons:
         reasons = listed(f"{count:,} {reason}" for reason, count in run.reasons.most_common(SHOWN))
-        texts.append(f"Reasons of quarantine: {reasons}.")
+        texts.append(f"Quarantined because of: {reasons}.")
     if run.problems:
-        texts.append(f"Of the records themselves: {'; '.join(run.problems)}.")
-    answer = listed(happened) if happened else "records not read"
+        texts.append(f"Unreadable records: {'; '.join(run.problems)}.")
+    answer = listed(happened) if happened else "unreadable records"
     return Finding(answer, " ".join([*texts, "See “Faults and resumes”."]), "bad" if failed else "mixed")

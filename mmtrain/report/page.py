@@ -35,7 +35,7 @@ MAX_RUNS = 8
 def make_page(folders: Sequence[Path]) -> str:
     """Return the page of a run, or of several side by side; raises UserError for a folder that is no run."""
     if len(folders) > MAX_RUNS:
-        raise UserError(f"{len(folders)} runs do not fit on a page, at most {MAX_RUNS} do. Give fewer.")
+        raise UserError(f"{len(folders)} runs do not fit on a page; at most {MAX_RUNS} do. Name fewer runs.")
     if len(folders) > 1:
         title, says, parts = compared(folders)
         return _render(title, says, {}, parts)
@@ -49,7 +49,7 @@ def write_page(folders: Sequence[Path], file: Path) -> Path:
     try:
         write_whole(file, page)
     except OSError as error:
-        raise UserError(f"{file} cannot be written: {error.strerror}. --out FILE chooses another place.") from error
+        raise UserError(f"{file} cannot be written: {error.strerror}. Choose another place with --out FILE.") from error
     return file
 
 

@@ -296,7 +296,7 @@ class RunRecord:
 def read_run(folder: Path) -> RunRecord:
     """Read the records of a run, which may be under way; raises UserError for a folder that is none."""
     if not (folder / CONFIG).is_file():
-        raise UserError(f"{folder} has no {CONFIG}, so it is no run. Give the folder run.dir/run.name of a run.")
+        raise UserError(f"{folder} has no {CONFIG}, so it is not a run. Give the folder run.dir/run.name of a run.")
     run = RunRecord(escape(folder.resolve().name), folder)
     try:
         run.config = dict(_flat("", disclosed(read_yaml(inside(folder, CONFIG)))))
@@ -319,7 +319,7 @@ def inside(folder: Path, name: str) -> Path:
     except (OSError, ValueError, RuntimeError) as error:
         raise UserError(f"{name} cannot be read: {error}") from error
     if not file.is_relative_to(folder):
-        raise UserError(f"{name} is a link out of the run's folder, which is not followed. Put the file itself there")
+        raise UserError(f"{name} is a link out of the run's folder and is not followed. Put the file itself there")
     return file
 
 
@@ -342,7 +342,7 @@ def _read_json(run: RunRecord, name: str, kind: type[T]) -> T | None:
     except UserError as error:
         run.problems.append(shown(str(error)))
     except ValidationError as error:
-        run.problems.append(f"{name} is not understood: {_first_problem(error)}")
+        run.problems.append(f"{name} has wrong content: {_first_problem(error)}")
     return None
 
 
@@ -363,7 +363,7 @@ def _read_lines(run: RunRecord, name: str, kind: Any) -> Iterator[Any]:
     except (OSError, UserError) as error:
         run.problems.append(shown(f"{name} cannot be read: {getattr(error, 'strerror', None) or error}"))
     if left_out:
-        run.problems.append(f"{name}: {left_out:,} line(s) left out that are no records ({first})")
+        run.problems.append(f"{name}: {left_out:,} line(s) left out, since they are not valid records ({first})")
 
 
 def _first_problem(error: ValidationError) -> str:
@@ -444,11 +444,11 @@ def _read_faults(run: RunRecord) -> None:
     not_updated = {event.step: event for event in run.events if event.kind == "no update"}
     for bad in _read_lines(run, BAD_STEPS, BadStep):
         where = f"rank {first_few(list(map(str, bad.ranks)), 4)}, {first_few(bad.parameters, 3) or 'no gradient'}"
-        text = f"NaN or infinity on {where}; {BAD_STEPS} has its samples"
+        text = f"NaN or infinity on {where}; {BAD_STEPS} lists its samples"
         if bad.step + 1 in not_updated:
             not_updated[bad.step + 1].text = text
         elif bad.step >= run.steps_done:
-            _add_event(run, Event("bad step", bad.step + 1, None, f"the run ended with it: {text}"))
+            _add_event(run, Event("bad step", bad.step + 1, None, f"this ended the run: {text}"))
     for lost in _read_lines(run, DISCARDED, Discarded):
         if isinstance(lost.record, Train):
             run.discarded[lost.back_to_step] += 1

@@ -50,9 +50,9 @@ def sections(run: RunRecord) -> list[Section]:
 def trained(run: RunRecord) -> Section:
     title, plan = "What was trained", run.plan
     if plan is None:
-        return Section("trained", title, ("There is no plan.json that could be read.", audit_sentence(run)))
+        return Section("trained", title, ("plan.json is missing or not readable.", audit_sentence(run)))
     says = (
-        f"{models(run)}; {first_few(plan.trainable, SHOWN_NAMES)} trains, all else is frozen.",
+        f"{models(run)}; {first_few(plan.trainable, SHOWN_NAMES)} trains; everything else is frozen.",
         f"Pipeline {plan.pipeline} x data {plan.data}: {counted(len(plan.ranks), 'rank')}; per step and replica "
         f"{counted(plan.microbatches_per_step, 'micro-batch', 'micro-batches')} of "
         f"{counted(plan.packs_per_microbatch, 'pack')} of {counted(plan.pack_length, 'token')}.",
@@ -62,7 +62,7 @@ def trained(run: RunRecord) -> Section:
         (str(rank.rank), "; ".join(_holdings(rank)), rank.trainable, rank.optimizer, rank.reason)
         for rank in plan.ranks[:SHOWN_RANKS]
     ]
-    held = table("Who holds and trains what", (">rank", "layers", ">trainable", "optimizer", "why"), rows)
+    held = table("Layers and optimizers by rank", (">rank", "layers", ">trainable", "optimizer", "why"), rows)
     return Section("trained", title, says, tables=(held,))
 
 
@@ -72,7 +72,7 @@ def learning(run: RunRecord) -> Section:
     losses = lines_of("training", run.curves["loss"])
     if held_out := run.curves["eval_loss"].points():
         losses.append(Series("held-out samples", held_out, "dots", 1))
-    curves = {("what is in no group" if run.rates else "lr"): run.curves["lr"], **run.rates}
+    curves = {("parameters in no group" if run.rates else "lr"): run.curves["lr"], **run.rates}
     rates = [
         Series(name, curve.points(), colour=place % 8, dash=place // 8)
         for place, (name, curve) in enumerate(curves.items())
@@ -88,7 +88,7 @@ def learning(run: RunRecord) -> Section:
     )
     says = []
     if utilization := run.curves["model_flops_utilization"].means(1):
-        says.append(f"{percent(utilization[0].y)} of the devices' arithmetic went into what any training must compute.")
+        says.append(f"Model FLOPs utilization: {percent(utilization[0].y)} of the devices' measured matmul speed.")
     return Section("learning", "Loss and speed", says, [chart for chart in charts if chart.series])
 
 
@@ -96,18 +96,18 @@ def evaluations(run: RunRecord) -> Section:
     title, control = "Evaluations and control", run.control
     if not run.evaluations:
         return Section("evaluations", title, (NOT_EVALUATED,))
-    curves = {"exact answers": "eval_exact_match", "right tokens": "eval_token_accuracy"}
+    curves = {"exact match": "eval_exact_match", "token accuracy": "eval_token_accuracy"}
     series = [Series(name, run.curves[key].points(), colour=place) for place, (name, key) in enumerate(curves.items())]
-    says = ["An answer is exact if each of its tokens, end mark included, is the likeliest after the true ones before."]
+    says = ["Exact match: every token of the answer, end mark included, is ranked first, given the true tokens before."]
     rows = [_score_row("first", run.evaluations[0])] if len(run.evaluations) > 1 else []
     rows.append(_score_row("last", run.evaluations[-1]))
     if control is not None:
-        rows.append(_score_row("control, images permuted", control))
+        rows.append(_score_row("control with shuffled images", control))
         says.append(
-            f"In the control {control.permuted_samples:,} of {control.samples:,} samples got another sample's images: "
-            "what it scores needs no looking."
+            f"In the control, {control.permuted_samples:,} of {control.samples:,} samples got another sample's images: "
+            "its scores are those of a model that does not look at the images."
         )
-    columns = ("evaluation", ">step", ">loss", ">exact answers", ">right tokens", ">answers", ">samples")
+    columns = ("evaluation", ">step", ">loss", ">exact match", ">token accuracy", ">answers", ">samples")
     chart = Chart("scores", "Scores on held-out samples", series, "share", y_unit="share")
     return Section("evaluations", title, says, (chart,), (table("Scores", columns, rows),))
 
@@ -115,8 +115,8 @@ def evaluations(run: RunRecord) -> Section:
 def answers(run: RunRecord) -> Section:
     title = "Questions and answers"
     if not run.questions:
-        why = "Nothing was asked. Set eval.show_answers, and eval.shards or eval.fraction, to have held-out questions "
-        return Section("answers", title, (f"{why}answered before the first step and after the last.",))
+        why = "No questions were asked. To have held-out questions answered before the first step and after the last, "
+        return Section("answers", title, (f"{why}set eval.show_answers, and eval.shards or eval.fraction.",))
     room, questions = MAX_PICTURES_BYTES, []
     for asked, before, after in run.questions:
         pictures = []
@@ -129,7 +129,7 @@ def answers(run: RunRecord) -> Section:
         answers_given = (("before training", before), ("after training", after))
         given = [(when, answer.given, answer.right) for when, answer in answers_given if answer is not None]
         questions.append(Question(asked.key, asked.question, asked.truth, given, pictures))
-    says = "Held-out questions, answered one token at a time. An answer is right if all its tokens are."
+    says = "Held-out questions, answered one token at a time. An answer is right if all its tokens are right."
     return Section("answers", title, (says,), questions=questions)
 
 
@@ -158,14 +158,14 @@ def rank_times(run: RunRecord) -> Section:
     shares = {kind: [times[kind][rank] / totals[rank] for rank in ranks] for kind in TIMES}
     idle = sum(times["idle"][rank] for rank in ranks) / sum(totals.values())
     says = [
-        f"Over {counted(run.timed_steps, 'step')}, without the first of each process, which pays for warm-up, the "
-        f"ranks were idle {percent(idle)} of the time{f'; planned were {percent(plan.idle_share)}' if plan else ''}.",
-        "Idle is waiting for other ranks; data is waiting for samples. The optimizer's time is in none of them.",
+        f"Over {counted(run.timed_steps, 'step')}, without the first of each process, which includes warm-up, the "
+        f"ranks were idle {percent(idle)} of the time{f' (planned: {percent(plan.idle_share)})' if plan else ''}.",
+        "Idle: waiting for other ranks. Data: waiting for samples. The optimizer's time is not included.",
     ]
     if plan and plan.step_seconds is None:
-        says.append("The plan's costs are assumed, from FLOPs and bytes; mmtrain calibrate measures them.")
+        says.append("The plan assumes costs from FLOPs and bytes. Run mmtrain calibrate to measure them.")
     if any(shares["fetching"]):
-        says.append("Fetching is waiting for weights of layers that are not kept on the device.")
+        says.append("Fetching: waiting for the weights of streamed layers, which are not kept on the device.")
     else:
         del shares["fetching"]
     series = [Series(kind, of_ranks, "bar", TIMES[kind], stack="measured") for kind, of_ranks in shares.items()]
@@ -180,15 +180,15 @@ def rank_times(run: RunRecord) -> Section:
         seconds = [times[kind][rank] / run.timed_steps for kind in shares]
         planned_share = planned[rank].idle_share if rank in planned else None
         rows.append((str(rank), *seconds, percent(shares["idle"][place]), percent(planned_share)))
-    columns = (">rank", *(f">{kind}, s" for kind in shares), ">idle", ">planned")
+    columns = (">rank", *(f">{kind}, s" for kind in shares), ">idle", ">planned idle")
     chart = Chart(
         id="ranks",
-        title="Shares of the time, by rank",
+        title="Shares of time, by rank",
         series=series,
-        y_name="share of the time",
+        y_name="share of time",
         y_unit="share",
         rows=[f"rank {rank}" for rank in ranks],
-        behind=table("Seconds a step and the share of the time idle, by rank", columns, rows),
+        behind=table("Seconds per step and idle share, by rank", columns, rows),
     )
     return Section("ranks", title, says, (chart,))
 
@@ -196,7 +196,7 @@ def rank_times(run: RunRecord) -> Section:
 def memory(run: RunRecord) -> Section:
     title = "Memory"
     if run.plan is None:
-        return Section("memory", title, ("There is no plan.json that could be read.",))
+        return Section("memory", title, ("plan.json is missing or not readable.",))
     planned = run.plan.ranks[:SHOWN_RANKS]
     measured = [run.peaks.get(rank.rank, 0.0) for rank in planned]
     largest = max(*measured, *(rank.total_bytes for rank in planned))
@@ -206,13 +206,11 @@ def memory(run: RunRecord) -> Section:
     for sizes, (part, colour) in zip(zip(*of_parts, strict=True), PARTS.items(), strict=True):
         bars.append(Series(f"planned: {part}", [size / unit for size in sizes], "bar", colour, stack="planned"))
     limit = run.plan.memory_limit_bytes
-    says = ["Planned is the fullest moment of each rank."]
-    says.append("No limit was set." if limit is None else f"The limit is {bytes_text(limit)} a rank.")
+    says = ["Planned: the peak of each rank."]
+    says.append("No limit was set." if limit is None else f"The limit is {bytes_text(limit)} per rank.")
     if any(measured):
         bars.append(Series("measured", [peak / unit for peak in measured], "bar", 1, stack="measured"))
-        says.append(
-            "Measured is what tensors took in the highest of all steps; on a CPU the heap, which holds a little more."
-        )
+        says.append("Measured: the most that tensors took; on a CPU the heap, which holds a little more.")
     rows = []
     for rank, sizes, peak in zip(planned, of_parts, measured, strict=True):
         cells = [number(size / unit) for size in (*sizes, rank.total_bytes)]
@@ -232,8 +230,8 @@ def memory(run: RunRecord) -> Section:
 def samples(run: RunRecord) -> Section:
     if not run.steps and not run.reasons:
         return Section("samples", "Samples", (NOT_YET,))
-    trained_on = f"{counted(run.totals['samples'], 'sample')} in {counted(run.steps, 'step')} were trained on"
-    says, tables = [f"{trained_on}; {run.totals['quarantined']:,} that were read left a gap."], []
+    trained_on = f"{counted(run.totals['samples'], 'sample')} trained on in {counted(run.steps, 'step')}"
+    says, tables = [f"{trained_on}; {run.totals['quarantined']:,} more were packed, but quarantined."], []
     if run.epochs:
         columns = ("epoch", "complete", ">packs", ">read", ">trained on", ">quarantined", ">too long")
         rows = [
@@ -241,30 +239,30 @@ def samples(run: RunRecord) -> Section:
             for e in run.epochs
         ]
         tables.append(table("Epochs: read = trained on + quarantined + too long", columns, rows))
-        says.append("In an epoch that is not complete, samples that are too long are not counted.")
+        says.append("Samples that are too long are counted only in complete epochs.")
     if run.quarantined:
         tables.append(table("Quarantined, by reason", ("reason", ">samples"), run.reasons.most_common()))
         rows = [
             ("from the start" if q.step is None else str(q.step + 1), q.key, q.reason, q.detail, q.shard)
             for q in run.quarantined
         ]
-        caption = f"Quarantined samples, the first {len(rows)} of {run.reasons.total():,}"
-        tables.append(table(caption, (">step", "sample", "reason", "what was found", "shard"), rows, folded=True))
+        caption = f"Quarantined samples, first {len(rows)} of {run.reasons.total():,}"
+        tables.append(table(caption, (">step", "sample", "reason", "details", "shard"), rows, folded=True))
     return Section("samples", "Samples", says, tables=tables)
 
 
 def faults(run: RunRecord) -> Section:
     says, tables = [], []
     if run.discarded:
-        again = [f"{counted(n, 'step')} when it went back to step {step:,}" for step, n in run.discarded.items()]
-        says.append(f"Made and discarded: {listed(again)}.")
+        again = [f"{counted(n, 'step')} when the run went back to step {step:,}" for step, n in run.discarded.items()]
+        says.append(f"Discarded and repeated: {listed(again)}.")
     says += [f"{problem}." for problem in run.problems]
     if all(event.kind in ("begin", "end") for event in run.events):
         says.append("No resume, no bad step, no quarantined sample and no failed checkpoint is recorded.")
     if run.events:
         rows = [(clock(event.at), event.step, event.kind, event.text) for event in run.events]
         tables.append(
-            table(f"What happened, at most the first {LISTED} of each kind", (">time", ">step", "what", "more"), rows)
+            table(f"Events, at most the first {LISTED} of each kind", (">time", ">step", "event", "details"), rows)
         )
     return Section("faults", "Faults and resumes", says, tables=tables)
 

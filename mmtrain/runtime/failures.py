@@ -39,7 +39,7 @@ LOST_PEER = re.compile(
 )
 NCCL_LACKS_ROOM = re.compile(r"Error.*/dev/shm/nccl-.*")  # NCCL's src/os/linux.cc
 DEAD_WORKER = re.compile(r"DataLoader worker \(pid (\d+)\) is killed by signal: ([\w ]+)")  # by strsignal's name
-OUT_OF_MEMORY = "if nobody did that, the machine ran out of memory: see dmesg"
+OUT_OF_MEMORY = "if nobody killed it, the machine ran out of memory: see dmesg"
 SHARED_MEMORY_IS_FULL = "/dev/shm may be full: see df -h /dev/shm, or start the container with --shm-size=8g"
 # A rank that has waited too long for another one aborts in C++: "[rank3]:[E1218 20:27:21 ProcessGroupNCCL.cpp] ...",
 # with the words of ProcessGroupNCCL or those of ProcessGroupNCCL2.

@@ -83,7 +83,7 @@ def ask_machine() -> Machine:
     facts = [line for line in answer.splitlines() if line.startswith("{")]  # libraries may print, too
     if child.returncode != 0 or not facts:
         cause = next(iter(errors.strip().splitlines()[-1:]), f"exit code {child.returncode}")
-        raise UserError(f"asking for the GPUs failed ({cause}). See whether nvidia-smi works, or {ON_THE_CPU}")
+        raise UserError(f"listing the GPUs failed ({cause}). Check whether nvidia-smi works, or {ON_THE_CPU}")
     return TypeAdapter(Machine).validate_json(facts[-1])
 
 
@@ -92,8 +92,8 @@ def refuse_unusable(machine: Machine) -> None:
     build, built_for, driver_cuda = f"torch {machine.torch}", machine.built_for, machine.driver_cuda
     if built_for is not None and driver_cuda is not None and driver_cuda[0] < int(built_for.split(".")[0]):
         raise UserError(
-            f"the GPU driver knows CUDA {'.'.join(map(str, driver_cuda))}, and {build} is built for CUDA {built_for}: "
-            f"update the driver, install a build of torch for CUDA {driver_cuda[0]}, or {ON_THE_CPU}"
+            f"the GPU driver supports CUDA {'.'.join(map(str, driver_cuda))}, but {build} has CUDA {built_for}. "
+            f"Update the driver, install a build of torch for CUDA {driver_cuda[0]}, or {ON_THE_CPU}"
         )
     if not machine.gpus and Path(NVIDIA_DRIVER_FILE).exists():  # a run for GPUs must not begin on the CPU in silence
         raise UserError(f"{_why_none(machine, build)}, or {ON_THE_CPU}")
@@ -101,20 +101,20 @@ def refuse_unusable(machine: Machine) -> None:
         if machine.architectures and not any(_runs_on(name, gpu.capability) for name in machine.architectures):
             capability = ".".join(map(str, gpu.capability))
             raise UserError(
-                f"GPU {number}, {gpu.name}, has compute capability {capability}, and {build} has code for "
-                f"{', '.join(machine.architectures)} alone: install a build of torch that has sm_"
+                f"GPU {number}, {gpu.name}, has compute capability {capability}, but {build} has code only for "
+                f"{', '.join(machine.architectures)}. Install a build of torch that has sm_"
                 f"{capability.replace('.', '')}, choose other GPUs by {CHOICE}, or {ON_THE_CPU}"
             )
 
 
 def _why_none(machine: Machine, build: str) -> str:
     if machine.built_for is None:
-        return f"there is a GPU driver, and {build} is built without CUDA: install its CUDA build"
+        return f"there is a GPU driver, but {build} is built without CUDA. Install its CUDA build"
     if CHOICE in os.environ:
-        return f"{CHOICE}={os.environ[CHOICE]} names no GPU of this machine: see nvidia-smi -L"
+        return f"{CHOICE}={os.environ[CHOICE]} names no GPU of this machine. See nvidia-smi -L"
     error = f" ({machine.error})" if machine.error else ""
     return (
-        f"there is a GPU driver, and {build} sees no GPU{error}: see whether nvidia-smi does, give the container or "
+        f"there is a GPU driver, but {build} sees no GPU{error}. Check whether nvidia-smi does, give the container or "
         "the job its GPUs (docker run --gpus all, sbatch --gres=gpu:N)"
     )
 

@@ -54,7 +54,7 @@ class FixedNodes(StaticTCPRendezvous):
         if joined.store.add(f"node {self.rank}", 1) > 1:  # its ranks would hang, or take over connections
             raise UserError(
                 f"--node-rank {self.rank}: another launcher has joined this run with that number. Give each machine "
-                f"its own, from 0 to {self.world_size - 1}; if that launcher has ended, start the run anew on all"
+                f"its own, from 0 to {self.world_size - 1}. If that launcher has ended, start the run again on all"
             )
         return joined
 
@@ -99,7 +99,7 @@ def _difference(first: dict[str, Any], other: dict[str, Any], others: Sequence[i
         f"{'; '.join(values[:3])}. Start every machine with the same configuration"
         if values
         else "mmtrain's version, secrets in the config, --trace, the model's files, the calibration (name one file in "
-        "parallel.calibration) and parallel.device_memory_gib (state it where GPUs differ) must be the same on every "
+        "parallel.calibration) and parallel.device_memory_gib (set it where GPUs differ) must be equal on every "
         "machine"
     )
 
@@ -135,8 +135,8 @@ def listening_socket(endpoint: str) -> socket.socket:
         return socket.create_server((address, port), family=family, backlog=socket.SOMAXCONN, dualstack_ipv6=both)
     except OSError as error:
         raise UserError(
-            f"nothing can listen on {where} ({os.strerror(error.errno)}). Give another port in --rdzv-endpoint, the "
-            "same on every machine"
+            f"nothing can listen on {where} ({os.strerror(error.errno)}). Give another port in --rdzv-endpoint on "
+            "every machine"
         ) from error
 
 

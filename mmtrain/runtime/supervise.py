@@ -98,7 +98,7 @@ def run_ranks(job: Job) -> Failure | None:
                 raise SignalException("a second SIGTERM", signal.SIGTERM)
             if asked is Asked.NOTHING:
                 stop_file.ask(Asked.SAVE_AND_END)
-                console.write(f"{signal.Signals(number).name}: the run saves after the step it is in, and ends\n")
+                console.write(f"{signal.Signals(number).name}: the run saves after the current step, and ends\n")
 
         class Logs(DefaultLogsSpecs):
             """torch asks it for the ranks' outputs right before it starts them: from then on they can be asked to stop.
@@ -140,7 +140,7 @@ def run_ranks(job: Job) -> Failure | None:
         except (RendezvousError, DistError) as error:
             where = "the launcher's store was lost"
             if job.nodes > 1:
-                where = f"the {job.nodes} nodes did not come together at {job.endpoint}"
+                where = f"the {job.nodes} nodes did not meet at {job.endpoint}"
             return Failure(1, f"{where}: {error}")
         finally:
             for number in (*signals, *STOP_SIGNALS):

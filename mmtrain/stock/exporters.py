@@ -61,9 +61,9 @@ def exporter_for(config: RunConfig) -> StockClass:
     near = [stock for stock in near if vision.layout in stock.layouts] or near
     if not near:
         known = ", ".join(f"{connector} ({stock.name})" for stock in STOCK_CLASSES for connector in stock.connectors)
-        raise UserError(f"no stock model has a {kind} projector (model.projector.type); there are {known}")
+        raise UserError(f"no stock model has a {kind} projector (model.projector.type); stock ones are {known}")
     if why := _unfit_llm(config.model.llm.path):
-        raise UserError(f"no stock model computes what this run trains: {why}; it would need another model.llm.path")
+        raise UserError(f"no stock model computes what this run trains: {why}. Set another model.llm.path")
     shape = vision_shape(vision.name, vision.select_layer, vision.final_norm)
     needs = {stock: list(stock.needs(config, shape)) for stock in near}
     for stock, missing in needs.items():
@@ -84,42 +84,42 @@ def _unfit_llm(path: str) -> str:
     head = dict.fromkeys(HEADS_BY_DEFAULT.get(llm.model_type, ()), "by default")
     head |= llm_config(folder) if folder else {}
     if scaled := next((key for key, plain in PLAIN_HEAD.items() if head.get(key) not in (None, plain)), None):
-        return f"the head of {path} ({llm.model_type}) scales or caps its logits ({scaled}), and the stock heads do not"
+        return f"the head of {path} ({llm.model_type}) scales or caps its logits ({scaled}), but stock heads do not"
     if any(parameter.name == "llm.head.bias" for parameter in llm.head):
-        return f"the head of {path} ({llm.model_type}) has a bias, and the stock heads have none"
-    return f"they do not find the embedding of a {llm.model_type}" if llm.model_type in _OTHER_EMBEDDING else ""
+        return f"the head of {path} ({llm.model_type}) has a bias, but stock heads have none"
+    return f"stock models do not find the embedding of a {llm.model_type}" if llm.model_type in _OTHER_EMBEDDING else ""
 
 
 def refuse_llava_code(config: RunConfig, trained: Collection[str]) -> None:
     """Raise UserError for a run that `trained` (global names) more than a projector that LLaVA's own code computes."""
     kind, vision = config.model.projector.type, config.model.vision
     if vision is None:
-        raise UserError("llava holds a projector, and model.vision=null has none")
+        raise UserError("llava holds a projector, but model.vision=null has none")
     if kind not in LLAVA_CODE:
-        raise UserError(f"llava takes a {' or '.join(LLAVA_CODE)} projector, and model.projector.type is {kind}")
+        raise UserError(f"llava takes a {' or '.join(LLAVA_CODE)} projector, but model.projector.type is {kind}")
     if vision.final_norm or not LAYOUTS[vision.layout].in_llava:
         key = "final_norm" if vision.final_norm else "layout"
         value = str(getattr(vision, key)).lower()
-        raise UserError(f"llava's code knows no model.vision.{key}={value}, which this run trains with")
+        raise UserError(f"llava's code does not support model.vision.{key}={value}, which this run uses")
     if others := [name for name in trained if not name.startswith("projector.")]:
-        raise UserError(f"llava holds the projector alone, and {others[0]} trains too (model.trainable)")
+        raise UserError(f"llava holds only the projector, but {others[0]} trains too (model.trainable)")
 
 
 def _refuse_without_adapters(config: RunConfig, trained: Collection[str]) -> None:
     """Raise UserError for a run that has nothing for peft, or no whole model as its base."""
     if not any(map(is_llm_adapter, trained)):
-        raise UserError("peft holds adapters of the LLM, and model.lora gives it none")
+        raise UserError("peft holds adapters of the LLM, but model.lora gives it none")
     _refuse_unknown_class(config, trained)
 
 
 def _refuse_more_than_adapters(config: RunConfig, trained: Collection[str]) -> None:
     """Raise UserError for a run that trains anything but adapters of the published LLM, and the projector."""
     if holds_parts(model_folder(config.model.llm.path)):
-        raise UserError(f"{config.model.llm.path} is a whole model, not the LLM alone")
+        raise UserError(f"{config.model.llm.path} is a whole model, not only the LLM")
     if not any(map(is_llm_adapter, trained)):
-        raise UserError("peft holds adapters of the LLM, and model.lora gives it none")
+        raise UserError("peft holds adapters of the LLM, but model.lora gives it none")
     if others := [name for name in trained if not name.startswith("projector.") and not is_llm_adapter(name)]:
-        raise UserError(f"{others[0]} trains too, which adapters of the published LLM leave out")
+        raise UserError(f"{others[0]} trains too, but adapters of the published LLM cannot hold it")
 
 
 def _refuse_unknown_class(config: RunConfig, trained: Collection[str]) -> None:
@@ -165,7 +165,7 @@ def refuse_unfit_format(name: str, path: Path, config: RunConfig, trained: Colle
     try:
         _CHECKS[name](config, trained)
     except UserError as error:
-        raise UserError(f"{path}: {error}; use {formats_for(config, trained)}") from None
+        raise UserError(f"{path}: {error}. Use {formats_for(config, trained)}") from None
 
 
 def check_export_format(config: RunConfig, trained: Collection[str]) -> None:
@@ -177,5 +177,5 @@ def check_export_format(config: RunConfig, trained: Collection[str]) -> None:
         check(config, trained)
     except UserError as error:
         raise UserError(
-            f"export.format={config.export.format}: {error}; change that, or set export.format=safetensors"
+            f"export.format={config.export.format}: {error}. Change that, or set export.format=safetensors"
         ) from None

@@ -64,7 +64,7 @@ class Idefics3(StockClass):
         """Its model takes a square of zeros for no image: one that is of the mean colour, if 8 bits can say that."""
         if all((255 * channel).is_integer() for channel in transform.mean):
             raise UserError(
-                f"an image of the colour {transform.mean} would be all zeros, which {self.class_name} takes for no "
+                f"an image of the colour {transform.mean} would be all zeros, which {self.class_name} reads as no "
                 f"image; {WHAT_WORKS}"
             )
         return {"do_image_splitting": False, "max_image_size": {"longest_edge": transform.image_size}}

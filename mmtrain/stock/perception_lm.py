@@ -56,8 +56,8 @@ class PerceptionLM(StockClass):
     def own_image_settings(self, transform: ImageTransform, layout: ImageLayout) -> dict[str, Any]:
         if transform.interpolation not in ("bilinear", "bicubic"):
             raise UserError(
-                f"the encoder's pictures are resized by the filter {transform.interpolation}, which torchvision, all "
-                f"that {self.processor_name} resizes with, does not have; {WHAT_WORKS}"
+                f"the encoder's pictures are resized by the filter {transform.interpolation}, which torchvision, used "
+                f"by {self.processor_name}, does not have; {WHAT_WORKS}"
             )
         return {"vision_input_type": "one tile", "tile_size": transform.image_size, "max_num_tiles": 1}
 

@@ -29,14 +29,14 @@ def expand_pretrained(config: RunConfig) -> RunConfig:
     if path is None:
         return config
     if not path:
-        raise UserError("model.pretrained: is empty; give a model's folder, or null where its parts are given")
+        raise UserError("model.pretrained: is empty. Name a model's folder, or set null and name its parts")
     folder = model_folder(path)
     content = read_json(folder / "config.json")
     kind = content.get("model_type")
     stock = next((stock for stock in STOCK_CLASSES if kind in stock.model_types), None)
     if stock is None:
         listed = ", ".join(name for stock in STOCK_CLASSES for name in stock.model_types)
-        raise UserError(f"model.pretrained: {path} has model_type {shown(kind)}; needed is one of {listed}")
+        raise UserError(f"model.pretrained: {path} has model_type {shown(kind)}, but needs one of {listed}")
     try:
         keys = {**dict.fromkeys(PARTS, path), **stock.keys(StockFolder(path, folder, content))}
         if config.model.init_from is not None:
@@ -46,7 +46,7 @@ def expand_pretrained(config: RunConfig) -> RunConfig:
             section = config.value_at(tuple(above))
             if name in section.model_fields_set and (own := getattr(section, name)) != value:
                 raise UserError(
-                    f"{key} is {shown(own)} in this configuration and {shown(value)} in that folder; "
+                    f"{key} is {shown(own)} in this configuration, but {shown(value)} in that folder; "
                     f"leave it out, or {BY_PARTS}"
                 )
         stored = content.get("dtype", content.get("torch_dtype"))
@@ -55,7 +55,7 @@ def expand_pretrained(config: RunConfig) -> RunConfig:
                 keys["model.llm.dtype"] = stored
             elif stored == "float16":
                 _log.info(
-                    f"model.pretrained: {path}: its float16 is rounded to bfloat16; model.llm.dtype=float32 keeps it"
+                    f"model.pretrained: {path}: its float16 is rounded to bfloat16. model.llm.dtype=float32 keeps it"
                 )
         config = config.changed({**keys, "model.pretrained": None})
         exporter_for(config)

@@ -39,8 +39,8 @@ if TYPE_CHECKING:
 
 # What a refusal to export a whole model says of the formats that need less.
 WHAT_WORKS = (
-    "--format safetensors exports any projector, --format llava a linear or mlp2x_gelu one that was trained alone, on "
-    "features before the encoder's last norm"
+    "--format safetensors exports any projector, --format llava a linear or mlp2x_gelu one trained alone, on features "
+    "before the encoder's last norm"
 )
 INTERN_VIT = "InternVLVisionModel"
 OUTER = "vision_model."  # what comes before a CLIP or SigLIP tensor's name, depending on who saved it
@@ -145,16 +145,16 @@ class StockClass(ExportedClass):
         """Yield what a run with one of its connectors would have to change, and why."""
         vision, factor = config.model.vision, reduction(config.model.projector)
         if vision.final_norm != self.final_norm:
-            where = "behind" if self.final_norm else "before"
+            where = "after" if self.final_norm else "before"
             yield f"model.vision.final_norm={str(self.final_norm).lower()} (its features come from {where} that norm)"
         if vision.layout not in self.layouts:
-            yield f"model.vision.layout={' or '.join(self.layouts)} (which is what its processor writes)"
+            yield f"model.vision.layout={' or '.join(self.layouts)} (as its processor writes)"
         if not vision.cuts_images and config.data.image_fit not in self.fits:
             fits = " or ".join(self.fits)
-            yield f"data.image_fit={fits} (its processor does not make {config.data.image_fit})"
+            yield f"data.image_fit={fits} (its processor cannot do {config.data.image_fit})"
         if factor not in self.factors:
             factors = " or ".join(map(str, self.factors))
-            yield f"model.projector.factor={factors} (it cannot compute with {factor})"
+            yield f"model.projector.factor={factors} (it does not support {factor})"
         if unfit := self._unfit_encoder(vision.name, shape):
             yield f"another model.vision.name ({unfit})"
 
@@ -163,14 +163,14 @@ class StockClass(ExportedClass):
         kind, side = vision.family.model, math.isqrt(vision.patches_per_image)
         if vision.prefix_tokens > 1:
             before = f"{name} has {vision.prefix_tokens} tokens before its patches"
-            return f"{before}, and it takes all but a class token for patches"
+            return f"{before}, but it reads all except a class token as patches"
         if kind == TIMM and TIMM not in self.encoders:
             form = form_of(parameter.name.removeprefix("vision.") for parameter in vision.parameters)
             if isinstance(form, str):
                 return f"{name} {form}, which no stock encoder has"
             kind = FAMILIES[form.model_type].model
         if self.encoders and kind not in self.encoders:
-            return f"its encoder is {' or '.join(self.encoders)}, and {name} is or becomes {kind}"
+            return f"its encoder is {' or '.join(self.encoders)}, but {name} is or becomes {kind}"
         if kind in self.not_encoders:
             return f"its class divides image_size, which is a list in the config of {kind}"
         if self.largest_grid and (side > self.largest_grid or side in self.misplaced):
@@ -181,7 +181,7 @@ class StockClass(ExportedClass):
         if not canonical_name(name).startswith("llm.head."):
             return self.decoder_names + name.removeprefix(base + ".")
         if not name.endswith(".weight"):
-            raise UserError(f"the LLM's head has a bias ({name}), and {self.class_name}'s has none; {WHAT_WORKS}")
+            raise UserError(f"the LLM's head has a bias ({name}), but {self.class_name}'s has none; {WHAT_WORKS}")
         return self.head_name
 
     def connector_name(self, name: str) -> str:
@@ -278,7 +278,7 @@ class StockClass(ExportedClass):
         keys |= {"select_layer": -1, "type": self.connectors[0], "image_fit": "resize"}
         keys |= {**dict.fromkeys(LAYOUT_KEYS), **self.read(folder)}
         if LAYOUTS[keys["layout"]].has_newlines and not any(n in folder.tensors for n in (NEWLINE, f"model.{NEWLINE}")):
-            raise UserError(f"its weights hold no {NEWLINE}, which ends lines; download the folder again")
+            raise UserError(f"its weights hold no {NEWLINE}, which ends lines. Download the folder again")
         if keys["width"] == llm.hidden_size:
             keys["width"] = None
         section = dict.fromkeys(("type", "factor", "width"), "model.projector") | {"image_fit": "data"}

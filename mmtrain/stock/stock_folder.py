@@ -23,7 +23,7 @@ from mmtrain.models.layouts.anyres import Anyres
 
 Keys = dict[str, Any]
 PARTS = ("model.llm.path", "model.vision.name", "model.projector.init_from")
-BY_PARTS = f"give the model by its parts instead, in {', '.join(PARTS)}"
+BY_PARTS = f"set the model's parts instead, in {', '.join(PARTS)}"
 CONFIG, IMAGES = "config.json", "its image processor"
 _CONNECTOR = re.compile(r"(?:model\.)?(?:multi_modal_projector|connector\.modality_projection)\.")
 _PINPOINTS: TypeAdapter[Pinpoints] = TypeAdapter(Pinpoints)
@@ -41,7 +41,7 @@ class StockFolder:
         """Refuse a folder whose weights hold no connector, and settings and pixels that mmtrain has otherwise."""
         refuse_other_settings(self.config, CONFIG)
         if not any(_CONNECTOR.match(name) for name in self.tensors):
-            raise UserError(f"its weights hold no connector ({_CONNECTOR.pattern}); download the folder again")
+            raise UserError(f"its weights hold no connector ({_CONNECTOR.pattern}). Download the folder again")
         for key in ("do_resize", "do_rescale", "do_normalize"):
             if self.images.get(key, True) is not True:
                 raise unfit(IMAGES, key, self.images[key], "true")
@@ -71,7 +71,7 @@ class StockFolder:
     def one_tile(self, key: str, value: Any, is_one: bool) -> None:
         """Refuse a processor that cuts images into tiles."""
         if not is_one:
-            raise unfit(IMAGES, key, value, "one square an image")
+            raise unfit(IMAGES, key, value, "one square per image")
 
     def no_texts(self, texts: dict[str, Any], layout: str) -> None:
         """Refuse a processor that writes texts around images which the layout does not have."""

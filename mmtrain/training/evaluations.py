@@ -49,7 +49,7 @@ class Evaluations:
             if extent not in (None, self.extent):  # they would wait for each other for ever, or score in silence
                 raise UserError(
                     f"eval.shards: ranks 0 and {rank} have read different samples ({self.extent.samples} and "
-                    f"{extent.samples}): the files must be the same on every machine"
+                    f"{extent.samples}). The files must be equal on every machine"
                 )
         console.line(self.extent.summary)
 
@@ -86,7 +86,7 @@ class Evaluations:
         """Evaluate with the images permuted among the samples, and record that beside the true `scores`."""
         permuted = self.extent.permuted
         if permuted == 0:
-            self._console.line("the control is left out: no held-out sample has another image to take")
+            self._console.line("the control is left out: no held-out sample can take another one's image")
             return
         control = self.scores(permuted=True)
         if control is not None:

@@ -63,7 +63,7 @@ class HeldOut:
             catalog, numbers = evaluated_samples(config, packed.catalog)
             numbers = numbers[: config.eval.max_samples]
             if not numbers:
-                raise UserError(f"none of {len(catalog):,} samples is held out; raise the fraction, or set eval.shards")
+                raise UserError(f"none of {len(catalog):,} samples is held out. Raise the fraction, or set eval.shards")
             reader = Reader(catalog, config.data.io_retry_seconds)
             read = [document for number in numbers if (document := self._read(catalog, reader, number)) is not None]
             reader.close()
@@ -72,7 +72,7 @@ class HeldOut:
             self.documents = [document for document in read if self._fits(document)]
             if not self.documents:
                 raise UserError(
-                    f"none of {len(numbers):,} held-out samples can be used: {len(self.faults):,} are damaged, the "
+                    f"none of {len(numbers):,} held-out samples can be used: {len(self.faults):,} are damaged, and the "
                     f"others do not fit into a pack of data.pack_length={config.data.pack_length}"
                 )
         self.packs = pack_documents(self.documents, self.capacity)
@@ -103,7 +103,7 @@ class HeldOut:
         if isinstance(sample, Document):
             return sample
         if not by_fraction:
-            raise UserError(f"{sample.where}; mend it, or take its shard out of the list")
+            raise UserError(f"{sample.where}. Fix it, or take its shard out of the list")
         self.faults.append(sample)
         return None
 
@@ -128,7 +128,7 @@ class HeldOut:
             batch = self.packed.processor.batch(packs)
             for _, fault in batch.faults:
                 with _naming_the_source(self.packed.config):
-                    raise UserError(f"{fault.where}; mend it, or take its shard out of the list")
+                    raise UserError(f"{fault.where}. Fix it, or take its shard out of the list")
             yield batch
 
     def spread(self, count: int) -> list[Document]:

@@ -85,7 +85,7 @@ class Trackers:
             traceback.print_exc()  # into the log
             self._trackers.pop(name, None)
             why = escape(f"{type(error).__name__}: {error}")
-            self._print_info(f"{name} is left out from here: {why}; {METRICS} has everything")
+            self._print_info(f"{name} receives no more metrics: {why}; {METRICS} has everything")
 
 
 class _TensorBoard:

@@ -78,7 +78,7 @@ def test_wrong_input_is_the_launchers_message(tiny, tmp_path):
     changed = mmtrain.load_config("example:llava_pp4").changed({"train.max_steps": -3})
     with pytest.raises(mmtrain.UserError, match=r"^the configuration of run llava_pp4: 1 problem\n  train\.max_steps"):
         mmtrain.train(changed)
-    with pytest.raises(mmtrain.UserError, match="no run, which has a"):
+    with pytest.raises(mmtrain.UserError, match="not a run, since it has no"):
         mmtrain.load_run(tmp_path / "tiny")
 
 
@@ -93,7 +93,7 @@ def test_a_run_that_is_found_by_its_folder_can_be_waited_for_and_stopped_and_has
     threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
     with pytest.raises(KeyboardInterrupt):
         found.wait(60)
-    said = f"the run goes on; mmtrain.load_run('{found.folder}').stop() saves it and ends it\n"
+    said = f"the run continues; mmtrain.load_run('{found.folder}').stop() saves it and ends it\n"
     assert said in capsys.readouterr().err and run.is_running
     found.stop()
     assert not found.is_running and found.wait() is found
@@ -114,11 +114,11 @@ def test_an_export_is_made_and_says_what_it_did_to_the_log(finished, tmp_path, c
     assert {tensor.dtype for tensor in tensors.values()} == {torch.bfloat16}
     with pytest.raises(mmtrain.UserError, match="exists and is not empty"):
         mmtrain.export(finished.folder, "llava", folder)
-    with pytest.raises(mmtrain.UserError, match="dtype 'int32': there are float32, bfloat16, float16"):
+    with pytest.raises(mmtrain.UserError, match="dtype 'int32': choose one of float32, bfloat16, float16"):
         mmtrain.export(finished, "safetensors", tmp_path / "whole", dtype="int32")
-    with pytest.raises(mmtrain.UserError, match="there are safetensors, llava, hf"):
+    with pytest.raises(mmtrain.UserError, match="choose one of safetensors, llava, hf"):
         mmtrain.export(finished, "onnx", tmp_path / "other")
-    with pytest.raises(mmtrain.UserError, match="max_shard_gb 0: a number above 0"):
+    with pytest.raises(mmtrain.UserError, match="max_shard_gb 0: set a number above 0"):
         mmtrain.export(tmp_path / "no run", "hf", tmp_path / "other", max_shard_gb=0)
 
 

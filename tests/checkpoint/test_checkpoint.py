@@ -231,7 +231,7 @@ def test_a_tensor_that_is_not_finite_is_not_saved(run, values):
     with pytest.raises(ValueError, match=r"w/exp_avg is not finite after 1 updates.*No checkpoint was saved before"):
         run.saver.save(1, weights, odd, {}, STATE)
     run.saver.save(2, {"w": torch.tensor([3e38, 3e38])}, {}, {}, STATE)  # finite values whose sum is not
-    with pytest.raises(ValueError, match=r"newest whole one is .*step-00000002"):
+    with pytest.raises(ValueError, match=r"newest complete checkpoint is .*step-00000002"):
         run.saver.save(3, weights, odd, {}, STATE)
     assert run.steps == [2]
 

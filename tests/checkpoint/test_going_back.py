@@ -103,12 +103,12 @@ def test_a_run_whose_checkpoints_are_gone_is_not_begun_anew_in_silence(config):
     assert find_start(config) is None
     with JsonLines(folder / "metrics.jsonl") as metrics:
         metrics.write(kind="checkpoint", step=4)
-    with pytest.raises(UserError, match="has had checkpoints"):
+    with pytest.raises(UserError, match="had checkpoints, but none"):
         find_start(config)
     assert len((folder / "metrics.jsonl").read_text().splitlines()) == LINES + 2
     (folder / "metrics.jsonl").write_text("")
     (folder / "checkpoints" / "step-00000002.discarded-2").mkdir(parents=True)
-    with pytest.raises(UserError, match="has had checkpoints"):
+    with pytest.raises(UserError, match="had checkpoints, but none"):
         find_start(config)
 
 
@@ -140,7 +140,7 @@ def test_a_branch_that_died_before_its_first_save_branches_again(config, other):
 
 def test_a_run_does_not_become_a_branch_of_another(config, other):
     make_run(config, branched_from=None)
-    with pytest.raises(UserError, match="is of another; choose a new"):
+    with pytest.raises(UserError, match=r"is from another\. Choose a new"):
         find_start(config, str(other.path))
 
 
@@ -167,7 +167,7 @@ def test_other_contents_are_refused_unless_allowed(config, tmp_path):
         (("other", "f", "s", 20), r"the data are not those .*--allow-change data\.shards"),
         (("d", "other", "s", 20), r"the frozen weights are not those .*--allow-change model\.llm\.path"),
         (("d", "f", "other", 20), r"config\.json.*--allow-change model\.llm\.path"),
-        (("d", "f", "s", 19), r"has 20 steps, and train\.max_steps .* asks for 19"),
+        (("d", "f", "s", 19), r"has 20 steps, but train\.max_steps .* asks for 19"),
     ):
         with pytest.raises(UserError, match=error):
             ResumePoint(saved, True, ("train",), None).refuse_other_contents(*contents)

@@ -62,7 +62,7 @@ def test_every_trained_tensor_is_where_the_other_run_left_it_to_the_last_bit(tin
 def test_its_projector_may_stay_frozen_and_what_begins_anew_is_said(tiny, before, tmp_path, logged):
     config = going_on(tiny, before, MORE)
     refuse_unfit_init_from_run(config, tmp_path / "run")
-    assert "1 more train here, from their own beginning: llm.norm.weight" in logged[-1]
+    assert "and begin with their own initial values: llm.norm.weight" in logged[-1]
     frozen = going_on(tiny, before, "model.trainable=[llm.layers.7.mlp, llm.layers.*.lora_*]", "parallel.pipeline=1")
     refuse_unfit_init_from_run(frozen, tmp_path / "run")
     stage = build_stage(frozen, make_plan(frozen).ranks[0].stages[0])
@@ -79,10 +79,10 @@ def test_its_projector_may_stay_frozen_and_what_begins_anew_is_said(tiny, before
             "lora_A.weight, which this run does not",
         ),
         (("model.trainable=[projector, llm.layers.*.lora_*]",), "llm.layers.7.mlp.*, which stays frozen here"),
-        (("model.lora.r=8",), "here it is (8, 64): another model, or model.lora.r"),
+        (("model.lora.r=8",), "here it has shape (8, 64): another model, or another model.lora.r"),
         (("model.lora.alpha=4",), "with 4 they would compute something else. Set model.lora.alpha=8"),
         (("model.projector.init_from=null",), "has trained projector.*, but model.projector.init_from is null"),
-        (("model.init_from=nowhere",), "nowhere: no run and no checkpoint of mmtrain"),
+        (("model.init_from=nowhere",), "nowhere: neither a run nor a checkpoint of mmtrain"),
     ],
 )
 def test_nothing_that_was_trained_is_left_out_in_silence(tiny, before, tmp_path, overrides, said):
@@ -117,7 +117,7 @@ def test_a_plan_refuses_what_training_could_not_begin_with(tiny, before, tmp_pat
             tiny / "llm": "no tensor of a projector",
         },
         "init_from": {
-            tmp_path / "empty": "no run and no checkpoint of mmtrain",
+            tmp_path / "empty": "neither a run nor a checkpoint of mmtrain",
             tmp_path / "notes.txt": "notes.txt",
             tmp_path / "run": "has no checkpoint yet",
             before.path: "which this run does not have",
@@ -128,7 +128,7 @@ def test_a_plan_refuses_what_training_could_not_begin_with(tiny, before, tmp_pat
             code, error = planned(f"model.{key}={path}")
             assert code == 2 and said in error and str(path) in error, (key, path, error)
     code, error = planned(f"model.projector.init_from={before.path}", "model.projector.type=linear")
-    assert code == 2 and "set model.projector.type=mlp2x_gelu" in error
+    assert code == 2 and "Set model.projector.type=mlp2x_gelu" in error
     assert planned(f"model.init_from={before.path}", *LORA, TRAINED) == (0, "")
     elsewhere = tmp_path / "not-here"
     later = "is not on this machine; whether it fits is checked when training starts"

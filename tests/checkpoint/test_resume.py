@@ -160,7 +160,7 @@ def test_a_run_can_branch_from_a_checkpoint_of_another_with_another_learning_rat
     capsys.readouterr()
     again = command(tiny, tmp_path, *branch, "--allow-change", "optimizer.lr")
     assert launch.main([str(argument) for argument in again]) == 0
-    assert f"has branched from {step_path(undisturbed, 16)} already" in capsys.readouterr().out
+    assert f"has already branched from {step_path(undisturbed, 16)}" in capsys.readouterr().out
 
 
 def test_a_complete_run_is_left_as_it_is_and_is_no_error(tiny, undisturbed, capsys):
@@ -271,7 +271,7 @@ def test_a_run_that_is_stopped_and_killed_ends_as_undisturbed(tiny, undisturbed,
     answering = lambda started: "answering held-out" in started.stdout  # noqa: E731
     with signalled(tiny, tmp_path, answering, signal.SIGTERM, "eval.show_answers=100") as started:
         assert started.wait() == 3 and started.stderr == ""
-        assert "SIGTERM: the run saves after the step it is in, and ends" in started.stdout
+        assert "SIGTERM: the run saves after the current step, and ends" in started.stdout
         assert f"stopped after step 0 of {LAST}; it is saved" in started.stdout
         assert "The same command goes on from there" in started.stdout
     assert saved_steps(folder) == [0] and steps_done(folder) == [] and records(folder, "eval") == []
@@ -315,7 +315,10 @@ def test_a_disk_too_full_for_a_checkpoint_keeps_the_one_before_and_with_more_roo
         no_page, _, error = ended.stderr.partition("\n")
         assert no_page.startswith("the run's page was not made: ") and "No space left" in no_page
         assert error.startswith("error: 3 saves in a row have failed: ")
-        assert "No space left" in ended.stderr and f"newest whole one is {step_path(folder, saved[-1])}" in ended.stderr
+        assert (
+            "No space left" in ended.stderr
+            and f"newest complete checkpoint is {step_path(folder, saved[-1])}" in ended.stderr
+        )
         subprocess.run(["mount", "-o", "remount,size=100m", disk], check=True)
         assert f"(step {saved[-1]} of {LAST})" in resumed(tiny, disk)
         assert_ended_alike(folder, undisturbed)

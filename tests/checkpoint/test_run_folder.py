@@ -35,8 +35,8 @@ def test_a_new_folder_holds_the_whole_config_and_the_plan(tiny, tmp_path):
     [
         ([], NEVER, [], r"metrics\.jsonl.*run\.overwrite=true"),
         ([], "alwys", [], "alwys: no such folder"),
-        (["run.overwrite=true"], "somewhere", [], r"would delete .*--resume somewhere can be followed"),
-        ([], "auto", ["optimizer", "optimiser.lr"], r"optimiser\.lr: no key .*the nearest is optimizer\.lr"),
+        (["run.overwrite=true"], "somewhere", [], r"would delete .*Leave it out to use --resume somewhere"),
+        ([], "auto", ["optimizer", "optimiser.lr"], r"optimiser\.lr: not a key .*the nearest is optimizer\.lr"),
     ],
 )
 def test_options_that_cannot_be_followed_are_refused_and_the_run_is_kept(
@@ -80,7 +80,7 @@ def test_overwrite_deletes_an_earlier_run(tiny, tmp_path):
 def test_a_folder_that_holds_a_file_of_somebody_else_stays(tiny, tmp_path, name, overrides):
     (tmp_path / "tiny").mkdir()
     (tmp_path / "tiny" / name).write_text("years of work")
-    with pytest.raises(UserError, match=rf"holds {name}, but no .*plan\.json: not the folder of a run"):
+    with pytest.raises(UserError, match=rf"holds {name}, but no .*plan\.json: it is not a run's folder"):
         prepare(tiny, tmp_path, *overrides)
     assert (tmp_path / "tiny" / name).read_text() == "years of work"
 

@@ -132,9 +132,12 @@ def test_a_damaged_file_is_found_and_named(run, name, damage):
 
 CRAFTED = {  # by somebody who can make the manifest's checksum right: what is wrong, and what is accused
     "a state that is no JSON": ({STATE: b"[" * 200_000}, f"{STATE} is damaged"),
-    "a step that is text": ({STATE: json.dumps(state_of(6) | {"step": "6"}).encode()}, "its step is not what"),
+    "a step that is text": (
+        {STATE: json.dumps(state_of(6) | {"step": "6"}).encode()},
+        "mmtrain did not write its step",
+    ),
     "an entry that is a number": ({TENSORS: 7}, TENSORS),
-    "a later format": ({"format": 2}, f"{MANIFEST} has version 2, this mmtrain reads 1"),
+    "a later format": ({"format": 2}, f"{MANIFEST} has version 2; this mmtrain reads 1"),
     "a file that is not there": ({"other": {"bytes": 0, "sha256": hashlib.sha256(b"").hexdigest()}}, "other"),
 }
 
@@ -158,8 +161,8 @@ def test_a_renamed_folder_does_not_pass_for_another_step(run):
     step_path(run, 3).rename(step_path(run, 9))
     found, damaged = newest(run)
     assert found is not None and found.step == 6
-    assert damaged == {step_path(run, 9): "state.json is of step 3: the folder was renamed"}
-    with pytest.raises(UserError, match="of step 3: the folder was renamed"):
+    assert damaged == {step_path(run, 9): "state.json is from step 3: the folder was renamed"}
+    with pytest.raises(UserError, match="from step 3: the folder was renamed"):
         find(step_path(run, 9))
 
 
@@ -176,7 +179,10 @@ def test_when_all_are_damaged_every_one_is_named(run):
     assert newest(run)[0] is None
     with pytest.raises(UserError, match=r"no checkpoint of .*run is whole:") as refused:
         find(run)
-    for words in (f"{step_path(run, 3)}: {STATE} is missing", f"{step_path(run, 6)}: {TENSORS} is damaged: 0 bytes"):
+    for words in (
+        f"{step_path(run, 3)}: {STATE} is missing",
+        f"{step_path(run, 6)}: {TENSORS} is damaged: it has 0 bytes",
+    ):
         assert words in str(refused.value)
 
 

@@ -158,7 +158,7 @@ def test_a_model_that_was_trained_on_captions_captions_and_says_that_it_cannot_b
 
 def test_an_answer_that_was_cut_is_said_to_be(work, llava, capsys):
     _, notes = say(capsys, llava, work / "one.png", "--max-new-tokens", "1")
-    assert "(cut after 1 tokens; max_new_tokens, or --max-new" in notes
+    assert "(cut after 1 tokens; set another limit with max_new_tokens, or --max-new" in notes
 
 
 def test_what_a_model_says_cannot_steer_the_terminal(llava, capsys):
@@ -215,11 +215,11 @@ def refused(capsys, model: Path | str, image: Path, *more: str) -> str:
 def test_wrong_input_is_named(work, llava, tiny, capsys):
     picture = work / "one.png"
     assert "no such folder, and no hub id in the local cache" in refused(capsys, work / "none", picture)
-    assert "has no chat template, so how to ask is not known" in refused(capsys, tiny / "llm", picture)
-    assert "has no config.json; needed is a run" in refused(capsys, tiny / "shards", picture)
+    assert "has no chat template, so prompts cannot be written" in refused(capsys, tiny / "llm", picture)
+    assert "has no config.json. Name a run" in refused(capsys, tiny / "shards", picture)
     assert "No such file" in refused(capsys, llava, work / "none.png")
-    assert "none of JPEG, PNG" in refused(capsys, llava, CONFIG)
-    assert "the pictures stand before it already" in refused(capsys, llava, picture, "--prompt", "<image> what?")
+    assert "in none of the formats JPEG, PNG" in refused(capsys, llava, CONFIG)
+    assert "the pictures already come before it" in refused(capsys, llava, picture, "--prompt", "<image> what?")
     assert "the model takes 2,048" in refused(capsys, llava, picture, "--max-new-tokens", "2048")
 
 
@@ -227,7 +227,7 @@ def test_a_run_that_has_no_place_in_a_llava_folder_is_refused_with_the_reason(wo
     config = load_config(CONFIG, ["model.projector.type=linear"])
     make_checkpoint(work / "linear", config)
     said = refused(capsys, work / "linear", work / "one.png")
-    assert "cannot be exported, and so not be asked: " in said
+    assert "cannot be exported, so it cannot be asked: " in said
     assert "linear" in said
     assert not any("unfinished" in path.name for path in (work / "cache" / "mmtrain" / "chat").iterdir())
 
@@ -301,7 +301,7 @@ TIMM_FROM_THE_HUB = {"model_type": "timm_backbone", "backbone": "hf-hub:evil/x",
         ("config.json", ["text_config"], {"num_hidden_layers": 900}, "says num_hidden_layers 900, but there are"),
         ("config.json", ["vision_config"], {"image_size": 100_000}, "image_size 100000, which no model has"),
         ("config.json", ["vision_config"], TIMM_FROM_THE_HUB, "model_type 'timm_backbone'; LlavaForConditionalGen"),
-        ("config.json", ["text_config"], {"model_type": "gemma3n"}, "model_type 'gemma3n', which is no LLM"),
+        ("config.json", ["text_config"], {"model_type": "gemma3n"}, "model_type 'gemma3n', which is not an LLM"),
         ("config.json", [], {"vision_config": [1]}, "says vision_config [1], which no model has; needed is an object"),
         ("config.json", [], {"quantization_config": IN_8_BITS}, "cannot be used ("),
         ("config.json", ["text_config"], {"rope_parameters": {"rope_type": "\x1b[31m"}}, "cannot be used ("),

@@ -85,7 +85,7 @@ def test_verify_says_what_it_compared(checkpoint, tmp_path, capsys):
         r"logits of (\d+) answer tokens in 8 samples: largest difference (\S+) .* at (\d+) of (\d+)", said
     )
     assert found and float(found[2]) <= 1e-4 and found[1] == found[3] == found[4]
-    assert "3 prompts of different lengths are answered in one batch as one at a time" in said
+    assert "3 prompts of different lengths get equal answers in one batch and one at a time" in said
 
 
 def test_verify_refuses_a_model_that_computes_something_else(checkpoint, tmp_path, monkeypatch, capsys):
@@ -168,9 +168,9 @@ def test_models_that_were_replaced_since_the_run_are_not_exported_or_asked(
         kept, tensors = file.read_bytes(), load_file(file)
         tensors[tensor][0] *= 2
         save_file(tensors, file, metadata={"format": "pt"})
-        said = f"{tmp_path / part}: {name} is not what the run was trained with. Bring"
+        said = f"{tmp_path / part}: {name} is not what the run was trained with. Restore"
         assert all(said in (exported(*options) or "") for options in copying)
-        with pytest.raises(UserError, match=f"cannot be exported, and so not be asked: {re.escape(said)}"):
+        with pytest.raises(UserError, match=f"cannot be exported, so it cannot be asked: {re.escape(said)}"):
             generate(run, Image.new("RGB", (28, 28), "red"))
         if part == "llm":
             assert [exported(*options) for options in others] == [None, None], "these copy nothing of the models"

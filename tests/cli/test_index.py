@@ -50,7 +50,7 @@ def test_shards_are_indexed_once_and_summed_up(folder, capsys):
     written = [index_path(tar).stat().st_mtime_ns for tar in folder.glob("*.tar")]
     summary = printed[printed.index("2 shards, 10") :]
     assert main(["index", str(folder), *PLAIN]) == 0
-    found = "SHARDS: llava (KEY.json), as 8 of the first 10 samples are"
+    found = "SHARDS: format llava (KEY.json), as in 8 of the first 10 samples"
     assert capsys.readouterr().out == f"{found}\n2 of 2 shards are ready: left as they are\n{summary}"
     assert [index_path(tar).stat().st_mtime_ns for tar in folder.glob("*.tar")] == written
 

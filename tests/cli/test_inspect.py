@@ -134,7 +134,7 @@ def test_the_text_for_people_holds_the_same_and_what_is_missing(folder, plain, c
     assert main(["inspect", str(folder), *plain]) == 0
     printed = capsys.readouterr().out
     assert "indexing 2 of 2 shards" in printed
-    assert "how many tokens an image takes is not known: give --vision NAME" in printed
+    assert "the image tokens per image are unknown. Give --vision NAME" in printed
     # They are indexed for one tokenizer by now.
     assert main(["inspect", str(folder), "--tokens-per-image", "16", "--pack-length", "1024"]) == 0
     printed = capsys.readouterr().out
@@ -367,7 +367,7 @@ def test_show_names_the_tile_of_each_run_of_positions(shapes, plain, tiny, capsy
     assert images == [
         (16, "image 0, 32x64 px, tile 1 of 2 x 1 tiles"),
         (16, "image 0, 32x64 px, tile 2 of 2 x 1 tiles"),
-        (16, "image 0, 32x64 px, the whole"),
+        (16, "image 0, 32x64 px, whole image"),
         (16, "image 1, 20x20 px"),
     ]
     written = "".join("#" if row["token"] == IMAGE_POSITION else row["text"] for row in sample["rows"][1:-1])
@@ -375,18 +375,18 @@ def test_show_names_the_tile_of_each_run_of_positions(shapes, plain, tiny, capsy
     lines = (*plain, "--layout", "anyres", "--vision", tiny / "vision", "--show")
     [sample] = run_json(capsys, shapes, *lines, "c")[1]["samples"]
     [(positions, text)] = [(r["positions"], r["text"]) for r in sample["rows"] if r["token"] == IMAGE_POSITION]
-    assert text == "image 0, 90x31 px, the whole, then 4 lines of 12 of 1 x 3 tiles" and positions == 16 + 4 * 13
+    assert text == "image 0, 90x31 px, whole image, then 4 lines of 12 of 1 x 3 tiles" and positions == 16 + 4 * 13
 
 
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (("--layout", "tiles"), "give --vision NAME or --tile-size PIXELS"),
+        (("--layout", "tiles"), "Give --vision NAME or --tile-size PIXELS"),
         (("--layout", "anyres", "--tile-size", "32", "--tokens-per-image", "17"), "for example 16"),
-        (("--layout", "anyres", "--tokens-per-image", "16", "--show", "a"), "give --vision NAME, both --tile-size"),
+        (("--layout", "anyres", "--tokens-per-image", "16", "--show", "a"), "Give --vision NAME, both --tile-size"),
         (
             ("--layout", "tiles", "--vision", "TINY", "--show", "a"),
-            "make one token of several patches: give a CONFIG",
+            "join several patches into one token. Give a CONFIG",
         ),
     ],
 )
@@ -406,10 +406,10 @@ def test_what_is_missing_for_fill_and_show_is_said(folder, plain, capsys):
     assert "--pack-length: the shards are not indexed" in capsys.readouterr().err
     with_image = next(key for (_, key), members in stored(folder).items() if len(members) == 2)
     assert main(["inspect", str(folder), *plain, "--show", with_image]) == 2
-    assert "give --vision NAME, --tokens-per-image N, or a CONFIG" in capsys.readouterr().err
+    assert "Give --vision NAME, --tokens-per-image N, or a CONFIG" in capsys.readouterr().err
     assert main(["inspect", str(folder), *plain, "--show", "00003"]) == 2
     refused = capsys.readouterr().err
-    assert "no sample of this key in 2 shards; keys that hold this text: 000003, 000030, 000031" in refused
+    assert "no sample has this key in 2 shards; similar keys: 000003, 000030, 000031" in refused
 
 
 @pytest.mark.parametrize(
@@ -419,11 +419,11 @@ def test_what_is_missing_for_fill_and_show_is_said(folder, plain, capsys):
         (("--template", "plain"), "--tokenizer and --template go together"),
         (("--pack-length", "0"), "--pack-length: 0: a whole number, at least 1, is needed"),
         (("--verify", "--show", "k"), "not allowed with"),
-        (("a.yaml", "--layout", "tiles"), "--layout: a.yaml says it"),
-        (("--max-tiles", "3"), "--max-tiles is a number of --layout tiles, not of square"),
+        (("a.yaml", "--layout", "tiles"), "--layout: a.yaml sets it"),
+        (("--max-tiles", "3"), "--max-tiles is for --layout tiles, not for square"),
         (("--layout", "tiles", "--max-tiles", "1000000000"), "at least 1, and at most 100, is needed"),
         (("--layout", "tiles", "--tile-size", "5000"), "at most 4,096, is needed"),
-        (("--vision", "v", "--tile-size", "32"), "--tile-size: --vision v says it"),
+        (("--vision", "v", "--tile-size", "32"), "--tile-size: --vision v sets it"),
     ],
 )
 def test_options_that_do_not_fit_are_refused(arguments, said, capsys):

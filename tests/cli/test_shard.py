@@ -208,7 +208,7 @@ def test_repeated_ids_can_be_kept_under_keys_of_their_own(folder, capsys):
         *("7", "7-2", "record-00000011", "record-00000011-2"),
     ]
     assert shard(folder, out="other") == 2
-    assert "--duplicate-ids keep gives each a key of its own" in capsys.readouterr().err
+    assert "--duplicate-ids keep gives each its own key" in capsys.readouterr().err
 
 
 def test_text_lengths_of_the_given_tokenizer_and_template_are_in_the_index(folder, tiny):
@@ -244,8 +244,8 @@ def test_more_bad_records_than_allowed_stop_the_tool(folder, capsys, bad, rate, 
     assert (folder / "out" / "dataset.json").exists() == (code == 0)
     if code:
         assert re.fullmatch(
-            rf"error: too many bad records: {bad} of the first 100 \({bad} no_answer\), where {bad - 1} of 100 are "
-            r"allowed; the last is no_answer: turn 1, from gpt, is empty\. Mend them, or raise --max-reject-rate; "
+            rf"error: too many bad records: {bad} of the first 100 \({bad} no_answer\), but {bad - 1} of 100 are "
+            r"allowed; the last is no_answer: turn 1, from gpt, is empty\. Fix them, or raise --max-reject-rate; "
             r"\S+/out/rejected\.jsonl lists what was left out\. \S+/out is unfinished: go on with --resume, or delete "
             r"it\n",
             message,
@@ -265,7 +265,7 @@ def test_the_record_that_is_one_too_many_is_the_same_for_any_workers(folder, cap
     arguments = ("--samples-per-shard", "7", "--max-reject-rate", "0.2", "--workers", workers)
     assert shard(folder, *arguments) == 2
     message = capsys.readouterr().err
-    assert "13 of the first 33 (7 no_conversation, 6 missing_image), where 12 of 60 are allowed" in message
+    assert "13 of the first 33 (7 no_conversation, 6 missing_image), but 12 of 60 are allowed" in message
     assert [line["record"] for line in rejections(folder / "out")] == list(range(20, 33))
 
 
@@ -276,7 +276,7 @@ def test_a_wrong_images_folder_shows_early_and_another_try_needs_no_clean_up(fol
     arguments = ["--json", str(folder / "a.json"), "--out", str(folder / "out"), "--samples-per-shard", "50"]
     assert main(["shard", *arguments, "--images", str(folder / "empty")]) == 2
     message = capsys.readouterr().err
-    assert "3 missing_image), where 2 of 40 are allowed" in message and "--resume" not in message
+    assert "3 missing_image), but 2 of 40 are allowed" in message and "--resume" not in message
     assert list(contents(folder / "out")) == ["rejected.jsonl"]
     assert main(["shard", *arguments, "--images", str(folder / "images")]) == 0
     assert rejections(folder / "out") == []
@@ -285,12 +285,12 @@ def test_a_wrong_images_folder_shows_early_and_another_try_needs_no_clean_up(fol
 @pytest.mark.parametrize(
     ("prepare", "message"),
     [
-        ("echo '[]' > a.json", "a.json: holds no record"),
+        ("echo '[]' > a.json", "a.json: has no records"),
         ("""echo '[{"id": 1}]' > a.json""", r"too many bad records: 1 of the first 1 .*its keys are id"),
         ("rm -r images && touch images", r"--images \S+/images: no such folder"),
         ("touch out", r"--out \S+/out: is a file"),
-        ("mkdir out && touch out/old.tar", r"--out \S+/out: holds shards already \(old\.tar\)"),
-        ("mkdir out && touch out/dataset.json", r"holds shards already \(dataset\.json\)"),
+        ("mkdir out && touch out/old.tar", r"--out \S+/out: already holds shards \(old\.tar\)"),
+        ("mkdir out && touch out/dataset.json", r"already holds shards \(dataset\.json\)"),
         ("ln -s /proc out", r"out/\.lock cannot be used: "),
         ("ln -s images out", r"--out \S+/out: is the folder of the images"),
     ],
@@ -310,7 +310,7 @@ def test_resuming_where_another_tool_left_a_dataset_json_is_refused(folder, caps
     (folder / "out").mkdir()
     (folder / "out" / "dataset.json").write_text(content)
     assert shard(folder, "--resume") == 2
-    assert "out/dataset.json is of another run" in capsys.readouterr().err
+    assert "out/dataset.json is from another run" in capsys.readouterr().err
 
 
 def test_the_hint_at_the_end_names_the_shards_whatever_the_folder_is_called(folder, capsys):

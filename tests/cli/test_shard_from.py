@@ -255,4 +255,4 @@ def test_where_pyarrow_lacks_the_extra_is_named(folder, monkeypatch, capsys):
     parquet.write_table(table([sharegpt({"id": 0, "image": "a.png", "caption": "x"})]), folder / "a.parquet")
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     assert shard(folder, "a.parquet") == 2
-    assert "which is not installed: pip install 'mmtrain[datasets]'" in capsys.readouterr().err
+    assert "which is not installed. Run pip install 'mmtrain[datasets]'" in capsys.readouterr().err

@@ -103,7 +103,7 @@ def test_ctrl_c_leaves_whole_shards_only_and_the_run_goes_on_with_resume(folder,
     assert all(len(keys_in(tar)) == 10 for tar in (folder / "out").glob("*.tar")) and "dataset.json" not in names
     assert shard(*options) == 2
     message = capsys.readouterr().err
-    assert "holds shards already (shard-000000.tar, " in message and "Go on with --resume" in message
+    assert "already holds shards (shard-000000.tar, " in message and "Continue with --resume" in message
     assert shard(*options, "--resume") == 0
     assert "shards are there already" in capsys.readouterr().out
     assert len(list((folder / "out").glob("*.tar"))) == 20
@@ -144,7 +144,7 @@ def test_what_a_run_cannot_go_on_from_is_refused_and_left_as_it_is(folder, stopp
     records[5]["conversations"][1]["value"] = "Other."
     (folder / "a.json").write_text(json.dumps(records))
     assert shard(*stopped) == 2
-    assert "unfinished.jsonl is of another run: inputs was " in capsys.readouterr().err
+    assert "unfinished.jsonl is from another run: inputs was " in capsys.readouterr().err
     assert contents(folder / "out") == before
 
 
@@ -195,7 +195,7 @@ def test_resume_begins_where_there_is_nothing_and_ends_where_all_is_done(folder,
     assert shard("--resume") == 0
     assert "out: finished already" in capsys.readouterr().out
     assert shard("--samples-per-shard", "5", "--resume") == 2
-    assert "dataset.json is of another run: samples_per_shard was 1000 and is 5" in capsys.readouterr().err
+    assert "dataset.json is from another run: samples_per_shard was 1000 and is 5" in capsys.readouterr().err
     assert shard() == 2
     assert contents(folder / "out") == first
 
@@ -216,7 +216,7 @@ def test_a_full_disk_is_one_line_and_leaves_whole_shards_only(folder):
     )
     assert ran.returncode == 2
     assert ran.stderr == (
-        "error: out/shard-000001.tar: cannot be written (File too large); what was written of it is removed. Free "
+        "error: out/shard-000001.tar: cannot be written (File too large); the unfinished file is removed. Free "
         "space, or choose another folder. out is unfinished: go on with --resume, or delete it\n"
     )
     assert list(contents(folder / "out")) == [

@@ -127,8 +127,11 @@ def test_a_section_may_be_null_and_comes_back_with_one_of_its_keys(minimal, tmp_
     ("overrides", "said"),
     [
         ((*TEXT, "model.trainable=[vision.*, llm.head]"), "model.trainable: vision.*, but model.vision is null"),
-        ((*TEXT, "data.template=plain"), "data.template: plain is for captions"),
-        (("data.images=strip",), "data.images: strip takes images out of the data"),
+        (
+            (*TEXT, "data.template=plain"),
+            "data.template: plain keeps only images and answers, but model.vision",
+        ),
+        (("data.images=strip",), "data.images: strip removes the images, but"),
     ],
 )
 def test_without_an_encoder_nothing_may_speak_of_images(minimal, overrides, said):
@@ -289,7 +292,7 @@ def test_a_stranger_gets_the_keys_of_its_section_alone(minimal):
         ("run.report_to=[none]", "['none']", "be 'tensorboard', 'wandb' or 'csv'", "where metrics go"),
         ("optimizer.lr=fast", "'fast'", "be a valid number", "peak learning rate)"),
         ("optimizer.lr=.inf", "inf", "be a finite number", "peak learning rate)"),
-        ("optimizer.groups=[3]", "[3]", "be a section", "parts that train"),
+        ("optimizer.groups=[3]", "[3]", "be a section", "parameter groups with their own rates"),
         ("optimizer.betas=[0.9]", "[0.9]", "have more entries", "AdamW's decay rates"),
         ("model.projector.factor=5", "5", "be 2, 3 or 4", "how many patches"),
         ("model.vision.pinpoints=(1x1),...,(6x6)", "'(1x1),...,(6x6)'", "be a list", "grids that"),
@@ -316,7 +319,7 @@ def test_a_wrong_value_in_a_list_of_sections_is_named_with_its_place(minimal):
     _, line = problems(minimal, "optimizer.groups=[{match: [projector], lr: fast}]")
     assert line.startswith("optimizer.groups.0.lr: 'fast' is not allowed; it should be a valid number (peak learning")
     _, line = problems(minimal, "optimizer.groups=[{match: [a]}]")
-    assert line.startswith("optimizer.groups.0: sets neither lr nor weight_decay; set one, or leave")
+    assert line.startswith("optimizer.groups.0: sets neither lr nor weight_decay. Set one, or leave")
 
 
 def test_missing_keys_say_what_they_mean(tmp_path):
@@ -348,8 +351,8 @@ def test_a_value_where_a_section_belongs_is_refused(tmp_path):
     [
         (
             "train.packs_per_step=10 parallel.data=2 train.packs_per_microbatch=2",
-            "train.packs_per_step: 10 does not divide by parallel.data x train.packs_per_microbatch = 2 x 2 = 4; "
-            "nearest that does: 8 or 12",
+            "train.packs_per_step: 10 is not a multiple of parallel.data x train.packs_per_microbatch = 2 x 2 = 4. "
+            "Set it to 8 or 12",
         ),
         ("parallel.pipeline=4 parallel.boundaries=[8,16]", "parallel.boundaries: [8, 16] has 2 entries; parallel.pipe"),
         (
@@ -388,7 +391,7 @@ def test_a_malformed_override_is_quoted_with_the_right_form(minimal, override, e
         ("eval: {<<: {every_steps: 1}}\n", "line 1, column 8", "could not determine a constructor for the tag"),
         ("run: " + "[" * 40, "line 1, column 37", "nested more than 32 deep"),
         ("run: !!python/object/apply:os.getcwd []\n", "line 1, column 6", "&, * and ! begin an anchor"),
-        ("run: 2001-99-99\n", "line 1, column 6", "'2001-99-99' is no timestamp"),
+        ("run: 2001-99-99\n", "line 1, column 6", "'2001-99-99' is not a valid timestamp"),
     ],
 )  # fmt: skip
 def test_a_yaml_mistake_names_file_line_and_column(tmp_path, text, where, problem):
@@ -400,7 +403,7 @@ def test_a_yaml_mistake_names_file_line_and_column(tmp_path, text, where, proble
 @pytest.mark.parametrize("text", ['run: "\\UFFFFFFFF"\n', f"%YAML 1.{'9' * 5000}\n---\nrun: 1\n", "run: \x01\n"])
 def test_what_yaml_itself_does_not_take_is_one_line(tmp_path, text):
     (line,) = problems(written(tmp_path, text))
-    assert line.endswith(". Mend the YAML there")
+    assert line.endswith(". Fix the YAML there")
 
 
 def test_several_data_sets_are_a_list_of_sections_with_their_own_problems(minimal):
@@ -412,11 +415,14 @@ def test_several_data_sets_are_a_list_of_sections_with_their_own_problems(minima
     ]
     _, *lines = problems(minimal, "data.shards=null", "data.sets=[{name: a, shard: x.tar}, {name: b b, shards: y.tar}]")
     assert len(lines) == 3
-    assert lines[0].startswith("data.sets.0.shards: missing (webdataset tars: a path")
+    assert lines[0].startswith("data.sets.0.shards: missing (webdataset shards: a tar file")
     assert "data.sets.0.shard: unknown key (value 'x.tar'); nearest valid key: data.sets.*.shards" in lines[1]
     assert lines[2].startswith("data.sets.1.name: 'b b' is not allowed")
     twice = "data.sets=[{name: a, shards: x.tar}, {name: a, shards: y.tar}]"
-    assert problems(minimal, "data.shards=null", twice)[1] == "data.sets: names must differ; they are a, a"
+    assert (
+        problems(minimal, "data.shards=null", twice)[1]
+        == "data.sets: two sets have the same name (a, a). Names must differ"
+    )
     assert "the list is empty" in problems(minimal, "data.shards=null", "data.sets=[]")[1]
 
 
@@ -443,7 +449,7 @@ def test_an_override_takes_the_place_of_the_key_in_the_file_that_says_the_same_t
 
 def test_of_very_many_problems_the_first_are_said(tmp_path):
     said = problems(written(tmp_path, MINIMAL + "".join(f"key{i}: 1\n" for i in range(5000))))
-    assert len(said) < 30 and said[-1] == "and more; mend these first"
+    assert len(said) < 30 and said[-1] == "and more. Fix these first"
 
 
 def test_others_see_no_arguments_of_pipe_urls_and_no_logins(minimal):

@@ -102,7 +102,7 @@ def test_what_a_variable_holds_is_not_filled_in_again(monkeypatch, value):
     monkeypatch.setenv("DATA", value)
     prefix = "" if "$" in value else "$"
     (line,) = problems(f"run.dir={prefix}${{DATA}}/x")
-    assert line.startswith(f"run.dir: {prefix}${{DATA}}/x holds ${{...}} when it is filled in")
+    assert line.startswith(f"run.dir: {prefix}${{DATA}}/x still holds ${{...}} after its variables are filled in")
 
 
 @pytest.mark.parametrize(
@@ -111,14 +111,20 @@ def test_what_a_variable_holds_is_not_filled_in_again(monkeypatch, value):
         ("run.dir=${NOT_THERE}/x", "run.dir: the environment variable of ${NOT_THERE} is not set. Set it, or write"),
         ("eval.shards=${EMPTY}/x", "eval.shards: the environment variable of ${EMPTY} is empty. Set it, or write"),
         ("data.shards=[a, '${NOT_THERE}/b']", "data.shards.1: the environment variable of ${NOT_THERE} is not set"),
-        ("run.dir=${DATA:-/x}/y", "run.dir: ${DATA:-/x}/y holds ${...} when it is filled in. Write variables as"),
-        ("run.dir=${NOT_THERE:-${DATA}}", "run.dir: ${NOT_THERE:-${DATA}} holds ${...} when it is filled in"),
+        (
+            "run.dir=${DATA:-/x}/y",
+            "run.dir: ${DATA:-/x}/y still holds ${...} after its variables are filled in. Write variables as",
+        ),
+        (
+            "run.dir=${NOT_THERE:-${DATA}}",
+            "run.dir: ${NOT_THERE:-${DATA}} still holds ${...} after its variables are filled in",
+        ),
         ("model.llm.path=$DATA/llm", "model.llm.path: $DATA is neither a file nor a variable. Write ${DATA}"),
         (
             "run.dir=${AWS_SECRET_ACCESS_KEY}",
-            "run.dir: ${AWS_SECRET_ACCESS_KEY} is a secret by its name, and paths are",
+            "run.dir: ${AWS_SECRET_ACCESS_KEY} looks like a secret by its name, and paths are",
         ),
-        ("data.shards=${hf_token}", "data.shards: ${hf_token} is a secret by its name"),
+        ("data.shards=${hf_token}", "data.shards: ${hf_token} looks like a secret by its name"),
         ("run.dir=${STORE_URL}", "run.dir: ${STORE_URL} holds an address with a login, and paths are shown"),
         ("run.dir=${" + "N" * 1000 + "}", "run.dir: the environment variable of ${NNNN"),
     ],
@@ -146,7 +152,5 @@ def test_programs_get_no_variables_and_other_keys_have_none():
 
 
 def test_within_brackets_of_yaml_the_error_says_to_quote():
-    with pytest.raises(
-        UserError, match=r"Mend the YAML there \(within \[ \] and \{ \} a path with a variable needs quotes"
-    ):
+    with pytest.raises(UserError, match=r"Fix the YAML there \(inside \[ \] and \{ \}, quote a path with a variable"):
         load_config(DEMO, ["data.shards=[${DATA}/x.tar]"])

@@ -105,7 +105,7 @@ def test_shards_that_nobody_has_made_are_named_with_the_way_to_get_them(cache):
 
 
 def test_what_the_demo_does_not_have_is_refused(cache):
-    with pytest.raises(UserError, match=r"data\.shards: demo:test: the demo has no such data; it has demo:train"):
+    with pytest.raises(UserError, match=r"data\.shards: demo:test: the demo has no such data, only demo:train"):
         made("demo:test")
 
 

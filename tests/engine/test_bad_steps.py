@@ -17,7 +17,7 @@ def record(step, *losses, keys=("a",), parameters=()):
 def test_the_words_name_the_first_few_of_each_kind_and_obey_no_text_of_the_data():
     said = in_words(record(0, *[math.nan] * 5, keys=("\x1b[2Ja", "b", "c", "d", "e")))
     assert said.startswith(
-        "step 0: the loss sum is nan and the squared gradient norm nan, with values that are not finite on rank 0; no "
+        "step 0: the loss sum is nan and the squared gradient norm nan, with values that are not finite on rank 0. No "
         "update was made. The loss is not finite in micro-batch 0 of replica 0 (samples \\x1b[2Ja, b, c and 2 more), "
     )
     assert "2 of replica 0 (samples \\x1b[2Ja, b, c and 2 more) and 2 more. Look for damaged images" in said
@@ -25,6 +25,6 @@ def test_the_words_name_the_first_few_of_each_kind_and_obey_no_text_of_the_data(
 
 def test_the_learning_rate_is_suspected_once_there_was_an_update():
     assert in_words(record(4, 1.5, parameters=tuple(f"w{i}" for i in range(5)))).endswith(
-        "The loss of each micro-batch is finite, the gradient of w0, w1, w2 and 2 more is not. Lower optimizer.lr, or "
-        "look for damaged images or text in this step's data"
+        "The loss of each micro-batch is finite, but the gradient of w0, w1, w2 and 2 more is not. "
+        "Lower optimizer.lr, or look for damaged images or text in this step's data"
     )

@@ -327,7 +327,7 @@ def test_a_gradient_alone_that_is_not_finite_is_a_bad_step_too(parts, tmp_path):
     for results, untouched, message, *_ in run_ranks(2, train_past_bad_steps, config, [without_labels, partly], file):
         assert results[0].loss is None and math.isnan(results[0].grad_norm)
         assert results[0].no_update == "loss or gradient is not finite" and untouched == [True, True]
-        assert "loss of each micro-batch is finite, the gradient of projector.linear_1.weight, " in message
+        assert "loss of each micro-batch is finite, but the gradient of projector.linear_1.weight, " in message
     first, second = [json.loads(line) for line in file.read_text().splitlines()]
     assert [m["loss"] for m in first["microbatches"]] == [None] * 4
     assert math.isfinite(second["loss_sum"]) and second["squared_gradient_norm"] == "nan"

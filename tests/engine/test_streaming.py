@@ -366,7 +366,7 @@ def without_room(parts):
 
 def test_a_host_without_room_is_told_so_by_name(parts):
     (error,) = run_ranks(1, without_room, parts)
-    assert "finds no room in the host's memory" in error and "parallel.streamed_layers" in error
+    assert "does not fit in the host's memory" in error and "parallel.streamed_layers" in error
 
 
 def test_memory_that_cuda_cannot_lock_is_told_so_by_name_and_what_it_has_locked_is_unlocked(monkeypatch):

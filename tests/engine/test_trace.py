@@ -110,7 +110,7 @@ def test_the_file_has_the_form_that_viewers_load(run):
 
 
 def test_console_and_records_say_where_the_time_of_each_rank_went(run):
-    assert f"trace of 2 steps: {run[0] / 'trace.json'}; it opens in ui.perfetto.dev" in run[1].splitlines()
+    assert f"trace of 2 steps: {run[0] / 'trace.json'}; open it in ui.perfetto.dev" in run[1].splitlines()
     (line,) = [line for line in run[1].splitlines() if line.startswith("idle ")]
     assert "% (rank 0: " in line
     lines = [json.loads(line) for line in (run[0] / "metrics.jsonl").read_text().splitlines()]
@@ -165,8 +165,8 @@ def test_clocks_that_begin_anywhere_are_set_by_the_moments_at_which_all_ranks_go
 @pytest.mark.parametrize(
     ("folder", "steps", "message"),
     [
-        ("", [8], "trace of 1 step: {file}; it opens in ui.perfetto.dev"),
-        ("", [], "no trace was written: it begins with the second step, which was not made"),
+        ("", [8], "trace of 1 step: {file}; open it in ui.perfetto.dev"),
+        ("", [], "no trace was written: it begins with the second step, which did not run"),
         ("gone", [8], "no trace was written: {file} cannot be written: No such file or directory"),
     ],
 )

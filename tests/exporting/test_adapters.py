@@ -71,7 +71,7 @@ def test_stock_logits_of_merged_layers_are_those_of_layers_with_adapters(
     [
         ("llm.layers.9.mlp.up_proj", r"llm.layers.9.mlp.up_proj.lora_A.weight was trained"),
         ("vision.blocks.9.attn.qkv", r"vision.blocks.9.attn.qkv.lora_A.weight was trained"),
-        ("llm.layers.0.mlp.up_proj", r"trained with shapes \[4, 4\] and \[4, 4\].*another model lies there"),
+        ("llm.layers.0.mlp.up_proj", r"trained with shapes \[4, 4\] and \[4, 4\].*Restore the model"),
     ],
 )
 def test_an_adapter_without_its_layer_or_of_another_width_is_refused(tiny, tmp_path, name, error):
@@ -108,7 +108,10 @@ def test_a_run_with_adapters_is_exported_verified_and_asked(run, merged, tmp_pat
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     card, picture = (merged / "README.md").read_text(), Image.new("RGB", (28, 28), "red")
     assert generate(run, picture, max_new_tokens=4) == generate(merged, picture, max_new_tokens=4)
-    assert "low-rank adapters of 68 layers, merged into their weights; the projector between the two was too" in card
+    assert (
+        "low-rank adapters of 68 layers, merged into their weights. The projector between the two was trained too"
+        in card
+    )
 
 
 def as_peft(checkpoint: Path | StepFolder, out: Path, *more: str) -> Path:
@@ -222,23 +225,23 @@ def test_adapters_of_dense_layers_and_shared_experts_leave_with_the_whole_model(
 @pytest.mark.parametrize(
     ("targets", "said"),
     [
-        ("llm.layers.0.mlp", "trained with shape (3, 128), and peft would look for None in DeepseekV3ForCausalLM"),
+        ("llm.layers.0.mlp", "trained with shape (3, 128), but peft would look for None in DeepseekV3ForCausalLM"),
         ("llm.layers.*.shared_experts.up_proj", "peft cannot add these adapters to DeepseekV3ForCausalLM: Cannot conv"),
     ],
 )
 def test_adapters_that_peft_takes_for_those_of_experts_are_refused(moe, tmp_path, capsys, targets, said):
     assert run_export(moe(targets).path, "peft", tmp_path / "out", "--base", "llm") == 2
     error = capsys.readouterr().err
-    assert said in error and "use --format hf" in error
+    assert said in error and "Use --format hf" in error
 
 
 @pytest.mark.parametrize(
     ("targets", "others", "options", "said"),
     [
         ("vision.*", {}, [], "model.lora gives it none"),
-        ("llm.layers.*, vision.*", {}, ["--base", "llm"], "trains too, which adapters of the published LLM"),
+        ("llm.layers.*, vision.*", {}, ["--base", "llm"], "trains too, but adapters of the published LLM"),
         ("llm.layers.*", {"llm.norm.weight": torch.ones(64)}, ["--base", "llm"], "llm.norm.weight trains too"),
-        ("llm.layers.*", {}, ["--base", "llm", "--verify"], "take base hf (--base hf)"),
+        ("llm.layers.*", {}, ["--base", "llm", "--verify"], "Set base hf (--base hf)"),
     ],
 )
 def test_what_adapters_would_leave_out_is_refused(tiny, tmp_path, capsys, targets, others, options, said):
@@ -271,7 +274,7 @@ def test_a_run_on_text_alone_leaves_with_its_adapters_merged_or_apart(tiny, tmp_
     config = config_of(tiny, *keys)
     checkpoint = make_checkpoint(tmp_path / "run", config, drawn_adapters(config))
     assert run_export(checkpoint.path, "peft", tmp_path / "merged", "--verify", "4") == 2
-    assert "as it was published: take base hf (--base hf)" in capsys.readouterr().err
+    assert "for the published LLM. Set base hf (--base hf)" in capsys.readouterr().err
     assert run_export(checkpoint.path, "hf", tmp_path / "merged", "--verify", "4") == 0
     as_peft(checkpoint, tmp_path / "own", "--base", "hf", "--dtype", "bfloat16", "--verify", "4")
     out = as_peft(checkpoint, tmp_path / "out")

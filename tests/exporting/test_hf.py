@@ -93,9 +93,9 @@ def test_what_was_trained_besides_the_projector_lies_in_its_place(tiny, tmp_path
 @pytest.mark.parametrize(
     "name,why",
     [
-        ("llm.layers.0.mlp.experts.gate_up_proj", "no one tensor of this name"),
-        ("llm.layers.9.mlp.down_proj.weight", "no one tensor of this name"),
-        ("llm.norm.weight", "another model lies there"),
+        ("llm.layers.0.mlp.experts.gate_up_proj", "no single tensor of this name"),
+        ("llm.layers.9.mlp.down_proj.weight", "no single tensor of this name"),
+        ("llm.norm.weight", "Restore the model"),
         ("vision.blocks.77.norm1.weight", "vision.blocks.77"),
     ],
 )
@@ -131,7 +131,7 @@ def test_what_transformers_keeps_in_float32_is_not_rounded(tiny, make_tiny, tmp_
 def test_the_code_in_the_model_card_runs_as_it_stands(checkpoint, tmp_path, monkeypatch, capsys):
     export(checkpoint, tmp_path / "out")
     card = (tmp_path / "out" / "README.md").read_text()
-    assert "Training turns pictures by their EXIF orientation, as the code above does" in card
+    assert "Training rotates pictures by their EXIF orientation, as the code above does" in card
     (code,) = re.findall(r"```python\n(.*?)```", card, re.DOTALL)
     Image.new("RGB", (50, 40), (200, 30, 30)).save(tmp_path / "out" / "picture.png")
     monkeypatch.chdir(tmp_path / "out")

@@ -88,7 +88,7 @@ def test_a_full_embedding_gains_a_row_and_all_else_stays(without_spare_row):
 def test_the_card_bounds_what_new_rows_add_to_the_loss(without_spare_row):
     checkpoint, _, out, size, _ = without_spare_row
     bound = f"{math.log(1 + 1 / size):.1e}"
-    assert f"loss of every token, by {bound} nats at most: ln(1 + 1 / {size})." in (out / "README.md").read_text()
+    assert f"loss of every token by at most {bound} nats: ln(1 + 1 / {size})." in (out / "README.md").read_text()
     model, losses = load_stock(out), []
     for _, batch in read_samples(checkpoint.config, 3):
         ids = batch.input_ids.masked_fill(batch.input_ids == IMAGE_POSITION, size)

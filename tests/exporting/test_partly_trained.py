@@ -56,7 +56,7 @@ def test_an_export_has_what_was_trained_and_what_the_run_began_with(runs, tmp_pa
         assert all(same(found[f"multi_modal_{name}"], tensor) for name, tensor in wanted.items())
     assert same(found["language_model.model.norm.weight"], trained_by(runs["none"])["llm.norm.weight"])
     card = (tmp_path / "none" / "README.md").read_text()
-    assert "Trained: 1 tensor of LLM and vision encoder; the projector between the two was not." in card
+    assert "Trained: 1 tensor of LLM and vision encoder. The projector between the two was not trained." in card
     assert run_export(runs["none"], "safetensors", tmp_path / "alone") == 0
     alone = load_file(tmp_path / "alone" / "projector.safetensors")
     assert alone.keys() == {*wanted, "llm.norm.weight"} and all(same(alone[name], wanted[name]) for name in wanted)
@@ -102,7 +102,7 @@ def test_a_projector_that_begins_with_itself_is_refused(runs, tiny, tmp_path):
     beginning_with(tmp_path / "a", find(runs["second"]), tmp_path / "b")
     config = config_of(tiny, f"model.projector.init_from={tmp_path / 'b'}")
     for look in (lambda: refuse_unfit_init_from(config, Path("elsewhere")), lambda: export(checkpoint, tmp_path / "c")):
-        with pytest.raises(UserError, match=r"its projector begins with itself; choose another one"):
+        with pytest.raises(UserError, match=r"its projector begins with itself. Choose another one"):
             look()
 
 

@@ -162,9 +162,9 @@ def test_behind_the_final_norm_the_stock_vision_models_last_hidden_state_is_what
 @pytest.mark.parametrize(
     ("kind", "why"),
     [
-        ("quickgelu clip", "whose last norm is for its class token alone"),
-        ("vit without biases and norm", "has no last norm like its others"),
-        ("averaging vit", "has no last norm like its others"),
+        ("quickgelu clip", "whose final norm is only for its class token"),
+        ("vit without biases and norm", "has no final norm like its other norms"),
+        ("averaging vit", "has no final norm like its other norms"),
     ],
 )
 def test_behind_the_final_norm_an_encoder_without_a_stock_counterpart_is_refused(encoders, kind, why):
@@ -210,7 +210,7 @@ def test_tensors_are_in_the_precision_that_they_are_stored_in_and_read_late(tmp_
 @pytest.mark.parametrize(
     ("architecture", "changes", "why"),
     [
-        ("vit_small_patch14_reg4_dinov2", {}, "has 4 register tokens, which a stock class would take for patches"),
+        ("vit_small_patch14_reg4_dinov2", {}, "has 4 register tokens, which a stock class would read as patches"),
         ("vit_tiny_patch16_224", {"act_layer": "silu"}, "has a SiLU as blocks.0.mlp.act"),
         ("vit_tiny_patch16_224", {"qk_norm": True}, "has a LayerNorm as blocks.0.attn.q_norm"),
         ("vit_tiny_patch16_224", {"scale_attn_norm": True}, "has a LayerNorm as blocks.0.attn.norm"),
@@ -228,10 +228,10 @@ def test_tensors_are_in_the_precision_that_they_are_stored_in_and_read_late(tmp_
             "has blocks.0.ls1.gamma",
         ),
         ("vit_giant_patch14_dinov2", {}, "has a GluMlp as blocks.0.mlp"),
-        ("eva02_tiny_patch14_224", {}, "is a Eva, no plain ViT"),
-        ("vit_small_patch16_dinov3", {}, "is a Eva, no plain ViT"),
-        ("deit_tiny_distilled_patch16_224", {}, "is a VisionTransformerDistilled, no plain ViT"),
-        ("beit_base_patch16_224", {}, "is a Beit, no plain ViT"),
+        ("eva02_tiny_patch14_224", {}, "is a Eva, not a plain ViT"),
+        ("vit_small_patch16_dinov3", {}, "is a Eva, not a plain ViT"),
+        ("deit_tiny_distilled_patch16_224", {}, "is a VisionTransformerDistilled, not a plain ViT"),
+        ("beit_base_patch16_224", {}, "is a Beit, not a plain ViT"),
     ],
 )
 def test_what_no_stock_model_computes_is_refused_with_the_formats_that_work(tmp_path, architecture, changes, why):
@@ -246,7 +246,7 @@ def test_what_no_stock_model_computes_is_refused_with_the_formats_that_work(tmp_
 @pytest.mark.parametrize(("kind", "count"), [("dinov2_registers", 4), ("dinov3", 2)])
 def test_a_transformers_encoder_with_registers_is_refused(tmp_path, kind, count):
     ENCODERS[kind][0]().save_pretrained(tmp_path)
-    with pytest.raises(UserError, match=f"has {count} register tokens, which a stock class would take for patches"):
+    with pytest.raises(UserError, match=f"has {count} register tokens, which a stock class would read as patches"):
         exported(str(tmp_path))
 
 

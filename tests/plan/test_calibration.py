@@ -114,8 +114,8 @@ def test_a_file_for_another_run_is_refused_with_all_that_differs(tmp_path, cache
         plan_of(changed, device=replace(DEVICE, threads=1))
     message = str(error.value)
     assert f"{file} is not for this run" in message and "parallel.calibration=null" in message
-    assert "pack_length: measured for 2048, this run has 1024" in message
-    assert "threads: measured for 2, this run has 1" in message and "trainable" not in message
+    assert "pack_length: measured for 2048, but this run has 1024" in message
+    assert "threads: measured for 2, but this run has 1" in message and "trainable" not in message
     named = make_config(tmp_path, f"parallel.calibration={file}")
     assert plan_of(named, device=DEVICE).step_seconds is not None
 
@@ -123,7 +123,7 @@ def test_a_file_for_another_run_is_refused_with_all_that_differs(tmp_path, cache
 @pytest.mark.parametrize("text", ["", "[1, 2]", "[" * 200_000, "{"])
 def test_a_file_of_something_else_is_no_calibration(tmp_path, text) -> None:
     (tmp_path / "measured.json").write_text(text)
-    with pytest.raises(UserError, match=r"measured\.json: no calibration that this version of mmtrain reads"):
+    with pytest.raises(UserError, match=r"measured\.json: not a calibration that this version of mmtrain reads"):
         load_calibration(tmp_path / "measured.json")
 
 
@@ -138,7 +138,7 @@ def test_a_file_of_something_else_is_no_calibration(tmp_path, text) -> None:
 def test_a_calibration_with_a_value_that_none_has_is_refused(config, tmp_path, key, value) -> None:
     file = made_up(config).save(tmp_path / "measured.json")
     file.write_text(json.dumps(json.loads(file.read_text()) | {key: value}))
-    with pytest.raises(UserError, match=r"measured\.json: no calibration that this version of mmtrain reads"):
+    with pytest.raises(UserError, match=r"measured\.json: not a calibration that this version of mmtrain reads"):
         load_calibration(file)
 
 

@@ -141,7 +141,7 @@ def test_whatever_hangs_for_a_setting_is_refused_with_that_setting(runs):
     assert {ordering for _, ordering in hung} == {Ordering.LAUNCH_ORDER, Ordering.BLOCKING, Ordering.DEVICE_WIDE_WAITS}
     for pipeline, ordering in hung:
         for name, value in SETTING[ordering]:
-            with pytest.raises(UserError, match=rf"^{name}={value} in the environment: .*; unset it"):
+            with pytest.raises(UserError, match=rf"^{name}={value} in the environment: .* Unset it"):
                 check_environment(config_of(pipeline), {name: value})
 
 

@@ -146,11 +146,14 @@ def test_adapters_stay_and_what_trains_otherwise_is_not_streamed():
 @pytest.mark.parametrize(
     ("keys", "words"),
     [
-        (("parallel.stream_from=peers",), "streamed_layers is 0, so that nothing is streamed"),
+        (("parallel.stream_from=peers",), "streamed_layers is 0, so nothing is streamed"),
         ((AUTO, "parallel.stream_from=peers"), "parallel.data 1 needs parallel.data of at least 2"),
         ((AUTO, "parallel.stream_from=peers", "parallel.data=4", "parallel.weight_shards=3"), "needs one of 2, 4"),
-        ((AUTO, "parallel.stream_from=peers", "parallel.data=2", "parallel.host_memory_gib=8"), "leave one of them"),
-        (("parallel.weight_shards=2", "parallel.data=2"), "stream_from is host; set stream_from=peers"),
+        ((AUTO, "parallel.stream_from=peers", "parallel.data=2", "parallel.host_memory_gib=8"), "Leave one of them"),
+        (
+            ("parallel.weight_shards=2", "parallel.data=2"),
+            "stream_from is host, which does not use it. Set stream_from=peers",
+        ),
         (("parallel.streamed_layers=[1,2]",), "streamed_layers: .* needs 4, one per pipeline rank"),
     ],
 )

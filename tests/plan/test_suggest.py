@@ -139,14 +139,14 @@ def test_a_quantised_llm_is_suggested_last_and_only_where_that_is_faster(of_two)
     assert of_fewer_bits == sorted(of_fewer_bits) and set(of_fewer_bits) == {False, True}
     fastest = min(x.step_seconds for x in of_two.layouts if x.size.source not in BITS)
     assert all(x.step_seconds < fastest for x in of_two.layouts if x.size.source in BITS)
-    assert "nf4 and int8: another LLM, near lmsys/vicuna-7b-v1.5" in text(of_two)
+    assert "nf4 and int8: a quantised LLM, near lmsys/vicuna-7b-v1.5" in text(of_two)
 
 
 def test_what_belongs_to_one_layout_is_left_to_the_planner_which_is_said() -> None:
     by_hand = ["parallel.boundaries=[1, 2, 3]", "parallel.recompute_layers=[1, 1, 1, 1]", "parallel.encoder_ranks=0"]
     suggestion = suggest(demo(*by_hand), 2)
     assert suggestion.by_hand == ("parallel.boundaries", "parallel.recompute_layers", "parallel.encoder_ranks")
-    assert "left to the planner, though CONFIG states them: parallel.boundaries, parallel.recomp" in text(suggestion)
+    assert "chosen by the planner, although CONFIG sets them: parallel.boundaries, parallel.recomp" in text(suggestion)
     best = suggestion.layouts[0]
     assert best.overrides["parallel.boundaries"] is None and "parallel.boundaries=null" in text(suggestion)
     assert step_seconds(make_plan(demo(*by_hand, *as_options(best.overrides)))) == best.step_seconds
@@ -191,7 +191,7 @@ def test_a_table_tells_each_layout_and_what_to_put_behind_the_config(of_two) -> 
     assert [row[0] for row in rows] == [str(i) for i in range(1, len(rows) + 1)]
     assert all(int(row[1]) * int(row[2]) == 2 for row in rows)
     assert "mmtrain calibrate CONFIG measures" in text(of_two)
-    assert ("from peers: it pays inside a machine with NVLink" in text(of_two)) == ("peers/" in text(of_two))
+    assert ("from peers: pays only inside a machine with NVLink" in text(of_two)) == ("peers/" in text(of_two))
 
 
 def test_overrides_that_are_too_long_go_on_behind_a_backslash() -> None:
@@ -200,10 +200,10 @@ def test_overrides_that_are_too_long_go_on_behind_a_backslash() -> None:
     layouts = replace(suggestion.layouts[0], overrides=long), replace(suggestion.layouts[0], overrides={})
     lines = render_suggestion(replace(suggestion, layouts=layouts))
     assert max(map(len, lines)) <= 80
-    first = lines.index("behind CONFIG for the first:") + 1
-    pasted = "\n".join(lines[first : lines.index("for the others:")]).replace("\\\n", "")
+    first = lines.index("append to CONFIG for layout 1:") + 1
+    pasted = "\n".join(lines[first : lines.index("for the other layouts:")]).replace("\\\n", "")
     assert pasted.split() == [f"{key}=null" for key in long]
-    assert lines[-1] == "  2: nothing: it is that of CONFIG"
+    assert lines[-1] == "  2: (nothing: CONFIG has this layout)"
 
 
 @pytest.mark.parametrize(("devices", "longest"), [(1, {}), (100_000, {"memory_bytes": 2**50, "step_seconds": 1e6})])
@@ -222,7 +222,7 @@ def test_the_text_fits_80_columns(devices, longest) -> None:
 def test_without_a_limit_all_fits_which_is_said(capsys) -> None:
     assert plan_command.run(plan_command.parse_arguments([DEMO, "--suggest", "2"])) == 0
     told = capsys.readouterr().out
-    assert "behind CONFIG for the first:" in told
+    assert "append to CONFIG for layout 1:" in told
     assert "no memory limit" in told and "without parallel.device_memory_gib all layouts fit" in told
 
 
@@ -237,9 +237,12 @@ def test_devices_on_which_nothing_fits_are_told_what_the_smallest_layout_needs(c
 @pytest.mark.parametrize(
     ("devices", "said"),
     [
-        (7, "Set train.packs_per_step=7 or 14, or take another number of devices"),
-        (22, "at most 6 pipeline ranks, one a layer of demo:llm (front, 4 decoder layers, head)"),
-        (22, "which is 8, and at most 32,768 micro-batches on all ranks. Set train.packs_per_step=11, or take"),
+        (7, "Set train.packs_per_step=7 or 14, or choose another number of devices"),
+        (22, "at most 6 pipeline ranks, one per layer of demo:llm (front, 4 decoder layers, head)"),
+        (
+            22,
+            "(8), and at most 32,768 micro-batches on all ranks. Set train.packs_per_step=11, or choose",
+        ),
         (99_991, "99,991 devices: no layout uses all of them"),
     ],
 )

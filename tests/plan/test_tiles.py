@@ -168,7 +168,7 @@ def test_a_typical_image_has_tiles_and_positions_and_only_where_its_size_decides
     make_plan(square.changed(dict.fromkeys(both)))
     unset = dict.fromkeys(("data__expected_image_tiles", "data__expected_image_positions"))
     for key, value in both.items():
-        with pytest.raises(ValueError, match=r"data\.expected_image_.*: null, and .* is set; .*leave both out"):
+        with pytest.raises(ValueError, match=r"data\.expected_image_.*: null, but .* is set, .*leave both out"):
             tiled_config(parts, "anyres", **{**unset, key.replace(".", "__"): value})
 
 

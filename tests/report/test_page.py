@@ -279,7 +279,7 @@ def test_evaluations_and_control_are_those_of_the_records(life, opened):
     assert [[float(cell) for cell in row] for row in rows] == [
         pytest.approx([r["step"], r["exact_match"], r["token_accuracy"]], rel=1e-5) for r in recorded
     ]
-    assert head == ["step", "exact answers", "right tokens"]
+    assert head == ["step", "exact match", "token accuracy"]
     loss_head, *loss_rows = opened.table("loss")
     held_out = {float(row[0]): float(row[loss_head.index("held-out samples")]) for row in loss_rows if row[-1]}
     assert held_out == pytest.approx({r["step"]: r["loss"] for r in recorded}, rel=1e-5)

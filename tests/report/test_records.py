@@ -130,7 +130,7 @@ def test_waiting_for_weights_is_a_part_of_the_time_where_there_was_any(run):
         assert read["compute"] == {0: 6.0, 1: 2.0}, "of the second step: the first pays for warm-up"
         assert read["fetching"][0] == waited and read["idle"][1] == pytest.approx(3.0 + bool(waited) * 0.5)
         page = make_page([run])
-        assert ("Fetching is waiting for weights" in page) == bool(waited)
+        assert ("Fetching: waiting for the weights" in page) == bool(waited)
 
 
 def test_numbers_that_no_run_has_break_no_page(run):
@@ -175,7 +175,13 @@ def test_a_run_without_anything_says_what_each_section_needs(run):
         if file.name != "config.yaml":
             file.unlink()
     page = make_page([run])
-    for needed in ("No step is recorded yet", "no plan.json", "eval.shards", "eval.permuted_control", "No audit"):
+    for needed in (
+        "No step is recorded yet",
+        "plan.json is missing",
+        "eval.shards",
+        "eval.permuted_control",
+        "No audit",
+    ):
         assert needed in page, needed
 
 
@@ -240,7 +246,7 @@ def test_pictures_and_rows_of_a_page_are_bounded(run):
 @pytest.mark.parametrize(
     ("before", "after", "control", "worked", "looked"),
     [
-        ((3.0, 0.0), (2.0, 0.0), (2.0, 0.0), ("lower loss", "mixed"), ("it answers too little to tell", "mixed")),
+        ((3.0, 0.0), (2.0, 0.0), (2.0, 0.0), ("lower loss", "mixed"), ("too few exact answers to tell", "mixed")),
         ((3.0, 0.0), (2.0, 0.0), (3.0, 0.0), ("lower loss", "mixed"), ("yes, by the loss", "good")),
         ((3.0, 0.0), (2.0, 0.9), (3.0, 0.2), ("better", "good"), ("yes, with wrong images", "good")),
         ((3.0, 0.9), (3.0, 0.2), (3.0, 0.2), ("worse", "bad"), ("no sign of it", "bad")),
@@ -267,7 +273,7 @@ def test_time_runs_from_begin_to_end_with_its_pauses(run):
     only(run, begin, *steps[:5], {**begin, "step": 5, "time": 1e9 + 500}, *steps[5:])
     read = read_run(run)
     took = headline(read)["How long did it take?"]
-    assert took.answer == "0:08:30 from begin to end" and took.text.startswith("0:00:10 of it are steps")
+    assert took.answer == "0:08:30 from start to end" and took.text.startswith("0:00:10 for steps and evaluations.")
     assert ["0:08:29", "9", "quarantine", "samples: 2"] in faults(read).tables[0].rows
 
 

@@ -108,7 +108,7 @@ class KilledWorker(IterableDataset):
 @pytest.mark.parametrize(
     ("number", "said"),
     [
-        (signal.SIGKILL, "SIGKILL (if nobody did that, the machine ran out of memory"),
+        (signal.SIGKILL, "SIGKILL (if nobody killed it, the machine ran out of memory"),
         (signal.SIGBUS, "SIGBUS (/dev/shm"),
     ],
 )

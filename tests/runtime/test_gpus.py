@@ -78,13 +78,13 @@ def gpu(name: str, *capability: int) -> dict:
         (
             {"gpus": [], "driver_cuda": [12, 2], "error": "driver too old"},
             None,
-            ["driver knows CUDA 12.2", "built for CUDA 13.2", "update the driver", "torch for CUDA 12"],
+            ["driver supports CUDA 12.2", "has CUDA 13.2", "Update the driver", "torch for CUDA 12"],
         ),
         (gpu("Tesla P100", 6, 0), None, ["GPU 1, Tesla P100, has compute capability 6.0", "that has sm_60"]),
-        (gpu("a Jetson", 10, 1), None, ["compute capability 10.1", "sm_75, sm_80, sm_90a, compute_120 alone"]),
+        (gpu("a Jetson", 10, 1), None, ["compute capability 10.1", "code only for sm_75, sm_80, sm_90a, compute_120."]),
         ({"gpus": [], "error": "No CUDA GPUs are available"}, None, ["sees no GPU (No CUDA GPUs", "--gpus all"]),
         ({"gpus": []}, "7", ["CUDA_VISIBLE_DEVICES=7 names no GPU of this machine", "nvidia-smi -L"]),
-        ({"gpus": [], "built_for": None}, None, ["built without CUDA", "install its CUDA build"]),
+        ({"gpus": [], "built_for": None}, None, ["built without CUDA", "Install its CUDA build"]),
     ],
     ids=lambda value: value[0] if isinstance(value, list) else None,
 )
@@ -111,7 +111,7 @@ def test_a_gpu_that_torch_has_code_for_is_taken(answer, capability):
         ("import time; time.sleep(60)", "did not answer within 0.5 s"),
         ("import os; os.abort()", "exit code -6"),
         ("raise RuntimeError('CUDA unknown error')", "RuntimeError: CUDA unknown error"),
-        ("print('nothing of use')", "asking for the GPUs failed"),
+        ("print('nothing of use')", "listing the GPUs failed"),
     ],
 )
 def test_a_driver_that_hangs_or_crashes_is_one_line_with_the_remedy(answer, program, said, monkeypatch):

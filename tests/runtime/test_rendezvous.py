@@ -130,7 +130,7 @@ def test_a_node_that_joins_twice_is_refused_and_the_first_one_is_not_disturbed()
     with ThreadPoolExecutor() as pool:
         first, second = (pool.submit(node.next_rendezvous) for node in nodes[:2])
         assert (first.result().rank, second.result().rank) == (0, 1)
-        with pytest.raises(UserError, match=r"^--node-rank 1: another launcher has joined .* from 0 to 1;"):
+        with pytest.raises(UserError, match=r"^--node-rank 1: another launcher has joined .* from 0 to 1\."):
             nodes[2].next_rendezvous()
         first.result().store.set("alive", "yes")
         assert second.result().store.get("alive") == b"yes"

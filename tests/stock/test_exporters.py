@@ -51,29 +51,32 @@ def test_a_run_that_can_leave_as_it_says_plans(tiny, keys):
         (["hf", "shuffle_swiglu"], "(shuffle_swiglu): AyaVision would need data.image_fit=resize ("),
         (
             ["hf", "shuffle_linear"],
-            "Idefics3 would need model.vision.final_norm=true (its features come from behind that norm), "
-            "model.vision.layout=idefics3 (which is what its processor writes), ",
+            "Idefics3 would need model.vision.final_norm=true (its features come from after that norm), "
+            "model.vision.layout=idefics3 (as its processor writes), ",
         ),
         (
             ["hf", "shuffle_mlp2x_gelu", RESIZED],
-            "another model.vision.name (its encoder is InternVLVisionModel, and ",
+            "another model.vision.name (its encoder is InternVLVisionModel, but ",
         ),
         (
             ["hf", "mlp2x_gelu", *NORMED],
             "Llava would need model.vision.final_norm=false (its features come from before that norm); PerceptionLM "
             "would need data.image_fit=resize (",
         ),
-        (["llava", "shuffle_swiglu"], "llava takes a linear or mlp2x_gelu projector, and model.projector.type is "),
-        (["llava", "linear", *NORMED], "llava's code knows no model.vision.final_norm=true"),
-        (["peft", "mlp2x_gelu"], "peft holds adapters of the LLM, and model.lora gives it none"),
-        (["llava", "mlp2x_gelu", "model.trainable=[projector, '*.norm']"], "alone, and llm.norm.weight trains too"),
+        (["llava", "shuffle_swiglu"], "llava takes a linear or mlp2x_gelu projector, but model.projector.type is "),
+        (["llava", "linear", *NORMED], "llava's code does not support model.vision.final_norm=true"),
+        (["peft", "mlp2x_gelu"], "peft holds adapters of the LLM, but model.lora gives it none"),
+        (
+            ["llava", "mlp2x_gelu", "model.trainable=[projector, '*.norm']"],
+            "only the projector, but llm.norm.weight trains too",
+        ),
     ],
 )
 def test_a_run_that_could_not_leave_is_refused_with_what_to_change(tiny, keys, said):
     wanted, kind, *more = keys
     found = planned(tiny, f"export.format={wanted}", f"model.projector.type={kind}", *more)
     assert found.startswith(f"export.format={wanted}: ") and said in found, found
-    assert found.endswith("change that, or set export.format=safetensors")
+    assert found.endswith("Change that, or set export.format=safetensors")
 
 
 TEXT = ("model.vision=null", "data.template=llava_v1", "data.images=strip", "model.trainable=[llm.layers.1]")
@@ -84,8 +87,8 @@ TEXT = ("model.vision=null", "data.template=llava_v1", "data.images=strip", "mod
     [
         ("granite", {"logits_scaling": 8.0}, "projector", "(granite) scales or caps its logits (logits_scaling)"),
         ("cohere2", {}, "projector", "(cohere2) scales or caps its logits (logit_scale)"),
-        ("phi", {}, "projector", "(phi) has a bias, and the stock heads have none"),
-        ("gpt2", {}, "projector", "they do not find the embedding of a gpt2"),
+        ("phi", {}, "projector", "(phi) has a bias, but stock heads have none"),
+        ("gpt2", {}, "projector", "stock models do not find the embedding of a gpt2"),
         (
             "qwen3_moe",
             {},
@@ -117,7 +120,7 @@ def test_what_the_files_of_the_llm_tell_is_refused_when_planned(
             "vit_base_patch16_clip_224",
             {},
             ["shuffle_linear", "model.vision.layout=idefics3", RESIZED, *NORMED],
-            "(its encoder is SiglipVisionModel, and ",
+            "(its encoder is SiglipVisionModel, but ",
         ),
         ("vit_small_patch14_reg4_dinov2", {}, ["mlp2x_gelu"], "has 5 tokens before its patches"),
         (

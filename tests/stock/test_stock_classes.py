@@ -433,7 +433,7 @@ def test_a_picture_that_idefics3_would_take_for_none_is_refused(make, encoders, 
         encoders["siglip"], tmp_path / "black", "config.json", {"pretrained_cfg": {"mean": [0.0, 0.0, 0.0]}}
     )
     config = make("idefics3 chat").checkpoint.config.changed({"model.vision.name": str(black)})
-    with pytest.raises(UserError, match="all zeros, which Idefics3ForConditionalGeneration takes for no image"):
+    with pytest.raises(UserError, match="all zeros, which Idefics3ForConditionalGeneration reads as no image"):
         export(make_checkpoint(tmp_path / "run", config), tmp_path / "out")
 
 

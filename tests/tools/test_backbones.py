@@ -91,7 +91,7 @@ def test_planning_knows_the_demo_models():
     assert len(llm_shape("demo:llm").decoder) == 4
     vision = vision_shape("demo:vision", -1)
     assert (vision.patches_per_image, vision.width, vision.prefix_tokens) == (16, 128, 0)
-    with pytest.raises(UserError, match="demo:gpt: the demo has no such model; it has demo:llm, demo:vision"):
+    with pytest.raises(UserError, match="demo:gpt: the demo has no such model, only demo:llm, demo:vision"):
         llm_shape("demo:gpt")
 
 

@@ -198,7 +198,7 @@ def test_those_that_fail_or_hang_are_said_once_and_left_out_and_the_run_ends_as_
         run = train(tiny / "config.yaml", *RUN, *here, resume=folder / "checkpoints" / "step-00000003")
     assert run.losses() == reported.losses()
     for name, why in (("tensorboard", "FileExistsError"), ("csv", "No space left on device"), ("wandb", "CommError")):
-        (said,) = (line for line in run.printed.splitlines() if line.startswith(f"{name} is left out from here"))
+        (said,) = (line for line in run.printed.splitlines() if line.startswith(f"{name} receives no more metrics"))
         assert why in said and said.endswith("metrics.jsonl has everything")
 
 

@@ -72,7 +72,7 @@ def add_reading_arguments(parser: argparse.ArgumentParser) -> None:
         "--template",
         type=template_argument,
         metavar="NAME",
-        help=f"as data.template, how conversations become tokens: {', '.join(NAMES)}, or {FILE}",
+        help=f"how conversations become tokens, as data.template: {', '.join(NAMES)}, or {FILE}",
     )
     add_format_arguments(parser)
     group = parser.add_mutually_exclusive_group()
@@ -82,24 +82,24 @@ def add_reading_arguments(parser: argparse.ArgumentParser) -> None:
         dest="layout",
         default=argparse.SUPPRESS,
         choices=list(TEXT_ALONE),
-        help="for a run without encoder, as data.images: samples that have some cannot be trained on, or on their text",
+        help="for a run without encoder, as data.images: quarantine samples with images, or train on their text",
     )
     parser.add_argument(
         "--max-tiles",
         type=positive(int, MAX_TILES),
         metavar="N",
-        help=f"as model.vision.max_tiles, of --layout tiles ({DEFAULT_MAX_TILES})",
+        help=f"as model.vision.max_tiles, for --layout tiles ({DEFAULT_MAX_TILES})",
     )
     parser.add_argument(
         "--vision",
         metavar="NAME",
-        help="the vision encoder, as model.vision.name: how large a tile is, and how many tokens it takes",
+        help="the vision encoder, as model.vision.name; it sets the size and the image tokens of a tile",
     )
     parser.add_argument(
         "--tile-size",
         type=positive(int, LONGEST_TILE),
         metavar="PIXELS",
-        help="instead: a side of the encoder's square",
+        help="side of the encoder's square, instead of --vision",
     )
     parser.set_defaults(tokens_per_image=None)  # an option of commands that ask for it
 
@@ -122,15 +122,15 @@ def parse_reading_arguments(parser: argparse.ArgumentParser, arguments: Sequence
         return ", ".join(f"--{name.replace('_', '-')}" for name in changed)
 
     if options.config is not None and (extra := flags(_OF_MODEL + _OF_LAYOUT)):
-        parser.error(f"{extra}: {options.config} says it. Leave it out, or change a key: {options.config} key=value")
+        parser.error(f"{extra}: {options.config} sets it. Leave it out, or change a key: {options.config} key=value")
     if (options.tokenizer is None) != (options.template is None):
         parser.error("--tokenizer and --template go together: lengths depend on both")
     if options.layout in TEXT_ALONE and (extra := flags(_OF_LAYOUT[1:])):
-        parser.error(f"{extra}: --images {options.layout} is of a run without encoder; leave it out")
+        parser.error(f"{extra}: --images {options.layout} means a run without encoder. Leave it out")
     if options.max_tiles is not None and "max_tiles" not in _layout_class(options).keys:
-        parser.error(f"--max-tiles is a number of --layout tiles, not of {options.layout}; leave it out")
+        parser.error(f"--max-tiles is for --layout tiles, not for {options.layout}. Leave it out")
     if options.vision is not None and (extra := flags(("tile_size", "tokens_per_image"))):
-        parser.error(f"{extra}: --vision {options.vision} says it; give one of the two")
+        parser.error(f"{extra}: --vision {options.vision} sets it. Give only one of the two")
     return options
 
 
@@ -162,11 +162,11 @@ def reading_of(options: argparse.Namespace, tars: Sequence[Path]) -> Reading:
 def _missing_positions(options: argparse.Namespace) -> str:
     """Return which options would give the positions of an image, as these do not."""
     if options.vision is not None:
-        return f"connectors of --layout {options.layout} make one token of several patches: give a CONFIG"
+        return f"connectors of --layout {options.layout} join several patches into one token. Give a CONFIG"
     numbers = "--tokens-per-image N"
     if _layout_class(options).has_newlines:
         numbers = "both --tile-size PIXELS and --tokens-per-image N (of a tile)"
-    return f"how many tokens an image takes is not known: give --vision NAME, {numbers}, or a CONFIG"
+    return f"the image tokens per image are unknown. Give --vision NAME, {numbers}, or a CONFIG"
 
 
 def _layout_class(options: argparse.Namespace) -> type[ImageLayout]:
@@ -180,14 +180,14 @@ def _layout(options: argparse.Namespace) -> ImageLayout:
         side, positions = shape.image_size, 0 if layout.joins_patches else shape.patches_per_image
     if layout.has_newlines and math.isqrt(positions) ** 2 != positions:
         raise UserError(
-            f"--tokens-per-image {positions}: the positions of a tile are a square of them with --layout "
-            f"{layout.name}, for example {math.isqrt(positions) ** 2}"
+            f"--tokens-per-image {positions}: --layout {layout.name} needs a square number of image tokens per tile, "
+            f"for example {math.isqrt(positions) ** 2}"
         )
     if layout.has_newlines and not (side and positions):
         return Square(0)  # which has the same texts
     if layout.is_sized and not side:
         raise UserError(
-            f"--layout {layout.name} writes a name before each tile, and how many an image has depends on their size: "
-            "give --vision NAME or --tile-size PIXELS"
+            f"--layout {layout.name} writes a name before each tile, and the number of tiles depends on their size. "
+            "Give --vision NAME or --tile-size PIXELS"
         )
     return layout(positions, side, **({} if options.max_tiles is None else {"max_tiles": options.max_tiles}))

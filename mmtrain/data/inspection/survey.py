@@ -85,7 +85,7 @@ def survey(
         taken.append(positions_and_tiles(index, layout)[0])
         if (faults := index.faults.get(form.reading)) is None:
             raise UserError(
-                f"{tar}: its index is of samples read as {', '.join(index.faults)}; make it: {MAKE} {tar}"
+                f"{tar}: its index has samples of format {', '.join(index.faults)} only. Index it: {MAKE} {tar}"
                 f"{format_argument(form)}"
             )
         reasons.update(reason for reason, _ in faults.values())

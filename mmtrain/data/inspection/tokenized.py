@@ -97,10 +97,10 @@ def _find(tars: Sequence[Path], key: str) -> list[tuple[Path, int]]:
             like += itertools.islice((sample_key for sample_key in keys if key in sample_key), _KEYS_SHOWN - len(like))
     if places:
         return places
-    hint = f"keys that hold this text: {', '.join(map(escape, like))}"
+    hint = f"similar keys: {', '.join(map(escape, like))}"
     if not like:
-        hint = f"the first are {', '.join(map(escape, read_index(tars[0]).keys[:_KEYS_SHOWN]))}"
-    raise UserError(f"--show {key}: no sample of this key in {len(tars):,} shards; {hint}")
+        hint = f"the first keys are {', '.join(map(escape, read_index(tars[0]).keys[:_KEYS_SHOWN]))}"
+    raise UserError(f"--show {key}: no sample has this key in {len(tars):,} shards; {hint}")
 
 
 def _rows(
@@ -127,10 +127,10 @@ def _runs(document: Document, sizes: Sequence[tuple[int, int]], layout: ImageLay
         if len(runs) > 1:  # a tile each
             for tile, positions in enumerate(runs, 1):
                 is_whole = tiling.overview == "last" and tile == len(runs)
-                yield f"{image}, {'the whole' if is_whole else f'tile {tile} of {grid}'}", positions
+                yield f"{image}, {'whole image' if is_whole else f'tile {tile} of {grid}'}", positions
         elif tiling.shown is not None:
             shown = tiling.shown
-            yield f"{image}, the whole, then {shown.lines} lines of {shown.length} of {grid}", *runs
+            yield f"{image}, whole image, then {shown.lines} lines of {shown.length} of {grid}", *runs
         else:
             yield image, *runs
 

@@ -41,7 +41,7 @@ def arrow_rows(path: Path, wanted: Collection[str], first: int = 0) -> Iterator[
     with _opened(path) as file:
         names = [name for name in _schema(file).names if name in wanted]
         if len(set(names)) < len(names):
-            raise ValueError(f"columns of equal names: {', '.join(names)}")
+            raise ValueError(f"several columns have one name: {', '.join(names)}")
         rows = _parquet_rows(file, names, first) if _is_parquet(path) else _ipc_rows(file, names, first)
         for row in rows:
             reader = _RowReader()
@@ -60,11 +60,10 @@ def _opened(path: Path) -> Iterator[Any]:
         from pyarrow.parquet import ParquetFile
     except ModuleNotFoundError:
         raise UserError(
-            f"{path}: parquet and Arrow files are read by pyarrow, which is not installed: pip install "
-            "'mmtrain[datasets]'"
+            f"{path}: parquet and Arrow files need pyarrow, which is not installed. Run pip install 'mmtrain[datasets]'"
         ) from None
     if not path.is_file():
-        raise UserError(f"{path}: no such file; a parquet or Arrow file is needed")
+        raise UserError(f"{path}: no such file. Name a parquet or Arrow file")
     try:
         if _is_parquet(path):
             with ParquetFile(path, memory_map=True, pre_buffer=False) as file:
@@ -77,7 +76,7 @@ def _opened(path: Path) -> Iterator[Any]:
                 yield file
     # Python's own errors: text that is not UTF-8, damaged JSON, dates that Python does not have.
     except (pyarrow.ArrowException, OSError, ValueError, LookupError, ArithmeticError, RecursionError) as error:
-        raise UserError(f"{path}: cannot be read ({escape(str(error))}); is the file complete?") from None
+        raise UserError(f"{path}: cannot be read ({escape(str(error))}). Is the file complete?") from None
 
 
 def _schema(file: Any) -> pyarrow.Schema:

@@ -130,7 +130,7 @@ class ShardMaker:
         if (finished := self.finished.get(job.number)) is not None:
             if finished.candidates != len(job.candidates):  # with --shard-bytes
                 raise UserError(
-                    f"{finished.shard.file} was made of {finished.candidates:,} records, and would now be made of "
+                    f"{finished.shard.file} was made of {finished.candidates:,} records, but would now hold "
                     f"{len(job.candidates):,}: images have changed in size. Delete {self.out} and start again"
                 )
             return finished
@@ -173,7 +173,7 @@ def write_shard(path: Path, samples: Iterable[KeyedSample], count: TextCounter |
     disk is full, and what `samples` raises; then the unfinished tar is removed.
     """
     if path.exists():
-        raise UserError(f"{path}: exists already; shards are never written over, choose a new folder or delete them")
+        raise UserError(f"{path}: exists already; shards are never overwritten. Choose a new folder, or delete them")
     try:
         with whole_file(path) as unfinished, unfinished.open("wb", buffering=_BUFFER) as stream:
             shard = _Shard(path, stream, count)
@@ -182,7 +182,7 @@ def write_shard(path: Path, samples: Iterable[KeyedSample], count: TextCounter |
             shard.end()
     except OSError as error:
         raise UserError(
-            f"{path}: cannot be written ({error.strerror}); what was written of it is removed. Free space, or choose "
+            f"{path}: cannot be written ({error.strerror}); the unfinished file is removed. Free space, or choose "
             "another folder"
         ) from error
     try:

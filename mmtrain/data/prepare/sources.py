@@ -116,11 +116,11 @@ class Adapter:
                 if row.get(key) and ("image" in key or str(row[key]).lower().endswith(IMAGE_SUFFIXES))
             ]
             if named and not record.images:
-                seen = f"it names images under {named[0]} and none under image, where LLaVA's are"
-                raise BadSample("image_count", f"{seen}; --from with --format sharegpt reads them")
+                seen = f"it names images under {named[0]}, but LLaVA's format has them under image"
+                raise BadSample("image_count", f"{seen}; use --from with --format sharegpt")
             return Adapted(record, tuple(map(RowImage, record.images)))
         if not isinstance(row, dict):
-            raise BadSample("not_an_object", f"a row of other columns than its table, or no object: {short(row)}")
+            raise BadSample("not_an_object", f"a row with other columns than its table, or not an object: {short(row)}")
         images = self.images(row)
         identifier = row.get("id")
         if not isinstance(identifier, str | int | None):
@@ -233,7 +233,7 @@ def open_sources(path: Path, form: SampleFormat, image_key: str | None) -> tuple
     first = itertools.islice(itertools.chain.from_iterable(source.rows() for source in sources), SEEN)
     rows = [_without_contents(row) for row in first]
     if not rows:
-        raise UserError(f"{path}: holds no record")
+        raise UserError(f"{path}: has no records")
     if sources[0].holds_bytes:
         keys = arrow_files.arrow_columns(sources[0].path)
     else:
@@ -273,7 +273,7 @@ def stored_images(sources: Sequence[Source], candidates: Iterable[Candidate]) ->
         at = row + 1
         images = source.adapter.images(content) if isinstance(content, dict) else ()
         if len(images) != len(candidate.images):
-            raise UserError(f"{source.path}: was changed while it was read; start again")
+            raise UserError(f"{source.path}: has changed while it was read. Start again")
         yield [image.content for image in images]
 
 
@@ -292,7 +292,7 @@ def _fitting(path: Path, rows: Sequence[object], adapters: Sequence[Adapter], ke
     """Return the adapter that takes the rows; of several that take nearly all of them, the first."""
     for option, key in (("--image-key", adapters[0].image_key), ("--caption-key", adapters[0].form.caption_key)):
         if key is not None and key not in keys:
-            raise UserError(f"{path}: {option} {key}: nothing is called so; there is {_named(keys)}")
+            raise UserError(f"{path}: {option} {key}: there is no such key or column; it has {_named(keys)}")
     adapters = [adapter.settled(rows) for adapter in adapters]
     trials = [_tried(adapter, rows) for adapter in adapters]
     choice = best([len(adapted) for adapted, _ in trials], len(rows))
@@ -302,13 +302,13 @@ def _fitting(path: Path, rows: Sequence[object], adapters: Sequence[Adapter], ke
             f"as {adapter.form.name} {Counter(faults).most_common(1)[0][0]}"
             for adapter, (_, faults) in zip(adapters, trials, strict=True)
         )
-        mend = f"--image-key and --caption-key say what holds them; its keys or columns are {_named(keys)}"
+        mend = f"Name its keys or columns by --image-key and --caption-key; it has {_named(keys)}"
         if any("url" in key.lower() or _URL.match(key) for key in keys):
             mend = _DOWNLOAD
         raise UserError(f"{path}: none of its first {len(rows):,} records is a sample: {seen}. {mend}")
     names = (image.name for record in adapted for image in record.images if image.content is None and image.name)
     if _URL.match(name := next(names, "")):
-        raise UserError(f"{path}: its images are addresses ({escape(name)}). {_DOWNLOAD}")
+        raise UserError(f"{path}: its images are URLs ({escape(name)}). {_DOWNLOAD}")
     return adapters[choice]
 
 
@@ -329,13 +329,11 @@ def _named(keys: list[str]) -> str:
 
 def _files(path: Path) -> list[tuple[str, Path]]:
     if path.suffix.lower() == ".tar" or any(path.glob("*.tar")):
-        raise UserError(f"{path}: holds shards already: data.shards={path} trains on them")
+        raise UserError(f"{path}: already holds shards. Train on them with data.shards={path}")
     if not path.is_dir():
         if path.suffix.lower() not in _SUFFIXES:
             suffixes = ", ".join(_SUFFIXES)
-            raise UserError(
-                f"{path}: its name must end in one of {suffixes}; or name a folder of datasets' save_to_disk"
-            )
+            raise UserError(f"{path}: the name must end in one of {suffixes}, or be a folder of datasets' save_to_disk")
         return [(path.name, path)]
     names = _saved_files(path) if (path / "state.json").is_file() else sorted(f.name for f in path.glob("*.parquet"))
     if not names:
@@ -345,7 +343,7 @@ def _files(path: Path) -> list[tuple[str, Path]]:
     splits = {match[1] or match[2] for name in names if (match := _SPLIT_FILE.fullmatch(name))}
     if len(splits) > 1:
         seen = ", ".join(sorted(splits))
-        raise UserError(f"{path}: holds splits ({seen}); name the files of one: --from {path}/SPLIT*.parquet")
+        raise UserError(f"{path}: holds several splits ({seen}). Name the files of one: --from {path}/SPLIT*.parquet")
     return [(f"{path.name}/{name}", path / name) for name in names]
 
 
@@ -356,4 +354,4 @@ def _saved_files(folder: Path) -> list[str]:
         names = [entry["filename"] for entry in content["_data_files"]]
         if all(Path(name).name == name and name.endswith(".arrow") for name in names):
             return names
-    raise UserError(f"{state}: is not what datasets' save_to_disk writes; save the data set again")
+    raise UserError(f"{state}: was not written by datasets' save_to_disk. Save the data set again")

@@ -26,7 +26,7 @@ from mmtrain.data.samples.records import MAX_RECORD_BYTES
 SEPARATORS = {".csv": ",", ".tsv": "\t"}
 MAX_COCO_BYTES = 256 << 20  # the captions of COCO 2017 have 92 MB
 _CHUNK = 1 << 20
-_NEEDED = "needed is a JSON array of records, or JSON lines: one record a line"
+_NEEDED = "Give a JSON array of records, or JSON lines with one record a line"
 _SPACE = re.compile(r"[ \t\r\n]*")  # that JSON allows between values
 
 
@@ -37,7 +37,7 @@ def json_records(path: Path) -> Iterator[object]:
         first = next(itertools.dropwhile(" \t\r\n".__contains__, letters), "")
     if first not in ("[", "{"):
         seen = f"begins with {first!r}" if first else "is empty"
-        raise UserError(f"{path}: {seen}; {_NEEDED}")
+        raise UserError(f"{path}: {seen}. {_NEEDED}")
     if first == "[":
         yield from _array_elements(path)
     elif (coco := _coco(path)) is not None:
@@ -48,7 +48,7 @@ def json_records(path: Path) -> Iterator[object]:
                 try:
                     yield json.loads(line)
                 except (ValueError, RecursionError) as error:
-                    raise UserError(f"{path}: line {number:,} is not valid JSON ({error}); {_NEEDED}") from None
+                    raise UserError(f"{path}: line {number:,} is not valid JSON ({error}). {_NEEDED}") from None
 
 
 def _array_elements(path: Path) -> Iterator[object]:
@@ -72,7 +72,7 @@ def _array_elements(path: Path) -> Iterator[object]:
                 if not more:
                     raise UserError(
                         f"{path}: not valid JSON after {count:,} records ({error}). Is the file complete? A record may "
-                        f"have {MAX_RECORD_BYTES:,} characters"
+                        f"have at most {MAX_RECORD_BYTES:,} characters"
                     ) from None
                 text += more
                 continue
@@ -83,7 +83,7 @@ def _array_elements(path: Path) -> Iterator[object]:
             count, at = count + 1, end + 1
             if mark == "]":
                 if (text[at:] + stream.read(_CHUNK)).strip():
-                    raise UserError(f"{path}: not valid JSON: more follows its array")
+                    raise UserError(f"{path}: not valid JSON: text follows the array")
                 return
 
 
@@ -128,7 +128,7 @@ def table_rows(path: Path) -> Iterator[object]:
         columns = [name.strip() for name in reader.fieldnames or ()]
         if not columns or len(set(columns)) < len(columns):
             seen = escape(", ".join(columns)) or "nothing"
-            raise UserError(f"{path}: its first line names {seen}; needed are the names of columns, each once")
+            raise UserError(f"{path}: its first line names {seen}. It must name the columns, each once")
         reader.fieldnames = columns
         first = reader.line_num + 1
         for row in reader:
@@ -136,8 +136,8 @@ def table_rows(path: Path) -> Iterator[object]:
             texts = [field for field in [*fields, *(row.get(None) or ())] if isinstance(field, str)]
             if separator == "\t" and any("\t" in text and ("\n" in text or "\r" in text) for text in texts):
                 raise UserError(
-                    f"{path}: line {first:,} has a field with a tab and a line break: most likely a quote has no end "
-                    f"and took in the rows that follow. {mend}"
+                    f"{path}: line {first:,} has a field with a tab and a line break: probably a quote is not closed "
+                    f"and includes the rows that follow. {mend}"
                 )
             yield row if None not in row and None not in fields else fields
             first = reader.line_num + 1
@@ -151,7 +151,7 @@ def _lines(path: Path) -> Iterator[tuple[int, str]]:
             if len(line) > MAX_RECORD_BYTES:
                 raise UserError(f"{path}: line {number:,} is longer than {MAX_RECORD_BYTES:,} characters")
             if "\0" in line:
-                raise UserError(f"{path}: line {number:,} has a null character; save the file as UTF-8")
+                raise UserError(f"{path}: line {number:,} has a null character. Save the file as UTF-8")
             yield number, line
 
 
@@ -160,10 +160,10 @@ def _opened(path: Path) -> Iterator[TextIO]:
     """Open a text in UTF-8, with or without a byte order mark, its line ends as they are."""
     try:
         if not path.is_file():  # opening a named pipe would wait for ever
-            raise UserError(f"{path}: no such file; a JSON, JSONL, CSV or TSV file is needed")
+            raise UserError(f"{path}: no such file. Name a JSON, JSONL, CSV or TSV file")
         with path.open(encoding="utf-8-sig", newline="") as stream:
             yield stream
     except UnicodeDecodeError as error:
-        raise UserError(f"{path}: is not UTF-8 text ({error.reason}); if it is compressed, unpack it") from None
+        raise UserError(f"{path}: is not UTF-8 text ({error.reason}). If it is compressed, unpack it") from None
     except OSError as error:
         raise UserError(f"{path}: cannot be read ({error.strerror})") from None

@@ -88,7 +88,7 @@ class Validator:
                 yield source, value
                 count += 1
             if count != source.records:
-                raise UserError(f"{source.path}: was changed while it was read; start again")
+                raise UserError(f"{source.path}: has changed while it was read. Start again")
 
     @property
     def _full(self) -> int:
@@ -119,7 +119,7 @@ class Validator:
         if not self.keep_duplicates:
             source, first = place(self.sources, self.keys[key])
             seen = f"record {first} of {source.name} has it too"
-            raise BadSample("duplicate_id", f"{seen}; --duplicate-ids keep gives each a key of its own")
+            raise BadSample("duplicate_id", f"{seen}; --duplicate-ids keep gives each its own key")
         while True:
             self.repeats[key] += 1
             numbered = f"{key}-{self.repeats[key] + 1}"
@@ -162,8 +162,8 @@ class ShardStats:
             counts = ", ".join(f"{count:,} {code}" for code, count in self.reasons.most_common())
             raise UserError(
                 f"too many bad records: {self.reasons.total():,} of the first {rejection.record + 1:,} ({counts}), "
-                f"where {allowed:,} of {self.total:,} are allowed; the last is {rejection.reason}: {rejection.detail}. "
-                "Mend them, or raise --max-reject-rate"
+                f"but {allowed:,} of {self.total:,} are allowed; the last is {rejection.reason}: {rejection.detail}. "
+                "Fix them, or raise --max-reject-rate"
             )
 
     def write_summary(self, out: Path, run: dict) -> None:
@@ -189,12 +189,12 @@ class ShardStats:
 def refuse_used_folder(out: Path, resume: bool) -> None:
     """Raise UserError for an output folder that holds shards, unless `resume` continues their run."""
     if out.exists() and not out.is_dir():
-        raise UserError(f"--out {out}: is a file; name a folder")
+        raise UserError(f"--out {out}: is a file. Name a folder")
     used = sorted(path.name for name in ("*.tar", SUMMARY) for path in out.glob(name))
     can_resume = (out / STATE).is_file() or SUMMARY in used
     if used and not (resume and can_resume):
-        mend = "Go on with --resume" if can_resume else "Choose a new folder"
-        raise UserError(f"--out {out}: holds shards already ({', '.join(used)[:80]}). {mend}, or delete the folder")
+        mend = "Continue with --resume" if can_resume else "Choose a new folder"
+        raise UserError(f"--out {out}: already holds shards ({', '.join(used)[:80]}). {mend}, or delete the folder")
 
 
 def is_finished(out: Path, run: dict) -> bool:
@@ -223,8 +223,8 @@ def _refuse_another_run(run: dict, earlier: dict, file: Path) -> None:
     ]
     if differ:
         raise UserError(
-            f"--resume: {file} is of another run: {'; '.join(differ)}. Its shards and new ones would not make one data "
-            f"set: use the same options and files, or delete {file.parent} and start again"
+            f"--resume: {file} is from another run: {'; '.join(differ)}. Old and new shards would not form one data "
+            f"set. Use that run's options and files, or delete {file.parent} and start again"
         )
 
 
@@ -258,7 +258,7 @@ def unfinished_run(out: Path, run: dict, resume: bool) -> Iterator[UnfinishedRun
         try:
             opened.enter_context(held(out / ".lock", wait=False))
         except BlockingIOError:
-            raise UserError(f"--out {out}: another run writes into this folder; wait for its end, or stop it") from None
+            raise UserError(f"--out {out}: another run writes into this folder. Wait for its end, or stop it") from None
         if (out / SUMMARY).exists():
             raise UserError(f"--out {out}: another run has just ended here")
         description, *shards = (list(recorded(state)) if resume else []) or [None]

@@ -111,7 +111,7 @@ class ChatText:
         if header.strip() and prompt == self._render(PROBE[:1]):
             raise self.unfit(
                 f"ignores add_generation_prompt: {header!r} would be learnt as part of every answer",
-                "writes it where add_generation_prompt is set",
+                "writes it when add_generation_prompt is set",
             )
 
     def write(self, turns: Turns) -> tuple[str, list[Span]]:
@@ -127,7 +127,7 @@ class ChatText:
             whole = self._render(turns[: number + 1]) if number + 1 < len(turns) else text
             if not whole.startswith(prompt):
                 raise self.unfit(
-                    f"asks for an answer in another form than it writes one ({_difference(prompt, whole)})",
+                    f"writes another prompt before an answer than add_generation_prompt ({_difference(prompt, whole)})",
                     "begins answers as add_generation_prompt does",
                 )
             self._refuse_lost_text(asked, whole[spans[-1][1] if spans else 0 : len(prompt)])
@@ -137,7 +137,7 @@ class ChatText:
             end = len(whole) - self.unsupervised_tail
             if not text.startswith(whole[:end]):
                 raise self.unfit(
-                    f"rewrites earlier turns once later ones follow ({_difference(whole[:end], text)})",
+                    f"rewrites earlier turns when later ones follow ({_difference(whole[:end], text)})",
                     "does not, or a sample with one question",
                 )
             spans.append((len(prompt), end))
@@ -146,7 +146,7 @@ class ChatText:
 
     def unfit(self, fault: str, needed: str) -> BadSample:
         """Return the error for a template that does `fault`, where one that does `needed` would do."""
-        return BadSample("template", f"{self.name} {fault}; needed is one that {needed}")
+        return BadSample("template", f"{self.name} {fault}; use one that {needed}")
 
     def _render(self, turns: Turns, add_generation_prompt: bool = False) -> str:
         try:
@@ -166,8 +166,8 @@ class ChatText:
 
     def _loses(self, text: str, written: str) -> BadSample:
         return self.unfit(
-            f"does not write a turn as it was given: {text[-80:]!r} became {written[-160:]!r}",
-            "takes texts and leaves them whole",
+            f"changes the text of a turn: {text[-80:]!r} became {written[-160:]!r}",
+            "leaves texts unchanged",
         )
 
 

@@ -117,7 +117,7 @@ def conversation(members: Mapping[str, bytes], images: int, form: SampleFormat) 
     content = _caption(members, form) if form.name == "caption" else _record(members)
     if not images and (unread := sorted(filter(_UNREAD_MEDIA.fullmatch, members))):
         seen = f"KEY.{', KEY.'.join(unread)[:200]} are not read as images"
-        needed = f"needed are KEY.jpg, or KEY.0.jpg, KEY.1.jpg, ... ({', '.join(IMAGE_SUFFIXES)})"
+        needed = f"name images KEY.jpg, or KEY.0.jpg, KEY.1.jpg, ... ({', '.join(IMAGE_SUFFIXES)})"
         raise BadSample("image_count", f"{seen}; {needed}")
     if form.name == "caption":
         return caption_turns(content, images, form.caption_prompt)
@@ -128,7 +128,7 @@ def llava_turns(record: object, images: int) -> Turns:
     """Return the turns of a record in LLaVA's own form; raises BadSample."""
     turns = parse_turns(record)
     if images and not _has_marks(turns):
-        mend = "data.format=sharegpt (--format sharegpt) puts marks where there are none"
+        mend = "data.format=sharegpt (--format sharegpt) adds missing marks"
         raise BadSample("image_count", f"0 {IMAGE_MARK} marks in the conversation, {images} images; {mend}")
     refuse_wrong_image_count(turns, images)
     refuse_what_would_be_lost(record, turns, images)
@@ -141,7 +141,7 @@ def refuse_what_would_be_lost(record: object, turns: Sequence[tuple[str, str]], 
     value = first_value(record, IMAGE_KEYS)
     named = sum(map(bool, value)) if isinstance(value, list) else int(value is not None)
     if named not in (0, images) and not _has_marks(turns):
-        raise BadSample("image_count", f"its record names {named} images, and the sample has {images}")
+        raise BadSample("image_count", f"its record names {named} images, but the sample has {images}")
 
 
 def refuse_unread_media(record: object) -> None:
@@ -155,7 +155,7 @@ def sharegpt_turns(record: object, images: int) -> Turns:
     """Return the turns of a record with messages in any usual form; raises BadSample."""
     messages = first_value(record, CONVERSATION_KEYS)
     if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
-        needed = f"needed is a list of messages under {' or '.join(CONVERSATION_KEYS[:2])}"
+        needed = f"it needs a list of messages under {' or '.join(CONVERSATION_KEYS[:2])}"
         raise BadSample("no_conversation", f"{needed}; {keys_or_value(record)}")
     turns = [_turn(number, message) for number, message in enumerate(messages)]
     if (system := _system_beside(record)) and turns[0][0] != "system":
@@ -216,7 +216,7 @@ def _record(members: Mapping[str, bytes], reason: str = "no_json") -> object:
     try:
         return json.loads(members["json"])
     except (ValueError, RecursionError) as error:
-        more = "; one value is needed, no JSON lines" if str(error).startswith("Extra data") else ""
+        more = "; write one JSON value, not JSON lines" if str(error).startswith("Extra data") else ""
         raise BadSample("not_json", f"{error}{more}") from None
 
 

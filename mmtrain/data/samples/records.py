@@ -62,16 +62,16 @@ DECODE_ERRORS = (OSError, TypeError, SyntaxError, ValueError, EOFError, struct.e
 
 REASONS = {
     "not_an_object": "not a JSON object",
-    "not_json": "text that is no Unicode, or NaN: other JSON readers would fail",
+    "not_json": "text that is not Unicode, or NaN: other JSON readers would fail",
     "bad_id": "an id that is neither text nor a whole number",
     "duplicate_id": "an id that an earlier record has",
     "no_conversation": "no list of turns under `conversations`",
     "unknown_role": "a turn that is not from human, gpt or (the first one only) system",
-    "non_text_value": "a turn whose value is no text",
-    "no_caption": "no text that could be the caption (data.caption_key names its key)",
+    "non_text_value": "a turn whose value is not text",
+    "no_caption": "no text that could be the caption (set data.caption_key to its key)",
     "no_answer": "no turn from gpt, or an empty one",
     "masked_answer": "an answer marked as not to be trained on: mmtrain supervises every answer",
-    "turn_order": "turns that do not go human, gpt, human, gpt, ...: no template takes them",
+    "turn_order": "turns that do not alternate human, gpt, human, gpt, ..., as all templates need",
     "too_long": "a conversation of more turns or text than allowed",
     "template": "a conversation that the template cannot hold",
     "unread_media": "videos or sound, which mmtrain does not read",
@@ -82,16 +82,16 @@ REASONS = {
     "unreadable_image": "an image file that the system cannot read",
     "unsupported_image": f"an image file whose name does not end in {', '.join(IMAGE_SUFFIXES)}",
     "undecodable_image": "an image file that Pillow cannot decode to its end",
-    "other_size": "an image of another size than its index says",
-    "too_many_pixels": "an image with more pixels than allowed, as its header says",
+    "other_size": "an image whose size differs from its index",
+    "too_many_pixels": "an image whose header declares more pixels than allowed",
     "too_much_work": "an image with too many scans, chunks or segments to decode in reasonable time",
     "too_many_bytes": "a file larger than allowed",
     "unfit_shape": "an image too long and thin to be cut into tiles (model.vision.layout)",
     "no_json": "a sample without KEY.json (a key ends at the first dot; a sample's files are neighbours in the tar)",
-    "image_names": "images that are not KEY.jpg alone, or KEY.0.jpg, KEY.1.jpg, ... without a gap",
-    "duplicate_member": "a member that comes twice in a sample",
+    "image_names": "images not named KEY.jpg alone, or KEY.0.jpg, KEY.1.jpg, ... without a gap",
+    "duplicate_member": "a member that appears twice in a sample",
     "no_encoder": "a sample with images, where model.vision is null (data.images=strip trains on its text)",
-    "checksum": "a member whose bytes are not those that were indexed: the file is damaged",
+    "checksum": "a member whose bytes differ from those indexed: the file is damaged",
 }
 
 
@@ -129,7 +129,7 @@ def parse_record(value: object) -> Record:
     except (ValueError, RecursionError) as error:
         raise BadSample("not_json", str(error)) from None
     if size > MAX_RECORD_BYTES:
-        raise BadSample("too_many_bytes", f"{size:,} bytes of JSON, where {MAX_RECORD_BYTES:,} are allowed")
+        raise BadSample("too_many_bytes", f"{size:,} bytes of JSON; at most {MAX_RECORD_BYTES:,} are allowed")
     identifier = value.get("id")
     if not (identifier is None or (isinstance(identifier, str) and identifier) or type(identifier) is int):
         raise BadSample("bad_id", f"id is {short(identifier)}")
@@ -153,7 +153,7 @@ def parse_turns(record: object) -> tuple[tuple[str, str], ...]:
     """
     turns = record.get("conversations") if isinstance(record, dict) else None
     if not isinstance(turns, list) or not turns or not all(isinstance(turn, dict) for turn in turns):
-        needed = "needed is a list `conversations` of {from, value}"
+        needed = "it needs a list `conversations` of {from, value}"
         raise BadSample("no_conversation", f"{needed}; {keys_or_value(record)}")
     for number, turn in enumerate(turns):
         speaker, text = turn.get("from"), turn.get("value")
@@ -167,7 +167,7 @@ def parse_turns(record: object) -> tuple[tuple[str, str], ...]:
 def judged_turns(turns: Sequence[tuple[str, str]]) -> tuple[tuple[str, str], ...]:
     """Return turns (speaker of ROLES, text) that form a trainable conversation of limited length; raises BadSample."""
     if len(turns) > MAX_TURNS:
-        raise BadSample("too_long", f"{len(turns):,} turns, where {MAX_TURNS:,} are allowed")
+        raise BadSample("too_long", f"{len(turns):,} turns; at most {MAX_TURNS:,} are allowed")
     text_bytes = 0
     for number, (_, text) in enumerate(turns):
         try:
@@ -175,7 +175,7 @@ def judged_turns(turns: Sequence[tuple[str, str]]) -> tuple[tuple[str, str], ...
         except UnicodeEncodeError as error:
             raise BadSample("not_json", f"turn {number}: {error}") from None
     if text_bytes > MAX_TEXT_BYTES:
-        raise BadSample("too_long", f"{text_bytes:,} bytes of text, where {MAX_TEXT_BYTES:,} are allowed")
+        raise BadSample("too_long", f"{text_bytes:,} bytes of text; at most {MAX_TEXT_BYTES:,} are allowed")
     speakers = [speaker for speaker, _ in turns]
     if "gpt" not in speakers:
         raise BadSample("no_answer", f"{len(turns)} turns, none from gpt")
@@ -201,7 +201,7 @@ def read_image(folder: Path | None, name: str, max_pixels: int = MAX_IMAGE_PIXEL
     The image is decoded to its end, after its size in bytes and pixels was checked. Raises BadSample.
     """
     if folder is None:
-        raise BadSample("missing_image", f"{name}: no folder of images is named (--images)")
+        raise BadSample("missing_image", f"{name}: no folder of images is set (--images)")
     suffix = Path(name).suffix.lower().removeprefix(".")
     if suffix not in IMAGE_SUFFIXES:
         raise BadSample("unsupported_image", f"{name}: the name must end in {', '.join(IMAGE_SUFFIXES)}")
@@ -212,7 +212,7 @@ def read_image(folder: Path | None, name: str, max_pixels: int = MAX_IMAGE_PIXEL
         if not path.exists():
             raise BadSample("missing_image", f"{name}: no such file in the images folder")
         if not path.is_file():  # reading a named pipe would wait for ever
-            raise BadSample("unreadable_image", f"{name}: is no regular file")
+            raise BadSample("unreadable_image", f"{name}: is not a regular file")
         _refuse_large(name, path.stat().st_size)
         content = path.read_bytes()
     except (OSError, ValueError, RuntimeError) as error:  # ValueError: a null byte; RuntimeError: links in a circle
@@ -230,7 +230,7 @@ def checked_image(name: str, content: memoryview, max_pixels: int = MAX_IMAGE_PI
 
 def _refuse_large(name: str, size: int) -> None:
     if size > MAX_IMAGE_BYTES:
-        raise BadSample("too_many_bytes", f"{name}: {size:,} bytes, where {MAX_IMAGE_BYTES:,} are allowed")
+        raise BadSample("too_many_bytes", f"{name}: {size:,} bytes; at most {MAX_IMAGE_BYTES:,} are allowed")
 
 
 def _decode(name: str, content: bytes, max_pixels: int) -> str:
@@ -258,7 +258,7 @@ def open_image(content: bytes, max_pixels: int = MAX_IMAGE_PIXELS) -> Image.Imag
             warnings.simplefilter("ignore", Image.DecompressionBombWarning)
             image = Image.open(io.BytesIO(content), formats=IMAGE_FORMATS)
     except UnidentifiedImageError:
-        detail = f"{len(content):,} bytes that are none of {', '.join(IMAGE_FORMATS)}"
+        detail = f"{len(content):,} bytes in none of the formats {', '.join(IMAGE_FORMATS)}"
         raise BadSample("undecodable_image", detail) from None
     except Image.DecompressionBombError as error:
         raise BadSample("too_many_pixels", str(error)) from None
@@ -268,7 +268,7 @@ def open_image(content: bytes, max_pixels: int = MAX_IMAGE_PIXELS) -> Image.Imag
     if image.width * image.height > allowed:
         of_webp = " of WebP" if image.format == "WEBP" else ""
         raise BadSample(
-            "too_many_pixels", f"{image.width} x {image.height} pixels{of_webp}, where {allowed:,} are allowed"
+            "too_many_pixels", f"{image.width} x {image.height} pixels{of_webp}; at most {allowed:,} are allowed"
         )
     return image
 
@@ -284,7 +284,7 @@ def _refuse_much_work(content: bytes) -> None:
     if counts[b"\xff\xda"] > MAX_SCANS:
         raise BadSample("too_much_work", f"a JPEG of more than {MAX_SCANS} scans")
     if counts.total() > MAX_PARTS:
-        raise BadSample("too_much_work", f"more than {MAX_PARTS:,} chunks or segments beside its pixels")
+        raise BadSample("too_much_work", f"more than {MAX_PARTS:,} chunks or segments besides its pixels")
 
 
 def _jpeg_markers(content: bytes) -> Iterator[bytes]:

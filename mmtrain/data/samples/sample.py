@@ -46,7 +46,7 @@ def without_images(sample: Sample) -> Sample:
         (who, text.replace(IMAGE_MARK, "").strip() if IMAGE_MARK in text else text) for who, text in sample.turns
     )
     if any(who == "gpt" and not text for who, text in turns):
-        raise BadSample("no_answer", f"without its {IMAGE_MARK} marks an answer is empty")
+        raise BadSample("no_answer", f"an answer is empty without its {IMAGE_MARK} marks")
     return replace(sample, turns=turns, images=(), sizes=())
 
 

@@ -42,8 +42,8 @@ class PlainTemplate:
         """Raises UserError for a tokenizer without EOS: the LLM would be taught captions that never end."""
         if tokenizer.eos_token_id is None:
             raise UserError(
-                f"data.template: plain ends captions with the EOS token, and the tokenizer of {tokenizer.name_or_path} "
-                "has none; set eos_token in its tokenizer_config.json"
+                f"data.template: plain ends captions with the EOS token, but the tokenizer of {tokenizer.name_or_path} "
+                "has none. Set eos_token in its tokenizer_config.json"
             )
         self.tokenizer = tokenizer
         self.layout = layout
@@ -59,7 +59,7 @@ class PlainTemplate:
             self._images((layout.tiling(1, 1),))
         except BadSample as error:
             raise UserError(
-                f"data.template=plain: {error.detail}; put another tokenizer into the model's folder, or set "
+                f"data.template=plain: {error.detail}. Put another tokenizer into the model's folder, or set "
                 "model.vision.layout=square"
             ) from error
 
@@ -109,8 +109,8 @@ class ChatTemplate:
         called = template_name(template)
         if not isinstance(tokenizer, PreTrainedTokenizerFast):
             raise UserError(
-                f"data.template: {called} finds answers by character offsets, and the tokenizer of {self.name} "
-                f"({type(tokenizer).__name__}) has none; save a fast one (tokenizer.json) into the model's folder, or, "
+                f"data.template: {called} finds answers by character offsets, but the tokenizer of {self.name} "
+                f"({type(tokenizer).__name__}) has none. Save a fast one (tokenizer.json) into the model's folder, or, "
                 "for captions of images, set data.template=plain"
             )
         self.tokenizer = with_marks(tokenizer, IMAGE_MARK)
@@ -154,15 +154,14 @@ class ChatTemplate:
         last = [token for token, now, after in zip(ids, in_answer, [*in_answer[1:], False], strict=True) if now > after]
         if in_answer[0] or len(last) != len(spans):
             raise self.chat.unfit(
-                "writes nothing before an answer, or nothing between two: they cannot be told apart",
+                "writes nothing before an answer, or nothing between two, so answers cannot be found",
                 "puts a mark there",
             )
         for token in last:
             if token not in self.end_marks:
                 end = self.tokenizer.decode([token])
                 raise self.chat.unfit(
-                    f"ends an answer with {end!r}, no special token that can end it: the model would never learn to "
-                    "stop",
+                    f"ends an answer with {end!r}, which is no special end token: the model would never learn to stop",
                     f"writes {self.tokenizer.eos_token or 'a special token'} after answers",
                 )
         if around:
@@ -232,7 +231,7 @@ def _document(
     if max(input_ids) >= template.vocab_size:
         raise UserError(
             f"{sample.where}: the tokenizer of {template.tokenizer.name_or_path} makes token {max(input_ids)}, but "
-            f"the model's embedding has {template.vocab_size} rows: the two do not belong together"
+            f"the model's embedding has {template.vocab_size} rows: they do not belong together"
         )
     return Document(sample, tuple(input_ids), (*labels[1:], IGNORE), tilings)
 
@@ -261,7 +260,7 @@ def _wrapped(text: str, spans: list[Span], images: Sequence[str]) -> tuple[str, 
     """Write images' texts in place of <image> marks; return the text, the moved spans, the images' spans."""
     marks = [mark.start() for mark in re.finditer(re.escape(IMAGE_MARK), text)]
     if len(marks) != len(images):
-        raise BadSample("template", f"{len(images)} images, for which the template writes {len(marks)} {IMAGE_MARK}")
+        raise BadSample("template", f"{len(images)} images, but the template writes {len(marks)} {IMAGE_MARK}")
     if all(image == IMAGE_MARK for image in images):
         return text, spans, []
     grown = [0, *itertools.accumulate(len(image) - len(IMAGE_MARK) for image in images)]

@@ -59,26 +59,26 @@ def read_headers(path: Path, stream: BinaryIO) -> Iterator[ArchiveFile]:
     while True:
         stream.seek(offset)
         block = stream.read(BLOCK)
-        hint = "is it compressed? gunzip it" if offset == 0 else "copy it again"
+        hint = "Is it compressed? Then gunzip it" if offset == 0 else "Copy it again"
         if len(block) < BLOCK:
-            raise UserError(f"{path}: ends at byte {end} without an end of archive, after {last}; {hint}")
+            raise UserError(f"{path}: ends at byte {end} without an end of archive, after {last}. {hint}")
         if not any(block):
             if extended:
-                raise UserError(f"{path}: ends at byte {offset} where a header must follow, after {last}; {hint}")
+                raise UserError(f"{path}: ends at byte {offset} where a header must follow, after {last}. {hint}")
             _refuse_more(path, stream, offset, last)
             return
         try:
             header = tarfile.TarInfo.frombuf(block, "utf-8", "surrogateescape")
             size = int(extended.get("size", header.size))
         except (tarfile.HeaderError, ValueError) as error:
-            raise UserError(f"{path}: damaged tar header at byte {offset}, after {last} ({error}); {hint}") from None
+            raise UserError(f"{path}: damaged tar header at byte {offset}, after {last} ({error}). {hint}") from None
         name = extended["path"].decode("utf-8", "surrogateescape") if "path" in extended else header.name
         content = 0 if header.isdir() else size
         if content < 0 or offset + BLOCK + content > end:
-            raise UserError(f"{path}: {name!r} at byte {offset} is cut off by the file's end; copy it again")
+            raise UserError(f"{path}: {name!r} at byte {offset} is cut off by the end of the file. Copy it again")
         if header.type in (*PAX_TYPES, *LONG_TYPES):
             if size > MAX_EXTENSION_BYTES:
-                raise UserError(f"{path}: a header at byte {offset} holds {size:,} bytes; more than a name is no shard")
+                raise UserError(f"{path}: a header at byte {offset} holds {size:,} bytes: more than a name; no shard")
             extended.update(_extensions(path, offset, header.type, stream.read(size)))
         else:
             if header.type in FILE_TYPES:
@@ -86,7 +86,7 @@ def read_headers(path: Path, stream: BinaryIO) -> Iterator[ArchiveFile]:
                 yield ArchiveFile(name, offset + BLOCK, size)
             elif not header.isdir():
                 raise UserError(
-                    f"{path}: {name!r} at byte {offset} is a link, a device or the like (type {header.type!r}); shards "
+                    f"{path}: {name!r} at byte {offset} is a link, a device or similar (type {header.type!r}). Shards "
                     "hold regular files only"
                 )
             last, extended = repr(name), {}
@@ -99,7 +99,7 @@ def _refuse_more(path: Path, stream: BinaryIO, offset: int, last: str) -> None:
         if rest != _ZEROS[: len(rest)]:
             raise UserError(
                 f"{path}: has an end of archive at byte {offset}, after {last}, but more follows it: a header was "
-                "overwritten with zeros (copy the file again), or tars were joined by cat (unpack and shard them anew)"
+                "overwritten with zeros (copy the file again), or tars were joined by cat (unpack and shard them again)"
             )
 
 
@@ -113,11 +113,11 @@ def _extensions(path: Path, offset: int, kind: bytes, content: bytes) -> dict[st
         record = _PAX_RECORD.match(content, at)
         end = at + int(record[1]) if record else 0
         if not record or end <= record.end() or content[end - 1 : end] != b"\n":
-            raise UserError(f"{path}: damaged pax header at byte {offset}; copy the file again")
+            raise UserError(f"{path}: damaged pax header at byte {offset}. Copy the file again")
         records[record[2].decode("utf-8", "replace")] = content[record.end() : end - 1]
         at = end
     if any(name.startswith("GNU.sparse") for name in records):
-        raise UserError(f"{path}: holds a sparse file at byte {offset}; write the tar without --sparse")
+        raise UserError(f"{path}: holds a sparse file at byte {offset}. Write the tar without --sparse")
     extensions = {name: records[name] for name in ("path", "size") if name in records}
     if extensions and kind == tarfile.XGLTYPE:
         raise UserError(f"{path}: a global header at byte {offset} gives all files one {' and '.join(extensions)}")
@@ -136,4 +136,4 @@ def _refuse_unsafe(path: Path, offset: int, name: str) -> None:
     elif any("\ud800" <= letter <= "\udfff" for letter in name):
         fault = "is not UTF-8"
     if fault is not None:
-        raise UserError(f"{path}: the name {name!r} at byte {offset} {fault}; rename the file and write the tar anew")
+        raise UserError(f"{path}: the name {name!r} at byte {offset} {fault}. Rename the file and write the tar again")

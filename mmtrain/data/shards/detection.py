@@ -59,30 +59,30 @@ def sample_format(
     form = forms[best(counts, len(first))]
     readable = counts[forms.index(form)]
     if not readable:
-        lines = [f"{key}: none of the first {len(first)} samples of {shards[0]} can be read in a format that is known:"]
+        lines = [f"{key}: none of the first {len(first)} samples of {shards[0]} can be read in a known format:"]
         for form, of_form in zip(forms, faults, strict=True):
             reason, count = Counter(fault.reason for fault in of_form).most_common(1)[0]
             example = next(fault.detail for fault in of_form if fault.reason == reason)
             lines.append(f"{form.name}: {count} {reason}: {escape(example)}")
         option = "--caption-key" if key == "SHARDS" else "data.caption_key"
-        lines.append(f"captions under another key of KEY.json need {option}; mmtrain shard makes shards of other data")
+        lines.append(f"Captions under another key of KEY.json need {option}; mmtrain shard makes shards of other data")
         raise UserError("\n  ".join(lines))
     (suffix, _), *_ = Counter(text_suffix(form.reading, members) for members in first).most_common()
-    _log.debug(f"{key}: {form.name} (KEY.{suffix}), as {readable} of the first {len(first)} samples are")
+    _log.debug(f"{key}: format {form.name} (KEY.{suffix}), as in {readable} of the first {len(first)} samples")
     return form
 
 
 def add_format_arguments(parser: argparse._ActionsContainer) -> None:
     """Add the options that `sample_format` needs to a command that reads samples without a configuration."""
     parser.add_argument(
-        "--format", default=AUTO, choices=(AUTO, *NAMES), help=f"as data.format, how samples are written ({AUTO})"
+        "--format", default=AUTO, choices=(AUTO, *NAMES), help=f"sample format, as data.format ({AUTO})"
     )
-    parser.add_argument("--caption-key", metavar="KEY", help="as the key in data, where captions are (caption, text)")
+    parser.add_argument("--caption-key", metavar="KEY", help="key of the captions, as data.caption_key (caption, text)")
     parser.add_argument(
         "--caption-prompt",
         default=DataSection.model_fields["caption_prompt"].default,
         metavar="TEXT",
-        help="as the key in data, the question that captions answer (%(default)s)",
+        help="question before captions, as data.caption_prompt (%(default)s)",
     )
 
 
@@ -96,16 +96,16 @@ def refuse_useless_shards(shards: Sequence[Path], fingerprint: str, form: Sample
         index = read_index(shard)
         faults = {**index.texts[fingerprint].faults, **index.faults[form.reading]}
         reasons.update(reason for reason, _ in faults.values())
-    why = "; ".join(f"{count:,} {reason}: {REASONS[reason]}" for reason, count in reasons.most_common()) or "none there"
+    why = "; ".join(f"{count:,} {reason}: {REASONS[reason]}" for reason, count in reasons.most_common()) or "no samples"
     if len(useless) == len(shards):
         of_command, of_eval = key == "SHARDS", key.startswith("eval.")
         option = "--format" if of_command else "eval.format" if of_eval else "data.format or data.sets.N.format"
         raise UserError(
-            f"{key}: no sample in {len(shards):,} shards can be trained on, read as {form.name} ({why}). Mend them, or "
+            f"{key}: no sample in {len(shards):,} shards can be trained on, read as {form.name} ({why}). Fix them, or "
             f"set {option} to their format: {', '.join(NAMES)}"
         )
     _log.warning(
-        f"{key}: {len(useless):,} of {len(shards):,} shards hold no sample that can be trained on, the first is "
+        f"{key}: {len(useless):,} of {len(shards):,} shards hold no sample that can be trained on; the first is "
         f"{useless[0]} ({why})"
     )
 

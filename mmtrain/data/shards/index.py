@@ -68,7 +68,7 @@ def checksum_detail(member: Member) -> str:
     """Describe a member whose bytes are not those that were indexed, for the reason "checksum"."""
     return (
         f"{member.suffix}: {member.size:,} bytes whose CRC32 is not {member.crc32:08x}: they are damaged, or the shard "
-        f"was replaced after it was indexed (then: {MEND} SHARD)"
+        f"was replaced after it was indexed (then run {MEND} SHARD)"
     )
 
 
@@ -165,7 +165,7 @@ def write_index(tar: Path, index: ShardIndex) -> None:
         except OSError as error:
             if path is cached or error.errno not in (errno.EACCES, errno.EPERM, errno.EROFS):
                 raise UserError(
-                    f"{path}: cannot be written ({error.strerror}); free space, or make the folder writable"
+                    f"{path}: cannot be written ({error.strerror}). Free space, or make the folder writable"
                 ) from error
     if path is beside and os.access(cached, os.F_OK):  # a home may be closed to its user: HOME=/root in a container
         cached.unlink(missing_ok=True)  # it would hide the new one
@@ -177,15 +177,15 @@ def _read(tar: Path) -> tuple[Path, _Header, bytes]:
     try:
         first, _, rest = read_limited(path, MAX_INDEX_BYTES, "an index").partition(b"\n")
     except FileNotFoundError:
-        raise MissingIndex(f"{tar}: has no index {path}; make it: {MAKE} {tar}") from None
+        raise MissingIndex(f"{tar}: has no index {path}. Make it: {MAKE} {tar}") from None
     try:
         header = json.loads(first)
         if header["format"] == FORMAT and header["version"] != VERSION:
             version = escape(repr(header["version"]))
-            raise UserError(f"{path} has version {version}, this mmtrain reads {VERSION}. Make it again: {MEND} {tar}")
+            raise UserError(f"{path} has version {version}; this mmtrain reads {VERSION}. Make it again: {MEND} {tar}")
         crc32, content = header.pop("crc32"), rest[:-1]
         if rest[-1:] != b"\n" or len(content) != header["bytes"] or _crc32(header, content) != crc32:
-            raise _damaged(path, tar, "its checksum does not fit its bytes")
+            raise _damaged(path, tar, "its checksum does not match its bytes")
         checked = _checked(_Header, header)
     except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
         raise _damaged(path, tar, f"{type(error).__name__}: {error}") from None
@@ -196,13 +196,13 @@ def _read(tar: Path) -> tuple[Path, _Header, bytes]:
     if tar_bytes != checked.tar_bytes:
         raise UserError(
             f"{path}: is stale: made for a tar of {checked.tar_bytes:,} bytes, but {tar.name} has {tar_bytes:,}. If "
-            f"the tar was copied incompletely, copy it again; if it is right as it is: {MEND} {tar}"
+            f"the tar was copied incompletely, copy it again; if the tar is right: {MEND} {tar}"
         )
     return path, checked, content
 
 
 def _damaged(path: Path, tar: Path, seen: str) -> UserError:
-    return UserError(f"{path}: is damaged ({seen}). If there is a copy, put it back; if the tar is sound: {MEND} {tar}")
+    return UserError(f"{path}: is damaged ({seen}). Restore a copy of it or, if the tar is sound, run: {MEND} {tar}")
 
 
 def _crc32(header: dict, content: bytes) -> int:
@@ -291,7 +291,7 @@ def _parse(header: _Header, value: object) -> ShardIndex:
     columns = {"keys": content.keys, "members.counts": members.counts, "images.counts": images.counts}
     for name, column in (columns | {f"texts.{name}.tokens": text.tokens for name, text in texts.items()}).items():
         if len(column) != samples:
-            raise ValueError(f"{name}: has {len(column):,} elements, {samples:,} are needed")
+            raise ValueError(f"{name}: has {len(column):,} elements, but needs {samples:,}")
     index = ShardIndex(
         tar_bytes=header.tar_bytes,
         keys=content.keys,
@@ -304,7 +304,7 @@ def _parse(header: _Header, value: object) -> ShardIndex:
         },
     )
     if header.texts != _usable(index.texts):
-        raise ValueError("texts: the first line counts other samples")
+        raise ValueError("texts: the first line gives another number of samples")
     end = max(map(sum, zip(members.offset, members.size, strict=True)), default=0)
     if end > index.tar_bytes:
         raise ValueError(f"members.offset and size: end at byte {end:,} of a tar of {index.tar_bytes:,} bytes")
@@ -320,7 +320,7 @@ def _split(name: str, content: _Members | _Images, fields: Sequence[str]) -> lis
     """Cut flat columns into the rows of each sample."""
     columns = [getattr(content, field) for field in fields]
     if {sum(content.counts)} != set(map(len, columns)):
-        raise ValueError(f"{name}: {', '.join(fields)} have not as many elements as counts add up to")
+        raise ValueError(f"{name}: {', '.join(fields)} do not have as many elements as the counts add up to")
     rows = zip(*columns, strict=True)
     return [tuple(itertools.islice(rows, count)) for count in content.counts]
 
@@ -328,5 +328,5 @@ def _split(name: str, content: _Members | _Images, fields: Sequence[str]) -> lis
 def _faults(name: str, rows: list[_FaultRow], samples: int) -> Faults:
     faults = {place: (reason, detail) for place, reason, detail in rows}
     if len(faults) < len(rows) or not all(0 <= place < samples for place in faults):
-        raise ValueError(f"{name}: holds a place twice, or one of no sample")
+        raise ValueError(f"{name}: holds a place twice, or a place without a sample")
     return faults

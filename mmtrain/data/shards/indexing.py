@@ -155,7 +155,7 @@ def _index_shard(count: TextCounter, rebuild: bool, tar: Path, advance: Advance)
             else:
                 scanned = scan_shard(tar, measure, form)
                 if scanned.keys != index.keys:
-                    raise UserError(f"{tar}: holds other samples than its index. If they are right: {MEND} {tar}")
+                    raise UserError(f"{tar}: its samples differ from its index. If the samples are right: {MEND} {tar}")
                 index.faults |= scanned.faults
             index.texts[count.fingerprint] = lengths
             write_index(tar, index)
@@ -279,7 +279,7 @@ def _add_sample(index: ShardIndex, tar: Path, key: str, files: list[_File], form
     sample, sizes = None, ()
     try:
         if len(members) < len(files):
-            raise BadSample("duplicate_member", f"{', '.join(file.member.suffix for file in files)}: one comes twice")
+            raise BadSample("duplicate_member", f"{', '.join(file.member.suffix for file in files)}: one appears twice")
         sizes = tuple(members[suffix].image_size for suffix in image_suffixes(list(members)))
         for file in files:
             if file.fault is not None:

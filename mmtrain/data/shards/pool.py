@@ -52,8 +52,8 @@ def worker_pool(work: Callable[[Task, Advance], Result], workers: int) -> Iterat
         yield functools.partial(_run_in_pool, pool, 2 * workers, lambda: through.value)
     except BrokenProcessPool:
         raise UserError(
-            "a worker process was killed from outside, perhaps for want of memory: fewer workers need less; what is "
-            "finished stays"
+            "a worker process was killed from outside, perhaps for lack of memory. Use fewer workers; finished work is "
+            "kept"
         ) from None
     finally:
         stop.set()

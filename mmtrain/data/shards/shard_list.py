@@ -57,18 +57,18 @@ def expand_shards(
     patterns = (shards,) if isinstance(shards, str) else tuple(shards)
     tars = [tar for pattern in patterns for tar in _tars_of(pattern, key, allow_pipe)]
     if not tars:
-        raise UserError(f"{key}: the list is empty; name at least one webdataset tar")
+        raise UserError(f"{key}: the list is empty. Name at least one webdataset tar")
     for path in tars:
         if not path.is_file():
-            raise UserError(f"{key}: {path} is no regular file; name tars, or folders that hold them")
+            raise UserError(f"{key}: {path} is not a regular file. Name tars, or folders that hold them")
         if path.suffix.lower() in _RECORD_SUFFIXES:
             raise UserError(
-                f"{key}: {path} is a file of records, and webdataset tars are needed; make them with mmtrain shard "
+                f"{key}: {path} is a file of records, not a webdataset tar. Make tars with mmtrain shard "
                 f"--from {shlex.quote(str(path))} --images DIR --out FOLDER (no --images for text), and name FOLDER"
             )
     if len(set(tars)) < len(tars):
         twice = next(path for number, path in enumerate(tars) if path in tars[:number])
-        raise UserError(f"{key}: {twice} is named twice; every sample would count twice")
+        raise UserError(f"{key}: {twice} is named twice, so each sample would count twice. Name it once")
     return tuple(tars)
 
 
@@ -77,16 +77,16 @@ def _tars_of(pattern: str, key: str, allow_pipe: Sequence[str]) -> list[Path]:
         tars = sorted(demo_shards(pattern).glob("*.tar"))
         if not tars:
             raise UserError(
-                f"{key}: {pattern} is not in {demo_shards(pattern)}, where `mmtrain train` puts it as it starts; "
-                "start it again, with the same XDG_CACHE_HOME"
+                f"{key}: {pattern} is not in {demo_shards(pattern)}, where `mmtrain train` puts it as it starts. "
+                "Start it again, with an unchanged XDG_CACHE_HOME"
             )
         return tars
     if not pattern:
-        raise UserError(f"{key}: an empty name; name a webdataset tar, or set {key}=null where that is allowed")
+        raise UserError(f"{key}: the name is empty. Name a webdataset tar, or set {key}=null where that is allowed")
     is_pipe = pattern.startswith(PIPE)
     if "://" in pattern and not is_pipe:
         raise UserError(
-            f"{key}: {pattern!r} is a URL; shards are read from local files: download them, or let a program do "
+            f"{key}: {pattern!r} is a URL, but shards are read from local files. Download them, or let a program do "
             f"it: pipe:curl -sf {pattern}, with data.allow_pipe=[curl]"
         )
     _refuse_endless(pattern, key)
@@ -94,8 +94,8 @@ def _tars_of(pattern: str, key: str, allow_pipe: Sequence[str]) -> list[Path]:
         names = list(braceexpand(pattern))
     except UnbalancedBracesError:
         raise UserError(
-            f"{key}: {pattern!r} has braces that do not match; a range is shard-{{000000..000099}}.tar, and a brace "
-            "that is part of a name is written \\{"
+            f"{key}: {pattern!r} has braces that do not match. Write a range as shard-{{000000..000099}}.tar, and a "
+            "brace in a name as \\{"
         ) from None
     if is_pipe:
         return [_piped_shard(name, allow_pipe, key) for name in names]
@@ -110,7 +110,7 @@ def _tars_of(pattern: str, key: str, allow_pipe: Sequence[str]) -> list[Path]:
         for path in paths:
             inside = sorted(path.glob("*.tar")) if path.is_dir() else [path]
             if not inside:
-                raise UserError(f"{key}: the folder {path} holds no file *.tar; name the tars, or another folder")
+                raise UserError(f"{key}: the folder {path} holds no file *.tar. Name the tars, or another folder")
             tars += inside
     return tars
 
@@ -119,10 +119,10 @@ def _refuse_endless(pattern: str, key: str) -> None:
     """Raise UserError for a pattern that would be expanded, or searched for, for hours."""
     shown = escape(repr(pattern))
     if len(pattern) > MAX_PATTERN:
-        raise UserError(f"{key}: {shown} has {len(pattern):,} characters; a path has at most {MAX_PATTERN:,}")
+        raise UserError(f"{key}: {shown} has {len(pattern):,} characters; a path may have {MAX_PATTERN:,}")
     if "**" in pattern:
         raise UserError(
-            f"{key}: {shown} searches all folders below; write one * for each folder between, e.g. data/*/*.tar"
+            f"{key}: {shown} would search all folders below. Write one * per folder between, e.g. data/*/*.tar"
         )
     names, rest = 1, pattern  # at most: a range inside other braces counts as often as they have alternatives
     while group := _INNERMOST.search(rest):
@@ -131,7 +131,7 @@ def _refuse_endless(pattern: str, key: str) -> None:
         rest = rest[: group.start()] + rest[group.end() :]
     if names > MAX_NAMES or pattern.count("{") > MAX_BRACES:
         raise UserError(
-            f"{key}: the braces of {shown} name more than {MAX_NAMES:,} files, or are more than {MAX_BRACES}; correct "
+            f"{key}: the braces of {shown} name more than {MAX_NAMES:,} files, or are more than {MAX_BRACES}. Correct "
             "the range, or name the folder's tars by FOLDER/*.tar"
         )
 
@@ -140,7 +140,7 @@ def demo_shards(name: str) -> Path:
     """Return the folder of the demo's shards of this name; raises UserError for a name that the demo has not."""
     split = name.removeprefix(PREFIX)
     if split not in SPLITS:
-        raise UserError(f"{name}: the demo has no such data; it has {', '.join(PREFIX + each for each in SPLITS)}")
+        raise UserError(f"{name}: the demo has no such data, only {', '.join(PREFIX + each for each in SPLITS)}")
     package = Path(__file__).parents[2]
     digest = hashlib.sha256(b"".join((package / source).read_bytes() for source in _DEMO_SOURCES))
     return cache_folder("demo") / f"{split}-{digest.hexdigest()[:12]}"
@@ -161,8 +161,8 @@ def _piped_shard(url: str, allowed: Sequence[str], key: str) -> Path:
     if not command or command[0] not in allowed:
         names = ", ".join(allowed) or "none"
         raise UserError(
-            f"{key}: {url!r} would run a program, and data.allow_pipe names those that may run ({names}); give "
-            "data.allow_pipe=[PROGRAM] on the command line if you trust it, or download the shards and name the files"
+            f"{key}: {url!r} would run a program, but data.allow_pipe allows only {names}. If you trust it, give "
+            "data.allow_pipe=[PROGRAM] on the command line, or download the shards and name the files"
         )
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -193,7 +193,7 @@ def refuse_unfinished_shards(paths: Sequence[Path], key: str) -> None:
         if (folder / "rejected.jsonl").is_file() and not (folder / "dataset.json").is_file():
             raise UserError(
                 f"{key}: {folder} holds an unfinished data set: mmtrain shard was stopped before it wrote "
-                "dataset.json there; run the same command with --resume, or delete the folder and make it again"
+                "dataset.json there. Run that command again with --resume, or delete the folder and make it again"
             )
 
 
@@ -201,10 +201,10 @@ def refuse_empty_shards(paths: Sequence[Path], key: str = "data.shards") -> None
     """Raise UserError if the shards hold no file, or one has no bytes at all or is damaged before its first file."""
     for path in paths:
         if path.stat().st_size == 0:
-            raise UserError(f"{key}: {path} is empty, 0 bytes; copy it again, or take it out of the list")
+            raise UserError(f"{key}: {path} is empty (0 bytes). Copy it again, or take it out of the list")
     for path in paths:
         with path.open("rb") as stream:
             if any(True for _ in read_headers(path, stream)):
                 return
     what = f"{paths[0]} is an empty archive" if len(paths) == 1 else f"all {len(paths)} shards are empty archives"
-    raise UserError(f"{key}: {what}, without a single file; name tars that hold samples")
+    raise UserError(f"{key}: {what}, without any file. Name tars that hold samples")

@@ -64,7 +64,7 @@ def _content_fault(stream: BinaryIO, member: Member) -> str | None:
         except OSError as error:  # a bad sector: the others are compared all the same
             return f"cannot be read ({error.strerror})"
         if not chunk:
-            return "is cut off by the file's end"
+            return "is cut off by the end of the file"
         crc32, rest = zlib.crc32(chunk, crc32), rest - len(chunk)
     if crc32 != member.crc32:
         return f"{member.size:,} bytes whose CRC32 is {crc32:08x}, not {member.crc32:08x}"
@@ -84,7 +84,7 @@ def _header_fault(tar: Path, stream: BinaryIO, index: ShardIndex) -> tuple[int, 
                 lowered = file.name[: len(key)] + file.name[len(key) :].lower()
                 if (lowered, file.offset, file.size) != (name, member.offset, member.size):
                     seen = f"{file.name!r}, {file.size:,} bytes at byte {file.offset:,}"
-                    return at, f"its header says {seen}; indexed as {name!r}, {member.size:,} bytes"
+                    return at, f"its header says {seen}, but the index says {name!r}, {member.size:,} bytes"
         at = index.tar_bytes
         if (file := next(headers, None)) is not None:
             return file.offset, f"{file.name!r} is not in the index"

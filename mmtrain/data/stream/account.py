@@ -214,12 +214,12 @@ class SampleLog:
         if not lost or lost <= rate * max(read, least):
             return
         listed = "".join(f"\n  {fault.where}" for fault in latest[:LISTED])
-        remedy = "mend or replace the shards"
+        remedy = "repair or replace the shards"
         reasons = Counter(fault.reason for fault in latest)
         if reasons["no_encoder"] * 2 > len(latest):
             remedy = "model.vision is null, and most have images: set data.images=strip to train on their text"
         raise UserError(
             f"{lost:,} of {read:,} samples read are quarantined, more than data.max_quarantine_rate={rate:g} allows "
-            f"(of {least:,} at least); {remedy}, or raise the rate. {self.quarantine_file} lists "
-            f"all, the latest are:{listed}"
+            f"(counted from {least:,} samples); {remedy}, or raise the rate. {self.quarantine_file} lists "
+            f"all; the latest are:{listed}"
         )

@@ -163,7 +163,7 @@ class Catalog:
         texts, unreadable = index.texts.get(text), index.faults.get(one.form.reading)
         if texts is None or unreadable is None:
             raise UserError(
-                f"{shard}: its index has no token lengths for this format, tokenizer and template; make them: "
+                f"{shard}: its index has no token lengths for this format, tokenizer and template. Make them: "
                 f"mmtrain index {shard} --tokenizer PATH --template NAME{self.layout.index_options}"
                 f"{format_argument(one.form)}"
             )
@@ -177,7 +177,7 @@ class Catalog:
         for place, sizes in enumerate(index.image_sizes if self.layout.takes_images else ()):
             for width, height in sizes:
                 if width * height > self.max_image_pixels:
-                    detail = f"{width} x {height}, where data.max_image_pixels is {self.max_image_pixels:,}"
+                    detail = f"{width} x {height} pixels; data.max_image_pixels is {self.max_image_pixels:,}"
                     faults.setdefault(place, ("too_many_pixels", detail))
         for place, (reason, detail) in sorted(faults.items()):
             lengths[place] = UNUSABLE
@@ -242,7 +242,7 @@ class Catalog:
                 f"{place.shard}: sample {place.key}: {self.lengths[number]} tokens and {_tiles(tiles[number])} do "
                 f"not fit into a pack of {capacity.tokens} tokens"
                 + (f" and {_tiles(capacity.tiles)}" if capacity.tiles is not None else "")
-                + f" ({int(wrong.sum()):,} samples in all do not); raise data.pack_length or data.max_tiles_per_pack, "
+                + f" ({int(wrong.sum()):,} samples in all do not). Raise data.pack_length or data.max_tiles_per_pack, "
                 "or set data.overlong=skip"
             )
 
@@ -288,7 +288,7 @@ def positions_and_tiles(index: ShardIndex, layout: ImageLayout) -> tuple[np.ndar
                 tiling = layout.tiling(width, height, 1 if is_alone else 2)
                 of_kind[kind] = tiling.positions, tiling.tiles
             else:
-                unfit[kind] = "undecodable_image", "its header does not tell its size"
+                unfit[kind] = "undecodable_image", "its header does not contain its size"
         except UnfitImage as error:
             unfit[kind] = "unfit_shape", str(error)
     wrong = np.flatnonzero(np.isin(kind_of_image, list(unfit))).tolist() if unfit else []
@@ -356,8 +356,8 @@ class Reader:
                 self._close(shard)  # a file that came back, or another server's copy, has to be opened again
                 if time.monotonic() + pause > deadline:
                     raise UserError(
-                        f"{shard}: cannot be read ({error.strerror or error}), tried for {self.retry_seconds:g} s "
-                        "(data.io_retry_seconds); mend the storage, or copy the file again, and start again"
+                        f"{shard}: cannot be read ({error.strerror or error}), retried for {self.retry_seconds:g} s "
+                        "(data.io_retry_seconds). Repair the storage, or copy the file again, and start again"
                     ) from error
             time.sleep(pause)
             pause = min(2 * pause, LONGEST_PAUSE)
@@ -373,7 +373,7 @@ class Reader:
         while len(content) < member.size:  # a read may give less than there is
             more = os.pread(file, member.size - len(content), member.offset + len(content))
             if not more:
-                raise OSError(f"its {member.suffix} member at byte {member.offset:,} is cut off by the file's end")
+                raise OSError(f"its {member.suffix} member at byte {member.offset:,} is cut off by the end of the file")
             content += more
         return content
 

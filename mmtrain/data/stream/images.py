@@ -58,7 +58,7 @@ class ImageTransform:
             if not is_control:
                 raise BadSample(
                     "other_size",
-                    f"{image.width} x {image.height} pixels, where its index says {size[0]} x {size[1]}; index its "
+                    f"{image.width} x {image.height} pixels, but its index says {size[0]} x {size[1]}; index its "
                     f"shard again: {MEND} SHARD",
                 )
             image = self._resize(image, size)
@@ -135,7 +135,8 @@ def refuse_threads(image: Image.Image, scale: float = 1) -> None:
     """Raise BadSample for an image with a side longer than MAX_SIDE once it is `scale` times as large."""
     if max(image.size) * max(scale, 1) > MAX_SIDE:
         raise BadSample(
-            "too_many_pixels", f"{image.width} x {image.height} pixels, too long and thin: above {MAX_SIDE:,} a side"
+            "too_many_pixels",
+            f"{image.width} x {image.height} pixels, too long and thin: a side is over {MAX_SIDE:,}",
         )
 
 
@@ -185,7 +186,7 @@ def image_transform(name: str, fit: Fit | None = None, max_pixels: int = MAX_IMA
     size, mean, std, interpolation = _published(name)
     if interpolation.upper() not in Image.Resampling.__members__:
         names = ", ".join(member.lower() for member in Image.Resampling.__members__)
-        raise UserError(f"model.vision.name: {name} is resized by {interpolation!r}, expected one of {names}")
+        raise UserError(f"model.vision.name: {name} resizes by {interpolation!r}; needed is one of {names}")
     return ImageTransform(int(size), tuple(mean), tuple(std), interpolation.lower(), fit or "pad", max_pixels)
 
 

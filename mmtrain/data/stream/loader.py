@@ -65,8 +65,8 @@ class PackedBatches:
             kept = int((sample_set.lengths != HELD_OUT).sum())
             if round(section.weight * kept) == 0:
                 raise UserError(
-                    f"data.sets: {section.name} is never drawn: weight {section.weight:g} of its {kept:,} samples that "
-                    "are not held out gives none in an epoch; raise its weight, or leave it out"
+                    f"data.sets: {section.name} is never drawn: weight {section.weight:g} x {kept:,} samples not held "
+                    "out gives none per epoch. Raise its weight, or leave it out"
                 )
         self.order = PackOrder(
             self.catalog.sample_sets, config.run.seed, self.processor.capacity, data.shuffle_shards, data.pack_window
@@ -98,8 +98,8 @@ class PackedBatches:
         )
         if packs > len(plan):
             summary += (
-                f"\na step takes {packs:,} packs, and all data make {len(plan):,}: each step passes over them "
-                f"{packs / len(plan):.1f} times; lower train.packs_per_step, or bring more data"
+                f"\na step takes {packs:,} packs, but all data make only {len(plan):,}: each step reads them "
+                f"{packs / len(plan):.1f} times. Lower train.packs_per_step, or add data"
             )
         return summary
 
@@ -172,9 +172,9 @@ def _shared_memory(workers: int, tiles: int, image_size: int) -> torch.Tensor:
         memory = mmap.mmap(-1, math.prod(shape))
     except (OSError, OverflowError) as error:
         raise UserError(
-            f"data.workers: {workers} workers share {math.prod(shape) / 2**30:,.1f} GiB with their rank, for "
-            f"{SLOTS} micro-batches each of up to {tiles:,} tiles, and the system refuses them ({error}); lower "
-            "data.workers, or set data.max_tiles_per_pack lower"
+            f"data.workers: {workers} workers need {math.prod(shape) / 2**30:,.1f} GiB shared with their rank, for "
+            f"{SLOTS} micro-batches each of up to {tiles:,} tiles, but the system refuses it ({error}). Lower "
+            "data.workers or data.max_tiles_per_pack"
         ) from None
     return torch.frombuffer(memory, dtype=torch.uint8).view(shape)
 

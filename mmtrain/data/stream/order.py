@@ -230,15 +230,15 @@ class PackOrder:
             return plan
         if plan.drawn == 0:
             why = (
-                "they are empty, or held out for evaluation, or their data set's weight is so small that epoch "
-                f"{epoch} draws none"
+                "they are empty, or held out for evaluation, or the weight of their data set is too small for epoch "
+                f"{epoch} to draw one"
             )
         else:
             limit = self.capacity.tiles
             tiles = "" if limit is None else f", or have more than {limit} tiles (data.max_tiles_per_pack)"
             why = (
                 f"of {plan.drawn} drawn in epoch {epoch}, {plan.overlong} are longer than data.pack_length="
-                f"{self.capacity.tokens} tokens{tiles}, and {plan.unusable} cannot be used at all"
+                f"{self.capacity.tokens} tokens{tiles}, and {plan.unusable} cannot be used"
             )
         shards = sum(len(one.shard_sizes) for one in self.sets)
         raise UserError(f"data.shards: no sample in {shards} shards fits into a pack: {why}")

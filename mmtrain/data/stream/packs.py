@@ -109,8 +109,8 @@ class Processor:
         if len(document.input_ids) != planned:
             place = reader.catalog.find(number)
             raise UserError(
-                f"{sample.where}: {len(document.input_ids)} tokens, where the index of its shard says {planned}: the "
-                "index was made by another version of the tokenizer's library, or is of another shard. Index it again: "
+                f"{sample.where}: {len(document.input_ids)} tokens, but the index of its shard says {planned}: the "
+                "index is from another version of the tokenizer's library, or for another shard. Index it again: "
                 f"mmtrain index {place.shard} --rebuild --tokenizer {self.config.model.llm.path} "
                 f"--template {template_name(self.config.data.template)}{self.layout.index_options}"
                 f"{format_argument(place.form)}"

@@ -93,5 +93,5 @@ def _refuse_unfit(parameter: ParameterShape, siblings: Sequence[ParameterShape])
     if is_experts or is_router or has_own_bias:
         raise UserError(
             f"model.lora.targets: {layer} cannot have an adapter: it is all experts in one tensor, a router, or a qkv "
-            "whose bias is a tensor of its own. Name the layers beside it instead."
+            "with a separate bias tensor. Name the layers beside it instead."
         )

@@ -158,7 +158,7 @@ def connector(
             )
     if _has(operations, (Swiglu,)) and (sizes.width or llm_width) % 2:
         raise UserError(
-            f"model.projector.width: {sizes.width or llm_width} cannot be halved into values and their gates; set an "
+            f"model.projector.width: {sizes.width or llm_width} cannot be halved into values and their gates. Set an "
             "even number"
         )
     return (*operations, Newline(NEWLINE, llm_width)) if newline else operations
@@ -180,7 +180,7 @@ def refuse_other_settings(config_json: Mapping[str, Any], source: str) -> None:
     """Raise UserError for a stock model's config.json whose connector is another function of the same tensors."""
     for key, ours in _STOCK_SETTINGS.items():
         if (value := config_json.get(key, ours)) != ours:
-            raise UserError(f"{source}: its projector has {key} {escape(str(value))}, ours {ours}")
+            raise UserError(f"{source}: its projector has {key} {escape(str(value))}, but this run has {ours}")
 
 
 def reduction(section: ProjectorSection) -> int:
@@ -225,7 +225,7 @@ def image_layout(config: RunConfig) -> ImageLayout:
         fitting = [f"model.projector.factor={other}" for other in (2, 3, 4) if side % other == 0]
         raise UserError(
             f"model.projector.factor: {factor} does not divide the grid of {model.vision.name}, {side} x {side} "
-            f"patches ({vision.image_size} pixels in patches of {vision.patch_size}); set "
+            f"patches ({vision.image_size} pixels in patches of {vision.patch_size}). Set "
             f"{' or '.join(fitting or ['model.projector.type=mlp2x_gelu'])}"
         )
     size = vision.image_size

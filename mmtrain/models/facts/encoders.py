@@ -53,7 +53,7 @@ class EncoderFamily:
         """Return what no feature comes from, as beginnings of names. Raises UserError for a norm that is not there."""
         if final_norm and self.norm is None:
             raise UserError(
-                f"model.vision.final_norm: {source} is a CLIP, whose last norm is for its class token alone. Leave "
+                f"model.vision.final_norm: {source} is a CLIP, whose final norm is only for its class token. Leave "
                 "final_norm out."
             )
         return self.beside if final_norm or self.norm is None else (*self.beside, self.norm)
@@ -164,11 +164,11 @@ def family_of(model_type: str | None, source: str) -> EncoderFamily:
     shown = escape(str(model_type))
     if shown.startswith("siglip2"):
         raise UserError(
-            f"model.vision.name: {source} is a SigLIP 2 of variable size (NaFlex), whose number of patches hangs on "
-            "the image; take one of fixed size, which its name says: google/siglip2-so400m-patch14-384"
+            f"model.vision.name: {source} is a SigLIP 2 of variable size (NaFlex), whose number of patches depends on "
+            "the image. Use one with a fixed size in its name: google/siglip2-so400m-patch14-384"
         )
     raise UserError(
-        f"model.vision.name: {source} has model_type {shown}, which is not a vision encoder known here; give a timm "
+        f"model.vision.name: {source} has model_type {shown}, which is not a known vision encoder. Name a timm "
         f"model (config.json with an architecture), or one of {', '.join(FAMILIES)}"
     )
 
@@ -181,6 +181,6 @@ def check_plain_vit(tensors: Mapping[str, Shape], architecture: str, source: str
     has_windows = any(name.endswith(".attn.rel_pos_h") for name in tensors)  # SAM: maps instead of sequences
     if not width or not norms or is_hybrid or has_windows or any(norm != (width,) for norm in norms):
         raise UserError(
-            f"model.vision.name: {source} is no plain vision transformer ({architecture}); its features are no grid of "
-            "equal patches. Use a ViT, e.g. vit_base_patch16_clip_quickgelu_224.openai"
+            f"model.vision.name: {source} is not a plain vision transformer ({architecture}): its features are no grid "
+            "of equal patches. Use a ViT, e.g. vit_base_patch16_clip_quickgelu_224.openai"
         )

@@ -58,7 +58,7 @@ _RECURRENT = {
     "qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next", "recurrent_gemma", "rwkv", "xlstm",
     "zamba", "zamba2",
 }  # fmt: skip
-_WHAT_WORKS = "take a family whose layers all attend (llama, mistral, qwen2, qwen3, gemma2, phi3, ...)"
+_WHAT_WORKS = "Use a family whose layers all attend (llama, mistral, qwen2, qwen3, gemma2, phi3, ...)"
 MAX_EXPERTS = 100_000
 WHOLE_LAST_LAYER = {"gpt2", "gpt_bigcode", "llama4_text"}
 """Families whose last decoder layer cannot be run for supervised tokens alone, as modules.parity.takes_rows finds."""
@@ -69,28 +69,28 @@ def check_family(config_json: dict[str, Any]) -> None:
     """Raise UserError for what cannot be staged or packed, by name, from a model's raw `config.json`."""
     family = config_json.get("model_type")
     if not family:
-        raise UserError("config.json has no model_type: not a Hugging Face model; give the folder of a causal LLM")
+        raise UserError("config.json has no model_type: not a Hugging Face model. Name the folder of a causal LLM")
     if config_json.get("is_encoder_decoder"):
-        raise UserError(f"{family} is an encoder-decoder; {_WHAT_WORKS}")
+        raise UserError(f"{family} is an encoder-decoder. {_WHAT_WORKS}")
     text, vision = config_json.get("text_config"), config_json.get("vision_config")
     if text is not None or vision is not None:  # Qwen2-VL's first files have the latter alone
         inner = "its own" if text is None else text.get("model_type", "unknown")
         raise UserError(
-            f"{family} is a multimodal model around a text model ({inner}); give the folder of the text model alone"
+            f"{family} is a multimodal model around a text model ({inner}). Name the folder of the text model alone"
         )
     if family in _UNFIT:
-        raise UserError(f"{family} cannot be staged and packed: {_UNFIT[family]}; {_WHAT_WORKS}")
+        raise UserError(f"{family} cannot be staged and packed: {_UNFIT[family]}. {_WHAT_WORKS}")
     check_layers(config_json, "config.json")
     recurrent = sorted({kind for kind in layer_kinds(config_json) if _RECURRENT_LAYER.search(kind)})
     if recurrent or (family in _RECURRENT and not layer_kinds(config_json)):
         kinds = ", ".join(recurrent) or "recurrent"
         raise UserError(
-            f"{family} has {kinds} layers, which carry state from one document into the next when packed; {_WHAT_WORKS}"
+            f"{family} has {kinds} layers, which carry state from one packed document into the next. {_WHAT_WORKS}"
         )
     if (method := quantised_by(config_json)) is not None:
         raise UserError(
-            f"{family}: this checkpoint is quantised ({method}), and gradients must flow through its layers; use the "
-            "bf16 release of the same model"
+            f"{family}: this checkpoint is quantised ({method}), but gradients must flow through its layers. Use the "
+            "bf16 release of this model"
         )
 
 
@@ -107,8 +107,8 @@ def remote_code(config_json: dict[str, Any]) -> str:
     if not config_json.get("auto_map"):
         return ""
     return (
-        "auto_map in config.json says that it needs the code in its folder, and mmtrain runs none; take its release "
-        "for transformers' own classes, whose name often ends in -hf"
+        "auto_map in config.json says that it needs code from its folder, which mmtrain never runs. Use its release "
+        "for transformers' own classes; its name often ends in -hf"
     )
 
 
@@ -152,7 +152,7 @@ def parameters_on_disk(model_type: str, tensors: dict[str, Shape]) -> dict[str, 
             parameters[name] = shape
             continue
         if len(shape) != 2 or int(expert[2]) >= MAX_EXPERTS:
-            raise UserError(f"{name} has shape {shape}: no expert's matrix; download the weights again")
+            raise UserError(f"{name} has shape {shape}, which is no expert's matrix. Download the weights again")
         rows, columns = shape
         if expert[3] in ("down_proj", "w2"):
             fused, rows_per_expert = f"{expert[1]}.down_proj", rows
@@ -206,7 +206,7 @@ def llm_config(folder: Path) -> dict[str, Any]:
     text = _part(content, "text_config", folder)
     family = text.get("model_type")
     if family is None:
-        raise UserError(f"{folder}: text_config in config.json has no model_type; download the file again")
+        raise UserError(f"{folder}: text_config in config.json has no model_type. Download the file again")
     plain = {key: value for key, value in PLAIN_HEAD.items() if key in (*text, *HEADS_BY_DEFAULT.get(family, ()))}
     tied = content.get("tie_word_embeddings", MULTIMODAL_MODELS[content["model_type"]])
     if tied is None or (tied is False and content["model_type"] in _TIED_IF_EITHER_SAYS_SO):
@@ -231,7 +231,7 @@ def llm_tensors(folder: Path, tensors: Mapping[str, T]) -> dict[str, T]:
             continue
         inner = inner if is_head else base + inner.removeprefix(base)
         if inner in own:
-            raise UserError(f"{folder}: {escape(name)} is there twice under two names; download the folder again")
+            raise UserError(f"{folder}: {escape(name)} is stored twice, under two names. Download the folder again")
         own[inner] = tensor
     return own
 
@@ -243,7 +243,7 @@ def encoder_config(folder: Path) -> dict[str, Any]:
     """
     content = read_json(folder / "config.json")
     if (method := quantised_by(content)) is not None:
-        raise UserError(f"{folder} cannot be used: it is quantised ({method}); use its release in bfloat16 or float32")
+        raise UserError(f"{folder} cannot be used: it is quantised ({method}). Use its release in bfloat16 or float32")
     if content.get("model_type") not in MULTIMODAL_MODELS:
         return content
     vision = _part(content, "vision_config", folder)
@@ -268,7 +268,7 @@ def holds_parts(folder: Path) -> bool:
 
 def _part(config_json: Mapping[str, Any], key: str, folder: Path) -> dict[str, Any]:
     if not config_json.get(key):
-        raise UserError(f"{folder}: config.json has no {key}; download the file again")
+        raise UserError(f"{folder}: config.json has no {key}. Download the file again")
     return config_json[key]
 
 
@@ -277,5 +277,5 @@ def _one_prefix(pattern: re.Pattern[str], names: Mapping[str, Any], folder: Path
     if len(prefixes) == 1:
         return prefixes[0]
     part = "an LLM" if pattern is _LLM else "an encoder"
-    problem = f"holds {part} twice ({' and '.join(prefixes)})" if prefixes else f"the weights of {part} are not in it"
-    raise UserError(f"{folder}: {problem}; download the folder again")
+    problem = f"holds {part} twice ({' and '.join(prefixes)})" if prefixes else f"it lacks the weights of {part}"
+    raise UserError(f"{folder}: {problem}. Download the folder again")

@@ -41,7 +41,7 @@ def demo_model(name: str) -> Path:
     """The folder of `demo:llm` or `demo:vision`; raises UserError for another name."""
     model = name.removeprefix(PREFIX)
     if model not in MODELS:
-        raise UserError(f"{name}: the demo has no such model; it has {', '.join(PREFIX + known for known in MODELS)}")
+        raise UserError(f"{name}: the demo has no such model, only {', '.join(PREFIX + known for known in MODELS)}")
     return MODELS[model]
 
 
@@ -76,7 +76,7 @@ def find_model_folder(path: str) -> Path | None:
             return folder
         return cached_snapshot(path) if HUB_ID.fullmatch(path) else None
     except OSError as error:  # a name that is too long, a folder above it that may not be entered
-        raise UserError(f"{escape(path)}: no model can be looked for there ({error.strerror})") from None
+        raise UserError(f"{escape(path)}: cannot be searched for a model ({error.strerror})") from None
 
 
 def model_folder(path: str) -> Path:
@@ -90,15 +90,15 @@ def model_folder(path: str) -> Path:
 def no_model(path: str) -> UserError:
     """The error for a missing folder, or for a hub id that is not in the cache."""
     if Path(path).expanduser().exists():
-        return UserError(f"{path}: is a file; give the model's folder (the one that holds config.json)")
+        return UserError(f"{path}: is a file. Name the model's folder, which holds config.json")
     # `models/vicuna` has the form of a hub id too; where `models` is a folder here, a folder was meant.
     if HUB_ID.fullmatch(path) and ("/" not in path or not Path(path).parent.is_dir()):
         return UserError(
-            f"{path}: no folder of this name, and this hub id is not in the local cache {hub_cache()}; "
-            f"download it first: hf download {path}"
+            f"{path}: neither a folder nor a hub id in the local cache {hub_cache()}. "
+            f"Download it first: hf download {path}"
         )
     return UserError(
-        f"{path}: no such folder; give the folder of a model, or a hub id such as Qwen/Qwen2.5-7B-Instruct"
+        f"{path}: no such folder. Name the folder of a model, or a hub id such as Qwen/Qwen2.5-7B-Instruct"
     )
 
 
@@ -109,9 +109,9 @@ def read_json(path: Path) -> dict[str, Any]:
     except FileNotFoundError:
         raise UserError(f"{path}: no such file") from None
     except ValueError as error:
-        raise UserError(f"{path}: not valid JSON ({escape(str(error))}); the download may be incomplete") from None
+        raise UserError(f"{path}: not valid JSON ({escape(str(error))}). The download may be incomplete") from None
     if not isinstance(content, dict):
-        raise UserError(f"{path}: holds a JSON {type(content).__name__}, an object is needed")
+        raise UserError(f"{path}: holds a JSON {type(content).__name__}, but needs an object")
     check_settings(content, str(path))
     return content
 
@@ -141,7 +141,7 @@ def tensor_shapes(folder: Path) -> dict[str, Shape] | None:
         if missing:
             raise UserError(
                 f"{folder}: {len(missing)} of {len(files)} weight files named in {index.name} are missing, "
-                f"e.g. {missing[0]}; finish the download"
+                f"e.g. {missing[0]}. Finish the download"
             )
         stored = {name: shape for file in files for name, shape in read_header(file, are_weights=True).items()}
         absent = [name for name in weight_map if name not in stored]
@@ -154,7 +154,7 @@ def tensor_shapes(folder: Path) -> dict[str, Shape] | None:
     pickled = sorted(folder.glob("pytorch_model*.bin"))
     if pickled:
         raise UserError(
-            f"{folder}: has only pickled weights ({pickled[0].name}); convert them once with mmtrain convert {folder}"
+            f"{folder}: has only pickled weights ({pickled[0].name}). Convert them once: mmtrain convert {folder}"
         )
     return None
 
@@ -163,12 +163,12 @@ def read_weight_map(index: Path, suffix: str) -> dict[str, str]:
     """The file name of every tensor, from an index of weight files; raises UserError for other than files beside it."""
     weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
-        raise UserError(f"{index}: has no weight_map; download the file again")
+        raise UserError(f"{index}: has no weight_map. Download the file again")
     for name in weight_map.values():
         # A path could lead out of the folder, or name a file that is no weights and never ends.
         if not isinstance(name, str) or not name.endswith(suffix) or "/" in name or "\0" in name:
             shown = escape(repr(name))
-            raise UserError(f"{index}: names {shown}, no {suffix} file beside it; download the file again")
+            raise UserError(f"{index}: names {shown}, which is no {suffix} file beside it. Download the file again")
     return weight_map
 
 
@@ -181,10 +181,10 @@ def read_header(file: Path, are_weights: bool = False) -> dict[str, Shape]:
         with file.open("rb") as stream:
             prefix = stream.read(8)
         if prefix == b"version ":
-            raise UserError(f"{file}: is a git-lfs pointer, not the weights; run git lfs pull, or hf download")
+            raise UserError(f"{file}: is a git-lfs pointer, not the weights. Run git lfs pull, or hf download")
         size, length = file.stat().st_size, int.from_bytes(prefix, "little")
         if len(prefix) < 8 or length > MAX_JSON_BYTES or 8 + length > size:
-            raise UserError(f"{file}: not a complete safetensors file ({size} bytes); download it again")
+            raise UserError(f"{file}: not a complete safetensors file ({size} bytes). Download it again")
         with safe_open(file, framework="numpy") as opened:
             slices = {name: opened.get_slice(name) for name in opened.offset_keys()}
     except OSError as error:
@@ -192,12 +192,12 @@ def read_header(file: Path, are_weights: bool = False) -> dict[str, Shape]:
     except SafetensorError as error:
         reason = escape(str(error).removeprefix("Error while deserializing header: "))
         raise UserError(
-            f"{file}: a damaged or incomplete safetensors file ({size} bytes; {reason}); download it again"
+            f"{file}: a damaged or incomplete safetensors file ({size} bytes; {reason}). Download it again"
         ) from None
     for name, part in slices.items():
         if are_weights and (dtype := part.get_dtype()) not in _STORED and not _BUFFER.fullmatch(name):
             raise UserError(
-                f"{file}: {escape(name)} is stored as {dtype}; needed are floating-point numbers of 16 bits or more: "
-                "take the bf16 release of the same model"
+                f"{file}: {escape(name)} is stored as {dtype}; needed are floating-point numbers of 16 bits or more. "
+                "Use the bf16 release of this model"
             )
     return {name: tuple(part.get_shape()) for name, part in slices.items()}

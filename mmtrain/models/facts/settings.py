@@ -95,7 +95,7 @@ def check_layers(part: dict[str, Any], source: str) -> None:
     heads = part.get("num_attention_heads") or part.get("n_head")
     groups, hidden = part.get("num_key_value_heads"), part.get("hidden_size") or part.get("n_embd")
     if heads and groups and heads % groups:
-        raise UserError(f"{source} says {heads} attention heads in {groups} groups, which do not divide them")
+        raise UserError(f"{source} says {heads} attention heads in {groups} groups, which do not divide the heads")
     if heads and hidden and not (part.get("head_dim") or part.get("qk_rope_head_dim")) and hidden % heads:
         raise UserError(f"{source} says hidden size {hidden} and {heads} attention heads, which do not divide it")
 

@@ -112,8 +112,8 @@ def llm_shape(path: str) -> LlmShape:
 
 def _no_weights(folder: Path, key: str, arguments: str) -> UserError:
     return UserError(
-        f"{folder}: has config.json but no model.safetensors. Download the weights, or, to plan without them, record "
-        f"the model and give the NAME as {key}: mmtrain record {arguments} --id NAME"
+        f"{folder}: has config.json but no model.safetensors. Download the weights or, to plan without them, record "
+        f"the model and use NAME as {key}: mmtrain record {arguments} --id NAME"
     )
 
 
@@ -136,15 +136,15 @@ def llm_shape_from(config_json: dict[str, Any], parameters: dict[str, Shape], so
     if embedding is None or len(embedding.shape) != 2 or not decoder:
         raise UserError(
             f"{source}: no embedding or no decoder layers among its {len(parameters)} tensors "
-            f"(first: {next(iter(parameters), 'none')}); {remote_code(config_json) or 'is it a causal LLM?'}"
+            f"(first: {next(iter(parameters), 'none')}). {remote_code(config_json) or 'Is it a causal LLM?'}"
         )
     if layers is None:
         layers = max(decoder) + 1
     if layers > MAX_LAYERS:
-        raise UserError(f"{source}: the weights have {layers:,} decoder layers; no model has more than {MAX_LAYERS:,}")
+        raise UserError(f"{source}: the weights have {layers:,} decoder layers; at most {MAX_LAYERS:,} are supported")
     missing = [index for index in range(layers) if index not in decoder]
     if missing:
-        raise UserError(f"{source}: config.json says {layers} decoder layers, the weights lack layer {missing[0]}")
+        raise UserError(f"{source}: config.json says {layers} decoder layers, but the weights lack layer {missing[0]}")
     has_head = any(p.name == "llm.head.weight" for p in head)
     tied = config_json.get("tie_word_embeddings")
     if tied is None:
@@ -153,11 +153,11 @@ def llm_shape_from(config_json: dict[str, Any], parameters: dict[str, Shape], so
         head = [p for p in head if p.name != "llm.head.weight"]
         head.append(ParameterShape("llm.head.weight", embedding.shape))
     elif not has_head:
-        raise UserError(f"{source}: the weights lack the LM head, and config.json does not tie it to the embedding")
+        raise UserError(f"{source}: the weights lack the LM head, but config.json does not tie it to the embedding")
     vocab_size = embedding.shape[0]
     if config_json.get("vocab_size") not in (None, vocab_size):
         raise UserError(
-            f"{source}: config.json says vocab_size {config_json['vocab_size']}, the embedding has {vocab_size:,} rows"
+            f"{source}: config.json says vocab_size {config_json['vocab_size']}, but the embedding has {vocab_size:,}"
         )
     hidden_size = _first(config_json, "hidden_size", "n_embd", "d_model") or embedding.shape[1]
     heads = _first(config_json, "num_attention_heads", "n_head")
@@ -167,7 +167,7 @@ def llm_shape_from(config_json: dict[str, Any], parameters: dict[str, Shape], so
     head_dim = config_json.get("head_dim")
     if config_json.get("qk_rope_head_dim"):  # multi-head latent attention (deepseek_v3): head_dim is the rope part only
         if config_json.get("qk_nope_head_dim") is None:
-            raise UserError(f"{source}: config.json has qk_rope_head_dim and no qk_nope_head_dim")
+            raise UserError(f"{source}: config.json has qk_rope_head_dim, but no qk_nope_head_dim")
         head_dim = config_json["qk_nope_head_dim"] + config_json["qk_rope_head_dim"]
     return LlmShape(
         source=source,
@@ -233,7 +233,7 @@ def _vision_shape_of(folder: Path, name: str, select_layer: int, final_norm: boo
     blocks, stored = encoder_settings(config_json, str(folder)).blocks, shape.blocks_run - select_layer - 1
     if blocks not in (None, stored):
         raise UserError(
-            f"model.vision.name: {folder}: config.json says {blocks} blocks and the weights have {stored}; correct the "
+            f"model.vision.name: {folder}: config.json says {blocks} blocks, but the weights {stored}. Correct the "
             "number in config.json, or download the folder again"
         )
     return shape
@@ -243,8 +243,8 @@ def _refuse_adapters(names: Iterable[str], folder: Path) -> None:
     """Raise UserError for weights with adapters beside them: those of `model.lora` have the same names."""
     if (adapter := next((name for name in names if ".lora_" in name), None)) is not None:
         raise UserError(
-            f"{folder}: its weights hold an adapter that is not merged into them ({escape(adapter)}); merge it first "
-            "(peft: merge_and_unload, then save_pretrained), and give that folder"
+            f"{folder}: its weights hold an adapter that is not merged ({escape(adapter)}). Merge it first "
+            "(peft: merge_and_unload, then save_pretrained), and name that folder"
         )
 
 
@@ -258,7 +258,7 @@ def vision_shape_from(
     unused, tensors = family.unused(final_norm, source), family.own(tensors)
     if family.patches not in tensors or len(tensors[family.patches]) != 4:
         raise UserError(
-            f"{source}: has no {family.patches}; only vision transformers with one patch convolution are known"
+            f"{source}: has no {family.patches}; only vision transformers with one patch convolution are supported"
         )
     numbered = re.compile(re.escape(family.blocks) + r"(\d+)\.")
     index_of = {name: int(match[1]) for name in tensors if (match := numbered.match(name))}
@@ -278,7 +278,7 @@ def vision_shape_from(
     if family.positions in tensors and (stored := rows(tensors, family.positions)) != positions:
         raise UserError(
             f"{source}: images of {image_size} pixels have {positions} patches and class tokens, but "
-            f"{family.positions} has {stored} rows; correct image_size in config.json, or download the folder again"
+            f"{family.positions} has {stored} rows. Correct image_size in config.json, or download the folder again"
         )
     return VisionShape(
         source=source,

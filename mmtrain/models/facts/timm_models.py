@@ -30,7 +30,7 @@ def timm_config(name: str) -> PretrainedCfg:
     weights = timm.list_pretrained(f"{architecture}.*")
     if not weights or ("." in name and name not in weights):
         listed = ", ".join(weights) or "no weights at all"
-        raise UserError(f"model.vision.name: timm has no weights {name}; of {architecture} it has {listed}")
+        raise UserError(f"model.vision.name: timm has no weights {name}; for {architecture} it has {listed}")
     config = timm.get_pretrained_cfg(name)
     refuse_wrong_activation({"architecture": architecture, "pretrained_cfg": {"tag": config.tag}})
     return config
@@ -46,7 +46,7 @@ def refuse_wrong_activation(config_json: dict[str, Any]) -> None:
     if "QuickGELU" in " ".join(notes or ()) and "quickgelu" not in architecture:
         right = name.replace("_clip_", "_clip_quickgelu_")
         raise UserError(
-            f"model.vision.name: {name} was trained with QuickGELU, but this architecture computes GELU; use {right}"
+            f"model.vision.name: {name} was trained with QuickGELU, but this architecture computes GELU. Use {right}"
         )
 
 

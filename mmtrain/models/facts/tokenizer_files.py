@@ -35,7 +35,7 @@ def tokenizer_files(folder: Path) -> list[Path]:
     files = sorted({file for pattern in READ_BY_TOKENIZERS for file in folder.glob(pattern) if file.is_file()})
     for file in files:
         if file.stat().st_size > MAX_TOKENIZER_BYTES:
-            raise UserError(f"{file}: larger than {MAX_TOKENIZER_BYTES:,} bytes; no tokenizer's file is so large")
+            raise UserError(f"{file}: larger than {MAX_TOKENIZER_BYTES:,} bytes, too large for a tokenizer")
     return files
 
 
@@ -48,7 +48,7 @@ def panics_told(name: str) -> Iterator[None]:
         if type(error).__name__ != "PanicException":
             raise
         reason = (str(error).splitlines() or ["no reason given"])[0]
-        raise UserError(f"{name}: its tokenizer fails ({reason}); its files are damaged: get them again") from None
+        raise UserError(f"{name}: its tokenizer fails ({reason}): its files are damaged. Download them again") from None
 
 
 def refuse_missing_marks(config: RunConfig) -> None:
@@ -61,7 +61,7 @@ def refuse_missing_marks(config: RunConfig) -> None:
     try:
         content = parse_json((folder / "tokenizer.json").read_bytes())
     except ValueError as error:
-        raise UserError(f"{folder / 'tokenizer.json'}: no valid JSON ({error})") from None
+        raise UserError(f"{folder / 'tokenizer.json'}: not valid JSON ({error})") from None
     added = content.get("added_tokens") if isinstance(content, dict) else None
     tokens = {str(token.get("content")) for token in added or () if isinstance(token, dict)}
     if lacking := [mark for mark in marks if mark not in tokens]:
@@ -71,8 +71,8 @@ def refuse_missing_marks(config: RunConfig) -> None:
 def missing_marks(layout: str, lacking: Sequence[str], tokenizer: str) -> UserError:
     """The error for a tokenizer without tokens of its own for texts around images."""
     return UserError(
-        f"model.vision.layout: {layout} writes {' and '.join(lacking)} around each image, and the "
-        f"tokenizer of {tokenizer} has no such tokens, so that the LLM was never trained on them; take an LLM that "
+        f"model.vision.layout: {layout} writes {' and '.join(lacking)} around each image, but the "
+        f"tokenizer of {tokenizer} lacks these tokens, so the LLM was never trained on them. Use an LLM that "
         "was, or set model.vision.layout=square"
     )
 
@@ -80,9 +80,9 @@ def missing_marks(layout: str, lacking: Sequence[str], tokenizer: str) -> UserEr
 def missing_chat_template(folder: str | Path) -> UserError:
     """The error for a tokenizer, in `folder`, without a chat template that is used without being named."""
     return UserError(
-        f"data.template: chat takes the model's own chat template, and the tokenizer in {folder} has none; put a "
-        "chat_template.jinja beside the tokenizer, or set data.template=llava_v1 (Vicuna's), or a FILE.jinja of your "
-        "own, or, for captions of images, plain"
+        f"data.template: chat is the model's own chat template, but the tokenizer in {folder} has none. Put a "
+        "chat_template.jinja beside the tokenizer, or set data.template=llava_v1 (Vicuna's), to your own FILE.jinja "
+        "or, for captions of images, to plain"
     )
 
 

@@ -88,8 +88,8 @@ def preprocessing(folder: Path) -> Preprocessing:
     file, facts = image_settings(folder)
     if facts is None:
         raise UserError(
-            f"model.vision.name: {folder} has no preprocessor_config.json, so how its images are normalised is not "
-            "known. Copy it from where the encoder was published, or write it in Python: from transformers import "
+            f"model.vision.name: {folder} has no preprocessor_config.json, so the normalisation of its images is "
+            "unknown. Copy it from where the encoder was published, or write it in Python: from transformers import "
             f"AutoImageProcessor; AutoImageProcessor.from_pretrained('HUB_ID').save_pretrained('{folder}')."
         )
     for key, least in (("image_mean", -1e300), ("image_std", 1e-300)):
@@ -121,6 +121,6 @@ def patches_per_image(image_size: int, patch_size: int) -> int:
     """
     if patch_size < 1 or image_size < patch_size:
         raise UserError(
-            f"image size {image_size} with patch size {patch_size}: not one patch fits; correct config.json"
+            f"image size {image_size} with patch size {patch_size}: not one patch fits. Correct config.json"
         )
     return (image_size // patch_size) ** 2

@@ -72,8 +72,8 @@ class Anyres(ImageLayout):
     @property
     def description(self) -> str:
         return (
-            f"one tile of the whole and those of a grid, of {self.tile_size} x {self.tile_size} pixels; "
-            f"{len(self.grids)} grids, of up to {self.most_tiles - 1} tiles, and a trained newline behind each line "
+            f"one tile of the whole image and those of a grid, of {self.tile_size} x {self.tile_size} pixels; "
+            f"{len(self.grids)} grids, of up to {self.most_tiles - 1} tiles, and a trained newline after each line "
             f"(`model.vision.layout: {self.name}`)"
         )
 

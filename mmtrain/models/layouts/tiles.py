@@ -50,7 +50,7 @@ class Tiles(ImageLayout):
     @property
     def description(self) -> str:
         side = f"{self.tile_size} x {self.tile_size} pixels"
-        return f"cut into up to {self.max_tiles} tiles of {side}, and one of the whole (`model.vision.layout: tiles`)"
+        return f"cut into up to {self.max_tiles} tiles of {side}, and a whole one (`model.vision.layout: tiles`)"
 
     @property
     def image_settings(self) -> dict[str, Any]:

@@ -111,7 +111,7 @@ def packed_mask(
     is_ours = ours is not None and (attention_mask is ours or getattr(attention_mask, "_base", None) is ours)
     padded = not is_ours and attention_mask is not None and not bool(attention_mask.all())  # opt makes one of ones
     if padded or q_offset or kv_offset or q_length != kv_length or use_vmap:
-        raise ValueError("packed attention takes no padding mask, no cache and no mask function of the model's own")
+        raise ValueError("packed attention takes no padding mask, no cache and no mask function of the model")
     assert mask_function is not None
     # On the host, unless the function looks something up on the device: llama4's counts padding there.
     where = next((tensor.device for tensor in _looked_up(mask_function)), torch.device("cpu"))
@@ -178,7 +178,7 @@ def packed_attention(
     """
     name = type(module).__name__
     if not isinstance(attention_mask, Documents):
-        raise TypeError(f"{name} handed on {type(attention_mask).__name__} in the place of its documents")
+        raise TypeError(f"{name} passed on {type(attention_mask).__name__} instead of its documents")
     unknown = sorted(
         option
         for option, argument in others.items()
@@ -385,7 +385,7 @@ def _reason_against_flash(
     if not query.is_cuda:
         return "flash attention needs a GPU"
     if extras:
-        return f"flash attention knows no {' or '.join(extras)}"
+        return f"flash attention does not support {' or '.join(extras)}"
     if query.dtype not in (torch.float16, torch.bfloat16):
         return f"flash attention does not compute in {_name(query.dtype)}"
     if width % 8 or width > WIDEST_FLASH_HEAD or value.shape[-1] > width:

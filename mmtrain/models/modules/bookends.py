@@ -53,7 +53,7 @@ def decoder_path(model: PreTrainedModel) -> tuple[str, str]:
         if isinstance(module, nn.ModuleList) and canonical_name(f"{name}.0.weight") == "llm.layers.0.weight":
             path, _, layers = name.rpartition(".")
             return path, layers
-    raise UserError(f"{model.config.model_type} cannot be staged: its decoder layers are not in one list that is known")
+    raise UserError(f"{model.config.model_type} cannot be staged: its decoder layers are not in one known list")
 
 
 def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:

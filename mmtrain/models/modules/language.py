@@ -308,7 +308,7 @@ class _Weights:
             )
         faults = {kind: sorted(map(str, entries))[:3] for kind, entries in report.items() if entries}
         if faults:
-            raise UserError(f"{self._path}: the weights do not fit config.json ({faults}); download the model again")
+            raise UserError(f"{self._path}: the weights do not fit config.json ({faults}). Download the model again")
         return model
 
 
@@ -324,8 +324,8 @@ def causal_config(folder: Path) -> PreTrainedConfig:
     check_family(config_json)
     family = config_json["model_type"]
     if family not in transformers.CONFIG_MAPPING:
-        why = remote_code(config_json) or "a later one may"
-        raise UserError(f"{folder}: transformers {transformers.__version__} does not know {family}; {why}")
+        why = remote_code(config_json) or "A later version may"
+        raise UserError(f"{folder}: transformers {transformers.__version__} does not know {family}. {why}")
     if holds_parts(folder):
         with foreign_files(f"{folder}: text_config in config.json"):
             config = transformers.CONFIG_MAPPING[family].from_dict(config_json)

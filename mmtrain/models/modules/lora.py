@@ -47,8 +47,8 @@ def refusing_unused(model: nn.Module, canonical_name: Callable[[str], str]) -> I
     if unused:
         layers = sorted(adapted_layer(canonical_name(f"{name}.weight")) for name in unused)
         raise UserError(
-            f"model.lora.targets: the model computes {first_few(layers, 3)} without a call of the layer, so that an "
-            "adapter there would train nothing; name other layers"
+            f"model.lora.targets: the model computes {first_few(layers, 3)} without a call of the layer, so an "
+            "adapter there would train nothing. Name other layers"
         )
 
 
@@ -71,8 +71,8 @@ def add_adapters(model: nn.Module, lora: LoraSection | None, canonical_name: Cal
     for name, layer in layers.items():
         if type(layer) not in (nn.Linear, Conv1D):
             raise UserError(
-                f"model.lora.targets: {targets[name]} is a {type(layer).__name__}, which no adapter fits; name linear "
-                "layers alone"
+                f"model.lora.targets: {targets[name]} is a {type(layer).__name__}, which no adapter fits. Name linear "
+                "layers only"
             )
     # In a list, which has no `config`: in a MoE model itself peft adapts every layer whose last name is a target's.
     pattern = r"0\.(?:" + "|".join(map(re.escape, targets)) + ")"

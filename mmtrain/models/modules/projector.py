@@ -155,7 +155,7 @@ def whole_projector(checkpoint: StepFolder) -> dict[str, torch.Tensor]:
             source = f"{KEY} ({init_from})" if init_from else "the seed"
             raise UserError(
                 f"{checkpoint.path}: its run did not train {escape(name)}, and {source} gives other values now than "
-                "it began with; bring back what it began with"
+                "it began with. Restore what it began with"
             )
     return tensors
 
@@ -172,7 +172,7 @@ def read_projector(path: str, operations: Sequence[connectors.Operation]) -> dic
     shapes = {local: tuple(stored[name].shape) for local, name in names.items()}
     refuse_unfit(shapes, operations, files.source)
     if connectors.NEWLINE not in shapes and any(isinstance(each, connectors.Newline) for each in operations):
-        _log.info(f"{KEY}: {files.source} holds no {connectors.NEWLINE}; it begins at random, by run.seed")
+        _log.info(f"{KEY}: {files.source} holds no {connectors.NEWLINE}; it is initialised at random, by run.seed")
     tensors: dict[str, torch.Tensor] = {}
     for local, name in names.items():
         tensor = stored[name]
@@ -183,7 +183,7 @@ def read_projector(path: str, operations: Sequence[connectors.Operation]) -> dic
             )
         tensors[local] = tensor.to(torch.float32, copy=True)  # a copy: what is mapped from a file could change there
         if not torch.isfinite(tensors[local]).all():
-            raise UserError(f"{KEY}: {files.source}: {name} holds NaN or infinite values; take an earlier checkpoint")
+            raise UserError(f"{KEY}: {files.source}: {name} holds NaN or infinite values. Use an earlier checkpoint")
     return tensors
 
 

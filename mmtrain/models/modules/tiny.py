@@ -121,7 +121,7 @@ def tiny_model(config: PreTrainedConfig, seed: int) -> PreTrainedModel:
     if parameters > MAX_PARAMETERS:
         raise UserError(
             f"{config.model_type} cannot be checked: shrunk to {HEADS * HEAD_WIDTH} wide it still has "
-            f"{parameters / 1e6:,.0f} million parameters, so its config has sizes that mmtrain does not know"
+            f"{parameters / 1e6:,.0f} million parameters, so its config has unknown sizes"
         )
     torch.default_generator.manual_seed(seed)  # not the GPUs' generators: callers restore the CPU's alone
     model = AutoModelForCausalLM.from_config(

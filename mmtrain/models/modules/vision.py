@@ -89,8 +89,8 @@ def timm_weights(name: str) -> Path:
     config = timm_config(name)
     if not config.hf_hub_id:
         raise UserError(
-            f"model.vision.name: timm's weights of {name} are not on the Hugging Face hub; save the model in a folder "
-            "with timm.models.save_for_hf and give that folder"
+            f"model.vision.name: timm's weights of {name} are not on the Hugging Face hub. Save the model in a folder "
+            "with timm.models.save_for_hf and name that folder"
         )
     snapshot = cached_snapshot(config.hf_hub_id)
     candidates = (config.hf_hub_filename, *WEIGHT_FILES) if config.hf_hub_filename else WEIGHT_FILES
@@ -98,8 +98,8 @@ def timm_weights(name: str) -> Path:
         if snapshot is not None and (snapshot / candidate).is_file():
             return snapshot / candidate
     raise UserError(
-        f"model.vision.name: the weights of timm's {name} are not in the local cache {hub_cache()}; "
-        f"download them first: hf download {config.hf_hub_id}"
+        f"model.vision.name: the weights of timm's {name} are not in the local cache {hub_cache()}. "
+        f"Download them first: hf download {config.hf_hub_id}"
     )
 
 
@@ -108,7 +108,7 @@ def check_wrapped_timm(config: dict[str, Any], folder: Path) -> None:
     source = f"{folder}: vision_config in config.json"
     architecture, arguments = config.get("architecture"), config.get("model_args") or {}
     if not architecture or ":" in architecture or not timm.is_model(architecture):
-        raise UserError(f"{source}: architecture {escape(repr(architecture))} is no model of timm's")
+        raise UserError(f"{source}: architecture {escape(repr(architecture))} is not a timm model")
     if inspect.signature(timm.create_model).parameters.keys() & arguments.keys():
         raise UserError(f"{source}: model_args {escape(repr(arguments))}; needed are sizes of {architecture}")
 
@@ -277,6 +277,6 @@ def _is_held(name: str, held: tuple[int, int] | None) -> bool:
 
 def _lacks_tensors(folder: Path, missing: Sequence[str]) -> UserError:
     return UserError(
-        f"model.vision.name: {folder} lacks {len(missing)} of the encoder's tensors, e.g. {missing[0]}; "
-        "download the folder again"
+        f"model.vision.name: {folder} lacks {len(missing)} of the encoder's tensors, e.g. {missing[0]}. "
+        "Download the folder again"
     )

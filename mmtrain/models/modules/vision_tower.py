@@ -142,9 +142,7 @@ def block_list(model: nn.Module) -> nn.Sequential | nn.ModuleList:
     for name, module in model.named_modules():
         if isinstance(module, nn.Sequential | nn.ModuleList) and ENCODER_BLOCK.match(f"vision.{name}.0."):
             return module
-    raise UserError(
-        f"model.vision.name: the blocks of a {type(model).__name__} are not in one list that is known; use a ViT"
-    )
+    raise UserError(f"model.vision.name: the blocks of a {type(model).__name__} are not in one known list. Use a ViT")
 
 
 def drop_other_blocks(blocks: nn.Sequential | nn.ModuleList, first: int, last: int) -> None:

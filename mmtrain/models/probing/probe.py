@@ -42,7 +42,7 @@ SECONDS = 300  # that the child may take
 CUTS = ((0, 0, 1, 2, 3), (0, 2, 3))  # borders of an encoder's slices: the stem alone, one block each; several blocks
 BLOCKS = CUTS[0][-1]  # of the encoder that is tried
 TILES = 2  # not 1, as the stem of later slices has
-_REMEDY = "set parallel.encoder_ranks=0, which leaves the encoder whole on rank 0"
+_REMEDY = "Set parallel.encoder_ranks=0, which keeps the whole encoder on rank 0"
 
 _EXCEPTION = re.compile(r"^[A-Za-z_][\w.]*: .+")
 _RESULT = re.compile(r"^differences (.+)$", re.MULTILINE)  # libraries may print, too
@@ -74,16 +74,16 @@ def probe(path: str, cut_points: Sequence[int], *, streams: bool = False) -> Non
 
 def refuse_differences(family: str, staged: float, packed: float) -> None:
     """Raise UserError if a family's differences (see parity.Differences) are beyond rounding."""
-    advice = "the run would train against a wrong model; use another family, or another version of transformers"
+    advice = "The run would train a wrong model. Use another family, or another version of transformers"
     if not staged <= STAGED_BOUND:  # not >: a NaN is refused too
         raise UserError(
             f"{family} cannot be cut into stages: its slices differ from the whole model by {staged:.1e} "
-            f"(at most {STAGED_BOUND:.0e} is rounding); {advice}"
+            f"(at most {STAGED_BOUND:.0e} is rounding). {advice}"
         )
     if not packed <= PACKED_BOUND:
         raise UserError(
-            f"{family} cannot be packed: documents in one pack differ from the same documents alone by {packed:.1e} "
-            f"(at most {PACKED_BOUND:.0e} is rounding); {advice}"
+            f"{family} cannot be packed: documents in a pack differ from the documents alone by {packed:.1e} "
+            f"(at most {PACKED_BOUND:.0e} is rounding). {advice}"
         )
 
 
@@ -111,7 +111,7 @@ def probe_encoder(config: RunConfig) -> None:
         raise EncoderSliceError(f"{error}; {_REMEDY}") from None
     if difference != 0:  # a NaN too
         raise EncoderSliceError(
-            f"{fault}: features of its slices differ from the whole encoder's by up to {difference:.1e}, needed is 0; "
+            f"{fault}: features of its slices differ from the whole encoder's by up to {difference:.1e}, not 0. "
             f"{_REMEDY}"
         )
     _remember(record, {"encoder": chosen.name, "difference": difference})
@@ -127,7 +127,7 @@ def _refuse_unlike_blocks(chosen: VisionSection) -> None:
     for number, kind in enumerate(kinds):
         if kind not in kinds[:BLOCKS]:
             raise EncoderSliceError(
-                f"{chosen.name} cannot be cut into slices: block {number} is unlike the first {BLOCKS}; {_REMEDY}"
+                f"{chosen.name} cannot be cut into slices: block {number} is unlike the first {BLOCKS}. {_REMEDY}"
             )
 
 

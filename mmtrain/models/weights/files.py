@@ -31,7 +31,7 @@ def tensor_places(folder: Path) -> dict[str, tuple[str, Path]]:
     shapes = tensor_shapes(folder)
     if shapes is None:
         raise UserError(
-            f"{folder}: holds no model.safetensors and no model.safetensors.index.json; download the weights"
+            f"{folder}: holds no model.safetensors and no model.safetensors.index.json. Download the weights"
         )
     index = folder / "model.safetensors.index.json"
     files = read_json(index)["weight_map"] if index.is_file() else dict.fromkeys(shapes, "model.safetensors")
@@ -61,7 +61,7 @@ def read_pickled(file: Path) -> dict[str, torch.Tensor]:
     if not isinstance(content, dict) or not all(
         isinstance(name, str) and isinstance(value, torch.Tensor) for name, value in content.items()
     ):
-        raise UserError(f"{file}: holds something other than named tensors; a state dict is needed")
+        raise UserError(f"{file}: holds more than named tensors. Give a state dict")
     size = file.stat().st_size
     tensors: dict[str, torch.Tensor] = {}
     storages: set[int] = set()
@@ -69,7 +69,7 @@ def read_pickled(file: Path) -> dict[str, torch.Tensor]:
         # Quantised and sparse tensors have no plain storage; a stride of 0 lets a small file claim any size.
         plain = tensor.layout is torch.strided and tensor.device.type == "cpu" and not tensor.is_quantized
         if not plain or tensor.numel() * tensor.element_size() > size:
-            raise UserError(f"{file}: {escape(name)} is no plain tensor with its values in the file")
+            raise UserError(f"{file}: {escape(name)} is not a plain tensor with its values in the file")
         # safetensors stores no shared memory: tied weights come out twice, views without what surrounds them.
         storage = tensor.untyped_storage()
         alone = storage.data_ptr() not in storages and storage.nbytes() == tensor.numel() * tensor.element_size()

@@ -49,9 +49,7 @@ DISK_NAME = re.compile(
     r"|(?:model\.)?(?P<newline>image_newline)"
 )
 LLAVA_LAYERS = {"0": "linear_1", "2": "linear_2"}  # of its nn.Sequential, with the GELU between them
-NEEDED = (
-    f"needed is a run or checkpoint of mmtrain, its {TENSORS}, LLaVA's {LLAVA_FILE}, or a Hugging Face model's folder"
-)
+NEEDED = f"Name a run or checkpoint of mmtrain, its {TENSORS}, LLaVA's {LLAVA_FILE}, or a Hugging Face model's folder"
 
 
 @dataclass(frozen=True)
@@ -75,7 +73,7 @@ def find_projector(path: str, later: frozenset[Path] = frozenset()) -> Projector
         return _in_file(file, later)
     folder = find_model_folder(path)
     if folder is None:
-        raise UserError(f"{KEY}: {path}: no such file or folder, and no hub id in the local cache; {NEEDED}")
+        raise UserError(f"{KEY}: {path}: no such file or folder, and no hub id in the local cache. {NEEDED}")
     if names_checkpoint(folder):
         return _in_checkpoint(find(folder), later)
     for name in (TENSORS, LLAVA_FILE):
@@ -84,7 +82,7 @@ def find_projector(path: str, later: frozenset[Path] = frozenset()) -> Projector
     shapes = tensor_shapes(folder)
     if shapes is None:
         entries = ", ".join(sorted(escape(entry.name) for entry in folder.iterdir())[:5]) or "nothing"
-        raise UserError(f"{KEY}: {path}: holds no projector ({entries}); {NEEDED}")
+        raise UserError(f"{KEY}: {path}: holds no projector ({entries}). {NEEDED}")
     config_file = folder / "config.json"
     refuse_other_settings(read_json(config_file) if config_file.is_file() else {}, f"{KEY}: {path}")
     return ProjectorFiles(folder, _projector_alone(shapes, path))
@@ -96,11 +94,11 @@ def local_names(disk_names: Iterable[str], source: str | Path) -> dict[str, str]
     for name in disk_names:
         local = _local_name(name)
         if local in names:
-            raise UserError(f"{KEY}: {source}: {names[local]} and {name} are two tensors for one place")
+            raise UserError(f"{KEY}: {source}: {names[local]} and {name} are two tensors for one parameter")
         if local is not None:
             names[local] = name
     if not names:
-        raise UserError(f"{KEY}: {source}: holds no tensor of a projector; {NEEDED}")
+        raise UserError(f"{KEY}: {source}: holds no tensor of a projector. {NEEDED}")
     return names
 
 
@@ -113,13 +111,13 @@ def refuse_unfit(shapes: Mapping[str, Shape], operations: Sequence[Operation], s
         layouts_with_newlines = [name for name, layout in LAYOUTS.items() if layout.has_newlines]
         raise UserError(
             f"{KEY}: {source}: holds {NEWLINE}, which ends the lines of model.vision.layout "
-            f"{' and '.join(layouts_with_newlines)}; set that layout, or choose another file"
+            f"{' and '.join(layouts_with_newlines)}. Set that layout, or choose another file"
         )
     if shapes.keys() != needed.keys():
         for kind in CONNECTORS:
             if shapes.keys() == _shapes_of(connector(ProjectorSection(type=kind), 1, 2, NEWLINE in shapes)).keys():
                 raise UserError(
-                    f"{KEY}: {source}: holds a {kind} projector; set model.projector.type={kind}, or another file"
+                    f"{KEY}: {source}: holds a {kind} projector. Set model.projector.type={kind}, or another file"
                 )
         missing, extra = sorted(needed.keys() - shapes.keys()), sorted(shapes.keys() - needed.keys())
         faults = [f"{', '.join(missing[:4])} missing"] if missing else []
@@ -128,7 +126,7 @@ def refuse_unfit(shapes: Mapping[str, Shape], operations: Sequence[Operation], s
     for name, shape in shapes.items():
         if tuple(shape) != needed[name]:
             raise UserError(
-                f"{KEY}: {source}: {name} has shape {tuple(shape)}, needed is {needed[name]} for this run's "
+                f"{KEY}: {source}: {name} has shape {tuple(shape)}, but needs {needed[name]} for this run's "
                 "encoder and LLM. Choose another file, or another model.vision.name, model.llm.path, "
                 "model.projector.factor or model.projector.width"
             )
@@ -142,14 +140,14 @@ def refuse_unfit_init_from(config: RunConfig, run: Path) -> None:
     files = find_projector(path)
     if config.run.overwrite and run.resolve() in files.source.resolve().parents:
         raise UserError(
-            f"{KEY}: {path} lies in {run}, which run.overwrite=true deletes before it is read; choose another run.name"
+            f"{KEY}: {path} lies in {run}, which run.overwrite=true deletes before it is read. Choose another run.name"
         )
     if files.checkpoint is not None and config.model.init_from != path:
         trained = read_header(files.checkpoint.tensors_file)
         if others := [name for name in trained if not name.startswith("projector.")]:
             _log.info(
-                f"{KEY}: of {files.checkpoint.path} the projector alone is taken; it has trained {len(others):,} more "
-                f"tensors, e.g. {escape(others[0])}: model.init_from takes all of them"
+                f"{KEY}: uses only the projector of {files.checkpoint.path}, which has trained {len(others):,} more "
+                f"tensors, e.g. {escape(others[0])}. Use model.init_from for all of them"
             )
     if files.shapes:
         names = local_names(files.shapes, files.source)
@@ -161,7 +159,7 @@ def _in_file(file: Path, later: frozenset[Path]) -> ProjectorFiles:
     if file.suffix in PICKLED:
         return ProjectorFiles(file, {})
     if file.suffix != ".safetensors":
-        raise UserError(f"{KEY}: {file}: neither .safetensors nor {', '.join(sorted(PICKLED))}; {NEEDED}")
+        raise UserError(f"{KEY}: {file}: neither .safetensors nor {', '.join(sorted(PICKLED))}. {NEEDED}")
     if file.name == TENSORS and (file.parent / MANIFEST).exists():
         return _in_checkpoint(find(file.parent), later)  # a flipped bit in the file shows in the manifest alone
     return ProjectorFiles(file, _projector_alone(read_header(file), file))
@@ -172,7 +170,7 @@ def _in_checkpoint(checkpoint: StepFolder, later: frozenset[Path]) -> ProjectorF
     if not checkpoint.frozen_projector:
         return ProjectorFiles(file, _projector_alone(read_header(file), file), checkpoint)
     if folder in later:
-        raise UserError(f"{KEY}: {checkpoint.path}: its projector begins with itself; choose another one")
+        raise UserError(f"{KEY}: {checkpoint.path}: its projector begins with itself. Choose another one")
     init_from = checkpoint.config.model.projector.init_from
     if init_from is not None:
         find_projector(init_from, later | {folder})

@@ -99,7 +99,7 @@ def lock(kept: torch.Tensor) -> None:
     refused = torch.cuda.cudart().cudaHostRegister(kept.data_ptr(), kept.nbytes, 0)
     if int(refused) != 0:
         raise UserError(
-            f"CUDA cannot lock {bytes_text(kept.nbytes)} of host memory for a decoder layer (error {refused}); stream "
+            f"CUDA cannot lock {bytes_text(kept.nbytes)} of host memory for a decoder layer (error {refused}). Stream "
             "fewer layers (parallel.streamed_layers), or let the machine lock more memory (ulimit -l)"
         )
     # Else the driver would take this memory for locked when it is somebody else's. At the process's end it all goes.
@@ -122,7 +122,7 @@ def _memory_file(size: int) -> int:
     except OSError as error:
         os.close(file)
         raise UserError(
-            f"a decoder layer of {bytes_text(size)} finds no room in the host's memory ({error.strerror}); stream "
+            f"a decoder layer of {bytes_text(size)} does not fit in the host's memory ({error.strerror}). Stream "
             "fewer layers (parallel.streamed_layers), or use a machine with more"
         ) from error
     return file
@@ -142,8 +142,8 @@ def _mapped(process: int, file: int, size: int) -> torch.Tensor:
             return torch.frombuffer(mmap.mmap(stream.fileno(), size), dtype=torch.uint8)
     except OSError as error:
         raise UserError(
-            f"ranks of one machine cannot open each other's memory ({error.strerror}); start them as one user, on a "
-            "/proc that is mounted without hidepid"
+            f"ranks of one machine cannot open each other's memory ({error.strerror}). Start them as one user, with "
+            "/proc mounted without hidepid"
         ) from error
 
 

@@ -65,26 +65,26 @@ def test_the_first_rows_say_what_a_file_is(tmp_path, name, content, found):
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("a.csv", "image,caption", "holds no record"),
-        ("a.csv", "", "its first line names nothing; needed are the names of columns"),
-        ("a.csv", "image,image,caption\na,b,c", "its first line names image, image, caption; needed"),
-        ("a.csv", "image;caption\na.jpg;A.", r"--image-key and --caption-key .* columns are image;caption"),
+        ("a.csv", "image,caption", "has no records"),
+        ("a.csv", "", "its first line names nothing. It must name the columns"),
+        ("a.csv", "image,image,caption\na,b,c", "its first line names image, image, caption. It must name"),
+        ("a.csv", "image;caption\na.jpg;A.", r"--image-key and --caption-key; it has image;caption"),
         ("a.csv", 'image,caption\na.jpg,"A" b\n', r"line 2 is not a row of a table .* double the quotes in them"),
         ("a.csv", "image,caption\na.jpg,A\0\n", "line 2 has a null character"),
         ("a.csv", "image,caption\na.jpg,ü\n".encode("latin-1"), "is not UTF-8 text"),
         ("a.csv", "image,caption\n" + "a" * (17 << 20), "line 2 is longer than"),
         ("a.tsv", "a very typical bus station\thttp://lh6.ggpht.com/a.jpg\nb\thttp://c", "img2dataset"),
-        ("a.csv", "caption,image\nA.,HTTPS://c/a.jpg", r"its images are addresses \(HTTPS://c/a.jpg\)"),
+        ("a.csv", "caption,image\nA.,HTTPS://c/a.jpg", r"its images are URLs \(HTTPS://c/a.jpg\)"),
         ("a.json", lines({"images": [], "dataset": "x"}), "as llava no_conversation: .*; as caption no_caption: "),
-        ("a.tar", "", "holds shards already: data.shards="),
+        ("a.tar", "", "already holds shards. Train on them with data.shards="),
         ("a.json", '{"annotations": [{"image_id": 1, "caption": "x"}], "images": [', "line 1 is not valid JSON"),
         ("a.json", lines({"annotations": [{"image_id": 1, "bbox": []}], "images": []}), "no_caption: nothing under"),
-        ("a.parquet", b"PAR1" + bytes(50) + b"PAR1", "cannot be read .*is the file complete"),
+        ("a.parquet", b"PAR1" + bytes(50) + b"PAR1", "cannot be read .*Is the file complete"),
         ("a.arrow", pickle.dumps(print), "cannot be read"),
         ("a.arrow", b"ARROW1\0\0" + bytes(40), "cannot be read"),
         ("a.parquet", [{"image": 5, "caption": "x"}], r"bad_image_field: an image is 5"),
         ("a.parquet", [{"image": GIF, "text": b"A."}], "non_text_value: the caption is bytes"),
-        ("a.parquet", [{"image": GIF, "query": "x"}], "no_conversation: .* columns are image, query"),
+        ("a.parquet", [{"image": GIF, "query": "x"}], "no_conversation: .* it has image, query"),
         (
             "a.tsv",
             'image\tcaption\na.jpg\tA.\nb.jpg\t"B\nc.jpg\tC"\nd.jpg\tD.\n',
@@ -112,7 +112,7 @@ def test_keys_that_are_named_are_taken_and_must_be_there(tmp_path):
     assert [turn["value"] for turn in adapted.record.content["conversations"]] == ["<image>\nWas?", "B."]
     for form, key, named in ((SampleFormat("auto", "satzz", "Was?"), None, "caption"), (AUTO, "bilt", "image")):
         with pytest.raises(
-            UserError, match=f"--{named}-key .*nothing is called so; there is foto, bild, caption, satz"
+            UserError, match=f"--{named}-key .*there is no such key or column; it has foto, bild, caption, satz"
         ):
             opened(tmp_path / "a.csv", content, form, key)
 
@@ -130,7 +130,7 @@ def test_folders_say_which_of_their_files_are_meant(tmp_path):
     state = folder / "train" / "state.json"
     for content in ("{}", "[]", '{"_data_files": [{"filename": "../x.arrow"}]}', '{"_data_files": 3}', "["):
         state.write_text(content)
-        with pytest.raises(UserError, match=r"state.json: is not what datasets' save_to_disk writes"):
+        with pytest.raises(UserError, match=r"state.json: was not written by datasets' save_to_disk"):
             open_sources(folder / "train", AUTO, None)
 
 
@@ -141,7 +141,7 @@ def test_a_folder_of_several_splits_is_refused_with_the_command_for_one(tmp_path
     for name in names:
         parquet.write_table(pyarrow.table({"image": ["a.jpg"], "caption": ["A."]}), folder / f"{name}.parquet")
     seen = ", ".join(name.partition("-")[0] for name in names)
-    with pytest.raises(UserError, match=rf"/d: holds splits \({seen}\); .*: --from \S+/d/SPLIT\*\.parquet"):
+    with pytest.raises(UserError, match=rf"/d: holds several splits \({seen}\)\. .*: --from \S+/d/SPLIT\*\.parquet"):
         open_sources(folder, AUTO, None)
     (folder / f"{names[1]}.parquet").rename(folder / "more.parquet")
     assert len(open_sources(folder, AUTO, None)[0]) == 2

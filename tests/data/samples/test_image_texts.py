@@ -198,5 +198,5 @@ def test_a_template_that_writes_a_mark_for_each_tile_of_two_images_is_no_match_f
     assert thrice != QWEN25
     template = make_template("chat", tokenizer, Tiles(4, SIDE), 1000)
     turns = (("human", "<image><image> What?"), ("gpt", "a red circle"))
-    with pytest.raises(BadSample, match="template: 2 images, for which the template writes 6 <image>"):
+    with pytest.raises(BadSample, match="template: 2 images, but the template writes 6 <image>"):
         template(Sample("a", "s", turns, (b"", b""), sizes=((2 * SIDE, SIDE),) * 2))

@@ -174,7 +174,7 @@ def test_the_text_of_a_file_stands_in_the_configuration_whatever_its_path(tmp_pa
     ("content", "message"),
     [
         (b"\xff{{", "cannot be read as text"),
-        (b"A chat", "no Jinja template of a conversation"),
+        (b"A chat", "not a Jinja template of a conversation"),
         (b"{{ 1 }}\0", "no null character"),
         (b"{{" + b"x" * 100_000, "at most 100,000 characters"),
         (b"x" * 400_001, "larger than 400,000 bytes"),
@@ -204,11 +204,11 @@ def test_what_names_no_template_is_told_what_does(tiny, given, message):
 @pytest.mark.parametrize(
     ("template", "message"),
     [
-        ("chatml", "ends an answer with .* no special token that can end it"),
-        ("{% for m in messages %}{{ ' ' + m.content }}{% endfor %}", "no special token that can end"),
+        ("chatml", "ends an answer with .*, which is no special end token"),
+        ("{% for m in messages %}{{ ' ' + m.content }}{% endfor %}", "which is no special end token"),
         (
             "{{ messages[0].content }}",
-            r"^data.template=FILE.jinja: .* does not write a turn .* Set data\.template=llava_v1, or plain for",
+            r"^data.template=FILE.jinja: .* changes the text of a turn: .* Set data\.template=llava_v1, or plain for",
         ),
         ("{{ messages[0].content", "fails: unexpected end"),
     ],
@@ -237,7 +237,7 @@ def test_commands_take_a_file_and_an_index_is_of_its_text(tiny, tmp_path, capsys
     file.write_text("{#- changed -#}\n" + file.read_text())
     assert main(command) == 0
     assert "are ready" not in capsys.readouterr().out
-    for wrong, message in (("poem", "'poem' is no template; needed is one of plain"), ("x.jinja", "no such file")):
+    for wrong, message in (("poem", "'poem' is not a template. Choose one of plain"), ("x.jinja", "no such file")):
         with pytest.raises(SystemExit):
             main(["inspect", str(tmp_path), "--tokenizer", str(tiny / "llm"), "--template", wrong])
         assert message in capsys.readouterr().err

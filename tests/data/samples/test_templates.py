@@ -240,7 +240,7 @@ def test_qwen_3_is_right_for_one_question_and_refused_where_it_drops_an_earlier_
     assert answers(tokenizer, template(talk("hi", "Yes."))) == ["<think>\n\n</think>\n\nYes.<|im_end|>"]
     with pytest.raises(BadSample, match=r"^template: the chat template of models/some-llm rewrites earlier .*think"):
         template(talk("hi", "Yes.", "why?", "No."))
-    with pytest.raises(BadSample, match="does not write a turn as it was given: '<think>x</think>Yes"):
+    with pytest.raises(BadSample, match="changes the text of a turn: '<think>x</think>Yes"):
         template(talk("hi", "<think>x</think>Yes."))
 
 
@@ -252,7 +252,7 @@ def test_a_system_text_may_be_part_of_the_first_question_but_not_move_to_the_las
     # as Mistral's templates since v0.3 have it
     template = chat(byte_level(LLAMA2.replace("loop.index0 == 0", "loop.revindex <= 2")))
     assert template(with_system("Be kind.", "hi", "yes")).input_ids
-    with pytest.raises(BadSample, match="rewrites earlier turns once later ones follow"):
+    with pytest.raises(BadSample, match="rewrites earlier turns when later ones follow"):
         template(with_system("Be kind.", "hi", "yes", "and", "no"))
 
 
@@ -270,7 +270,7 @@ ASKED = "'<|im_start|>assistant\\n' }}{% endif %}"
 UNFIT = {
     "asks otherwise than it writes": (
         CHATML.replace(ASKED, "'<|im_start|>assistant\\n<think>\\n' }}{% endif %}"),
-        "asks for an answer in another form than it writes one",
+        "writes another prompt before an answer than add_generation_prompt",
     ),
     "withholds the header of an answer": (
         CHATML[: CHATML.index("{% if add_generation_prompt")],
@@ -278,7 +278,7 @@ UNFIT = {
     ),
     "no end mark": (
         VICUNA.replace("+ eos_token ", ""),
-        r"data\.template=chat: .* ends an answer with '\.', no .* never learn to stop; needed .* writes </s>",
+        r"data\.template=chat: .* ends an answer with '\.', which is no .* never learn to stop; use .* writes </s>",
     ),
     "ends with what begins texts": (
         VICUNA.replace("+ eos_token ", "+ bos_token "),
@@ -288,7 +288,7 @@ UNFIT = {
         CHATML.replace("im_", "my_"),
         "ends an answer with '>'",
     ),
-    "typed contents": (LLAVA_HF, r"does not write a turn as it was given: 'A red circle\.' became"),
+    "typed contents": (LLAVA_HF, r"changes the text of a turn: 'A red circle\.' became"),
     "no template": ("{% if %}", r"data\.template=chat: the chat template of models/some-llm fails: "),
     "fails": ("{{ messages[0]['content'] + 1 }}", "the chat template of models/some-llm fails: "),
     "endless": (ENDLESS + CHATML, "fails: it writes more than"),
@@ -319,9 +319,9 @@ PICKY = at_a_second_question("{{ raise_exception('one turn only') }}")
 @pytest.mark.parametrize(
     ("template", "sample", "message"),
     [
-        (DROPS_SYSTEM, with_system("Be kind.", "a", "b"), r"not write a turn as it was given: 'Be kind\.' became"),
-        (CHANGES, talk("hi", "so bad"), r"as it was given: '.*bad.* became '.*good"),
-        (CHANGES, talk("so bad", "hi"), r"as it was given: '.*bad.* became '.*good"),
+        (DROPS_SYSTEM, with_system("Be kind.", "a", "b"), r"changes the text of a turn: 'Be kind\.' became"),
+        (CHANGES, talk("hi", "so bad"), r"changes the text of a turn: '.*bad.* became '.*good"),
+        (CHANGES, talk("so bad", "hi"), r"changes the text of a turn: '.*bad.* became '.*good"),
         (PICKY, talk(*"abcd"), r"^template: the chat template of models/some-llm fails: one turn only$"),
         (at_a_second_question(ENDLESS), talk(*"abcd"), "fails: it writes more than"),
         (
@@ -394,7 +394,7 @@ def test_an_image_token_that_is_not_found_in_the_text_is_refused(byte_level, sen
 
 
 def test_a_tokenizer_without_chat_template_is_refused_saying_where_to_put_one(byte_level):
-    with pytest.raises(UserError, match=r"in models/some-llm has none; put a chat_template\.jinja beside .*=llava_v1"):
+    with pytest.raises(UserError, match=r"in models/some-llm has none. Put a chat_template\.jinja beside .*=llava_v1"):
         chat(byte_level(None))
     with pytest.raises(UserError, match="the tokenizer in models/some-llm has none"):
         chat(byte_level({"tool_use": CHATML}, MARKS[CHATML]))
@@ -403,5 +403,5 @@ def test_a_tokenizer_without_chat_template_is_refused_saying_where_to_put_one(by
 
 
 def test_a_tokenizer_without_character_offsets_is_refused():
-    with pytest.raises(UserError, match=r"models/bytes \(ByT5Tokenizer\) has none; save a fast one .*=plain"):
+    with pytest.raises(UserError, match=r"models/bytes \(ByT5Tokenizer\) has none. Save a fast one .*=plain"):
         chat(ByT5Tokenizer(chat_template=CHATML, name_or_path="models/bytes"))

@@ -112,7 +112,7 @@ def test_a_header_of_zeros_and_tars_joined_by_cat_are_errors(six_files):
 def test_what_is_no_regular_file_is_refused(tmp_path, kind):
     member = tarfile.TarInfo("b.json")
     member.type, member.linkname = kind, "/etc/hostname"
-    with pytest.raises(UserError, match=r"s\.tar: 'b\.json' at byte 0 is a link, a device or the like"):
+    with pytest.raises(UserError, match=r"s\.tar: 'b\.json' at byte 0 is a link, a device or similar"):
         headers(tar_of(tmp_path / "s.tar", member))
 
 
@@ -127,15 +127,15 @@ def test_what_is_no_regular_file_is_refused(tmp_path, kind):
         (tarfile.XHDTYPE, b"20 path=/etc/a.json\n", "is an absolute path"),
         (tarfile.XHDTYPE, b"17 path=a\0b.json\n", "holds a control character"),
         (tarfile.XHDTYPE, b"22 GNU.sparse.major=1\n", "sparse file"),
-        (tarfile.XHDTYPE, b"19 size=9999999999\n", "cut off by the file's end"),
-        (tarfile.XHDTYPE, b"11 size=-1\n", "cut off by the file's end"),
+        (tarfile.XHDTYPE, b"19 size=9999999999\n", "cut off by the end of the file"),
+        (tarfile.XHDTYPE, b"11 size=-1\n", "cut off by the end of the file"),
         (tarfile.XHDTYPE, b"12 size=1e3\n", "damaged tar header"),
-        (tarfile.XHDTYPE, bytes(2 << 20), "more than a name is no shard"),
+        (tarfile.XHDTYPE, bytes(2 << 20), "more than a name; no shard"),
         (tarfile.XGLTYPE, b"15 path=a.json\n", "gives all files one path"),
         (tarfile.XGLTYPE, b"10 size=1\n", "gives all files one size"),
         (tarfile.XGLTYPE, b"18 comment=x.json\n", None),
         (tarfile.GNUTYPE_LONGNAME, b"../a.json\0", r"has \.\. in its path"),
-        (tarfile.GNUTYPE_LONGNAME, b"a" * (2 << 20), "more than a name is no shard"),
+        (tarfile.GNUTYPE_LONGNAME, b"a" * (2 << 20), "more than a name; no shard"),
     ],
 )
 def test_a_pax_or_gnu_header_that_is_damaged_or_says_what_none_may_say_is_an_error(tmp_path, kind, content, error):
@@ -193,5 +193,5 @@ def test_a_pax_header_is_read_in_time_linear_in_its_size(tmp_path):
 def test_compressed_tars_are_named_as_such(tmp_path, six_files):
     zipped = tmp_path / "s.tar.gz"
     zipped.write_bytes(gzip.compress(random.Random(0).randbytes(2000) + six_files.read_bytes()))
-    with pytest.raises(UserError, match="is it compressed"):
+    with pytest.raises(UserError, match="Is it compressed"):
         headers(zipped)

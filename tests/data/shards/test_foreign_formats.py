@@ -99,7 +99,7 @@ def test_each_is_found_and_trains_on_what_the_same_conversations_as_llavas_would
     tars, ours = write(tmp_path / "theirs", make), write(tmp_path / "ours", llava)
     assert found(tars, form.caption_key) == SampleFormat(form.name, form.caption_key, PROMPT)
     suffix = "txt" if kind == "caption, txt" else "json"
-    assert logged == [f"data.shards: {form.name} (KEY.{suffix}), as 30 of the first 30 samples are"]
+    assert logged == [f"data.shards: format {form.name} (KEY.{suffix}), as in 30 of the first 30 samples"]
     read = []
     for shards, one in ((tars, form), (ours, LLAVA)):
         build_indexes(shards, LLM, "chat", form=one, workers=1)
@@ -134,12 +134,12 @@ def test_what_no_format_reads_says_why_for_each(tmp_path, capsys):
         found(tars)
     first, *others = str(refused.value).split("\n  ")
     assert first.startswith(f"data.shards: none of the first 12 samples of {tars[0]} can be read")
-    assert [other[:28] for other in others[:2]] == ["llava: 12 no_conversation: n", "sharegpt: 12 no_conversation"]
+    assert [other[:28] for other in others[:2]] == ["llava: 12 no_conversation: i", "sharegpt: 12 no_conversation"]
     assert others[2] == "caption: 12 no_caption: its json has no key caption or text; its keys are alt"
     assert "data.caption_key" in others[3] and found(tars, "alt").name == "caption"
     command = ["index", str(tars[0].parent), "--tokenizer", LLM, "--template", "plain", "--workers", "1"]
     assert main(command) == 2 and main([*command, "--caption-key", "alt"]) == 0
-    assert "SHARDS: caption (KEY.json), as 12 of the first 12 samples are" in capsys.readouterr().out
+    assert "SHARDS: format caption (KEY.json), as in 12 of the first 12 samples" in capsys.readouterr().out
 
 
 def test_a_format_that_an_index_lacks_is_added_and_the_order_of_formats_does_not_matter(tmp_path):
@@ -165,7 +165,7 @@ def test_a_shard_without_a_sample_that_can_be_trained_on_is_said_and_all_such_ar
     good, bad = write(tmp_path / "good", llava, 5), write(tmp_path / "bad", lambda n: {"json": llava(n)["json"]}, 5)
     command = ["--tokenizer", LLM, "--template", "plain", "--workers", "1", "--format", "llava"]
     assert main(["index", str(good[0].parent), str(bad[0].parent), *command]) == 0
-    said = f"SHARDS: 1 of 2 shards hold no sample that can be trained on, the first is {bad[0]} (5 image_count: "
+    said = f"SHARDS: 1 of 2 shards hold no sample that can be trained on; the first is {bad[0]} (5 image_count: "
     assert said in capsys.readouterr().out
     assert main(["index", str(bad[0].parent), *command]) == 2
     captured = capsys.readouterr()

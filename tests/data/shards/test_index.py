@@ -158,7 +158,7 @@ def test_json_nested_without_end_is_an_error_that_names_the_file(tar):
 def test_an_index_of_another_version_is_refused_by_number(tar):
     write_index(tar, small_index())
     index_path(tar).write_bytes(index_path(tar).read_bytes().replace(b'"version":1', b'"version":3'))
-    with pytest.raises(UserError, match=r"\.index has version 3, this mmtrain reads 1\. Make it again: mmtrain index "):
+    with pytest.raises(UserError, match=r"\.index has version 3; this mmtrain reads 1\. Make it again: mmtrain index "):
         read_index(tar)
 
 

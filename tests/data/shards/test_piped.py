@@ -35,7 +35,7 @@ def test_an_allowed_program_runs_once_and_its_output_stays_a_file(source, logged
 @pytest.mark.parametrize(
     ("url", "message"),
     [
-        ("pipe:curl -s x.tar", r"would run a program, and data\.allow_pipe names those that may run \(cat\)"),
+        ("pipe:curl -s x.tar", r"would run a program, but data\.allow_pipe allows only cat\."),
         ("pipe:/bin/cat x.tar", "would run a program"),
         ("pipe:", "would run a program"),
         ("pipe:cat 'x.tar", "cannot be split into words"),

@@ -47,7 +47,7 @@ def test_samples_that_cannot_be_used_are_faults_with_key_shard_offset_and_reason
         2: ("c", str(first), 2560, "template"),
         3: ("d", str(second), 512, "too_many_pixels"),
     }
-    assert catalog.faults[3].detail == "30 x 20, where data.max_image_pixels is 599"
+    assert catalog.faults[3].detail == "30 x 20 pixels; data.max_image_pixels is 599"
     assert catalog.lengths.tolist() == [5, UNUSABLE, UNUSABLE, UNUSABLE, 5]
     assert 3 not in open_catalog(first, second, max_image_pixels=600).faults
 

@@ -181,8 +181,8 @@ def test_how_often_a_run_passes_over_its_data_is_said(tiny):
     assert open_batches(tiny, "train.max_steps=100000").summary.endswith(f" are {400_000 / packs:,.0f} epochs")
     assert "\n" not in open_batches(tiny, steps, f"train.packs_per_step={packs}").summary
     assert open_batches(tiny, steps, f"train.packs_per_step={2 * packs}").summary.endswith(
-        f" epochs\na step takes {2 * packs} packs, and all data make {packs}: each step passes over them 2.0 times; "
-        "lower train.packs_per_step, or bring more data"
+        f" epochs\na step takes {2 * packs} packs, but all data make only {packs}: each step reads them 2.0 times. "
+        "Lower train.packs_per_step, or add data"
     )
 
 
@@ -255,7 +255,7 @@ def test_a_sample_of_another_length_than_indexed_is_a_stale_index_and_an_error(t
     (text,) = index.texts.values()
     text.tokens[2] += 1
     write_index(shard, index)
-    message = rf"^{shard}: sample 000002: \d+ tokens, where the index .* says \d+: .*--rebuild"
+    message = rf"^{shard}: sample 000002: \d+ tokens, but the index .* says \d+: .*--rebuild"
     with pytest.raises(UserError, match=message):
         first(open_batches(tiny, f"data.shards={shard}"), 4)
 
@@ -264,7 +264,7 @@ def test_shards_without_a_sample_that_fits_are_refused(tiny, tmp_path):
     with pytest.raises(UserError, match=r"no sample in 2 shards fits .* data\.pack_length=4 "):
         first(open_batches(tiny, "data.pack_length=4"), 1)
     tarfile.open(tmp_path / "empty.tar", "w").close()
-    with pytest.raises(UserError, match=r"empty\.tar is an empty archive, without a single file"):
+    with pytest.raises(UserError, match=r"empty\.tar is an empty archive, without any file"):
         first(open_batches(tiny, f"data.shards={tmp_path}/empty.tar"), 1)
 
 
@@ -305,7 +305,7 @@ def test_workers_end_with_a_killed_rank(tiny):
 def test_a_data_set_that_no_epoch_draws_from_is_refused(tiny, tmp_path, make_tiny):
     make_tiny.make_tiny_shards(tmp_path, samples=20, shards=1)
     sets = f"[{{name: a, shards: {tiny}/shards/*.tar}}, {{name: few, shards: {tmp_path}/*.tar, weight: 0.02}}]"
-    with pytest.raises(UserError, match=r"data\.sets: few is never drawn: weight 0\.02 of its 20 samples"):
+    with pytest.raises(UserError, match=r"data\.sets: few is never drawn: weight 0\.02 x 20 samples"):
         open_batches(tiny, f"data.sets={sets}")
 
 
@@ -313,7 +313,7 @@ def test_shards_without_a_usable_sample_say_why(tiny, tmp_path):
     with tarfile.open(tmp_path / "s.tar", "w") as tar:
         for number in range(3):
             tar.addfile(tarfile.TarInfo(f"{number}.txt"))
-    with pytest.raises(UserError, match=r"3 cannot be used at all \(3 no_json: a sample without KEY\.json"):
+    with pytest.raises(UserError, match=r"3 cannot be used \(3 no_json: a sample without KEY\.json"):
         open_batches(tiny, f"data.shards={tmp_path}/s.tar", "data.format=llava")
 
 

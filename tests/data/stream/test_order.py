@@ -231,7 +231,7 @@ def test_steps_train_every_sample_and_fill_the_last_step_from_the_next_epoch():
     [
         ([], 1.0, "no sample in 1 shards fits into a pack: they are empty"),
         ([HELD_OUT] * 3, 1.0, "they are empty, or held out"),
-        ([10] * 3, 0.1, "weight is so small that epoch 0 draws none"),
+        ([10] * 3, 0.1, "the weight of their data set is too small for epoch 0 to draw one"),
         (
             [101, 102, UNUSABLE],
             1.0,

@@ -94,7 +94,9 @@ def test_a_shard_replaced_by_one_of_the_same_size_gives_no_other_sample_and_says
     reader = open_reader(tar)
     write_tar(tar, [("a.json", conversation("Q", "A dog."))])
     fault = reader.read(0)
-    assert fault.reason == "checksum" and "replaced after it was indexed (then: mmtrain index --rebuild" in fault.detail
+    assert (
+        fault.reason == "checksum" and "replaced after it was indexed (then run mmtrain index --rebuild" in fault.detail
+    )
 
 
 def test_a_member_that_would_not_fit_into_memory_is_not_read(tmp_path):
@@ -137,7 +139,7 @@ TROUBLES = {  # what becomes of a shard, whether it was open, the system's reaso
     "reads fail": (lead_to("/proc/self/mem"), False, "Input/output error"),
     "a link to nothing": (lead_to("nothing"), False, "No such file"),
     "a folder": (make_a_folder, False, "Is a directory"),
-    "cut off while it is open": (cut, True, "json member at byte .* is cut off by the file's end"),
+    "cut off while it is open": (cut, True, "json member at byte .* is cut off by the end of the file"),
 }
 
 
@@ -156,7 +158,7 @@ def test_a_read_that_fails_is_tried_until_it_works_or_for_as_long_as_allowed(tmp
         assert reader.read(2) == before
         healer.join()
     else:
-        message = rf"^{tar}: cannot be read \(.*{reason}.*\), tried for 0\.25 s \(data\.io_retry_seconds\)"
+        message = rf"^{tar}: cannot be read \(.*{reason}.*\), retried for 0\.25 s \(data\.io_retry_seconds\)"
         with pytest.raises(UserError, match=message):
             reader.read(2)
 

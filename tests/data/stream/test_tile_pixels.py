@@ -131,5 +131,5 @@ def test_another_samples_image_is_stretched_to_the_size_that_its_own_has_and_no_
     assert torch.equal(
         TRANSFORM.decode(stored(noise(57, 31)), own, is_control=True), ours(layout, TRANSFORM, [noise(57, 31)])
     )
-    with pytest.raises(BadSample, match="40 x 90 pixels, where its index says 57 x 31"):
+    with pytest.raises(BadSample, match="40 x 90 pixels, but its index says 57 x 31"):
         TRANSFORM.decode(stored(others), own)

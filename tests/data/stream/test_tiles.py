@@ -137,7 +137,7 @@ def test_a_lost_image_leaves_a_gap_as_long_as_its_tiles_and_nothing_else_moves(t
         assert int((after.input_ids == IMAGE_POSITION).sum()) == sum(tiling.positions for tiling in after.tilings)
         assert (0 if after.tiles is None else len(after.tiles)) == sum(tiling.tiles for tiling in after.tilings)
     assert {key: fault.reason for key, fault in lost.items()} == {"0001": "undecodable_image", "0002": "other_size"}
-    said = "image 0: {} x {} pixels, where its index says {} x {}; index its shard again: mmtrain index --rebuild"
+    said = "image 0: {} x {} pixels, but its index says {} x {}; index its shard again: mmtrain index --rebuild"
     assert lost["0002"].detail.startswith(said.format(*size, *wrong))
 
 
@@ -178,6 +178,6 @@ def test_memory_that_the_system_refuses_for_workers_is_told_with_what_to_lower(t
     vast = ("data.pack_length=10000000", "train.packs_per_step=100000", "train.packs_per_microbatch=100000")
     packed = open_batches(tiny, mixed[0], "tiles", *vast, workers=2)
     with pytest.raises(
-        UserError, match=r"^data\.workers: 2 workers share .* GiB .* set data\.max_tiles_per_pack lower"
+        UserError, match=r"^data\.workers: 2 workers need .* GiB .* Lower data\.workers or data\.max_tiles_per_pack"
     ):
         next(iter(packed))

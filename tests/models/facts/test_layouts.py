@@ -45,7 +45,7 @@ def test_a_grid_that_does_not_divide_is_refused_with_the_factors_that_would(fact
         image_layout(config(SIGLIP, type="shuffle_swiglu", factor=factor))
     assert str(caught.value) == (
         f"model.projector.factor: {factor} does not divide the grid of {SIGLIP}, 27 x 27 patches (384 pixels in "
-        "patches of 14); set model.projector.factor=3"
+        "patches of 14). Set model.projector.factor=3"
     )
 
 

@@ -112,7 +112,7 @@ def test_shards_are_read_through_their_index(llama, tmp_path):
     assert all_parameters(llm_shape(str(tmp_path))) == all_parameters(llm_shape(str(llama)))
     shard = sorted(tmp_path.glob("*.safetensors"))[0]
     shard.unlink()
-    with pytest.raises(UserError, match=rf"1 of \d+ weight files .* missing, e.g. {shard.name}; finish the download"):
+    with pytest.raises(UserError, match=rf"1 of \d+ weight files .* missing, e.g. {shard.name}\. Finish the download"):
         llm_shape(str(tmp_path))
 
 
@@ -195,9 +195,9 @@ def test_a_folder_without_safetensors_is_refused_with_the_command_that_helps(tmp
 
 
 def test_a_missing_folder_and_a_hub_id_that_is_not_cached_are_told_apart(tmp_path, empty_cache, monkeypatch):
-    with pytest.raises(UserError, match="no such folder; give the folder of a model, or a hub id"):
+    with pytest.raises(UserError, match=r"no such folder\. Name the folder of a model, or a hub id"):
         model_folder(str(tmp_path / "absent"))
-    with pytest.raises(UserError, match=r"not in the local cache .*; download it first: hf download owner/name"):
+    with pytest.raises(UserError, match=r"a hub id in the local cache .* Download it first: hf download owner/name"):
         model_folder("owner/name")
     with pytest.raises(UserError, match="hf download owner/name"):
         llm_shape("owner/name")
@@ -206,7 +206,7 @@ def test_a_missing_folder_and_a_hub_id_that_is_not_cached_are_told_apart(tmp_pat
     with pytest.raises(UserError, match="models/vicuna: no such folder"):
         model_folder("models/vicuna")
     (tmp_path / "file").write_text("")
-    with pytest.raises(UserError, match="is a file; give the model's folder"):
+    with pytest.raises(UserError, match=r"is a file\. Name the model's folder"):
         model_folder(str(tmp_path / "file"))
     with pytest.raises(UserError, match=r"config\.json: no such file"):
         llm_shape(str(tmp_path / "models"))
@@ -218,22 +218,22 @@ def test_a_cached_hub_id_is_its_main_snapshot(empty_cache, llama):
     (repository / "snapshots" / "abc").symlink_to(llama)
     assert model_folder("owner/name") == repository / "snapshots" / "abc"
     (repository / "snapshots" / "older").mkdir()
-    with pytest.raises(UserError, match="not in the local cache"):
+    with pytest.raises(UserError, match="neither a folder nor a hub id in the local cache"):
         model_folder("owner/name")
     (repository / "refs").mkdir()
     (repository / "refs" / "main").write_text("abc\n")
     assert all_parameters(llm_shape("owner/name")) == all_parameters(llm_shape(str(llama)))
     (repository / "refs" / "main").write_bytes(b"abc\xff")
-    with pytest.raises(UserError, match="not in the local cache"):
+    with pytest.raises(UserError, match="neither a folder nor a hub id in the local cache"):
         model_folder("owner/name")
 
 
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (lambda raw: raw[:-10], r"incomplete safetensors file .\d+ bytes; .*; download it again"),
-        (lambda raw: raw[:100], "not a complete safetensors file .100 bytes.; download it again"),
-        (lambda raw: raw[:5], "not a complete safetensors file .5 bytes.; download it again"),
+        (lambda raw: raw[:-10], r"incomplete safetensors file .\d+ bytes; .*\. Download it again"),
+        (lambda raw: raw[:100], r"not a complete safetensors file .100 bytes.\. Download it again"),
+        (lambda raw: raw[:5], r"not a complete safetensors file .5 bytes.\. Download it again"),
         (lambda raw: raw[:9] + b"\x00" + raw[10:], "damaged or incomplete safetensors file"),
         (lambda raw: b"version https://git-lfs.github.com/spec/v1\n", "is a git-lfs pointer, not the weights"),
     ],
@@ -249,7 +249,7 @@ def test_weights_with_adapters_beside_them_are_refused(llama, tmp_path):
     model = AutoModelForCausalLM.from_pretrained(llama)
     inject_adapter_in_model(LoraConfig(r=2, target_modules=["q_proj"]), model)
     model.save_pretrained(tmp_path)
-    with pytest.raises(UserError, match=r"not merged into them \(model\..*\.lora_A\..*; merge it first"):
+    with pytest.raises(UserError, match=r"not merged \(model\..*\.lora_A\..*\. Merge it first"):
         llm_shape(str(tmp_path))
 
 
@@ -257,7 +257,7 @@ def test_a_config_that_disagrees_with_the_weights_is_refused(llama, tmp_path):
     (tmp_path / "model.safetensors").write_bytes((llama / "model.safetensors").read_bytes())
     facts = json.loads((llama / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({**facts, "num_hidden_layers": 4}))
-    with pytest.raises(UserError, match=r"config\.json says 4 decoder layers, the weights lack layer 3"):
+    with pytest.raises(UserError, match=r"config\.json says 4 decoder layers, but the weights lack layer 3"):
         llm_shape(str(tmp_path))
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(UserError, match=r"config\.json: not valid JSON"):
@@ -276,11 +276,11 @@ def test_a_config_that_disagrees_with_the_weights_is_refused(llama, tmp_path):
         ({"model_type": "jamba", "layers_block_type": ["mamba", "attention"]}, "jamba has mamba layers"),
         (
             {"model_type": "gpt_oss", "quantization_config": {"quant_method": "mxfp4"}},
-            r"gpt_oss: this checkpoint is quantised \(mxfp4\).*use the bf16 release",
+            r"gpt_oss: this checkpoint is quantised \(mxfp4\).*Use the bf16 release",
         ),
         (
             {"model_type": "llava", "text_config": {"model_type": "llama"}},
-            r"llava is a multimodal model around a text model \(llama\); give the folder of the text model",
+            r"llava is a multimodal model around a text model \(llama\)\. Name the folder of the text model",
         ),
         ({"model_type": "qwen2_vl", "vision_config": {"depth": 2}}, "qwen2_vl is a multimodal model"),
         ({}, "no model_type"),
@@ -295,15 +295,15 @@ def test_latent_attention_without_the_width_of_its_heads_is_refused_by_the_key(t
     tiny_llm("deepseek_v3", tmp_path, **FAMILIES["deepseek_v3"][1])
     content = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({**content, "qk_nope_head_dim": None}))
-    with pytest.raises(UserError, match=r"config\.json has qk_rope_head_dim and no qk_nope_head_dim"):
+    with pytest.raises(UserError, match=r"config\.json has qk_rope_head_dim, but no qk_nope_head_dim"):
         llm_shape(str(tmp_path))
 
 
 def test_tensors_of_a_model_that_needs_the_code_in_its_folder_are_answered_with_another_release():
     tensors = {"model.tok_embeddings.weight": (8, 4)}
-    with pytest.raises(UserError, match=r"no embedding .*; auto_map in config\.json .* often ends in -hf$"):
+    with pytest.raises(UserError, match=r"no embedding .*\. auto_map in config\.json .* often ends in -hf$"):
         llm_shape_from({"model_type": "own", "auto_map": {"AutoModel": "modeling_own.Own"}}, tensors, "folder")
-    with pytest.raises(UserError, match=r"no embedding .*; is it a causal LLM\?$"):
+    with pytest.raises(UserError, match=r"no embedding .*\. Is it a causal LLM\?$"):
         llm_shape_from({"model_type": "own"}, tensors, "folder")
 
 
@@ -354,13 +354,13 @@ def test_a_timm_name_that_is_not_recorded_has_the_shapes_of_timms_model(empty_ca
     ("name", "message"),
     [
         ("vit_larg_patch14_clip_quickgelu_336.openai", "timm knows; the nearest are vit_large_patch14_clip_quickgelu"),
-        ("vit_large_patch14_clip_quickgelu_336.opnai", "of vit_large_patch14_clip_quickgelu_336 it has .*336.openai"),
-        ("vit_large_patch14_clip_336.openai", "trained with QuickGELU.*use vit_large_patch14_clip_quickgelu_336"),
-        ("swinv2_tiny_window8_256", r"timm's swinv2_tiny_window8_256 is no plain vision transformer"),
-        ("samvit_base_patch16.sa1b", "is no plain vision transformer"),
-        ("resnet18", "is no plain vision transformer"),
+        ("vit_large_patch14_clip_quickgelu_336.opnai", "for vit_large_patch14_clip_quickgelu_336 it has .*336.openai"),
+        ("vit_large_patch14_clip_336.openai", "trained with QuickGELU.*Use vit_large_patch14_clip_quickgelu_336"),
+        ("swinv2_tiny_window8_256", r"timm's swinv2_tiny_window8_256 is not a plain vision transformer"),
+        ("samvit_base_patch16.sa1b", "is not a plain vision transformer"),
+        ("resnet18", "is not a plain vision transformer"),
         ("mixer_s32_224", "timm has no weights mixer_s32_224"),
-        ("hiera_tiny_224.mae", "is no plain vision transformer"),
+        ("hiera_tiny_224.mae", "is not a plain vision transformer"),
     ],
 )
 def test_a_timm_name_that_cannot_be_used_is_refused_by_what_it_is(name, message, empty_cache):
@@ -371,7 +371,7 @@ def test_a_timm_name_that_cannot_be_used_is_refused_by_what_it_is(name, message,
 @pytest.mark.parametrize(
     ("model_type", "message"),
     [
-        ("swin", "has model_type swin, which is not a vision encoder known here"),
+        ("swin", "has model_type swin, which is not a known vision encoder"),
         ("siglip2_vision_model", "is a SigLIP 2 of variable size .* google/siglip2-so400m-patch14-384"),
         (["clip"], "which no model has; needed is a text"),
     ],

@@ -65,7 +65,7 @@ def clip_config(**changes: object) -> dict:
         (
             timm_config("hiera_tiny", [3, 28, 28]),
             VIT | {"blocks.2.norm1.weight": [16]},
-            r"no plain vision transformer \(hiera_tiny\).* Use a ViT",
+            r"not a plain vision transformer \(hiera_tiny\).* Use a ViT",
         ),
         (clip_config(image_size=[28, 56]), CLIP, "takes images of 28 x 56 pixels; needed are square ones"),
         (clip_config(image_size=56), CLIP, "images of 56 pixels have 17 patches and class tokens, but .* has 5 rows"),

@@ -285,7 +285,7 @@ def test_arguments_that_it_does_not_know_are_refused(options):
 
 
 def test_a_mask_that_did_not_come_from_us_is_refused():
-    with pytest.raises(TypeError, match="Tensor in the place of its documents"):
+    with pytest.raises(TypeError, match="Tensor instead of its documents"):
         packed_attention(torch.nn.Module(), *states(), torch.ones(1, 1, 32, 32, dtype=torch.bool))
 
 

@@ -165,11 +165,11 @@ def test_before_a_rank_starts_a_projector_that_does_not_fit_is_refused(tmp_path)
     with pytest.raises(UserError, match=r"init_from: .*start\.safetensors: no such file"):
         check()
     wider = connector(ProjectorSection(), 48, 64)
-    for operations, refused in ((MLP, None), (wider, r"\(64, 48\), needed is \(64, 32\) for this run's encoder")):
+    for operations, refused in ((MLP, None), (wider, r"\(64, 48\), but needs \(64, 32\) for this run's encoder")):
         save_file(named("projector.", make_projector(operations, seed=9).state_dict()), start)
         with pytest.raises(UserError, match=refused) if refused else contextlib.nullcontext():
             check()
-    with pytest.raises(UserError, match=r"set model\.projector\.type=mlp2x_gelu"):
+    with pytest.raises(UserError, match=r"Set model\.projector\.type=mlp2x_gelu"):
         check(model__projector__type="linear")
 
 
@@ -199,11 +199,11 @@ def test_a_projector_of_squares_begins_with_a_drawn_newline_and_one_of_anyres_wi
         drawn = begun(f"squares.{kind}", "anyres_max_9").pop("image_newline")
         source = tmp_path / f"squares.{kind}"
         assert logged == [
-            f"model.projector.init_from: {source} holds no image_newline; it begins at random, by run.seed"
+            f"model.projector.init_from: {source} holds no image_newline; it is initialised at random, by run.seed"
         ]
         assert drawn.requires_grad and not torch.equal(drawn, lines["image_newline"]) and 0.05 < drawn.std() < 0.25
         assert equal(begun(f"squares.{kind}", "square"), squares) and not logged
-        with pytest.raises(UserError, match=r"holds image_newline, .* set that layout, or choose another file"):
+        with pytest.raises(UserError, match=r"holds image_newline, .* Set that layout, or choose another file"):
             begun(f"lines.{kind}", "square")
 
 
@@ -241,7 +241,7 @@ def test_a_damaged_checkpoint_is_refused_though_its_tensors_can_be_read(tmp_path
     [
         (lambda t: t.pop("linear_2.bias"), "linear_2.bias missing"),
         (lambda t: t.update({"linear_3.weight": torch.ones(1)}), "linear_3.weight unknown"),
-        (lambda t: t.update({"linear_1.weight": torch.ones(LLM, VISION + 1)}), "needed is (20, 12)"),
+        (lambda t: t.update({"linear_1.weight": torch.ones(LLM, VISION + 1)}), "but needs (20, 12)"),
         (lambda t: t.update({"linear_1.bias": torch.ones(LLM, 1)}), "linear_1.bias has shape (20, 1)"),
         (lambda t: t.update({"linear_1.bias": torch.full((LLM,), torch.nan)}), "linear_1.bias holds NaN"),
         (
@@ -251,7 +251,7 @@ def test_a_damaged_checkpoint_is_refused_though_its_tensors_can_be_read(tmp_path
         (lambda t: t.update({"linear_1.bias": torch.ones(LLM, dtype=torch.int8)}), "linear_1.bias is stored as int8"),
         (
             lambda t: (t.pop("linear_2.weight"), t.pop("linear_2.bias")),
-            "holds a linear projector; set model.projector.type=linear",
+            "holds a linear projector. Set model.projector.type=linear",
         ),
     ],
 )
@@ -270,23 +270,23 @@ def test_so_are_those_of_an_mm_projector_bin_and_two_projectors_in_one_file(tmp_
     tensors = trained().state_dict()
     other = trained(seed=6).state_dict()
     save_file(named("projector.", tensors) | named("multi_modal_projector.", other), tmp_path / "two.safetensors")
-    assert "two tensors for one place" in refusal(tmp_path / "two.safetensors")
+    assert "two tensors for one parameter" in refusal(tmp_path / "two.safetensors")
 
 
 def test_a_projector_with_another_function_between_the_same_tensors_is_refused(tmp_path):
     save_file(named("multi_modal_projector.", trained().state_dict()), tmp_path / "model.safetensors")
     for setting, value, ours in (("projector_hidden_act", "relu", "gelu"), ("adapter_layer_norm_eps", 0.1, 1e-06)):
         (tmp_path / "config.json").write_text(json.dumps({"model_type": "llava", setting: value}))
-        assert f"has {setting} {value}, ours {ours}" in refusal(tmp_path)
+        assert f"has {setting} {value}, but this run has {ours}" in refusal(tmp_path)
 
 
 def test_what_holds_no_projector_is_refused_with_what_is_needed(tmp_path, tiny):
-    needed = "needed is a run or checkpoint of mmtrain"
+    needed = "Name a run or checkpoint of mmtrain"
     (tmp_path / "notes").mkdir()
     (tmp_path / "notes" / "read.me").write_text("nothing")
     assert "holds no projector (read.me)" in refusal(tmp_path / "notes")
     assert "no such file or folder" in refusal(tmp_path / "missing")
-    assert "holds no tensor of a projector; " + needed in refusal(tiny / "llm")
+    assert "holds no tensor of a projector. " + needed in refusal(tiny / "llm")
     shutil.copy(tiny / "config.yaml", tmp_path / "config.yaml")
     assert "neither .safetensors nor .bin" in refusal(tmp_path / "config.yaml")
     torch.save({"model.embed_tokens.weight": torch.ones(2)}, tmp_path / "other.bin")
@@ -294,7 +294,7 @@ def test_what_holds_no_projector_is_refused_with_what_is_needed(tmp_path, tiny):
     save_file({"llm.norm.weight": torch.ones(2)}, tmp_path / "projector.safetensors")
     assert "no tensor of a projector" in refusal(tmp_path)
     torch.save({"model.x.weight": torch.ones(2)}, tmp_path / "notes" / "pytorch_model.bin")
-    assert "convert them once with mmtrain convert" in refusal(tmp_path / "notes")
+    assert "Convert them once: mmtrain convert" in refusal(tmp_path / "notes")
 
 
 @pytest.mark.parametrize(

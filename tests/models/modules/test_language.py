@@ -252,7 +252,7 @@ def test_weights_that_do_not_fit_are_refused_with_what_to_do(folder, tmp_path):
     with pytest.raises(UserError, match=r"missing_keys.*layers\.3\.mlp\.up_proj\.weight"):
         load(tmp_path)
     (tmp_path / "model.safetensors").unlink()
-    with pytest.raises(UserError, match="download the weights"):
+    with pytest.raises(UserError, match="Download the weights"):
         load(tmp_path)
 
 
@@ -260,10 +260,10 @@ def test_weights_that_do_not_fit_are_refused_with_what_to_do(folder, tmp_path):
     ("change", "message"),
     [
         ({"model_type": "qwen3_next", "layer_types": ["linear_attention"] * 6}, "qwen3_next has linear_attention"),
-        ({"model_type": "llama99"}, "does not know llama99; a later one may"),
+        ({"model_type": "llama99"}, "does not know llama99. A later version may"),
         (
             {"model_type": "yi99", "auto_map": {"AutoModel": "m.M"}},
-            "does not know yi99; auto_map .* ends in -hf",
+            "does not know yi99. auto_map .* ends in -hf",
         ),
         ({"model_type": "siglip_vision_model"}, "siglip_vision_model has no causal LM"),
         ({"quantization_config": {"quant_method": "gptq"}}, r"quantised \(gptq\)"),

@@ -111,7 +111,7 @@ def test_parameters_are_those_the_planner_counts(section):
             {"type": "shuffle_linear", "width": 8},
             "has none. Leave it out, or set model.projector.type to one of shuffle_swiglu",
         ),
-        ({"type": "shuffle_swiglu", "width": 7}, "7 cannot be halved into values and their gates; set an even number"),
+        ({"type": "shuffle_swiglu", "width": 7}, "7 cannot be halved into values and their gates. Set an even number"),
     ],
 )
 def test_a_key_that_a_type_does_not_have_is_refused(section, message):
