@@ -63,7 +63,10 @@ class HeldOut:
             catalog, numbers = evaluated_samples(config, packed.catalog)
             numbers = numbers[: config.eval.max_samples]
             if not numbers:
-                raise UserError(f"none of {len(catalog):,} samples is held out. Raise the fraction, or set eval.shards")
+                share = min(0.5, 10 / len(catalog))
+                raise UserError(
+                    f"none of {len(catalog):,} samples is held out. Set it to {share:.2g}, or set eval.shards"
+                )
             reader = Reader(catalog, config.data.io_retry_seconds)
             read = [document for number in numbers if (document := self._read(catalog, reader, number)) is not None]
             reader.close()

@@ -299,13 +299,17 @@ def _fitting(path: Path, rows: Sequence[object], adapters: Sequence[Adapter], ke
     adapted, _ = trials[choice]
     if not adapted and len(adapters) > 1:
         seen = "; ".join(
-            f"as {adapter.form.name} {Counter(faults).most_common(1)[0][0]}"
+            f"as {adapter.form.name} {Counter(faults).most_common(1)[0][0].partition('; its keys are ')[0]}"
             for adapter, (_, faults) in zip(adapters, trials, strict=True)
         )
-        mend = f"Name its keys or columns by --image-key and --caption-key; it has {_named(keys)}"
+        mend = "Name its picture by --image-key and its caption by --caption-key"
         if any("url" in key.lower() or _URL.match(key) for key in keys):
             mend = _DOWNLOAD
-        raise UserError(f"{path}: none of its first {len(rows):,} records is a sample: {seen}. {mend}")
+        if not {*formats.CONVERSATION_KEYS, *IMAGE_COLUMNS, *CAPTION_COLUMNS} & {*keys}:
+            raise UserError(f"{path}: none of its keys or columns is known: {_named(keys)}. {mend}")
+        raise UserError(
+            f"{path}: none of its first {len(rows):,} records is a sample: {seen}. It has {_named(keys)}. {mend}"
+        )
     names = (image.name for record in adapted for image in record.images if image.content is None and image.name)
     if _URL.match(name := next(names, "")):
         raise UserError(f"{path}: its images are URLs ({escape(name)}). {_DOWNLOAD}")

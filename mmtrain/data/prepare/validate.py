@@ -160,6 +160,11 @@ class ShardStats:
         allowed = self.validator.allowed_rejections
         if self.reasons.total() > allowed:
             counts = ", ".join(f"{count:,} {code}" for code, count in self.reasons.most_common())
+            if set(self.reasons) == {"missing_image"} and not self.samples:
+                raise UserError(
+                    f"the first {rejection.record + 1:,} images are not where --images says, the last is "
+                    f"{rejection.detail}. Name the folder that the records' names are relative to"
+                )
             raise UserError(
                 f"too many bad records: {self.reasons.total():,} of the first {rejection.record + 1:,} ({counts}), "
                 f"but {allowed:,} of {self.total:,} are allowed; the last is {rejection.reason}: {rejection.detail}. "
