@@ -102,8 +102,10 @@ def open_bar(stream: TextIO | None, unit: str, total: int, done: int = 0) -> Any
     return bar
 
 
-def clock(seconds: float) -> str:
-    """Return H:MM:SS."""
+def clock(seconds: float | None) -> str:
+    """Return H:MM:SS, ? for None."""
+    if seconds is None:
+        return "?"
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{rest:02}"

@@ -43,7 +43,7 @@ def run(options: argparse.Namespace) -> None:
 
 def _purpose(file: Path) -> str:
     """Return the first sentence of the comment that a shipped configuration begins with."""
-    comment = re.match(r"(?:#.*\n)+", file.read_text(encoding="utf-8"))[0]
+    comment, _, _ = file.read_text(encoding="utf-8").partition("\n\n")
     return re.split(r"\.(?:\s|$)", " ".join(comment.replace("#", " ").split()), maxsplit=1)[0]
 
 

@@ -148,11 +148,11 @@ def _apply(content: dict[str, Any], override: str) -> None:
     if not equals or not all(path) or len(path) > MAX_DEPTH:
         raise UserError(f"{shown}: needs the form key.sub=value, e.g. optimizer.lr=1e-3")
     field = dict(all_fields(RunConfig)).get(path)
-    is_section = field is not None and section_of(field.annotation) is not None
+    section = None if field is None else section_of(field.annotation)
     may_be_null = field is not None and is_optional(field.annotation)
-    is_null = text == "null" and (is_section or may_be_null)
-    if is_section and not is_null:
-        keys = ", ".join(f"{key}.{name}" for name in section_of(field.annotation).model_fields)
+    is_null = text == "null" and (section is not None or may_be_null)
+    if section is not None and not is_null:
+        keys = ", ".join(f"{key}.{name}" for name in section.model_fields)
         raise UserError(f"{shown}: {key} is a section. Set its keys one by one: {keys}")
     for part in path[:-1]:
         if content.get(part) is None:
@@ -166,7 +166,7 @@ def _apply(content: dict[str, Any], override: str) -> None:
     value = text if is_text else parse_yaml(text, shown)
     if _lacks_blank(value):
         raise UserError(f"{shown}: a blank is missing behind a colon. Quote it: '{key}=[{{name: a, weight: 2}}]'")
-    content[path[-1]] = {} if is_section and not may_be_null else value
+    content[path[-1]] = {} if section is not None and not may_be_null else value
 
 
 def _lacks_blank(value: Any) -> bool:

@@ -64,9 +64,7 @@ class HeldOut:
             numbers = numbers[: config.eval.max_samples]
             if not numbers:
                 share = min(0.5, 10 / len(catalog))
-                raise UserError(
-                    f"none of {len(catalog):,} samples is held out. Set it to {share:.2g}, or set eval.shards"
-                )
+                raise UserError(f"none of {len(catalog):,} samples is held out. Set {share:.2g}, or set eval.shards")
             reader = Reader(catalog, config.data.io_retry_seconds)
             read = [document for number in numbers if (document := self._read(catalog, reader, number)) is not None]
             reader.close()

@@ -89,8 +89,9 @@ def preprocessing(folder: Path) -> Preprocessing:
     if facts is None:
         raise UserError(
             f"model.vision.name: {folder} has no preprocessor_config.json, so the normalisation of its images is "
-            "unknown. Copy it from where the encoder was published. For an encoder of your own write it in Python: from "
-            f"transformers import SiglipImageProcessor (or its class); SiglipImageProcessor().save_pretrained('{folder}')."
+            "unknown. Copy it from where the encoder was published. For an encoder of your own write it in Python: "
+            "from transformers import SiglipImageProcessor (or its own class); "
+            f"SiglipImageProcessor().save_pretrained('{folder}')."
         )
     for key, least in (("image_mean", -1e300), ("image_std", 1e-300)):
         values = facts.get(key)
