@@ -73,8 +73,8 @@ def test_held_out_shards_have_a_format_of_their_own(tiny, shards, logged):
     config = with_formats(load_config(tiny / "config.yaml", [f"eval.shards={shards}/caption"]))
     assert (config.data.format, config.eval.format) == ("llava", "caption")
     assert logged == [
-        "data.shards: llava (KEY.json), as 96 of the first 96 samples are",
-        "eval.shards: caption (KEY.txt), as 24 of the first 24 samples are",
+        "data.shards: format llava (KEY.json), as in 96 of the first 96 samples",
+        "eval.shards: format caption (KEY.txt), as in 24 of the first 24 samples",
     ]
 
 
@@ -92,7 +92,7 @@ def test_a_run_trains_on_all_that_others_wrote_and_goes_on_by_the_same_words(tin
     first = train(tiny / "config.yaml", *words, "train.max_steps=2")
     kept = yaml.safe_load((first.folder / "config.yaml").read_text())["data"]
     assert (kept["format"], [one["format"] for one in kept["sets"]]) == ("caption", ["caption", "sharegpt"])
-    assert "data.sets.1.shards: sharegpt (KEY.json), as 24 of the first 24 samples are" in first.printed
+    assert "data.sets.1.shards: format sharegpt (KEY.json), as in 24 of the first 24 samples" in first.printed
     again = train(tiny / "config.yaml", *words, "train.max_steps=4", allow=["train.max_steps"])
     assert "(step 2 of 4)" in again.printed and len(again.losses()) == 4
     keys = list(itertools.chain(*(line["keys"] for line in again.lines("samples.jsonl"))))

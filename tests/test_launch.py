@@ -240,7 +240,7 @@ def test_a_setting_with_which_a_pipeline_on_gpus_can_hang_ends_it_at_once(
         monkeypatch.setenv(name, value)
     command = [str(tiny / "config.yaml"), "parallel.pipeline=2", f"run.dir={tmp_path}"]
     assert launch_command(command) == 2
-    assert re.match(rf"error: {setting}=1 in the environment: .*; unset it", capsys.readouterr().err)
+    assert re.match(rf"error: {setting}=1 in the environment: .*\. Unset it", capsys.readouterr().err)
     assert list(tmp_path.iterdir()) == []
 
 
