@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -43,7 +44,7 @@ def test_files_that_are_not_python_come_with_it(installed):
     package = installed / "mmtrain"
     config = (ROOT / "configs" / "llava_pp4.yaml").read_bytes()
     assert (package / "examples" / "llava_pp4.yaml").read_bytes() == config and (package / "py.typed").exists()
-    shipped = {path.relative_to(ROOT) for path in (ROOT / "mmtrain").rglob("*.json")}
+    shipped = {path.relative_to(ROOT) for path in (ROOT / "mmtrain").rglob("*.json") if "docs" not in path.parts}
     assert shipped <= {path.relative_to(installed) for path in package.rglob("*.json")}
     assert {path.name for path in installed.glob("*.dist-info/licenses/*")} == {"LICENSE", "NOTICE"}
 
@@ -57,6 +58,26 @@ def test_it_plans_and_shards_and_trains_the_demo(installed, tmp_path):
     short = ("parallel.pipeline=1", "train.max_steps=2", "eval.shards=null", "parallel.threads_per_rank=1")
     said = run(installed, tmp_path, "train", "example:llava_pp4", *short)
     assert "results: runs/llava_pp4" in said and "report: runs/llava_pp4/report.html" in said
+
+
+def test_every_shipped_configuration_plans_outside_a_checkout(installed, tmp_path):
+    code = (
+        "from mmtrain.__main__ import main; from mmtrain.config.load import example_names\n"
+        "print([(name, main(['plan', f'example:{name}'])) for name in example_names()])"
+    )
+    environment = os.environ | {"PYTHONPATH": str(installed)}
+    ran = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=280
+    )
+    names = sorted(file.stem for file in (ROOT / "configs").glob("*.yaml"))
+    assert ran.stdout.splitlines()[-1:] == [str([(name, 0) for name in names])], ran.stderr
+
+
+def test_the_page_on_a_package_index_has_no_link_that_needs_a_checkout(installed):
+    (metadata,) = installed.glob("mmtrain-*.dist-info/METADATA")
+    description = metadata.read_text().partition("\n\n")[2]
+    assert "mmtrain train example:llava_pp4" in description
+    assert re.findall(r"\]\((?!https://|#)[^)]*\)|src=", description) == []
 
 
 def test_a_folder_called_mmtrain_hides_nothing_of_what_setup_installed(tmp_path):

@@ -95,6 +95,20 @@ def test_held_out_samples_are_evaluated_before_between_and_after_the_steps(runs,
         assert line["exact_match"] == other["exact_match"]
 
 
+def test_a_run_begins_with_eight_lines_and_the_log_has_the_plan(runs):
+    folder, printed = runs[4, 1]
+    before = printed.partition("step 1/")[0].splitlines()
+    assert len(before) <= 8
+    plan = json.loads((folder / "plan.json").read_text())
+    parameters = sum(rank["trainable"] for rank in plan["ranks"])
+    assert before[0].endswith(f"projector trains ({parameters:,} parameters), all else is frozen")
+    assert before[1].startswith("4 ranks (pipeline 4 x data 1), at most ")
+    assert before[2].startswith("data: ") and "; held out: " in before[2]
+    assert before[3].startswith(f"results: {folder} ")
+    log = (folder / "log.txt").read_text()
+    assert "[launcher] rank stage layers" in log and "[launcher] data.shards: format llava" in log
+
+
 def test_the_console_tells_scores_control_and_answers(runs):
     for _, printed in runs.values():
         lines = printed.splitlines()
