@@ -276,7 +276,7 @@ def test_a_wrong_images_folder_shows_early_and_another_try_needs_no_clean_up(fol
     arguments = ["--json", str(folder / "a.json"), "--out", str(folder / "out"), "--samples-per-shard", "50"]
     assert main(["shard", *arguments, "--images", str(folder / "empty")]) == 2
     message = capsys.readouterr().err
-    assert "3 missing_image), but 2 of 40 are allowed" in message and "--resume" not in message
+    assert "the first 3 images are not where --images says" in message and "--resume" not in message
     assert list(contents(folder / "out")) == ["rejected.jsonl"]
     assert main(["shard", *arguments, "--images", str(folder / "images")]) == 0
     assert rejections(folder / "out") == []

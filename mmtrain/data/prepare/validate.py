@@ -160,7 +160,7 @@ class ShardStats:
         allowed = self.validator.allowed_rejections
         if self.reasons.total() > allowed:
             counts = ", ".join(f"{count:,} {code}" for code, count in self.reasons.most_common())
-            if set(self.reasons) == {"missing_image"} and not self.samples:
+            if self.reasons["missing_image"] == rejection.record + 1:
                 raise UserError(
                     f"the first {rejection.record + 1:,} images are not where --images says, the last is "
                     f"{rejection.detail}. Name the folder that the records' names are relative to"
