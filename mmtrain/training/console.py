@@ -7,7 +7,7 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, TextIO
 
-from mmtrain.base.printing import escape, message
+from mmtrain.base.printing import escape, message, print_info
 from mmtrain.base.progress import SECONDS_BETWEEN_LINES, clock, open_bar
 
 if TYPE_CHECKING:  # they bring torch
@@ -94,7 +94,7 @@ class Console:
 
     def detail(self, text: str) -> None:
         if self._stream is not None:
-            print(text)  # stdout of a rank is the log
+            print_info(text)  # stdout of a rank is the log
             if self._verbose:
                 self.line(text)
 
