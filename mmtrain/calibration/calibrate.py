@@ -414,7 +414,7 @@ def table(calibration: Calibration) -> list[str]:
     lines = [
         *table_lines(("one more", *times, ">kept", ">kept\nrecomputing", ">working"), layers),
         f"call {call} ms; end of a step {end} ms; "
-        f"matrix products {calibration.matmul_flops_per_second / 1e12:,.3f} TFLOP/s per rank",
+        f"matrix products {calibration.matmul_flops_per_second / 1e12:,.3f} TFLOP/s a rank",
     ]
     if calibration.encode_block_seconds:
         lines.append(f"encoder: each block {_milliseconds(calibration.encode_block_seconds)} ms")

@@ -153,7 +153,7 @@ def _apply(content: dict[str, Any], override: str) -> None:
     is_null = text == "null" and (section is not None or may_be_null)
     if section is not None and not is_null:
         keys = ", ".join(f"{key}.{name}" for name in section.model_fields)
-        raise UserError(f"{shown}: {key} is a section. Set its keys one by one: {keys}")
+        raise UserError(f"{shown}: {key} is a section. Set {'null, or ' * may_be_null}its keys one by one: {keys}")
     for part in path[:-1]:
         if content.get(part) is None:
             content[part] = {}

@@ -113,9 +113,8 @@ def test_a_section_may_be_null_and_comes_back_with_one_of_its_keys(minimal, tmp_
     assert load_config(file, ["model.vision.name=another"]).model.vision.name == "another"
     assert restore_config(config.model_dump(mode="json"), "state.json") == config
     assert config.changed({"model.vision.dtype": "float32", "model.llm.dtype": "float32"}).model.vision is None
-    assert problems(minimal, "model.vision=7")[0].endswith(
-        "is a section; set one of its keys, e.g. optimizer.lr=1e-3, or null"
-    )
+    said = "model.vision is a section. Set null, or its keys one by one: model.vision.name, model.vision.select_layer, "
+    assert said in problems(minimal, "model.vision=7")[0]
     written(tmp_path, MINIMAL.replace("{name: some_vit}", "7"))
     (problem,) = problems(file)[1:]
     assert problem.startswith("model.vision: 7 is not allowed; it should be a section (the vision encoder; null: none")

@@ -132,7 +132,7 @@ def test_console_and_records_say_where_the_time_of_each_rank_went(run):
                 assert communication == pytest.approx(spent["communication"], abs=1e-5)
                 assert data == pytest.approx(spent["load"], abs=1e-5)
         planned = [rank["total_bytes"] for rank in json.loads((run[0] / "plan.json").read_text())["ranks"]]
-        assert line["peak_memory_bytes"] == pytest.approx(planned, rel=0.25), "what tensors took, not the process"
+        assert line["peak_memory_bytes"] == pytest.approx(planned, abs=4e6), "what tensors took, not the process"
         assert line["model_flops_utilization"] is None, "nothing is calibrated"
 
 

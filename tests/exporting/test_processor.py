@@ -53,7 +53,7 @@ def test_a_folder_that_differs_from_training_fails_its_check(tiny, llm_with, tmp
             file.write_text(content.replace("helpful", "kind"))
         else:
             changed(file, **values)
-        pixels = r"pixel_values differ by 0\.\d+; export with --format safetensors"
+        pixels = r"pixel_values differ by 0\.\d+. Export with --format safetensors"
         with pytest.raises(UserError, match=pixels if "pre" in name else r"becomes the tokens .* training has "):
             check_processor(exported, tmp_path)
         file.write_text(content)

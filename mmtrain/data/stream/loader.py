@@ -98,7 +98,7 @@ class PackedBatches:
         )
         if packs > len(plan):
             summary += (
-                f"\na step takes {packs:,} packs, but all data make only {len(plan):,}: each step reads them "
+                f"\na step takes {packs:,} packs, but the data fill only {len(plan):,}: each step reads them "
                 f"{packs / len(plan):.1f} times. Lower train.packs_per_step, or add data"
             )
         return summary

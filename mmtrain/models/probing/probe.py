@@ -108,7 +108,7 @@ def probe_encoder(config: RunConfig) -> None:
     try:
         (difference,) = _differences("encoder", chosen.name, dtype, chosen.final_norm, tried=fault)
     except _ChildError as error:
-        raise EncoderSliceError(f"{error}; {_REMEDY}") from None
+        raise EncoderSliceError(f"{error}. {_REMEDY}") from None
     if difference != 0:  # a NaN too
         raise EncoderSliceError(
             f"{fault}: features of its slices differ from the whole encoder's by up to {difference:.1e}, not 0. "

@@ -68,7 +68,7 @@ def test_the_first_rows_say_what_a_file_is(tmp_path, name, content, found):
         ("a.csv", "image,caption", "has no records"),
         ("a.csv", "", "its first line names nothing. It must name the columns"),
         ("a.csv", "image,image,caption\na,b,c", "its first line names image, image, caption. It must name"),
-        ("a.csv", "image;caption\na.jpg;A.", r"--image-key and --caption-key; it has image;caption"),
+        ("a.csv", "image;caption\na.jpg;A.", r"is known: image;caption\. Name its picture by --image-key and"),
         ("a.csv", 'image,caption\na.jpg,"A" b\n', r"line 2 is not a row of a table .* double the quotes in them"),
         ("a.csv", "image,caption\na.jpg,A\0\n", "line 2 has a null character"),
         ("a.csv", "image,caption\na.jpg,ü\n".encode("latin-1"), "is not UTF-8 text"),
@@ -84,7 +84,7 @@ def test_the_first_rows_say_what_a_file_is(tmp_path, name, content, found):
         ("a.arrow", b"ARROW1\0\0" + bytes(40), "cannot be read"),
         ("a.parquet", [{"image": 5, "caption": "x"}], r"bad_image_field: an image is 5"),
         ("a.parquet", [{"image": GIF, "text": b"A."}], "non_text_value: the caption is bytes"),
-        ("a.parquet", [{"image": GIF, "query": "x"}], "no_conversation: .* it has image, query"),
+        ("a.parquet", [{"image": GIF, "query": "x"}], "no_conversation: .* It has image, query"),
         (
             "a.tsv",
             'image\tcaption\na.jpg\tA.\nb.jpg\t"B\nc.jpg\tC"\nd.jpg\tD.\n',

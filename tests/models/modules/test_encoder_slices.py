@@ -217,7 +217,7 @@ def test_the_probe_passes_what_can_be_sliced_and_remembers_it(encoder, tmp_path,
 
 def test_the_probe_names_encoder_and_remedy(encoder, tmp_path, monkeypatch, own_cache):
     monkeypatch.setattr(probe, "SECONDS", 0)
-    with pytest.raises(EncoderSliceError, match=r"eva02.*did not finish.*set parallel\.encoder_ranks=0"):
+    with pytest.raises(EncoderSliceError, match=r"eva02.*did not finish.*Set parallel\.encoder_ranks=0"):
         probed(tmp_path, encoder("eva02"))
 
 
@@ -234,7 +234,7 @@ def test_what_is_wrong_with_an_encoder_however_it_is_held_is_no_matter_of_slices
 def test_an_encoder_whose_later_blocks_are_of_another_kind_is_refused(tmp_path, monkeypatch, own_cache):
     """ConViT's last two attend to a class token, which comes in before them: its first three tell nothing of that."""
     monkeypatch.setattr(probe, "SECONDS", 0)
-    with pytest.raises(EncoderSliceError, match=r"^convit_tiny .*: block 10 is unlike the first 3; set"):
+    with pytest.raises(EncoderSliceError, match=r"^convit_tiny .*: block 10 is unlike the first 3\. Set"):
         probed(tmp_path, "convit_tiny", select_layer=-1)
     with pytest.raises(EncoderSliceError, match="did not finish"):
         probed(tmp_path, "convit_tiny", select_layer=-3)
