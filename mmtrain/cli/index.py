@@ -23,11 +23,13 @@ from pathlib import Path
 from mmtrain.base.arguments import command_parser, positive
 from mmtrain.base.printing import print_result
 from mmtrain.config.templates import template_name
-from mmtrain.data.inspection.reading import add_reading_arguments, parse_reading_arguments, reading_of, shards_of
+from mmtrain.data.inspection.reading import add_reading_arguments, parse_reading_arguments, reading_of, shard_names
 from mmtrain.data.inspection.survey import survey
 from mmtrain.data.samples.records import reason_lines
 from mmtrain.data.shards.detection import refuse_useless_shards
 from mmtrain.data.shards.indexing import build_indexes, unready_shards
+from mmtrain.data.shards.shard_list import find_shards
+from mmtrain.demo.data import make_demo_shards
 from mmtrain.runtime.gpus import usable_cores
 
 EXAMPLES = """\
@@ -51,7 +53,9 @@ EXITS = {
 
 def run(options: argparse.Namespace) -> None:
     """Index the shards and print what they hold; raises UserError."""
-    tars = shards_of(options)
+    names = shard_names(options)
+    make_demo_shards(names, "SHARDS")
+    tars = find_shards(names)
     reading = reading_of(options, tars)
     tokenizer, template, layout, form = reading.tokenizer, reading.template, reading.layout, reading.form
     fingerprint = reading.fingerprint

@@ -38,15 +38,17 @@ from mmtrain.data.inspection.reading import (
     add_reading_arguments,
     parse_reading_arguments,
     reading_of,
-    shards_of,
+    shard_names,
 )
 from mmtrain.data.inspection.survey import Fill, Survey, epoch_fill, histogram, quantile, survey
 from mmtrain.data.samples.records import reason_lines
 from mmtrain.data.samples.sample import IGNORE, IMAGE_POSITION
 from mmtrain.data.shards.index import MissingIndex, index_path
 from mmtrain.data.shards.indexing import ensure_indexes
+from mmtrain.data.shards.shard_list import find_shards
 from mmtrain.data.shards.verify import DamagedMember, verify_shard
 from mmtrain.data.stream.order import Capacity
+from mmtrain.demo.data import make_demo_shards
 from mmtrain.models.layouts.layout import ImageLayout
 
 if TYPE_CHECKING:
@@ -79,7 +81,9 @@ BAR_WIDTH = 40  # characters
 def run(options: argparse.Namespace) -> int:
     """Print the report that the options ask for and return the exit code; raises UserError."""
     stream = sys.stderr if options.json else sys.stdout
-    tars = shards_of(options)
+    names = shard_names(options)
+    make_demo_shards(names, "SHARDS")
+    tars = find_shards(names)
     if options.verify:
         return _verify(tars, stream, options.json)
     reading = reading_of(options, tars)

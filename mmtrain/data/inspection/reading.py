@@ -18,8 +18,6 @@ from mmtrain.config.load import KEY_AND_VALUE, example_name, load_config
 from mmtrain.config.templates import FILE, NAMES, template_argument
 from mmtrain.data.samples.formats import SampleFormat
 from mmtrain.data.shards.detection import add_format_arguments, sample_format
-from mmtrain.data.shards.shard_list import find_shards
-from mmtrain.demo.data import make_demo_shards
 from mmtrain.models.facts.connectors import image_layout
 from mmtrain.models.facts.model_files import model_folder
 from mmtrain.models.facts.shapes import vision_shape
@@ -134,15 +132,13 @@ def parse_reading_arguments(parser: argparse.ArgumentParser, arguments: Sequence
     return options
 
 
-def shards_of(options: argparse.Namespace) -> tuple[Path, ...]:
-    """Return the tars that the command line names or, if none, the configuration. Raises UserError."""
-    names = options.shards
-    if not names:
-        data = load_config(options.config, options.changes).data
-        patterns = [one.shards for one in data.sets or (data,)]
-        names = [name for one in patterns for name in ([one] if isinstance(one, str) else one)]
-    make_demo_shards(names, "SHARDS")
-    return find_shards(names)
+def shard_names(options: argparse.Namespace) -> list[str]:
+    """Return the shards that the command line names or, if none, the configuration. Raises UserError."""
+    if options.shards:
+        return options.shards
+    data = load_config(options.config, options.changes).data
+    patterns = [one.shards for one in data.sets or (data,)]
+    return [name for one in patterns for name in ([one] if isinstance(one, str) else one)]
 
 
 def reading_of(options: argparse.Namespace, tars: Sequence[Path]) -> Reading:

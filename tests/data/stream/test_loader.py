@@ -181,7 +181,7 @@ def test_how_often_a_run_passes_over_its_data_is_said(tiny):
     assert open_batches(tiny, "train.max_steps=100000").summary.endswith(f" are {400_000 / packs:,.0f} epochs")
     assert "\n" not in open_batches(tiny, steps, f"train.packs_per_step={packs}").summary
     assert open_batches(tiny, steps, f"train.packs_per_step={2 * packs}").summary.endswith(
-        f" epochs\na step takes {2 * packs} packs, but all data make only {packs}: each step reads them 2.0 times. "
+        f" epochs\na step takes {2 * packs} packs, but the data fill only {packs}: each step reads them 2.0 times. "
         "Lower train.packs_per_step, or add data"
     )
 
