@@ -9,7 +9,7 @@ import html
 from collections.abc import Sequence
 from typing import Any
 
-WIDTH, HEIGHT, POINTS = 640, 160, 320  # of the curve, in pixels; at most so many points are drawn
+WIDTH, HEIGHT, POINTS = 640, 160, 320  # of the curve: pixels, and the most points drawn
 
 
 def progress_html(name: str, steps: Sequence[dict[str, Any]], scores: Sequence[dict[str, Any]], max_steps: int) -> str:

@@ -1,7 +1,7 @@
-"""Measure what layers and messages of a run take on this machine, and print the plan that they give.
+"""Measure how long layers and messages of a run take on this machine, and print the plan with these times.
 
-About a minute. Later plans of this run on such devices find the result by themselves, in the cache; a file that
-parallel.calibration names can be carried to other machines. Measured on as many ranks as the run has, all of them here.
+Takes about a minute and as many ranks as the run has, all on this machine. Later plans of this run on such devices find
+the result in the cache. To carry it to other machines, name a file by parallel.calibration.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from mmtrain.launching.command_line import Options, parse_run
 EXAMPLES = """\
   the demo, on two ranks of this machine:
     mmtrain calibrate example:llava_pp4 parallel.pipeline=2
-  a run of your own; into a file, for the machines of a cluster that are all alike:
+  a run of your own, into a file for all machines of a cluster:
     mmtrain calibrate CONFIG parallel.calibration=a100.json
 """
 EXITS = {0: "measured, and the plan is printed", 1: "a rank failed; the message names it and the cause"}

@@ -12,7 +12,7 @@
                            PeftModel.from_pretrained(base, OUT). OUT/base is that base, as --format hf writes it but for
                            these adapters: with the projector, the encoder (its adapters merged) and all else that was
                            trained. --base llm: they are for the LLM as it was published; the projector lies beside them
-                           as --format safetensors has it, and whatever else was trained is refused
+                           as with --format safetensors; anything else that was trained is refused
 
 The models are read where the run's configuration says. Memory for the encoder and one file (--max-shard-gb) is enough.
 No file is replaced; OUT appears when all of it is on the disk and was read again. --verify then compares the logits of

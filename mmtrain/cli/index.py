@@ -9,8 +9,8 @@ themselves are only read. What is done for each:
     stale (the tar has another size) or damaged: an error. An index's checksums are the only record of what the tar
     should be, so it is replaced with --rebuild only, which believes the tar as it is now.
 
-Training does it by itself; doing it before saves time on the training machine. Lengths are the same for the layouts
-square, anyres and anyres_max_9; of tiles they depend on a tile's size and how many there may be.
+Training makes missing indexes itself; making them before saves time on the training machine. Text lengths do not depend
+on the layouts square, anyres and anyres_max_9. For tiles they depend on a tile's size and on --max-tiles.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ EXITS = {
     0: "every shard has its index; samples that cannot be trained on are counted by reason",
     2: "wrong input, shards that cannot be indexed (the message lists them; all others are done), or not "
     "one sample that can be trained on",
-    130: "stopped by Ctrl-C; no half index is left, and the same command goes on from there",
+    130: "stopped by Ctrl-C; no half index is left, and the same command continues",
 }
 
 

@@ -1,17 +1,14 @@
 """Show what is in webdataset shards: counts, lengths, image sizes, how full packs become; damage; one sample in detail.
 
-    (without more)    what the indexes tell: samples, images, what cannot be trained on and why, histograms of text
-                      lengths and image sizes (as EXIF turns them), how full packs of some lengths become, and the keys
-                      of a configuration that tell the planner what a typical sample is; with a layout that cuts images
-                      into tiles, how many an image has, and the positions that these take of a pack
+    (no option)       from the indexes: samples, images, what cannot be trained on and why, histograms of text lengths
+                      and image sizes (as EXIF turns them), how full packs become, and the data.expected_... keys for
+                      the planner; with tiles also their number and the positions that they take
     --verify          read every byte, compare it with the checksums in the indexes, list every damaged member
     --show KEY        a sample as the model will see it: turns, tokens, labels, positions of images and their tiles
 
-How samples become tokens a run's configuration says, CONFIG, or else --tokenizer, --template, --layout and others, one
-by one.
-
-Shards without an index get one if --tokenizer and --template are given, as training gives them one. Those that were
-indexed for exactly one tokenizer and template need neither, except for --show.
+A run's configuration, CONFIG, says how samples become tokens; without one --tokenizer, --template, --layout and others
+do. Shards without an index get one, which needs a tokenizer and a template. Shards that were indexed for exactly one
+tokenizer and template need neither, except for --show.
 """
 
 from __future__ import annotations

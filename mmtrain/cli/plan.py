@@ -1,8 +1,8 @@
 """Show the plan of a run: which rank holds, trains and runs what, and how much memory that takes.
 
-CONFIG is the YAML file of a run; any key of it can be set behind it. Nothing is started, nothing is written, and
-neither GPUs nor weights are needed: a laptop plans for a cluster. Without a calibration the plan has shares and ratios,
-no seconds; mmtrain calibrate measures. With --suggest N it shows the best layouts for N devices instead.
+CONFIG is the YAML file of a run, and any key of it can be set behind it. Nothing is started or written, and neither
+GPUs nor weights are needed: a laptop plans for a cluster. Without a calibration the plan has shares and no seconds;
+mmtrain calibrate measures these. --suggest N shows the best layouts for N devices instead.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from mmtrain.launching.command_line import Options, add_suggest, parse_run
 EXAMPLES = """\
   the demo, on four ranks:
     mmtrain plan example:llava_pp4
-  the same on two, and with two stages on each:
+  on two ranks with two stages each:
     mmtrain plan example:llava_pp4 parallel.pipeline=2 parallel.stages_per_rank=2
-  a 72B on 16 GPUs of another size than those here:
+  a 72B on 16 GPUs with 72 GiB each:
     mmtrain plan configs/qwen25_72b_pp8_dp2.yaml parallel.device_memory_gib=72
-  which layout that run should have on 8 GPUs:
+  which layout it should have on 8 GPUs:
     mmtrain plan configs/qwen25_72b_pp8_dp2.yaml parallel.device_memory_gib=77 --suggest 8
 """
 EXITS = {0: "the plan is printed", 2: "wrong input, or a run that does not fit; the message says what to do"}

@@ -1,8 +1,8 @@
 """Make the page of a run: what was trained, whether it worked, what went wrong; several runs are put side by side.
 
 The page is one HTML file that opens without a network: curves, evaluations, held-out questions with their answers,
-where time and memory went, samples, faults. A run leaves RUN/report.html at its end; this makes it anew, also while
-the run goes on.
+where time and memory went, samples, faults. A run leaves RUN/report.html at its end; this command makes it again, also
+during the run.
 """
 
 from __future__ import annotations

@@ -90,7 +90,7 @@ EXAMPLES = """\
 EXITS = {
     0: "every record is in a shard or in rejected.jsonl",
     2: "wrong input, a full disk, or more rejected records than --max-reject-rate; the message says which",
-    130: "stopped by Ctrl-C; no half shard is left, --resume goes on",
+    130: "stopped by Ctrl-C; no half shard is left, --resume continues",
 }
 ADAPTING = ("format", "image_key", "caption_key", "caption_prompt")  # options of --from alone
 SHAPING = ("samples_per_shard", "shard_bytes", "duplicate_ids", "max_pixels")

@@ -16,17 +16,16 @@ from mmtrain.config.load import KEY_AND_VALUE, key_of_option
 TRACED_STEPS = 3
 
 DESCRIPTION = """\
-Train the projector of a vision-language model, or what model.trainable names: LoRA's adapters, layers, the encoder,
-an LLM on text alone. All else is frozen; the LLM is cut into pipeline stages.
+Train the projector of a vision-language model, or what model.trainable names: LoRA adapters, layers, the encoder, an
+LLM on text alone. Everything else is frozen. The LLM is cut into pipeline stages.
 
-CONFIG is a YAML file; any key of it can be set on the command line. Ranks = parallel.pipeline x parallel.data.
-Results go to run.dir/run.name: config.yaml and plan.json (what runs), log.txt (everything that libraries say),
-metrics.jsonl (loss and each rank's time of every step, scores on held-out samples), answers.jsonl (what was asked
-and answered), quarantine.jsonl (damaged samples, if any), samples.jsonl (the keys of every step, with data.ledger),
-audit.json, checkpoints/, and report.html, the page of all that.
+CONFIG is a YAML file, and any key of it can be set behind it. Ranks = parallel.pipeline x parallel.data.
+Results go to run.dir/run.name: report.html (the page of the run), config.yaml and plan.json (what runs), checkpoints/,
+metrics.jsonl (loss, time and scores), answers.jsonl (held-out questions with answers), audit.json (the proof that only
+what should train has changed), log.txt (the plan, and all that ranks and libraries print).
 
-A run that was interrupted goes on when the same command is given again: from its newest whole checkpoint,
-with the same samples in the same steps. What was recorded after that checkpoint moves to discarded.jsonl.
+An interrupted run resumes when the same command is given again: from its newest whole checkpoint, with the same samples
+in the same steps. Records made after that checkpoint move to discarded.jsonl.
 """
 EXAMPLES = """\
   train the demo on the CPU (pip install 'mmtrain[demo]'; nothing is downloaded):
@@ -37,24 +36,24 @@ EXAMPLES = """\
     mmtrain train configs/llava15_7b_pp4.yaml
   change keys for one run:
     mmtrain train example:llava_pp4 run.name=try2 optimizer.lr=2e-4 parallel.pipeline=2
-  go on after a crash, a full disk or a signal: the same command again; or from an earlier checkpoint
+  resume after a crash, a full disk or a signal: the same command again; or from an earlier checkpoint
     mmtrain train CONFIG --resume runs/NAME/checkpoints/step-00000100
   record what every rank does when, for ui.perfetto.dev:
     mmtrain train example:llava_pp4 --trace
-  let the planner know this machine: a minute of measuring, then plans in seconds instead of assumptions:
+  measure this machine for a minute, so that plans are in seconds:
     mmtrain calibrate example:llava_pp4
   train on two machines; on the second one with --node-rank 1:
     mmtrain train CONFIG --nnodes 2 --node-rank 0 --rdzv-endpoint first-machine:29500
-  the same through torchrun:
+  through torchrun:
     torchrun --nproc-per-node 4 -m mmtrain.launch CONFIG
 """
 EXITS = {
     0: "the run finished and its audit passed (or the plan was printed)",
     1: "a rank failed; the message names the rank, its stage, the step and the cause",
     2: "what the user can mend: configuration, model, data, layout, a full disk; the message says how",
-    3: "stopped by SIGTERM or SIGUSR1 (Slurm: --signal=USR1@300) with everything saved: the same command goes on",
-    130: "stopped by Ctrl-C at once; what was not saved is lost: the same command goes on from the newest checkpoint",
-    143: "the same, by a second SIGTERM, or by one before the ranks were started",
+    3: "stopped by SIGTERM or SIGUSR1 (Slurm: --signal=USR1@300) with everything saved; the same command resumes",
+    130: "stopped at once by Ctrl-C; the same command resumes from the newest checkpoint",
+    143: "stopped at once by a second SIGTERM, or by one before the ranks were started",
 }
 
 
@@ -94,9 +93,8 @@ def add_suggest(parser: argparse.ArgumentParser) -> None:
         "--suggest",
         type=int,
         metavar="N",
-        help="instead of the plan the best layouts of the run for N devices, five at most: pipeline ranks, replicas, "
-        "packs a micro-batch, whether layers are streamed, and what to put behind CONFIG for each; takes seconds to "
-        "half a minute",
+        help="instead of the plan, show at most five layouts of the run for N devices, best first: pipeline ranks, "
+        "replicas, packs a micro-batch, streamed layers, and the keys to set; takes up to half a minute",
     )
 
 
@@ -108,15 +106,15 @@ def parse_arguments(arguments: Sequence[str]) -> Options:
     instead.add_argument(
         "--calibrate",
         action="store_true",
-        help="measure what layers and messages of this run take here, for later plans of it, and print the plan that "
-        "they give; to parallel.calibration if that names a file, else to the cache, where plans look for it",
+        help="measure layers and messages of this run on this machine and print the plan with them. The result goes to "
+        "the file parallel.calibration, else to the cache, where later plans find it",
     )
     add_suggest(parser)
     parser.add_argument(
         "--resume",
         metavar="auto|never|PATH",
-        help="auto (default): an existing run goes on; never: it is not touched; a step folder: go on from there, or, "
-        "if it is of another run, branch from it",
+        help="auto (default): resume an existing run; never: refuse to touch it; a step folder: resume from there, or "
+        "branch from it if it belongs to another run",
     )
     parser.add_argument(
         "--allow-change",
@@ -144,7 +142,7 @@ def parse_arguments(arguments: Sequence[str]) -> Options:
 
 
 def _with_trace_steps(arguments: Sequence[str]) -> list[str]:
-    """`--trace` alone means --trace TRACED_STEPS, whatever stands behind it that is no number."""
+    """Replace `--trace` without a number behind it by --trace=TRACED_STEPS."""
     result = []
     for argument, after in itertools.zip_longest(arguments, arguments[1:], fillvalue=""):
         is_alone = argument == "--trace" and re.fullmatch(r"[-+]?[\d.]+", after) is None

@@ -427,7 +427,10 @@ def test_the_first_samples_in_shard_order_are_held_out_and_longer_ones_counted(s
     ("overrides", "message"),
     [
         ({"eval__shards": "nowhere.tar"}, r"^eval\.shards: no file nowhere\.tar$"),
-        ({"eval__shards": None, "eval__fraction": 1e-9}, r"^eval\.fraction: none of 1 samples is held out\. Set 0\.5, "),
+        (
+            {"eval__shards": None, "eval__fraction": 1e-9},
+            r"^eval\.fraction: none of 1 samples is held out\. Set 0\.5, ",
+        ),
         ({}, r"^eval\.shards: none of 39 held-out samples can be used: 0 are damaged, .* data\.pack_length="),
         ({"data__overlong": "refuse"}, r"^eval\.shards: .*long\.tar: sample 00000\d: \d+ tokens and "),
     ],
