@@ -113,12 +113,16 @@ def test_the_pages_name_each_shipped_configuration():
     assert [name for name in example_names() if not re.search(rf"\b{name}\b", text)] == []
 
 
-def test_the_site_builds_strictly_with_its_generated_pages():
-    pytest.importorskip("zensical")
+def build_site() -> None:
     subprocess.run([sys.executable, ROOT / "scripts" / "reference_pages.py"], check=True, env={"COLUMNS": "100"})
     build = [Path(sys.executable).with_name("zensical"), "build", "--strict", "--clean"]
     built = subprocess.run(build, cwd=DOCS, capture_output=True, text=True)
     assert built.returncode == 0, built.stdout + built.stderr
+
+
+def test_the_site_builds_strictly_with_its_generated_pages():
+    pytest.importorskip("zensical")
+    build_site()
     site = DOCS / "site"
     assert {page.stem for page in PAGES} - {"index"} <= {folder.name for folder in site.iterdir()}
     keys, commands = ((DOCS / "pages" / name).read_text() for name in ("keys.md", "commands.md"))
