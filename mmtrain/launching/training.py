@@ -241,7 +241,7 @@ def _introduction(config: RunConfig, plan: Plan) -> list[str]:
     shards = config.data.shards if sets is None else ", ".join(one.name for one in sets)
     data = escape(f"data: {disclosed(shards)}", 120)
     return [
-        f"{plan.run}: {models}; {', '.join(plan.trainable)} trains ({parameters:,} parameters), all else is frozen",
+        f"{plan.run}: {models}; {parameters:,} parameters train ({', '.join(plan.trainable)}), all else is frozen",
         f"{len(plan.ranks)} ranks (pipeline {plan.pipeline} x data {plan.data}), at most "
         f"{bytes_text(max(rank.total_bytes for rank in replica))} each; {expected}",
         data if held_out is None else f"{data}; held out: {escape(str(disclosed(held_out)), 120)}",

@@ -101,7 +101,7 @@ def test_a_run_begins_with_eight_lines_and_the_log_has_the_plan(runs):
     assert len(before) <= 8
     plan = json.loads((folder / "plan.json").read_text())
     parameters = sum(rank["trainable"] for rank in plan["ranks"])
-    assert before[0].endswith(f"projector trains ({parameters:,} parameters), all else is frozen")
+    assert before[0].endswith(f"{parameters:,} parameters train (projector), all else is frozen")
     assert before[1].startswith("4 ranks (pipeline 4 x data 1), at most ")
     assert before[2].startswith("data: ") and "; held out: " in before[2]
     assert before[3].startswith(f"results: {folder} ")
