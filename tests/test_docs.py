@@ -76,7 +76,7 @@ def commands(page: Path) -> list[list[str]]:
 
 
 @pytest.mark.parametrize("page", [page for page in ALL if commands(page)], ids=lambda page: str(page.relative_to(ROOT)))
-def test_every_command_has_options_and_keys_that_exist(page, tmp_path, monkeypatch):
+def test_every_command_has_options_and_keys_that_exist(page):
     for name, *arguments in commands(page):
         if arguments == ["--help"] or name == "--help":
             continue
