@@ -8,8 +8,9 @@ on; the host's delays count, too.
 from __future__ import annotations
 
 import ctypes
+import functools
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -26,7 +27,7 @@ class RankSeconds(NamedTuple):
     communication: float  # posting messages and reducing gradients, with the wait for other replicas
     data: float  # waiting for the loader and copying to the device
     fetching: float  # waiting for weights of streamed layers
-    peak_memory_bytes: float  # of tensors
+    peak_memory_bytes: float  # of tensors; on a CPU of the heap, beyond what the process held before its weights
 
     @property
     def idle(self) -> float:
@@ -41,17 +42,23 @@ class RankSeconds(NamedTuple):
 class HeapUse(ctypes.Structure):
     """What glibc's mallinfo2 returns: `uordblks` bytes are in use, and `hblkhd` in blocks with pages of their own."""
 
-    _fields_ = [(name, ctypes.c_size_t) for name in ("arena", "ordblks", "smblks", "hblks", "hblkhd")] + [
-        (name, ctypes.c_size_t) for name in ("usmblks", "fsmblks", "uordblks", "fordblks", "keepcost")
-    ]
+    _names = "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost"
+    _fields_ = [(name, ctypes.c_size_t) for name in _names.split()]
+
+
+@functools.cache  # finding it takes five times as long as a call, of which a step makes one an instruction
+def _mallinfo() -> Callable[[], HeapUse] | None:
+    function = getattr(ctypes.CDLL(None), "mallinfo2", None)
+    if function is not None:
+        function.restype = HeapUse
+    return function
 
 
 def heap_bytes() -> int:
     """Return the bytes that this process has allocated from glibc and not released, 0 with another allocator."""
-    mallinfo = getattr(ctypes.CDLL(None), "mallinfo2", None)
+    mallinfo = _mallinfo()
     if mallinfo is None:
         return 0
-    mallinfo.restype = HeapUse
     use = mallinfo()
     return use.uordblks + use.hblkhd
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from mmtrain.engine import step_clock
-from mmtrain.engine.step_clock import RankSeconds, StepClock
+from mmtrain.engine.step_clock import RankSeconds, StepClock, heap_bytes
 from mmtrain.engine.trace import Work
 from mmtrain.plan.instructions import Instruction, Op
 
@@ -93,3 +93,11 @@ def test_what_lies_between_two_steps_is_in_no_window_and_the_clock_goes_on(monke
     assert mine.window == 11.5 and mine.idle == 4
     assert clock.seconds == 10.5 + 1000 + 11.5
     assert clock.intervals()[0].begin == 1010.5
+
+
+def test_the_heap_holds_a_tensor_until_it_is_released():
+    before = heap_bytes()
+    tensor = torch.zeros(5_000_000)
+    assert tensor.nbytes <= heap_bytes() - before < tensor.nbytes + 2**20
+    del tensor
+    assert abs(heap_bytes() - before) < 2**20
