@@ -238,12 +238,12 @@ class Calibrator:
         if not self._can_cut:
             return {}
         blocks, front = self._costs.encoder.blocks, self._stages["front"]
-        tiles, vision = front.batch.tiles, front.module.vision
+        tiles, grids, vision = front.batch.tiles, front.batch.grids, front.module.vision
         stem, later = vision.slice_of(0, 0), vision.slice_of(max(0, blocks - 2), blocks)
         hidden = torch.zeros(len(tiles), *later.hidden_shape, dtype=later.dtype, device=self._device)
         works = (
-            functools.partial(stem.in_groups, tiles, front.module.normalised),
-            functools.partial(later.in_groups, hidden),
+            functools.partial(stem.in_groups, tiles, front.module.normalised, grids),
+            functools.partial(later.in_groups, hidden, grids=grids),
         )
         of_stem, of_later = bytes_used(*works, device=self._device)
         return {"encode_stem_bytes": of_stem.peak, "encode_later_bytes": of_later.peak}

@@ -6,5 +6,6 @@ MAX_IMAGE_PIXELS = 100_000_000
 MAX_TOKENIZER_BYTES = 200_000_000  # of a tokenizer's file; the largest, of 262,000 tokens, has 34 MB
 MAX_LAYERS = 1000  # of a model; the deepest published LLMs have 126 decoder layers
 MAX_TILES = 100  # of a grid that an image is cut into: each image makes a canvas of so many
+MAX_CELLS = 100_000  # of an image that keeps its shape; published recipes take up to 16,384
 MAX_GRIDS = 400  # that a layout chooses from; the published have 5 and 36
 MAX_GRID_SIDE = 100_000  # pixels

@@ -7,8 +7,9 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, model_validator
 
 from mmtrain.config.keys import Files, Fixed, Free, Kept, Measured
-from mmtrain.config.limits import MAX_GRID_SIDE, MAX_GRIDS, MAX_TILES
+from mmtrain.config.limits import MAX_CELLS, MAX_GRID_SIDE, MAX_GRIDS, MAX_TILES
 from mmtrain.config.section import Float, Section, wrong_together
+from mmtrain.models.layouts.native import MAX_POSITIONS, MIN_POSITIONS
 from mmtrain.models.layouts.registry import LAYOUT_KEYS, LAYOUTS, LayoutName
 
 Dtype = Literal["float32", "bfloat16"]
@@ -43,13 +44,21 @@ class VisionSection(Section):
     (AyaVision); anyres: one of the whole image, then the rows of a grid, each with a trained newline (LLaVA-NeXT);
     anyres_max_9: anyres with larger grids (LLaVA-OneVision). Grids of more than 1.21 times the image tokens of 9
     squares are interpolated down to 9; an image then takes at most about 12 squares' image tokens, with the whole image
-    and newlines"""
+    and newlines; native: no squares, the whole image in its own shape, for encoders that take any size (SigLIP 2
+    NaFlex, Pixtral)"""
     max_tiles: Kept[Annotated[int, Field(ge=1, le=MAX_TILES)] | None] = None
     """maximum squares that layout tiles cuts an image into, without the one of the whole image; null: 12"""
     pinpoints: Kept[Pinpoints | None] = None
     """grids that anyres and anyres_max_9 choose from, as (height, width) in pixels, e.g. [[384, 768], [768, 384]];
     LLaVA's config.json calls them image_grid_pinpoints. null: LLaVA-NeXT's 5, or LLaVA-OneVision's 36, whose own files
     have the text (1x1),...,(6x6)"""
+    min_positions: Kept[Annotated[int, Field(ge=1, le=MAX_CELLS)] | None] = None
+    """minimum image tokens of layout native: smaller images are enlarged; null: 64"""
+    max_positions: Kept[Annotated[int, Field(ge=1, le=MAX_CELLS)] | None] = None
+    """maximum image tokens of layout native: larger images are reduced; null: 256"""
+    longest_edge: Kept[Annotated[int, Field(ge=1, le=MAX_GRID_SIDE)] | None] = None
+    """maximum pixels of an image's longer side under layout native, instead of min_positions and max_positions; smaller
+    images keep their size (Pixtral)"""
     dtype: Kept[Dtype | None] = None
     """storage and compute type of the encoder; null: model.llm.dtype"""
 
@@ -63,6 +72,21 @@ class VisionSection(Section):
             raise wrong_together(
                 f"model.vision.final_norm: the norm follows the last block, but model.vision.select_layer is "
                 f"{self.select_layer}. Set it to -1, or leave final_norm out"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _check_native_size(self) -> Self:
+        least, most = self.min_positions, self.max_positions
+        if self.longest_edge is not None and (least or most):
+            raise wrong_together(
+                f"model.vision.longest_edge: {self.longest_edge}, but min_positions or max_positions is set too. Leave "
+                "one of the two out"
+            )
+        if (least or MIN_POSITIONS) > (most or MAX_POSITIONS):
+            raise wrong_together(
+                f"model.vision.min_positions: {least or MIN_POSITIONS} is above max_positions, {most or MAX_POSITIONS}. "
+                "Set both"
             )
         return self
 

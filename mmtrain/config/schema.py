@@ -10,7 +10,7 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, model_validator
 
 from mmtrain.config.keys import Files, Fixed, Free, InsteadOf, Kept, Measured, NamesFiles
-from mmtrain.config.limits import MAX_IMAGE_PIXELS
+from mmtrain.config.limits import MAX_CELLS, MAX_IMAGE_PIXELS
 from mmtrain.config.model import ModelSection
 from mmtrain.config.parallel import MAX_MICROBATCHES, ParallelSection
 from mmtrain.config.section import Float, Section, wrong_together
@@ -73,7 +73,7 @@ class DataSection(Section):
     """tokens per pack"""
     max_tiles_per_pack: Kept[Annotated[int, Field(ge=1, le=1_000_000)] | None] = None
     """maximum tiles per pack, to bound the encoder's memory: an image is one tile, or as many as model.vision.layout
-    cuts it into; null: as many as fit into the pack's tokens"""
+    cuts it into (under native one for each of its image tokens); null: as many as fit into the pack's tokens"""
     template: Annotated[Kept[TemplateName | TemplateText], NamesFiles(is_template_file)] = "plain"
     """how a conversation becomes tokens. plain (LLaVA's stage 1): images and one answer, without the question; all
     others keep all turns and supervise every answer. chat: the model's own chat template; llava_v1 (Vicuna), llama_2:
@@ -104,11 +104,15 @@ class DataSection(Section):
     """true: write samples.jsonl, the sample keys of each step in pack order"""
     expected_text_tokens: Free[Measured[int]] = Field(80, ge=1, le=10_000_000)
     """text tokens of a typical sample; only the planner's estimates use it"""
-    expected_image_tiles: Free[Measured[Annotated[Float, Field(ge=1, le=10_000)] | None]] = None
+    expected_image_tiles: Free[Measured[Annotated[Float, Field(ge=1, le=MAX_CELLS)] | None]] = None
     """tiles of a typical image where model.vision.layout cuts images into tiles; only the planner's estimates use it.
     mmtrain inspect prints it; null: tiles of a 640 x 480 image"""
     expected_image_positions: Free[Measured[Annotated[Float, Field(ge=1, le=10_000_000)] | None]] = None
     """image tokens of a typical image, for the planner's estimates; set it together with expected_image_tiles"""
+    expected_attended_tiles: Free[Measured[Annotated[Float, Field(ge=1, le=MAX_CELLS)] | None]] = None
+    """tiles in the image of an average tile (the mean of squares over the mean) under model.vision.layout=native, for
+    the planner's estimates: attention in the encoder grows with it. mmtrain inspect prints it; null:
+    expected_image_tiles"""
     expected_supervised_fraction: Free[Measured[Float]] = Field(0.12, gt=0, le=1)
     """share of a pack's tokens that carry a label; only the planner's estimates use it"""
 
@@ -271,7 +275,7 @@ class RunConfig(Section):
         if self.data.image_fit is not None:
             raise wrong_together(
                 f"data.image_fit: {self.data.image_fit} makes one square of an image, but model.vision.layout {layout} "
-                "cuts it into tiles. Remove it (on the command line: data.image_fit=null), or set "
+                "sets its size. Remove it (on the command line: data.image_fit=null), or set "
                 "model.vision.layout=square"
             )
         return self

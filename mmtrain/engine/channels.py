@@ -8,7 +8,8 @@ the default group where the others are NCCL's.
 rank 0: LOAD --number of tiles, to every rank of the chain--> ENCODE --hidden--> next slice ... last slice --features-->
 rank 0: FORWARD of stage 0
 
-A receive must know the number of a micro-batch's tiles: it goes from host to host, to the whole chain at once. It is
+A receive must know the number of a micro-batch's tiles: it goes from host to host, to the whole chain at once, with
+the grids of its images where the encoder takes images of any size. It is
 NO_DATA where the run or the data end. Such a micro-batch, like one without images, is neither encoded nor sent.
 """
 
@@ -25,6 +26,7 @@ import torch.distributed as dist
 from mmtrain.data.stream.packs import PackedBatch
 from mmtrain.engine.process_groups import channel_group, own_group
 from mmtrain.models.modules.stage import Stage
+from mmtrain.models.modules.vision_tower import NativeTower
 from mmtrain.plan.instructions import SENDS, Instruction, Message, Op, carried
 from mmtrain.plan.plan import Plan
 from mmtrain.plan.schedule import ranks_of
@@ -115,12 +117,13 @@ class _Ahead:
 
     batches: dict[int, PackedBatch] = field(default_factory=dict)  # rank 0
     tiles: dict[int, int] = field(default_factory=dict)  # the chain
+    grids: dict[int, list[list[int]]] = field(default_factory=dict)  # ranks of the chain behind rank 0
     made: dict[int, torch.Tensor] = field(default_factory=dict)  # by this rank's slice, and not yet sent or used
     received: dict[int, torch.Tensor] = field(default_factory=dict)  # in an earlier step
 
     def after(self, microbatches: int) -> _Ahead:
         """Return what is left for the next step, numbered as that step does."""
-        kinds = (self.batches, self.tiles, self.made, self.received)
+        kinds = (self.batches, self.tiles, self.grids, self.made, self.received)
         return _Ahead(*({k - microbatches: x for k, x in kind.items() if k >= microbatches} for kind in kinds))
 
 
@@ -174,21 +177,23 @@ class ChainLink:
 
     def load(self, microbatch: int, batch: PackedBatch | None) -> None:
         """Take a micro-batch that rank 0 has read; None: there is none."""
-        tiles = NO_DATA
+        tiles, grids = NO_DATA, ()
         if batch is not None:
             self._now.batches[microbatch] = batch
             tiles = 0 if batch.tiles is None else len(batch.tiles)
+            grids = batch.grids if isinstance(self._stage.vision, NativeTower) else ()
         self._now.tiles[microbatch] = tiles
+        messages = [torch.tensor([microbatch, tiles, len(grids)]), *([torch.tensor(grids)] if grids else [])]
         for other in self._others:
-            count = torch.tensor([microbatch, tiles])
-            self._sent.append((dist.isend(count, other, group=self._group), count))
+            self._sent += [(dist.isend(message, other, group=self._group), message) for message in messages]
 
     def encode(self, x: Instruction) -> None:
         microbatch = x.microbatch
         if self._rank:
             made = None
+            grids = self._now.grids.pop(microbatch)
             if self._now.tiles.pop(microbatch) > 0:
-                made = self._stage.encode(self._take(microbatch))
+                made = self._stage.encode(self._take(microbatch), grids)
         elif self._now.tiles[microbatch] == NO_DATA:
             return
         else:
@@ -233,8 +238,11 @@ class ChainLink:
         return received
 
     def _read_count(self) -> None:
-        count = torch.empty(2, dtype=torch.int64)
+        count = torch.empty(3, dtype=torch.int64)
         dist.recv(count, self._reader, group=self._group)
-        microbatch, tiles = count.tolist()
-        self._now.tiles[microbatch] = tiles
+        microbatch, tiles, images = count.tolist()
+        grids = torch.empty(images, 2, dtype=torch.int64)
+        if images:
+            dist.recv(grids, self._reader, group=self._group)
+        self._now.tiles[microbatch], self._now.grids[microbatch] = tiles, grids.tolist()
         self._to_read -= 1

@@ -91,7 +91,7 @@ class SingleStage:
             self.features = self.encode()  # its graph is used up by each backward
 
     def encode(self) -> torch.Tensor | None:
-        return self.module.encode(self._taken)
+        return self.module.encode(self._taken, self.batch.grids)
 
     def forward(self) -> None:
         with torch.set_grad_enabled(self.runs_backward):

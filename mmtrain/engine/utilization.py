@@ -79,6 +79,7 @@ class Utilization:
             tiles=step.tiles,
             image_positions=0,  # fusion has no FLOPs
             supervised=step.supervised_tokens,
+            attended=step.tiles / max(step.images, 1) if self._models.layout.attends_across else 1.0,
         )
         return float(minimal_flops(self._models, self._trainable, work).total)
 

@@ -72,6 +72,7 @@ class Key:
     versions: tuple[str, ...]  # of PACKAGES, as "name version"
     expected_image_tiles: float | None = None
     expected_image_positions: float | None = None
+    expected_attended_tiles: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -45,6 +45,7 @@ class Workload:
     tiles: float  # squares that the encoder sees
     image_positions: float
     supervised: float  # tokens with a label
+    attended: float = 1.0  # tiles that a tile's patches attend to: those of its image under layout native, on average
 
 
 def workload(config: RunConfig, layout: ImageLayout) -> Workload:
@@ -53,7 +54,8 @@ def workload(config: RunConfig, layout: ImageLayout) -> Workload:
     tiles, positions = expected_image(config, layout)
     document = min(config.data.pack_length, positions + config.data.expected_text_tokens)
     images, supervised = tokens / document, tokens * config.data.expected_supervised_fraction
-    return Workload(tokens, document, images * tiles, images * positions, supervised)
+    attended = (config.data.expected_attended_tiles or tiles) if layout.attends_across else 1.0
+    return Workload(tokens, document, images * tiles, images * positions, supervised, attended)
 
 
 def expected_image(config: RunConfig, layout: ImageLayout) -> tuple[float, float]:
@@ -74,9 +76,7 @@ def typical_tiling(config: RunConfig, layout: ImageLayout) -> Tiling | None:
     if not layout.takes_images:
         return None
     tiles, positions = expected_image(config, layout)
-    sizes, side = [TYPICAL_SIZE], layout.tile_size // 2
-    if layout.is_sized:
-        sizes += [(side * columns, side * rows) for columns in range(1, 13) for rows in range(1, 13)]
+    sizes = [TYPICAL_SIZE, *(layout.trial_sizes if layout.is_sized else ())]
     tilings = [layout.tiling(*size) for size in sizes]
     fitting = [x for x in tilings if x.positions < config.data.pack_length]
     if not fitting:
@@ -454,7 +454,7 @@ def encoder_costs(vision: VisionShape, trained: Collection[str], work: Workload,
     """Return the encoder's costs, stored in `size` bytes an element; parameters named in `trained` train."""
     tokens = work.tiles * (vision.patches_per_image + vision.prefix_tokens)
     flops, kept, trains, in_blocks = Flops(), 0, False, 0
-    for parts, is_block in _encoder_parts(vision, trained, tokens, work.tiles * vision.patches_per_image, size):
+    for parts, is_block in _encoder_parts(vision, trained, tokens, work, size):
         flops_here, kept_here = total(parts, trains)
         flops, kept = flops + flops_here, kept + kept_here
         in_blocks += flops_here.forward * is_block
@@ -463,7 +463,7 @@ def encoder_costs(vision: VisionShape, trained: Collection[str], work: Workload,
     features = round(work.tiles * vision.patches_per_image * vision.width) * size
     at_once = 1.0  # share of the tiles
     if work.tiles and not trains:
-        at_once = min(1.0, tiles_per_call(vision.patches_per_image) / work.tiles)
+        at_once = min(1.0, max(work.attended, tiles_per_call(vision.patches_per_image)) / work.tiles)
     # While a block runs: residual, normed, query, key, value, result, and the MLP's inner width (4x) twice.
     block_working = round(14 * vision.width * tokens * at_once) * size
     working = round(pixels * at_once) * FP32 + block_working
@@ -494,10 +494,10 @@ _NORM = re.compile(r"vision\.(?:norm|layernorm|post_layernorm)\.")
 
 
 def _encoder_parts(
-    vision: VisionShape, trained: Collection[str], tokens: float, patches: float, size: int
+    vision: VisionShape, trained: Collection[str], tokens: float, work: Workload, size: int
 ) -> Iterator[tuple[list[Part], bool]]:
     """Yield parts and whether they are a block: patches and positions, each block, the norm behind them."""
-    stem, norm = [], []
+    stem, norm, patches = [], [], work.tiles * vision.patches_per_image
     blocks: dict[int, tuple[str, list[ParameterShape]]] = {}
     for parameter in vision.parameters:
         is_trained = parameter.name in trained
@@ -506,10 +506,10 @@ def _encoder_parts(
         elif _NORM.match(parameter.name):  # it keeps its input in fp32
             norm.append(Part(0, trained=is_trained, saved_for_dgrad=2 * parameter.numel * tokens))
         else:
-            flops = 2 * parameter.numel * patches if len(parameter.shape) == 4 else 0.0
+            flops = 2 * parameter.numel * patches if parameter.name == f"vision.{vision.family.patches}" else 0.0
             stem.append(Part(0, flops, trained=is_trained))
     yield stem, False
-    head_dim, keys = vision.width // vision.heads, vision.patches_per_image + vision.prefix_tokens
+    head_dim, keys = vision.width // vision.heads, work.attended * vision.patches_per_image + vision.prefix_tokens
     for _, (prefix, parameters) in sorted(blocks.items()):
         block = Block(parameters, prefix, vision.width, vision.heads, vision.heads, head_dim)
         yield block_parts(block, trained, size, tokens, tokens, keys), True

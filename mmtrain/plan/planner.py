@@ -14,8 +14,8 @@ from dataclasses import replace
 from mmtrain.base.errors import UserError
 from mmtrain.config.schema import RunConfig
 from mmtrain.models.facts.adapters import with_adapters
-from mmtrain.models.facts.connectors import connector, has_newline, image_layout
-from mmtrain.models.facts.shapes import NO_VISION, llm_shape, matches_any, vision_shape
+from mmtrain.models.facts.connectors import connector, has_newline, image_layout, run_vision
+from mmtrain.models.facts.shapes import NO_VISION, llm_shape, matches_any
 from mmtrain.models.layouts.layout import ImageLayout
 from mmtrain.plan.block_costs import Flops
 from mmtrain.plan.calibration import Device
@@ -38,8 +38,8 @@ def models_of(config: RunConfig) -> Models:
     assert config.model.pretrained is None, "`expand_pretrained` comes before: a plan reads explicit keys"
     llm = llm_shape(config.model.llm.path)
     vision, operations = NO_VISION, ()
-    if (chosen := config.model.vision) is not None:
-        vision = vision_shape(chosen.name, chosen.select_layer, chosen.final_norm)
+    if config.model.vision is not None:
+        vision = run_vision(config)
         operations = connector(config.model.projector, vision.width, llm.hidden_size, has_newline(config))
     return Models(*with_adapters(llm, vision, config.model.lora), operations, image_layout(config))
 

@@ -41,6 +41,7 @@ class Survey:
     reasons: Counter[str]  # of samples that cannot be trained on; without fingerprint: whatever the tokenizer
     sample_set: SampleSet | None  # what planning needs of them; None without text lengths
     is_sized: bool  # whether tiles and positions of an image depend on its size
+    attends_across: bool  # whether the encoder sees all tiles of an image at once
     taken: np.ndarray  # (N, 2) int64 positions and tiles of each image that can be trained on, where the layout tells
 
     @property
@@ -60,6 +61,9 @@ class Survey:
                 "data.expected_image_tiles": round(tiles, 3),
                 "data.expected_image_positions": round(positions, 1),
             }
+            if self.attends_across:
+                counts = self.taken[:, 1].astype(float)
+                keys["data.expected_attended_tiles"] = round(float((counts**2).sum() / counts.sum()), 3)
         return keys
 
 
@@ -113,6 +117,7 @@ def survey(
         reasons=reasons,
         sample_set=sample_set,
         is_sized=layout.is_sized,
+        attends_across=layout.attends_across,
         taken=of_images[is_known],
     )
 

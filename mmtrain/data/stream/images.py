@@ -178,16 +178,19 @@ def upright(image: Image.Image) -> Image.Image:
     return image if turn is None else image.transpose(turn)
 
 
-def image_transform(name: str, fit: Fit | None = None, max_pixels: int = MAX_IMAGE_PIXELS) -> ImageTransform:
+def image_transform(
+    name: str, fit: Fit | None = None, max_pixels: int = MAX_IMAGE_PIXELS, tile_size: int | None = None
+) -> ImageTransform:
     """Return the preprocessing of a vision encoder, named as in `model.vision.name`; `fit`: as data.image_fit.
 
-    It is that of timm's pretrained configuration, or of a folder's `preprocessor_config.json`. Raises UserError.
+    It is that of timm's pretrained configuration, or of a folder's `preprocessor_config.json`, with tiles of
+    `tile_size` pixels a side for an encoder that takes images of any size. Raises UserError.
     """
     size, mean, std, interpolation = _published(name)
     if interpolation.upper() not in Image.Resampling.__members__:
         names = ", ".join(member.lower() for member in Image.Resampling.__members__)
         raise UserError(f"model.vision.name: {name} resizes by {interpolation!r}; needed is one of {names}")
-    return ImageTransform(int(size), tuple(mean), tuple(std), interpolation.lower(), fit or "pad", max_pixels)
+    return ImageTransform(tile_size or int(size), tuple(mean), tuple(std), interpolation.lower(), fit or "pad", max_pixels)
 
 
 def _published(name: str) -> tuple[int, Sequence[float], Sequence[float], str]:

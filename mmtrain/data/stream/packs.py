@@ -71,6 +71,11 @@ class PackedBatch:
         """Samples that are trained on."""
         return len(self.keys)
 
+    @property
+    def grids(self) -> tuple[tuple[int, int], ...]:
+        """Rows and columns of each image's grid of tiles."""
+        return tuple((tiling.rows, tiling.columns) for tiling in self.tilings)
+
     @functools.cached_property
     def image_places(self) -> torch.Tensor:
         """Places (P,) int64 of all image positions, over rows laid end to end."""
@@ -91,7 +96,8 @@ class Processor:
         )
         self.transform: ImageTransform | None = None
         if vision is not None:
-            self.transform = image_transform(vision.name, config.data.image_fit, config.data.max_image_pixels)
+            pixels = config.data.max_image_pixels
+            self.transform = image_transform(vision.name, config.data.image_fit, pixels, self.layout.tile_size)
         eos = self.tokenizer.eos_token_id
         self.padding_id = 0 if eos is None else eos  # any row of the embedding does: nothing looks at padding
         self.capacity = Capacity(config.data.pack_length, config.data.max_tiles_per_pack)

@@ -18,9 +18,11 @@ from mmtrain.base.printing import escape
 from mmtrain.config.limits import MAX_TILES
 from mmtrain.config.model import ProjectorSection
 from mmtrain.config.schema import RunConfig
-from mmtrain.models.facts.shapes import ParameterShape, llm_shape, vision_shape
+from mmtrain.models.facts.shapes import ParameterShape, VisionShape, llm_shape, vision_shape
 from mmtrain.models.layouts.layout import ImageLayout
+from mmtrain.models.layouts.native import Native
 from mmtrain.models.layouts.registry import LAYOUTS, TEXT_ALONE
+from mmtrain.models.layouts.square import Square
 
 _STOCK_SETTINGS = {"projector_hidden_act": "gelu", "adapter_layer_norm_eps": 1e-6, "multimodal_projector_bias": True}
 NEWLINE = "image_newline"
@@ -166,10 +168,15 @@ def connector(
 
 def run_connector(config: RunConfig) -> tuple[Operation, ...]:
     """Return the operations of a run's connector, with the widths of its encoder and its LLM."""
-    chosen = config.model.vision
-    vision = vision_shape(chosen.name, chosen.select_layer, chosen.final_norm)
     llm_width = llm_shape(config.model.llm.path).hidden_size
-    return connector(config.model.projector, vision.width, llm_width, has_newline(config))
+    return connector(config.model.projector, run_vision(config).width, llm_width, has_newline(config))
+
+
+def run_vision(config: RunConfig) -> VisionShape:
+    """Return the shape of a run's encoder; one for images of any size has the cells that the connector makes."""
+    chosen = config.model.vision
+    shape = vision_shape(chosen.name, chosen.select_layer, chosen.final_norm)
+    return shape.with_cells(reduction(config.model.projector))
 
 
 def has_newline(config: RunConfig) -> bool:
@@ -214,12 +221,22 @@ def _has(operations: Sequence[Operation], kinds: tuple[type[Operation], ...]) ->
 def image_layout(config: RunConfig) -> ImageLayout:
     """Return the layout of a run's images; without an encoder they take no position.
 
-    Raises UserError for a factor that does not divide the encoder's grid, and for pinpoints that are no grid of tiles.
+    Raises UserError for a factor that does not divide the encoder's grid, for pinpoints that are no grid of tiles, and
+    for a layout of squares where the encoder takes images of any size, or the reverse.
     """
     model, layout = config.model, _layout_class(config)
     if model.vision is None:
         return layout(0)
-    vision = vision_shape(model.vision.name, model.vision.select_layer, model.vision.final_norm)
+    vision = run_vision(config)
+    if layout.attends_across != (vision.family.native is not None):
+        raise UserError(
+            f"model.vision.layout: {layout.name}, but {model.vision.name} takes images "
+            + (
+                f"of one size, {vision.image_size} pixels a side. Set another layout, e.g. {Square.name}"
+                if layout.attends_across
+                else f"of any size. Set model.vision.layout={Native.name}"
+            )
+        )
     factor, side = reduction(model.projector), math.isqrt(vision.patches_per_image)
     if side % factor:
         fitting = [f"model.projector.factor={other}" for other in (2, 3, 4) if side % other == 0]
@@ -236,6 +253,8 @@ def image_layout(config: RunConfig) -> ImageLayout:
                 f"pixels, as {model.vision.name} takes. Correct it, or leave pinpoints out for {layout.name}'s own."
             )
     numbers = {key: getattr(model.vision, key) for key in layout.keys}
+    if vision.family.native is not None:
+        numbers["rounds_up"] = vision.family.native.rounds_up
     positions = vision.patches_per_image // factor**2
     return layout(positions, size, **{key: value for key, value in numbers.items() if value is not None})
 

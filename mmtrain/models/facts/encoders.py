@@ -1,5 +1,7 @@
 """Vision transformers that can be run up to a block, by how their files name what they hold.
 
+One that is `native` takes images of any size: its patches are those of a whole picture in its own shape.
+
 Names are those of published files (`vision.<name>` is a parameter's global name). In memory they differ with the
 version of transformers, which the class's own conversion of weights hides.
 """
@@ -10,7 +12,7 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 from mmtrain.base.errors import UserError
 from mmtrain.base.printing import escape
@@ -27,6 +29,15 @@ def rows(tensors: Mapping[str, Shape], name: str | None) -> int:
 
 
 @dataclass(frozen=True)
+class NativeInput:
+    """How an encoder that takes images of any size is called."""
+
+    patches: Literal["dy dx c", "picture"]  # order of a patch's values, or pictures instead of patches
+    images: Literal["equal", "single"]  # of a call: those with equal grids, or one
+    rounds_up: bool = False  # `Native.rounds_up`, of the processor that its stock classes have
+
+
+@dataclass(frozen=True)
 class EncoderFamily:
     """A vision model and the names of its tensors in published files."""
 
@@ -40,8 +51,9 @@ class EncoderFamily:
     beside: tuple[str, ...] = ()  # what no patch's feature comes from
     outer: tuple[str, ...] = ()  # what may stand before all names, in a file that holds more than the encoder
     in_memory: tuple[tuple[str, str], ...] = ()  # (what a version of transformers calls it, what files do)
-    image_size: int = 224  # pixels a side where config.json says nothing
+    image_size: int = 224  # pixels a side where config.json says nothing; of a patch, if it is native
     depth: int | None = 12  # blocks where config.json says nothing; None: not known
+    native: NativeInput | None = None
 
     def published(self, name: str) -> str:
         """Return the name in published files of a tensor in memory or in any file."""
@@ -53,8 +65,8 @@ class EncoderFamily:
         """Return what no feature comes from, as beginnings of names. Raises UserError for a norm that is not there."""
         if final_norm and self.norm is None:
             raise UserError(
-                f"model.vision.final_norm: {source} is a CLIP, whose final norm is only for its class token. Leave "
-                "final_norm out."
+                f"model.vision.final_norm: {source} has no final norm over its patches (CLIP's is only for its class "
+                "token). Leave final_norm out."
             )
         return self.beside if final_norm or self.norm is None else (*self.beside, self.norm)
 
@@ -89,6 +101,24 @@ _CLIP = EncoderFamily(
     outer=("vision_model.",),
 )
 _SIGLIP = replace(_CLIP, model="SiglipVisionModel", norm="post_layernorm.", class_token=None, beside=("head.",))
+_NAFLEX = replace(
+    _SIGLIP,
+    model="Siglip2VisionModel",
+    positions=None,  # resized to each image's grid
+    image_size=16,
+    native=NativeInput("dy dx c", "equal", rounds_up=True),
+)
+_PIXTRAL = EncoderFamily(
+    model="PixtralVisionModel",
+    blocks="transformer.layers.",
+    patches="patch_conv.weight",
+    norm=None,
+    positions=None,  # rotary
+    class_token=None,
+    image_size=16,
+    depth=24,
+    native=NativeInput("picture", "single"),
+)
 _DINOV2 = EncoderFamily(
     model="Dinov2Model",
     blocks="encoder.layer.",
@@ -112,6 +142,9 @@ FAMILIES = {
     "clip": _CLIP,
     "clip_vision_model": _CLIP,
     "siglip": _SIGLIP,  # SigLIP 2 of fixed size too
+    "siglip2": _NAFLEX,
+    "siglip2_vision_model": _NAFLEX,
+    "pixtral": _PIXTRAL,
     "siglip_vision_model": _SIGLIP,
     "dinov2": _DINOV2,
     "dinov2_with_registers": replace(
@@ -162,11 +195,6 @@ def family_of(model_type: str | None, source: str) -> EncoderFamily:
     if model_type in FAMILIES:
         return FAMILIES[model_type]
     shown = escape(str(model_type))
-    if shown.startswith("siglip2"):
-        raise UserError(
-            f"model.vision.name: {source} is a SigLIP 2 of variable size (NaFlex), whose number of patches depends on "
-            "the image. Use one with a fixed size in its name: google/siglip2-so400m-patch14-384"
-        )
     raise UserError(
         f"model.vision.name: {source} has model_type {shown}, which is not a known vision encoder. Name a timm "
         f"model (config.json with an architecture), or one of {', '.join(FAMILIES)}"

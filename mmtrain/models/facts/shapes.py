@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
@@ -75,12 +75,18 @@ class VisionShape:
     family: EncoderFamily
     width: int  # features per patch
     heads: int
-    patches_per_image: int
+    patches_per_image: int  # of a cell, if it takes images of any size
     prefix_tokens: int  # class and register tokens: computed, not handed to the projector
-    image_size: int  # pixels
+    image_size: int  # pixels; of a cell likewise
     patch_size: int  # pixels
     parameters: tuple[ParameterShape, ...]  # of what runs, names `vision.<stock name>`
     blocks_run: int
+
+    def with_cells(self, factor: int) -> VisionShape:
+        """Return the shape with cells of `factor` x `factor` patches where the encoder takes images of any size."""
+        if self.family.native is None:
+            return self
+        return replace(self, image_size=factor * self.patch_size, patches_per_image=factor**2)
 
 
 NO_VISION = VisionShape("no encoder", TIMM_VIT, 0, 1, 0, 0, 0, 1, (), 0)  # of a run on text alone
@@ -256,9 +262,10 @@ def vision_shape_from(
         check_plain_vit(tensors, escape(str(config_json["architecture"])), source)
     family, image_size, heads, _ = encoder_settings(config_json, source)
     unused, tensors = family.unused(final_norm, source), family.own(tensors)
-    if family.patches not in tensors or len(tensors[family.patches]) != 4:
+    is_flat = family.native is not None and family.native.patches != "picture"  # a matrix over a patch's values
+    if len(tensors.get(family.patches, ())) != (2 if is_flat else 4):
         raise UserError(
-            f"{source}: has no {family.patches}; only vision transformers with one patch convolution are supported"
+            f"{source}: has no {family.patches}; only vision transformers with one patch embedding are supported"
         )
     numbered = re.compile(re.escape(family.blocks) + r"(\d+)\.")
     index_of = {name: int(match[1]) for name in tensors if (match := numbered.match(name))}
@@ -272,7 +279,12 @@ def vision_shape_from(
             f"so -1 (the last) down to {-depth} (the first)"
         )
     width, _, *patch = tensors[family.patches]
-    patch_size = square(patch, "patches", source)
+    patch_size = image_size if is_flat else square(patch, "patches", source)
+    if is_flat and tensors[family.patches][1] != 3 * patch_size**2:
+        raise UserError(
+            f"{source}: {family.patches} has {tensors[family.patches][1]} columns, but patches of {patch_size} pixels "
+            f"have {3 * patch_size**2} values. Correct patch_size in config.json, or download the folder again"
+        )
     count = patches_per_image(image_size, patch_size)
     positions = count + rows(tensors, family.class_token)
     if family.positions in tensors and (stored := rows(tensors, family.positions)) != positions:

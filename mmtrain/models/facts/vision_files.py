@@ -32,7 +32,7 @@ class EncoderSettings(NamedTuple):
     """What an encoder's config.json says."""
 
     family: EncoderFamily
-    image_size: int  # pixels a side
+    image_size: int  # pixels a side; of a patch, if the family is native
     heads: int | None  # None where it says nothing
     blocks: int | None  # None where timm alone knows
 
@@ -54,7 +54,7 @@ def encoder_settings(config_json: dict[str, Any], source: str) -> EncoderSetting
     else:
         family = family_of(config_json.get("model_type"), source)
         settings = config_json.get("vision_config") or config_json
-        size = settings.get("image_size") or family.image_size
+        size = settings.get("image_size" if family.native is None else "patch_size") or family.image_size
         blocks = settings.get("num_hidden_layers") or family.depth
         heads = settings.get("num_attention_heads")
     check_layers(settings, f"{source}: config.json")

@@ -66,6 +66,7 @@ class ImageLayout:
     name: ClassVar[str]  # in model.vision.layout, or data.images for a run without an encoder
     keys: ClassVar[tuple[str, ...]] = ()  # of model.vision that only some layouts read
     takes_images: ClassVar[bool] = True  # there is an encoder, so that images reach the model
+    attends_across: ClassVar[bool] = False  # the encoder sees all tiles of an image at once, as cells of one picture
     strips: ClassVar[bool] = False  # images are taken out of samples
     is_sized: ClassVar[bool] = False  # tiles and positions depend on an image's size
     has_newlines: ClassVar[bool] = False  # trained newlines end lines of positions; those of a tile are a square
@@ -102,6 +103,12 @@ class ImageLayout:
     def most_positions(self) -> int:
         """The most positions that an image has, without text around them; may be an upper bound."""
         return self.most_tiles * self.positions_per_tile
+
+    @property
+    def trial_sizes(self) -> list[tuple[int, int]]:
+        """Widths and heights in pixels whose tilings differ, for a layout that `is_sized`."""
+        side = self.tile_size // 2
+        return [(side * columns, side * rows) for columns in range(1, 13) for rows in range(1, 13)]
 
     @property
     def description(self) -> str:

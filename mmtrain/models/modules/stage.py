@@ -27,6 +27,7 @@ from mmtrain.data.samples.sample import IMAGE_POSITION
 from mmtrain.data.stream.images import ImageTransform, image_transform
 from mmtrain.data.stream.packs import PackedBatch, copied
 from mmtrain.models.facts.adapters import is_adapter
+from mmtrain.models.facts.connectors import reduction
 from mmtrain.models.facts.families import canonical_name
 from mmtrain.models.facts.shapes import matches_any
 from mmtrain.models.layouts.layout import Tiling
@@ -37,7 +38,7 @@ from mmtrain.models.modules.loss import loss_sum_and_predictions, supervised_los
 from mmtrain.models.modules.parity import takes_rows
 from mmtrain.models.modules.projector import Projector, starting_projector
 from mmtrain.models.modules.vision import load_vision
-from mmtrain.models.modules.vision_tower import VisionTower
+from mmtrain.models.modules.vision_tower import Grids, VisionTower
 from mmtrain.models.weights.streaming import StreamedLayers
 from mmtrain.plan.plan import StagePlan
 
@@ -93,22 +94,22 @@ class Stage(nn.Module):
             if name in stored and global_name.startswith("llm.layers."):
                 yield global_name, buffer
 
-    def encode(self, taken: PackedBatch | torch.Tensor | None) -> torch.Tensor | None:
+    def encode(self, taken: PackedBatch | torch.Tensor | None, grids: Grids = ()) -> torch.Tensor | None:
         """Run ENCODE: a micro-batch, or hidden states of tiles, to features (N, T, W) or hidden states, contiguous.
 
-        None where there is nothing to encode.
+        `grids` are those of the images whose hidden states are `taken`. None where there is nothing to encode.
         """
         if not isinstance(taken, PackedBatch):
-            return None if taken is None else self.vision.in_groups(taken)
-        tiles = taken.tiles
+            return None if taken is None else self.vision.in_groups(taken, grids=grids)
+        tiles, grids = taken.tiles, taken.grids
         if self.projector is None or (tiles is None and self.encoder_is_frozen):
             return None
         if tiles is None:  # an encoder that trains has gradients to reduce, of a black tile
             size = self.vision.image_size
-            tiles = torch.zeros(1, 3, size, size, device=taken.input_ids.device)
+            tiles, grids = torch.zeros(1, 3, size, size, device=taken.input_ids.device), ((1, 1),)
         if self.encoder_is_frozen:
-            return self.vision.in_groups(tiles, self.normalised)
-        return self.vision(self.normalised(tiles))
+            return self.vision.in_groups(tiles, self.normalised, grids)
+        return self.vision(self.normalised(tiles), grids)
 
     def normalised(self, tiles: torch.Tensor) -> torch.Tensor:
         return self.transform.normalise(tiles) if tiles.dtype == torch.uint8 else tiles
@@ -143,7 +144,7 @@ class Stage(nn.Module):
         adapted = vision is not None and any(is_adapter(name) for name, _ in vision.global_parameters())
         if adapted:  # such an encoder is whole
             with refusing_unused(vision.model, vision.canonical_name):
-                vision(torch.zeros(1, 3, vision.image_size, vision.image_size, device=device))
+                vision(torch.zeros(1, 3, vision.image_size, vision.image_size, device=device), ((1, 1),))
 
     def forward(self, hidden: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
         """Decoder layers, and on the last stage the final norm: (B, L, D) -> (B, L, D)."""
@@ -266,6 +267,7 @@ def build_stage(
             DTYPES[config.model.vision_dtype],
             device,
             final_norm=chosen.final_norm,
+            factor=reduction(config.model.projector),
             blocks=stage.encoder,
         )
         add_adapters(vision.model, config.model.lora, vision.canonical_name, config.run.seed)

@@ -27,7 +27,7 @@ from mmtrain.models.facts.timm_models import refuse_wrong_activation, timm_confi
 from mmtrain.models.facts.vision_files import is_timm_name, square
 from mmtrain.models.modules.language import quiet
 from mmtrain.models.modules.tiny import randomise, shrink
-from mmtrain.models.modules.vision_tower import VisionTower, block_list, drop_other_blocks
+from mmtrain.models.modules.vision_tower import NativeTower, VisionTower, block_list, drop_other_blocks
 from mmtrain.models.weights.files import open_tensors, tensor_places
 
 # What timm reads too, its preference first.
@@ -42,20 +42,22 @@ def load_vision(
     device: torch.device | str = "cpu",
     *,
     final_norm: bool = False,
+    factor: int = 1,
     blocks: tuple[int, int] | None = None,
 ) -> VisionTower:
     """Load an encoder up to the selected layer: frozen, in eval mode, its weights stored in `dtype`.
 
     `name` is a timm name, or a folder or cached hub id of a vision model of timm or transformers; nothing is
     downloaded. With `final_norm`, for the last layer alone, features are those of timm's `forward_features`, or
-    transformers' `last_hidden_state`. With `blocks`, [first, last) of those that run, the others are not kept.
+    transformers' `last_hidden_state`. An encoder for images of any size takes cells of `factor` x `factor` patches. With
+    `blocks`, [first, last) of those that run, the others are not kept.
 
     Raises UserError for a name, folder or layer that does not exist, weights that are not here, and other encoders.
     """
     model = timm_model(name, blocks)
     if model is not None:
         return _cut_timm(model, name, select_layer, dtype, final_norm, blocks).to(device)
-    return _load_hf(model_folder(name), select_layer, dtype, final_norm, blocks).to(device)
+    return _load_hf(model_folder(name), select_layer, dtype, final_norm, factor, blocks).to(device)
 
 
 def timm_model(name: str, held: tuple[int, int] | None = None) -> nn.Module | None:
@@ -173,7 +175,12 @@ def stock_config(family: EncoderFamily, folder: Path) -> transformers.PreTrained
 
 
 def _load_hf(
-    folder: Path, select_layer: int, dtype: torch.dtype, final_norm: bool, held: tuple[int, int] | None
+    folder: Path,
+    select_layer: int,
+    dtype: torch.dtype,
+    final_norm: bool,
+    factor: int,
+    held: tuple[int, int] | None,
 ) -> VisionTower:
     family = family_of(encoder_config(folder).get("model_type"), str(folder))
     stock, unused = model_class(family), family.unused(final_norm, str(folder))
@@ -210,7 +217,7 @@ def _load_hf(
     if missing or info["mismatched_keys"]:
         # transformers would only warn and train against an encoder that is partly random
         raise _lacks_tensors(folder, sorted([*missing, *(str(key) for key in info["mismatched_keys"])]))
-    return _hf_tower(model, family, config, str(folder), held)
+    return _hf_tower(model, family, config, str(folder), factor, held)
 
 
 def _hf_tower(
@@ -218,8 +225,11 @@ def _hf_tower(
     family: EncoderFamily,
     config: transformers.PreTrainedConfig,
     source: str,
+    factor: int,
     held: tuple[int, int] | None = None,
 ) -> VisionTower:
+    if family.native is not None:
+        return NativeTower(model, family, config.hidden_size, config.patch_size, factor, blocks=held)
     prefix_tokens = family.prefix_tokens({name: tuple(p.shape) for name, p in model.named_parameters()})
 
     def features(model: nn.Module, images: torch.Tensor) -> torch.Tensor:
@@ -239,7 +249,7 @@ def _leave_out(model: nn.Module, unused: Sequence[str]) -> None:
             setattr(owner, last, nn.Identity() if isinstance(module, nn.Module) else None)
 
 
-def made_up_encoder(name: str, dtype: torch.dtype, final_norm: bool, depth: int) -> VisionTower:
+def made_up_encoder(name: str, dtype: torch.dtype, final_norm: bool, factor: int, depth: int) -> VisionTower:
     """Make an encoder such as `load_vision` loads, with `depth` blocks and random weights.
 
     timm's encoders keep their widths, those of transformers become tiny.
@@ -257,7 +267,7 @@ def made_up_encoder(name: str, dtype: torch.dtype, final_norm: bool, depth: int)
             stock.set_attn_implementation("sdpa")
             randomise(stock, seed=0)
             _leave_out(stock, family.unused(final_norm, name))
-            return _hf_tower(stock.to(dtype), family, config, name)
+            return _hf_tower(stock.to(dtype), family, config, name, factor)
         if holds_parts(folder):
             check_wrapped_timm(config_json, folder)
             architecture, options = config_json["architecture"], dict(config_json["model_args"] or {})

@@ -4,26 +4,33 @@
         --blocks b .. c-1--> hidden
         --blocks c .. n-1, last norm if asked for, prefix tokens dropped--> features (N, T, W)
 
+An encoder that takes images of any size (`NativeTower`) has cells for images: those of one picture are put together
+before the stem, and its features are taken apart again. Between slices they keep the encoder's own order.
+
 Every slice holds what stands around the blocks (patches, positions, norms; the stem), which is small: behind the first
-slice it runs on one image of zeros, in whose place the slice's first block takes what was received.
+slice it runs on zeros, in whose place the slice's first block takes what was received.
 """
 
 from __future__ import annotations
 
 import copy
+import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import nn
 
 from mmtrain.base.errors import UserError
-from mmtrain.models.facts.encoders import ENCODER_BLOCK
+from mmtrain.models.facts.encoders import ENCODER_BLOCK, EncoderFamily, NativeInput
 from mmtrain.models.facts.vision_files import patches_per_image
 from mmtrain.models.modules.bookends import Bookend
 from mmtrain.models.modules.lora import without_marks
-from mmtrain.plan.costs import tiles_per_call
+from mmtrain.plan.costs import PATCHES_PER_CALL, tiles_per_call
+
+Grids = Sequence[tuple[int, int]]  # rows and columns of cells of each picture
 
 
 class VisionTower(nn.Module):
@@ -36,7 +43,7 @@ class VisionTower(nn.Module):
     def __init__(
         self,
         model: nn.Module,
-        features: Callable[[nn.Module, torch.Tensor], torch.Tensor],
+        features: Callable[..., torch.Tensor],
         width: int,
         image_size: int,
         patch_size: int,
@@ -44,7 +51,7 @@ class VisionTower(nn.Module):
         published: Callable[[str], str] = str,
         blocks: tuple[int, int] | None = None,
     ) -> None:
-        """`features` runs the encoder's own forward up to the selected block and drops prefix tokens.
+        """`features(model, images)` runs the encoder's own forward up to the selected block and drops prefix tokens.
 
         `published` maps a parameter's name in `model` to that in files. `model` has bookends for all but `blocks`.
         """
@@ -88,22 +95,36 @@ class VisionTower(nn.Module):
     def canonical_name(self, name: str) -> str:
         return f"vision.{self.published(name)}"
 
-    def forward(self, taken: torch.Tensor) -> torch.Tensor:
-        """Normalised images (N, 3, S, S), or hidden states (N, *hidden_shape), to features or hidden states."""
-        first, last = self.blocks
-        side = (3, self.image_size, self.image_size)
+    def forward(self, taken: torch.Tensor, grids: Grids = ()) -> torch.Tensor:
+        """Normalised images (N, 3, S, S), or hidden states (N, *hidden_shape), to features or hidden states.
+
+        `grids` of pictures count for a `NativeTower` alone.
+        """
+        first, side = self.blocks[0], (3, self.image_size, self.image_size)
         if taken.ndim == len(side) + 1:
             assert taken.shape[1:] == side and first == 0, (taken.shape, self.blocks)  # some encoders take other sizes
-            hidden, images = None, taken.to(self.dtype)
+            output = self._run(None, taken.to(self.dtype), grids)
         else:
             assert taken.shape[1:] == self.hidden_shape, (taken.shape, self.hidden_shape)
-            hidden, images = taken, taken.new_zeros(1, *side)
-        blocks, handles = block_list(self.model), []
+            output = self._run(taken, taken.new_zeros(1, 1, 1, 1).expand(len(taken), *side), grids)
+        expected = (len(taken), *(self.feature_shape if self.is_last else self.hidden_shape))
+        assert output.shape == expected and output.dtype == self.dtype, (output.shape, expected, output.dtype)
+        return output
+
+    def _run(self, hidden: torch.Tensor | None, images: torch.Tensor, grids: Grids) -> torch.Tensor:
+        """Run the encoder once on N images, or on zeros in whose place `hidden` enters the slice's first block."""
+        return self._call(hidden, images if hidden is None else images[:1])
+
+    def _call(self, hidden: torch.Tensor | None, *images: Any) -> torch.Tensor:
+        """Return `features(model, *images)`, or what a slice before the last hands on, in the encoder's own order."""
+        (first, last), blocks, handles = self.blocks, block_list(self.model), []
         if hidden is not None:  # takes the place of what the stem made
-            hand_in = blocks[first].register_forward_pre_hook(lambda _, arguments: (hidden, *arguments[1:]))
+            hand_in = blocks[first].register_forward_pre_hook(
+                lambda _, arguments: (self._handed_in(hidden, arguments[0]), *arguments[1:])
+            )
             handles.append(hand_in)
         try:
-            output = self.features(self.model, images)
+            output = self.features(self.model, *images)
             if not self.is_last:
                 output = blocks[last].handed_out
         finally:  # else these hidden states would stay alive, or enter the next call after an error
@@ -112,29 +133,114 @@ class VisionTower(nn.Module):
             for block in blocks:
                 if isinstance(block, Bookend):
                     block.handed_out = None
-        expected = (len(taken), *(self.feature_shape if self.is_last else self.hidden_shape))
-        assert output.shape == expected and output.dtype == self.dtype, (output.shape, expected, output.dtype)
         return output
+
+    def _handed_in(self, hidden: torch.Tensor, made: torch.Tensor) -> torch.Tensor:
+        """Return received hidden states in the shape of those that the stem `made`."""
+        return hidden
+
+    def groups(self, tiles: int, grids: Grids) -> list[tuple[int, Grids]]:
+        """Split `tiles` into those of each call, with their pictures' grids."""
+        at_once = tiles_per_call(self.patches_per_image)
+        return [(min(at_once, tiles - begin), ()) for begin in range(0, tiles, at_once)]
 
     @torch.no_grad()
     def in_groups(
-        self, taken: torch.Tensor, prepared: Callable[[torch.Tensor], torch.Tensor] = lambda part: part
+        self,
+        taken: torch.Tensor,
+        prepared: Callable[[torch.Tensor], torch.Tensor] = lambda part: part,
+        grids: Grids = (),
     ) -> torch.Tensor:
-        """Run N tiles' images or hidden states without a graph, `tiles_per_call` at a time; contiguous.
+        """Run N tiles' images or hidden states without a graph, a group at a time; contiguous.
 
         Groups and strides are those of every other slice: they decide which kernels run, and so the bits. `prepared`
         makes the input of a group.
         """
-        first, *others = taken.split(tiles_per_call(self.patches_per_image))
-        output = self(prepared(first))
-        if not others:
+        groups = self.groups(len(taken), grids)
+        parts = taken.split([tiles for tiles, _ in groups])
+        output = self(prepared(parts[0]), groups[0][1])
+        if len(groups) == 1:
             return output.contiguous()
         outputs = output.new_empty(len(taken), *output.shape[1:])
-        outputs[: len(first)] = output
+        outputs[: len(output)] = output
         del output  # else it lives while the others are made
-        for part, place in zip(others, outputs.split(len(first))[1:], strict=True):
-            place.copy_(self(prepared(part)))
+        places = outputs.split([tiles for tiles, _ in groups])
+        for part, place, (_, of_part) in list(zip(parts, places, groups, strict=True))[1:]:
+            place.copy_(self(prepared(part), of_part))
         return outputs
+
+
+class NativeTower(VisionTower):
+    """An encoder that takes images of any size, on cells of `factor` x `factor` patches.
+
+    `features(model, cells, grid)` takes the cells (n, rows * columns, 3, S, S) of n pictures of one grid, (rows,
+    columns) of cells, and returns (n, patches, W), row by row of patches.
+    """
+
+    def __init__(
+        self, model: nn.Module, family: EncoderFamily, width: int, patch_size: int, factor: int, **options: Any
+    ) -> None:
+        assert family.native is not None
+        features = functools.partial(_native_features, family.native, factor)
+        super().__init__(model, features, width, factor * patch_size, patch_size, 0, family.published, **options)
+        self.factor, self.shares_calls = factor, family.native.images == "equal"
+
+    def groups(self, tiles: int, grids: Grids) -> list[tuple[int, Grids]]:
+        """Make groups of whole pictures, of up to PATCHES_PER_CALL patches or one picture."""
+        assert sum(rows * columns for rows, columns in grids) == tiles, (tiles, grids)
+        groups: list[tuple[int, Grids]] = []
+        for grid in grids:
+            count = grid[0] * grid[1]
+            if groups and (groups[-1][0] + count) * self.patches_per_image <= PATCHES_PER_CALL:
+                groups[-1] = (groups[-1][0] + count, (*groups[-1][1], grid))
+            else:
+                groups.append((count, (grid,)))
+        return groups
+
+    def _run(self, hidden: torch.Tensor | None, images: torch.Tensor, grids: Grids) -> torch.Tensor:
+        counts = [rows * columns for rows, columns in grids]
+        cells, outputs = images.split(counts), [images] * len(grids)
+        received = [None] * len(grids) if hidden is None else hidden.split(counts)
+        calls: dict[Any, list[int]] = {}
+        for number, grid in enumerate(grids):
+            calls.setdefault(grid if self.shares_calls else number, []).append(number)
+        for numbers in calls.values():
+            grid = grids[numbers[0]]
+            taken = None if hidden is None else torch.stack([received[number] for number in numbers])
+            output = self._call(taken, torch.stack([cells[number] for number in numbers]), grid)
+            if self.is_last:
+                output = _cells_of(output, grid, self.factor)
+            output = output.reshape(len(numbers), -1, *self.hidden_shape)
+            for number, one in zip(numbers, output, strict=True):
+                outputs[number] = one
+        return torch.cat(outputs)
+
+    def _handed_in(self, hidden: torch.Tensor, made: torch.Tensor) -> torch.Tensor:
+        return hidden.reshape(made.shape)
+
+
+def _native_features(
+    native: NativeInput, factor: int, model: nn.Module, cells: torch.Tensor, grid: tuple[int, int]
+) -> torch.Tensor:
+    """Run a stock encoder on the cells (n, N, 3, S, S) of n pictures of one grid: features (n, patches, W)."""
+    (rows, columns), (count, size) = grid, (len(cells), cells.shape[-1])
+    if native.patches == "picture":
+        pictures = cells.reshape(count, rows, columns, 3, size, size).permute(0, 3, 1, 4, 2, 5)
+        pictures = pictures.reshape(count, 3, rows * size, columns * size)
+        return model(pictures, image_sizes=[tuple(pictures.shape[2:])] * count).last_hidden_state
+    side = size // factor
+    patches = cells.reshape(count, rows, columns, 3, factor, side, factor, side).permute(0, 1, 4, 2, 6, 5, 7, 3)
+    grids = torch.tensor([[rows * factor, columns * factor]] * count)
+    # No mask: one of ones would choose another attention kernel.
+    hidden = model(patches.reshape(count, -1, 3 * side**2), pixel_attention_mask=None, spatial_shapes=grids)
+    return hidden.last_hidden_state
+
+
+def _cells_of(features: torch.Tensor, grid: tuple[int, int], factor: int) -> torch.Tensor:
+    """Features (n, patches, W), row by row of patches, as (n, cells, factor^2, W), row by row of cells."""
+    rows, columns = grid
+    apart = features.reshape(len(features), rows, factor, columns, factor, -1).transpose(2, 3)
+    return apart.reshape(len(features), rows * columns, factor**2, -1)
 
 
 def block_list(model: nn.Module) -> nn.Sequential | nn.ModuleList:
@@ -153,12 +259,12 @@ def drop_other_blocks(blocks: nn.Sequential | nn.ModuleList, first: int, last: i
             blocks[i] = Bookend(block)
 
 
-def slices_difference(whole: VisionTower, cuts: Sequence[int], images: torch.Tensor) -> float:
+def slices_difference(whole: VisionTower, cuts: Sequence[int], images: torch.Tensor, grids: Grids = ()) -> float:
     """Largest difference between features by slices with borders `cuts` and by the whole encoder; never NaN."""
-    expected = whole.in_groups(images)
+    expected = whole.in_groups(images, grids=grids)
     taken = images
     for first, last in pairwise(cuts):
-        taken = whole.slice_of(first, last).in_groups(taken)
+        taken = whole.slice_of(first, last).in_groups(taken, grids=grids)
     if torch.equal(taken, expected):
         return 0.0
     difference = float((taken.double() - expected.double()).abs().max())

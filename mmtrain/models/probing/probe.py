@@ -28,6 +28,7 @@ from mmtrain.base.durable import write_whole
 from mmtrain.base.errors import EncoderSliceError, UserError
 from mmtrain.config.model import VisionSection
 from mmtrain.config.schema import RunConfig
+from mmtrain.models.facts.connectors import reduction
 from mmtrain.models.facts.encoders import ENCODER_BLOCK
 from mmtrain.models.facts.families import check_family, encoder_config, llm_config
 from mmtrain.models.facts.model_files import Shape, model_folder
@@ -41,7 +42,7 @@ SECONDS = 300  # that the child may take
 
 CUTS = ((0, 0, 1, 2, 3), (0, 2, 3))  # borders of an encoder's slices: the stem alone, one block each; several blocks
 BLOCKS = CUTS[0][-1]  # of the encoder that is tried
-TILES = 2  # not 1, as the stem of later slices has
+GRIDS = ((1, 2), (2, 3), (1, 2))  # of images, as cells; not one tile, as the stem of later slices has
 _REMEDY = "Set parallel.encoder_ranks=0, which keeps the whole encoder on rank 0"
 
 _EXCEPTION = re.compile(r"^[A-Za-z_][\w.]*: .+")
@@ -97,16 +98,16 @@ def probe_encoder(config: RunConfig) -> None:
     if chosen is None:
         return
     _refuse_unlike_blocks(chosen)
-    dtype = config.model.vision_dtype
+    dtype, factor = config.model.vision_dtype, reduction(config.model.projector)
     # Of a folder its config.json counts, wherever it lies.
     source = chosen.name if is_timm_name(chosen.name) else encoder_config(model_folder(chosen.name))
-    question = json.dumps([source, dtype, chosen.final_norm], sort_keys=True).encode()
+    question = json.dumps([source, dtype, chosen.final_norm, factor], sort_keys=True).encode()
     record = _record(("torch", "transformers", "timm"), question)
     if record.is_file():
         return
     fault = f"{chosen.name} cannot be cut into slices"
     try:
-        (difference,) = _differences("encoder", chosen.name, dtype, chosen.final_norm, tried=fault)
+        (difference,) = _differences("encoder", chosen.name, dtype, chosen.final_norm, factor, tried=fault)
     except _ChildError as error:
         raise EncoderSliceError(f"{error}. {_REMEDY}") from None
     if difference != 0:  # a NaN too
@@ -194,7 +195,7 @@ def _measure_llm(folder: str, how: str, *cut_points: str) -> tuple[float, float]
     return best
 
 
-def _measure_encoder(name: str, dtype: str, final_norm: str) -> tuple[float]:
+def _measure_encoder(name: str, dtype: str, final_norm: str, factor: str) -> tuple[float]:
     """In the child: the largest difference of a feature over `CUTS`; infinite where one is not a number."""
     import torch
 
@@ -202,10 +203,11 @@ def _measure_encoder(name: str, dtype: str, final_norm: str) -> tuple[float]:
     from mmtrain.models.modules.vision import made_up_encoder
     from mmtrain.models.modules.vision_tower import slices_difference
 
-    tower = made_up_encoder(name, DTYPES[dtype], final_norm == str(True), BLOCKS)
+    tower = made_up_encoder(name, DTYPES[dtype], final_norm == str(True), int(factor), BLOCKS)
     generator = torch.Generator().manual_seed(0)
-    images = torch.randn(TILES, 3, tower.image_size, tower.image_size, generator=generator)
-    return (max(slices_difference(tower, cuts, images) for cuts in CUTS),)
+    tiles = sum(rows * columns for rows, columns in GRIDS)
+    images = torch.randn(tiles, 3, tower.image_size, tower.image_size, generator=generator)
+    return (max(slices_difference(tower, cuts, images, GRIDS) for cuts in CUTS),)
 
 
 if __name__ == "__main__":

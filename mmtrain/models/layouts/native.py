@@ -1,0 +1,108 @@
+"""A grid of cells that keeps the image's shape: each cell is f x f patches of the encoder and one position of the LLM.
+
+smart    between `min_positions` and `max_positions` cells; small images are enlarged (LFM2-VL's, Qwen-VL's)
+longest  no side longer than `longest_edge` pixels; small images keep their size (Pixtral's)
+
+The picture is stretched to whole cells. Sources in transformers: `smart_resize` of Lfm2VlImageProcessor and of
+Qwen2VLImageProcessor, `get_resize_output_image_size` of PixtralImageProcessor; floating-point operations are in their
+order, since they round.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from dataclasses import dataclass
+from typing import Any
+
+from mmtrain.models.layouts.layout import ImageLayout, Tiling, UnfitImage
+
+MIN_POSITIONS, MAX_POSITIONS = 64, 256  # Lfm2VlImageProcessor's
+THINNEST = 200  # times as long as wide; Qwen2VLImageProcessor refuses more
+
+
+@dataclass(frozen=True)
+class Native(ImageLayout):
+    """Cells of `tile_size` pixels; `longest_edge` chooses the rule."""
+
+    min_positions: int = MIN_POSITIONS
+    max_positions: int = MAX_POSITIONS
+    longest_edge: int | None = None  # pixels
+    rounds_up: bool = False  # a side shorter than half a cell counts as one cell from the start, as Lfm2Vl has it
+
+    name = "native"
+    keys = ("min_positions", "max_positions", "longest_edge")
+    is_sized = True
+    attends_across = True
+    joins_patches = True
+
+    @property
+    def index_options(self) -> str:
+        return ""  # its texts are those of one square
+
+    @property
+    def numbers(self) -> str:
+        rule = f"{self.min_positions} {self.max_positions} {self.longest_edge} {self.rounds_up}"
+        return f"{self.name} {self.tile_size} {rule}"
+
+    @property
+    def most_tiles(self) -> int:
+        if self.longest_edge is not None:
+            return math.ceil(self.longest_edge / self.tile_size) ** 2
+        # Thin images: one side is raised to one cell, or both are rounded up to whole cells.
+        longest = math.isqrt(THINNEST * self.max_positions)
+        enlarged = self.min_positions + math.ceil(math.sqrt(THINNEST * self.min_positions)) + 2
+        return max(self.max_positions, longest, enlarged)
+
+    @property
+    def trial_sizes(self) -> list[tuple[int, int]]:
+        return [(64 * n, 48 * n) for n in range(1, 61)]
+
+    @property
+    def description(self) -> str:
+        if self.longest_edge is not None:
+            most = f"a longest side of {self.longest_edge} pixels"
+        else:
+            most = f"{self.min_positions} to {self.max_positions} image tokens"
+        side = self.tile_size
+        return f"resized to {most}, one for each {side} x {side} pixels, in its own shape (`model.vision.layout: native`)"
+
+    @property
+    def image_settings(self) -> dict[str, Any]:
+        if self.longest_edge is not None:
+            return {"size": {"longest_edge": self.longest_edge}}
+        return {"min_positions": self.min_positions, "max_positions": self.max_positions}
+
+    def tiling(self, width: int = 0, height: int = 0, images: int = 1) -> Tiling:
+        rows, columns = _grid(self, width, height)
+        return Tiling(width, height, rows * columns, rows, columns, "stretched")
+
+
+@functools.lru_cache(maxsize=1 << 16)
+def _grid(layout: Native, width: int, height: int) -> tuple[int, int]:
+    if max(width, height) > THINNEST * min(width, height):
+        raise UnfitImage(f"{width} x {height} pixels, more than {THINNEST} times as long as wide")
+    if layout.longest_edge is not None:
+        return _longest(height, width, layout.longest_edge, layout.tile_size)
+    return _smart(height, width, layout)
+
+
+def _smart(height: int, width: int, layout: Native) -> tuple[int, int]:
+    cell, least, most = layout.tile_size, layout.min_positions, layout.max_positions
+    rows, columns = (max(int(layout.rounds_up), round(side / cell)) for side in (height, width))
+    if rows * columns > most:
+        scale = math.sqrt(height * width / (most * cell**2))
+        return tuple(max(1, math.floor(side / scale / cell)) for side in (height, width))
+    if rows * columns < least:
+        scale = math.sqrt(least * cell**2 / (height * width))
+        return tuple(math.ceil(side * scale / cell) for side in (height, width))
+    return rows, columns
+
+
+def _longest(height: int, width: int, longest: int, cell: int) -> tuple[int, int]:
+    ratio = max(height / longest, width / longest)
+    if ratio > 1:
+        height, width = math.floor(height / ratio), math.floor(width / ratio)
+    if not height or not width:
+        raise UnfitImage(f"so long and thin that nothing of it is left on {longest} pixels")
+    return (height - 1) // cell + 1, (width - 1) // cell + 1
