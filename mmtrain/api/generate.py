@@ -34,7 +34,7 @@ _log = logging.getLogger(__name__)
 PARTS_OF_LLMS = {"attn_config", "ffn_config"}  # parts in a config of an LLM alone
 NEEDED = (
     "Name a run or checkpoint of mmtrain, or a Hugging Face folder of a model that mmtrain export makes "
-    f"({', '.join(stock.name for stock in STOCK_CLASSES)}, or a causal LM)"
+    f"({', '.join(dict.fromkeys(stock.name for stock in STOCK_CLASSES))}, or a causal LM)"
 )
 
 
@@ -127,7 +127,7 @@ def load(folder: Path) -> tuple[Any, Any]:
         with foreign_files(str(folder)):
             model_class = MODEL_FOR_CAUSAL_LM_MAPPING[type(causal_config(folder))]
     else:
-        stock = stock_class(config["model_type"])
+        stock = stock_class(config["model_type"], (config.get("vision_config") or {}).get("model_type"))
         _check_parts(stock, config, folder)
         with foreign_files(str(folder)):
             model_class, processor = stock.model_class, stock.load_processor(folder)

@@ -85,8 +85,8 @@ class VisionSection(Section):
             )
         if (least or MIN_POSITIONS) > (most or MAX_POSITIONS):
             raise wrong_together(
-                f"model.vision.min_positions: {least or MIN_POSITIONS} is above max_positions, {most or MAX_POSITIONS}. "
-                "Set both"
+                f"model.vision.min_positions: {least or MIN_POSITIONS} is above max_positions, which is "
+                f"{most or MAX_POSITIONS}. Set both"
             )
         return self
 
@@ -104,13 +104,22 @@ class VisionSection(Section):
 
 class ProjectorSection(Section):
     type: Fixed[
-        Literal["linear", "mlp2x_gelu", "shuffle_swiglu", "shuffle_linear", "shuffle_mlp2x_gelu", "mlp2x_gelu_pool"]
+        Literal[
+            "linear",
+            "mlp2x_gelu",
+            "shuffle_swiglu",
+            "shuffle_linear",
+            "shuffle_mlp2x_gelu",
+            "mlp2x_gelu_pool",
+            "norm_merge_mlp2x",
+        ]
     ] = "mlp2x_gelu"
     """projector architecture, with the models that use it. mlp2x_gelu: LLaVA-1.5; shuffle_swiglu: AyaVision;
-    shuffle_linear: Idefics3, SmolVLM; shuffle_mlp2x_gelu: InternVL; mlp2x_gelu_pool: PerceptionLM"""
+    shuffle_linear: Idefics3, SmolVLM; shuffle_mlp2x_gelu: InternVL, LFM2-VL; mlp2x_gelu_pool: PerceptionLM;
+    norm_merge_mlp2x: Mistral 3, LightOnOCR"""
     factor: Fixed[Literal[2, 3, 4] | None] = None
-    """how many patches per side become one image token where the type shuffles or pools: 2 leaves a quarter of the
-    tokens, 4 a sixteenth; null: 2"""
+    """how many patches per side become one image token where the type shuffles, merges or pools: 2 leaves a quarter of
+    the tokens, 4 a sixteenth; null: 2"""
     width: Fixed[Annotated[int, Field(ge=2, le=1_000_000)] | None] = None
     """features between the linear layers of shuffle_swiglu, including the gate's; null: the LLM's width"""
     init_from: Free[Files[str | None]] = None

@@ -99,7 +99,7 @@ def write_processor(stock: StockClass, config: RunConfig, encoder: ExportedEncod
     rows_needed = max(rows, max(used) + 1)
     _save_tokenizer(stock, tokenizer, folder)
 
-    transform = image_transform(config.model.vision.name, config.data.image_fit)
+    transform = image_transform(config.model.vision.name, config.data.image_fit, tile_size=layout.tile_size)
     assert transform.image_size == encoder.image_size, f"{transform.image_size} pixels, encoder {encoder.image_size}"
     _write_json(folder / "preprocessor_config.json", stock.image_settings(transform, layout))
     if (video := stock.video_settings(transform)) is not None:
@@ -263,7 +263,7 @@ def _fault(
     for turns, document in documents_of(exported.template, conversations, sizes):
         shown = pictures[: len(document.tilings)]
         tiles = torch.cat([transform.cut(*pair) for pair in zip(shown, document.tilings, strict=True)])
-        needed = exported.stock.inputs(transform.normalise(tiles), document.tilings)
+        needed = exported.stock.inputs(transform.normalise(tiles), document.tilings, exported.layout)
         begin = next(t for t, label in enumerate(document.labels) if label != IGNORE) + 1
         cases = [(turns[:1], document.input_ids[:begin])] + ([] if plain else [(turns, document.input_ids)])
         for asked, trained in cases:

@@ -33,6 +33,7 @@ from mmtrain.data.stream.packs import Pack, PackedBatch, Processor, make_batch
 from mmtrain.demo.data import make_demo_data
 from mmtrain.exporting.hf import ExportedModel
 from mmtrain.exporting.projector_file import run_tensors
+from mmtrain.models.facts.connectors import image_layout
 from mmtrain.models.facts.shapes import llm_shape
 from mmtrain.models.modules.language import quiet
 from mmtrain.models.modules.lora import merge_adapters
@@ -70,7 +71,7 @@ def compare_logits(
     """
     samples, batches = zip(*read_samples(checkpoint.config, count), strict=True)
     stage = whole_model(checkpoint)
-    stock = exported.stock
+    stock, layout = exported.stock, image_layout(checkpoint.config)
     merged = stage if exported.adapters is None else stage.vision
     if dtype != torch.float32 and merged is not None:  # what is rounded are merged weights
         merge_adapters(merged)
@@ -88,7 +89,7 @@ def compare_logits(
         ids, pixels = batch.input_ids, {}
         if batch.tiles is not None:
             ids = ids.masked_fill(ids == IMAGE_POSITION, model.config.image_token_id)
-            pixels = stock.inputs(batch.tiles, batch.tilings)
+            pixels = stock.inputs(batch.tiles, batch.tilings, layout)
         with torch.no_grad():
             logits = model(input_ids=ids, attention_mask=torch.ones_like(ids), **pixels).logits
         logits = logits[batch.labels != IGNORE]

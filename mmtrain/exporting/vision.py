@@ -11,6 +11,7 @@ ViT gets other names; features differ by rounding alone:
     timm: class token                               dinov2, its layer scales 1 where the encoder has none
     clip, clip_vision_model                         clip_vision_model
     siglip (SigLIP 2 of fixed size), ..._model      siglip_vision_model
+    siglip2, siglip2_vision_model (NaFlex); pixtral siglip2_vision_model; pixtral
     dinov2; vit; dinov3_vit without registers       the same
     internvl, internvl_vision                       internvl_vision
 
@@ -36,6 +37,7 @@ from mmtrain.config.schema import RunConfig
 from mmtrain.exporting.language import take_merged
 from mmtrain.exporting.tensors import TensorSource, in_memory, stored
 from mmtrain.models.facts.adapters import is_adapter
+from mmtrain.models.facts.connectors import image_layout
 from mmtrain.models.facts.encoders import FAMILIES, family_of
 from mmtrain.models.facts.families import encoder_config, encoder_tensors
 from mmtrain.models.facts.model_files import foreign_files, model_folder
@@ -52,6 +54,7 @@ KEPT_SETTINGS = (
     *("rope_theta", "query_bias", "key_bias", "value_bias", "proj_bias", "mlp_bias", "use_gated_mlp"),  # DINOv3
     *("num_register_tokens", "attention_bias", "use_qk_norm", "norm_type"),  # the last three InternViT's, as are:
     *("use_absolute_position_embeddings", "use_mean_pooling"),
+    *("num_patches", "head_dim", "rope_parameters"),  # SigLIP 2 NaFlex, Pixtral
 )  # of a transformers configuration; the others are about training or about files
 # What features may come from: each computes what its stock counterpart does, or in eval mode nothing.
 KNOWN_MODULES = {
@@ -75,12 +78,15 @@ def encoder_for_export(config: RunConfig, trained: Mapping[str, torch.Tensor]) -
         settings, tensors = _from_transformers(model_folder(name), own)
     else:
         settings, tensors = _from_timm(model, name, own, config.model.vision.final_norm)
-    prefix_tokens = 0 if FAMILIES[settings["model_type"]].class_token is None else 1
-    image_size = square(settings["image_size"], "images", name)
+    family = FAMILIES[settings["model_type"]]
+    prefix_tokens = 0 if family.class_token is None else 1
     patch_size = square(settings["patch_size"], "patches", name)
+    sizes = {"patch_size": patch_size}
+    image_size = image_layout(config).tile_size
+    if family.native is None:  # numbers, where a folder may have lists: LlavaNext and LlavaOnevision divide them
+        sizes["image_size"] = image_size
     return ExportedEncoder(
-        # numbers, where a folder may have lists: LlavaNext and LlavaOnevision divide them
-        config=settings | {"image_size": image_size, "patch_size": patch_size},
+        config=settings | sizes,
         tensors=tensors,
         feature_layer=select_layer,
         select_strategy="default" if prefix_tokens else "full",

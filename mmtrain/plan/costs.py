@@ -15,7 +15,16 @@ from dataclasses import dataclass, field, replace
 
 from mmtrain.config.schema import RunConfig
 from mmtrain.models.facts.adapters import is_adapter
-from mmtrain.models.facts.connectors import Gelu, LayerNorm, Linear, Operation, Shuffle, Swiglu, connector_parameters
+from mmtrain.models.facts.connectors import (
+    Gelu,
+    LayerNorm,
+    Linear,
+    Operation,
+    RmsNorm,
+    Shuffle,
+    Swiglu,
+    connector_parameters,
+)
 from mmtrain.models.facts.encoders import ENCODER_BLOCK
 from mmtrain.models.facts.families import WHOLE_LAST_LAYER
 from mmtrain.models.facts.quantised import Quantisation, is_quantised, quantised_bytes
@@ -366,7 +375,7 @@ class _LayerCosts:
                 weight_trains = f"projector.{operation.name}.weight" in self.trained
                 parts.append(Part(place, flops, trained=weight_trains, saved_for_wgrad=saved))
                 width = operation.outputs
-            elif isinstance(operation, LayerNorm):  # its input, whether or not its own parameters train
+            elif isinstance(operation, LayerNorm | RmsNorm):  # its input, whether or not its own parameters train
                 saved = FP32 * operation.width * rows
                 parts.append(Part(place, saved_for_dgrad=0 if trained else saved))
                 parts.append(Part(place, trained=trained, saved_for_wgrad=saved))

@@ -14,7 +14,7 @@ from dataclasses import replace
 from mmtrain.base.errors import UserError
 from mmtrain.config.schema import RunConfig
 from mmtrain.models.facts.adapters import with_adapters
-from mmtrain.models.facts.connectors import connector, has_newline, image_layout, run_vision
+from mmtrain.models.facts.connectors import connector_between, image_layout, run_vision
 from mmtrain.models.facts.shapes import NO_VISION, llm_shape, matches_any
 from mmtrain.models.layouts.layout import ImageLayout
 from mmtrain.plan.block_costs import Flops
@@ -40,7 +40,7 @@ def models_of(config: RunConfig) -> Models:
     vision, operations = NO_VISION, ()
     if config.model.vision is not None:
         vision = run_vision(config)
-        operations = connector(config.model.projector, vision.width, llm.hidden_size, has_newline(config))
+        operations = connector_between(config, vision, llm)
     return Models(*with_adapters(llm, vision, config.model.lora), operations, image_layout(config))
 
 

@@ -16,6 +16,7 @@ from typing import Literal
 from mmtrain.base.errors import UserError
 from mmtrain.config.schema import RunConfig
 from mmtrain.models.facts.adapters import is_adapter, is_llm_adapter
+from mmtrain.models.facts.encoders import FAMILIES
 from mmtrain.models.facts.families import (
     BASE_PREFIX,
     HEADS_BY_DEFAULT,
@@ -27,13 +28,16 @@ from mmtrain.models.facts.families import (
 )
 from mmtrain.models.facts.model_files import find_model_folder, model_folder, tensor_shapes
 from mmtrain.models.facts.shapes import llm_shape, vision_shape
+from mmtrain.models.layouts.native import Native
 from mmtrain.models.layouts.registry import LAYOUTS
 from mmtrain.stock.aya_vision import AyaVision
 from mmtrain.stock.idefics3 import Idefics3
 from mmtrain.stock.internvl import InternVL
+from mmtrain.stock.lfm2_vl import Lfm2Vl
 from mmtrain.stock.llava import Llava
 from mmtrain.stock.llava_next import LlavaNext, LlavaOnevision
 from mmtrain.stock.perception_lm import PerceptionLM
+from mmtrain.stock.pixtral import LightOnOcr, LlavaPixtral, Mistral3
 from mmtrain.stock.stock_class import StockClass
 
 Base = Literal["llm", "hf"]  # what adapters are for: the LLM as it was published, or a whole model of its own
@@ -48,6 +52,10 @@ STOCK_CLASSES: tuple[StockClass, ...] = (
     Idefics3(),
     InternVL(),
     PerceptionLM(),
+    Lfm2Vl(),
+    LlavaPixtral(),
+    LightOnOcr(),
+    Mistral3(),
 )
 
 
@@ -73,9 +81,11 @@ def exporter_for(config: RunConfig) -> StockClass:
     raise UserError(f"no stock model computes what this run trains ({kind}): {listed}")
 
 
-def stock_class(model_type: str) -> StockClass:
-    """Return the stock class with this model_type in its config.json."""
-    return next(stock for stock in STOCK_CLASSES if stock.model_type == model_type)
+def stock_class(model_type: str | None, encoder: str | None = None) -> StockClass | None:
+    """Return the stock class of a config.json with this model_type, its vision_config with the model_type `encoder`."""
+    fitting = [stock for stock in STOCK_CLASSES if model_type in stock.model_types]
+    is_native = encoder in FAMILIES and FAMILIES[encoder].native is not None
+    return next((stock for stock in fitting if (Native.name in stock.layouts) == is_native), next(iter(fitting), None))
 
 
 def _unfit_llm(path: str) -> str:

@@ -69,7 +69,7 @@ class Idefics3(StockClass):
             )
         return {"do_image_splitting": False, "max_image_size": {"longest_edge": transform.image_size}}
 
-    def inputs(self, tiles: torch.Tensor, tilings: Sequence[Tiling]) -> dict[str, torch.Tensor]:
+    def inputs(self, tiles: torch.Tensor, tilings: Sequence[Tiling], layout: ImageLayout) -> dict[str, torch.Tensor]:
         return {"pixel_values": tiles[None]}
 
     def read(self, folder: StockFolder) -> Keys:

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from mmtrain.config.schema import RunConfig
 from mmtrain.data.samples.records import IMAGE_MARK
 from mmtrain.models.facts.connectors import image_layout, reduction
-from mmtrain.models.facts.model_files import read_json
 from mmtrain.models.facts.shapes import vision_shape
 from mmtrain.models.layouts.layout import ImageLayout
 from mmtrain.stock.stock_class import INTERN_VIT, ExportedEncoder, StockClass
@@ -57,11 +56,9 @@ class InternVL(StockClass):
     def read(self, folder: StockFolder) -> Keys:
         max_patches = folder.images.get("max_patches", 12)
         folder.one_tile("max_patches", max_patches, max_patches == 1)
-        file = folder.folder / "tokenizer_config.json"
-        named = read_json(file) if file.is_file() else {}
-        more = named.get("extra_special_tokens")
-        named |= more if isinstance(more, dict) else {}
-        folder.no_texts({key: named.get(key) for key in ("start_image_token", "end_image_token")}, self.layouts[0])
+        folder.no_texts(
+            {key: folder.named_tokens.get(key) for key in ("start_image_token", "end_image_token")}, self.layouts[0]
+        )
         ratio = folder.config.get("downsample_ratio", 0.5)
         is_fraction = isinstance(ratio, float) and ratio > 0 and (1 / ratio).is_integer()
         is_last = folder.config.get("vision_feature_layer", -1) == -1

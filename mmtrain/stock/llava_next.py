@@ -38,7 +38,7 @@ class LlavaNext(StockClass):
         square = {"height": transform.image_size, "width": transform.image_size}
         return {**layout.image_settings, "do_pad": True, "do_center_crop": True, "crop_size": square}
 
-    def inputs(self, tiles: torch.Tensor, tilings: Sequence[Tiling]) -> dict[str, torch.Tensor]:
+    def inputs(self, tiles: torch.Tensor, tilings: Sequence[Tiling], layout: ImageLayout) -> dict[str, torch.Tensor]:
         """Return tiles (images, most tiles, 3, S, S), zeros behind each image's last, and each (height, width)."""
         import torch
 
@@ -76,10 +76,10 @@ class LlavaOnevision(LlavaNext):
     def own_image_settings(self, transform: ImageTransform, layout: ImageLayout) -> dict[str, Any]:
         return {**layout.image_settings, "do_pad": True}
 
-    def inputs(self, tiles: torch.Tensor, tilings: Sequence[Tiling]) -> dict[str, torch.Tensor]:
+    def inputs(self, tiles: torch.Tensor, tilings: Sequence[Tiling], layout: ImageLayout) -> dict[str, torch.Tensor]:
         import torch
 
-        return {**super().inputs(tiles, tilings), "batch_num_images": torch.tensor([len(tilings)])}
+        return {**super().inputs(tiles, tilings, layout), "batch_num_images": torch.tensor([len(tilings)])}
 
     def read(self, folder: StockFolder) -> Keys:
         for settings in (folder.config, folder.processor):

@@ -61,7 +61,7 @@ class PerceptionLM(StockClass):
             )
         return {"vision_input_type": "one tile", "tile_size": transform.image_size, "max_num_tiles": 1}
 
-    def exact_pixels(self, transform: ImageTransform) -> str:
+    def exact_pixels(self, transform: ImageTransform, layout: ImageLayout) -> str:
         size, by = (transform.image_size, transform.image_size), transform.interpolation.upper()
         white = 'Image.alpha_composite(Image.new("RGBA", picture.size, "white"), picture.convert("RGBA"))'
         return f'picture = {white}.convert("RGB").resize({size}, Image.Resampling.{by})'
@@ -69,7 +69,7 @@ class PerceptionLM(StockClass):
     def named_tokens(self, tokenizer: PreTrainedTokenizerBase) -> dict[str, str]:
         return {"image_token": IMAGE_MARK, "video_token": self.video_token}
 
-    def inputs(self, tiles: torch.Tensor, tilings: Sequence[Tiling]) -> dict[str, torch.Tensor]:
+    def inputs(self, tiles: torch.Tensor, tilings: Sequence[Tiling], layout: ImageLayout) -> dict[str, torch.Tensor]:
         return {"pixel_values": tiles[:, None]}
 
     def read(self, folder: StockFolder) -> Keys:

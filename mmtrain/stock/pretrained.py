@@ -13,7 +13,7 @@ import logging
 from mmtrain.base.errors import UserError
 from mmtrain.config.schema import RunConfig
 from mmtrain.models.facts.model_files import model_folder, read_json
-from mmtrain.stock.exporters import STOCK_CLASSES, exporter_for
+from mmtrain.stock.exporters import STOCK_CLASSES, exporter_for, stock_class
 from mmtrain.stock.stock_folder import BY_PARTS, PARTS, StockFolder, shown
 
 _log = logging.getLogger(__name__)
@@ -33,9 +33,9 @@ def expand_pretrained(config: RunConfig) -> RunConfig:
     folder = model_folder(path)
     content = read_json(folder / "config.json")
     kind = content.get("model_type")
-    stock = next((stock for stock in STOCK_CLASSES if kind in stock.model_types), None)
+    stock = stock_class(kind, (content.get("vision_config") or {}).get("model_type"))
     if stock is None:
-        listed = ", ".join(name for stock in STOCK_CLASSES for name in stock.model_types)
+        listed = ", ".join(dict.fromkeys(name for stock in STOCK_CLASSES for name in stock.model_types))
         raise UserError(f"model.pretrained: {path} has model_type {shown(kind)}, but needs one of {listed}")
     try:
         keys = {**dict.fromkeys(PARTS, path), **stock.keys(StockFolder(path, folder, content))}

@@ -27,6 +27,7 @@ from mmtrain.models.facts.families import canonical_name
 from mmtrain.models.facts.shapes import VisionShape, llm_shape
 from mmtrain.models.facts.timm_models import form_of
 from mmtrain.models.layouts.layout import ImageLayout, Tiling
+from mmtrain.models.layouts.native import Native
 from mmtrain.models.layouts.registry import LAYOUT_KEYS, LAYOUTS
 from mmtrain.models.layouts.square import Square
 from mmtrain.stock.stock_folder import CONFIG, Keys, StockFolder, unfit
@@ -74,7 +75,7 @@ class ExportedClass:
         """Return the name on disk of an LLM's tensor, called `name` by the LLM's own class around `base`."""
         raise NotImplementedError
 
-    def inputs(self, tiles: torch.Tensor, tilings: Sequence[Tiling]) -> dict[str, torch.Tensor]:
+    def inputs(self, tiles: torch.Tensor, tilings: Sequence[Tiling], layout: ImageLayout) -> dict[str, torch.Tensor]:
         """Return what the stock model takes for the images of one sample, whose tiles are (N, 3, S, S) float32."""
         return {"pixel_values": tiles}
 
@@ -161,6 +162,8 @@ class StockClass(ExportedClass):
     def _unfit_encoder(self, name: str, vision: VisionShape) -> str:
         """Return why the class does not compute with the encoder `name`; "" where it does."""
         kind, side = vision.family.model, math.isqrt(vision.patches_per_image)
+        if vision.family.native is not None and Native.name not in self.layouts:
+            return f"{name} takes images of any size, but its class makes squares of them"
         if vision.prefix_tokens > 1:
             before = f"{name} has {vision.prefix_tokens} tokens before its patches"
             return f"{before}, but it reads all except a class token as patches"
@@ -246,7 +249,7 @@ class StockClass(ExportedClass):
         size = {"height": transform.image_size, "width": transform.image_size}
         return {"video_processor_type": self.video_processor, "processor_class": self.processor_name, "size": size}
 
-    def exact_pixels(self, transform: ImageTransform) -> str:
+    def exact_pixels(self, transform: ImageTransform, layout: ImageLayout) -> str:
         """Return a line of Python after which `processor` makes of `picture` the pixels of training, to the bit."""
         # AutoProcessor would hand `backend="pil"` to the tokenizer too, which then makes no masks of answers.
         return 'processor.image_processor = AutoImageProcessor.from_pretrained(folder, backend="pil")'

@@ -25,7 +25,7 @@ Keys = dict[str, Any]
 PARTS = ("model.llm.path", "model.vision.name", "model.projector.init_from")
 BY_PARTS = f"set the model's parts instead, in {', '.join(PARTS)}"
 CONFIG, IMAGES = "config.json", "its image processor"
-_CONNECTOR = re.compile(r"(?:model\.)?(?:multi_modal_projector|connector\.modality_projection)\.")
+_CONNECTOR = re.compile(r"(?:model\.)?(?:multi_modal_projector|vision_projection|connector\.modality_projection)\.")
 _PINPOINTS: TypeAdapter[Pinpoints] = TypeAdapter(Pinpoints)
 
 
@@ -67,6 +67,14 @@ class StockFolder:
     def processor(self) -> dict[str, Any]:
         file = self.folder / "processor_config.json"
         return read_json(file) if file.is_file() else {}
+
+    @cached_property
+    def named_tokens(self) -> dict[str, Any]:
+        """Texts that its tokenizer's file has by name."""
+        file = self.folder / "tokenizer_config.json"
+        named = read_json(file) if file.is_file() else {}
+        more = named.get("extra_special_tokens")
+        return named | (more if isinstance(more, dict) else {})
 
     def one_tile(self, key: str, value: Any, is_one: bool) -> None:
         """Refuse a processor that cuts images into tiles."""

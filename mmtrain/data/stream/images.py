@@ -190,7 +190,9 @@ def image_transform(
     if interpolation.upper() not in Image.Resampling.__members__:
         names = ", ".join(member.lower() for member in Image.Resampling.__members__)
         raise UserError(f"model.vision.name: {name} resizes by {interpolation!r}; needed is one of {names}")
-    return ImageTransform(tile_size or int(size), tuple(mean), tuple(std), interpolation.lower(), fit or "pad", max_pixels)
+    return ImageTransform(
+        tile_size or int(size), tuple(mean), tuple(std), interpolation.lower(), fit or "pad", max_pixels
+    )
 
 
 def _published(name: str) -> tuple[int, Sequence[float], Sequence[float], str]:

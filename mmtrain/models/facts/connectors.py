@@ -18,7 +18,7 @@ from mmtrain.base.printing import escape
 from mmtrain.config.limits import MAX_TILES
 from mmtrain.config.model import ProjectorSection
 from mmtrain.config.schema import RunConfig
-from mmtrain.models.facts.shapes import ParameterShape, VisionShape, llm_shape, vision_shape
+from mmtrain.models.facts.shapes import LlmShape, ParameterShape, VisionShape, llm_shape, vision_shape
 from mmtrain.models.layouts.layout import ImageLayout
 from mmtrain.models.layouts.native import Native
 from mmtrain.models.layouts.registry import LAYOUTS, TEXT_ALONE
@@ -27,6 +27,7 @@ from mmtrain.models.layouts.square import Square
 _STOCK_SETTINGS = {"projector_hidden_act": "gelu", "adapter_layer_norm_eps": 1e-6, "multimodal_projector_bias": True}
 NEWLINE = "image_newline"
 DEFAULT_FACTOR = 2  # of the stock classes that shuffle
+DEFAULT_NORM_EPS = 1e-6  # of transformers' LLMs where config.json says nothing
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +35,7 @@ class Shuffle:
     """`factor` x `factor` patches become one position with all of their features (pixel unshuffle)."""
 
     factor: int
+    feature_first: bool = False  # a feature of all patches, then the next, instead of patch by patch
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +47,13 @@ class Pool:
 
 @dataclass(frozen=True, slots=True)
 class LayerNorm:
+    name: str
+    width: int
+    eps: float
+
+
+@dataclass(frozen=True, slots=True)
+class RmsNorm:
     name: str
     width: int
     eps: float
@@ -76,7 +85,7 @@ class Newline:
     width: int
 
 
-Operation = Shuffle | Pool | LayerNorm | Linear | Gelu | Swiglu | Newline
+Operation = Shuffle | Pool | LayerNorm | RmsNorm | Linear | Gelu | Swiglu | Newline
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +96,7 @@ class Sizes:
     llm_width: int  # the LLM's hidden size
     factor: int = DEFAULT_FACTOR
     width: int | None = None  # `model.projector.width`
+    norm_eps: float = DEFAULT_NORM_EPS  # of the LLM's norms
 
     @property
     def shuffled(self) -> int:  # features of a position behind the shuffle
@@ -137,19 +147,35 @@ def mlp2x_gelu_pool(sizes: Sizes) -> tuple[Operation, ...]:
     return (*mlp2x_gelu(sizes), Pool(sizes.factor))
 
 
+def norm_merge_mlp2x(sizes: Sizes) -> tuple[Operation, ...]:
+    """Mistral3MultiModalProjector, and LightOnOcr's; its norm takes its eps from the LLM's configuration."""
+    return (
+        RmsNorm("norm", sizes.vision_width, sizes.norm_eps),
+        Shuffle(sizes.factor, feature_first=True),
+        Linear("merging_layer", sizes.shuffled, sizes.vision_width, has_bias=False),
+        Linear("linear_1", sizes.vision_width, sizes.llm_width, has_bias=False),
+        Gelu(),
+        Linear("linear_2", sizes.llm_width, sizes.llm_width, has_bias=False),
+    )
+
+
 CONNECTORS: dict[str, Callable[[Sizes], tuple[Operation, ...]]] = {
     name: globals()[name] for name in get_args(ProjectorSection.model_fields["type"].annotation)
 }
 
 
 def connector(
-    section: ProjectorSection, vision_width: int, llm_width: int, newline: bool = False
+    section: ProjectorSection,
+    vision_width: int,
+    llm_width: int,
+    newline: bool = False,
+    norm_eps: float = DEFAULT_NORM_EPS,
 ) -> tuple[Operation, ...]:
     """Return the operations of a connector (`model.projector`), in the order in which they run.
 
     Raises UserError for a factor or width of another type.
     """
-    sizes = Sizes(vision_width, llm_width, section.factor or DEFAULT_FACTOR, section.width)
+    sizes = Sizes(vision_width, llm_width, section.factor or DEFAULT_FACTOR, section.width, norm_eps)
     operations = CONNECTORS[section.type](sizes)
     for key, kinds in (("factor", (Shuffle, Pool)), ("width", (Swiglu,))):
         if getattr(section, key) is not None and not _has(operations, kinds):
@@ -168,8 +194,13 @@ def connector(
 
 def run_connector(config: RunConfig) -> tuple[Operation, ...]:
     """Return the operations of a run's connector, with the widths of its encoder and its LLM."""
-    llm_width = llm_shape(config.model.llm.path).hidden_size
-    return connector(config.model.projector, run_vision(config).width, llm_width, has_newline(config))
+    return connector_between(config, run_vision(config), llm_shape(config.model.llm.path))
+
+
+def connector_between(config: RunConfig, vision: VisionShape, llm: LlmShape) -> tuple[Operation, ...]:
+    """Return the operations of a run's connector between models of these shapes."""
+    norm_eps = llm.norm_eps or DEFAULT_NORM_EPS
+    return connector(config.model.projector, vision.width, llm.hidden_size, has_newline(config), norm_eps)
 
 
 def run_vision(config: RunConfig) -> VisionShape:
@@ -185,7 +216,10 @@ def has_newline(config: RunConfig) -> bool:
 
 def refuse_other_settings(config_json: Mapping[str, Any], source: str) -> None:
     """Raise UserError for a stock model's config.json whose connector is another function of the same tensors."""
-    for key, ours in _STOCK_SETTINGS.items():
+    settings = _STOCK_SETTINGS
+    if config_json.get("model_type") == "mistral3":  # whose linear layers have no bias, by default and here
+        settings = {**settings, "multimodal_projector_bias": False}
+    for key, ours in settings.items():
         if (value := config_json.get(key, ours)) != ours:
             raise UserError(f"{source}: its projector has {key} {escape(str(value))}, but this run has {ours}")
 
@@ -206,6 +240,8 @@ def connector_parameters(operations: Sequence[Operation]) -> Iterator[ParameterS
         if isinstance(operation, LayerNorm):
             yield ParameterShape(f"projector.{operation.name}.weight", (operation.width,))
             yield ParameterShape(f"projector.{operation.name}.bias", (operation.width,))
+        elif isinstance(operation, RmsNorm):
+            yield ParameterShape(f"projector.{operation.name}.weight", (operation.width,))
         elif isinstance(operation, Linear):
             yield ParameterShape(f"projector.{operation.name}.weight", (operation.outputs, operation.inputs))
             if operation.has_bias:
@@ -254,7 +290,7 @@ def image_layout(config: RunConfig) -> ImageLayout:
             )
     numbers = {key: getattr(model.vision, key) for key in layout.keys}
     if vision.family.native is not None:
-        numbers["rounds_up"] = vision.family.native.rounds_up
+        numbers |= {"factor": factor, "rounds_up": vision.family.native.rounds_up}
     positions = vision.patches_per_image // factor**2
     return layout(positions, size, **{key: value for key, value in numbers.items() if value is not None})
 

@@ -177,6 +177,8 @@ MULTIMODAL_MODELS = {
     "perception_lm": None,
     "gemma3": True,
     "mistral3": True,
+    "lfm2_vl": True,
+    "lighton_ocr": True,
 }
 _TIED_IF_EITHER_SAYS_SO = ("llava", "llava_onevision")
 
@@ -195,7 +197,7 @@ _SIGLIP_AS_IDEFICS3 = {"hidden_size": 1152, "num_attention_heads": 16, "image_si
 _IDEFICS3_VISION = ("idefics3", "idefics3_vision", "smolvlm", "smolvlm_vision")
 
 _LLM = re.compile(r"((?:model\.)?(?:language_model|text_model)\.)")
-_ENCODER = re.compile(r"((?:model\.)?(?:vision_tower|vision_model)\.(?:timm_model\.)?)")
+_ENCODER = re.compile(r"((?:model\.)?(?:vision_tower|vision_model|vision_encoder)\.(?:timm_model\.)?)")
 
 
 def llm_config(folder: Path) -> dict[str, Any]:

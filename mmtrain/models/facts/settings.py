@@ -30,6 +30,7 @@ _BOUNDS = {
     **dict.fromkeys(("image_seq_len", "image_seq_length", "num_image_tokens"), (1, 100_000)),
     **dict.fromkeys(("num_additional_image_tokens", "min_patches"), (0, 100)),
     "mlp_ratio": (0, 100),
+    "rms_norm_eps": (0, 1),
     "downsample_ratio": (0.01, 100),
     "resample": (0, 5),  # of PIL.Image.Resampling
     **dict.fromkeys(("height", "width", "tile_size"), (1, 4_096)),  # of pictures for the encoder; largest: 1,540
@@ -58,7 +59,7 @@ def check_settings(content: Any, source: str) -> None:
             continue
         if key in _BOUNDS and not isinstance(value, dict):
             least, most = _BOUNDS[key]
-            kinds = (int, float) if key.endswith(("_ratio", "_factor")) else (int,)
+            kinds = (int, float) if key.endswith(("_ratio", "_factor", "_eps")) else (int,)
             numbers = value if isinstance(value, list) and key != "resample" else [value]
             if not all(type(number) in kinds and least <= number <= most for number in numbers):
                 raise _impossible(source, key, value, f"a whole number from {least} to {most:,}")

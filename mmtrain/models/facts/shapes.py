@@ -65,6 +65,7 @@ class LlmShape:
     front: tuple[ParameterShape, ...]  # embedding and whatever else feeds decoder layer 0
     decoder: tuple[tuple[ParameterShape, ...], ...]  # one tuple per decoder layer
     head: tuple[ParameterShape, ...]  # final norm, LM head (the embedding's shape once more where tied)
+    norm_eps: float | None = None  # of its RMS norms; None where config.json says nothing
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,6 +192,7 @@ def llm_shape_from(config_json: dict[str, Any], parameters: dict[str, Shape], so
         # Layers past num_hidden_layers (deepseek_v3's multi-token prediction) are on disk but not in the model.
         decoder=tuple(tuple(decoder[index]) for index in range(layers)),
         head=tuple(head),
+        norm_eps=config_json.get("rms_norm_eps"),
     )
 
 

@@ -13,7 +13,6 @@ from __future__ import annotations
 import functools
 import math
 from dataclasses import dataclass
-from typing import Any
 
 from mmtrain.models.layouts.layout import ImageLayout, Tiling, UnfitImage
 
@@ -28,6 +27,7 @@ class Native(ImageLayout):
     min_positions: int = MIN_POSITIONS
     max_positions: int = MAX_POSITIONS
     longest_edge: int | None = None  # pixels
+    factor: int = 1  # patches a side of a cell
     rounds_up: bool = False  # a side shorter than half a cell counts as one cell from the start, as Lfm2Vl has it
 
     name = "native"
@@ -65,13 +65,14 @@ class Native(ImageLayout):
         else:
             most = f"{self.min_positions} to {self.max_positions} image tokens"
         side = self.tile_size
-        return f"resized to {most}, one for each {side} x {side} pixels, in its own shape (`model.vision.layout: native`)"
+        return (
+            f"resized to {most}, one for each {side} x {side} pixels, in its own shape (`model.vision.layout: native`)"
+        )
 
     @property
-    def image_settings(self) -> dict[str, Any]:
-        if self.longest_edge is not None:
-            return {"size": {"longest_edge": self.longest_edge}}
-        return {"min_positions": self.min_positions, "max_positions": self.max_positions}
+    def patch_size(self) -> int:
+        """Pixels a side."""
+        return self.tile_size // self.factor
 
     def tiling(self, width: int = 0, height: int = 0, images: int = 1) -> Tiling:
         rows, columns = _grid(self, width, height)

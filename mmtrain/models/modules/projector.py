@@ -41,14 +41,16 @@ PROJECTOR = "projector."  # of global names
 class PixelShuffle(nn.Module):
     """`factor` x `factor` patches of a square grid, row by row, as one position: (N, T, W) -> (N, T / f^2, f^2 W)."""
 
-    def __init__(self, factor: int) -> None:
+    def __init__(self, factor: int, feature_first: bool = False) -> None:
         super().__init__()
-        self.factor = factor
+        self.factor, self.feature_first = factor, feature_first
 
     def forward(self, features: torch.Tensor) -> torch.Tensor:
         images, patches, width = features.shape
         side, factor = math.isqrt(patches), self.factor
         cells = features.reshape(images, side // factor, factor, side // factor, factor * width).transpose(2, 3)
+        if self.feature_first:
+            cells = cells.reshape(images, patches // factor**2, factor**2, width).transpose(2, 3)
         return cells.reshape(images, patches // factor**2, factor**2 * width)
 
 
@@ -88,12 +90,14 @@ class Projector(nn.Sequential):
 
 def _module(place: int, operation: connectors.Operation) -> tuple[str, nn.Module]:
     match operation:
-        case connectors.Shuffle(factor):
-            return f"shuffle_{place}", PixelShuffle(factor)
+        case connectors.Shuffle(factor, feature_first):
+            return f"shuffle_{place}", PixelShuffle(factor, feature_first)
         case connectors.Pool(factor):
             return f"pool_{place}", MeanPool(factor)
         case connectors.LayerNorm(name, width, eps):
             return name, nn.LayerNorm(width, eps=eps)
+        case connectors.RmsNorm(name, width, eps):
+            return name, nn.RMSNorm(width, eps=eps)
         case connectors.Linear(name, inputs, outputs, has_bias):
             return name, nn.Linear(inputs, outputs, bias=has_bias)
         case connectors.Gelu():

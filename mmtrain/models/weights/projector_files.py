@@ -9,7 +9,8 @@ path --what it is--> files --names and shapes, where headers tell them--> fits t
 | LLaVA's mm_projector.bin, or a folder of it  | model.mm_projector.0.weight; of a linear one .weight      |
 | stock model's folder, or cached hub id       | multi_modal_projector.linear_1.weight, also below model.; |
 |                                              | of LlavaNext and LlavaOnevision image_newline besides;    |
-|                                              | of Idefics3 and SmolVLM connector.modality_projection.    |
+|                                              | of Idefics3 and SmolVLM connector.modality_projection.,   |
+|                                              | of LightOnOcr vision_projection.                          |
 
 LLaVA's names: `build_vision_projector` in llava/model/multimodal_projector/builder.py, whose reader takes any prefix.
 """
@@ -45,7 +46,8 @@ LLAVA_FILE = "mm_projector.bin"
 PICKLED = {".bin", ".pt", ".pth"}
 DISK_NAME = re.compile(
     r"projector\.(?P<ours>.+)|(?:.+\.)?mm_projector\.(?P<llava>.+)"
-    r"|(?:model\.)?(?:multi_modal_projector|connector\.modality_projection)\.(?P<hf>.+)"
+    r"|(?:model\.)?(?:multi_modal_projector|vision_projection|connector\.modality_projection)\."
+    r"(?:patch_merger\.)?(?P<hf>.+)"
     r"|(?:model\.)?(?P<newline>image_newline)"
 )
 LLAVA_LAYERS = {"0": "linear_1", "2": "linear_2"}  # of its nn.Sequential, with the GELU between them

@@ -1,0 +1,126 @@
+"""Lfm2Vl: pixel shuffle, a norm and an MLP behind SigLIP 2 NaFlex; images in their own shape."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from mmtrain.config.schema import RunConfig
+from mmtrain.data.samples.records import IMAGE_MARK
+from mmtrain.models.facts.connectors import reduction
+from mmtrain.models.facts.shapes import VisionShape, llm_shape
+from mmtrain.models.layouts.layout import Tiling
+from mmtrain.models.layouts.native import MAX_POSITIONS, MIN_POSITIONS, Native
+from mmtrain.stock.stock_class import ExportedEncoder, StockClass
+from mmtrain.stock.stock_folder import CONFIG, IMAGES, Keys, StockFolder, unfit
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedTokenizerBase
+
+    from mmtrain.data.stream.images import ImageTransform
+
+_log = logging.getLogger(__name__)
+_TEXTS = {"image_start_token": "<|image_start|>", "image_end_token": "<|image_end|>"}  # around an image, by default
+
+
+class Lfm2Vl(StockClass):
+    """LFM2-VL, with any LLM. Its projector has a norm where it shuffles, and none where each patch is a position."""
+
+    name = "Lfm2Vl"
+    model_type = "lfm2_vl"
+    connectors = ("shuffle_mlp2x_gelu", "mlp2x_gelu")
+    final_norm = True
+    layouts = (Native.name,)
+    encoders = ("Siglip2VisionModel",)
+    encoder_names = "model.vision_tower."
+    connector_names = "model.multi_modal_projector."
+    decoder_names = "model.language_model."
+    head_name = "lm_head.weight"
+    tiny_encoder: ClassVar = {
+        **StockClass.tiny_encoder, "model_type": "siglip2_vision_model", "num_patches": 4, "vision_use_head": False
+    }  # fmt: skip
+    image_token_key = "image_token_id"
+    image_processor = "Lfm2VlImageProcessor"
+    has_pillow = False
+
+    def needs(self, config: RunConfig, shape: VisionShape) -> Iterator[str]:
+        yield from super().needs(config, shape)
+        if config.model.vision.longest_edge is not None:
+            yield "model.vision.longest_edge=null (its processor bounds image tokens)"
+
+    def config(self, run: RunConfig, encoder: ExportedEncoder) -> dict[str, Any]:
+        factor = reduction(run.model.projector)
+        return {
+            "downsample_factor": factor,
+            "projector_use_layernorm": factor > 1,
+            "projector_hidden_size": llm_shape(run.model.llm.path).hidden_size,
+            "projector_hidden_act": "gelu",
+            "projector_bias": True,
+        }
+
+    def processor(self, run: RunConfig, encoder: ExportedEncoder) -> dict[str, Any]:
+        return {}
+
+    def own_image_settings(self, transform: ImageTransform, layout: Native) -> dict[str, Any]:
+        return {
+            "do_image_splitting": False,
+            "min_image_tokens": layout.min_positions,
+            "max_image_tokens": layout.max_positions,
+            "encoder_patch_size": layout.patch_size,
+            "downsample_factor": layout.factor,
+        }
+
+    def exact_pixels(self, transform: ImageTransform, layout: Native) -> str:
+        numbers = layout.factor, layout.min_positions, layout.max_positions, layout.patch_size
+        size = f"processor.image_processor.smart_resize(picture.height, picture.width, {', '.join(map(str, numbers))})"
+        by = f"Image.Resampling.{transform.interpolation.upper()}"
+        return f'picture = picture.convert("RGB").resize({size}, {by})'
+
+    def named_tokens(self, tokenizer: PreTrainedTokenizerBase) -> dict[str, str]:
+        return {"image_token": IMAGE_MARK, **dict.fromkeys(_TEXTS, "")}
+
+    def inputs(self, tiles: torch.Tensor, tilings: Sequence[Tiling], layout: Native) -> dict[str, torch.Tensor]:
+        """Return patches (images, most, values) as its processor pads them, their mask, and each grid of patches."""
+        import torch
+
+        factor, side = layout.factor, layout.patch_size
+        grids = [(tiling.rows * factor, tiling.columns * factor) for tiling in tilings]
+        most = max(layout.max_positions * factor**2, *(rows * columns for rows, columns in grids))
+        patches = tiles.new_zeros(len(grids), most, 3 * side**2)
+        mask = torch.zeros(len(grids), most, dtype=torch.int32)
+        for row, (cells, tiling) in enumerate(
+            zip(tiles.split([tiling.tiles for tiling in tilings]), tilings, strict=True)
+        ):
+            apart = cells.view(tiling.rows, tiling.columns, 3, factor, side, factor, side)
+            values = apart.permute(0, 3, 1, 5, 4, 6, 2).reshape(-1, 3 * side**2)
+            patches[row, : len(values)], mask[row, : len(values)] = values, 1
+        return {"pixel_values": patches, "pixel_attention_mask": mask, "spatial_shapes": torch.tensor(grids)}
+
+    def read(self, folder: StockFolder) -> Keys:
+        has_norm, factor = folder.config.get("projector_use_layernorm", True), folder.config.get("downsample_factor", 2)
+        if has_norm is not (factor != 1):
+            raise unfit(CONFIG, "projector_use_layernorm", has_norm, f"{factor != 1}, with downsample_factor {factor}")
+        width, needed = folder.config.get("projector_hidden_size", 2560), llm_shape(folder.path).hidden_size
+        if width != needed:
+            raise unfit(CONFIG, "projector_hidden_size", width, f"the LLM's width, {needed}")
+        if folder.config.get("projector_bias", True) is not True:
+            raise unfit(CONFIG, "projector_bias", False, "true")
+        for key, value in {"encoder_patch_size": folder.vision.patch_size, "downsample_factor": factor}.items():
+            if (found := folder.images.get(key, {"encoder_patch_size": 16, "downsample_factor": 2}[key])) != value:
+                raise unfit(IMAGES, key, found, f"{value}, as config.json says")
+        folder.no_texts(_TEXTS | {key: text for key, text in folder.named_tokens.items() if key in _TEXTS}, Native.name)
+        if folder.images.get("do_image_splitting", True):
+            _log.info(
+                f"model.pretrained: {folder.path}: its processor cuts large images into tiles (do_image_splitting); "
+                "mmtrain trains on the whole image, and exports a processor that keeps it whole"
+            )
+        factor = self.factor(folder, "downsample_factor", factor)
+        return {
+            "type": self.connectors[factor is None and not has_norm],
+            "factor": factor,
+            "min_positions": folder.images.get("min_image_tokens", MIN_POSITIONS),
+            "max_positions": folder.images.get("max_image_tokens", MAX_POSITIONS),
+            "image_fit": None,
+        }

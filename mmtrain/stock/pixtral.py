@@ -1,0 +1,140 @@
+"""Llava, Mistral3 and LightOnOcr with Pixtral's vision transformer; images in their own shape."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from mmtrain.config.schema import RunConfig
+from mmtrain.data.samples.records import IMAGE_MARK
+from mmtrain.models.facts.connectors import reduction
+from mmtrain.models.facts.shapes import VisionShape, llm_shape
+from mmtrain.models.layouts.layout import Tiling
+from mmtrain.models.layouts.native import Native
+from mmtrain.stock.stock_class import ExportedEncoder, StockClass
+from mmtrain.stock.stock_folder import IMAGES, Keys, StockFolder, unfit
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedTokenizerBase
+
+    from mmtrain.data.stream.images import ImageTransform
+
+
+class LlavaPixtral(StockClass):
+    """Llava, each of whose patches is a position."""
+
+    name = "Llava"
+    model_type = "llava"
+    connectors = ("mlp2x_gelu",)
+    factors = (1,)
+    layouts = (Native.name,)
+    encoders = ("PixtralVisionModel",)
+    tiny_encoder: ClassVar = {**StockClass.tiny_encoder, "model_type": "pixtral", "head_dim": 8}
+    image_processor = "PixtralImageProcessor"
+    processor_name = "PixtralProcessor"
+
+    def needs(self, config: RunConfig, shape: VisionShape) -> Iterator[str]:
+        yield from super().needs(config, shape)
+        if config.model.vision.longest_edge is None:
+            yield "model.vision.longest_edge (which its processor bounds)"
+
+    def processor(self, run: RunConfig, encoder: ExportedEncoder) -> dict[str, Any]:
+        return {
+            "image_token": IMAGE_MARK,
+            "image_break_token": "",
+            "image_end_token": "",
+            "patch_size": encoder.patch_size,
+            "spatial_merge_size": reduction(run.model.projector),
+        }
+
+    def own_image_settings(self, transform: ImageTransform, layout: Native) -> dict[str, Any]:
+        side = layout.tile_size  # of what it rounds to; PixtralProcessor says it again
+        return {"size": {"longest_edge": layout.longest_edge}, "patch_size": {"height": side, "width": side}}
+
+    def inputs(self, tiles: torch.Tensor, tilings: Sequence[Tiling], layout: Native) -> dict[str, torch.Tensor]:
+        """Return pictures (images, 3, H, W), zeros to the right of and below smaller ones, and each (height, width)."""
+        import torch
+
+        side = layout.tile_size
+        sizes = torch.tensor([(tiling.rows * side, tiling.columns * side) for tiling in tilings])
+        pictures = tiles.new_zeros(len(tilings), 3, *sizes.amax(0).tolist())
+        of_images = tiles.split([tiling.tiles for tiling in tilings])
+        for picture, cells, tiling, (height, width) in zip(pictures, of_images, tilings, sizes.tolist(), strict=True):
+            apart = cells.view(tiling.rows, tiling.columns, 3, side, side).permute(2, 0, 3, 1, 4)
+            picture[:, :height, :width] = apart.reshape(3, height, width)
+        return {"pixel_values": pictures, "image_sizes": sizes}
+
+    def read(self, folder: StockFolder) -> Keys:
+        texts = {key: folder.processor.get(key, f"[IMG_{key.split('_')[1].upper()}]") for key in _TEXTS}
+        folder.no_texts(texts, Native.name)
+        return {"select_layer": folder.layer(-2, "default"), **self.size(folder)}
+
+    def size(self, folder: StockFolder) -> Keys:
+        """Return the keys of the layout."""
+        size = folder.images.get("size", {"longest_edge": 1024})
+        longest = size.get("longest_edge") if isinstance(size, dict) else None
+        if type(longest) is not int or longest < 1:
+            raise unfit(IMAGES, "size", size, "a longest_edge in pixels")
+        return {"longest_edge": longest, "image_fit": None}
+
+
+_TEXTS = ("image_break_token", "image_end_token")
+
+
+class Mistral3(LlavaPixtral):
+    """Mistral 3, with any LLM: a norm, `factor` x `factor` patches merged by a linear layer, then an MLP."""
+
+    name = "Mistral3"
+    model_type = "mistral3"
+    connectors = ("norm_merge_mlp2x",)
+    factors = (2, 3, 4)
+
+    def config(self, run: RunConfig, encoder: ExportedEncoder) -> dict[str, Any]:
+        return {
+            "spatial_merge_size": reduction(run.model.projector),
+            "projector_hidden_act": "gelu",
+            "multimodal_projector_bias": False,
+            "vision_feature_layer": encoder.feature_layer,
+        }
+
+    def connector_name(self, name: str) -> str:
+        return self.connector_names + name.replace("merging_layer", "patch_merger.merging_layer")
+
+    def read(self, folder: StockFolder) -> Keys:
+        factor = self.factor(folder, "spatial_merge_size", folder.config.get("spatial_merge_size", 2))
+        return {**super().read(folder), "select_layer": folder.layer(-1, "full"), "factor": factor}
+
+
+class LightOnOcr(Mistral3):
+    """LightOnOCR, which computes what Mistral3 does on the last block, and is published with Qwen3."""
+
+    name = "LightOnOcr"
+    model_type = "lighton_ocr"
+    processor_name = "LightOnOcrProcessor"
+    encoder_names = "model.vision_encoder."
+    connector_names = "model.vision_projection."
+    decoder_names = "model.language_model."
+    head_name = "lm_head.weight"
+    image_token_key = "image_token_id"
+
+    def needs(self, config: RunConfig, shape: VisionShape) -> Iterator[str]:
+        yield from super().needs(config, shape)
+        if config.model.vision.select_layer != -1:
+            yield "model.vision.select_layer=-1 (it takes the last block's output)"
+        if (family := llm_shape(config.model.llm.path).model_type) != "qwen3":
+            yield f"a qwen3 LLM ({family} is for Mistral3, which computes the same)"
+
+    def config(self, run: RunConfig, encoder: ExportedEncoder) -> dict[str, Any]:
+        return {"spatial_merge_size": reduction(run.model.projector)}
+
+    def processor(self, run: RunConfig, encoder: ExportedEncoder) -> dict[str, Any]:
+        return {"patch_size": encoder.patch_size, "spatial_merge_size": reduction(run.model.projector)}
+
+    def named_tokens(self, tokenizer: PreTrainedTokenizerBase) -> dict[str, str]:
+        """Its processor asks for all three and writes the first alone."""
+        return {"image_token": IMAGE_MARK, **dict.fromkeys(_TEXTS, tokenizer.pad_token)}
+
+    def read(self, folder: StockFolder) -> Keys:
+        factor = self.factor(folder, "spatial_merge_size", folder.config.get("spatial_merge_size", 2))
+        return {**self.size(folder), "factor": factor}
