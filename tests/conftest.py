@@ -132,13 +132,19 @@ def tiny(make_tiny, tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="session")
 def llm_with(make_tiny, tiny, tmp_path_factory) -> Callable[..., Path]:
-    """Makes an LLM's folder with the tiny weights (320 rows) and another tokenizer and chat template."""
+    """Makes an LLM's folder with the tiny weights (320 rows), or those of `source`, another tokenizer and template."""
     from chat_styles import sentencepiece_like
     from tokenizers import AddedToken
 
-    def make(template: str | None, marks: tuple[str, ...] = (), kind: str = "byte_level", **generation) -> Path:
+    def make(
+        template: str | None,
+        marks: tuple[str, ...] = (),
+        kind: str = "byte_level",
+        source: Path | None = None,
+        **generation,
+    ) -> Path:
         folder = tmp_path_factory.mktemp("llm") / "llm"
-        shutil.copytree(tiny / "llm", folder)
+        shutil.copytree(source or tiny / "llm", folder)
         tokenizer = sentencepiece_like() if kind == "sentencepiece" else make_tiny.make_tokenizer()
         added = [AddedToken(mark, special=True, normalized=False) for mark in marks]
         tokenizer.add_tokens(added, special_tokens=True)

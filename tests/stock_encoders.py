@@ -32,6 +32,7 @@ HF_SIZES = {
     "patch_size": 7,
 }
 DINO_SIZES = {name: size for name, size in HF_SIZES.items() if name != "intermediate_size"}
+NATIVE_SIZES = {name: size for name, size in HF_SIZES.items() if name != "image_size"}
 TEXT = {
     "hidden_size": 16,
     "intermediate_size": 16,

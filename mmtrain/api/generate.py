@@ -128,6 +128,7 @@ def load(folder: Path) -> tuple[Any, Any]:
             model_class = MODEL_FOR_CAUSAL_LM_MAPPING[type(causal_config(folder))]
     else:
         stock = stock_class(config["model_type"], (config.get("vision_config") or {}).get("model_type"))
+        assert stock is not None, "`stock_folder` has refused other classes"
         _check_parts(stock, config, folder)
         with foreign_files(str(folder)):
             model_class, processor = stock.model_class, stock.load_processor(folder)
@@ -220,8 +221,8 @@ class Conversation:
         self.messages = [self._message("system", system)] if system else []
 
     def takes_questions(self) -> bool:
-        """Whether the template writes anything around a question; the plain one, for captions, does not."""
-        return self._text([self._message("user", "?")]).strip() != "?"
+        """Whether the template writes anything behind a question; the plain one, for captions, does not."""
+        return not self._text([self._message("user", "?")]).rstrip().endswith("?")
 
     def describe(self) -> str:
         """Return the caption of a model that was trained on captions alone."""
@@ -297,7 +298,11 @@ class Conversation:
 
 
 def _resized(image: Image.Image, settings: Any) -> Image.Image:
-    """Resize a picture as training does, for PerceptionLM, whose processor does so with torchvision alone."""
+    """Resize a picture as training does, for classes whose processors do so with torchvision alone."""
+    if hasattr(settings, "min_image_tokens"):  # Lfm2Vl's
+        bounds = settings.min_image_tokens, settings.max_image_tokens, settings.encoder_patch_size
+        size = settings.smart_resize(image.height, image.width, settings.downsample_factor, *bounds)
+        return image.resize(size, settings.resample)
     if getattr(settings, "vision_input_type", "thumb+tile") == "thumb+tile":
         return image
     return image.resize((settings.tile_size, settings.tile_size), settings.resample)

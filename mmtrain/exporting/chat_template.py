@@ -51,14 +51,15 @@ PLAIN = (TEMPLATES / "plain.jinja").read_text("utf-8").removesuffix("\n")
 MARKED = (TEMPLATES / "marked.jinja").read_text("utf-8").removesuffix("\n")
 
 
-def exported_chat_template(template: Template) -> str:
+def exported_chat_template(template: Template, beginning: str = "") -> str:
     """Return the content of chat_template.jinja.
 
     [image, "What is this?"] becomes "<image>\\nWhat is this?", as in LLaVA's records; the template of training follows,
-    with the date that training wrote. plain: all images, then the user's words as the beginning of the caption.
+    with the date that training wrote. plain: all images, then the user's words as the beginning of the caption, and
+    before them `beginning`, where no tokenizer writes it.
     """
     if isinstance(template, PlainTemplate):
-        return LISTS_TO_TEXT + PLAIN
+        return LISTS_TO_TEXT + f"{{{{- {json.dumps(beginning, ensure_ascii=False)} }}}}" * bool(beginning) + PLAIN
     dates = template.chat.dates
     fixed = "{%- set fixed_dates = " + json.dumps(dates, ensure_ascii=False) + " %}\n" if dates else ""
     return LISTS_TO_TEXT + fixed + template.chat.jinja

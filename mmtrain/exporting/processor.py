@@ -119,12 +119,15 @@ def _tokenizer_for_prompts(
 ) -> PreTrainedTokenizerBase:
     """Copy the tokenizer, with <image> and the exported template; it begins a text as training does.
 
-    A chat template writes its own BOS, so the tokenizer must add none. The plain template's BOS is the tokenizer's.
+    A chat template writes its own BOS, so the tokenizer must add none. The plain template's BOS is the tokenizer's, or
+    written by the exported template where the class's processor asks its tokenizer for none.
     """
     more = (*stock.more_tokens, *([stock.video_token] if stock.video_token else []))
     tokenizer = _with_padding(with_marks(source, IMAGE_MARK, *more), {end, source.eos_token_id})
-    tokenizer.chat_template = exported_chat_template(template)
     prefix = template.prefix if isinstance(template, PlainTemplate) else []
+    beginning = "" if stock.adds_special_tokens else "".join(tokenizer.convert_ids_to_tokens(prefix))
+    tokenizer.chat_template = exported_chat_template(template, beginning)
+    prefix = prefix if stock.adds_special_tokens else []
     if isinstance(tokenizer, PreTrainedTokenizerFast):
         marks = [(tokenizer.convert_ids_to_tokens(token), token) for token in prefix]
         before = [f"{mark}:0" for mark, _ in marks]

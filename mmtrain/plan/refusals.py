@@ -79,8 +79,8 @@ def _check_images(config: RunConfig, layout: ImageLayout) -> None:
     data = config.data
     if data.expected_attended_tiles is not None and not layout.attends_across:
         raise UserError(
-            f"data.expected_attended_tiles: {data.expected_attended_tiles:g}, but with model.vision.layout {layout.name} "
-            "the encoder sees each tile by itself. Leave it out (=null removes it)."
+            f"data.expected_attended_tiles: {data.expected_attended_tiles:g}, but with model.vision.layout "
+            f"{layout.name} the encoder sees each tile by itself. Leave it out (=null removes it)."
         )
     if data.expected_image_tiles is not None and not layout.is_sized:
         raise UserError(

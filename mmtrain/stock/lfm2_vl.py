@@ -12,7 +12,7 @@ from mmtrain.models.facts.connectors import reduction
 from mmtrain.models.facts.shapes import VisionShape, llm_shape
 from mmtrain.models.layouts.layout import Tiling
 from mmtrain.models.layouts.native import MAX_POSITIONS, MIN_POSITIONS, Native
-from mmtrain.stock.stock_class import ExportedEncoder, StockClass
+from mmtrain.stock.stock_class import ON_WHITE, ExportedEncoder, StockClass
 from mmtrain.stock.stock_folder import CONFIG, IMAGES, Keys, StockFolder, unfit
 
 if TYPE_CHECKING:
@@ -44,6 +44,7 @@ class Lfm2Vl(StockClass):
     image_token_key = "image_token_id"
     image_processor = "Lfm2VlImageProcessor"
     has_pillow = False
+    adds_special_tokens = False
 
     def needs(self, config: RunConfig, shape: VisionShape) -> Iterator[str]:
         yield from super().needs(config, shape)
@@ -76,7 +77,7 @@ class Lfm2Vl(StockClass):
         numbers = layout.factor, layout.min_positions, layout.max_positions, layout.patch_size
         size = f"processor.image_processor.smart_resize(picture.height, picture.width, {', '.join(map(str, numbers))})"
         by = f"Image.Resampling.{transform.interpolation.upper()}"
-        return f'picture = picture.convert("RGB").resize({size}, {by})'
+        return f"size = {size}\npicture = {ON_WHITE}.resize(size, {by})"
 
     def named_tokens(self, tokenizer: PreTrainedTokenizerBase) -> dict[str, str]:
         return {"image_token": IMAGE_MARK, **dict.fromkeys(_TEXTS, "")}

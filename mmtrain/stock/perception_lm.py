@@ -10,7 +10,7 @@ from mmtrain.data.samples.records import IMAGE_MARK
 from mmtrain.models.facts.connectors import reduction
 from mmtrain.models.facts.encoders import TIMM
 from mmtrain.models.layouts.layout import ImageLayout, Tiling
-from mmtrain.stock.stock_class import WHAT_WORKS, ExportedEncoder, StockClass
+from mmtrain.stock.stock_class import ON_WHITE, WHAT_WORKS, ExportedEncoder, StockClass
 from mmtrain.stock.stock_folder import CONFIG, Keys, StockFolder, unfit
 
 if TYPE_CHECKING:
@@ -63,8 +63,7 @@ class PerceptionLM(StockClass):
 
     def exact_pixels(self, transform: ImageTransform, layout: ImageLayout) -> str:
         size, by = (transform.image_size, transform.image_size), transform.interpolation.upper()
-        white = 'Image.alpha_composite(Image.new("RGBA", picture.size, "white"), picture.convert("RGBA"))'
-        return f'picture = {white}.convert("RGB").resize({size}, Image.Resampling.{by})'
+        return f"picture = {ON_WHITE}.resize({size}, Image.Resampling.{by})"
 
     def named_tokens(self, tokenizer: PreTrainedTokenizerBase) -> dict[str, str]:
         return {"image_token": IMAGE_MARK, "video_token": self.video_token}

@@ -44,6 +44,8 @@ WHAT_WORKS = (
     "before the encoder's last norm"
 )
 INTERN_VIT = "InternVLVisionModel"
+# Python of a card: `picture` in RGB, what is transparent in it laid on white, as in training.
+ON_WHITE = 'Image.alpha_composite(Image.new("RGBA", picture.size, "white"), picture.convert("RGBA")).convert("RGB")'
 OUTER = "vision_model."  # what comes before a CLIP or SigLIP tensor's name, depending on who saved it
 
 
@@ -113,6 +115,7 @@ class StockClass(ExportedClass):
     video_token_key: ClassVar[str] = "video_token_id"
     image_processor: ClassVar[str] = "LlavaImageProcessor"
     has_pillow: ClassVar[bool] = True  # whether its image processor can resize with Pillow, as training does
+    adds_special_tokens: ClassVar[bool] = True  # whether its processor lets the tokenizer begin a text
     video_processor: ClassVar[str | None] = None  # that its processor cannot do without
     video_token: ClassVar[str | None] = None  # that its processor counts; it must be neither padding nor in a text
     more_tokens: ClassVar[tuple[str, ...]] = ()  # others that its processor adds to the tokenizer

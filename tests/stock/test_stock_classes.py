@@ -23,7 +23,7 @@ from packaging.version import Version
 from PIL import Image, ImageOps
 from safetensors.torch import load_file
 from scenes import perturb
-from stock_encoders import DINO_SIZES, HF_SIZES
+from stock_encoders import DINO_SIZES, HF_SIZES, NATIVE_SIZES
 from transformers import (
     AutoProcessor,
     CLIPVisionConfig,
@@ -34,6 +34,10 @@ from transformers import (
     DINOv3ViTModel,
     InternVLVisionConfig,
     InternVLVisionModel,
+    PixtralVisionConfig,
+    PixtralVisionModel,
+    Siglip2VisionConfig,
+    Siglip2VisionModel,
     SiglipVisionConfig,
     SiglipVisionModel,
     ViTConfig,
@@ -54,7 +58,6 @@ from mmtrain.exporting.verify import batch_fault
 from mmtrain.models.facts.connectors import connector_parameters, image_layout, run_connector
 from mmtrain.models.modules.projector import read_projector
 from mmtrain.plan.planner import make_plan
-from mmtrain.stock.exporters import stock_class
 
 MASKS_BESIDE_PICTURES = Version(transformers.__version__) >= Version("5.18")  # 5.17 shifts them by the pictures' tokens
 LAYS_ON_WHITE = Version(transformers.__version__) >= Version("5.21")  # what is transparent; before it drops alpha
@@ -62,6 +65,9 @@ MASKS = {"tokenize": True, "return_dict": True, "return_assistant_tokens_mask": 
 MARKS = ("<fake_token_around_image>", "<global-img>", "<end_of_utterance>", "<image>")
 NORMED = ("model.vision.final_norm=true", "model.vision.select_layer=-1", "data.image_fit=resize")
 CUT = "data.image_fit=null"
+NATIVE = ("model.vision.layout=native", "model.vision.select_layer=-1", "model.vision.final_norm=true", CUT)
+BOUNDED = ("model.vision.min_positions=4", "model.vision.max_positions=24")
+WHOLE = ("model.vision.layout=native", "model.vision.longest_edge=42", CUT, "model.vision.select_layer=-1")
 CLASSES = {  # encoder, keys, class
     "aya": ("siglip", ("model.projector.type=shuffle_swiglu", "data.image_fit=resize"), "AyaVision"),
     "aya wide": (
@@ -108,10 +114,31 @@ CLASSES = {  # encoder, keys, class
         "eva", ("model.projector.type=mlp2x_gelu_pool", *NORMED), "PerceptionLM",
     ),
     "perception rope": ("rope", ("model.projector.type=mlp2x_gelu_pool", *NORMED), "PerceptionLM"),
+    "lfm2": (
+        "naflex",
+        ("model.projector.type=shuffle_mlp2x_gelu", "data.template=chat", *NATIVE, *BOUNDED),
+        "Lfm2Vl",
+    ),
+    "lfm2 by 3": (
+        "naflex",
+        ("model.projector.type=shuffle_mlp2x_gelu", "model.projector.factor=3", *NATIVE, "model.vision.min_positions=2",
+         "model.vision.max_positions=9"),
+        "Lfm2Vl",
+    ),
+    "lfm2 of patches": ("naflex", ("data.template=chat", *NATIVE, *BOUNDED), "Lfm2Vl"),
+    "pixtral": ("pixtral", ("data.template=chat", *WHOLE), "Llava"),
+    "pixtral before the last": ("pixtral", WHOLE[:-1], "Llava"),
+    "mistral3": ("pixtral", ("model.projector.type=norm_merge_mlp2x", *WHOLE), "Mistral3"),
+    "mistral3 by 3": (
+        "pixtral",
+        ("model.projector.type=norm_merge_mlp2x", "model.projector.factor=3", "data.template=chat", *WHOLE[:-1]),
+        "Mistral3",
+    ),
+    "lighton": ("pixtral", ("model.projector.type=norm_merge_mlp2x", "data.template=chat", *WHOLE), "LightOnOcr"),
     "perception without pool": ("siglip", ("model.projector.type=mlp2x_gelu", *NORMED), "PerceptionLM"),
 }  # fmt: skip
 
-DAILY = ("aya tiles", "next", "onevision", "idefics3 chat", "internvl last", "perception")
+DAILY = ("aya tiles", "next", "onevision", "idefics3 chat", "internvl last", "perception", "lfm2", "pixtral", "lighton")
 
 
 class Made(NamedTuple):
@@ -136,6 +163,8 @@ def encoders(tmp_path_factory) -> dict[str, Path]:
     stock = {
         "internvit": InternVLVisionModel(InternVLVisionConfig(**HF_SIZES, use_mean_pooling=False)),
         "hf siglip": SiglipVisionModel(SiglipVisionConfig(**HF_SIZES)),
+        "naflex": Siglip2VisionModel(Siglip2VisionConfig(**NATIVE_SIZES, num_patches=16)),
+        "pixtral": PixtralVisionModel(PixtralVisionConfig(**NATIVE_SIZES, image_size=56)),
         "hf clip": CLIPVisionModel(CLIPVisionConfig(**HF_SIZES)),
         "dinov2": Dinov2Model(Dinov2Config(**DINO_SIZES)),
         "dinov3": DINOv3ViTModel(DINOv3ViTConfig(**HF_SIZES, num_register_tokens=0)),
@@ -144,13 +173,13 @@ def encoders(tmp_path_factory) -> dict[str, Path]:
     for name, model in stock.items():
         made[name] = folder / name
         perturb(model).save_pretrained(made[name])
-        settings = {"image_mean": [0.5] * 3, "image_std": [0.5] * 3, "resample": 3}
+        settings = {"image_mean": [0.5] * 3, "image_std": [0.5] * 3, "resample": 2 if name == "naflex" else 3}
         (made[name] / "preprocessor_config.json").write_text(json.dumps(settings))
     return made
 
 
 @pytest.fixture(scope="module")
-def make(tiny, llm_with, encoders, tmp_path_factory) -> Callable[[str], Made]:
+def make(tiny, make_tiny, llm_with, encoders, tmp_path_factory) -> Callable[[str], Made]:
     """Makes a run, whose norms are no identities, and its folder; each once."""
 
     @functools.cache
@@ -158,7 +187,8 @@ def make(tiny, llm_with, encoders, tmp_path_factory) -> Callable[[str], Made]:
         encoder, overrides, name = CLASSES[kind]
         folder = tmp_path_factory.mktemp("kind")
         template, marks, *_ = STYLES["qwen2.5"]
-        llm = llm_with(template, (*MARKS, *marks))
+        qwen3 = make_tiny.make_tiny_llm(folder / "qwen3", "qwen3") if name == "LightOnOcr" else None
+        llm = llm_with(template, (*MARKS, *marks), source=qwen3)
         config = config_of(tiny, f"model.llm.path={llm}", f"model.vision.name={encoders[encoder]}", *overrides)
         draw = torch.Generator().manual_seed(1)
         norms = {
@@ -167,7 +197,7 @@ def make(tiny, llm_with, encoders, tmp_path_factory) -> Callable[[str], Made]:
             if "norm" in parameter.name
         }
         if config.model.vision.final_norm and encoder != "eva":  # the encoder's own as trained; EVA here has none
-            last = "post_layernorm" if encoder == "hf siglip" else "norm"
+            last = "post_layernorm" if encoder in ("hf siglip", "naflex") else "norm"
             norms[f"vision.{last}.weight"] = torch.randn(32, generator=draw)
         checkpoint = make_checkpoint(folder / "run", config, norms)
         return Made(name, checkpoint, folder / "out", export(checkpoint, folder / "out"))
@@ -275,18 +305,23 @@ def pictures() -> list[bytes]:
 
 def test_pictures_become_what_they_were_in_training(made):
     config = made.checkpoint.config
-    transform = image_transform(config.model.vision.name, config.data.image_fit)
     layout = image_layout(config)
+    transform = image_transform(config.model.vision.name, config.data.image_fit, tile_size=layout.tile_size)
     _, processor = load(made.folder)
     for content in pictures():
         stock = ImageOps.exif_transpose(Image.open(io.BytesIO(content)))
-        wanted = transform.normalise(transform.cut(decode_image(content), layout.tiling(*stock.size)))
-        cut = {"crop_to_patches": True} if made.name == "AyaVision" else {}  # which its processor asks for
-        found = processor.image_processor(stock, return_tensors="pt", **cut)["pixel_values"].reshape(wanted.shape)
+        tiling = layout.tiling(*stock.size)
+        tiles = transform.normalise(transform.cut(decode_image(content), tiling))
+        wanted = made.exported.stock.inputs(tiles, (tiling,), layout)["pixel_values"]
+        asked = {"AyaVision": {"crop_to_patches": True}, "Mistral3": {"patch_size": layout.tile_size}}.get(
+            made.name, {}
+        )
+        found = processor.image_processor(stock, return_tensors="pt", **asked)["pixel_values"].reshape(wanted.shape)
         if made.name == "PerceptionLM" and stock.size != (28, 28):  # torchvision resizes it: some levels of 255 apart
             picture = decode_image(content).resize((28, 28), Image.Resampling.BICUBIC)
             found = processor.image_processor(picture, return_tensors="pt")["pixel_values"].reshape(wanted.shape)
-        assert float((found - wanted).abs().max()) <= (1e-6 if made.name == "PerceptionLM" else 0)
+        within = {"PerceptionLM": 1e-6, "Lfm2Vl": 1.01 * 2 / 255}.get(made.name, 0)  # the latter one level of 255
+        assert float((found - wanted).abs().max()) <= within
 
 
 def test_the_code_of_the_card_makes_the_pixels_of_training_and_masks_of_answers(made, tmp_path, monkeypatch):
@@ -297,11 +332,12 @@ def test_the_code_of_the_card_makes_the_pixels_of_training_and_masks_of_answers(
     assert f"transformers {transformers.__version__}: it loads this folder" in card and "transformers 4" not in card
     exec(re.findall(r"```python\n(.*?)```", card, re.DOTALL)[0], names)
     config, processor = made.checkpoint.config, names["processor"]
-    transform = image_transform(config.model.vision.name, config.data.image_fit)
-    wanted = transform.normalise(
-        transform.decode(Path("picture.png").read_bytes(), image_layout(config).tiling(64, 48))
-    )
-    if made.name == "PerceptionLM":
+    layout = image_layout(config)
+    transform = image_transform(config.model.vision.name, config.data.image_fit, tile_size=layout.tile_size)
+    tiling = layout.tiling(64, 48)
+    tiles = transform.normalise(transform.decode(Path("picture.png").read_bytes(), tiling))
+    wanted = made.exported.stock.inputs(tiles, (tiling,), layout)["pixel_values"]
+    if made.name in ("PerceptionLM", "Lfm2Vl"):
         torch.testing.assert_close(names["inputs"]["pixel_values"].reshape(wanted.shape), wanted, rtol=0, atol=1e-6)
     else:
         assert torch.equal(names["inputs"]["pixel_values"].reshape(wanted.shape), wanted)
@@ -350,8 +386,8 @@ def test_chat_says_what_stock_transformers_says(made, tmp_path):
     messages = [{"role": "user", "content": [{"type": "image"}, {"type": "image"}, *words]}]
     processor, model = AutoProcessor.from_pretrained(made.folder), load_stock(made.folder)
     text = processor.apply_chat_template(messages, add_generation_prompt=True)
-    if made.name != "PerceptionLM":  # chat resizes as training does, with Pillow
-        processor = stock_class(model.config.model_type).load_processor(made.folder)
+    if made.exported.stock.has_pillow:  # chat resizes as training does, with Pillow
+        processor = made.exported.stock.load_processor(made.folder)
     inputs = processor(text=text, images=[[Image.open(file) for file in pictures]], return_tensors="pt")
     output = model.generate(**inputs, max_new_tokens=8)[0, inputs["input_ids"].shape[1] :]
     assert said == processor.decode(output, skip_special_tokens=True).strip()

@@ -49,8 +49,8 @@ def load_vision(
 
     `name` is a timm name, or a folder or cached hub id of a vision model of timm or transformers; nothing is
     downloaded. With `final_norm`, for the last layer alone, features are those of timm's `forward_features`, or
-    transformers' `last_hidden_state`. An encoder for images of any size takes cells of `factor` x `factor` patches. With
-    `blocks`, [first, last) of those that run, the others are not kept.
+    transformers' `last_hidden_state`. With `factor`, the cells of an encoder for images of any size are as many patches
+    a side. With `blocks`, [first, last) of those that run, the others are not kept.
 
     Raises UserError for a name, folder or layer that does not exist, weights that are not here, and other encoders.
     """
