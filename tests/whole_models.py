@@ -45,13 +45,33 @@ WHOLES: dict[str, tuple[str, str, str, dict]] = {  # class, model_type of encode
     "aya_tiles": ("AyaVision", "siglip_vision_model", "cohere2", {"vision_feature_layer": -2}),
     "gemma3": ("Gemma3", "siglip_vision_model", "gemma3_text", {"mm_tokens_per_image": 4}),
     "mistral3": ("Mistral3", "pixtral", "mistral", {"tie_word_embeddings": False}),
+    "pixtral": (
+        "Llava",
+        "pixtral",
+        "mistral",
+        {"vision_feature_layer": -1, "vision_feature_select_strategy": "full", "tie_word_embeddings": False},
+    ),
+    "lighton_ocr": ("LightOnOcr", "pixtral", "qwen3", {"tie_word_embeddings": True}),
+    "lfm2_vl": (
+        "Lfm2Vl",
+        "siglip2_vision_model",
+        "llama",
+        {"projector_hidden_size": 64, "tie_word_embeddings": False},
+    ),
+    "lfm2_patches": (
+        "Lfm2Vl",
+        "siglip2_vision_model",
+        "llama",
+        {"projector_hidden_size": 64, "downsample_factor": 1, "projector_use_layernorm": False},
+    ),
 }
 MORE_TEXT = {
     "gemma3_text": {"head_dim": 16, "sliding_window": 8},
     "cohere2": {"sliding_window": 8, "logit_scale": 0.25},
 }
 MARKS = ("<image>", "<fake_token_around_image>", "<global-img>", "<end_of_utterance>", "<|video|>")
-BY_ID = ("idefics3_vision", "smolvlm_vision", "internvl_vision", "timm_wrapper")  # whose config calls the token so
+BY_ID = ("Idefics3", "SmolVLM", "InternVL", "PerceptionLM", "Lfm2Vl", "LightOnOcr")  # whose config calls the token so
+MORE_VISION = {"siglip2_vision_model": {"num_patches": 16, "vision_use_head": False}}
 STATISTICS = {"image_mean": [0.5, 0.4, 0.3], "image_std": [0.2, 0.3, 0.4]}
 SQUARE = {"size": {"height": 28, "width": 28}}
 
@@ -59,11 +79,11 @@ SQUARE = {"size": {"height": 28, "width": 28}}
 def stock_whole(kind: str) -> PreTrainedModel:
     """The stock model, every tensor random."""
     name, vision, text, more = WHOLES[kind]
-    sizes = TIMM if vision == "timm_wrapper" else VISION
+    sizes = TIMM if vision == "timm_wrapper" else VISION | MORE_VISION.get(vision, {})
     config = getattr(transformers, f"{name}Config")(
         vision_config={"model_type": vision, **sizes},
         text_config={"model_type": text, **TEXT, **MORE_TEXT.get(text, {})},
-        **{"image_token_id" if vision in BY_ID else "image_token_index": 314},
+        **{"image_token_id" if name in BY_ID else "image_token_index": 314},
         **more,
     )
     torch.manual_seed(5)
@@ -89,19 +109,21 @@ def save_its_parts(kind: str, model: PreTrainedModel, folder: Path) -> None:
     getattr(llm, llm.base_model_prefix).load_state_dict(language.state_dict())
     llm.lm_head.load_state_dict(model.lm_head.state_dict())
     llm.save_pretrained(folder / "llm")
-    tower = inner.vision_model if hasattr(inner, "vision_model") else inner.vision_tower
+    names = ("vision_model", "vision_tower", "vision_encoder")
+    tower = next(getattr(inner, name) for name in names if hasattr(inner, name))
     if hasattr(inner, "connector"):
         siglip = SiglipVisionModel(SiglipVisionConfig(**VISION, vision_use_head=False))
         siglip.load_state_dict(tower.state_dict())
         tower, connector = siglip, inner.connector.modality_projection
     else:
-        connector = inner.multi_modal_projector
+        connector = getattr(inner, "multi_modal_projector", None) or inner.vision_projection
     if hasattr(tower, "timm_model"):
         save_timm_folder(tower.timm_model, folder / "vision", TIMM["architecture"], TIMM["model_args"])
     else:
         tower.save_pretrained(folder / "vision")
         (folder / "vision" / "preprocessor_config.json").write_text(json.dumps(STATISTICS))
-    tensors = {f"projector.{name}": tensor for name, tensor in connector.state_dict().items()}
+    state = {name.removeprefix("patch_merger."): tensor for name, tensor in connector.state_dict().items()}
+    tensors = {f"projector.{name}": tensor for name, tensor in state.items()}
     if (newline := getattr(inner, "image_newline", None)) is not None:
         tensors["projector.image_newline"] = newline.detach()
     save_file(tensors, folder / "projector.safetensors")
@@ -160,6 +182,46 @@ def _perception(folder: Path, tokenizer: PreTrainedTokenizerFast) -> None:
     tokenizer.save_pretrained(folder)
 
 
+LONGEST = {"size": {"longest_edge": 56}}
+NO_TEXTS = {"image_break_token": "", "image_end_token": ""}
+
+
+def _pixtral(folder: Path, tokenizer: PreTrainedTokenizerFast, merge: int = 1) -> None:
+    images = transformers.PixtralImageProcessor(patch_size=7, **LONGEST, **STATISTICS)
+    transformers.PixtralProcessor(images, tokenizer, 7, merge, image_token="<image>", **NO_TEXTS).save_pretrained(
+        folder
+    )
+
+
+def _mistral3(folder: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    _pixtral(folder, tokenizer, merge=2)
+
+
+def _lighton(folder: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    transformers.PixtralImageProcessor(patch_size=14, **LONGEST, **STATISTICS).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+def _lfm2(folder: Path, tokenizer: PreTrainedTokenizerFast, factor: int = 2) -> None:
+    images = transformers.Lfm2VlImageProcessor(
+        do_image_splitting=False,
+        min_image_tokens=2,
+        max_image_tokens=20,
+        encoder_patch_size=7,
+        downsample_factor=factor,
+        **STATISTICS,
+    )
+    images.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    file = folder / "tokenizer_config.json"
+    named = {"image_start_token": "", "image_end_token": ""}
+    file.write_text(json.dumps({**json.loads(file.read_text()), "extra_special_tokens": named}))
+
+
+def _lfm2_patches(folder: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    _lfm2(folder, tokenizer, factor=1)
+
+
 PROCESSORS: dict[str, Callable[[Path, PreTrainedTokenizerFast], object]] = {
     "llava": _llava,
     "llava_next": _next,
@@ -170,4 +232,9 @@ PROCESSORS: dict[str, Callable[[Path, PreTrainedTokenizerFast], object]] = {
     "smolvlm": _idefics3,
     "internvl": _internvl,
     "perception_lm": _perception,
+    "pixtral": _pixtral,
+    "mistral3": _mistral3,
+    "lighton_ocr": _lighton,
+    "lfm2_vl": _lfm2,
+    "lfm2_patches": _lfm2_patches,
 }

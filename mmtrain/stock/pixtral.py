@@ -28,6 +28,7 @@ class LlavaPixtral(StockClass):
     model_type = "llava"
     connectors = ("mlp2x_gelu",)
     factors = (1,)
+    layer_defaults: ClassVar = (-2, "default")  # vision_feature_layer and its strategy where config.json lacks them
     layouts = (Native.name,)
     encoders = ("PixtralVisionModel",)
     tiny_encoder: ClassVar = {**StockClass.tiny_encoder, "model_type": "pixtral", "head_dim": 8}
@@ -68,7 +69,7 @@ class LlavaPixtral(StockClass):
     def read(self, folder: StockFolder) -> Keys:
         texts = {key: folder.processor.get(key, f"[IMG_{key.split('_')[1].upper()}]") for key in _TEXTS}
         folder.no_texts(texts, Native.name)
-        return {"select_layer": folder.layer(-2, "default"), **self.size(folder)}
+        return {"select_layer": folder.layer(*self.layer_defaults), **self.size(folder)}
 
     def size(self, folder: StockFolder) -> Keys:
         """Return the keys of the layout."""
@@ -89,6 +90,7 @@ class Mistral3(LlavaPixtral):
     model_type = "mistral3"
     connectors = ("norm_merge_mlp2x",)
     factors = (2, 3, 4)
+    layer_defaults: ClassVar = (-1, "full")
 
     def config(self, run: RunConfig, encoder: ExportedEncoder) -> dict[str, Any]:
         return {
@@ -103,7 +105,7 @@ class Mistral3(LlavaPixtral):
 
     def read(self, folder: StockFolder) -> Keys:
         factor = self.factor(folder, "spatial_merge_size", folder.config.get("spatial_merge_size", 2))
-        return {**super().read(folder), "select_layer": folder.layer(-1, "full"), "factor": factor}
+        return {**super().read(folder), "factor": factor}
 
 
 class LightOnOcr(Mistral3):

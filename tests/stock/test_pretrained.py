@@ -63,6 +63,15 @@ COMPLETED = {  # class -> keys of model.vision, of model.projector, data.image_f
     ),
 }
 COMPLETED["smolvlm"] = COMPLETED["idefics3"]
+LONGEST = {"select_layer": -1, "final_norm": False, "layout": "native", "longest_edge": 56, "max_positions": None}
+BOUNDED = {"select_layer": -1, "final_norm": True, "layout": "native", "min_positions": 2, "max_positions": 20}
+COMPLETED |= {
+    "pixtral": (LONGEST, MLP, None),
+    "mistral3": (LONGEST, {"type": "norm_merge_mlp2x", "factor": 2}, None),
+    "lighton_ocr": (LONGEST, {"type": "norm_merge_mlp2x", "factor": 2}, None),
+    "lfm2_vl": (BOUNDED, {"type": "shuffle_mlp2x_gelu", "factor": 2}, None),
+    "lfm2_patches": (BOUNDED, MLP, None),
+}
 
 
 class Made(NamedTuple):
@@ -115,6 +124,7 @@ def test_from_says_what_the_keys_say_and_an_export_has_the_same_bits(make, confi
     ours, theirs = again.state_dict(), whole.model.state_dict()
     assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in theirs)
     for key in ("image_token_id", "tie_word_embeddings", "scale_factor", "downsample_factor", "downsample_ratio",
+                "spatial_merge_size", "projector_use_layernorm", "vision_feature_layer",
                 "projector_pooling_ratio", "vision_use_cls_token", "vision_feature_select_strategy",
                 "image_grid_pinpoints", "vision_aspect_ratio"):  # fmt: skip
         assert getattr(again.config, key, None) == getattr(whole.model.config, key, None), key
@@ -251,7 +261,16 @@ REFUSED = [  # class, file, changes, what is said
     ("aya_vision", "config.json", {"vision_feature_select_strategy": "default"}, "'default'; needed is full"),
     ("llava", "config.json", {"projector_hidden_act": "relu"}, "projector_hidden_act relu, but this run has gelu"),
     ("llava", "config.json", {"quantization_config": {"quant_method": "awq"}}, "this checkpoint is quantised (awq)"),
-    ("llava", "config.json", {"vision_config": {"model_type": "pixtral"}}, "has model_type pixtral, which is not"),
+    ("llava", "config.json", {"vision_config": {"model_type": "lfm3_vl_vision"}}, "has model_type lfm3_vl_vis"),
+    ("pixtral", "processor_config.json", {"image_break_token": None}, "image_break_token '[IMG_BREAK]'; ne"),
+    ("pixtral", "processor_config.json", {"image_processor": {"size": {"height": 9, "width": 9}}}, "needed is a lon"),
+    ("mistral3", "config.json", {"multimodal_projector_bias": True}, "multimodal_projector_bias True, but this run"),
+    ("mistral3", "config.json", {"spatial_merge_size": 9}, "spatial_merge_size 9; needed is a factor of 2, 3, 4"),
+    ("lfm2_vl", "config.json", {"projector_hidden_size": 80}, "projector_hidden_size 80; needed is the"),
+    ("lfm2_vl", "config.json", {"projector_use_layernorm": False}, "projector_use_layernorm False; needed is True"),
+    ("lfm2_vl", "preprocessor_config.json", {"downsample_factor": 4}, "downsample_factor 4; needed is 2, as config"),
+    ("lfm2_vl", "preprocessor_config.json", {"encoder_patch_size": None}, "encoder_patch_size 16; needed is 7, as"),
+    ("lfm2_vl", "tokenizer_config.json", {"extra_special_tokens": {"image_start_token": None}}, "'<|image_start|>'"),
     ("llava", "config.json", {"text_config": {"model_type": "mamba"}}, "recurrent layers"),
     ("llava", "config.json", {"text_config": {"vocab_size": 10**9}}, "vocab_size 1000000000, but no tensor is"),
     ("llava", "config.json", {"vision_config": {"num_hidden_layers": 2}}, "says 2 blocks, but the weights 3"),

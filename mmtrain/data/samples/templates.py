@@ -238,7 +238,8 @@ def _document(
 
 def _special_ids(tokenizer: PreTrainedTokenizerBase) -> set[int]:
     added = tokenizer.added_tokens_decoder
-    return {token for token in added if added[token].special} | set(tokenizer.all_special_ids)
+    named = set(tokenizer.all_special_ids) - {None}  # of an empty text, as exports name marks that they do not write
+    return {token for token in added if added[token].special} | named
 
 
 def _refuse_special(special_texts: re.Pattern[str], turns: Turns, tokenizer: str) -> None:
