@@ -28,6 +28,8 @@ from transformers import (
     CLIPVisionConfig,
     Dinov2Config,
     InternVLVisionConfig,
+    PixtralVisionConfig,
+    Siglip2VisionConfig,
     SiglipVisionConfig,
 )
 
@@ -35,7 +37,7 @@ from mmtrain.data.samples.sample import IGNORE, IMAGE_POSITION
 from mmtrain.models.facts.connectors import image_layout
 from mmtrain.models.facts.shapes import matches_any
 from mmtrain.models.layouts.layout import ImageLayout
-from mmtrain.models.modules.tiny import tiny_model
+from mmtrain.models.modules.tiny import HEAD_WIDTH, HEADS, tiny_model
 
 GRID, PATCH = 12, 4  # patches a side, which 2, 3 and 4 divide; pixels of one
 LAYERS = 4
@@ -62,6 +64,18 @@ ENCODERS |= {
     f"{kind} of tiles": type(ENCODERS[kind]).from_dict(ENCODERS[kind].to_dict() | {"image_size": TILE})
     for kind in ("siglip", "clip")
 }
+NATIVE = ("naflex", "pixtral")
+ENCODERS |= {
+    "naflex": Siglip2VisionConfig(
+        **{name: value for name, value in SMALL.items() if name != "image_size"},
+        intermediate_size=48,
+        num_patches=16,
+        vision_use_head=False,
+    ),
+    "pixtral": PixtralVisionConfig(**SMALL, intermediate_size=48),
+}
+BOUNDS = {"min_positions": 2, "max_positions": 12}
+LONGEST = 40  # pixels
 GRIDS = ((1, 2), (2, 1), (2, 2), (1, 3), (5, 3))  # (rows, columns) of tiles, the last with more positions than 9 have
 PINPOINTS = tuple((rows * TILE, columns * TILE) for rows, columns in GRIDS)
 SHAPES = ((40, 30), (10, 60), (100, 7), (45, 75), (33, 32))  # (width, height) in pixels, of images that are cut
@@ -108,7 +122,7 @@ ANY = ("siglip", "clip", "dinov2")
 CUT = ("siglip of tiles", "clip of tiles")
 LAST_NORMED = {"layers": (-1,), "final_norm": True}
 STOCK = {
-    stock.name + ("" if stock.layout == "square" else " of tiles"): stock
+    f"{stock.name} {stock.connector} {stock.layout}": stock
     for stock in (
         Stock("Llava", "mlp2x_gelu", ANY, factors=(None,)),
         Stock("AyaVision", "shuffle_swiglu", ANY, widths=(None, 48)),
@@ -118,13 +132,19 @@ STOCK = {
         Stock("LlavaNext", "mlp2x_gelu", CUT, factors=(None,), layout="anyres"),
         Stock("LlavaOnevision", "mlp2x_gelu", CUT, factors=(None,), layout="anyres_max_9"),
         Stock("PerceptionLM", "mlp2x_gelu_pool", (*TIMM_ENCODERS,), **LAST_NORMED),
+        Stock("Lfm2Vl", "shuffle_mlp2x_gelu", ("naflex",), layout="native", **LAST_NORMED),
+        Stock("Lfm2Vl", "mlp2x_gelu", ("naflex",), factors=(None,), layout="native", **LAST_NORMED),
+        Stock("Llava", "mlp2x_gelu", ("pixtral",), factors=(None,), layout="native"),
+        Stock("Mistral3", "norm_merge_mlp2x", ("pixtral",), layout="native"),
+        Stock("LightOnOcr", "norm_merge_mlp2x", ("pixtral",), layers=(-1,), layout="native"),
     )
 }
 
 
 def stock_settings(run: Run) -> dict[str, Any]:
     """What the run asks for, in the class's own keys."""
-    strategy = "full" if run.encoder.startswith("siglip") else "default"  # default drops the class token
+    has_class = not run.encoder.startswith(("siglip", *NATIVE))
+    strategy = "default" if has_class else "full"  # default drops the class token
     selected = {"vision_feature_layer": run.layer, "vision_feature_select_strategy": strategy}
     match STOCK[run.stock].name:
         case "Idefics3":
@@ -137,6 +157,13 @@ def stock_settings(run: Run) -> dict[str, Any]:
         case "AyaVision":
             selected |= {} if run.width is None else {"alignment_intermediate_size": run.width}
             selected |= {"downsample_factor": run.factor}
+        case "Lfm2Vl":
+            shuffles = {"downsample_factor": run.factor or 1, "projector_use_layernorm": run.factor is not None}
+            return {"image_token_id": IMAGE_TOKEN, "projector_hidden_size": HEADS * HEAD_WIDTH, **shuffles}
+        case "LightOnOcr":
+            return {"image_token_id": IMAGE_TOKEN, "spatial_merge_size": run.factor}
+        case "Mistral3":
+            selected = {"vision_feature_layer": run.layer, "spatial_merge_size": run.factor}
         case "LlavaNext" | "LlavaOnevision":
             selected |= {"image_grid_pinpoints": [list(pair) for pair in PINPOINTS]}
     return {"image_token_index": IMAGE_TOKEN, **selected}
@@ -166,7 +193,8 @@ def vision_config(run: Run) -> dict[str, Any]:
         return {
             "model_type": "timm_wrapper", "architecture": TIMM_ARCHITECTURE, "model_args": TIMM_ENCODERS[run.encoder],
         }  # fmt: skip
-    renamed = {"model_type": "idefics3_vision"} if run.stock == "Idefics3" else {}  # SigLIP, by another name
+    is_idefics3 = STOCK[run.stock].name == "Idefics3"
+    renamed = {"model_type": "idefics3_vision"} if is_idefics3 else {}  # SigLIP, by another name
     return ENCODERS[run.encoder].to_dict() | renamed
 
 
@@ -202,6 +230,8 @@ def parts_of(model: nn.Module) -> tuple[nn.Module, nn.Module, nn.Module]:
     inner = model.model
     if hasattr(inner, "connector"):  # Idefics3
         return inner.vision_model, inner.connector.modality_projection, inner.text_model
+    if hasattr(inner, "vision_projection"):  # LightOnOcr
+        return inner.vision_encoder, inner.vision_projection, inner.language_model
     tower = getattr(inner.vision_tower, "timm_model", inner.vision_tower)
     return tower, inner.multi_modal_projector, inner.language_model
 
@@ -213,7 +243,8 @@ def our_parameters(parts: Path, run: Run, model: nn.Module) -> dict[str, nn.Para
     """
     tower, connector, language = parts_of(model)
     stored = load_file(parts / run.encoder / "model.safetensors")
-    named = {f"projector.{name}": value for name, value in connector.named_parameters()}
+    own = {name.removeprefix("patch_merger."): value for name, value in connector.named_parameters()}
+    named = {f"projector.{name}": value for name, value in own.items()}
     if hasattr(model.model, "image_newline"):
         named["projector.image_newline"] = model.model.image_newline
     named |= {f"llm.{name}": value for name, value in language.named_parameters()}
@@ -234,10 +265,32 @@ def stock_loss_sum(model: nn.Module, document: Document) -> torch.Tensor:
         told["image_sizes"] = torch.tensor([(tiling.height, tiling.width) for tiling in document.tilings])
         if type(model).__name__.startswith("LlavaOnevision"):
             told["batch_num_images"] = torch.tensor([len(document.tilings)])
+    if images is not None and (kind := model.config.vision_config.model_type) in ("siglip2_vision_model", "pixtral"):
+        images, told = native_inputs(kind, document)
     logits = model(input_ids=ids, pixel_values=images, use_cache=False, **told).logits[0]
     # The stock classes' head is a matrix alone: what the LLM's own class does behind it is done here.
     logits = logits / getattr(model.config.text_config, "logits_scaling", 1.0)
     return cross_entropy(logits, torch.tensor(document.labels), ignore_index=IGNORE, reduction="sum")
+
+
+def native_inputs(kind: str, document: Document) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """A document's cells as a stock class takes them: padded pictures, or padded rows of patches."""
+    size, pictures = document.images.shape[-1], []
+    for cells, tiling in zip(document.images.split([t.tiles for t in document.tilings]), document.tilings, strict=True):
+        rows = [torch.cat(list(row), dim=2) for row in cells.split(tiling.columns)]
+        pictures.append(torch.cat(rows, dim=1))
+        assert pictures[-1].shape == (3, tiling.rows * size, tiling.columns * size)
+    sizes = torch.tensor([picture.shape[1:] for picture in pictures])
+    if kind == "pixtral":
+        padded = torch.zeros(len(pictures), 3, *sizes.amax(0).tolist())
+        for place, picture in zip(padded, pictures, strict=True):
+            place[:, : picture.shape[1], : picture.shape[2]] = picture
+        return padded, {"image_sizes": sizes}
+    patches = [nn.functional.unfold(one[None], PATCH, stride=PATCH)[0].T for one in pictures]  # values (c, dy, dx)
+    patches = [one.view(-1, 3, PATCH**2).transpose(1, 2).flatten(1) for one in patches]
+    lengths = torch.tensor([len(one) for one in patches])
+    mask = (torch.arange(int(lengths.max())) < lengths[:, None]).int()
+    return nn.utils.rnn.pad_sequence(patches, True), {"pixel_attention_mask": mask, "spatial_shapes": sizes // PATCH}
 
 
 IMAGES = {"none": (0,), "one": (1,), "several": (2, 0, 3, 1, 1)}  # in a document, in turn
@@ -288,7 +341,7 @@ def documents_for(run: Run, layout: ImageLayout) -> list[Document]:
         images = counts[seed % len(counts)]
         shapes = [SHAPES[(seed + image) % len(SHAPES)] for image in range(images)]
         tilings = tuple(layout.tiling(*shape, images) for shape in shapes)
-        size = TILE if run.encoder in CUT else SIZE
+        size = layout.tile_size
         found.append(make_document(seed, 0, 6 + seed, image_size=size, tilings=tilings))
     return found
 
@@ -298,6 +351,8 @@ def case(parts: Path, folder: Path, run: Run) -> tuple[Case, float, dict[str, to
     model, stock = stock_model(parts, run), STOCK[run.stock]
     vision = {"name": str(parts / run.encoder), "select_layer": run.layer, "final_norm": stock.final_norm}
     vision |= {"layout": stock.layout, "pinpoints": PINPOINTS if stock.layout.startswith("anyres") else None}
+    if run.encoder in NATIVE:
+        vision |= BOUNDS if run.encoder == "naflex" else {"longest_edge": LONGEST}
     settings: dict[str, Any] = {
         "model__llm": {"path": str(parts / run.family), "dtype": "float32"},
         "model__vision": vision,
