@@ -59,6 +59,9 @@ class VisionSection(Section):
     longest_edge: Kept[Annotated[int, Field(ge=1, le=MAX_GRID_SIDE)] | None] = None
     """maximum pixels of an image's longer side under layout native, instead of min_positions and max_positions; smaller
     images keep their size (Pixtral)"""
+    merger: Fixed[bool] = False
+    """true: take features after the encoder's own merger, which joins 2 x 2 patches and stays frozen unless
+    model.trainable names it (Qwen-VL's encoders); false: before it, for a new projector that joins them"""
     dtype: Kept[Dtype | None] = None
     """storage and compute type of the encoder; null: model.llm.dtype"""
 

@@ -365,7 +365,7 @@ class _LayerCosts:
 
     def projector_parts(self) -> list[Part]:
         """The connector's operations at places 0, 1, 2, ...; all in fp32."""
-        parts, width = [], self.models.vision.width
+        parts, width = [], self.models.vision.feature_width
         for place, (operation, rows) in enumerate(self.connector_rows()):
             for parameter in connector_parameters((operation,)):
                 parts.append(Part(place, trained=parameter.name in self.trained))
@@ -387,7 +387,7 @@ class _LayerCosts:
 
     def connector_rows(self) -> Iterator[tuple[Operation, float]]:
         """The connector's operations, each with the rows that it makes, or takes where it changes their number."""
-        rows = self.work.tiles * self.models.vision.patches_per_image
+        rows = self.work.tiles * self.models.vision.features_per_image
         for operation in self.models.connector:
             if isinstance(operation, Shuffle):
                 rows /= operation.factor**2
@@ -469,7 +469,7 @@ def encoder_costs(vision: VisionShape, trained: Collection[str], work: Workload,
         in_blocks += flops_here.forward * is_block
         trains = trains or any(part.trained for part in parts)
     pixels = round(3 * vision.image_size**2 * work.tiles)
-    features = round(work.tiles * vision.patches_per_image * vision.width) * size
+    features = round(work.tiles * vision.features_per_image * vision.feature_width) * size
     at_once = 1.0  # share of the tiles
     if work.tiles and not trains:
         at_once = min(1.0, max(work.attended, tiles_per_call(vision.patches_per_image)) / work.tiles)
@@ -512,6 +512,10 @@ def _encoder_parts(
         is_trained = parameter.name in trained
         if block := ENCODER_BLOCK.match(parameter.name):
             blocks.setdefault(int(block[1]), (block[0], []))[1].append(parameter)
+        elif parameter.name.startswith("vision.merger."):
+            rows = work.tiles * vision.features_per_image
+            flops = 2 * parameter.numel * rows if len(parameter.shape) == 2 else 0.0
+            norm.append(Part(0, flops, trained=is_trained))
         elif _NORM.match(parameter.name):  # it keeps its input in fp32
             norm.append(Part(0, trained=is_trained, saved_for_dgrad=2 * parameter.numel * tokens))
         else:

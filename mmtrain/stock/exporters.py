@@ -16,6 +16,7 @@ from typing import Literal
 from mmtrain.base.errors import UserError
 from mmtrain.config.schema import RunConfig
 from mmtrain.models.facts.adapters import is_adapter, is_llm_adapter
+from mmtrain.models.facts.connectors import run_vision
 from mmtrain.models.facts.encoders import FAMILIES
 from mmtrain.models.facts.families import (
     BASE_PREFIX,
@@ -27,7 +28,7 @@ from mmtrain.models.facts.families import (
     llm_tensors,
 )
 from mmtrain.models.facts.model_files import find_model_folder, model_folder, tensor_shapes
-from mmtrain.models.facts.shapes import llm_shape, vision_shape
+from mmtrain.models.facts.shapes import llm_shape
 from mmtrain.models.layouts.native import Native
 from mmtrain.models.layouts.registry import LAYOUTS
 from mmtrain.stock.aya_vision import AyaVision
@@ -72,7 +73,7 @@ def exporter_for(config: RunConfig) -> StockClass:
         raise UserError(f"no stock model has a {kind} projector (model.projector.type); stock ones are {known}")
     if why := _unfit_llm(config.model.llm.path):
         raise UserError(f"no stock model computes what this run trains: {why}. Set another model.llm.path")
-    shape = vision_shape(vision.name, vision.select_layer, vision.final_norm)
+    shape = run_vision(config)
     needs = {stock: list(stock.needs(config, shape)) for stock in near}
     for stock, missing in needs.items():
         if not missing:

@@ -200,13 +200,13 @@ def run_connector(config: RunConfig) -> tuple[Operation, ...]:
 def connector_between(config: RunConfig, vision: VisionShape, llm: LlmShape) -> tuple[Operation, ...]:
     """Return the operations of a run's connector between models of these shapes."""
     norm_eps = llm.norm_eps or DEFAULT_NORM_EPS
-    return connector(config.model.projector, vision.width, llm.hidden_size, has_newline(config), norm_eps)
+    return connector(config.model.projector, vision.feature_width, llm.hidden_size, has_newline(config), norm_eps)
 
 
 def run_vision(config: RunConfig) -> VisionShape:
     """Return the shape of a run's encoder; one for images of any size has the cells that the connector makes."""
     chosen = config.model.vision
-    shape = vision_shape(chosen.name, chosen.select_layer, chosen.final_norm)
+    shape = vision_shape(chosen.name, chosen.select_layer, chosen.final_norm, chosen.merger)
     return shape.with_cells(reduction(config.model.projector))
 
 
@@ -274,7 +274,7 @@ def image_layout(config: RunConfig) -> ImageLayout:
             )
         )
     factor, side = reduction(model.projector), math.isqrt(vision.patches_per_image)
-    if side % factor:
+    if vision.features_per_image % factor**2:
         fitting = [f"model.projector.factor={other}" for other in (2, 3, 4) if side % other == 0]
         raise UserError(
             f"model.projector.factor: {factor} does not divide the grid of {model.vision.name}, {side} x {side} "
@@ -289,9 +289,15 @@ def image_layout(config: RunConfig) -> ImageLayout:
                 f"pixels, as {model.vision.name} takes. Correct it, or leave pinpoints out for {layout.name}'s own."
             )
     numbers = {key: getattr(model.vision, key) for key in layout.keys}
-    if vision.family.native is not None:
-        numbers |= {"factor": factor, "rounds_up": vision.family.native.rounds_up}
-    positions = vision.patches_per_image // factor**2
+    if (native := vision.family.native) is not None:
+        if side % native.block:
+            raise UserError(
+                f"model.projector.factor: {model.vision.name} has its patches in blocks of {native.block} x "
+                f"{native.block}, but {model.projector.type} joins {factor} x {factor}. Set model.vision.merger=true, "
+                "for the encoder's own merger, or a projector that joins 2 x 2, e.g. shuffle_mlp2x_gelu"
+            )
+        numbers |= {"factor": side, "rounds_up": native.rounds_up}
+    positions = vision.features_per_image // factor**2
     return layout(positions, size, **{key: value for key, value in numbers.items() if value is not None})
 
 

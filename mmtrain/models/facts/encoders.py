@@ -28,12 +28,17 @@ def rows(tensors: Mapping[str, Shape], name: str | None) -> int:
     return math.prod(tensors[name][:-1]) if name in tensors else 0
 
 
+PatchOrder = Literal["dy dx c", "c dy dx", "c t dy dx"]
+
+
 @dataclass(frozen=True)
 class NativeInput:
     """How an encoder that takes images of any size is called."""
 
-    patches: Literal["dy dx c", "picture"]  # order of a patch's values, or pictures instead of patches
-    images: Literal["equal", "single"]  # of a call: those with equal grids, or one
+    patches: PatchOrder | Literal["picture"]  # order of a patch's values, or pictures instead of patches
+    images: Literal["equal", "single", "packed"]  # of a call: those with equal grids, one, or any
+    block: int = 1  # patches come in blocks of block x block, which its own merger joins
+    merged: str | None = None  # its merger's last weight, from which the width of what it makes is read
     rounds_up: bool = False  # `Native.rounds_up`, of the processor that its stock classes have
 
 
@@ -61,14 +66,21 @@ class EncoderFamily:
             name = name.replace(ours, theirs)
         return name
 
-    def unused(self, final_norm: bool, source: str) -> tuple[str, ...]:
-        """Return what no feature comes from, as beginnings of names. Raises UserError for a norm that is not there."""
+    def unused(self, final_norm: bool, source: str, merger: bool = False) -> tuple[str, ...]:
+        """Return what no feature comes from, as beginnings of names.
+
+        Raises UserError for a norm or a merger that is not there.
+        """
+        has_merger = self.native is not None and self.native.merged is not None
+        if merger and not has_merger:
+            raise UserError(f"model.vision.merger: {source} has no merger of its own. Leave merger out.")
         if final_norm and self.norm is None:
             raise UserError(
                 f"model.vision.final_norm: {source} has no final norm over its patches (CLIP's is only for its class "
                 "token). Leave final_norm out."
             )
-        return self.beside if final_norm or self.norm is None else (*self.beside, self.norm)
+        beside = (*self.beside, "merger.") if has_merger and not merger else self.beside
+        return beside if final_norm or self.norm is None else (*beside, self.norm)
 
     def prefix_tokens(self, tensors: Mapping[str, Shape]) -> int:
         """Class and register tokens, from the encoder's own tensors."""
@@ -119,6 +131,37 @@ _PIXTRAL = EncoderFamily(
     depth=24,
     native=NativeInput("picture", "single"),
 )
+_QWEN25 = EncoderFamily(
+    model="Qwen2_5_VisionTransformerPretrainedModel",
+    blocks="blocks.",
+    patches="patch_embed.proj.weight",
+    norm=None,
+    positions=None,  # rotary
+    class_token=None,
+    outer=("model.visual.", "visual."),
+    image_size=14,
+    depth=32,
+    native=NativeInput("c t dy dx", "packed", block=2, merged="merger.mlp.2.weight"),
+)
+_QWEN3 = replace(
+    _QWEN25,
+    model="Qwen3VLVisionModel",
+    beside=("deepstack_merger_list.",),
+    image_size=16,
+    depth=27,
+    native=replace(_QWEN25.native, merged="merger.linear_fc2.weight"),
+)
+_VIDEO_LLAMA = replace(
+    _SIGLIP,
+    model="VideoLlama3VisionModel",
+    positions=None,  # rotary
+    beside=(),
+    image_size=16,
+    native=NativeInput("c dy dx", "packed"),
+)
+_MLCD = replace(  # RICE too
+    _CLIP, model="MLCDVisionModel", positions=None, image_size=14, native=NativeInput("picture", "equal")
+)
 _DINOV2 = EncoderFamily(
     model="Dinov2Model",
     blocks="encoder.layer.",
@@ -145,6 +188,14 @@ FAMILIES = {
     "siglip2": _NAFLEX,
     "siglip2_vision_model": _NAFLEX,
     "pixtral": _PIXTRAL,
+    **dict.fromkeys(("qwen2_5_vl", "qwen2_5_vl_vision"), _QWEN25),
+    **dict.fromkeys(("qwen3_vl", "qwen3_vl_vision"), _QWEN3),
+    **dict.fromkeys(("qwen3_vl_moe", "qwen3_vl_moe_vision"), replace(_QWEN3, model="Qwen3VLMoeVisionModel")),
+    **dict.fromkeys(("qwen3_5", "qwen3_5_vision"), replace(_QWEN3, model="Qwen3_5VisionModel")),
+    **dict.fromkeys(("qwen3_5_moe", "qwen3_5_moe_vision"), replace(_QWEN3, model="Qwen3_5MoeVisionModel")),
+    **dict.fromkeys(("exaone4_5", "exaone4_5_vision"), replace(_QWEN25, model="Exaone4_5_VisionModel")),
+    "video_llama_3_vision": _VIDEO_LLAMA,
+    "mlcd_vision_model": _MLCD,
     "siglip_vision_model": _SIGLIP,
     "dinov2": _DINOV2,
     "dinov2_with_registers": replace(

@@ -83,11 +83,23 @@ class VisionShape:
     parameters: tuple[ParameterShape, ...]  # of what runs, names `vision.<stock name>`
     blocks_run: int
 
+    merge: int = 1  # patches a side that the encoder's own merger joins; 1: it does not run
+    merged_width: int | None = None  # features that it makes of them
+
+    @property
+    def feature_width(self) -> int:
+        return self.merged_width or self.width
+
+    @property
+    def features_per_image(self) -> int:
+        return self.patches_per_image // self.merge**2
+
     def with_cells(self, factor: int) -> VisionShape:
-        """Return the shape with cells of `factor` x `factor` patches where the encoder takes images of any size."""
+        """Return the shape with cells of `factor` x `factor` features where the encoder takes images of any size."""
         if self.family.native is None:
             return self
-        return replace(self, image_size=factor * self.patch_size, patches_per_image=factor**2)
+        side = factor * self.merge
+        return replace(self, image_size=side * self.patch_size, patches_per_image=side**2)
 
 
 NO_VISION = VisionShape("no encoder", TIMM_VIT, 0, 1, 0, 0, 0, 1, (), 0)  # of a run on text alone
@@ -210,33 +222,34 @@ def _window(config_json: dict[str, Any]) -> int | None:
     return window if all(kind == "sliding_attention" for kind in kinds) else None
 
 
-def vision_shape(name: str, select_layer: int, final_norm: bool = False) -> VisionShape:
+def vision_shape(name: str, select_layer: int, final_norm: bool = False, merger: bool = False) -> VisionShape:
     """Shape of the part of a vision encoder that runs: up to the block that `select_layer` (-1: the last) selects.
 
-    `name` is what `load_vision` takes; with `final_norm` the last norm runs too. Raises UserError if it is not known.
+    `name` is what `load_vision` takes; with `final_norm` the last norm runs too, with `merger` the encoder's own one.
+    Raises UserError if it is not known.
     """
     folder, recorded, source = find_model_folder(name), find_recorded("vision", name), f"timm's {name}"
     # Encoders with pickled weights only (openai/clip-vit-large-patch14-336) are planned from their record too.
     if recorded is not None and (folder is None or not any(folder.glob("model.safetensors*"))):
         source = f"recorded {recorded.id}"
     elif folder is not None:
-        return _vision_shape_of(folder, name, select_layer, final_norm)
+        return _vision_shape_of(folder, name, select_layer, final_norm, merger)
     elif not is_timm_name(name):
         raise no_model(name)
     else:
         timm_config(name)  # weights that timm does not have are refused here, not when they are loaded
         recorded = timm_record(name)
-    return vision_shape_from(recorded.config, recorded.parameters, select_layer, source, final_norm)
+    return vision_shape_from(recorded.config, recorded.parameters, select_layer, source, final_norm, merger)
 
 
-def _vision_shape_of(folder: Path, name: str, select_layer: int, final_norm: bool) -> VisionShape:
+def _vision_shape_of(folder: Path, name: str, select_layer: int, final_norm: bool, merger: bool) -> VisionShape:
     config_json, tensors = encoder_config(folder), tensor_shapes(folder)
     if tensors is None:
         raise _no_weights(folder, "model.vision.name", f"--vision {name}")
     tensors = encoder_tensors(folder, tensors)
     check_sizes(config_json.get("vision_config") or config_json, tensors, str(folder))
     _refuse_adapters(tensors, folder)
-    shape = vision_shape_from(config_json, tensors, select_layer, str(folder), final_norm)
+    shape = vision_shape_from(config_json, tensors, select_layer, str(folder), final_norm, merger)
     # The number in config.json is built, that of the weights is planned.
     blocks, stored = encoder_settings(config_json, str(folder)).blocks, shape.blocks_run - select_layer - 1
     if blocks not in (None, stored):
@@ -257,15 +270,21 @@ def _refuse_adapters(names: Iterable[str], folder: Path) -> None:
 
 
 def vision_shape_from(
-    config_json: dict[str, Any], tensors: dict[str, Shape], select_layer: int, source: str, final_norm: bool = False
+    config_json: dict[str, Any],
+    tensors: dict[str, Shape],
+    select_layer: int,
+    source: str,
+    final_norm: bool = False,
+    merger: bool = False,
 ) -> VisionShape:
     """VisionShape from the raw config.json of a timm or Hugging Face vision model and its parameters' stock names."""
     if "architecture" in config_json:
         check_plain_vit(tensors, escape(str(config_json["architecture"])), source)
     family, image_size, heads, _ = encoder_settings(config_json, source)
-    unused, tensors = family.unused(final_norm, source), family.own(tensors)
-    is_flat = family.native is not None and family.native.patches != "picture"  # a matrix over a patch's values
-    if len(tensors.get(family.patches, ())) != (2 if is_flat else 4):
+    unused, tensors = family.unused(final_norm, source, merger), family.own(tensors)
+    native, patches = family.native, tensors.get(family.patches, ())
+    is_flat = native is not None and native.patches == "dy dx c"  # a matrix over a patch's values
+    if len(patches) != (2 if is_flat else 5 if native is not None and native.block > 1 else 4):
         raise UserError(
             f"{source}: has no {family.patches}; only vision transformers with one patch embedding are supported"
         )
@@ -280,14 +299,20 @@ def vision_shape_from(
             f"model.vision.select_layer: {select_layer} is out of range: {source} has {depth} blocks, "
             f"so -1 (the last) down to {-depth} (the first)"
         )
-    width, _, *patch = tensors[family.patches]
-    patch_size = image_size if is_flat else square(patch, "patches", source)
-    if is_flat and tensors[family.patches][1] != 3 * patch_size**2:
+    width, patch_size = patches[0], image_size if is_flat else square(patches[-2:], "patches", source)
+    if is_flat and patches[1] != 3 * patch_size**2:
         raise UserError(
-            f"{source}: {family.patches} has {tensors[family.patches][1]} columns, but patches of {patch_size} pixels "
+            f"{source}: {family.patches} has {patches[1]} columns, but patches of {patch_size} pixels "
             f"have {3 * patch_size**2} values. Correct patch_size in config.json, or download the folder again"
         )
+    if native is not None:
+        image_size = patch_size
     count = patches_per_image(image_size, patch_size)
+    merged = tensors.get(native.merged or "") if merger else None
+    if merger and merged is None:
+        raise UserError(
+            f"{source}: has no {native.merged}. Leave model.vision.merger out, or download the folder again"
+        )
     positions = count + rows(tensors, family.class_token)
     if family.positions in tensors and (stored := rows(tensors, family.positions)) != positions:
         raise UserError(
@@ -309,4 +334,6 @@ def vision_shape_from(
             if index_of.get(name, 0) < blocks_run and not name.startswith(unused)
         ),
         blocks_run=blocks_run,
+        merge=native.block if merger else 1,
+        merged_width=merged and merged[0],
     )

@@ -55,8 +55,8 @@ def encoder_settings(config_json: dict[str, Any], source: str) -> EncoderSetting
         family = family_of(config_json.get("model_type"), source)
         settings = config_json.get("vision_config") or config_json
         size = settings.get("image_size" if family.native is None else "patch_size") or family.image_size
-        blocks = settings.get("num_hidden_layers") or family.depth
-        heads = settings.get("num_attention_heads")
+        blocks = settings.get("num_hidden_layers") or settings.get("depth") or family.depth
+        heads = settings.get("num_attention_heads") or settings.get("num_heads")
     check_layers(settings, f"{source}: config.json")
     return EncoderSettings(family, square(size, "images", source), heads, blocks)
 

@@ -27,7 +27,7 @@ from mmtrain.data.samples.sample import IMAGE_POSITION
 from mmtrain.data.stream.images import ImageTransform, image_transform
 from mmtrain.data.stream.packs import PackedBatch, copied
 from mmtrain.models.facts.adapters import is_adapter
-from mmtrain.models.facts.connectors import reduction
+from mmtrain.models.facts.connectors import run_vision
 from mmtrain.models.facts.families import canonical_name
 from mmtrain.models.facts.shapes import matches_any
 from mmtrain.models.layouts.layout import Tiling
@@ -123,7 +123,7 @@ class Stage(nn.Module):
             features = self.encode(batch)
         embeddings = self.language.embed(batch.input_ids.masked_fill(batch.input_ids == IMAGE_POSITION, 0))
         if features is None:  # one position of zeros, so that a replica without images has gradients to reduce
-            features = embeddings.new_zeros(1, self.projector.factor**2, self.vision.width)
+            features = embeddings.new_zeros(1, self.projector.factor**2, self.vision.feature_shape[-1])
         projected, newline = self.projector(features.float()), self.projector.image_newline
         if not batch.tilings:
             hidden = fuse(embeddings, batch.image_places, None)
@@ -267,7 +267,7 @@ def build_stage(
             DTYPES[config.model.vision_dtype],
             device,
             final_norm=chosen.final_norm,
-            factor=reduction(config.model.projector),
+            shape=run_vision(config),
             blocks=stage.encoder,
         )
         add_adapters(vision.model, config.model.lora, vision.canonical_name, config.run.seed)

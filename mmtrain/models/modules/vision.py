@@ -10,6 +10,7 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,11 +24,13 @@ from mmtrain.base.printing import escape
 from mmtrain.models.facts.encoders import ENCODER_BLOCK, EncoderFamily, family_of
 from mmtrain.models.facts.families import encoder_config, encoder_tensors, holds_parts
 from mmtrain.models.facts.model_files import cached_snapshot, foreign_files, hub_cache, model_folder
+from mmtrain.models.facts.shapes import VisionShape, vision_shape
 from mmtrain.models.facts.timm_models import refuse_wrong_activation, timm_config
 from mmtrain.models.facts.vision_files import is_timm_name, square
 from mmtrain.models.modules.language import quiet
+from mmtrain.models.modules.native_tower import NativeTower, Unmerged
 from mmtrain.models.modules.tiny import randomise, shrink
-from mmtrain.models.modules.vision_tower import NativeTower, VisionTower, block_list, drop_other_blocks
+from mmtrain.models.modules.vision_tower import VisionTower, block_list, drop_other_blocks
 from mmtrain.models.weights.files import open_tensors, tensor_places
 
 # What timm reads too, its preference first.
@@ -42,22 +45,23 @@ def load_vision(
     device: torch.device | str = "cpu",
     *,
     final_norm: bool = False,
-    factor: int = 1,
+    shape: VisionShape | None = None,
     blocks: tuple[int, int] | None = None,
 ) -> VisionTower:
     """Load an encoder up to the selected layer: frozen, in eval mode, its weights stored in `dtype`.
 
     `name` is a timm name, or a folder or cached hub id of a vision model of timm or transformers; nothing is
     downloaded. With `final_norm`, for the last layer alone, features are those of timm's `forward_features`, or
-    transformers' `last_hidden_state`. With `factor`, the cells of an encoder for images of any size are as many patches
-    a side. With `blocks`, [first, last) of those that run, the others are not kept.
+    transformers' `last_hidden_state`. `shape` says what an encoder for images of any size is asked for: its cells, and
+    whether its merger runs; None: one patch a cell. With `blocks`, [first, last) of those that run, the others are not
+    kept.
 
     Raises UserError for a name, folder or layer that does not exist, weights that are not here, and other encoders.
     """
     model = timm_model(name, blocks)
     if model is not None:
         return _cut_timm(model, name, select_layer, dtype, final_norm, blocks).to(device)
-    return _load_hf(model_folder(name), select_layer, dtype, final_norm, factor, blocks).to(device)
+    return _load_hf(name, select_layer, dtype, final_norm, shape, blocks).to(device)
 
 
 def timm_model(name: str, held: tuple[int, int] | None = None) -> nn.Module | None:
@@ -175,20 +179,24 @@ def stock_config(family: EncoderFamily, folder: Path) -> transformers.PreTrained
 
 
 def _load_hf(
-    folder: Path,
+    name: str,
     select_layer: int,
     dtype: torch.dtype,
     final_norm: bool,
-    factor: int,
+    shape: VisionShape | None,
     held: tuple[int, int] | None,
 ) -> VisionTower:
+    folder = model_folder(name)
     family = family_of(encoder_config(folder).get("model_type"), str(folder))
-    stock, unused = model_class(family), family.unused(final_norm, str(folder))
+    if family.native is not None and shape is None:
+        shape = vision_shape(name, select_layer, final_norm)
+    stock, unused = model_class(family), family.unused(final_norm, str(folder), shape is not None and shape.merge > 1)
     with foreign_files(f"model.vision.name: {folder}"):
         config = stock_config(family, folder)
     depth = config.num_hidden_layers
     config.num_hidden_layers = depth + 1 + select_layer
     config.vision_use_head = False
+    config.deepstack_visual_indexes = []
     if any(folder.glob("*.safetensors")):
         places = encoder_tensors(folder, tensor_places(folder))
         opened = open_tensors({name: place for name, place in places.items() if _is_held(name, held)})
@@ -217,7 +225,7 @@ def _load_hf(
     if missing or info["mismatched_keys"]:
         # transformers would only warn and train against an encoder that is partly random
         raise _lacks_tensors(folder, sorted([*missing, *(str(key) for key in info["mismatched_keys"])]))
-    return _hf_tower(model, family, config, str(folder), factor, held)
+    return _hf_tower(model, family, config, str(folder), shape, held)
 
 
 def _hf_tower(
@@ -225,11 +233,13 @@ def _hf_tower(
     family: EncoderFamily,
     config: transformers.PreTrainedConfig,
     source: str,
-    factor: int,
+    shape: VisionShape | None,
     held: tuple[int, int] | None = None,
 ) -> VisionTower:
     if family.native is not None:
-        return NativeTower(model, family, config.hidden_size, config.patch_size, factor, blocks=held)
+        if family.native.merged is not None and shape.merge == 1:
+            model.merger = Unmerged(family.native.block**2)
+        return NativeTower(model, family, shape, blocks=held)
     prefix_tokens = family.prefix_tokens({name: tuple(p.shape) for name, p in model.named_parameters()})
 
     def features(model: nn.Module, images: torch.Tensor) -> torch.Tensor:
@@ -249,7 +259,9 @@ def _leave_out(model: nn.Module, unused: Sequence[str]) -> None:
             setattr(owner, last, nn.Identity() if isinstance(module, nn.Module) else None)
 
 
-def made_up_encoder(name: str, dtype: torch.dtype, final_norm: bool, factor: int, depth: int) -> VisionTower:
+def made_up_encoder(
+    name: str, dtype: torch.dtype, final_norm: bool, depth: int, shape: VisionShape | None = None
+) -> VisionTower:
     """Make an encoder such as `load_vision` loads, with `depth` blocks and random weights.
 
     timm's encoders keep their widths, those of transformers become tiny.
@@ -262,12 +274,17 @@ def made_up_encoder(name: str, dtype: torch.dtype, final_norm: bool, factor: int
             family = family_of(config_json.get("model_type"), name)
             with foreign_files(f"model.vision.name: {folder}"):
                 config = shrink(stock_config(family, folder))
-            config.num_hidden_layers, config.vision_use_head = depth, False
+            config.num_hidden_layers, config.vision_use_head, config.deepstack_visual_indexes = depth, False, []
+            if hasattr(config, "fullatt_block_indexes"):  # Qwen2.5-VL's: windows of so many pixels, but for these blocks
+                config.fullatt_block_indexes, config.window_size = [1], 4 * config.patch_size
             stock = model_class(family)(config)
             stock.set_attn_implementation("sdpa")
             randomise(stock, seed=0)
-            _leave_out(stock, family.unused(final_norm, name))
-            return _hf_tower(stock.to(dtype), family, config, name, factor)
+            _leave_out(stock, family.unused(final_norm, name, shape is not None and shape.merge > 1))
+            if shape is not None:  # of the shrunken model
+                merged = None if shape.merged_width is None else config.out_hidden_size
+                shape = replace(shape, width=config.hidden_size, merged_width=merged)
+            return _hf_tower(stock.to(dtype), family, config, name, shape)
         if holds_parts(folder):
             check_wrapped_timm(config_json, folder)
             architecture, options = config_json["architecture"], dict(config_json["model_args"] or {})

@@ -14,7 +14,6 @@ slice it runs on zeros, in whose place the slice's first block takes what was re
 from __future__ import annotations
 
 import copy
-import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
@@ -24,11 +23,11 @@ import torch
 from torch import nn
 
 from mmtrain.base.errors import UserError
-from mmtrain.models.facts.encoders import ENCODER_BLOCK, EncoderFamily, NativeInput
+from mmtrain.models.facts.encoders import ENCODER_BLOCK
 from mmtrain.models.facts.vision_files import patches_per_image
 from mmtrain.models.modules.bookends import Bookend
 from mmtrain.models.modules.lora import without_marks
-from mmtrain.plan.costs import PATCHES_PER_CALL, tiles_per_call
+from mmtrain.plan.costs import tiles_per_call
 
 Grids = Sequence[tuple[int, int]]  # rows and columns of cells of each picture
 
@@ -168,79 +167,6 @@ class VisionTower(nn.Module):
         for part, place, (_, of_part) in list(zip(parts, places, groups, strict=True))[1:]:
             place.copy_(self(prepared(part), of_part))
         return outputs
-
-
-class NativeTower(VisionTower):
-    """An encoder that takes images of any size, on cells of `factor` x `factor` patches.
-
-    `features(model, cells, grid)` takes the cells (n, rows * columns, 3, S, S) of n pictures of one grid, (rows,
-    columns) of cells, and returns (n, patches, W), row by row of patches.
-    """
-
-    def __init__(
-        self, model: nn.Module, family: EncoderFamily, width: int, patch_size: int, factor: int, **options: Any
-    ) -> None:
-        assert family.native is not None
-        features = functools.partial(_native_features, family.native, factor)
-        super().__init__(model, features, width, factor * patch_size, patch_size, 0, family.published, **options)
-        self.factor, self.shares_calls = factor, family.native.images == "equal"
-
-    def groups(self, tiles: int, grids: Grids) -> list[tuple[int, Grids]]:
-        """Make groups of whole pictures, of up to PATCHES_PER_CALL patches or one picture."""
-        assert sum(rows * columns for rows, columns in grids) == tiles, (tiles, grids)
-        groups: list[tuple[int, Grids]] = []
-        for grid in grids:
-            count = grid[0] * grid[1]
-            if groups and (groups[-1][0] + count) * self.patches_per_image <= PATCHES_PER_CALL:
-                groups[-1] = (groups[-1][0] + count, (*groups[-1][1], grid))
-            else:
-                groups.append((count, (grid,)))
-        return groups
-
-    def _run(self, hidden: torch.Tensor | None, images: torch.Tensor, grids: Grids) -> torch.Tensor:
-        counts = [rows * columns for rows, columns in grids]
-        cells, outputs = images.split(counts), [images] * len(grids)
-        received = [None] * len(grids) if hidden is None else hidden.split(counts)
-        calls: dict[Any, list[int]] = {}
-        for number, grid in enumerate(grids):
-            calls.setdefault(grid if self.shares_calls else number, []).append(number)
-        for numbers in calls.values():
-            grid = grids[numbers[0]]
-            taken = None if hidden is None else torch.stack([received[number] for number in numbers])
-            output = self._call(taken, torch.stack([cells[number] for number in numbers]), grid)
-            if self.is_last:
-                output = _cells_of(output, grid, self.factor)
-            output = output.reshape(len(numbers), -1, *self.hidden_shape)
-            for number, one in zip(numbers, output, strict=True):
-                outputs[number] = one
-        return torch.cat(outputs)
-
-    def _handed_in(self, hidden: torch.Tensor, made: torch.Tensor) -> torch.Tensor:
-        return hidden.reshape(made.shape)
-
-
-def _native_features(
-    native: NativeInput, factor: int, model: nn.Module, cells: torch.Tensor, grid: tuple[int, int]
-) -> torch.Tensor:
-    """Run a stock encoder on the cells (n, N, 3, S, S) of n pictures of one grid: features (n, patches, W)."""
-    (rows, columns), (count, size) = grid, (len(cells), cells.shape[-1])
-    if native.patches == "picture":
-        pictures = cells.reshape(count, rows, columns, 3, size, size).permute(0, 3, 1, 4, 2, 5)
-        pictures = pictures.reshape(count, 3, rows * size, columns * size)
-        return model(pictures, image_sizes=[tuple(pictures.shape[2:])] * count).last_hidden_state
-    side = size // factor
-    patches = cells.reshape(count, rows, columns, 3, factor, side, factor, side).permute(0, 1, 4, 2, 6, 5, 7, 3)
-    grids = torch.tensor([[rows * factor, columns * factor]] * count)
-    # No mask: one of ones would choose another attention kernel.
-    hidden = model(patches.reshape(count, -1, 3 * side**2), pixel_attention_mask=None, spatial_shapes=grids)
-    return hidden.last_hidden_state
-
-
-def _cells_of(features: torch.Tensor, grid: tuple[int, int], factor: int) -> torch.Tensor:
-    """Features (n, patches, W), row by row of patches, as (n, cells, factor^2, W), row by row of cells."""
-    rows, columns = grid
-    apart = features.reshape(len(features), rows, factor, columns, factor, -1).transpose(2, 3)
-    return apart.reshape(len(features), rows * columns, factor**2, -1)
 
 
 def block_list(model: nn.Module) -> nn.Sequential | nn.ModuleList:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import math
 import re
 import subprocess
 import sys
@@ -26,9 +27,8 @@ from typing import Any
 from mmtrain.base.cache import cache_folder
 from mmtrain.base.durable import write_whole
 from mmtrain.base.errors import EncoderSliceError, UserError
-from mmtrain.config.model import VisionSection
 from mmtrain.config.schema import RunConfig
-from mmtrain.models.facts.connectors import reduction
+from mmtrain.models.facts.connectors import run_vision
 from mmtrain.models.facts.encoders import ENCODER_BLOCK
 from mmtrain.models.facts.families import check_family, encoder_config, llm_config
 from mmtrain.models.facts.model_files import Shape, model_folder
@@ -97,17 +97,18 @@ def probe_encoder(config: RunConfig) -> None:
     chosen = config.model.vision
     if chosen is None:
         return
-    _refuse_unlike_blocks(chosen)
-    dtype, factor = config.model.vision_dtype, reduction(config.model.projector)
+    _refuse_unlike_blocks(config)
+    dtype, shape = config.model.vision_dtype, run_vision(config)
+    factor, merges = math.isqrt(shape.features_per_image), shape.merge > 1  # of a cell, if it has some
     # Of a folder its config.json counts, wherever it lies.
     source = chosen.name if is_timm_name(chosen.name) else encoder_config(model_folder(chosen.name))
-    question = json.dumps([source, dtype, chosen.final_norm, factor], sort_keys=True).encode()
+    question = json.dumps([source, dtype, chosen.final_norm, factor, merges], sort_keys=True).encode()
     record = _record(("torch", "transformers", "timm"), question)
     if record.is_file():
         return
     fault = f"{chosen.name} cannot be cut into slices"
     try:
-        (difference,) = _differences("encoder", chosen.name, dtype, chosen.final_norm, factor, tried=fault)
+        (difference,) = _differences("encoder", chosen.name, dtype, chosen.final_norm, factor, merges, tried=fault)
     except _ChildError as error:
         raise EncoderSliceError(f"{error}. {_REMEDY}") from None
     if difference != 0:  # a NaN too
@@ -118,10 +119,16 @@ def probe_encoder(config: RunConfig) -> None:
     _remember(record, {"encoder": chosen.name, "difference": difference})
 
 
-def _refuse_unlike_blocks(chosen: VisionSection) -> None:
+def _refuse_unlike_blocks(config: RunConfig) -> None:
     """Raise EncoderSliceError for an encoder with a block that is not made as one of the first, which are tried."""
+    chosen = config.model.vision
     blocks: dict[int, dict[str, Shape]] = defaultdict(dict)
-    for parameter in vision_shape(chosen.name, chosen.select_layer, chosen.final_norm).parameters:
+    shape = run_vision(config)
+    if shape.prefix_tokens and shape.family.native is not None:
+        raise EncoderSliceError(
+            f"{chosen.name} cannot be cut into slices: its images of any size have a class token. {_REMEDY}"
+        )
+    for parameter in shape.parameters:
         if block := ENCODER_BLOCK.match(parameter.name):
             blocks[int(block[1])][parameter.name[block.end() :]] = parameter.shape
     kinds = [blocks[number] for number in sorted(blocks)]
@@ -195,7 +202,7 @@ def _measure_llm(folder: str, how: str, *cut_points: str) -> tuple[float, float]
     return best
 
 
-def _measure_encoder(name: str, dtype: str, final_norm: str, factor: str) -> tuple[float]:
+def _measure_encoder(name: str, dtype: str, final_norm: str, factor: str, merges: str) -> tuple[float]:
     """In the child: the largest difference of a feature over `CUTS`; infinite where one is not a number."""
     import torch
 
@@ -203,7 +210,8 @@ def _measure_encoder(name: str, dtype: str, final_norm: str, factor: str) -> tup
     from mmtrain.models.modules.vision import made_up_encoder
     from mmtrain.models.modules.vision_tower import slices_difference
 
-    tower = made_up_encoder(name, DTYPES[dtype], final_norm == str(True), int(factor), BLOCKS)
+    shape = vision_shape(name, -1, final_norm == str(True), merges == str(True)).with_cells(int(factor))
+    tower = made_up_encoder(name, DTYPES[dtype], final_norm == str(True), BLOCKS, shape)
     generator = torch.Generator().manual_seed(0)
     tiles = sum(rows * columns for rows, columns in GRIDS)
     images = torch.randn(tiles, 3, tower.image_size, tower.image_size, generator=generator)

@@ -1,0 +1,129 @@
+"""An encoder that takes images of any size, in stock code, on cells: the tiles of layout `native`.
+
+    cells (N, 3, S, S) of pictures, (rows, columns) of cells each --patches in the encoder's own order--> its forward
+        --its merger, if asked for; back into cells--> features (N, F^2, W)
+
+A cell is F x F positions of features, F the connector's factor; each is one patch, or the m x m patches that the
+encoder's own merger joins. Every picture is encoded as if it were alone.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from mmtrain.models.facts.encoders import EncoderFamily, NativeInput, PatchOrder
+from mmtrain.models.facts.shapes import VisionShape
+from mmtrain.models.modules.vision_tower import Grids, VisionTower
+from mmtrain.plan.costs import PATCHES_PER_CALL
+
+_VALUES = {"dy dx c": (5, 8, 2), "c dy dx": (2, 5, 8), "c t dy dx": (2, 5, 8)}  # dimensions of patch_rows' view
+FRAMES = 2  # of one image, for encoders of videos: "t"
+
+
+class Unmerged(nn.Module):
+    """In the place of an encoder's merger: the features (P, W) of patches as they are, `joined` in a row."""
+
+    def __init__(self, joined: int) -> None:
+        super().__init__()
+        self.joined = joined
+
+    def forward(self, features: torch.Tensor) -> torch.Tensor:
+        return features.reshape(-1, self.joined * features.shape[-1])
+
+
+class NativeTower(VisionTower):
+    """Blocks [first, last) of such an encoder. Hidden states are (N, patches of a cell, W), in the encoder's order."""
+
+    def __init__(self, model: nn.Module, family: EncoderFamily, shape: VisionShape, **options: Any) -> None:
+        """`shape` has the run's cells; `model` merges as it says, or has `Unmerged`."""
+        native, side = family.native, shape.image_size // shape.patch_size
+        assert native is not None
+        features = functools.partial(_features, native, side, family.class_token is not None)
+        sizes = shape.width, shape.image_size, shape.patch_size, shape.prefix_tokens
+        super().__init__(model, features, *sizes, family.published, **options)
+        self.factor, self.block = side // shape.merge, 1 if shape.merge > 1 else native.block
+        self.feature_shape = (self.factor**2, shape.feature_width)
+        self.images = native.images
+
+    def groups(self, tiles: int, grids: Grids) -> list[tuple[int, Grids]]:
+        """Make groups of whole pictures, of up to PATCHES_PER_CALL patches or one picture."""
+        assert sum(rows * columns for rows, columns in grids) == tiles, (tiles, grids)
+        groups: list[tuple[int, Grids]] = []
+        for grid in grids:
+            count = grid[0] * grid[1]
+            if groups and (groups[-1][0] + count) * self.patches_per_image <= PATCHES_PER_CALL:
+                groups[-1] = (groups[-1][0] + count, (*groups[-1][1], grid))
+            else:
+                groups.append((count, (grid,)))
+        return groups
+
+    def _run(self, hidden: torch.Tensor | None, images: torch.Tensor, grids: Grids) -> torch.Tensor:
+        counts = [rows * columns for rows, columns in grids]
+        cells, outputs = images.split(counts), [images] * len(grids)
+        received = None if hidden is None else hidden.split(counts)
+        calls: dict[Any, list[int]] = {}
+        for number, grid in enumerate(grids):
+            together = {"equal": tuple(grid), "single": number, "packed": None}[self.images]
+            calls.setdefault(together, []).append(number)
+        for numbers in calls.values():
+            taken = None if received is None else torch.cat([received[number] for number in numbers])
+            output = self._call(taken, [cells[number] for number in numbers], [grids[number] for number in numbers])
+            per_cell, width = self.feature_shape if self.is_last else self.hidden_shape
+            rows = output.reshape(-1, width).split([counts[number] * per_cell for number in numbers])
+            for number, of_image in zip(numbers, rows, strict=True):
+                outputs[number] = of_image.view(counts[number], per_cell, width)
+                if self.is_last:
+                    outputs[number] = _in_cells(of_image, grids[number], self.factor, self.block)
+        return torch.cat(outputs)
+
+    def _handed_in(self, hidden: torch.Tensor, made: torch.Tensor) -> torch.Tensor:
+        return hidden.reshape(made.shape)
+
+
+def patch_rows(cells: torch.Tensor, grid: Sequence[int], side: int, block: int, order: PatchOrder) -> torch.Tensor:
+    """Return the patches (P, values) of one picture's cells (N, 3, S, S), `side` patches a side each.
+
+    They stand row by row; with `block` above 1, row by row of blocks, in each of which its patches stand row by row.
+    """
+    (rows, columns), size = grid, cells.shape[-1] // side
+    apart = cells.reshape(rows, columns, 3, side // block, block, size, side // block, block, size)
+    patches = apart.permute(0, 3, 1, 6, 4, 7, *_VALUES[order])
+    if "t" in order.split():
+        patches = patches.unsqueeze(-3).expand(*patches.shape[:-2], FRAMES, size, size)
+    return patches.reshape(len(cells) * side**2, -1)
+
+
+def picture(cells: torch.Tensor, grid: Sequence[int]) -> torch.Tensor:
+    """Return one picture (3, H, W) of its cells (N, 3, S, S)."""
+    (rows, columns), size = grid, cells.shape[-1]
+    return cells.reshape(rows, columns, 3, size, size).permute(2, 0, 3, 1, 4).reshape(3, rows * size, columns * size)
+
+
+def _in_cells(features: torch.Tensor, grid: Sequence[int], factor: int, block: int) -> torch.Tensor:
+    """Features (P, W) of one picture, in the order of `patch_rows`, as (cells, factor^2, W), row by row in each."""
+    (rows, columns), blocks = grid, factor // block
+    apart = features.reshape(rows, blocks, columns, blocks, block, block, -1).permute(0, 2, 1, 4, 3, 5, 6)
+    return apart.reshape(rows * columns, factor**2, -1)
+
+
+def _features(
+    native: NativeInput, side: int, has_class_token: bool, model: nn.Module, cells: Sequence[torch.Tensor], grids: Grids
+) -> torch.Tensor:
+    """Run a stock encoder on pictures: their features, one after another, in the encoder's order."""
+    if native.patches == "picture":
+        pictures = torch.stack([picture(*one) for one in zip(cells, grids, strict=True)])
+        told = {} if has_class_token else {"image_sizes": [tuple(pictures.shape[2:])] * len(pictures)}
+        return model(pictures, **told).last_hidden_state[:, int(has_class_token) :]
+    rows = [patch_rows(one, grid, side, native.block, native.patches) for one, grid in zip(cells, grids, strict=True)]
+    sizes = torch.tensor([(side * rows, side * columns) for rows, columns in grids])
+    if native.images == "equal":  # no mask: one of ones would choose another attention kernel
+        return model(torch.stack(rows), pixel_attention_mask=None, spatial_shapes=sizes).last_hidden_state
+    sizes = nn.functional.pad(sizes, (1, 0), value=1).to(cells[0].device)
+    if native.block > 1:
+        return model(torch.cat(rows), grid_thw=sizes).pooler_output
+    return model(torch.cat(rows), grid_thw=sizes, merge_sizes=torch.ones_like(sizes[:, 0])).last_hidden_state
