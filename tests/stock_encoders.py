@@ -33,6 +33,16 @@ HF_SIZES = {
 }
 DINO_SIZES = {name: size for name, size in HF_SIZES.items() if name != "intermediate_size"}
 NATIVE_SIZES = {name: size for name, size in HF_SIZES.items() if name != "image_size"}
+QWEN_SIZES = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "depth": 4,
+    "num_heads": 4,
+    "patch_size": 7,
+    "out_hidden_size": 24,
+}
+WINDOWS = {"fullatt_block_indexes": [1, 3], "window_size": 28}  # pixels
+TABLE = {"num_position_embeddings": 16}
 TEXT = {
     "hidden_size": 16,
     "intermediate_size": 16,

@@ -115,11 +115,14 @@ class ProjectorSection(Section):
             "shuffle_mlp2x_gelu",
             "mlp2x_gelu_pool",
             "norm_merge_mlp2x",
+            "patch_merger",
+            "patch_merger_rms",
         ]
     ] = "mlp2x_gelu"
     """projector architecture, with the models that use it. mlp2x_gelu: LLaVA-1.5; shuffle_swiglu: AyaVision;
     shuffle_linear: Idefics3, SmolVLM; shuffle_mlp2x_gelu: InternVL, LFM2-VL; mlp2x_gelu_pool: PerceptionLM;
-    norm_merge_mlp2x: Mistral 3, LightOnOCR"""
+    norm_merge_mlp2x: Mistral 3, LightOnOCR; patch_merger: LLaVA-OneVision 1.5, Innovator-VL, Kimi-VL; patch_merger_rms:
+    EXAONE 4.5; linear: HyperCLOVA X, after the merger of Qwen's encoder"""
     factor: Fixed[Literal[2, 3, 4] | None] = None
     """how many patches per side become one image token where the type shuffles, merges or pools: 2 leaves a quarter of
     the tokens, 4 a sixteenth; null: 2"""

@@ -32,6 +32,7 @@ from mmtrain.models.facts.shapes import llm_shape
 from mmtrain.models.layouts.native import Native
 from mmtrain.models.layouts.registry import LAYOUTS
 from mmtrain.stock.aya_vision import AyaVision
+from mmtrain.stock.grids import Exaone45, HyperCLOVAXVisionV2, VideoLlama3
 from mmtrain.stock.idefics3 import Idefics3
 from mmtrain.stock.internvl import InternVL
 from mmtrain.stock.lfm2_vl import Lfm2Vl
@@ -57,6 +58,9 @@ STOCK_CLASSES: tuple[StockClass, ...] = (
     LlavaPixtral(),
     LightOnOcr(),
     Mistral3(),
+    HyperCLOVAXVisionV2(),
+    VideoLlama3(),
+    Exaone45(),
 )
 
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from mmtrain.config.schema import RunConfig
 from mmtrain.data.samples.records import IMAGE_MARK
 from mmtrain.models.facts.connectors import reduction
-from mmtrain.models.facts.shapes import VisionShape, llm_shape
+from mmtrain.models.facts.shapes import llm_shape
 from mmtrain.models.layouts.layout import Tiling
 from mmtrain.models.layouts.native import MAX_POSITIONS, MIN_POSITIONS, Native
 from mmtrain.stock.stock_class import ON_WHITE, ExportedEncoder, StockClass
@@ -46,11 +46,6 @@ class Lfm2Vl(StockClass):
     has_pillow = False
     adds_special_tokens = False
 
-    def needs(self, config: RunConfig, shape: VisionShape) -> Iterator[str]:
-        yield from super().needs(config, shape)
-        if config.model.vision.longest_edge is not None:
-            yield "model.vision.longest_edge=null (its processor bounds image tokens)"
-
     def config(self, run: RunConfig, encoder: ExportedEncoder) -> dict[str, Any]:
         factor = reduction(run.model.projector)
         return {
@@ -86,6 +81,8 @@ class Lfm2Vl(StockClass):
         """Return patches (images, most, values) as its processor pads them, their mask, and each grid of patches."""
         import torch
 
+        from mmtrain.models.modules.native_tower import patch_rows
+
         factor, side = layout.factor, layout.patch_size
         grids = [(tiling.rows * factor, tiling.columns * factor) for tiling in tilings]
         most = max(layout.max_positions * factor**2, *(rows * columns for rows, columns in grids))
@@ -94,8 +91,7 @@ class Lfm2Vl(StockClass):
         for row, (cells, tiling) in enumerate(
             zip(tiles.split([tiling.tiles for tiling in tilings]), tilings, strict=True)
         ):
-            apart = cells.view(tiling.rows, tiling.columns, 3, factor, side, factor, side)
-            values = apart.permute(0, 3, 1, 5, 4, 6, 2).reshape(-1, 3 * side**2)
+            values = patch_rows(cells, (tiling.rows, tiling.columns), factor, 1, "dy dx c")
             patches[row, : len(values)], mask[row, : len(values)] = values, 1
         return {"pixel_values": patches, "pixel_attention_mask": mask, "spatial_shapes": torch.tensor(grids)}
 

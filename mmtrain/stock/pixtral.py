@@ -28,17 +28,13 @@ class LlavaPixtral(StockClass):
     model_type = "llava"
     connectors = ("mlp2x_gelu",)
     factors = (1,)
+    bounds_edge = True
     layer_defaults: ClassVar = (-2, "default")  # vision_feature_layer and its strategy where config.json lacks them
     layouts = (Native.name,)
     encoders = ("PixtralVisionModel",)
     tiny_encoder: ClassVar = {**StockClass.tiny_encoder, "model_type": "pixtral", "head_dim": 8}
     image_processor = "PixtralImageProcessor"
     processor_name = "PixtralProcessor"
-
-    def needs(self, config: RunConfig, shape: VisionShape) -> Iterator[str]:
-        yield from super().needs(config, shape)
-        if config.model.vision.longest_edge is None:
-            yield "model.vision.longest_edge (which its processor bounds)"
 
     def processor(self, run: RunConfig, encoder: ExportedEncoder) -> dict[str, Any]:
         return {
@@ -57,13 +53,14 @@ class LlavaPixtral(StockClass):
         """Return pictures (images, 3, H, W), zeros to the right of and below smaller ones, and each (height, width)."""
         import torch
 
+        from mmtrain.models.modules.native_tower import picture
+
         side = layout.tile_size
         sizes = torch.tensor([(tiling.rows * side, tiling.columns * side) for tiling in tilings])
         pictures = tiles.new_zeros(len(tilings), 3, *sizes.amax(0).tolist())
         of_images = tiles.split([tiling.tiles for tiling in tilings])
-        for picture, cells, tiling, (height, width) in zip(pictures, of_images, tilings, sizes.tolist(), strict=True):
-            apart = cells.view(tiling.rows, tiling.columns, 3, side, side).permute(2, 0, 3, 1, 4)
-            picture[:, :height, :width] = apart.reshape(3, height, width)
+        for place, cells, tiling, (height, width) in zip(pictures, of_images, tilings, sizes.tolist(), strict=True):
+            place[:, :height, :width] = picture(cells, (tiling.rows, tiling.columns))
         return {"pixel_values": pictures, "image_sizes": sizes}
 
     def read(self, folder: StockFolder) -> Keys:
@@ -89,6 +86,7 @@ class Mistral3(LlavaPixtral):
     name = "Mistral3"
     model_type = "mistral3"
     connectors = ("norm_merge_mlp2x",)
+    renamed: ClassVar = {"merging_layer": "patch_merger.merging_layer"}
     factors = (2, 3, 4)
     layer_defaults: ClassVar = (-1, "full")
 
@@ -99,9 +97,6 @@ class Mistral3(LlavaPixtral):
             "multimodal_projector_bias": False,
             "vision_feature_layer": encoder.feature_layer,
         }
-
-    def connector_name(self, name: str) -> str:
-        return self.connector_names + name.replace("merging_layer", "patch_merger.merging_layer")
 
     def read(self, folder: StockFolder) -> Keys:
         factor = self.factor(folder, "spatial_merge_size", folder.config.get("spatial_merge_size", 2))
@@ -114,6 +109,7 @@ class LightOnOcr(Mistral3):
     name = "LightOnOcr"
     model_type = "lighton_ocr"
     processor_name = "LightOnOcrProcessor"
+    last_block = True
     encoder_names = "model.vision_encoder."
     connector_names = "model.vision_projection."
     decoder_names = "model.language_model."
@@ -122,8 +118,6 @@ class LightOnOcr(Mistral3):
 
     def needs(self, config: RunConfig, shape: VisionShape) -> Iterator[str]:
         yield from super().needs(config, shape)
-        if config.model.vision.select_layer != -1:
-            yield "model.vision.select_layer=-1 (it takes the last block's output)"
         if (family := llm_shape(config.model.llm.path).model_type) != "qwen3":
             yield f"a qwen3 LLM ({family} is for Mistral3, which computes the same)"
 

@@ -91,6 +91,9 @@ class StockClass(ExportedClass):
     # ---- which runs it computes
     connectors: ClassVar[tuple[str, ...]]  # values of model.projector.type
     final_norm: ClassVar[bool] = False  # whether it takes features behind the encoder's last norm
+    merger: ClassVar[bool] = False  # whether the encoder's own merger runs before the connector
+    last_block: ClassVar[bool] = False  # whether it takes the last block's output alone
+    bounds_edge: ClassVar[bool] = False  # whether its processor bounds the longest edge, not image tokens
     layouts: ClassVar[tuple[str, ...]] = (Square.name,)  # values of model.vision.layout
     fits: ClassVar[tuple[str, ...]] = ("resize",)  # values of data.image_fit that its processor can make of one square
     factors: ClassVar[tuple[int, ...]] = (1, 2, 3, 4)  # values of model.projector.factor, 1 for none
@@ -104,6 +107,7 @@ class StockClass(ExportedClass):
     # ---- its folder
     encoder_names: ClassVar[str] = "vision_tower."  # what stands before the names of the encoder's tensors
     connector_names: ClassVar[str] = "multi_modal_projector."
+    renamed: ClassVar[Mapping[str, str]] = {}  # modules of the connector that have other names on disk
     decoder_names = "language_model.model."  # of transformers 4 too; version 5 reads it
     head_name: ClassVar[str] = "language_model.lm_head.weight"
     # A small encoder of the class's own, for trials of the LLM beside it.
@@ -159,6 +163,13 @@ class StockClass(ExportedClass):
         if factor not in self.factors:
             factors = " or ".join(map(str, self.factors))
             yield f"model.projector.factor={factors} (it does not support {factor})"
+        if vision.merger != self.merger:
+            yield f"model.vision.merger={str(self.merger).lower()} (its class has it so)"
+        if self.last_block and vision.select_layer != -1:
+            yield "model.vision.select_layer=-1 (it takes the last block's output)"
+        if vision.layout == Native.name and self.bounds_edge != (vision.longest_edge is not None):
+            bounds = " (its processor bounds that)" if self.bounds_edge else "=null (its processor bounds image tokens)"
+            yield f"model.vision.longest_edge{bounds}"
         if unfit := self._unfit_encoder(vision.name, shape):
             yield f"another model.vision.name ({unfit})"
 
@@ -192,7 +203,14 @@ class StockClass(ExportedClass):
 
     def connector_name(self, name: str) -> str:
         """Return the name on disk of one of the connector's tensors, by our module's name."""
-        return name if name == NEWLINE else self.connector_names + name
+        if name == NEWLINE:
+            return name
+        module, _, rest = name.partition(".")
+        return self.connector_names + f"{self.renamed.get(module, module)}.{rest}".lstrip(".")
+
+    def text_config(self, language: dict[str, Any]) -> dict[str, Any]:
+        """Return `text_config`, of the LLM's own configuration."""
+        return language
 
     def adapt_encoder(self, run: RunConfig, encoder: ExportedEncoder) -> ExportedEncoder:
         """Return the encoder in the class's own names and settings; raises UserError for one it does not take."""
@@ -280,8 +298,8 @@ class StockClass(ExportedClass):
         """Return the keys of model.vision and model.projector, and data.image_fit, that a folder stands for."""
         llm = llm_shape(folder.path)
         folder.check()
-        keys: Keys = {"final_norm": self.final_norm, "layout": self.layouts[0], "factor": None, "width": None}
-        keys |= {"select_layer": -1, "type": self.connectors[0], "image_fit": "resize"}
+        keys: Keys = {"final_norm": self.final_norm, "merger": self.merger, "layout": self.layouts[0]}
+        keys |= {"factor": None, "width": None, "select_layer": -1, "type": self.connectors[0], "image_fit": "resize"}
         keys |= {**dict.fromkeys(LAYOUT_KEYS), **self.read(folder)}
         if LAYOUTS[keys["layout"]].has_newlines and not any(n in folder.tensors for n in (NEWLINE, f"model.{NEWLINE}")):
             raise UserError(f"its weights hold no {NEWLINE}, which ends lines. Download the folder again")

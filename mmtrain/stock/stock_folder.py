@@ -25,7 +25,10 @@ Keys = dict[str, Any]
 PARTS = ("model.llm.path", "model.vision.name", "model.projector.init_from")
 BY_PARTS = f"set the model's parts instead, in {', '.join(PARTS)}"
 CONFIG, IMAGES = "config.json", "its image processor"
-_CONNECTOR = re.compile(r"(?:model\.)?(?:multi_modal_projector|vision_projection|connector\.modality_projection)\.")
+_CONNECTOR = re.compile(
+    r"(?:model\.)?(?:multi_modal_projector|vision_project(?:ion|or)|connector\.modality_projection|projector\.readout"
+    r"|visual\.merger)\."
+)
 _PINPOINTS: TypeAdapter[Pinpoints] = TypeAdapter(Pinpoints)
 
 

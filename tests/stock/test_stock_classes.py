@@ -23,8 +23,9 @@ from packaging.version import Version
 from PIL import Image, ImageOps
 from safetensors.torch import load_file
 from scenes import perturb
-from stock_encoders import DINO_SIZES, HF_SIZES, NATIVE_SIZES
+from stock_encoders import DINO_SIZES, HF_SIZES, NATIVE_SIZES, QWEN_SIZES, TABLE, WINDOWS
 from transformers import (
+    AutoModel,
     AutoProcessor,
     CLIPVisionConfig,
     CLIPVisionModel,
@@ -32,14 +33,21 @@ from transformers import (
     Dinov2Model,
     DINOv3ViTConfig,
     DINOv3ViTModel,
+    Exaone4_5_VisionConfig,
+    Exaone4_5_VisionModel,
     InternVLVisionConfig,
     InternVLVisionModel,
     PixtralVisionConfig,
     PixtralVisionModel,
+    Qwen2_5_VLVisionConfig,
+    Qwen3_5VisionConfig,
+    Qwen3VLVisionConfig,
     Siglip2VisionConfig,
     Siglip2VisionModel,
     SiglipVisionConfig,
     SiglipVisionModel,
+    VideoLlama3VisionConfig,
+    VideoLlama3VisionModel,
     ViTConfig,
     ViTModel,
 )
@@ -67,6 +75,10 @@ NORMED = ("model.vision.final_norm=true", "model.vision.select_layer=-1", "data.
 CUT = "data.image_fit=null"
 NATIVE = ("model.vision.layout=native", "model.vision.select_layer=-1", "model.vision.final_norm=true", CUT)
 BOUNDED = ("model.vision.min_positions=4", "model.vision.max_positions=24")
+MERGED = (
+    *("model.vision.layout=native", CUT, "model.vision.select_layer=-1", *BOUNDED),
+    "model.vision.merger=true",
+)
 WHOLE = ("model.vision.layout=native", "model.vision.longest_edge=42", CUT, "model.vision.select_layer=-1")
 CLASSES = {  # encoder, keys, class
     "aya": ("siglip", ("model.projector.type=shuffle_swiglu", "data.image_fit=resize"), "AyaVision"),
@@ -135,10 +147,26 @@ CLASSES = {  # encoder, keys, class
         "Mistral3",
     ),
     "lighton": ("pixtral", ("model.projector.type=norm_merge_mlp2x", "data.template=chat", *WHOLE), "LightOnOcr"),
+    "qwen2.5": ("qwen2.5", ("model.projector.type=linear", "data.template=chat", *MERGED), "HyperCLOVAXVisionV2"),
+    "qwen3": ("qwen3", ("model.projector.type=linear", *MERGED), "HyperCLOVAXVisionV2"),
+    "qwen3.5": ("qwen3.5", ("model.projector.type=linear", "data.template=chat", *MERGED), "HyperCLOVAXVisionV2"),
+    "video llama": ("video llama", ("data.template=chat", *NATIVE, *BOUNDED), "VideoLlama3"),
+    "exaone": ("exaone", ("model.projector.type=patch_merger_rms", "data.template=chat", *MERGED[:-1]), "Exaone4_5_"),
     "perception without pool": ("siglip", ("model.projector.type=mlp2x_gelu", *NORMED), "PerceptionLM"),
 }  # fmt: skip
 
-DAILY = ("aya tiles", "next", "onevision", "idefics3 chat", "internvl last", "perception", "lfm2", "pixtral", "lighton")
+DAILY = (
+    "aya tiles",
+    "next",
+    "onevision",
+    "idefics3 chat",
+    "internvl last",
+    "perception",
+    "lfm2",
+    "pixtral",
+    "lighton",
+    "qwen2.5",
+)
 
 
 class Made(NamedTuple):
@@ -165,6 +193,11 @@ def encoders(tmp_path_factory) -> dict[str, Path]:
         "hf siglip": SiglipVisionModel(SiglipVisionConfig(**HF_SIZES)),
         "naflex": Siglip2VisionModel(Siglip2VisionConfig(**NATIVE_SIZES, num_patches=16)),
         "pixtral": PixtralVisionModel(PixtralVisionConfig(**NATIVE_SIZES, image_size=56)),
+        "qwen2.5": AutoModel.from_config(Qwen2_5_VLVisionConfig(**QWEN_SIZES, **WINDOWS)),
+        "qwen3": AutoModel.from_config(Qwen3VLVisionConfig(**QWEN_SIZES, **TABLE, deepstack_visual_indexes=[1])),
+        "qwen3.5": AutoModel.from_config(Qwen3_5VisionConfig(**QWEN_SIZES, **TABLE)),
+        "exaone": Exaone4_5_VisionModel(Exaone4_5_VisionConfig(**QWEN_SIZES, **WINDOWS, num_key_value_heads=2)),
+        "video llama": VideoLlama3VisionModel(VideoLlama3VisionConfig(**NATIVE_SIZES)),
         "hf clip": CLIPVisionModel(CLIPVisionConfig(**HF_SIZES)),
         "dinov2": Dinov2Model(Dinov2Config(**DINO_SIZES)),
         "dinov3": DINOv3ViTModel(DINOv3ViTConfig(**HF_SIZES, num_register_tokens=0)),
@@ -197,7 +230,7 @@ def make(tiny, make_tiny, llm_with, encoders, tmp_path_factory) -> Callable[[str
             if "norm" in parameter.name
         }
         if config.model.vision.final_norm and encoder != "eva":  # the encoder's own as trained; EVA here has none
-            last = "post_layernorm" if encoder in ("hf siglip", "naflex") else "norm"
+            last = "post_layernorm" if encoder in ("hf siglip", "naflex", "video llama") else "norm"
             norms[f"vision.{last}.weight"] = torch.randn(32, generator=draw)
         checkpoint = make_checkpoint(folder / "run", config, norms)
         return Made(name, checkpoint, folder / "out", export(checkpoint, folder / "out"))

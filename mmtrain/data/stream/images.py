@@ -23,7 +23,7 @@ from mmtrain.base.errors import UserError
 from mmtrain.config.limits import MAX_IMAGE_PIXELS
 from mmtrain.data.samples.records import DECODE_ERRORS, TURNS, BadSample, open_image, orientation
 from mmtrain.data.shards.index import MEND
-from mmtrain.models.facts.families import encoder_config, holds_parts
+from mmtrain.models.facts.families import encoder_config, holds_encoder
 from mmtrain.models.facts.model_files import model_folder
 from mmtrain.models.facts.timm_models import timm_config
 from mmtrain.models.facts.vision_files import encoder_settings, is_timm_name, preprocessing
@@ -202,7 +202,7 @@ def _published(name: str) -> tuple[int, Sequence[float], Sequence[float], str]:
     folder = model_folder(name)
     config = encoder_config(folder)
     size = encoder_settings(config, str(folder)).image_size
-    if "architecture" in config and not holds_parts(folder):
+    if "architecture" in config and not holds_encoder(folder):
         facts = config.get("pretrained_cfg", config)
         return size, facts["mean"], facts["std"], facts["interpolation"]
     facts = preprocessing(folder)

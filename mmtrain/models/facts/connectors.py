@@ -159,6 +159,21 @@ def norm_merge_mlp2x(sizes: Sizes) -> tuple[Operation, ...]:
     )
 
 
+def patch_merger(sizes: Sizes) -> tuple[Operation, ...]:
+    """The merger of LLaVA-OneVision 1.5 and Innovator-VL behind RICE, and Kimi-VL's projector behind MoonViT."""
+    return LayerNorm("norm", sizes.vision_width, eps=1e-5), *_merged(sizes)
+
+
+def patch_merger_rms(sizes: Sizes) -> tuple[Operation, ...]:
+    """Exaone4_5_PatchMerger, which is Qwen2.5-VL's."""
+    return RmsNorm("norm", sizes.vision_width, eps=1e-6), *_merged(sizes)
+
+
+def _merged(sizes: Sizes) -> tuple[Operation, ...]:
+    first = Linear("linear_1", sizes.shuffled, sizes.shuffled)
+    return Shuffle(sizes.factor), first, Gelu(), Linear("linear_2", sizes.shuffled, sizes.llm_width)
+
+
 CONNECTORS: dict[str, Callable[[Sizes], tuple[Operation, ...]]] = {
     name: globals()[name] for name in get_args(ProjectorSection.model_fields["type"].annotation)
 }

@@ -156,6 +156,7 @@ _VIDEO_LLAMA = replace(
     model="VideoLlama3VisionModel",
     positions=None,  # rotary
     beside=(),
+    outer=(),
     image_size=16,
     native=NativeInput("c dy dx", "packed"),
 )

@@ -179,7 +179,12 @@ MULTIMODAL_MODELS = {
     "mistral3": True,
     "lfm2_vl": True,
     "lighton_ocr": True,
+    "hyperclovax_vision_v2": True,
+    "video_llama_3": False,
+    "exaone4_5": False,
 }
+# Those whose encoder alone is read: their LLM takes positions in three dimensions.
+ENCODER_HOLDERS = {*MULTIMODAL_MODELS, "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"}
 _TIED_IF_EITHER_SAYS_SO = ("llava", "llava_onevision")
 
 # What text models say of their head alone, and what makes it the plain one of the classes above.
@@ -197,7 +202,7 @@ _SIGLIP_AS_IDEFICS3 = {"hidden_size": 1152, "num_attention_heads": 16, "image_si
 _IDEFICS3_VISION = ("idefics3", "idefics3_vision", "smolvlm", "smolvlm_vision")
 
 _LLM = re.compile(r"((?:model\.)?(?:language_model|text_model)\.)")
-_ENCODER = re.compile(r"((?:model\.)?(?:vision_tower|vision_model|vision_encoder)\.(?:timm_model\.)?)")
+_ENCODER = re.compile(r"((?:model\.)?(?:vision_tower|vision_model|vision_encoder|visual)\.(?:timm_model\.)?)")
 
 
 def llm_config(folder: Path) -> dict[str, Any]:
@@ -246,7 +251,7 @@ def encoder_config(folder: Path) -> dict[str, Any]:
     content = read_json(folder / "config.json")
     if (method := quantised_by(content)) is not None:
         raise UserError(f"{folder} cannot be used: it is quantised ({method}). Use its release in bfloat16 or float32")
-    if content.get("model_type") not in MULTIMODAL_MODELS:
+    if not holds_encoder(folder):
         return content
     vision = _part(content, "vision_config", folder)
     kind = vision.get("model_type")
@@ -259,12 +264,18 @@ def encoder_config(folder: Path) -> dict[str, Any]:
 
 def encoder_tensors(folder: Path, tensors: Mapping[str, T]) -> dict[str, T]:
     """Select the encoder's tensors from a multimodal checkpoint and strip their prefix."""
-    prefix = _one_prefix(_ENCODER, tensors, folder) if holds_parts(folder) else ""
+    prefix = _one_prefix(_ENCODER, tensors, folder) if holds_encoder(folder) else ""
     return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
 
 
+def holds_encoder(folder: Path) -> bool:
+    """Whether a folder holds a whole model whose encoder can be read."""
+    content = read_json(folder / "config.json")
+    return content.get("model_type") in ENCODER_HOLDERS and "vision_config" in content
+
+
 def holds_parts(folder: Path) -> bool:
-    """Whether a folder holds a whole model whose parts can be read."""
+    """Whether a folder holds a whole model whose LLM can be read."""
     return read_json(folder / "config.json").get("model_type") in MULTIMODAL_MODELS
 
 

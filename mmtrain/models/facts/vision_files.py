@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from mmtrain.base.errors import UserError
 from mmtrain.base.printing import escape
 from mmtrain.models.facts.encoders import TIMM_VIT, EncoderFamily, family_of
-from mmtrain.models.facts.families import holds_parts
+from mmtrain.models.facts.families import holds_encoder
 from mmtrain.models.facts.model_files import find_model_folder, is_demo, read_json
 from mmtrain.models.facts.settings import check_layers, is_whole
 
@@ -79,7 +79,7 @@ def check_preprocessing(name: str) -> None:
     folder = find_model_folder(name)
     if folder is None or not any(folder.glob("model.safetensors*")):
         return
-    if holds_parts(folder) or "architecture" not in read_json(folder / "config.json"):
+    if holds_encoder(folder) or "architecture" not in read_json(folder / "config.json"):
         preprocessing(folder)
 
 

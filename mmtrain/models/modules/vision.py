@@ -22,7 +22,7 @@ from torch import nn
 from mmtrain.base.errors import UserError
 from mmtrain.base.printing import escape
 from mmtrain.models.facts.encoders import ENCODER_BLOCK, EncoderFamily, family_of
-from mmtrain.models.facts.families import encoder_config, encoder_tensors, holds_parts
+from mmtrain.models.facts.families import encoder_config, encoder_tensors, holds_encoder
 from mmtrain.models.facts.model_files import cached_snapshot, foreign_files, hub_cache, model_folder
 from mmtrain.models.facts.shapes import VisionShape, vision_shape
 from mmtrain.models.facts.timm_models import refuse_wrong_activation, timm_config
@@ -78,7 +78,7 @@ def timm_model(name: str, held: tuple[int, int] | None = None) -> nn.Module | No
         if "architecture" not in config:
             family_of(config.get("model_type"), name)
             return None
-        if holds_parts(folder):
+        if holds_encoder(folder):
             return _wrapped_timm(folder, config, held)
         refuse_wrong_activation(config)
         architecture = f"local-dir:{folder}"
@@ -175,7 +175,7 @@ def model_class(family: EncoderFamily) -> type[transformers.PreTrainedModel]:
 def stock_config(family: EncoderFamily, folder: Path) -> transformers.PreTrainedConfig:
     """transformers' config of the encoder in a folder, which may hold a multimodal model."""
     kind = model_class(family).config_class
-    return kind.from_dict(encoder_config(folder)) if holds_parts(folder) else kind.from_pretrained(folder)
+    return kind.from_dict(encoder_config(folder)) if holds_encoder(folder) else kind.from_pretrained(folder)
 
 
 def _load_hf(
@@ -275,7 +275,7 @@ def made_up_encoder(
             with foreign_files(f"model.vision.name: {folder}"):
                 config = shrink(stock_config(family, folder))
             config.num_hidden_layers, config.vision_use_head, config.deepstack_visual_indexes = depth, False, []
-            if hasattr(config, "fullatt_block_indexes"):  # Qwen2.5-VL's: windows of so many pixels, but for these blocks
+            if hasattr(config, "fullatt_block_indexes"):  # Qwen2.5-VL's: other blocks attend in windows of pixels
                 config.fullatt_block_indexes, config.window_size = [1], 4 * config.patch_size
             stock = model_class(family)(config)
             stock.set_attn_implementation("sdpa")
@@ -285,7 +285,7 @@ def made_up_encoder(
                 merged = None if shape.merged_width is None else config.out_hidden_size
                 shape = replace(shape, width=config.hidden_size, merged_width=merged)
             return _hf_tower(stock.to(dtype), family, config, name, shape)
-        if holds_parts(folder):
+        if holds_encoder(folder):
             check_wrapped_timm(config_json, folder)
             architecture, options = config_json["architecture"], dict(config_json["model_args"] or {})
     with foreign_files(f"model.vision.name: {name}"):

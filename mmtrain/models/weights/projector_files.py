@@ -10,7 +10,9 @@ path --what it is--> files --names and shapes, where headers tell them--> fits t
 | stock model's folder, or cached hub id       | multi_modal_projector.linear_1.weight, also below model.; |
 |                                              | of LlavaNext and LlavaOnevision image_newline besides;    |
 |                                              | of Idefics3 and SmolVLM connector.modality_projection.,   |
-|                                              | of LightOnOcr vision_projection.                          |
+|                                              | of LightOnOcr vision_projection., of HyperCLOVAXVisionV2  |
+|                                              | vision_projector., of VideoLlama3 projector.readout., of  |
+|                                              | Exaone4_5 visual.merger.                                  |
 
 LLaVA's names: `build_vision_projector` in llava/model/multimodal_projector/builder.py, whose reader takes any prefix.
 """
@@ -45,12 +47,13 @@ KEY = "model.projector.init_from"
 LLAVA_FILE = "mm_projector.bin"
 PICKLED = {".bin", ".pt", ".pth"}
 DISK_NAME = re.compile(
-    r"projector\.(?P<ours>.+)|(?:.+\.)?mm_projector\.(?P<llava>.+)"
+    r"projector\.(?P<ours>.+)|(?:(?:.+\.)?mm_projector|(?:model\.)?(?:vision_projector|projector\.readout"
+    r"|visual\.merger(?:\.mlp)?))\.(?P<llava>.+)"
     r"|(?:model\.)?(?:multi_modal_projector|vision_projection|connector\.modality_projection)\."
     r"(?:patch_merger\.)?(?P<hf>.+)"
     r"|(?:model\.)?(?P<newline>image_newline)"
 )
-LLAVA_LAYERS = {"0": "linear_1", "2": "linear_2"}  # of its nn.Sequential, with the GELU between them
+LLAVA_LAYERS = {"0": "linear_1", "2": "linear_2", "ln_q": "norm"}  # of an nn.Sequential, the GELU between them
 NEEDED = f"Name a run or checkpoint of mmtrain, its {TENSORS}, LLaVA's {LLAVA_FILE}, or a Hugging Face model's folder"
 
 

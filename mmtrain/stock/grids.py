@@ -1,0 +1,154 @@
+"""HyperCLOVAXVisionV2, VideoLlama3 and Exaone4_5: patches of all images in one sequence, and their grids.
+
+| class                | encoder                             | connector                          |
+|----------------------|-------------------------------------|------------------------------------|
+| HyperCLOVAXVisionV2  | Qwen3.5's, Qwen3-VL's, Qwen2.5-VL's | linear, behind the encoder's merger|
+| VideoLlama3          | its own                             | mlp2x_gelu                         |
+| Exaone4_5            | its own                             | patch_merger_rms                   |
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from mmtrain.config.schema import RunConfig
+from mmtrain.data.samples.records import IMAGE_MARK
+from mmtrain.models.facts.encoders import FAMILIES
+from mmtrain.models.facts.shapes import llm_shape
+from mmtrain.models.layouts.layout import Tiling
+from mmtrain.models.layouts.native import Native
+from mmtrain.stock.stock_class import ExportedEncoder, StockClass
+from mmtrain.stock.stock_folder import IMAGES, Keys, StockFolder, unfit
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedTokenizerBase
+
+    from mmtrain.data.stream.images import ImageTransform
+
+
+class HyperCLOVAXVisionV2(StockClass):
+    """HyperCLOVA X Think's class, with any LLM. Its head multiplies logits by the LLM's `logits_scaling`."""
+
+    name = "HyperCLOVAXVisionV2"
+    model_type = "hyperclovax_vision_v2"
+    connectors = ("linear",)
+    renamed: ClassVar = {"linear_1": ""}
+    factors = (1,)
+    merger = True
+    last_block = True
+    layouts = (Native.name,)
+    encoders = (
+        "Qwen2_5_VisionTransformerPretrainedModel", "Qwen3VLVisionModel", "Qwen3_5VisionModel", "Qwen3_5MoeVisionModel",
+    )  # fmt: skip
+    encoder_names = "model.vision_model."
+    connector_names = "model.vision_projector."
+    decoder_names = "model.language_model."
+    head_name = "lm_head.weight"
+    tiny_encoder: ClassVar = {
+        "model_type": "qwen2_5_vl_vision", "hidden_size": 8, "intermediate_size": 8, "depth": 1, "num_heads": 1,
+        "patch_size": 8, "out_hidden_size": 8,
+    }  # fmt: skip
+    image_token_key = "image_token_id"
+    image_processor = "Qwen2VLImageProcessor"
+    video_processor = "Qwen2VLVideoProcessor"
+    video_token = "<|video_pad|>"
+    merge_size: ClassVar[int] = 2  # of its processor
+
+    def text_config(self, language: dict[str, Any]) -> dict[str, Any]:
+        return {**language, "logits_scaling": 1.0}
+
+    def config(self, run: RunConfig, encoder: ExportedEncoder) -> dict[str, Any]:
+        return {}
+
+    def processor(self, run: RunConfig, encoder: ExportedEncoder) -> dict[str, Any]:
+        return {}
+
+    def own_image_settings(self, transform: ImageTransform, layout: Native) -> dict[str, Any]:
+        pixels = layout.tile_size**2
+        return {
+            "size": {"shortest_edge": layout.min_positions * pixels, "longest_edge": layout.max_positions * pixels},
+            "patch_size": layout.patch_size,
+            "merge_size": self.merge_size,
+        }
+
+    def video_settings(self, transform: ImageTransform) -> dict[str, Any]:
+        return {"video_processor_type": self.video_processor, "processor_class": self.processor_name}
+
+    def named_tokens(self, tokenizer: PreTrainedTokenizerBase) -> dict[str, str]:
+        return {"image_token": IMAGE_MARK, "video_token": self.video_token}
+
+    def inputs(self, tiles: torch.Tensor, tilings: Sequence[Tiling], layout: Native) -> dict[str, torch.Tensor]:
+        """Return the patches (P, values) of all images, and each grid (1, rows, columns) of patches."""
+        import torch
+
+        from mmtrain.models.modules.native_tower import patch_rows
+
+        side, order = layout.factor, FAMILIES[self.tiny_encoder["model_type"]].native.patches
+        grids = [(tiling.rows, tiling.columns) for tiling in tilings]
+        of_images = zip(tiles.split([tiling.tiles for tiling in tilings]), grids, strict=True)
+        rows = [patch_rows(cells, grid, side, self.merge_size, order) for cells, grid in of_images]
+        patches = torch.tensor([(1, side * rows, side * columns) for rows, columns in grids])
+        return {"pixel_values": torch.cat(rows), "image_grid_thw": patches}
+
+    def read(self, folder: StockFolder) -> Keys:
+        size, cell = folder.images.get("size") or {}, (self.merge_size * folder.vision.patch_size) ** 2
+        bounds = [size.get("shortest_edge", 56 * 56), size.get("longest_edge", 28 * 28 * 1280)]
+        if any(type(pixels) is not int or pixels < cell for pixels in bounds):
+            raise unfit(IMAGES, "size", size, f"two numbers of pixels, of at least {cell}")
+        least, most = -(-bounds[0] // cell), bounds[1] // cell
+        return {"min_positions": least, "max_positions": most, "factor": self.read_factor, "image_fit": None}
+
+    read_factor: ClassVar[int | None] = None
+
+
+class VideoLlama3(HyperCLOVAXVisionV2):
+    """VideoLLaMA 3 on images, each of whose patches is a position."""
+
+    name = "VideoLlama3"
+    model_type = "video_llama_3"
+    connectors = ("mlp2x_gelu",)
+    renamed: ClassVar = {"linear_1": "0", "linear_2": "2"}
+    merger = False
+    final_norm = True
+    encoders = ("VideoLlama3VisionModel",)
+    connector_names = "model.projector.readout."
+    tiny_encoder: ClassVar = {**StockClass.tiny_encoder, "model_type": "video_llama_3_vision"}
+    image_processor = "VideoLlama3ImageProcessor"
+    video_processor = "VideoLlama3VideoProcessor"
+    merge_size = 1
+
+    def text_config(self, language: dict[str, Any]) -> dict[str, Any]:
+        return language
+
+    def inputs(self, tiles: torch.Tensor, tilings: Sequence[Tiling], layout: Native) -> dict[str, torch.Tensor]:
+        found = super().inputs(tiles, tilings, layout)
+        return {**found, "image_merge_sizes": found["image_grid_thw"].new_ones(len(tilings))}
+
+
+class Exaone45(HyperCLOVAXVisionV2):
+    """EXAONE 4.5's class, with any LLM; its connector is the encoder's merger, trained."""
+
+    name = "Exaone4_5_"
+    model_type = "exaone4_5"
+    connectors = ("patch_merger_rms",)
+    renamed: ClassVar = {"norm": "ln_q", "linear_1": "mlp.0", "linear_2": "mlp.2"}
+    factors = (2,)
+    read_factor = 2
+    merger = False
+    encoders = ("Exaone4_5_VisionModel",)
+    encoder_names = "model.visual."
+    connector_names = "model.visual.merger."
+    tiny_encoder: ClassVar = {
+        **HyperCLOVAXVisionV2.tiny_encoder, "model_type": "exaone4_5_vision", "num_key_value_heads": 1
+    }  # fmt: skip
+
+    def text_config(self, language: dict[str, Any]) -> dict[str, Any]:
+        return language
+
+    def adapt_encoder(self, run: RunConfig, encoder: ExportedEncoder) -> ExportedEncoder:
+        kept = {name: source for name, source in encoder.tensors.items() if not name.startswith("merger.")}
+        width = llm_shape(run.model.llm.path).hidden_size
+        return replace(encoder, tensors=kept, config={**encoder.config, "out_hidden_size": width})
