@@ -58,6 +58,20 @@ WHOLES: dict[str, tuple[str, str, str, dict]] = {  # class, model_type of encode
         "llama",
         {"projector_hidden_size": 64, "tie_word_embeddings": False},
     ),
+    "hyperclovax": (
+        "HyperCLOVAXVisionV2",
+        "qwen2_5_vl_vision",
+        "llama",
+        {"tie_word_embeddings": False, "video_token_id": 318},
+    ),
+    "hyperclovax3": (
+        "HyperCLOVAXVisionV2",
+        "qwen3_vl_vision",
+        "qwen3",
+        {"tie_word_embeddings": True, "video_token_id": 318},
+    ),
+    "video_llama_3": ("VideoLlama3", "video_llama_3_vision", "llama", {"video_token_id": 318}),
+    "exaone4_5": ("Exaone4_5_", "exaone4_5_vision", "llama", {"video_token_id": 318}),
     "lfm2_patches": (
         "Lfm2Vl",
         "siglip2_vision_model",
@@ -68,10 +82,20 @@ WHOLES: dict[str, tuple[str, str, str, dict]] = {  # class, model_type of encode
 MORE_TEXT = {
     "gemma3_text": {"head_dim": 16, "sliding_window": 8},
     "cohere2": {"sliding_window": 8, "logit_scale": 0.25},
+    "HyperCLOVAXVisionV2": {"logits_scaling": 1.0},
 }
 MARKS = ("<image>", "<fake_token_around_image>", "<global-img>", "<end_of_utterance>", "<|video|>")
-BY_ID = ("Idefics3", "SmolVLM", "InternVL", "PerceptionLM", "Lfm2Vl", "LightOnOcr")  # whose config calls the token so
-MORE_VISION = {"siglip2_vision_model": {"num_patches": 16, "vision_use_head": False}}
+# Whose config calls the token so.
+BY_ID = ("Idefics3", "SmolVLM", "InternVL", "PerceptionLM", "Lfm2Vl", "LightOnOcr", "HyperCLOVAXVisionV2",
+         "VideoLlama3", "Exaone4_5_")  # fmt: skip
+QWEN = {"depth": 3, "num_heads": 2, "out_hidden_size": 24}
+WINDOWS = {"window_size": 28, "fullatt_block_indexes": [1]}
+MORE_VISION = {
+    "siglip2_vision_model": {"num_patches": 16, "vision_use_head": False},
+    "qwen2_5_vl_vision": {**QWEN, **WINDOWS},
+    "qwen3_vl_vision": {**QWEN, "num_position_embeddings": 16, "deepstack_visual_indexes": [0]},
+    "exaone4_5_vision": {**QWEN, **WINDOWS, "num_key_value_heads": 1, "out_hidden_size": 64},
+}
 STATISTICS = {"image_mean": [0.5, 0.4, 0.3], "image_std": [0.2, 0.3, 0.4]}
 SQUARE = {"size": {"height": 28, "width": 28}}
 
@@ -82,7 +106,7 @@ def stock_whole(kind: str) -> PreTrainedModel:
     sizes = TIMM if vision == "timm_wrapper" else VISION | MORE_VISION.get(vision, {})
     config = getattr(transformers, f"{name}Config")(
         vision_config={"model_type": vision, **sizes},
-        text_config={"model_type": text, **TEXT, **MORE_TEXT.get(text, {})},
+        text_config={"model_type": text, **TEXT, **MORE_TEXT.get(text, {}), **MORE_TEXT.get(name, {})},
         **{"image_token_id" if name in BY_ID else "image_token_index": 314},
         **more,
     )
@@ -99,6 +123,10 @@ def save_whole(kind: str, folder: Path, tokenizer: PreTrainedTokenizerFast) -> P
     return model
 
 
+OUR_MODULES = {"patch_merger.merging_layer": "merging_layer", "": "linear_1", "readout.0": "linear_1",
+               "readout.2": "linear_2", "ln_q": "norm", "mlp.0": "linear_1", "mlp.2": "linear_2"}  # fmt: skip
+
+
 def save_its_parts(kind: str, model: PreTrainedModel, folder: Path) -> None:
     """The same weights by three hands: llm/ and vision/ as stock models alone have them, and projector.safetensors."""
     inner = model.model
@@ -109,21 +137,24 @@ def save_its_parts(kind: str, model: PreTrainedModel, folder: Path) -> None:
     getattr(llm, llm.base_model_prefix).load_state_dict(language.state_dict())
     llm.lm_head.load_state_dict(model.lm_head.state_dict())
     llm.save_pretrained(folder / "llm")
-    names = ("vision_model", "vision_tower", "vision_encoder")
+    names = ("vision_model", "vision_tower", "vision_encoder", "visual")
     tower = next(getattr(inner, name) for name in names if hasattr(inner, name))
     if hasattr(inner, "connector"):
         siglip = SiglipVisionModel(SiglipVisionConfig(**VISION, vision_use_head=False))
         siglip.load_state_dict(tower.state_dict())
         tower, connector = siglip, inner.connector.modality_projection
     else:
-        connector = getattr(inner, "multi_modal_projector", None) or inner.vision_projection
+        names = ("multi_modal_projector", "vision_projection", "projector")
+        connector = next((getattr(inner, name) for name in names if hasattr(inner, name)), None) or tower.merger
     if hasattr(tower, "timm_model"):
         save_timm_folder(tower.timm_model, folder / "vision", TIMM["architecture"], TIMM["model_args"])
     else:
         tower.save_pretrained(folder / "vision")
         (folder / "vision" / "preprocessor_config.json").write_text(json.dumps(STATISTICS))
-    state = {name.removeprefix("patch_merger."): tensor for name, tensor in connector.state_dict().items()}
-    tensors = {f"projector.{name}": tensor for name, tensor in state.items()}
+    tensors = {}
+    for name, tensor in connector.state_dict().items():
+        module, _, kind = name.rpartition(".")
+        tensors[f"projector.{OUR_MODULES.get(module, module)}.{kind}"] = tensor
     if (newline := getattr(inner, "image_newline", None)) is not None:
         tensors["projector.image_newline"] = newline.detach()
     save_file(tensors, folder / "projector.safetensors")
@@ -222,6 +253,18 @@ def _lfm2_patches(folder: Path, tokenizer: PreTrainedTokenizerFast) -> None:
     _lfm2(folder, tokenizer, factor=1)
 
 
+def _qwen(folder: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    size = {"shortest_edge": 2 * 14**2, "longest_edge": 20 * 14**2}
+    transformers.Qwen2VLImageProcessor(patch_size=7, size=size, **STATISTICS).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+def _video_llama(folder: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    size = {"shortest_edge": 2 * 7**2, "longest_edge": 20 * 7**2}
+    transformers.VideoLlama3ImageProcessor(patch_size=7, size=size, **STATISTICS).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
 PROCESSORS: dict[str, Callable[[Path, PreTrainedTokenizerFast], object]] = {
     "llava": _llava,
     "llava_next": _next,
@@ -237,4 +280,8 @@ PROCESSORS: dict[str, Callable[[Path, PreTrainedTokenizerFast], object]] = {
     "lighton_ocr": _lighton,
     "lfm2_vl": _lfm2,
     "lfm2_patches": _lfm2_patches,
+    "hyperclovax": _qwen,
+    "hyperclovax3": _qwen,
+    "exaone4_5": _qwen,
+    "video_llama_3": _video_llama,
 }

@@ -65,12 +65,17 @@ COMPLETED = {  # class -> keys of model.vision, of model.projector, data.image_f
 COMPLETED["smolvlm"] = COMPLETED["idefics3"]
 LONGEST = {"select_layer": -1, "final_norm": False, "layout": "native", "longest_edge": 56, "max_positions": None}
 BOUNDED = {"select_layer": -1, "final_norm": True, "layout": "native", "min_positions": 2, "max_positions": 20}
+MERGED = {**BOUNDED, "final_norm": False, "merger": True}
 COMPLETED |= {
     "pixtral": (LONGEST, MLP, None),
     "mistral3": (LONGEST, {"type": "norm_merge_mlp2x", "factor": 2}, None),
     "lighton_ocr": (LONGEST, {"type": "norm_merge_mlp2x", "factor": 2}, None),
     "lfm2_vl": (BOUNDED, {"type": "shuffle_mlp2x_gelu", "factor": 2}, None),
     "lfm2_patches": (BOUNDED, MLP, None),
+    "hyperclovax": (MERGED, {"type": "linear", "factor": None}, None),
+    "hyperclovax3": (MERGED, {"type": "linear", "factor": None}, None),
+    "video_llama_3": (BOUNDED, MLP, None),
+    "exaone4_5": (MERGED | {"merger": False}, {"type": "patch_merger_rms", "factor": 2}, None),
 }
 
 
