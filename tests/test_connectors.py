@@ -27,11 +27,18 @@ from transformers import (
     CLIPImageProcessorPil,
     CLIPVisionConfig,
     Dinov2Config,
+    Exaone4_5_VisionConfig,
+    Exaone4_5_VisionModel,
     InternVLVisionConfig,
     PixtralVisionConfig,
+    Qwen2_5_VLVisionConfig,
+    Qwen3_5VisionConfig,
+    Qwen3VLVisionConfig,
     Siglip2VisionConfig,
     SiglipVisionConfig,
+    VideoLlama3VisionConfig,
 )
+from whole_models import OUR_MODULES
 
 from mmtrain.data.samples.sample import IGNORE, IMAGE_POSITION
 from mmtrain.models.facts.connectors import image_layout
@@ -64,7 +71,11 @@ ENCODERS |= {
     f"{kind} of tiles": type(ENCODERS[kind]).from_dict(ENCODERS[kind].to_dict() | {"image_size": TILE})
     for kind in ("siglip", "clip")
 }
-NATIVE = ("naflex", "pixtral")
+QWENS = ("qwen2.5 vl", "qwen3 vl", "qwen3.5 vl", "exaone")
+NATIVE = ("naflex", "pixtral", "video llama", *QWENS)
+QWEN = {"hidden_size": 32, "intermediate_size": 48, "depth": 3, "num_heads": 2, "patch_size": PATCH}
+QWEN |= {"out_hidden_size": 24}
+WINDOWS = {"window_size": 4 * PATCH, "fullatt_block_indexes": [1]}
 ENCODERS |= {
     "naflex": Siglip2VisionConfig(
         **{name: value for name, value in SMALL.items() if name != "image_size"},
@@ -73,6 +84,15 @@ ENCODERS |= {
         vision_use_head=False,
     ),
     "pixtral": PixtralVisionConfig(**SMALL, intermediate_size=48),
+    "video llama": VideoLlama3VisionConfig(
+        **{name: value for name, value in SMALL.items() if name != "image_size"}, intermediate_size=48
+    ),
+    "qwen2.5 vl": Qwen2_5_VLVisionConfig(**QWEN, **WINDOWS),
+    "qwen3 vl": Qwen3VLVisionConfig(**QWEN, num_position_embeddings=16, deepstack_visual_indexes=[0]),
+    "qwen3.5 vl": Qwen3_5VisionConfig(**QWEN, num_position_embeddings=16),
+    "exaone": Exaone4_5_VisionConfig(
+        **QWEN | {"out_hidden_size": HEADS * HEAD_WIDTH}, **WINDOWS, num_key_value_heads=1
+    ),
 }
 BOUNDS = {"min_positions": 2, "max_positions": 12}
 LONGEST = 40  # pixels
@@ -116,6 +136,7 @@ class Stock(NamedTuple):
     layers: Sequence[int] = (-1, -2)
     final_norm: bool = False
     layout: str = "square"
+    merger: bool = False
 
 
 ANY = ("siglip", "clip", "dinov2")
@@ -137,6 +158,9 @@ STOCK = {
         Stock("Llava", "mlp2x_gelu", ("pixtral",), factors=(None,), layout="native"),
         Stock("Mistral3", "norm_merge_mlp2x", ("pixtral",), layout="native"),
         Stock("LightOnOcr", "norm_merge_mlp2x", ("pixtral",), layers=(-1,), layout="native"),
+        Stock("VideoLlama3", "mlp2x_gelu", ("video llama",), factors=(None,), layout="native", **LAST_NORMED),
+        Stock("HyperCLOVAXVisionV2", "linear", QWENS[:3], factors=(None,), layers=(-1,), layout="native", merger=True),
+        Stock("Exaone4_5_", "patch_merger_rms", ("exaone",), factors=(2,), layers=(-1,), layout="native"),
     )
 }
 
@@ -160,6 +184,8 @@ def stock_settings(run: Run) -> dict[str, Any]:
         case "Lfm2Vl":
             shuffles = {"downsample_factor": run.factor or 1, "projector_use_layernorm": run.factor is not None}
             return {"image_token_id": IMAGE_TOKEN, "projector_hidden_size": HEADS * HEAD_WIDTH, **shuffles}
+        case "HyperCLOVAXVisionV2" | "VideoLlama3" | "Exaone4_5_":
+            return {"image_token_id": IMAGE_TOKEN, "video_token_id": IMAGE_TOKEN + 1}
         case "LightOnOcr":
             return {"image_token_id": IMAGE_TOKEN, "spatial_merge_size": run.factor}
         case "Mistral3":
@@ -178,7 +204,8 @@ def parts(tmp_path_factory) -> Path:
         tiny_model(config, seed=0).save_pretrained(folder / family)
     torch.manual_seed(0)
     for name, config in ENCODERS.items():
-        perturb(AutoModel.from_config(config)).save_pretrained(folder / name)
+        made = Exaone4_5_VisionModel(config) if name == "exaone" else AutoModel.from_config(config)
+        perturb(made).save_pretrained(folder / name)
         square = dict.fromkeys(("height", "width"), TILE if name in CUT else SIZE)
         CLIPImageProcessorPil(size=square, crop_size=square).save_pretrained(folder / name)
     for name, arguments in TIMM_ENCODERS.items():
@@ -202,17 +229,20 @@ def stock_model(parts: Path, run: Run) -> nn.Module:
     """The stock class with the weights in `parts`, a random connector, and what trains."""
     llm = AutoModelForCausalLM.from_pretrained(parts / run.family, dtype=torch.float32)
     kind = getattr(transformers, f"{STOCK[run.stock].name}ForConditionalGeneration")
-    config = kind.config_class(
-        text_config=llm.config.to_dict(), vision_config=vision_config(run), **stock_settings(run)
-    )
+    text = llm.config.to_dict()
+    if STOCK[run.stock].merger:  # whose head multiplies by it
+        text["logits_scaling"] = 1.0
+    config = kind.config_class(text_config=text, vision_config=vision_config(run), **stock_settings(run))
     config.tie_word_embeddings = False
     torch.manual_seed(0)
     model = kind(config)
+    model.logits_divisor = getattr(llm.config, "logits_scaling", 1.0)
     tower, connector, language = parts_of(model)
     if run.encoder in TIMM_ENCODERS:
         encoder = timm.create_model(f"local-dir:{parts / run.encoder}", pretrained=True)
     else:
-        encoder = AutoModel.from_pretrained(parts / run.encoder, dtype=torch.float32)
+        kind = Exaone4_5_VisionModel if run.encoder == "exaone" else AutoModel
+        encoder = kind.from_pretrained(parts / run.encoder, dtype=torch.float32)
     tower.load_state_dict(encoder.state_dict())
     perturb(connector)
     if hasattr(model.model, "image_newline"):
@@ -232,6 +262,10 @@ def parts_of(model: nn.Module) -> tuple[nn.Module, nn.Module, nn.Module]:
         return inner.vision_model, inner.connector.modality_projection, inner.text_model
     if hasattr(inner, "vision_projection"):  # LightOnOcr
         return inner.vision_encoder, inner.vision_projection, inner.language_model
+    if hasattr(inner, "visual"):  # Exaone4_5
+        return inner.visual, inner.visual.merger, inner.language_model
+    if hasattr(inner, "projector"):  # HyperCLOVAXVisionV2, VideoLlama3
+        return inner.vision_model, inner.projector, inner.language_model
     tower = getattr(inner.vision_tower, "timm_model", inner.vision_tower)
     return tower, inner.multi_modal_projector, inner.language_model
 
@@ -243,12 +277,16 @@ def our_parameters(parts: Path, run: Run, model: nn.Module) -> dict[str, nn.Para
     """
     tower, connector, language = parts_of(model)
     stored = load_file(parts / run.encoder / "model.safetensors")
-    own = {name.removeprefix("patch_merger."): value for name, value in connector.named_parameters()}
-    named = {f"projector.{name}": value for name, value in own.items()}
+    named = {}
+    for name, value in connector.named_parameters():
+        module, _, kind = name.rpartition(".")
+        named[f"projector.{OUR_MODULES.get(module, module)}.{kind}"] = value
     if hasattr(model.model, "image_newline"):
         named["projector.image_newline"] = model.model.image_newline
     named |= {f"llm.{name}": value for name, value in language.named_parameters()}
     for value in tower.parameters():
+        if any(value is other for other in named.values()):  # Exaone4_5's connector is in its tower
+            continue
         [name] = (name for name, tensor in stored.items() if torch.equal(tensor, value))
         named[f"vision.{name}"] = value
     return named
@@ -265,12 +303,15 @@ def stock_loss_sum(model: nn.Module, document: Document) -> torch.Tensor:
         told["image_sizes"] = torch.tensor([(tiling.height, tiling.width) for tiling in document.tilings])
         if type(model).__name__.startswith("LlavaOnevision"):
             told["batch_num_images"] = torch.tensor([len(document.tilings)])
-    if images is not None and (kind := model.config.vision_config.model_type) in ("siglip2_vision_model", "pixtral"):
+    if images is not None and (kind := model.config.vision_config.model_type) in NATIVE_TYPES:
         images, told = native_inputs(kind, document)
     logits = model(input_ids=ids, pixel_values=images, use_cache=False, **told).logits[0]
     # The stock classes' head is a matrix alone: what the LLM's own class does behind it is done here.
-    logits = logits / getattr(model.config.text_config, "logits_scaling", 1.0)
+    logits = logits / model.logits_divisor
     return cross_entropy(logits, torch.tensor(document.labels), ignore_index=IGNORE, reduction="sum")
+
+
+NATIVE_TYPES = [ENCODERS[name].model_type for name in NATIVE]
 
 
 def native_inputs(kind: str, document: Document) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
@@ -287,6 +328,17 @@ def native_inputs(kind: str, document: Document) -> tuple[torch.Tensor, dict[str
             place[:, : picture.shape[1], : picture.shape[2]] = picture
         return padded, {"image_sizes": sizes}
     patches = [nn.functional.unfold(one[None], PATCH, stride=PATCH)[0].T for one in pictures]  # values (c, dy, dx)
+    if kind != "siglip2_vision_model":
+        grids = nn.functional.pad(sizes // PATCH, (1, 0), value=1)
+        if kind == "video_llama_3_vision":
+            return torch.cat(patches), {"image_grid_thw": grids, "image_merge_sizes": torch.ones(len(grids)).long()}
+        for number, (_, rows, columns) in enumerate(grids.tolist()):  # two frames of each; in blocks of 2 x 2
+            frames = patches[number].view(-1, 3, 1, PATCH**2).expand(-1, -1, 2, -1).reshape(rows, columns, -1)
+            blocks = [
+                frames[y : y + 2, x : x + 2].flatten(0, 1) for y in range(0, rows, 2) for x in range(0, columns, 2)
+            ]
+            patches[number] = torch.cat(blocks)
+        return torch.cat(patches), {"image_grid_thw": grids}
     patches = [one.view(-1, 3, PATCH**2).transpose(1, 2).flatten(1) for one in patches]
     lengths = torch.tensor([len(one) for one in patches])
     mask = (torch.arange(int(lengths.max())) < lengths[:, None]).int()
@@ -352,7 +404,8 @@ def case(parts: Path, folder: Path, run: Run) -> tuple[Case, float, dict[str, to
     vision = {"name": str(parts / run.encoder), "select_layer": run.layer, "final_norm": stock.final_norm}
     vision |= {"layout": stock.layout, "pinpoints": PINPOINTS if stock.layout.startswith("anyres") else None}
     if run.encoder in NATIVE:
-        vision |= BOUNDS if run.encoder == "naflex" else {"longest_edge": LONGEST}
+        vision |= {"longest_edge": LONGEST} if run.encoder == "pixtral" else BOUNDS
+        vision["merger"] = stock.merger
     settings: dict[str, Any] = {
         "model__llm": {"path": str(parts / run.family), "dtype": "float32"},
         "model__vision": vision,
