@@ -87,7 +87,9 @@ def record_vision(options: argparse.Namespace) -> Recorded:
     facts._attn_implementation = "sdpa"  # else config.json names it, and may name a kernel to be downloaded
     with torch.device("meta"):
         model = model_class(family)(facts)
-    config = {key: getattr(facts, key) for key in ("model_type", "num_attention_heads", "image_size")}
+    size = "image_size" if family.native is None else "patch_size"
+    keys = ("model_type", "num_attention_heads", size, "window_size", "fullatt_block_indexes")
+    config = {key: value for key in keys if (value := getattr(facts, key, None)) is not None}
     return Recorded("vision", options.id or options.vision, tuple(options.alias), config, family.own(_shapes(model)))
 
 

@@ -523,7 +523,8 @@ def _encoder_parts(
             stem.append(Part(0, flops, trained=is_trained))
     yield stem, False
     head_dim, keys = vision.width // vision.heads, work.attended * vision.patches_per_image + vision.prefix_tokens
-    for _, (prefix, parameters) in sorted(blocks.items()):
+    for number, (prefix, parameters) in sorted(blocks.items()):
         block = Block(parameters, prefix, vision.width, vision.heads, vision.heads, head_dim)
-        yield block_parts(block, trained, size, tokens, tokens, keys), True
+        is_full = vision.window is None or number in vision.full_blocks
+        yield block_parts(block, trained, size, tokens, tokens, keys if is_full else min(keys, vision.window)), True
     yield norm, False

@@ -18,7 +18,7 @@ from mmtrain.data.samples.records import IMAGE_MARK
 from mmtrain.models.facts.encoders import FAMILIES
 from mmtrain.models.facts.shapes import llm_shape
 from mmtrain.models.layouts.layout import Tiling
-from mmtrain.models.layouts.native import Native
+from mmtrain.models.layouts.native import Native, patch_rows
 from mmtrain.stock.stock_class import ExportedEncoder, StockClass
 from mmtrain.stock.stock_folder import IMAGES, Keys, StockFolder, unfit
 
@@ -83,8 +83,6 @@ class HyperCLOVAXVisionV2(StockClass):
     def inputs(self, tiles: torch.Tensor, tilings: Sequence[Tiling], layout: Native) -> dict[str, torch.Tensor]:
         """Return the patches (P, values) of all images, and each grid (1, rows, columns) of patches."""
         import torch
-
-        from mmtrain.models.modules.native_tower import patch_rows
 
         side, order = layout.factor, FAMILIES[self.tiny_encoder["model_type"]].native.patches
         grids = [(tiling.rows, tiling.columns) for tiling in tilings]

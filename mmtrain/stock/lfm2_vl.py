@@ -11,7 +11,7 @@ from mmtrain.data.samples.records import IMAGE_MARK
 from mmtrain.models.facts.connectors import reduction
 from mmtrain.models.facts.shapes import llm_shape
 from mmtrain.models.layouts.layout import Tiling
-from mmtrain.models.layouts.native import MAX_POSITIONS, MIN_POSITIONS, Native
+from mmtrain.models.layouts.native import MAX_POSITIONS, MIN_POSITIONS, Native, patch_rows
 from mmtrain.stock.stock_class import ON_WHITE, ExportedEncoder, StockClass
 from mmtrain.stock.stock_folder import CONFIG, IMAGES, Keys, StockFolder, unfit
 
@@ -80,8 +80,6 @@ class Lfm2Vl(StockClass):
     def inputs(self, tiles: torch.Tensor, tilings: Sequence[Tiling], layout: Native) -> dict[str, torch.Tensor]:
         """Return patches (images, most, values) as its processor pads them, their mask, and each grid of patches."""
         import torch
-
-        from mmtrain.models.modules.native_tower import patch_rows
 
         factor, side = layout.factor, layout.patch_size
         grids = [(tiling.rows * factor, tiling.columns * factor) for tiling in tilings]

@@ -10,7 +10,7 @@ from mmtrain.data.samples.records import IMAGE_MARK
 from mmtrain.models.facts.connectors import reduction
 from mmtrain.models.facts.shapes import VisionShape, llm_shape
 from mmtrain.models.layouts.layout import Tiling
-from mmtrain.models.layouts.native import Native
+from mmtrain.models.layouts.native import Native, picture
 from mmtrain.stock.stock_class import ExportedEncoder, StockClass
 from mmtrain.stock.stock_folder import IMAGES, Keys, StockFolder, unfit
 
@@ -52,8 +52,6 @@ class LlavaPixtral(StockClass):
     def inputs(self, tiles: torch.Tensor, tilings: Sequence[Tiling], layout: Native) -> dict[str, torch.Tensor]:
         """Return pictures (images, 3, H, W), zeros to the right of and below smaller ones, and each (height, width)."""
         import torch
-
-        from mmtrain.models.modules.native_tower import picture
 
         side = layout.tile_size
         sizes = torch.tensor([(tiling.rows * side, tiling.columns * side) for tiling in tilings])

@@ -157,6 +157,8 @@ def reading_of(options: argparse.Namespace, tars: Sequence[Path]) -> Reading:
 
 def _missing_positions(options: argparse.Namespace) -> str:
     """Return which options would give the positions of an image, as these do not."""
+    if _layout_class(options).attends_across:
+        return f"those of --layout {options.layout} depend on the connector. Give a CONFIG"
     if options.vision is not None:
         return f"connectors of --layout {options.layout} join several patches into one token. Give a CONFIG"
     numbers = "--tokens-per-image N"
@@ -179,7 +181,7 @@ def _layout(options: argparse.Namespace) -> ImageLayout:
             f"--tokens-per-image {positions}: --layout {layout.name} needs a square number of image tokens per tile, "
             f"for example {math.isqrt(positions) ** 2}"
         )
-    if layout.has_newlines and not (side and positions):
+    if layout.attends_across or (layout.has_newlines and not (side and positions)):
         return Square(0)  # which has the same texts
     if layout.is_sized and not side:
         raise UserError(

@@ -17,6 +17,7 @@ from typing import Literal, TypeVar
 from mmtrain.base.errors import UserError
 from mmtrain.base.printing import escape
 from mmtrain.models.facts.model_files import Shape
+from mmtrain.models.layouts.native import PatchOrder
 
 T = TypeVar("T")
 TIMM = "timm"  # in place of a class of transformers
@@ -26,9 +27,6 @@ ENCODER_BLOCK = re.compile(r"vision\.(?:.*\.)?(?:blocks|layers?)\.(\d+)\.")  # o
 def rows(tensors: Mapping[str, Shape], name: str | None) -> int:
     """Tokens that a tensor (..., features) holds; 0 without it."""
     return math.prod(tensors[name][:-1]) if name in tensors else 0
-
-
-PatchOrder = Literal["dy dx c", "c dy dx", "c t dy dx"]
 
 
 @dataclass(frozen=True)
@@ -76,8 +74,8 @@ class EncoderFamily:
             raise UserError(f"model.vision.merger: {source} has no merger of its own. Leave merger out.")
         if final_norm and self.norm is None:
             raise UserError(
-                f"model.vision.final_norm: {source} has no final norm over its patches (CLIP's is only for its class "
-                "token). Leave final_norm out."
+                f"model.vision.final_norm: {source} has no final norm over its patches (CLIP's is only for its "
+                "class token). Leave final_norm out."
             )
         beside = (*self.beside, "merger.") if has_merger and not merger else self.beside
         return beside if final_norm or self.norm is None else (*beside, self.norm)

@@ -85,6 +85,8 @@ class VisionShape:
 
     merge: int = 1  # patches a side that the encoder's own merger joins; 1: it does not run
     merged_width: int | None = None  # features that it makes of them
+    window: int | None = None  # patches that a block attends to at once; None: all of an image
+    full_blocks: tuple[int, ...] = ()  # those that attend to all of them nevertheless
 
     @property
     def feature_width(self) -> int:
@@ -280,7 +282,7 @@ def vision_shape_from(
     """VisionShape from the raw config.json of a timm or Hugging Face vision model and its parameters' stock names."""
     if "architecture" in config_json:
         check_plain_vit(tensors, escape(str(config_json["architecture"])), source)
-    family, image_size, heads, _ = encoder_settings(config_json, source)
+    family, image_size, heads, _, window, full_blocks = encoder_settings(config_json, source)
     unused, tensors = family.unused(final_norm, source, merger), family.own(tensors)
     native, patches = family.native, tensors.get(family.patches, ())
     is_flat = native is not None and native.patches == "dy dx c"  # a matrix over a patch's values
@@ -336,4 +338,6 @@ def vision_shape_from(
         blocks_run=blocks_run,
         merge=native.block if merger else 1,
         merged_width=merged and merged[0],
+        window=window,
+        full_blocks=full_blocks,
     )

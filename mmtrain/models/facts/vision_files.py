@@ -35,6 +35,8 @@ class EncoderSettings(NamedTuple):
     image_size: int  # pixels a side; of a patch, if the family is native
     heads: int | None  # None where it says nothing
     blocks: int | None  # None where timm alone knows
+    window: int | None = None  # patches that a block attends to at once; None: all of an image
+    full_blocks: tuple[int, ...] = ()  # those that attend to all of them nevertheless
 
 
 def is_timm_name(name: str) -> bool:
@@ -58,7 +60,14 @@ def encoder_settings(config_json: dict[str, Any], source: str) -> EncoderSetting
         blocks = settings.get("num_hidden_layers") or settings.get("depth") or family.depth
         heads = settings.get("num_attention_heads") or settings.get("num_heads")
     check_layers(settings, f"{source}: config.json")
-    return EncoderSettings(family, square(size, "images", source), heads, blocks)
+    side, window, full = square(size, "images", source), settings.get("window_size"), ()
+    if window is not None and family.native is not None:
+        full = settings.get("fullatt_block_indexes", (7, 15, 23, 31))
+        if not isinstance(full, list | tuple) or not is_whole(window, side, 30_000):
+            shown = escape(repr((window, full)))
+            raise UserError(f"{source}: config.json has window_size and fullatt_block_indexes {shown}. Correct it")
+        window = (window // side) ** 2
+    return EncoderSettings(family, side, heads, blocks, window if family.native else None, tuple(full))
 
 
 def square(size: Any, of: str, source: str) -> int:

@@ -12,11 +12,19 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
 
 from mmtrain.models.layouts.layout import ImageLayout, Tiling, UnfitImage
 
+if TYPE_CHECKING:
+    import torch
+
 MIN_POSITIONS, MAX_POSITIONS = 64, 256  # Lfm2VlImageProcessor's
+PatchOrder = Literal["dy dx c", "c dy dx", "c t dy dx"]  # of a patch's values; t: frames
+_VALUES = {"dy dx c": (5, 8, 2), "c dy dx": (2, 5, 8), "c t dy dx": (2, 5, 8)}  # dimensions of patch_rows' view
+FRAMES = 2  # that encoders of videos take of an image
 THINNEST = 200  # times as long as wide; Qwen2VLImageProcessor refuses more
 
 
@@ -101,9 +109,28 @@ def _smart(height: int, width: int, layout: Native) -> tuple[int, int]:
 
 
 def _longest(height: int, width: int, longest: int, cell: int) -> tuple[int, int]:
-    ratio = max(height / longest, width / longest)
-    if ratio > 1:
-        height, width = math.floor(height / ratio), math.floor(width / ratio)
-    if not height or not width:
-        raise UnfitImage(f"so long and thin that nothing of it is left on {longest} pixels")
-    return (height - 1) // cell + 1, (width - 1) // cell + 1
+    rows, columns = height, width
+    if (ratio := max(height / longest, width / longest)) > 1:
+        rows, columns = math.floor(height / ratio), math.floor(width / ratio)
+    if not rows or not columns:
+        raise UnfitImage(f"{width} x {height} pixels, so thin that nothing of it is left within {longest} pixels")
+    return (rows - 1) // cell + 1, (columns - 1) // cell + 1
+
+
+def patch_rows(cells: torch.Tensor, grid: Sequence[int], side: int, block: int, order: PatchOrder) -> torch.Tensor:
+    """Return the patches (P, values) of one picture's cells (N, 3, S, S), `side` patches a side each.
+
+    They stand row by row; with `block` above 1, row by row of blocks, in each of which its patches stand row by row.
+    """
+    (rows, columns), size = grid, cells.shape[-1] // side
+    apart = cells.reshape(rows, columns, 3, side // block, block, size, side // block, block, size)
+    patches = apart.permute(0, 3, 1, 6, 4, 7, *_VALUES[order])
+    if "t" in order.split():
+        patches = patches.unsqueeze(-3).expand(*patches.shape[:-2], FRAMES, size, size)
+    return patches.reshape(len(cells) * side**2, -1)
+
+
+def picture(cells: torch.Tensor, grid: Sequence[int]) -> torch.Tensor:
+    """Return one picture (3, H, W) of its cells (N, 3, S, S)."""
+    (rows, columns), size = grid, cells.shape[-1]
+    return cells.reshape(rows, columns, 3, size, size).permute(2, 0, 3, 1, 4).reshape(3, rows * size, columns * size)

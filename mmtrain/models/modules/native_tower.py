@@ -16,13 +16,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from mmtrain.models.facts.encoders import EncoderFamily, NativeInput, PatchOrder
+from mmtrain.models.facts.encoders import EncoderFamily, NativeInput
 from mmtrain.models.facts.shapes import VisionShape
+from mmtrain.models.layouts.native import patch_rows, picture
 from mmtrain.models.modules.vision_tower import Grids, VisionTower
 from mmtrain.plan.costs import PATCHES_PER_CALL
-
-_VALUES = {"dy dx c": (5, 8, 2), "c dy dx": (2, 5, 8), "c t dy dx": (2, 5, 8)}  # dimensions of patch_rows' view
-FRAMES = 2  # of one image, for encoders of videos: "t"
 
 
 class Unmerged(nn.Module):
@@ -83,25 +81,6 @@ class NativeTower(VisionTower):
 
     def _handed_in(self, hidden: torch.Tensor, made: torch.Tensor) -> torch.Tensor:
         return hidden.reshape(made.shape)
-
-
-def patch_rows(cells: torch.Tensor, grid: Sequence[int], side: int, block: int, order: PatchOrder) -> torch.Tensor:
-    """Return the patches (P, values) of one picture's cells (N, 3, S, S), `side` patches a side each.
-
-    They stand row by row; with `block` above 1, row by row of blocks, in each of which its patches stand row by row.
-    """
-    (rows, columns), size = grid, cells.shape[-1] // side
-    apart = cells.reshape(rows, columns, 3, side // block, block, size, side // block, block, size)
-    patches = apart.permute(0, 3, 1, 6, 4, 7, *_VALUES[order])
-    if "t" in order.split():
-        patches = patches.unsqueeze(-3).expand(*patches.shape[:-2], FRAMES, size, size)
-    return patches.reshape(len(cells) * side**2, -1)
-
-
-def picture(cells: torch.Tensor, grid: Sequence[int]) -> torch.Tensor:
-    """Return one picture (3, H, W) of its cells (N, 3, S, S)."""
-    (rows, columns), size = grid, cells.shape[-1]
-    return cells.reshape(rows, columns, 3, size, size).permute(2, 0, 3, 1, 4).reshape(3, rows * size, columns * size)
 
 
 def _in_cells(features: torch.Tensor, grid: Sequence[int], factor: int, block: int) -> torch.Tensor:

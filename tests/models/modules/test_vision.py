@@ -61,7 +61,7 @@ def test_an_hf_tower_gives_stock_hidden_states_without_class_and_register_tokens
         assert features.shape == (3, tower.patches_per_image, tower.width) == (3, 16, 32)
     if kind.startswith("clip"):
         for look in (vision_shape, partial(load_vision, dtype=torch.float32)):
-            with pytest.raises(UserError, match="is a CLIP, whose final norm is only for its class token"):
+            with pytest.raises(UserError, match="has no final norm over its patches"):
                 look(str(hf_folders[kind]), -1, final_norm=True)
         return
     normed = load_vision(str(hf_folders[kind]), -1, torch.float32, final_norm=True)
