@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from transformers import (
+    AutoModel,
     CLIPImageProcessorPil,
     CLIPVisionConfig,
     CLIPVisionModel,
@@ -23,6 +24,8 @@ from transformers import (
     LlavaConfig,
     LlavaForConditionalGeneration,
     PreTrainedModel,
+    Qwen2_5_VLVisionConfig,
+    Siglip2VisionConfig,
 )
 
 from mmtrain.calibration.calibrate import Calibrator
@@ -36,7 +39,7 @@ from mmtrain.engine.optimizer import clip_coefficient, learning_rate
 from mmtrain.engine.process_groups import join_process_group, replica_group
 from mmtrain.engine.stages import streamed_layers
 from mmtrain.models.facts.connectors import connector
-from mmtrain.models.layouts.layout import Tiling
+from mmtrain.models.layouts.layout import ImageLayout, Tiling
 from mmtrain.models.modules.projector import make_projector
 from mmtrain.models.modules.stage import build_stage
 from mmtrain.models.weights.streaming import StreamedLayers
@@ -52,6 +55,11 @@ VOCAB = 128
 IMAGE_TOKEN = 127  # stock LLaVA marks image positions by a row of the vocabulary
 WIDTH = 64
 IMAGE_SIZE = 16
+NATIVE_PATCH = 4  # pixels a side
+NATIVE = {  # keys of model.vision and of model.projector, by kind of `save_native_vision`
+    "naflex": ({"final_norm": True}, {"type": "shuffle_mlp2x_gelu"}),
+    "qwen": ({"merger": True}, {"type": "linear"}),
+}
 TOKENS_PER_IMAGE = 4
 LAYERS = 4
 
@@ -100,6 +108,38 @@ def save_parts(folder: Path, layers: int = LAYERS, tied: bool = False, vision_la
     CLIPVisionModel(vision).save_pretrained(folder / "vision")
     size = {"height": IMAGE_SIZE, "width": IMAGE_SIZE}
     CLIPImageProcessorPil(size=size, crop_size=size).save_pretrained(folder / "vision")
+
+
+def save_native_vision(folder: Path, kind: str, layers: int = 3, seed: int = 7) -> None:
+    """A random encoder that takes images of any size: "naflex" (SigLIP 2), or "qwen" (Qwen2.5-VL's, with windows)."""
+    torch.manual_seed(seed)
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "patch_size": NATIVE_PATCH}
+    if kind == "naflex":
+        heads = {"num_hidden_layers": layers, "num_attention_heads": 2, "num_patches": 16, "vision_use_head": False}
+        config = Siglip2VisionConfig(**sizes, **heads)
+    else:
+        windows = {"window_size": 4 * NATIVE_PATCH, "fullatt_block_indexes": [1], "out_hidden_size": 24}
+        config = Qwen2_5_VLVisionConfig(**sizes, depth=layers, num_heads=2, **windows)
+    perturb(AutoModel.from_config(config)).save_pretrained(folder)
+    CLIPImageProcessorPil().save_pretrained(folder)
+
+
+def native_keys(folder: Path, kind: str) -> dict[str, Any]:
+    """Keys of `make_config` for a run with such an encoder in `folder`, images of 2 to 9 positions."""
+    vision, projector = NATIVE[kind]
+    bounds = {"layout": "native", "select_layer": -1, "min_positions": 2, "max_positions": 9}
+    return {"model__vision": {"name": str(folder), **bounds, **vision}, "model__projector": projector}
+
+
+def native_documents(layout: ImageLayout, count: int, seed: int = 0) -> list[Document]:
+    """Documents of none, one or two images of several shapes."""
+    shapes = ((40, 30), (10, 60), (60, 7), (30, 45), (20, 20))
+    made = []
+    for number in range(seed, seed + count):
+        images = [shapes[(number + image) % len(shapes)] for image in range((1, 0, 2)[number % 3])]
+        tilings = tuple(layout.tiling(*size) for size in images)
+        made.append(make_document(number, 0, image_size=layout.tile_size, tilings=tilings))
+    return made
 
 
 def stock_llava(folder: Path, seed: int, dtype: torch.dtype = torch.float32) -> LlavaForConditionalGeneration:

@@ -22,12 +22,16 @@ from scenes import (
     make_config,
     make_document,
     make_engine,
+    native_documents,
+    native_keys,
     relative,
+    save_native_vision,
     save_parts,
     with_slices,
 )
 from transformers import CONFIG_MAPPING
 
+from mmtrain.models.facts.connectors import image_layout
 from mmtrain.models.modules.tiny import tiny_model
 from mmtrain.plan.instructions import Op
 from mmtrain.plan.planner import make_plan
@@ -46,6 +50,7 @@ class Layout:
     overrides: Mapping[str, Any] = field(default_factory=dict)
     slices: tuple[int, ...] = ()  # blocks of the encoder on each rank; none: all on rank 0
     family: str = "llama"
+    native: str = ""  # kind of an encoder that takes images of any size
     off: float = 1e-5  # largest relative difference of rounding
 
     @property
@@ -66,6 +71,11 @@ LAYOUTS = {
     "pipeline 2, streamed and recomputed": Layout({**CUT, **HOST}),
     "pipeline 2, interleaved": Layout({"parallel__pipeline": 2, "parallel__boundaries": (1, 3, 5)}),
     "pipeline 2, encoder in slices": Layout(CUT, slices=(1, 1)),
+    "pipeline 2, NaFlex in slices": Layout(CUT, slices=(1, 2), native="naflex"),
+    "pipeline 2, Qwen's encoder": Layout(CUT, native="qwen"),
+    "pipeline 2, Qwen's encoder in slices, bfloat16": Layout(
+        {**CUT, "model__llm__dtype": "bfloat16"}, slices=(1, 2), native="qwen", off=6e-2
+    ),
     "pipeline 2, LoRA": Layout({**CUT, **LORA}),
     "pipeline 2, bfloat16, streamed": Layout({**CUT, **HOST, "model__llm__dtype": "bfloat16"}, off=6e-2),
     "pipeline 3, last layer": Layout(
@@ -87,7 +97,7 @@ LAYOUTS = {
     "2 x 2": Layout({**CUT, "parallel__data": 2}),
     "2 x 2, streamed from peers, LoRA": Layout({**CUT, **PEERS, **LORA, "parallel__data": 2}),
 }
-DAILY = ("pipeline 2, streamed and recomputed",)
+DAILY = ("pipeline 2, streamed and recomputed", "pipeline 2, Qwen's encoder in slices, bfloat16")
 
 pytestmark = [pytest.mark.gpu(count=4), pytest.mark.cpu_ranks]
 
@@ -153,9 +163,15 @@ def train_once(config, plan, order, waits):
     first = mine.data * share
 
     def batches(*seeds: int):
-        some = [
-            [[make_document(seed + i, images=(1, 0, 2)[i % 3])]] for seed in seeds for i in range(first, first + share)
-        ]
+        if config.model.vision.layout == "native":
+            layout = image_layout(config)
+            some = [[[one]] for seed in seeds for one in native_documents(layout, share, seed + first)]
+        else:
+            some = [
+                [[make_document(seed + i, images=(1, 0, 2)[i % 3])]]
+                for seed in seeds
+                for i in range(first, first + share)
+            ]
         return iter([as_batch(one, config.data.pack_length) for one in some]) if mine.pipeline == 0 else None
 
     numbers, of_steps = [], batches(0, 10)
@@ -179,7 +195,11 @@ MAY_WAIT = {"", "between", "evaluation", "reduce_statistics", "optimizer_step"}
 )
 def test_a_layout_trains_on_gpus_as_on_cpus_in_any_order_of_streams(parts, name):
     layout = LAYOUTS[name]
-    config = make_config(parts(layout.family), train__max_steps=STEPS, **layout.overrides)
+    folder, keys = parts(layout.family), {}
+    if layout.native:
+        save_native_vision(folder / layout.native, layout.native)
+        keys = native_keys(folder / layout.native, layout.native)
+    config = make_config(folder, train__max_steps=STEPS, **layout.overrides, **keys)
     expected = run_ranks(layout.world, train, config, layout.slices)
     ours = run_gpu_ranks(layout.world, train, config, layout.slices, ORDERS)
     worst, waits = 0.0, Counter()

@@ -15,7 +15,10 @@ from scenes import (
     make_config,
     make_document,
     make_engine,
+    native_documents,
+    native_keys,
     relative,
+    save_native_vision,
     save_parts,
     stock_gradients,
     stock_llava,
@@ -26,6 +29,7 @@ from scenes import (
 from mmtrain.base.collectives import all_gather_object
 from mmtrain.data.samples.sample import IGNORE
 from mmtrain.engine.audit import model_fingerprint
+from mmtrain.models.facts.connectors import image_layout
 from mmtrain.plan.instructions import Op
 from mmtrain.plan.planner import make_plan
 
@@ -42,8 +46,10 @@ def parts(tmp_path_factory):
     return folder
 
 
-def microbatches_of(step, data):
+def microbatches_of(step, data, config=None):
     """Of a step: some with images, some of text alone, one of an image and hardly a word."""
+    if config is not None and config.model.vision.layout == "native":
+        return [[[one]] for one in native_documents(image_layout(config), LOCAL * data, seed=step)]
     images = (1, 0, 2, 3, 0, 1, 2, 0)
     return [
         [[make_document(100 * step + i, images=images[(i + step) % 8], text=2 if i == 3 else 12)]]
@@ -67,7 +73,7 @@ def train(config, slices, ahead, lead, warms_up=None):
     mine, starts = audit.plan, all_gather_object(audit.start())
 
     def share(step):
-        mine_of = microbatches_of(step, plan.data)[mine.data * LOCAL :][:LOCAL]
+        mine_of = microbatches_of(step, plan.data, config)[mine.data * LOCAL :][:LOCAL]
         return [as_batch(x, config.data.pack_length) for x in mine_of]
 
     reads = itertools.count()
@@ -102,9 +108,10 @@ LAYOUTS = [  # pipeline, replicas, interleaved, blocks a rank, ahead of each ran
 ]
 
 
-def compare_with_rank_0(parts, pipeline, data, interleaved, slices, ahead, lead, warms_up=None):
+def compare_with_rank_0(parts, pipeline, data, interleaved, slices, ahead, lead, warms_up=None, **keys):
     config = make_config(
         parts,
+        **keys,
         parallel__pipeline=pipeline,
         parallel__data=data,
         parallel__boundaries=INTERLEAVED[pipeline] if interleaved else None,
@@ -128,6 +135,19 @@ def compare_with_rank_0(parts, pipeline, data, interleaved, slices, ahead, lead,
         place = rank // data
         assert bool(encoded) == (place == 0 or slices[place] > 0), "the slice runs on its rank"
     return found
+
+
+@pytest.mark.parametrize(
+    ("kind", "layout"),
+    [
+        ("qwen", (3, 1, False, (1, 2, 1), (6, 4, 2), 2)),
+        pytest.param("naflex", (2, 2, False, (3, 1), (5, 2), 1), marks=pytest.mark.nightly),
+        pytest.param("naflex", (3, 1, True, (0, 1, 3), (12, 9, 4), 4), marks=pytest.mark.nightly),
+    ],
+)
+def test_slices_of_an_encoder_of_images_of_any_size_change_no_bit(parts, kind, layout):
+    save_native_vision(parts / kind, kind, layers=BLOCKS)
+    compare_with_rank_0(parts, *layout, **native_keys(parts / kind, kind))
 
 
 @pytest.mark.parametrize(("pipeline", "data", "interleaved", "slices", "ahead", "lead"), LAYOUTS)

@@ -29,6 +29,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from mmtrain.data.stream.packs import copied
 
 ATTENTION = "mmtrain_packed"  # attn_implementation, under which transformers finds the mask and the attention
+IMAGES_FLASH = "mmtrain_images_flash"  # the same, of encoders that take images of any size: stock code looks for flash
 MAX_KEY_COPIES = 4  # flash attention copies a document's keys for each run of queries; with more, runs go one by one
 WIDEST_FLASH_HEAD = 192  # wider heads have a backward on data centre GPUs alone
 _GROUPS_HEADS = "enable_gqa" in inspect.signature(varlen_attn).parameters  # since torch 2.12
@@ -281,7 +282,12 @@ def flash_varlen_attn(*arguments: Any, **options: Any) -> torch.Tensor:
 
 
 def attend_flash(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, documents: Documents, scale: float
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    documents: Documents,
+    scale: float,
+    causal: bool = True,
 ) -> torch.Tensor:
     """Attend in one call for all documents of all rows, as `packed_attention`; fp16 or bf16, on a GPU.
 
@@ -303,7 +309,7 @@ def attend_flash(
     else:
         sequences = [documents.offsets, documents.offsets, documents.longest, documents.longest]
     left = -1 if documents.window is None else documents.window - 1  # tokens before the query's own; -1: all
-    out = flash_varlen_attn(q, k, v, *sequences, scale=scale, window_size=(left, 0), **options)
+    out = flash_varlen_attn(q, k, v, *sequences, scale=scale, window_size=(left, 0 if causal else -1), **options)
     return out.unflatten(0, query.shape[::2])[..., :value_width]
 
 
@@ -451,5 +457,51 @@ def flash_agrees(grouped: bool, width: int, windowed: bool, dtype: torch.dtype, 
     return True
 
 
+# ---- the images of an encoder, whose patches see all others of their image
+
+
+def images_attention(
+    _: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: None,
+    scaling: float,
+    cu_seq_lens_q: torch.Tensor,
+    max_length_q: int,
+    **__: Any,
+) -> tuple[torch.Tensor, None]:
+    """Attend within each image in one call, (1, H, P, D) to (1, P, H, D); images begin at `cu_seq_lens_q`."""
+    images = Documents((), None, cu_seq_lens_q, max_length_q)
+    return attend_flash(query, key, value, images, scaling, causal=False), None
+
+
+@functools.cache
+@torch.enable_grad()
+def flash_takes_images(width: int, dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether flash attention within images is right on this GPU, by result and gradients, for heads of `width`."""
+    if device.type != "cuda" or dtype not in (torch.float16, torch.bfloat16) or width % 8 or width > WIDEST_FLASH_HEAD:
+        return False
+    borders, generator = (0, 13, 14, 61), torch.Generator(device).manual_seed(0)
+    offsets = torch.tensor(borders, dtype=torch.int32, device=device)
+    states = [torch.randn(1, 2, borders[-1], width, generator=generator, device=device) for _ in range(4)]
+    inputs = [one.to(dtype).requires_grad_() for one in states[:3]]
+    exact = [one.detach().float().requires_grad_() for one in inputs]
+    parts = zip(*(one.split([b - a for a, b in itertools.pairwise(borders)], 2) for one in exact), strict=True)
+    expected = torch.cat([F.scaled_dot_product_attention(*part) for part in parts], 2).transpose(1, 2)
+    upstream = states[3].transpose(1, 2)
+    try:
+        output, _ = images_attention(None, *inputs, None, width**-0.5, offsets, 47)
+        gradients = torch.autograd.grad(output, inputs, upstream.to(dtype))
+    except RuntimeError:
+        return False
+    wanted = expected, *torch.autograd.grad(expected, exact, upstream)
+    return all(
+        bool((ours - theirs).detach().abs().max() <= 0.1 * theirs.detach().abs().max())
+        for ours, theirs in zip((output, *gradients), wanted, strict=True)
+    )
+
+
 AttentionMaskInterface.register(ATTENTION, packed_mask)
+AttentionInterface.register(IMAGES_FLASH, images_attention)
 AttentionInterface.register(ATTENTION, packed_attention)

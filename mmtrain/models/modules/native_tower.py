@@ -15,10 +15,13 @@ from typing import Any
 
 import torch
 from torch import nn
+from transformers import vision_utils
 
+from mmtrain.data.stream.packs import copied
 from mmtrain.models.facts.encoders import EncoderFamily, NativeInput
 from mmtrain.models.facts.shapes import VisionShape
 from mmtrain.models.layouts.native import patch_rows, picture
+from mmtrain.models.modules.attention import IMAGES_FLASH, flash_takes_images
 from mmtrain.models.modules.vision_tower import Grids, VisionTower
 from mmtrain.plan.costs import PATCHES_PER_CALL
 
@@ -102,7 +105,32 @@ def _features(
     sizes = torch.tensor([(side * rows, side * columns) for rows, columns in grids])
     if native.images == "equal":  # no mask: one of ones would choose another attention kernel
         return model(torch.stack(rows), pixel_attention_mask=None, spatial_shapes=sizes).last_hidden_state
-    sizes = nn.functional.pad(sizes, (1, 0), value=1).to(cells[0].device)
+    sizes = nn.functional.pad(sizes, (1, 0), value=1)
+    tables, patches = _tables(model, native.block, sizes, cells[0]), torch.cat(rows)
     if native.block > 1:
-        return model(torch.cat(rows), grid_thw=sizes).pooler_output
-    return model(torch.cat(rows), grid_thw=sizes, merge_sizes=torch.ones_like(sizes[:, 0])).last_hidden_state
+        return model(patches, grid_thw=sizes, **tables).pooler_output
+    return model(patches, grid_thw=sizes, merge_sizes=torch.ones_like(sizes[:, 0]), **tables).last_hidden_state
+
+
+def _tables(model: nn.Module, block: int, sizes: torch.Tensor, like: torch.Tensor) -> dict[str, Any]:
+    """Return what the stock forward makes of the grids `sizes` (N, 3), made on the host, so that no call waits.
+
+    Where flash attention is right it takes all images in one call; else borders stay on the host, which splits by them.
+    """
+    config, device = model.config, like.device
+    is_flash = flash_takes_images(config.hidden_size // config.num_attention_heads, like.dtype, device)
+    config._attn_implementation = IMAGES_FLASH if is_flash else "sdpa"
+    tables = {"position_ids": vision_utils.get_vision_position_ids(sizes, block)}
+    borders = {"seqlens": vision_utils.get_vision_cu_seqlens(sizes)}
+    if hasattr(model, "fullatt_block_indexes"):
+        windows = vision_utils.get_vision_window_index(sizes, block, model.window_size, model.patch_size)
+        tables["window_index"], borders["window_seqlens"] = windows
+    if hasattr(model, "num_grid_per_side"):
+        how = model.interpolation_mode, model.interpolation_align_corners, block
+        made = vision_utils.get_vision_interpolation_indices_and_weights(sizes, model.num_grid_per_side, *how)
+        tables |= dict(zip(("interp_indices", "interp_weights"), made, strict=True))
+    told: dict[str, Any] = {name: copied(table, device) for name, table in tables.items()}
+    for name, border in borders.items():
+        told[f"cu_{name}"] = copied(border, device) if is_flash else border
+        told[f"max_{name.removesuffix('s')}"] = int(border.diff().max())
+    return told
