@@ -158,6 +158,18 @@ _VIDEO_LLAMA = replace(
     image_size=16,
     native=NativeInput("c dy dx", "packed"),
 )
+_MOONVIT = EncoderFamily(
+    model="MoonViTModel",  # of modules.moonvit
+    blocks="encoder.blocks.",
+    patches="patch_embed.proj.weight",
+    norm="encoder.final_layernorm.",
+    positions=None,  # resized to each image's grid
+    class_token=None,
+    outer=("vision_tower.",),
+    image_size=14,
+    depth=27,
+    native=NativeInput("c dy dx", "packed"),
+)
 _MLCD = replace(  # RICE too
     _CLIP, model="MLCDVisionModel", positions=None, image_size=14, native=NativeInput("picture", "equal")
 )
@@ -195,6 +207,7 @@ FAMILIES = {
     **dict.fromkeys(("exaone4_5", "exaone4_5_vision"), replace(_QWEN25, model="Exaone4_5_VisionModel")),
     "video_llama_3_vision": _VIDEO_LLAMA,
     "mlcd_vision_model": _MLCD,
+    "moonvit": _MOONVIT,
     "siglip_vision_model": _SIGLIP,
     "dinov2": _DINOV2,
     "dinov2_with_registers": replace(

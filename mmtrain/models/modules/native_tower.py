@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import vision_utils
+from transformers import VideoLlama3VisionModel, vision_utils
 
 from mmtrain.data.stream.packs import copied
 from mmtrain.models.facts.encoders import EncoderFamily, NativeInput
@@ -109,7 +109,9 @@ def _features(
     tables, patches = _tables(model, native.block, sizes, cells[0]), torch.cat(rows)
     if native.block > 1:
         return model(patches, grid_thw=sizes, **tables).pooler_output
-    return model(patches, grid_thw=sizes, merge_sizes=torch.ones_like(sizes[:, 0]), **tables).last_hidden_state
+    if isinstance(model, VideoLlama3VisionModel):
+        tables["merge_sizes"] = torch.ones_like(sizes[:, 0])
+    return model(patches, grid_thw=sizes, **tables).last_hidden_state
 
 
 def _tables(model: nn.Module, block: int, sizes: torch.Tensor, like: torch.Tensor) -> dict[str, Any]:

@@ -27,6 +27,7 @@ from mmtrain.models.facts.model_files import cached_snapshot, foreign_files, hub
 from mmtrain.models.facts.shapes import VisionShape, vision_shape
 from mmtrain.models.facts.timm_models import refuse_wrong_activation, timm_config
 from mmtrain.models.facts.vision_files import is_timm_name, square
+from mmtrain.models.modules import moonvit
 from mmtrain.models.modules.language import quiet
 from mmtrain.models.modules.native_tower import NativeTower, Unmerged
 from mmtrain.models.modules.tiny import randomise, shrink
@@ -35,6 +36,7 @@ from mmtrain.models.weights.files import open_tensors, tensor_places
 
 # What timm reads too, its preference first.
 WEIGHT_FILES = ("model.safetensors", "open_clip_model.safetensors", "pytorch_model.bin", "open_clip_pytorch_model.bin")
+TESTED_TRANSFORMERS = "5.23"
 MADE_UP_PATCHES = 6  # a side, of images for encoders of random weights
 
 
@@ -169,7 +171,13 @@ def _cut_timm(
 
 
 def model_class(family: EncoderFamily) -> type[transformers.PreTrainedModel]:
-    return getattr(transformers, family.model)
+    """Return a family's class. Raises UserError for one that the installed transformers lacks."""
+    if (found := getattr(transformers, family.model, getattr(moonvit, family.model, None))) is None:
+        raise UserError(
+            f"model.vision.name: transformers {transformers.__version__} has no {family.model}. Install version "
+            f"{TESTED_TRANSFORMERS}, which has it"
+        )
+    return found
 
 
 def stock_config(family: EncoderFamily, folder: Path) -> transformers.PreTrainedConfig:

@@ -16,6 +16,7 @@ from transformers import AutoModel, PreTrainedModel
 
 from mmtrain.base.errors import UserError
 from mmtrain.models.facts.shapes import VisionShape, vision_shape
+from mmtrain.models.modules.moonvit import MoonViTConfig, MoonViTModel
 from mmtrain.models.modules.native_tower import NativeTower, Unmerged
 from mmtrain.models.modules.vision import load_vision, made_up_encoder
 from mmtrain.models.modules.vision_tower import slices_difference
@@ -29,11 +30,12 @@ KINDS = {
     "pixtral": ("PixtralVisionConfig", {**NATIVE_SIZES, "image_size": 56}),
     "video llama": ("VideoLlama3VisionConfig", NATIVE_SIZES),
     "mlcd": ("MLCDVisionConfig", {**NATIVE_SIZES, "image_size": 56}),
+    "moonvit": ("MoonViTConfig", {**NATIVE_SIZES, "init_pos_emb_height": 4, "init_pos_emb_width": 5}),
     "qwen2.5": ("Qwen2_5_VLVisionConfig", {**QWEN_SIZES, **WINDOWS}),
     "qwen3": ("Qwen3VLVisionConfig", {**QWEN_SIZES, **TABLE, "deepstack_visual_indexes": [1]}),
     "qwen3.5": ("Qwen3_5VisionConfig", {**QWEN_SIZES, **TABLE}),
 }
-NORMED = ("naflex", "video llama")
+NORMED = ("naflex", "video llama", "moonvit")
 MERGES = ("qwen2.5", "qwen3", "qwen3.5")
 CASES = [  # encoder, positions a side of a cell, whether its own merger runs
     *((kind, factor, False) for kind in KINDS if kind not in MERGES for factor in (1, 2)),
@@ -49,7 +51,10 @@ def stock(tmp_path_factory) -> Callable[[str], tuple[Path, PreTrainedModel]]:
     def made(kind: str) -> tuple[Path, PreTrainedModel]:
         name, values = KINDS[kind]
         torch.manual_seed(0)
-        model = perturb(AutoModel.from_config(getattr(transformers, name)(**values)))
+        if kind == "moonvit":
+            model = perturb(MoonViTModel(MoonViTConfig(**values)))
+        else:
+            model = perturb(AutoModel.from_config(getattr(transformers, name)(**values)))
         folder = tmp_path_factory.mktemp("native")
         model.eval().save_pretrained(folder)
         settings = {"image_mean": [0.5] * 3, "image_std": [0.5] * 3}
@@ -84,6 +89,10 @@ def expected(kind: str, model: PreTrainedModel, picture: torch.Tensor, merger: b
         found = model(picture[None], image_sizes=[tuple(picture.shape[1:])]).last_hidden_state
     elif kind == "mlcd":
         found = model(picture[None]).last_hidden_state[:, 1:]
+    elif kind == "moonvit":  # compared with its published code by hand: see `test_numbers_of_moonvit`
+        places = torch.cartesian_prod(torch.arange(rows), torch.arange(columns))
+        told = torch.tensor([[1, rows, columns]]), places, torch.tensor([0, len(places)]), len(places)
+        found = model(patches.reshape(rows * columns, -1), *told).last_hidden_state
     elif kind == "video llama":
         grid, one = torch.tensor([[1, rows, columns]]), torch.ones(1, dtype=torch.long)
         found = model(patches.reshape(rows * columns, -1), grid_thw=grid, merge_sizes=one).last_hidden_state
