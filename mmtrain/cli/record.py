@@ -107,7 +107,10 @@ def run(options: argparse.Namespace) -> None:
     else:
         recorded = record_vision(options)
         shape = vision_shape_from(recorded.config, recorded.parameters, -1, recorded.id)
-        summary = f"{shape.blocks_run} blocks, width {shape.width}, {shape.patches_per_image} patches per image"
+        sizes = f"{shape.patches_per_image} patches per image"
+        if shape.family.native is not None:
+            sizes = f"patches of {shape.patch_size} pixels"
+        summary = f"{shape.blocks_run} blocks, width {shape.width}, {sizes}"
     file = options.out / (recorded.id.lower().replace("/", "--") + ".json")
     file.write_text(as_json(recorded), encoding="utf-8")
     count = sum(math.prod(shape) for shape in recorded.parameters.values())
