@@ -110,10 +110,10 @@ def save_parts(folder: Path, layers: int = LAYERS, tied: bool = False, vision_la
     CLIPImageProcessorPil(size=size, crop_size=size).save_pretrained(folder / "vision")
 
 
-def save_native_vision(folder: Path, kind: str, layers: int = 3, seed: int = 7) -> None:
+def save_native_vision(folder: Path, kind: str, layers: int = 3, width: int = 32) -> None:
     """A random encoder that takes images of any size: "naflex" (SigLIP 2), or "qwen" (Qwen2.5-VL's, with windows)."""
-    torch.manual_seed(seed)
-    sizes = {"hidden_size": 32, "intermediate_size": 48, "patch_size": NATIVE_PATCH}
+    torch.manual_seed(7)
+    sizes = {"hidden_size": width, "intermediate_size": 3 * width // 2, "patch_size": NATIVE_PATCH}
     if kind == "naflex":
         heads = {"num_hidden_layers": layers, "num_attention_heads": 2, "num_patches": 16, "vision_use_head": False}
         config = Siglip2VisionConfig(**sizes, **heads)

@@ -30,7 +30,7 @@ from mmtrain.models.facts.families import WHOLE_LAST_LAYER
 from mmtrain.models.facts.quantised import Quantisation, is_quantised, quantised_bytes
 from mmtrain.models.facts.shapes import LlmShape, ParameterShape, VisionShape, matches_any
 from mmtrain.models.layouts.layout import ImageLayout, Tiling
-from mmtrain.plan.block_costs import Block, Flops, Part, block_parts, keys_seen, total
+from mmtrain.plan.block_costs import Block, Flops, Part, Sublayer, block_parts, keys_seen, total
 from mmtrain.plan.instructions import offsets_of
 from mmtrain.plan.optimizers import ADAMW, FP32, OptimizerKind, optimizer_of
 
@@ -434,6 +434,7 @@ class EncoderCost:
     batch_bytes: int  # from LOAD to FORWARD, without pixels
     pixel_bytes: int = 0  # from LOAD to ENCODE
     in_fp32: bool = False
+    can_be_cut: bool = True  # into slices on several ranks, if it is frozen
     blocks: int = 0  # that run
     block_forward: int = 0  # FLOPs of one
     block_bytes: int = 0  # weights of one; 0 if the encoder trains: its weights are the front layer's
@@ -487,6 +488,7 @@ def encoder_costs(vision: VisionShape, trained: Collection[str], work: Workload,
         working_bytes=working,
         feature_bytes=features,
         batch_bytes=round(3 * INTEGER * work.tokens),  # token ids, positions, labels
+        can_be_cut=vision.can_be_cut,
         pixel_bytes=pixels,
         in_fp32=size == FP32,
         blocks=vision.blocks_run,
@@ -514,8 +516,11 @@ def _encoder_parts(
             blocks.setdefault(int(block[1]), (block[0], []))[1].append(parameter)
         elif parameter.name.startswith("vision.merger."):
             rows = work.tiles * vision.features_per_image
-            flops = 2 * parameter.numel * rows if len(parameter.shape) == 2 else 0.0
-            norm.append(Part(0, flops, trained=is_trained))
+            if len(parameter.shape) == 2:  # the GELU between the two keeps its input
+                kept = 0 if parameter.name.endswith(vision.family.native.merged) else rows * parameter.shape[0] * size
+                norm.append(Part(1, 2 * parameter.numel * rows, trained=is_trained, saved_for_dgrad=kept))
+            else:
+                norm.append(Part(0, trained=is_trained, saved_for_dgrad=2 * parameter.numel * rows))
         elif _NORM.match(parameter.name):  # it keeps its input in fp32
             norm.append(Part(0, trained=is_trained, saved_for_dgrad=2 * parameter.numel * tokens))
         else:
@@ -526,5 +531,10 @@ def _encoder_parts(
     for number, (prefix, parameters) in sorted(blocks.items()):
         block = Block(parameters, prefix, vision.width, vision.heads, vision.heads, head_dim)
         is_full = vision.window is None or number in vision.full_blocks
-        yield block_parts(block, trained, size, tokens, tokens, keys if is_full else min(keys, vision.window)), True
+        parts = block_parts(block, trained, size, tokens, tokens, keys if is_full else min(keys, vision.window))
+        if vision.family.native is not None and vision.family.native.images == "packed":
+            # Attention of each image is joined; beside rotated queries and keys a fused projection keeps those before.
+            more = 3 if any(".qkv." in p.name or "wqkv" in p.name for p in parameters) else 1
+            parts = [*parts, Part(Sublayer.ATTENTION, saved_for_dgrad=more * vision.width * tokens * size)]
+        yield parts, True
     yield norm, False

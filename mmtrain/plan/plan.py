@@ -251,9 +251,12 @@ def _run(plan: Plan) -> Iterator[str]:
     )
     if (image := plan.image) is not None:
         room = "" if image.fits else "; a sample with one that large fits into no pack (data.overlong)"
+        tiles, most_tiles = f"{image.tiles:g} tiles and ", f"{image.most_tiles} and "
+        if image.tiles == image.positions:  # a cell each
+            tiles = most_tiles = ""
         yield (
-            f"an image ({image.layout}): {image.tiles:g} tiles and {image.positions:,g} positions expected, at most "
-            f"{image.most_tiles} and {image.most_positions:,}{room}"
+            f"an image ({image.layout}): {tiles}{image.positions:,g} positions expected, at most "
+            f"{most_tiles}{image.most_positions:,}{room}"
         )
     rates = [
         f"{group.name} {group.lr:g}{f' with weight decay {group.weight_decay:g}' if group.weight_decay else ''} "

@@ -121,6 +121,11 @@ def _check_encoder_ranks(config: RunConfig, models: Models) -> None:
             f"parallel.encoder_ranks: {list(ranks)}, but {trained} trains. A trained encoder stays whole on rank "
             "0: use auto or 0."
         )
+    if not vision.can_be_cut:
+        raise UserError(
+            f"parallel.encoder_ranks: {list(ranks)}, but {vision.source} has a class token beside images of any size, "
+            "and stays whole on rank 0: use auto or 0."
+        )
     if len(ranks) > vision.blocks_run:
         raise UserError(
             f"parallel.encoder_ranks: {len(ranks)} ranks, but {vision.source} runs {vision.blocks_run} blocks. Name "

@@ -196,7 +196,7 @@ class StageCosts:
     @property
     def encodes_anywhere(self) -> bool:
         """Whether the encoder may run on any rank, and ahead of need."""
-        return self.costs.encoder.frozen and self.setting.pipeline > 1
+        return self.costs.encoder.frozen and self.costs.encoder.can_be_cut and self.setting.pipeline > 1
 
     def _find_held(self, ranges: tuple[LayerRange, ...]) -> tuple[int, int, int]:
         """Bytes of weights and of optimizer state, and trained elements, of a rank's layers."""

@@ -89,6 +89,11 @@ class VisionShape:
     full_blocks: tuple[int, ...] = ()  # those that attend to all of them nevertheless
 
     @property
+    def can_be_cut(self) -> bool:
+        """Whether slices can hand its hidden states on: a class token beside an image's cells belongs to none."""
+        return self.family.native is None or not self.prefix_tokens
+
+    @property
     def feature_width(self) -> int:
         return self.merged_width or self.width
 

@@ -64,7 +64,7 @@ class Native(ImageLayout):
 
     @property
     def trial_sizes(self) -> list[tuple[int, int]]:
-        return [(64 * n, 48 * n) for n in range(1, 61)]
+        return [(16 * n, 12 * n) for n in range(1, 241)]
 
     @property
     def description(self) -> str:

@@ -123,12 +123,7 @@ def _refuse_unlike_blocks(config: RunConfig) -> None:
     """Raise EncoderSliceError for an encoder with a block that is not made as one of the first, which are tried."""
     chosen = config.model.vision
     blocks: dict[int, dict[str, Shape]] = defaultdict(dict)
-    shape = run_vision(config)
-    if shape.prefix_tokens and shape.family.native is not None:
-        raise EncoderSliceError(
-            f"{chosen.name} cannot be cut into slices: its images of any size have a class token. {_REMEDY}"
-        )
-    for parameter in shape.parameters:
+    for parameter in run_vision(config).parameters:
         if block := ENCODER_BLOCK.match(parameter.name):
             blocks[int(block[1])][parameter.name[block.end() :]] = parameter.shape
     kinds = [blocks[number] for number in sorted(blocks)]
