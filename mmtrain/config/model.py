@@ -45,7 +45,7 @@ class VisionSection(Section):
     anyres_max_9: anyres with larger grids (LLaVA-OneVision). Grids of more than 1.21 times the image tokens of 9
     squares are interpolated down to 9; an image then takes at most about 12 squares' image tokens, with the whole image
     and newlines; native: no squares, the whole image in its own shape, for encoders that take any size (SigLIP 2
-    NaFlex, Pixtral)"""
+    NaFlex, Pixtral, Qwen-VL's)"""
     max_tiles: Kept[Annotated[int, Field(ge=1, le=MAX_TILES)] | None] = None
     """maximum squares that layout tiles cuts an image into, without the one of the whole image; null: 12"""
     pinpoints: Kept[Pinpoints | None] = None
@@ -146,7 +146,8 @@ class LoraSection(Section):
 class ModelSection(Section):
     pretrained: Free[Files[str | None]] = None
     """folder or cached hub id of a whole multimodal model to start from (Llava, LlavaNext, LlavaOnevision, AyaVision,
-    Idefics3, SmolVLM, InternVL, PerceptionLM). Its files set model.llm.path, model.vision, model.projector and
+    Idefics3, SmolVLM, InternVL, PerceptionLM, Lfm2Vl, Mistral3, LightOnOcr, HyperCLOVAXVisionV2, VideoLlama3,
+    Exaone4_5). Its files set model.llm.path, model.vision, model.projector and
     data.image_fit, so leave those out; null: set them yourself"""
     llm: LlmSection
     vision: Fixed[VisionSection | None]
