@@ -22,7 +22,7 @@ from mmtrain.base.errors import UserError
 from mmtrain.config.schema import RunConfig
 from mmtrain.data.samples.records import IMAGE_MARK
 from mmtrain.models.facts.connectors import NEWLINE, image_layout, reduction
-from mmtrain.models.facts.encoders import FAMILIES, TIMM
+from mmtrain.models.facts.encoders import FAMILIES, TESTED_TRANSFORMERS, TIMM
 from mmtrain.models.facts.families import canonical_name
 from mmtrain.models.facts.shapes import VisionShape, llm_shape
 from mmtrain.models.facts.timm_models import form_of
@@ -60,6 +60,16 @@ class ExportedEncoder:
     image_size: int  # pixels a side
     patch_size: int  # pixels a side
     prefix_tokens: int  # `num_additional_image_tokens` of the processor: 1 with a class token, else 0
+
+
+def _stock(name: str) -> Any:
+    """Find a name of transformers. Raises UserError for one that the installed version lacks."""
+    import transformers
+
+    if (found := getattr(transformers, name, None)) is None:
+        installed = f"transformers {transformers.__version__} has no {name}"
+        raise UserError(f"{installed}. Install version {TESTED_TRANSFORMERS}, which has it")
+    return found
 
 
 class ExportedClass:
@@ -139,15 +149,11 @@ class StockClass(ExportedClass):
 
     @cached_property
     def config_class(self) -> type[PreTrainedConfig]:  # type: ignore[override]
-        import transformers
-
-        return getattr(transformers, f"{self.name}Config")
+        return _stock(f"{self.name}Config")
 
     @cached_property
     def model_class(self) -> type[PreTrainedModel]:  # type: ignore[override]
-        import transformers
-
-        return getattr(transformers, self.class_name)
+        return _stock(self.class_name)
 
     def needs(self, config: RunConfig, shape: VisionShape) -> Iterator[str]:
         """Yield what a run with one of its connectors would have to change, and why."""

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import pytest
 import torch
+import transformers
+from scenes import save_native_vision
 from transformers import Idefics3VisionConfig
 from transformers.models.idefics3.modeling_idefics3 import Idefics3VisionEmbeddings
 from untrained_runs import make_tower
 
 from mmtrain.base.errors import UserError
 from mmtrain.config.load import load_config
+from mmtrain.models.modules.vision import load_vision
 from mmtrain.plan.planner import make_plan
+from mmtrain.stock.grids import HyperCLOVAXVisionV2
 from mmtrain.stock.idefics3 import Idefics3
 
 NORMED = ("model.vision.final_norm=true", "model.vision.select_layer=-1")
@@ -47,7 +51,8 @@ def test_a_run_that_can_leave_as_it_says_plans(tiny, keys):
 @pytest.mark.parametrize(
     "keys,said",
     [
-        (["hf", "linear"], "no stock model has a linear projector"),
+        (["hf", "patch_merger", "model.projector.factor=4"], "no stock model has a patch_merger projector"),
+        (["hf", "linear"], "(linear): HyperCLOVAXVisionV2 would need model.vision.layout=native (as its processor"),
         (["hf", "shuffle_swiglu"], "(shuffle_swiglu): AyaVision would need data.image_fit=resize ("),
         (
             ["hf", "shuffle_linear"],
@@ -136,6 +141,62 @@ def test_an_encoder_that_a_class_would_compute_wrongly_is_refused(tiny, tmp_path
     kind, *more = keys
     found = planned(tiny, "export.format=hf", f"model.vision.name={tower}", f"model.projector.type={kind}", *more)
     assert said in found, found
+
+
+NATIVE = ("model.vision.layout=native", "model.vision.select_layer=-1", "data.image_fit=null")
+
+
+@pytest.mark.parametrize(
+    ("kind", "keys", "said"),
+    [
+        ("naflex", ["shuffle_mlp2x_gelu", "model.vision.final_norm=true"], ""),
+        ("naflex", ["shuffle_mlp2x_gelu"], "Lfm2Vl would need model.vision.final_norm=true"),
+        (
+            "naflex",
+            ["mlp2x_gelu", "model.vision.longest_edge=32"],
+            "model.vision.longest_edge=null (its pro",
+        ),
+        ("naflex", ["norm_merge_mlp2x", "model.vision.longest_edge=32"], "(its encoder is PixtralVisionModel, but "),
+        ("naflex", ["mlp2x_gelu_pool"], "takes images of any size, but its class makes squares of them"),
+        ("qwen", ["linear", "model.vision.merger=true"], ""),
+        (
+            "qwen",
+            ["linear", "model.vision.merger=true", "model.vision.select_layer=-2"],
+            "model.vision.select_layer=-1",
+        ),
+        ("qwen", ["patch_merger_rms"], "(its encoder is Exaone4_5_VisionModel, but "),
+        ("qwen", ["shuffle_mlp2x_gelu"], "(its encoder is Siglip2VisionModel, but "),
+    ],
+)
+def test_a_native_encoder_leaves_by_its_own_class_or_is_refused_when_planned(tiny, tmp_path, kind, keys, said):
+    save_native_vision(tmp_path, kind)
+    projector, *more = keys
+    named = [*NATIVE, f"model.vision.name={tmp_path}", f"model.projector.type={projector}"]
+    bounds = ["model.vision.min_positions=2", "model.vision.max_positions=9"]
+    if any("longest_edge" in key for key in more):
+        bounds = []
+    found = planned(tiny, "export.format=hf", *named, *bounds, *more)
+    assert said in found and bool(found) == bool(said), found
+    assert planned(tiny, *named, *bounds, *more) == ""
+
+
+def test_a_granite_does_not_leave_by_a_class_that_multiplies_where_it_divides(tiny, make_tiny, tmp_path):
+    save_native_vision(tmp_path / "vision", "qwen")
+    make_tiny.make_tiny_llm(tmp_path / "llm", "granite", layers=2, logits_scaling=8.0)
+    keys = [f"model.vision.name={tmp_path}/vision", "model.projector.type=linear", "model.vision.merger=true"]
+    keys += [f"model.llm.path={tmp_path}/llm", "parallel.pipeline=1", "model.vision.max_positions=9"]
+    found = planned(tiny, "export.format=hf", *NATIVE, *keys, "model.vision.min_positions=2")
+    assert "(granite) scales or caps its logits (logits_scaling), but stock heads do not" in found
+
+
+def test_a_class_that_an_older_transformers_lacks_is_refused_with_the_version_that_has_it(tmp_path, monkeypatch):
+    save_native_vision(tmp_path, "naflex")
+    monkeypatch.setattr(transformers, "Siglip2VisionModel", None)
+    with pytest.raises(UserError, match=r"transformers \S+ has no Siglip2VisionModel. Install version 5"):
+        load_vision(str(tmp_path), -1, torch.float32)
+    monkeypatch.setattr(transformers, "HyperCLOVAXVisionV2Config", None)
+    with pytest.raises(UserError, match=r"no HyperCLOVAXVisionV2Config. Install version 5\.\d+, which has it"):
+        _ = HyperCLOVAXVisionV2().config_class
 
 
 def test_texts_around_images_that_the_tokenizer_has_no_tokens_for_are_refused_whatever_the_export(tiny):

@@ -21,6 +21,7 @@ from mmtrain.models.layouts.native import PatchOrder
 
 T = TypeVar("T")
 TIMM = "timm"  # in place of a class of transformers
+TESTED_TRANSFORMERS = "5.23"  # has all classes that are named here and in stock/
 ENCODER_BLOCK = re.compile(r"vision\.(?:.*\.)?(?:blocks|layers?)\.(\d+)\.")  # of a global name: the block's number
 
 
@@ -270,6 +271,11 @@ def check_plain_vit(tensors: Mapping[str, Shape], architecture: str, source: str
     norms = [shape for name, shape in tensors.items() if re.fullmatch(r"blocks\.\d+\.norm1\.weight", name)]
     is_hybrid = any(name.startswith("patch_embed.backbone.") for name in tensors)
     has_windows = any(name.endswith(".attn.rel_pos_h") for name in tensors)  # SAM: maps instead of sequences
+    if architecture.startswith("naflexvit"):
+        raise UserError(
+            f"model.vision.name: {source} is timm's form of an encoder of any image size. Name the same weights for "
+            "transformers, e.g. google/siglip2-so400m-patch16-naflex"
+        )
     if not width or not norms or is_hybrid or has_windows or any(norm != (width,) for norm in norms):
         raise UserError(
             f"model.vision.name: {source} is not a plain vision transformer ({architecture}): its features are no grid "

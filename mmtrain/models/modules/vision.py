@@ -21,7 +21,7 @@ from torch import nn
 
 from mmtrain.base.errors import UserError
 from mmtrain.base.printing import escape
-from mmtrain.models.facts.encoders import ENCODER_BLOCK, EncoderFamily, family_of
+from mmtrain.models.facts.encoders import ENCODER_BLOCK, TESTED_TRANSFORMERS, EncoderFamily, family_of
 from mmtrain.models.facts.families import encoder_config, encoder_tensors, holds_encoder
 from mmtrain.models.facts.model_files import cached_snapshot, foreign_files, hub_cache, model_folder
 from mmtrain.models.facts.shapes import VisionShape, vision_shape
@@ -36,7 +36,6 @@ from mmtrain.models.weights.files import open_tensors, tensor_places
 
 # What timm reads too, its preference first.
 WEIGHT_FILES = ("model.safetensors", "open_clip_model.safetensors", "pytorch_model.bin", "open_clip_pytorch_model.bin")
-TESTED_TRANSFORMERS = "5.23"
 MADE_UP_PATCHES = 6  # a side, of images for encoders of random weights
 
 
