@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 import torch
-import transformers
 from scenes import save_native_vision
 from transformers import Idefics3VisionConfig
 from transformers.models.idefics3.modeling_idefics3 import Idefics3VisionEmbeddings
@@ -12,7 +13,7 @@ from untrained_runs import make_tower
 
 from mmtrain.base.errors import UserError
 from mmtrain.config.load import load_config
-from mmtrain.models.modules.vision import load_vision
+from mmtrain.models.modules import vision
 from mmtrain.plan.planner import make_plan
 from mmtrain.stock.grids import HyperCLOVAXVisionV2
 from mmtrain.stock.idefics3 import Idefics3
@@ -191,10 +192,10 @@ def test_a_granite_does_not_leave_by_a_class_that_multiplies_where_it_divides(ti
 
 def test_a_class_that_an_older_transformers_lacks_is_refused_with_the_version_that_has_it(tmp_path, monkeypatch):
     save_native_vision(tmp_path, "naflex")
-    monkeypatch.setattr(transformers, "Siglip2VisionModel", None)
+    monkeypatch.setattr(vision.transformers, "Siglip2VisionModel", None)
     with pytest.raises(UserError, match=r"transformers \S+ has no Siglip2VisionModel. Install version 5"):
-        load_vision(str(tmp_path), -1, torch.float32)
-    monkeypatch.setattr(transformers, "HyperCLOVAXVisionV2Config", None)
+        vision.load_vision(str(tmp_path), -1, torch.float32)
+    monkeypatch.setattr(sys.modules["transformers"], "HyperCLOVAXVisionV2Config", None)
     with pytest.raises(UserError, match=r"no HyperCLOVAXVisionV2Config. Install version 5\.\d+, which has it"):
         _ = HyperCLOVAXVisionV2().config_class
 
