@@ -1,19 +1,29 @@
 """The frozen models that come with mmtrain, and the tool that made them."""
 
 import json
+import random
 import re
 from pathlib import Path
 
 import pytest
 import torch
 from conftest import TOOLS
-from transformers import AutoModelForCausalLM, AutoTokenizer, SiglipVisionConfig, SiglipVisionModel
+from transformers import (
+    AutoImageProcessor,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    Siglip2VisionModel,
+    SiglipVisionConfig,
+    SiglipVisionModel,
+)
 
 from mmtrain.base.errors import UserError
+from mmtrain.config.load import load_config
 from mmtrain.data.stream.images import image_transform
-from mmtrain.demo.pictures import Scans, paint
+from mmtrain.demo.pictures import Scans, lay, paint
 from mmtrain.demo.scene import draw_scene
 from mmtrain.demo.text import COLOUR_WORDS, DIGIT_WORDS
+from mmtrain.models.facts.connectors import image_layout
 from mmtrain.models.facts.model_files import demo_model
 from mmtrain.models.facts.shapes import llm_shape, vision_shape
 from mmtrain.models.modules.vision import load_vision
@@ -87,17 +97,35 @@ def test_the_encoder_is_exactly_a_siglip_tower():
         torch.testing.assert_close(tower(images), expected, rtol=1e-5, atol=1e-5)
 
 
+def test_the_native_encoder_is_stock_and_sees_a_sheet_in_its_own_shape():
+    """Reference: Siglip2VisionModel on what its own image processor makes of the sheet."""
+    config, folder = load_config("example:demo_native"), demo_model("demo:vision_native")
+    draw = random.Random(0)
+    sheet, _ = lay(paint(draw_scene(draw), Scans("held-out"), draw), draw)
+    inputs = AutoImageProcessor.from_pretrained(folder)(
+        sheet, max_num_patches=config.model.vision.max_positions, return_tensors="pt"
+    )
+    assert inputs["spatial_shapes"].tolist() == [[4, 16]]
+    stock, info = Siglip2VisionModel.from_pretrained(folder, dtype=torch.float32, output_loading_info=True)
+    assert not any(info[kind] for kind in ("missing_keys", "unexpected_keys"))
+    transform = image_transform(config.model.vision.name, tile_size=stock.config.patch_size)
+    cells = transform.normalise(transform.cut(sheet, image_layout(config).tiling(*sheet.size)))
+    tower = load_vision(config.model.vision.name, -1, torch.float32, final_norm=True)
+    with torch.no_grad():
+        torch.testing.assert_close(tower(cells, ((4, 16),))[:, 0], stock(**inputs).last_hidden_state[0])
+
+
 def test_planning_knows_the_demo_models():
     assert len(llm_shape("demo:llm").decoder) == 4
     vision = vision_shape("demo:vision", -1)
     assert (vision.patches_per_image, vision.width, vision.prefix_tokens) == (16, 128, 0)
+    native = vision_shape("demo:vision_native", -1)
+    assert (native.width, native.heads, native.blocks_run) == (vision.width, vision.heads, vision.blocks_run)
     with pytest.raises(UserError, match="demo:gpt: the demo has no such model, only demo:llm, demo:vision"):
         llm_shape("demo:gpt")
 
 
 def test_a_scene_of_the_demo_reaches_the_encoder_pixel_by_pixel():
-    import random
-
     draw = random.Random(0)
     picture = paint(draw_scene(draw), Scans("held-out"), draw)
     pixels = image_transform("demo:vision")(picture)
@@ -109,31 +137,33 @@ def test_a_scene_of_the_demo_reaches_the_encoder_pixel_by_pixel():
 
 
 def test_the_llm_training_knows_no_pictures_and_the_encoder_training_no_words():
-    llm, driver = ((TOOLS / "demo_backbones" / f"train_demo_{name}.py").read_text() for name in ("llm", "backbones"))
+    names = ("train_demo_llm", "train_demo_backbones", "native_encoder")
+    llm, driver, native = ((TOOLS / "demo_backbones" / f"{name}.py").read_text() for name in names)
     of_llm, of_encoder = (set(re.findall(r"^ *(?:from|import) ([\w.]+)", text, re.M)) for text in (llm, driver))
     assert not of_llm & {"PIL", "timm", "torchvision", "sklearn", "mmtrain.demo.pictures", "mmtrain.demo.data"}
     assert not of_encoder & {"transformers", "tokenizers", "mmtrain.demo.text", "mmtrain.demo.data"}
+    assert re.findall(r"import (.+)", native) == ["json", "Path", "torch", "Siglip2VisionConfig, Siglip2VisionModel"]
     assert re.findall(r"train_demo_llm\.(\w+)", driver) == ["py", "train_llm"]  # named, and called for the LLM alone
 
 
 @pytest.mark.nightly
-def test_the_tool_makes_both_models_and_makes_them_again_the_same(tmp_path, capsys):
+def test_the_tool_makes_all_models_and_makes_them_again_the_same(tmp_path, capsys):
     import train_demo_backbones as tool
 
     for name in ("first", "second"):
         assert tool.main(["--out", str(tmp_path / name), "--steps", "2", "--threads", "1"]) == 0
-    for file in ("llm/model.safetensors", "llm/tokenizer.json", "vision/model.safetensors", "vision/config.json"):
-        assert (tmp_path / "first" / file).read_bytes() == (tmp_path / "second" / file).read_bytes()
+    for name in ("llm", "vision", "vision_native"):
+        made = {file.name: file.read_bytes() for file in (tmp_path / "first" / name).iterdir()}
+        assert made == {file.name: file.read_bytes() for file in (tmp_path / "second" / name).iterdir()}
+        assert made.keys() == {file.name for file in demo_model(f"demo:{name}").iterdir()}
     record = json.loads((tmp_path / "first" / "backbones.json").read_text())
-    assert record["llm"]["steps"] == record["vision"]["steps"] == 2
-    assert 0 <= record["vision"]["encoder_cell_accuracy_held_out"] <= 1
+    assert [record[name]["steps"] for name in ("llm", "vision", "vision_native")] == [2, 2, 2]
+    assert all(0 <= record[name]["encoder_cell_accuracy_held_out"] <= 1 for name in ("vision", "vision_native"))
     for wrong in (["--steps", "0"], ["--threads", "0"]):
         with pytest.raises(SystemExit, match="2"):
             tool.main(["--out", str(tmp_path), *wrong])
     (tmp_path / "file").touch()
     assert tool.main(["--out", str(tmp_path / "file" / "below"), "--steps", "1"]) == 2
     assert "error: " in capsys.readouterr().err
-    shipped = {file.relative_to(demo_model("demo:llm")) for file in demo_model("demo:llm").rglob("*")}
-    assert shipped == {file.relative_to(tmp_path / "first/llm") for file in (tmp_path / "first/llm").rglob("*")}
     made = AutoTokenizer.from_pretrained(tmp_path / "first/llm")
     assert made.get_vocab() == AutoTokenizer.from_pretrained(demo_model("demo:llm")).get_vocab()

@@ -24,10 +24,10 @@ from mmtrain.models.facts.settings import check_settings
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9_][\w.-]*)?")
 _STORED = ("F64", "F32", "F16", "BF16")  # others are codes that need their scales
 _BUFFER = re.compile(r"(?:.*[._])?(?:position_ids|(?:attn|attention)\.(?:masked_)?bias|index|mask|num_batches_tracked)")
-# What a configuration says instead of a path: `demo:llm` and `demo:vision` are frozen models that come with this
-# package, `demo:train`, `demo:held-out` and their like are shards that `demo.data` makes on first use.
+# What a configuration says instead of a path: `demo:llm`, `demo:vision` and `demo:vision_native` are frozen models that
+# come with this package, `demo:train`, `demo:held-out` and their like are shards that `demo.data` makes on first use.
 PREFIX = "demo:"
-MODELS = {name: Path(__file__).parents[2] / "demo" / name for name in ("llm", "vision")}
+MODELS = {name: Path(__file__).parents[2] / "demo" / name for name in ("llm", "vision", "vision_native")}
 
 Shape = tuple[int, ...]
 
@@ -38,7 +38,7 @@ def is_demo(name: str) -> bool:
 
 
 def demo_model(name: str) -> Path:
-    """The folder of `demo:llm` or `demo:vision`; raises UserError for another name."""
+    """The folder of `demo:llm` or another of MODELS; raises UserError for another name."""
     model = name.removeprefix(PREFIX)
     if model not in MODELS:
         raise UserError(f"{name}: the demo has no such model, only {', '.join(PREFIX + known for known in MODELS)}")
