@@ -16,6 +16,7 @@ from mmtrain.demo.data import make_demo_shards
 
 AFTER = CONFIG.with_name("demo_lora.yaml")
 SHEET = CONFIG.with_name("demo_sheet.yaml")
+NATIVE = CONFIG.with_name("demo_native.yaml")
 
 
 @pytest.fixture
@@ -120,17 +121,20 @@ def test_after_the_job_the_llm_learns_what_follows_and_forgets_nothing(tmp_path,
     assert last["exact_match"] >= enough and control["exact_match"] <= 0.05
 
 
-SQUEEZED = ("model.vision.layout=square", "data.image_fit=resize", "run.name=demo_sheet")
+SQUEEZED = ("model.vision.layout=square", "data.image_fit=resize")
+SHEETS = {"tiles": (SHEET, (), 0.9, 1.0), "one square": (SHEET, SQUEEZED, 0.0, 0.5), "native": (NATIVE, (), 0.95, 1.0)}
 
 
 @pytest.mark.nightly
 @pytest.mark.timeout(1200)
-@pytest.mark.parametrize(("mode", "least", "most"), [((), 0.9, 1.0), (SQUEEZED, 0.0, 0.5)], ids=["tiles", "one square"])
-def test_what_is_small_on_a_large_sheet_takes_tiles_to_be_read(tmp_path, demo_cache, monkeypatch, mode, least, most):
+@pytest.mark.parametrize(("config", "mode", "least", "most"), SHEETS.values(), ids=SHEETS)
+def test_what_is_small_on_a_large_sheet_takes_tiles_or_its_own_shape_to_be_read(
+    tmp_path, demo_cache, monkeypatch, config, mode, least, most
+):
     monkeypatch.setenv("XDG_CACHE_HOME", str(demo_cache))
-    assert launch.main([str(SHEET), f"run.dir={tmp_path}", *mode]) == 0
-    first, *_, last = records(tmp_path, "eval", "demo_sheet")
-    (control,) = records(tmp_path, "eval_permuted", "demo_sheet")
+    assert launch.main([str(config), f"run.dir={tmp_path}", "run.name=sheet", *mode]) == 0
+    first, *_, last = records(tmp_path, "eval", "sheet")
+    (control,) = records(tmp_path, "eval_permuted", "sheet")
     assert first["exact_match"] <= 0.05 and least <= last["exact_match"] <= most and control["exact_match"] <= 0.15
 
 
