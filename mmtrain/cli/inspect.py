@@ -170,7 +170,8 @@ def _print_report(survey: Survey, layout: ImageLayout, fills: list[Fill], missin
         _print_distribution("text tokens of a sample, without its images", survey.text_tokens)
     _print_distribution("longer side of an image, in pixels", survey.longer_sides)
     if layout.is_sized:
-        _print_distribution(f"tiles of an image ({layout.name})", survey.taken[:, 1])
+        if not layout.attends_across:  # where each tile is one position
+            _print_distribution(f"tiles of an image ({layout.name})", survey.taken[:, 1])
         _print_distribution(f"positions of an image ({layout.name})", survey.taken[:, 0])
     if missing:
         print_result("", f"how full packs become: {missing}")

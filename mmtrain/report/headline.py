@@ -77,7 +77,8 @@ def _data(run: RunRecord) -> Finding:
     totals = run.totals
     if not run.steps:
         return Finding(data_source(run), NOT_YET)
-    tiles = "" if totals["tiles"] == totals["images"] else f" in {counted(totals['tiles'], 'tile')}"
+    part = "cell" if run.config.get("model.vision.layout") == "native" else "tile"
+    tiles = "" if totals["tiles"] == totals["images"] else f" in {counted(totals['tiles'], part)}"
     return Finding(
         counted(totals["samples"], "sample"),
         f"from {data_source(run)}: {counted(totals['images'], 'image')}{tiles}, {counted(totals['tokens'], 'token')} "
