@@ -214,8 +214,11 @@ class Conversation:
             raise UserError(f"{self.folder}: is an LLM alone, which sees no pictures. Leave the picture (--image) out")
         if self.sees and not images:
             raise UserError(f"{self.folder}: answers questions about pictures. Give one (--image FILE)")
-        with foreign_files(self.folder):
-            self.images = [_resized(image, processor.image_processor) for image in images]
+        self.images = []
+        for number, image in enumerate(images, start=1):
+            with foreign_files(f"picture {number}, {image.width} x {image.height} pixels,"):
+                self.images.append(_resized(image, processor.image_processor))
+                processor.image_processor(images=self.images[-1], return_tensors="pt")  # refuses those too thin for it
         self.limit = limit
         self.show = show
         self.messages = [self._message("system", system)] if system else []
@@ -301,7 +304,9 @@ def _resized(image: Image.Image, settings: Any) -> Image.Image:
     """Resize a picture as training does, for classes whose processors do so with torchvision alone."""
     if hasattr(settings, "min_image_tokens"):  # Lfm2Vl's
         bounds = settings.min_image_tokens, settings.max_image_tokens, settings.encoder_patch_size
-        size = settings.smart_resize(image.height, image.width, settings.downsample_factor, *bounds)
+        width, height = size = settings.smart_resize(image.height, image.width, settings.downsample_factor, *bounds)
+        if width * height > (settings.downsample_factor * settings.encoder_patch_size) ** 2 * bounds[1]:
+            raise UserError(f"a picture of {image.width} x {image.height} pixels is too long and thin for this model")
         return image.resize(size, settings.resample)
     if getattr(settings, "vision_input_type", "thumb+tile") == "thumb+tile":
         return image

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, model_validator
 
 from mmtrain.config.keys import Files, Fixed, Free, Kept, Measured
-from mmtrain.config.limits import MAX_CELLS, MAX_GRID_SIDE, MAX_GRIDS, MAX_TILES
+from mmtrain.config.limits import MAX_CELLS, MAX_GRID_SIDE, MAX_GRIDS, MAX_TILES, MIN_EDGE
 from mmtrain.config.section import Float, Section, wrong_together
 from mmtrain.models.layouts.native import MAX_POSITIONS, MIN_POSITIONS
 from mmtrain.models.layouts.registry import LAYOUT_KEYS, LAYOUTS, LayoutName
@@ -55,8 +55,9 @@ class VisionSection(Section):
     min_positions: Kept[Annotated[int, Field(ge=1, le=MAX_CELLS)] | None] = None
     """minimum image tokens of layout native: smaller images are enlarged; null: 64"""
     max_positions: Kept[Annotated[int, Field(ge=1, le=MAX_CELLS)] | None] = None
-    """maximum image tokens of layout native: larger images are reduced; null: 256"""
-    longest_edge: Kept[Annotated[int, Field(ge=1, le=MAX_GRID_SIDE)] | None] = None
+    """maximum image tokens of layout native: larger images are reduced; one far longer than wide may take more, since
+    its shorter side keeps one token; null: 256"""
+    longest_edge: Kept[Annotated[int, Field(ge=MIN_EDGE, le=MAX_GRID_SIDE)] | None] = None
     """maximum pixels of an image's longer side under layout native, instead of min_positions and max_positions; smaller
     images keep their size (Pixtral)"""
     merger: Fixed[bool] = False

@@ -18,9 +18,9 @@ from mmtrain.data.samples.records import IMAGE_MARK
 from mmtrain.models.facts.encoders import FAMILIES
 from mmtrain.models.facts.shapes import llm_shape
 from mmtrain.models.layouts.layout import Tiling
-from mmtrain.models.layouts.native import Native, patch_rows
+from mmtrain.models.layouts.native import FRAMES, Native, PatchOrder, patch_rows
 from mmtrain.stock.stock_class import ExportedEncoder, StockClass
-from mmtrain.stock.stock_folder import IMAGES, Keys, StockFolder, unfit
+from mmtrain.stock.stock_folder import CONFIG, IMAGES, Keys, StockFolder, unfit
 
 if TYPE_CHECKING:
     import torch
@@ -57,6 +57,10 @@ class HyperCLOVAXVisionV2(StockClass):
     video_token = "<|video_pad|>"
     merge_size: ClassVar[int] = 2  # of its processor
 
+    @property
+    def patches(self) -> PatchOrder:
+        return FAMILIES[self.tiny_encoder["model_type"]].native.patches
+
     def text_config(self, language: dict[str, Any]) -> dict[str, Any]:
         return {**language, "logits_scaling": 1.0}
 
@@ -84,20 +88,27 @@ class HyperCLOVAXVisionV2(StockClass):
         """Return the patches (P, values) of all images, and each grid (1, rows, columns) of patches."""
         import torch
 
-        side, order = layout.factor, FAMILIES[self.tiny_encoder["model_type"]].native.patches
+        side = layout.factor
         grids = [(tiling.rows, tiling.columns) for tiling in tilings]
         of_images = zip(tiles.split([tiling.tiles for tiling in tilings]), grids, strict=True)
-        rows = [patch_rows(cells, grid, side, self.merge_size, order) for cells, grid in of_images]
+        rows = [patch_rows(cells, grid, side, self.merge_size, self.patches) for cells, grid in of_images]
         patches = torch.tensor([(1, side * rows, side * columns) for rows, columns in grids])
         return {"pixel_values": torch.cat(rows), "image_grid_thw": patches}
 
     def read(self, folder: StockFolder) -> Keys:
-        size, cell = folder.images.get("size") or {}, (self.merge_size * folder.vision.patch_size) ** 2
-        bounds = [size.get("shortest_edge", 56 * 56), size.get("longest_edge", 28 * 28 * 1280)]
-        if any(type(pixels) is not int or pixels < cell for pixels in bounds):
-            raise unfit(IMAGES, "size", size, f"two numbers of pixels, of at least {cell}")
-        least, most = -(-bounds[0] // cell), bounds[1] // cell
-        return {"min_positions": least, "max_positions": most, "factor": self.read_factor, "image_fit": None}
+        images, side = folder.images, folder.vision.patch_size
+        frames = FRAMES if "t" in self.patches else 1
+        needed = {"patch_size": side, "merge_size": self.merge_size, "temporal_patch_size": frames}
+        folder.equal(IMAGES, images, needed, {"patch_size": 14})
+        text = {"logits_scaling": 1.0, **(folder.config.get("text_config") or {})}
+        if self.text_config(text) != text:
+            raise unfit(CONFIG, "text_config.logits_scaling", text["logits_scaling"], "1")
+        size = images.get("size", {"shortest_edge": 56 * 56, "longest_edge": 28 * 28 * 1280})
+        if not isinstance(size, dict):
+            raise unfit(IMAGES, "size", size, "shortest_edge and longest_edge, in pixels of the whole image")
+        edges = {"min_pixels": size.get("shortest_edge"), "max_pixels": size.get("longest_edge")}
+        bounds = [edges[key] if images.get(key) is None else images[key] for key in edges]  # their older names win
+        return {**folder.cells(bounds, (self.merge_size * side) ** 2), "factor": self.read_factor}
 
     read_factor: ClassVar[int | None] = None
 

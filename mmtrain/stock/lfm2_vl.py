@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from mmtrain.data.stream.images import ImageTransform
 
 _log = logging.getLogger(__name__)
+_BOUNDS = {"min_image_tokens": MIN_POSITIONS, "max_image_tokens": MAX_POSITIONS}
 _TEXTS = {"image_start_token": "<|image_start|>", "image_end_token": "<|image_end|>"}  # around an image, by default
 
 
@@ -102,9 +103,8 @@ class Lfm2Vl(StockClass):
             raise unfit(CONFIG, "projector_hidden_size", width, f"the LLM's width, {needed}")
         if folder.config.get("projector_bias", True) is not True:
             raise unfit(CONFIG, "projector_bias", False, "true")
-        for key, value in {"encoder_patch_size": folder.vision.patch_size, "downsample_factor": factor}.items():
-            if (found := folder.images.get(key, {"encoder_patch_size": 16, "downsample_factor": 2}[key])) != value:
-                raise unfit(IMAGES, key, found, f"{value}, as config.json says")
+        processed = {"encoder_patch_size": folder.vision.patch_size, "downsample_factor": factor}
+        folder.equal(IMAGES, folder.images, processed, {"encoder_patch_size": 16, "downsample_factor": 2})
         folder.no_texts(_TEXTS | {key: text for key, text in folder.named_tokens.items() if key in _TEXTS}, Native.name)
         if folder.images.get("do_image_splitting", True):
             _log.info(
@@ -115,7 +115,5 @@ class Lfm2Vl(StockClass):
         return {
             "type": self.connectors[factor is None and not has_norm],
             "factor": factor,
-            "min_positions": folder.images.get("min_image_tokens", MIN_POSITIONS),
-            "max_positions": folder.images.get("max_image_tokens", MAX_POSITIONS),
-            "image_fit": None,
+            **folder.cells([folder.images.get(key, number) for key, number in _BOUNDS.items()]),
         }

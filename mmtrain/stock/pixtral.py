@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from mmtrain.config.limits import MAX_GRID_SIDE, MIN_EDGE
 from mmtrain.config.schema import RunConfig
 from mmtrain.data.samples.records import IMAGE_MARK
 from mmtrain.models.facts.connectors import reduction
+from mmtrain.models.facts.settings import is_whole
 from mmtrain.models.facts.shapes import VisionShape, llm_shape
 from mmtrain.models.layouts.layout import Tiling
 from mmtrain.models.layouts.native import Native, picture
@@ -68,10 +70,13 @@ class LlavaPixtral(StockClass):
 
     def size(self, folder: StockFolder) -> Keys:
         """Return the keys of the layout."""
+        merged = 1 if self.factors == (1,) else folder.config.get("spatial_merge_size", 2)
+        needed = {"patch_size": folder.vision.patch_size, "spatial_merge_size": merged}
+        folder.equal("its processor", folder.processor, needed, {})
         size = folder.images.get("size", {"longest_edge": 1024})
         longest = size.get("longest_edge") if isinstance(size, dict) else None
-        if type(longest) is not int or longest < 1:
-            raise unfit(IMAGES, "size", size, "a longest_edge in pixels")
+        if not is_whole(longest, MIN_EDGE, MAX_GRID_SIDE):
+            raise unfit(IMAGES, "size", size, f"a longest_edge of {MIN_EDGE} to {MAX_GRID_SIDE} pixels")
         return {"longest_edge": longest, "image_fit": None}
 
 

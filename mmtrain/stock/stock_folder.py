@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -12,7 +14,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from mmtrain.base.errors import UserError
 from mmtrain.base.printing import escape
-from mmtrain.config.limits import MAX_GRIDS
+from mmtrain.config.limits import MAX_CELLS, MAX_GRIDS
 from mmtrain.config.model import Pinpoints
 from mmtrain.models.facts.connectors import refuse_other_settings
 from mmtrain.models.facts.model_files import Shape, read_json, tensor_shapes
@@ -21,6 +23,7 @@ from mmtrain.models.facts.shapes import VisionShape, vision_shape
 from mmtrain.models.facts.vision_files import image_settings, preprocessing
 from mmtrain.models.layouts.anyres import Anyres
 
+_log = logging.getLogger(__name__)
 Keys = dict[str, Any]
 PARTS = ("model.llm.path", "model.vision.name", "model.projector.init_from")
 BY_PARTS = f"set the model's parts instead, in {', '.join(PARTS)}"
@@ -109,6 +112,26 @@ class StockFolder:
         if trained != processed:
             raise unfit(IMAGES, key, processed, f"{shown(trained)}, as config.json says")
         return {"pinpoints": trained, "image_fit": None}
+
+    def cells(self, bounds: Sequence[Any], cell: int = 1) -> Keys:
+        """Return the keys of layout native for bounds of its image processor, in cells of `cell` pixels."""
+        least, most = bounds
+        if not is_whole(most, cell, MAX_CELLS * cell) or not is_whole(least, 1, most // cell * cell):
+            unit = "image tokens" if cell == 1 else f"pixels, {cell:,} an image token"
+            raise unfit(IMAGES, "minimum and maximum size", list(bounds), f"two rising numbers of {unit}")
+        if least % cell or most % cell:
+            _log.info(
+                f"model.pretrained: {self.path}: its processor bounds images to {least:,} to {most:,} pixels, which "
+                f"are no whole image tokens ({cell:,} pixels); mmtrain trains on {-(-least // cell):,} to "
+                f"{most // cell:,} image tokens, and exports those"
+            )
+        return {"min_positions": -(-least // cell), "max_positions": most // cell, "image_fit": None}
+
+    def equal(self, file: str, said: dict[str, Any], needed: dict[str, Any], defaults: dict[str, Any]) -> None:
+        """Refuse settings, each with its default, other than those with which mmtrain trains."""
+        for key, value in needed.items():
+            if (found := said.get(key, defaults.get(key, value))) != value:
+                raise unfit(file, key, found, f"{shown(value)}, as config.json says")
 
     def layer(self, default: int, strategy: str) -> int:
         """Return model.vision.select_layer; folders count hidden states from 0, the embeddings."""

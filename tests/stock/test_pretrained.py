@@ -17,7 +17,7 @@ import torch
 import whole_models
 import yaml
 from safetensors.torch import load_file, save_file
-from transformers import CONFIG_MAPPING, AutoModelForImageTextToText, PreTrainedModel
+from transformers import CONFIG_MAPPING, AutoImageProcessor, AutoModelForImageTextToText, PreTrainedModel
 from untrained_runs import export, load_stock, make_checkpoint
 from whole_models import WHOLES, save_its_parts, save_whole
 
@@ -275,6 +275,21 @@ REFUSED = [  # class, file, changes, what is said
     ("lfm2_vl", "config.json", {"projector_use_layernorm": False}, "projector_use_layernorm False; needed is True"),
     ("lfm2_vl", "preprocessor_config.json", {"downsample_factor": 4}, "downsample_factor 4; needed is 2, as config"),
     ("lfm2_vl", "preprocessor_config.json", {"encoder_patch_size": None}, "encoder_patch_size 16; needed is 7, as"),
+    ("lfm2_vl", "preprocessor_config.json", {"min_image_tokens": -1}, "size [-1, 20]; needed is two rising numbers of"),
+    ("lfm2_vl", "preprocessor_config.json", {"max_image_tokens": 1}, "[2, 1]; needed is two rising numbers of image"),
+    ("lfm2_vl", "config.json", {"vision_config": {"num_patches": 9}}, "in the weights, but (9, "),
+    ("pixtral", "config.json", {"vision_config": {"patch_size": [7, 7]}}, "does not say the size of its patches"),
+    ("pixtral", "config.json", {"vision_config": {"head_dim": 6}}, "of 6 features, which do not make up its hidden"),
+    ("hyperclovax", "config.json", {"vision_config": {"num_heads": 3}}, "3 attention heads, which do not divide it"),
+    ("hyperclovax", "config.json", {"vision_config": {"window_size": 13}}, "window_size 13; needed are at least 14"),
+    ("hyperclovax", "config.json", {"vision_config": {"fullatt_block_indexes": [99]}}, "[99]; needed are numbers of"),
+    ("hyperclovax", "preprocessor_config.json", {"patch_size": 14}, "patch_size 14; needed is 7, as config.json"),
+    ("hyperclovax", "preprocessor_config.json", {"merge_size": 1}, "merge_size 1; needed is 2, as config.json"),
+    ("hyperclovax", "preprocessor_config.json", {"size": {"longest_edge": 195}}, "[392, 195]; needed is two rising"),
+    ("hyperclovax", "config.json", {"text_config": {"logits_scaling": 8.0}}, "text_config.logits_scaling 8.0; needed"),
+    ("mistral3", "processor_config.json", {"patch_size": 9}, "patch_size 9; needed is 7, as config.json"),
+    ("mistral3", "processor_config.json", {"spatial_merge_size": 3}, "spatial_merge_size 3; needed is 2, as"),
+    ("pixtral", "processor_config.json", {"image_processor": {"size": {"longest_edge": 1}}}, "a longest_edge of 2 to"),
     ("lfm2_vl", "tokenizer_config.json", {"extra_special_tokens": {"image_start_token": None}}, "'<|image_start|>'"),
     ("llava", "config.json", {"text_config": {"model_type": "mamba"}}, "recurrent layers"),
     ("llava", "config.json", {"text_config": {"vocab_size": 10**9}}, "vocab_size 1000000000, but no tensor is"),
@@ -315,6 +330,27 @@ def test_what_mmtrain_would_compute_otherwise_is_refused_by_name(make, configure
         build_stage(config := configured(folder), plan_for_here(config).ranks[0].stages[0])
     assert said in str(raised.value) and "\n" not in str(raised.value)
     assert str(folder) in str(raised.value)
+
+
+def test_bounds_in_pixels_are_read_as_transformers_reads_them_and_what_is_rounded_is_told(
+    make, configured, tmp_path, logged
+):
+    changes = {"min_pixels": 1000, "max_pixels": 14 * 14 * 9}
+    folder = altered(make("hyperclovax").folder, tmp_path, changes, "preprocessor_config.json")
+    stock = AutoImageProcessor.from_pretrained(folder).size
+    assert (stock["shortest_edge"], stock["longest_edge"]) == (1000, 14 * 14 * 9)
+    vision = configured(folder).model.vision
+    assert (vision.min_positions, vision.max_positions) == (6, 9)
+    assert "1,000 to 1,764 pixels, which are no whole image tokens (196 pixels)" in "".join(logged)
+
+
+def test_the_file_that_transformers_prefers_says_how_images_are_made(make, configured, tmp_path):
+    folder = altered(make("lfm2_vl").folder, tmp_path, {})
+    settings = json.loads((folder / "preprocessor_config.json").read_text())
+    other = {"image_processor": {**settings, "max_image_tokens": 9}}
+    (folder / "processor_config.json").write_text(json.dumps(other))
+    assert AutoImageProcessor.from_pretrained(folder).max_image_tokens == 9
+    assert configured(folder).model.vision.max_positions == 9
 
 
 def test_grids_of_null_are_the_classes_own_as_in_transformers(make, configured, tmp_path):
@@ -363,11 +399,15 @@ def places(content: dict, *above: str) -> Iterator[tuple[str, ...]]:
 
 
 @pytest.mark.parametrize("file", ["config.json", "processor_config.json"])
-def test_nonsense_in_any_place_of_its_files_is_one_line_or_does_not_matter(make, configured, tmp_path, file):
-    folder = shutil.copytree(make("aya_vision").folder, tmp_path / "whole")
+@pytest.mark.parametrize("kind", ["aya_vision", "hyperclovax", "lfm2_vl", "pixtral"])
+def test_nonsense_in_any_place_of_its_files_is_one_line_or_does_not_matter(make, configured, tmp_path, kind, file):
+    folder = shutil.copytree(make(kind).folder, tmp_path / "whole")
+    if not (folder / file).exists():
+        file = "preprocessor_config.json"
     sound = (folder / file).read_text()
     draw = random.Random(0)
-    for place in draw.sample(sorted(places(json.loads(sound))), 20):
+    all_places = sorted(places(json.loads(sound)))
+    for place in draw.sample(all_places, min(20, len(all_places))):
         content = inner = json.loads(sound)
         for key in place[:-1]:
             inner = inner[key]

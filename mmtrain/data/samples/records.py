@@ -86,7 +86,7 @@ REASONS = {
     "too_many_pixels": "an image whose header declares more pixels than allowed",
     "too_much_work": "an image with too many scans, chunks or segments to decode in reasonable time",
     "too_many_bytes": "a file larger than allowed",
-    "unfit_shape": "an image too long and thin to be cut into tiles (model.vision.layout)",
+    "unfit_shape": "an image too long and thin for the image layout (model.vision.layout)",
     "no_json": "a sample without KEY.json (a key ends at the first dot; a sample's files are neighbours in the tar)",
     "image_names": "images not named KEY.jpg alone, or KEY.0.jpg, KEY.1.jpg, ... without a gap",
     "duplicate_member": "a member that appears twice in a sample",

@@ -311,7 +311,7 @@ def image_layout(config: RunConfig) -> ImageLayout:
                 f"{native.block}, but {model.projector.type} joins {factor} x {factor}. Set model.vision.merger=true, "
                 "for the encoder's own merger, or a projector that joins 2 x 2, e.g. shuffle_mlp2x_gelu"
             )
-        numbers |= {"factor": side, "rounds_up": native.rounds_up}
+        numbers |= {"factor": side, "is_lfm2": native.is_lfm2}
     positions = vision.features_per_image // factor**2
     return layout(positions, size, **{key: value for key, value in numbers.items() if value is not None})
 

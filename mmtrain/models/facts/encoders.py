@@ -38,7 +38,7 @@ class NativeInput:
     images: Literal["equal", "single", "packed"]  # of a call: those with equal grids, one, or any
     block: int = 1  # patches come in blocks of block x block, which its own merger joins
     merged: str | None = None  # its merger's last weight, from which the width of what it makes is read
-    rounds_up: bool = False  # `Native.rounds_up`, of the processor that its stock classes have
+    is_lfm2: bool = False  # `Native.is_lfm2`, of the processor that its stock classes have
 
 
 @dataclass(frozen=True)
@@ -75,8 +75,7 @@ class EncoderFamily:
             raise UserError(f"model.vision.merger: {source} has no merger of its own. Leave merger out.")
         if final_norm and self.norm is None:
             raise UserError(
-                f"model.vision.final_norm: {source} has no final norm over its patches (CLIP's is only for its "
-                "class token). Leave final_norm out."
+                f"model.vision.final_norm: {source} has no final norm over its patches. Leave final_norm out."
             )
         beside = (*self.beside, "merger.") if has_merger and not merger else self.beside
         return beside if final_norm or self.norm is None else (*beside, self.norm)
@@ -117,7 +116,7 @@ _NAFLEX = replace(
     model="Siglip2VisionModel",
     positions=None,  # resized to each image's grid
     image_size=16,
-    native=NativeInput("dy dx c", "equal", rounds_up=True),
+    native=NativeInput("dy dx c", "equal", is_lfm2=True),
 )
 _PIXTRAL = EncoderFamily(
     model="PixtralVisionModel",

@@ -93,7 +93,7 @@ def check_layers(part: dict[str, Any], source: str) -> None:
         value = part.get(key)
         if key not in _SIDES and isinstance(value, list | dict):
             raise UserError(f"{source} says {key} {escape(repr(value))}; needed is one number for all layers")
-    heads = part.get("num_attention_heads") or part.get("n_head")
+    heads = part.get("num_attention_heads") or part.get("n_head") or part.get("num_heads")
     groups, hidden = part.get("num_key_value_heads"), part.get("hidden_size") or part.get("n_embd")
     if heads and groups and heads % groups:
         raise UserError(f"{source} says {heads} attention heads in {groups} groups, which do not divide the heads")

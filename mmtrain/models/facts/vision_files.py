@@ -60,14 +60,25 @@ def encoder_settings(config_json: dict[str, Any], source: str) -> EncoderSetting
         blocks = settings.get("num_hidden_layers") or settings.get("depth") or family.depth
         heads = settings.get("num_attention_heads") or settings.get("num_heads")
     check_layers(settings, f"{source}: config.json")
-    side, window, full = square(size, "images", source), settings.get("window_size"), ()
-    if window is not None and family.native is not None:
-        full = settings.get("fullatt_block_indexes", (7, 15, 23, 31))
-        if not isinstance(full, list | tuple) or not is_whole(window, side, 30_000):
-            shown = escape(repr((window, full)))
-            raise UserError(f"{source}: config.json has window_size and fullatt_block_indexes {shown}. Correct it")
+    width, head = settings.get("hidden_size"), settings.get("head_dim")
+    if width and heads and head and heads * head != width:
+        shown = f"{heads} heads of {head} features, which do not make up its hidden size, {width}"
+        raise UserError(f"{source}: config.json says {shown}. Correct it")
+    if family.native is None:
+        return EncoderSettings(family, square(size, "images", source), heads, blocks, None, ())
+    side, window, full = square([size, size], "patches", source), settings.get("window_size"), ()
+    if window is not None:
+        full, least = settings.get("fullatt_block_indexes"), side * family.native.block
+        if not is_whole(window, least, 30_000):
+            shown = f"window_size {escape(repr(window))}; needed are at least {least} pixels"
+            raise UserError(f"{source}: config.json has {shown}, what its merger joins")
+        if full is None:
+            full = [7, 15, 23, 31]  # transformers' default
+        elif not isinstance(full, list) or not all(is_whole(index, 0, blocks - 1) for index in full):
+            shown = f"fullatt_block_indexes {escape(repr(full))}; needed are numbers of its {blocks} blocks"
+            raise UserError(f"{source}: config.json has {shown}, counted from 0")
         window = (window // side) ** 2
-    return EncoderSettings(family, side, heads, blocks, window if family.native else None, tuple(full))
+    return EncoderSettings(family, side, heads, blocks, window, tuple(full))
 
 
 def square(size: Any, of: str, source: str) -> int:
@@ -118,10 +129,10 @@ def preprocessing(folder: Path) -> Preprocessing:
 def image_settings(folder: Path) -> tuple[Path, dict[str, Any] | None]:
     """The file of a folder of transformers that says how its images are made, and what it says; None: nothing."""
     file, processor = folder / "preprocessor_config.json", folder / "processor_config.json"
-    if file.is_file():
-        return file, read_json(file)
     part = read_json(processor).get("image_processor") if processor.is_file() else None
-    return (file, None) if part is None else (processor, part)
+    if part is not None:  # transformers prefers it too
+        return processor, part
+    return file, read_json(file) if file.is_file() else None
 
 
 def patches_per_image(image_size: int, patch_size: int) -> int:

@@ -36,7 +36,7 @@ class Native(ImageLayout):
     max_positions: int = MAX_POSITIONS
     longest_edge: int | None = None  # pixels
     factor: int = 1  # patches a side of a cell
-    rounds_up: bool = False  # a side shorter than half a cell counts as one cell from the start, as Lfm2Vl has it
+    is_lfm2: bool = False  # as Lfm2VlImageProcessor: short sides count as one cell at first, none exceeds the maximum
 
     name = "native"
     keys = ("min_positions", "max_positions", "longest_edge")
@@ -50,13 +50,15 @@ class Native(ImageLayout):
 
     @property
     def numbers(self) -> str:
-        rule = f"{self.min_positions} {self.max_positions} {self.longest_edge} {self.rounds_up}"
+        rule = f"{self.min_positions} {self.max_positions} {self.longest_edge} {self.is_lfm2}"
         return f"{self.name} {self.tile_size} {rule}"
 
     @property
     def most_tiles(self) -> int:
         if self.longest_edge is not None:
             return math.ceil(self.longest_edge / self.tile_size) ** 2
+        if self.is_lfm2:
+            return self.max_positions
         # Thin images: one side is raised to one cell, or both are rounded up to whole cells.
         longest = math.isqrt(THINNEST * self.max_positions)
         enlarged = self.min_positions + math.ceil(math.sqrt(THINNEST * self.min_positions)) + 2
@@ -98,13 +100,15 @@ def _grid(layout: Native, width: int, height: int) -> tuple[int, int]:
 
 def _smart(height: int, width: int, layout: Native) -> tuple[int, int]:
     cell, least, most = layout.tile_size, layout.min_positions, layout.max_positions
-    rows, columns = (max(int(layout.rounds_up), round(side / cell)) for side in (height, width))
+    rows, columns = (max(int(layout.is_lfm2), round(side / cell)) for side in (height, width))
     if rows * columns > most:
         scale = math.sqrt(height * width / (most * cell**2))
-        return tuple(max(1, math.floor(side / scale / cell)) for side in (height, width))
-    if rows * columns < least:
+        rows, columns = (max(1, math.floor(side / scale / cell)) for side in (height, width))
+    elif rows * columns < least:
         scale = math.sqrt(least * cell**2 / (height * width))
-        return tuple(math.ceil(side * scale / cell) for side in (height, width))
+        rows, columns = (math.ceil(side * scale / cell) for side in (height, width))
+    if layout.is_lfm2 and rows * columns > most:  # its processor would cut such patches off
+        raise UnfitImage(f"{width} x {height} pixels, which become {rows * columns} positions, more than {most}")
     return rows, columns
 
 

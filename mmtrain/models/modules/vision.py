@@ -226,12 +226,19 @@ def _load_hf(
             attn_implementation="sdpa",  # else config.json names it, and may name a kernel to be downloaded
             key_mapping={f"^{re.escape(outer)}": "" for outer in family.outer},
             output_loading_info=True,
+            ignore_mismatched_sizes=True,  # they are named below
         )
     _leave_out(model, unused)
     missing = {family.published(name) for name, _ in model.named_parameters() if name in info["missing_keys"]}
-    if missing or info["mismatched_keys"]:
-        # transformers would only warn and train against an encoder that is partly random
-        raise _lacks_tensors(folder, sorted([*missing, *(str(key) for key in info["mismatched_keys"])]))
+    # transformers would only warn and train against an encoder that is partly random
+    if missing:
+        raise _lacks_tensors(folder, sorted(missing))
+    if info["mismatched_keys"]:
+        tensor, stored, built = min(info["mismatched_keys"])
+        raise UserError(
+            f"model.vision.name: {folder}: {tensor} is {tuple(stored)} in the weights, but {tuple(built)} by "
+            "config.json. Correct config.json, or download the folder again"
+        )
     return _hf_tower(model, family, config, str(folder), shape, held)
 
 
