@@ -5,9 +5,9 @@
                            on text alone trained.safetensors and trained.json
     --format llava         OUT/mm_projector.bin and config.json, as LLaVA's own code reads them (its loader wants
                            `llava` in the folder's name)
-    --format hf            OUT/: the whole model, as the stock class that computes what was trained (LLaVA's,
-                           AyaVision's, Idefics3's, InternVL's, PerceptionLM's). from_pretrained(OUT) of it and of
-                           AutoProcessor need nothing else; README.md in it shows how. Adapters (model.lora) are merged
+    --format hf            OUT/: the whole model, as the stock class that computes what was trained, such as Llava or
+                           Lfm2Vl; without one the run is refused. from_pretrained(OUT) of it and of AutoProcessor need
+                           nothing else; README.md in it shows how. Adapters (model.lora) are merged
     --format peft          OUT/adapter_model.safetensors and adapter_config.json: the LLM's adapters, for
                            PeftModel.from_pretrained(base, OUT). OUT/base is that base, as --format hf writes it but for
                            these adapters: with the projector, the encoder (its adapters merged) and all else that was

@@ -426,6 +426,15 @@ def test_chat_says_what_stock_transformers_says(made, tmp_path):
     assert said == processor.decode(output, skip_special_tokens=True).strip()
 
 
+@pytest.mark.parametrize(
+    ("kind", "said"),
+    [("lfm2 of patches", "too long and thin for this model"), ("qwen2.5", "1 x 3000 pixels, cannot be")],
+)
+def test_chat_names_a_picture_that_the_processor_cannot_take(make, kind, said):
+    with pytest.raises(UserError, match=said):
+        generate(make(kind).folder, [Image.new("RGB", (1, 3000))], "What?")
+
+
 def altered(source: Path, target: Path, file: str, changes: dict) -> Path:
     """A copy of a folder with these changes of a JSON file, those of a section within it."""
     folder = shutil.copytree(source, target)
