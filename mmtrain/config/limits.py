@@ -9,4 +9,3 @@ MAX_TILES = 100  # of a grid that an image is cut into: each image makes a canva
 MAX_CELLS = 100_000  # of an image that keeps its shape; published recipes take up to 16,384
 MAX_GRIDS = 400  # that a layout chooses from; the published have 5 and 36
 MAX_GRID_SIDE = 100_000  # pixels
-MIN_EDGE = 2  # pixels of an image's longer side: with 1 nothing is left of the shorter

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, model_validator
 
 from mmtrain.config.keys import Files, Fixed, Free, Kept, Measured
-from mmtrain.config.limits import MAX_CELLS, MAX_GRID_SIDE, MAX_GRIDS, MAX_TILES, MIN_EDGE
+from mmtrain.config.limits import MAX_CELLS, MAX_GRID_SIDE, MAX_GRIDS, MAX_TILES
 from mmtrain.config.section import Float, Section, wrong_together
 from mmtrain.models.layouts.native import MAX_POSITIONS, MIN_POSITIONS
 from mmtrain.models.layouts.registry import LAYOUT_KEYS, LAYOUTS, LayoutName
@@ -36,7 +36,7 @@ class VisionSection(Section):
     select_layer: Kept[int] = Field(-2, le=-1)
     """encoder block whose output feeds the projector: -1 the last, -2 (LLaVA) the one before"""
     final_norm: Kept[bool] = False
-    """true: take features after the encoder's final norm, as Idefics3, SmolVLM and PerceptionLM do; false: before it,
+    """true: take features after the encoder's final norm, as Idefics3, PerceptionLM and LFM2-VL do; false: before it,
     as LLaVA and AyaVision do, or where there is none. An exported model cannot change it"""
     layout: Fixed[LayoutName] = "square"
     """squares that an image is cut into; each becomes image tokens. square: one; idefics3: one, between the texts that
@@ -45,7 +45,7 @@ class VisionSection(Section):
     anyres_max_9: anyres with larger grids (LLaVA-OneVision). Grids of more than 1.21 times the image tokens of 9
     squares are interpolated down to 9; an image then takes at most about 12 squares' image tokens, with the whole image
     and newlines; native: no squares, the whole image in its own shape, for encoders that take any size (SigLIP 2
-    NaFlex, Pixtral, Qwen-VL's)"""
+    NaFlex, Pixtral, Qwen2.5-VL's to Qwen3.5's)"""
     max_tiles: Kept[Annotated[int, Field(ge=1, le=MAX_TILES)] | None] = None
     """maximum squares that layout tiles cuts an image into, without the one of the whole image; null: 12"""
     pinpoints: Kept[Pinpoints | None] = None
@@ -55,14 +55,14 @@ class VisionSection(Section):
     min_positions: Kept[Annotated[int, Field(ge=1, le=MAX_CELLS)] | None] = None
     """minimum image tokens of layout native: smaller images are enlarged; null: 64"""
     max_positions: Kept[Annotated[int, Field(ge=1, le=MAX_CELLS)] | None] = None
-    """maximum image tokens of layout native: larger images are reduced; one far longer than wide may take more, since
-    its shorter side keeps one token; null: 256"""
-    longest_edge: Kept[Annotated[int, Field(ge=MIN_EDGE, le=MAX_GRID_SIDE)] | None] = None
+    """maximum image tokens of layout native: larger images are reduced; one far longer than wide may take more, or is
+    quarantined with NaFlex, whose published processor cannot take it; null: 256"""
+    longest_edge: Kept[Annotated[int, Field(ge=1, le=MAX_GRID_SIDE)] | None] = None
     """maximum pixels of an image's longer side under layout native, instead of min_positions and max_positions; smaller
     images keep their size (Pixtral)"""
     merger: Fixed[bool] = False
     """true: take features after the encoder's own merger, which joins 2 x 2 patches and stays frozen unless
-    model.trainable names it (Qwen-VL's encoders); false: before it, for a new projector that joins them"""
+    model.trainable names vision.merger.* (Qwen2.5-VL's to Qwen3.5's); false: before it, for a new projector"""
     dtype: Kept[Dtype | None] = None
     """storage and compute type of the encoder; null: model.llm.dtype"""
 

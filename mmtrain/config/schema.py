@@ -105,14 +105,14 @@ class DataSection(Section):
     expected_text_tokens: Free[Measured[int]] = Field(80, ge=1, le=10_000_000)
     """text tokens of a typical sample; only the planner's estimates use it"""
     expected_image_tiles: Free[Measured[Annotated[Float, Field(ge=1, le=MAX_CELLS)] | None]] = None
-    """tiles of a typical image where model.vision.layout cuts images into tiles; only the planner's estimates use it.
+    """tiles of a typical image where model.vision.layout makes several of one image (native: its image tokens), for the
+    planner's estimates.
     mmtrain inspect prints it; null: tiles of a 640 x 480 image"""
     expected_image_positions: Free[Measured[Annotated[Float, Field(ge=1, le=10_000_000)] | None]] = None
     """image tokens of a typical image, for the planner's estimates; set it together with expected_image_tiles"""
     expected_attended_tiles: Free[Measured[Annotated[Float, Field(ge=1, le=MAX_CELLS)] | None]] = None
-    """tiles in the image of an average tile (the mean of squares over the mean) under model.vision.layout=native, for
-    the planner's estimates: attention in the encoder grows with it. mmtrain inspect prints it; null:
-    expected_image_tiles"""
+    """mean of an image's squared image tokens, over the mean of its image tokens, under model.vision.layout=native, for
+    the planner's estimate of attention in the encoder. mmtrain inspect prints it; null: expected_image_tiles"""
     expected_supervised_fraction: Free[Measured[Float]] = Field(0.12, gt=0, le=1)
     """share of a pack's tokens that carry a label; only the planner's estimates use it"""
 

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from mmtrain.config.schema import RunConfig
 from mmtrain.data.samples.records import IMAGE_MARK
-from mmtrain.models.facts.encoders import FAMILIES
 from mmtrain.models.facts.shapes import llm_shape
 from mmtrain.models.layouts.layout import Tiling
 from mmtrain.models.layouts.native import FRAMES, Native, PatchOrder, patch_rows
@@ -41,7 +40,8 @@ class HyperCLOVAXVisionV2(StockClass):
     last_block = True
     layouts = (Native.name,)
     encoders = (
-        "Qwen2_5_VisionTransformerPretrainedModel", "Qwen3VLVisionModel", "Qwen3_5VisionModel", "Qwen3_5MoeVisionModel",
+        "Qwen2_5_VisionTransformerPretrainedModel", "Qwen3VLVisionModel", "Qwen3VLMoeVisionModel", "Qwen3_5VisionModel",
+        "Qwen3_5MoeVisionModel",
     )  # fmt: skip
     encoder_names = "model.vision_model."
     connector_names = "model.vision_projector."
@@ -56,10 +56,7 @@ class HyperCLOVAXVisionV2(StockClass):
     video_processor = "Qwen2VLVideoProcessor"
     video_token = "<|video_pad|>"
     merge_size: ClassVar[int] = 2  # of its processor
-
-    @property
-    def patches(self) -> PatchOrder:
-        return FAMILIES[self.tiny_encoder["model_type"]].native.patches
+    patches: ClassVar[PatchOrder] = "c t dy dx"
 
     def text_config(self, language: dict[str, Any]) -> dict[str, Any]:
         return {**language, "logits_scaling": 1.0}
@@ -92,8 +89,8 @@ class HyperCLOVAXVisionV2(StockClass):
         grids = [(tiling.rows, tiling.columns) for tiling in tilings]
         of_images = zip(tiles.split([tiling.tiles for tiling in tilings]), grids, strict=True)
         rows = [patch_rows(cells, grid, side, self.merge_size, self.patches) for cells, grid in of_images]
-        patches = torch.tensor([(1, side * rows, side * columns) for rows, columns in grids])
-        return {"pixel_values": torch.cat(rows), "image_grid_thw": patches}
+        of_patches = torch.tensor([(1, side * rows, side * columns) for rows, columns in grids])
+        return {"pixel_values": torch.cat(rows), "image_grid_thw": of_patches}
 
     def read(self, folder: StockFolder) -> Keys:
         images, side = folder.images, folder.vision.patch_size
@@ -108,9 +105,8 @@ class HyperCLOVAXVisionV2(StockClass):
             raise unfit(IMAGES, "size", size, "shortest_edge and longest_edge, in pixels of the whole image")
         edges = {"min_pixels": size.get("shortest_edge"), "max_pixels": size.get("longest_edge")}
         bounds = [edges[key] if images.get(key) is None else images[key] for key in edges]  # their older names win
-        return {**folder.cells(bounds, (self.merge_size * side) ** 2), "factor": self.read_factor}
-
-    read_factor: ClassVar[int | None] = None
+        factor = None if self.factors == (1,) else self.factors[0]
+        return {**folder.cells(bounds, (self.merge_size * side) ** 2), "factor": factor}
 
 
 class VideoLlama3(HyperCLOVAXVisionV2):
@@ -128,6 +124,7 @@ class VideoLlama3(HyperCLOVAXVisionV2):
     image_processor = "VideoLlama3ImageProcessor"
     video_processor = "VideoLlama3VideoProcessor"
     merge_size = 1
+    patches = "c dy dx"
 
     def text_config(self, language: dict[str, Any]) -> dict[str, Any]:
         return language
@@ -145,7 +142,6 @@ class Exaone45(HyperCLOVAXVisionV2):
     connectors = ("patch_merger_rms",)
     renamed: ClassVar = {"norm": "ln_q", "linear_1": "mlp.0", "linear_2": "mlp.2"}
     factors = (2,)
-    read_factor = 2
     merger = False
     encoders = ("Exaone4_5_VisionModel",)
     encoder_names = "model.visual."

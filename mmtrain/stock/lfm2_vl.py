@@ -84,12 +84,11 @@ class Lfm2Vl(StockClass):
 
         factor, side = layout.factor, layout.patch_size
         grids = [(tiling.rows * factor, tiling.columns * factor) for tiling in tilings]
-        most = max(layout.max_positions * factor**2, *(rows * columns for rows, columns in grids))
+        most = layout.max_positions * factor**2
         patches = tiles.new_zeros(len(grids), most, 3 * side**2)
         mask = torch.zeros(len(grids), most, dtype=torch.int32)
-        for row, (cells, tiling) in enumerate(
-            zip(tiles.split([tiling.tiles for tiling in tilings]), tilings, strict=True)
-        ):
+        of_images = tiles.split([tiling.tiles for tiling in tilings])
+        for row, (cells, tiling) in enumerate(zip(of_images, tilings, strict=True)):
             values = patch_rows(cells, (tiling.rows, tiling.columns), factor, 1, "dy dx c")
             patches[row, : len(values)], mask[row, : len(values)] = values, 1
         return {"pixel_values": patches, "pixel_attention_mask": mask, "spatial_shapes": torch.tensor(grids)}
@@ -105,7 +104,7 @@ class Lfm2Vl(StockClass):
             raise unfit(CONFIG, "projector_bias", False, "true")
         processed = {"encoder_patch_size": folder.vision.patch_size, "downsample_factor": factor}
         folder.equal(IMAGES, folder.images, processed, {"encoder_patch_size": 16, "downsample_factor": 2})
-        folder.no_texts(_TEXTS | {key: text for key, text in folder.named_tokens.items() if key in _TEXTS}, Native.name)
+        folder.no_texts({key: folder.named_tokens.get(key, text) for key, text in _TEXTS.items()}, Native.name)
         if folder.images.get("do_image_splitting", True):
             _log.info(
                 f"model.pretrained: {folder.path}: its processor cuts large images into tiles (do_image_splitting); "
@@ -113,7 +112,7 @@ class Lfm2Vl(StockClass):
             )
         factor = self.factor(folder, "downsample_factor", factor)
         return {
-            "type": self.connectors[factor is None and not has_norm],
+            "type": self.connectors[factor is None],
             "factor": factor,
             **folder.cells([folder.images.get(key, number) for key, number in _BOUNDS.items()]),
         }

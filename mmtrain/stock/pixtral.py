@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from mmtrain.config.limits import MAX_GRID_SIDE, MIN_EDGE
+from mmtrain.config.limits import MAX_GRID_SIDE
 from mmtrain.config.schema import RunConfig
 from mmtrain.data.samples.records import IMAGE_MARK
 from mmtrain.models.facts.connectors import reduction
@@ -48,7 +48,7 @@ class LlavaPixtral(StockClass):
         }
 
     def own_image_settings(self, transform: ImageTransform, layout: Native) -> dict[str, Any]:
-        side = layout.tile_size  # of what it rounds to; PixtralProcessor says it again
+        side = layout.tile_size  # to whole ones of which it rounds; PixtralProcessor sets it too
         return {"size": {"longest_edge": layout.longest_edge}, "patch_size": {"height": side, "width": side}}
 
     def inputs(self, tiles: torch.Tensor, tilings: Sequence[Tiling], layout: Native) -> dict[str, torch.Tensor]:
@@ -64,8 +64,7 @@ class LlavaPixtral(StockClass):
         return {"pixel_values": pictures, "image_sizes": sizes}
 
     def read(self, folder: StockFolder) -> Keys:
-        texts = {key: folder.processor.get(key, f"[IMG_{key.split('_')[1].upper()}]") for key in _TEXTS}
-        folder.no_texts(texts, Native.name)
+        folder.no_texts({key: folder.processor.get(key, text) for key, text in _TEXTS.items()}, Native.name)
         return {"select_layer": folder.layer(*self.layer_defaults), **self.size(folder)}
 
     def size(self, folder: StockFolder) -> Keys:
@@ -75,12 +74,12 @@ class LlavaPixtral(StockClass):
         folder.equal("its processor", folder.processor, needed, {})
         size = folder.images.get("size", {"longest_edge": 1024})
         longest = size.get("longest_edge") if isinstance(size, dict) else None
-        if not is_whole(longest, MIN_EDGE, MAX_GRID_SIDE):
-            raise unfit(IMAGES, "size", size, f"a longest_edge of {MIN_EDGE} to {MAX_GRID_SIDE} pixels")
+        if not is_whole(longest, 1, MAX_GRID_SIDE):
+            raise unfit(IMAGES, "size", size, f"a longest_edge of 1 to {MAX_GRID_SIDE:,} pixels")
         return {"longest_edge": longest, "image_fit": None}
 
 
-_TEXTS = ("image_break_token", "image_end_token")
+_TEXTS = {"image_break_token": "[IMG_BREAK]", "image_end_token": "[IMG_END]"}
 
 
 class Mistral3(LlavaPixtral):

@@ -44,7 +44,7 @@ class StockFolder:
     config: dict[str, Any]  # config.json
 
     def check(self) -> None:
-        """Refuse a folder whose weights hold no connector, and settings and pixels that mmtrain has otherwise."""
+        """Refuse a folder whose weights hold no connector, or other settings or pixels than mmtrain's."""
         refuse_other_settings(self.config, CONFIG)
         if not any(_CONNECTOR.match(name) for name in self.tensors):
             raise UserError(f"its weights hold no connector ({_CONNECTOR.pattern}). Download the folder again")
@@ -118,7 +118,7 @@ class StockFolder:
         least, most = bounds
         if not is_whole(most, cell, MAX_CELLS * cell) or not is_whole(least, 1, most // cell * cell):
             unit = "image tokens" if cell == 1 else f"pixels, {cell:,} an image token"
-            raise unfit(IMAGES, "minimum and maximum size", list(bounds), f"two rising numbers of {unit}")
+            raise unfit(IMAGES, "minimum and maximum size", list(bounds), f"a minimum and a larger maximum in {unit}")
         if least % cell or most % cell:
             _log.info(
                 f"model.pretrained: {self.path}: its processor bounds images to {least:,} to {most:,} pixels, which "
@@ -128,10 +128,10 @@ class StockFolder:
         return {"min_positions": -(-least // cell), "max_positions": most // cell, "image_fit": None}
 
     def equal(self, file: str, said: dict[str, Any], needed: dict[str, Any], defaults: dict[str, Any]) -> None:
-        """Refuse settings, each with its default, other than those with which mmtrain trains."""
+        """Refuse settings, `defaults` where absent, that differ from `needed`."""
         for key, value in needed.items():
             if (found := said.get(key, defaults.get(key, value))) != value:
-                raise unfit(file, key, found, f"{shown(value)}, as config.json says")
+                raise unfit(file, key, found, shown(value))
 
     def layer(self, default: int, strategy: str) -> int:
         """Return model.vision.select_layer; folders count hidden states from 0, the embeddings."""

@@ -19,7 +19,7 @@ from mmtrain.config.limits import MAX_TILES
 from mmtrain.config.model import ProjectorSection
 from mmtrain.config.schema import RunConfig
 from mmtrain.models.facts.shapes import LlmShape, ParameterShape, VisionShape, llm_shape, vision_shape
-from mmtrain.models.layouts.layout import ImageLayout
+from mmtrain.models.layouts.layout import ImageLayout, UnfitImage
 from mmtrain.models.layouts.native import Native
 from mmtrain.models.layouts.registry import LAYOUTS, TEXT_ALONE
 from mmtrain.models.layouts.square import Square
@@ -313,7 +313,15 @@ def image_layout(config: RunConfig) -> ImageLayout:
             )
         numbers |= {"factor": side, "is_lfm2": native.is_lfm2}
     positions = vision.features_per_image // factor**2
-    return layout(positions, size, **{key: value for key, value in numbers.items() if value is not None})
+    made = layout(positions, size, **{key: value for key, value in numbers.items() if value is not None})
+    try:
+        for trial in made.trial_sizes if isinstance(made, Native) else ():
+            made.tiling(*trial)
+    except UnfitImage as error:
+        bound, lower = ("longest_edge", "") if made.longest_edge else ("max_positions", ", or lower min_positions")
+        small = f"{getattr(made, bound)} is too small for an image of {error}"
+        raise UserError(f"model.vision.{bound}: {small}. Raise it{lower}") from None
+    return made
 
 
 def _layout_class(config: RunConfig) -> type[ImageLayout]:

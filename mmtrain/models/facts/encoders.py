@@ -38,7 +38,7 @@ class NativeInput:
     images: Literal["equal", "single", "packed"]  # of a call: those with equal grids, one, or any
     block: int = 1  # patches come in blocks of block x block, which its own merger joins
     merged: str | None = None  # its merger's last weight, from which the width of what it makes is read
-    is_lfm2: bool = False  # `Native.is_lfm2`, of the processor that its stock classes have
+    is_lfm2: bool = False  # `Native.is_lfm2`, as its stock class's processor resizes
 
 
 @dataclass(frozen=True)

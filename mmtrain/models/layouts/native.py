@@ -124,7 +124,7 @@ def _longest(height: int, width: int, longest: int, cell: int) -> tuple[int, int
 def patch_rows(cells: torch.Tensor, grid: Sequence[int], side: int, block: int, order: PatchOrder) -> torch.Tensor:
     """Return the patches (P, values) of one picture's cells (N, 3, S, S), `side` patches a side each.
 
-    They stand row by row; with `block` above 1, row by row of blocks, in each of which its patches stand row by row.
+    They stand row by row; with `block` above 1, blocks stand row by row, and patches row by row in each.
     """
     (rows, columns), size = grid, cells.shape[-1] // side
     apart = cells.reshape(rows, columns, 3, side // block, block, size, side // block, block, size)

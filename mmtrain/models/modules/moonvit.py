@@ -126,7 +126,8 @@ class MoonViTModel(PreTrainedModel):
         frequencies = torch.arange(0, width, 4, device=pixel_values.device, dtype=torch.float32) / width
         angles = position_ids.flip(1)[:, None, :] * (1 / 10_000**frequencies)[None, :, None]  # column, then row
         angles = angles.flatten(1)[:, None]
+        rotation = angles.cos(), angles.sin()
         hidden = self.patch_embed(pixel_values, grid_thw.tolist())
         for block in self.encoder.blocks:
-            hidden = block(hidden, cu_seqlens, max_seqlen, (angles.cos(), angles.sin()))
+            hidden = block(hidden, cu_seqlens, max_seqlen, rotation)
         return BaseModelOutput(last_hidden_state=self.encoder.final_layernorm(hidden))

@@ -77,9 +77,10 @@ class NativeTower(VisionTower):
             per_cell, width = self.feature_shape if self.is_last else self.hidden_shape
             rows = output.reshape(-1, width).split([counts[number] * per_cell for number in numbers])
             for number, of_image in zip(numbers, rows, strict=True):
-                outputs[number] = of_image.view(counts[number], per_cell, width)
                 if self.is_last:
                     outputs[number] = _in_cells(of_image, grids[number], self.factor, self.block)
+                else:
+                    outputs[number] = of_image.view(counts[number], per_cell, width)
         return torch.cat(outputs)
 
     def _handed_in(self, hidden: torch.Tensor, made: torch.Tensor) -> torch.Tensor:
@@ -115,9 +116,9 @@ def _features(
 
 
 def _tables(model: nn.Module, block: int, sizes: torch.Tensor, like: torch.Tensor) -> dict[str, Any]:
-    """Return what the stock forward makes of the grids `sizes` (N, 3), made on the host, so that no call waits.
+    """Make the tables that the stock forward needs for grids `sizes` (N, 3), on the host, so that no call waits.
 
-    Where flash attention is right it takes all images in one call; else borders stay on the host, which splits by them.
+    Flash attention takes all images in one call; without it the forward splits by borders, which stay on the host.
     """
     config, device = model.config, like.device
     is_flash = flash_takes_images(config.hidden_size // config.num_attention_heads, like.dtype, device)

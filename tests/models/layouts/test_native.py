@@ -7,6 +7,7 @@ import random
 from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import product
+from pathlib import Path
 
 import pytest
 from transformers import Lfm2VlImageProcessor
@@ -14,6 +15,9 @@ from transformers.models.pixtral.image_processing_pixtral import get_resize_outp
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
 from transformers.models.video_llama_3.image_processing_pil_video_llama_3 import smart_resize as video_llama_resize
 
+from mmtrain import load_config
+from mmtrain.base.errors import UserError
+from mmtrain.models.facts.connectors import image_layout
 from mmtrain.models.layouts.layout import UnfitImage
 from mmtrain.models.layouts.native import THINNEST, Native
 
@@ -112,6 +116,14 @@ def test_what_the_processors_refuse_or_reduce_to_nothing_is_unfit():
     with pytest.raises(UnfitImage, match="1 x 101 pixels, so thin that nothing of it is left within 100"):
         Native(1, 14, longest_edge=100).tiling(1, 101)
     assert Native(1, 14, longest_edge=100).tiling(1, 100).positions == 8
+
+
+@pytest.mark.parametrize("override", ["min_positions=256", "longest_edge=1"])
+def test_bounds_that_ordinary_images_exceed_are_refused_when_planned(override):
+    name = "pixtral_qwen3_8b" if "edge" in override else "naflex_qwen3_8b"
+    config = load_config(Path(__file__).parents[3] / "configs" / f"{name}.yaml", [f"model.vision.{override}"])
+    with pytest.raises(UserError, match=r"model.vision.\w+: \d+ is too small for an image of 16 x 12 pixels"):
+        image_layout(config)
 
 
 def test_numbers_tell_layouts_apart_that_give_an_image_other_positions():
