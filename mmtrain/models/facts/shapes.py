@@ -78,7 +78,7 @@ class VisionShape:
     heads: int
     patches_per_image: int  # of a cell, if it takes images of any size
     prefix_tokens: int  # class and register tokens: computed, not handed to the projector
-    image_size: int  # pixels; of a cell likewise
+    image_size: int  # pixels a side, of a cell if the encoder takes any size
     patch_size: int  # pixels
     parameters: tuple[ParameterShape, ...]  # of what runs, names `vision.<stock name>`
     blocks_run: int
