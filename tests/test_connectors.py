@@ -94,7 +94,7 @@ ENCODERS |= {
         **QWEN | {"out_hidden_size": HEADS * HEAD_WIDTH}, **WINDOWS, num_key_value_heads=1
     ),
 }
-BOUNDS = {"min_positions": 2, "max_positions": 12}
+BOUNDS = {"min_positions": 2, "max_positions": 16}
 LONGEST = 40  # pixels
 GRIDS = ((1, 2), (2, 1), (2, 2), (1, 3), (5, 3))  # (rows, columns) of tiles, the last with more positions than 9 have
 PINPOINTS = tuple((rows * TILE, columns * TILE) for rows, columns in GRIDS)
