@@ -6,18 +6,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
+from fronts import bytes_of_front, front_of
 from scenes import NATIVE, make_config, native_keys, save_native_vision, save_parts
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from mmtrain.base.errors import UserError
-from mmtrain.calibration.allocations import bytes_used
 from mmtrain.config.schema import RunConfig
-from mmtrain.engine.single_stage import SingleStage, expected_batch
-from mmtrain.models.modules.stage import build_stage
 from mmtrain.plan.costs import run_costs
-from mmtrain.plan.plan import StagePlan, render
+from mmtrain.plan.plan import render
 from mmtrain.plan.planner import make_plan, models_of
 
 BLOCKS = {"naflex": "vision.encoder.layers.2", "qwen": "vision.blocks.2"}
@@ -44,11 +41,6 @@ def native_config(parts: Path, kind: str, *trainable: str, positions: int = 108,
     )
 
 
-def front_of(config: RunConfig) -> SingleStage:
-    stage = build_stage(config, StagePlan(0, 0, 0, True, False))
-    return SingleStage(stage, expected_batch(config, models_of(config)), input_gradient=False, backward=True)
-
-
 @pytest.mark.parametrize("kind", NATIVE)
 @pytest.mark.parametrize("trains", [False, True])
 def test_encoder_and_front_cost_the_flops_that_torch_counts(parts, kind, trains):
@@ -69,19 +61,7 @@ def test_encoder_and_front_cost_the_flops_that_torch_counts(parts, kind, trains)
 def test_the_front_holds_the_bytes_that_are_planned(parts, kind, trains):
     config = native_config(parts, kind, *([BLOCKS[kind]] if trains else []), positions=300)
     planned, front = run_costs(config, models_of(config)), front_of(config)
-    front.forward()
-    front.backward()  # makes gradients, which then are there
-    front.features = None
-
-    def encode() -> None:
-        front.features = front.encode()
-
-    def take() -> None:
-        front.forward()
-        front.release_output()
-        front.features = None
-
-    encoded, forward, backward = bytes_used(encode, take, front.backward, device=torch.device("cpu"))
+    encoded, forward, backward = bytes_of_front(front)
     features, layer = planned.encoder.feature_bytes, planned.layers[0]
     kept = planned.encoder.kept_bytes if trains else features
     assert encoded.end == pytest.approx(kept, rel=0.1)

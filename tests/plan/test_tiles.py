@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
+from fronts import bytes_of_front, front_of
 from scenes import make_config
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
@@ -16,14 +16,12 @@ from transformers import CLIPVisionConfig, CLIPVisionModel
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 
 from mmtrain.base.errors import UserError
-from mmtrain.calibration.allocations import bytes_used
 from mmtrain.config.schema import RunConfig
 from mmtrain.data.samples.sample import IMAGE_POSITION
-from mmtrain.engine.single_stage import SingleStage, expected_batch
+from mmtrain.engine.single_stage import expected_batch
 from mmtrain.models.layouts.registry import LAYOUTS
-from mmtrain.models.modules.stage import build_stage
 from mmtrain.plan.costs import minimal_flops, run_costs, typical_tiling
-from mmtrain.plan.plan import StagePlan, render
+from mmtrain.plan.plan import render
 from mmtrain.plan.planner import make_plan, models_of
 
 POSITIONS = 4  # of a tile: IMAGE_SIZE of tests/scenes.py in patches of 8 pixels
@@ -50,12 +48,6 @@ def tiled_config(parts: Path, layout: str, *trainable: str, documents: int = 1, 
             **overrides,
         },
     )
-
-
-def front_of(config: RunConfig) -> SingleStage:
-    """The front alone, with the micro-batch that its planner expects."""
-    stage = build_stage(config, StagePlan(0, 0, 0, True, False))
-    return SingleStage(stage, expected_batch(config, models_of(config)), input_gradient=False, backward=True)
 
 
 @pytest.mark.parametrize("layout", EXPECTED)
@@ -95,19 +87,7 @@ def test_the_front_holds_the_bytes_that_are_planned(
     length = {"data__pack_length": documents * (positions + 40)}
     config = tiled_config(parts, layout, **expected, **length).changed({"model.vision.name": str(tmp_path)})
     planned, front = run_costs(config, models_of(config)), front_of(config)
-    front.forward()
-    front.backward()  # makes gradients, which then are there
-    front.features = None
-
-    def encode() -> None:
-        front.features = front.encode()
-
-    def take() -> None:
-        front.forward()
-        front.release_output()
-        front.features = None
-
-    encoded, forward, backward = bytes_used(encode, take, front.backward, device=torch.device("cpu"))
+    encoded, forward, backward = bytes_of_front(front)
     features, layer = planned.encoder.feature_bytes, planned.layers[0]
     assert encoded.end == pytest.approx(features, rel=0.1)
     assert 0.5 * planned.encoder.working_bytes < encoded.peak < 1.2 * planned.encoder.working_bytes
