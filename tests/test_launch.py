@@ -103,7 +103,7 @@ def test_a_plan_of_any_shipped_config_needs_no_torch_and_leaves_nothing_behind(t
         "print(codes, sorted({'torch', 'transformers', 'timm', 'deepspeed'} & set(sys.modules)))"
     )
     command = [sys.executable, "-c", code, f"run.dir={tmp_path / 'runs'}", *map(str, CONFIGS)]
-    ran = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    ran = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=180)
     assert ran.stdout.splitlines()[-1] == f"{[0] * len(CONFIGS)} []", ran.stderr
     assert list(tmp_path.iterdir()) == []
 
