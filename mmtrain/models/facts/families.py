@@ -30,7 +30,7 @@ T = TypeVar("T")
 _BASE = r"(?:model\.|transformer\.|gpt_neox\.)(?:decoder\.)?"
 _LAYER = re.compile(_BASE + r"(?:layers|h)\.(\d+)\.(.+)")
 _EMBEDDING = re.compile(_BASE + r"(?:embed_tokens|wte|embed_in)\.(weight)")
-_NORM = re.compile(_BASE + r"(?:norm|ln_f|final_layer_norm|final_layernorm)\.(weight|bias)")
+_NORM = re.compile(_BASE + r"(?:norm|norm_f|ln_f|final_layer_norm|final_layernorm|embedding_norm)\.(weight|bias)")
 _HEAD = re.compile(r"(?:lm_head|embed_out)\.(weight|bias)")
 
 # The attribute that holds the model without its LM head; files saved from that inner model lack it (gpt2's do).
@@ -53,16 +53,10 @@ _UNFIT = {
         ("deepseek_v32", "glm_moe_dsa"), "its layers choose the tokens to attend to from a mask, which packs lack"
     ),
 }  # by model_type: why a family cannot be cut into stages or packed
-_RECURRENT = {
-    "bamba", "falcon_h1", "falcon_mamba", "jamba", "kimi_linear", "lfm2", "lfm2_moe", "mamba", "mamba2", "minimax",
-    "qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next", "recurrent_gemma", "rwkv", "xlstm",
-    "zamba", "zamba2",
-}  # fmt: skip
 _WHAT_WORKS = "Use a family whose layers all attend (llama, mistral, qwen2, qwen3, gemma2, phi3, ...)"
 MAX_EXPERTS = 100_000
 WHOLE_LAST_LAYER = {"gpt2", "gpt_bigcode", "llama4_text"}
 """Families whose last decoder layer cannot be run for supervised tokens alone, as modules.parity.takes_rows finds."""
-_RECURRENT_LAYER = re.compile(r"linear|mamba|conv|recurrent|rwkv|ssm")
 
 
 def check_family(config_json: dict[str, Any]) -> None:
@@ -81,12 +75,6 @@ def check_family(config_json: dict[str, Any]) -> None:
     if family in _UNFIT:
         raise UserError(f"{family} cannot be staged and packed: {_UNFIT[family]}. {_WHAT_WORKS}")
     check_layers(config_json, "config.json")
-    recurrent = sorted({kind for kind in layer_kinds(config_json) if _RECURRENT_LAYER.search(kind)})
-    if recurrent or (family in _RECURRENT and not layer_kinds(config_json)):
-        kinds = ", ".join(recurrent) or "recurrent"
-        raise UserError(
-            f"{family} has {kinds} layers, which carry state from one packed document into the next. {_WHAT_WORKS}"
-        )
     if (method := quantised_by(config_json)) is not None:
         raise UserError(
             f"{family}: this checkpoint is quantised ({method}), but gradients must flow through its layers. Use the "

@@ -73,18 +73,33 @@ class Documents:
 # ---- the mask
 
 
-# position_ids and no_padding of the forward call that packed_mask runs in; recomputation in backward makes no masks.
-_POSITIONS: ContextVar[tuple[torch.Tensor | None, torch.Tensor | None]] = ContextVar("positions", default=(None, None))
+# position_ids of the forward call that packed_mask runs in; recomputation in backward makes no masks.
+_POSITIONS: ContextVar[torch.Tensor | None] = ContextVar("positions", default=None)
+
+
+class NoPadding(torch.Tensor):
+    """An attention mask (B, L) of true that answers on the host whether all of it is true, as transformers asks."""
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, arguments: Any = (), options: Any = None) -> Any:
+        if function in (torch.all, torch.Tensor.all):
+            return torch.tensor(True)
+        with torch._C.DisableTorchFunctionSubclass():
+            result = function(*arguments, **(options or {}))
+        is_true = function in _KEEP_TRUE and not (function is torch.Tensor.eq and arguments[1] != 1)
+        return result.as_subclass(cls) if is_true else result
+
+
+_KEEP_TRUE = frozenset({torch.Tensor.eq, torch.Tensor.to, torch.Tensor.__getitem__, torch.Tensor.contiguous})
 
 
 @contextmanager
-def document_positions(position_ids: torch.Tensor, no_padding: torch.Tensor | None = None) -> Iterator[None]:
+def document_positions(position_ids: torch.Tensor) -> Iterator[None]:
     """Within this context a model's masks also end where `position_ids` (B, L) restart.
 
-    gpt_oss, afmoe and opt do not pass those to their masks. `no_padding`, (B, L) of true, is the attention mask that
-    the model gets, so that transformers does not look for documents. With position_ids on the host, no call waits.
+    gpt_oss, afmoe and opt do not pass those to their masks. With position_ids on the host, no call waits.
     """
-    token = _POSITIONS.set((position_ids, no_padding))
+    token = _POSITIONS.set(position_ids)
     try:
         yield
     finally:
@@ -108,9 +123,8 @@ def packed_mask(
 
     Raises ValueError for padding masks, caches, a mask function of the model's own, and tokens that see later ones.
     """
-    position_ids, ours = _POSITIONS.get()
-    is_ours = ours is not None and (attention_mask is ours or getattr(attention_mask, "_base", None) is ours)
-    padded = not is_ours and attention_mask is not None and not bool(attention_mask.all())  # opt makes one of ones
+    position_ids = _POSITIONS.get()
+    padded = attention_mask is not None and not bool(attention_mask.all())  # opt makes one of ones
     if padded or q_offset or kv_offset or q_length != kv_length or use_vmap:
         raise ValueError("packed attention takes no padding mask, no cache and no mask function of the model")
     assert mask_function is not None
@@ -328,19 +342,22 @@ def _sequences(
 # ---- the choice between the two
 
 
-class AttentionBackend(NamedTuple):
-    kernel: str  # "flash": all documents in one call; "document": one call for each
-    reason: str | None  # why it is not flash
+class Backend(NamedTuple):
+    """What keeps the documents of a pack apart in attention, or in recurrent layers (mixers.py)."""
+
+    layers: str  # "attention" or "recurrent layers"
+    kernel: str  # "flash" or "library": all documents in one call; "document": one call for each
+    reason: str | None  # why it is not one call
     slow: bool  # a GPU does not do what it could
 
 
-_RECORD: ContextVar[set[AttentionBackend] | None] = ContextVar("record", default=None)
+_RECORD: ContextVar[set[Backend] | None] = ContextVar("record", default=None)
 
 
 @contextmanager
-def record_backends() -> Iterator[set[AttentionBackend]]:
-    """Collect the backends that compute attention within this context."""
-    backends: set[AttentionBackend] = set()
+def record_backends() -> Iterator[set[Backend]]:
+    """Collect the backends that compute attention and recurrent layers within this context."""
+    backends: set[Backend] = set()
     token = _RECORD.set(backends)
     try:
         yield backends
@@ -348,19 +365,25 @@ def record_backends() -> Iterator[set[AttentionBackend]]:
         _RECORD.reset(token)
 
 
-def describe_backends(backends: Sequence[Collection[AttentionBackend]]) -> tuple[list[dict[str, Any]], list[str]]:
+def note_backend(backend: Backend) -> None:
+    if (record := _RECORD.get()) is not None:
+        record.add(backend)
+
+
+def describe_backends(backends: Sequence[Collection[Backend]]) -> tuple[list[dict[str, Any]], list[str]]:
     """Return a record and a line of text for each backend; `backends` are those of each rank in turn."""
-    ranks_of: dict[AttentionBackend, list[int]] = {}
+    ranks_of: dict[Backend, list[int]] = {}
     for rank, used in enumerate(backends):
         for backend in sorted(used, key=str):
             ranks_of.setdefault(backend, []).append(rank)
     records, lines = [], []
     for backend, ranks in ranks_of.items():
         records.append({**backend._asdict(), "ranks": ranks})
-        text = "flash attention, all documents in one call" if backend.reason is None else "documents one by one"
+        text = {"flash": "flash attention, all documents in one call", "library": "all documents in one call"}
         because = f", which is slow: {backend.reason}" if backend.slow else f" ({backend.reason})"
         where = f" (ranks {', '.join(map(str, ranks))})" if len(ranks) < len(backends) and len(ranks_of) > 1 else ""
-        lines.append(f"attention: {text}{because if backend.reason else ''}{where}")
+        how = text.get(backend.kernel, "documents one by one")
+        lines.append(f"{backend.layers}: {how}{because if backend.reason else ''}{where}")
     return records, lines
 
 
@@ -378,9 +401,8 @@ def use_flash(
         if not flash_agrees(grouped, width, windowed, query.dtype, query.device):
             heads = f"{_name(query.dtype)} heads of {width}"
             reason = f"flash attention of torch {torch.__version__} fails or is wrong on {heads} on this GPU"
-    if (record := _RECORD.get()) is not None:
-        kernel = "flash" if reason is None else "document"
-        record.add(AttentionBackend(kernel, reason, reason is not None and query.is_cuda))
+    kernel = "flash" if reason is None else "document"
+    note_backend(Backend("attention", kernel, reason, slow=reason is not None and query.is_cuda))
     return reason is None
 
 

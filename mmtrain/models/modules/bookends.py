@@ -10,6 +10,8 @@ stage received, whatever came before, and the one after it keeps the slice's res
 
 from __future__ import annotations
 
+import dis
+import inspect
 from typing import Any
 
 import torch
@@ -27,14 +29,16 @@ class Bookend(nn.Module):
         super().__init__()
         self.hand_in: torch.Tensor | None = None
         self.handed_out: torch.Tensor | None = None
+        # bamba's and falcon_h1's layers return a tuple, which their models take apart.
+        *_, made, _ = dis.get_instructions(inspect.unwrap(type(layer).forward))
+        self._behind = (None,) * (made.arg - 1) if made.opname == "BUILD_TUPLE" else None
         # Some models ask a layer for its kind before they call it (`decoder_layer.attention_type`).
-        for name, attribute in vars(layer).items():
-            if not name.startswith("_") and name != "training" and isinstance(attribute, (str, int, float)):
-                setattr(self, name, attribute)
+        copy_settings(layer, self)
 
-    def forward(self, hidden_states: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+    def forward(self, hidden_states: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor | tuple[torch.Tensor | None, ...]:
         self.handed_out = hidden_states
-        return hidden_states if self.hand_in is None else self.hand_in
+        hidden = hidden_states if self.hand_in is None else self.hand_in
+        return hidden if self._behind is None else (hidden, *self._behind)
 
 
 class AbsentEmbedding(nn.Module):
@@ -42,6 +46,13 @@ class AbsentEmbedding(nn.Module):
 
     def forward(self, given: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
         return torch.zeros((), device=given.device)  # a zero of the host would be copied, and the host would wait
+
+
+def copy_settings(module: nn.Module, replacement: nn.Module) -> None:
+    """Give a replacement the numbers and texts that a module's attributes hold, which its model may ask for."""
+    for name, attribute in vars(module).items():
+        if not name.startswith("_") and name != "training" and isinstance(attribute, (str, int, float)):
+            setattr(replacement, name, attribute)
 
 
 def decoder_path(model: PreTrainedModel) -> tuple[str, str]:

@@ -35,10 +35,11 @@ from mmtrain.models.facts.families import (
     remote_code,
 )
 from mmtrain.models.facts.model_files import foreign_files, model_folder
-from mmtrain.models.modules.attention import ATTENTION, document_positions
+from mmtrain.models.modules.attention import ATTENTION, NoPadding, document_positions
 from mmtrain.models.modules.bookends import (
     Bookend,
     absent_modules,
+    copy_settings,
     decoder_layers,
     decoder_path,
     holds_layer_0,
@@ -46,6 +47,7 @@ from mmtrain.models.modules.bookends import (
 )
 from mmtrain.models.modules.last_layer import LastLayer, Rows, recomputing
 from mmtrain.models.modules.lora import without_marks
+from mmtrain.models.modules.mixers import ByDocument, Sequences, mixers_of, recomputing_on_documents, running_on
 from mmtrain.models.weights.files import open_tensors, tensor_places
 from mmtrain.models.weights.streaming import StreamedLayers
 
@@ -59,6 +61,10 @@ class _HeadInput(MoeModelOutputWithPast):
 
 class _PassThrough(nn.Module):
     """In the place of the decoder: of the causal LM the head remains."""
+
+    def __init__(self, decoder: nn.Module) -> None:
+        super().__init__()
+        copy_settings(decoder, self)  # falcon_h1's head asks for lm_head_multiplier
 
     def forward(self, *_: Any, inputs_embeds: torch.Tensor, **__: Any) -> _HeadInput:
         return _HeadInput(last_hidden_state=inputs_embeds)
@@ -138,8 +144,9 @@ class DecoderLayers(nn.Module):
             if before is not None:
                 before.hand_in = hidden
             # Told that nothing is padding, transformers does not look for documents, and the host waits for no answer.
-            no_padding = torch.ones(position_ids.shape, dtype=torch.bool, device=hidden.device)
-            with document_positions(position_ids, no_padding):
+            no_padding = torch.ones(position_ids.shape, dtype=torch.bool, device=hidden.device).as_subclass(NoPadding)
+            sequences = Sequences.of_positions(position_ids, hidden.device) if self._has_mixers else None
+            with document_positions(position_ids), running_on(sequences):
                 # Behind a bookend the input tells shape, dtype and device only: detached, nothing is saved for it.
                 output = self.model.get_submodule(decoder_path(self.model)[0])(
                     inputs_embeds=hidden if before is None else hidden.detach(),
@@ -160,7 +167,7 @@ class DecoderLayers(nn.Module):
         assert self.has_head, "this slice has no head"
         path = decoder_path(self.model)[0]
         decoder = self.model.get_submodule(path)
-        self.model.set_submodule(path, _PassThrough())
+        self.model.set_submodule(path, _PassThrough(decoder))
         try:
             return self.model(inputs_embeds=rows[None], use_cache=False).logits[0]
         finally:
@@ -189,12 +196,18 @@ class DecoderLayers(nn.Module):
 
     def _dress_layers(self, *, narrow: bool) -> None:
         layers = decoder_layers(self.model)[self.first : self.last]
+        self._has_mixers = False
         for i, layer in enumerate(layers):
             vars(layer).pop("forward", None)
+            mixers = mixers_of(layer)
+            self._has_mixers = self._has_mixers or bool(mixers)
+            for mixer in mixers:
+                vars(mixer).pop("forward", None)
+                mixer.forward = ByDocument(mixer)
             if narrow and i == len(layers) - 1:
                 layer.forward = self._last_layer = LastLayer(layer, recompute=i < self._recomputed)
             elif i < self._recomputed:
-                layer.forward = recomputing(layer.forward)
+                layer.forward = (recomputing_on_documents if mixers else recomputing)(layer.forward)
             if self.streamed is not None and self.first + i in self.streamed.layers:  # around all of it
                 layer.forward = self.streamed.around(self.first + i, layer.forward)
 

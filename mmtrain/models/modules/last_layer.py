@@ -93,7 +93,13 @@ def run_on_rows(
     except _CacheReached as reached:
         keys_and_values = reached.args
     of_all = tuple(hidden.shape[:2])
-    call.arguments.update({name: _of_rows(value, rows, of_all) for name, value in call.arguments.items()})
+
+    def of_rows(value: torch.Tensor | Documents) -> torch.Tensor | Documents:
+        if isinstance(value, Documents):
+            return value.at(rows.on_host)
+        return rows.of_tensor(value.expand(of_all[0], *value.shape[1:]))
+
+    call.arguments.update({name: map_tokens(value, of_all, of_rows) for name, value in call.arguments.items()})
     call.arguments[name] = _Cache(*keys_and_values)
     with _giving_zeros(key_projections):
         return forward(*call.args, **call.kwargs)
@@ -116,18 +122,16 @@ def _zeros(width: int, rows: torch.Tensor) -> torch.Tensor:
     return rows.new_zeros(()).expand(*rows.shape[:-1], width)
 
 
-def _of_rows(value: Any, rows: Rows, of_all: tuple[int, int]) -> Any:
-    """Cut an argument for all tokens (B, L), `of_all`, to the rows."""
+def map_tokens(value: Any, of_all: tuple[int, int], change: Callable[[Any], Any]) -> Any:
+    """Apply `change` to what an argument of a layer holds for each token of rows (B, L), `of_all`: tensors, Documents."""
     if isinstance(value, Documents):
-        return value.at(rows.on_host)
+        return change(value)
     if isinstance(value, torch.Tensor):
-        if tuple(value.shape[:2]) in (of_all, (1, of_all[1])):
-            return rows.of_tensor(value.expand(of_all[0], *value.shape[1:]))
-        return value
+        return change(value) if tuple(value.shape[:2]) in (of_all, (1, of_all[1])) else value
     if isinstance(value, dict):
-        return {key: _of_rows(part, rows, of_all) for key, part in value.items()}
+        return {key: map_tokens(part, of_all, change) for key, part in value.items()}
     if isinstance(value, (tuple, list)):
-        return type(value)(_of_rows(part, rows, of_all) for part in value)
+        return type(value)(map_tokens(part, of_all, change) for part in value)
     return value
 
 

@@ -31,7 +31,7 @@ from mmtrain.models.facts.connectors import run_vision
 from mmtrain.models.facts.families import canonical_name
 from mmtrain.models.facts.shapes import matches_any
 from mmtrain.models.layouts.layout import Tiling
-from mmtrain.models.modules.attention import AttentionBackend, record_backends
+from mmtrain.models.modules.attention import Backend, record_backends
 from mmtrain.models.modules.language import DecoderLayers, load_decoder_layers
 from mmtrain.models.modules.lora import add_adapters, refusing_unused, without_marks
 from mmtrain.models.modules.loss import loss_sum_and_predictions, supervised_loss_sum, supervised_places
@@ -63,7 +63,7 @@ class Stage(nn.Module):
         self.vision = vision
         self.projector = projector
         self._encoder = encoder
-        self.attention: set[AttentionBackend] = set()  # set by `try_out`
+        self.attention: set[Backend] = set()  # set by `try_out`
 
     @functools.cached_property
     def transform(self) -> ImageTransform:

@@ -19,6 +19,7 @@ from mmtrain.base.errors import UserError
 
 HEADS = 4
 HEAD_WIDTH = 16
+MIXER_HEADS, MIXER_GROUPS = 2 * HEADS, 2  # of recurrent mixers, whose heads are as wide
 ROTARY_WIDTH = 8  # deepseek's rotary part of a head, beside HEAD_WIDTH without rotation
 INNER_WIDTH = 48
 LOW_RANK = 32
@@ -31,24 +32,29 @@ WINDOW = 8  # tokens
 _QUERY_HEADS = ("num_attention_heads", "n_head", "num_heads", "n_heads")
 _KEY_HEADS = ("num_key_value_heads", "num_kv_heads", "n_head_kv")
 _SIZES = {
-    HEADS: _QUERY_HEADS,
-    HEADS * HEAD_WIDTH: ("hidden_size", "n_embd", "d_model", "word_embed_proj_dim", "dim_model"),
-    HEAD_WIDTH: (
+    _QUERY_HEADS: HEADS,
+    ("hidden_size", "n_embd", "d_model", "word_embed_proj_dim", "dim_model"): HEADS * HEAD_WIDTH,
+    (
         "head_dim", "global_head_dim", "kv_channels", "v_head_dim", "qk_nope_head_dim", "attention_head_dim",
-        "swa_head_dim", "swa_v_head_dim",
-    ),
-    INNER_WIDTH: (
+        "swa_head_dim", "swa_v_head_dim", "linear_key_head_dim", "linear_value_head_dim", "linear_head_dim",
+        "mamba_d_head", "mamba_head_dim", "mamba_d_state", "ssm_state_size", "mamba_dt_rank",
+    ): HEAD_WIDTH,
+    (
         "intermediate_size", "ffn_hidden_size", "ffn_dim", "n_inner", "mlp_hidden_size", "intermediate_size_mlp",
         "shared_expert_intermediate_size", "shared_intermediate_size", "moe_intermediate_size",
         "expert_ffn_hidden_size", "dense_intermediate_size",
-    ),
-    LOW_RANK: ("q_lora_rank", "kv_lora_rank"),
-    VOCABULARY: ("vocab_size",),
-    WINDOW: ("sliding_window", "attention_chunk_size", "window_size"),
+    ): INNER_WIDTH,
+    ("q_lora_rank", "kv_lora_rank"): LOW_RANK,
+    ("vocab_size",): VOCABULARY,
+    ("sliding_window", "attention_chunk_size", "window_size", "mamba_chunk_size", "chunk_size", "block_size"): WINDOW,
+    ("linear_num_value_heads", "linear_num_heads", "mamba_n_heads", "mamba_num_heads"): MIXER_HEADS,
+    ("mamba_d_ssm",): MIXER_HEADS * HEAD_WIDTH,
+    ("mamba_expand", "expand"): MIXER_HEADS // HEADS,
 }  # fmt: skip
 _LIMITS = {
-    EXPERTS: ("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts"),
-    EXPERTS_PER_TOKEN: ("num_experts_per_tok", "moe_topk", "top_k_experts", "moe_k"),
+    ("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts"): EXPERTS,
+    ("num_experts_per_tok", "moe_topk", "top_k_experts", "moe_k"): EXPERTS_PER_TOKEN,
+    ("mamba_n_groups", "n_groups"): MIXER_GROUPS,
 }
 MAX_PARAMETERS = 100_000_000
 _DROPOUTS = (
@@ -69,7 +75,9 @@ def shrink(config: PreTrainedConfig) -> PreTrainedConfig:
     for name in _KEY_HEADS:
         if key_heads := number(name):
             setattr(tiny, name, max(1, HEADS // max(1, heads // key_heads)))
-    for size, names in _SIZES.items():
+    if (keys := number("linear_num_key_heads")) and (values := number("linear_num_value_heads")):
+        tiny.linear_num_key_heads = max(1, MIXER_HEADS * keys // values)
+    for names, size in _SIZES.items():
         for name in names:
             if number(name) is not None:
                 setattr(tiny, name, size)
@@ -82,7 +90,7 @@ def shrink(config: PreTrainedConfig) -> PreTrainedConfig:
                 setattr(tiny, name, width)
     elif hasattr(tiny, "head_dim") and tiny.head_dim is None:
         tiny.head_dim = HEAD_WIDTH
-    for limit, names in _LIMITS.items():
+    for names, limit in _LIMITS.items():
         for name in names:
             if (number(name) or 0) > limit:
                 setattr(tiny, name, limit)

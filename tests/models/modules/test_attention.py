@@ -19,7 +19,7 @@ from transformers.masking_utils import (
 from mmtrain.models.modules import attention
 from mmtrain.models.modules.attention import (
     ATTENTION,
-    AttentionBackend,
+    Backend,
     Documents,
     attend_by_document,
     attend_flash,
@@ -341,7 +341,7 @@ def test_the_gpu_kernel_is_compared_before_a_recomputed_layer_uses_it(parts, mon
         loss.backward()
         losses.append(loss.detach())
         gradients.append({name: p.grad for name, p in stage.global_parameters() if p.requires_grad})
-    assert stage.attention == {AttentionBackend("flash", None, False)}
+    assert stage.attention == {Backend("attention", "flash", None, False)}
     torch.testing.assert_close(losses[0], losses[1], rtol=0, atol=0)
     torch.testing.assert_close(gradients[0], gradients[1], rtol=0, atol=0)
 
@@ -351,20 +351,20 @@ def test_it_is_known_how_attention_was_computed():
     with record_backends() as found:
         packed_attention(torch.nn.Module(), *states(), documents)
         packed_attention(torch.nn.Module(), *states(), documents)
-    assert found == {AttentionBackend("document", "flash attention needs a GPU", False)}
+    assert found == {Backend("attention", "document", "flash attention needs a GPU", False)}
     packed_attention(torch.nn.Module(), *states(), documents)
     assert len(found) == 1, "only within the context"
 
 
 def test_a_slow_way_is_said_with_its_reason_and_ranks():
-    fast, wide = AttentionBackend("flash", None, False), AttentionBackend("document", "heads are 256 wide", True)
+    fast, wide = Backend("attention", "flash", None, False), Backend("attention", "document", "heads are 256 wide", True)
     records, lines = describe_backends([{fast}, {fast, wide}, set()])
     assert lines == [
         "attention: flash attention, all documents in one call (ranks 0, 1)",
         "attention: documents one by one, which is slow: heads are 256 wide (ranks 1)",
     ]
     assert records == [
-        {"kernel": "flash", "reason": None, "slow": False, "ranks": [0, 1]},
-        {"kernel": "document", "reason": "heads are 256 wide", "slow": True, "ranks": [1]},
+        {"layers": "attention", "kernel": "flash", "reason": None, "slow": False, "ranks": [0, 1]},
+        {"layers": "attention", "kernel": "document", "reason": "heads are 256 wide", "slow": True, "ranks": [1]},
     ]
     assert describe_backends([{fast}, {fast}])[1] == ["attention: flash attention, all documents in one call"]
