@@ -68,8 +68,18 @@ def work(how: str, rank: Rank) -> None:
         dist.all_reduce(torch.ones(1))
         time.sleep(0.02)
     if how == "children left":
+        read_with_workers()
         subprocess.Popen(["sleep", "300"], start_new_session=True)
     dist.destroy_process_group()
+
+
+def read_with_workers() -> None:
+    """Leave two data workers behind, as a run does that ends in the middle of its data."""
+    from torch.utils.data import DataLoader
+
+    global batches
+    batches = iter(DataLoader(range(100), batch_size=None, num_workers=2, multiprocessing_context="fork"))
+    next(batches)
 
 
 def end(how: str) -> None:

@@ -147,7 +147,7 @@ def time_new_lengths(device: str) -> None:
 
 @pytest.mark.gpu(real=True)
 def test_fetching_hides_behind_computing_and_no_host_waits_for_it():
-    run_gpu_ranks(1, measure_overlap, "cuda", 8192)  # 128 MiB a layer
+    run_gpu_ranks(1, measure_overlap, "cuda:0", 8192)  # 128 MiB a layer
 
 
 def measure_overlap(device: str, width: int) -> None:

@@ -118,6 +118,7 @@ def run_rank(job: Job, records: Path | None = None) -> str | None:
         os._exit(2 if record.kind == "user" else 1)
     if console is not None:
         console.drain()
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's handler raises for a data worker that is killed
     for child in multiprocessing.active_children():
         child.kill()  # a data worker that hangs, and ignores SIGTERM: Python's exit would wait for it
     log.finish()
