@@ -27,9 +27,9 @@ from mmtrain.models.facts.model_files import Shape, read_json
 from mmtrain.models.facts.settings import check_layers
 
 T = TypeVar("T")
-_BASE = r"(?:model\.|transformer\.|gpt_neox\.)(?:decoder\.)?"
+_BASE = r"(?:model\.|transformer\.|gpt_neox\.|backbone\.)(?:decoder\.)?"
 _LAYER = re.compile(_BASE + r"(?:layers|h)\.(\d+)\.(.+)")
-_EMBEDDING = re.compile(_BASE + r"(?:embed_tokens|wte|embed_in)\.(weight)")
+_EMBEDDING = re.compile(_BASE + r"(?:embed_tokens|embeddings|wte|embed_in)\.(weight)")
 _NORM = re.compile(_BASE + r"(?:norm|norm_f|ln_f|final_layer_norm|final_layernorm|embedding_norm)\.(weight|bias)")
 _HEAD = re.compile(r"(?:lm_head|embed_out)\.(weight|bias)")
 

@@ -295,6 +295,7 @@ class _Weights:
             stock.__init__(model, *arguments, **options)
             for module, replacement in absent_modules(model, first, last, embedding=embedding, head=head).items():
                 replace(model, module, replacement)
+            _initialise_present_layers(model)
             if not head:  # else transformers looks for the LM head that is tied to the embedding
                 model.all_tied_weights_keys = {}
 
@@ -323,6 +324,21 @@ class _Weights:
         if faults:
             raise UserError(f"{self._path}: the weights do not fit config.json ({faults}). Download the model again")
         return model
+
+
+def _initialise_present_layers(model: PreTrainedModel) -> None:
+    """Let a decoder set only the buffers of layers that are here: falcon_h1's sets one of each layer when it is loaded."""
+    path, name = decoder_path(model)
+    decoder, layers = model.get_submodule(path), decoder_layers(model)
+    stock = decoder._init_weights
+
+    def initialise(module: nn.Module) -> None:
+        if module is decoder:
+            setattr(decoder, name, nn.ModuleList(layer for layer in layers if not isinstance(layer, Bookend)))
+        stock(module)
+        setattr(decoder, name, layers)
+
+    decoder._init_weights = initialise
 
 
 def missing_prefix(names: Iterable[str], stock: type[PreTrainedModel]) -> str:

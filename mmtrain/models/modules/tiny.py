@@ -25,6 +25,7 @@ INNER_WIDTH = 48
 LOW_RANK = 32
 EXPERTS = 8
 EXPERTS_PER_TOKEN = 2
+NORM_EPS = 0.01  # norms of recurrent layers divide by results near 0, where rounding grows 100,000-fold in 48 layers
 VOCABULARY = 128
 WINDOW = 8  # tokens
 
@@ -104,6 +105,9 @@ def shrink(config: PreTrainedConfig) -> PreTrainedConfig:
             setattr(tiny, name, 0.0)
     if isinstance(getattr(tiny, "rope_parameters", None), dict):
         tiny.rope_parameters = _trim_rope(tiny.rope_parameters, getattr(tiny, "partial_rotary_factor", None))
+    for name in ("rms_norm_eps", "norm_eps", "layer_norm_epsilon"):
+        if hasattr(tiny, name):
+            setattr(tiny, name, NORM_EPS)
     tiny.use_cache = False
     return tiny
 

@@ -12,10 +12,10 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from mmtrain.config.model import LoraSection
-from mmtrain.models.facts.families import WHOLE_LAST_LAYER, canonical_name
+from mmtrain.models.facts.families import canonical_name
 from mmtrain.models.modules.language import DecoderLayers, causal_config, load_decoder_layers
 from mmtrain.models.modules.lora import add_adapters, without_marks
-from mmtrain.models.modules.parity import measure_differences
+from mmtrain.models.modules.parity import measure_differences, takes_rows
 from mmtrain.models.modules.tiny import tiny_model
 from mmtrain.models.weights.streaming import StreamedLayers
 from mmtrain.models.weights.weight_sources import HostSource
@@ -46,6 +46,19 @@ FAMILIES: dict[str, dict] = {
     "olmo2": {},
     "starcoder2": {},
     "opt": {},
+    "qwen3_next": {},
+    "qwen3_5_text": {},
+    "qwen3_5_moe_text": {},
+    "lfm2": {"layer_types": ["conv", "full_attention"] * 3, "block_auto_adjust_ff_dim": False},
+    "lfm3": {},
+    "granitemoehybrid": {"layer_types": ["mamba", "attention"] * 3, "num_local_experts": 0},
+    "falcon_h1": {},
+    "bamba": {"attn_layer_indices": [1, 4]},
+    "nemotron_h": {"hybrid_override_pattern": "M*M-ME"},
+    "olmo_hybrid": {},
+    "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
+    "kimi_linear": {},
+    "minimax": {},
 }
 BORDERS = {"llama": (0, 0, 2, 6, 6), "gemma3_text": (0, 0, 2, 6, 6), "gpt2": (0, 0, 2, 6, 6), "granite": (0, 0, 6, 6)}
 
@@ -119,7 +132,11 @@ def test_staged_and_packed_equals_the_stock_model_on_each_document(checkpoint):
             begin += length
 
 
-EXPERTS = ("deepseek_v3", "glm4_moe", "glm4_moe_lite", "gpt_oss", "mixtral", "qwen3_moe")
+EXPERTS = (
+    "deepseek_v3", "glm4_moe", "glm4_moe_lite", "gpt_oss", "jamba", "kimi_linear", "minimax", "mixtral", "nemotron_h",
+    "qwen3_5_moe_text", "qwen3_moe", "qwen3_next",
+)  # fmt: skip
+ROUNDING = {"qwen3_next": 3e-5, "qwen3_5_moe_text": 3e-5}  # experts' own, which norms of recurrent layers enlarge
 
 
 def gradients_of(named, backward) -> dict[str, torch.Tensor]:
@@ -142,6 +159,7 @@ def test_lora_in_slices_is_that_of_peft_on_the_stock_model(checkpoint):
     # Eager: before 5.18 transformers let gemma2's soft cap out of its other attention.
     stock = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
     linear = [name for name, module in stock.named_modules() if type(module) in (nn.Linear, Conv1D)]
+    linear = [name for name in linear if not name.endswith(".dt_proj")]  # jamba's uses the weight without a call
     if family in EXPERTS:
         linear = [name for name in linear if ".layers.1." not in name]
     linear = [name for name in linear if canonical_name(f"{name}.weight").startswith("llm.layers.")]
@@ -155,7 +173,7 @@ def test_lora_in_slices_is_that_of_peft_on_the_stock_model(checkpoint):
     slices = load_all(family, folder, torch.float32)
     for part in slices:
         add_adapters(part.model, LoraSection(r=4, alpha=8.0, targets=targets), canonical_name, seed=0)
-    if family not in WHOLE_LAST_LAYER and slices[-1].first < slices[-1].last:
+    if slices[-1].first < slices[-1].last and takes_rows(causal_config(folder)):
         slices[-1].narrow_last_layer()
 
     def staged():
@@ -177,7 +195,7 @@ def test_lora_in_slices_is_that_of_peft_on_the_stock_model(checkpoint):
     expected = gradients_of(stock.named_parameters(), separate)
     assert found.keys() == expected.keys() and len(found) == 2 * len(linear)
     for name, gradient in expected.items():
-        assert (found[name] - gradient).norm() <= 1e-5 * gradient.norm(), name
+        assert (found[name] - gradient).norm() <= ROUNDING.get(family, 1e-5) * gradient.norm(), name
 
 
 def test_layers_that_are_whole_only_while_they_compute_are_the_same_to_the_bit(checkpoint):
