@@ -226,7 +226,8 @@ class _LayerCosts:
             layers.append(self.decoder_layer(i, upstream, on_rows=False))
             whole_last, upstream_of_last = layers[-1], upstream
             upstream = upstream or bool(whole_last.trainable_names)
-        if rows_alone or llm.model_type not in WHOLE_LAST_LAYER:
+        last = self.block(len(llm.decoder) - 1)
+        if rows_alone or (llm.model_type not in WHOLE_LAST_LAYER and last.attends and last.mixer is None):
             layers[-1] = self.decoder_layer(len(llm.decoder) - 1, upstream_of_last, on_rows=True)
         layers.append(self.head(upstream))
         encoder_names = tuple(name for name in front.trainable_names if name.startswith("vision."))
@@ -259,15 +260,17 @@ class _LayerCosts:
             self.decoder[key] = kind, self.decoder_kind(kind)
         return replace(self.decoder[key][1], trainable_names=names)
 
+    def block(self, index: int) -> Block:
+        llm = self.models.llm
+        sizes = llm.hidden_size, llm.heads, llm.kv_heads, llm.head_dim, llm.experts, llm.experts_per_token
+        return Block(llm.decoder[index], f"llm.layers.{index}.", *sizes, llm.mixer_state, llm.mixer_chunk)
+
     def decoder_kind(self, kind: LayerKind) -> LayerCost:
         llm, work, size = self.models.llm, self.work, self.llm_size
         rows = work.supervised if kind.on_rows else work.tokens  # the last tokens of their documents
-        prefix = f"llm.layers.{kind.layer}."
-        parameters = llm.decoder[kind.layer]
-        sizes = llm.hidden_size, llm.heads, llm.kv_heads, llm.head_dim, llm.experts, llm.experts_per_token
-        block = Block(parameters, prefix, *sizes)
+        parameters, block = llm.decoder[kind.layer], self.block(kind.layer)
         context = keys_seen(work.document, rows / work.tokens * work.document, llm.window)
-        parts = block_parts(block, self.trained, size, work.tokens, rows, context)
+        parts = block_parts(block, self.trained, size, work.tokens, rows, context, work.document)
         flops, kept = total(parts, kind.input_gradient)
         needed, _ = total(parts, kind.input_gradient, with_waste=False)
         made = total(parts, True)[1]  # what a recomputed layer holds while its backward runs

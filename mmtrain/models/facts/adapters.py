@@ -85,7 +85,11 @@ def _refuse_unfit(parameter: ParameterShape, siblings: Sequence[ParameterShape])
         return
     layer = adapted_layer(parameter.name)
     siblings = [p for p in siblings if p.name.startswith(block[0])]
-    experts = {p.name.rpartition(".")[0]: p.shape[0] for p in siblings if len(p.shape) > 2}  # how many each holds
+    is_convolution = len(parameter.shape) == 3 and parameter.shape[1] == 1  # of each feature alone, in a recurrent mixer
+    if is_convolution:
+        return
+    stacked = (p for p in siblings if len(p.shape) > 2 and p.shape[1] > 1)
+    experts = {p.name.rpartition(".")[0]: p.shape[0] for p in stacked}  # how many each holds
     routers = {(module.rpartition(".")[0], count) for module, count in experts.items()}
     is_experts = parameter.name.rpartition(".")[0] in experts
     is_router = (layer.rpartition(".")[0], parameter.shape[0]) in routers

@@ -39,8 +39,24 @@ BASE_PREFIX = {"gpt2": "transformer.", "gpt_bigcode": "transformer.", "gpt_neox"
 # Tensors in checkpoints that are buffers: masks and rotary frequencies (old files), expert balancing.
 _BUFFER = re.compile(
     r".*\.(?:rotary_emb\.inv_freq|masked_bias|position_ids|(?:attn|attention)\.bias"
-    r"|(?<!moe_statics\.)e_score_correction_bias)"  # ernie4_5_moe's is a parameter
+    r"|(?<!moe_statics\.)e_score_correction_bias"  # ernie4_5_moe's is a parameter
+    r"|self_attn\.(?:slope_rate|query_decay|key_decay|diagonal_decay))"  # minimax
 )
+
+# What checkpoints of a family call its parameters; transformers renames and joins them when it loads.
+_RENAMED = {
+    "nemotron_h": ((r"^backbone\.", "model."),),
+    "olmo_hybrid": (
+        (r"\.attention_layer_norm\.", ".input_layernorm."),
+        (r"\.feedforward_layer_norm\.", ".post_attention_layernorm."),
+    ),
+    "lfm3": ((r"\.self_attn\.gate_proj\.", ".self_attn.g_proj."),),
+    "kimi_linear": (
+        (r"\.self_attn\.(f_a_proj\.|f_b_proj\.|dt_bias|A_log)", r".self_attn.forget_gate.\1"),
+        (r"\.block_sparse_moe\.", ".mlp."),
+    ),
+}
+_JOINED_CONVOLUTION = re.compile(r"\.[qkv]_(conv1d\.weight)")
 
 _EXPERT = re.compile(r"(.+\.experts)\.(\d+)\.(gate_proj|up_proj|down_proj|w1|w2|w3)\.weight")
 
@@ -52,8 +68,13 @@ _UNFIT = {
     **dict.fromkeys(
         ("deepseek_v32", "glm_moe_dsa"), "its layers choose the tokens to attend to from a mask, which packs lack"
     ),
+    **dict.fromkeys(
+        ("falcon_mamba", "mamba", "mamba2", "recurrent_gemma", "rwkv", "xlstm"),
+        "its recurrent layers carry state from one document into the next, and take no cache like those of a hybrid",
+    ),
+    **dict.fromkeys(("zamba", "zamba2"), "its layers share the weights of one attention block"),
 }  # by model_type: why a family cannot be cut into stages or packed
-_WHAT_WORKS = "Use a family whose layers all attend (llama, mistral, qwen2, qwen3, gemma2, phi3, ...)"
+_WHAT_WORKS = "Use another family (llama, mistral, qwen3, gemma3, phi3, qwen3_5, lfm2, granitemoehybrid, ...)"
 MAX_EXPERTS = 100_000
 WHOLE_LAST_LAYER = {"gpt2", "gpt_bigcode", "llama4_text"}
 """Families whose last decoder layer cannot be run for supervised tokens alone, as modules.parity.takes_rows finds."""
@@ -124,6 +145,8 @@ def parameters_on_disk(model_type: str, tensors: dict[str, Shape]) -> dict[str, 
     transformers 5 has the experts of a layer in `experts.gate_up_proj` (E, 2I, D) and `experts.down_proj` (E, D, I),
     checkpoints one tensor per expert.
     """
+    for pattern, renamed in _RENAMED.get(model_type, ()):
+        tensors = {re.sub(pattern, renamed, name): shape for name, shape in tensors.items()}
     prefix = BASE_PREFIX.get(model_type, "model.")
     bare = not any(name.startswith(prefix) for name in tensors)
     parameters: dict[str, Shape] = {}
@@ -132,6 +155,9 @@ def parameters_on_disk(model_type: str, tensors: dict[str, Shape]) -> dict[str, 
             name = prefix + name
         if _BUFFER.fullmatch(name):
             continue
+        if _JOINED_CONVOLUTION.search(name):
+            name = _JOINED_CONVOLUTION.sub(r".\1", name)
+            shape = (shape[0] + parameters.get(name, (0,))[0], *shape[1:])
         name = name.replace(".block_sparse_moe.input_linear.weight", ".block_sparse_moe.experts.gate_up_proj")
         name = name.replace(".block_sparse_moe.router.layer.weight", ".block_sparse_moe.router.weight")
         name = name.replace(".block_sparse_moe.output_linear.weight", ".block_sparse_moe.experts.down_proj")
@@ -144,11 +170,13 @@ def parameters_on_disk(model_type: str, tensors: dict[str, Shape]) -> dict[str, 
         rows, columns = shape
         if expert[3] in ("down_proj", "w2"):
             fused, rows_per_expert = f"{expert[1]}.down_proj", rows
+        elif model_type == "nemotron_h":  # its experts have no gate
+            fused, rows_per_expert = f"{expert[1]}.up_proj", rows
         else:
             fused, rows_per_expert = f"{expert[1]}.gate_up_proj", 2 * rows
         experts = max(int(expert[2]) + 1, parameters.get(fused, (0,))[0])
         parameters[fused] = (experts, rows_per_expert, columns)
-    if model_type in ("mixtral", "minimax_m2"):
+    if model_type in ("minimax", "minimax_m2", "mixtral"):
         return {name.replace(".block_sparse_moe.", ".mlp."): shape for name, shape in parameters.items()}
     return parameters
 
@@ -166,13 +194,15 @@ MULTIMODAL_MODELS = {
     "gemma3": True,
     "mistral3": True,
     "lfm2_vl": True,
+    "qwen3_5": False,
+    "qwen3_5_moe": False,
     "lighton_ocr": True,
     "hyperclovax_vision_v2": True,
     "video_llama_3": False,
     "exaone4_5": False,
 }
 # Those whose encoder alone is read: their LLM takes positions in three dimensions.
-ENCODER_HOLDERS = {*MULTIMODAL_MODELS, "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"}
+ENCODER_HOLDERS = {*MULTIMODAL_MODELS, "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"}
 _TIED_IF_EITHER_SAYS_SO = ("llava", "llava_onevision")
 
 # What text models say of their head alone, and what makes it the plain one of the classes above.

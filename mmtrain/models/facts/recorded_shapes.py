@@ -27,7 +27,7 @@ PLANNING_KEYS = (
     "n_head", "num_key_value_heads", "multi_query", "head_dim", "qk_nope_head_dim", "qk_rope_head_dim",
     "tie_word_embeddings", "sliding_window", "use_sliding_window", "layer_types", "num_experts", "num_local_experts",
     "n_routed_experts", "moe_num_experts", "num_experts_per_tok", "moe_topk", "moe_k",
-    "rms_norm_eps",
+    "rms_norm_eps", "linear_key_head_dim", "mamba_d_state", "ssm_state_size", "mamba_chunk_size", "chunk_size",
 )  # fmt: skip
 
 _IN_LAYER = re.compile(r"((?:.*\.)?(?:layers?|h|blocks)\.)(\d+)\.")

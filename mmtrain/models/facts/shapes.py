@@ -66,6 +66,8 @@ class LlmShape:
     decoder: tuple[tuple[ParameterShape, ...], ...]  # one tuple per decoder layer
     head: tuple[ParameterShape, ...]  # final norm, LM head (the embedding's shape once more where tied)
     norm_eps: float | None = None  # of its RMS norms; None where config.json says nothing
+    mixer_state: int | None = None  # of recurrent layers: width of a head's state beside its values; None: as these
+    mixer_chunk: int = 64  # of recurrent layers: tokens that stock code computes at once, in transformers' delta rule 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,6 +214,8 @@ def llm_shape_from(config_json: dict[str, Any], parameters: dict[str, Shape], so
         decoder=tuple(tuple(decoder[index]) for index in range(layers)),
         head=tuple(head),
         norm_eps=config_json.get("rms_norm_eps"),
+        mixer_state=_first(config_json, "linear_key_head_dim", "mamba_d_state", "ssm_state_size"),
+        mixer_chunk=_first(config_json, "mamba_chunk_size", "chunk_size") or 64,
     )
 
 
