@@ -38,6 +38,11 @@ def python_child(*arguments: object, **variables: str) -> dict[str, Any]:
     }
 
 
+def leave_out_gpu_kernels() -> None:
+    """Let transformers compute recurrent layers by its own code in this process: these libraries compute on GPUs alone."""
+    sys.modules.update(dict.fromkeys(("causal_conv1d", "fla", "mamba_ssm")))
+
+
 PR_SET_PDEATHSIG = 1
 
 

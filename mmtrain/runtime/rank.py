@@ -22,7 +22,7 @@ import psutil
 
 from mmtrain.base.console_stream import ConsoleStream
 from mmtrain.base.printing import print_info, show_error, show_logs
-from mmtrain.runtime.child import die_with_parent, wake_stopped
+from mmtrain.runtime.child import die_with_parent, leave_out_gpu_kernels, wake_stopped
 from mmtrain.runtime.failures import ErrorRecord, RankProgress
 from mmtrain.runtime.job import Job
 from mmtrain.runtime.log import log_name, send_output_to
@@ -83,6 +83,8 @@ def run_rank(job: Job, records: Path | None = None) -> str | None:
 
     progress = RankProgress(records / f"progress-{rank}" if records else None)
     try:
+        if not job.on_gpus:
+            leave_out_gpu_kernels()
         import torch
 
         torch.set_num_threads(job.threads)

@@ -158,11 +158,18 @@ class ByDocument:
         own = inspect.BoundArguments(call.signature, arguments)
         return self._forward(*own.args, **own.kwargs, **borders)
 
-    @torch.enable_grad()
     def _choose(self, hidden: torch.Tensor) -> Backend:
-        """Compare the library's kernels, given the documents' borders, with the loop: results and input gradients."""
         if not hidden.is_cuda:
             return Backend("recurrent layers", "document", "kernels that take borders need a GPU", slow=False)
+        reason = self.reason_against_kernels(hidden)
+        return Backend("recurrent layers", "library" if reason is None else "document", reason, slow=reason is not None)
+
+    @torch.enable_grad()
+    def reason_against_kernels(self, hidden: torch.Tensor) -> str | None:
+        """Compare the library's kernels, given documents' borders, with the loop; None if both are alike.
+
+        Compares results and input gradients in the type of `hidden` (B, L, D), for documents that a leak would change.
+        """
         generator = torch.Generator(hidden.device).manual_seed(0)
         shape = (1, sum(_TRIED), hidden.shape[-1])
         inputs, upstream = (torch.randn(shape, generator=generator, device=hidden.device) for _ in range(2))
@@ -183,12 +190,10 @@ class ByDocument:
             ours = outcome(self._in_one_call(call, sequences))
             leaking = outcome(self._forward(inputs))
         except Exception as error:  # kernels of foreign libraries raise what they like
-            reason = escape(str(error).strip().partition("\n")[0], 200) or type(error).__name__
-        else:
-            if not differs(ours, expected) and differs(leaking, expected):
-                return Backend("recurrent layers", "library", None, slow=False)
-            reason = "its kernels mix documents; flash-linear-attention with causal-conv1d, or mamba-ssm, do not"
-        return Backend("recurrent layers", "document", reason, slow=True)
+            return escape(str(error).strip().partition("\n")[0], 200) or type(error).__name__
+        if not differs(ours, expected) and differs(leaking, expected):
+            return None
+        return "its kernels mix documents; flash-linear-attention with causal-conv1d, or mamba-ssm, do not"
 
 
 def _like(result: Any, hidden: torch.Tensor) -> Any:

@@ -34,7 +34,7 @@ from mmtrain.models.facts.families import check_family, encoder_config, llm_conf
 from mmtrain.models.facts.model_files import Shape, model_folder
 from mmtrain.models.facts.shapes import vision_shape
 from mmtrain.models.facts.vision_files import is_timm_name
-from mmtrain.runtime.child import die_with_parent, python_child
+from mmtrain.runtime.child import die_with_parent, leave_out_gpu_kernels, python_child
 
 STAGED_BOUND = 1e-6  # relative; the kernels are the same, 0.0 on every family that is known to work
 PACKED_BOUND = 1e-4  # relative; rounding over 80 layers stays below 2e-5, a leak is above 1e-2
@@ -215,5 +215,6 @@ def _measure_encoder(name: str, dtype: str, final_norm: str, factor: str, merges
 
 if __name__ == "__main__":
     die_with_parent()
+    leave_out_gpu_kernels()
     measure = {"llm": _measure_llm, "encoder": _measure_encoder}[sys.argv[1]]
     print("\ndifferences", *measure(*sys.argv[2:]))
