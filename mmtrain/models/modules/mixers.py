@@ -5,7 +5,7 @@
 
 Gated delta rules, Mamba and short convolutions carry state from each token to the next. In a pack the stock module
 would carry it from one document into the next, which no mask forbids. A mixer is found by its code: it takes a cache,
-as all that mixes tokens must for decoding, and never asks transformers for an attention function.
+as all that mixes tokens must for decoding, and neither asks transformers for an attention function nor has a softmax.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from mmtrain.models.modules.attention import Backend, Documents, NoPadding, note
 from mmtrain.models.modules.last_layer import CACHE_ARGUMENTS, Forward, map_tokens, recomputing
 
 _CACHES = {*CACHE_ARGUMENTS, "cache_params"}
+_ATTENTION = {"ALL_ATTENTION_FUNCTIONS", "softmax"}  # what the code of attention calls
 _TRIED = (13, 1, 40, 6)  # tokens of the documents on which kernels are compared with the loop
 AGREEMENT = 0.1  # relative; bf16 keeps 3 digits, and what leaks changes a result by a good part of what there is
 
@@ -38,7 +39,7 @@ def mixers_of(layer: nn.Module) -> list[nn.Module]:
     for module in list(layer.modules())[1:]:
         stock = inspect.unwrap(type(module).forward)
         takes_cache = not _CACHES.isdisjoint(inspect.signature(stock).parameters)
-        if takes_cache and module not in inside and "ALL_ATTENTION_FUNCTIONS" not in stock.__code__.co_names:
+        if takes_cache and module not in inside and _ATTENTION.isdisjoint(stock.__code__.co_names):
             mixers.append(module)
             inside.update(module.modules())
     return mixers
