@@ -75,13 +75,14 @@ WHOLES: dict[str, tuple[str, str, str, dict]] = {  # class, model_type of encode
     "lfm2_patches": (
         "Lfm2Vl",
         "siglip2_vision_model",
-        "llama",
+        "lfm2",
         {"projector_hidden_size": 64, "downsample_factor": 1, "projector_use_layernorm": False},
     ),
 }
 MORE_TEXT = {
     "gemma3_text": {"head_dim": 16, "sliding_window": 8},
     "cohere2": {"sliding_window": 8, "logit_scale": 0.25},
+    "lfm2": {"layer_types": ["conv", "full_attention", "conv", "full_attention"], "block_auto_adjust_ff_dim": False},
     "HyperCLOVAXVisionV2": {"logits_scaling": 1.0},
 }
 MARKS = ("<image>", "<fake_token_around_image>", "<global-img>", "<end_of_utterance>", "<|video|>")

@@ -46,7 +46,7 @@ from mmtrain.models.facts.adapters import is_llm_adapter
 from mmtrain.models.facts.encoders import TIMM
 from mmtrain.models.facts.model_files import model_folder, read_header
 from mmtrain.models.facts.shapes import llm_shape
-from mmtrain.models.modules.language import causal_config, quiet
+from mmtrain.models.modules.language import causal_config, config_from, quiet
 from mmtrain.models.modules.projector import PROJECTOR
 from mmtrain.models.modules.stage import build_stage
 from mmtrain.models.modules.tiny import tiny_model
@@ -281,7 +281,7 @@ def kept_in_float32(
 ) -> set[str]:
     """Return the tensors that transformers loads in fp32 into a model of `dtype`, which must not be rounded."""
     with torch.device("meta"):
-        model = stock.model_class(stock.config_class.from_dict(dict(config)))
+        model = stock.model_class(config_from(stock.config_class, config))
     modules = set(model._keep_in_fp32_modules_strict or ())
     if dtype == torch.float16:
         modules |= set(model._keep_in_fp32_modules or ())
@@ -295,7 +295,7 @@ def _load(
     with quiet():
         return stock.model_class.from_pretrained(
             None,
-            config=stock.config_class.from_dict(dict(config)),
+            config=config_from(stock.config_class, config),
             state_dict=dict(tensors),
             dtype=torch.float32,
             attn_implementation=None,

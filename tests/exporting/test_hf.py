@@ -29,6 +29,16 @@ FAMILIES = {
     "mixtral": {},
     "gpt_oss": {},
     "phi3": {},
+    "tied lfm2": {"layer_types": ["conv", "full_attention", "conv"], "block_auto_adjust_ff_dim": False, "tied": True},
+    "qwen3_5_text": {"layer_types": ["linear_attention", "linear_attention", "full_attention"]},
+    "granitemoehybrid": {
+        "layer_types": ["mamba", "attention", "mamba"],
+        "mamba_n_heads": 8,
+        "mamba_d_head": 16,
+        "num_local_experts": 0,
+        "shared_intermediate_size": 64,
+    },
+    "nemotron_h": {"hybrid_override_pattern": "M*-", "mamba_num_heads": 4, "mamba_head_dim": 16, "n_groups": 1},
 }
 
 

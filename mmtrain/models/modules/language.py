@@ -10,7 +10,7 @@ Cutting the list is wrong wherever the stock forward scales its input: every sta
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -357,12 +357,17 @@ def causal_config(folder: Path) -> PreTrainedConfig:
         raise UserError(f"{folder}: transformers {transformers.__version__} does not know {family}. {why}")
     if holds_parts(folder):
         with foreign_files(f"{folder}: text_config in config.json"):
-            config = transformers.CONFIG_MAPPING[family].from_dict(config_json)
+            config = config_from(transformers.CONFIG_MAPPING[family], config_json)
     else:
         config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise UserError(f"{folder}: {family} has no causal LM in transformers {transformers.__version__}")
     return config
+
+
+def config_from(kind: type[PreTrainedConfig], config_json: Mapping[str, Any]) -> PreTrainedConfig:
+    """Make transformers' config from a config.json in memory, which spells infinity {"__float__": "Infinity"}."""
+    return kind.from_dict(kind._decode_special_floats(dict(config_json)))
 
 
 def _set_options(config: PreTrainedConfig) -> None:
