@@ -91,13 +91,19 @@ LAYOUTS = {
         off=6e-2,
     ),
     "pipeline 2, gpt2": Layout(CUT, family="gpt2"),
+    "pipeline 2, qwen3_5, streamed and recomputed": Layout({**CUT, **HOST}, family="qwen3_5_text"),
+    "pipeline 2, lfm3": Layout(CUT, family="lfm3"),
     "pipeline 4": Layout({"parallel__pipeline": 4, "parallel__boundaries": (1, 3, 5)}),
     "2 replicas": Layout({"parallel__data": 2}),
     "2 replicas, streamed from peers": Layout({"parallel__data": 2, **PEERS}),
     "2 x 2": Layout({**CUT, "parallel__data": 2}),
     "2 x 2, streamed from peers, LoRA": Layout({**CUT, **PEERS, **LORA, "parallel__data": 2}),
 }
-DAILY = ("pipeline 2, streamed and recomputed", "pipeline 2, Qwen's encoder in slices, bfloat16")
+DAILY = (
+    "pipeline 2, streamed and recomputed",
+    "pipeline 2, Qwen's encoder in slices, bfloat16",
+    "pipeline 2, qwen3_5, streamed and recomputed",
+)
 
 pytestmark = [pytest.mark.gpu(count=4), pytest.mark.cpu_ranks]
 

@@ -86,11 +86,12 @@ class NoPadding(torch.Tensor):
             return torch.tensor(True)
         with torch._C.DisableTorchFunctionSubclass():
             result = function(*arguments, **(options or {}))
-        is_true = function in _KEEP_TRUE and not (function is torch.Tensor.eq and arguments[1] != 1)
+        is_true = function in _KEEP_TRUE or (function is _EQUALS and arguments[1] == 1)
         return result.as_subclass(cls) if is_true else result
 
 
-_KEEP_TRUE = frozenset({torch.Tensor.eq, torch.Tensor.to, torch.Tensor.__getitem__, torch.Tensor.contiguous})
+_EQUALS = torch._C.TensorBase.__eq__  # what `mask == 1` calls
+_KEEP_TRUE = frozenset({torch.Tensor.to, torch.Tensor.__getitem__, torch.Tensor.contiguous})
 
 
 @contextmanager
