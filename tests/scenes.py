@@ -16,6 +16,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from transformers import (
     AutoModel,
+    AutoModelForCausalLM,
     CLIPImageProcessorPil,
     CLIPVisionConfig,
     CLIPVisionModel,
@@ -144,7 +145,7 @@ def native_documents(layout: ImageLayout, count: int, seed: int = 0) -> list[Doc
 
 def stock_llava(folder: Path, seed: int, dtype: torch.dtype = torch.float32) -> LlavaForConditionalGeneration:
     """LlavaForConditionalGeneration from the same weights, frozen but for the projector."""
-    llm = LlamaForCausalLM.from_pretrained(folder / "llm", dtype=dtype)
+    llm = AutoModelForCausalLM.from_pretrained(folder / "llm", dtype=dtype)
     vision = CLIPVisionModel.from_pretrained(folder / "vision", dtype=dtype)
     config = LlavaConfig(
         vision_config=vision.config,

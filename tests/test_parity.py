@@ -6,6 +6,7 @@ from functools import partial
 
 import numpy as np
 import pytest
+from hybrids import HYBRIDS
 from ranks import run_ranks
 from scenes import (
     Case,
@@ -15,12 +16,16 @@ from scenes import (
     merged,
     projector_of,
     relative,
+    save_parts,
     stock_gradients,
     stock_llava,
     train_stock,
 )
 
+from transformers import CONFIG_MAPPING
+
 from mmtrain.engine.optimizer import learning_rate
+from mmtrain.models.modules.tiny import tiny_model
 
 # pipeline, data, first decoder layers of all stages but the first where a rank has several.
 LAYOUTS = {
@@ -123,6 +128,30 @@ def test_a_step_without_labels_updates_nothing_and_says_so(parts):
             np.testing.assert_array_equal(both["parameters"][name], value)
         assert all(t["moved"] for t in labelled["audit"]["trainable"])
         assert not any(t["moved"] or t["had_gradient"] for t in nothing["audit"]["trainable"])
+
+
+@pytest.mark.parametrize(
+    "family", [pytest.param(name, marks=() if name == "qwen3_5_text" else pytest.mark.nightly) for name in HYBRIDS]
+)
+def test_a_hybrid_llm_trains_on_packs_as_its_stock_class_on_each_document(tmp_path, family):
+    save_parts(tmp_path, layers=6)
+    tiny_model(CONFIG_MAPPING[family](num_hidden_layers=6, **HYBRIDS[family]), 0).save_pretrained(tmp_path / "llm")
+    loss, gradients = stock_gradients(stock_llava(tmp_path, seed=0), STEPS["packed"])
+    worst = 0.0
+    for pipeline, data, recomputed in ((1, 1, 0), (1, 1, 6), (2, 1, 0), (2, 1, 6), (4, 1, 0), (2, 2, 0)):
+        config = make_config(
+            tmp_path,
+            parallel__pipeline=pipeline,
+            parallel__data=data,
+            parallel__recompute_layers=recomputed // pipeline,
+        )
+        ranks = [rank[0] for rank in run_ranks(pipeline * data, execute, [Case(config, (STEPS["packed"],))])]
+        assert ranks[0]["results"][0].loss == pytest.approx(loss, rel=1e-5)
+        found = merged(ranks, "gradients")
+        worst = max(worst, *(relative(found[name], value.double().numpy()) for name, value in gradients.items()))
+        assert all(rank["audit"]["failures"] == [] for rank in ranks)
+    print(f"{family}: worst relative gradient error {worst:.1e}")
+    assert worst <= 1e-5
 
 
 @pytest.fixture(scope="module")

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from hybrids import HYBRIDS
 from peft import LoraConfig, inject_adapter_in_model
 from torch import nn
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel
@@ -46,19 +47,7 @@ FAMILIES: dict[str, dict] = {
     "olmo2": {},
     "starcoder2": {},
     "opt": {},
-    "qwen3_next": {},
-    "qwen3_5_text": {},
-    "qwen3_5_moe_text": {},
-    "lfm2": {"layer_types": ["conv", "full_attention"] * 3, "block_auto_adjust_ff_dim": False},
-    "lfm3": {},
-    "granitemoehybrid": {"layer_types": ["mamba", "attention"] * 3, "num_local_experts": 0},
-    "falcon_h1": {},
-    "bamba": {"attn_layer_indices": [1, 4]},
-    "nemotron_h": {"hybrid_override_pattern": "M*M-ME"},
-    "olmo_hybrid": {},
-    "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
-    "kimi_linear": {},
-    "minimax": {},
+    **HYBRIDS,
 }
 BORDERS = {"llama": (0, 0, 2, 6, 6), "gemma3_text": (0, 0, 2, 6, 6), "gpt2": (0, 0, 2, 6, 6), "granite": (0, 0, 6, 6)}
 
