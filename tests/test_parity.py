@@ -21,7 +21,6 @@ from scenes import (
     stock_llava,
     train_stock,
 )
-
 from transformers import CONFIG_MAPPING
 
 from mmtrain.engine.optimizer import learning_rate

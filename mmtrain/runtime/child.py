@@ -39,7 +39,7 @@ def python_child(*arguments: object, **variables: str) -> dict[str, Any]:
 
 
 def leave_out_gpu_kernels() -> None:
-    """Let transformers compute recurrent layers by its own code in this process: these libraries compute on GPUs alone."""
+    """Let transformers compute recurrent layers by its own code here: these libraries compute on GPUs alone."""
     sys.modules.update(dict.fromkeys(("causal_conv1d", "fla", "mamba_ssm")))
 
 

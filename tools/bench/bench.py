@@ -19,6 +19,7 @@ COMMANDS = {
     "plan": "predicted against measured step time, idle share and memory",
     "encoder_plans": "plans of real models with the encoder in slices, against others; nothing runs",
     "loader": "samples a second, against webdataset and the images alone",
+    "mixers": "recurrent layers of hybrid LLMs over packs, against the stock mixer, which leaks",
     "gpu": "a 7B-shaped model on one CUDA device, against the stock loop",
 }
 EXIT_CODES = """\

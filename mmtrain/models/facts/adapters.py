@@ -85,8 +85,7 @@ def _refuse_unfit(parameter: ParameterShape, siblings: Sequence[ParameterShape])
         return
     layer = adapted_layer(parameter.name)
     siblings = [p for p in siblings if p.name.startswith(block[0])]
-    is_convolution = len(parameter.shape) == 3 and parameter.shape[1] == 1  # of each feature alone, in a recurrent mixer
-    if is_convolution:
+    if len(parameter.shape) == 3 and parameter.shape[1] == 1:  # a recurrent mixer's convolution: small, as norms are
         return
     stacked = (p for p in siblings if len(p.shape) > 2 and p.shape[1] > 1)
     experts = {p.name.rpartition(".")[0]: p.shape[0] for p in stacked}  # how many each holds

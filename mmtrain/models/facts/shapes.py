@@ -67,7 +67,7 @@ class LlmShape:
     head: tuple[ParameterShape, ...]  # final norm, LM head (the embedding's shape once more where tied)
     norm_eps: float | None = None  # of its RMS norms; None where config.json says nothing
     mixer_state: int | None = None  # of recurrent layers: width of a head's state beside its values; None: as these
-    mixer_chunk: int = 64  # of recurrent layers: tokens that stock code computes at once, in transformers' delta rule 64
+    mixer_chunk: int = 64  # of recurrent layers: tokens that stock code computes at once; 64 in the gated delta rule
 
 
 @dataclass(frozen=True, slots=True)

@@ -35,7 +35,7 @@ class Bookend(nn.Module):
         # Some models ask a layer for its kind before they call it (`decoder_layer.attention_type`).
         copy_settings(layer, self)
 
-    def forward(self, hidden_states: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor | tuple[torch.Tensor | None, ...]:
+    def forward(self, hidden_states: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor | tuple[Any, ...]:
         self.handed_out = hidden_states
         hidden = hidden_states if self.hand_in is None else self.hand_in
         return hidden if self._behind is None else (hidden, *self._behind)

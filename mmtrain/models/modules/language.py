@@ -327,7 +327,7 @@ class _Weights:
 
 
 def _initialise_present_layers(model: PreTrainedModel) -> None:
-    """Let a decoder set only the buffers of layers that are here: falcon_h1's sets one of each layer when it is loaded."""
+    """Let a decoder initialise only layers that are here: falcon_h1's sets a buffer of each when it is loaded."""
     path, name = decoder_path(model)
     decoder, layers = model.get_submodule(path), decoder_layers(model)
     stock = decoder._init_weights

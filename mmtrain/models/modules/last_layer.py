@@ -123,7 +123,7 @@ def _zeros(width: int, rows: torch.Tensor) -> torch.Tensor:
 
 
 def map_tokens(value: Any, of_all: tuple[int, int], change: Callable[[Any], Any]) -> Any:
-    """Apply `change` to what an argument of a layer holds for each token of rows (B, L), `of_all`: tensors, Documents."""
+    """Apply `change` to each tensor for all tokens (B, L), `of_all`, and to Documents in an argument of a layer."""
     if isinstance(value, Documents):
         return change(value)
     if isinstance(value, torch.Tensor):

@@ -357,7 +357,10 @@ def test_it_is_known_how_attention_was_computed():
 
 
 def test_a_slow_way_is_said_with_its_reason_and_ranks():
-    fast, wide = Backend("attention", "flash", None, False), Backend("attention", "document", "heads are 256 wide", True)
+    fast, wide = (
+        Backend("attention", "flash", None, False),
+        Backend("attention", "document", "heads are 256 wide", True),
+    )
     records, lines = describe_backends([{fast}, {fast, wide}, set()])
     assert lines == [
         "attention: flash attention, all documents in one call (ranks 0, 1)",

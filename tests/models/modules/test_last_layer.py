@@ -2,17 +2,20 @@
 
 import pytest
 import torch
+from hybrids import HYBRIDS
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import CONFIG_MAPPING, PreTrainedModel
 
 from mmtrain.models.facts.families import WHOLE_LAST_LAYER
+from mmtrain.models.facts.shapes import llm_shape
 from mmtrain.models.modules.attention import Documents
 from mmtrain.models.modules.bookends import decoder_layers
 from mmtrain.models.modules.language import DecoderLayers, slice_of
 from mmtrain.models.modules.last_layer import Rows
 from mmtrain.models.modules.parity import ROWS_BOUND, rows_difference, takes_rows
 from mmtrain.models.modules.tiny import tiny_model
+from mmtrain.plan.block_costs import Block
 
 DOCUMENTS = ((13, 6, 19), (30, 8))
 POSITIONS = torch.stack([torch.cat([torch.arange(n) for n in row]) for row in DOCUMENTS])
@@ -79,6 +82,15 @@ def test_logits_and_input_gradient_are_those_of_the_stock_model(family):
 @pytest.mark.parametrize("family", sorted(WHOLE_LAST_LAYER))
 def test_families_that_are_planned_with_a_whole_last_layer_run_one(family):
     assert not takes_rows(CONFIG_MAPPING[family](num_hidden_layers=LAYERS))
+
+
+@pytest.mark.parametrize("family", sorted(HYBRIDS.keys() - {"minimax"}))  # its linear attention is planned as attention
+def test_a_hybrids_last_layer_runs_for_some_tokens_where_the_plan_says_so(family, tmp_path):
+    model = model_of(family, **{**HYBRIDS[family], "num_hidden_layers": 6})
+    model.save_pretrained(tmp_path)
+    shape = llm_shape(str(tmp_path))
+    block = Block(shape.decoder[-1], "llm.layers.5.", shape.hidden_size, shape.heads, shape.kv_heads, shape.head_dim)
+    assert takes_rows(model.config) == (block.attends and block.mixer is None)
 
 
 def test_a_family_that_cannot_be_run_so_is_found_and_runs_for_all_tokens():

@@ -62,9 +62,7 @@ def test_documents_of_one_length_run_in_one_call_and_none_sees_another(rows, cal
         result = ByDocument(mixer)(hidden_states=hidden)
     assert mixer.calls == calls
     by_hand = [
-        Shift()(document[None])[0]
-        for row, lengths in zip(hidden, rows, strict=True)
-        for document in row.split(lengths)
+        Shift()(document[None])[0] for row, lengths in zip(hidden, rows, strict=True) for document in row.split(lengths)
     ]
     torch.testing.assert_close(result, torch.cat(by_hand).view_as(hidden), rtol=0, atol=0)
     ours, theirs = (torch.autograd.grad(x.square().sum(), hidden)[0] for x in (result, torch.cat(by_hand)))
@@ -134,7 +132,8 @@ def test_the_probe_computes_without_libraries_that_need_a_gpu(tmp_path, monkeypa
     for name in ("fla", "causal_conv1d"):
         (tmp_path / f"{name}.py").write_text(
             "def kernel(*_, **__):\n    raise RuntimeError('a pointer of the CPU')\n"
-            "chunk_gated_delta_rule = fused_recurrent_gated_delta_rule = causal_conv1d_fn = causal_conv1d_update = kernel\n"
+            "chunk_gated_delta_rule = fused_recurrent_gated_delta_rule = kernel\n"
+            "causal_conv1d_fn = causal_conv1d_update = kernel\n"
         )
     monkeypatch.syspath_prepend(tmp_path)
     CONFIG_MAPPING["qwen3_5_text"](num_hidden_layers=2, **FAMILIES["qwen3_5_text"]).save_pretrained(tmp_path / "llm")
