@@ -31,6 +31,7 @@ from mmtrain.api.export import DifferentError, Dtype, Format, export
 from mmtrain.base.arguments import command_parser, positive
 from mmtrain.base.printing import print_result, show_error
 from mmtrain.base.progress import ByteBars
+from mmtrain.runtime.child import leave_out_gpu_kernels
 from mmtrain.stock.exporters import Base
 
 EXAMPLES = """\
@@ -52,6 +53,7 @@ EXITS = {
 
 def run(options: argparse.Namespace) -> int:
     """Write what the options ask for; the exit code. Raises UserError."""
+    leave_out_gpu_kernels()  # models are compared on the CPU
     try:
         with ByteBars(sys.stdout) as progress:
             export(
