@@ -156,7 +156,7 @@ def test_every_record_has_its_time_and_a_run_begins_with_what_it_runs_on(runs):
 @pytest.mark.cpu_ranks
 def test_a_run_says_how_its_attention_is_computed_before_its_first_step(runs):
     for folder, printed in runs.values():
-        way = {"kernel": "document", "reason": "flash attention needs a GPU", "slow": False}
+        way = {"layers": "attention", "kernel": "document", "reason": "flash attention needs a GPU", "slow": False}
         ranks = list(range(len(json.loads((folder / "plan.json").read_text())["ranks"])))
         [record] = metrics((folder, printed), "attention")
         del record["time"]
