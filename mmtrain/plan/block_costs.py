@@ -18,6 +18,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 
+from mmtrain.base.errors import UserError
 from mmtrain.models.facts.adapters import LORA_A, LORA_B, adapted_layer, is_adapter
 from mmtrain.models.facts.shapes import ParameterShape, Shape
 
@@ -172,14 +173,25 @@ _CONVOLVED = 3  # elements that a convolution and what follows keep of each chan
 
 
 def find_mixer(parameters: Sequence[ParameterShape], prefix: str) -> Mixer | None:
-    """Return the recurrent mixer of a block, found by its convolution; None where it has none."""
+    """Return the recurrent mixer of a block, found by its convolution; None where it has none.
+
+    Raises UserError for one whose other tensors no known family has.
+    """
     names = {parameter.name.removeprefix(prefix): parameter.shape for parameter in parameters}
     convolution = next((name for name, shape in names.items() if _is_convolution(shape)), None)
     if convolution is None:
         return None
     inside = convolution.rsplit(".", 2)[0] + "."
     own = {name.removesuffix(".weight"): shape for name, shape in names.items() if name.startswith(inside)}
-    return Mixer(inside, {name.rpartition(".")[2]: shape for name, shape in own.items()})
+    shapes = {name.rpartition(".")[2]: shape for name, shape in own.items()}
+    is_read = any(len(shape) == 2 for name, shape in shapes.items() if name in _OUT)
+    has_state = "A_log" not in shapes or (math.prod(shapes["A_log"]) and not shapes.keys().isdisjoint(("D", "dt_bias")))
+    if not (is_read and has_state):
+        raise UserError(
+            f"{prefix}{inside.rstrip('.')} has a convolution, but not the matrices and the state of a known recurrent "
+            "layer. Download the weights again, or use another LLM"
+        )
+    return Mixer(inside, shapes)
 
 
 def _is_convolution(shape: Shape) -> bool:
@@ -219,7 +231,7 @@ def block_parts(
     tokens: float,
     rows: float,
     context: float,
-    document: float = math.inf,
+    document: float,
 ) -> list[Part]:
     """Parts of one transformer block over `tokens` tokens, stored in `size` bytes an element.
 

@@ -534,7 +534,7 @@ def _encoder_parts(
     for number, (prefix, parameters) in sorted(blocks.items()):
         block = Block(parameters, prefix, vision.width, vision.heads, vision.heads, head_dim)
         is_full = vision.window is None or number in vision.full_blocks
-        parts = block_parts(block, trained, size, tokens, tokens, keys if is_full else min(keys, vision.window))
+        parts = block_parts(block, trained, size, tokens, tokens, keys if is_full else min(keys, vision.window), tokens)
         if vision.family.native is not None and vision.family.native.images == "packed":
             # Attention of each image is joined; beside rotated queries and keys a fused projection keeps those before.
             more = 3 if any(".qkv." in p.name or "wqkv" in p.name for p in parameters) else 1

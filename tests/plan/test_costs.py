@@ -117,7 +117,7 @@ def block_of(
         experts=getattr(config, "num_experts", 0) or getattr(config, "n_routed_experts", 0) or 0,
         experts_per_token=getattr(config, "num_experts_per_tok", 0) or 0,
     )
-    return block_parts(block, trained, size, tokens, rows, context=tokens)
+    return block_parts(block, trained, size, tokens, rows, context=tokens, document=tokens)
 
 
 def counted(run: Callable[[], torch.Tensor]) -> tuple[int, int]:
@@ -340,7 +340,9 @@ def test_a_llama_layer_saves_the_bytes_that_torch_saves(dtype: torch.dtype, trai
 
     names = [ParameterShape(f"x.{name}", tuple(p.shape)) for name, p in layer.named_parameters()]
     block = Block(names, "x.", width=512, heads=8, kv_heads=kv_heads, head_dim=64)
-    parts = block_parts(block, [p.name for p in names] if trained else [], dtype.itemsize, 128, 128, context=64.5)
+    parts = block_parts(
+        block, [p.name for p in names] if trained else [], dtype.itemsize, 128, 128, context=64.5, document=128
+    )
     expected = total(parts, True)[1]
     print(f"{dtype}, trained {trained}: {expected / 128:,.0f} expected, {actual / 128:,.0f} bytes per token saved")
     assert expected == pytest.approx(actual, rel=0.08)  # 0.15 was asked for

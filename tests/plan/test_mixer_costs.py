@@ -11,11 +11,12 @@ from hybrids import HYBRIDS
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import CONFIG_MAPPING
 
+from mmtrain.base.errors import UserError
 from mmtrain.models.facts.families import canonical_name
-from mmtrain.models.facts.shapes import LlmShape, llm_shape
+from mmtrain.models.facts.shapes import LlmShape, ParameterShape, llm_shape
 from mmtrain.models.modules.language import slice_of
 from mmtrain.models.modules.tiny import tiny_model
-from mmtrain.plan.block_costs import Block, block_parts, total
+from mmtrain.plan.block_costs import Block, block_parts, find_mixer, total
 
 # By family: greatest relative error of bytes; of FLOPs forward and backward, where not those that torch counts.
 KEPT = {"qwen3_5_text": 0.05, "olmo_hybrid": 0.14, "granitemoehybrid": 0.04, "bamba": 0.04, "nemotron_h": 0.04,
@@ -31,6 +32,17 @@ def costs(shape: LlmShape, layer: int, document: int, size: int) -> tuple[int, i
     tokens = 4 * document
     flops, kept = total(block_parts(block, (), size, tokens, tokens, document, document), True)
     return flops.forward, flops.dgrad, kept
+
+
+@pytest.mark.parametrize("lacking", ["out_proj.weight", "dt_bias"])
+def test_a_recurrent_layer_without_its_tensors_is_refused_by_name(lacking: str) -> None:
+    prefix, shapes = (
+        "llm.layers.3.",
+        {"conv1d.weight": (64, 1, 4), "A_log": (4,), "dt_bias": (4,), "out_proj.weight": (8, 32)},
+    )
+    parameters = [ParameterShape(f"{prefix}linear_attn.{name}", s) for name, s in shapes.items() if name != lacking]
+    with pytest.raises(UserError, match=r"^llm\.layers\.3\.linear_attn has a convolution, but not"):
+        find_mixer(parameters, prefix)
 
 
 @pytest.mark.parametrize("document", [40, 64, 128])

@@ -56,6 +56,7 @@ _RENAMED = {
         (r"\.block_sparse_moe\.", ".mlp."),
     ),
 }
+_NOT_LOADED = re.compile(r"(?:model\.)?mtp\.")  # multi-token prediction: Qwen3-Next, Nemotron 3
 _JOINED_CONVOLUTION = re.compile(r"\.[qkv]_(conv1d\.weight)")
 
 _EXPERT = re.compile(r"(.+\.experts)\.(\d+)\.(gate_proj|up_proj|down_proj|w1|w2|w3)\.weight")
@@ -70,13 +71,13 @@ _UNFIT = {
     ),
     **dict.fromkeys(
         ("falcon_mamba", "mamba", "mamba2", "recurrent_gemma", "rwkv", "xlstm"),
-        "its recurrent layers carry state from one document into the next, and take no cache like those of a hybrid",
+        "its recurrent layers carry state from one document into the next, and mmtrain cannot reset it in this family",
     ),
     **dict.fromkeys(("zamba", "zamba2"), "its layers share the weights of one attention block"),
 }  # by model_type: why a family cannot be cut into stages or packed
 _WHAT_WORKS = "Use another family (llama, mistral, qwen3, gemma3, phi3, qwen3_5, lfm2, granitemoehybrid, ...)"
 MAX_EXPERTS = 100_000
-WHOLE_LAST_LAYER = {"gpt2", "gpt_bigcode", "llama4_text"}
+WHOLE_LAST_LAYER = {"gpt2", "gpt_bigcode", "llama4_text", "minimax"}
 """Families whose last decoder layer cannot be run for supervised tokens alone, as modules.parity.takes_rows finds."""
 
 
@@ -153,7 +154,7 @@ def parameters_on_disk(model_type: str, tensors: dict[str, Shape]) -> dict[str, 
     for name, shape in tensors.items():
         if bare and not _HEAD.fullmatch(name):
             name = prefix + name
-        if _BUFFER.fullmatch(name):
+        if _BUFFER.fullmatch(name) or _NOT_LOADED.match(name):
             continue
         if _JOINED_CONVOLUTION.search(name):
             name = _JOINED_CONVOLUTION.sub(r".\1", name)

@@ -24,6 +24,8 @@ _BOUNDS = {
     **dict.fromkeys(("head_dim", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"), (0, 100_000)),
     **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"), (0, 100_000)),
     **dict.fromkeys(("num_experts_per_tok", "moe_topk", "moe_k"), (0, 100_000)),
+    **dict.fromkeys(("linear_key_head_dim", "mamba_d_state", "ssm_state_size"), (1, 100_000)),
+    **dict.fromkeys(("mamba_chunk_size", "chunk_size"), (1, 100_000)),
     **dict.fromkeys(("vocab_size", "max_position_embeddings", "n_positions"), (1, 1_000_000_000)),
     **dict.fromkeys(("num_labels", "num_classes"), (0, 1_000_000)),
     **{"sliding_window": (0, 1_000_000_000), "num_register_tokens": (0, 1_000), "num_channels": (1, 16)},

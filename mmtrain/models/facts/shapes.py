@@ -66,7 +66,7 @@ class LlmShape:
     decoder: tuple[tuple[ParameterShape, ...], ...]  # one tuple per decoder layer
     head: tuple[ParameterShape, ...]  # final norm, LM head (the embedding's shape once more where tied)
     norm_eps: float | None = None  # of its RMS norms; None where config.json says nothing
-    mixer_state: int | None = None  # of recurrent layers: width of a head's state beside its values; None: as these
+    mixer_state: int | None = None  # of recurrent layers: keys that a head's state has; None: as many as values
     mixer_chunk: int = 64  # of recurrent layers: tokens that stock code computes at once; 64 in the gated delta rule
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import dis
 import inspect
+import itertools
 from typing import Any
 
 import torch
@@ -30,8 +31,9 @@ class Bookend(nn.Module):
         self.hand_in: torch.Tensor | None = None
         self.handed_out: torch.Tensor | None = None
         # bamba's and falcon_h1's layers return a tuple, which their models take apart.
-        *_, made, _ = dis.get_instructions(inspect.unwrap(type(layer).forward))
-        self._behind = (None,) * (made.arg - 1) if made.opname == "BUILD_TUPLE" else None
+        steps = itertools.pairwise(dis.get_instructions(inspect.unwrap(type(layer).forward)))
+        made = [one.arg for one, after in steps if (one.opname, after.opname) == ("BUILD_TUPLE", "RETURN_VALUE")]
+        self._behind = (None,) * (made[-1] - 1) if made else None
         # Some models ask a layer for its kind before they call it (`decoder_layer.attention_type`).
         copy_settings(layer, self)
 

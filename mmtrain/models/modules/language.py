@@ -202,8 +202,8 @@ class DecoderLayers(nn.Module):
             mixers = mixers_of(layer)
             self._has_mixers = self._has_mixers or bool(mixers)
             for mixer in mixers:
-                vars(mixer).pop("forward", None)
-                mixer.forward = ByDocument(mixer)
+                if "forward" not in vars(mixer):  # else it stays, with the kernels that it has chosen
+                    mixer.forward = ByDocument(mixer)
             if narrow and i == len(layers) - 1:
                 layer.forward = self._last_layer = LastLayer(layer, recompute=i < self._recomputed)
             elif i < self._recomputed:

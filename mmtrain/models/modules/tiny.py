@@ -25,7 +25,7 @@ INNER_WIDTH = 48
 LOW_RANK = 32
 EXPERTS = 8
 EXPERTS_PER_TOKEN = 2
-NORM_EPS = 0.01  # norms of recurrent layers divide by results near 0, where rounding grows 100,000-fold in 48 layers
+NORM_EPS = 0.01  # larger than usual: recurrent layers give values near 0, and dividing by them would enlarge rounding
 VOCABULARY = 128
 WINDOW = 8  # tokens
 

@@ -17,7 +17,7 @@ from transformers.utils import logging
 
 from mmtrain.__main__ import main
 from mmtrain.base.errors import UserError
-from mmtrain.models.facts.families import canonical_name, check_family
+from mmtrain.models.facts.families import canonical_name, check_family, parameters_on_disk
 from mmtrain.models.facts.model_files import model_folder
 from mmtrain.models.facts.shapes import llm_shape, llm_shape_from, matches_any, vision_shape
 
@@ -186,6 +186,12 @@ def test_recorded_llms_have_their_published_number_of_parameters(hub_id, paramet
     tied = shape.head[-1].numel if shape.tied else 0  # the LM head is the embedding once more
     assert sum(parameter.numel for group in groups for parameter in group) - tied == parameters
     assert shape.source == f"recorded {hub_id}"
+
+
+def test_tensors_that_transformers_does_not_load_are_not_planned():
+    names = ("model.layers.0.x.weight", "mtp.fc.weight", "model.mtp.norm.weight", "model.layers.0.mlp.mtp_norm.weight")
+    kept = parameters_on_disk("qwen3_next", dict.fromkeys(names, (4, 4)))
+    assert list(kept) == ["model.layers.0.x.weight", "model.layers.0.mlp.mtp_norm.weight"]
 
 
 def test_records_are_found_by_alias_and_in_any_case(empty_cache):

@@ -84,7 +84,7 @@ def test_families_that_are_planned_with_a_whole_last_layer_run_one(family):
     assert not takes_rows(CONFIG_MAPPING[family](num_hidden_layers=LAYERS))
 
 
-@pytest.mark.parametrize("family", sorted(HYBRIDS.keys() - {"minimax"}))  # its linear attention is planned as attention
+@pytest.mark.parametrize("family", sorted(HYBRIDS.keys() - WHOLE_LAST_LAYER))
 def test_a_hybrids_last_layer_runs_for_some_tokens_where_the_plan_says_so(family, tmp_path):
     model = model_of(family, **{**HYBRIDS[family], "num_hidden_layers": 6})
     model.save_pretrained(tmp_path)

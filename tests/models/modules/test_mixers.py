@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from hybrids import HYBRIDS
 from torch import nn
 from transformers import CONFIG_MAPPING
 
@@ -76,6 +77,23 @@ def test_documents_of_one_length_run_in_one_call_and_none_sees_another(rows, cal
 def test_kernels_are_used_only_where_they_give_what_the_loop_gives(kernel, reason):
     found = ByDocument(Shift(kernel)).reason_against_kernels(torch.zeros(1, 8, 16))
     assert found is None if reason is None else reason in found
+
+
+@pytest.mark.parametrize("family", ["minimax", "jamba", "qwen3_5_text"])
+def test_mixers_whose_kernels_cannot_be_tried_run_document_by_document(family):
+    model = tiny_model(CONFIG_MAPPING[family](num_hidden_layers=6, **HYBRIDS[family]), 0)
+    (mixer,) = next(filter(None, map(mixers_of, decoder_layers(model))))
+    assert ByDocument(mixer).reason_against_kernels(torch.zeros(1, 8, 64))
+
+
+def test_a_choice_of_kernels_outlives_another_choice_of_layers_to_recompute():
+    part = slice_of(
+        tiny_model(CONFIG_MAPPING["lfm2"](num_hidden_layers=2, **FAMILIES["lfm2"]), 0), 0, 2, embedding=True, head=False
+    )
+    (mixer,) = mixers_of(decoder_layers(part.model)[0])
+    before = mixer.forward
+    part.recompute(2)
+    assert mixer.forward is before, "else calibrating would compare kernels inside a recomputed layer"
 
 
 def test_a_kernel_with_borders_is_one_call_for_all_rows():
