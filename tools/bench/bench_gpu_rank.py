@@ -36,7 +36,7 @@ from mmtrain.base.errors import UserError
 from mmtrain.config.schema import RunConfig
 from mmtrain.engine.process_groups import join_process_group
 from mmtrain.models.facts.connectors import run_connector
-from mmtrain.models.modules.attention import ATTENTION, AttentionBackend, describe_backends
+from mmtrain.models.modules.attention import ATTENTION, Backend, describe_backends
 from mmtrain.models.modules.bookends import absent_modules, replace
 from mmtrain.models.modules.language import DecoderLayers
 from mmtrain.models.modules.parity import takes_rows
@@ -112,7 +112,7 @@ def race_pipeline(settings: Settings, row: str, parts: Path, pipeline: int, rank
             layers = [name for stage in mine.stages for name in stage.layers]
             ways = {way for stage in stages.values() for way in stage.attention}
             took = {"layers": layers, "planned_bytes": mine.total_bytes} | memory_of(mmtrain.step, device)
-            of_ranks: list[tuple[set[AttentionBackend], dict[str, Any]]] = [(set(), {})] * pipeline
+            of_ranks: list[tuple[set[Backend], dict[str, Any]]] = [(set(), {})] * pipeline
             dist.all_gather_object(of_ranks, (ways, took))
             attention = describe_backends([ways for ways, _ in of_ranks])[1]
             return {"ranks": [rank for _, rank in of_ranks], "idle": idle, "attention": attention}
