@@ -88,7 +88,10 @@ def make_mixer(sizes: dict[str, Any], divisor: int, device: torch.device) -> tup
     config = CONFIG_MAPPING[own.pop("family")](**small, **few, **own)
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     with device:
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype).eval().requires_grad_(False)
+        model = AutoModelForCausalLM.from_config(
+            config, dtype=dtype, attn_implementation="sdpa", trust_remote_code=False
+        )
+    model.eval().requires_grad_(False)
     return mixers_of(decoder_layers(model)[0])[0], config.hidden_size
 
 

@@ -177,8 +177,10 @@ class ByDocument:
         inputs = inputs.to(hidden.dtype).requires_grad_()
         positions = torch.cat([torch.arange(length) for length in _TRIED])[None]
         sequences = Sequences.of_positions(positions, hidden.device)
-        accepted = self._signature.parameters
-        if "seq_idx" not in accepted and not any(one.kind is one.VAR_KEYWORD for one in accepted.values()):
+        accepted = list(self._signature.parameters.values())
+        takes_borders = any(one.name == "seq_idx" or one.kind is one.VAR_KEYWORD for one in accepted)
+        needs_more = any(one.default is one.empty and one.kind is one.POSITIONAL_OR_KEYWORD for one in accepted[1:])
+        if needs_more or not takes_borders:
             return "transformers' code of this layer takes no borders of documents"
 
         def outcome(result: Any) -> torch.Tensor:
