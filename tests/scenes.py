@@ -39,8 +39,9 @@ from mmtrain.engine.engine import FrozenPipelineEngine
 from mmtrain.engine.optimizer import clip_coefficient, learning_rate
 from mmtrain.engine.process_groups import join_process_group, replica_group
 from mmtrain.engine.stages import streamed_layers
-from mmtrain.models.facts.connectors import connector
+from mmtrain.models.facts.connectors import connector, has_grid_positions
 from mmtrain.models.layouts.layout import ImageLayout, Tiling
+from mmtrain.models.layouts.mrope import grid_positions
 from mmtrain.models.modules.projector import make_projector
 from mmtrain.models.modules.stage import build_stage
 from mmtrain.models.weights.streaming import StreamedLayers
@@ -266,7 +267,7 @@ def _uncut(document: Document) -> tuple[Tiling, ...]:
     return (Tiling.uncut(document.ids.count(IMAGE_POSITION) // images),) * images if images else ()
 
 
-def as_batch(microbatch: Microbatch, pack_length: int) -> PackedBatch:
+def as_batch(microbatch: Microbatch, pack_length: int, has_grid: bool = False) -> PackedBatch:
     """Rows of documents, each padded by one more document without labels."""
     ids, positions, labels, images = [], [], [], []
     for row in microbatch:
@@ -289,7 +290,19 @@ def as_batch(microbatch: Microbatch, pack_length: int) -> PackedBatch:
         tilings=tuple(tiling for d in documents for tiling in d.tilings or _uncut(d)),
         tokens=sum(len(d.ids) for d in documents),
         epochs=(0,) * len(microbatch),
+        grid_positions=_grid_positions(microbatch, pack_length) if has_grid else None,
     )
+
+
+def _grid_positions(microbatch: Microbatch, pack_length: int) -> torch.Tensor:
+    rows = []
+    for row in microbatch:
+        parts = [
+            grid_positions(np.array(d.ids) == IMAGE_POSITION, [(x.rows, x.columns) for x in d.tilings]) for d in row
+        ]
+        padding = pack_length - sum(part.shape[1] for part in parts)
+        rows.append(np.concatenate([*parts, np.tile(np.arange(padding), (3, 1))], axis=1))
+    return torch.from_numpy(np.stack(rows, axis=1))
 
 
 def make_config(folder: Path, **overrides: Any) -> RunConfig:
@@ -416,7 +429,8 @@ def _execute(case: Case) -> dict[str, Any]:
     results = []
     mine, share = audit.plan, plan.microbatches_per_step
     mine_of_all = (m for step in case.steps for m in step[mine.data * share :][:share])
-    batches = (as_batch(microbatch, config.data.pack_length) for microbatch in mine_of_all)
+    has_grid = has_grid_positions(config)
+    batches = (as_batch(microbatch, config.data.pack_length, has_grid) for microbatch in mine_of_all)
     for _ in case.steps:
         results.append(engine.train_step(batches if mine.pipeline == 0 else None))
         audit.check_versions()

@@ -79,16 +79,64 @@ WHOLES: dict[str, tuple[str, str, str, dict]] = {  # class, model_type of encode
         {"projector_hidden_size": 64, "downsample_factor": 1, "projector_use_layernorm": False},
     ),
 }
+MROPE: dict[str, tuple[str, str, str, dict]] = {  # those whose LLM takes positions in rows and columns
+    "qwen2_vl": ("Qwen2VL", "qwen2_vl_vision", "qwen2_vl_text", {}),
+    "qwen2_5_vl": ("Qwen2_5_VL", "qwen2_5_vl_vision", "qwen2_5_vl_text", {"tie_word_embeddings": True}),
+    "qwen3_vl": ("Qwen3VL", "qwen3_vl_vision", "qwen3_vl_text", {}),
+    "qwen3_vl_moe": ("Qwen3VLMoe", "qwen3_vl_moe_vision", "qwen3_vl_moe_text", {}),
+    "qwen3_5": ("Qwen3_5", "qwen3_5_vision", "qwen3_5_text", {}),
+    "qwen3_5_moe": ("Qwen3_5Moe", "qwen3_5_moe_vision", "qwen3_5_moe_text", {}),
+    "glm4v": ("Glm4v", "glm4v_vision", "glm4v_text", {}),
+    "glm46v": ("Glm46V", "glm4v_vision", "glm4v_text", {}),
+    "glm4v_moe": ("Glm4vMoe", "glm4v_moe_vision", "glm4v_moe_text", {}),
+    "glm_ocr": ("GlmOcr", "glm_ocr_vision", "glm_ocr_text", {}),
+    "paddleocr_vl": ("PaddleOCRVL", "paddleocr_vl_vision", "paddleocr_vl_text", {}),
+}
+WHOLES |= MROPE
 MORE_TEXT = {
     "gemma3_text": {"head_dim": 16, "sliding_window": 8},
     "cohere2": {"sliding_window": 8, "logit_scale": 0.25},
     "lfm2": {"layer_types": ["conv", "full_attention", "conv", "full_attention"], "block_auto_adjust_ff_dim": False},
     "HyperCLOVAXVisionV2": {"logits_scaling": 1.0},
 }
+
+
+def _rope(sections: list[int], **more: object) -> dict:
+    rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": sections, **more}
+    return {"head_dim": 16, "rope_parameters": rope}
+
+
+_MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+_HYBRID = {
+    "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16, "linear_value_head_dim": 16,
+    "layer_types": ["linear_attention", "linear_attention", "full_attention", "full_attention"],
+    **_rope([2, 1, 1], mrope_interleaved=True, partial_rotary_factor=0.5),
+}  # fmt: skip
+_GLM = _rope([2, 1, 1], partial_rotary_factor=0.5)
+MORE_TEXT |= {
+    "qwen2_vl_text": _rope([2, 3, 3]),
+    "qwen2_5_vl_text": _rope([2, 3, 3]),
+    "qwen3_vl_text": _rope([4, 2, 2], mrope_interleaved=True),
+    "qwen3_vl_moe_text": _rope([4, 2, 2], mrope_interleaved=True) | _MOE,
+    "qwen3_5_text": _HYBRID,
+    "qwen3_5_moe_text": _HYBRID | _MOE | {"shared_expert_intermediate_size": 32},
+    "glm4v_text": _GLM,
+    "glm4v_moe_text": _GLM
+    | {
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 24,
+        "n_group": 1,
+        "topk_group": 1,
+        "first_k_dense_replace": 1,
+    },
+    "glm_ocr_text": _rope([2, 3, 3]),
+    "paddleocr_vl_text": _rope([2, 3, 3]),
+}
 MARKS = ("<image>", "<fake_token_around_image>", "<global-img>", "<end_of_utterance>", "<|video|>")
 # Whose config calls the token so.
 BY_ID = ("Idefics3", "SmolVLM", "InternVL", "PerceptionLM", "Lfm2Vl", "LightOnOcr", "HyperCLOVAXVisionV2",
-         "VideoLlama3", "Exaone4_5_")  # fmt: skip
+         "VideoLlama3", "Exaone4_5_", *(name for name, *_ in MROPE.values()))  # fmt: skip
 QWEN = {"depth": 3, "num_heads": 2, "out_hidden_size": 24}
 WINDOWS = {"window_size": 28, "fullatt_block_indexes": [1]}
 MORE_VISION = {
@@ -97,6 +145,18 @@ MORE_VISION = {
     "qwen3_vl_vision": {**QWEN, "num_position_embeddings": 16, "deepstack_visual_indexes": [0]},
     "exaone4_5_vision": {**QWEN, **WINDOWS, "num_key_value_heads": 1, "out_hidden_size": 64},
 }
+_OWN = {**QWEN, "out_hidden_size": 64}
+_DEEP = {**_OWN, "num_position_embeddings": 16, "deepstack_visual_indexes": [0, 1]}
+MORE_OWN_VISION = {  # beside their own LLM
+    "qwen2_vl_vision": {**QWEN, "embed_dim": 32, "hidden_size": 64, "mlp_ratio": 2},
+    "qwen2_5_vl_vision": {**_OWN, **WINDOWS},
+    "qwen3_vl_vision": _DEEP,
+    "qwen3_vl_moe_vision": _DEEP,
+    "qwen3_5_vision": {**_OWN, "num_position_embeddings": 16},
+    "qwen3_5_moe_vision": {**_OWN, "num_position_embeddings": 16},
+    **dict.fromkeys(("glm4v_vision", "glm4v_moe_vision", "glm_ocr_vision"), _OWN),
+    "paddleocr_vl_vision": {},
+}
 STATISTICS = {"image_mean": [0.5, 0.4, 0.3], "image_std": [0.2, 0.3, 0.4]}
 SQUARE = {"size": {"height": 28, "width": 28}}
 
@@ -104,11 +164,13 @@ SQUARE = {"size": {"height": 28, "width": 28}}
 def stock_whole(kind: str) -> PreTrainedModel:
     """The stock model, every tensor random."""
     name, vision, text, more = WHOLES[kind]
-    sizes = TIMM if vision == "timm_wrapper" else VISION | MORE_VISION.get(vision, {})
+    more_vision = MORE_OWN_VISION if kind in MROPE else MORE_VISION
+    sizes = TIMM if vision == "timm_wrapper" else VISION | more_vision.get(vision, {})
     config = getattr(transformers, f"{name}Config")(
         vision_config={"model_type": vision, **sizes},
         text_config={"model_type": text, **TEXT, **MORE_TEXT.get(text, {}), **MORE_TEXT.get(name, {})},
-        **{"image_token_id" if name in BY_ID else "image_token_index": 314},
+        **{"image_token_id" if name in BY_ID else "image_token_index": 390 if kind in MROPE else 314},
+        **({"video_token_id": 392} if kind in MROPE else {}),
         **more,
     )
     torch.manual_seed(5)
@@ -260,6 +322,33 @@ def _qwen(folder: Path, tokenizer: PreTrainedTokenizerFast) -> None:
     tokenizer.save_pretrained(folder)
 
 
+TURNS = """{% for m in messages %}<|{{ m.role }}|>{% if m.content is string %}{{ m.content }}{% else %}
+{%- for p in m.content %}{% if p.type == 'image' %}@IMAGE@{% else %}{{ p.text }}{% endif %}{% endfor %}{% endif %}</s>
+{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"""
+
+
+def _mrope(images: str, videos: str, processor: str, *marks: str) -> Callable[[Path, PreTrainedTokenizerFast], None]:
+    """A family's own processor: sizes, tokens, and a chat template that takes parts in a list."""
+
+    def save(folder: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+        frames = 2 if images.startswith("Glm") else 1
+        size = {"shortest_edge": 2 * frames * 14**2, "longest_edge": 20 * frames * 14**2}
+        tokenizer.add_tokens(list(marks), special_tokens=True)
+        parts = [getattr(transformers, images)(patch_size=7, size=size, **STATISTICS), tokenizer]
+        if videos:
+            parts.append(getattr(transformers, videos)(patch_size=7))
+        else:
+            tokenizer.image_token, tokenizer.image_token_id = marks[1], tokenizer.convert_tokens_to_ids(marks[1])
+        template = TURNS.replace("@IMAGE@", "".join(marks[:3]))
+        getattr(transformers, processor)(*parts, chat_template=template).save_pretrained(folder)
+        if not videos:
+            file = folder / "tokenizer_config.json"
+            named = {"extra_special_tokens": {"image_token": marks[1]}}
+            file.write_text(json.dumps({**json.loads(file.read_text()), **named}))
+
+    return save
+
+
 def _video_llama(folder: Path, tokenizer: PreTrainedTokenizerFast) -> None:
     size = {"shortest_edge": 2 * 7**2, "longest_edge": 20 * 7**2}
     transformers.VideoLlama3ImageProcessor(patch_size=7, size=size, **STATISTICS).save_pretrained(folder)
@@ -285,4 +374,24 @@ PROCESSORS: dict[str, Callable[[Path, PreTrainedTokenizerFast], object]] = {
     "hyperclovax3": _qwen,
     "exaone4_5": _qwen,
     "video_llama_3": _video_llama,
+}
+_QWEN_MARKS = ("<|vision_start|>", "<|image_pad|>", "<|vision_end|>", "<|video_pad|>")
+_GLM_MARKS = ("<|begin_of_image|>", "<|image|>", "<|end_of_image|>", "<|video|>")
+_qwen2 = _mrope("Qwen2VLImageProcessor", "Qwen2VLVideoProcessor", "Qwen2VLProcessor", *_QWEN_MARKS)
+_qwen3 = _mrope("Qwen2VLImageProcessor", "Qwen3VLVideoProcessor", "Qwen3VLProcessor", *_QWEN_MARKS)
+_glm41 = _mrope("Glm4vImageProcessor", "Glm4vVideoProcessor", "Glm4vProcessor", *_GLM_MARKS)
+_glm46 = _mrope("Glm46VImageProcessor", "Glm46VVideoProcessor", "Glm46VProcessor", *_GLM_MARKS)
+_paddle = _mrope(
+    "PaddleOCRVLImageProcessor",
+    "",
+    "PaddleOCRVLProcessor",
+    *("<|IMAGE_START|>", "<|IMAGE_PLACEHOLDER|>", "<|IMAGE_END|>", "<|video|>"),
+)
+PROCESSORS |= {
+    "qwen2_vl": _qwen2,
+    "qwen2_5_vl": _mrope("Qwen2VLImageProcessor", "Qwen2VLVideoProcessor", "Qwen2_5_VLProcessor", *_QWEN_MARKS),
+    **dict.fromkeys(("qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"), _qwen3),
+    **dict.fromkeys(("glm4v", "glm4v_moe"), _glm41),
+    **dict.fromkeys(("glm46v", "glm_ocr"), _glm46),
+    "paddleocr_vl": _paddle,
 }

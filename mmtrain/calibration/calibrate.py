@@ -174,7 +174,7 @@ class Calibrator:
     def _compute(self) -> None:
         stage = self._stages[self._window[0]]
         with torch.no_grad():
-            stage.module(stage.input, stage.batch.position_ids)
+            stage.module(stage.input, stage.batch.positions)
 
     @torch.no_grad()
     def _multiply(self) -> None:

@@ -55,14 +55,14 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
 def record_llm(options: argparse.Namespace) -> Recorded:
     """Record a causal LM from the config.json in its folder; raises UserError for families that cannot be cut."""
     import torch
-    from transformers import AutoModelForCausalLM
 
-    from mmtrain.models.modules.language import causal_config
+    from mmtrain.models.modules.language import auto_class, causal_config, drop_tower
 
     stock_config = causal_config(model_folder(options.model))
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(stock_config, attn_implementation=None, trust_remote_code=False)
-    facts = stock_config.to_dict()
+        model = auto_class(stock_config).from_config(stock_config, attn_implementation=None, trust_remote_code=False)
+    drop_tower(model)
+    facts = stock_config.get_text_config().to_dict()
     config = {key: facts[key] for key in PLANNING_KEYS if facts.get(key) is not None}
     if set(config.get("layer_types", ())) == {"full_attention"}:
         del config["layer_types"]
@@ -88,7 +88,8 @@ def record_vision(options: argparse.Namespace) -> Recorded:
     with torch.device("meta"):
         model = model_class(family)(facts)
     size = "image_size" if family.native is None else "patch_size"
-    keys = ("model_type", "num_attention_heads", size, "window_size", "fullatt_block_indexes")
+    keys = ("model_type", "num_attention_heads", size, "window_size")
+    keys += ("fullatt_block_indexes", "deepstack_visual_indexes")
     config = {key: value for key in keys if (value := getattr(facts, key, None)) is not None}
     return Recorded("vision", options.id or options.vision, tuple(options.alias), config, family.own(_shapes(model)))
 

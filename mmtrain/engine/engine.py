@@ -1,7 +1,8 @@
 """Run a plan's instruction lists, with DeepSpeed's topology, process groups and optimizer step.
 
 - every rank runs exactly the instructions of `plan.schedule`, and fetches streamed layers in their order;
-- a message is (position_ids and labels stacked (2, B, L), on the host; hidden (B, L, D)); a gradient is (B, L, D);
+- a message is (positions and labels (2, B, L), or (5, B, L) with M-RoPE, on the host; hidden (B, L, D)); a gradient is
+  (B, L, D);
 - no forward or backward waits for the device: what depends on data is known on the host;
 - micro-batches contribute sums of token losses; gradients are divided once, by the step's supervised tokens over all
   micro-batches and replicas;
@@ -28,6 +29,7 @@ from mmtrain.engine.process_groups import replica_group
 from mmtrain.engine.single_stage import warm_up
 from mmtrain.engine.statistics import RankSums, Statistics, StepResult
 from mmtrain.engine.step_clock import StepClock
+from mmtrain.models.facts.connectors import has_grid_positions
 from mmtrain.models.modules.loss import count_answers
 from mmtrain.models.modules.stage import Stage
 from mmtrain.plan.instructions import Instruction, Op, Schedule, in_common_order, uses_of
@@ -104,6 +106,7 @@ class FrozenPipelineEngine:
         if self._streamed is not None:
             self._streamed.before_wait, self._streamed.after_wait = self.clock.done, self.clock.fetched
         self._shape = (config.train.packs_per_microbatch, config.data.pack_length, first.language.hidden_size)
+        self._integer_rows = 5 if has_grid_positions(config) else 2
         self._dtype = first.dtype
         self._begin(None, trains=True)
 
@@ -216,7 +219,7 @@ class FrozenPipelineEngine:
         return taken
 
     def _receive_activation(self, x: Instruction) -> None:
-        integers = torch.empty((2, *self._shape[:2]), dtype=torch.int64)
+        integers = torch.empty((self._integer_rows, *self._shape[:2]), dtype=torch.int64)
         hidden = torch.empty(self._shape, dtype=self._dtype, device=self.device)
         self._channels.post_receive(x, [integers, hidden])
 
@@ -229,11 +232,11 @@ class FrozenPipelineEngine:
             if stage == 0:
                 batch, features, _ = self._take_input(microbatch)
                 hidden = module.start(batch, features)
-                integers = torch.stack([batch.position_ids, batch.labels])
+                integers = torch.cat([batch.positions.view(-1, *batch.labels.shape), batch.labels[None]])
             else:
                 integers, hidden = self._take(Op.RECEIVE_ACTIVATION, x)
                 hidden.requires_grad_(trains and stage > first)
-            position_ids, labels = integers
+            position_ids, labels = integers[:-1].squeeze(0), integers[-1]
             if stage < self._last_stage:
                 output = module(hidden, position_ids)
                 self._integers[key] = integers

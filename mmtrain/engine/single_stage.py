@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
 import torch
 from torch.autograd.graph import get_gradient_edge
 
@@ -12,6 +13,7 @@ from mmtrain.config.schema import RunConfig
 from mmtrain.data.samples.sample import IGNORE, IMAGE_POSITION
 from mmtrain.data.stream.packs import PackedBatch, to_device
 from mmtrain.engine.optimizer import MasterWeights, make_optimizer
+from mmtrain.models.layouts.mrope import grid_positions
 from mmtrain.models.modules.loss import count_answers
 from mmtrain.models.modules.stage import Stage
 from mmtrain.plan.costs import Models, typical_tiling, workload
@@ -34,13 +36,20 @@ def expected_batch(config: RunConfig, models: Models, seed: int = 0) -> PackedBa
     input_ids = torch.randint(0, models.llm.vocab_size, (packs, length), generator=generator)
     labels = torch.full((packs, length), IGNORE)
     position_ids = torch.empty((packs, length), dtype=torch.int64)
+    grid = torch.empty((3, packs, length), dtype=torch.int64) if models.layout.has_grid_positions else None
     for document in range(per_pack):
         begin, end = document * document_tokens, (document + 1) * document_tokens
         input_ids[:, begin : begin + min(image_tokens, document_tokens)] = IMAGE_POSITION
         position_ids[:, begin:end] = torch.arange(document_tokens)
+        if grid is not None:
+            is_image = np.arange(document_tokens) < image_tokens
+            grid[:, :, begin:end] = torch.from_numpy(grid_positions(is_image, [(tiling.rows, tiling.columns)]))[:, None]
         last = end - 1  # predicts nothing
         labels[:, max(begin, last - supervised) : last] = 1
-    position_ids[:, per_pack * document_tokens :] = torch.arange(length - per_pack * document_tokens)
+    rest = torch.arange(length - per_pack * document_tokens)
+    position_ids[:, length - len(rest) :] = rest
+    if grid is not None:
+        grid[:, :, length - len(rest) :] = rest
     tilings = () if tiling is None else (tiling,) * (packs * per_pack)
     tiles, size = None, models.vision.image_size
     if tilings:
@@ -56,6 +65,7 @@ def expected_batch(config: RunConfig, models: Models, seed: int = 0) -> PackedBa
         tokens=packs * per_pack * document_tokens,
         epochs=(0,) * packs,
         samples_of_packs=(per_pack,) * packs,
+        grid_positions=grid,
     )
 
 
@@ -100,9 +110,9 @@ class SingleStage:
             else:
                 hidden = self.input.detach().requires_grad_(self.input_gradient)
             if self.module.language.has_head:
-                self._kept, _ = self.module.loss(hidden, self.batch.position_ids, self.batch.labels)
+                self._kept, _ = self.module.loss(hidden, self.batch.positions, self.batch.labels)
             else:
-                self._kept = self.module(hidden, self.batch.position_ids)
+                self._kept = self.module(hidden, self.batch.positions)
 
     def release_output(self) -> None:
         """Let go of the output as after sending it: backward needs the graph behind it, not the values."""
@@ -143,7 +153,7 @@ def warm_up(
             alone.backward()
             if module.language.has_head:
                 with torch.no_grad():
-                    _, predicted = module.predict(alone.input, batch.position_ids, batch.labels)
+                    _, predicted = module.predict(alone.input, batch.positions, batch.labels)
                     count_answers(batch.labels, predicted)
             if module.streamed is not None:
                 module.streamed.end()

@@ -180,7 +180,7 @@ def _own_logits(
     logits = []
     with torch.no_grad():
         for batch in batches:
-            hidden = stage(stage.start(batch), batch.position_ids)
+            hidden = stage(stage.start(batch), batch.positions)
             logits.append(stage.language.logits(hidden[batch.labels != IGNORE]))
     return logits
 

@@ -48,6 +48,7 @@ from mmtrain.launching.machine import (
     refuse_missing_libraries,
     refuse_short_host_memory,
 )
+from mmtrain.models.facts.connectors import has_grid_positions
 from mmtrain.models.probing.probe import probe
 from mmtrain.models.weights.projector_files import refuse_unfit_init_from
 from mmtrain.plan.calibration import cached_file, calibration_key
@@ -100,7 +101,8 @@ def train(config: RunConfig, options: Options) -> int:
         folder.mkdir(parents=True, exist_ok=True)  # other machines may not see the folder of the first one
         job = _job(config, plan, gpus, local_ranks, start, options, compared)
         with prepared(job):
-            probe(config.model.llm.path, plan.boundaries, streams=plan.streaming is not None)
+            streams, mrope = plan.streaming is not None, has_grid_positions(config)
+            probe(config.model.llm.path, plan.boundaries, streams=streams, mrope=mrope)
             failure = run_ranks(job)
         if is_first:
             _leave_page(folder)  # first: whoever reads only the last line must read how the run ended
@@ -146,7 +148,8 @@ def train_as_rank(config: RunConfig, options: Options, rank: int) -> int:
         job = _job(config, plan, gpus, local_ranks, start, options)
         set_rank_environment(job.threads, on_gpus=job.on_gpus)
         if is_first:
-            probe(config.model.llm.path, plan.boundaries, streams=plan.streaming is not None)
+            streams, mrope = plan.streaming is not None, has_grid_positions(config)
+            probe(config.model.llm.path, plan.boundaries, streams=streams, mrope=mrope)
             if len(ranks_of(plan.chain)) > 1:
                 can_slice_encoder(config, may_stay_whole=False)
         from torch.distributed import DistError

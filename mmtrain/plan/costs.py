@@ -16,6 +16,8 @@ from dataclasses import dataclass, field, replace
 from mmtrain.config.schema import RunConfig
 from mmtrain.models.facts.adapters import is_adapter
 from mmtrain.models.facts.connectors import (
+    Branch,
+    Gated,
     Gelu,
     LayerNorm,
     Linear,
@@ -55,6 +57,7 @@ class Workload:
     image_positions: float
     supervised: float  # tokens with a label
     attended: float = 1.0  # tiles that a tile's patches attend to: those of its image under layout native, on average
+    position_rows: int = 1  # 4 with M-RoPE
 
 
 def workload(config: RunConfig, layout: ImageLayout) -> Workload:
@@ -64,7 +67,8 @@ def workload(config: RunConfig, layout: ImageLayout) -> Workload:
     document = min(config.data.pack_length, positions + config.data.expected_text_tokens)
     images, supervised = tokens / document, tokens * config.data.expected_supervised_fraction
     attended = (config.data.expected_attended_tiles or tiles) if layout.attends_across else 1.0
-    return Workload(tokens, document, images * tiles, images * positions, supervised, attended)
+    rows = 4 if layout.has_grid_positions else 1
+    return Workload(tokens, document, images * tiles, images * positions, supervised, attended, rows)
 
 
 def expected_image(config: RunConfig, layout: ImageLayout) -> tuple[float, float]:
@@ -117,6 +121,11 @@ class Models:
     vision: VisionShape
     connector: tuple[Operation, ...]
     layout: ImageLayout
+
+    @property
+    def first_layers(self) -> int:
+        """Layers that stage 0 holds at least: on another stage DeepStack's features would have to travel there."""
+        return 1 + len(self.vision.deepstack)
 
     @property
     def projector(self) -> tuple[ParameterShape, ...]:
@@ -181,11 +190,12 @@ class RunCosts:
     encoder: EncoderCost
     work: Workload
     hidden_bytes: int  # hidden states of a micro-batch, which cross every border between stages
-    integer_bytes: int  # position ids and labels, which cross it with them
+    integer_bytes: int  # positions and labels, which cross it with them
     keeps_input: bool  # whether a stage's input is kept beside what its first layer keeps of it (not in fp32)
     shared_ends_bytes: int  # weights that front and head share if they are on one stage (tied embeddings)
     kinds: tuple[LayerKind, ...]
     optimizer: OptimizerKind = ADAMW
+    first_layers: int = 1  # that stage 0 holds at least: the front, and those behind which DeepStack adds its features
 
 
 def run_costs(config: RunConfig, models: Models) -> RunCosts:
@@ -237,7 +247,7 @@ class _LayerCosts:
             encoder=encoder,
             work=work,
             hidden_bytes=round(work.tokens * self.llm_size * llm.hidden_size),
-            integer_bytes=round(work.tokens * 2 * INTEGER),
+            integer_bytes=round(work.tokens * (work.position_rows + 1) * INTEGER),
             keeps_input=self.llm_size != FP32,
             shared_ends_bytes=sum(self.llm_size * p.numel for p in llm.head if p.name == "llm.head.weight") * llm.tied,
             kinds=(
@@ -247,6 +257,7 @@ class _LayerCosts:
                 LayerKind("head", None, upstream, layers[-1].trainable_names),
             ),
             optimizer=self.optimizer,
+            first_layers=self.models.first_layers,
         )
 
     def decoder_layer(self, index: int, upstream: bool, *, on_rows: bool) -> LayerCost:
@@ -349,7 +360,7 @@ class _LayerCosts:
             False,
         )
         # Image embeddings in fp32 and in the LLM's type, and hidden states before and after they are put in.
-        hidden = round(work.image_positions * llm.hidden_size)
+        hidden = round(work.image_positions * llm.hidden_size) * (1 + len(vision.deepstack))
         embedded = round(work.tokens * llm.hidden_size) * self.llm_size
         arranged = round(_arranged_positions(work, self.models.layout) * llm.hidden_size) * FP32
         fused = hidden * (FP32 + self.llm_size) + 2 * embedded
@@ -368,7 +379,7 @@ class _LayerCosts:
 
     def projector_parts(self) -> list[Part]:
         """The connector's operations at places 0, 1, 2, ...; all in fp32."""
-        parts, width = [], self.models.vision.feature_width
+        parts, width = [], 0
         for place, (operation, rows) in enumerate(self.connector_rows()):
             for parameter in connector_parameters((operation,)):
                 parts.append(Part(place, trained=parameter.name in self.trained))
@@ -384,6 +395,11 @@ class _LayerCosts:
                 parts.append(Part(place, trained=trained, saved_for_wgrad=saved))
             elif isinstance(operation, Gelu):
                 parts.append(Part(place, saved_for_dgrad=FP32 * width * rows))
+            elif isinstance(operation, Gated):  # its input, what both make of it, the gates' SiLU, and the product
+                flops = 2 * operation.inner * (2 * operation.inputs + operation.outputs) * rows
+                saved, kept = FP32 * (operation.inputs + operation.inner) * rows, FP32 * 3 * operation.inner * rows
+                parts.append(Part(place, flops, trained=trained, saved_for_wgrad=saved, saved_for_dgrad=kept))
+                width = operation.outputs
             elif isinstance(operation, Swiglu):  # both halves of its input, and the gates' SiLU
                 parts.append(Part(place, saved_for_dgrad=FP32 * 1.5 * width * rows))
         return parts
@@ -391,10 +407,13 @@ class _LayerCosts:
     def connector_rows(self) -> Iterator[tuple[Operation, float]]:
         """The connector's operations, each with the rows that it makes, or takes where it changes their number."""
         rows = self.work.tiles * self.models.vision.features_per_image
+        merged = rows
         for operation in self.models.connector:
-            if isinstance(operation, Shuffle):
-                rows /= operation.factor**2
-            yield operation, rows
+            if isinstance(operation, Branch):
+                merged = rows
+            elif isinstance(operation, Shuffle):
+                merged /= operation.factor**2
+            yield operation, merged
 
     def head(self, upstream: bool) -> LayerCost:
         """Final norm, LM head and loss on supervised tokens; the loss makes its gradients in forward."""
@@ -490,7 +509,7 @@ def encoder_costs(vision: VisionShape, trained: Collection[str], work: Workload,
         frozen=not trains,
         working_bytes=working,
         feature_bytes=features,
-        batch_bytes=round(3 * INTEGER * work.tokens),  # token ids, positions, labels
+        batch_bytes=round((work.position_rows + 2) * INTEGER * work.tokens),  # with token ids and labels
         can_be_cut=vision.can_be_cut,
         pixel_bytes=pixels,
         in_fp32=size == FP32,
@@ -504,7 +523,7 @@ def encoder_costs(vision: VisionShape, trained: Collection[str], work: Workload,
     return replace(cost, block_bytes=block_bytes, stem_bytes=stem_bytes)
 
 
-_NORM = re.compile(r"vision\.(?:norm|layernorm|post_layernorm)\.")
+_NORM = re.compile(r"vision\.(?:vision_model\.)?(?:norm|layernorm|post_layernorm)\.")
 
 
 def _encoder_parts(

@@ -63,11 +63,11 @@ def even_cut(costs: StageCosts, stages: int, encode: float, *, front_alone: bool
     The encoder counts for `encode` seconds on stage 0; `front_alone`: stage 0 holds the front and nothing else. By
     dynamic programming over stages; of equally fast cuts the one whose late stages hold the most layers.
     """
-    layers = costs.count
+    layers, least = costs.count, costs.costs.first_layers
     rows: list[dict[int, tuple[float, int]]] = [{0: (0.0, 0)}]  # before each stage: end -> (seconds, begin of the last)
     for stage in range(stages):
         row: dict[int, tuple[float, int]] = {}
-        ends = [layers] if stage == stages - 1 else range(stage + 1, layers - stages + stage + 2)
+        ends = [layers] if stage == stages - 1 else range(stage + least, layers - stages + stage + 2)
         for end in [1] if front_alone and stage == 0 else ends:
             best = math.inf, 0
             for begin in range(end - 1, stage - 1, -1):
@@ -181,10 +181,11 @@ class Cuts:
         """
         stages, decoder = self.pipeline * stages_per_rank, self.costs.count - 2
         seeds, alone = [even_cut(self.costs, stages, share.seconds)], None
-        if 1 < stages <= decoder + 1:  # saves 4% to 6% where an encoder of a third of the work stays on rank 0
+        least = self.costs.costs.first_layers
+        if least == 1 < stages <= decoder + 1:  # saves 4% to 6% where an encoder of a third of the work stays on rank 0
             alone = even_cut(self.costs, stages, share.seconds, front_alone=True)
             seeds.append(alone)
-        if stages <= decoder:
+        if stages <= decoder and uniform_cut(decoder, stages)[1] >= least:
             seeds.append(uniform_cut(decoder, stages))
         scored: list[tuple[_Score, Cut]] = []
         for seed in dict.fromkeys(seeds):
@@ -219,11 +220,11 @@ class Cuts:
 
     def _moves(self, cut: Cut, bound: _Bound) -> Iterator[Cut]:
         """Yield cuts with one layer less in one stage and one more in another; of many stages those of slow ranks."""
-        stages = len(cut) - 1
+        stages, least = len(cut) - 1, self.costs.costs.first_layers
         slowest = sorted(range(self.pipeline), key=lambda rank: -bound.ranks[rank])
         sources = set(slowest if stages <= FEW_STAGES else slowest[:2])
         for source, target in itertools.permutations(range(stages), 2):
-            if source % self.pipeline in sources and cut[source + 1] - cut[source] > 1:
+            if source % self.pipeline in sources and cut[source + 1] - cut[source] > (1 if source else least):
                 low, high, step = (source, target, -1) if source < target else (target, source, 1)
                 yield tuple(border + step * (low < i <= high) for i, border in enumerate(cut))
 

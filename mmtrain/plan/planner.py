@@ -225,6 +225,8 @@ def _uniform(search: Search, seconds: float) -> UniformCut | None:
     if ranks == 1 or decoder < ranks:
         return None
     cut = uniform_cut(decoder, ranks)
+    if cut[1] < search.costs.costs.first_layers:
+        return None
     layout = search.plain(cut)
     ratio = layout.simulation.seconds / seconds
     return UniformCut(tuple(border - 1 for border in cut[1:-1]), search.fits(layout), ratio)

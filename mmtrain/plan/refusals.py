@@ -50,14 +50,21 @@ def _check_layout(config: RunConfig, models: Models) -> None:
     decoder, model = len(models.llm.decoder), config.model.llm.path
     pipeline, stages_per_rank = config.parallel.pipeline, config.parallel.stages_per_rank
     placed = f"{model} has {decoder + 2} layers to place (front, {decoder} decoder layers, head)"
-    if pipeline > decoder + 2:
-        raise UserError(f"parallel.pipeline: {pipeline} stages, but {placed}: at most {decoder + 2} stages")
-    if stages_per_rank != "auto" and pipeline * stages_per_rank > decoder + 2:
+    most, first = decoder + 3 - models.first_layers, models.first_layers - 1
+    if first:
+        placed += f", and stage 0 holds the front and the {first} decoder layers behind which DeepStack adds features"
+    if pipeline > most:
+        raise UserError(f"parallel.pipeline: {pipeline} stages, but {placed}: at most {most} stages")
+    if stages_per_rank != "auto" and pipeline * stages_per_rank > most:
         raise UserError(
             f"parallel.stages_per_rank: {pipeline} ranks of {stages_per_rank} stages, but {placed}: at most "
-            f"{(decoder + 2) // pipeline}"
+            f"{most // pipeline}"
         )
     boundaries = config.parallel.boundaries
+    if boundaries and boundaries[0] < first:
+        raise UserError(
+            f"parallel.boundaries: {list(boundaries)}, but {placed}. Begin stage 1 at layer {first} or later."
+        )
     if boundaries and boundaries[-1] > decoder:
         raise UserError(
             f"parallel.boundaries: {list(boundaries)}, but {model} has {decoder} decoder layers. The last stage "
@@ -123,8 +130,8 @@ def _check_encoder_ranks(config: RunConfig, models: Models) -> None:
         )
     if not vision.can_be_cut:
         raise UserError(
-            f"parallel.encoder_ranks: {list(ranks)}, but {vision.source} has a class token beside images of any size, "
-            "and stays whole on rank 0: use auto or 0."
+            f"parallel.encoder_ranks: {list(ranks)}, but {vision.source} {vision.whole_because}, and stays whole on "
+            "rank 0: use auto or 0."
         )
     if len(ranks) > vision.blocks_run:
         raise UserError(

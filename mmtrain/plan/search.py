@@ -81,7 +81,8 @@ class Search:
     def _possible_counts(self) -> tuple[int, ...]:
         if (self.pipeline - 1) / (self.microbatches + self.pipeline - 1) < STAGE_GAIN:
             return (1,)
-        return tuple(v for v in range(1, MOST_STAGES_PER_RANK + 1) if v == 1 or v * self.pipeline <= self.costs.count)
+        most = self.costs.most_stages
+        return tuple(v for v in range(1, MOST_STAGES_PER_RANK + 1) if v == 1 or v * self.pipeline <= most)
 
     def _shares_on_rank_0(self) -> list[EncoderShare]:
         shares = [EncoderShare(self.costs.timings.encode, self.cuts.whole)]
@@ -289,7 +290,7 @@ def least_step_seconds(costs: StageCosts) -> float:
     the last. Unequal stages may beat the law, seldom and by 4% at most.
     """
     pipeline, least = costs.setting.pipeline, _with_least_layers(costs)
-    most = 1 if pipeline == 1 else max(1, min(MOST_STAGES_PER_RANK, costs.count // pipeline))
+    most = 1 if pipeline == 1 else max(1, min(MOST_STAGES_PER_RANK, costs.most_stages // pipeline))
     return min(_step_seconds(costs, count, _works(least, count)) for count in range(1, 1 + most))
 
 

@@ -177,6 +177,10 @@ class StageCosts:
 
     # ---- stages
 
+    @property
+    def most_stages(self) -> int:
+        return self.count - self.costs.first_layers + 1
+
     def same_range(self, begin: int, end: int) -> LayerRange:
         """Return the first range of layers with exactly the costs of [begin, end): most decoder layers are alike."""
         first = self._run_begins[begin]

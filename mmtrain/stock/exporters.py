@@ -29,7 +29,6 @@ from mmtrain.models.facts.families import (
 )
 from mmtrain.models.facts.model_files import find_model_folder, model_folder, tensor_shapes
 from mmtrain.models.facts.shapes import llm_shape
-from mmtrain.models.layouts.native import Native
 from mmtrain.models.layouts.registry import LAYOUTS
 from mmtrain.stock.aya_vision import AyaVision
 from mmtrain.stock.grids import Exaone45, HyperCLOVAXVisionV2, VideoLlama3
@@ -38,6 +37,19 @@ from mmtrain.stock.internvl import InternVL
 from mmtrain.stock.lfm2_vl import Lfm2Vl
 from mmtrain.stock.llava import Llava
 from mmtrain.stock.llava_next import LlavaNext, LlavaOnevision
+from mmtrain.stock.mrope import (
+    Glm4v,
+    Glm4vMoe,
+    Glm46V,
+    GlmOcr,
+    PaddleOCRVL,
+    Qwen2VL,
+    Qwen3VL,
+    Qwen3VLMoe,
+    Qwen25VL,
+    Qwen35,
+    Qwen35Moe,
+)
 from mmtrain.stock.perception_lm import PerceptionLM
 from mmtrain.stock.pixtral import LightOnOcr, LlavaPixtral, Mistral3
 from mmtrain.stock.stock_class import StockClass
@@ -61,6 +73,17 @@ STOCK_CLASSES: tuple[StockClass, ...] = (
     HyperCLOVAXVisionV2(),
     VideoLlama3(),
     Exaone45(),
+    Qwen2VL(),
+    Qwen25VL(),
+    Qwen3VL(),
+    Qwen3VLMoe(),
+    Qwen35(),
+    Qwen35Moe(),
+    Glm4v(),
+    Glm46V(),
+    Glm4vMoe(),
+    GlmOcr(),
+    PaddleOCRVL(),
 )
 
 
@@ -90,7 +113,7 @@ def stock_class(model_type: str | None, encoder: str | None = None) -> StockClas
     """Return the stock class of a config.json with this model_type, its vision_config with the model_type `encoder`."""
     fitting = [stock for stock in STOCK_CLASSES if model_type in stock.model_types]
     is_native = encoder in FAMILIES and FAMILIES[encoder].native is not None
-    return next((stock for stock in fitting if (Native.name in stock.layouts) == is_native), next(iter(fitting), None))
+    return next((stock for stock in fitting if stock.is_native == is_native), next(iter(fitting), None))
 
 
 def _unfit_llm(path: str) -> str:

@@ -97,16 +97,24 @@ class HyperCLOVAXVisionV2(StockClass):
         frames = FRAMES if "t" in self.patches else 1
         needed = {"patch_size": side, "merge_size": self.merge_size, "temporal_patch_size": frames}
         folder.equal(IMAGES, images, needed, {"patch_size": 14})
-        text = {"logits_scaling": 1.0, **(folder.config.get("text_config") or {})}
-        if self.text_config(text) != text:
-            raise unfit(CONFIG, "text_config.logits_scaling", text["logits_scaling"], "1")
+        self.refuse_other_language(folder)
         size = images.get("size", {"shortest_edge": 56 * 56, "longest_edge": 28 * 28 * 1280})
         if not isinstance(size, dict):
             raise unfit(IMAGES, "size", size, "shortest_edge and longest_edge, in pixels of the whole image")
         edges = {"min_pixels": size.get("shortest_edge"), "max_pixels": size.get("longest_edge")}
         bounds = [edges[key] if images.get(key) is None else images[key] for key in edges]  # their older names win
         factor = None if self.factors == (1,) else self.factors[0]
-        return {**folder.cells(bounds, (self.merge_size * side) ** 2), "factor": factor}
+        return {**folder.cells(bounds, self.cell_pixels(folder)), "factor": factor}
+
+    def refuse_other_language(self, folder: StockFolder) -> None:
+        """Raise UserError for an LLM that the class computes otherwise than the LLM's own."""
+        text = {"logits_scaling": 1.0, **(folder.config.get("text_config") or {})}
+        if self.text_config(text) != text:
+            raise unfit(CONFIG, "text_config.logits_scaling", text["logits_scaling"], "1")
+
+    def cell_pixels(self, folder: StockFolder) -> int:
+        """Return how many of the pixels that its processor bounds are one image token."""
+        return (self.merge_size * folder.vision.patch_size) ** 2
 
 
 class VideoLlama3(HyperCLOVAXVisionV2):

@@ -17,6 +17,7 @@ from mmtrain.stock.exporters import STOCK_CLASSES, exporter_for, stock_class
 from mmtrain.stock.stock_folder import BY_PARTS, PARTS, StockFolder, shown
 
 _log = logging.getLogger(__name__)
+BOUNDS = ("min_positions", "max_positions")  # of image tokens
 
 
 def expand_pretrained(config: RunConfig) -> RunConfig:
@@ -44,7 +45,9 @@ def expand_pretrained(config: RunConfig) -> RunConfig:
         for key, value in keys.items():
             *above, name = key.split(".")
             section = config.value_at(tuple(above))
-            if name in section.model_fields_set and (own := getattr(section, name)) != value:
+            if name in BOUNDS and getattr(section, name) is not None:  # the run's own count, and go into the export
+                keys[key] = getattr(section, name)
+            elif name in section.model_fields_set and (own := getattr(section, name)) != value:
                 raise UserError(
                     f"{key} is {shown(own)} in this configuration, but {shown(value)} in that folder; "
                     f"leave it out, or {BY_PARTS}"

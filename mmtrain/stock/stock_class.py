@@ -27,7 +27,6 @@ from mmtrain.models.facts.families import canonical_name
 from mmtrain.models.facts.shapes import VisionShape, llm_shape
 from mmtrain.models.facts.timm_models import form_of
 from mmtrain.models.layouts.layout import ImageLayout, Tiling
-from mmtrain.models.layouts.native import Native
 from mmtrain.models.layouts.registry import LAYOUT_KEYS, LAYOUTS
 from mmtrain.models.layouts.square import Square
 from mmtrain.stock.stock_folder import CONFIG, Keys, StockFolder, unfit
@@ -78,6 +77,7 @@ class ExportedClass:
     config_class: type[PreTrainedConfig]
     model_class: type[PreTrainedModel]
     decoder_names: str  # what stands before the names of the LLM's decoder in its folder
+    mrope: bool = False  # whether its LLM takes positions in rows and columns
 
     @property
     def class_name(self) -> str:
@@ -140,6 +140,11 @@ class StockClass(ExportedClass):
         return (self.model_type, *self.also)
 
     @property
+    def is_native(self) -> bool:
+        """Whether it takes images of any size."""
+        return any(LAYOUTS[name].attends_across for name in self.layouts)
+
+    @property
     def class_name(self) -> str:
         return f"{self.name}ForConditionalGeneration"
 
@@ -173,7 +178,7 @@ class StockClass(ExportedClass):
             yield f"model.vision.merger={str(self.merger).lower()} (its class has it so)"
         if self.last_block and vision.select_layer != -1:
             yield "model.vision.select_layer=-1 (it takes the last block's output)"
-        if vision.layout == Native.name and self.bounds_edge != (vision.longest_edge is not None):
+        if LAYOUTS[vision.layout].attends_across and self.bounds_edge != (vision.longest_edge is not None):
             bounds = " (its processor bounds that)" if self.bounds_edge else "=null (its processor bounds image tokens)"
             yield f"model.vision.longest_edge{bounds}"
         if unfit := self._unfit_encoder(vision.name, shape):
@@ -182,7 +187,7 @@ class StockClass(ExportedClass):
     def _unfit_encoder(self, name: str, vision: VisionShape) -> str:
         """Return why the class does not compute with the encoder `name`; "" where it does."""
         kind, side = vision.family.model, math.isqrt(vision.patches_per_image)
-        if vision.family.native is not None and Native.name not in self.layouts:
+        if vision.family.native is not None and not self.is_native:
             return f"{name} takes images of any size, but its class makes squares of them"
         if vision.prefix_tokens > 1:
             before = f"{name} has {vision.prefix_tokens} tokens before its patches"

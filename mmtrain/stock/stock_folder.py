@@ -30,7 +30,7 @@ BY_PARTS = f"set the model's parts instead, in {', '.join(PARTS)}"
 CONFIG, IMAGES = "config.json", "its image processor"
 _CONNECTOR = re.compile(
     r"(?:model\.)?(?:multi_modal_projector|vision_project(?:ion|or)|connector\.modality_projection|projector\.readout"
-    r"|visual\.merger)\."
+    r"|visual\.merger|mlp_AR)\."
 )
 _PINPOINTS: TypeAdapter[Pinpoints] = TypeAdapter(Pinpoints)
 

@@ -28,6 +28,7 @@ from mmtrain.data.stream.order import Capacity
 from mmtrain.models.facts.connectors import image_layout
 from mmtrain.models.facts.shapes import llm_shape
 from mmtrain.models.layouts.layout import Tiling
+from mmtrain.models.layouts.mrope import grid_positions
 
 
 @dataclass(frozen=True)
@@ -53,6 +54,7 @@ class PackedBatch:
     labels are already shifted: labels[b, t] is the token that position t must predict, IGNORE where there is none; the
     last token of a document never has a label. position_ids restart at 0 in each document; a gap is a document without
     labels, and so is the padding at the row's end. tiles and tilings are in row-major order of their positions.
+    grid_positions, for M-RoPE, are each token's time, row and column.
     """
 
     input_ids: torch.Tensor  # (B, L) int64, IMAGE_POSITION at image positions
@@ -65,6 +67,14 @@ class PackedBatch:
     epochs: tuple[int, ...] = ()  # (B,) of each pack
     samples_of_packs: tuple[int, ...] = ()  # (B,) trained on
     faults: tuple[tuple[int, QuarantinedSample], ...] = ()  # row and reason of each quarantined sample
+    grid_positions: torch.Tensor | None = None  # (3, B, L) int64
+
+    @property
+    def positions(self) -> torch.Tensor:
+        """What decoder layers take: position_ids (B, L), or (4, B, L) with the grid positions behind them."""
+        if self.grid_positions is None:
+            return self.position_ids
+        return torch.cat([self.position_ids[None], self.grid_positions])
 
     @property
     def samples(self) -> int:
@@ -129,7 +139,8 @@ class Processor:
 
     def batch(self, packs: list[Pack], buffer: torch.Tensor | None = None) -> PackedBatch:
         """Make a micro-batch of packs, its tiles uint8, in `buffer` if there is one."""
-        return make_batch(packs, self.capacity.tokens, self.padding_id, self.decode, buffer)
+        has_grid = self.layout.has_grid_positions
+        return make_batch(packs, self.capacity.tokens, self.padding_id, self.decode, buffer, has_grid=has_grid)
 
     def normalised(self, batch: PackedBatch) -> PackedBatch:
         """Return the micro-batch with its tiles in float32, as a stock encoder takes them."""
@@ -142,17 +153,20 @@ def make_batch(
     padding_id: int,
     decode: Callable[[bytes, Tiling, bool], torch.Tensor],
     buffer: torch.Tensor | None = None,
+    *,
+    has_grid: bool = False,
 ) -> PackedBatch:
     """Turn B packs into one micro-batch; `decode` makes (tiles, 3, S, S) of an image file or raises BadSample.
 
     A document with such an image becomes a gap. `buffer`, (M, 3, S, S) with M at least the number of tiles, takes
-    the tiles; without one they get memory of their own.
+    the tiles; without one they get memory of their own. `has_grid`: with grid positions.
     """
     shape = (len(packs), pack_length)
     # Filled by numpy: torch.tensor takes seven times as long for a tuple of integers.
     input_ids = np.full(shape, padding_id, np.int64)
     labels = np.full(shape, IGNORE, np.int64)
     position_ids = np.empty(shape, np.int64)
+    grid = np.empty((3, *shape), np.int64) if has_grid else None
     tiles: list[torch.Tensor] = []
     tilings: list[Tiling] = []
     keys: list[str] = []
@@ -175,6 +189,8 @@ def make_batch(
             end = start + length
             assert end <= pack_length, f"documents of {end} tokens or more in a pack of {pack_length}"
             position_ids[row, start:end] = np.arange(length)
+            if grid is not None:
+                grid[:, row, start:end] = np.arange(length) if fault else positions_of(entry)
             if fault is None:
                 input_ids[row, start:end] = entry.input_ids
                 labels[row, start:end] = entry.labels
@@ -184,6 +200,8 @@ def make_batch(
                 faults.append((row, fault))
             start = end
         position_ids[row, start:] = np.arange(pack_length - start)
+        if grid is not None:
+            grid[:, row, start:] = position_ids[row, start:]
         samples_of_packs.append(len(keys) - before)
     used = None if buffer is None else buffer[: sum(map(len, tiles))]
     return PackedBatch(
@@ -197,7 +215,14 @@ def make_batch(
         epochs=tuple(pack.epoch for pack in packs),
         samples_of_packs=tuple(samples_of_packs),
         faults=tuple(faults),
+        grid_positions=None if grid is None else torch.from_numpy(grid),
     )
+
+
+def positions_of(document: Document) -> np.ndarray:
+    """Return a document's grid positions (3, T)."""
+    is_image = np.array(document.input_ids) == IMAGE_POSITION
+    return grid_positions(is_image, [(tiling.rows, tiling.columns) for tiling in document.tilings])
 
 
 def _decoded_images(document: Document, decode: Callable[[bytes, Tiling, bool], torch.Tensor]) -> list[torch.Tensor]:

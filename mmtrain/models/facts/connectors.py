@@ -18,6 +18,7 @@ from mmtrain.base.printing import escape
 from mmtrain.config.limits import MAX_TILES
 from mmtrain.config.model import ProjectorSection
 from mmtrain.config.schema import RunConfig
+from mmtrain.models.facts.families import refuse_without_mrope
 from mmtrain.models.facts.shapes import LlmShape, ParameterShape, VisionShape, llm_shape, vision_shape
 from mmtrain.models.layouts.layout import ImageLayout, UnfitImage
 from mmtrain.models.layouts.native import Native
@@ -78,6 +79,21 @@ class Swiglu:
 
 
 @dataclass(frozen=True, slots=True)
+class Gated:
+    """Linear layers gate_proj, up_proj and down_proj without bias: down(SiLU(gate(x)) * up(x))."""
+
+    name: str
+    inputs: int
+    inner: int
+    outputs: int
+
+
+@dataclass(frozen=True, slots=True)
+class Branch:
+    """What follows makes an output of its own, of the features of DeepStack's next block."""
+
+
+@dataclass(frozen=True, slots=True)
 class Newline:
     """A trained embedding behind each line of an image's positions."""
 
@@ -85,7 +101,7 @@ class Newline:
     width: int
 
 
-Operation = Shuffle | Pool | LayerNorm | RmsNorm | Linear | Gelu | Swiglu | Newline
+Operation = Shuffle | Pool | LayerNorm | RmsNorm | Linear | Gelu | Swiglu | Gated | Branch | Newline
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +113,7 @@ class Sizes:
     factor: int = DEFAULT_FACTOR
     width: int | None = None  # `model.projector.width`
     norm_eps: float = DEFAULT_NORM_EPS  # of the LLM's norms
+    deepstack: int = 0  # blocks whose features DeepStack takes
 
     @property
     def shuffled(self) -> int:  # features of a position behind the shuffle
@@ -169,9 +186,36 @@ def patch_merger_rms(sizes: Sizes) -> tuple[Operation, ...]:
     return RmsNorm("norm", sizes.vision_width, eps=1e-6), *_merged(sizes)
 
 
-def _merged(sizes: Sizes) -> tuple[Operation, ...]:
-    first = Linear("linear_1", sizes.shuffled, sizes.shuffled)
-    return Shuffle(sizes.factor), first, Gelu(), Linear("linear_2", sizes.shuffled, sizes.llm_width)
+def qwen_merger(sizes: Sizes) -> tuple[Operation, ...]:
+    """PatchMerger of Qwen2-VL, Qwen3_5VisionPatchMerger."""
+    return LayerNorm("norm", sizes.vision_width, eps=1e-6), *_merged(sizes)
+
+
+def qwen_merger_deepstack(sizes: Sizes) -> tuple[Operation, ...]:
+    """Qwen3VLVisionPatchMerger, and one for each of DeepStack's blocks (arXiv:2406.04334), whose norm is merged."""
+    branches: list[Operation] = []
+    for name in (f"deepstack.{number}." for number in range(sizes.deepstack)):
+        shuffle, *mapped = _merged(sizes, name)
+        branches += [Branch(), shuffle, LayerNorm(f"{name}norm", sizes.shuffled, eps=1e-6), *mapped]
+    return *qwen_merger(sizes), *branches
+
+
+def _merged(sizes: Sizes, name: str = "") -> tuple[Operation, ...]:
+    first = Linear(f"{name}linear_1", sizes.shuffled, sizes.shuffled)
+    return Shuffle(sizes.factor), first, Gelu(), Linear(f"{name}linear_2", sizes.shuffled, sizes.llm_width)
+
+
+def glm_merger(sizes: Sizes) -> tuple[Operation, ...]:
+    """Glm4vVisionModel's downsample, a convolution over 2 x 2 patches, and Glm4vVisionPatchMerger; GLM-OCR's too."""
+    width = sizes.llm_width
+    return (
+        Shuffle(sizes.factor, feature_first=True),
+        Linear("downsample", sizes.shuffled, width),
+        Linear("proj", width, width, has_bias=False),
+        LayerNorm("post_projection_norm", width, eps=1e-5),
+        Gelu(),
+        Gated("mlp", width, sizes.width or 3 * width, width),
+    )
 
 
 CONNECTORS: dict[str, Callable[[Sizes], tuple[Operation, ...]]] = {
@@ -185,14 +229,15 @@ def connector(
     llm_width: int,
     newline: bool = False,
     norm_eps: float = DEFAULT_NORM_EPS,
+    deepstack: int = 0,
 ) -> tuple[Operation, ...]:
     """Return the operations of a connector (`model.projector`), in the order in which they run.
 
     Raises UserError for a factor or width of another type.
     """
-    sizes = Sizes(vision_width, llm_width, section.factor or DEFAULT_FACTOR, section.width, norm_eps)
+    sizes = Sizes(vision_width, llm_width, section.factor or DEFAULT_FACTOR, section.width, norm_eps, deepstack)
     operations = CONNECTORS[section.type](sizes)
-    for key, kinds in (("factor", (Shuffle, Pool)), ("width", (Swiglu,))):
+    for key, kinds in (("factor", (Shuffle, Pool)), ("width", (Swiglu, Gated))):
         if getattr(section, key) is not None and not _has(operations, kinds):
             types = [name for name, make in CONNECTORS.items() if _has(make(Sizes(1, 2)), kinds)]
             raise UserError(
@@ -214,19 +259,35 @@ def run_connector(config: RunConfig) -> tuple[Operation, ...]:
 
 def connector_between(config: RunConfig, vision: VisionShape, llm: LlmShape) -> tuple[Operation, ...]:
     """Return the operations of a run's connector between models of these shapes."""
+    if has_grid_positions(config):
+        refuse_without_mrope(llm.model_type, config.model.llm.path)
     norm_eps = llm.norm_eps or DEFAULT_NORM_EPS
-    return connector(config.model.projector, vision.feature_width, llm.hidden_size, has_newline(config), norm_eps)
+    width, deepstack = vision.merged_width or vision.width, len(vision.deepstack)
+    return connector(config.model.projector, width, llm.hidden_size, has_newline(config), norm_eps, deepstack)
 
 
 def run_vision(config: RunConfig) -> VisionShape:
     """Return the shape of a run's encoder; one for images of any size has the cells that the connector makes."""
     chosen = config.model.vision
-    shape = vision_shape(chosen.name, chosen.select_layer, chosen.final_norm, chosen.merger)
+    deepstack = has_deepstack(config.model.projector)
+    shape = vision_shape(chosen.name, chosen.select_layer, chosen.final_norm, chosen.merger, deepstack)
+    if deepstack and (chosen.select_layer != -1 or not shape.deepstack):
+        needed = "model.vision.select_layer=-1" if shape.deepstack else "an encoder that has it, such as Qwen3-VL's"
+        raise UserError(f"model.projector.type: {config.model.projector.type} has DeepStack, which needs {needed}.")
     return shape.with_cells(reduction(config.model.projector))
+
+
+def has_deepstack(section: ProjectorSection) -> bool:
+    return _has(connector(section, 1, 2, deepstack=1), (Branch,))
 
 
 def has_newline(config: RunConfig) -> bool:
     return _layout_class(config).has_newlines
+
+
+def has_grid_positions(config: RunConfig) -> bool:
+    """Whether a run's LLM takes positions in three rows (M-RoPE)."""
+    return _layout_class(config).has_grid_positions
 
 
 def refuse_other_settings(config_json: Mapping[str, Any], source: str) -> None:
@@ -261,6 +322,12 @@ def connector_parameters(operations: Sequence[Operation]) -> Iterator[ParameterS
             yield ParameterShape(f"projector.{operation.name}.weight", (operation.outputs, operation.inputs))
             if operation.has_bias:
                 yield ParameterShape(f"projector.{operation.name}.bias", (operation.outputs,))
+        elif isinstance(operation, Gated):
+            for layer in ("gate_proj", "up_proj"):
+                shape = (operation.inner, operation.inputs)
+                yield ParameterShape(f"projector.{operation.name}.{layer}.weight", shape)
+            shape = (operation.outputs, operation.inner)
+            yield ParameterShape(f"projector.{operation.name}.down_proj.weight", shape)
         elif isinstance(operation, Newline):
             yield ParameterShape(f"projector.{operation.name}", (operation.width,))
 

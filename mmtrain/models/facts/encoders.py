@@ -141,6 +141,7 @@ _QWEN25 = EncoderFamily(
     depth=32,
     native=NativeInput("c t dy dx", "packed", block=2, merged="merger.mlp.2.weight"),
 )
+_QWEN2 = replace(_QWEN25, model="Qwen2VisionTransformerPretrainedModel")
 _QWEN3 = replace(
     _QWEN25,
     model="Qwen3VLVisionModel",
@@ -148,6 +149,26 @@ _QWEN3 = replace(
     image_size=16,
     depth=27,
     native=replace(_QWEN25.native, merged="merger.linear_fc2.weight"),
+)
+_GLM = replace(
+    _QWEN25,
+    model="Glm4vVisionModel",
+    norm="post_layernorm.",
+    beside=("downsample.", "merger."),  # these two are its connector, glm_merger
+    depth=24,
+    native=replace(_QWEN25.native, merged=None),
+)
+_PADDLE = EncoderFamily(
+    model="PaddleOCRVisionModel",
+    blocks="vision_model.encoder.layers.",
+    patches="vision_model.embeddings.patch_embedding.weight",
+    norm="vision_model.post_layernorm.",
+    positions=None,  # resized to each image's grid
+    class_token=None,
+    beside=("vision_model.head.", "vision_model.embeddings.packing_position_embedding."),
+    image_size=14,
+    depth=27,
+    native=NativeInput("c dy dx", "packed"),
 )
 _VIDEO_LLAMA = replace(
     _SIGLIP,
@@ -199,12 +220,17 @@ FAMILIES = {
     "siglip2": _NAFLEX,
     "siglip2_vision_model": _NAFLEX,
     "pixtral": _PIXTRAL,
+    **dict.fromkeys(("qwen2_vl", "qwen2_vl_vision"), _QWEN2),
     **dict.fromkeys(("qwen2_5_vl", "qwen2_5_vl_vision"), _QWEN25),
     **dict.fromkeys(("qwen3_vl", "qwen3_vl_vision"), _QWEN3),
     **dict.fromkeys(("qwen3_vl_moe", "qwen3_vl_moe_vision"), replace(_QWEN3, model="Qwen3VLMoeVisionModel")),
-    **dict.fromkeys(("qwen3_5", "qwen3_5_vision"), replace(_QWEN3, model="Qwen3_5VisionModel")),
-    **dict.fromkeys(("qwen3_5_moe", "qwen3_5_moe_vision"), replace(_QWEN3, model="Qwen3_5MoeVisionModel")),
+    **dict.fromkeys(("qwen3_5", "qwen3_5_vision"), replace(_QWEN3, model="Qwen3_5VisionModel", beside=())),
+    **dict.fromkeys(("qwen3_5_moe", "qwen3_5_moe_vision"), replace(_QWEN3, model="Qwen3_5MoeVisionModel", beside=())),
     **dict.fromkeys(("exaone4_5", "exaone4_5_vision"), replace(_QWEN25, model="Exaone4_5_VisionModel")),
+    **dict.fromkeys(("glm4v", "glm46v", "glm4v_vision"), _GLM),
+    **dict.fromkeys(("glm4v_moe", "glm4v_moe_vision"), replace(_GLM, model="Glm4vMoeVisionModel")),
+    **dict.fromkeys(("glm_ocr", "glm_ocr_vision"), replace(_GLM, model="GlmOcrVisionModel")),
+    **dict.fromkeys(("paddleocr_vl", "paddleocr_vl_vision"), _PADDLE),
     "video_llama_3_vision": _VIDEO_LLAMA,
     "mlcd_vision_model": _MLCD,
     "moonvit": _MOONVIT,

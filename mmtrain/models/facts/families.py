@@ -27,7 +27,7 @@ from mmtrain.models.facts.model_files import Shape, read_json
 from mmtrain.models.facts.settings import check_layers
 
 T = TypeVar("T")
-_BASE = r"(?:model\.|transformer\.|gpt_neox\.|backbone\.)(?:decoder\.)?"
+_BASE = r"(?:model\.|transformer\.|gpt_neox\.|backbone\.)(?:decoder\.|language_model\.)?"
 _LAYER = re.compile(_BASE + r"(?:layers|h)\.(\d+)\.(.+)")
 _EMBEDDING = re.compile(_BASE + r"(?:embed_tokens|embeddings|wte|embed_in)\.(weight)")
 _NORM = re.compile(_BASE + r"(?:norm|norm_f|ln_f|final_layer_norm|final_layernorm|embedding_norm)\.(weight|bias)")
@@ -101,6 +101,15 @@ def check_family(config_json: dict[str, Any]) -> None:
         raise UserError(
             f"{family}: this checkpoint is quantised ({method}), but gradients must flow through its layers. Use the "
             "bf16 release of this model"
+        )
+
+
+def refuse_without_mrope(family: str, source: str) -> None:
+    """Raise UserError for an LLM that no multimodal class computes with M-RoPE."""
+    if family not in MROPE_MODELS:
+        raise UserError(
+            f"{source}: no multimodal class of transformers gives {family} positions in rows and columns (M-RoPE), "
+            f"which model.vision.layout asks for. Name an LLM of {', '.join(MROPE_MODELS)}, or set another layout"
         )
 
 
@@ -195,15 +204,34 @@ MULTIMODAL_MODELS = {
     "gemma3": True,
     "mistral3": True,
     "lfm2_vl": True,
-    "qwen3_5": False,
-    "qwen3_5_moe": False,
     "lighton_ocr": True,
     "hyperclovax_vision_v2": True,
     "video_llama_3": False,
     "exaone4_5": False,
+    **dict.fromkeys(("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"), False),
+    **dict.fromkeys(("glm4v", "glm46v", "glm4v_moe", "glm_ocr"), False),
+    "paddleocr_vl": True,
 }
-# Those whose encoder alone is read: their LLM takes positions in three dimensions.
-ENCODER_HOLDERS = {*MULTIMODAL_MODELS, "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"}
+# LLMs that some of them compute with M-RoPE, by the model_type of the LLM alone: that of the multimodal class.
+MROPE_MODELS = {
+    "qwen2": "qwen2_vl",
+    "qwen3": "qwen3_vl",
+    "qwen2_vl_text": "qwen2_vl",
+    "qwen2_5_vl_text": "qwen2_5_vl",
+    "qwen3_vl_text": "qwen3_vl",
+    "qwen3_vl_moe_text": "qwen3_vl_moe",
+    "qwen3_5_text": "qwen3_5",
+    "qwen3_5_moe_text": "qwen3_5_moe",
+    "glm4v_text": "glm4v",
+    "glm4v_moe_text": "glm4v_moe",
+    "glm_ocr_text": "glm_ocr",
+    "paddleocr_vl_text": "paddleocr_vl",
+}
+# Rotary frequencies of 64 that turn by an image's rows and by its columns, for LLMs that were published without them.
+MROPE_SECTIONS: dict[str, tuple[int, int, dict[str, Any]]] = {
+    "qwen2": (24, 24, {}),  # Qwen2.5-VL's
+    "qwen3": (20, 20, {"mrope_interleaved": True}),  # Qwen3-VL's
+}
 _TIED_IF_EITHER_SAYS_SO = ("llava", "llava_onevision")
 
 # What text models say of their head alone, and what makes it the plain one of the classes above.
@@ -229,7 +257,11 @@ def llm_config(folder: Path) -> dict[str, Any]:
     content = read_json(folder / "config.json")
     if content.get("model_type") not in MULTIMODAL_MODELS:
         return content
-    text = _part(content, "text_config", folder)
+    text = content.get("text_config")
+    if text is None and "hidden_size" in content:  # the first files of Qwen2.5-VL have no part for the LLM
+        text = {**content, "model_type": f"{content['model_type']}_text"}
+        text.pop("vision_config", None)
+    text = _part({"text_config": text}, "text_config", folder)
     family = text.get("model_type")
     if family is None:
         raise UserError(f"{folder}: text_config in config.json has no model_type. Download the file again")
@@ -248,12 +280,14 @@ def llm_tensors(folder: Path, tensors: Mapping[str, T]) -> dict[str, T]:
     if not holds_parts(folder):
         return dict(tensors)
     base = BASE_PREFIX.get(llm_config(folder)["model_type"], "model.")
-    prefix = _one_prefix(_LLM, tensors, folder)
+    is_bare = any(_LAYER.fullmatch(name) and not _LLM.match(name) for name in tensors)  # Qwen2.5-VL's
+    prefix = "" if is_bare else _one_prefix(_LLM, tensors, folder)
     own: dict[str, T] = {}
     for name, tensor in tensors.items():
         inner = name.removeprefix(prefix)
         is_head = canonical_name(inner).startswith("llm.head.")
-        if not is_head and inner == name:
+        is_own = canonical_name(inner).split(".")[1] in ("layers", "embedding", "norm") if is_bare else inner != name
+        if not is_head and not is_own:
             continue
         inner = inner if is_head else base + inner.removeprefix(base)
         if inner in own:
@@ -272,8 +306,8 @@ def encoder_config(folder: Path) -> dict[str, Any]:
         raise UserError(f"{folder} cannot be used: it is quantised ({method}). Use its release in bfloat16 or float32")
     if not holds_encoder(folder):
         return content
-    vision = _part(content, "vision_config", folder)
-    kind = vision.get("model_type")
+    vision = {"model_type": content["model_type"], **_part(content, "vision_config", folder)}  # Qwen2-VL's has none
+    kind = vision["model_type"]
     if kind == "timm_wrapper":
         return {"architecture": vision.get("architecture"), "model_args": vision.get("model_args")}
     if kind in _IDEFICS3_VISION:
@@ -290,7 +324,7 @@ def encoder_tensors(folder: Path, tensors: Mapping[str, T]) -> dict[str, T]:
 def holds_encoder(folder: Path) -> bool:
     """Whether a folder holds a whole model whose encoder can be read."""
     content = read_json(folder / "config.json")
-    return content.get("model_type") in ENCODER_HOLDERS and "vision_config" in content
+    return content.get("model_type") in MULTIMODAL_MODELS and "vision_config" in content
 
 
 def holds_parts(folder: Path) -> bool:

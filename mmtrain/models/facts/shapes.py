@@ -89,15 +89,24 @@ class VisionShape:
     merged_width: int | None = None  # features that it makes of them
     window: int | None = None  # patches that a block attends to at once; None: all of an image
     full_blocks: tuple[int, ...] = ()  # those that attend to all of them nevertheless
+    deepstack: tuple[int, ...] = ()  # blocks whose features stand behind the last one's, in each position
+
+    @property
+    def whole_because(self) -> str:
+        """Why slices cannot hand its hidden states on; "" where they can."""
+        if self.deepstack:
+            return f"has DeepStack, which takes the features of blocks {', '.join(map(str, self.deepstack))} too"
+        if self.family.native is not None and self.prefix_tokens:
+            return "has a class token beside images of any size"
+        return ""
 
     @property
     def can_be_cut(self) -> bool:
-        """Whether slices can hand its hidden states on: a class token beside an image's cells belongs to none."""
-        return self.family.native is None or not self.prefix_tokens
+        return not self.whole_because
 
     @property
     def feature_width(self) -> int:
-        return self.merged_width or self.width
+        return (self.merged_width or self.width) * (1 + len(self.deepstack))
 
     @property
     def features_per_image(self) -> int:
@@ -233,12 +242,20 @@ def _window(config_json: dict[str, Any]) -> int | None:
     return window if all(kind == "sliding_attention" for kind in kinds) else None
 
 
-def vision_shape(name: str, select_layer: int, final_norm: bool = False, merger: bool = False) -> VisionShape:
+def vision_shape(
+    name: str, select_layer: int, final_norm: bool = False, merger: bool = False, deepstack: bool = False
+) -> VisionShape:
     """Shape of the part of a vision encoder that runs: up to the block that `select_layer` (-1: the last) selects.
 
     `name` is what `load_vision` takes; with `final_norm` the last norm runs too, with `merger` the encoder's own one.
-    Raises UserError if it is not known.
+    With `deepstack` features of the blocks that DeepStack takes come too, if it has some. Raises UserError if it is not
+    known.
     """
+    shape = _vision_shape(name, select_layer, final_norm, merger)
+    return shape if deepstack else replace(shape, deepstack=())
+
+
+def _vision_shape(name: str, select_layer: int, final_norm: bool, merger: bool) -> VisionShape:
     folder, recorded, source = find_model_folder(name), find_recorded("vision", name), f"timm's {name}"
     # Encoders with pickled weights only (openai/clip-vit-large-patch14-336) are planned from their record too.
     if recorded is not None and (folder is None or not any(folder.glob("model.safetensors*"))):
@@ -291,7 +308,7 @@ def vision_shape_from(
     """VisionShape from the raw config.json of a timm or Hugging Face vision model and its parameters' stock names."""
     if "architecture" in config_json:
         check_plain_vit(tensors, escape(str(config_json["architecture"])), source)
-    family, image_size, heads, _, window, full_blocks = encoder_settings(config_json, source)
+    family, image_size, heads, _, window, full_blocks, deepstack = encoder_settings(config_json, source)
     unused, tensors = family.unused(final_norm, source, merger), family.own(tensors)
     native, patches = family.native, tensors.get(family.patches, ())
     is_flat = native is not None and native.patches == "dy dx c"  # a matrix over a patch's values
@@ -349,4 +366,5 @@ def vision_shape_from(
         merged_width=merged and merged[0],
         window=window,
         full_blocks=full_blocks,
+        deepstack=deepstack,
     )

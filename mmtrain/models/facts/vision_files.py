@@ -37,6 +37,7 @@ class EncoderSettings(NamedTuple):
     blocks: int | None  # None where timm alone knows
     window: int | None = None  # patches that a block attends to at once; None: all of an image
     full_blocks: tuple[int, ...] = ()  # those that attend to all of them nevertheless
+    deepstack: tuple[int, ...] = ()  # blocks whose output DeepStack takes, too
 
 
 def is_timm_name(name: str) -> bool:
@@ -68,17 +69,24 @@ def encoder_settings(config_json: dict[str, Any], source: str) -> EncoderSetting
         return EncoderSettings(family, square(size, "images", source), heads, blocks, None, ())
     side, window, full = square([size, size], "patches", source), settings.get("window_size"), ()
     if window is not None:
-        full, least = settings.get("fullatt_block_indexes"), side * family.native.block
+        least = side * family.native.block
         if not is_whole(window, least, 30_000):
             shown = f"window_size {escape(repr(window))}; needed are at least {least} pixels"
             raise UserError(f"{source}: config.json has {shown}, what its merger joins")
-        if full is None:
-            full = [7, 15, 23, 31]  # transformers' default
-        elif not isinstance(full, list) or not all(is_whole(index, 0, blocks - 1) for index in full):
-            shown = f"fullatt_block_indexes {escape(repr(full))}; needed are numbers of its {blocks} blocks"
-            raise UserError(f"{source}: config.json has {shown}, counted from 0")
+        full = _block_numbers(settings, "fullatt_block_indexes", [7, 15, 23, 31], blocks, source)
         window = (window // side) ** 2
-    return EncoderSettings(family, side, heads, blocks, window, tuple(full))
+    has_deepstack = "deepstack_merger_list." in family.beside
+    # What stands here where nothing is said are transformers' defaults.
+    deep = _block_numbers(settings, "deepstack_visual_indexes", [8, 16, 24], blocks, source) if has_deepstack else ()
+    return EncoderSettings(family, side, heads, blocks, window, full, deep)
+
+
+def _block_numbers(settings: dict[str, Any], key: str, default: list[int], blocks: int, source: str) -> tuple[int, ...]:
+    numbers = default if settings.get(key) is None else settings[key]
+    if not isinstance(numbers, list) or not all(is_whole(number, 0, blocks - 1) for number in numbers):
+        shown = f"{key} {escape(repr(numbers))}; needed are numbers of its {blocks} blocks"
+        raise UserError(f"{source}: config.json has {shown}, counted from 0")
+    return tuple(numbers)
 
 
 def square(size: Any, of: str, source: str) -> int:

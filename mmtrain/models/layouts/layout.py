@@ -69,8 +69,10 @@ class ImageLayout:
     attends_across: ClassVar[bool] = False  # the encoder sees all tiles of an image at once, as cells of one picture
     strips: ClassVar[bool] = False  # images are taken out of samples
     is_sized: ClassVar[bool] = False  # tiles and positions depend on an image's size
+    has_grid_positions: ClassVar[bool] = False  # an image token has a time, a row and a column (M-RoPE)
     has_newlines: ClassVar[bool] = False  # trained newlines end lines of positions; those of a tile are a square
     has_texts: ClassVar[bool] = False  # words stand around an image's positions
+    image_token: ClassVar[str] = "<image>"  # of the stock tokenizer; here records.IMAGE_MARK
     marks: ClassVar[tuple[str, ...]] = ()  # tokens of these texts that the tokenizer must have
     joins_patches: ClassVar[bool] = False  # the connectors of its stock class make one position of several patches
     in_llava: ClassVar[bool] = False  # LLaVA's own code has it
@@ -79,6 +81,11 @@ class ImageLayout:
     def texts(self) -> tuple[str, ...]:
         """What lengths of texts depend on: equal for layouts that write the same around images, empty for no text."""
         return ()
+
+    @property
+    def prompt_text(self) -> str:
+        """What a prompt for the stock processor has for an image."""
+        return self.image_token
 
     @property
     def of_texts(self) -> ImageLayout:

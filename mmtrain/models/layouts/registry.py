@@ -7,6 +7,7 @@ from typing import Literal
 from mmtrain.models.layouts.anyres import Anyres, AnyresMax9
 from mmtrain.models.layouts.idefics3 import Idefics3
 from mmtrain.models.layouts.layout import ImageLayout
+from mmtrain.models.layouts.mrope import GlmV, PaddleOcrVl, QwenVl
 from mmtrain.models.layouts.native import Native
 from mmtrain.models.layouts.square import Square
 from mmtrain.models.layouts.tiles import Tiles
@@ -31,9 +32,11 @@ class Strip(Require):
     texts = (name, "", "")
 
 
-LayoutName = Literal["square", "idefics3", "tiles", "anyres", "anyres_max_9", "native"]
+LayoutName = Literal[
+    "square", "idefics3", "tiles", "anyres", "anyres_max_9", "native", "qwen_vl", "glm_v", "paddleocr_vl"
+]
 LAYOUTS: dict[str, type[ImageLayout]] = {
-    kind.name: kind for kind in (Square, Idefics3, Tiles, Anyres, AnyresMax9, Native)
+    kind.name: kind for kind in (Square, Idefics3, Tiles, Anyres, AnyresMax9, Native, QwenVl, GlmV, PaddleOcrVl)
 }
 LAYOUT_KEYS = tuple(dict.fromkeys(key for layout in LAYOUTS.values() for key in layout.keys))  # of model.vision
 TEXT_ALONE: dict[str, type[ImageLayout]] = {kind.name: kind for kind in (Require, Strip)}

@@ -10,16 +10,25 @@ Cutting the list is wrong wherever the stock forward scales its input: every sta
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection, Iterable, Iterator, Mapping
+import re
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
 from torch import nn
-from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
+from torch.utils.hooks import RemovableHandle
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 from transformers.modeling_outputs import MoeModelOutputWithPast
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from transformers.utils import logging
@@ -27,11 +36,14 @@ from transformers.utils import logging
 from mmtrain.base.errors import UserError
 from mmtrain.data.stream.packs import copied
 from mmtrain.models.facts.families import (
+    MROPE_MODELS,
+    MROPE_SECTIONS,
     canonical_name,
     check_family,
     holds_parts,
     llm_config,
     llm_tensors,
+    refuse_without_mrope,
     remote_code,
 )
 from mmtrain.models.facts.model_files import foreign_files, model_folder
@@ -85,15 +97,19 @@ class DecoderLayers(nn.Module):
     ) -> None:
         """`model` is a stock causal LM in which all other parts are replaced; `streamed` has its streamed layers."""
         super().__init__()
-        layers = model.config.num_hidden_layers
+        numbers = model.config.get_text_config()
+        layers = numbers.num_hidden_layers
         assert 0 <= first <= last <= layers, (first, last, layers)
         assert not embedding or first == 0, "the embedding is on the stage with decoder layer 0, or the one before"
         assert not head or last == layers, "the head is on the stage with the last decoder layer, or the one after"
         self.model = model.requires_grad_(False)
         self.first, self.last = first, last
         self.has_embedding, self.has_head = embedding, head
-        self.hidden_size: int = model.config.hidden_size
-        self.vocab_size: int = model.config.vocab_size
+        self.hidden_size: int = numbers.hidden_size
+        self.vocab_size: int = numbers.vocab_size
+        self.deepstack: tuple[torch.Tensor, Sequence[torch.Tensor]] | None = None
+        """Places (P,) of image tokens, over rows laid end to end, and what is added there behind the first layers (each
+        (P, D)); the next `forward` uses it up."""
         self._recomputed = 0
         self._last_layer: LastLayer | None = None
         self.streamed = streamed
@@ -108,8 +124,9 @@ class DecoderLayers(nn.Module):
     def forward(self, hidden: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
         """Hidden states (B, L, D) through the slice's decoder layers, and the final norm if it has the head.
 
-        `position_ids` (B, L) restart at 0 in each document; the host waits for them, unless they are on the CPU. A
-        slice that holds decoder layer 0 takes what `embed` returned, with image features in it. Calls must not overlap.
+        `position_ids` (B, L) restart at 0 in each document; the host waits for them, unless they are on the CPU. For
+        M-RoPE they are (4, B, L): grid positions (3, B, L) stand behind them. A slice that holds decoder layer 0 takes
+        what `embed` returned, with image features in it. Calls must not overlap.
         """
         if self.first == self.last and not self.has_head:
             return hidden
@@ -127,7 +144,8 @@ class DecoderLayers(nn.Module):
             places = places.new_zeros(1)
         rows = Rows(places, hidden.device)
         if self.first == self.last:
-            return self._run(rows.of_tensor(hidden), rows.of_tensor(position_ids))[0, :count]
+            places_in_documents = rows.of_tensor(position_ids.view(-1, *hidden.shape[:2])[0])
+            return self._run(rows.of_tensor(hidden), places_in_documents)[0, :count]
         if self._last_layer is None:
             return rows.of_tensor(self._run(hidden, position_ids))[0, :count]
         self._last_layer.rows = rows
@@ -140,27 +158,45 @@ class DecoderLayers(nn.Module):
         layers = decoder_layers(self.model)
         before = layers[self.first - 1] if self.first > 0 else None
         after = layers[self.last] if self.last < len(layers) else None
+        has_grid = position_ids.ndim == 3
+        documents, positions = (position_ids[0], position_ids[1:]) if has_grid else (position_ids, position_ids)
+        hooks = self._adding_deepstack()
         try:
             if before is not None:
                 before.hand_in = hidden
             # Told that nothing is padding, transformers does not look for documents, and the host waits for no answer.
-            no_padding = torch.ones(position_ids.shape, dtype=torch.bool, device=hidden.device).as_subclass(NoPadding)
-            sequences = Sequences.of_positions(position_ids, hidden.device) if self._has_mixers else None
-            with document_positions(position_ids), running_on(sequences):
+            no_padding = torch.ones(documents.shape, dtype=torch.bool, device=hidden.device).as_subclass(NoPadding)
+            sequences = Sequences.of_positions(documents, hidden.device) if self._has_mixers else None
+            with document_positions(documents), running_on(sequences):
                 # Behind a bookend the input tells shape, dtype and device only: detached, nothing is saved for it.
                 output = self.model.get_submodule(decoder_path(self.model)[0])(
                     inputs_embeds=hidden if before is None else hidden.detach(),
                     attention_mask=no_padding,
-                    position_ids=copied(position_ids, hidden.device),
+                    position_ids=copied(positions, hidden.device),
                     use_cache=False,
                 )
             result = output.last_hidden_state if after is None else after.handed_out
             assert result is not None, "the stock model did not run its layers in order"
             return result
         finally:  # else this micro-batch's activations would stay alive, or enter the next one after an error
+            for hook in hooks:
+                hook.remove()
             for layer in layers:
                 if isinstance(layer, Bookend):
                     layer.hand_in = layer.handed_out = None
+
+    def _adding_deepstack(self) -> list[RemovableHandle]:
+        """Add DeepStack's features behind real layers: the stock forward would add them behind bookends, too."""
+        if self.deepstack is None:
+            return []
+        (places, features), self.deepstack = self.deepstack, None
+        assert self.first == 0 and len(features) <= self.last, "stage 0 holds the layers behind which DeepStack adds"
+
+        def hook(added: torch.Tensor, _: nn.Module, __: Any, output: torch.Tensor) -> torch.Tensor:
+            return output.flatten(0, 1).index_add(0, places, added).view_as(output)
+
+        layers = decoder_layers(self.model)
+        return [layers[i].register_forward_hook(partial(hook, added)) for i, added in enumerate(features)]
 
     def logits(self, rows: torch.Tensor) -> torch.Tensor:
         """Normed hidden states (N, D) -> logits (N, V), with the family's own scaling and soft cap."""
@@ -243,16 +279,18 @@ def load_decoder_layers(
     device: torch.device | str = "cpu",
     streamed: StreamedLayers | None = None,
     streamed_numbers: Collection[int] = (),
+    mrope: bool = False,
 ) -> DecoderLayers:
     """Load decoder layers [first, last) of the causal LM in a folder (or cached hub id), frozen, in eval mode.
 
     Only the slice's own tensors are read, by transformers' rules (conversions, fused experts, ties, fp32 buffers). A
     head without the embedding holds its own copy of a tied matrix. Layers that leave host memory, to a GPU or, the
-    `streamed_numbers`, to `streamed`, are loaded one by one: memory holds what is kept and one of them.
+    `streamed_numbers`, to `streamed`, are loaded one by one: memory holds what is kept and one of them. `mrope`: see
+    `causal_config`.
 
     Raises UserError for missing or unusable files and for families that cannot be cut.
     """
-    weights = _Weights(path, dtype)
+    weights = _Weights(path, dtype, mrope)
     matrix = embedding or (head and bool(getattr(weights.config, "tie_word_embeddings", False)))
     stay = streamed is None and torch.device(device).type == "cpu"
     at_once = range(first, last if stay else min(first + 1, last))
@@ -276,13 +314,16 @@ def load_decoder_layers(
 class _Weights:
     """A causal LM's folder, of which parts are loaded by themselves."""
 
-    def __init__(self, path: str, dtype: torch.dtype) -> None:
+    def __init__(self, path: str, dtype: torch.dtype, mrope: bool) -> None:
         self._path, self._dtype = path, dtype
         folder = model_folder(path)
-        self.config = causal_config(folder)
+        self.config = causal_config(folder, mrope)
         _set_options(self.config)
-        self._stock = MODEL_FOR_CAUSAL_LM_MAPPING[type(self.config)]
+        self._stock = model_class(self.config)
         self._files = llm_tensors(folder, tensor_places(folder))
+        if is_multimodal(self.config):
+            inner = {name: re.sub(r"^model\.", "model.language_model.", name) for name in self._files}
+            self._files = {inner[name]: place for name, place in self._files.items()}
         prefix = missing_prefix(self._files, self._stock)
         self._global = {name: canonical_name(prefix + name) for name in self._files}
 
@@ -293,6 +334,7 @@ class _Weights:
 
         def build(model: PreTrainedModel, *arguments: Any, **options: Any) -> None:
             stock.__init__(model, *arguments, **options)
+            drop_tower(model)
             for module, replacement in absent_modules(model, first, last, embedding=embedding, head=head).items():
                 replace(model, module, replacement)
             _initialise_present_layers(model)
@@ -347,8 +389,12 @@ def missing_prefix(names: Iterable[str], stock: type[PreTrainedModel]) -> str:
     return "" if complete else stock.base_model_prefix + "."
 
 
-def causal_config(folder: Path) -> PreTrainedConfig:
-    """Read transformers' config of the causal LM in a folder. Raises UserError for a family that cannot be used."""
+def causal_config(folder: Path, mrope: bool = False) -> PreTrainedConfig:
+    """Read transformers' config of the causal LM in a folder. Raises UserError for a family that cannot be used.
+
+    With `mrope` it is of the multimodal class that computes this LLM with M-RoPE, as it is where the LLM has no class
+    of its own (Qwen2.5-VL's text model).
+    """
     config_json = llm_config(folder)
     check_family(config_json)
     family = config_json["model_type"]
@@ -360,9 +406,48 @@ def causal_config(folder: Path) -> PreTrainedConfig:
             config = config_from(transformers.CONFIG_MAPPING[family], config_json)
     else:
         config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+    is_causal = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING
+    if mrope:
+        refuse_without_mrope(family, str(folder))
+    if family in MROPE_MODELS and (mrope or not is_causal):
+        return _mrope_config(config)
+    if not is_causal:
         raise UserError(f"{folder}: {family} has no causal LM in transformers {transformers.__version__}")
     return config
+
+
+def _mrope_config(language: PreTrainedConfig) -> PreTrainedConfig:
+    """Make the config of the multimodal class around an LLM's; one without M-RoPE gets the class's sections."""
+    text, family = language.to_dict(), MROPE_MODELS[language.model_type]
+    if language.model_type in MROPE_SECTIONS:
+        height, width, more = MROPE_SECTIONS[language.model_type]
+        frequencies = (text.get("head_dim") or language.hidden_size // language.num_attention_heads) // 2
+        height, width = (part * frequencies // 64 for part in (height, width))
+        rope = {**text["rope_parameters"], "mrope_section": [frequencies - height - width, height, width], **more}
+        text |= {"model_type": f"{family}_text", "rope_parameters": rope}
+    tied = bool(getattr(language, "tie_word_embeddings", False))
+    return transformers.CONFIG_MAPPING[family](text_config=text, tie_word_embeddings=tied)
+
+
+def is_multimodal(config: PreTrainedConfig) -> bool:
+    return config.model_type in MROPE_MODELS.values()
+
+
+def auto_class(config: PreTrainedConfig) -> type[AutoModelForCausalLM | AutoModelForImageTextToText]:
+    return AutoModelForImageTextToText if is_multimodal(config) else AutoModelForCausalLM
+
+
+def model_class(config: PreTrainedConfig) -> type[PreTrainedModel]:
+    """Return the stock class of what `causal_config` returns."""
+    return auto_class(config)._model_mapping[type(config)]
+
+
+def drop_tower(model: PreTrainedModel) -> None:
+    """Leave nothing of a multimodal model but its LLM."""
+    if is_multimodal(model.config):
+        outer, _, decoder = decoder_path(model)[0].rpartition(".")
+        for name in [name for name, _ in model.get_submodule(outer).named_children() if name != decoder]:
+            model.set_submodule(f"{outer}.{name}", nn.Identity())
 
 
 def config_from(kind: type[PreTrainedConfig], config_json: Mapping[str, Any]) -> PreTrainedConfig:

@@ -34,6 +34,8 @@ class Unmerged(nn.Module):
         self.joined = joined
 
     def forward(self, features: torch.Tensor) -> torch.Tensor:
+        if features.ndim == 4:  # (N, W, 2, 2) for GLM's convolution
+            features = features.permute(0, 2, 3, 1)
         return features.reshape(-1, self.joined * features.shape[-1])
 
 
@@ -109,10 +111,16 @@ def _features(
     sizes = nn.functional.pad(sizes, (1, 0), value=1)
     tables, patches = _tables(model, native.block, sizes, cells[0]), torch.cat(rows)
     if native.block > 1:
-        return model(patches, grid_thw=sizes, **tables).pooler_output
+        output = model(patches, **{"grid_thw": sizes, **tables})
+        if not output.get("deepstack_features"):
+            return output.pooler_output
+        parts = output.pooler_output, *output.deepstack_features  # before mergers: rows of block^2 patches
+        return torch.cat([part.view(len(patches), -1) for part in parts], dim=-1)
     if isinstance(model, VideoLlama3VisionModel):
         tables["merge_sizes"] = torch.ones_like(sizes[:, 0])
-    return model(patches, grid_thw=sizes, **tables).last_hidden_state
+    elif hasattr(model, "vision_model"):  # PaddleOCR-VL's
+        patches = patches.view(1, len(patches), 3, model.config.patch_size, -1)
+    return model(patches, **{"grid_thw": sizes, **tables}).last_hidden_state
 
 
 def _tables(model: nn.Module, block: int, sizes: torch.Tensor, like: torch.Tensor) -> dict[str, Any]:
@@ -121,19 +129,24 @@ def _tables(model: nn.Module, block: int, sizes: torch.Tensor, like: torch.Tenso
     Flash attention takes all images in one call; without it the forward splits by borders, which stay on the host.
     """
     config, device = model.config, like.device
-    is_flash = flash_takes_images(config.hidden_size // config.num_attention_heads, like.dtype, device)
+    width = getattr(config, "embed_dim", config.hidden_size)  # Qwen2-VL's hidden_size is the LLM's
+    is_flash = flash_takes_images(width // config.num_attention_heads, like.dtype, device)
     config._attn_implementation = IMAGES_FLASH if is_flash else "sdpa"
     tables = {"position_ids": vision_utils.get_vision_position_ids(sizes, block)}
     borders = {"seqlens": vision_utils.get_vision_cu_seqlens(sizes)}
     if hasattr(model, "fullatt_block_indexes"):
         windows = vision_utils.get_vision_window_index(sizes, block, model.window_size, model.patch_size)
         tables["window_index"], borders["window_seqlens"] = windows
-    if hasattr(model, "num_grid_per_side"):
-        how = model.interpolation_mode, model.interpolation_align_corners, block
-        made = vision_utils.get_vision_interpolation_indices_and_weights(sizes, model.num_grid_per_side, *how)
+    stem = model.vision_model.embeddings if hasattr(model, "vision_model") else model
+    if hasattr(stem, "num_grid_per_side"):
+        how = stem.interpolation_mode, stem.interpolation_align_corners, block
+        made = vision_utils.get_vision_interpolation_indices_and_weights(sizes, stem.num_grid_per_side, *how)
         tables |= dict(zip(("interp_indices", "interp_weights"), made, strict=True))
     told: dict[str, Any] = {name: copied(table, device) for name, table in tables.items()}
+    looks = hasattr(model, "post_conv_layernorm")  # GLM-4.1V's stem looks for each patch's image on the device
+    if looks:
+        told["grid_thw"] = copied(sizes, device)
     for name, border in borders.items():
-        told[f"cu_{name}"] = copied(border, device) if is_flash else border
+        told[f"cu_{name}"] = copied(border, device) if is_flash or looks else border
         told[f"max_{name.removesuffix('s')}"] = int(border.diff().max())
     return told

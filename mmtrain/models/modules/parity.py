@@ -21,7 +21,7 @@ from transformers import PreTrainedConfig
 from mmtrain.base.errors import UserError
 from mmtrain.models.modules.attention import ATTENTION, document_positions
 from mmtrain.models.modules.bookends import decoder_layers
-from mmtrain.models.modules.language import slice_of
+from mmtrain.models.modules.language import is_multimodal, slice_of
 from mmtrain.models.modules.mixers import ByDocument, Sequences, mixers_of, running_on
 from mmtrain.models.modules.tiny import VOCABULARY, tiny_model
 from mmtrain.models.weights.streaming import StreamedLayers
@@ -51,15 +51,20 @@ def measure_differences(
     generator = torch.Generator().manual_seed(seed)
     ids = torch.randint(VOCABULARY, (1, sum(DOCUMENTS)), generator=generator)
     weights = torch.randn(sum(DOCUMENTS), VOCABULARY, generator=generator)
-    positions = torch.cat([torch.arange(length) for length in DOCUMENTS])[None]
+    documents = torch.cat([torch.arange(length) for length in DOCUMENTS])[None]
+    # With M-RoPE as in a picture of rows of 5 tokens.
+    grid = torch.stack([torch.zeros_like(documents), documents // 5, documents % 5]) if is_multimodal(config) else None
+    positions = documents if grid is None else torch.cat([documents[None], grid])
+    rotary = documents if grid is None else grid
 
     def separate(embeddings: torch.Tensor) -> torch.Tensor:
         # One by one: in a padded batch stock gated delta rules of qwen3_5 differ by rounding, up to 4e-4.
-        return torch.cat([model(inputs_embeds=part[None]).logits[0] for part in embeddings[0].split(DOCUMENTS)])
+        parts = zip(embeddings.split(DOCUMENTS, 1), rotary.split(DOCUMENTS, -1), strict=True)
+        return torch.cat([model(inputs_embeds=part, position_ids=at, use_cache=False).logits[0] for part, at in parts])
 
     def whole(embeddings: torch.Tensor) -> torch.Tensor:
-        with document_positions(positions), running_on(Sequences.of_positions(positions, "cpu")):
-            return model(inputs_embeds=embeddings, position_ids=positions, use_cache=False).logits[0]
+        with document_positions(documents), running_on(Sequences.of_positions(documents, "cpu")):
+            return model(inputs_embeds=embeddings, position_ids=rotary, use_cache=False).logits[0]
 
     def run(forward: Callable[[torch.Tensor], torch.Tensor], embeddings: torch.Tensor) -> list[torch.Tensor]:
         """Logits and gradient of each document."""
@@ -76,7 +81,7 @@ def measure_differences(
             mixer.forward = ByDocument(mixer)
     unsliced = run(whole, embeddings)
 
-    borders = [0, *cut_points, model.config.num_hidden_layers]
+    borders = [0, *cut_points, model.config.get_text_config().num_hidden_layers]
     stages = len(borders) - 1
     streamed = StreamedLayers(HostSource(torch.device("cpu"))) if streams else None
     slices = [
@@ -108,7 +113,7 @@ def rows_difference(config: PreTrainedConfig, seed: int) -> float:
             model = tiny_model(config, seed)
         except UserError:
             return math.inf
-    layers = model.config.num_hidden_layers
+    layers = model.config.get_text_config().num_hidden_layers
     if mixers_of(decoder_layers(model)[-1]):
         return math.inf  # their results depend on all tokens before
     part = slice_of(model, layers - 1, layers, embedding=False, head=True)

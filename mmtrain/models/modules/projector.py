@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import logging
 import math
-from collections import OrderedDict
 from collections.abc import Sequence
 
 import torch
@@ -27,6 +26,7 @@ from mmtrain.models.weights.fingerprint import fingerprint
 from mmtrain.models.weights.projector_files import (
     KEY,
     ProjectorFiles,
+    as_matrix,
     find_projector,
     local_names,
     refuse_unfit,
@@ -76,16 +76,56 @@ class Swiglu(nn.Module):
         return nn.functional.silu(gates) * values
 
 
-class Projector(nn.Sequential):
-    """A connector's torch module: features (N, T, W) -> image embeddings (N, T / factor^2, D)."""
+class Gated(nn.Module):
+    """down_proj(SiLU(gate_proj(x)) * up_proj(x)): (N, T, W) -> (N, T, D)."""
+
+    def __init__(self, inputs: int, inner: int, outputs: int) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(inputs, inner, bias=False)
+        self.up_proj = nn.Linear(inputs, inner, bias=False)
+        self.down_proj = nn.Linear(inner, outputs, bias=False)
+
+    def forward(self, features: torch.Tensor) -> torch.Tensor:
+        return self.down_proj(nn.functional.silu(self.gate_proj(features)) * self.up_proj(features))
+
+
+class Projector(nn.Module):
+    """A connector's torch module: features (N, T, W) -> image embeddings (N, T / factor^2, D).
+
+    With k branches of DeepStack features are (1 + k) W and embeddings (1 + k) D wide, the main ones first.
+    """
 
     def __init__(self, operations: Sequence[connectors.Operation]) -> None:
-        mapping = [operation for operation in operations if not isinstance(operation, connectors.Newline)]
-        super().__init__(OrderedDict(_module(place, operation) for place, operation in enumerate(mapping)))
+        super().__init__()
+        self._branches: list[list[nn.Module]] = [[]]  # modules in the order in which they run
+        for place, operation in enumerate(operations):
+            if isinstance(operation, connectors.Branch):
+                self._branches.append([])
+            elif not isinstance(operation, connectors.Newline):
+                name, module = _module(place, operation)
+                self._branches[-1].append(module)
+                self._add(name, module)
         self.factor = connectors.factor_of(operations)
         self.image_newline = next(
             (nn.Parameter(torch.empty(each.width)) for each in operations if isinstance(each, connectors.Newline)), None
         )  # (D,), which `arranged` puts between the positions that the projector makes
+
+    def _add(self, name: str, module: nn.Module) -> None:
+        owner: nn.Module = self
+        *outer, last = name.split(".")
+        for part in outer:
+            if not hasattr(owner, part):
+                owner.add_module(part, nn.Module())
+            owner = owner.get_submodule(part)
+        owner.add_module(last, module)
+
+    def forward(self, features: torch.Tensor) -> torch.Tensor:
+        outputs = []
+        for part, modules in zip(features.chunk(len(self._branches), dim=-1), self._branches, strict=True):
+            for module in modules:
+                part = module(part)
+            outputs.append(part)
+        return torch.cat(outputs, dim=-1) if len(outputs) > 1 else outputs[0]
 
 
 def _module(place: int, operation: connectors.Operation) -> tuple[str, nn.Module]:
@@ -104,6 +144,8 @@ def _module(place: int, operation: connectors.Operation) -> tuple[str, nn.Module
             return f"gelu_{place}", nn.GELU()
         case connectors.Swiglu():
             return f"swiglu_{place}", Swiglu()
+        case connectors.Gated(name, inputs, inner, outputs):
+            return name, Gated(inputs, inner, outputs)
 
 
 def make_projector(operations: Sequence[connectors.Operation], seed: int) -> Projector:
@@ -147,8 +189,13 @@ def whole_projector(checkpoint: StepFolder) -> dict[str, torch.Tensor]:
         return {}
     trained = open_tensors({name: (name, file) for name in read_header(file) if name.startswith(PROJECTOR)})
     tensors = {name.removeprefix(PROJECTOR): view[...] for name, view in trained.items()}
-    init_from = config.model.projector.init_from
-    operations = connectors.connector(config.model.projector, 1, 2, connectors.has_newline(config))
+    section = config.model.projector
+    init_from = section.init_from
+    # Names are known without the models' files, but for how many blocks DeepStack takes.
+    if connectors.has_deepstack(section):
+        operations = connectors.run_connector(config)
+    else:
+        operations = connectors.connector(section, 1, 2, connectors.has_newline(config))
     untrained = {parameter.name for parameter in connectors.connector_parameters(operations)} - trained.keys()
     if not untrained:
         return tensors
@@ -173,7 +220,7 @@ def read_projector(path: str, operations: Sequence[connectors.Operation]) -> dic
     files = find_projector(path)
     stored = _read(files)
     names = local_names(stored, files.source)
-    shapes = {local: tuple(stored[name].shape) for local, name in names.items()}
+    shapes = {local: as_matrix(stored[name].shape) for local, name in names.items()}
     refuse_unfit(shapes, operations, files.source)
     if connectors.NEWLINE not in shapes and any(isinstance(each, connectors.Newline) for each in operations):
         _log.info(f"{KEY}: {files.source} holds no {connectors.NEWLINE}; it is initialised at random, by run.seed")
@@ -185,6 +232,7 @@ def read_projector(path: str, operations: Sequence[connectors.Operation]) -> dic
                 f"{KEY}: {files.source}: {name} is stored as {str(tensor.dtype).removeprefix('torch.')}; needed are "
                 "floating-point numbers of 16 bits or more"
             )
+        tensor = tensor.reshape(shapes[local])
         tensors[local] = tensor.to(torch.float32, copy=True)  # a copy: what is mapped from a file could change there
         if not torch.isfinite(tensors[local]).all():
             raise UserError(f"{KEY}: {files.source}: {name} holds NaN or infinite values. Use an earlier checkpoint")

@@ -27,7 +27,7 @@ from mmtrain.data.samples.sample import IMAGE_POSITION
 from mmtrain.data.stream.images import ImageTransform, image_transform
 from mmtrain.data.stream.packs import PackedBatch, copied
 from mmtrain.models.facts.adapters import is_adapter
-from mmtrain.models.facts.connectors import run_vision
+from mmtrain.models.facts.connectors import has_grid_positions, run_vision
 from mmtrain.models.facts.families import canonical_name
 from mmtrain.models.facts.shapes import matches_any
 from mmtrain.models.layouts.layout import Tiling
@@ -129,7 +129,12 @@ class Stage(nn.Module):
             hidden = fuse(embeddings, batch.image_places, None)
             unused = projected.sum() if newline is None else projected.sum() + newline.sum()
             return hidden + 0.0 * unused.to(hidden.dtype)
-        images = projected.flatten(0, 1) if newline is None else arranged(projected, newline, batch.tilings)
+        if newline is None:
+            images, *added = projected.flatten(0, 1).split(self.language.hidden_size, dim=-1)
+        else:
+            images, added = arranged(projected, newline, batch.tilings), []
+        if added:
+            self.language.deepstack = batch.image_places, [features.to(self.dtype) for features in added]
         return fuse(embeddings, batch.image_places, images)
 
     @torch.no_grad()
@@ -147,7 +152,10 @@ class Stage(nn.Module):
                 vision(torch.zeros(1, 3, vision.image_size, vision.image_size, device=device), ((1, 1),))
 
     def forward(self, hidden: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
-        """Decoder layers, and on the last stage the final norm: (B, L, D) -> (B, L, D)."""
+        """Decoder layers, and on the last stage the final norm: (B, L, D) -> (B, L, D).
+
+        `position_ids` (B, L) are those of `PackedBatch.positions`, (4, B, L) with M-RoPE; in `loss` and `predict` too.
+        """
         return self.language(hidden, position_ids).to(self.dtype)
 
     def loss(
@@ -254,12 +262,15 @@ def build_stage(
         device=device,
         streamed=streamed if stage.streamed else None,
         streamed_numbers=stage.streamed,
+        mrope=has_grid_positions(config),
     )
     add_adapters(language.model, config.model.lora, canonical_name, config.run.seed)
     language.recompute(stage.recompute_layers)  # of layers with their adapters
-    if stage.head and stage.first < stage.last and takes_rows(language.model.config):
-        language.narrow_last_layer()
     vision, projector, chosen = None, None, config.model.vision
+    shape = None if chosen is None else run_vision(config)
+    narrows = stage.head and stage.first < stage.last > len(shape.deepstack if shape is not None else ())
+    if narrows and takes_rows(language.model.config):
+        language.narrow_last_layer()
     if chosen is not None and (stage.front or stage.encoder is not None):
         vision = load_vision(
             chosen.name,
@@ -267,7 +278,7 @@ def build_stage(
             DTYPES[config.model.vision_dtype],
             device,
             final_norm=chosen.final_norm,
-            shape=run_vision(config),
+            shape=shape,
             blocks=stage.encoder,
         )
         add_adapters(vision.model, config.model.lora, vision.canonical_name, config.run.seed)

@@ -13,9 +13,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from mmtrain.base.errors import UserError
+from mmtrain.models.modules.language import auto_class, drop_tower, is_multimodal
 
 HEADS = 4
 HEAD_WIDTH = 16
@@ -34,7 +35,7 @@ _QUERY_HEADS = ("num_attention_heads", "n_head", "num_heads", "n_heads")
 _KEY_HEADS = ("num_key_value_heads", "num_kv_heads", "n_head_kv")
 _SIZES = {
     _QUERY_HEADS: HEADS,
-    ("hidden_size", "n_embd", "d_model", "word_embed_proj_dim", "dim_model"): HEADS * HEAD_WIDTH,
+    ("hidden_size", "n_embd", "d_model", "word_embed_proj_dim", "dim_model", "embed_dim"): HEADS * HEAD_WIDTH,
     (
         "head_dim", "global_head_dim", "kv_channels", "v_head_dim", "qk_nope_head_dim", "attention_head_dim",
         "swa_head_dim", "swa_v_head_dim", "linear_key_head_dim", "linear_value_head_dim", "linear_head_dim",
@@ -67,6 +68,8 @@ _DROPOUTS = (
 def shrink(config: PreTrainedConfig) -> PreTrainedConfig:
     """A copy of `config` with the widths above; depth, per-layer lists and scalars stay."""
     tiny = copy.deepcopy(config)
+    for part in (name for name in tiny.sub_configs if getattr(tiny, name, None) is not None):
+        setattr(tiny, part, shrink(getattr(tiny, part)))
 
     def number(name: str) -> int | None:
         value = getattr(tiny, name, None)
@@ -113,7 +116,7 @@ def shrink(config: PreTrainedConfig) -> PreTrainedConfig:
 
 
 def _trim_rope(parameters: dict[str, Any], partial: float | None) -> dict[str, Any]:
-    """Cut lists of one factor per frequency to HEAD_WIDTH; some families have parameters per layer type."""
+    """Cut lists of one factor per frequency, and M-RoPE's sections, to HEAD_WIDTH; some have them per layer type."""
     rotated = int(HEAD_WIDTH * (parameters.get("partial_rotary_factor") or partial or 1.0))
     trimmed = dict(parameters)
     for key, value in parameters.items():
@@ -121,14 +124,20 @@ def _trim_rope(parameters: dict[str, Any], partial: float | None) -> dict[str, A
             trimmed[key] = _trim_rope(value, partial)
         elif isinstance(value, (list, tuple)) and "factor" in key:
             trimmed[key] = list(value[: rotated // 2])
+        elif key == "mrope_section":
+            height, width = (part * (rotated // 2) // sum(value) for part in value[1:])
+            trimmed[key] = [rotated // 2 - height - width, height, width]
     return trimmed
 
 
 def tiny_model(config: PreTrainedConfig, seed: int) -> PreTrainedModel:
-    """Make a frozen fp32 model of `config`'s family at its depth; raises UserError for one that stays large."""
-    tiny = shrink(config)
+    """Make a frozen fp32 LLM of `config`'s family at its depth; raises UserError for one that stays large."""
+    tiny, made_by = shrink(config), auto_class(config)
+    if is_multimodal(tiny):
+        tiny.vision_config.num_hidden_layers = 1
     with torch.device("meta"):
-        hollow = AutoModelForCausalLM.from_config(tiny, attn_implementation=None, trust_remote_code=False)
+        hollow = made_by.from_config(tiny, attn_implementation=None, trust_remote_code=False)
+    drop_tower(hollow)
     parameters = sum(parameter.numel() for parameter in hollow.parameters())
     if parameters > MAX_PARAMETERS:
         raise UserError(
@@ -136,9 +145,8 @@ def tiny_model(config: PreTrainedConfig, seed: int) -> PreTrainedModel:
             f"{parameters / 1e6:,.0f} million parameters, so its config has unknown sizes"
         )
     torch.default_generator.manual_seed(seed)  # not the GPUs' generators: callers restore the CPU's alone
-    model = AutoModelForCausalLM.from_config(
-        tiny, dtype=torch.float32, attn_implementation=None, trust_remote_code=False
-    )
+    model = made_by.from_config(tiny, dtype=torch.float32, attn_implementation=None, trust_remote_code=False)
+    drop_tower(model)
     randomise(model.eval().requires_grad_(False), seed)
     return model
 

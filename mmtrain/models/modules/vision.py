@@ -18,6 +18,7 @@ import timm
 import torch
 import transformers
 from torch import nn
+from transformers.models.qwen2_vl import modeling_qwen2_vl
 
 from mmtrain.base.errors import UserError
 from mmtrain.base.printing import escape
@@ -171,7 +172,9 @@ def _cut_timm(
 
 def model_class(family: EncoderFamily) -> type[transformers.PreTrainedModel]:
     """Return a family's class. Raises UserError for one that the installed transformers lacks."""
-    if (found := getattr(transformers, family.model, getattr(moonvit, family.model, None))) is None:
+    # Qwen2-VL's is not among transformers' own names.
+    homes = (home for home in (transformers, moonvit, modeling_qwen2_vl) if hasattr(home, family.model))
+    if (found := getattr(next(homes, None), family.model, None)) is None:
         raise UserError(
             f"model.vision.name: transformers {transformers.__version__} has no {family.model}. Install version "
             f"{TESTED_TRANSFORMERS}, which has it"
@@ -203,7 +206,7 @@ def _load_hf(
     depth = config.num_hidden_layers
     config.num_hidden_layers = depth + 1 + select_layer
     config.vision_use_head = False
-    config.deepstack_visual_indexes = []
+    config.deepstack_visual_indexes = [] if shape is None else list(shape.deepstack)
     if any(folder.glob("*.safetensors")):
         places = encoder_tensors(folder, tensor_places(folder))
         opened = open_tensors({name: place for name, place in places.items() if _is_held(name, held)})
@@ -251,8 +254,13 @@ def _hf_tower(
     held: tuple[int, int] | None = None,
 ) -> VisionTower:
     if family.native is not None:
-        if family.native.merged is not None and shape.merge == 1:
-            model.merger = Unmerged(family.native.block**2)
+        if family.native.block > 1 and shape.merge == 1:
+            unmerged, joined = Unmerged(family.native.block**2), family.native.block**2
+            if hasattr(model, "downsample"):
+                model.downsample, model.config.out_hidden_size = unmerged, joined * shape.width
+            else:
+                model.merger = unmerged
+                model.deepstack_merger_list = nn.ModuleList(unmerged for _ in shape.deepstack)
         return NativeTower(model, family, shape, blocks=held)
     prefix_tokens = family.prefix_tokens({name: tuple(p.shape) for name, p in model.named_parameters()})
 

@@ -49,11 +49,12 @@ _EXCEPTION = re.compile(r"^[A-Za-z_][\w.]*: .+")
 _RESULT = re.compile(r"^differences (.+)$", re.MULTILINE)  # libraries may print, too
 
 
-def probe(path: str, cut_points: Sequence[int], *, streams: bool = False) -> None:
+def probe(path: str, cut_points: Sequence[int], *, streams: bool = False, mrope: bool = False) -> None:
     """Try the LLM in folder (or cached hub id) `path` with stages that begin at the decoder layers `cut_points`.
 
-    If it `streams`, layers have weights only while they compute. Raises UserError naming the family where staged or
-    packed execution differs from the stock model, fails, or takes longer than `SECONDS`; it takes 2 to 5 s.
+    If it `streams`, layers have weights only while they compute; `mrope`: see `causal_config`. Raises UserError naming
+    the family where staged or packed execution differs from the stock model, fails, or takes longer than `SECONDS`; it
+    takes 2 to 5 s.
     """
     folder = model_folder(path)
     config_json = llm_config(folder)
@@ -62,11 +63,12 @@ def probe(path: str, cut_points: Sequence[int], *, streams: bool = False) -> Non
     record = _record(
         ("torch", "transformers"),
         (folder / "config.json").read_bytes(),
-        json.dumps([config_json, how, *map(int, cut_points)], sort_keys=True).encode(),
+        json.dumps([config_json, how, mrope, *map(int, cut_points)], sort_keys=True).encode(),
     )
     if record.is_file():
         return
-    staged, packed = _differences("llm", folder, how, *cut_points, tried=f"{family} cannot be staged and packed")
+    tried = f"{family} cannot be staged and packed"
+    staged, packed = _differences("llm", folder, how, mrope, *cut_points, tried=tried)
     refuse_differences(family, staged, packed)
     _remember(
         record, {"family": family, "weights": how, "cut_points": list(cut_points), "staged": staged, "packed": packed}
@@ -177,7 +179,7 @@ def _differences(*arguments: object, tried: str) -> tuple[float, ...]:
     raise _ChildError(f"{tried}: its tiny model failed ({causes[-1]}); see {log}")
 
 
-def _measure_llm(folder: str, how: str, *cut_points: str) -> tuple[float, float]:
+def _measure_llm(folder: str, how: str, mrope: str, *cut_points: str) -> tuple[float, float]:
     """In the child: the differences, of the best seed if one is out of bounds.
 
     With experts, rounding alone flips a choice between two that are near a tie, for some seed; a fault shows with all.
@@ -188,7 +190,7 @@ def _measure_llm(folder: str, how: str, *cut_points: str) -> tuple[float, float]
     from mmtrain.models.modules.parity import SEEDS, measure_differences
 
     torch.set_num_threads(1)  # the tiny model gains nothing from more
-    config, borders = causal_config(Path(folder)), [int(layer) for layer in cut_points]
+    config, borders = causal_config(Path(folder), mrope == str(True)), [int(layer) for layer in cut_points]
     best = (float("inf"), float("inf"))
     for seed in range(SEEDS):
         best = min(best, measure_differences(config, borders, seed=seed, streams=how == "streamed"))

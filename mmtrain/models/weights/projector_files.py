@@ -20,6 +20,7 @@ LLaVA's names: `build_vision_projector` in llava/model/multimodal_projector/buil
 from __future__ import annotations
 
 import logging
+import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -48,12 +49,17 @@ LLAVA_FILE = "mm_projector.bin"
 PICKLED = {".bin", ".pt", ".pth"}
 DISK_NAME = re.compile(
     r"projector\.(?P<ours>.+)|(?:(?:.+\.)?mm_projector|(?:model\.)?(?:vision_projector|projector\.readout"
-    r"|visual\.merger(?:\.mlp)?))\.(?P<llava>.+)"
+    r"|visual\.merger(?:\.mlp)?|mlp_AR))\.(?P<llava>.+)"
+    r"|(?:model\.)?visual\.(?P<beside>downsample\..+)"
+    r"|(?:model\.)?visual\.deepstack_merger_list\.(?P<block>\d+)\.(?P<branch>.+)"
     r"|(?:model\.)?(?:multi_modal_projector|vision_projection|connector\.modality_projection)\."
     r"(?:patch_merger\.)?(?P<hf>.+)"
     r"|(?:model\.)?(?P<newline>image_newline)"
 )
-LLAVA_LAYERS = {"0": "linear_1", "2": "linear_2", "ln_q": "norm"}  # of an nn.Sequential, the GELU between them
+OUR_LAYERS = {  # of LLaVA's nn.Sequential, the GELU between them; of Qwen's, GLM's and PaddleOCR's mergers
+    "0": "linear_1", "2": "linear_2", "ln_q": "norm", "linear_fc1": "linear_1", "linear_fc2": "linear_2",
+    "pre_norm": "norm", **{name: f"mlp.{name}" for name in ("gate_proj", "up_proj", "down_proj")},
+}  # fmt: skip
 NEEDED = f"Name a run or checkpoint of mmtrain, its {TENSORS}, LLaVA's {LLAVA_FILE}, or a Hugging Face model's folder"
 
 
@@ -107,6 +113,11 @@ def local_names(disk_names: Iterable[str], source: str | Path) -> dict[str, str]
     return names
 
 
+def as_matrix(shape: Sequence[int]) -> Shape:
+    """Return the shape of a tensor as a connector has it: GLM's convolution (D, W, 2, 2) is a matrix (D, 4 W) here."""
+    return (shape[0], math.prod(shape[1:])) if len(shape) > 2 else tuple(shape)
+
+
 def refuse_unfit(shapes: Mapping[str, Shape], operations: Sequence[Operation], source: str | Path) -> None:
     """Raise UserError unless `shapes`, by our module's names, are those of a connector; a newline may be lacking."""
     needed = _shapes_of(operations)
@@ -120,7 +131,9 @@ def refuse_unfit(shapes: Mapping[str, Shape], operations: Sequence[Operation], s
         )
     if shapes.keys() != needed.keys():
         for kind in CONNECTORS:
-            if shapes.keys() == _shapes_of(connector(ProjectorSection(type=kind), 1, 2, NEWLINE in shapes)).keys():
+            deepstack = len({name.split(".")[1] for name in shapes if name.startswith("deepstack.")})
+            other = connector(ProjectorSection(type=kind), 1, 2, NEWLINE in shapes, deepstack=deepstack)
+            if shapes.keys() == _shapes_of(other).keys():
                 raise UserError(
                     f"{KEY}: {source}: holds a {kind} projector. Set model.projector.type={kind}, or another file"
                 )
@@ -156,7 +169,7 @@ def refuse_unfit_init_from(config: RunConfig, run: Path) -> None:
             )
     if files.shapes:
         names = local_names(files.shapes, files.source)
-        shapes = {local: files.shapes[name] for local, name in names.items()}
+        shapes = {local: as_matrix(files.shapes[name]) for local, name in names.items()}
         refuse_unfit(shapes, run_connector(config), files.source)
 
 
@@ -192,12 +205,15 @@ def _local_name(name: str) -> str | None:
     match = DISK_NAME.fullmatch(name)
     if match is None:
         return None
-    if match["llava"] is None:
-        return match["ours"] or match["hf"] or match["newline"]
-    if match["llava"] in ("weight", "bias"):
-        return f"linear_1.{match['llava']}"
-    layer, _, rest = match["llava"].partition(".")
-    return f"{LLAVA_LAYERS.get(layer, layer)}.{rest}"
+    theirs, before = match["llava"], ""
+    if match["branch"]:
+        theirs, before = match["branch"], f"deepstack.{match['block']}."
+    if theirs is None:
+        return match["ours"] or match["hf"] or match["beside"] or match["newline"]
+    if theirs in ("weight", "bias"):
+        return f"linear_1.{theirs}"
+    layer, _, rest = theirs.partition(".")
+    return f"{before}{OUR_LAYERS.get(layer, layer)}.{rest}"
 
 
 def _shapes_of(operations: Sequence[Operation]) -> dict[str, Shape]:
