@@ -24,7 +24,7 @@ from mmtrain.models.weights.projector_files import local_names
 from mmtrain.stock.exporters import exporter_for
 from mmtrain.stock.pretrained import expand_pretrained
 
-IMAGE_TOKEN = 390  # of config.json
+IMAGE_TOKEN = 320  # of config.json
 HYBRID = ("qwen3_5", "qwen3_5_moe")
 SIZES = ((40, 30), (14, 60), (60, 17), (30, 45), (28, 28))  # of images in pixels
 LAYOUTS = ((1, 1, 0), (1, 1, 4), (2, 1, 0), (2, 1, 4), (4, 1, 0), (2, 2, 0))  # pipeline, data, layers that recompute

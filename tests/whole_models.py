@@ -12,6 +12,7 @@ import transformers
 from safetensors.torch import save_file
 from scenes import perturb
 from timm_folder import save_timm_folder
+from tokenizers import processors
 from transformers import (
     AutoModelForCausalLM,
     PreTrainedModel,
@@ -169,8 +170,8 @@ def stock_whole(kind: str) -> PreTrainedModel:
     config = getattr(transformers, f"{name}Config")(
         vision_config={"model_type": vision, **sizes},
         text_config={"model_type": text, **TEXT, **MORE_TEXT.get(text, {}), **MORE_TEXT.get(name, {})},
-        **{"image_token_id" if name in BY_ID else "image_token_index": 390 if kind in MROPE else 314},
-        **({"video_token_id": 392} if kind in MROPE else {}),
+        **{"image_token_id" if name in BY_ID else "image_token_index": 320 if kind in MROPE else 314},
+        **({"video_token_id": 322} if kind in MROPE else {}),
         **more,
     )
     torch.manual_seed(5)
@@ -334,6 +335,7 @@ def _mrope(images: str, videos: str, processor: str, *marks: str) -> Callable[[P
         frames = 2 if images.startswith("Glm") else 1
         size = {"shortest_edge": 2 * frames * 14**2, "longest_edge": 20 * frames * 14**2}
         tokenizer.add_tokens(list(marks), special_tokens=True)
+        tokenizer.backend_tokenizer.post_processor = processors.ByteLevel(trim_offsets=False)  # no BOS
         parts = [getattr(transformers, images)(patch_size=7, size=size, **STATISTICS), tokenizer]
         if videos:
             parts.append(getattr(transformers, videos)(patch_size=7))

@@ -21,7 +21,7 @@ from mmtrain.base.printing import bytes_text, escape, silence_libraries
 from mmtrain.checkpoint.step_folder import StepFolder, find, names_checkpoint
 from mmtrain.data.samples.records import IMAGE_MARK, BadSample
 from mmtrain.models.facts.encoders import FAMILIES, TIMM
-from mmtrain.models.facts.families import check_family
+from mmtrain.models.facts.families import MROPE_MODELS, check_family
 from mmtrain.models.facts.model_files import find_model_folder, foreign_files, read_json, tensor_shapes
 from mmtrain.models.facts.settings import check_sizes
 from mmtrain.stock.exporters import STOCK_CLASSES, stock_class
@@ -183,7 +183,8 @@ def _check_parts(stock: StockClass, config: dict[str, Any], folder: Path) -> Non
             f"takes {', '.join(sorted(encoders))}"
         )
     is_causal = text is None or (text in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES and text in transformers.CONFIG_MAPPING)
-    if not is_causal or (text and transformers.CONFIG_MAPPING[text].sub_configs.keys() - PARTS_OF_LLMS):
+    is_own = stock.mrope and text in MROPE_MODELS
+    if not (is_causal or is_own) or (text and transformers.CONFIG_MAPPING[text].sub_configs.keys() - PARTS_OF_LLMS):
         raise UserError(
             f"{folder}: config.json has a text_config of model_type {escape(repr(text))}, which is not an LLM alone; "
             "needed is one such as llama"

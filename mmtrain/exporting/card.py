@@ -31,8 +31,11 @@ FRONT = {
 }  # metadata of a card, by form
 
 
-def write_card(folder: Path, about: Mapping[str, Any], form: str, **context: Any) -> None:
-    """Write README.md in a `form` of the template, which says what each form shows of the `context`."""
+def write_card(folder: Path, about: Mapping[str, Any], form: str, *, is_whole: bool = False, **context: Any) -> None:
+    """Write README.md in a `form` of the template, which says what each form shows of the `context`.
+
+    is_whole: the folder is that of a published model, with what trained in its place.
+    """
     front: dict[str, Any] = dict(FRONT[form])
     models = {"model": [about["llm"], about["vision"]], "text": [about["llm"]]}
     models["adapters"] = [] if context.get("base_folder") else [about["llm"]]
@@ -44,6 +47,7 @@ def write_card(folder: Path, about: Mapping[str, Any], form: str, **context: Any
         front=yaml.safe_dump(front, sort_keys=False),
         about=about,
         form=form,
+        is_whole=is_whole,
         transformers=transformers.__version__,
         around=len(around),
         adapted=len({adapted_layer(name) for name in adapters}),

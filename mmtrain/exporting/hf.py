@@ -28,7 +28,6 @@ from typing import Any
 import torch
 import transformers
 from transformers import PreTrainedModel
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from mmtrain.base.errors import UserError
 from mmtrain.base.printing import escape
@@ -42,11 +41,12 @@ from mmtrain.exporting.processor import check_processor, write_processor, write_
 from mmtrain.exporting.projector_file import origin, run_tensors
 from mmtrain.exporting.tensors import TensorSource, cast_to, require_space, write_shards
 from mmtrain.exporting.vision import encoder_for_export, merged_encoder, wrapped_timm_encoder
+from mmtrain.exporting.write_back import whole_of, write_back
 from mmtrain.models.facts.adapters import is_llm_adapter
 from mmtrain.models.facts.encoders import TIMM
 from mmtrain.models.facts.model_files import model_folder, read_header
 from mmtrain.models.facts.shapes import llm_shape
-from mmtrain.models.modules.language import causal_config, config_from, quiet
+from mmtrain.models.modules.language import causal_config, config_from, model_class, quiet
 from mmtrain.models.modules.projector import PROJECTOR
 from mmtrain.models.modules.stage import build_stage
 from mmtrain.models.modules.tiny import tiny_model
@@ -74,7 +74,7 @@ class CausalClass(ExportedClass):
 
     def __init__(self, folder: Path) -> None:
         self.config_class = type(causal_config(folder))
-        self.model_class = MODEL_FOR_CAUSAL_LM_MAPPING[self.config_class]
+        self.model_class = model_class(causal_config(folder))
         self.decoder_names = f"{self.model_class.base_model_prefix}."
 
     def language_name(self, name: str, base: str) -> str:
@@ -102,7 +102,11 @@ def export_hf(
     if not merged:
         trained = {name: source for name, source in trained.items() if not is_llm_adapter(name)}
         about["trained"] = [name for name in about["trained"] if not is_llm_adapter(name)]
-    if isinstance(stock, StockClass):
+    is_whole = whole_of(config) is not None
+    if is_whole:
+        tensors, content, shown = write_back(stock, config, trained, stored_as, folder)
+        refuse_loading_faults(stock, content, tensors)
+    elif isinstance(stock, StockClass):
         tensors, content, shown = _write_multimodal(stock, config, trained, stored_as, folder)
     else:
         llm = model_folder(config.model.llm.path)
@@ -124,12 +128,15 @@ def export_hf(
         progress("written and read again", done, total)
 
     write_shards(folder, cast, shard_bytes, show)
-    write_card(folder, about, "model" if isinstance(stock, StockClass) else "text", dtype=stored_as, **shown)
+    form = "model" if config.model.vision is not None else "text"
+    write_card(folder, about, form, dtype=stored_as, is_whole=is_whole, **shown)
     return ExportedModel(stock, folder, frozenset(kept), shown.get("unmarked"))
 
 
 def _class_for(checkpoint: StepFolder) -> ExportedClass:
     config = checkpoint.config
+    if (whole := whole_of(config)) is not None:
+        return whole
     if config.model.vision is None:
         return CausalClass(model_folder(config.model.llm.path))
     try:
@@ -243,7 +250,7 @@ def refuse_unfit_family(stock: StockClass, folder: Path) -> None:
 
     The stock class has a head without bias, scale or cap, and takes some families only.
     """
-    config = causal_config(folder)
+    config = causal_config(folder, stock.mrope)
     model = tiny_model(config, seed=0)
     with tempfile.TemporaryDirectory(prefix="mmtrain-export-") as temporary, quiet():
         model.save_pretrained(temporary)

@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from transformers.pytorch_utils import Conv1D
 
 from mmtrain.base.errors import UserError
@@ -25,7 +24,7 @@ from mmtrain.config.model import LoraSection
 from mmtrain.exporting.tensors import TensorSource, stored
 from mmtrain.models.facts.adapters import LORA_A, LORA_B, adapted_layer
 from mmtrain.models.facts.families import canonical_name, llm_config, llm_tensors
-from mmtrain.models.modules.language import causal_config, missing_prefix
+from mmtrain.models.modules.language import causal_config, is_multimodal, missing_prefix, model_class
 from mmtrain.models.weights.files import tensor_places
 from mmtrain.stock.stock_class import ExportedClass
 
@@ -56,8 +55,8 @@ def language_for_export(
     Embedding and head get at least `rows_needed` rows; a new one is the mean of the others, so that a new token's logit
     is never the largest. Raises UserError for a trained tensor that the files do not have.
     """
-    config = causal_config(folder)
-    stock = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    config = causal_config(folder, around.mrope)
+    stock = model_class(config)
     files = llm_tensors(folder, tensor_places(folder))
     prefix = missing_prefix(files, stock)
     with torch.device("meta"):
@@ -91,7 +90,7 @@ def language_for_export(
             f"{sorted(waiting)[0]} was trained, but the files of {folder} have no single tensor of this name "
             f"(transformers loads {config.model_type} by fusing or renaming some). Use --format safetensors"
         )
-    content = _text_config(folder, config, max(rows, rows_needed, config.vocab_size), dtype)
+    content = _text_config(folder, config, max(rows, rows_needed, config.get_text_config().vocab_size), dtype)
     return ExportedLanguage(content, tensors, max(0, rows_needed - rows))
 
 
@@ -144,7 +143,7 @@ def _with_rows(source: TensorSource, rows: int) -> TensorSource:
 
 def _text_config(folder: Path, config: PreTrainedConfig, rows: int, dtype: str) -> dict[str, Any]:
     """Return the LLM's own config.json with its new rows and dtype."""
-    content = llm_config(folder)
+    content = config.text_config.to_dict() if is_multimodal(config) else llm_config(folder)
     for key in ("_name_or_path", "auto_map", "torch_dtype", "transformers_version"):
         content.pop(key, None)
     content |= _rope_of_transformers_4(content)

@@ -24,7 +24,6 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from peft.utils import get_peft_model_state_dict
 from safetensors.torch import load_file
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from transformers.pytorch_utils import Conv1D
 
 from mmtrain.base.errors import UserError
@@ -36,9 +35,11 @@ from mmtrain.exporting.hf import ExportedModel, export_hf
 from mmtrain.exporting.projector_file import origin, run_tensors, write_projector_file
 from mmtrain.exporting.tensors import TensorSource, cast_to, write_tensors
 from mmtrain.models.facts.adapters import LORA_A, LORA_B, adapted_layer, is_llm_adapter
+from mmtrain.models.facts.connectors import has_grid_positions
 from mmtrain.models.facts.families import canonical_name
 from mmtrain.models.facts.model_files import model_folder
-from mmtrain.models.modules.language import causal_config, quiet
+from mmtrain.models.modules.bookends import decoder_path
+from mmtrain.models.modules.language import causal_config, model_class, quiet
 from mmtrain.models.modules.projector import PROJECTOR
 from mmtrain.stock.exporters import Base, refuse_unfit_format
 
@@ -76,10 +77,10 @@ def export_peft(
         if projector := {name: source for name, source in tensors.items() if name.startswith(PROJECTOR)}:
             write_projector_file(about, folder, projector, dtype)
         made = causal_config(llm)
-        stock, name = MODEL_FOR_CAUSAL_LM_MAPPING[type(made)], config.model.llm.path
+        stock, name = model_class(made), config.model.llm.path
     with torch.device("meta"), quiet():
         whole = stock(made)
-    described, places = _places(whole, causal_config(llm), adapters, config.model.lora)
+    described, places = _places(whole, causal_config(llm, has_grid_positions(config)), adapters, config.model.lora)
     described.base_model_name_or_path = name
     described.save_pretrained(str(folder))
     write_tensors(folder / TENSORS, cast_to(dtype, {places[name]: source for name, source in adapters.items()}))
@@ -98,14 +99,16 @@ def _places(
     llm: the configuration of the causal LM in it. Raises UserError where peft would look for other tensors.
     """
     with torch.device("meta"), quiet():
-        causal = MODEL_FOR_CAUSAL_LM_MAPPING[type(llm)](llm)
-    inside = [name for name, module in whole.named_modules() if type(module) is type(causal.base_model)]
+        causal = model_class(llm)(llm)
+    outer, _ = decoder_path(causal)
+    decoder = causal.get_submodule(outer)
+    inside = [name for name, module in whole.named_modules() if type(module) is type(decoder)]
     layers = {adapted_layer(name) for name in adapters}
     modules = {
         layer: f"{path}.{name}"
         for path in inside
-        for name, _ in causal.base_model.named_modules()
-        if (layer := adapted_layer(canonical_name(f"{causal.base_model_prefix}.{name}.weight"))) in layers
+        for name, _ in decoder.named_modules()
+        if (layer := adapted_layer(canonical_name(f"{outer}.{name}.weight"))) in layers
     }
     places = {
         f"{layer}{part}": f"{_PREFIX}{module}{part}" for layer, module in modules.items() for part in (LORA_A, LORA_B)

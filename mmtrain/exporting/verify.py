@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from PIL import Image
 from transformers import AutoProcessor, BatchFeature, PreTrainedModel, ProcessorMixin
@@ -90,6 +91,8 @@ def compare_logits(
         if batch.tiles is not None:
             ids = ids.masked_fill(ids == IMAGE_POSITION, model.config.image_token_id)
             pixels = stock.inputs(batch.tiles, batch.tilings, layout)
+            if stock.mrope:
+                pixels["mm_token_type_ids"] = (batch.input_ids == IMAGE_POSITION).long()
         with torch.no_grad():
             logits = model(input_ids=ids, attention_mask=torch.ones_like(ids), **pixels).logits
         logits = logits[batch.labels != IGNORE]
@@ -124,7 +127,8 @@ def read_samples(config: RunConfig, count: int) -> list[tuple[Sample, PackedBatc
         document = catalog.faults.get(number) or processor.read(reader, number)
         if isinstance(document, Document) and any(label != IGNORE for label in document.labels):
             length = len(document.input_ids)
-            batch = make_batch([Pack((document,))], length, processor.padding_id, processor.decode)
+            has_grid = processor.layout.has_grid_positions
+            batch = make_batch([Pack((document,))], length, processor.padding_id, processor.decode, has_grid=has_grid)
             if batch.samples:
                 samples.append((document.sample, processor.normalised(batch)))
     reader.close()
@@ -152,6 +156,8 @@ def batch_fault(folder: Path, model: PreTrainedModel, samples: Sequence[Sample],
     of `folder`, in float32. plain: prompts are images and the beginning of a caption.
     """
     processor = AutoProcessor.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    if "padding_side" not in processor.tokenizer.init_kwargs:  # published folders leave it to their users
+        processor.tokenizer.padding_side = "left"
     asked = [_messages(samples[number % len(samples)], plain, 2 * number) for number in range(PROMPTS)]
     if len({_inputs(processor, [messages])["input_ids"].shape[1] for messages in asked}) < PROMPTS:
         asked = [_messages(samples[0], plain, 2 * number) for number in range(PROMPTS)]
@@ -209,9 +215,10 @@ def _inputs(processor: ProcessorMixin, asked: Sequence[list[dict[str, Any]]]) ->
 def _answers(model: PreTrainedModel, inputs: BatchFeature) -> list[tuple[list[int], torch.Tensor]]:
     """Return of every prompt the new tokens up to the end mark, and their logits (T, V)."""
     with quiet():
-        made = model.generate(**inputs, max_new_tokens=NEW_TOKENS, return_dict_in_generate=True, output_logits=True)
+        greedy = {"do_sample": False, "max_new_tokens": NEW_TOKENS}
+        made = model.generate(**inputs, **greedy, return_dict_in_generate=True, output_logits=True)
     logits = torch.stack(made.logits, dim=1).float()
     rows = made.sequences[:, inputs["input_ids"].shape[1] :].tolist()
-    ends = model.generation_config.eos_token_id  # a list in every exported folder
+    ends = np.atleast_1d(model.generation_config.eos_token_id)
     lengths = [next((t + 1 for t, token in enumerate(row) if token in ends), len(row)) for row in rows]
     return [(row[:length], of_row[:length]) for row, of_row, length in zip(rows, logits, lengths, strict=True)]

@@ -79,6 +79,21 @@ COMPLETED |= {
 }
 
 
+_CELLS = {"select_layer": -1, "final_norm": False, "min_positions": 2, "max_positions": 20}
+_QWEN = {**_CELLS, "layout": "qwen_vl"}
+_GLM = {**_CELLS, "layout": "glm_v", "final_norm": True}
+COMPLETED |= {
+    **dict.fromkeys(("qwen2_vl", "qwen3_5", "qwen3_5_moe"), (_QWEN, {"type": "qwen_merger", "factor": 2}, None)),
+    "qwen2_5_vl": (_QWEN, {"type": "patch_merger_rms", "factor": 2}, None),
+    **dict.fromkeys(("qwen3_vl", "qwen3_vl_moe"), (_QWEN, {"type": "qwen_merger_deepstack", "factor": 2}, None)),
+    **dict.fromkeys(
+        ("glm4v", "glm46v", "glm4v_moe", "glm_ocr"), (_GLM, {"type": "glm_merger", "factor": 2, "width": 48}, None)
+    ),
+    "glm_ocr": (_GLM, {"type": "glm_merger", "factor": 2}, None),
+    "paddleocr_vl": ({**_GLM, "layout": "paddleocr_vl"}, {"type": "patch_merger", "factor": 2}, None),
+}
+
+
 class Made(NamedTuple):
     folder: Path
     model: PreTrainedModel
@@ -117,7 +132,7 @@ def test_from_says_what_the_keys_say_and_an_export_has_the_same_bits(make, confi
     named = (config.model.llm.path, config.model.vision.name, config.model.projector.init_from)
     assert named == (str(whole.folder),) * 3 and config.model.pretrained is None
     assert config.model.vision.model_dump(include=set(vision)) == vision
-    assert config.model.projector.model_dump(include={*projector, "width"}) == {**projector, "width": None}
+    assert config.model.projector.model_dump(include={*projector, "width"}) == {"width": None, **projector}
     assert config.data.image_fit == fit
     (tmp_path / "again.yaml").write_text(dump_config(config))
     assert mmtrain.load_config(tmp_path / "again.yaml") == config

@@ -20,7 +20,7 @@ from transformers.utils.chat_template_utils import _compile_jinja_template
 
 from mmtrain.base.printing import escape
 from mmtrain.config.templates import NAMES, jinja_of, template_name
-from mmtrain.data.samples.records import BadSample
+from mmtrain.data.samples.records import IMAGE_MARK, BadSample
 from mmtrain.models.facts.tokenizer_files import missing_chat_template
 
 ROLES = {"system": "system", "human": "user", "gpt": "assistant"}  # LLaVA's speakers, as chat templates call them
@@ -80,12 +80,21 @@ class ChatText:
     2 renderings per answer, to find where it begins and ends, and to see that later turns leave it as it was.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, end_marks: Iterable[str], template: str = "chat") -> None:
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        end_marks: Iterable[str],
+        template: str = "chat",
+        prompt_text: str = IMAGE_MARK,
+    ) -> None:
         """Try the template, `data.template`'s value, on one question and answer; `end_marks` may end an answer.
 
-        Raises UserError for a tokenizer without chat template, BadSample for a template that could not be learnt.
+        A tokenizer's own template that writes another `prompt_text` for an image gets contents as lists of parts, as
+        its processor hands them on. Raises UserError for a tokenizer without chat template, BadSample for a template
+        that could not be learnt.
         """
         own = template == "chat"
+        self._part = prompt_text if own and prompt_text != IMAGE_MARK else None
         self.name = f"the chat template of {tokenizer.name_or_path}" if own else f"template {template_name(template)}"
         self.tokenizer = tokenizer
         self.jinja, self.dates = _dated(_begun(jinja_of(template) or _chat_template(tokenizer), template, tokenizer))
@@ -150,9 +159,11 @@ class ChatText:
 
     def _render(self, turns: Turns, add_generation_prompt: bool = False) -> str:
         try:
-            messages = [{"role": ROLES[speaker], "content": text} for speaker, text in turns]
+            content = str if self._part is None else _parts
+            messages = [{"role": ROLES[speaker], "content": content(text)} for speaker, text in turns]
             own = {"add_generation_prompt": add_generation_prompt, "fixed_dates": self.dates}
-            return self.template.render(messages, {**self.variables, **own})
+            written = self.template.render(messages, {**self.variables, **own})
+            return written if self._part is None else written.replace(self._part, IMAGE_MARK)
         except TemplateError as error:
             raise BadSample("template", f"{self.name} fails: {error}") from error
 
@@ -169,6 +180,12 @@ class ChatText:
             f"changes the text of a turn: {text[-80:]!r} became {written[-160:]!r}",
             "leaves texts unchanged",
         )
+
+
+def _parts(text: str) -> list[dict[str, str]]:
+    """Split a text at its <image> marks into the parts that chat templates of multimodal models take."""
+    pieces = [piece for piece in re.split(f"({IMAGE_MARK})", text) if piece]
+    return [{"type": "image"} if piece == IMAGE_MARK else {"type": "text", "text": piece} for piece in pieces]
 
 
 def any_of(texts: Iterable[str]) -> re.Pattern[str]:

@@ -30,6 +30,8 @@ from mmtrain.models.facts.tokenizer_files import missing_marks, panics_told, tex
 from mmtrain.models.layouts.layout import ImageLayout, Tiling, UnfitImage
 from mmtrain.models.layouts.square import ONE_SQUARE
 
+_BREAKS = re.compile(rf"\n?{IMAGE_MARK}\n?")
+
 
 class PlainTemplate:
     """LLaVA's stage 1: images, then the caption, nothing else.
@@ -126,7 +128,8 @@ class ChatTemplate:
             self.end_marks.add(self.tokenizer.eos_token_id)
         self.special_texts = any_of(self.tokenizer.convert_ids_to_tokens(sorted(special)))
         try:
-            self.chat = ChatText(self.tokenizer, self.tokenizer.convert_ids_to_tokens(sorted(self.end_marks)), template)
+            end_marks = self.tokenizer.convert_ids_to_tokens(sorted(self.end_marks))
+            self.chat = ChatText(self.tokenizer, end_marks, template, layout.prompt_text)
             self._tokens(PROBE, (layout.tiling(1, 1),))
         except BadSample as error:
             raise UserError(
@@ -142,6 +145,8 @@ class ChatTemplate:
 
     def _tokens(self, turns: Turns, tilings: Sequence[Tiling]) -> tuple[list[int], list[int]]:
         """Return input_ids and labels that are not shifted; raises BadSample."""
+        if self.layout.prompt_text != IMAGE_MARK:  # its families write no line break between an image and its text
+            turns = [(speaker, _BREAKS.sub(IMAGE_MARK, text)) for speaker, text in turns]
         text, spans = self.chat.write(turns)
         images = [_text_and_runs(self.layout, (tiling,)) for tiling in tilings]
         text, spans, around = _wrapped(text, spans, [written for written, _ in images])

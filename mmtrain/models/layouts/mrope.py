@@ -57,6 +57,10 @@ class GlmV(MropeLayout):
     image_token = "<|image|>"
     around = marks = ("<|begin_of_image|>", "<|end_of_image|>")
 
+    def enlarged(self, width: int, height: int) -> tuple[int, int]:
+        scale = max(1.0, self.tile_size / height, self.tile_size / width)
+        return int(width * scale), int(height * scale)
+
 
 class PaddleOcrVl(MropeLayout):
     """PaddleOCR-VL's."""
@@ -64,6 +68,12 @@ class PaddleOcrVl(MropeLayout):
     name = "paddleocr_vl"
     image_token = "<|IMAGE_PLACEHOLDER|>"
     around = marks = ("<|IMAGE_START|>", "<|IMAGE_END|>")
+
+    def enlarged(self, width: int, height: int) -> tuple[int, int]:
+        cell = self.tile_size
+        if height < cell:
+            width, height = round(width * cell / height), cell
+        return (cell, round(height * cell / width)) if width < cell else (width, height)
 
 
 def grid_positions(is_image: np.ndarray, grids: Sequence[tuple[int, int]]) -> np.ndarray:

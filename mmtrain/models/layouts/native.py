@@ -84,8 +84,12 @@ class Native(ImageLayout):
         """Pixels a side."""
         return self.tile_size // self.factor
 
+    def enlarged(self, width: int, height: int) -> tuple[int, int]:
+        """Return the size that an image counts with."""
+        return width, height
+
     def tiling(self, width: int = 0, height: int = 0, images: int = 1) -> Tiling:
-        rows, columns = _grid(self, width, height)
+        rows, columns = _grid(self, *self.enlarged(width, height))
         return Tiling(width, height, rows * columns, rows, columns, "stretched")
 
 

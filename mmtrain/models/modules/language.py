@@ -261,7 +261,8 @@ def slice_of(
     absent = absent_modules(model, first, last, embedding=embedding, head=head)
     part = copy.deepcopy(model, {id(module): replacement for module, replacement in absent.items()})
     _set_options(part.config)
-    part.set_attn_implementation(ATTENTION)
+    with quiet():  # of a tower that is not there
+        part.set_attn_implementation(ATTENTION)
     if streamed is not None:
         for i in range(first, last):
             streamed.take(i, decoder_layers(part)[i])
@@ -401,11 +402,12 @@ def causal_config(folder: Path, mrope: bool = False) -> PreTrainedConfig:
     if family not in transformers.CONFIG_MAPPING:
         why = remote_code(config_json) or "A later version may"
         raise UserError(f"{folder}: transformers {transformers.__version__} does not know {family}. {why}")
-    if holds_parts(folder):
-        with foreign_files(f"{folder}: text_config in config.json"):
-            config = config_from(transformers.CONFIG_MAPPING[family], config_json)
-    else:
-        config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    with quiet():  # of sections that some text models' configs do not list
+        if holds_parts(folder):
+            with foreign_files(f"{folder}: text_config in config.json"):
+                config = config_from(transformers.CONFIG_MAPPING[family], config_json)
+        else:
+            config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     is_causal = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING
     if mrope:
         refuse_without_mrope(family, str(folder))

@@ -1,0 +1,121 @@
+"""A run on a whole model whose LLM takes positions in rows: that model's folder again, with what trained in its place.
+
+folder of model.llm.path and model.vision.name --files that hold no weights--> copied; what the run changed is written
+its tensors, trained ones in their place by name--------------------------> TensorSource by name on disk
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+import sys
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from mmtrain.base.errors import UserError
+from mmtrain.config.schema import RunConfig
+from mmtrain.data.samples.templates import load_tokenizer, make_template
+from mmtrain.data.stream.images import image_transform
+from mmtrain.exporting.language import ExportedLanguage, take_merged
+from mmtrain.exporting.processor import ExportedProcessor, check_processor
+from mmtrain.exporting.tensors import TensorSource, stored
+from mmtrain.models.facts.connectors import has_grid_positions, image_layout
+from mmtrain.models.facts.encoders import FAMILIES
+from mmtrain.models.facts.families import canonical_name, encoder_config, encoder_tensors, llm_config, llm_tensors
+from mmtrain.models.facts.model_files import model_folder, read_json
+from mmtrain.models.facts.vision_files import image_settings
+from mmtrain.models.modules.projector import PROJECTOR
+from mmtrain.models.weights.files import tensor_places
+from mmtrain.models.weights.projector_files import local_names
+from mmtrain.stock.exporters import stock_class
+from mmtrain.stock.stock_class import StockClass
+from mmtrain.stock.stock_folder import StockFolder
+
+NOT_COPIED = {".safetensors", ".bin", ".pt", ".pth", ".gguf", ".onnx", ".md"}
+WEIGHTS_INDEX = ".index.json"
+
+
+def whole_of(config: RunConfig) -> StockClass | None:
+    """Return the class of the whole model that a run is on, if its LLM takes positions in rows; else None."""
+    path, vision = config.model.llm.path, config.model.vision
+    stock = stock_class(read_json(model_folder(path) / "config.json").get("model_type"))
+    is_whole = vision is None or (vision.name == path and has_grid_positions(config))
+    return stock if stock is not None and stock.mrope and is_whole else None
+
+
+def write_back(
+    stock: StockClass, config: RunConfig, trained: Mapping[str, TensorSource], dtype: str, folder: Path
+) -> tuple[dict[str, TensorSource], dict[str, Any], dict[str, Any]]:
+    """Write all files but tensors and card; return tensors, config.json and what the card shows.
+
+    Raises UserError for trained tensors that the model's folder does not hold one by one.
+    """
+    source = model_folder(config.model.llm.path)
+    for file in source.iterdir():
+        if file.is_file() and file.suffix not in NOT_COPIED and not file.name.endswith(WEIGHTS_INDEX):
+            shutil.copyfile(file, folder / file.name)
+    content = read_json(source / "config.json")
+    if content.get("dtype", content.get("torch_dtype")) != dtype:
+        content = {**content, "dtype": dtype}
+        (folder / "config.json").write_text(json.dumps(content, indent=2) + "\n")
+    tensors = {name: stored(*place) for name, place in tensor_places(source).items()}
+    waiting = dict(trained)
+    for global_name, name in _names_on_disk(source).items():
+        tensor, replacement = tensors[name], waiting.pop(global_name, None)
+        if replacement is not None:
+            tensor = _shaped_as(tensor, replacement, global_name, source)
+        tensors[name] = take_merged(waiting, global_name, tensor, config.model.lora, transposed=False)
+    if waiting:
+        raise UserError(
+            f"{min(waiting)} was trained, but {source} has no single tensor of this name (transformers fuses or "
+            "renames some when it loads them). Use --format safetensors"
+        )
+    shown = {"stock": stock, "language": ExportedLanguage(llm_config(source), tensors, 0), "encoder": None}
+    return tensors, content, {**shown, "processor": _processor(stock, config, source, folder), "unmarked": None}
+
+
+def _names_on_disk(source: Path) -> dict[str, str]:
+    """Map global names to those of the folder's tensors."""
+    names = {name: name for name in tensor_places(source)}
+    family = FAMILIES[encoder_config(source)["model_type"]]
+    vision = family.own(encoder_tensors(source, names))
+    return {
+        **{canonical_name(name): disk for name, disk in llm_tensors(source, names).items()},
+        **{f"vision.{name}": disk for name, disk in vision.items()},
+        **{f"{PROJECTOR}{name}": disk for name, disk in local_names(names, source).items()},
+    }
+
+
+def _shaped_as(tensor: TensorSource, replacement: TensorSource, name: str, source: Path) -> TensorSource:
+    if math.prod(replacement.shape) != math.prod(tensor.shape):
+        raise UserError(
+            f"{name}: trained with shape {list(replacement.shape)}, but {source} has {list(tensor.shape)}. Restore the "
+            "model that the run was trained with"
+        )
+    return replace(replacement, shape=tensor.shape, read=lambda: replacement.read().reshape(tensor.shape))
+
+
+def _processor(stock: StockClass, config: RunConfig, source: Path, folder: Path) -> ExportedProcessor | None:
+    """Write the run's bounds of image tokens, where they are not the folder's; return what its processor must make."""
+    vision = config.model.vision
+    if vision is None:
+        return None
+    layout, content = image_layout(config), read_json(source / "config.json")
+    transform = image_transform(vision.name, config.data.image_fit, tile_size=layout.tile_size)
+    said = stock.read(StockFolder(str(source), source, content))
+    if any(getattr(layout, key) != said[key] for key in ("min_positions", "max_positions")):
+        file, settings = image_settings(folder)
+        own = {key: value for key, value in settings.items() if key not in ("min_pixels", "max_pixels")}
+        own["size"] = stock.own_image_settings(transform, layout)["size"]
+        all_settings = read_json(file)
+        own = own if settings == all_settings else {**all_settings, "image_processor": own}
+        file.write_text(json.dumps(own, indent=2) + "\n")
+    tokenizer = load_tokenizer(str(source))
+    template = make_template(config.data.template, tokenizer, layout, sys.maxsize)
+    processor = ExportedProcessor(content["image_token_id"], {}, (), 0, layout, template, transform, stock)
+    if config.data.template == "chat":  # another one is not the folder's
+        check_processor(processor, folder)
+    return processor
