@@ -20,6 +20,7 @@ import json
 import re
 import sys
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import jinja2
@@ -30,7 +31,9 @@ from mmtrain.config.schema import RunConfig
 from mmtrain.data.samples.chat import PROBE, ROLES, Turns
 from mmtrain.data.samples.records import IMAGE_MARK, BadSample
 from mmtrain.data.samples.sample import IGNORE, IMAGE_POSITION, Document, Sample
-from mmtrain.data.samples.templates import ChatTemplate, PlainTemplate, Template, load_tokenizer, make_template
+from mmtrain.data.samples.templates import BREAKS, ChatTemplate, PlainTemplate, Template, load_tokenizer, make_template
+from mmtrain.models.facts.connectors import image_layout
+from mmtrain.models.layouts.layout import ImageLayout
 from mmtrain.models.layouts.square import ONE_SQUARE
 
 TEMPLATE_FILE = "chat_template.jinja"
@@ -56,13 +59,17 @@ def exported_chat_template(template: Template, beginning: str = "") -> str:
 
     [image, "What is this?"] becomes "<image>\\nWhat is this?", as in LLaVA's records; the template of training follows,
     with the date that training wrote. plain: all images, then the user's words as the beginning of the caption, and
-    before them `beginning`, where no tokenizer writes it.
+    before them `beginning`, where no tokenizer writes it. A layout may have another text for <image>, without a break.
     """
+    lists_to_text = LISTS_TO_TEXT
+    if template.layout.prompt_text != IMAGE_MARK:
+        lists_to_text = lists_to_text.replace("as_text.text + '\\n'", "as_text.text")
     if isinstance(template, PlainTemplate):
-        return LISTS_TO_TEXT + f"{{{{- {json.dumps(beginning, ensure_ascii=False)} }}}}" * bool(beginning) + PLAIN
+        jinja = lists_to_text + f"{{{{- {json.dumps(beginning, ensure_ascii=False)} }}}}" * bool(beginning) + PLAIN
+        return jinja.replace(IMAGE_MARK, template.layout.prompt_text)
     dates = template.chat.dates
     fixed = "{%- set fixed_dates = " + json.dumps(dates, ensure_ascii=False) + " %}\n" if dates else ""
-    return LISTS_TO_TEXT + fixed + template.chat.jinja
+    return lists_to_text.replace(IMAGE_MARK, template.layout.prompt_text) + fixed + template.chat.jinja
 
 
 def marked_template(jinja: str, template: ChatTemplate) -> str:
@@ -77,7 +84,8 @@ def marked_template(jinja: str, template: ChatTemplate) -> str:
         "@AFTER@": str(chat.unsupervised_tail),
         "@TAIL@": json.dumps(chat.tail, ensure_ascii=False),
     }
-    return re.sub("|".join(values), lambda found: values[found[0]], MARKED)
+    marked = MARKED.replace(IMAGE_MARK, template.layout.prompt_text)
+    return re.sub("|".join(values), lambda found: values[found[0]], marked)
 
 
 def documents_of(
@@ -100,8 +108,12 @@ def mark_answers(config: RunConfig, folder: Path) -> str | None:
     """Mark the answers in the template of a folder that has its processor's files; else return a sentence why not."""
     file = folder / TEMPLATE_FILE
     before = file.read_text(encoding="utf-8")
-    # What a layout writes around an image the processor adds to the template's text.
-    template = make_template(config.data.template, load_tokenizer(config.model.llm.path), ONE_SQUARE, sys.maxsize)
+    layout = image_layout(config)
+    if layout.prompt_text == IMAGE_MARK:  # what a layout writes around it the processor adds to the template's text
+        layout = ONE_SQUARE
+    else:
+        layout = replace(layout, min_positions=1, max_positions=1)
+    template = make_template(config.data.template, load_tokenizer(config.model.llm.path), layout, sys.maxsize)
     if isinstance(template, ChatTemplate):
         file.write_text(marked_template(before, template), encoding="utf-8")
     try:
@@ -117,17 +129,23 @@ def mark_answers(config: RunConfig, folder: Path) -> str | None:
     )
 
 
+def _as_prompted(text: str, layout: ImageLayout, *, alone: bool) -> str:
+    """Return a turn's text, or its images alone, as a prompt may hold them."""
+    text = IMAGE_MARK * text.count(IMAGE_MARK) if alone else text
+    return text if layout.prompt_text == IMAGE_MARK else BREAKS.sub(layout.prompt_text, text)
+
+
 def _fault(folder: Path, before: str, template: Template) -> str | None:
     """Say where stock transformers, loaded from `folder`, marks other answers than training; None: nowhere."""
     processor = AutoProcessor.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     tokenizer = processor.tokenizer
-    image = tokenizer.convert_tokens_to_ids(IMAGE_MARK)
-    plain = isinstance(template, PlainTemplate)
+    layout, plain = template.layout, isinstance(template, PlainTemplate)
+    image = tokenizer.convert_tokens_to_ids(layout.image_token)
     bos = template.prefix if plain else []  # which only a processor writes before the plain template's text
-    documents = documents_of(template, CONVERSATIONS)
+    documents = documents_of(template, CONVERSATIONS, ((1, 1),) * 2)
     for turns, document in documents:
         messages = [
-            {"role": ROLES[who], "content": IMAGE_MARK * text.count(IMAGE_MARK) if plain and who != "gpt" else text}
+            {"role": ROLES[who], "content": _as_prompted(text, layout, alone=plain and who != "gpt")}
             for who, text in turns
         ]
         for ask in (False, True):

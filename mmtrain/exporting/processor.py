@@ -89,13 +89,14 @@ def write_processor(stock: StockClass, config: RunConfig, encoder: ExportedEncod
     probe = template(Sample("probe", "probe", PROBE, (b"",), sizes=((1, 1),)))
     end = [label for label in probe.labels if label != IGNORE][-1]  # the token that ends an answer in training
     tokenizer = _tokenizer_for_prompts(stock, source, template, end)
-    image_id = tokenizer.convert_tokens_to_ids(IMAGE_MARK)
+    image_id = tokenizer.convert_tokens_to_ids(layout.image_token)
     rows = llm_shape(path).vocab_size
     token_keys = {stock.image_token_key: image_id}
+    token_keys |= {key: tokenizer.convert_tokens_to_ids(mark) for key, mark in stock.mark_keys.items()}
     if stock.video_token is not None:
         token_keys[stock.video_token_key] = tokenizer.convert_tokens_to_ids(stock.video_token)
     new = [token for token in tokenizer.added_tokens_encoder if token not in source.added_tokens_encoder]
-    used = tokenizer.convert_tokens_to_ids([*new, IMAGE_MARK, tokenizer.pad_token])
+    used = tokenizer.convert_tokens_to_ids([*new, layout.image_token, tokenizer.pad_token])
     rows_needed = max(rows, max(used) + 1)
     _save_tokenizer(stock, tokenizer, folder)
 
@@ -117,13 +118,14 @@ def write_processor(stock: StockClass, config: RunConfig, encoder: ExportedEncod
 def _tokenizer_for_prompts(
     stock: StockClass, source: PreTrainedTokenizerBase, template: Template, end: int
 ) -> PreTrainedTokenizerBase:
-    """Copy the tokenizer, with <image> and the exported template; it begins a text as training does.
+    """Copy the tokenizer, with the layout's image token and the exported template; it begins a text as training does.
 
     A chat template writes its own BOS, so the tokenizer must add none. The plain template's BOS is the tokenizer's, or
     written by the exported template where the class's processor asks its tokenizer for none.
     """
     more = (*stock.more_tokens, *([stock.video_token] if stock.video_token else []))
-    tokenizer = _with_padding(with_marks(source, IMAGE_MARK, *more), {end, source.eos_token_id})
+    image = template.layout.image_token
+    tokenizer = _with_padding(with_marks(source, image, *more), {end, source.eos_token_id})
     prefix = template.prefix if isinstance(template, PlainTemplate) else []
     beginning = "" if stock.adds_special_tokens else "".join(tokenizer.convert_ids_to_tokens(prefix))
     tokenizer.chat_template = exported_chat_template(template, beginning)
@@ -134,7 +136,7 @@ def _tokenizer_for_prompts(
         tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
             single=[*before, "$A:0"], pair=[*before, "$A:0", "$B:1"], special_tokens=marks
         )
-    text = f"{IMAGE_MARK}\na red circle"
+    text = f"{image}\na red circle"
     wanted = prefix + tokenizer(text, add_special_tokens=False).input_ids
     if tokenizer(text).input_ids != wanted:
         raise UserError(

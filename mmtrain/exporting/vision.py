@@ -57,7 +57,7 @@ KEPT_SETTINGS = (
     *("num_patches", "head_dim", "rope_parameters"),  # SigLIP 2 NaFlex, Pixtral
     *("depth", "num_heads", "in_channels", "spatial_merge_size", "temporal_patch_size", "out_hidden_size"),  # Qwen's
     *("window_size", "fullatt_block_indexes", "num_position_embeddings", "deepstack_visual_indexes"),
-    "num_key_value_heads",
+    *("num_key_value_heads", "embed_dim"),
 )  # of a transformers configuration; the others are about training or about files
 # What features may come from: each computes what its stock counterpart does, or in eval mode nothing.
 KNOWN_MODULES = {

@@ -75,7 +75,9 @@ class HyperCLOVAXVisionV2(StockClass):
             "merge_size": self.merge_size,
         }
 
-    def video_settings(self, transform: ImageTransform) -> dict[str, Any]:
+    def video_settings(self, transform: ImageTransform) -> dict[str, Any] | None:
+        if self.video_processor is None:
+            return None
         return {"video_processor_type": self.video_processor, "processor_class": self.processor_name}
 
     def named_tokens(self, tokenizer: PreTrainedTokenizerBase) -> dict[str, str]:

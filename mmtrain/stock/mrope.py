@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedTokenizerBase
 
+_ENDS = {"start": "begin", "end": "end"}
 _BESIDE = ("merger.", "deepstack_merger_list.", "downsample.")  # of an encoder's tensors: the connector's
 
 
@@ -47,7 +48,11 @@ class Qwen2VL(HyperCLOVAXVisionV2):
     encoder_names = "visual."
     connector_names = "visual.merger."
     decoder_names = "model."
-    tiny_encoder: ClassVar = {}
+    mark_keys: ClassVar = {f"vision_{end}_token_id": f"<|vision_{end}|>" for end in ("start", "end")}
+    tiny_encoder: ClassVar = {
+        "depth": 1, "hidden_size": 8, "embed_dim": 8, "intermediate_size": 8, "num_heads": 1, "out_hidden_size": 8,
+        "num_position_embeddings": 4, "deepstack_visual_indexes": [],
+    }  # fmt: skip
     text_models: ClassVar[tuple[str, ...]] = ("qwen2_vl", "qwen2_5_vl")  # MROPE_MODELS' classes with its text model
     width_key: ClassVar[str] = "hidden_size"  # in vision_config: the LLM's width
     frames: ClassVar[int] = 1  # that its processor counts when it bounds pixels
@@ -152,6 +157,7 @@ class Glm4v(Qwen35):
     layouts = (GlmV.name,)
     encoders = ("Glm4vVisionModel",)
     text_models = ("glm4v",)
+    mark_keys: ClassVar = {f"image_{end}_token_id": f"<|{name}_of_image|>" for end, name in _ENDS.items()}
     image_processor = "Glm4vImageProcessor"
     video_processor = "Glm4vVideoProcessor"
     video_token = "<|video|>"
@@ -212,6 +218,7 @@ class PaddleOCRVL(Qwen2VL):
     encoders = ("PaddleOCRVisionModel",)
     connector_names = "mlp_AR."
     text_models = ("paddleocr_vl",)
+    mark_keys: ClassVar = {f"vision_{end}_token_id": f"<|IMAGE_{end.upper()}|>" for end in ("start", "end")}
     image_processor = "PaddleOCRVLImageProcessor"
     video_processor = None
     video_token = None

@@ -127,6 +127,7 @@ class StockClass(ExportedClass):
     }  # fmt: skip
     image_token_key: ClassVar[str] = "image_token_index"  # in config.json
     video_token_key: ClassVar[str] = "video_token_id"
+    mark_keys: ClassVar[Mapping[str, str]] = {}  # others in config.json, and their texts
     image_processor: ClassVar[str] = "LlavaImageProcessor"
     has_pillow: ClassVar[bool] = True  # whether its image processor can resize with Pillow, as training does
     adds_special_tokens: ClassVar[bool] = True  # whether its processor lets the tokenizer begin a text

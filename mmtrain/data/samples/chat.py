@@ -89,12 +89,11 @@ class ChatText:
     ) -> None:
         """Try the template, `data.template`'s value, on one question and answer; `end_marks` may end an answer.
 
-        A tokenizer's own template that writes another `prompt_text` for an image gets contents as lists of parts, as
-        its processor hands them on. Raises UserError for a tokenizer without chat template, BadSample for a template
-        that could not be learnt.
+        One that takes contents as lists of parts alone writes `prompt_text` for an image. Raises UserError for a
+        tokenizer without chat template, BadSample for a template that could not be learnt.
         """
         own = template == "chat"
-        self._part = prompt_text if own and prompt_text != IMAGE_MARK else None
+        self._part: str | None = None  # what the template writes for an image in a list
         self.name = f"the chat template of {tokenizer.name_or_path}" if own else f"template {template_name(template)}"
         self.tokenizer = tokenizer
         self.jinja, self.dates = _dated(_begun(jinja_of(template) or _chat_template(tokenizer), template, tokenizer))
@@ -104,6 +103,8 @@ class ChatText:
             self.template = JinjaTemplate(self.jinja)
         except TemplateError as error:
             raise BadSample("template", f"{self.name} fails: {error}") from error
+        if prompt_text != IMAGE_MARK and not self._takes_texts():
+            self._part = prompt_text
         whole = self._render(PROBE)
         answer = PROBE[1][1]
         if answer not in whole:
@@ -166,6 +167,12 @@ class ChatText:
             return written if self._part is None else written.replace(self._part, IMAGE_MARK)
         except TemplateError as error:
             raise BadSample("template", f"{self.name} fails: {error}") from error
+
+    def _takes_texts(self) -> bool:
+        try:
+            return PROBE[1][1] in self._render(PROBE)
+        except BadSample:
+            return False
 
     def _refuse_lost_text(self, texts: Sequence[str], written: str) -> None:
         """Raise BadSample unless the texts stand in `written`, in order."""

@@ -30,7 +30,7 @@ from mmtrain.models.facts.tokenizer_files import missing_marks, panics_told, tex
 from mmtrain.models.layouts.layout import ImageLayout, Tiling, UnfitImage
 from mmtrain.models.layouts.square import ONE_SQUARE
 
-_BREAKS = re.compile(rf"\n?{IMAGE_MARK}\n?")
+BREAKS = re.compile(rf"\n?{IMAGE_MARK}\n?")
 
 
 class PlainTemplate:
@@ -146,7 +146,7 @@ class ChatTemplate:
     def _tokens(self, turns: Turns, tilings: Sequence[Tiling]) -> tuple[list[int], list[int]]:
         """Return input_ids and labels that are not shifted; raises BadSample."""
         if self.layout.prompt_text != IMAGE_MARK:  # its families write no line break between an image and its text
-            turns = [(speaker, _BREAKS.sub(IMAGE_MARK, text)) for speaker, text in turns]
+            turns = [(speaker, BREAKS.sub(IMAGE_MARK, text)) for speaker, text in turns]
         text, spans = self.chat.write(turns)
         images = [_text_and_runs(self.layout, (tiling,)) for tiling in tilings]
         text, spans, around = _wrapped(text, spans, [written for written, _ in images])
