@@ -1,31 +1,52 @@
-"""M-RoPE and DeepStack, packed and cut into stages: loss and gradients of the families' stock classes."""
+"""M-RoPE and DeepStack, packed and cut into stages: positions, loss and gradients of the families' stock classes."""
 
 from __future__ import annotations
 
+import functools
+import json
 import random
+import re
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+import yaml
 from ranks import run_ranks
-from scenes import Case, Document, execute, make_config, merged, relative
-from tiny_models import make_tokenizer
-from transformers import PreTrainedModel
-from whole_models import MROPE, save_whole
+from scenes import Case, Document, as_batch, bits, execute, make_config, merged, relative
+from tiny_models import make_tiny_llm, make_tokenizer
+from transformers import AutoImageProcessor, PreTrainedModel
+from untrained_runs import drawn_adapters, export, load_stock, make_checkpoint, weights
+from whole_models import MROPE, QWEN_MARKS, TURNS, save_whole
 
+import mmtrain
+from mmtrain.base.errors import UserError
+from mmtrain.checkpoint.step_folder import StepFolder
 from mmtrain.config.schema import RunConfig
-from mmtrain.data.samples.sample import IGNORE, IMAGE_POSITION
-from mmtrain.models.facts.connectors import image_layout
+from mmtrain.data.samples.sample import IGNORE, IMAGE_POSITION, Sample
+from mmtrain.data.samples.templates import load_tokenizer, make_template
+from mmtrain.data.stream.packs import PackedBatch, positions_of
+from mmtrain.exporting.verify import batch_fault, compare_logits
+from mmtrain.models.facts.adapters import is_adapter
+from mmtrain.models.facts.connectors import image_layout, run_connector, run_vision
 from mmtrain.models.facts.families import canonical_name
+from mmtrain.models.facts.shapes import matches_any
 from mmtrain.models.layouts.native import Native
+from mmtrain.models.modules.language import load_decoder_layers
+from mmtrain.models.modules.projector import read_projector
+from mmtrain.models.modules.stage import build_stage
 from mmtrain.models.weights.projector_files import local_names
+from mmtrain.plan.planner import make_plan, models_of
 from mmtrain.stock.exporters import exporter_for
 from mmtrain.stock.pretrained import expand_pretrained
 
+LAST = 3  # decoder layer
 IMAGE_TOKEN = 320  # of config.json
-HYBRID = ("qwen3_5", "qwen3_5_moe")
 SIZES = ((40, 30), (14, 60), (60, 17), (30, 45), (28, 28))  # of images in pixels
 LAYOUTS = ((1, 1, 0), (1, 1, 4), (2, 1, 0), (2, 1, 4), (4, 1, 0), (2, 2, 0))  # pipeline, data, layers that recompute
 
@@ -61,77 +82,314 @@ def stock_inputs(config: RunConfig, one: Document) -> dict[str, torch.Tensor]:
 
 
 def names_in_stock(config: RunConfig, model: PreTrainedModel) -> dict[str, torch.nn.Parameter]:
-    """The stock model's parameters by mmtrain's global names."""
-    named = {}
+    """The stock model's parameters by mmtrain's global names: those of its LLM and its connector."""
+    named, beside = {}, {}
     for name, parameter in model.named_parameters():
         if "language_model" in name or name.startswith("lm_head"):
             named[canonical_name(name)] = parameter
-    stock = exporter_for(config)
-    beside = [name for name, _ in model.named_parameters() if canonical_name(name) not in named]
-    # PaddleOCR-VL's is `mlp_AR` on disk.
-    on_disk = {name.replace("model.projector.", "mlp_AR."): name for name in beside}
-    inside = {
-        name for name in on_disk if name.startswith((stock.connector_names, "model.visual.merger", "model.visual.d"))
-    }
-    for ours, theirs in local_names(inside, "stock").items():
-        named[f"projector.{ours}"] = model.get_parameter(on_disk[theirs])
-    return named
+        elif re.search(r"merger|downsample|model\.projector", name):  # PaddleOCR-VL's last one is `mlp_AR` on disk
+            beside[name.replace("model.projector.", "mlp_AR.")] = parameter
+    return named | {f"projector.{ours}": beside[theirs] for ours, theirs in local_names(beside, "stock").items()}
 
 
 def stock_step(
-    config: RunConfig, model: PreTrainedModel, microbatches: tuple, names: list[str]
+    config: RunConfig, model: PreTrainedModel, microbatches: Sequence, weights: Mapping[str, torch.Tensor]
 ) -> tuple[float, dict[str, np.ndarray]]:
-    """Loss per supervised token and gradients by the stock class, one document at a time."""
+    """Loss per supervised token and gradients by the stock class, one document at a time.
+
+    Adapters (`weights`) are merged: of W + s B A the gradient G gives s B^T G for A and s G A^T for B.
+    """
     documents = [one for microbatch in microbatches for row in microbatch for one in row]
     tokens = sum(label != IGNORE for one in documents for label in one.labels)
-    named = names_in_stock(config, model)
+    named, scale = names_in_stock(config, model), config.model.lora.alpha / config.model.lora.r
+    trained = [p.name for p in models_of(config).parameters if matches_any(p.name, config.model.trainable)]
+    adapted = {name.removesuffix(".lora_A.weight") for name in trained if name.endswith(".lora_A.weight")}
+    pairs = {layer: [weights[f"{layer}.lora_{part}.weight"] for part in "AB"] for layer in adapted}
     model.requires_grad_(False)
-    for name in names:
-        named[name].requires_grad_(True)
+    for layer, (down, up) in pairs.items():
+        named[f"{layer}.weight"].requires_grad_(True).data.add_(up @ down, alpha=scale)
+    for name in trained:
+        if not is_adapter(name):
+            named[name].requires_grad_(True)
     total = 0.0
     for one in documents:
         logits = model(**stock_inputs(config, one), use_cache=False).logits[0]
         loss = F.cross_entropy(logits, torch.tensor(one.labels), ignore_index=IGNORE, reduction="sum") / tokens
         loss.backward()
         total += float(loss.detach())
-    return total, {name: named[name].grad.double().flatten().numpy() for name in names}
+    gradients = {name: named[name].grad for name in trained if not is_adapter(name)}
+    for layer, (down, up) in pairs.items():
+        whole = named[f"{layer}.weight"].grad
+        gradients |= {f"{layer}.lora_A.weight": scale * up.T @ whole, f"{layer}.lora_B.weight": scale * whole @ down.T}
+        named[f"{layer}.weight"].data.sub_(up @ down, alpha=scale)
+    return total, {name: gradient.double().flatten().numpy() for name, gradient in gradients.items()}
 
 
 def whole_config(folder: Path, **overrides: object) -> RunConfig:
     """A run from the whole model in `folder`."""
-    config = make_config(folder, **overrides)
-    content = config.model_dump()
-    content["model"] = {
-        "pretrained": str(folder),
-        "llm": {"dtype": "float32"},
-        "trainable": content["model"]["trainable"],
-        "lora": content["model"]["lora"],
-    }
+    content = make_config(folder, data__pack_length=96, **overrides).model_dump()
+    chosen = {key: content["model"][key] for key in ("trainable", "lora")}
+    content["model"] = {"pretrained": str(folder), "llm": {"dtype": "float32"}, **chosen}
     return expand_pretrained(RunConfig.model_validate(content))
 
 
-@pytest.mark.parametrize("kind", MROPE)
-def test_packed_stages_train_as_the_stock_class_on_each_document(tmp_path, kind):
-    model = save_whole(kind, tmp_path, make_tokenizer())
-    last = len(model.model.language_model.layers) - 1
-    common = {"model__trainable": ("projector", f"llm.layers.{last}.*"), "data__pack_length": 96}
-    config = whole_config(tmp_path, **common)
-    microbatches = step(image_layout(config))
+@pytest.fixture(scope="module")
+def make(tmp_path_factory) -> Callable[[str], tuple[Path, PreTrainedModel]]:
+    """Makes a whole model and its folder, once."""
+
+    @functools.cache
+    def made(kind: str) -> tuple[Path, PreTrainedModel]:
+        folder = tmp_path_factory.mktemp(kind)
+        return folder, save_whole(kind, folder, make_tokenizer())
+
+    return made
+
+
+DAILY = ("qwen2_5_vl", "qwen3_vl", "qwen3_5_moe", "glm4v", "paddleocr_vl")
+FAMILIES = [pytest.param(kind, marks=() if kind in DAILY else pytest.mark.nightly) for kind in MROPE]
+TRAINED = {
+    "model__trainable": ("projector", f"llm.layers.{LAST}.*", "llm.layers.*.lora_*"),
+    "model__lora": {"r": 2, "alpha": 6, "targets": ("llm.layers.*.self_attn.q_proj",)},
+}
+
+
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_packed_stages_train_as_the_stock_class_on_each_document(make, kind):
+    folder, model = make(kind)
+    config = whole_config(folder, **TRAINED)
+    microbatches, weights = step(image_layout(config)), drawn_adapters(config)
+    loss, gradients = stock_step(config, model, microbatches, weights)
     cases, worst = {}, 0.0
     for pipeline, data, recomputed in LAYOUTS:
         shape = {"parallel__pipeline": pipeline, "parallel__data": data, "parallel__recompute_layers": recomputed}
-        cases.setdefault(pipeline * data, []).append(Case(whole_config(tmp_path, **common, **shape), (microbatches,)))
-    expected = None
+        case = Case(whole_config(folder, **TRAINED, **shape), (microbatches,), weights=weights)
+        cases.setdefault(pipeline * data, []).append(case)
     for ranks, of_ranks in cases.items():
         by_rank = run_ranks(ranks, execute, of_ranks)
-        for number, case in enumerate(of_ranks):
+        for number in range(len(of_ranks)):
             found = merged([rank[number] for rank in by_rank], "gradients")
-            expected = expected or stock_step(config, model, microbatches, sorted(found))
-            loss, gradients = expected
             assert by_rank[0][number]["results"][0].loss == pytest.approx(loss, rel=1e-5)
-            for name, gradient in gradients.items():
-                error = relative(found[name].flatten(), gradient)
-                worst = max(worst, error)
-                assert error <= 1e-5, (case.config.parallel, name, error)
+            assert found.keys() == gradients.keys()
+            worst = max(worst, *(relative(found[name].flatten(), gradient) for name, gradient in gradients.items()))
             assert all(rank[number]["audit"]["failures"] == [] for rank in by_rank)
     print(f"{kind}: worst relative gradient error {worst:.1e}")
+    assert worst <= 1e-5
+
+
+# ---- positions
+
+
+@pytest.mark.parametrize("kind", MROPE)
+@pytest.mark.parametrize("samples", [300, pytest.param(10_000, marks=pytest.mark.nightly)])
+def test_positions_are_those_of_get_rope_index_for_what_the_familys_template_writes(make, kind, samples):
+    folder, model = make(kind)
+    config = whole_config(folder)
+    layout, tokenizer = image_layout(config), load_tokenizer(str(folder))
+    template, draw = make_template("chat", tokenizer, layout, 400), random.Random(0)
+    for _ in range(samples):
+        images, words = draw.choice((0, 1, 1, 2, 3, 4)), ["a red circle", "?", "Where is it", "\n", "on a green one."]
+        parts = ["<image>"] * images + draw.choices(words, k=draw.randint(1, 4))
+        draw.shuffle(parts)
+        turns = (("human", " ".join(parts).strip() or "?"), ("gpt", draw.choice(words[::2])))
+        sizes = tuple((draw.randint(8, 120), draw.randint(8, 120)) for _ in range(images))
+        one = template(Sample("sample", "shard", turns, (b"",) * images, sizes=sizes))
+        ids = torch.tensor([[IMAGE_TOKEN if token == IMAGE_POSITION else token for token in one.input_ids]])
+        grids = torch.tensor([(1, 2 * tiling.rows, 2 * tiling.columns) for tiling in one.tilings])
+        told = {"image_grid_thw": grids} if images else {}
+        expected, delta = model.model.get_rope_index(
+            input_ids=ids, mm_token_type_ids=(ids == IMAGE_TOKEN).int(), attention_mask=torch.ones_like(ids), **told
+        )
+        found = positions_of(one)
+        assert np.array_equal(found, expected[:, 0].numpy()), (turns, sizes)
+        assert found.max() + 1 - len(one.input_ids) == int(delta)
+
+
+@pytest.mark.parametrize("kind", MROPE)
+def test_text_alone_has_the_same_bits_with_one_row_of_positions_and_with_three(make, kind):
+    folder, _ = make(kind)
+    part = load_decoder_layers(str(folder), 0, LAST + 1, embedding=True, head=True, dtype=torch.float32, mrope=True)
+    places = torch.cat([torch.arange(9), torch.arange(5)])[None]
+    hidden = part.embed(torch.randint(300, (1, 14), generator=torch.Generator().manual_seed(0)))
+    assert torch.equal(part(hidden, places), part(hidden, places.expand(4, -1, -1)))
+
+
+def gradients_of(config: RunConfig, batch: PackedBatch) -> np.ndarray:
+    """The projector's gradients by the stages of a plan, in this process."""
+    plan = make_plan(config)
+    stages = [build_stage(config, rank.stages[0]) for rank in plan.ranks]
+    hidden, inputs, outputs = stages[0].start(batch), [], []
+    for stage in stages[:-1]:
+        outputs.append(stage(hidden, batch.positions))
+        inputs.append(outputs[-1].detach().requires_grad_())
+        hidden = inputs[-1]
+    stages[-1].loss(hidden, batch.positions, batch.labels)[0].backward()
+    for output, received in zip(outputs[::-1], inputs[::-1], strict=True):
+        output.backward(received.grad)
+    return np.concatenate([p.grad.double().flatten().numpy() for p in stages[0].projector.parameters()])
+
+
+def test_one_dimensional_positions_and_documents_found_in_a_row_of_the_grid_give_other_gradients(make):
+    """Neither shows in a loss: only a comparison with the stock class holds them."""
+    config = whole_config(make("qwen3_vl")[0], parallel__pipeline=2)
+    batch = as_batch(step(image_layout(config))[2], 96, has_grid=True)
+    right = gradients_of(config, batch)
+    flat = replace(batch, grid_positions=batch.position_ids.expand(3, -1, -1))
+    found_in_time = replace(batch, position_ids=batch.grid_positions[0])
+    assert relative(gradients_of(config, flat), right) > 0.05
+    assert relative(gradients_of(config, found_in_time), right) > 0.05
+
+
+# ---- DeepStack
+
+
+def test_stage_0_holds_the_layers_behind_which_deepstack_adds(make):
+    folder, _ = make("qwen3_vl")  # two blocks of its encoder
+    for pipeline, boundaries in ((2, None), (3, None), (4, None), (4, (2, 3, 4))):
+        config = whole_config(folder, parallel__pipeline=pipeline, parallel__boundaries=boundaries)
+        assert make_plan(config).boundaries[0] >= 2
+    for wrong in ({"pipeline": 5}, {"pipeline": 2, "boundaries": (1,)}, {"pipeline": 2, "stages_per_rank": 3}):
+        keys = {f"parallel__{key}": value for key, value in wrong.items()}
+        with pytest.raises(UserError, match=r"the 2 decoder layers behind which DeepStack adds features"):
+            make_plan(whole_config(folder, **keys))
+    with pytest.raises(UserError, match=r"DeepStack, which takes the features of blocks 0, 1 too, and stays whole"):
+        make_plan(whole_config(folder, parallel__pipeline=2, parallel__encoder_ranks=(0, 1)))
+    with pytest.raises(UserError, match="qwen_merger_deepstack has DeepStack, which needs an encoder that has it"):
+        run_vision(whole_config(make("qwen3_5")[0]).changed({"model.projector.type": "qwen_merger_deepstack"}))
+
+
+def test_features_are_added_behind_the_layers_of_stage_0_and_nowhere_else(make):
+    """The stock forward adds behind bookends, too: a later stage would add them once more."""
+    folder, model = make("qwen3_vl")
+    config = whole_config(folder, parallel__pipeline=2, parallel__boundaries=(2,))
+    batch = as_batch([[document(image_layout(config), "tit", 0)]], 96, has_grid=True)
+    stages = [build_stage(config, rank.stages[0]) for rank in make_plan(config).ranks]
+    text = model.model.language_model
+    with torch.no_grad():
+        hidden = stages[0].start(batch)
+        places, added = stages[0].language.deepstack
+        mask = torch.zeros(batch.labels.shape, dtype=torch.bool).flatten().index_fill(0, places, True)
+        length = int((batch.position_ids.diff(prepend=torch.tensor([[-1]])) == 1).long().cumprod(-1).sum())
+        cut = {"inputs_embeds": hidden[:, :length], "position_ids": batch.grid_positions[:, :, :length]}
+        expected = text(
+            **cut, visual_pos_masks=mask.view_as(batch.labels)[:, :length], deepstack_visual_embeds=list(added)
+        ).last_hidden_state
+        found = stages[1](stages[0](hidden, batch.positions), batch.positions)[:, :length]
+    assert stages[0].language.deepstack is None, "used up"
+    assert (found - expected).abs().max() <= 1e-5 * expected.abs().max()
+
+
+# ---- what trains, and what leaves
+
+
+def test_a_frozen_merger_does_not_move(make, tmp_path):
+    folder, _ = make("qwen3_vl")
+    config = whole_config(folder, model__trainable=(f"llm.layers.{LAST}",), parallel__pipeline=2)
+    case = Case(config, (step(image_layout(config)),) * 2)
+    before = {name: bits(tensor) for name, tensor in read_projector(str(folder), run_connector(config)).items()}
+    (ranks,) = zip(*run_ranks(2, execute, [case]), strict=True)
+    held = {name: digest for rank in ranks for name, digest in rank["frozen"].items() if "projector" in name}
+    assert held == {f"projector.{name}": digest for name, digest in before.items()} and len(held) == 18
+    assert all(rank["audit"]["failures"] == [] for rank in ranks)
+
+
+PAIRS = {  # a tower, an LLM of its own, and the connector drawn between them
+    "qwen3_vl": ("qwen3", "qwen_merger_deepstack"),
+    "qwen2_vl": ("qwen2", "qwen_merger"),
+    "qwen2_5_vl": ("qwen2", "patch_merger_rms"),
+}
+
+
+@pytest.fixture
+def trained(make, tiny, tmp_path) -> Callable[..., StepFolder]:
+    """Makes a checkpoint whose projector, adapters and last norm are drawn anew."""
+
+    def made(**model: Any) -> StepFolder:
+        content = yaml.safe_load((tiny / "config.yaml").read_text())
+        content["model"] = model
+        content["data"]["template"] = "chat"
+        (tmp_path / "config.yaml").write_text(yaml.safe_dump(content))
+        config = mmtrain.load_config(tmp_path / "config.yaml")
+        others = drawn_adapters(config) if config.model.lora is not None else {}
+        return make_checkpoint(tmp_path / "run", config, others)
+
+    return made
+
+
+@pytest.mark.parametrize("kind", [*FAMILIES])
+def test_an_export_is_the_folder_with_what_trained_and_answers_as_the_run(make, trained, tmp_path, kind):
+    folder, _ = make(kind)
+    lora = {"r": 2, "alpha": 4, "targets": ["llm.layers.*.self_attn"]}
+    checkpoint = trained(
+        pretrained=str(folder), llm={"dtype": "float32"}, lora=lora, trainable=["projector", "llm.layers.*.lora_*"]
+    )
+    exported = export(checkpoint, tmp_path / "out")
+    names = {file.name for file in folder.iterdir()}
+    assert names | {"README.md"} == {file.name for file in (tmp_path / "out").iterdir()}
+    changed = {name for name in names if (folder / name).read_bytes() != (tmp_path / "out" / name).read_bytes()}
+    assert changed == {"model.safetensors"}
+    comparison, model = compare_logits(checkpoint, exported, torch.float32, 3)
+    assert comparison.passed and batch_fault(tmp_path / "out", model, comparison.samples, False) is None
+    load_stock(tmp_path / "out").save_pretrained(tmp_path / "again")
+    ours, theirs = weights(tmp_path / "out"), weights(tmp_path / "again")
+    assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+@pytest.mark.parametrize(
+    "tower", [pytest.param(one, marks=() if one == "qwen3_vl" else pytest.mark.nightly) for one in PAIRS]
+)
+def test_a_merger_drawn_anew_for_another_llm_leaves_by_the_towers_class(make, trained, tmp_path, tower):
+    family, kind = PAIRS[tower]
+    llm = make_tiny_llm(tmp_path / "llm", family, layers=4, **({"head_dim": 16} if family == "qwen3" else {}))
+    tokenizer = load_tokenizer(str(llm))
+    tokenizer.add_tokens([*QWEN_MARKS], special_tokens=True)
+    tokenizer.chat_template = TURNS.replace("@IMAGE@", "")
+    tokenizer.save_pretrained(llm)
+    vision = {
+        "name": str(make(tower)[0]),
+        "select_layer": -1,
+        "layout": "qwen_vl",
+        "min_positions": 2,
+        "max_positions": 9,
+    }
+    checkpoint = trained(
+        llm={"path": str(llm), "dtype": "float32"}, vision=vision, projector={"type": kind}, trainable=["projector"]
+    )
+    exported = export(checkpoint, tmp_path / "out")
+    assert exported.stock.name == MROPE[tower][0]
+    comparison, model = compare_logits(checkpoint, exported, torch.float32, 3)
+    assert comparison.passed and batch_fault(tmp_path / "out", model, comparison.samples, False) is None
+
+
+def test_bounds_of_image_tokens_may_be_the_runs_own_and_go_into_the_export(make, trained, tmp_path):
+    folder, _ = make("glm4v")
+    bounds = {"layout": "glm_v", "min_positions": 3, "max_positions": 12}
+    checkpoint = trained(pretrained=str(folder), llm={"dtype": "float32"}, vision=bounds)
+    assert checkpoint.config.model.vision.max_positions == 12
+    export(checkpoint, tmp_path / "out")
+    images = AutoImageProcessor.from_pretrained(tmp_path / "out")
+    assert dict(images.size) == {"shortest_edge": 2 * 3 * 14**2, "longest_edge": 2 * 12 * 14**2}
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"model_type": "hunyuan_vl"}, "has model_type 'hunyuan_vl', but needs one of"),
+        ({"model_type": "ernie4_5_vl_moe"}, "has model_type 'ernie4_5_vl_moe', but needs one of"),
+        ({"model_type": "qwen2_5_omni"}, "has model_type 'qwen2_5_omni', but needs one of"),
+    ],
+)
+def test_families_with_other_positions_are_refused_by_name(make, tmp_path, changes, words):
+    folder = tmp_path / "altered"
+    shutil.copytree(make("qwen2_5_vl")[0], folder)
+    content = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**content, **changes}))
+    with pytest.raises(UserError, match=words):
+        whole_config(folder)
+
+
+def test_an_llm_that_no_class_computes_with_m_rope_is_refused_by_name(make, tiny):
+    config = whole_config(make("qwen2_5_vl")[0]).changed({"model.llm.path": str(tiny / "llm")})
+    with pytest.raises(
+        UserError, match=r"gives llama positions in rows and columns \(M-RoPE\).*Name an LLM of qwen2, "
+    ):
+        make_plan(config)

@@ -377,10 +377,10 @@ PROCESSORS: dict[str, Callable[[Path, PreTrainedTokenizerFast], object]] = {
     "exaone4_5": _qwen,
     "video_llama_3": _video_llama,
 }
-_QWEN_MARKS = ("<|vision_start|>", "<|image_pad|>", "<|vision_end|>", "<|video_pad|>")
+QWEN_MARKS = ("<|vision_start|>", "<|image_pad|>", "<|vision_end|>", "<|video_pad|>")
 _GLM_MARKS = ("<|begin_of_image|>", "<|image|>", "<|end_of_image|>", "<|video|>")
-_qwen2 = _mrope("Qwen2VLImageProcessor", "Qwen2VLVideoProcessor", "Qwen2VLProcessor", *_QWEN_MARKS)
-_qwen3 = _mrope("Qwen2VLImageProcessor", "Qwen3VLVideoProcessor", "Qwen3VLProcessor", *_QWEN_MARKS)
+_qwen2 = _mrope("Qwen2VLImageProcessor", "Qwen2VLVideoProcessor", "Qwen2VLProcessor", *QWEN_MARKS)
+_qwen3 = _mrope("Qwen2VLImageProcessor", "Qwen3VLVideoProcessor", "Qwen3VLProcessor", *QWEN_MARKS)
 _glm41 = _mrope("Glm4vImageProcessor", "Glm4vVideoProcessor", "Glm4vProcessor", *_GLM_MARKS)
 _glm46 = _mrope("Glm46VImageProcessor", "Glm46VVideoProcessor", "Glm46VProcessor", *_GLM_MARKS)
 _paddle = _mrope(
@@ -391,7 +391,7 @@ _paddle = _mrope(
 )
 PROCESSORS |= {
     "qwen2_vl": _qwen2,
-    "qwen2_5_vl": _mrope("Qwen2VLImageProcessor", "Qwen2VLVideoProcessor", "Qwen2_5_VLProcessor", *_QWEN_MARKS),
+    "qwen2_5_vl": _mrope("Qwen2VLImageProcessor", "Qwen2VLVideoProcessor", "Qwen2_5_VLProcessor", *QWEN_MARKS),
     **dict.fromkeys(("qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"), _qwen3),
     **dict.fromkeys(("glm4v", "glm4v_moe"), _glm41),
     **dict.fromkeys(("glm46v", "glm_ocr"), _glm46),

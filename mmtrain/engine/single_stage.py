@@ -35,21 +35,18 @@ def expected_batch(config: RunConfig, models: Models, seed: int = 0) -> PackedBa
     generator = torch.Generator().manual_seed(seed)
     input_ids = torch.randint(0, models.llm.vocab_size, (packs, length), generator=generator)
     labels = torch.full((packs, length), IGNORE)
-    position_ids = torch.empty((packs, length), dtype=torch.int64)
-    grid = torch.empty((3, packs, length), dtype=torch.int64) if models.layout.has_grid_positions else None
     for document in range(per_pack):
         begin, end = document * document_tokens, (document + 1) * document_tokens
         input_ids[:, begin : begin + min(image_tokens, document_tokens)] = IMAGE_POSITION
-        position_ids[:, begin:end] = torch.arange(document_tokens)
-        if grid is not None:
-            is_image = np.arange(document_tokens) < image_tokens
-            grid[:, :, begin:end] = torch.from_numpy(grid_positions(is_image, [(tiling.rows, tiling.columns)]))[:, None]
         last = end - 1  # predicts nothing
         labels[:, max(begin, last - supervised) : last] = 1
-    rest = torch.arange(length - per_pack * document_tokens)
-    position_ids[:, length - len(rest) :] = rest
-    if grid is not None:
-        grid[:, :, length - len(rest) :] = rest
+    positions = torch.arange(document_tokens)[None]
+    if models.layout.has_grid_positions:
+        grids = [] if tiling is None else [(tiling.rows, tiling.columns)]
+        grid = grid_positions(np.arange(document_tokens) < image_tokens, grids)
+        positions = torch.cat([positions, torch.from_numpy(grid)])
+    rest = torch.arange(length - per_pack * document_tokens).expand(len(positions), -1)
+    positions = torch.cat([positions.repeat(1, per_pack), rest], dim=1)[:, None].repeat(1, packs, 1)
     tilings = () if tiling is None else (tiling,) * (packs * per_pack)
     tiles, size = None, models.vision.image_size
     if tilings:
@@ -57,7 +54,7 @@ def expected_batch(config: RunConfig, models: Models, seed: int = 0) -> PackedBa
         tiles = torch.randint(0, 256, shape, dtype=torch.uint8, generator=generator)
     return PackedBatch(
         input_ids,
-        position_ids,
+        positions[0],
         labels,
         tiles,
         keys=tuple(map(str, range(packs * per_pack))),
@@ -65,7 +62,7 @@ def expected_batch(config: RunConfig, models: Models, seed: int = 0) -> PackedBa
         tokens=packs * per_pack * document_tokens,
         epochs=(0,) * packs,
         samples_of_packs=(per_pack,) * packs,
-        grid_positions=grid,
+        grid_positions=positions[1:] if len(positions) > 1 else None,
     )
 
 

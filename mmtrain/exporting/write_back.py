@@ -7,13 +7,15 @@ its tensors, trained ones in their place by name--------------------------> Tens
 from __future__ import annotations
 
 import json
-import math
 import shutil
 import sys
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from mmtrain.base.errors import UserError
 from mmtrain.config.schema import RunConfig
@@ -25,7 +27,7 @@ from mmtrain.exporting.tensors import TensorSource, stored
 from mmtrain.models.facts.connectors import has_grid_positions, image_layout
 from mmtrain.models.facts.encoders import FAMILIES
 from mmtrain.models.facts.families import canonical_name, encoder_config, encoder_tensors, llm_config, llm_tensors
-from mmtrain.models.facts.model_files import model_folder, read_json
+from mmtrain.models.facts.model_files import Shape, model_folder, read_json
 from mmtrain.models.facts.vision_files import image_settings
 from mmtrain.models.modules.projector import PROJECTOR
 from mmtrain.models.weights.files import tensor_places
@@ -64,9 +66,9 @@ def write_back(
     tensors = {name: stored(*place) for name, place in tensor_places(source).items()}
     waiting = dict(trained)
     for global_name, name in _names_on_disk(source).items():
-        tensor, replacement = tensors[name], waiting.pop(global_name, None)
-        if replacement is not None:
-            tensor = _shaped_as(tensor, replacement, global_name, source)
+        tensor = tensors[name]
+        if (own := waiting.pop(global_name, None)) is not None:  # GLM's convolution is a matrix here
+            tensor = replace(own, shape=tensor.shape, read=partial(_read_as, own, tensor.shape))
         tensors[name] = take_merged(waiting, global_name, tensor, config.model.lora, transposed=False)
     if waiting:
         raise UserError(
@@ -89,13 +91,8 @@ def _names_on_disk(source: Path) -> dict[str, str]:
     }
 
 
-def _shaped_as(tensor: TensorSource, replacement: TensorSource, name: str, source: Path) -> TensorSource:
-    if math.prod(replacement.shape) != math.prod(tensor.shape):
-        raise UserError(
-            f"{name}: trained with shape {list(replacement.shape)}, but {source} has {list(tensor.shape)}. Restore the "
-            "model that the run was trained with"
-        )
-    return replace(replacement, shape=tensor.shape, read=lambda: replacement.read().reshape(tensor.shape))
+def _read_as(source: TensorSource, shape: Shape) -> torch.Tensor:
+    return source.read().reshape(shape)
 
 
 def _processor(stock: StockClass, config: RunConfig, source: Path, folder: Path) -> ExportedProcessor | None:

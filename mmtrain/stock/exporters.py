@@ -37,19 +37,7 @@ from mmtrain.stock.internvl import InternVL
 from mmtrain.stock.lfm2_vl import Lfm2Vl
 from mmtrain.stock.llava import Llava
 from mmtrain.stock.llava_next import LlavaNext, LlavaOnevision
-from mmtrain.stock.mrope import (
-    Glm4v,
-    Glm4vMoe,
-    Glm46V,
-    GlmOcr,
-    PaddleOCRVL,
-    Qwen2VL,
-    Qwen3VL,
-    Qwen3VLMoe,
-    Qwen25VL,
-    Qwen35,
-    Qwen35Moe,
-)
+from mmtrain.stock.mrope import MROPE_CLASSES
 from mmtrain.stock.perception_lm import PerceptionLM
 from mmtrain.stock.pixtral import LightOnOcr, LlavaPixtral, Mistral3
 from mmtrain.stock.stock_class import StockClass
@@ -73,17 +61,7 @@ STOCK_CLASSES: tuple[StockClass, ...] = (
     HyperCLOVAXVisionV2(),
     VideoLlama3(),
     Exaone45(),
-    Qwen2VL(),
-    Qwen25VL(),
-    Qwen3VL(),
-    Qwen3VLMoe(),
-    Qwen35(),
-    Qwen35Moe(),
-    Glm4v(),
-    Glm46V(),
-    Glm4vMoe(),
-    GlmOcr(),
-    PaddleOCRVL(),
+    *MROPE_CLASSES,
 )
 
 
@@ -95,9 +73,6 @@ def exporter_for(config: RunConfig) -> StockClass:
     kind, vision = config.model.projector.type, config.model.vision
     near = [stock for stock in STOCK_CLASSES if kind in stock.connectors]
     near = [stock for stock in near if vision.layout in stock.layouts] or near
-    if not near:
-        known = ", ".join(f"{connector} ({stock.name})" for stock in STOCK_CLASSES for connector in stock.connectors)
-        raise UserError(f"no stock model has a {kind} projector (model.projector.type); stock ones are {known}")
     if why := _unfit_llm(config.model.llm.path):
         raise UserError(f"no stock model computes what this run trains: {why}. Set another model.llm.path")
     shape = run_vision(config)

@@ -14,10 +14,10 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from mmtrain.config.schema import RunConfig
-from mmtrain.data.samples.records import IMAGE_MARK
 from mmtrain.models.facts.shapes import llm_shape
 from mmtrain.models.layouts.layout import Tiling
 from mmtrain.models.layouts.native import FRAMES, Native, PatchOrder, patch_rows
+from mmtrain.models.layouts.registry import LAYOUTS
 from mmtrain.stock.stock_class import ExportedEncoder, StockClass
 from mmtrain.stock.stock_folder import CONFIG, IMAGES, Keys, StockFolder, unfit
 
@@ -56,6 +56,7 @@ class HyperCLOVAXVisionV2(StockClass):
     video_processor = "Qwen2VLVideoProcessor"
     video_token = "<|video_pad|>"
     merge_size: ClassVar[int] = 2  # of its processor
+    frames: ClassVar[int] = 1  # that its processor counts when it bounds pixels
     patches: ClassVar[PatchOrder] = "c t dy dx"
 
     def text_config(self, language: dict[str, Any]) -> dict[str, Any]:
@@ -68,7 +69,7 @@ class HyperCLOVAXVisionV2(StockClass):
         return {}
 
     def own_image_settings(self, transform: ImageTransform, layout: Native) -> dict[str, Any]:
-        pixels = layout.tile_size**2
+        pixels = self.frames * layout.tile_size**2
         return {
             "size": {"shortest_edge": layout.min_positions * pixels, "longest_edge": layout.max_positions * pixels},
             "patch_size": layout.patch_size,
@@ -81,7 +82,8 @@ class HyperCLOVAXVisionV2(StockClass):
         return {"video_processor_type": self.video_processor, "processor_class": self.processor_name}
 
     def named_tokens(self, tokenizer: PreTrainedTokenizerBase) -> dict[str, str]:
-        return {"image_token": IMAGE_MARK, "video_token": self.video_token}
+        named = {"image_token": LAYOUTS[self.layouts[0]].image_token, "video_token": self.video_token}
+        return {key: token for key, token in named.items() if token}
 
     def inputs(self, tiles: torch.Tensor, tilings: Sequence[Tiling], layout: Native) -> dict[str, torch.Tensor]:
         """Return the patches (P, values) of all images, and each grid (1, rows, columns) of patches."""
@@ -96,27 +98,19 @@ class HyperCLOVAXVisionV2(StockClass):
 
     def read(self, folder: StockFolder) -> Keys:
         images, side = folder.images, folder.vision.patch_size
-        frames = FRAMES if "t" in self.patches else 1
-        needed = {"patch_size": side, "merge_size": self.merge_size, "temporal_patch_size": frames}
+        at_once = FRAMES if "t" in self.patches else 1
+        needed = {"patch_size": side, "merge_size": self.merge_size, "temporal_patch_size": at_once}
         folder.equal(IMAGES, images, needed, {"patch_size": 14})
-        self.refuse_other_language(folder)
+        text = {"logits_scaling": 1.0, **(folder.config.get("text_config") or {})}
+        if not self.mrope and self.text_config(text) != text:
+            raise unfit(CONFIG, "text_config.logits_scaling", text["logits_scaling"], "1")
         size = images.get("size", {"shortest_edge": 56 * 56, "longest_edge": 28 * 28 * 1280})
         if not isinstance(size, dict):
             raise unfit(IMAGES, "size", size, "shortest_edge and longest_edge, in pixels of the whole image")
         edges = {"min_pixels": size.get("shortest_edge"), "max_pixels": size.get("longest_edge")}
         bounds = [edges[key] if images.get(key) is None else images[key] for key in edges]  # their older names win
         factor = None if self.factors == (1,) else self.factors[0]
-        return {**folder.cells(bounds, self.cell_pixels(folder)), "factor": factor}
-
-    def refuse_other_language(self, folder: StockFolder) -> None:
-        """Raise UserError for an LLM that the class computes otherwise than the LLM's own."""
-        text = {"logits_scaling": 1.0, **(folder.config.get("text_config") or {})}
-        if self.text_config(text) != text:
-            raise unfit(CONFIG, "text_config.logits_scaling", text["logits_scaling"], "1")
-
-    def cell_pixels(self, folder: StockFolder) -> int:
-        """Return how many of the pixels that its processor bounds are one image token."""
-        return (self.merge_size * folder.vision.patch_size) ** 2
+        return {**folder.cells(bounds, self.frames * (self.merge_size * side) ** 2), "factor": factor}
 
 
 class VideoLlama3(HyperCLOVAXVisionV2):

@@ -16,6 +16,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from mmtrain.config.schema import RunConfig
+from mmtrain.models.facts.encoders import FAMILIES
 from mmtrain.models.facts.families import MROPE_MODELS
 from mmtrain.models.facts.shapes import VisionShape, llm_shape
 from mmtrain.models.layouts.layout import Tiling
@@ -27,14 +28,12 @@ from mmtrain.stock.stock_folder import Keys, StockFolder
 
 if TYPE_CHECKING:
     import torch
-    from transformers import PreTrainedTokenizerBase
 
-_ENDS = {"start": "begin", "end": "end"}
 _BESIDE = ("merger.", "deepstack_merger_list.", "downsample.")  # of an encoder's tensors: the connector's
 
 
 class Qwen2VL(HyperCLOVAXVisionV2):
-    """Qwen2-VL; other classes say what they have otherwise."""
+    """Qwen2-VL and Qwen2.5-VL; other classes say what they have otherwise."""
 
     name = "Qwen2VL"
     model_type = "qwen2_vl"
@@ -44,7 +43,6 @@ class Qwen2VL(HyperCLOVAXVisionV2):
     factors = (2,)
     merger = False
     layouts = (QwenVl.name,)
-    encoders = ("Qwen2VisionTransformerPretrainedModel",)
     encoder_names = "visual."
     connector_names = "visual.merger."
     decoder_names = "model."
@@ -53,9 +51,12 @@ class Qwen2VL(HyperCLOVAXVisionV2):
         "depth": 1, "hidden_size": 8, "embed_dim": 8, "intermediate_size": 8, "num_heads": 1, "out_hidden_size": 8,
         "num_position_embeddings": 4, "deepstack_visual_indexes": [],
     }  # fmt: skip
-    text_models: ClassVar[tuple[str, ...]] = ("qwen2_vl", "qwen2_5_vl")  # MROPE_MODELS' classes with its text model
+    text_models: ClassVar[tuple[str, ...]] = ("qwen2_vl", "qwen2_5_vl")  # classes of MROPE_MODELS with its text model
     width_key: ClassVar[str] = "hidden_size"  # in vision_config: the LLM's width
-    frames: ClassVar[int] = 1  # that its processor counts when it bounds pixels
+
+    @property
+    def encoders(self) -> tuple[str, ...]:  # type: ignore[override]
+        return (FAMILIES[self.model_type].model,)
 
     def needs(self, config: RunConfig, shape: VisionShape) -> Iterator[str]:
         yield from super().needs(config, shape)
@@ -65,70 +66,28 @@ class Qwen2VL(HyperCLOVAXVisionV2):
             yield f"a {fitting} LLM ({config.model.llm.path} is {family})"
 
     def text_config(self, language: dict[str, Any]) -> dict[str, Any]:
-        return {**language, "model_type": f"{self.model_type}_text"}
+        return {**language, "model_type": f"{self.text_models[0]}_text"}
 
     def adapt_encoder(self, run: RunConfig, encoder: ExportedEncoder) -> ExportedEncoder:
         kept = {name: source for name, source in encoder.tensors.items() if not name.startswith(_BESIDE)}
         width = {self.width_key: llm_shape(run.model.llm.path).hidden_size}
         return replace(encoder, tensors=kept, config={**encoder.config, **width})
 
-    def own_image_settings(self, transform: Any, layout: Native) -> dict[str, Any]:
-        settings = super().own_image_settings(transform, layout)
-        return {**settings, "size": {edge: self.frames * pixels for edge, pixels in settings["size"].items()}}
 
-    def named_tokens(self, tokenizer: PreTrainedTokenizerBase) -> dict[str, str]:
-        return {}
-
-    def refuse_other_language(self, folder: StockFolder) -> None:
-        """Its LLM is its own."""
-
-    def cell_pixels(self, folder: StockFolder) -> int:
-        return self.frames * super().cell_pixels(folder)
-
-
-class Qwen25VL(Qwen2VL):
-    """Qwen2.5-VL."""
-
-    name = "Qwen2_5_VL"
-    model_type = "qwen2_5_vl"
-    connectors = ("patch_merger_rms",)
-    encoders = ("Qwen2_5_VisionTransformerPretrainedModel",)
-    width_key = "out_hidden_size"
-
-
-class Qwen35(Qwen2VL):
-    """Qwen3.5."""
-
-    name = "Qwen3_5"
-    model_type = "qwen3_5"
-    processor_name = "Qwen3VLProcessor"
-    renamed: ClassVar = {"linear_1": "linear_fc1", "linear_2": "linear_fc2"}
-    encoders = ("Qwen3_5VisionModel",)
-    encoder_names = "model.visual."
-    connector_names = "model.visual.merger."
-    decoder_names = "model.language_model."
-    text_models = ("qwen3_5",)
-    video_processor = "Qwen3VLVideoProcessor"
-    width_key = "out_hidden_size"
-
-
-class Qwen35Moe(Qwen35):
-    """Qwen3.5 with experts."""
-
-    name = "Qwen3_5Moe"
-    model_type = "qwen3_5_moe"
-    encoders = ("Qwen3_5MoeVisionModel",)
-    text_models = ("qwen3_5_moe",)
-
-
-class Qwen3VL(Qwen35):
-    """Qwen3-VL."""
+class Qwen3VL(Qwen2VL):
+    """Qwen3-VL, and Qwen3.5 without DeepStack."""
 
     name = "Qwen3VL"
     model_type = "qwen3_vl"
+    processor_name = "Qwen3VLProcessor"
     connectors = ("qwen_merger_deepstack",)
-    encoders = ("Qwen3VLVisionModel",)
-    text_models = ("qwen3_vl",)
+    renamed: ClassVar = {"linear_1": "linear_fc1", "linear_2": "linear_fc2"}
+    encoder_names = "model.visual."
+    connector_names = "model.visual.merger."
+    decoder_names = "model.language_model."
+    text_models = (model_type,)
+    video_processor = "Qwen3VLVideoProcessor"
+    width_key = "out_hidden_size"
 
     def connector_name(self, name: str) -> str:
         if not name.startswith("deepstack."):
@@ -137,17 +96,8 @@ class Qwen3VL(Qwen35):
         return f"{self.encoder_names}deepstack_merger_list.{number}.{self.renamed.get(module, module)}.{kind}"
 
 
-class Qwen3VLMoe(Qwen3VL):
-    """Qwen3-VL with experts."""
-
-    name = "Qwen3VLMoe"
-    model_type = "qwen3_vl_moe"
-    encoders = ("Qwen3VLMoeVisionModel",)
-    text_models = ("qwen3_vl_moe",)
-
-
-class Glm4v(Qwen35):
-    """GLM-4.1V, whose processor bounds the pixels of both frames that an image becomes."""
+class Glm4v(Qwen3VL):
+    """GLM-4.1V to GLM-4.6V, and GLM-OCR; their processors bound the pixels of both frames that an image becomes."""
 
     name = "Glm4v"
     model_type = "glm4v"
@@ -155,12 +105,11 @@ class Glm4v(Qwen35):
     connectors = ("glm_merger",)
     final_norm = True
     layouts = (GlmV.name,)
-    encoders = ("Glm4vVisionModel",)
-    text_models = ("glm4v",)
-    mark_keys: ClassVar = {f"image_{end}_token_id": f"<|{name}_of_image|>" for end, name in _ENDS.items()}
+    mark_keys: ClassVar = dict(zip(("image_start_token_id", "image_end_token_id"), GlmV.around, strict=True))
     image_processor = "Glm4vImageProcessor"
     video_processor = "Glm4vVideoProcessor"
     video_token = "<|video|>"
+    text_models = (model_type,)
     frames = 2
 
     def connector_name(self, name: str) -> str:
@@ -168,42 +117,10 @@ class Glm4v(Qwen35):
             return self.encoder_names + name
         return self.connector_names + name.removeprefix("mlp.")
 
-    def text_config(self, language: dict[str, Any]) -> dict[str, Any]:
-        return language
-
     def read(self, folder: StockFolder) -> Keys:
-        inner = next(
-            (shape[0] for name, shape in folder.tensors.items() if name.endswith("merger.up_proj.weight")), None
-        )
-        return {**super().read(folder), "width": None if inner == 3 * llm_shape(folder.path).hidden_size else inner}
-
-
-class Glm46V(Glm4v):
-    """GLM-4.6V."""
-
-    name = "Glm46V"
-    model_type = "glm46v"
-    processor_name = "Glm46VProcessor"
-    image_processor = "Glm46VImageProcessor"
-    video_processor = "Glm46VVideoProcessor"
-
-
-class Glm4vMoe(Glm4v):
-    """GLM-4.5V."""
-
-    name = "Glm4vMoe"
-    model_type = "glm4v_moe"
-    encoders = ("Glm4vMoeVisionModel",)
-    text_models = ("glm4v_moe",)
-
-
-class GlmOcr(Glm46V):
-    """GLM-OCR."""
-
-    name = "GlmOcr"
-    model_type = "glm_ocr"
-    encoders = ("GlmOcrVisionModel",)
-    text_models = ("glm_ocr",)
+        named = (shape for name, shape in folder.tensors.items() if name.endswith("merger.up_proj.weight"))
+        inner, width = next(named, (None,))[0], llm_shape(folder.path).hidden_size
+        return {**super().read(folder), "width": None if inner == 3 * width else inner}
 
 
 class PaddleOCRVL(Qwen2VL):
@@ -215,10 +132,9 @@ class PaddleOCRVL(Qwen2VL):
     renamed: ClassVar = {"norm": "pre_norm"}
     final_norm = True
     layouts = (PaddleOcrVl.name,)
-    encoders = ("PaddleOCRVisionModel",)
     connector_names = "mlp_AR."
-    text_models = ("paddleocr_vl",)
-    mark_keys: ClassVar = {f"vision_{end}_token_id": f"<|IMAGE_{end.upper()}|>" for end in ("start", "end")}
+    mark_keys: ClassVar = dict(zip(Qwen2VL.mark_keys, PaddleOcrVl.around, strict=True))
+    text_models = (model_type,)
     image_processor = "PaddleOCRVLImageProcessor"
     video_processor = None
     video_token = None
@@ -234,3 +150,30 @@ class PaddleOCRVL(Qwen2VL):
         of_images = zip(tiles.split([tiling.tiles for tiling in tilings]), tilings, strict=True)
         rows = [patch_rows(cells, (one.rows, one.columns), side, 1, self.patches) for cells, one in of_images]
         return {**found, "pixel_values": torch.cat(rows).view(-1, 3, size, size)}
+
+
+def _like(kind: type[Qwen2VL], name: str, model_type: str, **other: Any) -> Qwen2VL:
+    """Make a class that has a name and what is given otherwise than `kind`."""
+    return type(name, (kind,), {"name": name, "model_type": model_type, "text_models": (model_type,), **other})()
+
+
+_OTHER_NAMES = {f"{part}_processor": f"Glm46V{part.title()}Processor" for part in ("image", "video")}
+_GLM46 = {"processor_name": "Glm46VProcessor", **_OTHER_NAMES}
+MROPE_CLASSES = (
+    Qwen2VL(),
+    _like(
+        *(Qwen2VL, "Qwen2_5_VL", "qwen2_5_vl"),
+        connectors=("patch_merger_rms",),
+        width_key="out_hidden_size",
+        text_models=("qwen2_5_vl", "qwen2_vl"),
+    ),
+    Qwen3VL(),
+    _like(Qwen3VL, "Qwen3VLMoe", "qwen3_vl_moe"),
+    _like(Qwen3VL, "Qwen3_5", "qwen3_5", connectors=("qwen_merger",)),
+    _like(Qwen3VL, "Qwen3_5Moe", "qwen3_5_moe", connectors=("qwen_merger",)),
+    Glm4v(),
+    _like(Glm4v, "Glm46V", "glm46v", text_models=("glm4v",), **_GLM46),
+    _like(Glm4v, "Glm4vMoe", "glm4v_moe"),
+    _like(Glm4v, "GlmOcr", "glm_ocr", **_GLM46),
+    PaddleOCRVL(),
+)

@@ -52,7 +52,10 @@ def test_a_run_that_can_leave_as_it_says_plans(tiny, keys):
 @pytest.mark.parametrize(
     "keys,said",
     [
-        (["hf", "patch_merger", "model.projector.factor=4"], "no stock model has a patch_merger projector"),
+        (
+            ["hf", "patch_merger", "model.projector.factor=4"],
+            "(patch_merger): PaddleOCRVL would need model.vision.final_norm=true (",
+        ),
         (["hf", "linear"], "(linear): HyperCLOVAXVisionV2 would need model.vision.layout=native (as its processor"),
         (["hf", "shuffle_swiglu"], "(shuffle_swiglu): AyaVision would need data.image_fit=resize ("),
         (

@@ -22,13 +22,7 @@ import torch
 import transformers
 from torch import nn
 from torch.utils.hooks import RemovableHandle
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoModelForImageTextToText,
-    PreTrainedConfig,
-    PreTrainedModel,
-)
+from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import MoeModelOutputWithPast
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from transformers.utils import logging
@@ -43,7 +37,6 @@ from mmtrain.models.facts.families import (
     holds_parts,
     llm_config,
     llm_tensors,
-    refuse_without_mrope,
     remote_code,
 )
 from mmtrain.models.facts.model_files import foreign_files, model_folder
@@ -409,8 +402,6 @@ def causal_config(folder: Path, mrope: bool = False) -> PreTrainedConfig:
         else:
             config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     is_causal = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING
-    if mrope:
-        refuse_without_mrope(family, str(folder))
     if family in MROPE_MODELS and (mrope or not is_causal):
         return _mrope_config(config)
     if not is_causal:
@@ -435,8 +426,8 @@ def is_multimodal(config: PreTrainedConfig) -> bool:
     return config.model_type in MROPE_MODELS.values()
 
 
-def auto_class(config: PreTrainedConfig) -> type[AutoModelForCausalLM | AutoModelForImageTextToText]:
-    return AutoModelForImageTextToText if is_multimodal(config) else AutoModelForCausalLM
+def auto_class(config: PreTrainedConfig) -> Any:
+    return transformers.AutoModelForImageTextToText if is_multimodal(config) else transformers.AutoModelForCausalLM
 
 
 def model_class(config: PreTrainedConfig) -> type[PreTrainedModel]:

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 from transformers import Lfm2VlImageProcessor
+from transformers.models.glm4v.image_processing_pil_glm4v import smart_resize as glm_resize
+from transformers.models.paddleocr_vl.image_processing_pil_paddleocr_vl import smart_resize as paddle_resize
 from transformers.models.pixtral.image_processing_pixtral import get_resize_output_image_size
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
 from transformers.models.video_llama_3.image_processing_pil_video_llama_3 import smart_resize as video_llama_resize
@@ -19,6 +21,7 @@ from mmtrain import load_config
 from mmtrain.base.errors import UserError
 from mmtrain.models.facts.connectors import image_layout
 from mmtrain.models.layouts.layout import UnfitImage
+from mmtrain.models.layouts.mrope import GlmV, PaddleOcrVl, QwenVl
 from mmtrain.models.layouts.native import THINNEST, Native
 
 Size = tuple[int, int]  # width, height in pixels
@@ -39,6 +42,14 @@ def qwen2(layout: Native, width: int, height: int, resize: Callable[..., Size] =
     return columns // layout.tile_size, rows // layout.tile_size
 
 
+def glm(layout: Native, width: int, height: int) -> Size:
+    """Columns and rows by Glm4vImageProcessor, which counts two frames."""
+    side = layout.tile_size
+    bounds = (2 * positions * side**2 for positions in (layout.min_positions, layout.max_positions))
+    rows, columns = glm_resize(2, height, width, 2, side, *bounds)
+    return columns // side, rows // side
+
+
 def pixtral(layout: Native, width: int, height: int) -> Size:
     """Columns and rows by PixtralImageProcessor."""
     import torch
@@ -57,6 +68,9 @@ RULES: dict[str, tuple[Callable[..., Size], list[Native]]] = {
         ],
     ),
     "qwen2": (qwen2, [Native(1, side, *bounds) for side, bounds in product((28, 32), BOUNDS)]),
+    "qwen vl": (qwen2, [QwenVl(1, side, *bounds) for side, bounds in product((28, 32), BOUNDS)]),
+    "glm": (glm, [GlmV(1, 28, *bounds) for bounds in BOUNDS]),
+    "paddleocr": (partial(qwen2, resize=paddle_resize), [PaddleOcrVl(1, 28, *bounds) for bounds in BOUNDS]),
     "video llama": (partial(qwen2, resize=video_llama_resize), [Native(1, 14, *bounds) for bounds in BOUNDS]),
     "pixtral": (
         pixtral,
