@@ -18,11 +18,11 @@ import torch
 import torch.nn.functional as F
 import yaml
 from ranks import run_ranks
-from scenes import Case, Document, as_batch, bits, execute, make_config, merged, relative
+from scenes import Case, Document, as_batch, bits, execute, merged, relative
 from tiny_models import make_tiny_llm, make_tokenizer
 from transformers import AutoImageProcessor, PreTrainedModel
 from untrained_runs import drawn_adapters, export, load_stock, make_checkpoint, weights
-from whole_models import MROPE, QWEN_MARKS, TURNS, save_whole
+from whole_models import MROPE, QWEN_MARKS, TURNS, save_whole, whole_config
 
 import mmtrain
 from mmtrain.base.errors import UserError
@@ -43,7 +43,6 @@ from mmtrain.models.modules.stage import build_stage
 from mmtrain.models.weights.projector_files import local_names
 from mmtrain.plan.planner import make_plan, models_of
 from mmtrain.stock.exporters import exporter_for
-from mmtrain.stock.pretrained import expand_pretrained
 
 LAST = 3  # decoder layer
 IMAGE_TOKEN = 320  # of config.json
@@ -123,14 +122,6 @@ def stock_step(
         gradients |= {f"{layer}.lora_A.weight": scale * up.T @ whole, f"{layer}.lora_B.weight": scale * whole @ down.T}
         named[f"{layer}.weight"].data.sub_(up @ down, alpha=scale)
     return total, {name: gradient.double().flatten().numpy() for name, gradient in gradients.items()}
-
-
-def whole_config(folder: Path, **overrides: object) -> RunConfig:
-    """A run from the whole model in `folder`."""
-    content = make_config(folder, data__pack_length=96, **overrides).model_dump()
-    chosen = {key: content["model"][key] for key in ("trainable", "lora")}
-    content["model"] = {"pretrained": str(folder), "llm": {"dtype": "float32"}, **chosen}
-    return expand_pretrained(RunConfig.model_validate(content))
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 import transformers
 from safetensors.torch import save_file
-from scenes import perturb
+from scenes import make_config, perturb
 from timm_folder import save_timm_folder
 from tokenizers import processors
 from transformers import (
@@ -20,6 +20,9 @@ from transformers import (
     SiglipVisionConfig,
     SiglipVisionModel,
 )
+
+from mmtrain.config.schema import RunConfig
+from mmtrain.stock.pretrained import expand_pretrained
 
 VISION = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 2,
           "image_size": 28, "patch_size": 7}  # fmt: skip
@@ -397,3 +400,11 @@ PROCESSORS |= {
     **dict.fromkeys(("glm46v", "glm_ocr"), _glm46),
     "paddleocr_vl": _paddle,
 }
+
+
+def whole_config(folder: Path, **overrides: object) -> RunConfig:
+    """A run from the whole model in `folder`."""
+    content = make_config(folder, **{"data__pack_length": 96, **overrides}).model_dump()
+    chosen = {key: content["model"][key] for key in ("trainable", "lora")}
+    content["model"] = {"pretrained": str(folder), "llm": {"dtype": "float32"}, **chosen}
+    return expand_pretrained(RunConfig.model_validate(content))

@@ -7,8 +7,10 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from tiny_models import make_tokenizer
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
+from whole_models import save_whole, whole_config
 
 from mmtrain.config.load import DEMO, load_config
 from mmtrain.data.stream.packs import PackedBatch
@@ -60,6 +62,29 @@ def test_the_demos_micro_batch_costs_what_torch_counts(trainable, targets):
     assert flops == pytest.approx(planned_flops, rel=1e-5)
     assert sum(saved.values()) == pytest.approx(sum(layer.kept_bytes for layer in costs.layers), rel=0.05)
     assert sum(tensor.numel() * FP32 for tensor in state) == sum(layer.state_bytes for layer in costs.layers)
+
+
+@pytest.mark.parametrize("trainable", [("projector",), ("projector", "vision")])
+@pytest.mark.parametrize("kind", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "glm4v", "paddleocr_vl"])
+def test_a_whole_model_with_m_rope_costs_what_torch_counts(tmp_path, kind, trainable):
+    """Mergers, DeepStack and the encoder that trains; two documents of an image and text."""
+    save_whole(kind, tmp_path, make_tokenizer())
+    expected = {"expected_image_tiles": 15, "expected_image_positions": 15, "expected_text_tokens": 33}
+    config = whole_config(tmp_path, model__trainable=trainable, **{f"data__{key}": n for key, n in expected.items()})
+    models = models_of(config)
+    costs, batch = run_costs(config, models), expected_batch(config, models)
+    stage = build_stage(config, StagePlan(0, 0, len(models.llm.decoder), True, True))
+    assert [tiling.positions for tiling in batch.tilings] == [15, 15]
+    with _saved_bytes(stage) as saved:
+        _forward_and_backward(stage, batch)
+    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counted:
+        _forward_and_backward(stage, batch)
+    flops = counted.get_total_flops() - _left_out_by_masks(models, costs.work)
+    planned = costs.encoder.forward + sum(layer.flops.total for layer in costs.layers)
+    kept = sum(layer.kept_bytes for layer in costs.layers)
+    print(f"{kind}: FLOPs {flops / planned:.4f}, saved bytes {sum(saved.values()) / kept:.3f} of what is planned")
+    assert flops == pytest.approx(planned, rel=0.02)
+    assert sum(saved.values()) == pytest.approx(kept, rel=0.1)
 
 
 def _forward_and_backward(stage: Stage, batch: PackedBatch) -> None:

@@ -304,7 +304,7 @@ def made_up_encoder(
             randomise(stock, seed=0)
             _leave_out(stock, family.unused(final_norm, name, shape is not None and shape.merge > 1))
             if shape is not None:  # of the shrunken model
-                merged = None if shape.merged_width is None else config.out_hidden_size
+                merged = shape.merged_width and getattr(config, "out_hidden_size", config.hidden_size)
                 shape = replace(shape, width=config.hidden_size, merged_width=merged)
             return _hf_tower(stock.to(dtype), family, config, name, shape)
         if holds_encoder(folder):

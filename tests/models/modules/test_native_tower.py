@@ -12,13 +12,14 @@ import torch
 import transformers
 from scenes import perturb
 from stock_encoders import NATIVE_SIZES, QWEN_SIZES, TABLE, WINDOWS
-from transformers import AutoModel, PreTrainedModel
+from transformers import PreTrainedModel
 
 from mmtrain.base.errors import UserError
+from mmtrain.models.facts.encoders import FAMILIES
 from mmtrain.models.facts.shapes import VisionShape, vision_shape
 from mmtrain.models.modules.moonvit import MoonViTConfig, MoonViTModel
 from mmtrain.models.modules.native_tower import NativeTower, Unmerged
-from mmtrain.models.modules.vision import load_vision, made_up_encoder
+from mmtrain.models.modules.vision import load_vision, made_up_encoder, model_class
 from mmtrain.models.modules.vision_tower import slices_difference
 from mmtrain.models.probing import probe
 
@@ -34,11 +35,20 @@ KINDS = {
     "qwen2.5": ("Qwen2_5_VLVisionConfig", {**QWEN_SIZES, **WINDOWS}),
     "qwen3": ("Qwen3VLVisionConfig", {**QWEN_SIZES, **TABLE, "deepstack_visual_indexes": [1]}),
     "qwen3.5": ("Qwen3_5VisionConfig", {**QWEN_SIZES, **TABLE}),
+    "qwen2": (
+        "Qwen2VLVisionConfig",
+        {"depth": 4, "num_heads": 4, "patch_size": 7, "embed_dim": 32, "hidden_size": 24, "mlp_ratio": 2},
+    ),
+    "glm": ("Glm4vVisionConfig", QWEN_SIZES),
+    "glm ocr": ("GlmOcrVisionConfig", QWEN_SIZES),
+    "paddleocr": ("PaddleOCRVisionConfig", {**NATIVE_SIZES, "image_size": 28}),
 }
-NORMED = ("naflex", "video llama", "moonvit")
-MERGES = ("qwen2.5", "qwen3", "qwen3.5")
+GLMS = ("glm", "glm ocr")
+NORMED = ("naflex", "video llama", "moonvit", "paddleocr", *GLMS)
+MERGES = ("qwen2.5", "qwen3", "qwen3.5", "qwen2")
 CASES = [  # encoder, positions a side of a cell, whether its own merger runs
-    *((kind, factor, False) for kind in KINDS if kind not in MERGES for factor in (1, 2)),
+    *((kind, factor, False) for kind in KINDS if kind not in (*MERGES, *GLMS) for factor in (1, 2)),
+    *((kind, 2, False) for kind in GLMS),
     *((kind, *case) for kind in MERGES for case in ((2, False), (1, True), (2, True))),
 ]
 
@@ -54,7 +64,8 @@ def stock(tmp_path_factory) -> Callable[[str], tuple[Path, PreTrainedModel]]:
         if kind == "moonvit":
             model = perturb(MoonViTModel(MoonViTConfig(**values)))
         else:
-            model = perturb(AutoModel.from_config(getattr(transformers, name)(**values)))
+            config = getattr(transformers, name)(**values)
+            model = perturb(model_class(FAMILIES[config.model_type])(config))  # Qwen2-VL's is no AutoModel
         folder = tmp_path_factory.mktemp("native")
         model.eval().save_pretrained(folder)
         settings = {"image_mean": [0.5] * 3, "image_std": [0.5] * 3}
@@ -96,9 +107,18 @@ def expected(kind: str, model: PreTrainedModel, picture: torch.Tensor, merger: b
     elif kind == "video llama":
         grid, one = torch.tensor([[1, rows, columns]]), torch.ones(1, dtype=torch.long)
         found = model(patches.reshape(rows * columns, -1), grid_thw=grid, merge_sizes=one).last_hidden_state
+    elif kind == "paddleocr":
+        pixels = patches.reshape(1, rows * columns, 3, PATCH, PATCH)
+        found = model(pixels, grid_thw=torch.tensor([[1, rows, columns]])).last_hidden_state
     else:
         frames = patches.unsqueeze(3).expand(-1, -1, -1, 2, -1).flatten(2)
         blocks = frames.view(rows // 2, 2, columns // 2, 2, -1).transpose(1, 2).reshape(rows * columns, -1)
+        if kind in GLMS:  # features behind the norm, which go into a convolution
+            seen = []
+            with model.downsample.register_forward_pre_hook(lambda _, taken: seen.append(taken[0])):
+                model(blocks, grid_thw=torch.tensor([[1, rows, columns]]))
+            found = seen[0].permute(0, 2, 3, 1).view(rows // 2, columns // 2, 2, 2, -1).transpose(1, 2)
+            return found.reshape(rows, columns, -1)
         if not merger:  # `last_hidden_state` of Qwen2.5's stands in the order of its windows
             model.merger = Unmerged(4)
         found = model(blocks, grid_thw=torch.tensor([[1, rows, columns]])).pooler_output
