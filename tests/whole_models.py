@@ -406,5 +406,5 @@ def whole_config(folder: Path, **overrides: object) -> RunConfig:
     """A run from the whole model in `folder`."""
     content = make_config(folder, **{"data__pack_length": 96, **overrides}).model_dump()
     chosen = {key: content["model"][key] for key in ("trainable", "lora")}
-    content["model"] = {"pretrained": str(folder), "llm": {"dtype": "float32"}, **chosen}
+    content["model"] = {"pretrained": str(folder), "llm": {"dtype": content["model"]["llm"]["dtype"]}, **chosen}
     return expand_pretrained(RunConfig.model_validate(content))

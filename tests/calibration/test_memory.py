@@ -13,6 +13,8 @@ from bench_models import ModelSize, save_parts
 from bench_plan_ranks import Runner, lasting_bytes
 from ranks import run_ranks
 from scenes import calibrate, join, layers_streamed_here, make_config, make_engine
+from tiny_models import make_tokenizer
+from whole_models import save_whole, whole_config
 
 from mmtrain.calibration.allocations import bytes_used
 from mmtrain.calibration.transfers import measure_fetches
@@ -67,11 +69,14 @@ def config_of(folder, shape):
 
 def planned_and_measured(folder, shape):
     """Of each layout on this rank: bytes as planned, those that are no weights or state among them, and as measured."""
+    return planned_and_measured_of(folder, config_of(folder, shape), shape.layouts)
+
+
+def planned_and_measured_of(folder, config, layouts):
     join()
-    config = config_of(folder, shape)
     models, file = calibrate(folder, config)
     weights, result = {}, []
-    for stages, encoder_ranks in shape.layouts:
+    for stages, encoder_ranks in layouts:
         asked = {"stages_per_rank": stages, "encoder_ranks": encoder_ranks, "calibration": str(file)}
         changed = config.changed({f"parallel.{key}": value for key, value in asked.items()})
         runner = Runner(changed, models, weights)
@@ -93,6 +98,26 @@ def test_every_rank_takes_the_memory_that_was_planned(tmp_path, name):
         for rank, (ahead, planned, walked, measured) in enumerate(found):
             assert walked > planned / 2, "weights are the smaller part"
             assert planned == pytest.approx(measured, rel=0.05), (layout, ahead, rank)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("kind", ["qwen2_5_vl", "qwen3_vl", "glm4v", "qwen3_5"])
+@pytest.mark.cpu_ranks
+def test_a_whole_model_with_m_rope_takes_the_memory_that_was_planned(tmp_path, kind):
+    save_whole(kind, tmp_path, make_tokenizer())
+    image = {"data__expected_image_tiles": 15, "data__expected_image_positions": 15}
+    config = whole_config(
+        tmp_path,
+        **{**image, "data__expected_text_tokens": 33, "data__pack_length": 20 * 48},
+        parallel__pipeline=2,
+        parallel__threads_per_rank=1,
+        train__packs_per_step=MICROBATCHES,
+        train__max_steps=1_000_000,
+    )
+    of_ranks = run_ranks(2, planned_and_measured_of, tmp_path, config, ((1, 0),), timeout=280)
+    for ((_, planned, _, measured),) in of_ranks:
+        print(f"{kind}: measured {measured / planned:.3f} of what is planned")
+        assert planned == pytest.approx(measured, rel=0.1)
 
 
 # ---- layers that are not kept on the device

@@ -29,9 +29,11 @@ from scenes import (
     save_parts,
     with_slices,
 )
+from tiny_models import make_tokenizer
 from transformers import CONFIG_MAPPING
+from whole_models import save_whole, whole_config
 
-from mmtrain.models.facts.connectors import image_layout
+from mmtrain.models.facts.connectors import has_grid_positions, image_layout
 from mmtrain.models.modules.tiny import tiny_model
 from mmtrain.plan.instructions import Op
 from mmtrain.plan.planner import make_plan
@@ -51,6 +53,7 @@ class Layout:
     slices: tuple[int, ...] = ()  # blocks of the encoder on each rank; none: all on rank 0
     family: str = "llama"
     native: str = ""  # kind of an encoder that takes images of any size
+    whole: str = ""  # kind of a whole model whose LLM takes positions in rows
     off: float = 1e-5  # largest relative difference of rounding
 
     @property
@@ -93,6 +96,15 @@ LAYOUTS = {
     "pipeline 2, gpt2": Layout(CUT, family="gpt2"),
     "pipeline 2, qwen3_5, streamed and recomputed": Layout({**CUT, **HOST}, family="qwen3_5_text"),
     "pipeline 2, lfm3": Layout(CUT, family="lfm3"),
+    "pipeline 2, Qwen3-VL": Layout({"parallel__pipeline": 2, **LORA}, whole="qwen3_vl"),
+    "pipeline 2, Qwen3-VL, streamed and recomputed": Layout(
+        {"parallel__pipeline": 2, "parallel__streamed_layers": 2, "parallel__recompute_layers": 2}, whole="qwen3_vl"
+    ),
+    "pipeline 2, GLM-4.1V": Layout({"parallel__pipeline": 2}, whole="glm4v"),
+    "pipeline 2, PaddleOCR-VL": Layout({"parallel__pipeline": 2}, whole="paddleocr_vl"),
+    "pipeline 2, Qwen2.5-VL, bfloat16": Layout(
+        {"parallel__pipeline": 2, "model__llm__dtype": "bfloat16"}, whole="qwen2_5_vl", off=6e-2
+    ),
     "pipeline 4": Layout({"parallel__pipeline": 4, "parallel__boundaries": (1, 3, 5)}),
     "2 replicas": Layout({"parallel__data": 2}),
     "2 replicas, streamed from peers": Layout({"parallel__data": 2, **PEERS}),
@@ -103,6 +115,7 @@ DAILY = (
     "pipeline 2, streamed and recomputed",
     "pipeline 2, Qwen's encoder in slices, bfloat16",
     "pipeline 2, qwen3_5, streamed and recomputed",
+    "pipeline 2, Qwen3-VL, streamed and recomputed",
 )
 
 pytestmark = [pytest.mark.gpu(count=4), pytest.mark.cpu_ranks]
@@ -169,7 +182,7 @@ def train_once(config, plan, order, waits):
     first = mine.data * share
 
     def batches(*seeds: int):
-        if config.model.vision.layout == "native":
+        if (has_grid := has_grid_positions(config)) or config.model.vision.layout == "native":
             layout = image_layout(config)
             some = [[[one]] for seed in seeds for one in native_documents(layout, share, seed + first)]
         else:
@@ -178,7 +191,7 @@ def train_once(config, plan, order, waits):
                 for seed in seeds
                 for i in range(first, first + share)
             ]
-        return iter([as_batch(one, config.data.pack_length) for one in some]) if mine.pipeline == 0 else None
+        return iter([as_batch(one, config.data.pack_length, has_grid) for one in some]) if mine.pipeline == 0 else None
 
     numbers, of_steps = [], batches(0, 10)
     for _ in range(STEPS):
@@ -199,13 +212,17 @@ MAY_WAIT = {"", "between", "evaluation", "reduce_statistics", "optimizer_step"}
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=() if name in DAILY else pytest.mark.nightly) for name in LAYOUTS]
 )
-def test_a_layout_trains_on_gpus_as_on_cpus_in_any_order_of_streams(parts, name):
+def test_a_layout_trains_on_gpus_as_on_cpus_in_any_order_of_streams(parts, tmp_path_factory, name):
     layout = LAYOUTS[name]
     folder, keys = parts(layout.family), {}
     if layout.native:
         save_native_vision(folder / layout.native, layout.native)
         keys = native_keys(folder / layout.native, layout.native)
-    config = make_config(folder, train__max_steps=STEPS, **layout.overrides, **keys)
+    if layout.whole:
+        folder = tmp_path_factory.mktemp(layout.whole)
+        save_whole(layout.whole, folder, make_tokenizer())
+    make = whole_config if layout.whole else make_config
+    config = make(folder, train__max_steps=STEPS, **layout.overrides, **keys)
     expected = run_ranks(layout.world, train, config, layout.slices)
     ours = run_gpu_ranks(layout.world, train, config, layout.slices, ORDERS)
     worst, waits = 0.0, Counter()

@@ -1,4 +1,4 @@
-"""References for CUDA kernels that the CPU lacks or has otherwise: attention, layer norms, dequantisation into `out`.
+"""References for CUDA kernels that the CPU lacks or has otherwise: attention, norms, dequantisation into `out`.
 
 Each takes the kernel's arguments as CPU tensors and returns its first outputs. Backward passes are computed again from
 the inputs, in float32: nothing that only a kernel knows (a log-sum-exp, a random state) is read.
@@ -121,8 +121,18 @@ def _in_float32(operation: Any) -> Callable[..., Any]:
     return compute
 
 
+def rms_norm_backward(
+    upstream: torch.Tensor, x: torch.Tensor, shape: list[int], rstd: torch.Tensor, weight: torch.Tensor, _: list[bool]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the gradients of x and of the weight, of a norm over the last dimension."""
+    normed, scaled = x.float() * rstd.float(), upstream.float() * weight.float()
+    of_x = rstd.float() * (scaled - normed * (scaled * normed).mean(-1, keepdim=True))
+    return of_x.to(x.dtype), (upstream.float() * normed).flatten(0, -2).sum(0).to(weight.dtype)
+
+
 KERNELS: dict[Any, Callable[..., Any]] = {
     **{operation: _in_float32(operation) for operation in (aten.native_layer_norm, aten.native_layer_norm_backward)},
+    aten._fused_rms_norm_backward: rms_norm_backward,
     aten._scaled_dot_product_flash_attention: flash,
     aten._scaled_dot_product_flash_attention_backward: flash_backward,
     aten._scaled_dot_product_efficient_attention: efficient,

@@ -19,7 +19,7 @@ import yaml
 from safetensors.torch import load_file, save_file
 from transformers import CONFIG_MAPPING, AutoImageProcessor, AutoModelForImageTextToText, PreTrainedModel
 from untrained_runs import export, load_stock, make_checkpoint
-from whole_models import WHOLES, save_its_parts, save_whole
+from whole_models import MROPE, WHOLES, save_its_parts, save_whole
 
 import mmtrain
 from mmtrain.base.errors import UserError
@@ -150,7 +150,7 @@ def test_from_says_what_the_keys_say_and_an_export_has_the_same_bits(make, confi
         assert getattr(again.config, key, None) == getattr(whole.model.config, key, None), key
 
 
-@pytest.mark.parametrize("kind", COMPLETED)
+@pytest.mark.parametrize("kind", [kind for kind in COMPLETED if kind not in MROPE])  # their LLMs have no own class
 def test_a_run_begins_with_the_tensors_of_the_same_model_in_three_parts(make, configured, tmp_path, kind):
     whole = make(kind)
     save_its_parts(kind, whole.model, tmp_path)

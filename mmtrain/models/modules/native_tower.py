@@ -39,6 +39,11 @@ class Unmerged(nn.Module):
         return features.reshape(-1, self.joined * features.shape[-1])
 
 
+def on_its_device(_: nn.Module, taken: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+    """Move what GLM-4.1V's embeddings take to where the hidden states are: they look there for each patch's image."""
+    return tuple(tensor if tensor.device == taken[0].device else copied(tensor, taken[0].device) for tensor in taken)
+
+
 class NativeTower(VisionTower):
     """Blocks [first, last) of such an encoder. Hidden states are (N, patches of a cell, W), in the encoder's order."""
 
@@ -111,7 +116,7 @@ def _features(
     sizes = nn.functional.pad(sizes, (1, 0), value=1)
     tables, patches = _tables(model, native.block, sizes, cells[0]), torch.cat(rows)
     if native.block > 1:
-        output = model(patches, **{"grid_thw": sizes, **tables})
+        output = model(patches, grid_thw=sizes, **tables)
         if not output.get("deepstack_features"):
             return output.pooler_output
         parts = output.pooler_output, *output.deepstack_features  # before mergers: rows of block^2 patches
@@ -120,7 +125,7 @@ def _features(
         tables["merge_sizes"] = torch.ones_like(sizes[:, 0])
     elif hasattr(model, "vision_model"):  # PaddleOCR-VL's
         patches = patches.view(1, len(patches), 3, model.config.patch_size, -1)
-    return model(patches, **{"grid_thw": sizes, **tables}).last_hidden_state
+    return model(patches, grid_thw=sizes, **tables).last_hidden_state
 
 
 def _tables(model: nn.Module, block: int, sizes: torch.Tensor, like: torch.Tensor) -> dict[str, Any]:
@@ -143,10 +148,7 @@ def _tables(model: nn.Module, block: int, sizes: torch.Tensor, like: torch.Tenso
         made = vision_utils.get_vision_interpolation_indices_and_weights(sizes, stem.num_grid_per_side, *how)
         tables |= dict(zip(("interp_indices", "interp_weights"), made, strict=True))
     told: dict[str, Any] = {name: copied(table, device) for name, table in tables.items()}
-    looks = hasattr(model, "post_conv_layernorm")  # GLM-4.1V's stem looks for each patch's image on the device
-    if looks:
-        told["grid_thw"] = copied(sizes, device)
     for name, border in borders.items():
-        told[f"cu_{name}"] = copied(border, device) if is_flash or looks else border
+        told[f"cu_{name}"] = copied(border, device) if is_flash else border
         told[f"max_{name.removesuffix('s')}"] = int(border.diff().max())
     return told

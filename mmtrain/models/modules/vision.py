@@ -30,7 +30,7 @@ from mmtrain.models.facts.timm_models import refuse_wrong_activation, timm_confi
 from mmtrain.models.facts.vision_files import is_timm_name, square
 from mmtrain.models.modules import moonvit
 from mmtrain.models.modules.language import quiet
-from mmtrain.models.modules.native_tower import NativeTower, Unmerged
+from mmtrain.models.modules.native_tower import NativeTower, Unmerged, on_its_device
 from mmtrain.models.modules.tiny import randomise, shrink
 from mmtrain.models.modules.vision_tower import VisionTower, block_list, drop_other_blocks
 from mmtrain.models.weights.files import open_tensors, tensor_places
@@ -255,9 +255,12 @@ def _hf_tower(
 ) -> VisionTower:
     if family.native is not None:
         if family.native.block > 1 and shape.merge == 1:
-            unmerged, joined = Unmerged(family.native.block**2), family.native.block**2
+            joined = family.native.block**2
+            unmerged = Unmerged(joined)
             if hasattr(model, "downsample"):
                 model.downsample, model.config.out_hidden_size = unmerged, joined * shape.width
+                if hasattr(model, "embeddings"):
+                    model.embeddings.register_forward_pre_hook(on_its_device)
             else:
                 model.merger = unmerged
                 model.deepstack_merger_list = nn.ModuleList(unmerged for _ in shape.deepstack)
