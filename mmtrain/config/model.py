@@ -54,9 +54,9 @@ class VisionSection(Section):
     LLaVA's config.json calls them image_grid_pinpoints. null: LLaVA-NeXT's 5, or LLaVA-OneVision's 36, whose own files
     have the text (1x1),...,(6x6)"""
     min_positions: Kept[Annotated[int, Field(ge=1, le=MAX_CELLS)] | None] = None
-    """minimum image tokens of layout native: smaller images are enlarged; null: 64"""
+    """minimum image tokens of layout native, qwen_vl, glm_v or paddleocr_vl: smaller images are enlarged; null: 64"""
     max_positions: Kept[Annotated[int, Field(ge=1, le=MAX_CELLS)] | None] = None
-    """maximum image tokens of layout native: larger images are reduced; one far longer than wide may take more, or is
+    """maximum image tokens of these layouts: larger images are reduced; one far longer than wide may take more, or is
     quarantined with NaFlex, whose published processor cannot take it; null: 256"""
     longest_edge: Kept[Annotated[int, Field(ge=1, le=MAX_GRID_SIDE)] | None] = None
     """maximum pixels of an image's longer side under layout native, instead of min_positions and max_positions; smaller
@@ -155,8 +155,8 @@ class ModelSection(Section):
     pretrained: Free[Files[str | None]] = None
     """folder or cached hub id of a whole multimodal model to start from (Llava, LlavaNext, LlavaOnevision, AyaVision,
     Idefics3, SmolVLM, InternVL, PerceptionLM, Lfm2Vl, Mistral3, LightOnOcr, HyperCLOVAXVisionV2, VideoLlama3,
-    Exaone4_5). Its files set model.llm.path, model.vision, model.projector and
-    data.image_fit, so leave those out; null: set them yourself"""
+    Exaone4_5, Qwen2-VL to Qwen3.5, GLM-4.1V to GLM-4.6V, GLM-OCR, PaddleOCR-VL). Its files set model.llm.path,
+    model.vision, model.projector and data.image_fit, so leave those out; null: set them yourself"""
     llm: LlmSection
     vision: Fixed[VisionSection | None]
     """the vision encoder; null: none, and no projector (training on text alone)"""
