@@ -109,10 +109,8 @@ def mark_answers(config: RunConfig, folder: Path) -> str | None:
     file = folder / TEMPLATE_FILE
     before = file.read_text(encoding="utf-8")
     layout = image_layout(config)
-    if layout.prompt_text == IMAGE_MARK:  # what a layout writes around it the processor adds to the template's text
-        layout = ONE_SQUARE
-    else:
-        layout = replace(layout, min_positions=1, max_positions=1)
+    # What other layouts write around <image> the processor adds to the template's text.
+    layout = ONE_SQUARE if layout.prompt_text == IMAGE_MARK else replace(layout, min_positions=1, max_positions=1)
     template = make_template(config.data.template, load_tokenizer(config.model.llm.path), layout, sys.maxsize)
     if isinstance(template, ChatTemplate):
         file.write_text(marked_template(before, template), encoding="utf-8")

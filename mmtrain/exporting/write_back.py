@@ -11,11 +11,8 @@ import shutil
 import sys
 from collections.abc import Mapping
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
-
-import torch
 
 from mmtrain.base.errors import UserError
 from mmtrain.config.schema import RunConfig
@@ -27,7 +24,7 @@ from mmtrain.exporting.tensors import TensorSource, stored
 from mmtrain.models.facts.connectors import has_grid_positions, image_layout
 from mmtrain.models.facts.encoders import FAMILIES
 from mmtrain.models.facts.families import canonical_name, encoder_config, encoder_tensors, llm_config, llm_tensors
-from mmtrain.models.facts.model_files import Shape, model_folder, read_json
+from mmtrain.models.facts.model_files import model_folder, read_json
 from mmtrain.models.facts.vision_files import image_settings
 from mmtrain.models.modules.projector import PROJECTOR
 from mmtrain.models.weights.files import tensor_places
@@ -37,7 +34,6 @@ from mmtrain.stock.stock_class import StockClass
 from mmtrain.stock.stock_folder import StockFolder
 
 NOT_COPIED = {".safetensors", ".bin", ".pt", ".pth", ".gguf", ".onnx", ".md"}
-WEIGHTS_INDEX = ".index.json"
 
 
 def whole_of(config: RunConfig) -> StockClass | None:
@@ -57,7 +53,7 @@ def write_back(
     """
     source = model_folder(config.model.llm.path)
     for file in source.iterdir():
-        if file.is_file() and file.suffix not in NOT_COPIED and not file.name.endswith(WEIGHTS_INDEX):
+        if file.is_file() and file.suffix not in NOT_COPIED and not file.name.endswith(".index.json"):
             shutil.copyfile(file, folder / file.name)
     content = read_json(source / "config.json")
     if content.get("dtype", content.get("torch_dtype")) != dtype:
@@ -68,7 +64,8 @@ def write_back(
     for global_name, name in _names_on_disk(source).items():
         tensor = tensors[name]
         if (own := waiting.pop(global_name, None)) is not None:  # GLM's convolution is a matrix here
-            tensor = replace(own, shape=tensor.shape, read=partial(_read_as, own, tensor.shape))
+            shape = tensor.shape
+            tensor = replace(own, shape=shape, read=lambda own=own, shape=shape: own.read().reshape(shape))
         tensors[name] = take_merged(waiting, global_name, tensor, config.model.lora, transposed=False)
     if waiting:
         raise UserError(
@@ -89,10 +86,6 @@ def _names_on_disk(source: Path) -> dict[str, str]:
         **{f"vision.{name}": disk for name, disk in vision.items()},
         **{f"{PROJECTOR}{name}": disk for name, disk in local_names(names, source).items()},
     }
-
-
-def _read_as(source: TensorSource, shape: Shape) -> torch.Tensor:
-    return source.read().reshape(shape)
 
 
 def _processor(stock: StockClass, config: RunConfig, source: Path, folder: Path) -> ExportedProcessor | None:

@@ -191,6 +191,8 @@ def parameters_on_disk(model_type: str, tensors: dict[str, Shape]) -> dict[str, 
     return parameters
 
 
+_QWENS = "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"
+_WITH_MROPE = *_QWENS, "glm4v", "glm4v_moe", "glm_ocr", "paddleocr_vl"  # classes whose LLM has a model_type of its own
 # Multimodal classes by model_type, and tie_word_embeddings where config.json lacks it; None: as text_config has it.
 MULTIMODAL_MODELS = {
     "llava": None,
@@ -208,25 +210,11 @@ MULTIMODAL_MODELS = {
     "hyperclovax_vision_v2": True,
     "video_llama_3": False,
     "exaone4_5": False,
-    **dict.fromkeys(("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"), False),
-    **dict.fromkeys(("glm4v", "glm46v", "glm4v_moe", "glm_ocr"), False),
+    **dict.fromkeys((*_WITH_MROPE, "glm46v"), False),
     "paddleocr_vl": True,
 }
 # LLMs that some of them compute with M-RoPE, by the model_type of the LLM alone: that of the multimodal class.
-MROPE_MODELS = {
-    "qwen2": "qwen2_vl",
-    "qwen3": "qwen3_vl",
-    "qwen2_vl_text": "qwen2_vl",
-    "qwen2_5_vl_text": "qwen2_5_vl",
-    "qwen3_vl_text": "qwen3_vl",
-    "qwen3_vl_moe_text": "qwen3_vl_moe",
-    "qwen3_5_text": "qwen3_5",
-    "qwen3_5_moe_text": "qwen3_5_moe",
-    "glm4v_text": "glm4v",
-    "glm4v_moe_text": "glm4v_moe",
-    "glm_ocr_text": "glm_ocr",
-    "paddleocr_vl_text": "paddleocr_vl",
-}
+MROPE_MODELS = {"qwen2": "qwen2_vl", "qwen3": "qwen3_vl", **{f"{kind}_text": kind for kind in _WITH_MROPE}}
 # Rotary frequencies of 64 that turn by an image's rows and by its columns, for LLMs that were published without them.
 MROPE_SECTIONS: dict[str, tuple[int, int, dict[str, Any]]] = {
     "qwen2": (24, 24, {}),  # Qwen2.5-VL's
