@@ -47,7 +47,8 @@ from mmtrain.stock.exporters import exporter_for
 LAST = 3  # decoder layer
 IMAGE_TOKEN = 320  # of config.json
 SIZES = ((40, 30), (14, 60), (60, 17), (30, 45), (28, 28))  # of images in pixels
-LAYOUTS = ((1, 1, 0), (1, 1, 4), (2, 1, 0), (2, 1, 4), (4, 1, 0), (2, 2, 0))  # pipeline, data, layers that recompute
+# pipeline, data, layers that recompute
+LAYOUTS = ((1, 1, 0), (1, 1, 4), (1, 2, 0), (2, 1, 0), (2, 1, 4), (4, 1, 0), (2, 2, 0))
 
 
 def document(layout: Native, parts: str, seed: int) -> Document:
