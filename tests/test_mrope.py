@@ -327,6 +327,20 @@ def test_an_export_is_the_folder_with_what_trained_and_answers_as_the_run(make, 
 
 
 @pytest.mark.parametrize(
+    ("kind", "select_layer", "connector"), [("qwen3_vl", -1, "qwen_merger"), ("qwen2_5_vl", -2, "patch_merger_rms")]
+)
+def test_a_folder_whose_class_computes_otherwise_is_not_written_back(
+    make, trained, tmp_path, kind, select_layer, connector
+):
+    """Names and shapes fit: only answers would tell."""
+    path = str(make(kind)[0])
+    vision = {"name": path, "layout": "qwen_vl", "select_layer": select_layer}
+    checkpoint = trained(llm={"path": path, "dtype": "float32"}, vision=vision, projector={"type": connector})
+    with pytest.raises(UserError, match="no stock model computes what this run trains"):
+        export(checkpoint, tmp_path / "out")
+
+
+@pytest.mark.parametrize(
     "tower", [pytest.param(one, marks=() if one == "qwen3_vl" else pytest.mark.nightly) for one in PAIRS]
 )
 def test_a_merger_drawn_anew_for_another_llm_leaves_by_the_towers_class(make, trained, tmp_path, tower):
@@ -382,6 +396,6 @@ def test_families_with_other_positions_are_refused_by_name(make, tmp_path, chang
 def test_an_llm_that_no_class_computes_with_m_rope_is_refused_by_name(make, tiny):
     config = whole_config(make("qwen2_5_vl")[0]).changed({"model.llm.path": str(tiny / "llm")})
     with pytest.raises(
-        UserError, match=r"gives llama positions in rows and columns \(M-RoPE\).*Name an LLM of qwen2, "
+        UserError, match=r"needs M-RoPE, which transformers does not have for llama. Name an LLM of qwen2, "
     ):
         make_plan(config)

@@ -45,8 +45,8 @@ class VisionSection(Section):
     anyres_max_9: anyres with larger grids (LLaVA-OneVision). Grids of more than 1.21 times the image tokens of 9
     squares are interpolated down to 9; an image then takes at most about 12 squares' image tokens, with the whole image
     and newlines; native: no squares, the whole image in its own shape, for encoders that take any size (SigLIP 2
-    NaFlex, Pixtral, Qwen2.5-VL's to Qwen3.5's); qwen_vl, glm_v, paddleocr_vl: native, between the marks of these
-    families, for an LLM that takes positions in rows and columns (M-RoPE)"""
+    NaFlex, Pixtral, Qwen2.5-VL's to Qwen3.5's); qwen_vl, glm_v, paddleocr_vl: native, between the image marks
+    of these families, for LLMs with M-RoPE"""
     max_tiles: Kept[Annotated[int, Field(ge=1, le=MAX_TILES)] | None] = None
     """maximum squares that layout tiles cuts an image into, without the one of the whole image; null: 12"""
     pinpoints: Kept[Pinpoints | None] = None
@@ -126,10 +126,10 @@ class ProjectorSection(Section):
     ] = "mlp2x_gelu"
     """projector architecture, with the models that use it. mlp2x_gelu: LLaVA-1.5; shuffle_swiglu: AyaVision;
     shuffle_linear: Idefics3, SmolVLM; shuffle_mlp2x_gelu: InternVL, LFM2-VL; mlp2x_gelu_pool: PerceptionLM;
-    norm_merge_mlp2x: Mistral 3, LightOnOCR; patch_merger: LLaVA-OneVision 1.5, Innovator-VL, Kimi-VL; patch_merger_rms:
-    EXAONE 4.5, Qwen2.5-VL; qwen_merger: Qwen2-VL, Qwen3.5; qwen_merger_deepstack: Qwen3-VL, whose further mergers feed
-    the first decoder layers; glm_merger: GLM-4.1V to GLM-4.6V, GLM-OCR; linear: HyperCLOVA X, after the merger of
-    Qwen's encoder"""
+    norm_merge_mlp2x: Mistral 3, LightOnOCR; patch_merger: LLaVA-OneVision 1.5, Innovator-VL, Kimi-VL, PaddleOCR-VL;
+    patch_merger_rms: EXAONE 4.5, Qwen2.5-VL; qwen_merger: Qwen2-VL, Qwen3.5; qwen_merger_deepstack: Qwen3-VL, whose
+    further mergers feed the first decoder layers; glm_merger: GLM-4.1V to GLM-4.6V, GLM-OCR; linear: HyperCLOVA X,
+    after the merger of Qwen's encoder"""
     factor: Fixed[Literal[2, 3, 4] | None] = None
     """how many patches per side become one image token where the type shuffles, merges or pools: 2 leaves a quarter of
     the tokens, 4 a sixteenth; null: 2"""

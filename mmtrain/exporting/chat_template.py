@@ -109,7 +109,7 @@ def mark_answers(config: RunConfig, folder: Path) -> str | None:
     file = folder / TEMPLATE_FILE
     before = file.read_text(encoding="utf-8")
     layout = image_layout(config)
-    # What other layouts write around <image> the processor adds to the template's text.
+    # The processors of other layouts write the texts around <image> themselves.
     layout = ONE_SQUARE if layout.prompt_text == IMAGE_MARK else replace(layout, min_positions=1, max_positions=1)
     template = make_template(config.data.template, load_tokenizer(config.model.llm.path), layout, sys.maxsize)
     if isinstance(template, ChatTemplate):
@@ -128,7 +128,7 @@ def mark_answers(config: RunConfig, folder: Path) -> str | None:
 
 
 def _as_prompted(text: str, layout: ImageLayout, *, alone: bool) -> str:
-    """Return a turn's text, or its images alone, as a prompt may hold them."""
+    """Return a turn's text, or its images alone, as the stock prompt writes them."""
     text = IMAGE_MARK * text.count(IMAGE_MARK) if alone else text
     return text if layout.prompt_text == IMAGE_MARK else BREAKS.sub(layout.prompt_text, text)
 

@@ -46,7 +46,7 @@ from mmtrain.models.facts.adapters import is_llm_adapter
 from mmtrain.models.facts.encoders import TIMM
 from mmtrain.models.facts.model_files import model_folder, read_header
 from mmtrain.models.facts.shapes import llm_shape
-from mmtrain.models.modules.language import causal_config, config_from, model_class, quiet
+from mmtrain.models.modules.language import causal_config, config_from, llm_class, quiet
 from mmtrain.models.modules.projector import PROJECTOR
 from mmtrain.models.modules.stage import build_stage
 from mmtrain.models.modules.tiny import tiny_model
@@ -74,7 +74,7 @@ class CausalClass(ExportedClass):
 
     def __init__(self, folder: Path) -> None:
         self.config_class = type(causal_config(folder))
-        self.model_class = model_class(causal_config(folder))
+        self.model_class = llm_class(causal_config(folder))
         self.decoder_names = f"{self.model_class.base_model_prefix}."
 
     def language_name(self, name: str, base: str) -> str:

@@ -24,7 +24,7 @@ from mmtrain.config.model import LoraSection
 from mmtrain.exporting.tensors import TensorSource, stored
 from mmtrain.models.facts.adapters import LORA_A, LORA_B, adapted_layer
 from mmtrain.models.facts.families import canonical_name, llm_config, llm_tensors
-from mmtrain.models.modules.language import causal_config, is_multimodal, missing_prefix, model_class
+from mmtrain.models.modules.language import causal_config, is_mrope_class, llm_class, missing_prefix
 from mmtrain.models.weights.files import tensor_places
 from mmtrain.stock.stock_class import ExportedClass
 
@@ -56,7 +56,7 @@ def language_for_export(
     is never the largest. Raises UserError for a trained tensor that the files do not have.
     """
     config = causal_config(folder, around.mrope)
-    stock = model_class(config)
+    stock = llm_class(config)
     files = llm_tensors(folder, tensor_places(folder))
     prefix = missing_prefix(files, stock)
     with torch.device("meta"):
@@ -143,7 +143,7 @@ def _with_rows(source: TensorSource, rows: int) -> TensorSource:
 
 def _text_config(folder: Path, config: PreTrainedConfig, rows: int, dtype: str) -> dict[str, Any]:
     """Return the LLM's own config.json with its new rows and dtype."""
-    content = config.text_config.to_dict() if is_multimodal(config) else llm_config(folder)
+    content = config.text_config.to_dict() if is_mrope_class(config) else llm_config(folder)
     for key in ("_name_or_path", "auto_map", "torch_dtype", "transformers_version"):
         content.pop(key, None)
     content |= _rope_of_transformers_4(content)

@@ -39,7 +39,7 @@ from mmtrain.models.facts.connectors import has_grid_positions
 from mmtrain.models.facts.families import canonical_name
 from mmtrain.models.facts.model_files import model_folder
 from mmtrain.models.modules.bookends import decoder_path
-from mmtrain.models.modules.language import causal_config, model_class, quiet
+from mmtrain.models.modules.language import causal_config, llm_class, quiet
 from mmtrain.models.modules.projector import PROJECTOR
 from mmtrain.stock.exporters import Base, refuse_unfit_format
 
@@ -77,7 +77,7 @@ def export_peft(
         if projector := {name: source for name, source in tensors.items() if name.startswith(PROJECTOR)}:
             write_projector_file(about, folder, projector, dtype)
         made = causal_config(llm)
-        stock, name = model_class(made), config.model.llm.path
+        stock, name = llm_class(made), config.model.llm.path
     with torch.device("meta"), quiet():
         whole = stock(made)
     described, places = _places(whole, causal_config(llm, has_grid_positions(config)), adapters, config.model.lora)
@@ -99,7 +99,7 @@ def _places(
     llm: the configuration of the causal LM in it. Raises UserError where peft would look for other tensors.
     """
     with torch.device("meta"), quiet():
-        causal = model_class(llm)(llm)
+        causal = llm_class(llm)(llm)
     outer, _ = decoder_path(causal)
     decoder = causal.get_submodule(outer)
     inside = [name for name, module in whole.named_modules() if type(module) is type(decoder)]

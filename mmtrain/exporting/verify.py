@@ -156,7 +156,7 @@ def batch_fault(folder: Path, model: PreTrainedModel, samples: Sequence[Sample],
     of `folder`, in float32. plain: prompts are images and the beginning of a caption.
     """
     processor = AutoProcessor.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    if "padding_side" not in processor.tokenizer.init_kwargs:  # published folders leave it to their users
+    if "padding_side" not in processor.tokenizer.init_kwargs:  # else batches are padded on the right
         processor.tokenizer.padding_side = "left"
     asked = [_messages(samples[number % len(samples)], plain, 2 * number) for number in range(PROMPTS)]
     if len({_inputs(processor, [messages])["input_ids"].shape[1] for messages in asked}) < PROMPTS:

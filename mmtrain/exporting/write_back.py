@@ -1,4 +1,4 @@
-"""A run on a whole model whose LLM takes positions in rows: that model's folder again, with what trained in its place.
+"""Write the folder of a whole M-RoPE model again, with what a run trained in its place.
 
 folder of model.llm.path and model.vision.name --files that hold no weights--> copied; what the run changed is written
 its tensors, trained ones in their place by name--------------------------> TensorSource by name on disk
@@ -21,7 +21,7 @@ from mmtrain.data.stream.images import image_transform
 from mmtrain.exporting.language import ExportedLanguage, take_merged
 from mmtrain.exporting.processor import ExportedProcessor, check_processor
 from mmtrain.exporting.tensors import TensorSource, stored
-from mmtrain.models.facts.connectors import has_grid_positions, image_layout
+from mmtrain.models.facts.connectors import image_layout, run_vision
 from mmtrain.models.facts.encoders import FAMILIES
 from mmtrain.models.facts.families import canonical_name, encoder_config, encoder_tensors, llm_config, llm_tensors
 from mmtrain.models.facts.model_files import model_folder, read_json
@@ -31,17 +31,20 @@ from mmtrain.models.weights.files import tensor_places
 from mmtrain.models.weights.projector_files import local_names
 from mmtrain.stock.exporters import stock_class
 from mmtrain.stock.stock_class import StockClass
-from mmtrain.stock.stock_folder import StockFolder
 
+_UNMARKED = "Its own chat template does not mark answers, so trl's assistant_only_loss cannot be used with it."
 NOT_COPIED = {".safetensors", ".bin", ".pt", ".pth", ".gguf", ".onnx", ".md"}
 
 
 def whole_of(config: RunConfig) -> StockClass | None:
-    """Return the class of the whole model that a run is on, if its LLM takes positions in rows; else None."""
+    """Return the class of the whole M-RoPE model that a run is on, if it computes what the run trained; else None."""
     path, vision = config.model.llm.path, config.model.vision
     stock = stock_class(read_json(model_folder(path) / "config.json").get("model_type"))
-    is_whole = vision is None or (vision.name == path and has_grid_positions(config))
-    return stock if stock is not None and stock.mrope and is_whole else None
+    is_whole = stock is not None and stock.mrope
+    if is_whole and vision is not None:
+        is_whole = vision.name == path and config.model.projector.type in stock.connectors
+        is_whole = is_whole and not any(stock.needs(config, run_vision(config)))
+    return stock if is_whole else None
 
 
 def write_back(
@@ -63,8 +66,8 @@ def write_back(
     waiting = dict(trained)
     for global_name, name in _names_on_disk(source).items():
         tensor = tensors[name]
-        if (own := waiting.pop(global_name, None)) is not None:  # GLM's convolution is a matrix here
-            shape = tensor.shape
+        if (own := waiting.pop(global_name, None)) is not None:
+            shape = tensor.shape  # GLM's convolution is a matrix here
             tensor = replace(own, shape=shape, read=lambda own=own, shape=shape: own.read().reshape(shape))
         tensors[name] = take_merged(waiting, global_name, tensor, config.model.lora, transposed=False)
     if waiting:
@@ -72,8 +75,10 @@ def write_back(
             f"{min(waiting)} was trained, but {source} has no single tensor of this name (transformers fuses or "
             "renames some when it loads them). Use --format safetensors"
         )
+    marks = "{% generation %}" in str(load_tokenizer(str(source)).chat_template)
     shown = {"stock": stock, "language": ExportedLanguage(llm_config(source), tensors, 0), "encoder": None}
-    return tensors, content, {**shown, "processor": _processor(stock, config, source, folder), "unmarked": None}
+    shown |= {"processor": _processor(stock, config, source, folder), "unmarked": None if marks else _UNMARKED}
+    return tensors, content, shown
 
 
 def _names_on_disk(source: Path) -> dict[str, str]:
@@ -95,12 +100,11 @@ def _processor(stock: StockClass, config: RunConfig, source: Path, folder: Path)
         return None
     layout, content = image_layout(config), read_json(source / "config.json")
     transform = image_transform(vision.name, config.data.image_fit, tile_size=layout.tile_size)
-    said = stock.read(StockFolder(str(source), source, content))
-    if any(getattr(layout, key) != said[key] for key in ("min_positions", "max_positions")):
-        file, settings = image_settings(folder)
+    file, settings = image_settings(folder)
+    size = stock.own_image_settings(transform, layout)["size"]
+    if stock.pixel_bounds(settings) != [*size.values()]:
         own = {key: value for key, value in settings.items() if key not in ("min_pixels", "max_pixels")}
-        own["size"] = stock.own_image_settings(transform, layout)["size"]
-        all_settings = read_json(file)
+        own["size"], all_settings = size, read_json(file)
         own = own if settings == all_settings else {**all_settings, "image_processor": own}
         file.write_text(json.dumps(own, indent=2) + "\n")
     tokenizer = load_tokenizer(str(source))

@@ -56,6 +56,7 @@ class HyperCLOVAXVisionV2(StockClass):
     video_processor = "Qwen2VLVideoProcessor"
     video_token = "<|video_pad|>"
     merge_size: ClassVar[int] = 2  # of its processor
+    block: ClassVar[int] = 2  # patches a side that stand together
     frames: ClassVar[int] = 1  # that its processor counts when it bounds pixels
     patches: ClassVar[PatchOrder] = "c t dy dx"
 
@@ -92,7 +93,7 @@ class HyperCLOVAXVisionV2(StockClass):
         side = layout.factor
         grids = [(tiling.rows, tiling.columns) for tiling in tilings]
         of_images = zip(tiles.split([tiling.tiles for tiling in tilings]), grids, strict=True)
-        rows = [patch_rows(cells, grid, side, self.merge_size, self.patches) for cells, grid in of_images]
+        rows = [patch_rows(cells, grid, side, self.block, self.patches) for cells, grid in of_images]
         of_patches = torch.tensor([(1, side * rows, side * columns) for rows, columns in grids])
         return {"pixel_values": torch.cat(rows), "image_grid_thw": of_patches}
 
@@ -104,13 +105,16 @@ class HyperCLOVAXVisionV2(StockClass):
         text = {"logits_scaling": 1.0, **(folder.config.get("text_config") or {})}
         if not self.mrope and self.text_config(text) != text:
             raise unfit(CONFIG, "text_config.logits_scaling", text["logits_scaling"], "1")
+        bounds, factor = self.pixel_bounds(images), None if self.factors == (1,) else self.factors[0]
+        return {**folder.cells(bounds, self.frames * (self.merge_size * side) ** 2), "factor": factor}
+
+    def pixel_bounds(self, images: dict[str, Any]) -> list[Any]:
+        """Return the least and most pixels of an image, as its processor's settings have them."""
         size = images.get("size", {"shortest_edge": 56 * 56, "longest_edge": 28 * 28 * 1280})
         if not isinstance(size, dict):
             raise unfit(IMAGES, "size", size, "shortest_edge and longest_edge, in pixels of the whole image")
         edges = {"min_pixels": size.get("shortest_edge"), "max_pixels": size.get("longest_edge")}
-        bounds = [edges[key] if images.get(key) is None else images[key] for key in edges]  # their older names win
-        factor = None if self.factors == (1,) else self.factors[0]
-        return {**folder.cells(bounds, self.frames * (self.merge_size * side) ** 2), "factor": factor}
+        return [edges[key] if images.get(key) is None else images[key] for key in edges]  # their older names win
 
 
 class VideoLlama3(HyperCLOVAXVisionV2):
@@ -127,7 +131,7 @@ class VideoLlama3(HyperCLOVAXVisionV2):
     tiny_encoder: ClassVar = {**StockClass.tiny_encoder, "model_type": "video_llama_3_vision"}
     image_processor = "VideoLlama3ImageProcessor"
     video_processor = "VideoLlama3VideoProcessor"
-    merge_size = 1
+    merge_size = block = 1
     patches = "c dy dx"
 
     def text_config(self, language: dict[str, Any]) -> dict[str, Any]:

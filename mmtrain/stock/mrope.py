@@ -1,4 +1,4 @@
-"""Classes whose LLM takes positions in rows and columns (M-RoPE), each with an encoder and a text model of its own.
+"""Classes whose LLM uses M-RoPE, each with an encoder and a text model of its own.
 
 | class                           | connector                                     | layout       |
 |---------------------------------|-----------------------------------------------|--------------|
@@ -21,7 +21,7 @@ from mmtrain.models.facts.families import MROPE_MODELS
 from mmtrain.models.facts.shapes import VisionShape, llm_shape
 from mmtrain.models.layouts.layout import Tiling
 from mmtrain.models.layouts.mrope import GlmV, PaddleOcrVl, QwenVl
-from mmtrain.models.layouts.native import Native, patch_rows
+from mmtrain.models.layouts.native import Native
 from mmtrain.stock.grids import HyperCLOVAXVisionV2
 from mmtrain.stock.stock_class import ExportedEncoder
 from mmtrain.stock.stock_folder import Keys, StockFolder
@@ -29,11 +29,11 @@ from mmtrain.stock.stock_folder import Keys, StockFolder
 if TYPE_CHECKING:
     import torch
 
-_BESIDE = ("merger.", "deepstack_merger_list.", "downsample.")  # of an encoder's tensors: the connector's
+_BESIDE = ("merger.", "deepstack_merger_list.", "downsample.")  # an encoder's tensors that are the connector's
 
 
 class Qwen2VL(HyperCLOVAXVisionV2):
-    """Qwen2-VL and Qwen2.5-VL; other classes say what they have otherwise."""
+    """Qwen2-VL and Qwen2.5-VL; the other classes override what differs."""
 
     name = "Qwen2VL"
     model_type = "qwen2_vl"
@@ -51,8 +51,8 @@ class Qwen2VL(HyperCLOVAXVisionV2):
         "depth": 1, "hidden_size": 8, "embed_dim": 8, "intermediate_size": 8, "num_heads": 1, "out_hidden_size": 8,
         "num_position_embeddings": 4, "deepstack_visual_indexes": [],
     }  # fmt: skip
-    text_models: ClassVar[tuple[str, ...]] = ("qwen2_vl", "qwen2_5_vl")  # classes of MROPE_MODELS with its text model
-    width_key: ClassVar[str] = "hidden_size"  # in vision_config: the LLM's width
+    text_models: ClassVar[tuple[str, ...]] = ("qwen2_vl", "qwen2_5_vl")  # values of MROPE_MODELS, its own first
+    width_key: ClassVar[str] = "hidden_size"  # of vision_config: the LLM's width
 
     @property
     def encoders(self) -> tuple[str, ...]:  # type: ignore[override]
@@ -97,7 +97,7 @@ class Qwen3VL(Qwen2VL):
 
 
 class Glm4v(Qwen3VL):
-    """GLM-4.1V to GLM-4.6V, and GLM-OCR; their processors bound the pixels of both frames that an image becomes."""
+    """GLM-4.1V to GLM-4.6V, and GLM-OCR; their processors count an image as two frames when they bound pixels."""
 
     name = "Glm4v"
     model_type = "glm4v"
@@ -138,27 +138,24 @@ class PaddleOCRVL(Qwen2VL):
     image_processor = "PaddleOCRVLImageProcessor"
     video_processor = None
     video_token = None
+    block = 1
     patches = "c dy dx"
 
     def adapt_encoder(self, run: RunConfig, encoder: ExportedEncoder) -> ExportedEncoder:
         return encoder
 
     def inputs(self, tiles: torch.Tensor, tilings: Sequence[Tiling], layout: Native) -> dict[str, torch.Tensor]:
-        import torch
-
-        found, side, size = super().inputs(tiles, tilings, layout), layout.factor, layout.patch_size
-        of_images = zip(tiles.split([tiling.tiles for tiling in tilings]), tilings, strict=True)
-        rows = [patch_rows(cells, (one.rows, one.columns), side, 1, self.patches) for cells, one in of_images]
-        return {**found, "pixel_values": torch.cat(rows).view(-1, 3, size, size)}
+        found, size = super().inputs(tiles, tilings, layout), layout.patch_size
+        return {**found, "pixel_values": found["pixel_values"].view(-1, 3, size, size)}
 
 
 def _like(kind: type[Qwen2VL], name: str, model_type: str, **other: Any) -> Qwen2VL:
-    """Make a class that has a name and what is given otherwise than `kind`."""
+    """Make a variant of `kind` with another name and the given attributes."""
     return type(name, (kind,), {"name": name, "model_type": model_type, "text_models": (model_type,), **other})()
 
 
-_OTHER_NAMES = {f"{part}_processor": f"Glm46V{part.title()}Processor" for part in ("image", "video")}
-_GLM46 = {"processor_name": "Glm46VProcessor", **_OTHER_NAMES}
+_GLM46 = {"image_processor": "Glm46VImageProcessor", "video_processor": "Glm46VVideoProcessor"}
+_GLM46["processor_name"] = "Glm46VProcessor"
 MROPE_CLASSES = (
     Qwen2VL(),
     _like(

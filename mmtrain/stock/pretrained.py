@@ -24,7 +24,7 @@ def expand_pretrained(config: RunConfig) -> RunConfig:
     """Return the configuration with explicit keys in place of `model.pretrained`; itself where that is not set.
 
     Raises UserError for a folder of another class, for what mmtrain would compute otherwise, and for a key that
-    contradicts the folder.
+    contradicts the folder, but for bounds of image tokens.
     """
     path = config.model.pretrained
     if path is None:
@@ -45,7 +45,7 @@ def expand_pretrained(config: RunConfig) -> RunConfig:
         for key, value in keys.items():
             *above, name = key.split(".")
             section = config.value_at(tuple(above))
-            if name in BOUNDS and getattr(section, name) is not None:  # the run's own count, and go into the export
+            if name in BOUNDS and getattr(section, name) is not None:  # the run's win, and are exported
                 keys[key] = getattr(section, name)
             elif name in section.model_fields_set and (own := getattr(section, name)) != value:
                 raise UserError(

@@ -77,7 +77,7 @@ class ExportedClass:
     config_class: type[PreTrainedConfig]
     model_class: type[PreTrainedModel]
     decoder_names: str  # what stands before the names of the LLM's decoder in its folder
-    mrope: bool = False  # whether its LLM takes positions in rows and columns
+    mrope: bool = False  # whether its LLM uses M-RoPE
 
     @property
     def class_name(self) -> str:

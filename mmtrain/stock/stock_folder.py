@@ -123,7 +123,7 @@ class StockFolder:
             _log.info(
                 f"model.pretrained: {self.path}: its processor bounds images to {least:,} to {most:,} pixels, which "
                 f"are no whole image tokens ({cell:,} pixels); mmtrain trains on {-(-least // cell):,} to "
-                f"{most // cell:,} image tokens, and exports those"
+                f"{most // cell:,} image tokens, and exports those bounds"
             )
         return {"min_positions": -(-least // cell), "max_positions": most // cell, "image_fit": None}
 

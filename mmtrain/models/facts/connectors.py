@@ -90,7 +90,7 @@ class Gated:
 
 @dataclass(frozen=True, slots=True)
 class Branch:
-    """What follows makes an output of its own, of the features of DeepStack's next block."""
+    """Begin the next of DeepStack's mergers: the operations behind it read that block's features."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,7 +192,7 @@ def qwen_merger(sizes: Sizes) -> tuple[Operation, ...]:
 
 
 def qwen_merger_deepstack(sizes: Sizes) -> tuple[Operation, ...]:
-    """Qwen3VLVisionPatchMerger, and one for each of DeepStack's blocks (arXiv:2406.04334), whose norm is merged."""
+    """Qwen3VLVisionPatchMerger, and one with a later norm for each of DeepStack's blocks (arXiv:2406.04334)."""
     branches: list[Operation] = []
     for name in (f"deepstack.{number}." for number in range(sizes.deepstack)):
         shuffle, *mapped = _merged(sizes, name)
@@ -278,6 +278,7 @@ def run_vision(config: RunConfig) -> VisionShape:
 
 
 def has_deepstack(section: ProjectorSection) -> bool:
+    """Whether a connector takes the features of DeepStack's blocks."""
     return _has(connector(section, 1, 2, deepstack=1), (Branch,))
 
 
@@ -286,7 +287,7 @@ def has_newline(config: RunConfig) -> bool:
 
 
 def has_grid_positions(config: RunConfig) -> bool:
-    """Whether a run's LLM takes positions in three rows (M-RoPE)."""
+    """Whether a run's LLM takes M-RoPE's grid positions."""
     return _layout_class(config).has_grid_positions
 
 

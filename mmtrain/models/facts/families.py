@@ -108,8 +108,8 @@ def refuse_without_mrope(family: str, source: str) -> None:
     """Raise UserError for an LLM that no multimodal class computes with M-RoPE."""
     if family not in MROPE_MODELS:
         raise UserError(
-            f"{source}: no multimodal class of transformers gives {family} positions in rows and columns (M-RoPE), "
-            f"which model.vision.layout asks for. Name an LLM of {', '.join(MROPE_MODELS)}, or set another layout"
+            f"{source}: model.vision.layout needs M-RoPE, which transformers does not have for {family}. Name an LLM "
+            f"of {', '.join(MROPE_MODELS)}, or set another layout"
         )
 
 
@@ -192,7 +192,7 @@ def parameters_on_disk(model_type: str, tensors: dict[str, Shape]) -> dict[str, 
 
 
 _QWENS = "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"
-_WITH_MROPE = *_QWENS, "glm4v", "glm4v_moe", "glm_ocr", "paddleocr_vl"  # classes whose LLM has a model_type of its own
+_WITH_MROPE = *_QWENS, "glm4v", "glm4v_moe", "glm_ocr", "paddleocr_vl"  # whose text models are NAME_text
 # Multimodal classes by model_type, and tie_word_embeddings where config.json lacks it; None: as text_config has it.
 MULTIMODAL_MODELS = {
     "llava": None,
@@ -213,9 +213,9 @@ MULTIMODAL_MODELS = {
     **dict.fromkeys((*_WITH_MROPE, "glm46v"), False),
     "paddleocr_vl": True,
 }
-# LLMs that some of them compute with M-RoPE, by the model_type of the LLM alone: that of the multimodal class.
+# model_type of an LLM: that of the multimodal class which runs it with M-RoPE.
 MROPE_MODELS = {"qwen2": "qwen2_vl", "qwen3": "qwen3_vl", **{f"{kind}_text": kind for kind in _WITH_MROPE}}
-# Rotary frequencies of 64 that turn by an image's rows and by its columns, for LLMs that were published without them.
+# How many of 64 rotary frequencies turn by row and by column, for LLMs that were published without M-RoPE.
 MROPE_SECTIONS: dict[str, tuple[int, int, dict[str, Any]]] = {
     "qwen2": (24, 24, {}),  # Qwen2.5-VL's
     "qwen3": (20, 20, {"mrope_interleaved": True}),  # Qwen3-VL's
@@ -246,7 +246,7 @@ def llm_config(folder: Path) -> dict[str, Any]:
     if content.get("model_type") not in MULTIMODAL_MODELS:
         return content
     text = content.get("text_config")
-    if text is None and "hidden_size" in content:  # the first files of Qwen2.5-VL have no part for the LLM
+    if text is None and "hidden_size" in content:  # early files of Qwen-VL have no text_config
         text = {**content, "model_type": f"{content['model_type']}_text"}
         text.pop("vision_config", None)
     text = _part({"text_config": text}, "text_config", folder)
@@ -269,13 +269,12 @@ def llm_tensors(folder: Path, tensors: Mapping[str, T]) -> dict[str, T]:
         return dict(tensors)
     base = BASE_PREFIX.get(llm_config(folder)["model_type"], "model.")
     is_bare = any(_LAYER.fullmatch(name) and not _LLM.match(name) for name in tensors)  # Qwen2.5-VL's
-    prefix = "" if is_bare else _one_prefix(_LLM, tensors, folder)
+    prefix = base if is_bare else _one_prefix(_LLM, tensors, folder)
     own: dict[str, T] = {}
     for name, tensor in tensors.items():
         inner = name.removeprefix(prefix)
         is_head = canonical_name(inner).startswith("llm.head.")
-        is_own = canonical_name(inner).split(".")[1] in ("layers", "embedding", "norm") if is_bare else inner != name
-        if not is_head and not is_own:
+        if not is_head and inner == name:
             continue
         inner = inner if is_head else base + inner.removeprefix(base)
         if inner in own:

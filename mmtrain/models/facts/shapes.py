@@ -89,7 +89,7 @@ class VisionShape:
     merged_width: int | None = None  # features that it makes of them
     window: int | None = None  # patches that a block attends to at once; None: all of an image
     full_blocks: tuple[int, ...] = ()  # those that attend to all of them nevertheless
-    deepstack: tuple[int, ...] = ()  # blocks whose features stand behind the last one's, in each position
+    deepstack: tuple[int, ...] = ()  # blocks whose features are appended to the last one's
 
     @property
     def whole_because(self) -> str:
@@ -248,8 +248,7 @@ def vision_shape(
     """Shape of the part of a vision encoder that runs: up to the block that `select_layer` (-1: the last) selects.
 
     `name` is what `load_vision` takes; with `final_norm` the last norm runs too, with `merger` the encoder's own one.
-    With `deepstack` features of the blocks that DeepStack takes come too, if it has some. Raises UserError if it is not
-    known.
+    `deepstack` adds the features of DeepStack's blocks, if it has any. Raises UserError if it is not known.
     """
     shape = _vision_shape(name, select_layer, final_norm, merger)
     return shape if deepstack else replace(shape, deepstack=())

@@ -76,13 +76,14 @@ def encoder_settings(config_json: dict[str, Any], source: str) -> EncoderSetting
         full = _block_numbers(settings, "fullatt_block_indexes", [7, 15, 23, 31], blocks, source)
         window = (window // side) ** 2
     has_deepstack = "deepstack_merger_list." in family.beside
-    # What stands here where nothing is said are transformers' defaults.
+    # The lists are transformers' defaults.
     deep = _block_numbers(settings, "deepstack_visual_indexes", [8, 16, 24], blocks, source) if has_deepstack else ()
     return EncoderSettings(family, side, heads, blocks, window, full, deep)
 
 
 def _block_numbers(settings: dict[str, Any], key: str, default: list[int], blocks: int, source: str) -> tuple[int, ...]:
-    numbers = default if settings.get(key) is None else settings[key]
+    if (numbers := settings.get(key)) is None:
+        return tuple(default)
     if not isinstance(numbers, list) or not all(is_whole(number, 0, blocks - 1) for number in numbers):
         shown = f"{key} {escape(repr(numbers))}; needed are numbers of its {blocks} blocks"
         raise UserError(f"{source}: config.json has {shown}, counted from 0")

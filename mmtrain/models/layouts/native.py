@@ -85,7 +85,7 @@ class Native(ImageLayout):
         return self.tile_size // self.factor
 
     def enlarged(self, width: int, height: int) -> tuple[int, int]:
-        """Return the size that an image counts with."""
+        """Return the size to which the stock processor first enlarges a small image."""
         return width, height
 
     def tiling(self, width: int = 0, height: int = 0, images: int = 1) -> Tiling:

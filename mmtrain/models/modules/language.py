@@ -10,7 +10,6 @@ Cutting the list is wrong wherever the stock forward scales its input: every sta
 from __future__ import annotations
 
 import copy
-import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -101,8 +100,8 @@ class DecoderLayers(nn.Module):
         self.hidden_size: int = numbers.hidden_size
         self.vocab_size: int = numbers.vocab_size
         self.deepstack: tuple[torch.Tensor, Sequence[torch.Tensor]] | None = None
-        """Places (P,) of image tokens, over rows laid end to end, and what is added there behind the first layers (each
-        (P, D)); the next `forward` uses it up."""
+        """Places (P,) of image tokens, over rows laid end to end, and the features (P, D) that DeepStack adds there
+        behind the first layer, the second, ...; the next `forward` uses them up."""
         self._recomputed = 0
         self._last_layer: LastLayer | None = None
         self.streamed = streamed
@@ -254,7 +253,7 @@ def slice_of(
     absent = absent_modules(model, first, last, embedding=embedding, head=head)
     part = copy.deepcopy(model, {id(module): replacement for module, replacement in absent.items()})
     _set_options(part.config)
-    with quiet():  # of a tower that is not there
+    with quiet():  # about the tower, which was dropped
         part.set_attn_implementation(ATTENTION)
     if streamed is not None:
         for i in range(first, last):
@@ -313,11 +312,11 @@ class _Weights:
         folder = model_folder(path)
         self.config = causal_config(folder, mrope)
         _set_options(self.config)
-        self._stock = model_class(self.config)
+        self._stock = llm_class(self.config)
         self._files = llm_tensors(folder, tensor_places(folder))
-        if is_multimodal(self.config):
-            inner = {name: re.sub(r"^model\.", "model.language_model.", name) for name in self._files}
-            self._files = {inner[name]: place for name, place in self._files.items()}
+        if is_mrope_class(self.config):
+            decoder = "model.language_model."
+            self._files = {name.replace("model.", decoder, 1): place for name, place in self._files.items()}
         prefix = missing_prefix(self._files, self._stock)
         self._global = {name: canonical_name(prefix + name) for name in self._files}
 
@@ -386,8 +385,7 @@ def missing_prefix(names: Iterable[str], stock: type[PreTrainedModel]) -> str:
 def causal_config(folder: Path, mrope: bool = False) -> PreTrainedConfig:
     """Read transformers' config of the causal LM in a folder. Raises UserError for a family that cannot be used.
 
-    With `mrope` it is of the multimodal class that computes this LLM with M-RoPE, as it is where the LLM has no class
-    of its own (Qwen2.5-VL's text model).
+    With `mrope`, and for an LLM without a class of its own (Qwen2.5-VL's), it is the multimodal class's.
     """
     config_json = llm_config(folder)
     check_family(config_json)
@@ -395,7 +393,7 @@ def causal_config(folder: Path, mrope: bool = False) -> PreTrainedConfig:
     if family not in transformers.CONFIG_MAPPING:
         why = remote_code(config_json) or "A later version may"
         raise UserError(f"{folder}: transformers {transformers.__version__} does not know {family}. {why}")
-    with quiet():  # of sections that some text models' configs do not list
+    with quiet():  # about mrope_section, which some text models' configs do not list
         if holds_parts(folder):
             with foreign_files(f"{folder}: text_config in config.json"):
                 config = config_from(transformers.CONFIG_MAPPING[family], config_json)
@@ -410,7 +408,7 @@ def causal_config(folder: Path, mrope: bool = False) -> PreTrainedConfig:
 
 
 def _mrope_config(language: PreTrainedConfig) -> PreTrainedConfig:
-    """Make the config of the multimodal class around an LLM's; one without M-RoPE gets the class's sections."""
+    """Wrap an LLM's config in its multimodal class's; one without M-RoPE gets that class's sections."""
     text, family = language.to_dict(), MROPE_MODELS[language.model_type]
     if language.model_type in MROPE_SECTIONS:
         height, width, more = MROPE_SECTIONS[language.model_type]
@@ -422,22 +420,23 @@ def _mrope_config(language: PreTrainedConfig) -> PreTrainedConfig:
     return transformers.CONFIG_MAPPING[family](text_config=text, tie_word_embeddings=tied)
 
 
-def is_multimodal(config: PreTrainedConfig) -> bool:
+def is_mrope_class(config: PreTrainedConfig) -> bool:
+    """Whether a config is that of a multimodal class with M-RoPE."""
     return config.model_type in MROPE_MODELS.values()
 
 
 def auto_class(config: PreTrainedConfig) -> Any:
-    return transformers.AutoModelForImageTextToText if is_multimodal(config) else transformers.AutoModelForCausalLM
+    return transformers.AutoModelForImageTextToText if is_mrope_class(config) else transformers.AutoModelForCausalLM
 
 
-def model_class(config: PreTrainedConfig) -> type[PreTrainedModel]:
+def llm_class(config: PreTrainedConfig) -> type[PreTrainedModel]:
     """Return the stock class of what `causal_config` returns."""
     return auto_class(config)._model_mapping[type(config)]
 
 
 def drop_tower(model: PreTrainedModel) -> None:
     """Leave nothing of a multimodal model but its LLM."""
-    if is_multimodal(model.config):
+    if is_mrope_class(model.config):
         outer, _, decoder = decoder_path(model)[0].rpartition(".")
         for name in [name for name, _ in model.get_submodule(outer).named_children() if name != decoder]:
             model.set_submodule(f"{outer}.{name}", nn.Identity())

@@ -40,7 +40,7 @@ class Unmerged(nn.Module):
 
 
 def on_its_device(_: nn.Module, taken: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
-    """Move what GLM-4.1V's embeddings take to where the hidden states are: they look there for each patch's image."""
+    """Move what GLM-4.1V's embeddings take to the hidden states' device: there they look for each patch's image."""
     return tuple(tensor if tensor.device == taken[0].device else copied(tensor, taken[0].device) for tensor in taken)
 
 

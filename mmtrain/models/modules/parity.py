@@ -21,7 +21,7 @@ from transformers import PreTrainedConfig
 from mmtrain.base.errors import UserError
 from mmtrain.models.modules.attention import ATTENTION, document_positions
 from mmtrain.models.modules.bookends import decoder_layers
-from mmtrain.models.modules.language import is_multimodal, slice_of
+from mmtrain.models.modules.language import is_mrope_class, slice_of
 from mmtrain.models.modules.mixers import ByDocument, Sequences, mixers_of, running_on
 from mmtrain.models.modules.tiny import VOCABULARY, tiny_model
 from mmtrain.models.weights.streaming import StreamedLayers
@@ -53,7 +53,7 @@ def measure_differences(
     weights = torch.randn(sum(DOCUMENTS), VOCABULARY, generator=generator)
     documents = torch.cat([torch.arange(length) for length in DOCUMENTS])[None]
     # With M-RoPE as in a picture of rows of 5 tokens.
-    grid = torch.stack([torch.zeros_like(documents), documents // 5, documents % 5]) if is_multimodal(config) else None
+    grid = torch.stack([torch.zeros_like(documents), documents // 5, documents % 5]) if is_mrope_class(config) else None
     positions = documents if grid is None else torch.cat([documents[None], grid])
     rotary = documents if grid is None else grid
 

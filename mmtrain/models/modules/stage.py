@@ -134,7 +134,7 @@ class Stage(nn.Module):
         else:
             images, added = arranged(projected, newline, batch.tilings), []
         if added:
-            self.language.deepstack = batch.image_places, [features.to(self.dtype) for features in added]
+            self.language.deepstack = batch.image_places, [each.to(self.dtype) for each in added]
         return fuse(embeddings, batch.image_places, images)
 
     @torch.no_grad()
@@ -268,8 +268,8 @@ def build_stage(
     language.recompute(stage.recompute_layers)  # of layers with their adapters
     vision, projector, chosen = None, None, config.model.vision
     shape = None if chosen is None else run_vision(config)
-    narrows = stage.head and stage.first < stage.last > len(shape.deepstack if shape is not None else ())
-    if narrows and takes_rows(language.model.config):
+    deepstack = 0 if shape is None else len(shape.deepstack)  # layers behind which it adds to all image tokens
+    if stage.head and stage.last > max(stage.first, deepstack) and takes_rows(language.model.config):
         language.narrow_last_layer()
     if chosen is not None and (stage.front or stage.encoder is not None):
         vision = load_vision(

@@ -16,7 +16,7 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from mmtrain.base.errors import UserError
-from mmtrain.models.modules.language import auto_class, drop_tower, is_multimodal
+from mmtrain.models.modules.language import auto_class, drop_tower, is_mrope_class
 
 HEADS = 4
 HEAD_WIDTH = 16
@@ -133,7 +133,7 @@ def _trim_rope(parameters: dict[str, Any], partial: float | None) -> dict[str, A
 def tiny_model(config: PreTrainedConfig, seed: int) -> PreTrainedModel:
     """Make a frozen fp32 LLM of `config`'s family at its depth; raises UserError for one that stays large."""
     tiny, made_by = shrink(config), auto_class(config)
-    if is_multimodal(tiny):
+    if is_mrope_class(tiny):
         tiny.vision_config.num_hidden_layers = 1
     with torch.device("meta"):
         hollow = made_by.from_config(tiny, attn_implementation=None, trust_remote_code=False)

@@ -172,9 +172,8 @@ def _cut_timm(
 
 def model_class(family: EncoderFamily) -> type[transformers.PreTrainedModel]:
     """Return a family's class. Raises UserError for one that the installed transformers lacks."""
-    # Qwen2-VL's is not among transformers' own names.
-    homes = (home for home in (transformers, moonvit, modeling_qwen2_vl) if hasattr(home, family.model))
-    if (found := getattr(next(homes, None), family.model, None)) is None:
+    homes = (transformers, moonvit, modeling_qwen2_vl)  # the last has one that transformers does not export
+    if (found := next((getattr(home, family.model) for home in homes if hasattr(home, family.model)), None)) is None:
         raise UserError(
             f"model.vision.name: transformers {transformers.__version__} has no {family.model}. Install version "
             f"{TESTED_TRANSFORMERS}, which has it"
