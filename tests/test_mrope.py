@@ -366,14 +366,47 @@ def test_a_merger_drawn_anew_for_another_llm_leaves_by_the_towers_class(make, tr
     assert comparison.passed and batch_fault(tmp_path / "out", model, comparison.samples, False) is None
 
 
-def test_bounds_of_image_tokens_may_be_the_runs_own_and_go_into_the_export(make, trained, tmp_path):
-    folder, _ = make("glm4v")
-    bounds = {"layout": "glm_v", "min_positions": 3, "max_positions": 12}
-    checkpoint = trained(pretrained=str(folder), llm={"dtype": "float32"}, vision=bounds)
-    assert checkpoint.config.model.vision.max_positions == 12
+def altered_images(folder: Path, copy: Path, **settings: Any) -> Path:
+    """A copy of the folder whose image processor has other settings; None leaves one out."""
+    shutil.copytree(folder, copy)
+    content = json.loads((copy / "processor_config.json").read_text())
+    kept = {key: value for key, value in {**content["image_processor"], **settings}.items() if value is not None}
+    (copy / "processor_config.json").write_text(json.dumps({**content, "image_processor": kept}))
+    return copy
+
+
+@pytest.mark.parametrize(
+    ("size", "vision", "cells"),
+    [
+        ([784, 7840], {"min_positions": 3, "max_positions": 12}, [3, 12]),
+        ([784, 7840], {"max_positions": 8, "min_positions": None}, [2, 8]),
+        ([1000, 3000], {}, [3, 7]),  # no whole cells
+    ],
+)
+def test_bounds_of_image_tokens_that_trained_go_into_the_export(make, trained, tmp_path, size, vision, cells):
+    edges = ("shortest_edge", "longest_edge")
+    folder = altered_images(make("glm4v")[0], tmp_path / "folder", size=dict(zip(edges, size, strict=True)))
+    checkpoint = trained(pretrained=str(folder), llm={"dtype": "float32"}, vision=vision)
+    bounds = checkpoint.config.model.vision
+    assert [bounds.min_positions, bounds.max_positions] == cells
     export(checkpoint, tmp_path / "out")
     images = AutoImageProcessor.from_pretrained(tmp_path / "out")
-    assert dict(images.size) == {"shortest_edge": 2 * 3 * 14**2, "longest_edge": 2 * 12 * 14**2}
+    assert [images.size[edge] for edge in edges] == [2 * count * 14**2 for count in cells]
+
+
+@pytest.mark.parametrize("kind", ["qwen3_vl", "glm4v", "paddleocr_vl"])
+def test_bounds_that_a_folder_leaves_out_are_the_classs_own(make, tmp_path, kind):
+    frames = 2 if kind == "glm4v" else 1
+    folder = altered_images(make(kind)[0], tmp_path / "folder", size=None, min_pixels=frames * 900, max_pixels=99_000)
+    stock, vision = AutoImageProcessor.from_pretrained(folder).size, whole_config(folder).model.vision
+    cell = frames * 14**2
+    assert vision.min_positions == -(-stock["shortest_edge"] // cell)
+    assert vision.max_positions == stock["longest_edge"] // cell
+
+
+def test_a_least_count_of_image_tokens_above_the_most_is_refused(make, trained):
+    with pytest.raises(UserError, match=r"min_positions is 2, above max_positions, 1\. Set both"):
+        trained(pretrained=str(make("glm4v")[0]), vision={"max_positions": 1})
 
 
 @pytest.mark.parametrize(

@@ -88,22 +88,6 @@ class VisionSection(Section):
                 f"model.vision.longest_edge: {self.longest_edge}, but min_positions or max_positions is set too. Leave "
                 "one of the two out"
             )
-        if (least or MIN_POSITIONS) > (most or MAX_POSITIONS):
-            raise wrong_together(
-                f"model.vision.min_positions: {least or MIN_POSITIONS} is above max_positions, which is "
-                f"{most or MAX_POSITIONS}. Set both"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _check_layout_numbers(self) -> Self:
-        for key in LAYOUT_KEYS:
-            fitting = [name for name, layout in LAYOUTS.items() if key in layout.keys]
-            if getattr(self, key) is not None and self.layout not in fitting:
-                raise wrong_together(
-                    f"model.vision.{key}: the layout {self.layout} does not use it. Leave it out, or set "
-                    f"model.vision.layout={' or '.join(fitting)}"
-                )
         return self
 
 
@@ -190,6 +174,23 @@ class ModelSection(Section):
     @property
     def vision_dtype(self) -> Dtype:
         return (self.vision and self.vision.dtype) or self.llm.dtype
+
+    @model_validator(mode="after")
+    def _check_layout_numbers(self) -> Self:
+        vision = self.vision
+        if vision is None or self.pretrained is not None:  # whose layout is checked once its folder is read
+            return self
+        least, most = vision.min_positions or MIN_POSITIONS, vision.max_positions or MAX_POSITIONS
+        if least > most:
+            raise wrong_together(f"model.vision.min_positions: {least} is above max_positions, {most}. Set both")
+        for key in LAYOUT_KEYS:
+            fitting = [name for name, layout in LAYOUTS.items() if key in layout.keys]
+            if getattr(vision, key) is not None and vision.layout not in fitting:
+                raise wrong_together(
+                    f"model.vision.{key}: the layout {vision.layout} does not use it. Leave it out, or set "
+                    f"model.vision.layout={' or '.join(fitting)}"
+                )
+        return self
 
     @model_validator(mode="after")
     def _check_text_alone(self) -> Self:

@@ -21,7 +21,7 @@ from mmtrain.data.stream.images import image_transform
 from mmtrain.exporting.language import ExportedLanguage, take_merged
 from mmtrain.exporting.processor import ExportedProcessor, check_processor
 from mmtrain.exporting.tensors import TensorSource, stored
-from mmtrain.models.facts.connectors import image_layout, run_vision
+from mmtrain.models.facts.connectors import image_layout
 from mmtrain.models.facts.encoders import FAMILIES
 from mmtrain.models.facts.families import canonical_name, encoder_config, encoder_tensors, llm_config, llm_tensors
 from mmtrain.models.facts.model_files import model_folder, read_json
@@ -30,7 +30,9 @@ from mmtrain.models.modules.projector import PROJECTOR
 from mmtrain.models.weights.files import tensor_places
 from mmtrain.models.weights.projector_files import local_names
 from mmtrain.stock.exporters import stock_class
+from mmtrain.stock.pretrained import BOUNDS
 from mmtrain.stock.stock_class import StockClass
+from mmtrain.stock.stock_folder import StockFolder
 
 _UNMARKED = "Its own chat template does not mark answers, so trl's assistant_only_loss cannot be used with it."
 NOT_COPIED = {".safetensors", ".bin", ".pt", ".pth", ".gguf", ".onnx", ".md"}
@@ -39,12 +41,14 @@ NOT_COPIED = {".safetensors", ".bin", ".pt", ".pth", ".gguf", ".onnx", ".md"}
 def whole_of(config: RunConfig) -> StockClass | None:
     """Return the class of the whole M-RoPE model that a run is on, if it computes what the run trained; else None."""
     path, vision = config.model.llm.path, config.model.vision
-    stock = stock_class(read_json(model_folder(path) / "config.json").get("model_type"))
-    is_whole = stock is not None and stock.mrope
-    if is_whole and vision is not None:
-        is_whole = vision.name == path and config.model.projector.type in stock.connectors
-        is_whole = is_whole and not any(stock.needs(config, run_vision(config)))
-    return stock if is_whole else None
+    folder = model_folder(path)
+    content = read_json(folder / "config.json")
+    stock = stock_class(content.get("model_type"))
+    if stock is None or not stock.mrope or (vision is not None and vision.name != path):
+        return None
+    keys = {} if vision is None else stock.keys(StockFolder(path, folder, content))
+    said = {key: value for key, value in keys.items() if not key.endswith(BOUNDS)}
+    return stock if all(config.value_at(tuple(key.split("."))) == value for key, value in said.items()) else None
 
 
 def write_back(
@@ -60,7 +64,7 @@ def write_back(
             shutil.copyfile(file, folder / file.name)
     content = read_json(source / "config.json")
     if content.get("dtype", content.get("torch_dtype")) != dtype:
-        content = {**content, "dtype": dtype}
+        content = {key: value for key, value in content.items() if key != "torch_dtype"} | {"dtype": dtype}
         (folder / "config.json").write_text(json.dumps(content, indent=2) + "\n")
     tensors = {name: stored(*place) for name, place in tensor_places(source).items()}
     waiting = dict(trained)
@@ -98,7 +102,7 @@ def _processor(stock: StockClass, config: RunConfig, source: Path, folder: Path)
     vision = config.model.vision
     if vision is None:
         return None
-    layout, content = image_layout(config), read_json(source / "config.json")
+    layout = image_layout(config)
     transform = image_transform(vision.name, config.data.image_fit, tile_size=layout.tile_size)
     file, settings = image_settings(folder)
     size = stock.own_image_settings(transform, layout)["size"]
@@ -109,7 +113,8 @@ def _processor(stock: StockClass, config: RunConfig, source: Path, folder: Path)
         file.write_text(json.dumps(own, indent=2) + "\n")
     tokenizer = load_tokenizer(str(source))
     template = make_template(config.data.template, tokenizer, layout, sys.maxsize)
-    processor = ExportedProcessor(content["image_token_id"], {}, (), 0, layout, template, transform, stock)
+    image_token_id = tokenizer.convert_tokens_to_ids(layout.image_token)
+    processor = ExportedProcessor(image_token_id, {}, (), 0, layout, template, transform, stock)
     if config.data.template == "chat":  # another one is not the folder's
         check_processor(processor, folder)
     return processor

@@ -510,7 +510,7 @@ def encoder_costs(vision: VisionShape, trained: Collection[str], work: Workload,
         working_bytes=working,
         feature_bytes=features,
         batch_bytes=round((work.position_rows + 2) * INTEGER * work.tokens),  # with token ids and labels
-        can_be_cut=vision.can_be_cut,
+        can_be_cut=not vision.whole_because,
         pixel_bytes=pixels,
         in_fp32=size == FP32,
         blocks=vision.blocks_run,

@@ -128,7 +128,7 @@ def _check_encoder_ranks(config: RunConfig, models: Models) -> None:
             f"parallel.encoder_ranks: {list(ranks)}, but {trained} trains. A trained encoder stays whole on rank "
             "0: use auto or 0."
         )
-    if not vision.can_be_cut:
+    if vision.whole_because:
         raise UserError(
             f"parallel.encoder_ranks: {list(ranks)}, but {vision.source} {vision.whole_because}, and stays whole on "
             "rank 0: use auto or 0."

@@ -58,6 +58,7 @@ class HyperCLOVAXVisionV2(StockClass):
     merge_size: ClassVar[int] = 2  # of its processor
     block: ClassVar[int] = 2  # patches a side that stand together
     frames: ClassVar[int] = 1  # that its processor counts when it bounds pixels
+    default_bounds: ClassVar = (56 * 56, 28 * 28 * 1280)  # in pixels
     patches: ClassVar[PatchOrder] = "c t dy dx"
 
     def text_config(self, language: dict[str, Any]) -> dict[str, Any]:
@@ -110,11 +111,12 @@ class HyperCLOVAXVisionV2(StockClass):
 
     def pixel_bounds(self, images: dict[str, Any]) -> list[Any]:
         """Return the least and most pixels of an image, as its processor's settings have them."""
-        size = images.get("size", {"shortest_edge": 56 * 56, "longest_edge": 28 * 28 * 1280})
+        size = images.get("size", dict(zip(("shortest_edge", "longest_edge"), self.default_bounds, strict=True)))
         if not isinstance(size, dict):
             raise unfit(IMAGES, "size", size, "shortest_edge and longest_edge, in pixels of the whole image")
         edges = {"min_pixels": size.get("shortest_edge"), "max_pixels": size.get("longest_edge")}
-        return [edges[key] if images.get(key) is None else images[key] for key in edges]  # their older names win
+        # Their older names win, but GLM's processors do not know those.
+        return [edges[key] if self.frames > 1 or images.get(key) is None else images[key] for key in edges]
 
 
 class VideoLlama3(HyperCLOVAXVisionV2):

@@ -110,6 +110,7 @@ class Glm4v(Qwen3VL):
     video_processor = "Glm4vVideoProcessor"
     video_token = "<|video|>"
     text_models = (model_type,)
+    default_bounds = (112 * 112, 28 * 28 * 15000)
     frames = 2
 
     def connector_name(self, name: str) -> str:
@@ -138,6 +139,7 @@ class PaddleOCRVL(Qwen2VL):
     image_processor = "PaddleOCRVLImageProcessor"
     video_processor = None
     video_token = None
+    default_bounds = (384 * 384, 1536 * 1536)
     block = 1
     patches = "c dy dx"
 

@@ -45,13 +45,16 @@ def expand_pretrained(config: RunConfig) -> RunConfig:
         for key, value in keys.items():
             *above, name = key.split(".")
             section = config.value_at(tuple(above))
-            if name in BOUNDS and getattr(section, name) is not None:  # the run's win, and are exported
-                keys[key] = getattr(section, name)
+            if name in BOUNDS and value is not None:  # the run's win, and are exported
+                keys[key] = getattr(section, name) or value
             elif name in section.model_fields_set and (own := getattr(section, name)) != value:
                 raise UserError(
                     f"{key} is {shown(own)} in this configuration, but {shown(value)} in that folder; "
                     f"leave it out, or {BY_PARTS}"
                 )
+        least, most = (keys[f"model.vision.{bound}"] for bound in BOUNDS)
+        if least is not None and least > most:
+            raise UserError(f"model.vision.min_positions is {least}, above max_positions, {most}. Set both")
         stored = content.get("dtype", content.get("torch_dtype"))
         if "dtype" not in config.model.llm.model_fields_set:
             if stored == "float32":

@@ -90,7 +90,7 @@ def test_a_plan_counts_an_image_in_positions_alone(parts):
     [
         ({"model.vision.layout": "square"}, r"layout: square, but \S+ takes images of any size. Set .*layout=native"),
         ({"model.vision.name": "{parts}/vision"}, r"layout: native, but \S+ takes images of one size, 16 pixels"),
-        ({"model.vision.max_positions": 3}, r"min_positions: 4 is above max_positions, which is 3"),
+        ({"model.vision.max_positions": 3}, r"min_positions: 4 is above max_positions, 3"),
         ({"model.vision.longest_edge": 64}, "longest_edge: 64, but min_positions or max_positions is set too"),
         ({"data.image_fit": "pad"}, "image_fit: pad makes one square of an image, but model.vision.layout native"),
     ],

@@ -81,11 +81,7 @@ class ChatText:
     """
 
     def __init__(
-        self,
-        tokenizer: PreTrainedTokenizerBase,
-        end_marks: Iterable[str],
-        template: str = "chat",
-        prompt_text: str = IMAGE_MARK,
+        self, tokenizer: PreTrainedTokenizerBase, end_marks: Iterable[str], template: str, prompt_text: str
     ) -> None:
         """Try the template, `data.template`'s value, on one question and answer; `end_marks` may end an answer.
 

@@ -101,10 +101,6 @@ class VisionShape:
         return ""
 
     @property
-    def can_be_cut(self) -> bool:
-        return not self.whole_because
-
-    @property
     def feature_width(self) -> int:
         return (self.merged_width or self.width) * (1 + len(self.deepstack))
 
@@ -250,33 +246,29 @@ def vision_shape(
     `name` is what `load_vision` takes; with `final_norm` the last norm runs too, with `merger` the encoder's own one.
     `deepstack` adds the features of DeepStack's blocks, if it has any. Raises UserError if it is not known.
     """
-    shape = _vision_shape(name, select_layer, final_norm, merger)
-    return shape if deepstack else replace(shape, deepstack=())
-
-
-def _vision_shape(name: str, select_layer: int, final_norm: bool, merger: bool) -> VisionShape:
+    more = final_norm, merger, deepstack
     folder, recorded, source = find_model_folder(name), find_recorded("vision", name), f"timm's {name}"
     # Encoders with pickled weights only (openai/clip-vit-large-patch14-336) are planned from their record too.
     if recorded is not None and (folder is None or not any(folder.glob("model.safetensors*"))):
         source = f"recorded {recorded.id}"
     elif folder is not None:
-        return _vision_shape_of(folder, name, select_layer, final_norm, merger)
+        return _vision_shape_of(folder, name, select_layer, *more)
     elif not is_timm_name(name):
         raise no_model(name)
     else:
         timm_config(name)  # weights that timm does not have are refused here, not when they are loaded
         recorded = timm_record(name)
-    return vision_shape_from(recorded.config, recorded.parameters, select_layer, source, final_norm, merger)
+    return vision_shape_from(recorded.config, recorded.parameters, select_layer, source, *more)
 
 
-def _vision_shape_of(folder: Path, name: str, select_layer: int, final_norm: bool, merger: bool) -> VisionShape:
+def _vision_shape_of(folder: Path, name: str, select_layer: int, *more: bool) -> VisionShape:
     config_json, tensors = encoder_config(folder), tensor_shapes(folder)
     if tensors is None:
         raise _no_weights(folder, "model.vision.name", f"--vision {name}")
     tensors = encoder_tensors(folder, tensors)
     check_sizes(config_json.get("vision_config") or config_json, tensors, str(folder))
     _refuse_adapters(tensors, folder)
-    shape = vision_shape_from(config_json, tensors, select_layer, str(folder), final_norm, merger)
+    shape = vision_shape_from(config_json, tensors, select_layer, str(folder), *more)
     # The number in config.json is built, that of the weights is planned.
     blocks, stored = encoder_settings(config_json, str(folder)).blocks, shape.blocks_run - select_layer - 1
     if blocks not in (None, stored):
@@ -303,11 +295,12 @@ def vision_shape_from(
     source: str,
     final_norm: bool = False,
     merger: bool = False,
+    deepstack: bool = False,
 ) -> VisionShape:
     """VisionShape from the raw config.json of a timm or Hugging Face vision model and its parameters' stock names."""
     if "architecture" in config_json:
         check_plain_vit(tensors, escape(str(config_json["architecture"])), source)
-    family, image_size, heads, _, window, full_blocks, deepstack = encoder_settings(config_json, source)
+    family, image_size, heads, _, window, full_blocks, taken = encoder_settings(config_json, source)
     unused, tensors = family.unused(final_norm, source, merger), family.own(tensors)
     native, patches = family.native, tensors.get(family.patches, ())
     is_flat = native is not None and native.patches == "dy dx c"  # a matrix over a patch's values
@@ -365,5 +358,5 @@ def vision_shape_from(
         merged_width=merged and merged[0],
         window=window,
         full_blocks=full_blocks,
-        deepstack=deepstack,
+        deepstack=taken if deepstack else (),
     )
