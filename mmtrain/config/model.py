@@ -54,10 +54,10 @@ class VisionSection(Section):
     LLaVA's config.json calls them image_grid_pinpoints. null: LLaVA-NeXT's 5, or LLaVA-OneVision's 36, whose own files
     have the text (1x1),...,(6x6)"""
     min_positions: Kept[Annotated[int, Field(ge=1, le=MAX_CELLS)] | None] = None
-    """minimum image tokens of layout native, qwen_vl, glm_v or paddleocr_vl: smaller images are enlarged; null: 64"""
+    """minimum image tokens of native, qwen_vl, glm_v, paddleocr_vl: smaller images grow; null: 64 or the folder's"""
     max_positions: Kept[Annotated[int, Field(ge=1, le=MAX_CELLS)] | None] = None
     """maximum image tokens of these layouts: larger images are reduced; one far longer than wide may take more, or is
-    quarantined with NaFlex, whose published processor cannot take it; null: 256"""
+    quarantined with NaFlex, whose published processor cannot take it; null: 256 or the folder's"""
     longest_edge: Kept[Annotated[int, Field(ge=1, le=MAX_GRID_SIDE)] | None] = None
     """maximum pixels of an image's longer side under layout native, instead of min_positions and max_positions; smaller
     images keep their size (Pixtral)"""

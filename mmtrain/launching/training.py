@@ -101,8 +101,7 @@ def train(config: RunConfig, options: Options) -> int:
         folder.mkdir(parents=True, exist_ok=True)  # other machines may not see the folder of the first one
         job = _job(config, plan, gpus, local_ranks, start, options, compared)
         with prepared(job):
-            streams, mrope = plan.streaming is not None, has_grid_positions(config)
-            probe(config.model.llm.path, plan.boundaries, streams=streams, mrope=mrope)
+            probe(config.model.llm.path, plan.boundaries, bool(plan.streaming), mrope=has_grid_positions(config))
             failure = run_ranks(job)
         if is_first:
             _leave_page(folder)  # first: whoever reads only the last line must read how the run ended
@@ -148,8 +147,7 @@ def train_as_rank(config: RunConfig, options: Options, rank: int) -> int:
         job = _job(config, plan, gpus, local_ranks, start, options)
         set_rank_environment(job.threads, on_gpus=job.on_gpus)
         if is_first:
-            streams, mrope = plan.streaming is not None, has_grid_positions(config)
-            probe(config.model.llm.path, plan.boundaries, streams=streams, mrope=mrope)
+            probe(config.model.llm.path, plan.boundaries, bool(plan.streaming), mrope=has_grid_positions(config))
             if len(ranks_of(plan.chain)) > 1:
                 can_slice_encoder(config, may_stay_whole=False)
         from torch.distributed import DistError

@@ -110,12 +110,11 @@ class HyperCLOVAXVisionV2(StockClass):
         return {**folder.cells(bounds, self.frames * (self.merge_size * side) ** 2), "factor": factor}
 
     def pixel_bounds(self, images: dict[str, Any]) -> list[Any]:
-        """Return the least and most pixels of an image, as its processor's settings have them."""
+        """Return the least and most pixels of an image. Their older names win; GLM's processors do not know those."""
         size = images.get("size", dict(zip(("shortest_edge", "longest_edge"), self.default_bounds, strict=True)))
         if not isinstance(size, dict):
             raise unfit(IMAGES, "size", size, "shortest_edge and longest_edge, in pixels of the whole image")
         edges = {"min_pixels": size.get("shortest_edge"), "max_pixels": size.get("longest_edge")}
-        # Their older names win, but GLM's processors do not know those.
         return [edges[key] if self.frames > 1 or images.get(key) is None else images[key] for key in edges]
 
 

@@ -353,7 +353,7 @@ def image_layout(config: RunConfig) -> ImageLayout:
             + (
                 f"of one size, {vision.image_size} pixels a side. Set another layout, e.g. {Square.name}"
                 if layout.attends_across
-                else f"of any size. Set model.vision.layout={Native.name}"
+                else f"of any size. Set model.vision.layout={Native.name}, or qwen_vl, glm_v or paddleocr_vl for M-RoPE"
             )
         )
     factor, side = reduction(model.projector), math.isqrt(vision.patches_per_image)

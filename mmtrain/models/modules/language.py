@@ -315,8 +315,7 @@ class _Weights:
         self._stock = llm_class(self.config)
         self._files = llm_tensors(folder, tensor_places(folder))
         if is_mrope_class(self.config):
-            decoder = "model.language_model."
-            self._files = {name.replace("model.", decoder, 1): place for name, place in self._files.items()}
+            self._files = {name.replace("model.", "model.language_model.", 1): at for name, at in self._files.items()}
         prefix = missing_prefix(self._files, self._stock)
         self._global = {name: canonical_name(prefix + name) for name in self._files}
 

@@ -18,6 +18,7 @@ import timm
 import torch
 import transformers
 from torch import nn
+from transformers.models.qwen2_5_vl import modeling_qwen2_5_vl
 from transformers.models.qwen2_vl import modeling_qwen2_vl
 
 from mmtrain.base.errors import UserError
@@ -172,7 +173,7 @@ def _cut_timm(
 
 def model_class(family: EncoderFamily) -> type[transformers.PreTrainedModel]:
     """Return a family's class. Raises UserError for one that the installed transformers lacks."""
-    homes = (transformers, moonvit, modeling_qwen2_vl)  # the last has one that transformers does not export
+    homes = (transformers, moonvit, modeling_qwen2_vl, modeling_qwen2_5_vl)  # transformers does not export all
     if (found := next((getattr(home, family.model) for home in homes if hasattr(home, family.model)), None)) is None:
         raise UserError(
             f"model.vision.name: transformers {transformers.__version__} has no {family.model}. Install version "
@@ -184,7 +185,10 @@ def model_class(family: EncoderFamily) -> type[transformers.PreTrainedModel]:
 def stock_config(family: EncoderFamily, folder: Path) -> transformers.PreTrainedConfig:
     """transformers' config of the encoder in a folder, which may hold a multimodal model."""
     kind = model_class(family).config_class
-    return kind.from_dict(encoder_config(folder)) if holds_encoder(folder) else kind.from_pretrained(folder)
+    config = kind.from_dict(encoder_config(folder)) if holds_encoder(folder) else kind.from_pretrained(folder)
+    if hasattr(config, "depth"):  # Qwen's and GLM's: in transformers 5.17 they do not know the usual names
+        kind.attribute_map = {"num_attention_heads": "num_heads", "num_hidden_layers": "depth"} | kind.attribute_map
+    return config
 
 
 def _load_hf(

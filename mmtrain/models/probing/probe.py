@@ -49,7 +49,7 @@ _EXCEPTION = re.compile(r"^[A-Za-z_][\w.]*: .+")
 _RESULT = re.compile(r"^differences (.+)$", re.MULTILINE)  # libraries may print, too
 
 
-def probe(path: str, cut_points: Sequence[int], *, streams: bool = False, mrope: bool = False) -> None:
+def probe(path: str, cut_points: Sequence[int], streams: bool = False, *, mrope: bool = False) -> None:
     """Try the LLM in folder (or cached hub id) `path` with stages that begin at the decoder layers `cut_points`.
 
     If it `streams`, layers have weights only while they compute; `mrope`: see `causal_config`. Raises UserError naming
