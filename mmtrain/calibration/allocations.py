@@ -7,6 +7,7 @@ Not counted is what libraries allocate past torch (oneDNN's scratch buffers, glo
 
 from __future__ import annotations
 
+import gc
 import itertools
 from collections.abc import Callable
 from typing import NamedTuple
@@ -27,11 +28,12 @@ class Usage(NamedTuple):
 def bytes_used(*works: Callable[[], object], device: torch.device) -> list[Usage]:
     """Do one after the other and count, as alive at a work's end also what it returns, which is let go then.
 
-    Only what the calling thread does is meant to be counted. On a CPU a release counts if the allocation was within the
-    same call, and counting takes long: nothing can be timed.
+    Only what the calling thread does is meant to be counted. On a CPU a release counts if the allocation was counted,
+    in this call or in an earlier one, and counting takes long: nothing can be timed.
     """
     if device.type == "cuda":
         return [_used_on_gpu(work, device) for work in works]
+    gc.collect()  # else what an earlier call left in reference cycles could count as released in this one
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as traced:
         for work in works:
             with record_function(MARK):

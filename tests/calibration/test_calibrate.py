@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import subprocess
 import sys
@@ -138,6 +139,19 @@ def test_live_bytes_are_counted_from_every_allocation_and_release():
     first, second = bytes_used(allocate, release, device=CPU)
     assert first == Usage(peak=2 << 20, end=(1 << 20) + (1 << 18))
     assert second == Usage(peak=0, end=-(1 << 18))
+
+
+def test_garbage_of_an_earlier_call_does_not_count_as_released():
+    def leave_garbage():
+        ring = [torch.zeros(1 << 20)]
+        ring.append(ring)
+
+    gc.disable()
+    try:
+        bytes_used(leave_garbage, device=CPU)
+        assert bytes_used(gc.collect, device=CPU) == [Usage(peak=0, end=0)]
+    finally:
+        gc.enable()
 
 
 # ---- what follows from it
