@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 import timm
 import torch
-import transformers
 from ranks import run_ranks
 from safetensors.torch import load_file, save_file
 from scenes import IMAGE_TOKEN, Case, Document, execute, make_config, make_document, merged, perturb
@@ -38,7 +37,7 @@ from transformers import (
     SiglipVisionConfig,
     VideoLlama3VisionConfig,
 )
-from whole_models import OUR_MODULES
+from whole_models import OUR_MODULES, stock_class
 
 from mmtrain.data.samples.sample import IGNORE, IMAGE_POSITION
 from mmtrain.models.facts.connectors import image_layout
@@ -228,7 +227,7 @@ def vision_config(run: Run) -> dict[str, Any]:
 def stock_model(parts: Path, run: Run) -> nn.Module:
     """The stock class with the weights in `parts`, a random connector, and what trains."""
     llm = AutoModelForCausalLM.from_pretrained(parts / run.family, dtype=torch.float32)
-    kind = getattr(transformers, f"{STOCK[run.stock].name}ForConditionalGeneration")
+    kind = stock_class(f"{STOCK[run.stock].name}ForConditionalGeneration")
     text = llm.config.to_dict()
     if STOCK[run.stock].merger:  # whose head multiplies by it
         text["logits_scaling"] = 1.0
