@@ -53,8 +53,7 @@ def _used_on_gpu(work: Callable[[], object], device: torch.device) -> Usage:
     torch.cuda.synchronize(device)
     begin = torch.cuda.memory_allocated(device)
     torch.cuda.reset_peak_memory_stats(device)
-    result = work()
+    _result = work()  # alive until this function ends
     torch.cuda.synchronize(device)
     peak, end = torch.cuda.max_memory_allocated(device), torch.cuda.memory_allocated(device)
-    del result
     return Usage(peak - begin, end - begin)

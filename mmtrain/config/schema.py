@@ -106,8 +106,7 @@ class DataSection(Section):
     """text tokens of a typical sample; only the planner's estimates use it"""
     expected_image_tiles: Free[Measured[Annotated[Float, Field(ge=1, le=MAX_CELLS)] | None]] = None
     """tiles of a typical image where model.vision.layout makes several of one image (native: its image tokens), for the
-    planner's estimates.
-    mmtrain inspect prints it; null: tiles of a 640 x 480 image"""
+    planner's estimates. mmtrain inspect prints it; null: tiles of a 640 x 480 image"""
     expected_image_positions: Free[Measured[Annotated[Float, Field(ge=1, le=10_000_000)] | None]] = None
     """image tokens of a typical image, for the planner's estimates; set it together with expected_image_tiles"""
     expected_attended_tiles: Free[Measured[Annotated[Float, Field(ge=1, le=MAX_CELLS)] | None]] = None
