@@ -29,7 +29,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import functools
 import glob
 import hashlib
 import math
@@ -48,7 +47,7 @@ from mmtrain.base.progress import ProgressBar
 from mmtrain.config.limits import MAX_IMAGE_PIXELS
 from mmtrain.config.templates import FILE, NAMES, template_argument, template_name
 from mmtrain.data.prepare.sharding import ShardMaker
-from mmtrain.data.prepare.sources import Source, open_sources, stored_images
+from mmtrain.data.prepare.sources import ImageReader, Source, open_sources
 from mmtrain.data.prepare.validate import (
     ShardStats,
     UnfinishedRun,
@@ -158,7 +157,7 @@ def _write_all(stats: ShardStats, options: argparse.Namespace, unfinished: Unfin
         from mmtrain.data.samples.templates import TextCounter  # imports torch
 
         count = TextCounter(options.tokenizer, options.template)
-    stored = functools.partial(stored_images, stats.validator.sources)
+    stored = ImageReader(stats.validator.sources)
     maker = ShardMaker(stats.validator.images, stored, options.out, options.max_pixels, count, earlier)
     with (
         worker_pool(maker, options.workers) as run,

@@ -24,7 +24,7 @@ NonNegativeInt = Annotated[int, Field(ge=0, le=10**9)]
 MAX_RANKS = 100_000  # the plan names each; the largest clusters have as many GPUs
 Shards = str | Annotated[tuple[str, ...], Field(min_length=1)]
 _TARS = NamesFiles(lambda text: not text.startswith("pipe:"))
-SampleFormatName = Literal["auto", "llava", "sharegpt", "caption"]
+SampleFormatName = Literal["auto", "llava", "sharegpt", "qa", "interleaved", "caption"]
 
 
 class RunSection(Section):
@@ -60,7 +60,8 @@ class DataSection(Section):
     """several data sets instead of data.shards, each with name, shards and weight"""
     format: Kept[SampleFormatName] = "auto"
     """sample format. llava: conversations of {from, value}; sharegpt: messages or conversations, with any usual role
-    and content keys; caption: an image and its text; auto: detected from the first 100 samples of each set and recorded
+    and content keys; qa: texts of {user, assistant}, question and answer, prompt and completion; interleaved: a page of
+    texts and images; caption: an image and its text; auto: detected from the first 100 samples of each set and recorded
     in config.yaml"""
     caption_key: Kept[str | None] = Field(None, min_length=1, max_length=200)
     """key of KEY.json that holds the caption; null: KEY.txt, KEY.caption, or the keys caption and text"""

@@ -1,8 +1,10 @@
 """mmtrain shard --from: others' files and folders become the shards that the same data in LLaVA's JSON becomes."""
 
+import base64
 import csv
 import json
 import random
+import re
 import sys
 from pathlib import Path
 
@@ -197,6 +199,98 @@ def test_several_images_of_a_row_and_text_alone_among_them(folder):
     }
     assert json.loads(text["json"]) == {"conversations": asked("Hi", "Yes.")}
     assert json.loads(one["json"])["conversations"] == asked("A <image> b", "c")
+
+
+def base64_of(content: bytes) -> str:
+    return base64.b64encode(content).decode()
+
+
+def in_parts(content: bytes, number: int) -> dict:
+    """As OpenAI's fine-tuning takes it."""
+    url = {"url": f"data:image/jpeg;base64,{base64_of(content)}"}
+    question = [{"type": "image_url", "image_url": url}, {"type": "text", "text": PROMPT}]
+    turns = [{"role": "user", "content": question}, {"role": "assistant", "content": CAPTIONS[number]}]
+    return {"messages": turns}
+
+
+def held(content: bytes) -> dict:
+    return {"bytes": content, "path": None}
+
+
+HELD = {  # rows that hold their images, as their data sets' cards show them
+    "openai.jsonl": in_parts,
+    "llava.json": lambda content, n: llava(n, f"data:image/png;base64,{base64_of(content)}", CAPTIONS[n]),
+    "vlmevalkit.tsv": lambda content, n: {
+        "index": n, "image": base64_of(content), "question": PROMPT, "answer": CAPTIONS[n]
+    },
+    "finevision.parquet": lambda content, n: {
+        "images": [held(content)], "texts": [{"user": PROMPT, "assistant": CAPTIONS[n]}],
+        "source": "CoSyn_400k_chart", "relevance_ratings": [5], "relevance_min": 5,
+    },
+    "the_cauldron.parquet": lambda content, n: {
+        "images": [held(content)], "texts": [{"user": PROMPT, "assistant": CAPTIONS[n], "source": "AI2D"}]
+    },
+    "docvqa.parquet": lambda content, n: {
+        "questionId": str(n), "question": PROMPT, "question_types": ["handwritten"], "image": held(content),
+        "docId": n, "answers": [CAPTIONS[n], CAPTIONS[n].lower()],
+    },
+    "trl.parquet": lambda content, n: {
+        "images": [held(content)],
+        "prompt": [{"role": "user", "content": PROMPT}],
+        "completion": [{"role": "assistant", "content": CAPTIONS[n]}],
+    },
+    "obelics.parquet": lambda content, n: {
+        "images": [held(content), None], "texts": [None, CAPTIONS[n]], "metadata": "[]", "general_metadata": "{}"
+    },
+}  # fmt: skip
+UNREAD = {
+    "vlmevalkit.tsv": "; not read: index",
+    "finevision.parquet": "; not read: source, relevance_ratings, relevance_min",
+    "docvqa.parquet": "; not read: questionId, question_types, docId",
+    "obelics.parquet": "; not read: metadata, general_metadata",
+}
+
+
+@pytest.mark.parametrize("name", HELD)
+def test_rows_of_other_data_sets_become_conversations_with_the_images_that_they_hold(folder, name, capsys):
+    files = [(folder / "images" / image).read_bytes() for image in names(folder)]
+    rows = [HELD[name](content, number) for number, content in enumerate(files)]
+    if name.endswith(".parquet"):
+        parquet.write_table(table(rows), folder / name, row_group_size=5)
+    elif name.endswith(".tsv"):
+        write_csv(folder / name, rows, delimiter="\t")
+    else:
+        (folder / name).write_text("\n".join(map(json.dumps, rows)))
+    for workers in ("1", "2"):
+        arguments = ["--out", str(folder / workers), "--samples-per-shard", "5", "--workers", workers]
+        assert main(["shard", "--from", str(folder / name), *arguments]) == 0
+    assert contents(folder / "1") == contents(folder / "2")
+    stored = [members for tar in sorted((folder / "1").glob("*.tar")) for members in read_members(tar)]
+    assert [members.get("jpg", members.get("png")) for members in stored] == files
+    prompt = "<image>" if name == "obelics.parquet" else f"<image>\n{PROMPT}"
+    turns = [json.loads(members["json"])["conversations"] for members in stored]
+    assert turns == [asked(prompt, text) for text in CAPTIONS]
+    assert [json.loads(members["json"])["image"] for members in stored] == [members["__key__"] for members in stored]
+    said = next(line for line in capsys.readouterr().out.splitlines() if line.startswith(f"{folder / name}: "))
+    assert said.endswith(f"{UNREAD.get(name, '')}: 18 records")
+
+
+@pytest.mark.parametrize("image", ["data:image/png;base64,", "data:image/png;base64,A", "A" * 301, "iVBORw0KGgo" * 30])
+def test_base64_that_is_no_image_has_one_reason_and_does_not_print_its_text(folder, image):
+    rows = [{"image": text, "caption": "x"} for text in (base64_of(b"GIF89a") * 90, image)]
+    (folder / "a.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    assert shard(folder, "a.jsonl", more=("--max-reject-rate", "1")) == 2
+    found = rejections(folder / "out")
+    assert [line["reason"] for line in found] == ["undecodable_image"] * 2
+    assert not any(re.search(r"[A-Za-z0-9+/]{40}", line["detail"]) for line in found)
+
+
+def test_a_message_about_a_value_leaves_out_base64(folder):
+    rows = [{"image": {"data": base64_of(bytes(900))}, "caption": "x"}, {"image": "a.jpg", "caption": "x"}]
+    (folder / "a.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    assert shard(folder, "a.jsonl", more=("--max-reject-rate", "1")) == 2
+    (first, _) = rejections(folder / "out")
+    assert first["detail"] == "an image is {'data': '(1,200 characters)'}"
 
 
 @pytest.mark.parametrize("name", ["a.parquet", "a.csv"])

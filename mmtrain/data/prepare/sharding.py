@@ -60,6 +60,7 @@ class Candidate:
     key: str
     content: dict
     images: tuple[str, ...]
+    holds_images: bool = False  # its row has bytes of images, not only names
 
 
 @dataclass(frozen=True)

@@ -2,11 +2,13 @@
 
 .json .jsonl (LLaVA, ShareGPT, captions, COCO), .csv .tsv, .parquet, .arrow, datasets' folders --open_sources--> Source
 Source --rows--> {"image_path": "a.jpg", "caption": "A cat."}, {"images": [{"bytes": ...}], "messages": [...]}, ...
-    --its Adapter--> {"id", "image", "conversations"}, checked, and the row's images: names of files, or bytes
+    --its Adapter--> {"id", "image", "conversations"}, checked, and the row's images: names of files, or bytes, which
+    texts hold in base64
 """
 
 from __future__ import annotations
 
+import binascii
 import contextlib
 import itertools
 import json
@@ -37,8 +39,16 @@ _DOWNLOAD = (
 _SPLIT_FILE = re.compile(r"(.+)-\d+-of-\d+.*\.parquet|(train|test|val|valid|validation|dev)\.parquet", re.IGNORECASE)
 IMAGE_COLUMNS = (*formats.IMAGE_KEYS, "filepath", "file_path", "file_name", "filename")
 CAPTION_COLUMNS = (*formats.CAPTION_KEYS, "title")
-_CONVERSATION = ("system", *formats.CONVERSATION_KEYS, *formats.UNREAD_KEYS)
+_LISTS = (*formats.CONVERSATION_KEYS, *formats.TEXTS_KEYS, "answers")  # a table may hold them as JSON text
+_CONVERSATION = ("system", *dict.fromkeys(itertools.chain(*formats.KEYS.values())), *formats.UNREAD_KEYS)
+_BASE64 = re.compile(r"data:[^,]{0,100};base64,|(?=[A-Za-z0-9+/\s]{64,}+=*+\s*+\Z)")  # a name of an image has a dot
 _LONGEST_NAME = 4096  # characters; Linux opens no longer one
+_DESCRIPTIONS = {
+    "llava": "LLaVA's conversations",
+    "sharegpt": "ShareGPT's messages",
+    "qa": "questions with their answers",
+    "interleaved": "pages of texts and images",
+}
 
 
 @dataclass(frozen=True)
@@ -55,6 +65,10 @@ class Adapted:
 
     record: Record
     images: tuple[RowImage, ...]
+
+    @property
+    def holds_images(self) -> bool:
+        return any(image.content is not None for image in self.images)
 
     def named(self, key: str) -> Record:
         """Return the record with names for images that have none, made from the sample's key."""
@@ -89,8 +103,16 @@ class Adapter:
     @property
     def description(self) -> str:
         if self.form.name != "caption":
-            return {"llava": "LLaVA's conversations", "sharegpt": "ShareGPT's messages"}[self.form.name]
+            return _DESCRIPTIONS[self.form.name]
         return f"captions (image: {self.image_key or 'none'}, caption: {self.form.caption_key or 'none'})"
+
+    def unread(self, keys: Iterable[str]) -> list[str]:
+        """Return the keys or columns that no row's sample is made from."""
+        if self.as_it_is:
+            return []
+        if self.form.name == "caption":
+            return [key for key in keys if key not in ("id", self.image_key, self.form.caption_key)]
+        return [key for key in keys if key not in ("id", "system", *self.image_keys, *formats.KEYS[self.form.name])]
 
     def settled(self, rows: Sequence[object]) -> Adapter:
         """Return the adapter that reads captions and their images under one key: the first that any row uses."""
@@ -118,7 +140,7 @@ class Adapter:
             if named and not record.images:
                 seen = f"it names images under {named[0]}, but LLaVA's format has them under image"
                 raise BadSample("image_count", f"{seen}; use --from with --format sharegpt")
-            return Adapted(record, tuple(map(RowImage, record.images)))
+            return Adapted(record, self.images(row))
         if not isinstance(row, dict):
             raise BadSample("not_an_object", f"a row with other columns than its table, or not an object: {short(row)}")
         images = self.images(row)
@@ -140,23 +162,25 @@ class Adapter:
             if not images:
                 raise BadSample("image_count", f"a caption without an image: {_nothing(self.image_keys, row)}")
             return formats.caption_turns(caption, images, self.form.caption_prompt)
-        if first_value(row, formats.CONVERSATION_KEYS) is None:
-            raise BadSample("no_conversation", _nothing(formats.CONVERSATION_KEYS, row))
-        conversation = {key: _unpacked(row[key]) for key in row if key in _CONVERSATION}
-        read = formats.sharegpt_turns if self.form.name == "sharegpt" else formats.llava_turns
-        return read(conversation, images)
+        conversation = {key: _unpacked(value) if key in _LISTS else value for key, value in row.items()}
+        conversation |= {key: None for key in formats.IMAGE_KEYS if key in row}  # `images` of them are here
+        if self.form.name == "interleaved":
+            conversation["images"] = _unpacked(first_value(row, self.image_keys))
+        return formats.TURNS[self.form.name](conversation, images)
 
     def images(self, row: dict[str, Any]) -> tuple[RowImage, ...]:
         """Return the images of a row, in order; raises BadSample."""
-        images = _unpacked(first_value(row, self.image_keys))
+        images = _unpacked(first_value(row, ("image",) if self.as_it_is else self.image_keys))
         if images is None:
-            return tuple(map(_image, _images_in_parts(row))) if self.form.name == "sharegpt" else ()
+            return tuple(map(_image, _images_in_parts(row))) if self.form.name in ("sharegpt", "qa") else ()
+        if isinstance(images, list) and self.form.name == "interleaved":
+            images = [image for image in images if image is not None]
         return tuple(map(_image, images if isinstance(images, list) else [images]))
 
 
 def _images_in_parts(row: dict[str, Any]) -> Iterator[object]:
     """Yield the images inside messages: {"type": "image", "image": "a.jpg"}."""
-    messages = _unpacked(first_value(row, formats.CONVERSATION_KEYS))
+    messages = _unpacked(first_value(row, (*formats.CONVERSATION_KEYS, "prompt")))
     for message in messages if isinstance(messages, list) else []:
         content = message.get("content") if isinstance(message, dict) else None
         for part in content if isinstance(content, list) else []:
@@ -177,6 +201,11 @@ def _image(value: object) -> RowImage:
     """Read an image: a name, bytes, or both, as datasets' Image has them; raises BadSample."""
     fields = value if isinstance(value, dict) else {"path": value} if isinstance(value, str) else {"bytes": value}
     name, content = fields.get("path") or None, fields.get("bytes") or None
+    if isinstance(name, str) and (begin := _BASE64.match(name)):
+        try:
+            return RowImage(None, memoryview(binascii.a2b_base64(name[begin.end() :])))
+        except ValueError as error:
+            raise BadSample("undecodable_image", f"{len(name):,} characters of base64: {error}") from None
     is_sound = isinstance(name, str | None) and isinstance(content, memoryview | None)
     if not is_sound or (name is None and content is None) or len(name or "") > _LONGEST_NAME:
         raise BadSample("bad_image_field", f"an image is {short(value)}")
@@ -203,13 +232,12 @@ class Source:
     records: int = 0
 
     @property
-    def holds_bytes(self) -> bool:
-        """Whether its rows may hold images themselves."""
+    def is_arrow(self) -> bool:
         return self.path.suffix.lower() in arrow_files.SUFFIXES
 
     def rows(self, first: int = 0) -> Iterator[object]:
         """Yield the rows from `first` on; raises UserError, when it gets there, for a damaged file."""
-        if self.holds_bytes:
+        if self.is_arrow:
             return arrow_files.arrow_rows(self.path, self.adapter.columns, first)
         if self.path.suffix.lower() in text_files.SEPARATORS:
             rows = text_files.table_rows(self.path)
@@ -219,7 +247,7 @@ class Source:
 
     def count(self) -> int:
         """Return the number of rows; raises UserError for a damaged file."""
-        return arrow_files.count_rows(self.path) if self.holds_bytes else sum(1 for _ in self.rows())
+        return arrow_files.count_rows(self.path) if self.is_arrow else sum(1 for _ in self.rows())
 
 
 def open_sources(path: Path, form: SampleFormat, image_key: str | None) -> tuple[list[Source], str]:
@@ -234,7 +262,7 @@ def open_sources(path: Path, form: SampleFormat, image_key: str | None) -> tuple
     rows = [_without_contents(row) for row in first]
     if not rows:
         raise UserError(f"{path}: has no records")
-    if sources[0].holds_bytes:
+    if sources[0].is_arrow:
         keys = arrow_files.arrow_columns(sources[0].path)
     else:
         keys = list(dict.fromkeys(key for row in rows if isinstance(row, dict) for key in row))
@@ -245,7 +273,8 @@ def open_sources(path: Path, form: SampleFormat, image_key: str | None) -> tuple
     ]
     adapter = _fitting(path, rows, adapters, keys)
     counted = [replace(source, adapter=adapter, records=source.count()) for source in sources]
-    return counted, adapter.description
+    unread = f"; not read: {_named(unread)}" if (unread := adapter.unread(keys)) else ""
+    return counted, f"{adapter.description}{unread}"
 
 
 def place(sources: Sequence[Source], number: int) -> tuple[Source, int]:
@@ -257,24 +286,32 @@ def place(sources: Sequence[Source], number: int) -> tuple[Source, int]:
     raise AssertionError(f"{number} records more than there are")
 
 
-def stored_images(sources: Sequence[Source], candidates: Iterable[Candidate]) -> Iterator[Sequence[memoryview | None]]:
-    """Yield for each candidate the bytes of its images that its row holds; None for one that is a file."""
-    opened: Source | None = None
-    rows: Iterator[object] = iter(())
-    at = 0
-    for candidate in candidates:
-        source, row = place(sources, candidate.record)
-        if not source.holds_bytes:
-            yield (None,) * len(candidate.images)
-            continue
-        if source is not opened:
-            opened, rows, at = source, source.rows(row), row
-        content = next(itertools.islice(rows, row - at, None), None)
-        at = row + 1
-        images = source.adapter.images(content) if isinstance(content, dict) else ()
-        if len(images) != len(candidate.images):
-            raise UserError(f"{source.path}: has changed while it was read. Start again")
-        yield [image.content for image in images]
+class ImageReader:
+    """Reads the images that rows hold, once more: jobs get their candidates without them."""
+
+    def __init__(self, sources: Sequence[Source]) -> None:
+        self.sources = sources
+        self.opened: Source | None = None
+        self.rows: Iterator[object] = iter(())
+        self.next_row = 0
+
+    def __call__(self, candidates: Iterable[Candidate]) -> Iterator[Sequence[memoryview | None]]:
+        """Yield for each candidate the bytes of its images that its row holds; None for one that is a file."""
+        if self.opened is not None and self.opened.is_arrow:
+            self.opened = None  # its rows are found by their number; a text's only from its begin
+        for candidate in candidates:
+            if not candidate.holds_images:
+                yield (None,) * len(candidate.images)
+                continue
+            source, row = place(self.sources, candidate.record)
+            if source is not self.opened or row < self.next_row:
+                self.opened, self.rows, self.next_row = source, source.rows(row), row
+            content = next(itertools.islice(self.rows, row - self.next_row, None), None)
+            self.next_row = row + 1
+            images = source.adapter.images(content) if isinstance(content, dict) else ()
+            if len(images) != len(candidate.images):
+                raise UserError(f"{source.path}: has changed while it was read. Start again")
+            yield [image.content for image in images]
 
 
 def _without_contents(value: object, levels: int = 4) -> object:

@@ -71,7 +71,7 @@ class Validator:
                 continue
             self.keys[key] = record
             named = adapted.named(key)
-            candidate = Candidate(record, key, named.content, named.images)
+            candidate = Candidate(record, key, named.content, named.images, adapted.holds_images)
             size = self._size(candidate, adapted.images)
             if candidates and filled + size > self._full:
                 yield ShardJob(number, tuple(candidates), tuple(rejected))

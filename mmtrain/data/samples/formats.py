@@ -3,10 +3,13 @@
 KEY.json, KEY.txt, KEY.caption --conversation, as a SampleFormat says--> turns ("system" | "human" | "gpt", text), in
 whose texts each image has one <image> mark
 
-    llava     KEY.json {"conversations": [{"from": "human" | "gpt" | "system", "value": text}, ...]}, with all its marks
-    sharegpt  KEY.json {"messages" or "conversations": [...]}, role and content under any of the keys and names that
-              are usual (ROLE_KEYS, CONTENT_KEYS, SPEAKERS), contents as texts or as lists of parts; "system" beside it
-    caption   KEY.txt, KEY.caption, or a key of KEY.json
+    llava        KEY.json {"conversations": [{"from": "human" | "gpt" | "system", "value": text}, ...]}, with all marks
+    sharegpt     KEY.json {"messages" or "conversations": [...]}, role and content under any of the keys and names that
+                 are usual (ROLE_KEYS, CONTENT_KEYS, SPEAKERS), contents as texts or as lists of parts; "system" beside
+    qa           KEY.json {"texts": [{"user": text, "assistant": text}, ...]}, as FineVision and the_cauldron have them,
+                 or a question and an answer under QUESTION_KEYS and ANSWER_KEYS: texts, or lists of messages (TRL's)
+    interleaved  KEY.json {"texts": [text or null, ...], "images": [null or image, ...]}, as OBELICS has a web page
+    caption      KEY.txt, KEY.caption, or a key of KEY.json
 
 Where a conversation has images and no mark, the marks are put before its first question, as LLaVA writes them. Other
 samples raise BadSample.
@@ -17,7 +20,8 @@ from __future__ import annotations
 import json
 import re
 import shlex
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, get_args
 
@@ -39,6 +43,9 @@ Turns = tuple[tuple[str, str], ...]
 CAPTION_SUFFIXES = ("txt", "caption")
 TEXT_SUFFIXES = ("json", *CAPTION_SUFFIXES)  # of members that some format reads
 CONVERSATION_KEYS = ("messages", "conversations", "conversation")
+TEXTS_KEYS = ("texts",)
+QUESTION_KEYS = ("question", "prompt")
+ANSWER_KEYS = ("answer", "answers", "completion")
 ROLE_KEYS = ("role", "from")
 CONTENT_KEYS = ("content", "value", "text")
 SPEAKERS = {
@@ -56,13 +63,14 @@ _UNREAD_MEDIA = re.compile(  # suffixes of pictures, videos and sound
     "mp4|m4v|mov|avi|mkv|webm|mpe?g|wmv|flv|wav|mp3|flac|ogg|opus|m4a)"
 )
 CAPTION_KEYS = ("caption", "text")  # of KEY.json, where no key is named
+_NEXT_PAGE = "END_OF_DOCUMENT_TOKEN_TO_BE_REPLACED"  # a paragraph of OBELICS where a page begins another article
 
 
 @dataclass(frozen=True)
 class SampleFormat:
     """One way to write samples; the last two fields, as in `data`, count for captions alone."""
 
-    name: str = "llava"  # llava, sharegpt, caption
+    name: str = "llava"  # one of NAMES
     caption_key: str | None = None
     caption_prompt: str = ""
 
@@ -121,7 +129,7 @@ def conversation(members: Mapping[str, bytes], images: int, form: SampleFormat) 
         raise BadSample("image_count", f"{seen}; {needed}")
     if form.name == "caption":
         return caption_turns(content, images, form.caption_prompt)
-    return sharegpt_turns(content, images) if form.name == "sharegpt" else llava_turns(content, images)
+    return TURNS[form.name](content, images)
 
 
 def llava_turns(record: object, images: int) -> Turns:
@@ -157,11 +165,67 @@ def sharegpt_turns(record: object, images: int) -> Turns:
     if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
         needed = f"it needs a list of messages under {' or '.join(CONVERSATION_KEYS[:2])}"
         raise BadSample("no_conversation", f"{needed}; {keys_or_value(record)}")
+    return _conversation(record, messages, images)
+
+
+def _conversation(record: object, messages: Sequence[dict], images: int) -> Turns:
     turns = [_turn(number, message) for number, message in enumerate(messages)]
     if (system := _system_beside(record)) and turns[0][0] != "system":
         turns.insert(0, ("system", system))
     refuse_what_would_be_lost(record, turns, images)
     return _with_marks(turns, images)
+
+
+def qa_turns(record: object, images: int) -> Turns:
+    """Return the turns of a record that names its questions and answers; raises BadSample.
+
+    Of several answers to one question, as annotators of VQA gave them, the most frequent is taken, or else the first.
+    """
+    pairs = first_value(record, TEXTS_KEYS)
+    if isinstance(pairs, list) and all(isinstance(pair, dict) for pair in pairs):
+        sides = [(speaker, pair.get(speaker)) for pair in pairs for speaker in ("user", "assistant")]
+        return _conversation(record, [{"role": speaker, "content": text} for speaker, text in sides], images)
+    question, answer = first_value(record, QUESTION_KEYS), first_value(record, ANSWER_KEYS)
+    if question is None or answer is None:
+        needed = f"{' or '.join(QUESTION_KEYS)} with {' or '.join(ANSWER_KEYS)}, or texts of {{user, assistant}}"
+        raise BadSample("no_conversation", f"it needs {needed}; {keys_or_value(record)}")
+    return _conversation(record, [*_messages("user", question), *_messages("assistant", answer)], images)
+
+
+def _messages(speaker: str, value: object) -> list[dict]:
+    if isinstance(value, list) and value:
+        if all(isinstance(message, dict) and any(key in message for key in ROLE_KEYS) for message in value):
+            return value
+        answers = [entry.get("answer") if isinstance(entry, dict) else entry for entry in value]
+        if all(isinstance(text, str) for text in answers):
+            value = Counter(answers).most_common(1)[0][0]
+    return [{"role": speaker, "content": value}]
+
+
+def interleaved_turns(record: object, images: int) -> Turns:
+    """Return a page as one answer, which holds its texts and images in their order; raises BadSample.
+
+    The images that it begins with are the question. Where the record lists no images, each null among the texts is one.
+    """
+    texts, named = first_value(record, TEXTS_KEYS), first_value(record, ("images",))
+    if not isinstance(texts, list) or not all(isinstance(text, str | None) for text in texts):
+        needed = "it needs a list of texts and nulls under texts, and under images a list with nulls for the texts"
+        raise BadSample("no_conversation", f"{needed}; {keys_or_value(record)}")
+    named = [text is None for text in texts] if named is None else named
+    if not isinstance(named, list) or len(named) != len(texts):
+        raise BadSample("image_count", f"texts has {len(texts)} places; images must be a list of that length")
+    pieces: list[str] = []
+    for text, image in zip(texts, named, strict=True):
+        pieces += [IMAGE_MARK] * bool(image)
+        pieces += [part for part in map(str.strip, (text or "").split(_NEXT_PAGE)) if part]
+    leading = next((place for place, piece in enumerate(pieces) if piece != IMAGE_MARK), len(pieces))
+    answer = ""
+    for before, piece in zip(["", *pieces[leading:]], pieces[leading:], strict=False):
+        between = "" if not before else "\n" if IMAGE_MARK in (before, piece) else "\n\n"
+        answer += between + piece
+    turns = judged_turns([("human", "\n".join(pieces[:leading])), ("gpt", answer)])
+    refuse_wrong_image_count(turns, images)
+    return turns
 
 
 def caption_turns(caption: object, images: int, prompt: str) -> Turns:
@@ -178,7 +242,13 @@ def caption_turns(caption: object, images: int, prompt: str) -> Turns:
 
 def first_value(record: object, keys: Iterable[str]) -> Any:
     """Return a record's value under the first of the keys that holds anything; None where there is none."""
-    return next((record[key] for key in keys if record.get(key)), None) if isinstance(record, dict) else None
+    key = first_key(record, keys)
+    return None if key is None else record[key]
+
+
+def first_key(record: object, keys: Iterable[str]) -> str | None:
+    """Return the first of the keys under which a record holds anything; None where there is none."""
+    return next((key for key in keys if record.get(key)), None) if isinstance(record, dict) else None
 
 
 def _has_marks(turns: Sequence[tuple[str, str]]) -> bool:
@@ -271,3 +341,17 @@ def _with_marks(turns: list[tuple[str, str]], images: int) -> Turns:
     judged = judged_turns(turns)
     refuse_wrong_image_count(judged, images)
     return judged
+
+
+KEYS = {  # of a record, by format: what its conversation may be under
+    "llava": CONVERSATION_KEYS[1:2],
+    "sharegpt": CONVERSATION_KEYS,
+    "qa": (*TEXTS_KEYS, *QUESTION_KEYS, *ANSWER_KEYS),
+    "interleaved": TEXTS_KEYS,
+}
+TURNS: dict[str, Callable[[object, int], Turns]] = {  # of a record and its number of images; raises BadSample
+    "llava": llava_turns,
+    "sharegpt": sharegpt_turns,
+    "qa": qa_turns,
+    "interleaved": interleaved_turns,
+}

@@ -38,6 +38,7 @@ class PlainTemplate:
 
     [BOS] images, caption, EOS. BOS only if the tokenizer begins texts with it; the words of system and human turns are
     dropped; caption and EOS are supervised. Source: `preprocess_plain` of LLaVA, which ends with a line break, not EOS.
+    Images inside the caption, of an interleaved page, stay in their places; the texts between them are tokenized alone.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, layout: ImageLayout, vocab_size: int) -> None:
@@ -72,13 +73,19 @@ class PlainTemplate:
         if speakers != ["human", "gpt"]:
             seen = f"{len(speakers) // 2} questions and answers"
             raise BadSample("template", f"the plain template takes one question and one answer; it has {seen}")
-        if IMAGE_MARK in caption:
-            raise BadSample("template", f"{IMAGE_MARK} in the caption; the plain template puts images before it")
         _refuse_special(self.special_texts, sample.turns[-1:], self.tokenizer.name_or_path)
-        supervised = [*self._ids(caption), self.tokenizer.eos_token_id]
+        texts = caption.split(IMAGE_MARK)
         tilings = tilings_of(sample, self.layout)
-        context = self.prefix + self._images(tilings)
-        return _document(sample, tilings, context + supervised, [IGNORE] * len(context) + supervised, self)
+        before = len(tilings) - len(texts) + 1
+        input_ids = self.prefix + self._images(tilings[:before])
+        labels = [IGNORE] * len(input_ids)
+        for place, text in enumerate(texts, before):
+            ids = self._ids(text)
+            image = self._images(tilings[place : place + 1])
+            input_ids += ids + image
+            labels += ids + [IGNORE] * len(image)
+        end = self.tokenizer.eos_token_id
+        return _document(sample, tilings, [*input_ids, end], [*labels, end], self)
 
     def _images(self, tilings: Sequence[Tiling]) -> list[int]:
         """Tokens of all images with the texts around them, which are tokenized together, as stock processors do."""

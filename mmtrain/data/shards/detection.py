@@ -18,12 +18,15 @@ from mmtrain.base.errors import UserError
 from mmtrain.base.printing import escape
 from mmtrain.config.schema import DataSection, SampleFormatName
 from mmtrain.data.samples.formats import (
+    ANSWER_KEYS,
     NAMES,
+    QUESTION_KEYS,
     SEEN,
     TEXT_SUFFIXES,
     SampleFormat,
     best,
     candidates,
+    first_key,
     json_record,
     text_suffix,
 )
@@ -69,6 +72,12 @@ def sample_format(
         raise UserError("\n  ".join(lines))
     (suffix, _), *_ = Counter(text_suffix(form.reading, members) for members in first).most_common()
     _log.debug(f"{key}: format {form.name} (KEY.{suffix}), as in {readable} of the first {len(first)} samples")
+    asked = next(filter(None, (first_key(json_record(members), QUESTION_KEYS) for members in first)), None)
+    if form.name == "caption" and asked is not None:
+        _log.warning(
+            f"{key}: {asked} of KEY.json is not read: each caption answers {caption_prompt!r} (data.caption_prompt). "
+            f"With an answer beside it ({', '.join(ANSWER_KEYS)}), data.format=qa reads both"
+        )
     return form
 
 

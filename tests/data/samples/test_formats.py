@@ -9,6 +9,7 @@ from mmtrain.data.samples.records import BadSample
 from mmtrain.data.samples.sample import read_sample
 
 SHAREGPT = SampleFormat("sharegpt")
+QA, PAGE = SampleFormat("qa"), SampleFormat("interleaved")
 CAPTION = SampleFormat("caption", caption_prompt="What is it?")
 ASKED = (("human", "<image>\nWhat is it?"), ("gpt", "A cat."))
 PLAIN = [{"role": "user", "content": "What is it?"}, {"role": "assistant", "content": "A cat."}]
@@ -74,6 +75,36 @@ def test_parts_keep_their_order_and_a_system_prompt_its_place():
     assert read(SHAREGPT, 2, json={"messages": PLAIN})[0][1] == "<image>\n<image>\nWhat is it?"
 
 
+PAIRS = [{"user": "What is it?", "assistant": "A cat.", "source": "x"}, {"user": "Why?", "assistant": "It purrs."}]
+CHAT = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "What is it?"}]}]
+
+
+@pytest.mark.parametrize(
+    ("record", "more"),
+    [
+        ({"texts": PAIRS}, (("human", "Why?"), ("gpt", "It purrs."))),
+        ({"question": "What is it?", "answer": "A cat."}, ()),
+        ({"question": "What is it?", "answers": ["A dog.", "A cat.", "A cat."]}, ()),
+        ({"question": "What is it?", "answers": ["A cat.", "A dog."]}, ()),
+        ({"question": "What is it?", "answers": [{"answer": "A cat.", "answer_id": 1}], "prompt": "unused"}, ()),
+        ({"prompt": "What is it?", "completion": "A cat."}, ()),
+        ({"prompt": CHAT, "completion": PLAIN[1:]}, ()),
+    ],
+)
+def test_questions_with_their_answers_become_the_conversation(record, more):
+    assert read(QA, json=record) == (*ASKED, *more)
+
+
+def test_a_page_is_one_answer_with_its_images_in_their_places():
+    texts = [None, None, "First.", "Second.", None, " Third.\n\nEND_OF_DOCUMENT_TOKEN_TO_BE_REPLACED\n\nNext. "]
+    answer = "First.\n\nSecond.\n<image>\nThird.\n\nNext."
+    assert read(PAGE, 3, json={"texts": texts}) == (("human", "<image>\n<image>"), ("gpt", answer))
+    lost = {"texts": texts, "images": [None, "a.jpg", None, None, "b.jpg", None]}  # one that was not downloaded
+    assert read(PAGE, 2, json=lost) == (("human", "<image>"), ("gpt", answer))
+    assert read(PAGE, 1, json={"texts": ["A.", None]}) == (("human", ""), ("gpt", "A.\n<image>"))
+    assert read(PAGE, 0, json={"texts": ["A.", "", "B."], "images": [None] * 3}) == (("human", ""), ("gpt", "A.\n\nB."))
+
+
 def test_a_caption_is_found_where_it_stands():
     assert read(CAPTION, txt=b"A cat.\n") == read(CAPTION, caption=b" A cat.") == ASKED
     assert read(CAPTION, json={"text": "A cat."}) == read(CAPTION, json={"caption": ["<image>\nA cat.", "B"]}) == ASKED
@@ -106,6 +137,17 @@ def test_a_caption_is_found_where_it_stands():
         (SHAREGPT, 1, messages(PLAIN[0], {**PLAIN[1], "weight": 0}), "masked_answer", "turn 1, .* has weight: 0"),
         (SHAREGPT, 1, messages(PLAIN[0], {**PLAIN[1], "loss": False}), "masked_answer", "has loss: False"),
         (SHAREGPT, 1, messages(PLAIN[0], {**PLAIN[1], "train": False}), "masked_answer", "has train: False"),
+        (QA, 1, {"json": {"question": "x", "texts": ["a"]}}, "no_conversation", "needs question .* keys are question"),
+        (QA, 1, {"json": {"question": "x", "answer": 3}}, "non_text_value", "turn 1 has the value 3"),
+        (QA, 1, {"json": {"question": "x", "answers": ["a", None]}}, "non_text_value", "turn 1 has the value None"),
+        (QA, 1, {"json": {"texts": [{"user": "x"}]}}, "non_text_value", "turn 1 has the value None"),
+        (QA, 1, {"json": {"texts": PAIRS, "image": ["a", "b"]}}, "image_count", "names 2 images, but .* has 1"),
+        (PAGE, 1, {"json": {"texts": PAIRS}}, "no_conversation", "a list of texts and nulls .* its keys are texts"),
+        (PAGE, 1, {"json": {"texts": [None]}}, "no_answer", "turn 1, from gpt, is empty"),
+        (PAGE, 1, {"json": {"texts": ["a"]}}, "image_count", "0 <image> marks in the conversation, 1 images"),
+        (PAGE, 1, {"json": {"texts": ["a"], "images": []}}, "image_count", "0 <image> marks"),
+        (PAGE, 1, {"json": {"texts": ["a", None], "images": ["a"]}}, "image_count", "texts has 2 places"),
+        (PAGE, 1, {"json": {"texts": [None, "an <image>"]}}, "image_count", "2 <image> marks"),
         (CAPTION, 1, {"txt": b"\xff"}, "not_json", "txt: 'utf-8'"),
         (CAPTION, 1, {"txt": b" <image> "}, "no_answer", "empty"),
         (CAPTION, 0, {"txt": b"A cat."}, "image_count", "a caption without an image"),

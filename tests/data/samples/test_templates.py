@@ -51,6 +51,17 @@ def test_plain_is_images_then_caption_then_eos_with_labels_on_the_caption_and_eo
     assert document.labels == (*[IGNORE] * 3 * images, *words, 2, IGNORE)
 
 
+@pytest.mark.parametrize("question", ["", "<image>"])
+def test_images_inside_a_caption_stay_in_their_places_unsupervised(tokenizer, question):
+    first, last = (tokenizer(text, add_special_tokens=False).input_ids for text in ("a red circle\n", "\na blue one"))
+    sample = caption("a red circle\n<image>\na blue one<image>", 2 + bool(question), question)
+    document = plain(tokenizer, positions=3)(sample)
+    begin, image = [IMAGE_POSITION] * 3 * bool(question), [IMAGE_POSITION] * 3
+    assert document.input_ids == (1, *begin, *first, *image, *last, *image, 2)
+    unseen = [IGNORE] * 3
+    assert document.labels == (*[IGNORE] * len(begin), *first, *unseen, *last, *unseen, 2, IGNORE)
+
+
 def test_plain_takes_a_tokenizer_without_a_fast_one():
     document = plain(ByT5Tokenizer())(caption("é!"))
     assert document.input_ids == (IMAGE_POSITION, 0xC3 + 3, 0xA9 + 3, ord("!") + 3, 1)
@@ -70,7 +81,6 @@ def test_shifted_labels_give_the_loss_that_transformers_computes_from_unshifted_
     ("sample", "detail"),
     [
         (talk("a", "b", "c", "d"), "the plain template takes one question and one answer; it has 2 questions"),
-        (caption("see <image>"), "<image> in the caption"),
         (caption("the end </s> of it"), "a turn from gpt holds '</s>', a special token of"),
     ],
 )
