@@ -6,10 +6,13 @@ Input, with the images that it names, if any does, relative to one folder:
                      "conversations": [{"from": "human", "value": "<image>\\nDescribe it."},
                                        {"from": "gpt", "value": "A red door."}]}
                     ShareGPT's: {"messages" or "conversations": [{"role": "user", "content": "..."}, ...],
-                    "images": [...]}; captions: {"image": "a.jpg", "caption": "A red door."}; COCO's captions
+                    "images": [...]}; FineVision's: {"texts": [{"user": "...", "assistant": "..."}], "images": [...]};
+                    {"question" or "prompt": "...", "answer", "answers" or "completion": ..., "image": ...};
+                    OBELICS's: {"images": ["a.jpg", null], "texts": [null, "..."]}, in the order of a page;
+                    captions: {"image": "a.jpg", "caption": "A red door."}; COCO's captions
     .csv .tsv       captions, the first line names the columns
     .parquet, a folder of them, or of datasets' save_to_disk
-                    captions or messages; images as bytes, or names of files (pip install 'mmtrain[datasets]')
+                    any of these; images as bytes, or names of files (pip install 'mmtrain[datasets]')
 
 Output, in the folder that --out names:
     shard-000000.tar ...   per sample KEY.json (the record, in LLaVA's form) and KEY.jpg, or KEY.0.jpg, KEY.1.jpg with

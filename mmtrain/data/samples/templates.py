@@ -54,7 +54,8 @@ class PlainTemplate:
         bos = tokenizer.bos_token_id
         with panics_told(tokenizer.name_or_path):
             self.prefix = [bos] if tokenizer("a").input_ids[:1] == [bos] and bos is not None else []
-        self.special_texts = any_of(tokenizer.convert_ids_to_tokens(sorted(_special_ids(tokenizer))))
+        special = tokenizer.convert_ids_to_tokens(sorted(_special_ids(tokenizer)))
+        self.special_texts = any_of([text for text in special if text != IMAGE_MARK])
         _refuse_missing_marks(tokenizer, layout)
         self.encoder = with_marks(tokenizer, IMAGE_MARK) if layout.has_texts else tokenizer
         self.image_id = self.encoder.convert_tokens_to_ids(IMAGE_MARK)

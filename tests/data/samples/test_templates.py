@@ -51,8 +51,11 @@ def test_plain_is_images_then_caption_then_eos_with_labels_on_the_caption_and_eo
     assert document.labels == (*[IGNORE] * 3 * images, *words, 2, IGNORE)
 
 
+@pytest.mark.parametrize("has_mark", [False, True])
 @pytest.mark.parametrize("question", ["", "<image>"])
-def test_images_inside_a_caption_stay_in_their_places_unsupervised(tokenizer, question):
+def test_images_inside_a_caption_stay_in_their_places_unsupervised(tokenizer, question, has_mark):
+    if has_mark:
+        tokenizer.add_special_tokens({"additional_special_tokens": ["<image>"]})
     first, last = (tokenizer(text, add_special_tokens=False).input_ids for text in ("a red circle\n", "\na blue one"))
     sample = caption("a red circle\n<image>\na blue one<image>", 2 + bool(question), question)
     document = plain(tokenizer, positions=3)(sample)
@@ -60,6 +63,14 @@ def test_images_inside_a_caption_stay_in_their_places_unsupervised(tokenizer, qu
     assert document.input_ids == (1, *begin, *first, *image, *last, *image, 2)
     unseen = [IGNORE] * 3
     assert document.labels == (*[IGNORE] * len(begin), *first, *unseen, *last, *unseen, 2, IGNORE)
+
+
+def test_images_inside_an_answer_are_not_supervised_and_the_words_around_them_are(tokenizer):
+    page = talk("<image>", "a red circle\n<image>\na blue one", images=2)
+    document = ChatTemplate(tokenizer, Square(3), 1000, "llava_v1")(page)
+    answer = tokenizer.decode([label for label in document.labels if label != IGNORE])
+    assert answer.split() == ["a", "red", "circle", "a", "blue", "one</s>"]
+    assert document.input_ids.count(IMAGE_POSITION) == 6
 
 
 def test_plain_takes_a_tokenizer_without_a_fast_one():
