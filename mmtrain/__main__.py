@@ -20,6 +20,7 @@ COMMANDS = {  # in the order of their use; the module of each, and what it does
     "index": ("mmtrain.cli.index", "index webdataset shards from elsewhere, or anew"),
     "inspect": ("mmtrain.cli.inspect", "show what is in shards; compare every byte; show one sample"),
     "report": ("mmtrain.cli.report", "make the page of a run, or of several"),
+    "benchmark": ("mmtrain.cli.benchmark", "score a trained model on benchmarks, beside its run's own scores"),
     "export": ("mmtrain.cli.export", "export what was trained, for transformers or for LLaVA's code"),
     "chat": ("mmtrain.cli.chat", "ask a trained model about a picture"),
     "convert": ("mmtrain.cli.convert", "turn pickled weights into safetensors"),

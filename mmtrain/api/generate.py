@@ -218,7 +218,7 @@ class Conversation:
         self.images = []
         for number, image in enumerate(images, start=1):
             with foreign_files(f"picture {number}, {image.width} x {image.height} pixels,"):
-                self.images.append(_resized(image, processor.image_processor))
+                self.images.append(resized(image, processor.image_processor))
                 processor.image_processor(images=self.images[-1], return_tensors="pt")  # refuses those too thin for it
         self.limit = limit
         self.show = show
@@ -301,7 +301,7 @@ class Conversation:
             ) from error
 
 
-def _resized(image: Image.Image, settings: Any) -> Image.Image:
+def resized(image: Image.Image, settings: Any) -> Image.Image:
     """Resize a picture as training does, for classes whose processors do so with torchvision alone."""
     if hasattr(settings, "min_image_tokens"):  # Lfm2Vl's
         bounds = settings.min_image_tokens, settings.max_image_tokens, settings.encoder_patch_size

@@ -30,6 +30,7 @@ QUARANTINE = "quarantine.jsonl"  # written by data/stream/account, which lies be
 RECORDS = (METRICS, ANSWERS, "samples.jsonl", QUARANTINE, BAD_STEPS)
 DISCARDED = "discarded.jsonl"
 AUDIT = "audit.json"
+BENCHMARKS = "benchmarks.jsonl"
 REPORT = "report.html"
 # What a start that fails may leave.
 BEFORE_THE_FIRST_STEP = ("log*.txt", QUARANTINE, REPORT, *map(leftovers, (CONFIG, PLAN, REPORT)))

@@ -127,7 +127,7 @@ def mark_answers(config: RunConfig, folder: Path) -> str | None:
     )
 
 
-def _as_prompted(text: str, layout: ImageLayout, *, alone: bool) -> str:
+def as_prompted(text: str, layout: ImageLayout, *, alone: bool) -> str:
     """Return a turn's text, or its images alone, as the stock prompt writes them."""
     text = IMAGE_MARK * text.count(IMAGE_MARK) if alone else text
     return text if layout.prompt_text == IMAGE_MARK else BREAKS.sub(layout.prompt_text, text)
@@ -143,7 +143,7 @@ def _fault(folder: Path, before: str, template: Template) -> str | None:
     documents = documents_of(template, CONVERSATIONS, ((1, 1),) * 2)
     for turns, document in documents:
         messages = [
-            {"role": ROLES[who], "content": _as_prompted(text, layout, alone=plain and who != "gpt")}
+            {"role": ROLES[who], "content": as_prompted(text, layout, alone=plain and who != "gpt")}
             for who, text in turns
         ]
         for ask in (False, True):

@@ -12,6 +12,7 @@ from mmtrain.report.records import Evaluation, RunRecord
 
 SHOWN = 4  # names in a sentence
 SIGNIFICANT = 2  # standard errors
+NORMAL_95 = 1.959964  # standard deviations on each side hold 95% of a normal distribution
 MIN_LOSS_DIFFERENCE = 0.02  # relative; counts where exact answers do not tell
 FEW_EXACT = 0.05  # below this share exact answers say nothing: answers are long
 
@@ -134,7 +135,7 @@ def _looked(run: RunRecord) -> Finding:
         why = "eval.permuted_control=true, with eval.shards or eval.fraction, evaluates with shuffled images "
         return Finding("unknown", f"{why}at the end of a run.")
     last = run.evaluations[-1]
-    text = f"With shuffled images: {_scores(control)}; with the right images: {_scores(last)}."
+    text = f"With shuffled images: {_scores(control)}; with the right images: {_scores(last)}.{_gain(last, control)}"
     if (kept := control.samples - control.permuted_samples) > 0:
         text += f" {counted(kept, 'sample')} kept {'its' if kept == 1 else 'their'} own images."
     better, by_loss = _compare(last, control)
@@ -144,6 +145,29 @@ def _looked(run: RunRecord) -> Finding:
     if _few(last, control):
         return Finding("too few exact answers to tell", text, "mixed")
     return Finding("no sign of it", f"{text} The model answers equally well without the right images.", "bad")
+
+
+def _gain(last: Evaluation, control: Evaluation) -> str:
+    """Say how many more answers are exact with the right images, with a 95% interval.
+
+    Of the difference of two shares, by Newcombe's method 10: R. G. Newcombe, Statistics in Medicine 17 (1998), 873-890.
+    It takes the answers for independent.
+    """
+    if last.exact_match is None or control.exact_match is None or not (last.answers and control.answers):
+        return ""
+    difference = last.exact_match - control.exact_match
+    (low, high), (control_low, control_high) = _wilson(last), _wilson(control)
+    least = difference - math.hypot(last.exact_match - low, control_high - control.exact_match)
+    most = difference + math.hypot(high - last.exact_match, control.exact_match - control_low)
+    return f" The right images add {100 * difference:.1f} points (95% interval {100 * least:.1f} to {100 * most:.1f})."
+
+
+def _wilson(scores: Evaluation) -> tuple[float, float]:
+    """Return the 95% interval of a share of exact answers; E. B. Wilson, JASA 22 (1927), 209-212."""
+    share, count = scores.exact_match or 0.0, scores.answers
+    middle = share + NORMAL_95**2 / (2 * count)
+    half = NORMAL_95 * math.sqrt(share * (1 - share) / count + NORMAL_95**2 / (4 * count**2))
+    return (middle - half) / (1 + NORMAL_95**2 / count), (middle + half) / (1 + NORMAL_95**2 / count)
 
 
 def _scores(scores: Evaluation) -> str:

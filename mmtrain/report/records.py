@@ -24,13 +24,14 @@ from mmtrain.base.errors import UserError
 from mmtrain.base.json_lines import whole_lines
 from mmtrain.base.printing import disclosed, escape, first_few
 from mmtrain.base.small_files import MAX_JSON_BYTES, open_file, read_limited
-from mmtrain.checkpoint.run_folder import ANSWERS, AUDIT, BAD_STEPS, CONFIG, DISCARDED, METRICS, PLAN, QUARANTINE
+from mmtrain.checkpoint.run_folder import ANSWERS, AUDIT, BAD_STEPS, BENCHMARKS, CONFIG, DISCARDED, METRICS, PLAN, QUARANTINE
 from mmtrain.config.strict_yaml import read_yaml
 
 LISTED = 50  # entries kept of each list
 MAX_QUESTIONS = 100
 MAX_CHARACTERS = 2000
 MAX_RANKS = 4096
+MAX_SCORES = 1000  # of a task
 MAX_POINTS = 2000  # of a curve in a chart
 LARGEST = 1e30  # a larger number comes from a damaged record, and would make sums infinite
 T = TypeVar("T")
@@ -157,6 +158,17 @@ class Answer(BaseModel):
     truth: Text
     right: bool
     pictures: Annotated[list[str], Field(max_length=64)]
+
+
+class Benchmark(BaseModel):
+    """What `mmtrain benchmark` measured of the model after `step` updates: (value, standard error) of each metric."""
+
+    step: Count
+    task: Text
+    limit: Count | None
+    answers: Count | None
+    scores: Annotated[dict[Text, tuple[Number, Number | None]], Field(max_length=MAX_SCORES)]
+    versions: dict[Text, Text]
 
 
 class Stage(BaseModel):
@@ -290,6 +302,7 @@ class RunRecord:
     events: list[Event] = field(default_factory=list)  # the first ones of each kind
     counts: Counter[str] = field(default_factory=Counter)  # of all events, by kind
     questions: list[tuple[Answer, Answer | None, Answer | None]] = field(default_factory=list)  # any, before, after
+    benchmarks: list[Benchmark] = field(default_factory=list)  # the last one of each task
     problems: list[str] = field(default_factory=list)  # with the files
 
 
@@ -307,6 +320,7 @@ def read_run(folder: Path) -> RunRecord:
     _read_metrics(run)
     _read_faults(run)
     _read_answers(run)
+    run.benchmarks = list({record.task: record for record in _read_lines(run, BENCHMARKS, Benchmark)}.values())
     run.events.sort(key=lambda event: (event.step, event.at or 0))
     return run
 

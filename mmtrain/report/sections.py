@@ -43,7 +43,7 @@ PARTS = {"weights": 0, "optimizer": 3, "activations": 2, "workspace": 4}  # of p
 
 
 def sections(run: RunRecord) -> list[Section]:
-    makers = (trained, learning, evaluations, answers, rank_times, memory, samples, faults, configuration)
+    makers = (trained, learning, evaluations, benchmarks, answers, rank_times, memory, samples, faults, configuration)
     return [make(run) for make in makers]
 
 
@@ -110,6 +110,31 @@ def evaluations(run: RunRecord) -> Section:
     columns = ("evaluation", ">step", ">loss", ">exact match", ">token accuracy", ">answers", ">samples")
     chart = Chart("scores", "Scores on held-out samples", series, "share", y_unit="share")
     return Section("evaluations", title, says, (chart,), (table("Scores", columns, rows),))
+
+
+def benchmarks(run: RunRecord) -> Section:
+    rows = benchmark_rows(run)
+    if not rows:
+        return Section("benchmarks", "Benchmarks", ("None yet: mmtrain benchmark RUN scores the model by lmms-eval.",))
+    columns = ("task", "metric", ">score", ">answers", ">step", "versions")
+    says = "A model whose projector alone was trained may score near 0 here, though its held-out scores are good."
+    return Section("benchmarks", "Benchmarks", (says,), tables=(table("Scores by lmms-eval", columns, rows),))
+
+
+def benchmark_rows(run: RunRecord) -> list[tuple[str, ...]]:
+    """Return (task, metric, score ± standard error, answers, step, versions) of each score."""
+    return [
+        (
+            record.task,
+            metric,
+            number(value) + ("" if error is None else f" ± {number(error)}"),
+            ("-" if record.answers is None else f"{record.answers:,}") + (" (--limit)" if record.limit else ""),
+            f"{record.step:,}",
+            ", ".join(f"{library} {version}" for library, version in record.versions.items()),
+        )
+        for record in run.benchmarks
+        for metric, (value, error) in record.scores.items()
+    ]
 
 
 def answers(run: RunRecord) -> Section:

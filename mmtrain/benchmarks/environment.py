@@ -1,0 +1,47 @@
+"""The Python environment in which lmms-eval runs: its packages above those of this one, which it does not touch.
+
+It is made once, in the cache, by venv and pip. torch, transformers and mmtrain are those that run here; where lmms-eval
+needs another version of a package, pip puts that one into the new environment alone.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import site
+import subprocess
+import sys
+import venv
+from pathlib import Path
+
+from mmtrain.base.cache import cache_folder
+from mmtrain.base.durable import held
+from mmtrain.base.errors import UserError
+from mmtrain.base.printing import escape
+
+_log = logging.getLogger(__name__)
+LMMS_EVAL = "lmms-eval==0.7.3"  # with it a local task of the demo gets the score that the run records
+
+
+def lmms_python() -> Path:
+    """Return the interpreter of lmms-eval's environment, made now if need be. Raises UserError where pip fails."""
+    here = [*site.getsitepackages(), *([site.getusersitepackages()] if site.ENABLE_USER_SITE else [])]
+    key = hashlib.sha256(repr((LMMS_EVAL, sys.version, here)).encode()).hexdigest()[:20]
+    folder = cache_folder("lmms-eval") / key
+    python, complete = folder / "bin" / "python", folder / "complete"
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with held(folder.with_name(f".{key}.lock"), wait=True):
+        if complete.is_file():
+            return python
+        _log.info(f"installing {LMMS_EVAL} into {folder}, once: about 0.5 GB, a few minutes")
+        venv.create(folder, clear=True, with_pip=True)
+        version = f"python{sys.version_info.major}.{sys.version_info.minor}"
+        added = "".join(f"import site; site.addsitedir({path!r})\n" for path in here)
+        (folder / "lib" / version / "site-packages" / "mmtrain_parent.pth").write_text(added)
+        command = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", LMMS_EVAL]
+        made = subprocess.run(command, capture_output=True, text=True)
+        if made.returncode:
+            why = escape((made.stderr.strip().splitlines() or ["pip does not say why"])[-1], 300)
+            raise UserError(f"{LMMS_EVAL} cannot be installed into {folder}: {why}. It needs a network, once")
+        complete.touch()
+    return python

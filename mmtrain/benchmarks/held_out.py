@@ -1,0 +1,47 @@
+"""A run's held-out questions, for lmms-eval: each answer of a conversation is asked for, given the true turns before it.
+
+held-out samples --write_questions--> questions.jsonl, {"messages", "images", "answer"}, and the images as they are
+
+An answer generated greedily equals the true one where each of its tokens is ranked first, given the true tokens before:
+that is the run's exact match, unless two answers of different tokens have the same text.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from mmtrain.config.schema import RunConfig
+from mmtrain.data.samples.chat import ROLES
+from mmtrain.data.samples.records import IMAGE_MARK
+from mmtrain.data.samples.sample import IGNORE
+from mmtrain.data.stream.loader import PackedBatches
+from mmtrain.demo.data import make_demo_data
+from mmtrain.exporting.chat_template import as_prompted
+from mmtrain.models.facts.connectors import image_layout
+from mmtrain.training.held_out import HeldOut
+
+HELD_OUT = "held_out"  # the task's name
+QUESTIONS = "questions.jsonl"
+
+
+def write_questions(config: RunConfig, folder: Path) -> int:
+    """Write the questions into `folder`; return how many tokens an answer may have. Raises UserError for lost data."""
+    make_demo_data(config)
+    layout, plain, longest = image_layout(config), config.data.template == "plain", 0
+    with (folder / QUESTIONS).open("w", encoding="utf-8") as file:
+        for number, document in enumerate(HeldOut(PackedBatches(config, 0, 1)).documents):
+            longest = max(longest, sum(label != IGNORE for label in document.labels))
+            images = [f"{number}-{place}" for place in range(len(document.sample.images))]
+            for name, content in zip(images, document.sample.images, strict=True):
+                (folder / name).write_bytes(content)
+            messages: list[dict[str, str]] = []
+            seen = 0
+            for speaker, text in document.sample.turns:
+                if speaker == "gpt":
+                    asked = {"messages": messages, "images": images[:seen], "answer": text}
+                    file.write(json.dumps(asked, ensure_ascii=False) + "\n")
+                seen += text.count(IMAGE_MARK)
+                content = as_prompted(text, layout, alone=plain)
+                messages = [*messages, {"role": ROLES[speaker], "content": content}]
+    return longest
