@@ -26,6 +26,7 @@ from mmtrain.launching.machine import (
     suggest_for_here,
 )
 from mmtrain.launching.training import calibrate, ranks_of_node, train, train_as_rank
+from mmtrain.models.facts.hub import download_models
 from mmtrain.models.facts.model_files import find_model_folder
 from mmtrain.models.weights.projector_files import refuse_unfit_init_from
 from mmtrain.plan.plan import render
@@ -44,7 +45,10 @@ def run(options: Options) -> int:
     """Do what the options ask for and return the exit code. Raises UserError."""
     rank = rank_of_torchrun()
     try:
-        config = expand_pretrained(load_config(options.config, options.overrides))
+        config = load_config(options.config, options.overrides)
+        if options.download:
+            download_models(config)
+        config = expand_pretrained(config)
         if options.trace is not None and (options.plan or options.calibrate):
             raise UserError("--trace records training, and nothing is trained here. Leave --trace out")
         if options.suggest is not None:

@@ -35,7 +35,7 @@ exporting  report
 launching
 launch
 api
-doctor
+benchmarks  doctor
 cli
 __main__
 """

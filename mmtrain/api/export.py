@@ -90,7 +90,7 @@ def export(
             from mmtrain.exporting.peft_folder import export_peft  # peft takes a second
 
             chosen = base or default_base(checkpoint.config)
-            exported = export_peft(checkpoint, folder, tensors, shard_bytes, chosen, out, show)
+            exported = export_peft(checkpoint, folder, tensors, shard_bytes, chosen, show)
         if exported is not None and exported.unmarked:
             _log.info(exported.unmarked)
         if exported is not None and verify is not None:

@@ -143,11 +143,13 @@ def main(request: Mapping[str, Any], tell: Callable[[dict], None]) -> None:
         tasks[tasks.index(HELD_OUT)] = held_out_task(Path(request["questions"]), request["longest"])
     model = StockModel(Path(request["folder"]), request["batch_size"], tell)
     results = simple_evaluate(model=model, tasks=tasks, limit=request["limit"], batch_size=request["batch_size"])
-    tell({
-        "results": {task: _scores(of_task) for task, of_task in results["results"].items()},
-        "answers": {task: counts["effective"] for task, counts in results["n-samples"].items()},
-        "versions": {name: importlib.metadata.version(name) for name in VERSIONS},
-    })
+    tell(
+        {
+            "results": {task: _scores(of_task) for task, of_task in results["results"].items()},
+            "answers": {task: counts["effective"] for task, counts in results["n-samples"].items()},
+            "versions": {name: importlib.metadata.version(name) for name in VERSIONS},
+        }
+    )
 
 
 def _scores(of_task: Mapping[str, Any]) -> dict[str, list[float | None]]:

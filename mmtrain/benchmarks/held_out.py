@@ -1,4 +1,4 @@
-"""A run's held-out questions, for lmms-eval: each answer of a conversation is asked for, given the true turns before it.
+"""A run's held-out questions, for lmms-eval: each answer of a conversation, given the true turns before it.
 
 held-out samples --write_questions--> questions.jsonl, {"messages", "images", "answer"}, and the images as they are
 

@@ -20,10 +20,11 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from mmtrain.api.benchmark import HELD_OUT, benchmark
 from mmtrain.base.arguments import command_parser, positive
 from mmtrain.base.printing import print_result
 from mmtrain.base.progress import ByteBars, ProgressBar
+from mmtrain.benchmarks.held_out import HELD_OUT
+from mmtrain.benchmarks.score import benchmark
 from mmtrain.checkpoint.run_folder import REPORT
 from mmtrain.checkpoint.step_folder import find
 from mmtrain.report.headline import headline
@@ -48,7 +49,8 @@ def run(options: argparse.Namespace) -> None:
     for question in ("Did it work?", "Did it look at the images?"):
         print_result(f"{question} {findings[question].answer}. {findings[question].text}")
     with contextlib.ExitStack() as stack:
-        exporting, bars = stack.enter_context(ByteBars(sys.stdout)), []
+        exporting = stack.enter_context(ByteBars(sys.stdout))
+        bars: list[ProgressBar] = []
 
         def show(done: int, total: int) -> None:
             if not bars:
@@ -69,7 +71,9 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     run_help = "the folder of a run, whose newest whole checkpoint is taken, or of one checkpoint"
     parser.add_argument("run", type=Path, metavar="RUN", help=run_help)
     names = lambda text: [name.strip() for name in text.split(",") if name.strip()]  # noqa: E731
-    task_help = f"names with commas between them ({HELD_OUT}); lmms-eval's list: https://github.com/EvolvingLMMs-Lab/lmms-eval"
+    task_help = (
+        f"names with commas between them ({HELD_OUT}); lmms-eval's list: https://github.com/EvolvingLMMs-Lab/lmms-eval"
+    )
     parser.add_argument("--tasks", type=names, default=[HELD_OUT], metavar="NAME[,NAME]", help=task_help)
     parser.add_argument("--limit", type=positive(int), metavar="N", help="only the first N questions of each task")
     batch_help = "prompts that are answered together (%(default)s)"

@@ -31,6 +31,7 @@ from mmtrain.api.export import DifferentError, Dtype, Format, export
 from mmtrain.base.arguments import command_parser, positive
 from mmtrain.base.printing import print_result, show_error
 from mmtrain.base.progress import ByteBars
+from mmtrain.models.facts.hub import make_repository, push
 from mmtrain.runtime.child import leave_out_gpu_kernels
 from mmtrain.stock.exporters import Base
 
@@ -42,6 +43,8 @@ EXAMPLES = """\
         --out exported/projector
   the adapters of a run with model.lora, for peft, and the model that they are added to:
     mmtrain export runs/lora --format peft --base hf --out exported/lora --verify
+  also on the hub, where whoever may read the repository loads it by its name (hf auth login first):
+    mmtrain export runs/mine --format hf --out exported/mine --verify --push my-org/mine
   for LLaVA's stage 2, --pretrain_mm_mlp_adapter exported/llava-mine/mm_projector.bin:
     mmtrain export runs/mine --format llava --dtype bfloat16 --out exported/llava-mine
 """
@@ -54,9 +57,11 @@ EXITS = {
 def run(options: argparse.Namespace) -> int:
     """Write what the options ask for; the exit code. Raises UserError."""
     leave_out_gpu_kernels()  # models are compared on the CPU
+    if options.push is not None:
+        make_repository(options.push)  # before the long part
     try:
         with ByteBars(sys.stdout) as progress:
-            export(
+            folder = export(
                 options.run,
                 options.format,
                 options.out,
@@ -69,6 +74,8 @@ def run(options: argparse.Namespace) -> int:
     except DifferentError as error:
         show_error(error)
         return 1
+    if options.push is not None:
+        print_result(f"pushed: {push(folder, options.push)}")
     return 0
 
 
@@ -86,5 +93,7 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     base_help = "peft: what the adapters are for. llm: the published LLM (default for text alone); hf: OUT/base (else)"
     parser.add_argument("--base", choices=get_args(Base), help=base_help)
     verify_help = "hf, peft: compare logits with mmtrain's own on N held-out samples, batches with single answers (8)"
+    push_help = "upload OUT to the hub too, into this repository, which is made private if it is not there"
+    parser.add_argument("--push", metavar="ORG/NAME", help=push_help)
     parser.add_argument("--verify", type=positive(int), nargs="?", const=8, metavar="N", help=verify_help)
     return parser.parse_args(arguments)

@@ -18,9 +18,11 @@ import jinja2
 import transformers
 import yaml
 
+from mmtrain.base.errors import UserError
 from mmtrain.base.printing import escape
+from mmtrain.base.small_files import MAX_JSON_BYTES, read_limited
 from mmtrain.models.facts.adapters import adapted_layer, is_adapter, is_llm_adapter
-from mmtrain.models.facts.model_files import HUB_ID
+from mmtrain.models.facts.model_files import HUB_ID, find_model_folder
 from mmtrain.models.modules.projector import PROJECTOR
 
 PLAIN = re.compile(r"(?!www\.)[A-Za-z0-9]+([ .,+/_-][A-Za-z0-9]+)*")  # nothing that Markdown or HTML reads
@@ -36,7 +38,12 @@ def write_card(folder: Path, about: Mapping[str, Any], form: str, *, is_whole: b
 
     is_whole: the folder is that of a published model, with what trained in its place.
     """
+    parts = [about[part] for part in ("llm", "vision") if about[part]]
+    licences = {public_name(part): _licence(part) for part in parts}
+    about = {**about, **{part: about[part] and public_name(about[part]) for part in ("llm", "vision")}}
     front: dict[str, Any] = dict(FRONT[form])
+    if len(known := set(licences.values())) == 1 and None not in known:
+        front["license"] = known.pop()
     models = {"model": [about["llm"], about["vision"]], "text": [about["llm"]]}
     models["adapters"] = [] if context.get("base_folder") else [about["llm"]]
     if hub_ids := [name for name in models[form] if HUB_ID.fullmatch(name) and "/" in name]:
@@ -46,6 +53,7 @@ def write_card(folder: Path, about: Mapping[str, Any], form: str, *, is_whole: b
     text = _template().render(
         front=yaml.safe_dump(front, sort_keys=False),
         about=about,
+        licences=licences,
         form=form,
         is_whole=is_whole,
         transformers=transformers.__version__,
@@ -54,6 +62,22 @@ def write_card(folder: Path, about: Mapping[str, Any], form: str, *, is_whole: b
         **context,
     )
     (folder / "README.md").write_text(text)
+
+
+def public_name(model: str) -> str:
+    """Return a model's name without the folders of this machine; a hub id as it is."""
+    return Path(model).name if Path(model).expanduser().is_dir() or not HUB_ID.fullmatch(model) else model
+
+
+def _licence(model: str) -> str | None:
+    """Return the licence that the card in a model's folder names; None where there is no card, or no such name."""
+    folder = find_model_folder(model)
+    try:
+        card = read_limited(folder / "README.md", MAX_JSON_BYTES, "a card") if folder is not None else b""
+        named = yaml.safe_load(card.decode().split("---\n")[1]).get("license")
+    except (OSError, UserError, IndexError, AttributeError, ValueError, yaml.YAMLError):
+        return None
+    return named if isinstance(named, str) and PLAIN.fullmatch(named) else None
 
 
 @functools.cache

@@ -30,7 +30,7 @@ from mmtrain.base.errors import UserError
 from mmtrain.base.printing import escape
 from mmtrain.checkpoint.step_folder import StepFolder
 from mmtrain.config.model import LoraSection
-from mmtrain.exporting.card import write_card
+from mmtrain.exporting.card import public_name, write_card
 from mmtrain.exporting.hf import ExportedModel, export_hf
 from mmtrain.exporting.projector_file import origin, run_tensors, write_projector_file
 from mmtrain.exporting.tensors import TensorSource, cast_to, write_tensors
@@ -54,10 +54,9 @@ def export_peft(
     dtype: torch.dtype,
     shard_bytes: int,
     base: Base,
-    out: Path,
     progress: Callable[[str, int, int], None] = lambda what, done, total: None,
 ) -> ExportedModel | None:
-    """Write the folder, which will be called `out`; return the base model that was written, if any.
+    """Write the folder; return the base model that was written, if any.
 
     Raises UserError for a run without adapters of its LLM, for tensors that have no place, and as `export_hf`.
     """
@@ -72,12 +71,12 @@ def export_peft(
         exported = export_hf(checkpoint, folder / BASE, dtype, shard_bytes, progress, merged=False)
         exported = replace(exported, adapters=folder)
         made = AutoConfig.from_pretrained(folder / BASE, local_files_only=True, trust_remote_code=False)
-        stock, name = getattr(transformers, *made.architectures), str(out.expanduser().absolute() / BASE)
+        stock, name = getattr(transformers, *made.architectures), BASE
     else:
         if projector := {name: source for name, source in tensors.items() if name.startswith(PROJECTOR)}:
             write_projector_file(about, folder, projector, dtype)
         made = causal_config(llm)
-        stock, name = llm_class(made), config.model.llm.path
+        stock, name = llm_class(made), public_name(config.model.llm.path)
     with torch.device("meta"), quiet():
         whole = stock(made)
     described, places = _places(whole, causal_config(llm, has_grid_positions(config)), adapters, config.model.lora)

@@ -67,7 +67,8 @@ def origin(checkpoint: StepFolder, tensors: Mapping[str, TensorSource]) -> dict[
         "data_fingerprint": state["data"]["fingerprint"],
         "frozen_fingerprint": state["frozen_fingerprint"],
         "training_loss": state["loss"] if isinstance(state["loss"], int | float) else None,  # else it is not finite
-        "evaluation": _evaluation(checkpoint),
+        "evaluation": _evaluation(checkpoint, "eval"),
+        "control": _evaluation(checkpoint, "eval_permuted"),  # with shuffled images
         "versions": state["versions"],
     }
 
@@ -79,10 +80,10 @@ def run_tensors(checkpoint: StepFolder) -> dict[str, TensorSource]:
     return projector | {name: stored(name, file) for name in read_header(file)}
 
 
-def _evaluation(checkpoint: StepFolder) -> dict[str, Any] | None:
+def _evaluation(checkpoint: StepFolder, kind: str) -> dict[str, Any] | None:
     """Return the scores of the run's evaluation at the checkpoint's step; None if there was none."""
     scores = None
-    for record in recorded(checkpoint.run / METRICS, "eval"):
+    for record in recorded(checkpoint.run / METRICS, kind):
         if record.get("step") == checkpoint.step:
             scores = {name: record[name] for name in SCORES if isinstance(record.get(name), int | float)}
     return scores

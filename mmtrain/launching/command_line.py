@@ -67,6 +67,7 @@ class Options(argparse.Namespace):
     allow_change: list[str]
     trace: int | None = None
     verbose: bool = False
+    download: bool = False
     nnodes: int = 1
     node_rank: int = 0
     rdzv_endpoint: str | None = None
@@ -133,6 +134,10 @@ def parse_arguments(arguments: Sequence[str]) -> Options:
     parser.add_argument(
         "--verbose", action="store_true", help="show the plan and all details on the console, which log.txt has anyway"
     )
+    download_help = (
+        "first download models that are hub ids and not here: safetensors, JSON, templates; nothing that runs"
+    )
+    parser.add_argument("--download", action="store_true", help=download_help)
     parser.add_argument("--nnodes", type=int, metavar="N", help="machines that share the run (default 1)")
     parser.add_argument("--node-rank", type=int, metavar="R", help="which of them this is, from 0")
     parser.add_argument("--rdzv-endpoint", metavar="HOST:PORT", help="where they meet: a free port of machine 0")

@@ -24,7 +24,17 @@ from mmtrain.base.errors import UserError
 from mmtrain.base.json_lines import whole_lines
 from mmtrain.base.printing import disclosed, escape, first_few
 from mmtrain.base.small_files import MAX_JSON_BYTES, open_file, read_limited
-from mmtrain.checkpoint.run_folder import ANSWERS, AUDIT, BAD_STEPS, BENCHMARKS, CONFIG, DISCARDED, METRICS, PLAN, QUARANTINE
+from mmtrain.checkpoint.run_folder import (
+    ANSWERS,
+    AUDIT,
+    BAD_STEPS,
+    BENCHMARKS,
+    CONFIG,
+    DISCARDED,
+    METRICS,
+    PLAN,
+    QUARANTINE,
+)
 from mmtrain.config.strict_yaml import read_yaml
 
 LISTED = 50  # entries kept of each list

@@ -95,7 +95,7 @@ def no_model(path: str) -> UserError:
     if HUB_ID.fullmatch(path) and ("/" not in path or not Path(path).parent.is_dir()):
         return UserError(
             f"{path}: neither a folder nor a hub id in the local cache {hub_cache()}. "
-            f"Download it first: hf download {path}"
+            f"Download it first: hf download {path}, or mmtrain train CONFIG --download"
         )
     return UserError(
         f"{path}: no such folder. Name the folder of a model, or a hub id such as Qwen/Qwen2.5-7B-Instruct"

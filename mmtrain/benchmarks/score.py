@@ -7,7 +7,6 @@ run or checkpoint --exported once, into the cache--> Hugging Face folder
 from __future__ import annotations
 
 import json
-import logging
 import subprocess
 import tempfile
 import time
@@ -20,12 +19,11 @@ from mmtrain.api.run import Run
 from mmtrain.base.errors import UserError
 from mmtrain.base.json_lines import JsonLines
 from mmtrain.base.printing import escape
+from mmtrain.benchmarks.environment import lmms_python
+from mmtrain.benchmarks.held_out import HELD_OUT, write_questions
 from mmtrain.checkpoint.run_folder import BENCHMARKS
 from mmtrain.checkpoint.step_folder import find
 from mmtrain.report.records import read_run
-
-_log = logging.getLogger(__name__)
-HELD_OUT = "held_out"
 
 
 def benchmark(
@@ -42,9 +40,6 @@ def benchmark(
     "held_out" is the run's own held-out set; all other names are lmms-eval's, which downloads their data. `limit`: only
     the first so many questions of each task. `show` gets (questions answered, of all). Raises UserError.
     """
-    from mmtrain.benchmarks.environment import lmms_python
-    from mmtrain.benchmarks.held_out import write_questions
-
     checkpoint = find(run.folder if isinstance(run, Run) else Path(run))
     read_run(checkpoint.run)  # refuses a checkpoint outside of its run's folder, which gets the records
     if checkpoint.config.model.vision is None:
