@@ -1,4 +1,4 @@
-"""A hub on 127.0.0.1, of which huggingface_hub uploads to and downloads from: what of the hub's API it asks for.
+"""A model hub on 127.0.0.1: as much of its API as huggingface_hub asks for when it uploads and downloads.
 
 It was written from what the client sends, and not compared with the hub.
 """
@@ -81,7 +81,10 @@ class Handler(BaseHTTPRequestHandler):
         name = "/".join(path.split("/")[3:5])
         if path.endswith("/preupload/main"):
             mode = lambda file: "lfs" if file["path"].endswith(".safetensors") else "regular"  # noqa: E731
-            files = [{"path": file["path"], "uploadMode": mode(file), "shouldIgnore": False} for file in json.loads(body)["files"]]
+            files = [
+                {"path": file["path"], "uploadMode": mode(file), "shouldIgnore": False}
+                for file in json.loads(body)["files"]
+            ]
             return self.answer({"files": files})
         for line in map(json.loads, body.splitlines()):  # of a commit
             value = line["value"]
@@ -100,14 +103,19 @@ class Handler(BaseHTTPRequestHandler):
         path = unquote(urlsplit(self.path).path)
         if path == "/api/whoami-v2":
             is_known = self.headers.get("Authorization") == f"Bearer {TOKEN}"
-            return self.answer({"name": "tester", "type": "user"} if is_known else {"error": "Invalid"}, 200 if is_known else 401)
+            return self.answer(
+                {"name": "tester", "type": "user"} if is_known else {"error": "Invalid"}, 200 if is_known else 401
+            )
         if path.startswith("/api/models/"):
             name = "/".join(path.split("/")[3:5])
             files = self.server.repositories.get(name)
             if files is None:
                 return self.answer({"error": "Repository not found"}, 404, X_Error_Code="RepoNotFound")
             if "/tree/" in path:
-                listed = [{"type": "file", "path": file, "size": len(content), "oid": COMMIT} for file, content in files.items()]
+                listed = [
+                    {"type": "file", "path": file, "size": len(content), "oid": COMMIT}
+                    for file, content in files.items()
+                ]
                 return self.answer(listed)
             return self.answer({"id": name, "sha": COMMIT, "siblings": [{"rfilename": file} for file in files]})
         if "/resolve/" not in path:
@@ -120,7 +128,7 @@ class Handler(BaseHTTPRequestHandler):
         etag = f'"{hashlib.sha256(content).hexdigest()}"'
         return self.answer(content, ETag=etag, X_Repo_Commit=COMMIT)
 
-    do_HEAD = do_GET
+    do_HEAD = do_GET  # noqa: N815 - http.server looks for this name
 
 
 @contextlib.contextmanager

@@ -1,4 +1,4 @@
-"""Runs in lmms-eval's environment: `python -m mmtrain.benchmarks.driver REQUEST`, a JSON file that `benchmark` writes.
+"""Runs in lmms-eval's environment: `python -m mmtrain.benchmarks.driver REQUEST`, a JSON file of `mmtrain benchmark`.
 
 lmms-eval's tasks --messages with pictures--> StockModel, an exported folder --answers--> lmms-eval's scores
 standard output: lines of JSON, {"done", "total"} while it runs, then {"results", "answers", "versions"} or {"error"}
@@ -31,7 +31,7 @@ from mmtrain.benchmarks.held_out import HELD_OUT, QUESTIONS
 from mmtrain.data.stream.images import decode_image, upright
 
 NEW_TOKENS = 256  # where a task names no number
-VERSIONS = ("lmms_eval", "transformers", "torch")
+Prompt = tuple[list[dict], list[Image.Image], dict[str, Any]]  # messages, pictures, settings of generation
 
 
 class StockModel(lmms):
@@ -44,45 +44,48 @@ class StockModel(lmms):
         self.batch_size, self.tell = batch_size, tell
 
     def generate_until(self, requests: list[Instance]) -> list[str]:
+        """Answer greedily, in batches of prompts with the same settings, all or none of them with pictures."""
         answers: list[str] = []
         while len(answers) < len(requests):
-            batch = self._next_batch(requests[len(answers) :])
+            batch: list[Prompt] = []
+            for prompt in map(self._prompt, requests[len(answers) : len(answers) + self.batch_size]):
+                if batch and (prompt[2] != batch[0][2] or bool(prompt[1]) != bool(batch[0][1])):
+                    break
+                batch.append(prompt)
             answers += self._answers(batch)
             self.tell({"done": len(answers), "total": len(requests)})
         return answers
 
-    def _next_batch(self, requests: Sequence[Instance]) -> list[tuple[list[dict], list[Image.Image], dict]]:
-        """Return the first prompts that can share a batch: the same settings, and all or none of them with pictures."""
-        batch: list[tuple[list[dict], list[Image.Image], dict]] = []
-        for request in requests[: self.batch_size]:
-            _, doc_to_messages, settings, number, task, split = request.args
-            messages, pictures = _split(doc_to_messages(self.task_dict[task][split][number]))
-            if batch and (settings != batch[0][2] or bool(pictures) != bool(batch[0][1])):
-                break
-            batch.append((messages, pictures, settings))
-        return batch
+    def _prompt(self, request: Instance) -> Prompt:
+        _, doc_to_messages, settings, number, task, split = request.args
+        pictures, messages = [], []
+        for message in doc_to_messages(self.task_dict[task][split][number]):
+            parts = message["content"]
+            pictures += message.get("pictures", [])  # of held_out, whose contents are texts
+            if not isinstance(parts, str):
+                if others := {part["type"] for part in parts} - {"text", "image"}:
+                    raise UserError(f"{task}: has {min(others)}, but these models take texts and images")
+                pictures += [part["url"] for part in parts if part["type"] == "image"]
+                parts = [{name: value for name, value in part.items() if name != "url"} for part in parts]
+            messages.append({"role": message["role"], "content": parts})
+        return messages, [resized(upright(picture), self.processor.image_processor) for picture in pictures], settings
 
-    def _answers(self, batch: Sequence[tuple[list[dict], list[Image.Image], dict]]) -> list[str]:
-        settings = batch[0][2]
-        template = self.processor.apply_chat_template
-        texts = [template(messages, add_generation_prompt=True, tokenize=False) for messages, _, _ in batch]
-        pictures = [[resized(picture, self.processor.image_processor) for picture in of_one] for _, of_one, _ in batch]
-        given = {"images": pictures} if pictures[0] else {}
+    def _answers(self, batch: Sequence[Prompt]) -> list[str]:
+        write, settings = self.processor.apply_chat_template, batch[0][2]
+        texts = [write(messages, add_generation_prompt=True, tokenize=False) for messages, _, _ in batch]
+        given = {"images": [pictures for _, pictures, _ in batch]} if batch[0][1] else {}
         inputs = self.processor(text=texts, padding=True, return_tensors="pt", **given)
-        sampled = {"do_sample": False}
-        if settings.get("temperature"):
-            sampled = {"do_sample": True, "temperature": settings["temperature"], "top_p": settings.get("top_p")}
+        inputs = inputs.to(self.model.device, dtype=self.model.dtype)
         with torch.inference_mode():
-            output = self.model.generate(
-                **inputs.to(self.model.device, dtype=self.model.dtype),
-                max_new_tokens=settings.get("max_new_tokens", NEW_TOKENS),
-                num_beams=settings.get("num_beams", 1),
-                **sampled,
-            )
-        length = inputs["input_ids"].shape[1]
-        answers = self.processor.tokenizer.batch_decode(output[:, length:], skip_special_tokens=True)
-        stops = settings.get("until") or []
-        return [_before([stops] if isinstance(stops, str) else stops, answer).strip() for answer in answers]
+            limit = settings.get("max_new_tokens", NEW_TOKENS)
+            output = self.model.generate(**inputs, max_new_tokens=limit, do_sample=False, num_beams=1)
+        new = output[:, inputs["input_ids"].shape[1] :]
+        answers = self.processor.tokenizer.batch_decode(new, skip_special_tokens=True)
+        ends = settings.get("until") or []
+        ends = [ends] if isinstance(ends, str) else ends
+        return [
+            min((answer.split(end)[0] for end in ends if end), key=len, default=answer).strip() for answer in answers
+        ]
 
     def loglikelihood(self, requests: list[Instance]) -> list[tuple[float, bool]]:
         raise UserError("a task that compares the likelihoods of given answers: choose one that generates them")
@@ -91,32 +94,12 @@ class StockModel(lmms):
         raise UserError("a task of several rounds: choose one that asks each question once")
 
 
-def _split(messages: list[dict]) -> tuple[list[dict], list[Image.Image]]:
-    """Return messages without their pictures, as chat templates take them, and the pictures."""
-    pictures: list[Image.Image] = []
-    written = []
-    for message in messages:
-        parts = message["content"]
-        if not isinstance(parts, str):
-            if media := [part["type"] for part in parts if part["type"] not in ("text", "image")]:
-                raise UserError(f"a task with {media[0]}: these models take texts and images")
-            pictures += [part["url"] for part in parts if part["type"] == "image"]
-            parts = [{name: value for name, value in part.items() if name != "url"} for part in parts]
-        written.append({"role": message["role"], "content": parts})
-        pictures += message.get("pictures", [])
-    return written, [upright(picture) for picture in pictures]
-
-
-def _before(stops: Sequence[str], answer: str) -> str:
-    return min((answer.split(stop)[0] for stop in stops if stop), key=len, default=answer)
-
-
 def held_out_task(folder: Path, longest: int) -> ConfigurableMessagesTask:
-    """Return the task of the questions in `folder`."""
+    """Return the task of the questions in `folder`, whose answers have at most `longest` tokens."""
 
     def doc_to_messages(doc: Mapping[str, Any]) -> list[dict]:
-        pictures = [decode_image((folder / name).read_bytes()) for name in doc["images"]]
-        return [{**message, "pictures": pictures if not at else []} for at, message in enumerate(doc["messages"])]
+        first, *others = doc["messages"]
+        return [{**first, "pictures": [decode_image((folder / name).read_bytes()) for name in doc["images"]]}, *others]
 
     settings = {
         "task": HELD_OUT,
@@ -137,7 +120,7 @@ def held_out_task(folder: Path, longest: int) -> ConfigurableMessagesTask:
 
 def main(request: Mapping[str, Any], tell: Callable[[dict], None]) -> None:
     tasks: list[Any] = list(request["tasks"])
-    if unknown := sorted(set(tasks) - {HELD_OUT} - set(TaskManager().all_tasks)):
+    if unknown := sorted(set(tasks) - {HELD_OUT, *TaskManager().all_tasks}):
         raise UserError(f"lmms-eval has no task {unknown[0]}")
     if HELD_OUT in tasks:
         tasks[tasks.index(HELD_OUT)] = held_out_task(Path(request["questions"]), request["longest"])
@@ -147,18 +130,18 @@ def main(request: Mapping[str, Any], tell: Callable[[dict], None]) -> None:
         {
             "results": {task: _scores(of_task) for task, of_task in results["results"].items()},
             "answers": {task: counts["effective"] for task, counts in results["n-samples"].items()},
-            "versions": {name: importlib.metadata.version(name) for name in VERSIONS},
+            "versions": {name: importlib.metadata.version(name) for name in ("lmms_eval", "transformers", "torch")},
         }
     )
 
 
-def _scores(of_task: Mapping[str, Any]) -> dict[str, list[float | None]]:
-    """Return {metric: [value, standard error or None]}, from lmms-eval's "metric,filter" and "metric_stderr,filter"."""
+def _scores(of_task: Mapping[str, Any]) -> dict[str, tuple[float, float | None]]:
+    """Return {metric: (value, standard error)}, from lmms-eval's "metric,filter" and "metric_stderr,filter"."""
     numbers = {name: value for name, value in of_task.items() if isinstance(value, int | float)}
-    metrics = {name: name.partition(",") for name in numbers if "_stderr" not in name}
     return {
-        name.removesuffix(",none"): [numbers[name], numbers.get(f"{metric}_stderr{comma}{filtered}")]
-        for name, (metric, comma, filtered) in metrics.items()
+        name.removesuffix(",none"): (numbers[name], numbers.get(name.replace(",", "_stderr,")))
+        for name in numbers
+        if "_stderr" not in name
     }
 
 
@@ -167,7 +150,7 @@ if __name__ == "__main__":
         os.dup2(2, 1)  # what libraries print goes to the log
 
         def tell(content: dict) -> None:
-            print(json.dumps(content, default=str), file=out, flush=True)
+            print(json.dumps(content), file=out, flush=True)
 
         try:
             main(json.loads(Path(sys.argv[1]).read_text()), tell)

@@ -15,17 +15,24 @@ Scores are kept in RUN/benchmarks.jsonl, with all versions, and shown in the run
 from __future__ import annotations
 
 import argparse
-import contextlib
+import json
+import subprocess
 import sys
+import tempfile
+import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
+from mmtrain.api.generate import stock_folder
 from mmtrain.base.arguments import command_parser, positive
-from mmtrain.base.printing import print_result
+from mmtrain.base.errors import UserError
+from mmtrain.base.json_lines import JsonLines
+from mmtrain.base.printing import escape, print_result
 from mmtrain.base.progress import ByteBars, ProgressBar
-from mmtrain.benchmarks.held_out import HELD_OUT
-from mmtrain.benchmarks.score import benchmark
-from mmtrain.checkpoint.run_folder import REPORT
+from mmtrain.benchmarks.environment import lmms_python
+from mmtrain.benchmarks.held_out import HELD_OUT, write_questions
+from mmtrain.checkpoint.run_folder import BENCHMARKS, REPORT
 from mmtrain.checkpoint.step_folder import find
 from mmtrain.report.headline import headline
 from mmtrain.report.page import write_page
@@ -43,26 +50,56 @@ EXAMPLES = """\
 
 
 def run(options: argparse.Namespace) -> None:
-    """Score, and print the scores; raises UserError."""
-    folder = find(options.run).run
+    """Score the model, record the scores and print them; raises UserError."""
+    checkpoint = find(options.run)
+    if checkpoint.config.model.vision is None:
+        raise UserError(
+            f"{checkpoint.path}: was trained on text alone, but these tasks ask about pictures. Export it (mmtrain "
+            "export RUN --format hf --out OUT), and give OUT to a harness for LLMs: lm_eval --model hf --model_args "
+            "pretrained=OUT"
+        )
+    folder = checkpoint.run
     findings = headline(read_run(folder))
     for question in ("Did it work?", "Did it look at the images?"):
         print_result(f"{question} {findings[question].answer}. {findings[question].text}")
-    with contextlib.ExitStack() as stack:
-        exporting = stack.enter_context(ByteBars(sys.stdout))
-        bars: list[ProgressBar] = []
-
-        def show(done: int, total: int) -> None:
-            if not bars:
-                bars.append(stack.enter_context(ProgressBar("questions", total, sys.stdout, counted="answers")))
-            bars[0].show(done, done)
-
-        limits = {"limit": options.limit, "batch_size": options.batch_size}
-        benchmark(options.run, options.tasks, **limits, show=show, show_export=exporting.show)
+    python = lmms_python()
+    with ByteBars(sys.stdout) as progress, tempfile.TemporaryDirectory(prefix="mmtrain-benchmark-") as questions:
+        request: dict[str, Any] = {
+            "folder": str(stock_folder(str(checkpoint.path), progress.show)),
+            "questions": questions,
+        }
+        request |= {"tasks": options.tasks, "limit": options.limit, "batch_size": options.batch_size}
+        if HELD_OUT in options.tasks:
+            request["longest"] = write_questions(checkpoint.config, Path(questions))
+        file = Path(questions) / "request.json"
+        file.write_text(json.dumps(request))
+        result = _drive([str(python), "-m", "mmtrain.benchmarks.driver", str(file)], folder / "benchmarks.log")
+    with JsonLines(folder / BENCHMARKS) as records:
+        of_all = {"time": time.time(), "step": checkpoint.step, "limit": options.limit, "versions": result["versions"]}
+        for task, scores in result["results"].items():
+            records.write(task=task, scores=scores, answers=result["answers"].get(task), **of_all)
     write_page([folder], folder / REPORT)
     for task, metric, score, answers, step, _ in benchmark_rows(read_run(folder)):
         print_result(f"{task}  {metric} {score}  {answers} answers, step {step}")
     print_result(f"report: {folder / REPORT}")
+
+
+def _drive(command: Sequence[str], log: Path) -> dict[str, Any]:
+    """Run the driver, whose libraries print into `log`, and return its last line. Raises UserError where it fails."""
+    last: dict[str, Any] = {}
+    bar = None
+    with log.open("w") as errors, subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True) as driver:
+        for line in driver.stdout or ():
+            last = json.loads(line)
+            if "done" in last:
+                bar = bar or ProgressBar("questions", last["total"], sys.stdout, counted="answers")
+                bar.show(last["done"], last["done"])
+    if bar is not None:
+        bar.__exit__()
+    if "results" in last:
+        return last
+    lines = log.read_text(errors="replace").strip().splitlines() or [f"exit code {driver.returncode}"]
+    raise UserError(f"{escape(str(last.get('error', lines[-1])), 500)}. What lmms-eval printed is in {log}")
 
 
 def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
@@ -71,9 +108,7 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     run_help = "the folder of a run, whose newest whole checkpoint is taken, or of one checkpoint"
     parser.add_argument("run", type=Path, metavar="RUN", help=run_help)
     names = lambda text: [name.strip() for name in text.split(",") if name.strip()]  # noqa: E731
-    task_help = (
-        f"names with commas between them ({HELD_OUT}); lmms-eval's list: https://github.com/EvolvingLMMs-Lab/lmms-eval"
-    )
+    task_help = f"names with commas between them ({HELD_OUT}); `lmms-eval tasks list` lists others"
     parser.add_argument("--tasks", type=names, default=[HELD_OUT], metavar="NAME[,NAME]", help=task_help)
     parser.add_argument("--limit", type=positive(int), metavar="N", help="only the first N questions of each task")
     batch_help = "prompts that are answered together (%(default)s)"
