@@ -184,7 +184,7 @@ def test_peft_adds_adapters_to_the_published_llm_with_the_scale_of_training(tiny
     after = put_on(stock, out).merge_and_unload().state_dict()
     described = json.loads((out / "adapter_config.json").read_text())
     assert described["target_modules"] == wanted
-    assert described["base_model_name_or_path"] == str(tmp_path / "llm")
+    assert described["base_model_name_or_path"] == "llm"  # no folder of this machine
     moved = 0
     for name, tensor in after.items():
         layer = canonical_name(name).removesuffix(".weight")

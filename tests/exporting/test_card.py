@@ -90,3 +90,33 @@ def test_models_of_the_hub_are_named_in_the_metadata_and_read_back(tiny, tmp_pat
     (folder, about, form), context = calls[0]
     write_card(folder, {**about, "llm": "yes/on", "vision": "1e3/null"}, form, **context)
     assert read(folder)[0]["base_model"] == ["yes/on", "1e3/null"]
+
+
+def test_a_licence_that_all_models_have_is_the_folders_and_local_folders_are_no_hub_ids(tiny, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    models = Path("models")  # models/llm has the form of a hub id
+    for part in ("llm", "vision"):
+        (models / part).mkdir(parents=True)
+        for file in (tiny / part).iterdir():
+            (models / part / file.name).symlink_to(file)
+    (models / "llm" / "README.md").write_text("---\nlicense: apache-2.0\n---\n# An LLM")
+    data, tokens = card_of(tiny, tmp_path / "one", models / "llm", models / "vision", dict(VERSIONS))
+    text = "\n".join(token.content for token in tokens)
+    assert "license" not in data and "base_model" not in data
+    assert "apache-2.0" in text and "not named in its folder" in text and str(tmp_path) not in text
+    (models / "vision" / "README.md").write_text("---\nlicense: apache-2.0\n---\n")
+    data, _ = card_of(tiny, tmp_path / "two", models / "llm", models / "vision", dict(VERSIONS))
+    assert data["license"] == "apache-2.0"
+    (models / "vision" / "README.md").write_text("---\nlicense: [&a [*a]]\n---\n")
+    assert "license" not in card_of(tiny, tmp_path / "three", models / "llm", models / "vision", dict(VERSIONS))[0]
+
+
+def test_the_control_is_beside_the_scores(tiny, tmp_path):
+    checkpoint = make_checkpoint(tmp_path / "run", config_of(tiny))
+    control = '{"kind": "eval_permuted", "step": 20, "loss": 2.5, "exact_match": 0.125, "answers": 8}'
+    (tmp_path / "run" / "metrics.jsonl").write_text(control + "\n")
+    export(checkpoint, tmp_path / "out")
+    assert (
+        "| control: with shuffled images | 2.5000 nats per token, exact match 12.5% |"
+        in (tmp_path / "out" / "README.md").read_text()
+    )

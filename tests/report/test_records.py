@@ -17,7 +17,7 @@ from mmtrain.plan.planner import make_plan
 from mmtrain.report.headline import headline
 from mmtrain.report.page import make_page
 from mmtrain.report.records import Curve, read_run
-from mmtrain.report.sections import faults
+from mmtrain.report.sections import benchmark_rows, faults
 
 TIMES = ("compute_seconds", "communication_seconds", "data_seconds", "fetching_seconds", "idle_fraction")
 FAULT = {"step": 1, "epoch": 0, "key": "k", "shard": "s", "offset": 0, "reason": "broken", "detail": "d"}
@@ -285,3 +285,24 @@ def test_a_bad_step_says_where_it_was_not_finite_and_counts_once(run):
     assert [(event.kind, event.step) for event in read.events[1:]] == [("no update", 5), ("bad step", 6)]
     assert all("rank 1, 2, projector.a" in event.text for event in read.events[1:])
     assert "2 steps without an update" in headline(read)["What went wrong?"].answer
+
+
+def test_what_the_right_images_add_has_an_interval_as_in_newcombes_paper(run):
+    right = evaluation("eval", 4, exact_match=56 / 70, answers=70)
+    only(run, right, evaluation("eval_permuted", 4, exact_match=48 / 80, answers=80, permuted_samples=80))
+    finding = headline(read_run(run))["Did it look at the images?"]
+    assert "add 20.0 points (95% interval 5.2 to 33.4)" in finding.text
+
+
+def test_the_last_score_of_each_benchmark_is_shown(run):
+    of_all = {"limit": None, "versions": {"lmms_eval": "0.7.3"}, "time": 1e9}
+    scored = [{"task": "gqa", "step": step, "answers": 500, "scores": {"exact": [step / 8, 0.01]}} for step in (1, 3)]
+    first = {"task": "mme", "step": 3, "answers": None, "scores": {"<b>": ["nan", None]}}
+    append(run / "benchmarks.jsonl", *(record | of_all for record in (*scored, first)), {"task": 3}, "nonsense")
+    record = read_run(run)
+    assert benchmark_rows(record) == [
+        ("gqa", "exact", "0.375 ± 0.01", "500", "3", "lmms_eval 0.7.3"),
+        ("mme", "<b>", "nan", "-", "3", "lmms_eval 0.7.3"),
+    ]
+    assert any("benchmarks.jsonl: 2 line(s) left out" in problem for problem in record.problems)
+    assert "&lt;b&gt;" in make_page([run])
