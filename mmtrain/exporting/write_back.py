@@ -24,7 +24,7 @@ from mmtrain.exporting.tensors import TensorSource, stored
 from mmtrain.models.facts.connectors import image_layout
 from mmtrain.models.facts.encoders import FAMILIES
 from mmtrain.models.facts.families import canonical_name, encoder_config, encoder_tensors, llm_config, llm_tensors
-from mmtrain.models.facts.model_files import model_folder, read_json
+from mmtrain.models.facts.model_files import foreign_files, model_folder, read_json
 from mmtrain.models.facts.vision_files import image_settings
 from mmtrain.models.modules.projector import PROJECTOR
 from mmtrain.models.weights.files import tensor_places
@@ -116,5 +116,6 @@ def _processor(stock: StockClass, config: RunConfig, source: Path, folder: Path)
     image_token_id = tokenizer.convert_tokens_to_ids(layout.image_token)
     processor = ExportedProcessor(image_token_id, {}, (), 0, layout, template, transform, stock)
     if config.data.template == "chat":  # another one is not the folder's
-        check_processor(processor, folder)
+        with foreign_files(f"{source}: its processor"):
+            check_processor(processor, folder)
     return processor
