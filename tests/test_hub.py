@@ -47,9 +47,7 @@ def test_an_export_is_pushed_into_a_private_repository_and_comes_back_without_wh
     assert set(hub.asked_for) == {name for name in pushed if name.endswith((".safetensors", ".json", ".jinja", ".md"))}
 
 
-@pytest.mark.parametrize(
-    ("token", "said"), [("", "Log in with hf auth login, or set HF_TOKEN"), ("hf_wrong", "Invalid user token")]
-)
+@pytest.mark.parametrize(("token", "said"), [("", "hf auth login"), ("hf_wrong", "Invalid user token")])
 def test_whom_the_hub_does_not_know_is_told_before_the_export(hub, checkpoint, tmp_path, token, said):
     export = ["export", str(checkpoint.path), "--format", "hf", "--out", "out", "--push", "my-org/other"]
     done = mmtrain(hub, tmp_path, *export, token=token)

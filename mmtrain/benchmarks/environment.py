@@ -1,7 +1,7 @@
 """The Python environment in which lmms-eval runs: its packages above those of this one, which it does not touch.
 
-It is made once, in the cache, by venv and pip. torch, transformers and mmtrain are those that run here; where lmms-eval
-needs another version of a package, pip puts that one into the new environment alone.
+torch, transformers and mmtrain are those that run here; where lmms-eval needs another version of a package, pip puts
+that one into the new environment alone.
 """
 
 from __future__ import annotations
@@ -24,24 +24,22 @@ LMMS_EVAL = "lmms-eval==0.7.3"  # with it a local task of the demo gets the scor
 
 
 def lmms_python() -> Path:
-    """Return the interpreter of lmms-eval's environment, made now if need be. Raises UserError where pip fails."""
+    """Return the interpreter of lmms-eval's environment, made once, in the cache. Raises UserError where pip fails."""
     here = [*site.getsitepackages(), *([site.getusersitepackages()] if site.ENABLE_USER_SITE else [])]
     key = hashlib.sha256(repr((LMMS_EVAL, sys.version, here)).encode()).hexdigest()[:20]
     folder = cache_folder("lmms-eval") / key
     python, complete = folder / "bin" / "python", folder / "complete"
     folder.parent.mkdir(parents=True, exist_ok=True)
     with held(folder.with_name(f".{key}.lock"), wait=True):
-        if complete.is_file():
-            return python
-        _log.info(f"installing {LMMS_EVAL} into {folder}, once: about 0.5 GB, a few minutes")
-        venv.create(folder, clear=True, with_pip=True)
-        version = f"python{sys.version_info.major}.{sys.version_info.minor}"
-        added = "".join(f"import site; site.addsitedir({path!r})\n" for path in here)
-        (folder / "lib" / version / "site-packages" / "mmtrain_parent.pth").write_text(added)
-        command = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", LMMS_EVAL]
-        made = subprocess.run(command, capture_output=True, text=True)
-        if made.returncode:
-            why = escape((made.stderr.strip().splitlines() or ["pip does not say why"])[-1], 300)
-            raise UserError(f"{LMMS_EVAL} cannot be installed into {folder}: {why}. It needs a network, once")
-        complete.touch()
+        if not complete.exists():
+            _log.info(f"installing {LMMS_EVAL} into {folder}, once: about 0.5 GB, a few minutes")
+            venv.create(folder, clear=True, with_pip=True)
+            (packages,) = folder.glob("lib/python*/site-packages")
+            (packages / "here.pth").write_text("".join(f"import site; site.addsitedir({path!r})\n" for path in here))
+            pip = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", LMMS_EVAL]
+            made = subprocess.run(pip, stderr=subprocess.PIPE, text=True)
+            if made.returncode:
+                why = escape((made.stderr.strip().splitlines() or ["pip does not say why"])[-1], 300)
+                raise UserError(f"{LMMS_EVAL} cannot be installed into {folder}: {why}. It needs a network, once")
+            complete.touch()
     return python

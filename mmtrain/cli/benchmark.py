@@ -53,11 +53,8 @@ def run(options: argparse.Namespace) -> None:
     """Score the model, record the scores and print them; raises UserError."""
     checkpoint = find(options.run)
     if checkpoint.config.model.vision is None:
-        raise UserError(
-            f"{checkpoint.path}: was trained on text alone, but these tasks ask about pictures. Export it (mmtrain "
-            "export RUN --format hf --out OUT), and give OUT to a harness for LLMs: lm_eval --model hf --model_args "
-            "pretrained=OUT"
-        )
+        instead = "Export it (mmtrain export RUN --format hf --out OUT), and run lm_eval --model hf, pretrained=OUT"
+        raise UserError(f"{options.run}: was trained on text alone, but these tasks ask about pictures. {instead}")
     folder = checkpoint.run
     findings = headline(read_run(folder))
     for question in ("Did it work?", "Did it look at the images?"):

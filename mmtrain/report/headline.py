@@ -11,7 +11,6 @@ from mmtrain.report.elements import NOT_EVALUATED, NOT_YET, Finding, counted, li
 from mmtrain.report.records import Evaluation, RunRecord
 
 SHOWN = 4  # names in a sentence
-SIGNIFICANT = 2  # standard errors
 NORMAL_95 = 1.959964  # standard deviations on each side hold 95% of a normal distribution
 MIN_LOSS_DIFFERENCE = 0.02  # relative; counts where exact answers do not tell
 FEW_EXACT = 0.05  # below this share exact answers say nothing: answers are long
@@ -135,7 +134,10 @@ def _looked(run: RunRecord) -> Finding:
         why = "eval.permuted_control=true, with eval.shards or eval.fraction, evaluates with shuffled images "
         return Finding("unknown", f"{why}at the end of a run.")
     last = run.evaluations[-1]
-    text = f"With shuffled images: {_scores(control)}; with the right images: {_scores(last)}.{_gain(last, control)}"
+    text = f"With shuffled images: {_scores(control)}; with the right images: {_scores(last)}."
+    if gain := _gain(last, control):
+        added, least, most = (100 * share for share in gain)
+        text += f" The right images add {added:.1f} points (95% interval {least:.1f} to {most:.1f})."
     if (kept := control.samples - control.permuted_samples) > 0:
         text += f" {counted(kept, 'sample')} kept {'its' if kept == 1 else 'their'} own images."
     better, by_loss = _compare(last, control)
@@ -147,27 +149,22 @@ def _looked(run: RunRecord) -> Finding:
     return Finding("no sign of it", f"{text} The model answers equally well without the right images.", "bad")
 
 
-def _gain(last: Evaluation, control: Evaluation) -> str:
-    """Say how many more answers are exact with the right images, with a 95% interval.
+def _gain(first: Evaluation, second: Evaluation) -> tuple[float, float, float] | None:
+    """Return by how much `first` has the larger share of exact answers, and that difference's 95% interval.
 
-    Of the difference of two shares, by Newcombe's method 10: R. G. Newcombe, Statistics in Medicine 17 (1998), 873-890.
-    It takes the answers for independent.
+    By Newcombe's method 10, from Wilson's intervals of the shares: R. G. Newcombe, Statistics in Medicine 17 (1998),
+    873-890. It takes the answers for independent. None where there are none.
     """
-    if last.exact_match is None or control.exact_match is None or not (last.answers and control.answers):
-        return ""
-    difference = last.exact_match - control.exact_match
-    (low, high), (control_low, control_high) = _wilson(last), _wilson(control)
-    least = difference - math.hypot(last.exact_match - low, control_high - control.exact_match)
-    most = difference + math.hypot(high - last.exact_match, control.exact_match - control_low)
-    return f" The right images add {100 * difference:.1f} points (95% interval {100 * least:.1f} to {100 * most:.1f})."
-
-
-def _wilson(scores: Evaluation) -> tuple[float, float]:
-    """Return the 95% interval of a share of exact answers; E. B. Wilson, JASA 22 (1927), 209-212."""
-    share, count = scores.exact_match or 0.0, scores.answers
-    middle = share + NORMAL_95**2 / (2 * count)
-    half = NORMAL_95 * math.sqrt(share * (1 - share) / count + NORMAL_95**2 / (4 * count**2))
-    return (middle - half) / (1 + NORMAL_95**2 / count), (middle + half) / (1 + NORMAL_95**2 / count)
+    intervals = []
+    for scores in (first, second):
+        if scores.exact_match is None or not scores.answers:
+            return None
+        share, part = scores.exact_match, NORMAL_95**2 / scores.answers
+        middle, half = share + part / 2, math.sqrt(part * (share * (1 - share) + part / 4))
+        intervals.append((share, share - (middle - half) / (1 + part), (middle + half) / (1 + part) - share))
+    (share, down, up), (other, other_down, other_up) = intervals
+    difference = share - other
+    return difference, difference - math.hypot(down, other_up), difference + math.hypot(up, other_down)
 
 
 def _scores(scores: Evaluation) -> str:
@@ -182,11 +179,10 @@ def _few(first: Evaluation, second: Evaluation) -> bool:
 
 def _compare(first: Evaluation, second: Evaluation) -> tuple[float, bool]:
     """Return a number above 0 if `first` is better, below 0 if worse, 0 if unclear; and whether the loss decides."""
-    if not _few(first, second):
-        shares = [scores.exact_match or 0.0 for scores in (first, second)]
-        variance = sum(p * (1 - p) / max(1, s.answers) for p, s in zip(shares, (first, second), strict=True))
-        if abs(shares[0] - shares[1]) > SIGNIFICANT * math.sqrt(variance):
-            return shares[0] - shares[1], False
+    if not _few(first, second) and (gain := _gain(first, second)):
+        difference, least, most = gain
+        if least > 0 or most < 0:
+            return difference, False
     if first.loss is None or second.loss is None:
         return 0, True
     difference = second.loss - first.loss

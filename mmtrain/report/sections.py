@@ -43,7 +43,7 @@ PARTS = {"weights": 0, "optimizer": 3, "activations": 2, "workspace": 4}  # of p
 
 
 def sections(run: RunRecord) -> list[Section]:
-    makers = (trained, learning, evaluations, benchmarks, answers, rank_times, memory, samples, faults, configuration)
+    makers = (trained, learning, evaluations, answers, rank_times, memory, samples, faults, configuration)
     return [make(run) for make in makers]
 
 
@@ -94,8 +94,10 @@ def learning(run: RunRecord) -> Section:
 
 def evaluations(run: RunRecord) -> Section:
     title, control = "Evaluations and control", run.control
+    columns = ("benchmark", "metric", ">score", ">answers", ">step", "versions")
+    tables = [table("Scores by lmms-eval (mmtrain benchmark)", columns, rows)] if (rows := benchmark_rows(run)) else []
     if not run.evaluations:
-        return Section("evaluations", title, (NOT_EVALUATED,))
+        return Section("evaluations", title, (NOT_EVALUATED,), tables=tables)
     curves = {"exact match": "eval_exact_match", "token accuracy": "eval_token_accuracy"}
     series = [Series(name, run.curves[key].points(), colour=place) for place, (name, key) in enumerate(curves.items())]
     says = ["Exact match: every token of the answer, end mark included, is ranked first, given the true tokens before."]
@@ -109,16 +111,7 @@ def evaluations(run: RunRecord) -> Section:
         )
     columns = ("evaluation", ">step", ">loss", ">exact match", ">token accuracy", ">answers", ">samples")
     chart = Chart("scores", "Scores on held-out samples", series, "share", y_unit="share")
-    return Section("evaluations", title, says, (chart,), (table("Scores", columns, rows),))
-
-
-def benchmarks(run: RunRecord) -> Section:
-    rows = benchmark_rows(run)
-    if not rows:
-        return Section("benchmarks", "Benchmarks", ("None yet: mmtrain benchmark RUN scores the model by lmms-eval.",))
-    columns = ("task", "metric", ">score", ">answers", ">step", "versions")
-    says = "A model whose projector alone was trained may score near 0 here, though its held-out scores are good."
-    return Section("benchmarks", "Benchmarks", (says,), tables=(table("Scores by lmms-eval", columns, rows),))
+    return Section("evaluations", title, says, (chart,), (table("Scores", columns, rows), *tables))
 
 
 def benchmark_rows(run: RunRecord) -> list[tuple[str, ...]]:

@@ -51,7 +51,7 @@ def test_a_run_on_text_alone_is_told_the_harness_for_llms(tiny, tmp_path, capsys
         tmp_path / "run", config_of(tiny, "model.vision=null", "data.template=chat", "model.trainable=[llm.head]")
     )
     assert main(["benchmark", str(tmp_path / "run")]) == 2
-    assert "lm_eval --model hf" in capsys.readouterr().err
+    assert "run lm_eval --model hf" in capsys.readouterr().err
 
 
 @pytest.mark.nightly
