@@ -40,15 +40,9 @@ _SPLIT_FILE = re.compile(r"(.+)-\d+-of-\d+.*\.parquet|(train|test|val|valid|vali
 IMAGE_COLUMNS = (*formats.IMAGE_KEYS, "filepath", "file_path", "file_name", "filename")
 CAPTION_COLUMNS = (*formats.CAPTION_KEYS, "title")
 _LISTS = (*formats.CONVERSATION_KEYS, *formats.TEXTS_KEYS, "answers")  # a table may hold them as JSON text
-_CONVERSATION = ("system", *dict.fromkeys(itertools.chain(*formats.KEYS.values())), *formats.UNREAD_KEYS)
+_CONVERSATION = ("system", *(key for reader in formats.READERS.values() for key in reader.keys), *formats.UNREAD_KEYS)
 _BASE64 = re.compile(r"data:[^,]{0,100};base64,|(?=[A-Za-z0-9+/\s]{64,}+=*+\s*+\Z)")  # a name of an image has a dot
 _LONGEST_NAME = 4096  # characters; Linux opens no longer one
-_DESCRIPTIONS = {
-    "llava": "LLaVA's conversations",
-    "sharegpt": "ShareGPT's messages",
-    "qa": "questions with their answers",
-    "interleaved": "pages of texts and images",
-}
 
 
 @dataclass(frozen=True)
@@ -65,10 +59,6 @@ class Adapted:
 
     record: Record
     images: tuple[RowImage, ...]
-
-    @property
-    def holds_images(self) -> bool:
-        return any(image.content is not None for image in self.images)
 
     def named(self, key: str) -> Record:
         """Return the record with names for images that have none, made from the sample's key."""
@@ -103,7 +93,7 @@ class Adapter:
     @property
     def description(self) -> str:
         if self.form.name != "caption":
-            return _DESCRIPTIONS[self.form.name]
+            return formats.READERS[self.form.name].description
         return f"captions (image: {self.image_key or 'none'}, caption: {self.form.caption_key or 'none'})"
 
     def unread(self, keys: Iterable[str]) -> list[str]:
@@ -112,7 +102,9 @@ class Adapter:
             return []
         if self.form.name == "caption":
             return [key for key in keys if key not in ("id", self.image_key, self.form.caption_key)]
-        return [key for key in keys if key not in ("id", "system", *self.image_keys, *formats.KEYS[self.form.name])]
+        return [
+            key for key in keys if key not in ("id", "system", *self.image_keys, *formats.READERS[self.form.name].keys)
+        ]
 
     def settled(self, rows: Sequence[object]) -> Adapter:
         """Return the adapter that reads captions and their images under one key: the first that any row uses."""
@@ -166,7 +158,7 @@ class Adapter:
         conversation |= {key: None for key in formats.IMAGE_KEYS if key in row}  # `images` of them are here
         if self.form.name == "interleaved":
             conversation["images"] = _unpacked(first_value(row, self.image_keys))
-        return formats.TURNS[self.form.name](conversation, images)
+        return formats.READERS[self.form.name].turns(conversation, images)
 
     def images(self, row: dict[str, Any]) -> tuple[RowImage, ...]:
         """Return the images of a row, in order; raises BadSample."""

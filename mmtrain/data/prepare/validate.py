@@ -71,7 +71,8 @@ class Validator:
                 continue
             self.keys[key] = record
             named = adapted.named(key)
-            candidate = Candidate(record, key, named.content, named.images, adapted.holds_images)
+            holds_images = any(image.content is not None for image in adapted.images)
+            candidate = Candidate(record, key, named.content, named.images, holds_images)
             size = self._size(candidate, adapted.images)
             if candidates and filled + size > self._full:
                 yield ShardJob(number, tuple(candidates), tuple(rejected))

@@ -23,7 +23,7 @@ import shlex
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, get_args
+from typing import Any, NamedTuple, get_args
 
 from mmtrain.base.json_lines import compact_json
 from mmtrain.config.schema import SampleFormatName
@@ -129,7 +129,7 @@ def conversation(members: Mapping[str, bytes], images: int, form: SampleFormat) 
         raise BadSample("image_count", f"{seen}; {needed}")
     if form.name == "caption":
         return caption_turns(content, images, form.caption_prompt)
-    return TURNS[form.name](content, images)
+    return READERS[form.name].turns(content, images)
 
 
 def llava_turns(record: object, images: int) -> Turns:
@@ -219,11 +219,7 @@ def interleaved_turns(record: object, images: int) -> Turns:
         pieces += [IMAGE_MARK] * bool(image)
         pieces += [part for part in map(str.strip, (text or "").split(_NEXT_PAGE)) if part]
     leading = next((place for place, piece in enumerate(pieces) if piece != IMAGE_MARK), len(pieces))
-    answer = ""
-    for before, piece in zip(["", *pieces[leading:]], pieces[leading:], strict=False):
-        between = "" if not before else "\n" if IMAGE_MARK in (before, piece) else "\n\n"
-        answer += between + piece
-    turns = judged_turns([("human", "\n".join(pieces[:leading])), ("gpt", answer)])
+    turns = judged_turns([("human", "\n".join(pieces[:leading])), ("gpt", "\n\n".join(pieces[leading:]))])
     refuse_wrong_image_count(turns, images)
     return turns
 
@@ -343,15 +339,17 @@ def _with_marks(turns: list[tuple[str, str]], images: int) -> Turns:
     return judged
 
 
-KEYS = {  # of a record, by format: what its conversation may be under
-    "llava": CONVERSATION_KEYS[1:2],
-    "sharegpt": CONVERSATION_KEYS,
-    "qa": (*TEXTS_KEYS, *QUESTION_KEYS, *ANSWER_KEYS),
-    "interleaved": TEXTS_KEYS,
-}
-TURNS: dict[str, Callable[[object, int], Turns]] = {  # of a record and its number of images; raises BadSample
-    "llava": llava_turns,
-    "sharegpt": sharegpt_turns,
-    "qa": qa_turns,
-    "interleaved": interleaved_turns,
+class Reader(NamedTuple):
+    """How the records of a format are read."""
+
+    description: str
+    keys: tuple[str, ...]  # what a conversation may be under
+    turns: Callable[[object, int], Turns]  # of a record and its number of images; raises BadSample
+
+
+READERS = {
+    "llava": Reader("LLaVA's conversations", CONVERSATION_KEYS[1:2], llava_turns),
+    "sharegpt": Reader("ShareGPT's messages", CONVERSATION_KEYS, sharegpt_turns),
+    "qa": Reader("questions with their answers", (*TEXTS_KEYS, *QUESTION_KEYS, *ANSWER_KEYS), qa_turns),
+    "interleaved": Reader("pages of texts and images", TEXTS_KEYS, interleaved_turns),
 }

@@ -18,7 +18,6 @@ from mmtrain.base.errors import UserError
 from mmtrain.base.printing import escape
 from mmtrain.config.schema import DataSection, SampleFormatName
 from mmtrain.data.samples.formats import (
-    ANSWER_KEYS,
     NAMES,
     QUESTION_KEYS,
     SEEN,
@@ -76,7 +75,7 @@ def sample_format(
     if form.name == "caption" and asked is not None:
         _log.warning(
             f"{key}: {asked} of KEY.json is not read: each caption answers {caption_prompt!r} (data.caption_prompt). "
-            f"With an answer beside it ({', '.join(ANSWER_KEYS)}), data.format=qa reads both"
+            "If an answer is beside it, data.format=qa reads both"
         )
     return form
 

@@ -97,11 +97,11 @@ def test_questions_with_their_answers_become_the_conversation(record, more):
 
 def test_a_page_is_one_answer_with_its_images_in_their_places():
     texts = [None, None, "First.", "Second.", None, " Third.\n\nEND_OF_DOCUMENT_TOKEN_TO_BE_REPLACED\n\nNext. "]
-    answer = "First.\n\nSecond.\n<image>\nThird.\n\nNext."
+    answer = "First.\n\nSecond.\n\n<image>\n\nThird.\n\nNext."
     assert read(PAGE, 3, json={"texts": texts}) == (("human", "<image>\n<image>"), ("gpt", answer))
     lost = {"texts": texts, "images": [None, "a.jpg", None, None, "b.jpg", None]}  # one that was not downloaded
     assert read(PAGE, 2, json=lost) == (("human", "<image>"), ("gpt", answer))
-    assert read(PAGE, 1, json={"texts": ["A.", None]}) == (("human", ""), ("gpt", "A.\n<image>"))
+    assert read(PAGE, 1, json={"texts": ["A.", None]}) == (("human", ""), ("gpt", "A.\n\n<image>"))
     assert read(PAGE, 0, json={"texts": ["A.", "", "B."], "images": [None] * 3}) == (("human", ""), ("gpt", "A.\n\nB."))
 
 

@@ -135,8 +135,9 @@ def test_what_no_format_reads_says_why_for_each(tmp_path, capsys):
     first, *others = str(refused.value).split("\n  ")
     assert first.startswith(f"data.shards: none of the first 12 samples of {tars[0]} can be read")
     assert [other[:28] for other in others[:2]] == ["llava: 12 no_conversation: i", "sharegpt: 12 no_conversation"]
-    assert others[2] == "caption: 12 no_caption: its json has no key caption or text; its keys are alt"
-    assert "data.caption_key" in others[3] and found(tars, "alt").name == "caption"
+    assert [other[:24] for other in others[2:4]] == ["qa: 12 no_conversation: ", "interleaved: 12 no_conve"]
+    assert others[4] == "caption: 12 no_caption: its json has no key caption or text; its keys are alt"
+    assert "data.caption_key" in others[5] and found(tars, "alt").name == "caption"
     command = ["index", str(tars[0].parent), "--tokenizer", LLM, "--template", "plain", "--workers", "1"]
     assert main(command) == 2 and main([*command, "--caption-key", "alt"]) == 0
     assert "SHARDS: format caption (KEY.json), as in 12 of the first 12 samples" in capsys.readouterr().out
