@@ -409,6 +409,16 @@ def test_a_least_count_of_image_tokens_above_the_most_is_refused(make, trained):
         trained(pretrained=str(make("glm4v")[0]), vision={"max_positions": 1})
 
 
+def test_a_folder_whose_tokenizer_and_template_have_other_marks_of_images_is_named(make, trained, tmp_path):
+    folder = tmp_path / "folder"
+    shutil.copytree(make("qwen3_vl")[0], folder)
+    content = json.loads((folder / "tokenizer_config.json").read_text())
+    (folder / "tokenizer_config.json").write_text(json.dumps({**content, "image_token": "<image>"}))
+    checkpoint = trained(pretrained=str(folder), llm={"dtype": "float32"})
+    with pytest.raises(UserError, match=f"{folder}: its processor cannot be used"):
+        export(checkpoint, tmp_path / "out")
+
+
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
