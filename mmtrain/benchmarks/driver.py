@@ -10,6 +10,7 @@ training did, or take one prompt at a time. Here each is its stock class, loaded
 from __future__ import annotations
 
 import importlib.metadata
+import itertools
 import json
 import os
 import sys
@@ -26,7 +27,6 @@ from lmms_eval.tasks import TaskManager
 from PIL import Image
 
 from mmtrain.api.generate import load, resized
-from mmtrain.base.errors import UserError
 from mmtrain.benchmarks.held_out import HELD_OUT, QUESTIONS
 from mmtrain.data.stream.images import decode_image, upright
 
@@ -46,14 +46,10 @@ class StockModel(lmms):
     def generate_until(self, requests: list[Instance]) -> list[str]:
         """Answer greedily, in batches of prompts with the same settings, all or none of them with pictures."""
         answers: list[str] = []
-        while len(answers) < len(requests):
-            batch: list[Prompt] = []
-            for prompt in map(self._prompt, requests[len(answers) : len(answers) + self.batch_size]):
-                if batch and (prompt[2] != batch[0][2] or bool(prompt[1]) != bool(batch[0][1])):
-                    break
-                batch.append(prompt)
-            answers += self._answers(batch)
-            self.tell({"done": len(answers), "total": len(requests)})
+        for _, alike in itertools.groupby(map(self._prompt, requests), lambda prompt: (prompt[2], bool(prompt[1]))):
+            while batch := list(itertools.islice(alike, self.batch_size)):
+                answers += self._answers(batch)
+                self.tell({"done": len(answers), "total": len(requests)})
         return answers
 
     def _prompt(self, request: Instance) -> Prompt:
@@ -64,7 +60,7 @@ class StockModel(lmms):
             pictures += message.get("pictures", [])  # of held_out, whose contents are texts
             if not isinstance(parts, str):
                 if others := {part["type"] for part in parts} - {"text", "image"}:
-                    raise UserError(f"{task}: has {min(others)}, but these models take texts and images")
+                    raise SystemExit(f"{task}: has {min(others)}, but these models take texts and images")
                 pictures += [part["url"] for part in parts if part["type"] == "image"]
                 parts = [{name: value for name, value in part.items() if name != "url"} for part in parts]
             messages.append({"role": message["role"], "content": parts})
@@ -82,16 +78,14 @@ class StockModel(lmms):
         new = output[:, inputs["input_ids"].shape[1] :]
         answers = self.processor.tokenizer.batch_decode(new, skip_special_tokens=True)
         ends = settings.get("until") or []
-        ends = [ends] if isinstance(ends, str) else ends
-        return [
-            min((answer.split(end)[0] for end in ends if end), key=len, default=answer).strip() for answer in answers
-        ]
+        for end in filter(None, [ends] if isinstance(ends, str) else ends):
+            answers = [answer.split(end)[0] for answer in answers]
+        return [answer.strip() for answer in answers]
 
-    def loglikelihood(self, requests: list[Instance]) -> list[tuple[float, bool]]:
-        raise UserError("a task that compares the likelihoods of given answers: choose one that generates them")
+    def loglikelihood(self, requests: list[Instance]) -> Any:
+        raise SystemExit("a task compares likelihoods or asks in rounds; choose one that generates one answer")
 
-    def generate_until_multi_round(self, requests: list[Instance]) -> list[str]:
-        raise UserError("a task of several rounds: choose one that asks each question once")
+    generate_until_multi_round = loglikelihood
 
 
 def held_out_task(folder: Path, longest: int) -> ConfigurableMessagesTask:
@@ -118,21 +112,19 @@ def held_out_task(folder: Path, longest: int) -> ConfigurableMessagesTask:
     return ConfigurableMessagesTask(config=settings)
 
 
-def main(request: Mapping[str, Any], tell: Callable[[dict], None]) -> None:
+def main(request: Mapping[str, Any], tell: Callable[[dict], None]) -> dict:
     tasks: list[Any] = list(request["tasks"])
     if unknown := sorted(set(tasks) - {HELD_OUT, *TaskManager().all_tasks}):
-        raise UserError(f"lmms-eval has no task {unknown[0]}")
+        raise SystemExit(f"lmms-eval has no task {unknown[0]}")
     if HELD_OUT in tasks:
         tasks[tasks.index(HELD_OUT)] = held_out_task(Path(request["questions"]), request["longest"])
     model = StockModel(Path(request["folder"]), request["batch_size"], tell)
     results = simple_evaluate(model=model, tasks=tasks, limit=request["limit"], batch_size=request["batch_size"])
-    tell(
-        {
-            "results": {task: _scores(of_task) for task, of_task in results["results"].items()},
-            "answers": {task: counts["effective"] for task, counts in results["n-samples"].items()},
-            "versions": {name: importlib.metadata.version(name) for name in ("lmms_eval", "transformers", "torch")},
-        }
-    )
+    return {
+        "results": {task: _scores(of_task) for task, of_task in results["results"].items()},
+        "answers": {task: counts["effective"] for task, counts in results["n-samples"].items()},
+        "versions": {name: importlib.metadata.version(name) for name in ("lmms_eval", "transformers", "torch")},
+    }
 
 
 def _scores(of_task: Mapping[str, Any]) -> dict[str, tuple[float, float | None]]:
@@ -152,7 +144,4 @@ if __name__ == "__main__":
         def tell(content: dict) -> None:
             print(json.dumps(content), file=out, flush=True)
 
-        try:
-            main(json.loads(Path(sys.argv[1]).read_text()), tell)
-        except UserError as error:
-            tell({"error": str(error)})
+        tell(main(json.loads(Path(sys.argv[1]).read_text()), tell))

@@ -42,6 +42,5 @@ def write_questions(config: RunConfig, folder: Path) -> int:
                     asked = {"messages": messages, "images": images[:seen], "answer": text}
                     file.write(json.dumps(asked, ensure_ascii=False) + "\n")
                 seen += text.count(IMAGE_MARK)
-                content = as_prompted(text, layout, alone=plain)
-                messages = [*messages, {"role": ROLES[speaker], "content": content}]
+                messages.append({"role": ROLES[speaker], "content": as_prompted(text, layout, alone=plain)})
     return longest

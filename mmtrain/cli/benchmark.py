@@ -1,13 +1,11 @@
-"""Score a trained model on benchmarks, by lmms-eval, beside the scores that the run has already.
+"""Score a trained model on benchmarks with lmms-eval, beside the run's own scores.
 
-What a run says itself comes first, since it always means something: held-out loss, exact match, and what the right
-images add to wrong ones. Benchmarks ask in words and formats of their own. A model whose projector alone was trained,
-on captions, scores near 0 on many of them, though it sees well; they mean more after instruction tuning.
+The run's own results are printed first: held-out loss, exact match, and the gain over shuffled images. A model whose
+projector alone was trained scores near 0 on many benchmarks; they mean more after instruction tuning.
 
-The task held_out asks the run's own held-out questions: its exact match is the run's, which shows that the exported
-model answers as the trained one. All other names are lmms-eval's; it downloads their data, from where and as whom its
-own settings say (HF_TOKEN, HF_HOME). lmms-eval is installed once, into an environment of its own in the cache, 0.5 GB;
-the packages here are used, and not changed. A GPU is used if there is one (CUDA_VISIBLE_DEVICES= for none).
+The task held_out asks the run's held-out questions: its score is the run's if the exported model answers like the
+trained one. All other tasks are lmms-eval's, which downloads their data (HF_TOKEN, HF_HOME). It is installed once, into
+its own environment in the cache (0.5 GB). A GPU is used if there is one (CUDA_VISIBLE_DEVICES= for none).
 
 Scores are kept in RUN/benchmarks.jsonl, with all versions, and shown in the run's page, RUN/report.html.
 """
@@ -44,8 +42,6 @@ EXAMPLES = """\
     mmtrain benchmark runs/llava_pp4
   benchmarks of lmms-eval, the first 500 questions of each:
     mmtrain benchmark runs/mine --tasks held_out,pope,mme --limit 500
-  an earlier checkpoint:
-    mmtrain benchmark runs/mine/checkpoints/step-00000500 --tasks gqa
 """
 
 
@@ -61,11 +57,8 @@ def run(options: argparse.Namespace) -> None:
         print_result(f"{question} {findings[question].answer}. {findings[question].text}")
     python = lmms_python()
     with ByteBars(sys.stdout) as progress, tempfile.TemporaryDirectory(prefix="mmtrain-benchmark-") as questions:
-        request: dict[str, Any] = {
-            "folder": str(stock_folder(str(checkpoint.path), progress.show)),
-            "questions": questions,
-        }
-        request |= {"tasks": options.tasks, "limit": options.limit, "batch_size": options.batch_size}
+        request: dict[str, Any] = {name: getattr(options, name) for name in ("tasks", "limit", "batch_size")}
+        request |= {"folder": str(stock_folder(str(checkpoint.path), progress.show)), "questions": questions}
         if HELD_OUT in options.tasks:
             request["longest"] = write_questions(checkpoint.config, Path(questions))
         file = Path(questions) / "request.json"
@@ -105,7 +98,7 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     run_help = "the folder of a run, whose newest whole checkpoint is taken, or of one checkpoint"
     parser.add_argument("run", type=Path, metavar="RUN", help=run_help)
     names = lambda text: [name.strip() for name in text.split(",") if name.strip()]  # noqa: E731
-    task_help = f"names with commas between them ({HELD_OUT}); `lmms-eval tasks list` lists others"
+    task_help = f"names with commas between them ({HELD_OUT}); others are in lmms_eval/tasks of lmms-eval's repository"
     parser.add_argument("--tasks", type=names, default=[HELD_OUT], metavar="NAME[,NAME]", help=task_help)
     parser.add_argument("--limit", type=positive(int), metavar="N", help="only the first N questions of each task")
     batch_help = "prompts that are answered together (%(default)s)"

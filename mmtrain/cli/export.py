@@ -93,7 +93,7 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     base_help = "peft: what the adapters are for. llm: the published LLM (default for text alone); hf: OUT/base (else)"
     parser.add_argument("--base", choices=get_args(Base), help=base_help)
     verify_help = "hf, peft: compare logits with mmtrain's own on N held-out samples, batches with single answers (8)"
-    push_help = "upload OUT to the hub too, into this repository, which is made private if it is not there"
+    push_help = "also upload OUT to this repository of the hub; one that is missing is made, as a private one"
     parser.add_argument("--push", metavar="ORG/NAME", help=push_help)
     parser.add_argument("--verify", type=positive(int), nargs="?", const=8, metavar="N", help=verify_help)
     return parser.parse_args(arguments)

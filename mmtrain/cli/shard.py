@@ -84,7 +84,7 @@ EXAMPLES = """\
         --shard-bytes 1GB --max-reject-rate 0.001
   a mixture that repeats ids over different conversations, text lengths for one LLM:
     mmtrain shard --json llava_v1_5_mix665k.json --images images --out data/mix665k \\
-        --duplicate-ids keep --tokenizer lmsys/vicuna-7b-v1.5 --template chat
+        --duplicate-ids keep --tokenizer lmsys/vicuna-7b-v1.5 --template llava_v1
   after Ctrl-C, a full disk or a crash: the same command, and --resume
   then train on it:
     mmtrain train CONFIG 'data.shards=data/llava558k/shard-*.tar'
@@ -225,7 +225,7 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     add("--images", type=path, metavar="DIR", help="folder that image names start from; none for text alone")
     add("--out", type=path, required=True, metavar="DIR", help="folder for the shards, without any yet")
     size = parser.add_mutually_exclusive_group().add_argument
-    size("--samples-per-shard", type=positive(int), metavar="N", help="records with sound text in a tar (1000)")
+    size("--samples-per-shard", type=positive(int), metavar="N", help="records with valid text in a tar (1000)")
     size("--shard-bytes", type=parse_size, metavar="SIZE", help="instead: a tar's largest size (500MB, 1GiB, ...)")
     add("--workers", type=positive(int), default=usable_cores(), metavar="N", help="processes (%(default)s)")
     add("--tokenizer", metavar="PATH", help="the LLM's folder, its hub id in the local cache, or demo:llm")

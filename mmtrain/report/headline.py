@@ -179,10 +179,8 @@ def _few(first: Evaluation, second: Evaluation) -> bool:
 
 def _compare(first: Evaluation, second: Evaluation) -> tuple[float, bool]:
     """Return a number above 0 if `first` is better, below 0 if worse, 0 if unclear; and whether the loss decides."""
-    if not _few(first, second) and (gain := _gain(first, second)):
-        difference, least, most = gain
-        if least > 0 or most < 0:
-            return difference, False
+    if not _few(first, second) and (gain := _gain(first, second)) and not gain[1] <= 0 <= gain[2]:
+        return gain[0], False
     if first.loss is None or second.loss is None:
         return 0, True
     difference = second.loss - first.loss

@@ -24,24 +24,13 @@ from mmtrain.base.errors import UserError
 from mmtrain.base.json_lines import whole_lines
 from mmtrain.base.printing import disclosed, escape, first_few
 from mmtrain.base.small_files import MAX_JSON_BYTES, open_file, read_limited
-from mmtrain.checkpoint.run_folder import (
-    ANSWERS,
-    AUDIT,
-    BAD_STEPS,
-    BENCHMARKS,
-    CONFIG,
-    DISCARDED,
-    METRICS,
-    PLAN,
-    QUARANTINE,
-)
+from mmtrain.checkpoint import run_folder as files
 from mmtrain.config.strict_yaml import read_yaml
 
 LISTED = 50  # entries kept of each list
 MAX_QUESTIONS = 100
 MAX_CHARACTERS = 2000
 MAX_RANKS = 4096
-MAX_SCORES = 1000  # of a task
 MAX_POINTS = 2000  # of a curve in a chart
 LARGEST = 1e30  # a larger number comes from a damaged record, and would make sums infinite
 T = TypeVar("T")
@@ -177,7 +166,7 @@ class Benchmark(BaseModel):
     task: Text
     limit: Count | None
     answers: Count | None
-    scores: Annotated[dict[Text, tuple[Number, Number | None]], Field(max_length=MAX_SCORES)]
+    scores: Annotated[dict[Text, tuple[Number, Number | None]], Field(max_length=1000)]
     versions: dict[Text, Text]
 
 
@@ -318,19 +307,21 @@ class RunRecord:
 
 def read_run(folder: Path) -> RunRecord:
     """Read the records of a run, which may be under way; raises UserError for a folder that is none."""
-    if not (folder / CONFIG).is_file():
-        raise UserError(f"{folder} has no {CONFIG}, so it is not a run. Give the folder run.dir/run.name of a run.")
+    if not (folder / files.CONFIG).is_file():
+        raise UserError(
+            f"{folder} has no {files.CONFIG}, so it is not a run. Give the folder run.dir/run.name of a run."
+        )
     run = RunRecord(escape(folder.resolve().name), folder)
     try:
-        run.config = dict(_flat("", disclosed(read_yaml(inside(folder, CONFIG)))))
+        run.config = dict(_flat("", disclosed(read_yaml(inside(folder, files.CONFIG)))))
     except UserError as error:
         run.problems.append(shown(str(error)))
-    run.plan = _read_json(run, PLAN, Plan)
-    run.audit = _read_json(run, AUDIT, Audit)
+    run.plan = _read_json(run, files.PLAN, Plan)
+    run.audit = _read_json(run, files.AUDIT, Audit)
     _read_metrics(run)
     _read_faults(run)
     _read_answers(run)
-    run.benchmarks = list({record.task: record for record in _read_lines(run, BENCHMARKS, Benchmark)}.values())
+    run.benchmarks = list({record.task: record for record in _read_lines(run, files.BENCHMARKS, Benchmark)}.values())
     run.events.sort(key=lambda event: (event.step, event.at or 0))
     return run
 
@@ -398,7 +389,7 @@ def _first_problem(error: ValidationError) -> str:
 
 def _read_metrics(run: RunRecord) -> None:
     is_first_step = True
-    for record in _read_lines(run, METRICS, Metric):
+    for record in _read_lines(run, files.METRICS, Metric):
         if run.begun is None:
             run.begun = record.time
         now = max(0.0, record.time - run.begun)
@@ -461,26 +452,26 @@ def _add_evaluation(run: RunRecord, record: Evaluation) -> None:
 
 
 def _read_faults(run: RunRecord) -> None:
-    for sample in _read_lines(run, QUARANTINE, Quarantined):
+    for sample in _read_lines(run, files.QUARANTINE, Quarantined):
         if len(run.quarantined) < LISTED:
             run.quarantined.append(sample)
         run.reasons[sample.reason] += 1
     not_updated = {event.step: event for event in run.events if event.kind == "no update"}
-    for bad in _read_lines(run, BAD_STEPS, BadStep):
+    for bad in _read_lines(run, files.BAD_STEPS, BadStep):
         where = f"rank {first_few(list(map(str, bad.ranks)), 4)}, {first_few(bad.parameters, 3) or 'no gradient'}"
-        text = f"NaN or infinity on {where}; {BAD_STEPS} lists its samples"
+        text = f"NaN or infinity on {where}; {files.BAD_STEPS} lists its samples"
         if bad.step + 1 in not_updated:
             not_updated[bad.step + 1].text = text
         elif bad.step >= run.steps_done:
             _add_event(run, Event("bad step", bad.step + 1, None, f"this ended the run: {text}"))
-    for lost in _read_lines(run, DISCARDED, Discarded):
+    for lost in _read_lines(run, files.DISCARDED, Discarded):
         if isinstance(lost.record, Train):
             run.discarded[lost.back_to_step] += 1
 
 
 def _read_answers(run: RunRecord) -> None:
     questions: dict[tuple[str, str], tuple[Answer, Answer]] = {}
-    for answer in _read_lines(run, ANSWERS, Answer):
+    for answer in _read_lines(run, files.ANSWERS, Answer):
         question = answer.key, answer.question
         if question in questions or len(questions) < MAX_QUESTIONS:
             first, _ = questions.get(question, (answer, answer))

@@ -98,13 +98,10 @@ class Adapter:
 
     def unread(self, keys: Iterable[str]) -> list[str]:
         """Return the keys or columns that no row's sample is made from."""
-        if self.as_it_is:
-            return []
-        if self.form.name == "caption":
-            return [key for key in keys if key not in ("id", self.image_key, self.form.caption_key)]
-        return [
-            key for key in keys if key not in ("id", "system", *self.image_keys, *formats.READERS[self.form.name].keys)
-        ]
+        read: tuple[str | None, ...] = (self.image_key, self.form.caption_key)
+        if self.form.name != "caption":
+            read = ("system", *self.image_keys, *formats.READERS[self.form.name].keys)
+        return [] if self.as_it_is else [key for key in keys if key not in ("id", *read)]
 
     def settled(self, rows: Sequence[object]) -> Adapter:
         """Return the adapter that reads captions and their images under one key: the first that any row uses."""
@@ -155,7 +152,7 @@ class Adapter:
                 raise BadSample("image_count", f"a caption without an image: {_nothing(self.image_keys, row)}")
             return formats.caption_turns(caption, images, self.form.caption_prompt)
         conversation = {key: _unpacked(value) if key in _LISTS else value for key, value in row.items()}
-        conversation |= {key: None for key in formats.IMAGE_KEYS if key in row}  # `images` of them are here
+        conversation |= {key: None for key in formats.IMAGE_KEYS if key in row}  # counted by `images`
         if self.form.name == "interleaved":
             conversation["images"] = _unpacked(first_value(row, self.image_keys))
         return formats.READERS[self.form.name].turns(conversation, images)

@@ -238,13 +238,7 @@ def caption_turns(caption: object, images: int, prompt: str) -> Turns:
 
 def first_value(record: object, keys: Iterable[str]) -> Any:
     """Return a record's value under the first of the keys that holds anything; None where there is none."""
-    key = first_key(record, keys)
-    return None if key is None else record[key]
-
-
-def first_key(record: object, keys: Iterable[str]) -> str | None:
-    """Return the first of the keys under which a record holds anything; None where there is none."""
-    return next((key for key in keys if record.get(key)), None) if isinstance(record, dict) else None
+    return next((record[key] for key in keys if record.get(key)), None) if isinstance(record, dict) else None
 
 
 def _has_marks(turns: Sequence[tuple[str, str]]) -> bool:
@@ -340,8 +334,6 @@ def _with_marks(turns: list[tuple[str, str]], images: int) -> Turns:
 
 
 class Reader(NamedTuple):
-    """How the records of a format are read."""
-
     description: str
     keys: tuple[str, ...]  # what a conversation may be under
     turns: Callable[[object, int], Turns]  # of a record and its number of images; raises BadSample

@@ -25,7 +25,7 @@ from mmtrain.data.samples.formats import (
     SampleFormat,
     best,
     candidates,
-    first_key,
+    first_value,
     json_record,
     text_suffix,
 )
@@ -71,10 +71,9 @@ def sample_format(
         raise UserError("\n  ".join(lines))
     (suffix, _), *_ = Counter(text_suffix(form.reading, members) for members in first).most_common()
     _log.debug(f"{key}: format {form.name} (KEY.{suffix}), as in {readable} of the first {len(first)} samples")
-    asked = next(filter(None, (first_key(json_record(members), QUESTION_KEYS) for members in first)), None)
-    if form.name == "caption" and asked is not None:
+    if form.name == "caption" and any(first_value(json_record(members), QUESTION_KEYS) for members in first):
         _log.warning(
-            f"{key}: {asked} of KEY.json is not read: each caption answers {caption_prompt!r} (data.caption_prompt). "
+            f"{key}: KEY.json has an unread question; captions answer {caption_prompt!r} (data.caption_prompt). "
             "If an answer is beside it, data.format=qa reads both"
         )
     return form

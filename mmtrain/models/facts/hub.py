@@ -8,6 +8,8 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+from huggingface_hub import HfApi, snapshot_download
+
 import mmtrain
 from mmtrain.config.schema import RunConfig
 from mmtrain.models.facts.model_files import HUB_ID, foreign_files
@@ -18,8 +20,6 @@ FILE = re.compile(r"[\w./-]+\.(safetensors|json|jinja|txt)|tokenizer\.model|READ
 
 def download_models(config: RunConfig) -> None:
     """Download what the local cache lacks of models named by hub ids; raises UserError for what the hub refuses."""
-    from huggingface_hub import HfApi, snapshot_download
-
     from mmtrain.models.facts.timm_models import timm_config
     from mmtrain.models.facts.vision_files import is_timm_name
 
@@ -34,8 +34,6 @@ def download_models(config: RunConfig) -> None:
 
 def make_repository(repository: str) -> None:
     """Make the private repository ORG/NAME unless it is there; raises UserError for what the hub refuses."""
-    from huggingface_hub import HfApi
-
     with foreign_files(f"--push {repository}: the repository"):
         HfApi().whoami()  # with a wrong token `create_repo` would be content with a repository that is there
         HfApi().create_repo(repository, private=True, exist_ok=True)
@@ -43,8 +41,6 @@ def make_repository(repository: str) -> None:
 
 def push(folder: Path, repository: str) -> str:
     """Upload a folder to a repository in one commit; return the commit's address. Raises UserError."""
-    from huggingface_hub import HfApi
-
     with foreign_files(f"--push {repository}: the repository"):
         message = f"Exported by mmtrain {mmtrain.__version__}"
         return HfApi().upload_folder(repo_id=repository, folder_path=folder, commit_message=message).commit_url
