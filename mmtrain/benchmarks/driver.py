@@ -1,7 +1,7 @@
 """Runs in lmms-eval's environment: `python -m mmtrain.benchmarks.driver REQUEST`, a JSON file of `mmtrain benchmark`.
 
 lmms-eval's tasks --messages with pictures--> StockModel, an exported folder --answers--> lmms-eval's scores
-standard output: lines of JSON, {"done", "total"} while it runs, then {"results", "answers", "versions"} or {"error"}
+standard output: lines of JSON, {"done", "total"} while it runs, at its end {"results", "answers", "versions"}
 
 lmms-eval has classes of its own for some of the models that mmtrain exports, which resize pictures otherwise than
 training did, or take one prompt at a time. Here each is its stock class, loaded as `mmtrain chat` does.

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import signal
 import subprocess
 import sys
 import tempfile
@@ -51,6 +52,9 @@ def run(options: argparse.Namespace) -> None:
     if checkpoint.config.model.vision is None:
         instead = "Export it (mmtrain export RUN --format hf --out OUT), and run lm_eval --model hf, pretrained=OUT"
         raise UserError(f"{options.run}: was trained on text alone, but these tasks ask about pictures. {instead}")
+    if HELD_OUT in options.tasks and not checkpoint.config.eval.is_on:
+        raise UserError(f"{options.run}: holds out no samples (eval.shards, eval.fraction). Name --tasks of lmms-eval")
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # else the driver would go on
     folder = checkpoint.run
     findings = headline(read_run(folder))
     for question in ("Did it work?", "Did it look at the images?"):
@@ -69,7 +73,8 @@ def run(options: argparse.Namespace) -> None:
         for task, scores in result["results"].items():
             records.write(task=task, scores=scores, answers=result["answers"].get(task), **of_all)
     write_page([folder], folder / REPORT)
-    for task, metric, score, answers, step, _ in benchmark_rows(read_run(folder)):
+    new = [one for one in read_run(folder).benchmarks if (one.step, one.limit) == (checkpoint.step, options.limit)]
+    for task, metric, score, answers, step, _ in benchmark_rows(new):
         print_result(f"{task}  {metric} {score}  {answers} answers, step {step}")
     print_result(f"report: {folder / REPORT}")
 
@@ -79,17 +84,22 @@ def _drive(command: Sequence[str], log: Path) -> dict[str, Any]:
     last: dict[str, Any] = {}
     bar = None
     with log.open("w") as errors, subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True) as driver:
-        for line in driver.stdout or ():
-            last = json.loads(line)
-            if "done" in last:
-                bar = bar or ProgressBar("questions", last["total"], sys.stdout, counted="answers")
-                bar.show(last["done"], last["done"])
+        try:
+            for line in driver.stdout or ():
+                last = json.loads(line)
+                if "done" in last:
+                    bar = bar or ProgressBar("questions", last["total"], sys.stdout, counted="answers")
+                    bar.show(last["done"], last["done"])
+        except KeyboardInterrupt:
+            driver.kill()
+            raise
     if bar is not None:
         bar.__exit__()
     if "results" in last:
         return last
     lines = log.read_text(errors="replace").strip().splitlines() or [f"exit code {driver.returncode}"]
-    raise UserError(f"{escape(str(last.get('error', lines[-1])), 500)}. What lmms-eval printed is in {log}")
+    why = escape(lines[-1], 500) if driver.returncode > 0 else f"it was ended by signal {-driver.returncode}"
+    raise UserError(f"lmms-eval: {why}. All that it printed is in {log}")
 
 
 def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
@@ -97,7 +107,7 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     parser = command_parser("benchmark", __doc__, EXAMPLES, exits, interrupted="stopped; nothing was recorded")
     run_help = "the folder of a run, whose newest whole checkpoint is taken, or of one checkpoint"
     parser.add_argument("run", type=Path, metavar="RUN", help=run_help)
-    names = lambda text: [name.strip() for name in text.split(",") if name.strip()]  # noqa: E731
+    names = lambda text: list(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))  # noqa: E731
     task_help = f"names with commas between them ({HELD_OUT}); others are in lmms_eval/tasks of lmms-eval's repository"
     parser.add_argument("--tasks", type=names, default=[HELD_OUT], metavar="NAME[,NAME]", help=task_help)
     parser.add_argument("--limit", type=positive(int), metavar="N", help="only the first N questions of each task")

@@ -29,6 +29,7 @@ from typing import get_args
 
 from mmtrain.api.export import DifferentError, Dtype, Format, export
 from mmtrain.base.arguments import command_parser, positive
+from mmtrain.base.errors import UserError
 from mmtrain.base.printing import print_result, show_error
 from mmtrain.base.progress import ByteBars
 from mmtrain.models.facts.hub import make_repository, push
@@ -75,12 +76,15 @@ def run(options: argparse.Namespace) -> int:
         show_error(error)
         return 1
     if options.push is not None:
-        print_result(f"pushed: {push(folder, options.push)}")
+        try:
+            print_result(f"pushed: {push(folder, options.push)}")
+        except UserError as error:
+            raise UserError(f"{error}. {folder} is whole: hf upload {options.push} {folder}") from None
     return 0
 
 
 def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
-    interrupted = "stopped; nothing was left under --out"
+    interrupted = "stopped; under --out there is all or nothing"
     parser = command_parser("export", __doc__, EXAMPLES, EXITS, interrupted=interrupted, logs=print_result)
     run_help = "the folder of a run, whose newest whole checkpoint is taken, or of one checkpoint"
     parser.add_argument("run", type=Path, metavar="RUN", help=run_help)

@@ -20,12 +20,13 @@ import yaml
 
 from mmtrain.base.errors import UserError
 from mmtrain.base.printing import escape
-from mmtrain.base.small_files import MAX_JSON_BYTES, read_limited
+from mmtrain.base.small_files import read_limited
 from mmtrain.models.facts.adapters import adapted_layer, is_adapter, is_llm_adapter
 from mmtrain.models.facts.model_files import HUB_ID, find_model_folder
 from mmtrain.models.modules.projector import PROJECTOR
 
 PLAIN = re.compile(r"(?!www\.)[A-Za-z0-9]+([ .,+/_-][A-Za-z0-9]+)*")  # nothing that Markdown or HTML reads
+MAX_CARD_BYTES = 64 << 10  # YAML of more would take seconds
 FRONT = {
     "model": {"library_name": "transformers", "pipeline_tag": "image-text-to-text"},
     "text": {"library_name": "transformers", "pipeline_tag": "text-generation"},
@@ -40,7 +41,7 @@ def write_card(folder: Path, about: Mapping[str, Any], form: str, *, is_whole: b
     """
     parts = [about[part] for part in ("llm", "vision") if about[part]]
     licences = {public_name(part): _licence(part) for part in parts}
-    about = {**about, **{part: about[part] and public_name(about[part]) for part in ("llm", "vision")}}
+    about = published(about)
     front: dict[str, Any] = dict(FRONT[form])
     if len(known := set(licences.values())) == 1 and None not in known:
         front["license"] = known.pop()
@@ -64,6 +65,11 @@ def write_card(folder: Path, about: Mapping[str, Any], form: str, *, is_whole: b
     (folder / "README.md").write_text(text)
 
 
+def published(about: Mapping[str, Any]) -> dict[str, Any]:
+    """Return `origin` with the models' names without the folders of this machine."""
+    return {**about, **{part: about[part] and public_name(about[part]) for part in ("llm", "vision")}}
+
+
 def public_name(model: str) -> str:
     """Return a model's name without the folders of this machine; a hub id as it is."""
     return Path(model).name if Path(model).expanduser().is_dir() or not HUB_ID.fullmatch(model) else model
@@ -73,9 +79,9 @@ def _licence(model: str) -> str | None:
     """Return the licence that the card in a model's folder names; None where there is no card, or no such name."""
     folder = find_model_folder(model)
     try:
-        card = read_limited(folder / "README.md", MAX_JSON_BYTES, "a card") if folder is not None else b""
+        card = read_limited(folder / "README.md", MAX_CARD_BYTES, "a card") if folder is not None else b""
         named = yaml.safe_load(card.decode().split("---\n")[1]).get("license")
-    except (OSError, UserError, IndexError, AttributeError, ValueError, yaml.YAMLError):
+    except (OSError, UserError, LookupError, AttributeError, ValueError, RecursionError, yaml.YAMLError):
         return None
     return named if isinstance(named, str) and PLAIN.fullmatch(named) else None
 

@@ -23,6 +23,7 @@ from typing import Any
 import torch
 
 from mmtrain.checkpoint.step_folder import StepFolder
+from mmtrain.exporting.card import published
 from mmtrain.exporting.projector_file import origin, run_tensors
 from mmtrain.exporting.tensors import require_space
 from mmtrain.models.facts.connectors import NEWLINE, image_layout
@@ -94,7 +95,7 @@ def _config(about: Mapping[str, Any], layout: ImageLayout) -> dict[str, Any]:
         "mm_use_im_patch_token": False,  # LLaVA's loader takes a missing key for true, and adds a row
         **_image_keys(about, layout),
         "tune_mm_mlp_adapter": True,
-        "mmtrain": about,
+        "mmtrain": published(about),
     }
 
 

@@ -84,7 +84,7 @@ def export_peft(
     described.save_pretrained(str(folder))
     write_tensors(folder / TENSORS, cast_to(dtype, {places[name]: source for name, source in adapters.items()}))
     base_folder = None if base == "llm" else BASE
-    opened = repr(base_folder or about["llm"])
+    opened = repr(name)
     shown = {"base_folder": base_folder, "class_name": stock.__name__, "opened": opened, "lora": config.model.lora}
     write_card(folder, about, "adapters", **shown)
     return exported

@@ -20,6 +20,7 @@ from mmtrain.base.json_lines import recorded
 from mmtrain.checkpoint.run_folder import METRICS
 from mmtrain.checkpoint.step_folder import StepFolder
 from mmtrain.config.templates import template_name
+from mmtrain.exporting.card import published
 from mmtrain.exporting.tensors import TensorSource, cast_to, in_memory, stored, write_tensors
 from mmtrain.models.facts.connectors import Linear, connector, reduction
 from mmtrain.models.facts.model_files import read_header
@@ -103,5 +104,5 @@ def write_projector_file(
     write_tensors(file, cast_to(dtype, tensors))
     with file.open("rb") as stream:
         sha256 = hashlib.file_digest(stream, "sha256").hexdigest()
-    description = {**about, "dtype": str(dtype).removeprefix("torch."), "sha256": {file.name: sha256}}
+    description = {**published(about), "dtype": str(dtype).removeprefix("torch."), "sha256": {file.name: sha256}}
     file.with_suffix(".json").write_text(json.dumps(description, indent=2) + "\n")

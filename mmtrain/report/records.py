@@ -301,7 +301,7 @@ class RunRecord:
     events: list[Event] = field(default_factory=list)  # the first ones of each kind
     counts: Counter[str] = field(default_factory=Counter)  # of all events, by kind
     questions: list[tuple[Answer, Answer | None, Answer | None]] = field(default_factory=list)  # any, before, after
-    benchmarks: list[Benchmark] = field(default_factory=list)  # the last one of each task
+    benchmarks: list[Benchmark] = field(default_factory=list)  # the last ones of each task, step and limit
     problems: list[str] = field(default_factory=list)  # with the files
 
 
@@ -321,7 +321,10 @@ def read_run(folder: Path) -> RunRecord:
     _read_metrics(run)
     _read_faults(run)
     _read_answers(run)
-    run.benchmarks = list({record.task: record for record in _read_lines(run, files.BENCHMARKS, Benchmark)}.values())
+    scored = {
+        (record.task, record.step, record.limit): record for record in _read_lines(run, files.BENCHMARKS, Benchmark)
+    }
+    run.benchmarks = list(scored.values())
     run.events.sort(key=lambda event: (event.step, event.at or 0))
     return run
 

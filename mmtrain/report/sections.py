@@ -6,6 +6,7 @@ import base64
 import io
 import re
 import warnings
+from collections.abc import Sequence
 from pathlib import Path
 
 from PIL import Image
@@ -32,7 +33,7 @@ from mmtrain.report.elements import (
     table,
 )
 from mmtrain.report.headline import audit_sentence, models
-from mmtrain.report.records import LISTED, Evaluation, RankPlan, RunRecord, inside
+from mmtrain.report.records import LISTED, Benchmark, Evaluation, RankPlan, RunRecord, inside
 
 PICTURE_PATH = re.compile(r"answers/[A-Za-z0-9][A-Za-z0-9._-]{0,100}\.jpg")
 MAX_PICTURE_BYTES, MAX_PICTURE_SIDE = 300_000, 1024
@@ -95,7 +96,8 @@ def learning(run: RunRecord) -> Section:
 def evaluations(run: RunRecord) -> Section:
     title, control = "Evaluations and control", run.control
     columns = ("benchmark", "metric", ">score", ">answers", ">step", "versions")
-    tables = [table("Scores by lmms-eval (mmtrain benchmark)", columns, rows)] if (rows := benchmark_rows(run)) else []
+    benchmarks = benchmark_rows(run.benchmarks)
+    tables = [table("Scores by lmms-eval (mmtrain benchmark)", columns, benchmarks)] if benchmarks else []
     if not run.evaluations:
         return Section("evaluations", title, (NOT_EVALUATED,), tables=tables)
     curves = {"exact match": "eval_exact_match", "token accuracy": "eval_token_accuracy"}
@@ -114,18 +116,19 @@ def evaluations(run: RunRecord) -> Section:
     return Section("evaluations", title, says, (chart,), (table("Scores", columns, rows), *tables))
 
 
-def benchmark_rows(run: RunRecord) -> list[tuple[str, ...]]:
+def benchmark_rows(benchmarks: Sequence[Benchmark]) -> list[tuple[str, ...]]:
     """Return (task, metric, score ± standard error, answers, step, versions) of each score."""
     return [
         (
             record.task,
             metric,
             number(value) + ("" if error is None else f" ± {number(error)}"),
-            ("-" if record.answers is None else f"{record.answers:,}") + (" (--limit)" if record.limit else ""),
+            ("-" if record.answers is None else f"{record.answers:,}")
+            + (f" (--limit {record.limit})" if record.limit else ""),
             f"{record.step:,}",
             ", ".join(f"{library} {version}" for library, version in record.versions.items()),
         )
-        for record in run.benchmarks
+        for record in benchmarks
         for metric, (value, error) in record.scores.items()
     ]
 

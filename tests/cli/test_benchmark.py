@@ -46,6 +46,12 @@ def test_each_held_out_answer_is_asked_for_given_the_true_turns_and_images_befor
     assert sorted(images.values()) == sorted(image for document in documents for image in document.sample.images)
 
 
+def test_a_run_without_held_out_samples_is_not_scored_on_its_training_data(tiny, tmp_path, capsys):
+    make_checkpoint(tmp_path / "run", config_of(tiny, "eval.shards=null"))
+    assert main(["benchmark", str(tmp_path / "run")]) == 2
+    assert "holds out no samples" in capsys.readouterr().err
+
+
 def test_a_run_on_text_alone_is_told_the_harness_for_llms(tiny, tmp_path, capsys):
     make_checkpoint(
         tmp_path / "run", config_of(tiny, "model.vision=null", "data.template=chat", "model.trainable=[llm.head]")

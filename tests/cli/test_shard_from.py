@@ -275,9 +275,34 @@ def test_rows_of_other_data_sets_become_conversations_with_the_images_that_they_
     assert said.endswith(f"{UNREAD.get(name, '')}: 18 records")
 
 
+@pytest.mark.parametrize(
+    ("row", "answer"),
+    [
+        ({"question": "Q", "answers": '["cat", "dog", "dog"]'}, "dog"),
+        (
+            {"prompt": '[{"role": "user", "content": "Q"}]', "completion": '[{"role": "assistant", "content": "A"}]'},
+            "A",
+        ),
+        ({"question": "Q", "answer": "[0.1, 0.9]"}, "[0.1, 0.9]"),
+    ],
+)
+def test_a_table_holds_lists_as_json_text_and_a_box_stays_text(folder, row, answer):
+    write_csv(folder / "a.csv", [row])
+    assert shard(folder, "a.csv") == 0
+    (members,) = read_members(*(folder / "out").glob("*.tar"))
+    assert json.loads(members["json"])["conversations"] == asked("Q", answer)
+
+
+def test_rows_whose_images_are_in_another_column_are_said_to_have_none(folder, capsys):
+    rows = [{"image_url": "https://example.org/a.jpg", "question": "Q", "answer": "A"}]
+    (folder / "a.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    assert shard(folder, "a.jsonl") == 0
+    assert "questions with their answers; without images; not read: image_url: 1 records" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("image", ["data:image/png;base64,", "data:image/png;base64,A", "A" * 301, "iVBORw0KGgo" * 30])
 def test_base64_that_is_no_image_has_one_reason_and_does_not_print_its_text(folder, image):
-    rows = [{"image": text, "caption": "x"} for text in (base64_of(b"GIF89a") * 90, image)]
+    rows = [{"image": text, "caption": "x"} for text in (base64_of(b"GIF89a") * 90, image.replace("data", "DATA"))]
     (folder / "a.jsonl").write_text("\n".join(map(json.dumps, rows)))
     assert shard(folder, "a.jsonl", more=("--max-reject-rate", "1")) == 2
     found = rejections(folder / "out")

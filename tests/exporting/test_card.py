@@ -107,8 +107,10 @@ def test_a_licence_that_all_models_have_is_the_folders_and_local_folders_are_no_
     (models / "vision" / "README.md").write_text("---\nlicense: apache-2.0\n---\n")
     data, _ = card_of(tiny, tmp_path / "two", models / "llm", models / "vision", dict(VERSIONS))
     assert data["license"] == "apache-2.0"
-    (models / "vision" / "README.md").write_text("---\nlicense: [&a [*a]]\n---\n")
-    assert "license" not in card_of(tiny, tmp_path / "three", models / "llm", models / "vision", dict(VERSIONS))[0]
+    for number, hostile in enumerate(("[&a [*a]]", "[" * 3000, "!!bool maybe", "x" * 70_000)):
+        (models / "vision" / "README.md").write_text(f"---\nlicense: {hostile}\n---\n")
+        folder = tmp_path / f"hostile-{number}"
+        assert "license" not in card_of(tiny, folder, models / "llm", models / "vision", dict(VERSIONS))[0]
 
 
 def test_the_control_is_beside_the_scores(tiny, tmp_path):

@@ -21,8 +21,7 @@ def test_the_projector_file_says_what_it_belongs_to(checkpoint, tmp_path):
     trained, found = load_file(checkpoint.tensors_file), load_file(tmp_path / "out" / "projector.safetensors")
     assert found.keys() == trained.keys() == set(about["trained"])
     assert all(torch.equal(found[name], tensor) for name, tensor in trained.items())
-    config = checkpoint.config
-    assert (about["llm"], about["vision"]) == (config.model.llm.path, config.model.vision.name)
+    assert (about["llm"], about["vision"]) == ("llm", "vision")  # without the folders of this machine
     assert (about["llm_width"], about["vision_width"], about["vision_select_layer"]) == (64, 48, -2)
     assert (about["projector_type"], about["dtype"], about["steps"]) == ("mlp2x_gelu", "float32", 20)
     assert about["data_fingerprint"] == "d" * 64 and about["versions"]["torch"] == "2"

@@ -294,13 +294,16 @@ def test_what_the_right_images_add_has_an_interval_as_in_newcombes_paper(run):
     assert "add 20.0 points (95% interval 5.2 to 33.4)" in finding.text
 
 
-def test_the_last_score_of_each_benchmark_is_shown(run):
+def test_the_last_score_of_each_benchmark_and_step_is_shown(run):
     of_all = {"limit": None, "versions": {"lmms_eval": "0.7.3"}, "time": 1e9}
-    scored = [{"task": "gqa", "step": step, "answers": 500, "scores": {"exact": [step / 8, 0.01]}} for step in (1, 3)]
+    scored = [
+        {"task": "gqa", "step": step, "answers": 500, "scores": {"exact": [step / 8, 0.01]}} for step in (1, 3, 3)
+    ]
     first = {"task": "mme", "step": 3, "answers": None, "scores": {"<b>": ["nan", None]}}
     append(run / "benchmarks.jsonl", *(record | of_all for record in (*scored, first)), {"task": 3}, "nonsense")
     record = read_run(run)
-    assert benchmark_rows(record) == [
+    assert benchmark_rows(record.benchmarks) == [
+        ("gqa", "exact", "0.125 ± 0.01", "500", "1", "lmms_eval 0.7.3"),
         ("gqa", "exact", "0.375 ± 0.01", "500", "3", "lmms_eval 0.7.3"),
         ("mme", "<b>", "nan", "-", "3", "lmms_eval 0.7.3"),
     ]

@@ -39,9 +39,12 @@ _DOWNLOAD = (
 _SPLIT_FILE = re.compile(r"(.+)-\d+-of-\d+.*\.parquet|(train|test|val|valid|validation|dev)\.parquet", re.IGNORECASE)
 IMAGE_COLUMNS = (*formats.IMAGE_KEYS, "filepath", "file_path", "file_name", "filename")
 CAPTION_COLUMNS = (*formats.CAPTION_KEYS, "title")
-_LISTS = (*formats.CONVERSATION_KEYS, *formats.TEXTS_KEYS, "answers")  # a table may hold them as JSON text
+# What a table may hold as JSON text.
+_LISTS = (*formats.CONVERSATION_KEYS, *formats.TEXTS_KEYS, "prompt", *formats.ANSWER_KEYS)
 _CONVERSATION = ("system", *(key for reader in formats.READERS.values() for key in reader.keys), *formats.UNREAD_KEYS)
-_BASE64 = re.compile(r"data:[^,]{0,100};base64,|(?=[A-Za-z0-9+/\s]{64,}+=*+\s*+\Z)")  # a name of an image has a dot
+_BASE64 = re.compile(
+    r"(?i:data:)[^,]{0,100};base64,|(?=[A-Za-z0-9+/\s]{64,}+=*+\s*+\Z)"
+)  # a name of an image has a dot
 _LONGEST_NAME = 4096  # characters; Linux opens no longer one
 
 
@@ -157,6 +160,12 @@ class Adapter:
             conversation["images"] = _unpacked(first_value(row, self.image_keys))
         return formats.READERS[self.form.name].turns(conversation, images)
 
+    def names_images(self, row: object) -> bool:
+        try:
+            return isinstance(row, dict) and bool(self.images(row))
+        except BadSample:
+            return True
+
     def images(self, row: dict[str, Any]) -> tuple[RowImage, ...]:
         """Return the images of a row, in order; raises BadSample."""
         images = _unpacked(first_value(row, ("image",) if self.as_it_is else self.image_keys))
@@ -202,12 +211,11 @@ def _image(value: object) -> RowImage:
 
 
 def _unpacked(value: object) -> object:
-    """Parse a list that a table holds as JSON text; return other values as they are."""
+    """Parse a list of texts or objects that a table holds as JSON text; return others, as a box's [0.1, 0.9], as is."""
     if isinstance(value, str) and value.startswith("["):
-        try:
-            return json.loads(value)
-        except (ValueError, RecursionError):
-            return value
+        with contextlib.suppress(ValueError, RecursionError):
+            parsed = json.loads(value)
+            return parsed if all(isinstance(entry, str | dict | None) for entry in parsed) else value
     return value
 
 
@@ -262,8 +270,9 @@ def open_sources(path: Path, form: SampleFormat, image_key: str | None) -> tuple
     ]
     adapter = _fitting(path, rows, adapters, keys)
     counted = [replace(source, adapter=adapter, records=source.count()) for source in sources]
-    unread = f"; not read: {_named(unread)}" if (unread := adapter.unread(keys)) else ""
-    return counted, f"{adapter.description}{unread}"
+    unread = f"not read: {_named(unread)}" if (unread := adapter.unread(keys)) else ""
+    imageless = "without images" if unread and not any(map(adapter.names_images, rows)) else ""
+    return counted, "; ".join(filter(None, (adapter.description, imageless, unread)))
 
 
 def place(sources: Sequence[Source], number: int) -> tuple[Source, int]:

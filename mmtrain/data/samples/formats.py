@@ -183,8 +183,9 @@ def qa_turns(record: object, images: int) -> Turns:
     """
     pairs = first_value(record, TEXTS_KEYS)
     if isinstance(pairs, list) and all(isinstance(pair, dict) for pair in pairs):
-        sides = [(speaker, pair.get(speaker)) for pair in pairs for speaker in ("user", "assistant")]
-        return _conversation(record, [{"role": speaker, "content": text} for speaker, text in sides], images)
+        sides = [(pair, speaker) for pair in pairs for speaker in ("user", "assistant")]
+        turns = [{**pair, "role": speaker, "content": pair.get(speaker)} for pair, speaker in sides]
+        return _conversation(record, turns, images)
     question, answer = first_value(record, QUESTION_KEYS), first_value(record, ANSWER_KEYS)
     if question is None or answer is None:
         needed = f"{' or '.join(QUESTION_KEYS)} with {' or '.join(ANSWER_KEYS)}, or texts of {{user, assistant}}"
@@ -193,13 +194,20 @@ def qa_turns(record: object, images: int) -> Turns:
 
 
 def _messages(speaker: str, value: object) -> list[dict]:
-    if isinstance(value, list) and value:
+    if isinstance(value, list):
         if all(isinstance(message, dict) and any(key in message for key in ROLE_KEYS) for message in value):
             return value
-        answers = [entry.get("answer") if isinstance(entry, dict) else entry for entry in value]
-        if all(isinstance(text, str) for text in answers):
-            value = Counter(answers).most_common(1)[0][0]
-    return [{"role": speaker, "content": value}]
+        texts = [
+            entry.get("answer", entry.get("text")) if isinstance(entry, dict) and "type" not in entry else entry
+            for entry in value
+        ]
+        if all(isinstance(text, str) for text in texts):
+            if speaker == "user":
+                raise BadSample("non_text_value", f"it has several questions: {short(value)}; write a record for each")
+            value = Counter(texts).most_common(1)[0][0]
+    if isinstance(value, str) and value.startswith("['") and value.endswith("']"):
+        raise BadSample("non_text_value", f"the {speaker}'s text is a list of Python's, {short(value)}; write JSON")
+    return [{"role": speaker, "content": str(value) if isinstance(value, int | float) else value}]
 
 
 def interleaved_turns(record: object, images: int) -> Turns:

@@ -46,6 +46,7 @@ MAX_RECORD_BYTES = 16 << 20
 # for each answer, so time grows with the square of turns: 500 short ones take 0.4 s, 4,000 take 24 s.
 MAX_TURNS = 500
 MAX_TEXT_BYTES = 1_000_000
+_BYTES = re.compile(r"<memory at 0x[0-9a-f]+>")
 _LONG_WORD = re.compile(r"[A-Za-z0-9+/]{80,}=*")
 _JPEG_MARKER = re.compile(rb"\xff[\x02-\xcf\xd9-\xfe]")  # of what has a length, and the end; in pixels there is none
 _PNG_METADATA = (b"eXIf", b"Raw profile type exif", b"XML:com.adobe.xmp")  # what may hold an orientation
@@ -346,7 +347,7 @@ def keys_or_value(record: object) -> str:
 def short(value: object) -> str:
     """Show a value in a message, without the text of an image in base64."""
     try:
-        text = "bytes" if isinstance(value, memoryview) else repr(value)
+        text = _BYTES.sub("bytes", repr(value))
         return _LONG_WORD.sub(lambda word: f"({len(word[0]):,} characters)", text)[:120]
     except RecursionError:
         return "values nested too deeply"

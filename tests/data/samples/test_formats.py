@@ -87,12 +87,19 @@ CHAT = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text":
         ({"question": "What is it?", "answers": ["A dog.", "A cat.", "A cat."]}, ()),
         ({"question": "What is it?", "answers": ["A cat.", "A dog."]}, ()),
         ({"question": "What is it?", "answers": [{"answer": "A cat.", "answer_id": 1}], "prompt": "unused"}, ()),
+        ({"question": "What is it?", "answers": [{"text": "A cat."}, {"text": "A dog."}]}, ()),
+        ({"question": "What is it?", "answer": [{"type": "text", "text": "A cat."}]}, ()),
+        ({"texts": [PAIRS[0], {"user": "How many?", "assistant": "1"}]}, (("human", "How many?"), ("gpt", "1"))),
         ({"prompt": "What is it?", "completion": "A cat."}, ()),
         ({"prompt": CHAT, "completion": PLAIN[1:]}, ()),
     ],
 )
 def test_questions_with_their_answers_become_the_conversation(record, more):
     assert read(QA, json=record) == (*ASKED, *more)
+
+
+def test_a_number_is_an_answer():
+    assert read(QA, 0, json={"question": "How many?", "answer": 3}) == (("human", "How many?"), ("gpt", "3"))
 
 
 def test_a_page_is_one_answer_with_its_images_in_their_places():
@@ -138,7 +145,10 @@ def test_a_caption_is_found_where_it_stands():
         (SHAREGPT, 1, messages(PLAIN[0], {**PLAIN[1], "loss": False}), "masked_answer", "has loss: False"),
         (SHAREGPT, 1, messages(PLAIN[0], {**PLAIN[1], "train": False}), "masked_answer", "has train: False"),
         (QA, 1, {"json": {"question": "x", "texts": ["a"]}}, "no_conversation", "needs question .* keys are question"),
-        (QA, 1, {"json": {"question": "x", "answer": 3}}, "non_text_value", "turn 1 has the value 3"),
+        (QA, 1, {"json": {"question": "x", "answer": [3]}}, "non_text_value", "turn 1 has the value 3"),
+        (QA, 1, {"json": {"question": ["x", "y"], "answer": ["a", "b"]}}, "non_text_value", "has several questions"),
+        (QA, 1, {"json": {"question": "x", "answers": "['a', 'b']"}}, "non_text_value", "a list of Python's"),
+        (QA, 1, {"json": {"texts": [{**PAIRS[0], "train": False}]}}, "masked_answer", "has train: False"),
         (QA, 1, {"json": {"question": "x", "answers": ["a", None]}}, "non_text_value", "turn 1 has the value None"),
         (QA, 1, {"json": {"texts": [{"user": "x"}]}}, "non_text_value", "turn 1 has the value None"),
         (QA, 1, {"json": {"texts": PAIRS, "image": ["a", "b"]}}, "image_count", "names 2 images, but .* has 1"),
