@@ -160,12 +160,6 @@ class Adapter:
             conversation["images"] = _unpacked(first_value(row, self.image_keys))
         return formats.READERS[self.form.name].turns(conversation, images)
 
-    def names_images(self, row: object) -> bool:
-        try:
-            return isinstance(row, dict) and bool(self.images(row))
-        except BadSample:
-            return True
-
     def images(self, row: dict[str, Any]) -> tuple[RowImage, ...]:
         """Return the images of a row, in order; raises BadSample."""
         images = _unpacked(first_value(row, ("image",) if self.as_it_is else self.image_keys))
@@ -268,10 +262,10 @@ def open_sources(path: Path, form: SampleFormat, image_key: str | None) -> tuple
     adapters = [
         replace(any_form, form=replace(form, name=name), as_it_is=as_it_is and name == "llava") for name in names
     ]
-    adapter = _fitting(path, rows, adapters, keys)
+    adapter, has_images = _fitting(path, rows, adapters, keys)
     counted = [replace(source, adapter=adapter, records=source.count()) for source in sources]
     unread = f"not read: {_named(unread)}" if (unread := adapter.unread(keys)) else ""
-    imageless = "without images" if unread and not any(map(adapter.names_images, rows)) else ""
+    imageless = "without images" if unread and not has_images else ""
     return counted, "; ".join(filter(None, (adapter.description, imageless, unread)))
 
 
@@ -323,8 +317,8 @@ def _without_contents(value: object, levels: int = 4) -> object:
     return value
 
 
-def _fitting(path: Path, rows: Sequence[object], adapters: Sequence[Adapter], keys: list[str]) -> Adapter:
-    """Return the adapter that takes the rows; of several that take nearly all of them, the first."""
+def _fitting(path: Path, rows: Sequence[object], adapters: Sequence[Adapter], keys: list[str]) -> tuple[Adapter, bool]:
+    """Return the adapter that takes nearly all of the rows, the first of several, and whether it finds images."""
     for option, key in (("--image-key", adapters[0].image_key), ("--caption-key", adapters[0].form.caption_key)):
         if key is not None and key not in keys:
             raise UserError(f"{path}: {option} {key}: there is no such key or column; it has {_named(keys)}")
@@ -348,7 +342,7 @@ def _fitting(path: Path, rows: Sequence[object], adapters: Sequence[Adapter], ke
     names = (image.name for record in adapted for image in record.images if image.content is None and image.name)
     if _URL.match(name := next(names, "")):
         raise UserError(f"{path}: its images are URLs ({escape(name)}). {_DOWNLOAD}")
-    return adapters[choice]
+    return adapters[choice], any(record.images for record in adapted)
 
 
 def _tried(adapter: Adapter, rows: Sequence[object]) -> tuple[list[Adapted], list[str]]:
