@@ -142,6 +142,7 @@ if __name__ == "__main__":
         os.dup2(2, 1)  # what libraries print goes to the log
 
         def tell(content: dict) -> None:
-            print(json.dumps(content), file=out, flush=True)
+            out.write(json.dumps(content) + "\n")
+            out.flush()
 
         tell(main(json.loads(Path(sys.argv[1]).read_text()), tell))

@@ -1,6 +1,6 @@
 """Read, compute, compare and write the golden files. To record anew what has changed on purpose, from the root:
 
-PYTHONPATH=.:tests .venv/bin/python -m golden.record order|tokens|exports|projectors|faults ...
+PYTHONPATH=.:tests:tools/demo_backbones .venv/bin/python -m golden.record order|tokens|exports|projectors|faults ...
 
 The cases stay; the commit says why what comes of them has changed. Wrong inputs are a table to edit by hand.
 """
