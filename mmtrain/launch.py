@@ -26,7 +26,6 @@ from mmtrain.launching.machine import (
     suggest_for_here,
 )
 from mmtrain.launching.training import calibrate, ranks_of_node, train, train_as_rank
-from mmtrain.models.facts.hub import download_models
 from mmtrain.models.facts.model_files import find_model_folder
 from mmtrain.models.weights.projector_files import refuse_unfit_init_from
 from mmtrain.plan.plan import render
@@ -47,6 +46,8 @@ def run(options: Options) -> int:
     try:
         config = load_config(options.config, options.overrides)
         if options.download:
+            from mmtrain.models.facts.hub import download_models  # the hub's library takes a while
+
             download_models(config)
         config = expand_pretrained(config)
         if options.trace is not None and (options.plan or options.calibrate):

@@ -40,10 +40,10 @@ def write_card(folder: Path, about: Mapping[str, Any], form: str, *, is_whole: b
     is_whole: the folder is that of a published model, with what trained in its place.
     """
     parts = [about[part] for part in ("llm", "vision") if about[part]]
-    licences = {public_name(part): _licence(part) for part in parts}
+    licences = [(public_name(part), _licence(part)) for part in parts]  # two folders may have one name
     about = published(about)
     front: dict[str, Any] = dict(FRONT[form])
-    if len(known := set(licences.values())) == 1 and None not in known:
+    if len(known := {licence for _, licence in licences}) == 1 and None not in known:
         front["license"] = known.pop()
     models = {"model": [about["llm"], about["vision"]], "text": [about["llm"]]}
     models["adapters"] = [] if context.get("base_folder") else [about["llm"]]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -107,6 +108,11 @@ def test_a_licence_that_all_models_have_is_the_folders_and_local_folders_are_no_
     (models / "vision" / "README.md").write_text("---\nlicense: apache-2.0\n---\n")
     data, _ = card_of(tiny, tmp_path / "two", models / "llm", models / "vision", dict(VERSIONS))
     assert data["license"] == "apache-2.0"
+    shutil.copytree(models / "vision", tmp_path / "encoder" / "llm")  # two folders of one name
+    (tmp_path / "encoder" / "llm" / "README.md").write_text("---\nlicense: mit\n---\n")
+    data, tokens = card_of(tiny, tmp_path / "same", models / "llm", tmp_path / "encoder" / "llm", dict(VERSIONS))
+    text = "\n".join(token.content for token in tokens)
+    assert "license" not in data and "apache-2.0" in text and "mit" in text
     for number, hostile in enumerate(("[&a [*a]]", "[" * 3000, "!!bool maybe", "x" * 70_000)):
         (models / "vision" / "README.md").write_text(f"---\nlicense: {hostile}\n---\n")
         folder = tmp_path / f"hostile-{number}"
