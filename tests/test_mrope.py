@@ -307,6 +307,10 @@ def trained(make, tiny, tmp_path) -> Callable[..., StepFolder]:
     return made
 
 
+def content(file: Path) -> object:
+    return json.loads(file.read_text()) if file.suffix == ".json" else file.read_bytes()
+
+
 @pytest.mark.parametrize("kind", [*FAMILIES])
 def test_an_export_is_the_folder_with_what_trained_and_answers_as_the_run(make, trained, tmp_path, kind):
     folder, _ = make(kind)
@@ -317,7 +321,7 @@ def test_an_export_is_the_folder_with_what_trained_and_answers_as_the_run(make, 
     exported = export(checkpoint, tmp_path / "out")
     names = {file.name for file in folder.iterdir()}
     assert names | {"README.md"} == {file.name for file in (tmp_path / "out").iterdir()}
-    changed = {name for name in names if (folder / name).read_bytes() != (tmp_path / "out" / name).read_bytes()}
+    changed = {name for name in names if content(folder / name) != content(tmp_path / "out" / name)}
     assert changed == {"model.safetensors"}
     comparison, model = compare_logits(checkpoint, exported, torch.float32, 3)
     assert comparison.passed and batch_fault(tmp_path / "out", model, comparison.samples, False) is None

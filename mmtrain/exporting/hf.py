@@ -17,7 +17,6 @@ the LLM's family, tiny --exported, loaded by the class--> the same logits as the
 from __future__ import annotations
 
 import itertools
-import json
 import re
 import tempfile
 from collections.abc import Callable, Iterable, Mapping
@@ -39,6 +38,7 @@ from mmtrain.exporting.chat_template import mark_answers
 from mmtrain.exporting.language import language_for_export
 from mmtrain.exporting.processor import check_processor, write_processor, write_tokenizer
 from mmtrain.exporting.projector_file import origin, run_tensors
+from mmtrain.exporting.published_files import code_named_in, write_json
 from mmtrain.exporting.tensors import TensorSource, cast_to, require_space, write_shards
 from mmtrain.exporting.vision import encoder_for_export, merged_encoder, wrapped_timm_encoder
 from mmtrain.exporting.write_back import whole_of, write_back
@@ -114,7 +114,7 @@ def export_hf(
         tensors, content = language.tensors, {**language.config, "architectures": [stock.class_name]}
         shown = {"language": language}
         refuse_loading_faults(stock, content, tensors)
-        (folder / "config.json").write_text(json.dumps(content, indent=2) + "\n")
+        write_json(folder / "config.json", content)
         write_tokenizer(config, folder)
 
     kept = kept_in_float32(stock, content, tensors, dtype)
@@ -129,6 +129,7 @@ def export_hf(
 
     write_shards(folder, cast, shard_bytes, show)
     form = "model" if config.model.vision is not None else "text"
+    shown["removed_code"] = code_named_in(model_folder(config.model.llm.path))
     write_card(folder, about, form, dtype=stored_as, is_whole=is_whole, **shown)
     return ExportedModel(stock, folder, frozenset(kept), shown.get("unmarked"))
 
@@ -174,7 +175,7 @@ def _write_multimodal(
         "transformers_version": transformers.__version__,
     }
     refuse_loading_faults(stock, content, tensors)
-    (folder / "config.json").write_text(json.dumps(content, indent=2) + "\n")
+    write_json(folder / "config.json", content)
     unmarked = mark_answers(config, folder)
     check_processor(processor, folder)
     shown = {"stock": stock, "encoder": encoder, "language": language, "processor": processor, "unmarked": unmarked}

@@ -13,9 +13,7 @@ or more where a strip is stretched. No file can choose the backend.
 
 from __future__ import annotations
 
-import json
 import math
-import shutil
 import sys
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
@@ -36,12 +34,13 @@ from mmtrain.data.samples.sample import IGNORE, IMAGE_POSITION, Sample
 from mmtrain.data.samples.templates import PlainTemplate, Template, load_tokenizer, make_template, with_marks
 from mmtrain.data.stream.images import ImageTransform, image_transform
 from mmtrain.exporting.chat_template import TEMPLATE_FILE, documents_of, exported_chat_template
+from mmtrain.exporting.published_files import copy_files, refuse_links, write_json
 from mmtrain.exporting.vision import ExportedEncoder
 from mmtrain.models.facts.connectors import image_layout
 from mmtrain.models.facts.families import llm_config
 from mmtrain.models.facts.model_files import model_folder, read_json
 from mmtrain.models.facts.shapes import llm_shape
-from mmtrain.models.facts.tokenizer_files import READ_BY_TOKENIZERS
+from mmtrain.models.facts.tokenizer_files import tokenizer_files
 from mmtrain.models.layouts.layout import ImageLayout
 from mmtrain.stock.stock_class import StockClass
 
@@ -83,6 +82,8 @@ def write_processor(stock: StockClass, config: RunConfig, encoder: ExportedEncod
     that adds special tokens which cannot be switched off.
     """
     path = config.model.llm.path
+    llm = model_folder(path)
+    refuse_links(llm, tokenizer_files(llm))
     source = load_tokenizer(path)
     layout = image_layout(config)
     template = make_template(config.data.template, source, layout, sys.maxsize)
@@ -102,16 +103,16 @@ def write_processor(stock: StockClass, config: RunConfig, encoder: ExportedEncod
 
     transform = image_transform(config.model.vision.name, config.data.image_fit, tile_size=layout.tile_size)
     assert transform.image_size == encoder.image_size, f"{transform.image_size} pixels, encoder {encoder.image_size}"
-    _write_json(folder / "preprocessor_config.json", stock.image_settings(transform, layout))
+    write_json(folder / "preprocessor_config.json", stock.image_settings(transform, layout))
     if (video := stock.video_settings(transform)) is not None:
-        _write_json(folder / "video_preprocessor_config.json", video)
+        write_json(folder / "video_preprocessor_config.json", video)
     settings = {"processor_class": stock.processor_name, **stock.processor(config, encoder)}
-    _write_json(folder / "processor_config.json", settings)
+    write_json(folder / "processor_config.json", settings)
 
     generation = generation_settings(path, tokenizer, end)
     if rows_needed > rows:  # the run's own LLM has no such rows, so it never says these tokens
         generation["suppress_tokens"] = list(range(rows, rows_needed))
-    _write_json(folder / "generation_config.json", generation)
+    write_json(folder / "generation_config.json", generation)
     return ExportedProcessor(image_id, token_keys, tuple(new), rows_needed, layout, template, transform, stock)
 
 
@@ -181,7 +182,7 @@ def _save_tokenizer(stock: StockClass, tokenizer: PreTrainedTokenizerBase, folde
     if isinstance(tokenizer, PreTrainedTokenizerFast):
         settings["tokenizer_class"] = "PreTrainedTokenizerFast"
         settings["clean_up_tokenization_spaces"] = bool(tokenizer.clean_up_tokenization_spaces)
-    _write_json(file, settings)
+    write_json(file, settings)
 
 
 def generation_settings(path: str, tokenizer: PreTrainedTokenizerBase, end: int) -> dict[str, Any]:
@@ -203,11 +204,7 @@ def write_tokenizer(config: RunConfig, folder: Path) -> None:
 
     Raises UserError where stock AutoTokenizer would not write what the run was trained on.
     """
-    llm = model_folder(config.model.llm.path)
-    for file in {file for pattern in READ_BY_TOKENIZERS for file in llm.glob(pattern) if file.is_file()}:
-        place = folder / file.relative_to(llm)
-        place.parent.mkdir(exist_ok=True)
-        shutil.copyfile(file, place)
+    copy_files(model_folder(config.model.llm.path), folder)
     source = load_tokenizer(config.model.llm.path)
     template = make_template(config.data.template, source, image_layout(config), sys.maxsize)
     (folder / TEMPLATE_FILE).write_text(exported_chat_template(template), encoding="utf-8")
@@ -221,11 +218,7 @@ def write_tokenizer(config: RunConfig, folder: Path) -> None:
                 f"{list(document.input_ids[:40])}. Use --format safetensors, which exports no tokenizer"
             )
     end = [label for label in template(Sample("probe", "probe", TEXTS[0], ())).labels if label != IGNORE][-1]
-    _write_json(folder / "generation_config.json", generation_settings(config.model.llm.path, tokenizer, end))
-
-
-def _write_json(file: Path, content: dict) -> None:
-    file.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    write_json(folder / "generation_config.json", generation_settings(config.model.llm.path, tokenizer, end))
 
 
 def check_processor(exported: ExportedProcessor, folder: Path) -> None:

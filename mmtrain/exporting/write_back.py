@@ -1,13 +1,11 @@
 """Write the folder of a whole M-RoPE model again, with what a run trained in its place.
 
-folder of model.llm.path and model.vision.name --files that hold no weights--> copied; what the run changed is written
+folder of model.llm.path and model.vision.name --files that its class reads--> copied; what the run changed is written
 its tensors, trained ones in their place by name--------------------------> TensorSource by name on disk
 """
 
 from __future__ import annotations
 
-import json
-import shutil
 import sys
 from collections.abc import Mapping
 from dataclasses import replace
@@ -20,6 +18,7 @@ from mmtrain.data.samples.templates import load_tokenizer, make_template
 from mmtrain.data.stream.images import image_transform
 from mmtrain.exporting.language import ExportedLanguage, take_merged
 from mmtrain.exporting.processor import ExportedProcessor, check_processor
+from mmtrain.exporting.published_files import CONFIGURATIONS, copy_files, write_json
 from mmtrain.exporting.tensors import TensorSource, stored
 from mmtrain.models.facts.connectors import image_layout
 from mmtrain.models.facts.encoders import FAMILIES
@@ -35,7 +34,6 @@ from mmtrain.stock.stock_class import StockClass
 from mmtrain.stock.stock_folder import StockFolder
 
 _UNMARKED = "Its own chat template does not mark answers, so trl's assistant_only_loss cannot be used with it."
-NOT_COPIED = {".safetensors", ".bin", ".pt", ".pth", ".gguf", ".onnx", ".md"}
 
 
 def whole_of(config: RunConfig) -> StockClass | None:
@@ -59,13 +57,11 @@ def write_back(
     Raises UserError for trained tensors that the model's folder does not hold one by one.
     """
     source = model_folder(config.model.llm.path)
-    for file in source.iterdir():
-        if file.is_file() and file.suffix not in NOT_COPIED and not file.name.endswith(".index.json"):
-            shutil.copyfile(file, folder / file.name)
+    copy_files(source, folder, CONFIGURATIONS)
     content = read_json(source / "config.json")
     if content.get("dtype", content.get("torch_dtype")) != dtype:
         content = {key: value for key, value in content.items() if key != "torch_dtype"} | {"dtype": dtype}
-        (folder / "config.json").write_text(json.dumps(content, indent=2) + "\n")
+        write_json(folder / "config.json", content)
     tensors = {name: stored(*place) for name, place in tensor_places(source).items()}
     waiting = dict(trained)
     for global_name, name in _names_on_disk(source).items():
@@ -110,7 +106,7 @@ def _processor(stock: StockClass, config: RunConfig, source: Path, folder: Path)
         own = {key: value for key, value in settings.items() if key not in ("min_pixels", "max_pixels")}
         own["size"], all_settings = size, read_json(file)
         own = own if settings == all_settings else {**all_settings, "image_processor": own}
-        file.write_text(json.dumps(own, indent=2) + "\n")
+        write_json(file, own)
     tokenizer = load_tokenizer(str(source))
     template = make_template(config.data.template, tokenizer, layout, sys.maxsize)
     image_token_id = tokenizer.convert_tokens_to_ids(layout.image_token)

@@ -48,12 +48,8 @@ class StockFolder:
         refuse_other_settings(self.config, CONFIG)
         if not any(_CONNECTOR.match(name) for name in self.tensors):
             raise UserError(f"its weights hold no connector ({_CONNECTOR.pattern}). Download the folder again")
-        for key in ("do_resize", "do_rescale", "do_normalize"):
-            if self.images.get(key, True) is not True:
-                raise unfit(IMAGES, key, self.images[key], "true")
-        factor = self.images.get("rescale_factor", 1 / 255)
-        if not isinstance(factor, float) or abs(factor * 255 - 1) > 1e-4:
-            raise unfit(IMAGES, "rescale_factor", factor, "1/255")
+        if self.images.get("do_resize", True) is not True:
+            raise unfit(IMAGES, "do_resize", self.images["do_resize"], "true")
 
     @cached_property
     def tensors(self) -> dict[str, Shape]:

@@ -63,9 +63,7 @@ def card_of(tiny: Path, folder: Path, llm: Path, vision: Path, versions: dict) -
 @pytest.mark.parametrize("name", NAMES)
 def test_a_name_that_is_markup_is_shown_and_not_obeyed(tiny, tmp_path, usual, name):
     llm, vision = tmp_path / name, tmp_path / f"{name} tower"
-    llm.mkdir()
-    for file in (tiny / "llm").iterdir():
-        (llm / file.name).symlink_to(file)
+    shutil.copytree(tiny / "llm", llm)
     vision.symlink_to(tiny / "vision")
     data, tokens = card_of(tiny, tmp_path, llm, vision, {**VERSIONS, "torch": name})
     assert (data, shape(tokens)) == usual
@@ -97,9 +95,7 @@ def test_a_licence_that_all_models_have_is_the_folders_and_local_folders_are_no_
     monkeypatch.chdir(tmp_path)
     models = Path("models")  # models/llm has the form of a hub id
     for part in ("llm", "vision"):
-        (models / part).mkdir(parents=True)
-        for file in (tiny / part).iterdir():
-            (models / part / file.name).symlink_to(file)
+        shutil.copytree(tiny / part, models / part)
     (models / "llm" / "README.md").write_text("---\nlicense: apache-2.0\n---\n# An LLM")
     data, tokens = card_of(tiny, tmp_path / "one", models / "llm", models / "vision", dict(VERSIONS))
     text = "\n".join(token.content for token in tokens)

@@ -16,6 +16,8 @@ from mmtrain.config.limits import MAX_LAYERS
 _WIDTHS = ("hidden_size", "intermediate_size", "n_embd", "d_model", "embed_dim", "alignment_intermediate_size")
 _LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "depth")
 _SIDES = ("image_size", "img_size", "patch_size", "crop_size")
+_FRACTIONS = ("_ratio", "_factor", "_eps", "model_max_length")  # ends of keys whose numbers need not be whole
+_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id", "max_length", "max_new_tokens")
 # Smallest and largest number, in whatever part of a file the key stands. Models of several stages list numbers.
 _BOUNDS = {
     **dict.fromkeys(_WIDTHS, (1, 1_000_000)),
@@ -34,17 +36,21 @@ _BOUNDS = {
     "mlp_ratio": (0, 100),
     "rms_norm_eps": (0, 1),
     "downsample_ratio": (0.01, 100),
+    "rescale_factor": (0.0001, 1),
     "resample": (0, 5),  # of PIL.Image.Resampling
     **dict.fromkeys(("height", "width", "tile_size"), (1, 4_096)),  # of pictures for the encoder; largest: 1,540
     **dict.fromkeys(("max_patches", "max_num_tiles", "scale_factor", "downsample_factor"), (1, 100)),
     **dict.fromkeys(("pooling_ratio", "projector_pooling_ratio"), (1, 100)),
     **dict.fromkeys(_SIDES, (1, 30_000)),
+    "model_max_length": (1, 1e31),  # transformers writes 1e30 for a tokenizer without one
+    **dict.fromkeys(_TOKENS, (-1, 1_000_000_000)),
 }
 _OTHERS = {
     **dict.fromkeys(("text_config", "vision_config", "model_args", "pretrained_cfg"), (dict, "an object")),
     **dict.fromkeys(("quantization_config", "compression_config", "image_processor"), (dict, "an object")),
     **dict.fromkeys(("model_type", "architecture"), (str, "a text")),
     **dict.fromkeys(("tie_word_embeddings", "use_sliding_window", "multi_query"), (bool, "true or false")),
+    **dict.fromkeys(("do_resize", "do_rescale", "do_normalize"), (bool, "true or false")),
     **dict.fromkeys(("layer_types", "layers_block_type", "block_types"), (list, "a list of texts")),
 }
 
@@ -59,12 +65,15 @@ def check_settings(content: Any, source: str) -> None:
     for key, value in content.items():
         if value is None:
             continue
-        if key in _BOUNDS and not isinstance(value, dict):
+        is_size = isinstance(value, dict) and key in _SIDES  # {"height": ..., "width": ...}
+        if key in _BOUNDS and not is_size:
             least, most = _BOUNDS[key]
-            kinds = (int, float) if key.endswith(("_ratio", "_factor", "_eps")) else (int,)
+            is_fraction = key.endswith(_FRACTIONS)
             numbers = value if isinstance(value, list) and key != "resample" else [value]
+            kinds = (int, float) if is_fraction else (int,)
             if not all(type(number) in kinds and least <= number <= most for number in numbers):
-                raise _impossible(source, key, value, f"a whole number from {least} to {most:,}")
+                needed = "a number" if is_fraction else "a whole number"
+                raise _impossible(source, key, value, f"{needed} from {least} to {most:,}")
         if key in _OTHERS:
             kind, needed = _OTHERS[key]
             if not isinstance(value, kind) or (kind is list and not all(isinstance(inner, str) for inner in value)):
@@ -93,7 +102,7 @@ def check_layers(part: dict[str, Any], source: str) -> None:
     """Raise UserError for a config.json whose layers differ in width or heads, or have heads that do not divide it."""
     for key in _BOUNDS:
         value = part.get(key)
-        if key not in _SIDES and isinstance(value, list | dict):
+        if key not in (*_SIDES, *_TOKENS) and isinstance(value, list | dict):
             raise UserError(f"{source} says {key} {escape(repr(value))}; needed is one number for all layers")
     heads = part.get("num_attention_heads") or part.get("n_head") or part.get("num_heads")
     groups, hidden = part.get("num_key_value_heads"), part.get("hidden_size") or part.get("n_embd")

@@ -19,11 +19,11 @@ from mmtrain.config.templates import jinja_of, template_name
 from mmtrain.models.facts.model_files import find_model_folder, read_json
 from mmtrain.models.layouts.registry import LAYOUTS
 
-# What AutoTokenizer may read in a model's folder, across its families.
+# What AutoTokenizer may read in a model's folder, across its families. An export holds these and no others.
 READ_BY_TOKENIZERS = (
-    *("tokenizer.*", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.*"),
-    *("tekken.json", "*.tiktoken", "*.spm", "spiece.*", "sentencepiece*", "chat_template.*"),
-    "additional_chat_templates/*",
+    *("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
+    *("vocab.json", "vocab.txt", "vocab.bpe", "merges.txt", "tekken.json", "*.tiktoken", "*.spm", "spiece.model"),
+    *("sentencepiece*.model", "chat_template.jinja", "chat_template.json", "additional_chat_templates/*.jinja"),
 )
 # Part of every fingerprint. Templates that make other tokens of the same text need another one, or the lengths of
 # indexes written before would be taken for theirs.
@@ -31,11 +31,16 @@ TEXT_RULES_VERSION = 1
 
 
 def tokenizer_files(folder: Path) -> list[Path]:
-    """Return the files of a model's folder that AutoTokenizer may read. Raises UserError for one that is too large."""
+    """Return the files of a model's folder that AutoTokenizer may read.
+
+    Raises UserError for one that is too large, and for numbers in tokenizer_config.json that no tokenizer has.
+    """
     files = sorted({file for pattern in READ_BY_TOKENIZERS for file in folder.glob(pattern) if file.is_file()})
     for file in files:
         if file.stat().st_size > MAX_TOKENIZER_BYTES:
             raise UserError(f"{file}: larger than {MAX_TOKENIZER_BYTES:,} bytes, too large for a tokenizer")
+    if (settings := folder / "tokenizer_config.json") in files:
+        read_json(settings)
     return files
 
 

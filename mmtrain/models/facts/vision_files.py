@@ -21,9 +21,12 @@ BICUBIC = 3  # of PIL.Image.Resampling, as preprocessor_config.json numbers it
 
 
 class Preprocessing(NamedTuple):
-    """How an encoder of transformers normalises and resizes images."""
+    """How an encoder of transformers normalises and resizes images.
 
-    mean: tuple[float, ...]  # of RGB in 0..1
+    mean, std: of RGB in 0..1, whatever range the folder's processor scales bytes to before it subtracts its own mean.
+    """
+
+    mean: tuple[float, ...]
     std: tuple[float, ...]
     resample: int  # of PIL.Image.Resampling
 
@@ -122,17 +125,30 @@ def preprocessing(folder: Path) -> Preprocessing:
             "from transformers import SiglipImageProcessor (or its own class); "
             f"SiglipImageProcessor().save_pretrained('{folder}')."
         )
-    for key, least in (("image_mean", -1e300), ("image_std", 1e-300)):
-        values = facts.get(key)
-        # A comparison that NaN and infinity fail, and a whole number too large for a float.
-        is_list = isinstance(values, list) and len(values) == 3
-        if not is_list or not all(type(value) in (int, float) and least <= value < 1e300 for value in values):
-            above = " above 0" if key == "image_std" else ""
-            raise UserError(f"{file}: {key} is {escape(repr(values))}; needed are three numbers{above}")
+    # Stock processors multiply the bytes of an image by the factor, then subtract the mean and divide by the deviation.
+    if facts.get("do_rescale") is False:
+        raise UserError(f"{file}: do_rescale is false, so its encoder takes bytes as they are; needed is true")
+    scale = round(255 * (facts.get("rescale_factor") or 1 / 255), 6)  # files hold 1/255 in several precisions
+    mean, std = [0.0] * 3, [1.0] * 3
+    if facts.get("do_normalize") is not False:
+        mean, std = _statistics(facts, "image_mean", -10, file), _statistics(facts, "image_std", 0.001, file)
     resample = facts.get("resample")
     return Preprocessing(
-        tuple(facts["image_mean"]), tuple(facts["image_std"]), BICUBIC if resample is None else resample
+        tuple(value / scale for value in mean),
+        tuple(value / scale for value in std),
+        BICUBIC if resample is None else resample,
     )
+
+
+def _statistics(facts: dict[str, Any], key: str, least: float, file: Path) -> list[float]:
+    """Return the mean or the standard deviation of each channel; raises UserError for what no encoder has."""
+    values = facts.get(key)
+    is_list = isinstance(values, list) and len(values) == 3
+    # A comparison that NaN fails.
+    if not is_list or not all(type(value) in (int, float) and least <= value <= 10 for value in values):
+        shown = escape(repr(values), 200)
+        raise UserError(f"{file}: {key} is {shown}; needed are three numbers from {least} to 10. Correct the file")
+    return values
 
 
 def image_settings(folder: Path) -> tuple[Path, dict[str, Any] | None]:

@@ -3,14 +3,17 @@
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 import timm
 import torch
+from PIL import Image
 from safetensors.torch import save_file
 from transformers import CLIPImageProcessor
 
 from mmtrain.base.errors import UserError
 from mmtrain.config.load import load_config
+from mmtrain.data.stream.images import image_transform
 from mmtrain.models.facts.vision_files import patches_per_image
 from mmtrain.plan.planner import make_plan
 
@@ -87,8 +90,13 @@ def test_a_clip_without_preprocessor_config_is_refused_saying_which_call_makes_i
     ("changes", "said"),
     [
         ({"image_mean": [0.5]}, r"image_mean is \[0\.5\]; needed are three numbers"),
-        ({"image_std": [1, 1, 0]}, "needed are three numbers above 0"),
+        ({"image_std": [1, 1, 0]}, "needed are three numbers from 0.001 to 10"),
+        ({"image_mean": [1e30, 0, 0]}, r"image_mean is \[1e\+30, 0, 0\]; needed are three numbers from -10 to 10"),
         ({"resample": 17}, "says resample 17, which no model has"),
+        ({"resample": {"value": 3}}, "says resample {'value': 3}, which no model has"),
+        ({"do_rescale": False}, "do_rescale is false, so its encoder takes bytes as they are"),
+        ({"do_normalize": 0}, "says do_normalize 0, which no model has; needed is true or false"),
+        ({"rescale_factor": 0}, "says rescale_factor 0, which no model has; needed is a number from"),
     ],
 )
 def test_a_preprocessor_config_of_no_use_is_refused_by_the_plan(tmp_path, changes, said):
@@ -97,6 +105,22 @@ def test_a_preprocessor_config_of_no_use_is_refused_by_the_plan(tmp_path, change
     (tmp_path / "encoder" / "preprocessor_config.json").write_text(json.dumps(facts))
     with pytest.raises(UserError, match=said):
         planned(tmp_path, clip_config(), CLIP)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"do_normalize": False}, {"do_normalize": False, "image_mean": None}, {"rescale_factor": 1 / 127.5}],
+)
+def test_pixels_are_scaled_and_normalised_as_the_stock_processor_does(tmp_path, changes):
+    folder = tmp_path / "encoder"
+    CLIPImageProcessor(size={"height": 28, "width": 28}, do_center_crop=False).save_pretrained(folder)
+    file = folder / "preprocessor_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+    planned(tmp_path, clip_config(), CLIP)
+    picture = Image.fromarray(np.random.default_rng(0).integers(0, 256, (28, 28, 3), np.uint8))
+    stock = CLIPImageProcessor.from_pretrained(folder)(picture, return_tensors="pt")["pixel_values"][0]
+    pixels = image_transform(str(folder), "resize")(picture)
+    torch.testing.assert_close(pixels, stock.float(), rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("image_size", [32, 35, 39])
