@@ -23,7 +23,8 @@ FOLDER = Path(__file__).parent / "recorded"
 
 # What planning reads of an LLM's config.json (see shapes.py and families.py); the rest is left out of records.
 PLANNING_KEYS = (
-    "model_type", "hidden_size", "n_embd", "d_model", "num_hidden_layers", "n_layer", "n_layers", "num_attention_heads",
+    "model_type", "hidden_size", "n_embd", "d_model", "num_hidden_layers", "n_layer", "n_layers",
+    "num_nextn_predict_layers", "num_attention_heads",
     "n_head", "num_key_value_heads", "multi_query", "head_dim", "qk_nope_head_dim", "qk_rope_head_dim",
     "tie_word_embeddings", "sliding_window", "use_sliding_window", "layer_types", "num_experts", "num_local_experts",
     "n_routed_experts", "moe_num_experts", "num_experts_per_tok", "moe_topk", "moe_k",

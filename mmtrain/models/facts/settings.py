@@ -37,6 +37,8 @@ _BOUNDS = {
     "rms_norm_eps": (0, 1),
     "downsample_ratio": (0.01, 100),
     "rescale_factor": (0.0001, 1),
+    "partial_rotary_factor": (0.001, 1),
+    "num_nextn_predict_layers": (0, 100),
     "resample": (0, 5),  # of PIL.Image.Resampling
     **dict.fromkeys(("height", "width", "tile_size"), (1, 4_096)),  # of pictures for the encoder; largest: 1,540
     **dict.fromkeys(("max_patches", "max_num_tiles", "scale_factor", "downsample_factor"), (1, 100)),
@@ -48,6 +50,7 @@ _BOUNDS = {
 _OTHERS = {
     **dict.fromkeys(("text_config", "vision_config", "model_args", "pretrained_cfg"), (dict, "an object")),
     **dict.fromkeys(("quantization_config", "compression_config", "image_processor"), (dict, "an object")),
+    **dict.fromkeys(("rope_parameters", "rope_scaling"), (dict, "an object")),
     **dict.fromkeys(("model_type", "architecture"), (str, "a text")),
     **dict.fromkeys(("tie_word_embeddings", "use_sliding_window", "multi_query"), (bool, "true or false")),
     **dict.fromkeys(("do_resize", "do_rescale", "do_normalize"), (bool, "true or false")),
@@ -78,6 +81,10 @@ def check_settings(content: Any, source: str) -> None:
             kind, needed = _OTHERS[key]
             if not isinstance(value, kind) or (kind is list and not all(isinstance(inner, str) for inner in value)):
                 raise _impossible(source, key, value, needed)
+        if key == "mrope_section":
+            is_list = isinstance(value, list) and len(value) == 3
+            if not is_list or not all(is_whole(number, 0, 1_000) for number in value):
+                raise _impossible(source, key, value, "three whole numbers from 0 to 1,000")
         check_settings(value, source)
 
 

@@ -178,6 +178,13 @@ def llm_shape_from(config_json: dict[str, Any], parameters: dict[str, Shape], so
     missing = [index for index in range(layers) if index not in decoder]
     if missing:
         raise UserError(f"{source}: config.json says {layers} decoder layers, but the weights lack layer {missing[0]}")
+    # Layers of multi-token prediction (deepseek_v3's) are on disk behind the model's own.
+    stored, known = max(decoder) + 1, layers + (config_json.get("num_nextn_predict_layers") or 0)
+    if stored > known:
+        raise UserError(
+            f"{source}: config.json says {layers} decoder layers, but the weights have {stored}. Correct "
+            "num_hidden_layers, or download the folder again"
+        )
     has_head = any(p.name == "llm.head.weight" for p in head)
     tied = config_json.get("tie_word_embeddings")
     if tied is None:
@@ -202,26 +209,39 @@ def llm_shape_from(config_json: dict[str, Any], parameters: dict[str, Shape], so
         if config_json.get("qk_nope_head_dim") is None:
             raise UserError(f"{source}: config.json has qk_rope_head_dim, but no qk_nope_head_dim")
         head_dim = config_json["qk_nope_head_dim"] + config_json["qk_rope_head_dim"]
+    head_dim = head_dim or hidden_size // heads
+    _refuse_other_rotations(config_json, head_dim, source)
     return LlmShape(
         source=source,
         model_type=config_json["model_type"],
         hidden_size=hidden_size,
         heads=heads,
         kv_heads=1 if config_json.get("multi_query") else config_json.get("num_key_value_heads") or heads,
-        head_dim=head_dim or hidden_size // heads,
+        head_dim=head_dim,
         vocab_size=vocab_size,
         tied=bool(tied),
         experts=experts,
         experts_per_token=_first(config_json, "num_experts_per_tok", "moe_topk", "moe_k") or 0,
         window=_window(config_json),
         front=tuple(front),
-        # Layers past num_hidden_layers (deepseek_v3's multi-token prediction) are on disk but not in the model.
         decoder=tuple(tuple(decoder[index]) for index in range(layers)),
         head=tuple(head),
         norm_eps=config_json.get("rms_norm_eps"),
         mixer_state=_first(config_json, "linear_key_head_dim", "mamba_d_state", "ssm_state_size"),
         mixer_chunk=_first(config_json, "mamba_chunk_size", "chunk_size") or 64,
     )
+
+
+def _refuse_other_rotations(config_json: dict[str, Any], head_dim: int, source: str) -> None:
+    """Raise UserError where M-RoPE's sections, in pairs of features, are not all that a head rotates."""
+    rope = config_json.get("rope_parameters") or config_json.get("rope_scaling") or {}
+    sections = rope.get("mrope_section")
+    share = rope.get("partial_rotary_factor") or config_json.get("partial_rotary_factor") or 1
+    if sections and 2 * sum(sections) != int(head_dim * share):
+        raise UserError(
+            f"{source}: config.json says mrope_section {sections}, of {2 * sum(sections)} features, but a head of "
+            f"{head_dim} rotates {int(head_dim * share)}. Correct head_dim or mrope_section"
+        )
 
 
 def _first(config_json: dict[str, Any], *keys: str) -> int | None:

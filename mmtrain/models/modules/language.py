@@ -39,6 +39,7 @@ from mmtrain.models.facts.families import (
     remote_code,
 )
 from mmtrain.models.facts.model_files import foreign_files, model_folder
+from mmtrain.models.facts.shapes import llm_shape
 from mmtrain.models.modules.attention import ATTENTION, NoPadding, document_positions
 from mmtrain.models.modules.bookends import (
     Bookend,
@@ -318,6 +319,12 @@ class _Weights:
             self._files = {name.replace("model.", "model.language_model.", 1): at for name, at in self._files.items()}
         prefix = missing_prefix(self._files, self._stock)
         self._global = {name: canonical_name(prefix + name) for name in self._files}
+        built, planned = self.config.get_text_config().num_hidden_layers, len(llm_shape(path).decoder)
+        if built != planned:  # a default of transformers, where config.json says none
+            raise UserError(
+                f"{path}: transformers builds {built} decoder layers, but the weights have {planned}. Write "
+                "num_hidden_layers into config.json"
+            )
 
     def load(self, layers: range, *, embedding: bool, head: bool) -> PreTrainedModel:
         """Load the model with these decoder layers alone, on the CPU, and the ends that are asked for."""

@@ -67,7 +67,7 @@ def probe(path: str, cut_points: Sequence[int], streams: bool = False, *, mrope:
     )
     if record.is_file():
         return
-    tried = f"{family} cannot be staged and packed"
+    tried = f"{path}: {family} cannot be staged and packed"
     staged, packed = _differences("llm", folder, how, mrope, *cut_points, tried=tried)
     refuse_differences(family, staged, packed)
     _remember(

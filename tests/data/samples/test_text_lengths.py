@@ -4,6 +4,7 @@ import io
 import json
 import os
 import pickle
+import shutil
 
 import pytest
 
@@ -46,6 +47,15 @@ def test_a_tokenizer_of_a_gigabyte_is_refused_unread(tmp_path):
     os.truncate(tmp_path / "tokenizer.json", 2**30)
     with pytest.raises(UserError, match="larger than 200,000,000 bytes"):
         load_tokenizer(str(tmp_path))
+
+
+def test_a_tokenizers_longest_text_that_is_no_number_is_refused_by_the_file(tiny, tmp_path):
+    """It was a TypeError while shards were indexed."""
+    folder = shutil.copytree(tiny / "llm", tmp_path / "llm")
+    file = folder / "tokenizer_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"model_max_length": "4096"}))
+    with pytest.raises(UserError, match=f"^{file} says model_max_length '4096'"):
+        TextCounter(str(folder), "plain")
 
 
 def test_python_in_a_tokenizers_folder_is_not_run_whatever_stands_on_standard_input(tmp_path, monkeypatch):

@@ -1,6 +1,7 @@
 """Shapes read without torch agree with the stock models whose files they are read from."""
 
 import json
+import shutil
 import subprocess
 import sys
 from dataclasses import replace
@@ -310,6 +311,32 @@ def test_latent_attention_without_the_width_of_its_heads_is_refused_by_the_key(t
     (tmp_path / "config.json").write_text(json.dumps({**content, "qk_nope_head_dim": None}))
     with pytest.raises(UserError, match=r"config\.json has qk_rope_head_dim, but no qk_nope_head_dim"):
         llm_shape(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"num_hidden_layers": 2}, "2 decoder layers, but the weights have 3. Correct num_hidden_layers"),
+        ({"num_hidden_layers": 1, "num_nextn_predict_layers": 1}, "1 decoder layers, but the weights have 3"),
+        (
+            {"rope_parameters": {"mrope_section": [2, 1, 0]}, "head_dim": 3},
+            "of 6 features, but a head of 3 rotates 3. Correct head_dim or mrope_section",
+        ),
+    ],
+)
+def test_numbers_that_the_weights_contradict_are_refused(llama, tmp_path, changes, said):
+    shutil.copytree(llama, tmp_path, dirs_exist_ok=True)
+    content = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(content | changes))
+    with pytest.raises(UserError, match=f"^{tmp_path}: config.json says .*{said}"):
+        llm_shape(str(tmp_path))
+
+
+def test_layers_of_multi_token_prediction_are_left_on_the_disk(llama, tmp_path):
+    shutil.copytree(llama, tmp_path, dirs_exist_ok=True)
+    content = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(content | {"num_hidden_layers": 2, "num_nextn_predict_layers": 1}))
+    assert llm_shape(str(tmp_path)).decoder == llm_shape(str(llama)).decoder[:2]
 
 
 def test_tensors_of_a_model_that_needs_the_code_in_its_folder_are_answered_with_another_release():

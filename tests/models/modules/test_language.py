@@ -245,6 +245,10 @@ def test_weights_that_do_not_fit_are_refused_with_what_to_do(folder, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(config | {"intermediate_size": 56}))
     with pytest.raises(UserError, match=r"do not fit config\.json.*mismatched_keys"):
         load(tmp_path)
+    without = {key: value for key, value in config.items() if key != "num_hidden_layers"}
+    (tmp_path / "config.json").write_text(json.dumps(without))
+    with pytest.raises(UserError, match="transformers builds 32 decoder layers, but the weights have"):
+        load(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps(config))
     tensors = load_file(tmp_path / "model.safetensors")
     del tensors["model.layers.3.mlp.up_proj.weight"]
