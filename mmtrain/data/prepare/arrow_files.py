@@ -134,6 +134,8 @@ class _RowReader:
             self._take(len(scalar.as_buffer()))
         elif isinstance(scalar, pyarrow.BinaryScalar):
             return memoryview(scalar.as_buffer())
+        elif isinstance(scalar, pyarrow.FloatScalar):  # of 32 bits: 0.1, not 0.10000000149011612
+            return float(scalar.cast(pyarrow.string()).as_py())
         return scalar.as_py()
 
     def _take(self, size: int) -> None:

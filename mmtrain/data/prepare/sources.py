@@ -11,7 +11,6 @@ from __future__ import annotations
 import binascii
 import contextlib
 import itertools
-import json
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
@@ -25,8 +24,20 @@ from mmtrain.base.small_files import MAX_JSON_BYTES, parse_json, read_limited
 from mmtrain.data.prepare import arrow_files, text_files
 from mmtrain.data.prepare.sharding import Candidate
 from mmtrain.data.samples import formats
-from mmtrain.data.samples.formats import SEEN, SampleFormat, best, candidates, first_value
-from mmtrain.data.samples.records import IMAGE_SUFFIXES, BadSample, Record, keys_or_value, parse_record, short
+from mmtrain.data.samples.formats import SEEN, SampleFormat, best, candidates, first_held, first_value
+from mmtrain.data.samples.records import (
+    CONTENT_KEYS,
+    IMAGE_SUFFIXES,
+    UNREAD_KEYS,
+    BadSample,
+    Record,
+    held,
+    is_given,
+    keys_or_value,
+    parse_record,
+    short,
+    unpacked,
+)
 from mmtrain.data.shards.detection import AUTO
 
 _JSON = (".json", ".jsonl", ".ndjson")
@@ -41,7 +52,9 @@ IMAGE_COLUMNS = (*formats.IMAGE_KEYS, "filepath", "file_path", "file_name", "fil
 CAPTION_COLUMNS = (*formats.CAPTION_KEYS, "title")
 # What a table may hold as JSON text.
 _LISTS = (*formats.CONVERSATION_KEYS, *formats.TEXTS_KEYS, "prompt", *formats.ANSWER_KEYS)
-_CONVERSATION = ("system", *(key for reader in formats.READERS.values() for key in reader.keys), *formats.UNREAD_KEYS)
+_CONVERSATION = (
+    "system", *(key for reader in formats.READERS.values() for key in reader.keys), *UNREAD_KEYS, "objects"
+)  # fmt: skip
 _BASE64 = re.compile(
     r"(?i:data:)[^,]{0,100};base64,|(?=[A-Za-z0-9+/\s]{64,}+=*+\s*+\Z)"
 )  # a name of an image has a dot
@@ -112,26 +125,27 @@ class Adapter:
             return self
         fields = [row for row in rows if isinstance(row, dict)]
         image, caption = (
-            next((key for key in keys if any(row.get(key) for row in fields)), None)
-            for keys in (self.image_keys, self.caption_keys)
+            next((key for key in keys if any(is_used(row.get(key)) for row in fields)), None)
+            for keys, is_used in ((self.image_keys, held), (self.caption_keys, is_given))
         )
         return replace(self, image_key=image, form=replace(self.form, caption_key=caption))
 
     def adapt(self, row: object) -> Adapted:
         """Turn a row into a record; raises BadSample."""
         if self.form.name != "caption":
-            formats.refuse_unread_media(row)
+            formats.refuse_unread(row)
         if self.as_it_is:
             record = parse_record(row)
             # Text alone may name the file that it comes from.
             named = [
                 key
                 for key in IMAGE_COLUMNS
-                if row.get(key) and ("image" in key or str(row[key]).lower().endswith(IMAGE_SUFFIXES))
+                if held(row.get(key)) and ("image" in key or str(row[key]).lower().endswith(IMAGE_SUFFIXES))
             ]
             if named and not record.images:
                 seen = f"it names images under {named[0]}, but LLaVA's format has them under image"
                 raise BadSample("image_count", f"{seen}; use --from with --format sharegpt")
+            formats.llava_turns(row, len(record.images))
             return Adapted(record, self.images(row))
         if not isinstance(row, dict):
             raise BadSample("not_an_object", f"a row with other columns than its table, or not an object: {short(row)}")
@@ -154,28 +168,26 @@ class Adapter:
             if not images:
                 raise BadSample("image_count", f"a caption without an image: {_nothing(self.image_keys, row)}")
             return formats.caption_turns(caption, images, self.form.caption_prompt)
-        conversation = {key: _unpacked(value) if key in _LISTS else value for key, value in row.items()}
+        conversation = {key: unpacked(value) if key in _LISTS else value for key, value in row.items()}
         conversation |= {key: None for key in formats.IMAGE_KEYS if key in row}  # counted by `images`
         if self.form.name == "interleaved":
-            conversation["images"] = _unpacked(first_value(row, self.image_keys))
+            conversation["images"] = unpacked(first_value(row, self.image_keys))
         return formats.READERS[self.form.name].turns(conversation, images)
 
     def images(self, row: dict[str, Any]) -> tuple[RowImage, ...]:
         """Return the images of a row, in order; raises BadSample."""
-        images = _unpacked(first_value(row, ("image",) if self.as_it_is else self.image_keys))
-        if images is None:
-            return tuple(map(_image, _images_in_parts(row))) if self.form.name in ("sharegpt", "qa") else ()
-        if isinstance(images, list) and self.form.name == "interleaved":
-            images = [image for image in images if image is not None]
-        return tuple(map(_image, images if isinstance(images, list) else [images]))
+        images: Iterable[object] = first_held(row, ("image",) if self.as_it_is else self.image_keys)
+        if self.form.name == "interleaved":
+            images = filter(held, images)
+        elif not images and self.form.name in ("sharegpt", "qa"):
+            images = _images_in_parts(row)
+        return tuple(map(_image, images))
 
 
 def _images_in_parts(row: dict[str, Any]) -> Iterator[object]:
     """Yield the images inside messages: {"type": "image", "image": "a.jpg"}."""
-    messages = _unpacked(first_value(row, (*formats.CONVERSATION_KEYS, "prompt")))
-    for message in messages if isinstance(messages, list) else []:
-        content = message.get("content") if isinstance(message, dict) else None
-        for part in content if isinstance(content, list) else []:
+    for message in first_held(row, (*formats.CONVERSATION_KEYS, "prompt")):
+        for part in first_held(message, CONTENT_KEYS):
             if isinstance(part, dict) and part.get("type") in formats.IMAGE_PARTS:
                 image = first_value(part, ("image", "image_url", "path"))
                 yield image.get("url") if isinstance(image, dict) and "url" in image else image
@@ -202,15 +214,6 @@ def _image(value: object) -> RowImage:
     if not is_sound or (name is None and content is None) or len(name or "") > _LONGEST_NAME:
         raise BadSample("bad_image_field", f"an image is {short(value)}")
     return RowImage(name and name.removeprefix("file://"), content)
-
-
-def _unpacked(value: object) -> object:
-    """Parse a list of texts or objects that a table holds as JSON text; return others, as a box's [0.1, 0.9], as is."""
-    if isinstance(value, str) and value.startswith("["):
-        with contextlib.suppress(ValueError, RecursionError):
-            parsed = json.loads(value)
-            return parsed if all(isinstance(entry, str | dict | None) for entry in parsed) else value
-    return value
 
 
 @dataclass(frozen=True)

@@ -28,14 +28,20 @@ from typing import Any, NamedTuple, get_args
 from mmtrain.base.json_lines import compact_json
 from mmtrain.config.schema import SampleFormatName
 from mmtrain.data.samples.records import (
+    CONTENT_KEYS,
     IMAGE_MARK,
     IMAGE_SUFFIXES,
+    UNREAD_KEYS,
     BadSample,
+    held,
+    is_given,
     judged_turns,
     keys_or_value,
     parse_turns,
+    refuse_unread_parts,
     refuse_wrong_image_count,
     short,
+    value_text,
 )
 
 Turns = tuple[tuple[str, str], ...]
@@ -47,7 +53,6 @@ TEXTS_KEYS = ("texts",)
 QUESTION_KEYS = ("question", "prompt")
 ANSWER_KEYS = ("answer", "answers", "completion")
 ROLE_KEYS = ("role", "from")
-CONTENT_KEYS = ("content", "value", "text")
 SPEAKERS = {
     **dict.fromkeys(("system", "developer"), "system"),
     **dict.fromkeys(("human", "user"), "human"),
@@ -56,7 +61,7 @@ SPEAKERS = {
 IMAGE_PARTS = ("image", "image_url", "input_image")  # types of a content's parts
 TEXT_PARTS = ("text", "input_text", "output_text")
 IMAGE_KEYS = ("images", "image", "image_path", "image_paths")  # of a record: file names, or what a table holds of them
-UNREAD_KEYS = ("videos", "video", "audios", "audio")
+_OBJECT_MARK = re.compile("<ref-object>|<bbox>")  # ms-swift puts names and boxes of a record's `objects` there
 MASK_KEYS = ("weight", "loss", "train")  # of a turn: with 0 or false OpenAI, ms-swift, axolotl do not train on it
 _UNREAD_MEDIA = re.compile(  # suffixes of pictures, videos and sound
     rf"(.*\.)?({'|'.join(IMAGE_SUFFIXES)}|hei[cf]|avif|jxl|jp2|j2k|svg|p[pgbn]m|ico|tga|psd|exr|dng|"
@@ -129,12 +134,16 @@ def conversation(members: Mapping[str, bytes], images: int, form: SampleFormat) 
         raise BadSample("image_count", f"{seen}; {needed}")
     if form.name == "caption":
         return caption_turns(content, images, form.caption_prompt)
+    refuse_unread(content)
     return READERS[form.name].turns(content, images)
 
 
 def llava_turns(record: object, images: int) -> Turns:
     """Return the turns of a record in LLaVA's own form; raises BadSample."""
     turns = parse_turns(record)
+    if _says_more_than_llava(record):
+        seen = "it has a system prompt beside its turns, or an answer that is not to be trained on"
+        raise BadSample("unread_part", f"{seen}; LLaVA's format has none, use data.format=sharegpt (--format sharegpt)")
     if images and not _has_marks(turns):
         mend = "data.format=sharegpt (--format sharegpt) adds missing marks"
         raise BadSample("image_count", f"0 {IMAGE_MARK} marks in the conversation, {images} images; {mend}")
@@ -144,25 +153,28 @@ def llava_turns(record: object, images: int) -> Turns:
 
 
 def refuse_what_would_be_lost(record: object, turns: Sequence[tuple[str, str]], images: int) -> None:
-    """Raise BadSample for a record without marks that names other images than its sample has, or for videos."""
-    refuse_unread_media(record)
-    value = first_value(record, IMAGE_KEYS)
-    named = sum(map(bool, value)) if isinstance(value, list) else int(value is not None)
+    """Raise BadSample for a record without marks that names other images than its sample has, or marks of objects."""
+    named = len(first_held(record, IMAGE_KEYS))
+    if not named:
+        messages = first_held(record, (*CONVERSATION_KEYS, *TEXTS_KEYS, *QUESTION_KEYS))
+        named = sum(len(first_held(message, IMAGE_KEYS)) for message in messages)
     if named not in (0, images) and not _has_marks(turns):
         raise BadSample("image_count", f"its record names {named} images, but the sample has {images}")
+    if first_held(record, ("objects",)) and any(_OBJECT_MARK.search(text) for _, text in turns):
+        raise BadSample("unread_part", "<ref-object> and <bbox> stand for its objects; write those into the texts")
 
 
-def refuse_unread_media(record: object) -> None:
-    """Raise BadSample for a record that names videos or sound."""
-    unread = [key for key in UNREAD_KEYS if first_value(record, (key,))]
+def refuse_unread(record: object) -> None:
+    """Raise BadSample for a record with videos, sound or tools."""
+    unread = [key for key in UNREAD_KEYS if first_held(record, (key,))]
     if unread:
-        raise BadSample("unread_media", f"it has {' and '.join(unread)}: {short(first_value(record, unread))}")
+        raise BadSample("unread_media", f"it has {' and '.join(unread)}: {short(first_held(record, unread))}")
 
 
 def sharegpt_turns(record: object, images: int) -> Turns:
     """Return the turns of a record with messages in any usual form; raises BadSample."""
-    messages = first_value(record, CONVERSATION_KEYS)
-    if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
+    messages = first_held(record, CONVERSATION_KEYS)
+    if not messages or not all(isinstance(message, dict) for message in messages):
         needed = f"it needs a list of messages under {' or '.join(CONVERSATION_KEYS[:2])}"
         raise BadSample("no_conversation", f"{needed}; {keys_or_value(record)}")
     return _conversation(record, messages, images)
@@ -171,7 +183,7 @@ def sharegpt_turns(record: object, images: int) -> Turns:
 def _conversation(record: object, messages: Sequence[dict], images: int) -> Turns:
     turns = [_turn(number, message) for number, message in enumerate(messages)]
     if (system := _system_beside(record)) and turns[0][0] != "system":
-        turns.insert(0, ("system", system))
+        turns.insert(0, ("system", _text(0, system)))
     refuse_what_would_be_lost(record, turns, images)
     return _with_marks(turns, images)
 
@@ -179,10 +191,11 @@ def _conversation(record: object, messages: Sequence[dict], images: int) -> Turn
 def qa_turns(record: object, images: int) -> Turns:
     """Return the turns of a record that names its questions and answers; raises BadSample.
 
-    Of several answers to one question, as annotators of VQA gave them, the most frequent is taken, or else the first.
+    Of several answers to one question, as annotators of VQA gave them, the most frequent is taken, or else the first;
+    of numbers, which may be a box, only one that more than half of them are.
     """
-    pairs = first_value(record, TEXTS_KEYS)
-    if isinstance(pairs, list) and all(isinstance(pair, dict) for pair in pairs):
+    pairs = first_held(record, TEXTS_KEYS)
+    if pairs and all(isinstance(pair, dict) for pair in pairs):
         sides = [(pair, speaker) for pair in pairs for speaker in ("user", "assistant")]
         turns = [{**pair, "role": speaker, "content": pair.get(speaker)} for pair, speaker in sides]
         return _conversation(record, turns, images)
@@ -197,17 +210,24 @@ def _messages(speaker: str, value: object) -> list[dict]:
     if isinstance(value, list):
         if all(isinstance(message, dict) and any(key in message for key in ROLE_KEYS) for message in value):
             return value
-        texts = [
-            entry.get("answer", entry.get("text")) if isinstance(entry, dict) and "type" not in entry else entry
-            for entry in value
-        ]
+        texts = list(map(_answer_text, value))
         if all(isinstance(text, str) for text in texts):
             if speaker == "user":
                 raise BadSample("non_text_value", f"it has several questions: {short(value)}; write a record for each")
-            value = Counter(texts).most_common(1)[0][0]
+            answer, times = Counter(texts).most_common(1)[0]
+            if isinstance(value[0], int | float) and 2 * times <= len(texts):
+                raise BadSample("non_text_value", f"its answer is {short(value)}; write a list of numbers as text")
+            value = answer
     if isinstance(value, str) and value.startswith("['") and value.endswith("']"):
         raise BadSample("non_text_value", f"the {speaker}'s text is a list of Python's, {short(value)}; write JSON")
-    return [{"role": speaker, "content": str(value) if isinstance(value, int | float) else value}]
+    return [{"role": speaker, "content": value}]
+
+
+def _answer_text(entry: object) -> object:
+    """Return the text of one of several answers, which may be an object; a part of a message stays."""
+    if isinstance(entry, dict) and "type" not in entry:
+        entry = entry.get("answer", entry.get("text"))
+    return value_text(entry)
 
 
 def interleaved_turns(record: object, images: int) -> Turns:
@@ -216,7 +236,7 @@ def interleaved_turns(record: object, images: int) -> Turns:
     The images that it begins with are the question. Where the record lists no images, each null among the texts is one.
     """
     texts, named = first_value(record, TEXTS_KEYS), first_value(record, ("images",))
-    if not isinstance(texts, list) or not all(isinstance(text, str | None) for text in texts):
+    if not isinstance(texts, list) or not all(isinstance(value_text(text), str | None) for text in texts):
         needed = "it needs a list of texts and nulls under texts, and under images a list with nulls for the texts"
         raise BadSample("no_conversation", f"{needed}; {keys_or_value(record)}")
     named = [text is None for text in texts] if named is None else named
@@ -224,8 +244,8 @@ def interleaved_turns(record: object, images: int) -> Turns:
         raise BadSample("image_count", f"texts has {len(texts)} places; images must be a list of that length")
     pieces: list[str] = []
     for text, image in zip(texts, named, strict=True):
-        pieces += [IMAGE_MARK] * bool(image)
-        pieces += [part for part in map(str.strip, (text or "").split(_NEXT_PAGE)) if part]
+        pieces += [IMAGE_MARK] * bool(held(image))
+        pieces += [part for part in map(str.strip, (value_text(text) or "").split(_NEXT_PAGE)) if part]
     leading = next((place for place, piece in enumerate(pieces) if piece != IMAGE_MARK), len(pieces))
     turns = judged_turns([("human", "\n".join(pieces[:leading])), ("gpt", "\n\n".join(pieces[leading:]))])
     refuse_wrong_image_count(turns, images)
@@ -236,6 +256,7 @@ def caption_turns(caption: object, images: int, prompt: str) -> Turns:
     """Return the question `prompt` and the caption, a text or the first of several, as its answer; raises BadSample."""
     if isinstance(caption, list) and caption:
         caption = caption[0]
+    caption = value_text(caption)
     if not isinstance(caption, str):
         raise BadSample("non_text_value", f"the caption is {short(caption)}")
     if not images:
@@ -245,8 +266,13 @@ def caption_turns(caption: object, images: int, prompt: str) -> Turns:
 
 
 def first_value(record: object, keys: Iterable[str]) -> Any:
-    """Return a record's value under the first of the keys that holds anything; None where there is none."""
-    return next((record[key] for key in keys if record.get(key)), None) if isinstance(record, dict) else None
+    """Return a record's value under the first of the keys that has one, perhaps 0; None where there is none."""
+    return next((record[key] for key in keys if is_given(record.get(key))), None) if isinstance(record, dict) else None
+
+
+def first_held(record: object, keys: Iterable[str]) -> list:
+    """Return the images, or whatever else a list may hold, under the first of the keys that holds anything."""
+    return next(filter(None, (held(first_value(record, (key,))) for key in keys)), [])
 
 
 def _has_marks(turns: Sequence[tuple[str, str]]) -> bool:
@@ -254,15 +280,16 @@ def _has_marks(turns: Sequence[tuple[str, str]]) -> bool:
 
 
 def _says_more_than_llava(record: object) -> bool:
-    conversation = first_value(record, ("conversations",))
-    turns = [turn for turn in conversation if isinstance(turn, dict)] if isinstance(conversation, list) else []
+    turns = [turn for turn in first_held(record, ("conversations",)) if isinstance(turn, dict)]
     has_own_system = bool(turns) and turns[0].get("from") == "system"
-    return (bool(_system_beside(record)) and not has_own_system) or any(map(_masks, turns))
+    masks_an_answer = any(_masks(turn) for turn in turns if turn.get("from") == "gpt")
+    return masks_an_answer or (bool(_system_beside(record)) and not has_own_system)
 
 
-def _system_beside(record: object) -> str:
+def _system_beside(record: object) -> Any:
+    """Return the system prompt that is not among the turns: a text, or a list of parts."""
     system = first_value(record, ("system",))
-    return system if isinstance(system, str) and system.strip() else ""
+    return system.strip() and system if isinstance(system, str) else system
 
 
 def _masks(turn: dict) -> list[str]:
@@ -304,26 +331,31 @@ def _caption(members: Mapping[str, bytes], form: SampleFormat) -> object:
 
 
 def _turn(number: int, message: dict) -> tuple[str, str]:
-    role = next((message[key] for key in ROLE_KEYS if key in message), None)
+    role = first_value(message, ROLE_KEYS)
     speaker = SPEAKERS.get(role.lower()) if isinstance(role, str) else None
     if speaker is None or (speaker == "system" and number > 0):
         raise BadSample("unknown_role", f"turn {number} is from {short(role)}")
     if speaker == "gpt" and (masks := _masks(message)):
         raise BadSample("masked_answer", f"turn {number}, an answer, has {masks[0]}: {message[masks[0]]}")
-    content = next((message[key] for key in CONTENT_KEYS if key in message), None)
+    refuse_unread_parts(number, message)
+    # The first that is given; else the first, as the empty question of an image.
+    content = max((message[key] for key in CONTENT_KEYS if key in message), key=is_given, default=None)
     return speaker, _text(number, content)
 
 
 def _text(number: int, content: object) -> str:
     """Return a message's content as text; an image in a list of parts becomes a mark on a line of its own."""
-    parts = content if isinstance(content, list) else [content]
+    parts = content if isinstance(content, list) else [value_text(content)]
     text = ""
     was_image = False
     for place, part in enumerate(parts):
-        fields = part if isinstance(part, dict) else {"type": "text", "text": part}
+        fields = part if isinstance(part, dict) else {"text": part}
         kind = fields.get("type", "text")
         is_image = kind in IMAGE_PARTS
+        refuse_unread_parts(number, fields, ("text",) if is_image else IMAGE_PARTS)
         piece = IMAGE_MARK if is_image else fields.get("text") if kind in TEXT_PARTS else None
+        if isinstance(part, dict):
+            piece = value_text(piece)
         if not isinstance(piece, str):
             raise BadSample("non_text_value", f"turn {number} has the value {short(part)}")
         text += "\n" + piece if place and (is_image or was_image) else piece

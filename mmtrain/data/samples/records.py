@@ -46,6 +46,15 @@ MAX_RECORD_BYTES = 16 << 20
 # for each answer, so time grows with the square of turns: 500 short ones take 0.4 s, 4,000 take 24 s.
 MAX_TURNS = 500
 MAX_TEXT_BYTES = 1_000_000
+CONTENT_KEYS = ("content", "value", "text")  # of a turn
+UNREAD_KEYS = ("videos", "video", "audios", "audio", "tools", "functions")  # of a record
+# Begin the keys of a turn with what chat templates write beside its text: reasoning_content, tool_calls, ...
+_UNREAD_BEGINNINGS = ("video", "audio", "reasoning", "thinking", "thought", "tool", "function", "refusal")
+# In a question, what another trainer or processor replaces by an image, a video or sound. HTML closes its <video>.
+_PLACEHOLDER = re.compile(
+    r"(?im)^[ \t]*(?:<image>[ \t]*)*<(video|audio)>"
+    r"|<img>[^<>\n]{1,4096}</img>|<\|(?:vision|image|video|audio)\w*\|>|<(?:ImageHere|image_placeholder|IMG_CONTEXT)>"
+)
 _BYTES = re.compile(r"<memory at 0x[0-9a-f]+>")
 _LONG_WORD = re.compile(r"[A-Za-z0-9+/]{80,}=*")
 _JPEG_MARKER = re.compile(rb"\xff[\x02-\xcf\xd9-\xfe]")  # of what has a length, and the end; in pixels there is none
@@ -67,16 +76,17 @@ REASONS = {
     "not_json": "text that is not Unicode, or NaN: other JSON readers would fail",
     "bad_id": "an id that is neither text nor a whole number",
     "duplicate_id": "an id that an earlier record has",
-    "no_conversation": "no list of turns under `conversations`",
+    "no_conversation": "no list of turns, and no question with its answer",
     "unknown_role": "a turn that is not from human, gpt or (the first one only) system",
-    "non_text_value": "a turn whose value is not text",
+    "non_text_value": "a turn whose value is neither text nor one number",
     "no_caption": "no text that could be the caption (set data.caption_key to its key)",
     "no_answer": "no turn from gpt, or an empty one",
     "masked_answer": "an answer marked as not to be trained on: mmtrain supervises every answer",
     "turn_order": "turns that do not alternate human, gpt, human, gpt, ..., as all templates need",
     "too_long": "a conversation of more turns or text than allowed",
     "template": "a conversation that the template cannot hold",
-    "unread_media": "videos or sound, which mmtrain does not read",
+    "unread_media": "videos, sound or tools, which mmtrain does not read",
+    "unread_part": "reasoning, tool calls, a second text or a placeholder, which mmtrain does not read",
     "bad_image_field": "an `image` that is neither a file name nor a list of them",
     "image_count": "a number of <image> marks that differs from the number of images",
     "outside_images": "an image path or link that leaves the images folder",
@@ -135,10 +145,9 @@ def parse_record(value: object) -> Record:
     identifier = value.get("id")
     if not (identifier is None or (isinstance(identifier, str) and identifier) or type(identifier) is int):
         raise BadSample("bad_id", f"id is {short(identifier)}")
-    field = value.get("image")
-    images = [] if field is None else field if isinstance(field, list) else [field]
+    images = held(value.get("image"))
     if not all(isinstance(name, str) and name for name in images):
-        raise BadSample("bad_image_field", f"image is {short(field)}")
+        raise BadSample("bad_image_field", f"image is {short(value['image'])}")
     refuse_wrong_image_count(parse_turns(value), len(images))
     return Record(value, None if identifier is None else str(identifier), tuple(images))
 
@@ -157,13 +166,62 @@ def parse_turns(record: object) -> tuple[tuple[str, str], ...]:
     if not isinstance(turns, list) or not turns or not all(isinstance(turn, dict) for turn in turns):
         needed = "it needs a list `conversations` of {from, value}"
         raise BadSample("no_conversation", f"{needed}; {keys_or_value(record)}")
+    read = []
     for number, turn in enumerate(turns):
-        speaker, text = turn.get("from"), turn.get("value")
+        speaker, text = turn.get("from"), value_text(turn.get("value"))
         if speaker not in ROLES or (speaker == "system" and number > 0):
             raise BadSample("unknown_role", f"turn {number} is from {short(speaker)}")
+        refuse_unread_parts(number, turn)
         if not isinstance(text, str):
             raise BadSample("non_text_value", f"turn {number} has the value {short(text)}")
-    return judged_turns([(turn["from"], turn["value"]) for turn in turns])
+        read.append((speaker, text))
+    return judged_turns(read)
+
+
+def value_text(value: object) -> object:
+    """Return a number or a truth value as JSON writes it: 0, 0.5, true. NaN, infinity and other values stay."""
+    if isinstance(value, int | float):
+        with contextlib.suppress(ValueError):
+            return json.dumps(value, allow_nan=False)
+    return value
+
+
+def is_given(value: object) -> bool:
+    """Tell whether a field holds a value: 0 and false are values, "" and [] are none."""
+    return bool(value) or isinstance(value, int | float)
+
+
+def held(field: object) -> list:
+    """Return the list of what a field holds; empty for "", [], [""], [null], {"bytes": b""} and "[]"."""
+    field = unpacked(field)
+    entries = field if isinstance(field, list) else [field]
+    for entry in entries:
+        if any(entry.values() if isinstance(entry, dict) else [entry]):
+            return entries
+    return []
+
+
+def unpacked(value: object) -> object:
+    """Parse a list of texts or objects that a table holds as JSON text; return others, as a box's [0.1, 0.9], as is."""
+    if isinstance(value, str) and value.startswith("["):
+        with contextlib.suppress(ValueError, RecursionError):
+            parsed = json.loads(value)
+            return parsed if all(isinstance(entry, str | dict | None) for entry in parsed) else value
+    return value
+
+
+def refuse_unread_parts(number: int, turn: dict, unread: Sequence[str] = ()) -> None:
+    """Raise BadSample for a turn, or a part of one, that holds more than its text: reasoning, tool calls, two texts.
+
+    `unread` names more keys that must be empty. Numbers, as of reasoning tokens, are no text.
+    """
+    texts = [key for key in CONTENT_KEYS if is_given(turn.get(key))]
+    more = [key for key in texts if turn[key] != turn[texts[0]]]
+    for key, value in turn.items():
+        if isinstance(value, str | list | dict) and key.startswith((*unread, *_UNREAD_BEGINNINGS)) and held(value):
+            more.append(key)
+    if more:
+        raise BadSample("unread_part", f"turn {number} has {more[0]}: {short(turn[more[0]])}")
 
 
 def judged_turns(turns: Sequence[tuple[str, str]]) -> tuple[tuple[str, str], ...]:
@@ -184,10 +242,20 @@ def judged_turns(turns: Sequence[tuple[str, str]]) -> tuple[tuple[str, str], ...
     for number, (speaker, text) in enumerate(turns):
         if speaker == "gpt" and not text.strip():
             raise BadSample("no_answer", f"turn {number}, from gpt, is empty")
+        if speaker == "human":
+            _refuse_placeholders(number, text)
     asked = speakers[speakers[0] == "system" :]
     if asked != ["human", "gpt"] * (len(asked) // 2):
         raise BadSample("turn_order", f"turns are from {short(', '.join(speakers))}")
     return tuple(turns)
+
+
+def _refuse_placeholders(number: int, text: str) -> None:
+    """Raise BadSample for a question with a placeholder of what mmtrain does not put there."""
+    found = {match[1]: match[0] for match in _PLACEHOLDER.finditer(text)}
+    for tag, placeholder in found.items():
+        if tag is None or f"</{tag}>" not in text:
+            raise BadSample("unread_part", f"turn {number} has the placeholder {short(placeholder)}")
 
 
 def refuse_wrong_image_count(turns: Sequence[tuple[str, str]], images: int) -> None:

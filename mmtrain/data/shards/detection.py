@@ -15,11 +15,13 @@ from operator import itemgetter
 from pathlib import Path
 
 from mmtrain.base.errors import UserError
-from mmtrain.base.printing import escape
+from mmtrain.base.printing import escape, first_few
 from mmtrain.config.schema import DataSection, SampleFormatName
 from mmtrain.data.samples.formats import (
+    IMAGE_KEYS,
     NAMES,
     QUESTION_KEYS,
+    READERS,
     SEEN,
     TEXT_SUFFIXES,
     SampleFormat,
@@ -55,7 +57,8 @@ def sample_format(
     if name != AUTO:
         return SampleFormat(name, caption_key, caption_prompt)
     first = _first_samples(shards, key)
-    forms = [SampleFormat(name, caption_key, caption_prompt) for name in candidates(map(json_record, first))]
+    records = [record for record in map(json_record, first) if isinstance(record, dict)]
+    forms = [SampleFormat(name, caption_key, caption_prompt) for name in candidates(records)]
     faults = [[fault for members in first if (fault := _fault(members, form)) is not None] for form in forms]
     counts = [len(first) - len(of_form) for of_form in faults]
     form = forms[best(counts, len(first))]
@@ -70,8 +73,13 @@ def sample_format(
         lines.append(f"Captions under another key of KEY.json need {option}; mmtrain shard makes shards of other data")
         raise UserError("\n  ".join(lines))
     (suffix, _), *_ = Counter(text_suffix(form.reading, members) for members in first).most_common()
-    _log.debug(f"{key}: format {form.name} (KEY.{suffix}), as in {readable} of the first {len(first)} samples")
-    if form.name == "caption" and any(first_value(json_record(members), QUESTION_KEYS) for members in first):
+    more = ""
+    if form.name not in ("caption", "llava"):  # they may have any other keys
+        read = {"id", "system", *IMAGE_KEYS, *READERS[form.name].keys}
+        unread = [key for key in dict.fromkeys(itertools.chain.from_iterable(records)) if key not in read]
+        more = f"; not read: {escape(first_few(unread, 20))}" if unread else ""
+    _log.debug(f"{key}: format {form.name} (KEY.{suffix}), as in {readable} of the first {len(first)} samples{more}")
+    if form.name == "caption" and any(first_value(record, QUESTION_KEYS) for record in records):
         _log.warning(
             f"{key}: KEY.json has an unread question; captions answer {caption_prompt!r} (data.caption_prompt). "
             "If an answer is beside it, data.format=qa reads both"
