@@ -216,7 +216,7 @@ def refuse_unread_parts(number: int, turn: dict, unread: Sequence[str] = ()) -> 
     `unread` names more keys that must be empty. Numbers, as of reasoning tokens, are no text.
     """
     texts = [key for key in CONTENT_KEYS if is_given(turn.get(key))]
-    more = [key for key in texts if turn[key] != turn[texts[0]]]
+    more = [key for key in texts[1:] if turn[key] != turn[texts[0]]]
     for key, value in turn.items():
         if isinstance(value, str | list | dict) and key.startswith((*unread, *_UNREAD_BEGINNINGS)) and held(value):
             more.append(key)

@@ -18,7 +18,8 @@ from mmtrain.base.errors import UserError
 from mmtrain.data.prepare.sources import Adapter, Source, open_sources
 from mmtrain.data.samples import records
 from mmtrain.data.samples.formats import SampleFormat
-from mmtrain.data.samples.records import BadSample
+from mmtrain.data.samples.records import BadSample, parse_turns
+from mmtrain.data.samples.sample import read_sample
 
 AUTO = SampleFormat("auto", caption_prompt="What?")
 ASKED = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yes."}]
@@ -161,11 +162,78 @@ def test_the_caption_is_of_one_column_whatever_rows_lack(tmp_path):
 
 
 def outcome(source: Source, row: object) -> str:
-    """The answer that a row becomes, or why it is none."""
+    """The answer that a row becomes, read from its shard, or why it is none."""
     try:
-        return source.adapter.adapt(row).record.content["conversations"][-1]["value"]
+        return parse_turns(source.adapter.adapt(row).record.content)[-1][1]
     except BadSample as error:
         return error.reason
+
+
+SAYS = {"role": "assistant", "content": "Yes."}
+REF = {"ref": ["cat"], "bbox": [[1, 2]]}
+NOBODY = {"bytes": b"", "path": None}
+
+
+@pytest.mark.parametrize(
+    ("form", "row", "expected"),
+    [
+        ("qa", {"question": "x", "answer": 0}, "0"),
+        ("qa", {"question": "x", "answer": 0.0}, "0.0"),
+        ("qa", {"question": "x", "answer": False}, "false"),
+        ("qa", {"question": "x", "answer": True}, "true"),
+        ("qa", {"question": "x", "answers": [0, 0, 1]}, "0"),
+        ("qa", {"question": "x", "answer": [1, 2, 3, 4]}, "non_text_value"),
+        ("qa", {"prompt": "x", "completion": 0}, "0"),
+        ("qa", {"texts": [{"user": "x", "assistant": 0}]}, "0"),
+        ("sharegpt", {"messages": [ASKED[0], {"role": "assistant", "value": 0}]}, "0"),
+        ("interleaved", {"texts": [0, 1], "images": [None, None]}, "0\n\n1"),
+        ("caption", {"image": "a.jpg", "caption": 0}, "0"),
+        ("caption", {"image": "a.jpg", "caption": False}, "false"),
+        ("sharegpt", {"messages": ASKED, "images": ""}, "Yes."),
+        ("sharegpt", {"messages": ASKED, "images": [""]}, "Yes."),
+        ("sharegpt", {"messages": ASKED, "images": [None], "videos": [""], "tools": "[]"}, "Yes."),
+        ("sharegpt", {"messages": ASKED, "images": ["a.jpg", ""]}, "bad_image_field image_count"),
+        ("qa", {"question": "x", "answer": "y", "image": NOBODY}, "y"),
+        ("qa", {"question": "x", "answer": "y", "images": [NOBODY]}, "y"),
+        ("llava", {"conversations": TOLD, "image": ""}, "Yes."),
+        ("llava", {"conversations": TOLD, "image": [None]}, "Yes."),
+        ("sharegpt", {"messages": [ASKED[0], {**SAYS, "reasoning_content": "Hm."}]}, "unread_part"),
+        ("sharegpt", {"messages": [ASKED[0], {**SAYS, "tool_calls": [{"type": "function"}]}]}, "unread_part"),
+        ("sharegpt", {"messages": [ASKED[0], {**SAYS, "thinking": None, "tool_calls": []}]}, "Yes."),
+        ("sharegpt", {"messages": [ASKED[0], {**SAYS, "text": "No."}]}, "unread_part"),
+        ("sharegpt", {"messages": [{**ASKED[0], "images": ["b.jpg"]}, SAYS]}, "image_count"),
+        ("sharegpt", {"messages": ASKED, "tools": '[{"name": "zoom"}]'}, "unread_media"),
+        ("llava", {"conversations": [TOLD[0], {**TOLD[1], "thinking": "Hm."}]}, "unread_part"),
+        ("llava", {"conversations": TOLD, "system": "Be kind."}, "unread_part"),
+        ("qa", {"question": "Where?", "answer": "<bbox>", "objects": REF}, "unread_part"),
+        ("sharegpt", {"messages": [ASKED[0], {**SAYS, "content": "<bbox>"}], "objects": REF}, "unread_part"),
+        ("llava", {"conversations": [TOLD[0], {"from": "gpt", "value": "<bbox>"}], "objects": REF}, "unread_part"),
+        ("llava", {"conversations": [{"from": "human", "value": "<video>\nWhat?"}, TOLD[1]]}, "unread_part"),
+    ],
+)  # fmt: skip
+def test_a_row_is_judged_alike_in_json_in_parquet_and_in_a_tar(tmp_path, form, row, expected):
+    named = replace(AUTO, name=form)
+    parquet.write_table(pyarrow.Table.from_pylist([row]), tmp_path / "a.parquet")
+    text = json.dumps(row, default=lambda image: None)  # JSON has no bytes
+    (tmp_path / "a.jsonl").write_text(text)
+    found = []
+    for name in ("a.parquet", "a.jsonl"):
+        adapter = Adapter(named, as_it_is=form == "llava" and name == "a.jsonl").settled([row])
+        source = Source(tmp_path / name, name, adapter)
+        found.append(outcome(source, next(source.rows())))
+    images = {"jpg": b""} if "a.jpg" in str(row) else {}
+    try:
+        found.append(read_sample("k", "s.tar", {**images, "json": text.encode()}, 0, named).turns[-1][1])
+    except BadSample as error:
+        found.append(error.reason)
+    assert set(found) <= {expected, *expected.split()}, found
+
+
+def test_a_number_of_32_bits_is_the_text_that_was_meant(tmp_path):
+    table = pyarrow.table({"question": ["x"] * 2, "answer": pyarrow.array([0.1, 3], pyarrow.float32())})
+    parquet.write_table(table, tmp_path / "a.parquet")
+    (source,), _ = open_sources(tmp_path / "a.parquet", AUTO, None)
+    assert [outcome(source, row) for row in source.rows()] == ["0.1", "3.0"]
 
 
 @pytest.mark.parametrize("more", [{"images": ["0.jpg"]}, {"file_name": "0.jpg"}, {"video": "0.mp4"}])

@@ -15,6 +15,7 @@ ASKED = (("human", "<image>\nWhat is it?"), ("gpt", "A cat."))
 PLAIN = [{"role": "user", "content": "What is it?"}, {"role": "assistant", "content": "A cat."}]
 MARKED = [{"role": "user", "content": "<image>\nWhat is it?"}, {"role": "assistant", "content": "A cat."}]
 TEXT = [{"from": "human", "value": "Why?"}, {"from": "gpt", "value": "x"}]
+NO_BYTES = {"image": {"bytes": None, "path": ""}, "images": "[]", "videos": [None], "tools": "[]"}
 LLAVA_TURNS = [{"from": "human", "value": "<image>"}, {"from": "gpt", "value": "x"}]
 
 
@@ -98,8 +99,30 @@ def test_questions_with_their_answers_become_the_conversation(record, more):
     assert read(QA, json=record) == (*ASKED, *more)
 
 
-def test_a_number_is_an_answer():
-    assert read(QA, 0, json={"question": "How many?", "answer": 3}) == (("human", "How many?"), ("gpt", "3"))
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(3, "3"), (0, "0"), (0.0, "0.0"), (False, "false"), (True, "true"), (-0.5, "-0.5"), (10**20, "1" + "0" * 20)],
+)
+def test_numbers_and_truth_values_are_texts_in_every_format(value, text):
+    part, last = {"type": "text", "text": value}, {"role": "assistant"}
+    records = [
+        (LLAVA, {"conversations": [TEXT[0], {"from": "gpt", "value": value}]}),
+        (SHAREGPT, {"messages": [PLAIN[0], {**last, "content": value}]}),
+        (SHAREGPT, {"messages": [PLAIN[0], {**last, "content": [part]}]}),
+        (SHAREGPT, {"messages": [PLAIN[0], {**last, "content": None, "value": value, "reasoning_tokens": 3}]}),
+        (QA, {"question": "x", "answer": value}),
+        (QA, {"question": "x", "answer": [value]}),
+        (QA, {"question": "x", "answer": "", "answers": [7, value, value]}),
+        (QA, {"question": "x", "answers": [{"answer": value}, {"answer": 7}]}),
+        (QA, {"prompt": "x", "completion": value}),
+        (QA, {"texts": [{"user": "x", "assistant": value}]}),
+        (PAGE, {"texts": [value]}),
+    ]
+    for form, record in records:
+        assert read(form, 0, json=record)[-1] == ("gpt", text), record
+    assert read(CAPTION, json={"caption": value})[-1] == read(CAPTION, json={"text": [value, "B"]})[-1] == ("gpt", text)
+    asked = read(QA, 0, json={"question": value, "answer": "x", "system": [part]})
+    assert asked == (("system", text), ("human", text), ("gpt", "x"))
 
 
 def test_a_page_is_one_answer_with_its_images_in_their_places():
@@ -145,7 +168,15 @@ def test_a_caption_is_found_where_it_stands():
         (SHAREGPT, 1, messages(PLAIN[0], {**PLAIN[1], "loss": False}), "masked_answer", "has loss: False"),
         (SHAREGPT, 1, messages(PLAIN[0], {**PLAIN[1], "train": False}), "masked_answer", "has train: False"),
         (QA, 1, {"json": {"question": "x", "texts": ["a"]}}, "no_conversation", "needs question .* keys are question"),
-        (QA, 1, {"json": {"question": "x", "answer": [3]}}, "non_text_value", "turn 1 has the value 3"),
+        (QA, 1, {"json": {"question": "x", "answer": [3, 3, 9, 9]}}, "non_text_value", r"its answer is \[3, 3, 9, 9\]"),
+        (QA, 1, {"json": {"question": "x", "answer": float("nan")}}, "non_text_value", "turn 1 has the value nan"),
+        (SHAREGPT, 1, messages(PLAIN[0], {"role": "assistant", "content": [0.1, 0.2]}), "non_text_value", "value 0.1"),
+        (SHAREGPT, 0, messages(*PLAIN, system={"a": 1}), "non_text_value", "turn 0 has the value {'a': 1}"),
+        (SHAREGPT, 0, messages({**PLAIN[0], "images": ["a"]}, PLAIN[1]), "image_count", "names 1 images"),
+        (LLAVA, 0, {"json": {"conversations": TEXT, "system": "x"}}, "unread_part", "a system prompt .*sharegpt"),
+        (LLAVA, 0, {"json": {"conversations": [TEXT[0], {**TEXT[1], "loss": 0}]}}, "unread_part", "not to be trained"),
+        (PAGE, 0, {"json": {"texts": ["a"], "videos": ["a.mp4"]}}, "unread_media", "it has videos"),
+        (SHAREGPT, 1, messages(*PLAIN, tools='[{"name": "zoom"}]'), "unread_media", "it has tools: .*zoom"),
         (QA, 1, {"json": {"question": ["x", "y"], "answer": ["a", "b"]}}, "non_text_value", "has several questions"),
         (QA, 1, {"json": {"question": "x", "answers": "['a', 'b']"}}, "non_text_value", "a list of Python's"),
         (QA, 1, {"json": {"texts": [{**PAIRS[0], "train": False}]}}, "masked_answer", "has train: False"),
@@ -172,12 +203,97 @@ def test_what_is_no_sample_says_what_was_seen(form, images, texts, reason, seen)
     assert caught.value.reason == reason
 
 
+LOOK = {"type": "text", "text": "A cat."}
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"reasoning_content": "It purrs."},
+        {"thinking": "It purrs."},
+        {"thinking_blocks": [{"thinking": "It purrs."}]},
+        {"tool_calls": [{"type": "function", "function": {"name": "zoom"}}]},
+        {"function_call": {"name": "zoom"}},
+        {"refusal": "No."},
+        {"audio": {"id": "a"}},
+        {"value": "A dog."},
+        {"content": [{"type": "image", "text": "A dog."}, LOOK]},
+        {"content": [{**LOOK, "image": "b.jpg"}]},
+        {"content": [{**LOOK, "thinking": "It purrs."}]},
+        {"content": [{**LOOK, "content": "A dog."}]},
+    ],
+    ids=lambda more: next(iter(more)),
+)
+def test_a_turn_that_holds_more_than_its_text_is_no_sample(more):
+    told = {"from": "gpt", "value": "A cat."}
+    records = [(SHAREGPT, {"messages": [PLAIN[0], {**PLAIN[1], **more}]})]
+    if "value" not in more and not isinstance(more.get("content"), list):
+        records += [(LLAVA, {"conversations": [TEXT[0], {**told, **more}]}), (QA, {"texts": [{**PAIRS[0], **more}]})]
+    for form, record in records:
+        with pytest.raises(BadSample, match=r"unread_part: turn \d has ") as caught:
+            read(form, 0, json=record)
+        assert next(reversed(more)) in str(caught.value) or "content" in more
+    empty = {key: [] if isinstance(value, list) else None for key, value in more.items() if key != "content"}
+    assert read(SHAREGPT, json={"messages": [PLAIN[0], {**PLAIN[1], **empty}]}) == ASKED
+
+
+@pytest.mark.parametrize(
+    "question",
+    [
+        "<video>What happens?",
+        "Look.\n <video>\nWhat happens?",
+        "<image>\n<image><audio> What is said?",
+        "Picture 1: <img>a/b.jpg</img>\nWhat is it?",
+        "<|vision_start|><|image_pad|><|vision_end|>What is it?",
+        "<ImageHere>What is it?",
+        "Find <ref-object>.",
+    ],
+)
+def test_a_placeholder_of_what_is_not_there_is_no_question(question):
+    objects = {"ref": ["cat"], "bbox": [[1, 2, 3, 4]]}
+    for form, key, turns in (
+        (SHAREGPT, "messages", [{**PLAIN[0], "content": question}, PLAIN[1]]),
+        (LLAVA, "conversations", [{"from": "human", "value": question}, TEXT[1]]),
+        (QA, "texts", [{"user": question, "assistant": "x"}]),
+    ):
+        with pytest.raises(BadSample, match=r"unread_part: .*<"):
+            read(form, question.count("<image>"), json={key: turns, "objects": objects})
+    with pytest.raises(BadSample, match="unread_part: <ref-object> and <bbox> stand for its objects"):
+        read(QA, 0, json={"question": "Where?", "answer": "<bbox>", "objects": objects})
+
+
+@pytest.mark.parametrize(
+    "question",
+    [
+        "Why is my <video> silent, and <audio> not?",
+        '<video controls>\n<source src="a.mp4">\n</video>',
+        "<video>\n<source>\n</video>\nWhy does it not play?",
+        "What does <img src='a.jpg'> mean? <img>",
+        "Is <bbox>1, 2</bbox> a box?",
+        "Write `<ref-object>`.",
+    ],
+)
+def test_talk_of_tags_is_text(question):
+    for none in ({}, {"objects": {"ref": [], "bbox": []}}, {"objects": None}):
+        assert read(QA, 0, json={"question": question, "answer": "<video>", **none})[0] == ("human", question)
+
+
 def test_what_says_more_is_read_and_what_names_no_image_is_text():
     answer = {**PLAIN[1], "weight": 1, "loss": True, "train": None}
     assert read(SHAREGPT, json={"messages": [{**PLAIN[0], "train": False}, answer], "videos": []}) == ASKED
-    for none in ({}, {"images": []}, {"image": None}, {"image_path": ""}, {"images": [None]}, {"system": "x"}):
+    for none in (
+        {},
+        {"images": []},
+        {"image": None},
+        {"image_path": ""},
+        {"images": [None]},
+        {"image": [""]},
+        NO_BYTES,
+    ):
         assert read(LLAVA, 0, json={"conversations": TEXT, **none}) == (("human", "Why?"), ("gpt", "x"))
     assert read(LLAVA, 0, json={"conversations": TEXT}, npy=b"", cls=b"1") == (("human", "Why?"), ("gpt", "x"))
+    page = {"texts": ["A.", None, None], "images": [None, "", {"path": "a.jpg"}]}
+    assert read(PAGE, 1, json=page)[-1] == ("gpt", "A.\n\n<image>")
     assert read(LLAVA, 1, json={"conversations": LLAVA_TURNS, "image": "a"}, **{"mask.png": b""})[0][1] == "<image>"
 
 
