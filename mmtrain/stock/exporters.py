@@ -20,8 +20,6 @@ from mmtrain.models.facts.connectors import run_vision
 from mmtrain.models.facts.encoders import FAMILIES
 from mmtrain.models.facts.families import (
     BASE_PREFIX,
-    HEADS_BY_DEFAULT,
-    PLAIN_HEAD,
     canonical_name,
     holds_parts,
     llm_config,
@@ -93,11 +91,9 @@ def stock_class(model_type: str | None, encoder: str | None = None) -> StockClas
 
 def _unfit_llm(path: str) -> str:
     """Return why no stock class computes this LLM behind an encoder; "" where only a trial can tell."""
-    llm, folder = llm_shape(path), find_model_folder(path)
-    head = dict.fromkeys(HEADS_BY_DEFAULT.get(llm.model_type, ()), "by default")
-    head |= llm_config(folder) if folder else {}
-    if scaled := next((key for key, plain in PLAIN_HEAD.items() if head.get(key) not in (None, plain)), None):
-        return f"the head of {path} ({llm.model_type}) scales or caps its logits ({scaled}), but stock heads do not"
+    llm = llm_shape(path)
+    if llm.scaled_by is not None:
+        return f"{path} ({llm.model_type}) scales or caps tokens or logits ({llm.scaled_by}), but stock classes do not"
     if any(parameter.name == "llm.head.bias" for parameter in llm.head):
         return f"the head of {path} ({llm.model_type}) has a bias, but stock heads have none"
     return f"stock models do not find the embedding of a {llm.model_type}" if llm.model_type in _OTHER_EMBEDDING else ""

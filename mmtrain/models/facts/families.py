@@ -222,9 +222,21 @@ MROPE_SECTIONS: dict[str, tuple[int, int, dict[str, Any]]] = {
 }
 _TIED_IF_EITHER_SAYS_SO = ("llava", "llava_onevision")
 
-# What text models say of their head alone, and what makes it the plain one of the classes above.
-PLAIN_HEAD = {"logit_scale": 1.0, "logits_scaling": 1.0, "final_logit_softcapping": None}
-HEADS_BY_DEFAULT = {"cohere": ("logit_scale",), "cohere2": ("logit_scale",), "gemma2": ("final_logit_softcapping",)}
+# Keys by which text models scale or cap logits, which the classes above do not, and the values that change nothing.
+PLAIN_HEAD = {
+    "logit_scale": 1.0,
+    "logits_scaling": 1.0,
+    "final_logit_softcapping": None,
+    "lm_head_multiplier": 1.0,
+    "dim_model_base": None,
+}
+# Keys by which text models scale embeddings of token ids, but not `inputs_embeds`, which the classes above hand them.
+TOKEN_SCALES = {"falcon_h1": "embedding_multiplier"}
+_SCALED_BY_DEFAULT = {
+    **dict.fromkeys(("cohere", "cohere2", "cohere2_moe"), "logit_scale"),
+    **dict.fromkeys(("beam", "gemma2", "vaultgemma"), "final_logit_softcapping"),
+    "minicpm3": "dim_model_base",
+}
 # Defaults that text_config leaves out in published files; planning imports no transformers to ask for them.
 _DEFAULTS = {
     "llama": {"num_attention_heads": 32},
@@ -253,14 +265,25 @@ def llm_config(folder: Path) -> dict[str, Any]:
     family = text.get("model_type")
     if family is None:
         raise UserError(f"{folder}: text_config in config.json has no model_type. Download the file again")
-    plain = {key: value for key, value in PLAIN_HEAD.items() if key in (*text, *HEADS_BY_DEFAULT.get(family, ()))}
     tied = content.get("tie_word_embeddings", MULTIMODAL_MODELS[content["model_type"]])
     if tied is None or (tied is False and content["model_type"] in _TIED_IF_EITHER_SAYS_SO):
         tied = text.get("tie_word_embeddings")
-    config = {**_DEFAULTS.get(family, {}), **text, **plain}
+    config = {**_DEFAULTS.get(family, {}), **text, **_plain_scales(text)}
     quantised = content.get("quantization_config") or config.pop("quantization_config", None)
     more = {"tie_word_embeddings": tied, "quantization_config": quantised or None}
     return config | {key: value for key, value in more.items() if value is not None}
+
+
+def _plain_scales(text: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the keys by which a text model scales what multimodal classes do not, with values that change nothing."""
+    family = text["model_type"]
+    plain = PLAIN_HEAD | {key: 1.0 for scaled, key in TOKEN_SCALES.items() if scaled == family}
+    return {key: value for key, value in plain.items() if key in text or key == _SCALED_BY_DEFAULT.get(family)}
+
+
+def scaled_by(text: Mapping[str, Any]) -> str | None:
+    """Return a key by which a text model scales or caps what multimodal classes do not; None if there is none."""
+    return next((key for key, plain in _plain_scales(text).items() if text.get(key, key) not in (None, plain)), None)
 
 
 def llm_tensors(folder: Path, tensors: Mapping[str, T]) -> dict[str, T]:

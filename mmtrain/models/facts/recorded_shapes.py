@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from mmtrain.models.facts.families import PLAIN_HEAD, TOKEN_SCALES
 from mmtrain.models.facts.model_files import Shape, read_json
 
 FOLDER = Path(__file__).parent / "recorded"
@@ -29,6 +30,7 @@ PLANNING_KEYS = (
     "tie_word_embeddings", "sliding_window", "use_sliding_window", "layer_types", "num_experts", "num_local_experts",
     "n_routed_experts", "moe_num_experts", "num_experts_per_tok", "moe_topk", "moe_k",
     "rms_norm_eps", "linear_key_head_dim", "mamba_d_state", "ssm_state_size", "mamba_chunk_size", "chunk_size",
+    *PLAIN_HEAD, *TOKEN_SCALES.values(),
 )  # fmt: skip
 
 _IN_LAYER = re.compile(r"((?:.*\.)?(?:layers?|h|blocks)\.)(\d+)\.")

@@ -29,6 +29,7 @@ from mmtrain.models.facts.families import (
     llm_tensors,
     parameters_on_disk,
     remote_code,
+    scaled_by,
 )
 from mmtrain.models.facts.model_files import Shape, find_model_folder, no_model, tensor_shapes
 from mmtrain.models.facts.recorded_shapes import find_recorded
@@ -68,6 +69,7 @@ class LlmShape:
     norm_eps: float | None = None  # of its RMS norms; None where config.json says nothing
     mixer_state: int | None = None  # of recurrent layers: keys that a head's state has; None: as many as values
     mixer_chunk: int = 64  # of recurrent layers: tokens that stock code computes at once; 64 in the gated delta rule
+    scaled_by: str | None = None  # key of a scale or cap that multimodal classes lack
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,6 +231,7 @@ def llm_shape_from(config_json: dict[str, Any], parameters: dict[str, Shape], so
         norm_eps=config_json.get("rms_norm_eps"),
         mixer_state=_first(config_json, "linear_key_head_dim", "mamba_d_state", "ssm_state_size"),
         mixer_chunk=_first(config_json, "mamba_chunk_size", "chunk_size") or 64,
+        scaled_by=scaled_by(config_json),
     )
 
 

@@ -31,6 +31,7 @@ from mmtrain.data.stream.packs import copied
 from mmtrain.models.facts.families import (
     MROPE_MODELS,
     MROPE_SECTIONS,
+    TOKEN_SCALES,
     canonical_name,
     check_family,
     holds_parts,
@@ -110,9 +111,14 @@ class DecoderLayers(nn.Module):
         self.eval()
 
     def embed(self, input_ids: torch.Tensor) -> torch.Tensor:
-        """Token ids (B, L) int64 -> embeddings (B, L, D), by the stock model's input embedding."""
+        """Token ids (B, L) int64 -> embeddings (B, L, D), by the stock model's input embedding, and its scale if any.
+
+        The scale is one that the stock forward applies to token ids alone, not to `inputs_embeds`.
+        """
         assert self.has_embedding, "this slice has no embedding"
-        return self.model.get_input_embeddings()(input_ids)
+        embeddings = self.model.get_input_embeddings()(input_ids)
+        scale = TOKEN_SCALES.get(self.model.config.model_type)
+        return embeddings if scale is None else embeddings * getattr(self.model.config, scale)
 
     def forward(self, hidden: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
         """Hidden states (B, L, D) through the slice's decoder layers, and the final norm if it has the head.

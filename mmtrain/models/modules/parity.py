@@ -13,9 +13,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
+from torch import nn
 from transformers import PreTrainedConfig
 
 from mmtrain.base.errors import UserError
@@ -23,7 +24,7 @@ from mmtrain.models.modules.attention import ATTENTION, document_positions
 from mmtrain.models.modules.bookends import decoder_layers
 from mmtrain.models.modules.language import is_mrope_class, slice_of
 from mmtrain.models.modules.mixers import ByDocument, Sequences, mixers_of, running_on
-from mmtrain.models.modules.tiny import VOCABULARY, tiny_model
+from mmtrain.models.modules.tiny import VOCABULARY, draw_scales, tiny_model
 from mmtrain.models.weights.streaming import StreamedLayers
 from mmtrain.models.weights.weight_sources import HostSource
 
@@ -45,9 +46,10 @@ def measure_differences(
 ) -> Differences:
     """Run a tiny model of `config`'s family whole, in slices, and document by document; fp32.
 
-    Slices begin at decoder layers 0 and `cut_points`. If it `streams`, layers have weights only while they compute.
+    Slices begin at decoder layers 0 and `cut_points`. If it `streams`, layers have weights only while they compute. The
+    stock model gets token ids, as it may scale what it embeds itself; `draw_scales` moves all scales off 1.
     """
-    model = tiny_model(config, seed)
+    model = tiny_model(draw_scales(config, seed), seed)
     generator = torch.Generator().manual_seed(seed)
     ids = torch.randint(VOCABULARY, (1, sum(DOCUMENTS)), generator=generator)
     weights = torch.randn(sum(DOCUMENTS), VOCABULARY, generator=generator)
@@ -57,29 +59,36 @@ def measure_differences(
     positions = documents if grid is None else torch.cat([documents[None], grid])
     rotary = documents if grid is None else grid
 
-    def separate(embeddings: torch.Tensor) -> torch.Tensor:
+    embedded: list[torch.Tensor] = []
+
+    def keep(_: nn.Module, __: Any, output: torch.Tensor) -> torch.Tensor:
+        embedded.append(output.detach().requires_grad_())
+        return embedded[-1]
+
+    model.get_input_embeddings().register_forward_hook(keep)  # slices copy it
+
+    def separate() -> torch.Tensor:
         # One by one: in a padded batch stock gated delta rules of qwen3_5 differ by rounding, up to 4e-4.
-        parts = zip(embeddings.split(DOCUMENTS, 1), rotary.split(DOCUMENTS, -1), strict=True)
-        return torch.cat([model(inputs_embeds=part, position_ids=at, use_cache=False).logits[0] for part, at in parts])
+        parts = zip(ids.split(DOCUMENTS, 1), rotary.split(DOCUMENTS, -1), strict=True)
+        return torch.cat([model(input_ids=part, position_ids=at, use_cache=False).logits[0] for part, at in parts])
 
-    def whole(embeddings: torch.Tensor) -> torch.Tensor:
+    def whole() -> torch.Tensor:
         with document_positions(documents), running_on(Sequences.of_positions(documents, "cpu")):
-            return model(inputs_embeds=embeddings, position_ids=rotary, use_cache=False).logits[0]
+            return model(input_ids=ids, position_ids=rotary, use_cache=False).logits[0]
 
-    def run(forward: Callable[[torch.Tensor], torch.Tensor], embeddings: torch.Tensor) -> list[torch.Tensor]:
-        """Logits and gradient of each document."""
-        embeddings = embeddings.detach().requires_grad_()
-        logits = forward(embeddings)
-        (gradient,) = torch.autograd.grad((logits * weights).sum(), embeddings)
+    def run(forward: Callable[[], torch.Tensor]) -> list[torch.Tensor]:
+        """Logits and gradient of the embeddings of each document."""
+        embedded.clear()
+        logits = forward()
+        gradient = torch.cat(torch.autograd.grad((logits * weights).sum(), embedded), 1)
         return [*logits.detach().split(DOCUMENTS), *gradient[0].split(DOCUMENTS)]
 
-    embeddings = model.get_input_embeddings()(ids)
-    reference = run(separate, embeddings)
+    reference = run(separate)
     model.set_attn_implementation(ATTENTION)
     for layer in decoder_layers(model):
         for mixer in mixers_of(layer):
             mixer.forward = ByDocument(mixer)
-    unsliced = run(whole, embeddings)
+    unsliced = run(whole)
 
     borders = [0, *cut_points, model.config.get_text_config().num_hidden_layers]
     stages = len(borders) - 1
@@ -89,12 +98,13 @@ def measure_differences(
         for i in range(stages)
     ]
 
-    def staged(hidden: torch.Tensor) -> torch.Tensor:
+    def staged() -> torch.Tensor:
+        hidden = slices[0].embed(ids)
         for part in slices:
             hidden = part(hidden, positions)
         return slices[-1].logits(hidden[0])
 
-    sliced = run(staged, slices[0].embed(ids))
+    sliced = run(staged)
     return Differences(_largest_difference(sliced, unsliced), _largest_difference(sliced, reference))
 
 
@@ -110,7 +120,7 @@ def rows_difference(config: PreTrainedConfig, seed: int) -> float:
     """Largest relative difference of the last decoder layer's output and gradient for some tokens, or infinity."""
     with torch.random.fork_rng(devices=[]):
         try:
-            model = tiny_model(config, seed)
+            model = tiny_model(draw_scales(config, seed), seed)
         except UserError:
             return math.inf
     layers = model.config.get_text_config().num_hidden_layers

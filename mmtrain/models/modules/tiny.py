@@ -9,6 +9,7 @@ Attention windows become 8 tokens, so that documents of 20 tokens already reach 
 from __future__ import annotations
 
 import copy
+import re
 from typing import Any
 
 import torch
@@ -63,6 +64,9 @@ _DROPOUTS = (
     "attention_dropout", "hidden_dropout", "resid_pdrop", "embd_pdrop", "attn_pdrop", "attention_probs_dropout_prob",
     "hidden_dropout_prob", "dropout",
 )  # fmt: skip
+
+# Fractions that `draw_scales` leaves alone: what only training reads, widths, bounds of rounding and of first values.
+_NOT_DRAWN = re.compile(r"drop|prob|noise|coef|loss|init|std|dim_|_dim|fraction|rotary|theta|eps|_min|_max|_floor")
 
 
 def shrink(config: PreTrainedConfig) -> PreTrainedConfig:
@@ -128,6 +132,30 @@ def _trim_rope(parameters: dict[str, Any], partial: float | None) -> dict[str, A
             height, width = (part * (rotated // 2) // sum(value) for part in value[1:])
             trimmed[key] = [rotated // 2 - height - width, height, width]
     return trimmed
+
+
+def draw_scales(config: PreTrainedConfig, seed: int) -> PreTrainedConfig:
+    """A copy of `config` with other scales and caps, so that none is 1, where it would not matter who applies it.
+
+    Every number that config.json may give as a fraction is multiplied by its own factor of 0.6 to 0.9, also in lists.
+    Left alone: counts, widths, rotary parameters and what `_NOT_DRAWN` names.
+    """
+    changed = copy.deepcopy(config)
+    text, generator = changed.get_text_config(), torch.Generator().manual_seed(seed)
+    fields = getattr(type(text), "__dataclass_fields__", {})
+
+    def draw(value: Any) -> Any:
+        if isinstance(value, (list, tuple)):
+            return type(value)(map(draw, value))
+        if isinstance(value, bool) or not isinstance(value, (int, float)):
+            return value
+        return value * (0.6 + 0.3 * torch.rand((), generator=generator).item())
+
+    for name, value in list(vars(text).items()):
+        is_fraction = "float" in str(fields[name].type) if name in fields else isinstance(value, float)
+        if is_fraction and _NOT_DRAWN.search(name) is None:
+            setattr(text, name, draw(value))
+    return changed
 
 
 def tiny_model(config: PreTrainedConfig, seed: int) -> PreTrainedModel:
