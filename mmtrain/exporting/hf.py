@@ -35,7 +35,7 @@ from mmtrain.config.schema import RunConfig
 from mmtrain.engine.audit import settings_fingerprint
 from mmtrain.exporting.card import write_card
 from mmtrain.exporting.chat_template import mark_answers
-from mmtrain.exporting.language import language_for_export
+from mmtrain.exporting.language import ROWS, language_for_export
 from mmtrain.exporting.processor import check_processor, write_processor, write_tokenizer
 from mmtrain.exporting.projector_file import origin, run_tensors
 from mmtrain.exporting.published_files import code_named_in, write_json
@@ -44,7 +44,8 @@ from mmtrain.exporting.vision import encoder_for_export, merged_encoder, wrapped
 from mmtrain.exporting.write_back import whole_of, write_back
 from mmtrain.models.facts.adapters import is_llm_adapter
 from mmtrain.models.facts.encoders import TIMM
-from mmtrain.models.facts.model_files import model_folder, read_header
+from mmtrain.models.facts.families import canonical_name, llm_tensors
+from mmtrain.models.facts.model_files import model_folder, read_header, read_json
 from mmtrain.models.facts.shapes import llm_shape
 from mmtrain.models.modules.language import causal_config, config_from, llm_class, quiet
 from mmtrain.models.modules.projector import PROJECTOR
@@ -116,6 +117,7 @@ def export_hf(
         refuse_loading_faults(stock, content, tensors)
         write_json(folder / "config.json", content)
         write_tokenizer(config, folder)
+    _untie(folder, tensors)
 
     kept = kept_in_float32(stock, content, tensors, dtype)
     cast = cast_to(dtype, tensors, kept)
@@ -132,6 +134,21 @@ def export_hf(
     shown["removed_code"] = code_named_in(model_folder(config.model.llm.path))
     write_card(folder, about, form, dtype=stored_as, is_whole=is_whole, **shown)
     return ExportedModel(stock, folder, frozenset(kept), shown.get("unmarked"))
+
+
+def _untie(folder: Path, tensors: Mapping[str, TensorSource]) -> None:
+    """Say in config.json that the head is not tied where it has other values than the embedding.
+
+    Then transformers ties nothing, whatever config.json says, while other readers drop the head. Cost: memory for both.
+    """
+    content = read_json(folder / "config.json")
+    if not content.get("tie_word_embeddings", True):
+        return
+    ends = [source.read() for name, source in llm_tensors(folder, tensors).items() if canonical_name(name) in ROWS]
+    if len(ends) > 1 and not torch.equal(*ends):
+        for part in (content, content.get("text_config", {})):
+            part["tie_word_embeddings"] = False
+        (folder / "config.json").write_text(json.dumps(content, indent=2) + "\n")
 
 
 def _class_for(checkpoint: StepFolder) -> ExportedClass:

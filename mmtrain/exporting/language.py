@@ -28,7 +28,7 @@ from mmtrain.models.modules.language import causal_config, is_mrope_class, llm_c
 from mmtrain.models.weights.files import tensor_places
 from mmtrain.stock.stock_class import ExportedClass
 
-_ROWS = {"llm.embedding.weight", "llm.head.weight"}  # matrices with a row for each token id
+ROWS = {"llm.embedding.weight", "llm.head.weight"}  # matrices with a row for each token id
 _OLD_BUFFER = re.compile(r"rotary_emb\.inv_freq$")  # of every Llama saved before 2023; stock models compute it
 _ROWS_AT_ONCE = 4096
 
@@ -80,7 +80,7 @@ def language_for_export(
                 )
             source = replacement
         source = take_merged(waiting, global_name, source, lora, global_name in transposed)
-        if global_name in _ROWS:
+        if global_name in ROWS:
             rows = source.shape[0]
             if rows_needed > rows:
                 source = _with_rows(source, rows_needed)

@@ -92,7 +92,7 @@ def stock_class(model_type: str | None, encoder: str | None = None) -> StockClas
 def _unfit_llm(path: str) -> str:
     """Return why no stock class computes this LLM behind an encoder; "" where only a trial can tell."""
     llm = llm_shape(path)
-    if llm.scaled_by is not None:
+    if llm.scaled_by:
         return f"{path} ({llm.model_type}) scales or caps tokens or logits ({llm.scaled_by}), but stock classes do not"
     if any(parameter.name == "llm.head.bias" for parameter in llm.head):
         return f"the head of {path} ({llm.model_type}) has a bias, but stock heads have none"

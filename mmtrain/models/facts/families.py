@@ -233,9 +233,13 @@ PLAIN_HEAD = {
 # Keys by which text models scale embeddings of token ids, but not `inputs_embeds`, which the classes above hand them.
 TOKEN_SCALES = {"falcon_h1": "embedding_multiplier"}
 _SCALED_BY_DEFAULT = {
-    **dict.fromkeys(("cohere", "cohere2", "cohere2_moe"), "logit_scale"),
-    **dict.fromkeys(("beam", "gemma2", "vaultgemma"), "final_logit_softcapping"),
+    "beam": "final_logit_softcapping",
+    "cohere": "logit_scale",
+    "cohere2": "logit_scale",
+    "cohere2_moe": "logit_scale",
+    "gemma2": "final_logit_softcapping",
     "minicpm3": "dim_model_base",
+    "vaultgemma": "final_logit_softcapping",
 }
 # Defaults that text_config leaves out in published files; planning imports no transformers to ask for them.
 _DEFAULTS = {
@@ -277,13 +281,13 @@ def llm_config(folder: Path) -> dict[str, Any]:
 def _plain_scales(text: Mapping[str, Any]) -> dict[str, Any]:
     """Return the keys by which a text model scales what multimodal classes do not, with values that change nothing."""
     family = text["model_type"]
-    plain = PLAIN_HEAD | {key: 1.0 for scaled, key in TOKEN_SCALES.items() if scaled == family}
+    plain = {**PLAIN_HEAD, TOKEN_SCALES.get(family, ""): 1.0}
     return {key: value for key, value in plain.items() if key in text or key == _SCALED_BY_DEFAULT.get(family)}
 
 
-def scaled_by(text: Mapping[str, Any]) -> str | None:
-    """Return a key by which a text model scales or caps what multimodal classes do not; None if there is none."""
-    return next((key for key, plain in _plain_scales(text).items() if text.get(key, key) not in (None, plain)), None)
+def scaled_by(text: Mapping[str, Any]) -> str:
+    """Return a key by which a text model scales or caps what multimodal classes do not; "" if there is none."""
+    return next((key for key, plain in _plain_scales(text).items() if text.get(key, key) not in (None, plain)), "")
 
 
 def llm_tensors(folder: Path, tensors: Mapping[str, T]) -> dict[str, T]:

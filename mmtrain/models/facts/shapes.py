@@ -69,7 +69,7 @@ class LlmShape:
     norm_eps: float | None = None  # of its RMS norms; None where config.json says nothing
     mixer_state: int | None = None  # of recurrent layers: keys that a head's state has; None: as many as values
     mixer_chunk: int = 64  # of recurrent layers: tokens that stock code computes at once; 64 in the gated delta rule
-    scaled_by: str | None = None  # key of a scale or cap that multimodal classes lack
+    scaled_by: str = ""  # key of a scale or cap that multimodal classes lack
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,10 +13,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
 from transformers import PreTrainedConfig
 
 from mmtrain.base.errors import UserError
@@ -61,8 +61,9 @@ def measure_differences(
 
     embedded: list[torch.Tensor] = []
 
-    def keep(_: nn.Module, __: Any, output: torch.Tensor) -> torch.Tensor:
-        embedded.append(output.detach().requires_grad_())
+    def keep(*call: Any) -> torch.Tensor:
+        """Hook: begin the gradient at the embedding's output."""
+        embedded.append(call[-1].detach().requires_grad_())
         return embedded[-1]
 
     model.get_input_embeddings().register_forward_hook(keep)  # slices copy it
@@ -91,11 +92,10 @@ def measure_differences(
     unsliced = run(whole)
 
     borders = [0, *cut_points, model.config.get_text_config().num_hidden_layers]
-    stages = len(borders) - 1
     streamed = StreamedLayers(HostSource(torch.device("cpu"))) if streams else None
     slices = [
-        slice_of(model, borders[i], borders[i + 1], embedding=i == 0, head=i == stages - 1, streamed=streamed)
-        for i in range(stages)
+        slice_of(model, first, last, embedding=i == 0, head=i == len(cut_points), streamed=streamed)
+        for i, (first, last) in enumerate(pairwise(borders))
     ]
 
     def staged() -> torch.Tensor:

@@ -9,6 +9,7 @@ Attention windows become 8 tokens, so that documents of 20 tokens already reach 
 from __future__ import annotations
 
 import copy
+import random
 import re
 from typing import Any
 
@@ -140,21 +141,17 @@ def draw_scales(config: PreTrainedConfig, seed: int) -> PreTrainedConfig:
     Every number that config.json may give as a fraction is multiplied by its own factor of 0.6 to 0.9, also in lists.
     Left alone: counts, widths, rotary parameters and what `_NOT_DRAWN` names.
     """
-    changed = copy.deepcopy(config)
-    text, generator = changed.get_text_config(), torch.Generator().manual_seed(seed)
-    fields = getattr(type(text), "__dataclass_fields__", {})
+    changed, factors = copy.deepcopy(config), random.Random(seed)
+    text = changed.get_text_config()
 
     def draw(value: Any) -> Any:
-        if isinstance(value, (list, tuple)):
-            return type(value)(map(draw, value))
-        if isinstance(value, bool) or not isinstance(value, (int, float)):
-            return value
-        return value * (0.6 + 0.3 * torch.rand((), generator=generator).item())
+        if isinstance(value, list):
+            return [*map(draw, value)]
+        return value * factors.uniform(0.6, 0.9) if isinstance(value, (int, float)) else value
 
-    for name, value in list(vars(text).items()):
-        is_fraction = "float" in str(fields[name].type) if name in fields else isinstance(value, float)
-        if is_fraction and _NOT_DRAWN.search(name) is None:
-            setattr(text, name, draw(value))
+    for name, field in text.__dataclass_fields__.items():
+        if "float" in str(field.type) and not _NOT_DRAWN.search(name):
+            setattr(text, name, draw(getattr(text, name)))
     return changed
 
 
