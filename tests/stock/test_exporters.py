@@ -88,14 +88,19 @@ def test_a_run_that_could_not_leave_is_refused_with_what_to_change(tiny, keys, s
     assert found.endswith("Change that, or set export.format=safetensors")
 
 
+MIXERS = {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_ssm": 128, "mamba_d_state": 16, "mamba_n_groups": 1}
 TEXT = ("model.vision=null", "data.template=llava_v1", "data.images=strip", "model.trainable=[llm.layers.1]")
 
 
 @pytest.mark.parametrize(
     ("family", "values", "trainable", "said"),
     [
-        ("granite", {"logits_scaling": 8.0}, "projector", "(granite) scales or caps its logits (logits_scaling)"),
-        ("cohere2", {}, "projector", "(cohere2) scales or caps its logits (logit_scale)"),
+        ("granite", {"logits_scaling": 8.0}, "projector", "(granite) scales or caps tokens or logits (logits_scaling)"),
+        ("cohere2", {}, "projector", "(cohere2) scales or caps tokens or logits (logit_scale)"),
+        ("falcon_h1", {**MIXERS, "lm_head_multiplier": 0.039}, "projector", "(falcon_h1) scales or caps tokens or "),
+        ("falcon_h1", {**MIXERS, "embedding_multiplier": 5.65}, "projector", "tokens or logits (embedding_multiplier)"),
+        ("falcon_h1", MIXERS, "projector", ""),
+        ("granite", {"embedding_multiplier": 12.0}, "projector", ""),  # it scales `inputs_embeds` too
         ("phi", {}, "projector", "(phi) has a bias, but stock heads have none"),
         ("gpt2", {}, "projector", "stock models do not find the embedding of a gpt2"),
         (
@@ -118,6 +123,11 @@ def test_what_the_files_of_the_llm_tell_is_refused_when_planned(
     assert planned(tiny, *keys, f"model.trainable=[{trainable}]") == ""
     alone = planned(tiny, *keys, "export.format=hf", *TEXT)  # by the LLM's own class, which has its head
     assert ("trains, but the LLM's files have" in alone) == (family == "qwen3_moe")
+
+
+def test_a_record_is_refused_for_what_its_folder_is_refused_for(tiny):
+    keys = ("model.llm.path=ibm-granite/granite-4.0-h-tiny", "parallel.pipeline=1", "export.format=hf")
+    assert "scales or caps tokens or logits (logits_scaling)" in planned(tiny, *keys)
 
 
 @pytest.mark.parametrize(
@@ -190,7 +200,7 @@ def test_a_granite_does_not_leave_by_a_class_that_multiplies_where_it_divides(ti
     keys = [f"model.vision.name={tmp_path}/vision", "model.projector.type=linear", "model.vision.merger=true"]
     keys += [f"model.llm.path={tmp_path}/llm", "parallel.pipeline=1", "model.vision.max_positions=9"]
     found = planned(tiny, "export.format=hf", *NATIVE, *keys, "model.vision.min_positions=2")
-    assert "(granite) scales or caps its logits (logits_scaling), but stock heads do not" in found
+    assert "(granite) scales or caps tokens or logits (logits_scaling), but stock classes do not" in found
 
 
 def test_a_class_that_an_older_transformers_lacks_is_refused_with_the_version_that_has_it(tmp_path, monkeypatch):

@@ -14,12 +14,14 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+import transformers
 import whole_models
 import yaml
 from safetensors.torch import load_file, save_file
+from torch.nn.functional import cross_entropy
 from transformers import CONFIG_MAPPING, AutoImageProcessor, AutoModelForImageTextToText, PreTrainedModel
 from untrained_runs import export, load_stock, make_checkpoint
-from whole_models import MROPE, WHOLES, save_its_parts, save_whole
+from whole_models import MROPE, VISION, WHOLES, save_its_parts, save_whole
 
 import mmtrain
 from mmtrain.base.errors import UserError
@@ -32,6 +34,7 @@ from mmtrain.models.facts.shapes import llm_shape
 from mmtrain.models.modules.language import load_decoder_layers
 from mmtrain.models.modules.projector import read_projector
 from mmtrain.models.modules.stage import build_stage
+from mmtrain.models.modules.tiny import draw_scales, tiny_model
 
 GRIDS = tuple((height, width) for height, width in whole_models.GRIDS)
 SQUARE = {"final_norm": False, "layout": "square"}
@@ -215,6 +218,22 @@ def test_the_llm_in_a_whole_model_is_staged_as_the_whole_computes_text(make, kin
     (gradient,) = torch.autograd.grad((found * weights).sum(), own)
     assert (found - logits).abs().max() <= 1e-6 * logits.abs().max()
     assert (gradient - wanted).abs().max() <= 1e-6 * wanted.abs().max()
+
+
+@pytest.mark.parametrize("family", ["falcon_h1", "granite", "minicpm3"])
+def test_an_llm_in_a_llava_has_the_scales_that_the_llava_computes_with(tmp_path, family):
+    if family not in CONFIG_MAPPING:
+        pytest.skip(f"transformers {transformers.__version__} has no {family}")
+    text = tiny_model(draw_scales(CONFIG_MAPPING[family](num_hidden_layers=2), 0), 0).config
+    config = CONFIG_MAPPING["llava"](text_config=text, vision_config={"model_type": "clip_vision_model", **VISION})
+    stock = whole_models.perturb(AutoModelForImageTextToText.from_config(config)).eval()
+    stock.save_pretrained(tmp_path)
+    part = load_decoder_layers(str(tmp_path), 0, 2, embedding=True, head=True, dtype=torch.float32)
+    ids = torch.arange(24)[None]
+    with torch.no_grad():
+        logits = part.logits(part(part.embed(ids), ids)[0])
+        theirs = stock(input_ids=ids, labels=ids).loss
+    assert abs(cross_entropy(logits[:-1], ids[0, 1:]) - theirs) <= 1e-6 * theirs
 
 
 def test_names_of_transformers_in_memory_are_read_too_and_shards(make, configured, tmp_path):

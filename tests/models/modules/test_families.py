@@ -6,18 +6,21 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
 from hybrids import HYBRIDS
 from peft import LoraConfig, inject_adapter_in_model
 from torch import nn
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel
+from torch.nn.functional import cross_entropy
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from mmtrain.config.model import LoraSection
-from mmtrain.models.facts.families import canonical_name
+from mmtrain.models.facts.families import canonical_name, scaled_by
+from mmtrain.models.modules.bookends import decoder_path
 from mmtrain.models.modules.language import DecoderLayers, causal_config, load_decoder_layers
 from mmtrain.models.modules.lora import add_adapters, without_marks
 from mmtrain.models.modules.parity import measure_differences, takes_rows
-from mmtrain.models.modules.tiny import tiny_model
+from mmtrain.models.modules.tiny import draw_scales, tiny_model
 from mmtrain.models.weights.streaming import StreamedLayers
 from mmtrain.models.weights.weight_sources import HostSource
 
@@ -119,6 +122,60 @@ def test_staged_and_packed_equals_the_stock_model_on_each_document(checkpoint):
             for ours, theirs in zip((logits[part], gradient[part]), reference, strict=True):
                 assert (ours - theirs).abs().max() <= 1e-4 * theirs.abs().max()
             begin += length
+
+
+# Every family whose config has a scale or a cap.
+SCALED = (
+    "afmoe", "axk1", "bailing_hybrid", "beam", "cohere", "cohere2", "cohere2_moe", "deepseek_v3", "exaone_moe",
+    "falcon_h1", "gemma2", "glm4_moe", "glm4_moe_lite", "gpt_oss", "granite", "granite_swa", "granitemoe",
+    "granitemoe_swa", "granitemoehybrid", "granitemoeshared", "hy_v3", "hyperclovax", "kimi_linear", "laguna",
+    "llama4_text", "mimo_v2_flash", "minicpm3", "minimax", "minimax_m3_vl_text", "nemotron_h", "solar_open",
+    "vaultgemma",
+)  # fmt: skip
+DAILY = ("cohere2", "falcon_h1", "granite")
+
+
+def scaled_config(family: str, **values) -> PreTrainedConfig:
+    if family not in CONFIG_MAPPING:
+        pytest.skip(f"transformers {transformers.__version__} has no {family}")
+    config = CONFIG_MAPPING[family](**{"num_hidden_layers": 6, **FAMILIES.get(family, {}), **values})
+    return draw_scales(config, seed=1)
+
+
+@pytest.mark.parametrize(
+    "family", [pytest.param(name, marks=() if name in DAILY else pytest.mark.nightly) for name in SCALED]
+)
+def test_first_losses_at_scales_other_than_1_are_the_stock_classs_on_each_document(family, tmp_path):
+    tiny_model(scaled_config(family), seed=0).save_pretrained(tmp_path)
+    # Eager: before 5.18 transformers let gemma2's soft cap out of its other attention.
+    stock = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32, attn_implementation="eager").eval()
+    slices = load_all(family, tmp_path, torch.float32)
+    ids = torch.randint(stock.config.vocab_size, (1, sum(DOCUMENTS)), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        hidden = slices[0].embed(ids)
+        for part in slices:
+            hidden = part(hidden, torch.cat([torch.arange(n) for n in DOCUMENTS])[None])
+        logits = slices[-1].logits(hidden[0])
+        for row, document in zip(logits.split(DOCUMENTS), ids[0].split(DOCUMENTS), strict=True):
+            ours = cross_entropy(row[:-1], document[1:])
+            theirs = stock(input_ids=document[None], labels=document[None], use_cache=False).loss
+            print(f"{family}: {ours:.6f} against {theirs:.6f}, relative {abs(ours / theirs - 1):.1e}")
+            assert abs(ours - theirs) <= 1e-6 * theirs
+
+
+@pytest.mark.parametrize("family", [pytest.param(name, marks=pytest.mark.nightly) for name in SCALED])
+def test_what_multimodal_classes_leave_out_is_named_by_the_key_that_says_it(family):
+    config = scaled_config(family)
+    model = tiny_model(config, seed=0)
+    ids = torch.arange(40)[None]
+    with torch.no_grad():
+        decoder = model.get_submodule(decoder_path(model)[0])
+        hidden = decoder(inputs_embeds=model.get_input_embeddings()(ids), use_cache=False).last_hidden_state
+        plain, own = model.get_output_embeddings()(hidden), model(ids, use_cache=False).logits
+    differs = bool((plain - own).abs().max() > 1e-6 * own.abs().max())
+    assert bool(scaled_by(config.to_dict())) == differs
+    default = CONFIG_MAPPING[family]().to_dict()
+    assert scaled_by({"model_type": family}) == scaled_by(default)
 
 
 EXPERTS = (

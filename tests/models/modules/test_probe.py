@@ -17,6 +17,7 @@ from mmtrain.models.modules.attention import ATTENTION
 from mmtrain.models.modules.bookends import decoder_layers
 from mmtrain.models.modules.language import DecoderLayers, slice_of
 from mmtrain.models.modules.parity import Differences
+from mmtrain.models.modules.tiny import draw_scales
 from mmtrain.models.probing import probe as probing
 from mmtrain.models.probing.probe import probe, refuse_differences
 
@@ -111,6 +112,43 @@ def with_half_of_the_gradient(*arguments, **options) -> DecoderLayers:
 def test_a_wrong_slice_is_caught(slicer: Callable[..., DecoderLayers], judge):
     with pytest.raises(UserError, match="llama cannot be cut into stages"):
         judge(CONFIG_MAPPING["llama"](num_hidden_layers=6), slicer=slicer)
+
+
+def without_the_scale_of_tokens(*arguments, **options) -> DecoderLayers:
+    part = slice_of(*arguments, **options)
+    part.embed = lambda ids: part.model.get_input_embeddings()(ids)
+    return part
+
+
+def without_the_scale_of_logits(*arguments, **options) -> DecoderLayers:
+    part = slice_of(*arguments, **options)
+    part.logits = lambda rows: part.model.get_output_embeddings()(rows)
+    return part
+
+
+@pytest.mark.parametrize(
+    ("family", "slicer"),
+    [
+        ("falcon_h1", without_the_scale_of_tokens),
+        ("falcon_h1", without_the_scale_of_logits),
+        ("granite", without_the_scale_of_logits),
+    ],
+)
+def test_a_scale_that_a_slice_leaves_out_is_caught_though_the_model_has_it_at_1(family, slicer, judge):
+    with pytest.raises(UserError, match=f"{family} cannot be cut into stages"):
+        judge(CONFIG_MAPPING[family](num_hidden_layers=6), slicer=slicer)
+
+
+def test_the_probe_draws_scales_and_caps_and_leaves_counts_widths_and_bounds_alone():
+    config = CONFIG_MAPPING["falcon_h1"](num_hidden_layers=6)
+    before, after = config.to_dict(), draw_scales(config, 0).to_dict()
+    changed = {key for key, value in after.items() if value != before[key]}
+    scales = {key for key in before if "multiplier" in key}
+    assert changed == scales and len(scales) == 9
+    gates = zip(before["ssm_multipliers"], after["ssm_multipliers"], strict=True)
+    assert all(0.6 <= drawn / value <= 0.9 for value, drawn in gates)
+    minimax = draw_scales(CONFIG_MAPPING["minimax"](), 0)  # config.json gives these as whole numbers
+    assert 0.6 <= minimax.full_attn_alpha_factor <= 0.9
 
 
 def test_a_difference_that_is_no_number_is_refused():
