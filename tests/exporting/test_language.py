@@ -10,7 +10,17 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM
-from untrained_runs import compared, config_of, export, load_stock, make_checkpoint, weights
+from untrained_runs import (
+    compared,
+    config_of,
+    drawn_adapters,
+    export,
+    load_stock,
+    make_checkpoint,
+    run_export,
+    weights,
+)
+from whole_models import save_whole, whole_config
 
 from mmtrain.base.errors import UserError
 from mmtrain.data.samples.sample import IGNORE, IMAGE_POSITION
@@ -83,6 +93,54 @@ def test_a_full_embedding_gains_a_row_and_all_else_stays(without_spare_row):
     found = compared(checkpoint, exported, torch.float32, 4)
     assert found.difference <= 1e-4 and found.agreeing == found.tokens
     assert "gained 1" in (out / "README.md").read_text()
+
+
+TEXT = ("model.vision=null", "data.template=llava_v1", "model.trainable=[llm.layers.1]")
+FORMS = {
+    "multimodal": ("qwen2", ()),
+    "multimodal, adapters beside it": ("qwen2", ("model.lora.r=2", "model.lora.targets=[llm.layers.0.self_attn]")),
+    "text alone": ("qwen2", TEXT),
+    "text alone, by default": ("gemma", TEXT),
+    "text alone, one matrix twice": ("qwen2", TEXT),
+    "whole": ("qwen2_5_vl", ()),
+}
+
+
+@pytest.mark.parametrize(
+    "form", [pytest.param(form, marks=pytest.mark.nightly if "adapters" in form else ()) for form in FORMS]
+)
+def test_an_export_says_that_a_head_is_tied_only_where_it_is_the_embedding(tiny, make_tiny, tmp_path, form):
+    family, keys = FORMS[form]
+    folder, out = tmp_path / "llm", tmp_path / "out"
+    if form == "whole":
+        folder.mkdir()
+        save_whole(family, folder, make_tiny.make_tokenizer())
+        config = whole_config(folder)
+    else:
+        make_tiny.make_tiny_llm(folder, family, layers=2, tied=True)
+        config = config_of(tiny, f"model.llm.path={folder}", *keys)
+    content = json.loads((folder / "config.json").read_text())
+    assert content.pop("tie_word_embeddings") is True
+    if "default" not in form:
+        content["tie_word_embeddings"] = True
+    (folder / "config.json").write_text(json.dumps(content))
+    tensors = load_file(folder / "model.safetensors")
+    (embedding,) = (tensor for name, tensor in tensors.items() if name.endswith("embed_tokens.weight"))
+    head = embedding.clone() if "twice" in form else embedding.flip(0)
+    save_file({**tensors, "lm_head.weight": head}, folder / "model.safetensors", metadata={"format": "pt"})
+
+    if "adapters" in form:
+        make_checkpoint(tmp_path / "run", config, drawn_adapters(config))
+        assert run_export(tmp_path / "run", "peft", out, "--base", "hf", "--dtype", "float32") == 0
+        out = out / "base"
+    else:
+        export(make_checkpoint(tmp_path / "run", config), out)
+    written = json.loads((out / "config.json").read_text())
+    says = {written["tie_word_embeddings"], written.get("text_config", written)["tie_word_embeddings"]}
+    assert says == {"twice" in form}
+    stock = AutoModelForCausalLM.from_pretrained(out) if "text" in form else load_stock(out)
+    assert torch.equal(stock.get_output_embeddings().weight, head.to(stock.dtype))
+    assert torch.equal(stock.get_input_embeddings().weight, embedding.to(stock.dtype))
 
 
 def test_the_card_bounds_what_new_rows_add_to_the_loss(without_spare_row):

@@ -10,8 +10,8 @@ Global names are the same for every family, so a trainable pattern such as `llm.
 
 It also finds the LLM and the encoder inside a whole multimodal model: text_config and vision_config say what the part's
 own config.json would, and names of tensors lose what stands before them, such as `language_model.`. All of these
-classes make their logits by a head without scale and cap, whatever the text model's own class does. Source:
-transformers' conversion_mapping.py.
+classes make their logits by a head without scale and cap, and scale no token ids that they embed, whatever the text
+model's own class does. Source: transformers' conversion_mapping.py.
 """
 
 from __future__ import annotations

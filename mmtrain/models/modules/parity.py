@@ -1,6 +1,6 @@
 """Differences of staged and packed execution from the stock model, in forward and in the input gradient.
 
-documents of 13, 6 and 19 tokens --stock model, one row per document--> reference
+documents of 13, 6 and 19 token ids --stock model, one row per document--> reference
 the same in one packed row (1, 38) --stock model, packed attention--> whole
 the same in one packed row (1, 38) --slices, packed attention--> staged
 

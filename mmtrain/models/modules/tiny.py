@@ -3,6 +3,7 @@
 config of a 70B model (80 layers, 8192 wide) --shrink--> same family, 80 layers, 64 wide --randomise--> a test model
 
 What decides how layers work together is kept: depth, layer types, scalings, soft caps, ratio of query to key heads.
+The probe alone moves scalings and caps (`draw_scales`): at 1 nobody sees who applies them.
 Attention windows become 8 tokens, so that documents of 20 tokens already reach beyond them.
 """
 

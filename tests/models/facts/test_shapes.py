@@ -428,6 +428,13 @@ def test_a_layer_below_the_first_block_is_refused_with_the_range():
         vision_shape(CLIP_L, -25)
 
 
+def test_a_record_names_the_scale_that_its_folder_names(make_tiny, tmp_path, monkeypatch):
+    monkeypatch.setattr("mmtrain.models.facts.recorded_shapes.FOLDER", tmp_path)
+    folder = make_tiny.make_tiny_llm(tmp_path / "llm", "granite", layers=2, logits_scaling=8.0)
+    assert main(["record", str(folder), "--id", "me/granite", "--out", str(tmp_path)]) == 0
+    assert llm_shape("me/granite").scaled_by == llm_shape(str(folder)).scaled_by == "logits_scaling"
+
+
 def test_the_tool_records_what_the_files_say(llama, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("mmtrain.models.facts.recorded_shapes.FOLDER", tmp_path)
     assert main(["record", str(llama), "--id", "me/tiny", "--alias", "me/other", "--out", str(tmp_path)]) == 0

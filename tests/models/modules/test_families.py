@@ -132,7 +132,7 @@ SCALED = (
     "llama4_text", "mimo_v2_flash", "minicpm3", "minimax", "minimax_m3_vl_text", "nemotron_h", "solar_open",
     "vaultgemma",
 )  # fmt: skip
-DAILY = ("cohere2", "falcon_h1", "granite")
+DAILY = ("falcon_h1", "granite")
 
 
 def scaled_config(family: str, **values) -> PreTrainedConfig:

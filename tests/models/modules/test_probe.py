@@ -127,12 +127,7 @@ def without_the_scale_of_logits(*arguments, **options) -> DecoderLayers:
 
 
 @pytest.mark.parametrize(
-    ("family", "slicer"),
-    [
-        ("falcon_h1", without_the_scale_of_tokens),
-        ("falcon_h1", without_the_scale_of_logits),
-        ("granite", without_the_scale_of_logits),
-    ],
+    ("family", "slicer"), [("falcon_h1", without_the_scale_of_tokens), ("granite", without_the_scale_of_logits)]
 )
 def test_a_scale_that_a_slice_leaves_out_is_caught_though_the_model_has_it_at_1(family, slicer, judge):
     with pytest.raises(UserError, match=f"{family} cannot be cut into stages"):
