@@ -148,7 +148,7 @@ def _untie(folder: Path, tensors: Mapping[str, TensorSource]) -> None:
     if len(ends) > 1 and not torch.equal(*ends):
         for part in (content, content.get("text_config", {})):
             part["tie_word_embeddings"] = False
-        (folder / "config.json").write_text(json.dumps(content, indent=2) + "\n")
+        write_json(folder / "config.json", content)
 
 
 def _class_for(checkpoint: StepFolder) -> ExportedClass:
