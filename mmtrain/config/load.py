@@ -140,6 +140,18 @@ def key_of_option(option: str) -> str:
     return f"; here {meant}; keys are set without dashes, e.g. optimizer.lr=1e-3" if meant else ""
 
 
+def repeated_key(overrides: Sequence[str]) -> str:
+    """Return the message about a key that words of a command line set twice; "" where none does."""
+    keys = [override.partition("=")[0].strip() for override in overrides]
+    for key in keys:
+        if keys.count(key) > 1:
+            return (
+                f"{escape(key, LONGEST_KEY)}: given {keys.count(key)} times. Give it once, and quote the braces where "
+                "its value has some: a shell makes several words of them"
+            )
+    return ""
+
+
 def _apply(content: dict[str, Any], override: str) -> None:
     """Set one `key.sub=value` in nested sections; an unknown key is set too, so that validation reports it."""
     key, equals, text = override.partition("=")

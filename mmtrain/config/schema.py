@@ -161,7 +161,7 @@ class OptimizerGroupSection(Section):
     lr: Kept[Annotated[Float, Field(ge=0)] | None] = None
     """peak learning rate of the group; null: optimizer.lr"""
     weight_decay: Kept[Annotated[Float, Field(ge=0)] | None] = None
-    """weight decay of the group; null: optimizer.weight_decay"""
+    """weight decay of all that the group matches; null: optimizer.weight_decay, not of biases and norms"""
 
 
 class OptimizerSection(Section):
@@ -174,7 +174,7 @@ class OptimizerSection(Section):
     eps: Kept[Float] = Field(1e-8, gt=0)
     """AdamW's epsilon"""
     weight_decay: Kept[Float] = Field(0.0, ge=0)
-    """AdamW's decoupled weight decay"""
+    """AdamW's decoupled weight decay, as in transformers' Trainer not of biases and norms; groups may say otherwise"""
     schedule: Kept[Literal["cosine", "linear", "constant", "wsd"]] = "cosine"
     """course of every group's learning rate after the warm-up. cosine, linear: falls until the end; constant: stays;
     wsd: stays, then falls linearly over the last decay_fraction of the steps"""

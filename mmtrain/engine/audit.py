@@ -18,9 +18,10 @@ import torch
 
 from mmtrain.base.durable import write_whole
 from mmtrain.base.errors import UserError
+from mmtrain.base.printing import first_few
 from mmtrain.config.schema import RunConfig
 from mmtrain.data.stream.images import image_transform
-from mmtrain.engine.optimizer import NoOpOptimizer
+from mmtrain.engine.optimizer import NAMES_SHOWN, NoOpOptimizer
 from mmtrain.models.facts.adapters import is_adapter
 from mmtrain.models.facts.families import llm_config
 from mmtrain.models.facts.model_files import model_folder, read_json
@@ -237,14 +238,19 @@ def write_audit(path: Path, plan: Plan, records: Sequence[dict[str, Any]], *, le
         if record["trainable"] != twin["trainable"]:
             failures.append(f"ranks {twin['rank']} and {record['rank']} have different values for shared parameters")
     tensors = [tensor for record in records if record["data"] == 0 for tensor in record["trainable"]]
-    moved = sum(tensor["moved"] for tensor in tensors)
+    unmoved = [tensor["name"] for tensor in tensors if not tensor["moved"]]
     if learns and not any(tensor["had_gradient"] for tensor in tensors):
         failures.append(
             f"nothing trained: no gradient ever reached {', '.join(plan.trainable)}. Do the data have images "
             "and answers?"
         )
+    result = f"{len(tensors) - len(unmoved)} of {len(tensors)} trainable tensors moved"
+    if unmoved:
+        result += f" (a learning rate of 0, or no gradient: {first_few(unmoved, NAMES_SHOWN)})"
+    result += ", frozen weights unchanged on all ranks"
     content = {"pipeline": plan.pipeline, "data": plan.data, "passed": not failures, "failures": failures}
+    content["result"] = result
     write_whole(path, json.dumps({**content, "ranks": records}, indent=2) + "\n")
     if failures:
         raise AuditError(f"{len(failures)} failure(s), all in {path}: " + "; ".join(failures[:5]))
-    return f"{moved} of {len(tensors)} trainable tensors moved, frozen weights unchanged on all ranks"
+    return result

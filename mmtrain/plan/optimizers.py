@@ -5,7 +5,8 @@ A new optimizer needs an OptimizerKind here, its name in `optimizer_of`, and a k
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import re
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -51,6 +52,9 @@ def optimizer_of(config: OptimizerSection) -> OptimizerKind:
 # ---- rates by part
 
 REST = "the rest"  # no pattern: it has a blank, which no parameter's name has
+# Biases and norms, by their names in all families: what transformers' Trainer does not decay either. Layer scales,
+# class tokens and a recurrent layer's decay rates are neither.
+_NOT_DECAYED = re.compile(r"(?i)bias|norm|[._]ln[._]")
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,12 +66,25 @@ class ParameterGroup:
 
 
 def parameter_groups(config: OptimizerSection, names: Iterable[str]) -> list[ParameterGroup]:
-    """Return the groups of `optimizer.groups` in order, then REST, each with those of `names` that it trains."""
-    groups, remaining = [], list(names)
+    """Return the groups of `optimizer.groups` in order, then REST, each with those of `names` that it trains.
+
+    Biases and norms that `optimizer.weight_decay` leaves out are a second group of the same name.
+    """
+    groups: list[ParameterGroup] = []
+    remaining = list(names)
     for group in config.groups:
-        members = tuple(name for name in remaining if matches_any(name, group.match))
+        members = [name for name in remaining if matches_any(name, group.match)]
         remaining = [name for name in remaining if name not in members]
-        lr = config.lr if group.lr is None else group.lr
-        weight_decay = config.weight_decay if group.weight_decay is None else group.weight_decay
-        groups.append(ParameterGroup(", ".join(group.match), lr, weight_decay, members))
-    return [*groups, ParameterGroup(REST, config.lr, config.weight_decay, tuple(remaining))]
+        name, lr = ", ".join(group.match), config.lr if group.lr is None else group.lr
+        if group.weight_decay is None:
+            groups += _decayed(name, lr, config.weight_decay, members)
+        else:
+            groups.append(ParameterGroup(name, lr, group.weight_decay, tuple(members)))
+    return [*groups, *_decayed(REST, config.lr, config.weight_decay, remaining)]
+
+
+def _decayed(name: str, lr: float, weight_decay: float, members: Sequence[str]) -> list[ParameterGroup]:
+    """Return the group of those that decay, and that of biases and norms if there are any."""
+    kept = tuple(filter(_NOT_DECAYED.search, members)) if weight_decay else ()
+    groups = [ParameterGroup(name, lr, weight_decay, tuple(member for member in members if member not in kept))]
+    return [*groups, ParameterGroup(name, lr, 0.0, kept)] if kept else groups

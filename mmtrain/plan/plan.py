@@ -140,7 +140,7 @@ class Plan:
     llm: str
     vision: str | None  # the encoder; None: text alone
     trainable: tuple[str, ...]  # patterns
-    groups: tuple[GroupPlan, ...]  # of `optimizer.groups`, with what they leave; empty without any
+    groups: tuple[GroupPlan, ...]  # empty where all trains at one rate above 0 without weight decay
     pipeline: int
     stages_per_rank: int
     data: int

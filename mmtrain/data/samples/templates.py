@@ -9,6 +9,7 @@ hold raises BadSample; a tokenizer or template that no sample could mend raises 
 from __future__ import annotations
 
 import copy
+import functools
 import itertools
 import json
 import re
@@ -16,7 +17,7 @@ import sys
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 
-from tokenizers import AddedToken, Tokenizer
+from tokenizers import AddedToken, Encoding, Tokenizer
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from mmtrain.base.errors import UserError
@@ -109,6 +110,10 @@ class ChatTemplate:
     The conversation is written as text (chat.ChatText) and tokenized once, as at inference; then each <image> token
     becomes the positions that the layout gives it. Tokens that overlap an answer's span, from the prompt's end to the
     end mark, are supervised, but not images and what the layout writes around them.
+
+    Each prompt's own tokens must stand before its answer: a tokenizer may join the end of one and the begin of the
+    other, which generation never sees. Then the last answer is tokenized apart, and an earlier one makes a BadSample:
+    the prompts behind it are of the joined text.
     """
 
     def __init__(
@@ -135,6 +140,8 @@ class ChatTemplate:
         if self.tokenizer.eos_token_id is not None:
             self.end_marks.add(self.tokenizer.eos_token_id)
         self.special_texts = any_of(self.tokenizer.convert_ids_to_tokens(sorted(special)))
+        # Most templates end every prompt with one text behind a mark.
+        self._prompt_ids = functools.lru_cache(maxsize=100)(lambda text: tuple(self._encoded(text).ids))
         try:
             end_marks = self.tokenizer.convert_ids_to_tokens(sorted(self.end_marks))
             self.chat = ChatText(self.tokenizer, end_marks, template, layout.prompt_text)
@@ -159,11 +166,10 @@ class ChatTemplate:
         images = [_text_and_runs(self.layout, (tiling,)) for tiling in tilings]
         text, spans, around = _wrapped(text, spans, [written for written, _ in images])
         positions = list(itertools.chain.from_iterable(runs for _, runs in images))
-        with panics_told(self.name):
-            encoding = self.tokenizer.backend_tokenizer.encode(text, add_special_tokens=False)
-        ids = encoding.ids
+        encoding = self._encoded(text)
+        ids, offsets = encoding.ids, encoding.offsets
         _refuse_unread_marks(ids, self.image_id, positions, self.name)
-        in_answer = _overlapping(ids, encoding.offsets, spans, self.added_ids)
+        in_answer = _overlapping(ids, offsets, spans, self.added_ids)
         last = [token for token, now, after in zip(ids, in_answer, [*in_answer[1:], False], strict=True) if now > after]
         if in_answer[0] or len(last) != len(spans):
             raise self.chat.unfit(
@@ -177,10 +183,39 @@ class ChatTemplate:
                     f"ends an answer with {end!r}, which is no special end token: the model would never learn to stop",
                     f"writes {self.tokenizer.eos_token or 'a special token'} after answers",
                 )
+        firsts = [place for place, now in enumerate(in_answer) if now and not in_answer[place - 1]]
+        for (begin, _), first in zip(spans, firsts, strict=True):
+            # What stands before an added token does not change how the text behind it is tokenized.
+            marks = (place for place in reversed(range(first)) if ids[place] in self.added_ids)
+            mark = next(marks, None)
+            at, start = (0, 0) if mark is None else (mark, offsets[mark][0])
+            if tuple(ids[at:first]) != self._prompt_ids(text[start:begin]):
+                ids, offsets = self._apart(text, begin, encoding.tokens, is_last=begin == spans[-1][0])
+                in_answer = _overlapping(ids, offsets, spans, self.added_ids)
         if around:
-            wrapping = _overlapping(ids, encoding.offsets, around, self.added_ids)
+            wrapping = _overlapping(ids, offsets, around, self.added_ids)
             in_answer = [now and not wraps for now, wraps in zip(in_answer, wrapping, strict=True)]
         return _expanded(ids, in_answer, self.image_id, positions)
+
+    def _encoded(self, text: str) -> Encoding:
+        with panics_told(self.name):
+            return self.tokenizer.backend_tokenizer.encode(text, add_special_tokens=False)
+
+    def _apart(self, text: str, begin: int, joined: Sequence[str], *, is_last: bool) -> tuple[list[int], list[Span]]:
+        """Return ids and offsets of the prompt, which ends at `begin`, and of its answer, each tokenized alone.
+
+        Raises BadSample where another answer follows, and where they do not write what the text's `joined` tokens do.
+        """
+        prompt, answer = self._encoded(text[:begin]), self._encoded(IMAGE_MARK + text[begin:])  # no begin of a text
+        ids, tokens = answer.ids[1:], answer.tokens[1:]
+        if not is_last or "".join(prompt.tokens + tokens) != "".join(joined):
+            raise self.chat.unfit(
+                f"ends a prompt with {text[:begin][-20:]!r}, which the tokenizer reads otherwise before "
+                f"{text[begin : begin + 20]!r}: this answer would be learnt behind another prompt than is asked",
+                "ends prompts with a special token, or remove what the answer begins with",
+            )
+        moved = begin - len(IMAGE_MARK)
+        return prompt.ids + ids, prompt.offsets + [(start + moved, end + moved) for start, end in answer.offsets[1:]]
 
 
 Template = PlainTemplate | ChatTemplate
