@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import difflib
 import re
 import typing
@@ -140,16 +141,15 @@ def key_of_option(option: str) -> str:
     return f"; here {meant}; keys are set without dashes, e.g. optimizer.lr=1e-3" if meant else ""
 
 
-def repeated_key(overrides: Sequence[str]) -> str:
-    """Return the message about a key that words of a command line set twice; "" where none does."""
+def refuse_repeated_keys(parser: argparse.ArgumentParser, overrides: Sequence[str]) -> None:
+    """Exit, as argparse does, where words `key=value` of a command line set a key twice."""
     keys = [override.partition("=")[0].strip() for override in overrides]
     for key in keys:
         if keys.count(key) > 1:
-            return (
+            parser.error(
                 f"{escape(key, LONGEST_KEY)}: given {keys.count(key)} times. Give it once, and quote the braces where "
                 "its value has some: a shell makes several words of them"
             )
-    return ""
 
 
 def _apply(content: dict[str, Any], override: str) -> None:

@@ -244,13 +244,11 @@ def write_audit(path: Path, plan: Plan, records: Sequence[dict[str, Any]], *, le
             f"nothing trained: no gradient ever reached {', '.join(plan.trainable)}. Do the data have images "
             "and answers?"
         )
-    result = f"{len(tensors) - len(unmoved)} of {len(tensors)} trainable tensors moved"
+    result = f"{len(tensors) - len(unmoved)} of {len(tensors)} trainable tensors moved, frozen weights unchanged on all ranks"
     if unmoved:
-        result += f" (a learning rate of 0, or no gradient: {first_few(unmoved, NAMES_SHOWN)})"
-    result += ", frozen weights unchanged on all ranks"
+        result += f"; a learning rate of 0 or no gradient kept {first_few(unmoved, NAMES_SHOWN)}"
     content = {"pipeline": plan.pipeline, "data": plan.data, "passed": not failures, "failures": failures}
-    content["result"] = result
-    write_whole(path, json.dumps({**content, "ranks": records}, indent=2) + "\n")
+    write_whole(path, json.dumps({**content, "result": result, "ranks": records}, indent=2) + "\n")
     if failures:
         raise AuditError(f"{len(failures)} failure(s), all in {path}: " + "; ".join(failures[:5]))
     return result

@@ -11,7 +11,7 @@ from typing import Any
 from mmtrain.base.arguments import command_parser
 from mmtrain.base.printing import escape
 from mmtrain.checkpoint.resume import AUTO
-from mmtrain.config.load import KEY_AND_VALUE, key_of_option, repeated_key
+from mmtrain.config.load import KEY_AND_VALUE, key_of_option, refuse_repeated_keys
 
 TRACED_STEPS = 3
 
@@ -82,8 +82,7 @@ def parse_run(parser: argparse.ArgumentParser, arguments: Sequence[str], **given
     options, unknown = parser.parse_known_intermixed_args(arguments, namespace=Options(**given))
     if options.config is None or KEY_AND_VALUE.match(options.config):
         parser.error("CONFIG is missing. Name a YAML file first, or example:llava_pp4 (mmtrain init lists others)")
-    if repeated := repeated_key(options.overrides):
-        parser.error(repeated)
+    refuse_repeated_keys(parser, options.overrides)
     if unknown:
         meant = next(filter(None, map(key_of_option, unknown)), "")
         parser.error(escape(f"unrecognized arguments: {' '.join(unknown)}", 300) + meant)

@@ -6,11 +6,11 @@ A new optimizer needs an OptimizerKind here, its name in `optimizer_of`, and a k
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from mmtrain.config.schema import OptimizerSection
+from mmtrain.config.schema import OptimizerGroupSection, OptimizerSection
 from mmtrain.models.facts.shapes import matches_any
 
 if TYPE_CHECKING:
@@ -68,23 +68,20 @@ class ParameterGroup:
 def parameter_groups(config: OptimizerSection, names: Iterable[str]) -> list[ParameterGroup]:
     """Return the groups of `optimizer.groups` in order, then REST, each with those of `names` that it trains.
 
-    Biases and norms that `optimizer.weight_decay` leaves out are a second group of the same name.
+    Each is followed by a group of the same name: its biases and norms, where `optimizer.weight_decay` leaves them out.
     """
-    groups: list[ParameterGroup] = []
-    remaining = list(names)
-    for group in config.groups:
-        members = [name for name in remaining if matches_any(name, group.match)]
+    groups, remaining = [], list(names)
+    rest = OptimizerGroupSection(match=("*",))
+    for group in (*config.groups, rest):
+        members = tuple(name for name in remaining if matches_any(name, group.match))
         remaining = [name for name in remaining if name not in members]
-        name, lr = ", ".join(group.match), config.lr if group.lr is None else group.lr
-        if group.weight_decay is None:
-            groups += _decayed(name, lr, config.weight_decay, members)
-        else:
-            groups.append(ParameterGroup(name, lr, group.weight_decay, tuple(members)))
-    return [*groups, *_decayed(REST, config.lr, config.weight_decay, remaining)]
-
-
-def _decayed(name: str, lr: float, weight_decay: float, members: Sequence[str]) -> list[ParameterGroup]:
-    """Return the group of those that decay, and that of biases and norms if there are any."""
-    kept = tuple(filter(_NOT_DECAYED.search, members)) if weight_decay else ()
-    groups = [ParameterGroup(name, lr, weight_decay, tuple(member for member in members if member not in kept))]
-    return [*groups, ParameterGroup(name, lr, 0.0, kept)] if kept else groups
+        name = REST if group is rest else ", ".join(group.match)
+        lr = config.lr if group.lr is None else group.lr
+        spared: tuple[str, ...] = ()
+        weight_decay = group.weight_decay
+        if weight_decay is None:
+            weight_decay = config.weight_decay
+            spared = tuple(filter(_NOT_DECAYED.search, members)) if weight_decay else ()
+        decayed = tuple(member for member in members if member not in spared)
+        groups += [ParameterGroup(name, lr, weight_decay, decayed), ParameterGroup(name, lr, 0.0, spared)]
+    return groups

@@ -141,12 +141,12 @@ def _expected_image(config: RunConfig, layout: ImageLayout) -> ExpectedImage | N
 
 def _groups(config: RunConfig, models: Models) -> tuple[GroupPlan, ...]:
     optimizer = config.optimizer
-    differs = optimizer.groups or optimizer.weight_decay or not optimizer.lr
+    is_uniform = optimizer.lr > 0 and not (optimizer.groups or optimizer.weight_decay)
     sizes = {p.name: p.numel for p in models.parameters if matches_any(p.name, config.model.trainable)}
     return tuple(
         GroupPlan(group.name, group.lr, group.weight_decay, sum(sizes[name] for name in group.parameters))
         for group in parameter_groups(optimizer, sizes)
-        if differs and group.parameters
+        if group.parameters and not is_uniform
     )
 
 

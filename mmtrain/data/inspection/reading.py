@@ -14,7 +14,7 @@ from pathlib import Path
 from mmtrain.base.arguments import positive
 from mmtrain.base.errors import UserError
 from mmtrain.config.limits import MAX_TILES
-from mmtrain.config.load import KEY_AND_VALUE, example_name, load_config, repeated_key
+from mmtrain.config.load import KEY_AND_VALUE, example_name, load_config, refuse_repeated_keys
 from mmtrain.config.templates import FILE, NAMES, template_argument
 from mmtrain.data.samples.formats import SampleFormat
 from mmtrain.data.shards.detection import add_format_arguments, sample_format
@@ -114,8 +114,7 @@ def parse_reading_arguments(parser: argparse.ArgumentParser, arguments: Sequence
     if options.config is not None:
         options.changes = [word for word in words if KEY_AND_VALUE.match(word)]
         options.shards = [word for word in words if word not in (options.config, *options.changes)]
-        if repeated := repeated_key(options.changes):
-            parser.error(repeated)
+        refuse_repeated_keys(parser, options.changes)
 
     def flags(names: Sequence[str]) -> str:
         changed = [name for name in names if getattr(options, name) != parser.get_default(name)]

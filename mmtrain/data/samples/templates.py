@@ -9,7 +9,6 @@ hold raises BadSample; a tokenizer or template that no sample could mend raises 
 from __future__ import annotations
 
 import copy
-import functools
 import itertools
 import json
 import re
@@ -140,8 +139,6 @@ class ChatTemplate:
         if self.tokenizer.eos_token_id is not None:
             self.end_marks.add(self.tokenizer.eos_token_id)
         self.special_texts = any_of(self.tokenizer.convert_ids_to_tokens(sorted(special)))
-        # Most templates end every prompt with one text behind a mark.
-        self._prompt_ids = functools.lru_cache(maxsize=100)(lambda text: tuple(self._encoded(text).ids))
         try:
             end_marks = self.tokenizer.convert_ids_to_tokens(sorted(self.end_marks))
             self.chat = ChatText(self.tokenizer, end_marks, template, layout.prompt_text)
@@ -186,11 +183,10 @@ class ChatTemplate:
         firsts = [place for place, now in enumerate(in_answer) if now and not in_answer[place - 1]]
         for (begin, _), first in zip(spans, firsts, strict=True):
             # What stands before an added token does not change how the text behind it is tokenized.
-            marks = (place for place in reversed(range(first)) if ids[place] in self.added_ids)
-            mark = next(marks, None)
-            at, start = (0, 0) if mark is None else (mark, offsets[mark][0])
-            if tuple(ids[at:first]) != self._prompt_ids(text[start:begin]):
-                ids, offsets = self._apart(text, begin, encoding.tokens, is_last=begin == spans[-1][0])
+            at = next((place for place in reversed(range(first)) if ids[place] in self.added_ids), 0)
+            start = offsets[at][0] if at else 0
+            if ids[at:first] != self._encoded(text[start:begin]).ids:
+                ids, offsets = self._apart(text, spans, begin, encoding.tokens)
                 in_answer = _overlapping(ids, offsets, spans, self.added_ids)
         if around:
             wrapping = _overlapping(ids, offsets, around, self.added_ids)
@@ -201,21 +197,23 @@ class ChatTemplate:
         with panics_told(self.name):
             return self.tokenizer.backend_tokenizer.encode(text, add_special_tokens=False)
 
-    def _apart(self, text: str, begin: int, joined: Sequence[str], *, is_last: bool) -> tuple[list[int], list[Span]]:
+    def _apart(
+        self, text: str, spans: Sequence[Span], begin: int, joined: Sequence[str]
+    ) -> tuple[list[int], list[Span]]:
         """Return ids and offsets of the prompt, which ends at `begin`, and of its answer, each tokenized alone.
 
         Raises BadSample where another answer follows, and where they do not write what the text's `joined` tokens do.
         """
         prompt, answer = self._encoded(text[:begin]), self._encoded(IMAGE_MARK + text[begin:])  # no begin of a text
-        ids, tokens = answer.ids[1:], answer.tokens[1:]
-        if not is_last or "".join(prompt.tokens + tokens) != "".join(joined):
+        if begin < spans[-1][0] or "".join(prompt.tokens + answer.tokens[1:]) != "".join(joined):
             raise self.chat.unfit(
                 f"ends a prompt with {text[:begin][-20:]!r}, which the tokenizer reads otherwise before "
                 f"{text[begin : begin + 20]!r}: this answer would be learnt behind another prompt than is asked",
                 "ends prompts with a special token, or remove what the answer begins with",
             )
         moved = begin - len(IMAGE_MARK)
-        return prompt.ids + ids, prompt.offsets + [(start + moved, end + moved) for start, end in answer.offsets[1:]]
+        offsets = [(start + moved, end + moved) for start, end in answer.offsets[1:]]
+        return prompt.ids + answer.ids[1:], prompt.offsets + offsets
 
 
 Template = PlainTemplate | ChatTemplate

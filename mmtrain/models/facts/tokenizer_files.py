@@ -107,9 +107,7 @@ def text_fingerprint(tokenizer_folder: Path, template: str, image_texts: Sequenc
     jinja = jinja_of(template)
     written = template if jinja is None else f"{template_name(template)} {hashlib.sha256(jinja.encode()).hexdigest()}"
     version = PLAIN_RULES_VERSION if template == "plain" else TEXT_RULES_VERSION
-    digest = hashlib.sha256(
-        compact_json([version, written, model_type, *image_texts, *filter(None, [wording])])
-    )
+    digest = hashlib.sha256(compact_json([version, written, model_type, *image_texts, *filter(None, [wording])]))
     for file in files:
         content = hashlib.sha256(file.read_bytes()).hexdigest()
         digest.update(compact_json([file.relative_to(tokenizer_folder).as_posix(), content]))
