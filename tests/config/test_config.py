@@ -6,10 +6,11 @@ import pytest
 import yaml
 from pydantic import ValidationError
 
+from mmtrain.__main__ import main
 from mmtrain.base.errors import UserError
 from mmtrain.base.printing import disclosed
 from mmtrain.config.keys import InsteadOf, OnResume, all_fields, marked
-from mmtrain.config.load import dump_config, load_config, restore_config
+from mmtrain.config.load import DEMO, dump_config, load_config, restore_config
 from mmtrain.config.problems import nearest_key
 from mmtrain.config.schema import RunConfig, TrainSection
 
@@ -472,3 +473,12 @@ def test_others_see_no_arguments_of_pipe_urls_and_no_logins(minimal):
 )
 def test_what_is_disclosed_has_no_logins(value, shown):
     assert disclosed(value) == shown
+
+
+@pytest.mark.parametrize("command", ["train", "plan", "calibrate", "inspect", "index"])
+@pytest.mark.parametrize("key", ["data.shards", "eval.shards", "optimizer.lr"])
+def test_a_key_given_twice_is_refused_and_braces_that_a_shell_took_apart_are_named(capfd, command, key):
+    with pytest.raises(SystemExit, match="2"):
+        main([command, DEMO, f"{key}=0", "run.name=here", f"{key} =1"])
+    said = capfd.readouterr().err
+    assert f"error: {key}: given 2 times. Give it once, and quote the braces where its value has some" in said

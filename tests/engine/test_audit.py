@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+import re
 from dataclasses import replace
 
 import pytest
@@ -90,7 +91,7 @@ NOTHING, BIAS = set(), "projector.linear_2.bias"
 @pytest.mark.parametrize(
     ("changed", "value", "saw_gradient", "learns", "error"),
     [
-        (None, None, NOTHING, False, None),  # no gradient, no movement: nothing wrong
+        (None, None, NOTHING, False, None),  # no gradient, no movement: nothing wrong, and said
         ("llm.norm.weight", 7.0, NOTHING, False, r"rank 0: frozen tensor llm\.norm\.weight changed"),
         ("stage 0 language.correction", 1.0, NOTHING, False, r"frozen tensor stage 0 language\.correction changed"),
         (BIAS, math.nan, NOTHING, False, r"projector\.linear_2\.bias is not finite"),
@@ -105,7 +106,10 @@ def test_what_changed_or_did_not_move_fails_by_name(rank, tmp_path, changed, val
         {**audit.frozen, **audit.masters}[changed].data[0] = value  # past autograd: versions do not see it
     audit.check_versions()
     with pytest.raises(AuditError, match=error) if error else contextlib.nullcontext():
-        write_audit(file, rank.plan, [audit.finish(saw_gradient)], learns=learns)
+        said = write_audit(file, rank.plan, [audit.finish(saw_gradient)], learns=learns)
+        assert re.match(
+            r"0 of 4 trainable tensors moved, .*; a learning rate of 0 or no gradient kept projector\.", said
+        )
     assert json.loads(file.read_text())["passed"] == (error is None)
 
 

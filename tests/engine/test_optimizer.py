@@ -2,11 +2,14 @@ import math
 
 import pytest
 import torch
+from stock_encoders import ENCODERS
 from torch import nn
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, Trainer
 from transformers.optimization import get_scheduler, get_wsd_schedule
 
 from mmtrain.config.schema import OptimizerSection
 from mmtrain.engine.optimizer import MasterWeights, NoOpOptimizer, clip_coefficient, learning_rate, make_optimizer
+from mmtrain.plan.optimizers import parameter_groups
 
 
 def test_a_no_op_optimizer_is_a_real_optimizer_that_does_nothing():
@@ -164,6 +167,35 @@ def test_each_group_of_weights_has_its_rate_and_decay_and_groups_without_any_her
         ("llm.layers.*", 1e-3, 0.0, [masters["llm.layers.1.b"]]),
         ("the rest", 1e-3, 0.1, [masters["llm.head.weight"]]),
     ]
+
+
+STOCK = {
+    **{name: lambda make=make: make() for name, (make, *_) in ENCODERS.items() if name in ("clip_vision", "dinov2")},
+    **dict.fromkeys(("gpt2", "olmo2", "cohere2", "gpt_oss", "qwen3_next")),
+}
+
+
+@pytest.mark.parametrize("family", STOCK)
+def test_what_decays_is_what_transformers_trainer_decays(family):
+    with torch.device("meta"):
+        make = STOCK[family] or (lambda: AutoModelForCausalLM.from_config(CONFIG_MAPPING[family](num_hidden_layers=4)))
+        model = make()
+    names = [name for name, _ in model.named_parameters()]
+    decayed, spared = parameter_groups(OptimizerSection(weight_decay=0.1), names)
+    assert (decayed.weight_decay, spared.weight_decay, decayed.name) == (0.1, 0.0, spared.name)
+    assert set(decayed.parameters) == set(Trainer.get_decay_parameter_names(None, model)) & set(names)
+    assert sorted(decayed.parameters + spared.parameters) == sorted(names) and spared.parameters
+
+
+def test_biases_and_norms_decay_where_a_group_says_so_alone():
+    names = ("projector.linear_1.weight", "projector.linear_1.bias", "llm.norm.weight", "llm.layers.3.mlp.up.weight")
+    stored = {name: nn.Parameter(torch.ones(2)) for name in names}
+    groups = ({"match": ("projector",), "weight_decay": 0.5}, {"match": ("llm.layers.*",), "lr": 1.0})
+    masters = MasterWeights(stored, OptimizerSection(lr=1.0, weight_decay=0.25, groups=groups))
+    for parameter in stored.values():
+        parameter.grad = torch.zeros(2)
+    masters.optimizer.step()
+    assert [parameter.tolist() for parameter in stored.values()] == [[0.5] * 2, [0.5] * 2, [1.0] * 2, [0.75] * 2]
 
 
 @pytest.mark.parametrize("limit", [0.5, 100.0, None])

@@ -348,6 +348,7 @@ def test_a_plan_says_what_trains_at_which_rate(config_file) -> None:
     ]
     said = f"projector.linear_1 0.0002 with weight decay 0.1 ({linear_1:,} parameters); the rest 0.0002 ("
     assert said in sentences(plan)
+    assert "learning rates: the rest 0 (" in sentences(plan_of(config_file, TRAIN, "optimizer.lr=0"))
     alike = plan_of(config_file, TRAIN)
     assert alike.groups == () and "learning rates" not in sentences(alike)
 

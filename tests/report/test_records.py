@@ -170,6 +170,17 @@ def test_only_small_jpegs_of_the_runs_folder_are_shown(run, name):
     assert "data:image/jpeg" not in page and "Picture 1 is not" in page
 
 
+def test_the_page_says_of_an_audit_what_moved_and_of_an_older_one_no_more_than_it_knows(run):
+    moved = "0 of 4 trainable tensors moved"
+    audit = {"passed": True, "failures": [], "ranks": [{}], "result": moved}
+    (run / "audit.json").write_text(json.dumps(audit))
+    page = make_page([run])
+    assert f"The audit passed on 1 rank: {moved}." in page and "have changed" not in page
+    del audit["result"]
+    (run / "audit.json").write_text(json.dumps(audit))
+    assert "The audit passed on 1 rank: frozen weights unchanged on all ranks." in make_page([run])
+
+
 def test_a_run_without_anything_says_what_each_section_needs(run):
     for file in run.iterdir():
         if file.name != "config.yaml":

@@ -186,7 +186,7 @@ class ChatTemplate:
             at = next((place for place in reversed(range(first)) if ids[place] in self.added_ids), 0)
             start = offsets[at][0] if at else 0
             if ids[at:first] != self._encoded(text[start:begin]).ids:
-                ids, offsets = self._apart(text, spans, begin, encoding.tokens)
+                ids, offsets = self._apart(text, spans, begin, encoding.ids)
                 in_answer = _overlapping(ids, offsets, spans, self.added_ids)
         if around:
             wrapping = _overlapping(ids, offsets, around, self.added_ids)
@@ -198,14 +198,15 @@ class ChatTemplate:
             return self.tokenizer.backend_tokenizer.encode(text, add_special_tokens=False)
 
     def _apart(
-        self, text: str, spans: Sequence[Span], begin: int, joined: Sequence[str]
+        self, text: str, spans: Sequence[Span], begin: int, joined: list[int]
     ) -> tuple[list[int], list[Span]]:
         """Return ids and offsets of the prompt, which ends at `begin`, and of its answer, each tokenized alone.
 
         Raises BadSample where another answer follows, and where they do not write what the text's `joined` tokens do.
         """
         prompt, answer = self._encoded(text[:begin]), self._encoded(IMAGE_MARK + text[begin:])  # no begin of a text
-        if begin < spans[-1][0] or "".join(prompt.tokens + answer.tokens[1:]) != "".join(joined):
+        ids, decode = prompt.ids + answer.ids[1:], self.tokenizer.backend_tokenizer.decode
+        if begin < spans[-1][0] or decode(ids) != decode(joined):
             raise self.chat.unfit(
                 f"ends a prompt with {text[:begin][-20:]!r}, which the tokenizer reads otherwise before "
                 f"{text[begin : begin + 20]!r}: this answer would be learnt behind another prompt than is asked",
@@ -213,7 +214,7 @@ class ChatTemplate:
             )
         moved = begin - len(IMAGE_MARK)
         offsets = [(start + moved, end + moved) for start, end in answer.offsets[1:]]
-        return prompt.ids + answer.ids[1:], prompt.offsets + offsets
+        return ids, prompt.offsets + offsets
 
 
 Template = PlainTemplate | ChatTemplate
