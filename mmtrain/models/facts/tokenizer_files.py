@@ -27,8 +27,7 @@ READ_BY_TOKENIZERS = (
 )
 # Part of every fingerprint. Templates that make other tokens of the same text need another one, or the lengths of
 # indexes written before would be taken for theirs.
-TEXT_RULES_VERSION = 2
-PLAIN_RULES_VERSION = 1
+TEXT_RULES_VERSION = 1
 
 
 def tokenizer_files(folder: Path) -> list[Path]:
@@ -106,8 +105,9 @@ def text_fingerprint(tokenizer_folder: Path, template: str, image_texts: Sequenc
     model_type = read_json(config).get("model_type") if config.is_file() else None
     jinja = jinja_of(template)
     written = template if jinja is None else f"{template_name(template)} {hashlib.sha256(jinja.encode()).hexdigest()}"
-    version = PLAIN_RULES_VERSION if template == "plain" else TEXT_RULES_VERSION
-    digest = hashlib.sha256(compact_json([version, written, model_type, *image_texts, *filter(None, [wording])]))
+    digest = hashlib.sha256(
+        compact_json([TEXT_RULES_VERSION, written, model_type, *image_texts, *filter(None, [wording])])
+    )
     for file in files:
         content = hashlib.sha256(file.read_bytes()).hexdigest()
         digest.update(compact_json([file.relative_to(tokenizer_folder).as_posix(), content]))
