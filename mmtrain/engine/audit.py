@@ -244,7 +244,8 @@ def write_audit(path: Path, plan: Plan, records: Sequence[dict[str, Any]], *, le
             f"nothing trained: no gradient ever reached {', '.join(plan.trainable)}. Do the data have images "
             "and answers?"
         )
-    result = f"{len(tensors) - len(unmoved)} of {len(tensors)} trainable tensors moved, frozen weights unchanged on all ranks"
+    moved = f"{len(tensors) - len(unmoved)} of {len(tensors)} trainable tensors moved"
+    result = f"{moved}, frozen weights unchanged on all ranks"
     if unmoved:
         result += f"; a learning rate of 0 or no gradient kept {first_few(unmoved, NAMES_SHOWN)}"
     content = {"pipeline": plan.pipeline, "data": plan.data, "passed": not failures, "failures": failures}

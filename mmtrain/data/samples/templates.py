@@ -197,9 +197,7 @@ class ChatTemplate:
         with panics_told(self.name):
             return self.tokenizer.backend_tokenizer.encode(text, add_special_tokens=False)
 
-    def _apart(
-        self, text: str, spans: Sequence[Span], begin: int, joined: list[int]
-    ) -> tuple[list[int], list[Span]]:
+    def _apart(self, text: str, spans: Sequence[Span], begin: int, joined: list[int]) -> tuple[list[int], list[Span]]:
         """Return ids and offsets of the prompt, which ends at `begin`, and of its answer, each tokenized alone.
 
         Raises BadSample where another answer follows, and where they do not write what the text's `joined` tokens do.
