@@ -1,4 +1,4 @@
-"""Runs in lmms-eval's environment: `python -m mmtrain.benchmarks.driver REQUEST`, a JSON file of `mmtrain benchmark`.
+"""Runs in lmms-eval's environment, as a child of `mmtrain benchmark`, which writes its REQUEST, a JSON file.
 
 lmms-eval's tasks --messages with pictures--> StockModel, an exported folder --answers--> lmms-eval's scores
 standard output: lines of JSON, {"done", "total"} while it runs, at its end {"results", "answers", "versions"}
@@ -13,7 +13,6 @@ import importlib.metadata
 import itertools
 import json
 import os
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -112,7 +111,7 @@ def held_out_task(folder: Path, longest: int) -> ConfigurableMessagesTask:
     return ConfigurableMessagesTask(config=settings)
 
 
-def main(request: Mapping[str, Any], tell: Callable[[dict], None]) -> dict:
+def score(request: Mapping[str, Any], tell: Callable[[dict], None]) -> dict:
     tasks: list[Any] = list(request["tasks"])
     if unknown := sorted(set(tasks) - {HELD_OUT, *TaskManager().all_tasks}):
         raise SystemExit(f"lmms-eval has no task {unknown[0]}")
@@ -137,7 +136,7 @@ def _scores(of_task: Mapping[str, Any]) -> dict[str, tuple[float, float | None]]
     }
 
 
-if __name__ == "__main__":
+def main(request: str) -> None:
     with os.fdopen(os.dup(1), "w") as out:
         os.dup2(2, 1)  # what libraries print goes to the log
 
@@ -145,4 +144,4 @@ if __name__ == "__main__":
             out.write(json.dumps(content) + "\n")
             out.flush()
 
-        tell(main(json.loads(Path(sys.argv[1]).read_text()), tell))
+        tell(score(json.loads(Path(request).read_text()), tell))

@@ -1,7 +1,7 @@
 """The Python environment in which lmms-eval runs: its packages above those of this one, which it does not touch.
 
 torch, transformers and mmtrain are those that run here; where lmms-eval needs another version of a package, pip puts
-that one into the new environment alone.
+that one into the new environment alone. What it brings itself has the versions of lmms_eval_constraints.txt.
 """
 
 from __future__ import annotations
@@ -12,21 +12,25 @@ import site
 import subprocess
 import sys
 import venv
+from importlib.metadata import distributions, version
 from pathlib import Path
 
 from mmtrain.base.cache import cache_folder
 from mmtrain.base.durable import held
 from mmtrain.base.errors import UserError
+from mmtrain.runtime.child import python_child
 
 _log = logging.getLogger(__name__)
-LMMS_EVAL = "lmms-eval==0.7.3"  # with it a local task of the demo gets the score that the run records
+VERSION = "0.7.3"
+LMMS_EVAL = f"lmms-eval=={VERSION}"  # with it a local task of the demo gets the score that the run records
+PINS = Path(__file__).with_name("lmms_eval_constraints.txt")
 
 
 def lmms_python() -> Path:
     """Return the interpreter of lmms-eval's environment, made once, in the cache. Raises UserError where pip fails."""
     here = [*site.getsitepackages(), *([site.getusersitepackages()] if site.ENABLE_USER_SITE else [])]
-    key = hashlib.sha256(repr((LMMS_EVAL, sys.version, here)).encode()).hexdigest()[:20]
-    folder = cache_folder("lmms-eval") / key
+    key = hashlib.sha256(repr((LMMS_EVAL, PINS.read_text(), sys.version, here)).encode()).hexdigest()[:20]
+    folder = cache_folder("lmms-eval").absolute() / key
     python, complete = folder / "bin" / "python", folder / "complete"
     folder.parent.mkdir(parents=True, exist_ok=True)
     with held(folder.with_name(f".{key}.lock"), wait=True):
@@ -35,8 +39,13 @@ def lmms_python() -> Path:
             venv.create(folder, clear=True, with_pip=True)
             (packages,) = folder.glob("lib/python*/site-packages")
             (packages / "here.pth").write_text("".join(f"import site; site.addsitedir({path!r})\n" for path in here))
-            pip = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", LMMS_EVAL]
-            if subprocess.run(pip).returncode:
+            wanted = [LMMS_EVAL, *(f"{name}=={version(name)}" for name in ("torch", "transformers"))]
+            pip = ["-m", "pip", "install", "--quiet", "--disable-pip-version-check", "-c", PINS, *wanted]
+            if subprocess.run(**python_child(*pip, interpreter=python)).returncode:
                 raise UserError(f"pip cannot install {LMMS_EVAL} into {folder}, as it says above. It needs a network")
+            # pip's own settings can make it install nothing, or elsewhere (PIP_TARGET)
+            found = [one.version for one in distributions(name="lmms_eval", path=[str(packages), *here])]
+            if found[:1] != [VERSION]:
+                raise UserError(f"pip has not installed {LMMS_EVAL} into {folder}. Look at pip's settings: pip config list")
             complete.touch()
     return python

@@ -4,8 +4,9 @@ The run's own results are printed first: held-out loss, exact match, and the gai
 projector alone was trained scores near 0 on many benchmarks; they mean more after instruction tuning.
 
 The task held_out asks the run's held-out questions: its score is the run's if the exported model answers like the
-trained one. All other tasks are lmms-eval's, which downloads their data (HF_TOKEN, HF_HOME). It is installed once, into
-its own environment in the cache (0.5 GB). A GPU is used if there is one (CUDA_VISIBLE_DEVICES= for none).
+trained one. All other tasks are lmms-eval's, which downloads their data (HF_TOKEN, HF_HOME) and runs code: its own, and
+that of data sets. It is installed once, into its own environment in the cache (0.5 GB). A GPU is used if there is one
+(CUDA_VISIBLE_DEVICES= for none).
 
 Scores are kept in RUN/benchmarks.jsonl, with all versions, and shown in the run's page, RUN/report.html.
 """
@@ -14,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -37,12 +39,21 @@ from mmtrain.report.headline import headline
 from mmtrain.report.page import write_page
 from mmtrain.report.records import read_run
 from mmtrain.report.sections import benchmark_rows
+from mmtrain.runtime.child import python_child
 
 EXAMPLES = """\
   the run's own held-out questions, which need no download:
     mmtrain benchmark runs/llava_pp4
   benchmarks of lmms-eval, the first 500 questions of each:
     mmtrain benchmark runs/mine --tasks held_out,pope,mme --limit 500
+"""
+# Its imports take a while, and mmtrain could be killed meanwhile.
+DRIVER = """
+import sys
+from mmtrain.runtime.child import die_with_parent
+die_with_parent(int(sys.argv[1]))
+from mmtrain.benchmarks.driver import main
+main(sys.argv[2])
 """
 
 
@@ -62,12 +73,13 @@ def run(options: argparse.Namespace) -> None:
     python = lmms_python()
     with ByteBars(sys.stdout) as progress, tempfile.TemporaryDirectory(prefix="mmtrain-benchmark-") as questions:
         request: dict[str, Any] = {name: getattr(options, name) for name in ("tasks", "limit", "batch_size")}
-        request |= {"folder": str(stock_folder(str(checkpoint.path), progress.show)), "questions": questions}
+        request |= {"folder": str(stock_folder(str(checkpoint.path), progress.show).absolute()), "questions": questions}
         if HELD_OUT in options.tasks:
             request["longest"] = write_questions(checkpoint.config, Path(questions))
         file = Path(questions) / "request.json"
         file.write_text(json.dumps(request))
-        result = _drive([str(python), "-m", "mmtrain.benchmarks.driver", str(file)], folder / "benchmarks.log")
+        command = python_child("-c", DRIVER, os.getpid(), file, interpreter=python) | {"cwd": questions}
+        result = _drive(command, folder / "benchmarks.log")
     with JsonLines(folder / BENCHMARKS) as records:
         of_all = {"time": time.time(), "step": checkpoint.step, "limit": options.limit, "versions": result["versions"]}
         for task, scores in result["results"].items():
@@ -79,11 +91,11 @@ def run(options: argparse.Namespace) -> None:
     print_result(f"report: {folder / REPORT}")
 
 
-def _drive(command: Sequence[str], log: Path) -> dict[str, Any]:
+def _drive(command: dict[str, Any], log: Path) -> dict[str, Any]:
     """Run the driver, whose libraries print into `log`, and return its last line. Raises UserError where it fails."""
     last: dict[str, Any] = {}
     bar = None
-    with log.open("w") as errors, subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True) as driver:
+    with log.open("w") as errors, subprocess.Popen(**command, stdout=subprocess.PIPE, stderr=errors, text=True) as driver:
         try:
             for line in driver.stdout or ():
                 last = json.loads(line)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import multiprocessing.util
 import os
 import signal
 import site
@@ -22,20 +23,25 @@ import psutil
 ROOT = str(Path(__file__).parents[2])  # goes first: a child runs this package, however its parent found it
 
 
-def python_child(*arguments: object, **variables: str) -> dict[str, Any]:
-    """Return keywords for subprocess.run or Popen: `python ARGUMENTS`, without input, with these variables.
+def python_child(*arguments: object, interpreter: object = sys.executable, **variables: str) -> dict[str, Any]:
+    """Return keywords for subprocess.run or Popen: `interpreter ARGUMENTS`, without input, with these variables.
 
     It imports nothing from the folder that it runs in (-P), which may hold a file called torch.py. It gets the folders
-    of sys.path that Python does not know by itself.
+    of sys.path that Python does not know by itself: none of site-packages, which would hide those of an `interpreter`.
     """
     known = {"", sysconfig.get_path("stdlib"), sysconfig.get_config_var("DESTSHARED"), *site.getsitepackages()}
     known |= {site.getusersitepackages()} if site.ENABLE_USER_SITE else set()
     path = os.pathsep.join(e for e in (ROOT, *sys.path) if isinstance(e, str) and e not in known and Path(e).exists())
     return {
-        "args": [sys.executable, "-P", *map(str, arguments)],
+        "args": [str(interpreter), "-P", *map(str, arguments)],
         "env": {**os.environ, "PYTHONPATH": path, **variables},
         "stdin": subprocess.DEVNULL,
     }
+
+
+def shield_multiprocessing() -> None:
+    """Let interpreters that multiprocessing starts import nothing from the current folder either (-P)."""
+    multiprocessing.util._args_from_interpreter_flags = lambda: ["-P", *subprocess._args_from_interpreter_flags()]
 
 
 def leave_out_gpu_kernels() -> None:

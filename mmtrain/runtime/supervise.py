@@ -19,7 +19,7 @@ import psutil
 
 from mmtrain.base.console_stream import ConsoleStream
 from mmtrain.base.errors import UserError
-from mmtrain.runtime.child import wake_stopped
+from mmtrain.runtime.child import shield_multiprocessing, wake_stopped
 from mmtrain.runtime.failures import Failure, last_seen, root_cause
 from mmtrain.runtime.job import Job
 from mmtrain.runtime.log import output_to_log
@@ -51,6 +51,7 @@ def prepared(job: Job) -> Iterator[None]:
     the launcher hung one start in ten: the agent's threads hold locks that a fork copies.
     """
     set_rank_environment(job.threads, on_gpus=job.on_gpus)
+    shield_multiprocessing()
     with output_to_log(job.log):
         if not job.on_gpus:
             if len(os.fsencode(tempfile.gettempdir())) > LONGEST_TEMPORARY_FOLDER:

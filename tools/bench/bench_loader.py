@@ -108,9 +108,10 @@ def make_shards(folder: Path, count: int) -> Path:
         records.append({"id": f"{number:09d}", "image": name, "conversations": conversation})
     (folder / "llava.json").write_text(json.dumps(records), encoding="utf-8")
     shards = folder / "shards"
-    command = [sys.executable, "-m", "mmtrain", "shard", "--json", folder / "llava.json", "--images", folder]
-    command += ["--out", shards, "--samples-per-shard", str(-(-count // SHARDS)), "--tokenizer", LLM]
-    subprocess.run([*command, "--template", "plain"], check=True, stdout=subprocess.DEVNULL)
+    arguments = ["--json", folder / "llava.json", "--images", folder, "--out", shards, "--tokenizer", LLM]
+    arguments += ["--samples-per-shard", -(-count // SHARDS), "--template", "plain"]
+    command = python_child("-m", "mmtrain", "shard", *arguments)
+    subprocess.run(**command, check=True, stdout=subprocess.DEVNULL)
     return shards
 
 

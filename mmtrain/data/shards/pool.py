@@ -19,7 +19,7 @@ from concurrent.futures.process import BrokenProcessPool
 from typing import Any, TypeVar
 
 from mmtrain.base.errors import UserError
-from mmtrain.runtime.child import die_with_parent
+from mmtrain.runtime.child import die_with_parent, shield_multiprocessing
 
 SECONDS_BETWEEN_LOOKS = 0.1
 
@@ -44,6 +44,7 @@ def worker_pool(work: Callable[[Task, Advance], Result], workers: int) -> Iterat
     if workers <= 1:
         yield functools.partial(_run_here, work)
         return
+    shield_multiprocessing()
     context = multiprocessing.get_context("spawn" if sys.platform == "darwin" else "fork")
     stop, through = context.Event(), context.Value("q", 0)
     pool = ProcessPoolExecutor(workers, context, _begin, (work, os.getpid(), stop, through))
