@@ -8,14 +8,29 @@ from __future__ import annotations
 import base64
 import contextlib
 import hashlib
+import itertools
 import json
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from urllib.parse import unquote, urlsplit
 
 TOKEN = "hf_of_the_tests"
 COMMIT = "0" * 40
+SIZE = 737
+
+
+@dataclass
+class Attack:
+    """What a hostile hub answers about a repository of `names`, each with SIZE bytes."""
+
+    names: Iterable[str] = ("config.json",)
+    sha: str = COMMIT
+    status: int = 200  # of the answer to HEAD
+    headers: Mapping[str, str] = field(default_factory=dict)  # of answers about files
+    body: Callable[[int], Iterable[bytes]] = lambda start: [b"x" * (SIZE - start)]  # from byte `start` on
+    breaks: bool = False  # whether the connection ends before the first answer does
 
 
 class Hub(ThreadingHTTPServer):
@@ -27,6 +42,7 @@ class Hub(ThreadingHTTPServer):
         self.private: set[str] = set()
         self.uploads: dict[str, bytes] = {}  # by SHA-256, before the commit that names them
         self.asked_for: list[str] = []  # files that were downloaded
+        self.attacks: dict[str, Attack] = {}  # by repository
 
     @property
     def address(self) -> str:
@@ -48,6 +64,11 @@ class Handler(BaseHTTPRequestHandler):
         self.end_headers()
         if self.command != "HEAD":
             self.wfile.write(body)
+
+    @property
+    def start(self) -> int:
+        """The first byte that is asked for."""
+        return int(self.headers.get("Range", "bytes=0-")[len("bytes=") : -1])
 
     def read(self) -> bytes:
         if self.headers.get("Transfer-Encoding") != "chunked":
@@ -99,8 +120,40 @@ class Handler(BaseHTTPRequestHandler):
         self.server.uploads[hashlib.sha256(body).hexdigest()] = body
         self.answer({})
 
+    def send_parts(self, parts: Iterable[bytes], status: int = 200, breaks: bool = False, **headers: str) -> None:
+        """Send a body without a length, until the client leaves."""
+        self.send_response(status)
+        for name, value in {"Transfer-Encoding": "chunked", **headers}.items():
+            self.send_header(name.replace("_", "-"), value)
+        self.end_headers()
+        self.close_connection = True
+        with contextlib.suppress(ConnectionError):
+            for part in parts:
+                self.wfile.write(b"%x\r\n%s\r\n" % (len(part), part))
+            if not breaks:
+                self.wfile.write(b"0\r\n\r\n")
+
+    def attack(self, attack: Attack, path: str) -> None:
+        if path.startswith("/api/"):
+            key, start = ("path", "[") if "/tree/" in path else ("rfilename", f'{{"sha": "{attack.sha}", "siblings": [')
+            parts = (json.dumps({key: name, "type": "file", "size": SIZE, "oid": COMMIT}) for name in attack.names)
+            end = "]" if key == "path" else '], "id": "my-org/hostile"}'
+            first = iter([start])
+            listed = (f"{next(first, ', ')}{part}".encode() for part in parts)
+            return self.send_parts(itertools.chain(listed, [end.encode()]))
+        headers = {"ETag": f'"{COMMIT}"', "X-Repo-Commit": COMMIT, **attack.headers}
+        if self.command == "HEAD":
+            return self.answer(b"x" * SIZE, attack.status, **headers)
+        self.server.asked_for.append(path)
+        return self.send_parts(
+            attack.body(self.start), 206 if self.start else 200, attack.breaks and not self.start, **headers
+        )
+
     def do_GET(self) -> None:
         path = unquote(urlsplit(self.path).path)
+        for name, attack in self.server.attacks.items():
+            if path.startswith((f"/{name}/", f"/api/models/{name}")):
+                return self.attack(attack, path)
         if path == "/api/whoami-v2":
             is_known = self.headers.get("Authorization") == f"Bearer {TOKEN}"
             return self.answer(
@@ -118,6 +171,8 @@ class Handler(BaseHTTPRequestHandler):
                 ]
                 return self.answer(listed)
             return self.answer({"id": name, "sha": COMMIT, "siblings": [{"rfilename": file} for file in files]})
+        if path.startswith("/stored/"):
+            return self.stored(path.removeprefix("/stored/"))
         if "/resolve/" not in path:
             return self.answer({"error": "Not found"}, 404)
         name, _, file = path[1:].partition("/resolve/")
@@ -126,7 +181,23 @@ class Handler(BaseHTTPRequestHandler):
         if self.command == "GET":
             self.server.asked_for.append(file)
         etag = f'"{hashlib.sha256(content).hexdigest()}"'
-        return self.answer(content, ETag=etag, X_Repo_Commit=COMMIT)
+        if not file.endswith(".safetensors"):
+            return self.answer(content, ETag=etag, X_Repo_Commit=COMMIT)
+        place = f"http://localhost:{self.server.server_port}/stored/{name}/{file}"  # for the client another machine
+        of_file = {
+            "X-Linked-Etag": etag,
+            "X-Linked-Size": str(len(content)),
+            "X-Repo-Commit": COMMIT,
+            "Location": place,
+        }
+        xet = {"X-Xet-Hash": "0" * 64, "Link": f'<{self.server.address}/api/xet>; rel="xet-auth"'}
+        return self.answer(f"Found. It is at {place}".encode() * 50, 302, **of_file, **xet)
+
+    def stored(self, place: str) -> None:
+        """Send a large file, as the hub's store does."""
+        organisation, name, file = place.split("/", 2)
+        content = self.server.repositories[f"{organisation}/{name}"][file]
+        self.answer(content[self.start :], 206 if self.start else 200, ETag='"of-a-store-12"')
 
     do_HEAD = do_GET  # noqa: N815 - http.server looks for this name
 

@@ -18,6 +18,11 @@ import psutil
 MARK = "MMTRAIN_TEST_MARK"
 
 
+def listen_to_ctrl_c() -> None:
+    """In a child: a background job of a shell script starts with Ctrl-C ignored, and hands that on."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 class Command:
     """A running `python ARGUMENTS` in its own session; everything that it started is killed at the end of the test."""
 
@@ -34,8 +39,7 @@ class Command:
                 cwd=folder,
                 start_new_session=True,
                 env=os.environ | {MARK: self.mark, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"},
-                # a background job of a shell script starts with Ctrl-C ignored, and hands that on
-                preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+                preexec_fn=listen_to_ctrl_c,
             )
 
     @property

@@ -39,13 +39,13 @@ def lmms_python() -> Path:
             venv.create(folder, clear=True, with_pip=True)
             (packages,) = folder.glob("lib/python*/site-packages")
             (packages / "here.pth").write_text("".join(f"import site; site.addsitedir({path!r})\n" for path in here))
-            wanted = [LMMS_EVAL, *(f"{name}=={version(name)}" for name in ("torch", "transformers"))]
+            wanted = [LMMS_EVAL, f"torch=={version('torch')}", f"transformers=={version('transformers')}"]
             pip = ["-m", "pip", "install", "--quiet", "--disable-pip-version-check", "-c", PINS, *wanted]
             if subprocess.run(**python_child(*pip, interpreter=python)).returncode:
                 raise UserError(f"pip cannot install {LMMS_EVAL} into {folder}, as it says above. It needs a network")
             # pip's own settings can make it install nothing, or elsewhere (PIP_TARGET)
-            found = [one.version for one in distributions(name="lmms_eval", path=[str(packages), *here])]
-            if found[:1] != [VERSION]:
-                raise UserError(f"pip has not installed {LMMS_EVAL} into {folder}. Look at pip's settings: pip config list")
+            installed = distributions(name="lmms_eval", path=[str(packages), *here])
+            if not any(one.version == VERSION for one in installed):
+                raise UserError(f"pip has not put {LMMS_EVAL} into {folder}. See pip's settings: pip config list")
             complete.touch()
     return python

@@ -78,6 +78,7 @@ def run(options: argparse.Namespace) -> None:
             request["longest"] = write_questions(checkpoint.config, Path(questions))
         file = Path(questions) / "request.json"
         file.write_text(json.dumps(request))
+        # Elsewhere than here: lmms-eval reads a file .env where it runs.
         command = python_child("-c", DRIVER, os.getpid(), file, interpreter=python) | {"cwd": questions}
         result = _drive(command, folder / "benchmarks.log")
     with JsonLines(folder / BENCHMARKS) as records:
@@ -95,7 +96,7 @@ def _drive(command: dict[str, Any], log: Path) -> dict[str, Any]:
     """Run the driver, whose libraries print into `log`, and return its last line. Raises UserError where it fails."""
     last: dict[str, Any] = {}
     bar = None
-    with log.open("w") as errors, subprocess.Popen(**command, stdout=subprocess.PIPE, stderr=errors, text=True) as driver:
+    with log.open("w") as said, subprocess.Popen(**command, stdout=subprocess.PIPE, stderr=said, text=True) as driver:
         try:
             for line in driver.stdout or ():
                 last = json.loads(line)

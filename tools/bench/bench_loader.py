@@ -17,7 +17,6 @@ import itertools
 import json
 import multiprocessing
 import subprocess
-import sys
 import tarfile
 import tempfile
 import time
@@ -43,6 +42,7 @@ from mmtrain.data.stream.loader import PREFETCH, PackedBatches
 from mmtrain.data.stream.packs import PackedBatch
 from mmtrain.doctor.machine import describe_machine
 from mmtrain.models.facts.shapes import vision_shape
+from mmtrain.runtime.child import python_child
 
 EXAMPLES = """\
 examples:
