@@ -73,7 +73,8 @@ def llama() -> Tokenizer:
     """Each stretch between marks begins with a space, so no answer can be read apart."""
     tokenizer = gemma()
     tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
-    tokenizer.pre_tokenizer = pre_tokenizers.Split("▁", "merged_with_next")
+    words, breaks = pre_tokenizers.Split("▁", "merged_with_next"), pre_tokenizers.Split(Regex("\n+"), "isolated")
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([words, breaks])
     return tokenizer
 
 
