@@ -39,8 +39,9 @@ def lmms_python() -> Path:
             venv.create(folder, clear=True, with_pip=True)
             (packages,) = folder.glob("lib/python*/site-packages")
             (packages / "here.pth").write_text("".join(f"import site; site.addsitedir({path!r})\n" for path in here))
-            wanted = [LMMS_EVAL, f"torch=={version('torch')}", f"transformers=={version('transformers')}"]
-            pip = ["-m", "pip", "install", "--quiet", "--disable-pip-version-check", "-c", PINS, *wanted]
+            pins = folder / PINS.name
+            pins.write_text(f"{PINS.read_text()}torch=={version('torch')}\ntransformers=={version('transformers')}\n")
+            pip = ["-m", "pip", "install", "--quiet", "--disable-pip-version-check", "-c", pins, LMMS_EVAL]
             if subprocess.run(**python_child(*pip, interpreter=python)).returncode:
                 raise UserError(f"pip cannot install {LMMS_EVAL} into {folder}, as it says above. It needs a network")
             # pip's own settings can make it install nothing, or elsewhere (PIP_TARGET)

@@ -4,16 +4,24 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
+import signal
 import subprocess
 import sys
+import zipfile
+from pathlib import Path
 
 import pytest
+from processes import running, wait_for
 from untrained_runs import config_of, make_checkpoint
 
 from mmtrain.__main__ import main
+from mmtrain.benchmarks.environment import VERSION
 from mmtrain.benchmarks.held_out import QUESTIONS, write_questions
+from mmtrain.checkpoint.run_folder import describe_run
 from mmtrain.data.samples.sample import IGNORE
 from mmtrain.data.stream.loader import PackedBatches
+from mmtrain.plan.planner import make_plan
 from mmtrain.training.held_out import HeldOut
 
 DEMO = [
@@ -58,6 +66,81 @@ def test_a_run_on_text_alone_is_told_the_harness_for_llms(tiny, tmp_path, capsys
     )
     assert main(["benchmark", str(tmp_path / "run")]) == 2
     assert "run lm_eval --model hf" in capsys.readouterr().err
+
+
+# Where lmms-eval is imported, it says so and waits as long as it is asked to.
+INSTALLED = """
+import os, pathlib, time
+pathlib.Path(os.environ["STARTED"]).touch()
+time.sleep(float(os.environ["WAIT"]))
+raise SystemExit("the installed one ran")
+"""
+
+
+def write_wheel(folder: Path) -> None:
+    """Write a package that pip installs as lmms-eval."""
+    about = f"lmms_eval-{VERSION}.dist-info"
+    files = {
+        "lmms_eval/__init__.py": INSTALLED,
+        f"{about}/METADATA": f"Metadata-Version: 2.1\nName: lmms_eval\nVersion: {VERSION}\n",
+        f"{about}/WHEEL": "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
+    }
+    with zipfile.ZipFile(folder / f"lmms_eval-{VERSION}-py3-none-any.whl", "w") as wheel:
+        for name, content in files.items():
+            wheel.writestr(name, content)
+        wheel.writestr(f"{about}/RECORD", "".join(f"{name},,\n" for name in [*files, f"{about}/RECORD"]))
+
+
+@pytest.fixture
+def false_folder(tmp_path, monkeypatch) -> Path:
+    """A folder full of false modules. pip gets the wheel of INSTALLED, and no network."""
+    folder = tmp_path / "here"
+    folder.mkdir()
+    for name in ("pip", "ensurepip", "venv", "lmms_eval", "torch", "json", "runpy"):
+        (folder / f"{name}.py").write_text(f"raise SystemExit('false {name} ran')")
+    write_wheel(tmp_path)
+    own = {"XDG_CACHE_HOME": tmp_path / "cache", "PIP_NO_INDEX": 1, "PIP_FIND_LINKS": tmp_path}
+    for name, value in {**own, "STARTED": tmp_path / "started", "WAIT": 0}.items():
+        monkeypatch.setenv(name, str(value))
+    return folder
+
+
+MAKE = "from mmtrain.benchmarks.environment import lmms_python; print(lmms_python())"
+
+
+@pytest.mark.nightly
+def test_the_environment_is_made_by_pip_and_not_by_a_file_of_that_name(false_folder):
+    with running(["-P", "-c", MAKE], false_folder) as process:
+        assert process.wait() == 0, process.stderr
+        python = Path(process.stdout.strip())
+    assert list(python.parents[1].glob(f"lib/*/site-packages/lmms_eval-{VERSION}.dist-info"))
+
+
+@pytest.mark.nightly
+def test_a_pip_that_installs_elsewhere_is_refused_and_asked_again(false_folder, tmp_path, monkeypatch):
+    monkeypatch.setenv("PIP_TARGET", str(tmp_path / "elsewhere"))
+    for _ in range(2):
+        with running(["-P", "-c", MAKE], false_folder) as process:
+            assert process.wait() == 1
+            assert f"pip has not put lmms-eval=={VERSION} into" in process.stderr
+
+
+@pytest.mark.nightly
+def test_benchmark_runs_nothing_of_the_current_folder_and_its_driver_ends_with_it(
+    false_folder, tmp_path, checkpoint, monkeypatch
+):
+    shutil.copytree(checkpoint.run, tmp_path / "run")
+    describe_run(tmp_path / "run", checkpoint.config, make_plan(checkpoint.config))
+    command = ["-P", "-m", "mmtrain", "benchmark", tmp_path / "run", "--tasks", "any"]
+    with running(command, false_folder) as process:
+        assert process.wait() == 2
+        assert "lmms-eval: the installed one ran" in process.stderr
+    (tmp_path / "started").unlink()
+    monkeypatch.setenv("WAIT", "600")
+    with running(command, false_folder) as process:
+        wait_for((tmp_path / "started").exists, 120, "the driver")
+        process.process.send_signal(signal.SIGKILL)
+        assert process.seconds_until_gone(10) < 10
 
 
 @pytest.mark.nightly

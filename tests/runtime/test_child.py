@@ -40,3 +40,37 @@ def test_another_python_that_the_child_starts_gets_none_of_our_libraries():
     handed_on = python_child("-c", "")["env"]["PYTHONPATH"]
     stdlib = str(Path(subprocess.__file__).parent)
     assert not {stdlib, f"{stdlib}/lib-dynload", *site.getsitepackages()} & set(handed_on.split(os.pathsep))
+
+
+def test_a_module_that_is_run_is_not_one_of_the_current_folder(tmp_path, monkeypatch):
+    (tmp_path / "pip.py").write_text("print('a false pip')")
+    monkeypatch.chdir(tmp_path)
+    ran = subprocess.run(
+        **python_child("-m", "pip", "--version", interpreter=Path(sys.executable)), capture_output=True, text=True
+    )
+    assert ran.stdout.startswith("pip "), ran
+
+
+STARTS_ALL = """
+import multiprocessing.forkserver
+from mmtrain.runtime.child import shield_multiprocessing
+if __name__ == "__main__":
+    shield_multiprocessing()
+    multiprocessing.forkserver.ensure_running()  # and the resource tracker
+    for method in ("forkserver", "spawn"):
+        process = multiprocessing.get_context(method).Process(target=print, args=(method,), kwargs={"flush": True})
+        process.start()
+        process.join()
+"""
+
+
+def test_no_interpreter_that_multiprocessing_starts_imports_from_the_current_folder(tmp_path):
+    here = tmp_path / "here"
+    here.mkdir()
+    (here / "multiprocessing.py").write_text("print('false')")
+    (tmp_path / "main.py").write_text(STARTS_ALL)
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONSAFEPATH"}
+    environment["PYTHONPATH"] = python_child("-c", "")["env"]["PYTHONPATH"]
+    command = [sys.executable, tmp_path / "main.py"]
+    ran = subprocess.run(command, cwd=here, env=environment, capture_output=True, text=True, timeout=60)
+    assert (ran.stdout, ran.stderr) == ("forkserver\nspawn\n", "")
