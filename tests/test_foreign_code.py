@@ -47,12 +47,14 @@ def test_the_reader_of_calls_sees_what_it_must():
 
 # Programs that are no Python of ours: each is named by the command line, or is another program.
 OTHER_PROGRAMS = {"mmtrain/data/shards/shard_list.py": 1}
-STARTS = r"subprocess\.(run|Popen|call|check_call|check_output|getoutput|getstatusoutput)|os\.(system|popen|posix_spawn\w*|exec\w+|spawn\w+)"
+STARTS = r"subprocess\.(run|Popen|call|check_call|\w+output)|os\.(system|popen|posix_spawn\w*|exec\w+|spawn\w+)"
 OWN = "mmtrain/runtime/child.py"
 
 
 def unshielded(text: str) -> Iterator[str]:
     """Starts of interpreters that could import from the current folder."""
+    if not re.search(r"subprocess|multiprocessing|executable|\bos\.(system|popen|posix_spawn|exec|spawn)", text):
+        return
     tree = ast.parse(text)
     shielded = "shield_multiprocessing()" in text
     made = {ast.unparse(node.targets[0]) for node in ast.walk(tree) if _makes_child(node)}
@@ -64,8 +66,8 @@ def unshielded(text: str) -> Iterator[str]:
             given = [ast.unparse(keyword.value) for keyword in node.keywords if keyword.arg is None]
             if not any(one.startswith("python_child(") or one in made for one in given):
                 yield f"line {node.lineno}: {name} without python_child"
-        if isinstance(node, ast.Attribute) and ast.unparse(node) in ("sys.executable", "sys._base_executable"):
-            yield f"line {node.lineno}: {ast.unparse(node)}"
+        if isinstance(node, ast.Attribute) and node.attr in ("executable", "_base_executable"):
+            yield f"line {node.lineno}: {node.attr}"
         if isinstance(node, ast.Constant) and node.value in ("spawn", "forkserver") and not shielded:
             yield f"line {node.lineno}: {node.value} without shield_multiprocessing"
         if name.endswith("forkserver.ensure_running") and not shielded:
@@ -73,6 +75,7 @@ def unshielded(text: str) -> Iterator[str]:
 
 
 def _makes_child(node: ast.AST) -> bool:
+    """Whether a node is `NAME = python_child(...)`."""
     return isinstance(node, ast.Assign) and ast.unparse(node.value).startswith("python_child(")
 
 

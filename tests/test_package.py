@@ -86,3 +86,13 @@ def test_a_folder_called_mmtrain_hides_nothing_of_what_setup_installed(tmp_path)
     command = [sys.executable, "-m", "mmtrain", "plan", "--help"]
     ran = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60)
     assert ran.returncode == 0, ran.stderr
+
+
+def test_the_image_is_made_of_what_its_dockerfile_copies_and_no_command_gives_it_the_hubs_token():
+    dockerfile = (ROOT / "scripts" / "Dockerfile").read_text()
+    copied = {name for line in re.findall(r"(?m)^COPY (.+) \S+$", dockerfile) for name in line.split()}
+    first, *others = [line for line in (ROOT / ".dockerignore").read_text().splitlines() if line[:1] != "#"]
+    assert first == "*" and {line[1:] for line in others if line[0] == "!"} == copied
+    assert "**/.*" in others[len(copied) :]  # after what is let in: .env, .git
+    mounted = re.findall(r"-v (\S+):\S+", dockerfile)
+    assert mounted == ['"$PWD"', "~/.cache/huggingface/hub"]

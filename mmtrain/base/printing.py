@@ -146,8 +146,11 @@ def print_note(*messages: str) -> None:
 
 
 def show_error(error: object, stream: TextIO | None = None) -> None:
-    """Print what went wrong, an exception or its message, to stderr or `stream`."""
-    print_info(f"error: {error}", stream=stream or sys.stderr)
+    """Print what went wrong, an exception or its message, to stderr or `stream`.
+
+    A sentence that ends with another error's text has one full stop.
+    """
+    print_info(re.sub(r"(?<=[\w)\]'])\.\.(?= )", ".", f"error: {error}"), stream=stream or sys.stderr)
 
 
 class _Shown(logging.Handler):

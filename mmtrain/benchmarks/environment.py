@@ -12,7 +12,7 @@ import site
 import subprocess
 import sys
 import venv
-from importlib.metadata import distributions, version
+from importlib.metadata import version
 from pathlib import Path
 
 from mmtrain.base.cache import cache_folder
@@ -30,7 +30,7 @@ def lmms_python() -> Path:
     """Return the interpreter of lmms-eval's environment, made once, in the cache. Raises UserError where pip fails."""
     here = [*site.getsitepackages(), *([site.getusersitepackages()] if site.ENABLE_USER_SITE else [])]
     key = hashlib.sha256(repr((LMMS_EVAL, PINS.read_text(), sys.version, here)).encode()).hexdigest()[:20]
-    folder = cache_folder("lmms-eval").absolute() / key
+    folder = cache_folder("lmms-eval") / key
     python, complete = folder / "bin" / "python", folder / "complete"
     folder.parent.mkdir(parents=True, exist_ok=True)
     with held(folder.with_name(f".{key}.lock"), wait=True):
@@ -45,8 +45,7 @@ def lmms_python() -> Path:
             if subprocess.run(**python_child(*pip, interpreter=python)).returncode:
                 raise UserError(f"pip cannot install {LMMS_EVAL} into {folder}, as it says above. It needs a network")
             # pip's own settings can make it install nothing, or elsewhere (PIP_TARGET)
-            installed = distributions(name="lmms_eval", path=[str(packages), *here])
-            if not any(one.version == VERSION for one in installed):
+            if not any(Path(path, f"lmms_eval-{VERSION}.dist-info").exists() for path in (packages, *here)):
                 raise UserError(f"pip has not put {LMMS_EVAL} into {folder}. See pip's settings: pip config list")
             complete.touch()
     return python

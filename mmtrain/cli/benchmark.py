@@ -73,7 +73,7 @@ def run(options: argparse.Namespace) -> None:
     python = lmms_python()
     with ByteBars(sys.stdout) as progress, tempfile.TemporaryDirectory(prefix="mmtrain-benchmark-") as questions:
         request: dict[str, Any] = {name: getattr(options, name) for name in ("tasks", "limit", "batch_size")}
-        request |= {"folder": str(stock_folder(str(checkpoint.path), progress.show).absolute()), "questions": questions}
+        request |= {"folder": str(stock_folder(str(checkpoint.path), progress.show)), "questions": questions}
         if HELD_OUT in options.tasks:
             request["longest"] = write_questions(checkpoint.config, Path(questions))
         file = Path(questions) / "request.json"

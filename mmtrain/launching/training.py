@@ -258,7 +258,7 @@ def _leave_page(folder: Path) -> None:
         print_info(f"report: {write_page([folder], folder / REPORT)}")
     except Exception as error:
         print_note(
-            f"the run's page was not made: {escape(str(error) or repr(error))}. mmtrain report {folder} makes it"
+            f"the run's page was not made; mmtrain report {folder} makes it: {escape(str(error) or repr(error))}"
         )
 
 

@@ -19,7 +19,16 @@ from archives import conversation, picture, write_tar
 from conftest import TOOLS
 
 from mmtrain.__main__ import main
-from mmtrain.base.printing import escape, escape_lines, message, print_info, print_table, run_command, table_lines
+from mmtrain.base.printing import (
+    escape,
+    escape_lines,
+    message,
+    print_info,
+    print_table,
+    run_command,
+    show_error,
+    table_lines,
+)
 from mmtrain.data.samples.records import REASONS, reason_lines
 
 ROOT = TOOLS.parent
@@ -53,6 +62,13 @@ def test_a_part_of_a_message_is_one_short_line():
 
 def test_a_line_break_within_a_message_begins_no_message():
     assert message(f"x\n{FORGED}\n    more\n") == f"x\n  {FORGED}\n    more\n"
+
+
+def test_an_error_within_an_error_ends_with_one_full_stop(capsys):
+    for text in ("run: no space. Choose --out FILE.. Use hf", "a.. b: ../c.. and ... d. Set e.", "'x.'.. Use y"):
+        show_error(text)
+    said = ["run: no space. Choose --out FILE. Use hf", "a. b: ../c. and ... d. Set e.", "'x.'. Use y"]
+    assert capsys.readouterr().err.splitlines() == [f"error: {text}" for text in said]
 
 
 def test_a_table_fits_80_columns_keeps_numbers_whole_and_obeys_no_text_of_a_cell():

@@ -314,7 +314,7 @@ def test_a_disk_too_full_for_a_checkpoint_keeps_the_one_before_and_with_more_roo
         assert [record["step"] for record in failed] == [saved[-1] + 4, saved[-1] + 8, saved[-1] + 12]
         assert "No space left" in failed[0]["error"] and f"not saved: {failed[0]['error']}" in ended.stdout
         no_page, _, error = ended.stderr.partition("\n")
-        assert no_page.startswith("the run's page was not made: ") and "No space left" in no_page
+        assert no_page.startswith("the run's page was not made; ") and "No space left" in no_page
         assert error.startswith("error: 3 saves in a row have failed: ")
         assert (
             "No space left" in ended.stderr

@@ -14,6 +14,7 @@ import re
 import sys
 import warnings
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,6 @@ from huggingface_hub.utils import disable_progress_bars
 from huggingface_hub.utils.logging import set_verbosity_error
 
 import mmtrain
-from mmtrain.base.durable import write_whole
 from mmtrain.base.errors import UserError
 from mmtrain.base.printing import escape
 from mmtrain.base.progress import ByteBars
@@ -33,18 +33,16 @@ from mmtrain.models.facts.model_files import HUB_ID, find_model_folder, foreign_
 # Files of a model that are downloaded: none that runs, no pickles. Their names reach the terminal, and become paths.
 FILE = re.compile(r"(\w[\w.-]*/)*(\w[\w.-]*\.(safetensors|json|jinja|txt)|tokenizer\.model)|README\.md", re.ASCII)
 MOST_FILES = 2000  # of a model; the largest have a few hundred
-COMMIT = re.compile("[0-9a-f]{40}")
 # X-Repo-Commit and the ETag, either of which may be absent: huggingface_hub makes paths of them.
 HEADERS = re.compile('([0-9a-f]{40})? ((W/)?"?[0-9a-f]{40}([0-9a-f]{24})?"?)?')
 
 
+@dataclass
 class _Answers:
     """Checks the answers of a hub: headers that become paths, and how much is sent."""
 
+    what: str
     show: Any = None  # a function of (bytes received, size): progress of the file that is being downloaded
-
-    def __init__(self, what: str) -> None:
-        self.what = what
 
     def need(self, is_right: object, seen: str) -> None:
         if not is_right:
@@ -116,8 +114,8 @@ def _download(hub_id: str, answers: _Answers) -> None:
     """Download the newest commit, file by file: in the threads of snapshot_download, Ctrl-C would go unheard."""
     listed = HfApi().model_info(hub_id)
     commit = str(listed.sha)
-    answers.need(COMMIT.fullmatch(commit), f"names commit {commit}, no 40 hexadecimal digits")
-    files = [file.rfilename for file in listed.siblings or () if FILE.fullmatch(file.rfilename)]
+    answers.need(re.fullmatch("[0-9a-f]{40}", commit), f"names commit {commit}, no 40 hexadecimal digits")
+    files = [file.rfilename for file in listed.siblings if FILE.fullmatch(file.rfilename)]
     answers.need(0 < len(files) <= MOST_FILES, f"lists {len(files):,} files of a model, not 1 to {MOST_FILES:,}")
     with ByteBars(sys.stdout) as bars:
         for file in files:
@@ -125,7 +123,7 @@ def _download(hub_id: str, answers: _Answers) -> None:
             path = hf_hub_download(hub_id, file, revision=commit)
     references = Path(path.partition(f"/snapshots/{commit}/")[0], "refs")
     references.mkdir(exist_ok=True)
-    write_whole(references / "main", commit)
+    (references / "main").write_text(commit)
 
 
 def make_repository(repository: str) -> None:
