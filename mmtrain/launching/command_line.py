@@ -135,7 +135,7 @@ def parse_arguments(arguments: Sequence[str]) -> Options:
     parser.add_argument(
         "--verbose", action="store_true", help="show the plan and all details on the console, which log.txt has anyway"
     )
-    download_help = "download models named by hub id that the cache lacks, by HTTP: safetensors, JSON, templates; no code"
+    download_help = "download models named by hub id that the cache lacks, by HTTP: weights, JSON, templates; no code"
     parser.add_argument("--download", action="store_true", help=download_help)
     parser.add_argument("--nnodes", type=int, metavar="N", help="machines that share the run (default 1)")
     parser.add_argument("--node-rank", type=int, metavar="R", help="which of them this is, from 0")
