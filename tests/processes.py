@@ -23,6 +23,12 @@ def listen_to_ctrl_c() -> None:
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
+def last_given(*words: str | Path) -> list[str | Path]:
+    """Words of a command line without the settings that a later one replaces: no command takes a key twice."""
+    keys = [str(word).partition("=")[0] if "=" in str(word) else object() for word in words]
+    return [word for place, word in enumerate(words) if keys[place] not in keys[place + 1 :]]
+
+
 class Command:
     """A running `python ARGUMENTS` in its own session; everything that it started is killed at the end of the test."""
 

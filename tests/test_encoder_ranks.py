@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 
 import pytest
-from processes import Command, running
+from processes import Command, last_given, running
 from untrained_runs import make_tower
 
 from mmtrain.base.errors import UserError
@@ -95,7 +95,8 @@ SLICED = (
 
 def training(tiny: Path, folder: Path, *overrides: str) -> AbstractContextManager[Command]:
     """A run with a slice on every rank, started; killed when the block ends."""
-    return running(["-m", "mmtrain.launch", tiny / "config.yaml", f"run.dir={folder}", *SLICED, *overrides], folder)
+    settings = last_given(f"run.dir={folder}", *SLICED, *overrides)
+    return running(["-m", "mmtrain.launch", tiny / "config.yaml", *settings], folder)
 
 
 @pytest.mark.nightly

@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from processes import Command, listeners, ranks_of, running, steps_of, wait_for
+from processes import Command, last_given, listeners, ranks_of, running, steps_of, wait_for
 from ranks import free_port
 from torch.distributed import DistNetworkError
 
@@ -112,7 +112,7 @@ def test_a_plan_of_any_shipped_config_needs_no_torch_and_leaves_nothing_behind(t
 
 
 def started(tiny: Path, folder: Path, *arguments: str) -> tuple[list[str | Path], Path]:
-    command = [*LAUNCH, tiny / "config.yaml", f"run.dir={folder}", *ENDLESS, *arguments]
+    command = [*LAUNCH, tiny / "config.yaml", *last_given(f"run.dir={folder}", *ENDLESS, *arguments)]
     return command, folder / "tiny"
 
 

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from processes import Command, running, wait_for
+from processes import Command, last_given, running, wait_for
 from rank_runs import train
 from small_disk import small_disk
 
@@ -37,7 +37,7 @@ SETTINGS = (
 
 
 def command(tiny: Path, runs: Path, *more: str | Path) -> list[str | Path]:
-    return [tiny / "config.yaml", *SETTINGS, f"run.dir={runs}", *more]
+    return last_given(tiny / "config.yaml", *SETTINGS, f"run.dir={runs}", *more)
 
 
 def run(tiny: Path, runs: Path, *more: str | Path) -> Command:

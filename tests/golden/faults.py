@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from processes import Command, ranks_of, running, steps_of
+from processes import Command, last_given, ranks_of, running, steps_of
 
 LAUNCH = ("-m", "mmtrain.launch")
 TORCHRUN = ("-m", "torch.distributed.run", "--nproc-per-node", "2", *LAUNCH)
@@ -30,7 +30,7 @@ def outcome_of(case: dict[str, Any], tiny: Path, scratch: Path) -> dict[str, Any
     """Run a case in `scratch`. Return exit code, named rank or None, seconds from the fault to the end, and stderr."""
     run = scratch / "runs" / "tiny"
     overrides = [override.format(scratch=scratch) for override in case.get("overrides", ())]
-    arguments = [tiny / "config.yaml", f"run.dir={run.parent}", *ALWAYS, *overrides]
+    arguments = last_given(tiny / "config.yaml", f"run.dir={run.parent}", *ALWAYS, *overrides)
     path = os.pathsep.join([str(INJECTED), os.environ.get("PYTHONPATH", "")])
     with contextlib.ExitStack() as stack:
         stack.enter_context(mock.patch.dict(os.environ, PYTHONPATH=path, INJECTED=case.get("injected", "")))
@@ -119,6 +119,7 @@ def prepare(what: str, tiny: Path, scratch: Path, stack: contextlib.ExitStack) -
 
 
 def train_two_steps(tiny: Path, scratch: Path, *overrides: str) -> None:
-    arguments = (tiny / "config.yaml", f"run.dir={scratch / 'runs'}", *ALWAYS, "train.max_steps=2", *overrides)
+    settings = (f"run.dir={scratch / 'runs'}", *ALWAYS, "train.max_steps=2", *overrides)
+    arguments = last_given(tiny / "config.yaml", *settings)
     with running((*LAUNCH, *arguments), scratch) as command:
         assert command.wait() == 0, command.stderr
