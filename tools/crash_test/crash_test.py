@@ -98,8 +98,10 @@ class Reference:
 
 def crash_test(options: argparse.Namespace) -> int:
     """Run all trials, print a row of each and what they found together; the exit code."""
-    overrides = [*(FULL if options.full else SHORT if options.config == DEMO else ()), *options.overrides]
-    overrides += ["data.ledger=true"]
+    own = FULL if options.full else SHORT if options.config == DEMO else ()
+    given = {word.partition("=")[0] for word in options.overrides}  # a command takes no key twice
+    overrides = [word for word in own if word.partition("=")[0] not in given]
+    overrides += [*options.overrides, "data.ledger=true"]
     load_config(options.config, overrides)  # or say what is wrong with it before anything is made
     # A socket's path, below TMPDIR, must not have more than 107 characters: not in the folder, whose path may be long.
     scratch = Path(tempfile.mkdtemp(prefix="crash-"))
