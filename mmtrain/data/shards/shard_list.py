@@ -34,8 +34,11 @@ PIPE = "pipe:"
 _KINDS = ("", "next-", "text-", "sheet-")
 _RECORD_SUFFIXES = (".json", ".jsonl", ".ndjson", ".csv", ".tsv", ".parquet", ".arrow")  # what `mmtrain shard` reads
 SPLITS = tuple(kind + split for kind in _KINDS for split in ("train", "held-out"))  # of the demo's data
-# What makes them; the cache never outlives it.
-_DEMO_SOURCES = ("data/prepare/sharding.py", *(f"demo/{name}.py" for name in ("data", "pictures", "scene", "text")))
+# What makes them and their indexes; the cache never outlives it.
+_DEMO_SOURCES = (
+    *("data/prepare/sharding.py", "data/shards/index.py"),
+    *(f"demo/{name}.py" for name in ("data", "pictures", "scene", "text")),
+)
 
 # Limits of one pattern: braceexpand would take all memory for {0..999999}{0..999999}.
 MAX_NAMES = 1_000_000  # shards of 100 MB: 100 TB
