@@ -25,7 +25,7 @@ from mmtrain.data.samples.chat import PROBE, ChatText, Span, Turns, any_of
 from mmtrain.data.samples.formats import LLAVA, SampleFormat
 from mmtrain.data.samples.records import IMAGE_MARK, BadSample
 from mmtrain.data.samples.sample import IGNORE, IMAGE_POSITION, Document, Sample, without_images
-from mmtrain.models.facts.model_files import foreign_files, model_folder
+from mmtrain.models.facts.model_files import foreign_files, model_folder, read_json
 from mmtrain.models.facts.tokenizer_files import missing_marks, panics_told, text_fingerprint, tokenizer_files
 from mmtrain.models.layouts.layout import ImageLayout, Tiling, UnfitImage
 from mmtrain.models.layouts.square import ONE_SQUARE
@@ -378,6 +378,8 @@ class TextCounter:
 def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
     """Return the tokenizer in an LLM's folder; raises UserError where there is none that can be read."""
     folder = model_folder(path)
-    tokenizer_files(folder)  # refuses one that is too large
+    settings = folder / "tokenizer_config.json"
+    if settings in tokenizer_files(folder):  # which refuses a file that is too large
+        read_json(settings)  # which refuses numbers that no tokenizer has
     with panics_told(path), foreign_files(f"{path}: the tokenizer in {folder}"):
         return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)

@@ -31,16 +31,11 @@ TEXT_RULES_VERSION = 1
 
 
 def tokenizer_files(folder: Path) -> list[Path]:
-    """Return the files of a model's folder that AutoTokenizer may read.
-
-    Raises UserError for one that is too large, and for numbers in tokenizer_config.json that no tokenizer has.
-    """
+    """Return the files of a model's folder that AutoTokenizer may read. Raises UserError for one that is too large."""
     files = sorted({file for pattern in READ_BY_TOKENIZERS for file in folder.glob(pattern) if file.is_file()})
     for file in files:
         if file.stat().st_size > MAX_TOKENIZER_BYTES:
             raise UserError(f"{file}: larger than {MAX_TOKENIZER_BYTES:,} bytes, too large for a tokenizer")
-    if (settings := folder / "tokenizer_config.json") in files:
-        read_json(settings)
     return files
 
 

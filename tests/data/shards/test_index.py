@@ -329,7 +329,7 @@ def test_a_folder_without_tokenizer_is_an_error(tmp_path):
 
 
 def test_a_file_beside_the_tokenizer_that_no_memory_holds_is_an_error_that_names_it(model):
-    (model / "vocab.x").touch()
-    os.truncate(model / "vocab.x", 50 << 30)  # sparse
-    with pytest.raises(UserError, match=r"vocab\.x: larger than 200,000,000 bytes"):
+    (model / "vocab.txt").touch()
+    os.truncate(model / "vocab.txt", 50 << 30)  # sparse
+    with pytest.raises(UserError, match=r"vocab\.txt: larger than 200,000,000 bytes"):
         text_fingerprint(model, "plain")
