@@ -307,7 +307,7 @@ TIMM_FROM_THE_HUB = {"model_type": "timm_backbone", "backbone": "hf-hub:evil/x",
         ("config.json", ["text_config"], {"rope_parameters": {"rope_type": "\x1b[31m"}}, "cannot be used ("),
         ("config.json", [], {"vision_feature_layer": 999}, "cannot be used ("),
         ("config.json", [], {"image_token_index": 10**9}, "of the tokenizer, but config.json says 1000000000"),
-        ("generation_config.json", [], {"eos_token_id": "abc"}, "cannot be used ("),
+        ("generation_config.json", [], {"eos_token_id": "abc"}, "says eos_token_id 'abc', which"),
         ("processor_config.json", ["image_processor"], {"size": {"height": 30_000, "width": 9}}, "from 1 to 4,096"),
     ],
 )
