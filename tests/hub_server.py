@@ -23,7 +23,7 @@ SIZE = 737
 
 @dataclass
 class Attack:
-    """What a hostile hub answers about a repository of `names`, each with SIZE bytes."""
+    """Return a hostile hub's answer about a repository of `names`, each with SIZE bytes."""
 
     names: Iterable[str] = ("config.json",)
     sha: str = COMMIT

@@ -113,7 +113,7 @@ for name in sys.argv[1:]:
 
 @pytest.fixture(scope="module")
 def attacked(hub, tmp_path_factory) -> tuple[dict[str, list[str]], Path]:
-    """What one process printed about each attack, and the folder that its cache is in."""
+    """Return the lines that one process printed about each attack, and the folder of its cache."""
     folder = tmp_path_factory.mktemp("attacked")
     hub.attacks = {f"my-org/{name}": attack for name, attack in ATTACKS.items()}
     own = {"HF_ENDPOINT": hub.address, "HF_HOME": str(folder / "hf")}

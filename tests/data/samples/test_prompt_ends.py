@@ -1,4 +1,4 @@
-"""Where a prompt's text and its answer's meet: tokens that no generation sees are never trained on.
+"""Borders of prompts and answers: training never learns tokens that generation does not see there.
 
 The reference is what a stock tokenizer makes of each prompt alone, as `apply_chat_template` writes it.
 """
