@@ -1,7 +1,8 @@
-"""Convert a model folder's pickled weights (pytorch_model*.bin) to safetensors, once.
+"""Convert a model's pickled weights (pytorch_model*.bin) or GGUF file to safetensors, once.
 
-mmtrain reads tensor by tensor, which pickles do not allow. Values stay the same and are read back for comparison.
-Memory holds one shard, twice. No code in a pickle is run, and the originals are left alone.
+mmtrain reads tensor by tensor, which pickles and GGUF do not allow. Pickled values stay the same and are read back for
+comparison; memory holds one shard, twice. A GGUF file is read by transformers, and its values are stored as bfloat16;
+memory holds the whole model. No code in a file is run, and the originals are left alone.
 """
 
 from __future__ import annotations
@@ -13,9 +14,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from mmtrain.base.arguments import command_parser
-from mmtrain.base.durable import whole_file, write_whole
+from mmtrain.base.durable import whole_file, whole_folder, write_whole
 from mmtrain.base.errors import UserError
-from mmtrain.base.printing import print_result
+from mmtrain.base.printing import first_few, print_result
 from mmtrain.exporting.tensors import DTYPES, INDEX, in_memory, write_tensors
 from mmtrain.models.facts.model_files import model_folder, read_weight_map
 from mmtrain.models.weights.files import read_pickled
@@ -25,8 +26,13 @@ EXAMPLES = """\
     mmtrain convert ~/models/vicuna-7b-v1.5
   from the local Hugging Face cache (hf download ID) into a new folder, with config and tokenizer:
     mmtrain convert lmsys/vicuna-7b-v1.5 --out ~/models/vicuna-7b-v1.5
+  a file of llama.cpp into a new folder, with config and tokenizer (needs pip install 'mmtrain[gguf]'):
+    mmtrain convert SmolLM2-135M-Instruct.Q4_1.gguf --out models/smollm2
 """
 SINGLE = "model.safetensors"
+GGUF = ".gguf"
+# Keys of a GGUF file that transformers leaves to the shapes of the tensors.
+SHAPE_KEYS = {"vocab_size", "attention.key_length", "attention.value_length"}
 WEIGHT_SUFFIXES = {".bin", ".safetensors", ".pt", ".pth", ".h5", ".msgpack", ".ot", ".onnx", ".gguf"}
 
 
@@ -77,15 +83,66 @@ def convert(folder: Path, out: Path) -> None:
         write_whole(out / INDEX, json.dumps(index, indent=2) + "\n")
 
 
+def unread_settings(file: Path) -> list[str]:
+    """Return a GGUF file's settings and tensors that transformers ignores, though the model computes with them."""
+    from gguf import GGUFReader
+    from transformers.modeling_gguf_pytorch_utils import GGUF_TO_TRANSFORMERS_MAPPING
+
+    reader = GGUFReader(file)
+    architecture = str(reader.fields["general.architecture"].contents())
+    names = GGUF_TO_TRANSFORMERS_MAPPING["config"]
+    read = names.get(architecture.replace("moe", "_moe")) or names.get(architecture.replace("-", "_"))
+    if read is None:
+        raise ValueError(f"transformers does not read GGUF files of the architecture {architecture}")
+    unread = []
+    for name in reader.fields:
+        prefix, _, key = name.partition(".")
+        if prefix == architecture and key not in read.keys() | SHAPE_KEYS:
+            unread.append(name)
+    return unread + [tensor.name for tensor in reader.tensors if tensor.name.startswith("rope_")]
+
+
+def convert_gguf(file: Path, out: Path) -> None:
+    """Write the model of a GGUF file as the folder `out`, weights in bfloat16; raises UserError."""
+    try:
+        import gguf  # noqa: F401
+    except ImportError:
+        raise UserError(f"{file}: needs gguf, which is not installed. Run pip install 'mmtrain[gguf]'") from None
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+
+    source = {"pretrained_model_name_or_path": file.parent, "gguf_file": file.name, "trust_remote_code": False}
+    try:
+        unread = unread_settings(file)
+        if unread:
+            raise ValueError(f"transformers ignores its {first_few(unread, 3)} and would compute otherwise")
+        tokenizer = AutoTokenizer.from_pretrained(**source)
+        unpack = {"quantization_config": GgufConfig(dequantize=True), "dtype": torch.bfloat16}
+        model, found = AutoModelForCausalLM.from_pretrained(**source, **unpack, output_loading_info=True)
+        if found["missing_keys"]:
+            raise ValueError(f"it lacks {first_few(sorted(found['missing_keys']), 3)}")
+    except (ValueError, KeyError, IndexError, TypeError, RuntimeError, OSError) as error:
+        raise UserError(f"{file}: cannot be converted: {error}. Use the publisher's safetensors") from error
+    with whole_folder(out) as unfinished:
+        model.save_pretrained(unfinished)
+        tokenizer.save_pretrained(unfinished)
+
+
 def run(options: argparse.Namespace) -> None:
-    folder = model_folder(options.model)
-    out = folder if options.out is None else options.out.expanduser()
-    convert(folder, out)
+    if options.model.endswith(GGUF):
+        if options.out is None:
+            raise UserError(f"{options.model}: name a new folder for weights, config and tokenizer: --out FOLDER")
+        out = options.out.expanduser()
+        convert_gguf(Path(options.model).expanduser(), out)
+    else:
+        folder = model_folder(options.model)
+        out = folder if options.out is None else options.out.expanduser()
+        convert(folder, out)
     print_result(f"{out}: ready; use it as model.llm.path")
 
 
 def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     parser = command_parser("convert", __doc__, EXAMPLES)
-    parser.add_argument("model", help="model folder, or cached hub id")
+    parser.add_argument("model", help="model folder, cached hub id, or FILE.gguf")
     parser.add_argument("--out", type=Path, help="new folder for weights, config and tokenizer (default: in place)")
     return parser.parse_args(arguments)

@@ -1,12 +1,13 @@
-"""mmtrain convert: pickled checkpoints become safetensors with the same values, or are refused untouched."""
+"""mmtrain convert: pickled checkpoints and GGUF files become safetensors, or are refused untouched."""
 
 import json
 from pathlib import Path
 
+import gguf
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, LlamaConfig
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Qwen2Config
 
 from mmtrain.__main__ import main
 from mmtrain.models.modules.language import load_decoder_layers
@@ -126,3 +127,77 @@ def test_missing_files_are_named(tmp_path, capsys):
     save_pickled(tmp_path, 2)
     (tmp_path / "pytorch_model-00002-of-00002.bin").unlink()
     assert "pytorch_model-00002-of-00002.bin" in refused(capsys, tmp_path)
+
+
+TOKENS = ["<end>", *"abcdefgh", "ab", *(f"token {i}" for i in range(118))]  # as many as a tiny model has
+GGUF_NAMES = {
+    "model.embed_tokens": "token_embd",
+    "model.norm": "output_norm",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+    "post_attention_layernorm": "ffn_norm",
+    "input_layernorm": "attn_norm",
+    "model.layers": "blk",
+    "lm_head": "output",
+}
+
+
+def save_gguf(file: Path, *, leave_out: str | None = None, **settings: float) -> dict[str, torch.Tensor]:
+    """Write a Qwen2 as llama.cpp does, with further settings; returns its tensors by transformers' names."""
+    model = tiny_model(Qwen2Config(num_hidden_layers=2), seed=0)
+    config = model.config
+    writer = gguf.GGUFWriter(file, "qwen2")
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_context_length(128)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_rope_freq_base(10000.0)
+    for key, value in settings.items():
+        writer.add_float32(f"qwen2.{key.replace('__', '.')}", value)
+    writer.add_tokenizer_model("gpt2")
+    writer.add_token_list(TOKENS)
+    writer.add_token_merges(["a b"])
+    writer.add_eos_token_id(0)
+    tensors = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    for name, tensor in tensors.items():
+        if name == leave_out:
+            continue
+        for theirs, llama_cpp in GGUF_NAMES.items():
+            name = name.replace(theirs, llama_cpp)
+        writer.add_tensor(name, tensor.numpy())
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return tensors
+
+
+def test_a_gguf_file_becomes_a_folder_with_weights_in_bfloat16_and_a_tokenizer(tmp_path):
+    expected = save_gguf(tmp_path / "tiny.gguf")
+    assert main(["convert", str(tmp_path / "tiny.gguf"), "--out", str(tmp_path / "out")]) == 0
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out").state_dict()
+    assert loaded.keys() == expected.keys()
+    assert all(torch.equal(loaded[name], tensor.bfloat16()) for name, tensor in expected.items())
+    assert AutoTokenizer.from_pretrained(tmp_path / "out").encode("abc") == [9, 3]
+
+
+def test_a_gguf_file_that_transformers_would_misread_or_not_read_is_refused(tmp_path, capsys):
+    scaled, half, out = tmp_path / "scaled.gguf", tmp_path / "half.gguf", tmp_path / "out"
+    save_gguf(scaled, rope__scaling__factor=4.0)
+    assert "transformers ignores its qwen2.rope.scaling.factor" in refused(capsys, scaled, "--out", out)
+    half.write_bytes(scaled.read_bytes()[:4000])
+    assert "half.gguf: cannot be converted" in refused(capsys, half, "--out", out)
+    half.write_bytes(b"no GGUF")
+    assert "half.gguf: cannot be converted" in refused(capsys, half, "--out", out)
+    save_gguf(half, leave_out="model.layers.1.mlp.up_proj.weight")
+    assert "lacks model.layers.1.mlp.up_proj.weight" in refused(capsys, half, "--out", out)
+    assert "name a new folder" in refused(capsys, scaled)
+    assert not out.exists()
