@@ -22,8 +22,9 @@ from mmtrain.launching.machine import (
     plan_for_here,
     rank_of_torchrun,
     refuse_other_starters,
-    refuse_unusable_shared_memory,
+    refuse_unusable_loopback,
     suggest_for_here,
+    try_shared_memory,
 )
 from mmtrain.launching.training import calibrate, ranks_of_node, train, train_as_rank
 from mmtrain.models.facts.model_files import find_model_folder
@@ -65,7 +66,8 @@ def run(options: Options) -> int:
         if rank is None and options.nnodes == 1:
             refuse_other_starters()
         allow_open_files()
-        refuse_unusable_shared_memory()
+        refuse_unusable_loopback()
+        try_shared_memory()
         if options.calibrate:
             if options.nnodes != 1 or rank is not None:
                 raise UserError(

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -72,11 +73,53 @@ def test_too_few_open_files_are_refused(tiny, tmp_path):
     assert said.startswith("error: ") and said.endswith("Too many open files\n")
 
 
+def in_namespace(*words: str) -> tuple[str, ...]:
+    """The beginning of a command that runs in namespaces of its own; skips the test where that is not allowed."""
+    command = ("unshare", *words)
+    if subprocess.run([*command, "true"], capture_output=True).returncode:
+        pytest.skip("namespaces of one's own take root's rights")
+    return command
+
+
+def with_shared_memory(options: str, *after: str) -> tuple[str, ...]:
+    """The beginning of a command for which /dev/shm is a tmpfs of these options; `after` it is mounted."""
+    script = " && ".join((f"mount -t tmpfs -o {options} tmpfs /dev/shm", *after, 'exec "$@"'))
+    return in_namespace("--mount", "sh", "-c", script, "sh")
+
+
+FILLED = ("size=64k", "head -c 65536 /dev/zero > /dev/shm/left_over")
+
+
 def test_shared_memory_that_cannot_be_written_is_refused(tiny, tmp_path):
-    mount = ("unshare", "--mount", "sh", "-c", 'mount -t tmpfs -o ro tmpfs /dev/shm && exec "$@"', "sh")
-    if subprocess.run([*mount, "true"], capture_output=True).returncode:
-        pytest.skip("mounting takes root's rights")
+    mount = with_shared_memory("ro")
     assert refused(tiny, tmp_path, *mount).startswith("error: /dev/shm cannot be used (Read-only file system)")
+
+
+def test_full_shared_memory_is_named_by_the_workers_of_a_command_and_not_its_output(tiny, tmp_path):
+    record = {"id": "a", "conversations": [{"from": "human", "value": "What?"}, {"from": "gpt", "value": "That."}]}
+    (tmp_path / "a.json").write_text(json.dumps([record]))
+    shard = ("shard", "--json", tmp_path / "a.json", "--images", tiny, "--out", tmp_path / "shards", "--workers", "2")
+    command = [*with_shared_memory(*FILLED), sys.executable, "-m", "mmtrain", *shard]
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert (ran.returncode, ran.stderr.count("\n")) == (2, 1), ran.stderr
+    assert ran.stderr.startswith("error: /dev/shm cannot be used (No space left on device): make room there")
+
+
+@pytest.mark.nightly
+def test_full_shared_memory_is_named_by_a_rank_whose_data_workers_need_more_than_its_launcher(tiny, tmp_path):
+    command = [*with_shared_memory("size=64k"), sys.executable, *LAUNCH, tiny / "config.yaml"]
+    ran = subprocess.run(
+        [*command, f"run.dir={tmp_path}", "data.workers=8", "parallel.pipeline=1"], capture_output=True, text=True
+    )
+    assert (ran.returncode, ran.stderr.count("\n")) == (2, 1), ran.stderr
+    assert ran.stderr.startswith("error: /dev/shm cannot be used (No space left on device)")
+
+
+def test_a_loopback_interface_that_is_down_is_refused_in_seconds(tiny, tmp_path):
+    apart = in_namespace("--net")
+    began = time.monotonic()
+    assert refused(tiny, tmp_path, *apart).startswith("error: 127.0.0.1 cannot be reached (Network is unreachable)")
+    assert time.monotonic() - began < 30  # a store that waits does so for parallel.timeout_seconds, 600
 
 
 def test_a_user_without_a_home_is_told_what_to_set(monkeypatch):

@@ -22,6 +22,7 @@ from typing import Any, TextIO
 
 from mmtrain.base.console_stream import output_without_waiting, prepare_standard_streams
 from mmtrain.base.errors import UserError
+from mmtrain.base.shared_memory import naming_shared_memory
 
 COLUMNS = 80  # where output is no terminal
 NO_HOME = "Could not determine home directory."  # what pathlib says
@@ -202,7 +203,8 @@ def run_command(
     silence_libraries()
     with logs_shown(logs), contextlib.nullcontext() if waits else output_without_waiting():
         try:
-            return command() or 0
+            with naming_shared_memory():
+                return command() or 0
         except UserError as error:
             show_error(error)
             return 2

@@ -23,6 +23,7 @@ from typing import Literal
 
 from mmtrain.base.durable import write_whole
 from mmtrain.base.errors import UserError
+from mmtrain.base.shared_memory import naming_shared_memory
 from mmtrain.runtime.child import die_with_parent, python_child
 
 CHILD = "from mmtrain.doctor.check import main; main()"
@@ -99,7 +100,8 @@ def main() -> None:
     die_with_parent()
     function, folder, result = sys.argv[1:]
     try:
-        outcome = Outcome("ok", pkgutil.resolve_name(function)(Path(folder)))
+        with naming_shared_memory():
+            outcome = Outcome("ok", pkgutil.resolve_name(function)(Path(folder)))
     except SkippedError as reason:
         outcome = Outcome("skipped", str(reason))
     except FailedError as error:

@@ -13,6 +13,7 @@ from typing import Any
 
 from mmtrain.base.errors import UserError
 from mmtrain.base.printing import bytes_text
+from mmtrain.base.shared_memory import REMEDY
 from mmtrain.config.load import DEMO, load_config
 from mmtrain.doctor.check import FailedError, SkippedError
 from mmtrain.launching.machine import TORCHRUN_VARIABLES, free_host_memory
@@ -70,7 +71,7 @@ def memory(folder: Path) -> str:
     for place, free, needed, remedy in (
         *((f"GPU {n}", gpu.free_bytes, MOSTLY_FREE * gpu.total_bytes, choose) for n, gpu in enumerate(gpus)),
         ("host", free_host_memory(), HOST_BYTES_A_RANK * max(1, len(gpus)), "end other programs, or give the job more"),
-        (SHARED_MEMORY, shared, SHARED_MEMORY_BYTES, "docker run --shm-size=8g; or mount -o remount,size=8G /dev/shm"),
+        (SHARED_MEMORY, shared, SHARED_MEMORY_BYTES, REMEDY),
     ):
         texts.append(f"{place}: {bytes_text(free)} free")
         if free < needed:

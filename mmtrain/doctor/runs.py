@@ -7,6 +7,8 @@ import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 
+from mmtrain.api.run import WRONG_INPUT
+from mmtrain.base.errors import UserError
 from mmtrain.base.json_lines import recorded
 from mmtrain.checkpoint.run_folder import METRICS
 from mmtrain.config.load import DEMO
@@ -82,6 +84,8 @@ def run_demo(folder: Path, name: str, *overrides: str) -> Path:
         print(launched.stderr)
         if launched.returncode != 0:
             message = launched.stderr.strip().removeprefix("error: ")
+            if launched.returncode == WRONG_INPUT:  # and the message says what to do
+                raise UserError(message)
             raise FailedError(f"the demo ended with exit code {launched.returncode}: {message}", COMPARE)
     return run
 

@@ -8,6 +8,7 @@ import multiprocessing
 import os
 import re
 import resource
+import socket
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ from mmtrain.runtime.gpus import Gpu, usable_cores, visible_gpus
 from mmtrain.runtime.job import Job
 
 WANTED_OPEN_FILES = 4096  # connections, pipes and shards of a process
+LOOPBACK, SECONDS_TO_CONNECT = "127.0.0.1", 5.0
 CGROUP = Path("/sys/fs/cgroup")
 RANK_MODULES = ("torch._dynamo", "mmtrain.training.loop")  # the first AdamW imports _dynamo: 2 s in every rank
 TORCHRUN_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -146,15 +148,21 @@ def allow_open_files() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (reachable, hard))
 
 
-def refuse_unusable_shared_memory() -> None:
-    """Raise UserError where processes cannot share semaphores, which torch and data workers need."""
+def refuse_unusable_loopback() -> None:
+    """Raise UserError where 127.0.0.1 cannot be reached: ranks of one machine meet there, and would wait in vain."""
     try:
-        multiprocessing.get_context("fork").Lock()
+        with socket.create_server((LOOPBACK, 0)) as server:
+            socket.create_connection(server.getsockname(), SECONDS_TO_CONNECT).close()
     except OSError as error:
         raise UserError(
-            f"/dev/shm cannot be used ({error.strerror}): mount a tmpfs there that can be written, in a container with "
-            "--ipc=host or --shm-size=8g"
+            f"{LOOPBACK} cannot be reached ({error.strerror or error}), and the ranks of a machine meet there. Bring "
+            "the loopback interface up: ip link set lo up"
         ) from error
+
+
+def try_shared_memory() -> None:
+    """Make a semaphore, as torch and data workers do. Raises OSError, which `naming_shared_memory` explains."""
+    multiprocessing.get_context("fork").Lock()
 
 
 def rank_of_torchrun() -> int | None:

@@ -23,6 +23,7 @@ from typing import Literal, Self
 
 from mmtrain.base.durable import write_whole
 from mmtrain.base.errors import UserError
+from mmtrain.base.shared_memory import IS_FULL
 from mmtrain.runtime.job import Job
 
 PACKAGE = str(Path(__file__).parents[1])
@@ -39,8 +40,10 @@ LOST_PEER = re.compile(
 )
 NCCL_LACKS_ROOM = re.compile(r"Error.*/dev/shm/nccl-.*")  # NCCL's src/os/linux.cc
 DEAD_WORKER = re.compile(r"DataLoader worker \(pid (\d+)\) is killed by signal: ([\w ]+)")  # by strsignal's name
-OUT_OF_MEMORY = "if nobody killed it, the machine ran out of memory: see dmesg"
-SHARED_MEMORY_IS_FULL = "/dev/shm may be full: see df -h /dev/shm, or start the container with --shm-size=8g"
+WHY_KILLED = {  # by signal
+    signal.SIGKILL: "if nobody killed it, the machine ran out of memory: see dmesg",
+    signal.SIGBUS: IS_FULL,
+}
 # A rank that has waited too long for another one aborts in C++: "[rank3]:[E1218 20:27:21 ProcessGroupNCCL.cpp] ...",
 # with the words of ProcessGroupNCCL or those of ProcessGroupNCCL2.
 WATCHDOG = re.compile(rb"\[rank(\d+)\]:.*(Watchdog caught collective operation timeout.*|Operation timed out after.*)")
@@ -168,8 +171,8 @@ def _ended_by_watchdog(log: Path, begin: int) -> dict[int, str]:
 def _end(exit_code: int) -> str:
     if exit_code >= 0:
         return f"ended with exit code {exit_code}"
-    name = signal.Signals(-exit_code).name
-    return f"was killed by {name}{f' ({OUT_OF_MEMORY})' if exit_code == -signal.SIGKILL else ''}"
+    why = WHY_KILLED.get(-exit_code)
+    return f"was killed by {signal.Signals(-exit_code).name}" + (f" ({why})" if why else "")
 
 
 def _kind_and_cause(error: BaseException) -> tuple[Literal["user", "peer", "error"], str]:
@@ -180,7 +183,7 @@ def _kind_and_cause(error: BaseException) -> tuple[Literal["user", "peer", "erro
         seen = f"{error.filename or 'a file'} cannot be written: {error.strerror}"
         return "user", f"{seen}; {CANNOT_GROW[error.errno]}, and start again: a run resumes from its newest checkpoint"
     if isinstance(error, RuntimeError) and (lacks_room := NCCL_LACKS_ROOM.search(text)):
-        return "user", f"{lacks_room[0]}; {SHARED_MEMORY_IS_FULL}"
+        return "user", f"{lacks_room[0]}; {IS_FULL}"
     # Where torch notices the worker's end in another way, the message that names the signal is that of the cause.
     if worker := DEAD_WORKER.search(f"{error}\n{error.__cause__ or error.__context__}"):
         return "error", _dead_worker(int(worker[1]), worker[2])
@@ -195,5 +198,5 @@ def _kind_and_cause(error: BaseException) -> tuple[Literal["user", "peer", "erro
 
 def _dead_worker(pid: int, description: str) -> str:
     number = next((number for number in signal.Signals if signal.strsignal(number) == description), None)
-    remedy = {signal.SIGKILL: OUT_OF_MEMORY, signal.SIGBUS: SHARED_MEMORY_IS_FULL}.get(number, "the log may say why")
+    remedy = WHY_KILLED.get(number, "the log may say why")
     return f"its data worker (process {pid}) was killed by {number.name if number else description} ({remedy})"

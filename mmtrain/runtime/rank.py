@@ -22,6 +22,7 @@ import psutil
 
 from mmtrain.base.console_stream import ConsoleStream
 from mmtrain.base.printing import print_info, show_error, show_logs
+from mmtrain.base.shared_memory import naming_shared_memory
 from mmtrain.runtime.child import die_with_parent, leave_out_gpu_kernels, wake_stopped
 from mmtrain.runtime.failures import ErrorRecord, RankProgress
 from mmtrain.runtime.job import Job
@@ -99,7 +100,8 @@ def run_rank(job: Job, records: Path | None = None) -> str | None:
             progress.at(0, "comparing plans with rank 0")
             agree(job.agreement, rank, job.timeout_seconds)
         module, _, function = job.target.partition(":")
-        stopped = getattr(importlib.import_module(module), function)(rank=me, **job.arguments)
+        with naming_shared_memory():
+            stopped = getattr(importlib.import_module(module), function)(rank=me, **job.arguments)
         if stopped is not None and not records:
             me.print_info(f"{stopped}. {job.how_to_resume}")
     except BaseException as error:  # this is the process's outermost frame: nothing above could report it

@@ -13,7 +13,8 @@ from torch.distributed import DistBackendError, DistNetworkError
 from torch.utils.data import DataLoader, IterableDataset
 
 from mmtrain.base.errors import UserError
-from mmtrain.runtime.failures import ErrorRecord, RankProgress
+from mmtrain.runtime.failures import ErrorRecord, RankProgress, root_cause
+from mmtrain.runtime.job import Job
 
 
 def record_of(error: Exception) -> ErrorRecord:
@@ -118,6 +119,12 @@ def test_a_killed_data_worker_is_named_with_its_signal(number, said):
     record = record_of(caught.value)
     assert record.kind == "error" and said in record.cause
     assert record.cause.startswith("its data worker (process ") and ") was killed by SIG" in record.cause
+
+
+def test_a_rank_that_is_killed_where_its_shared_memory_ends_is_told_where_that_is(tmp_path):
+    job = Job(("stage 0",), tmp_path, threads=1, timeout_seconds=1, target="")
+    failure = root_cause(job, tmp_path, {0: -signal.SIGBUS}, 0)
+    assert failure.message.startswith("rank 0 (stage 0) was killed by SIGBUS (/dev/shm may be full: make room there")
 
 
 @pytest.mark.parametrize(

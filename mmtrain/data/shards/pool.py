@@ -19,6 +19,7 @@ from concurrent.futures.process import BrokenProcessPool
 from typing import Any, TypeVar
 
 from mmtrain.base.errors import UserError
+from mmtrain.base.shared_memory import naming_shared_memory
 from mmtrain.runtime.child import die_with_parent, shield_multiprocessing
 
 SECONDS_BETWEEN_LOOKS = 0.1
@@ -46,8 +47,9 @@ def worker_pool(work: Callable[[Task, Advance], Result], workers: int) -> Iterat
         return
     shield_multiprocessing()
     context = multiprocessing.get_context("spawn" if sys.platform == "darwin" else "fork")
-    stop, through = context.Event(), context.Value("q", 0)
-    pool = ProcessPoolExecutor(workers, context, _begin, (work, os.getpid(), stop, through))
+    with naming_shared_memory():  # here: the caller takes an OSError for one of what it writes
+        stop, through = context.Event(), context.Value("q", 0)
+        pool = ProcessPoolExecutor(workers, context, _begin, (work, os.getpid(), stop, through))
     try:
         pool.submit(int)  # forks all workers: later, they would copy the locks of a progress bar's thread
         yield functools.partial(_run_in_pool, pool, 2 * workers, lambda: through.value)

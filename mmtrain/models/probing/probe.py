@@ -27,6 +27,7 @@ from typing import Any
 from mmtrain.base.cache import cache_folder
 from mmtrain.base.durable import write_whole
 from mmtrain.base.errors import EncoderSliceError, UserError
+from mmtrain.base.shared_memory import naming_shared_memory
 from mmtrain.config.schema import RunConfig
 from mmtrain.models.facts.connectors import run_vision
 from mmtrain.models.facts.encoders import ENCODER_BLOCK
@@ -219,4 +220,5 @@ if __name__ == "__main__":
     die_with_parent()
     leave_out_gpu_kernels()
     measure = {"llm": _measure_llm, "encoder": _measure_encoder}[sys.argv[1]]
-    print("\ndifferences", *measure(*sys.argv[2:]))
+    with naming_shared_memory():
+        print("\ndifferences", *measure(*sys.argv[2:]))
