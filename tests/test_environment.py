@@ -16,6 +16,7 @@ from mmtrain.__main__ import main
 from mmtrain.base.cache import cache_folder
 from mmtrain.base.errors import UserError
 from mmtrain.models.facts.model_files import hub_cache
+from mmtrain.runtime.gpus import usable_cores
 
 LAUNCH = ("-m", "mmtrain.launch")
 ONLY_ON_LINUX = (
@@ -120,6 +121,20 @@ def test_a_loopback_interface_that_is_down_is_refused_in_seconds(tiny, tmp_path)
     began = time.monotonic()
     assert refused(tiny, tmp_path, *apart).startswith("error: 127.0.0.1 cannot be reached (Network is unreachable)")
     assert time.monotonic() - began < 30  # a store that waits does so for parallel.timeout_seconds, 600
+
+
+@pytest.mark.nightly
+def test_a_run_has_the_threads_that_its_user_asks_for_and_resumes_with_as_many(tiny, tmp_path):
+    if usable_cores() < 2:
+        pytest.skip("a rank's share of the cores is one thread in any case")
+    settings = (f"run.dir={tmp_path}", "parallel.pipeline=1")
+    environment = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
+    for steps, more in (1, {"OMP_NUM_THREADS": "1"}), (2, {}):
+        command = [*LAUNCH, tiny / "config.yaml", *settings, f"train.max_steps={steps}"]
+        command += ["--allow-change", "train.max_steps"]
+        ran = subprocess.run([sys.executable, *command], capture_output=True, text=True, env=environment | more)
+        assert ran.returncode == 0, ran.stderr
+    assert (tmp_path / "tiny" / "log.txt").read_text().count(", cpu, threads 1\n") == 2
 
 
 def test_a_user_without_a_home_is_told_what_to_set(monkeypatch):

@@ -52,7 +52,8 @@ class ParallelSection(Section):
     """file of measured costs to plan with; null: the cached file for this run on this device, or assumed costs
     without one"""
     threads_per_rank: Free[Annotated[int, Field(ge=1, le=4096)] | None] = None
-    """CPU threads per rank; null: cores / local ranks"""
+    """CPU threads per rank; null: OMP_NUM_THREADS, else as many as the run had that is resumed, else cores / local
+    ranks"""
     timeout_seconds: Free[int] = Field(600, ge=1, le=604800)
     """a collective or message that waits longer than this fails"""
 

@@ -24,7 +24,7 @@ from mmtrain.plan.plan import Plan, RankPlan
 from mmtrain.plan.planner import make_plan
 from mmtrain.plan.refusals import check_environment
 from mmtrain.plan.suggest import Suggestion, suggest
-from mmtrain.runtime.gpus import Gpu, usable_cores, visible_gpus
+from mmtrain.runtime.gpus import Gpu, threads_of_rank, visible_gpus
 from mmtrain.runtime.job import Job
 
 WANTED_OPEN_FILES = 4096  # connections, pipes and shards of a process
@@ -123,15 +123,25 @@ def free_host_memory() -> int:
 
 
 def job_here(
-    config: RunConfig, plan: Plan, gpus: Sequence[Gpu], local_ranks: int, folder: Path, target: str, **more: Any
+    config: RunConfig,
+    plan: Plan,
+    gpus: Sequence[Gpu],
+    local_ranks: int,
+    folder: Path,
+    target: str,
+    recorded_threads: int | None = None,
+    **more: Any,
 ) -> Job:
-    """Return the processes of a plan, as this machine runs them; `more` are other fields of the job."""
+    """Return the processes of a plan, as this machine runs them; `more` are other fields of the job.
+
+    `recorded_threads` is what a rank of the run that is resumed had.
+    """
     stages = [", ".join(str(stage.stage) for stage in rank.stages) for rank in plan.ranks]
     replicas = ["" if plan.data == 1 else f", replica {rank.data}" for rank in plan.ranks]
     return Job(
         places=tuple(f"stage {stage}{replica}" for stage, replica in zip(stages, replicas, strict=True)),
         folder=folder,
-        threads=config.parallel.threads_per_rank or max(1, usable_cores() // local_ranks),
+        threads=threads_of_rank(config.parallel.threads_per_rank, local_ranks, recorded_threads),
         timeout_seconds=config.parallel.timeout_seconds,
         target=target,
         on_gpus=bool(gpus),

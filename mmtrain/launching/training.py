@@ -58,7 +58,7 @@ from mmtrain.plan.refusals import GpuMemory, refuse_short_memory
 from mmtrain.plan.schedule import ranks_of
 from mmtrain.report.page import write_page
 from mmtrain.runtime.failures import Failure
-from mmtrain.runtime.gpus import Gpu, visible_gpus
+from mmtrain.runtime.gpus import Gpu, usable_cores, visible_gpus
 from mmtrain.runtime.job import Job
 from mmtrain.runtime.log import PrefixedLog, log_name
 from mmtrain.runtime.rank import run_rank
@@ -184,6 +184,7 @@ def _job(
         local_ranks,
         run_folder(config),
         "mmtrain.training.loop:main",
+        _threads_of(start, config, local_ranks),
         arguments={
             "config": config,
             "plan": plan,
@@ -198,6 +199,15 @@ def _job(
         how_to_resume=_how_to_resume(config, options),
         saves_when_asked=True,
     )
+
+
+def _threads_of(start: ResumePoint | None, config: RunConfig, local_ranks: int) -> int | None:
+    """Return the threads that each rank of a resumed run had, where the run has as many ranks and they fit here."""
+    if start is None:
+        return None
+    topology = start.checkpoint.state["topology"]
+    is_alike = (topology["pipeline"], topology["data"]) == (config.parallel.pipeline, config.parallel.data)
+    return topology["threads"] if is_alike and topology["threads"] * local_ranks <= usable_cores() else None
 
 
 def agreement(config: RunConfig, plan: Plan, trace_steps: int) -> tuple[str, dict[str, Any]]:

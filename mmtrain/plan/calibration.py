@@ -32,7 +32,7 @@ from mmtrain.models.facts.quantised import BITS
 from mmtrain.plan.costs import LayerCost, Models, RunCosts
 from mmtrain.plan.optimizers import FP32
 from mmtrain.plan.simulate import MessageCost
-from mmtrain.runtime.gpus import usable_cores
+from mmtrain.runtime.gpus import threads_of_rank, usable_cores
 
 FORMAT = 1
 PACKAGES = ("mmtrain", "torch", "transformers", "timm")
@@ -139,7 +139,7 @@ def cpu_device(config: RunConfig, local_ranks: int | None = None) -> Device:
     cpuinfo = Path("/proc/cpuinfo")
     found = re.search(r"^model name\s*:\s*(.+)$", cpuinfo.read_text(), re.MULTILINE) if cpuinfo.exists() else None
     name = found[1].strip() if found else platform.processor() or platform.machine()
-    return Device(f"{name}, {cores} cores", ranks, config.parallel.threads_per_rank or max(1, cores // ranks))
+    return Device(f"{name}, {cores} cores", ranks, threads_of_rank(config.parallel.threads_per_rank, ranks))
 
 
 def gpu_device(name: str) -> Device:

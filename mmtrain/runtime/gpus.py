@@ -56,6 +56,17 @@ def usable_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
+def threads_of_rank(chosen: int | None, local_ranks: int, recorded: int | None = None) -> int:
+    """Return a rank's CPU threads: those `chosen`, else OMP_NUM_THREADS, else `recorded`, else its share of the cores.
+
+    OMP_NUM_THREADS may be a list, of which the first number counts; what is none is left out, as libgomp does.
+    """
+    asked = re.match(r"\s*([1-9]\d{0,3})\s*(,|$)", os.environ.get("OMP_NUM_THREADS", ""))
+    if chosen is None and asked:
+        chosen = int(asked[1])
+    return chosen or recorded or max(1, usable_cores() // local_ranks)
+
+
 def visible_gpus() -> tuple[Gpu, ...]:
     """Return the GPUs that ranks may use, in torch's order; none without a driver or where all are hidden.
 

@@ -13,7 +13,7 @@ from gpu_ranks import gpu_environment
 
 from mmtrain.base.errors import UserError
 from mmtrain.runtime import gpus
-from mmtrain.runtime.gpus import Gpu, ask_machine, visible_gpus
+from mmtrain.runtime.gpus import Gpu, ask_machine, threads_of_rank, visible_gpus
 
 H100 = {"name": "NVIDIA H100", "total_bytes": 80 << 30, "free_bytes": 79 << 30, "capability": [9, 0]}
 FACTS = {
@@ -40,6 +40,27 @@ def answer(monkeypatch, tmp_path):
         monkeypatch.setattr(gpus, "CHILD", ("-c", program))
 
     return set_program
+
+
+@pytest.mark.parametrize(
+    ("chosen", "variable", "recorded", "expected"),
+    [
+        (3, "2", 7, 3),
+        (None, "2", 7, 2),
+        (None, " 6 ,2", None, 6),  # of nested regions
+        (None, None, 7, 7),
+        (None, None, None, 4),
+        *((None, wrong, None, 4) for wrong in ("", "0", "-1", "two", "2 threads", "99999999999999999999")),
+    ],
+)
+def test_a_rank_has_the_threads_that_the_user_asks_for_or_those_it_had_or_its_share(
+    chosen, variable, recorded, expected, monkeypatch
+):
+    monkeypatch.setattr(gpus, "usable_cores", lambda: 8)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    if variable is not None:
+        monkeypatch.setenv("OMP_NUM_THREADS", variable)
+    assert threads_of_rank(chosen, 2, recorded) == expected
 
 
 def test_gpus_come_with_names_memory_and_compute_capability(answer):

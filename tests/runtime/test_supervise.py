@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import time
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 from gpu_ranks import let_programs_use_gpus
 from processes import Command, running, wait_for
+
+from mmtrain.runtime.child import python_child
 
 SCRIPT = Path(__file__).parents[1] / "failing_ranks.py"
 WATCHDOGS = {
@@ -56,6 +60,28 @@ def test_ranks_compute_where_their_launcher_says_whatever_torch_finds(tmp_path, 
     let_programs_use_gpus(2, monkeypatch)
     outcome = Outcome(Command([SCRIPT, "raise", tmp_path / "run"], tmp_path), tmp_path / "run")
     assert outcome.log.count(", cpu, threads 1") == 2, outcome.log
+
+
+IDLE_TEAM = """
+import ctypes, sys, time
+from mmtrain.runtime.supervise import set_rank_environment
+
+set_rank_environment(2, on_gpus=False)
+openmp, begin = ctypes.CDLL(sys.argv[1]), time.process_time()
+for _ in range(50):  # a parallel region of two threads, and then none
+    openmp.GOMP_parallel(openmp.omp_get_thread_num, None, 0, 0)
+    time.sleep(0.02)
+print(time.process_time() - begin)
+"""
+
+
+def test_threads_that_wait_for_the_next_parallel_region_leave_their_core_to_others(monkeypatch):
+    libraries = [*Path(find_spec("torch").origin).with_name("lib").glob("libgomp*")]
+    if not libraries:
+        pytest.skip("torch has another OpenMP here")
+    monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
+    ran = subprocess.run(**python_child("-c", IDLE_TEAM, libraries[0]), capture_output=True, text=True, check=True)
+    assert float(ran.stdout) < 0.05  # seconds of a core; those that spin take 0.3 and more
 
 
 def test_everything_else_is_in_the_log_with_its_rank_in_front(outcomes):
