@@ -51,11 +51,9 @@ def generate(
     `model` is a run, a checkpoint, or a Hugging Face folder, loaded for this answer onto the GPU if there is one. A run
     is exported into the cache once. A model trained on captions alone ignores the question. Raises UserError.
     """
-    from mmtrain.data.stream.images import upright
-
     silence_libraries()
     images = list(image) if isinstance(image, Sequence) and not isinstance(image, str) else [image]
-    pictures = [read_image(Path(image)) if isinstance(image, str | Path) else upright(image) for image in images]
+    pictures = list(map(read_image, images))
     folder = stock_folder(str(model.folder if isinstance(model, Run) else model))
     conversation = Conversation(*load(folder), pictures, system, max_new_tokens)
     return conversation.ask(prompt) if conversation.takes_questions() else conversation.describe()
@@ -328,13 +326,15 @@ def _streamer(tokenizer: Any, show: Callable[[str], None]) -> Any:
     return Words(tokenizer, skip_prompt=True, skip_special_tokens=True)
 
 
-def read_image(file: Path) -> Image.Image:
-    """Decode a picture as in training. Raises UserError."""
-    from mmtrain.data.stream.images import decode_image
+def read_image(image: str | Path | Image.Image) -> Image.Image:
+    """Return a picture, a file's or an opened one, as in training. Raises UserError."""
+    from mmtrain.data.stream.images import decode_image, upright
 
     try:
-        return decode_image(file.expanduser().read_bytes())
+        if isinstance(image, str | Path):
+            return decode_image(Path(image).expanduser().read_bytes())
+        return upright(image)
     except OSError as error:
-        raise UserError(f"{file}: {error.strerror}") from None
+        raise UserError(f"{image}: {error.strerror}") from None
     except BadSample as error:
-        raise UserError(f"{file}: {error.detail}") from None
+        raise UserError(f"{image}: {error.detail}") from None

@@ -37,6 +37,10 @@ IMAGE_SUFFIXES = ("jpg", "jpeg", "jpe", "jfif", "png", "webp", "gif", "bmp", "ti
 _SUFFIX_OF = {"JPEG": "jpg", "MPO": "jpg", "PNG": "png", "WEBP": "webp", "GIF": "gif", "BMP": "bmp", "TIFF": "tif"}
 WEBP_WEIGHT = 2  # WebP's decoder takes 15 bytes a pixel where the others, with their RGB, take 8 (10,000 x 10,000)
 MAX_IMAGE_BYTES = 64 << 20
+# Pixels. A thread of 1 x 65,000 is no large image, but the square that it is padded to is.
+MAX_SIDE = 30_000
+# Pillow's names of pixels with 32 bits, whose range nothing says, and of grey that is multiplied by its alpha.
+_UNREAD_MODES = ("I", "F", "La")
 # Of a JPEG: encoders write about 10. Each scan walks all blocks, which takes 14 bytes of a file and up to 30 ms.
 MAX_SCANS = 100
 # PNG chunks beside its pixels', JPEG segments: encoders write fewer than 50. A colour profile of 1 kB takes 2 ms.
@@ -93,9 +97,9 @@ REASONS = {
     "missing_image": "an image file that does not exist",
     "unreadable_image": "an image file that the system cannot read",
     "unsupported_image": f"an image file whose name does not end in {', '.join(IMAGE_SUFFIXES)}",
-    "undecodable_image": "an image file that Pillow cannot decode to its end",
+    "undecodable_image": "an image file that Pillow cannot decode to its end, or with pixels of no known range",
     "other_size": "an image whose size differs from its index",
-    "too_many_pixels": "an image whose header declares more pixels than allowed",
+    "too_many_pixels": "an image whose header declares more pixels, or a longer side, than allowed",
     "too_much_work": "an image with too many scans, chunks or segments to decode in reasonable time",
     "too_many_bytes": "a file larger than allowed",
     "unfit_shape": "an image too long and thin for the image layout (model.vision.layout)",
@@ -318,7 +322,7 @@ def _decode(name: str, content: bytes, max_pixels: int) -> str:
 
 
 def open_image(content: bytes, max_pixels: int = MAX_IMAGE_PIXELS) -> Image.Image:
-    """Open a Pillow image by its header; raises BadSample for other files and too many pixels.
+    """Open a Pillow image by its header; raises BadSample for other files, too many pixels, and `refuse_unreadable`'s.
 
     WebP's pixels count WEBP_WEIGHT times: its limit is that much lower. A JPEG has MAX_SCANS, it and a PNG MAX_PARTS.
     """
@@ -340,7 +344,18 @@ def open_image(content: bytes, max_pixels: int = MAX_IMAGE_PIXELS) -> Image.Imag
         raise BadSample(
             "too_many_pixels", f"{image.width} x {image.height} pixels{of_webp}; at most {allowed:,} are allowed"
         )
+    refuse_unreadable(image)
     return image
+
+
+def refuse_unreadable(image: Image.Image, scale: float = 1) -> None:
+    """Raise BadSample for pixels of unknown range, and for a side over MAX_SIDE once it is `scale` times as long."""
+    if image.mode in _UNREAD_MODES:
+        seen = f"its pixels (Pillow's mode {image.mode}) have no known range"
+        raise BadSample("undecodable_image", f"{seen}; save it with 8 or 16 bits a channel")
+    if max(image.size) * max(scale, 1) > MAX_SIDE:
+        seen = f"{image.width} x {image.height} pixels"
+        raise BadSample("too_many_pixels", f"{seen}, too long and thin: a side is over {MAX_SIDE:,}")
 
 
 def _refuse_much_work(content: bytes) -> None:

@@ -40,7 +40,7 @@ from mmtrain.data.samples.records import REASONS, BadSample
 from mmtrain.data.samples.sample import Sample, image_number
 
 FORMAT = "mmtrain shard index"
-VERSION = 2  # 2: 0 and false are answers; parts of a turn that are not read are faults
+VERSION = 3  # 3: pictures that training refuses are faults, Alpaca and query/response rows are samples
 MAKE = "mmtrain index --tokenizer PATH --template NAME"
 MEND = "mmtrain index --rebuild --tokenizer PATH --template NAME"
 

@@ -21,7 +21,7 @@ from PIL import Image
 
 from mmtrain.base.errors import UserError
 from mmtrain.config.limits import MAX_IMAGE_PIXELS
-from mmtrain.data.samples.records import DECODE_ERRORS, TURNS, BadSample, open_image, orientation
+from mmtrain.data.samples.records import DECODE_ERRORS, TURNS, BadSample, open_image, orientation, refuse_unreadable
 from mmtrain.data.shards.index import MEND
 from mmtrain.models.facts.families import encoder_config, holds_encoder
 from mmtrain.models.facts.model_files import model_folder
@@ -31,8 +31,6 @@ from mmtrain.models.layouts.anyres import centred_size
 from mmtrain.models.layouts.layout import Tiling
 
 Fit = Literal["pad", "resize", "center_crop"]
-# Pixels. A thread of 1 x 65,000 is no large image, but the square that it is padded to is.
-MAX_SIDE = 30_000
 ONE_TILE = Tiling.uncut(1)  # of an image that is not cut, whatever its size
 BAND_PIXELS = 16_000_000  # that padding handles at a time, 64 MB
 
@@ -68,7 +66,6 @@ class ImageTransform:
         """Cut an image of the tiling's size into (tiles, 3, S, S) uint8; raises what `fitted` raises."""
         if tiling.canvas == "fitted":
             return self.fitted(image)[None]
-        refuse_threads(image)
         image = as_rgb(image)
         side, size = self.image_size, (tiling.columns * self.image_size, tiling.rows * self.image_size)
         if tiling.canvas == "padded":
@@ -96,9 +93,9 @@ class ImageTransform:
         return tiles.to(torch.float32).div_(white).sub_(mean).div_(std)
 
     def fitted(self, image: Image.Image) -> torch.Tensor:
-        """Turn an image of any size and mode into (3, image_size, image_size) uint8; raises BadSample for threads."""
+        """Turn an image of any size and mode into (3, image_size, image_size) uint8; raises `refuse_unreadable`'s."""
         scale = self.image_size / min(image.size) if self.fit == "center_crop" else 1
-        refuse_threads(image, scale)
+        refuse_unreadable(image, scale)
         image = as_rgb(image)
         fitted = {"pad": self._pad, "resize": self._resize, "center_crop": self._center_crop}[self.fit](image)
         return torch.from_numpy(np.ascontiguousarray(np.asarray(fitted).transpose(2, 0, 1)))
@@ -131,15 +128,6 @@ class ImageTransform:
         return image.resize(size, Image.Resampling[self.interpolation.upper()])
 
 
-def refuse_threads(image: Image.Image, scale: float = 1) -> None:
-    """Raise BadSample for an image with a side longer than MAX_SIDE once it is `scale` times as large."""
-    if max(image.size) * max(scale, 1) > MAX_SIDE:
-        raise BadSample(
-            "too_many_pixels",
-            f"{image.width} x {image.height} pixels, too long and thin: a side is over {MAX_SIDE:,}",
-        )
-
-
 @functools.cache
 def _statistics(
     mean: tuple[float, ...], std: tuple[float, ...], device: torch.device
@@ -161,15 +149,14 @@ def decode_image(content: bytes, max_pixels: int = MAX_IMAGE_PIXELS) -> Image.Im
     """Decode an image file to RGB, its first picture if there are several, turned as EXIF says; raises BadSample."""
     image = open_image(content, max_pixels)
     try:
-        if image.mode in ("I", "F"):
-            raise BadSample("undecodable_image", f"32 bits a pixel (Pillow's mode {image.mode}) have no known range")
         return upright(image)
     except DECODE_ERRORS as error:
         raise BadSample("undecodable_image", str(error)) from None
 
 
 def upright(image: Image.Image) -> Image.Image:
-    """Return an opened image in RGB, turned as EXIF says."""
+    """Return an opened image in RGB, turned as EXIF says; raises what `refuse_unreadable` raises."""
+    refuse_unreadable(image)
     image.load()
     turn = TURNS.get(orientation(image))
     if image.mode.startswith("I;16"):  # Pillow's own conversion cuts 65,535 off at 255: all white

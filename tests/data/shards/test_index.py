@@ -100,7 +100,7 @@ def crafted(tar: Path, *changes: tuple[tuple[str | int, ...], object]) -> Path:
         "faults": {"llava": []},
         "texts": {"feed": {"tokens": [5, 6], "faults": []}},
     }
-    header = {"format": "mmtrain shard index", "version": 2, "tar_bytes": BYTES, "samples": 2, "texts": {"feed": 2}}
+    header = {"format": "mmtrain shard index", "version": 3, "tar_bytes": BYTES, "samples": 2, "texts": {"feed": 2}}
     for (*path, last), value in changes:
         place = header if path == ["header"] else content
         for name in path if path != ["header"] else ():
@@ -146,7 +146,7 @@ def test_a_field_that_cannot_be_is_an_error_that_names_it_though_the_checksum_is
 def test_json_nested_without_end_is_an_error_that_names_the_file(tar):
     crafted(tar)
     second = b"[" * 200_000 + b"]" * 200_000
-    header = {"format": "mmtrain shard index", "version": 2, "tar_bytes": BYTES, "samples": 0, "texts": {}}
+    header = {"format": "mmtrain shard index", "version": 3, "tar_bytes": BYTES, "samples": 0, "texts": {}}
     header["bytes"] = len(second)
     header["crc32"] = zlib.crc32(json.dumps(header, separators=(",", ":")).encode() + second)
     for first in (json.dumps(header, separators=(",", ":")).encode(), second):
@@ -157,8 +157,8 @@ def test_json_nested_without_end_is_an_error_that_names_the_file(tar):
 
 def test_an_index_of_another_version_is_refused_by_number(tar):
     write_index(tar, small_index())
-    index_path(tar).write_bytes(index_path(tar).read_bytes().replace(b'"version":2', b'"version":3'))
-    with pytest.raises(UserError, match=r"\.index has version 3; this mmtrain reads 2\. Make it again: mmtrain index "):
+    index_path(tar).write_bytes(index_path(tar).read_bytes().replace(b'"version":3', b'"version":4'))
+    with pytest.raises(UserError, match=r"\.index has version 4; this mmtrain reads 3\. Make it again: mmtrain index "):
         read_index(tar)
 
 

@@ -234,7 +234,7 @@ def test_broken_exif_turns_a_picture_as_pillow_does_or_not_at_all_where_it_raise
 
 @pytest.mark.parametrize("mode", ["I", "F"])
 def test_pixels_of_no_known_range_are_rejected(mode):
-    with pytest.raises(BadSample, match="undecodable_image: 32 bits a pixel") as caught:
+    with pytest.raises(BadSample, match=f"mode {mode}.* no known range") as caught:
         TRANSFORM.decode(encode(Image.new(mode, (4, 4)), "TIFF"))
     assert caught.value.reason == "undecodable_image"
 
