@@ -63,8 +63,12 @@ class HeldOut:
             catalog, numbers = evaluated_samples(config, packed.catalog)
             numbers = numbers[: config.eval.max_samples]
             if not numbers:
-                share = min(0.5, 10 / len(catalog))
-                raise UserError(f"none of {len(catalog):,} samples is held out. Set {share:.2g}, or set eval.shards")
+                usable = len(catalog) - len(catalog.faults)
+                left_out = catalog.why_unusable()
+                raise UserError(
+                    f"none of {usable:,} usable samples{left_out} is held out. Set {min(0.5, 10 / max(usable, 1)):.2g}, "
+                    "or set eval.shards"
+                )
             reader = Reader(catalog, config.data.io_retry_seconds)
             read = [document for number in numbers if (document := self._read(catalog, reader, number)) is not None]
             reader.close()

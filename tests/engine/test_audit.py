@@ -108,9 +108,27 @@ def test_what_changed_or_did_not_move_fails_by_name(rank, tmp_path, changed, val
     with pytest.raises(AuditError, match=error) if error else contextlib.nullcontext():
         said = write_audit(file, rank.plan, [audit.finish(saw_gradient)], learns=learns)
         assert re.match(
-            r"0 of 4 trainable tensors moved, .*; a learning rate of 0 or no gradient kept projector\.", said
+            r"0 of 4 trainable tensors moved, .*; a learning rate of 0 or too small a gradient kept projector\.", said
         )
     assert json.loads(file.read_text())["passed"] == (error is None)
+
+
+@pytest.mark.parametrize(
+    ("gradient", "reached", "fails"), [(1e-9, True, False), (1.0, True, True), (1e-9, False, True)]
+)
+def test_a_gradient_of_mere_rounding_below_eps_need_not_move_its_tensor(parts, tmp_path, gradient, reached, fails):
+    """As of a key's bias; a tensor that the optimizer never updated, or that has a real gradient, must have moved."""
+    rank = OnlyRank(make_config(parts, optimizer__eps=1e-3))
+    rank.weight(BIAS)[:] = 1.0
+    audit = rank.audit()
+    audit.masters[BIAS].grad = torch.full_like(audit.masters[BIAS], gradient) if reached else None
+    rank.masters.optimizer.step()
+    if fails and reached:
+        rank.weight(BIAS)[:] = 1.0  # as where the update were lost
+    with (
+        pytest.raises(AuditError, match=r"bias had a gradient but did not move") if fails else contextlib.nullcontext()
+    ):
+        write_audit(tmp_path / "audit.json", rank.plan, [audit.finish({BIAS})], learns=False)
 
 
 def test_a_write_to_a_frozen_tensor_is_seen_at_once(rank):

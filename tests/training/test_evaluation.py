@@ -429,7 +429,7 @@ def test_the_first_samples_in_shard_order_are_held_out_and_longer_ones_counted(s
         ({"eval__shards": "nowhere.tar"}, r"^eval\.shards: no file nowhere\.tar$"),
         (
             {"eval__shards": None, "eval__fraction": 1e-9},
-            r"^eval\.fraction: none of 1 samples is held out\. Set 0\.5, ",
+            r"^eval\.fraction: none of 1 usable samples is held out\. Set 0\.5, ",
         ),
         ({}, r"^eval\.shards: none of 39 held-out samples can be used: 0 are damaged, .* data\.pack_length="),
         ({"data__overlong": "refuse"}, r"^eval\.shards: .*long\.tar: sample 00000\d: \d+ tokens and "),
@@ -443,6 +443,18 @@ def test_wrong_held_out_shards_are_named(scene, tmp_path, overrides, message):
     length = len(shortest.prompt) + len(shortest.truth)
     with pytest.raises(UserError, match=message):
         HeldOut(PackedBatches(config_of(scene, **({"data__pack_length": length} | shards | overrides)), 0, 1))
+
+
+def test_samples_that_the_template_cannot_hold_are_named_where_none_of_the_others_is_held_out(scene, tmp_path):
+    path, turns = tmp_path / "talk.tar", [{"from": speaker, "value": "w7"} for speaker in ("human", "gpt")]
+    with tarfile.open(path, "w") as tar:
+        for number in range(30):
+            record = {"conversations": turns if number == 0 else 2 * turns}
+            add(tar, f"{number:06d}.json", json.dumps(record).encode())
+    config = config_of(scene, data__shards=str(path), eval__shards=None, eval__fraction=0.001)
+    said = r"^eval\.fraction: none of 1 usable samples \(29 template: .* data\.template cannot hold\) is held out\. Set 0"
+    with pytest.raises(UserError, match=said):
+        HeldOut(PackedBatches(config, 0, 1))
 
 
 def test_a_held_out_fraction_is_evaluated_on_without_being_trained_on(scene):

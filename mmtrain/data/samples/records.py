@@ -88,7 +88,7 @@ REASONS = {
     "masked_answer": "an answer marked as not to be trained on: mmtrain supervises every answer",
     "turn_order": "turns that do not alternate human, gpt, human, gpt, ..., as all templates need",
     "too_long": "a conversation of more turns or text than allowed",
-    "template": "a conversation that the template cannot hold",
+    "template": "a conversation that data.template cannot hold",
     "unread_media": "videos, sound or tools, which mmtrain does not read",
     "unread_part": "reasoning, tool calls, a second text or a placeholder, which mmtrain does not read",
     "bad_image_field": "an `image` that is neither a file name nor a list of them",

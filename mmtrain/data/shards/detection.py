@@ -115,9 +115,12 @@ def refuse_useless_shards(shards: Sequence[Path], fingerprint: str, form: Sample
     if len(useless) == len(shards):
         of_command, of_eval = key == "SHARDS", key.startswith("eval.")
         option = "--format" if of_command else "eval.format" if of_eval else "data.format or data.sets.N.format"
+        remedy = f"set {option} to their format: {', '.join(NAMES)}"
+        if reasons.keys() == {"template"}:
+            remedy = f"set {'--template' if of_command else 'data.template'} to one that holds them"
         raise UserError(
             f"{key}: no sample in {len(shards):,} shards can be trained on, read as {form.name} ({why}). Fix them, or "
-            f"set {option} to their format: {', '.join(NAMES)}"
+            f"{remedy}"
         )
     _log.warning(
         f"{key}: {len(useless):,} of {len(shards):,} shards hold no sample that can be trained on; the first is "

@@ -18,7 +18,7 @@ import os
 import time
 import zlib
 from bisect import bisect_right
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -29,7 +29,7 @@ import numpy as np
 from mmtrain.base.errors import UserError
 from mmtrain.config.schema import DataSection, RunConfig, SampleFormatName, Shards
 from mmtrain.data.samples.formats import LLAVA, SampleFormat, format_argument, text_suffix
-from mmtrain.data.samples.records import MAX_IMAGE_BYTES, MAX_RECORD_BYTES, BadSample
+from mmtrain.data.samples.records import MAX_IMAGE_BYTES, MAX_RECORD_BYTES, REASONS, BadSample
 from mmtrain.data.samples.sample import QuarantinedSample, Sample, image_number, read_sample, without_images
 from mmtrain.data.shards.detection import sample_format
 from mmtrain.data.shards.index import Faults, Member, ShardIndex, checksum_detail, read_index
@@ -216,6 +216,12 @@ class Catalog:
 
     def __len__(self) -> int:
         return self.firsts[-1]
+
+    def why_unusable(self) -> str:
+        """Return how many samples can never be trained on, and why, in brackets; nothing where all can be."""
+        reasons = Counter(fault.reason for fault in self.faults.values())
+        listed = ", ".join(f"{count:,} {reason}: {REASONS[reason]}" for reason, count in reasons.most_common())
+        return f" ({listed})" if listed else ""
 
     def find(self, number: int) -> Place:
         """Return where the sample of a global number is stored."""

@@ -20,7 +20,6 @@ import math
 import mmap
 import os
 import signal
-from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, Self
@@ -31,7 +30,6 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from mmtrain.base.errors import UserError
 from mmtrain.config.schema import RunConfig
-from mmtrain.data.samples.records import REASONS
 from mmtrain.data.samples.sample import Document, QuarantinedSample
 from mmtrain.data.stream.catalog import Reader, data_sets, load_catalog
 from mmtrain.data.stream.order import HELD_OUT, PackOrder, PlannedPack
@@ -74,9 +72,7 @@ class PackedBatches:
         try:
             self.order.epoch_plan(0)  # before workers are forked, which would each plan it again
         except UserError as error:
-            reasons = Counter(fault.reason for fault in self.catalog.faults.values())
-            listed = ", ".join(f"{count:,} {reason}: {REASONS[reason]}" for reason, count in reasons.most_common())
-            raise UserError(f"{error}" + (f" ({listed})" if listed else "")) from error
+            raise UserError(f"{error}{self.catalog.why_unusable()}") from error
         self.reader = Reader(self.catalog, data.io_retry_seconds)
 
     @property

@@ -175,6 +175,15 @@ def test_a_shard_without_a_sample_that_can_be_trained_on_is_said_and_all_such_ar
     assert "samples that cannot be trained on: 5" in captured.out and captured.err.count("\n") == 1
 
 
+def test_a_template_that_holds_none_of_the_conversations_is_blamed_and_not_their_format(tmp_path, capsys):
+    turns = 2 * [{"from": "human", "value": PROMPT}, {"from": "gpt", "value": "that"}]
+    write(tmp_path / "talk", lambda number: {"json": {"conversations": turns}}, 5)
+    assert main(["index", str(tmp_path / "talk"), "--tokenizer", LLM, "--template", "plain", "--workers", "1"]) == 2
+    said = capsys.readouterr().err
+    assert "5 template: a conversation that data.template cannot hold" in said
+    assert said.endswith(". Fix them, or set --template to one that holds them\n")
+
+
 def test_a_shard_of_img2dataset_is_read_sample_for_sample(logged):
     tar = Path(__file__).parent / "img2dataset" / "00000.tar"  # its README says how it was made
     (form,) = {found([tar])}
