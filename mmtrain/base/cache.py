@@ -1,5 +1,5 @@
 """Where mmtrain keeps what it can make again: probes' verdicts, calibrations, the demo's data, exports for chatting,
-output of `pipe:` shards, and indexes of shards whose folders cannot be written.
+output of `pipe:` shards, indexes of shards whose folders cannot be written, and models' shapes by `mmtrain record`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Record a model's shapes, so that `mmtrain plan` works on machines that do not have its weights.
 
 A record says what planning needs of a model's config.json and lists every parameter's name and shape: a small JSON file
-in mmtrain/models/facts/recorded/. The model is built without memory for its weights; only its config.json is needed.
+in the cache. The model is built without memory for its weights; only its config.json is needed.
 """
 
 from __future__ import annotations
@@ -14,10 +14,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mmtrain.base.arguments import command_parser
+from mmtrain.base.durable import write_whole
 from mmtrain.base.printing import print_result
 from mmtrain.models.facts.families import encoder_config
 from mmtrain.models.facts.model_files import model_folder
-from mmtrain.models.facts.recorded_shapes import FOLDER, PLANNING_KEYS, Recorded, as_json
+from mmtrain.models.facts.recorded_shapes import FOLDER, PLANNING_KEYS, Recorded, as_json, own_records
 from mmtrain.models.facts.shapes import Shape, llm_shape_from, vision_shape_from
 from mmtrain.models.facts.timm_models import timm_record
 from mmtrain.models.facts.vision_files import encoder_settings, is_timm_name
@@ -42,7 +43,7 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--vision", metavar="NAME", help="timm name, folder or cached hub id of a vision encoder")
     parser.add_argument("--id", help="name to record it under; by default the hub id or timm name given")
     parser.add_argument("--alias", action="append", default=[], help="another model with the same shapes; repeatable")
-    parser.add_argument("--out", type=Path, default=FOLDER, help=f"folder to write to (default: {FOLDER})")
+    parser.add_argument("--out", type=Path, help=f"folder to write to, instead of the cache; plans also read {FOLDER}")
     options = parser.parse_args(arguments)
     if (options.model is None) == (options.vision is None):
         parser.error("give either an LLM or --vision NAME")
@@ -112,7 +113,8 @@ def run(options: argparse.Namespace) -> None:
         if shape.family.native is not None:
             sizes = f"patches of {shape.patch_size} pixels"
         summary = f"{shape.blocks_run} blocks, width {shape.width}, {sizes}"
-    file = options.out / (recorded.id.lower().replace("/", "--") + ".json")
-    file.write_text(as_json(recorded), encoding="utf-8")
+    file = (options.out or own_records()) / (recorded.id.lower().replace("/", "--") + ".json")
+    file.parent.mkdir(parents=True, exist_ok=True)
+    write_whole(file, as_json(recorded))
     count = sum(math.prod(shape) for shape in recorded.parameters.values())
     print_result(f"{file}: {recorded.id}, {count:,} parameters, {summary}")

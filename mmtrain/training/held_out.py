@@ -64,10 +64,10 @@ class HeldOut:
             numbers = numbers[: config.eval.max_samples]
             if not numbers:
                 usable = len(catalog) - len(catalog.faults)
-                left_out = catalog.why_unusable()
+                share = min(0.5, 10 / max(usable, 1))
                 raise UserError(
-                    f"none of {usable:,} usable samples{left_out} is held out. Set {min(0.5, 10 / max(usable, 1)):.2g}, "
-                    "or set eval.shards"
+                    f"none of {usable:,} usable samples{catalog.why_unusable()} is held out. Set {share:.2g}, or set "
+                    "eval.shards"
                 )
             reader = Reader(catalog, config.data.io_retry_seconds)
             read = [document for number in numbers if (document := self._read(catalog, reader, number)) is not None]

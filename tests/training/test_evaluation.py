@@ -452,7 +452,7 @@ def test_samples_that_the_template_cannot_hold_are_named_where_none_of_the_other
             record = {"conversations": turns if number == 0 else 2 * turns}
             add(tar, f"{number:06d}.json", json.dumps(record).encode())
     config = config_of(scene, data__shards=str(path), eval__shards=None, eval__fraction=0.001)
-    said = r"^eval\.fraction: none of 1 usable samples \(29 template: .* data\.template cannot hold\) is held out\. Set 0"
+    said = r"^eval\.fraction: none of 1 usable samples \(29 template: .* data\.template cannot hold\) is held out\."
     with pytest.raises(UserError, match=said):
         HeldOut(PackedBatches(config, 0, 1))
 

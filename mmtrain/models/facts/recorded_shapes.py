@@ -1,6 +1,6 @@
-"""Shapes recorded in `mmtrain/models/facts/recorded/*.json`, so that a model whose weights are not here can be planned.
+"""Shapes of models whose weights are not here, recorded in `mmtrain/models/facts/recorded/*.json` and in the cache.
 
-`mmtrain record` writes one file per model, with runs of equal layers stored once:
+`mmtrain record` writes one file per model, into the cache, with runs of equal layers stored once:
 
     {"kind": "llm", "id": "lmsys/vicuna-7b-v1.5", "aliases": [...], "config": {...}, "parameters": [
       {"model.embed_tokens.weight": [32000, 4096]},
@@ -17,8 +17,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from mmtrain.base.cache import cache_folder
+from mmtrain.config.limits import MAX_LAYERS
 from mmtrain.models.facts.families import PLAIN_HEAD, TOKEN_SCALES
-from mmtrain.models.facts.model_files import Shape, read_json
+from mmtrain.models.facts.model_files import Shape, foreign_files, read_json
 
 FOLDER = Path(__file__).parent / "recorded"
 
@@ -47,13 +49,22 @@ class Recorded:
     parameters: dict[str, Shape]
 
 
+def own_records() -> Path:
+    """Return the user's folder of records."""
+    return cache_folder("recorded")
+
+
 def find_recorded(kind: str, name: str) -> Recorded | None:
-    """The record of a model by id or alias, upper and lower case being one; None if there is none."""
-    for file in sorted(FOLDER.glob("*.json")):
+    """Return the record of a model by id or alias, upper and lower case being one; None if there is none.
+
+    Raises UserError for a file that is no record.
+    """
+    for file in (*sorted(FOLDER.glob("*.json")), *sorted(own_records().glob("*.json"))):
         content = read_json(file)
-        names = [each.lower() for each in (content["id"], *content["aliases"])]
-        if content["kind"] == kind and name.lower() in names:
-            return _expanded(content)
+        with foreign_files(f"{file}, a record of a model,"):
+            names = [each.lower() for each in (content["id"], *content["aliases"])]
+            if content["kind"] == kind and name.lower() in names:
+                return _expanded(content)
     return None
 
 
@@ -85,7 +96,7 @@ def _expanded(content: dict[str, Any]) -> Recorded:
         if "layer" not in group:
             parameters.update({name: tuple(shape) for name, shape in group.items()})
             continue
-        for index in range(group["first"], group["last"]):
+        for index in range(group["first"], min(group["last"], MAX_LAYERS)):
             for name, shape in group["parameters"].items():
                 parameters[f"{group['layer']}{index}.{name}"] = tuple(shape)
     return Recorded(content["kind"], content["id"], tuple(content["aliases"]), content["config"], parameters)

@@ -1,8 +1,8 @@
 """Shapes of the models in a run, for planning: read as raw JSON, without torch, transformers, timm or the network.
 
 Sources, in this order: the model's folder (or its snapshot in the local Hugging Face cache): config.json and the
-headers of its safetensors files; then the records in `mmtrain/models/facts/recorded/`, by hub id or timm name
-(`mmtrain record` adds one); then timm, for its own names. Importing AutoConfig or timm imports torch, 3 s each.
+headers of its safetensors files; then the records in `mmtrain/models/facts/recorded/` and the cache, by hub id or timm
+name (`mmtrain record` adds one); then timm, for its own names. Importing AutoConfig or timm imports torch, 3 s each.
 """
 
 from __future__ import annotations

@@ -20,6 +20,7 @@ from mmtrain.__main__ import main
 from mmtrain.base.errors import UserError
 from mmtrain.models.facts.families import canonical_name, check_family, parameters_on_disk
 from mmtrain.models.facts.model_files import model_folder
+from mmtrain.models.facts.recorded_shapes import FOLDER
 from mmtrain.models.facts.shapes import llm_shape, llm_shape_from, matches_any, vision_shape
 
 logging.set_verbosity_error()
@@ -458,6 +459,22 @@ def test_the_tool_records_an_encoder_as_timm_or_its_folder_has_it(kind, tmp_path
     assert recorded.source == f"recorded {name}" and set(recorded.parameters) == set(read.parameters)
     same = {"source": "", "parameters": ()}
     assert replace(recorded, **same) == replace(read, **same)
+
+
+def test_a_model_recorded_from_its_config_json_alone_is_planned_where_the_installation_cannot_be_written(
+    llama, tmp_path, monkeypatch, capsys
+):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    (tmp_path / "config.json").write_text((llama / "config.json").read_text())
+    before = sorted(FOLDER.iterdir())
+    assert main(["record", str(tmp_path), "--id", "me/new"]) == 0
+    plan = ["plan", "example:llava15_7b_pp4", "model.llm.path=ME/new", "parallel.pipeline=1"]
+    assert main(plan) == 0, capsys.readouterr().err
+    assert sorted(FOLDER.iterdir()) == before
+
+    (tmp_path / "cache" / "mmtrain" / "recorded" / "me--new.json").write_text('{"id": 3}')
+    with pytest.raises(UserError, match=r"me--new\.json, a record of a model, cannot be used"):
+        llm_shape("me/new")
 
 
 def test_the_tool_refuses_what_cannot_be_recorded(tmp_path, capsys):
