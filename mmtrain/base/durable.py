@@ -29,9 +29,10 @@ os.register_at_fork(after_in_child=lambda: [file.close() for file in _held])  # 
 
 @contextlib.contextmanager
 def whole_file(path: Path) -> Iterator[Path]:
-    """Yield a path to write, which replaces `path` when the block ends without error, with the umask's permissions.
+    """Yield a path to write, which replaces `path` when the block ends without error.
 
-    Several processes may write one `path`: the last one's stays. Raises OSError, and removes what was written.
+    Its permissions are the umask's, or the mount's. Several processes may write one `path`: the last one's
+    stays. Raises OSError, and removes what was written.
     """
     unfinished = _unfinished(path)
     try:
@@ -89,7 +90,8 @@ def whole_folder(path: Path) -> Iterator[Path]:
 
 
 def _finish(file: Path, mode: int) -> None:
-    if file.stat().st_mode & 0o777 != mode:  # safetensors' files are their owner's alone
+    # safetensors' files are their owner's alone. Mounts without permissions (exFAT, CIFS) refuse, and keep theirs.
+    with contextlib.suppress(OSError):
         file.chmod(mode)
     flush(file)
 

@@ -1,13 +1,18 @@
 from __future__ import annotations
 
+import ctypes
 import errno
 import fcntl
 import multiprocessing
 import os
+import platform
+import struct
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
+from safetensors.numpy import load_file, save_file
 
 from mmtrain.base.durable import held, lock, remove_folder, whole_file, whole_folder, write_whole
 
@@ -70,6 +75,42 @@ def test_permissions_are_those_of_the_umask_whoever_wrote_the_file(tmp_path):
     (tmp_path / "usual").touch()
     files = (tmp_path / "file", tmp_path / "folder" / "inner", tmp_path / "usual")
     assert len({file.stat().st_mode for file in files}) == 1
+
+
+def refuse_chmod() -> None:
+    """Let the kernel refuse chmod to this process from now on, as mounts of exFAT and CIFS do."""
+    numbers = {"x86_64": (90, 91, 268, 452), "aarch64": (52, 53, 452)}[platform.machine()]
+    number, equal, end, refused, allowed = 0x20, 0x15, 0x06, 0x00050000 | errno.EPERM, 0x7FFF0000
+    rules = [(number, 0, 0, 0)]
+    rules += [(equal, len(numbers) - place, 0, each) for place, each in enumerate(numbers)]
+    rules += [(end, 0, 0, allowed), (end, 0, 0, refused)]
+    code = b"".join(struct.pack("HBBI", *rule) for rule in rules)
+    buffer = ctypes.create_string_buffer(code, len(code))
+    program = struct.pack("H6xQ", len(rules), ctypes.addressof(buffer))
+    libc = ctypes.CDLL(None, use_errno=True)
+    no_new_privileges, seccomp, filtered = 38, 22, 2
+    assert libc.prctl(no_new_privileges, 1, 0, 0, 0) == 0
+    assert libc.prctl(seccomp, filtered, program, 0, 0) == 0, os.strerror(ctypes.get_errno())
+    with pytest.raises(PermissionError):
+        Path(__file__).chmod(0o600)
+
+
+def write_where_chmod_is_refused(folder: Path) -> None:
+    refuse_chmod()
+    with whole_file(folder / "file") as unfinished:
+        unfinished.unlink()
+        save_file({"x": np.zeros(1)}, unfinished)  # which leaves it its owner's alone
+    with whole_folder(folder / "folder") as unfinished:
+        save_file({"x": np.zeros(1)}, unfinished / "inner")
+
+
+@pytest.mark.skipif(platform.machine() not in ("x86_64", "aarch64"), reason="numbers of other machines' system calls")
+def test_where_chmod_is_refused_files_are_written_with_the_permissions_that_they_have(tmp_path):
+    writer = multiprocessing.get_context("fork").Process(target=write_where_chmod_is_refused, args=(tmp_path,))
+    writer.start()
+    writer.join()
+    assert writer.exitcode == 0
+    assert load_file(tmp_path / "file").keys() == load_file(tmp_path / "folder" / "inner").keys() == {"x"}
 
 
 def hold(path: Path, number: int, ran: Path) -> None:
