@@ -53,9 +53,9 @@ EXITS = {
 
 def run(options: argparse.Namespace) -> None:
     """Index the shards and print what they hold; raises UserError."""
-    names = shard_names(options)
+    names, programs = shard_names(options)
     make_demo_shards(names, "SHARDS")
-    tars = find_shards(names)
+    tars = find_shards(names, programs)
     reading = reading_of(options, tars)
     tokenizer, template, layout, form = reading.tokenizer, reading.template, reading.layout, reading.form
     fingerprint = reading.fingerprint

@@ -78,9 +78,9 @@ BAR_WIDTH = 40  # characters
 def run(options: argparse.Namespace) -> int:
     """Print the report that the options ask for and return the exit code; raises UserError."""
     stream = sys.stderr if options.json else sys.stdout
-    names = shard_names(options)
+    names, programs = shard_names(options)
     make_demo_shards(names, "SHARDS")
-    tars = find_shards(names)
+    tars = find_shards(names, programs)
     if options.verify:
         return _verify(tars, stream, options.json)
     reading = reading_of(options, tars)

@@ -34,6 +34,7 @@ import argparse
 import contextlib
 import glob
 import hashlib
+import itertools
 import math
 import os
 import shlex
@@ -63,6 +64,7 @@ from mmtrain.data.samples.formats import SampleFormat
 from mmtrain.data.samples.records import reason_lines
 from mmtrain.data.shards.detection import add_format_arguments
 from mmtrain.data.shards.pool import worker_pool
+from mmtrain.data.shards.shard_list import matching_files
 from mmtrain.models.facts.model_files import model_folder
 from mmtrain.models.facts.tokenizer_files import text_fingerprint
 from mmtrain.runtime.gpus import usable_cores
@@ -78,7 +80,7 @@ EXAMPLES = """\
     mmtrain shard --from chats.jsonl --images images --out data/chats
   a data set of Hugging Face's datasets, its images inside; parquet files:
     mmtrain shard --from saved/train --out data/mine
-    mmtrain shard --from data/train-*.parquet --caption-key text --out data/mine
+    mmtrain shard --from 'data/train-*.parquet' --caption-key text --out data/mine
   tars of at most 1 GB, no more than 1 record in 1,000 lost (1.0 never stops, and lists everything that is wrong):
     mmtrain shard --json part1.json part2.jsonl --images images --out data/mix \\
         --shard-bytes 1GB --max-reject-rate 0.001
@@ -111,7 +113,9 @@ def run(options: argparse.Namespace) -> None:
     # All of them before anything is written: a broken last file shows at once.
     sources: list[Source] = []
     form = SampleFormat(options.format, options.caption_key, options.caption_prompt)
-    for path in options.paths:
+    option = "--from" if options.json is None else "--json"
+    named = [[path] if path.exists() else matching_files(str(path), option) for path in options.paths]
+    for path in itertools.chain.from_iterable(named):
         opened, description = open_sources(path, form, options.image_key)
         print_info(f"{path}: {description}: {sum(source.records for source in opened):,} records")
         sources += opened

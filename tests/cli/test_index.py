@@ -55,6 +55,18 @@ def test_shards_are_indexed_once_and_summed_up(folder, capsys):
     assert [index_path(tar).stat().st_mtime_ns for tar in folder.glob("*.tar")] == written
 
 
+@pytest.mark.parametrize("command", ["index", "inspect"])
+def test_programs_that_the_command_line_allows_are_run(folder, monkeypatch, capsys, command):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
+    of_config = ["example:llava_pp4", f"data.shards=pipe:cat {folder}/s-0.tar"]
+    of_command = ["example:llava_pp4", f"pipe:cat {folder}/s-1.tar"]
+    for words in (of_config, of_command):
+        assert main([command, *words]) == 2
+        assert "data.allow_pipe allows only none" in capsys.readouterr().err
+        assert main([command, *words, "data.allow_pipe=[cat]"]) == 0
+        assert "1 shards" in capsys.readouterr().out
+
+
 def test_a_full_disk_behind_the_output_is_an_error(folder, capsys):
     code = None
     closing = contextlib.suppress(OSError)

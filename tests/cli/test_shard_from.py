@@ -57,6 +57,21 @@ def tars(out: Path) -> dict[str, bytes]:
     return {name: content for name, content in contents(out).items() if ".tar" in name}
 
 
+@pytest.mark.parametrize("option", ["--from", "--json"])
+def test_a_quoted_pattern_names_files_as_the_shells_does(folder, option, capsys):
+    for number, name in enumerate(names(folder)[:4]):
+        record = {"id": str(number), "image": name, "conversations": asked("<image>\nWhat?", "A.")}
+        (folder / f"x-{number}.jsonl").write_text(json.dumps(record))
+    files = [f"x-{number}.jsonl" for number in range(4)]
+    assert shard(folder, *files, out="listed", option=option) == 0
+    for number, pattern in enumerate(["x-*.jsonl", "x-{0..3}.jsonl", "x-[0-3].jsonl"]):
+        assert shard(folder, pattern, out=f"out{number}", option=option) == 0
+        assert contents(folder / f"out{number}") == contents(folder / "listed")
+    capsys.readouterr()
+    assert shard(folder, "y-*.jsonl", option=option) == 2
+    assert f"error: {option}: no file {folder}/y-*.jsonl" in capsys.readouterr().err
+
+
 def rejections(out: Path) -> list[dict]:
     return [json.loads(line) for line in (out / "rejected.jsonl").read_text().splitlines()]
 

@@ -133,13 +133,18 @@ def parse_reading_arguments(parser: argparse.ArgumentParser, arguments: Sequence
     return options
 
 
-def shard_names(options: argparse.Namespace) -> list[str]:
-    """Return the shards that the command line names or, if none, the configuration. Raises UserError."""
-    if options.shards:
-        return options.shards
+def shard_names(options: argparse.Namespace) -> tuple[list[str], Sequence[str]]:
+    """Return the shards that the command line names or, if none, the configuration, and its `data.allow_pipe`.
+
+    Raises UserError.
+    """
+    if options.config is None:
+        return options.shards, ()
     data = load_config(options.config, options.changes).data
+    if options.shards:
+        return options.shards, data.allow_pipe
     patterns = [one.shards for one in data.sets or (data,)]
-    return [name for one in patterns for name in ([one] if isinstance(one, str) else one)]
+    return [name for one in patterns for name in ([one] if isinstance(one, str) else one)], data.allow_pipe
 
 
 def reading_of(options: argparse.Namespace, tars: Sequence[Path]) -> Reading:

@@ -92,30 +92,41 @@ def _tars_of(pattern: str, key: str, allow_pipe: Sequence[str]) -> list[Path]:
             f"{key}: {pattern!r} is a URL, but shards are read from local files. Download them, or let a program do "
             f"it: pipe:curl -sf {pattern}, with data.allow_pipe=[curl]"
         )
-    _refuse_endless(pattern, key)
-    try:
-        names = list(braceexpand(pattern))
-    except UnbalancedBracesError:
-        raise UserError(
-            f"{key}: {pattern!r} has braces that do not match. Write a range as shard-{{000000..000099}}.tar, and a "
-            "brace in a name as \\{"
-        ) from None
     if is_pipe:
-        return [_piped_shard(name, allow_pipe, key) for name in names]
+        return [_piped_shard(name, allow_pipe, key) for name in _without_braces(pattern, key)]
     tars = []
-    for name in names:
+    for path in matching_files(pattern, key):
+        inside = sorted(path.glob("*.tar")) if path.is_dir() else [path]
+        if not inside:
+            raise UserError(f"{key}: the folder {path} holds no file *.tar. Name the tars, or another folder")
+        tars += inside
+    return tars
+
+
+def matching_files(pattern: str, key: str) -> list[Path]:
+    """List the files and folders that a path, glob or brace range names, in order. Raises UserError for none."""
+    files: list[Path] = []
+    for name in _without_braces(pattern, key):
         whole = Path(name).expanduser()
         # Path.glob takes no absolute pattern; a file whose name holds brackets is no pattern.
         paths = [whole] if whole.exists() else sorted(map(Path, glob(str(whole))))  # noqa: PTH207
         if not paths:
             origin = f" (from {pattern})" if name != pattern else ""
             raise UserError(f"{key}: no file {name}{origin}")
-        for path in paths:
-            inside = sorted(path.glob("*.tar")) if path.is_dir() else [path]
-            if not inside:
-                raise UserError(f"{key}: the folder {path} holds no file *.tar. Name the tars, or another folder")
-            tars += inside
-    return tars
+        files += paths
+    return files
+
+
+def _without_braces(pattern: str, key: str) -> list[str]:
+    """Expand the brace ranges of a pattern. Raises UserError."""
+    _refuse_endless(pattern, key)
+    try:
+        return list(braceexpand(pattern))
+    except UnbalancedBracesError:
+        raise UserError(
+            f"{key}: {pattern!r} has braces that do not match. Write a range as shard-{{000000..000099}}.tar, and a "
+            "brace in a name as \\{"
+        ) from None
 
 
 def _refuse_endless(pattern: str, key: str) -> None:
@@ -165,7 +176,7 @@ def _piped_shard(url: str, allowed: Sequence[str], key: str) -> Path:
         names = ", ".join(allowed) or "none"
         raise UserError(
             f"{key}: {url!r} would run a program, but data.allow_pipe allows only {names}. If you trust it, give "
-            "data.allow_pipe=[PROGRAM] on the command line, or download the shards and name the files"
+            "data.allow_pipe=[PROGRAM] on the command line, after a CONFIG, or download the shards and name the files"
         )
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -185,9 +196,9 @@ def _piped_shard(url: str, allowed: Sequence[str], key: str) -> Path:
     return target
 
 
-def find_shards(names: Sequence[str]) -> tuple[Path, ...]:
+def find_shards(names: Sequence[str], allow_pipe: Sequence[str] = ()) -> tuple[Path, ...]:
     """List the shards of a tool's command line as `expand_shards` does; here a shard may be named twice."""
-    return tuple(dict.fromkeys(path for name in names for path in expand_shards(name, "SHARDS")))
+    return tuple(dict.fromkeys(path for name in names for path in expand_shards(name, "SHARDS", allow_pipe)))
 
 
 def refuse_unfinished_shards(paths: Sequence[Path], key: str) -> None:
