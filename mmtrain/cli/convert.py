@@ -18,7 +18,7 @@ from mmtrain.base.durable import whole_file, whole_folder, write_whole
 from mmtrain.base.errors import UserError
 from mmtrain.base.printing import first_few, print_result
 from mmtrain.exporting.tensors import DTYPES, INDEX, in_memory, write_tensors
-from mmtrain.models.facts.model_files import model_folder, read_weight_map
+from mmtrain.models.facts.model_files import DEQUANTISED, model_folder, read_weight_map
 from mmtrain.models.weights.files import read_pickled
 
 EXAMPLES = """\
@@ -72,7 +72,7 @@ def convert(folder: Path, out: Path) -> None:
             raise UserError(f"{shard}: {twice[0]} is in {weight_map[twice[0]]} already")
         for key, tensor in tensors.items():
             if tensor.dtype not in DTYPES.values():
-                raise UserError(f"{shard}: {key} is stored as {str(tensor.dtype)[6:]}; use a release in bf16 or fp16")
+                raise UserError(f"{shard}: {key} is stored as {str(tensor.dtype)[6:]}. {DEQUANTISED}")
         weight_map.update(dict.fromkeys(tensors, name))
         total += sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
         with whole_file(out / name) as unfinished:

@@ -41,11 +41,11 @@ from mmtrain.exporting.projector_file import origin, run_tensors
 from mmtrain.exporting.published_files import code_named_in, write_json
 from mmtrain.exporting.tensors import TensorSource, cast_to, require_space, write_shards
 from mmtrain.exporting.vision import encoder_for_export, merged_encoder, wrapped_timm_encoder
-from mmtrain.exporting.write_back import whole_of, write_back
+from mmtrain.exporting.write_back import write_back
 from mmtrain.models.facts.adapters import is_llm_adapter
 from mmtrain.models.facts.encoders import TIMM
 from mmtrain.models.facts.families import canonical_name, llm_tensors
-from mmtrain.models.facts.model_files import model_folder, read_header, read_json
+from mmtrain.models.facts.model_files import model_folder, read_json
 from mmtrain.models.facts.shapes import llm_shape
 from mmtrain.models.modules.language import causal_config, config_from, llm_class, quiet
 from mmtrain.models.modules.projector import PROJECTOR
@@ -53,7 +53,7 @@ from mmtrain.models.modules.stage import build_stage
 from mmtrain.models.modules.tiny import tiny_model
 from mmtrain.models.weights.fingerprint import fingerprint
 from mmtrain.plan.plan import StagePlan
-from mmtrain.stock.exporters import exporter_for, formats_for
+from mmtrain.stock.exporters import class_of, refuse_unfit_format, whole_of
 from mmtrain.stock.stock_class import WHAT_WORKS, ExportedClass, StockClass
 
 BOUND = 1e-5  # relative to the largest logit; the same kernels run, 0.0 on every family that fits
@@ -96,13 +96,14 @@ def export_hf(
     can hold, naming the formats that work, and where the disk is too small; OSError where a file reads back otherwise.
     """
     config, stored_as = checkpoint.config, str(dtype).removeprefix("torch.")
-    stock = _class_for(checkpoint)
-    _refuse_replaced_weights(checkpoint)
     trained = run_tensors(checkpoint)
     about = origin(checkpoint, trained)
     if not merged:
         trained = {name: source for name, source in trained.items() if not is_llm_adapter(name)}
         about["trained"] = [name for name in about["trained"] if not is_llm_adapter(name)]
+    refuse_unfit_format("hf", checkpoint.path, config, about["trained"])
+    stock = class_of(config) or CausalClass(model_folder(config.model.llm.path))
+    _refuse_replaced_weights(checkpoint)
     is_whole = whole_of(config) is not None
     if is_whole:
         tensors, content, shown = write_back(stock, config, trained, stored_as, folder)
@@ -149,18 +150,6 @@ def _untie(folder: Path, tensors: Mapping[str, TensorSource]) -> None:
         for part in (content, content.get("text_config", {})):
             part["tie_word_embeddings"] = False
         write_json(folder / "config.json", content)
-
-
-def _class_for(checkpoint: StepFolder) -> ExportedClass:
-    config = checkpoint.config
-    if (whole := whole_of(config)) is not None:
-        return whole
-    if config.model.vision is None:
-        return CausalClass(model_folder(config.model.llm.path))
-    try:
-        return exporter_for(config)
-    except UserError as error:
-        raise UserError(f"{error}. Use {formats_for(config, read_header(checkpoint.tensors_file))}") from None
 
 
 def _write_multimodal(
@@ -286,7 +275,7 @@ def refuse_unfit_family(stock: StockClass, folder: Path) -> None:
         faults = [*lacking, *report["unexpected_keys"], *report["mismatched_keys"]]
         ids = torch.arange(24).view(2, 12)
         with torch.no_grad():
-            own, other = model(ids).logits, loaded.eval()(input_ids=ids).logits
+            own, other = model(ids).logits, loaded.eval()(input_ids=ids, use_cache=False).logits
         difference = float((own - other).abs().max() / own.abs().max())
         if not faults and difference <= BOUND:
             return

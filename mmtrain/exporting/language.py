@@ -23,8 +23,8 @@ from mmtrain.base.errors import UserError
 from mmtrain.config.model import LoraSection
 from mmtrain.exporting.tensors import TensorSource, stored
 from mmtrain.models.facts.adapters import LORA_A, LORA_B, adapted_layer
-from mmtrain.models.facts.families import canonical_name, llm_config, llm_tensors
-from mmtrain.models.modules.language import causal_config, is_mrope_class, llm_class, missing_prefix
+from mmtrain.models.facts.families import canonical_name, full_names, llm_config, llm_tensors, loaded_name
+from mmtrain.models.modules.language import causal_config, is_mrope_class, llm_class
 from mmtrain.models.weights.files import tensor_places
 from mmtrain.stock.stock_class import ExportedClass
 
@@ -53,12 +53,12 @@ def language_for_export(
     """Return the LLM in `folder` with `trained` tensors (by global name) in place of its own, `lora`'s adapters merged.
 
     Embedding and head get at least `rows_needed` rows; a new one is the mean of the others, so that a new token's logit
-    is never the largest. Raises UserError for a trained tensor that the files do not have.
+    is never the largest. Raises UserError for a trained tensor of another shape than in the files.
     """
     config = causal_config(folder, around.mrope)
     stock = llm_class(config)
     files = llm_tensors(folder, tensor_places(folder))
-    prefix = missing_prefix(files, stock)
+    names = full_names(config.model_type, files)
     with torch.device("meta"):
         model = stock(config)
     is_ignored = _ignored(model)
@@ -66,12 +66,12 @@ def language_for_export(
     waiting = dict(trained)
     tensors: dict[str, TensorSource] = {}
     rows = 0
-    for own_name, place in files.items():
-        name = own_name if canonical_name(own_name).startswith("llm.head.") else prefix + own_name
+    for on_disk, place in files.items():
+        name = names[on_disk]
         if is_ignored(name):
             continue
         source = stored(*place)
-        global_name = canonical_name(name)
+        global_name = canonical_name(loaded_name(config.model_type, name))
         if (replacement := waiting.pop(global_name, None)) is not None:
             if replacement.shape != source.shape:
                 raise UserError(
@@ -85,11 +85,7 @@ def language_for_export(
             if rows_needed > rows:
                 source = _with_rows(source, rows_needed)
         tensors[around.language_name(name, stock.base_model_prefix)] = source
-    if waiting:
-        raise UserError(
-            f"{sorted(waiting)[0]} was trained, but the files of {folder} have no single tensor of this name "
-            f"(transformers loads {config.model_type} by fusing or renaming some). Use --format safetensors"
-        )
+    assert not waiting, f"{min(waiting)} has no place, which is refused before"
     content = _text_config(folder, config, max(rows, rows_needed, config.get_text_config().vocab_size), dtype)
     return ExportedLanguage(content, tensors, max(0, rows_needed - rows))
 

@@ -23,7 +23,7 @@ import transformers
 from peft import LoraConfig, PeftModel, get_peft_model
 from peft.utils import get_peft_model_state_dict
 from safetensors.torch import load_file
-from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
+from transformers import AutoConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from mmtrain.base.errors import UserError
@@ -35,10 +35,8 @@ from mmtrain.exporting.hf import ExportedModel, export_hf
 from mmtrain.exporting.projector_file import origin, run_tensors, write_projector_file
 from mmtrain.exporting.tensors import TensorSource, cast_to, write_tensors
 from mmtrain.models.facts.adapters import LORA_A, LORA_B, adapted_layer, is_llm_adapter
-from mmtrain.models.facts.connectors import has_grid_positions
 from mmtrain.models.facts.families import canonical_name
 from mmtrain.models.facts.model_files import model_folder
-from mmtrain.models.modules.bookends import decoder_path
 from mmtrain.models.modules.language import causal_config, llm_class, quiet
 from mmtrain.models.modules.projector import PROJECTOR
 from mmtrain.stock.exporters import Base, refuse_unfit_format
@@ -79,7 +77,7 @@ def export_peft(
         stock, name = llm_class(made), public_name(config.model.llm.path)
     with torch.device("meta"), quiet():
         whole = stock(made)
-    described, places = _places(whole, causal_config(llm, has_grid_positions(config)), adapters, config.model.lora)
+    described, places = _places(whole, adapters, config.model.lora)
     described.base_model_name_or_path = name
     described.save_pretrained(str(folder))
     write_tensors(folder / TENSORS, cast_to(dtype, {places[name]: source for name, source in adapters.items()}))
@@ -91,23 +89,19 @@ def export_peft(
 
 
 def _places(
-    whole: PreTrainedModel, llm: PreTrainedConfig, adapters: Mapping[str, TensorSource], lora: LoraSection
+    whole: PreTrainedModel, adapters: Mapping[str, TensorSource], lora: LoraSection
 ) -> tuple[LoraConfig, dict[str, str]]:
     """Return peft's configuration of `adapters` (by global name) in a stock model on the meta device, and their names.
 
-    llm: the configuration of the causal LM in it. Raises UserError where peft would look for other tensors.
+    Raises UserError where peft would look for other tensors.
     """
-    with torch.device("meta"), quiet():
-        causal = llm_class(llm)(llm)
-    outer, _ = decoder_path(causal)
-    decoder = causal.get_submodule(outer)
-    inside = [name for name, module in whole.named_modules() if type(module) is type(decoder)]
+    decoder = whole.get_decoder()
+    path = next(name for name, module in whole.named_modules() if module is decoder)
     layers = {adapted_layer(name) for name in adapters}
     modules = {
         layer: f"{path}.{name}"
-        for path in inside
         for name, _ in decoder.named_modules()
-        if (layer := adapted_layer(canonical_name(f"{outer}.{name}.weight"))) in layers
+        if (layer := adapted_layer(canonical_name(f"model.{name}.weight"))) in layers
     }
     places = {
         f"{layer}{part}": f"{_PREFIX}{module}{part}" for layer, module in modules.items() for part in (LORA_A, LORA_B)

@@ -34,13 +34,12 @@ from mmtrain.data.samples.sample import IGNORE, IMAGE_POSITION, Sample
 from mmtrain.data.samples.templates import PlainTemplate, Template, load_tokenizer, make_template, with_marks
 from mmtrain.data.stream.images import ImageTransform, image_transform
 from mmtrain.exporting.chat_template import TEMPLATE_FILE, documents_of, exported_chat_template
-from mmtrain.exporting.published_files import copy_files, refuse_links, write_json
+from mmtrain.exporting.published_files import copy_files, write_json
 from mmtrain.exporting.vision import ExportedEncoder
 from mmtrain.models.facts.connectors import image_layout
-from mmtrain.models.facts.families import llm_config
-from mmtrain.models.facts.model_files import model_folder, read_json
+from mmtrain.models.facts.families import OWN_CACHE, llm_config
+from mmtrain.models.facts.model_files import generation_config, model_folder, read_json
 from mmtrain.models.facts.shapes import llm_shape
-from mmtrain.models.facts.tokenizer_files import tokenizer_files
 from mmtrain.models.layouts.layout import ImageLayout
 from mmtrain.stock.stock_class import StockClass
 
@@ -82,8 +81,6 @@ def write_processor(stock: StockClass, config: RunConfig, encoder: ExportedEncod
     that adds special tokens which cannot be switched off.
     """
     path = config.model.llm.path
-    llm = model_folder(path)
-    refuse_links(llm, tokenizer_files(llm))
     source = load_tokenizer(path)
     layout = image_layout(config)
     template = make_template(config.data.template, source, layout, sys.maxsize)
@@ -91,7 +88,8 @@ def write_processor(stock: StockClass, config: RunConfig, encoder: ExportedEncod
     end = [label for label in probe.labels if label != IGNORE][-1]  # the token that ends an answer in training
     tokenizer = _tokenizer_for_prompts(stock, source, template, end)
     image_id = tokenizer.convert_tokens_to_ids(layout.image_token)
-    rows = llm_shape(path).vocab_size
+    llm = llm_shape(path)
+    rows = llm.vocab_size
     token_keys = {stock.image_token_key: image_id}
     token_keys |= {key: tokenizer.convert_tokens_to_ids(mark) for key, mark in stock.mark_keys.items()}
     if stock.video_token is not None:
@@ -110,6 +108,8 @@ def write_processor(stock: StockClass, config: RunConfig, encoder: ExportedEncod
     write_json(folder / "processor_config.json", settings)
 
     generation = generation_settings(path, tokenizer, end)
+    if llm.model_type in OWN_CACHE:
+        generation["use_cache"] = False
     if rows_needed > rows:  # the run's own LLM has no such rows, so it never says these tokens
         generation["suppress_tokens"] = list(range(rows, rows_needed))
     write_json(folder / "generation_config.json", generation)
@@ -188,8 +188,7 @@ def _save_tokenizer(stock: StockClass, tokenizer: PreTrainedTokenizerBase, folde
 def generation_settings(path: str, tokenizer: PreTrainedTokenizerBase, end: int) -> dict[str, Any]:
     """Return generation_config.json: greedy, ended as answers are."""
     folder = model_folder(path)
-    file = folder / "generation_config.json"
-    own = read_json(file) if file.is_file() else {}
+    own = generation_config(folder)
     own_ends = own.get("eos_token_id") or llm_config(folder).get("eos_token_id")
     ends = [end, tokenizer.eos_token_id, *(own_ends if isinstance(own_ends, list) else [own_ends])]
     generation = {name: own[name] for name in KEPT_OF_GENERATION if own.get(name) is not None}

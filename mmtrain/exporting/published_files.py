@@ -9,39 +9,24 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from mmtrain.base.errors import UserError
-from mmtrain.base.printing import escape
 from mmtrain.base.small_files import parse_json, read_limited
 from mmtrain.config.limits import MAX_TOKENIZER_BYTES
 from mmtrain.models.facts.model_files import foreign_files, read_json
-from mmtrain.models.facts.tokenizer_files import tokenizer_files
+from mmtrain.models.facts.tokenizer_files import CONFIGURATIONS, published_files
 
-# What stock models and processors read besides the tokenizer's files.
-CONFIGURATIONS = (
-    "config.json",
-    "generation_config.json",
-    "preprocessor_config.json",
-    "processor_config.json",
-    "video_preprocessor_config.json",
-)
 # Keys by which transformers finds code, in a folder or on the hub, to run it.
 CODE_KEYS = ("auto_map", "custom_generate", "custom_pipelines")
 
 
-def copy_files(source: Path, folder: Path, configurations: Sequence[str] = ()) -> None:
-    """Copy the tokenizer's files and these `configurations` of a model's folder; JSON is read and written again.
+def copy_files(source: Path, folder: Path, *, is_whole: bool = False) -> None:
+    """Copy what `published_files` names into a folder; JSON is read and written again.
 
     Raises UserError for a file that is a link out of the folder, and for what is no JSON.
     """
-    files = [source / name for name in configurations if (source / name).is_file()]
-    files += tokenizer_files(source)
-    refuse_links(source, files)
-
-    for file in files:
+    for file in published_files(source, is_whole=is_whole):
         place = folder / file.relative_to(source)
         place.parent.mkdir(exist_ok=True)
         if file.suffix != ".json":
@@ -50,20 +35,6 @@ def copy_files(source: Path, folder: Path, configurations: Sequence[str] = ()) -
         with foreign_files(str(file)):
             content = parse_json(read_limited(file, MAX_TOKENIZER_BYTES, "a file of JSON"))
         write_json(place, content)
-
-
-def refuse_links(folder: Path, files: Iterable[Path]) -> None:
-    """Raise UserError for a file that lies neither in its folder nor in the hub cache's blobs beside that snapshot."""
-    home = folder.resolve()
-    blobs = home.parent.parent / "blobs"  # of CACHE/models--ORG--NAME/snapshots/COMMIT
-    for file in files:
-        target = file.resolve()
-        is_blob = home.parent.name == "snapshots" and target.is_relative_to(blobs)
-        if not is_blob and not target.is_relative_to(home):
-            raise UserError(
-                f"{escape(str(file))}: is a link to {escape(str(target))}, outside its folder, and an export would "
-                "publish that file. Replace the link by a copy if it belongs to the model"
-            )
 
 
 def write_json(file: Path, content: Any) -> None:

@@ -24,6 +24,7 @@ from safetensors.torch import save_file
 
 from mmtrain.base.durable import flush, whole_folder
 from mmtrain.base.errors import UserError
+from mmtrain.models.facts.model_files import DEQUANTISED
 
 INDEX = "model.safetensors.index.json"
 DTYPES = {
@@ -55,7 +56,7 @@ def stored(name: str, file: Path) -> TensorSource:
         view = opened.get_slice(name)
         dtype, shape = DTYPES.get(view.get_dtype()), tuple(view.get_shape())
     if dtype is None:
-        raise UserError(f"{file}: {name} is stored as {view.get_dtype()}. Use a release in bf16, fp16 or fp32")
+        raise UserError(f"{file}: {name} is stored as {view.get_dtype()}. {DEQUANTISED}")
 
     def read() -> torch.Tensor:
         # Opened for each tensor: an open file's map keeps every page that was read, in the end the whole model.

@@ -94,7 +94,7 @@ def compare_logits(
             if stock.mrope:
                 pixels["mm_token_type_ids"] = (batch.input_ids == IMAGE_POSITION).long()
         with torch.no_grad():
-            logits = model(input_ids=ids, attention_mask=torch.ones_like(ids), **pixels).logits
+            logits = model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False, **pixels).logits
         logits = logits[batch.labels != IGNORE]
         agreeing += int((logits.argmax(-1) == own.argmax(-1)).sum())
         tokens += len(logits)

@@ -33,6 +33,7 @@ from torch import nn
 from transformers.core_model_loading import revert_weight_conversion
 
 from mmtrain.base.errors import UserError
+from mmtrain.config.model import VisionSection
 from mmtrain.config.schema import RunConfig
 from mmtrain.exporting.language import take_merged
 from mmtrain.exporting.tensors import TensorSource, in_memory, stored
@@ -78,7 +79,7 @@ def encoder_for_export(config: RunConfig, trained: Mapping[str, torch.Tensor]) -
     own = {full.removeprefix("vision."): tensor for full, tensor in trained.items()}
     model = timm_model(name)
     if model is None:
-        settings, tensors = _from_transformers(model_folder(name), own)
+        settings, tensors = _from_transformers(model_folder(name), own, config.model.vision)
     else:
         settings, tensors = _from_timm(model, name, own, config.model.vision.final_norm)
     family = FAMILIES[settings["model_type"]]
@@ -161,12 +162,15 @@ def wrapped_timm_encoder(config: RunConfig, trained: Mapping[str, torch.Tensor])
     )
 
 
-def _from_transformers(folder: Path, trained: Mapping[str, torch.Tensor]) -> tuple[dict, dict[str, TensorSource]]:
+def _from_transformers(
+    folder: Path, trained: Mapping[str, torch.Tensor], chosen: VisionSection
+) -> tuple[dict, dict[str, TensorSource]]:
     family = family_of(encoder_config(folder).get("model_type"), str(folder))
     stock, config = model_class(family), stock_config(family, folder)
     config._attn_implementation = "sdpa"  # else config.json names it, and may name a kernel to be downloaded
     files = family.own(encoder_tensors(folder, tensor_places(folder)))
     shapes = {name: stored(*place).shape for name, place in files.items()}
+    unused = family.unused(chosen.final_norm, str(folder), chosen.merger)
     if (prefix_tokens := family.prefix_tokens(shapes)) > 1:
         registers = prefix_tokens - 1
         raise _unfit(str(folder), f"has {registers} register tokens, which a stock class would read as patches")
@@ -181,7 +185,7 @@ def _from_transformers(folder: Path, trained: Mapping[str, torch.Tensor]) -> tup
     expected = {family.published(name): tuple(tensor.shape) for name, tensor in state.items()}
     tensors = {}
     for name, shape in expected.items():
-        if name not in shapes and name.startswith(family.beside):  # no feature comes from it
+        if name not in shapes and name.startswith(unused):  # no feature comes from it
             tensors[outer + name] = in_memory(torch.zeros(shape))
             continue
         if name not in shapes:
@@ -215,13 +219,14 @@ def _from_timm(
     _refuse_unknown_modules(model, name)
     if model.num_prefix_tokens > model.has_class_token:
         raise _unfit(name, f"has {model.num_reg_tokens} register tokens, which a stock class would read as patches")
-    stock = form_of(model.state_dict())
+    shapes = {own_name: tuple(tensor.shape) for own_name, tensor in model.state_dict().items()}
+    stock = form_of(shapes, final_norm=final_norm)
     if isinstance(stock, str):
         raise _unfit(name, stock)
     if final_norm and stock is CLIP:
         raise _unfit(name, "would be a CLIP of transformers, whose final norm is only for its class token")
-    if final_norm and (not isinstance(model.norm, nn.LayerNorm) or model.norm.eps != model.blocks[0].norm1.eps):
-        raise _unfit(name, "has no final norm like its other norms, as every stock model has (model.vision.final_norm)")
+    if final_norm and model.norm.eps != model.blocks[0].norm1.eps:
+        raise _unfit(name, "has another epsilon in its final norm than in its other norms (model.vision.final_norm)")
     state = _with_trained(model, name, trained)
     stems = stock.front | {
         f"blocks.{block}.{own_name}": f"{stock.blocks}.{block}.{stock_name}"
@@ -245,7 +250,7 @@ def _from_timm(
         else:
             tensors[f"{stems[stem]}.{'lambda1' if kind == 'gamma' else kind}"] = tensor
     _fill_in(tensors, state, stock, model)
-    return _timm_config(model, name, stock), {name: in_memory(tensor) for name, tensor in tensors.items()}
+    return _timm_config(model, stock), {name: in_memory(tensor) for name, tensor in tensors.items()}
 
 
 def _fill_in(
@@ -301,7 +306,7 @@ def _activation(module: nn.Module) -> str | None:
     return names.get(type(module))
 
 
-def _timm_config(model: nn.Module, name: str, stock: StockModel) -> dict:
+def _timm_config(model: nn.Module, stock: StockModel) -> dict:
     block, patches = model.blocks[0], model.patch_embed
     config = {
         "model_type": stock.model_type,
@@ -316,8 +321,6 @@ def _timm_config(model: nn.Module, name: str, stock: StockModel) -> dict:
     }
     wide = block.mlp.fc1.out_features
     if stock is DINOV2:
-        if wide % model.embed_dim:
-            raise _unfit(name, f"has MLPs of {wide} in blocks of {model.embed_dim}, which is not a whole multiple")
         return config | {"mlp_ratio": wide // model.embed_dim, "use_mask_token": False}
     return config | {"intermediate_size": wide} | ({"vision_use_head": False} if stock is SIGLIP else {})
 

@@ -12,13 +12,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from mmtrain.base.errors import UserError
 from mmtrain.config.schema import RunConfig
 from mmtrain.data.samples.templates import load_tokenizer, make_template
 from mmtrain.data.stream.images import image_transform
 from mmtrain.exporting.language import ExportedLanguage, take_merged
 from mmtrain.exporting.processor import ExportedProcessor, check_processor
-from mmtrain.exporting.published_files import CONFIGURATIONS, copy_files, write_json
+from mmtrain.exporting.published_files import copy_files, write_json
 from mmtrain.exporting.tensors import TensorSource, stored
 from mmtrain.models.facts.connectors import image_layout
 from mmtrain.models.facts.encoders import FAMILIES
@@ -28,36 +27,17 @@ from mmtrain.models.facts.vision_files import image_settings
 from mmtrain.models.modules.projector import PROJECTOR
 from mmtrain.models.weights.files import tensor_places
 from mmtrain.models.weights.projector_files import local_names
-from mmtrain.stock.exporters import stock_class
-from mmtrain.stock.pretrained import BOUNDS
 from mmtrain.stock.stock_class import StockClass
-from mmtrain.stock.stock_folder import StockFolder
 
 _UNMARKED = "Its own chat template does not mark answers, so trl's assistant_only_loss cannot be used with it."
-
-
-def whole_of(config: RunConfig) -> StockClass | None:
-    """Return the class of the whole M-RoPE model that a run is on, if it computes what the run trained; else None."""
-    path, vision = config.model.llm.path, config.model.vision
-    folder = model_folder(path)
-    content = read_json(folder / "config.json")
-    stock = stock_class(content.get("model_type"))
-    if stock is None or not stock.mrope or (vision is not None and vision.name != path):
-        return None
-    keys = {} if vision is None else stock.keys(StockFolder(path, folder, content))
-    said = {key: value for key, value in keys.items() if not key.endswith(BOUNDS)}
-    return stock if all(config.value_at(tuple(key.split("."))) == value for key, value in said.items()) else None
 
 
 def write_back(
     stock: StockClass, config: RunConfig, trained: Mapping[str, TensorSource], dtype: str, folder: Path
 ) -> tuple[dict[str, TensorSource], dict[str, Any], dict[str, Any]]:
-    """Write all files but tensors and card; return tensors, config.json and what the card shows.
-
-    Raises UserError for trained tensors that the model's folder does not hold one by one.
-    """
+    """Write all files but tensors and card; return tensors, config.json and what the card shows."""
     source = model_folder(config.model.llm.path)
-    copy_files(source, folder, CONFIGURATIONS)
+    copy_files(source, folder, is_whole=True)
     content = read_json(source / "config.json")
     if content.get("dtype", content.get("torch_dtype")) != dtype:
         content = {key: value for key, value in content.items() if key != "torch_dtype"} | {"dtype": dtype}
@@ -70,11 +50,7 @@ def write_back(
             shape = tensor.shape  # GLM's convolution is a matrix here
             tensor = replace(own, shape=shape, read=lambda own=own, shape=shape: own.read().reshape(shape))
         tensors[name] = take_merged(waiting, global_name, tensor, config.model.lora, transposed=False)
-    if waiting:
-        raise UserError(
-            f"{min(waiting)} was trained, but {source} has no single tensor of this name (transformers fuses or "
-            "renames some when it loads them). Use --format safetensors"
-        )
+    assert not waiting, f"{min(waiting)} has no place, which is refused before"
     marks = "{% generation %}" in str(load_tokenizer(str(source)).chat_template)
     shown = {"stock": stock, "language": ExportedLanguage(llm_config(source), tensors, 0), "encoder": None}
     shown |= {"processor": _processor(stock, config, source, folder), "unmarked": None if marks else _UNMARKED}

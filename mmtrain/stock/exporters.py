@@ -9,24 +9,32 @@ activation, rotary positions) is known when it is exported.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Literal
 
 from mmtrain.base.errors import UserError
 from mmtrain.config.schema import RunConfig
-from mmtrain.models.facts.adapters import is_adapter, is_llm_adapter
-from mmtrain.models.facts.connectors import run_vision
+from mmtrain.models.facts.adapters import adapted_layer, is_llm_adapter
+from mmtrain.models.facts.connectors import image_layout, run_vision
 from mmtrain.models.facts.encoders import FAMILIES
 from mmtrain.models.facts.families import (
-    BASE_PREFIX,
     canonical_name,
+    full_names,
     holds_parts,
     llm_config,
     llm_tensors,
+    loaded_name,
 )
-from mmtrain.models.facts.model_files import find_model_folder, model_folder, tensor_shapes
-from mmtrain.models.facts.shapes import llm_shape
+from mmtrain.models.facts.model_files import (
+    find_model_folder,
+    generation_config,
+    model_folder,
+    read_json,
+    tensor_shapes,
+)
+from mmtrain.models.facts.shapes import VisionShape, llm_shape
+from mmtrain.models.facts.tokenizer_files import published_files
 from mmtrain.models.layouts.registry import LAYOUTS
 from mmtrain.stock.aya_vision import AyaVision
 from mmtrain.stock.grids import Exaone45, HyperCLOVAXVisionV2, VideoLlama3
@@ -39,6 +47,7 @@ from mmtrain.stock.mrope import MROPE_CLASSES
 from mmtrain.stock.perception_lm import PerceptionLM
 from mmtrain.stock.pixtral import LightOnOcr, LlavaPixtral, Mistral3
 from mmtrain.stock.stock_class import StockClass
+from mmtrain.stock.stock_folder import BOUNDS, StockFolder
 
 Base = Literal["llm", "hf"]  # what adapters are for: the LLM as it was published, or a whole model of its own
 LLAVA_CODE = ("linear", "mlp2x_gelu")  # projectors that LLaVA's own code builds
@@ -73,13 +82,48 @@ def exporter_for(config: RunConfig) -> StockClass:
     near = [stock for stock in near if vision.layout in stock.layouts] or near
     if why := _unfit_llm(config.model.llm.path):
         raise UserError(f"no stock model computes what this run trains: {why}. Set another model.llm.path")
-    shape = run_vision(config)
-    needs = {stock: list(stock.needs(config, shape)) for stock in near}
-    for stock, missing in needs.items():
+    shape, ways = run_vision(config), []
+    for stock in near:
+        missing = list(stock.needs(config, shape))
         if not missing:
             return stock
-    listed = "; ".join(f"{stock.name} would need {', '.join(missing)}" for stock, missing in needs.items())
+        if not (stock.unfit_encoder(vision.name, shape) and stock.unfit_llm(config.model.llm.path)):
+            ways.append(f"{stock.name} would need {', '.join(missing)}")
+    ways += _other_connector(config, shape)
+    listed = "; ".join(ways) or "its classes are for another encoder and another LLM"
     raise UserError(f"no stock model computes what this run trains ({kind}): {listed}")
+
+
+def _other_connector(config: RunConfig, shape: VisionShape) -> Iterator[str]:
+    """Yield a connector whose class computes the run with all else as it is, if there is one."""
+    for stock in STOCK_CLASSES:
+        for kind in stock.connectors:
+            changed = dict.fromkeys(("factor", "width")) | {"type": kind}
+            other = config.changed({f"model.projector.{key}": value for key, value in changed.items()})
+            with contextlib.suppress(UserError):
+                image_layout(other)
+                if not any(stock.needs(other, shape)):
+                    yield f"{stock.name} computes it with model.projector.type={kind}"
+                    return
+
+
+def class_of(config: RunConfig) -> StockClass | None:
+    """Return the stock class that a run leaves by; None: its LLM's own, for a run on text alone. Raises UserError."""
+    whole = whole_of(config)
+    return exporter_for(config) if whole is None and config.model.vision is not None else whole
+
+
+def whole_of(config: RunConfig) -> StockClass | None:
+    """Return the class of the whole M-RoPE model that a run is on, if it computes what the run trained; else None."""
+    path, vision = config.model.llm.path, config.model.vision
+    folder = find_model_folder(path)
+    content = {} if folder is None else read_json(folder / "config.json")
+    stock = stock_class(content.get("model_type"))
+    if stock is None or not stock.mrope or (vision is not None and vision.name != path):
+        return None
+    keys = {} if vision is None else stock.keys(StockFolder(path, folder, content))
+    said = {key: value for key, value in keys.items() if not key.endswith(BOUNDS)}
+    return stock if all(config.value_at(tuple(key.split("."))) == value for key, value in said.items()) else None
 
 
 def stock_class(model_type: str | None, encoder: str | None = None) -> StockClass | None:
@@ -118,7 +162,7 @@ def _refuse_without_adapters(config: RunConfig, trained: Collection[str]) -> Non
     """Raise UserError for a run that has nothing for peft, or no whole model as its base."""
     if not any(map(is_llm_adapter, trained)):
         raise UserError("peft holds adapters of the LLM, but model.lora gives it none")
-    _refuse_unknown_class(config, trained)
+    _refuse_unknown_class(config, [name for name in trained if not is_llm_adapter(name)])
 
 
 def _refuse_more_than_adapters(config: RunConfig, trained: Collection[str]) -> None:
@@ -132,16 +176,18 @@ def _refuse_more_than_adapters(config: RunConfig, trained: Collection[str]) -> N
 
 
 def _refuse_unknown_class(config: RunConfig, trained: Collection[str]) -> None:
-    """Raise UserError for a run that no stock class computes; one on text alone has the LLM's own class."""
-    if config.model.vision is not None:
-        exporter_for(config)
+    """Raise UserError for a run that no stock class computes, and for files that an export could not write again."""
+    class_of(config)
     folder = find_model_folder(config.model.llm.path)
     if folder is None or (tensors := tensor_shapes(folder)) is None:
         return
-    base = BASE_PREFIX.get(llm_config(folder)["model_type"], "model.")
-    stored = {canonical_name(before + name) for name in llm_tensors(folder, tensors) for before in ("", base)}
+    published_files(folder, is_whole=whole_of(config) is not None)
+    generation_config(folder)  # which an export reads
+    family = llm_config(folder)["model_type"]
+    names = full_names(family, llm_tensors(folder, tensors)).values()
+    stored = {canonical_name(loaded_name(family, name)) for name in names}
     for name in trained:
-        if name.startswith("llm.") and not is_adapter(name) and name not in stored:
+        if name.startswith("llm.") and f"{adapted_layer(name)}.weight" not in stored and name not in stored:
             raise UserError(f"{name} trains, but the LLM's files have it under another name or in several tensors")
 
 

@@ -6,12 +6,13 @@ import logging
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from mmtrain.base.errors import UserError
 from mmtrain.config.schema import RunConfig
 from mmtrain.models.facts.connectors import image_layout, reduction
+from mmtrain.models.facts.shapes import VisionShape
+from mmtrain.models.facts.vision_files import published_images
 from mmtrain.models.layouts import idefics3
 from mmtrain.models.layouts.layout import ImageLayout, Tiling
-from mmtrain.stock.stock_class import OUTER, WHAT_WORKS, ExportedEncoder, StockClass
+from mmtrain.stock.stock_class import OUTER, ExportedEncoder, StockClass
 from mmtrain.stock.stock_folder import Keys, StockFolder
 
 if TYPE_CHECKING:
@@ -48,6 +49,13 @@ class Idefics3(StockClass):
     image_processor = "Idefics3ImageProcessor"
     more_tokens = ("<fake_token_around_image>", "<end_of_utterance>")
 
+    def unfit_encoder(self, name: str, vision: VisionShape) -> str:
+        """Its model takes a square of zeros for no image: one that is of the mean colour, if 8 bits can say that."""
+        images = published_images(name)
+        if images is not None and all((255 * channel).is_integer() for channel in images.mean):
+            return f"an image of its mean colour would be all zeros, which {self.class_name} reads as no image"
+        return super().unfit_encoder(name, vision)
+
     def adapt_encoder(self, run: RunConfig, encoder: ExportedEncoder) -> ExportedEncoder:
         settings = {key: value for key, value in encoder.config.items() if not key.startswith(("vision_", "project"))}
         tensors = {name.removeprefix(OUTER): source for name, source in encoder.tensors.items()}
@@ -61,12 +69,6 @@ class Idefics3(StockClass):
         return {"image_seq_len": image_layout(run).positions_per_tile}
 
     def own_image_settings(self, transform: ImageTransform, layout: ImageLayout) -> dict[str, Any]:
-        """Its model takes a square of zeros for no image: one that is of the mean colour, if 8 bits can say that."""
-        if all((255 * channel).is_integer() for channel in transform.mean):
-            raise UserError(
-                f"an image of the colour {transform.mean} would be all zeros, which {self.class_name} reads as no "
-                f"image; {WHAT_WORKS}"
-            )
         return {"do_image_splitting": False, "max_image_size": {"longest_edge": transform.image_size}}
 
     def inputs(self, tiles: torch.Tensor, tilings: Sequence[Tiling], layout: ImageLayout) -> dict[str, torch.Tensor]:

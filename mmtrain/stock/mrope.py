@@ -11,14 +11,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from mmtrain.config.schema import RunConfig
 from mmtrain.models.facts.encoders import FAMILIES
 from mmtrain.models.facts.families import MROPE_MODELS
-from mmtrain.models.facts.shapes import VisionShape, llm_shape
+from mmtrain.models.facts.shapes import llm_shape
 from mmtrain.models.layouts.layout import Tiling
 from mmtrain.models.layouts.mrope import GlmV, PaddleOcrVl, QwenVl
 from mmtrain.models.layouts.native import Native
@@ -58,12 +58,12 @@ class Qwen2VL(HyperCLOVAXVisionV2):
     def encoders(self) -> tuple[str, ...]:  # type: ignore[override]
         return (FAMILIES[self.model_type].model,)
 
-    def needs(self, config: RunConfig, shape: VisionShape) -> Iterator[str]:
-        yield from super().needs(config, shape)
-        family = llm_shape(config.model.llm.path).model_type
-        if MROPE_MODELS.get(family) not in self.text_models:
-            fitting = " or ".join(name for name, whole in MROPE_MODELS.items() if whole in self.text_models)
-            yield f"a {fitting} LLM ({config.model.llm.path} is {family})"
+    def unfit_llm(self, path: str) -> str:
+        family = llm_shape(path).model_type
+        if MROPE_MODELS.get(family) in self.text_models:
+            return ""
+        fitting = " or ".join(name for name, whole in MROPE_MODELS.items() if whole in self.text_models)
+        return f"a {fitting} LLM ({path} is {family})"
 
     def text_config(self, language: dict[str, Any]) -> dict[str, Any]:
         return {**language, "model_type": f"{self.text_models[0]}_text"}

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from mmtrain.base.errors import UserError
 from mmtrain.config.schema import RunConfig
 from mmtrain.data.samples.records import IMAGE_MARK
 from mmtrain.models.facts.connectors import reduction
 from mmtrain.models.facts.encoders import TIMM
+from mmtrain.models.facts.shapes import VisionShape
+from mmtrain.models.facts.vision_files import published_images
 from mmtrain.models.layouts.layout import ImageLayout, Tiling
-from mmtrain.stock.stock_class import ON_WHITE, WHAT_WORKS, ExportedEncoder, StockClass
+from mmtrain.stock.stock_class import ON_WHITE, ExportedEncoder, StockClass
 from mmtrain.stock.stock_folder import CONFIG, Keys, StockFolder, unfit
 
 if TYPE_CHECKING:
@@ -44,6 +45,12 @@ class PerceptionLM(StockClass):
     video_processor = "PerceptionLMVideoProcessor"
     video_token = "<|video|>"
 
+    def unfit_encoder(self, name: str, vision: VisionShape) -> str:
+        images = published_images(name)
+        if images is not None and images.interpolation not in ("bilinear", "bicubic"):
+            return f"{name} resizes by {images.interpolation}, which torchvision, used by its processor, does not have"
+        return super().unfit_encoder(name, vision)
+
     def config(self, run: RunConfig, encoder: ExportedEncoder) -> dict[str, Any]:
         return {
             "vision_use_cls_token": bool(encoder.prefix_tokens),
@@ -54,11 +61,6 @@ class PerceptionLM(StockClass):
         return {"patch_size": encoder.patch_size, "pooling_ratio": reduction(run.model.projector)}
 
     def own_image_settings(self, transform: ImageTransform, layout: ImageLayout) -> dict[str, Any]:
-        if transform.interpolation not in ("bilinear", "bicubic"):
-            raise UserError(
-                f"the encoder's pictures are resized by the filter {transform.interpolation}, which torchvision, used "
-                f"by {self.processor_name}, does not have; {WHAT_WORKS}"
-            )
         return {"vision_input_type": "one tile", "tile_size": transform.image_size, "max_num_tiles": 1}
 
     def exact_pixels(self, transform: ImageTransform, layout: ImageLayout) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from mmtrain.config.limits import MAX_GRID_SIDE
@@ -10,7 +10,7 @@ from mmtrain.config.schema import RunConfig
 from mmtrain.data.samples.records import IMAGE_MARK
 from mmtrain.models.facts.connectors import reduction
 from mmtrain.models.facts.settings import is_whole
-from mmtrain.models.facts.shapes import VisionShape, llm_shape
+from mmtrain.models.facts.shapes import llm_shape
 from mmtrain.models.layouts.layout import Tiling
 from mmtrain.models.layouts.native import Native, picture
 from mmtrain.stock.stock_class import ExportedEncoder, StockClass
@@ -118,10 +118,9 @@ class LightOnOcr(Mistral3):
     head_name = "lm_head.weight"
     image_token_key = "image_token_id"
 
-    def needs(self, config: RunConfig, shape: VisionShape) -> Iterator[str]:
-        yield from super().needs(config, shape)
-        if (family := llm_shape(config.model.llm.path).model_type) != "qwen3":
-            yield f"a qwen3 LLM ({family} is for Mistral3, which computes the same)"
+    def unfit_llm(self, path: str) -> str:
+        family = llm_shape(path).model_type
+        return "" if family == "qwen3" else f"a qwen3 LLM ({family} is for Mistral3, which computes the same)"
 
     def config(self, run: RunConfig, encoder: ExportedEncoder) -> dict[str, Any]:
         return {"spatial_merge_size": reduction(run.model.projector)}

@@ -14,10 +14,9 @@ from mmtrain.base.errors import UserError
 from mmtrain.config.schema import RunConfig
 from mmtrain.models.facts.model_files import model_folder, read_json
 from mmtrain.stock.exporters import STOCK_CLASSES, exporter_for, stock_class
-from mmtrain.stock.stock_folder import BY_PARTS, PARTS, StockFolder, shown
+from mmtrain.stock.stock_folder import BOUNDS, BY_PARTS, PARTS, StockFolder, shown
 
 _log = logging.getLogger(__name__)
-BOUNDS = ("min_positions", "max_positions")  # of image tokens
 
 
 def expand_pretrained(config: RunConfig) -> RunConfig:

@@ -164,28 +164,35 @@ class StockClass(ExportedClass):
     def needs(self, config: RunConfig, shape: VisionShape) -> Iterator[str]:
         """Yield what a run with one of its connectors would have to change, and why."""
         vision, factor = config.model.vision, reduction(config.model.projector)
+        layout = LAYOUTS[vision.layout if vision.layout in self.layouts else self.layouts[0]]
         if vision.final_norm != self.final_norm:
             where = "after" if self.final_norm else "before"
             yield f"model.vision.final_norm={str(self.final_norm).lower()} (its features come from {where} that norm)"
         if vision.layout not in self.layouts:
             yield f"model.vision.layout={' or '.join(self.layouts)} (as its processor writes)"
-        if not vision.cuts_images and config.data.image_fit not in self.fits:
-            fits = " or ".join(self.fits)
-            yield f"data.image_fit={fits} (its processor cannot do {config.data.image_fit})"
+        fits = ("null",) if layout.is_sized else self.fits
+        if (config.data.image_fit or "null") not in fits:
+            yield f"data.image_fit={' or '.join(fits)} (its processor cannot do {config.data.image_fit})"
         if factor not in self.factors:
             factors = " or ".join(map(str, self.factors))
             yield f"model.projector.factor={factors} (it does not support {factor})"
         if vision.merger != self.merger:
             yield f"model.vision.merger={str(self.merger).lower()} (its class has it so)"
-        if self.last_block and vision.select_layer != -1:
+        if (self.last_block or self.final_norm) and vision.select_layer != -1:
             yield "model.vision.select_layer=-1 (it takes the last block's output)"
-        if LAYOUTS[vision.layout].attends_across and self.bounds_edge != (vision.longest_edge is not None):
+        if layout.attends_across and self.bounds_edge != (vision.longest_edge is not None):
             bounds = " (its processor bounds that)" if self.bounds_edge else "=null (its processor bounds image tokens)"
             yield f"model.vision.longest_edge{bounds}"
-        if unfit := self._unfit_encoder(vision.name, shape):
+        if unfit := self.unfit_encoder(vision.name, shape):
             yield f"another model.vision.name ({unfit})"
+        if needed := self.unfit_llm(config.model.llm.path):
+            yield needed
 
-    def _unfit_encoder(self, name: str, vision: VisionShape) -> str:
+    def unfit_llm(self, path: str) -> str:
+        """Return the LLM that the class takes instead of the one in `path`; "" where it takes that."""
+        return ""
+
+    def unfit_encoder(self, name: str, vision: VisionShape) -> str:
         """Return why the class does not compute with the encoder `name`; "" where it does."""
         kind, side = vision.family.model, math.isqrt(vision.patches_per_image)
         if vision.family.native is not None and not self.is_native:
@@ -194,9 +201,10 @@ class StockClass(ExportedClass):
             before = f"{name} has {vision.prefix_tokens} tokens before its patches"
             return f"{before}, but it reads all except a class token as patches"
         if kind == TIMM and TIMM not in self.encoders:
-            form = form_of(parameter.name.removeprefix("vision.") for parameter in vision.parameters)
+            shapes = {parameter.name.removeprefix("vision."): parameter.shape for parameter in vision.parameters}
+            form = form_of(shapes, final_norm=self.final_norm)
             if isinstance(form, str):
-                return f"{name} {form}, which no stock encoder has"
+                return f"{name} {form}, unlike every stock encoder"
             kind = FAMILIES[form.model_type].model
         if self.encoders and kind not in self.encoders:
             return f"its encoder is {' or '.join(self.encoders)}, but {name} is or becomes {kind}"

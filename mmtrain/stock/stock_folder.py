@@ -27,6 +27,7 @@ _log = logging.getLogger(__name__)
 Keys = dict[str, Any]
 PARTS = ("model.llm.path", "model.vision.name", "model.projector.init_from")
 BY_PARTS = f"set the model's parts instead, in {', '.join(PARTS)}"
+BOUNDS = ("min_positions", "max_positions")  # of image tokens
 CONFIG, IMAGES = "config.json", "its image processor"
 _CONNECTOR = re.compile(
     r"(?:model\.)?(?:multi_modal_projector|vision_project(?:ion|or)|connector\.modality_projection|projector\.readout"

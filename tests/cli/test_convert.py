@@ -62,7 +62,10 @@ def test_weights_of_a_quantised_model_are_refused_and_leave_nothing(tmp_path, ca
     torch.save({"a": torch.ones(2).to(torch.float8_e4m3fn)}, tmp_path / "pytorch_model.bin")
     (tmp_path / "config.json").write_text("{}")
     assert main(["convert", str(tmp_path)]) == 2
-    assert "a is stored as float8_e4m3fn; use a release in bf16" in capsys.readouterr().err
+    assert (
+        "a is stored as float8_e4m3fn. Use its release in bfloat16 or, where its publisher has none"
+        in capsys.readouterr().err
+    )
     assert {file.name for file in tmp_path.iterdir()} == {"config.json", "pytorch_model.bin"}
 
 

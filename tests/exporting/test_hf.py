@@ -103,8 +103,8 @@ def test_what_was_trained_besides_the_projector_lies_in_its_place(tiny, tmp_path
 @pytest.mark.parametrize(
     "name,why",
     [
-        ("llm.layers.0.mlp.experts.gate_up_proj", "no single tensor of this name"),
-        ("llm.layers.9.mlp.down_proj.weight", "no single tensor of this name"),
+        ("llm.layers.0.mlp.experts.gate_up_proj", "under another name or in several tensors"),
+        ("llm.layers.9.mlp.down_proj.weight", "under another name or in several tensors"),
         ("llm.norm.weight", "Restore the model"),
         ("vision.blocks.77.norm1.weight", "vision.blocks.77"),
     ],

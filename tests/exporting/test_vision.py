@@ -163,8 +163,8 @@ def test_behind_the_final_norm_the_stock_vision_models_last_hidden_state_is_what
     ("kind", "why"),
     [
         ("quickgelu clip", "whose final norm is only for its class token"),
-        ("vit without biases and norm", "has no final norm like its other norms"),
-        ("averaging vit", "has no final norm like its other norms"),
+        ("vit without biases and norm", "has no final norm"),
+        ("averaging vit", "has no final norm"),
     ],
 )
 def test_behind_the_final_norm_an_encoder_without_a_stock_counterpart_is_refused(encoders, kind, why):

@@ -54,7 +54,7 @@ def test_a_run_that_can_leave_as_it_says_plans(tiny, keys):
     [
         (
             ["hf", "patch_merger", "model.projector.factor=4"],
-            "(patch_merger): PaddleOCRVL would need model.vision.final_norm=true (",
+            "(patch_merger): Llava computes it with model.projector.type=mlp2x_gelu",
         ),
         (["hf", "linear"], "(linear): HyperCLOVAXVisionV2 would need model.vision.layout=native (as its processor"),
         (["hf", "shuffle_swiglu"], "(shuffle_swiglu): AyaVision would need data.image_fit=resize ("),

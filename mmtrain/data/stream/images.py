@@ -11,7 +11,6 @@ fit: pad         whole, on a square of the mean colour (LLaVA-1.5's `image_aspec
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -23,10 +22,8 @@ from mmtrain.base.errors import UserError
 from mmtrain.config.limits import MAX_IMAGE_PIXELS
 from mmtrain.data.samples.records import DECODE_ERRORS, TURNS, BadSample, open_image, orientation, refuse_unreadable
 from mmtrain.data.shards.index import MEND
-from mmtrain.models.facts.families import encoder_config, holds_encoder
-from mmtrain.models.facts.model_files import model_folder
-from mmtrain.models.facts.timm_models import timm_config
-from mmtrain.models.facts.vision_files import encoder_settings, is_timm_name, preprocessing
+from mmtrain.models.facts.model_files import no_model
+from mmtrain.models.facts.vision_files import published_images
 from mmtrain.models.layouts.anyres import centred_size
 from mmtrain.models.layouts.layout import Tiling
 
@@ -173,24 +170,11 @@ def image_transform(
     It is that of timm's pretrained configuration, or of a folder's `preprocessor_config.json`, with tiles of
     `tile_size` pixels a side for an encoder that takes images of any size. Raises UserError.
     """
-    size, mean, std, interpolation = _published(name)
+    images = published_images(name)
+    if images is None:
+        raise no_model(name)
+    size, mean, std, interpolation = images
     if interpolation.upper() not in Image.Resampling.__members__:
         names = ", ".join(member.lower() for member in Image.Resampling.__members__)
         raise UserError(f"model.vision.name: {name} resizes by {interpolation!r}; needed is one of {names}")
-    return ImageTransform(
-        tile_size or int(size), tuple(mean), tuple(std), interpolation.lower(), fit or "pad", max_pixels
-    )
-
-
-def _published(name: str) -> tuple[int, Sequence[float], Sequence[float], str]:
-    if is_timm_name(name):
-        config = timm_config(name)
-        return config.input_size[-1], config.mean, config.std, config.interpolation
-    folder = model_folder(name)
-    config = encoder_config(folder)
-    size = encoder_settings(config, str(folder)).image_size
-    if "architecture" in config and not holds_encoder(folder):
-        facts = config.get("pretrained_cfg", config)
-        return size, facts["mean"], facts["std"], facts["interpolation"]
-    facts = preprocessing(folder)
-    return size, facts.mean, facts.std, Image.Resampling(facts.resample).name
+    return ImageTransform(tile_size or int(size), tuple(mean), tuple(std), interpolation, fit or "pad", max_pixels)

@@ -108,8 +108,7 @@ class Processor:
         if vision is not None:
             pixels = config.data.max_image_pixels
             self.transform = image_transform(vision.name, config.data.image_fit, pixels, self.layout.tile_size)
-        eos = self.tokenizer.eos_token_id
-        self.padding_id = 0 if eos is None else eos  # any row of the embedding does: nothing looks at padding
+        self.padding_id = 0  # any row of the embedding does: nothing looks at padding
         self.capacity = Capacity(config.data.pack_length, config.data.max_tiles_per_pack)
 
     def read(self, reader: Reader, number: int) -> Document | QuarantinedSample:

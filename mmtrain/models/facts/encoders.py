@@ -284,9 +284,11 @@ def family_of(model_type: str | None, source: str) -> EncoderFamily:
     if model_type in FAMILIES:
         return FAMILIES[model_type]
     shown = escape(str(model_type))
+    first = {family.model: kind for kind, family in reversed(FAMILIES.items())}
     raise UserError(
-        f"model.vision.name: {source} has model_type {shown}, which is not a known vision encoder. Name a timm "
-        f"model (config.json with an architecture), or one of {', '.join(FAMILIES)}"
+        f"model.vision.name: {source} has model_type {shown}, which is not a known vision encoder; sound is not read. "
+        "Name a timm model (config.json with an architecture; RADIO is vit_*_radio_v3 and _v4), or one of "
+        f"{', '.join(sorted(first.values()))}"
     )
 
 

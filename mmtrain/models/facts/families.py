@@ -17,13 +17,13 @@ model's own class does. Source: transformers' conversion_mapping.py.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
 from mmtrain.base.errors import UserError
 from mmtrain.base.printing import escape
-from mmtrain.models.facts.model_files import Shape, read_json
+from mmtrain.models.facts.model_files import DEQUANTISED, Shape, read_json
 from mmtrain.models.facts.settings import check_layers
 
 T = TypeVar("T")
@@ -77,6 +77,14 @@ _UNFIT = {
 }  # by model_type: why a family cannot be cut into stages or packed
 _WHAT_WORKS = "Use another family (llama, mistral, qwen3, gemma3, phi3, qwen3_5, lfm2, granitemoehybrid, ...)"
 MAX_EXPERTS = 100_000
+TIED_BY_DEFAULT = {
+    *("cohere", "cohere2", "cohere2_moe", "cohere_compass_text", "ernie4_5", "ernie4_5_moe", "gemma", "gemma2"),
+    *("gemma3_text", "gemma3n_text", "gemma4_text", "gpt2", "gpt_bigcode", "gpt_neo", "gpt_neox_japanese"),
+    *("granite_swa", "jetmoe", "lfm2", "lfm2_moe", "lfm3", "minicpm3", "modernbert-decoder", "opt", "smollm3"),
+    *("starcoder2", "vaultgemma", "xglm", "youtu", "zaya"),
+}
+"""Families whose LM head is the embedding where config.json does not say tie_word_embeddings."""
+OWN_CACHE = ("minimax",)  # families that take no cache of those which multimodal classes generate with
 WHOLE_LAST_LAYER = {"gpt2", "gpt_bigcode", "llama4_text", "minimax"}
 """Families whose last decoder layer cannot be run for supervised tokens alone, as modules.parity.takes_rows finds."""
 
@@ -99,8 +107,8 @@ def check_family(config_json: dict[str, Any]) -> None:
     check_layers(config_json, "config.json")
     if (method := quantised_by(config_json)) is not None:
         raise UserError(
-            f"{family}: this checkpoint is quantised ({method}), but gradients must flow through its layers. Use the "
-            "bf16 release of this model"
+            f"{family}: this checkpoint is quantised ({method}), but gradients must flow through its layers. "
+            f"{DEQUANTISED}"
         )
 
 
@@ -149,20 +157,30 @@ def canonical_name(stock_name: str) -> str:
     return f"llm.{stock_name}"
 
 
+def full_names(model_type: str, names: Collection[str]) -> dict[str, str]:
+    """Map an LLM's names on disk to those with the prefix that files saved without the LM head lack."""
+    prefix = BASE_PREFIX.get(model_type, "model.")
+    if any(canonical_name(name).startswith("llm.layers.") for name in names):
+        prefix = ""
+    return {name: name if _HEAD.fullmatch(name) else prefix + name for name in names}
+
+
+def loaded_name(model_type: str, name: str) -> str:
+    """Return the stock model's name of a tensor that its files call `name` and that is loaded alone."""
+    for pattern, renamed in _RENAMED.get(model_type, ()):
+        name = re.sub(pattern, renamed, name)
+    return name
+
+
 def parameters_on_disk(model_type: str, tensors: dict[str, Shape]) -> dict[str, Shape]:
     """The stock model's parameters from the tensors of its files: buffers left out, expert weights fused.
 
     transformers 5 has the experts of a layer in `experts.gate_up_proj` (E, 2I, D) and `experts.down_proj` (E, D, I),
     checkpoints one tensor per expert.
     """
-    for pattern, renamed in _RENAMED.get(model_type, ()):
-        tensors = {re.sub(pattern, renamed, name): shape for name, shape in tensors.items()}
-    prefix = BASE_PREFIX.get(model_type, "model.")
-    bare = not any(name.startswith(prefix) for name in tensors)
     parameters: dict[str, Shape] = {}
-    for name, shape in tensors.items():
-        if bare and not _HEAD.fullmatch(name):
-            name = prefix + name
+    for on_disk, name in full_names(model_type, tensors).items():
+        name, shape = loaded_name(model_type, name), tensors[on_disk]
         if _BUFFER.fullmatch(name) or _NOT_LOADED.match(name):
             continue
         if _JOINED_CONVOLUTION.search(name):
@@ -317,7 +335,7 @@ def encoder_config(folder: Path) -> dict[str, Any]:
     """
     content = read_json(folder / "config.json")
     if (method := quantised_by(content)) is not None:
-        raise UserError(f"{folder} cannot be used: it is quantised ({method}). Use its release in bfloat16 or float32")
+        raise UserError(f"{folder} cannot be used: it is quantised ({method}). {DEQUANTISED}")
     if not holds_encoder(folder):
         return content
     vision = {"model_type": content["model_type"], **_part(content, "vision_config", folder)}  # Qwen2-VL's has none

@@ -23,6 +23,10 @@ from mmtrain.models.facts.settings import check_settings
 
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9_][\w.-]*)?")
 _STORED = ("F64", "F32", "F16", "BF16")  # others are codes that need their scales
+DEQUANTISED = (
+    "Use its release in bfloat16 or, where its publisher has none (DeepSeek-V3, gpt-oss), a bfloat16 copy of it on "
+    "the hub"
+)
 _BUFFER = re.compile(r"(?:.*[._])?(?:position_ids|(?:attn|attention)\.(?:masked_)?bias|index|mask|num_batches_tracked)")
 # What a configuration says instead of a path: `demo:llm`, `demo:vision` and `demo:vision_native` are frozen models that
 # come with this package, `demo:train`, `demo:held-out` and their like are shards that `demo.data` makes on first use.
@@ -116,6 +120,12 @@ def read_json(path: Path) -> dict[str, Any]:
     return content
 
 
+def generation_config(folder: Path) -> dict[str, Any]:
+    """Read a folder's generation_config.json; empty where there is none."""
+    file = folder / "generation_config.json"
+    return read_json(file) if file.is_file() else {}
+
+
 @contextlib.contextmanager
 def foreign_files(what: str) -> Iterator[None]:
     """Raise UserError, naming `what`, for whatever a library raises of files that somebody else made."""
@@ -198,6 +208,6 @@ def read_header(file: Path, are_weights: bool = False) -> dict[str, Shape]:
         if are_weights and (dtype := part.get_dtype()) not in _STORED and not _BUFFER.fullmatch(name):
             raise UserError(
                 f"{file}: {escape(name)} is stored as {dtype}; needed are floating-point numbers of 16 bits or more. "
-                "Use the bf16 release of this model"
+                f"{DEQUANTISED}"
             )
     return {name: tuple(part.get_shape()) for name, part in slices.items()}

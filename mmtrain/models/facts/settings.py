@@ -18,6 +18,8 @@ _LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "depth")
 _SIDES = ("image_size", "img_size", "patch_size", "crop_size")
 _FRACTIONS = ("_ratio", "_factor", "_eps", "model_max_length")  # ends of keys whose numbers need not be whole
 _TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id", "max_length", "max_new_tokens")
+_SINGLE = ("resample", "bos_token_id", "pad_token_id")
+MAX_TOKEN_ID = 1_000_000_000
 # Smallest and largest number, in whatever part of a file the key stands. Models of several stages list numbers.
 _BOUNDS = {
     **dict.fromkeys(_WIDTHS, (1, 1_000_000)),
@@ -45,7 +47,7 @@ _BOUNDS = {
     **dict.fromkeys(("pooling_ratio", "projector_pooling_ratio"), (1, 100)),
     **dict.fromkeys(_SIDES, (1, 30_000)),
     "model_max_length": (1, 1e31),  # transformers writes 1e30 for a tokenizer without one
-    **dict.fromkeys(_TOKENS, (-1, 1_000_000_000)),
+    **dict.fromkeys(_TOKENS, (-1, MAX_TOKEN_ID)),
 }
 _OTHERS = {
     **dict.fromkeys(("text_config", "vision_config", "model_args", "pretrained_cfg"), (dict, "an object")),
@@ -72,7 +74,7 @@ def check_settings(content: Any, source: str) -> None:
         if key in _BOUNDS and not is_size:
             least, most = _BOUNDS[key]
             is_fraction = key.endswith(_FRACTIONS)
-            numbers = value if isinstance(value, list) and key != "resample" else [value]
+            numbers = value if isinstance(value, list) and key not in _SINGLE else [value]
             kinds = (int, float) if is_fraction else (int,)
             if not all(type(number) in kinds and least <= number <= most for number in numbers):
                 needed = "a number" if is_fraction else "a whole number"

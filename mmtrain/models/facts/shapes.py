@@ -20,6 +20,7 @@ from mmtrain.base.printing import escape
 from mmtrain.config.limits import MAX_LAYERS
 from mmtrain.models.facts.encoders import TIMM_VIT, EncoderFamily, check_plain_vit, rows
 from mmtrain.models.facts.families import (
+    TIED_BY_DEFAULT,
     canonical_name,
     check_family,
     encoder_config,
@@ -33,7 +34,7 @@ from mmtrain.models.facts.families import (
 )
 from mmtrain.models.facts.model_files import Shape, find_model_folder, no_model, tensor_shapes
 from mmtrain.models.facts.recorded_shapes import find_recorded
-from mmtrain.models.facts.settings import check_sizes
+from mmtrain.models.facts.settings import MAX_TOKEN_ID, check_sizes, is_whole
 from mmtrain.models.facts.timm_models import timm_config, timm_record
 from mmtrain.models.facts.vision_files import encoder_settings, is_timm_name, patches_per_image, square
 
@@ -190,16 +191,24 @@ def llm_shape_from(config_json: dict[str, Any], parameters: dict[str, Shape], so
     has_head = any(p.name == "llm.head.weight" for p in head)
     tied = config_json.get("tie_word_embeddings")
     if tied is None:
-        tied = not has_head
+        tied = config_json["model_type"] in TIED_BY_DEFAULT
     if tied:
         head = [p for p in head if p.name != "llm.head.weight"]
         head.append(ParameterShape("llm.head.weight", embedding.shape))
     elif not has_head:
-        raise UserError(f"{source}: the weights lack the LM head, but config.json does not tie it to the embedding")
+        raise UserError(
+            f"{source}: the weights lack the LM head, but config.json does not tie it to the embedding. Write "
+            "tie_word_embeddings: true into config.json if they are one matrix, or download the folder again"
+        )
     vocab_size = embedding.shape[0]
     if config_json.get("vocab_size") not in (None, vocab_size):
         raise UserError(
             f"{source}: config.json says vocab_size {config_json['vocab_size']}, but the embedding has {vocab_size:,}"
+        )
+    if is_whole(padding := config_json.get("pad_token_id"), vocab_size, MAX_TOKEN_ID):
+        raise UserError(
+            f"{source}: config.json says pad_token_id {padding}, but the embedding has {vocab_size:,} rows. Write "
+            "null: training pads nothing"
         )
     hidden_size = _first(config_json, "hidden_size", "n_embd", "d_model") or embedding.shape[1]
     heads = _first(config_json, "num_attention_heads", "n_head")

@@ -11,11 +11,12 @@ from __future__ import annotations
 import difflib
 import functools
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from mmtrain.base.errors import UserError
+from mmtrain.models.facts.model_files import Shape
 from mmtrain.models.facts.recorded_shapes import Recorded
 
 if TYPE_CHECKING:
@@ -145,9 +146,12 @@ DINOV2 = StockModel(
 )
 
 
-def form_of(names: Iterable[str]) -> StockModel | str:
-    """The stock model for a timm ViT with parameters of these names, or what no stock model has a place for."""
-    names = sorted(name for name in names if name.split(".")[0] not in BEHIND_THE_BLOCKS)
+def form_of(shapes: Mapping[str, Shape], *, final_norm: bool) -> StockModel | str:
+    """The stock model for a timm ViT with parameters of these names, or what no stock model has a place for.
+
+    final_norm: features come from behind the last norm.
+    """
+    names = sorted(name for name in shapes if name.split(".")[0] not in BEHIND_THE_BLOCKS)
     if "pos_embed" not in names:
         return "has no learned position embeddings"
     stock = SIGLIP
@@ -158,4 +162,10 @@ def form_of(names: Iterable[str]) -> StockModel | str:
         own = re.sub(r"^blocks\.\d+\.", "", stem).replace("attn.qkv", "attn.q")
         if own not in (stock.block if stem.startswith("blocks.") else stock.front):
             return f"has {name}"
+    if final_norm and "norm.bias" not in shapes:
+        return "has no final norm (model.vision.final_norm)"
+    if stock is DINOV2:
+        inner, width = shapes["blocks.0.mlp.fc1.weight"]
+        if inner % width:
+            return f"has MLPs of {inner} in blocks of {width}, which is not a whole multiple"
     return stock

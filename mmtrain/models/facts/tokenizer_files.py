@@ -12,6 +12,7 @@ from pathlib import Path
 
 from mmtrain.base.errors import UserError
 from mmtrain.base.json_lines import compact_json
+from mmtrain.base.printing import escape
 from mmtrain.base.small_files import parse_json
 from mmtrain.config.limits import MAX_TOKENIZER_BYTES
 from mmtrain.config.schema import RunConfig
@@ -25,6 +26,14 @@ READ_BY_TOKENIZERS = (
     *("vocab.json", "vocab.txt", "vocab.bpe", "merges.txt", "tekken.json", "*.tiktoken", "*.spm", "spiece.model"),
     *("sentencepiece*.model", "chat_template.jinja", "chat_template.json", "additional_chat_templates/*.jinja"),
 )
+# What stock models and processors read besides the tokenizer's files.
+CONFIGURATIONS = (
+    "config.json",
+    "generation_config.json",
+    "preprocessor_config.json",
+    "processor_config.json",
+    "video_preprocessor_config.json",
+)
 # Part of every fingerprint. Templates that make other tokens of the same text need another one, or the lengths of
 # indexes written before would be taken for theirs.
 TEXT_RULES_VERSION = 1
@@ -36,6 +45,26 @@ def tokenizer_files(folder: Path) -> list[Path]:
     for file in files:
         if file.stat().st_size > MAX_TOKENIZER_BYTES:
             raise UserError(f"{file}: larger than {MAX_TOKENIZER_BYTES:,} bytes, too large for a tokenizer")
+    return files
+
+
+def published_files(folder: Path, *, is_whole: bool) -> list[Path]:
+    """Return the files of an LLM's folder that an export publishes; of a whole model its configurations, too.
+
+    Raises UserError for a file that lies neither in its folder nor in the hub cache's blobs beside that snapshot.
+    """
+    files = [folder / name for name in CONFIGURATIONS if is_whole and (folder / name).is_file()]
+    files += tokenizer_files(folder)
+    home = folder.resolve()
+    blobs = home.parent.parent / "blobs"  # of CACHE/models--ORG--NAME/snapshots/COMMIT
+    for file in files:
+        target = file.resolve()
+        is_blob = home.parent.name == "snapshots" and target.is_relative_to(blobs)
+        if not is_blob and not target.is_relative_to(home):
+            raise UserError(
+                f"{escape(str(file))}: is a link to {escape(str(target))}, outside its folder, and an export would "
+                "publish that file. Replace the link by a copy if it belongs to the model"
+            )
     return files
 
 

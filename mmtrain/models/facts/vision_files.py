@@ -7,15 +7,17 @@ transformers folder: config.json -> image_size, of vision_config where it holds 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from mmtrain.base.errors import UserError
 from mmtrain.base.printing import escape
 from mmtrain.models.facts.encoders import TIMM_VIT, EncoderFamily, family_of
-from mmtrain.models.facts.families import holds_encoder
+from mmtrain.models.facts.families import encoder_config, holds_encoder
 from mmtrain.models.facts.model_files import find_model_folder, is_demo, read_json
 from mmtrain.models.facts.settings import check_layers, is_whole
+from mmtrain.models.facts.timm_models import timm_config
 
 BICUBIC = 3  # of PIL.Image.Resampling, as preprocessor_config.json numbers it
 
@@ -29,6 +31,15 @@ class Preprocessing(NamedTuple):
     mean: tuple[float, ...]
     std: tuple[float, ...]
     resample: int  # of PIL.Image.Resampling
+
+
+class PublishedImages(NamedTuple):
+    """How an encoder's images are made, by whoever published it."""
+
+    image_size: int  # pixels a side
+    mean: Sequence[float]  # of RGB in 0..1, as `std`
+    std: Sequence[float]
+    interpolation: str  # a name of PIL.Image.Resampling, in lower case
 
 
 class EncoderSettings(NamedTuple):
@@ -138,6 +149,24 @@ def preprocessing(folder: Path) -> Preprocessing:
         tuple(value / scale for value in std),
         BICUBIC if resample is None else resample,
     )
+
+
+def published_images(name: str) -> PublishedImages | None:
+    """Read how an encoder's images are made, from its folder or timm's record; None where it is not here."""
+    from PIL import Image
+
+    if is_timm_name(name):
+        timm = timm_config(name)
+        return PublishedImages(timm.input_size[-1], timm.mean, timm.std, timm.interpolation.lower())
+    if (folder := find_model_folder(name)) is None:
+        return None
+    config = encoder_config(folder)
+    size = encoder_settings(config, str(folder)).image_size
+    if "architecture" in config and not holds_encoder(folder):
+        facts = config.get("pretrained_cfg", config)
+        return PublishedImages(size, facts["mean"], facts["std"], facts["interpolation"].lower())
+    made = preprocessing(folder)
+    return PublishedImages(size, made.mean, made.std, Image.Resampling(made.resample).name.lower())
 
 
 def _statistics(facts: dict[str, Any], key: str, least: float, file: Path) -> list[float]:

@@ -10,7 +10,7 @@ Cutting the list is wrong wherever the stock forward scales its input: every sta
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -34,6 +34,7 @@ from mmtrain.models.facts.families import (
     TOKEN_SCALES,
     canonical_name,
     check_family,
+    full_names,
     holds_parts,
     llm_config,
     llm_tensors,
@@ -323,8 +324,8 @@ class _Weights:
         self._files = llm_tensors(folder, tensor_places(folder))
         if is_mrope_class(self.config):
             self._files = {name.replace("model.", "model.language_model.", 1): at for name, at in self._files.items()}
-        prefix = missing_prefix(self._files, self._stock)
-        self._global = {name: canonical_name(prefix + name) for name in self._files}
+        names = full_names(self.config.model_type, self._files)
+        self._global = {on_disk: canonical_name(name) for on_disk, name in names.items()}
         built, planned = self.config.get_text_config().num_hidden_layers, len(llm_shape(path).decoder)
         if built != planned:  # a default of transformers, where config.json says none
             raise UserError(
@@ -345,6 +346,11 @@ class _Weights:
             _initialise_present_layers(model)
             if not head:  # else transformers looks for the LM head that is tied to the embedding
                 model.all_tied_weights_keys = {}
+            elif getattr(model.config, "tie_word_embeddings", False) and not model.all_tied_weights_keys:
+                # kimi_linear's own class ties nothing, multimodal ones tie its head
+                names = (name for name, _ in model.named_parameters())
+                embedding_name = next(name for name in names if canonical_name(name) == "llm.embedding.weight")
+                model.all_tied_weights_keys = {"lm_head.weight": embedding_name}
 
         def wanted(name: str) -> bool:
             _, part, *rest = self._global[name].split(".")
@@ -388,12 +394,6 @@ def _initialise_present_layers(model: PreTrainedModel) -> None:
     decoder._init_weights = initialise
 
 
-def missing_prefix(names: Iterable[str], stock: type[PreTrainedModel]) -> str:
-    """Prefix that names on disk lack: "", or, in the published gpt2, "transformer."."""
-    complete = any(canonical_name(name).startswith("llm.layers.") for name in names)
-    return "" if complete else stock.base_model_prefix + "."
-
-
 def causal_config(folder: Path, mrope: bool = False) -> PreTrainedConfig:
     """Read transformers' config of the causal LM in a folder. Raises UserError for a family that cannot be used.
 
@@ -406,11 +406,12 @@ def causal_config(folder: Path, mrope: bool = False) -> PreTrainedConfig:
         why = remote_code(config_json) or "A later version may"
         raise UserError(f"{folder}: transformers {transformers.__version__} does not know {family}. {why}")
     with quiet():  # about mrope_section, which some text models' configs do not list
-        if holds_parts(folder):
-            with foreign_files(f"{folder}: text_config in config.json"):
+        part = "text_config in " * holds_parts(folder)
+        with foreign_files(f"{folder}: {part}config.json"):
+            if part:
                 config = config_from(transformers.CONFIG_MAPPING[family], config_json)
-        else:
-            config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+            else:
+                config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     is_causal = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING
     if family in MROPE_MODELS and (mrope or not is_causal):
         return _mrope_config(config)

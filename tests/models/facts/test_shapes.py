@@ -291,7 +291,7 @@ def test_a_config_that_disagrees_with_the_weights_is_refused(llama, tmp_path):
         ({"model_type": "zamba2"}, "zamba2 .*: its layers share the weights of one attention block"),
         (
             {"model_type": "gpt_oss", "quantization_config": {"quant_method": "mxfp4"}},
-            r"gpt_oss: this checkpoint is quantised \(mxfp4\).*Use the bf16 release",
+            r"gpt_oss: this checkpoint is quantised \(mxfp4\).*Use its release in bfloat16 or.*a bfloat16 copy of it",
         ),
         (
             {"model_type": "llava", "text_config": {"model_type": "llama"}},
