@@ -5,6 +5,10 @@ class UserError(Exception):
     """Wrong input. The message says what was seen, what is needed and how to get there."""
 
 
+class MemoryLimitError(UserError):
+    """A run does not fit into the memory of its ranks."""
+
+
 class EncoderSliceError(UserError):
     """Slices of this encoder may compute something else than the whole one does on rank 0."""
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import psutil
 
-from mmtrain.base.errors import EncoderSliceError, UserError
+from mmtrain.base.errors import EncoderSliceError, MemoryLimitError, UserError
 from mmtrain.base.printing import bytes_text, print_note
 from mmtrain.config.schema import RunConfig
 from mmtrain.models.probing.probe import probe_encoder
@@ -23,7 +23,7 @@ from mmtrain.plan.calibration import Device, cpu_device, gpu_device
 from mmtrain.plan.plan import Plan, RankPlan
 from mmtrain.plan.planner import make_plan
 from mmtrain.plan.refusals import check_environment
-from mmtrain.plan.suggest import Suggestion, suggest
+from mmtrain.plan.suggest import Suggestion, suggest, what_fits
 from mmtrain.runtime.gpus import Gpu, threads_of_rank, visible_gpus
 from mmtrain.runtime.job import Job
 
@@ -52,7 +52,11 @@ def plan_here(
             )
         check_environment(config, os.environ)
     memory = min((gpu.total_bytes for gpu in gpus[:local_ranks]), default=None)
-    return make_plan(config, memory, device or device_here(config, gpus, local_ranks))
+    device = device or device_here(config, gpus, local_ranks)
+    try:
+        return make_plan(config, memory, device)
+    except MemoryLimitError as error:
+        raise UserError(f"{error}\n{what_fits(config, memory, device)}") from None
 
 
 def plan_for_here(config: RunConfig) -> Plan:

@@ -11,7 +11,7 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import replace
 
-from mmtrain.base.errors import UserError
+from mmtrain.base.errors import MemoryLimitError
 from mmtrain.config.schema import RunConfig
 from mmtrain.models.facts.adapters import with_adapters
 from mmtrain.models.facts.connectors import connector_between, image_layout, run_vision
@@ -53,7 +53,7 @@ def make_plan(
 
     The memory limit of a rank is `parallel.device_memory_gib`, else what its GPU's `device_memory_bytes` leave to it,
     else none. `device` is what ranks compute on (None: this machine's CPU); a calibration on it gives the costs.
-    Raises UserError for a config that no plan can satisfy; the message says what each rank needs.
+    Raises UserError for a config that no plan can satisfy, MemoryLimitError, with what each rank needs, if none fits.
     """
     models, limit = models_of(config), memory_limit(config, device_memory_bytes)
     check_run(config, models)
@@ -64,7 +64,7 @@ def make_plan(
         if without and (not layout or without.simulation.seconds * (1 - STREAMING_GAIN) <= layout.simulation.seconds):
             search, layout = resident, without
     if layout is None:
-        raise UserError(does_not_fit(config, models, search, limit))
+        raise MemoryLimitError(does_not_fit(config, search, limit))
     return _plan(config, models, search, layout, limit)
 
 

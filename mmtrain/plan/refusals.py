@@ -248,8 +248,8 @@ def _nearest(pattern: str, names: Sequence[str]) -> str:
     return f"nearest: {', '.join(near)}" if near else f"names look like {first_few(names, _NAMES_SHOWN)}"
 
 
-def does_not_fit(config: RunConfig, models: Models, search: Search, limit: int | None) -> str:
-    """The message for a plan beyond the memory limit: what each rank of the nearest cut needs, and what takes less."""
+def does_not_fit(config: RunConfig, search: Search, limit: int | None) -> str:
+    """Return the message for a plan beyond a memory limit: what each rank of the nearest cut needs."""
     by_hand, stages_per_rank = config.parallel.boundaries is not None, config.parallel.stages_per_rank
     cut, ranks = search.nearest(
         1 if stages_per_rank == "auto" else stages_per_rank, given_cut(config, search.costs) if by_hand else None
@@ -259,8 +259,7 @@ def does_not_fit(config: RunConfig, models: Models, search: Search, limit: int |
         if on_host is not None and cost.host_bytes > on_host:
             return (
                 f"parallel.host_memory_gib: {config.parallel.host_memory_gib:g} GiB, but rank {rank} would keep "
-                f"{bytes_text(cost.host_bytes)} of streamed layers in its machine's memory. Stream fewer "
-                "(parallel.streamed_layers=auto streams as many as fit), or raise it."
+                f"{bytes_text(cost.host_bytes)} of streamed layers in its machine's memory. Stream fewer, or raise it"
             )
     assert limit is not None
     stated = config.parallel.device_memory_gib is not None
@@ -284,29 +283,7 @@ def does_not_fit(config: RunConfig, models: Models, search: Search, limit: int |
         )
     if all(map(search.costs.fits, ranks)):
         lines.append("These fit, but not together with encoder outputs that wait between slices or for their use")
-    lines.append(f"To use less memory (not planned here): {'; '.join(_hints(config, models))}")
     return "\n".join(lines)
-
-
-def _hints(config: RunConfig, models: Models) -> list[str]:
-    """Changes that take less memory, as overrides where one value is best. Which of them is enough is not known."""
-    parallel = config.parallel
-    automatic = {"boundaries": None, "stages_per_rank": "auto", "recompute_layers": "auto", "encoder_ranks": "auto"}
-    hints = [
-        f"parallel.{key}={'null' if value is None else value}"
-        for key, value in automatic.items()
-        if getattr(parallel, key) != value
-    ]
-    if parallel.streamed_layers != "auto":
-        resident = "" if config.model.llm.quantize is None else "model.llm.quantize=null "
-        hints.append(f"{resident}parallel.streamed_layers=auto")
-    if config.model.llm.dtype == "float32":
-        hints.append("model.llm.dtype=bfloat16")
-    if config.train.packs_per_microbatch > 1:
-        hints.append("fewer train.packs_per_microbatch")
-    if parallel.pipeline < len(models.llm.decoder) + 2:  # front and head are layers, too
-        hints.append(f"parallel.pipeline above {parallel.pipeline}")
-    return [*hints, "a smaller data.pack_length", "devices with more memory"]
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,10 @@ Every layout makes the same step. Candidates do not change what it computes, exc
 
 from __future__ import annotations
 
+import functools
+import itertools
 import math
+import operator
 import textwrap
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -18,6 +21,7 @@ from typing import Any, NamedTuple
 
 from mmtrain.base.errors import UserError
 from mmtrain.base.printing import bytes_text, table_lines, terminal_width
+from mmtrain.config.load import validated
 from mmtrain.config.parallel import MAX_MICROBATCHES
 from mmtrain.config.schema import MAX_RANKS, RunConfig
 from mmtrain.models.facts.quantised import BITS
@@ -50,6 +54,12 @@ BY_HAND: dict[str, Any] = {
 """Keys that belong to one layout, and the value that leaves each to the planner."""
 Changes = dict[str, Any]
 """Values by key; some may be the config's own."""
+SAVINGS: tuple[Changes, ...] = (
+    {"train.packs_per_microbatch": 1},
+    {"parallel.streamed_layers": "auto", "model.llm.quantize": None},
+    {"model.llm.dtype": "bfloat16"},
+)
+"""Changes that take less memory on the same devices, with the same packs."""
 
 
 class Size(NamedTuple):
@@ -250,6 +260,58 @@ def _smallest(
     return _layout(smallest, config)
 
 
+# ---- what fits
+
+
+def what_fits(config: RunConfig, device_memory_bytes: int | None = None, device: Device | None = None) -> str:
+    """Return a sentence with overrides by which a run fits that does not: each was planned.
+
+    The first leaves the LLM whole: it changes as little as fits, rather the ranks than the packs. The second quantises.
+    """
+    models, limit = models_of(config), memory_limit(config, device_memory_bytes)
+
+    def planned(changes: Changes) -> str:
+        changes = BY_HAND | changes
+        try:
+            check_run(validated(config.changed(changes).model_dump(), "a hint"), models)
+        except UserError:  # e.g. more stages than layers
+            return ""
+        candidate = _with_bound(config, changes, models, limit, device)
+        fits = candidate.bound < math.inf and Search(candidate.costs, "auto").surely_fits()
+        return " ".join(as_options(overrides(config, candidate.changes))) if fits else ""
+
+    savings = [saving for saving in SAVINGS if overrides(config, saving)]
+    together = functools.reduce(operator.or_, savings, {})
+    hints = []
+    for sizes in _sizes(config, models):
+        if planned(sizes | together):
+            hints.append(next(filter(None, (planned(sizes | saving) for saving in ({}, *savings, together)))))
+            break
+    if config.model.llm.quantize is None:
+        quantised = (planned(kept(0) | {"model.llm.quantize": bits}) for bits in BITS)
+        hints += itertools.islice(filter(None, quantised), 1)
+    if hints:
+        return f"To use less memory (planned: it fits): {'; or '.join(hints)}"
+    return "Neither more ranks nor shorter packs nor streamed layers fit. Train less, or use devices with more memory"
+
+
+def _sizes(config: RunConfig, models: Models) -> Iterator[Changes]:
+    """Yield the run's own ranks and packs, other layouts of as many ranks, more ranks, then these with shorter packs.
+
+    Shorter packs have room for the largest image and much text, and a step has as many tokens.
+    """
+    pipeline, data = config.parallel.pipeline, config.parallel.data
+    layouts = [(pipeline, data), *((pipeline * data // n, n) for n in _divisors(pipeline * data))]
+    layouts += [(pipeline * times, data) for times in (2, 4, 8, 16)]
+    needed = models.layout.most_positions + 2 * config.data.expected_text_tokens
+    keys = "parallel.pipeline", "parallel.data", "data.pack_length", "train.packs_per_step"
+    for parts in (1, 2, 4, 8):
+        length = config.data.pack_length // parts
+        for layout in dict.fromkeys(layouts):
+            if parts == 1 or length >= needed:
+                yield dict(zip(keys, (*layout, length, config.train.packs_per_step * parts), strict=True))
+
+
 # ---- candidates
 
 
@@ -298,16 +360,17 @@ def _packs(config: RunConfig, pipeline: int, data: int) -> Iterator[int]:
 def _where_layers_are_kept(config: RunConfig, data: int) -> Iterator[Changes]:
     """Where frozen decoder layers are kept: on the devices, or fetched before they compute."""
 
-    def kept(layers: Any, source: str = "host", shards: int | None = None) -> Changes:
-        keys = "streamed_layers", "stream_from", "weight_shards"
-        return {f"parallel.{key}": value for key, value in zip(keys, (layers, source, shards), strict=True)}
-
     yield kept(0)
     if config.model.llm.quantize is None:
         yield from (kept(0) | {"model.llm.quantize": bits} for bits in BITS)
         yield kept("auto")
         if config.parallel.host_memory_gib is None:  # a key of streaming from the host
             yield from (kept("auto", "peers", shards) for shards in _divisors(data)[1:] if shards <= MOST_SHARDS)
+
+
+def kept(layers: Any, source: str = "host", shards: int | None = None) -> Changes:
+    keys = "streamed_layers", "stream_from", "weight_shards"
+    return {f"parallel.{key}": value for key, value in zip(keys, (layers, source, shards), strict=True)}
 
 
 def overrides(config: RunConfig, changes: Changes) -> Changes:

@@ -381,27 +381,3 @@ def test_a_trainable_tied_embedding_is_refused_with_the_reason(tiny, make_tiny, 
     message = refusal(tiny / "config.yaml", f"model.llm.path={folder}", f"model.trainable=[{pattern}]")
     assert f"{pattern}.weight" in message and "ties its LM head to its embedding" in message
     assert "would make them differ" in message and "tie_word_embeddings: false" in message
-
-
-@pytest.mark.parametrize(
-    ("overrides", "hints"),
-    [
-        (["parallel.device_memory_gib=3.5"], ["parallel.pipeline above 4", "parallel.streamed_layers=auto"]),
-        (["parallel.device_memory_gib=6", "model.llm.dtype=float32"], ["model.llm.dtype=bfloat16"]),
-        (["parallel.device_memory_gib=8", "parallel.recompute_layers=0"], ["parallel.recompute_layers=auto"]),
-        (["parallel.device_memory_gib=12", "parallel.boundaries=[1, 2, 3]"], ["parallel.boundaries=null"]),
-        (
-            ["parallel.device_memory_gib=6", "train.packs_per_microbatch=16", "train.packs_per_step=64"],
-            ["fewer train.packs_per_microbatch"],
-        ),
-        (["parallel.device_memory_gib=4.1", "data.pack_length=65536"], ["a smaller data.pack_length"]),
-        (["parallel.device_memory_gib=1", "parallel.stages_per_rank=2"], ["devices with more memory"]),
-    ],
-)
-def test_what_does_not_fit_is_refused_with_the_smallest_cut_and_what_takes_less(config_file, overrides, hints) -> None:
-    message = refusal(config_file, *overrides)
-    limit = float(overrides[0].split("=")[1])
-    assert f"a rank may use {limit:.1f} GiB (parallel.device_memory_gib)" in message
-    assert message.count("  stage") == 4 and "<- too much" in message and " = weights " in message
-    listed = message.split("To use less memory (not planned here): ")[1].split("; ")
-    assert set(hints) <= set(listed) and ("parallel.boundaries=null" in listed) == ("boundaries" in str(overrides))
