@@ -24,9 +24,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from mmtrain.api.export import export
     from mmtrain.api.generate import generate
-    from mmtrain.api.run import Run, RunError, load_config, load_run, train
+    from mmtrain.api.run import Run, RunError, load_config, load_run, make_plan, train
     from mmtrain.base.errors import UserError
-    from mmtrain.launching.machine import plan_for_here as make_plan
 
 __version__ = "0.1.0"
 __all__ = ["Run", "RunError", "UserError", "export", "generate", "load_config", "load_run", "make_plan", "train"]
@@ -39,7 +38,7 @@ _PLACES = {
     "generate": ("mmtrain.api.generate", "generate"),
     "load_config": ("mmtrain.api.run", "load_config"),
     "load_run": ("mmtrain.api.run", "load_run"),
-    "make_plan": ("mmtrain.launching.machine", "plan_for_here"),
+    "make_plan": ("mmtrain.api.run", "make_plan"),
     "train": ("mmtrain.api.run", "train"),
 }
 
@@ -52,4 +51,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return [*__all__, "__version__"]

@@ -16,6 +16,7 @@ from mmtrain.checkpoint.resume import refuse_unfit_init_from_run
 from mmtrain.checkpoint.run_folder import run_folder
 from mmtrain.config.load import load_config
 from mmtrain.config.schema import RunConfig
+from mmtrain.data.shards.shard_list import PIPE, expand_shards
 from mmtrain.launching.command_line import Options, parse_arguments
 from mmtrain.launching.machine import (
     allow_open_files,
@@ -27,7 +28,7 @@ from mmtrain.launching.machine import (
     try_shared_memory,
 )
 from mmtrain.launching.training import calibrate, ranks_of_node, train, train_as_rank
-from mmtrain.models.facts.model_files import find_model_folder
+from mmtrain.models.facts.model_files import find_model_folder, is_demo
 from mmtrain.models.weights.projector_files import refuse_unfit_init_from
 from mmtrain.plan.plan import render
 from mmtrain.plan.suggest import render_suggestion
@@ -61,6 +62,7 @@ def run(options: Options) -> int:
         if options.plan:
             plan = plan_for_here(config)
             _refuse_unfit_weights(config)
+            _name_missing_shards(config)
             print_result(*render(plan))
             return 0
         if rank is None and options.nnodes == 1:
@@ -92,6 +94,20 @@ def _refuse_unfit_weights(config: RunConfig) -> None:
         refuse_unfit_init_from_run(config, run_folder(config))
     if projector not in lacking:
         refuse_unfit_init_from(config, run_folder(config))
+
+
+def _name_missing_shards(config: RunConfig) -> None:
+    """Print which shards training would refuse; a plan needs none, and runs no program of a pipe: URL."""
+    named = {"data.shards": config.data.shards, "eval.shards": config.eval.shards}
+    named |= {f"data.sets ({one.name})": one.shards for one in config.data.sets or ()}
+    for key, shards in named.items():
+        patterns = (shards,) if isinstance(shards, str) else shards or ()
+        for pattern in patterns:
+            try:
+                if not is_demo(pattern) and not pattern.startswith(PIPE):
+                    expand_shards(pattern, key)
+            except UserError as error:
+                print_note(f"{error}; a plan needs no data, training does")
 
 
 if __name__ == "__main__":

@@ -33,7 +33,7 @@ if [[ ! -f $stamp || $(<"$stamp") != "$wanted" ]]; then
     echo "installing into .venv (the first time a few minutes: torch alone is 3 GB)" >&2
     # compat: without it `python -m mmtrain` in a folder that holds one called mmtrain, as the parent of a clone does,
     # imports that empty folder
-    .venv/bin/python -m pip install --quiet --disable-pip-version-check --config-settings editable_mode=compat \
-        -e ".${extras:+[$extras]}" -c constraints.txt
+    .venv/bin/python -m pip install --disable-pip-version-check --config-settings editable_mode=compat \
+        -e ".${extras:+[$extras]}" -c constraints.txt >&2
     echo "$wanted" >"$stamp"
 fi

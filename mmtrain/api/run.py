@@ -31,6 +31,8 @@ from mmtrain.config.load import dump_config, restore_config, validated
 from mmtrain.config.load import load_config as read_config
 from mmtrain.config.schema import RunConfig
 from mmtrain.config.strict_yaml import read_yaml
+from mmtrain.launching.machine import plan_for_here
+from mmtrain.plan.plan import Plan
 from mmtrain.report.page import write_page
 from mmtrain.runtime.child import python_child
 from mmtrain.stock.pretrained import expand_pretrained
@@ -169,8 +171,13 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     return expand_pretrained(read_config(path, overrides))
 
 
+def make_plan(config: RunConfig | str | Path) -> Plan:
+    """Return the plan of ranks that are like this machine's devices, however many it has. Raises UserError."""
+    return plan_for_here(_loaded(config))
+
+
 def train(
-    config: RunConfig,
+    config: RunConfig | str | Path,
     *,
     resume: str = "auto",
     allow_change: Sequence[str] = (),
@@ -179,9 +186,10 @@ def train(
 ) -> Run:
     """Start or resume a run, as `mmtrain train` does, and return at once; it goes on if this process ends.
 
-    `resume`, `allow_change` and `trace_steps` are the command's options; with `show` its console is shown here. Raises
-    UserError for a configuration that was changed to a wrong one.
+    A configuration may be named as for `load_config`. `resume`, `allow_change` and `trace_steps` are the command's
+    options; with `show` its console is shown here. Raises UserError for a configuration that is wrong.
     """
+    config = _loaded(config)
     config = validated(config.model_dump(), f"the configuration of run {config.run.name}")
     options = [f"--resume={resume}", *(f"--allow-change={key}" for key in allow_change)]
     options += [f"--trace={trace_steps}"] if trace_steps else []
@@ -199,6 +207,10 @@ def train(
             start_new_session=True,  # Ctrl-C ends `Run.wait`, and not the run
         )
     return Run(run_folder(config).absolute(), process, show)
+
+
+def _loaded(config: RunConfig | str | Path) -> RunConfig:
+    return config if isinstance(config, RunConfig) else load_config(config)
 
 
 def load_run(path: str | Path) -> Run:

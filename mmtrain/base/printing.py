@@ -257,6 +257,11 @@ def _print_no_more(stream: TextIO) -> None:
     os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
+def counted(count: int, noun: str, plural: str = "") -> str:
+    """`1 sample`, `5,880 samples`."""
+    return f"{count:,} {noun if count == 1 else plural or noun + 's'}"
+
+
 def first_few(names: Sequence[str], shown: int) -> str:
     """Return the first names of a list, and how many more there are."""
     more = f" and {len(names) - shown} more" if len(names) > shown else ""

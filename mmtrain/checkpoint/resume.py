@@ -266,11 +266,15 @@ def refuse_unfit_init_from_run(config: RunConfig, run: Path) -> None:
             f"{INIT_FROM}: the adapters of {path} were trained with model.lora.alpha {theirs.alpha:g}; with "
             f"{ours.alpha:g} they would compute something else. Set model.lora.alpha={theirs.alpha:g}"
         )
-    if new := [name for name in shapes if matches_any(name, config.model.trainable) and name not in trained]:
-        _log.info(
-            f"{INIT_FROM}: {len(new):,} tensors that train here were not trained in {checkpoint.path} and begin "
-            f"with their own initial values: {first_few(new, NAMES_SHOWN)}"
-        )
+    new = [name for name in shapes if matches_any(name, config.model.trainable) and name not in trained]
+    drawn = [name for name in new if is_adapter(name) or name.startswith(PROJECTOR)]
+    published = [name for name in new if name not in drawn]
+    for names, values in (drawn, "with their own initial values"), (published, "as published"):
+        if names:
+            _log.info(
+                f"{INIT_FROM}: {len(names):,} tensors that train here were not trained in {checkpoint.path} and begin "
+                f"{values}: {first_few(names, NAMES_SHOWN)}"
+            )
 
 
 def _why_unfit(config: RunConfig, name: str, shape: tuple[int, ...], own: tuple[int, ...] | None) -> str | None:

@@ -21,6 +21,7 @@ Path = tuple[str, ...]
 Mark = TypeVar("Mark")
 T = TypeVar("T")
 
+NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]*$"  # also a folder's, or a part of a key
 ELEMENT = "*"  # stands in a key path for the number of a list's element
 
 

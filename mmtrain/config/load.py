@@ -55,6 +55,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     content, problems = fill_in_paths(RunConfig, content)
     if problems:
         raise _several(str(path), problems)
+    _take_models_of_run(content.get("model"))
     data = content.get("data")
     if isinstance(data, dict) and isinstance(template := data.get("template"), str):
         data["template"] = read_template(template)
@@ -188,6 +189,25 @@ def _lacks_blank(value: Any) -> bool:
     return isinstance(value, dict) and any(inner is None and ":" in str(name) for name, inner in value.items())
 
 
+def _take_models_of_run(model: Any) -> None:
+    """Where no LLM is named, fill in the models and the connector of the run or checkpoint `model.init_from`."""
+    if not isinstance(model, dict) or not isinstance(model.get("init_from"), str) or model.get("pretrained"):
+        return
+    own = {part: model.get(part, {}) for part in ("llm", "vision", "projector")}
+    if not isinstance(own["llm"], dict) or "path" in own["llm"]:
+        return
+    run = Path(model["init_from"]).expanduser().resolve()
+    files = [folder / "config.yaml" for folder in (run, *run.parents[1:2])]
+    file = next(filter(Path.is_file, files), None)
+    if file is None:
+        raise UserError(f"model.init_from: {run} has no config.yaml that names its models. Set model.llm, model.vision")
+    theirs = restore_config(read_yaml(file), str(file)).model_dump(mode="json")["model"]
+    del theirs["projector"]["init_from"]
+    for part, keys in own.items():
+        if isinstance(keys, dict):
+            model[part] = {**(theirs[part] or {}), **keys} or None
+
+
 def _drop_alternatives(content: dict[str, Any], overridden: Sequence[str]) -> None:
     """Let `train.max_steps=20` on the command line replace the file's `train.epochs`."""
     for path, mark in marked(RunConfig, InsteadOf).items():
@@ -195,7 +215,8 @@ def _drop_alternatives(content: dict[str, Any], overridden: Sequence[str]) -> No
         for key, other in (pair, pair[::-1]):
             section, name = key.split(".")
             keys = content.get(section)
-            if key in overridden and other not in overridden and isinstance(keys, dict) and keys.get(name) is not None:
+            takes_place = key in overridden and other not in overridden
+            if takes_place and isinstance(keys, dict) and keys.get(name) not in (None, 0):  # 0: off
                 keys.pop(other.split(".")[1], None)
 
 

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import difflib
 import functools
+import itertools
 import re
-from collections.abc import Mapping, Sequence
+import typing
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path as FilePath
 from typing import Any
 
@@ -19,7 +21,8 @@ from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
 from mmtrain.base.printing import escape
-from mmtrain.config.keys import Path, all_fields, declared_path
+from mmtrain.config.keys import NAME, Path, all_fields, declared_path
+from mmtrain.config.templates import JINJA
 
 TABLE = FilePath(__file__).with_name("foreign_keys.yaml")
 MOST_EXPLAINED = 20  # errors; finding the nearest key takes milliseconds each, and nobody reads on
@@ -27,6 +30,8 @@ LONGEST_KEY = 60  # characters of an unknown key that are compared and shown
 _ALIKE = 0.76  # of names within a section; tests hold which slips and strangers it parts
 _ALMOST_EQUAL = 0.9  # of names of other sections
 _VAGUE = {"name", "type", "path", "dir", "format"}  # such a key of another section is no answer
+_NEAR = 0.5  # of values that a key may have: fp32 for float32, vicuna_v1 for llava_v1
+_PATTERNS = {NAME: "be letters, digits, '.', '_' and '-', and begin with one of the first two", JINJA: "be Jinja text"}
 _SHOULD = {"model_type": "be a section", "tuple_type": "be a list", "missing": "have more entries"}
 
 
@@ -44,13 +49,41 @@ def explain(model: type[BaseModel], errors: Sequence[ErrorDetails], content: dic
         elif error["type"] == "missing" and not below:
             lines.append(f"{'.'.join(path)}: missing{_meaning(fields[declared_path(path)])}")
         else:
-            should = _SHOULD.get(error["type"]) or re.sub(r"^\w+ should ", "", error["msg"]).replace("tuple", "list")
-            wrong_values.setdefault(path, []).append(should)
+            wrong_values.setdefault(path, []).append(_should(error))
     for path, should in wrong_values.items():
-        seen = f"{'.'.join(path) or 'its keys'}: {_shown(_value_at(content, path))} is not allowed"
-        meaning = _meaning(fields[declared_path(path)]) if path else ""  # without: a key that is no Unicode
-        lines.append(f"{seen}; it should {' or '.join(dict.fromkeys(should))}{meaning}")
+        value, needed = _value_at(content, path), f"it should {' or '.join(dict.fromkeys(should))}"
+        if path:  # without: a key that is no Unicode
+            field = fields[declared_path(path)]
+            needed += _meaning(field)
+            if (near := _nearest_value(field.annotation, value, should)) is not None:
+                needed = f"did you mean {escape(near, LONGEST_KEY)}? I{needed[1:]}"
+        lines.append(f"{'.'.join(path) or 'its keys'}: {_shown(value)} is not allowed; {needed}")
     return [*lines, "and more. Fix these first"] if len(errors) > MOST_EXPLAINED else lines
+
+
+def _should(error: ErrorDetails) -> str:
+    if error["type"] == "string_pattern_mismatch":
+        return _PATTERNS[error["ctx"]["pattern"]]
+    return _SHOULD.get(error["type"]) or re.sub(r"^\w+ should ", "", error["msg"]).replace("tuple", "list")
+
+
+def _nearest_value(annotation: Any, value: Any, should: Sequence[str]) -> str | None:
+    """Return the value of a key that is most like a wrong one, a list for its only element; None if none is near."""
+    if isinstance(value, str) and set(should) == {_SHOULD["tuple_type"]}:
+        return f"[{value}]"
+    choices = [str(choice) for choice in _choices(annotation)]
+    words = map(str, value if isinstance(value, list | tuple) else [value])
+    near = (difflib.get_close_matches(word.lower(), choices, 1, _NEAR) for word in words if word not in choices)
+    return next(itertools.chain.from_iterable(near), None)
+
+
+def _choices(annotation: Any) -> Iterator[Any]:
+    """Yield the words that a key may be, also beside other types or in a list."""
+    for argument in typing.get_args(annotation):
+        if typing.get_origin(annotation) is typing.Literal:
+            yield argument
+        else:
+            yield from _choices(argument)
 
 
 def _key_path(location: tuple[int | str, ...], fields: dict[Path, FieldInfo]) -> tuple[Path, Path]:

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from typing import Annotated, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
-from mmtrain.config.keys import Files, Fixed, Free, InsteadOf, Kept, Measured, NamesFiles
+from mmtrain.config.keys import NAME, Files, Fixed, Free, InsteadOf, Kept, Measured, NamesFiles
 from mmtrain.config.limits import MAX_CELLS, MAX_IMAGE_PIXELS
 from mmtrain.config.model import ModelSection
 from mmtrain.config.parallel import MAX_MICROBATCHES, ParallelSection
@@ -18,6 +18,7 @@ from mmtrain.config.templates import TemplateName, TemplateText, is_template_fil
 
 Decay = Annotated[Float, Field(ge=0, lt=1)]
 Fraction = Annotated[Float, Field(gt=0, lt=1)]
+_OFF_AT_0 = BeforeValidator(lambda value: None if value == 0 else value)
 # Upper bounds lie above what anybody uses: a slip is an error, and does not take memory or hours.
 PositiveInt = Annotated[int, Field(ge=1, le=10**9)]
 NonNegativeInt = Annotated[int, Field(ge=0, le=10**9)]
@@ -28,7 +29,7 @@ SampleFormatName = Literal["auto", "llava", "sharegpt", "qa", "interleaved", "ca
 
 
 class RunSection(Section):
-    name: Free[str] = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
+    name: Free[str] = Field(pattern=NAME)
     """folder name of this run inside run.dir"""
     dir: Free[Files[str]] = "runs"
     """folder that holds all runs"""
@@ -42,7 +43,7 @@ class RunSection(Section):
 
 
 class DataSetSection(Section):
-    name: Kept[str] = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
+    name: Kept[str] = Field(pattern=NAME)
     """name of this data set, written before the keys of its samples: name/key"""
     shards: Free[Annotated[Shards, _TARS]]
     """webdataset shards: a tar file, a folder, a glob, a brace range, or a list"""
@@ -207,9 +208,9 @@ class EvalSection(Section):
     """held-out webdataset shards, read with data.template and data.pack_length; set this or eval.fraction"""
     format: Free[SampleFormatName] = "auto"
     """sample format of eval.shards, as in data.format"""
-    fraction: Annotated[Kept[Fraction | None], InsteadOf("eval.shards", is_needed=False)] = None
+    fraction: Annotated[Kept[Fraction | None], _OFF_AT_0, InsteadOf("eval.shards", is_needed=False)] = None
     """share of the training data to hold out, chosen by a hash of each sample's key, so every run holds out the same
-    samples (records that share an image have different keys). This and eval.shards null: no evaluation"""
+    samples (records that share an image have different keys). This null or 0, and eval.shards null: no evaluation"""
     every_steps: Free[PositiveInt | None] = None
     """steps between two evaluations; null: only before the first and after the last step"""
     max_samples: Free[PositiveInt | None] = None

@@ -21,7 +21,8 @@ TemplateName = Literal["plain", "chat", "llava_v1", "llama_2", "chatml"]
 NAMES: tuple[str, ...] = typing.get_args(TemplateName)
 MAX_CHARACTERS = 100_000  # the longest in use have 40,000
 FILE = "FILE.jinja"  # what messages call a template that has no name
-TemplateText = Annotated[str, Field(pattern=r"\{[{%]", max_length=MAX_CHARACTERS)]
+JINJA = r"\{[{%]"
+TemplateText = Annotated[str, Field(pattern=JINJA, max_length=MAX_CHARACTERS)]
 SHIPPED = Path(__file__).parent / "chat_templates"
 
 

@@ -16,7 +16,7 @@ from typing import Any
 import psutil
 
 from mmtrain.base.errors import EncoderSliceError, MemoryLimitError, UserError
-from mmtrain.base.printing import bytes_text, print_note
+from mmtrain.base.printing import bytes_text, counted, print_note
 from mmtrain.config.schema import RunConfig
 from mmtrain.models.probing.probe import probe_encoder
 from mmtrain.plan.calibration import Device, cpu_device, gpu_device
@@ -47,8 +47,8 @@ def plan_here(
     if gpus:
         if local_ranks is not None and local_ranks > len(gpus):
             raise UserError(
-                f"{local_ranks} ranks on this machine, which has {len(gpus)} GPUs: each rank needs its own; use fewer "
-                "ranks or more machines, or set CUDA_VISIBLE_DEVICES= to run on the CPU"
+                f"{local_ranks} ranks on this machine, which has {counted(len(gpus), 'GPU')}: each rank needs its "
+                "own; use fewer ranks or more machines, or set CUDA_VISIBLE_DEVICES= to run on the CPU"
             )
         check_environment(config, os.environ)
     memory = min((gpu.total_bytes for gpu in gpus[:local_ranks]), default=None)

@@ -23,6 +23,7 @@ from mmtrain.base.errors import UserError
 from mmtrain.base.json_lines import recorded
 from mmtrain.base.printing import (
     bytes_text,
+    counted,
     disclosed,
     escape,
     logs_shown,
@@ -253,7 +254,7 @@ def _introduction(config: RunConfig, plan: Plan) -> list[str]:
     data = escape(f"data: {disclosed(shards)}", 120)
     return [
         f"{plan.run}: {models}; {parameters:,} parameters train ({', '.join(plan.trainable)}), all else is frozen",
-        f"{len(plan.ranks)} ranks (pipeline {plan.pipeline} x data {plan.data}), at most "
+        f"{counted(len(plan.ranks), 'rank')} (pipeline {plan.pipeline} x data {plan.data}), at most "
         f"{bytes_text(max(rank.total_bytes for rank in replica))} each; {expected}",
         data if held_out is None else f"{data}; held out: {escape(str(disclosed(held_out)), 120)}",
         f"results: {run_folder(config)} (the plan and all details: log.txt there, or --verbose)",
@@ -298,9 +299,9 @@ def _ranks_of_torchrun(config: RunConfig, options: Options) -> int:
     world_size, needed = int(os.environ["WORLD_SIZE"]), config.parallel.pipeline * config.parallel.data
     if world_size != needed:
         raise UserError(
-            f"torchrun started {world_size} ranks; parallel.pipeline {config.parallel.pipeline} x parallel.data "
-            f"{config.parallel.data} needs {needed}: change --nproc-per-node, or these keys; if no torchrun "
-            f"started this process, unset {', '.join(TORCHRUN_VARIABLES)}"
+            f"torchrun started {counted(world_size, 'rank')}; parallel.pipeline {config.parallel.pipeline} x "
+            f"parallel.data {config.parallel.data} needs {needed}: change --nproc-per-node, or these keys; if no "
+            f"torchrun started this process, unset {', '.join(TORCHRUN_VARIABLES)}"
         )
     return int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
-from mmtrain.base.printing import bytes_text, table_lines, terminal_width
+from mmtrain.base.printing import bytes_text, counted, table_lines, terminal_width
 from mmtrain.models.facts.quantised import BITS, Quantisation
 from mmtrain.plan.block_costs import Flops
 from mmtrain.plan.instructions import Schedule
@@ -241,13 +241,12 @@ def _ranks(plan: Plan, rank: RankPlan) -> str:
 
 def _run(plan: Plan) -> Iterator[str]:
     limit = "no memory limit" if plan.memory_limit_bytes is None else f"{bytes_text(plan.memory_limit_bytes)} per rank"
-    packs = "pack" if plan.packs_per_microbatch == 1 else "packs"
     begins_with = "text" if plan.vision is None else f"{plan.vision} -> projector"
     yield f"{plan.run}: {begins_with} -> {plan.llm}; trains {', '.join(plan.trainable)}"
     yield (
-        f"pipeline {plan.pipeline} x data {plan.data} = {plan.pipeline * plan.data} ranks; per step and replica "
-        f"{plan.microbatches_per_step} micro-batches of {plan.packs_per_microbatch} {packs} of "
-        f"{plan.pack_length:,} tokens; {limit}"
+        f"pipeline {plan.pipeline} x data {plan.data} = {counted(len(plan.ranks), 'rank')}; per step and replica "
+        f"{counted(plan.microbatches_per_step, 'micro-batch', 'micro-batches')} of "
+        f"{counted(plan.packs_per_microbatch, 'pack')} of {counted(plan.pack_length, 'token')}; {limit}"
     )
     if (image := plan.image) is not None:
         room = "" if image.fits else "; a sample with one that large fits into no pack (data.overlong)"

@@ -193,10 +193,10 @@ def _check_trainable(config: RunConfig, models: Models) -> None:
         )
     for pattern in config.model.trainable:
         matching = [name for name in names if matches_any(name, (pattern,))]
-        if not matching and config.model.lora is None and "lora_" in pattern:
+        if not matching and config.model.lora is None and "lora" in pattern:
             raise UserError(
                 f"model.trainable: {pattern!r} names adapters, but model.lora is null, so there are none. Set "
-                "model.lora.r=16, and in model.lora.targets the layers that get one."
+                "model.lora.r=16, in model.lora.targets the layers that get one, and here llm.layers.*.lora_*"
             )
         if not matching:
             raise UserError(f"model.trainable: {pattern!r} matches no parameter that runs; {_nearest(pattern, names)}")

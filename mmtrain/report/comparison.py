@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from mmtrain.base.printing import counted
 from mmtrain.base.progress import clock
 from mmtrain.report.elements import (
     LONG,
@@ -13,7 +14,6 @@ from mmtrain.report.elements import (
     Section,
     Series,
     Unit,
-    counted,
     listed,
     number,
     percent,

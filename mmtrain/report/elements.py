@@ -147,11 +147,6 @@ def number(value: float | None) -> str:
     return f"{value:,.0f}" if abs(value) >= 1000 or value == int(value) else f"{value:.4g}"
 
 
-def counted(count: int, noun: str, plural: str = "") -> str:
-    """`1 sample`, `5,880 samples`."""
-    return f"{count:,} {noun if count == 1 else plural or noun + 's'}"
-
-
 def listed(names: Iterable[str]) -> str:
     """`a, b and c`."""
     *first, last = names

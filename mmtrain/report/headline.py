@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from datetime import UTC, datetime
 
-from mmtrain.base.printing import first_few
+from mmtrain.base.printing import counted, first_few
 from mmtrain.base.progress import clock
-from mmtrain.report.elements import NOT_EVALUATED, NOT_YET, Finding, counted, listed, number, percent
+from mmtrain.report.elements import NOT_EVALUATED, NOT_YET, Finding, listed, number, percent
 from mmtrain.report.records import Evaluation, RunRecord
 
 SHOWN = 4  # names in a sentence

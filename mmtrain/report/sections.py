@@ -12,7 +12,7 @@ from pathlib import Path
 from PIL import Image
 
 from mmtrain.base.errors import UserError
-from mmtrain.base.printing import bytes_text, first_few
+from mmtrain.base.printing import bytes_text, counted, first_few
 from mmtrain.base.progress import clock
 from mmtrain.base.small_files import read_limited
 from mmtrain.report.elements import (
@@ -25,7 +25,6 @@ from mmtrain.report.elements import (
     Question,
     Section,
     Series,
-    counted,
     lines_of,
     listed,
     number,
