@@ -33,6 +33,12 @@ def open_file(path: Path) -> BinaryIO:
     return stream
 
 
+def refuse_lost_link(path: Path) -> None:
+    """Raise UserError for a link to what is not there, as an unfinished download leaves in the hub's cache."""
+    if path.is_symlink() and not path.exists():
+        raise UserError(f"{path}: is a link to {path.readlink()}, which is not there. Finish the download or copy")
+
+
 def read_limited(path: Path, limit: int, what: str) -> bytes:
     """Return all bytes of a file, at most `limit`; `what` says in errors what it should be.
 
@@ -43,6 +49,7 @@ def read_limited(path: Path, limit: int, what: str) -> bytes:
             size = os.fstat(stream.fileno()).st_size
             content = b"" if size > limit else stream.read(limit + 1)
     except FileNotFoundError:
+        refuse_lost_link(path)
         raise
     except (OSError, ValueError) as error:  # a ValueError for a null character in the path
         if getattr(error, "errno", None) == errno.EISDIR:

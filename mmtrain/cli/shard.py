@@ -1,13 +1,15 @@
 """Turn data as you have it into webdataset shards, which training reads in order from any disk.
 
 Input, with the images that it names, if any does, relative to one folder:
-    .json .jsonl    LLaVA's records, an array or a line each (--json: these alone):
+    .json .jsonl    LLaVA's records, an array, an object around them, or a line each (--json: these alone):
                     {"id": "004539375", "image": "00453/004539375.jpg",        "image" may be a list, or absent
                      "conversations": [{"from": "human", "value": "<image>\\nDescribe it."},
                                        {"from": "gpt", "value": "A red door."}]}
                     ShareGPT's: {"messages" or "conversations": [{"role": "user", "content": "..."}, ...],
                     "images": [...]}; FineVision's: {"texts": [{"user": "...", "assistant": "..."}], "images": [...]};
                     {"question" or "prompt": "...", "answer", "answers" or "completion": ..., "image": ...};
+                    Alpaca's {"instruction": "...", "input": "...", "output": "..."}; {"query": "...", "response":
+                    "..."}; both with "history": [["...", "..."], ...];
                     OBELICS's: {"images": ["a.jpg", null], "texts": [null, "..."]}, in the order of a page;
                     captions: {"image": "a.jpg", "caption": "A red door."}; COCO's captions
     .csv .tsv       captions, the first line names the columns

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from mmtrain.base.errors import UserError
 from mmtrain.base.printing import escape
+from mmtrain.base.small_files import refuse_lost_link
 from mmtrain.data.samples.records import MAX_RECORD_BYTES
 
 if TYPE_CHECKING:
@@ -62,6 +63,7 @@ def _opened(path: Path) -> Iterator[Any]:
         raise UserError(
             f"{path}: parquet and Arrow files need pyarrow, which is not installed. Run pip install 'mmtrain[datasets]'"
         ) from None
+    refuse_lost_link(path)
     if not path.is_file():
         raise UserError(f"{path}: no such file. Name a parquet or Arrow file")
     try:

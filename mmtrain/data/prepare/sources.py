@@ -58,6 +58,7 @@ _CONVERSATION = (
 _BASE64 = re.compile(
     r"(?i:data:)[^,]{0,100};base64,|(?=[A-Za-z0-9+/\s]{64,}+=*+\s*+\Z)"
 )  # a name of an image has a dot
+_PART_KEYS = ("image", "image_url", "path", "url", "base64", "data")  # of an image among a content's parts
 _LONGEST_NAME = 4096  # characters; Linux opens no longer one
 
 
@@ -188,9 +189,22 @@ def _images_in_parts(row: dict[str, Any]) -> Iterator[object]:
     """Yield the images inside messages: {"type": "image", "image": "a.jpg"}."""
     for message in first_held(row, (*formats.CONVERSATION_KEYS, "prompt")):
         for part in first_held(message, CONTENT_KEYS):
-            if isinstance(part, dict) and part.get("type") in formats.IMAGE_PARTS:
-                image = first_value(part, ("image", "image_url", "path"))
-                yield image.get("url") if isinstance(image, dict) and "url" in image else image
+            if isinstance(part, dict) and formats.is_image_part(part):
+                yield _image_of_part(part)
+
+
+def _image_of_part(part: dict[str, Any]) -> object:
+    """Return the image of a part, perhaps inside OpenAI's `image_url` or Anthropic's `source`; raises BadSample."""
+    inner = first_value(part, ("image", "image_url", "source"))
+    fields = inner if isinstance(inner, dict) and "bytes" not in inner else part
+    key = next((key for key in _PART_KEYS if is_given(fields.get(key))), None)
+    if key is None:
+        needed = f"needed is one of {', '.join(_PART_KEYS)}"
+        raise BadSample("bad_image_field", f"an image part without image: {keys_or_value(fields)}; {needed}")
+    image = fields[key]
+    if key in ("base64", "data") and isinstance(image, str) and not _BASE64.match(image):
+        return f"data:;base64,{image}"
+    return image
 
 
 def _nothing(keys: Iterable[str], row: dict[str, Any]) -> str:

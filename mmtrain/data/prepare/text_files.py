@@ -21,17 +21,20 @@ from typing import TextIO
 
 from mmtrain.base.errors import UserError
 from mmtrain.base.printing import escape
+from mmtrain.base.small_files import refuse_lost_link
+from mmtrain.data.samples.formats import CONVERSATION_KEYS, IMAGE_KEYS, QUESTION_KEYS, TEXTS_KEYS
 from mmtrain.data.samples.records import MAX_RECORD_BYTES
 
 SEPARATORS = {".csv": ",", ".tsv": "\t"}
 MAX_COCO_BYTES = 256 << 20  # the captions of COCO 2017 have 92 MB
+_KEYS_OF_A_RECORD = {*CONVERSATION_KEYS, *TEXTS_KEYS, *QUESTION_KEYS, *IMAGE_KEYS}
 _CHUNK = 1 << 20
 _NEEDED = "Give a JSON array of records, or JSON lines with one record a line"
 _SPACE = re.compile(r"[ \t\r\n]*")  # that JSON allows between values
 
 
 def json_records(path: Path) -> Iterator[object]:
-    """Yield each element of a JSON array, each line of a JSON-lines file, or each caption of a COCO file."""
+    """Yield each element of a JSON array, each line of a JSON-lines file, or each record of `_one_object`'s file."""
     with _opened(path) as stream:
         letters = iter(functools.partial(stream.read, 1), "")
         first = next(itertools.dropwhile(" \t\r\n".__contains__, letters), "")
@@ -40,8 +43,8 @@ def json_records(path: Path) -> Iterator[object]:
         raise UserError(f"{path}: {seen}. {_NEEDED}")
     if first == "[":
         yield from _array_elements(path)
-    elif (coco := _coco(path)) is not None:
-        yield from _coco_captions(coco)
+    elif (content := _one_object(path)) is not None:
+        yield from _records_inside(content)
     else:
         for number, line in _lines(path):
             if line.strip():
@@ -87,22 +90,42 @@ def _array_elements(path: Path) -> Iterator[object]:
                 return
 
 
-def _coco(path: Path) -> dict | None:
-    """Return the content of a COCO file, one object with `annotations` of images; None for other files."""
+def _one_object(path: Path) -> dict | None:
+    """Return the content of a file that is one JSON object, in one line or several; None for others and JSON lines."""
     with _opened(path) as stream:
         text = stream.readline(MAX_RECORD_BYTES)  # of JSON lines it is an object by itself
         try:
             content = json.loads(text)
+            lines = iter(functools.partial(stream.readline, MAX_RECORD_BYTES), "")
+            return None if any(map(str.strip, lines)) else content
         except (ValueError, RecursionError):
             if path.stat().st_size > MAX_COCO_BYTES:
                 return None
-            try:
-                content = json.loads(text + stream.read())
-            except (ValueError, RecursionError):
-                return None
+        with contextlib.suppress(ValueError, RecursionError):
+            return json.loads(text + stream.read())
+    return None
+
+
+def _records_inside(content: dict) -> Iterator[object]:
+    """Yield the captions of COCO's object, the records of an object that holds them by id or in a list, or itself."""
     images, annotations = content.get("images"), content.get("annotations")
-    is_coco = isinstance(images, list) and isinstance(annotations, list) and bool(annotations)
-    return content if is_coco and isinstance(annotations[0], dict) and "image_id" in annotations[0] else None
+    if isinstance(images, list) and _are_objects(annotations) and "image_id" in annotations[0]:
+        yield from _coco_captions(content)
+        return
+    lists = list(filter(_are_objects, content.values()))
+    if _KEYS_OF_A_RECORD & content.keys():
+        yield content
+    elif len(lists) == 1:
+        yield from lists[0]
+    elif _are_objects(list(content.values())):
+        for identifier, record in content.items():
+            yield {"id": identifier, **record}
+    else:
+        yield content
+
+
+def _are_objects(values: object) -> bool:
+    return isinstance(values, list) and bool(values) and all(isinstance(value, dict) for value in values)
 
 
 def _coco_captions(content: dict) -> Iterator[object]:
@@ -129,6 +152,9 @@ def table_rows(path: Path) -> Iterator[object]:
         if not columns or len(set(columns)) < len(columns):
             seen = escape(", ".join(columns)) or "nothing"
             raise UserError(f"{path}: its first line names {seen}. It must name the columns, each once")
+        if len(columns) == 1 and (found := re.search(r"[,;|\t]", columns[0])):
+            needed = f"{path.suffix} has {separator!r}"
+            raise UserError(f"{path}: its first line has {found[0]!r} between the columns, but {needed}. Save it so")
         reader.fieldnames = columns
         first = reader.line_num + 1
         for row in reader:
@@ -159,6 +185,7 @@ def _lines(path: Path) -> Iterator[tuple[int, str]]:
 def _opened(path: Path) -> Iterator[TextIO]:
     """Open a text in UTF-8, with or without a byte order mark, its line ends as they are."""
     try:
+        refuse_lost_link(path)
         if not path.is_file():  # opening a named pipe would wait for ever
             raise UserError(f"{path}: no such file. Name a JSON, JSONL, CSV or TSV file")
         with path.open(encoding="utf-8-sig", newline="") as stream:

@@ -32,7 +32,7 @@ from mmtrain.data.prepare.sharding import (
     tar_bytes,
 )
 from mmtrain.data.prepare.sources import RowImage, Source, place
-from mmtrain.data.samples.records import BadSample, Record, record_json
+from mmtrain.data.samples.records import BadSample, Record, image_file, record_json
 from mmtrain.data.shards.index import index_path
 
 STATE = "unfinished.jsonl"
@@ -109,7 +109,7 @@ class Validator:
         if self.images is None or image.name is None:
             return 0
         try:
-            return (self.images / image.name).stat().st_size
+            return image_file(self.images, image.name).stat().st_size
         except (OSError, ValueError):  # the job that reads it reports why
             return 0
 

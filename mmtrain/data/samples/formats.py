@@ -7,7 +7,8 @@ whose texts each image has one <image> mark
     sharegpt     KEY.json {"messages" or "conversations": [...]}, role and content under any of the keys and names that
                  are usual (ROLE_KEYS, CONTENT_KEYS, SPEAKERS), contents as texts or as lists of parts; "system" beside
     qa           KEY.json {"texts": [{"user": text, "assistant": text}, ...]}, as FineVision and the_cauldron have them,
-                 or a question and an answer under QUESTION_KEYS and ANSWER_KEYS: texts, or lists of messages (TRL's)
+                 or a question and an answer under QUESTION_KEYS and ANSWER_KEYS: texts, or lists of messages (TRL's),
+                 with Alpaca's "input" behind the question and a "history" of pairs before it
     interleaved  KEY.json {"texts": [text or null, ...], "images": [null or image, ...]}, as OBELICS has a web page
     caption      KEY.txt, KEY.caption, or a key of KEY.json
 
@@ -50,8 +51,8 @@ CAPTION_SUFFIXES = ("txt", "caption")
 TEXT_SUFFIXES = ("json", *CAPTION_SUFFIXES)  # of members that some format reads
 CONVERSATION_KEYS = ("messages", "conversations", "conversation")
 TEXTS_KEYS = ("texts",)
-QUESTION_KEYS = ("question", "prompt")
-ANSWER_KEYS = ("answer", "answers", "completion")
+QUESTION_KEYS = ("question", "prompt", "query", "instruction")
+ANSWER_KEYS = ("answer", "answers", "completion", "response", "output")
 ROLE_KEYS = ("role", "from")
 SPEAKERS = {
     **dict.fromkeys(("system", "developer"), "system"),
@@ -199,11 +200,28 @@ def qa_turns(record: object, images: int) -> Turns:
         sides = [(pair, speaker) for pair in pairs for speaker in ("user", "assistant")]
         turns = [{**pair, "role": speaker, "content": pair.get(speaker)} for pair, speaker in sides]
         return _conversation(record, turns, images)
-    question, answer = first_value(record, QUESTION_KEYS), first_value(record, ANSWER_KEYS)
+    question, answer = _question(record), first_value(record, ANSWER_KEYS)
     if question is None or answer is None:
         needed = f"{' or '.join(QUESTION_KEYS)} with {' or '.join(ANSWER_KEYS)}, or texts of {{user, assistant}}"
         raise BadSample("no_conversation", f"it needs {needed}; {keys_or_value(record)}")
-    return _conversation(record, [*_messages("user", question), *_messages("assistant", answer)], images)
+    messages: list[dict] = []
+    for pair in [*first_held(record, ("history",)), [question, answer]]:
+        if not isinstance(pair, list) or len(pair) != 2:
+            needed = "pairs of a question and its answer"
+            raise BadSample("unread_part", f"its history holds {short(pair)}; write {needed}")
+        messages += [*_messages("user", pair[0]), *_messages("assistant", pair[1])]
+    return _conversation(record, messages, images)
+
+
+def _question(record: object) -> object:
+    """Return a record's question, followed by Alpaca's `input` where it has one; raises BadSample."""
+    asked = (first_value(record, QUESTION_KEYS), first_value(record, ("input",)))
+    given = [value_text(value) for value in asked if value is not None]
+    if len(given) < 2:
+        return given[0] if given else None
+    if not all(isinstance(text, str) for text in given):
+        raise BadSample("non_text_value", f"its input is {short(given[1])}; write it into the question")
+    return "\n".join(given)
 
 
 def _messages(speaker: str, value: object) -> list[dict]:
@@ -307,12 +325,18 @@ def json_record(members: Mapping[str, bytes]) -> object:
 
 def _record(members: Mapping[str, bytes], reason: str = "no_json") -> object:
     if "json" not in members:
-        raise BadSample(reason, f"it has {', '.join(sorted(members))}")
+        raise BadSample(reason, f"it has {', '.join(sorted(members))}{dotted_keys(members)}")
     try:
         return json.loads(members["json"])
     except (ValueError, RecursionError) as error:
         more = "; write one JSON value, not JSON lines" if str(error).startswith("Extra data") else ""
         raise BadSample("not_json", f"{error}{more}") from None
+
+
+def dotted_keys(suffixes: Iterable[str]) -> str:
+    """Return what to do, for messages, where names of a sample's files have a dot in what was meant as their key."""
+    dotted = [suffix for suffix in suffixes if suffix.endswith(tuple(f".{name}" for name in TEXT_SUFFIXES))]
+    return "; a key ends at the first dot of a name: write the tar with other characters for dots" if dotted else ""
 
 
 def _caption(members: Mapping[str, bytes], form: SampleFormat) -> object:
@@ -351,7 +375,7 @@ def _text(number: int, content: object) -> str:
     for place, part in enumerate(parts):
         fields = part if isinstance(part, dict) else {"text": part}
         kind = fields.get("type", "text")
-        is_image = kind in IMAGE_PARTS
+        is_image = is_image_part(fields)
         refuse_unread_parts(number, fields, ("text",) if is_image else IMAGE_PARTS)
         piece = IMAGE_MARK if is_image else fields.get("text") if kind in TEXT_PARTS else None
         if isinstance(part, dict):
@@ -361,6 +385,12 @@ def _text(number: int, content: object) -> str:
         text += "\n" + piece if place and (is_image or was_image) else piece
         was_image = is_image
     return text
+
+
+def is_image_part(part: dict) -> bool:
+    """Tell whether a part of a content is an image, by its type or, as Qwen-VL writes parts, by its key."""
+    kind = part.get("type")
+    return kind in IMAGE_PARTS or (kind is None and first_value(part, IMAGE_PARTS) is not None)
 
 
 def _with_marks(turns: list[tuple[str, str]], images: int) -> Turns:
@@ -382,6 +412,8 @@ class Reader(NamedTuple):
 READERS = {
     "llava": Reader("LLaVA's conversations", CONVERSATION_KEYS[1:2], llava_turns),
     "sharegpt": Reader("ShareGPT's messages", CONVERSATION_KEYS, sharegpt_turns),
-    "qa": Reader("questions with their answers", (*TEXTS_KEYS, *QUESTION_KEYS, *ANSWER_KEYS), qa_turns),
+    "qa": Reader(
+        "questions with their answers", (*TEXTS_KEYS, *QUESTION_KEYS, *ANSWER_KEYS, "input", "history"), qa_turns
+    ),
     "interleaved": Reader("pages of texts and images", TEXTS_KEYS, interleaved_turns),
 }

@@ -16,6 +16,7 @@ import json
 import re
 import struct
 import sys
+import unicodedata
 import warnings
 import zlib
 from collections import Counter
@@ -25,6 +26,7 @@ from pathlib import Path
 
 from PIL import ExifTags, Image, UnidentifiedImageError
 
+from mmtrain.base.json_lines import without_nan
 from mmtrain.base.printing import table_lines
 from mmtrain.config.limits import MAX_IMAGE_PIXELS
 
@@ -77,7 +79,7 @@ DECODE_ERRORS = (OSError, TypeError, SyntaxError, ValueError, EOFError, struct.e
 
 REASONS = {
     "not_an_object": "not a JSON object",
-    "not_json": "text that is not Unicode, or NaN: other JSON readers would fail",
+    "not_json": "text that is not Unicode: other JSON readers would fail",
     "bad_id": "an id that is neither text nor a whole number",
     "duplicate_id": "an id that an earlier record has",
     "no_conversation": "no list of turns, and no question with its answer",
@@ -157,8 +159,15 @@ def parse_record(value: object) -> Record:
 
 
 def record_json(record: dict) -> bytes:
-    """Return KEY.json of a record; raises ValueError or RecursionError for what other JSON readers cannot read."""
-    return json.dumps(record, ensure_ascii=False, allow_nan=False).encode()
+    """Return KEY.json of a record, with NaN and infinities, which only unread keys hold, as text.
+
+    Raises ValueError or RecursionError for what other JSON readers cannot read.
+    """
+    try:
+        text = json.dumps(record, ensure_ascii=False, allow_nan=False)
+    except ValueError:
+        text = json.dumps(without_nan(record), ensure_ascii=False)
+    return text.encode()
 
 
 def parse_turns(record: object) -> tuple[tuple[str, str], ...]:
@@ -269,6 +278,13 @@ def refuse_wrong_image_count(turns: Sequence[tuple[str, str]], images: int) -> N
         raise BadSample("image_count", f"{marks} {IMAGE_MARK} marks in the conversation, {images} images")
 
 
+def image_file(folder: Path, name: str) -> Path:
+    """Return the file of an image's name: as written, else with slashes for back slashes, or in NFC or NFD."""
+    slashes = name.replace("\\", "/")
+    names = (name, slashes, *(unicodedata.normalize(form, slashes) for form in ("NFC", "NFD")))
+    return next(filter(Path.exists, map(folder.joinpath, names)), folder / name)
+
+
 def read_image(folder: Path | None, name: str, max_pixels: int = MAX_IMAGE_PIXELS) -> tuple[str, bytes]:
     """Return lower-case suffix and bytes of an image file in `folder`, an absolute path without links.
 
@@ -280,11 +296,14 @@ def read_image(folder: Path | None, name: str, max_pixels: int = MAX_IMAGE_PIXEL
     if suffix not in IMAGE_SUFFIXES:
         raise BadSample("unsupported_image", f"{name}: the name must end in {', '.join(IMAGE_SUFFIXES)}")
     try:
-        path = (folder / name).resolve()
+        file = image_file(folder, name)
+        path = file.resolve()
         if not path.is_relative_to(folder):
-            raise BadSample("outside_images", f"{name}: leads to {path}")
+            mend = "copy the files there, or name the folder that holds all of them by --images"
+            raise BadSample("outside_images", f"{name}: leads out of the images folder, to {path}; {mend}")
         if not path.exists():
-            raise BadSample("missing_image", f"{name}: no such file in the images folder")
+            seen = "a link to a file that is not there" if file.is_symlink() else "no such file in the images folder"
+            raise BadSample("missing_image", f"{name}: {seen}")
         if not path.is_file():  # reading a named pipe would wait for ever
             raise BadSample("unreadable_image", f"{name}: is not a regular file")
         _refuse_large(name, path.stat().st_size)

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from mmtrain.base.printing import escape
-from mmtrain.data.samples.formats import LLAVA, SampleFormat, conversation
+from mmtrain.data.samples.formats import LLAVA, SampleFormat, conversation, dotted_keys
 from mmtrain.data.samples.records import IMAGE_MARK, IMAGE_SUFFIXES, BadSample
 from mmtrain.models.layouts.layout import Tiling
 
@@ -93,7 +93,7 @@ def image_suffixes(suffixes: Mapping[str, object] | list[str]) -> list[str]:
     numbered = sorted((number, suffix) for suffix in suffixes if (number := image_number(suffix)) is not None)
     numbers, names = [number for number, _ in numbered], [suffix for _, suffix in numbered]
     if numbers != list(range(len(numbers))) or (len(names) > 1 and not all(name[0].isdigit() for name in names)):
-        raise BadSample("image_names", f"it has {', '.join(names)}")
+        raise BadSample("image_names", f"it has {', '.join(names)}{dotted_keys(suffixes)}")
     return names
 
 

@@ -64,6 +64,7 @@ def sample_format(
     form = forms[best(counts, len(first))]
     readable = counts[forms.index(form)]
     if not readable:
+        _refuse_scattered(shards[0])
         lines = [f"{key}: none of the first {len(first)} samples of {shards[0]} can be read in a known format:"]
         for form, of_form in zip(forms, faults, strict=True):
             reason, count = Counter(fault.reason for fault in of_form).most_common(1)[0]
@@ -141,7 +142,7 @@ def _first_samples(shards: Sequence[Path], key: str) -> list[_Members]:
     damage = None
     for shard in shards:
         try:
-            for sample in itertools.islice(_samples_of(shard), SEEN - len(samples)):
+            for _, sample in itertools.islice(_samples_of(shard), SEEN - len(samples)):
                 samples.append(sample)
         except UserError as error:
             damage = damage or error
@@ -155,16 +156,30 @@ def _first_samples(shards: Sequence[Path], key: str) -> list[_Members]:
     return samples
 
 
-def _samples_of(shard: Path) -> Iterator[_Members]:
-    """Yield the samples of a shard; raises UserError, when it gets there, for damage."""
+def _refuse_scattered(shard: Path) -> None:
+    """Raise UserError for two samples of one key that share no suffix: they were meant as one."""
+    seen: dict[str, _Members] = {}
+    for key, members in _samples_of(shard):
+        earlier = seen.setdefault(key, {})
+        if earlier and earlier.keys().isdisjoint(members):
+            files = escape(f"{key}.{min(earlier)} and {key}.{min(members)}")
+            raise UserError(
+                f"{shard}: {files} are not neighbours, so readers take them for two samples. Write the tar with each "
+                "sample's files together, for example by tar --sort=name"
+            )
+        earlier.update(dict.fromkeys(members, b""))
+
+
+def _samples_of(shard: Path) -> Iterator[tuple[str, _Members]]:
+    """Yield key and members of each sample of a shard; raises UserError, when it gets there, for damage."""
     with shard.open("rb") as stream:
         files = ((file, sample_name(file.name)) for file in read_headers(shard, stream))
         named = ((*name, file) for file, name in files if name is not None)
-        for _, members in itertools.groupby(named, key=itemgetter(0)):
+        for key, members in itertools.groupby(named, key=itemgetter(0)):
             sample: _Members = {}
             for _, suffix, file in members:
                 sample[suffix] = b""
                 if suffix in TEXT_SUFFIXES and file.size <= MAX_RECORD_BYTES:
                     stream.seek(file.offset)
                     sample[suffix] = stream.read(file.size)
-            yield sample
+            yield key, sample

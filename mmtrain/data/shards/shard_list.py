@@ -26,6 +26,7 @@ from mmtrain.base.cache import cache_folder
 from mmtrain.base.durable import held, whole_file
 from mmtrain.base.errors import UserError
 from mmtrain.base.printing import escape
+from mmtrain.base.small_files import refuse_lost_link
 from mmtrain.data.shards.archive import read_headers
 from mmtrain.models.facts.model_files import PREFIX, is_demo
 
@@ -62,6 +63,7 @@ def expand_shards(
     if not tars:
         raise UserError(f"{key}: the list is empty. Name at least one webdataset tar")
     for path in tars:
+        refuse_lost_link(path)
         if not path.is_file():
             raise UserError(f"{key}: {path} is not a regular file. Name tars, or folders that hold them")
         if path.suffix.lower() in _RECORD_SUFFIXES:

@@ -18,7 +18,7 @@ from safetensors import SafetensorError, safe_open
 from mmtrain.base.cache import user_cache
 from mmtrain.base.errors import UserError
 from mmtrain.base.printing import escape
-from mmtrain.base.small_files import MAX_JSON_BYTES, parse_json, read_limited
+from mmtrain.base.small_files import MAX_JSON_BYTES, parse_json, read_limited, refuse_lost_link
 from mmtrain.models.facts.settings import check_settings
 
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9_][\w.-]*)?")
@@ -159,6 +159,7 @@ def tensor_shapes(folder: Path) -> dict[str, Shape] | None:
             raise UserError(f"{folder}: {index.name} names {absent[0]}, which is not in {weight_map[absent[0]]}")
         return {name: stored[name] for name in weight_map}
     single = folder / "model.safetensors"
+    refuse_lost_link(single)
     if single.is_file():
         return read_header(single, are_weights=True)
     pickled = sorted(folder.glob("pytorch_model*.bin"))

@@ -2,6 +2,7 @@
 
 import functools
 import json
+import math
 import pickle
 import struct
 from collections import Counter
@@ -69,7 +70,7 @@ def test_the_first_rows_say_what_a_file_is(tmp_path, name, content, found):
         ("a.csv", "image,caption", "has no records"),
         ("a.csv", "", "its first line names nothing. It must name the columns"),
         ("a.csv", "image,image,caption\na,b,c", "its first line names image, image, caption. It must name"),
-        ("a.csv", "image;caption\na.jpg;A.", r"is known: image;caption\. Name its picture by --image-key and"),
+        ("a.csv", "picture\na.jpg", r"is known: picture\. Name its picture by --image-key and"),
         ("a.csv", 'image,caption\na.jpg,"A" b\n', r"line 2 is not a row of a table .* double the quotes in them"),
         ("a.csv", "image,caption\na.jpg,A\0\n", "line 2 has a null character"),
         ("a.csv", "image,caption\na.jpg,ü\n".encode("latin-1"), "is not UTF-8 text"),
@@ -161,6 +162,11 @@ def test_the_caption_is_of_one_column_whatever_rows_lack(tmp_path):
     assert outcomes == {"A.": 4, "no_caption": 196}
 
 
+def part_of(kind: str | None = "image", **image: object) -> dict:
+    parts = [{"type": kind, **image}] if kind else [image]
+    return {"role": "user", "content": [*parts, {"type": "text", "text": "Hi"}]}
+
+
 def outcome(source: Source, row: object) -> str:
     """The answer that a row becomes, read from its shard, or why it is none."""
     try:
@@ -170,6 +176,7 @@ def outcome(source: Source, row: object) -> str:
 
 
 SAYS = {"role": "assistant", "content": "Yes."}
+SAID = {"role": "assistant", "content": [{"type": "text", "text": "Yes."}]}
 REF = {"ref": ["cat"], "bbox": [[1, 2]]}
 NOBODY = {"bytes": b"", "path": None}
 
@@ -195,6 +202,16 @@ NOBODY = {"bytes": b"", "path": None}
         ("sharegpt", {"messages": ASKED, "images": ["a.jpg", ""]}, "bad_image_field image_count"),
         ("qa", {"question": "x", "answer": "y", "image": NOBODY}, "y"),
         ("qa", {"question": "x", "answer": "y", "images": [NOBODY]}, "y"),
+        ("qa", {"instruction": "x", "input": "", "output": "Yes."}, "Yes."),
+        ("qa", {"instruction": "x", "input": [{"a": 1}], "output": "y"}, "non_text_value"),
+        ("qa", {"query": "x", "response": "Yes.", "history": [["a", "b"], ["c", "d"]]}, "Yes."),
+        ("qa", {"query": "x", "response": "y", "history": [["a"]]}, "unread_part"),
+        ("qa", {"query": "x", "response": "y", "history": ["a"]}, "unread_part"),
+        ("llava", {"conversations": TOLD, "score": math.nan}, "Yes."),
+        ("llava", {"conversations": TOLD, "score": [math.inf, -math.inf]}, "Yes."),
+        ("qa", {"question": "x", "answer": math.nan}, "non_text_value"),
+        ("sharegpt", {"messages": [part_of(url="a.jpg"), SAID]}, "Yes."),
+        ("sharegpt", {"messages": [part_of(path="a.jpg"), SAID]}, "Yes."),
         ("llava", {"conversations": TOLD, "image": ""}, "Yes."),
         ("llava", {"conversations": TOLD, "image": [None]}, "Yes."),
         ("sharegpt", {"messages": [ASKED[0], {**SAYS, "reasoning_content": "Hm."}]}, "unread_part"),
@@ -227,6 +244,61 @@ def test_a_row_is_judged_alike_in_json_in_parquet_and_in_a_tar(tmp_path, form, r
     except BadSample as error:
         found.append(error.reason)
     assert set(found) <= {expected, *expected.split()}, found
+
+
+@pytest.mark.parametrize(
+    ("part", "expected"),
+    [
+        (part_of(image="a.jpg"), "a.jpg"),
+        (part_of(image={"path": "a.jpg"}), "a.jpg"),
+        (part_of(url="file://a.jpg"), "a.jpg"),
+        (part_of(path="a.jpg"), "a.jpg"),
+        (part_of("image_url", image_url="a.jpg"), "a.jpg"),
+        (part_of("image_url", image_url={"url": "a.jpg"}), "a.jpg"),
+        (part_of(None, image="a.jpg"), "a.jpg"),
+        (part_of(source={"type": "url", "url": "a.jpg"}), "a.jpg"),
+        (part_of(base64="R0lGODlh"), b"GIF89a"),
+        (part_of(base64="data:image/gif;base64,R0lGODlh"), b"GIF89a"),
+        (part_of("input_image", image_url="data:image/gif;base64,R0lGODlh"), b"GIF89a"),
+        (part_of(source={"type": "base64", "media_type": "image/gif", "data": "R0lGODlh"}), b"GIF89a"),
+        (part_of(), "its keys are type; needed is one of image, image_url, path, url, base64"),
+        (part_of(source={"type": "file", "file_id": "f"}), "its keys are type, file_id; needed is one of"),
+        (part_of(image={"url": ["a"]}), r"an image is \['a'\]"),
+        (part_of(base64="R"), "characters of base64"),
+    ],
+)
+def test_an_image_is_found_in_a_part_however_it_is_written(part, expected):
+    adapter = Adapter(replace(AUTO, name="sharegpt"))
+    row = {"messages": [part, {"role": "assistant", "content": "Yes."}]}
+    if isinstance(expected, str) and expected != "a.jpg":
+        with pytest.raises(BadSample, match=expected):
+            adapter.adapt(row)
+        return
+    (image,) = adapter.adapt(row).images
+    assert expected in (image.name, image.content)
+
+
+@pytest.mark.parametrize("history", [None, [["Who?", "Me."], ["Why?", "So."]]])
+@pytest.mark.parametrize(
+    ("names", "asked"),
+    [
+        ({"instruction": "What?", "input": "<image>", "output": "A."}, "What?\n<image>"),
+        ({"instruction": "What? <image>", "input": "", "output": "A."}, "What? <image>"),
+        ({"instruction": "", "input": "What?", "output": "A."}, "<image>\nWhat?"),
+        ({"query": "What?", "response": "A."}, "<image>\nWhat?"),
+    ],
+)
+def test_alpacas_rows_and_queries_with_responses_are_read(tmp_path, names, asked, history):
+    row = {**names, "images": ["a.jpg"], "system": "Be brief.", "history": history}
+    (source,), said = opened(tmp_path / "a.json", json.dumps([row]))
+    assert said == "questions with their answers"
+    (row,) = source.rows()
+    turns = [("system", "Be brief.")]
+    for question, answer in [*(history or ()), (asked.removeprefix("<image>\n") if history else asked, "A.")]:
+        turns += [("human", question), ("gpt", answer)]
+    if history and "<image>" not in turns[-2][1]:
+        turns[1] = ("human", f"<image>\n{turns[1][1]}")
+    assert parse_turns(source.adapter.adapt(row).record.content) == tuple(turns)
 
 
 def test_a_number_of_32_bits_is_the_text_that_was_meant(tmp_path):

@@ -3,13 +3,14 @@
 import gzip
 import json
 import os
+import re
 import tracemalloc
 
 import pytest
 
 from mmtrain.base.errors import UserError
 from mmtrain.data.prepare import text_files
-from mmtrain.data.prepare.text_files import json_records
+from mmtrain.data.prepare.text_files import json_records, table_rows
 
 
 def record(answer="A cat.", **fields) -> dict:
@@ -54,6 +55,36 @@ def test_an_array_gives_its_values_halves_of_pairs_nan_and_huge_numbers_included
     assert list(json_records(tmp_path / "none.json")) == []
 
 
+@pytest.mark.parametrize("indent", [None, 1])
+def test_records_inside_one_object_are_found(tmp_path, indent):
+    """By id, in a list under any key, or as the object itself, in one line or in several."""
+    path, one, two = tmp_path / "data.json", record(), record(id="a2")
+    captioned = {"image": "a.png", "caption": "A.", "boxes": [{"x": 1}]}
+    unnamed = {key: value for key, value in two.items() if key != "id"}
+    for content, expected in (
+        ({"data": [one, two]}, [one, two]),
+        ({"version": "1.0", "info": {"year": 2024}, "data": [one]}, [one]),
+        ({"a1": one, "a2": unnamed}, [one, two]),
+        (one, [one]),
+        (captioned, [captioned]),
+        ({"question": "x", "answer": "y"}, [{"question": "x", "answer": "y"}]),
+    ):
+        path.write_text(json.dumps(content, indent=indent) + "\n\n")
+        assert list(json_records(path)) == expected
+
+
+@pytest.mark.parametrize(
+    ("name", "separator"), [("a.csv", ";"), ("a.csv", "\t"), ("a.csv", "|"), ("a.tsv", ","), ("a.tsv", ";")]
+)
+def test_a_table_with_another_separator_is_refused_by_it(tmp_path, name, separator):
+    (tmp_path / name).write_text(f"image{separator}caption\na.jpg{separator}A, b; c\n")
+    seen = re.escape(f"{name}: its first line has {separator!r} between the columns")
+    with pytest.raises(UserError, match=seen):
+        list(table_rows(tmp_path / name))
+    (tmp_path / name).write_text("caption\nA.\n")  # one column
+    assert list(table_rows(tmp_path / name)) == [{"caption": "A."}]
+
+
 @pytest.mark.parametrize("name", ["a.json", "a.jsonl", "coco.json"])
 def test_a_record_without_end_is_refused_before_it_fills_the_memory(tmp_path, monkeypatch, name):
     monkeypatch.setattr(text_files, "MAX_COCO_BYTES", text_files.MAX_RECORD_BYTES)
@@ -92,7 +123,7 @@ def test_memory_is_that_of_a_window_and_not_of_the_file(tmp_path):
         (b"id,image\n1,a.jpg\n", "begins with 'i'. Give a JSON array"),
         (gzip.compress(b"[]", mtime=0), "is not UTF-8 text .*unpack it"),
         ('[{"id": "ü"}]'.encode("utf-16"), "is not UTF-8 text"),
-        (b'{\n "images": []\n}', "line 1 is not valid JSON"),
+        (b'{\n "images": []\n', "line 1 is not valid JSON"),
         (b'{"id": 1}\n\n{"id": 2', "line 3 is not valid JSON"),
         (b'[{"id": 1}, {"id": 2}', r"not valid JSON after 1 records \(.*\). Is the file complete"),
         (b'[{"id": 1}, {"id', r"not valid JSON after 1 records .*Is the file complete"),
@@ -111,6 +142,9 @@ def test_a_file_that_is_neither_is_refused(tmp_path, content, message):
 
 
 def test_a_missing_file_a_folder_and_a_pipe_are_refused(tmp_path):
+    (tmp_path / "link.json").symlink_to("../blobs/gone")
+    with pytest.raises(UserError, match=r"link\.json: is a link to \.\./blobs/gone, which is not there"):
+        list(json_records(tmp_path / "link.json"))
     os.mkfifo(tmp_path / "pipe")
     for path in (tmp_path / "none.json", tmp_path, tmp_path / "pipe"):
         with pytest.raises(UserError, match=r"no such file\. Name a JSON, JSONL, CSV or TSV file"):

@@ -58,7 +58,6 @@ def turns(*pairs) -> dict:
 # Reasons that a record's text gives, each with what read_sample makes of the same record: True where it accepts it.
 BAD_TEXTS = [
     ("not_an_object", ["a"], False),
-    ("not_json", record(score=float("nan")), True),
     ("not_json", record(answer="half a pair: \ud83d"), False),
     ("bad_id", record(id=""), True),
     ("bad_id", record(id=True), True),
@@ -119,6 +118,31 @@ def folder(tmp_path):
 def test_a_good_image_keeps_its_bytes_and_its_own_suffix_in_lower_case(folder, name, content, suffix):
     (folder / name).write_bytes(content)
     assert read_image(folder, name) == (suffix, content)
+
+
+@pytest.mark.parametrize(
+    ("written", "name"),
+    [
+        ("sub/e.png", "sub\\e.png"),
+        ("caf\u00e9.png", "cafe\u0301.png"),
+        ("cafe\u0301.png", "caf\u00e9.png"),
+        ("sub/caf\u00e9.png", "sub\\cafe\u0301.png"),
+        ("a\\b.png", "a\\b.png"),
+    ],
+)
+def test_a_name_of_windows_or_in_another_unicode_form_finds_its_image(folder, written, name):
+    content = encoded("PNG")
+    (folder / written).write_bytes(content)
+    assert read_image(folder, name) == ("png", content)
+
+
+def test_what_a_link_does_is_said_with_the_way_out(folder):
+    (folder / "coco").symlink_to(folder.parent)
+    with pytest.raises(BadSample, match=r"coco/secret\.png: leads out .*, to .*/secret\.png; .* by --images"):
+        read_image(folder, "coco/secret.png")
+    (folder / "gone.png").symlink_to("blobs/gone")
+    with pytest.raises(BadSample, match=r"missing_image: gone\.png: a link to a file that is not there"):
+        read_image(folder, "gone.png")
 
 
 def jpeg_cut_off() -> bytes:

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import webdataset
-from archives import conversation, picture
+from archives import conversation, picture, write_tar
 
 from mmtrain.__main__ import main
 from mmtrain.base.errors import UserError
@@ -142,6 +142,32 @@ def test_what_no_format_reads_says_why_for_each(tmp_path, capsys):
     command = ["index", str(tars[0].parent), "--tokenizer", LLM, "--template", "plain", "--workers", "1"]
     assert main(command) == 2 and main([*command, "--caption-key", "alt"]) == 0
     assert "SHARDS: format caption (KEY.json), as in 12 of the first 12 samples" in capsys.readouterr().out
+
+
+def test_files_of_a_sample_that_others_lie_between_are_named(tmp_path):
+    made = [llava(number) for number in range(150)]
+    texts = [(f"{number:03}.json", content["json"]) for number, content in enumerate(made)]
+    images = [(f"{number:03}.jpg", content["jpg"]) for number, content in enumerate(made)]
+    for members, pair in ((texts + images, "000.json and 000.jpg"), (images + texts, "000.jpg and 000.json")):
+        tar = write_tar(tmp_path / "a.tar", members)
+        with pytest.raises(UserError, match=rf"a\.tar: {pair} are not neighbours, .* tar --sort=name"):
+            found([tar])
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        ("a.1.json", "a.1.jpg", "a.2.json", "a.2.jpg"),
+        ("a.v1.json", "a.v1.jpg"),
+        ("a.0.json", "a.0.jpg"),
+        ("photo.2024.txt", "photo.2024.jpg"),
+    ],
+)
+def test_a_dot_in_what_was_meant_as_a_key_is_named(tmp_path, names):
+    contents = {"json": llava(0)["json"], "txt": b"A door.", "jpg": JPEG}
+    tar = write_tar(tmp_path / "a.tar", [(name, contents[name.rpartition(".")[2]]) for name in names])
+    with pytest.raises(UserError, match="a key ends at the first dot of a name"):
+        found([tar])
 
 
 def test_a_format_that_an_index_lacks_is_added_and_the_order_of_formats_does_not_matter(tmp_path):

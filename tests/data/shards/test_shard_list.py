@@ -6,6 +6,7 @@ from webdataset.shardlists import expand_urls
 
 from mmtrain.base.errors import UserError
 from mmtrain.data.shards.shard_list import expand_shards, find_shards, refuse_empty_shards
+from mmtrain.models.facts.model_files import read_json
 
 
 def write_tar(path, *members, form=tarfile.USTAR_FORMAT):
@@ -101,6 +102,16 @@ def test_shards_without_a_file_or_a_byte_are_refused_by_the_key_that_listed_them
     for message, paths in refused.items():
         with pytest.raises(UserError, match=f"^{message}"):
             refuse_empty_shards(paths, "eval.shards")
+
+
+def test_a_link_to_what_an_unfinished_download_lacks_is_refused_by_its_target(tmp_path):
+    (tmp_path / "s-0.tar").symlink_to("../../blobs/gone")
+    (tmp_path / "config.json").symlink_to("../../blobs/config")
+    for names in (str(tmp_path), f"{tmp_path}/s-0.tar", f"{tmp_path}/*.tar"):
+        with pytest.raises(UserError, match=r"s-0\.tar: is a link to \.\./\.\./blobs/gone, which is not there"):
+            expand_shards(names)
+    with pytest.raises(UserError, match=r"config\.json: is a link to \.\./\.\./blobs/config, which is not there"):
+        read_json(tmp_path / "config.json")
 
 
 def test_a_tools_command_line_may_name_folders_too_and_a_shard_twice(tmp_path):
