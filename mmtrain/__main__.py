@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import importlib
+import os
 import sys
 from collections.abc import Sequence
 from typing import NoReturn
@@ -54,6 +55,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         meant = f"did you mean {near[0]}?" if near else "mmtrain --help lists what there is"
         show_error(f"mmtrain has no command {escape(command)}: {meant}")
         return 2
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # before torch is imported; see set_rank_environment
     module = importlib.import_module(COMMANDS[command][0])
     options = module.parse_arguments(others)
     return run_command(lambda: module.run(options), **options.ending)

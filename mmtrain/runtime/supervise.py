@@ -35,7 +35,7 @@ STOPPED = 3  # exit code of a run that a signal has ended in good order, everyth
 def set_rank_environment(threads: int, *, on_gpus: bool) -> None:
     """Set what libraries read once, when they are imported: before any of those imports, for this process's ranks."""
     os.environ["OMP_NUM_THREADS"] = str(threads)
-    os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # one that spins takes the core of one that it waits for
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # a thread that spins takes a core from the one it waits for
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # tokenizers warns, or hangs, in forked data workers
     if on_gpus:
         os.environ.pop("DS_ACCELERATOR", None)  # DeepSpeed would move the model to what it names
