@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import difflib
 import functools
-import itertools
 import re
 import typing
 from collections.abc import Iterator, Mapping, Sequence
@@ -68,13 +67,19 @@ def _should(error: ErrorDetails) -> str:
 
 
 def _nearest_value(annotation: Any, value: Any, should: Sequence[str]) -> str | None:
-    """Return the value of a key that is most like a wrong one, a list for its only element; None if none is near."""
-    if isinstance(value, str) and set(should) == {_SHOULD["tuple_type"]}:
-        return f"[{value}]"
+    """Return the right value that is most like a wrong one, or like an element of it; None if none is near."""
     choices = [str(choice) for choice in _choices(annotation)]
-    words = map(str, value if isinstance(value, list | tuple) else [value])
-    near = (difflib.get_close_matches(word.lower(), choices, 1, _NEAR) for word in words if word not in choices)
-    return next(itertools.chain.from_iterable(near), None)
+    if isinstance(value, list | tuple):
+        words = [str(word) for word in value if word not in choices]
+    else:
+        words = [str(value)]
+    needs_list = should == [_SHOULD["tuple_type"]]
+    if needs_list and str in typing.get_args(annotation):
+        choices += words
+    near = [one for word in words for one in difflib.get_close_matches(word.lower(), choices, 1, _NEAR)]
+    if near and needs_list:
+        return f"[{near[0]}]"
+    return near[0] if near else None
 
 
 def _choices(annotation: Any) -> Iterator[Any]:

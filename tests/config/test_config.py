@@ -299,13 +299,45 @@ def test_a_stranger_gets_the_keys_of_its_section_alone(minimal):
         ("model.trainable=[]", "[]", "have at least 1 item after validation, not 0", "name patterns"),
         ("model.projector.init_from=[a]", "['a']", "be a valid string", "begin with"),
         ("run.overwrite=1", "1", "be a valid boolean", "true: delete"),
-        ("run.name=../x", "'../x'", "match pattern '^[A-Za-z0-9][A-Za-z0-9._-]*$'", "folder name"),
+        (
+            "run.name=../x",
+            "'../x'",
+            "be letters, digits, '.', '_' and '-', and begin with one of the first two",
+            "folder name",
+        ),
         ("parallel.recompute_layers=[1, x]", "[1, 'x']", "be 'auto' or be a valid integer", "decoder layers per"),
     ],
 )
 def test_a_wrong_value_is_shown_with_what_is_allowed_and_what_it_means(minimal, override, shown, should, meaning):
     _, line = problems(minimal, override)
     assert line.startswith(f"{override.partition('=')[0]}: {shown} is not allowed; it should {should} ({meaning}")
+
+
+@pytest.mark.parametrize(
+    ("override", "meant"),
+    [
+        ("model.projector.type=mlp2x_glu", "mlp2x_gelu"),
+        ("data.template=vicuna_v1", "llava_v1"),
+        ("model.llm.dtype=FP32", "float32"),
+        ("model.llm.dtype=bf16", "bfloat16"),
+        ("parallel.pipeline=two", None),
+        ("parallel.stages_per_rank=atuo", "auto"),
+        ("run.report_to=[csv, tensorbord]", "tensorboard"),
+        ("run.report_to=csv", "[csv]"),
+        ("model.trainable=projector", "[projector]"),
+        ("model.vision.pinpoints=(1x1),...,(6x6)", None),
+        ("data.sets=[{name: a, shards: a.tar, format: lava}]", "llava"),
+    ],
+)
+def test_a_value_near_a_right_one_is_answered_with_that_one_and_never_with_a_pattern(minimal, override, meant):
+    _, line = problems(minimal, override)
+    question = "; it should " if meant is None else f"; did you mean {meant}? It should "
+    assert f" is not allowed{question}" in line and "[A-Za-z" not in line and "{%]" not in line
+
+
+def test_a_fraction_of_0_evaluates_nothing_and_leaves_held_out_shards(minimal):
+    assert not load_config(minimal, ["eval.fraction=0"]).eval.is_on
+    assert load_config(minimal, ["eval.shards=held-out.tar", "eval.fraction=0"]).eval.shards == "held-out.tar"
 
 
 @pytest.mark.parametrize("pinpoints", ["[]", "[[64]]", "[[0,32]]", "(1x1),...,(6x6)"])

