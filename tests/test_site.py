@@ -27,6 +27,14 @@ class _Quiet(http.server.SimpleHTTPRequestHandler):
         pass
 
 
+CUT = (
+    "[...document.querySelectorAll('pre > code')].filter((x) => x.scrollWidth > x.clientWidth).map((x) => x.innerText)"
+)
+BROKEN = (
+    "[...document.querySelectorAll('td code')].filter((x) => x.getClientRects().length > 1).map((x) => x.innerText)"
+)
+
+
 @pytest.fixture(scope="module")
 def address():
     build_site()
@@ -50,6 +58,8 @@ def test_every_page_fits_and_shuts_nobody_out(address, width, scheme):
         for name in pages:
             page.goto(f"{address}/{name}")
             assert page.evaluate("document.documentElement.scrollWidth") <= width, name
+            assert page.evaluate(BROKEN) == [], name
+            assert width < 1280 or page.evaluate(CUT) == [], name
             assert [(found["id"], found["nodes"][0]["html"]) for found in Axe().run(page).response["violations"]] == []
         browser.close()
     assert [url for url in asked if not url.startswith((address, "data:"))] == [], "another server"

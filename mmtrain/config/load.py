@@ -204,7 +204,7 @@ def _take_models_of_run(model: Any) -> None:
     theirs = restore_config(read_yaml(file), str(file)).model_dump(mode="json")["model"]
     del theirs["projector"]["init_from"]
     for part, keys in own.items():
-        if isinstance(keys, dict):
+        if isinstance(keys, dict) and (part != "projector" or model["vision"]):
             model[part] = {**(theirs[part] or {}), **keys} or None
 
 
