@@ -18,10 +18,11 @@ import torch
 import torch.nn.functional as F
 import yaml
 from ranks import run_ranks
+from safetensors.torch import load_file
 from scenes import Case, Document, as_batch, bits, execute, merged, relative
 from tiny_models import make_tiny_llm, make_tokenizer
 from transformers import AutoImageProcessor, PreTrainedModel
-from untrained_runs import drawn_adapters, export, load_stock, make_checkpoint, weights
+from untrained_runs import drawn_adapters, export, load_stock, make_checkpoint, run_export, weights
 from whole_models import MROPE, QWEN_MARKS, TURNS, save_whole, whole_config
 
 import mmtrain
@@ -344,30 +345,42 @@ def test_a_folder_whose_class_computes_otherwise_is_not_written_back(
         export(checkpoint, tmp_path / "out")
 
 
-@pytest.mark.parametrize(
-    "tower", [pytest.param(one, marks=() if one == "qwen3_vl" else pytest.mark.nightly) for one in PAIRS]
-)
-def test_a_merger_drawn_anew_for_another_llm_leaves_by_the_towers_class(make, trained, tmp_path, tower):
+def other_llm(make: Callable, folder: Path, tower: str) -> dict[str, Any]:
+    """Make a published LLM and return the keys of a model with a connector between this tower and it."""
     family, kind = PAIRS[tower]
-    llm = make_tiny_llm(tmp_path / "llm", family, layers=4, **({"head_dim": 16} if family == "qwen3" else {}))
+    llm = make_tiny_llm(folder / "llm", family, layers=4, **({"head_dim": 16} if family == "qwen3" else {}))
     tokenizer = load_tokenizer(str(llm))
     tokenizer.add_tokens([*QWEN_MARKS], special_tokens=True)
     tokenizer.chat_template = TURNS.replace("@IMAGE@", "")
     tokenizer.save_pretrained(llm)
-    vision = {
-        "name": str(make(tower)[0]),
-        "select_layer": -1,
-        "layout": "qwen_vl",
-        "min_positions": 2,
-        "max_positions": 9,
-    }
-    checkpoint = trained(
-        llm={"path": str(llm), "dtype": "float32"}, vision=vision, projector={"type": kind}, trainable=["projector"]
-    )
+    bounds = {"min_positions": 2, "max_positions": 9}
+    vision = {"name": str(make(tower)[0]), "select_layer": -1, "layout": "qwen_vl", **bounds}
+    return {"llm": {"path": str(llm), "dtype": "float32"}, "vision": vision, "projector": {"type": kind}}
+
+
+@pytest.mark.parametrize(
+    "tower", [pytest.param(one, marks=() if one == "qwen3_vl" else pytest.mark.nightly) for one in PAIRS]
+)
+def test_a_merger_drawn_anew_for_another_llm_leaves_by_the_towers_class(make, trained, tmp_path, tower):
+    checkpoint = trained(**other_llm(make, tmp_path, tower), trainable=["projector"])
     exported = export(checkpoint, tmp_path / "out")
     assert exported.stock.name == MROPE[tower][0]
     comparison, model = compare_logits(checkpoint, exported, torch.float32, 3)
     assert comparison.passed and batch_fault(tmp_path / "out", model, comparison.samples, False) is None
+
+
+@pytest.mark.parametrize(("base", "decoder"), [("hf", "model.language_model"), ("llm", "model")])
+def test_adapters_of_a_qwen2_behind_another_classs_tower_find_their_layers_by_peft(
+    make, trained, tmp_path, base, decoder
+):
+    lora = {"r": 2, "targets": ["llm.layers.*.self_attn.q_proj"]}
+    keys = other_llm(make, tmp_path, "qwen2_5_vl")
+    checkpoint = trained(**keys, lora=lora, trainable=["projector", "llm.layers.*.lora_*"])
+    make_plan(checkpoint.config.changed({"export.format": "peft"}))
+    assert run_export(checkpoint.path, "peft", tmp_path / "out", "--base", base) == 0
+    names = load_file(tmp_path / "out" / "adapter_model.safetensors")
+    layers = {f"base_model.model.{decoder}.layers.{layer}.self_attn.q_proj" for layer in range(4)}
+    assert names.keys() == {f"{layer}.lora_{part}.weight" for layer in layers for part in "AB"}
 
 
 def altered_images(folder: Path, copy: Path, **settings: Any) -> Path:

@@ -36,6 +36,7 @@ from mmtrain.config.schema import RunConfig
 from mmtrain.exporting.verify import read_samples
 from mmtrain.models.facts.adapters import is_adapter
 from mmtrain.models.facts.families import canonical_name
+from mmtrain.plan.planner import make_plan
 
 ALL = "model.lora.targets=[llm.layers.*, vision.*]"
 
@@ -200,6 +201,22 @@ def test_peft_adds_adapters_to_the_published_llm_with_the_scale_of_training(tiny
     projector = load_file(out / "projector.safetensors")
     assert projector.keys() == {name for name in trained if name.startswith("projector.")}
     assert all(torch.equal(tensor, trained[name]) for name, tensor in projector.items())
+
+
+def test_an_adapter_of_a_layer_that_loading_renames_is_merged(tiny, make_tiny, tmp_path):
+    heads = {"num_key_value_heads": 4, "linear_num_heads": 4, "linear_head_dim": 16}
+    make_tiny.make_tiny_llm(tmp_path / "llm", "kimi_linear", layers=2, **heads)
+    targets = "model.lora.targets=[llm.layers.0.self_attn.forget_gate.f_a_proj]"
+    keys = (f"model.llm.path={tmp_path / 'llm'}", "parallel.pipeline=1", "model.lora.r=4", "model.lora.alpha=6")
+    config = config_of(tiny, *keys, targets, "export.format=hf", "model.trainable=[projector, llm.layers.*.lora_*]")
+    make_plan(config)
+    checkpoint = adapted(tmp_path / "run", config)
+    export(checkpoint, tmp_path / "out")
+    trained = load_file(checkpoint.tensors_file)
+    layer, on_disk = "llm.layers.0.self_attn.forget_gate.f_a_proj", "model.layers.0.self_attn.f_a_proj.weight"
+    update = 1.5 * trained[f"{layer}.lora_B.weight"] @ trained[f"{layer}.lora_A.weight"]
+    written = weights(tmp_path / "out")[f"language_model.{on_disk}"]
+    torch.testing.assert_close(written, weights(tmp_path / "llm")[on_disk] + update, rtol=0, atol=1e-6)
 
 
 @pytest.fixture

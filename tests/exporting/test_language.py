@@ -7,6 +7,8 @@ import math
 
 import pytest
 import torch
+from chat_styles import STYLES
+from PIL import Image
 from safetensors.torch import load_file, save_file
 from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM
@@ -22,6 +24,7 @@ from untrained_runs import (
 )
 from whole_models import save_whole, whole_config
 
+from mmtrain.api.generate import generate
 from mmtrain.base.errors import UserError
 from mmtrain.data.samples.sample import IGNORE, IMAGE_POSITION
 from mmtrain.exporting.hf import refuse_loading_faults, refuse_unfit_family
@@ -52,6 +55,30 @@ def test_a_family_that_the_stock_model_would_compute_wrongly_is_refused(make_tin
 def test_families_that_fit_are_not_refused(make_tiny, tmp_path, family):
     make_tiny.make_tiny_llm(tmp_path / "llm", family, layers=2)
     refuse_unfit_family(LLAVA, tmp_path / "llm")
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        (),
+        pytest.param(
+            (
+                *("model.projector.type=shuffle_linear", "model.vision.layout=idefics3", "data.image_fit=resize"),
+                *("model.vision.final_norm=true", "model.vision.select_layer=-1"),
+            ),
+            marks=pytest.mark.nightly,
+        ),
+    ],
+    ids=["llava", "idefics3"],
+)
+def test_an_llm_with_a_cache_of_its_own_answers_in_a_multimodal_class(tiny, make_tiny, llm_with, tmp_path, keys):
+    marks = ("<fake_token_around_image>", "<global-img>", "<end_of_utterance>")
+    made = make_tiny.make_tiny_llm(tmp_path / "llm", "minimax", layers=2)
+    llm = llm_with(STYLES["qwen2.5"][0], (*marks, *STYLES["qwen2.5"][1]), source=made)
+    checkpoint = make_checkpoint(tmp_path / "run", config_of(tiny, f"model.llm.path={llm}", *keys))
+    assert run_export(checkpoint.path, "hf", tmp_path / "out", "--verify", "2") == 0
+    picture = Image.new("RGB", (30, 40), "red")
+    assert isinstance(generate(tmp_path / "out", picture, max_new_tokens=2), str)
 
 
 def test_a_tensor_too_many_too_few_or_of_another_shape_is_found_before_anything_is_written(checkpoint, tmp_path):

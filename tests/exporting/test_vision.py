@@ -58,14 +58,14 @@ OTHERS = {f"hf {kind}": make for kind, (make, _, prefix_tokens) in ENCODERS.item
     "hf dinov2 with gates": lambda: Dinov2Model(Dinov2Config(**DINO_SIZES, use_swiglu_ffn=True)),
     "hf dinov3 without registers": lambda: DINOv3ViTModel(DINOv3ViTConfig(**HF_SIZES, num_register_tokens=0)),
 }
-WITHOUT_HEAD = "hf siglip without head"
+WITHOUT = {"hf siglip without head": "head.", "hf siglip without last norm": "post_layernorm."}
 
 
 def save_hf(folder: Path, kind: str) -> Path:
     perturb(OTHERS.get(kind, OTHERS["hf siglip"])()).save_pretrained(folder)
-    if kind == WITHOUT_HEAD:
+    if kind in WITHOUT:
         weights = load_file(folder / "model.safetensors")
-        kept = {name: tensor for name, tensor in weights.items() if "head." not in name}
+        kept = {name: tensor for name, tensor in weights.items() if WITHOUT[kind] not in name}
         assert len(kept) < len(weights)
         save_file(kept, folder / "model.safetensors", metadata={"format": "pt"})
     return folder
@@ -77,7 +77,7 @@ def encoders(tmp_path_factory) -> dict[str, str]:
     torch.manual_seed(0)
     folder = tmp_path_factory.mktemp("encoders")
     made = {kind: make_tower(folder / kind, *TIMM[kind][:2]) for kind in TIMM}
-    made |= {kind: save_hf(folder / kind, kind) for kind in (*OTHERS, WITHOUT_HEAD)}
+    made |= {kind: save_hf(folder / kind, kind) for kind in (*OTHERS, *WITHOUT)}
     return {kind: str(path) for kind, path in made.items()} | {"demo": "demo:vision"}
 
 
@@ -131,7 +131,7 @@ def features(model: LlavaForConditionalGeneration, pixels: torch.Tensor) -> torc
 
 
 @pytest.mark.parametrize("select_layer", [-1, -2])
-@pytest.mark.parametrize("kind", [*TIMM, *OTHERS, WITHOUT_HEAD, "demo"])
+@pytest.mark.parametrize("kind", [*TIMM, *OTHERS, *WITHOUT, "demo"])
 def test_stock_llava_computes_the_features_that_the_projector_was_trained_on(encoders, tmp_path, kind, select_layer):
     tower = load_vision(encoders[kind], select_layer, torch.float32)
     encoder = exported(encoders[kind], select_layer)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 import sys
+from typing import get_args
 
 import pytest
 import torch
@@ -13,6 +15,7 @@ from untrained_runs import make_tower
 
 from mmtrain.base.errors import UserError
 from mmtrain.config.load import load_config
+from mmtrain.config.model import ProjectorSection
 from mmtrain.models.modules import vision
 from mmtrain.plan.planner import make_plan
 from mmtrain.stock.grids import HyperCLOVAXVisionV2
@@ -57,6 +60,7 @@ def test_a_run_that_can_leave_as_it_says_plans(tiny, keys):
             "(patch_merger): Llava computes it with model.projector.type=mlp2x_gelu",
         ),
         (["hf", "linear"], "(linear): HyperCLOVAXVisionV2 would need model.vision.layout=native (as its processor"),
+        (["hf", "linear"], "; Llava computes it with model.projector.type=mlp2x_gelu. Change"),
         (["hf", "shuffle_swiglu"], "(shuffle_swiglu): AyaVision would need data.image_fit=resize ("),
         (
             ["hf", "shuffle_linear"],
@@ -86,6 +90,17 @@ def test_a_run_that_could_not_leave_is_refused_with_what_to_change(tiny, keys, s
     found = planned(tiny, f"export.format={wanted}", f"model.projector.type={kind}", *more)
     assert found.startswith(f"export.format={wanted}: ") and said in found, found
     assert found.endswith("Change that, or set export.format=safetensors")
+
+
+def test_what_a_class_would_need_can_be_set_together(tiny):
+    seen = 0
+    for kind in get_args(ProjectorSection.model_fields["type"].annotation):
+        said = planned(tiny, "export.format=hf", f"model.projector.type={kind}", "data.image_fit=pad")
+        for way in re.findall(r"\S+ would need ([^;]*)", said):
+            keys = re.findall(r"((?:model|data)\.[\w.]+=\w+)(?: or \w+)* \(", way)
+            load_config(tiny / "config.yaml", [f"model.projector.type={kind}", *keys])
+            seen += 1
+    assert seen >= 5
 
 
 MIXERS = {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_ssm": 128, "mamba_d_state": 16, "mamba_n_groups": 1}

@@ -345,6 +345,12 @@ def vision_shape_from(
     depth = max(index_of.values(), default=-1) + 1
     if not 0 < depth <= MAX_LAYERS:
         raise UserError(f"{source}: its weights have {depth:,} blocks ({family.blocks}N); needed are 1 to {MAX_LAYERS}")
+    blocks: list[dict[str, Shape]] = [{} for _ in range(depth)]
+    for name, index in index_of.items():
+        blocks[index][numbered.sub("", name)] = tensors[name]
+    if family is not TIMM_VIT and any(block != blocks[0] for block in blocks):
+        odd = next(index for index, block in enumerate(blocks) if block != blocks[0])
+        raise UserError(f"{source}: its block {odd} has other tensors than block 0. Download the folder again")
     blocks_run = depth + select_layer + 1
     if blocks_run < 1:
         raise UserError(

@@ -1,4 +1,5 @@
 import io
+import json
 
 import pytest
 import torch
@@ -148,3 +149,12 @@ def test_a_run_turns_pictures_by_exif(tiny):
     expected = processor.transform.fitted(picture.rotate(180))
     batch = processor.batch([Pack((document("a", 3, (stream.getvalue(),)),))])
     assert batch.tiles is not None and batch.tiles[0].equal(expected)
+
+
+def test_padding_has_a_row_of_the_embedding_whatever_ends_a_text(tiny, llm_with):
+    tokens = tuple(f"<more{number}>" for number in range(99))
+    llm = llm_with("{% for m in messages %}{{ m.content }} {% endfor %}", tokens)
+    settings = llm / "tokenizer_config.json"
+    settings.write_text(json.dumps({**json.loads(settings.read_text()), "eos_token": tokens[-1]}))
+    processor = Processor(load_config(tiny / "config.yaml", [f"model.llm.path={llm}", "data.template=llava_v1"]))
+    assert processor.tokenizer.eos_token_id > 320 > processor.batch([Pack(())]).input_ids.max()

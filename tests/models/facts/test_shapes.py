@@ -10,15 +10,16 @@ from pathlib import Path
 import pytest
 import timm
 import torch
+from hybrids import HYBRIDS
 from peft import LoraConfig, inject_adapter_in_model
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from stock_encoders import ENCODERS
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
 from transformers.utils import logging
 
 from mmtrain.__main__ import main
 from mmtrain.base.errors import UserError
-from mmtrain.models.facts.families import canonical_name, check_family, parameters_on_disk
+from mmtrain.models.facts.families import TIED_BY_DEFAULT, canonical_name, check_family, parameters_on_disk
 from mmtrain.models.facts.model_files import model_folder
 from mmtrain.models.facts.recorded_shapes import FOLDER
 from mmtrain.models.facts.shapes import llm_shape, llm_shape_from, matches_any, vision_shape
@@ -245,6 +246,59 @@ def test_a_cached_hub_id_is_its_main_snapshot(empty_cache, llama):
         model_folder("owner/name")
 
 
+def altered(source: Path, folder: Path, drop: str = "", **settings: object) -> str:
+    """Copy a model without the tensor `drop`, with other settings in its config.json; those that are None lack."""
+    weights = load_file(source / "model.safetensors")
+    weights.pop(drop, None)
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    content = json.loads((source / "config.json").read_text()) | settings
+    kept = {key: value for key, value in content.items() if value is not None}
+    (folder / "config.json").write_text(json.dumps(kept))
+    return str(folder)
+
+
+@pytest.mark.parametrize("padding", [64, 65, 10**6])
+def test_padding_beyond_the_embedding_is_refused_with_its_rows(llama, tmp_path, padding):
+    with pytest.raises(UserError, match=rf"says pad_token_id {padding}, but the embedding has 64 rows\. Write null"):
+        llm_shape(altered(llama, tmp_path, pad_token_id=padding))
+
+
+@pytest.mark.parametrize(
+    "ids", [{"pad_token_id": 63}, {"pad_token_id": -1}, {"bos_token_id": 64, "eos_token_id": [64, 2]}]
+)
+def test_ids_that_no_layer_is_built_for_do_not_matter(llama, tmp_path, ids):
+    assert llm_shape(altered(llama, tmp_path, **ids)).vocab_size == 64
+
+
+def test_a_list_of_padding_tokens_is_refused(llama, tmp_path):
+    with pytest.raises(UserError, match=r"says pad_token_id \[0\], which no model has"):
+        llm_shape(altered(llama, tmp_path, pad_token_id=[0]))
+
+
+def test_a_head_that_neither_the_weights_nor_a_tie_give_is_refused(llama, tmp_path):
+    with pytest.raises(UserError, match=r"lack the LM head, .* does not tie it .* Write tie_word_embeddings: true into"):
+        llm_shape(altered(llama, tmp_path, "lm_head.weight", tie_word_embeddings=None))
+    assert llm_shape(altered(llama, tmp_path, "lm_head.weight", tie_word_embeddings=True)).tied
+
+
+def test_where_config_json_says_nothing_a_head_is_tied_as_transformers_ties_it():
+    families = {family for family, _ in FAMILIES.values()} | {*HYBRIDS, "gemma", "gemma3_text", "cohere", "smollm3"}
+    families |= {"starcoder2", "granite", "olmo2", "mistral", "qwen3", "glm4", "gpt_oss", "qwen3_5_text", "minicpm3"}
+    for family in sorted(families | TIED_BY_DEFAULT):
+        if family in CONFIG_MAPPING:
+            assert bool(CONFIG_MAPPING[family]().tie_word_embeddings) == (family in TIED_BY_DEFAULT), family
+
+
+def test_an_encoder_that_lacks_a_tensor_behind_its_selected_block_is_refused(tmp_path):
+    (tmp_path / "whole").mkdir()
+    (tmp_path / "less").mkdir()
+    ENCODERS["siglip"][0]().save_pretrained(tmp_path / "whole")
+    names = load_file(tmp_path / "whole" / "model.safetensors")
+    last = max(name for name in names if name.endswith("mlp.fc1.weight"))
+    with pytest.raises(UserError, match=r"its block 3 has other tensors than block 0\. Download the folder again"):
+        vision_shape(altered(tmp_path / "whole", tmp_path / "less", last), -2)
+
+
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
@@ -413,6 +467,7 @@ def test_a_timm_name_that_cannot_be_used_is_refused_by_what_it_is(name, message,
     ("model_type", "message"),
     [
         ("swin", "has model_type swin, which is not a known vision encoder"),
+        ("whisper", "not a known vision encoder; sound is not read.*RADIO is vit_.*, pixtral, qwen2_5_vl, qwen2_vl, "),
         ("lfm3_vl_vision", "has model_type lfm3_vl_vision, which is not a known vision encoder"),
         (["clip"], "which no model has; needed is a text"),
     ],
