@@ -147,11 +147,11 @@ def load(folder: Path) -> tuple[Any, Any]:
             f"{folder}: {IMAGE_MARK} is token {processor.image_token_id} of the tokenizer, but config.json says "
             f"{model.config.image_token_id}"
         )
-    # Of generation_config.json only what ends an answer and whether there is a cache are taken: the rest chooses code
-    # of transformers, or samples.
-    own = model.generation_config
+    # Of generation_config.json only what ends an answer, what is never said and whether there is a cache are taken: the
+    # rest chooses code of transformers, or samples.
+    own, kept = model.generation_config, ("eos_token_id", "suppress_tokens", "use_cache")
     model.generation_config = GenerationConfig(
-        eos_token_id=own.eos_token_id, pad_token_id=tokenizer.pad_token_id, use_cache=own.use_cache
+        pad_token_id=tokenizer.pad_token_id, **{key: getattr(own, key) for key in kept}
     )
     if not isinstance(processor.chat_template, str):
         raise UserError(f"{folder}: has no chat template, so prompts cannot be written. Add its chat_template.jinja")

@@ -108,10 +108,12 @@ def write_processor(stock: StockClass, config: RunConfig, encoder: ExportedEncod
     write_json(folder / "processor_config.json", settings)
 
     generation = generation_settings(path, tokenizer, end)
+    unsaid = list(range(rows, rows_needed))  # the run's own LLM has no such rows, so it never says these tokens
     if llm.model_type in OWN_CACHE:
         generation["use_cache"] = False
-    if rows_needed > rows:  # the run's own LLM has no such rows, so it never says these tokens
-        generation["suppress_tokens"] = list(range(rows, rows_needed))
+        unsaid.append(image_id)  # answers are read again as they grow, and such a token would need a picture
+    if unsaid:
+        generation["suppress_tokens"] = unsaid
     write_json(folder / "generation_config.json", generation)
     return ExportedProcessor(image_id, token_keys, tuple(new), rows_needed, layout, template, transform, stock)
 

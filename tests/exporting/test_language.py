@@ -19,6 +19,7 @@ from untrained_runs import (
     export,
     load_stock,
     make_checkpoint,
+    make_tower,
     run_export,
     weights,
 )
@@ -75,7 +76,9 @@ def test_an_llm_with_a_cache_of_its_own_answers_in_a_multimodal_class(tiny, make
     marks = ("<fake_token_around_image>", "<global-img>", "<end_of_utterance>")
     made = make_tiny.make_tiny_llm(tmp_path / "llm", "minimax", layers=2)
     llm = llm_with(STYLES["qwen2.5"][0], (*marks, *STYLES["qwen2.5"][1]), source=made)
-    checkpoint = make_checkpoint(tmp_path / "run", config_of(tiny, f"model.llm.path={llm}", *keys))
+    vision = make_tower(tmp_path / "vision", "vit_base_patch16_siglip_224", {})
+    config = config_of(tiny, f"model.llm.path={llm}", f"model.vision.name={vision}", *keys)
+    checkpoint = make_checkpoint(tmp_path / "run", config)
     assert run_export(checkpoint.path, "hf", tmp_path / "out", "--verify", "2") == 0
     picture = Image.new("RGB", (30, 40), "red")
     assert isinstance(generate(tmp_path / "out", picture, max_new_tokens=2), str)

@@ -97,7 +97,7 @@ def test_what_a_class_would_need_can_be_set_together(tiny):
     for kind in get_args(ProjectorSection.model_fields["type"].annotation):
         said = planned(tiny, "export.format=hf", f"model.projector.type={kind}", "data.image_fit=pad")
         for way in re.findall(r"\S+ would need ([^;]*)", said):
-            keys = re.findall(r"((?:model|data)\.[\w.]+=\w+)(?: or \w+)* \(", way)
+            keys = re.findall(r"((?:model|data)\.[\w.]+=[\w-]+)(?: or \w+)* \(", way)
             load_config(tiny / "config.yaml", [f"model.projector.type={kind}", *keys])
             seen += 1
     assert seen >= 5
