@@ -197,9 +197,10 @@ def _take_models_of_run(model: Any) -> None:
     if not isinstance(own["llm"], dict) or "path" in own["llm"]:
         return
     run = Path(model["init_from"]).expanduser().resolve()
-    files = [folder / "config.yaml" for folder in (run, *run.parents[1:2])]
-    file = next(filter(Path.is_file, files), None)
-    if file is None:
+    if run.parent.name == "checkpoints":
+        run = run.parents[1]
+    file = run / "config.yaml"
+    if not file.is_file():
         raise UserError(f"model.init_from: {run} has no config.yaml that names its models. Set model.llm, model.vision")
     theirs = restore_config(read_yaml(file), str(file)).model_dump(mode="json")["model"]
     del theirs["projector"]["init_from"]

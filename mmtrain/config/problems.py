@@ -10,7 +10,7 @@ import difflib
 import functools
 import re
 import typing
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path as FilePath
 from typing import Any
 
@@ -30,8 +30,14 @@ _ALIKE = 0.76  # of names within a section; tests hold which slips and strangers
 _ALMOST_EQUAL = 0.9  # of names of other sections
 _VAGUE = {"name", "type", "path", "dir", "format"}  # such a key of another section is no answer
 _NEAR = 0.5  # of values that a key may have: fp32 for float32, vicuna_v1 for llava_v1
-_PATTERNS = {NAME: "be letters, digits, '.', '_' and '-', and begin with one of the first two", JINJA: "be Jinja text"}
-_SHOULD = {"model_type": "be a section", "tuple_type": "be a list", "missing": "have more entries"}
+_SHOULD = {
+    "model_type": "be a section",
+    "tuple_type": "be a list",
+    "missing": "have more entries",
+    NAME: "be letters, digits, '.', '_' and '-', and begin with one of the first two",
+    JINJA: "be Jinja text",
+}
+"""What follows "it should", by pydantic's type of error, or by a pattern."""
 
 
 def explain(model: type[BaseModel], errors: Sequence[ErrorDetails], content: dict[str, Any]) -> list[str]:
@@ -48,47 +54,28 @@ def explain(model: type[BaseModel], errors: Sequence[ErrorDetails], content: dic
         elif error["type"] == "missing" and not below:
             lines.append(f"{'.'.join(path)}: missing{_meaning(fields[declared_path(path)])}")
         else:
-            wrong_values.setdefault(path, []).append(_should(error))
+            kind = error.get("ctx", {}).get("pattern", error["type"])
+            should = _SHOULD.get(kind) or re.sub(r"^\w+ should ", "", error["msg"]).replace("tuple", "list")
+            wrong_values.setdefault(path, []).append(should)
     for path, should in wrong_values.items():
-        value, needed = _value_at(content, path), f"it should {' or '.join(dict.fromkeys(should))}"
+        value, begin, meaning = _value_at(content, path), "it", ""
         if path:  # without: a key that is no Unicode
             field = fields[declared_path(path)]
-            needed += _meaning(field)
-            if (near := _nearest_value(field.annotation, value, should)) is not None:
-                needed = f"did you mean {escape(near, LONGEST_KEY)}? I{needed[1:]}"
+            begin, meaning = _meant(field.annotation, value, should), _meaning(field)
+        needed = f"{begin} should {' or '.join(dict.fromkeys(should))}{meaning}"
         lines.append(f"{'.'.join(path) or 'its keys'}: {_shown(value)} is not allowed; {needed}")
     return [*lines, "and more. Fix these first"] if len(errors) > MOST_EXPLAINED else lines
 
 
-def _should(error: ErrorDetails) -> str:
-    if error["type"] == "string_pattern_mismatch":
-        return _PATTERNS[error["ctx"]["pattern"]]
-    return _SHOULD.get(error["type"]) or re.sub(r"^\w+ should ", "", error["msg"]).replace("tuple", "list")
-
-
-def _nearest_value(annotation: Any, value: Any, should: Sequence[str]) -> str | None:
-    """Return the right value that is most like a wrong one, or like an element of it; None if none is near."""
-    choices = [str(choice) for choice in _choices(annotation)]
-    if isinstance(value, list | tuple):
-        words = [str(word) for word in value if word not in choices]
-    else:
-        words = [str(value)]
-    needs_list = should == [_SHOULD["tuple_type"]]
-    if needs_list and str in typing.get_args(annotation):
-        choices += words
-    near = [one for word in words for one in difflib.get_close_matches(word.lower(), choices, 1, _NEAR)]
-    if near and needs_list:
-        return f"[{near[0]}]"
-    return near[0] if near else None
-
-
-def _choices(annotation: Any) -> Iterator[Any]:
-    """Yield the words that a key may be, also beside other types or in a list."""
-    for argument in typing.get_args(annotation):
-        if typing.get_origin(annotation) is typing.Literal:
-            yield argument
-        else:
-            yield from _choices(argument)
+def _meant(annotation: Any, value: Any, should: Sequence[str]) -> str:
+    """Begin a sentence, with the right value that is most like a wrong one, or like an element of it, if one is."""
+    if isinstance(value, str) and str in typing.get_args(annotation) and should == [_SHOULD["tuple_type"]]:
+        return f"did you mean [{escape(value, LONGEST_KEY)}]? It"
+    choices = re.findall(r"'(\w+)'", " ".join(should))
+    for word in re.findall(r"\w+", str(value).lower()):
+        if word not in choices and (near := difflib.get_close_matches(word, choices, 1, _NEAR)):
+            return f"did you mean {near[0]}? It"
+    return "it"
 
 
 def _key_path(location: tuple[int | str, ...], fields: dict[Path, FieldInfo]) -> tuple[Path, Path]:

@@ -10,7 +10,6 @@ Every layout makes the same step. Candidates do not change what it computes, exc
 
 from __future__ import annotations
 
-import functools
 import itertools
 import math
 import operator
@@ -56,10 +55,10 @@ Changes = dict[str, Any]
 """Values by key; some may be the config's own."""
 SAVINGS: tuple[Changes, ...] = (
     {"train.packs_per_microbatch": 1},
-    {"parallel.streamed_layers": "auto", "model.llm.quantize": None},
     {"model.llm.dtype": "bfloat16"},
+    {"parallel.streamed_layers": "auto", "model.llm.quantize": None},
 )
-"""Changes that take less memory on the same devices, with the same packs."""
+"""Changes that take less memory with the same ranks and packs, each tried with those before it."""
 
 
 class Size(NamedTuple):
@@ -281,15 +280,12 @@ def what_fits(config: RunConfig, device_memory_bytes: int | None = None, device:
         return " ".join(as_options(overrides(config, candidate.changes))) if fits else ""
 
     savings = [saving for saving in SAVINGS if overrides(config, saving)]
-    together = functools.reduce(operator.or_, savings, {})
-    hints = []
-    for sizes in _sizes(config, models):
-        if planned(sizes | together):
-            hints.append(next(filter(None, (planned(sizes | saving) for saving in ({}, *savings, together)))))
-            break
-    if config.model.llm.quantize is None:
-        quantised = (planned(kept(0) | {"model.llm.quantize": bits}) for bits in BITS)
-        hints += itertools.islice(filter(None, quantised), 1)
+    added = [*itertools.accumulate(({}, *savings), operator.or_)]
+    whole = [sizes | changes for sizes, changes in itertools.product(_sizes(config, models), added)]
+    quantised = [kept(0) | {"model.llm.quantize": bits} for bits in BITS]
+    hints: list[str] = []
+    for changes in (whole, quantised):
+        hints += itertools.islice(filter(None, map(planned, changes)), 1)
     if hints:
         return f"To use less memory (planned: it fits): {'; or '.join(hints)}"
     return "Neither more ranks nor shorter packs nor streamed layers fit. Train less, or use devices with more memory"
@@ -307,9 +303,9 @@ def _sizes(config: RunConfig, models: Models) -> Iterator[Changes]:
     keys = "parallel.pipeline", "parallel.data", "data.pack_length", "train.packs_per_step"
     for parts in (1, 2, 4, 8):
         length = config.data.pack_length // parts
-        for layout in dict.fromkeys(layouts):
-            if parts == 1 or length >= needed:
-                yield dict(zip(keys, (*layout, length, config.train.packs_per_step * parts), strict=True))
+        if parts == 1 or length >= needed:
+            packs = length, config.train.packs_per_step * parts
+            yield from (dict(zip(keys, layout + packs, strict=True)) for layout in layouts)
 
 
 # ---- candidates
