@@ -24,8 +24,9 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from mmtrain.api.export import export
     from mmtrain.api.generate import generate
-    from mmtrain.api.run import Run, RunError, load_config, load_run, make_plan, train
+    from mmtrain.api.run import Run, RunError, load_config, load_run, train
     from mmtrain.base.errors import UserError
+    from mmtrain.launching.machine import plan_for_here as make_plan
 
 __version__ = "0.1.0"
 __all__ = ["Run", "RunError", "UserError", "export", "generate", "load_config", "load_run", "make_plan", "train"]
@@ -38,7 +39,7 @@ _PLACES = {
     "generate": ("mmtrain.api.generate", "generate"),
     "load_config": ("mmtrain.api.run", "load_config"),
     "load_run": ("mmtrain.api.run", "load_run"),
-    "make_plan": ("mmtrain.api.run", "make_plan"),
+    "make_plan": ("mmtrain.launching.machine", "plan_for_here"),
     "train": ("mmtrain.api.run", "train"),
 }
 

@@ -31,8 +31,6 @@ from mmtrain.config.load import dump_config, restore_config, validated
 from mmtrain.config.load import load_config as read_config
 from mmtrain.config.schema import RunConfig
 from mmtrain.config.strict_yaml import read_yaml
-from mmtrain.launching.machine import plan_for_here
-from mmtrain.plan.plan import Plan
 from mmtrain.report.page import write_page
 from mmtrain.runtime.child import python_child
 from mmtrain.stock.pretrained import expand_pretrained
@@ -171,11 +169,6 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     return expand_pretrained(read_config(path, overrides))
 
 
-def make_plan(config: RunConfig | str | Path) -> Plan:
-    """Return the plan of ranks that are like this machine's devices, however many it has. Raises UserError."""
-    return plan_for_here(_loaded(config))
-
-
 def train(
     config: RunConfig | str | Path,
     *,
@@ -189,7 +182,8 @@ def train(
     A configuration may be named as for `load_config`. `resume`, `allow_change` and `trace_steps` are the command's
     options; with `show` its console is shown here. Raises UserError for a configuration that is wrong.
     """
-    config = _loaded(config)
+    if not isinstance(config, RunConfig):
+        config = load_config(config)
     config = validated(config.model_dump(), f"the configuration of run {config.run.name}")
     options = [f"--resume={resume}", *(f"--allow-change={key}" for key in allow_change)]
     options += [f"--trace={trace_steps}"] if trace_steps else []
@@ -207,10 +201,6 @@ def train(
             start_new_session=True,  # Ctrl-C ends `Run.wait`, and not the run
         )
     return Run(run_folder(config).absolute(), process, show)
-
-
-def _loaded(config: RunConfig | str | Path) -> RunConfig:
-    return config if isinstance(config, RunConfig) else load_config(config)
 
 
 def load_run(path: str | Path) -> Run:

@@ -49,10 +49,10 @@ def test_a_plan_needs_no_torch():
     code = (
         "import sys, mmtrain\n"
         "plan = mmtrain.make_plan(mmtrain.load_config('example:llava_pp4', ['parallel.pipeline=2']))\n"
-        "print(len(plan.ranks), len(mmtrain.make_plan('example:llava_pp4').ranks), 'torch' in sys.modules)"
+        "print(len(plan.ranks), 'torch' in sys.modules)"
     )
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
-    assert ran.stdout == "2 4 False\n", ran.stderr
+    assert ran.stdout == "2 False\n", ran.stderr
 
 
 def test_a_run_leaves_its_records_and_its_page_and_its_folder_is_a_run(finished, tmp_path):
