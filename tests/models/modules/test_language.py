@@ -219,6 +219,19 @@ def test_a_rank_takes_memory_for_its_slice_and_of_streamed_layers_for_one(tmp_pa
     assert kept < 32 * 2**20, "what is kept is not the process's own"
 
 
+def test_a_head_that_a_multimodal_class_ties_and_the_llms_own_does_not_is_the_embedding(tmp_path):
+    make_model("kimi_linear", num_hidden_layers=2).save_pretrained(tmp_path)
+    stored = load_file(tmp_path / "model.safetensors")
+    inside = {name.replace("model.", "model.language_model.", 1): tensor for name, tensor in stored.items()}
+    del inside["lm_head.weight"]
+    save_file(inside, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    text = json.loads((tmp_path / "config.json").read_text())
+    whole = {"model_type": "lfm2_vl", "tie_word_embeddings": True, "vision_config": {}, "text_config": text}
+    (tmp_path / "config.json").write_text(json.dumps(whole))
+    part = load_decoder_layers(str(tmp_path), 0, 2, embedding=True, head=True, dtype=torch.float32)
+    assert torch.equal(part.head_parameters()[0], stored["model.embed_tokens.weight"])
+
+
 def test_checkpoints_saved_without_the_lm_head_load_too(tmp_path):
     """The published gpt2: names without `transformer.`, and buffers that are no parameters any more."""
     stock = make_model("gpt2")
