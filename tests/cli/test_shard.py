@@ -153,7 +153,7 @@ def test_every_bad_record_is_listed_with_its_reason_and_the_others_are_written(f
     good = [{"id": "x", "image": "a.png", "conversations": ask}, {"id": 4, "conversations": turns("Hi", "Yes.")}]
     bad = {
         "not_an_object": "text",
-        "not_json": {"id": "n", "image": "a.png", "conversations": ask, "score": float("inf")},
+        "not_json": {"id": "n", "image": "a.png", "conversations": ask, "note": "half a pair: \ud83d"},
         "bad_id": {"id": {"a": 1}, "image": "a.png", "conversations": ask},
         "duplicate_id": {"id": "x", "conversations": turns("Hi", "Again.")},
         "no_conversation": {"id": "c", "image": "a.png", "text": "A cat."},
