@@ -10,14 +10,15 @@ from __future__ import annotations
 import argparse
 import json
 import shutil
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
 from mmtrain.base.arguments import command_parser
-from mmtrain.base.durable import whole_file, whole_folder, write_whole
+from mmtrain.base.durable import whole_file, write_whole
 from mmtrain.base.errors import UserError
 from mmtrain.base.printing import first_few, print_result
-from mmtrain.exporting.tensors import DTYPES, INDEX, in_memory, write_tensors
+from mmtrain.exporting.tensors import DTYPES, INDEX, in_memory, new_folder, write_tensors
 from mmtrain.models.facts.model_files import DEQUANTISED, model_folder, read_weight_map
 from mmtrain.models.weights.files import read_pickled
 
@@ -111,19 +112,21 @@ def convert_gguf(file: Path, out: Path) -> None:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
-    source = {"pretrained_model_name_or_path": file.parent, "gguf_file": file.name, "trust_remote_code": False}
-    try:
-        unread = unread_settings(file)
-        if unread:
-            raise ValueError(f"transformers ignores its {first_few(unread, 3)} and would compute otherwise")
-        tokenizer = AutoTokenizer.from_pretrained(**source)
-        unpack = {"quantization_config": GgufConfig(dequantize=True), "dtype": torch.bfloat16}
-        model, found = AutoModelForCausalLM.from_pretrained(**source, **unpack, output_loading_info=True)
-        if found["missing_keys"]:
-            raise ValueError(f"it lacks {first_few(sorted(found['missing_keys']), 3)}")
-    except (ValueError, KeyError, IndexError, TypeError, RuntimeError, OSError) as error:
-        raise UserError(f"{file}: cannot be converted: {error}. Use the publisher's safetensors") from error
-    with whole_folder(out) as unfinished:
+    with new_folder(out) as unfinished, tempfile.TemporaryDirectory() as alone:
+        # transformers also reads what lies beside the file: tokenizers, adapters, another model's.
+        (Path(alone) / file.name).symlink_to(file.absolute())
+        source = {"pretrained_model_name_or_path": alone, "gguf_file": file.name, "trust_remote_code": False}
+        try:
+            unread = unread_settings(file)
+            if unread:
+                raise ValueError(f"transformers ignores its {first_few(unread, 3)} and would compute otherwise")
+            tokenizer = AutoTokenizer.from_pretrained(**source)
+            unpack = {"quantization_config": GgufConfig(dequantize=True), "dtype": torch.bfloat16}
+            model, found = AutoModelForCausalLM.from_pretrained(**source, **unpack, output_loading_info=True)
+            if found["missing_keys"]:
+                raise ValueError(f"it lacks {first_few(sorted(found['missing_keys']), 3)}")
+        except (ValueError, KeyError, IndexError, TypeError, RuntimeError, OSError) as error:
+            raise UserError(f"{file}: cannot be converted: {error}. Use the publisher's safetensors") from error
         model.save_pretrained(unfinished)
         tokenizer.save_pretrained(unfinished)
 

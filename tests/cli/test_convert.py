@@ -192,6 +192,17 @@ def test_a_gguf_file_becomes_a_folder_with_weights_in_bfloat16_and_a_tokenizer(t
     assert AutoTokenizer.from_pretrained(tmp_path / "out").encode("abc") == [9, 3]
 
 
+def test_of_a_gguf_files_folder_nothing_else_is_read_and_a_used_folder_is_refused_at_once(tmp_path, capsys):
+    file, out, used = tmp_path / "tiny.gguf", tmp_path / "new" / "out", tmp_path / "used"
+    save_gguf(file)
+    (tmp_path / "tokenizer_config.json").write_text("[1]")
+    (tmp_path / "adapter_config.json").write_text('{"peft_type": "LORA", "base_model_name_or_path": "x"}')
+    assert main(["convert", str(file), "--out", str(out)]) == 0 and (out / "model.safetensors").is_file()
+    used.mkdir()
+    (used / "notes.txt").touch()
+    assert "used exists and is not empty" in refused(capsys, file, "--out", used)
+
+
 def test_a_gguf_file_that_transformers_would_misread_or_not_read_is_refused(tmp_path, capsys):
     scaled, half, out = tmp_path / "scaled.gguf", tmp_path / "half.gguf", tmp_path / "out"
     save_gguf(scaled, rope__scaling__factor=4.0)
