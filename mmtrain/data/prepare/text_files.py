@@ -91,13 +91,14 @@ def _array_elements(path: Path) -> Iterator[object]:
 
 
 def _one_object(path: Path) -> dict | None:
-    """Return the content of a file that is one JSON object, in one line or several; None for others and JSON lines."""
+    """Return the content of a file that is one JSON object; None for others and JSON lines, of one record, too."""
     with _opened(path) as stream:
         text = stream.readline(MAX_RECORD_BYTES)  # of JSON lines it is an object by itself
         try:
             content = json.loads(text)
             lines = iter(functools.partial(stream.readline, MAX_RECORD_BYTES), "")
-            return None if any(map(str.strip, lines)) else content
+            is_lines = path.suffix != ".json" or any(map(str.strip, lines))
+            return None if is_lines else content
         except (ValueError, RecursionError):
             if path.stat().st_size > MAX_COCO_BYTES:
                 return None

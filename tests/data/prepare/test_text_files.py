@@ -73,6 +73,12 @@ def test_records_inside_one_object_are_found(tmp_path, indent):
         assert list(json_records(path)) == expected
 
 
+def test_one_line_of_json_lines_is_a_record_with_lists_of_objects_in_it(tmp_path):
+    path, content = tmp_path / "metadata.jsonl", {"file_name": "a.png", "text": "A.", "objects": [{"bbox": [1]}]}
+    path.write_text(json.dumps(content))
+    assert list(json_records(path)) == [content]
+
+
 @pytest.mark.parametrize(
     ("name", "separator"), [("a.csv", ";"), ("a.csv", "\t"), ("a.csv", "|"), ("a.tsv", ","), ("a.tsv", ";")]
 )
