@@ -81,7 +81,7 @@ TIED_BY_DEFAULT = {
     *("cohere", "cohere2", "cohere2_moe", "cohere_compass_text", "ernie4_5", "ernie4_5_moe", "gemma", "gemma2"),
     *("gemma3_text", "gemma3n_text", "gemma4_text", "gpt2", "gpt_bigcode", "gpt_neo", "gpt_neox_japanese"),
     *("granite_swa", "jetmoe", "lfm2", "lfm2_moe", "lfm3", "minicpm3", "modernbert-decoder", "opt", "smollm3"),
-    *("starcoder2", "vaultgemma", "xglm", "youtu", "zaya"),
+    *("gemma4_unified_text", "starcoder2", "vaultgemma", "xglm", "youtu", "zaya"),
 }
 """Families whose LM head is the embedding where config.json does not say tie_word_embeddings."""
 OWN_CACHE = ("minimax",)  # families that take no cache of those which multimodal classes generate with

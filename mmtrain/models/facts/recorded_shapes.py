@@ -96,7 +96,7 @@ def _expanded(content: dict[str, Any]) -> Recorded:
         if "layer" not in group:
             parameters.update({name: tuple(shape) for name, shape in group.items()})
             continue
-        for index in range(group["first"], min(group["last"], MAX_LAYERS)):
+        for index in range(min(group["last"], MAX_LAYERS))[group["first"] :]:
             for name, shape in group["parameters"].items():
                 parameters[f"{group['layer']}{index}.{name}"] = tuple(shape)
     return Recorded(content["kind"], content["id"], tuple(content["aliases"]), content["config"], parameters)
