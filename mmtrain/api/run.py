@@ -166,7 +166,7 @@ class Run:
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     """Return the configuration in a YAML file, or `example:NAME`, with `key=value` overrides. Raises UserError."""
-    return expand_pretrained(read_config(path, overrides))
+    return expand_pretrained(read_config(path, [overrides] if isinstance(overrides, str) else overrides))
 
 
 def train(

@@ -147,10 +147,8 @@ def refuse_repeated_keys(parser: argparse.ArgumentParser, overrides: Sequence[st
     keys = [override.partition("=")[0].strip() for override in overrides]
     for key in keys:
         if keys.count(key) > 1:
-            parser.error(
-                f"{escape(key, LONGEST_KEY)}: given {keys.count(key)} times. Give it once, and quote the braces where "
-                "its value has some: a shell makes several words of them"
-            )
+            braces = ", and quote its braces: a shell makes several words of them" if "shards" in key else ""
+            parser.error(f"{escape(key, LONGEST_KEY)}: given {keys.count(key)} times. Give it once{braces}")
 
 
 def _apply(content: dict[str, Any], override: str) -> None:

@@ -45,6 +45,10 @@ def test_every_name_is_there_and_another_is_no_attribute():
         mmtrain.trian  # noqa: B018
 
 
+def test_one_override_needs_no_list():
+    assert mmtrain.load_config("example:llava_pp4", "run.name=other").run.name == "other"
+
+
 def test_a_plan_needs_no_torch():
     code = (
         "import sys, mmtrain\n"

@@ -245,7 +245,8 @@ def test_more_bad_records_than_allowed_stop_the_tool(folder, capsys, bad, rate, 
     if code:
         assert re.fullmatch(
             rf"error: too many bad records: {bad} of the first 100 \({bad} no_answer\), but {bad - 1} of 100 are "
-            r"allowed; the last is no_answer: turn 1, from gpt, is empty\. Fix them, or raise --max-reject-rate; "
+            r"allowed; the last is no_answer: turn 1, from gpt, is empty\. Fix them, give rows that are not LLaVA's by "
+            r"--from, not --json, or raise --max-reject-rate; "
             r"\S+/out/rejected\.jsonl lists what was left out\. \S+/out is unfinished: go on with --resume, or delete "
             r"it\n",
             message,

@@ -110,7 +110,8 @@ def _one_object(path: Path) -> dict | None:
 def _records_inside(content: dict) -> Iterator[object]:
     """Yield the captions of COCO's object, the records of an object that holds them by id or in a list, or itself."""
     images, annotations = content.get("images"), content.get("annotations")
-    if isinstance(images, list) and _are_objects(annotations) and "image_id" in annotations[0]:
+    objects = [one for one in annotations if isinstance(one, dict)] if isinstance(annotations, list) else []
+    if isinstance(images, list) and any("image_id" in one for one in objects):
         yield from _coco_captions(content)
         return
     lists = list(filter(_are_objects, content.values()))
@@ -154,8 +155,8 @@ def table_rows(path: Path) -> Iterator[object]:
             seen = escape(", ".join(columns)) or "nothing"
             raise UserError(f"{path}: its first line names {seen}. It must name the columns, each once")
         if len(columns) == 1 and (found := re.search(r"[,;|\t]", columns[0])):
-            needed = f"{path.suffix} has {separator!r}"
-            raise UserError(f"{path}: its first line has {found[0]!r} between the columns, but {needed}. Save it so")
+            needed = f"{path.suffix} has {separator!r}. Save it so, with quotes around texts that hold one"
+            raise UserError(f"{path}: its first line has {found[0]!r} between the columns, but {needed}")
         reader.fieldnames = columns
         first = reader.line_num + 1
         for row in reader:

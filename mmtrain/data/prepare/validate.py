@@ -169,7 +169,7 @@ class ShardStats:
             raise UserError(
                 f"too many bad records: {self.reasons.total():,} of the first {rejection.record + 1:,} ({counts}), "
                 f"but {allowed:,} of {self.total:,} are allowed; the last is {rejection.reason}: {rejection.detail}. "
-                "Fix them, or raise --max-reject-rate"
+                "Fix them, give rows that are not LLaVA's by --from, not --json, or raise --max-reject-rate"
             )
 
     def write_summary(self, out: Path, run: dict) -> None:

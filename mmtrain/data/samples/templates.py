@@ -72,8 +72,8 @@ class PlainTemplate:
         *_, (_, caption) = sample.turns
         speakers = [speaker for speaker, _ in sample.turns if speaker != "system"]
         if speakers != ["human", "gpt"]:
-            seen = f"{len(speakers) // 2} questions and answers"
-            raise BadSample("template", f"the plain template takes one question and one answer; it has {seen}")
+            seen = f"it has {len(speakers) // 2} questions and answers, which data.template=chat or llava_v1 takes"
+            raise BadSample("template", f"the plain template takes one question and one answer; {seen}")
         _refuse_special(self.special_texts, sample.turns[-1:], self.tokenizer.name_or_path)
         texts = caption.split(IMAGE_MARK)
         tilings = tilings_of(sample, self.layout)

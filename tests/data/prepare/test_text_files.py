@@ -155,3 +155,14 @@ def test_a_missing_file_a_folder_and_a_pipe_are_refused(tmp_path):
     for path in (tmp_path / "none.json", tmp_path, tmp_path / "pipe"):
         with pytest.raises(UserError, match=r"no such file\. Name a JSON, JSONL, CSV or TSV file"):
             list(json_records(path))
+
+
+def test_a_coco_file_is_one_whatever_its_first_annotations_are(tmp_path):
+    file = tmp_path / "coco.json"
+    notes = [None, {"id": 1, "caption": "A."}, {"id": 2, "image_id": 7, "caption": "B."}]
+    file.write_text(json.dumps({"images": [{"id": 7, "file_name": "b.jpg"}], "annotations": notes}))
+    assert list(json_records(file)) == [
+        None,
+        {"id": 1, "image": None, "caption": "A."},
+        {"id": 2, "image": "b.jpg", "caption": "B."},
+    ]
