@@ -19,6 +19,8 @@ import torch
 from onnx import numpy_helper
 from transformers import BitImageProcessor, Dinov2Config, Dinov2Model
 
+from mmtrain.base.printing import print_result
+
 ENCODER = "backbone."
 HEAD_WIDTH = 64
 MEAN, STD = [0.485, 0.456, 0.406], [0.229, 0.224, 0.225]  # ImageNet's, as DINOv2 publishes them
@@ -77,7 +79,7 @@ def convert(file: Path, out: Path, size: int) -> None:
         size={"shortest_edge": size}, crop_size=crop, resample=3, image_mean=MEAN, image_std=STD
     )
     processor.save_pretrained(out)
-    print(f"{out}: DINOv2, width {width}, {config.num_hidden_layers} layers, {size} x {size} pixels")
+    print_result(f"{out}: DINOv2, width {width}, {config.num_hidden_layers} layers, {size} x {size} pixels")
 
 
 def main() -> None:

@@ -115,14 +115,20 @@ def convert_gguf(file: Path, out: Path) -> None:
     with new_folder(out) as unfinished, tempfile.TemporaryDirectory() as alone:
         # transformers also reads what lies beside the file: tokenizers, adapters, another model's.
         (Path(alone) / file.name).symlink_to(file.absolute())
-        source = {"pretrained_model_name_or_path": alone, "gguf_file": file.name, "trust_remote_code": False}
         try:
             unread = unread_settings(file)
             if unread:
                 raise ValueError(f"transformers ignores its {first_few(unread, 3)} and would compute otherwise")
-            tokenizer = AutoTokenizer.from_pretrained(**source)
-            unpack = {"quantization_config": GgufConfig(dequantize=True), "dtype": torch.bfloat16}
-            model, found = AutoModelForCausalLM.from_pretrained(**source, **unpack, output_loading_info=True)
+            tokenizer = AutoTokenizer.from_pretrained(alone, gguf_file=file.name, trust_remote_code=False)
+            model, found = AutoModelForCausalLM.from_pretrained(
+                alone,
+                gguf_file=file.name,
+                dtype=torch.bfloat16,
+                quantization_config=GgufConfig(dequantize=True),
+                output_loading_info=True,
+                attn_implementation=None,
+                trust_remote_code=False,
+            )
             if found["missing_keys"]:
                 raise ValueError(f"it lacks {first_few(sorted(found['missing_keys']), 3)}")
         except (ValueError, KeyError, IndexError, TypeError, RuntimeError, OSError) as error:
