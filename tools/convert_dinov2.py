@@ -48,7 +48,9 @@ def read_tensors(file: Path) -> dict[str, np.ndarray]:
 
 def load(config: Dinov2Config, tensors: dict[str, torch.Tensor]) -> Dinov2Model:
     """Return transformers' encoder with these published parameters. Exits if one is missing or unknown."""
-    model, info = Dinov2Model.from_pretrained(None, config=config, state_dict=tensors, output_loading_info=True)
+    model, info = Dinov2Model.from_pretrained(
+        None, config=config, state_dict=tensors, output_loading_info=True, attn_implementation=None
+    )
     if info["missing_keys"] or info["unexpected_keys"]:
         raise SystemExit(f"not a DINOv2: missing {info['missing_keys']}, unexpected {info['unexpected_keys']}")
     return model.eval()

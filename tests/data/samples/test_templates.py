@@ -91,7 +91,11 @@ def test_shifted_labels_give_the_loss_that_transformers_computes_from_unshifted_
 @pytest.mark.parametrize(
     ("sample", "detail"),
     [
-        (talk("a", "b", "c", "d"), "it has 2 questions and answers, which data.template=chat or llava_v1 takes"),
+        (
+            talk("a", "b", "c", "d"),
+            "the plain template takes one question and one answer; it has 2 questions and answers, which "
+            "data.template=chat or llava_v1 takes",
+        ),
         (caption("the end </s> of it"), "a turn from gpt holds '</s>', a special token of"),
     ],
 )
