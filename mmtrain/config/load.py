@@ -188,7 +188,7 @@ def _lacks_blank(value: Any) -> bool:
 
 
 def _take_models_of_run(model: Any) -> None:
-    """Where no LLM is named, fill in the models and the connector of the run or checkpoint `model.init_from`."""
+    """Fill in the models and the connector of the run or checkpoint `model.init_from`, unless an LLM is named."""
     if not isinstance(model, dict) or not isinstance(model.get("init_from"), str) or model.get("pretrained"):
         return
     own = {part: model.get(part, {}) for part in ("llm", "vision", "projector")}

@@ -37,7 +37,7 @@ _SHOULD = {
     NAME: "be letters, digits, '.', '_' and '-', and begin with one of the first two",
     JINJA: "be Jinja text",
 }
-"""What follows "it should", by pydantic's type of error, or by a pattern."""
+"""Ends of the sentence "it should ...", by pydantic's type of error or by the pattern that did not match."""
 
 
 def explain(model: type[BaseModel], errors: Sequence[ErrorDetails], content: dict[str, Any]) -> list[str]:

@@ -59,7 +59,7 @@ def usable_cores() -> int:
 def threads_of_rank(chosen: int | None, local_ranks: int, recorded: int | None = None) -> int:
     """Return a rank's CPU threads: those `chosen`, else OMP_NUM_THREADS, else `recorded`, else its share of the cores.
 
-    OMP_NUM_THREADS may be a list, of which the first number counts; what is none is left out, as libgomp does.
+    The first number of OMP_NUM_THREADS counts where it is a list. A value without a number is ignored, as by libgomp.
     """
     asked = re.match(r"\s*([1-9]\d{0,3})\s*(,|$)", os.environ.get("OMP_NUM_THREADS", ""))
     if chosen is None and asked:

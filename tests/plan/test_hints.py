@@ -1,4 +1,4 @@
-"""A run that does not fit is told a change that was planned: with it, it fits."""
+"""The refusal of a run that does not fit names a change with which it fits."""
 
 from __future__ import annotations
 

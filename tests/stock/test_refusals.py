@@ -1,4 +1,4 @@
-"""What an export refuses from facts that a plan has, the plan refuses by the same function."""
+"""The plan refuses, by one function for both, every run that an export refuses from facts that a plan has."""
 
 from __future__ import annotations
 
