@@ -122,8 +122,8 @@ def test_stopped_at_any_moment_it_leaves_no_half_index_and_goes_on_from_there(tm
             _, errors = process.communicate(timeout=60)
         finally:
             process.kill()
-    assert process.returncode == 130
     assert errors == "stopped by Ctrl-C; finished indexes stay, the same command goes on\n"
+    assert process.returncode == 130
     finished = [tar for tar in tars if index_path(tar).exists()]
     assert 1 <= len(finished) < 10
     for tar in finished:
@@ -132,3 +132,30 @@ def test_stopped_at_any_moment_it_leaves_no_half_index_and_goes_on_from_there(tm
     printed = capsys.readouterr().out
     assert f"{len(finished):,} of 10 shards are ready" in printed
     assert "10 shards, 2,000 samples" in printed
+
+
+SLOW_TO_BEGIN = """
+import time
+from mmtrain.data.shards import pool
+
+begin_worker = pool._begin
+
+def slowly(*arguments):
+    time.sleep(2)
+    begin_worker(*arguments)
+
+pool._begin = slowly
+with pool.worker_pool(abs, 2) as run:
+    print("begun", flush=True)
+    time.sleep(60)
+"""
+
+
+def test_ctrl_c_reaches_no_worker_that_has_not_begun():
+    with subprocess.Popen(
+        [sys.executable, "-c", SLOW_TO_BEGIN], stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True
+    ) as process:
+        assert process.stdout.readline() == b"begun\n"
+        os.killpg(process.pid, signal.SIGINT)
+        _, errors = process.communicate(timeout=60)
+    assert errors.count(b"Traceback") == 1, errors.decode()  # the script's own

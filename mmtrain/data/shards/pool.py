@@ -51,7 +51,9 @@ def worker_pool(work: Callable[[Task, Advance], Result], workers: int) -> Iterat
         stop, through = context.Event(), context.Value("q", 0)
         pool = ProcessPoolExecutor(workers, context, _begin, (work, os.getpid(), stop, through))
     try:
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # a worker that has not begun would print a traceback
         pool.submit(int)  # forks all workers: later, they would copy the locks of a progress bar's thread
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
         yield functools.partial(_run_in_pool, pool, 2 * workers, lambda: through.value)
     except BrokenProcessPool:
         raise UserError(
