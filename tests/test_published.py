@@ -61,7 +61,7 @@ def losses(run: Path) -> list[float]:
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_pipelines_and_replicas_compute_the_losses_of_one_rank(models, tmp_path, dtype):
-    changes = ("train.max_steps=2", "train.packs_per_microbatch=1", f"model.llm.dtype={dtype}")
+    changes = ("train.max_steps=2", f"model.llm.dtype={dtype}")
     called(*command(models, tmp_path, "alone", *changes, "parallel.pipeline=1", "parallel.data=1"))
     for pipeline, data in ((2, 1), (4, 1), (1, 2)):
         name = f"{pipeline}x{data}"
@@ -73,8 +73,8 @@ def test_pipelines_and_replicas_compute_the_losses_of_one_rank(models, tmp_path,
 def test_a_run_that_is_stopped_and_resumed_trains_as_an_undisturbed_one_and_its_export_computes_its_logits(
     models, tmp_path
 ):
-    called(*command(models, tmp_path, "undisturbed", "train.max_steps=20", "parallel.pipeline=1"))
-    stopped = command(models, tmp_path, "stopped", "train.max_steps=20", "parallel.pipeline=2")
+    called(*command(models, tmp_path, "undisturbed", "train.max_steps=20", "parallel.pipeline=1", "parallel.data=1"))
+    stopped = command(models, tmp_path, "stopped", "train.max_steps=20", "parallel.pipeline=2", "parallel.data=1")
     with subprocess.Popen(stopped, stdout=subprocess.PIPE, text=True) as run:
         assert any(line.startswith("step ") for line in run.stdout)
         run.send_signal(signal.SIGTERM)
