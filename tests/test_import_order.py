@@ -15,19 +15,19 @@ PACKAGE = ROOT / "mmtrain"
 # Bottom to top: a wing may import those on the lines above its own. A new wing gets its floor here.
 FLOORS = """
 base
-models.layouts
+layouts
 config  runtime
-models.facts
+facts
 data.samples
 data.shards
 data.prepare  data.stream
 stock
-data.inspection
+inspection
 demo  plan
 checkpoint
-models.weights
+model.weights
 models.modules
-models.probing
+model.probing
 engine
 calibration
 training
@@ -45,17 +45,17 @@ MOST_FILES = 15  # of a wing, or a room
 
 # Wings that import no torch, but for these modules; and modules of other wings that do not.
 TORCH_FREE_WINGS = (
-    "base  models.layouts  config  runtime  models.facts  stock  data.shards  data.prepare  demo  plan  report"
+    "base  layouts  config  runtime  facts  stock  data.shards  data.prepare  demo  plan  report"
     "  launching  launch"
 )
 USE_TORCH = "runtime.fork_server  runtime.rendezvous"  # the first imports what a launcher names
 TORCH_FREE_MODULES = """
 data.samples.records  data.samples.formats  data.samples.sample
 data.stream.order  data.stream.catalog
-data.inspection.survey
+inspection.survey
 checkpoint.run_folder  checkpoint.step_folder  checkpoint.resume
 engine.utilization  engine.trace  training.console
-models.weights.projector_files  models.probing.probe
+model.weights.projector_files  model.probing.probe
 """
 IMPORT_TORCH = {"torch", "torchvision", "transformers", "timm", "deepspeed", "webdataset", "safetensors.torch"}
 
@@ -95,7 +95,7 @@ def parse(name: str) -> ast.AST:
 
 
 def own_module(imported: str) -> str | None:
-    """The mmtrain module that an import names: `mmtrain.models.facts.shapes.matches` -> `models.facts.shapes`."""
+    """The mmtrain module that an import names: `mmtrain.facts.shapes.matches` -> `facts.shapes`."""
     parts = imported.split(".")
     for length in range(len(parts), 1, -1):
         name = ".".join(parts[1:length])
@@ -169,5 +169,5 @@ def test_no_module_is_a_drawer_for_leftovers():
 def test_the_reader_of_imports_sees_what_it_must():
     tree = ast.parse("import a.b\nfrom c import d\ndef f():\n    import e\n")
     assert list(imports(tree)) == ["a.b", "c.d", "e"]
-    assert own_module("mmtrain.models.facts.shapes.matches") == "models.facts.shapes"
+    assert own_module("mmtrain.facts.shapes.matches") == "facts.shapes"
     assert own_module("torch.nn") is None

@@ -20,10 +20,10 @@ from mmtrain.base.errors import UserError
 from mmtrain.base.printing import bytes_text, escape, silence_libraries
 from mmtrain.checkpoint.step_folder import StepFolder, find, names_checkpoint
 from mmtrain.data.samples.records import IMAGE_MARK, BadSample
-from mmtrain.models.facts.encoders import FAMILIES, TIMM
-from mmtrain.models.facts.families import MROPE_MODELS, check_family
-from mmtrain.models.facts.model_files import find_model_folder, foreign_files, read_json, tensor_shapes
-from mmtrain.models.facts.settings import check_sizes
+from mmtrain.facts.encoders import FAMILIES, TIMM
+from mmtrain.facts.families import MROPE_MODELS, check_family
+from mmtrain.facts.model_files import find_model_folder, foreign_files, read_json, tensor_shapes
+from mmtrain.facts.settings import check_sizes
 from mmtrain.stock.exporters import STOCK_CLASSES, stock_class
 from mmtrain.stock.stock_class import StockClass
 
@@ -115,7 +115,7 @@ def load(folder: Path) -> tuple[Any, Any]:
     from transformers.utils import logging
 
     from mmtrain.data.samples.templates import load_tokenizer
-    from mmtrain.models.modules.language import causal_config
+    from mmtrain.model.llm.language import causal_config
 
     logging.set_verbosity_error()
     logging.disable_progress_bar()
@@ -172,7 +172,7 @@ def _check_parts(stock: StockClass, config: dict[str, Any], folder: Path) -> Non
     import transformers
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-    from mmtrain.models.modules.vision import check_wrapped_timm, model_class
+    from mmtrain.model.encoder.vision import check_wrapped_timm, model_class
 
     families = [family for family in FAMILIES.values() if not stock.encoders or family.model in stock.encoders]
     encoders = {*stock.own_encoders, *(model_class(family).config_class.model_type for family in families)}

@@ -49,9 +49,9 @@ from mmtrain.launching.machine import (
     refuse_missing_libraries,
     refuse_short_host_memory,
 )
-from mmtrain.models.facts.connectors import has_grid_positions
-from mmtrain.models.probing.probe import probe
-from mmtrain.models.weights.projector_files import refuse_unfit_init_from
+from mmtrain.facts.connectors import has_grid_positions
+from mmtrain.model.probing.probe import probe
+from mmtrain.model.weights.projector_files import refuse_unfit_init_from
 from mmtrain.plan.calibration import cached_file, calibration_key
 from mmtrain.plan.plan import Plan, RankPlan, render
 from mmtrain.plan.planner import models_of

@@ -14,8 +14,8 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from mmtrain.config.schema import RunConfig
-from mmtrain.models.facts.adapters import is_adapter
-from mmtrain.models.facts.connectors import (
+from mmtrain.facts.adapters import is_adapter
+from mmtrain.facts.connectors import (
     Branch,
     Gated,
     Gelu,
@@ -27,11 +27,11 @@ from mmtrain.models.facts.connectors import (
     Swiglu,
     connector_parameters,
 )
-from mmtrain.models.facts.encoders import ENCODER_BLOCK
-from mmtrain.models.facts.families import WHOLE_LAST_LAYER
-from mmtrain.models.facts.quantised import Quantisation, is_quantised, quantised_bytes
-from mmtrain.models.facts.shapes import LlmShape, ParameterShape, VisionShape, matches_any
-from mmtrain.models.layouts.layout import ImageLayout, Tiling
+from mmtrain.facts.encoders import ENCODER_BLOCK
+from mmtrain.facts.families import WHOLE_LAST_LAYER
+from mmtrain.facts.quantised import Quantisation, is_quantised, quantised_bytes
+from mmtrain.facts.shapes import LlmShape, ParameterShape, VisionShape, matches_any
+from mmtrain.layouts.layout import ImageLayout, Tiling
 from mmtrain.plan.block_costs import Block, Flops, Part, Sublayer, block_parts, keys_seen, total
 from mmtrain.plan.instructions import offsets_of
 from mmtrain.plan.optimizers import ADAMW, FP32, OptimizerKind, optimizer_of

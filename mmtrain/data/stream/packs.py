@@ -25,10 +25,10 @@ from mmtrain.data.samples.templates import load_tokenizer, make_template
 from mmtrain.data.stream.catalog import Reader
 from mmtrain.data.stream.images import ImageTransform, image_transform
 from mmtrain.data.stream.order import Capacity
-from mmtrain.models.facts.connectors import image_layout
-from mmtrain.models.facts.shapes import llm_shape
-from mmtrain.models.layouts.layout import Tiling
-from mmtrain.models.layouts.mrope import grid_positions
+from mmtrain.facts.connectors import image_layout
+from mmtrain.facts.shapes import llm_shape
+from mmtrain.layouts.layout import Tiling
+from mmtrain.layouts.mrope import grid_positions
 
 
 @dataclass(frozen=True)
