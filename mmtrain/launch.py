@@ -17,6 +17,7 @@ from mmtrain.checkpoint.run_folder import run_folder
 from mmtrain.config.load import load_config
 from mmtrain.config.schema import RunConfig
 from mmtrain.data.shards.shard_list import PIPE, expand_shards
+from mmtrain.facts.model_files import find_model_folder, is_demo
 from mmtrain.launching.command_line import Options, parse_arguments
 from mmtrain.launching.machine import (
     allow_open_files,
@@ -28,7 +29,6 @@ from mmtrain.launching.machine import (
     try_shared_memory,
 )
 from mmtrain.launching.training import calibrate, ranks_of_node, train, train_as_rank
-from mmtrain.facts.model_files import find_model_folder, is_demo
 from mmtrain.model.weights.projector_files import refuse_unfit_init_from
 from mmtrain.plan.plan import render
 from mmtrain.plan.suggest import render_suggestion

@@ -42,8 +42,8 @@ from mmtrain.engine.stages import streamed_layers
 from mmtrain.facts.connectors import connector, has_grid_positions
 from mmtrain.layouts.layout import ImageLayout, Tiling
 from mmtrain.layouts.mrope import grid_positions
-from mmtrain.model.trained.projector import make_projector
 from mmtrain.model.stage import build_stage
+from mmtrain.model.trained.projector import make_projector
 from mmtrain.model.weights.streaming import StreamedLayers
 from mmtrain.plan.calibration import calibration_key, cpu_device, gpu_device
 from mmtrain.plan.costs import Models

@@ -43,7 +43,7 @@ from mmtrain.data.samples.sample import IGNORE, IMAGE_POSITION
 from mmtrain.facts.connectors import image_layout
 from mmtrain.facts.shapes import matches_any
 from mmtrain.layouts.layout import ImageLayout
-from mmtrain.model.probing.tiny import HEAD_WIDTH, HEADS, tiny_model
+from mmtrain.model.llm.tiny import HEAD_WIDTH, HEADS, tiny_model
 
 GRID, PATCH = 12, 4  # patches a side, which 2, 3 and 4 divide; pixels of one
 LAYERS = 4

@@ -39,8 +39,8 @@ from mmtrain.facts.families import canonical_name
 from mmtrain.facts.shapes import matches_any
 from mmtrain.layouts.native import Native
 from mmtrain.model.llm.language import load_decoder_layers
-from mmtrain.model.trained.projector import read_projector
 from mmtrain.model.stage import build_stage
+from mmtrain.model.trained.projector import read_projector
 from mmtrain.model.weights.projector_files import local_names
 from mmtrain.plan.planner import make_plan, models_of
 from mmtrain.stock.exporters import exporter_for

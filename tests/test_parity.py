@@ -24,7 +24,7 @@ from scenes import (
 from transformers import CONFIG_MAPPING
 
 from mmtrain.engine.optimizer import learning_rate
-from mmtrain.model.probing.tiny import tiny_model
+from mmtrain.model.llm.tiny import tiny_model
 
 # pipeline, data, first decoder layers of all stages but the first where a rank has several.
 LAYOUTS = {

@@ -23,8 +23,8 @@ from transformers import CLIPVisionConfig
 from mmtrain.__main__ import main
 from mmtrain.base.errors import UserError
 from mmtrain.facts.connectors import Linear
-from mmtrain.model.trained.projector import read_projector
 from mmtrain.model.encoder.vision import load_vision
+from mmtrain.model.trained.projector import read_projector
 
 ROOT = Path(__file__).parent.parent
 READER = "mmtrain/model/weights/files.py"  # for model.projector.init_from and mmtrain convert

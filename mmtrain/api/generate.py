@@ -11,13 +11,13 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import mmtrain
 from mmtrain.api.export import export
 from mmtrain.api.run import Run
 from mmtrain.base.cache import cache_folder
 from mmtrain.base.durable import held
 from mmtrain.base.errors import UserError
 from mmtrain.base.printing import bytes_text, escape, silence_libraries
+from mmtrain.base.version import VERSION
 from mmtrain.checkpoint.step_folder import StepFolder, find, names_checkpoint
 from mmtrain.data.samples.records import IMAGE_MARK, BadSample
 from mmtrain.facts.encoders import FAMILIES, TIMM
@@ -93,7 +93,7 @@ def _is_causal_lm(config: dict[str, Any]) -> bool:
 
 def _exported(checkpoint: StepFolder, show: Callable[[str, int, int], None]) -> Path:
     """Return a checkpoint's Hugging Face folder in the cache, made once. Raises UserError."""
-    key = hashlib.sha256(f"{checkpoint.fingerprint} {mmtrain.__version__}".encode()).hexdigest()[:20]
+    key = hashlib.sha256(f"{checkpoint.fingerprint} {VERSION}".encode()).hexdigest()[:20]
     folder = cache_folder("chat") / key
     folder.parent.mkdir(parents=True, exist_ok=True)
     with held(folder.with_name(f".{folder.name}.lock"), wait=True):

@@ -30,14 +30,6 @@ from mmtrain.base.arguments import command_parser, positive
 from mmtrain.base.errors import UserError
 from mmtrain.base.printing import escape, print_note, print_result, print_table
 from mmtrain.base.progress import ProgressBar
-from mmtrain.inspection.reading import (
-    Reading,
-    add_reading_arguments,
-    parse_reading_arguments,
-    reading_of,
-    shard_names,
-)
-from mmtrain.inspection.survey import Fill, Survey, epoch_fill, histogram, quantile, survey
 from mmtrain.data.samples.records import reason_lines
 from mmtrain.data.samples.sample import IGNORE, IMAGE_POSITION
 from mmtrain.data.shards.index import MissingIndex, index_path
@@ -46,6 +38,14 @@ from mmtrain.data.shards.shard_list import find_shards
 from mmtrain.data.shards.verify import DamagedMember, verify_shard
 from mmtrain.data.stream.order import Capacity
 from mmtrain.demo.data import make_demo_shards
+from mmtrain.inspection.reading import (
+    Reading,
+    add_reading_arguments,
+    parse_reading_arguments,
+    reading_of,
+    shard_names,
+)
+from mmtrain.inspection.survey import Fill, Survey, epoch_fill, histogram, quantile, survey
 from mmtrain.layouts.layout import ImageLayout
 
 if TYPE_CHECKING:

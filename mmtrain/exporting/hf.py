@@ -48,9 +48,9 @@ from mmtrain.facts.families import canonical_name, llm_tensors
 from mmtrain.facts.model_files import model_folder, read_json
 from mmtrain.facts.shapes import llm_shape
 from mmtrain.model.llm.language import causal_config, config_from, llm_class, quiet
-from mmtrain.model.trained.projector import PROJECTOR
+from mmtrain.model.llm.tiny import tiny_model
 from mmtrain.model.stage import build_stage
-from mmtrain.model.probing.tiny import tiny_model
+from mmtrain.model.trained.projector import PROJECTOR
 from mmtrain.model.weights.fingerprint import fingerprint
 from mmtrain.plan.plan import StagePlan
 from mmtrain.stock.exporters import class_of, refuse_unfit_format, whole_of

@@ -37,8 +37,8 @@ from mmtrain.exporting.projector_file import run_tensors
 from mmtrain.facts.connectors import image_layout
 from mmtrain.facts.shapes import llm_shape
 from mmtrain.model.llm.language import quiet
-from mmtrain.model.trained.lora import merge_adapters
 from mmtrain.model.stage import Stage, build_stage
+from mmtrain.model.trained.lora import merge_adapters
 from mmtrain.plan.plan import StagePlan
 from mmtrain.stock.stock_class import ExportedClass
 from mmtrain.training.held_out import evaluated_samples

@@ -22,11 +22,11 @@ from huggingface_hub import HfApi, constants, get_session, hf_hub_download, set_
 from huggingface_hub.utils import disable_progress_bars
 from huggingface_hub.utils.logging import set_verbosity_error
 
-import mmtrain
 from mmtrain.base.errors import UserError
 from mmtrain.base.printing import escape
 from mmtrain.base.progress import ByteBars
 from mmtrain.base.small_files import MAX_JSON_BYTES
+from mmtrain.base.version import VERSION
 from mmtrain.config.schema import RunConfig
 from mmtrain.facts.model_files import HUB_ID, find_model_folder, foreign_files
 
@@ -136,5 +136,5 @@ def make_repository(repository: str) -> None:
 def push(folder: Path, repository: str) -> str:
     """Upload a folder to a repository in one commit; return the commit's address. Raises UserError."""
     with _hub(f"--push {repository}: the repository"):
-        message = f"Exported by mmtrain {mmtrain.__version__}"
+        message = f"Exported by mmtrain {VERSION}"
         return HfApi().upload_folder(repo_id=repository, folder_path=folder, commit_message=message).commit_url

@@ -16,12 +16,12 @@ from transformers import PreTrainedTokenizerBase
 from mmtrain.base.errors import UserError
 from mmtrain.base.printing import escape
 from mmtrain.config.limits import MAX_IMAGE_PIXELS
-from mmtrain.inspection.reading import Reading
 from mmtrain.data.samples.records import BadSample
 from mmtrain.data.samples.sample import IMAGE_POSITION, Document, QuarantinedSample, Sample
 from mmtrain.data.samples.templates import load_tokenizer, make_template
 from mmtrain.data.shards.index import Member, read_index
 from mmtrain.data.stream.catalog import Catalog, DataSet, Reader
+from mmtrain.inspection.reading import Reading
 from mmtrain.layouts.layout import ImageLayout
 
 _CONTEXT = 4  # tokens before one that decide its text: a first one loses its space, a letter takes up to 4

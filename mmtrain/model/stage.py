@@ -22,23 +22,24 @@ from typing import Any
 import torch
 from torch import nn
 
+from mmtrain.base.devices import copied
 from mmtrain.config.schema import RunConfig
 from mmtrain.data.samples.sample import IMAGE_POSITION
 from mmtrain.data.stream.images import ImageTransform, image_transform
-from mmtrain.data.stream.packs import PackedBatch, copied
+from mmtrain.data.stream.packs import PackedBatch
 from mmtrain.facts.adapters import is_adapter
 from mmtrain.facts.connectors import has_grid_positions, run_vision
 from mmtrain.facts.families import canonical_name
 from mmtrain.facts.shapes import matches_any
 from mmtrain.layouts.layout import Tiling
-from mmtrain.model.llm.attention import Backend, record_backends
-from mmtrain.model.llm.language import DecoderLayers, load_decoder_layers
-from mmtrain.model.trained.lora import add_adapters, refusing_unused, without_marks
-from mmtrain.model.llm.loss import loss_sum_and_predictions, supervised_loss_sum, supervised_places
-from mmtrain.model.probing.parity import takes_rows
-from mmtrain.model.trained.projector import Projector, starting_projector
 from mmtrain.model.encoder.vision import load_vision
 from mmtrain.model.encoder.vision_tower import Grids, VisionTower
+from mmtrain.model.llm.attention import Backend, record_backends
+from mmtrain.model.llm.language import DecoderLayers, load_decoder_layers
+from mmtrain.model.llm.loss import loss_sum_and_predictions, supervised_loss_sum, supervised_places
+from mmtrain.model.llm.parity import takes_rows
+from mmtrain.model.trained.lora import add_adapters, refusing_unused, without_marks
+from mmtrain.model.trained.projector import Projector, starting_projector
 from mmtrain.model.weights.streaming import StreamedLayers
 from mmtrain.plan.plan import StagePlan
 

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, replace
 
 from mmtrain.config.schema import RunConfig
 from mmtrain.facts.adapters import is_adapter
+from mmtrain.facts.chunks import LOGITS_PER_CHUNK, tiles_per_call
 from mmtrain.facts.connectors import (
     Branch,
     Gated,
@@ -37,10 +38,7 @@ from mmtrain.plan.instructions import offsets_of
 from mmtrain.plan.optimizers import ADAMW, FP32, OptimizerKind, optimizer_of
 
 BYTES = {"float32": 4, "bfloat16": 2}
-LOGITS_PER_CHUNK = 2**24  # elements; the loss makes logits in chunks of this size
 INTEGER = 8  # bytes of a token id, position or label
-PATCHES_PER_CALL = 11_664  # of a frozen encoder: 16 tiles of 384 pixels, in patches of 14, keep any GPU busy
-LEAST_TILES_PER_CALL = 16
 TYPICAL_SIZE = 640, 480  # pixels of an image of which nothing else is known
 
 
@@ -95,10 +93,6 @@ def typical_tiling(config: RunConfig, layout: ImageLayout) -> Tiling | None:
     if not fitting:
         return min(tilings, key=lambda x: x.positions)
     return min(fitting, key=lambda x: abs(x.tiles / tiles - 1) + abs(x.positions / positions - 1))
-
-
-def tiles_per_call(patches_per_image: int) -> int:
-    return max(LEAST_TILES_PER_CALL, PATCHES_PER_CALL // patches_per_image)
 
 
 def _arranged_positions(work: Workload, layout: ImageLayout) -> float:

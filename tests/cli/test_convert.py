@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Qwen2
 
 from mmtrain.__main__ import main
 from mmtrain.model.llm.language import load_decoder_layers
-from mmtrain.model.probing.tiny import tiny_model
+from mmtrain.model.llm.tiny import tiny_model
 
 
 def save_pickled(folder: Path, shards: int, *, legacy: bool = False, **options) -> dict[str, torch.Tensor]:

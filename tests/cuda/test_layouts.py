@@ -34,7 +34,7 @@ from transformers import CONFIG_MAPPING
 from whole_models import save_whole, whole_config
 
 from mmtrain.facts.connectors import has_grid_positions, image_layout
-from mmtrain.model.probing.tiny import tiny_model
+from mmtrain.model.llm.tiny import tiny_model
 from mmtrain.plan.instructions import Op
 from mmtrain.plan.planner import make_plan
 from mmtrain.training.loop import use_algorithms

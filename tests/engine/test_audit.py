@@ -16,8 +16,8 @@ from transformers import CONFIG_MAPPING
 from mmtrain.base.errors import UserError
 from mmtrain.engine.audit import AuditError, RankAudit, check_replicas, write_audit
 from mmtrain.engine.optimizer import MasterWeights, NoOpOptimizer
+from mmtrain.model.llm.tiny import tiny_model
 from mmtrain.model.stage import build_stage
-from mmtrain.model.probing.tiny import tiny_model
 from mmtrain.model.weights.fingerprint import fingerprint
 from mmtrain.plan.planner import make_plan
 

@@ -8,7 +8,7 @@ from transformers import CONFIG_MAPPING
 from mmtrain.base.errors import UserError
 from mmtrain.config.schema import RunConfig
 from mmtrain.facts.shapes import matches_any
-from mmtrain.model.probing.tiny import tiny_model
+from mmtrain.model.llm.tiny import tiny_model
 from mmtrain.plan.planner import make_plan, models_of
 
 EVERYWHERE = ("llm.layers.*.lora_*",)

@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 from archives import conversation, picture, write_tar
 
-from mmtrain.inspection.survey import Fill, epoch_fill, histogram, survey
 from mmtrain.data.shards.index import TextLengths, write_index
 from mmtrain.data.shards.indexing import scan_shard
 from mmtrain.data.stream.order import Capacity, SampleSet
+from mmtrain.inspection.survey import Fill, epoch_fill, histogram, survey
 from mmtrain.layouts.square import Square
 
 

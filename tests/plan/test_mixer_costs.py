@@ -15,7 +15,7 @@ from mmtrain.base.errors import UserError
 from mmtrain.facts.families import canonical_name
 from mmtrain.facts.shapes import LlmShape, ParameterShape, llm_shape
 from mmtrain.model.llm.language import slice_of
-from mmtrain.model.probing.tiny import tiny_model
+from mmtrain.model.llm.tiny import tiny_model
 from mmtrain.plan.block_costs import Block, block_parts, find_mixer, total
 
 # By family: greatest relative error of bytes; of FLOPs forward and backward, where not those that torch counts.

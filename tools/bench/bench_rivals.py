@@ -25,9 +25,9 @@ from mmtrain.data.stream.packs import PackedBatch
 from mmtrain.engine.engine import FrozenPipelineEngine
 from mmtrain.engine.optimizer import NoOpOptimizer
 from mmtrain.facts.connectors import connector
-from mmtrain.model.trained.projector import make_projector
-from mmtrain.model.stage import Stage, build_stage
 from mmtrain.model.encoder.vision import load_vision
+from mmtrain.model.stage import Stage, build_stage
+from mmtrain.model.trained.projector import make_projector
 from mmtrain.plan.instructions import Instruction, Op
 from mmtrain.plan.plan import Plan
 

@@ -17,13 +17,13 @@ import torch
 from torch import nn
 from transformers import VideoLlama3VisionModel, vision_utils
 
-from mmtrain.data.stream.packs import copied
+from mmtrain.base.devices import copied
+from mmtrain.facts.chunks import PATCHES_PER_CALL
 from mmtrain.facts.encoders import EncoderFamily, NativeInput
 from mmtrain.facts.shapes import VisionShape
 from mmtrain.layouts.native import patch_rows, picture
-from mmtrain.model.llm.attention import IMAGES_FLASH, flash_takes_images
 from mmtrain.model.encoder.vision_tower import Grids, VisionTower
-from mmtrain.plan.costs import PATCHES_PER_CALL
+from mmtrain.model.llm.attention import IMAGES_FLASH, flash_takes_images
 
 
 class Unmerged(nn.Module):

@@ -30,10 +30,10 @@ from mmtrain.facts.shapes import VisionShape, vision_shape
 from mmtrain.facts.timm_models import refuse_wrong_activation, timm_config
 from mmtrain.facts.vision_files import is_timm_name, square
 from mmtrain.model.encoder import moonvit
-from mmtrain.model.llm.language import quiet
 from mmtrain.model.encoder.native_tower import NativeTower, Unmerged, on_its_device
-from mmtrain.model.probing.tiny import randomise, shrink
 from mmtrain.model.encoder.vision_tower import VisionTower, block_list, drop_other_blocks
+from mmtrain.model.llm.language import quiet
+from mmtrain.model.llm.tiny import randomise, shrink
 from mmtrain.model.weights.files import open_tensors, tensor_places
 
 # What timm reads too, its preference first.

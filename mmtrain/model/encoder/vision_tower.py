@@ -23,11 +23,11 @@ import torch
 from torch import nn
 
 from mmtrain.base.errors import UserError
+from mmtrain.facts.chunks import tiles_per_call
 from mmtrain.facts.encoders import ENCODER_BLOCK
 from mmtrain.facts.vision_files import patches_per_image
 from mmtrain.model.llm.bookends import Bookend
 from mmtrain.model.trained.lora import without_marks
-from mmtrain.plan.costs import tiles_per_call
 
 Grids = Sequence[tuple[int, int]]  # rows and columns of cells of each picture
 

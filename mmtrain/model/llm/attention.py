@@ -26,7 +26,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface, AttentionMaskInterface
 
-from mmtrain.data.stream.packs import copied
+from mmtrain.base.devices import copied
 
 ATTENTION = "mmtrain_packed"  # attn_implementation, under which transformers finds the mask and the attention
 IMAGES_FLASH = "mmtrain_images_flash"  # the same, of encoders that take images of any size: stock code looks for flash

@@ -26,8 +26,8 @@ from transformers.modeling_outputs import MoeModelOutputWithPast
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from transformers.utils import logging
 
+from mmtrain.base.devices import copied
 from mmtrain.base.errors import UserError
-from mmtrain.data.stream.packs import copied
 from mmtrain.facts.families import (
     MROPE_MODELS,
     MROPE_SECTIONS,
@@ -53,8 +53,8 @@ from mmtrain.model.llm.bookends import (
     replace,
 )
 from mmtrain.model.llm.last_layer import LastLayer, Rows, recomputing
-from mmtrain.model.trained.lora import without_marks
 from mmtrain.model.llm.mixers import ByDocument, Sequences, mixers_of, recomputing_on_documents, running_on
+from mmtrain.model.trained.lora import without_marks
 from mmtrain.model.weights.files import open_tensors, tensor_places
 from mmtrain.model.weights.streaming import StreamedLayers
 

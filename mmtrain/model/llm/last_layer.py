@@ -20,7 +20,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from mmtrain.data.stream.packs import copied
+from mmtrain.base.devices import copied
 from mmtrain.model.llm.attention import Documents
 
 # Names in decoder layers, over all families.

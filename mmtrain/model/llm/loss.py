@@ -15,9 +15,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from mmtrain.base.devices import copied
 from mmtrain.data.samples.sample import IGNORE
-from mmtrain.data.stream.packs import copied
-from mmtrain.plan.costs import LOGITS_PER_CHUNK
+from mmtrain.facts.chunks import LOGITS_PER_CHUNK
 
 
 class _SupervisedLossSum(torch.autograd.Function):

@@ -21,8 +21,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from mmtrain.base.devices import copied
 from mmtrain.base.printing import escape
-from mmtrain.data.stream.packs import copied
 from mmtrain.model.llm.attention import Backend, Documents, NoPadding, note_backend
 from mmtrain.model.llm.last_layer import CACHE_ARGUMENTS, Forward, map_tokens, recomputing
 

@@ -19,13 +19,13 @@ from untrained_runs import make_tower
 
 from mmtrain.base.errors import EncoderSliceError, UserError
 from mmtrain.facts.encoders import ENCODER_BLOCK
+from mmtrain.model import probe
 from mmtrain.model.encoder import vision
-from mmtrain.model.llm.bookends import Bookend
-from mmtrain.model.stage import build_stage
 from mmtrain.model.encoder.vision import load_vision, made_up_encoder
 from mmtrain.model.encoder.vision_tower import VisionTower, slices_difference
-from mmtrain.model.probing import probe
-from mmtrain.model.probing.probe import probe_encoder
+from mmtrain.model.llm.bookends import Bookend
+from mmtrain.model.probe import probe_encoder
+from mmtrain.model.stage import build_stage
 from mmtrain.model.weights.files import open_tensors
 from mmtrain.model.weights.fingerprint import fingerprint
 from mmtrain.plan.planner import make_plan

@@ -17,11 +17,11 @@ from transformers import PreTrainedModel
 from mmtrain.base.errors import UserError
 from mmtrain.facts.encoders import FAMILIES
 from mmtrain.facts.shapes import VisionShape, vision_shape
+from mmtrain.model import probe
 from mmtrain.model.encoder.moonvit import MoonViTConfig, MoonViTModel
 from mmtrain.model.encoder.native_tower import NativeTower, Unmerged
 from mmtrain.model.encoder.vision import load_vision, made_up_encoder, model_class
 from mmtrain.model.encoder.vision_tower import slices_difference
-from mmtrain.model.probing import probe
 
 PATCH = 7
 GRIDS = ((2, 3), (1, 4), (2, 3), (3, 1))  # of cells

@@ -18,9 +18,9 @@ from mmtrain.config.model import LoraSection
 from mmtrain.facts.families import canonical_name, scaled_by
 from mmtrain.model.llm.bookends import decoder_path
 from mmtrain.model.llm.language import DecoderLayers, causal_config, load_decoder_layers
+from mmtrain.model.llm.parity import measure_differences, takes_rows
+from mmtrain.model.llm.tiny import draw_scales, tiny_model
 from mmtrain.model.trained.lora import add_adapters, without_marks
-from mmtrain.model.probing.parity import measure_differences, takes_rows
-from mmtrain.model.probing.tiny import draw_scales, tiny_model
 from mmtrain.model.weights.streaming import StreamedLayers
 from mmtrain.model.weights.weight_sources import HostSource
 

@@ -10,7 +10,7 @@ from mmtrain.data.samples.sample import IGNORE, IMAGE_POSITION, Document, Sample
 from mmtrain.data.stream.packs import Pack, make_batch
 from mmtrain.layouts.layout import Tiling
 from mmtrain.model.llm.language import DecoderLayers, slice_of
-from mmtrain.model.probing.tiny import VOCABULARY, tiny_model
+from mmtrain.model.llm.tiny import VOCABULARY, tiny_model
 
 PACK_LENGTH = 48  # tokens; windows are 8 (tiny.py), so documents of 20 reach beyond them
 LAYERS = 4

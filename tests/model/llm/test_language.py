@@ -17,7 +17,7 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM, LlamaConfig, PreT
 from mmtrain.base.errors import UserError
 from mmtrain.model.llm.bookends import Bookend
 from mmtrain.model.llm.language import DecoderLayers, load_decoder_layers, slice_of
-from mmtrain.model.probing.tiny import tiny_model
+from mmtrain.model.llm.tiny import tiny_model
 
 POSITIONS = torch.cat([torch.arange(13), torch.arange(6), torch.arange(19)])[None]
 

@@ -13,8 +13,8 @@ from mmtrain.model.llm.attention import Documents
 from mmtrain.model.llm.bookends import decoder_layers
 from mmtrain.model.llm.language import DecoderLayers, slice_of
 from mmtrain.model.llm.last_layer import Rows
-from mmtrain.model.probing.parity import ROWS_BOUND, rows_difference, takes_rows
-from mmtrain.model.probing.tiny import tiny_model
+from mmtrain.model.llm.parity import ROWS_BOUND, rows_difference, takes_rows
+from mmtrain.model.llm.tiny import tiny_model
 from mmtrain.plan.block_costs import Block
 
 DOCUMENTS = ((13, 6, 19), (30, 8))

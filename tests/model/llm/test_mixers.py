@@ -12,8 +12,8 @@ from mmtrain.model.llm.attention import Backend, NoPadding
 from mmtrain.model.llm.bookends import decoder_layers
 from mmtrain.model.llm.language import slice_of
 from mmtrain.model.llm.mixers import ByDocument, Sequences, mixers_of, running_on
-from mmtrain.model.probing.tiny import tiny_model
-from mmtrain.model.probing.probe import probe
+from mmtrain.model.llm.tiny import tiny_model
+from mmtrain.model.probe import probe
 
 FAMILIES = {
     "qwen3_5_text": {"layer_types": ["linear_attention", "full_attention"]},

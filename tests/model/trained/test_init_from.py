@@ -19,8 +19,8 @@ from mmtrain.checkpoint.step_folder import new_step_folder, step_path
 from mmtrain.config.model import ProjectorSection
 from mmtrain.engine.stages import without_init_from
 from mmtrain.facts.connectors import Operation, connector
-from mmtrain.model.trained.projector import make_projector, read_projector
 from mmtrain.model.stage import build_stage
+from mmtrain.model.trained.projector import make_projector, read_projector
 from mmtrain.model.weights.projector_files import find_projector, refuse_unfit_init_from
 from mmtrain.plan.planner import make_plan
 

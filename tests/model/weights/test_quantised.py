@@ -13,7 +13,7 @@ from mmtrain.facts.quantised import quantised_bytes
 from mmtrain.model.llm.attention import ATTENTION, document_positions
 from mmtrain.model.llm.bookends import decoder_layers
 from mmtrain.model.llm.language import load_decoder_layers
-from mmtrain.model.probing.tiny import VOCABULARY, tiny_model
+from mmtrain.model.llm.tiny import VOCABULARY, tiny_model
 from mmtrain.model.weights.streaming import StreamedLayers
 from mmtrain.model.weights.weight_sources import QuantisedSource
 

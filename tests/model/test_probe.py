@@ -12,14 +12,14 @@ from transformers import CONFIG_MAPPING, PreTrainedConfig, PreTrainedModel
 
 from mmtrain.base.cache import cache_folder
 from mmtrain.base.errors import UserError
+from mmtrain.model import probe as probing
 from mmtrain.model.llm import language, parity
 from mmtrain.model.llm.attention import ATTENTION
 from mmtrain.model.llm.bookends import decoder_layers
 from mmtrain.model.llm.language import DecoderLayers, slice_of
-from mmtrain.model.probing.parity import Differences
-from mmtrain.model.probing.tiny import draw_scales
-from mmtrain.model.probing import probe as probing
-from mmtrain.model.probing.probe import probe, refuse_differences
+from mmtrain.model.llm.parity import Differences
+from mmtrain.model.llm.tiny import draw_scales
+from mmtrain.model.probe import probe, refuse_differences
 
 
 @pytest.fixture(autouse=True)

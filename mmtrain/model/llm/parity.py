@@ -24,7 +24,7 @@ from mmtrain.model.llm.attention import ATTENTION, document_positions
 from mmtrain.model.llm.bookends import decoder_layers
 from mmtrain.model.llm.language import is_mrope_class, slice_of
 from mmtrain.model.llm.mixers import ByDocument, Sequences, mixers_of, running_on
-from mmtrain.model.probing.tiny import VOCABULARY, draw_scales, tiny_model
+from mmtrain.model.llm.tiny import VOCABULARY, draw_scales, tiny_model
 from mmtrain.model.weights.streaming import StreamedLayers
 from mmtrain.model.weights.weight_sources import HostSource
 

@@ -188,7 +188,7 @@ def _measure_llm(folder: str, how: str, mrope: str, *cut_points: str) -> tuple[f
     import torch
 
     from mmtrain.model.llm.language import causal_config
-    from mmtrain.model.probing.parity import SEEDS, measure_differences
+    from mmtrain.model.llm.parity import SEEDS, measure_differences
 
     torch.set_num_threads(1)  # the tiny model gains nothing from more
     config, borders = causal_config(Path(folder), mrope == str(True)), [int(layer) for layer in cut_points]
@@ -204,9 +204,9 @@ def _measure_encoder(name: str, dtype: str, final_norm: str, factor: str, merges
     """In the child: the largest difference of a feature over `CUTS`; infinite where one is not a number."""
     import torch
 
-    from mmtrain.model.stage import DTYPES
     from mmtrain.model.encoder.vision import made_up_encoder
     from mmtrain.model.encoder.vision_tower import slices_difference
+    from mmtrain.model.stage import DTYPES
 
     shape = vision_shape(name, -1, final_norm == str(True), merges == str(True)).with_cells(int(factor))
     tower = made_up_encoder(name, DTYPES[dtype], final_norm == str(True), BLOCKS, shape)
