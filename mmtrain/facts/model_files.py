@@ -31,7 +31,7 @@ _BUFFER = re.compile(r"(?:.*[._])?(?:position_ids|(?:attn|attention)\.(?:masked_
 # What a configuration says instead of a path: `demo:llm`, `demo:vision` and `demo:vision_native` are frozen models that
 # come with this package, `demo:train`, `demo:held-out` and their like are shards that `demo.data` makes on first use.
 PREFIX = "demo:"
-MODELS = {name: Path(__file__).parents[2] / "demo" / name for name in ("llm", "vision", "vision_native")}
+MODELS = {name: Path(__file__).parents[1] / "demo" / name for name in ("llm", "vision", "vision_native")}
 
 Shape = tuple[int, ...]
 

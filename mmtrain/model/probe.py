@@ -139,10 +139,12 @@ def _refuse_unlike_blocks(config: RunConfig) -> None:
 
 def _record(libraries: Sequence[str], *question: bytes) -> Path:
     """The file that remembers an answer, named by the question, the libraries and the code of mmtrain's models."""
+    package = Path(__file__).parents[1]
+    code = [file for wing in ("layouts", "facts", "model") for file in sorted((package / wing).rglob("*.py"))]
     parts = [
         *question,
         *(f"{name} {version(name)}".encode() for name in libraries),
-        *(file.read_bytes() for file in sorted(Path(__file__).parents[1].rglob("*.py"))),
+        *(file.read_bytes() for file in code),
     ]
     digest = hashlib.sha256(b"".join(hashlib.sha256(part).digest() for part in parts)).hexdigest()
     return cache_folder("probe") / f"{digest}.json"

@@ -7,7 +7,7 @@ import pytest
 
 from mmtrain.layouts.registry import LAYOUTS
 
-TEXT = (Path(__file__).parents[3] / "mmtrain" / "docs" / "pages" / "model.md").read_text()
+TEXT = (Path(__file__).parents[2] / "mmtrain" / "docs" / "pages" / "model.md").read_text()
 SECTION = TEXT.split("## High resolution")[1].split("\n## ")[0]
 TABLE = SECTION.split("\n\n")[2]
 HEAD, _, *ROWS = [line.strip("| ").split(" | ") for line in TABLE.splitlines()]

@@ -135,7 +135,7 @@ def test_what_the_processors_refuse_or_reduce_to_nothing_is_unfit():
 @pytest.mark.parametrize("override", ["min_positions=256", "longest_edge=1"])
 def test_bounds_that_ordinary_images_exceed_are_refused_when_planned(override):
     name = "pixtral_qwen3_8b" if "edge" in override else "naflex_qwen3_8b"
-    config = load_config(Path(__file__).parents[3] / "configs" / f"{name}.yaml", [f"model.vision.{override}"])
+    config = load_config(Path(__file__).parents[2] / "configs" / f"{name}.yaml", [f"model.vision.{override}"])
     with pytest.raises(UserError, match=r"model.vision.\w+: \d+ is too small for an image of 16 x 12 pixels"):
         image_layout(config)
 
