@@ -1,10 +1,14 @@
-"""mmtrain: train the connector of a vision-language model, the LLM frozen and cut into pipeline stages.
+"""mmtrain: train the connector of a vision-language model, the LLM frozen and cut into pipeline
+stages.
 
     import mmtrain
 
-    config = mmtrain.load_config("example:llava_pp4", ["train.max_steps=40"])  # pip install 'mmtrain[demo]'
-    plan = mmtrain.make_plan(config)                     # who holds, trains and runs what; needs no GPU and no weights
-    run = mmtrain.train(config).wait()                   # processes of their own; their console is shown here
+    config = mmtrain.load_config("example:llava_pp4", ["train.max_steps=40"])  # pip install
+        'mmtrain[demo]'
+    plan = mmtrain.make_plan(config)                     # who holds, trains and runs what; needs no
+        GPU and no weights
+    run = mmtrain.train(config).wait()                   # processes of their own; their console is
+        shown here
     print(run.scores[-1]["exact_match"], run.checkpoints)
     folder = mmtrain.export(run, "hf", "exported/demo")  # for stock transformers
     print(mmtrain.generate(folder, "picture.png", "Which digit is at the top left?"))
@@ -30,7 +34,17 @@ if TYPE_CHECKING:
 
     __version__: str
 
-__all__ = ["Run", "RunError", "UserError", "export", "generate", "load_config", "load_run", "make_plan", "train"]
+__all__ = [
+    "Run",
+    "RunError",
+    "UserError",
+    "export",
+    "generate",
+    "load_config",
+    "load_run",
+    "make_plan",
+    "train",
+]
 
 _PLACES = {
     "__version__": ("mmtrain.base.version", "VERSION"),

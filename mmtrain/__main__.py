@@ -1,4 +1,6 @@
-"""`mmtrain COMMAND ...`, also `python -m mmtrain COMMAND ...`: hands the arguments to the command's module."""
+"""`mmtrain COMMAND ...`, also `python -m mmtrain COMMAND ...`: hands the arguments to the command's
+module.
+"""
 
 from __future__ import annotations
 
@@ -19,13 +21,25 @@ COMMANDS = {  # in the order of their use; the module of each, and what it does
     "calibrate": ("mmtrain.cli.calibrate", "measure this machine, so that plans are in seconds"),
     "shard": ("mmtrain.cli.shard", "turn records and images into webdataset shards"),
     "index": ("mmtrain.cli.index", "index webdataset shards from elsewhere, or anew"),
-    "inspect": ("mmtrain.cli.inspect", "show what is in shards; compare every byte; show one sample"),
+    "inspect": (
+        "mmtrain.cli.inspect",
+        "show what is in shards; compare every byte; show one sample",
+    ),
     "report": ("mmtrain.cli.report", "make the page of a run, or of several"),
-    "benchmark": ("mmtrain.cli.benchmark", "score a trained model on benchmarks, beside its run's own scores"),
-    "export": ("mmtrain.cli.export", "export what was trained, for transformers or for LLaVA's code"),
+    "benchmark": (
+        "mmtrain.cli.benchmark",
+        "score a trained model on benchmarks, beside its run's own scores",
+    ),
+    "export": (
+        "mmtrain.cli.export",
+        "export what was trained, for transformers or for LLaVA's code",
+    ),
     "chat": ("mmtrain.cli.chat", "ask a trained model about a picture"),
     "convert": ("mmtrain.cli.convert", "turn pickled weights into safetensors"),
-    "record": ("mmtrain.cli.record", "record a model's shapes, so that it can be planned without it"),
+    "record": (
+        "mmtrain.cli.record",
+        "record a model's shapes, so that it can be planned without it",
+    ),
     "doctor": ("mmtrain.cli.doctor", "check that training works on this machine"),
 }
 HELP = f"""\
@@ -55,14 +69,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
         meant = f"did you mean {near[0]}?" if near else "mmtrain --help lists what there is"
         show_error(f"mmtrain has no command {escape(command)}: {meant}")
         return 2
-    os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # before torch is imported; see set_rank_environment
+    # before torch is imported; see set_rank_environment
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     module = importlib.import_module(COMMANDS[command][0])
     options = module.parse_arguments(others)
     return run_command(lambda: module.run(options), **options.ending)
 
 
 def run_as_script(command: str) -> NoReturn:
-    """Run `mmtrain COMMAND` with the arguments of a script in tools/, and end it with the exit code."""
+    """Run `mmtrain COMMAND` with the arguments of a script in tools/, and end it with the exit
+    code.
+    """
     sys.exit(main([command, *sys.argv[1:]]))
 
 

@@ -1,6 +1,8 @@
-"""`mmtrain train CONFIG [key=value ...]`, or `python -m mmtrain.launch`: plan a run, start its ranks, say how it ended.
+"""`mmtrain train CONFIG [key=value ...]`, or `python -m mmtrain.launch`: plan a run, start its
+ranks, say how it ended.
 
-Nothing here imports torch before the configuration is known to be right and ranks have to be started.
+Nothing here imports torch before the configuration is known to be right and ranks have to be
+started.
 """
 
 from __future__ import annotations
@@ -53,10 +55,15 @@ def run(options: Options) -> int:
             download_models(config)
         config = expand_pretrained(config)
         if options.trace is not None and (options.plan or options.calibrate):
-            raise UserError("--trace records training, and nothing is trained here. Leave --trace out")
+            raise UserError(
+                "--trace records training, and nothing is trained here. Leave --trace out"
+            )
         if options.suggest is not None:
             if not options.plan:
-                raise UserError(f"--suggest {options.suggest} is for mmtrain plan CONFIG --suggest {options.suggest}")
+                raise UserError(
+                    f"--suggest {options.suggest} is for mmtrain plan CONFIG --suggest "
+                    f"{options.suggest}"
+                )
             print_result(*render_suggestion(suggest_for_here(config, options.suggest)))
             return 0
         if options.plan:
@@ -73,7 +80,8 @@ def run(options: Options) -> int:
         if options.calibrate:
             if options.nnodes != 1 or rank is not None:
                 raise UserError(
-                    "mmtrain calibrate measures on one machine and starts its own ranks there. Leave --nnodes and "
+                    "mmtrain calibrate measures on one machine and starts its own ranks there. "
+                    "Leave --nnodes and "
                     "torchrun out, and share the file by parallel.calibration"
                 )
             return calibrate(config, ranks_of_node(config, options))
@@ -84,12 +92,21 @@ def run(options: Options) -> int:
 
 
 def _refuse_unfit_weights(config: RunConfig) -> None:
-    """Raise UserError for weights to begin with that training refuses; those that are not here are only named."""
+    """Raise UserError for weights to begin with that training refuses; those that are not here are
+    only named.
+    """
     beginning, projector = config.model.init_from, config.model.projector.init_from
     paths = dict.fromkeys(path for path in (beginning, projector) if path)
-    lacking = [path for path in paths if not Path(path).expanduser().exists() and find_model_folder(path) is None]
+    lacking = [
+        path
+        for path in paths
+        if not Path(path).expanduser().exists() and find_model_folder(path) is None
+    ]
     for path in lacking:
-        print_note(f"init_from: {path} is not on this machine; whether it fits is checked when training starts")
+        print_note(
+            f"init_from: {path} is not on this machine; "
+            "whether it fits is checked when training starts"
+        )
     if beginning not in lacking:
         refuse_unfit_init_from_run(config, run_folder(config))
     if projector not in lacking:
@@ -97,7 +114,9 @@ def _refuse_unfit_weights(config: RunConfig) -> None:
 
 
 def _name_missing_shards(config: RunConfig) -> None:
-    """Print which shards training would refuse; a plan needs none, and runs no program of a pipe: URL."""
+    """Print which shards training would refuse; a plan needs none, and runs no program of a pipe:
+    URL.
+    """
     named = {"data.shards": config.data.shards, "eval.shards": config.eval.shards}
     named |= {f"data.sets ({one.name})": one.shards for one in config.data.sets or ()}
     for key, shards in named.items():

@@ -1,4 +1,4 @@
-"""Write the generated pages of the documentation: every key, from its declaration; every command, from its help.
+"""Write the pages of the documentation that code holds: every key, and the help of every command.
 
     scripts/docs.sh   # runs this, then builds the site
 
@@ -27,14 +27,14 @@ PAGES = Path(__file__).parents[1] / "mmtrain" / "docs" / "pages"
 KEYS = """\
 # Keys
 
-Every key of a configuration, from its declaration. `key=value` behind CONFIG sets one for a run. A mistyped key is
-refused with the one that is meant.
+Every key of a configuration, from its declaration. `key=value` behind CONFIG sets one
+for a run. A mistyped key is refused with the one that is meant.
 """
 FOREIGN = """
 ## Keys of other programs
 
-What a key of transformers' Trainer, LLaVA, LLaMA-Factory, ms-swift, DeepSpeed or Megatron is called here, as the
-message says that refuses it.
+What a key of transformers' Trainer, LLaVA, LLaMA-Factory, ms-swift, DeepSpeed or Megatron is
+called here, as the message says that refuses it.
 
 | there | here |
 |---|---|"""
@@ -51,23 +51,39 @@ def keys_page() -> str:
     for path, field in all_fields(RunConfig):
         if section_of(field.annotation) is not None:
             said = f"{_text(field)}\n\n" if field.description else ""
-            sections[path] = [f"\n## {'.'.join(path)}\n\n{said}| key | default | what it does |\n|---|---|---|"]
+            sections[path] = [
+                f"\n## {'.'.join(path)}\n\n{said}| key | default | what it does |\n|---|---|---|"
+            ]
         else:
             row = f"| `{'.'.join(path)}` | {_default(field)} | {_text(field)}{_choices(field)} |"
-            sections[next(path[:n] for n in range(len(path), 0, -1) if path[:n] in sections)].append(row)
+            sections[
+                next(path[:n] for n in range(len(path), 0, -1) if path[:n] in sections)
+            ].append(row)
     table = yaml.safe_load(TABLE.read_text(encoding="utf-8"))
-    rows = [f"| {', '.join(f'`{key}`' for key in entry['keys'].split())} | {entry['here']} |" for entry in table]
-    return "\n".join([KEYS, *(line for lines in sections.values() for line in lines), FOREIGN, *rows, ""])
+    rows = [
+        f"| {', '.join(f'`{key}`' for key in entry['keys'].split())} | {entry['here']} |"
+        for entry in table
+    ]
+    return "\n".join(
+        [KEYS, *(line for lines in sections.values() for line in lines), FOREIGN, *rows, ""]
+    )
 
 
 def _text(field: FieldInfo) -> str:
-    return " ".join((field.description or "").split()).replace("|", "\\|").replace("<", "&lt;").replace("*", "\\*")
+    return (
+        " ".join((field.description or "").split())
+        .replace("|", "\\|")
+        .replace("<", "&lt;")
+        .replace("*", "\\*")
+    )
 
 
 def _default(field: FieldInfo) -> str:
     if field.default is PydanticUndefined:
         return "needed"
-    return f"`{yaml.safe_dump(_plain(field.default), default_flow_style=True).partition(chr(10))[0]}`"
+    return (
+        f"`{yaml.safe_dump(_plain(field.default), default_flow_style=True).partition(chr(10))[0]}`"
+    )
 
 
 def _plain(value: Any) -> Any:

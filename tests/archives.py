@@ -10,7 +10,9 @@ from pathlib import Path
 from PIL import Image
 
 
-def write_tar(path: Path, files: Iterable[tuple[str, bytes]], form: int = tarfile.USTAR_FORMAT) -> Path:
+def write_tar(
+    path: Path, files: Iterable[tuple[str, bytes]], form: int = tarfile.USTAR_FORMAT
+) -> Path:
     """A tar of these names and contents, in this order."""
     with tarfile.open(path, "w", format=form) as tar:
         for name, content in files:
@@ -28,12 +30,18 @@ def picture(width: int, height: int, file_format: str = "PNG") -> bytes:
 
 
 def png_chunk(kind: bytes, content: bytes) -> bytes:
-    return len(content).to_bytes(4, "big") + kind + content + zlib.crc32(kind + content).to_bytes(4, "big")
+    return (
+        len(content).to_bytes(4, "big")
+        + kind
+        + content
+        + zlib.crc32(kind + content).to_bytes(4, "big")
+    )
 
 
 def conversation(question: str, answer: str, *more: str) -> bytes:
     """KEY.json of a sample: turns from human and gpt in alternation."""
     turns = [
-        {"from": ("human", "gpt")[number % 2], "value": text} for number, text in enumerate((question, answer, *more))
+        {"from": ("human", "gpt")[number % 2], "value": text}
+        for number, text in enumerate((question, answer, *more))
     ]
     return json.dumps({"conversations": turns}).encode()

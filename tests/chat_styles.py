@@ -7,7 +7,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from PIL import Image
-from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
+from tokenizers import (
+    Tokenizer,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+    processors,
+    trainers,
+)
 from transformers import PreTrainedTokenizerFast
 
 from mmtrain.config.load import load_config
@@ -93,7 +101,12 @@ PARTS_OF_ITS_OWN = """{% for message in messages %}{{ '\\n[' + message.role + ']
 
 STYLES = {  # template, special tokens, kind of tokenizer, whether it takes a system turn
     "qwen2.5": (QWEN25, ("<|im_start|>", "<|im_end|>"), "byte_level", True),
-    "llama3.1": (LLAMA31, ("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"), "byte_level", True),
+    "llama3.1": (
+        LLAMA31,
+        ("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"),
+        "byte_level",
+        True,
+    ),
     "mistral": (MISTRAL, (), "sentencepiece", False),
     "llama2": (LLAMA2, (), "sentencepiece", True),
     "vicuna, whose tokenizer adds <s>": (VICUNA, (), "byte_level", True),
@@ -124,8 +137,18 @@ CONVERSATIONS = {
         [[IMAGE, IMAGE, text("Tell them apart.")], [text("No.")]],
     ),
     "turns": (
-        [("human", "<image>\nWhat is  this?"), ("gpt", "A circle."), ("human", "Where? 😀"), ("gpt", "Left.")],
-        [[IMAGE, text("What is  this?")], "A circle.", [text("Where?"), text(" 😀")], [text("Left.")]],
+        [
+            ("human", "<image>\nWhat is  this?"),
+            ("gpt", "A circle."),
+            ("human", "Where? 😀"),
+            ("gpt", "Left."),
+        ],
+        [
+            [IMAGE, text("What is  this?")],
+            "A circle.",
+            [text("Where?"), text(" 😀")],
+            [text("Left.")],
+        ],
     ),
     "a later image": (
         [("human", "Hello"), ("gpt", "Hi."), ("human", "<image>\nThis?\n<image>"), ("gpt", "No.")],
@@ -150,27 +173,43 @@ ROLES = {"system": "system", "human": "user", "gpt": "assistant"}
 
 
 def sentencepiece_like() -> PreTrainedTokenizerFast:
-    """Llama 2's kind: byte fallback, begins every stretch of text with a space, adds <s> by its post-processor."""
+    """Llama 2's kind: byte fallback, begins every stretch of text with a space, adds <s> by its
+    post-processor.
+    """
     normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
     trained = Tokenizer(models.BPE(unk_token="<unk>", fuse_unk=True, byte_fallback=True))
     trained.normalizer = normalizer
     trained.pre_tokenizer = pre_tokenizers.Split("▁", "merged_with_next")
-    trainer = trainers.BpeTrainer(vocab_size=150, special_tokens=["<unk>", "<s>", "</s>"], show_progress=False)
-    trained.train_from_iterator(["[INST] What is this? [/INST] A red circle, left. Tell them apart."] * 3, trainer)
+    trainer = trainers.BpeTrainer(
+        vocab_size=150, special_tokens=["<unk>", "<s>", "</s>"], show_progress=False
+    )
+    trained.train_from_iterator(
+        ["[INST] What is this? [/INST] A red circle, left. Tell them apart."] * 3, trainer
+    )
     content = json.loads(trained.to_str())
     vocabulary = content["model"]["vocab"]
     vocabulary |= {f"<0x{byte:02X}>": len(vocabulary) + byte for byte in range(256)}
     content["pre_tokenizer"] = None
     tokenizer = Tokenizer.from_str(json.dumps(content))
-    tokenizer.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
-    tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    )
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="<s> $A", special_tokens=[("<s>", 1)]
+    )
     return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", unk_token="<unk>", padding_side="right"
+        tokenizer_object=tokenizer,
+        bos_token="<s>",
+        eos_token="</s>",
+        unk_token="<unk>",
+        padding_side="right",
     )
 
 
 def data_template(template: str) -> str:
-    """`data.template` of a run on an LLM's folder whose own chat template this is, or that has one of this name."""
+    """`data.template` of a run on an LLM's folder whose own chat template this is, or that has one
+    of this name.
+    """
     return template if template in NAMES else "chat"
 
 
@@ -186,16 +225,26 @@ def export(config: RunConfig, folder: Path, tower: Tower = Tower()) -> ExportedP
 
 
 def messages_of(turns, contents) -> list[dict]:
-    return [{"role": ROLES[speaker], "content": said} for (speaker, _), said in zip(turns, contents, strict=True)]
+    return [
+        {"role": ROLES[speaker], "content": said}
+        for (speaker, _), said in zip(turns, contents, strict=True)
+    ]
 
 
 def with_images(messages: list[dict], images: list[Image.Image]) -> list[dict]:
-    """The same messages with the pictures in their image parts, as apply_chat_template(tokenize=True) takes them."""
+    """The same messages with the pictures in their image parts, as
+    apply_chat_template(tokenize=True) takes them.
+    """
     following = iter(images)
     return [
         message
         if isinstance(message["content"], str)
         else message
-        | {"content": [p | {"image": next(following)} if p["type"] == "image" else p for p in message["content"]]}
+        | {
+            "content": [
+                p | {"image": next(following)} if p["type"] == "image" else p
+                for p in message["content"]
+            ]
+        }
         for message in messages
     ]

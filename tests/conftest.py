@@ -11,7 +11,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import NamedTuple
 
-os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # else asking for GPUs keeps forked ranks from using them
+# else asking for GPUs keeps forked ranks from using them
+os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
 
 import pytest
 import tiny_models
@@ -22,20 +23,35 @@ from mmtrain.base.printing import logs_shown
 from mmtrain.checkpoint.step_folder import StepFolder
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
-    # As in a job that a shell has put in the background: programs started here would ignore Ctrl-C, which tests send.
+    # As in a job that a shell has put in the background: programs started here would ignore Ctrl-C,
+    # which tests send.
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 TOOLS = Path(__file__).parent.parent / "tools"
 MAIN_JOB = Path(__file__).parent.parent / "configs" / "llava_pp4.yaml"
 
 
-# Work for pytest-xdist: files that share the demo's run are one piece of it; the longest pieces begin first, else the
-# last of them would work alone for minutes.
+# Work for pytest-xdist: files that share the demo's run are one piece of it; the longest pieces
+# begin first, else the last of them would work alone for minutes.
 DEMO = ("tests/test_main_job.py", "tests/exporting/test_demo_export.py")
 LONGEST = (
-    *("demo", "tests/checkpoint/test_resume.py", "tests/test_launch.py", "tests/runtime/test_supervise.py"),
-    *("tests/api/test_api.py", "tests/test_parity.py", "tests/runtime/test_gpus.py", "tests/cli/test_doctor.py"),
-    *("tests/checkpoint/test_resume_pairs.py", "tests/training/test_loop.py", "tests/model/test_probe.py"),
+    *(
+        "demo",
+        "tests/checkpoint/test_resume.py",
+        "tests/test_launch.py",
+        "tests/runtime/test_supervise.py",
+    ),
+    *(
+        "tests/api/test_api.py",
+        "tests/test_parity.py",
+        "tests/runtime/test_gpus.py",
+        "tests/cli/test_doctor.py",
+    ),
+    *(
+        "tests/checkpoint/test_resume_pairs.py",
+        "tests/training/test_loop.py",
+        "tests/model/test_probe.py",
+    ),
     *("tests/test_mixes.py", "tests/engine/test_engine.py", "tests/test_trainable_anywhere.py"),
     *("tests/exporting/test_hf.py", "tests/test_connectors.py"),
 )
@@ -49,13 +65,16 @@ def piece_of(nodeid: str) -> str:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object:
-    """Deals out pieces: `--dist loadgroup` of pytest-xdist 3.8 knows no groups under pytest 9.2, and says nothing."""
+    """Deals out pieces: `--dist loadgroup` of pytest-xdist 3.8 knows no groups under pytest 9.2,
+    and says nothing.
+    """
     from xdist.scheduler import LoadScopeScheduling
 
     class ByPiece(LoadScopeScheduling):
         _split_scope = staticmethod(piece_of)
 
-    config.option.loadscopereorder = False  # the order of collection is the order in which pieces begin
+    # the order of collection is the order in which pieces begin
+    config.option.loadscopereorder = False
     return ByPiece(config, log)
 
 
@@ -67,7 +86,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
-        "--on-gpus", action="store_true", help="run the ranks of tests on GPUs, on fake ones where there are too few"
+        "--on-gpus",
+        action="store_true",
+        help="run the ranks of tests on GPUs, on fake ones where there are too few",
     )
 
 
@@ -90,15 +111,21 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 @pytest.fixture(autouse=True)
 def no_engine_here():
-    """An engine belongs into a forked rank: what DeepSpeed keeps of one hangs every rank that is forked afterwards."""
+    """An engine belongs into a forked rank: what DeepSpeed keeps of one hangs every rank that is
+    forked afterwards.
+    """
     yield
     groups = sys.modules.get("deepspeed.utils.groups")
-    assert groups is None or groups.mpu is None, "made in the tests' own process; use ranks.run_ranks"
+    assert groups is None or groups.mpu is None, (
+        "made in the tests' own process; use ranks.run_ranks"
+    )
 
 
 @pytest.fixture(autouse=True)
 def one_thread():
-    """Two cores are shared with other tests' processes; more threads are slower and change the order of sums."""
+    """Two cores are shared with other tests' processes; more threads are slower and change the
+    order of sums.
+    """
     torch.set_num_threads(1)
 
 
@@ -118,7 +145,8 @@ def make_tiny() -> ModuleType:
 
 @pytest.fixture(scope="session")
 def tiny(make_tiny, tmp_path_factory) -> Path:
-    """A folder to read: llm/ (llama, 8 layers, width 64), vision/ (4 blocks, 16 tokens), shards/ and config.yaml.
+    """A folder to read: llm/ (llama, 8 layers, width 64), vision/ (4 blocks, 16 tokens), shards/
+    and config.yaml.
 
     96 samples in 2 shards; 12 or so have no image, 12 or so have two.
     """
@@ -132,7 +160,9 @@ def tiny(make_tiny, tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="session")
 def llm_with(make_tiny, tiny, tmp_path_factory) -> Callable[..., Path]:
-    """Makes an LLM's folder with the tiny weights (320 rows), or those of `source`, another tokenizer and template."""
+    """Makes an LLM's folder with the tiny weights (320 rows), or those of `source`, another
+    tokenizer and template.
+    """
     from chat_styles import sentencepiece_like
     from tokenizers import AddedToken
 
@@ -167,7 +197,9 @@ def checkpoint(tiny, tmp_path_factory) -> StepFolder:
 
 @pytest.fixture(scope="session")
 def parts(tmp_path_factory) -> Path:
-    """llm/ and vision/ of scenes.save_parts, which have a stock LLaVA to be compared with; to be read."""
+    """llm/ and vision/ of scenes.save_parts, which have a stock LLaVA to be compared with; to be
+    read.
+    """
     from scenes import save_parts  # DeepSpeed, which takes seconds
 
     folder = tmp_path_factory.mktemp("parts")
@@ -195,5 +227,7 @@ def demo_run(demo_cache, tmp_path_factory) -> DemoRun:
     command = [sys.executable, "-m", "mmtrain.launch", str(MAIN_JOB), f"run.dir={folder}"]
     environment = {**os.environ, "XDG_CACHE_HOME": str(demo_cache)}
     environment.pop("OMP_NUM_THREADS", None)
-    ran = subprocess.run(command, capture_output=True, text=True, cwd=folder, env=environment, timeout=1100)
+    ran = subprocess.run(
+        command, capture_output=True, text=True, cwd=folder, env=environment, timeout=1100
+    )
     return DemoRun(folder / "llava_pp4", ran)

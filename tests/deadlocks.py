@@ -1,24 +1,29 @@
 """Whether ranks on GPUs can wait for each other for ever while they run their instruction lists.
 
-The engine gives a device its work through one host thread, and the device runs it on streams: one for all that
-computes, one for each process group. NCCL has no buffers: a send is done once its receive runs too. An operation is
-issued (by the host), starts and is done (on its stream). What must come before what is a graph over these three
-events of every operation; nothing in it depends on how long anything takes, so one walk over it decides for all
-timings: what the walk does not reach never happens. (Operations are only ever waited for, never chosen between.)
+The engine gives a device its work through one host thread, and the device runs it on streams: one
+for all that computes, one for each process group. NCCL has no buffers: a send is done once its
+receive runs too. An operation is issued (by the host), starts and is done (on its stream). What
+must come before what is a graph over these three events of every operation; nothing in it depends
+on how long anything takes, so one walk over it decides for all timings: what the walk does not
+reach never happens. (Operations are only ever waited for, never chosen between.)
 
-- A compute (encode, forward, backward, optimizer step) starts after the computes issued before it and after the
-  messages that it uses are there; the host goes on at once.
-- A message moves on the stream of its process group, and starts after the computes issued before it. A rank has one
-  queue a group for all that it sends and receives there, in order of issue, whoever the peers are: so does torch's
-  ProcessGroupNCCL2. (Its ProcessGroupNCCL has one a group and peer, which is the same where a group has two ranks.) The
-  engine makes one group a channel.
-- Collectives of the whole job run on the computes' stream (ProcessGroupNCCL2), or make it wait (ProcessGroupNCCL).
-- A forward's positions and labels come through a channel between hosts: the host waits for them before it issues that
-  forward. The last stage's forward, and statistics that are reduced over all ranks, make the host wait for the device.
-- Before a rank of the encoder's chain posts the receive of what a slice sends, its host waits for the number of tiles,
-  which rank 0's host sends when it loads that micro-batch. Rank 0 itself knows it.
-- A step ends with the computes' stream waiting for what was posted for coming steps; then the chain's hosts read the
-  numbers that they have not needed, and rank 0's waits for that; then the stream waits for everything sent.
+- A compute (encode, forward, backward, optimizer step) starts after the computes issued before it
+  and after the messages that it uses are there; the host goes on at once.
+- A message moves on the stream of its process group, and starts after the computes issued before
+  it. A rank has one queue a group for all that it sends and receives there, in order of issue,
+  whoever the peers are: so does torch's ProcessGroupNCCL2. (Its ProcessGroupNCCL has one a group
+  and peer, which is the same where a group has two ranks.) The engine makes one group a channel.
+- Collectives of the whole job run on the computes' stream (ProcessGroupNCCL2), or make it wait
+  (ProcessGroupNCCL).
+- A forward's positions and labels come through a channel between hosts: the host waits for them
+  before it issues that forward. The last stage's forward, and statistics that are reduced over all
+  ranks, make the host wait for the device.
+- Before a rank of the encoder's chain posts the receive of what a slice sends, its host waits for
+  the number of tiles, which rank 0's host sends when it loads that micro-batch. Rank 0 itself knows
+  it.
+- A step ends with the computes' stream waiting for what was posted for coming steps; then the
+  chain's hosts read the numbers that they have not needed, and rank 0's waits for that; then the
+  stream waits for everything sent.
 """
 
 from __future__ import annotations
@@ -38,11 +43,16 @@ class Ordering(Enum):
 
     IDEAL = "every stream by itself"
     LAUNCH_ORDER = (
-        "all streams start in the order of issue (CUDA_DEVICE_MAX_CONNECTIONS=1, NCCL_LAUNCH_ORDER_IMPLICIT=1)"
+        "all streams start in the order of issue (CUDA_DEVICE_MAX_CONNECTIONS=1, "
+        "NCCL_LAUNCH_ORDER_IMPLICIT=1)"
     )
     BLOCKING = "an operation is issued once all before it are done (CUDA_LAUNCH_BLOCKING=1)"
     HOST_WAITS = "the host waits for each message that is used (TORCH_NCCL_BLOCKING_WAIT=1)"
-    DEVICE_WIDE_WAITS = "every compute waits for all that was issued before it (kernels that load, memory given back)"
+    DEVICE_WIDE_WAITS = (
+        "every compute waits for all that was issued before it "
+        "(kernels that load, "
+        "memory given back)"
+    )
 
 
 class Stuck(NamedTuple):
@@ -54,12 +64,16 @@ class Stuck(NamedTuple):
 
 
 Load = tuple[int, int]
-"""Kind of step (0: training, which its prelude begins; else an evaluation) and micro-batch, counted from the first."""
+"""Kind of step (0: training, which its prelude begins; else an evaluation) and micro-batch, counted
+from the first.
+"""
 
 
 @dataclass(slots=True)
 class _Operation:
-    """Something that a rank issues; its events are 3 i (issued), 3 i + 1 (started) and 3 i + 2 (done), i its index."""
+    """Something that a rank issues; its events are 3 i (issued), 3 i + 1 (started) and 3 i + 2
+    (done), i its index.
+    """
 
     step: int
     instruction: int  # of the rank's list in that step
@@ -69,7 +83,8 @@ class _Operation:
     collective: bool = False
     host_waits: bool = False  # for this, before it issues what follows
     load: Load | None = None  # that this is
-    after_loads: Sequence[Load] = ()  # whose numbers of tiles the host must have before it issues this
+    # whose numbers of tiles the host must have before it issues this
+    after_loads: Sequence[Load] = ()
     end: int | None = None  # of this step on a rank of the chain
 
 
@@ -79,22 +94,28 @@ def group_a_channel(message: Message) -> Hashable:
 
 
 def find_deadlock(
-    steps: Sequence[Schedule], ordering: Ordering, group_of: Callable[[Message], Hashable] = group_a_channel
+    steps: Sequence[Schedule],
+    ordering: Ordering,
+    group_of: Callable[[Message], Hashable] = group_a_channel,
 ) -> list[Stuck]:
-    """Where each rank that cannot go on stops, when all run these steps one after the other; empty: all reach the end.
+    """Where each rank that cannot go on stops, when all run these steps one after the other; empty:
+    all reach the end.
 
-    A step is what runs from one reduction of statistics to the next, training or evaluation, or the prelude; in the
-    lists of each, what an instruction needs of its own rank stands before it.
+    A step is what runs from one reduction of statistics to the next, training or evaluation, or the
+    prelude; in the lists of each, what an instruction needs of its own rank stands before it.
     """
     operations: list[_Operation] = []
     begins = [0]
     for rank in range(len(steps[0])):
         used = 0  # micro-batches of training
         for number, schedule in enumerate(steps):
-            is_evaluation = {x.op for x in schedule[rank]} & {Op.REDUCE_STATISTICS, Op.OPTIMIZER_STEP} == {
-                Op.REDUCE_STATISTICS
-            }
-            _issue(operations, number, schedule, rank, (number + 1, 0) if is_evaluation else (0, used))
+            is_evaluation = {x.op for x in schedule[rank]} & {
+                Op.REDUCE_STATISTICS,
+                Op.OPTIMIZER_STEP,
+            } == {Op.REDUCE_STATISTICS}
+            _issue(
+                operations, number, schedule, rank, (number + 1, 0) if is_evaluation else (0, used)
+            )
             if not is_evaluation:
                 used += sum(x.op is Op.FORWARD and x.stage == 0 for x in schedule[0])
         begins.append(len(operations))
@@ -108,7 +129,9 @@ def find_deadlock(
     return stuck
 
 
-def _issue(operations: list[_Operation], step: int, schedule: Schedule, rank: int, first: Load) -> None:
+def _issue(
+    operations: list[_Operation], step: int, schedule: Schedule, rank: int, first: Load
+) -> None:
     """Append what the host of `rank` issues in a step, whose micro-batch 0 is `first`."""
     last_stage = max((x.stage for instructions in schedule for x in instructions), default=0)
     kind, begin = first
@@ -122,14 +145,18 @@ def _issue(operations: list[_Operation], step: int, schedule: Schedule, rank: in
             operations.append(_Operation(step, place, message, sends=True))
         elif x.op in RECEIVES:
             received[message] = len(operations)
-            loads = [(kind, begin + x.microbatch)] if x.op is Op.RECEIVE_FEATURES and listens else []
+            loads = (
+                [(kind, begin + x.microbatch)] if x.op is Op.RECEIVE_FEATURES and listens else []
+            )
             operations.append(_Operation(step, place, message, after_loads=loads))
         else:
             reduces = x.op is Op.REDUCE_STATISTICS
             waits = reduces or (x.op is Op.FORWARD and x.stage == last_stage)
             uses = [received.pop(message)] if message else []
             load = (kind, begin + x.microbatch) if x.op is Op.LOAD else None
-            operations.append(_Operation(step, place, uses=uses, collective=reduces, host_waits=waits, load=load))
+            operations.append(
+                _Operation(step, place, uses=uses, collective=reduces, host_waits=waits, load=load)
+            )
     operations.append(_Operation(step, len(schedule[rank]), uses=list(received.values())))
     loads = [(kind, begin + x.microbatch) for x in schedule[0] if x.op is Op.LOAD and listens]
     end = step if len(chain) > 1 and rank in chain else None
@@ -151,13 +178,16 @@ def _events(
         waits[event] += 1
 
     queues: dict[Hashable, int] = {}  # the latest message of each rank and group
-    pairs: dict[Hashable, tuple[list[int], list[int]]] = defaultdict(lambda: ([], []))  # receives and sends
+    # receives and sends
+    pairs: dict[Hashable, tuple[list[int], list[int]]] = defaultdict(lambda: ([], []))
     collectives: dict[int, list[int]] = defaultdict(list)
     device_wide = ordering is Ordering.DEVICE_WIDE_WAITS
-    # The number of tiles goes out after its load, where the host waits for that before it issues anything else.
+    # The number of tiles goes out after its load, where the host waits for that before it issues
+    # anything else.
     loaded = 2 if device_wide or ordering is Ordering.BLOCKING else 0
     loads = {x.load: 3 * i + loaded for i, x in enumerate(operations) if x.load is not None}
-    readers = {x.end: 3 * i for i, x in enumerate(operations[: begins[1]]) if x.end is not None}  # on rank 0
+    # on rank 0
+    readers = {x.end: 3 * i for i, x in enumerate(operations[: begins[1]]) if x.end is not None}
     for rank, (begin, end) in enumerate(pairwise(begins)):
         compute: int | None = None  # the latest
         pending: list[int] = []  # messages that no device-wide wait has waited for

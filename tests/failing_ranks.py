@@ -1,4 +1,6 @@
-"""Two real ranks that end in the way that the command line says: python failing_ranks.py HOW FOLDER."""
+"""Two real ranks that end in the way that the command line says: python failing_ranks.py HOW
+FOLDER.
+"""
 
 import logging
 import os
@@ -16,15 +18,20 @@ from mmtrain.runtime.rank import Rank
 from mmtrain.runtime.supervise import prepared, run_ranks
 
 LAST_STEP = 5
-# What NCCL's watchdog writes before it aborts the process that it watches: ProcessGroupNCCL as somebody's log has it,
-# ProcessGroupNCCL2 as torch 2.15 wrote it here, with a receive that nobody sent anything for.
+# What NCCL's watchdog writes before it aborts the process that it watches: ProcessGroupNCCL as
+# somebody's log has it, ProcessGroupNCCL2 as torch 2.15 wrote it here, with a receive that nobody
+# sent anything for.
 WATCHDOGS = {
-    "watchdog": b"[rank0]:[E1218 20:27:21.426415540 ProcessGroupNCCL.cpp:629] [Rank 0] Watchdog caught collective "
-    b"operation timeout: WorkNCCL(SeqNum=1, OpType=BROADCAST, NumelIn=1, NumelOut=1, Timeout(ms)=60000) ran for 60081 "
+    "watchdog": b"[rank0]:[E1218 20:27:21.426415540 ProcessGroupNCCL.cpp:629] [Rank 0] Watchdog "
+    b"caught collective "
+    b"operation timeout: WorkNCCL(SeqNum=1, OpType=BROADCAST, NumelIn=1, NumelOut=1, "
+    b"Timeout(ms)=60000) ran for 60081 "
     b"milliseconds before timing out.\n",
-    "watchdog of NCCL2": b"[rank0]:[E1124 19:10:32.417834345 WorkNCCL.cpp:372] [TC][rank=0][name=1] Operation timed "
+    "watchdog of NCCL2": b"[rank0]:[E1124 19:10:32.417834345 WorkNCCL.cpp:372] "
+    b"[TC][rank=0][name=1] Operation timed "
     b"out after 4000 ms\n"
-    b"[rank0]:[E1124 19:10:33.607397765 ProcessGroupNCCL.cpp:638] [TC][rank=0][name=1] Aborting process on rank 0 due "
+    b"[rank0]:[E1124 19:10:33.607397765 ProcessGroupNCCL.cpp:638] [TC][rank=0][name=1] Aborting "
+    b"process on rank 0 due "
     b"to timeout - timeout watchdog detected operation timeout\n",
 }
 
@@ -36,7 +43,8 @@ class Unhashable:
     __eq__ = lambda self, other: True  # noqa: E731
 
 
-# What libraries have set up when they are imported; dill's is as the first one, of which the stream cannot be set.
+# What libraries have set up when they are imported; dill's is as the first one, of which the stream
+# cannot be set.
 logging.getLogger("like dill").addHandler(logging._StderrHandler(logging.WARNING))
 logging.getLogger("plain").addHandler(logging.StreamHandler())
 logging.getLogger("odd").addHandler(logging.StreamHandler(Unhashable()))
@@ -78,7 +86,9 @@ def read_with_workers() -> None:
     from torch.utils.data import DataLoader
 
     global batches
-    batches = iter(DataLoader(range(100), batch_size=None, num_workers=2, multiprocessing_context="fork"))
+    batches = iter(
+        DataLoader(range(100), batch_size=None, num_workers=2, multiprocessing_context="fork")
+    )
     next(batches)
 
 

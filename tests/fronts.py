@@ -1,4 +1,6 @@
-"""The front of a pipeline alone, with the micro-batch that its planner expects, and the bytes that it takes."""
+"""The front of a pipeline alone, with the micro-batch that its planner expects, and the bytes that
+it takes.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,9 @@ from mmtrain.plan.planner import models_of
 
 def front_of(config: RunConfig) -> SingleStage:
     stage = build_stage(config, StagePlan(0, 0, 0, True, False))
-    return SingleStage(stage, expected_batch(config, models_of(config)), input_gradient=False, backward=True)
+    return SingleStage(
+        stage, expected_batch(config, models_of(config)), input_gradient=False, backward=True
+    )
 
 
 def bytes_of_front(front: SingleStage) -> list[Usage]:

@@ -1,8 +1,10 @@
-"""Run a function on several ranks, each with a GPU of its own: the machine's, or a fake one where it has too few.
+"""Run a function on several ranks, each with a GPU of its own: the machine's, or a fake one where
+it has too few.
 
-CUDA must start in no process that was forked from one that has used it, so ranks are not forked from the tests' own,
-but from a Python process beside them that has only imported what takes seconds. The function and its arguments go there
-as a pickle; so does each rank's result on its way back.
+CUDA must start in no process that was forked from one that has used it, so ranks are not forked
+from the tests' own, but from a Python process beside them that has only imported what takes
+seconds. The function and its arguments go there as a pickle; so does each rank's result on its way
+back.
 """
 
 from __future__ import annotations
@@ -34,9 +36,15 @@ READ_AT_IMPORT = ("LD_PRELOAD", "FAKE_CUDA_RESULTS", "DS_ACCELERATOR")
 
 @functools.cache
 def real_gpus() -> int:
-    """Number of GPUs that torch can use here. Asked in another process: asking may start CUDA in this one."""
+    """Number of GPUs that torch can use here. Asked in another process: asking may start CUDA in
+    this one.
+    """
     count = "import torch; print(torch.cuda.device_count() if torch.cuda.is_available() else 0)"
-    return int(subprocess.run([sys.executable, "-c", count], capture_output=True, text=True, check=True).stdout)
+    return int(
+        subprocess.run(
+            [sys.executable, "-c", count], capture_output=True, text=True, check=True
+        ).stdout
+    )
 
 
 def no_real_gpus(count: int) -> str | None:
@@ -51,7 +59,9 @@ def why_no_gpus(count: int) -> str | None:
 
 
 def gpu_environment(count: int, *, seed: int = 0, **settings: object) -> dict[str, str]:
-    """Return the environment of a program that uses `count` GPUs; `settings` are those of `build.environment`."""
+    """Return the environment of a program that uses `count` GPUs; `settings` are those of
+    `build.environment`.
+    """
     if real_gpus() >= count:
         return dict(os.environ)
     return build.environment(seed=seed, devices=count, **settings)
@@ -68,7 +78,9 @@ def let_programs_use_gpus(count: int, patch: pytest.MonkeyPatch) -> None:
 
 
 def fake_runtime() -> Any:
-    """Return the fake CUDA's own functions (`fake_cuda_order_by`, ...) in a rank that uses it, else None."""
+    """Return the fake CUDA's own functions (`fake_cuda_order_by`, ...) in a rank that uses it, else
+    None.
+    """
     if not hasattr(ctypes.CDLL(None), "fake_cuda_put"):  # not preloaded
         return None
     from fake_cuda.late import RUNTIME
@@ -77,9 +89,16 @@ def fake_runtime() -> Any:
 
 
 def run_gpu_ranks(
-    world: int, function: Callable[..., Any], *args: Any, timeout: float = 240, seed: int = 0, **settings: object
+    world: int,
+    function: Callable[..., Any],
+    *args: Any,
+    timeout: float = 240,
+    seed: int = 0,
+    **settings: object,
 ) -> list[Any]:
-    """Results of `function(*args)` from ranks 0 .. world - 1; AssertionError with the first failing traceback."""
+    """Results of `function(*args)` from ranks 0 .. world - 1; AssertionError with the first failing
+    traceback.
+    """
     from ranks import free_port
 
     with tempfile.TemporaryDirectory() as name:
@@ -109,12 +128,18 @@ _forkers: dict[tuple[str | None, ...], subprocess.Popen[str]] = {}
 
 
 def _forker(environment: Mapping[str, str]) -> subprocess.Popen[str]:
-    """Return the process of which ranks are forked, the leader of their group; it ends when its input does."""
+    """Return the process of which ranks are forked, the leader of their group; it ends when its
+    input does.
+    """
     key = tuple(environment.get(name) for name in READ_AT_IMPORT)
     if key not in _forkers or _forkers[key].poll() is not None:
         paths = [str(folder) for folder in (Path(__file__).parent, Path(__file__).parent.parent)]
         _forkers[key] = subprocess.Popen(
-            [sys.executable, "-c", f"import sys; sys.path[:0] = {paths}; import gpu_ranks; gpu_ranks.fork_ranks()"],
+            [
+                sys.executable,
+                "-c",
+                f"import sys; sys.path[:0] = {paths}; import gpu_ranks; gpu_ranks.fork_ranks()",
+            ],
             env=environment,
             stdin=subprocess.PIPE,
             text=True,
@@ -142,11 +167,15 @@ def _results(forker: subprocess.Popen[str], folder: Path, world: int, deadline: 
 
 
 def _outputs(folder: Path) -> str:
-    return "\n".join(f"{path.name}:\n{path.read_text()[-6000:]}" for path in sorted(folder.glob("output*")))
+    return "\n".join(
+        f"{path.name}:\n{path.read_text()[-6000:]}" for path in sorted(folder.glob("output*"))
+    )
 
 
 def fork_ranks() -> None:
-    """Fork the ranks of each folder that the input names, and write there which of them end without a result."""
+    """Fork the ranks of each folder that the input names, and write there which of them end without
+    a result.
+    """
     for module in PRELOADED:
         importlib.import_module(module)
     for line in sys.stdin:
@@ -156,7 +185,11 @@ def fork_ranks() -> None:
         for rank in range(int(environment["WORLD_SIZE"])):
             process = os.fork()
             if process == 0:
-                own = {"RANK": str(rank), "LOCAL_RANK": str(rank), "MMTRAIN_TEST_DEVICE": f"cuda:{rank}"}
+                own = {
+                    "RANK": str(rank),
+                    "LOCAL_RANK": str(rank),
+                    "MMTRAIN_TEST_DEVICE": f"cuda:{rank}",
+                }
                 os.environ.clear()
                 os.environ.update(environment | own)
                 sys.path[:] = [*dict.fromkeys([*sys.path, *path])]

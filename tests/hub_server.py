@@ -1,4 +1,5 @@
-"""A model hub on 127.0.0.1: as much of its API as huggingface_hub asks for when it uploads and downloads.
+"""A model hub on 127.0.0.1: as much of its API as huggingface_hub asks for when it uploads and
+downloads.
 
 It was written from what the client sends, and not compared with the hub.
 """
@@ -29,7 +30,8 @@ class Attack:
     sha: str = COMMIT
     status: int = 200  # of the answer to HEAD
     headers: Mapping[str, str] = field(default_factory=dict)  # of answers about files
-    body: Callable[[int], Iterable[bytes]] = lambda start: [b"x" * (SIZE - start)]  # from byte `start` on
+    # from byte `start` on
+    body: Callable[[int], Iterable[bytes]] = lambda start: [b"x" * (SIZE - start)]
     breaks: bool = False  # whether the connection ends before the first answer does
 
 
@@ -95,7 +97,10 @@ class Handler(BaseHTTPRequestHandler):
             return self.answer({"url": f"{self.server.address}/{name}"})
         if path.endswith("/info/lfs/objects/batch"):
             upload = lambda oid: {"upload": {"href": f"{self.server.address}/upload/{oid}"}}  # noqa: E731
-            objects = [{**wanted, "actions": upload(wanted["oid"])} for wanted in json.loads(body)["objects"]]
+            objects = [
+                {**wanted, "actions": upload(wanted["oid"])}
+                for wanted in json.loads(body)["objects"]
+            ]
             return self.answer({"transfer": "basic", "objects": objects})
         if path == "/api/validate-yaml":
             return self.answer({"errors": [], "warnings": []})
@@ -113,14 +118,18 @@ class Handler(BaseHTTPRequestHandler):
                 self.server.repositories[name][value["path"]] = base64.b64decode(value["content"])
             elif line["key"] == "lfsFile":
                 self.server.repositories[name][value["path"]] = self.server.uploads[value["oid"]]
-        return self.answer({"commitUrl": f"{self.server.address}/{name}/commit/{COMMIT}", "commitOid": COMMIT})
+        return self.answer(
+            {"commitUrl": f"{self.server.address}/{name}/commit/{COMMIT}", "commitOid": COMMIT}
+        )
 
     def do_PUT(self) -> None:
         body = self.read()
         self.server.uploads[hashlib.sha256(body).hexdigest()] = body
         self.answer({})
 
-    def send_parts(self, parts: Iterable[bytes], status: int = 200, breaks: bool = False, **headers: str) -> None:
+    def send_parts(
+        self, parts: Iterable[bytes], status: int = 200, breaks: bool = False, **headers: str
+    ) -> None:
         """Send a body without a length, until the client leaves."""
         self.send_response(status)
         for name, value in {"Transfer-Encoding": "chunked", **headers}.items():
@@ -135,8 +144,15 @@ class Handler(BaseHTTPRequestHandler):
 
     def attack(self, attack: Attack, path: str) -> None:
         if path.startswith("/api/"):
-            key, start = ("path", "[") if "/tree/" in path else ("rfilename", f'{{"sha": "{attack.sha}", "siblings": [')
-            parts = (json.dumps({key: name, "type": "file", "size": SIZE, "oid": COMMIT}) for name in attack.names)
+            key, start = (
+                ("path", "[")
+                if "/tree/" in path
+                else ("rfilename", f'{{"sha": "{attack.sha}", "siblings": [')
+            )
+            parts = (
+                json.dumps({key: name, "type": "file", "size": SIZE, "oid": COMMIT})
+                for name in attack.names
+            )
             end = "]" if key == "path" else '], "id": "my-org/hostile"}'
             first = iter([start])
             listed = (f"{next(first, ', ')}{part}".encode() for part in parts)
@@ -146,7 +162,10 @@ class Handler(BaseHTTPRequestHandler):
             return self.answer(b"x" * SIZE, attack.status, **headers)
         self.server.asked_for.append(path)
         return self.send_parts(
-            attack.body(self.start), 206 if self.start else 200, attack.breaks and not self.start, **headers
+            attack.body(self.start),
+            206 if self.start else 200,
+            attack.breaks and not self.start,
+            **headers,
         )
 
     def do_GET(self) -> None:
@@ -157,20 +176,25 @@ class Handler(BaseHTTPRequestHandler):
         if path == "/api/whoami-v2":
             is_known = self.headers.get("Authorization") == f"Bearer {TOKEN}"
             return self.answer(
-                {"name": "tester", "type": "user"} if is_known else {"error": "Invalid"}, 200 if is_known else 401
+                {"name": "tester", "type": "user"} if is_known else {"error": "Invalid"},
+                200 if is_known else 401,
             )
         if path.startswith("/api/models/"):
             name = "/".join(path.split("/")[3:5])
             files = self.server.repositories.get(name)
             if files is None:
-                return self.answer({"error": "Repository not found"}, 404, X_Error_Code="RepoNotFound")
+                return self.answer(
+                    {"error": "Repository not found"}, 404, X_Error_Code="RepoNotFound"
+                )
             if "/tree/" in path:
                 listed = [
                     {"type": "file", "path": file, "size": len(content), "oid": COMMIT}
                     for file, content in files.items()
                 ]
                 return self.answer(listed)
-            return self.answer({"id": name, "sha": COMMIT, "siblings": [{"rfilename": file} for file in files]})
+            return self.answer(
+                {"id": name, "sha": COMMIT, "siblings": [{"rfilename": file} for file in files]}
+            )
         if path.startswith("/stored/"):
             return self.stored(path.removeprefix("/stored/"))
         if "/resolve/" not in path:
@@ -183,7 +207,8 @@ class Handler(BaseHTTPRequestHandler):
         etag = f'"{hashlib.sha256(content).hexdigest()}"'
         if not file.endswith(".safetensors"):
             return self.answer(content, ETag=etag, X_Repo_Commit=COMMIT)
-        place = f"http://localhost:{self.server.server_port}/stored/{name}/{file}"  # for the client another machine
+        # for the client another machine
+        place = f"http://localhost:{self.server.server_port}/stored/{name}/{file}"
         of_file = {
             "X-Linked-Etag": etag,
             "X-Linked-Size": str(len(content)),

@@ -1,4 +1,6 @@
-"""Settings of every supported family with recurrent layers, for transformers' configs of six layers."""
+"""Settings of every supported family with recurrent layers, for transformers' configs of six
+layers.
+"""
 
 HYBRIDS: dict[str, dict] = {
     "qwen3_next": {},

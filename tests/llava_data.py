@@ -1,4 +1,6 @@
-"""LLaVA data sets made on the fly for the sharding tool's tests, the tool's command line, and what it has written."""
+"""LLaVA data sets made on the fly for the sharding tool's tests, the tool's command line, and what
+it has written.
+"""
 
 import io
 import json
@@ -15,7 +17,17 @@ TOOL = TOOLS / "shard_dataset.py"
 
 def command(*more: str) -> list[str]:
     """The tool over a.json and images/, into out/, of the current folder."""
-    return [sys.executable, str(TOOL), "--json", "a.json", "--images", "images", "--out", "out", *more]
+    return [
+        sys.executable,
+        str(TOOL),
+        "--json",
+        "a.json",
+        "--images",
+        "images",
+        "--out",
+        "out",
+        *more,
+    ]
 
 
 def picture(draw: random.Random, file_format: str) -> bytes:
@@ -26,13 +38,24 @@ def picture(draw: random.Random, file_format: str) -> bytes:
 
 
 def turns(*texts: str) -> list[dict]:
-    return [{"from": ("human", "gpt")[number % 2], "value": text} for number, text in enumerate(texts)]
+    return [
+        {"from": ("human", "gpt")[number % 2], "value": text} for number, text in enumerate(texts)
+    ]
 
 
 def good_records(images: Path, count: int, seed: int = 0) -> list[dict]:
-    """Records of every accepted kind, and their image files: none, one, several; some in folders; unicode; text ids."""
+    """Records of every accepted kind, and their image files: none, one, several; some in folders;
+    unicode; text ids.
+    """
     draw = random.Random(seed)
-    texts = ["A cat.", "図書館 \U0001f600", "two\nlines", 'quotes " and \\', "<b>&amp;</b>", "a\u2028b"]
+    texts = [
+        "A cat.",
+        "図書館 \U0001f600",
+        "two\nlines",
+        'quotes " and \\',
+        "<b>&amp;</b>",
+        "a\u2028b",
+    ]
     records = []
     for number in range(count):
         names = [
@@ -41,10 +64,16 @@ def good_records(images: Path, count: int, seed: int = 0) -> list[dict]:
         ]
         for name in names:
             (images / name).parent.mkdir(parents=True, exist_ok=True)
-            file_format = {"jpg": "JPEG", "JPEG": "JPEG", "png": "PNG", "webp": "WEBP"}[name.rpartition(".")[2]]
+            file_format = {"jpg": "JPEG", "JPEG": "JPEG", "png": "PNG", "webp": "WEBP"}[
+                name.rpartition(".")[2]
+            ]
             (images / name).write_bytes(picture(draw, file_format))
         marks = "<image>\n" * len(names)
-        record = {"conversations": turns(marks + draw.choice(texts), *draw.choices(texts, k=draw.choice([1, 3])))}
+        record = {
+            "conversations": turns(
+                marks + draw.choice(texts), *draw.choices(texts, k=draw.choice([1, 3]))
+            )
+        }
         name = f"{seed}-{number:04d}"
         record["id"] = draw.choice([name, 1000 * seed + number, f"coco/{name}.jpg", f"é{name}"])
         if len(names) == 1:
@@ -74,7 +103,10 @@ def slow_data(folder: Path, count: int) -> None:
     stream = io.BytesIO()
     Image.effect_noise((600, 600), 50).convert("RGB").save(stream, "JPEG")
     (folder / "images" / "a.jpg").write_bytes(stream.getvalue())
-    records = [{"id": f"{n}", "image": "a.jpg", "conversations": turns("<image>", "Noise.")} for n in range(count)]
+    records = [
+        {"id": f"{n}", "image": "a.jpg", "conversations": turns("<image>", "Noise.")}
+        for n in range(count)
+    ]
     (folder / "a.json").write_text(json.dumps(records))
 
 
@@ -88,4 +120,6 @@ def keys_in(tar: Path) -> list[str]:
 
 
 def contents(folder: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in sorted(folder.iterdir()) if path.name != ".lock"}
+    return {
+        path.name: path.read_bytes() for path in sorted(folder.iterdir()) if path.name != ".lock"
+    }

@@ -1,4 +1,6 @@
-"""Layers with unrelated random costs, so that planning is tested on more than the shapes of real models."""
+"""Layers with unrelated random costs, so that planning is tested on more than the shapes of real
+models.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,9 @@ def made_up_costs(
     first: int | None = None,
     polls: bool = True,
 ) -> StageCosts:
-    """Front, decoder layers, head; something trains from layer `first` (default: any) on, those before keep nothing."""
+    """Front, decoder layers, head; something trains from layer `first` (default: any) on, those
+    before keep nothing.
+    """
     first = draw.randrange(decoder + 2) if first is None else first
     layers, seconds = [], []
     for i in range(decoder + 2):
@@ -74,12 +78,16 @@ def made_up_costs(
 
 
 def made_up_calibration(config: RunConfig, device: Device) -> Calibration:
-    """Decoder layers take 1 + 2 seconds, on rows 0.5 + 1; front 0.25 + 0.75, encoder 4, head 0.5 + 0.5."""
+    """Decoder layers take 1 + 2 seconds, on rows 0.5 + 1; front 0.25 + 0.75, encoder 4, head 0.5 +
+    0.5.
+    """
     models = models_of(config)
     seconds = {"encoder": (4.0, 0.0), "front": (0.25, 0.75), "head": (0.5, 0.5)}
     layers = {}
     for kind in run_costs(config, models).kinds:
-        layers[kind.name] = made_up_measures(*seconds.get(kind.name, (0.5, 1.0) if kind.on_rows else (1.0, 2.0)))
+        layers[kind.name] = made_up_measures(
+            *seconds.get(kind.name, (0.5, 1.0) if kind.on_rows else (1.0, 2.0))
+        )
     return Calibration(
         key=calibration_key(config, models, device),
         layers=layers,
@@ -98,11 +106,16 @@ def made_up_measures(forward: float, backward: float) -> LayerMeasures:
     return LayerMeasures(forward, backward, forward + backward, 1000, 100, 10, 20, 1200)
 
 
-def equal_costs(layers: Sequence[float], *, pipeline: int, microbatches: int, encode: float = 0.0) -> StageCosts:
-    """Layers of these seconds in each direction and no memory, the first one trained; an encoder of one block."""
+def equal_costs(
+    layers: Sequence[float], *, pipeline: int, microbatches: int, encode: float = 0.0
+) -> StageCosts:
+    """Layers of these seconds in each direction and no memory, the first one trained; an encoder of
+    one block.
+    """
     costs = RunCosts(
         layers=tuple(
-            LayerCost(str(i), ("p",) * (i == 0), 0, Flops(), Flops(), 0, 0, 0, 0, 0, 0, 0) for i in range(len(layers))
+            LayerCost(str(i), ("p",) * (i == 0), 0, Flops(), Flops(), 0, 0, 0, 0, 0, 0, 0)
+            for i in range(len(layers))
         ),
         whole_last=LayerCost("", (), 0, Flops(), Flops(), 0, 0, 0, 0, 0, 0, 0),
         encoder=EncoderCost(0, True, 0, 0, 0, blocks=1),
@@ -114,7 +127,9 @@ def equal_costs(layers: Sequence[float], *, pipeline: int, microbatches: int, en
         kinds=(),
     )
     seconds = tuple(LayerSeconds(x, x, 2 * x) for x in layers)
-    timings = Timings(None, seconds, seconds[-2], 0.0, encode, 1, 0, MessageCost(), MessageCost(), 0)
+    timings = Timings(
+        None, seconds, seconds[-2], 0.0, encode, 1, 0, MessageCost(), MessageCost(), 0
+    )
     return StageCosts(costs, timings, Setting(pipeline, microbatches, None, "auto"))
 
 

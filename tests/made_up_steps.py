@@ -58,13 +58,21 @@ def ahead_along(chain: Chain) -> list[int]:
 
 def chains(pipeline: int) -> list[tuple[int, ...]]:
     """Rank 0 with the last, every rank, every other one."""
-    return sorted({(0, pipeline - 1), tuple(range(pipeline)), tuple(range(0, pipeline, 2))} - {(0,)})
+    return sorted(
+        {(0, pipeline - 1), tuple(range(pipeline)), tuple(range(0, pipeline, 2))} - {(0,)}
+    )
 
 
 def made_up_step(
-    draw: random.Random, pipeline: int, stages_per_rank: int, microbatches: int, ranks: Sequence[int]
+    draw: random.Random,
+    pipeline: int,
+    stages_per_rank: int,
+    microbatches: int,
+    ranks: Sequence[int],
 ) -> Step:
-    """Encoders of 1% to 60% of the work, in slices of unequal size; rank 0's may be the stem alone."""
+    """Encoders of 1% to 60% of the work, in slices of unequal size; rank 0's may be the stem
+    alone.
+    """
     stages = pipeline * stages_per_rank
     first = draw.choice([0, 0, draw.randrange(stages)])
     forward = [draw.uniform(0.5, 1.5) for _ in range(stages)]

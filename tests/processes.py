@@ -1,4 +1,6 @@
-"""Starts a command whose whole family of processes can be found again, orphans too, by a mark in the environment."""
+"""Starts a command whose whole family of processes can be found again, orphans too, by a mark in
+the environment.
+"""
 
 from __future__ import annotations
 
@@ -19,18 +21,24 @@ MARK = "MMTRAIN_TEST_MARK"
 
 
 def listen_to_ctrl_c() -> None:
-    """In a child: a background job of a shell script starts with Ctrl-C ignored, and hands that on."""
+    """In a child: a background job of a shell script starts with Ctrl-C ignored, and hands that
+    on.
+    """
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def last_given(*words: str | Path) -> list[str | Path]:
-    """Words of a command line without the settings that a later one replaces: no command takes a key twice."""
+    """Words of a command line without the settings that a later one replaces: no command takes a
+    key twice.
+    """
     keys = [str(word).partition("=")[0] if "=" in str(word) else object() for word in words]
     return [word for place, word in enumerate(words) if keys[place] not in keys[place + 1 :]]
 
 
 class Command:
-    """A running `python ARGUMENTS` in its own session; everything that it started is killed at the end of the test."""
+    """A running `python ARGUMENTS` in its own session; everything that it started is killed at the
+    end of the test.
+    """
 
     def __init__(self, arguments: Sequence[str | Path], folder: Path) -> None:
         self.mark = uuid.uuid4().hex
@@ -57,7 +65,9 @@ class Command:
         return self._stderr.read_text()
 
     def family(self) -> list[int]:
-        """Living processes that descend from the command, wherever they hang in the process tree now."""
+        """Living processes that descend from the command, wherever they hang in the process tree
+        now.
+        """
         wanted = f"{MARK}={self.mark}".encode()
         found = []
         for entry in Path("/proc").glob("[0-9]*"):
@@ -112,7 +122,9 @@ def wait_for(condition: Callable[[], object], timeout: float, what: str) -> None
 def ranks_of(run: Path) -> dict[int, int]:
     """Process ids by rank, as the log names them."""
     log = run / "log.txt"
-    found = re.findall(r"(?m)^\[rank (\d+)\] process (\d+) on ", log.read_text() if log.exists() else "")
+    found = re.findall(
+        r"(?m)^\[rank (\d+)\] process (\d+) on ", log.read_text() if log.exists() else ""
+    )
     return {int(rank): int(pid) for rank, pid in found}
 
 

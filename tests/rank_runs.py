@@ -1,4 +1,6 @@
-"""Whole runs without a launcher's start-up: `training.loop.main` on forked ranks, from where `--resume` would begin."""
+"""Whole runs without a launcher's start-up: `training.loop.main` on forked ranks, from where
+`--resume` would begin.
+"""
 
 from __future__ import annotations
 
@@ -37,9 +39,13 @@ class Run:
     printed: str
 
     def lines(self, name: str, *kinds: str) -> list[dict[str, Any]]:
-        """Records of a file of the run, of these kinds if there are any, without the time at which each was written."""
+        """Records of a file of the run, of these kinds if there are any, without the time at which
+        each was written.
+        """
         path = self.folder / name
-        records = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+        records = (
+            [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+        )
         for record in records:
             record.pop("time", None)
         return [record for record in records if not kinds or record["kind"] in kinds]
@@ -47,7 +53,9 @@ class Run:
     def losses(self) -> dict[int, float]:
         """Loss by step, as last recorded."""
         steps = self.lines("metrics.jsonl", "train")
-        assert [line["step"] for line in steps] == list(range(len(steps))), "each step once, in order"
+        assert [line["step"] for line in steps] == list(range(len(steps))), (
+            "each step once, in order"
+        )
         return {line["step"]: line["loss"] for line in steps}
 
     def checkpoint(self, step: int) -> StepFolder:
@@ -86,7 +94,8 @@ def train(
     allow: Sequence[str] = (),
     prefetch: Literal["auto"] | int = "auto",
 ) -> Run:
-    """Run to the end what `mmtrain train FILE OVERRIDES --resume RESUME --allow-change ALLOW` would.
+    """Run to the end what `mmtrain train FILE OVERRIDES --resume RESUME --allow-change ALLOW`
+    would.
 
     Each step begins with `prefetch` micro-batches encoded.
     """
@@ -97,7 +106,9 @@ def train(
             plan = _prefetching(plan, prefetch)
         prepare_folder(config, plan, goes_on=start is not None)
     world = len(plan.ranks)
-    stopped = run_ranks(world, _be_rank, config, plan, start, timeout=200, daemons=config.data.workers == 0)
+    stopped = run_ranks(
+        world, _be_rank, config, plan, start, timeout=200, daemons=config.data.workers == 0
+    )
     assert stopped == [None] * world
     folder = run_folder(config)
     return Run(folder, said.getvalue() + (folder / "console-0.txt").read_text())

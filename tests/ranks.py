@@ -1,4 +1,6 @@
-"""Runs a function on several real ranks: forked processes, gloo, results in rank order, a timeout that kills."""
+"""Runs a function on several real ranks: forked processes, gloo, results in rank order, a timeout
+that kills.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,9 @@ _ports = itertools.count()
 
 
 def free_port() -> int:
-    """A port that no other process of this test run is given: the kernel hands none out below 32768 by itself."""
+    """A port that no other process of this test run is given: the kernel hands none out below 32768
+    by itself.
+    """
     worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
     first = 20000 + 500 * (worker % 20)
     for number in _ports:
@@ -38,7 +42,11 @@ def free_port() -> int:
 
 def _child(function: Callable, rank: int, world: int, port: int, args: tuple, pipe: Any) -> None:
     os.environ.update(
-        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port)
+        RANK=str(rank),
+        LOCAL_RANK=str(rank),
+        WORLD_SIZE=str(world),
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(port),
     )
     torch.set_num_threads(1)
     try:
@@ -50,8 +58,11 @@ def _child(function: Callable, rank: int, world: int, port: int, args: tuple, pi
     os._exit(0)  # a failing peer would leave this rank in a collective at exit
 
 
-def run_ranks(world: int, function: Callable, *args: Any, timeout: float = 120, daemons: bool = True) -> list[Any]:
-    """Results of `function(*args)` from ranks 0 .. world - 1; AssertionError with the first failing traceback.
+def run_ranks(
+    world: int, function: Callable, *args: Any, timeout: float = 120, daemons: bool = True
+) -> list[Any]:
+    """Results of `function(*args)` from ranks 0 .. world - 1; AssertionError with the first failing
+    traceback.
 
     Ranks that are no daemons may have data workers.
     """
@@ -62,7 +73,9 @@ def run_ranks(world: int, function: Callable, *args: Any, timeout: float = 120, 
     pipes, processes = [], []
     for rank in range(world):
         receiver, sender = context.Pipe(duplex=False)
-        process = context.Process(target=_child, args=(function, rank, world, port, args, sender), daemon=daemons)
+        process = context.Process(
+            target=_child, args=(function, rank, world, port, args, sender), daemon=daemons
+        )
         process.start()
         sender.close()
         pipes.append(receiver)
@@ -73,8 +86,11 @@ def run_ranks(world: int, function: Callable, *args: Any, timeout: float = 120, 
     try:
         while waiting:
             ready = wait(waiting, timeout=max(0.0, deadline - time.monotonic()))
-            assert ready, f"ranks {sorted(waiting.values())} of {world} said nothing for {timeout} s"
-            for receiver in ready:  # in the order of their ends: the first failure is the cause, later ones its victims
+            assert ready, (
+                f"ranks {sorted(waiting.values())} of {world} said nothing for {timeout} s"
+            )
+            # in the order of their ends: the first failure is the cause, later ones its victims
+            for receiver in ready:
                 rank = waiting.pop(receiver)
                 ok, results[rank] = receiver.recv()
                 assert ok, f"rank {rank} of {world} failed:\n{results[rank]}"

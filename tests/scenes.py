@@ -1,4 +1,6 @@
-"""A stock LLaVA, its parts as mmtrain reads them, and training data in both forms: what the parity tests compare."""
+"""A stock LLaVA, its parts as mmtrain reads them, and training data in both forms: what the parity
+tests compare.
+"""
 
 from __future__ import annotations
 
@@ -68,7 +70,8 @@ LAYERS = 4
 
 @dataclass(frozen=True)
 class Document:
-    """One conversation: ids with IMAGE_POSITION, labels[t] = token that t predicts, images (N, 3, H, W) or None.
+    """One conversation: ids with IMAGE_POSITION, labels[t] = token that t predicts, images (N, 3,
+    H, W) or None.
 
     Where `tilings` say so, images are the tiles of fewer.
     """
@@ -82,8 +85,12 @@ class Document:
 Microbatch = Sequence[Sequence[Document]]  # rows of documents
 
 
-def save_parts(folder: Path, layers: int = LAYERS, tied: bool = False, vision_layers: int = 3) -> None:
-    """A random llama in folder/llm and a random CLIP tower in folder/vision, with signals that do not vanish."""
+def save_parts(
+    folder: Path, layers: int = LAYERS, tied: bool = False, vision_layers: int = 3
+) -> None:
+    """A random llama in folder/llm and a random CLIP tower in folder/vision, with signals that do
+    not vanish.
+    """
     torch.manual_seed(7)
     text = LlamaConfig(
         vocab_size=VOCAB,
@@ -113,24 +120,40 @@ def save_parts(folder: Path, layers: int = LAYERS, tied: bool = False, vision_la
 
 
 def save_native_vision(folder: Path, kind: str, layers: int = 3, width: int = 32) -> None:
-    """A random encoder that takes images of any size: "naflex" (SigLIP 2), or "qwen" (Qwen2.5-VL's, with windows)."""
+    """A random encoder that takes images of any size: "naflex" (SigLIP 2), or "qwen" (Qwen2.5-VL's,
+    with windows).
+    """
     torch.manual_seed(7)
     sizes = {"hidden_size": width, "intermediate_size": 3 * width // 2, "patch_size": NATIVE_PATCH}
     if kind == "naflex":
-        heads = {"num_hidden_layers": layers, "num_attention_heads": 2, "num_patches": 16, "vision_use_head": False}
+        heads = {
+            "num_hidden_layers": layers,
+            "num_attention_heads": 2,
+            "num_patches": 16,
+            "vision_use_head": False,
+        }
         config = Siglip2VisionConfig(**sizes, **heads)
     else:
-        windows = {"window_size": 4 * NATIVE_PATCH, "fullatt_block_indexes": [1], "out_hidden_size": 24}
+        windows = {
+            "window_size": 4 * NATIVE_PATCH,
+            "fullatt_block_indexes": [1],
+            "out_hidden_size": 24,
+        }
         config = Qwen2_5_VLVisionConfig(**sizes, depth=layers, num_heads=2, **windows)
     perturb(AutoModel.from_config(config)).save_pretrained(folder)
     CLIPImageProcessorPil().save_pretrained(folder)
 
 
 def native_keys(folder: Path, kind: str) -> dict[str, Any]:
-    """Keys of `make_config` for a run with such an encoder in `folder`, images of 2 to 9 positions."""
+    """Keys of `make_config` for a run with such an encoder in `folder`, images of 2 to 9
+    positions.
+    """
     vision, projector = NATIVE[kind]
     bounds = {"layout": "native", "select_layer": -1, "min_positions": 2, "max_positions": 9}
-    return {"model__vision": {"name": str(folder), **bounds, **vision}, "model__projector": projector}
+    return {
+        "model__vision": {"name": str(folder), **bounds, **vision},
+        "model__projector": projector,
+    }
 
 
 def native_documents(layout: ImageLayout, count: int, seed: int = 0) -> list[Document]:
@@ -144,7 +167,9 @@ def native_documents(layout: ImageLayout, count: int, seed: int = 0) -> list[Doc
     return made
 
 
-def stock_llava(folder: Path, seed: int, dtype: torch.dtype = torch.float32) -> LlavaForConditionalGeneration:
+def stock_llava(
+    folder: Path, seed: int, dtype: torch.dtype = torch.float32
+) -> LlavaForConditionalGeneration:
     """LlavaForConditionalGeneration from the same weights, frozen but for the projector."""
     llm = AutoModelForCausalLM.from_pretrained(folder / "llm", dtype=dtype)
     vision = CLIPVisionModel.from_pretrained(folder / "vision", dtype=dtype)
@@ -171,7 +196,9 @@ def stock_loss_sum(model: PreTrainedModel, document: Document) -> torch.Tensor:
     ids = torch.tensor([[IMAGE_TOKEN if i == IMAGE_POSITION else i for i in document.ids]])
     images = {} if document.images is None else {"pixel_values": document.images}
     logits = model(input_ids=ids, use_cache=False, **images).logits[0]
-    return F.cross_entropy(logits.float(), torch.tensor(document.labels), ignore_index=IGNORE, reduction="sum")
+    return F.cross_entropy(
+        logits.float(), torch.tensor(document.labels), ignore_index=IGNORE, reduction="sum"
+    )
 
 
 def documents_of(microbatches: Sequence[Microbatch]) -> list[Document]:
@@ -180,13 +207,19 @@ def documents_of(microbatches: Sequence[Microbatch]) -> list[Document]:
 
 def projector_of(model: LlavaForConditionalGeneration) -> dict[str, torch.Tensor]:
     """The projector's tensors by their names in mmtrain."""
-    return {f"projector.{name}": p for name, p in model.model.multi_modal_projector.named_parameters()}
+    return {
+        f"projector.{name}": p for name, p in model.model.multi_modal_projector.named_parameters()
+    }
 
 
 def stock_gradients(
-    model: PreTrainedModel, microbatches: Sequence[Microbatch], trainable: Mapping[str, torch.Tensor] | None = None
+    model: PreTrainedModel,
+    microbatches: Sequence[Microbatch],
+    trainable: Mapping[str, torch.Tensor] | None = None,
 ) -> tuple[float, dict[str, torch.Tensor]]:
-    """Loss per supervised token of a step and its gradients (default: the projector's), one document at a time."""
+    """Loss per supervised token of a step and its gradients (default: the projector's), one
+    document at a time.
+    """
     trainable = trainable or projector_of(model)
     documents = documents_of(microbatches)
     tokens = sum(label != IGNORE for document in documents for label in document.labels)
@@ -197,7 +230,9 @@ def stock_gradients(
         if loss.requires_grad:  # a document without images has nothing to teach the projector
             loss.backward()
         total += float(loss.detach())
-    return total, {n: torch.zeros_like(p) if p.grad is None else p.grad.clone() for n, p in trainable.items()}
+    return total, {
+        n: torch.zeros_like(p) if p.grad is None else p.grad.clone() for n, p in trainable.items()
+    }
 
 
 def train_stock(
@@ -222,7 +257,9 @@ def train_stock(
         for name, parameter in trainable.items():
             parameter.grad = gradients[name] * clip_coefficient(norm, config.optimizer.clip_norm)
         for group in optimizer.param_groups if follows else []:
-            group["lr"] = learning_rate(s, config.train.max_steps, config.optimizer, config.optimizer.lr)
+            group["lr"] = learning_rate(
+                s, config.train.max_steps, config.optimizer, config.optimizer.lr
+            )
         optimizer.step()
         history.append((loss, norm))
     return history, first
@@ -232,7 +269,12 @@ def make_steps(count: int, images: int = 3) -> tuple[tuple[Microbatch, ...], ...
     """Steps of four micro-batches of two documents, which have 0 to `images` - 1 images in turn."""
     return tuple(
         tuple(
-            [[make_document(100 * s + 10 * i + j, images=(i + j) % images, text=8 + i + j) for j in range(2)]]
+            [
+                [
+                    make_document(100 * s + 10 * i + j, images=(i + j) % images, text=8 + i + j)
+                    for j in range(2)
+                ]
+            ]
             for i in range(4)
         )
         for s in range(count)
@@ -248,15 +290,22 @@ def make_document(
     image_size: int = IMAGE_SIZE,
     tilings: tuple[Tiling, ...] = (),
 ) -> Document:
-    """Images first, each in so many positions or as `tilings` say, then text, its second half the answer."""
+    """Images first, each in so many positions or as `tilings` say, then text, its second half the
+    answer.
+    """
     rng = random.Random(seed)
     words = [rng.randrange(1, IMAGE_TOKEN) for _ in range(text)]
     taken = images * positions
     if tilings:
-        images, taken = sum(tiling.tiles for tiling in tilings), sum(tiling.positions for tiling in tilings)
+        images, taken = (
+            sum(tiling.tiles for tiling in tilings),
+            sum(tiling.positions for tiling in tilings),
+        )
     ids = [IMAGE_POSITION] * taken + words
     answer = len(ids) - text // 2
-    labels = [ids[t + 1] if labelled and answer <= t + 1 < len(ids) else IGNORE for t in range(len(ids))]
+    labels = [
+        ids[t + 1] if labelled and answer <= t + 1 < len(ids) else IGNORE for t in range(len(ids))
+    ]
     generator = torch.Generator().manual_seed(seed)
     pixels = torch.randn(images, 3, image_size, image_size, generator=generator) if images else None
     return Document(tuple(ids), tuple(labels), pixels, tilings)
@@ -298,7 +347,10 @@ def _grid_positions(microbatch: Microbatch, pack_length: int) -> torch.Tensor:
     rows = []
     for row in microbatch:
         parts = [
-            grid_positions(np.array(d.ids) == IMAGE_POSITION, [(x.rows, x.columns) for x in d.tilings]) for d in row
+            grid_positions(
+                np.array(d.ids) == IMAGE_POSITION, [(x.rows, x.columns) for x in d.tilings]
+            )
+            for d in row
         ]
         padding = pack_length - sum(part.shape[1] for part in parts)
         rows.append(np.concatenate([*parts, np.tile(np.arange(padding), (3, 1))], axis=1))
@@ -328,12 +380,19 @@ def make_config(folder: Path, **overrides: Any) -> RunConfig:
 
 
 def with_slices(plan: Plan, slices: Sequence[int], ahead: Sequence[int], lead: int = 1) -> Plan:
-    """The same plan with so many blocks of the encoder on each rank, each slice so many micro-batches ahead.
+    """The same plan with so many blocks of the encoder on each rank, each slice so many
+    micro-batches ahead.
 
-    Whether that is faster or not. A rank behind 0 without blocks holds no slice, and its `ahead` means nothing.
+    Whether that is faster or not. A rank behind 0 without blocks holds no slice, and its `ahead`
+    means nothing.
     """
     chain = tuple(rank for rank, blocks in enumerate(slices) if blocks or rank == 0)
-    shape = plan.pipeline, plan.microbatches_per_step, plan.first_trainable_stage, plan.stages_per_rank
+    shape = (
+        plan.pipeline,
+        plan.microbatches_per_step,
+        plan.first_trainable_stage,
+        plan.stages_per_rank,
+    )
     encodes = [
         encodes and replace(encodes, ahead=ahead[rank])
         for rank, encodes in enumerate(leading_encodes(plan.schedule, chain, lead))
@@ -342,7 +401,11 @@ def with_slices(plan: Plan, slices: Sequence[int], ahead: Sequence[int], lead: i
     for rank in plan.ranks:
         first, *others = rank.stages
         begin = sum(slices[: rank.pipeline])
-        held = (begin, begin + slices[rank.pipeline]) if len(chain) > 1 and rank.pipeline in chain else None
+        held = (
+            (begin, begin + slices[rank.pipeline])
+            if len(chain) > 1 and rank.pipeline in chain
+            else None
+        )
         ranks.append(replace(rank, stages=(replace(first, encoder=held), *others)))
     chain_of_plan = tuple(encodes)
     schedule = training_schedule(*shape, chain_of_plan)
@@ -350,7 +413,9 @@ def with_slices(plan: Plan, slices: Sequence[int], ahead: Sequence[int], lead: i
 
 
 def with_prefetch(plan: Plan, prefetched: int) -> Plan:
-    """The same plan with the encoder on rank 0 and so many micro-batches prefetched, whether that is faster or not."""
+    """The same plan with the encoder on rank 0 and so many micro-batches prefetched, whether that
+    is faster or not.
+    """
     return with_slices(plan, (1, *[0] * (plan.pipeline - 1)), (prefetched,) * plan.pipeline)
 
 
@@ -361,7 +426,8 @@ class Case:
     config: RunConfig
     steps: tuple[tuple[Microbatch, ...], ...]
     prefetched: int = 0  # micro-batches encoded before their step begins
-    weights: Mapping[str, torch.Tensor] = field(default_factory=dict)  # what parameters begin with, by global name
+    # what parameters begin with, by global name
+    weights: Mapping[str, torch.Tensor] = field(default_factory=dict)
 
 
 def join() -> None:
@@ -371,10 +437,16 @@ def join() -> None:
 
 
 def calibrate(folder: Path, config: RunConfig) -> tuple[Models, Path]:
-    """Calibrate on this machine, in every rank; the models of the run, and the file of its calibration."""
+    """Calibrate on this machine, in every rank; the models of the run, and the file of its
+    calibration.
+    """
     models = models_of(config)
-    device = gpu_device(torch.cuda.get_device_name()) if DEVICE.type == "cuda" else cpu_device(config)
-    calibrator = Calibrator(config, models, make_plan(config), DEVICE, calibration_key(config, models, device))
+    device = (
+        gpu_device(torch.cuda.get_device_name()) if DEVICE.type == "cuda" else cpu_device(config)
+    )
+    calibrator = Calibrator(
+        config, models, make_plan(config), DEVICE, calibration_key(config, models, device)
+    )
     calibrator.warm_up(0.0)
     calibrator.round()
     found, file = calibrator.finish(), folder / "calibration.json"
@@ -385,19 +457,26 @@ def calibrate(folder: Path, config: RunConfig) -> tuple[Models, Path]:
 
 
 def make_engine(
-    config: RunConfig, plan: Plan | None = None, streamed: StreamedLayers | None = None, **arguments: Any
+    config: RunConfig,
+    plan: Plan | None = None,
+    streamed: StreamedLayers | None = None,
+    **arguments: Any,
 ) -> FrozenPipelineEngine:
     """This rank's engine for a plan (None: the planner's), its stages loaded. Collective."""
     join()
     plan = plan or make_plan(config)
     streamed = streamed or layers_streamed_here(plan)
     mine = plan.ranks[dist.get_rank()].stages
-    stages = {stage.stage: build_stage(config, stage, device=DEVICE, streamed=streamed) for stage in mine}
+    stages = {
+        stage.stage: build_stage(config, stage, device=DEVICE, streamed=streamed) for stage in mine
+    }
     return FrozenPipelineEngine(config, plan, stages, **arguments)
 
 
 def make_audit(engine: FrozenPipelineEngine) -> RankAudit:
-    return RankAudit(engine.plan.ranks[engine.global_rank], engine.stages, engine.optimizer, engine.trainable)
+    return RankAudit(
+        engine.plan.ranks[engine.global_rank], engine.stages, engine.optimizer, engine.trainable
+    )
 
 
 def arrays(tensors: Mapping[str, torch.Tensor]) -> dict[str, np.ndarray]:
@@ -406,7 +485,9 @@ def arrays(tensors: Mapping[str, torch.Tensor]) -> dict[str, np.ndarray]:
 
 
 def execute(cases: Sequence[Case]) -> list[dict[str, Any]]:
-    """One rank's part of each case (called by run_ranks): losses, norms, first gradients, instructions, audit."""
+    """One rank's part of each case (called by run_ranks): losses, norms, first gradients,
+    instructions, audit.
+    """
     return [_execute(case) for case in cases]
 
 
@@ -421,16 +502,25 @@ def _execute(case: Case) -> dict[str, Any]:
         if instruction.op is Op.OPTIMIZER_STEP:
             # All ranks hold the reduced sums; the division by the step's tokens comes next.
             tokens = float(engine._statistics[1])
-            gradients.append({n: (p.grad / max(tokens, 1)).double().cpu().numpy() for n, p in engine.trainable.items()})
+            gradients.append(
+                {
+                    n: (p.grad / max(tokens, 1)).double().cpu().numpy()
+                    for n, p in engine.trainable.items()
+                }
+            )
 
     engine = make_engine(config, plan, on_instruction=on_instruction)
-    engine.weights.load({name: case.weights.get(name, p) for name, p in engine.trainable.items()}, {})
+    engine.weights.load(
+        {name: case.weights.get(name, p) for name, p in engine.trainable.items()}, {}
+    )
     audit = make_audit(engine)
     results = []
     mine, share = audit.plan, plan.microbatches_per_step
     mine_of_all = (m for step in case.steps for m in step[mine.data * share :][:share])
     has_grid = has_grid_positions(config)
-    batches = (as_batch(microbatch, config.data.pack_length, has_grid) for microbatch in mine_of_all)
+    batches = (
+        as_batch(microbatch, config.data.pack_length, has_grid) for microbatch in mine_of_all
+    )
     for _ in case.steps:
         results.append(engine.train_step(batches if mine.pipeline == 0 else None))
         audit.check_versions()
@@ -440,7 +530,12 @@ def _execute(case: Case) -> dict[str, Any]:
         "executed": executed,
         "audit": audit.finish(engine.saw_gradient),
         "parameters": arrays(engine.trainable),
-        "frozen": {n: bits(p) for s in engine.stages.values() for n, p in s.global_parameters() if not p.requires_grad},
+        "frozen": {
+            n: bits(p)
+            for s in engine.stages.values()
+            for n, p in s.global_parameters()
+            if not p.requires_grad
+        },
         "optimizer": type(engine.optimizer).__name__,
     }
 
@@ -453,7 +548,9 @@ def layers_streamed_here(plan: Plan) -> StreamedLayers | None:
 
 def bits(tensor: torch.Tensor) -> str:
     """A digest of a tensor's bytes."""
-    return hashlib.sha256(tensor.detach().contiguous().flatten().view(torch.uint8).cpu().numpy()).hexdigest()
+    return hashlib.sha256(
+        tensor.detach().contiguous().flatten().view(torch.uint8).cpu().numpy()
+    ).hexdigest()
 
 
 def merged(ranks: list[dict[str, Any]], key: str, step: int = 0) -> dict[str, np.ndarray]:
@@ -473,7 +570,9 @@ def relative(a: np.ndarray, b: np.ndarray) -> float:
 
 
 def perturb(model: torch.nn.Module) -> torch.nn.Module:
-    """Random weights everywhere: fresh norms, biases and layer scales would hide one that is lost or misplaced."""
+    """Random weights everywhere: fresh norms, biases and layer scales would hide one that is lost
+    or misplaced.
+    """
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for parameter in model.parameters():

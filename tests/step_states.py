@@ -4,7 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-VERSIONS = {"python": "3.11", "torch": "2", "transformers": "5", "timm": "1", "deepspeed": "0", "mmtrain": "0.1.0"}
+VERSIONS = {
+    "python": "3.11",
+    "torch": "2",
+    "transformers": "5",
+    "timm": "1",
+    "deepspeed": "0",
+    "mmtrain": "0.1.0",
+}
 
 
 def state_of(step: int, **others: object) -> dict[str, Any]:

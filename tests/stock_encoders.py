@@ -1,4 +1,6 @@
-"""Tiny vision models of transformers, one of each family that trains, and of folders that hold more than an encoder."""
+"""Tiny vision models of transformers, one of each family that trains, and of folders that hold more
+than an encoder.
+"""
 
 from transformers import (
     CLIPConfig,
@@ -51,7 +53,8 @@ TEXT = {
     "num_key_value_heads": 2,
     "vocab_size": 50,
 }
-# Encoders of transformers, by what their folder holds: (a model, the encoder in it, its tokens before patches).
+# Encoders of transformers, by what their folder holds: (a model, the encoder in it, its tokens
+# before patches).
 ENCODERS = {
     "clip_vision": (lambda: CLIPVisionModel(CLIPVisionConfig(**HF_SIZES)), "", 1),
     "clip": (
@@ -61,8 +64,16 @@ ENCODERS = {
     ),
     "siglip": (lambda: SiglipVisionModel(SiglipVisionConfig(**HF_SIZES)), "", 0),
     "dinov2": (lambda: Dinov2Model(Dinov2Config(**DINO_SIZES)), "", 1),
-    "dinov2_classifier": (lambda: Dinov2ForImageClassification(Dinov2Config(**DINO_SIZES)), "dinov2", 1),
-    "dinov2_registers": (lambda: Dinov2WithRegistersModel(Dinov2WithRegistersConfig(**DINO_SIZES)), "", 5),
+    "dinov2_classifier": (
+        lambda: Dinov2ForImageClassification(Dinov2Config(**DINO_SIZES)),
+        "dinov2",
+        1,
+    ),
+    "dinov2_registers": (
+        lambda: Dinov2WithRegistersModel(Dinov2WithRegistersConfig(**DINO_SIZES)),
+        "",
+        5,
+    ),
     "dinov3": (lambda: DINOv3ViTModel(DINOv3ViTConfig(**HF_SIZES, num_register_tokens=2)), "", 3),
     "vit": (lambda: ViTModel(ViTConfig(**HF_SIZES)), "", 1),
     "vit_classifier": (lambda: ViTForImageClassification(ViTConfig(**HF_SIZES)), "vit", 1),

@@ -1,4 +1,6 @@
-"""Every connector in the stock class that has it: the same loss and gradients, whatever the LLM, encoder and layout."""
+"""Every connector in the stock class that has it: the same loss and gradients, whatever the LLM,
+encoder and layout.
+"""
 
 from __future__ import annotations
 
@@ -57,8 +59,12 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 SIZE = GRID * PATCH
 SMALL = {
-    "hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 2, "image_size": SIZE, "patch_size": PATCH,
-}  # fmt: skip
+    "hidden_size": 32,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 2,
+    "image_size": SIZE,
+    "patch_size": PATCH,
+}
 ENCODERS = {
     "siglip": SiglipVisionConfig(**SMALL, intermediate_size=48, vision_use_head=False),
     "clip": CLIPVisionConfig(**SMALL, intermediate_size=48),
@@ -67,7 +73,9 @@ ENCODERS = {
 }
 TILE = 4 * PATCH  # pixels a side, of encoders whose images are cut
 ENCODERS |= {
-    f"{kind} of tiles": type(ENCODERS[kind]).from_dict(ENCODERS[kind].to_dict() | {"image_size": TILE})
+    f"{kind} of tiles": type(ENCODERS[kind]).from_dict(
+        ENCODERS[kind].to_dict() | {"image_size": TILE}
+    )
     for kind in ("siglip", "clip")
 }
 QWENS = ("qwen2.5 vl", "qwen3 vl", "qwen3.5 vl", "exaone")
@@ -84,10 +92,13 @@ ENCODERS |= {
     ),
     "pixtral": PixtralVisionConfig(**SMALL, intermediate_size=48),
     "video llama": VideoLlama3VisionConfig(
-        **{name: value for name, value in SMALL.items() if name != "image_size"}, intermediate_size=48
+        **{name: value for name, value in SMALL.items() if name != "image_size"},
+        intermediate_size=48,
     ),
     "qwen2.5 vl": Qwen2_5_VLVisionConfig(**QWEN, **WINDOWS),
-    "qwen3 vl": Qwen3VLVisionConfig(**QWEN, num_position_embeddings=16, deepstack_visual_indexes=[0]),
+    "qwen3 vl": Qwen3VLVisionConfig(
+        **QWEN, num_position_embeddings=16, deepstack_visual_indexes=[0]
+    ),
     "qwen3.5 vl": Qwen3_5VisionConfig(**QWEN, num_position_embeddings=16),
     "exaone": Exaone4_5_VisionConfig(
         **QWEN | {"out_hidden_size": HEADS * HEAD_WIDTH}, **WINDOWS, num_key_value_heads=1
@@ -95,15 +106,28 @@ ENCODERS |= {
 }
 BOUNDS = {"min_positions": 2, "max_positions": 16}
 LONGEST = 40  # pixels
-GRIDS = ((1, 2), (2, 1), (2, 2), (1, 3), (5, 3))  # (rows, columns) of tiles, the last with more positions than 9 have
+# (rows, columns) of tiles, the last with more positions than 9 have
+GRIDS = ((1, 2), (2, 1), (2, 2), (1, 3), (5, 3))
 PINPOINTS = tuple((rows * TILE, columns * TILE) for rows, columns in GRIDS)
-SHAPES = ((40, 30), (10, 60), (100, 7), (45, 75), (33, 32))  # (width, height) in pixels, of images that are cut
+# (width, height) in pixels, of images that are cut
+SHAPES = ((40, 30), (10, 60), (100, 7), (45, 75), (33, 32))
 TIMM = {
-    "img_size": SIZE, "patch_size": PATCH, "embed_dim": 32, "depth": 3, "num_heads": 2, "global_pool": "token",
-}  # fmt: skip
+    "img_size": SIZE,
+    "patch_size": PATCH,
+    "embed_dim": 32,
+    "depth": 3,
+    "num_heads": 2,
+    "global_pool": "token",
+}
 TIMM_ENCODERS = {
     "timm": TIMM,
-    "timm with a register": {**TIMM, "class_token": False, "reg_tokens": 1, "global_pool": "avg", "fc_norm": False},
+    "timm with a register": {
+        **TIMM,
+        "class_token": False,
+        "reg_tokens": 1,
+        "global_pool": "avg",
+        "fc_norm": False,
+    },
 }
 TIMM_ARCHITECTURE = "vit_tiny_patch16_224"
 
@@ -157,9 +181,31 @@ STOCK = {
         Stock("Llava", "mlp2x_gelu", ("pixtral",), factors=(None,), layout="native"),
         Stock("Mistral3", "norm_merge_mlp2x", ("pixtral",), layout="native"),
         Stock("LightOnOcr", "norm_merge_mlp2x", ("pixtral",), layers=(-1,), layout="native"),
-        Stock("VideoLlama3", "mlp2x_gelu", ("video llama",), factors=(None,), layout="native", **LAST_NORMED),
-        Stock("HyperCLOVAXVisionV2", "linear", QWENS[:3], factors=(None,), layers=(-1,), layout="native", merger=True),
-        Stock("Exaone4_5_", "patch_merger_rms", ("exaone",), factors=(2,), layers=(-1,), layout="native"),
+        Stock(
+            "VideoLlama3",
+            "mlp2x_gelu",
+            ("video llama",),
+            factors=(None,),
+            layout="native",
+            **LAST_NORMED,
+        ),
+        Stock(
+            "HyperCLOVAXVisionV2",
+            "linear",
+            QWENS[:3],
+            factors=(None,),
+            layers=(-1,),
+            layout="native",
+            merger=True,
+        ),
+        Stock(
+            "Exaone4_5_",
+            "patch_merger_rms",
+            ("exaone",),
+            factors=(2,),
+            layers=(-1,),
+            layout="native",
+        ),
     )
 }
 
@@ -181,8 +227,15 @@ def stock_settings(run: Run) -> dict[str, Any]:
             selected |= {} if run.width is None else {"alignment_intermediate_size": run.width}
             selected |= {"downsample_factor": run.factor}
         case "Lfm2Vl":
-            shuffles = {"downsample_factor": run.factor or 1, "projector_use_layernorm": run.factor is not None}
-            return {"image_token_id": IMAGE_TOKEN, "projector_hidden_size": HEADS * HEAD_WIDTH, **shuffles}
+            shuffles = {
+                "downsample_factor": run.factor or 1,
+                "projector_use_layernorm": run.factor is not None,
+            }
+            return {
+                "image_token_id": IMAGE_TOKEN,
+                "projector_hidden_size": HEADS * HEAD_WIDTH,
+                **shuffles,
+            }
         case "HyperCLOVAXVisionV2" | "VideoLlama3" | "Exaone4_5_":
             return {"image_token_id": IMAGE_TOKEN, "video_token_id": IMAGE_TOKEN + 1}
         case "LightOnOcr":
@@ -217,8 +270,10 @@ def vision_config(run: Run) -> dict[str, Any]:
     """As the stock class takes it."""
     if run.encoder in TIMM_ENCODERS:
         return {
-            "model_type": "timm_wrapper", "architecture": TIMM_ARCHITECTURE, "model_args": TIMM_ENCODERS[run.encoder],
-        }  # fmt: skip
+            "model_type": "timm_wrapper",
+            "architecture": TIMM_ARCHITECTURE,
+            "model_args": TIMM_ENCODERS[run.encoder],
+        }
     is_idefics3 = STOCK[run.stock].name == "Idefics3"
     renamed = {"model_type": "idefics3_vision"} if is_idefics3 else {}  # SigLIP, by another name
     return ENCODERS[run.encoder].to_dict() | renamed
@@ -231,7 +286,9 @@ def stock_model(parts: Path, run: Run) -> nn.Module:
     text = llm.config.to_dict()
     if STOCK[run.stock].merger:  # whose head multiplies by it
         text["logits_scaling"] = 1.0
-    config = kind.config_class(text_config=text, vision_config=vision_config(run), **stock_settings(run))
+    config = kind.config_class(
+        text_config=text, vision_config=vision_config(run), **stock_settings(run)
+    )
     config.tie_word_embeddings = False
     torch.manual_seed(0)
     model = kind(config)
@@ -272,7 +329,8 @@ def parts_of(model: nn.Module) -> tuple[nn.Module, nn.Module, nn.Module]:
 def our_parameters(parts: Path, run: Run, model: nn.Module) -> dict[str, nn.Parameter]:
     """Those of a stock class by our names for them, without embedding and head.
 
-    An encoder's are named as in its file, which transformers may rename when it loads it: found there by their values.
+    An encoder's are named as in its file, which transformers may rename when it loads it: found
+    there by their values.
     """
     tower, connector, language = parts_of(model)
     stored = load_file(parts / run.encoder / "model.safetensors")
@@ -299,24 +357,33 @@ def stock_loss_sum(model: nn.Module, document: Document) -> torch.Tensor:
         images = images[None]  # (samples, images, 3, S, S)
     told: dict[str, torch.Tensor] = {}
     if images is not None and hasattr(model.model, "image_newline"):
-        told["image_sizes"] = torch.tensor([(tiling.height, tiling.width) for tiling in document.tilings])
+        told["image_sizes"] = torch.tensor(
+            [(tiling.height, tiling.width) for tiling in document.tilings]
+        )
         if type(model).__name__.startswith("LlavaOnevision"):
             told["batch_num_images"] = torch.tensor([len(document.tilings)])
     if images is not None and (kind := model.config.vision_config.model_type) in NATIVE_TYPES:
         images, told = native_inputs(kind, document)
     logits = model(input_ids=ids, pixel_values=images, use_cache=False, **told).logits[0]
-    # The stock classes' head is a matrix alone: what the LLM's own class does behind it is done here.
+    # The stock classes' head is a matrix alone: what the LLM's own class does behind it is done
+    # here.
     logits = logits / model.logits_divisor
-    return cross_entropy(logits, torch.tensor(document.labels), ignore_index=IGNORE, reduction="sum")
+    return cross_entropy(
+        logits, torch.tensor(document.labels), ignore_index=IGNORE, reduction="sum"
+    )
 
 
 NATIVE_TYPES = [ENCODERS[name].model_type for name in NATIVE]
 
 
 def native_inputs(kind: str, document: Document) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """A document's cells as a stock class takes them: padded pictures, or padded rows of patches."""
+    """A document's cells as a stock class takes them: padded pictures, or padded rows of
+    patches.
+    """
     size, pictures = document.images.shape[-1], []
-    for cells, tiling in zip(document.images.split([t.tiles for t in document.tilings]), document.tilings, strict=True):
+    for cells, tiling in zip(
+        document.images.split([t.tiles for t in document.tilings]), document.tilings, strict=True
+    ):
         rows = [torch.cat(list(row), dim=2) for row in cells.split(tiling.columns)]
         pictures.append(torch.cat(rows, dim=1))
         assert pictures[-1].shape == (3, tiling.rows * size, tiling.columns * size)
@@ -326,22 +393,37 @@ def native_inputs(kind: str, document: Document) -> tuple[torch.Tensor, dict[str
         for place, picture in zip(padded, pictures, strict=True):
             place[:, : picture.shape[1], : picture.shape[2]] = picture
         return padded, {"image_sizes": sizes}
-    patches = [nn.functional.unfold(one[None], PATCH, stride=PATCH)[0].T for one in pictures]  # values (c, dy, dx)
+    # values (c, dy, dx)
+    patches = [nn.functional.unfold(one[None], PATCH, stride=PATCH)[0].T for one in pictures]
     if kind != "siglip2_vision_model":
         grids = nn.functional.pad(sizes // PATCH, (1, 0), value=1)
         if kind == "video_llama_3_vision":
-            return torch.cat(patches), {"image_grid_thw": grids, "image_merge_sizes": torch.ones(len(grids)).long()}
-        for number, (_, rows, columns) in enumerate(grids.tolist()):  # two frames of each; in blocks of 2 x 2
-            frames = patches[number].view(-1, 3, 1, PATCH**2).expand(-1, -1, 2, -1).reshape(rows, columns, -1)
+            return torch.cat(patches), {
+                "image_grid_thw": grids,
+                "image_merge_sizes": torch.ones(len(grids)).long(),
+            }
+        # two frames of each; in blocks of 2 x 2
+        for number, (_, rows, columns) in enumerate(grids.tolist()):
+            frames = (
+                patches[number]
+                .view(-1, 3, 1, PATCH**2)
+                .expand(-1, -1, 2, -1)
+                .reshape(rows, columns, -1)
+            )
             blocks = [
-                frames[y : y + 2, x : x + 2].flatten(0, 1) for y in range(0, rows, 2) for x in range(0, columns, 2)
+                frames[y : y + 2, x : x + 2].flatten(0, 1)
+                for y in range(0, rows, 2)
+                for x in range(0, columns, 2)
             ]
             patches[number] = torch.cat(blocks)
         return torch.cat(patches), {"image_grid_thw": grids}
     patches = [one.view(-1, 3, PATCH**2).transpose(1, 2).flatten(1) for one in patches]
     lengths = torch.tensor([len(one) for one in patches])
     mask = (torch.arange(int(lengths.max())) < lengths[:, None]).int()
-    return nn.utils.rnn.pad_sequence(patches, True), {"pixel_attention_mask": mask, "spatial_shapes": sizes // PATCH}
+    return nn.utils.rnn.pad_sequence(patches, True), {
+        "pixel_attention_mask": mask,
+        "spatial_shapes": sizes // PATCH,
+    }
 
 
 IMAGES = {"none": (0,), "one": (1,), "several": (2, 0, 3, 1, 1)}  # in a document, in turn
@@ -366,13 +448,18 @@ def pairs(run: Run) -> set[tuple[tuple[int, Any], tuple[int, Any]]]:
 
 @functools.cache
 def covering() -> tuple[Run, ...]:
-    """Runs that have every two choices which any run has; among those at two ranks is one of each stock class."""
+    """Runs that have every two choices which any run has; among those at two ranks is one of each
+    stock class.
+    """
     runs, draw = all_runs(), random.Random(0)
     wanted = set().union(*map(pairs, runs))
     chosen: list[Run] = []
 
     def choose(candidates: list[Run]) -> None:
-        best = max(draw.sample(candidates, min(200, len(candidates))), key=lambda run: len(pairs(run) & wanted))
+        best = max(
+            draw.sample(candidates, min(200, len(candidates))),
+            key=lambda run: len(pairs(run) & wanted),
+        )
         chosen.append(best)
         wanted.difference_update(pairs(best))
 
@@ -398,10 +485,19 @@ def documents_for(run: Run, layout: ImageLayout) -> list[Document]:
 
 
 def case(parts: Path, folder: Path, run: Run) -> tuple[Case, float, dict[str, torch.Tensor]]:
-    """The run of ours, and the stock class's loss and gradients of the same step from the same weights."""
+    """The run of ours, and the stock class's loss and gradients of the same step from the same
+    weights.
+    """
     model, stock = stock_model(parts, run), STOCK[run.stock]
-    vision = {"name": str(parts / run.encoder), "select_layer": run.layer, "final_norm": stock.final_norm}
-    vision |= {"layout": stock.layout, "pinpoints": PINPOINTS if stock.layout.startswith("anyres") else None}
+    vision = {
+        "name": str(parts / run.encoder),
+        "select_layer": run.layer,
+        "final_norm": stock.final_norm,
+    }
+    vision |= {
+        "layout": stock.layout,
+        "pinpoints": PINPOINTS if stock.layout.startswith("anyres") else None,
+    }
     if run.encoder in NATIVE:
         vision |= {"longest_edge": LONGEST} if run.encoder == "pixtral" else BOUNDS
         vision["merger"] = stock.merger
@@ -415,7 +511,9 @@ def case(parts: Path, folder: Path, run: Run) -> tuple[Case, float, dict[str, to
     start = folder / "projector.safetensors"
     folder.mkdir()
     parameters = our_parameters(parts, run, model)
-    save_file({name: value for name, value in parameters.items() if name.startswith("projector.")}, start)
+    save_file(
+        {name: value for name, value in parameters.items() if name.startswith("projector.")}, start
+    )
     tokens = sum(label != IGNORE for document in documents for label in document.labels)
     loss = sum(stock_loss_sum(model, document) for document in documents) / tokens
     if loss.requires_grad:
@@ -438,25 +536,35 @@ def case(parts: Path, folder: Path, run: Run) -> tuple[Case, float, dict[str, to
 
 
 @pytest.mark.parametrize(
-    "layout", [pytest.param(each, marks=() if each == (2, 1) else pytest.mark.nightly) for each in LAYOUTS], ids=str
+    "layout",
+    [pytest.param(each, marks=() if each == (2, 1) else pytest.mark.nightly) for each in LAYOUTS],
+    ids=str,
 )
 def test_loss_and_gradients_are_those_of_the_stock_class(parts, tmp_path, layout):
     runs = [run for run in covering() if run.layout == layout]
     cases = [case(parts, tmp_path / str(number), run) for number, run in enumerate(runs)]
-    # A few at a time: a process keeps the process groups of every case that it has run, and their threads.
+    # A few at a time: a process keeps the process groups of every case that it has run, and their
+    # threads.
     ranks_by_case: list[list[dict[str, Any]]] = []
     for first in range(0, len(cases), 6):
         few = [ours for ours, _, _ in cases[first : first + 6]]
-        ranks_by_case.extend(map(list, zip(*run_ranks(layout[0] * layout[1], execute, few), strict=True)))
+        ranks_by_case.extend(
+            map(list, zip(*run_ranks(layout[0] * layout[1], execute, few), strict=True))
+        )
     for run, ranks, (_, loss, gradients) in zip(runs, ranks_by_case, cases, strict=True):
         assert ranks[0]["results"][0].loss == pytest.approx(loss, rel=1e-5), run
         found = merged(ranks, "gradients")
-        # Towers end at the selected layer: what lies behind it is not there, and has no gradient in the stock model.
-        assert found.keys() == {name for name, value in gradients.items() if name in found or value.any()}, run
+        # Towers end at the selected layer: what lies behind it is not there, and has no gradient in
+        # the stock model.
+        assert found.keys() == {
+            name for name, value in gradients.items() if name in found or value.any()
+        }, run
         largest = max(float(gradient.norm()) for gradient in gradients.values())
         for name, gradient in found.items():
             expected = gradients[name].double().numpy()
             # A key's bias has no gradient but rounding: the softmax does not see it.
-            error = np.linalg.norm(gradient - expected) / max(np.linalg.norm(expected), 0.01 * largest, 1e-30)
+            error = np.linalg.norm(gradient - expected) / max(
+                np.linalg.norm(expected), 0.01 * largest, 1e-30
+            )
             assert error <= 1e-5, (run, name, error)
         assert all(rank["audit"]["failures"] == [] for rank in ranks), run

@@ -1,4 +1,6 @@
-"""README and the documentation tell the truth: links, commands, keys, printed plans, generated pages, the site."""
+"""README and the documentation tell the truth: links, commands, keys, printed plans, generated
+pages, the site.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,11 @@ from mmtrain.config.schema import RunConfig
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "mmtrain" / "docs"
-PAGES = [page for page in sorted((DOCS / "pages").glob("*.md")) if page.name not in ("keys.md", "commands.md")]
+PAGES = [
+    page
+    for page in sorted((DOCS / "pages").glob("*.md"))
+    if page.name not in ("keys.md", "commands.md")
+]
 WINGS = [
     file
     for file in (ROOT / "mmtrain").glob("**/README.md")
@@ -57,7 +63,9 @@ def test_every_link_leads_to_a_file_and_a_heading(page):
         assert file.exists(), path
         if heading:
             titles = re.findall(r"^#+ (.+)$", file.read_text(), re.MULTILINE)
-            assert heading in [re.sub(r"[^\w -]", "", title).lower().replace(" ", "-") for title in titles], heading
+            assert heading in [
+                re.sub(r"[^\w -]", "", title).lower().replace(" ", "-") for title in titles
+            ], heading
 
 
 @pytest.mark.parametrize("page", ALL, ids=lambda page: str(page.relative_to(ROOT)))
@@ -68,14 +76,23 @@ def test_every_key_that_is_named_exists(page):
 
 
 def commands(page: Path) -> list[list[str]]:
-    """The words of each `mmtrain ...` in a page's blocks for a shell, with what behind | and || left out."""
-    lines = "".join(blocks(page, "bash") + [block.split("\n\n")[0] + "\n" for block in blocks(page)])
+    """The words of each `mmtrain ...` in a page's blocks for a shell, with what behind | and ||
+    left out.
+    """
+    lines = "".join(
+        blocks(page, "bash") + [block.split("\n\n")[0] + "\n" for block in blocks(page)]
+    )
     found = re.findall(r"(?:^|\&\& |srun )(mmtrain .+)$", lines.replace("\\\n", " "), re.MULTILINE)
     split = [shlex.split(re.sub(r"\$\([^)]*\)", "x", line), comments=True) for line in found]
-    return [line[1 : next((n for n, word in enumerate(line) if word in ("|", "||")), len(line))] for line in split]
+    return [
+        line[1 : next((n for n, word in enumerate(line) if word in ("|", "||")), len(line))]
+        for line in split
+    ]
 
 
-@pytest.mark.parametrize("page", [page for page in ALL if commands(page)], ids=lambda page: str(page.relative_to(ROOT)))
+@pytest.mark.parametrize(
+    "page", [page for page in ALL if commands(page)], ids=lambda page: str(page.relative_to(ROOT))
+)
 def test_every_command_has_options_and_keys_that_exist(page):
     for name, *arguments in commands(page):
         if arguments == ["--help"] or name == "--help":
@@ -93,12 +110,17 @@ def test_yaml_that_is_shown_is_a_part_of_a_configuration(page):
             assert all((section, key) in KEYS for key in content), (section, content)
 
 
-SHOWN = [(page, block) for page in ALL for block in blocks(page) if block.startswith("mmtrain plan")]
+SHOWN = [
+    (page, block) for page in ALL for block in blocks(page) if block.startswith("mmtrain plan")
+]
 
 
 @pytest.mark.parametrize(
     ("page", "block"),
-    [pytest.param(*shown, marks=[pytest.mark.nightly] * ("--suggest" in shown[1])) for shown in SHOWN],
+    [
+        pytest.param(*shown, marks=[pytest.mark.nightly] * ("--suggest" in shown[1]))
+        for shown in SHOWN
+    ],
     ids=[f"{page.name} {block.splitlines()[0]}" for page, block in SHOWN],
 )
 def test_a_plan_that_is_shown_is_the_one_that_is_printed(page, block, capsys):
@@ -114,7 +136,11 @@ def test_the_pages_name_each_shipped_configuration():
 
 
 def build_site() -> None:
-    subprocess.run([sys.executable, ROOT / "scripts" / "reference_pages.py"], check=True, env={"COLUMNS": "100"})
+    subprocess.run(
+        [sys.executable, ROOT / "scripts" / "reference_pages.py"],
+        check=True,
+        env={"COLUMNS": "100"},
+    )
     build = [Path(sys.executable).with_name("zensical"), "build", "--strict", "--clean"]
     built = subprocess.run(build, cwd=DOCS, capture_output=True, text=True)
     assert built.returncode == 0, built.stdout + built.stderr
@@ -126,5 +152,7 @@ def test_the_site_builds_strictly_with_its_generated_pages():
     site = DOCS / "site"
     assert {page.stem for page in PAGES} - {"index"} <= {folder.name for folder in site.iterdir()}
     keys, commands = ((DOCS / "pages" / name).read_text() for name in ("keys.md", "commands.md"))
-    assert all(f"| `{'.'.join(path)}` |" in keys for path in KEYS if path not in {p[:-1] for p in KEYS})
+    assert all(
+        f"| `{'.'.join(path)}` |" in keys for path in KEYS if path not in {p[:-1] for p in KEYS}
+    )
     assert all(f"## {name}\n" in commands for name in COMMANDS)

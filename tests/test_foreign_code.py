@@ -1,7 +1,8 @@
 """Python that a stranger wrote does not run: in a model's folder, or in the current one.
 
-transformers runs Python that lies in a model's folder where a call does not forbid it, and asks on standard input.
-config.json may also name an attention kernel, which is downloaded and run where a call does not name another.
+transformers runs Python that lies in a model's folder where a call does not forbid it, and asks on
+standard input. config.json may also name an attention kernel, which is downloaded and run where a
+call does not name another.
 """
 
 from __future__ import annotations
@@ -16,7 +17,9 @@ FILES = [*sorted((ROOT / "mmtrain").rglob("*.py")), *sorted((ROOT / "tools").rgl
 
 
 def unguarded(text: str) -> Iterator[str]:
-    """Calls that load or build a model, tokenizer, processor or config without the arguments that forbid it."""
+    """Calls that load or build a model, tokenizer, processor or config without the arguments that
+    forbid it.
+    """
     for node in ast.walk(ast.parse(text)):
         if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)):
             continue
@@ -39,10 +42,17 @@ def test_every_call_forbids_code_and_kernels_of_a_models_folder():
 
 
 def test_the_reader_of_calls_sees_what_it_must():
-    text = "AutoTokenizer.from_pretrained(f)\nLlamaForCausalLM.from_pretrained(f, trust_remote_code=None)\n"
+    text = (
+        "AutoTokenizer.from_pretrained(f)\nLlamaForCausalLM.from_pretrained(f, "
+        "trust_remote_code=None)\n"
+    )
     lacking = [line.split(" without ")[1] for line in unguarded(text)]
     assert lacking == ["trust_remote_code=False", "attn_implementation"]
-    assert not list(unguarded("CLIPVisionModel.from_pretrained(f, attn_implementation='sdpa')\nmodels.load(f)\n"))
+    assert not list(
+        unguarded(
+            "CLIPVisionModel.from_pretrained(f, attn_implementation='sdpa')\nmodels.load(f)\n"
+        )
+    )
 
 
 # Programs that are no Python of ours: each is named by the command line, or is another program.
@@ -53,7 +63,9 @@ OWN = "mmtrain/runtime/child.py"
 
 def unshielded(text: str) -> Iterator[str]:
     """Starts of interpreters that could import from the current folder."""
-    if not re.search(r"subprocess|multiprocessing|executable|\bos\.(system|popen|posix_spawn|exec|spawn)", text):
+    if not re.search(
+        r"subprocess|multiprocessing|executable|\bos\.(system|popen|posix_spawn|exec|spawn)", text
+    ):
         return
     tree = ast.parse(text)
     shielded = "shield_multiprocessing()" in text
@@ -68,7 +80,11 @@ def unshielded(text: str) -> Iterator[str]:
                 yield f"line {node.lineno}: {name} without python_child"
         if isinstance(node, ast.Attribute) and node.attr in ("executable", "_base_executable"):
             yield f"line {node.lineno}: {node.attr}"
-        if isinstance(node, ast.Constant) and node.value in ("spawn", "forkserver") and not shielded:
+        if (
+            isinstance(node, ast.Constant)
+            and node.value in ("spawn", "forkserver")
+            and not shielded
+        ):
             yield f"line {node.lineno}: {node.value} without shield_multiprocessing"
         if name.endswith("forkserver.ensure_running") and not shielded:
             yield f"line {node.lineno}: {name} without shield_multiprocessing"
@@ -95,5 +111,8 @@ def test_the_reader_of_starts_sees_what_it_must():
         "multiprocessing.forkserver.ensure_running()",
     ]
     assert [len(list(unshielded(text))) for text in bad] == [1] * len(bad)
-    good = ["subprocess.run(**python_child('-m', 'pip'))", "c = python_child('-c', '')\nsubprocess.run(**c, text=True)"]
+    good = [
+        "subprocess.run(**python_child('-m', 'pip'))",
+        "c = python_child('-c', '')\nsubprocess.run(**c, text=True)",
+    ]
     assert [list(unshielded(text)) for text in good] == [[], []]

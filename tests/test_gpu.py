@@ -1,4 +1,6 @@
-"""What holds on CPUs holds on GPUs: the demo by the launcher in layouts, repeated runs, memory, stages, fetches."""
+"""What holds on CPUs holds on GPUs: the demo by the launcher in layouts, repeated runs, memory,
+stages, fetches.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,9 @@ def folder(tmp_path_factory):
 
 @pytest.fixture
 def runs(folder, request, monkeypatch):
-    """A folder of runs, each of which is made once, by programs that see as many GPUs as the test needs."""
+    """A folder of runs, each of which is made once, by programs that see as many GPUs as the test
+    needs.
+    """
     count = max(marker.kwargs.get("count", 1) for marker in request.node.iter_markers("gpu"))
     let_programs_use_gpus(count, monkeypatch)
     return folder
@@ -48,7 +52,9 @@ def runs(folder, request, monkeypatch):
 
 def layout(gpus: int, *overrides: str):
     marks = pytest.mark.gpu(count=gpus)
-    return pytest.param(tuple(f"parallel.{override}" for override in overrides), marks=marks, id="-".join(overrides))
+    return pytest.param(
+        tuple(f"parallel.{override}" for override in overrides), marks=marks, id="-".join(overrides)
+    )
 
 
 PEERS = ("streamed_layers=4", "stream_from=peers", "weight_shards=2")
@@ -76,19 +82,27 @@ def test_the_same_command_gives_the_same_bits(runs):
     for name in ("first", "second"):
         run = run_demo(runs, name, "parallel.pipeline=1", "train.deterministic=true")
         records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-        steps.append([(record["loss"], record["grad_norm"]) for record in records if record["kind"] == "train"])
+        steps.append(
+            [
+                (record["loss"], record["grad_norm"])
+                for record in records
+                if record["kind"] == "train"
+            ]
+        )
         tensors.append((run / f"checkpoints/step-{STEPS:08d}/projector.safetensors").read_bytes())
     assert len(steps[0]) == STEPS and steps[0] == steps[1] and tensors[0] == tensors[1]
 
 
-@pytest.mark.gpu(real=True)  # a step of a GiB: minutes on the fake CUDA, which tests/cuda/test_memory.py measures
+# a step of a GiB: minutes on the fake CUDA, which tests/cuda/test_memory.py measures
+@pytest.mark.gpu(real=True)
 def test_a_step_takes_the_memory_that_was_planned(runs):
     packs = ("train.packs_per_microbatch=256", "train.packs_per_step=512")  # a GiB
     run = run_demo(runs, "memory", "parallel.pipeline=1", "model.llm.dtype=bfloat16", *packs)
     (rank,) = json.loads((run / "plan.json").read_text())["ranks"]
     records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     (peak,) = [record["peak_memory_bytes"] for record in records if record["kind"] == "train"][-1]
-    assert peak == pytest.approx(rank["total_bytes"], rel=0.1, abs=64 * 2**20)  # cuBLAS has a workspace
+    # cuBLAS has a workspace
+    assert peak == pytest.approx(rank["total_bytes"], rel=0.1, abs=64 * 2**20)
 
 
 # ---- in one process
@@ -100,26 +114,35 @@ def test_stages_compute_on_the_gpu_what_they_compute_on_the_cpu():
 
 def compare_stages(device: str) -> None:
     """Compare outputs, loss and gradients of the demo's two stages."""
-    config = load_config(DEMO, ["parallel.pipeline=2", "parallel.encoder_ranks=0"])  # each computes by itself
+    # each computes by itself
+    config = load_config(DEMO, ["parallel.pipeline=2", "parallel.encoder_ranks=0"])
     batch, hidden = expected_batch(config, models_of(config)), None
     for rank in make_plan(config).ranks:
         (stage,) = rank.stages
         expected = run_stage(build_stage(config, stage, device="cpu"), stage.head, batch, hidden)
-        on_device = to_device(batch, torch.device(device)), None if hidden is None else hidden.to(device)
+        on_device = (
+            to_device(batch, torch.device(device)),
+            None if hidden is None else hidden.to(device),
+        )
         ours = run_stage(build_stage(config, stage, device=device), stage.head, *on_device)
         assert ours.keys() == expected.keys()
         for name, tensor in expected.items():
-            assert attention.distance(ours[name], tensor) < 5e-3, f"stage {stage.stage}: {name}"  # TF32 is 1e-3 off
+            # TF32 is 1e-3 off
+            assert attention.distance(ours[name], tensor) < 5e-3, f"stage {stage.stage}: {name}"
         hidden = expected.get("output")
 
 
 def run_stage(module, is_last, batch, hidden):
-    """Output or loss of a stage, and gradients of its trained tensors and of its input `hidden` (None: the first)."""
+    """Output or loss of a stage, and gradients of its trained tensors and of its input `hidden`
+    (None: the first).
+    """
     hidden = module.start(batch) if hidden is None else hidden.detach().requires_grad_()
     if not is_last:
         output = module(hidden, batch.position_ids)
         results = {"output": output.detach()}
-        output.backward(torch.randn(output.shape, generator=torch.Generator().manual_seed(0)).to(output))
+        output.backward(
+            torch.randn(output.shape, generator=torch.Generator().manual_seed(0)).to(output)
+        )
     else:
         loss, _ = module.loss(hidden, batch.position_ids, batch.labels.cpu())
         results = {"loss": loss.detach()}
@@ -138,11 +161,17 @@ def time_new_lengths(device: str) -> None:
     draw, new, again = random.Random(0), [], []
     states = attention._states(0, torch.device(device), torch.bfloat16)
     for _ in range(8):
-        borders = [0, *sorted(draw.sample(range(1, attention.TOKENS), draw.randrange(1, 12))), attention.TOKENS]
+        borders = [
+            0,
+            *sorted(draw.sample(range(1, attention.TOKENS), draw.randrange(1, 12))),
+            attention.TOKENS,
+        ]
         new.append(seconds_of(lambda borders=borders: attention.packed(borders, *states), device))
         again.append(seconds_of(lambda borders=borders: attention.packed(borders, *states), device))
     median, repeated = statistics.median(new[1:]), statistics.median(again[1:])
-    assert median < max(5e-3, 5 * repeated), f"{median * 1e3:.1f} ms for new lengths, {repeated * 1e3:.1f} ms again"
+    assert median < max(5e-3, 5 * repeated), (
+        f"{median * 1e3:.1f} ms for new lengths, {repeated * 1e3:.1f} ms again"
+    )
 
 
 @pytest.mark.gpu(real=True)
@@ -151,7 +180,9 @@ def test_fetching_hides_behind_computing_and_no_host_waits_for_it():
 
 
 def measure_overlap(device: str, width: int) -> None:
-    """Time fetching six layers from page-locked memory, computing for about as long, and both together."""
+    """Time fetching six layers from page-locked memory, computing for about as long, and both
+    together.
+    """
     streamed, count = StreamedLayers(HostSource(torch.device(device))), 6
     for number in range(count):
         layer = nn.Linear(width, width, bias=False, dtype=torch.bfloat16).requires_grad_(False)

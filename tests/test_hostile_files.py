@@ -1,4 +1,6 @@
-"""Configurations and model folders that somebody might hand over are refused in one message, within 5 s and 1 GB."""
+"""Configurations and model folders that somebody might hand over are refused in one message, within
+5 s and 1 GB.
+"""
 
 from __future__ import annotations
 
@@ -50,13 +52,21 @@ KEYS = [
     "eval.shards=[" + "[" * 5000,
 ]
 NUMBERS = ["64", -64, 0, 1e12, True, 10**30, {}]
-LLM_KEYS = ["hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "vocab_size"]
+LLM_KEYS = [
+    "hidden_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "vocab_size",
+]
 VISION_KEYS = ["num_attention_heads", "image_size"]
 Change = Callable[[Path], object]
 
 
 def cases(folder: Path, llm: Path, vision: Path) -> Iterator[tuple[str, list[str]]]:
-    """Yield name and launch arguments of every case; its files are made in `folder`, from stock models."""
+    """Yield name and launch arguments of every case; its files are made in `folder`, from stock
+    models.
+    """
     config = _sound(folder)
     for number, (name, text) in enumerate(YAML.items()):
         file = folder / f"{number}.yaml"
@@ -80,7 +90,9 @@ def cases(folder: Path, llm: Path, vision: Path) -> Iterator[tuple[str, list[str
 
 
 def damaged(folder: Path, llm: Path, count: int) -> Iterator[tuple[str, list[str]]]:
-    """Launch arguments for copies of an LLM of which one byte is another, or all from there on is missing."""
+    """Launch arguments for copies of an LLM of which one byte is another, or all from there on is
+    missing.
+    """
     config, draw = _sound(folder), random.Random(0)
     for number in range(count):
         made = shutil.copytree(llm, folder / f"damaged{number}")
@@ -116,8 +128,14 @@ def _llm_changes() -> Iterator[tuple[str, Change]]:
         yield f"an index of {target}", _text("model.safetensors.index.json", index)
     yield "a header of 2^60 bytes", _header(lambda header: header, 2**60)
     yield "a shape of 2^62", _header(lambda header: _first(header).update(shape=[2**62, 2**62]))
-    yield "offsets past the end", _header(lambda header: _first(header).update(data_offsets=[0, 2**62]))
-    yield "a layer of 5,000 digits", _header(lambda header: header.update({f"model.layers.{'9' * 5000}.x": {}}))
+    yield (
+        "offsets past the end",
+        _header(lambda header: _first(header).update(data_offsets=[0, 2**62])),
+    )
+    yield (
+        "a layer of 5,000 digits",
+        _header(lambda header: header.update({f"model.layers.{'9' * 5000}.x": {}})),
+    )
 
 
 def _settings(changes: dict) -> Change:
@@ -138,7 +156,9 @@ def _pipe(made: Path) -> None:
 
 
 def _header(change: Callable[[dict], object], length: int | None = None) -> Change:
-    """Rewrites the header of a folder's weights, whose other bytes stay; `length` is what the file says of it."""
+    """Rewrites the header of a folder's weights, whose other bytes stay; `length` is what the file
+    says of it.
+    """
 
     def rewrite(made: Path) -> None:
         file = made / "model.safetensors"
@@ -174,7 +194,9 @@ def launched(commands: list[list[str]], seconds: float) -> list[dict]:
     return [json.loads(line) for line in ran.stdout.splitlines()]
 
 
-def test_hostile_configurations_and_model_folders_are_refused_in_seconds_and_little_memory(tiny, parts, tmp_path):
+def test_hostile_configurations_and_model_folders_are_refused_in_seconds_and_little_memory(
+    tiny, parts, tmp_path
+):
     commands = dict(cases(tmp_path, tiny / "llm", parts / "vision"))
     results = dict(zip(commands, launched(list(commands.values()), 240), strict=True))
     wrong = {
@@ -189,25 +211,33 @@ def test_hostile_configurations_and_model_folders_are_refused_in_seconds_and_lit
     assert max(result["peak"] for result in results.values()) < BYTES
 
 
-def test_a_damaged_byte_of_a_model_folder_is_a_clear_error_or_of_no_consequence_to_the_plan(tiny, tmp_path):
+def test_a_damaged_byte_of_a_model_folder_is_a_clear_error_or_of_no_consequence_to_the_plan(
+    tiny, tmp_path
+):
     commands = dict(damaged(tmp_path, tiny / "llm", 30))
     results = dict(zip(commands, launched(list(commands.values()), 120), strict=True))
     wrong = {
         name: result
         for name, result in results.items()
-        if result["code"] != 0 and not (result["code"] == 2 and result["said"].startswith("error: "))
+        if result["code"] != 0
+        and not (result["code"] == 2 and result["said"].startswith("error: "))
     }
     assert not wrong
     assert sum(result["code"] == 2 for result in results.values()) > 10
 
 
 def main() -> None:
-    """Launch each JSON line of arguments from stdin; write exit code, seconds, message and peak memory so far."""
+    """Launch each JSON line of arguments from stdin; write exit code, seconds, message and peak
+    memory so far.
+    """
     from mmtrain.launch import main as launch
 
     for line in sys.stdin:
         errors, began = io.StringIO(), time.process_time()
-        with contextlib.redirect_stderr(errors), contextlib.redirect_stdout(io.StringIO()) as output:
+        with (
+            contextlib.redirect_stderr(errors),
+            contextlib.redirect_stdout(io.StringIO()) as output,
+        ):
             try:
                 code = launch([*json.loads(line), "--plan"])
             except (Exception, SystemExit):  # whatever it is, it fails its own case alone

@@ -1,4 +1,6 @@
-"""Exports go to a model hub, and models come from one. The server is ours (hub_server), the client huggingface_hub."""
+"""Exports go to a model hub, and models come from one. The server is ours (hub_server), the client
+huggingface_hub.
+"""
 
 from __future__ import annotations
 
@@ -24,16 +26,36 @@ def hub():
         yield server
 
 
-def mmtrain(hub: Hub, folder: Path, *arguments: str, token: str = TOKEN) -> subprocess.CompletedProcess[str]:
+def mmtrain(
+    hub: Hub, folder: Path, *arguments: str, token: str = TOKEN
+) -> subprocess.CompletedProcess[str]:
     """Run a command as somebody whom the hub knows, or not, with an empty cache in `folder`."""
-    own = {"HF_ENDPOINT": hub.address, "HF_TOKEN": token, "HF_HOME": str(folder / "hf"), "HF_HUB_DISABLE_XET": "1"}
+    own = {
+        "HF_ENDPOINT": hub.address,
+        "HF_TOKEN": token,
+        "HF_HOME": str(folder / "hf"),
+        "HF_HUB_DISABLE_XET": "1",
+    }
     command = [sys.executable, "-m", "mmtrain", *arguments]
-    return subprocess.run(command, env={**os.environ, **own}, cwd=folder, capture_output=True, text=True)
+    return subprocess.run(
+        command, env={**os.environ, **own}, cwd=folder, capture_output=True, text=True
+    )
 
 
-def test_an_export_is_pushed_into_a_private_repository_and_comes_back_without_what_runs(hub, checkpoint, tmp_path):
+def test_an_export_is_pushed_into_a_private_repository_and_comes_back_without_what_runs(
+    hub, checkpoint, tmp_path
+):
     out = tmp_path / "out"
-    export = ["export", str(checkpoint.path), "--format", "hf", "--out", str(out), "--push", "my-org/mine"]
+    export = [
+        "export",
+        str(checkpoint.path),
+        "--format",
+        "hf",
+        "--out",
+        str(out),
+        "--push",
+        "my-org/mine",
+    ]
     done = mmtrain(hub, tmp_path, *export)
     assert done.returncode == 0, done.stderr
     assert f"pushed: {hub.address}/my-org/mine/commit/" in done.stdout
@@ -48,23 +70,53 @@ def test_an_export_is_pushed_into_a_private_repository_and_comes_back_without_wh
     }
     train = ["train", "example:llava_pp4", "model.llm.path=my-org/mine", "--plan"]
     refused = mmtrain(hub, tmp_path, *train)
-    assert refused.returncode == 2 and "hf download my-org/mine, or mmtrain train CONFIG --download" in refused.stderr
+    assert (
+        refused.returncode == 2
+        and "hf download my-org/mine, or mmtrain train CONFIG --download" in refused.stderr
+    )
     planned = mmtrain(hub, tmp_path, *train, "--download")
     assert "my-org/mine" in planned.stdout and "Traceback" not in planned.stderr
-    assert set(hub.asked_for) == {name for name in pushed if name.endswith((".safetensors", ".json", ".jinja", ".md"))}
+    assert set(hub.asked_for) == {
+        name for name in pushed if name.endswith((".safetensors", ".json", ".jinja", ".md"))
+    }
 
 
-@pytest.mark.parametrize(("token", "said"), [("", "hf auth login"), ("hf_wrong", "Invalid user token")])
-def test_whom_the_hub_does_not_know_is_told_before_the_export(hub, checkpoint, tmp_path, token, said):
-    export = ["export", str(checkpoint.path), "--format", "hf", "--out", "out", "--push", "my-org/other"]
+@pytest.mark.parametrize(
+    ("token", "said"), [("", "hf auth login"), ("hf_wrong", "Invalid user token")]
+)
+def test_whom_the_hub_does_not_know_is_told_before_the_export(
+    hub, checkpoint, tmp_path, token, said
+):
+    export = [
+        "export",
+        str(checkpoint.path),
+        "--format",
+        "hf",
+        "--out",
+        "out",
+        "--push",
+        "my-org/other",
+    ]
     done = mmtrain(hub, tmp_path, *export, token=token)
     assert done.returncode == 2 and said in done.stderr and "Traceback" not in done.stderr
     assert not (tmp_path / "out").exists() and "my-org/other" not in hub.repositories
 
 
 def test_a_model_that_the_hub_does_not_have_is_named(hub, tmp_path):
-    done = mmtrain(hub, tmp_path, "train", "example:llava_pp4", "model.llm.path=my-org/none", "--plan", "--download")
-    assert done.returncode == 2 and "my-org/none on the hub" in done.stderr and "Traceback" not in done.stderr
+    done = mmtrain(
+        hub,
+        tmp_path,
+        "train",
+        "example:llava_pp4",
+        "model.llm.path=my-org/none",
+        "--plan",
+        "--download",
+    )
+    assert (
+        done.returncode == 2
+        and "my-org/none on the hub" in done.stderr
+        and "Traceback" not in done.stderr
+    )
 
 
 OUT = "../../../../out"  # from blobs/ or snapshots/ of a repository: beside the cache
@@ -80,7 +132,9 @@ def slow(_: int) -> Iterator[bytes]:
 
 ATTACKS = {
     "etag": Attack(headers={"ETag": f'"{OUT}-etag"'}),
-    "linked_etag": Attack(status=302, headers={"X-Linked-Etag": f"{OUT}-linked", "X-Linked-Size": "737"}),
+    "linked_etag": Attack(
+        status=302, headers={"X-Linked-Etag": f"{OUT}-linked", "X-Linked-Size": "737"}
+    ),
     "weak_etag": Attack(headers={"ETag": f"W/{OUT}-weak"}),
     "commit": Attack(headers={"X-Repo-Commit": f"{OUT}-commit"}),
     "commit_of_missing": Attack(
@@ -88,11 +142,23 @@ ATTACKS = {
     ),
     "listed_commit": Attack(sha=f"{OUT}-listed"),
     "no_commit": Attack(sha="main"),
-    "names": Attack([f"{OUT}-name.json", "/tmp/out-name.json", f"a/{OUT}-name.json", ".hidden.json", "a//b.json"]),
+    "names": Attack(
+        [
+            f"{OUT}-name.json",
+            "/tmp/out-name.json",
+            f"a/{OUT}-name.json",
+            ".hidden.json",
+            "a//b.json",
+        ]
+    ),
     "long_body": Attack(body=lambda _: itertools.repeat(MEGABYTE, 200)),
     "long_in_pieces": Attack(body=lambda _: [b"x" * (SIZE - 1)], breaks=True),
-    "no_attack_but_lost_connections": Attack(body=lambda start: [b"x" * min(500, SIZE - start)], breaks=True),
-    "compressed": Attack(headers={"Content-Encoding": "gzip"}, body=lambda _: [gzip.compress(MEGABYTE * 50)]),
+    "no_attack_but_lost_connections": Attack(
+        body=lambda start: [b"x" * min(500, SIZE - start)], breaks=True
+    ),
+    "compressed": Attack(
+        headers={"Content-Encoding": "gzip"}, body=lambda _: [gzip.compress(MEGABYTE * 50)]
+    ),
     "many_files": Attack([f"{number}.json" for number in range(3000)]),
     "long_list": Attack(["x" * 20_000] * 5_000),
     "slow": Attack(body=slow),
@@ -128,7 +194,9 @@ def attacked(hub, tmp_path_factory) -> tuple[dict[str, list[str]], Path]:
             preexec_fn=listen_to_ctrl_c,
         )
         try:
-            wait_for(lambda: any("/slow/" in path for path in hub.asked_for), 120, "the last download")
+            wait_for(
+                lambda: any("/slow/" in path for path in hub.asked_for), 120, "the last download"
+            )
             process.send_signal(signal.SIGINT)
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(10)
@@ -151,7 +219,11 @@ def test_a_hostile_hub_writes_little_and_only_into_the_cache(attacked):
     _, folder = attacked
     written = [path for path in folder.rglob("*") if path.name != "stderr"]
     hub_cache = folder / "hf" / "hub"
-    outside = [path for path in written if not path.is_relative_to(hub_cache) and path not in hub_cache.parents]
+    outside = [
+        path
+        for path in written
+        if not path.is_relative_to(hub_cache) and path not in hub_cache.parents
+    ]
     assert not outside
     assert not list(Path("/tmp").glob("out-name*"))
     (blob,) = hub_cache.glob("models--my-org--no_attack*/blobs/*")

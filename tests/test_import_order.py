@@ -1,4 +1,6 @@
-"""The architecture, held by a test: a wing imports only wings below it, and planning never imports torch."""
+"""The architecture, held by a test: a wing imports only wings below it, and planning never imports
+torch.
+"""
 
 import ast
 import subprocess
@@ -39,9 +41,12 @@ __main__
 FLOOR_OF = {wing: floor for floor, line in enumerate(FLOORS.split("\n")) for wing in line.split()}
 MOST_FILES = 16  # of a room: a folder without the folders in it
 
-# Wings and rooms that import no torch, but for these modules; and modules of other rooms that do not.
+# Wings and rooms that import no torch, but for these modules; and modules of other rooms that do
+# not.
 TORCH_FREE_ROOMS = (
-    "base  layouts  config  runtime  facts  stock  data.shards  data.prepare  demo  plan  report  launching  launch"
+    "base  layouts  config  runtime  facts  stock  data.shards  "
+    "data.prepare  demo  "
+    "plan  report  launching  launch"
 )
 USE_TORCH = "runtime.fork_server  runtime.rendezvous"  # the first imports what a launcher names
 TORCH_FREE_MODULES = """
@@ -52,7 +57,15 @@ checkpoint.run_folder  checkpoint.step_folder  checkpoint.resume
 engine.utilization  engine.trace  training.console
 model.weights.projector_files  model.probe
 """
-IMPORT_TORCH = {"torch", "torchvision", "transformers", "timm", "deepspeed", "webdataset", "safetensors.torch"}
+IMPORT_TORCH = {
+    "torch",
+    "torchvision",
+    "transformers",
+    "timm",
+    "deepspeed",
+    "webdataset",
+    "safetensors.torch",
+}
 
 
 def module_names() -> list[str]:
@@ -61,7 +74,9 @@ def module_names() -> list[str]:
 
 
 def wing_of(name: str) -> str:
-    """Return the wing that holds a module: `data.shards.index` -> `data`; a module of the root is one itself."""
+    """Return the wing that holds a module: `data.shards.index` -> `data`; a module of the root is
+    one itself.
+    """
     return name.split(".")[0]
 
 
@@ -129,7 +144,10 @@ def test_a_room_has_few_files_and_wings_are_printed_with_floor_size_and_edges(ca
     with capsys.disabled():
         print()
         for wing in FLOOR_OF:
-            lines = sum((PACKAGE / (name.replace(".", "/") + ".py")).read_text().count("\n") for name in files[wing])
+            lines = sum(
+                (PACKAGE / (name.replace(".", "/") + ".py")).read_text().count("\n")
+                for name in files[wing]
+            )
             size = f"{len(files[wing]):2} files {lines:6,} lines"
             print(f"{FLOOR_OF[wing]:2} {wing:15} {size}  imports {', '.join(sorted(edges[wing]))}")
         print(f"{len(FLOOR_OF)} wings, {sum(map(len, edges.values()))} edges")
@@ -146,7 +164,8 @@ def test_a_wing_imports_only_wings_below_it(name):
 
 @pytest.mark.parametrize("unit", [str, room_of, wing_of], ids=["modules", "rooms", "wings"])
 def test_nothing_imports_each_other_in_a_circle(unit):
-    TopologicalSorter(rooms_and_imports(unit)).prepare()  # raises CycleError, which names the circle
+    # raises CycleError, which names the circle
+    TopologicalSorter(rooms_and_imports(unit)).prepare()
 
 
 def test_packages_import_nothing_so_that_one_module_does_not_bring_in_its_neighbours():
@@ -155,26 +174,52 @@ def test_packages_import_nothing_so_that_one_module_does_not_bring_in_its_neighb
 
 
 def test_the_package_itself_brings_a_name_of_its_api_when_it_is_used():
-    code = "import sys, mmtrain; print(sorted(name for name in sys.modules if name.partition('.')[0] in {known!r}))"
+    code = (
+        "import sys, mmtrain; print(sorted(name for name in sys.modules if "
+        "name.partition('.')[0] in {known!r}))"
+    )
     code = code.format(known=("mmtrain", "torch", "pydantic", "numpy"))
-    ran = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True, timeout=60)
+    ran = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=60,
+    )
     assert ran.stdout.strip() == "['mmtrain']"
 
 
 def test_importing_all_torch_free_modules_leaves_torch_out():
     lines = [f"import mmtrain.{name}" for name in TORCH_FREE]
     code = "\n".join(["import sys", *lines, f"print(sorted({IMPORT_TORCH!r} & set(sys.modules)))"])
-    ran = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True, timeout=60)
+    ran = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=60,
+    )
     assert ran.stdout.strip() == "[]"
 
 
 def test_deepspeed_has_one_importer():
-    importers = [name for name in MODULES if any(full.split(".")[0] == "deepspeed" for full in imports(parse(name)))]
+    importers = [
+        name
+        for name in MODULES
+        if any(full.split(".")[0] == "deepspeed" for full in imports(parse(name)))
+    ]
     assert importers == ["engine.deepspeed_pipeline"]
 
 
 def test_no_module_is_a_drawer_for_leftovers():
-    assert not {name.split(".")[-1] for name in module_names()} & {"utils", "common", "helpers", "misc"}
+    assert not {name.split(".")[-1] for name in module_names()} & {
+        "utils",
+        "common",
+        "helpers",
+        "misc",
+    }
 
 
 def test_the_reader_of_imports_sees_what_it_must():

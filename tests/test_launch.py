@@ -29,18 +29,24 @@ ENDLESS = ("train.max_steps=100000", "parallel.pipeline=2", "parallel.threads_pe
 
 
 def launch(*arguments: str | Path) -> int:
-    """Exit code of the command, called in this process: wrong input ends it before anything is started."""
+    """Exit code of the command, called in this process: wrong input ends it before anything is
+    started.
+    """
     try:
         return launch_command([str(argument) for argument in arguments])
     except SystemExit as ended:  # argparse's
         return ended.code
 
 
-def test_many_shards_are_not_indexed_while_other_processes_wait(tiny, tmp_path, monkeypatch, make_tiny):
+def test_many_shards_are_not_indexed_while_other_processes_wait(
+    tiny, tmp_path, monkeypatch, make_tiny
+):
     shards = make_tiny.make_tiny_shards(tmp_path, samples=8, shards=2)
     config = load_config(tiny / "config.yaml", [f"data.shards={tmp_path}/*.tar"])
     monkeypatch.setattr(data, "INDEXED_WHILE_OTHERS_WAIT", 1000)
-    with pytest.raises(UserError, match=rf"2 of 2 shards .*mmtrain index {shards[0]} {shards[1]} --tok"):
+    with pytest.raises(
+        UserError, match=rf"2 of 2 shards .*mmtrain index {shards[0]} {shards[1]} --tok"
+    ):
         data.check_data(config, others_wait=True)
     data.check_data(config, others_wait=False)
     data.check_data(config, others_wait=True)
@@ -55,10 +61,15 @@ def test_many_shards_are_not_indexed_while_other_processes_wait(tiny, tmp_path, 
         ({"WORLD_SIZE": "8", "MASTER_ADDR": "a", "MASTER_PORT": "29500"}, None),
     ],
 )
-def test_left_overs_in_the_environment_do_not_matter(tiny, tmp_path, monkeypatch, capsys, environment, message):
+def test_left_overs_in_the_environment_do_not_matter(
+    tiny, tmp_path, monkeypatch, capsys, environment, message
+):
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
-    assert launch(tiny / "config.yaml", "data.shards=nowhere/*.tar", f"run.dir={tmp_path / 'runs'}") == 2
+    assert (
+        launch(tiny / "config.yaml", "data.shards=nowhere/*.tar", f"run.dir={tmp_path / 'runs'}")
+        == 2
+    )
     refused = capsys.readouterr().err
     assert refused.count("\n") == 1 and (message or "data.shards: no file nowhere/*.tar") in refused
 
@@ -93,7 +104,10 @@ def test_a_plan_that_cannot_be_printed_is_an_error(tiny, tmp_path):
             text=True,
             timeout=60,
         )
-    assert (ended.returncode, ended.stderr) == (2, "error: standard output cannot be used: No space left on device\n")
+    assert (ended.returncode, ended.stderr) == (
+        2,
+        "error: standard output cannot be used: No space left on device\n",
+    )
 
 
 def test_a_plan_of_any_shipped_config_needs_no_torch_and_leaves_nothing_behind(tmp_path):
@@ -112,7 +126,11 @@ def test_a_plan_of_any_shipped_config_needs_no_torch_and_leaves_nothing_behind(t
 
 
 def started(tiny: Path, folder: Path, *arguments: str) -> tuple[list[str | Path], Path]:
-    command = [*LAUNCH, tiny / "config.yaml", *last_given(f"run.dir={folder}", *ENDLESS, *arguments)]
+    command = [
+        *LAUNCH,
+        tiny / "config.yaml",
+        *last_given(f"run.dir={folder}", *ENDLESS, *arguments),
+    ]
     return command, folder / "tiny"
 
 
@@ -131,12 +149,14 @@ def test_kill_9_of_a_rank_ends_all_within_10_seconds_and_names_rank_stage_and_st
         assert command.seconds_until_gone(timeout=20) < 10
         assert command.wait() == 1
     said = re.fullmatch(
-        r"error: rank 1 \(stage 1\) was killed by SIGKILL \(.*\) in step (\d+) \(counted from 0\), at [A-Z].*\n"
+        r"error: rank 1 \(stage 1\) was killed by SIGKILL \(.*\) in step (\d+) \(counted from "
+        r"0\), at [A-Z].*\n"
         r"  log: (.*)\n",
         command.stderr,
     )
     assert said, command.stderr
-    # Rank 0 may have recorded a step of which rank 1 has not done all: it may not even have updated.
+    # Rank 0 may have recorded a step of which rank 1 has not done all: it may not even have
+    # updated.
     assert before - 1 <= int(said[1]) <= steps_of(folder)
     assert said[2] == str(folder / "log.txt")
 
@@ -162,7 +182,10 @@ def test_a_running_run_keeps_its_folder_and_kill_9_of_its_launcher_leaves_no_orp
     with running(arguments, tmp_path) as command:
         wait_until_it_trains(command, folder)
         second = subprocess.run(
-            [sys.executable, *map(str, arguments), "run.overwrite=true"], capture_output=True, text=True, timeout=60
+            [sys.executable, *map(str, arguments), "run.overwrite=true"],
+            capture_output=True,
+            text=True,
+            timeout=60,
         )
         assert second.returncode == 2 and "in use by a run that is still going" in second.stderr
         assert steps_of(folder) >= 2, "the running one keeps its files"
@@ -172,8 +195,21 @@ def test_a_running_run_keeps_its_folder_and_kill_9_of_its_launcher_leaves_no_orp
 
 
 def test_ranks_that_torchrun_started_are_joined(tiny, tmp_path):
-    overrides = (f"run.dir={tmp_path}", "parallel.pipeline=1", "parallel.data=2", "train.max_steps=2")
-    arguments = ("-m", "torch.distributed.run", "--nproc-per-node", "2", *LAUNCH, tiny / "config.yaml", *overrides)
+    overrides = (
+        f"run.dir={tmp_path}",
+        "parallel.pipeline=1",
+        "parallel.data=2",
+        "train.max_steps=2",
+    )
+    arguments = (
+        "-m",
+        "torch.distributed.run",
+        "--nproc-per-node",
+        "2",
+        *LAUNCH,
+        tiny / "config.yaml",
+        *overrides,
+    )
     with running(arguments, tmp_path) as command:
         assert command.wait() == 0, command.stderr
     folder = tmp_path / "tiny"
@@ -184,18 +220,35 @@ def test_ranks_that_torchrun_started_are_joined(tiny, tmp_path):
 
 def test_a_wrong_number_of_ranks_from_torchrun_is_refused_once(tiny, tmp_path):
     torchrun = ("-m", "torch.distributed.run", "--nproc-per-node", "2")
-    with running((*torchrun, *LAUNCH, tiny / "config.yaml", f"run.dir={tmp_path}"), tmp_path) as command:
+    with running(
+        (*torchrun, *LAUNCH, tiny / "config.yaml", f"run.dir={tmp_path}"), tmp_path
+    ) as command:
         assert command.wait() != 0
-    assert command.stderr.count("torchrun started 2 ranks; parallel.pipeline 4 x parallel.data 1 needs 4") == 1
+    assert (
+        command.stderr.count(
+            "torchrun started 2 ranks; parallel.pipeline 4 x parallel.data 1 needs 4"
+        )
+        == 1
+    )
     assert not (tmp_path / "tiny").exists()
 
 
 def test_two_nodes_share_a_run(tiny, tmp_path):
-    common = [*LAUNCH, tiny / "config.yaml", f"run.dir={tmp_path}", "parallel.pipeline=2", "train.max_steps=2"]
+    common = [
+        *LAUNCH,
+        tiny / "config.yaml",
+        f"run.dir={tmp_path}",
+        "parallel.pipeline=2",
+        "train.max_steps=2",
+    ]
     port = free_port()
     common += ["--nnodes", "2", "--rdzv-endpoint", f"127.0.0.1:{port}", "--node-rank"]
     with running([*common, "0"], tmp_path) as node_0, running([*common, "1"], tmp_path) as node_1:
-        wait_for(lambda: listeners([node_0.process.pid]) or node_0.process.poll() is not None, 60, "the store")
+        wait_for(
+            lambda: listeners([node_0.process.pid]) or node_0.process.poll() is not None,
+            60,
+            "the store",
+        )
         assert listeners([node_0.process.pid]) == {("127.0.0.1", port)}
         assert (node_0.wait(), node_1.wait()) == (0, 0), node_0.stderr + node_1.stderr
     assert "listening for the other machines on 127.0.0.1\n" in node_0.stdout
@@ -207,7 +260,11 @@ def test_two_nodes_share_a_run(tiny, tmp_path):
 
 def test_ranks_with_different_configs_are_refused_on_all(tiny, tmp_path, monkeypatch):
     common = [*LAUNCH, tiny / "config.yaml", f"run.dir={tmp_path}", "parallel.pipeline=2"]
-    started_elsewhere = {"WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port())}
+    started_elsewhere = {
+        "WORLD_SIZE": "2",
+        "MASTER_ADDR": "localhost",
+        "MASTER_PORT": str(free_port()),
+    }
     for name, value in started_elsewhere.items():
         monkeypatch.setenv(name, value)
     with contextlib.ExitStack() as stack:
@@ -215,14 +272,19 @@ def test_ranks_with_different_configs_are_refused_on_all(tiny, tmp_path, monkeyp
         for rank in ("0", "1"):
             monkeypatch.setenv("RANK", rank)
             monkeypatch.setenv("LOCAL_RANK", rank)
-            different = [f"optimizer.lr=0.{rank}", f"data.caption_prompt=https://me:secret{rank}@host/{rank}"]
+            different = [
+                f"optimizer.lr=0.{rank}",
+                f"data.caption_prompt=https://me:secret{rank}@host/{rank}",
+            ]
             ranks.append(stack.enter_context(running([*common, *different], tmp_path)))
         for rank in ranks:
             assert rank.wait() == 2, rank.stderr
             assert rank.stderr.startswith("error: rank 1 planned a different run than rank 0: ")
             said = " ".join(rank.stderr.split())
             assert "optimizer.lr is 0.0 on rank 0 and 0.1 on rank 1" in said, said
-            assert 'data.caption_prompt is "https://host/0" on rank 0' in said and "secret" not in said, said
+            assert (
+                'data.caption_prompt is "https://host/0" on rank 0' in said and "secret" not in said
+            ), said
 
 
 GPU = Gpu("NVIDIA A10", 24 * 2**30, 23 * 2**30, (8, 6))  # no run here may get so far as to use it
@@ -234,48 +296,96 @@ def test_a_setting_with_which_a_pipeline_on_gpus_can_hang_ends_it_at_once(
     tiny, tmp_path, monkeypatch, capsys, setting, under_torchrun
 ):
     monkeypatch.setattr(training, "visible_gpus", lambda: (GPU, GPU))
-    environment = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    environment = {
+        "RANK": "0",
+        "LOCAL_RANK": "0",
+        "WORLD_SIZE": "2",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "1",
+    }
     environment |= {"LOCAL_WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "none"}
     for name, value in (environment | {setting: "1"} if under_torchrun else {setting: "1"}).items():
         monkeypatch.setenv(name, value)
     command = [str(tiny / "config.yaml"), "parallel.pipeline=2", f"run.dir={tmp_path}"]
     assert launch_command(command) == 2
-    assert re.match(rf"error: {setting}=1 in the environment: .*\. Unset it", capsys.readouterr().err)
+    assert re.match(
+        rf"error: {setting}=1 in the environment: .*\. Unset it", capsys.readouterr().err
+    )
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_rank_of_torchrun_on_another_machine_makes_the_demos_data_there(tiny, tmp_path, monkeypatch, capsys):
+def test_a_rank_of_torchrun_on_another_machine_makes_the_demos_data_there(
+    tiny, tmp_path, monkeypatch, capsys
+):
     def make(config):
         raise UserError(f"made {config.run.name}")
 
     monkeypatch.setattr(data, "make_demo_data", make)
-    environment = {"RANK": "1", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
-    for name, value in (environment | {"LOCAL_WORLD_SIZE": "1", "TORCHELASTIC_RUN_ID": "none"}).items():
+    environment = {
+        "RANK": "1",
+        "LOCAL_RANK": "0",
+        "WORLD_SIZE": "2",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "1",
+    }
+    for name, value in (
+        environment | {"LOCAL_WORLD_SIZE": "1", "TORCHELASTIC_RUN_ID": "none"}
+    ).items():
         monkeypatch.setenv(name, value)
-    layout = ["parallel.pipeline=1", "parallel.data=2", "train.packs_per_step=8", "train.packs_per_microbatch=1"]
-    assert launch_command([str(tiny / "config.yaml"), *layout, f"run.dir={tmp_path}", "run.name=there"]) == 2
+    layout = [
+        "parallel.pipeline=1",
+        "parallel.data=2",
+        "train.packs_per_step=8",
+        "train.packs_per_microbatch=1",
+    ]
+    assert (
+        launch_command(
+            [str(tiny / "config.yaml"), *layout, f"run.dir={tmp_path}", "run.name=there"]
+        )
+        == 2
+    )
     assert capsys.readouterr().err == "error: made there\n"
 
 
-def test_a_rank_of_torchrun_that_finds_no_other_ends_with_a_message(tiny, tmp_path, monkeypatch, capsys):
+def test_a_rank_of_torchrun_that_finds_no_other_ends_with_a_message(
+    tiny, tmp_path, monkeypatch, capsys
+):
     def agree(*_):
-        raise DistNetworkError("The client socket has timed out\nException raised from throwTimeoutError\nframe #0")
+        raise DistNetworkError(
+            "The client socket has timed out\nException raised from throwTimeoutError\nframe #0"
+        )
 
     monkeypatch.setattr(rendezvous, "agree", agree)
     monkeypatch.setattr(training, "set_rank_environment", lambda *_, **__: None)
-    environment = {"RANK": "1", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    environment = {
+        "RANK": "1",
+        "LOCAL_RANK": "0",
+        "WORLD_SIZE": "2",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "1",
+    }
     for name, value in (environment | {"LOCAL_WORLD_SIZE": "1"}).items():
         monkeypatch.setenv(name, value)
-    assert launch_command([str(tiny / "config.yaml"), "parallel.pipeline=2", f"run.dir={tmp_path}"]) == 1
+    assert (
+        launch_command([str(tiny / "config.yaml"), "parallel.pipeline=2", f"run.dir={tmp_path}"])
+        == 1
+    )
     said = capsys.readouterr().err
     assert said.startswith("error: rank 1 did not meet the other ranks")
     assert said.endswith(": The client socket has timed out\n")
 
 
-def test_a_gpu_that_is_full_already_ends_the_run_before_it_starts(tiny, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(training, "visible_gpus", lambda: (GPU, dataclasses.replace(GPU, free_bytes=2**20)))
+def test_a_gpu_that_is_full_already_ends_the_run_before_it_starts(
+    tiny, tmp_path, monkeypatch, capsys
+):
+    monkeypatch.setattr(
+        training, "visible_gpus", lambda: (GPU, dataclasses.replace(GPU, free_bytes=2**20))
+    )
     command = [str(tiny / "config.yaml"), "parallel.pipeline=2", f"run.dir={tmp_path}"]
     assert launch_command(command) == 2
-    said = "error: rank 1 (stage 1) does not fit on GPU 1 (NVIDIA A10): 1.0 MiB of 24.0 GiB are free, but the plan"
+    said = (
+        "error: rank 1 (stage 1) does not fit on GPU 1 (NVIDIA A10): "
+        "1.0 MiB of 24.0 GiB are free, but the plan"
+    )
     assert capsys.readouterr().err.startswith(said)
     assert list(tmp_path.iterdir()) == []

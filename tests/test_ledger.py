@@ -37,7 +37,11 @@ def ledgers(tiny, tmp_path_factory):
     runs = {}
     for pipeline, data, workers in ((1, 1, 0), (4, 1, 1), (1, 2, 3), (1, 4, 1)):
         name = f"pp{pipeline}dp{data}w{workers}"
-        layout = (f"parallel.pipeline={pipeline}", f"parallel.data={data}", f"data.workers={workers}")
+        layout = (
+            f"parallel.pipeline={pipeline}",
+            f"parallel.data={data}",
+            f"data.workers={workers}",
+        )
         runs[name] = trained(tiny, folder, name, *layout, "train.max_steps=null", "train.epochs=3")
     return runs
 
@@ -48,17 +52,26 @@ def test_three_epochs_have_one_ledger_whatever_pipeline_replicas_and_workers(led
     lines = read(ledgers["pp1dp1w0"][0] / "samples.jsonl")
     assert [line["step"] for line in lines] == list(range(len(lines)))
     counts = {f"{n:06d}": sum(line["keys"].count(f"{n:06d}") for line in lines) for n in range(96)}
-    assert set(counts.values()) == {3, 4} and sum(counts.values()) == sum(len(line["keys"]) for line in lines)
+    assert set(counts.values()) == {3, 4} and sum(counts.values()) == sum(
+        len(line["keys"]) for line in lines
+    )
 
 
 def test_the_counts_of_every_epoch_add_up_and_the_last_step_is_filled_from_the_next(ledgers):
     for run, printed in ledgers.values():
         *whole, rest = epochs(run)
         for number, epoch in enumerate(whole):
-            assert (epoch["epoch"], epoch["complete"], epoch["read"], epoch["trained"]) == (number, True, 96, 96)
+            assert (epoch["epoch"], epoch["complete"], epoch["read"], epoch["trained"]) == (
+                number,
+                True,
+                96,
+                96,
+            )
             assert f"epoch {number} is complete: 96 samples read: 96 trained" in printed
         assert len(whole) == 3 and (rest["epoch"], rest["complete"]) == (3, False)
-        trained = sum(line["samples"] for line in read(run / "metrics.jsonl") if line["kind"] == "train")
+        trained = sum(
+            line["samples"] for line in read(run / "metrics.jsonl") if line["kind"] == "train"
+        )
         assert trained == 3 * 96 + rest["trained"]
         assert not (run / "quarantine.jsonl").exists()
 
@@ -66,12 +79,18 @@ def test_the_counts_of_every_epoch_add_up_and_the_last_step_is_filled_from_the_n
 @pytest.fixture
 def damaged(tiny, tmp_path, make_tiny):
     """Shards of which two members were damaged after they had been indexed."""
-    shards = make_tiny.make_tiny_shards(tmp_path / "shards", samples=60, shards=2, text_only_fraction=0)
+    shards = make_tiny.make_tiny_shards(
+        tmp_path / "shards", samples=60, shards=2, text_only_fraction=0
+    )
     ensure_indexes(shards, str(tiny / "llm"), "plain")
     with tarfile.open(shards[1]) as archive:
         members = {member.name: member for member in archive.getmembers()}
     content = bytearray(shards[1].read_bytes())
-    image = next(member for name, member in members.items() if name.startswith("000040") and "json" not in name)
+    image = next(
+        member
+        for name, member in members.items()
+        if name.startswith("000040") and "json" not in name
+    )
     offsets = {"000040": image.offset_data, "000041": members["000041.json"].offset_data}
     for offset in offsets.values():
         content[offset + 30] ^= 16
@@ -87,8 +106,17 @@ def test_damaged_samples_are_quarantined_by_name_and_counted(tiny, tmp_path, dam
     lines = read(run / "quarantine.jsonl")
     assert {line["key"] for line in lines} == set(offsets)
     for line in lines:
-        assert (line["shard"], line["offset"], line["reason"]) == (str(shard), offsets[line["key"]], "checksum")
-        keys = {key for step in read(run / "samples.jsonl") if step["step"] == line["step"] for key in step["keys"]}
+        assert (line["shard"], line["offset"], line["reason"]) == (
+            str(shard),
+            offsets[line["key"]],
+            "checksum",
+        )
+        keys = {
+            key
+            for step in read(run / "samples.jsonl")
+            if step["step"] == line["step"]
+            for key in step["keys"]
+        }
         assert line["key"] not in keys
     assert sorted((line["epoch"], line["key"]) for line in lines)[:4] == [
         (epoch, key) for epoch in (0, 1) for key in sorted(offsets)
@@ -96,14 +124,25 @@ def test_damaged_samples_are_quarantined_by_name_and_counted(tiny, tmp_path, dam
     steps = [line for line in read(run / "metrics.jsonl") if line["kind"] == "train"]
     assert sum(line["quarantined"] for line in steps) == len(lines)
     for epoch in epochs(run)[:2]:
-        assert (epoch["read"], epoch["trained"], epoch["quarantined"], epoch["overlong"]) == (60, 58, 2, 0)
+        assert (epoch["read"], epoch["trained"], epoch["quarantined"], epoch["overlong"]) == (
+            60,
+            58,
+            2,
+            0,
+        )
     assert "quarantined 00004" in printed and "quarantine.jsonl" in printed
 
 
 def test_more_damage_than_allowed_ends_the_run_with_the_list(tiny, tmp_path, damaged):
     folder, shard, offsets = damaged
-    options = (f"data.shards={folder}/*.tar", "data.max_quarantine_rate=0.02", "parallel.pipeline=2")
-    with pytest.raises(AssertionError, match=r"UserError: .*more than data.max_quarantine_rate=0.02 allows") as ended:
+    options = (
+        f"data.shards={folder}/*.tar",
+        "data.max_quarantine_rate=0.02",
+        "parallel.pipeline=2",
+    )
+    with pytest.raises(
+        AssertionError, match=r"UserError: .*more than data.max_quarantine_rate=0.02 allows"
+    ) as ended:
         trained(tiny, tmp_path, "q", *options)
     assert f"{shard}: sample 00004" in str(ended.value)
     assert {line["key"] for line in read(tmp_path / "q" / "quarantine.jsonl")} == set(offsets)
@@ -117,7 +156,12 @@ def test_samples_that_no_run_can_use_are_known_before_the_first_step(tiny, tmp_p
     content[text.offset_data] = ord("]")
     shard.write_bytes(content)
     shard.with_name(shard.name + ".index").unlink()
-    options = (f"data.shards={shard}", "parallel.pipeline=2", "train.max_steps=null", "train.epochs=1")
+    options = (
+        f"data.shards={shard}",
+        "parallel.pipeline=2",
+        "train.max_steps=null",
+        "train.epochs=1",
+    )
     with pytest.raises(AssertionError, match=r"(?s)UserError: .*sample 000007: not_json"):
         trained(tiny, tmp_path, "strict", *options)
     # a start that failed leaves nothing that is in the way

@@ -1,4 +1,6 @@
-"""The jobs that the README shows: configs/llava_pp4.yaml, then demo_lora.yaml, on the models and data of mmtrain."""
+"""The jobs that the README shows: configs/llava_pp4.yaml, then demo_lora.yaml, on the models and
+data of mmtrain.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,9 @@ def records(folder: Path, kind: str, name: str = "llava_pp4") -> list[dict]:
 def test_the_projector_learns_to_make_the_llm_read_handwriting_that_nothing_has_seen(demo_run):
     run, ran = demo_run
     assert ran.returncode == 0, ran.stderr
-    assert "making demo:train: 6,400 pictures" in ran.stdout and "making demo:held-out" in ran.stdout
+    assert (
+        "making demo:train: 6,400 pictures" in ran.stdout and "making demo:held-out" in ran.stdout
+    )
     evaluations = records(run.parent, "eval")
     assert [record["step"] for record in evaluations] == list(range(0, 161, 20))
     assert all(record["answers"] >= 200 for record in evaluations)
@@ -45,7 +49,9 @@ def test_the_projector_learns_to_make_the_llm_read_handwriting_that_nothing_has_
     assert "6 held-out questions" in ran.stdout
     (control,) = records(run.parent, "eval_permuted")
     assert control["answers"] == evaluations[-1]["answers"] and control["exact_match"] <= 0.15
-    assert f"report: {run / 'report.html'}" in ran.stdout and "report.html" in [file.name for file in run.iterdir()]
+    assert f"report: {run / 'report.html'}" in ran.stdout and "report.html" in [
+        file.name for file in run.iterdir()
+    ]
     losses = [record["loss"] for record in records(run.parent, "train")]
     assert len(losses) == 160 and sum(losses[-10:]) < 0.1 * sum(losses[:10])
 
@@ -54,9 +60,13 @@ def test_the_projector_learns_to_make_the_llm_read_handwriting_that_nothing_has_
     assert all("frozen" in rank["reason"] for rank in ranks[1:])
     audited = json.loads((run / "audit.json").read_text())["ranks"]
     assert [rank["optimizer"] for rank in audited] == ["AdamW", "NoOp", "NoOp", "NoOp"]
-    assert all(r["frozen"]["fingerprint_before"] == r["frozen"]["fingerprint_after"] for r in audited)
+    assert all(
+        r["frozen"]["fingerprint_before"] == r["frozen"]["fingerprint_after"] for r in audited
+    )
     saved = load_file(run / "checkpoints" / "step-00000160" / "projector.safetensors")
-    assert sorted(saved) == [f"projector.linear_{n}.{kind}" for n in (1, 2) for kind in ("bias", "weight")]
+    assert sorted(saved) == [
+        f"projector.linear_{n}.{kind}" for n in (1, 2) for kind in ("bias", "weight")
+    ]
 
 
 @pytest.mark.timeout(1000)
@@ -78,12 +88,18 @@ def test_loss_and_gradient_norm_do_not_depend_on_the_layout(tmp_path, demo):
 
 
 def test_with_a_learning_rate_of_0_no_answer_changes(tmp_path, demo):
-    groups = "optimizer.groups=[{match: [projector.linear_1], lr: 0}, {match: [projector.linear_2], lr: 0}]"
+    groups = (
+        "optimizer.groups=[{match: [projector.linear_1], lr: 0}, {match: "
+        "[projector.linear_2], lr: 0}]"
+    )
     settings = (groups, "train.max_steps=3", "eval.permuted_control=false")
     train(CONFIG, f"run.dir={tmp_path}", "parallel.pipeline=2", *settings)
     before, after = records(tmp_path, "eval")
     for step in records(tmp_path, "train"):  # `lr` is of what no group matches, here nothing
-        assert step["lr"] > 0 and step["lr_groups"] == {"projector.linear_1": 0.0, "projector.linear_2": 0.0}
+        assert step["lr"] > 0 and step["lr_groups"] == {
+            "projector.linear_1": 0.0,
+            "projector.linear_2": 0.0,
+        }
     for score in (before, after):
         del score["seconds"], score["time"]
     assert before | {"step": 3} == after
@@ -94,12 +110,21 @@ def begun_with(demo: DemoRun, folder: Path) -> tuple[str, str]:
     return f"run.dir={folder}", f"model.projector.init_from={demo.folder}"
 
 
-def test_lora_begins_with_the_jobs_projector_and_a_question_that_the_job_cannot_answer(tmp_path, demo):
+def test_lora_begins_with_the_jobs_projector_and_a_question_that_the_job_cannot_answer(
+    tmp_path, demo
+):
     make_demo_shards("demo:next-held-out", "eval.shards")
-    data = ("data.sets=null", "data.shards=demo:held-out", "train.max_steps=4", "eval.permuted_control=false")
+    data = (
+        "data.sets=null",
+        "data.shards=demo:held-out",
+        "train.max_steps=4",
+        "eval.permuted_control=false",
+    )
     run = train(AFTER, *begun_with(demo, tmp_path), "parallel.pipeline=2", *data)
     before, after = run.lines("metrics.jsonl", "eval")
-    assert before["exact_match"] <= 0.05 and before["token_accuracy"] > 0.7, "it names the digit that is there"
+    assert before["exact_match"] <= 0.05 and before["token_accuracy"] > 0.7, (
+        "it names the digit that is there"
+    )
     assert after["loss"] != before["loss"]
     ranks = json.loads((run.folder / "audit.json").read_text())["ranks"]
     names = [tensor["name"] for rank in ranks for tensor in rank["trainable"]]
@@ -111,10 +136,17 @@ LAST = ("model.lora=null", "model.trainable=[llm.layers.2,llm.layers.3]", "optim
 
 @pytest.mark.nightly
 @pytest.mark.timeout(1200)
-@pytest.mark.parametrize(("mode", "enough"), [((), 0.9), (LAST, 0.8)], ids=["lora", "last two layers"])
+@pytest.mark.parametrize(
+    ("mode", "enough"), [((), 0.9), (LAST, 0.8)], ids=["lora", "last two layers"]
+)
 @pytest.mark.parametrize("asked", ["next-held-out", "held-out"])
-def test_after_the_job_the_llm_learns_what_follows_and_forgets_nothing(tmp_path, demo, mode, enough, asked):
-    assert launch.main([str(AFTER), *begun_with(demo, tmp_path), f"eval.shards=demo:{asked}", *mode]) == 0
+def test_after_the_job_the_llm_learns_what_follows_and_forgets_nothing(
+    tmp_path, demo, mode, enough, asked
+):
+    assert (
+        launch.main([str(AFTER), *begun_with(demo, tmp_path), f"eval.shards=demo:{asked}", *mode])
+        == 0
+    )
     first, *_, last = records(tmp_path, "eval", "demo_lora")
     (control,) = records(tmp_path, "eval_permuted", "demo_lora")
     assert first["exact_match"] <= 0.05 if asked == "next-held-out" else first["exact_match"] >= 0.9
@@ -122,7 +154,11 @@ def test_after_the_job_the_llm_learns_what_follows_and_forgets_nothing(tmp_path,
 
 
 SQUEEZED = ("model.vision.layout=square", "data.image_fit=resize")
-SHEETS = {"tiles": (SHEET, (), 0.9, 1.0), "one square": (SHEET, SQUEEZED, 0.0, 0.5), "native": (NATIVE, (), 0.95, 1.0)}
+SHEETS = {
+    "tiles": (SHEET, (), 0.9, 1.0),
+    "one square": (SHEET, SQUEEZED, 0.0, 0.5),
+    "native": (NATIVE, (), 0.95, 1.0),
+}
 
 
 @pytest.mark.nightly
@@ -135,10 +171,16 @@ def test_what_is_small_on_a_large_sheet_takes_tiles_or_its_own_shape_to_be_read(
     assert launch.main([str(config), f"run.dir={tmp_path}", "run.name=sheet", *mode]) == 0
     first, *_, last = records(tmp_path, "eval", "sheet")
     (control,) = records(tmp_path, "eval_permuted", "sheet")
-    assert first["exact_match"] <= 0.05 and least <= last["exact_match"] <= most and control["exact_match"] <= 0.15
+    assert (
+        first["exact_match"] <= 0.05
+        and least <= last["exact_match"] <= most
+        and control["exact_match"] <= 0.15
+    )
 
 
 def test_files_that_share_the_run_are_one_piece_of_work():
     folder = Path(__file__).parent
     using = {path for path in folder.rglob("test_*.py") if "demo_run" in path.read_text()}
-    assert using == {folder.parent / name for name in DEMO}, "else the run is made twice where tests run in processes"
+    assert using == {folder.parent / name for name in DEMO}, (
+        "else the run is made twice where tests run in processes"
+    )

@@ -1,4 +1,6 @@
-"""Nothing hangs on content: text, images, both or nothing at all in a micro-batch, replica or step, in any mix."""
+"""Nothing hangs on content: text, images, both or nothing at all in a micro-batch, replica or step,
+in any mix.
+"""
 
 from __future__ import annotations
 
@@ -33,19 +35,31 @@ RUNS = {
             "model.projector.type=shuffle_swiglu",
             "model.trainable=[vision.patch_embed, projector, llm.layers.1.mlp]",
         ],
-        ["parallel.stages_per_rank=2", "parallel.boundaries=[0, 1, 2]", "parallel.recompute_layers=1"],
+        [
+            "parallel.stages_per_rank=2",
+            "parallel.boundaries=[0, 1, 2]",
+            "parallel.recompute_layers=1",
+        ],
     ),
 }
 
 
 def draw_samples(draw: random.Random) -> Iterator[KeyedSample]:
-    """Shard after shard, most of one sort: text, images with the one letter that supervision needs, or both."""
+    """Shard after shard, most of one sort: text, images with the one letter that supervision needs,
+    or both.
+    """
     for shard in range(SHARDS):
         sorts = draw.sample(SORTS, draw.choice((1, 1, 1, 2)))
         for number in range(SAMPLES):
             sort, scene = draw.choice(sorts), draw_scene(draw)
-            key, images = f"{sort}-{shard:03d}{number}", 0 if sort == "text" else draw.choice((1, 1, 2))
-            turns = (("human", "<image>\n" * images), ("gpt", "a" if sort == "images" else describe(scene)))
+            key, images = (
+                f"{sort}-{shard:03d}{number}",
+                0 if sort == "text" else draw.choice((1, 1, 2)),
+            )
+            turns = (
+                ("human", "<image>\n" * images),
+                ("gpt", "a" if sort == "images" else describe(scene)),
+            )
             record = {
                 "conversations": [{"from": speaker, "value": text} for speaker, text in turns],
                 "image": [f"{key}.{i}.png" for i in range(images)],
@@ -54,7 +68,9 @@ def draw_samples(draw: random.Random) -> Iterator[KeyedSample]:
 
 
 def damage(tar: Path, share: float, draw: random.Random) -> None:
-    """Change a byte in this share of the files: checksums will tell when they are read, and leave gaps."""
+    """Change a byte in this share of the files: checksums will tell when they are read, and leave
+    gaps.
+    """
     with tarfile.open(tar) as archive:
         files = archive.getmembers()
     content = bytearray(tar.read_bytes())
@@ -90,12 +106,25 @@ FIRST, SECOND = RUNS
 @pytest.mark.parametrize("run", [FIRST, pytest.param(SECOND, marks=pytest.mark.nightly)])
 def test_every_mix_of_contents_trains_as_in_one_process_and_ends(mixed, tmp_path, run):
     model, layout = RUNS[run]
-    steps = [f"train.max_steps={STEPS}", f"train.packs_per_step={PACKS}", "data.pack_length=48", "data.workers=0"]
+    steps = [
+        f"train.max_steps={STEPS}",
+        f"train.packs_per_step={PACKS}",
+        "data.pack_length=48",
+        "data.workers=0",
+    ]
     order = ["data.shuffle_shards=1", "data.pack_window=6", "data.max_quarantine_rate=1"]
-    common = [f"run.dir={tmp_path}", "parallel.threads_per_rank=1", "model.vision.select_layer=-4", *steps, *order]
+    common = [
+        f"run.dir={tmp_path}",
+        "parallel.threads_per_rank=1",
+        "model.vision.select_layer=-4",
+        *steps,
+        *order,
+    ]
 
     whole = train(mixed, *common, *model, "run.name=whole").lines("metrics.jsonl", "train")
-    cut = train(mixed, *common, *model, "run.name=cut", "parallel.pipeline=2", "parallel.data=2", *layout)
+    cut = train(
+        mixed, *common, *model, "run.name=cut", "parallel.pipeline=2", "parallel.data=2", *layout
+    )
     for expected, found in zip(whole, cut.lines("metrics.jsonl", "train"), strict=True):
         for key in ("samples", "images", "tokens", "supervised_tokens", "quarantined", "no_update"):
             assert found[key] == expected[key], (found["step"], key)
@@ -105,7 +134,8 @@ def test_every_mix_of_contents_trains_as_in_one_process_and_ends(mixed, tmp_path
         for key in ("loss", "grad_norm"):
             assert found[key] == pytest.approx(expected[key], rel=1e-5), (found["step"], key)
 
-    # What there was to hang on: every pair of the replicas' contents, and steps without an image, and without labels.
+    # What there was to hang on: every pair of the replicas' contents, and steps without an image,
+    # and without labels.
     read = islice(PackedBatches(load_config(mixed, [*common, *model]), 0, 1), STEPS * PACKS)
     keys = [batch.keys for batch in read]
     firsts = range(0, STEPS * PACKS, PACKS)
@@ -113,4 +143,6 @@ def test_every_mix_of_contents_trains_as_in_one_process_and_ends(mixed, tmp_path
     assert len({(content(keys[i : i + 2]), content(keys[i + 2 : i + 4])) for i in firsts}) >= 14
     assert {content(keys[i : i + PACKS]) for i in firsts} == {*SORTS, "nothing"}
     assert len(whole) == STEPS and {line["images"] == 0 for line in whole} == {True, False}
-    assert any(line["no_update"] for line in whole) and max(line["quarantined"] for line in whole) > 4
+    assert (
+        any(line["no_update"] for line in whole) and max(line["quarantined"] for line in whole) > 4
+    )

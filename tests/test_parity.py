@@ -1,4 +1,6 @@
-"""The oracle: loss and gradients are those of a stock LlavaForConditionalGeneration, whatever the layout."""
+"""The oracle: loss and gradients are those of a stock LlavaForConditionalGeneration, whatever the
+layout.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +49,9 @@ def packed_step():
 
 def with_others(changed: dict[int, list]):
     """The packed step with other documents in some of its micro-batches."""
-    return tuple([changed[i]] if i in changed else microbatch for i, microbatch in enumerate(packed_step()))
+    return tuple(
+        [changed[i]] if i in changed else microbatch for i, microbatch in enumerate(packed_step())
+    )
 
 
 def free_of_images(*seeds: int) -> list:
@@ -58,7 +62,8 @@ STEPS = {
     "packed": packed_step(),
     "unpacked": tuple([[make_document(seed)]] for seed in range(4)),
     "image-free micro-batch": with_others({1: free_of_images(50, 51)}),
-    "image-free replica": with_others({2: free_of_images(62), 3: free_of_images(63)}),  # the second one's share
+    # the second one's share
+    "image-free replica": with_others({2: free_of_images(62), 3: free_of_images(63)}),
     "image-free step": with_others({i: free_of_images(70 + i) for i in range(4)}),
     "label-free micro-batch": with_others({2: [make_document(80, labelled=False)]}),
 }
@@ -73,7 +78,10 @@ def stock(parts):
 
 def slow_if_long(*layouts: str) -> list[object]:
     """--fast has pipeline 1 and 2."""
-    return [pytest.param(one, marks=pytest.mark.slow if one.startswith(("pp3", "pp4")) else ()) for one in layouts]
+    return [
+        pytest.param(one, marks=pytest.mark.slow if one.startswith(("pp3", "pp4")) else ())
+        for one in layouts
+    ]
 
 
 @pytest.mark.parametrize("layout", slow_if_long(*LAYOUTS))
@@ -98,10 +106,14 @@ def test_loss_and_projector_gradients_equal_stock_llava(parts, stock, layout):
         assert all(result == results[0] for result in results), "every rank reports the same step"
         assert results[0].loss == pytest.approx(loss, rel=1e-5)
         found = merged(ranks, "gradients")
-        assert set(found) == {f"projector.linear_{i}.{part}" for i in (1, 2) for part in ("weight", "bias")}
+        assert set(found) == {
+            f"projector.linear_{i}.{part}" for i in (1, 2) for part in ("weight", "bias")
+        }
         for parameter, gradient in gradients.items():
             if name == "image-free step":
-                assert not found[parameter].any(), "no image: the projector's gradient is zero, and there"
+                assert not found[parameter].any(), (
+                    "no image: the projector's gradient is zero, and there"
+                )
             else:
                 error = relative(found[parameter], gradient.double().numpy())
                 worst = max(worst, error)
@@ -115,13 +127,19 @@ def test_loss_and_projector_gradients_equal_stock_llava(parts, stock, layout):
 def test_a_step_without_labels_updates_nothing_and_says_so(parts):
     unlabelled = tuple([[make_document(90 + i, labelled=False)]] for i in range(4))
     config = make_config(parts, parallel__pipeline=2, parallel__data=2, optimizer__weight_decay=0.1)
-    # After an update AdamW's moments and its weight decay would move the weights without any gradient.
-    cases = [Case(config, steps) for steps in ((STEPS["packed"], unlabelled), (STEPS["packed"],), (unlabelled,))]
+    # After an update AdamW's moments and its weight decay would move the weights without any
+    # gradient.
+    cases = [
+        Case(config, steps)
+        for steps in ((STEPS["packed"], unlabelled), (STEPS["packed"],), (unlabelled,))
+    ]
     by_rank = run_ranks(4, execute, cases)
     for both, labelled, nothing in by_rank:
         second = both["results"][1]
         assert second.no_update == "no supervised token in the step" and second.loss is None
-        assert second.lr == learning_rate(1, 20, config.optimizer, config.optimizer.lr), "the LR schedule advances"
+        assert second.lr == learning_rate(1, 20, config.optimizer, config.optimizer.lr), (
+            "the LR schedule advances"
+        )
         assert both["results"] == by_rank[0][0]["results"], "the same on every rank"
         for name, value in labelled["parameters"].items():
             np.testing.assert_array_equal(both["parameters"][name], value)
@@ -130,24 +148,43 @@ def test_a_step_without_labels_updates_nothing_and_says_so(parts):
 
 
 @pytest.mark.parametrize(
-    "family", [pytest.param(name, marks=() if name == "qwen3_5_text" else pytest.mark.nightly) for name in HYBRIDS]
+    "family",
+    [
+        pytest.param(name, marks=() if name == "qwen3_5_text" else pytest.mark.nightly)
+        for name in HYBRIDS
+    ],
 )
 def test_a_hybrid_llm_trains_on_packs_as_its_stock_class_on_each_document(tmp_path, family):
     save_parts(tmp_path, layers=6)
-    tiny_model(CONFIG_MAPPING[family](num_hidden_layers=6, **HYBRIDS[family]), 0).save_pretrained(tmp_path / "llm")
+    tiny_model(CONFIG_MAPPING[family](num_hidden_layers=6, **HYBRIDS[family]), 0).save_pretrained(
+        tmp_path / "llm"
+    )
     loss, gradients = stock_gradients(stock_llava(tmp_path, seed=0), STEPS["packed"])
     worst = 0.0
-    for pipeline, data, recomputed in ((1, 1, 0), (1, 1, 6), (2, 1, 0), (2, 1, 6), (4, 1, 0), (2, 2, 0)):
+    for pipeline, data, recomputed in (
+        (1, 1, 0),
+        (1, 1, 6),
+        (2, 1, 0),
+        (2, 1, 6),
+        (4, 1, 0),
+        (2, 2, 0),
+    ):
         config = make_config(
             tmp_path,
             parallel__pipeline=pipeline,
             parallel__data=data,
             parallel__recompute_layers=recomputed // pipeline,
         )
-        ranks = [rank[0] for rank in run_ranks(pipeline * data, execute, [Case(config, (STEPS["packed"],))])]
+        ranks = [
+            rank[0]
+            for rank in run_ranks(pipeline * data, execute, [Case(config, (STEPS["packed"],))])
+        ]
         assert ranks[0]["results"][0].loss == pytest.approx(loss, rel=1e-5)
         found = merged(ranks, "gradients")
-        worst = max(worst, *(relative(found[name], value.double().numpy()) for name, value in gradients.items()))
+        worst = max(
+            worst,
+            *(relative(found[name], value.double().numpy()) for name, value in gradients.items()),
+        )
         assert all(rank["audit"]["failures"] == [] for rank in ranks)
     print(f"{family}: worst relative gradient error {worst:.1e}")
     assert worst <= 1e-5
@@ -155,13 +192,18 @@ def test_a_hybrid_llm_trains_on_packs_as_its_stock_class_on_each_document(tmp_pa
 
 @pytest.fixture(scope="module")
 def twenty_steps():
-    """20 steps of 4 packs, five of them in turn, with image-free and label-free micro-batches strewn in."""
+    """20 steps of 4 packs, five of them in turn, with image-free and label-free micro-batches
+    strewn in.
+    """
     steps = []
     for s in range(20):
         rows = []
         for i in range(4):
             seed = 1000 + 16 * (s % 5) + 4 * i
-            row = [make_document(seed + j, images=(seed + j) % 3, text=6 + (seed + j) % 9) for j in range(2)]
+            row = [
+                make_document(seed + j, images=(seed + j) % 3, text=6 + (seed + j) % 9)
+                for j in range(2)
+            ]
             if (s % 5 + i) % 7 == 0:
                 row = [make_document(seed, images=0, labelled=False)]
             rows.append([row])
@@ -184,5 +226,7 @@ def test_twenty_steps_follow_the_stock_training_loop(parts, twenty_steps, stock_
     ranks = [rank[0] for rank in run_ranks(pipeline * data, execute, [Case(config, twenty_steps)])]
     found = [(r.loss, r.grad_norm) for r in ranks[0]["results"]]
     np.testing.assert_allclose(found, stock_run, rtol=1e-4)
-    assert all(last[0] < first[0] for first, last in zip(found[:5], found[15:], strict=True)), "the projector learns"
+    assert all(last[0] < first[0] for first, last in zip(found[:5], found[15:], strict=True)), (
+        "the projector learns"
+    )
     print(f"{layout}: worst {np.max(np.abs(np.array(found) / np.array(stock_run) - 1)):.1e}")

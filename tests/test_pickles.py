@@ -1,8 +1,10 @@
-"""Pickles are programs: where mmtrain opens or writes one, held by reading its source, and files that try to run.
+"""Pickles are programs: where mmtrain opens or writes one, held by reading its source, and files
+that try to run.
 
-The rules are about files. Messages between a run's own ranks and workers (torch.distributed's object collectives,
-multiprocessing) are pickled by those libraries; they come from no file and are left out here. So are the readers inside
-timm and transformers, which the files below are given to as well.
+The rules are about files. Messages between a run's own ranks and workers (torch.distributed's
+object collectives, multiprocessing) are pickled by those libraries; they come from no file and are
+left out here. So are the readers inside timm and transformers, which the files below are given to
+as well.
 """
 
 from __future__ import annotations
@@ -46,12 +48,20 @@ PICKLING = re.compile(
 
 def test_pickles_are_opened_in_one_place_and_written_in_one_place():
     sources = [*(ROOT / "mmtrain").rglob("*.py"), *(ROOT / "tools").rglob("*.py")]
-    uses = {(use, file.relative_to(ROOT).as_posix()) for file in sources for use in PICKLING.findall(file.read_text())}
+    uses = {
+        (use, file.relative_to(ROOT).as_posix())
+        for file in sources
+        for use in PICKLING.findall(file.read_text())
+    }
     assert uses == {("torch.load", READER), ("torch.save", WRITER)}
 
 
 def test_the_one_reader_asks_torch_for_weights_only():
-    calls = [node for node in ast.walk(ast.parse((ROOT / READER).read_text())) if isinstance(node, ast.Call)]
+    calls = [
+        node
+        for node in ast.walk(ast.parse((ROOT / READER).read_text()))
+        if isinstance(node, ast.Call)
+    ]
     (load,) = [call for call in calls if ast.unparse(call.func) == "torch.load"]
     options = {keyword.arg: ast.unparse(keyword.value) for keyword in load.keywords}
     assert options["weights_only"] == "True"
@@ -73,7 +83,9 @@ def test_the_one_reader_asks_torch_for_weights_only():
 )
 def test_the_reader_of_sources_sees_what_it_must(source):
     assert PICKLING.search(source)
-    assert not PICKLING.search("from safetensors.torch import load\nload(f)\nnp.load(f, allow_pickle=False)")
+    assert not PICKLING.search(
+        "from safetensors.torch import load\nload(f)\nnp.load(f, allow_pickle=False)"
+    )
 
 
 # ---- files that try
@@ -90,7 +102,10 @@ class Call:
 
 
 def with_tensors(call: Call) -> dict[str, object]:
-    tensors = {"model.mm_projector.weight": torch.ones(20, 12), "model.mm_projector.bias": torch.ones(20)}
+    tensors = {
+        "model.mm_projector.weight": torch.ones(20, 12),
+        "model.mm_projector.bias": torch.ones(20),
+    }
     return {**tensors, "extra": call}
 
 
@@ -129,7 +144,8 @@ def runs_when_opened_without_protection(file: Path, marker: Path) -> bool:
 def test_a_file_that_would_run_is_refused_as_a_projector_and_to_convert_and_does_not_run(
     tmp_path, attack, monkeypatch, capsys
 ):
-    monkeypatch.setenv("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "1")  # an environment that was set to open another file
+    # an environment that was set to open another file
+    monkeypatch.setenv("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "1")
     file, marker = tmp_path / "pytorch_model.bin", tmp_path / "ran"
     attack(file, marker)
     assert runs_when_opened_without_protection(file, marker)
@@ -144,10 +160,18 @@ def test_a_file_that_would_run_is_refused_as_a_projector_and_to_convert_and_does
 
 @pytest.mark.parametrize(
     "tensor",
-    [torch.zeros(1).expand(10**12), torch.empty(3, device="meta"), torch.eye(3).to_sparse(), "text", [torch.ones(1)]],
+    [
+        torch.zeros(1).expand(10**12),
+        torch.empty(3, device="meta"),
+        torch.eye(3).to_sparse(),
+        "text",
+        [torch.ones(1)],
+    ],
     ids=["four terabytes by a stride of 0", "meta", "sparse", "text", "list"],
 )
-def test_what_is_no_tensor_with_its_values_in_the_file_is_refused_before_memory_is_taken(tmp_path, tensor):
+def test_what_is_no_tensor_with_its_values_in_the_file_is_refused_before_memory_is_taken(
+    tmp_path, tensor
+):
     torch.save({"model.mm_projector.weight": tensor}, tmp_path / "mm_projector.bin")
     with pytest.raises(UserError, match=r"not a plain tensor|more than named tensors"):
         read_projector(str(tmp_path), [Linear("linear_1", 12, 20)])
@@ -155,16 +179,21 @@ def test_what_is_no_tensor_with_its_values_in_the_file_is_refused_before_memory_
 
 @pytest.mark.parametrize("attack", [a_command, a_bare_pickle])
 @pytest.mark.parametrize("kind", ["timm", "clip"])
-def test_an_encoder_with_pickled_weights_does_not_run_them_either(tmp_path, make_tiny, attack, kind):
+def test_an_encoder_with_pickled_weights_does_not_run_them_either(
+    tmp_path, make_tiny, attack, kind
+):
     folder = tmp_path / "encoder"
     if kind == "timm":
         make_tiny.make_tiny_vision(folder)
         (folder / "model.safetensors").unlink()
     else:
-        CLIPVisionConfig(hidden_size=8, num_hidden_layers=2, num_attention_heads=2).save_pretrained(folder)
+        CLIPVisionConfig(hidden_size=8, num_hidden_layers=2, num_attention_heads=2).save_pretrained(
+            folder
+        )
     file, marker = folder / "pytorch_model.bin", tmp_path / "ran"
     attack(file, marker)
     assert runs_when_opened_without_protection(file, marker)
-    with pytest.raises((UserError, pickle.UnpicklingError), match=r"(?i)weights.only"):  # timm's words, and torch's
+    # timm's words, and torch's
+    with pytest.raises((UserError, pickle.UnpicklingError), match=r"(?i)weights.only"):
         load_vision(str(folder), -2, torch.float32)
     assert not marker.exists()

@@ -1,6 +1,7 @@
 """Why mmtrain has an engine of its own: DeepSpeed's pipeline fails where a stage is frozen.
 
-When one of these tests fails, DeepSpeed has changed: look at what it does now and correct what README and design say.
+When one of these tests fails, DeepSpeed has changed: look at what it does now and correct what
+README and design say.
 """
 
 from __future__ import annotations
@@ -8,7 +9,9 @@ from __future__ import annotations
 import deepspeed
 import pytest
 import torch
-import torch._dynamo  # torch.optim imports it at the first optimizer: 2 s here, or 2 s in every rank
+
+# torch.optim imports it at the first optimizer: 2 s here, or 2 s in every rank
+import torch._dynamo
 from deepspeed.pipe import LayerSpec, PipelineModule
 from ranks import run_ranks
 from torch import nn
@@ -35,7 +38,8 @@ UNCLIPPED = {"gradient_clipping": 0.0}
 
 
 def init() -> None:
-    vars(deepspeed.ops).setdefault("__compatible_ops__", {})["deepspeed_shm_comm"] = False  # else it is compiled
+    # else it is compiled
+    vars(deepspeed.ops).setdefault("__compatible_ops__", {})["deepspeed_shm_comm"] = False
     deepspeed.init_distributed(dist_backend="gloo", verbose=False)
 
 
@@ -43,16 +47,30 @@ def train_once(layers: list[type], config: dict[str, object]) -> None:
     """One training step over two stages of two layers each."""
     init()
     model = PipelineModule(
-        [LayerSpec(layer) for layer in layers], num_stages=2, partition_method="uniform", loss_fn=nn.MSELoss()
+        [LayerSpec(layer) for layer in layers],
+        num_stages=2,
+        partition_method="uniform",
+        loss_fn=nn.MSELoss(),
     )
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    own = None if "optimizer" in config else torch.optim.AdamW(trainable) if trainable else NoOpOptimizer()
+    own = (
+        None
+        if "optimizer" in config
+        else torch.optim.AdamW(trainable)
+        if trainable
+        else NoOpOptimizer()
+    )
     engine, *_ = deepspeed.initialize(
         model=model,
         optimizer=own,
         model_parameters=trainable,
         dist_init_required=False,
-        config={"train_batch_size": 4, "train_micro_batch_size_per_gpu": 2, "steps_per_print": None, **config},
+        config={
+            "train_batch_size": 4,
+            "train_micro_batch_size_per_gpu": 2,
+            "steps_per_print": None,
+            **config,
+        },
     )
     engine.train_batch(iter([(torch.randn(2, WIDTH), torch.randn(2, WIDTH))] * 2))
 

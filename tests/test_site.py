@@ -1,4 +1,6 @@
-"""The documentation's site in a browser: every page fits a phone and a screen, and axe finds nothing."""
+"""The documentation's site in a browser: every page fits a phone and a screen, and axe finds
+nothing.
+"""
 
 from __future__ import annotations
 
@@ -11,10 +13,16 @@ from pathlib import Path
 import pytest
 from test_docs import DOCS, build_site
 
-Axe = pytest.importorskip("axe_playwright_python.sync_playwright", reason="the test extra is not installed").Axe
-sync_api = pytest.importorskip("playwright.sync_api", reason="the test extra's playwright is not installed")
+Axe = pytest.importorskip(
+    "axe_playwright_python.sync_playwright", reason="the test extra is not installed"
+).Axe
+sync_api = pytest.importorskip(
+    "playwright.sync_api", reason="the test extra's playwright is not installed"
+)
 pytest.importorskip("zensical")
-CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+CHROMIUM = next(
+    filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None
+)
 pytestmark = [
     pytest.mark.nightly,
     pytest.mark.timeout(900),
@@ -28,10 +36,12 @@ class _Quiet(http.server.SimpleHTTPRequestHandler):
 
 
 CUT = (
-    "[...document.querySelectorAll('pre > code')].filter((x) => x.scrollWidth > x.clientWidth).map((x) => x.innerText)"
+    "[...document.querySelectorAll('pre > code')].filter((x) => x.scrollWidth > "
+    "x.clientWidth).map((x) => x.innerText)"
 )
 BROKEN = (
-    "[...document.querySelectorAll('td code')].filter((x) => x.getClientRects().length > 1).map((x) => x.innerText)"
+    "[...document.querySelectorAll('td code')].filter((x) => x.getClientRects().length > "
+    "1).map((x) => x.innerText)"
 )
 
 
@@ -48,7 +58,10 @@ def address():
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("width", [390, 1280])
 def test_every_page_fits_and_shuts_nobody_out(address, width, scheme):
-    pages = ["", *sorted(f"{file.parent.name}/" for file in Path(DOCS, "site").glob("*/index.html"))]
+    pages = [
+        "",
+        *sorted(f"{file.parent.name}/" for file in Path(DOCS, "site").glob("*/index.html")),
+    ]
     assert len(pages) == 15
     asked: set[str] = set()
     with sync_api.sync_playwright() as playwright:
@@ -60,6 +73,9 @@ def test_every_page_fits_and_shuts_nobody_out(address, width, scheme):
             assert page.evaluate("document.documentElement.scrollWidth") <= width, name
             assert page.evaluate(BROKEN) == [], name
             assert width < 1280 or page.evaluate(CUT) == [], name
-            assert [(found["id"], found["nodes"][0]["html"]) for found in Axe().run(page).response["violations"]] == []
+            assert [
+                (found["id"], found["nodes"][0]["html"])
+                for found in Axe().run(page).response["violations"]
+            ] == []
         browser.close()
     assert [url for url in asked if not url.startswith((address, "data:"))] == [], "another server"

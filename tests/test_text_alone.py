@@ -32,7 +32,12 @@ def test_a_plan_of_text_has_no_encoder(parts):
 @pytest.mark.nightly
 def test_a_run_on_text_trains_evaluates_and_answers(demo_cache, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(demo_cache))
-    short = ("parallel.pipeline=1", "train.max_steps=1", "train.packs_per_step=1", "eval.max_samples=4")
+    short = (
+        "parallel.pipeline=1",
+        "train.max_steps=1",
+        "train.packs_per_step=1",
+        "eval.max_samples=4",
+    )
     asked = ("eval.show_answers=1", "eval.permuted_control=true")
     folder = tmp_path / "demo_text"
     assert launch.main([str(CONFIG), f"run.dir={tmp_path}", "data.workers=0", *short, *asked]) == 0
@@ -40,12 +45,22 @@ def test_a_run_on_text_trains_evaluates_and_answers(demo_cache, tmp_path, monkey
     assert run.plan["vision"] is None and [score["samples"] for score in run.scores] == [4, 4]
     assert not run.metrics("eval_permuted"), "no held-out sample has another image"
     assert run.metrics("train")[-1]["images"] == 0
-    answer = generate(run, prompt="Say it backwards: a red three, a blue five, a pink nine.", max_new_tokens=4)
+    answer = generate(
+        run, prompt="Say it backwards: a red three, a blue five, a pink nine.", max_new_tokens=4
+    )
     written = next((demo_cache / "mmtrain" / "chat").glob("*/config.json")).parent
-    model, tokenizer = AutoModelForCausalLM.from_pretrained(written), AutoTokenizer.from_pretrained(written)
+    model, tokenizer = (
+        AutoModelForCausalLM.from_pretrained(written),
+        AutoTokenizer.from_pretrained(written),
+    )
     text = "<s>USER: Say it backwards: a red three, a blue five, a pink nine. ASSISTANT:"
     ids = tokenizer(text, add_special_tokens=False, return_tensors="pt")
-    said = model.generate(input_ids=ids["input_ids"], attention_mask=ids["attention_mask"], max_new_tokens=4)
-    assert answer == tokenizer.decode(said[0, ids["input_ids"].shape[1] :], skip_special_tokens=True).strip()
+    said = model.generate(
+        input_ids=ids["input_ids"], attention_mask=ids["attention_mask"], max_new_tokens=4
+    )
+    assert (
+        answer
+        == tokenizer.decode(said[0, ids["input_ids"].shape[1] :], skip_special_tokens=True).strip()
+    )
     with pytest.raises(UserError, match="sees no pictures"):
         generate(run, Image.new("RGB", (8, 8)), "What?")

@@ -1,4 +1,6 @@
-"""Whatever trains, and wherever it lies, trains as in one process; nothing upstream of it runs backward."""
+"""Whatever trains, and wherever it lies, trains as in one process; nothing upstream of it runs
+backward.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,8 @@ from transformers import LlamaForCausalLM
 from mmtrain.facts.shapes import matches_any
 
 STEPS = 3
-# trainable patterns -> first stage that runs backward, at boundaries [1, 2, 3]: front + layer 0 | 1 | 2 | 3 + head
+# trainable patterns -> first stage that runs backward, at boundaries [1, 2, 3]: front + layer 0 | 1
+# | 2 | 3 + head
 PATTERNS = {
     ("llm.layers.0",): 0,
     ("llm.layers.2",): 2,
@@ -35,19 +38,27 @@ GROUPS = {
         {"match": ("vision",), "lr": 1e-3},
         {"match": ("projector",), "weight_decay": 0.5},
     ),
-    ("projector", "llm.layers.1", "llm.layers.2", "llm.head"): (  # ranks hold one group each, or what is in none
+    # ranks hold one group each, or what is in none
+    ("projector", "llm.layers.1", "llm.layers.2", "llm.head"): (
         {"match": ("projector",), "lr": 3e-2, "weight_decay": 0.5},
         {"match": ("llm.layers.1",), "lr": 0.0},
         {"match": ("llm.layers.2",), "lr": 1e-3},
     ),
 }
 CONSTANT = {"optimizer__schedule": "constant", "optimizer__warmup_fraction": 0.0}
-RUNS = [*((patterns,) for patterns in PATTERNS), *((patterns, None, STEPS, True) for patterns in GROUPS)]
+RUNS = [
+    *((patterns,) for patterns in PATTERNS),
+    *((patterns, None, STEPS, True) for patterns in GROUPS),
+]
 
 
 def canonical_name(stock_name: str) -> str:
     """Stock parameter names, written out by hand, peft's marks left out."""
-    stock_name = stock_name.removeprefix("base_model.model.").replace(".base_layer", "").replace(".default", "")
+    stock_name = (
+        stock_name.removeprefix("base_model.model.")
+        .replace(".base_layer", "")
+        .replace(".default", "")
+    )
     for stock, ours in (
         ("model.multi_modal_projector.", "projector."),
         ("model.vision_tower.", "vision."),
@@ -84,14 +95,18 @@ def plain_groups(trainable, groups, lr):
 
 @cache
 def reference(folder, patterns, targets=None, count=STEPS, by_part=False, text=False):
-    """(loss, norm) of each step, gradients of the first, weights before and after all, by one process of stock code.
+    """(loss, norm) of each step, gradients of the first, weights before and after all, by one
+    process of stock code.
 
-    `targets` is peft's pattern of the modules that get an adapter. `by_part`: at the constant rates of GROUPS, else all
-    at the rate of mmtrain's schedule. `text`: the LLM alone, on documents without images.
+    `targets` is peft's pattern of the modules that get an adapter. `by_part`: at the constant rates
+    of GROUPS, else all at the rate of mmtrain's schedule. `text`: the LLM alone, on documents
+    without images.
     """
     config = make_config(folder)
     peak = config.optimizer.lr
-    model = LlamaForCausalLM.from_pretrained(folder / "llm") if text else stock_llava(folder, seed=0)
+    model = (
+        LlamaForCausalLM.from_pretrained(folder / "llm") if text else stock_llava(folder, seed=0)
+    )
     if targets is not None:
         model = get_peft_model(model, LoraConfig(r=4, lora_alpha=8, target_modules=targets)).eval()
     trainable = {}
@@ -104,15 +119,21 @@ def reference(folder, patterns, targets=None, count=STEPS, by_part=False, text=F
             trainable[canonical_name(name)] = p
     begin = {n: p.detach().numpy().copy() for n, p in trainable.items()}
     optimizer = (
-        torch.optim.AdamW(plain_groups(trainable, GROUPS[patterns], peak), peak, weight_decay=0) if by_part else None
+        torch.optim.AdamW(plain_groups(trainable, GROUPS[patterns], peak), peak, weight_decay=0)
+        if by_part
+        else None
     )
-    history, first = train_stock(model, make_steps(count, 1 if text else 3), config, trainable, optimizer)
+    history, first = train_stock(
+        model, make_steps(count, 1 if text else 3), config, trainable, optimizer
+    )
     return history, first, begin, {n: p.detach().numpy() for n, p in trainable.items()}
 
 
 def cases(folder, **parallel):
     settings = {f"parallel__{key}": value for key, value in parallel.items()}
-    by_part = [{}] * len(PATTERNS) + [CONSTANT | {"optimizer__groups": groups} for groups in GROUPS.values()]
+    by_part = [{}] * len(PATTERNS) + [
+        CONSTANT | {"optimizer__groups": groups} for groups in GROUPS.values()
+    ]
     return [
         Case(make_config(folder, model__trainable=patterns, **settings, **more), make_steps(STEPS))
         for (patterns, *_), more in zip(RUNS, by_part, strict=True)
@@ -126,17 +147,22 @@ def check(folder, by_rank, references=RUNS, rtol=1e-4):
         found = [(r.loss, r.grad_norm) for r in ranks[0]["results"]]
         np.testing.assert_allclose(found, history, rtol=rtol, err_msg=str(patterns))
         gradients = {n: g for rank in ranks for n, g in rank["gradients"][0].items()}
-        # Towers end at the selected layer: what lies behind it is not there, and has no gradient in the stock model.
+        # Towers end at the selected layer: what lies behind it is not there, and has no gradient in
+        # the stock model.
         expected = {n: g for n, g in first.items() if n in gradients or g.any()}
         assert set(gradients) == set(expected), patterns
         largest = max(np.abs(g).max() for g in expected.values())
         for name, gradient in gradients.items():
-            # A key's bias has no gradient but rounding (softmax does not see it): hence the second term.
+            # A key's bias has no gradient but rounding (softmax does not see it): hence the second
+            # term.
             tolerance = 1e-5 * np.abs(expected[name]).max() + 1e-7 * largest
-            np.testing.assert_allclose(gradient, expected[name], rtol=0, atol=tolerance, err_msg=name)
+            np.testing.assert_allclose(
+                gradient, expected[name], rtol=0, atol=tolerance, err_msg=name
+            )
         assert all(rank["audit"]["failures"] == [] for rank in ranks)
         for name, weights in ((n, w) for rank in ranks for n, w in rank["parameters"].items()):
-            if np.abs(expected[name]).max() > 1e-5 * largest:  # AdamW makes whole steps of rounding, too
+            # AdamW makes whole steps of rounding, too
+            if np.abs(expected[name]).max() > 1e-5 * largest:
                 assert relative(weights - begin[name], end[name] - begin[name]) < 1e-3, name
 
 
@@ -145,15 +171,23 @@ def test_one_rank_trains_as_the_stock_model_does(parts):
 
 
 def test_four_ranks_train_the_same_and_ranks_with_an_empty_parameter_list_stay_idle_upstream(parts):
-    by_rank = run_ranks(4, execute, cases(parts, pipeline=4, boundaries=(1, 2, 3), recompute_layers=1))
+    by_rank = run_ranks(
+        4, execute, cases(parts, pipeline=4, boundaries=(1, 2, 3), recompute_layers=1)
+    )
     check(parts, by_rank)
     for i, (patterns, first) in enumerate(PATTERNS.items()):
         for stage, rank in enumerate(r[i] for r in by_rank):
             ops = [op for op, _, _ in rank["executed"]]
             backward = ops.count("backward")
             assert backward == (4 * STEPS if stage >= first else 0), (patterns, stage)
-            assert ops.count("send_gradient") == (4 * STEPS if stage > first else 0), (patterns, stage)
-            assert ops.count("receive_gradient") == (4 * STEPS if first <= stage < 3 else 0), (patterns, stage)
+            assert ops.count("send_gradient") == (4 * STEPS if stage > first else 0), (
+                patterns,
+                stage,
+            )
+            assert ops.count("receive_gradient") == (4 * STEPS if first <= stage < 3 else 0), (
+                patterns,
+                stage,
+            )
             assert ops.count("forward") == 4 * STEPS
             trains = any(t["had_gradient"] for t in rank["audit"]["trainable"])
             assert rank["optimizer"] == ("AdamW" if trains else "NoOpOptimizer")
@@ -173,8 +207,12 @@ def test_what_trains_in_bfloat16_has_the_gradients_of_float32_and_float32_weight
     ]
     bfloat16 = {"model__llm__dtype": "bfloat16", "parallel__pipeline": 2}
     configs = [make_config(parts, model__trainable=patterns, **bfloat16) for patterns in sets]
-    recomputed = make_config(parts, model__trainable=sets[1], **bfloat16, parallel__recompute_layers=2)
-    by_rank = run_ranks(2, execute, [Case(config, make_steps(STEPS)) for config in [*configs, recomputed]])
+    recomputed = make_config(
+        parts, model__trainable=sets[1], **bfloat16, parallel__recompute_layers=2
+    )
+    by_rank = run_ranks(
+        2, execute, [Case(config, make_steps(STEPS)) for config in [*configs, recomputed]]
+    )
     for i, patterns in enumerate(sets):
         ranks = [rank[i] for rank in by_rank]
         history, first, *_ = reference(parts, patterns)
@@ -194,13 +232,23 @@ def test_what_trains_in_bfloat16_has_the_gradients_of_float32_and_float32_weight
             assert rank["audit"]["failures"] == []
     for rank in by_rank:
         for name, gradient in rank[1]["gradients"][0].items():
-            np.testing.assert_array_equal(rank[len(sets)]["gradients"][0][name], gradient, "recompute changes nothing")
+            np.testing.assert_array_equal(
+                rank[len(sets)]["gradients"][0][name], gradient, "recompute changes nothing"
+            )
 
 
 # what trains, what has adapters by our patterns, and the same by peft's
 ADAPTED = {
-    "all": (("projector", "llm.layers.*.lora_*"), ("llm.layers.*",), r".*language_model\.layers\..*_proj"),
-    "last layer": (("llm.layers.3.*.lora_*",), ("llm.layers.3",), r".*language_model\.layers\.3\..*_proj"),
+    "all": (
+        ("projector", "llm.layers.*.lora_*"),
+        ("llm.layers.*",),
+        r".*language_model\.layers\..*_proj",
+    ),
+    "last layer": (
+        ("llm.layers.3.*.lora_*",),
+        ("llm.layers.3",),
+        r".*language_model\.layers\.3\..*_proj",
+    ),
     "queries beside a whole layer": (
         ("llm.layers.*.lora_*", "llm.layers.1.mlp"),
         ("llm.layers.*.q_proj",),
@@ -224,7 +272,10 @@ def adapted(folder, names, **settings):
     return [
         Case(
             make_config(
-                folder, model__trainable=patterns, model__lora={"r": 4, "alpha": 8, "targets": ours}, **settings
+                folder,
+                model__trainable=patterns,
+                model__lora={"r": 4, "alpha": 8, "targets": ours},
+                **settings,
             ),
             make_steps(LORA_STEPS),
             weights=weights,
@@ -253,7 +304,9 @@ LAYOUTS = {
 def test_lora_trains_as_peft_does_on_the_stock_model(parts, layout, names):
     ranks, parallel = LAYOUTS[layout]
     settings = {f"parallel__{key}": value for key, value in parallel.items()}
-    references = [(patterns, targets, LORA_STEPS) for patterns, _, targets in map(ADAPTED.get, names)]
+    references = [
+        (patterns, targets, LORA_STEPS) for patterns, _, targets in map(ADAPTED.get, names)
+    ]
     check(parts, run_ranks(ranks, execute, adapted(parts, names, **settings)), references)
 
 
@@ -265,8 +318,18 @@ def test_text_alone_trains_as_the_stock_causal_lm_does(parts, layout):
     ranks, parallel = LAYOUTS[layout]
     settings = {f"parallel__{key}": value for key, value in parallel.items()}
     settings |= {"model__vision": None, "data__template": "chat"}
-    configs = [make_config(parts, model__trainable=patterns, **settings) for patterns in TEXT_PATTERNS]
-    by_rank = run_ranks(ranks, execute, [Case(config, make_steps(STEPS, images=1)) for config in configs])
-    check(parts, by_rank, [(patterns, None, STEPS, False, True) for patterns in TEXT_PATTERNS], rtol=1e-5)
-    for rank in (rank for results in by_rank for rank in results):  # one may hold the embedding alone
+    configs = [
+        make_config(parts, model__trainable=patterns, **settings) for patterns in TEXT_PATTERNS
+    ]
+    by_rank = run_ranks(
+        ranks, execute, [Case(config, make_steps(STEPS, images=1)) for config in configs]
+    )
+    check(
+        parts,
+        by_rank,
+        [(patterns, None, STEPS, False, True) for patterns in TEXT_PATTERNS],
+        rtol=1e-5,
+    )
+    # one may hold the embedding alone
+    for rank in (rank for results in by_rank for rank in results):
         assert rank["optimizer"] == ("AdamW" if rank["parameters"] else "NoOpOptimizer")

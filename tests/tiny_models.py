@@ -1,6 +1,8 @@
-"""Tiny random models and data in the formats that real runs read; everything is a function of arguments and seed.
+"""Tiny random models and data in the formats that real runs read; everything is a function of
+arguments and seed.
 
-llm/         random causal LM of some family, saved by stock transformers, with a byte-level BPE tokenizer
+llm/         random causal LM of some family, saved by stock transformers, with a byte-level BPE
+    tokenizer
 vision/      random ViT without class token in timm's local folder format
 shards/      webdataset tars: PNG and JPEG scenes of coloured shapes with LLaVA-format conversations
 config.yaml  a run over four pipeline ranks
@@ -31,7 +33,8 @@ COLOURS = {
     "black": (20, 20, 20),
 }
 SHAPES = ("circle", "square", "triangle")
-WEIGHT_STD = 0.08  # transformers' usual 0.02 leaves signals of 1e-4 at such widths, and tests that compare them blind
+# transformers' usual 0.02 leaves signals of 1e-4 at such widths, and tests that compare them blind
+WEIGHT_STD = 0.08
 
 
 def make_tiny_llm(
@@ -44,9 +47,11 @@ def make_tiny_llm(
     max_shard_size: str = "5GB",
     **config_values: object,
 ) -> Path:
-    """Save a random causal LM of `family` (a transformers model_type) and its tokenizer into `folder`.
+    """Save a random causal LM of `family` (a transformers model_type) and its tokenizer into
+    `folder`.
 
-    `tied` overrides the family's choice on tied embeddings; `config_values` go to the family's config as they are.
+    `tied` overrides the family's choice on tied embeddings; `config_values` go to the family's
+    config as they are.
     """
     folder = Path(folder)
     tokenizer = make_tokenizer()
@@ -68,8 +73,11 @@ def make_tiny_llm(
         (WEIGHT_STD, "initializer_range"),
     )
     default = AutoConfig.for_model(family)
-    values = {name: value for value, names in wanted for name in names.split() if hasattr(default, name)}
-    if family.startswith("deepseek"):  # its latent attention has no grouped keys, and head_dim is the rotary part
+    values = {
+        name: value for value, names in wanted for name in names.split() if hasattr(default, name)
+    }
+    # its latent attention has no grouped keys, and head_dim is the rotary part
+    if family.startswith("deepseek"):
         values |= {"num_key_value_heads": heads, "head_dim": 8, "first_k_dense_replace": 1}
     if tied is not None:
         values["tie_word_embeddings"] = tied
@@ -88,14 +96,17 @@ def make_tiny_llm(
         )
         with torch.no_grad():
             for name, parameter in model.named_parameters():
-                if parameter.ndim == 1 and name.endswith("weight"):  # norms: all equal would hide a misplaced one
+                # norms: all equal would hide a misplaced one
+                if parameter.ndim == 1 and name.endswith("weight"):
                     parameter.add_(torch.randn_like(parameter), alpha=0.1)
     model.eval().save_pretrained(folder, max_shard_size=max_shard_size)
     return folder
 
 
 def make_tokenizer() -> PreTrainedTokenizerFast:
-    """Byte-level BPE over the vocabulary of the tiny scenes; begins every text with <s>, as Llama's does."""
+    """Byte-level BPE over the vocabulary of the tiny scenes; begins every text with <s>, as Llama's
+    does.
+    """
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -111,12 +122,18 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
         single="<s> $A", special_tokens=[("<s>", tokenizer.token_to_id("<s>"))]
     )
     return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", pad_token="<pad>", model_max_length=4096
+        tokenizer_object=tokenizer,
+        bos_token="<s>",
+        eos_token="</s>",
+        pad_token="<pad>",
+        model_max_length=4096,
     )
 
 
 def make_tiny_vision(folder: str | Path, seed: int = 0) -> Path:
-    """Save a random ViT into `folder` in timm's local format: timm.create_model("local-dir:FOLDER") loads it."""
+    """Save a random ViT into `folder` in timm's local format: timm.create_model("local-dir:FOLDER")
+    loads it.
+    """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     architecture = "vit_tiny_patch16_224"
@@ -150,7 +167,8 @@ def make_tiny_shards(
 ) -> list[Path]:
     """Write `samples` scenes with captions into `shards` webdataset tars and return their paths.
 
-    Images are 20 to 60 pixels a side, every third one a JPEG. Two-image samples name them KEY.0.png and KEY.1.png.
+    Images are 20 to 60 pixels a side, every third one a JPEG. Two-image samples name them KEY.0.png
+    and KEY.1.png.
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
@@ -158,7 +176,13 @@ def make_tiny_shards(
 
     def draw_images() -> int:
         kind = draw.random()
-        return 0 if kind < text_only_fraction else 2 if kind < text_only_fraction + two_image_fraction else 1
+        return (
+            0
+            if kind < text_only_fraction
+            else 2
+            if kind < text_only_fraction + two_image_fraction
+            else 1
+        )
 
     paths = [folder / f"tiny-{number:05d}.tar" for number in range(shards)]
     for number, path in enumerate(paths):
@@ -171,7 +195,11 @@ def make_tiny_shards(
 def _make_sample(key: str, images: int, draw: random.Random) -> KeyedSample:
     scenes = [draw_scene(draw) for _ in range(max(images, 1))]
     suffix = "jpg" if draw.randrange(3) == 0 else "png"
-    names = [f"{key}.{suffix}"] if images == 1 else [f"{key}.{number}.{suffix}" for number in range(images)]
+    names = (
+        [f"{key}.{suffix}"]
+        if images == 1
+        else [f"{key}.{number}.{suffix}" for number in range(images)]
+    )
     question = "<image>\n" * images + "Describe what you see."
     answer = " ".join(describe(scene) for scene in scenes)
     record: dict[str, object] = {
@@ -184,10 +212,16 @@ def _make_sample(key: str, images: int, draw: random.Random) -> KeyedSample:
 
 
 def draw_scene(draw: random.Random) -> dict:
-    """A random scene: size in pixels, background colour and one to three coloured shapes, left to right."""
+    """A random scene: size in pixels, background colour and one to three coloured shapes, left to
+    right.
+    """
     background, *inks = draw.sample(sorted(COLOURS), 4)
     shapes = [(ink, draw.choice(SHAPES)) for ink in inks[: draw.randint(1, 3)]]
-    return {"size": (draw.randint(20, 60), draw.randint(20, 60)), "background": background, "shapes": shapes}
+    return {
+        "size": (draw.randint(20, 60), draw.randint(20, 60)),
+        "background": background,
+        "shapes": shapes,
+    }
 
 
 def describe(scene: dict) -> str:
@@ -211,7 +245,9 @@ def paint(scene: dict, suffix: str) -> bytes:
         elif shape == "square":
             canvas.rectangle(box, fill=COLOURS[ink])
         else:
-            canvas.polygon([(x, y - half), (x - half, y + half), (x + half, y + half)], fill=COLOURS[ink])
+            canvas.polygon(
+                [(x, y - half), (x - half, y + half), (x + half, y + half)], fill=COLOURS[ink]
+            )
     stream = io.BytesIO()
     image.save(stream, "JPEG" if suffix == "jpg" else "PNG")
     return stream.getvalue()

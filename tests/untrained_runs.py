@@ -1,4 +1,6 @@
-"""Step folders of runs that were never trained, with random projectors and encoders, and what their exports hold."""
+"""Step folders of runs that were never trained, with random projectors and encoders, and what their
+exports hold.
+"""
 
 from __future__ import annotations
 
@@ -34,16 +36,24 @@ from mmtrain.plan.planner import models_of
 
 
 def make_checkpoint(
-    run: Path, config: RunConfig, others: Mapping[str, torch.Tensor] | None = None, step: int = 20, **more: object
+    run: Path,
+    config: RunConfig,
+    others: Mapping[str, torch.Tensor] | None = None,
+    step: int = 20,
+    **more: object,
 ) -> StepFolder:
-    """A checkpoint in `run` after `step` updates: the config's projector at its start, and `others` by global name.
+    """A checkpoint in `run` after `step` updates: the config's projector at its start, and `others`
+    by global name.
 
     `more` goes into its state.
     """
     tensors = dict(others or {})
     if config.model.vision is not None:
         projector = make_projector(run_connector(config), config.run.seed)
-        own = {f"projector.{name}": tensor.detach().clone() for name, tensor in projector.named_parameters()}
+        own = {
+            f"projector.{name}": tensor.detach().clone()
+            for name, tensor in projector.named_parameters()
+        }
         tensors = own | tensors
     state = state_of(step, config=config.model_dump(mode="json"), **more)
     path = step_path(run, step)
@@ -63,8 +73,17 @@ def drawn_adapters(config: RunConfig) -> dict[str, torch.Tensor]:
 
 
 def make_tower(folder: Path, architecture: str, changes: Mapping[str, object]) -> Path:
-    """A small random ViT of a timm architecture: 28 x 28 pixels, 16 patches, 3 blocks of 32; every tensor is random."""
-    sizes = {"img_size": 28, "patch_size": 7, "embed_dim": 32, "depth": 3, "num_heads": 2, "num_classes": 0}
+    """A small random ViT of a timm architecture: 28 x 28 pixels, 16 patches, 3 blocks of 32; every
+    tensor is random.
+    """
+    sizes = {
+        "img_size": 28,
+        "patch_size": 7,
+        "embed_dim": 32,
+        "depth": 3,
+        "num_heads": 2,
+        "num_classes": 0,
+    }
     arguments = sizes | dict(changes)
     model = perturb(timm.create_model(architecture, pretrained=False, **arguments))
     save_timm_folder(model, folder, architecture, arguments)
@@ -77,7 +96,10 @@ def config_of(tiny: Path, *overrides: str) -> RunConfig:
 
 
 def export(
-    checkpoint: StepFolder, folder: Path, dtype: torch.dtype = torch.float32, shard_bytes: int = 5 * 10**9
+    checkpoint: StepFolder,
+    folder: Path,
+    dtype: torch.dtype = torch.float32,
+    shard_bytes: int = 5 * 10**9,
 ) -> ExportedModel:
     """The checkpoint as a Hugging Face folder."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -89,18 +111,26 @@ def run_export(run: Path, form: str, out: Path, *options: str) -> int:
     return main(["export", str(run), "--format", form, "--out", str(out), *options])
 
 
-def compared(checkpoint: StepFolder, exported: ExportedModel, dtype: torch.dtype, count: int) -> Comparison:
+def compared(
+    checkpoint: StepFolder, exported: ExportedModel, dtype: torch.dtype, count: int
+) -> Comparison:
     """The stock model's logits beside mmtrain's, as --verify compares them."""
     return compare_logits(checkpoint, exported, dtype, count)[0]
 
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:
     """All tensors of a folder, by their names on disk."""
-    return {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
+    return {
+        name: tensor
+        for file in folder.glob("*.safetensors")
+        for name, tensor in load_file(file).items()
+    }
 
 
 def load_stock(folder: Path, **options: object) -> PreTrainedModel:
     """The stock model of a folder; nothing may be missing, unexpected or mismatched."""
-    model, info = AutoModelForImageTextToText.from_pretrained(folder, output_loading_info=True, **options)
+    model, info = AutoModelForImageTextToText.from_pretrained(
+        folder, output_loading_info=True, **options
+    )
     assert {kind: set(entries) for kind, entries in info.items() if entries} == {}
     return model.eval()

@@ -1,4 +1,6 @@
-"""Tiny random models of the multimodal classes of transformers, saved with their processors by its own code."""
+"""Tiny random models of the multimodal classes of transformers, saved with their processors by its
+own code.
+"""
 
 from __future__ import annotations
 
@@ -25,15 +27,41 @@ from transformers import (
 from mmtrain.config.schema import RunConfig
 from mmtrain.stock.pretrained import expand_pretrained
 
-VISION = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 2,
-          "image_size": 28, "patch_size": 7}  # fmt: skip
-TEXT = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4, "num_attention_heads": 4,
-        "num_key_value_heads": 2, "vocab_size": 400, "max_position_embeddings": 512, "initializer_range": 0.15,
-        "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}  # fmt: skip
-TIMM = {"architecture": "vit_tiny_patch16_224", "model_args": {
-    "img_size": 28, "patch_size": 7, "embed_dim": 32, "depth": 3, "num_heads": 2, "global_pool": ""}}  # fmt: skip
+VISION = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 2,
+    "image_size": 28,
+    "patch_size": 7,
+}
+TEXT = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 400,
+    "max_position_embeddings": 512,
+    "initializer_range": 0.15,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+TIMM = {
+    "architecture": "vit_tiny_patch16_224",
+    "model_args": {
+        "img_size": 28,
+        "patch_size": 7,
+        "embed_dim": 32,
+        "depth": 3,
+        "num_heads": 2,
+        "global_pool": "",
+    },
+}
 GRIDS = [[28, 56], [56, 28], [56, 56], [84, 28]]
-WHOLES: dict[str, tuple[str, str, str, dict]] = {  # class, model_type of encoder and of LLM, more of config.json
+# class, model_type of encoder and of LLM, more of config.json
+WHOLES: dict[str, tuple[str, str, str, dict]] = {
     "llava": ("Llava", "clip_vision_model", "llama", {"image_seq_length": 16}),
     "aya_vision": ("AyaVision", "siglip_vision_model", "cohere2", {"vision_feature_layer": -2}),
     "idefics3": ("Idefics3", "idefics3_vision", "llama", {}),
@@ -54,7 +82,11 @@ WHOLES: dict[str, tuple[str, str, str, dict]] = {  # class, model_type of encode
         "Llava",
         "pixtral",
         "mistral",
-        {"vision_feature_layer": -1, "vision_feature_select_strategy": "full", "tie_word_embeddings": False},
+        {
+            "vision_feature_layer": -1,
+            "vision_feature_select_strategy": "full",
+            "tie_word_embeddings": False,
+        },
     ),
     "lighton_ocr": ("LightOnOcr", "pixtral", "qwen3", {"tie_word_embeddings": True}),
     "lfm2_vl": (
@@ -84,9 +116,15 @@ WHOLES: dict[str, tuple[str, str, str, dict]] = {  # class, model_type of encode
         {"projector_hidden_size": 64, "downsample_factor": 1, "projector_use_layernorm": False},
     ),
 }
-MROPE: dict[str, tuple[str, str, str, dict]] = {  # those whose LLM takes positions in rows and columns
+# those whose LLM takes positions in rows and columns
+MROPE: dict[str, tuple[str, str, str, dict]] = {
     "qwen2_vl": ("Qwen2VL", "qwen2_vl_vision", "qwen2_vl_text", {}),
-    "qwen2_5_vl": ("Qwen2_5_VL", "qwen2_5_vl_vision", "qwen2_5_vl_text", {"tie_word_embeddings": True}),
+    "qwen2_5_vl": (
+        "Qwen2_5_VL",
+        "qwen2_5_vl_vision",
+        "qwen2_5_vl_text",
+        {"tie_word_embeddings": True},
+    ),
     "qwen3_vl": ("Qwen3VL", "qwen3_vl_vision", "qwen3_vl_text", {}),
     "qwen3_vl_moe": ("Qwen3VLMoe", "qwen3_vl_moe_vision", "qwen3_vl_moe_text", {}),
     "qwen3_5": ("Qwen3_5", "qwen3_5_vision", "qwen3_5_text", {}),
@@ -101,7 +139,10 @@ WHOLES |= MROPE
 MORE_TEXT = {
     "gemma3_text": {"head_dim": 16, "sliding_window": 8},
     "cohere2": {"sliding_window": 8, "logit_scale": 0.25},
-    "lfm2": {"layer_types": ["conv", "full_attention", "conv", "full_attention"], "block_auto_adjust_ff_dim": False},
+    "lfm2": {
+        "layer_types": ["conv", "full_attention", "conv", "full_attention"],
+        "block_auto_adjust_ff_dim": False,
+    },
     "HyperCLOVAXVisionV2": {"logits_scaling": 1.0},
 }
 
@@ -113,10 +154,13 @@ def _rope(sections: list[int], **more: object) -> dict:
 
 _MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
 _HYBRID = {
-    "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16, "linear_value_head_dim": 16,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
     "layer_types": ["linear_attention", "linear_attention", "full_attention", "full_attention"],
     **_rope([2, 1, 1], mrope_interleaved=True, partial_rotary_factor=0.5),
-}  # fmt: skip
+}
 _GLM = _rope([2, 1, 1], partial_rotary_factor=0.5)
 MORE_TEXT |= {
     "qwen2_vl_text": _rope([2, 3, 3]),
@@ -140,8 +184,18 @@ MORE_TEXT |= {
 }
 MARKS = ("<image>", "<fake_token_around_image>", "<global-img>", "<end_of_utterance>", "<|video|>")
 # Whose config calls the token so.
-BY_ID = ("Idefics3", "SmolVLM", "InternVL", "PerceptionLM", "Lfm2Vl", "LightOnOcr", "HyperCLOVAXVisionV2",
-         "VideoLlama3", "Exaone4_5_", *(name for name, *_ in MROPE.values()))  # fmt: skip
+BY_ID = (
+    "Idefics3",
+    "SmolVLM",
+    "InternVL",
+    "PerceptionLM",
+    "Lfm2Vl",
+    "LightOnOcr",
+    "HyperCLOVAXVisionV2",
+    "VideoLlama3",
+    "Exaone4_5_",
+    *(name for name, *_ in MROPE.values()),
+)
 QWEN = {"depth": 3, "num_heads": 2, "out_hidden_size": 24}
 WINDOWS = {"window_size": 28, "fullatt_block_indexes": [1]}
 MORE_VISION = {
@@ -180,8 +234,17 @@ def stock_whole(kind: str) -> PreTrainedModel:
     sizes = TIMM if vision == "timm_wrapper" else VISION | more_vision.get(vision, {})
     config = stock_class(f"{name}Config")(
         vision_config={"model_type": vision, **sizes},
-        text_config={"model_type": text, **TEXT, **MORE_TEXT.get(text, {}), **MORE_TEXT.get(name, {})},
-        **{"image_token_id" if name in BY_ID else "image_token_index": 320 if kind in MROPE else 314},
+        text_config={
+            "model_type": text,
+            **TEXT,
+            **MORE_TEXT.get(text, {}),
+            **MORE_TEXT.get(name, {}),
+        },
+        **{
+            "image_token_id" if name in BY_ID else "image_token_index": 320
+            if kind in MROPE
+            else 314
+        },
         **({"video_token_id": 322} if kind in MROPE else {}),
         **more,
     )
@@ -198,12 +261,21 @@ def save_whole(kind: str, folder: Path, tokenizer: PreTrainedTokenizerFast) -> P
     return model
 
 
-OUR_MODULES = {"patch_merger.merging_layer": "merging_layer", "": "linear_1", "readout.0": "linear_1",
-               "readout.2": "linear_2", "ln_q": "norm", "mlp.0": "linear_1", "mlp.2": "linear_2"}  # fmt: skip
+OUR_MODULES = {
+    "patch_merger.merging_layer": "merging_layer",
+    "": "linear_1",
+    "readout.0": "linear_1",
+    "readout.2": "linear_2",
+    "ln_q": "norm",
+    "mlp.0": "linear_1",
+    "mlp.2": "linear_2",
+}
 
 
 def save_its_parts(kind: str, model: PreTrainedModel, folder: Path) -> None:
-    """The same weights by three hands: llm/ and vision/ as stock models alone have them, and projector.safetensors."""
+    """The same weights by three hands: llm/ and vision/ as stock models alone have them, and
+    projector.safetensors.
+    """
     inner = model.model
     language = inner.text_model if hasattr(inner, "text_model") else inner.language_model
     config = copy.deepcopy(language.config)
@@ -220,9 +292,14 @@ def save_its_parts(kind: str, model: PreTrainedModel, folder: Path) -> None:
         tower, connector = siglip, inner.connector.modality_projection
     else:
         names = ("multi_modal_projector", "vision_projection", "projector")
-        connector = next((getattr(inner, name) for name in names if hasattr(inner, name)), None) or tower.merger
+        connector = (
+            next((getattr(inner, name) for name in names if hasattr(inner, name)), None)
+            or tower.merger
+        )
     if hasattr(tower, "timm_model"):
-        save_timm_folder(tower.timm_model, folder / "vision", TIMM["architecture"], TIMM["model_args"])
+        save_timm_folder(
+            tower.timm_model, folder / "vision", TIMM["architecture"], TIMM["model_args"]
+        )
     else:
         tower.save_pretrained(folder / "vision")
         (folder / "vision" / "preprocessor_config.json").write_text(json.dumps(STATISTICS))
@@ -236,27 +313,45 @@ def save_its_parts(kind: str, model: PreTrainedModel, folder: Path) -> None:
 
 
 def _llava(folder: Path, tokenizer: PreTrainedTokenizerFast) -> None:
-    images = transformers.LlavaImageProcessor(do_pad=True, crop_size=SQUARE["size"], **SQUARE, **STATISTICS)
-    transformers.LlavaProcessor(images, tokenizer, 7, "default", num_additional_image_tokens=1).save_pretrained(folder)
+    images = transformers.LlavaImageProcessor(
+        do_pad=True, crop_size=SQUARE["size"], **SQUARE, **STATISTICS
+    )
+    transformers.LlavaProcessor(
+        images, tokenizer, 7, "default", num_additional_image_tokens=1
+    ).save_pretrained(folder)
 
 
 def _next(folder: Path, tokenizer: PreTrainedTokenizerFast) -> None:
     """As published: an edge for a size."""
     edge = {"size": {"shortest_edge": 28}, "crop_size": SQUARE["size"]}
     images = transformers.LlavaNextImageProcessor(image_grid_pinpoints=GRIDS, **edge, **STATISTICS)
-    processor = transformers.LlavaNextProcessor(images, tokenizer, 7, "default", num_additional_image_tokens=1)
+    processor = transformers.LlavaNextProcessor(
+        images, tokenizer, 7, "default", num_additional_image_tokens=1
+    )
     processor.save_pretrained(folder)
 
 
 def _onevision(folder: Path, tokenizer: PreTrainedTokenizerFast) -> None:
-    images = transformers.LlavaOnevisionImageProcessor(image_grid_pinpoints=GRIDS, **SQUARE, **STATISTICS)
+    images = transformers.LlavaOnevisionImageProcessor(
+        image_grid_pinpoints=GRIDS, **SQUARE, **STATISTICS
+    )
     videos = transformers.LlavaOnevisionVideoProcessor(**SQUARE)
     transformers.LlavaOnevisionProcessor(
-        images, tokenizer, videos, num_image_tokens=16, vision_feature_select_strategy="full", video_token="<|video|>"
+        images,
+        tokenizer,
+        videos,
+        num_image_tokens=16,
+        vision_feature_select_strategy="full",
+        video_token="<|video|>",
     ).save_pretrained(folder)
 
 
-def _aya(folder: Path, tokenizer: PreTrainedTokenizerFast, most: int = 1, names: tuple[str, str] = ("", "")) -> None:
+def _aya(
+    folder: Path,
+    tokenizer: PreTrainedTokenizerFast,
+    most: int = 1,
+    names: tuple[str, str] = ("", ""),
+) -> None:
     images = transformers.GotOcr2ImageProcessor(max_patches=most, **SQUARE, **STATISTICS)
     around = dict.fromkeys(("start_of_img_token", "end_of_img_token"), "")
     before = dict(zip(("tile_token", "tile_global_token"), names, strict=True))
@@ -271,19 +366,26 @@ def _aya_tiles(folder: Path, tokenizer: PreTrainedTokenizerFast) -> None:
 
 def _idefics3(folder: Path, tokenizer: PreTrainedTokenizerFast) -> None:
     images = transformers.Idefics3ImageProcessor(
-        do_image_splitting=False, max_image_size={"longest_edge": 28}, size={"longest_edge": 28}, **STATISTICS
+        do_image_splitting=False,
+        max_image_size={"longest_edge": 28},
+        size={"longest_edge": 28},
+        **STATISTICS,
     )
     images.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
 
 
 def _internvl(folder: Path, tokenizer: PreTrainedTokenizerFast) -> None:
-    transformers.GotOcr2ImageProcessor(max_patches=1, **SQUARE, **STATISTICS).save_pretrained(folder)
+    transformers.GotOcr2ImageProcessor(max_patches=1, **SQUARE, **STATISTICS).save_pretrained(
+        folder
+    )
     tokenizer.save_pretrained(folder)
 
 
 def _perception(folder: Path, tokenizer: PreTrainedTokenizerFast) -> None:
-    images = transformers.PerceptionLMImageProcessor(vision_input_type="vanilla", tile_size=28, **STATISTICS)
+    images = transformers.PerceptionLMImageProcessor(
+        vision_input_type="vanilla", tile_size=28, **STATISTICS
+    )
     images.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
 
@@ -294,9 +396,9 @@ NO_TEXTS = {"image_break_token": "", "image_end_token": ""}
 
 def _pixtral(folder: Path, tokenizer: PreTrainedTokenizerFast, merge: int = 1) -> None:
     images = transformers.PixtralImageProcessor(patch_size=7, **LONGEST, **STATISTICS)
-    transformers.PixtralProcessor(images, tokenizer, 7, merge, image_token="<image>", **NO_TEXTS).save_pretrained(
-        folder
-    )
+    transformers.PixtralProcessor(
+        images, tokenizer, 7, merge, image_token="<image>", **NO_TEXTS
+    ).save_pretrained(folder)
 
 
 def _mistral3(folder: Path, tokenizer: PreTrainedTokenizerFast) -> None:
@@ -304,7 +406,9 @@ def _mistral3(folder: Path, tokenizer: PreTrainedTokenizerFast) -> None:
 
 
 def _lighton(folder: Path, tokenizer: PreTrainedTokenizerFast) -> None:
-    transformers.PixtralImageProcessor(patch_size=14, **LONGEST, **STATISTICS).save_pretrained(folder)
+    transformers.PixtralImageProcessor(patch_size=14, **LONGEST, **STATISTICS).save_pretrained(
+        folder
+    )
     tokenizer.save_pretrained(folder)
 
 
@@ -330,7 +434,9 @@ def _lfm2_patches(folder: Path, tokenizer: PreTrainedTokenizerFast) -> None:
 
 def _qwen(folder: Path, tokenizer: PreTrainedTokenizerFast) -> None:
     size = {"shortest_edge": 2 * 14**2, "longest_edge": 20 * 14**2}
-    transformers.Qwen2VLImageProcessor(patch_size=7, size=size, **STATISTICS).save_pretrained(folder)
+    transformers.Qwen2VLImageProcessor(patch_size=7, size=size, **STATISTICS).save_pretrained(
+        folder
+    )
     tokenizer.save_pretrained(folder)
 
 
@@ -339,19 +445,25 @@ TURNS = """{% for m in messages %}<|{{ m.role }}|>{% if m.content is string %}{{
 {% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"""
 
 
-def _mrope(images: str, videos: str, processor: str, *marks: str) -> Callable[[Path, PreTrainedTokenizerFast], None]:
+def _mrope(
+    images: str, videos: str, processor: str, *marks: str
+) -> Callable[[Path, PreTrainedTokenizerFast], None]:
     """A family's own processor: sizes, tokens, and a chat template that takes parts in a list."""
 
     def save(folder: Path, tokenizer: PreTrainedTokenizerFast) -> None:
         frames = 2 if images.startswith("Glm") else 1
         size = {"shortest_edge": 2 * frames * 14**2, "longest_edge": 20 * frames * 14**2}
         tokenizer.add_tokens(list(marks), special_tokens=True)
-        tokenizer.backend_tokenizer.post_processor = processors.ByteLevel(trim_offsets=False)  # no BOS
+        # no BOS
+        tokenizer.backend_tokenizer.post_processor = processors.ByteLevel(trim_offsets=False)
         parts = [getattr(transformers, images)(patch_size=7, size=size, **STATISTICS), tokenizer]
         if videos:
             parts.append(getattr(transformers, videos)(patch_size=7))
         else:
-            tokenizer.image_token, tokenizer.image_token_id = marks[1], tokenizer.convert_tokens_to_ids(marks[1])
+            tokenizer.image_token, tokenizer.image_token_id = (
+                marks[1],
+                tokenizer.convert_tokens_to_ids(marks[1]),
+            )
         template = TURNS.replace("@IMAGE@", "".join(marks[:3]))
         getattr(transformers, processor)(*parts, chat_template=template).save_pretrained(folder)
         if not videos:
@@ -364,7 +476,9 @@ def _mrope(images: str, videos: str, processor: str, *marks: str) -> Callable[[P
 
 def _video_llama(folder: Path, tokenizer: PreTrainedTokenizerFast) -> None:
     size = {"shortest_edge": 2 * 7**2, "longest_edge": 20 * 7**2}
-    transformers.VideoLlama3ImageProcessor(patch_size=7, size=size, **STATISTICS).save_pretrained(folder)
+    transformers.VideoLlama3ImageProcessor(patch_size=7, size=size, **STATISTICS).save_pretrained(
+        folder
+    )
     tokenizer.save_pretrained(folder)
 
 
@@ -402,7 +516,9 @@ _paddle = _mrope(
 )
 PROCESSORS |= {
     "qwen2_vl": _qwen2,
-    "qwen2_5_vl": _mrope("Qwen2VLImageProcessor", "Qwen2VLVideoProcessor", "Qwen2_5_VLProcessor", *QWEN_MARKS),
+    "qwen2_5_vl": _mrope(
+        "Qwen2VLImageProcessor", "Qwen2VLVideoProcessor", "Qwen2_5_VLProcessor", *QWEN_MARKS
+    ),
     **dict.fromkeys(("qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"), _qwen3),
     **dict.fromkeys(("glm4v", "glm4v_moe"), _glm41),
     **dict.fromkeys(("glm46v", "glm_ocr"), _glm46),
@@ -414,5 +530,9 @@ def whole_config(folder: Path, **overrides: object) -> RunConfig:
     """A run from the whole model in `folder`."""
     content = make_config(folder, **{"data__pack_length": 96, **overrides}).model_dump()
     chosen = {key: content["model"][key] for key in ("trainable", "lora")}
-    content["model"] = {"pretrained": str(folder), "llm": {"dtype": content["model"]["llm"]["dtype"]}, **chosen}
+    content["model"] = {
+        "pretrained": str(folder),
+        "llm": {"dtype": content["model"]["llm"]["dtype"]},
+        **chosen,
+    }
     return expand_pretrained(RunConfig.model_validate(content))

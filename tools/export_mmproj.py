@@ -1,10 +1,13 @@
-"""Write llama.cpp's mmproj file of an exported Llava: encoder and projector, for llama-server --mmproj.
+"""Write llama.cpp's mmproj file of an exported Llava: encoder and projector, for llama-server
+--mmproj.
 
-python tools/export_mmproj.py EXPORT OUT.gguf (pip install gguf). llama.cpp's own convert_hf_to_gguf.py makes the file
-of the LLM from the same folder, but takes no CLIP or SigLIP with --mmproj. Tried with llama.cpp of October 2026.
+python tools/export_mmproj.py EXPORT OUT.gguf (pip install gguf). llama.cpp's own
+convert_hf_to_gguf.py makes the file of the LLM from the same folder, but takes no CLIP or SigLIP
+with --mmproj. Tried with llama.cpp of October 2026.
 
-Needed: a SigLIP (a timm one is exported as such), mlp2x_gelu, a square per image. A CLIP is refused: llama.cpp puts its
-class token last, but takes the patches behind the first token (issue 25814 there).
+Needed: a SigLIP (a timm one is exported as such), mlp2x_gelu, a square per image. A CLIP is
+refused: llama.cpp puts its class token last, but takes the patches behind the first token (issue
+25814 there).
 """
 
 from __future__ import annotations
@@ -32,12 +35,17 @@ BLOCK = {
 
 
 def refusal(config: Mapping[str, Any]) -> str | None:
-    """Say what llama.cpp would compute otherwise of a config.json; None where it computes the same."""
+    """Say what llama.cpp would compute otherwise of a config.json; None where it computes the
+    same.
+    """
     kind = config.get("vision_config", {}).get("model_type")
     if config.get("model_type") != "llava" or config.get("projector_hidden_act") != "gelu":
         return "is no Llava with an mlp2x_gelu projector"
     if kind != "siglip_vision_model":
-        return f"has the encoder {kind}; llama.cpp computes a SigLIP exactly, but takes the wrong patches of a CLIP"
+        return (
+            f"has the encoder {kind}; llama.cpp computes a SigLIP exactly, but takes the wrong "
+            "patches of a CLIP"
+        )
     return None
 
 
@@ -46,7 +54,8 @@ def write(folder: Path, out: Path) -> None:
     config = json.loads((folder / "config.json").read_text())
     images = json.loads((folder / "preprocessor_config.json").read_text())
     vision, layer = config["vision_config"], config["vision_feature_layer"]
-    used = layer if layer >= 0 else vision["num_hidden_layers"] + 1 + layer  # blocks that run; the last norm does not
+    # blocks that run; the last norm does not
+    used = layer if layer >= 0 else vision["num_hidden_layers"] + 1 + layer
     writer = gguf.GGUFWriter(out, "clip")
     writer.add_type("mmproj")
     writer.add_clip_has_vision_encoder(True)
@@ -57,7 +66,8 @@ def write(folder: Path, out: Path) -> None:
     writer.add_vision_embedding_length(vision["hidden_size"])
     writer.add_vision_feed_forward_length(vision["intermediate_size"])
     writer.add_vision_block_count(used)
-    writer.add_array("clip.vision.feature_layer", [used])  # without it llama.cpp leaves the last block out
+    # without it llama.cpp leaves the last block out
+    writer.add_array("clip.vision.feature_layer", [used])
     writer.add_vision_head_count(vision["num_attention_heads"])
     writer.add_vision_attention_layernorm_eps(vision["layer_norm_eps"])
     writer.add_vision_image_mean(images["image_mean"])
@@ -70,11 +80,18 @@ def write(folder: Path, out: Path) -> None:
         "multi_modal_projector.linear_2": NAMES[T.V_MMPROJ].format(bid=2),
     }
     for block in range(used):
-        names |= {f"encoder.layers.{block}.{own}": NAMES[to].format(bid=block) for own, to in BLOCK.items()}
+        names |= {
+            f"encoder.layers.{block}.{own}": NAMES[to].format(bid=block)
+            for own, to in BLOCK.items()
+        }
     for file in sorted(folder.glob("*.safetensors")):
         with safe_open(file, "pt") as tensors:
             for name in tensors.keys():  # noqa: SIM118 - no dictionary
-                own = name.removeprefix("model.").removeprefix("vision_tower.").removeprefix("vision_model.")
+                own = (
+                    name.removeprefix("model.")
+                    .removeprefix("vision_tower.")
+                    .removeprefix("vision_model.")
+                )
                 module, _, which = own.rpartition(".")
                 if module in names:
                     values, in_full = tensors.get_tensor(name), module.startswith("embeddings.")
@@ -87,8 +104,12 @@ def write(folder: Path, out: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("export", type=Path, metavar="EXPORT", help="folder of mmtrain export --format hf")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "export", type=Path, metavar="EXPORT", help="folder of mmtrain export --format hf"
+    )
     parser.add_argument("out", type=Path, metavar="OUT.gguf", help="file to write; must not exist")
     options = parser.parse_args()
     if why := refusal(json.loads((options.export / "config.json").read_text())):

@@ -1,4 +1,5 @@
-"""A run from Python: started as a process of its own, and read from its folder, also while it is under way.
+"""A run from Python: started as a process of its own, and read from its folder, also while it is
+under way.
 
 RunConfig --YAML--> `python -m mmtrain.launch`, which starts the ranks --files in its folder--> Run
 """
@@ -42,7 +43,8 @@ LINES_KEPT = 200  # of what the launcher has printed: its message is among the l
 class RunError(RuntimeError):
     """A run has ended before its last step; the message is the launcher's.
 
-    `exit_code`: 1 a rank failed, 3 it was stopped and has saved everything, 130 or 143 it was stopped at once.
+    `exit_code`: 1 a rank failed, 3 it was stopped and has saved everything, 130 or 143 it was
+    stopped at once.
     """
 
     def __init__(self, message: str, exit_code: int) -> None:
@@ -51,9 +53,13 @@ class RunError(RuntimeError):
 
 
 class Run:
-    """A run by its folder, and the process that makes it: the one that `train` started, else the folder's holder."""
+    """A run by its folder, and the process that makes it: the one that `train` started, else the
+    folder's holder.
+    """
 
-    def __init__(self, folder: Path, process: subprocess.Popen[str] | None = None, show: bool = True) -> None:
+    def __init__(
+        self, folder: Path, process: subprocess.Popen[str] | None = None, show: bool = True
+    ) -> None:
         self.folder = folder
         self._process = process
         self._printed: dict[str, collections.deque[str]] = {}
@@ -69,14 +75,21 @@ class Run:
 
     @property
     def is_running(self) -> bool:
-        """Whether a process makes this run: one that `train` started here, or one of this user on this machine."""
-        return launcher(self.folder) is not None if self._process is None else self._process.poll() is None
+        """Whether a process makes this run: one that `train` started here, or one of this user on
+        this machine.
+        """
+        return (
+            launcher(self.folder) is not None
+            if self._process is None
+            else self._process.poll() is None
+        )
 
     def wait(self, timeout: float | None = None) -> Run:
-        """Wait until the run has ended, and return it. After Ctrl-C, or `timeout` seconds, the run goes on.
+        """Wait until the run has ended, and return it. After Ctrl-C, or `timeout` seconds, the run
+        goes on.
 
-        Raises subprocess.TimeoutExpired; for a run that `train` has started also UserError for what the user can mend,
-        and RunError for any other end before the last step.
+        Raises subprocess.TimeoutExpired; for a run that `train` has started also UserError for what
+        the user can mend, and RunError for any other end before the last step.
         """
         try:
             if self._process is None:
@@ -91,14 +104,18 @@ class Run:
         if code == 0:
             return self
         lines = self._printed["stderr"] or list(self._printed["stdout"])[-1:]
-        message = "\n".join(lines).removeprefix("error: ") or f"the launcher ended with exit code {code}"
+        message = (
+            "\n".join(lines).removeprefix("error: ") or f"the launcher ended with exit code {code}"
+        )
         raise UserError(message) if code == WRONG_INPUT else RunError(message, code)
 
     def watch(self, *, stop_when_interrupted: bool = False, seconds: float = 2.0) -> Run:
-        """Wait as `wait` does and show the run's numbers and its loss in this notebook's cell, every `seconds`.
+        """Wait as `wait` does and show the run's numbers and its loss in this notebook's cell,
+        every `seconds`.
 
-        Interrupting the cell leaves the run going, as Ctrl-C in `wait` does, or with `stop_when_interrupted` saves and
-        ends it. Raises what `wait` raises; UserError outside a notebook.
+        Interrupting the cell leaves the run going, as Ctrl-C in `wait` does, or with
+        `stop_when_interrupted` saves and ends it. Raises what `wait` raises; UserError outside a
+        notebook.
         """
         if "IPython" not in sys.modules:
             raise UserError("watch() draws in a notebook's cell, and this is none. Use wait()")
@@ -111,7 +128,13 @@ class Run:
                 is_running = self.is_running
                 steps = self.metrics("train") if self.folder.exists() else []
                 max_steps = self.config.train.max_steps if steps else None
-                cell.update(HTML(progress_html(self.folder.name, steps, self.scores if steps else [], max_steps or 0)))
+                cell.update(
+                    HTML(
+                        progress_html(
+                            self.folder.name, steps, self.scores if steps else [], max_steps or 0
+                        )
+                    )
+                )
                 time.sleep(seconds if is_running else 0)
         except KeyboardInterrupt:
             if not stop_when_interrupted:
@@ -122,10 +145,14 @@ class Run:
         return self.wait()
 
     def _say_it_goes_on(self) -> None:
-        print_note(f"the run continues; mmtrain.load_run({str(self.folder)!r}).stop() saves it and ends it")
+        print_note(
+            f"the run continues; mmtrain.load_run({str(self.folder)!r}).stop() saves it and ends it"
+        )
 
     def stop(self) -> None:
-        """End the run after the step that it is at, and wait until everything is saved: `train` goes on from there."""
+        """End the run after the step that it is at, and wait until everything is saved: `train`
+        goes on from there.
+        """
         if self._process is not None:
             self._process.send_signal(signal.SIGTERM)
             self._process.wait()
@@ -146,16 +173,22 @@ class Run:
         return json.loads((self.folder / "plan.json").read_text())
 
     def metrics(self, *kinds: str) -> list[dict[str, Any]]:
-        """Records of metrics.jsonl of these kinds, in order: begin, train, eval, eval_permuted, end ..."""
+        """Records of metrics.jsonl of these kinds, in order: begin, train, eval, eval_permuted, end
+        ...
+        """
         return list(recorded(self.folder / "metrics.jsonl", *kinds))
 
     def report(self, out: str | Path | None = None) -> Path:
-        """Make the run's page, `report.html` in its folder unless `out` says where; its path. Raises UserError."""
+        """Make the run's page, `report.html` in its folder unless `out` says where; its path.
+        Raises UserError.
+        """
         return write_page([self.folder], self.folder / REPORT if out is None else Path(out))
 
     @property
     def scores(self) -> list[dict[str, Any]]:
-        """Evaluations on held-out samples: step, loss (nats per supervised token), exact_match, token_accuracy, ..."""
+        """Evaluations on held-out samples: step, loss (nats per supervised token), exact_match,
+        token_accuracy, ...
+        """
         return self.metrics("eval")
 
     @property
@@ -165,8 +198,12 @@ class Run:
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
-    """Return the configuration in a YAML file, or `example:NAME`, with `key=value` overrides. Raises UserError."""
-    return expand_pretrained(read_config(path, [overrides] if isinstance(overrides, str) else overrides))
+    """Return the configuration in a YAML file, or `example:NAME`, with `key=value` overrides.
+    Raises UserError.
+    """
+    return expand_pretrained(
+        read_config(path, [overrides] if isinstance(overrides, str) else overrides)
+    )
 
 
 def train(
@@ -177,10 +214,12 @@ def train(
     trace_steps: int = 0,
     show: bool = True,
 ) -> Run:
-    """Start or resume a run, as `mmtrain train` does, and return at once; it goes on if this process ends.
+    """Start or resume a run, as `mmtrain train` does, and return at once; it goes on if this
+    process ends.
 
-    A configuration may be named as for `load_config`. `resume`, `allow_change` and `trace_steps` are the command's
-    options; with `show` its console is shown here. Raises UserError for a configuration that is wrong.
+    A configuration may be named as for `load_config`. `resume`, `allow_change` and `trace_steps`
+    are the command's options; with `show` its console is shown here. Raises UserError for a
+    configuration that is wrong.
     """
     if not isinstance(config, RunConfig):
         config = load_config(config)
@@ -204,15 +243,22 @@ def train(
 
 
 def load_run(path: str | Path) -> Run:
-    """Return the run in a folder, also one that another process makes; raises UserError where there is none."""
+    """Return the run in a folder, also one that another process makes; raises UserError where there
+    is none.
+    """
     folder = Path(path).expanduser().absolute()
     if not (folder / "config.yaml").is_file():
-        raise UserError(f"{folder}: not a run, since it has no config.yaml. Name the folder run.dir/run.name of a run")
+        raise UserError(
+            f"{folder}: not a run, since it has no config.yaml. "
+            "Name the folder run.dir/run.name of a run"
+        )
     return Run(folder)
 
 
 def _wait_until_free(folder: Path, timeout: float = math.inf) -> None:
-    """Wait until no process holds a run's folder, without taking its exit code. Raises subprocess.TimeoutExpired."""
+    """Wait until no process holds a run's folder, without taking its exit code. Raises
+    subprocess.TimeoutExpired.
+    """
     deadline = time.monotonic() + timeout
     while launcher(folder) is not None:
         if time.monotonic() > deadline:

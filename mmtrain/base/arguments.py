@@ -12,9 +12,14 @@ EXITS = {0: "done", 2: "wrong input; the message says what to do", 130: "stopped
 
 
 def command_parser(
-    command: str, description: str | None, examples: str, exits: Mapping[int, str] | None = None, **ending: Any
+    command: str,
+    description: str | None,
+    examples: str,
+    exits: Mapping[int, str] | None = None,
+    **ending: Any,
 ) -> argparse.ArgumentParser:
-    """Make the parser of `mmtrain COMMAND`. Its help shows `examples` and the exit codes, those of `exits` included.
+    """Make the parser of `mmtrain COMMAND`. Its help shows `examples` and the exit codes, those of
+    `exits` included.
 
     `ending`: keywords of `base.printing.run_command`, kept in the options for it.
     """

@@ -1,5 +1,6 @@
-"""Where mmtrain keeps what it can make again: probes' verdicts, calibrations, the demo's data, exports for chatting,
-output of `pipe:` shards, indexes of shards whose folders cannot be written, and models' shapes by `mmtrain record`.
+"""Where mmtrain keeps what it can make again: probes' verdicts, calibrations, the demo's data,
+exports for chatting, output of `pipe:` shards, indexes of shards whose folders cannot be written,
+and models' shapes by `mmtrain record`.
 """
 
 from __future__ import annotations
@@ -11,7 +12,9 @@ from mmtrain.base.errors import UserError
 
 
 def cache_folder(purpose: str) -> Path:
-    """Return $XDG_CACHE_HOME/mmtrain/PURPOSE, by default ~/.cache/mmtrain/PURPOSE; it may not exist yet."""
+    """Return $XDG_CACHE_HOME/mmtrain/PURPOSE, by default ~/.cache/mmtrain/PURPOSE; it may not exist
+    yet.
+    """
     return user_cache() / "mmtrain" / purpose
 
 
@@ -21,5 +24,6 @@ def user_cache() -> Path:
         return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
     except RuntimeError:
         raise UserError(
-            f"user {os.getuid()} has no home folder, and HOME is not set: set XDG_CACHE_HOME to a folder for caches"
+            f"user {os.getuid()} has no home folder, and HOME is not set: "
+            "set XDG_CACHE_HOME to a folder for caches"
         ) from None

@@ -1,4 +1,6 @@
-"""Objects of all ranks, gathered; every rank of the job, or of the group, calls these at the same time."""
+"""Objects of all ranks, gathered; every rank of the job, or of the group, calls these at the same
+time.
+"""
 
 from __future__ import annotations
 

@@ -1,9 +1,11 @@
 """Console output that never keeps the program waiting, and standard streams that exist.
 
-write --queue, newest lines kept--> daemon thread --os.write, which may block--> terminal, pipe or file
+write --queue, newest lines kept--> daemon thread --os.write, which may block--> terminal, pipe or
+    file
 
-A terminal stopped by Ctrl-S, a pager or a pipe that nobody empties blocks its writer: a rank that waited would stall
-its peers until these time out. O_NONBLOCK instead of a thread would apply to the user's shell, too.
+A terminal stopped by Ctrl-S, a pager or a pipe that nobody empties blocks its writer: a rank that
+waited would stall its peers until these time out. O_NONBLOCK instead of a thread would apply to the
+user's shell, too.
 """
 
 from __future__ import annotations
@@ -25,8 +27,8 @@ DRAIN_SECONDS = 3.0
 class ConsoleStream(io.TextIOBase):
     """A text stream to a copy of a descriptor whose `write` never blocks and never raises.
 
-    Up to 256 KiB are queued; then the oldest lines are dropped, and a line says how many. Once the reader has gone or
-    the disk is full, all is dropped. Call `drain` at the end.
+    Up to 256 KiB are queued; then the oldest lines are dropped, and a line says how many. Once the
+    reader has gone or the disk is full, all is dropped. Call `drain` at the end.
     """
 
     encoding = "utf-8"
@@ -60,10 +62,13 @@ class ConsoleStream(io.TextIOBase):
             self._queue += text.encode(errors="backslashreplace")
             if (excess := len(self._queue) - QUEUE_BYTES) > 0:
                 end = self._queue.find(b"\n", excess) + 1 or excess
-                self._dropped_lines += max(1, self._queue.count(b"\n", 0, end))  # a progress bar ends no line
+                # a progress bar ends no line
+                self._dropped_lines += max(1, self._queue.count(b"\n", 0, end))
                 del self._queue[:end]
             if self._writer is None:  # most processes that could print never do
-                self._writer = threading.Thread(target=self._write_queue, name="console", daemon=True)
+                self._writer = threading.Thread(
+                    target=self._write_queue, name="console", daemon=True
+                )
                 self._writer.start()
             self._changed.notify_all()
         return len(text)
@@ -72,7 +77,9 @@ class ConsoleStream(io.TextIOBase):
         """Wait until all is written, at most 3 seconds."""
         if self._process == os.getpid():
             with self._changed:
-                self._changed.wait_for(lambda: not self._queue and not self._is_writing, DRAIN_SECONDS)
+                self._changed.wait_for(
+                    lambda: not self._queue and not self._is_writing, DRAIN_SECONDS
+                )
 
     def _write_queue(self) -> None:
         is_gone = False
@@ -91,12 +98,18 @@ class ConsoleStream(io.TextIOBase):
                     is_gone = True
 
     def _take(self) -> bytes:
-        """Take whole lines from the queue where these are short, behind a note about dropped ones."""
+        """Take whole lines from the queue where these are short, behind a note about dropped
+        ones.
+        """
         end = self._queue.rfind(b"\n", 0, select.PIPE_BUF) + 1 or select.PIPE_BUF
         lines, dropped = bytes(self._queue[:end]), self._dropped_lines
         del self._queue[:end]
         self._dropped_lines = 0
-        return f"\n[{dropped:,} lines are missing here: nothing read them]\n".encode() + lines if dropped else lines
+        return (
+            f"\n[{dropped:,} lines are missing here: nothing read them]\n".encode() + lines
+            if dropped
+            else lines
+        )
 
 
 @contextlib.contextmanager
@@ -118,9 +131,11 @@ def output_without_waiting() -> Iterator[None]:
 
 
 def prepare_standard_streams() -> None:
-    """Replace closed standard streams (`>&-`) by /dev/null, and escape characters that the locale lacks.
+    """Replace closed standard streams (`>&-`) by /dev/null, and escape characters that the locale
+    lacks.
 
-    Call it before files are opened: one would get descriptor 2, and what C++ writes to stderr would go into it.
+    Call it before files are opened: one would get descriptor 2, and what C++ writes to stderr would
+    go into it.
     """
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         try:

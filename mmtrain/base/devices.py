@@ -9,7 +9,9 @@ if TYPE_CHECKING:
 
 
 def copied(tensor: torch.Tensor, device: torch.device | str) -> torch.Tensor:
-    """Copy a tensor to `device`, from page-locked memory, so that only the kernels that use it wait."""
+    """Copy a tensor to `device`, from page-locked memory, so that only the kernels that use it
+    wait.
+    """
     import torch
 
     if torch.device(device).type == "cuda" and tensor.device.type == "cpu":

@@ -1,6 +1,8 @@
-"""Files and folders that appear under their name whole, and on the disk; and locks between processes.
+"""Files and folders that appear under their name whole, and on the disk; and locks between
+processes.
 
-write under another name --> flush --> rename: readers see the old content or the new one, never a part. A process that
+write under another name --> flush --> rename: readers see the old content or the new one, never a
+    part. A process that
 is killed leaves .NAME.<8 hex digits>.tmp, an error nothing.
 """
 
@@ -24,15 +26,16 @@ A_DAY = 86400  # seconds
 UNFINISHED = ".tmp"  # ends the name of what is being written
 
 _held: set[IO[bytes]] = set()
-os.register_at_fork(after_in_child=lambda: [file.close() for file in _held])  # a lock lasts while any copy is open
+# a lock lasts while any copy is open
+os.register_at_fork(after_in_child=lambda: [file.close() for file in _held])
 
 
 @contextlib.contextmanager
 def whole_file(path: Path) -> Iterator[Path]:
     """Yield a path to write, which replaces `path` when the block ends without error.
 
-    Its permissions are the umask's, or the mount's. Several processes may write one `path`: the last one's
-    stays. Raises OSError, and removes what was written.
+    Its permissions are the umask's, or the mount's. Several processes may write one `path`: the
+    last one's stays. Raises OSError, and removes what was written.
     """
     unfinished = _unfinished(path)
     try:
@@ -62,10 +65,11 @@ def write_whole(path: Path, content: str | bytes) -> None:
 
 @contextlib.contextmanager
 def whole_folder(path: Path) -> Iterator[Path]:
-    """Yield an empty folder to fill, which becomes `path`, new or empty, when the block ends without error.
+    """Yield an empty folder to fill, which becomes `path`, new or empty, when the block ends
+    without error.
 
-    What killed processes left of it more than a day ago is removed. Raises OSError, also where another process has made
-    `path` in the meantime, and removes what was written.
+    What killed processes left of it more than a day ago is removed. Raises OSError, also where
+    another process has made `path` in the meantime, and removes what was written.
     """
     for leftover in path.parent.glob(leftovers(glob.escape(path.name))):
         with contextlib.suppress(FileNotFoundError):  # another process has removed it
@@ -90,7 +94,8 @@ def whole_folder(path: Path) -> Iterator[Path]:
 
 
 def _finish(file: Path, mode: int) -> None:
-    # safetensors' files are their owner's alone. Mounts without permissions (exFAT, CIFS) refuse, and keep theirs.
+    # safetensors' files are their owner's alone. Mounts without permissions (exFAT, CIFS) refuse,
+    # and keep theirs.
     with contextlib.suppress(OSError):
         file.chmod(mode)
     flush(file)
@@ -108,7 +113,9 @@ def _unfinished(path: Path) -> Path:
 
 
 def flush(path: Path) -> None:
-    """Wait until a file's bytes, or a folder's names, are on the disk, where the file system can be asked."""
+    """Wait until a file's bytes, or a folder's names, are on the disk, where the file system can be
+    asked.
+    """
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -121,10 +128,11 @@ def flush(path: Path) -> None:
 
 @contextlib.contextmanager
 def held(path: Path, *, wait: bool) -> Iterator[None]:
-    """Hold the lock file `path`, which names this process, until the block or the process ends; forks do not hold it.
+    """Hold the lock file `path`, which names this process, until the block or the process ends;
+    forks do not hold it.
 
-    Raises BlockingIOError where another process holds it, unless it may `wait`; OSError where the file cannot be made,
-    and, unless it may `wait`, where the file system has no locks.
+    Raises BlockingIOError where another process holds it, unless it may `wait`; OSError where the
+    file cannot be made, and, unless it may `wait`, where the file system has no locks.
     """
     while True:
         with path.open("ab") as file:
@@ -133,7 +141,8 @@ def held(path: Path, *, wait: bool) -> Iterator[None]:
                 is_there = os.path.samestat(path.stat(), os.fstat(file.fileno()))
             except FileNotFoundError:
                 is_there = False
-            if is_there:  # else its last holder has just removed it: this lock would keep nobody out
+            # else its last holder has just removed it: this lock would keep nobody out
+            if is_there:
                 file.truncate(0)
                 file.write(str(os.getpid()).encode())
                 file.flush()
@@ -147,21 +156,32 @@ def held(path: Path, *, wait: bool) -> Iterator[None]:
 
 
 def holder(path: Path) -> psutil.Process | None:
-    """Return this user's process on this machine that is in `held(path)`, if there is one, without locking it."""
+    """Return this user's process on this machine that is in `held(path)`, if there is one, without
+    locking it.
+    """
     try:
         process = psutil.Process(int(path.read_bytes()))
-        return process if any(Path(file.path) == path.resolve() for file in process.open_files()) else None
+        return (
+            process
+            if any(Path(file.path) == path.resolve() for file in process.open_files())
+            else None
+        )
     except (OSError, ValueError, psutil.Error):  # not held, or by a process that has ended
         return None
 
 
-def lock(file: IO[bytes] | int, *, shared: bool = False, wait: bool = True, needed: bool = False) -> None:
-    """Lock an open file until it is closed. Raises BlockingIOError where another process holds it, unless it may wait.
+def lock(
+    file: IO[bytes] | int, *, shared: bool = False, wait: bool = True, needed: bool = False
+) -> None:
+    """Lock an open file until it is closed. Raises BlockingIOError where another process holds it,
+    unless it may wait.
 
     Where the file system has no locks, do nothing, or raise OSError if it is `needed`.
     """
     try:
-        fcntl.flock(file, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | (0 if wait else fcntl.LOCK_NB))
+        fcntl.flock(
+            file, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | (0 if wait else fcntl.LOCK_NB)
+        )
     except BlockingIOError:
         raise BlockingIOError(errno.EAGAIN, "another process uses it") from None
     except OSError:

@@ -1,4 +1,6 @@
-"""The one exception for what a user can mend: the launcher prints its message without a traceback and exits with 2."""
+"""The one exception for what a user can mend: the launcher prints its message without a traceback
+and exits with 2.
+"""
 
 
 class UserError(Exception):

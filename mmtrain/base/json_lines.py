@@ -19,8 +19,9 @@ from mmtrain.base.small_files import MAX_JSON_BYTES, parse_json
 class JsonLines:
     """Appends one JSON object a line; each line is one write, so a killed run leaves whole lines.
 
-    NaN and infinities are written as the strings "nan", "inf" and "-inf", which float() reads back. `path` is None on
-    ranks that write nothing. Raises OSError when the file cannot be written, UserError when its folder was moved since.
+    NaN and infinities are written as the strings "nan", "inf" and "-inf", which float() reads back.
+    `path` is None on ranks that write nothing. Raises OSError when the file cannot be written,
+    UserError when its folder was moved since.
     """
 
     def __init__(self, path: Path | None) -> None:
@@ -36,7 +37,9 @@ class JsonLines:
         line = (json.dumps(without_nan(values), allow_nan=False) + "\n").encode()
         size = self._refuse_lost()
         try:
-            while line:  # a full disk, or a limit, takes what still fits: the next write says which of them it is
+            # a full disk, or a limit, takes what still fits: the next write says which of them it
+            # is
+            while line:
                 line = line[os.write(self._file, line) :]
         except OSError as error:
             with contextlib.suppress(OSError):  # not a regular file: nothing to take back
@@ -54,8 +57,10 @@ class JsonLines:
             is_there = False
         if not is_there:
             raise UserError(
-                f"{self._path} is not there any more, or is another file: {self._path.parent} was removed, moved or "
-                "replaced while it was written. Put it back, and give the same command again, which goes on with it"
+                f"{self._path} is not there any more, or is another file: "
+                f"{self._path.parent} was removed, moved or "
+                "replaced while it was written. Put it back, and give the same command again, "
+                "which goes on with it"
             )
         return opened.st_size
 
@@ -87,13 +92,17 @@ def without_nan(value: Any) -> Any:
 
 
 def whole_lines(stream: BinaryIO) -> Iterator[bytes]:
-    """Yield the whole lines of a file of records; of a line longer than any record the last part, which is no JSON."""
+    """Yield the whole lines of a file of records; of a line longer than any record the last part,
+    which is no JSON.
+    """
     lines = iter(functools.partial(stream.readline, MAX_JSON_BYTES), b"")
     return (line for line in lines if line.endswith(b"\n"))
 
 
 def recorded(file: Path, *kinds: str) -> Iterator[dict[str, Any]]:
-    """Yield the records of these kinds, or all, in a file of JSON lines, which may be missing. Others are skipped."""
+    """Yield the records of these kinds, or all, in a file of JSON lines, which may be missing.
+    Others are skipped.
+    """
     if not file.is_file():
         return
     with file.open("rb") as stream:

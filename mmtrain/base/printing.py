@@ -1,8 +1,10 @@
-"""Everything that this package and its tools print: text of files reaches no terminal and no log unescaped.
+"""Everything that this package and its tools print: text of files reaches no terminal and no log
+unescaped.
 
-Names, keys and errors hold text of files that strangers made, which could move a terminal's cursor or rewrite the lines
-above. Callers hand over raw text, and everything goes through `escape_lines` here, which also takes logins out of
-addresses. Later lines of a message are indented, so that no text of a file looks like a message of its own.
+Names, keys and errors hold text of files that strangers made, which could move a terminal's cursor
+or rewrite the lines above. Callers hand over raw text, and everything goes through `escape_lines`
+here, which also takes logins out of addresses. Later lines of a message are indented, so that no
+text of a file looks like a message of its own.
 """
 
 from __future__ import annotations
@@ -28,9 +30,11 @@ COLUMNS = 80  # where output is no terminal
 NO_HOME = "Could not determine home directory."  # what pathlib says
 INTERRUPTED = 130  # exit code of a command that Ctrl-C has ended
 
-# Controls (C0 but tab and line feed, DEL, C1), Unicode's property Bidi_Control, its separators of lines and paragraphs,
-# and surrogates: what os.fsdecode makes of bytes that are no UTF-8.
-_OBEYED = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+# Controls (C0 but tab and line feed, DEL, C1), Unicode's property Bidi_Control, its separators of
+# lines and paragraphs, and surrogates: what os.fsdecode makes of bytes that are no UTF-8.
+_OBEYED = re.compile(
+    "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]"
+)
 
 # The arguments of a `pipe:` URL hold headers and signed addresses.
 _ARGUMENTS = re.compile(r"((?:^\s*pipe:\s*|\bpipe:)\S+)\s.*", re.DOTALL)
@@ -43,7 +47,9 @@ def without_logins(text: str) -> str:
 
 
 def disclosed(value: Any) -> Any:
-    """Return JSON-like values of a configuration without logins, and with `pipe:PROGRAM ...` for each `pipe:` URL."""
+    """Return JSON-like values of a configuration without logins, and with `pipe:PROGRAM ...` for
+    each `pipe:` URL.
+    """
     if isinstance(value, dict):
         return {disclosed(key): disclosed(inner) for key, inner in value.items()}
     if isinstance(value, list | tuple):
@@ -52,8 +58,12 @@ def disclosed(value: Any) -> Any:
 
 
 def escape_lines(text: str) -> str:
-    """Return the text with what a terminal obeys escaped as in Python, and addresses without logins."""
-    return _OBEYED.sub(lambda match: match[0].encode("unicode_escape").decode(), without_logins(text))
+    """Return the text with what a terminal obeys escaped as in Python, and addresses without
+    logins.
+    """
+    return _OBEYED.sub(
+        lambda match: match[0].encode("unicode_escape").decode(), without_logins(text)
+    )
 
 
 def escape(text: str, limit: int = 300) -> str:
@@ -65,7 +75,9 @@ def escape(text: str, limit: int = 300) -> str:
 def message(text: str) -> str:
     """Return a whole message, escaped, with later lines indented by two blanks or more."""
     first, *more = escape_lines(text).split("\n")
-    return "\n".join([first, *(line if not line or line[0].isspace() else f"  {line}" for line in more)])
+    return "\n".join(
+        [first, *(line if not line or line[0].isspace() else f"  {line}" for line in more)]
+    )
 
 
 def terminal_width() -> int:
@@ -73,12 +85,17 @@ def terminal_width() -> int:
     return shutil.get_terminal_size((COLUMNS, 24)).columns
 
 
-def table_lines(columns: Sequence[str], rows: Iterable[Sequence[object]], width: int | None = None) -> list[str]:
-    """Return a table's lines of at most `width` characters, None: the terminal's; columns named >NAME align right.
+def table_lines(
+    columns: Sequence[str], rows: Iterable[Sequence[object]], width: int | None = None
+) -> list[str]:
+    """Return a table's lines of at most `width` characters, None: the terminal's; columns named
+    >NAME align right.
 
-    These are never cut, even if the table gets wider; the others are wrapped. A name may have several lines.
+    These are never cut, even if the table gets wider; the others are wrapped. A name may have
+    several lines.
     """
-    from rich.console import Console  # here: it takes a tenth of a second, and most of what is printed is no table
+    # here: it takes a tenth of a second, and most of what is printed is no table
+    from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
@@ -86,18 +103,26 @@ def table_lines(columns: Sequence[str], rows: Iterable[Sequence[object]], width:
     table = Table(box=None, pad_edge=False, padding=(0, gap, 0, 0), header_style="")
     table.show_header = any(name.strip(">") for name in columns)
     height = max(name.count("\n") for name in columns)
-    rows = [[Text(escape_lines(str(cell))) for cell in row] for row in rows]  # rich reads plain strings as markup
-    needed = 0  # what the numbers take, and a few characters of each other column: rich would cut numbers in silence
+    # rich reads plain strings as markup
+    rows = [[Text(escape_lines(str(cell))) for cell in row] for row in rows]
+    # what the numbers take, and a few characters of each other column: rich would cut numbers in
+    # silence
+    needed = 0
     for place, name in enumerate(columns):
         right = name[:1] == ">"
-        cells = [name.removeprefix(">"), *(cell.plain for row in rows for cell in row[place : place + 1])]
+        cells = [
+            name.removeprefix(">"),
+            *(cell.plain for row in rows for cell in row[place : place + 1]),
+        ]
         longest = max(len(line) for cell in cells for line in cell.split("\n"))
         needed += (longest if right else min(longest, 4)) + gap
         name = Text(name.removeprefix(">") + "\n" * (height - name.count("\n")))
         table.add_column(name, justify="right" if right else "left", no_wrap=right, overflow="fold")
     for row in rows:
         table.add_row(*row)
-    console = Console(file=io.StringIO(), width=max(width or terminal_width(), needed), color_system=None)
+    console = Console(
+        file=io.StringIO(), width=max(width or terminal_width(), needed), color_system=None
+    )
     console.print(table)
     return [line.rstrip() for line in console.file.getvalue().splitlines()]
 
@@ -116,7 +141,9 @@ def bytes_text(count: float) -> str:
 
 
 def print_info(*messages: str, stream: TextIO | None = None) -> None:
-    """Print messages, each beginning a line, to stdout or `stream`, unless its reader has left or its disk is full."""
+    """Print messages, each beginning a line, to stdout or `stream`, unless its reader has left or
+    its disk is full.
+    """
     stream = stream or sys.stdout
     try:
         _print(messages, stream)
@@ -125,7 +152,9 @@ def print_info(*messages: str, stream: TextIO | None = None) -> None:
 
 
 def print_result(*messages: str) -> None:
-    """Print a tool's result, unless its reader has left. Raises OSError for a full disk behind stdout."""
+    """Print a tool's result, unless its reader has left. Raises OSError for a full disk behind
+    stdout.
+    """
     try:
         _print(messages, sys.stdout)
     except BrokenPipeError:
@@ -151,7 +180,9 @@ def show_error(error: object, stream: TextIO | None = None) -> None:
 
     A sentence that ends with another error's text has one full stop.
     """
-    print_info(re.sub(r"(?<=[\w)\]'])\.\.(?= )", ".", f"error: {error}"), stream=stream or sys.stderr)
+    print_info(
+        re.sub(r"(?<=[\w)\]'])\.\.(?= )", ".", f"error: {error}"), stream=stream or sys.stderr
+    )
 
 
 class _Shown(logging.Handler):
@@ -167,14 +198,18 @@ class _Shown(logging.Handler):
 
 
 def show_logs(show: Callable[[str], None], details: Callable[[str], None] | None = None) -> None:
-    """From now on `show`, and nobody else, gets what mmtrain's libraries log; `details` gets what is below INFO."""
+    """From now on `show`, and nobody else, gets what mmtrain's libraries log; `details` gets what
+    is below INFO.
+    """
     logger = logging.getLogger("mmtrain")
     logger.handlers, logger.propagate = [_Shown(show, details or show)], False
     logger.setLevel(logging.DEBUG)
 
 
 @contextlib.contextmanager
-def logs_shown(show: Callable[[str], None], details: Callable[[str], None] | None = None) -> Iterator[None]:
+def logs_shown(
+    show: Callable[[str], None], details: Callable[[str], None] | None = None
+) -> Iterator[None]:
     """Apply `show_logs` until the block ends, then restore the importer's logging."""
     logger = logging.getLogger("mmtrain")
     handlers, propagate, level = logger.handlers, logger.propagate, logger.level
@@ -195,8 +230,8 @@ def run_command(
 ) -> int:
     """Run a command; return 2 after one message for what the user can mend, 130 after Ctrl-C.
 
-    `unnamed` is what an OSError without a file concerns; `interrupted` is printed after Ctrl-C; without `waits` output
-    never blocks; `logs` prints what libraries log.
+    `unnamed` is what an OSError without a file concerns; `interrupted` is printed after Ctrl-C;
+    without `waits` output never blocks; `logs` prints what libraries log.
     """
     prepare_standard_streams()
     sys.excepthook = show_traceback
@@ -214,7 +249,9 @@ def run_command(
         except RuntimeError as error:
             if str(error) != NO_HOME:
                 raise
-            show_error("a path begins with ~ or ~USER, and that user has no home here. Write the path out")
+            show_error(
+                "a path begins with ~ or ~USER, and that user has no home here. Write the path out"
+            )
             return 2
         except KeyboardInterrupt:
             print_note(interrupted)
@@ -222,7 +259,9 @@ def run_command(
 
 
 def silence_libraries() -> None:
-    """Hide warnings of libraries that others import, about kernels and accelerators that nothing here uses."""
+    """Hide warnings of libraries that others import, about kernels and accelerators that nothing
+    here uses.
+    """
     for name in ("bitsandbytes", "DeepSpeed"):
         logging.getLogger(name).addFilter(_is_error)
     warnings.filterwarnings("ignore", "IProgress not found")  # tqdm, in a notebook without widgets
@@ -232,9 +271,13 @@ def _is_error(record: logging.LogRecord) -> bool:
     return record.levelno >= logging.ERROR
 
 
-def show_traceback(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+def show_traceback(
+    kind: type[BaseException], error: BaseException, trace: TracebackType | None
+) -> None:
     """Print a traceback, escaped: for sys.excepthook."""
-    print_info(*"".join(traceback.format_exception(kind, error, trace)).split("\n")[:-1], stream=sys.stderr)
+    print_info(
+        *"".join(traceback.format_exception(kind, error, trace)).split("\n")[:-1], stream=sys.stderr
+    )
 
 
 def show_cursor() -> None:

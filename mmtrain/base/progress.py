@@ -16,8 +16,12 @@ SECONDS_BETWEEN_LINES = 5.0
 class ProgressBar:
     """Progress of `total` things, with samples (or what is `counted`) per second."""
 
-    def __init__(self, unit: str, total: int, stream: TextIO | None = None, counted: str = "samples") -> None:
-        """`unit` is the things' plural; `stream` carries the bar if it is a terminal, else lines are logged."""
+    def __init__(
+        self, unit: str, total: int, stream: TextIO | None = None, counted: str = "samples"
+    ) -> None:
+        """`unit` is the things' plural; `stream` carries the bar if it is a terminal, else lines
+        are logged.
+        """
         self.counted = counted
         self.unit = unit
         self.total = total
@@ -31,10 +35,17 @@ class ProgressBar:
         rate = f"{a_second:{',.0f' if a_second >= 1 or not samples else '.2g'}} {self.counted}/s"
         if self.bar is not None:
             left = (now - self.started) / done * (self.total - done) if done else None
-            self.bar.update(0, completed=done, said=rate if left is None else f"{rate}  ETA {clock(left)}", note=note)
+            self.bar.update(
+                0,
+                completed=done,
+                said=rate if left is None else f"{rate}  ETA {clock(left)}",
+                note=note,
+            )
         elif now - self.printed >= SECONDS_BETWEEN_LINES or done == self.total:
             self.printed = now
-            _log.info("  ".join(filter(None, (f"{done:,} of {self.total:,} {self.unit}", rate, note))))
+            _log.info(
+                "  ".join(filter(None, (f"{done:,} of {self.total:,} {self.unit}", rate, note)))
+            )
 
     def __enter__(self) -> Self:
         return self
@@ -57,7 +68,9 @@ class ByteBars:
         if what != self._what:
             self.__exit__()
             self._what = what
-            self._progress = ProgressBar(f"MB {what}", math.ceil(total / 1e6), self._stream, counted="MB")
+            self._progress = ProgressBar(
+                f"MB {what}", math.ceil(total / 1e6), self._stream, counted="MB"
+            )
         megabytes = self._progress.total if done == total else done // 10**6
         self._progress.show(megabytes, megabytes)
 
@@ -72,7 +85,8 @@ class ByteBars:
 def open_bar(stream: TextIO | None, unit: str, total: int, done: int = 0) -> Any:
     """Return a live bar of rich's, None where `stream` is no terminal that can move its cursor.
 
-    `bar.update(0, completed=..., said=..., note=...)` shows what is done, with two texts; `bar.stop()` ends it.
+    `bar.update(0, completed=..., said=..., note=...)` shows what is done, with two texts;
+    `bar.stop()` ends it.
     """
     if stream is None or not stream.isatty() or os.environ.get("TERM") in ("dumb", "unknown"):
         return None

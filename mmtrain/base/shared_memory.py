@@ -1,4 +1,6 @@
-"""/dev/shm, where processes share semaphores: errors of that folder name no file, and another one would be blamed."""
+"""/dev/shm, where processes share semaphores: errors of that folder name no file, and another one
+would be blamed.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,8 @@ from collections.abc import Iterator
 from mmtrain.base.errors import UserError
 
 REMEDY = (
-    "make room there (df -h /dev/shm), mount a tmpfs that can be written, or start the container with --ipc=host or "
+    "make room there (df -h /dev/shm), mount a tmpfs that can be written, or start the container "
+    "with --ipc=host or "
     "--shm-size=8g"
 )
 IS_FULL = f"/dev/shm may be full: {REMEDY}"

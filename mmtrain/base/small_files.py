@@ -1,6 +1,8 @@
-"""Files that somebody else may have written, read whole within limits: configurations and the JSON of model folders.
+"""Files that somebody else may have written, read whole within limits: configurations and the JSON
+of model folders.
 
-A pipe, a device or a folder is refused instead of waited for; so is what is larger or nested deeper than any such file.
+A pipe, a device or a folder is refused instead of waited for; so is what is larger or nested deeper
+than any such file.
 """
 
 from __future__ import annotations
@@ -16,10 +18,12 @@ from typing import Any, BinaryIO
 
 from mmtrain.base.errors import UserError
 
-# Of a file of JSON. The index of 150,000 tensors, more than the largest models have, takes 14 MB; Python's objects take
-# up to 25 times as much memory as their text.
+# Of a file of JSON. The index of 150,000 tensors, more than the largest models have, takes 14 MB;
+# Python's objects take up to 25 times as much memory as their text.
 MAX_JSON_BYTES = 25_000_000
-MAX_DEPTH = 64  # of lists and objects inside each other; model folders have 6. transformers copies them by recursion
+# of lists and objects inside each other; model folders have 6. transformers copies them by
+# recursion
+MAX_DEPTH = 64
 LONGEST_NUMBER = 100  # digits; Python refuses to read or print integers of more than 4,300
 
 
@@ -34,9 +38,14 @@ def open_file(path: Path) -> BinaryIO:
 
 
 def refuse_lost_link(path: Path) -> None:
-    """Raise UserError for a link to what is not there, as an unfinished download leaves in the hub's cache."""
+    """Raise UserError for a link to what is not there, as an unfinished download leaves in the
+    hub's cache.
+    """
     if path.is_symlink() and not path.exists():
-        raise UserError(f"{path}: is a link to {path.readlink()}, which is not there. Finish the download or copy")
+        raise UserError(
+            f"{path}: is a link to {path.readlink()}, which is not there. "
+            "Finish the download or copy"
+        )
 
 
 def read_limited(path: Path, limit: int, what: str) -> bytes:
@@ -54,14 +63,20 @@ def read_limited(path: Path, limit: int, what: str) -> bytes:
     except (OSError, ValueError) as error:  # a ValueError for a null character in the path
         if getattr(error, "errno", None) == errno.EISDIR:
             raise UserError(f"{path}: is a folder; {what} is needed") from None
-        raise UserError(f"{path}: cannot be read ({getattr(error, 'strerror', None) or error})") from None
+        raise UserError(
+            f"{path}: cannot be read ({getattr(error, 'strerror', None) or error})"
+        ) from None
     if max(size, len(content)) > limit:
-        raise UserError(f"{path}: larger than {limit:,} bytes; {what} is needed, and none is so large")
+        raise UserError(
+            f"{path}: larger than {limit:,} bytes; {what} is needed, and none is so large"
+        )
     return content
 
 
 def parse_json(text: bytes) -> Any:
-    """Return the content of JSON text in UTF-8; raises ValueError for what is none, and for deep nesting."""
+    """Return the content of JSON text in UTF-8; raises ValueError for what is none, and for deep
+    nesting.
+    """
     with contextlib.suppress(RecursionError):
         content = json.loads(text.decode("utf-8"), parse_int=_integer)
         level = [content]

@@ -1,10 +1,14 @@
-"""Runs in lmms-eval's environment, as a child of `mmtrain benchmark`, which writes its REQUEST, a JSON file.
+"""Runs in lmms-eval's environment, as a child of `mmtrain benchmark`, which writes its REQUEST, a
+JSON file.
 
-lmms-eval's tasks --messages with pictures--> StockModel, an exported folder --answers--> lmms-eval's scores
-standard output: lines of JSON, {"done", "total"} while it runs, at its end {"results", "answers", "versions"}
+lmms-eval's tasks --messages with pictures--> StockModel, an exported folder --answers-->
+    lmms-eval's scores
+standard output: lines of JSON, {"done", "total"} while it runs, at its end {"results", "answers",
+"versions"}
 
-lmms-eval has classes of its own for some of the models that mmtrain exports, which resize pictures otherwise than
-training did, or take one prompt at a time. Here each is its stock class, loaded as `mmtrain chat` does.
+lmms-eval has classes of its own for some of the models that mmtrain exports, which resize pictures
+otherwise than training did, or take one prompt at a time. Here each is its stock class, loaded as
+`mmtrain chat` does.
 """
 
 from __future__ import annotations
@@ -30,7 +34,8 @@ from mmtrain.benchmarks.held_out import HELD_OUT, QUESTIONS
 from mmtrain.data.stream.images import decode_image, upright
 
 NEW_TOKENS = 256  # where a task names no number
-Prompt = tuple[list[dict], list[Image.Image], dict[str, Any]]  # messages, pictures, settings of generation
+# messages, pictures, settings of generation
+Prompt = tuple[list[dict], list[Image.Image], dict[str, Any]]
 
 
 class StockModel(lmms):
@@ -43,9 +48,13 @@ class StockModel(lmms):
         self.batch_size, self.tell = batch_size, tell
 
     def generate_until(self, requests: list[Instance]) -> list[str]:
-        """Answer greedily, in batches of prompts with the same settings, all or none of them with pictures."""
+        """Answer greedily, in batches of prompts with the same settings, all or none of them with
+        pictures.
+        """
         answers: list[str] = []
-        for _, alike in itertools.groupby(map(self._prompt, requests), lambda prompt: (prompt[2], bool(prompt[1]))):
+        for _, alike in itertools.groupby(
+            map(self._prompt, requests), lambda prompt: (prompt[2], bool(prompt[1]))
+        ):
             while batch := list(itertools.islice(alike, self.batch_size)):
                 answers += self._answers(batch)
                 self.tell({"done": len(answers), "total": len(requests)})
@@ -59,21 +68,33 @@ class StockModel(lmms):
             pictures += message.get("pictures", [])  # of held_out, whose contents are texts
             if not isinstance(parts, str):
                 if others := {part["type"] for part in parts} - {"text", "image"}:
-                    raise SystemExit(f"{task}: has {min(others)}, but these models take texts and images")
+                    raise SystemExit(
+                        f"{task}: has {min(others)}, but these models take texts and images"
+                    )
                 pictures += [part["url"] for part in parts if part["type"] == "image"]
-                parts = [{name: value for name, value in part.items() if name != "url"} for part in parts]
+                parts = [
+                    {name: value for name, value in part.items() if name != "url"} for part in parts
+                ]
             messages.append({"role": message["role"], "content": parts})
-        return messages, [resized(upright(picture), self.processor.image_processor) for picture in pictures], settings
+        return (
+            messages,
+            [resized(upright(picture), self.processor.image_processor) for picture in pictures],
+            settings,
+        )
 
     def _answers(self, batch: Sequence[Prompt]) -> list[str]:
         write, settings = self.processor.apply_chat_template, batch[0][2]
-        texts = [write(messages, add_generation_prompt=True, tokenize=False) for messages, _, _ in batch]
+        texts = [
+            write(messages, add_generation_prompt=True, tokenize=False) for messages, _, _ in batch
+        ]
         given = {"images": [pictures for _, pictures, _ in batch]} if batch[0][1] else {}
         inputs = self.processor(text=texts, padding=True, return_tensors="pt", **given)
         inputs = inputs.to(self.model.device, dtype=self.model.dtype)
         with torch.inference_mode():
             limit = settings.get("max_new_tokens", NEW_TOKENS)
-            output = self.model.generate(**inputs, max_new_tokens=limit, do_sample=False, num_beams=1)
+            output = self.model.generate(
+                **inputs, max_new_tokens=limit, do_sample=False, num_beams=1
+            )
         new = output[:, inputs["input_ids"].shape[1] :]
         answers = self.processor.tokenizer.batch_decode(new, skip_special_tokens=True)
         ends = settings.get("until") or []
@@ -82,7 +103,9 @@ class StockModel(lmms):
         return [answer.strip() for answer in answers]
 
     def loglikelihood(self, requests: list[Instance]) -> Any:
-        raise SystemExit("a task compares likelihoods or asks in rounds; choose one that generates one answer")
+        raise SystemExit(
+            "a task compares likelihoods or asks in rounds; choose one that generates one answer"
+        )
 
     generate_until_multi_round = loglikelihood
 
@@ -92,19 +115,30 @@ def held_out_task(folder: Path, longest: int) -> ConfigurableMessagesTask:
 
     def doc_to_messages(doc: Mapping[str, Any]) -> list[dict]:
         first, *others = doc["messages"]
-        return [{**first, "pictures": [decode_image((folder / name).read_bytes()) for name in doc["images"]]}, *others]
+        return [
+            {
+                **first,
+                "pictures": [decode_image((folder / name).read_bytes()) for name in doc["images"]],
+            },
+            *others,
+        ]
 
     settings = {
         "task": HELD_OUT,
         "dataset_path": "json",
-        "dataset_kwargs": {"data_files": {"test": str(folder / QUESTIONS)}, "cache_dir": str(folder / "cache")},
+        "dataset_kwargs": {
+            "data_files": {"test": str(folder / QUESTIONS)},
+            "cache_dir": str(folder / "cache"),
+        },
         "test_split": "test",
         "output_type": "generate_until",
         "doc_to_messages": doc_to_messages,
         "doc_to_visual": lambda doc: [],
         "doc_to_text": lambda doc: doc["messages"][-1]["content"],
         "doc_to_target": "answer",
-        "process_results": lambda doc, answers: {"exact_match": float(answers[0] == doc["answer"].strip())},
+        "process_results": lambda doc, answers: {
+            "exact_match": float(answers[0] == doc["answer"].strip())
+        },
         "metric_list": [{"metric": "exact_match", "aggregation": "mean", "higher_is_better": True}],
         "generation_kwargs": {"max_new_tokens": longest},
     }
@@ -118,16 +152,23 @@ def score(request: Mapping[str, Any], tell: Callable[[dict], None]) -> dict:
     if HELD_OUT in tasks:
         tasks[tasks.index(HELD_OUT)] = held_out_task(Path(request["questions"]), request["longest"])
     model = StockModel(Path(request["folder"]), request["batch_size"], tell)
-    results = simple_evaluate(model=model, tasks=tasks, limit=request["limit"], batch_size=request["batch_size"])
+    results = simple_evaluate(
+        model=model, tasks=tasks, limit=request["limit"], batch_size=request["batch_size"]
+    )
     return {
         "results": {task: _scores(of_task) for task, of_task in results["results"].items()},
         "answers": {task: counts["effective"] for task, counts in results["n-samples"].items()},
-        "versions": {name: importlib.metadata.version(name) for name in ("lmms_eval", "transformers", "torch")},
+        "versions": {
+            name: importlib.metadata.version(name)
+            for name in ("lmms_eval", "transformers", "torch")
+        },
     }
 
 
 def _scores(of_task: Mapping[str, Any]) -> dict[str, tuple[float, float | None]]:
-    """Return {metric: (value, standard error)}, from lmms-eval's "metric,filter" and "metric_stderr,filter"."""
+    """Return {metric: (value, standard error)}, from lmms-eval's "metric,filter" and
+    "metric_stderr,filter".
+    """
     numbers = {name: value for name, value in of_task.items() if isinstance(value, int | float)}
     return {
         name.removesuffix(",none"): (numbers[name], numbers.get(name.replace(",", "_stderr,")))

@@ -1,7 +1,9 @@
-"""The Python environment in which lmms-eval runs: its packages above those of this one, which it does not touch.
+"""The Python environment in which lmms-eval runs: its packages above those of this one, which it
+does not touch.
 
-torch, transformers and mmtrain are those that run here; where lmms-eval needs another version of a package, pip puts
-that one into the new environment alone. What it brings itself has the versions of lmms_eval_constraints.txt.
+torch, transformers and mmtrain are those that run here; where lmms-eval needs another version of a
+package, pip puts that one into the new environment alone. What it brings itself has the versions of
+lmms_eval_constraints.txt.
 """
 
 from __future__ import annotations
@@ -22,14 +24,22 @@ from mmtrain.runtime.child import python_child
 
 _log = logging.getLogger(__name__)
 VERSION = "0.7.3"
-LMMS_EVAL = f"lmms-eval=={VERSION}"  # with it a local task of the demo gets the score that the run records
+# with it a local task of the demo gets the score that the run records
+LMMS_EVAL = f"lmms-eval=={VERSION}"
 PINS = Path(__file__).with_name("lmms_eval_constraints.txt")
 
 
 def lmms_python() -> Path:
-    """Return the interpreter of lmms-eval's environment, made once, in the cache. Raises UserError where pip fails."""
-    here = [*site.getsitepackages(), *([site.getusersitepackages()] if site.ENABLE_USER_SITE else [])]
-    key = hashlib.sha256(repr((LMMS_EVAL, PINS.read_text(), sys.version, here)).encode()).hexdigest()[:20]
+    """Return the interpreter of lmms-eval's environment, made once, in the cache. Raises UserError
+    where pip fails.
+    """
+    here = [
+        *site.getsitepackages(),
+        *([site.getusersitepackages()] if site.ENABLE_USER_SITE else []),
+    ]
+    key = hashlib.sha256(
+        repr((LMMS_EVAL, PINS.read_text(), sys.version, here)).encode()
+    ).hexdigest()[:20]
     folder = cache_folder("lmms-eval") / key
     python, complete = folder / "bin" / "python", folder / "complete"
     folder.parent.mkdir(parents=True, exist_ok=True)
@@ -38,14 +48,35 @@ def lmms_python() -> Path:
             _log.info(f"installing {LMMS_EVAL} into {folder}, once: about 0.5 GB, a few minutes")
             venv.create(folder, clear=True, with_pip=True)
             (packages,) = folder.glob("lib/python*/site-packages")
-            (packages / "here.pth").write_text("".join(f"import site; site.addsitedir({path!r})\n" for path in here))
+            (packages / "here.pth").write_text(
+                "".join(f"import site; site.addsitedir({path!r})\n" for path in here)
+            )
             pins = folder / PINS.name
-            pins.write_text(f"{PINS.read_text()}torch=={version('torch')}\ntransformers=={version('transformers')}\n")
-            pip = ["-m", "pip", "install", "--quiet", "--disable-pip-version-check", "-c", pins, LMMS_EVAL]
+            pins.write_text(
+                f"{PINS.read_text()}torch=={version('torch')}\ntransformers=={version('transformers')}\n"
+            )
+            pip = [
+                "-m",
+                "pip",
+                "install",
+                "--quiet",
+                "--disable-pip-version-check",
+                "-c",
+                pins,
+                LMMS_EVAL,
+            ]
             if subprocess.run(**python_child(*pip, interpreter=python)).returncode:
-                raise UserError(f"pip cannot install {LMMS_EVAL} into {folder}, as it says above. It needs a network")
+                raise UserError(
+                    f"pip cannot install {LMMS_EVAL} into {folder}, as it says above. "
+                    "It needs a network"
+                )
             # pip's own settings can make it install nothing, or elsewhere (PIP_TARGET)
-            if not any(Path(path, f"lmms_eval-{VERSION}.dist-info").exists() for path in (packages, *here)):
-                raise UserError(f"pip has not put {LMMS_EVAL} into {folder}. See pip's settings: pip config list")
+            if not any(
+                Path(path, f"lmms_eval-{VERSION}.dist-info").exists() for path in (packages, *here)
+            ):
+                raise UserError(
+                    f"pip has not put {LMMS_EVAL} into {folder}. See pip's settings: "
+                    "pip config list"
+                )
             complete.touch()
     return python

@@ -1,9 +1,12 @@
-"""A run's held-out questions, for lmms-eval: each answer of a conversation, given the true turns before it.
+"""A run's held-out questions, for lmms-eval: each answer of a conversation, given the true turns
+before it.
 
-held-out samples --write_questions--> questions.jsonl, {"messages", "images", "answer"}, and the images as they are
+held-out samples --write_questions--> questions.jsonl, {"messages", "images", "answer"}, and the
+    images as they are
 
-An answer generated greedily equals the true one where each of its tokens is ranked first, given the true tokens before:
-that is the run's exact match, unless two answers of different tokens have the same text.
+An answer generated greedily equals the true one where each of its tokens is ranked first, given the
+true tokens before: that is the run's exact match, unless two answers of different tokens have the
+same text.
 """
 
 from __future__ import annotations
@@ -26,7 +29,9 @@ QUESTIONS = "questions.jsonl"
 
 
 def write_questions(config: RunConfig, folder: Path) -> int:
-    """Write the questions into `folder`; return how many tokens an answer may have. Raises UserError for lost data."""
+    """Write the questions into `folder`; return how many tokens an answer may have. Raises
+    UserError for lost data.
+    """
     make_demo_data(config)
     layout, plain, longest = image_layout(config), config.data.template == "plain", 0
     with (folder / QUESTIONS).open("w", encoding="utf-8") as file:
@@ -42,5 +47,7 @@ def write_questions(config: RunConfig, folder: Path) -> int:
                     asked = {"messages": messages, "images": images[:seen], "answer": text}
                     file.write(json.dumps(asked, ensure_ascii=False) + "\n")
                 seen += text.count(IMAGE_MARK)
-                messages.append({"role": ROLES[speaker], "content": as_prompted(text, layout, alone=plain)})
+                messages.append(
+                    {"role": ROLES[speaker], "content": as_prompted(text, layout, alone=plain)}
+                )
     return longest

@@ -1,13 +1,15 @@
 """Measure on the device what the planner needs to know of a run: a Calibration.
 
-every rank: Calibrator --warm_up, then rounds--> seconds of single stages, of messages, of a step's end
+every rank: Calibrator --warm_up, then rounds--> seconds of single stages, of messages, of a step's
+    end
             --finish: medians of each rank, means over ranks--> Calibration, the same everywhere
 rank 0: --calibrate--> the file that the planner finds, a table of what was measured
 
-All ranks do the same at the same time, since a run shares memory bandwidth, clocks and cores, too. A round measures
-everything once, so that drift meets all alike. Stages are called as the engine does it: with one layer, and with
-several in a row, whose difference tells what a layer adds and what a call costs beyond its layers. A GPU is waited for
-after each call, so a call's cost there includes launches that a run overlaps with computing.
+All ranks do the same at the same time, since a run shares memory bandwidth, clocks and cores, too.
+A round measures everything once, so that drift meets all alike. Stages are called as the engine
+does it: with one layer, and with several in a row, whose difference tells what a layer adds and
+what a call costs beyond its layers. A GPU is waited for after each call, so a call's cost there
+includes launches that a run overlaps with computing.
 """
 
 from __future__ import annotations
@@ -27,7 +29,15 @@ from mmtrain.base.collectives import all_gather_object
 from mmtrain.base.printing import bytes_text, table_lines
 from mmtrain.base.progress import ProgressBar
 from mmtrain.calibration.allocations import Usage, bytes_used
-from mmtrain.calibration.transfers import ECHO, FEATURES, MESSAGE, RECEIVE, SEND, MessageCosts, measure_fetches
+from mmtrain.calibration.transfers import (
+    ECHO,
+    FEATURES,
+    MESSAGE,
+    RECEIVE,
+    SEND,
+    MessageCosts,
+    measure_fetches,
+)
 from mmtrain.config.schema import RunConfig
 from mmtrain.data.stream.packs import to_device
 from mmtrain.engine.channels import Channels
@@ -37,7 +47,14 @@ from mmtrain.engine.single_stage import SingleStage, expected_batch
 from mmtrain.engine.statistics import RankSums
 from mmtrain.engine.step_clock import RankSeconds
 from mmtrain.model.stage import build_stage
-from mmtrain.plan.calibration import Calibration, Device, Key, LayerMeasures, MessageSeconds, calibration_key
+from mmtrain.plan.calibration import (
+    Calibration,
+    Device,
+    Key,
+    LayerMeasures,
+    MessageSeconds,
+    calibration_key,
+)
 from mmtrain.plan.costs import LayerKind, Models, run_costs
 from mmtrain.plan.plan import Plan, StagePlan
 from mmtrain.plan.planner import models_of
@@ -51,33 +68,50 @@ LOAD, REDUCE, UPDATE, MATMUL = "load", "reduce", "update", "matrix products"
 WINDOW = "layers in a row"
 ENCODE = "encode"
 
-Seconds = Mapping[str, float]  # by stage and direction, as in "head forward"; of ENCODE; of messages
-Bytes = Mapping[str, Mapping[str, int]]  # by stage: "kept" until its backward, working in "forward" and "backward"
+# by stage and direction, as in "head forward"; of ENCODE; of messages
+Seconds = Mapping[str, float]
+# by stage: "kept" until its backward, working in "forward" and "backward"
+Bytes = Mapping[str, Mapping[str, int]]
 
 
 class Calibrator:
     """One rank's part. Collective: every rank constructs it and calls the same methods.
 
-    `plan` is any plan of the run, for its ranks and the channels between them; `can_cut`: a frozen encoder can be cut
-    into slices. Loads the front, the head, one decoder layer of each kind, and LAYERS in a row.
+    `plan` is any plan of the run, for its ranks and the channels between them; `can_cut`: a frozen
+    encoder can be cut into slices. Loads the front, the head, one decoder layer of each kind, and
+    LAYERS in a row.
     """
 
     def __init__(
-        self, config: RunConfig, models: Models, plan: Plan, device: torch.device, key: Key, *, can_cut: bool = True
+        self,
+        config: RunConfig,
+        models: Models,
+        plan: Plan,
+        device: torch.device,
+        key: Key,
+        *,
+        can_cut: bool = True,
     ) -> None:
         self._plan, self._device, self._key = plan, device, key
         self._synchronize = torch.get_device_module(device).synchronize
         self._costs = run_costs(config, models)
         self._kinds = {kind.name: kind for kind in self._costs.kinds}
-        of_layers = [self._kinds[layer.kind] for layer in (*self._costs.layers[1:-2], self._costs.whole_last)]
+        of_layers = [
+            self._kinds[layer.kind] for layer in (*self._costs.layers[1:-2], self._costs.whole_last)
+        ]
         first, last = find_window(of_layers)
         self._window = tuple(kind.name for kind in of_layers[first:last])
         self._host_batch = expected_batch(config, models)
         self._stages = self._build(config, of_layers[first], first, last, len(of_layers))
-        self._can_cut = can_cut and self._stages["front"].module.projector is not None and self._costs.encoder.frozen
+        self._can_cut = (
+            can_cut
+            and self._stages["front"].module.projector is not None
+            and self._costs.encoder.frozen
+        )
         trained = {
             name: parameter
-            for kind in self._kinds  # in one order on all ranks, whose gradients are reduced in turn
+            # in one order on all ranks, whose gradients are reduced in turn
+            for kind in self._kinds
             if kind in self._stages
             for name, parameter in self._stages[kind].module.global_parameters()
             if parameter.requires_grad
@@ -91,9 +125,11 @@ class Calibrator:
         self._matrices = [p for _, p in alone.module.language.global_parameters() if p.ndim == 2]
         tokens = alone.batch.position_ids.numel()
         self._factors = {
-            m.shape[1]: torch.randn(tokens, m.shape[1], dtype=m.dtype, device=device) for m in self._matrices
+            m.shape[1]: torch.randn(tokens, m.shape[1], dtype=m.dtype, device=device)
+            for m in self._matrices
         }
-        for stage in self._stages.values():  # before any message: see `warm_up` of mmtrain.engine.single_stage
+        # before any message: see `warm_up` of mmtrain.engine.single_stage
+        for stage in self._stages.values():
             stage.forward()
             stage.backward()
         self._messages: MessageCosts | None = None
@@ -113,9 +149,15 @@ class Calibrator:
     ) -> dict[str, SingleStage]:
         batch = to_device(self._host_batch, self._device)
 
-        def build(kind: LayerKind, first: int, last: int, *, front: bool = False, head: bool = False) -> SingleStage:
-            module = build_stage(config, StagePlan(0, first, last, front, head), device=self._device)
-            return SingleStage(module, batch, input_gradient=kind.input_gradient, backward=kind.runs_backward)
+        def build(
+            kind: LayerKind, first: int, last: int, *, front: bool = False, head: bool = False
+        ) -> SingleStage:
+            module = build_stage(
+                config, StagePlan(0, first, last, front, head), device=self._device
+            )
+            return SingleStage(
+                module, batch, input_gradient=kind.input_gradient, backward=kind.runs_backward
+            )
 
         stages = {
             "front": build(self._kinds["front"], 0, 0, front=True),
@@ -145,7 +187,8 @@ class Calibrator:
         self._time(ENCODE, front.encode)
         for name, stage in self._stages.items():
             self._time_stage(name, stage)
-        if window.runs_backward:  # one measure is enough: what a second forward costs relative to the first
+        # one measure is enough: what a second forward costs relative to the first
+        if window.runs_backward:
             self._time_stage(recomputing(WINDOW), window, recomputes=True)
         dist.barrier()
         self._time(MATMUL, self._multiply)
@@ -189,7 +232,9 @@ class Calibrator:
         sums.reduce(RankSeconds(*[0.0] * len(RankSeconds._fields)))
 
     def _update(self) -> None:
-        """Run OPTIMIZER_STEP, with a rate of 0; a step's first backward then makes new gradients."""
+        """Run OPTIMIZER_STEP, with a rate of 0; a step's first backward then makes new
+        gradients.
+        """
         for master in self._weights.by_name.values():
             master.grad.mul_(1.0)
         self._weights.optimizer.step()
@@ -209,12 +254,16 @@ class Calibrator:
                 if name == "front":
                     sizes |= self._bytes_of_front(stage)
                 else:
-                    used = bytes_used(stage.forward, stage.release_output, stage.backward, device=self._device)
+                    used = bytes_used(
+                        stage.forward, stage.release_output, stage.backward, device=self._device
+                    )
                     sizes[recomputing(name) if recomputes else name] = _of_stage(*used)
         return sizes
 
     def _bytes_of_front(self, stage: SingleStage) -> dict[str, dict[str, int]]:
-        """Bytes of the encoder, which works in what it makes, and of the front, which may keep features."""
+        """Bytes of the encoder, which works in what it makes, and of the front, which may keep
+        features.
+        """
         features = 0 if stage.features is None else stage.features.untyped_storage().nbytes()
         stage.features = None
 
@@ -225,7 +274,9 @@ class Calibrator:
             stage.release_output()
             stage.features = None
 
-        encoded, *others = bytes_used(encode, stage.forward, release, stage.backward, device=self._device)
+        encoded, *others = bytes_used(
+            encode, stage.forward, release, stage.backward, device=self._device
+        )
         encode()
         of_front = _of_stage(*others)
         return {
@@ -234,13 +285,17 @@ class Calibrator:
         }
 
     def _bytes_of_slices(self) -> dict[str, int]:
-        """Bytes that slices of the encoder work in: the first without a block, and one behind it."""
+        """Bytes that slices of the encoder work in: the first without a block, and one behind
+        it.
+        """
         if not self._can_cut:
             return {}
         blocks, front = self._costs.encoder.blocks, self._stages["front"]
         tiles, grids, vision = front.batch.tiles, front.batch.grids, front.module.vision
         stem, later = vision.slice_of(0, 0), vision.slice_of(max(0, blocks - 2), blocks)
-        hidden = torch.zeros(len(tiles), *later.hidden_shape, dtype=later.dtype, device=self._device)
+        hidden = torch.zeros(
+            len(tiles), *later.hidden_shape, dtype=later.dtype, device=self._device
+        )
         works = (
             functools.partial(stem.in_groups, tiles, front.module.normalised, grids),
             functools.partial(later.in_groups, hidden, grids=grids),
@@ -253,7 +308,8 @@ class Calibrator:
         of_ranks = all_gather_object((medians, self._bytes(), self._bytes_of_slices()))
         seconds = mean_of_ranks([medians for medians, *_ in of_ranks])
         _, sizes, of_slices = of_ranks[0]
-        # Measured were a whole number of images, and an update of what trains in one layer of each kind.
+        # Measured were a whole number of images, and an update of what trains in one layer of each
+        # kind.
         if (tiles := self._host_batch.tiles) is not None:
             seconds[ENCODE] *= self._costs.work.tiles / len(tiles)
         elements = sum(master.numel() for master in self._weights.by_name.values())
@@ -266,27 +322,39 @@ class Calibrator:
             compute_seconds=call_seconds,
             encode_seconds=seconds[LOAD],
             # The patch embedding before the blocks takes less than a hundredth of them.
-            encode_block_seconds=seconds[ENCODE] / self._costs.encoder.blocks if self._can_cut else 0.0,
+            encode_block_seconds=seconds[ENCODE] / self._costs.encoder.blocks
+            if self._can_cut
+            else 0.0,
             messages=solve_messages(seconds, MESSAGE),
             features=solve_messages(seconds, FEATURES),
             end_seconds=seconds[REDUCE] + seconds[UPDATE],
             replicas=self._plan.data,
-            matmul_flops_per_second=2.0 * tokens * sum(m.numel() for m in self._matrices) / seconds[MATMUL],
+            matmul_flops_per_second=2.0
+            * tokens
+            * sum(m.numel() for m in self._matrices)
+            / seconds[MATMUL],
             **of_slices,
         )
 
 
 def _of_stage(forward: Usage, sent: Usage, backward: Usage) -> dict[str, int]:
-    return {"kept": forward.end + sent.end, "forward": forward.peak - forward.end, "backward": backward.peak}
+    return {
+        "kept": forward.end + sent.end,
+        "forward": forward.peak - forward.end,
+        "backward": backward.peak,
+    }
 
 
 def find_window(kinds: Sequence[LayerKind]) -> tuple[int, int]:
-    """Return the first longest row of decoder layers, at most LAYERS, that run alike; with a backward if possible.
+    """Return the first longest row of decoder layers, at most LAYERS, that run alike; with a
+    backward if possible.
 
     `kinds` are those of all decoder layers on stages without the head.
     """
     rows, first = [], 0
-    for alike, row in itertools.groupby(kinds, lambda kind: (kind.runs_backward, kind.input_gradient)):
+    for alike, row in itertools.groupby(
+        kinds, lambda kind: (kind.runs_backward, kind.input_gradient)
+    ):
         count = len(list(row))
         rows.append((min(count, LAYERS), alike, first))
         first += count
@@ -304,12 +372,20 @@ def recomputing(name: str) -> str:
 def mean_of_ranks(of_ranks: Sequence[Seconds]) -> dict[str, float]:
     """Return means over the ranks that have measured something, by its name."""
     names = dict.fromkeys(name for rank in of_ranks for name in rank)
-    return {name: statistics.fmean(rank[name] for rank in of_ranks if name in rank) for name in names}
+    return {
+        name: statistics.fmean(rank[name] for rank in of_ranks if name in rank) for name in names
+    }
 
 
 def solve_messages(seconds: Seconds, kind: str) -> MessageSeconds | None:
-    """Return what a message of this kind takes from sender and receiver, and its transfer; None if not measured."""
-    both = [max(0.0, seconds[f"{name} {kind}"]) for name in (SEND, RECEIVE) if f"{name} {kind}" in seconds]
+    """Return what a message of this kind takes from sender and receiver, and its transfer; None if
+    not measured.
+    """
+    both = [
+        max(0.0, seconds[f"{name} {kind}"])
+        for name in (SEND, RECEIVE)
+        if f"{name} {kind}" in seconds
+    ]
     if len(both) < 2:
         return None
     echo = seconds.get(f"{ECHO} {kind}")
@@ -319,20 +395,28 @@ def solve_messages(seconds: Seconds, kind: str) -> MessageSeconds | None:
 def solve_layers(
     seconds: Seconds, sizes: Bytes, kinds: Mapping[str, LayerKind], window: Sequence[str]
 ) -> tuple[dict[str, LayerMeasures], float]:
-    """Return what each kind of layer adds, by name, and the seconds of a call beyond its layers. Nothing is below 0.
+    """Return what each kind of layer adds, by name, and the seconds of a call beyond its layers.
+    Nothing is below 0.
 
-    `window` names the kinds of n layers in a row, which take n layers and one call: alone they take n calls.
+    `window` names the kinds of n layers in a row, which take n layers and one call: alone they take
+    n calls.
     """
     forward, forward_call = _seconds_of_layers(seconds, "forward", kinds, window)
     backward, backward_call = _seconds_of_layers(seconds, "backward", kinds, window)
     second_forward = _second_forward(seconds, forward, window)
     input_bytes = _inner_input(sizes, WINDOW, window)
-    recomputing_input_bytes = _inner_input(sizes, recomputing(WINDOW), [recomputing(name) for name in window])
+    recomputing_input_bytes = _inner_input(
+        sizes, recomputing(WINDOW), [recomputing(name) for name in window]
+    )
     layers = {}
     for name, kind in kinds.items():
         own = sizes[ENCODE if name == "encoder" else name]
         recomputed = sizes.get(recomputing(name), own)
-        kept, kept_recomputing, recomputing_seconds = own["kept"], recomputed["kept"], backward[name]
+        kept, kept_recomputing, recomputing_seconds = (
+            own["kept"],
+            recomputed["kept"],
+            backward[name],
+        )
         if kind.layer is not None and kind.runs_backward:
             kept += input_bytes
             kept_recomputing += recomputing_input_bytes
@@ -348,27 +432,35 @@ def solve_layers(
             backward_working_bytes=own["backward"],
             recomputing_working_bytes=recomputed["backward"],
         )
-    calls = [forward_call, backward_call] if any(kind.runs_backward for kind in kinds.values()) else [forward_call]
+    calls = (
+        [forward_call, backward_call]
+        if any(kind.runs_backward for kind in kinds.values())
+        else [forward_call]
+    )
     return layers, statistics.fmean(calls)
 
 
 def _seconds_of_layers(
     seconds: Seconds, direction: str, kinds: Mapping[str, LayerKind], window: Sequence[str]
 ) -> tuple[dict[str, float], float]:
-    """Seconds that each kind of layer adds in one direction, and those of a call beyond its layers."""
+    """Seconds that each kind of layer adds in one direction, and those of a call beyond its
+    layers.
+    """
 
     def of(stage: str) -> float:
         return seconds.get(f"{stage} {direction}", 0.0)
 
     row, alone, count = of(WINDOW), sum(map(of, window)), len(window)
     call = max(0.0, alone - row) / (count - 1) if count > 1 else 0.0
-    more = max(0.0, row - alone) / count  # of each layer, where the row takes longer than its layers alone
+    # of each layer, where the row takes longer than its layers alone
+    more = max(0.0, row - alone) / count
     layers = {}
     for name, kind in kinds.items():
         if name == "encoder":
             layers[name] = seconds[ENCODE] if direction == "forward" else 0.0
         elif name == "front":
-            layers[name] = of(name)  # without a decoder layer behind it, nothing of the LLM's own code is called
+            # without a decoder layer behind it, nothing of the LLM's own code is called
+            layers[name] = of(name)
         elif kind.on_rows:
             layers[name] = max(0.0, of(name) - of("head"))
         elif name == "head":
@@ -379,16 +471,22 @@ def _seconds_of_layers(
 
 
 def _second_forward(seconds: Seconds, forward: Mapping[str, float], window: Sequence[str]) -> float:
-    """Time that recomputing a layer adds, as a multiple of its forward; 1 where nothing recomputes."""
+    """Time that recomputing a layer adds, as a multiple of its forward; 1 where nothing
+    recomputes.
+    """
     first = sum(forward[name] for name in window)
     if f"{recomputing(WINDOW)} backward" not in seconds or not first:
         return 1.0
-    more = sum(seconds[f"{recomputing(WINDOW)} {way}"] - seconds[f"{WINDOW} {way}"] for way in ("forward", "backward"))
+    more = sum(
+        seconds[f"{recomputing(WINDOW)} {way}"] - seconds[f"{WINDOW} {way}"]
+        for way in ("forward", "backward")
+    )
     return max(0.0, more) / first
 
 
 def _inner_input(sizes: Bytes, row: str, alone: Sequence[str]) -> int:
-    """Bytes that a layer behind another keeps more than one that begins a stage: its input, where that is kept.
+    """Bytes that a layer behind another keeps more than one that begins a stage: its input, where
+    that is kept.
 
     Less what every stage keeps besides its layers, such as the rotations of its tokens.
     """
@@ -402,7 +500,9 @@ def _inner_input(sizes: Bytes, row: str, alone: Sequence[str]) -> int:
 
 
 def table(calibration: Calibration) -> list[str]:
-    """Return a calibration as lines for a terminal: what one more layer adds to a stage, and what else was measured."""
+    """Return a calibration as lines for a terminal: what one more layer adds to a stage, and what
+    else was measured.
+    """
     layers = []
     for name, layer in calibration.layers.items():
         times = layer.forward_seconds, layer.backward_seconds, layer.recomputing_seconds
@@ -434,7 +534,9 @@ def _milliseconds(seconds: float) -> str:
     return f"{seconds * 1e3:,.3f}"
 
 
-def calibrate(config: RunConfig, plan: Plan, device: Device, file: Path, rank: Rank, *, can_cut: bool = True) -> None:
+def calibrate(
+    config: RunConfig, plan: Plan, device: Device, file: Path, rank: Rank, *, can_cut: bool = True
+) -> None:
     """Run a rank of a calibration; rank 0 writes the file and prints what was measured.
 
     `device` is what the ranks share, `plan` any plan of the run; `can_cut` as in Calibrator.
@@ -452,7 +554,9 @@ def calibrate(config: RunConfig, plan: Plan, device: Device, file: Path, rank: R
             progress.show(done + 1, sum(map(len, calibrator.seconds.values())))
     calibration = calibrator.finish()
     rank.progress.at(rounds, "fetching layers")
-    calibration = dataclasses.replace(calibration, fetches=measure_fetches(config, plan, own_device))
+    calibration = dataclasses.replace(
+        calibration, fetches=measure_fetches(config, plan, own_device)
+    )
     if rank.rank == 0:
         rank.print_info(*table(calibration))
         rank.print_info(f"written to {calibration.save(file)}")

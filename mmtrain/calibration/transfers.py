@@ -1,10 +1,12 @@
 """Measure messages between neighbouring ranks, and how fast streamed layers come to a device.
 
-a stretch of compute alone, then the same with messages in it --difference--> sender's, receiver's seconds
+a stretch of compute alone, then the same with messages in it --difference--> sender's, receiver's
+    seconds
 a message there and one back, nobody computing --the rest of half of it--> the transfer's seconds
 
-Messages are sent as a run sends them (`Channels`) and have its sizes: a calibration holds for one size of micro-batch.
-On a CPU the differences include what a library's threads take from those that compute.
+Messages are sent as a run sends them (`Channels`) and have its sizes: a calibration holds for one
+size of micro-batch. On a CPU the differences include what a library's threads take from those that
+compute.
 """
 
 from __future__ import annotations
@@ -35,9 +37,11 @@ MESSAGE, FEATURES = "message", "features"  # between stages; between slices of t
 
 
 class MessageCosts:
-    """One rank's part: pipeline ranks 0 and 1 exchange messages, 2 and 3, and so on. Every method is collective.
+    """One rank's part: pipeline ranks 0 and 1 exchange messages, 2 and 3, and so on. Every method
+    is collective.
 
-    `messages` are the tensors of one message of each kind; `compute` works about as long as a stage does.
+    `messages` are the tensors of one message of each kind; `compute` works about as long as a stage
+    does.
     """
 
     def __init__(
@@ -57,7 +61,9 @@ class MessageCosts:
         self._echoes = (self._sends or self._receives) and plan.first_trainable_stage <= sender
 
     def round(self) -> dict[str, float]:
-        """Return seconds of a message of each kind, "send features" and so on; ECHO, one way, if messages go back."""
+        """Return seconds of a message of each kind, "send features" and so on; ECHO, one way, if
+        messages go back.
+        """
         seconds = {}
         alone = self._stretch(None)
         for kind, message in self._messages.items():
@@ -70,9 +76,13 @@ class MessageCosts:
         return seconds
 
     def _stretch(self, message: Sequence[torch.Tensor] | None) -> float:
-        """Seconds of several computes; with messages, all are posted first and taken last, after they arrived."""
+        """Seconds of several computes; with messages, all are posted first and taken last, after
+        they arrived.
+        """
         channels = self._channels
-        receives = [_buffers(message) for _ in range(MESSAGES) if message is not None and self._receives]
+        receives = [
+            _buffers(message) for _ in range(MESSAGES) if message is not None and self._receives
+        ]
         dist.barrier()
         self._synchronize()
         began = time.perf_counter()
@@ -115,7 +125,9 @@ def _buffers(message: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def measure_fetches(config: RunConfig, plan: Plan, device: torch.device) -> dict[str, float]:
-    """Return bytes a second of the plan's source, by its name; none for a plan that streams nothing. Collective."""
+    """Return bytes a second of the plan's source, by its name; none for a plan that streams
+    nothing. Collective.
+    """
     if plan.streaming is None:
         return {}
     timeout, rank = config.parallel.timeout_seconds, dist.get_rank()
@@ -136,7 +148,9 @@ def measure_fetches(config: RunConfig, plan: Plan, device: torch.device) -> dict
     )
     layer = streamed.layers[number]
     # the first one, which warms up, is left out
-    seconds = statistics.median([_seconds_of_fetch(streamed, layer) for _ in range(FETCHES + 1)][1:])
+    seconds = statistics.median(
+        [_seconds_of_fetch(streamed, layer) for _ in range(FETCHES + 1)][1:]
+    )
     fetched = layer.bytes
     if plan.streaming.source == "peers":  # a rank keeps its own part
         fetched -= layer.bytes // plan.streaming.weight_shards

@@ -2,5 +2,6 @@
 
 what it is            step_folder.py; what its tensors are: engine/optimizer.py
 a run writes it       loop.py --> write.py --> step_folder.py
-a run resumes from it launching/training.py --> resume.py --> loop.py --> load.py --> run_folder.py, `go_back`
+a run resumes from it launching/training.py --> resume.py --> loop.py --> load.py --> run_folder.py,
+    `go_back`
 """

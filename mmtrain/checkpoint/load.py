@@ -22,30 +22,40 @@ from mmtrain.config.schema import RunConfig
 
 
 def differences(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """List versions and topology that differ from the checkpoint's: results then agree to rounding alone."""
+    """List versions and topology that differ from the checkpoint's: results then agree to rounding
+    alone.
+    """
     return [
         f"{name} {was[name]} -> {value}"
-        for was, is_now in ((saved["versions"], now["versions"]), (saved["topology"], now["topology"]))
+        for was, is_now in (
+            (saved["versions"], now["versions"]),
+            (saved["topology"], now["topology"]),
+        )
         for name, value in is_now.items()
         if was.get(name, value) != value
     ]
 
 
-def load(start: StepFolder, names: Collection[str]) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+def load(
+    start: StepFolder, names: Collection[str]
+) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
     """Return this rank's trained `names`, and their optimizer state, on the CPU. Collective.
 
     Rank 0 alone reads: the folder need not be visible to other machines. Raises UserError on rank 0
-    where the checkpoint holds other tensors than all ranks together train, or none that can be read.
+    where the checkpoint holds other tensors than all ranks together train, or none that can be
+    read.
     """
     wanted = all_gather_object(sorted(names))
     stored = {}
     if dist.get_rank() == 0:
         stored = {**_opened(start.tensors_file), **_opened(start.optimizer_file)}
         trained = {name for of_rank in wanted for name in of_rank}
-        unnoted = trained - start.state["trained"].keys()  # without a fingerprint of their beginning
+        # without a fingerprint of their beginning
+        unnoted = trained - start.state["trained"].keys()
         if odd := sorted((trained ^ {name for name in stored if "/" not in name}) | unnoted):
             raise UserError(
-                f"{start.path}: {odd[0]} is {'not in it' if odd[0] in trained else 'not trained by this run'} "
+                f"{start.path}: {odd[0]} is "
+                f"{'not in it' if odd[0] in trained else 'not trained by this run'} "
                 f"({len(odd)} tensor(s) in all). It was saved by a run that trains other tensors"
             )
     tensors = _distribute(stored, wanted)
@@ -54,7 +64,8 @@ def load(start: StepFolder, names: Collection[str]) -> tuple[dict[str, torch.Ten
 
 
 def load_init_from(config: RunConfig, names: Collection[str]) -> dict[str, torch.Tensor]:
-    """Return those of this rank's trained `names` that the checkpoint `model.init_from` has, on the CPU. Collective.
+    """Return those of this rank's trained `names` that the checkpoint `model.init_from` has, on the
+    CPU. Collective.
 
     Rank 0 alone reads.
     """
@@ -63,15 +74,21 @@ def load_init_from(config: RunConfig, names: Collection[str]) -> dict[str, torch
     return _distribute({} if checkpoint is None else _opened(checkpoint.tensors_file), wanted)
 
 
-def _distribute(stored: Mapping[str, Callable[[], torch.Tensor]], wanted: list[list[str]]) -> dict[str, torch.Tensor]:
-    """Return the tensors in rank 0's `stored` of the weights that this rank wants, with their optimizer state."""
+def _distribute(
+    stored: Mapping[str, Callable[[], torch.Tensor]], wanted: list[list[str]]
+) -> dict[str, torch.Tensor]:
+    """Return the tensors in rank 0's `stored` of the weights that this rank wants, with their
+    optimizer state.
+    """
     rank = dist.get_rank()
     if rank > 0 and not wanted[rank]:
         return {}
     if rank > 0:
         received: list[Any] = [None]
         dist.recv_object_list(received, 0)
-        tensors = {name: torch.empty(shape, dtype=torch.float32) for name, shape in received[0].items()}
+        tensors = {
+            name: torch.empty(shape, dtype=torch.float32) for name, shape in received[0].items()
+        }
         for tensor in tensors.values():
             dist.recv(tensor, 0)
         return tensors

@@ -1,7 +1,9 @@
 """Where a run begins: with its first step, at a checkpoint, or with the weights of another run.
 
-run folder, --resume    --the newest whole checkpoint, or the named one--> same configuration? --> ResumePoint
-model.init_from         --names and shapes--> each tensor trains here too, or UserError; the step begins at 0
+run folder, --resume    --the newest whole checkpoint, or the named one--> same configuration? -->
+    ResumePoint
+model.init_from         --names and shapes--> each tensor trains here too, or UserError; the step
+    begins at 0
 
 No torch here: the launcher decides before ranks start.
 """
@@ -44,7 +46,9 @@ PROJECTOR = "projector."
 NAMES_SHOWN = 3
 
 ON_RESUME = marked(RunConfig, OnResume)
-OPTIONAL_SECTIONS = {".".join(p) for p, f in all_fields(RunConfig) if p in ON_RESUME and section_of(f.annotation)}
+OPTIONAL_SECTIONS = {
+    ".".join(p) for p, f in all_fields(RunConfig) if p in ON_RESUME and section_of(f.annotation)
+}
 
 
 # ---- at a checkpoint
@@ -52,7 +56,9 @@ OPTIONAL_SECTIONS = {".".join(p) for p, f in all_fields(RunConfig) if p in ON_RE
 
 @dataclass(frozen=True)
 class ResumePoint:
-    """The checkpoint at which a run resumes, the same on every rank; rank 0 alone sees its files."""
+    """The checkpoint at which a run resumes, the same on every rank; rank 0 alone sees its
+    files.
+    """
 
     checkpoint: StepFolder
     is_own: bool  # of this run, not of another one from which it branches
@@ -60,14 +66,17 @@ class ResumePoint:
     branched_from: str | None  # fingerprint of the other run's checkpoint that this run began with
 
     def refuse_other_contents(self, data: str, model: str, settings: str, max_steps: int) -> None:
-        """Raise UserError unless data and frozen models have the fingerprints that the run was trained with.
+        """Raise UserError unless data and frozen models have the fingerprints that the run was
+        trained with.
 
-        `model` is that of the frozen weights, `settings` that of what else the models' folders hold.
+        `model` is that of the frozen weights, `settings` that of what else the models' folders
+        hold.
         """
         state, path = self.checkpoint.state, self.checkpoint.path
         if state["step"] > max_steps:
             raise UserError(
-                f"{path} has {state['step']} steps, but train.max_steps or train.epochs asks for {max_steps}. Raise "
+                f"{path} has {state['step']} steps, but train.max_steps or train.epochs asks for "
+                f"{max_steps}. Raise "
                 "it, or choose another run.name"
             )
         models = ("model.llm.path", "model.vision.name", "model.llm.quantize")
@@ -78,54 +87,69 @@ class ResumePoint:
         ):
             if was != now and not any(_allows(name, key) for name in self.allowed for key in keys):
                 raise UserError(
-                    f"{path}: the {what} are not those it was trained with (fingerprint {was[:16]}, now "
+                    f"{path}: the {what} are not those it was trained with (fingerprint "
+                    f"{was[:16]}, now "
                     f"{now[:16]}). Restore them, or allow the change: --allow-change {keys[0]}"
                 )
 
 
-def find_start(config: RunConfig, resume: str = AUTO, allowed: Sequence[str] = ()) -> ResumePoint | None:
+def find_start(
+    config: RunConfig, resume: str = AUTO, allowed: Sequence[str] = ()
+) -> ResumePoint | None:
     """Find the checkpoint at which the run resumes; None: it begins with its first step.
 
-    `resume` is the value of --resume, `allowed` the keys of --allow-change. Raises UserError where resuming would mix
-    two runs, or lose one.
+    `resume` is the value of --resume, `allowed` the keys of --allow-change. Raises UserError where
+    resuming would mix two runs, or lose one.
     """
     folder = run_folder(config)
     contents = contents_of_a_run(folder)
     listed = ", ".join(contents[:3])
     path = None if resume in (AUTO, NEVER) else Path(resume)
     missing = [name for name in (CONFIG, PLAN) if not (folder / name).is_file()]
-    if (contents and missing) or missing == [PLAN]:  # a start that failed has no config.yaml without plan.json
+    # a start that failed has no config.yaml without plan.json
+    if (contents and missing) or missing == [PLAN]:
         raise UserError(
-            f"{folder} holds {listed or CONFIG}, but no {' and no '.join(missing)}: it is not a run's folder. Choose "
+            f"{folder} holds {listed or CONFIG}, but no {' and no '.join(missing)}: "
+            "it is not a run's folder. Choose "
             "another run.name"
         )
     if config.run.overwrite:
         if path is not None:
-            raise UserError(f"run.overwrite=true would delete {folder}. Leave it out to use --resume {resume}")
+            raise UserError(
+                f"run.overwrite=true would delete {folder}. Leave it out to use --resume {resume}"
+            )
         return None
     if contents and resume == NEVER:
         raise UserError(
-            f"{folder} holds an earlier run ({listed}). Choose another run.name, or set run.overwrite=true to delete it"
+            f"{folder} holds an earlier run ({listed}). "
+            "Choose another run.name, or set run.overwrite=true to delete it"
         )
     start = _resume_point(folder, config, path, allowed)
     if start is None or start.is_own or not contents:
         return start
     own, _ = newest(folder)
     if own is not None and own.state["branched_from"] == start.branched_from:
-        _log.info(f"{folder} has already branched from {start.checkpoint.path}: resuming that branch")
+        _log.info(
+            f"{folder} has already branched from {start.checkpoint.path}: resuming that branch"
+        )
         return _resume_point(folder, config, None, allowed)
     if own is not None or any(recorded(folder / METRICS, "train")):
         raise UserError(
-            f"{folder} holds an earlier run ({listed}), but {start.checkpoint.path} is from another. Choose a new "
+            f"{folder} holds an earlier run ({listed}), but {start.checkpoint.path} is from "
+            "another. Choose a new "
             "run.name"
         )
     return start  # the branch died before it had saved where it begins
 
 
-def _resume_point(folder: Path, config: RunConfig, path: Path | None, allowed: Sequence[str]) -> ResumePoint | None:
-    """Find the checkpoint `path`, of this run or another one; None: the run's newest whole one, if it has any.
+def _resume_point(
+    folder: Path, config: RunConfig, path: Path | None, allowed: Sequence[str]
+) -> ResumePoint | None:
+    """Find the checkpoint `path`, of this run or another one; None: the run's newest whole one, if
+    it has any.
 
-    Raises UserError where none can be used, and for keys that have changed and are not `allowed` to.
+    Raises UserError where none can be used, and for keys that have changed and are not `allowed`
+    to.
     """
     keys = [key for key, _ in all_fields(RunConfig)]
     for name in allowed:
@@ -133,15 +157,21 @@ def _resume_point(folder: Path, config: RunConfig, path: Path | None, allowed: S
             near = nearest_key(key, keys)
             hint = f"; the nearest is {'.'.join(near)}" if near else ""
             raise UserError(f"--allow-change {name}: not a key or section of a configuration{hint}")
-    anew = "Restore one of them, or start over: another run.name, or run.overwrite=true, which deletes the folder"
+    anew = (
+        "Restore one of them, or start over: "
+        "another run.name, or run.overwrite=true, which deletes the folder"
+    )
     checkpoint = find_newest(folder, remedy=anew) if path is None else find(path.expanduser())
     if checkpoint is None:
         _refuse_lost_checkpoints(folder)
         return None
     _refuse_changes(checkpoint, config, allowed)
-    # By the folder's own name for it: the path may be a link, or relative to somewhere inside the run.
+    # By the folder's own name for it: the path may be a link, or relative to somewhere inside the
+    # run.
     here = checkpoint.path.resolve()
-    own = next((candidate for candidate in step_folders(folder) if candidate.resolve() == here), None)
+    own = next(
+        (candidate for candidate in step_folders(folder) if candidate.resolve() == here), None
+    )
     if own is not None:
         return ResumePoint(StepFolder(own), True, tuple(allowed), checkpoint.state["branched_from"])
     if here.parent == (folder / CHECKPOINTS).resolve():
@@ -153,17 +183,22 @@ def _resume_point(folder: Path, config: RunConfig, path: Path | None, allowed: S
 
 
 def _refuse_lost_checkpoints(folder: Path) -> None:
-    """Raise UserError where a run without checkpoints has had some: beginning anew would cost what it trained."""
+    """Raise UserError where a run without checkpoints has had some: beginning anew would cost what
+    it trained.
+    """
     set_aside = any((folder / CHECKPOINTS).glob("step-*.discarded*"))
     if set_aside or any(recorded(folder / METRICS, "checkpoint", "resume", "end")):
         raise UserError(
-            f"{folder} had checkpoints, but none is in {CHECKPOINTS}/ any more. Put one back, or start over: "
+            f"{folder} had checkpoints, but none is in {CHECKPOINTS}/ any more. "
+            "Put one back, or start over: "
             "another run.name, or run.overwrite=true, which deletes the folder"
         )
 
 
 def is_complete(folder: Path, checkpoint: StepFolder, config: RunConfig) -> bool:
-    """Whether this run, as configured, has ended with this checkpoint, final evaluation included."""
+    """Whether this run, as configured, has ended with this checkpoint, final evaluation
+    included.
+    """
     ends = (record.get("step") for record in recorded(folder / METRICS, "end"))
     return not any(_changes(checkpoint.config, config)) and checkpoint.step in ends
 
@@ -187,14 +222,19 @@ def _refuse_changes(checkpoint: StepFolder, config: RunConfig, allowed: Sequence
         lines.append(f"{key}: was {was}, is now {now}")
     if fixed:
         remedy = (
-            "Its weights and its place in the data do not fit then. For a new run that begins with what it trained, "
-            f"set another run.name and {INIT_FROM}={checkpoint.path}. If that does not fit either, export "
+            "Its weights and its place in the data do not fit then. "
+            "For a new run that begins with what it trained, "
+            f"set another run.name and {INIT_FROM}={checkpoint.path}. "
+            "If that does not fit either, export "
             "it (mmtrain export --format hf) and begin with the folder"
         )
     else:
-        keys = dict.fromkeys(re.sub(r"\.\d+\..*", "", key) for key in refused)  # of a list's elements the list
+        # of a list's elements the list
+        keys = dict.fromkeys(re.sub(r"\.\d+\..*", "", key) for key in refused)
         allow = " ".join(f"--allow-change {key}" for key in keys)
-        remedy = f"Set the old values, or allow the change: {allow}. For a new run, set another run.name"
+        remedy = (
+            f"Set the old values, or allow the change: {allow}. For a new run, set another run.name"
+        )
     raise UserError("\n  ".join(lines) + f"\n{remedy}")
 
 
@@ -217,35 +257,45 @@ def _allows(name: str, key: str) -> bool:
 
 
 def flat(value: Any, *path: str) -> dict[str, Any]:
-    """Return values by dotted key; elements of a list of sections by their number, an optional section as "set"."""
+    """Return values by dotted key; elements of a list of sections by their number, an optional
+    section as "set".
+    """
     own = ".".join(path)
     if isinstance(value, list) and all(isinstance(element, dict) for element in value):
         value = dict(enumerate(value))
     if not isinstance(value, dict):
         return {own: value}
     leaves = {own: "set"} if own in OPTIONAL_SECTIONS else {}
-    return leaves | {key: leaf for name, inner in value.items() for key, leaf in flat(inner, *path, str(name)).items()}
+    return leaves | {
+        key: leaf
+        for name, inner in value.items()
+        for key, leaf in flat(inner, *path, str(name)).items()
+    }
 
 
 # ---- with another run's weights
 
 
 def find_init_from(config: RunConfig) -> StepFolder | None:
-    """Find the checkpoint `model.init_from`, or of a run its newest whole one; None where the key is null."""
+    """Find the checkpoint `model.init_from`, or of a run its newest whole one; None where the key
+    is null.
+    """
     path = config.model.init_from
     if path is None:
         return None
     folder = Path(path).expanduser()
     if not folder.is_dir() or not names_checkpoint(folder):
         raise UserError(
-            f"{INIT_FROM}: {path}: neither a run nor a checkpoint of mmtrain. Begin with an exported "
+            f"{INIT_FROM}: {path}: neither a run nor a checkpoint of mmtrain. "
+            "Begin with an exported "
             "model by model.pretrained, or by its folder as model.llm.path"
         )
     return find(folder)
 
 
 def refuse_unfit_init_from_run(config: RunConfig, run: Path) -> None:
-    """Raise UserError, before a rank starts, unless all that `model.init_from` has trained trains in this run.
+    """Raise UserError, before a rank starts, unless all that `model.init_from` has trained trains
+    in this run.
 
     `run` is this run's folder, which run.overwrite is about to delete.
     """
@@ -254,7 +304,10 @@ def refuse_unfit_init_from_run(config: RunConfig, run: Path) -> None:
         return
     path = config.model.init_from
     if config.run.overwrite and run.resolve() in checkpoint.path.resolve().parents:
-        raise UserError(f"{INIT_FROM}: {path} lies in {run}, which run.overwrite=true deletes. Choose another run.name")
+        raise UserError(
+            f"{INIT_FROM}: {path} lies in {run}, which run.overwrite=true deletes. "
+            "Choose another run.name"
+        )
     trained = read_header(checkpoint.tensors_file)
     shapes = {parameter.name: parameter.shape for parameter in models_of(config).parameters}
     for name, shape in trained.items():
@@ -263,32 +316,46 @@ def refuse_unfit_init_from_run(config: RunConfig, run: Path) -> None:
     ours, theirs = config.model.lora, checkpoint.config.model.lora
     if any(map(is_adapter, trained)) and ours.alpha / ours.r != theirs.alpha / theirs.r:
         raise UserError(
-            f"{INIT_FROM}: the adapters of {path} were trained with model.lora.alpha {theirs.alpha:g}; with "
-            f"{ours.alpha:g} they would compute something else. Set model.lora.alpha={theirs.alpha:g}"
+            f"{INIT_FROM}: the adapters of {path} were trained with model.lora.alpha "
+            f"{theirs.alpha:g}; with "
+            f"{ours.alpha:g} they would compute something else. "
+            f"Set model.lora.alpha={theirs.alpha:g}"
         )
-    new = [name for name in shapes if matches_any(name, config.model.trainable) and name not in trained]
+    new = [
+        name for name in shapes if matches_any(name, config.model.trainable) and name not in trained
+    ]
     drawn = [name for name in new if is_adapter(name) or name.startswith(PROJECTOR)]
     published = [name for name in new if name not in drawn]
     for names, values in (drawn, "with their own initial values"), (published, "as published"):
         if names:
             _log.info(
-                f"{INIT_FROM}: {len(names):,} tensors that train here were not trained in {checkpoint.path} and begin "
+                f"{INIT_FROM}: {len(names):,} tensors that train here were not trained in "
+                f"{checkpoint.path} and begin "
                 f"{values}: {first_few(names, NAMES_SHOWN)}"
             )
 
 
-def _why_unfit(config: RunConfig, name: str, shape: tuple[int, ...], own: tuple[int, ...] | None) -> str | None:
-    """Explain why a trained tensor cannot be used in a run that has it in the shape `own`; None: it can."""
+def _why_unfit(
+    config: RunConfig, name: str, shape: tuple[int, ...], own: tuple[int, ...] | None
+) -> str | None:
+    """Explain why a trained tensor cannot be used in a run that has it in the shape `own`; None: it
+    can.
+    """
     export = "export that run (--format hf) and begin with the folder as model.pretrained"
     if own is None:
         remedy = "set model.lora as in that run, or " if is_adapter(name) else ""
         return f"which this run does not have; {remedy}{export} or model.llm.path"
     if own != shape:
-        return f"in shape {shape}, but here it has shape {own}: another model, or another model.lora.r"
+        return (
+            f"in shape {shape}, but here it has shape {own}: another model, or another model.lora.r"
+        )
     if name.startswith(PROJECTOR):
         source = config.model.projector.init_from
         if source != config.model.init_from:
             return f"but model.projector.init_from is {source or 'null'}. Leave that out"
     elif not matches_any(name, config.model.trainable):
-        return f"which stays frozen here, with its published weights; add it to model.trainable, or {export}"
+        return (
+            "which stays frozen here, with its published weights; "
+            f"add it to model.trainable, or {export}"
+        )
     return None

@@ -1,7 +1,8 @@
-"""A run's folder, run.dir/run.name: made for a new run, cut back to a checkpoint for one that goes on.
+"""A run's folder, run.dir/run.name: made for a new run, cut back to a checkpoint for one that goes
+on.
 
-The records (metrics, ledger, ...) only grow, and a checkpoint notes their lengths. What is cut off is kept in
-discarded.jsonl, with the step that the run went back to. Two runs are never mixed.
+The records (metrics, ledger, ...) only grow, and a checkpoint notes their lengths. What is cut off
+is kept in discarded.jsonl, with the step that the run went back to. Two runs are never mixed.
 """
 
 from __future__ import annotations
@@ -18,7 +19,13 @@ import psutil
 from mmtrain.base.durable import flush, held, holder, leftovers, remove_folder, write_whole
 from mmtrain.base.errors import UserError
 from mmtrain.base.json_lines import JsonLines, parse_line
-from mmtrain.checkpoint.step_folder import CHECKPOINTS, StepFolder, remove_unfinished, step_folders, step_of
+from mmtrain.checkpoint.step_folder import (
+    CHECKPOINTS,
+    StepFolder,
+    remove_unfinished,
+    step_folders,
+    step_of,
+)
 from mmtrain.config.load import dump_config
 from mmtrain.config.schema import RunConfig
 from mmtrain.plan.plan import Plan
@@ -42,7 +49,9 @@ def run_folder(config: RunConfig) -> Path:
 
 @contextlib.contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Hold a run's folder until the block or the process ends; raises UserError if another run holds it."""
+    """Hold a run's folder until the block or the process ends; raises UserError if another run
+    holds it.
+    """
     folder, lock = folder.resolve(), _lock_file(folder)
     with contextlib.ExitStack() as holding:
         if not folder.parent.exists():
@@ -53,7 +62,8 @@ def locked(folder: Path) -> Iterator[None]:
                 holding.enter_context(held(lock, wait=False))
             except BlockingIOError:
                 raise UserError(
-                    f"{folder} is in use by a run that is still going. Stop it, or choose another run.name"
+                    f"{folder} is in use by a run that is still going. "
+                    "Stop it, or choose another run.name"
                 ) from None
         yield
 
@@ -64,17 +74,22 @@ def _remove_if_empty(folder: Path) -> None:
 
 
 def launcher(folder: Path) -> psutil.Process | None:
-    """Return the process of this user on this machine that holds a run's folder (`locked`); None: there is none."""
+    """Return the process of this user on this machine that holds a run's folder (`locked`); None:
+    there is none.
+    """
     return holder(_lock_file(folder))
 
 
 def _lock_file(folder: Path) -> Path:
     folder = folder.resolve()
-    return folder.with_name(f".{folder.name}.lock")  # beside the folder, which run.overwrite deletes
+    # beside the folder, which run.overwrite deletes
+    return folder.with_name(f".{folder.name}.lock")
 
 
 def contents_of_a_run(folder: Path) -> list[str]:
-    """List the files of a run that has taken a step: all but those that a failed start may leave."""
+    """List the files of a run that has taken a step: all but those that a failed start may
+    leave.
+    """
     if not folder.is_dir():
         return []
     patterns = (CONFIG, PLAN, *BEFORE_THE_FIRST_STEP)
@@ -82,7 +97,8 @@ def contents_of_a_run(folder: Path) -> list[str]:
 
 
 def prepare_folder(config: RunConfig, plan: Plan, *, goes_on: bool) -> None:
-    """Make a new run's folder, which the caller holds, in place of what a failed start left; run.overwrite deletes one.
+    """Make a new run's folder, which the caller holds, in place of what a failed start left;
+    run.overwrite deletes one.
 
     The folder of a run that `goes_on` is left to `go_back`.
     """
@@ -113,7 +129,8 @@ def describe_run(folder: Path, config: RunConfig, plan: Plan) -> None:
 
 
 def go_back(folder: Path, to: StepFolder | None) -> None:
-    """Cut the run's records back to its own checkpoint `to`, None: to nothing, and set later checkpoints aside.
+    """Cut the run's records back to its own checkpoint `to`, None: to nothing, and set later
+    checkpoints aside.
 
     Call it when everything else that could stop the run has been checked.
     """
@@ -124,7 +141,8 @@ def go_back(folder: Path, to: StepFolder | None) -> None:
                 break
             _log.info(f"a later checkpoint was set aside as {_set_aside(later)}")
         if (folder / CHECKPOINTS).exists():
-            flush(folder / CHECKPOINTS)  # else a power cut might bring them back beside records that are cut
+            # else a power cut might bring them back beside records that are cut
+            flush(folder / CHECKPOINTS)
         lengths, step = ({}, 0) if to is None else (to.state["files"], to.step)
         for name in RECORDS:
             _cut_back(folder, name, lengths.get(name, 0), step)
@@ -139,7 +157,9 @@ def _named(act: str) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise UserError(f"cannot {act} ({error.strerror}). Choose another folder with run.dir and run.name") from error
+        raise UserError(
+            f"cannot {act} ({error.strerror}). Choose another folder with run.dir and run.name"
+        ) from error
 
 
 def _set_aside(path: Path) -> Path:
@@ -157,7 +177,10 @@ def _cut_back(folder: Path, name: str, length: int, step: int) -> None:
     path = folder / name
     size = path.stat().st_size if path.exists() else 0
     if size < length:
-        lost = f"{length - size:,} bytes shorter than when the checkpoint was saved; these records are lost"
+        lost = (
+            f"{length - size:,} bytes shorter than when the checkpoint was saved; "
+            "these records are lost"
+        )
         _log.warning(f"{path} is {lost}")
         length = path.read_bytes().rfind(b"\n") + 1 if size else 0  # whole lines
     if size <= length:
@@ -165,10 +188,13 @@ def _cut_back(folder: Path, name: str, length: int, step: int) -> None:
     with path.open("rb") as file, JsonLines(folder / DISCARDED) as discarded:
         file.seek(max(length - 1, 0))
         if length and file.read(1) != b"\n":
-            raise UserError(f"{path} was changed after the checkpoint was saved. Move it away, and start again")
+            raise UserError(
+                f"{path} was changed after the checkpoint was saved. Move it away, and start again"
+            )
         for line in file:
             discarded.write(file=name, back_to_step=step, record=parse_line(line))
-    flush(folder / DISCARDED)  # before the cut: a crash in between leaves a line twice rather than none
+    # before the cut: a crash in between leaves a line twice rather than none
+    flush(folder / DISCARDED)
     if length:
         os.truncate(path, length)
     else:

@@ -6,8 +6,8 @@ RUN/checkpoints/step-00000120/     after 120 updates
     state.json                     where the run stands, what it was, with what it was made
     manifest.json                  size and SHA-256 of each file, and of itself; written last
 
-It has its name when all of it is on the disk: it is a whole checkpoint, or one that was damaged later, which the
-manifest shows. Nothing is pickled. No torch here: the launcher decides by it.
+It has its name when all of it is on the disk: it is a whole checkpoint, or one that was damaged
+later, which the manifest shows. Nothing is pickled. No torch here: the launcher decides by it.
 """
 
 from __future__ import annotations
@@ -35,7 +35,12 @@ from mmtrain.config.schema import RunConfig
 _log = logging.getLogger(__name__)
 FORMAT = 1
 CHECKPOINTS = "checkpoints"
-TENSORS, OPTIMIZER, STATE, MANIFEST = "projector.safetensors", "optimizer.safetensors", "state.json", "manifest.json"
+TENSORS, OPTIMIZER, STATE, MANIFEST = (
+    "projector.safetensors",
+    "optimizer.safetensors",
+    "state.json",
+    "manifest.json",
+)
 NAME = re.compile(r"step-(\d{8,})")
 
 STATE_KEYS: dict[str, tuple[type, ...]] = {
@@ -48,10 +53,12 @@ STATE_KEYS: dict[str, tuple[type, ...]] = {
     "frozen_fingerprint": (str,),
     "frozen_files": (dict,),  # fingerprints of frozen tensors as loaded, before any is quantised
     "settings_fingerprint": (str,),  # of what else the models' folders say
-    "branched_from": (str, type(None)),  # fingerprint of the other run's checkpoint that the run began with
+    # fingerprint of the other run's checkpoint that the run began with
+    "branched_from": (str, type(None)),
     "loss": (float, int, str, type(None)),  # of the latest step
     "bad_steps": (int,),
-    "trained": (dict,),  # by name of the tensor: its fingerprint before the first step, and whether it had a gradient
+    # by name of the tensor: its fingerprint before the first step, and whether it had a gradient
+    "trained": (dict,),
     "files": (dict,),  # lengths of the run's records, in bytes
 }
 
@@ -62,20 +69,28 @@ class StepFolder:
 
     path: Path
     held: BinaryIO | None = field(default=None, compare=False, repr=False)
-    """Its manifest, locked: while this object lives in this process, the run that saved it does not delete it."""
+    """Its manifest, locked: while this object lives in this process, the run that saved it does not
+    delete it.
+    """
 
     def __getstate__(self) -> dict[str, Any]:
         return {"path": self.path, "held": None, "state": self.state}
 
     @functools.cached_property
     def state(self) -> dict[str, Any]:
-        """Content of state.json, which has STATE_KEYS. It travels with the object to processes without the files."""
+        """Content of state.json, which has STATE_KEYS. It travels with the object to processes
+        without the files.
+        """
         return parse_json(read_limited(self.path / STATE, MAX_JSON_BYTES, "what mmtrain writes"))
 
     @property
     def frozen_projector(self) -> dict[str, str]:
         """Fingerprints of the projector's tensors that the run did not train."""
-        return {name: was for name, was in self.state["frozen_files"].items() if name.startswith("projector.")}
+        return {
+            name: was
+            for name, was in self.state["frozen_files"].items()
+            if name.startswith("projector.")
+        }
 
     @property
     def step(self) -> int:
@@ -83,7 +98,9 @@ class StepFolder:
 
     @functools.cached_property
     def config(self) -> RunConfig:
-        """The configuration of the run that saved it; raises UserError if this version does not know it."""
+        """The configuration of the run that saved it; raises UserError if this version does not
+        know it.
+        """
         return restore_config(self.state["config"], str(self.path / STATE))
 
     @property
@@ -115,13 +132,18 @@ def step_path(run: Path, step: int) -> Path:
 
 @contextlib.contextmanager
 def new_step_folder(path: Path) -> Iterator[Path]:
-    """A folder for a checkpoint's files, which gets its manifest and its name when the block ends without error.
+    """A folder for a checkpoint's files, which gets its manifest and its name when the block ends
+    without error.
 
-    Raises FileExistsError rather than write into an existing one, and OSError for a full disk, leaving nothing.
+    Raises FileExistsError rather than write into an existing one, and OSError for a full disk,
+    leaving nothing.
     """
     if path.exists():
-        raise FileExistsError(f"{path} exists; a checkpoint is never written into an existing folder")
-    path.parent.mkdir(exist_ok=True)  # not its parents: a run's folder that was moved is not made anew
+        raise FileExistsError(
+            f"{path} exists; a checkpoint is never written into an existing folder"
+        )
+    # not its parents: a run's folder that was moved is not made anew
+    path.parent.mkdir(exist_ok=True)
     with whole_folder(path) as unfinished:
         yield unfinished
         entries = {file.name: _entry(file) for file in sorted(unfinished.iterdir())}
@@ -130,24 +152,39 @@ def new_step_folder(path: Path) -> Iterator[Path]:
 
 
 def why_damaged(path: Path) -> str | None:
-    """Return what is wrong with a step folder, naming the file; None if it is whole. Cost: hashes every byte."""
+    """Return what is wrong with a step folder, naming the file; None if it is whole. Cost: hashes
+    every byte.
+    """
     name = MANIFEST
     try:
         text = read_limited(path / MANIFEST, MAX_JSON_BYTES, "what mmtrain writes").decode()
         content = parse_json(text.encode())
         if content["format"] != FORMAT:
-            return f"{MANIFEST} has version {escape(repr(content['format']))}; this mmtrain reads {FORMAT}"
+            return (
+                f"{MANIFEST} has version {escape(repr(content['format']))}; "
+                f"this mmtrain reads {FORMAT}"
+            )
         if text != _manifest(content["files"]):
             return f"{MANIFEST} is damaged: its checksum is wrong"
         for name in sorted({TENSORS, OPTIMIZER, STATE, *content["files"]}):
             entry, written = _entry(path / name), content["files"][name]
             if entry["bytes"] != written["bytes"]:
-                return f"{name} is damaged: it has {entry['bytes']:,} bytes, but {written['bytes']:,} were written"
+                return (
+                    f"{name} is damaged: it has {entry['bytes']:,} bytes, but "
+                    f"{written['bytes']:,} were written"
+                )
             if entry != written:
                 return f"{name} is damaged: its SHA-256 differs from the one recorded"
         name = STATE
         state = StepFolder(path).state
-        if odd := next((key for key, kinds in STATE_KEYS.items() if not isinstance(state.get(key, ...), kinds)), None):
+        if odd := next(
+            (
+                key
+                for key, kinds in STATE_KEYS.items()
+                if not isinstance(state.get(key, ...), kinds)
+            ),
+            None,
+        ):
             return f"{STATE} is damaged: mmtrain did not write its {odd}"
         if (named := NAME.fullmatch(path.name)) and int(named[1]) != state["step"]:
             return f"{STATE} is from step {state['step']}: the folder was renamed"
@@ -155,14 +192,19 @@ def why_damaged(path: Path) -> str | None:
         return f"{name} is missing"
     except (OSError, UserError) as error:
         return f"{name} cannot be read: {error}"
-    except (ValueError, KeyError, TypeError, AttributeError):  # ValueError: JSON and UTF-8 errors are
+    except (ValueError, KeyError, TypeError, AttributeError):
+        # ValueError: JSON and UTF-8 errors are
         return f"{name} is damaged: mmtrain did not write it so"
     return None
 
 
 def step_folders(run: Path) -> list[Path]:
     """List a run's checkpoints, whole or not, newest first."""
-    numbered = [(int(m[1]), path) for path in (run / CHECKPOINTS).glob("step-*") if (m := NAME.fullmatch(path.name))]
+    numbered = [
+        (int(m[1]), path)
+        for path in (run / CHECKPOINTS).glob("step-*")
+        if (m := NAME.fullmatch(path.name))
+    ]
     return [path for _, path in sorted(numbered, reverse=True)]
 
 
@@ -182,13 +224,18 @@ def newest(run: Path) -> tuple[StepFolder | None, dict[Path, str]]:
 
 def names_checkpoint(path: Path) -> bool:
     """Whether `find` takes a path for a run's folder or a checkpoint, whole or not."""
-    return (path / CHECKPOINTS).is_dir() or (path / MANIFEST).exists() or bool(NAME.fullmatch(path.name))
+    return (
+        (path / CHECKPOINTS).is_dir()
+        or (path / MANIFEST).exists()
+        or bool(NAME.fullmatch(path.name))
+    )
 
 
 def find_newest(run: Path, remedy: str = "Restore one of them") -> StepFolder | None:
     """Return a run's newest whole checkpoint, held; None if it has none at all.
 
-    Warns of damaged ones that it passes over. Raises UserError, with the `remedy`, where all are damaged.
+    Warns of damaged ones that it passes over. Raises UserError, with the `remedy`, where all are
+    damaged.
     """
     found, damaged = newest(run)
     listed = "".join(f"\n  {folder}: {why}" for folder, why in damaged.items())
@@ -200,15 +247,22 @@ def find_newest(run: Path, remedy: str = "Restore one of them") -> StepFolder | 
 
 
 def find(path: Path) -> StepFolder:
-    """Return the checkpoint of a step folder, or the newest whole one of a run's folder; raises UserError."""
+    """Return the checkpoint of a step folder, or the newest whole one of a run's folder; raises
+    UserError.
+    """
     if (path / CHECKPOINTS).is_dir():
         if (found := find_newest(path)) is None:
             raise UserError(f"{path} has no checkpoint yet. Name a run that has saved one")
         return found
     if not path.is_dir():
-        raise UserError(f"{path}: no such folder. Name a run's folder or one of its checkpoints/step-...")
+        raise UserError(
+            f"{path}: no such folder. Name a run's folder or one of its checkpoints/step-..."
+        )
     if not names_checkpoint(path):
-        raise UserError(f"{path}: neither a run's folder (with {CHECKPOINTS}/) nor a checkpoint (with {MANIFEST})")
+        raise UserError(
+            f"{path}: neither a run's folder (with {CHECKPOINTS}/) nor a checkpoint "
+            f"(with {MANIFEST})"
+        )
     held = _hold(path)
     if (why := why_damaged(path)) is not None:
         raise UserError(f"{path}: {why}")
@@ -223,16 +277,20 @@ def remove_unfinished(run: Path) -> None:
 def remove(path: Path) -> None:
     """Delete a step folder, which loses its name first.
 
-    Raises BlockingIOError where another program reads it (`find` locks it), and OSError where it cannot go.
+    Raises BlockingIOError where another program reads it (`find` locks it), and OSError where it
+    cannot go.
     """
     with contextlib.ExitStack() as opened:
-        with contextlib.suppress(FileNotFoundError):  # what is no whole checkpoint is held by nobody
+        # what is no whole checkpoint is held by nobody
+        with contextlib.suppress(FileNotFoundError):
             lock(opened.enter_context((path / MANIFEST).open("r+b")), wait=False)
         remove_folder(path)
 
 
 def _hold(path: Path) -> BinaryIO | None:
-    """Open and lock the manifest of a step folder, so that no run deletes the folder; None if it is gone."""
+    """Open and lock the manifest of a step folder, so that no run deletes the folder; None if it is
+    gone.
+    """
     try:
         manifest = open_file(path / MANIFEST)
     except (OSError, UserError):

@@ -1,6 +1,7 @@
 """Writes checkpoints of a run while it goes on; `load` brings them back.
 
-ranks that train --copies, on rank 0--> a thread --step_folder--> RUN/checkpoints/step-00000120/ --> old ones deleted
+ranks that train --copies, on rank 0--> a thread --step_folder--> RUN/checkpoints/step-00000120/ -->
+    old ones deleted
 
 There is no state of random generators: every draw is a function of seed, purpose and step.
 """
@@ -64,7 +65,9 @@ def run_state(config: RunConfig, plan: Plan, threads: int, device: torch.device)
             "data": plan.data,
             "boundaries": list(plan.boundaries),
             "packs_per_microbatch": config.train.packs_per_microbatch,
-            "recompute_layers": [s.recompute_layers for rank in plan.ranks if rank.data == 0 for s in rank.stages],
+            "recompute_layers": [
+                s.recompute_layers for rank in plan.ranks if rank.data == 0 for s in rank.stages
+            ],
             "threads": threads,
             "deterministic": config.train.deterministic,
             "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
@@ -86,15 +89,21 @@ class SaveResult:
         """A line for metrics.jsonl."""
         if self.error is not None:
             return {"kind": "checkpoint_failed", "step": self.step, "error": self.error}
-        return {"kind": "checkpoint", "step": self.step, "bytes": self.size, "seconds": self.seconds}
+        return {
+            "kind": "checkpoint",
+            "step": self.step,
+            "bytes": self.size,
+            "seconds": self.seconds,
+        }
 
 
 class Checkpointer:
-    """Saves in the background. Collective: construct it, and call `save`, on every rank; rank 0 writes.
+    """Saves in the background. Collective: construct it, and call `save`, on every rank; rank 0
+    writes.
 
-    `contributes`: whether this rank's tensors belong into the checkpoint. `report` is called on rank 0 with the outcome
-    of each save. `saved` is the step of the run's own checkpoint from which it resumes.
-    Cost: the copy that is being written, 12 bytes a trained parameter.
+    `contributes`: whether this rank's tensors belong into the checkpoint. `report` is called on
+    rank 0 with the outcome of each save. `saved` is the step of the run's own checkpoint from which
+    it resumes. Cost: the copy that is being written, 12 bytes a trained parameter.
     """
 
     def __init__(
@@ -111,49 +120,75 @@ class Checkpointer:
         self.report = report
         self.saved = saved  # step of the latest `save`, whatever became of it
         self.writes = dist.get_rank() == 0
-        self._others = [rank for rank, sends in enumerate(all_gather_object(contributes)) if sends and rank]
+        self._others = [
+            rank for rank, sends in enumerate(all_gather_object(contributes)) if sends and rank
+        ]
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._job: Callable[[], SaveResult] | None = None  # the latest, until it has succeeded
         self._pending: Future[SaveResult] | None = None
         self._failures = 0  # in a row
         self._whole: set[Path] = set()  # step folders that need not be hashed again
-        self._scores = _recorded_scores(folder, section.keep_best) if self.writes and section.keep_best else {}
+        self._scores = (
+            _recorded_scores(folder, section.keep_best) if self.writes and section.keep_best else {}
+        )
         self._saved_at = time.monotonic()
 
     def is_due(self, step: int, evaluates: bool) -> bool:
-        """Whether to save after `step` updates: it is their turn, or an evaluation follows that may be the best."""
+        """Whether to save after `step` updates: it is their turn, or an evaluation follows that may
+        be the best.
+        """
         every = self.section.every_steps
-        return (every is not None and step % every == 0) or (evaluates and self.section.keep_best is not None)
+        return (every is not None and step % every == 0) or (
+            evaluates and self.section.keep_best is not None
+        )
 
     @property
     def time_is_up(self) -> bool:
         """Whether the last save is `every_minutes` ago, by rank 0's clock."""
         minutes = self.section.every_minutes
-        return self.writes and minutes is not None and time.monotonic() - self._saved_at > 60 * minutes
+        return (
+            self.writes and minutes is not None and time.monotonic() - self._saved_at > 60 * minutes
+        )
 
     def save(
-        self, step: int, weights: Tensors, optimizer: Tensors, trained: Mapping[str, Any], state: Mapping[str, Any]
+        self,
+        step: int,
+        weights: Tensors,
+        optimizer: Tensors,
+        trained: Mapping[str, Any],
+        state: Mapping[str, Any],
     ) -> None:
-        """Copy this rank's trained tensors and their optimizer state and begin to write; waits for the save before.
+        """Copy this rank's trained tensors and their optimizer state and begin to write; waits for
+        the save before.
 
-        `trained` holds notes by weight; rank 0 adds those of all ranks to its `state`. Raises ValueError on rank 0
-        rather than save a tensor that is not finite.
+        `trained` holds notes by weight; rank 0 adds those of all ranks to its `state`. Raises
+        ValueError on rank 0 rather than save a tensor that is not finite.
         """
         self._wait()
         self.saved = step
         self._saved_at = time.monotonic()
-        tensors, notes = self._collect({**weights, **optimizer} if self.contributes else {}, trained)
+        tensors, notes = self._collect(
+            {**weights, **optimizer} if self.contributes else {}, trained
+        )
         if self.writes:
             if bad := [name for name, tensor in tensors.items() if not _is_finite(tensor)]:
-                raise ValueError(f"{bad[0]} is not finite after {step} updates and was not saved. {self.kept()}")
-            records = {name: (self.folder / name).stat().st_size for name in RECORDS if (self.folder / name).exists()}
+                raise ValueError(
+                    f"{bad[0]} is not finite after {step} updates and was not saved. {self.kept()}"
+                )
+            records = {
+                name: (self.folder / name).stat().st_size
+                for name in RECORDS
+                if (self.folder / name).exists()
+            }
             content = {"format": FORMAT, "step": step, **state, "trained": notes, "files": records}
             text = json.dumps(without_nan(content), indent=1) + "\n"
             self._job = functools.partial(self._write, step, tensors, text)
             self._pending = self._executor.submit(self._job)
 
     def finish(self) -> None:
-        """Wait for the last save, and repeat it while it fails; raises UserError on rank 0 after MAX_FAILURES."""
+        """Wait for the last save, and repeat it while it fails; raises UserError on rank 0 after
+        MAX_FAILURES.
+        """
         self._wait()
         while self._rank_0_says(self._failures > 0):
             if self.writes:
@@ -161,7 +196,9 @@ class Checkpointer:
             self._wait()
 
     def poll(self) -> None:
-        """Report the save that has ended, if one has; raises UserError after MAX_FAILURES in a row."""
+        """Report the save that has ended, if one has; raises UserError after MAX_FAILURES in a
+        row.
+        """
         if self._pending is None or not self._pending.done():
             return
         result = self._pending.result()
@@ -172,11 +209,17 @@ class Checkpointer:
         else:
             self._failures += 1
         if self._failures >= MAX_FAILURES:
-            raise UserError(f"{MAX_FAILURES} saves in a row have failed: {result.error}. {self.kept()}")
+            raise UserError(
+                f"{MAX_FAILURES} saves in a row have failed: {result.error}. {self.kept()}"
+            )
 
     def _wait(self) -> None:
-        """Wait until nothing is being written; on all ranks, which else time out on rank 0 where the disk is slow."""
-        while self._rank_0_says(self._pending is not None and not wait([self._pending], timeout=1).done):
+        """Wait until nothing is being written; on all ranks, which else time out on rank 0 where
+        the disk is slow.
+        """
+        while self._rank_0_says(
+            self._pending is not None and not wait([self._pending], timeout=1).done
+        ):
             pass
         self.poll()
 
@@ -188,8 +231,12 @@ class Checkpointer:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type | None, value: BaseException | None, trace: TracebackType | None) -> None:
-        """Finish the last good save first where the run ends with NaN or infinity, as it then does on all ranks."""
+    def __exit__(
+        self, kind: type | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Finish the last good save first where the run ends with NaN or infinity, as it then does
+        on all ranks.
+        """
         if kind is NonFiniteError:
             self._wait()
         self._executor.shutdown(wait=False)
@@ -197,7 +244,11 @@ class Checkpointer:
     def kept(self) -> str:
         """Name the checkpoint from which the run can resume, for a message."""
         whole = next((path for path in step_folders(self.folder) if self._is_whole(path)), None)
-        return "No checkpoint was saved before" if whole is None else f"The newest complete checkpoint is {whole}"
+        return (
+            "No checkpoint was saved before"
+            if whole is None
+            else f"The newest complete checkpoint is {whole}"
+        )
 
     def scored(self, step: int, scores: Mapping[str, Any]) -> None:
         """Note the scores, by name, of an evaluation after `step` updates, for `keep_best`."""
@@ -208,11 +259,19 @@ class Checkpointer:
     def best(self) -> tuple[int, float] | None:
         """Step and score of the best evaluation that has a checkpoint; of equal ones the latest."""
         sign = -1 if self.section.keep_best == "loss" else 1
-        scores = ((self._scores.get(step), step) for step in map(step_of, step_folders(self.folder)))
-        ranked = [(sign * score, step) for score, step in scores if score is not None and math.isfinite(score)]
+        scores = (
+            (self._scores.get(step), step) for step in map(step_of, step_folders(self.folder))
+        )
+        ranked = [
+            (sign * score, step)
+            for score, step in scores
+            if score is not None and math.isfinite(score)
+        ]
         return None if not ranked else (max(ranked)[1], sign * max(ranked)[0])
 
-    def _collect(self, own: Tensors, trained: Mapping[str, Any]) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    def _collect(
+        self, own: Tensors, trained: Mapping[str, Any]
+    ) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
         """Return copies of all ranks' tensors and notes on rank 0, elsewhere nothing.
 
         Tensors travel one by one: a gather would need the largest rank's bytes for every rank.
@@ -258,15 +317,20 @@ class Checkpointer:
         return SaveResult(step, target, size, time.monotonic() - start)
 
     def _delete_old(self) -> None:
-        """Delete whole checkpoints but the newest ones and the best; damaged ones neither count nor go."""
+        """Delete whole checkpoints but the newest ones and the best; damaged ones neither count nor
+        go.
+        """
         if self.section.keep_last is None:
             return
         best = self.best
-        for path in [path for path in step_folders(self.folder) if self._is_whole(path)][self.section.keep_last :]:
+        for path in [path for path in step_folders(self.folder) if self._is_whole(path)][
+            self.section.keep_last :
+        ]:
             if best is None or path != step_path(self.folder, best[0]):
                 try:
                     remove(path)
-                except OSError as error:  # the next save tries again: no reason to call this one a failure
+                except OSError as error:
+                    # the next save tries again: no reason to call this one a failure
                     print(f"cannot delete {path}: {error}")
 
     def _is_whole(self, path: Path) -> bool:

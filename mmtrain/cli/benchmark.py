@@ -1,14 +1,16 @@
 """Score a trained model on benchmarks with lmms-eval, beside the run's own scores.
 
-The run's own results are printed first: held-out loss, exact match, and the gain over shuffled images. A model whose
-projector alone was trained scores near 0 on many benchmarks; they mean more after instruction tuning.
+The run's own results are printed first: held-out loss, exact match, and the gain over shuffled
+images. A model whose projector alone was trained scores near 0 on many benchmarks; they mean more
+after instruction tuning.
 
-The task held_out asks the run's held-out questions: its score is the run's if the exported model answers like the
-trained one. All other tasks are lmms-eval's, which downloads their data (HF_TOKEN, HF_HOME) and runs code: its own, and
-that of data sets. It is installed once, into its own environment in the cache (0.5 GB). A GPU is used if there is one
-(CUDA_VISIBLE_DEVICES= for none).
+The task held_out asks the run's held-out questions: its score is the run's if the exported model
+answers like the trained one. All other tasks are lmms-eval's, which downloads their data (HF_TOKEN,
+HF_HOME) and runs code: its own, and that of data sets. It is installed once, into its own
+environment in the cache (0.5 GB). A GPU is used if there is one (CUDA_VISIBLE_DEVICES= for none).
 
-Scores are kept in RUN/benchmarks.jsonl, with all versions, and shown in the run's page, RUN/report.html.
+Scores are kept in RUN/benchmarks.jsonl, with all versions, and shown in the run's page,
+RUN/report.html.
 """
 
 from __future__ import annotations
@@ -61,47 +63,82 @@ def run(options: argparse.Namespace) -> None:
     """Score the model, record the scores and print them; raises UserError."""
     checkpoint = find(options.run)
     if checkpoint.config.model.vision is None:
-        instead = "Export it (mmtrain export RUN --format hf --out OUT), and run lm_eval --model hf, pretrained=OUT"
-        raise UserError(f"{options.run}: was trained on text alone, but these tasks ask about pictures. {instead}")
+        instead = (
+            "Export it (mmtrain export RUN --format hf --out OUT), and run lm_eval --model "
+            "hf, pretrained=OUT"
+        )
+        raise UserError(
+            f"{options.run}: was trained on text alone, but these tasks ask about "
+            f"pictures. {instead}"
+        )
     if HELD_OUT in options.tasks and not checkpoint.config.eval.is_on:
-        raise UserError(f"{options.run}: holds out no samples (eval.shards, eval.fraction). Name --tasks of lmms-eval")
+        raise UserError(
+            f"{options.run}: holds out no samples (eval.shards, eval.fraction). "
+            "Name --tasks of lmms-eval"
+        )
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # else the driver would go on
     folder = checkpoint.run
     findings = headline(read_run(folder))
     for question in ("Did it work?", "Did it look at the images?"):
         print_result(f"{question} {findings[question].answer}. {findings[question].text}")
     python = lmms_python()
-    with ByteBars(sys.stdout) as progress, tempfile.TemporaryDirectory(prefix="mmtrain-benchmark-") as questions:
-        request: dict[str, Any] = {name: getattr(options, name) for name in ("tasks", "limit", "batch_size")}
-        request |= {"folder": str(stock_folder(str(checkpoint.path), progress.show)), "questions": questions}
+    with (
+        ByteBars(sys.stdout) as progress,
+        tempfile.TemporaryDirectory(prefix="mmtrain-benchmark-") as questions,
+    ):
+        request: dict[str, Any] = {
+            name: getattr(options, name) for name in ("tasks", "limit", "batch_size")
+        }
+        request |= {
+            "folder": str(stock_folder(str(checkpoint.path), progress.show)),
+            "questions": questions,
+        }
         if HELD_OUT in options.tasks:
             request["longest"] = write_questions(checkpoint.config, Path(questions))
         file = Path(questions) / "request.json"
         file.write_text(json.dumps(request))
         # Elsewhere than here: lmms-eval reads a file .env where it runs.
-        command = python_child("-c", DRIVER, os.getpid(), file, interpreter=python) | {"cwd": questions}
+        command = python_child("-c", DRIVER, os.getpid(), file, interpreter=python) | {
+            "cwd": questions
+        }
         result = _drive(command, folder / "benchmarks.log")
     with JsonLines(folder / BENCHMARKS) as records:
-        of_all = {"time": time.time(), "step": checkpoint.step, "limit": options.limit, "versions": result["versions"]}
+        of_all = {
+            "time": time.time(),
+            "step": checkpoint.step,
+            "limit": options.limit,
+            "versions": result["versions"],
+        }
         for task, scores in result["results"].items():
             records.write(task=task, scores=scores, answers=result["answers"].get(task), **of_all)
     write_page([folder], folder / REPORT)
-    new = [one for one in read_run(folder).benchmarks if (one.step, one.limit) == (checkpoint.step, options.limit)]
+    new = [
+        one
+        for one in read_run(folder).benchmarks
+        if (one.step, one.limit) == (checkpoint.step, options.limit)
+    ]
     for task, metric, score, answers, step, _ in benchmark_rows(new):
         print_result(f"{task}  {metric} {score}  {answers} answers, step {step}")
     print_result(f"report: {folder / REPORT}")
 
 
 def _drive(command: dict[str, Any], log: Path) -> dict[str, Any]:
-    """Run the driver, whose libraries print into `log`, and return its last line. Raises UserError where it fails."""
+    """Run the driver, whose libraries print into `log`, and return its last line. Raises UserError
+    where it fails.
+    """
     last: dict[str, Any] = {}
     bar = None
-    with log.open("w") as said, subprocess.Popen(**command, stdout=subprocess.PIPE, stderr=said, text=True) as driver:
+    with (
+        log.open("w") as said,
+        subprocess.Popen(**command, stdout=subprocess.PIPE, stderr=said, text=True) as driver,
+    ):
         try:
             for line in driver.stdout or ():
                 last = json.loads(line)
                 if "done" in last:
-                    bar = bar or ProgressBar("questions", last["total"], sys.stdout, counted="answers")
+                    bar = bar or ProgressBar(
+                        "questions", last["total"], sys.stdout, counted="answers"
+                    )
                     bar.show(last["done"], last["done"])
         except KeyboardInterrupt:
             driver.kill()
@@ -110,20 +147,41 @@ def _drive(command: dict[str, Any], log: Path) -> dict[str, Any]:
         bar.__exit__()
     if "results" in last:
         return last
-    lines = log.read_text(errors="replace").strip().splitlines() or [f"exit code {driver.returncode}"]
-    why = escape(lines[-1], 500) if driver.returncode > 0 else f"it was ended by signal {-driver.returncode}"
+    lines = log.read_text(errors="replace").strip().splitlines() or [
+        f"exit code {driver.returncode}"
+    ]
+    why = (
+        escape(lines[-1], 500)
+        if driver.returncode > 0
+        else f"it was ended by signal {-driver.returncode}"
+    )
     raise UserError(f"lmms-eval: {why}. All that it printed is in {log}")
+
+
+def _task_names(text: str) -> list[str]:
+    names = (name.strip() for name in text.split(","))
+    return list(dict.fromkeys(name for name in names if name))
 
 
 def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     exits = {0: "scored; the page shows it"}
-    parser = command_parser("benchmark", __doc__, EXAMPLES, exits, interrupted="stopped; nothing was recorded")
+    parser = command_parser(
+        "benchmark", __doc__, EXAMPLES, exits, interrupted="stopped; nothing was recorded"
+    )
     run_help = "the folder of a run, whose newest whole checkpoint is taken, or of one checkpoint"
     parser.add_argument("run", type=Path, metavar="RUN", help=run_help)
-    names = lambda text: list(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))  # noqa: E731
-    task_help = f"names with commas between them ({HELD_OUT}); others are in lmms_eval/tasks of lmms-eval's repository"
-    parser.add_argument("--tasks", type=names, default=[HELD_OUT], metavar="NAME[,NAME]", help=task_help)
-    parser.add_argument("--limit", type=positive(int), metavar="N", help="only the first N questions of each task")
+    task_help = (
+        f"names with commas between them ({HELD_OUT}); "
+        "others are in lmms_eval/tasks of lmms-eval's repository"
+    )
+    parser.add_argument(
+        "--tasks", type=_task_names, default=[HELD_OUT], metavar="NAME[,NAME]", help=task_help
+    )
+    parser.add_argument(
+        "--limit", type=positive(int), metavar="N", help="only the first N questions of each task"
+    )
     batch_help = "prompts that are answered together (%(default)s)"
-    parser.add_argument("--batch-size", type=positive(int), default=16, metavar="N", help=batch_help)
+    parser.add_argument(
+        "--batch-size", type=positive(int), default=16, metavar="N", help=batch_help
+    )
     return parser.parse_args(arguments)

@@ -1,7 +1,9 @@
-"""Measure how long layers and messages of a run take on this machine, and print the plan with these times.
+"""Measure how long layers and messages of a run take on this machine, and print the plan with these
+times.
 
-Takes about a minute and as many ranks as the run has, all on this machine. Later plans of this run on such devices find
-the result in the cache. To carry it to other machines, name a file by parallel.calibration.
+Takes about a minute and as many ranks as the run has, all on this machine. Later plans of this run
+on such devices find the result in the cache. To carry it to other machines, name a file by
+parallel.calibration.
 """
 
 from __future__ import annotations
@@ -18,11 +20,16 @@ EXAMPLES = """\
   a run of your own, into a file for all machines of a cluster:
     mmtrain calibrate CONFIG parallel.calibration=a100.json
 """
-EXITS = {0: "measured, and the plan is printed", 1: "a rank failed; the message names it and the cause"}
+EXITS = {
+    0: "measured, and the plan is printed",
+    1: "a rank failed; the message names it and the cause",
+}
 __all__ = ["parse_arguments", "run"]
 
 
 def parse_arguments(arguments: Sequence[str]) -> Options:
     interrupted = "stopped by Ctrl-C before the ranks were started"
-    parser = command_parser("calibrate", __doc__, EXAMPLES, EXITS, interrupted=interrupted, waits=False)
+    parser = command_parser(
+        "calibrate", __doc__, EXAMPLES, EXITS, interrupted=interrupted, waits=False
+    )
     return parse_run(parser, arguments, calibrate=True)

@@ -1,13 +1,13 @@
 """Ask a trained model, about pictures unless it was trained on text alone.
 
-RUN is the folder of a run, of one of its checkpoints, or of a Hugging Face model, such as an export with --format hf.
-Stock transformers answers. A run is exported first, once for each checkpoint, into the cache, which takes the disk
-space of the whole model.
+RUN is the folder of a run, of one of its checkpoints, or of a Hugging Face model, such as an export
+with --format hf. Stock transformers answers. A run is exported first, once for each checkpoint,
+into the cache, which takes the disk space of the whole model.
 
-Without --prompt on a terminal you can ask one question after the other; each sees those before it. Answers are greedy:
-the same question gets the same answer. A model that was trained with data.template=plain has learnt to caption: it says
-what it sees. The answer goes to standard output, all else to standard error. A GPU is used if there is one
-(CUDA_VISIBLE_DEVICES= for none).
+Without --prompt on a terminal you can ask one question after the other; each sees those before it.
+Answers are greedy: the same question gets the same answer. A model that was trained with
+data.template=plain has learnt to caption: it says what it sees. The answer goes to standard output,
+all else to standard error. A GPU is used if there is one (CUDA_VISIBLE_DEVICES= for none).
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ from mmtrain.base.progress import ByteBars
 
 EXAMPLES = """\
   ask the demo's model about one of the pictures that its run held out (it knows no other kind):
-    tar -xf "$(ls "${XDG_CACHE_HOME:-$HOME/.cache}"/mmtrain/demo/held-out-*/*.tar | head -1)" held-out-000000.png
+    shards="${XDG_CACHE_HOME:-$HOME/.cache}/mmtrain/demo"
+    tar -xf "$(ls "$shards"/held-out-*/*.tar | head -1)" held-out-000000.png
     mmtrain chat runs/llava_pp4 --image held-out-000000.png
   one question, one answer, for scripts:
     mmtrain chat runs/mine --image photo.jpg --prompt "What is the dog doing?" > answer.txt
@@ -72,16 +73,24 @@ def _chat(options: argparse.Namespace) -> None:
     images = [read_image(file) for file in options.image]
     with ByteBars(sys.stderr) as progress:
         folder = stock_folder(options.run, progress.show)
-    conversation = Conversation(*load(folder), images, options.system, options.max_new_tokens, print_words)
+    conversation = Conversation(
+        *load(folder), images, options.system, options.max_new_tokens, print_words
+    )
     if not conversation.takes_questions():
         if options.prompt is not None or options.system is not None:
-            print_note("This model was trained on captions alone (data.template=plain). It describes what it sees.")
+            print_note(
+                "This model was trained on captions alone (data.template=plain). "
+                "It describes what it sees."
+            )
         conversation.describe()
     elif options.prompt is None and sys.stdin.isatty() and sys.stdout.isatty():
         ask_in_turn(conversation)
     else:
         if options.prompt is None and not conversation.sees:
-            raise UserError("--prompt is missing. Without a terminal, a model without pictures needs a question there")
+            raise UserError(
+                "--prompt is missing. Without a terminal, a model without pictures needs "
+                "a question there"
+            )
         conversation.ask(options.prompt or f"Describe the image{'s' * (len(images) > 1)}.")
 
 
@@ -90,11 +99,19 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     run_help = "the folder of a run, of one of its checkpoints, or of a Hugging Face model"
     parser.add_argument("run", metavar="RUN", help=run_help)
     image_help = "a picture; may be repeated; none for a run on text alone"
-    parser.add_argument("--image", type=Path, action="append", default=[], metavar="FILE", help=image_help)
-    parser.add_argument("--prompt", metavar="TEXT", help="one question (default: ask at the terminal)")
-    parser.add_argument("--system", metavar="TEXT", help="a system turn before it, for models that take one")
+    parser.add_argument(
+        "--image", type=Path, action="append", default=[], metavar="FILE", help=image_help
+    )
+    parser.add_argument(
+        "--prompt", metavar="TEXT", help="one question (default: ask at the terminal)"
+    )
+    parser.add_argument(
+        "--system", metavar="TEXT", help="a system turn before it, for models that take one"
+    )
     length_help = "longest answer, in tokens (%(default)s)"
-    parser.add_argument("--max-new-tokens", type=positive(int), default=256, metavar="N", help=length_help)
+    parser.add_argument(
+        "--max-new-tokens", type=positive(int), default=256, metavar="N", help=length_help
+    )
     options = parser.parse_args(arguments)
     if options.prompt is not None and not options.prompt.strip():
         parser.error("--prompt is empty. Leave it out to ask at the terminal")

@@ -1,8 +1,9 @@
 """Convert a model's pickled weights (pytorch_model*.bin) or GGUF file to safetensors, once.
 
-mmtrain reads tensor by tensor, which pickles and GGUF do not allow. Pickled values stay the same and are read back for
-comparison; memory holds one shard, twice. A GGUF file is read by transformers, and its values are stored as bfloat16;
-memory holds the whole model. No code in a file is run, and the originals are left alone.
+mmtrain reads tensor by tensor, which pickles and GGUF do not allow. Pickled values stay the same
+and are read back for comparison; memory holds one shard, twice. A GGUF file is read by
+transformers, and its values are stored as bfloat16; memory holds the whole model. No code in a file
+is run, and the originals are left alone.
 """
 
 from __future__ import annotations
@@ -27,20 +28,34 @@ EXAMPLES = """\
     mmtrain convert ~/models/vicuna-7b-v1.5
   from the local Hugging Face cache (hf download ID) into a new folder, with config and tokenizer:
     mmtrain convert lmsys/vicuna-7b-v1.5 --out ~/models/vicuna-7b-v1.5
-  a file of llama.cpp into a new folder, with config and tokenizer (needs pip install 'mmtrain[gguf]'):
+  a file of llama.cpp into a new folder, with config and tokenizer (pip install 'mmtrain[gguf]'):
     mmtrain convert SmolLM2-135M-Instruct.Q4_1.gguf --out models/smollm2
 """
 SINGLE = "model.safetensors"
 GGUF = ".gguf"
 # Keys of a GGUF file that transformers leaves to the shapes of the tensors.
 SHAPE_KEYS = {"vocab_size", "attention.key_length", "attention.value_length"}
-WEIGHT_SUFFIXES = {".bin", ".safetensors", ".pt", ".pth", ".h5", ".msgpack", ".ot", ".onnx", ".gguf"}
+WEIGHT_SUFFIXES = {
+    ".bin",
+    ".safetensors",
+    ".pt",
+    ".pth",
+    ".h5",
+    ".msgpack",
+    ".ot",
+    ".onnx",
+    ".gguf",
+}
 
 
 def find_shards(folder: Path) -> list[Path]:
     """Return the folder's pickled weight files, in order; raise UserError if any is missing."""
     index = folder / "pytorch_model.bin.index.json"
-    names = sorted(set(read_weight_map(index, ".bin").values())) if index.is_file() else ["pytorch_model.bin"]
+    names = (
+        sorted(set(read_weight_map(index, ".bin").values()))
+        if index.is_file()
+        else ["pytorch_model.bin"]
+    )
     if missing := [name for name in names if not (folder / name).is_file()]:
         raise UserError(f"{folder}: lacks {', '.join(missing)}; finish the download")
     return [folder / name for name in names]
@@ -49,12 +64,15 @@ def find_shards(folder: Path) -> list[Path]:
 def convert(folder: Path, out: Path) -> None:
     """Write `folder`'s weights as safetensors into `out`, which may be `folder`; raises UserError.
 
-    The file that makes the result visible to readers (the index, or the single weight file) is named last.
+    The file that makes the result visible to readers (the index, or the single weight file) is
+    named last.
     """
     shards = find_shards(folder)
     existing = [name for name in (INDEX, SINGLE) if (out / name).exists()]
     if existing:
-        raise UserError(f"{out}: {existing[0]} is there already; nothing to convert, or choose another --out")
+        raise UserError(
+            f"{out}: {existing[0]} is there already; nothing to convert, or choose another --out"
+        )
     if out != folder and out.exists() and any(out.iterdir()):
         raise UserError(f"{out}: is not empty; choose a new folder")
     out.mkdir(parents=True, exist_ok=True)
@@ -73,7 +91,9 @@ def convert(folder: Path, out: Path) -> None:
             raise UserError(f"{shard}: {twice[0]} is in {weight_map[twice[0]]} already")
         for key, tensor in tensors.items():
             if tensor.dtype not in DTYPES.values():
-                raise UserError(f"{shard}: {key} is stored as {str(tensor.dtype)[6:]}. {DEQUANTISED}")
+                raise UserError(
+                    f"{shard}: {key} is stored as {str(tensor.dtype)[6:]}. {DEQUANTISED}"
+                )
         weight_map.update(dict.fromkeys(tensors, name))
         total += sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
         with whole_file(out / name) as unfinished:
@@ -85,16 +105,22 @@ def convert(folder: Path, out: Path) -> None:
 
 
 def unread_settings(file: Path) -> list[str]:
-    """Return a GGUF file's settings and tensors that transformers ignores, though the model computes with them."""
+    """Return a GGUF file's settings and tensors that transformers ignores, though the model
+    computes with them.
+    """
     from gguf import GGUFReader
     from transformers.modeling_gguf_pytorch_utils import GGUF_TO_TRANSFORMERS_MAPPING
 
     reader = GGUFReader(file)
     architecture = str(reader.fields["general.architecture"].contents())
     names = GGUF_TO_TRANSFORMERS_MAPPING["config"]
-    read = names.get(architecture.replace("moe", "_moe")) or names.get(architecture.replace("-", "_"))
+    read = names.get(architecture.replace("moe", "_moe")) or names.get(
+        architecture.replace("-", "_")
+    )
     if read is None:
-        raise ValueError(f"transformers does not read GGUF files of the architecture {architecture}")
+        raise ValueError(
+            f"transformers does not read GGUF files of the architecture {architecture}"
+        )
     unread = []
     for name in reader.fields:
         prefix, _, key = name.partition(".")
@@ -108,7 +134,9 @@ def convert_gguf(file: Path, out: Path) -> None:
     try:
         import gguf  # noqa: F401
     except ImportError:
-        raise UserError(f"{file}: needs gguf, which is not installed. Run pip install 'mmtrain[gguf]'") from None
+        raise UserError(
+            f"{file}: needs gguf, which is not installed. Run pip install 'mmtrain[gguf]'"
+        ) from None
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
@@ -118,8 +146,12 @@ def convert_gguf(file: Path, out: Path) -> None:
         try:
             unread = unread_settings(file)
             if unread:
-                raise ValueError(f"transformers ignores its {first_few(unread, 3)} and would compute otherwise")
-            tokenizer = AutoTokenizer.from_pretrained(alone, gguf_file=file.name, trust_remote_code=False)
+                raise ValueError(
+                    f"transformers ignores its {first_few(unread, 3)} and would compute otherwise"
+                )
+            tokenizer = AutoTokenizer.from_pretrained(
+                alone, gguf_file=file.name, trust_remote_code=False
+            )
             model, found = AutoModelForCausalLM.from_pretrained(
                 alone,
                 gguf_file=file.name,
@@ -132,7 +164,9 @@ def convert_gguf(file: Path, out: Path) -> None:
             if found["missing_keys"]:
                 raise ValueError(f"it lacks {first_few(sorted(found['missing_keys']), 3)}")
         except (ValueError, KeyError, IndexError, TypeError, RuntimeError, OSError) as error:
-            raise UserError(f"{file}: cannot be converted: {error}. Use the publisher's safetensors") from error
+            raise UserError(
+                f"{file}: cannot be converted: {error}. Use the publisher's safetensors"
+            ) from error
         model.save_pretrained(unfinished)
         tokenizer.save_pretrained(unfinished)
 
@@ -140,7 +174,10 @@ def convert_gguf(file: Path, out: Path) -> None:
 def run(options: argparse.Namespace) -> None:
     if options.model.endswith(GGUF):
         if options.out is None:
-            raise UserError(f"{options.model}: name a new folder for weights, config and tokenizer: --out FOLDER")
+            raise UserError(
+                f"{options.model}: name a new folder for weights, config and tokenizer: "
+                "--out FOLDER"
+            )
         out = options.out.expanduser()
         convert_gguf(Path(options.model).expanduser(), out)
     else:
@@ -153,5 +190,7 @@ def run(options: argparse.Namespace) -> None:
 def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     parser = command_parser("convert", __doc__, EXAMPLES)
     parser.add_argument("model", help="model folder, cached hub id, or FILE.gguf")
-    parser.add_argument("--out", type=Path, help="new folder for weights, config and tokenizer (default: in place)")
+    parser.add_argument(
+        "--out", type=Path, help="new folder for weights, config and tokenizer (default: in place)"
+    )
     return parser.parse_args(arguments)

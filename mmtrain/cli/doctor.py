@@ -1,8 +1,10 @@
-"""The first minutes on a machine: does what training needs work here, and does it compute the right numbers?
+"""The first minutes on a machine: does what training needs work here, and does it compute the right
+numbers?
 
-Checks run one after the other, each in its own process with a time limit, and print one line each: ok, FAILED with
-what to do, or skipped with the reason. Without a GPU their ranks run on the CPU. Runs are real: the launcher trains
-the demo in a temporary folder, which stays only if a check fails.
+Checks run one after the other, each in its own process with a time limit, and print one line each:
+ok, FAILED with what to do, or skipped with the reason. Without a GPU their ranks run on the CPU.
+Runs are real: the launcher trains the demo in a temporary folder, which stays only if a check
+fails.
 """
 
 from __future__ import annotations
@@ -23,13 +25,23 @@ from mmtrain.doctor.check import Check, run_check
 from mmtrain.doctor.machine import describe_machine
 
 CHECKS = (
-    Check("driver", "mmtrain.doctor.machine:driver", "torch is built for this driver and these GPUs"),
+    Check(
+        "driver", "mmtrain.doctor.machine:driver", "torch is built for this driver and these GPUs"
+    ),
     Check("memory", "mmtrain.doctor.machine:memory", "GPUs, host and /dev/shm have room"),
     Check("environment", "mmtrain.doctor.machine:environment", "no variable breaks a pipeline"),
-    Check("attention", "mmtrain.doctor.attention:attention", "packed documents are as separate ones; by which kernel"),
+    Check(
+        "attention",
+        "mmtrain.doctor.attention:attention",
+        "packed documents are as separate ones; by which kernel",
+    ),
     Check("demo", "mmtrain.doctor.runs:demo", "the demo's losses are those on record"),
     Check("pipeline", "mmtrain.doctor.runs:pipeline", "two stages train as one process does"),
-    Check("streaming", "mmtrain.doctor.runs:streaming", "layers fetched from the host train as kept ones do"),
+    Check(
+        "streaming",
+        "mmtrain.doctor.runs:streaming",
+        "layers fetched from the host train as kept ones do",
+    ),
 )
 NAMES = [check.name for check in CHECKS]
 NAME_WIDTH = max(map(len, NAMES))
@@ -92,6 +104,10 @@ def _run(check: Check, folder: Path) -> str:
 
 def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     purposes = "\n".join(f"  {check.name:{NAME_WIDTH}}  {check.purpose}" for check in CHECKS)
-    parser = command_parser("doctor", f"{__doc__}\nchecks:\n{purposes}", EXAMPLES, EXITS, interrupted="stopped")
-    parser.add_argument("--only", nargs="+", choices=NAMES, default=NAMES, metavar="CHECK", help="only these checks")
+    parser = command_parser(
+        "doctor", f"{__doc__}\nchecks:\n{purposes}", EXAMPLES, EXITS, interrupted="stopped"
+    )
+    parser.add_argument(
+        "--only", nargs="+", choices=NAMES, default=NAMES, metavar="CHECK", help="only these checks"
+    )
     return parser.parse_args(arguments)

@@ -1,22 +1,33 @@
-"""Export what was trained: alone, for LLaVA's code, or with its models as a folder that stock transformers loads.
+"""Export what was trained: alone, for LLaVA's code, or with its models as a folder that stock
+transformers loads.
 
-    --format safetensors   OUT/projector.safetensors (every trained tensor, and the whole projector) and projector.json,
-                           which says what it belongs to: models, layer, widths, steps, data, scores, versions; of a run
+    --format safetensors   OUT/projector.safetensors (every trained tensor, and the whole projector)
+        and projector.json,
+                           which says what it belongs to: models, layer, widths, steps, data,
+                               scores, versions; of a run
                            on text alone trained.safetensors and trained.json
-    --format llava         OUT/mm_projector.bin and config.json, as LLaVA's own code reads them (its loader wants
+    --format llava         OUT/mm_projector.bin and config.json, as LLaVA's own code reads them (its
+        loader wants
                            `llava` in the folder's name)
-    --format hf            OUT/: the whole model, as the stock class that computes what was trained, such as Llava or
-                           Lfm2Vl; without one the run is refused. from_pretrained(OUT) of it and of AutoProcessor need
+    --format hf            OUT/: the whole model, as the stock class that computes what was trained,
+        such as Llava or
+                           Lfm2Vl; without one the run is refused. from_pretrained(OUT) of it and of
+                               AutoProcessor need
                            nothing else; README.md in it shows how. Adapters (model.lora) are merged
-    --format peft          OUT/adapter_model.safetensors and adapter_config.json: the LLM's adapters, for
-                           PeftModel.from_pretrained(base, OUT). OUT/base is that base, as --format hf writes it but for
-                           these adapters: with the projector, the encoder (its adapters merged) and all else that was
-                           trained. --base llm: they are for the LLM as it was published; the projector lies beside them
+    --format peft          OUT/adapter_model.safetensors and adapter_config.json: the LLM's
+        adapters, for
+                           PeftModel.from_pretrained(base, OUT). OUT/base is that base, as --format
+                               hf writes it but for
+                           these adapters: with the projector, the encoder (its adapters merged) and
+                               all else that was
+                           trained. --base llm: they are for the LLM as it was published; the
+                               projector lies beside them
                            as with --format safetensors; anything else that was trained is refused
 
-The models are read where the run's configuration says. Memory for the encoder and one file (--max-shard-gb) is enough.
-No file is replaced; OUT appears when all of it is on the disk and was read again. --verify then compares the logits of
-the exported model with mmtrain's own on held-out samples, and answers to a batch of prompts with single answers.
+The models are read where the run's configuration says. Memory for the encoder and one file
+(--max-shard-gb) is enough. No file is replaced; OUT appears when all of it is on the disk and was
+read again. --verify then compares the logits of the exported model with mmtrain's own on held-out
+samples, and answers to a batch of prompts with single answers.
 """
 
 from __future__ import annotations
@@ -79,25 +90,49 @@ def run(options: argparse.Namespace) -> int:
         try:
             print_result(f"pushed: {push(folder, options.push)}")
         except UserError as error:
-            raise UserError(f"{error}. {folder} is whole: hf upload {options.push} {folder}") from None
+            raise UserError(
+                f"{error}. {folder} is whole: hf upload {options.push} {folder}"
+            ) from None
     return 0
 
 
 def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     interrupted = "stopped; under --out there is all or nothing"
-    parser = command_parser("export", __doc__, EXAMPLES, EXITS, interrupted=interrupted, logs=print_result)
+    parser = command_parser(
+        "export", __doc__, EXAMPLES, EXITS, interrupted=interrupted, logs=print_result
+    )
     run_help = "the folder of a run, whose newest whole checkpoint is taken, or of one checkpoint"
     parser.add_argument("run", type=Path, metavar="RUN", help=run_help)
     parser.add_argument("--format", choices=get_args(Format), required=True, help="see above")
-    parser.add_argument("--out", type=Path, required=True, help="folder to make; must not exist, or be empty")
-    dtype_help = "of the tensors written (hf, peft: that of the run's LLM; else float32, as they were trained)"
+    parser.add_argument(
+        "--out", type=Path, required=True, help="folder to make; must not exist, or be empty"
+    )
+    dtype_help = (
+        "of the tensors written (hf, peft: that of the run's LLM; "
+        "else float32, as they were trained)"
+    )
     parser.add_argument("--dtype", choices=get_args(Dtype), help=dtype_help)
     size_help = "hf, peft: largest size of a file (%(default)s)"
-    parser.add_argument("--max-shard-gb", type=positive(float), default=5.0, metavar="GB", help=size_help)
-    base_help = "peft: what the adapters are for. llm: the published LLM (default for text alone); hf: OUT/base (else)"
+    parser.add_argument(
+        "--max-shard-gb", type=positive(float), default=5.0, metavar="GB", help=size_help
+    )
+    base_help = (
+        "peft: what the adapters are for. llm: "
+        "the published LLM (default for text alone); "
+        "hf: OUT/base (else)"
+    )
     parser.add_argument("--base", choices=get_args(Base), help=base_help)
-    verify_help = "hf, peft: compare logits with mmtrain's own on N held-out samples, batches with single answers (8)"
-    push_help = "also upload OUT to this repository of the hub; one that is missing is made, as a private one"
+    verify_help = (
+        "hf, peft: compare logits with mmtrain's own on N held-out "
+        "samples, batches with "
+        "single answers (8)"
+    )
+    push_help = (
+        "also upload OUT to this repository of the hub; "
+        "one that is missing is made, as a private one"
+    )
     parser.add_argument("--push", metavar="ORG/NAME", help=push_help)
-    parser.add_argument("--verify", type=positive(int), nargs="?", const=8, metavar="N", help=verify_help)
+    parser.add_argument(
+        "--verify", type=positive(int), nargs="?", const=8, metavar="N", help=verify_help
+    )
     return parser.parse_args(arguments)

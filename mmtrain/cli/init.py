@@ -37,7 +37,9 @@ def run(options: argparse.Namespace) -> None:
         with out.open("xb") as file:
             file.write(text)
     except FileExistsError:
-        raise UserError(f"{out} exists already. Name another file: mmtrain init {name} --out FILE") from None
+        raise UserError(
+            f"{out} exists already. Name another file: mmtrain init {name} --out FILE"
+        ) from None
     print_result(f"wrote {out}; next: mmtrain plan {out}")
 
 
@@ -50,5 +52,7 @@ def _purpose(file: Path) -> str:
 def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     parser = command_parser("init", __doc__, EXAMPLES, {0: "listed, or copied"})
     parser.add_argument("name", metavar="NAME", nargs="?", help="a shipped configuration")
-    parser.add_argument("--out", type=Path, metavar="FILE", help="where the copy goes (NAME.yaml in this folder)")
+    parser.add_argument(
+        "--out", type=Path, metavar="FILE", help="where the copy goes (NAME.yaml in this folder)"
+    )
     return parser.parse_args(arguments)

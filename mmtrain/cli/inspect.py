@@ -1,14 +1,19 @@
-"""Show what is in webdataset shards: counts, lengths, image sizes, how full packs become; damage; one sample in detail.
+"""Show what is in webdataset shards: counts, lengths, image sizes, how full packs become; damage;
+one sample in detail.
 
-    (no option)       from the indexes: samples, images, what cannot be trained on and why, histograms of text lengths
-                      and image sizes (as EXIF turns them), how full packs become, and the data.expected_... keys for
+    (no option)       from the indexes: samples, images, what cannot be trained on and why,
+        histograms of text lengths
+                      and image sizes (as EXIF turns them), how full packs become, and the
+                          data.expected_... keys for
                       the planner; with tiles also their number and the positions that they take
-    --verify          read every byte, compare it with the checksums in the indexes, list every damaged member
-    --show KEY        a sample as the model will see it: turns, tokens, labels, positions of images and their tiles
+    --verify          read every byte, compare it with the checksums in the indexes, list every
+        damaged member
+    --show KEY        a sample as the model will see it: turns, tokens, labels, positions of images
+        and their tiles
 
-A run's configuration, CONFIG, says how samples become tokens; without one --tokenizer, --template, --layout and others
-do. Shards without an index get one, which needs a tokenizer and a template. Shards that were indexed for exactly one
-tokenizer and template need neither, except for --show.
+A run's configuration, CONFIG, says how samples become tokens; without one --tokenizer, --template,
+--layout and others do. Shards without an index get one, which needs a tokenizer and a template.
+Shards that were indexed for exactly one tokenizer and template need neither, except for --show.
 """
 
 from __future__ import annotations
@@ -55,8 +60,8 @@ EXAMPLES = """\
   what is in shards that training has used, or that were made with --tokenizer:
     mmtrain inspect data/llava558k --vision vit_large_patch14_clip_quickgelu_336.openai
   other people's shards, for a chat model:
-    mmtrain inspect '/data/mix/shard-{000000..000331}.tar' --tokenizer /models/Qwen2.5-7B-Instruct \\
-        --template chat --vision /models/siglip
+    mmtrain inspect '/data/mix/shard-{000000..000331}.tar' \\
+        --tokenizer /models/Qwen2.5-7B-Instruct --template chat --vision /models/siglip
   as a run will read them; what to write into its data.expected_... keys:
     mmtrain inspect mine.yaml
     mmtrain inspect example:siglip_384_qwen25_7b model.llm.path=models/qwen data/llava558k
@@ -68,7 +73,10 @@ EXAMPLES = """\
     mmtrain inspect data/llava558k --show 004539375 --tokenizer models/vicuna-7b --template plain \\
         --tokens-per-image 576
 """
-EXITS = {0: "done; with --verify: every byte is as it was indexed", 1: "--verify found damage; it is listed"}
+EXITS = {
+    0: "done; with --verify: every byte is as it was indexed",
+    1: "--verify found damage; it is listed",
+}
 PACK_LENGTHS = (2048, 4096, 8192)
 EXIT_DAMAGED = 1
 TERMINAL_BINS = 12
@@ -85,14 +93,18 @@ def run(options: argparse.Namespace) -> int:
         return _verify(tars, stream, options.json)
     reading = reading_of(options, tars)
     if reading.tokenizer is not None and reading.template is not None:
-        ensure_indexes(tars, reading.tokenizer, reading.template, reading.layout, reading.form, stream=stream)
+        ensure_indexes(
+            tars, reading.tokenizer, reading.template, reading.layout, reading.form, stream=stream
+        )
     if options.show is not None:
         _show(tars, reading, options)
         return 0
     try:
         surveyed = survey(tars, reading.fingerprint, reading.layout, reading.form)
     except MissingIndex as error:
-        raise UserError(f"{error}; or give --tokenizer PATH and --template NAME here, or a CONFIG") from None
+        raise UserError(
+            f"{error}; or give --tokenizer PATH and --template NAME here, or a CONFIG"
+        ) from None
     fills, missing = _fills(surveyed, reading, options)
     if options.json:
         print_result(json.dumps(_as_dict(surveyed, reading, fills)))
@@ -101,11 +113,16 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
-def _fills(surveyed: Survey, reading: Reading, options: argparse.Namespace) -> tuple[list[Fill], str]:
+def _fills(
+    surveyed: Survey, reading: Reading, options: argparse.Namespace
+) -> tuple[list[Fill], str]:
     """Return how full packs of each length become, or why that is not known."""
     missing = ""
     if surveyed.sample_set is None:
-        missing = "the shards are not indexed for exactly one tokenizer: give --tokenizer PATH and --template NAME"
+        missing = (
+            "the shards are not indexed for exactly one tokenizer: "
+            "give --tokenizer PATH and --template NAME"
+        )
     elif surveyed.images.any():
         missing = reading.missing_positions
     if missing and options.pack_length is not None:
@@ -114,7 +131,9 @@ def _fills(surveyed: Survey, reading: Reading, options: argparse.Namespace) -> t
     if surveyed.sample_set is not None and not missing:
         of_config = () if reading.pack_length is None else (reading.pack_length,)
         for length in options.pack_length or of_config or PACK_LENGTHS:
-            fills.append(epoch_fill([surveyed.sample_set], Capacity(length, reading.max_tiles_per_pack)))
+            fills.append(
+                epoch_fill([surveyed.sample_set], Capacity(length, reading.max_tiles_per_pack))
+            )
     return fills, missing
 
 
@@ -163,9 +182,15 @@ def _print_report(survey: Survey, layout: ImageLayout, fills: list[Fill], missin
     none, one = int((survey.images == 0).sum()), int((survey.images == 1).sum())
     several = len(survey.images) - none - one
     print_result(f"{survey.shards:,} shards, {survey.bytes / 1e6:,.1f} MB")
-    print_result(f"{len(survey.images):,} samples: {none:,} without images, {one:,} with one, {several:,} with several")
+    print_result(
+        f"{len(survey.images):,} samples: {none:,} without images, {one:,} with one, "
+        f"{several:,} with several"
+    )
     print_result(f"{survey.images.sum():,} images")
-    print_result(f"samples that cannot be trained on: {survey.reasons.total():,}", *reason_lines(survey.reasons))
+    print_result(
+        f"samples that cannot be trained on: {survey.reasons.total():,}",
+        *reason_lines(survey.reasons),
+    )
     if survey.text_tokens is not None:
         _print_distribution("text tokens of a sample, without its images", survey.text_tokens)
     _print_distribution("longer side of an image, in pixels", survey.longer_sides)
@@ -179,12 +204,23 @@ def _print_report(survey: Survey, layout: ImageLayout, fills: list[Fill], missin
     image = "positions of images by their sizes" if layout.is_sized else "no images"
     if tokens := _tokens_per_image(layout):
         image = f"{tokens:,} tokens an image"
-    print_result("", f"how full packs become ({image}; overlong samples fit into no pack and are skipped)")
-    rows = [(f"{fill.pack_length:,}", f"{fill.packs:,}", f"{fill.fill:.2%}", f"{fill.overlong:,}") for fill in fills]
+    print_result(
+        "", f"how full packs become ({image}; overlong samples fit into no pack and are skipped)"
+    )
+    rows = [
+        (f"{fill.pack_length:,}", f"{fill.packs:,}", f"{fill.fill:.2%}", f"{fill.overlong:,}")
+        for fill in fills
+    ]
     print_table((">pack_length", ">packs", ">full", ">overlong"), rows)
     if survey.expected:
-        print_result("", "what a typical sample is, for the planner's estimates; in a run's configuration:", "  data:")
-        print_result(*(f"    {key.removeprefix('data.')}: {value}" for key, value in survey.expected.items()))
+        print_result(
+            "",
+            "what a typical sample is, for the planner's estimates; in a run's configuration:",
+            "  data:",
+        )
+        print_result(
+            *(f"    {key.removeprefix('data.')}: {value}" for key, value in survey.expected.items())
+        )
 
 
 def _print_distribution(title: str, values: np.ndarray) -> None:
@@ -210,7 +246,8 @@ def _verify(tars: Sequence[Path], stream: TextIO, as_json: bool) -> int:
     without = [tar for tar in tars if not index_path(tar).is_file()]
     if without:
         raise UserError(
-            f"--verify: {len(without):,} of {len(tars):,} shards have no index, and so no checksums to compare with "
+            f"--verify: {len(without):,} of {len(tars):,} shards have no index, and so no "
+            "checksums to compare with "
             f"(the first is {without[0]}). Indexing takes a shard as it is now: mmtrain index "
             f"{without[0].parent} --tokenizer PATH --template NAME"
         )
@@ -241,7 +278,10 @@ def _verify(tars: Sequence[Path], stream: TextIO, as_json: bool) -> int:
         where = "" if damage.offset is None else f" at byte {damage.offset:,}"
         what = "the whole" if damage.key is None else f"sample {escape(damage.key)}"
         print_result(f"damaged: {damage.shard}: {what}{where}: {escape(damage.detail)}")
-    print_result(f"{len(tars):,} shards, {samples:,} samples, {compared:,} bytes compared: {len(damages):,} damaged")
+    print_result(
+        f"{len(tars):,} shards, {samples:,} samples, {compared:,} bytes compared: "
+        f"{len(damages):,} damaged"
+    )
     return EXIT_DAMAGED if damages else 0
 
 
@@ -250,12 +290,17 @@ def _show(tars: Sequence[Path], reading: Reading, options: argparse.Namespace) -
 
     samples = tokenize_samples(tars, options.show, reading)
     if options.json:
-        rows = [asdict(sample) | {"members": [member._asdict() for member in sample.members]} for sample in samples]
+        rows = [
+            asdict(sample) | {"members": [member._asdict() for member in sample.members]}
+            for sample in samples
+        ]
         print_result(json.dumps({"samples": rows}))
         return
     for number, sample in enumerate(samples, 1):
         print_result(
-            f"{number} of {len(samples)} samples of this key: {sample.shard}" if len(samples) > 1 else sample.shard
+            f"{number} of {len(samples)} samples of this key: {sample.shard}"
+            if len(samples) > 1
+            else sample.shard
         )
         _print_sample(sample)
 
@@ -263,11 +308,15 @@ def _show(tars: Sequence[Path], reading: Reading, options: argparse.Namespace) -
 def _print_sample(sample: TokenizedSample) -> None:
     key = escape(sample.key)
     for member in sample.members:
-        print_result(f"  {key}.{escape(member.suffix)}  {member.size:,} bytes at byte {member.offset:,}")
+        print_result(
+            f"  {key}.{escape(member.suffix)}  {member.size:,} bytes at byte {member.offset:,}"
+        )
     for speaker, text in sample.turns:
         print_result(f"  {speaker}: {escape(text)}")
     if sample.fault is not None:
-        print_result(f"  cannot be trained on: {sample.fault.reason}: {escape(sample.fault.detail)}", "")
+        print_result(
+            f"  cannot be trained on: {sample.fault.reason}: {escape(sample.fault.detail)}", ""
+        )
         return
     texts = [row.text if row.token == IMAGE_POSITION else repr(row.text) for row in sample.rows]
     table = []
@@ -288,31 +337,44 @@ def _print_sample(sample: TokenizedSample) -> None:
     images = sum(row.positions for row in sample.rows if row.token == IMAGE_POSITION)
     total = sum(row.positions for row in sample.rows)
     labels = sum(row.label != IGNORE for row in sample.rows)
-    print_result(f"  {total:,} tokens: {total - images:,} of text, {images:,} of images; {labels:,} supervised", "")
+    print_result(
+        f"  {total:,} tokens: {total - images:,} of text, {images:,} of images; "
+        f"{labels:,} supervised",
+        "",
+    )
 
 
 def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     parser = command_parser("inspect", __doc__, EXAMPLES, EXITS)
     what = parser.add_mutually_exclusive_group()
-    what.add_argument("--verify", action="store_true", help="compare every byte with the indexes' checksums")
-    what.add_argument("--show", metavar="KEY", help="one sample as the model will see it; all that have this key")
+    what.add_argument(
+        "--verify", action="store_true", help="compare every byte with the indexes' checksums"
+    )
+    what.add_argument(
+        "--show", metavar="KEY", help="one sample as the model will see it; all that have this key"
+    )
     add_reading_arguments(parser)
     parser.add_argument(
         "--tokens-per-image",
         type=positive(int),
         metavar="N",
-        help="instead of --vision: what an image takes of a pack; of one that is cut into tiles, each of them",
+        help="instead of --vision: what an image takes of a pack; "
+        "of one that is cut into tiles, each of them",
     )
     parser.add_argument(
         "--pack-length",
         type=positive(int),
         nargs="+",
         metavar="TOKENS",
-        help=f"as data.pack_length, one or several ({' '.join(map(str, PACK_LENGTHS))}, or CONFIG's)",
+        help="as data.pack_length, one or several "
+        f"({' '.join(map(str, PACK_LENGTHS))}, or CONFIG's)",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
     options = parse_reading_arguments(parser, arguments)
     if options.show is not None and options.config is None and options.tokenizer is None:
-        parser.error("--show needs --tokenizer PATH and --template NAME, or a CONFIG: tokens depend on them")
-    options.ending["logs"] = print_note if options.json else print_result  # with it stdout is one JSON value
+        parser.error(
+            "--show needs --tokenizer PATH and --template NAME, or a CONFIG: tokens depend on them"
+        )
+    # with it stdout is one JSON value
+    options.ending["logs"] = print_note if options.json else print_result
     return options

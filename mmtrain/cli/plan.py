@@ -1,8 +1,9 @@
 """Show the plan of a run: which rank holds, trains and runs what, and how much memory that takes.
 
-CONFIG is the YAML file of a run, and any key of it can be set behind it. Nothing is started or written, and neither
-GPUs nor weights are needed: a laptop plans for a cluster. Without a calibration the plan has shares and no seconds;
-mmtrain calibrate measures these. --suggest N shows the best layouts for N devices instead.
+CONFIG is the YAML file of a run, and any key of it can be set behind it. Nothing is started or
+written, and neither GPUs nor weights are needed: a laptop plans for a cluster. Without a
+calibration the plan has shares and no seconds; mmtrain calibrate measures these. --suggest N shows
+the best layouts for N devices instead.
 """
 
 from __future__ import annotations
@@ -23,7 +24,10 @@ EXAMPLES = """\
   which layout it should have on 8 GPUs:
     mmtrain plan configs/qwen25_72b_pp8_dp2.yaml parallel.device_memory_gib=77 --suggest 8
 """
-EXITS = {0: "the plan is printed", 2: "wrong input, or a run that does not fit; the message says what to do"}
+EXITS = {
+    0: "the plan is printed",
+    2: "wrong input, or a run that does not fit; the message says what to do",
+}
 __all__ = ["parse_arguments", "run"]
 
 

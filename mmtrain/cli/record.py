@@ -1,7 +1,8 @@
 """Record a model's shapes, so that `mmtrain plan` works on machines that do not have its weights.
 
-A record says what planning needs of a model's config.json and lists every parameter's name and shape: a small JSON file
-in the cache. The model is built without memory for its weights; only its config.json is needed.
+A record says what planning needs of a model's config.json and lists every parameter's name and
+shape: a small JSON file in the cache. The model is built without memory for its weights; only its
+config.json is needed.
 """
 
 from __future__ import annotations
@@ -33,17 +34,31 @@ EXAMPLES = """\
     mmtrain record Qwen/Qwen2.5-72B-Instruct
   a vision encoder by its timm name, or from the folder of a model of transformers:
     mmtrain record --vision vit_large_patch14_clip_quickgelu_336.openai
-    mmtrain record --vision ~/models/clip-vit-large-patch14-336 --id openai/clip-vit-large-patch14-336
+    mmtrain record --vision ~/models/clip-vit-large-patch14-336 \\
+        --id openai/clip-vit-large-patch14-336
 """
 
 
 def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     parser = command_parser("record", __doc__, EXAMPLES)
     parser.add_argument("model", nargs="?", help="folder or cached hub id of an LLM")
-    parser.add_argument("--vision", metavar="NAME", help="timm name, folder or cached hub id of a vision encoder")
-    parser.add_argument("--id", help="name to record it under; by default the hub id or timm name given")
-    parser.add_argument("--alias", action="append", default=[], help="another model with the same shapes; repeatable")
-    parser.add_argument("--out", type=Path, help=f"folder to write to, instead of the cache; plans also read {FOLDER}")
+    parser.add_argument(
+        "--vision", metavar="NAME", help="timm name, folder or cached hub id of a vision encoder"
+    )
+    parser.add_argument(
+        "--id", help="name to record it under; by default the hub id or timm name given"
+    )
+    parser.add_argument(
+        "--alias",
+        action="append",
+        default=[],
+        help="another model with the same shapes; repeatable",
+    )
+    parser.add_argument(
+        "--out",
+        type=Path,
+        help=f"folder to write to, instead of the cache; plans also read {FOLDER}",
+    )
     options = parser.parse_args(arguments)
     if (options.model is None) == (options.vision is None):
         parser.error("give either an LLM or --vision NAME")
@@ -54,25 +69,33 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
 
 
 def record_llm(options: argparse.Namespace) -> Recorded:
-    """Record a causal LM from the config.json in its folder; raises UserError for families that cannot be cut."""
+    """Record a causal LM from the config.json in its folder; raises UserError for families that
+    cannot be cut.
+    """
     import torch
 
     from mmtrain.model.llm.language import auto_class, causal_config, drop_tower
 
     stock_config = causal_config(model_folder(options.model))
     with torch.device("meta"):
-        model = auto_class(stock_config).from_config(stock_config, attn_implementation=None, trust_remote_code=False)
+        model = auto_class(stock_config).from_config(
+            stock_config, attn_implementation=None, trust_remote_code=False
+        )
     drop_tower(model)
     facts = stock_config.get_text_config().to_dict()
     config = {key: facts[key] for key in PLANNING_KEYS if facts.get(key) is not None}
     if set(config.get("layer_types", ())) == {"full_attention"}:
         del config["layer_types"]
         config.pop("sliding_window", None)
-    return Recorded("llm", options.id or options.model, tuple(options.alias), config, _shapes(model))
+    return Recorded(
+        "llm", options.id or options.model, tuple(options.alias), config, _shapes(model)
+    )
 
 
 def record_vision(options: argparse.Namespace) -> Recorded:
-    """Record a vision model of timm by its name, or one of transformers from the config.json in its folder."""
+    """Record a vision model of timm by its name, or one of transformers from the config.json in its
+    folder.
+    """
     if is_timm_name(options.vision):
         recorded = timm_record(options.vision)
         aliases = tuple(dict.fromkeys((*recorded.aliases, *options.alias)))
@@ -85,14 +108,21 @@ def record_vision(options: argparse.Namespace) -> Recorded:
     config_json = encoder_config(folder)
     family = encoder_settings(config_json, str(folder)).family
     facts = stock_config(family, folder)
-    facts._attn_implementation = "sdpa"  # else config.json names it, and may name a kernel to be downloaded
+    # else config.json names it, and may name a kernel to be downloaded
+    facts._attn_implementation = "sdpa"
     with torch.device("meta"):
         model = model_class(family)(facts)
     size = "image_size" if family.native is None else "patch_size"
     keys = ("model_type", "num_attention_heads", size, "window_size")
     keys += ("fullatt_block_indexes", "deepstack_visual_indexes")
     config = {key: value for key in keys if (value := getattr(facts, key, None)) is not None}
-    return Recorded("vision", options.id or options.vision, tuple(options.alias), config, family.own(_shapes(model)))
+    return Recorded(
+        "vision",
+        options.id or options.vision,
+        tuple(options.alias),
+        config,
+        family.own(_shapes(model)),
+    )
 
 
 def _shapes(model: nn.Module) -> dict[str, Shape]:

@@ -1,8 +1,9 @@
-"""Make the page of a run: what was trained, whether it worked, what went wrong; several runs are put side by side.
+"""Make the page of a run: what was trained, whether it worked, what went wrong; several runs are
+put side by side.
 
-The page is one HTML file that opens without a network: curves, evaluations, held-out questions with their answers,
-where time and memory went, samples, faults. A run leaves RUN/report.html at its end; this command makes it again, also
-during the run.
+The page is one HTML file that opens without a network: curves, evaluations, held-out questions with
+their answers, where time and memory went, samples, faults. A run leaves RUN/report.html at its end;
+this command makes it again, also during the run.
 """
 
 from __future__ import annotations
@@ -31,9 +32,14 @@ def run(options: argparse.Namespace) -> None:
 
 
 def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
-    parser = command_parser("report", __doc__, EXAMPLES, {0: "the page is written"}, interrupted="stopped")
+    parser = command_parser(
+        "report", __doc__, EXAMPLES, {0: "the page is written"}, interrupted="stopped"
+    )
     parser.add_argument("runs", metavar="RUN", type=Path, nargs="+", help="the folder of a run")
     parser.add_argument(
-        "--out", type=Path, metavar="FILE", help=f"(RUN/{REPORT}; of several runs {REPORT} in this folder)"
+        "--out",
+        type=Path,
+        metavar="FILE",
+        help=f"(RUN/{REPORT}; of several runs {REPORT} in this folder)",
     )
     return parser.parse_args(arguments)

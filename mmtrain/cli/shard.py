@@ -1,33 +1,46 @@
 """Turn data as you have it into webdataset shards, which training reads in order from any disk.
 
 Input, with the images that it names, if any does, relative to one folder:
-    .json .jsonl    LLaVA's records, an array, an object around them, or a line each (--json: these alone):
-                    {"id": "004539375", "image": "00453/004539375.jpg",        "image" may be a list, or absent
+    .json .jsonl    LLaVA's records, an array, an object around them, or a line each (--json: these
+        alone):
+                    {"id": "004539375", "image": "00453/004539375.jpg",        "image" may be a
+                        list, or absent
                      "conversations": [{"from": "human", "value": "<image>\\nDescribe it."},
                                        {"from": "gpt", "value": "A red door."}]}
-                    ShareGPT's: {"messages" or "conversations": [{"role": "user", "content": "..."}, ...],
-                    "images": [...]}; FineVision's: {"texts": [{"user": "...", "assistant": "..."}], "images": [...]};
-                    {"question" or "prompt": "...", "answer", "answers" or "completion": ..., "image": ...};
-                    Alpaca's {"instruction": "...", "input": "...", "output": "..."}; {"query": "...", "response":
+                    ShareGPT's: {"messages" or "conversations": [{"role": "user", "content": "..."},
+                        ...],
+                    "images": [...]}; FineVision's: {"texts": [{"user": "...", "assistant": "..."}],
+                        "images": [...]};
+                    {"question" or "prompt": "...", "answer", "answers" or "completion": ...,
+                        "image": ...};
+                    Alpaca's {"instruction": "...", "input": "...", "output": "..."}; {"query":
+                        "...", "response":
                     "..."}; both with "history": [["...", "..."], ...];
-                    OBELICS's: {"images": ["a.jpg", null], "texts": [null, "..."]}, in the order of a page;
+                    OBELICS's: {"images": ["a.jpg", null], "texts": [null, "..."]}, in the order of
+                        a page;
                     captions: {"image": "a.jpg", "caption": "A red door."}; COCO's captions
     .csv .tsv       captions, the first line names the columns
-    .parquet, a folder of them, or of datasets' save_to_disk
-                    any of these; images as bytes, or names of files (pip install 'mmtrain[datasets]')
+    .parquet, a folder of them, or of datasets' save_to_disk any of these; images as bytes, or names
+                    of files (pip install 'mmtrain[datasets]')
 
 Output, in the folder that --out names:
-    shard-000000.tar ...   per sample KEY.json (the record, in LLaVA's form) and KEY.jpg, or KEY.0.jpg, KEY.1.jpg with
-                           several images, byte for byte as they were; KEY is the id where it can name a file
-    shard-000000.tar.index where each file lies in the tar, its checksum, the images' sizes; with --tokenizer and
-                           --template also each sample's length in tokens, which else the first run adds
-    rejected.jsonl         {"file", "record", "id", "reason", "detail"} of each record left out; `record` counts from 0
-    dataset.json           counts, options, checksums of input and shards. Written last: a folder without it is
+    shard-000000.tar ...   per sample KEY.json (the record, in LLaVA's form) and KEY.jpg, or
+        KEY.0.jpg, KEY.1.jpg with
+                           several images, byte for byte as they were; KEY is the id where it can
+                               name a file
+    shard-000000.tar.index where each file lies in the tar, its checksum, the images' sizes; with
+                           --tokenizer and --template also each sample's length in tokens, which
+                           else the first run adds
+    rejected.jsonl         {"file", "record", "id", "reason", "detail"} of each record left out;
+        `record` counts from 0
+    dataset.json           counts, options, checksums of input and shards. Written last: a folder
+        without it is
                            unfinished, and --resume continues it by unfinished.jsonl
 
-Every image is decoded once, so that no damaged one stops a training run. The same input and options give the same
-bytes for any number of workers and interruptions. For that, a shard's records are chosen before their images are
-read: one with a bad image leaves its shard that much smaller, and keeps its id.
+Every image is decoded once, so that no damaged one stops a training run. The same input and options
+give the same bytes for any number of workers and interruptions. For that, a shard's records are
+chosen before their images are read: one with a bad image leaves its shard that much smaller, and
+keeps its id.
 """
 
 from __future__ import annotations
@@ -73,17 +86,18 @@ from mmtrain.runtime.gpus import usable_cores
 
 EXAMPLES = """\
   LLaVA's 558K pairs for stage 1 (its images.zip unpacked into LLaVA-Pretrain/images):
-    mmtrain shard --json LLaVA-Pretrain/blip_laion_cc_sbu_558k.json --images LLaVA-Pretrain/images \\
-        --out data/llava558k
+    mmtrain shard --json LLaVA-Pretrain/blip_laion_cc_sbu_558k.json \\
+        --images LLaVA-Pretrain/images --out data/llava558k
   captions in a table (columns image_path and caption, or --image-key and --caption-key), or COCO's:
-    mmtrain shard --from captions.csv --images photos --out data/captions --caption-prompt "What do you see?"
+    mmtrain shard --from captions.csv --images photos --out data/captions \\
+        --caption-prompt "What do you see?"
     mmtrain shard --from annotations/captions_train2017.json --images train2017 --out data/coco
   ShareGPT's messages, as LLaMA-Factory and ms-swift read them:
     mmtrain shard --from chats.jsonl --images images --out data/chats
   a data set of Hugging Face's datasets, its images inside; parquet files:
     mmtrain shard --from saved/train --out data/mine
     mmtrain shard --from 'data/train-*.parquet' --caption-key text --out data/mine
-  tars of at most 1 GB, no more than 1 record in 1,000 lost (1.0 never stops, and lists everything that is wrong):
+  tars of at most 1 GB, at most 1 record in 1,000 lost (1.0: never stop, list all that is wrong):
     mmtrain shard --json part1.json part2.jsonl --images images --out data/mix \\
         --shard-bytes 1GB --max-reject-rate 0.001
   a mixture that repeats ids over different conversations, text lengths for one LLM:
@@ -95,7 +109,8 @@ EXAMPLES = """\
 """
 EXITS = {
     0: "every record is in a shard or in rejected.jsonl",
-    2: "wrong input, a full disk, or more rejected records than --max-reject-rate; the message says which",
+    2: "wrong input, a full disk, or more rejected records than --max-reject-rate; "
+    "the message says which",
     130: "stopped by Ctrl-C; no half shard is left, --resume continues",
 }
 ADAPTING = ("format", "image_key", "caption_key", "caption_prompt")  # options of --from alone
@@ -104,19 +119,26 @@ UNITS = {"": 1, "MB": 10**6, "GB": 10**9, "MiB": 1 << 20, "GiB": 1 << 30}
 
 
 def run(options: argparse.Namespace) -> None:
-    """Write shards, their indexes, rejected.jsonl and dataset.json into options.out; raises UserError."""
+    """Write shards, their indexes, rejected.jsonl and dataset.json into options.out; raises
+    UserError.
+    """
     images: Path | None = options.images and options.images.resolve()
     if images is not None and not images.is_dir():
         raise UserError(f"--images {options.images}: no such folder")
     out: Path = options.out
     if out.resolve() == images:
-        raise UserError(f"--out {options.out}: is the folder of the images; name another, which holds the shards alone")
+        raise UserError(
+            f"--out {options.out}: is the folder of the images; "
+            "name another, which holds the shards alone"
+        )
     refuse_used_folder(out, options.resume)
     # All of them before anything is written: a broken last file shows at once.
     sources: list[Source] = []
     form = SampleFormat(options.format, options.caption_key, options.caption_prompt)
     option = "--from" if options.json is None else "--json"
-    named = [[path] if path.exists() else matching_files(str(path), option) for path in options.paths]
+    named = [
+        [path] if path.exists() else matching_files(str(path), option) for path in options.paths
+    ]
     for path in itertools.chain.from_iterable(named):
         opened, description = open_sources(path, form, options.image_key)
         print_info(f"{path}: {description}: {sum(source.records for source in opened):,} records")
@@ -124,7 +146,10 @@ def run(options: argparse.Namespace) -> None:
     files = [source.path.resolve() for source in sources]
     if twice := [file for file, count in Counter(files).items() if count > 1]:
         raise UserError(f"{twice[0]}: named twice; every record would come twice")
-    run = {"options": _options_that_shape_the_bytes(options), "inputs": [_describe(source) for source in sources]}
+    run = {
+        "options": _options_that_shape_the_bytes(options),
+        "inputs": [_describe(source) for source in sources],
+    }
     if is_finished(out, run):
         print_info(f"{out}: finished already")
         return
@@ -132,7 +157,9 @@ def run(options: argparse.Namespace) -> None:
     # 0.29 x 100 is 28.999999999999996: without the addition the 29th of 29% would stop the run.
     allowed = math.floor(options.max_reject_rate * total + 1e-6)
     keep = options.duplicate_ids == "keep"
-    validator = Validator(sources, images, options.samples_per_shard, options.shard_bytes, keep, allowed)
+    validator = Validator(
+        sources, images, options.samples_per_shard, options.shard_bytes, keep, allowed
+    )
     rejected_file = out / "rejected.jsonl"
     with unfinished_run(out, run, options.resume) as unfinished:
         rejected_file.unlink(missing_ok=True)  # it is made again, from the first record on
@@ -145,10 +172,15 @@ def run(options: argparse.Namespace) -> None:
                 stats.write_summary(out, run)
             except (UserError, OSError) as error:
                 raise _unfinished(error, stats, unfinished, rejected_file) from error
-    print_info(f"{out}: {len(stats.shards):,} shards, {stats.samples:,} samples, {stats.images:,} images")
+    print_info(
+        f"{out}: {len(stats.shards):,} shards, {stats.samples:,} samples, {stats.images:,} images"
+    )
     see = f", see {rejected_file}" if stats.reasons else ""
     print_info(f"rejected: {stats.reasons.total():,}{see}", *reason_lines(stats.reasons))
-    print_info(f"next: mmtrain train CONFIG {shlex.quote(f'data.shards={glob.escape(str(out))}/shard-*.tar')}")
+    print_info(
+        "next: mmtrain train CONFIG "
+        f"{shlex.quote(f'data.shards={glob.escape(str(out))}/shard-*.tar')}"
+    )
 
 
 def _write_all(stats: ShardStats, options: argparse.Namespace, unfinished: UnfinishedRun) -> None:
@@ -167,7 +199,9 @@ def _write_all(stats: ShardStats, options: argparse.Namespace, unfinished: Unfin
 
         count = TextCounter(options.tokenizer, options.template)
     stored = ImageReader(stats.validator.sources)
-    maker = ShardMaker(stats.validator.images, stored, options.out, options.max_pixels, count, earlier)
+    maker = ShardMaker(
+        stats.validator.images, stored, options.out, options.max_pixels, count, earlier
+    )
     with (
         worker_pool(maker, options.workers) as run,
         ProgressBar("records", stats.total, sys.stdout) as progress,
@@ -184,16 +218,24 @@ def _unfinished(
 ) -> UserError:
     """Add to an error what is left in the folder and how to resume."""
     if isinstance(error, OSError):
-        error = UserError(f"{error.filename or unfinished.out}: cannot be written ({error.strerror}). Free space")
+        error = UserError(
+            f"{error.filename or unfinished.out}: cannot be written ({error.strerror}). Free space"
+        )
     listed = f"; {rejected_file} lists what was left out" if stats.reasons else ""
     if stats.samples or unfinished.finished:
-        return UserError(f"{error}{listed}. {unfinished.out} is unfinished: go on with --resume, or delete it")
+        return UserError(
+            f"{error}{listed}. {unfinished.out} is unfinished: go on with --resume, or delete it"
+        )
     unfinished.discard()  # another try needs no cleaning up
     return UserError(f"{error}{listed}")
 
 
 def _options_that_shape_the_bytes(options: argparse.Namespace) -> dict:
-    text = None if options.tokenizer is None else text_fingerprint(model_folder(options.tokenizer), options.template)
+    text = (
+        None
+        if options.tokenizer is None
+        else text_fingerprint(model_folder(options.tokenizer), options.template)
+    )
     return {
         **{name: getattr(options, name) for name in (*ADAPTING, *SHAPING)},
         "template": options.template and template_name(options.template),
@@ -219,38 +261,104 @@ def parse_size(text: str) -> int:
 
 def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     parser = command_parser("shard", __doc__, EXAMPLES, EXITS)
-    # The shell leaves --out=~/data as it is. Not by pathlib, which raises for a user who is not here.
+    # The shell leaves --out=~/data as it is. Not by pathlib, which raises for a user who is not
+    # here.
     path = lambda text: Path(os.path.expanduser(text))  # noqa: E731, PTH111
     add = parser.add_argument
     source = parser.add_mutually_exclusive_group(required=True).add_argument
-    source("--from", type=path, nargs="+", dest="paths", metavar="PATH", help="files or folders, as above")
+    source(
+        "--from",
+        type=path,
+        nargs="+",
+        dest="paths",
+        metavar="PATH",
+        help="files or folders, as above",
+    )
     source("--json", type=path, nargs="+", metavar="FILE", help="LLaVA JSON or JSONL files")
     of_from = parser.add_argument_group("of --from alone")
     add_format_arguments(of_from)
-    of_from.add_argument("--image-key", metavar="KEY", help="key or column of images (images, image, image_path, ...)")
-    add("--images", type=path, metavar="DIR", help="folder that image names start from; none for text alone")
-    add("--out", type=path, required=True, metavar="DIR", help="folder for the shards, without any yet")
+    of_from.add_argument(
+        "--image-key",
+        metavar="KEY",
+        help="key or column of images (images, image, image_path, ...)",
+    )
+    add(
+        "--images",
+        type=path,
+        metavar="DIR",
+        help="folder that image names start from; none for text alone",
+    )
+    add(
+        "--out",
+        type=path,
+        required=True,
+        metavar="DIR",
+        help="folder for the shards, without any yet",
+    )
     size = parser.add_mutually_exclusive_group().add_argument
-    size("--samples-per-shard", type=positive(int), metavar="N", help="records with valid text in a tar (1000)")
-    size("--shard-bytes", type=parse_size, metavar="SIZE", help="instead: a tar's largest size (500MB, 1GiB, ...)")
-    add("--workers", type=positive(int), default=usable_cores(), metavar="N", help="processes (%(default)s)")
-    add("--tokenizer", metavar="PATH", help="the LLM's folder, its hub id in the local cache, or demo:llm")
+    size(
+        "--samples-per-shard",
+        type=positive(int),
+        metavar="N",
+        help="records with valid text in a tar (1000)",
+    )
+    size(
+        "--shard-bytes",
+        type=parse_size,
+        metavar="SIZE",
+        help="instead: a tar's largest size (500MB, 1GiB, ...)",
+    )
+    add(
+        "--workers",
+        type=positive(int),
+        default=usable_cores(),
+        metavar="N",
+        help="processes (%(default)s)",
+    )
+    add(
+        "--tokenizer",
+        metavar="PATH",
+        help="the LLM's folder, its hub id in the local cache, or demo:llm",
+    )
     add(
         "--template",
         type=template_argument,
         metavar="NAME",
         help=f"data.template of the training run: {', '.join(NAMES)}, or {FILE}",
     )
-    add("--max-reject-rate", type=share, default=0.05, metavar="R", help="stop at more bad records, as a share (0.05)")
-    add("--duplicate-ids", choices=("reject", "keep"), default="reject", help="keep: keys get -2, -3, ... (reject)")
+    add(
+        "--max-reject-rate",
+        type=share,
+        default=0.05,
+        metavar="R",
+        help="stop at more bad records, as a share (0.05)",
+    )
+    add(
+        "--duplicate-ids",
+        choices=("reject", "keep"),
+        default="reject",
+        help="keep: keys get -2, -3, ... (reject)",
+    )
     pixels = positive(int, MAX_IMAGE_PIXELS)
-    add("--max-pixels", type=pixels, default=MAX_IMAGE_PIXELS, metavar="N", help="reject larger images (%(default)s)")
-    add("--resume", action="store_true", help="go on where a run with the same options and images was interrupted")
+    add(
+        "--max-pixels",
+        type=pixels,
+        default=MAX_IMAGE_PIXELS,
+        metavar="N",
+        help="reject larger images (%(default)s)",
+    )
+    add(
+        "--resume",
+        action="store_true",
+        help="go on where a run with the same options and images was interrupted",
+    )
     options = parser.parse_args(arguments)
     if options.json is not None:
         for name in ADAPTING:
             if getattr(options, name) != parser.get_default(name):
-                parser.error(f"--json: reads LLaVA's own records; use --from with --{name.replace('_', '-')}")
+                parser.error(
+                    f"--json: reads LLaVA's own records; use --from with --{name.replace('_', '-')}"
+                )
         options.paths, options.format = options.json, "llava"
     if (options.tokenizer is None) != (options.template is None):
         parser.error("--tokenizer and --template: give both or none; text lengths depend on both")
@@ -258,6 +366,8 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
         options.samples_per_shard = 1000
     if options.out == Path():
         parser.error("--out: an empty name, or this folder; name a folder for the shards alone")
-    interrupted = f"stopped by Ctrl-C; {options.out} is unfinished: go on with --resume, or delete it"
+    interrupted = (
+        f"stopped by Ctrl-C; {options.out} is unfinished: go on with --resume, or delete it"
+    )
     options.ending = {"unnamed": options.out, "interrupted": interrupted}
     return options

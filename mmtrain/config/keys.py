@@ -1,4 +1,5 @@
-"""The keys of a configuration, and the marks that a key's declaration has beside its type and meaning.
+"""The keys of a configuration, and the marks that a key's declaration has beside its type and
+meaning.
 
     packs_per_microbatch: Free[Measured[int]] = Field(1, ge=1)
 
@@ -28,9 +29,14 @@ ELEMENT = "*"  # stands in a key path for the number of a list's element
 class OnResume(enum.Enum):
     """Whether a resumed run may have another value than the run that saved the checkpoint."""
 
-    FREE = "how a run runs or where its files lie, not what it computes: ranks compare data and weights by content"
+    FREE = (
+        "how a run runs or where its files lie, not what it computes: "
+        "ranks compare data and weights by content"
+    )
     KEPT = "a change makes another run of it: only where --allow-change names the key"
-    FIXED = "a checkpoint means nothing without it: its tensors have no place, or its cursor no meaning"
+    FIXED = (
+        "a checkpoint means nothing without it: its tensors have no place, or its cursor no meaning"
+    )
 
 
 @dataclass(frozen=True)
@@ -40,7 +46,9 @@ class EntersCalibration:
 
 @dataclass(frozen=True)
 class InsteadOf:
-    """Of this key and another of its section one is set; an override of one takes the place of the file's other."""
+    """Of this key and another of its section one is set; an override of one takes the place of the
+    file's other.
+    """
 
     key: str
     is_needed: bool = True  # one of them is
@@ -48,7 +56,9 @@ class InsteadOf:
 
 @dataclass(frozen=True)
 class NamesFiles:
-    """This key is a path, or a list of paths: `${NAME}` in it stands for an environment variable."""
+    """This key is a path, or a list of paths: `${NAME}` in it stands for an environment
+    variable.
+    """
 
     is_path: Callable[[str], bool] = lambda text: True  # where the key holds other texts, too
 
@@ -62,11 +72,18 @@ Files = Annotated[T, NamesFiles()]
 
 def marked(model: type[BaseModel], kind: type[Mark]) -> dict[Path, Mark]:
     """Return the keys below `model` that bear a mark of this kind, each with its mark."""
-    return {path: mark for path, field in all_fields(model) for mark in field.metadata if isinstance(mark, kind)}
+    return {
+        path: mark
+        for path, field in all_fields(model)
+        for mark in field.metadata
+        if isinstance(mark, kind)
+    }
 
 
 def all_fields(model: type[BaseModel], prefix: Path = ()) -> Iterator[tuple[Path, FieldInfo]]:
-    """Yield every key path below `model` with its declaration, sections before their keys; list elements are `*`."""
+    """Yield every key path below `model` with its declaration, sections before their keys; list
+    elements are `*`.
+    """
     for name, field in model.model_fields.items():
         path = (*prefix, name)
         yield path, field
@@ -79,9 +96,13 @@ def all_fields(model: type[BaseModel], prefix: Path = ()) -> Iterator[tuple[Path
 def section_of(annotation: Any) -> type[BaseModel] | None:
     """Return the section class that a field declares, or may be null; None for a plain value."""
     if is_optional(annotation):
-        annotation, *others = (kind for kind in typing.get_args(annotation) if kind is not types.NoneType)
+        annotation, *others = (
+            kind for kind in typing.get_args(annotation) if kind is not types.NoneType
+        )
         annotation = None if others else annotation
-    return annotation if isinstance(annotation, type) and issubclass(annotation, BaseModel) else None
+    return (
+        annotation if isinstance(annotation, type) and issubclass(annotation, BaseModel) else None
+    )
 
 
 def is_optional(annotation: Any) -> bool:
@@ -91,7 +112,10 @@ def is_optional(annotation: Any) -> bool:
 
 def _element_section(annotation: Any) -> type[BaseModel] | None:
     """Return the section class of the elements of a list, which may be optional or annotated."""
-    found = (section_of(annotation) or _element_section(annotation) for annotation in typing.get_args(annotation))
+    found = (
+        section_of(annotation) or _element_section(annotation)
+        for annotation in typing.get_args(annotation)
+    )
     return next((section for section in found if section is not None), None)
 
 

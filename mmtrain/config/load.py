@@ -24,14 +24,17 @@ from mmtrain.config.templates import read_template
 
 DEMO = "example:llava_pp4"
 KEY_AND_VALUE = re.compile(r"[^/=]+=")  # begins a word that sets a key, and no path
-EXAMPLES = Path(__file__).parents[1] / "examples"  # shipped configurations; in a checkout a link to configs/
+# shipped configurations; in a checkout a link to configs/
+EXAMPLES = Path(__file__).parents[1] / "examples"
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
-    """Return the configuration in a YAML file, or `example:NAME`, with `key.sub=value` overrides applied in order.
+    """Return the configuration in a YAML file, or `example:NAME`, with `key.sub=value` overrides
+    applied in order.
 
-    `data.allow_pipe` is taken from overrides alone; `${NAME}` in paths is filled in from the environment; a file that
-    `data.template` names is replaced by its text. Raises UserError listing every problem at once.
+    `data.allow_pipe` is taken from overrides alone; `${NAME}` in paths is filled in from the
+    environment; a file that `data.template` names is replaced by its text. Raises UserError listing
+    every problem at once.
     """
     content = read_yaml(example_file(name) if (name := example_name(path)) else Path(path))
     if content is not None and not isinstance(content, dict):
@@ -40,13 +43,15 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     content = content or {}
     if foreign := foreign_keys_of(content):
         raise UserError(
-            f"{path}: a configuration of another program ({', '.join(foreign[:3])}); mmtrain's has the sections run, "
+            f"{path}: a configuration of another program ({', '.join(foreign[:3])}); "
+            "mmtrain's has the sections run, "
             "model, data and train. Begin with a copy of a shipped one: mmtrain init"
         )
     data = content.get("data")
     if isinstance(data, dict) and data.get("allow_pipe"):
         raise UserError(
-            f"{path}: data.allow_pipe says which programs may run, and no file may say that, since it can come from "
+            f"{path}: data.allow_pipe says which programs may run, and no file may say that, since "
+            "it can come from "
             "anybody: take it out, and give it on the command line, e.g. 'data.allow_pipe=[curl]'"
         )
     for override in overrides:
@@ -81,7 +86,9 @@ def example_file(name: str) -> Path:
 
 
 def validated(content: dict[str, Any], source: str, heading: str = "") -> RunConfig:
-    """Return the configuration with this content. Raises UserError, which names the source, for all its problems."""
+    """Return the configuration with this content. Raises UserError, which names the source, for all
+    its problems.
+    """
     try:
         return _with_fit(RunConfig.model_validate(content))
     except ValidationError as error:
@@ -90,7 +97,9 @@ def validated(content: dict[str, Any], source: str, heading: str = "") -> RunCon
 
 
 def _with_fit(config: RunConfig) -> RunConfig:
-    """Resolve data.image_fit=null to its default, unless the files of model.pretrained decide it later."""
+    """Resolve data.image_fit=null to its default, unless the files of model.pretrained decide it
+    later.
+    """
     is_cut = config.model.vision is not None and config.model.vision.cuts_images
     if config.data.image_fit is not None or is_cut or config.model.pretrained is not None:
         return config
@@ -103,7 +112,8 @@ def _several(source: str, problems: Sequence[str], heading: str = "") -> UserErr
 
 
 def restore_config(content: dict[str, Any], source: str) -> RunConfig:
-    """Return the configuration of which `model_dump(mode="json")` made this, with an empty `data.allow_pipe`.
+    """Return the configuration of which `model_dump(mode="json")` made this, with an empty
+    `data.allow_pipe`.
 
     Raises UserError, naming the source, for keys or values that this version does not know.
     """
@@ -112,14 +122,18 @@ def restore_config(content: dict[str, Any], source: str) -> RunConfig:
 
 
 def dump_config(config: RunConfig, *, for_others: bool = False) -> str:
-    """Return YAML with every default written out, without `data.allow_pipe`; `for_others` without secrets, too."""
+    """Return YAML with every default written out, without `data.allow_pipe`; `for_others` without
+    secrets, too.
+    """
     content = config.model_dump(mode="json", exclude={"data": {"allow_pipe"}})
     content = disclosed(content) if for_others else content
     return yaml.dump(content, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=120)
 
 
 class _Dumper(yaml.SafeDumper):
-    """SafeDumper whose texts with line breaks of Unicode read back as they were: within single quotes they do not."""
+    """SafeDumper whose texts with line breaks of Unicode read back as they were: within single
+    quotes they do not.
+    """
 
     def represent_str(self, text: str) -> yaml.Node:
         return self.represent_scalar(
@@ -131,7 +145,9 @@ _Dumper.add_representer(str, _Dumper.represent_str)
 
 
 def key_of_option(option: str) -> str:
-    """Return the end of a message about an unknown option such as --learning_rate: the key that it may mean."""
+    """Return the end of a message about an unknown option such as --learning_rate: the key that it
+    may mean.
+    """
     path = tuple(escape(option, LONGEST_KEY).partition("=")[0].lstrip("-").split("."))
     if not option.startswith("--"):
         return ""
@@ -147,12 +163,20 @@ def refuse_repeated_keys(parser: argparse.ArgumentParser, overrides: Sequence[st
     keys = [override.partition("=")[0].strip() for override in overrides]
     for key in keys:
         if keys.count(key) > 1:
-            braces = ", and quote its braces: a shell makes several words of them" if "shards" in key else ""
-            parser.error(f"{escape(key, LONGEST_KEY)}: given {keys.count(key)} times. Give it once{braces}")
+            braces = (
+                ", and quote its braces: a shell makes several words of them"
+                if "shards" in key
+                else ""
+            )
+            parser.error(
+                f"{escape(key, LONGEST_KEY)}: given {keys.count(key)} times. Give it once{braces}"
+            )
 
 
 def _apply(content: dict[str, Any], override: str) -> None:
-    """Set one `key.sub=value` in nested sections; an unknown key is set too, so that validation reports it."""
+    """Set one `key.sub=value` in nested sections; an unknown key is set too, so that validation
+    reports it.
+    """
     key, equals, text = override.partition("=")
     path = tuple(key.strip().split("."))
     shown = f"override {escape(repr(override))}"
@@ -164,19 +188,26 @@ def _apply(content: dict[str, Any], override: str) -> None:
     is_null = text == "null" and (section is not None or may_be_null)
     if section is not None and not is_null:
         keys = ", ".join(f"{key}.{name}" for name in section.model_fields)
-        raise UserError(f"{shown}: {key} is a section. Set {'null, or ' * may_be_null}its keys one by one: {keys}")
+        raise UserError(
+            f"{shown}: {key} is a section. Set {'null, or ' * may_be_null}its keys "
+            f"one by one: {keys}"
+        )
     for part in path[:-1]:
         if content.get(part) is None:
             content[part] = {}
         if not isinstance(content[part], dict):
             raise UserError(f"{shown}: {part} is {content[part]!r}, which has no keys below it")
         content = content[part]
-    # A text key takes its override as it stands: run.name=7 is a name, data.shards=*.tar no YAML alias.
+    # A text key takes its override as it stands: run.name=7 is a name, data.shards=*.tar no YAML
+    # alias.
     kinds = () if field is None else (field.annotation, *typing.get_args(field.annotation))
     is_text = str in kinds and not is_null and not text.startswith(("[", '"', "'"))
     value = text if is_text else parse_yaml(text, shown)
     if _lacks_blank(value):
-        raise UserError(f"{shown}: a blank is missing behind a colon. Quote it: '{key}=[{{name: a, weight: 2}}]'")
+        raise UserError(
+            f"{shown}: a blank is missing behind a colon. Quote it: '{key}=[{{name: "
+            f"a, weight: 2}}]'"
+        )
     content[path[-1]] = {} if section is not None and not may_be_null else value
 
 
@@ -184,12 +215,20 @@ def _lacks_blank(value: Any) -> bool:
     """Tell whether a mapping of YAML was written {name:a}, which is a key without a value."""
     if isinstance(value, list):
         return any(map(_lacks_blank, value))
-    return isinstance(value, dict) and any(inner is None and ":" in str(name) for name, inner in value.items())
+    return isinstance(value, dict) and any(
+        inner is None and ":" in str(name) for name, inner in value.items()
+    )
 
 
 def _take_models_of_run(model: Any) -> None:
-    """Fill in the models and the connector of the run or checkpoint `model.init_from`, unless an LLM is named."""
-    if not isinstance(model, dict) or not isinstance(model.get("init_from"), str) or model.get("pretrained"):
+    """Fill in the models and the connector of the run or checkpoint `model.init_from`, unless an
+    LLM is named.
+    """
+    if (
+        not isinstance(model, dict)
+        or not isinstance(model.get("init_from"), str)
+        or model.get("pretrained")
+    ):
         return
     own = {part: model.get(part, {}) for part in ("llm", "vision", "projector")}
     if not isinstance(own["llm"], dict) or "path" in own["llm"]:
@@ -199,7 +238,10 @@ def _take_models_of_run(model: Any) -> None:
         run = run.parents[1]
     file = run / "config.yaml"
     if not file.is_file():
-        raise UserError(f"model.init_from: {run} has no config.yaml that names its models. Set model.llm, model.vision")
+        raise UserError(
+            f"model.init_from: {run} has no config.yaml that names its models. "
+            "Set model.llm, model.vision"
+        )
     theirs = restore_config(read_yaml(file), str(file)).model_dump(mode="json")["model"]
     del theirs["projector"]["init_from"]
     for part, keys in own.items():

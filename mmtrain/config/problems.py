@@ -1,7 +1,8 @@
-"""What is wrong with a configuration, in the user's terms: key path, value seen, what is allowed, a valid key near it.
+"""What is wrong with a configuration, in the user's terms: key path, value seen, what is allowed, a
+valid key near it.
 
-What is allowed is pydantic's message, what a key means is the description of its declaration. For keys of other
-programs the table foreign_keys.yaml says what is set here instead.
+What is allowed is pydantic's message, what a key means is the description of its declaration. For
+keys of other programs the table foreign_keys.yaml says what is set here instead.
 """
 
 from __future__ import annotations
@@ -37,14 +38,21 @@ _SHOULD = {
     NAME: "be letters, digits, '.', '_' and '-', and begin with one of the first two",
     JINJA: "be Jinja text",
 }
-"""Ends of the sentence "it should ...", by pydantic's type of error or by the pattern that did not match."""
+"""Ends of the sentence "it should ...", by pydantic's type of error or by the pattern that did not
+match.
+"""
 
 
-def explain(model: type[BaseModel], errors: Sequence[ErrorDetails], content: dict[str, Any]) -> list[str]:
-    """Return one line per wrong key of the first MOST_EXPLAINED errors; `content` is what was validated."""
+def explain(
+    model: type[BaseModel], errors: Sequence[ErrorDetails], content: dict[str, Any]
+) -> list[str]:
+    """Return one line per wrong key of the first MOST_EXPLAINED errors; `content` is what was
+    validated.
+    """
     fields = dict(all_fields(model))
     lines: list[str] = []
-    wrong_values: dict[Path, list[str]] = {}  # a union has an error per alternative, a list one per element
+    # a union has an error per alternative, a list one per element
+    wrong_values: dict[Path, list[str]] = {}
     for error in errors[:MOST_EXPLAINED]:
         path, below = _key_path(error["loc"], fields)
         if error["type"] == "cross_field":
@@ -55,7 +63,9 @@ def explain(model: type[BaseModel], errors: Sequence[ErrorDetails], content: dic
             lines.append(f"{'.'.join(path)}: missing{_meaning(fields[declared_path(path)])}")
         else:
             kind = error.get("ctx", {}).get("pattern", error["type"])
-            should = _SHOULD.get(kind) or re.sub(r"^\w+ should ", "", error["msg"]).replace("tuple", "list")
+            should = _SHOULD.get(kind) or re.sub(r"^\w+ should ", "", error["msg"]).replace(
+                "tuple", "list"
+            )
             wrong_values.setdefault(path, []).append(should)
     for path, should in wrong_values.items():
         value, begin, meaning = _value_at(content, path), "it", ""
@@ -68,8 +78,14 @@ def explain(model: type[BaseModel], errors: Sequence[ErrorDetails], content: dic
 
 
 def _meant(annotation: Any, value: Any, should: Sequence[str]) -> str:
-    """Begin a sentence, with the right value that is most like a wrong one, or like an element of it, if one is."""
-    if isinstance(value, str) and str in typing.get_args(annotation) and should == [_SHOULD["tuple_type"]]:
+    """Begin a sentence, with the right value that is most like a wrong one, or like an element of
+    it, if one is.
+    """
+    if (
+        isinstance(value, str)
+        and str in typing.get_args(annotation)
+        and should == [_SHOULD["tuple_type"]]
+    ):
         return f"did you mean [{escape(value, LONGEST_KEY)}]? It"
     choices = re.findall(r"'(\w+)'", " ".join(should))
     for word in re.findall(r"\w+", str(value).lower()):
@@ -79,7 +95,9 @@ def _meant(annotation: Any, value: Any, should: Sequence[str]) -> str:
 
 
 def _key_path(location: tuple[int | str, ...], fields: dict[Path, FieldInfo]) -> tuple[Path, Path]:
-    """Return the longest declared key path that a pydantic location begins with, and the rest of the location."""
+    """Return the longest declared key path that a pydantic location begins with, and the rest of
+    the location.
+    """
     path = tuple(str(part) for part in location)
     length = len(path)
     while length and declared_path(path[:length]) not in fields:
@@ -106,7 +124,11 @@ def nearest_key(path: Path, known: Sequence[Path]) -> Path | None:
     """
     path = tuple(part.lower() for part in path)
     near = [candidate for candidate in known if _may_mean(path, candidate)]
-    return max(near, key=lambda one: _ratio(path[-1], one[-1]) + _ratio(".".join(path), ".".join(one)), default=None)
+    return max(
+        near,
+        key=lambda one: _ratio(path[-1], one[-1]) + _ratio(".".join(path), ".".join(one)),
+        default=None,
+    )
 
 
 def _may_mean(path: Path, known: Path) -> bool:
@@ -115,7 +137,8 @@ def _may_mean(path: Path, known: Path) -> bool:
     if words <= known_words and _words(known[-1:]) <= _words(path[-1:]):
         return True  # model.llm_path or lr: the name, and some of its sections
     if declared_path(path[:-1]) == known[:-1]:
-        return likeness >= _ALIKE or _words(path[-1:]) <= _words(known[-1:])  # a slip, or checkpoint.keep for keep_last
+        # a slip, or checkpoint.keep for keep_last
+        return likeness >= _ALIKE or _words(path[-1:]) <= _words(known[-1:])
     return likeness >= _ALMOST_EQUAL and known[-1] not in _VAGUE
 
 
@@ -158,11 +181,14 @@ def answers() -> dict[str, str]:
 def answer_to(path: Path) -> str | None:
     """Return what is set here instead of an unknown key, in whatever section it is."""
     names = [name.lstrip("-").replace("-", "_").lower() for name in path]
-    return answers().get("_".join(names[-2:])) or answers().get(names[-1])  # eval: {batch_size: 4}, then batch_size
+    # eval: {batch_size: 4}, then batch_size
+    return answers().get("_".join(names[-2:])) or answers().get(names[-1])
 
 
 def foreign_keys_of(content: Mapping[str, Any]) -> list[str]:
-    """Return the keys by which a whole file is another program's configuration; none where it may be mmtrain's."""
+    """Return the keys by which a whole file is another program's configuration; none where it may
+    be mmtrain's.
+    """
     if any(isinstance(content.get(section), dict) for section in ("run", "data", "train")):
         return []
     keys = [str(key) for key in content if key in answers()]

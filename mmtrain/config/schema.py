@@ -1,6 +1,7 @@
 """Run configuration: strict, frozen, typed YAML.
 
-Each key is declared here once: type, bounds, default, meaning, and the marks of `config.keys`. No torch.
+Each key is declared here once: type, bounds, default, meaning, and the marks of `config.keys`. No
+torch.
 """
 
 from __future__ import annotations
@@ -38,8 +39,8 @@ class RunSection(Section):
     overwrite: Free[bool] = False
     """true: delete an existing run folder with this name and start over"""
     report_to: Free[tuple[Literal["tensorboard", "wandb", "csv"], ...]] = ()
-    """where metrics go besides metrics.jsonl, e.g. [tensorboard, csv]; tensorboard and wandb are optional extras of
-    mmtrain, csv is a table. A tracker that fails never ends the run"""
+    """where metrics go besides metrics.jsonl, e.g. [tensorboard, csv]; tensorboard and wandb are
+    optional extras of mmtrain, csv is a table. A tracker that fails never ends the run"""
 
 
 class DataSetSection(Section):
@@ -50,56 +51,68 @@ class DataSetSection(Section):
     format: Kept[SampleFormatName | None] = None
     """sample format of this data set; null: data.format"""
     weight: Kept[Float] = Field(1.0, gt=0, le=1e6)
-    """how often an epoch draws its samples: 2.5 draws all twice and half of them once more, 0.1 draws a tenth"""
+    """how often an epoch draws its samples: 2.5 draws all twice and half of them once more, 0.1
+    draws a tenth
+    """
 
 
 class DataSection(Section):
     shards: Free[Annotated[Shards | None, _TARS]] = None
-    """webdataset shards: a tar file, a folder, a glob, a brace range, a pipe: URL (needs data.allow_pipe), or a list;
-    demo:train: the demo's shards. Set this or data.sets"""
+    """webdataset shards: a tar file, a folder, a glob, a brace range, a pipe: URL (needs
+    data.allow_pipe), or a list; demo:train: the demo's shards. Set this or data.sets"""
     sets: Annotated[Kept[tuple[DataSetSection, ...] | None], InsteadOf("data.shards")] = None
     """several data sets instead of data.shards, each with name, shards and weight"""
     format: Kept[SampleFormatName] = "auto"
-    """sample format. llava: conversations of {from, value}; sharegpt: messages or conversations, with any usual role
-    and content keys; qa: texts of {user, assistant}, question and answer, prompt and completion; interleaved: a page of
-    texts and images; caption: an image and its text; auto: detected from the first 100 samples of each set and recorded
-    in config.yaml"""
+    """sample format. llava: conversations of {from, value}; sharegpt: messages or conversations,
+    with any usual role and content keys; qa: texts of {user, assistant}, question and answer,
+    prompt and completion; interleaved: a page of texts and images; caption: an image and its text;
+    auto: detected from the first 100 samples of each set and recorded in config.yaml"""
     caption_key: Kept[str | None] = Field(None, min_length=1, max_length=200)
-    """key of KEY.json that holds the caption; null: KEY.txt, KEY.caption, or the keys caption and text"""
+    """key of KEY.json that holds the caption; null: KEY.txt, KEY.caption, or the keys caption and
+    text
+    """
     caption_prompt: Kept[str] = Field("Describe the image.", max_length=10_000)
     """question asked before each caption; data.template=plain drops it"""
     allow_pipe: Free[tuple[str, ...]] = ()
-    """programs that pipe: URLs among the shards may run, e.g. [curl]; their output is kept in the cache. Only the
-    command line can set it"""
+    """programs that pipe: URLs among the shards may run, e.g. [curl]; their output is kept in the
+    cache. Only the command line can set it"""
     pack_length: Kept[Measured[int]] = Field(2048, ge=1, le=10_000_000)
     """tokens per pack"""
     max_tiles_per_pack: Kept[Annotated[int, Field(ge=1, le=1_000_000)] | None] = None
-    """maximum tiles per pack, to bound the encoder's memory: an image is one tile, or as many as model.vision.layout
-    cuts it into (under native one for each of its image tokens); null: as many as fit into the pack's tokens"""
+    """maximum tiles per pack, to bound the encoder's memory: an image is one tile, or as many as
+    model.vision.layout cuts it into (under native one for each of its image tokens); null: as many
+    as fit into the pack's tokens"""
     template: Annotated[Kept[TemplateName | TemplateText], NamesFiles(is_template_file)] = "plain"
-    """how a conversation becomes tokens. plain (LLaVA's stage 1): images and one answer, without the question; all
-    others keep all turns and supervise every answer. chat: the model's own chat template; llava_v1 (Vicuna), llama_2:
-    LLaVA's conversations; chatml: <|im_start|>; FILE.jinja: your own template, recorded as text"""
+    """how a conversation becomes tokens. plain (LLaVA's stage 1): images and one answer, without
+    the question; all others keep all turns and supervise every answer. chat: the model's own chat
+    template; llava_v1 (Vicuna), llama_2: LLaVA's conversations; chatml: <|im_start|>; FILE.jinja:
+    your own template, recorded as text"""
     images: Kept[Literal["require", "strip"]] = "require"
-    """what a text run (model.vision: null) does with samples that have images. require: quarantine them, since they
-    need an encoder; strip: train on their text without its <image> marks"""
+    """what a text run (model.vision: null) does with samples that have images. require: quarantine
+    them, since they need an encoder; strip: train on their text without its <image> marks"""
     overlong: Kept[Literal["skip", "refuse"]] = "skip"
-    """what to do with a sample that does not fit into a pack. skip: leave it out and count it; refuse: end the run"""
+    """what to do with a sample that does not fit into a pack. skip: leave it out and count it;
+    refuse: end the run
+    """
     image_fit: Kept[Literal["pad", "resize", "center_crop"] | None] = None
-    """how an image becomes the encoder's square. pad (LLaVA-1.5): whole, padded with the mean colour; resize: whole,
-    stretched; center_crop: its middle (CLIP); null: pad, or nothing where model.vision.layout cuts images into tiles
-    by its own rule"""
+    """how an image becomes the encoder's square. pad (LLaVA-1.5): whole, padded with the mean
+    colour; resize: whole, stretched; center_crop: its middle (CLIP); null: pad, or nothing where
+    model.vision.layout cuts images into tiles by its own rule"""
     max_image_pixels: Kept[PositiveInt] = MAX_IMAGE_PIXELS
-    """quarantine a sample with a larger image, according to the image's header; WebP: half of this"""
+    """quarantine a sample with a larger image, according to the image's header; WebP: half of
+    this
+    """
     shuffle_shards: Kept[PositiveInt] = 8
-    """shards whose samples are mixed with each other; more mix better, but read from more files in turn. Small shards:
-    as many as hold data.pack_window samples"""
+    """shards whose samples are mixed with each other; more mix better, but read from more files in
+    turn. Small shards: as many as hold data.pack_window samples"""
     pack_window: Kept[int] = Field(4096, ge=1, le=10_000_000)
     """samples that are packed together; more of them fill packs better"""
     workers: Free[int] = Field(2, ge=0, le=1024)
     """processes that decode ahead on each rank that reads data"""
     max_quarantine_rate: Free[Float] = Field(0.01, ge=0, le=1)
-    """end the run when a larger share of the samples read (counted as 1,000 at least) is quarantined"""
+    """end the run when a larger share of the samples read (counted as 1,000 at least) is
+    quarantined
+    """
     io_retry_seconds: Free[Float] = Field(60.0, ge=0, le=1e7)
     """how long a failed read is retried, in case the storage comes back, before the run ends"""
     ledger: Free[bool] = False
@@ -107,13 +120,21 @@ class DataSection(Section):
     expected_text_tokens: Free[Measured[int]] = Field(80, ge=1, le=10_000_000)
     """text tokens of a typical sample; only the planner's estimates use it"""
     expected_image_tiles: Free[Measured[Annotated[Float, Field(ge=1, le=MAX_CELLS)] | None]] = None
-    """tiles of a typical image where model.vision.layout makes several of one image (native: its image tokens), for the
-    planner's estimates. mmtrain inspect prints it; null: tiles of a 640 x 480 image"""
-    expected_image_positions: Free[Measured[Annotated[Float, Field(ge=1, le=10_000_000)] | None]] = None
-    """image tokens of a typical image, for the planner's estimates; set it together with expected_image_tiles"""
-    expected_attended_tiles: Free[Measured[Annotated[Float, Field(ge=1, le=MAX_CELLS)] | None]] = None
-    """mean of an image's squared image tokens, over the mean of its image tokens, under model.vision.layout=native, for
-    the planner's estimate of attention in the encoder. mmtrain inspect prints it; null: expected_image_tiles"""
+    """tiles of a typical image where model.vision.layout makes several of one image (native: its
+    image tokens), for the planner's estimates. mmtrain inspect prints it; null: tiles of a 640 x
+    480 image"""
+    expected_image_positions: Free[
+        Measured[Annotated[Float, Field(ge=1, le=10_000_000)] | None]
+    ] = None
+    """image tokens of a typical image, for the planner's estimates; set it together with
+    expected_image_tiles
+    """
+    expected_attended_tiles: Free[Measured[Annotated[Float, Field(ge=1, le=MAX_CELLS)] | None]] = (
+        None
+    )
+    """mean of an image's squared image tokens, over the mean of its image tokens, under
+    model.vision.layout=native, for the planner's estimate of attention in the encoder. mmtrain
+    inspect prints it; null: expected_image_tiles"""
     expected_supervised_fraction: Free[Measured[Float]] = Field(0.12, gt=0, le=1)
     """share of a pack's tokens that carry a label; only the planner's estimates use it"""
 
@@ -123,7 +144,9 @@ class DataSection(Section):
             raise wrong_together("data.sets: the list is empty. Name at least one data set")
         names = [one.name for one in self.sets or ()]
         if len(set(names)) < len(names):
-            raise wrong_together(f"data.sets: two sets have the same name ({', '.join(names)}). Names must differ")
+            raise wrong_together(
+                f"data.sets: two sets have the same name ({', '.join(names)}). Names must differ"
+            )
         return self
 
     @model_validator(mode="after")
@@ -132,7 +155,8 @@ class DataSection(Section):
         missing, found = sorted(keys, key=lambda key: getattr(self, key) is not None)
         if getattr(self, missing) is None and getattr(self, found) is not None:
             raise wrong_together(
-                f"data.{missing}: null, but data.{found} is set, and the planner needs both. Set both as mmtrain "
+                f"data.{missing}: null, but data.{found} is set, and the planner needs both. "
+                "Set both as mmtrain "
                 "inspect prints them, or leave both out"
             )
         return self
@@ -140,45 +164,55 @@ class DataSection(Section):
 
 class TrainSection(Section):
     packs_per_step: Fixed[int] = Field(96, ge=1, le=10_000_000)
-    """packs in one optimizer step, over all replicas; of 2,048 tokens 96 hold about 290 of LLaVA's samples, whose batch
-    has 256; 96 divides by 1, 2, 3, 4, 6, 8, 12 and 16 replicas"""
+    """packs in one optimizer step, over all replicas; of 2,048 tokens 96 hold about 290 of LLaVA's
+    samples, whose batch has 256; 96 divides by 1, 2, 3, 4, 6, 8, 12 and 16 replicas"""
     packs_per_microbatch: Free[Measured[int]] = Field(1, ge=1, le=100_000)
     """packs per micro-batch (one forward of the pipeline)"""
     max_steps: Kept[PositiveInt | None] = None
     """optimizer steps of the run; set this or train.epochs"""
     epochs: Annotated[Kept[PositiveInt | None], InsteadOf("train.max_steps")] = None
-    """epochs instead of max_steps, over all data sets by weight; the next epoch's first samples fill the last step"""
+    """epochs instead of max_steps, over all data sets by weight; the next epoch's first samples
+    fill the last step
+    """
     max_bad_steps: Free[NonNegativeInt] = 0
-    """steps with a NaN or infinite loss or gradient that a run skips, without an update, before it stops; each is
-    written to bad_steps.jsonl"""
+    """steps with a NaN or infinite loss or gradient that a run skips, without an update, before it
+    stops; each is written to bad_steps.jsonl"""
     deterministic: Free[bool] = False
-    """true: GPUs use deterministic algorithms, some of them slower; false: GPU runs agree up to rounding. CPU
-    runs are always bit-identical"""
+    """true: GPUs use deterministic algorithms, some of them slower; false: GPU runs agree up to
+    rounding. CPU runs are always bit-identical"""
 
 
 class OptimizerGroupSection(Section):
     match: Kept[tuple[str, ...]] = Field(min_length=1, max_length=100)
-    """name patterns of the group's parameters, as in model.trainable, e.g. [projector] or [llm.layers.*.lora_*]"""
+    """name patterns of the group's parameters, as in model.trainable, e.g. [projector] or
+    [llm.layers.*.lora_*]
+    """
     lr: Kept[Annotated[Float, Field(ge=0)] | None] = None
     """peak learning rate of the group; null: optimizer.lr"""
     weight_decay: Kept[Annotated[Float, Field(ge=0)] | None] = None
-    """weight decay of all that the group matches; null: optimizer.weight_decay, not of biases and norms"""
+    """weight decay of all that the group matches; null: optimizer.weight_decay, not of biases and
+    norms
+    """
 
 
 class OptimizerSection(Section):
     lr: Kept[Float] = Field(1e-3, ge=0)
     """peak learning rate"""
     groups: Kept[tuple[OptimizerGroupSection, ...]] = Field((), max_length=100)
-    """parameter groups with their own rates, e.g. [{match: [projector], lr: 2e-5}]; all else uses optimizer.lr"""
+    """parameter groups with their own rates, e.g. [{match: [projector], lr: 2e-5}]; all else uses
+    optimizer.lr
+    """
     betas: Kept[tuple[Decay, Decay]] = (0.9, 0.999)
     """AdamW's decay rates"""
     eps: Kept[Float] = Field(1e-8, gt=0)
     """AdamW's epsilon"""
     weight_decay: Kept[Float] = Field(0.0, ge=0)
-    """AdamW's decoupled weight decay, as in transformers' Trainer not of biases and norms; groups may say otherwise"""
+    """AdamW's decoupled weight decay, as in transformers' Trainer not of biases and norms; groups
+    may say otherwise
+    """
     schedule: Kept[Literal["cosine", "linear", "constant", "wsd"]] = "cosine"
-    """course of every group's learning rate after the warm-up. cosine, linear: falls until the end; constant: stays;
-    wsd: stays, then falls linearly over the last decay_fraction of the steps"""
+    """course of every group's learning rate after the warm-up. cosine, linear: falls until the end;
+    constant: stays; wsd: stays, then falls linearly over the last decay_fraction of the steps"""
     warmup_fraction: Kept[Float] = Field(0.03, ge=0, le=1)
     """share of the steps that warm up linearly"""
     decay_fraction: Kept[Float] = Field(0.1, gt=0, le=1)
@@ -193,11 +227,13 @@ class OptimizerSection(Section):
         for number, group in enumerate(self.groups):
             if group.lr is None and group.weight_decay is None:
                 raise wrong_together(
-                    f"optimizer.groups.{number}: sets neither lr nor weight_decay. Set one, or leave the group out"
+                    f"optimizer.groups.{number}: sets neither lr nor weight_decay. "
+                    "Set one, or leave the group out"
                 )
         if self.schedule == "wsd" and self.warmup_fraction + self.decay_fraction > 1:
             raise wrong_together(
-                f"optimizer.decay_fraction: {self.decay_fraction} and optimizer.warmup_fraction {self.warmup_fraction} "
+                f"optimizer.decay_fraction: {self.decay_fraction} and optimizer.warmup_fraction "
+                f"{self.warmup_fraction} "
                 "add up to more than 1, i.e. all steps. Lower one of them"
             )
         return self
@@ -205,21 +241,28 @@ class OptimizerSection(Section):
 
 class EvalSection(Section):
     shards: Free[Annotated[Shards | None, _TARS]] = None
-    """held-out webdataset shards, read with data.template and data.pack_length; set this or eval.fraction"""
+    """held-out webdataset shards, read with data.template and data.pack_length; set this or
+    eval.fraction
+    """
     format: Free[SampleFormatName] = "auto"
     """sample format of eval.shards, as in data.format"""
-    fraction: Annotated[Kept[Fraction | None], _OFF_AT_0, InsteadOf("eval.shards", is_needed=False)] = None
-    """share of the training data to hold out, chosen by a hash of each sample's key, so every run holds out the same
-    samples (records that share an image have different keys). This null or 0, and eval.shards null: no evaluation"""
+    fraction: Annotated[
+        Kept[Fraction | None], _OFF_AT_0, InsteadOf("eval.shards", is_needed=False)
+    ] = None
+    """share of the training data to hold out, chosen by a hash of each sample's key, so every run
+    holds out the same samples (records that share an image have different keys). This null or 0,
+    and eval.shards null: no evaluation"""
     every_steps: Free[PositiveInt | None] = None
     """steps between two evaluations; null: only before the first and after the last step"""
     max_samples: Free[PositiveInt | None] = None
     """evaluate only the first n samples; null: all, and all stay in memory"""
     show_answers: Free[int] = Field(6, ge=0, le=10_000)
-    """held-out questions to answer by generation before the first step and at the end of the run; 0: none"""
+    """held-out questions to answer by generation before the first step and at the end of the run;
+    0: none
+    """
     permuted_control: Free[bool] = True
-    """true: at the end, evaluate once more with the images shuffled among the samples, as a control. Answers that stay
-    right do not come from the images"""
+    """true: at the end, evaluate once more with the images shuffled among the samples, as a
+    control. Answers that stay right do not come from the images"""
 
     @property
     def is_on(self) -> bool:
@@ -234,13 +277,15 @@ class CheckpointSection(Section):
     keep_last: Free[PositiveInt | None] = 3
     """keep the newest n checkpoints; null: all"""
     keep_best: Free[Literal["loss", "token_accuracy", "exact_match"] | None] = None
-    """also keep the checkpoint with the best value of this evaluation score, and save at every evaluation"""
+    """also keep the checkpoint with the best value of this evaluation score, and save at every
+    evaluation
+    """
 
 
 class ExportSection(Section):
     format: Free[Literal["safetensors", "llava", "hf", "peft"] | None] = None
-    """format in which you will export the run with `mmtrain export`; the plan refuses a format that the run cannot
-    have. null: checked at export"""
+    """format in which you will export the run with `mmtrain export`; the plan refuses a format that
+    the run cannot have. null: checked at export"""
 
 
 class RunConfig(Section):
@@ -258,12 +303,14 @@ class RunConfig(Section):
     def _check_images_of_text_alone(self) -> Self:
         if self.model.vision is not None and self.data.images == "strip":
             raise wrong_together(
-                "data.images: strip removes the images, but model.vision has an encoder, which needs them. Leave it "
+                "data.images: strip removes the images, but model.vision has an encoder, which "
+                "needs them. Leave it "
                 "out, or set model.vision=null"
             )
         if self.model.vision is None and self.data.template == "plain":
             raise wrong_together(
-                "data.template: plain keeps only images and answers, but model.vision is null, so there are no images. "
+                "data.template: plain keeps only images and answers, but model.vision is null, so "
+                "there are no images. "
                 "Set data.template=chat"
             )
         return self
@@ -275,7 +322,8 @@ class RunConfig(Section):
         layout = self.model.vision.layout
         if self.data.image_fit is not None:
             raise wrong_together(
-                f"data.image_fit: {self.data.image_fit} makes one square of an image, but model.vision.layout {layout} "
+                f"data.image_fit: {self.data.image_fit} makes one square of an image, but "
+                f"model.vision.layout {layout} "
                 "sets its size. Remove it (on the command line: data.image_fit=null), or set "
                 "model.vision.layout=square"
             )
@@ -283,25 +331,33 @@ class RunConfig(Section):
 
     @model_validator(mode="after")
     def _check_steps(self) -> Self:
-        packs, data, per_microbatch = self.train.packs_per_step, self.parallel.data, self.train.packs_per_microbatch
+        packs, data, per_microbatch = (
+            self.train.packs_per_step,
+            self.parallel.data,
+            self.train.packs_per_microbatch,
+        )
         unit = data * per_microbatch
         if packs % unit:
             below = packs // unit * unit
             nearest = f"{below} or {below + unit}" if below else str(unit)
             raise wrong_together(
-                f"train.packs_per_step: {packs} is not a multiple of parallel.data x train.packs_per_microbatch = "
+                f"train.packs_per_step: {packs} is not a multiple of parallel.data x "
+                "train.packs_per_microbatch = "
                 f"{data} x {per_microbatch} = {unit}. Set it to {nearest}"
             )
         pipeline = self.parallel.pipeline
         if pipeline * data > MAX_RANKS:
             raise wrong_together(
-                f"parallel.data: {data} x parallel.pipeline {pipeline} = {pipeline * data:,} ranks; the limit is "
+                f"parallel.data: {data} x parallel.pipeline {pipeline} = {pipeline * data:,} "
+                "ranks; the limit is "
                 f"{MAX_RANKS:,}"
             )
         if packs // unit * pipeline > MAX_MICROBATCHES:
             raise wrong_together(
-                f"train.packs_per_step: {packs // unit:,} micro-batches a step x {pipeline} pipeline ranks; the limit "
-                f"is {MAX_MICROBATCHES:,} together. Set fewer packs, or raise train.packs_per_microbatch or "
+                f"train.packs_per_step: {packs // unit:,} micro-batches a step x {pipeline} "
+                "pipeline ranks; the limit "
+                f"is {MAX_MICROBATCHES:,} together. Set fewer packs, or raise "
+                "train.packs_per_microbatch or "
                 "parallel.data"
             )
         return self

@@ -1,4 +1,6 @@
-"""What every section of a configuration is: strict, frozen, with checks that concern several of its keys."""
+"""What every section of a configuration is: strict, frozen, with checks that concern several of its
+keys.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,9 @@ def _exponent_number(value: Any) -> Any:
 
 
 def wrong_together(message: str) -> PydanticCustomError:
-    """Return the error of values that do not go together; `message` names the keys and the remedy."""
+    """Return the error of values that do not go together; `message` names the keys and the
+    remedy.
+    """
     return PydanticCustomError("cross_field", "{message}", {"message": message})
 
 
@@ -29,7 +33,9 @@ Float = Annotated[float, BeforeValidator(_exponent_number)]
 
 
 class Section(BaseModel):
-    """A group of keys: unknown keys are errors, no silent conversions, values cannot change after loading."""
+    """A group of keys: unknown keys are errors, no silent conversions, values cannot change after
+    loading.
+    """
 
     model_config = ConfigDict(
         extra="forbid", frozen=True, strict=True, allow_inf_nan=False, use_attribute_docstrings=True
@@ -37,10 +43,14 @@ class Section(BaseModel):
 
     def value_at(self, path: Path) -> Any:
         """Return the value of a key, None below a section that is null."""
-        return functools.reduce(lambda section, name: section and getattr(section, name), path, self)
+        return functools.reduce(
+            lambda section, name: section and getattr(section, name), path, self
+        )
 
     def changed(self, changes: Mapping[str, Any]) -> Self:
-        """Return a copy with other, unchecked, values at these dotted keys; a section that is null stays."""
+        """Return a copy with other, unchecked, values at these dotted keys; a section that is null
+        stays.
+        """
         section = self
         for key, value in changes.items():
             name, _, below = key.partition(".")
@@ -53,20 +63,28 @@ class Section(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _fill_in_sections(cls, content: Any) -> Any:
-        """Give a section that is null or left out no keys, so that errors name the keys that it lacks."""
+        """Give a section that is null or left out no keys, so that errors name the keys that it
+        lacks.
+        """
         if content is not None and not isinstance(content, dict):
             return content
         needed = [name for name, field in cls.model_fields.items() if field.is_required()]
-        return {name: {} for name in needed if section_of(cls.model_fields[name].annotation)} | (content or {})
+        return {name: {} for name in needed if section_of(cls.model_fields[name].annotation)} | (
+            content or {}
+        )
 
     @model_validator(mode="after")
     def _check_alternatives(self) -> Self:
-        for name, mark in ((n, mark) for n, field in type(self).model_fields.items() for mark in field.metadata):
+        for name, mark in (
+            (n, mark) for n, field in type(self).model_fields.items() for mark in field.metadata
+        ):
             if isinstance(mark, InsteadOf):
                 section, other = mark.key.split(".")
                 set_keys = sum(getattr(self, key) is not None for key in (name, other))
                 if mark.is_needed and set_keys != 1:
-                    raise wrong_together(f"{mark.key}: set exactly one of {mark.key} and {section}.{name}")
+                    raise wrong_together(
+                        f"{mark.key}: set exactly one of {mark.key} and {section}.{name}"
+                    )
                 if set_keys == 2:
                     raise wrong_together(f"{section}.{name}: set either it or {mark.key}, not both")
         return self

@@ -1,8 +1,11 @@
-"""Conversation templates as `data.template` says them: by name, or as the text of a Jinja file of one's own.
+"""Conversation templates as `data.template` says them: by name, or as the text of a Jinja file of
+one's own.
 
-FILE.jinja --read_template, when a configuration is read--> its text, which then is the value of data.template
+FILE.jinja --read_template, when a configuration is read--> its text, which then is the value of
+    data.template
 
-So resumed runs are compared, and indexes made, by the text. `llava_v1`, `llama_2` and `chatml` are in chat_templates/.
+So resumed runs are compared, and indexes made, by the text. `llava_v1`, `llama_2` and `chatml` are
+in chat_templates/.
 """
 
 from __future__ import annotations
@@ -32,18 +35,25 @@ def is_template_file(value: str) -> bool:
 
 
 def read_template(value: str) -> str:
-    """Return the text of FILE.jinja, or the name or text itself. Raises UserError for a file that is no template."""
+    """Return the text of FILE.jinja, or the name or text itself. Raises UserError for a file that
+    is no template.
+    """
     if not is_template_file(value):
         return value
     try:
-        text = read_limited(Path(value).expanduser(), 4 * MAX_CHARACTERS, "a Jinja template").decode()
+        text = read_limited(
+            Path(value).expanduser(), 4 * MAX_CHARACTERS, "a Jinja template"
+        ).decode()
     except (FileNotFoundError, RuntimeError):  # the latter for a ~user that is not there
-        raise UserError(f"{value}: no such file. Name a Jinja template, or one of {', '.join(NAMES)}") from None
+        raise UserError(
+            f"{value}: no such file. Name a Jinja template, or one of {', '.join(NAMES)}"
+        ) from None
     except UnicodeDecodeError as error:
         raise UserError(f"{value}: cannot be read as text ({error})") from None
     if len(text) > MAX_CHARACTERS or "\0" in text or not ("{{" in text or "{%" in text):
         raise UserError(
-            f"{value}: not a Jinja template of a conversation. It needs {{{{ or {{%, no null character, and at most "
+            f"{value}: not a Jinja template of a conversation. "
+            f"It needs {{{{ or {{%, no null character, and at most "
             f"{MAX_CHARACTERS:,} characters"
         )
     return text
@@ -56,7 +66,9 @@ def template_argument(value: str) -> str:
     except UserError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
     if template == value and value not in NAMES:
-        raise argparse.ArgumentTypeError(f"{value!r} is not a template. Choose one of {', '.join(NAMES)}, or {FILE}")
+        raise argparse.ArgumentTypeError(
+            f"{value!r} is not a template. Choose one of {', '.join(NAMES)}, or {FILE}"
+        )
     return template
 
 
@@ -66,7 +78,9 @@ def template_name(template: str) -> str:
 
 
 def jinja_of(template: str) -> str | None:
-    """Return a template's Jinja text; None for plain, which needs none, and chat, the tokenizer's own."""
+    """Return a template's Jinja text; None for plain, which needs none, and chat, the tokenizer's
+    own.
+    """
     if template in ("plain", "chat"):
         return None
     if template in NAMES:

@@ -1,11 +1,14 @@
-"""The demo's data set: conversations about pictures, in LLaVA's form, as webdataset shards in the user's cache.
+"""The demo's data set: conversations about pictures, in LLaVA's form, as webdataset shards in the
+user's cache.
 
-split --draw scenes--> picture (PNG) + conversation --sharding--> CACHE/demo/<split>-<fingerprint>/shard-*.tar
+split --draw scenes--> picture (PNG) + conversation --sharding-->
+    CACHE/demo/<split>-<fingerprint>/shard-*.tar
 
-Made on first use, in seconds, from the scans that belong to the split; the same wherever Pillow compresses alike.
-`demo:next-train` and `demo:next-held-out` are the same pictures with other questions, for what is trained afterwards;
-`demo:text-train` and `demo:text-held-out` have no pictures. `demo:sheet-train` and `demo:sheet-held-out` are the
-pictures and questions of the first two, each picture a note on a sheet of four times its width.
+Made on first use, in seconds, from the scans that belong to the split; the same wherever Pillow
+compresses alike. `demo:next-train` and `demo:next-held-out` are the same pictures with other
+questions, for what is trained afterwards; `demo:text-train` and `demo:text-held-out` have no
+pictures. `demo:sheet-train` and `demo:sheet-held-out` are the pictures and questions of the first
+two, each picture a note on a sheet of four times its width.
 """
 
 from __future__ import annotations
@@ -48,7 +51,8 @@ def make_demo_data(config: RunConfig) -> None:
 
 
 def make_demo_shards(shards: str | Sequence[str] | None, key: str) -> None:
-    """Make the demo's data, `demo:train` and others, that `shards` names and that are not there yet.
+    """Make the demo's data, `demo:train` and others, that `shards` names and that are not there
+    yet.
 
     Raises UserError, naming `key`.
     """
@@ -78,7 +82,9 @@ def _ensure(name: str) -> None:
     except (OSError, UserError) as error:
         if _is_whole(folder, split):  # another process was faster, on a disk without locks
             return
-        raise UserError(f"cannot make {name} in {folder}: {error}; XDG_CACHE_HOME says where caches go") from error
+        raise UserError(
+            f"cannot make {name} in {folder}: {error}; XDG_CACHE_HOME says where caches go"
+        ) from error
 
 
 def _is_whole(folder: Path, split: str) -> bool:
@@ -87,11 +93,17 @@ def _is_whole(folder: Path, split: str) -> bool:
 
 
 def draw_samples(split: str) -> Iterator[KeyedSample]:
-    """Yield every sample of a split: key, record in LLaVA's form, its picture, if it has one, as (suffix, bytes)."""
+    """Yield every sample of a split: key, record in LLaVA's form, its picture, if it has one, as
+    (suffix, bytes).
+    """
     if split.startswith(TEXT):
         for number in range(SAMPLES[split]):
             key = f"{split}-{number:06d}"
-            yield key, {"id": key, "conversations": _turns(ask_reversed(random.Random(f"demo {key}")))}, []
+            yield (
+                key,
+                {"id": key, "conversations": _turns(ask_reversed(random.Random(f"demo {key}")))},
+                [],
+            )
         return
     pictures = split.removeprefix(NEXT).removeprefix(SHEET)
     draw = random.Random(f"demo {pictures}")
@@ -100,7 +112,8 @@ def draw_samples(split: str) -> Iterator[KeyedSample]:
         key = f"{split}-{number:06d}"
         scene = draw_scene(draw)
         stream, picture = io.BytesIO(), paint(scene, scans, draw)
-        spoken = converse(scene, draw)  # drawn in any case, else the pictures that follow would be others
+        # drawn in any case, else the pictures that follow would be others
+        spoken = converse(scene, draw)
         if split.startswith(NEXT):
             spoken = ask_next(scene, random.Random(f"demo {key}"))
         if split.startswith(SHEET):
@@ -108,7 +121,11 @@ def draw_samples(split: str) -> Iterator[KeyedSample]:
         picture.save(stream, "PNG")
         turns = _turns(spoken)
         turns[0]["value"] = f"{IMAGE_MARK}\n{turns[0]['value']}"
-        yield key, {"id": key, "image": f"{key}.png", "conversations": turns}, [("png", stream.getvalue())]
+        yield (
+            key,
+            {"id": key, "image": f"{key}.png", "conversations": turns},
+            [("png", stream.getvalue())],
+        )
 
 
 def _turns(spoken: Turns) -> list[dict[str, str]]:

@@ -1,11 +1,14 @@
 """Scenes as pictures: real handwriting, coloured, on a dark ground.
 
-scans (N, 8, 8) of scikit-learn's `load_digits` --split by use--> --enlarge, turn, shift, colour--> RGB (64, 64)
-such a picture as a note on an empty sheet, one of SHEET_TILES places in a row --lay--> RGB (64, 256)
+scans (N, 8, 8) of scikit-learn's `load_digits` --split by use--> --enlarge, turn, shift, colour-->
+    RGB (64, 64)
+such a picture as a note on an empty sheet, one of SHEET_TILES places in a row --lay--> RGB (64,
+    256)
 
-The scans are the test part of "Optical Recognition of Handwritten Digits" (Alpaydin and Kaynak, UCI Machine Learning
-Repository, CC BY 4.0): 1,797 digits of 13 people. They are split once, by a fixed permutation: what the vision encoder
-was trained on, what the projector is trained on, and what neither has seen.
+The scans are the test part of "Optical Recognition of Handwritten Digits" (Alpaydin and Kaynak, UCI
+Machine Learning Repository, CC BY 4.0): 1,797 digits of 13 people. They are split once, by a fixed
+permutation: what the vision encoder was trained on, what the projector is trained on, and what
+neither has seen.
 """
 
 from __future__ import annotations
@@ -22,10 +25,18 @@ from mmtrain.demo.scene import DIGITS, Scene
 SIZE = 64  # pixels a side
 CELL = SIZE // 2
 SPLIT_SEED = 20261120
-INKS = ((225, 60, 60), (60, 190, 90), (80, 120, 245), (235, 215, 70), (240, 240, 240), (245, 130, 210))
+INKS = (
+    (225, 60, 60),
+    (60, 190, 90),
+    (80, 120, 245),
+    (235, 215, 70),
+    (240, 240, 240),
+    (245, 130, 210),
+)
 INK_JITTER = 15  # of 255, each channel
 GROUND = 60  # brightest ground, of 255
-SHEET_TILES = 4  # that an encoder of the pictures' size sees of a sheet: as one square it is a quarter as wide
+# that an encoder of the pictures' size sees of a sheet: as one square it is a quarter as wide
+SHEET_TILES = 4
 
 Use = Literal["encoder", "projector", "held-out"]
 SHARES: dict[Use, float] = {"encoder": 0.6, "projector": 0.2, "held-out": 0.2}
@@ -35,12 +46,15 @@ class Scans:
     """The digits that belong to one use, by the digit they show."""
 
     def __init__(self, use: Use) -> None:
-        """Raises UserError without scikit-learn, whose package holds the scans: nothing is downloaded."""
+        """Raises UserError without scikit-learn, whose package holds the scans: nothing is
+        downloaded.
+        """
         try:
             from sklearn.datasets import load_digits
         except ImportError:
             raise UserError(
-                "the demo's handwriting comes with scikit-learn, which is not installed; install it: "
+                "the demo's handwriting comes with scikit-learn, which is not installed; "
+                "install it: "
                 "pip install 'mmtrain[demo]'"
             ) from None
         scans = load_digits()
@@ -51,13 +65,17 @@ class Scans:
         self.indices = order[int(begin) : int(end)]
         pixels = np.rint(scans.images[self.indices] * (255 / 16)).astype(np.uint8)
         targets = scans.target[self.indices]
-        self._by_digit = [[Image.fromarray(scan) for scan in pixels[targets == digit]] for digit in range(DIGITS)]
+        self._by_digit = [
+            [Image.fromarray(scan) for scan in pixels[targets == digit]] for digit in range(DIGITS)
+        ]
 
     def __len__(self) -> int:
         return len(self.indices)
 
     def ink(self, digit: int, draw: random.Random) -> Image.Image:
-        """A CELL x CELL mask, 255 where there is ink: some scan of `digit`, enlarged, turned and shifted a little."""
+        """A CELL x CELL mask, 255 where there is ink: some scan of `digit`, enlarged, turned and
+        shifted a little.
+        """
         side = draw.randint(22, 28)
         scan = draw.choice(self._by_digit[digit]).resize((side, side), Image.Resampling.BICUBIC)
         mask = Image.new("L", (CELL, CELL))
@@ -71,15 +89,24 @@ def paint(scene: Scene, scans: Scans, draw: random.Random) -> Image.Image:
     picture = Image.new("RGB", (SIZE, SIZE), tuple(draw.randint(0, GROUND) for _ in range(3)))
     for cell, item in enumerate(scene):
         if item is not None:
-            ink = tuple(min(255, max(0, c + draw.randint(-INK_JITTER, INK_JITTER))) for c in INKS[item.colour])
+            ink = tuple(
+                min(255, max(0, c + draw.randint(-INK_JITTER, INK_JITTER)))
+                for c in INKS[item.colour]
+            )
             corner = (cell % 2 * CELL, cell // 2 * CELL)
-            picture.paste(ink, (*corner, corner[0] + CELL, corner[1] + CELL), scans.ink(item.digit, draw))
+            picture.paste(
+                ink, (*corner, corner[0] + CELL, corner[1] + CELL), scans.ink(item.digit, draw)
+            )
     return picture
 
 
 def lay(note: Image.Image, draw: random.Random) -> tuple[Image.Image, int]:
-    """Lay a painted scene on a wide empty sheet, where one tile holds all of it: the sheet, and which tile that is."""
-    sheet = Image.new("RGB", (SHEET_TILES * SIZE, SIZE), tuple(draw.randint(0, GROUND) for _ in range(3)))
+    """Lay a painted scene on a wide empty sheet, where one tile holds all of it: the sheet, and
+    which tile that is.
+    """
+    sheet = Image.new(
+        "RGB", (SHEET_TILES * SIZE, SIZE), tuple(draw.randint(0, GROUND) for _ in range(3))
+    )
     tile = draw.randrange(SHEET_TILES)
     sheet.paste(note, (tile * SIZE, 0))
     return sheet, tile

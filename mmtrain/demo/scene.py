@@ -1,7 +1,9 @@
-"""What a demo scene is: a 2 x 2 grid of cells, each with a coloured handwritten digit or with nothing.
+"""What a demo scene is: a 2 x 2 grid of cells, each with a coloured handwritten digit or with
+nothing.
 
-Neither text nor image: `text` puts a scene into words, `pictures` paints it. The demo's LLM is trained on the words
-alone, its vision encoder on the pictures alone; that both speak of the same scenes is what a projector has to find out.
+Neither text nor image: `text` puts a scene into words, `pictures` paints it. The demo's LLM is
+trained on the words alone, its vision encoder on the pictures alone; that both speak of the same
+scenes is what a projector has to find out.
 """
 
 from __future__ import annotations
@@ -27,8 +29,12 @@ Scene = tuple[Item | None, ...]  # CELLS of them
 
 
 def draw_scene(draw: random.Random) -> Scene:
-    """A random scene: each cell is empty with probability EMPTY_SHARE, digits and colours are uniform."""
+    """A random scene: each cell is empty with probability EMPTY_SHARE, digits and colours are
+    uniform.
+    """
     return tuple(
-        None if draw.random() < EMPTY_SHARE else Item(draw.randrange(DIGITS), draw.randrange(COLOURS))
+        None
+        if draw.random() < EMPTY_SHARE
+        else Item(draw.randrange(DIGITS), draw.randrange(COLOURS))
         for _ in range(CELLS)
     )

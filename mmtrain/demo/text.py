@@ -1,8 +1,10 @@
 """Scenes in words: conversations about one, and the answers that are true of it.
 
 Scene --converse--> (("human", question), ("gpt", answer), ...)   what the demo's LLM was trained on
-      --ask_next--> the same form                                 a kind of question that is new to it
-three items --ask_reversed--> the same form                       a rule of its own language, without a picture
+      --ask_next--> the same form                                 a kind of question that is new to
+          it
+three items --ask_reversed--> the same form                       a rule of its own language,
+    without a picture
 """
 
 from __future__ import annotations
@@ -17,11 +19,16 @@ DIGIT_WORDS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "e
 COLOUR_WORDS = ("red", "green", "blue", "yellow", "white", "pink")
 PLACES = ("top left", "top right", "bottom left", "bottom right")
 DESCRIBE = ("Describe the picture.", "What is in the picture?", "What do you see?")
-ASK = ("What is at the {}?", "What do you see at the {}?", "Which digit is at the {}, and in which colour?")
+ASK = (
+    "What is at the {}?",
+    "What do you see at the {}?",
+    "Which digit is at the {}, and in which colour?",
+)
 ASK_NEXT = ("Which digit follows the one at the {}?", "What comes after the digit at the {}?")
 REVERSE = ("Say it backwards: {}.", "Turn it around: {}.")
 DESCRIBE_SHARE = 0.25  # of conversations; the others ask about one to three places
-ASK_EMPTY_CHANCE = 0.15  # that an empty cell may be asked about: "Nothing." is the one answer that is easily guessed
+# that an empty cell may be asked about: "Nothing." is the one answer that is easily guessed
+ASK_EMPTY_CHANCE = 0.15
 
 Turns = tuple[tuple[str, str], ...]
 
@@ -38,15 +45,21 @@ def describe(scene: Scene) -> str:
 
 
 def converse(scene: Scene, draw: random.Random) -> Turns:
-    """A conversation about a scene, in LLaVA's roles: a description, or one to three questions about places."""
+    """A conversation about a scene, in LLaVA's roles: a description, or one to three questions
+    about places.
+    """
     if draw.random() < DESCRIBE_SHARE:
         return (("human", draw.choice(DESCRIBE)), ("gpt", describe(scene)))
-    cells = [cell for cell in range(CELLS) if scene[cell] is not None or draw.random() < ASK_EMPTY_CHANCE]
+    cells = [
+        cell for cell in range(CELLS) if scene[cell] is not None or draw.random() < ASK_EMPTY_CHANCE
+    ]
     return _ask(cells, ASK, lambda cell: name(scene[cell]), draw)
 
 
 def ask_next(scene: Scene, draw: random.Random) -> Turns:
-    """One to three questions about the digit that follows the one at a place; after nine comes zero."""
+    """One to three questions about the digit that follows the one at a place; after nine comes
+    zero.
+    """
 
     def answer(cell: int) -> str:
         item = scene[cell]
@@ -57,12 +70,16 @@ def ask_next(scene: Scene, draw: random.Random) -> Turns:
 
 def ask_reversed(draw: random.Random) -> Turns:
     """Three items to say in the reverse order, one of 216,000 lists."""
-    items = [name(Item(draw.randrange(DIGITS), draw.randrange(len(COLOUR_WORDS)))) for _ in range(3)]
+    items = [
+        name(Item(draw.randrange(DIGITS), draw.randrange(len(COLOUR_WORDS)))) for _ in range(3)
+    ]
     question = draw.choice(REVERSE).format(", ".join(items))
     return (("human", question), ("gpt", ", ".join(reversed(items)).capitalize() + "."))
 
 
-def _ask(cells: list[int], questions: tuple[str, ...], answer: Callable[[int], str], draw: random.Random) -> Turns:
+def _ask(
+    cells: list[int], questions: tuple[str, ...], answer: Callable[[int], str], draw: random.Random
+) -> Turns:
     """Questions about one to three of `cells`, of any where there are none."""
     cells = cells or list(range(CELLS))
     turns: list[tuple[str, str]] = []

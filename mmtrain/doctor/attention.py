@@ -12,14 +12,21 @@ from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from mmtrain.doctor.check import FailedError
-from mmtrain.model.llm.attention import Documents, describe_backends, packed_attention, record_backends
+from mmtrain.model.llm.attention import (
+    Documents,
+    describe_backends,
+    packed_attention,
+    record_backends,
+)
 
 TOLERANCES = {torch.float32: 1e-4, torch.bfloat16: 3e-2}  # norm of the difference over the norm
 TOKENS, DOCUMENTS, HEADS, KEY_HEADS, HEAD_WIDTH = 1024, 9, 8, 4, 64
 
 
 def attention(folder: Path) -> str:
-    """Compare packed attention and its gradients with attention of each document alone, in float32."""
+    """Compare packed attention and its gradients with attention of each document alone, in
+    float32.
+    """
     on_gpu = torch.cuda.is_available()
     dtype = torch.bfloat16 if on_gpu else torch.float32
     borders = [0, *sorted(random.Random(0).sample(range(1, TOKENS), DOCUMENTS - 1)), TOKENS]
@@ -34,15 +41,20 @@ def attention(folder: Path) -> str:
     if not difference <= TOLERANCES[dtype]:
         raise FailedError(
             f"{text}, at most {TOLERANCES[dtype]:g} is rounding",
-            "do not train on this machine; report this line with the versions of torch, driver and GPU",
+            "do not train on this machine; report this line with the versions of "
+            "torch, driver and GPU",
         )
     if any(backend.slow for backend in backends):
-        raise FailedError(text, "runs are correct but slow: use another build of torch, or another GPU")
+        raise FailedError(
+            text, "runs are correct but slow: use another build of torch, or another GPU"
+        )
     return text
 
 
 def packed(borders: Sequence[int], *states: torch.Tensor) -> list[torch.Tensor]:
-    """Return output and gradients of packed attention, called as a decoder layer does; `states` as in `_states`."""
+    """Return output and gradients of packed attention, called as a decoder layer does; `states` as
+    in `_states`.
+    """
     query, key, value = (state.detach().requires_grad_() for state in states[:3])
     runs = tuple((0, begin, begin, end) for begin, end in itertools.pairwise(borders))
     offsets = torch.tensor(borders, dtype=torch.int32, device=query.device)
@@ -52,19 +64,27 @@ def packed(borders: Sequence[int], *states: torch.Tensor) -> list[torch.Tensor]:
 
 
 def separate(borders: Sequence[int], *states: torch.Tensor) -> list[torch.Tensor]:
-    """Return output and gradients of attention by torch's plain kernel, one document after the other."""
+    """Return output and gradients of attention by torch's plain kernel, one document after the
+    other.
+    """
     inputs = [state.detach().requires_grad_() for state in states[:3]]
     outputs = []
     for begin, end in itertools.pairwise(borders):
         document = (state[:, :, begin:end] for state in inputs)
         with sdpa_kernel(SDPBackend.MATH):
-            outputs.append(nn.functional.scaled_dot_product_attention(*document, is_causal=True, enable_gqa=True))
+            outputs.append(
+                nn.functional.scaled_dot_product_attention(
+                    *document, is_causal=True, enable_gqa=True
+                )
+            )
     output = torch.cat(outputs, dim=2).transpose(1, 2)
     return [output.detach(), *torch.autograd.grad(output, inputs, states[3])]
 
 
 def _states(seed: int, device: torch.device, dtype: torch.dtype) -> list[torch.Tensor]:
-    """Query (1, H, L, D), key and value (1, K, L, D), and the gradient (1, L, H, D) of the output."""
+    """Query (1, H, L, D), key and value (1, K, L, D), and the gradient (1, L, H, D) of the
+    output.
+    """
     generator = torch.Generator().manual_seed(seed)
     shapes = [(1, heads, TOKENS, HEAD_WIDTH) for heads in (HEADS, KEY_HEADS, KEY_HEADS)]
     shapes.append((1, TOKENS, HEADS, HEAD_WIDTH))

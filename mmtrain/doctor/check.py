@@ -1,9 +1,12 @@
-"""A check of the machine in its own process: a crash, a hang or a CUDA error in one check ends no other.
+"""A check of the machine in its own process: a crash, a hang or a CUDA error in one check ends no
+other.
 
-run_check --> child process, which calls the check's function --> Outcome in NAME.json, all output in NAME.log
+run_check --> child process, which calls the check's function --> Outcome in NAME.json, all output
+    in NAME.log
 
-A function takes the folder that all checks share and returns one line of text, or raises FailedError or SkippedError.
-The child leads a process group with its runs and their ranks, so that killing the group ends them all.
+A function takes the folder that all checks share and returns one line of text, or raises
+FailedError or SkippedError. The child leads a process group with its runs and their ranks, so that
+killing the group ends them all.
 """
 
 from __future__ import annotations
@@ -29,7 +32,10 @@ from mmtrain.runtime.child import die_with_parent, python_child
 CHILD = "from mmtrain.doctor.check import main; main()"
 LIMIT_SECONDS = 300  # of a check; on two cores the longest takes 20, and 100 beside much other work
 SECONDS_TO_END = 10  # for processes that were killed
-COMPARE = "read the log; run CUDA_VISIBLE_DEVICES= mmtrain doctor on the CPU to see whether a GPU is at fault"
+COMPARE = (
+    "read the log; run CUDA_VISIBLE_DEVICES= mmtrain doctor on the CPU to see whether a "
+    "GPU is at fault"
+)
 
 
 class FailedError(Exception):
@@ -63,7 +69,9 @@ class Outcome:
 
 
 def run_check(check: Check, folder: Path, seconds: float = LIMIT_SECONDS) -> Outcome:
-    """Run a check in a child process, for at most `seconds`. None of its processes is left afterwards."""
+    """Run a check in a child process, for at most `seconds`. None of its processes is left
+    afterwards.
+    """
     log, result = folder / f"{check.name}.log", folder / f"{check.name}.json"
     with log.open("w") as output:
         child = subprocess.Popen(
@@ -74,7 +82,11 @@ def run_check(check: Check, folder: Path, seconds: float = LIMIT_SECONDS) -> Out
         )
     try:
         code = child.wait(seconds)
-        end = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+        end = (
+            f"was killed by {signal.Signals(-code).name}"
+            if code < 0
+            else f"ended with exit code {code}"
+        )
     except subprocess.TimeoutExpired:
         end = f"did not end within {seconds:g} s"
     finally:
@@ -82,7 +94,9 @@ def run_check(check: Check, folder: Path, seconds: float = LIMIT_SECONDS) -> Out
     if result.exists():
         return Outcome(**json.loads(result.read_text()))
     last = (log.read_text(errors="replace").strip() or "none").split("\n")[-1].strip()
-    return Outcome("failed", f"the check's process {end}, without a result; its last output: {last}", COMPARE)
+    return Outcome(
+        "failed", f"the check's process {end}, without a result; its last output: {last}", COMPARE
+    )
 
 
 def _end_group(leader: subprocess.Popen) -> None:
@@ -96,7 +110,9 @@ def _end_group(leader: subprocess.Popen) -> None:
 
 
 def main() -> None:
-    """Run a check's process; the command line names the function, the checks' folder and the result's file."""
+    """Run a check's process; the command line names the function, the checks' folder and the
+    result's file.
+    """
     die_with_parent()
     function, folder, result = sys.argv[1:]
     try:

@@ -20,7 +20,8 @@ from mmtrain.launching.machine import TORCHRUN_VARIABLES, free_host_memory
 from mmtrain.plan.refusals import check_environment
 from mmtrain.runtime.gpus import usable_cores, visible_gpus
 
-LEAST_CAPABILITY = (8, 0)  # of a GPU: older ones lack bfloat16 arithmetic and a kernel for packed attention
+# of a GPU: older ones lack bfloat16 arithmetic and a kernel for packed attention
+LEAST_CAPABILITY = (8, 0)
 MOSTLY_FREE = 0.9  # share of a GPU's memory
 HOST_BYTES_A_RANK = 4 * 2**30  # libraries, a CUDA context, weights that are being loaded
 SHARED_MEMORY = Path("/dev/shm")  # data workers hand on images there, NCCL has its buffers there
@@ -50,16 +51,26 @@ def describe_machine() -> dict[str, Any]:
 
 
 def driver(folder: Path) -> str:
-    """Check that this torch is built for the driver and the GPUs, and that all GPUs are of one kind."""
+    """Check that this torch is built for the driver and the GPUs, and that all GPUs are of one
+    kind.
+    """
     gpus = visible_gpus()
     if not gpus:
-        raise SkippedError("no GPU driver, or CUDA_VISIBLE_DEVICES hides all GPUs; ranks run on the CPU")
-    names = [f"{gpu.name} (compute capability {'.'.join(map(str, gpu.capability))})" for gpu in gpus]
+        raise SkippedError(
+            "no GPU driver, or CUDA_VISIBLE_DEVICES hides all GPUs; ranks run on the CPU"
+        )
+    names = [
+        f"{gpu.name} (compute capability {'.'.join(map(str, gpu.capability))})" for gpu in gpus
+    ]
     text = ", ".join(f"{len(list(group))} x {name}" for name, group in itertools.groupby(names))
     if min(gpu.capability for gpu in gpus) < LEAST_CAPABILITY:
-        raise FailedError(f"{text}; bfloat16 and packed attention need 8.0", "use newer GPUs, or train in float32")
+        raise FailedError(
+            f"{text}; bfloat16 and packed attention need 8.0", "use newer GPUs, or train in float32"
+        )
     if len(set(names)) > 1:
-        raise FailedError(f"{text}; a plan needs equal GPUs", "choose equal ones by CUDA_VISIBLE_DEVICES")
+        raise FailedError(
+            f"{text}; a plan needs equal GPUs", "choose equal ones by CUDA_VISIBLE_DEVICES"
+        )
     return f"{text}; torch is built for them"
 
 
@@ -69,8 +80,16 @@ def memory(folder: Path) -> str:
     choose = "end the processes that nvidia-smi names, or choose other GPUs by CUDA_VISIBLE_DEVICES"
     shared = shutil.disk_usage(SHARED_MEMORY).free if SHARED_MEMORY.is_dir() else 0
     for place, free, needed, remedy in (
-        *((f"GPU {n}", gpu.free_bytes, MOSTLY_FREE * gpu.total_bytes, choose) for n, gpu in enumerate(gpus)),
-        ("host", free_host_memory(), HOST_BYTES_A_RANK * max(1, len(gpus)), "end other programs, or give the job more"),
+        *(
+            (f"GPU {n}", gpu.free_bytes, MOSTLY_FREE * gpu.total_bytes, choose)
+            for n, gpu in enumerate(gpus)
+        ),
+        (
+            "host",
+            free_host_memory(),
+            HOST_BYTES_A_RANK * max(1, len(gpus)),
+            "end other programs, or give the job more",
+        ),
         (SHARED_MEMORY, shared, SHARED_MEMORY_BYTES, REMEDY),
     ):
         texts.append(f"{place}: {bytes_text(free)} free")
@@ -83,7 +102,9 @@ def environment(folder: Path) -> str:
     """Check that no environment variable breaks what runs rely on."""
     problems = list(traps(os.environ))
     if problems:
-        raise FailedError("; ".join(problems), "change these variables in the shell or in the job's script")
+        raise FailedError(
+            "; ".join(problems), "change these variables in the shell or in the job's script"
+        )
     return "no variable breaks a pipeline"
 
 
@@ -98,4 +119,6 @@ def traps(variables: Mapping[str, str]) -> Iterator[str]:
             yield f"{variable}={variables[variable]}: {effect}; unset it"
     if all(variable in variables for variable in TORCHRUN_VARIABLES):
         names = ", ".join(TORCHRUN_VARIABLES)
-        yield f"{names} are set: mmtrain train would act as a rank that torchrun started; unset RANK"
+        yield (
+            f"{names} are set: mmtrain train would act as a rank that torchrun started; unset RANK"
+        )

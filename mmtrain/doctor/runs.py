@@ -1,4 +1,6 @@
-"""Checks by short runs of the demo: one process against the losses on record, other layouts against one process."""
+"""Checks by short runs of the demo: one process against the losses on record, other layouts against
+one process.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,8 @@ from mmtrain.doctor.check import COMPARE, FailedError, SkippedError
 from mmtrain.runtime.child import python_child
 from mmtrain.runtime.gpus import visible_gpus
 
-RECORD = Path(__file__).with_name("record.json")  # made on a CPU; the log of a failed check has the losses to renew it
+# made on a CPU; the log of a failed check has the losses to renew it
+RECORD = Path(__file__).with_name("record.json")
 STEPS = 6
 SETTINGS = (
     f"train.max_steps={STEPS}",
@@ -25,11 +28,17 @@ SETTINGS = (
     "checkpoint.every_minutes=null",
     "parallel.threads_per_rank=1",
 )
-# Relative differences of a step's loss from the record. CPUs differ by the order of sums. A GPU's float32 convolutions
-# round factors to 10 bits (TF32, torch's default). bfloat16 keeps 8 bits of everything: 1.2e-3 off float32.
-RECORD_TOLERANCES = {"float32": {"cpu": 1e-4, "cuda": 2e-3}, "bfloat16": {"cpu": 5e-3, "cuda": 5e-3}}
+# Relative differences of a step's loss from the record. CPUs differ by the order of sums. A GPU's
+# float32 convolutions round factors to 10 bits (TF32, torch's default). bfloat16 keeps 8 bits of
+# everything: 1.2e-3 off float32.
+RECORD_TOLERANCES = {
+    "float32": {"cpu": 1e-4, "cuda": 2e-3},
+    "bfloat16": {"cpu": 5e-3, "cuda": 5e-3},
+}
 SAME = 1e-4  # relative difference of a step's loss between two runs on one machine
-WRONG_NUMBERS = "do not train on this machine; report this line with the versions of torch, driver and GPU"
+WRONG_NUMBERS = (
+    "do not train on this machine; report this line with the versions of torch, driver and GPU"
+)
 
 
 def demo(folder: Path) -> str:
@@ -44,7 +53,9 @@ def demo(folder: Path) -> str:
         difference = largest_difference(losses[dtype], record[dtype])
         texts.append(f"{dtype}: loss {first:.4f} to {last:.4f}, {difference:.1e} off the record")
         if not difference <= tolerances[device]:
-            raise FailedError(f"{texts[-1]}; at most {tolerances[device]:g} is rounding", WRONG_NUMBERS)
+            raise FailedError(
+                f"{texts[-1]}; at most {tolerances[device]:g} is rounding", WRONG_NUMBERS
+            )
     return "; ".join(texts)
 
 
@@ -56,7 +67,9 @@ def pipeline(folder: Path) -> str:
 
 
 def streaming(folder: Path) -> str:
-    """Compare the losses of a run that fetches each decoder layer from the host with those of one that holds them."""
+    """Compare the losses of a run that fetches each decoder layer from the host with those of one
+    that holds them.
+    """
     return _compare(folder, "streaming", "parallel.pipeline=1", "parallel.streamed_layers=4")
 
 
@@ -74,19 +87,25 @@ def _one_process(folder: Path, dtype: str) -> Path:
 
 
 def run_demo(folder: Path, name: str, *overrides: str) -> Path:
-    """Train the demo for a few steps, unless an earlier check has; return the run's folder. Raises FailedError."""
+    """Train the demo for a few steps, unless an earlier check has; return the run's folder. Raises
+    FailedError.
+    """
     run = folder / name
     if not any(recorded(run / METRICS, "end")):
         settings = (*SETTINGS, f"run.dir={folder}", f"run.name={name}", *overrides)
         launched = subprocess.run(
-            **python_child("-m", "mmtrain.launch", DEMO, *settings), stderr=subprocess.PIPE, text=True
+            **python_child("-m", "mmtrain.launch", DEMO, *settings),
+            stderr=subprocess.PIPE,
+            text=True,
         )
         print(launched.stderr)
         if launched.returncode != 0:
             message = launched.stderr.strip().removeprefix("error: ")
             if launched.returncode == WRONG_INPUT:  # and the message says what to do
                 raise UserError(message)
-            raise FailedError(f"the demo ended with exit code {launched.returncode}: {message}", COMPARE)
+            raise FailedError(
+                f"the demo ended with exit code {launched.returncode}: {message}", COMPARE
+            )
     return run
 
 
@@ -96,7 +115,9 @@ def losses_of(run: Path) -> list[float]:
 
 
 def largest_difference(losses: Sequence[float], expected: Sequence[float]) -> float:
-    """Return the largest relative difference; infinite for NaN and where there are fewer or more losses."""
+    """Return the largest relative difference; infinite for NaN and where there are fewer or more
+    losses.
+    """
     if len(losses) != len(expected):
         return float("inf")
     differences = [abs(ours / theirs - 1) for ours, theirs in zip(losses, expected, strict=True)]

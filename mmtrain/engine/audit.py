@@ -1,8 +1,9 @@
-"""Prove that a run trains what its plan says, that nothing frozen changes and that everything trainable moves.
+"""Prove that a run trains what its plan says, that nothing frozen changes and that everything
+trainable moves.
 
-Before the first step each rank compares its tensors with the plan. At the end it proves by fingerprint that every
-frozen tensor is bit for bit what was loaded and that every trainable one that had a gradient of more than rounding has
-moved. `audit.json` is the record of all ranks.
+Before the first step each rank compares its tensors with the plan. At the end it proves by
+fingerprint that every frozen tensor is bit for bit what was loaded and that every trainable one
+that had a gradient of more than rounding has moved. `audit.json` is the record of all ranks.
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ from mmtrain.model.weights.fingerprint import fingerprint
 from mmtrain.plan.plan import Plan, RankPlan
 
 SWALLOWED = 0.01  # of AdamW's eps: gradients below it make a hundredth of a step
-IGNORED_KEYS = ("_name_or_path", "transformers_version", "dtype", "torch_dtype")  # of config.json: they change nothing
+# of config.json: they change nothing
+IGNORED_KEYS = ("_name_or_path", "transformers_version", "dtype", "torch_dtype")
 
 
 class AuditError(RuntimeError):
@@ -41,10 +43,12 @@ class AuditError(RuntimeError):
 class RankAudit:
     """One rank's watch over its tensors, from loading to the end.
 
-    `masters` are the fp32 weights of what trains, by global name: their movement counts, since an update can be too
-    small to show in bf16. Frozen are all other parameters, and the buffers that checkpoints hold.
+    `masters` are the fp32 weights of what trains, by global name: their movement counts, since an
+    update can be too small to show in bf16. Frozen are all other parameters, and the buffers that
+    checkpoints hold.
 
-    Raises: AuditError where the rank's tensors are not those of the plan; UserError for weights that are not finite.
+    Raises: AuditError where the rank's tensors are not those of the plan; UserError for weights
+    that are not finite.
     """
 
     def __init__(
@@ -56,17 +60,27 @@ class RankAudit:
     ) -> None:
         self.plan = plan
         self._optimizer = optimizer
-        self.optimizer = "NoOp" if isinstance(optimizer, NoOpOptimizer) else type(optimizer).__name__
+        self.optimizer = (
+            "NoOp" if isinstance(optimizer, NoOpOptimizer) else type(optimizer).__name__
+        )
         self.masters = masters
         named = {name: p for stage in stages.values() for name, p in stage.global_parameters()}
         self.stored = {name: p for name, p in named.items() if p.requires_grad}
-        self.frozen: dict[str, torch.Tensor] = {name: p for name, p in named.items() if not p.requires_grad}
+        self.frozen: dict[str, torch.Tensor] = {
+            name: p for name, p in named.items() if not p.requires_grad
+        }
         self._check_plan(stages, optimizer)
-        self._buffers = {name: fingerprint(b) for stage in stages.values() for name, b in stage.layer_buffers()}
+        self._buffers = {
+            name: fingerprint(b) for stage in stages.values() for name, b in stage.layer_buffers()
+        }
         for number, stage in stages.items():
             saved = set(stage.state_dict())
-            self.frozen |= {f"stage {number} {name}": b for name, b in stage.named_buffers() if name in saved}
-        self._streamed = next((stage.streamed for stage in stages.values() if stage.streamed is not None), None)
+            self.frozen |= {
+                f"stage {number} {name}": b for name, b in stage.named_buffers() if name in saved
+            }
+        self._streamed = next(
+            (stage.streamed for stage in stages.values() if stage.streamed is not None), None
+        )
         self._layers = {} if self._streamed is None else self._streamed.layers
         self._in_files: dict[str, str] = {}  # fingerprints of streamed weights
         for layer in self._layers.values():
@@ -77,20 +91,28 @@ class RankAudit:
             self._refuse_non_finite(name, tensor)
             if is_exact and digest != self._in_files.get(name, digest):
                 raise self._error(
-                    f"{name} is fetched with other values than its file has here. The model's files must be equal "
+                    f"{name} is fetched with other values than its file has here. "
+                    "The model's files must be equal "
                     "on every machine"
                 )
             self.before[name] = digest
         self._versions = {name: tensor._version for name, tensor in self.frozen.items()}
 
     def _tensors(self) -> Iterator[tuple[str, torch.Tensor, str]]:
-        """Yield name, tensor and fingerprint of all tensors, those of streamed layers while the layer is whole."""
+        """Yield name, tensor and fingerprint of all tensors, those of streamed layers while the
+        layer is whole.
+        """
         for name, tensor in {**self.frozen, **self.masters}.items():
             if name not in self._in_files:
                 yield name, tensor, fingerprint(tensor)
         for number in self._layers:
             with self._streamed.whole(number) as layer:
-                yield from zip(layer.names, layer.parameters, self._streamed.source.fingerprints(layer), strict=True)
+                yield from zip(
+                    layer.names,
+                    layer.parameters,
+                    self._streamed.source.fingerprints(layer),
+                    strict=True,
+                )
 
     def _error(self, message: str) -> AuditError:
         stages = ", ".join(str(stage.stage) for stage in self.plan.stages)
@@ -100,50 +122,80 @@ class RankAudit:
         trainable = [p for stage in stages.values() for p in stage.parameters() if p.requires_grad]
         if {id(p) for p in trainable} != {id(p) for p in self.stored.values()}:
             raise self._error("a trainable parameter has no global name")
-        names = {*self.stored, *filter(is_adapter, self.frozen)}  # no plan has an adapter that does not train
+        # no plan has an adapter that does not train
+        names = {*self.stored, *filter(is_adapter, self.frozen)}
         if odd := sorted(names.symmetric_difference(self.plan.trainable_names)):
             unplanned = f"holds {odd[0]}, which the plan does not train"
-            raise self._error(unplanned if odd[0] in names else f"does not train {odd[0]}, which the plan trains")
+            raise self._error(
+                unplanned if odd[0] in names else f"does not train {odd[0]}, which the plan trains"
+            )
         if self.optimizer != self.plan.optimizer:
-            raise self._error(f"holds the optimizer {self.optimizer}, but the plan says {self.plan.optimizer}")
+            raise self._error(
+                f"holds the optimizer {self.optimizer}, but the plan says {self.plan.optimizer}"
+            )
         optimized = {id(p) for group in optimizer.param_groups for p in group["params"]}
-        if self.masters.keys() != self.stored.keys() or optimized != {id(p) for p in self.masters.values()}:
-            raise self._error(f"{len(self.stored)} tensors train, but the optimizer holds {len(optimized)}")
+        if self.masters.keys() != self.stored.keys() or optimized != {
+            id(p) for p in self.masters.values()
+        }:
+            raise self._error(
+                f"{len(self.stored)} tensors train, but the optimizer holds {len(optimized)}"
+            )
 
     def _refuse_non_finite(self, name: str, tensor: torch.Tensor) -> None:
         if tensor.is_floating_point() and not bool(tensor.sum(dtype=torch.float32).isfinite()):
-            source = "model.projector.init_from" if name.startswith("projector.") else "the model's folder"
+            source = (
+                "model.projector.init_from"
+                if name.startswith("projector.")
+                else "the model's folder"
+            )
             raise UserError(
-                f"rank {self.plan.rank} read NaN or infinity as {name}. Its file in {source} is damaged on that "
+                f"rank {self.plan.rank} read NaN or infinity as {name}. "
+                f"Its file in {source} is damaged on that "
                 "rank's machine. Download it again"
             )
 
     def start(self) -> dict[str, Any]:
-        """Return what this rank begins with, for `check_replicas`, `model_fingerprint` and checkpoints."""
-        parameters = [name for name, tensor in self.frozen.items() if isinstance(tensor, torch.nn.Parameter)]
+        """Return what this rank begins with, for `check_replicas`, `model_fingerprint` and
+        checkpoints.
+        """
+        parameters = [
+            name for name, tensor in self.frozen.items() if isinstance(tensor, torch.nn.Parameter)
+        ]
         return {
             "rank": self.plan.rank,
             "tensors": self.before,
             "frozen_parameters": {name: self.before[name] for name in parameters},
-            "files": {name: self._in_files.get(name, self.before[name]) for name in parameters} | self._buffers,
+            "files": {name: self._in_files.get(name, self.before[name]) for name in parameters}
+            | self._buffers,
         }
 
     def notes(self, saw_gradient: Collection[str]) -> dict[str, dict[str, Any]]:
-        """Return for a checkpoint each trained tensor's fingerprint at the run's start, and if it had a gradient."""
-        return {name: {"begin": self.before[name], "had_gradient": name in saw_gradient} for name in self.masters}
+        """Return for a checkpoint each trained tensor's fingerprint at the run's start, and if it
+        had a gradient.
+        """
+        return {
+            name: {"begin": self.before[name], "had_gradient": name in saw_gradient}
+            for name in self.masters
+        }
 
     def begin_with(self, notes: Mapping[str, Mapping[str, Any]]) -> None:
-        """Let a resumed run compare with the start of the run that it continues; `notes` are the checkpoint's."""
+        """Let a resumed run compare with the start of the run that it continues; `notes` are the
+        checkpoint's.
+        """
         self.before |= {name: notes[name]["begin"] for name in self.masters}
 
     def check_versions(self) -> None:
-        """Check, for free, that no in-place operation touched a frozen tensor (writes to `.data` are missed)."""
+        """Check, for free, that no in-place operation touched a frozen tensor (writes to `.data`
+        are missed).
+        """
         for name, tensor in self.frozen.items():
             if tensor._version != self._versions[name]:
                 raise self._error(f"frozen tensor {name} was written to")
 
     def finish(self, saw_gradient: Collection[str]) -> dict[str, Any]:
-        """Compare with the start; return this rank's record, with what went wrong under "failures"."""
+        """Compare with the start; return this rank's record, with what went wrong under
+        "failures".
+        """
         after = {name: digest for name, _, digest in self._tensors()}
         moved = {name: after[name] != self.before[name] for name in after}
         failures = [f"frozen tensor {name} changed" for name in self.frozen if moved[name]]
@@ -156,7 +208,10 @@ class RankAudit:
                 failures.append(f"{name} computes with other values than those trained")
         streamed = self._streamed
         if streamed is not None and streamed.fetch_count != streamed.planned_fetches:
-            failures.append(f"{streamed.fetch_count} layers were fetched, but {streamed.planned_fetches} were planned")
+            failures.append(
+                f"{streamed.fetch_count} layers were fetched, but "
+                f"{streamed.planned_fetches} were planned"
+            )
         return {
             "rank": self.plan.rank,
             "pipeline": self.plan.pipeline,
@@ -192,7 +247,10 @@ class RankAudit:
         Softmax does not depend on that bias, so its gradient is mere rounding.
         """
         state = self._optimizer.state.get(master)
-        return bool(state) and 0 < state["exp_avg_sq"].max().sqrt() < SWALLOWED * self._optimizer.defaults["eps"]
+        return (
+            bool(state)
+            and 0 < state["exp_avg_sq"].max().sqrt() < SWALLOWED * self._optimizer.defaults["eps"]
+        )
 
 
 def _combined(fingerprints: Mapping[str, str], names: Collection[str]) -> str:
@@ -203,14 +261,17 @@ def _combined(fingerprints: Mapping[str, str], names: Collection[str]) -> str:
 def model_fingerprint(ranks: Iterable[Mapping[str, str]]) -> str:
     """Return one fingerprint of all frozen parameters, equal in every layout.
 
-    `ranks`: the "frozen_parameters" of each rank's `RankAudit.start()`. A tied matrix that two ranks hold counts once.
+    `ranks`: the "frozen_parameters" of each rank's `RankAudit.start()`. A tied matrix that two
+    ranks hold counts once.
     """
     parameters = {digest for by_name in ranks for digest in by_name.values()}
     return hashlib.sha256("\n".join(sorted(parameters)).encode()).hexdigest()
 
 
 def settings_fingerprint(config: RunConfig) -> str:
-    """Return a fingerprint of the frozen models' config.json files and of the encoder's pixel statistics."""
+    """Return a fingerprint of the frozen models' config.json files and of the encoder's pixel
+    statistics.
+    """
     llm = llm_config(model_folder(config.model.llm.path))
     settings: list[Any] = [{key: value for key, value in llm.items() if key not in IGNORED_KEYS}]
     if config.model.vision is not None:
@@ -223,8 +284,9 @@ def settings_fingerprint(config: RunConfig) -> str:
 def check_replicas(starts: Sequence[dict[str, Any]]) -> None:
     """Raise AuditError unless all ranks that hold a tensor begin with the same values of it.
 
-    Nothing is broadcast: each rank reads its own files, and a stale copy on one machine would train unnoticed. `starts`
-    are all ranks' `RankAudit.start()`. Besides replicas, slices of an encoder hold the same tensors: its stem.
+    Nothing is broadcast: each rank reads its own files, and a stale copy on one machine would train
+    unnoticed. `starts` are all ranks' `RankAudit.start()`. Besides replicas, slices of an encoder
+    hold the same tensors: its stem.
     """
     holders: dict[str, dict[str, Any]] = {}
     for start in starts:
@@ -232,33 +294,51 @@ def check_replicas(starts: Sequence[dict[str, Any]]) -> None:
             first = holders.setdefault(name, start)
             if digest != first["tensors"][name]:
                 raise AuditError(
-                    f"ranks {first['rank']} and {start['rank']} both hold {name} but loaded different values. The "
+                    f"ranks {first['rank']} and {start['rank']} both hold {name} but loaded "
+                    "different values. The "
                     "model's files must be equal on every machine"
                 )
 
 
 def write_audit(path: Path, plan: Plan, records: Sequence[dict[str, Any]], *, learns: bool) -> str:
-    """Compare replicas and write `audit.json` with every rank's record; return the result in one sentence.
+    """Compare replicas and write `audit.json` with every rank's record; return the result in one
+    sentence.
 
-    Raises AuditError if anything failed. A run that `learns`, with a learning rate above 0, must have had a gradient.
+    Raises AuditError if anything failed. A run that `learns`, with a learning rate above 0, must
+    have had a gradient.
     """
-    failures = [f"rank {record['rank']}: {failure}" for record in records for failure in record["failures"]]
+    failures = [
+        f"rank {record['rank']}: {failure}" for record in records for failure in record["failures"]
+    ]
     for record in records:
         twin = next(r for r in records if r["pipeline"] == record["pipeline"])
         if record["trainable"] != twin["trainable"]:
-            failures.append(f"ranks {twin['rank']} and {record['rank']} have different values for shared parameters")
-    tensors = [tensor for record in records if record["data"] == 0 for tensor in record["trainable"]]
+            failures.append(
+                f"ranks {twin['rank']} and {record['rank']} have different values for "
+                "shared parameters"
+            )
+    tensors = [
+        tensor for record in records if record["data"] == 0 for tensor in record["trainable"]
+    ]
     unmoved = [tensor["name"] for tensor in tensors if not tensor["moved"]]
     if learns and not any(tensor["had_gradient"] for tensor in tensors):
         failures.append(
-            f"nothing trained: no gradient ever reached {', '.join(plan.trainable)}. Do the data have images "
+            f"nothing trained: no gradient ever reached {', '.join(plan.trainable)}. "
+            "Do the data have images "
             "and answers?"
         )
     moved = f"{len(tensors) - len(unmoved)} of {len(tensors)} trainable tensors moved"
     result = f"{moved}, frozen weights unchanged on all ranks"
     if unmoved:
-        result += f"; a learning rate of 0 or too small a gradient kept {first_few(unmoved, NAMES_SHOWN)}"
-    content = {"pipeline": plan.pipeline, "data": plan.data, "passed": not failures, "failures": failures}
+        result += (
+            f"; a learning rate of 0 or too small a gradient kept {first_few(unmoved, NAMES_SHOWN)}"
+        )
+    content = {
+        "pipeline": plan.pipeline,
+        "data": plan.data,
+        "passed": not failures,
+        "failures": failures,
+    }
     write_whole(path, json.dumps({**content, "result": result, "ranks": records}, indent=2) + "\n")
     if failures:
         raise AuditError(f"{len(failures)} failure(s), all in {path}: " + "; ".join(failures[:5]))

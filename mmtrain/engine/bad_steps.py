@@ -1,11 +1,14 @@
-"""A step whose loss or gradient is NaN or infinite: what all ranks know of it, as a record and in words.
+"""A step whose loss or gradient is NaN or infinite: what all ranks know of it, as a record and in
+words.
 
-Losses of micro-batches are known where the head is, keys of samples where data are read, gradients where something
-trains. Each rank reports its part; the reports of all ranks make one record, a line of `bad_steps.jsonl`:
+Losses of micro-batches are known where the head is, keys of samples where data are read, gradients
+where something trains. Each rank reports its part; the reports of all ranks make one record, a line
+of `bad_steps.jsonl`:
 
     {"step": 12, "loss_sum": nan, "squared_gradient_norm": nan (of the loss sum's gradient),
-     "ranks": [0, 3] (that hold a value that is not finite), "parameters": [names with such a gradient],
-     "microbatches": [{"replica": 0, "microbatch": 1, "loss": nan (nats per supervised token; null without any),
+     "ranks": [0, 3] (that hold a value that is not finite), "parameters": [names with such a
+     gradient], "microbatches": [{"replica": 0, "microbatch": 1, "loss": nan (nats per supervised
+     token; null without any),
                        "supervised_tokens": 57, "keys": [...]}, ...]}
 """
 
@@ -36,13 +39,17 @@ def report_bad_step(
     keys: Mapping[tuple[int, int], tuple[str, ...]],
     file: Path | None,
 ) -> str:
-    """Join what all ranks know; rank 0 appends the record to `file`. Return it in words. Collective.
+    """Join what all ranks know; rank 0 appends the record to `file`. Return it in words.
+    Collective.
 
-    `trainable` are this rank's, with reduced gradients; `losses` is (loss sum in nats, supervised tokens) and `keys`
-    the samples by replica and micro-batch. Raises UnrecordedError, with the words, where `file` cannot be written.
+    `trainable` are this rank's, with reduced gradients; `losses` is (loss sum in nats, supervised
+    tokens) and `keys` the samples by replica and micro-batch. Raises UnrecordedError, with the
+    words, where `file` cannot be written.
     """
     bad_names = [name for name, p in trainable.items() if not bool(p.grad.isfinite().all())]
-    numbers = {place: (float(loss), int(supervised)) for place, (loss, supervised) in losses.items()}
+    numbers = {
+        place: (float(loss), int(supervised)) for place, (loss, supervised) in losses.items()
+    }
     is_bad = bool(bad_names) or not all(math.isfinite(loss) for loss, _ in numbers.values())
     ranks = all_gather_object((is_bad, bad_names, numbers, keys))
     all_losses = {place: loss for _, _, of_rank, _ in ranks for place, loss in of_rank.items()}
@@ -76,10 +83,13 @@ def report_bad_step(
 
 
 def in_words(record: Mapping[str, Any]) -> str:
-    """Describe a record in a few sentences, with the first names of each kind; texts of the data are escaped."""
+    """Describe a record in a few sentences, with the first names of each kind; texts of the data
+    are escaped.
+    """
     ranks = ", ".join(map(str, record["ranks"]))
     bad = [
-        f"{m['microbatch']} of replica {m['replica']} (samples {first_few([*map(escape, m['keys'])], SHOWN)})"
+        f"{m['microbatch']} of replica {m['replica']} (samples "
+        f"{first_few([*map(escape, m['keys'])], SHOWN)})"
         for m in record["microbatches"]
         if not math.isfinite(m["loss"] or 0.0)
     ]
@@ -89,7 +99,9 @@ def in_words(record: Mapping[str, Any]) -> str:
         where = f"The loss of each micro-batch is finite, but the gradient of {parameters} is not."
     look = "Lower optimizer.lr, or look" if record["step"] else "Look"
     return (
-        f"step {record['step']}: the loss sum is {record['loss_sum']} and the squared gradient norm "
-        f"{record['squared_gradient_norm']}, with values that are not finite on rank {ranks}. No update was made. "
+        f"step {record['step']}: the loss sum is {record['loss_sum']} and the "
+        "squared gradient norm "
+        f"{record['squared_gradient_norm']}, with values that are not finite on rank {ranks}. "
+        "No update was made. "
         f"{where} {look} for damaged images or text in this step's data"
     )

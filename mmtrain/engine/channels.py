@@ -1,16 +1,19 @@
 """What a rank sends and receives: messages between stages, and its part of the encoder in slices.
 
-Messages are matched by the order in which they are posted. NCCL has no tags, so there is one two-rank group for each
-(source rank, destination rank, kind): hidden states downstream, gradients upstream as far as the first trainable stage,
-features along the chain of slices. Position ids and labels travel beside the hidden states from host to host: through
-the default group where the others are NCCL's.
+Messages are matched by the order in which they are posted. NCCL has no tags, so there is one
+two-rank group for each (source rank, destination rank, kind): hidden states downstream, gradients
+upstream as far as the first trainable stage, features along the chain of slices. Position ids and
+labels travel beside the hidden states from host to host: through the default group where the others
+are NCCL's.
 
-rank 0: LOAD --number of tiles, to every rank of the chain--> ENCODE --hidden--> next slice ... last slice --features-->
+rank 0: LOAD --number of tiles, to every rank of the chain--> ENCODE --hidden--> next slice ... last
+    slice --features-->
 rank 0: FORWARD of stage 0
 
-A receive must know the number of a micro-batch's tiles: it goes from host to host, to the whole chain at once, with
-the grids of its images where the encoder takes images of any size. It is
-NO_DATA where the run or the data end. Such a micro-batch, like one without images, is neither encoded nor sent.
+A receive must know the number of a micro-batch's tiles: it goes from host to host, to the whole
+chain at once, with the grids of its images where the encoder takes images of any size. It is
+NO_DATA where the run or the data end. Such a micro-batch, like one without images, is neither
+encoded nor sent.
 """
 
 from __future__ import annotations
@@ -38,35 +41,49 @@ class _Channel(NamedTuple):
     group: dist.ProcessGroup
     peer: int
 
-    def post(self, operation: Callable[..., dist.Work], tensors: Sequence[torch.Tensor]) -> list[dist.Work]:
+    def post(
+        self, operation: Callable[..., dist.Work], tensors: Sequence[torch.Tensor]
+    ) -> list[dist.Work]:
         by_nccl = dist.get_backend(self.group) == "nccl"
-        groups = (None if by_nccl and tensor.device.type == "cpu" else self.group for tensor in tensors)
-        return [operation(tensor, self.peer, group=group) for tensor, group in zip(tensors, groups, strict=True)]
+        groups = (
+            None if by_nccl and tensor.device.type == "cpu" else self.group for tensor in tensors
+        )
+        return [
+            operation(tensor, self.peer, group=group)
+            for tensor, group in zip(tensors, groups, strict=True)
+        ]
 
 
 class Channels:
-    """All channels of one rank, on which it sends and receives as instructions say. Collective: make it on every rank.
+    """All channels of one rank, on which it sends and receives as instructions say. Collective:
+    make it on every rank.
 
-    Sends are asynchronous: their tensors are kept until `wait_for_sends`, which ends a step. Receives are posted ahead
-    and taken later.
+    Sends are asynchronous: their tensors are kept until `wait_for_sends`, which ends a step.
+    Receives are posted ahead and taken later.
     """
 
     def __init__(self, plan: Plan, rank: int, device: torch.device, timeout_seconds: int) -> None:
         self._sends: list[tuple[dist.Work, torch.Tensor]] = []
-        self._awaited: dict[Instruction, tuple[list[dist.Work], list[torch.Tensor]]] = {}  # by what posted the receive
-        self._channels: dict[tuple[int, int, str], _Channel] = {}  # by source, destination (pipeline ranks) and kind
+        # by what posted the receive
+        self._awaited: dict[Instruction, tuple[list[dist.Work], list[torch.Tensor]]] = {}
+        # by source, destination (pipeline ranks) and kind
+        self._channels: dict[tuple[int, int, str], _Channel] = {}
         self._ranks, self._chain = plan.pipeline, ranks_of(plan.chain)
         places = {(other.pipeline, other.data): other.rank for other in plan.ranks}
         sends = [x for instructions in plan.schedule for x in instructions if x.op in SENDS]
         in_order = dict.fromkeys(self._message(x).channel for x in sends)  # the same on every rank
-        # Every rank creates all groups, its own or not: torch names them by a counter that must agree everywhere.
+        # Every rank creates all groups, its own or not: torch names them by a counter that must
+        # agree everywhere.
         for replica in range(plan.data):
             for source, destination, kind in in_order:
                 ranks = places[source, replica], places[destination, replica]
                 group = channel_group(ranks, device, timeout_seconds)
                 if rank in ranks:
-                    self._channels[source, destination, kind] = _Channel(group, peer=ranks[rank == ranks[0]])
-        # NCCL connects at the first message and blocks until the peer does too: connect now, in one order for all.
+                    self._channels[source, destination, kind] = _Channel(
+                        group, peer=ranks[rank == ranks[0]]
+                    )
+        # NCCL connects at the first message and blocks until the peer does too: connect now, in one
+        # order for all.
         for (source, _, _), channel in self._channels.items():
             probe = [torch.zeros(1, device=device)]
             operation = dist.isend if source == plan.ranks[rank].pipeline else dist.irecv
@@ -79,7 +96,9 @@ class Channels:
     def send(self, x: Instruction, tensors: Sequence[torch.Tensor]) -> None:
         """Send contiguous tensors as the message of `x`."""
         # Let go of what has left the device; gloo's work cannot be polled.
-        self._sends = [(work, sent) for work, sent in self._sends if not (sent.is_cuda and work.is_completed())]
+        self._sends = [
+            (work, sent) for work, sent in self._sends if not (sent.is_cuda and work.is_completed())
+        ]
         channel = self._channels[self._message(x).channel]
         self._sends += zip(channel.post(dist.isend, tensors), tensors, strict=True)
 
@@ -113,24 +132,32 @@ class Encoded(NamedTuple):
 
 @dataclass
 class _Ahead:
-    """What training or an evaluation has begun and not used, by number of the micro-batch in the step."""
+    """What training or an evaluation has begun and not used, by number of the micro-batch in the
+    step.
+    """
 
     batches: dict[int, PackedBatch] = field(default_factory=dict)  # rank 0
     tiles: dict[int, int] = field(default_factory=dict)  # the chain
-    grids: dict[int, list[list[int]]] = field(default_factory=dict)  # ranks of the chain behind rank 0
-    made: dict[int, torch.Tensor] = field(default_factory=dict)  # by this rank's slice, and not yet sent or used
+    # ranks of the chain behind rank 0
+    grids: dict[int, list[list[int]]] = field(default_factory=dict)
+    # by this rank's slice, and not yet sent or used
+    made: dict[int, torch.Tensor] = field(default_factory=dict)
     received: dict[int, torch.Tensor] = field(default_factory=dict)  # in an earlier step
 
     def after(self, microbatches: int) -> _Ahead:
         """Return what is left for the next step, numbered as that step does."""
         kinds = (self.batches, self.tiles, self.grids, self.made, self.received)
-        return _Ahead(*({k - microbatches: x for k, x in kind.items() if k >= microbatches} for kind in kinds))
+        return _Ahead(
+            *({k - microbatches: x for k, x in kind.items() if k >= microbatches} for kind in kinds)
+        )
 
 
 class ChainLink:
-    """One rank's end of the encoder pipeline. Collective: construct it on every rank, also outside the chain.
+    """One rank's end of the encoder pipeline. Collective: construct it on every rank, also outside
+    the chain.
 
-    `stage` is the rank's first, which holds its slice. `waited` is called where this rank has only waited until then.
+    `stage` is the rank's first, which holds its slice. `waited` is called where this rank has only
+    waited until then.
     """
 
     def __init__(
@@ -147,18 +174,26 @@ class ChainLink:
         self._device = next(stage.parameters()).device
         self._rank, chain = place.pipeline, ranks_of(plan.chain)
         self._is_alone = len(chain) == 1
-        self._receives_counts = self._rank in chain[1:]  # from rank 0: how many tiles each micro-batch has
-        global_ranks = {other.pipeline: other.rank for other in plan.ranks if other.data == place.data}
+        # from rank 0: how many tiles each micro-batch has
+        self._receives_counts = self._rank in chain[1:]
+        global_ranks = {
+            other.pipeline: other.rank for other in plan.ranks if other.data == place.data
+        }
         self._reader, *self._others = (global_ranks[other] for other in chain)
         if not self._is_alone:
-            replicas = [[other.rank for other in plan.ranks if other.data == data] for data in range(plan.data)]
+            replicas = [
+                [other.rank for other in plan.ranks if other.data == data]
+                for data in range(plan.data)
+            ]
             self._group = own_group(replicas, rank, torch.device("cpu"), timeout_seconds)
         self._sent: list[tuple[dist.Work, torch.Tensor]] = []
         self._of_training, self._now = _Ahead(), _Ahead()
         self._trains, self._to_read = True, 0
 
     def begin(self, loads: int, *, trains: bool) -> None:
-        """Begin a step, or an evaluation beside what is there for the next step; rank 0 reads `loads` micro-batches."""
+        """Begin a step, or an evaluation beside what is there for the next step; rank 0 reads
+        `loads` micro-batches.
+        """
         self._trains, self._to_read = trains, loads if self._receives_counts else 0
         self._now = self._of_training if trains else _Ahead()
 
@@ -183,9 +218,14 @@ class ChainLink:
             tiles = 0 if batch.tiles is None else len(batch.tiles)
             grids = batch.grids if isinstance(self._stage.vision, NativeTower) else ()
         self._now.tiles[microbatch] = tiles
-        messages = [torch.tensor([microbatch, tiles, len(grids)]), *([torch.tensor(grids)] if grids else [])]
+        messages = [
+            torch.tensor([microbatch, tiles, len(grids)]),
+            *([torch.tensor(grids)] if grids else []),
+        ]
         for other in self._others:
-            self._sent += [(dist.isend(message, other, group=self._group), message) for message in messages]
+            self._sent += [
+                (dist.isend(message, other, group=self._group), message) for message in messages
+            ]
 
     def encode(self, x: Instruction) -> None:
         microbatch = x.microbatch
@@ -200,7 +240,8 @@ class ChainLink:
             batch = self._now.batches[microbatch]
             with torch.set_grad_enabled(self._trains):
                 made = self._stage.encode(batch)
-            self._now.batches[microbatch] = kept = copy.copy(batch)  # `replace` would ask the device for image_places
+            # `replace` would ask the device for image_places
+            self._now.batches[microbatch] = kept = copy.copy(batch)
             kept.tiles = None
         if made is not None:
             self._now.made[microbatch] = made

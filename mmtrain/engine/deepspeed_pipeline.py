@@ -1,8 +1,9 @@
 """Make the DeepSpeed engine that a rank uses: the only module that imports DeepSpeed.
 
-DeepSpeed gives the topology, the data-parallel grid with its process groups, and the optimizer plumbing. Its schedule,
-messages, loss and gradient arithmetic break on frozen stages (no optimizer for an empty list, backward without a graph,
-clipping without parameters, a mean of micro-batch means), and its checkpoints hold every frozen weight.
+DeepSpeed gives the topology, the data-parallel grid with its process groups, and the optimizer
+plumbing. Its schedule, messages, loss and gradient arithmetic break on frozen stages (no optimizer
+for an empty list, backward without a graph, clipping without parameters, a mean of micro-batch
+means), and its checkpoints hold every frozen weight.
 """
 
 from __future__ import annotations
@@ -27,28 +28,35 @@ from mmtrain.plan.plan import Plan
 
 
 class _Pipeline(PipelineEngine):
-    """DeepSpeed's engine without its broadcast of the model, which would send every frozen weight over the network."""
+    """DeepSpeed's engine without its broadcast of the model, which would send every frozen weight
+    over the network.
+    """
 
     def _broadcast_model(self) -> None:
-        """Send nothing: replicas read the same files and draw the same projector (the audit compares them)."""
+        """Send nothing: replicas read the same files and draw the same projector (the audit
+        compares them).
+        """
 
 
 def deepspeed_engine(
     config: RunConfig, plan: Plan, stages: Mapping[int, Stage], optimizer: torch.optim.Optimizer
 ) -> PipelineEngine:
     """Return DeepSpeed's engine around one rank's stages. Collective: call it on every rank."""
-    # On a CPU DeepSpeed would compile a shared-memory op (26-43 s) and fails when ninja is not on PATH. Through vars():
-    # reading the attribute makes DeepSpeed try every op it could compile.
+    # On a CPU DeepSpeed would compile a shared-memory op (26-43 s) and fails when ninja is not on
+    # PATH. Through vars(): reading the attribute makes DeepSpeed try every op it could compile.
     vars(deepspeed.ops).setdefault("__compatible_ops__", {})["deepspeed_shm_comm"] = False
     deepspeed.init_distributed(verbose=False)  # takes the default group as it is
     # DeepSpeed's partitioner sees one layer a rank and has nothing to decide.
     layer = LayerSpec(nn.ModuleDict, {str(number): stage for number, stage in stages.items()})
-    module = PipelineModule([layer] * plan.pipeline, num_stages=plan.pipeline, partition_method="uniform")
+    module = PipelineModule(
+        [layer] * plan.pipeline, num_stages=plan.pipeline, partition_method="uniform"
+    )
     module.eval()
     settings = {
         "train_micro_batch_size_per_gpu": config.train.packs_per_microbatch,
         "gradient_accumulation_steps": plan.microbatches_per_step,
-        "gradient_clipping": 0.0,  # the default, 1.0, is an IndexError on a rank without trainable parameters
+        # the default, 1.0, is an IndexError on a rank without trainable parameters
+        "gradient_clipping": 0.0,
         "steps_per_print": None,
     }
     return _Pipeline(

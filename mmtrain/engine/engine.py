@@ -1,12 +1,14 @@
 """Run a plan's instruction lists, with DeepSpeed's topology, process groups and optimizer step.
 
-- every rank runs exactly the instructions of `plan.schedule`, and fetches streamed layers in their order;
-- a message is (positions and labels (2, B, L), or (5, B, L) with M-RoPE, on the host; hidden (B, L, D)); a gradient is
-  (B, L, D);
+- every rank runs exactly the instructions of `plan.schedule`, and fetches streamed layers in their
+  order;
+- a message is (positions and labels (2, B, L), or (5, B, L) with M-RoPE, on the host; hidden (B, L,
+  D)); a gradient is (B, L, D);
 - no forward or backward waits for the device: what depends on data is known on the host;
-- micro-batches contribute sums of token losses; gradients are divided once, by the step's supervised tokens over all
-  micro-batches and replicas;
-- all ranks reduce the same `statistics` before the optimizer runs, so that all take the same decision.
+- micro-batches contribute sums of token losses; gradients are divided once, by the step's
+  supervised tokens over all micro-batches and replicas;
+- all ranks reduce the same `statistics` before the optimizer runs, so that all take the same
+  decision.
 """
 
 from __future__ import annotations
@@ -41,10 +43,10 @@ from mmtrain.plan.schedule import forward_schedule, prelude, ranks_of
 class FrozenPipelineEngine:
     """One rank of a pipeline x data grid that executes a plan.
 
-    `stages` are this rank's, by number; `on_instruction` is called with (step, instruction) before each instruction.
-    A resumed run begins with `first_step`, counted from 0. Rank 0 appends a line to `bad_steps_file` for each step that
-    is not finite (see mmtrain.engine.bad_steps). `warms_up`: run everything once before the first message (see
-    `warm_up`); None: on a GPU.
+    `stages` are this rank's, by number; `on_instruction` is called with (step, instruction) before
+    each instruction. A resumed run begins with `first_step`, counted from 0. Rank 0 appends a line
+    to `bad_steps_file` for each step that is not finite (see mmtrain.engine.bad_steps). `warms_up`:
+    run everything once before the first message (see `warm_up`); None: on a GPU.
     """
 
     def __init__(
@@ -59,7 +61,9 @@ class FrozenPipelineEngine:
         warms_up: bool | None = None,
     ) -> None:
         named = [pair for stage in stages.values() for pair in stage.global_parameters()]
-        self.weights = MasterWeights({name: p for name, p in named if p.requires_grad}, config.optimizer)
+        self.weights = MasterWeights(
+            {name: p for name, p in named if p.requires_grad}, config.optimizer
+        )
         self.trainable = self.weights.by_name
         """fp32 master weights of what trains on this rank, by global name."""
         self.optimizer = self.weights.optimizer
@@ -79,11 +83,17 @@ class FrozenPipelineEngine:
         self.requested_save = False
         """Whether any rank wanted a save in the latest `train_step`."""
         self.requested_stop = False
-        """Whether a stop was requested from any rank, as of the latest `train_step` or `evaluate`."""
+        """Whether a stop was requested from any rank, as of the latest `train_step` or
+        `evaluate`.
+        """
         self.saw_gradient: set[str] = set()
-        """Trainable parameters that had a non-zero gradient in an applied step: these must have moved."""
+        """Trainable parameters that had a non-zero gradient in an applied step: these must have
+        moved.
+        """
         self.predicted: dict[int, torch.Tensor] = {}
-        """Last stage: arg max at the supervised positions (S,), row-major, by micro-batch of the latest `evaluate`."""
+        """Last stage: arg max at the supervised positions (S,), row-major, by micro-batch of the
+        latest `evaluate`.
+        """
 
         timeout_seconds = config.parallel.timeout_seconds
         self._replicas = replica_group(plan, self.global_rank, self.device, timeout_seconds)
@@ -98,14 +108,25 @@ class FrozenPipelineEngine:
         self._channels = Channels(plan, self.global_rank, self.device, timeout_seconds)
         self.clock = StepClock(self.device, self._held_bytes())
         first = self.stages[self.stage_id]
-        self._link = ChainLink(plan, self.global_rank, first, self._channels, self.clock.waited, timeout_seconds)
+        self._link = ChainLink(
+            plan, self.global_rank, first, self._channels, self.clock.waited, timeout_seconds
+        )
         # Instructions that need nothing of the engine; the others are its methods.
         self._encode = self._link.encode
         self._send_features, self._receive_features = self._link.send, self._link.receive
-        self._streamed = next((stage.streamed for stage in self.stages.values() if stage.streamed is not None), None)
+        self._streamed = next(
+            (stage.streamed for stage in self.stages.values() if stage.streamed is not None), None
+        )
         if self._streamed is not None:
-            self._streamed.before_wait, self._streamed.after_wait = self.clock.done, self.clock.fetched
-        self._shape = (config.train.packs_per_microbatch, config.data.pack_length, first.language.hidden_size)
+            self._streamed.before_wait, self._streamed.after_wait = (
+                self.clock.done,
+                self.clock.fetched,
+            )
+        self._shape = (
+            config.train.packs_per_microbatch,
+            config.data.pack_length,
+            first.language.hidden_size,
+        )
         self._integer_rows = 5 if has_grid_positions(config) else 2
         self._dtype = first.dtype
         self._begin(None, trains=True)
@@ -113,24 +134,37 @@ class FrozenPipelineEngine:
     @property
     def learns(self) -> bool:
         names = [name for rank in self.plan.ranks for name in rank.trainable_names]
-        return any(group.lr > 0 and group.parameters for group in parameter_groups(self.run_config.optimizer, names))
+        return any(
+            group.lr > 0 and group.parameters
+            for group in parameter_groups(self.run_config.optimizer, names)
+        )
 
     def _held_bytes(self) -> int:
-        """Return the bytes of this rank's weights and of its optimizer, each tensor counted once."""
-        tensors = [t for stage in self.stages.values() for t in (*stage.parameters(), *stage.buffers())]
+        """Return the bytes of this rank's weights and of its optimizer, each tensor counted
+        once.
+        """
+        tensors = [
+            t for stage in self.stages.values() for t in (*stage.parameters(), *stage.buffers())
+        ]
         tensors += [*self.trainable.values(), *self.weights.optimizer_state().values()]
-        return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
+        return sum(
+            {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values()
+        )
 
     def request_stop(self) -> None:
         """Let the next `train_step` or `evaluate` set `requested_stop` on every rank."""
         self._wants_stop = True
 
-    def train_step(self, batches: Iterator[PackedBatch] | None, *, wants_save: bool = False) -> StepResult:
-        """Run one optimizer step over `plan.microbatches_per_step` micro-batches; stage 0 reads them from `batches`.
+    def train_step(
+        self, batches: Iterator[PackedBatch] | None, *, wants_save: bool = False
+    ) -> StepResult:
+        """Run one optimizer step over `plan.microbatches_per_step` micro-batches; stage 0 reads
+        them from `batches`.
 
-        Where slices of the encoder are ahead, stage 0 also reads micro-batches of coming steps: give the same iterator
-        to every step. A step whose loss or gradient is not finite changes no parameter. Raises NonFiniteError, on every
-        rank, once the run has had more such steps than `train.max_bad_steps`.
+        Where slices of the encoder are ahead, stage 0 also reads micro-batches of coming steps:
+        give the same iterator to every step. A step whose loss or gradient is not finite changes no
+        parameter. Raises NonFiniteError, on every rank, once the run has had more such steps than
+        `train.max_bad_steps`.
         """
         self._begin(batches, trains=True)
         self._sums.add(save=wants_save)
@@ -142,10 +176,11 @@ class FrozenPipelineEngine:
         return self._result
 
     def evaluate(self, batches: Iterator[PackedBatch] | None, microbatches: int) -> Statistics:
-        """Forward `microbatches` micro-batches on each replica and return the sums over all; stage 0 reads `batches`.
+        """Forward `microbatches` micro-batches on each replica and return the sums over all; stage
+        0 reads `batches`.
 
-        Training is not affected; NaN and infinity are reported, not raised. Cost: stage 0 may run ahead, so that the
-        hidden states of all micro-batches may wait at once.
+        Training is not affected; NaN and infinity are reported, not raised. Cost: stage 0 may run
+        ahead, so that the hidden states of all micro-batches may wait at once.
         """
         self._begin(batches, trains=False)
         shape = self.plan.pipeline, microbatches, self.plan.stages_per_rank
@@ -161,7 +196,8 @@ class FrozenPipelineEngine:
         self._output: dict[tuple[int, int], torch.Tensor | GradientEdge] = {}
         self._integers: dict[tuple[int, int], torch.Tensor] = {}
         self._sums = RankSums(self.device)
-        # By replica and micro-batch: on the last stage loss sum and supervised tokens, on stage 0 keys of the samples.
+        # By replica and micro-batch: on the last stage loss sum and supervised tokens, on stage 0
+        # keys of the samples.
         self._losses: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]] = {}
         self._keys: dict[tuple[int, int], tuple[str, ...]] = {}
         self.predicted = {}
@@ -169,12 +205,15 @@ class FrozenPipelineEngine:
 
     def _run_schedule(self, schedule: Schedule, microbatches: int) -> None:
         """Run lists that use `microbatches`; a prelude uses none."""
-        if not self._posts_ahead[self.is_training]:  # the first one: something may still wait for the whole device
+        # the first one: something may still wait for the whole device
+        if not self._posts_ahead[self.is_training]:
             schedule = in_common_order(schedule)
             self._posts_ahead[self.is_training] = microbatches > 0
         instructions = schedule[self.stage_id]
         if self._streamed is not None:
-            streamed = {stage.stage: stage.streamed for stage in self.plan.ranks[self.global_rank].stages}
+            streamed = {
+                stage.stage: stage.streamed for stage in self.plan.ranks[self.global_rank].stages
+            }
             self._streamed.follow(uses_of(instructions, streamed, self.plan.first_trainable_layer))
         self._link.begin(sum(x.op is Op.LOAD for x in schedule[0]), trains=self.is_training)
         for instruction in instructions:
@@ -211,9 +250,14 @@ class FrozenPipelineEngine:
         """Return what was read and encoded for a micro-batch of this step, and count it as used."""
         taken = self._link.take(microbatch)
         batch = taken.batch
-        counts = {"tokens": batch.tokens, "samples": batch.samples, "quarantined": len(batch.faults)}
+        counts = {
+            "tokens": batch.tokens,
+            "samples": batch.samples,
+            "quarantined": len(batch.faults),
+        }
         self._sums.add(**counts, images=len(batch.tilings), tiles=taken.tiles)
-        if self._replica == self.plan.data - 1:  # the last replica's share ends with the step's last pack
+        # the last replica's share ends with the step's last pack
+        if self._replica == self.plan.data - 1:
             self._sums["epoch"].fill_(batch.epochs[-1])
         self._keys[self._replica, microbatch] = batch.keys
         return taken
@@ -232,7 +276,9 @@ class FrozenPipelineEngine:
             if stage == 0:
                 batch, features, _ = self._take_input(microbatch)
                 hidden = module.start(batch, features)
-                integers = torch.cat([batch.positions.view(-1, *batch.labels.shape), batch.labels[None]])
+                integers = torch.cat(
+                    [batch.positions.view(-1, *batch.labels.shape), batch.labels[None]]
+                )
             else:
                 integers, hidden = self._take(Op.RECEIVE_ACTIVATION, x)
                 hidden.requires_grad_(trains and stage > first)
@@ -260,7 +306,8 @@ class FrozenPipelineEngine:
         hidden = self._output.pop(key)
         self._channels.send(x, [self._integers.pop(key), hidden.detach().contiguous()])
         if self.is_training and x.stage >= self.plan.first_trainable_stage:
-            self._output[key] = get_gradient_edge(hidden)  # backward needs the graph behind it, not the values
+            # backward needs the graph behind it, not the values
+            self._output[key] = get_gradient_edge(hidden)
 
     def _receive_gradient(self, x: Instruction) -> None:
         gradient = torch.empty(self._shape, dtype=self._dtype, device=self.device)
@@ -283,7 +330,9 @@ class FrozenPipelineEngine:
         sums = self._sums
         if self.is_training:
             sums.add(squared_norm=self.weights.squared_norm(self.plan.data, self.device))
-        sums.add(bad_ranks=~(torch.isfinite(sums["squared_norm"]) & torch.isfinite(sums["loss_sum"])))
+        sums.add(
+            bad_ranks=~(torch.isfinite(sums["squared_norm"]) & torch.isfinite(sums["loss_sum"]))
+        )
         sums.add(stop=self._wants_stop)
         self._statistics, readings = sums.reduce(self.clock.read())
         self._rank_seconds = self.clock.leave(readings)
@@ -293,7 +342,9 @@ class FrozenPipelineEngine:
     def _optimizer_step(self, x: Instruction) -> None:
         config, sums = self.run_config, self._statistics
         rates = {
-            group.name: learning_rate(self.step_index, config.train.max_steps, config.optimizer, group.lr)
+            group.name: learning_rate(
+                self.step_index, config.train.max_steps, config.optimizer, group.lr
+            )
             for group in self._groups
         }
         norm = math.sqrt(sums.squared_norm) / max(sums.supervised_tokens, 1)
@@ -307,11 +358,17 @@ class FrozenPipelineEngine:
             scale = clip_coefficient(norm, config.optimizer.clip_norm) / sums.supervised_tokens
             for parameter in self.trainable.values():
                 parameter.grad.mul_(scale)
-            moves = (name for group in self._groups if rates[group.name] > 0 for name in group.parameters)
+            moves = (
+                name for group in self._groups if rates[group.name] > 0 for name in group.parameters
+            )
             unseen = [name for name in moves if name not in self.saw_gradient]
             if unseen:
-                have_gradient = torch.stack([self.trainable[name].grad.any() for name in unseen]).tolist()
-                self.saw_gradient |= {name for name, has in zip(unseen, have_gradient, strict=True) if has}
+                have_gradient = torch.stack(
+                    [self.trainable[name].grad.any() for name in unseen]
+                ).tolist()
+                self.saw_gradient |= {
+                    name for name, has in zip(unseen, have_gradient, strict=True) if has
+                }
             for group in self.optimizer.param_groups:
                 group["lr"] = rates[group["name"]]
             self._deepspeed._take_model_step(None)
@@ -348,5 +405,8 @@ class FrozenPipelineEngine:
         )
         if self.bad_steps > allowed:
             if allowed:
-                message += f". It is bad step {self.bad_steps} of the run, and train.max_bad_steps={allowed}"
+                message += (
+                    f". It is bad step {self.bad_steps} of the run, and "
+                    f"train.max_bad_steps={allowed}"
+                )
             raise NonFiniteError(message)

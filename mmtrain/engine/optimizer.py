@@ -1,7 +1,8 @@
 """What trains on a rank with its optimizer, and the functions that decide an update.
 
-Learning rate and clipping are functions of the step and the global gradient norm, so that a rank which trains nothing
-and a rank which trains everything take the same decisions without asking each other.
+Learning rate and clipping are functions of the step and the global gradient norm, so that a rank
+which trains nothing and a rank which trains everything take the same decisions without asking each
+other.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ NAMES_SHOWN = 5  # of each kind, in an error
 class NoOpOptimizer(torch.optim.SGD):
     """The explicit optimizer of a rank on which nothing trains.
 
-    torch refuses an empty parameter list ("optimizer got an empty parameter list"), but takes one empty group.
+    torch refuses an empty parameter list ("optimizer got an empty parameter list"), but takes one
+    empty group.
     """
 
     def __init__(self) -> None:
@@ -31,25 +33,35 @@ class NoOpOptimizer(torch.optim.SGD):
 
 
 class MasterWeights:
-    """fp32 masters of what trains, `by_name`, and their `optimizer`: gradients add up in them, checkpoints hold them.
+    """fp32 masters of what trains, `by_name`, and their `optimizer`: gradients add up in them,
+    checkpoints hold them.
 
-    bf16's rounding would swallow most updates of lr 1e-3. So each micro-batch's gradient is added to its master's in
-    fp32, and after an update a parameter stored in bf16 becomes its master, rounded. One in fp32 is its own master.
+    bf16's rounding would swallow most updates of lr 1e-3. So each micro-batch's gradient is added
+    to its master's in fp32, and after an update a parameter stored in bf16 becomes its master,
+    rounded. One in fp32 is its own master.
     """
 
     def __init__(self, stored: Mapping[str, torch.nn.Parameter], config: OptimizerSection) -> None:
         self.by_name = {
-            name: p if p.dtype == torch.float32 else torch.nn.Parameter(p.detach().to(torch.float32))
+            name: p
+            if p.dtype == torch.float32
+            else torch.nn.Parameter(p.detach().to(torch.float32))
             for name, p in stored.items()
         }
-        self._pairs = [(p, self.by_name[name]) for name, p in stored.items() if p is not self.by_name[name]]
+        self._pairs = [
+            (p, self.by_name[name]) for name, p in stored.items() if p is not self.by_name[name]
+        ]
         for parameter, master in self._pairs:
-            parameter.register_post_accumulate_grad_hook(functools.partial(_hand_over_gradient, master))
+            parameter.register_post_accumulate_grad_hook(
+                functools.partial(_hand_over_gradient, master)
+            )
         self.optimizer = make_optimizer(self.by_name, config)
         self._kind = optimizer_of(config)
 
     def reduce_gradients(self, replicas: dist.ProcessGroup | None) -> None:
-        """Add up the gradients of all replicas (None: there is one); a replica without a gradient adds zeros."""
+        """Add up the gradients of all replicas (None: there is one); a replica without a gradient
+        adds zeros.
+        """
         for master in self.by_name.values():
             if master.grad is None:
                 master.grad = torch.zeros_like(master)
@@ -57,7 +69,9 @@ class MasterWeights:
                 dist.all_reduce(master.grad, group=replicas)
 
     def squared_norm(self, replicas: int, device: torch.device) -> torch.Tensor:
-        """Return this rank's share of the gradient's squared L2 norm, float64; `replicas` hold the same gradient."""
+        """Return this rank's share of the gradient's squared L2 norm, float64; `replicas` hold the
+        same gradient.
+        """
         square = torch.zeros((), dtype=torch.float64, device=device)
         for master in self.by_name.values():
             square += torch.linalg.vector_norm(master.grad, dtype=torch.float64).square() / replicas
@@ -73,13 +87,18 @@ class MasterWeights:
             master.grad = None
 
     def optimizer_state(self) -> dict[str, torch.Tensor]:
-        """Return the optimizer's own state tensors of each weight by `NAME/PART`, fp32; none before an update."""
+        """Return the optimizer's own state tensors of each weight by `NAME/PART`, fp32; none before
+        an update.
+        """
         parts, state = (*self._kind.moments, *self._kind.counters), self.optimizer.state
         updated = {name: state[master] for name, master in self.by_name.items() if master in state}
-        return {f"{name}/{part}": tensors[part] for name, tensors in updated.items() for part in parts}
+        return {
+            f"{name}/{part}": tensors[part] for name, tensors in updated.items() for part in parts
+        }
 
     def load(self, weights: Mapping[str, torch.Tensor], state: Mapping[str, torch.Tensor]) -> None:
-        """Load copies of master weights, by name, and of their `optimizer_state()` (empty: no update yet).
+        """Load copies of master weights, by name, and of their `optimizer_state()` (empty: no
+        update yet).
 
         Raises ValueError, before any change, for other names or shapes than those that train here.
         """
@@ -90,16 +109,25 @@ class MasterWeights:
                 expected |= {f"{name}/{part}": master.shape for part in kind.moments}
                 expected |= {f"{name}/{part}": torch.Size() for part in kind.counters}
         loaded = {name: tensor.shape for name, tensor in (*weights.items(), *state.items())}
-        if odd := sorted(name for name in expected.keys() | loaded.keys() if expected.get(name) != loaded.get(name)):
-            raise ValueError(f"loaded tensors do not fit what trains on this rank: {first_few(odd, NAMES_SHOWN)}")
+        if odd := sorted(
+            name
+            for name in expected.keys() | loaded.keys()
+            if expected.get(name) != loaded.get(name)
+        ):
+            raise ValueError(
+                f"loaded tensors do not fit what trains on this rank: {first_few(odd, NAMES_SHOWN)}"
+            )
         self.optimizer.state.clear()
         with torch.no_grad():
             for name, master in self.by_name.items():
                 master.copy_(weights[name])
                 if state:
-                    devices = dict.fromkeys(kind.moments, master.device) | dict.fromkeys(kind.counters, "cpu")
+                    devices = dict.fromkeys(kind.moments, master.device) | dict.fromkeys(
+                        kind.counters, "cpu"
+                    )
                     self.optimizer.state[master] = {
-                        part: state[f"{name}/{part}"].to(device, copy=True) for part, device in devices.items()
+                        part: state[f"{name}/{part}"].to(device, copy=True)
+                        for part, device in devices.items()
                     }
         self.write_back()
 
@@ -110,8 +138,12 @@ def _hand_over_gradient(master: torch.nn.Parameter, parameter: torch.Tensor) -> 
     parameter.grad = None
 
 
-def make_optimizer(trainable: Mapping[str, torch.nn.Parameter], config: OptimizerSection) -> torch.optim.Optimizer:
-    """Make the run's optimizer over this rank's master weights, or a NoOpOptimizer if there are none."""
+def make_optimizer(
+    trainable: Mapping[str, torch.nn.Parameter], config: OptimizerSection
+) -> torch.optim.Optimizer:
+    """Make the run's optimizer over this rank's master weights, or a NoOpOptimizer if there are
+    none.
+    """
     if not trainable:
         return NoOpOptimizer()
     groups = [
@@ -128,10 +160,12 @@ def make_optimizer(trainable: Mapping[str, torch.nn.Parameter], config: Optimize
 
 
 def learning_rate(step: int, max_steps: int, config: OptimizerSection, peak: float) -> float:
-    """Return the learning rate at 0-based `step`: a linear warm-up, which begins above 0, to `peak`; then `schedule`.
+    """Return the learning rate at 0-based `step`: a linear warm-up, which begins above 0, to
+    `peak`; then `schedule`.
 
-    Half a cosine (arXiv:1608.03983), a straight line, or, for wsd (arXiv:2404.06395), the peak and then a straight line
-    (arXiv:2405.18392) falls to `min_lr_fraction * peak`, which it reaches one step after the last.
+    Half a cosine (arXiv:1608.03983), a straight line, or, for wsd (arXiv:2404.06395), the peak and
+    then a straight line (arXiv:2405.18392) falls to `min_lr_fraction * peak`, which it reaches one
+    step after the last.
     """
     warmup = math.ceil(config.warmup_fraction * max_steps)
     if step < warmup:
@@ -145,10 +179,14 @@ def learning_rate(step: int, max_steps: int, config: OptimizerSection, peak: flo
         case "constant":
             share = 1.0
         case "wsd":
-            share = min(1.0, (max_steps - step) / min(falling, math.ceil(config.decay_fraction * max_steps)))
+            share = min(
+                1.0, (max_steps - step) / min(falling, math.ceil(config.decay_fraction * max_steps))
+            )
     return peak * (config.min_lr_fraction + (1 - config.min_lr_fraction) * share)
 
 
 def clip_coefficient(norm: float, limit: float | None) -> float:
-    """Return the factor that brings a gradient of this global norm to at most `limit` (as torch's clip_grad_norm_)."""
+    """Return the factor that brings a gradient of this global norm to at most `limit` (as torch's
+    clip_grad_norm_).
+    """
     return 1.0 if limit is None else min(1.0, limit / (norm + 1e-6))

@@ -1,11 +1,11 @@
 """Make the process groups of a run. (DeepSpeed makes those of its own grid.)
 
-On CUDA the default group has two backends, NCCL for tensors on GPUs and gloo for those on the host and for objects;
-elsewhere it has gloo alone. torch picks the backend by where a tensor is.
+On CUDA the default group has two backends, NCCL for tensors on GPUs and gloo for those on the host
+and for objects; elsewhere it has gloo alone. torch picks the backend by where a tensor is.
 
-torch has two implementations of "nccl": ProcessGroupNCCL, and since 2.15 ProcessGroupNCCL2, in which a group has one
-queue for all that a rank sends and receives. With one group per channel both queue the same messages in the same order
-(tests/deadlocks.py).
+torch has two implementations of "nccl": ProcessGroupNCCL, and since 2.15 ProcessGroupNCCL2, in
+which a group has one queue for all that a rank sends and receives. With one group per channel both
+queue the same messages in the same order (tests/deadlocks.py).
 """
 
 from __future__ import annotations
@@ -18,15 +18,18 @@ import torch.distributed as dist
 
 from mmtrain.plan.plan import Plan
 
-MAX_CTAS = 8  # of NCCL, for each channel: processors of the GPU that a receive posted ahead keeps busy
-# NCCL times a message from when it is issued, not from when its peer could take it: with the configured timeout a
-# message that is issued far ahead would count as hung. A peer that hangs shows in what the host waits for: the numbers
-# beside hidden states, and the statistics that end a step.
+# of NCCL, for each channel: processors of the GPU that a receive posted ahead keeps busy
+MAX_CTAS = 8
+# NCCL times a message from when it is issued, not from when its peer could take it: with the
+# configured timeout a message that is issued far ahead would count as hung. A peer that hangs shows
+# in what the host waits for: the numbers beside hidden states, and the statistics that end a step.
 NEVER = timedelta(days=365)
 
 
 def join_process_group(device: torch.device, timeout_seconds: int) -> None:
-    """Join the job described by the launcher's environment, as the default group, on this rank's device."""
+    """Join the job described by the launcher's environment, as the default group, on this rank's
+    device.
+    """
     if device.type == "cuda":
         torch.cuda.set_device(device)
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
@@ -34,15 +37,22 @@ def join_process_group(device: torch.device, timeout_seconds: int) -> None:
 
 
 def backend_name(device: torch.device) -> str:
-    """Return the name of torch's class that carries tensors on `device` between the ranks of the job."""
+    """Return the name of torch's class that carries tensors on `device` between the ranks of the
+    job.
+    """
     return type(dist.group.WORLD._get_backend(device)).__name__
 
 
 def own_group(
     groups: Sequence[Sequence[int]], rank: int, device: torch.device, timeout_seconds: int
 ) -> dist.ProcessGroup:
-    """Make all `groups`, for tensors on `device`, and return the one with `rank`. Collective, in one order."""
-    timeout, backend = timedelta(seconds=timeout_seconds), "nccl" if device.type == "cuda" else "gloo"
+    """Make all `groups`, for tensors on `device`, and return the one with `rank`. Collective, in
+    one order.
+    """
+    timeout, backend = (
+        timedelta(seconds=timeout_seconds),
+        "nccl" if device.type == "cuda" else "gloo",
+    )
     made = {tuple(ranks): dist.new_group(ranks, timeout, backend) for ranks in groups}
     return next(group for ranks, group in made.items() if rank in ranks)
 
@@ -50,20 +60,30 @@ def own_group(
 def replica_group(
     plan: Plan, rank: int, device: torch.device, timeout_seconds: int, size: int | None = None
 ) -> dist.ProcessGroup | None:
-    """Return the group of `size` replicas (None: all) with the stages of `rank`; None with one replica. Collective."""
+    """Return the group of `size` replicas (None: all) with the stages of `rank`; None with one
+    replica. Collective.
+    """
     size = plan.data if size is None else size
     if size == 1:
         return None
     groups = [
-        [other.rank for other in plan.ranks if other.pipeline == place and 0 <= other.data - first < size]
+        [
+            other.rank
+            for other in plan.ranks
+            if other.pipeline == place and 0 <= other.data - first < size
+        ]
         for place in range(plan.pipeline)
         for first in range(0, plan.data, size)
     ]
     return own_group(groups, rank, device, timeout_seconds)
 
 
-def channel_group(ranks: Sequence[int], device: torch.device, timeout_seconds: int) -> dist.ProcessGroup:
-    """Make the group of two ranks that send each other tensors on `device`. Collective, in one order."""
+def channel_group(
+    ranks: Sequence[int], device: torch.device, timeout_seconds: int
+) -> dist.ProcessGroup:
+    """Make the group of two ranks that send each other tensors on `device`. Collective, in one
+    order.
+    """
     if device.type != "cuda":
         return dist.new_group(sorted(ranks), timeout=timedelta(seconds=timeout_seconds))
     options = dist.ProcessGroupNCCL.Options()

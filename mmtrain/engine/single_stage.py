@@ -1,4 +1,6 @@
-"""Run one stage by itself, on a micro-batch of random numbers: before the first message, and to time it."""
+"""Run one stage by itself, on a micro-batch of random numbers: before the first message, and to
+time it.
+"""
 
 from __future__ import annotations
 
@@ -21,10 +23,12 @@ from mmtrain.plan.planner import models_of
 
 
 def expected_batch(config: RunConfig, models: Models, seed: int = 0) -> PackedBatch:
-    """Return a micro-batch on the CPU as the planner expects it: documents of one image, if any, and text; padding.
+    """Return a micro-batch on the CPU as the planner expects it: documents of one image, if any,
+    and text; padding.
 
-    Labels end each document, as many as `data.expected_supervised_fraction` asks for, at least one. It holds a whole
-    number of images, at least one, all of the size nearest to what the planner expects.
+    Labels end each document, as many as `data.expected_supervised_fraction` asks for, at least one.
+    It holds a whole number of images, at least one, all of the size nearest to what the planner
+    expects.
     """
     packs, length = config.train.packs_per_microbatch, config.data.pack_length
     work, tiling = workload(config, models.layout), typical_tiling(config, models.layout)
@@ -67,12 +71,16 @@ def expected_batch(config: RunConfig, models: Models, seed: int = 0) -> PackedBa
 
 
 class SingleStage:
-    """A stage to run forward and backward, with the front (its input is then `batch`), the head, or neither.
+    """A stage to run forward and backward, with the front (its input is then `batch`), the head, or
+    neither.
 
-    `input_gradient`: something before the stage trains. `backward`: something before it or in it trains.
+    `input_gradient`: something before the stage trains. `backward`: something before it or in it
+    trains.
     """
 
-    def __init__(self, module: Stage, batch: PackedBatch, *, input_gradient: bool, backward: bool) -> None:
+    def __init__(
+        self, module: Stage, batch: PackedBatch, *, input_gradient: bool, backward: bool
+    ) -> None:
         self.module = module
         self.batch = batch
         self.runs_backward = backward
@@ -80,18 +88,31 @@ class SingleStage:
         device = next(module.parameters()).device
         shape = (*batch.position_ids.shape, module.language.hidden_size)
         self.input = torch.randn(shape, dtype=module.dtype, device=device)
-        self.upstream = None if module.language.has_head else torch.randn(shape, dtype=module.dtype, device=device)
+        self.upstream = (
+            None
+            if module.language.has_head
+            else torch.randn(shape, dtype=module.dtype, device=device)
+        )
         tiles, vision = 0 if batch.tiles is None else len(batch.tiles), module.vision
-        self._taken: PackedBatch | torch.Tensor | None = batch if module.projector is not None else None
+        self._taken: PackedBatch | torch.Tensor | None = (
+            batch if module.projector is not None else None
+        )
         if vision is not None and module.projector is None and tiles:
-            self._taken = torch.randn(tiles, *vision.hidden_shape, dtype=vision.dtype, device=device)
+            self._taken = torch.randn(
+                tiles, *vision.hidden_shape, dtype=vision.dtype, device=device
+            )
         self.features = self.encode()
-        if self.features is not None and vision is not None and not vision.is_last:  # made by another rank's slice
-            self.features = torch.randn(tiles, *vision.feature_shape, dtype=vision.dtype, device=device)
+        # made by another rank's slice
+        if self.features is not None and vision is not None and not vision.is_last:
+            self.features = torch.randn(
+                tiles, *vision.feature_shape, dtype=vision.dtype, device=device
+            )
         self._kept: Any = None
 
     def prepare(self, *, recomputes: bool = False) -> None:
-        """Let all decoder layers recompute their activations or none, and encode again where the encoder trains."""
+        """Let all decoder layers recompute their activations or none, and encode again where the
+        encoder trains.
+        """
         language = self.module.language
         language.recompute(language.last - language.first if recomputes else 0)
         if not self.module.encoder_is_frozen:
@@ -112,7 +133,9 @@ class SingleStage:
                 self._kept = self.module(hidden, self.batch.positions)
 
     def release_output(self) -> None:
-        """Let go of the output as after sending it: backward needs the graph behind it, not the values."""
+        """Let go of the output as after sending it: backward needs the graph behind it, not the
+        values.
+        """
         if self.runs_backward and not self.module.language.has_head:
             self._kept = get_gradient_edge(self._kept)
         elif not self.runs_backward:
@@ -131,21 +154,26 @@ def warm_up(
     first_trainable_stage: int,
     device: torch.device,
 ) -> None:
-    """Run everything of a step once on this rank: its stages, a prediction, one update of throwaway weights.
+    """Run everything of a step once on this rank: its stages, a prediction, one update of throwaway
+    weights.
 
-    A GPU loads a kernel at its first call, and asks the driver for memory. Each may wait for all work of the device,
-    also for messages posted ahead, whose sender may wait for this very rank. So it happens while no message is under
-    way. What first happens in a step all the same cannot hang, since the first step runs `in_common_order`. A later
-    micro-batch that is larger than any before can still hang.
+    A GPU loads a kernel at its first call, and asks the driver for memory. Each may wait for all
+    work of the device, also for messages posted ahead, whose sender may wait for this very rank. So
+    it happens while no message is under way. What first happens in a step all the same cannot hang,
+    since the first step runs `in_common_order`. A later micro-batch that is larger than any before
+    can still hang.
 
-    No weight, gradient, optimizer state or random generator changes. Cost: time and memory of a micro-batch.
+    No weight, gradient, optimizer state or random generator changes. Cost: time and memory of a
+    micro-batch.
     """
     host = expected_batch(config, models_of(config))
     batch = to_device(host, device)
     with torch.random.fork_rng([device] if device.type == "cuda" else [], device_type="cuda"):
         for number, module in stages.items():
             trains = number >= first_trainable_stage
-            alone = SingleStage(module, batch, input_gradient=number > first_trainable_stage, backward=trains)
+            alone = SingleStage(
+                module, batch, input_gradient=number > first_trainable_stage, backward=trains
+            )
             alone.forward()
             alone.backward()
             if module.language.has_head:
@@ -160,7 +188,8 @@ def warm_up(
         weight.grad = torch.ones_like(weight)
         make_optimizer({"throwaway": weight}, config.optimizer).step()
     if device.type == "cuda":
-        for value in vars(host).values():  # allocating page-locked memory also waits for the device: have twice as much
+        # allocating page-locked memory also waits for the device: have twice as much
+        for value in vars(host).values():
             if isinstance(value, torch.Tensor):
                 torch.empty(2 * value.nbytes, dtype=torch.uint8, pin_memory=True)
         torch.cuda.synchronize(device)

@@ -1,4 +1,6 @@
-"""Build the stages of a rank with the source of its streamed layers, and check that its GPU has room."""
+"""Build the stages of a rank with the source of its streamed layers, and check that its GPU has
+room.
+"""
 
 from __future__ import annotations
 
@@ -17,9 +19,14 @@ from mmtrain.plan.refusals import GpuMemory, refuse_short_memory
 
 
 def streamed_layers(
-    plan: Plan, rank: int, device: torch.device, replicas: dist.ProcessGroup | None, timeout_seconds: int
+    plan: Plan,
+    rank: int,
+    device: torch.device,
+    replicas: dist.ProcessGroup | None,
+    timeout_seconds: int,
 ) -> StreamedLayers | None:
-    """Return a rank's streamed layers, as yet empty, with their source; None if the plan streams nothing. Collective.
+    """Return a rank's streamed layers, as yet empty, with their source; None if the plan streams
+    nothing. Collective.
 
     `replicas`: ranks with the same stages, for objects on the host; None with one replica.
     """
@@ -43,7 +50,8 @@ def build_stages(
     *,
     resumes: bool,
 ) -> dict[int, Stage]:
-    """Return a rank's stages by number, their weights loaded. Collective; `replicas` as `streamed_layers` has it.
+    """Return a rank's stages by number, their weights loaded. Collective; `replicas` as
+    `streamed_layers` has it.
 
     A run that `resumes` reads its checkpoint later.
     """
@@ -51,11 +59,16 @@ def build_stages(
     if resumes:
         config = without_init_from(config)
     stages = plan.ranks[rank].stages
-    return {stage.stage: build_stage(config, stage, device=device, streamed=streamed) for stage in stages}
+    return {
+        stage.stage: build_stage(config, stage, device=device, streamed=streamed)
+        for stage in stages
+    }
 
 
 def without_init_from(config: RunConfig) -> RunConfig:
-    """Return the configuration of a resumed run, which needs no file for a projector that trains as a whole."""
+    """Return the configuration of a resumed run, which needs no file for a projector that trains as
+    a whole.
+    """
     parameters = connector_parameters(connector(config.model.projector, 1, 2, has_newline(config)))
     if not all(matches_any(parameter.name, config.model.trainable) for parameter in parameters):
         return config

@@ -14,7 +14,8 @@ from mmtrain.engine.step_clock import RankSeconds
 
 @dataclass(frozen=True)
 class StepResult:
-    """One training step, equal on every rank but for `ranks`: where each global rank's time went, by this rank's clock.
+    """One training step, equal on every rank but for `ranks`: where each global rank's time went,
+    by this rank's clock.
 
     `loss` and `grad_norm` may be NaN or infinite in a step that was left out for it.
     """
@@ -38,8 +39,9 @@ class StepResult:
 class Statistics(NamedTuple):
     """Sums over all ranks at the end of a step or an evaluation, all float64.
 
-    An answer is a maximal run of supervised positions. It is exact if each of its tokens, end mark included, is the arg
-    max given the true tokens before it. Correct tokens and answers are counted in evaluations alone.
+    An answer is a maximal run of supervised positions. It is exact if each of its tokens, end mark
+    included, is the arg max given the true tokens before it. Correct tokens and answers are counted
+    in evaluations alone.
     """
 
     loss_sum: float  # nats
@@ -60,7 +62,9 @@ class Statistics(NamedTuple):
 
 
 class RankSums:
-    """One rank's part of Statistics, in float64 on its device: adding does not wait for the device."""
+    """One rank's part of Statistics, in float64 on its device: adding does not wait for the
+    device.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._all = torch.zeros(len(Statistics._fields), dtype=torch.float64, device=device)
@@ -73,10 +77,15 @@ class RankSums:
         return self._all[Statistics._fields.index(name)]
 
     def reduce(self, reading: RankSeconds) -> tuple[Statistics, list[RankSeconds]]:
-        """Return the sums over all ranks, and the clock readings of all ranks, by global rank. Collective."""
-        readings = torch.zeros(dist.get_world_size(), len(reading), dtype=torch.float64)  # each rank fills its own row
+        """Return the sums over all ranks, and the clock readings of all ranks, by global rank.
+        Collective.
+        """
+        # each rank fills its own row
+        readings = torch.zeros(dist.get_world_size(), len(reading), dtype=torch.float64)
         readings[dist.get_rank()] = torch.tensor(reading, dtype=torch.float64)
         both = torch.cat([self._all, readings.flatten().to(self._all.device)])
         dist.all_reduce(both)
         sums, of_ranks = both.cpu().split([len(self._all), readings.numel()])
-        return Statistics(*sums.tolist()), [RankSeconds(*row) for row in of_ranks.view_as(readings).tolist()]
+        return Statistics(*sums.tolist()), [
+            RankSeconds(*row) for row in of_ranks.view_as(readings).tolist()
+        ]

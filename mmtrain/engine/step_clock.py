@@ -1,8 +1,8 @@
 """Measure on each rank, at every step, what its time goes into.
 
-A mark ends each instruction, and within one the time in which it only waited: for a message, or for all ranks. On a CPU
-a mark is the time. On CUDA it is an event on the stream that computes, since kernels run when the host has long gone
-on; the host's delays count, too.
+A mark ends each instruction, and within one the time in which it only waited: for a message, or for
+all ranks. On a CPU a mark is the time. On CUDA it is an event on the stream that computes, since
+kernels run when the host has long gone on; the host's delays count, too.
 """
 
 from __future__ import annotations
@@ -24,10 +24,12 @@ class RankSeconds(NamedTuple):
 
     window: float  # all of it; what the others leave is idle
     compute: float  # encoder, forward and backward, without the waits in them
-    communication: float  # posting messages and reducing gradients, with the wait for other replicas
+    # posting messages and reducing gradients, with the wait for other replicas
+    communication: float
     data: float  # waiting for the loader and copying to the device
     fetching: float  # waiting for weights of streamed layers
-    peak_memory_bytes: float  # of tensors; on a CPU of the heap, beyond what the process held before its weights
+    # of tensors; on a CPU of the heap, beyond what the process held before its weights
+    peak_memory_bytes: float
 
     @property
     def idle(self) -> float:
@@ -40,13 +42,16 @@ class RankSeconds(NamedTuple):
 
 
 class HeapUse(ctypes.Structure):
-    """What glibc's mallinfo2 returns: `uordblks` bytes are in use, and `hblkhd` in blocks with pages of their own."""
+    """What glibc's mallinfo2 returns: `uordblks` bytes are in use, and `hblkhd` in blocks with
+    pages of their own.
+    """
 
     _names = "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost"
     _fields_ = [(name, ctypes.c_size_t) for name in _names.split()]
 
 
-@functools.cache  # finding it takes five times as long as a call, of which a step makes one an instruction
+# finding it takes five times as long as a call, of which a step makes one an instruction
+@functools.cache
 def _mallinfo() -> Callable[[], HeapUse] | None:
     function = getattr(ctypes.CDLL(None), "mallinfo2", None)
     if function is not None:
@@ -55,7 +60,9 @@ def _mallinfo() -> Callable[[], HeapUse] | None:
 
 
 def heap_bytes() -> int:
-    """Return the bytes that this process has allocated from glibc and not released, 0 with another allocator."""
+    """Return the bytes that this process has allocated from glibc and not released, 0 with another
+    allocator.
+    """
     mallinfo = _mallinfo()
     if mallinfo is None:
         return 0
@@ -66,12 +73,15 @@ def heap_bytes() -> int:
 class StepClock:
     """One rank's clock; all ranks make it at the same time.
 
-    Call `begin`, then for each instruction `start`, `waited` where it has waited since the last mark, for weights
-    `fetched`, and `done`; in the reduction that ends a step's work `read` before and `leave` after, when all go on.
+    Call `begin`, then for each instruction `start`, `waited` where it has waited since the last
+    mark, for weights `fetched`, and `done`; in the reduction that ends a step's work `read` before
+    and `leave` after, when all go on.
     """
 
     def __init__(self, device: torch.device, held_bytes: int = 0) -> None:
-        """`held_bytes` is what weights and optimizer take by now: a CPU's peak is that and what the heap grows by."""
+        """`held_bytes` is what weights and optimizer take by now: a CPU's peak is that and what the
+        heap grows by.
+        """
         self._device = device
         self._before_weights, self._peak_bytes = heap_bytes() - held_bytes, 0
         self._together = self._begun = self._now()
@@ -89,7 +99,9 @@ class StepClock:
         return event
 
     def _seconds(self, earlier: Any, later: Any) -> float:
-        """Seconds between two marks; on CUDA the host waits until the device has reached the later one."""
+        """Seconds between two marks; on CUDA the host waits until the device has reached the later
+        one.
+        """
         if self._device.type != "cuda":
             return later - earlier
         later.synchronize()
@@ -131,7 +143,8 @@ class StepClock:
         if self._device.type == "cuda":
             self._peak_bytes = torch.cuda.max_memory_allocated(self._device)
         return RankSeconds(
-            window=-self._seconds(self._together, self._begun),  # `leave` adds the time since the last reduction
+            # `leave` adds the time since the last reduction
+            window=-self._seconds(self._together, self._begun),
             compute=spent[Work.ENCODE] + spent[Work.FORWARD] + spent[Work.BACKWARD],
             communication=spent[Work.COMMUNICATION],
             data=spent[Work.LOAD],
@@ -142,7 +155,8 @@ class StepClock:
     def leave(self, readings: Sequence[RankSeconds]) -> tuple[RankSeconds, ...]:
         """Return where each rank's time has gone, from the `read()` of all, by global rank.
 
-        All ranks have left the last reduction and this one together, so one rank's clock gives the windows of all.
+        All ranks have left the last reduction and this one together, so one rank's clock gives the
+        windows of all.
         """
         self.waited()
         self._instruction = None
@@ -153,10 +167,14 @@ class StepClock:
         return tuple(rank._replace(window=common + rank.window) for rank in readings)
 
     def intervals(self) -> list[Interval]:
-        """Return what this rank has done since `begin`, without gaps, in seconds since its clock was made."""
+        """Return what this rank has done since `begin`, without gaps, in seconds since its clock
+        was made.
+        """
         begun = self.seconds - self._seconds(self._begun, self._together)
         ends = [begun + self._seconds(self._begun, mark) for *_, mark in self._marks]
         return [
             Interval(work, instruction, begin, end)
-            for (work, instruction, _), begin, end in zip(self._marks, [begun, *ends], ends, strict=False)
+            for (work, instruction, _), begin, end in zip(
+                self._marks, [begun, *ends], ends, strict=False
+            )
         ]

@@ -1,6 +1,7 @@
 """`--trace`: what every rank did when, as a file for ui.perfetto.dev and chrome://tracing.
 
-StepClock.intervals() on every rank, a few steps --gather--> rank 0 --one time line--> trace.json in the run's folder
+StepClock.intervals() on every rank, a few steps --gather--> rank 0 --one time line--> trace.json in
+    the run's folder
 
 The format is Google's "Trace Event Format"; a process is a replica, a thread of it a pipeline rank.
 """
@@ -39,11 +40,15 @@ class Work(StrEnum):
 
 # four of the instructions have the name of their work
 WORK_OF = dict.fromkeys(Op, Work.COMMUNICATION)
-WORK_OF |= {op: Work(op) for op in (Op.LOAD, Op.ENCODE, Op.FORWARD, Op.BACKWARD)} | {Op.OPTIMIZER_STEP: Work.OPTIMIZER}
+WORK_OF |= {op: Work(op) for op in (Op.LOAD, Op.ENCODE, Op.FORWARD, Op.BACKWARD)} | {
+    Op.OPTIMIZER_STEP: Work.OPTIMIZER
+}
 
 
 class Interval(NamedTuple):
-    """What a rank did from `begin` to `end`, in seconds of its own clock; instruction None: it waited for its sends."""
+    """What a rank did from `begin` to `end`, in seconds of its own clock; instruction None: it
+    waited for its sends.
+    """
 
     work: Work
     instruction: Instruction | None
@@ -60,7 +65,9 @@ class TracedStep(NamedTuple):
 
 
 def finish_trace(file: Path, plan: Plan, recorded: Sequence[TracedStep]) -> str | None:
-    """Write what all ranks have recorded of the same steps; return rank 0's message for the user. Collective."""
+    """Write what all ranks have recorded of the same steps; return rank 0's message for the user.
+    Collective.
+    """
     if not recorded:
         return "no trace was written: it begins with the second step, which did not run"
     ranks = gather_to_rank_0(recorded)
@@ -76,17 +83,24 @@ def finish_trace(file: Path, plan: Plan, recorded: Sequence[TracedStep]) -> str 
 
 def write_trace(file: Path, plan: Plan, ranks: Sequence[Sequence[TracedStep]]) -> None:
     """Write the same steps of all global ranks; an existing file is replaced whole."""
-    # A clock is set by the moments at which all ranks go on; one shift for all its steps keeps intervals in order.
+    # A clock is set by the moments at which all ranks go on; one shift for all its steps keeps
+    # intervals in order.
     shifts = [
-        statistics.median(first.left - step.left for first, step in zip(ranks[0], steps, strict=True))
+        statistics.median(
+            first.left - step.left for first, step in zip(ranks[0], steps, strict=True)
+        )
         for steps in ranks
     ]
-    first = min(steps[0].intervals[0].begin + shift for steps, shift in zip(ranks, shifts, strict=True))
+    first = min(
+        steps[0].intervals[0].begin + shift for steps, shift in zip(ranks, shifts, strict=True)
+    )
     events = list(_names(plan))
     for place, steps, shift in zip(plan.ranks, ranks, shifts, strict=True):
         for recorded in steps:
             for interval in recorded.intervals:
-                events.append(_event(interval, recorded.step, place.data, place.pipeline, shift - first))
+                events.append(
+                    _event(interval, recorded.step, place.data, place.pipeline, shift - first)
+                )
     about = {
         "run": plan.run,
         "pipeline": plan.pipeline,
@@ -96,14 +110,21 @@ def write_trace(file: Path, plan: Plan, ranks: Sequence[Sequence[TracedStep]]) -
         "steps": [recorded.step for recorded in ranks[0]],
     }
     with whole_file(file) as unfinished, unfinished.open("w") as out:
-        out.write('{"displayTimeUnit": "ms", "otherData": ' + json.dumps(about) + ', "traceEvents": [\n')
+        out.write(
+            '{"displayTimeUnit": "ms", "otherData": ' + json.dumps(about) + ', "traceEvents": [\n'
+        )
         out.write(",\n".join(json.dumps(event) for event in events))
         out.write("\n]}\n")
 
 
 def _names(plan: Plan) -> Iterator[dict[str, Any]]:
     for replica in range(plan.data):
-        yield {"ph": "M", "name": "process_name", "pid": replica, "args": {"name": f"replica {replica}"}}
+        yield {
+            "ph": "M",
+            "name": "process_name",
+            "pid": replica,
+            "args": {"name": f"replica {replica}"},
+        }
     for rank in plan.ranks:
         slices = [f"encoder {stage.slice}" for stage in rank.stages if stage.slice]
         stages = ", ".join([*slices, *(stage.summary for stage in rank.stages)])
@@ -115,7 +136,9 @@ def _names(plan: Plan) -> Iterator[dict[str, Any]]:
 _PREFIX = {Work.WAIT: "wait for ", Work.FETCH: "wait for weights of "}
 
 
-def _event(interval: Interval, step: int, replica: int, pipeline: int, shift: float) -> dict[str, Any]:
+def _event(
+    interval: Interval, step: int, replica: int, pipeline: int, shift: float
+) -> dict[str, Any]:
     begin, end = (round((seconds + shift) * 1e6, 3) for seconds in (interval.begin, interval.end))
     x = interval.instruction
     name, about = "sends", {"step": step}
@@ -138,9 +161,12 @@ def _event(interval: Interval, step: int, replica: int, pipeline: int, shift: fl
 
 
 def refuse_unfit_trace(steps: int | None, max_steps: int | None) -> None:
-    """Raise UserError where `--trace` asks for more steps than a run makes; None asks for nothing."""
+    """Raise UserError where `--trace` asks for more steps than a run makes; None asks for
+    nothing.
+    """
     if steps is not None and not 1 <= steps < (max_steps or math.inf):
         raise UserError(
-            f"--trace {steps}: it records 1 to train.max_steps - 1 steps, since the first includes warm-up. "
+            f"--trace {steps}: it records 1 to train.max_steps - 1 steps, since the first "
+            "includes warm-up. "
             f"train.max_steps is {max_steps}"
         )

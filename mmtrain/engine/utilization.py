@@ -1,4 +1,6 @@
-"""How much of a run's time each rank waited, and how much of the machine's arithmetic the run used."""
+"""How much of a run's time each rank waited, and how much of the machine's arithmetic the run
+used.
+"""
 
 from __future__ import annotations
 
@@ -14,14 +16,23 @@ if TYPE_CHECKING:
 
 # Fields of metrics.jsonl that measure the machine: two runs that do the same differ in them.
 MEASURED = (
-    *("seconds", "tokens_per_second", "idle_fraction", "compute_seconds", "communication_seconds", "data_seconds"),
+    *(
+        "seconds",
+        "tokens_per_second",
+        "idle_fraction",
+        "compute_seconds",
+        "communication_seconds",
+        "data_seconds",
+    ),
     *("fetching_seconds", "peak_memory_bytes", "model_flops_utilization", "time"),
 )
 LISTED_RANKS = 4  # more would not fit into a line of the console
 
 
 class Utilization:
-    """Follows a run's steps. The first one, which pays for warm-up, counts in the summary only if it is alone."""
+    """Follows a run's steps. The first one, which pays for warm-up, counts in the summary only if
+    it is alone.
+    """
 
     def __init__(self, config: RunConfig, device: Device) -> None:
         """Utilisation is known where `device`, which each rank has, is calibrated."""
@@ -40,7 +51,9 @@ class Utilization:
             self._idle, self._window, self._flops = [0.0] * len(ranks), [0.0] * len(ranks), 0.0
         self._steps += 1
         self._idle = [idle + rank.idle for idle, rank in zip(self._idle, ranks, strict=True)]
-        self._window = [window + rank.window for window, rank in zip(self._window, ranks, strict=True)]
+        self._window = [
+            window + rank.window for window, rank in zip(self._window, ranks, strict=True)
+        ]
         self._flops += flops
         return {
             "idle_fraction": [rank.idle_fraction for rank in ranks],
@@ -53,23 +66,31 @@ class Utilization:
         }
 
     def summary(self) -> str | None:
-        """Return one line for people: mean idle shares, and utilisation if known; None if there was no step."""
+        """Return one line for people: mean idle shares, and utilisation if known; None if there was
+        no step.
+        """
         if not sum(self._window):
             return None
         shares = [idle / window for idle, window in zip(self._idle, self._window, strict=True)]
         text = f"idle {sum(self._idle) / sum(self._window):.0%}"
         if 1 < len(shares) <= LISTED_RANKS:
-            text += f" ({', '.join(f'rank {rank}: {share:.0%}' for rank, share in enumerate(shares))})"
+            text += (
+                f" ({', '.join(f'rank {rank}: {share:.0%}' for rank, share in enumerate(shares))})"
+            )
         elif len(shares) > LISTED_RANKS:
             least, most = (shares.index(pick(shares)) for pick in (min, max))
-            text += f" (least rank {least}: {shares[least]:.0%}, most rank {most}: {shares[most]:.0%})"
+            text += (
+                f" (least rank {least}: {shares[least]:.0%}, most rank {most}: {shares[most]:.0%})"
+            )
         used = self._share(self._flops, self._window)
         return text if used is None else f"{text}, utilisation {used:.0%}"
 
     def _needed_flops(self, step: StepResult) -> float:
-        """FLOPs that any exact way of making this step computes (see `minimal_flops`): nothing wasted counts as work.
+        """FLOPs that any exact way of making this step computes (see `minimal_flops`): nothing
+        wasted counts as work.
 
-        All documents count as equally long, so where lengths differ attention counts for less than it takes.
+        All documents count as equally long, so where lengths differ attention counts for less than
+        it takes.
         """
         if self._peak_flops is None or step.tokens == 0:  # every sample of the step was damaged
             return 0.0
@@ -79,7 +100,9 @@ class Utilization:
             tiles=step.tiles,
             image_positions=0,  # fusion has no FLOPs
             supervised=step.supervised_tokens,
-            attended=step.tiles / max(step.images, 1) if self._models.layout.attends_across else 1.0,
+            attended=step.tiles / max(step.images, 1)
+            if self._models.layout.attends_across
+            else 1.0,
         )
         return float(minimal_flops(self._models, self._trainable, work).total)
 

@@ -1,15 +1,20 @@
-"""The chat template of an exported folder: it writes what this run was trained on, and marks the answers in it.
+"""The chat template of an exported folder: it writes what this run was trained on, and marks the
+answers in it.
 
-messages (contents: text, or lists of text and image parts) --jinja--> text with one <image> mark per image
-chat_template.jinja --mark_answers--> the same text for every conversation, answers between {% generation %} marks
-conversations --stock tokenizer and processor, return_assistant_tokens_mask--> the label mask of training, or no marks
+messages (contents: text, or lists of text and image parts) --jinja--> text with one <image> mark
+    per image
+chat_template.jinja --mark_answers--> the same text for every conversation, answers between {%
+    generation %} marks
+conversations --stock tokenizer and processor, return_assistant_tokens_mask--> the label mask of
+    training, or no marks
 
-For data.template=plain it writes images, then the beginning of the caption. Otherwise it is the template of training
-behind a preamble that turns lists of parts into the text of a LLaVA record.
+For data.template=plain it writes images, then the beginning of the caption. Otherwise it is the
+template of training behind a preamble that turns lists of parts into the text of a LLaVA record.
 
-With the marks trl's assistant_only_loss trains what mmtrain trained. They are written without dashes and with nothing
-around them: programs without transformers' extension (mistral.rs, Dynamo) remove this very spelling, llama.cpp reads
-over it, vLLM and SGLang render by transformers. Cost: two more renderings an answer where no answer is asked for.
+With the marks trl's assistant_only_loss trains what mmtrain trained. They are written without
+dashes and with nothing around them: programs without transformers' extension (mistral.rs, Dynamo)
+remove this very spelling, llama.cpp reads over it, vLLM and SGLang render by transformers. Cost:
+two more renderings an answer where no answer is asked for.
 """
 
 from __future__ import annotations
@@ -31,7 +36,14 @@ from mmtrain.config.schema import RunConfig
 from mmtrain.data.samples.chat import PROBE, ROLES, Turns
 from mmtrain.data.samples.records import IMAGE_MARK, BadSample
 from mmtrain.data.samples.sample import IGNORE, IMAGE_POSITION, Document, Sample
-from mmtrain.data.samples.templates import BREAKS, ChatTemplate, PlainTemplate, Template, load_tokenizer, make_template
+from mmtrain.data.samples.templates import (
+    BREAKS,
+    ChatTemplate,
+    PlainTemplate,
+    Template,
+    load_tokenizer,
+    make_template,
+)
 from mmtrain.facts.connectors import image_layout
 from mmtrain.layouts.layout import ImageLayout
 from mmtrain.layouts.square import ONE_SQUARE
@@ -41,44 +53,65 @@ MARK = re.compile(r"\{%([-+]?)\s*(end)?generation\s*([-+]?)%\}")
 CONVERSATIONS: tuple[Turns, ...] = (
     PROBE,
     (("human", "Hello"), ("gpt", "Hi.")),
-    (*PROBE, ("human", "Where is it?"), ("gpt", "At the left, 2 cm up."), ("human", "And then?"), ("gpt", "No\n1. é")),
+    (
+        *PROBE,
+        ("human", "Where is it?"),
+        ("gpt", "At the left, 2 cm up."),
+        ("human", "And then?"),
+        ("gpt", "No\n1. é"),
+    ),
     (("system", "Be brief."), *PROBE, ("human", "Why?"), ("gpt", "See <image> there.")),
 )
 
 TEMPLATES = Path(__file__).parent / "chat_templates"
-# Its last line break is eaten by transformers' environment (trim_blocks), instead of one that the template begins with.
+# Its last line break is eaten by transformers' environment (trim_blocks), instead of one that the
+# template begins with.
 LISTS_TO_TEXT = (TEMPLATES / "lists_to_text.jinja").read_text("utf-8")
 PLAIN = (TEMPLATES / "plain.jinja").read_text("utf-8").removesuffix("\n")
-# The template of the folder is a macro here. Its last line break would be dropped at a template's end, and white space
-# before {% endmacro %} at a line's begin: neither happens behind an expression.
+# The template of the folder is a macro here. Its last line break would be dropped at a template's
+# end, and white space before {% endmacro %} at a line's begin: neither happens behind an
+# expression.
 MARKED = (TEMPLATES / "marked.jinja").read_text("utf-8").removesuffix("\n")
 
 
 def exported_chat_template(template: Template, beginning: str = "") -> str:
     """Return the content of chat_template.jinja.
 
-    [image, "What is this?"] becomes "<image>\\nWhat is this?", as in LLaVA's records; the template of training follows,
-    with the date that training wrote. plain: all images, then the user's words as the beginning of the caption, and
-    before them `beginning`, where no tokenizer writes it. A layout may have another text for <image>, without a break.
+    [image, "What is this?"] becomes "<image>\\nWhat is this?", as in LLaVA's records; the template
+    of training follows, with the date that training wrote. plain: all images, then the user's words
+    as the beginning of the caption, and before them `beginning`, where no tokenizer writes it. A
+    layout may have another text for <image>, without a break.
     """
     lists_to_text = LISTS_TO_TEXT
     if template.layout.prompt_text != IMAGE_MARK:
         lists_to_text = lists_to_text.replace("as_text.text + '\\n'", "as_text.text")
     if isinstance(template, PlainTemplate):
-        jinja = lists_to_text + f"{{{{- {json.dumps(beginning, ensure_ascii=False)} }}}}" * bool(beginning) + PLAIN
+        jinja = (
+            lists_to_text
+            + f"{{{{- {json.dumps(beginning, ensure_ascii=False)} }}}}" * bool(beginning)
+            + PLAIN
+        )
         return jinja.replace(IMAGE_MARK, template.layout.prompt_text)
     dates = template.chat.dates
-    fixed = "{%- set fixed_dates = " + json.dumps(dates, ensure_ascii=False) + " %}\n" if dates else ""
-    return lists_to_text.replace(IMAGE_MARK, template.layout.prompt_text) + fixed + template.chat.jinja
+    fixed = (
+        "{%- set fixed_dates = " + json.dumps(dates, ensure_ascii=False) + " %}\n" if dates else ""
+    )
+    return (
+        lists_to_text.replace(IMAGE_MARK, template.layout.prompt_text) + fixed + template.chat.jinja
+    )
 
 
 def marked_template(jinja: str, template: ChatTemplate) -> str:
-    """Return `jinja` with marks around each answer that `template` would supervise, in place of its own marks.
+    """Return `jinja` with marks around each answer that `template` would supervise, in place of its
+    own marks.
 
-    An answer that later turns rewrite, or that no question precedes, stays unmarked, as does an image in an answer.
+    An answer that later turns rewrite, or that no question precedes, stays unmarked, as does an
+    image in an answer.
     """
     chat = template.chat
-    unmarked = MARK.sub(lambda found: f"{{%{found[1]} {'endif' if found[2] else 'if true'} {found[3]}%}}", jinja)
+    unmarked = MARK.sub(
+        lambda found: f"{{%{found[1]} {'endif' if found[2] else 'if true'} {found[3]}%}}", jinja
+    )
     values = {
         "@TEMPLATE@": unmarked.removesuffix("\n"),
         "@AFTER@": str(chat.unsupervised_tail),
@@ -93,7 +126,8 @@ def documents_of(
 ) -> list[tuple[Turns, Document]]:
     """Return the conversations that a template accepts, and their documents in training.
 
-    Not every template takes systems, later questions or images in answers. `sizes`: (width, height) of their images.
+    Not every template takes systems, later questions or images in answers. `sizes`: (width, height)
+    of their images.
     """
     taken = []
     for turns in conversations:
@@ -105,13 +139,21 @@ def documents_of(
 
 
 def mark_answers(config: RunConfig, folder: Path) -> str | None:
-    """Mark the answers in the template of a folder that has its processor's files; else return a sentence why not."""
+    """Mark the answers in the template of a folder that has its processor's files; else return a
+    sentence why not.
+    """
     file = folder / TEMPLATE_FILE
     before = file.read_text(encoding="utf-8")
     layout = image_layout(config)
     # The processors of other layouts write the texts around <image> themselves.
-    layout = ONE_SQUARE if layout.prompt_text == IMAGE_MARK else replace(layout, min_positions=1, max_positions=1)
-    template = make_template(config.data.template, load_tokenizer(config.model.llm.path), layout, sys.maxsize)
+    layout = (
+        ONE_SQUARE
+        if layout.prompt_text == IMAGE_MARK
+        else replace(layout, min_positions=1, max_positions=1)
+    )
+    template = make_template(
+        config.data.template, load_tokenizer(config.model.llm.path), layout, sys.maxsize
+    )
     if isinstance(template, ChatTemplate):
         file.write_text(marked_template(before, template), encoding="utf-8")
     try:
@@ -120,9 +162,12 @@ def mark_answers(config: RunConfig, folder: Path) -> str | None:
         fault = f"{type(error).__name__}: {error}"
     if fault is None:
         return None
-    file.write_text(MARK.sub("", before) if isinstance(template, PlainTemplate) else before, encoding="utf-8")
+    file.write_text(
+        MARK.sub("", before) if isinstance(template, PlainTemplate) else before, encoding="utf-8"
+    )
     return (
-        "The chat template does not mark answers with {% generation %}, so trl's assistant_only_loss cannot be "
+        "The chat template does not mark answers with {% generation %}, so trl's "
+        "assistant_only_loss cannot be "
         f"used with it: {fault}."
     )
 
@@ -134,12 +179,17 @@ def as_prompted(text: str, layout: ImageLayout, *, alone: bool) -> str:
 
 
 def _fault(folder: Path, before: str, template: Template) -> str | None:
-    """Say where stock transformers, loaded from `folder`, marks other answers than training; None: nowhere."""
-    processor = AutoProcessor.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    """Say where stock transformers, loaded from `folder`, marks other answers than training; None:
+    nowhere.
+    """
+    processor = AutoProcessor.from_pretrained(
+        folder, local_files_only=True, trust_remote_code=False
+    )
     tokenizer = processor.tokenizer
     layout, plain = template.layout, isinstance(template, PlainTemplate)
     image = tokenizer.convert_tokens_to_ids(layout.image_token)
-    bos = template.prefix if plain else []  # which only a processor writes before the plain template's text
+    # which only a processor writes before the plain template's text
+    bos = template.prefix if plain else []
     documents = documents_of(template, CONVERSATIONS, ((1, 1),) * 2)
     for turns, document in documents:
         messages = [
@@ -152,8 +202,11 @@ def _fault(folder: Path, before: str, template: Template) -> str | None:
             )
             if write() != write(chat_template=before):
                 return "marks would change what it writes"
-        ids = [image if token == IMAGE_POSITION else token for token in document.input_ids][len(bos) :]
-        learnt = [label != IGNORE for label in document.labels[len(bos) : -1]]  # of ids[1:]: nothing predicts the first
+        ids = [image if token == IMAGE_POSITION else token for token in document.input_ids][
+            len(bos) :
+        ]
+        # of ids[1:]: nothing predicts the first
+        learnt = [label != IGNORE for label in document.labels[len(bos) : -1]]
         options = {"tokenize": True, "return_dict": True, "return_assistant_tokens_mask": True}
         outputs = [tokenizer.apply_chat_template(messages, **options)]
         if not document.sample.images:  # with some it needs the pictures, and transformers 5.18
@@ -165,5 +218,8 @@ def _fault(folder: Path, before: str, template: Template) -> str | None:
             if written[skipped:] != ids:
                 return "its tokens differ from those of training"
             if [bool(mask) for mask in output["assistant_masks"]][skipped + 1 :] != learnt:
-                return f"transformers {transformers.__version__} marks other tokens as answers than training does"
+                return (
+                    f"transformers {transformers.__version__} marks other tokens as answers "
+                    "than training does"
+                )
     return None if documents else "no conversation could be compared"

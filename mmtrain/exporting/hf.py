@@ -1,17 +1,23 @@
-"""The whole model as a Hugging Face folder, which a stock class of transformers loads without mmtrain.
+"""The whole model as a Hugging Face folder, which a stock class of transformers loads without
+mmtrain.
 
 A run on text alone becomes a folder of the LLM's own class; with pictures:
 
-config            --stock.exporters: which class?------> a StockClass, LLaVA's in what follows, or a refusal
-checkpoint: projector --------------------------------> multi_modal_projector.linear_{1,2}.{weight,bias}
-model.vision.name --vision: exact conversion----------> vision_tower.*        and config.json, README.md,
+config            --stock.exporters: which class?------> a StockClass, LLaVA's in what follows, or a
+    refusal
+checkpoint: projector -------------------------------->
+    multi_modal_projector.linear_{1,2}.{weight,bias}
+model.vision.name --vision: exact conversion----------> vision_tower.*        and config.json,
+    README.md,
 model.llm.path    --language: tensor by tensor--------> language_model.*      the processor's files
 
-Cost: time and disk for the whole model; memory for the encoder and one file. Before anything is written the stock class
-is tried without the weights; afterwards every byte is read again.
+Cost: time and disk for the whole model; memory for the encoder and one file. Before anything is
+written the stock class is tried without the weights; afterwards every byte is read again.
 
-names and shapes --transformers' own loading, on the meta device--> missing, unexpected, mismatched: must all be empty
-the LLM's family, tiny --exported, loaded by the class--> the same logits as the causal LM's own, or a refusal
+names and shapes --transformers' own loading, on the meta device--> missing, unexpected, mismatched:
+    must all be empty
+the LLM's family, tiny --exported, loaded by the class--> the same logits as the causal LM's own, or
+    a refusal
 """
 
 from __future__ import annotations
@@ -90,10 +96,12 @@ def export_hf(
     progress: Callable[[str, int, int], None] = lambda what, done, total: None,
     merged: bool = True,
 ) -> ExportedModel:
-    """Write the model into `folder`, which is empty, and read it again; `progress` gets (what, bytes done, of all).
+    """Write the model into `folder`, which is empty, and read it again; `progress` gets (what,
+    bytes done, of all).
 
-    merged: with the LLM's adapters in its layers; else without them. Raises UserError for models that no stock class
-    can hold, naming the formats that work, and where the disk is too small; OSError where a file reads back otherwise.
+    merged: with the LLM's adapters in its layers; else without them. Raises UserError for models
+    that no stock class can hold, naming the formats that work, and where the disk is too small;
+    OSError where a file reads back otherwise.
     """
     config, stored_as = checkpoint.config, str(dtype).removeprefix("torch.")
     trained = run_tensors(checkpoint)
@@ -113,7 +121,10 @@ def export_hf(
     else:
         llm = model_folder(config.model.llm.path)
         language = language_for_export(stock, llm, trained, 0, stored_as, config.model.lora)
-        tensors, content = language.tensors, {**language.config, "architectures": [stock.class_name]}
+        tensors, content = (
+            language.tensors,
+            {**language.config, "architectures": [stock.class_name]},
+        )
         shown = {"language": language}
         refuse_loading_faults(stock, content, tensors)
         write_json(folder / "config.json", content)
@@ -140,12 +151,17 @@ def export_hf(
 def _untie(folder: Path, tensors: Mapping[str, TensorSource]) -> None:
     """Say in config.json that the head is not tied where it has other values than the embedding.
 
-    Then transformers ties nothing, whatever config.json says, while other readers drop the head. Cost: memory for both.
+    Then transformers ties nothing, whatever config.json says, while other readers drop the head.
+    Cost: memory for both.
     """
     content = read_json(folder / "config.json")
     if not content.get("tie_word_embeddings", True):
         return
-    ends = [source.read() for name, source in llm_tensors(folder, tensors).items() if canonical_name(name) in ROWS]
+    ends = [
+        source.read()
+        for name, source in llm_tensors(folder, tensors).items()
+        if canonical_name(name) in ROWS
+    ]
     if len(ends) > 1 and not torch.equal(*ends):
         for part in (content, content.get("text_config", {})):
             part["tie_word_embeddings"] = False
@@ -153,7 +169,11 @@ def _untie(folder: Path, tensors: Mapping[str, TensorSource]) -> None:
 
 
 def _write_multimodal(
-    stock: StockClass, config: RunConfig, trained: Mapping[str, TensorSource], dtype: str, folder: Path
+    stock: StockClass,
+    config: RunConfig,
+    trained: Mapping[str, TensorSource],
+    dtype: str,
+    folder: Path,
 ) -> tuple[dict[str, TensorSource], dict[str, Any], dict[str, Any]]:
     """Write all files but tensors and card; return tensors, config.json and what the card shows."""
     llm = model_folder(config.model.llm.path)
@@ -167,7 +187,9 @@ def _write_multimodal(
     processor = write_processor(stock, config, encoder, folder)
     language = language_for_export(stock, llm, own, processor.rows_needed, dtype, config.model.lora)
     tensors = {stock.encoder_names + name: source for name, source in encoder.tensors.items()}
-    tensors |= {stock.connector_name(name.removeprefix(PROJECTOR)): projector[name] for name in projector}
+    tensors |= {
+        stock.connector_name(name.removeprefix(PROJECTOR)): projector[name] for name in projector
+    }
     tensors |= language.tensors
     content = {  # in keys that transformers 4.57 and 5 read
         "architectures": [stock.class_name],
@@ -184,35 +206,49 @@ def _write_multimodal(
     write_json(folder / "config.json", content)
     unmarked = mark_answers(config, folder)
     check_processor(processor, folder)
-    shown = {"stock": stock, "encoder": encoder, "language": language, "processor": processor, "unmarked": unmarked}
+    shown = {
+        "stock": stock,
+        "encoder": encoder,
+        "language": language,
+        "processor": processor,
+        "unmarked": unmarked,
+    }
     return tensors, content, shown
 
 
 def _refuse_replaced_weights(checkpoint: StepFolder) -> None:
-    """Raise UserError for models with other frozen tensors or settings than the run was trained with.
+    """Raise UserError for models with other frozen tensors or settings than the run was trained
+    with.
 
     Cost: reads the models' files once more, a decoder layer at a time.
     """
     state = checkpoint.state
-    trained_with = {name: was for name, was in state["frozen_files"].items() if not name.startswith(PROJECTOR)}
+    trained_with = {
+        name: was for name, was in state["frozen_files"].items() if not name.startswith(PROJECTOR)
+    }
     if not trained_with:
         return
-    config = checkpoint.config.changed({"model.projector.init_from": None})  # `run_tensors` checks the projector
+    # `run_tensors` checks the projector
+    config = checkpoint.config.changed({"model.projector.init_from": None})
     layers = len(llm_shape(config.model.llm.path).decoder)
     seen: dict[str, str] = {}
     for layer in range(layers):
-        stage = build_stage(config, StagePlan(layer, layer, layer + 1, layer == 0, layer == layers - 1))
+        stage = build_stage(
+            config, StagePlan(layer, layer, layer + 1, layer == 0, layer == layers - 1)
+        )
         for name, tensor in itertools.chain(stage.global_parameters(), stage.layer_buffers()):
             if name in trained_with:
                 seen[name] = fingerprint(tensor)
-    seen.setdefault(HEAD, trained_with.get(HEAD, ""))  # a tied one is the embedding where one stage has both
+    # a tied one is the embedding where one stage has both
+    seen.setdefault(HEAD, trained_with.get(HEAD, ""))
     odd = next((name for name, was in trained_with.items() if seen.get(name) != was), None)
     if odd is None and settings_fingerprint(config) != state["settings_fingerprint"]:
         odd = "its config.json, or that of the encoder,"
     if odd is not None:
         folder = config.model.vision.name if odd.startswith("vision.") else config.model.llm.path
         raise UserError(
-            f"{folder}: {odd} is not what the run was trained with. Restore the model's files, or install its "
+            f"{folder}: {odd} is not what the run was trained with. "
+            "Restore the model's files, or install its "
             f"transformers {state['versions']['transformers']} and timm {state['versions']['timm']}"
         )
 
@@ -221,14 +257,18 @@ class _MetaTensor(torch.Tensor):
     """A tensor on the meta device that stays there: transformers moves what it loads to the CPU."""
 
     @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
         kwargs = dict(kwargs or {})
         if func is torch.Tensor.to:
             kwargs.pop("device", None)
         return super().__torch_function__(func, types, args, kwargs)
 
 
-def refuse_loading_faults(stock: ExportedClass, config: Mapping[str, Any], tensors: Mapping[str, TensorSource]) -> None:
+def refuse_loading_faults(
+    stock: ExportedClass, config: Mapping[str, Any], tensors: Mapping[str, TensorSource]
+) -> None:
     """Raise UserError unless the stock model of `config` loads exactly these tensors.
 
     The loader's own conversions run (names, experts fused, ties), on shapes alone.
@@ -238,22 +278,30 @@ def refuse_loading_faults(stock: ExportedClass, config: Mapping[str, Any], tenso
         for name, source in tensors.items()
         if not name.endswith(".rope.freqs")
     }
-    # timm computes rotary tables where these few numbers lie, and could not copy them from the meta device.
+    # timm computes rotary tables where these few numbers lie, and could not copy them from the meta
+    # device.
     shapes |= {
-        name: torch.zeros(source.shape, dtype=source.dtype) for name, source in tensors.items() if name not in shapes
+        name: torch.zeros(source.shape, dtype=source.dtype)
+        for name, source in tensors.items()
+        if name not in shapes
     }
     try:
         _, report = _load(stock, config, shapes)
     except Exception as error:  # the encoder's code is timm's, of whatever architecture
         why = escape(f"{type(error).__name__}: {error}")
-        raise UserError(f"{stock.class_name} does not load this model: {why}; {WHAT_WORKS}") from error
+        raise UserError(
+            f"{stock.class_name} does not load this model: {why}; {WHAT_WORKS}"
+        ) from error
     if faults := {kind: sorted(map(str, entries)) for kind, entries in report.items() if entries}:
-        listed = "; ".join(f"{kind}: {', '.join(names[:3])} ({len(names)})" for kind, names in faults.items())
+        listed = "; ".join(
+            f"{kind}: {', '.join(names[:3])} ({len(names)})" for kind, names in faults.items()
+        )
         raise UserError(f"{stock.class_name} does not load this model: {listed}; {WHAT_WORKS}")
 
 
 def refuse_unfit_family(stock: StockClass, folder: Path) -> None:
-    """Raise UserError where a tiny model like the LLM in `folder` has other logits in the stock class than in its own.
+    """Raise UserError where a tiny model like the LLM in `folder` has other logits in the stock
+    class than in its own.
 
     The stock class has a head without bias, scale or cap, and takes some families only.
     """
@@ -271,7 +319,11 @@ def refuse_unfit_family(stock: StockClass, folder: Path) -> None:
     }
     try:
         loaded, report = _load(stock, content, tensors)
-        lacking = [name for name in report["missing_keys"] if re.search("language_model|text_model|lm_head", name)]
+        lacking = [
+            name
+            for name in report["missing_keys"]
+            if re.search("language_model|text_model|lm_head", name)
+        ]
         faults = [*lacking, *report["unexpected_keys"], *report["mismatched_keys"]]
         ids = torch.arange(24).view(2, 12)
         with torch.no_grad():
@@ -282,24 +334,31 @@ def refuse_unfit_family(stock: StockClass, folder: Path) -> None:
         why = (
             f"it loads without {faults[0]}"
             if faults
-            else f"logits differ by {difference:.1e} of the largest, since it does not support what this family's head "
+            else f"logits differ by {difference:.1e} of the largest, since it does not support "
+            "what this family's head "
             "does (a scale, a cap)"
         )
     except Exception as error:  # any of transformers' families may fail in its own way
         why = f"{type(error).__name__}: {error}"
-    raise UserError(f"{config.model_type} does not fit into {stock.class_name}: {why}; {WHAT_WORKS}")
+    raise UserError(
+        f"{config.model_type} does not fit into {stock.class_name}: {why}; {WHAT_WORKS}"
+    )
 
 
 def kept_in_float32(
     stock: ExportedClass, config: Mapping[str, Any], names: Iterable[str], dtype: torch.dtype
 ) -> set[str]:
-    """Return the tensors that transformers loads in fp32 into a model of `dtype`, which must not be rounded."""
+    """Return the tensors that transformers loads in fp32 into a model of `dtype`, which must not be
+    rounded.
+    """
     with torch.device("meta"):
         model = stock.model_class(config_from(stock.config_class, config))
     modules = set(model._keep_in_fp32_modules_strict or ())
     if dtype == torch.float16:
         modules |= set(model._keep_in_fp32_modules or ())
-    pattern = re.compile("|".join(rf"(?:^|\.){re.escape(module)}(?:\.|$)" for module in modules) or "(?!)")
+    pattern = re.compile(
+        "|".join(rf"(?:^|\.){re.escape(module)}(?:\.|$)" for module in modules) or "(?!)"
+    )
     return {name for name in names if pattern.search(name)}
 
 

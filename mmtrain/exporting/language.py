@@ -1,10 +1,12 @@
-"""The LLM of an exported Hugging Face folder: its published tensors under new names, trained ones in their place.
+"""The LLM of an exported Hugging Face folder: its published tensors under new names, trained ones
+in their place.
 
-model.layers.3.X    -> language_model.model.layers.3.X     (LLaVA's names; each stock class has its own)
+model.layers.3.X    -> language_model.model.layers.3.X     (LLaVA's names; each stock class has its
+    own)
 lm_head.weight      -> language_model.lm_head.weight
 
-A tensor keeps its content, unless an adapter is merged into it: W + (alpha / r) B A in fp32, when it is written,
-cast to the export's type once.
+A tensor keeps its content, unless an adapter is merged into it: W + (alpha / r) B A in fp32, when
+it is written, cast to the export's type once.
 """
 
 from __future__ import annotations
@@ -29,7 +31,8 @@ from mmtrain.model.weights.files import tensor_places
 from mmtrain.stock.stock_class import ExportedClass
 
 ROWS = {"llm.embedding.weight", "llm.head.weight"}  # matrices with a row for each token id
-_OLD_BUFFER = re.compile(r"rotary_emb\.inv_freq$")  # of every Llama saved before 2023; stock models compute it
+# of every Llama saved before 2023; stock models compute it
+_OLD_BUFFER = re.compile(r"rotary_emb\.inv_freq$")
 _ROWS_AT_ONCE = 4096
 
 
@@ -50,10 +53,12 @@ def language_for_export(
     dtype: str,
     lora: LoraSection | None = None,
 ) -> ExportedLanguage:
-    """Return the LLM in `folder` with `trained` tensors (by global name) in place of its own, `lora`'s adapters merged.
+    """Return the LLM in `folder` with `trained` tensors (by global name) in place of its own,
+    `lora`'s adapters merged.
 
-    Embedding and head get at least `rows_needed` rows; a new one is the mean of the others, so that a new token's logit
-    is never the largest. Raises UserError for a trained tensor of another shape than in the files.
+    Embedding and head get at least `rows_needed` rows; a new one is the mean of the others, so that
+    a new token's logit is never the largest. Raises UserError for a trained tensor of another shape
+    than in the files.
     """
     config = causal_config(folder, around.mrope)
     stock = llm_class(config)
@@ -62,7 +67,11 @@ def language_for_export(
     with torch.device("meta"):
         model = stock(config)
     is_ignored = _ignored(model)
-    transposed = {canonical_name(f"{name}.weight") for name, one in model.named_modules() if isinstance(one, Conv1D)}
+    transposed = {
+        canonical_name(f"{name}.weight")
+        for name, one in model.named_modules()
+        if isinstance(one, Conv1D)
+    }
     waiting = dict(trained)
     tensors: dict[str, TensorSource] = {}
     rows = 0
@@ -75,7 +84,8 @@ def language_for_export(
         if (replacement := waiting.pop(global_name, None)) is not None:
             if replacement.shape != source.shape:
                 raise UserError(
-                    f"{global_name}: trained with shape {list(replacement.shape)}, but {folder} has "
+                    f"{global_name}: trained with shape {list(replacement.shape)}, "
+                    f"but {folder} has "
                     f"{list(source.shape)}. Restore the model that the run was trained with"
                 )
             source = replacement
@@ -86,14 +96,21 @@ def language_for_export(
                 source = _with_rows(source, rows_needed)
         tensors[around.language_name(name, stock.base_model_prefix)] = source
     assert not waiting, f"{min(waiting)} has no place, which is refused before"
-    content = _text_config(folder, config, max(rows, rows_needed, config.get_text_config().vocab_size), dtype)
+    content = _text_config(
+        folder, config, max(rows, rows_needed, config.get_text_config().vocab_size), dtype
+    )
     return ExportedLanguage(content, tensors, max(0, rows_needed - rows))
 
 
 def take_merged(
-    waiting: dict[str, TensorSource], name: str, weight: TensorSource, lora: LoraSection | None, transposed: bool
+    waiting: dict[str, TensorSource],
+    name: str,
+    weight: TensorSource,
+    lora: LoraSection | None,
+    transposed: bool,
 ) -> TensorSource:
-    """Return the weight `name` merged with its adapter, if `waiting` has one, which is removed from there.
+    """Return the weight `name` merged with its adapter, if `waiting` has one, which is removed from
+    there.
 
     transposed: the weight is (in, out). Raises UserError for an adapter of another shape.
     """
@@ -104,7 +121,8 @@ def take_merged(
     outputs, inputs = reversed(weight.shape) if transposed else weight.shape
     if (first.shape, second.shape) != ((lora.r, inputs), (outputs, lora.r)):
         raise UserError(
-            f"{layer}: its adapter was trained with shapes {list(first.shape)} and {list(second.shape)}, but its "
+            f"{layer}: its adapter was trained with shapes {list(first.shape)} and "
+            f"{list(second.shape)}, but its "
             f"weight has {list(weight.shape)}. Restore the model that the run was trained with"
         )
 
@@ -116,7 +134,9 @@ def take_merged(
 
 
 def _ignored(model: PreTrainedModel) -> Callable[[str], bool]:
-    """Return a test of whether the causal LM ignores a tensor on disk, which a stock class would report."""
+    """Return a test of whether the causal LM ignores a tensor on disk, which a stock class would
+    report.
+    """
     own = model.state_dict().keys()
     patterns = [_OLD_BUFFER, *map(re.compile, model._keys_to_ignore_on_load_unexpected or ())]
     return lambda name: name not in own and any(pattern.search(name) for pattern in patterns)
@@ -143,7 +163,8 @@ def _text_config(folder: Path, config: PreTrainedConfig, rows: int, dtype: str) 
     for key in ("_name_or_path", "auto_map", "torch_dtype", "transformers_version"):
         content.pop(key, None)
     content |= _rope_of_transformers_4(content)
-    # A default in one version of transformers may be none in another: what decides about tensors is written down.
+    # A default in one version of transformers may be none in another: what decides about tensors is
+    # written down.
     tied = bool(getattr(config, "tie_word_embeddings", False))
     return {**content, "vocab_size": rows, "tie_word_embeddings": tied, "dtype": dtype}
 
@@ -151,7 +172,8 @@ def _text_config(folder: Path, config: PreTrainedConfig, rows: int, dtype: str) 
 def _rope_of_transformers_4(content: Mapping[str, Any]) -> dict[str, Any]:
     """Return version 5's rope_parameters in keys of version 4, which else uses its defaults."""
     rope = content.get("rope_parameters")
-    if not isinstance(rope, dict) or "rope_theta" not in rope:  # by layer type: families that version 4 has no keys for
+    # by layer type: families that version 4 has no keys for
+    if not isinstance(rope, dict) or "rope_theta" not in rope:
         return {}
     scaled = {} if rope.get("rope_type", "default") == "default" else {"rope_scaling": dict(rope)}
     return {"rope_theta": rope["rope_theta"], **scaled}

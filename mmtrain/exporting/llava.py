@@ -1,15 +1,18 @@
-"""The projector as LLaVA's own code reads it: `mm_projector.bin` and the `mm_...` keys of config.json.
+"""The projector as LLaVA's own code reads it: `mm_projector.bin` and the `mm_...` keys of
+config.json.
 
-    projector.linear_1.weight -> model.mm_projector.0.weight     mlp2x_gelu: nn.Sequential(Linear, GELU, Linear)
+    projector.linear_1.weight -> model.mm_projector.0.weight     mlp2x_gelu: nn.Sequential(Linear,
+        GELU, Linear)
     projector.linear_2.weight -> model.mm_projector.2.weight
     projector.linear_1.weight -> model.mm_projector.weight       linear: nn.Linear
     projector.image_newline   -> model.image_newline             of layouts with lines
 
-Sources: build_vision_projector in LLaVA's llava/model/multimodal_projector/builder.py, initialize_vision_modules in
-llava_arch.py (--pretrain_mm_mlp_adapter, which leaves the newline random) and load_pretrained_model in builder.py
-(--model-base); of layouts prepare_inputs_labels_for_multimodal in LLaVA-NeXT's llava_arch.py and process_anyres_image
-in its mm_utils.py. That code reads a pickle with torch.load, so this is the one place where mmtrain writes one: a plain
-dictionary of tensors.
+Sources: build_vision_projector in LLaVA's llava/model/multimodal_projector/builder.py,
+initialize_vision_modules in llava_arch.py (--pretrain_mm_mlp_adapter, which leaves the newline
+random) and load_pretrained_model in builder.py (--model-base); of layouts
+prepare_inputs_labels_for_multimodal in LLaVA-NeXT's llava_arch.py and process_anyres_image in its
+mm_utils.py. That code reads a pickle with torch.load, so this is the one place where mmtrain writes
+one: a plain dictionary of tensors.
 """
 
 from __future__ import annotations
@@ -40,7 +43,8 @@ NAMES = {
     "linear": {"linear_1": "model.mm_projector"},
     "mlp2x_gelu": {"linear_1": "model.mm_projector.0", "linear_2": "model.mm_projector.2"},
 }
-# LLaVA's towers are OpenAI's CLIP under its names on the hub; these timm names are the same weights.
+# LLaVA's towers are OpenAI's CLIP under its names on the hub; these timm names are the same
+# weights.
 CLIP_NAMES = {
     "vit_base_patch32_clip_quickgelu_224.openai": "openai/clip-vit-base-patch32",
     "vit_base_patch16_clip_quickgelu_224.openai": "openai/clip-vit-base-patch16",
@@ -78,7 +82,9 @@ def export_llava(checkpoint: StepFolder, folder: Path, dtype: torch.dtype) -> No
 
 
 def _config(about: Mapping[str, Any], layout: ImageLayout) -> dict[str, Any]:
-    """The LLM's config.json, with what LLaVA adds; LLaVA's model classes exist for the families of MODEL_TYPES."""
+    """The LLM's config.json, with what LLaVA adds; LLaVA's model classes exist for the families of
+    MODEL_TYPES.
+    """
     vision = vision_shape(about["vision"], about["vision_select_layer"])
     llm = llm_config(model_folder(about["llm"]))
     return {
@@ -92,7 +98,8 @@ def _config(about: Mapping[str, Any], layout: ImageLayout) -> dict[str, Any]:
         # "patch" drops the first token, which must then be a class token
         "mm_vision_select_feature": "patch" if vision.prefix_tokens else "cls_patch",
         "mm_use_im_start_end": False,
-        "mm_use_im_patch_token": False,  # LLaVA's loader takes a missing key for true, and adds a row
+        # LLaVA's loader takes a missing key for true, and adds a row
+        "mm_use_im_patch_token": False,
         **_image_keys(about, layout),
         "tune_mm_mlp_adapter": True,
         "mmtrain": published(about),
@@ -100,9 +107,12 @@ def _config(about: Mapping[str, Any], layout: ImageLayout) -> dict[str, Any]:
 
 
 def _image_keys(about: Mapping[str, Any], layout: ImageLayout) -> dict[str, Any]:
-    """What LLaVA's code makes of an image; it has grids as (width, height), in the order of ours, which breaks ties."""
+    """What LLaVA's code makes of an image; it has grids as (width, height), in the order of ours,
+    which breaks ties.
+    """
     if not isinstance(layout, Anyres):
-        return {"image_aspect_ratio": "pad" if about["image_fit"] == "pad" else "square"}  # LLaVA stretches no image
+        # LLaVA stretches no image
+        return {"image_aspect_ratio": "pad" if about["image_fit"] == "pad" else "square"}
     return {
         "image_aspect_ratio": layout.name,
         "image_grid_pinpoints": [[width, height] for height, width in layout.grids],

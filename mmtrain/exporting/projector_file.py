@@ -1,6 +1,7 @@
 """The trained tensors alone: one safetensors file, and a JSON that says what it belongs to.
 
-OUT/projector.safetensors   trained tensors by global name (projector.linear_1.weight, ...), the rest of the projector
+OUT/projector.safetensors   trained tensors by global name (projector.linear_1.weight, ...), the
+    rest of the projector
 OUT/projector.json          models, steps, data, scores, versions (`origin`), and the file's SHA-256
 
 A run on text alone has trained.safetensors and trained.json.
@@ -34,7 +35,8 @@ SCORES = ("loss", "token_accuracy", "exact_match", "answers", "samples")
 def origin(checkpoint: StepFolder, tensors: Mapping[str, TensorSource]) -> dict[str, Any]:
     """Describe a checkpoint and its `run_tensors` as JSON values, which every format records.
 
-    Scores are from the run's metrics, if they are beside it. A run on text alone has None for encoder and projector.
+    Scores are from the run's metrics, if they are beside it. A run on text alone has None for
+    encoder and projector.
     """
     config, state = checkpoint.config, checkpoint.state
     section, vision = config.model.projector, config.model.vision
@@ -42,8 +44,12 @@ def origin(checkpoint: StepFolder, tensors: Mapping[str, TensorSource]) -> dict[
     if vision is None:
         llm_width = llm_shape(config.model.llm.path).hidden_size
     else:
-        linears = [operation for operation in connector(section, 1, 2) if isinstance(operation, Linear)]
-        first, last = (tensors[f"{PROJECTOR}{layer.name}.weight"].shape for layer in (linears[0], linears[-1]))
+        linears = [
+            operation for operation in connector(section, 1, 2) if isinstance(operation, Linear)
+        ]
+        first, last = (
+            tensors[f"{PROJECTOR}{layer.name}.weight"].shape for layer in (linears[0], linears[-1])
+        )
         llm_width = last[0]
         vision_width = first[1] // linears[0].inputs  # which are those of patches of width 1
     return {
@@ -56,18 +62,22 @@ def origin(checkpoint: StepFolder, tensors: Mapping[str, TensorSource]) -> dict[
         "vision_final_norm": vision and vision.final_norm,
         "vision_width": vision_width,
         "projector_type": vision and section.type,
-        "projector_factor": vision and reduction(section),  # patches a side that are one position of the LLM
+        # patches a side that are one position of the LLM
+        "projector_factor": vision and reduction(section),
         "trained": sorted(read_header(checkpoint.tensors_file)),  # names of tensors
         "template": template_name(config.data.template),
         "layout": vision and vision.layout,
-        "max_tiles": vision and (vision.max_tiles or getattr(LAYOUTS[vision.layout], "max_tiles", None)),
-        "pinpoints": vision and vision.pinpoints,  # (height, width) of grids in pixels; None: the layout's own
+        "max_tiles": vision
+        and (vision.max_tiles or getattr(LAYOUTS[vision.layout], "max_tiles", None)),
+        # (height, width) of grids in pixels; None: the layout's own
+        "pinpoints": vision and vision.pinpoints,
         "image_fit": vision and config.data.image_fit,  # None too where images are cut into tiles
         "steps": checkpoint.step,
         "max_steps": state["max_steps"],
         "data_fingerprint": state["data"]["fingerprint"],
         "frozen_fingerprint": state["frozen_fingerprint"],
-        "training_loss": state["loss"] if isinstance(state["loss"], int | float) else None,  # else it is not finite
+        # else it is not finite
+        "training_loss": state["loss"] if isinstance(state["loss"], int | float) else None,
         "evaluation": _evaluation(checkpoint, "eval"),
         "control": _evaluation(checkpoint, "eval_permuted"),  # with shuffled images
         "versions": state["versions"],
@@ -75,18 +85,27 @@ def origin(checkpoint: StepFolder, tensors: Mapping[str, TensorSource]) -> dict[
 
 
 def run_tensors(checkpoint: StepFolder) -> dict[str, TensorSource]:
-    """Return a run's trained tensors and the rest of its projector, fp32, by global name; raises UserError."""
+    """Return a run's trained tensors and the rest of its projector, fp32, by global name; raises
+    UserError.
+    """
     file = checkpoint.tensors_file
-    projector = {f"{PROJECTOR}{name}": in_memory(tensor) for name, tensor in whole_projector(checkpoint).items()}
+    projector = {
+        f"{PROJECTOR}{name}": in_memory(tensor)
+        for name, tensor in whole_projector(checkpoint).items()
+    }
     return projector | {name: stored(name, file) for name in read_header(file)}
 
 
 def _evaluation(checkpoint: StepFolder, kind: str) -> dict[str, Any] | None:
-    """Return the scores of the run's evaluation at the checkpoint's step; None if there was none."""
+    """Return the scores of the run's evaluation at the checkpoint's step; None if there was
+    none.
+    """
     scores = None
     for record in recorded(checkpoint.run / METRICS, kind):
         if record.get("step") == checkpoint.step:
-            scores = {name: record[name] for name in SCORES if isinstance(record.get(name), int | float)}
+            scores = {
+                name: record[name] for name in SCORES if isinstance(record.get(name), int | float)
+            }
     return scores
 
 
@@ -104,5 +123,9 @@ def write_projector_file(
     write_tensors(file, cast_to(dtype, tensors))
     with file.open("rb") as stream:
         sha256 = hashlib.file_digest(stream, "sha256").hexdigest()
-    description = {**published(about), "dtype": str(dtype).removeprefix("torch."), "sha256": {file.name: sha256}}
+    description = {
+        **published(about),
+        "dtype": str(dtype).removeprefix("torch."),
+        "sha256": {file.name: sha256},
+    }
     file.with_suffix(".json").write_text(json.dumps(description, indent=2) + "\n")

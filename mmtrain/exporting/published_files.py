@@ -1,8 +1,11 @@
-"""The small files of an export: which ones leave the folder of a published model, and what is taken out of them.
+"""The small files of an export: which ones leave the folder of a published model, and what is taken
+out of them.
 
-model's folder --copy_files--> the files that stock classes read      content --write_json--> JSON that names no code
+model's folder --copy_files--> the files that stock classes read      content --write_json--> JSON
+    that names no code
 
-The folder may come from a stranger. A link in it may lead to a secret, and a file in it may be code.
+The folder may come from a stranger. A link in it may lead to a secret, and a file in it may be
+code.
 """
 
 from __future__ import annotations
@@ -45,10 +48,13 @@ def write_json(file: Path, content: Any) -> None:
 
 
 def code_named_in(folder: Path) -> list[str]:
-    """Return "KEY in FILE" for all code that the configurations in a model's folder name; an export names none."""
+    """Return "KEY in FILE" for all code that the configurations in a model's folder name; an export
+    names none.
+    """
     found = []
     for file in (folder / name for name in (*CONFIGURATIONS, "tokenizer_config.json")):
-        text = json.dumps(read_json(file)) if file.is_file() else ""  # in which quotes inside a value are escaped
+        # in which quotes inside a value are escaped
+        text = json.dumps(read_json(file)) if file.is_file() else ""
         found += [f"{key} in {file.name}" for key in CODE_KEYS if f'"{key}":' in text]
     return found
 

@@ -1,6 +1,7 @@
 """A new folder, and safetensors files in it whose tensors are read when their file is written.
 
-names -> TensorSource --cast_to--> --write_shards, file by file--> model-00001-of-00003.safetensors, ..., and an index
+names -> TensorSource --cast_to--> --write_shards, file by file--> model-00001-of-00003.safetensors,
+    ..., and an index
 
 Each file is read again after it was written. Cost: memory for the tensors of one file.
 """
@@ -28,9 +29,17 @@ from mmtrain.facts.model_files import DEQUANTISED
 
 INDEX = "model.safetensors.index.json"
 DTYPES = {
-    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
-    "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
-}  # fmt: skip
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
 
 
 @dataclass(frozen=True)
@@ -51,7 +60,9 @@ def in_memory(tensor: torch.Tensor) -> TensorSource:
 
 
 def stored(name: str, file: Path) -> TensorSource:
-    """Find a tensor of a safetensors file; raises UserError for a dtype such as 8-bit floats, which cannot be cast."""
+    """Find a tensor of a safetensors file; raises UserError for a dtype such as 8-bit floats, which
+    cannot be cast.
+    """
     with safe_open(file, framework="pt") as opened:
         view = opened.get_slice(name)
         dtype, shape = DTYPES.get(view.get_dtype()), tuple(view.get_shape())
@@ -59,7 +70,8 @@ def stored(name: str, file: Path) -> TensorSource:
         raise UserError(f"{file}: {name} is stored as {view.get_dtype()}. {DEQUANTISED}")
 
     def read() -> torch.Tensor:
-        # Opened for each tensor: an open file's map keeps every page that was read, in the end the whole model.
+        # Opened for each tensor: an open file's map keeps every page that was read, in the end the
+        # whole model.
         with safe_open(file, framework="pt") as opened:
             return opened.get_tensor(name)
 
@@ -83,7 +95,8 @@ def cast_to(
             result = tensor.to(dtype)
             if dtype == torch.float16 and not torch.equal(result.isfinite(), tensor.isfinite()):
                 raise UserError(
-                    f"{name} holds values up to {tensor[tensor.isfinite()].abs().max():.3g}, but float16 ends at "
+                    f"{name} holds values up to {tensor[tensor.isfinite()].abs().max():.3g}, but "
+                    "float16 ends at "
                     "65,504. Export with --dtype bfloat16 or float32"
                 )
             return result
@@ -96,13 +109,15 @@ def cast_to(
 def write_tensors(
     file: Path, tensors: Mapping[str, TensorSource], show: Callable[[int], None] = lambda size: None
 ) -> None:
-    """Write one file and compare it with what was to be written; `show` gets the bytes of each tensor.
+    """Write one file and compare it with what was to be written; `show` gets the bytes of each
+    tensor.
 
     Raises OSError where the file reads back otherwise.
     """
     # Copied: safetensors refuses tensors that share memory, as tied ones do.
     content = {
-        name: source.read().detach().clone(memory_format=torch.contiguous_format) for name, source in tensors.items()
+        name: source.read().detach().clone(memory_format=torch.contiguous_format)
+        for name, source in tensors.items()
     }
     save_file(content, file, metadata={"format": "pt"})
     flush(file)
@@ -124,7 +139,8 @@ def write_shards(
 ) -> list[str]:
     """Write a model's tensors as transformers names its files; return their names.
 
-    They are one file, or several of `shard_bytes` at most and an index. A larger tensor gets a file of its own.
+    They are one file, or several of `shard_bytes` at most and an index. A larger tensor gets a file
+    of its own.
     """
     split = split_state_dict_into_shards_factory(
         dict(tensors),
@@ -147,21 +163,28 @@ def _bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 @contextlib.contextmanager
 def new_folder(out: Path) -> Iterator[Path]:
-    """A folder to write into, which becomes `out` at the end of the block; after an error nothing of it is left.
+    """A folder to write into, which becomes `out` at the end of the block; after an error nothing
+    of it is left.
 
     Raises UserError where `out` is there already (an empty folder is taken), and for a full disk.
     """
     out = out.expanduser().absolute()
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise UserError(f"{out} exists and is not empty. Choose a new folder, or move that one away")
+        raise UserError(
+            f"{out} exists and is not empty. Choose a new folder, or move that one away"
+        )
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         with whole_folder(out) as unfinished:
             yield unfinished
-    except Exception as error:  # tokenizers and safetensors have exceptions of their own for a full disk
-        if getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT) or "No space left" in str(error):
+    except Exception as error:
+        # tokenizers and safetensors have exceptions of their own for a full disk
+        if getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT) or "No space left" in str(
+            error
+        ):
             raise UserError(
-                f"{out}: no space is left on its disk, and nothing was written. Free space, or choose another disk"
+                f"{out}: no space is left on its disk, and nothing was written. "
+                "Free space, or choose another disk"
             ) from error
         if isinstance(error, OSError):
             raise UserError(f"{out}: cannot be written: {error}") from error
@@ -173,6 +196,7 @@ def require_space(folder: Path, size: int) -> None:
     free = shutil.disk_usage(folder).free
     if size > free:
         raise UserError(
-            f"{folder.parent}: {size / 1e9:.2f} GB are needed, but {free / 1e9:.2f} GB are free. Free space, or choose "
+            f"{folder.parent}: {size / 1e9:.2f} GB are needed, but {free / 1e9:.2f} GB are free. "
+            "Free space, or choose "
             "another disk or a smaller --dtype"
         )

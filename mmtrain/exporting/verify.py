@@ -1,13 +1,17 @@
-"""Does the exported folder compute what mmtrain computes, and does it answer a batch as it answers one prompt?
+"""Does the exported folder compute what mmtrain computes, and does it answer a batch as it answers
+one prompt?
 
-documents --mmtrain: the whole model as one stage, trained tensors loaded--> logits at supervised positions
-          --the folder's stock class, from_pretrained(folder)---------------> the same logits, within BOUND
+documents --mmtrain: the whole model as one stage, trained tensors loaded--> logits at supervised
+    positions
+          --the folder's stock class, from_pretrained(folder)---------------> the same logits,
+              within BOUND
 three prompts of different lengths --generate, one at a time--> tokens and logits
                                    --generate, one padded batch--> the same logits, within BOUND
 
-Both sides compute in fp32, from weights that were rounded to the export's dtype, so that rounding does not hide a
-tensor in the wrong place. A batch adds in another order, which may swap two tokens whose logits are nearly equal: what
-follows such a tie is not compared. Cost: the whole model in fp32 memory, one side after the other.
+Both sides compute in fp32, from weights that were rounded to the export's dtype, so that rounding
+does not hide a tensor in the wrong place. A batch adds in another order, which may swap two tokens
+whose logits are nearly equal: what follows such a tie is not compared. Cost: the whole model in
+fp32 memory, one side after the other.
 """
 
 from __future__ import annotations
@@ -65,10 +69,11 @@ class Comparison:
 def compare_logits(
     checkpoint: StepFolder, exported: ExportedModel, dtype: torch.dtype, count: int
 ) -> tuple[Comparison, PreTrainedModel]:
-    """Compare logits on the first `count` held-out samples of the run (or of its training data, if there are none).
+    """Compare logits on the first `count` held-out samples of the run (or of its training data, if
+    there are none).
 
-    Returns the comparison and the stock model in float32. Raises UserError for data that are not here, and for a folder
-    that does not load without a remark.
+    Returns the comparison and the stock model in float32. Raises UserError for data that are not
+    here, and for a folder that does not load without a remark.
     """
     samples, batches = zip(*read_samples(checkpoint.config, count), strict=True)
     stage = whole_model(checkpoint)
@@ -94,7 +99,9 @@ def compare_logits(
             if stock.mrope:
                 pixels["mm_token_type_ids"] = (batch.input_ids == IMAGE_POSITION).long()
         with torch.no_grad():
-            logits = model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False, **pixels).logits
+            logits = model(
+                input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False, **pixels
+            ).logits
         logits = logits[batch.labels != IGNORE]
         agreeing += int((logits.argmax(-1) == own.argmax(-1)).sum())
         tokens += len(logits)
@@ -107,15 +114,23 @@ def compare_logits(
 def _stock_model(stock: ExportedClass, folder: Path) -> PreTrainedModel:
     with quiet():
         model, report = stock.model_class.from_pretrained(
-            folder, dtype=torch.float32, attn_implementation=None, local_files_only=True, output_loading_info=True
+            folder,
+            dtype=torch.float32,
+            attn_implementation=None,
+            local_files_only=True,
+            output_loading_info=True,
         )
-    if faults := {kind: sorted(map(str, entries))[:3] for kind, entries in report.items() if entries}:
+    if faults := {
+        kind: sorted(map(str, entries))[:3] for kind, entries in report.items() if entries
+    }:
         raise UserError(f"{stock.class_name} loads the exported folder with warnings: {faults}")
     return model.eval()
 
 
 def read_samples(config: RunConfig, count: int) -> list[tuple[Sample, PackedBatch]]:
-    """Return the first `count` undamaged samples that evaluation would read, each also as a batch."""
+    """Return the first `count` undamaged samples that evaluation would read, each also as a
+    batch.
+    """
     make_demo_data(config)
     processor = Processor(config)
     catalog, numbers = evaluated_samples(config)
@@ -128,7 +143,13 @@ def read_samples(config: RunConfig, count: int) -> list[tuple[Sample, PackedBatc
         if isinstance(document, Document) and any(label != IGNORE for label in document.labels):
             length = len(document.input_ids)
             has_grid = processor.layout.has_grid_positions
-            batch = make_batch([Pack((document,))], length, processor.padding_id, processor.decode, has_grid=has_grid)
+            batch = make_batch(
+                [Pack((document,))],
+                length,
+                processor.padding_id,
+                processor.decode,
+                has_grid=has_grid,
+            )
             if batch.samples:
                 samples.append((document.sample, processor.normalised(batch)))
     reader.close()
@@ -140,7 +161,8 @@ def read_samples(config: RunConfig, count: int) -> list[tuple[Sample, PackedBatc
 def whole_model(checkpoint: StepFolder) -> Stage:
     """Build mmtrain's own model in fp32 as one stage, with the checkpoint's tensors."""
     in_fp32 = {"model.llm.dtype": "float32", "model.vision.dtype": "float32"}
-    config = checkpoint.config.changed({**in_fp32, "model.projector.init_from": None})  # `run_tensors` has all of it
+    # `run_tensors` has all of it
+    config = checkpoint.config.changed({**in_fp32, "model.projector.init_from": None})
     layers = len(llm_shape(config.model.llm.path).decoder)
     stage = build_stage(config, StagePlan(0, 0, layers, front=True, head=True))
     parameters = dict(stage.global_parameters())
@@ -149,28 +171,45 @@ def whole_model(checkpoint: StepFolder) -> Stage:
     return stage
 
 
-def batch_fault(folder: Path, model: PreTrainedModel, samples: Sequence[Sample], plain: bool) -> str | None:
+def batch_fault(
+    folder: Path, model: PreTrainedModel, samples: Sequence[Sample], plain: bool
+) -> str | None:
     """Describe a difference between answers in a batch and one at a time; None if there is none.
 
-    The prompts are questions of `samples` (a grey picture for those without one), made longer in turn. `model` is that
-    of `folder`, in float32. plain: prompts are images and the beginning of a caption.
+    The prompts are questions of `samples` (a grey picture for those without one), made longer in
+    turn. `model` is that of `folder`, in float32. plain: prompts are images and the beginning of a
+    caption.
     """
-    processor = AutoProcessor.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    if "padding_side" not in processor.tokenizer.init_kwargs:  # else batches are padded on the right
+    processor = AutoProcessor.from_pretrained(
+        folder, local_files_only=True, trust_remote_code=False
+    )
+    # else batches are padded on the right
+    if "padding_side" not in processor.tokenizer.init_kwargs:
         processor.tokenizer.padding_side = "left"
-    asked = [_messages(samples[number % len(samples)], plain, 2 * number) for number in range(PROMPTS)]
+    asked = [
+        _messages(samples[number % len(samples)], plain, 2 * number) for number in range(PROMPTS)
+    ]
     if len({_inputs(processor, [messages])["input_ids"].shape[1] for messages in asked}) < PROMPTS:
         asked = [_messages(samples[0], plain, 2 * number) for number in range(PROMPTS)]
     alone = [_answers(model, _inputs(processor, [messages]))[0] for messages in asked]
     together = _answers(model, _inputs(processor, asked))
     for (wanted, wanted_logits), (given, given_logits) in zip(alone, together, strict=True):
-        agreed = next((t for t, pair in enumerate(zip(wanted, given, strict=False)) if pair[0] != pair[1]), len(wanted))
-        seen = slice(0, agreed + 1)  # the logits of the first token that differs were made from the same tokens
-        difference = float((wanted_logits[seen] - given_logits[seen]).abs().max().nan_to_num(nan=torch.inf))
+        agreed = next(
+            (t for t, pair in enumerate(zip(wanted, given, strict=False)) if pair[0] != pair[1]),
+            len(wanted),
+        )
+        # the logits of the first token that differs were made from the same tokens
+        seen = slice(0, agreed + 1)
+        difference = float(
+            (wanted_logits[seen] - given_logits[seen]).abs().max().nan_to_num(nan=torch.inf)
+        )
         if difference > BOUND * max(1.0, float(wanted_logits[seen].abs().max())):
-            texts = [processor.decode(tokens, skip_special_tokens=True) for tokens in (given, wanted)]
+            texts = [
+                processor.decode(tokens, skip_special_tokens=True) for tokens in (given, wanted)
+            ]
             return (
-                f"a batch of {PROMPTS} prompts is answered {texts[0]!r}, but one alone {texts[1]!r} "
+                f"a batch of {PROMPTS} prompts is answered {texts[0]!r}, but one "
+                f"alone {texts[1]!r} "
                 f"(logits differ by {difference:.1e})"
             )
     return None
@@ -179,7 +218,9 @@ def batch_fault(folder: Path, model: PreTrainedModel, samples: Sequence[Sample],
 def _own_logits(
     stage: Stage, batches: Iterable[PackedBatch], dtype: torch.dtype, exact: Collection[str]
 ) -> list[torch.Tensor]:
-    """mmtrain's logits (S, V) at the S supervised positions of each batch, with weights rounded to `dtype`."""
+    """mmtrain's logits (S, V) at the S supervised positions of each batch, with weights rounded to
+    `dtype`.
+    """
     for name, parameter in stage.global_parameters():
         for part in parameter.data.view(-1).split(1 << 24):  # no second copy of a large matrix
             part.copy_(part if name in exact else part.to(dtype))
@@ -195,10 +236,16 @@ def _messages(sample: Sample, plain: bool, words: int) -> list[dict[str, Any]]:
     """A sample's first question with its pictures, and some words more."""
     question = next(text for speaker, text in sample.turns if speaker == "human")
     pictures = [decode_image(content) for content in sample.images]
-    pictures = pictures[: max(1, question.count(IMAGE_MARK))] or [Image.new("RGB", (64, 64), (128, 128, 128))]
-    text = " ".join(["" if plain else question.replace(IMAGE_MARK, "").strip(), *["a"] * words]).strip()
+    pictures = pictures[: max(1, question.count(IMAGE_MARK))] or [
+        Image.new("RGB", (64, 64), (128, 128, 128))
+    ]
+    text = " ".join(
+        ["" if plain else question.replace(IMAGE_MARK, "").strip(), *["a"] * words]
+    ).strip()
     parts = [{"type": "image", "image": picture} for picture in pictures]
-    return [{"role": "user", "content": [*parts, *([{"type": "text", "text": text}] if text else [])]}]
+    return [
+        {"role": "user", "content": [*parts, *([{"type": "text", "text": text}] if text else [])]}
+    ]
 
 
 def _inputs(processor: ProcessorMixin, asked: Sequence[list[dict[str, Any]]]) -> BatchFeature:
@@ -220,5 +267,10 @@ def _answers(model: PreTrainedModel, inputs: BatchFeature) -> list[tuple[list[in
     logits = torch.stack(made.logits, dim=1).float()
     rows = made.sequences[:, inputs["input_ids"].shape[1] :].tolist()
     ends = np.atleast_1d(model.generation_config.eos_token_id)
-    lengths = [next((t + 1 for t, token in enumerate(row) if token in ends), len(row)) for row in rows]
-    return [(row[:length], of_row[:length]) for row, of_row, length in zip(rows, logits, lengths, strict=True)]
+    lengths = [
+        next((t + 1 for t, token in enumerate(row) if token in ends), len(row)) for row in rows
+    ]
+    return [
+        (row[:length], of_row[:length])
+        for row, of_row, length in zip(rows, logits, lengths, strict=True)
+    ]

@@ -1,23 +1,28 @@
-"""A run's vision encoder as the vision tower of a Hugging Face folder, by exact conversion of its weights.
+"""A run's vision encoder as the vision tower of a Hugging Face folder, by exact conversion of its
+weights.
 
-encoder (timm ViT, or a vision model of transformers) --> configuration and tensors of a stock vision model
-      --LLaVA: hidden_states[feature_layer], without the first token where it is a class token--> the run's features
+encoder (timm ViT, or a vision model of transformers) --> configuration and tensors of a stock
+    vision model
+      --LLaVA: hidden_states[feature_layer], without the first token where it is a class token-->
+          the run's features
 
-A transformers encoder is written as it is stored, unless it has registers, which classes would take for patches. A timm
-ViT gets other names; features differ by rounding alone:
+A transformers encoder is written as it is stored, unless it has registers, which classes would take
+for patches. A timm ViT gets other names; features differ by rounding alone:
                                                     `vision_config`
     timm: class token, norm before blocks           clip_vision_model
     timm: no class token                            siglip_vision_model, without its pooling head
-    timm: class token                               dinov2, its layer scales 1 where the encoder has none
+    timm: class token                               dinov2, its layer scales 1 where the encoder has
+        none
     clip, clip_vision_model                         clip_vision_model
     siglip (SigLIP 2 of fixed size), ..._model      siglip_vision_model
     siglip2, siglip2_vision_model (NaFlex); pixtral siglip2_vision_model; pixtral
     dinov2; vit; dinov3_vit without registers       the same
     internvl, internvl_vision                       internvl_vision
 
-Every other one is refused, but for PerceptionLM's class, which takes timm's models (`wrapped_timm_encoder`). All blocks
-are kept, so the layer is counted as in the run. Names on disk are those that transformers 4 and 5 both read: version 5
-itself saves CLIP and SigLIP without `vision_model.`, which version 4 fills at random.
+Every other one is refused, but for PerceptionLM's class, which takes timm's models
+(`wrapped_timm_encoder`). All blocks are kept, so the layer is counted as in the run. Names on disk
+are those that transformers 4 and 5 both read: version 5 itself saves CLIP and SigLIP without
+`vision_model.`, which version 4 fills at random.
 """
 
 from __future__ import annotations
@@ -49,20 +54,72 @@ from mmtrain.model.weights.files import tensor_places
 from mmtrain.stock.stock_class import OUTER, WHAT_WORKS, ExportedEncoder
 
 KEPT_SETTINGS = (
-    *("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_channels"),
-    *("image_size", "patch_size", "hidden_act", "layer_norm_eps", "projection_dim", "vision_use_head"),
-    *("mlp_ratio", "qkv_bias", "use_swiglu_ffn", "use_mask_token", "pooler_output_size", "pooler_act"),  # DINOv2, ViT
-    *("rope_theta", "query_bias", "key_bias", "value_bias", "proj_bias", "mlp_bias", "use_gated_mlp"),  # DINOv3
-    *("num_register_tokens", "attention_bias", "use_qk_norm", "norm_type"),  # the last three InternViT's, as are:
+    *(
+        "hidden_size",
+        "intermediate_size",
+        "num_hidden_layers",
+        "num_attention_heads",
+        "num_channels",
+    ),
+    *(
+        "image_size",
+        "patch_size",
+        "hidden_act",
+        "layer_norm_eps",
+        "projection_dim",
+        "vision_use_head",
+    ),
+    # DINOv2, ViT
+    *(
+        "mlp_ratio",
+        "qkv_bias",
+        "use_swiglu_ffn",
+        "use_mask_token",
+        "pooler_output_size",
+        "pooler_act",
+    ),
+    # DINOv3
+    *(
+        "rope_theta",
+        "query_bias",
+        "key_bias",
+        "value_bias",
+        "proj_bias",
+        "mlp_bias",
+        "use_gated_mlp",
+    ),
+    # the last three InternViT's, as are:
+    *("num_register_tokens", "attention_bias", "use_qk_norm", "norm_type"),
     *("use_absolute_position_embeddings", "use_mean_pooling"),
     *("num_patches", "head_dim", "rope_parameters"),  # SigLIP 2 NaFlex, Pixtral
-    *("depth", "num_heads", "in_channels", "spatial_merge_size", "temporal_patch_size", "out_hidden_size"),  # Qwen's
-    *("window_size", "fullatt_block_indexes", "num_position_embeddings", "deepstack_visual_indexes"),
+    # Qwen's
+    *(
+        "depth",
+        "num_heads",
+        "in_channels",
+        "spatial_merge_size",
+        "temporal_patch_size",
+        "out_hidden_size",
+    ),
+    *(
+        "window_size",
+        "fullatt_block_indexes",
+        "num_position_embeddings",
+        "deepstack_visual_indexes",
+    ),
     *("num_key_value_heads", "embed_dim"),
 )  # of a transformers configuration; the others are about training or about files
-# What features may come from: each computes what its stock counterpart does, or in eval mode nothing.
+# What features may come from: each computes what its stock counterpart does, or in eval mode
+# nothing.
 KNOWN_MODULES = {
-    *(VisionTransformer, Block, Attention, timm.layers.Mlp, timm.layers.PatchEmbed, timm.layers.LayerScale),
+    *(
+        VisionTransformer,
+        Block,
+        Attention,
+        timm.layers.Mlp,
+        timm.layers.PatchEmbed,
+        timm.layers.LayerScale,
+    ),
     *(nn.Sequential, nn.Linear, nn.Conv2d, nn.LayerNorm, timm.layers.LayerNorm),
     *(nn.Identity, nn.Dropout, timm.layers.DropPath, timm.layers.PatchDropout),
 }
@@ -71,9 +128,10 @@ KNOWN_MODULES = {
 def encoder_for_export(config: RunConfig, trained: Mapping[str, torch.Tensor]) -> ExportedEncoder:
     """Return the encoder of a run as a stock vision model.
 
-    A transformers encoder keeps its precision; a timm encoder is loaded whole, in float32. `trained` tensors, by global
-    name ("vision.blocks.0.attn.qkv.weight"), replace the encoder's own. Raises UserError for an encoder that no stock
-    vision model computes exactly, for an incomplete one, and for a trained tensor that it does not have.
+    A transformers encoder keeps its precision; a timm encoder is loaded whole, in float32.
+    `trained` tensors, by global name ("vision.blocks.0.attn.qkv.weight"), replace the encoder's
+    own. Raises UserError for an encoder that no stock vision model computes exactly, for an
+    incomplete one, and for a trained tensor that it does not have.
     """
     name, select_layer = config.model.vision.name, config.model.vision.select_layer
     own = {full.removeprefix("vision."): tensor for full, tensor in trained.items()}
@@ -87,7 +145,8 @@ def encoder_for_export(config: RunConfig, trained: Mapping[str, torch.Tensor]) -
     patch_size = square(settings["patch_size"], "patches", name)
     sizes = {"patch_size": patch_size}
     image_size = image_layout(config).tile_size
-    if family.native is None:  # numbers, where a folder may have lists: LlavaNext and LlavaOnevision divide them
+    # numbers, where a folder may have lists: LlavaNext and LlavaOnevision divide them
+    if family.native is None:
         sizes["image_size"] = image_size
     return ExportedEncoder(
         config=settings | sizes,
@@ -100,35 +159,45 @@ def encoder_for_export(config: RunConfig, trained: Mapping[str, torch.Tensor]) -
     )
 
 
-def merged_encoder(config: RunConfig, trained: Mapping[str, TensorSource]) -> dict[str, torch.Tensor]:
-    """Return the trained tensors of a run's encoder, by global name, adapters merged into their layers' weights.
+def merged_encoder(
+    config: RunConfig, trained: Mapping[str, TensorSource]
+) -> dict[str, torch.Tensor]:
+    """Return the trained tensors of a run's encoder, by global name, adapters merged into their
+    layers' weights.
 
     Raises UserError for an adapter of a layer that the encoder does not have.
     """
     waiting = dict(trained)
     chosen, merged = config.model.vision, {}
     if any(map(is_adapter, trained)):
-        tower = load_vision(chosen.name, chosen.select_layer, torch.float32, final_norm=chosen.final_norm)
+        tower = load_vision(
+            chosen.name, chosen.select_layer, torch.float32, final_norm=chosen.final_norm
+        )
         for name, parameter in tower.global_parameters():
             weight = waiting.get(name) or in_memory(parameter.detach())
             result = take_merged(waiting, name, weight, config.model.lora, transposed=False)
             if result is not weight:
                 merged[name] = result
         if idle := next(filter(is_adapter, waiting), None):
-            raise UserError(f"{idle} was trained, but the encoder {chosen.name} has no layer of this name")
+            raise UserError(
+                f"{idle} was trained, but the encoder {chosen.name} has no layer of this name"
+            )
     return {name: source.read() for name, source in (waiting | merged).items()}
 
 
 def wrapped_timm_encoder(config: RunConfig, trained: Mapping[str, torch.Tensor]) -> ExportedEncoder:
-    """Return the timm encoder of a run for transformers' timm_wrapper, with `trained` tensors in place of its own.
+    """Return the timm encoder of a run for transformers' timm_wrapper, with `trained` tensors in
+    place of its own.
 
-    timm_wrapper rebuilds it from the architecture's name and arguments. Raises UserError where that computes something
-    else.
+    timm_wrapper rebuilds it from the architecture's name and arguments. Raises UserError where that
+    computes something else.
     """
     name = config.model.vision.name
     model = timm_model(name)
     assert model is not None, f"{name} is none of timm's, which its class has refused"
-    state = _with_trained(model, name, {full.removeprefix("vision."): tensor for full, tensor in trained.items()})
+    state = _with_trained(
+        model, name, {full.removeprefix("vision."): tensor for full, tensor in trained.items()}
+    )
     content = {} if is_timm_name(name) else encoder_config(model_folder(name))
     architecture = content.get("architecture", name)
     size = (model.patch_embed.img_size or model.pretrained_cfg["input_size"][1:])[0]
@@ -137,7 +206,9 @@ def wrapped_timm_encoder(config: RunConfig, trained: Mapping[str, torch.Tensor])
     arguments.pop("num_classes", None)  # the wrapper says that there are none
     with foreign_files(f"model.vision.name: {name} without its folder"):
         again = timm.create_model(architecture, pretrained=False, num_classes=0, **arguments).eval()
-        kept = {own_name: tensor for own_name, tensor in state.items() if own_name in again.state_dict()}
+        kept = {
+            own_name: tensor for own_name, tensor in state.items() if own_name in again.state_dict()
+        }
         again.load_state_dict(kept)
         noise = torch.randn(1, 3, size, size, generator=torch.Generator().manual_seed(0))
         with torch.no_grad():
@@ -167,21 +238,27 @@ def _from_transformers(
 ) -> tuple[dict, dict[str, TensorSource]]:
     family = family_of(encoder_config(folder).get("model_type"), str(folder))
     stock, config = model_class(family), stock_config(family, folder)
-    config._attn_implementation = "sdpa"  # else config.json names it, and may name a kernel to be downloaded
+    # else config.json names it, and may name a kernel to be downloaded
+    config._attn_implementation = "sdpa"
     files = family.own(encoder_tensors(folder, tensor_places(folder)))
     shapes = {name: stored(*place).shape for name, place in files.items()}
     unused = family.unused(chosen.final_norm, str(folder), chosen.merger)
     if (prefix_tokens := family.prefix_tokens(shapes)) > 1:
         registers = prefix_tokens - 1
-        raise _unfit(str(folder), f"has {registers} register tokens, which a stock class would read as patches")
+        raise _unfit(
+            str(folder),
+            f"has {registers} register tokens, which a stock class would read as patches",
+        )
     outer = OUTER if OUTER in family.outer else ""
-    # transformers 5.17 has no such setting in SigLIP's configuration, and makes a head where it is not said.
+    # transformers 5.17 has no such setting in SigLIP's configuration, and makes a head where it is
+    # not said.
     with_head = "head." in family.beside and getattr(config, "vision_use_head", True)
     if with_head and not any(name.startswith("head.") for name in shapes):
         config.vision_use_head = False
     with torch.device("meta"):
         model = stock(config)
-    state = revert_weight_conversion(model, model.state_dict())  # as files have it: DINOv2's gates are one tensor there
+    # as files have it: DINOv2's gates are one tensor there
+    state = revert_weight_conversion(model, model.state_dict())
     expected = {family.published(name): tuple(tensor.shape) for name, tensor in state.items()}
     tensors = {}
     for name, shape in expected.items():
@@ -189,7 +266,10 @@ def _from_transformers(
             tensors[outer + name] = in_memory(torch.zeros(shape))
             continue
         if name not in shapes:
-            raise UserError(f"model.vision.name: {folder} lacks the encoder's tensor {name}. Download the folder again")
+            raise UserError(
+                f"model.vision.name: {folder} lacks the encoder's tensor {name}. "
+                "Download the folder again"
+            )
         if shapes[name] != shape:
             raise UserError(
                 f"model.vision.name: {folder} holds {name} with shape {shapes[name]}, but its "
@@ -199,7 +279,10 @@ def _from_transformers(
     for name, tensor in revert_weight_conversion(model, dict(trained)).items():
         name = name.removeprefix(OUTER)
         if name not in expected or expected[name] != tensor.shape:
-            raise UserError(f"vision.{name}: trained with shape {tuple(tensor.shape)}, but {folder} has no such tensor")
+            raise UserError(
+                f"vision.{name}: trained with shape {tuple(tensor.shape)}, but {folder} "
+                "has no such tensor"
+            )
         tensors[outer + name] = in_memory(tensor)
     settings = {key: getattr(config, key) for key in KEPT_SETTINGS if hasattr(config, key)}
     return {"model_type": config.model_type} | settings, tensors
@@ -211,22 +294,33 @@ def _from_transformers(
 def _from_timm(
     model: nn.Module, name: str, trained: Mapping[str, torch.Tensor], final_norm: bool
 ) -> tuple[dict, dict[str, TensorSource]]:
-    """Return the stock configuration and tensors (views) of a whole timm encoder, with `trained` ones in their place.
+    """Return the stock configuration and tensors (views) of a whole timm encoder, with `trained`
+    ones in their place.
 
-    final_norm: the last norm must be exact too. Raises UserError for an encoder that no stock model computes, and for a
-    trained tensor that it does not have.
+    final_norm: the last norm must be exact too. Raises UserError for an encoder that no stock model
+    computes, and for a trained tensor that it does not have.
     """
     _refuse_unknown_modules(model, name)
     if model.num_prefix_tokens > model.has_class_token:
-        raise _unfit(name, f"has {model.num_reg_tokens} register tokens, which a stock class would read as patches")
+        raise _unfit(
+            name,
+            f"has {model.num_reg_tokens} register tokens, which a stock class would "
+            "read as patches",
+        )
     shapes = {own_name: tuple(tensor.shape) for own_name, tensor in model.state_dict().items()}
     stock = form_of(shapes, final_norm=final_norm)
     if isinstance(stock, str):
         raise _unfit(name, stock)
     if final_norm and stock is CLIP:
-        raise _unfit(name, "would be a CLIP of transformers, whose final norm is only for its class token")
+        raise _unfit(
+            name, "would be a CLIP of transformers, whose final norm is only for its class token"
+        )
     if final_norm and model.norm.eps != model.blocks[0].norm1.eps:
-        raise _unfit(name, "has another epsilon in its final norm than in its other norms (model.vision.final_norm)")
+        raise _unfit(
+            name,
+            "has another epsilon in its final norm than in its other norms "
+            "(model.vision.final_norm)",
+        )
     state = _with_trained(model, name, trained)
     stems = stock.front | {
         f"blocks.{block}.{own_name}": f"{stock.blocks}.{block}.{stock_name}"
@@ -246,7 +340,9 @@ def _from_timm(
             tensors[stems[own_name]] = tensor if stock is DINOV2 else tensor[0]
         elif stem.endswith(".attn.qkv"):
             pieces = zip("qkv", tensor.chunk(3), strict=True)
-            tensors |= {f"{stems[stem.removesuffix('qkv') + part]}.{kind}": piece for part, piece in pieces}
+            tensors |= {
+                f"{stems[stem.removesuffix('qkv') + part]}.{kind}": piece for part, piece in pieces
+            }
         else:
             tensors[f"{stems[stem]}.{'lambda1' if kind == 'gamma' else kind}"] = tensor
     _fill_in(tensors, state, stock, model)
@@ -254,11 +350,15 @@ def _from_timm(
 
 
 def _fill_in(
-    tensors: dict[str, torch.Tensor], state: Mapping[str, torch.Tensor], stock: StockModel, model: nn.Module
+    tensors: dict[str, torch.Tensor],
+    state: Mapping[str, torch.Tensor],
+    stock: StockModel,
+    model: nn.Module,
 ) -> None:
     """Add the tensors that the encoder lacks, in values that change nothing."""
     norm, width = stock.front["norm"], model.embed_dim  # behind the last block
-    own_norm = next((own for own in ("norm", "fc_norm") if f"{own}.weight" in state), None)  # fc_norm: after pooling
+    # fc_norm: after pooling
+    own_norm = next((own for own in ("norm", "fc_norm") if f"{own}.weight" in state), None)
     if own_norm is None:
         tensors |= {f"{norm}.weight": torch.ones(width), f"{norm}.bias": torch.zeros(width)}
     else:
@@ -268,14 +368,19 @@ def _fill_in(
             for scale in ("layer_scale1", "layer_scale2"):
                 tensors[f"{stock.blocks}.{block}.{scale}.lambda1"] = torch.ones(width)
     stems = [name.removesuffix(".weight") for name in tensors if name.endswith(".weight")]
-    lacking = [stem for stem in stems if stem not in stock.unbiased and f"{stem}.bias" not in tensors]
+    lacking = [
+        stem for stem in stems if stem not in stock.unbiased and f"{stem}.bias" not in tensors
+    ]
     tensors |= {f"{stem}.bias": torch.zeros(len(tensors[f"{stem}.weight"])) for stem in lacking}
 
 
 def _unfit(name: str, why: str) -> UserError:
-    """Return the error for an encoder that no stock vision model computes, with the formats that work."""
+    """Return the error for an encoder that no stock vision model computes, with the formats that
+    work.
+    """
     return UserError(
-        f"model.vision.name: {name} {why}, so it cannot be converted exactly to a vision model that a stock class "
+        f"model.vision.name: {name} {why}, so it cannot be converted exactly to a vision model "
+        "that a stock class "
         f"takes. {WHAT_WORKS}"
     )
 
@@ -286,23 +391,37 @@ def _refuse_unknown_modules(model: nn.Module, name: str) -> None:
         parts = path.split(".")
         if parts[0] in BEHIND_THE_BLOCKS:
             continue
-        usable = _activation(module) is not None if path.endswith("mlp.act") else type(module) in KNOWN_MODULES
+        usable = (
+            _activation(module) is not None
+            if path.endswith("mlp.act")
+            else type(module) in KNOWN_MODULES
+        )
         if isinstance(module, nn.LayerNorm):
             epsilons.add(module.eps)
             usable &= parts[-1] in ("norm_pre", "norm1", "norm2")
         if not usable:
             kind = type(module).__name__
-            raise _unfit(name, f"has a {kind} as {path}" if path else f"is a {kind}, not a plain ViT")
+            raise _unfit(
+                name, f"has a {kind} as {path}" if path else f"is a {kind}, not a plain ViT"
+            )
     if len(epsilons) > 1:
-        raise _unfit(name, f"normalises with several epsilons, {', '.join(map(str, sorted(epsilons)))}")
+        raise _unfit(
+            name, f"normalises with several epsilons, {', '.join(map(str, sorted(epsilons)))}"
+        )
 
 
 def _activation(module: nn.Module) -> str | None:
-    """transformers' name of an activation function (`hidden_act`), or None for one without an exact counterpart."""
+    """transformers' name of an activation function (`hidden_act`), or None for one without an exact
+    counterpart.
+    """
     if type(module) is nn.GELU:
         return {"none": "gelu", "tanh": "gelu_pytorch_tanh"}[module.approximate]
     layers = timm.layers
-    names = {layers.GELU: "gelu", layers.GELUTanh: "gelu_pytorch_tanh", layers.QuickGELU: "quick_gelu"}
+    names = {
+        layers.GELU: "gelu",
+        layers.GELUTanh: "gelu_pytorch_tanh",
+        layers.QuickGELU: "quick_gelu",
+    }
     return names.get(type(module))
 
 
@@ -322,15 +441,24 @@ def _timm_config(model: nn.Module, stock: StockModel) -> dict:
     wide = block.mlp.fc1.out_features
     if stock is DINOV2:
         return config | {"mlp_ratio": wide // model.embed_dim, "use_mask_token": False}
-    return config | {"intermediate_size": wide} | ({"vision_use_head": False} if stock is SIGLIP else {})
+    return (
+        config
+        | {"intermediate_size": wide}
+        | ({"vision_use_head": False} if stock is SIGLIP else {})
+    )
 
 
-def _with_trained(model: nn.Module, name: str, trained: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """A timm encoder's tensors, `trained` in the place of its own; raises UserError for one that it does not have."""
+def _with_trained(
+    model: nn.Module, name: str, trained: Mapping[str, torch.Tensor]
+) -> dict[str, torch.Tensor]:
+    """A timm encoder's tensors, `trained` in the place of its own; raises UserError for one that it
+    does not have.
+    """
     state = model.state_dict()
     for own_name, tensor in trained.items():
         if own_name not in state or state[own_name].shape != tensor.shape:
             raise UserError(
-                f"vision.{own_name}: trained with shape {tuple(tensor.shape)}, but {name} has no such tensor"
+                f"vision.{own_name}: trained with shape {tuple(tensor.shape)}, but {name} "
+                "has no such tensor"
             )
     return state | trained

@@ -1,7 +1,8 @@
 """Sizes of the pieces in which a rank computes; plans reserve memory for one piece."""
 
 LOGITS_PER_CHUNK = 2**24  # elements; the loss makes logits in chunks of this size
-PATCHES_PER_CALL = 11_664  # of a frozen encoder: 16 tiles of 384 pixels, in patches of 14, keep any GPU busy
+# of a frozen encoder: 16 tiles of 384 pixels, in patches of 14, keep any GPU busy
+PATCHES_PER_CALL = 11_664
 LEAST_TILES_PER_CALL = 16
 
 

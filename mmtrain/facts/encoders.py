@@ -1,9 +1,10 @@
 """Vision transformers that can be run up to a block, by how their files name what they hold.
 
-One that is `native` takes images of any size: its patches are those of a whole picture in its own shape.
+One that is `native` takes images of any size: its patches are those of a whole picture in its own
+shape.
 
-Names are those of published files (`vision.<name>` is a parameter's global name). In memory they differ with the
-version of transformers, which the class's own conversion of weights hides.
+Names are those of published files (`vision.<name>` is a parameter's global name). In memory they
+differ with the version of transformers, which the class's own conversion of weights hides.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ from mmtrain.layouts.native import PatchOrder
 T = TypeVar("T")
 TIMM = "timm"  # in place of a class of transformers
 TESTED_TRANSFORMERS = "5.23"  # has all classes that are named here and in stock/
-ENCODER_BLOCK = re.compile(r"vision\.(?:.*\.)?(?:blocks|layers?)\.(\d+)\.")  # of a global name: the block's number
+# of a global name: the block's number
+ENCODER_BLOCK = re.compile(r"vision\.(?:.*\.)?(?:blocks|layers?)\.(\d+)\.")
 
 
 def rows(tensors: Mapping[str, Shape], name: str | None) -> int:
@@ -34,10 +36,12 @@ def rows(tensors: Mapping[str, Shape], name: str | None) -> int:
 class NativeInput:
     """How an encoder that takes images of any size is called."""
 
-    patches: PatchOrder | Literal["picture"]  # order of a patch's values, or pictures instead of patches
+    # order of a patch's values, or pictures instead of patches
+    patches: PatchOrder | Literal["picture"]
     images: Literal["equal", "single", "packed"]  # of a call: those with equal grids, one, or any
     block: int = 1  # patches come in blocks of block x block, which its own merger joins
-    merged: str | None = None  # its merger's last weight, from which the width of what it makes is read
+    # its merger's last weight, from which the width of what it makes is read
+    merged: str | None = None
     is_lfm2: bool = False  # `Native.is_lfm2`, as its stock class's processor resizes
 
 
@@ -48,14 +52,19 @@ class EncoderFamily:
     model: str  # class of transformers, or TIMM
     blocks: str  # before a block's number
     patches: str  # the patch convolution
-    norm: str | None  # behind the last block, of every token; None: CLIP's is of the class token alone
-    positions: str | None  # table with a row a patch and one for the class token; None: it is resized, or rotary
+    # behind the last block, of every token; None: CLIP's is of the class token alone
+    norm: str | None
+    # table with a row a patch and one for the class token; None: it is resized, or rotary
+    positions: str | None
     class_token: str | None
     registers: tuple[str, ...] = ()  # tensors of other tokens before the patches
     beside: tuple[str, ...] = ()  # what no patch's feature comes from
-    outer: tuple[str, ...] = ()  # what may stand before all names, in a file that holds more than the encoder
-    in_memory: tuple[tuple[str, str], ...] = ()  # (what a version of transformers calls it, what files do)
-    image_size: int = 224  # pixels a side where config.json says nothing; of a patch, if it is native
+    # what may stand before all names, in a file that holds more than the encoder
+    outer: tuple[str, ...] = ()
+    # (what a version of transformers calls it, what files do)
+    in_memory: tuple[tuple[str, str], ...] = ()
+    # pixels a side where config.json says nothing; of a patch, if it is native
+    image_size: int = 224
     depth: int | None = 12  # blocks where config.json says nothing; None: not known
     native: NativeInput | None = None
 
@@ -72,10 +81,13 @@ class EncoderFamily:
         """
         has_merger = self.native is not None and self.native.merged is not None
         if merger and not has_merger:
-            raise UserError(f"model.vision.merger: {source} has no merger of its own. Leave merger out.")
+            raise UserError(
+                f"model.vision.merger: {source} has no merger of its own. Leave merger out."
+            )
         if final_norm and self.norm is None:
             raise UserError(
-                f"model.vision.final_norm: {source} has no final norm over its patches. Leave final_norm out."
+                f"model.vision.final_norm: {source} has no final norm over its patches. "
+                "Leave final_norm out."
             )
         beside = (*self.beside, "merger.") if has_merger and not merger else self.beside
         return beside if final_norm or self.norm is None else (*beside, self.norm)
@@ -86,7 +98,9 @@ class EncoderFamily:
 
     def own(self, tensors: Mapping[str, T]) -> dict[str, T]:
         """Select the encoder's tensors of a file, by published name."""
-        outer = next((outer for outer in self.outer if any(name.startswith(outer) for name in tensors)), "")
+        outer = next(
+            (outer for outer in self.outer if any(name.startswith(outer) for name in tensors)), ""
+        )
         return {
             self.published(name.removeprefix(outer)): tensor
             for name, tensor in tensors.items()
@@ -110,7 +124,9 @@ _CLIP = EncoderFamily(
     beside=("post_layernorm.",),
     outer=("vision_model.",),
 )
-_SIGLIP = replace(_CLIP, model="SiglipVisionModel", norm="post_layernorm.", class_token=None, beside=("head.",))
+_SIGLIP = replace(
+    _CLIP, model="SiglipVisionModel", norm="post_layernorm.", class_token=None, beside=("head.",)
+)
 _NAFLEX = replace(
     _SIGLIP,
     model="Siglip2VisionModel",
@@ -192,7 +208,11 @@ _MOONVIT = EncoderFamily(
     native=NativeInput("c dy dx", "packed"),
 )
 _MLCD = replace(  # RICE too
-    _CLIP, model="MLCDVisionModel", positions=None, image_size=14, native=NativeInput("picture", "equal")
+    _CLIP,
+    model="MLCDVisionModel",
+    positions=None,
+    image_size=14,
+    native=NativeInput("picture", "equal"),
 )
 _DINOV2 = EncoderFamily(
     model="Dinov2Model",
@@ -223,10 +243,19 @@ FAMILIES = {
     **dict.fromkeys(("qwen2_vl", "qwen2_vl_vision"), _QWEN2),
     **dict.fromkeys(("qwen2_5_vl", "qwen2_5_vl_vision"), _QWEN25),
     **dict.fromkeys(("qwen3_vl", "qwen3_vl_vision"), _QWEN3),
-    **dict.fromkeys(("qwen3_vl_moe", "qwen3_vl_moe_vision"), replace(_QWEN3, model="Qwen3VLMoeVisionModel")),
-    **dict.fromkeys(("qwen3_5", "qwen3_5_vision"), replace(_QWEN3, model="Qwen3_5VisionModel", beside=())),
-    **dict.fromkeys(("qwen3_5_moe", "qwen3_5_moe_vision"), replace(_QWEN3, model="Qwen3_5MoeVisionModel", beside=())),
-    **dict.fromkeys(("exaone4_5", "exaone4_5_vision"), replace(_QWEN25, model="Exaone4_5_VisionModel")),
+    **dict.fromkeys(
+        ("qwen3_vl_moe", "qwen3_vl_moe_vision"), replace(_QWEN3, model="Qwen3VLMoeVisionModel")
+    ),
+    **dict.fromkeys(
+        ("qwen3_5", "qwen3_5_vision"), replace(_QWEN3, model="Qwen3_5VisionModel", beside=())
+    ),
+    **dict.fromkeys(
+        ("qwen3_5_moe", "qwen3_5_moe_vision"),
+        replace(_QWEN3, model="Qwen3_5MoeVisionModel", beside=()),
+    ),
+    **dict.fromkeys(
+        ("exaone4_5", "exaone4_5_vision"), replace(_QWEN25, model="Exaone4_5_VisionModel")
+    ),
     **dict.fromkeys(("glm4v", "glm46v", "glm4v_vision"), _GLM),
     **dict.fromkeys(("glm4v_moe", "glm4v_moe_vision"), replace(_GLM, model="Glm4vMoeVisionModel")),
     **dict.fromkeys(("glm_ocr", "glm_ocr_vision"), replace(_GLM, model="GlmOcrVisionModel")),
@@ -259,7 +288,11 @@ FAMILIES = {
         beside=("pooler.", "embeddings.mask_token"),
         outer=("vit.",),
         in_memory=(
-            *(("layers.", "encoder.layer."), (".mlp.fc1.", ".intermediate.dense."), (".mlp.fc2.", ".output.dense.")),
+            *(
+                ("layers.", "encoder.layer."),
+                (".mlp.fc1.", ".intermediate.dense."),
+                (".mlp.fc2.", ".output.dense."),
+            ),
             *_PROJECTIONS,
         ),
     ),
@@ -286,8 +319,10 @@ def family_of(model_type: str | None, source: str) -> EncoderFamily:
     shown = escape(str(model_type))
     first = {family.model: kind for kind, family in reversed(FAMILIES.items())}
     raise UserError(
-        f"model.vision.name: {source} has model_type {shown}, which is not a known vision encoder; sound is not read. "
-        "Name a timm model (config.json with an architecture; RADIO is vit_*_radio_v3 and _v4), or one of "
+        f"model.vision.name: {source} has model_type {shown}, which is not a known vision encoder; "
+        "sound is not read. "
+        "Name a timm model (config.json with an architecture; "
+        "RADIO is vit_*_radio_v3 and _v4), or one of "
         f"{', '.join(sorted(first.values()))}"
     )
 
@@ -295,16 +330,29 @@ def family_of(model_type: str | None, source: str) -> EncoderFamily:
 def check_plain_vit(tensors: Mapping[str, Shape], architecture: str, source: str) -> None:
     """Raise UserError for a timm model that is no stack of equal blocks over equal patches."""
     width = next(iter(tensors.get("patch_embed.proj.weight", ())), 0)
-    norms = [shape for name, shape in tensors.items() if re.fullmatch(r"blocks\.\d+\.norm1\.weight", name)]
+    norms = [
+        shape
+        for name, shape in tensors.items()
+        if re.fullmatch(r"blocks\.\d+\.norm1\.weight", name)
+    ]
     is_hybrid = any(name.startswith("patch_embed.backbone.") for name in tensors)
-    has_windows = any(name.endswith(".attn.rel_pos_h") for name in tensors)  # SAM: maps instead of sequences
+    # SAM: maps instead of sequences
+    has_windows = any(name.endswith(".attn.rel_pos_h") for name in tensors)
     if architecture.startswith("naflexvit"):
         raise UserError(
-            f"model.vision.name: {source} is timm's form of an encoder of any image size. Name the same weights for "
+            f"model.vision.name: {source} is timm's form of an encoder of any image size. "
+            "Name the same weights for "
             "transformers, e.g. google/siglip2-so400m-patch16-naflex"
         )
-    if not width or not norms or is_hybrid or has_windows or any(norm != (width,) for norm in norms):
+    if (
+        not width
+        or not norms
+        or is_hybrid
+        or has_windows
+        or any(norm != (width,) for norm in norms)
+    ):
         raise UserError(
-            f"model.vision.name: {source} is not a plain vision transformer ({architecture}): its features are no grid "
+            f"model.vision.name: {source} is not a plain vision transformer ({architecture}): "
+            "its features are no grid "
             "of equal patches. Use a ViT, e.g. vit_base_patch16_clip_quickgelu_224.openai"
         )

@@ -1,9 +1,11 @@
-"""From and to the Hugging Face hub, by huggingface_hub, whose own settings say where that is, and as whom.
+"""From and to the Hugging Face hub, by huggingface_hub, whose own settings say where that is, and
+as whom.
 
-configuration --download_models--> the local cache           exported folder --push--> a private repository
+configuration --download_models--> the local cache           exported folder --push--> a private
+    repository
 
-A mirror may be anybody's, and huggingface_hub makes paths of headers, follows lists without end and stores all that is
-sent: `_Answers` checks what a hub answers before that library reads it.
+A mirror may be anybody's, and huggingface_hub makes paths of headers, follows lists without end and
+stores all that is sent: `_Answers` checks what a hub answers before that library reads it.
 """
 
 from __future__ import annotations
@@ -30,8 +32,11 @@ from mmtrain.base.version import VERSION
 from mmtrain.config.schema import RunConfig
 from mmtrain.facts.model_files import HUB_ID, find_model_folder, foreign_files
 
-# Files of a model that are downloaded: none that runs, no pickles. Their names reach the terminal, and become paths.
-FILE = re.compile(r"(\w[\w.-]*/)*(\w[\w.-]*\.(safetensors|json|jinja|txt)|tokenizer\.model)|README\.md", re.ASCII)
+# Files of a model that are downloaded: none that runs, no pickles. Their names reach the terminal,
+# and become paths.
+FILE = re.compile(
+    r"(\w[\w.-]*/)*(\w[\w.-]*\.(safetensors|json|jinja|txt)|tokenizer\.model)|README\.md", re.ASCII
+)
 MOST_FILES = 2000  # of a model; the largest have a few hundred
 # X-Repo-Commit and the ETag, either of which may be absent: huggingface_hub makes paths of them.
 HEADERS = re.compile('([0-9a-f]{40})? ((W/)?"?[0-9a-f]{40}([0-9a-f]{24})?"?)?')
@@ -42,7 +47,8 @@ class _Answers:
     """Checks the answers of a hub: headers that become paths, and how much is sent."""
 
     what: str
-    show: Any = None  # a function of (bytes received, size): progress of the file that is being downloaded
+    # a function of (bytes received, size): progress of the file that is being downloaded
+    show: Any = None
 
     def need(self, is_right: object, seen: str) -> None:
         if not is_right:
@@ -51,11 +57,15 @@ class _Answers:
     def check(self, answer: Any) -> None:
         """Check an answer whose headers have come, and bound what follows. Raises UserError."""
         headers, method = answer.headers, answer.request.method
-        headers.pop("Content-Encoding", None)  # none was asked for; a few bytes could become gigabytes
+        # none was asked for; a few bytes could become gigabytes
+        headers.pop("Content-Encoding", None)
         if method == "HEAD":
             etag = headers.get("X-Linked-Etag") or headers.get("ETag", "")
             names = f"{headers.get('X-Repo-Commit', '')} {etag}"
-            self.need(HEADERS.fullmatch(names), f"answers with commit and ETag {names}, no 40 or 64 hexadecimal digits")
+            self.need(
+                HEADERS.fullmatch(names),
+                f"answers with commit and ETag {names}, no 40 or 64 hexadecimal digits",
+            )
             self.size = int(headers.get("X-Linked-Size") or headers.get("Content-Length", 0))
         is_file = method == "GET" and answer.is_success and self.show
         # After a lost connection, huggingface_hub asks for the rest: "bytes=START-".
@@ -96,27 +106,42 @@ def _hub(what: str) -> Iterator[_Answers]:
 
 
 def download_models(config: RunConfig) -> None:
-    """Download what the local cache lacks of models named by hub ids; raises UserError for what the hub refuses."""
+    """Download what the local cache lacks of models named by hub ids; raises UserError for what the
+    hub refuses.
+    """
     from mmtrain.facts.timm_models import timm_config
     from mmtrain.facts.vision_files import is_timm_name
 
     constants.HF_HUB_DISABLE_XET = True  # that library writes files itself, unseen by _Answers
     model = config.model
-    for name in filter(None, (model.pretrained, model.llm.path, model.vision and model.vision.name)):
+    for name in filter(
+        None, (model.pretrained, model.llm.path, model.vision and model.vision.name)
+    ):
         hub_id = timm_config(name).hf_hub_id or "" if is_timm_name(name) else name
         here = find_model_folder(hub_id)
-        if HUB_ID.fullmatch(hub_id) and "/" in hub_id and not (here and any(here.glob("*.safetensors"))):
+        if (
+            HUB_ID.fullmatch(hub_id)
+            and "/" in hub_id
+            and not (here and any(here.glob("*.safetensors")))
+        ):
             with _hub(f"{hub_id} on the hub") as answers:
                 _download(hub_id, answers)
 
 
 def _download(hub_id: str, answers: _Answers) -> None:
-    """Download the newest commit, file by file: in the threads of snapshot_download, Ctrl-C would go unheard."""
+    """Download the newest commit, file by file: in the threads of snapshot_download, Ctrl-C would
+    go unheard.
+    """
     listed = HfApi().model_info(hub_id)
     commit = str(listed.sha)
-    answers.need(re.fullmatch("[0-9a-f]{40}", commit), f"names commit {commit}, no 40 hexadecimal digits")
+    answers.need(
+        re.fullmatch("[0-9a-f]{40}", commit), f"names commit {commit}, no 40 hexadecimal digits"
+    )
     files = [file.rfilename for file in listed.siblings if FILE.fullmatch(file.rfilename)]
-    answers.need(0 < len(files) <= MOST_FILES, f"lists {len(files):,} files of a model, not 1 to {MOST_FILES:,}")
+    answers.need(
+        0 < len(files) <= MOST_FILES,
+        f"lists {len(files):,} files of a model, not 1 to {MOST_FILES:,}",
+    )
     with ByteBars(sys.stdout) as bars:
         for file in files:
             answers.show = functools.partial(bars.show, file)
@@ -127,14 +152,23 @@ def _download(hub_id: str, answers: _Answers) -> None:
 
 
 def make_repository(repository: str) -> None:
-    """Make the private repository ORG/NAME unless it is there; raises UserError for what the hub refuses."""
+    """Make the private repository ORG/NAME unless it is there; raises UserError for what the hub
+    refuses.
+    """
     with _hub(f"--push {repository}: the repository"):
-        HfApi().whoami()  # with a wrong token `create_repo` would be content with a repository that is there
+        # with a wrong token `create_repo` would be content with a repository that is there
+        HfApi().whoami()
         HfApi().create_repo(repository, private=True, exist_ok=True)
 
 
 def push(folder: Path, repository: str) -> str:
-    """Upload a folder to a repository in one commit; return the commit's address. Raises UserError."""
+    """Upload a folder to a repository in one commit; return the commit's address. Raises
+    UserError.
+    """
     with _hub(f"--push {repository}: the repository"):
         message = f"Exported by mmtrain {VERSION}"
-        return HfApi().upload_folder(repo_id=repository, folder_path=folder, commit_message=message).commit_url
+        return (
+            HfApi()
+            .upload_folder(repo_id=repository, folder_path=folder, commit_message=message)
+            .commit_url
+        )

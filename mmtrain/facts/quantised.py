@@ -1,8 +1,8 @@
 """Which weights of a decoder layer are kept in fewer bits, and what they take then, without torch.
 
-The matrices of linear layers and experts are quantised in blocks, each with a float32 scale (QLoRA, arXiv:2305.14314,
-quantises the scales, too). Norms, biases, adapters, routers and what a
-recurrent mixer has besides matrices are small and keep all bits.
+The matrices of linear layers and experts are quantised in blocks, each with a float32 scale (QLoRA,
+arXiv:2305.14314, quantises the scales, too). Norms, biases, adapters, routers and what a recurrent
+mixer has besides matrices are small and keep all bits.
 """
 
 from __future__ import annotations
@@ -17,7 +17,9 @@ from mmtrain.facts.shapes import Shape
 Quantisation = Literal["nf4", "int8"]
 BLOCK = {"nf4": 64, "int8": 256}  # weights that share a scale
 BITS = {"nf4": 4, "int8": 8}
-_SMALL = re.compile(r"\.(gate|router|router\.layer|shared_expert_gate|conv1d|conv)\.weight$|\.A_log$")
+_SMALL = re.compile(
+    r"\.(gate|router|router\.layer|shared_expert_gate|conv1d|conv)\.weight$|\.A_log$"
+)
 _SCALE_BYTES = 4
 
 

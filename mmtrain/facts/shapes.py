@@ -1,8 +1,10 @@
-"""Shapes of the models in a run, for planning: read as raw JSON, without torch, transformers, timm or the network.
+"""Shapes of the models in a run, for planning: read as raw JSON, without torch, transformers, timm
+or the network.
 
-Sources, in this order: the model's folder (or its snapshot in the local Hugging Face cache): config.json and the
-headers of its safetensors files; then the records in `mmtrain/facts/recorded/` and the cache, by hub id or timm
-name (`mmtrain record` adds one); then timm, for its own names. Importing AutoConfig or timm imports torch, 3 s each.
+Sources, in this order: the model's folder (or its snapshot in the local Hugging Face cache):
+config.json and the headers of its safetensors files; then the records in `mmtrain/facts/recorded/`
+and the cache, by hub id or timm name (`mmtrain record` adds one); then timm, for its own names.
+Importing AutoConfig or timm imports torch, 3 s each.
 """
 
 from __future__ import annotations
@@ -66,10 +68,13 @@ class LlmShape:
     window: int | None  # attention window in tokens if every layer has one, else None
     front: tuple[ParameterShape, ...]  # embedding and whatever else feeds decoder layer 0
     decoder: tuple[tuple[ParameterShape, ...], ...]  # one tuple per decoder layer
-    head: tuple[ParameterShape, ...]  # final norm, LM head (the embedding's shape once more where tied)
+    # final norm, LM head (the embedding's shape once more where tied)
+    head: tuple[ParameterShape, ...]
     norm_eps: float | None = None  # of its RMS norms; None where config.json says nothing
-    mixer_state: int | None = None  # of recurrent layers: keys that a head's state has; None: as many as values
-    mixer_chunk: int = 64  # of recurrent layers: tokens that stock code computes at once; 64 in the gated delta rule
+    # of recurrent layers: keys that a head's state has; None: as many as values
+    mixer_state: int | None = None
+    # of recurrent layers: tokens that stock code computes at once; 64 in the gated delta rule
+    mixer_chunk: int = 64
     scaled_by: str = ""  # key of a scale or cap that multimodal classes lack
 
 
@@ -98,7 +103,10 @@ class VisionShape:
     def whole_because(self) -> str:
         """Why slices cannot hand its hidden states on; "" where they can."""
         if self.deepstack:
-            return f"has DeepStack, which takes the features of blocks {', '.join(map(str, self.deepstack))} too"
+            return (
+                "has DeepStack, which takes the features of blocks "
+                f"{', '.join(map(str, self.deepstack))} too"
+            )
         if self.family.native is not None and self.prefix_tokens:
             return "has a class token beside images of any size"
         return ""
@@ -112,7 +120,9 @@ class VisionShape:
         return self.patches_per_image // self.merge**2
 
     def with_cells(self, factor: int) -> VisionShape:
-        """Return the shape with cells of `factor` x `factor` features where the encoder takes images of any size."""
+        """Return the shape with cells of `factor` x `factor` features where the encoder takes
+        images of any size.
+        """
         if self.family.native is None:
             return self
         side = factor * self.merge
@@ -123,12 +133,18 @@ NO_VISION = VisionShape("no encoder", TIMM_VIT, 0, 1, 0, 0, 0, 1, (), 0)  # of a
 
 
 def matches_any(name: str, patterns: Sequence[str]) -> bool:
-    """Whether a trainable pattern names this parameter or a module around it; `*` in a pattern crosses dots."""
-    return any(fnmatchcase(name, pattern) or fnmatchcase(name, pattern + ".*") for pattern in patterns)
+    """Whether a trainable pattern names this parameter or a module around it; `*` in a pattern
+    crosses dots.
+    """
+    return any(
+        fnmatchcase(name, pattern) or fnmatchcase(name, pattern + ".*") for pattern in patterns
+    )
 
 
 def llm_shape(path: str) -> LlmShape:
-    """Shape of an LLM given as a folder or a hub id; raises UserError if it is not known, or cannot be staged."""
+    """Shape of an LLM given as a folder or a hub id; raises UserError if it is not known, or cannot
+    be staged.
+    """
     folder, config_json, tensors = find_model_folder(path), {}, None
     if folder is not None:
         config_json = llm_config(folder)
@@ -143,18 +159,25 @@ def llm_shape(path: str) -> LlmShape:
     tensors = llm_tensors(folder, tensors)
     check_sizes(config_json, tensors, str(folder))
     _refuse_adapters(tensors, folder)
-    return llm_shape_from(config_json, parameters_on_disk(config_json["model_type"], tensors), str(folder))
+    return llm_shape_from(
+        config_json, parameters_on_disk(config_json["model_type"], tensors), str(folder)
+    )
 
 
 def _no_weights(folder: Path, key: str, arguments: str) -> UserError:
     return UserError(
-        f"{folder}: has config.json but no model.safetensors. Download the weights or, to plan without them, record "
+        f"{folder}: has config.json but no model.safetensors. "
+        "Download the weights or, to plan without them, record "
         f"the model and use NAME as {key}: mmtrain record {arguments} --id NAME"
     )
 
 
-def llm_shape_from(config_json: dict[str, Any], parameters: dict[str, Shape], source: str) -> LlmShape:
-    """LlmShape of a causal LM from its raw config.json and its parameters under their stock names."""
+def llm_shape_from(
+    config_json: dict[str, Any], parameters: dict[str, Shape], source: str
+) -> LlmShape:
+    """LlmShape of a causal LM from its raw config.json and its parameters under their stock
+    names.
+    """
     check_family(config_json)
     layers = _first(config_json, "num_hidden_layers", "n_layer", "n_layers")
     front: list[ParameterShape] = []
@@ -164,7 +187,10 @@ def llm_shape_from(config_json: dict[str, Any], parameters: dict[str, Shape], so
         parameter = ParameterShape(canonical_name(stock_name), shape)
         if match := re.match(r"llm\.layers\.(\d+)\.", parameter.name):
             decoder.setdefault(int(match[1]), []).append(parameter)
-        elif parameter.name.startswith(("llm.norm.", "llm.head.")) or ".project_out." in parameter.name:
+        elif (
+            parameter.name.startswith(("llm.norm.", "llm.head."))
+            or ".project_out." in parameter.name
+        ):
             head.append(parameter)
         else:
             front.append(parameter)
@@ -172,20 +198,28 @@ def llm_shape_from(config_json: dict[str, Any], parameters: dict[str, Shape], so
     if embedding is None or len(embedding.shape) != 2 or not decoder:
         raise UserError(
             f"{source}: no embedding or no decoder layers among its {len(parameters)} tensors "
-            f"(first: {next(iter(parameters), 'none')}). {remote_code(config_json) or 'Is it a causal LLM?'}"
+            f"(first: {next(iter(parameters), 'none')}). "
+            f"{remote_code(config_json) or 'Is it a causal LLM?'}"
         )
     if layers is None:
         layers = max(decoder) + 1
     if layers > MAX_LAYERS:
-        raise UserError(f"{source}: the weights have {layers:,} decoder layers; at most {MAX_LAYERS:,} are supported")
+        raise UserError(
+            f"{source}: the weights have {layers:,} decoder layers; "
+            f"at most {MAX_LAYERS:,} are supported"
+        )
     missing = [index for index in range(layers) if index not in decoder]
     if missing:
-        raise UserError(f"{source}: config.json says {layers} decoder layers, but the weights lack layer {missing[0]}")
+        raise UserError(
+            f"{source}: config.json says {layers} decoder layers, but the weights lack "
+            f"layer {missing[0]}"
+        )
     # Layers of multi-token prediction (deepseek_v3's) are on disk behind the model's own.
     stored, known = max(decoder) + 1, layers + (config_json.get("num_nextn_predict_layers") or 0)
     if stored > known:
         raise UserError(
-            f"{source}: config.json says {layers} decoder layers, but the weights have {stored}. Correct "
+            f"{source}: config.json says {layers} decoder layers, but the weights have "
+            f"{stored}. Correct "
             "num_hidden_layers, or download the folder again"
         )
     has_head = any(p.name == "llm.head.weight" for p in head)
@@ -197,26 +231,36 @@ def llm_shape_from(config_json: dict[str, Any], parameters: dict[str, Shape], so
         head.append(ParameterShape("llm.head.weight", embedding.shape))
     elif not has_head:
         raise UserError(
-            f"{source}: the weights lack the LM head, but config.json does not tie it to the embedding. Write "
-            "tie_word_embeddings: true into config.json if they are one matrix, or download the folder again"
+            f"{source}: the weights lack the LM head, but config.json does not tie it to the "
+            "embedding. Write "
+            "tie_word_embeddings: true into config.json if they are one matrix, or download "
+            "the folder again"
         )
     vocab_size = embedding.shape[0]
     if config_json.get("vocab_size") not in (None, vocab_size):
         raise UserError(
-            f"{source}: config.json says vocab_size {config_json['vocab_size']}, but the embedding has {vocab_size:,}"
+            f"{source}: config.json says vocab_size {config_json['vocab_size']}, but the embedding "
+            f"has {vocab_size:,}"
         )
     if is_whole(padding := config_json.get("pad_token_id"), vocab_size, MAX_TOKEN_ID):
         raise UserError(
-            f"{source}: config.json says pad_token_id {padding}, but the embedding has {vocab_size:,} rows. Write "
+            f"{source}: config.json says pad_token_id {padding}, but the embedding has "
+            f"{vocab_size:,} rows. Write "
             "null: training pads nothing"
         )
     hidden_size = _first(config_json, "hidden_size", "n_embd", "d_model") or embedding.shape[1]
     heads = _first(config_json, "num_attention_heads", "n_head")
     if heads is None:
         raise UserError(f"{source}: config.json has no num_attention_heads")
-    experts = _first(config_json, "num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts") or 0
+    experts = (
+        _first(
+            config_json, "num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"
+        )
+        or 0
+    )
     head_dim = config_json.get("head_dim")
-    if config_json.get("qk_rope_head_dim"):  # multi-head latent attention (deepseek_v3): head_dim is the rope part only
+    # multi-head latent attention (deepseek_v3): head_dim is the rope part only
+    if config_json.get("qk_rope_head_dim"):
         if config_json.get("qk_nope_head_dim") is None:
             raise UserError(f"{source}: config.json has qk_rope_head_dim, but no qk_nope_head_dim")
         head_dim = config_json["qk_nope_head_dim"] + config_json["qk_rope_head_dim"]
@@ -227,7 +271,9 @@ def llm_shape_from(config_json: dict[str, Any], parameters: dict[str, Shape], so
         model_type=config_json["model_type"],
         hidden_size=hidden_size,
         heads=heads,
-        kv_heads=1 if config_json.get("multi_query") else config_json.get("num_key_value_heads") or heads,
+        kv_heads=1
+        if config_json.get("multi_query")
+        else config_json.get("num_key_value_heads") or heads,
         head_dim=head_dim,
         vocab_size=vocab_size,
         tied=bool(tied),
@@ -245,13 +291,16 @@ def llm_shape_from(config_json: dict[str, Any], parameters: dict[str, Shape], so
 
 
 def _refuse_other_rotations(config_json: dict[str, Any], head_dim: int, source: str) -> None:
-    """Raise UserError where M-RoPE's sections, in pairs of features, are not all that a head rotates."""
+    """Raise UserError where M-RoPE's sections, in pairs of features, are not all that a head
+    rotates.
+    """
     rope = config_json.get("rope_parameters") or config_json.get("rope_scaling") or {}
     sections = rope.get("mrope_section")
     share = rope.get("partial_rotary_factor") or config_json.get("partial_rotary_factor") or 1
     if sections and 2 * sum(sections) != int(head_dim * share):
         raise UserError(
-            f"{source}: config.json says mrope_section {sections}, of {2 * sum(sections)} features, but a head of "
+            f"{source}: config.json says mrope_section {sections}, of {2 * sum(sections)} "
+            "features, but a head of "
             f"{head_dim} rotates {int(head_dim * share)}. Correct head_dim or mrope_section"
         )
 
@@ -266,21 +315,36 @@ def _window(config_json: dict[str, Any]) -> int | None:
         return None
     kinds = layer_kinds(config_json)
     if not kinds:  # older files do not list the kinds; gemma2, for one, then alternates
-        return window if config_json["model_type"] in ("mistral", "mixtral", "phi3", "starcoder2") else None
+        return (
+            window
+            if config_json["model_type"] in ("mistral", "mixtral", "phi3", "starcoder2")
+            else None
+        )
     return window if all(kind == "sliding_attention" for kind in kinds) else None
 
 
 def vision_shape(
-    name: str, select_layer: int, final_norm: bool = False, merger: bool = False, deepstack: bool = False
+    name: str,
+    select_layer: int,
+    final_norm: bool = False,
+    merger: bool = False,
+    deepstack: bool = False,
 ) -> VisionShape:
-    """Shape of the part of a vision encoder that runs: up to the block that `select_layer` (-1: the last) selects.
+    """Shape of the part of a vision encoder that runs: up to the block that `select_layer` (-1: the
+    last) selects.
 
-    `name` is what `load_vision` takes; with `final_norm` the last norm runs too, with `merger` the encoder's own one.
-    `deepstack` adds the features of DeepStack's blocks, if it has any. Raises UserError if it is not known.
+    `name` is what `load_vision` takes; with `final_norm` the last norm runs too, with `merger` the
+    encoder's own one. `deepstack` adds the features of DeepStack's blocks, if it has any. Raises
+    UserError if it is not known.
     """
     more = final_norm, merger, deepstack
-    folder, recorded, source = find_model_folder(name), find_recorded("vision", name), f"timm's {name}"
-    # Encoders with pickled weights only (openai/clip-vit-large-patch14-336) are planned from their record too.
+    folder, recorded, source = (
+        find_model_folder(name),
+        find_recorded("vision", name),
+        f"timm's {name}",
+    )
+    # Encoders with pickled weights only (openai/clip-vit-large-patch14-336) are planned from their
+    # record too.
     if recorded is not None and (folder is None or not any(folder.glob("model.safetensors*"))):
         source = f"recorded {recorded.id}"
     elif folder is not None:
@@ -288,7 +352,8 @@ def vision_shape(
     elif not is_timm_name(name):
         raise no_model(name)
     else:
-        timm_config(name)  # weights that timm does not have are refused here, not when they are loaded
+        # weights that timm does not have are refused here, not when they are loaded
+        timm_config(name)
         recorded = timm_record(name)
     return vision_shape_from(recorded.config, recorded.parameters, select_layer, source, *more)
 
@@ -302,20 +367,27 @@ def _vision_shape_of(folder: Path, name: str, select_layer: int, *more: bool) ->
     _refuse_adapters(tensors, folder)
     shape = vision_shape_from(config_json, tensors, select_layer, str(folder), *more)
     # The number in config.json is built, that of the weights is planned.
-    blocks, stored = encoder_settings(config_json, str(folder)).blocks, shape.blocks_run - select_layer - 1
+    blocks, stored = (
+        encoder_settings(config_json, str(folder)).blocks,
+        shape.blocks_run - select_layer - 1,
+    )
     if blocks not in (None, stored):
         raise UserError(
-            f"model.vision.name: {folder}: config.json says {blocks} blocks, but the weights {stored}. Correct the "
+            f"model.vision.name: {folder}: config.json says {blocks} blocks, but the weights "
+            f"{stored}. Correct the "
             "number in config.json, or download the folder again"
         )
     return shape
 
 
 def _refuse_adapters(names: Iterable[str], folder: Path) -> None:
-    """Raise UserError for weights with adapters beside them: those of `model.lora` have the same names."""
+    """Raise UserError for weights with adapters beside them: those of `model.lora` have the same
+    names.
+    """
     if (adapter := next((name for name in names if ".lora_" in name), None)) is not None:
         raise UserError(
-            f"{folder}: its weights hold an adapter that is not merged ({escape(adapter)}). Merge it first "
+            f"{folder}: its weights hold an adapter that is not merged ({escape(adapter)}). "
+            "Merge it first "
             "(peft: merge_and_unload, then save_pretrained), and name that folder"
         )
 
@@ -329,7 +401,9 @@ def vision_shape_from(
     merger: bool = False,
     deepstack: bool = False,
 ) -> VisionShape:
-    """VisionShape from the raw config.json of a timm or Hugging Face vision model and its parameters' stock names."""
+    """VisionShape from the raw config.json of a timm or Hugging Face vision model and its
+    parameters' stock names.
+    """
     if "architecture" in config_json:
         check_plain_vit(tensors, escape(str(config_json["architecture"])), source)
     family, image_size, heads, _, window, full_blocks, taken = encoder_settings(config_json, source)
@@ -338,30 +412,42 @@ def vision_shape_from(
     is_flat = native is not None and native.patches == "dy dx c"  # a matrix over a patch's values
     if len(patches) != (2 if is_flat else 5 if native is not None and native.block > 1 else 4):
         raise UserError(
-            f"{source}: has no {family.patches}; only vision transformers with one patch embedding are supported"
+            f"{source}: has no {family.patches}; "
+            "only vision transformers with one patch embedding are supported"
         )
     numbered = re.compile(re.escape(family.blocks) + r"(\d+)\.")
     index_of = {name: int(match[1]) for name in tensors if (match := numbered.match(name))}
     depth = max(index_of.values(), default=-1) + 1
     if not 0 < depth <= MAX_LAYERS:
-        raise UserError(f"{source}: its weights have {depth:,} blocks ({family.blocks}N); needed are 1 to {MAX_LAYERS}")
+        raise UserError(
+            f"{source}: its weights have {depth:,} blocks ({family.blocks}N); "
+            f"needed are 1 to {MAX_LAYERS}"
+        )
     blocks: list[dict[str, Shape]] = [{} for _ in range(depth)]
     for name, index in index_of.items():
         blocks[index][numbered.sub("", name)] = tensors[name]
     if family is not TIMM_VIT and any(block != blocks[0] for block in blocks):
         odd = next(index for index, block in enumerate(blocks) if block != blocks[0])
-        raise UserError(f"{source}: its block {odd} has other tensors than block 0. Download the folder again")
+        raise UserError(
+            f"{source}: its block {odd} has other tensors than block 0. Download the folder again"
+        )
     blocks_run = depth + select_layer + 1
     if blocks_run < 1:
         raise UserError(
-            f"model.vision.select_layer: {select_layer} is out of range: {source} has {depth} blocks, "
+            f"model.vision.select_layer: {select_layer} is out of range: "
+            f"{source} has {depth} blocks, "
             f"so -1 (the last) down to {-depth} (the first)"
         )
-    width, patch_size = patches[0], image_size if is_flat else square(patches[-2:], "patches", source)
+    width, patch_size = (
+        patches[0],
+        image_size if is_flat else square(patches[-2:], "patches", source),
+    )
     if is_flat and patches[1] != 3 * patch_size**2:
         raise UserError(
-            f"{source}: {family.patches} has {patches[1]} columns, but patches of {patch_size} pixels "
-            f"have {3 * patch_size**2} values. Correct patch_size in config.json, or download the folder again"
+            f"{source}: {family.patches} has {patches[1]} columns, but patches of "
+            f"{patch_size} pixels "
+            f"have {3 * patch_size**2} values. Correct patch_size in config.json, or download "
+            "the folder again"
         )
     if native is not None:
         image_size = patch_size
@@ -369,19 +455,23 @@ def vision_shape_from(
     merged = tensors.get(native.merged or "") if merger else None
     if merger and merged is None:
         raise UserError(
-            f"{source}: has no {native.merged}. Leave model.vision.merger out, or download the folder again"
+            f"{source}: has no {native.merged}. Leave model.vision.merger out, or download "
+            "the folder again"
         )
     positions = count + rows(tensors, family.class_token)
     if family.positions in tensors and (stored := rows(tensors, family.positions)) != positions:
         raise UserError(
-            f"{source}: images of {image_size} pixels have {positions} patches and class tokens, but "
-            f"{family.positions} has {stored} rows. Correct image_size in config.json, or download the folder again"
+            f"{source}: images of {image_size} pixels have {positions} patches and "
+            "class tokens, but "
+            f"{family.positions} has {stored} rows. "
+            "Correct image_size in config.json, or download the folder again"
         )
     return VisionShape(
         source=source,
         family=family,
         width=width,
-        heads=heads or max(1, width // 64),  # 64 features a head: what ViTs use that do not say otherwise
+        # 64 features a head: what ViTs use that do not say otherwise
+        heads=heads or max(1, width // 64),
         patches_per_image=count,
         prefix_tokens=family.prefix_tokens(tensors),
         image_size=image_size,

@@ -1,6 +1,8 @@
-"""What timm knows of its models by name: weights, preprocessing, shapes. It is imported when asked: it takes seconds.
+"""What timm knows of its models by name: weights, preprocessing, shapes. It is imported when asked:
+it takes seconds.
 
-names of a timm ViT's parameters --form_of--> the stock vision model of transformers that has a place for all of them,
+names of a timm ViT's parameters --form_of--> the stock vision model of transformers that has a
+    place for all of them,
                                               or why there is none
 
 Names alone do not tell an activation or rotary positions: the export asks the modules for those.
@@ -24,43 +26,59 @@ if TYPE_CHECKING:
 
 
 def timm_config(name: str) -> PretrainedCfg:
-    """timm's record of a pretrained model; raises UserError for an unknown name and a wrong activation function."""
+    """timm's record of a pretrained model; raises UserError for an unknown name and a wrong
+    activation function.
+    """
     architecture = _architecture(name)
     import timm
 
     weights = timm.list_pretrained(f"{architecture}.*")
     if not weights or ("." in name and name not in weights):
         listed = ", ".join(weights) or "no weights at all"
-        raise UserError(f"model.vision.name: timm has no weights {name}; for {architecture} it has {listed}")
+        raise UserError(
+            f"model.vision.name: timm has no weights {name}; for {architecture} it has {listed}"
+        )
     config = timm.get_pretrained_cfg(name)
     refuse_wrong_activation({"architecture": architecture, "pretrained_cfg": {"tag": config.tag}})
     return config
 
 
 def refuse_wrong_activation(config_json: dict[str, Any]) -> None:
-    """Raise UserError where a CLIP trained with QuickGELU would run with GELU: it loads, and its features are wrong."""
+    """Raise UserError where a CLIP trained with QuickGELU would run with GELU: it loads, and its
+    features are wrong.
+    """
     import timm
 
     architecture = config_json["architecture"]
     name = f"{architecture}.{(config_json.get('pretrained_cfg') or {}).get('tag')}"
-    notes = timm.get_pretrained_cfg(name).notes if name in timm.list_pretrained(f"{architecture}.*") else None
+    notes = (
+        timm.get_pretrained_cfg(name).notes
+        if name in timm.list_pretrained(f"{architecture}.*")
+        else None
+    )
     if "QuickGELU" in " ".join(notes or ()) and "quickgelu" not in architecture:
         right = name.replace("_clip_", "_clip_quickgelu_")
         raise UserError(
-            f"model.vision.name: {name} was trained with QuickGELU, but this architecture computes GELU. Use {right}"
+            f"model.vision.name: {name} was trained with QuickGELU, but this architecture computes "
+            f"GELU. Use {right}"
         )
 
 
 @functools.cache
 def timm_record(name: str) -> Recorded:
-    """Names and shapes of a timm model's parameters; raises UserError for a name that timm does not know."""
+    """Names and shapes of a timm model's parameters; raises UserError for a name that timm does not
+    know.
+    """
     architecture = _architecture(name)
     import timm
     import torch
 
     with torch.device("meta"):
         model = timm.create_model(name, pretrained=False)
-    config = {"architecture": architecture, "pretrained_cfg": {"input_size": list(model.pretrained_cfg["input_size"])}}
+    config = {
+        "architecture": architecture,
+        "pretrained_cfg": {"input_size": list(model.pretrained_cfg["input_size"])},
+    }
     attention = getattr(next(iter(getattr(model, "blocks", ())), None), "attn", None)
     if (heads := getattr(attention, "num_heads", None)) is not None:
         config["num_heads"] = heads
@@ -75,11 +93,14 @@ def _architecture(name: str) -> str:
     if not timm.is_model(architecture):
         near = difflib.get_close_matches(architecture, timm.list_models(), n=3)
         hint = f"; the nearest are {', '.join(near)}" if near else ""
-        raise UserError(f"model.vision.name: {name} is neither a folder here nor a model that timm knows{hint}")
+        raise UserError(
+            f"model.vision.name: {name} is neither a folder here nor a model that timm knows{hint}"
+        )
     return architecture
 
 
-BEHIND_THE_BLOCKS = {"norm", "fc_norm", "head", "head_drop", "attn_pool"}  # features come without them, or `norm` alone
+# features come without them, or `norm` alone
+BEHIND_THE_BLOCKS = {"norm", "fc_norm", "head", "head_drop", "attn_pool"}
 
 
 @dataclass(frozen=True)
@@ -113,12 +134,16 @@ CLIP = StockModel(
         "mlp.fc2": "mlp.fc2",
     },
     "vision_model.encoder.layers",
-    frozenset({"vision_model.embeddings.position_embedding", "vision_model.embeddings.patch_embedding"}),
+    frozenset(
+        {"vision_model.embeddings.position_embedding", "vision_model.embeddings.patch_embedding"}
+    ),
 )
 SIGLIP = replace(
     CLIP,
     model_type="siglip_vision_model",
-    front={name: stock for name, stock in CLIP.front.items() if name not in ("cls_token", "norm_pre")},
+    front={
+        name: stock for name, stock in CLIP.front.items() if name not in ("cls_token", "norm_pre")
+    },
     unbiased=frozenset({"vision_model.embeddings.position_embedding"}),
 )
 DINOV2 = StockModel(
@@ -147,7 +172,8 @@ DINOV2 = StockModel(
 
 
 def form_of(shapes: Mapping[str, Shape], *, final_norm: bool) -> StockModel | str:
-    """The stock model for a timm ViT with parameters of these names, or what no stock model has a place for.
+    """The stock model for a timm ViT with parameters of these names, or what no stock model has a
+    place for.
 
     final_norm: features come from behind the last norm.
     """

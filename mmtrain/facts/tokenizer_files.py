@@ -20,11 +20,32 @@ from mmtrain.config.templates import jinja_of, template_name
 from mmtrain.facts.model_files import find_model_folder, read_json
 from mmtrain.layouts.registry import LAYOUTS
 
-# What AutoTokenizer may read in a model's folder, across its families. An export holds these and no others.
+# What AutoTokenizer may read in a model's folder, across its families. An export holds these and no
+# others.
 READ_BY_TOKENIZERS = (
-    *("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
-    *("vocab.json", "vocab.txt", "vocab.bpe", "merges.txt", "tekken.json", "*.tiktoken", "*.spm", "spiece.model"),
-    *("sentencepiece*.model", "chat_template.jinja", "chat_template.json", "additional_chat_templates/*.jinja"),
+    *(
+        "tokenizer.json",
+        "tokenizer.model",
+        "tokenizer_config.json",
+        "special_tokens_map.json",
+        "added_tokens.json",
+    ),
+    *(
+        "vocab.json",
+        "vocab.txt",
+        "vocab.bpe",
+        "merges.txt",
+        "tekken.json",
+        "*.tiktoken",
+        "*.spm",
+        "spiece.model",
+    ),
+    *(
+        "sentencepiece*.model",
+        "chat_template.jinja",
+        "chat_template.json",
+        "additional_chat_templates/*.jinja",
+    ),
 )
 # What stock models and processors read besides the tokenizer's files.
 CONFIGURATIONS = (
@@ -34,24 +55,32 @@ CONFIGURATIONS = (
     "processor_config.json",
     "video_preprocessor_config.json",
 )
-# Part of every fingerprint. Templates that make other tokens of the same text need another one, or the lengths of
-# indexes written before would be taken for theirs.
+# Part of every fingerprint. Templates that make other tokens of the same text need another one, or
+# the lengths of indexes written before would be taken for theirs.
 TEXT_RULES_VERSION = 1
 
 
 def tokenizer_files(folder: Path) -> list[Path]:
-    """Return the files of a model's folder that AutoTokenizer may read. Raises UserError for one that is too large."""
-    files = sorted({file for pattern in READ_BY_TOKENIZERS for file in folder.glob(pattern) if file.is_file()})
+    """Return the files of a model's folder that AutoTokenizer may read. Raises UserError for one
+    that is too large.
+    """
+    files = sorted(
+        {file for pattern in READ_BY_TOKENIZERS for file in folder.glob(pattern) if file.is_file()}
+    )
     for file in files:
         if file.stat().st_size > MAX_TOKENIZER_BYTES:
-            raise UserError(f"{file}: larger than {MAX_TOKENIZER_BYTES:,} bytes, too large for a tokenizer")
+            raise UserError(
+                f"{file}: larger than {MAX_TOKENIZER_BYTES:,} bytes, too large for a tokenizer"
+            )
     return files
 
 
 def published_files(folder: Path, *, is_whole: bool) -> list[Path]:
-    """Return the files of an LLM's folder that an export publishes; of a whole model its configurations, too.
+    """Return the files of an LLM's folder that an export publishes; of a whole model its
+    configurations, too.
 
-    Raises UserError for a file that lies neither in its folder nor in the hub cache's blobs beside that snapshot.
+    Raises UserError for a file that lies neither in its folder nor in the hub cache's blobs beside
+    that snapshot.
     """
     files = [folder / name for name in CONFIGURATIONS if is_whole and (folder / name).is_file()]
     files += tokenizer_files(folder)
@@ -62,7 +91,8 @@ def published_files(folder: Path, *, is_whole: bool) -> list[Path]:
         is_blob = home.parent.name == "snapshots" and target.is_relative_to(blobs)
         if not is_blob and not target.is_relative_to(home):
             raise UserError(
-                f"{escape(str(file))}: is a link to {escape(str(target))}, outside its folder, and an export would "
+                f"{escape(str(file))}: is a link to {escape(str(target))}, outside its folder, and "
+                "an export would "
                 "publish that file. Replace the link by a copy if it belongs to the model"
             )
     return files
@@ -70,18 +100,24 @@ def published_files(folder: Path, *, is_whole: bool) -> list[Path]:
 
 @contextmanager
 def panics_told(name: str) -> Iterator[None]:
-    """Raise UserError where the tokenizers library, written in Rust, panics: a BaseException that nobody catches."""
+    """Raise UserError where the tokenizers library, written in Rust, panics: a BaseException that
+    nobody catches.
+    """
     try:
         yield
     except BaseException as error:
         if type(error).__name__ != "PanicException":
             raise
         reason = (str(error).splitlines() or ["no reason given"])[0]
-        raise UserError(f"{name}: its tokenizer fails ({reason}): its files are damaged. Download them again") from None
+        raise UserError(
+            f"{name}: its tokenizer fails ({reason}): its files are damaged. Download them again"
+        ) from None
 
 
 def refuse_missing_marks(config: RunConfig) -> None:
-    """Raise UserError for an image layout whose texts the LLM's tokenizer.json, if it is there, has no tokens for."""
+    """Raise UserError for an image layout whose texts the LLM's tokenizer.json, if it is there, has
+    no tokens for.
+    """
     vision, path = config.model.vision, config.model.llm.path
     folder = find_model_folder(path)
     marks = () if vision is None else LAYOUTS[vision.layout].marks
@@ -101,36 +137,54 @@ def missing_marks(layout: str, lacking: Sequence[str], tokenizer: str) -> UserEr
     """The error for a tokenizer without tokens of its own for texts around images."""
     return UserError(
         f"model.vision.layout: {layout} writes {' and '.join(lacking)} around each image, but the "
-        f"tokenizer of {tokenizer} lacks these tokens, so the LLM was never trained on them. Use an LLM that "
+        f"tokenizer of {tokenizer} lacks these tokens, so the LLM was never trained on them. "
+        "Use an LLM that "
         "was, or set model.vision.layout=square"
     )
 
 
 def missing_chat_template(folder: str | Path) -> UserError:
-    """The error for a tokenizer, in `folder`, without a chat template that is used without being named."""
+    """The error for a tokenizer, in `folder`, without a chat template that is used without being
+    named.
+    """
     return UserError(
-        f"data.template: chat is the model's own chat template, but the tokenizer in {folder} has none. Put a "
-        "chat_template.jinja beside the tokenizer, or set data.template=llava_v1 (Vicuna's), to your own FILE.jinja "
+        f"data.template: chat is the model's own chat template, but the tokenizer in {folder} "
+        "has none. Put a "
+        "chat_template.jinja beside the tokenizer, or set data.template=llava_v1 (Vicuna's), to "
+        "your own FILE.jinja "
         "or, for captions of images, to plain"
     )
 
 
-def text_fingerprint(tokenizer_folder: Path, template: str, image_texts: Sequence[str] = (), wording: str = "") -> str:
-    """What text lengths depend on, as 16 hex digits of a SHA-256: tokenizer files, template, rules of segmentation.
+def text_fingerprint(
+    tokenizer_folder: Path, template: str, image_texts: Sequence[str] = (), wording: str = ""
+) -> str:
+    """What text lengths depend on, as 16 hex digits of a SHA-256: tokenizer files, template, rules
+    of segmentation.
 
-    `template` is what `data.template` holds, `image_texts` the layout's (ImageLayout.texts), `wording` the samples'
-    format's (SampleFormat.wording). Raises UserError for a folder without a tokenizer, and a file that is too large.
+    `template` is what `data.template` holds, `image_texts` the layout's (ImageLayout.texts),
+    `wording` the samples' format's (SampleFormat.wording). Raises UserError for a folder without a
+    tokenizer, and a file that is too large.
     """
     files = tokenizer_files(tokenizer_folder)
     if not files:
-        raise UserError(f"{tokenizer_folder}: holds no tokenizer (tokenizer.json, tokenizer.model or vocab.json)")
+        raise UserError(
+            f"{tokenizer_folder}: holds no tokenizer (tokenizer.json, "
+            "tokenizer.model or vocab.json)"
+        )
     config = tokenizer_folder / "config.json"
     # AutoTokenizer chooses the class by it where tokenizer_config.json names none.
     model_type = read_json(config).get("model_type") if config.is_file() else None
     jinja = jinja_of(template)
-    written = template if jinja is None else f"{template_name(template)} {hashlib.sha256(jinja.encode()).hexdigest()}"
+    written = (
+        template
+        if jinja is None
+        else f"{template_name(template)} {hashlib.sha256(jinja.encode()).hexdigest()}"
+    )
     digest = hashlib.sha256(
-        compact_json([TEXT_RULES_VERSION, written, model_type, *image_texts, *filter(None, [wording])])
+        compact_json(
+            [TEXT_RULES_VERSION, written, model_type, *image_texts, *filter(None, [wording])]
+        )
     )
     for file in files:
         content = hashlib.sha256(file.read_bytes()).hexdigest()

@@ -1,7 +1,8 @@
-"""What an encoder's folder says of its images, read without torch: size, how they are normalised, how many patches.
+"""What an encoder's folder says of its images, read without torch: size, how they are normalised,
+how many patches.
 
-timm folder: config.json -> model_args.img_size, or pretrained_cfg.input_size (C, H, W)
-transformers folder: config.json -> image_size, of vision_config where it holds more than an encoder;
+timm folder: config.json -> model_args.img_size, or pretrained_cfg.input_size (C, H, W) transformers
+folder: config.json -> image_size, of vision_config where it holds more than an encoder;
                      preprocessor_config.json -> mean, std, resampling
 """
 
@@ -25,7 +26,8 @@ BICUBIC = 3  # of PIL.Image.Resampling, as preprocessor_config.json numbers it
 class Preprocessing(NamedTuple):
     """How an encoder of transformers normalises and resizes images.
 
-    mean, std: of RGB in 0..1, whatever range the folder's processor scales bytes to before it subtracts its own mean.
+    mean, std: of RGB in 0..1, whatever range the folder's processor scales bytes to before it
+    subtracts its own mean.
     """
 
     mean: tuple[float, ...]
@@ -55,12 +57,16 @@ class EncoderSettings(NamedTuple):
 
 
 def is_timm_name(name: str) -> bool:
-    """Whether `name` is looked up in timm's registry; folders, hub ids (owner/name) and `demo:vision` are not."""
+    """Whether `name` is looked up in timm's registry; folders, hub ids (owner/name) and
+    `demo:vision` are not.
+    """
     return "/" not in name and not is_demo(name) and not Path(name).expanduser().exists()
 
 
 def encoder_settings(config_json: dict[str, Any], source: str) -> EncoderSettings:
-    """Read the config.json of an encoder, or of what holds one; raises UserError for another model."""
+    """Read the config.json of an encoder, or of what holds one; raises UserError for another
+    model.
+    """
     if "architecture" in config_json:
         family, settings = TIMM_VIT, config_json.get("model_args") or {}
         size, blocks = settings.get("img_size"), settings.get("depth")
@@ -71,7 +77,10 @@ def encoder_settings(config_json: dict[str, Any], source: str) -> EncoderSetting
     else:
         family = family_of(config_json.get("model_type"), source)
         settings = config_json.get("vision_config") or config_json
-        size = settings.get("image_size" if family.native is None else "patch_size") or family.image_size
+        size = (
+            settings.get("image_size" if family.native is None else "patch_size")
+            or family.image_size
+        )
         blocks = settings.get("num_hidden_layers") or settings.get("depth") or family.depth
         heads = settings.get("num_attention_heads") or settings.get("num_heads")
     check_layers(settings, f"{source}: config.json")
@@ -91,34 +100,49 @@ def encoder_settings(config_json: dict[str, Any], source: str) -> EncoderSetting
         window = (window // side) ** 2
     has_deepstack = "deepstack_merger_list." in family.beside
     # The lists are transformers' defaults.
-    deep = _block_numbers(settings, "deepstack_visual_indexes", [8, 16, 24], blocks, source) if has_deepstack else ()
+    deep = (
+        _block_numbers(settings, "deepstack_visual_indexes", [8, 16, 24], blocks, source)
+        if has_deepstack
+        else ()
+    )
     return EncoderSettings(family, side, heads, blocks, window, full, deep)
 
 
-def _block_numbers(settings: dict[str, Any], key: str, default: list[int], blocks: int, source: str) -> tuple[int, ...]:
+def _block_numbers(
+    settings: dict[str, Any], key: str, default: list[int], blocks: int, source: str
+) -> tuple[int, ...]:
     if (numbers := settings.get(key)) is None:
         return tuple(default)
-    if not isinstance(numbers, list) or not all(is_whole(number, 0, blocks - 1) for number in numbers):
+    if not isinstance(numbers, list) or not all(
+        is_whole(number, 0, blocks - 1) for number in numbers
+    ):
         shown = f"{key} {escape(repr(numbers))}; needed are numbers of its {blocks} blocks"
         raise UserError(f"{source}: config.json has {shown}, counted from 0")
     return tuple(numbers)
 
 
 def square(size: Any, of: str, source: str) -> int:
-    """The side of what is given as one number or as height and width; raises UserError unless they are equal."""
+    """The side of what is given as one number or as height and width; raises UserError unless they
+    are equal.
+    """
     sides = size if isinstance(size, list | tuple) else [size, size]
     if len(sides) != 2 or not all(is_whole(side, 1, 30_000) for side in sides):
         shown = escape(repr(size))
-        raise UserError(f"model.vision.name: {source} does not say the size of its {of}, in pixels: {shown}")
+        raise UserError(
+            f"model.vision.name: {source} does not say the size of its {of}, in pixels: {shown}"
+        )
     if sides[0] != sides[1]:
         raise UserError(
-            f"model.vision.name: {source} takes {of} of {sides[0]} x {sides[1]} pixels; needed are square ones"
+            f"model.vision.name: {source} takes {of} of {sides[0]} x {sides[1]} pixels; "
+            "needed are square ones"
         )
     return sides[0]
 
 
 def check_preprocessing(name: str) -> None:
-    """Raises UserError for an encoder's folder, its weights in it, that does not say how its images are normalised."""
+    """Raises UserError for an encoder's folder, its weights in it, that does not say how its images
+    are normalised.
+    """
     folder = find_model_folder(name)
     if folder is None or not any(folder.glob("model.safetensors*")):
         return
@@ -127,22 +151,33 @@ def check_preprocessing(name: str) -> None:
 
 
 def preprocessing(folder: Path) -> Preprocessing:
-    """Read how an encoder's folder says that images are made; raises UserError where it says nothing usable."""
+    """Read how an encoder's folder says that images are made; raises UserError where it says
+    nothing usable.
+    """
     file, facts = image_settings(folder)
     if facts is None:
         raise UserError(
-            f"model.vision.name: {folder} has no preprocessor_config.json, so the normalisation of its images is "
-            "unknown. Copy it from where the encoder was published. For an encoder of your own write it in Python: "
+            f"model.vision.name: {folder} has no preprocessor_config.json, so the normalisation "
+            "of its images is "
+            "unknown. Copy it from where the encoder was published. "
+            "For an encoder of your own write it in Python: "
             "from transformers import SiglipImageProcessor (or its own class); "
             f"SiglipImageProcessor().save_pretrained('{folder}')."
         )
-    # Stock processors multiply the bytes of an image by the factor, then subtract the mean and divide by the deviation.
+    # Stock processors multiply the bytes of an image by the factor, then subtract the mean and
+    # divide by the deviation.
     if facts.get("do_rescale") is False:
-        raise UserError(f"{file}: do_rescale is false, so its encoder takes bytes as they are; needed is true")
-    scale = round(255 * (facts.get("rescale_factor") or 1 / 255), 6)  # files hold 1/255 in several precisions
+        raise UserError(
+            f"{file}: do_rescale is false, so its encoder takes bytes as they are; needed is true"
+        )
+    # files hold 1/255 in several precisions
+    scale = round(255 * (facts.get("rescale_factor") or 1 / 255), 6)
     mean, std = [0.0] * 3, [1.0] * 3
     if facts.get("do_normalize") is not False:
-        mean, std = _statistics(facts, "image_mean", -10, file), _statistics(facts, "image_std", 0.001, file)
+        mean, std = (
+            _statistics(facts, "image_mean", -10, file),
+            _statistics(facts, "image_std", 0.001, file),
+        )
     resample = facts.get("resample")
     return Preprocessing(
         tuple(value / scale for value in mean),
@@ -152,7 +187,9 @@ def preprocessing(folder: Path) -> Preprocessing:
 
 
 def published_images(name: str) -> PublishedImages | None:
-    """Read how an encoder's images are made, from its folder or timm's record; None where it is not here."""
+    """Read how an encoder's images are made, from its folder or timm's record; None where it is not
+    here.
+    """
     from PIL import Image
 
     if is_timm_name(name):
@@ -170,18 +207,27 @@ def published_images(name: str) -> PublishedImages | None:
 
 
 def _statistics(facts: dict[str, Any], key: str, least: float, file: Path) -> list[float]:
-    """Return the mean or the standard deviation of each channel; raises UserError for what no encoder has."""
+    """Return the mean or the standard deviation of each channel; raises UserError for what no
+    encoder has.
+    """
     values = facts.get(key)
     is_list = isinstance(values, list) and len(values) == 3
     # A comparison that NaN fails.
-    if not is_list or not all(type(value) in (int, float) and least <= value <= 10 for value in values):
+    if not is_list or not all(
+        type(value) in (int, float) and least <= value <= 10 for value in values
+    ):
         shown = escape(repr(values), 200)
-        raise UserError(f"{file}: {key} is {shown}; needed are three numbers from {least} to 10. Correct the file")
+        raise UserError(
+            f"{file}: {key} is {shown}; needed are three numbers from {least} to 10. "
+            "Correct the file"
+        )
     return values
 
 
 def image_settings(folder: Path) -> tuple[Path, dict[str, Any] | None]:
-    """The file of a folder of transformers that says how its images are made, and what it says; None: nothing."""
+    """The file of a folder of transformers that says how its images are made, and what it says;
+    None: nothing.
+    """
     file, processor = folder / "preprocessor_config.json", folder / "processor_config.json"
     part = read_json(processor).get("image_processor") if processor.is_file() else None
     if part is not None:  # transformers prefers it too
@@ -190,12 +236,14 @@ def image_settings(folder: Path) -> tuple[Path, dict[str, Any] | None]:
 
 
 def patches_per_image(image_size: int, patch_size: int) -> int:
-    """Patches that an encoder makes of one image; its convolution drops what is left over at the right and the bottom.
+    """Patches that an encoder makes of one image; its convolution drops what is left over at the
+    right and the bottom.
 
     Raises UserError when not even one patch fits.
     """
     if patch_size < 1 or image_size < patch_size:
         raise UserError(
-            f"image size {image_size} with patch size {patch_size}: not one patch fits. Correct config.json"
+            f"image size {image_size} with patch size {patch_size}: not one patch fits. "
+            "Correct config.json"
         )
     return (image_size // patch_size) ** 2

@@ -1,8 +1,10 @@
 """Summarise shards by their indexes alone.
 
-index files --survey--> Survey: counts; images and text tokens of each sample; size, tiles and positions of each image
+index files --survey--> Survey: counts; images and text tokens of each sample; size, tiles and
+    positions of each image
 whole numbers --histogram--> edges and counts of bins of a round width
-sets of samples --order.plan_epoch, as training plans--> Fill: packs, share of their tokens that is no padding
+sets of samples --order.plan_epoch, as training plans--> Fill: packs, share of their tokens that is
+    no padding
 """
 
 from __future__ import annotations
@@ -25,7 +27,9 @@ from mmtrain.data.stream.order import UNUSABLE, Capacity, SampleSet, plan_epoch
 from mmtrain.layouts.layout import ImageLayout
 from mmtrain.layouts.square import ONE_SQUARE
 
-TAIL = 0.99  # what is above this quantile shares one bin, so that a few giants do not squeeze all others into one
+# what is above this quantile shares one bin, so that a few giants do not squeeze all others into
+# one
+TAIL = 0.99
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,14 +39,17 @@ class Survey:
     shards: int
     bytes: int  # of the tars
     images: np.ndarray  # (samples,) int32 images of each sample
-    image_sizes: np.ndarray  # (images, 2) int32 width and height in pixels, of those whose header tells
+    # (images, 2) int32 width and height in pixels, of those whose header tells
+    image_sizes: np.ndarray
     fingerprint: str | None  # of the text lengths; None: there are none
     text_tokens: np.ndarray | None  # (usable samples,) int64 tokens without those of images
-    reasons: Counter[str]  # of samples that cannot be trained on; without fingerprint: whatever the tokenizer
+    # of samples that cannot be trained on; without fingerprint: whatever the tokenizer
+    reasons: Counter[str]
     sample_set: SampleSet | None  # what planning needs of them; None without text lengths
     is_sized: bool  # whether tiles and positions of an image depend on its size
     attends_across: bool  # whether the encoder sees all tiles of an image at once
-    taken: np.ndarray  # (N, 2) int64 positions and tiles of each image that can be trained on, where the layout tells
+    # (N, 2) int64 positions and tiles of each image that can be trained on, where the layout tells
+    taken: np.ndarray
 
     @property
     def longer_sides(self) -> np.ndarray:
@@ -63,16 +70,23 @@ class Survey:
             }
             if self.attends_across:
                 counts = self.taken[:, 1].astype(float)
-                keys["data.expected_attended_tiles"] = round(float((counts**2).sum() / counts.sum()), 3)
+                keys["data.expected_attended_tiles"] = round(
+                    float((counts**2).sum() / counts.sum()), 3
+                )
         return keys
 
 
 def survey(
-    tars: Sequence[Path], fingerprint: str | None = None, layout: ImageLayout = ONE_SQUARE, form: SampleFormat = LLAVA
+    tars: Sequence[Path],
+    fingerprint: str | None = None,
+    layout: ImageLayout = ONE_SQUARE,
+    form: SampleFormat = LLAVA,
 ) -> Survey:
-    """Read the index of every shard, as training does; raises what `read_index` and `Catalog` raise.
+    """Read the index of every shard, as training does; raises what `read_index` and `Catalog`
+    raise.
 
-    `fingerprint` names tokenizer and template; None: those that all shards were indexed for, if there is exactly one.
+    `fingerprint` names tokenizer and template; None: those that all shards were indexed for, if
+    there is exactly one.
     """
     images: list[np.ndarray] = []
     sizes: list[np.ndarray] = []
@@ -89,7 +103,8 @@ def survey(
         taken.append(positions_and_tiles(index, layout)[0])
         if (faults := index.faults.get(form.reading)) is None:
             raise UserError(
-                f"{tar}: its index has samples of format {', '.join(index.faults)} only. Index it: {MAKE} {tar}"
+                f"{tar}: its index has samples of format {', '.join(index.faults)} only. Index it: "
+                f"{MAKE} {tar}"
                 f"{format_argument(form)}"
             )
         reasons.update(reason for reason, _ in faults.values())
@@ -100,11 +115,15 @@ def survey(
     is_known = of_images[:, 0] > 0
     text_tokens, sample_set = None, None
     if fingerprint is not None:
-        catalog = Catalog([DataSet(tuple(tars), form=form)], [fingerprint], layout, MAX_IMAGE_PIXELS)
+        catalog = Catalog(
+            [DataSet(tuple(tars), form=form)], [fingerprint], layout, MAX_IMAGE_PIXELS
+        )
         reasons = Counter(fault.reason for fault in catalog.faults.values())
         (sample_set,), is_usable = catalog.sample_sets, catalog.lengths != UNUSABLE
         places = np.repeat(np.arange(len(of_samples)), of_samples)
-        of_texts = catalog.lengths - np.bincount(places, of_images[:, 0], len(of_samples)).astype(np.int64)
+        of_texts = catalog.lengths - np.bincount(places, of_images[:, 0], len(of_samples)).astype(
+            np.int64
+        )
         text_tokens = of_texts[is_usable]
         is_known &= is_usable[places]
     return Survey(
@@ -123,9 +142,11 @@ def survey(
 
 
 def histogram(values: np.ndarray, bins: int) -> tuple[list[int], list[int]]:
-    """Return edges and counts: counts[i] of the values are at least edges[i] and less than edges[i + 1].
+    """Return edges and counts: counts[i] of the values are at least edges[i] and less than edges[i
+    + 1].
 
-    About `bins` bins, 1, 2 or 5 times a power of ten wide, and one more for what lies far above them.
+    About `bins` bins, 1, 2 or 5 times a power of ten wide, and one more for what lies far above
+    them.
     """
     low, tail, high = int(values.min()), quantile(values, TAIL), int(values.max())
     widths = (factor * 10**power for power in itertools.count() for factor in (1, 2, 5))
@@ -152,10 +173,19 @@ class Fill:
 
 
 def epoch_fill(sets: Sequence[SampleSet], capacity: Capacity) -> Fill:
-    """Plan an epoch as a run with seed 0 and the default windows does. 558,000 samples take a second."""
+    """Plan an epoch as a run with seed 0 and the default windows does. 558,000 samples take a
+    second.
+    """
     defaults = DataSection.model_fields
     plan = plan_epoch(
-        sets, 0, 0, capacity, defaults["shuffle_shards"].default, pack_window=defaults["pack_window"].default
+        sets,
+        0,
+        0,
+        capacity,
+        defaults["shuffle_shards"].default,
+        pack_window=defaults["pack_window"].default,
     )
     tokens = int(np.concatenate([one.lengths for one in sets])[plan.samples].sum(dtype=np.int64))
-    return Fill(capacity.tokens, len(plan), tokens / (max(len(plan), 1) * capacity.tokens), plan.overlong)
+    return Fill(
+        capacity.tokens, len(plan), tokens / (max(len(plan), 1) * capacity.tokens), plan.overlong
+    )

@@ -16,16 +16,17 @@ from mmtrain.config.load import KEY_AND_VALUE, key_of_option, refuse_repeated_ke
 TRACED_STEPS = 3
 
 DESCRIPTION = """\
-Train the projector of a vision-language model, or what model.trainable names: LoRA adapters, layers, the encoder, an
-LLM on text alone. Everything else is frozen. The LLM is cut into pipeline stages.
+Train the projector of a vision-language model, or what model.trainable names: adapters, layers,
+the encoder, an LLM on text alone. Everything else is frozen. The LLM is cut into pipeline stages.
 
-CONFIG is a YAML file, and any key of it can be set behind it. Ranks = parallel.pipeline x parallel.data.
-Results go to run.dir/run.name: report.html (the page of the run), config.yaml and plan.json (what runs), checkpoints/,
-metrics.jsonl (loss, time and scores), answers.jsonl (held-out questions with answers), audit.json (the proof that only
-what should train has changed), log.txt (the plan, and all that ranks and libraries print).
+CONFIG is a YAML file, and any key of it can be set behind it. Ranks = parallel.pipeline x
+parallel.data. Results go to run.dir/run.name: report.html (the page of the run), config.yaml and
+plan.json (what runs), checkpoints/, metrics.jsonl (loss, time and scores), answers.jsonl (held-out
+questions with answers), audit.json (the proof that only what should train has changed), log.txt
+(the plan, and all that ranks and libraries print).
 
-An interrupted run resumes when the same command is given again: from its newest whole checkpoint, with the same samples
-in the same steps. Records made after that checkpoint move to discarded.jsonl.
+An interrupted run resumes when the same command is given again: from its newest whole checkpoint,
+with the same samples in the same steps. Records made after that checkpoint move to discarded.jsonl.
 """
 EXAMPLES = """\
   train the demo on the CPU (pip install 'mmtrain[demo]'; nothing is downloaded):
@@ -36,7 +37,7 @@ EXAMPLES = """\
     mmtrain train configs/llava15_7b_pp4.yaml
   change keys for one run:
     mmtrain train example:llava_pp4 run.name=try2 optimizer.lr=2e-4 parallel.pipeline=2
-  resume after a crash, a full disk or a signal: the same command again; or from an earlier checkpoint
+  resume after a crash, a full disk or a signal: the same command again; or from one checkpoint:
     mmtrain train CONFIG --resume runs/NAME/checkpoints/step-00000100
   record what every rank does when, for ui.perfetto.dev:
     mmtrain train example:llava_pp4 --trace
@@ -50,8 +51,10 @@ EXAMPLES = """\
 EXITS = {
     0: "the run finished and its audit passed (or the plan was printed)",
     1: "a rank failed; the message names the rank, its stage, the step and the cause",
-    2: "what the user can mend: configuration, model, data, layout, a full disk; the message says how",
-    3: "stopped by SIGTERM or SIGUSR1 (Slurm: --signal=USR1@300) with everything saved; the same command resumes",
+    2: "what the user can mend: configuration, model, data, layout, a full disk; "
+    "the message says how",
+    3: "stopped by SIGTERM or SIGUSR1 (Slurm: --signal=USR1@300) with everything saved; "
+    "the same command resumes",
     130: "stopped at once by Ctrl-C; the same command resumes from the newest checkpoint",
     143: "stopped at once by a second SIGTERM, or by one before the ranks were started",
 }
@@ -78,10 +81,15 @@ def parse_run(parser: argparse.ArgumentParser, arguments: Sequence[str], **given
     """Read a command line that names a run; `given` are options that the command implies."""
     config_help = "YAML file of the run, or example:NAME; mmtrain init lists these"
     parser.add_argument("config", metavar="CONFIG", nargs="?", help=config_help)
-    parser.add_argument("overrides", metavar="key=value", nargs="*", help="set a key, e.g. parallel.pipeline=2")
+    parser.add_argument(
+        "overrides", metavar="key=value", nargs="*", help="set a key, e.g. parallel.pipeline=2"
+    )
     options, unknown = parser.parse_known_intermixed_args(arguments, namespace=Options(**given))
     if options.config is None or KEY_AND_VALUE.match(options.config):
-        parser.error("CONFIG is missing. Name a YAML file first, or example:llava_pp4 (mmtrain init lists others)")
+        parser.error(
+            "CONFIG is missing. Name a YAML file first, or example:llava_pp4 (mmtrain "
+            "init lists others)"
+        )
     refuse_repeated_keys(parser, options.overrides)
     if unknown:
         meant = next(filter(None, map(key_of_option, unknown)), "")
@@ -95,27 +103,35 @@ def add_suggest(parser: argparse.ArgumentParser) -> None:
         "--suggest",
         type=int,
         metavar="N",
-        help="instead of the plan, show at most five layouts of the run for N devices, best first: pipeline ranks, "
-        "replicas, packs a micro-batch, streamed layers, and the keys to set; takes up to half a minute",
+        help="instead of the plan, show at most five layouts of the run for N devices, best first: "
+        "pipeline ranks, "
+        "replicas, packs a micro-batch, streamed layers, and the keys to set; "
+        "takes up to half a minute",
     )
 
 
 def parse_arguments(arguments: Sequence[str]) -> Options:
     interrupted = "stopped by Ctrl-C before the ranks were started"
-    parser = command_parser("train", DESCRIPTION, EXAMPLES, EXITS, interrupted=interrupted, waits=False)
+    parser = command_parser(
+        "train", DESCRIPTION, EXAMPLES, EXITS, interrupted=interrupted, waits=False
+    )
     instead = parser.add_mutually_exclusive_group()
-    instead.add_argument("--plan", action="store_true", help="print the plan; start nothing, write nothing")
+    instead.add_argument(
+        "--plan", action="store_true", help="print the plan; start nothing, write nothing"
+    )
     instead.add_argument(
         "--calibrate",
         action="store_true",
-        help="measure layers and messages of this run on this machine and print the plan with them. The result goes to "
+        help="measure layers and messages of this run on this machine and print the plan with "
+        "them. The result goes to "
         "the file parallel.calibration, else to the cache, where later plans find it",
     )
     add_suggest(parser)
     parser.add_argument(
         "--resume",
         metavar="auto|never|PATH",
-        help="auto (default): resume an existing run; never: refuse to touch it; a step folder: resume from there, or "
+        help="auto (default): resume an existing run; never: refuse to touch it; a step folder: "
+        "resume from there, or "
         "branch from it if it belongs to another run",
     )
     parser.add_argument(
@@ -123,23 +139,34 @@ def parse_arguments(arguments: Sequence[str]) -> Options:
         metavar="KEY",
         action="append",
         default=[],
-        help="let a resumed run differ from its checkpoint in this key or section, e.g. optimizer.lr; may be repeated",
+        help="let a resumed run differ from its checkpoint in this key or section, e.g. "
+        "optimizer.lr; may be repeated",
     )
     parser.add_argument(
         "--trace",
         type=int,
         metavar="STEPS",
-        help=f"write trace.json, what every rank did when in STEPS steps (default {TRACED_STEPS}) after the first; for "
+        help=f"write trace.json, what every rank did when in STEPS steps (default {TRACED_STEPS}) "
+        "after the first; for "
         "ui.perfetto.dev",
     )
     parser.add_argument(
-        "--verbose", action="store_true", help="show the plan and all details on the console, which log.txt has anyway"
+        "--verbose",
+        action="store_true",
+        help="show the plan and all details on the console, which log.txt has anyway",
     )
-    download_help = "download models named by hub id that the cache lacks, by HTTP: weights, JSON, templates; no code"
+    download_help = (
+        "download models named by hub id that the cache lacks, by HTTP: "
+        "weights, JSON, templates; no code"
+    )
     parser.add_argument("--download", action="store_true", help=download_help)
-    parser.add_argument("--nnodes", type=int, metavar="N", help="machines that share the run (default 1)")
+    parser.add_argument(
+        "--nnodes", type=int, metavar="N", help="machines that share the run (default 1)"
+    )
     parser.add_argument("--node-rank", type=int, metavar="R", help="which of them this is, from 0")
-    parser.add_argument("--rdzv-endpoint", metavar="HOST:PORT", help="where they meet: a free port of machine 0")
+    parser.add_argument(
+        "--rdzv-endpoint", metavar="HOST:PORT", help="where they meet: a free port of machine 0"
+    )
     options = parse_run(parser, _with_trace_steps(arguments))
     options.ending["waits"] = options.plan
     return options

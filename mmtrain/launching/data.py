@@ -1,4 +1,6 @@
-"""A run's data as its launcher sees them: there, of a known format, indexed, and not trained on where held out."""
+"""A run's data as its launcher sees them: there, of a known format, indexed, and not trained on
+where held out.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,8 @@ INDEXED_WHILE_OTHERS_WAIT = 1_000_000_000  # bytes of shards: seconds to a minut
 
 
 def with_formats(config: RunConfig) -> RunConfig:
-    """Return the configuration with the format of each set of samples; make the demo's data on first use.
+    """Return the configuration with the format of each set of samples; make the demo's data on
+    first use.
 
     Raises what `data_sets` raises.
     """
@@ -32,7 +35,8 @@ def with_formats(config: RunConfig) -> RunConfig:
     changes: dict[str, Any] = {"data.format": names[0] if data.format == AUTO else data.format}
     if data.sets is not None:
         changes["data.sets"] = tuple(
-            section.changed({"format": name}) for section, name in zip(data.sets, names, strict=True)
+            section.changed({"format": name})
+            for section, name in zip(data.sets, names, strict=True)
         )
     if (held_out := evaluated_set(config)) is not None:
         changes["eval.format"] = held_out.form.name
@@ -40,35 +44,48 @@ def with_formats(config: RunConfig) -> RunConfig:
 
 
 def check_data(config: RunConfig, others_wait: bool) -> RunConfig:
-    """Refuse unusable data before a rank starts, index the rest, return the configuration `with_formats`.
+    """Refuse unusable data before a rank starts, index the rest, return the configuration
+    `with_formats`.
 
-    With `others_wait` other processes wait for this one, with a timeout: indexing that takes long is refused.
+    With `others_wait` other processes wait for this one, with a timeout: indexing that takes long
+    is refused.
     """
     config = with_formats(config)
-    found = {f"data.sets ({one.name})" if one.name else "data.shards": one for one in data_sets(config.data)}
+    found = {
+        f"data.sets ({one.name})" if one.name else "data.shards": one
+        for one in data_sets(config.data)
+    }
     if (held_out := evaluated_set(config)) is not None:
         found["eval.shards"] = held_out
     for key, one in found.items():
         refuse_empty_shards(one.shards, key)
         refuse_unfinished_shards(one.shards, key)
-    trained = {path.resolve() for key, one in found.items() if key != "eval.shards" for path in one.shards}
+    trained = {
+        path.resolve() for key, one in found.items() if key != "eval.shards" for path in one.shards
+    }
     both = trained & {path.resolve() for path in (held_out.shards if held_out is not None else ())}
     if both:
         raise UserError(
-            f"eval.shards: {min(both)} is in data.shards too; scores on samples that are trained on say nothing of "
+            f"eval.shards: {min(both)} is in data.shards too; "
+            "scores on samples that are trained on say nothing of "
             "others; leave some shards out of data.shards, or set eval.fraction instead"
         )
     template, llm, layout = config.data.template, config.model.llm.path, image_layout(config)
     folder = model_folder(llm)
     by_form = shards_by_form(found.values())
-    texts = {form: text_fingerprint(folder, template, layout.texts, form.wording) for form in by_form}
+    texts = {
+        form: text_fingerprint(folder, template, layout.texts, form.wording) for form in by_form
+    }
     for form, shards in by_form.items() if others_wait else ():
         missing = unready_shards(shards, texts[form])
         if sum(path.stat().st_size for path in missing) > INDEXED_WHILE_OTHERS_WAIT:
             raise UserError(
-                f"{len(missing):,} of {len(shards):,} shards have no index for this tokenizer and template yet, and "
-                f"other processes would wait for it; first run mmtrain index {' '.join(map(str, missing[:3]))}"
-                f"{' ...' if len(missing) > 3 else ''} --tokenizer {llm} --template {template_name(template)}"
+                f"{len(missing):,} of {len(shards):,} shards have no index for this tokenizer and "
+                "template yet, and "
+                "other processes would wait for it; "
+                f"first run mmtrain index {' '.join(map(str, missing[:3]))}"
+                f"{' ...' if len(missing) > 3 else ''} --tokenizer {llm} --template "
+                f"{template_name(template)}"
                 f"{layout.index_options}{format_argument(form)}"
             )
     for form, shards in by_form.items():

@@ -1,4 +1,6 @@
-"""What this machine gives a run: GPUs or cores, open files, memory, libraries; and who started this process."""
+"""What this machine gives a run: GPUs or cores, open files, memory, libraries; and who started this
+process.
+"""
 
 from __future__ import annotations
 
@@ -30,25 +32,36 @@ from mmtrain.runtime.job import Job
 WANTED_OPEN_FILES = 4096  # connections, pipes and shards of a process
 LOOPBACK, SECONDS_TO_CONNECT = "127.0.0.1", 5.0
 CGROUP = Path("/sys/fs/cgroup")
-RANK_MODULES = ("torch._dynamo", "mmtrain.training.loop")  # the first AdamW imports _dynamo: 2 s in every rank
+# the first AdamW imports _dynamo: 2 s in every rank
+RANK_MODULES = ("torch._dynamo", "mmtrain.training.loop")
 TORCHRUN_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-# (rank, number of processes) as others name them who start several: Open MPI, MPICH and Intel MPI, and cluster managers
-# that set a part of what torchrun sets, once a machine
-OTHER_STARTERS = (("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"), ("PMI_RANK", "PMI_SIZE"), ("RANK", "WORLD_SIZE"))
+# (rank, number of processes) as others name them who start several: Open MPI, MPICH and Intel MPI,
+# and cluster managers that set a part of what torchrun sets, once a machine
+OTHER_STARTERS = (
+    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
+    ("PMI_RANK", "PMI_SIZE"),
+    ("RANK", "WORLD_SIZE"),
+)
 
 
 def plan_here(
-    config: RunConfig, gpus: Sequence[Gpu], local_ranks: int | None = None, device: Device | None = None
+    config: RunConfig,
+    gpus: Sequence[Gpu],
+    local_ranks: int | None = None,
+    device: Device | None = None,
 ) -> Plan:
-    """Return the plan with the memory and the calibration of this machine's devices, or of `device`.
+    """Return the plan with the memory and the calibration of this machine's devices, or of
+    `device`.
 
     `local_ranks` None: any number of ranks. Raises UserError for more ranks than GPUs.
     """
     if gpus:
         if local_ranks is not None and local_ranks > len(gpus):
             raise UserError(
-                f"{local_ranks} ranks on this machine, which has {counted(len(gpus), 'GPU')}: each rank needs its "
-                "own; use fewer ranks or more machines, or set CUDA_VISIBLE_DEVICES= to run on the CPU"
+                f"{local_ranks} ranks on this machine, which has {counted(len(gpus), 'GPU')}: "
+                "each rank needs its "
+                "own; use fewer ranks or more machines, or set CUDA_VISIBLE_DEVICES= "
+                "to run on the CPU"
             )
         check_environment(config, os.environ)
     memory = min((gpu.total_bytes for gpu in gpus[:local_ranks]), default=None)
@@ -77,7 +90,9 @@ def device_here(config: RunConfig, gpus: Sequence[Gpu], local_ranks: int | None 
 
 
 def can_slice_encoder(config: RunConfig, *, may_stay_whole: bool) -> bool:
-    """Try whether the encoder can be cut into slices. Raises UserError where it cannot and may not stay whole."""
+    """Try whether the encoder can be cut into slices. Raises UserError where it cannot and may not
+    stay whole.
+    """
     try:
         probe_encoder(config)
     except EncoderSliceError as error:
@@ -89,20 +104,28 @@ def can_slice_encoder(config: RunConfig, *, may_stay_whole: bool) -> bool:
 
 
 def refuse_missing_libraries(config: RunConfig, *, with_trackers: bool) -> None:
-    """Raise UserError for a library that `model.llm.quantize` or `run.report_to` needs and that is not here."""
-    needed = [("run.report_to", name, name) for name in config.run.report_to if with_trackers and name != "csv"]
+    """Raise UserError for a library that `model.llm.quantize` or `run.report_to` needs and that is
+    not here.
+    """
+    needed = [
+        ("run.report_to", name, name)
+        for name in config.run.report_to
+        if with_trackers and name != "csv"
+    ]
     if config.model.llm.quantize is not None:
         needed.append(("model.llm.quantize", "bitsandbytes", "quantize"))
     for key, library, extra in needed:
         spec = importlib.util.find_spec(library)
         if spec is None or spec.origin is None:  # a folder ./wandb is no library
             raise UserError(
-                f"{key}: {library} is not installed. Install it: pip install 'mmtrain[{extra}]', or leave it out"
+                f"{key}: {library} is not installed. Install it: "
+                f"pip install 'mmtrain[{extra}]', or leave it out"
             )
 
 
 def refuse_short_host_memory(ranks: Sequence[RankPlan]) -> None:
-    """Raise UserError where this machine has no room for the layers that its `ranks` stream from its memory.
+    """Raise UserError where this machine has no room for the layers that its `ranks` stream from
+    its memory.
 
     Ranks of one stage share one copy.
     """
@@ -110,18 +133,26 @@ def refuse_short_host_memory(ranks: Sequence[RankPlan]) -> None:
     if not needed or needed <= (free := free_host_memory()):
         return
     raise UserError(
-        f"parallel.streamed_layers: this machine's ranks need {bytes_text(needed)} of its memory for decoder layers, "
-        f"and {bytes_text(free)} are free; stream fewer (parallel.host_memory_gib bounds what a rank keeps, and "
+        f"parallel.streamed_layers: this machine's ranks need {bytes_text(needed)} of its memory "
+        "for decoder layers, "
+        f"and {bytes_text(free)} are free; stream fewer (parallel.host_memory_gib bounds what a "
+        "rank keeps, and "
         "streamed_layers=auto plans with that), or use a machine with more memory"
     )
 
 
 def free_host_memory() -> int:
-    """Return the bytes that processes here may still take, by the kernel and by this container's limit."""
+    """Return the bytes that processes here may still take, by the kernel and by this container's
+    limit.
+    """
     free = psutil.virtual_memory().available
     with contextlib.suppress(OSError, ValueError):  # cgroup v2; without a limit it says "max"
-        limit, used = (int((CGROUP / name).read_text()) for name in ("memory.max", "memory.current"))
-        cached = re.search(r"^inactive_file (\d+)", (CGROUP / "memory.stat").read_text(), re.MULTILINE)
+        limit, used = (
+            int((CGROUP / name).read_text()) for name in ("memory.max", "memory.current")
+        )
+        cached = re.search(
+            r"^inactive_file (\d+)", (CGROUP / "memory.stat").read_text(), re.MULTILINE
+        )
         free = min(free, limit - used + (int(cached[1]) if cached else 0))
     return free
 
@@ -136,14 +167,17 @@ def job_here(
     recorded_threads: int | None = None,
     **more: Any,
 ) -> Job:
-    """Return the processes of a plan, as this machine runs them; `more` are other fields of the job.
+    """Return the processes of a plan, as this machine runs them; `more` are other fields of the
+    job.
 
     `recorded_threads` is what a rank of the run that is resumed had.
     """
     stages = [", ".join(str(stage.stage) for stage in rank.stages) for rank in plan.ranks]
     replicas = ["" if plan.data == 1 else f", replica {rank.data}" for rank in plan.ranks]
     return Job(
-        places=tuple(f"stage {stage}{replica}" for stage, replica in zip(stages, replicas, strict=True)),
+        places=tuple(
+            f"stage {stage}{replica}" for stage, replica in zip(stages, replicas, strict=True)
+        ),
         folder=folder,
         threads=threads_of_rank(config.parallel.threads_per_rank, local_ranks, recorded_threads),
         timeout_seconds=config.parallel.timeout_seconds,
@@ -157,42 +191,56 @@ def job_here(
 def allow_open_files() -> None:
     """Let this process and its ranks open as many files as they may."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    reachable = WANTED_OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, WANTED_OPEN_FILES)
+    reachable = (
+        WANTED_OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, WANTED_OPEN_FILES)
+    )
     if soft != resource.RLIM_INFINITY and soft < reachable:
         resource.setrlimit(resource.RLIMIT_NOFILE, (reachable, hard))
 
 
 def refuse_unusable_loopback() -> None:
-    """Raise UserError where 127.0.0.1 cannot be reached: ranks of one machine meet there, and would wait in vain."""
+    """Raise UserError where 127.0.0.1 cannot be reached: ranks of one machine meet there, and would
+    wait in vain.
+    """
     try:
         with socket.create_server((LOOPBACK, 0)) as server:
             socket.create_connection(server.getsockname(), SECONDS_TO_CONNECT).close()
     except OSError as error:
         raise UserError(
-            f"{LOOPBACK} cannot be reached ({error.strerror or error}), and the ranks of a machine meet there. Bring "
+            f"{LOOPBACK} cannot be reached ({error.strerror or error}), and the ranks of a machine "
+            "meet there. Bring "
             "the loopback interface up: ip link set lo up"
         ) from error
 
 
 def try_shared_memory() -> None:
-    """Make a semaphore, as torch and data workers do. Raises OSError, which `naming_shared_memory` explains."""
+    """Make a semaphore, as torch and data workers do. Raises OSError, which `naming_shared_memory`
+    explains.
+    """
     multiprocessing.get_context("fork").Lock()
 
 
 def rank_of_torchrun() -> int | None:
     """Return this process's rank if torchrun has started it."""
     values = {name: os.environ.get(name, "") for name in TORCHRUN_VARIABLES}
-    is_started = values.pop("MASTER_ADDR") != "" and all(value.isdecimal() for value in values.values())
+    is_started = values.pop("MASTER_ADDR") != "" and all(
+        value.isdecimal() for value in values.values()
+    )
     return int(values["RANK"]) if is_started else None
 
 
 def refuse_other_starters() -> None:
-    """Raise UserError if this is one of several processes, each of which would start the whole run."""
+    """Raise UserError if this is one of several processes, each of which would start the whole
+    run.
+    """
     for rank, size in OTHER_STARTERS:
         if rank in os.environ and os.environ.get(size, "1") != "1":
             raise UserError(
-                f"this is one of {os.environ[size]} processes, says the environment ({rank}={os.environ[rank]}, {size}="
-                f"{os.environ[size]}: mpirun, or a cluster's manager), and each would start the whole run. Start it "
-                "once on each machine, with --nnodes where there are several, or use torchrun. If they are left over "
+                f"this is one of {os.environ[size]} processes, says the environment "
+                f"({rank}={os.environ[rank]}, {size}="
+                f"{os.environ[size]}: mpirun, or a cluster's manager), and each would start the "
+                "whole run. Start it "
+                "once on each machine, with --nnodes where there are several, or use torchrun. "
+                "If they are left over "
                 f"from something else: unset {rank} {size}"
             )

@@ -1,7 +1,10 @@
-"""From a configuration to ranks that train, or measure: this process starts its machine's, or torchrun started it.
+"""From a configuration to ranks that train, or measure: this process starts its machine's, or
+torchrun started it.
 
-plan --> data checked --> run folder locked and prepared, where it begins --> ranks, all with the same plan --> how it
-ended. The first process of a run does what is done once: the launcher of machine 0, or torchrun's rank 0.
+plan --> data checked --> run folder locked and prepared, where it begins --> ranks, all with the
+    same plan --> how it
+ended. The first process of a run does what is done once: the launcher of machine 0, or torchrun's
+rank 0.
 """
 
 from __future__ import annotations
@@ -32,7 +35,14 @@ from mmtrain.base.printing import (
     show_error,
 )
 from mmtrain.base.version import VERSION
-from mmtrain.checkpoint.resume import AUTO, ResumePoint, find_start, flat, is_complete, refuse_unfit_init_from_run
+from mmtrain.checkpoint.resume import (
+    AUTO,
+    ResumePoint,
+    find_start,
+    flat,
+    is_complete,
+    refuse_unfit_init_from_run,
+)
 from mmtrain.checkpoint.run_folder import METRICS, REPORT, locked, prepare_folder, run_folder
 from mmtrain.checkpoint.step_folder import step_folders, step_of
 from mmtrain.config.load import dump_config
@@ -70,20 +80,27 @@ SIGNALLED = 128  # exit codes above it: ended by the signal of that number less 
 
 
 def train(config: RunConfig, options: Options) -> int:
-    """Start this machine's ranks, wait for their end and print how the run ended; return the exit code."""
+    """Start this machine's ranks, wait for their end and print how the run ended; return the exit
+    code.
+    """
     is_first, alone = options.node_rank == 0, options.nnodes == 1
     local_ranks, gpus = ranks_of_node(config, options), visible_gpus()
     plan = plan_here(config, gpus, local_ranks)
     may_stay_whole = alone and config.parallel.encoder_ranks == "auto"
-    if len(ranks_of(plan.chain)) > 1 and not can_slice_encoder(config, may_stay_whole=may_stay_whole):
+    if len(ranks_of(plan.chain)) > 1 and not can_slice_encoder(
+        config, may_stay_whole=may_stay_whole
+    ):
         config = config.changed({"parallel.encoder_ranks": 0})
         plan = plan_here(config, gpus, local_ranks)
     first_here, folder = options.node_rank * local_ranks, run_folder(config)
     here = plan.ranks[first_here : first_here + local_ranks]
     _refuse_unfit(config, here, options, is_first=is_first)
     for rank_plan, (number, gpu) in zip(here, enumerate(gpus), strict=False):
-        refuse_short_memory(rank_plan, f"GPU {number} ({gpu.name})", GpuMemory(gpu.total_bytes, gpu.free_bytes))
-    # Which formats data have can be seen where they are read alone: there the ranks compare the data themselves.
+        refuse_short_memory(
+            rank_plan, f"GPU {number} ({gpu.name})", GpuMemory(gpu.total_bytes, gpu.free_bytes)
+        )
+    # Which formats data have can be seen where they are read alone: there the ranks compare the
+    # data themselves.
     details: list[str] = []
     compared = None if alone else agreement(config, plan, options.trace or 0)
     if any(rank_plan.pipeline == 0 for rank_plan in here):
@@ -94,18 +111,27 @@ def train(config: RunConfig, options: Options) -> int:
         if is_first:
             start = find_start(config, options.resume, options.allow_change)
             if start is not None and alone and is_complete(folder, start.checkpoint, config):
-                print_info(f"complete: {folder} has made all its {start.checkpoint.step} steps. {ANEW}")
+                print_info(
+                    f"complete: {folder} has made all its {start.checkpoint.step} steps. {ANEW}"
+                )
                 return 0
             _prepare(config, plan, start, details, options)
             if not alone:
                 _tell_who_can_reach_it(options.rdzv_endpoint)
-        folder.mkdir(parents=True, exist_ok=True)  # other machines may not see the folder of the first one
+        # other machines may not see the folder of the first one
+        folder.mkdir(parents=True, exist_ok=True)
         job = _job(config, plan, gpus, local_ranks, start, options, compared)
         with prepared(job):
-            probe(config.model.llm.path, plan.boundaries, bool(plan.streaming), mrope=has_grid_positions(config))
+            probe(
+                config.model.llm.path,
+                plan.boundaries,
+                bool(plan.streaming),
+                mrope=has_grid_positions(config),
+            )
             failure = run_ranks(job)
         if is_first:
-            _leave_page(folder)  # first: whoever reads only the last line must read how the run ended
+            # first: whoever reads only the last line must read how the run ended
+            _leave_page(folder)
         return _report_end(failure, job)
 
 
@@ -133,7 +159,9 @@ def train_as_rank(config: RunConfig, options: Options, rank: int) -> int:
     local_ranks, gpus = _ranks_of_torchrun(config, options), visible_gpus()
     plan = plan_here(config, gpus, local_ranks)
     first_here = rank - int(os.environ["LOCAL_RANK"])
-    _refuse_unfit(config, plan.ranks[first_here : first_here + local_ranks], options, is_first=is_first)
+    _refuse_unfit(
+        config, plan.ranks[first_here : first_here + local_ranks], options, is_first=is_first
+    )
     compared, start = agreement(config, plan, options.trace or 0), None
     details: list[str] = []
     if is_first:
@@ -148,7 +176,12 @@ def train_as_rank(config: RunConfig, options: Options, rank: int) -> int:
         job = _job(config, plan, gpus, local_ranks, start, options)
         set_rank_environment(job.threads, on_gpus=job.on_gpus)
         if is_first:
-            probe(config.model.llm.path, plan.boundaries, bool(plan.streaming), mrope=has_grid_positions(config))
+            probe(
+                config.model.llm.path,
+                plan.boundaries,
+                bool(plan.streaming),
+                mrope=has_grid_positions(config),
+            )
             if len(ranks_of(plan.chain)) > 1:
                 can_slice_encoder(config, may_stay_whole=False)
         from torch.distributed import DistError
@@ -156,10 +189,14 @@ def train_as_rank(config: RunConfig, options: Options, rank: int) -> int:
         from mmtrain.runtime.rendezvous import agree
 
         try:
-            store = agree(compared, rank, job.timeout_seconds)  # and wait until rank 0 has prepared the folder
+            # and wait until rank 0 has prepared the folder
+            store = agree(compared, rank, job.timeout_seconds)
         except DistError as error:
             why = str(error).split("\n")[0]  # C++ frames follow
-            show_error(f"rank {rank} did not meet the other ranks, of which one may have ended and say why: {why}")
+            show_error(
+                f"rank {rank} did not meet the other ranks, of which one may have ended "
+                f"and say why: {why}"
+            )
             return 1
         stopped = run_rank(job)
         del store  # it may be the one that all ranks meet at
@@ -177,7 +214,9 @@ def _job(
     options: Options,
     compared: tuple[str, dict[str, Any]] | None = None,
 ) -> Job:
-    """Return the run's processes: `start` is rank 0's, `compared` what ranks of several nodes compare."""
+    """Return the run's processes: `start` is rank 0's, `compared` what ranks of several nodes
+    compare.
+    """
     return job_here(
         config,
         plan,
@@ -203,31 +242,57 @@ def _job(
 
 
 def _threads_of(start: ResumePoint | None, config: RunConfig, local_ranks: int) -> int | None:
-    """Return the threads that each rank of a resumed run had, where the run has as many ranks and they fit here."""
+    """Return the threads that each rank of a resumed run had, where the run has as many ranks and
+    they fit here.
+    """
     if start is None:
         return None
     topology = start.checkpoint.state["topology"]
-    is_alike = (topology["pipeline"], topology["data"]) == (config.parallel.pipeline, config.parallel.data)
-    return topology["threads"] if is_alike and topology["threads"] * local_ranks <= usable_cores() else None
+    is_alike = (topology["pipeline"], topology["data"]) == (
+        config.parallel.pipeline,
+        config.parallel.data,
+    )
+    return (
+        topology["threads"]
+        if is_alike and topology["threads"] * local_ranks <= usable_cores()
+        else None
+    )
 
 
 def agreement(config: RunConfig, plan: Plan, trace_steps: int) -> tuple[str, dict[str, Any]]:
-    """Return what all ranks must have in common: ranks that differ would wait for each other for ever."""
-    text = f"mmtrain {VERSION} --trace {trace_steps} {plan.chain} {dump_config(config)} {json.dumps(plan.as_dict())}"
-    return hashlib.sha256(text.encode()).hexdigest(), flat(disclosed(config.model_dump(mode="json")))
+    """Return what all ranks must have in common: ranks that differ would wait for each other for
+    ever.
+    """
+    text = (
+        f"mmtrain {VERSION} --trace {trace_steps} {plan.chain} {dump_config(config)} "
+        f"{json.dumps(plan.as_dict())}"
+    )
+    return hashlib.sha256(text.encode()).hexdigest(), flat(
+        disclosed(config.model_dump(mode="json"))
+    )
 
 
-def _refuse_unfit(config: RunConfig, here: Sequence[RankPlan], options: Options, *, is_first: bool) -> None:
-    """Raise UserError for what this machine lacks for its ranks, `here`; the run's first process needs trackers too."""
+def _refuse_unfit(
+    config: RunConfig, here: Sequence[RankPlan], options: Options, *, is_first: bool
+) -> None:
+    """Raise UserError for what this machine lacks for its ranks, `here`; the run's first process
+    needs trackers too.
+    """
     refuse_unfit_trace(options.trace, config.train.max_steps)
     refuse_missing_libraries(config, with_trackers=is_first)
     refuse_short_host_memory(here)
 
 
 def _prepare(
-    config: RunConfig, plan: Plan, start: ResumePoint | None, details: Sequence[str], options: Options
+    config: RunConfig,
+    plan: Plan,
+    start: ResumePoint | None,
+    details: Sequence[str],
+    options: Options,
 ) -> None:
-    """Prepare the run's folder, in its first process alone, and print what runs; the log gets details and the plan."""
+    """Prepare the run's folder, in its first process alone, and print what runs; the log gets
+    details and the plan.
+    """
     folder = run_folder(config)
     if start is None:
         refuse_unfit_init_from_run(config, folder)
@@ -240,7 +305,9 @@ def _prepare(
 
 
 def _introduction(config: RunConfig, plan: Plan) -> list[str]:
-    """Return what a newcomer wants to know of a run: what trains, on which ranks and data, where results go."""
+    """Return what a newcomer wants to know of a run: what trains, on which ranks and data, where
+    results go.
+    """
     replica = [rank for rank in plan.ranks if rank.data == 0]
     parameters = sum(rank.trainable for rank in replica)
     models = plan.llm if plan.vision is None else f"{plan.vision} -> projector -> {plan.llm}"
@@ -251,8 +318,10 @@ def _introduction(config: RunConfig, plan: Plan) -> list[str]:
     shards = config.data.shards if sets is None else ", ".join(one.name for one in sets)
     data = escape(f"data: {disclosed(shards)}", 120)
     return [
-        f"{plan.run}: {models}; {parameters:,} parameters train ({', '.join(plan.trainable)}), all else is frozen",
-        f"{counted(len(plan.ranks), 'rank')} (pipeline {plan.pipeline} x data {plan.data}), at most "
+        f"{plan.run}: {models}; {parameters:,} parameters train ({', '.join(plan.trainable)}), "
+        "all else is frozen",
+        f"{counted(len(plan.ranks), 'rank')} (pipeline {plan.pipeline} x data "
+        f"{plan.data}), at most "
         f"{bytes_text(max(rank.total_bytes for rank in replica))} each; {expected}",
         data if held_out is None else f"{data}; held out: {escape(str(disclosed(held_out)), 120)}",
         f"results: {run_folder(config)} (the plan and all details: log.txt there, or --verbose)",
@@ -260,14 +329,17 @@ def _introduction(config: RunConfig, plan: Plan) -> list[str]:
 
 
 def _leave_page(folder: Path) -> None:
-    """Make the page of a run that has made a step. A failure changes nothing: the exit code says how the run ended."""
+    """Make the page of a run that has made a step. A failure changes nothing: the exit code says
+    how the run ended.
+    """
     try:
         if next(recorded(folder / METRICS, "train"), None) is None:
             return
         print_info(f"report: {write_page([folder], folder / REPORT)}")
     except Exception as error:
         print_note(
-            f"the run's page was not made; mmtrain report {folder} makes it: {escape(str(error) or repr(error))}"
+            f"the run's page was not made; mmtrain report {folder} makes it: "
+            f"{escape(str(error) or repr(error))}"
         )
 
 
@@ -275,9 +347,13 @@ def ranks_of_node(config: RunConfig, options: Options) -> int:
     """Return the number of ranks on each machine. Raises UserError for wrong options."""
     nodes, node, endpoint = options.nnodes, options.node_rank, options.rdzv_endpoint
     if nodes < 1 or not 0 <= node < nodes:
-        raise UserError(f"--nnodes {nodes} --node-rank {node}: machines are numbered from 0 to --nnodes - 1")
+        raise UserError(
+            f"--nnodes {nodes} --node-rank {node}: machines are numbered from 0 to --nnodes - 1"
+        )
     if nodes > 1 and endpoint is None:
-        raise UserError(f"--nnodes {nodes} needs --rdzv-endpoint HOST:PORT, the same on every machine")
+        raise UserError(
+            f"--nnodes {nodes} needs --rdzv-endpoint HOST:PORT, the same on every machine"
+        )
     port = re.fullmatch(r".+:(\d{1,5})", endpoint or "")
     if endpoint is not None and not (port and 0 < int(port[1]) < 2**16):
         raise UserError(f"--rdzv-endpoint {endpoint}: needs HOST:PORT, e.g. first-machine:29500")
@@ -291,14 +367,24 @@ def ranks_of_node(config: RunConfig, options: Options) -> int:
 
 
 def _ranks_of_torchrun(config: RunConfig, options: Options) -> int:
-    """Return the number of ranks on this machine. Raises UserError where torchrun started another number."""
+    """Return the number of ranks on this machine. Raises UserError where torchrun started another
+    number.
+    """
     if options.nnodes != 1 or options.node_rank != 0 or options.rdzv_endpoint:
-        raise UserError("--nnodes, --node-rank and --rdzv-endpoint: give them to torchrun, which starts the ranks here")
-    world_size, needed = int(os.environ["WORLD_SIZE"]), config.parallel.pipeline * config.parallel.data
+        raise UserError(
+            "--nnodes, --node-rank and --rdzv-endpoint: "
+            "give them to torchrun, which starts the ranks here"
+        )
+    world_size, needed = (
+        int(os.environ["WORLD_SIZE"]),
+        config.parallel.pipeline * config.parallel.data,
+    )
     if world_size != needed:
         raise UserError(
-            f"torchrun started {counted(world_size, 'rank')}; parallel.pipeline {config.parallel.pipeline} x "
-            f"parallel.data {config.parallel.data} needs {needed}: change --nproc-per-node, or these keys; if no "
+            f"torchrun started {counted(world_size, 'rank')}; "
+            f"parallel.pipeline {config.parallel.pipeline} x "
+            f"parallel.data {config.parallel.data} needs {needed}: "
+            "change --nproc-per-node, or these keys; if no "
             f"torchrun started this process, unset {', '.join(TORCHRUN_VARIABLES)}"
         )
     return int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
@@ -308,7 +394,8 @@ def _tell_who_can_reach_it(endpoint: str) -> None:
     from mmtrain.runtime.rendezvous import listening_address
 
     address = listening_address(endpoint) or (
-        f"every interface: the host of --rdzv-endpoint {endpoint} is no address of this machine, or only its own. "
+        f"every interface: the host of --rdzv-endpoint {endpoint} is no address of this machine, "
+        "or only its own. "
         "Better give its address in the cluster's network"
     )
     print_info(f"listening for the other machines on {address}")
@@ -317,14 +404,19 @@ def _tell_who_can_reach_it(endpoint: str) -> None:
 def _how_to_resume(config: RunConfig, options: Options) -> str:
     in_the_way = [f"--resume {options.resume}"] if options.resume != AUTO else []
     in_the_way += ["run.overwrite=true"] if config.run.overwrite else []
-    return f"The same command{' without ' + ' and '.join(in_the_way) if in_the_way else ''} goes on from there"
+    return (
+        f"The same command{' without ' + ' and '.join(in_the_way) if in_the_way else ''} "
+        "goes on from there"
+    )
 
 
 # ---- mmtrain calibrate
 
 
 def calibrate(config: RunConfig, ranks: int) -> int:
-    """Measure on as many ranks as the run has, all on this machine, then print the plan; return the exit code."""
+    """Measure on as many ranks as the run has, all on this machine, then print the plan; return the
+    exit code.
+    """
     gpus = visible_gpus()
     device = device_here(config, gpus)
     file = cached_file(calibration_key(config, models_of(config), device))
@@ -336,11 +428,18 @@ def calibrate(config: RunConfig, ranks: int) -> int:
     if not can_cut:
         config = config.changed({"parallel.encoder_ranks": 0})
     uncalibrated = config.changed({"parallel.calibration": None})
-    assumed = plan_here(uncalibrated, gpus, ranks, dataclasses.replace(device, name=""))  # its costs are assumed
+    # its costs are assumed
+    assumed = plan_here(uncalibrated, gpus, ranks, dataclasses.replace(device, name=""))
     refuse_missing_libraries(config, with_trackers=False)
     refuse_short_host_memory(assumed.ranks)
     folder = Path(tempfile.mkdtemp(prefix="mmtrain-calibration-"))
-    arguments = {"config": uncalibrated, "plan": assumed, "device": device, "file": file, "can_cut": can_cut}
+    arguments = {
+        "config": uncalibrated,
+        "plan": assumed,
+        "device": device,
+        "file": file,
+        "can_cut": can_cut,
+    }
     target = "mmtrain.calibration.calibrate:calibrate"
     job = job_here(config, assumed, gpus, ranks, folder, target, arguments=arguments)
     with prepared(job):
@@ -358,4 +457,7 @@ def _refuse_unwritable(file: Path) -> None:
     with contextlib.suppress(OSError):
         file.parent.mkdir(parents=True, exist_ok=True)
     if file.is_dir() or not (file.parent.is_dir() and os.access(file.parent, os.W_OK)):
-        raise UserError(f"the calibration cannot be written to {file}. Name another file by parallel.calibration")
+        raise UserError(
+            f"the calibration cannot be written to {file}. "
+            "Name another file by parallel.calibration"
+        )

@@ -1,12 +1,14 @@
-"""A tile of the whole image, then the lines of a grid without its padding, each with a trained newline behind it.
+"""A tile of the whole image, then the lines of a grid without its padding, each with a trained
+newline behind it.
 
 anyres        LlavaNext's: of any number of tiles
-anyres_max_9  LlavaOnevision's: interpolated to what 9 tiles have where it is more than LARGEST_EXCESS squared times as
+anyres_max_9  LlavaOnevision's: interpolated to what 9 tiles have where it is more than
+    LARGEST_EXCESS squared times as
               much; of several images in a sample each is one padded tile and a newline
 
-The grid is that of the pinpoint that loses least of the picture, which lies in its middle, on black. Sources:
-`select_best_resolution`, `unpad_image` and `pack_image_features` in transformers; floating-point operations are in
-their order, since they round.
+The grid is that of the pinpoint that loses least of the picture, which lies in its middle, on
+black. Sources: `select_best_resolution`, `unpad_image` and `pack_image_features` in transformers;
+floating-point operations are in their order, since they round.
 """
 
 from __future__ import annotations
@@ -19,7 +21,8 @@ from typing import Any, ClassVar
 from mmtrain.layouts.layout import ImageLayout, Shown, Tiling, UnfitImage
 from mmtrain.layouts.square import ONE_SQUARE
 
-LARGEST_EXCESS = 1.1  # how many times too long a side of what is shown may be before it is interpolated
+# how many times too long a side of what is shown may be before it is interpolated
+LARGEST_EXCESS = 1.1
 
 Grids = tuple[tuple[int, int], ...]
 
@@ -36,13 +39,17 @@ class Anyres(ImageLayout):
     has_newlines = True
     in_llava = True
     index_options = ONE_SQUARE.index_options
-    default_grids: ClassVar[Grids] = ((1, 2), (2, 1), (2, 2), (3, 1), (1, 3))  # rows and columns of tiles
-    max_full_tiles: ClassVar[int | None] = None  # positions of a grid beyond those of as many tiles are interpolated
+    # rows and columns of tiles
+    default_grids: ClassVar[Grids] = ((1, 2), (2, 1), (2, 2), (3, 1), (1, 3))
+    # positions of a grid beyond those of as many tiles are interpolated
+    max_full_tiles: ClassVar[int | None] = None
 
     @property
     def grids(self) -> Grids:
         side = self.tile_size
-        return self.pinpoints or tuple((rows * side, columns * side) for rows, columns in self.default_grids)
+        return self.pinpoints or tuple(
+            (rows * side, columns * side) for rows, columns in self.default_grids
+        )
 
     @property
     def of_texts(self) -> ImageLayout:
@@ -55,7 +62,12 @@ class Anyres(ImageLayout):
 
     @property
     def most_tiles(self) -> int:
-        return max(height // self.tile_size * (width // self.tile_size) for height, width in self.grids) + 1
+        return (
+            max(
+                height // self.tile_size * (width // self.tile_size) for height, width in self.grids
+            )
+            + 1
+        )
 
     @property
     def most_positions(self) -> int:
@@ -64,16 +76,24 @@ class Anyres(ImageLayout):
         if self.max_full_tiles is not None:
             room = LARGEST_EXCESS**2 * self.max_full_tiles * self.positions_per_tile
         for grid_height, grid_width in self.grids:
-            height, width = grid_height // self.tile_size * side, grid_width // self.tile_size * side
-            for lines, length in ((height, min(width, room // height)), (min(height, room // width), width)):
+            height, width = (
+                grid_height // self.tile_size * side,
+                grid_width // self.tile_size * side,
+            )
+            for lines, length in (
+                (height, min(width, room // height)),
+                (min(height, room // width), width),
+            ):
                 longest = max(longest, int(lines * (length + 1)))
         return self.positions_per_tile + longest
 
     @property
     def description(self) -> str:
         return (
-            f"one tile of the whole image and those of a grid, of {self.tile_size} x {self.tile_size} pixels; "
-            f"{len(self.grids)} grids, of up to {self.most_tiles - 1} tiles, and a trained newline after each line "
+            f"one tile of the whole image and those of a grid, of {self.tile_size} x "
+            f"{self.tile_size} pixels; "
+            f"{len(self.grids)} grids, of up to {self.most_tiles - 1} tiles, and a trained newline "
+            "after each line "
             f"(`model.vision.layout: {self.name}`)"
         )
 
@@ -115,14 +135,18 @@ def _tiling(layout: Anyres, width: int, height: int) -> Tiling:
         excess = math.sqrt(shown_height * shown_width / (layout.max_full_tiles * per_tile))
         if excess > LARGEST_EXCESS:
             lines, length = int(shown_height // excess), int(shown_width // excess)
-            if not lines or not length:  # the stock model raises, too; without interpolation nothing left is no error
+            # the stock model raises, too; without interpolation nothing left is no error
+            if not lines or not length:
                 raise UnfitImage(
-                    f"{width} x {height} pixels, so long and thin that {lines} lines of {length} positions would be "
+                    f"{width} x {height} pixels, so long and thin that {lines} lines of {length} "
+                    "positions would be "
                     "interpolated"
                 )
     shown = Shown(top, left, shown_height, shown_width, lines, length)
     positions = per_tile + lines * (length + 1)
-    return Tiling(width, height, positions, rows, columns, "centred", "first", shown, newlines=lines)
+    return Tiling(
+        width, height, positions, rows, columns, "centred", "first", shown, newlines=lines
+    )
 
 
 def _best_resolution(width: int, height: int, grids: Grids) -> tuple[int, int]:
@@ -138,7 +162,9 @@ def _best_resolution(width: int, height: int, grids: Grids) -> tuple[int, int]:
 
 
 def centred_size(width: int, height: int, grid_width: int, grid_height: int) -> tuple[int, int]:
-    """Width and height in pixels of a picture that keeps its shape on a grid; `get_patch_output_size`."""
+    """Width and height in pixels of a picture that keeps its shape on a grid;
+    `get_patch_output_size`.
+    """
     by_width, by_height = grid_width / width, grid_height / height
     if by_width < by_height:
         return grid_width, min(math.ceil(height * by_width), grid_height)

@@ -1,4 +1,6 @@
-"""One square between the texts that Idefics3Processor writes around an image that it does not split."""
+"""One square between the texts that Idefics3Processor writes around an image that it does not
+split.
+"""
 
 from __future__ import annotations
 

@@ -1,10 +1,13 @@
-"""What an image becomes: tiles for the encoder, positions of the LLM, text around them. One file a layout.
+"""What an image becomes: tiles for the encoder, positions of the LLM, text around them. One file a
+layout.
 
-image (width, height) --ImageLayout.tiling--> Tiling: a grid of tiles, how the picture fills it, its positions
+image (width, height) --ImageLayout.tiling--> Tiling: a grid of tiles, how the picture fills it, its
+    positions
                       --ImageLayout.pieces--> its part of a text: words, and runs of positions
 
-The base class is one tile without text. A new layout overrides what it has otherwise, in a file of its own, and enters
-`registry.py`. Index, packs, loader, fusion, planner and exports ask these classes alone.
+The base class is one tile without text. A new layout overrides what it has otherwise, in a file of
+its own, and enters `registry.py`. Index, packs, loader, fusion, planner and exports ask these
+classes alone.
 """
 
 from __future__ import annotations
@@ -33,16 +36,20 @@ class Shown:
 
 @dataclass(frozen=True, slots=True)
 class Tiling:
-    """What an image of one size becomes. Its tiles are encoded in the order in which their positions stand."""
+    """What an image of one size becomes. Its tiles are encoded in the order in which their
+    positions stand.
+    """
 
     width: int  # of the image, in pixels; 0 where the layout does not ask for it
     height: int
     positions: int  # of the LLM, without texts around them
     rows: int = 1  # of the grid of tiles
     columns: int = 1
-    canvas: Canvas = "fitted"  # how the grid is filled: fitted, by data.image_fit; padded, on a square of the mean
+    # how the grid is filled: fitted, by data.image_fit; padded, on a square of the mean
+    canvas: Canvas = "fitted"
     # colour; stretched, to the grid's size; centred, in its shape, on black
-    overview: Literal["first", "last"] | None = None  # where a tile of the whole picture stands, resized
+    # where a tile of the whole picture stands, resized
+    overview: Literal["first", "last"] | None = None
     shown: Shown | None = None  # None: all positions of all tiles
     newlines: int = 0  # trained positions among them
 
@@ -66,20 +73,26 @@ class ImageLayout:
     name: ClassVar[str]  # in model.vision.layout, or data.images for a run without an encoder
     keys: ClassVar[tuple[str, ...]] = ()  # of model.vision that only some layouts read
     takes_images: ClassVar[bool] = True  # there is an encoder, so that images reach the model
-    attends_across: ClassVar[bool] = False  # the encoder sees all tiles of an image at once, as cells of one picture
+    # the encoder sees all tiles of an image at once, as cells of one picture
+    attends_across: ClassVar[bool] = False
     strips: ClassVar[bool] = False  # images are taken out of samples
     is_sized: ClassVar[bool] = False  # tiles and positions depend on an image's size
-    has_grid_positions: ClassVar[bool] = False  # an image token has a time, a row and a column (M-RoPE)
-    has_newlines: ClassVar[bool] = False  # trained newlines end lines of positions; those of a tile are a square
+    # an image token has a time, a row and a column (M-RoPE)
+    has_grid_positions: ClassVar[bool] = False
+    # trained newlines end lines of positions; those of a tile are a square
+    has_newlines: ClassVar[bool] = False
     has_texts: ClassVar[bool] = False  # words stand around an image's positions
     image_token: ClassVar[str] = "<image>"  # of the stock tokenizer; here records.IMAGE_MARK
     marks: ClassVar[tuple[str, ...]] = ()  # tokens of these texts that the tokenizer must have
-    joins_patches: ClassVar[bool] = False  # the connectors of its stock class make one position of several patches
+    # the connectors of its stock class make one position of several patches
+    joins_patches: ClassVar[bool] = False
     in_llava: ClassVar[bool] = False  # LLaVA's own code has it
 
     @property
     def texts(self) -> tuple[str, ...]:
-        """What lengths of texts depend on: equal for layouts that write the same around images, empty for no text."""
+        """What lengths of texts depend on: equal for layouts that write the same around images,
+        empty for no text.
+        """
         return ()
 
     @property
@@ -89,7 +102,9 @@ class ImageLayout:
 
     @property
     def of_texts(self) -> ImageLayout:
-        """A layout that writes the same texts around an image and needs as few numbers as possible."""
+        """A layout that writes the same texts around an image and needs as few numbers as
+        possible.
+        """
         return replace(self, positions_per_tile=1)
 
     @property
@@ -99,7 +114,9 @@ class ImageLayout:
 
     @property
     def numbers(self) -> str:
-        """What positions of images depend on beside their sizes: equal for layouts that give them the same."""
+        """What positions of images depend on beside their sizes: equal for layouts that give them
+        the same.
+        """
         return str(self.positions_per_tile)
 
     @property
@@ -128,7 +145,8 @@ class ImageLayout:
         return {}
 
     def tiling(self, width: int = 0, height: int = 0, images: int = 1) -> Tiling:
-        """Return tiles and positions of an image of this size in pixels, one of `images` in its sample.
+        """Return tiles and positions of an image of this size in pixels, one of `images` in its
+        sample.
 
         Raises UnfitImage for one that cannot be cut. Only a layout that `is_sized` needs the size.
         """

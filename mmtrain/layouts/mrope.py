@@ -1,6 +1,7 @@
 """Native layouts with a family's mark on either side of an image, and grid positions for M-RoPE.
 
-image of r x c cells in a document: <mark> r * c positions <mark>, each at (start, start + row, start + column)
+image of r x c cells in a document: <mark> r * c positions <mark>, each at (start, start + row,
+start + column)
 
 Sources in transformers: `get_rope_index` of the families' models, and their processors.
 """
@@ -79,9 +80,9 @@ class PaddleOcrVl(MropeLayout):
 def grid_positions(is_image: np.ndarray, grids: Sequence[tuple[int, int]]) -> np.ndarray:
     """Return the positions (3, T) int64 of a document's tokens: time, row, column.
 
-    `is_image` (T,) marks image tokens; `grids` lists each image's rows and columns of them. Each text token advances
-    all three by 1. An image stands at one time; what follows it begins at its start + max(rows, columns). The largest
-    position is below T.
+    `is_image` (T,) marks image tokens; `grids` lists each image's rows and columns of them. Each
+    text token advances all three by 1. An image stands at one time; what follows it begins at its
+    start + max(rows, columns). The largest position is below T.
     """
     steps = np.ones(len(is_image), np.int64)  # from each token's time to the next one's
     ends = np.cumsum([rows * columns for rows, columns in grids], dtype=np.int64)

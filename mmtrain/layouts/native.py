@@ -1,11 +1,13 @@
-"""A grid of cells that keeps the image's shape: each cell is f x f patches of the encoder and one position of the LLM.
+"""A grid of cells that keeps the image's shape: each cell is f x f patches of the encoder and one
+position of the LLM.
 
-smart    between `min_positions` and `max_positions` cells; small images are enlarged (LFM2-VL's, Qwen-VL's)
+smart    between `min_positions` and `max_positions` cells; small images are enlarged (LFM2-VL's,
+    Qwen-VL's)
 longest  no side longer than `longest_edge` pixels; small images keep their size (Pixtral's)
 
-The picture is stretched to whole cells. Sources in transformers: `smart_resize` of Lfm2VlImageProcessor and of
-Qwen2VLImageProcessor, `get_resize_output_image_size` of PixtralImageProcessor; floating-point operations are in their
-order, since they round.
+The picture is stretched to whole cells. Sources in transformers: `smart_resize` of
+Lfm2VlImageProcessor and of Qwen2VLImageProcessor, `get_resize_output_image_size` of
+PixtralImageProcessor; floating-point operations are in their order, since they round.
 """
 
 from __future__ import annotations
@@ -23,7 +25,8 @@ if TYPE_CHECKING:
 
 MIN_POSITIONS, MAX_POSITIONS = 64, 256  # Lfm2VlImageProcessor's
 PatchOrder = Literal["dy dx c", "c dy dx", "c t dy dx"]  # of a patch's values; t: frames
-_VALUES = {"dy dx c": (5, 8, 2), "c dy dx": (2, 5, 8), "c t dy dx": (2, 5, 8)}  # dimensions of patch_rows' view
+# dimensions of patch_rows' view
+_VALUES = {"dy dx c": (5, 8, 2), "c dy dx": (2, 5, 8), "c t dy dx": (2, 5, 8)}
 FRAMES = 2  # that encoders of videos take of an image
 THINNEST = 200  # times as long as wide; Qwen2VLImageProcessor refuses more
 
@@ -36,7 +39,8 @@ class Native(ImageLayout):
     max_positions: int = MAX_POSITIONS
     longest_edge: int | None = None  # pixels
     factor: int = 1  # patches a side of a cell
-    is_lfm2: bool = False  # as Lfm2VlImageProcessor: short sides count as one cell at first, none exceeds the maximum
+    # as Lfm2VlImageProcessor: short sides count as one cell at first, none exceeds the maximum
+    is_lfm2: bool = False
 
     name = "native"
     keys = ("min_positions", "max_positions", "longest_edge")
@@ -76,7 +80,8 @@ class Native(ImageLayout):
             most = f"{self.min_positions} to {self.max_positions} image tokens"
         side = self.tile_size
         return (
-            f"resized to {most}, one for each {side} x {side} pixels, in its own shape (`model.vision.layout: native`)"
+            f"resized to {most}, one for each {side} x {side} pixels, in its own shape "
+            "(`model.vision.layout: native`)"
         )
 
     @property
@@ -112,7 +117,9 @@ def _smart(height: int, width: int, layout: Native) -> tuple[int, int]:
         scale = math.sqrt(least * cell**2 / (height * width))
         rows, columns = (math.ceil(side * scale / cell) for side in (height, width))
     if layout.is_lfm2 and rows * columns > most:  # its processor would cut such patches off
-        raise UnfitImage(f"{width} x {height} pixels, which become {rows * columns} positions, more than {most}")
+        raise UnfitImage(
+            f"{width} x {height} pixels, which become {rows * columns} positions, more than {most}"
+        )
     return rows, columns
 
 
@@ -121,14 +128,20 @@ def _longest(height: int, width: int, longest: int, cell: int) -> tuple[int, int
     if (ratio := max(height / longest, width / longest)) > 1:
         rows, columns = math.floor(height / ratio), math.floor(width / ratio)
     if not rows or not columns:
-        raise UnfitImage(f"{width} x {height} pixels, so thin that nothing of it is left within {longest} pixels")
+        raise UnfitImage(
+            f"{width} x {height} pixels, so thin that nothing of it is left within {longest} pixels"
+        )
     return (rows - 1) // cell + 1, (columns - 1) // cell + 1
 
 
-def patch_rows(cells: torch.Tensor, grid: Sequence[int], side: int, block: int, order: PatchOrder) -> torch.Tensor:
-    """Return the patches (P, values) of one picture's cells (N, 3, S, S), `side` patches a side each.
+def patch_rows(
+    cells: torch.Tensor, grid: Sequence[int], side: int, block: int, order: PatchOrder
+) -> torch.Tensor:
+    """Return the patches (P, values) of one picture's cells (N, 3, S, S), `side` patches a side
+    each.
 
-    They stand row by row; with `block` above 1, blocks stand row by row, and patches row by row in each.
+    They stand row by row; with `block` above 1, blocks stand row by row, and patches row by row in
+    each.
     """
     (rows, columns), size = grid, cells.shape[-1] // side
     apart = cells.reshape(rows, columns, 3, side // block, block, size, side // block, block, size)
@@ -141,4 +154,8 @@ def patch_rows(cells: torch.Tensor, grid: Sequence[int], side: int, block: int, 
 def picture(cells: torch.Tensor, grid: Sequence[int]) -> torch.Tensor:
     """Return one picture (3, H, W) of its cells (N, 3, S, S)."""
     (rows, columns), size = grid, cells.shape[-1]
-    return cells.reshape(rows, columns, 3, size, size).permute(2, 0, 3, 1, 4).reshape(3, rows * size, columns * size)
+    return (
+        cells.reshape(rows, columns, 3, size, size)
+        .permute(2, 0, 3, 1, 4)
+        .reshape(3, rows * size, columns * size)
+    )

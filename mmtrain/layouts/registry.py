@@ -33,10 +33,20 @@ class Strip(Require):
 
 
 LayoutName = Literal[
-    "square", "idefics3", "tiles", "anyres", "anyres_max_9", "native", "qwen_vl", "glm_v", "paddleocr_vl"
+    "square",
+    "idefics3",
+    "tiles",
+    "anyres",
+    "anyres_max_9",
+    "native",
+    "qwen_vl",
+    "glm_v",
+    "paddleocr_vl",
 ]
 LAYOUTS: dict[str, type[ImageLayout]] = {
-    kind.name: kind for kind in (Square, Idefics3, Tiles, Anyres, AnyresMax9, Native, QwenVl, GlmV, PaddleOcrVl)
+    kind.name: kind
+    for kind in (Square, Idefics3, Tiles, Anyres, AnyresMax9, Native, QwenVl, GlmV, PaddleOcrVl)
 }
-LAYOUT_KEYS = tuple(dict.fromkeys(key for layout in LAYOUTS.values() for key in layout.keys))  # of model.vision
+# of model.vision
+LAYOUT_KEYS = tuple(dict.fromkeys(key for layout in LAYOUTS.values() for key in layout.keys))
 TEXT_ALONE: dict[str, type[ImageLayout]] = {kind.name: kind for kind in (Require, Strip)}

@@ -1,4 +1,6 @@
-"""One square and no text around it, as Llava, AyaVision of one tile, InternVL and PerceptionLM have it."""
+"""One square and no text around it, as Llava, AyaVision of one tile, InternVL and PerceptionLM have
+it.
+"""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """The tiles of a grid, then one of the whole image, each with its name before it: AyaVision's.
 
-The grid is that of GotOcr2ImageProcessor, which AyaVision's processor cuts with: of the nearest shape, the whole
-picture stretched over it. Source: `get_optimal_tiled_canvas` (got_ocr2) in transformers; floating-point operations are
-in its order, since they round.
+The grid is that of GotOcr2ImageProcessor, which AyaVision's processor cuts with: of the nearest
+shape, the whole picture stretched over it. Source: `get_optimal_tiled_canvas` (got_ocr2) in
+transformers; floating-point operations are in its order, since they round.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ class Tiles(ImageLayout):
     is_sized = True
     has_texts = True
     joins_patches = True
-    token_settings: ClassVar = {"tile_token": _TILE, "tile_global_token": _OVERVIEW}  # of AyaVisionProcessor
+    # of AyaVisionProcessor
+    token_settings: ClassVar = {"tile_token": _TILE, "tile_global_token": _OVERVIEW}
 
     @property
     def texts(self) -> tuple[str, ...]:
@@ -50,7 +51,10 @@ class Tiles(ImageLayout):
     @property
     def description(self) -> str:
         side = f"{self.tile_size} x {self.tile_size} pixels"
-        return f"cut into up to {self.max_tiles} tiles of {side}, and a whole one (`model.vision.layout: tiles`)"
+        return (
+            f"cut into up to {self.max_tiles} tiles of {side}, and a whole one "
+            "(`model.vision.layout: tiles`)"
+        )
 
     @property
     def image_settings(self) -> dict[str, Any]:
@@ -70,11 +74,15 @@ def _tiling(layout: Tiles, width: int, height: int) -> Tiling:
     tiles = rows * columns
     if tiles == 1:
         return Tiling(width, height, layout.positions_per_tile, canvas="stretched")
-    return Tiling(width, height, layout.positions_per_tile * (tiles + 1), rows, columns, "stretched", "last")
+    return Tiling(
+        width, height, layout.positions_per_tile * (tiles + 1), rows, columns, "stretched", "last"
+    )
 
 
 def _nearest_shape(width: int, height: int, side: int, max_tiles: int) -> tuple[int, int]:
-    """Columns and rows; of equally near shapes the larger while the picture fills more than half of it."""
+    """Columns and rows; of equally near shapes the larger while the picture fills more than half of
+    it.
+    """
     wanted, least_distance, nearest = width / height, math.inf, (1, 1)
     for columns, rows in _grids(max_tiles):
         distance = abs(wanted - columns / rows)
@@ -87,5 +95,9 @@ def _nearest_shape(width: int, height: int, side: int, max_tiles: int) -> tuple[
 
 @functools.cache
 def _grids(max_tiles: int) -> list[tuple[int, int]]:
-    grids = [(columns, rows) for columns in range(1, max_tiles + 1) for rows in range(1, max_tiles // columns + 1)]
+    grids = [
+        (columns, rows)
+        for columns in range(1, max_tiles + 1)
+        for rows in range(1, max_tiles // columns + 1)
+    ]
     return sorted(grids, key=lambda grid: grid[0] * grid[1])

@@ -1,14 +1,17 @@
 """Cost of a transformer block: FLOPs and bytes kept for backward, from its parameters' shapes.
 
-A block is a list of parts (a matrix, a norm, attention itself), each with its place in the order of work. A part needs
-an input gradient only if something trainable lies before it, in this block or upstream; a weight gradient is counted
-for trainable matrices only. So freezing attention alone, or training the last layer alone, is costed as it runs.
+A block is a list of parts (a matrix, a norm, attention itself), each with its place in the order of
+work. A part needs an input gradient only if something trainable lies before it, in this block or
+upstream; a weight gradient is counted for trainable matrices only. So freezing attention alone, or
+training the last layer alone, is costed as it runs.
 
-The last decoder layer runs for the supervised tokens (`rows`): keys and values of all tokens, the rest for these rows
-alone. Some of what runs is thrown away (`wasted`), as model/llm/last_layer.py does it.
+The last decoder layer runs for the supervised tokens (`rows`): keys and values of all tokens, the
+rest for these rows alone. Some of what runs is thrown away (`wasted`), as model/llm/last_layer.py
+does it.
 
-FLOPs count matrix products (2 per multiply-add), as torch.utils.flop_counter does; norms, activations and rotary
-positions count 0. Bytes follow what torch saves for a llama-like layer with fused attention.
+FLOPs count matrix products (2 per multiply-add), as torch.utils.flop_counter does; norms,
+activations and rotary positions count 0. Bytes follow what torch saves for a llama-like layer with
+fused attention.
 """
 
 from __future__ import annotations
@@ -36,7 +39,9 @@ class Flops:
         return self.forward + self.dgrad + self.wgrad
 
     def __add__(self, other: Flops) -> Flops:
-        return Flops(self.forward + other.forward, self.dgrad + other.dgrad, self.wgrad + other.wgrad)
+        return Flops(
+            self.forward + other.forward, self.dgrad + other.dgrad, self.wgrad + other.wgrad
+        )
 
     def __mul__(self, times: int) -> Flops:
         return Flops(self.forward * times, self.dgrad * times, self.wgrad * times)
@@ -50,7 +55,8 @@ class Part:
     flops: float = 0.0  # forward
     dgrad_factor: float = 1.0  # input gradient's FLOPs, times the forward's
     trained: bool = False
-    wasted: Flops = Flops()  # what runs besides and is thrown away, each part where its kind of work runs at all
+    # what runs besides and is thrown away, each part where its kind of work runs at all
+    wasted: Flops = Flops()
     saved_for_dgrad: float = 0.0  # bytes kept if an input gradient flows through it
     saved_for_wgrad: float = 0.0  # bytes kept if it is trained
 
@@ -72,7 +78,9 @@ class Sublayer(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """A transformer block. Its parameters are recognised by their stock names below `prefix` (see `sublayer_of`)."""
+    """A transformer block. Its parameters are recognised by their stock names below `prefix` (see
+    `sublayer_of`).
+    """
 
     parameters: Sequence[ParameterShape]
     prefix: str
@@ -97,22 +105,32 @@ class Block:
         return any(sublayer_of(name) == Sublayer.PROJECT_IN for name in own)
 
     def inner_width(self, parameter: ParameterShape) -> float:
-        """The other side of a matrix between `width` and something else, as far as a token passes it."""
+        """The other side of a matrix between `width` and something else, as far as a token passes
+        it.
+        """
         routed = ".experts." in parameter.name and self.experts_per_token
-        return parameter.numel * (self.experts_per_token / self.experts if routed else 1.0) / self.width
+        return (
+            parameter.numel
+            * (self.experts_per_token / self.experts if routed else 1.0)
+            / self.width
+        )
 
     @property
     def mlp_width(self) -> float:
         """Inner features of its MLPs that a token passes, each MLP counted."""
         matrices = (p for p in self.parameters if len(p.shape) > 1 and not is_adapter(p.name))
         return sum(
-            self.inner_width(p) for p in matrices if sublayer_of(p.name.removeprefix(self.prefix)) == Sublayer.MLP_OUT
+            self.inner_width(p)
+            for p in matrices
+            if sublayer_of(p.name.removeprefix(self.prefix)) == Sublayer.MLP_OUT
         )
 
 
 @dataclass(frozen=True, slots=True)
 class Mixer:
-    """A recurrent mixer: a convolution over a few tokens, and a state that each token changes, if it has one."""
+    """A recurrent mixer: a convolution over a few tokens, and a state that each token changes, if
+    it has one.
+    """
 
     prefix: str  # of its parameters' names inside the block
     shapes: Mapping[str, Shape]  # of its parameters, by their last names
@@ -129,19 +147,32 @@ class Mixer:
     def parts(self, block: Block, size: int, tokens: float, document: float) -> list[Part]:
         """Parts of its work besides matrices, over documents of one length.
 
-        FLOPs are those that torch counts of transformers' code without a library's kernels. Bytes are fits to what it
-        keeps, within 4% for the delta rule over several chunks and Mamba 2, 8% for Mamba, 12% for short convolutions.
+        FLOPs are those that torch counts of transformers' code without a library's kernels. Bytes
+        are fits to what it keeps, within 4% for the delta rule over several chunks and Mamba 2, 8%
+        for Mamba, 12% for short convolutions.
         """
         channels, _, width = self.convolution
         convolved = 2 * channels * width * tokens * (1 + (width - 1) / document)
         kept = _CONVOLVED * size * channels
         decay = self.shapes.get("A_log")
         if decay is None:  # a short convolution; its gates are products with it
-            return [Part(Sublayer.ATTENTION, convolved, saved_for_dgrad=(kept + 2 * size * channels) * tokens)]
+            return [
+                Part(
+                    Sublayer.ATTENTION,
+                    convolved,
+                    saved_for_dgrad=(kept + 2 * size * channels) * tokens,
+                )
+            ]
         if len(decay) == 2:  # Mamba: token by token
             states = math.prod(decay)
             saved = 13.2 * states + 26 * self.inner
-            return [Part(Sublayer.ATTENTION, convolved + 2 * states * tokens, saved_for_dgrad=saved * tokens)]
+            return [
+                Part(
+                    Sublayer.ATTENTION,
+                    convolved + 2 * states * tokens,
+                    saved_for_dgrad=saved * tokens,
+                )
+            ]
         heads, chunk = math.prod(decay), block.mixer_chunk
         values = self.inner // heads
         chunks, documents = math.ceil(document / chunk), tokens / document
@@ -149,7 +180,11 @@ class Mixer:
             state = block.mixer_state or values
             of_chunk = 2 * chunk**2 * (state + values) + 4 * chunk * state * values
             flops = heads * documents * (chunks * of_chunk + 2 * (chunks + 1) ** 2 * state * values)
-            saved = kept + (38 - 2 * size) * self.inner + heads * (20 * state + 12 * chunk + 8 * values * state / chunk)
+            saved = (
+                kept
+                + (38 - 2 * size) * self.inner
+                + heads * (20 * state + 12 * chunk + 8 * values * state / chunk)
+            )
             return [
                 Part(Sublayer.ATTENTION, convolved, saved_for_dgrad=saved * tokens),
                 Part(Sublayer.ATTENTION, flops, dgrad_factor=2.0),
@@ -157,12 +192,20 @@ class Mixer:
         keys = block.mixer_state or values  # the gated delta rule
         inside, across = 2 * chunk**2 * (2 * keys + values), 6 * chunk * keys * values
         flops = heads * documents * chunks * (inside + across)
-        # A triangular system's gradient; the first chunk's state and what the last one hands on need none.
-        more = heads * documents * (chunks * 2 * chunk**2 * (keys + values) - 8 * chunk * keys * values)
-        decays = keys if math.prod(self.shapes["dt_bias"]) > heads else 0  # kimi_linear's keys decay each by itself
+        # A triangular system's gradient; the first chunk's state and what the last one hands on
+        # need none.
+        more = (
+            heads
+            * documents
+            * (chunks * 2 * chunk**2 * (keys + values) - 8 * chunk * keys * values)
+        )
+        # kimi_linear's keys decay each by itself
+        decays = keys if math.prod(self.shapes["dt_bias"]) > heads else 0
         padded = chunks * chunk / document
         of_chunks = (21 + 17 * decays) * chunk * padded  # (chunk, chunk) matrices
-        saved = kept + heads * ((20 + 6 * size) * keys + 24 * values + of_chunks + 4 * keys * values / chunk)
+        saved = kept + heads * (
+            (20 + 6 * size) * keys + 24 * values + of_chunks + 4 * keys * values / chunk
+        )
         return [
             Part(Sublayer.ATTENTION, convolved, saved_for_dgrad=saved * tokens),
             Part(Sublayer.ATTENTION, flops, dgrad_factor=2.0 + more / flops),
@@ -182,13 +225,20 @@ def find_mixer(parameters: Sequence[ParameterShape], prefix: str) -> Mixer | Non
     if convolution is None:
         return None
     inside = convolution.rsplit(".", 2)[0] + "."
-    own = {name.removesuffix(".weight"): shape for name, shape in names.items() if name.startswith(inside)}
+    own = {
+        name.removesuffix(".weight"): shape
+        for name, shape in names.items()
+        if name.startswith(inside)
+    }
     shapes = {name.rpartition(".")[2]: shape for name, shape in own.items()}
     is_read = any(len(shape) == 2 for name, shape in shapes.items() if name in _OUT)
-    has_state = "A_log" not in shapes or (math.prod(shapes["A_log"]) and not shapes.keys().isdisjoint(("D", "dt_bias")))
+    has_state = "A_log" not in shapes or (
+        math.prod(shapes["A_log"]) and not shapes.keys().isdisjoint(("D", "dt_bias"))
+    )
     if not (is_read and has_state):
         raise UserError(
-            f"{prefix}{inside.rstrip('.')} has a convolution, but not the matrices and the state of a known recurrent "
+            f"{prefix}{inside.rstrip('.')} has a convolution, but not the matrices and the state "
+            "of a known recurrent "
             "layer. Download the weights again, or use another LLM"
         )
     return Mixer(inside, shapes)
@@ -199,7 +249,9 @@ def _is_convolution(shape: Shape) -> bool:
 
 
 def keys_seen(document: float, last: float, window: int | None) -> float:
-    """Keys that the last tokens of a causal document see on average: token i sees min(i, window), i from 1."""
+    """Keys that the last tokens of a causal document see on average: token i sees min(i, window), i
+    from 1.
+    """
 
     def seen(length: float) -> float:
         most = min(length, window or length)
@@ -210,7 +262,9 @@ def keys_seen(document: float, last: float, window: int | None) -> float:
 
 
 def total(parts: Sequence[Part], upstream: bool, *, with_waste: bool = True) -> tuple[Flops, int]:
-    """FLOPs and saved bytes of a layer; `upstream` says whether anything before the layer trains."""
+    """FLOPs and saved bytes of a layer; `upstream` says whether anything before the layer
+    trains.
+    """
     first = min((part.place for part in parts if part.trained), default=None)
     forward = dgrad = wgrad = saved = 0.0
     for part in parts:
@@ -235,8 +289,8 @@ def block_parts(
 ) -> list[Part]:
     """Parts of one transformer block over `tokens` tokens, stored in `size` bytes an element.
 
-    `rows` is the number of tokens whose output is used, `context` the number of keys that one of those sees,
-    `document` the tokens of a document, which a recurrent mixer takes one by one.
+    `rows` is the number of tokens whose output is used, `context` the number of keys that one of
+    those sees, `document` the tokens of a document, which a recurrent mixer takes one by one.
     """
     query, key = block.heads * block.head_dim, block.kv_heads * block.head_dim
     mixer = block.mixer
@@ -247,11 +301,14 @@ def block_parts(
                 Sublayer.ATTENTION,
                 4 * query * context * rows,  # scores, and values weighted by them
                 dgrad_factor=2.0,
-                # query, key, value, result and the softmax's log-sum (fp32): fused attention keeps no scores
-                saved_for_dgrad=size * (2 * query * rows + 2 * key * tokens) + 4 * block.heads * rows,
+                # query, key, value, result and the softmax's log-sum (fp32): fused attention keeps
+                # no scores
+                saved_for_dgrad=size * (2 * query * rows + 2 * key * tokens)
+                + 4 * block.heads * rows,
             )
         )
-    shared_inputs: dict[tuple[Sublayer, float, float, str], bool] = {}  # what several matrices read is kept once
+    # what several matrices read is kept once
+    shared_inputs: dict[tuple[Sublayer, float, float, str], bool] = {}
     mlps: dict[str, dict[Sublayer, float]] = {}  # inner widths, by module
     for parameter in block.parameters:
         local = parameter.name.removeprefix(block.prefix)
@@ -266,18 +323,24 @@ def block_parts(
             place = Sublayer.PROJECT_OUT if is_last else Sublayer.PROJECT_IN
         if len(parameter.shape) == 1:
             elements = parameter.numel
-            if place == Sublayer.INNER_NORM and elements == block.head_dim:  # one norm for all heads
+            # one norm for all heads
+            if place == Sublayer.INNER_NORM and elements == block.head_dim:
                 elements *= block.heads if "q" in local else block.kv_heads
             if place == Sublayer.INNER_NORM and not local.split(".")[-2].startswith("q"):
                 seen = tokens
-            elif place == Sublayer.INPUT_NORM and rows < tokens:  # once for the keys, once for the rows
+            elif place == Sublayer.INPUT_NORM and rows < tokens:
+                # once for the keys, once for the rows
                 seen = tokens + rows
-            # A norm keeps its input in fp32 and one factor per row; training its weight keeps the normed input too.
+            # A norm keeps its input in fp32 and one factor per row; training its weight keeps the
+            # normed input too.
             kept, kept_trained = seen * (4 * elements + 4), seen * size * elements
-            parts.append(Part(place, trained=is_trained, saved_for_dgrad=kept, saved_for_wgrad=kept_trained))
+            parts.append(
+                Part(place, trained=is_trained, saved_for_dgrad=kept, saved_for_wgrad=kept_trained)
+            )
             continue
         routed = ".experts." in parameter.name
-        copies = max(1, block.experts_per_token) if routed else 1  # of a token, one for each of its experts
+        # of a token, one for each of its experts
+        copies = max(1, block.experts_per_token) if routed else 1
         inner = block.inner_width(parameter)
         matrix = 2 * inner * block.width  # FLOPs of one token
         wasted = Flops()
@@ -287,7 +350,9 @@ def block_parts(
             seen, wasted = _projected(local, matrix, query_share, tokens, rows)
         if parameter.name.endswith(LORA_B):  # it reads what A has made, which nothing else does
             kept_trained = seen * size * parameter.shape[1]
-            parts.append(Part(place + BEHIND, matrix * seen, 1.0, is_trained, wasted, 0.0, kept_trained))
+            parts.append(
+                Part(place + BEHIND, matrix * seen, 1.0, is_trained, wasted, 0.0, kept_trained)
+            )
             continue
         parts.append(Part(place, matrix * seen, 1.0, is_trained, wasted))
         is_out = place in (Sublayer.PROJECT_OUT, Sublayer.MLP_OUT)
@@ -302,22 +367,30 @@ def block_parts(
         if place in (Sublayer.MLP_IN, Sublayer.MLP_OUT) and not is_adapter(parameter.name):
             mlp = mlps.setdefault(local.removesuffix(".weight").rpartition(".")[0], {})
             mlp[place] = mlp.get(place, 0.0) + inner
-        if routed and place == Sublayer.MLP_OUT:  # an expert's result is kept for the gradient of its routing weight
-            parts.append(Part(Sublayer.OUTPUT_NORM, saved_for_dgrad=rows * size * block.width * copies))
+        # an expert's result is kept for the gradient of its routing weight
+        if routed and place == Sublayer.MLP_OUT:
+            parts.append(
+                Part(Sublayer.OUTPUT_NORM, saved_for_dgrad=rows * size * block.width * copies)
+            )
     for (place, elements, seen, _), is_trained in shared_inputs.items():
         parts.append(Part(place, trained=is_trained, saved_for_wgrad=seen * size * elements))
     for mlp in mlps.values():
         up, down = mlp.get(Sublayer.MLP_IN, 0.0), mlp.get(Sublayer.MLP_OUT, 0.0)
-        gated = up > 1.5 * down  # gate and up against down: the activated gate is kept too, for the product
+        # gate and up against down: the activated gate is kept too, for the product
+        gated = up > 1.5 * down
         parts.append(Part(Sublayer.MLP_OUT, saved_for_dgrad=rows * size * (up + down * gated)))
     return parts
 
 
-def _projected(local_name: str, matrix: float, query_share: float, tokens: float, rows: float) -> tuple[float, Flops]:
-    """(tokens that a matrix before attention is needed for, what runs besides) where only `rows` are asked.
+def _projected(
+    local_name: str, matrix: float, query_share: float, tokens: float, rows: float
+) -> tuple[float, Flops]:
+    """(tokens that a matrix before attention is needed for, what runs besides) where only `rows`
+    are asked.
 
-    The layer runs as far as its keys and values for all tokens, then once more for the rows. One matrix for query, key
-    and value is needed for a share of both, and its gradients are made for all of both.
+    The layer runs as far as its keys and values for all tokens, then once more for the rows. One
+    matrix for query, key and value is needed for a share of both, and its gradients are made for
+    all of both.
     """
     module = adapted_layer(local_name).rpartition(".")[2]
     if module in _QUERY:
@@ -330,7 +403,8 @@ def _projected(local_name: str, matrix: float, query_share: float, tokens: float
 
 
 BEHIND = 0.5  # places that B of an adapter stands behind its A
-# Of the run that does not need them (see last_layer.py); kv_b_proj lies behind the cache, which the first ends at.
+# Of the run that does not need them (see last_layer.py); kv_b_proj lies behind the cache, which the
+# first ends at.
 _LEFT_OUT = {"q_proj", "q_b_proj", "k_proj", "v_proj", "kv_b_proj"}
 _QUERY = {"q_proj", "q_a_proj", "q_b_proj", "query"}
 _FUSED = {"qkv_proj", "query_key_value", "c_attn", "qkv", "Wqkv"}
@@ -343,13 +417,30 @@ def _is_matrix(parameter: ParameterShape) -> bool:
 
 _LATENT = {"q_b_proj", "kv_b_proj"}
 _DOWN = {"down_proj", "fc2", "c_proj", "w2", "dense_4h_to_h", "output_linear", "weights_out"}
-_MIDDLE = ("post_attention", "post_self_attn", "pre_feedforward", "pre_ff_", "pre_mlp", "final_layer_norm", "ffn_norm")
-_MIDDLE_EXACT = {"ln_2", "norm2", "layer_norm2", "layernorm_after", "ls1", "layer_scale1", "lambda_1"}
+_MIDDLE = (
+    "post_attention",
+    "post_self_attn",
+    "pre_feedforward",
+    "pre_ff_",
+    "pre_mlp",
+    "final_layer_norm",
+    "ffn_norm",
+)
+_MIDDLE_EXACT = {
+    "ln_2",
+    "norm2",
+    "layer_norm2",
+    "layernorm_after",
+    "ls1",
+    "layer_scale1",
+    "lambda_1",
+}
 _OUTPUT = ("post_feedforward", "post_mlp", "ls2", "layer_scale2", "lambda_2")
 
 
 def sublayer_of(local_name: str) -> Sublayer:
-    """Where a parameter acts inside its block, from its stock name below the block (`self_attn.q_proj.weight`).
+    """Where a parameter acts inside its block, from its stock name below the block
+    (`self_attn.q_proj.weight`).
 
     An unknown name counts as the block's beginning: if it trains, FLOPs can only be overestimated.
     """
@@ -359,7 +450,8 @@ def sublayer_of(local_name: str) -> Sublayer:
         if first.startswith(_MIDDLE) or first in _MIDDLE_EXACT:
             return Sublayer.MIDDLE_NORM
         return Sublayer.OUTPUT_NORM if first.startswith(_OUTPUT) else Sublayer.INPUT_NORM
-    if first == "mixer" and last not in _DOWN | {"up_proj", "gate"} and "expert" not in local_name:  # nemotron_h
+    # nemotron_h
+    if first == "mixer" and last not in _DOWN | {"up_proj", "gate"} and "expert" not in local_name:
         first = "attention"
     if "attn" in first or "attention" in first:
         if last in _OUT:
@@ -367,8 +459,12 @@ def sublayer_of(local_name: str) -> Sublayer:
         if "norm" in last or last == "sinks":
             return Sublayer.INNER_NORM
         return Sublayer.PROJECT_LATENT if last in _LATENT else Sublayer.PROJECT_IN
-    if first in ("intermediate", "output"):  # transformers' ViT, whose attention has an `output` of its own
+    # transformers' ViT, whose attention has an `output` of its own
+    if first in ("intermediate", "output"):
         return Sublayer.MLP_IN if first == "intermediate" else Sublayer.MLP_OUT
-    if first in ("mlp", "mixer", "feed_forward", "block_sparse_moe", "shared_mlp", "fc1", "fc2") or "expert" in first:
+    if (
+        first in ("mlp", "mixer", "feed_forward", "block_sparse_moe", "shared_mlp", "fc1", "fc2")
+        or "expert" in first
+    ):
         return Sublayer.MLP_OUT if last in _DOWN else Sublayer.MLP_IN
     return Sublayer.INPUT_NORM

@@ -1,10 +1,12 @@
 """What layers, messages and a step's end take on a device: measured by a calibration, or assumed.
 
 measurement on the device --Calibration--> JSON in the cache, found by its key
-    --calibrated, or without one assumed_timings--> Timings --cut--> seconds of stages --simulate--> of a step
+    --calibrated, or without one assumed_timings--> Timings --cut--> seconds of stages --simulate-->
+        of a step
 
-A calibration holds for one key: device, ranks that compute on it at once, threads, models and what trains in them,
-sizes of a micro-batch, versions. It says nothing of layouts: any cut, schedule and recomputation is predicted from it.
+A calibration holds for one key: device, ranks that compute on it at once, threads, models and what
+trains in them, sizes of a micro-batch, versions. It says nothing of layouts: any cut, schedule and
+recomputation is predicted from it.
 """
 
 from __future__ import annotations
@@ -46,7 +48,9 @@ MAX_BYTES = 1_000_000  # of the file; a dozen kinds of layers take 5 kB
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """What computes. `ranks` share it and compute at once: all of a machine on a CPU, one on a GPU."""
+    """What computes. `ranks` share it and compute at once: all of a machine on a CPU, one on a
+    GPU.
+    """
 
     name: str
     ranks: int
@@ -63,7 +67,8 @@ class Key:
     device: str
     ranks: int
     threads: int
-    models: str  # hash of all parameters' names and shapes and of the dtypes that they are stored in
+    # hash of all parameters' names and shapes and of the dtypes that they are stored in
+    models: str
     trainable: tuple[str, ...]  # patterns
     pack_length: int
     packs_per_microbatch: int
@@ -79,20 +84,23 @@ class Key:
 class LayerMeasures:
     """One kind of layer (see `costs.LayerKind`), for one micro-batch of the expected contents.
 
-    Seconds are those that one more layer of this kind adds to a FORWARD or BACKWARD of its stage. Bytes are as in
-    `costs.LayerCost`: a layer's output counts where the next layer keeps it as its input; weights never count.
+    Seconds are those that one more layer of this kind adds to a FORWARD or BACKWARD of its stage.
+    Bytes are as in `costs.LayerCost`: a layer's output counts where the next layer keeps it as its
+    input; weights never count.
     """
 
     __pydantic_config__ = EXACTLY
 
     forward_seconds: Seconds
     backward_seconds: Seconds  # 0 where nothing runs backward
-    recomputing_seconds: Seconds  # the backward if the layer recomputes its activations, its second forward included
+    # the backward if the layer recomputes its activations, its second forward included
+    recomputing_seconds: Seconds
     kept_bytes: Count
     kept_bytes_recomputing: Count
     forward_working_bytes: Count
     backward_working_bytes: Count
-    recomputing_working_bytes: Count  # the backward's if the layer recomputes, what it makes again included
+    # the backward's if the layer recomputes, what it makes again included
+    recomputing_working_bytes: Count
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +111,8 @@ class MessageSeconds:
 
     send: Seconds  # of the sender, while it posts a message
     receive: Seconds  # of the receiver, for posting and taking one that has arrived
-    transfer: Seconds | None  # from the moment both sides have posted a message to its arrival; None: was not measured
+    # from the moment both sides have posted a message to its arrival; None: was not measured
+    transfer: Seconds | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,18 +123,23 @@ class Calibration:
     layers: Mapping[str, LayerMeasures]  # by name of the kind
     compute_seconds: Seconds  # overhead of one FORWARD or BACKWARD, beyond the sum of its layers
     encode_seconds: Seconds  # overhead of one ENCODE, with its LOAD, beyond the encoder's forward
-    encode_block_seconds: Seconds  # part of the encoder's forward, of each of its blocks; 0 if it trains
-    messages: MessageSeconds | None  # between stages, hidden states and integers; None: were not measured
+    # part of the encoder's forward, of each of its blocks; 0 if it trains
+    encode_block_seconds: Seconds
+    # between stages, hidden states and integers; None: were not measured
+    messages: MessageSeconds | None
     features: MessageSeconds | None  # between slices of a frozen encoder; None likewise
     end_seconds: Seconds  # a step's end: reductions, of gradients over `replicas`, and optimizer
     replicas: Annotated[Count, Field(gt=0)]
     matmul_flops_per_second: Rate  # of one rank, all `ranks` computing
-    encode_stem_bytes: Count | None = None  # working in an ENCODE of a first slice without blocks; None: not measured
+    # working in an ENCODE of a first slice without blocks; None: not measured
+    encode_stem_bytes: Count | None = None
     encode_later_bytes: Count | None = None  # likewise of a slice behind the first
     fetches: Mapping[str, Rate] = field(default_factory=dict)  # by measured source: bytes a second
 
     def save(self, file: Path | None = None) -> Path:
-        """Write it, by default where `find` looks, and return the file. An existing one is replaced whole."""
+        """Write it, by default where `find` looks, and return the file. An existing one is replaced
+        whole.
+        """
         file = file or cached_file(self.key)
         file.parent.mkdir(parents=True, exist_ok=True)
         write_whole(file, json.dumps({"format": FORMAT, **asdict(self)}, indent=1) + "\n")
@@ -133,13 +147,21 @@ class Calibration:
 
 
 def cpu_device(config: RunConfig, local_ranks: int | None = None) -> Device:
-    """This machine's CPU with the threads that its ranks would be given (None: all ranks of the run are on it)."""
+    """This machine's CPU with the threads that its ranks would be given (None: all ranks of the run
+    are on it).
+    """
     cores = usable_cores()
     ranks = local_ranks or config.parallel.pipeline * config.parallel.data
     cpuinfo = Path("/proc/cpuinfo")
-    found = re.search(r"^model name\s*:\s*(.+)$", cpuinfo.read_text(), re.MULTILINE) if cpuinfo.exists() else None
+    found = (
+        re.search(r"^model name\s*:\s*(.+)$", cpuinfo.read_text(), re.MULTILINE)
+        if cpuinfo.exists()
+        else None
+    )
     name = found[1].strip() if found else platform.processor() or platform.machine()
-    return Device(f"{name}, {cores} cores", ranks, threads_of_rank(config.parallel.threads_per_rank, ranks))
+    return Device(
+        f"{name}, {cores} cores", ranks, threads_of_rank(config.parallel.threads_per_rank, ranks)
+    )
 
 
 def gpu_device(name: str) -> Device:
@@ -151,8 +173,16 @@ def calibration_key(config: RunConfig, models: Models, device: Device) -> Key:
     llm, vision, layout = models.llm, models.vision, models.layout
     facts = [
         [[p.name, *p.shape] for p in models.parameters],
-        [vision.image_size, vision.blocks_run, vision.heads, llm.heads, llm.window, llm.experts_per_token],
-        [layout.positions_per_tile, layout.numbers if layout.is_sized else None],  # pooling, and a typical image
+        [
+            vision.image_size,
+            vision.blocks_run,
+            vision.heads,
+            llm.heads,
+            llm.window,
+            llm.experts_per_token,
+        ],
+        # pooling, and a typical image
+        [layout.positions_per_tile, layout.numbers if layout.is_sized else None],
         [config.model.llm.dtype, config.model.vision_dtype],
     ]
     return Key(
@@ -171,10 +201,11 @@ def cached_file(key: Key) -> Path:
 
 
 def find_calibration(config: RunConfig, models: Models, device: Device) -> Calibration | None:
-    """The calibration in `parallel.calibration`, else the cache's for this run on this device; None: there is none.
+    """The calibration in `parallel.calibration`, else the cache's for this run on this device;
+    None: there is none.
 
-    Raises UserError if the file in `parallel.calibration` cannot be read or is for another run. One in the cache that
-    cannot be read counts as not there.
+    Raises UserError if the file in `parallel.calibration` cannot be read or is for another run. One
+    in the cache that cannot be read counts as not there.
     """
     wanted, given = calibration_key(config, models, device), config.parallel.calibration
     if given is None:
@@ -198,19 +229,24 @@ def find_calibration(config: RunConfig, models: Models, device: Device) -> Calib
 
 
 def load_calibration(file: Path) -> Calibration:
-    """Read a file that `Calibration.save` wrote; raises UserError, saying what is wrong, for anything else."""
+    """Read a file that `Calibration.save` wrote; raises UserError, saying what is wrong, for
+    anything else.
+    """
     try:
         content = parse_json(read_limited(file, MAX_BYTES, "a calibration"))
         if (version := content.pop("format", None)) != FORMAT:
             raise ValueError(f"it has version {escape(repr(version))}; this mmtrain reads {FORMAT}")
         return TypeAdapter(Calibration).validate_python(content)
     except (OSError, ValueError, TypeError, AttributeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
+        reason = (
+            error.strerror if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
+        )
         if isinstance(error, ValidationError):
             wrong = error.errors()[0]
             reason = f"{'.'.join(map(str, wrong['loc']))}: {wrong['msg']}"
         raise UserError(
-            f"{file}: not a calibration that this version of mmtrain reads ({reason}). Calibrate again"
+            f"{file}: not a calibration that this version of mmtrain reads ({reason}). "
+            "Calibrate again"
         ) from error
 
 
@@ -231,13 +267,14 @@ class Assumptions:
 
 
 GPU = Assumptions(150e12, 10, 12e9, 25e9, 400e9, 30e-6, 200e-6)
-"""Half of an A100's 312e12 in bfloat16; a tenth of that in fp32, which torch leaves off the tensor cores (NVIDIA's data
-sheets; an H100's ratio is equal, a 4090's near 1.3); half of what PCIe 4.0 x16 carries one way (no NVLink), and all
-that page-locked host memory gives of it; a fifth of what an A100's memory does for dequantising; two NCCL kernels;
-Python and launches that the device waits for."""
+"""Half of an A100's 312e12 in bfloat16; a tenth of that in fp32, which torch leaves off the tensor
+cores (NVIDIA's data sheets; an H100's ratio is equal, a 4090's near 1.3); half of what PCIe 4.0 x16
+carries one way (no NVLink), and all that page-locked host memory gives of it; a fifth of what an
+A100's memory does for dequantising; two NCCL kernels; Python and launches that the device waits
+for."""
 CPU = Assumptions(100e9, 1, 3e9, 5e9, 1e9, 200e-6, 500e-6)
-"""One core, in float32 and bfloat16 alike, which copies and dequantises weights itself; gloo between processes of one
-machine, whose 4 MB cost their sender 1.4 ms."""
+"""One core, in float32 and bfloat16 alike, which copies and dequantises weights itself; gloo
+between processes of one machine, whose 4 MB cost their sender 1.4 ms."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -251,7 +288,8 @@ class LayerSeconds:
 class Timings:
     """Seconds per micro-batch, of one rank while the others compute, too."""
 
-    device: str | None  # that was measured; None: all seconds are assumed, and only their ratios mean anything
+    # that was measured; None: all seconds are assumed, and only their ratios mean anything
+    device: str | None
     layers: tuple[LayerSeconds, ...]  # front without the encoder's forward, decoder layers, head
     whole_last: LayerSeconds  # the last decoder layer where the head is on another stage
     encode_stem: float  # of LOAD and of what the encoder's first slice runs besides blocks
@@ -271,7 +309,9 @@ class Timings:
         return self.encode_of(self.encoder_blocks, first=True)
 
     def encode_of(self, blocks: int, first: bool) -> float:
-        """Seconds of ENCODE of a slice with `blocks` blocks: the `first` has LOAD and the stem, another a call."""
+        """Seconds of ENCODE of a slice with `blocks` blocks: the `first` has LOAD and the stem,
+        another a call.
+        """
         return (self.encode_stem if first else self.call) + blocks * self.encode_block
 
 
@@ -296,8 +336,12 @@ def assumed_timings(costs: RunCosts, replicas: int, device: Assumptions) -> Timi
         encode_block=compute(encoder.block_forward, encoder.block_forward * encoder.in_fp32),
         encoder_blocks=encoder.blocks,
         call=device.call_seconds,
-        messages=MessageCost(transfer=device.latency_seconds + costs.hidden_bytes / device.bytes_per_second),
-        features=MessageCost(transfer=device.latency_seconds + encoder.hidden_bytes / device.bytes_per_second),
+        messages=MessageCost(
+            transfer=device.latency_seconds + costs.hidden_bytes / device.bytes_per_second
+        ),
+        features=MessageCost(
+            transfer=device.latency_seconds + encoder.hidden_bytes / device.bytes_per_second
+        ),
         end=_ring(costs, replicas, device),
         fetch_latency=device.latency_seconds,
         fetch_seconds_per_byte={
@@ -316,20 +360,26 @@ def _ring(costs: RunCosts, replicas: int, device: Assumptions) -> float:
 def calibrated(
     costs: RunCosts, calibration: Calibration, replicas: int, device: Assumptions
 ) -> tuple[RunCosts, Timings]:
-    """The costs with measured bytes, and measured seconds. Raises UserError where a kind of layer was not measured.
+    """The costs with measured bytes, and measured seconds. Raises UserError where a kind of layer
+    was not measured.
 
-    What the calibration's layout could not tell is assumed of `device`: messages at pipeline 1, and what another number
-    of replicas changes at a step's end.
+    What the calibration's layout could not tell is assumed of `device`: messages at pipeline 1, and
+    what another number of replicas changes at a step's end.
     """
     missing = [kind.name for kind in costs.kinds if kind.name not in calibration.layers]
     if missing:
         raise UserError(
-            f"the calibration on {calibration.key.device} does not have {', '.join(missing)}: it was made by another "
+            f"the calibration on {calibration.key.device} does not have {', '.join(missing)}: "
+            "it was made by another "
             "version of mmtrain. Calibrate again, or delete it"
         )
     measures = dict(calibration.layers)
-    if not any(measures[kind.name].forward_seconds for kind in costs.kinds if kind.name != "encoder"):
-        raise UserError("the calibration says that no layer takes any time. Calibrate again, or delete it")
+    if not any(
+        measures[kind.name].forward_seconds for kind in costs.kinds if kind.name != "encoder"
+    ):
+        raise UserError(
+            "the calibration says that no layer takes any time. Calibrate again, or delete it"
+        )
     of_encoder, of_front = measures["encoder"], measures["front"]
     if not costs.encoder.frozen:  # its backward belongs to stage 0's
         backward = of_front.backward_seconds + of_encoder.backward_seconds
@@ -339,7 +389,9 @@ def calibrated(
             recomputing_seconds=backward,
             kept_bytes=of_front.kept_bytes + of_encoder.kept_bytes,
             kept_bytes_recomputing=of_front.kept_bytes_recomputing + of_encoder.kept_bytes,
-            backward_working_bytes=max(of_front.backward_working_bytes, of_encoder.backward_working_bytes),
+            backward_working_bytes=max(
+                of_front.backward_working_bytes, of_encoder.backward_working_bytes
+            ),
         )
     names = [field.name for field in fields(LayerMeasures) if "_bytes" in field.name]
 
@@ -369,18 +421,24 @@ def calibrated(
         device=calibration.key.device,
         layers=tuple(seconds(layer) for layer in costs.layers),
         whole_last=seconds(costs.whole_last),
-        encode_stem=max(0.0, of_encoder.forward_seconds - blocks * block) + calibration.encode_seconds,
+        encode_stem=max(0.0, of_encoder.forward_seconds - blocks * block)
+        + calibration.encode_seconds,
         encode_block=block,
         call=calibration.compute_seconds,
         messages=message(calibration.messages, assumed.messages),
         features=message(calibration.features, assumed.features),
-        end=max(0.0, calibration.end_seconds + assumed.end - _ring(costs, calibration.replicas, device)),
+        end=max(
+            0.0, calibration.end_seconds + assumed.end - _ring(costs, calibration.replicas, device)
+        ),
         fetch_seconds_per_byte={
             **assumed.fetch_seconds_per_byte,
             **{source: 1 / rate for source, rate in calibration.fetches.items()},
         },
-        measured_messages=calibration.messages is not None and calibration.messages.transfer is not None,
+        measured_messages=calibration.messages is not None
+        and calibration.messages.transfer is not None,
         measured_fetches=tuple(calibration.fetches),
     )
     layers = tuple(cost(layer) for layer in costs.layers)
-    return replace(costs, layers=layers, whole_last=cost(costs.whole_last), encoder=encoder), timings
+    return replace(
+        costs, layers=layers, whole_last=cost(costs.whole_last), encoder=encoder
+    ), timings

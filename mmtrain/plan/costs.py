@@ -1,10 +1,13 @@
-"""Costs of each layer that the planner places, per micro-batch: FLOPs, weight bytes, bytes kept for backward.
+"""Costs of each layer that the planner places, per micro-batch: FLOPs, weight bytes, bytes kept for
+backward.
 
 config, image layout --workload--> tokens, tiles and positions of a micro-batch
-    --run_costs--> front (projector, embedding), decoder layers, head (final norm, LM head), and the vision encoder
+    --run_costs--> front (projector, embedding), decoder layers, head (final norm, LM head), and the
+        vision encoder
 
-The forward of a frozen encoder is no part of the front, since it may run at another time and on other ranks. The last
-decoder layer and the head run for supervised tokens only. `block_costs` says which layers run backward.
+The forward of a frozen encoder is no part of the front, since it may run at another time and on
+other ranks. The last decoder layer and the head run for supervised tokens only. `block_costs` says
+which layers run backward.
 """
 
 from __future__ import annotations
@@ -50,23 +53,29 @@ class Workload:
     """What is computed on: a micro-batch in expectation, or a measured step."""
 
     tokens: float  # positions of all its packs; in a measured step those that documents fill
-    document: float  # tokens of a typical document; of several the sum of their squares over their sum
+    # tokens of a typical document; of several the sum of their squares over their sum
+    document: float
     tiles: float  # squares that the encoder sees
     image_positions: float
     supervised: float  # tokens with a label
-    attended: float = 1.0  # tiles that a tile's patches attend to: those of its image under layout native, on average
+    # tiles that a tile's patches attend to: those of its image under layout native, on average
+    attended: float = 1.0
     position_rows: int = 1  # 4 with M-RoPE
 
 
 def workload(config: RunConfig, layout: ImageLayout) -> Workload:
-    """Expected contents of a micro-batch: documents of one image, or none, and the expected text, without padding."""
+    """Expected contents of a micro-batch: documents of one image, or none, and the expected text,
+    without padding.
+    """
     tokens = config.train.packs_per_microbatch * config.data.pack_length
     tiles, positions = expected_image(config, layout)
     document = min(config.data.pack_length, positions + config.data.expected_text_tokens)
     images, supervised = tokens / document, tokens * config.data.expected_supervised_fraction
     attended = (config.data.expected_attended_tiles or tiles) if layout.attends_across else 1.0
     rows = 4 if layout.has_grid_positions else 1
-    return Workload(tokens, document, images * tiles, images * positions, supervised, attended, rows)
+    return Workload(
+        tokens, document, images * tiles, images * positions, supervised, attended, rows
+    )
 
 
 def expected_image(config: RunConfig, layout: ImageLayout) -> tuple[float, float]:
@@ -80,7 +89,8 @@ def expected_image(config: RunConfig, layout: ImageLayout) -> tuple[float, float
 
 
 def typical_tiling(config: RunConfig, layout: ImageLayout) -> Tiling | None:
-    """Tiling nearest to the expected image among those that leave a pack room for text; if none does, the smallest.
+    """Tiling nearest to the expected image among those that leave a pack room for text; if none
+    does, the smallest.
 
     None for a run without images.
     """
@@ -96,12 +106,16 @@ def typical_tiling(config: RunConfig, layout: ImageLayout) -> Tiling | None:
 
 
 def _arranged_positions(work: Workload, layout: ImageLayout) -> float:
-    """The most positions that live at once while tiles are put in lines with newlines; 0 without newlines."""
+    """The most positions that live at once while tiles are put in lines with newlines; 0 without
+    newlines.
+    """
     if not layout.has_newlines:
         return 0.0
     images = work.tokens / work.document
     made, overviews = work.tiles * layout.positions_per_tile, images * layout.positions_per_tile
-    return max(0.0, made + (made - overviews) / max(images, 1.0) + 2 * work.image_positions - overviews)
+    return max(
+        0.0, made + (made - overviews) / max(images, 1.0) + 2 * work.image_positions - overviews
+    )
 
 
 # ---- what layers cost
@@ -118,7 +132,9 @@ class Models:
 
     @property
     def first_layers(self) -> int:
-        """Layers that stage 0 holds at least: on another stage DeepStack's features would have to travel there."""
+        """Layers that stage 0 holds at least: on another stage DeepStack's features would have to
+        travel there.
+        """
         return 1 + len(self.vision.deepstack)
 
     @property
@@ -139,7 +155,8 @@ class Models:
 class LayerKind:
     """Layers with equal costs: equal shapes, trained parameters and need of an input gradient."""
 
-    name: str  # "encoder", "front", "head", "llm.layers.I" by the first of its kind, "llm.layers.I on rows"
+    # "encoder", "front", "head", "llm.layers.I" by the first of its kind, "llm.layers.I on rows"
+    name: str
     layer: int | None  # number of that decoder layer
     input_gradient: bool  # something before it trains
     trainable_names: tuple[str, ...]  # what trains in `layer`
@@ -154,7 +171,8 @@ class LayerKind:
 class LayerCost:
     """One layer the planner may place; FLOPs and activation bytes are those of one micro-batch.
 
-    Working bytes are the peak while the layer runs, beyond what was there before and, in forward, what it keeps.
+    Working bytes are the peak while the layer runs, beyond what was there before and, in forward,
+    what it keeps.
     """
 
     kind: str  # name of its LayerKind
@@ -168,46 +186,60 @@ class LayerCost:
     kept_bytes_recomputing: int  # if the layer recomputes its activations
     forward_working_bytes: int
     backward_working_bytes: int
-    recomputing_working_bytes: int  # the backward's if the layer recomputes, what it makes again included
+    # the backward's if the layer recomputes, what it makes again included
+    recomputing_working_bytes: int
     fp32_flops: Flops = field(default_factory=Flops)  # part of `flops` that is computed in fp32
-    streamed_weight_bytes: int = 0  # part of `weight_bytes` that need not stay on the device; 0: all must
+    # part of `weight_bytes` that need not stay on the device; 0: all must
+    streamed_weight_bytes: int = 0
     streamed_bytes: int = 0  # of the one buffer that this part is fetched into
     quantised_bytes: int = 0  # of this part in fewer bits, where the run asks for that
 
 
 @dataclass(frozen=True, slots=True)
 class RunCosts:
-    """All that a plan is made of; layers in the order in which they run: front, decoder layers, head."""
+    """All that a plan is made of; layers in the order in which they run: front, decoder layers,
+    head.
+    """
 
     layers: tuple[LayerCost, ...]
-    whole_last: LayerCost  # the last decoder layer where the head is on another stage: it runs for all tokens
+    # the last decoder layer where the head is on another stage: it runs for all tokens
+    whole_last: LayerCost
     encoder: EncoderCost
     work: Workload
     hidden_bytes: int  # hidden states of a micro-batch, which cross every border between stages
     integer_bytes: int  # positions and labels, which cross it with them
-    keeps_input: bool  # whether a stage's input is kept beside what its first layer keeps of it (not in fp32)
-    shared_ends_bytes: int  # weights that front and head share if they are on one stage (tied embeddings)
+    # whether a stage's input is kept beside what its first layer keeps of it (not in fp32)
+    keeps_input: bool
+    # weights that front and head share if they are on one stage (tied embeddings)
+    shared_ends_bytes: int
     kinds: tuple[LayerKind, ...]
     optimizer: OptimizerKind = ADAMW
-    first_layers: int = 1  # that stage 0 holds at least: the front, and those behind which DeepStack adds its features
+    # that stage 0 holds at least: the front, and those behind which DeepStack adds its features
+    first_layers: int = 1
 
 
 def run_costs(config: RunConfig, models: Models) -> RunCosts:
     llm, vision = config.model.llm.dtype, config.model.vision_dtype
     work = workload(config, models.layout)
     sizes, optimizer = (BYTES[llm], BYTES[vision]), optimizer_of(config.optimizer)
-    return _LayerCosts(models, config.model.trainable, work, *sizes, config.model.llm.quantize, optimizer).costs()
+    return _LayerCosts(
+        models, config.model.trainable, work, *sizes, config.model.llm.quantize, optimizer
+    ).costs()
 
 
 def minimal_flops(models: Models, trainable: Sequence[str], work: Workload) -> Flops:
-    """FLOPs that any exact way of training must compute for this work: nothing recomputed, nothing thrown away."""
+    """FLOPs that any exact way of training must compute for this work: nothing recomputed, nothing
+    thrown away.
+    """
     costs = _LayerCosts(models, trainable, work).costs(rows_alone=True)
     return sum((layer.needed_flops for layer in costs.layers), Flops(costs.encoder.forward))
 
 
 @dataclass
 class _LayerCosts:
-    """Costs of the layers of a run; sizes are bytes of an element of the LLM and of the vision encoder."""
+    """Costs of the layers of a run; sizes are bytes of an element of the LLM and of the vision
+    encoder.
+    """
 
     models: Models
     trainable: Sequence[str]
@@ -216,13 +248,18 @@ class _LayerCosts:
     vision_size: int = 2
     quantisation: Quantisation | None = None
     optimizer: OptimizerKind = ADAMW
-    decoder: dict[tuple, tuple[LayerKind, LayerCost]] = field(default_factory=dict)  # every kind of decoder layer
+    # every kind of decoder layer
+    decoder: dict[tuple, tuple[LayerKind, LayerCost]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.trained = frozenset(p.name for p in self.models.parameters if matches_any(p.name, self.trainable))
+        self.trained = frozenset(
+            p.name for p in self.models.parameters if matches_any(p.name, self.trainable)
+        )
 
     def costs(self, *, rows_alone: bool = False) -> RunCosts:
-        """Return all costs; `rows_alone`: the last layer on supervised tokens even where a family does not allow it."""
+        """Return all costs; `rows_alone`: the last layer on supervised tokens even where a family
+        does not allow it.
+        """
         llm, work = self.models.llm, self.work
         encoder, front = self.encoder_and_front()
         layers, upstream = [front], bool(front.trainable_names)
@@ -231,7 +268,9 @@ class _LayerCosts:
             whole_last, upstream_of_last = layers[-1], upstream
             upstream = upstream or bool(whole_last.trainable_names)
         last = self.block(len(llm.decoder) - 1)
-        if rows_alone or (llm.model_type not in WHOLE_LAST_LAYER and last.attends and last.mixer is None):
+        if rows_alone or (
+            llm.model_type not in WHOLE_LAST_LAYER and last.attends and last.mixer is None
+        ):
             layers[-1] = self.decoder_layer(len(llm.decoder) - 1, upstream_of_last, on_rows=True)
         layers.append(self.head(upstream))
         encoder_names = tuple(name for name in front.trainable_names if name.startswith("vision."))
@@ -243,10 +282,15 @@ class _LayerCosts:
             hidden_bytes=round(work.tokens * self.llm_size * llm.hidden_size),
             integer_bytes=round(work.tokens * (work.position_rows + 1) * INTEGER),
             keeps_input=self.llm_size != FP32,
-            shared_ends_bytes=sum(self.llm_size * p.numel for p in llm.head if p.name == "llm.head.weight") * llm.tied,
+            shared_ends_bytes=sum(
+                self.llm_size * p.numel for p in llm.head if p.name == "llm.head.weight"
+            )
+            * llm.tied,
             kinds=(
                 LayerKind("encoder", None, False, encoder_names),
-                LayerKind("front", None, bool(encoder_names), front.trainable_names[len(encoder_names) :]),
+                LayerKind(
+                    "front", None, bool(encoder_names), front.trainable_names[len(encoder_names) :]
+                ),
                 *(kind for kind, _ in self.decoder.values()),
                 LayerKind("head", None, upstream, layers[-1].trainable_names),
             ),
@@ -255,9 +299,13 @@ class _LayerCosts:
         )
 
     def decoder_layer(self, index: int, upstream: bool, *, on_rows: bool) -> LayerCost:
-        """Decoder layer `index`, for all tokens or for supervised ones; layers of one kind are counted once."""
+        """Decoder layer `index`, for all tokens or for supervised ones; layers of one kind are
+        counted once.
+        """
         parameters, prefix = self.models.llm.decoder[index], f"llm.layers.{index}."
-        shapes = tuple((p.name.removeprefix(prefix), p.shape, p.name in self.trained) for p in parameters)
+        shapes = tuple(
+            (p.name.removeprefix(prefix), p.shape, p.name in self.trained) for p in parameters
+        )
         key = shapes, upstream, on_rows
         names = tuple(p.name for p in parameters if p.name in self.trained)
         if key not in self.decoder:
@@ -267,20 +315,30 @@ class _LayerCosts:
 
     def block(self, index: int) -> Block:
         llm = self.models.llm
-        sizes = llm.hidden_size, llm.heads, llm.kv_heads, llm.head_dim, llm.experts, llm.experts_per_token
-        return Block(llm.decoder[index], f"llm.layers.{index}.", *sizes, llm.mixer_state, llm.mixer_chunk)
+        sizes = (
+            llm.hidden_size,
+            llm.heads,
+            llm.kv_heads,
+            llm.head_dim,
+            llm.experts,
+            llm.experts_per_token,
+        )
+        return Block(
+            llm.decoder[index], f"llm.layers.{index}.", *sizes, llm.mixer_state, llm.mixer_chunk
+        )
 
     def decoder_kind(self, kind: LayerKind) -> LayerCost:
         llm, work, size = self.models.llm, self.work, self.llm_size
-        rows = work.supervised if kind.on_rows else work.tokens  # the last tokens of their documents
+        # the last tokens of their documents
+        rows = work.supervised if kind.on_rows else work.tokens
         parameters, block = llm.decoder[kind.layer], self.block(kind.layer)
         context = keys_seen(work.document, rows / work.tokens * work.document, llm.window)
         parts = block_parts(block, self.trained, size, work.tokens, rows, context, work.document)
         flops, kept = total(parts, kind.input_gradient)
         needed, _ = total(parts, kind.input_gradient, with_waste=False)
         made = total(parts, True)[1]  # what a recomputed layer holds while its backward runs
-        # The widest moment: inner features of the MLP two to four times (gate, up, product, or their gradients), and
-        # the residual stream with its normed copy and gradients.
+        # The widest moment: inner features of the MLP two to four times (gate, up, product, or
+        # their gradients), and the residual stream with its normed copy and gradients.
         widest = round(rows * size * 4 * (block.mlp_width + llm.hidden_size))
         layer = self.layer(
             kind.name,
@@ -292,7 +350,8 @@ class _LayerCosts:
         )
         its_input = round(size * llm.hidden_size * work.tokens)
         own = [p for p in parameters if not is_adapter(p.name)]
-        streams = not any(p.name in self.trained for p in own)  # where an update would have to go back is not built
+        # where an update would have to go back is not built
+        streams = not any(p.name in self.trained for p in own)
         return replace(
             layer,
             needed_flops=needed,
@@ -316,11 +375,14 @@ class _LayerCosts:
         kept_bytes: int,
         working_bytes: tuple[int, int, int],
     ) -> LayerCost:
-        """`stored`: parameters with the bytes of an element; below fp32, what trains has a master weight besides.
+        """`stored`: parameters with the bytes of an element; below fp32, what trains has a master
+        weight besides.
 
         `working_bytes` in forward, in backward, and in a backward that recomputes.
         """
-        trained = [(p, size) for parameters, size in stored for p in parameters if p.name in self.trained]
+        trained = [
+            (p, size) for parameters, size in stored for p in parameters if p.name in self.trained
+        ]
         return LayerCost(
             kind=kind,
             trainable_names=tuple(p.name for p, _ in trained),
@@ -338,27 +400,38 @@ class _LayerCosts:
         )
 
     def encoder_and_front(self) -> tuple[EncoderCost, LayerCost]:
-        """The encoder; and the front: its backward and weights if it trains, projector, embedding (0 FLOPs)."""
+        """The encoder; and the front: its backward and weights if it trains, projector, embedding
+        (0 FLOPs).
+        """
         llm, vision, work = self.models.llm, self.models.vision, self.work
         encoder = encoder_costs(vision, self.trained, work, self.vision_size)
         upstream = not encoder.frozen
-        encoder_weights = [(vision.parameters, self.vision_size)] * upstream  # slices hold those of a frozen one
+        # slices hold those of a frozen one
+        encoder_weights = [(vision.parameters, self.vision_size)] * upstream
         projector, kept_here = total(self.projector_parts(), upstream)
-        # Only a matrix between embedding and hidden width costs anything here, all else is lookup and addition. Text
-        # does not pass the encoder: what trains there gives it no gradient.
+        # Only a matrix between embedding and hidden width costs anything here, all else is lookup
+        # and addition. Text does not pass the encoder: what trains there gives it no gradient.
         inputs, kept_for_inputs = total(
             [
-                Part(0, 2 * p.numel * work.tokens if ".project_in." in p.name else 0.0, trained=p.name in self.trained)
+                Part(
+                    0,
+                    2 * p.numel * work.tokens if ".project_in." in p.name else 0.0,
+                    trained=p.name in self.trained,
+                )
                 for p in llm.front
             ],
             False,
         )
-        # Image embeddings in fp32 and in the LLM's type, and hidden states before and after they are put in.
+        # Image embeddings in fp32 and in the LLM's type, and hidden states before and after they
+        # are put in.
         hidden = round(work.image_positions * llm.hidden_size) * (1 + len(vision.deepstack))
         embedded = round(work.tokens * llm.hidden_size) * self.llm_size
         arranged = round(_arranged_positions(work, self.models.layout) * llm.hidden_size) * FP32
         fused = hidden * (FP32 + self.llm_size) + 2 * embedded
-        widest = max((rows * x.outputs for x, rows in self.connector_rows() if isinstance(x, Linear)), default=0)
+        widest = max(
+            (rows * x.outputs for x, rows in self.connector_rows() if isinstance(x, Linear)),
+            default=0,
+        )
         # Gradients of linear layers' results.
         backward_working = round(3 * widest) * FP32 + encoder.backward_working_bytes
         front = self.layer(
@@ -379,27 +452,39 @@ class _LayerCosts:
                 parts.append(Part(place, trained=parameter.name in self.trained))
             trained = any(part.trained for part in parts if part.place == place)
             if isinstance(operation, Linear):
-                flops, saved = 2 * operation.inputs * operation.outputs * rows, FP32 * operation.inputs * rows
+                flops, saved = (
+                    2 * operation.inputs * operation.outputs * rows,
+                    FP32 * operation.inputs * rows,
+                )
                 weight_trains = f"projector.{operation.name}.weight" in self.trained
                 parts.append(Part(place, flops, trained=weight_trains, saved_for_wgrad=saved))
                 width = operation.outputs
-            elif isinstance(operation, LayerNorm | RmsNorm):  # its input, whether or not its own parameters train
+            elif isinstance(operation, LayerNorm | RmsNorm):
+                # its input, whether or not its own parameters train
                 saved = FP32 * operation.width * rows
                 parts.append(Part(place, saved_for_dgrad=0 if trained else saved))
                 parts.append(Part(place, trained=trained, saved_for_wgrad=saved))
             elif isinstance(operation, Gelu):
                 parts.append(Part(place, saved_for_dgrad=FP32 * width * rows))
-            elif isinstance(operation, Gated):  # its input, what both make of it, the gates' SiLU, and the product
+            elif isinstance(operation, Gated):
+                # its input, what both make of it, the gates' SiLU, and the product
                 flops = 2 * operation.inner * (2 * operation.inputs + operation.outputs) * rows
-                saved, kept = FP32 * (operation.inputs + operation.inner) * rows, FP32 * 3 * operation.inner * rows
-                parts.append(Part(place, flops, trained=trained, saved_for_wgrad=saved, saved_for_dgrad=kept))
+                saved, kept = (
+                    FP32 * (operation.inputs + operation.inner) * rows,
+                    FP32 * 3 * operation.inner * rows,
+                )
+                parts.append(
+                    Part(place, flops, trained=trained, saved_for_wgrad=saved, saved_for_dgrad=kept)
+                )
                 width = operation.outputs
             elif isinstance(operation, Swiglu):  # both halves of its input, and the gates' SiLU
                 parts.append(Part(place, saved_for_dgrad=FP32 * 1.5 * width * rows))
         return parts
 
     def connector_rows(self) -> Iterator[tuple[Operation, float]]:
-        """The connector's operations, each with the rows that it makes, or takes where it changes their number."""
+        """The connector's operations, each with the rows that it makes, or takes where it changes
+        their number.
+        """
         rows = self.work.tiles * self.models.vision.features_per_image
         merged = rows
         for operation in self.models.connector:
@@ -410,7 +495,9 @@ class _LayerCosts:
             yield operation, merged
 
     def head(self, upstream: bool) -> LayerCost:
-        """Final norm, LM head and loss on supervised tokens; the loss makes its gradients in forward."""
+        """Final norm, LM head and loss on supervised tokens; the loss makes its gradients in
+        forward.
+        """
         llm, rows, size = self.models.llm, self.work.supervised, self.llm_size
         parts = [Part(2, saved_for_dgrad=rows * llm.hidden_size * size)]  # the rows' gradient
         head_bytes = 0  # fp32 gradients of a trained LM head, made chunk by chunk
@@ -424,10 +511,12 @@ class _LayerCosts:
                 parts.append(Part(1, 2 * p.numel * rows, trained=is_trained))
             else:
                 kept, kept_trained = rows * (4 * p.numel + 4) * is_weight, rows * size * p.numel
-                parts.append(Part(0, trained=is_trained, saved_for_dgrad=kept, saved_for_wgrad=kept_trained))
+                parts.append(
+                    Part(0, trained=is_trained, saved_for_dgrad=kept, saved_for_wgrad=kept_trained)
+                )
         flops, kept = total(parts, upstream)
-        # A chunk's logits in the model's type and in fp32, softmax, gradient; two more copies of a trained head's
-        # gradient.
+        # A chunk's logits in the model's type and in fp32, softmax, gradient; two more copies of a
+        # trained head's gradient.
         logits = min(LOGITS_PER_CHUNK, round(rows * llm.vocab_size))
         forward = logits * (size + 3 * 4) + 2 * head_bytes
         # The rows' gradient, on its way to hidden states.
@@ -441,7 +530,9 @@ class _LayerCosts:
 
 @dataclass(frozen=True, slots=True)
 class EncoderCost:
-    """The vision encoder for one micro-batch: a stem (patches, positions, last norm) and blocks, which are alike."""
+    """The vision encoder for one micro-batch: a stem (patches, positions, last norm) and blocks,
+    which are alike.
+    """
 
     forward: int  # FLOPs of stem and blocks
     frozen: bool  # one that trains is not prefetched, and is whole on stage 0
@@ -453,12 +544,15 @@ class EncoderCost:
     can_be_cut: bool = True  # into slices on several ranks, if it is frozen
     blocks: int = 0  # that run
     block_forward: int = 0  # FLOPs of one
-    block_bytes: int = 0  # weights of one; 0 if the encoder trains: its weights are the front layer's
+    # weights of one; 0 if the encoder trains: its weights are the front layer's
+    block_bytes: int = 0
     stem_bytes: int = 0  # weights of the stem, which every slice holds; 0 if the encoder trains
     hidden_bytes: int = 0  # between two slices; features have no prefix tokens
-    stem_working_bytes: int | None = None  # of an ENCODE of a first slice without blocks, if measured
+    # of an ENCODE of a first slice without blocks, if measured
+    stem_working_bytes: int | None = None
     later_working_bytes: int | None = None  # of an ENCODE of a later slice, if measured
-    backward: Flops = field(default_factory=Flops)  # these three: what an encoder that trains adds to the front
+    # these three: what an encoder that trains adds to the front
+    backward: Flops = field(default_factory=Flops)
     kept_bytes: int = 0
     backward_working_bytes: int = 0
 
@@ -467,7 +561,9 @@ class EncoderCost:
         return self.forward - self.blocks * self.block_forward
 
     def working_of(self, blocks: int, *, first: bool) -> int:
-        """Bytes of one ENCODE of a slice with `blocks` blocks, as measured, else those of the whole encoder."""
+        """Bytes of one ENCODE of a slice with `blocks` blocks, as measured, else those of the whole
+        encoder.
+        """
         measured: int | None = self.working_bytes
         if not first:
             measured = self.later_working_bytes
@@ -476,8 +572,12 @@ class EncoderCost:
         return self.working_bytes if measured is None else measured
 
 
-def encoder_costs(vision: VisionShape, trained: Collection[str], work: Workload, size: int) -> EncoderCost:
-    """Return the encoder's costs, stored in `size` bytes an element; parameters named in `trained` train."""
+def encoder_costs(
+    vision: VisionShape, trained: Collection[str], work: Workload, size: int
+) -> EncoderCost:
+    """Return the encoder's costs, stored in `size` bytes an element; parameters named in `trained`
+    train.
+    """
     tokens = work.tiles * (vision.patches_per_image + vision.prefix_tokens)
     flops, kept, trains, in_blocks = Flops(), 0, False, 0
     for parts, is_block in _encoder_parts(vision, trained, tokens, work, size):
@@ -489,21 +589,27 @@ def encoder_costs(vision: VisionShape, trained: Collection[str], work: Workload,
     features = round(work.tiles * vision.features_per_image * vision.feature_width) * size
     at_once = 1.0  # share of the tiles
     if work.tiles and not trains:
-        at_once = min(1.0, max(work.attended, tiles_per_call(vision.patches_per_image)) / work.tiles)
-    # While a block runs: residual, normed, query, key, value, result, and the MLP's inner width (4x) twice.
+        at_once = min(
+            1.0, max(work.attended, tiles_per_call(vision.patches_per_image)) / work.tiles
+        )
+    # While a block runs: residual, normed, query, key, value, result, and the MLP's inner width
+    # (4x) twice.
     block_working = round(14 * vision.width * tokens * at_once) * size
     working = round(pixels * at_once) * FP32 + block_working
     if at_once < 1:  # beside the tensor of all features
         working += features
     blocks = max(1, vision.blocks_run)
-    block_bytes = size * sum(p.numel for p in vision.parameters if ENCODER_BLOCK.match(p.name)) // blocks
+    block_bytes = (
+        size * sum(p.numel for p in vision.parameters if ENCODER_BLOCK.match(p.name)) // blocks
+    )
     stem_bytes = size * sum(p.numel for p in vision.parameters) - vision.blocks_run * block_bytes
     cost = EncoderCost(
         flops.forward,
         frozen=not trains,
         working_bytes=working,
         feature_bytes=features,
-        batch_bytes=round((work.position_rows + 2) * INTEGER * work.tokens),  # with token ids and labels
+        # with token ids and labels
+        batch_bytes=round((work.position_rows + 2) * INTEGER * work.tokens),
         can_be_cut=not vision.whole_because,
         pixel_bytes=pixels,
         in_fp32=size == FP32,
@@ -513,7 +619,9 @@ def encoder_costs(vision: VisionShape, trained: Collection[str], work: Workload,
     )
     if trains:
         backward = replace(flops, forward=0)
-        return replace(cost, backward=backward, kept_bytes=kept, backward_working_bytes=2 * block_working)
+        return replace(
+            cost, backward=backward, kept_bytes=kept, backward_working_bytes=2 * block_working
+        )
     return replace(cost, block_bytes=block_bytes, stem_bytes=stem_bytes)
 
 
@@ -523,7 +631,9 @@ _NORM = re.compile(r"vision\.(?:vision_model\.)?(?:norm|layernorm|post_layernorm
 def _encoder_parts(
     vision: VisionShape, trained: Collection[str], tokens: float, work: Workload, size: int
 ) -> Iterator[tuple[list[Part], bool]]:
-    """Yield parts and whether they are a block: patches and positions, each block, the norm behind them."""
+    """Yield parts and whether they are a block: patches and positions, each block, the norm behind
+    them.
+    """
     stem, norm, patches = [], [], work.tiles * vision.patches_per_image
     blocks: dict[int, tuple[str, list[ParameterShape]]] = {}
     for parameter in vision.parameters:
@@ -533,24 +643,49 @@ def _encoder_parts(
         elif parameter.name.startswith("vision.merger."):
             rows = work.tiles * vision.features_per_image
             if len(parameter.shape) == 2:  # the GELU between the two keeps its input
-                kept = 0 if parameter.name.endswith(vision.family.native.merged) else rows * parameter.shape[0] * size
-                norm.append(Part(1, 2 * parameter.numel * rows, trained=is_trained, saved_for_dgrad=kept))
+                kept = (
+                    0
+                    if parameter.name.endswith(vision.family.native.merged)
+                    else rows * parameter.shape[0] * size
+                )
+                norm.append(
+                    Part(1, 2 * parameter.numel * rows, trained=is_trained, saved_for_dgrad=kept)
+                )
             else:
                 norm.append(Part(0, trained=is_trained, saved_for_dgrad=2 * parameter.numel * rows))
         elif _NORM.match(parameter.name):  # it keeps its input in fp32
             norm.append(Part(0, trained=is_trained, saved_for_dgrad=2 * parameter.numel * tokens))
         else:
-            flops = 2 * parameter.numel * patches if parameter.name == f"vision.{vision.family.patches}" else 0.0
+            flops = (
+                2 * parameter.numel * patches
+                if parameter.name == f"vision.{vision.family.patches}"
+                else 0.0
+            )
             stem.append(Part(0, flops, trained=is_trained))
     yield stem, False
-    head_dim, keys = vision.width // vision.heads, work.attended * vision.patches_per_image + vision.prefix_tokens
+    head_dim, keys = (
+        vision.width // vision.heads,
+        work.attended * vision.patches_per_image + vision.prefix_tokens,
+    )
     for number, (prefix, parameters) in sorted(blocks.items()):
         block = Block(parameters, prefix, vision.width, vision.heads, vision.heads, head_dim)
         is_full = vision.window is None or number in vision.full_blocks
-        parts = block_parts(block, trained, size, tokens, tokens, keys if is_full else min(keys, vision.window), tokens)
+        parts = block_parts(
+            block,
+            trained,
+            size,
+            tokens,
+            tokens,
+            keys if is_full else min(keys, vision.window),
+            tokens,
+        )
         if vision.family.native is not None and vision.family.native.images == "packed":
-            # Attention of each image is joined; beside rotated queries and keys a fused projection keeps those before.
+            # Attention of each image is joined; beside rotated queries and keys a fused projection
+            # keeps those before.
             more = 3 if any(".qkv." in p.name or "wqkv" in p.name for p in parameters) else 1
-            parts = [*parts, Part(Sublayer.ATTENTION, saved_for_dgrad=more * vision.width * tokens * size)]
+            parts = [
+                *parts,
+                Part(Sublayer.ATTENTION, saved_for_dgrad=more * vision.width * tokens * size),
+            ]
         yield parts, True
     yield norm, False

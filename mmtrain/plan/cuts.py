@@ -3,8 +3,9 @@
 first cuts (the even, the uniform one, the front alone on stage 0)
     --move one layer to another stage while the step gets shorter--> the best cut
 
-A cut is contiguous: stage s holds layers [cut[s], cut[s + 1]). Layer 0 is the front, the last one the head. How the
-encoder counts while cuts are compared is an `EncoderShare`; where it runs is chosen later (`search`).
+A cut is contiguous: stage s holds layers [cut[s], cut[s + 1]). Layer 0 is the front, the last one
+the head. How the encoder counts while cuts are compared is an `EncoderShare`; where it runs is
+chosen later (`search`).
 """
 
 from __future__ import annotations
@@ -21,15 +22,19 @@ from mmtrain.plan.simulate import Instant, Program, StageSeconds, instants, simu
 from mmtrain.plan.stage_costs import LayerRange, RankCost, StageCosts
 
 SIMULATED_INSTRUCTIONS = 2_000_000
-"""In all moves of one search: a fraction of a second. The largest layouts then end at a cut that one more move might
-better. The first cut of each search is simulated in any case."""
+"""In all moves of one search: a fraction of a second. The largest layouts then end at a cut that
+one more move might better. The first cut of each search is simulated in any case."""
 FEW_STAGES = 12
-"""With at most this many stages all layers may move, else those of the two slowest ranks. With the latter alone 3 of
-227 runs are refused, and others take up to 2.9% longer."""
+"""With at most this many stages all layers may move, else those of the two slowest ranks. With the
+latter alone 3 of 227 runs are refused, and others take up to 2.9% longer."""
 HOPEFUL = 1.08
-"""Times the step to beat: a slower first cut is not improved. Spares most of the time that planning would take."""
+"""Times the step to beat: a slower first cut is not improved. Spares most of the time that planning
+would take.
+"""
 MOST_TRIALS = 16
-"""Moves simulated before a cut of many stages counts as better than all its neighbours, the lowest bound first."""
+"""Moves simulated before a cut of many stages counts as better than all its neighbours, the lowest
+bound first.
+"""
 
 Cut = tuple[int, ...]
 """Borders of stages, one more than stages."""
@@ -53,21 +58,32 @@ def first_trainable_stage(costs: StageCosts, cut: Cut) -> int:
 
 
 def uniform_cut(decoder_layers: int, stages: int) -> Cut:
-    """The decoder layers in equal parts, front and head on top; needs as many decoder layers as stages."""
-    return (0, *(round(decoder_layers * stage / stages) + 1 for stage in range(1, stages)), decoder_layers + 2)
+    """The decoder layers in equal parts, front and head on top; needs as many decoder layers as
+    stages.
+    """
+    return (
+        0,
+        *(round(decoder_layers * stage / stages) + 1 for stage in range(1, stages)),
+        decoder_layers + 2,
+    )
 
 
 def even_cut(costs: StageCosts, stages: int, encode: float, *, front_alone: bool = False) -> Cut:
-    """Return the cut whose slowest stage takes the fewest seconds, without regard to memory and recomputation.
+    """Return the cut whose slowest stage takes the fewest seconds, without regard to memory and
+    recomputation.
 
-    The encoder counts for `encode` seconds on stage 0; `front_alone`: stage 0 holds the front and nothing else. By
-    dynamic programming over stages; of equally fast cuts the one whose late stages hold the most layers.
+    The encoder counts for `encode` seconds on stage 0; `front_alone`: stage 0 holds the front and
+    nothing else. By dynamic programming over stages; of equally fast cuts the one whose late stages
+    hold the most layers.
     """
     layers, least = costs.count, costs.costs.first_layers
-    rows: list[dict[int, tuple[float, int]]] = [{0: (0.0, 0)}]  # before each stage: end -> (seconds, begin of the last)
+    # before each stage: end -> (seconds, begin of the last)
+    rows: list[dict[int, tuple[float, int]]] = [{0: (0.0, 0)}]
     for stage in range(stages):
         row: dict[int, tuple[float, int]] = {}
-        ends = [layers] if stage == stages - 1 else range(stage + least, layers - stages + stage + 2)
+        ends = (
+            [layers] if stage == stages - 1 else range(stage + least, layers - stages + stage + 2)
+        )
         for end in [1] if front_alone and stage == 0 else ends:
             best = math.inf, 0
             for begin in range(end - 1, stage - 1, -1):
@@ -98,7 +114,9 @@ class EncoderShare(NamedTuple):
 
 
 class PlainSchedule(NamedTuple):
-    """The lists of all cuts with this shape; the encoder is on rank 0 and runs right before each forward."""
+    """The lists of all cuts with this shape; the encoder is on rank 0 and runs right before each
+    forward.
+    """
 
     stages_per_rank: int
     first_trainable_stage: int
@@ -112,7 +130,8 @@ class _Bound(NamedTuple):
 
     overflow: int  # bytes beyond the limit, over all ranks
     seconds: float
-    squares: float  # of ranks' seconds, so that moves do not stop at the first of several slow ranks
+    # of ranks' seconds, so that moves do not stop at the first of several slow ranks
+    squares: float
     ranks: tuple[float, ...]
 
 
@@ -124,7 +143,9 @@ class _Score(NamedTuple):
 
 
 class Cuts:
-    """The cuts of one run: what their ranks cost, and the best of them. What is costly to make is made once."""
+    """The cuts of one run: what their ranks cost, and the best of them. What is costly to make is
+    made once.
+    """
 
     def __init__(self, costs: StageCosts) -> None:
         self.costs = costs
@@ -136,7 +157,9 @@ class Cuts:
         self._ranks: dict[tuple[tuple[int, int], int, tuple[LayerRange, ...], int], RankCost] = {}
 
     def placed(self, cut: Cut, slices: Slices) -> tuple[PlainSchedule, tuple[RankCost, ...]]:
-        """Return the plain schedule of a cut, and what its ranks cost with these slices if nothing is encoded ahead."""
+        """Return the plain schedule of a cut, and what its ranks cost with these slices if nothing
+        is encoded ahead.
+        """
         kind = (len(cut) - 1) // self.pipeline, first_trainable_stage(self.costs, cut)
         if kind not in self._plain:
             schedule = training_schedule(self.pipeline, self.microbatches, kind[1], kind[0])
@@ -144,7 +167,10 @@ class Cuts:
             self._plain[kind] = PlainSchedule(*kind, schedule, Program(schedule), moments)
         plain, ranks = self._plain[kind], []
         for rank, blocks in enumerate(slices):
-            ranges = tuple(self.costs.same_range(*layer_range) for layer_range in ranges_of(cut, rank, self.pipeline))
+            ranges = tuple(
+                self.costs.same_range(*layer_range)
+                for layer_range in ranges_of(cut, rank, self.pipeline)
+            )
             key = kind, rank, ranges, blocks
             if key not in self._ranks:
                 self._ranks[key] = self.costs.fitted(rank, ranges, plain.instants[rank], blocks)
@@ -156,7 +182,9 @@ class Cuts:
 
     def stage_seconds(self, ranks: Sequence[RankCost], encode: Sequence[float]) -> StageSeconds:
         timings = self.costs.timings
-        stages = [stage for turn in zip(*(rank.stages for rank in ranks), strict=True) for stage in turn]
+        stages = [
+            stage for turn in zip(*(rank.stages for rank in ranks), strict=True) for stage in turn
+        ]
         streams = any(rank.streamed for rank in ranks)
         return StageSeconds(
             forward=tuple(stage.forward for stage in stages),
@@ -174,15 +202,19 @@ class Cuts:
         encode = share.seconds, *[0.0] * (self.pipeline - 1)
         return simulate(plain.program, self.stage_seconds(ranks, encode)).seconds
 
-    def ranked(self, stages_per_rank: int, share: EncoderShare, limit: float = math.inf) -> list[tuple[_Score, Cut]]:
-        """Return the best cut that moves make of first cuts, then the front alone; `limit`: seconds of a step to beat.
+    def ranked(
+        self, stages_per_rank: int, share: EncoderShare, limit: float = math.inf
+    ) -> list[tuple[_Score, Cut]]:
+        """Return the best cut that moves make of first cuts, then the front alone; `limit`: seconds
+        of a step to beat.
 
         The best may not fit: it then exceeds the memory limit by the fewest bytes.
         """
         stages, decoder = self.pipeline * stages_per_rank, self.costs.count - 2
         seeds, alone = [even_cut(self.costs, stages, share.seconds)], None
         least = self.costs.costs.first_layers
-        if least == 1 < stages <= decoder + 1:  # saves 4% to 6% where an encoder of a third of the work stays on rank 0
+        # saves 4% to 6% where an encoder of a third of the work stays on rank 0
+        if least == 1 < stages <= decoder + 1:
             alone = even_cut(self.costs, stages, share.seconds, front_alone=True)
             seeds.append(alone)
         if stages <= decoder and uniform_cut(decoder, stages)[1] >= least:
@@ -208,7 +240,9 @@ class Cuts:
         while moved:
             moved = False
             limit = best.overflow, best.seconds * (1 - 1e-9)
-            options = sorted((self._bound(x, share), x) for x in self._moves(cut, self._bound(cut, share)))
+            options = sorted(
+                (self._bound(x, share), x) for x in self._moves(cut, self._bound(cut, share))
+            )
             for bound, changed in options if len(cut) <= FEW_STAGES else options[:MOST_TRIALS]:
                 score = self._score(changed, share) if bound[:2] < limit else None
                 if score is None:
@@ -219,19 +253,24 @@ class Cuts:
         return best, cut
 
     def _moves(self, cut: Cut, bound: _Bound) -> Iterator[Cut]:
-        """Yield cuts with one layer less in one stage and one more in another; of many stages those of slow ranks."""
+        """Yield cuts with one layer less in one stage and one more in another; of many stages those
+        of slow ranks.
+        """
         stages, least = len(cut) - 1, self.costs.costs.first_layers
         slowest = sorted(range(self.pipeline), key=lambda rank: -bound.ranks[rank])
         sources = set(slowest if stages <= FEW_STAGES else slowest[:2])
         for source, target in itertools.permutations(range(stages), 2):
-            if source % self.pipeline in sources and cut[source + 1] - cut[source] > (1 if source else least):
+            if source % self.pipeline in sources and cut[source + 1] - cut[source] > (
+                1 if source else least
+            ):
                 low, high, step = (source, target, -1) if source < target else (target, source, 1)
                 yield tuple(border + step * (low < i <= high) for i, border in enumerate(cut))
 
     def _bound(self, cut: Cut, share: EncoderShare) -> _Bound:
         """Return what a cut takes at least, without simulation.
 
-        A rank waits until its first input has passed the ranks before it, then works; so does its last gradient.
+        A rank waits until its first input has passed the ranks before it, then works; so does its
+        last gradient.
         """
         (stages_per_rank, first, *_), costs = self.placed(cut, share.slices)
         works = [sum(stage.seconds for stage in rank.stages) for rank in costs]
@@ -241,7 +280,8 @@ class Cuts:
         for rank, (cost, work) in enumerate(zip(costs, works, strict=True)):
             downstream -= work
             least = before + self.microbatches * work + (behind if rank >= first else 0.0)
-            pairs = self.microbatches - self.pipeline + rank  # after the first backward, before the last forward
+            # after the first backward, before the last forward
+            pairs = self.microbatches - self.pipeline + rank
             if stages_per_rank == 1 and rank >= first and pairs >= 0:
                 least = max(least, before + behind + (pairs + 1) * work + 2 * downstream)
             ranks.append(least)

@@ -1,10 +1,13 @@
-"""The words of a schedule: instructions, the messages that they send and receive, and how lists are read.
+"""The words of a schedule: instructions, the messages that they send and receive, and how lists are
+read.
 
-`mmtrain.plan.schedule` makes the lists; engine, simulation and memory walk read them here. They also tell which frozen
-decoder layers a rank fetches, in which order, and how long it waits for them.
+`mmtrain.plan.schedule` makes the lists; engine, simulation and memory walk read them here. They
+also tell which frozen decoder layers a rank fetches, in which order, and how long it waits for
+them.
 
-A **streamed** layer is whole on the device only right before and while it computes. At most two layers are whole at
-once: the one that computes, and the next one, which is fetched meanwhile. A layer that is used again soon stays.
+A **streamed** layer is whole on the device only right before and while it computes. At most two
+layers are whole at once: the one that computes, and the next one, which is fetched meanwhile. A
+layer that is used again soon stays.
 """
 
 from __future__ import annotations
@@ -16,18 +19,24 @@ from typing import NamedTuple
 
 
 class Op(StrEnum):
-    """What a rank can be told to do; `stage` and `microbatch` of the instruction say where and for which data."""
+    """What a rank can be told to do; `stage` and `microbatch` of the instruction say where and for
+    which data.
+    """
 
     LOAD = "load"  # stage 0: read a micro-batch, and tell the chain how many tiles it has
     ENCODE = "encode"  # forward of the slice that the rank of `stage` holds
     FORWARD = "forward"  # all but the encoder
     BACKWARD = "backward"
     SEND_ACTIVATION = "send_activation"  # output of `stage`, to stage + 1
-    RECEIVE_ACTIVATION = "receive_activation"  # post the receive of the input of `stage`, from stage - 1
+    # post the receive of the input of `stage`, from stage - 1
+    RECEIVE_ACTIVATION = "receive_activation"
     SEND_GRADIENT = "send_gradient"  # gradient of the input of `stage`, to stage - 1
-    RECEIVE_GRADIENT = "receive_gradient"  # post the receive of the gradient of the output of `stage`, from stage + 1
-    SEND_FEATURES = "send_features"  # output of the slice of `stage`, to the next of the chain or, the last, to stage 0
-    RECEIVE_FEATURES = "receive_features"  # post the receive of what ENCODE of `stage`, or stage 0's FORWARD, takes
+    # post the receive of the gradient of the output of `stage`, from stage + 1
+    RECEIVE_GRADIENT = "receive_gradient"
+    # output of the slice of `stage`, to the next of the chain or, the last, to stage 0
+    SEND_FEATURES = "send_features"
+    # post the receive of what ENCODE of `stage`, or stage 0's FORWARD, takes
+    RECEIVE_FEATURES = "receive_features"
     REDUCE_GRADIENTS = "reduce_gradients"
     REDUCE_STATISTICS = "reduce_statistics"
     OPTIMIZER_STEP = "optimizer_step"
@@ -36,7 +45,8 @@ class Op(StrEnum):
 COMPUTES = frozenset({Op.FORWARD, Op.BACKWARD})
 SENDS = frozenset({Op.SEND_ACTIVATION, Op.SEND_GRADIENT, Op.SEND_FEATURES})
 RECEIVES = frozenset({Op.RECEIVE_ACTIVATION, Op.RECEIVE_GRADIENT, Op.RECEIVE_FEATURES})
-# Every rank ends a step with these, also one with nothing to train: it takes part in the same collectives.
+# Every rank ends a step with these, also one with nothing to train: it takes part in the same
+# collectives.
 TRAINING_END = (Op.REDUCE_GRADIENTS, Op.REDUCE_STATISTICS, Op.OPTIMIZER_STEP)
 EVALUATION_END = (Op.REDUCE_STATISTICS,)
 
@@ -45,8 +55,8 @@ EVALUATION_END = (Op.REDUCE_STATISTICS,)
 class Instruction:
     """One piece of work; stage and micro-batch are -1 where the whole rank is meant.
 
-    Micro-batches count from 0 in each step; in LOAD, ENCODE and messages of slices `microbatches_per_step` + k is the
-    k-th of the next step, and so on.
+    Micro-batches count from 0 in each step; in LOAD, ENCODE and messages of slices
+    `microbatches_per_step` + k is the k-th of the next step, and so on.
     """
 
     op: Op
@@ -54,7 +64,11 @@ class Instruction:
     microbatch: int = -1
 
     def __str__(self) -> str:
-        return self.op.name if self.stage < 0 else f"{self.op.name}(stage {self.stage}, micro-batch {self.microbatch})"
+        return (
+            self.op.name
+            if self.stage < 0
+            else f"{self.op.name}(stage {self.stage}, micro-batch {self.microbatch})"
+        )
 
 
 Schedule = tuple[tuple[Instruction, ...], ...]
@@ -66,7 +80,8 @@ class Message(NamedTuple):
     source: int  # rank
     destination: int  # rank
     kind: str  # "activation", "gradient" or "features"
-    consumer: int  # stage that uses it; of features the stage of the ENCODE, or stage 0 for its FORWARD
+    # stage that uses it; of features the stage of the ENCODE, or stage 0 for its FORWARD
+    consumer: int
     microbatch: int
 
     @property
@@ -79,7 +94,9 @@ class Message(NamedTuple):
 
 
 class Step(NamedTuple):
-    """An instruction of a rank, with the message that it sends, posts the receive of or, if it computes, waits for."""
+    """An instruction of a rank, with the message that it sends, posts the receive of or, if it
+    computes, waits for.
+    """
 
     rank: int
     instruction: Instruction
@@ -90,9 +107,15 @@ class Step(NamedTuple):
 
 
 def chain_of(schedule: Sequence[Sequence[Instruction]]) -> tuple[int, ...]:
-    """The pipeline ranks that hold a slice of the encoder, by what they do; rank 0 always is one."""
+    """The pipeline ranks that hold a slice of the encoder, by what they do; rank 0 always is
+    one.
+    """
     slices = (Op.ENCODE, Op.RECEIVE_FEATURES)
-    return tuple(rank for rank, order in enumerate(schedule) if rank == 0 or any(x.op in slices for x in order))
+    return tuple(
+        rank
+        for rank, order in enumerate(schedule)
+        if rank == 0 or any(x.op in slices for x in order)
+    )
 
 
 def sent_after(
@@ -109,7 +132,9 @@ def sent_after(
 
 
 def needed_before(x: Instruction, ranks: int, stages: int, chain: Sequence[int]) -> Message | None:
-    """The message from another rank that this instruction waits for, of this step or an earlier one."""
+    """The message from another rank that this instruction waits for, of this step or an earlier
+    one.
+    """
     if x.op is Op.FORWARD and x.stage > 0:
         return between(x.stage - 1, x.stage, x.microbatch, ranks)
     if x.op is Op.BACKWARD and x.stage + 1 < stages:
@@ -126,11 +151,15 @@ def _after(chain: Sequence[int], rank: int, places: int = 1) -> int:
 def between(stage: int, consumer: int, microbatch: int, ranks: int) -> Message | None:
     """A message from a stage to the one after or before it; None if both are on one rank."""
     kind = "activation" if stage < consumer else "gradient"
-    return Message(stage % ranks, consumer % ranks, kind, consumer, microbatch) if ranks > 1 else None
+    return (
+        Message(stage % ranks, consumer % ranks, kind, consumer, microbatch) if ranks > 1 else None
+    )
 
 
 def _features(source: int, consumer: int, microbatch: int) -> Message | None:
-    return Message(source, consumer, "features", consumer, microbatch) if source != consumer else None
+    return (
+        Message(source, consumer, "features", consumer, microbatch) if source != consumer else None
+    )
 
 
 # ---- reading the lists
@@ -174,8 +203,8 @@ def steps_of(schedule: Schedule, rank: int) -> Iterator[Step]:
 def all_steps(schedule: Schedule) -> list[Step]:
     """All ranks' instructions in one order, each after the send of the message that it waits for.
 
-    Of several ranks that can go on, a backward comes before a forward before an encode, and of these the deepest stage,
-    so that few messages wait. Raises ValueError where no rank can go on.
+    Of several ranks that can go on, a backward comes before a forward before an encode, and of
+    these the deepest stage, so that few messages wait. Raises ValueError where no rank can go on.
     """
     lists = [steps_of(schedule, rank) for rank in range(len(schedule))]
     order: list[Step] = []
@@ -212,10 +241,12 @@ _URGENCY = {Op.BACKWARD: 2, Op.FORWARD: 1}
 
 
 def in_common_order(schedule: Schedule) -> Schedule:
-    """The same work in the same order, with every receive where it cannot hang, whatever waits for what.
+    """The same work in the same order, with every receive where it cannot hang, whatever waits for
+    what.
 
-    All computes are put into one order for all ranks; a message is received at the place in that order at which it is
-    sent. So the first operation that is not done never waits for a later one (tests/deadlocks.py).
+    All computes are put into one order for all ranks; a message is received at the place in that
+    order at which it is sent. So the first operation that is not done never waits for a later one
+    (tests/deadlocks.py).
     """
     ordered: list[list[Instruction]] = [[] for _ in schedule]
     for rank, x, message in all_steps(schedule):
@@ -223,7 +254,8 @@ def in_common_order(schedule: Schedule) -> Schedule:
             ordered[rank].append(x)
         if x.op in SENDS:
             ordered[message.destination].append(message.receive)
-    # Ranks end together: one that has nothing left to compute may still be sent features for coming steps.
+    # Ranks end together: one that has nothing left to compute may still be sent features for coming
+    # steps.
     ends = [[x for x in instructions if x.stage < 0] for instructions in schedule]
     return tuple((*order, *end) for order, end in zip(ordered, ends, strict=True))
 
@@ -231,13 +263,19 @@ def in_common_order(schedule: Schedule) -> Schedule:
 WHOLE_AT_ONCE = 2
 """Streamed layers of a rank."""
 ALIGNMENT = 512
-"""Bytes: each parameter of a streamed layer begins at a multiple, as memory from CUDA's allocator does."""
+"""Bytes: each parameter of a streamed layer begins at a multiple, as memory from CUDA's allocator
+does.
+"""
 BOTH_ENDS = 2
-"""Fetches saved by a compute whose neighbours on its rank run its stage in the other direction: one at each end."""
+"""Fetches saved by a compute whose neighbours on its rank run its stage in the other direction: one
+at each end.
+"""
 
 
 def offsets_of(sizes: Iterable[int]) -> tuple[list[int], int]:
-    """Return where parameters of these sizes begin in the buffer of their layer, and the buffer's bytes."""
+    """Return where parameters of these sizes begin in the buffer of their layer, and the buffer's
+    bytes.
+    """
     offsets, end = [], 0
     for size in sizes:
         offsets.append(end)
@@ -246,9 +284,13 @@ def offsets_of(sizes: Iterable[int]) -> tuple[list[int], int]:
 
 
 def uses_of(
-    instructions: Iterable[Instruction], streamed: Mapping[int, Sequence[int]], first_trainable_layer: int
+    instructions: Iterable[Instruction],
+    streamed: Mapping[int, Sequence[int]],
+    first_trainable_layer: int,
 ) -> list[int]:
-    """The streamed decoder layers that a list uses, in order; those from `first_trainable_layer` on run backward."""
+    """The streamed decoder layers that a list uses, in order; those from `first_trainable_layer` on
+    run backward.
+    """
     uses: list[int] = []
     for x in instructions:
         layers = streamed.get(x.stage, ())
@@ -271,7 +313,9 @@ def with_following(uses: Sequence[int]) -> Iterator[tuple[int, int | None]]:
 
 
 def fetches_of(uses: Sequence[int]) -> list[int]:
-    """Return the layers that are fetched for these uses, in order, if no layer is whole before and after them."""
+    """Return the layers that are fetched for these uses, in order, if no layer is whole before and
+    after them.
+    """
     whole: set[int] = set()
     fetches: list[int] = []
     for pair in with_following(uses):
@@ -286,7 +330,8 @@ class Waits(NamedTuple):
 
     fetches: int  # if its neighbours on the rank use none of its layers
     each: float  # seconds by which a fetch takes longer than the computing that it hides behind
-    share: float = 0.0  # seconds of all fetches over those of the decoder layers that they hide behind
+    # seconds of all fetches over those of the decoder layers that they hide behind
+    share: float = 0.0
 
     def seconds(self, spared: int = BOTH_ENDS) -> float:
         return max(0, self.fetches - spared) * self.each
@@ -296,9 +341,11 @@ NO_WAITS = Waits(0, 0.0)
 
 
 def waits_of(fetches: int, fetch_seconds: float, compute_seconds: float) -> Waits:
-    """The waits of a stage that fetches `fetches` layers while its decoder layers compute `compute_seconds`.
+    """The waits of a stage that fetches `fetches` layers while its decoder layers compute
+    `compute_seconds`.
 
-    Streamed layers are spread evenly, so each fetch has the same share of the computing to hide behind.
+    Streamed layers are spread evenly, so each fetch has the same share of the computing to hide
+    behind.
     """
     if not fetches:
         return NO_WAITS
@@ -307,5 +354,7 @@ def waits_of(fetches: int, fetch_seconds: float, compute_seconds: float) -> Wait
 
 
 def spread(count: int, of: int) -> list[int]:
-    """Return `count` of `of` places, evenly spread, with as much room before the first as behind the last."""
+    """Return `count` of `of` places, evenly spread, with as much room before the first as behind
+    the last.
+    """
     return [(2 * i + 1) * of // (2 * count) for i in range(count)]

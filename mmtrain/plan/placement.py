@@ -1,10 +1,12 @@
 """Where a frozen encoder runs: in the slots in which its ranks would wait, for coming steps, too.
 
-a step without encoder --simulated, encodes put into its gaps (`_fill`)--> when each slice encodes which micro-batch
+a step without encoder --simulated, encodes put into its gaps (`_fill`)--> when each slice encodes
+    which micro-batch
     --how early that must be for its use--> how many micro-batches each slice is ahead (`Encodes`)
 
-A frozen encoder does not depend on the optimizer, so each rank may encode coming micro-batches while it waits for a
-message. Results do not change by a bit; the price is the memory of what waits between slices and of features.
+A frozen encoder does not depend on the optimizer, so each rank may encode coming micro-batches
+while it waits for a message. Results do not change by a bit; the price is the memory of what waits
+between slices and of features.
 """
 
 from __future__ import annotations
@@ -21,8 +23,8 @@ from mmtrain.plan.schedule import Chain, Encodes, leading_encodes
 from mmtrain.plan.simulate import MessageCost, Program, StageSeconds, simulate
 
 GAPS = (1.0, 0.6, 0.4, 0.25, 0.1)
-"""Shares of an encode that a gap must hold to be used; with SHARES this saves 5.6% over one way, and up to 1.6% over
-three gaps and two shares."""
+"""Shares of an encode that a gap must hold to be used; with SHARES this saves 5.6% over one way,
+and up to 1.6% over three gaps and two shares."""
 SHARES = (0.0, 0.125, 0.5)
 """Shares of a rank's encodes that come before its first compute, whatever they delay."""
 GAIN = 0.002
@@ -30,10 +32,13 @@ GAIN = 0.002
 MOVED_INSTRUCTIONS = 400_000
 """Simulated in all moves of blocks of one cut: a fraction of a second. Moves save 1.9%."""
 MOST_STEPS_AHEAD = 3
-"""Steps that the first slice may be ahead: what waits takes memory, and a run begins by making it."""
+"""Steps that the first slice may be ahead: what waits takes memory, and a run begins by making
+it.
+"""
 EVALUATION_ROUND = 4
-"""Micro-batches of one pass of an evaluation, per pipeline rank. The first stage may be that far ahead of the last one,
-so this bounds the hidden states that wait in between, and the idle share of a pass to (p - 1) / (5p - 1)."""
+"""Micro-batches of one pass of an evaluation, per pipeline rank. The first stage may be that far
+ahead of the last one, so this bounds the hidden states that wait in between, and the idle share of
+a pass to (p - 1) / (5p - 1)."""
 SLACK = 0.25
 """Share of an encode by which a slice's output should come earlier than simulated."""
 
@@ -50,12 +55,17 @@ class Placement(NamedTuple):
 
 
 def placements(
-    schedule: Schedule, program: Program, microbatches: int, seconds: StageSeconds, chain: Sequence[int]
+    schedule: Schedule,
+    program: Program,
+    microbatches: int,
+    seconds: StageSeconds,
+    chain: Sequence[int],
 ) -> list[Placement]:
     """Return placements of the slices on the ranks `chain`, the most promising first.
 
-    `program` is the step that encodes nothing ahead. Of equally fast placements those come first that are least ahead.
-    Those without gaps come last, since their bound is far from what their lists take.
+    `program` is the step that encodes nothing ahead. Of equally fast placements those come first
+    that are least ahead. Those without gaps come last, since their bound is far from what their
+    lists take.
     """
     bounds: dict[Chain, float] = {}
     for filled, least in _fills(program, microbatches, seconds, chain).values():
@@ -66,13 +76,17 @@ def placements(
         few = {1, len(chain), 2 * len(chain)} if len(seconds.forward) == len(schedule) else set()
         leads = sorted({*few, microbatches})
         leading = [leading_encodes(schedule, chain, lead) for lead in leads if lead <= microbatches]
-    # With none ahead the first forward comes after a whole chain, and the rest of the step after that forward.
+    # With none ahead the first forward comes after a whole chain, and the rest of the step after
+    # that forward.
     loose = simulate(program, _without_encoder(seconds)).seconds + sum(seconds.encode)
     for encodes in leading:
         bounds.setdefault(encodes, loose)
     options = [Placement(least, encodes) for encodes, least in bounds.items()]
     best = min((option.least_seconds for option in options), default=0.0) * (1 + GAIN)
-    return sorted(options, key=lambda x: (x.chain in leading, max(x.least_seconds, best), x.ahead, x.least_seconds))
+    return sorted(
+        options,
+        key=lambda x: (x.chain in leading, max(x.least_seconds, best), x.ahead, x.least_seconds),
+    )
 
 
 class _Slice:
@@ -95,17 +109,23 @@ class _Slice:
         return count * self.seconds
 
     def fill(self, gap: float, now: float, ready: float) -> float:
-        """Put encodes before a compute, as many as each have room for `gap` of their seconds; return their seconds."""
+        """Put encodes before a compute, as many as each have room for `gap` of their seconds;
+        return their seconds.
+        """
         count = 0 if self.before else self.first
         if self.left > count:
-            fitting = math.floor((ready - now) / self.seconds - gap) + 1 if self.seconds else self.left
+            fitting = (
+                math.floor((ready - now) / self.seconds - gap) + 1 if self.seconds else self.left
+            )
             count = min(max(count, fitting), self.left)
         return self.place(count, now)
 
     def least_ahead(self, needed: Sequence[float], first: int, transfer: float) -> int:
-        """Return how many micro-batches ahead the slice must be so that each comes when it is `needed`.
+        """Return how many micro-batches ahead the slice must be so that each comes when it is
+        `needed`.
 
-        `needed`: the times of micro-batch `first`, `first` + 1, ... What an earlier step makes is there in any case.
+        `needed`: the times of micro-batch `first`, `first` + 1, ... What an earlier step makes is
+        there in any case.
         """
         latest = transfer + (1 + SLACK) * self.seconds
         made = (bisect_right(self.begins, when - latest) for when in needed)
@@ -115,9 +135,15 @@ class _Slice:
 def _fills(
     program: Program, microbatches: int, seconds: StageSeconds, chain: Sequence[int]
 ) -> dict[tuple[float, int], tuple[Chain, float]]:
-    """Fill gaps in many ways, by the share of an encode that a gap must hold and the encodes that come first."""
+    """Fill gaps in many ways, by the share of an encode that a gap must hold and the encodes that
+    come first.
+    """
     firsts = dict.fromkeys(round(share * microbatches) for share in SHARES)
-    return {(gap, first): _fill(program, microbatches, seconds, chain, gap, first) for gap in GAPS for first in firsts}
+    return {
+        (gap, first): _fill(program, microbatches, seconds, chain, gap, first)
+        for gap in GAPS
+        for first in firsts
+    }
 
 
 def moved_blocks(
@@ -128,7 +154,8 @@ def moved_blocks(
 ) -> tuple[int, ...]:
     """Move blocks of the encoder between ranks, one at a time, while the filled step gets shorter.
 
-    `seconds_of` gives the seconds of a step with other slices, or None if they do not fit. The ranks of the chain stay.
+    `seconds_of` gives the seconds of a step with other slices, or None if they do not fit. The
+    ranks of the chain stay.
     """
     chain = chain_of_slices(slices)
     fills = _fills(program, microbatches, seconds_of(slices), chain)
@@ -138,7 +165,9 @@ def moved_blocks(
     while moved:
         moved = False
         for source, target in itertools.permutations(chain, 2):
-            changed = tuple(blocks - (rank == source) + (rank == target) for rank, blocks in enumerate(slices))
+            changed = tuple(
+                blocks - (rank == source) + (rank == target) for rank, blocks in enumerate(slices)
+            )
             if left == 0 or min(changed) < 0 or chain_of_slices(changed) != chain:
                 continue
             seconds = seconds_of(changed)
@@ -152,16 +181,25 @@ def moved_blocks(
 
 
 def chain_of_slices(slices: Sequence[int]) -> tuple[int, ...]:
-    """The pipeline ranks of the chain: rank 0, which makes the patches, and those that hold blocks."""
+    """The pipeline ranks of the chain: rank 0, which makes the patches, and those that hold
+    blocks.
+    """
     return tuple(rank for rank, blocks in enumerate(slices) if blocks or rank == 0)
 
 
 def _fill(
-    program: Program, microbatches: int, seconds: StageSeconds, chain: Sequence[int], gap: float, first: int
+    program: Program,
+    microbatches: int,
+    seconds: StageSeconds,
+    chain: Sequence[int],
+    gap: float,
+    first: int,
 ) -> tuple[Chain, float]:
-    """Put each slice into its rank's gaps of at least `gap` of its encodes, `first` of them before the first compute.
+    """Put each slice into its rank's gaps of at least `gap` of its encodes, `first` of them before
+    the first compute.
 
-    What finds no gap comes at the step's end. Returns the places and a lower bound of the step's seconds.
+    What finds no gap comes at the step's end. Returns the places and a lower bound of the step's
+    seconds.
     """
     slices: list[_Slice | None] = [None] * len(seconds.encode)
     if len(chain) == 1:  # no messages
@@ -193,9 +231,13 @@ def _fill(
     ahead: dict[int, int] = {}
     needed, at_least = forwards, 0
     for rank in reversed(chain):
-        at_least = ahead[rank] = max(at_least, slices[rank].least_ahead(needed, at_least, seconds.features.transfer))
+        at_least = ahead[rank] = max(
+            at_least, slices[rank].least_ahead(needed, at_least, seconds.features.transfer)
+        )
         needed = slices[rank].begins
-    return tuple(one and Encodes(ahead[rank], tuple(one.before)) for rank, one in enumerate(slices)), least
+    return tuple(
+        one and Encodes(ahead[rank], tuple(one.before)) for rank, one in enumerate(slices)
+    ), least
 
 
 def _without_encoder(seconds: StageSeconds) -> StageSeconds:

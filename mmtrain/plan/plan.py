@@ -1,4 +1,6 @@
-"""A plan: who holds and trains what, in which order it runs, what it costs; as plan.json and as text."""
+"""A plan: who holds and trains what, in which order it runs, what it costs; as plan.json and as
+text.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,9 @@ from mmtrain.plan.simulate import StageSeconds
 
 @dataclass(frozen=True, slots=True)
 class StagePlan:
-    """The contents of one stage: decoder layers [first, last), with the front or the head where it has them."""
+    """The contents of one stage: decoder layers [first, last), with the front or the head where it
+    has them.
+    """
 
     stage: int
     first: int
@@ -25,8 +29,10 @@ class StagePlan:
     front: bool
     head: bool
     recompute_layers: int = 0  # of its decoder layers, from the first on
-    encoder: tuple[int, int] | None = None  # blocks of its rank's slice; None: of stage 0 all, of another none
-    streamed: tuple[int, ...] = ()  # numbers of its decoder layers whose weights are fetched before they compute
+    # blocks of its rank's slice; None: of stage 0 all, of another none
+    encoder: tuple[int, int] | None = None
+    # numbers of its decoder layers whose weights are fetched before they compute
+    streamed: tuple[int, ...] = ()
 
     @property
     def layers(self) -> tuple[str, ...]:
@@ -44,7 +50,9 @@ class StagePlan:
 
     @property
     def slice(self) -> str:
-        """Its rank's slice of the encoder: `blocks 0-6`; empty if there are no slices, or none on this rank."""
+        """Its rank's slice of the encoder: `blocks 0-6`; empty if there are no slices, or none on
+        this rank.
+        """
         if self.encoder is None:
             return ""
         first, last = self.encoder
@@ -54,14 +62,20 @@ class StagePlan:
 
 
 def stage_of(cut: Sequence[int], stage: int, recompute_layers: int = 0) -> StagePlan:
-    """Stage `stage` of a cut, whose borders count the front as layer 0 and the head as the last layer."""
+    """Stage `stage` of a cut, whose borders count the front as layer 0 and the head as the last
+    layer.
+    """
     begin, end, head = cut[stage], cut[stage + 1], cut[-1] - 1
-    return StagePlan(stage, max(begin, 1) - 1, min(end, head) - 1, begin == 0, end > head, recompute_layers)
+    return StagePlan(
+        stage, max(begin, 1) - 1, min(end, head) - 1, begin == 0, end > head, recompute_layers
+    )
 
 
 @dataclass(frozen=True, slots=True)
 class RankPlan:
-    """One process. Bytes are those of its fullest moment; flops are those of one step, what recomputes left out."""
+    """One process. Bytes are those of its fullest moment; flops are those of one step, what
+    recomputes left out.
+    """
 
     rank: int  # pipeline * data degree + data
     pipeline: int
@@ -92,7 +106,9 @@ class RankPlan:
 
     @property
     def total_bytes(self) -> int:
-        return self.weight_bytes + self.optimizer_bytes + self.activation_bytes + self.workspace_bytes
+        return (
+            self.weight_bytes + self.optimizer_bytes + self.activation_bytes + self.workspace_bytes
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +131,9 @@ class GroupPlan:
 
 @dataclass(frozen=True, slots=True)
 class UniformCut:
-    """What cutting the decoder layers evenly would give: front and head on top, one stage a rank, no prefetch."""
+    """What cutting the decoder layers evenly would give: front and head on top, one stage a rank,
+    no prefetch.
+    """
 
     boundaries: tuple[int, ...]
     fits: bool
@@ -158,7 +176,8 @@ class Plan:
     costs: str  # "assumed", or "calibrated on DEVICE", and whether messages are assumed
     step_seconds: float | None  # predicted; None where costs are assumed
     idle_share: float  # of a step, over all ranks
-    minimal_flops_share: float  # of what a step computes: what every exact way of training must compute
+    # of what a step computes: what every exact way of training must compute
+    minimal_flops_share: float
     uniform: UniformCut | None  # None with one rank, or with fewer decoder layers than ranks
     seconds: StageSeconds  # what was simulated; see `costs`
     ranks: tuple[RankPlan, ...]
@@ -166,7 +185,9 @@ class Plan:
 
     @property
     def evaluation_lead(self) -> int:
-        """Micro-batches that each slice encodes first in an evaluation, so that the whole chain has work."""
+        """Micro-batches that each slice encodes first in an evaluation, so that the whole chain has
+        work.
+        """
         return len(ranks_of(self.chain))
 
     @property
@@ -176,9 +197,15 @@ class Plan:
 
     @property
     def encoder_slices(self) -> tuple[int, ...]:
-        """Blocks that each pipeline rank holds of an encoder in slices; empty where it is whole on rank 0."""
+        """Blocks that each pipeline rank holds of an encoder in slices; empty where it is whole on
+        rank 0.
+        """
         borders = [rank.stages[0].encoder for rank in self.ranks if rank.data == 0]
-        return tuple(border[1] - border[0] if border else 0 for border in borders) if any(borders) else ()
+        return (
+            tuple(border[1] - border[0] if border else 0 for border in borders)
+            if any(borders)
+            else ()
+        )
 
     def as_dict(self) -> dict[str, Any]:
         """The content of plan.json: everything but the instructions."""
@@ -204,25 +231,47 @@ class Plan:
 
 
 def render(plan: Plan) -> list[str]:
-    """Return the plan as lines that fit the terminal: a row for each stage of a pipeline rank and its replicas."""
+    """Return the plan as lines that fit the terminal: a row for each stage of a pipeline rank and
+    its replicas.
+    """
     replica = [rank for rank in plan.ranks if rank.data == 0]
     largest = max(rank.total_bytes for rank in replica)
     unit, name = (2**30, "GiB") if largest >= 2**30 else (2**20, "MiB")
-    measures = (f">weights\n{name}", f">activations\n{name}", f">total\n{name}", ">work\n%", ">idle\n%")
+    measures = (
+        f">weights\n{name}",
+        f">activations\n{name}",
+        f">total\n{name}",
+        ">work\n%",
+        ">idle\n%",
+    )
     rows = []
     for rank in replica:
         cells = [
             f"{rank.trainable:,}" if rank.trainable < 1e8 else f"{rank.trainable / 1e6:,.1f}M",
             rank.optimizer,
-            *(f"{size / unit:,.1f}" for size in (rank.weight_bytes, rank.activation_bytes, rank.total_bytes)),
+            *(
+                f"{size / unit:,.1f}"
+                for size in (rank.weight_bytes, rank.activation_bytes, rank.total_bytes)
+            ),
             *(f"{100 * share:.1f}" for share in (rank.work_share, rank.idle_share)),
         ]
         number = _numbers(plan, rank)
         for stage in rank.stages:
-            rows.append([number, stage.stage, stage.summary.replace("llm.layers.", "").replace(" + ", ", "), *cells])
+            rows.append(
+                [
+                    number,
+                    stage.stage,
+                    stage.summary.replace("llm.layers.", "").replace(" + ", ", "),
+                    *cells,
+                ]
+            )
             number, cells = "", []
     table = table_lines((">rank", ">stage", "layers", ">trainable", "optimizer", *measures), rows)
-    return [*wrapped(*_run(plan)), *table, *wrapped(*(_rank(plan, x) for x in replica), *_step(plan, replica))]
+    return [
+        *wrapped(*_run(plan)),
+        *table,
+        *wrapped(*(_rank(plan, x) for x in replica), *_step(plan, replica)),
+    ]
 
 
 def wrapped(*texts: str) -> list[str]:
@@ -240,16 +289,24 @@ def _ranks(plan: Plan, rank: RankPlan) -> str:
 
 
 def _run(plan: Plan) -> Iterator[str]:
-    limit = "no memory limit" if plan.memory_limit_bytes is None else f"{bytes_text(plan.memory_limit_bytes)} per rank"
+    limit = (
+        "no memory limit"
+        if plan.memory_limit_bytes is None
+        else f"{bytes_text(plan.memory_limit_bytes)} per rank"
+    )
     begins_with = "text" if plan.vision is None else f"{plan.vision} -> projector"
     yield f"{plan.run}: {begins_with} -> {plan.llm}; trains {', '.join(plan.trainable)}"
     yield (
-        f"pipeline {plan.pipeline} x data {plan.data} = {counted(len(plan.ranks), 'rank')}; per step and replica "
+        f"pipeline {plan.pipeline} x data {plan.data} = {counted(len(plan.ranks), 'rank')}; "
+        "per step and replica "
         f"{counted(plan.microbatches_per_step, 'micro-batch', 'micro-batches')} of "
-        f"{counted(plan.packs_per_microbatch, 'pack')} of {counted(plan.pack_length, 'token')}; {limit}"
+        f"{counted(plan.packs_per_microbatch, 'pack')} of "
+        f"{counted(plan.pack_length, 'token')}; {limit}"
     )
     if (image := plan.image) is not None:
-        room = "" if image.fits else "; a sample with one that large fits into no pack (data.overlong)"
+        room = (
+            "" if image.fits else "; a sample with one that large fits into no pack (data.overlong)"
+        )
         tiles, most_tiles = f"{image.tiles:g} tiles and ", f"{image.most_tiles} and "
         if image.tiles == image.positions:  # a cell each
             tiles = most_tiles = ""
@@ -257,11 +314,10 @@ def _run(plan: Plan) -> Iterator[str]:
             f"an image ({image.layout}): {tiles}{image.positions:,g} positions expected, at most "
             f"{most_tiles}{image.most_positions:,}{room}"
         )
-    rates = [
-        f"{group.name} {group.lr:g}{f' with weight decay {group.weight_decay:g}' if group.weight_decay else ''} "
-        f"({group.trainable:,} parameters)"
-        for group in plan.groups
-    ]
+    rates = []
+    for group in plan.groups:
+        decay = f" with weight decay {group.weight_decay:g}" if group.weight_decay else ""
+        rates.append(f"{group.name} {group.lr:g}{decay} ({group.trainable:,} parameters)")
     if rates:
         yield f"learning rates: {'; '.join(rates)}"
 
@@ -282,20 +338,33 @@ def _step(plan: Plan, replica: list[RankPlan]) -> Iterator[str]:
     slowest = max(replica, key=lambda rank: rank.work_share)
     seconds = "" if plan.step_seconds is None else f"{plan.step_seconds:,.3g} s, "
     yield (
-        f"step: {seconds}{total:,.{0 if total >= 100 else 3}f} TFLOP per replica, of which any exact training needs "
-        f"{plan.minimal_flops_share:.1%}; slowest {_ranks(plan, slowest)} with {slowest.work_share:.1%} of the "
+        f"step: {seconds}{total:,.{0 if total >= 100 else 3}f} TFLOP per replica, of which any "
+        "exact training needs "
+        f"{plan.minimal_flops_share:.1%}; slowest {_ranks(plan, slowest)} with "
+        f"{slowest.work_share:.1%} of the "
         f"work; idle {plan.idle_share:.1%}"
     )
     if plan.step_seconds is None:
-        yield "costs: assumed, from FLOPs and bytes: shares, no seconds; mmtrain calibrate CONFIG measures those"
+        yield (
+            "costs: assumed, from FLOPs and bytes: shares, no seconds; "
+            "mmtrain calibrate CONFIG measures those"
+        )
     else:
         yield f"costs: {plan.costs}"
-    slices = [f"{stage.slice} on {_ranks(plan, rank)}" for rank in replica for stage in rank.stages if stage.slice]
+    slices = [
+        f"{stage.slice} on {_ranks(plan, rank)}"
+        for rank in replica
+        for stage in rank.stages
+        if stage.slice
+    ]
     if slices:
         *others, last = (str(encodes.ahead) for encodes in plan.chain if encodes is not None)
         yield f"encoder: {', '.join(slices)}; prefetch {', '.join(others)} and {last} micro-batches"
     elif plan.encode_ahead:
-        yield f"encoder: on rank 0; prefetch {plan.encode_ahead} micro-batch{'es' * (plan.encode_ahead > 1)}"
+        yield (
+            f"encoder: on rank 0; prefetch {plan.encode_ahead} "
+            f"micro-batch{'es' * (plan.encode_ahead > 1)}"
+        )
     if plan.streaming is not None:
         yield from _fetches(plan, plan.streaming, max(replica, key=lambda rank: rank.fetched_bytes))
     uniform = plan.uniform
@@ -303,19 +372,28 @@ def _step(plan: Plan, replica: list[RankPlan]) -> Iterator[str]:
         yield "this is the uniform cut of the decoder layers"
     elif uniform is not None:
         unfit = "" if uniform.fits else ", and it does not fit in memory"
-        yield f"a uniform cut of the decoder layers: step {uniform.step_time_ratio:.2f} times as long{unfit}"
+        yield (
+            "a uniform cut of the decoder layers: "
+            f"step {uniform.step_time_ratio:.2f} times as long{unfit}"
+        )
 
 
 def _fetches(plan: Plan, streaming: StreamingPlan, rank: RankPlan) -> Iterator[str]:
-    """Where streamed layers come from, and from how many tokens on that costs no time; `rank` fetches the most."""
+    """Where streamed layers come from, and from how many tokens on that costs no time; `rank`
+    fetches the most.
+    """
     if streaming.hidden_from_tokens:
         fetches = f"{bytes_text(rank.fetched_bytes // plan.microbatches_per_step)} a micro-batch"
         costs = (
-            f"fetches hide behind computing from {streaming.hidden_from_tokens:,} tokens a micro-batch on; it has "
+            f"fetches hide behind computing from {streaming.hidden_from_tokens:,} tokens a "
+            "micro-batch on; it has "
             f"{streaming.microbatch_tokens:,}"
         )
     else:
-        fetches, costs = f"{bytes_text(rank.fetched_bytes)} a step", "no rank has more layers than stay whole"
+        fetches, costs = (
+            f"{bytes_text(rank.fetched_bytes)} a step",
+            "no rank has more layers than stay whole",
+        )
     if streaming.source in BITS:
         yield f"quantised layers: {streaming.source}, made whole before each use; {costs}"
         yield f"that is another LLM, near {plan.llm}: use what is trained with {plan.llm} itself"

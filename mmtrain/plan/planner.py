@@ -1,6 +1,7 @@
 """Config -> plan: which rank holds, trains and runs what; refuses what cannot run or does not fit.
 
-config + model shapes --costs, timings--> seconds and bytes of each layer --search--> layers of each stage, what
+config + model shapes --costs, timings--> seconds and bytes of each layer --search--> layers of each
+    stage, what
 recomputes, where the encoder runs --schedule--> instructions per rank
 """
 
@@ -23,7 +24,16 @@ from mmtrain.plan.costs import Models, expected_image, minimal_flops
 from mmtrain.plan.cuts import given_cut, uniform_cut
 from mmtrain.plan.instructions import fetches_of, uses_of
 from mmtrain.plan.optimizers import parameter_groups
-from mmtrain.plan.plan import ExpectedImage, GroupPlan, Plan, RankPlan, StagePlan, StreamingPlan, UniformCut, stage_of
+from mmtrain.plan.plan import (
+    ExpectedImage,
+    GroupPlan,
+    Plan,
+    RankPlan,
+    StagePlan,
+    StreamingPlan,
+    UniformCut,
+    stage_of,
+)
 from mmtrain.plan.refusals import check_run, does_not_fit
 from mmtrain.plan.schedule import ranks_of
 from mmtrain.plan.search import PipelineLayout, Search, least_step_seconds
@@ -34,8 +44,12 @@ STREAMING_GAIN = 0.005
 
 
 def models_of(config: RunConfig) -> Models:
-    """Return the shapes of a run's models. Raises UserError if one is not known, or if they do not fit together."""
-    assert config.model.pretrained is None, "`expand_pretrained` comes before: a plan reads explicit keys"
+    """Return the shapes of a run's models. Raises UserError if one is not known, or if they do not
+    fit together.
+    """
+    assert config.model.pretrained is None, (
+        "`expand_pretrained` comes before: a plan reads explicit keys"
+    )
     llm = llm_shape(config.model.llm.path)
     vision, operations = NO_VISION, ()
     if config.model.vision is not None:
@@ -51,9 +65,10 @@ def make_plan(
 ) -> Plan:
     """Plan a run from its config and its models' shapes; starts nothing, imports no torch.
 
-    The memory limit of a rank is `parallel.device_memory_gib`, else what its GPU's `device_memory_bytes` leave to it,
-    else none. `device` is what ranks compute on (None: this machine's CPU); a calibration on it gives the costs.
-    Raises UserError for a config that no plan can satisfy, MemoryLimitError, with what each rank needs, if none fits.
+    The memory limit of a rank is `parallel.device_memory_gib`, else what its GPU's
+    `device_memory_bytes` leave to it, else none. `device` is what ranks compute on (None: this
+    machine's CPU); a calibration on it gives the costs. Raises UserError for a config that no plan
+    can satisfy, MemoryLimitError, with what each rank needs, if none fits.
     """
     models, limit = models_of(config), memory_limit(config, device_memory_bytes)
     check_run(config, models)
@@ -61,7 +76,10 @@ def make_plan(
     search, layout = _searched(config, costs)
     if config.parallel.streamed_layers == "auto":  # only where it is worth it
         resident, without = _searched(config, costs.changed(streaming=Streaming()))
-        if without and (not layout or without.simulation.seconds * (1 - STREAMING_GAIN) <= layout.simulation.seconds):
+        if without and (
+            not layout
+            or without.simulation.seconds * (1 - STREAMING_GAIN) <= layout.simulation.seconds
+        ):
             search, layout = resident, without
     if layout is None:
         raise MemoryLimitError(does_not_fit(config, search, limit))
@@ -84,11 +102,17 @@ def memory_limit(config: RunConfig, device_memory_bytes: int | None) -> int | No
     return None if device_memory_bytes is None else limit_on_gpu(device_memory_bytes)
 
 
-def _plan(config: RunConfig, models: Models, search: Search, layout: PipelineLayout, limit: int | None) -> Plan:
+def _plan(
+    config: RunConfig, models: Models, search: Search, layout: PipelineLayout, limit: int | None
+) -> Plan:
     costs = search.costs
     cut, seconds = layout.cut, layout.simulation.seconds
     pipeline, microbatches = config.parallel.pipeline, costs.setting.microbatches_per_step
-    ranks = tuple(rank for place in range(pipeline) for rank in _ranks(config, costs, layout, place, microbatches))
+    ranks = tuple(
+        rank
+        for place in range(pipeline)
+        for rank in _ranks(config, costs, layout, place, microbatches)
+    )
     replica = [rank for rank in ranks if rank.data == 0]
     computed = sum(rank.flops.total + rank.recompute_flops for rank in replica)
     needed = minimal_flops(models, config.model.trainable, costs.costs.work).total * microbatches
@@ -135,30 +159,45 @@ def _expected_image(config: RunConfig, layout: ImageLayout) -> ExpectedImage | N
     if not layout.is_sized:
         return None
     most_tiles, most_positions = layout.most_tiles, layout.most_positions
-    fits = most_positions < config.data.pack_length and most_tiles <= (config.data.max_tiles_per_pack or most_tiles)
-    return ExpectedImage(layout.name, *expected_image(config, layout), most_tiles, most_positions, fits)
+    fits = most_positions < config.data.pack_length and most_tiles <= (
+        config.data.max_tiles_per_pack or most_tiles
+    )
+    return ExpectedImage(
+        layout.name, *expected_image(config, layout), most_tiles, most_positions, fits
+    )
 
 
 def _groups(config: RunConfig, models: Models) -> tuple[GroupPlan, ...]:
     optimizer = config.optimizer
     is_uniform = optimizer.lr > 0 and not (optimizer.groups or optimizer.weight_decay)
-    sizes = {p.name: p.numel for p in models.parameters if matches_any(p.name, config.model.trainable)}
+    sizes = {
+        p.name: p.numel for p in models.parameters if matches_any(p.name, config.model.trainable)
+    }
     return tuple(
-        GroupPlan(group.name, group.lr, group.weight_decay, sum(sizes[name] for name in group.parameters))
+        GroupPlan(
+            group.name, group.lr, group.weight_decay, sum(sizes[name] for name in group.parameters)
+        )
         for group in parameter_groups(optimizer, sizes)
         if group.parameters and not is_uniform
     )
 
 
 def _ranks(
-    config: RunConfig, costs: StageCosts, layout: PipelineLayout, pipeline_rank: int, microbatches: int
+    config: RunConfig,
+    costs: StageCosts,
+    layout: PipelineLayout,
+    pipeline_rank: int,
+    microbatches: int,
 ) -> list[RankPlan]:
     """Return the plans of a pipeline rank in all replicas."""
     cut, cost, data = layout.cut, layout.ranks[pipeline_rank], config.parallel.data
     numbers = range(pipeline_rank, len(cut) - 1, config.parallel.pipeline)
     placed = tuple(
         # A decoder layer's number is its place among all layers less the front.
-        replace(stage_of(cut, s, layout.recompute_layers[s]), streamed=tuple(cut[s] + place - 1 for place in places))
+        replace(
+            stage_of(cut, s, layout.recompute_layers[s]),
+            streamed=tuple(cut[s] + place - 1 for place in places),
+        )
         for s, places in zip(numbers, cost.streamed or [()] * len(numbers), strict=True)
     )
     encoder, blocks = costs.costs.encoder, layout.slices[pipeline_rank]
@@ -205,20 +244,37 @@ def _fetched_bytes(costs: StageCosts, layout: PipelineLayout, stages: Sequence[S
     return sum(costs.setting.streaming.fetched_bytes(costs.layers[layer + 1]) for layer in layers)
 
 
-def _streaming(config: RunConfig, costs: StageCosts, layout: PipelineLayout) -> StreamingPlan | None:
+def _streaming(
+    config: RunConfig, costs: StageCosts, layout: PipelineLayout
+) -> StreamingPlan | None:
     if not any(rank.streamed for rank in layout.ranks):
         return None
     stages = [stage for rank in layout.ranks for stage in rank.stages]
     share = max(max(stage.forward_waits.share, stage.backward_waits.share) for stage in stages)
-    tokens, streaming = config.train.packs_per_microbatch * config.data.pack_length, costs.setting.streaming
-    return StreamingPlan(streaming.source, streaming.weight_shards, math.ceil(tokens * share), tokens)
+    tokens, streaming = (
+        config.train.packs_per_microbatch * config.data.pack_length,
+        costs.setting.streaming,
+    )
+    return StreamingPlan(
+        streaming.source, streaming.weight_shards, math.ceil(tokens * share), tokens
+    )
 
 
-def _reason(config: RunConfig, stages: Sequence[StagePlan], names: Sequence[str], upstream: bool) -> str:
+def _reason(
+    config: RunConfig, stages: Sequence[StagePlan], names: Sequence[str], upstream: bool
+) -> str:
     if names:
-        here = [pattern for pattern in config.model.trainable if any(matches_any(name, (pattern,)) for name in names)]
+        here = [
+            pattern
+            for pattern in config.model.trainable
+            if any(matches_any(name, (pattern,)) for name in names)
+        ]
         return f"trains {', '.join(here)} ({len(names)} tensor{'s' if len(names) > 1 else ''})"
-    text = f"all of {stages[0].summary} is frozen" if len(stages) == 1 else "all of its layers are frozen"
+    text = (
+        f"all of {stages[0].summary} is frozen"
+        if len(stages) == 1
+        else "all of its layers are frozen"
+    )
     return f"{text}, and everything before it: forward only" if upstream else text
 
 

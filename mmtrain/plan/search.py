@@ -1,10 +1,13 @@
-"""The pipeline layout with the shortest simulated step: cut, stages a rank, recomputation, place of the encoder.
+"""The pipeline layout with the shortest simulated step: cut, stages a rank, recomputation, place of
+the encoder.
 
 for 1, 2, ... stages a rank: the best cuts (`cuts`)
-    --the encoder on rank 0, or in slices on several ranks, run where those would wait (`placement`)--> the fastest
+    --the encoder on rank 0, or in slices on several ranks, run where those would wait
+        (`placement`)--> the fastest
 
-Every step is simulated from the instruction lists that the engine will run, and memory is walked on the same lists.
-The search is deterministic. `least_step_seconds` is a lower bound of a step, without a cut or a schedule.
+Every step is simulated from the instruction lists that the engine will run, and memory is walked on
+the same lists. The search is deterministic. `least_step_seconds` is a lower bound of a step,
+without a cut or a schedule.
 """
 
 from __future__ import annotations
@@ -27,14 +30,21 @@ from mmtrain.plan.stage_costs import RankCost, StageCosts
 
 MOST_STAGES_PER_RANK = 4
 STAGE_GAIN = 0.01
-"""Share of a step that more stages a rank must save: they cost messages, which may be dearer than assumed."""
+"""Share of a step that more stages a rank must save: they cost messages, which may be dearer than
+assumed.
+"""
 SLICES_GAIN = 0.005
-"""Share of a step that slices of the encoder must save: for 0.2% one plan's fullest rank took 20% more memory."""
+"""Share of a step that slices of the encoder must save: for 0.2% one plan's fullest rank took 20%
+more memory.
+"""
 MOST_WORK = 1.04
-"""Times the mean of all ranks: what a rank may work so that slices fit idle slots better; saves up to 3.5%."""
+"""Times the mean of all ranks: what a rank may work so that slices fit idle slots better; saves up
+to 3.5%.
+"""
 MOST_PLACEMENTS = 4
-"""Placements of the slices of one cut that are simulated, the most promising first. If none of them fits in memory, all
-follow in which nothing waits from one step to the next: tight runs else took 1.6 times as long."""
+"""Placements of the slices of one cut that are simulated, the most promising first. If none of them
+fits in memory, all follow in which nothing waits from one step to the next: tight runs else took
+1.6 times as long."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,14 +63,22 @@ class PipelineLayout:
 
     @property
     def recompute_layers(self) -> tuple[int, ...]:
-        return tuple(count for turn in zip(*(x.recompute_layers for x in self.ranks), strict=True) for count in turn)
+        return tuple(
+            count
+            for turn in zip(*(x.recompute_layers for x in self.ranks), strict=True)
+            for count in turn
+        )
 
 
 class Search:
     """Looks for pipeline layouts with the costs of one run."""
 
-    def __init__(self, costs: StageCosts, encoder_ranks: Literal["auto", 0] | Sequence[int] = 0) -> None:
-        """`encoder_ranks`: the pipeline ranks that hold blocks of the encoder; auto: whatever is fastest."""
+    def __init__(
+        self, costs: StageCosts, encoder_ranks: Literal["auto", 0] | Sequence[int] = 0
+    ) -> None:
+        """`encoder_ranks`: the pipeline ranks that hold blocks of the encoder; auto: whatever is
+        fastest.
+        """
         self.costs = costs
         self.cuts = Cuts(costs)
         self.pipeline, self.microbatches = self.cuts.pipeline, self.cuts.microbatches
@@ -68,7 +86,9 @@ class Search:
         self.encoder_ranks = encoder_ranks if may_cut else (0,)
 
     def find(self, stages_per_rank: Literal["auto"] | int) -> PipelineLayout | None:
-        """Return the fastest layout that fits; None if none is found. Slices must beat the encoder on rank 0."""
+        """Return the fastest layout that fits; None if none is found. Slices must beat the encoder
+        on rank 0.
+        """
         counts = self._possible_counts() if stages_per_rank == "auto" else (stages_per_rank,)
         cuts: dict[int, list[Cut]] = {count: [] for count in counts}
         best: PipelineLayout | None = None
@@ -79,23 +99,31 @@ class Search:
         return best
 
     def surely_fits(self) -> bool:
-        """Whether the first cut that `find("auto")` tries fits, so that it returns a layout; in a tenth of its time."""
+        """Whether the first cut that `find("auto")` tries fits, so that it returns a layout; in a
+        tenth of its time.
+        """
         shares = self._shares_on_rank_0()
-        self.cuts.instructions_left = SIMULATED_INSTRUCTIONS // (sum(self._possible_counts()) * len(shares))
+        self.cuts.instructions_left = SIMULATED_INSTRUCTIONS // (
+            sum(self._possible_counts()) * len(shares)
+        )
         return self.cuts.ranked(1, shares[0])[0][0].overflow == 0
 
     def _possible_counts(self) -> tuple[int, ...]:
         if (self.pipeline - 1) / (self.microbatches + self.pipeline - 1) < STAGE_GAIN:
             return (1,)
         most = self.costs.most_stages
-        return tuple(v for v in range(1, MOST_STAGES_PER_RANK + 1) if v == 1 or v * self.pipeline <= most)
+        return tuple(
+            v for v in range(1, MOST_STAGES_PER_RANK + 1) if v == 1 or v * self.pipeline <= most
+        )
 
     def _shares_on_rank_0(self) -> list[EncoderShare]:
         shares = [EncoderShare(self.costs.timings.encode, self.cuts.whole)]
         return shares + [EncoderShare(0.0, self.cuts.whole)] * self.costs.encodes_anywhere
 
     def _shares_in_slices(self) -> list[EncoderShare]:
-        """Equal slices in idle slots; if the config names rank 0 among others, also all of them there (7% in one)."""
+        """Equal slices in idle slots; if the config names rank 0 among others, also all of them
+        there (7% in one).
+        """
         ranks = range(self.pipeline)
         holders = ranks if self.encoder_ranks == "auto" else self.encoder_ranks
         each = -(-self.costs.costs.encoder.blocks // len(holders))
@@ -110,10 +138,11 @@ class Search:
         place: Callable[[Cut, float], PipelineLayout | None],
         on_rank_0: PipelineLayout | None,
     ) -> PipelineLayout | None:
-        """Return the fastest layout over all numbers of stages a rank; more stages must save STAGE_GAIN.
+        """Return the fastest layout over all numbers of stages a rank; more stages must save
+        STAGE_GAIN.
 
-        A layout must also save SLICES_GAIN of `on_rank_0`, or STAGE_GAIN if that has fewer stages a rank. Tried cuts
-        are added to `cuts`, by their number of stages a rank.
+        A layout must also save SLICES_GAIN of `on_rank_0`, or STAGE_GAIN if that has fewer stages a
+        rank. Tried cuts are added to `cuts`, by their number of stages a rank.
         """
         best: PipelineLayout | None = None
         for count, candidates in cuts.items():
@@ -122,8 +151,14 @@ class Search:
                 gain = STAGE_GAIN if count > on_rank_0.stages_per_rank else SLICES_GAIN
                 limit = min(limit, self._to_beat(on_rank_0, gain))
             for share in shares:
-                self.cuts.instructions_left = SIMULATED_INSTRUCTIONS * count // (sum(cuts) * len(shares))
-                candidates += [cut for score, cut in self.cuts.ranked(count, share, limit) if score.overflow == 0]
+                self.cuts.instructions_left = (
+                    SIMULATED_INSTRUCTIONS * count // (sum(cuts) * len(shares))
+                )
+                candidates += [
+                    cut
+                    for score, cut in self.cuts.ranked(count, share, limit)
+                    if score.overflow == 0
+                ]
             best = self._fastest(dict.fromkeys(candidates), place, limit) or best
         return best
 
@@ -131,7 +166,10 @@ class Search:
         return math.inf if layout is None else layout.simulation.seconds * (1 - gain)
 
     def _fastest(
-        self, cuts: Iterable[Cut], place: Callable[[Cut, float], PipelineLayout | None], limit: float
+        self,
+        cuts: Iterable[Cut],
+        place: Callable[[Cut, float], PipelineLayout | None],
+        limit: float,
     ) -> PipelineLayout | None:
         """Return the fastest layout of these cuts that takes less than `limit` seconds."""
         best: PipelineLayout | None = None
@@ -147,24 +185,33 @@ class Search:
         return best
 
     def at_cut(self, cut: Cut) -> PipelineLayout | None:
-        """Return a cut with the encoder where it is best, or as the config asks; None if that does not fit."""
+        """Return a cut with the encoder where it is best, or as the config asks; None if that does
+        not fit.
+        """
         on_rank_0 = self._on_rank_0(cut, math.inf)
         return self._in_slices(cut, self._to_beat(on_rank_0, SLICES_GAIN)) or on_rank_0
 
     def plain(self, cut: Cut) -> PipelineLayout:
-        """Return a cut with the encoder on rank 0, each micro-batch encoded right before its forward."""
+        """Return a cut with the encoder on rank 0, each micro-batch encoded right before its
+        forward.
+        """
         whole = self.cuts.whole
         plain, ranks = self.cuts.placed(cut, whole)
         seconds = self._stage_seconds(ranks, whole)
         chain = leading_encodes(plain.schedule, (0,), 1)
         simulation = simulate(plain.program, seconds)
-        return PipelineLayout(cut, *plain[:2], ranks, seconds, plain.schedule, whole, chain, simulation)
+        return PipelineLayout(
+            cut, *plain[:2], ranks, seconds, plain.schedule, whole, chain, simulation
+        )
 
     def fits(self, layout: PipelineLayout) -> bool:
         return self.cuts.overflow(layout.ranks) == 0
 
-    def nearest(self, stages_per_rank: int, given: Cut | None = None) -> tuple[Cut, tuple[RankCost, ...]]:
-        """Return the cut, or `given`, that exceeds the memory limit by the fewest bytes, and the cost of its ranks.
+    def nearest(
+        self, stages_per_rank: int, given: Cut | None = None
+    ) -> tuple[Cut, tuple[RankCost, ...]]:
+        """Return the cut, or `given`, that exceeds the memory limit by the fewest bytes, and the
+        cost of its ranks.
 
         The encoder is where the config asks for it, and nothing is encoded ahead.
         """
@@ -178,15 +225,22 @@ class Search:
         return min(options, key=lambda option: self.cuts.overflow(option[1]))
 
     def _on_rank_0(self, cut: Cut, limit: float) -> PipelineLayout | None:
-        return self._placed(cut, self.cuts.whole, limit) if self.encoder_ranks in ("auto", (0,)) else None
+        return (
+            self._placed(cut, self.cuts.whole, limit)
+            if self.encoder_ranks in ("auto", (0,))
+            else None
+        )
 
     def _in_slices(self, cut: Cut, limit: float) -> PipelineLayout | None:
-        """Return the cut with the encoder on several ranks; blocks move to where idle slots fit them."""
+        """Return the cut with the encoder on several ranks; blocks move to where idle slots fit
+        them.
+        """
         if self.encoder_ranks == (0,):
             return None
         slices = self._slices(cut)
         layout = self._placed(cut, slices, limit)
-        if layout is None and self.encoder_ranks == "auto":  # a step of few micro-batches ends before a long chain pays
+        # a step of few micro-batches ends before a long chain pays
+        if layout is None and self.encoder_ranks == "auto":
             works = [rank.seconds for rank in self.cuts.placed(cut, (0,) * self.pipeline)[1]]
             slices = self._shared_out(cut, (0, min(range(1, self.pipeline), key=works.__getitem__)))
             layout = self._placed(cut, slices, limit)
@@ -197,35 +251,52 @@ class Search:
 
     def _stage_seconds(self, ranks: Sequence[RankCost], slices: Slices) -> StageSeconds:
         chain, encode_of = chain_of_slices(slices), self.costs.timings.encode_of
-        encode = [encode_of(blocks, rank == 0) if rank in chain else 0.0 for rank, blocks in enumerate(slices)]
+        encode = [
+            encode_of(blocks, rank == 0) if rank in chain else 0.0
+            for rank, blocks in enumerate(slices)
+        ]
         return self.cuts.stage_seconds(ranks, encode)
 
     def _slices(self, cut: Cut) -> Slices:
-        """Share out the blocks over all ranks, or those that the config asks for, so that they have the same work."""
+        """Share out the blocks over all ranks, or those that the config asks for, so that they have
+        the same work.
+        """
         if self.encoder_ranks != "auto":
             return self._shared_out(cut, self.encoder_ranks, self.encoder_ranks)
         ranks = range(self.pipeline)
         slices = self._shared_out(cut, ranks)
-        # Even a rank 0 that has the least work with all blocks may keep others waiting while it encodes.
+        # Even a rank 0 that has the least work with all blocks may keep others waiting while it
+        # encodes.
         return slices if slices != self.cuts.whole else self._shared_out(cut, ranks, ranks[1:])
 
     def _shared_out(self, cut: Cut, ranks: Sequence[int], holders: Sequence[int] = ()) -> Slices:
-        """Give each block to the rank with the least work that has room, once each of `holders` has one."""
+        """Give each block to the rank with the least work that has room, once each of `holders` has
+        one.
+        """
         costs = self.cuts.placed(cut, (0,) * self.pipeline)[1]
         blocks, block = self.costs.costs.encoder.blocks, self.costs.timings.encode_block
         slices = tuple(int(rank in holders[:blocks]) for rank in range(self.pipeline))
         work = {rank: costs[rank].seconds + slices[rank] * block for rank in ranks}
         while sum(slices) < blocks:
             least_first = sorted(work, key=lambda rank: (work[rank], rank))
-            options = {rank: (*slices[:rank], slices[rank] + 1, *slices[rank + 1 :]) for rank in least_first}
-            fitting = (rank for rank, x in options.items() if self.costs.fits(self.cuts.placed(cut, x)[1][rank]))
+            options = {
+                rank: (*slices[:rank], slices[rank] + 1, *slices[rank + 1 :])
+                for rank in least_first
+            }
+            fitting = (
+                rank
+                for rank, x in options.items()
+                if self.costs.fits(self.cuts.placed(cut, x)[1][rank])
+            )
             rank = next(fitting, least_first[0])
             slices = options[rank]
             work[rank] += block
         return slices
 
     def _moved(self, cut: Cut, slices: Slices) -> Slices:
-        """Move blocks among ranks so that they fit idle slots better: a rank with little work may have little room."""
+        """Move blocks among ranks so that they fit idle slots better: a rank with little work may
+        have little room.
+        """
         plain, ranks = self.cuts.placed(cut, slices)
         works = [rank.seconds for rank in ranks]
         most = max(*works, MOST_WORK * sum(works) / len(works))
@@ -234,13 +305,19 @@ class Search:
             ranks = self.cuts.placed(cut, changed)[1]
             holders = {rank for rank, blocks in enumerate(changed) if blocks}
             may_hold = self.encoder_ranks == "auto" or holders == set(self.encoder_ranks)
-            may_be = may_hold and self.cuts.overflow(ranks) == 0 and max(rank.seconds for rank in ranks) <= most
+            may_be = (
+                may_hold
+                and self.cuts.overflow(ranks) == 0
+                and max(rank.seconds for rank in ranks) <= most
+            )
             return self._stage_seconds(ranks, changed) if may_be else None
 
         return moved_blocks(plain.program, self.microbatches, slices, seconds_of)
 
     def _placed(self, cut: Cut, slices: Slices, limit: float) -> PipelineLayout | None:
-        """Return the layout whose slices run where that is fastest; None if none fits and takes less than `limit`."""
+        """Return the layout whose slices run where that is fastest; None if none fits and takes
+        less than `limit`.
+        """
         plain, ranks = self.cuts.placed(cut, slices)
         chain = chain_of_slices(slices)
         best: PipelineLayout | None = None
@@ -255,7 +332,9 @@ class Search:
         seconds = self._stage_seconds(ranks, slices)
         tried, enough = 0, best is not None
         for option in placements(plain.schedule, plain.program, self.microbatches, seconds, chain):
-            if option.least_seconds >= limit or (tried >= MOST_PLACEMENTS and (enough or option.ahead)):
+            if option.least_seconds >= limit or (
+                tried >= MOST_PLACEMENTS and (enough or option.ahead)
+            ):
                 continue
             tried += 1
             layout = self._built(cut, slices, option.chain, ranks, seconds)
@@ -268,20 +347,43 @@ class Search:
         return self.microbatches * max(rank.seconds for rank in ranks) + self.costs.timings.end
 
     def _built(
-        self, cut: Cut, slices: Slices, chain: Chain, ranks: Sequence[RankCost], seconds: StageSeconds
+        self,
+        cut: Cut,
+        slices: Slices,
+        chain: Chain,
+        ranks: Sequence[RankCost],
+        seconds: StageSeconds,
     ) -> PipelineLayout:
-        """Return the layout with its lists and the memory that they take; a rank that does not fit recomputes more."""
+        """Return the layout with its lists and the memory that they take; a rank that does not fit
+        recomputes more.
+        """
         (stages_per_rank, first, *_), _ = self.cuts.placed(cut, slices)
-        schedule = training_schedule(self.pipeline, self.microbatches, first, stages_per_rank, chain)
+        schedule = training_schedule(
+            self.pipeline, self.microbatches, first, stages_per_rank, chain
+        )
         walked = instants(schedule, self.costs.buffers, polls=self.costs.setting.polls_sends)
         changed = []
         for rank, (moments, cost, blocks) in enumerate(zip(walked, ranks, slices, strict=True)):
             ranges = ranges_of(cut, rank, self.pipeline)
-            now = self.costs.rank_cost(ranges, cost.recompute_layers, moments, blocks, cost.streamed_count)
-            changed.append(now if self.costs.fits(now) else self.costs.fitted(rank, ranges, moments, blocks))
+            now = self.costs.rank_cost(
+                ranges, cost.recompute_layers, moments, blocks, cost.streamed_count
+            )
+            changed.append(
+                now if self.costs.fits(now) else self.costs.fitted(rank, ranges, moments, blocks)
+            )
         seconds = self.cuts.stage_seconds(changed, seconds.encode)
         simulation = simulate(Program(schedule), seconds)
-        return PipelineLayout(cut, stages_per_rank, first, tuple(changed), seconds, schedule, slices, chain, simulation)
+        return PipelineLayout(
+            cut,
+            stages_per_rank,
+            first,
+            tuple(changed),
+            seconds,
+            schedule,
+            slices,
+            chain,
+            simulation,
+        )
 
 
 # ---- the shortest step that may be
@@ -290,10 +392,11 @@ class Search:
 def least_step_seconds(costs: StageCosts) -> float:
     """Seconds that a step takes at least, whatever the cut; infinite where no cut fits in memory.
 
-    With p ranks of v stages and m micro-batches, which take w on all ranks together (without a frozen encoder) and t on
-    the busiest one, a step takes m t, and (max(m, p) + (min(m, p) - 1) / v) w / p: the law of equal stages. With one
-    stage a rank it also takes 2 w + (m - p - 1) t: the busiest waits while others work on the first micro-batch and on
-    the last. Unequal stages may beat the law, seldom and by 4% at most.
+    With p ranks of v stages and m micro-batches, which take w on all ranks together (without a
+    frozen encoder) and t on the busiest one, a step takes m t, and (max(m, p) + (min(m, p) - 1) /
+    v) w / p: the law of equal stages. With one stage a rank it also takes 2 w + (m - p - 1) t: the
+    busiest waits while others work on the first micro-batch and on the last. Unequal stages may
+    beat the law, seldom and by 4% at most.
     """
     pipeline, least = costs.setting.pipeline, _with_least_layers(costs)
     most = 1 if pipeline == 1 else max(1, min(MOST_STAGES_PER_RANK, costs.most_stages // pipeline))
@@ -302,18 +405,25 @@ def least_step_seconds(costs: StageCosts) -> float:
 
 def _step_seconds(costs: StageCosts, stages_per_rank: int, works: Sequence[float]) -> float:
     pipeline, microbatches = costs.setting.pipeline, costs.setting.microbatches_per_step
-    layers, encode = sum(layer.forward + layer.backward for layer in costs.timings.layers), costs.timings.encode
+    layers, encode = (
+        sum(layer.forward + layer.backward for layer in costs.timings.layers),
+        costs.timings.encode,
+    )
     passed = layers if costs.encodes_anywhere else layers + encode
     busiest = max(*works, (layers + encode) / pipeline)
     fill = max(0, pipeline - microbatches) + (min(microbatches, pipeline) - 1) / stages_per_rank
-    seconds = max(microbatches * busiest, (microbatches * max(passed, sum(works)) + fill * passed) / pipeline)
+    seconds = max(
+        microbatches * busiest, (microbatches * max(passed, sum(works)) + fill * passed) / pipeline
+    )
     if stages_per_rank == 1 and microbatches > pipeline:
         seconds = max(seconds, 2 * passed + (microbatches - pipeline - 1) * busiest)
     return seconds + costs.timings.end
 
 
 def _with_least_layers(costs: StageCosts) -> StageCosts:
-    """Costs where each decoder layer takes the least of any; without the last, which may run for few tokens."""
+    """Costs where each decoder layer takes the least of any; without the last, which may run for
+    few tokens.
+    """
     (front, *layers, _, head), (first, *seconds, _, last) = costs.layers, costs.timings.layers
     layer, layer_seconds = costs.costs.whole_last, costs.timings.whole_last
     if layers:
@@ -322,25 +432,35 @@ def _with_least_layers(costs: StageCosts) -> StageCosts:
         amounts = {name: min(getattr(x, name) for x in layers) for name in names}
         for name in ("streamed_bytes", "quantised_bytes"):
             amounts[name] = min((getattr(x, name) for x in streamed), default=0)
-        amounts["streamed_weight_bytes"] = max((x.streamed_weight_bytes for x in streamed), default=0)
+        amounts["streamed_weight_bytes"] = max(
+            (x.streamed_weight_bytes for x in streamed), default=0
+        )
         layer = replace(layer, **amounts)
         forward, backward = min(x.forward for x in seconds), min(x.backward for x in seconds)
         layer_seconds = LayerSeconds(forward, backward, min(x.recomputing for x in seconds))
     front = replace(front, trainable_names=("anything",))  # so that all layers may recompute
-    run = replace(costs.costs, layers=(front, *[layer] * len(layers), head), whole_last=layer, keeps_input=False)
+    run = replace(
+        costs.costs,
+        layers=(front, *[layer] * len(layers), head),
+        whole_last=layer,
+        keeps_input=False,
+    )
     all_seconds = (first, *[layer_seconds] * len(layers), last)
     timings = replace(costs.timings, layers=all_seconds, whole_last=layer_seconds, call=0.0)
     return StageCosts(run, timings, costs.setting)
 
 
 def _works(costs: StageCosts, stages_per_rank: int) -> list[float]:
-    """Seconds of a micro-batch on each rank, decoder layers given one by one to the rank that is the least busy."""
+    """Seconds of a micro-batch on each rank, decoder layers given one by one to the rank that is
+    the least busy.
+    """
     pipeline, decoder = costs.setting.pipeline, costs.count - 2
 
     @functools.cache
     def seconds(rank: int, layers: int) -> float:
         behind = pipeline - 1 - rank
-        in_flight = 1.0 + behind  # micro-batches that the rank keeps for backward, a mean over its stages
+        # micro-batches that the rank keeps for backward, a mean over its stages
+        in_flight = 1.0 + behind
         if stages_per_rank > 1:  # as interleaved 1F1B keeps them, see `schedule`
             in_flight = ((stages_per_rank - 1) * pipeline + 2 * behind + 1) / stages_per_rank
         kept = min(in_flight, costs.setting.microbatches_per_step) - 1

@@ -1,14 +1,17 @@
 """Seconds and bytes of a schedule, from the instruction lists that the engine runs.
 
-schedule --Program: one order of all ranks' instructions--> simulate(program, seconds of stages) --> step time, idle
+schedule --Program: one order of all ranks' instructions--> simulate(program, seconds of stages) -->
+    step time, idle
 share of each rank, when each rank did what
-schedule --instants: what lives while each instruction runs--> peak(instants, bytes of stages) --> the most at once
+schedule --instants: what lives while each instruction runs--> peak(instants, bytes of stages) -->
+    the most at once
 
-One pass over all instructions, each after what it depends on, gives every time. A message moves when both sides have
-posted it and all earlier ones of its channel have moved; sending and receiving also take the two ranks time.
+One pass over all instructions, each after what it depends on, gives every time. A message moves
+when both sides have posted it and all earlier ones of its channel have moved; sending and receiving
+also take the two ranks time.
 
-A sender keeps a message until it knows that it has arrived: until its receiver has sent something after using it.
-Backends that cannot be asked (gloo) keep all messages until the step's end.
+A sender keeps a message until it knows that it has arrived: until its receiver has sent something
+after using it. Backends that cannot be asked (gloo) keep all messages until the step's end.
 """
 
 from __future__ import annotations
@@ -56,7 +59,8 @@ class StageSeconds:
     messages: MessageCost = MessageCost()  # between stages
     features: MessageCost = MessageCost()  # between slices of the encoder
     end: float = 0.0  # reductions and optimizer
-    forward_waits: tuple[Waits, ...] = ()  # per stage, for weights of streamed layers; empty: there are none
+    # per stage, for weights of streamed layers; empty: there are none
+    forward_waits: tuple[Waits, ...] = ()
     backward_waits: tuple[Waits, ...] = ()
 
 
@@ -72,7 +76,8 @@ class TimeSpan(NamedTuple):
 @dataclass(frozen=True, slots=True)
 class Simulation:
     seconds: float
-    idle: tuple[float, ...]  # share of the step in which each pipeline rank waits for a message or the other ranks
+    # share of the step in which each pipeline rank waits for a message or the other ranks
+    idle: tuple[float, ...]
     spans: tuple[TimeSpan, ...]  # in each rank's order of work, without what took no time
 
 
@@ -85,7 +90,8 @@ class _Kind(NamedTuple):
     op: Op
     place: int  # stage, or rank of an ENCODE
     takes: bool  # a message, of this step or an earlier one
-    spared: int  # ends of a compute at which its rank turns round: the same layers come next, or came before
+    # ends of a compute at which its rank turns round: the same layers come next, or came before
+    spared: int
 
 
 class Program:
@@ -95,7 +101,9 @@ class Program:
         """Raises ValueError where no rank can go on."""
         self.ranks = len(schedule)
         self.steps: list[tuple[int, int, int, int, int, Step]] = []
-        """What works or carries a message: what it is, rank, its kind, its message and channel (-1: none)."""
+        """What works or carries a message: what it is, rank, its kind, its message and channel (-1:
+        none).
+        """
         self.kinds: list[_Kind] = []
         self.counts: Counter[tuple[int, int]] = Counter()  # by rank and kind
         self.channels: dict[tuple[int, int, str], int] = {}
@@ -107,7 +115,9 @@ class Program:
         stages = 1 + max((x.stage for instructions in schedule for x in instructions), default=0)
         for step in all_steps(schedule):
             rank, x, message = step
-            number = -1 if message is None else self.messages.setdefault(message, len(self.messages))
+            number = (
+                -1 if message is None else self.messages.setdefault(message, len(self.messages))
+            )
             if x.op in COMPUTES or x.op is Op.ENCODE:
                 does = _ENCODE if x.op is Op.ENCODE else _COMPUTE
             elif message is None:
@@ -115,7 +125,11 @@ class Program:
             else:
                 does = _SECOND_POST if number in posted else _FIRST_POST
                 posted.add(number)
-            channel = -1 if message is None else self.channels.setdefault(message.channel, len(self.channels))
+            channel = (
+                -1
+                if message is None
+                else self.channels.setdefault(message.channel, len(self.channels))
+            )
             turns = next(spared[rank]) if x.op in COMPUTES else 0
             number_of_kind = kinds.setdefault((x.op, x.stage, turns), len(kinds))
             if number_of_kind == len(self.kinds):
@@ -134,13 +148,17 @@ def simulate(
 ) -> Simulation:
     """Seconds of a step, and the share of it in which each pipeline rank waits.
 
-    `spans` asks for what happened when. `before(step, now, ready)` is called before each compute and returns seconds of
-    other work that its rank does first, where it is `now` and could begin the compute at `ready`.
+    `spans` asks for what happened when. `before(step, now, ready)` is called before each compute
+    and returns seconds of other work that its rank does first, where it is `now` and could begin
+    the compute at `ready`.
     """
     works = [_work(kind, seconds) for kind in program.kinds]
-    transfers = [_message_cost(kind == "features", seconds).transfer for _, _, kind in program.channels]
+    transfers = [
+        _message_cost(kind == "features", seconds).transfer for _, _, kind in program.channels
+    ]
     clock, other_work = [0.0] * program.ranks, [0.0] * program.ranks
-    when = [0.0] * (len(program.messages) + 1)  # a message is posted by one side, then arrives; the last: no message
+    # a message is posted by one side, then arrives; the last: no message
+    when = [0.0] * (len(program.messages) + 1)
     channel_free = [0.0] * len(program.channels)
     history: list[TimeSpan] = []
     for does, rank, kind, message, channel, step in program.steps:
@@ -171,14 +189,21 @@ def simulate(
         busy[rank] += count * works[kind]
     idle = tuple(max(0.0, 1 - work / total) if total else 0.0 for work in busy)
     if spans and seconds.end:
-        history += [TimeSpan(rank, Instruction(Op.OPTIMIZER_STEP), max(clock), total) for rank in range(program.ranks)]
+        history += [
+            TimeSpan(rank, Instruction(Op.OPTIMIZER_STEP), max(clock), total)
+            for rank in range(program.ranks)
+        ]
     return Simulation(total, idle, tuple(history))
 
 
 def _spared(computes: Sequence[Instruction]) -> Iterator[int]:
-    """Of each compute of a rank, at how many of its ends the neighbour is its stage's other direction."""
+    """Of each compute of a rank, at how many of its ends the neighbour is its stage's other
+    direction.
+    """
     turns = [x.stage == y.stage and x.op is not y.op for x, y in itertools.pairwise(computes)]
-    return (before + behind for before, behind in zip([False, *turns], [*turns, False], strict=True))
+    return (
+        before + behind for before, behind in zip([False, *turns], [*turns, False], strict=True)
+    )
 
 
 def _message_cost(is_of_slices: bool, seconds: StageSeconds) -> MessageCost:
@@ -229,28 +254,41 @@ class Instant(NamedTuple):
 
     op: Op  # FORWARD, BACKWARD, ENCODE, or OPTIMIZER_STEP for the step's end
     place: int  # of the stage among those of the rank; 0 where no stage is meant
-    kept: tuple[int, ...]  # micro-batches that each stage of the rank keeps, without the one that runs
+    # micro-batches that each stage of the rank keeps, without the one that runs
+    kept: tuple[int, ...]
     buffers: int  # bytes of messages, features and batches
 
 
 class Peak(NamedTuple):
-    """The most bytes at once beyond weights and optimizer state, and what they are at that instant."""
+    """The most bytes at once beyond weights and optimizer state, and what they are at that
+    instant.
+    """
 
     activations: int  # kept for backwards, messages, features, batches
     working: int  # of the instruction that runs
 
 
-def instants(schedule: Schedule, buffers: Buffers, *, polls: bool) -> tuple[tuple[Instant, ...], ...]:
-    """Per pipeline rank, every instant of a training step that takes more than all others in something.
+def instants(
+    schedule: Schedule, buffers: Buffers, *, polls: bool
+) -> tuple[tuple[Instant, ...], ...]:
+    """Per pipeline rank, every instant of a training step that takes more than all others in
+    something.
 
-    `polls`: sends that are known to be gone are let go at the next send; else all are kept until the step's end.
+    `polls`: sends that are known to be gone are let go at the next send; else all are kept until
+    the step's end.
     """
     gone = _known_gone(schedule) if polls else [{}] * len(schedule)
-    return tuple(_largest(_walk(schedule, rank, buffers, gone[rank])) for rank in range(len(schedule)))
+    return tuple(
+        _largest(_walk(schedule, rank, buffers, gone[rank])) for rank in range(len(schedule))
+    )
 
 
-def _walk(schedule: Schedule, rank: int, buffers: Buffers, gone: Mapping[int, int]) -> list[Instant]:
-    """Every instant of a rank; `gone`: for sends by index, the index at which they are known to be gone."""
+def _walk(
+    schedule: Schedule, rank: int, buffers: Buffers, gone: Mapping[int, int]
+) -> list[Instant]:
+    """Every instant of a rank; `gone`: for sends by index, the index at which they are known to be
+    gone.
+    """
     ranks, instructions = len(schedule), schedule[rank]
     buffered: dict[tuple[Op, int, tuple[int, ...]], int] = {}
     kept = [0] * (max(x.stage for x in instructions) // ranks + 1)
@@ -277,7 +315,9 @@ def _walk(schedule: Schedule, rank: int, buffers: Buffers, gone: Mapping[int, in
             note(op, place)
             if op is Op.FORWARD:
                 kept[place] += x.stage in with_backward
-            waiting -= buffers.features + buffers.batch if op is Op.FORWARD and x.stage == 0 else size
+            waiting -= (
+                buffers.features + buffers.batch if op is Op.FORWARD and x.stage == 0 else size
+            )
         else:
             if i in gone:
                 waiting -= sum(size for index, size in on_their_way if index < i)
@@ -289,7 +329,9 @@ def _walk(schedule: Schedule, rank: int, buffers: Buffers, gone: Mapping[int, in
 
 
 def _waiting_at_begin(schedule: Schedule, rank: int, buffers: Buffers) -> int:
-    """Bytes of what waits when a step begins: what came from the slice before, on rank 0 batches and features."""
+    """Bytes of what waits when a step begins: what came from the slice before, on rank 0 batches
+    and features.
+    """
     chain = chain_of(schedule)
     if rank not in chain:
         return 0
@@ -308,9 +350,11 @@ def _size(message: Message, buffers: Buffers) -> int:
 
 
 def _known_gone(schedule: Schedule) -> list[dict[int, int]]:
-    """Per rank, for each send by index: the index of the compute whose input tells that the message was taken.
+    """Per rank, for each send by index: the index of the compute whose input tells that the message
+    was taken.
 
-    A slice's message is gone, too, when its sender runs a FORWARD of that micro-batch: its features have been used.
+    A slice's message is gone, too, when its sender runs a FORWARD of that micro-batch: its features
+    have been used.
     """
     sent: dict[Message, int] = {}  # where its sender lists it
     used: dict[Message, int] = {}  # where its receiver uses it, if it does in this step
@@ -328,7 +372,9 @@ def _known_gone(schedule: Schedule) -> list[dict[int, int]]:
     gone: list[dict[int, int]] = [{} for _ in schedule]
     for (source, destination), messages in flows.items():
         # In the order sent; a slice's may be used in another step.
-        answers = [answer for answer in flows.get((destination, source), ()) if answer.kind != "features"]
+        answers = [
+            answer for answer in flows.get((destination, source), ()) if answer.kind != "features"
+        ]
         places = [sent[answer] for answer in answers]
         never = len(schedule[source])
         earliest = [never, *itertools.accumulate((used[a] for a in reversed(answers)), min)][::-1]
@@ -341,7 +387,9 @@ def _known_gone(schedule: Schedule) -> list[dict[int, int]]:
 
 
 def _largest(moments: Sequence[Instant]) -> tuple[Instant, ...]:
-    """Drop instants that another one of the same work exceeds in everything: fewer to look at for each peak."""
+    """Drop instants that another one of the same work exceeds in everything: fewer to look at for
+    each peak.
+    """
     result: list[Instant] = []
     for instant in sorted(moments, key=lambda x: (-sum(x.kept), -x.buffers)):
         if not any(
@@ -355,8 +403,12 @@ def _largest(moments: Sequence[Instant]) -> tuple[Instant, ...]:
     return tuple(result)
 
 
-def peak(moments: Sequence[Instant], stages: Sequence[StageBytes], encode_working: int, end_working: int) -> Peak:
-    """Return the most bytes at once, from the bytes of a rank's stages and of the encoder's and optimizer's work."""
+def peak(
+    moments: Sequence[Instant], stages: Sequence[StageBytes], encode_working: int, end_working: int
+) -> Peak:
+    """Return the most bytes at once, from the bytes of a rank's stages and of the encoder's and
+    optimizer's work.
+    """
     most = Peak(0, 0)
     for op, place, kept, buffers in moments:
         activations = buffers

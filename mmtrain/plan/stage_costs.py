@@ -1,9 +1,10 @@
 """Seconds and bytes of any stage of any cut, and of any rank.
 
-layers' costs and timings --StageCosts.stage--> one stage --StageCosts.fitted--> a rank that fits into its memory
+layers' costs and timings --StageCosts.stage--> one stage --StageCosts.fitted--> a rank that fits
+    into its memory
 
-A rank's memory is weights, optimizer state and the peak of its schedule (`simulate`). As few layers recompute as fit,
-those of the rank's earliest stage first, since what those keep is kept longest.
+A rank's memory is weights, optimizer state and the peak of its schedule (`simulate`). As few layers
+recompute as fit, those of the rank's earliest stage first, since what those keep is kept longest.
 """
 
 from __future__ import annotations
@@ -34,14 +35,20 @@ from mmtrain.plan.simulate import Buffers, Instant, StageBytes, peak
 RESERVED_SHARE = 0.06
 """Share of a memory limit left to what is not counted, fragmentation above all."""
 RESERVED_GPU_BYTES = 5 * 2**29
-"""Least of a GPU's memory that is left: its context, cuBLAS and up to nine communicators take 1.5 to 2.5 GiB."""
+"""Least of a GPU's memory that is left: its context, cuBLAS and up to nine communicators take 1.5
+to 2.5 GiB.
+"""
 
 LayerRange = tuple[int, int]  # layers [begin, end)
 
 
 def limit_on_gpu(memory_bytes: int) -> int:
-    """A rank's memory limit on a GPU with this much memory: what is left after the larger of both reserves."""
-    return min(memory_bytes, max(0, math.floor((memory_bytes - RESERVED_GPU_BYTES) / (1 - RESERVED_SHARE))))
+    """A rank's memory limit on a GPU with this much memory: what is left after the larger of both
+    reserves.
+    """
+    return min(
+        memory_bytes, max(0, math.floor((memory_bytes - RESERVED_GPU_BYTES) / (1 - RESERVED_SHARE)))
+    )
 
 
 # ---- streaming
@@ -51,8 +58,10 @@ def limit_on_gpu(memory_bytes: int) -> int:
 class Streaming:
     """Which frozen decoder layers may be streamed, and from where."""
 
-    layers: Literal["auto"] | tuple[int, ...] = ()  # number of layers of each pipeline rank; empty: none
-    source: Literal["host", "peers"] | Quantisation = "host"  # the latter: in fewer bits, on the device
+    # number of layers of each pipeline rank; empty: none
+    layers: Literal["auto"] | tuple[int, ...] = ()
+    # the latter: in fewer bits, on the device
+    source: Literal["host", "peers"] | Quantisation = "host"
     weight_shards: int = 1  # ranks that each keep a part
     host_bytes: int | None = None  # that a rank may keep in its machine's memory; None: no limit
 
@@ -71,7 +80,9 @@ class Streaming:
 
     def fetched_bytes(self, layer: LayerCost) -> int:
         """Bytes that each fetch brings to the device, or makes there from fewer bits."""
-        return self.buffer_bytes(layer) - (self.kept_on_device(layer) if self.source == "peers" else 0)
+        return self.buffer_bytes(layer) - (
+            self.kept_on_device(layer) if self.source == "peers" else 0
+        )
 
 
 class Streamed(NamedTuple):
@@ -82,8 +93,12 @@ class Streamed(NamedTuple):
     host_bytes: int  # in the machine's memory
 
 
-def streamed_layers(streaming: Streaming, stages: Sequence[Sequence[LayerCost]], count: int) -> Streamed:
-    """Stream `count` layers of a rank, or as many as may be; `stages` are the layers of each of its stages."""
+def streamed_layers(
+    streaming: Streaming, stages: Sequence[Sequence[LayerCost]], count: int
+) -> Streamed:
+    """Stream `count` layers of a rank, or as many as may be; `stages` are the layers of each of its
+    stages.
+    """
     candidates = [
         (stage, place)
         for stage, layers in enumerate(stages)
@@ -97,7 +112,9 @@ def streamed_layers(streaming: Streaming, stages: Sequence[Sequence[LayerCost]],
     # Memory of a smaller buffer may not fit a larger one, so each buffer counts as the largest.
     whole = max(buffers, default=0) * min(count, WHOLE_AT_ONCE)
     saved = sum(layer.streamed_weight_bytes - streaming.kept_on_device(layer) for layer in layers)
-    places = (tuple(place for stage, place in chosen if stage == number) for number in range(len(stages)))
+    places = (
+        tuple(place for stage, place in chosen if stage == number) for number in range(len(stages))
+    )
     return Streamed(tuple(places), saved - whole, sum(buffers) if streaming.source == "host" else 0)
 
 
@@ -127,7 +144,12 @@ class StageCost(NamedTuple):
 
     @property
     def seconds(self) -> float:
-        return self.forward + self.backward + self.forward_waits.seconds() + self.backward_waits.seconds()
+        return (
+            self.forward
+            + self.backward
+            + self.forward_waits.seconds()
+            + self.backward_waits.seconds()
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,7 +163,8 @@ class RankCost:
     state_bytes: int
     activation_bytes: int
     working_bytes: int
-    streamed: tuple[tuple[int, ...], ...] = ()  # of each stage, layers counted from its first; empty: none
+    # of each stage, layers counted from its first; empty: none
+    streamed: tuple[tuple[int, ...], ...] = ()
     host_bytes: int = 0
 
     @property
@@ -159,12 +182,21 @@ class StageCosts:
     def __init__(self, costs: RunCosts, timings: Timings, setting: Setting) -> None:
         self.costs, self.timings, self.setting = costs, timings, setting
         self.layers, self.count = costs.layers, len(costs.layers)
-        self.first_trainable = next(i for i, layer in enumerate(costs.layers) if layer.trainable_names)
+        self.first_trainable = next(
+            i for i, layer in enumerate(costs.layers) if layer.trainable_names
+        )
         memory = setting.memory_bytes
-        self.usable_bytes = math.inf if memory is None else math.floor(memory * (1 - RESERVED_SHARE))
+        self.usable_bytes = (
+            math.inf if memory is None else math.floor(memory * (1 - RESERVED_SHARE))
+        )
         self.first_trainable_decoder_layer = max(0, self.first_trainable - 1)
         encoder = costs.encoder
-        waiting = encoder.feature_bytes, encoder.batch_bytes, encoder.pixel_bytes, encoder.hidden_bytes
+        waiting = (
+            encoder.feature_bytes,
+            encoder.batch_bytes,
+            encoder.pixel_bytes,
+            encoder.hidden_bytes,
+        )
         self.buffers = Buffers(costs.hidden_bytes, costs.integer_bytes, *waiting)
         self._run_begins: list[int] = []  # for each layer the first of the unbroken run of its kind
         for i, layer in enumerate(costs.layers):
@@ -182,14 +214,18 @@ class StageCosts:
         return self.count - self.costs.first_layers + 1
 
     def same_range(self, begin: int, end: int) -> LayerRange:
-        """Return the first range of layers with exactly the costs of [begin, end): most decoder layers are alike."""
+        """Return the first range of layers with exactly the costs of [begin, end): most decoder
+        layers are alike.
+        """
         first = self._run_begins[begin]
         if first == begin or end >= self.count - 1 or self._run_begins[end - 1] != first:
             return begin, end
         return first, first + end - begin
 
     def layers_of(self, begin: int, end: int) -> tuple[LayerCost, ...]:
-        """Layers [begin, end) as one stage; without the head the last decoder layer runs for all tokens."""
+        """Layers [begin, end) as one stage; without the head the last decoder layer runs for all
+        tokens.
+        """
         if end == self.count - 1:
             return (*self.layers[begin : end - 1], self.costs.whole_last)
         return self.layers[begin:end]
@@ -200,20 +236,27 @@ class StageCosts:
     @property
     def encodes_anywhere(self) -> bool:
         """Whether the encoder may run on any rank, and ahead of need."""
-        return self.costs.encoder.frozen and self.costs.encoder.can_be_cut and self.setting.pipeline > 1
+        return (
+            self.costs.encoder.frozen
+            and self.costs.encoder.can_be_cut
+            and self.setting.pipeline > 1
+        )
 
     def _find_held(self, ranges: tuple[LayerRange, ...]) -> tuple[int, int, int]:
         """Bytes of weights and of optimizer state, and trained elements, of a rank's layers."""
         layers = [layer for begin, end in ranges for layer in self.layers[begin:end]]
         has_both_ends = ranges[0][0] == 0 and ranges[-1][1] == self.count
         return (
-            sum(layer.weight_bytes for layer in layers) - self.costs.shared_ends_bytes * has_both_ends,
+            sum(layer.weight_bytes for layer in layers)
+            - self.costs.shared_ends_bytes * has_both_ends,
             sum(layer.state_bytes for layer in layers),
             sum(layer.trainable for layer in layers),
         )
 
     def _find_streamed(self, ranges: tuple[LayerRange, ...], count: int) -> Streamed:
-        return streamed_layers(self.setting.streaming, [self.layers[begin:end] for begin, end in ranges], count)
+        return streamed_layers(
+            self.setting.streaming, [self.layers[begin:end] for begin, end in ranges], count
+        )
 
     def _find_most_streamed(self, ranges: tuple[LayerRange, ...]) -> int:
         on_host, most = self.setting.streaming.host_bytes, self.count
@@ -222,8 +265,12 @@ class StageCosts:
             most -= 1
         return most
 
-    def _stage(self, begin: int, end: int, recompute: int, streamed: tuple[int, ...] = ()) -> StageCost:
-        """Cost of layers [begin, end); the first `recompute` recompute, those at `streamed` are streamed."""
+    def _stage(
+        self, begin: int, end: int, recompute: int, streamed: tuple[int, ...] = ()
+    ) -> StageCost:
+        """Cost of layers [begin, end); the first `recompute` recompute, those at `streamed` are
+        streamed.
+        """
         costs, timings = self.costs, self.timings
         seconds_of = list(timings.layers[begin:end])
         if end == self.count - 1:
@@ -233,7 +280,9 @@ class StageCosts:
         has_input = costs.keeps_input and begin > self.first_trainable
         kept = costs.hidden_bytes if has_input else 0
         most_forward = most_backward = 0
-        for i, (cost, seconds) in enumerate(zip(self.layers_of(begin, end), seconds_of, strict=True), begin):
+        for i, (cost, seconds) in enumerate(
+            zip(self.layers_of(begin, end), seconds_of, strict=True), begin
+        ):
             recomputes = 0 <= i - max(begin, 1) < recompute and i < self.count - 1
             forward += seconds.forward
             backward += seconds.recomputing if recomputes else seconds.backward
@@ -250,7 +299,9 @@ class StageCosts:
         most = StageBytes(kept, most_forward, most_backward if runs_backward else 0)
         return StageCost(forward, backward, most, *waits)
 
-    def _waits(self, begin: int, end: int, recompute: int, streamed: tuple[int, ...]) -> tuple[Waits, Waits]:
+    def _waits(
+        self, begin: int, end: int, recompute: int, streamed: tuple[int, ...]
+    ) -> tuple[Waits, Waits]:
         """Return how long a stage's forward and backward wait for its streamed layers."""
         seconds, first, last = self.timings.layers, max(begin, 1), min(end, self.count - 1)
         fetches = [self.fetch_seconds(self.layers[begin + place]) for place in streamed]
@@ -262,7 +313,9 @@ class StageCosts:
             if first + i >= self.first_trainable
         )
         mean = sum(fetches) / len(fetches)
-        return waits_of(len(streamed), mean, forward), waits_of(len(fetched_backward), mean, backward)
+        return waits_of(len(streamed), mean, forward), waits_of(
+            len(fetched_backward), mean, backward
+        )
 
     def fetch_seconds(self, layer: LayerCost) -> float:
         streaming, timings = self.setting.streaming, self.timings
@@ -276,13 +329,19 @@ class StageCosts:
         return self.costs.encoder.stem_bytes + blocks * self.costs.encoder.block_bytes
 
     def fitted(
-        self, rank: int, ranges: Sequence[LayerRange], moments: Sequence[Instant], blocks: int | None = None
+        self,
+        rank: int,
+        ranges: Sequence[LayerRange],
+        moments: Sequence[Instant],
+        blocks: int | None = None,
     ) -> RankCost:
-        """Return the cost of a rank with these stages, at the moments of its schedule (`simulate.instants`).
+        """Return the cost of a rank with these stages, at the moments of its schedule
+        (`simulate.instants`).
 
-        With "auto" as few layers recompute, or are streamed, as fit; where both may be, whatever takes fewer seconds;
-        where nothing fits, what takes the least memory. `blocks`: number of encoder blocks in its slice; None: all of
-        them for layer 0's rank, which has a slice even without blocks, and no slice for another.
+        With "auto" as few layers recompute, or are streamed, as fit; where both may be, whatever
+        takes fewer seconds; where nothing fits, what takes the least memory. `blocks`: number of
+        encoder blocks in its slice; None: all of them for layer 0's rank, which has a slice even
+        without blocks, and no slice for another.
         """
         recompute, stream = self.setting.recompute_layers, self.setting.streaming.layers
         if recompute == "auto":  # stages without backward keep nothing that could be recomputed
@@ -308,15 +367,19 @@ class StageCosts:
                 return costs[-1]
         return min(costs, key=lambda x: x.total_bytes)
 
-    def _fastest(self, cost: Callable[[int, int], RankCost], recompute: range, most: int) -> RankCost | None:
-        """Return the fastest `cost(recomputed, streamed)` that fits, with at most `most` streamed; None if none fits.
+    def _fastest(
+        self, cost: Callable[[int, int], RankCost], recompute: range, most: int
+    ) -> RankCost | None:
+        """Return the fastest `cost(recomputed, streamed)` that fits, with at most `most` streamed;
+        None if none fits.
 
         Exact if recomputing more layers never asks for streaming more.
         """
         best: RankCost | None = None
         streamed = most
         for recomputed in recompute:
-            resident = cost(recomputed, 0)  # two buffers may take more than one or two streamed layers save
+            # two buffers may take more than one or two streamed layers save
+            resident = cost(recomputed, 0)
             candidate = resident if self.fits(resident) else cost(recomputed, streamed)
             if not self.fits(candidate):
                 continue
@@ -336,7 +399,9 @@ class StageCosts:
         blocks: int | None = None,
         streamed: int = 0,
     ) -> RankCost:
-        """Cost of a rank where the first `recompute[s]` layers of stage s recompute, and `streamed` are streamed."""
+        """Cost of a rank where the first `recompute[s]` layers of stage s recompute, and `streamed`
+        are streamed.
+        """
         ranges, is_first = tuple(ranges), ranges[0][0] == 0
         if blocks is None:
             blocks = self.costs.encoder.blocks * is_first
@@ -355,7 +420,8 @@ class StageCosts:
         return RankCost(
             stages,
             tuple(recompute),
-            seconds=sum(stage.seconds for stage in stages) + self.timings.encode_of(blocks, is_first) * has_slice,
+            seconds=sum(stage.seconds for stage in stages)
+            + self.timings.encode_of(blocks, is_first) * has_slice,
             weight_bytes=weights + self.encoder_bytes(blocks) * has_slice - saved_bytes,
             state_bytes=state,
             activation_bytes=most.activations,
@@ -377,10 +443,14 @@ class StageCosts:
         return max(0, rank.total_bytes - self.usable_bytes) + on_host
 
 
-def stage_costs(config: RunConfig, models: Models, memory_bytes: int | None, device: Device | None) -> StageCosts:
-    """Costs of any stage of this run, measured where there is a calibration on `device` (None: this machine's CPU).
+def stage_costs(
+    config: RunConfig, models: Models, memory_bytes: int | None, device: Device | None
+) -> StageCosts:
+    """Costs of any stage of this run, measured where there is a calibration on `device` (None: this
+    machine's CPU).
 
-    `memory_bytes` is what a rank may use. Raises UserError for a `parallel.calibration` that does not fit.
+    `memory_bytes` is what a rank may use. Raises UserError for a `parallel.calibration` that does
+    not fit.
     """
     parallel, train, costs = config.parallel, config.train, run_costs(config, models)
     # A limit is for GPUs, also where a laptop plans for them.
@@ -416,7 +486,9 @@ def streaming_of(config: RunConfig) -> Streaming:
     )
 
 
-def _of_ranks(layers: Literal["auto"] | int | tuple[int, ...], pipeline: int) -> Literal["auto"] | tuple[int, ...]:
+def _of_ranks(
+    layers: Literal["auto"] | int | tuple[int, ...], pipeline: int
+) -> Literal["auto"] | tuple[int, ...]:
     return (layers,) * pipeline if isinstance(layers, int) else layers
 
 

@@ -1,4 +1,6 @@
-"""Several runs on one page: their curves together, scores side by side, and the keys in which they differ."""
+"""Several runs on one page: their curves together, scores side by side, and the keys in which they
+differ.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,8 @@ from mmtrain.report.elements import (
 from mmtrain.report.headline import headline, status
 from mmtrain.report.records import MAX_POINTS, RunRecord, read_run
 
-CURVES: tuple[tuple[str, str, str, Unit, bool], ...] = (  # name, title, y axis, its unit, offers a logarithmic axis
+# name, title, y axis, its unit, offers a logarithmic axis
+CURVES: tuple[tuple[str, str, str, Unit, bool], ...] = (
     ("loss", "Training loss", "nats per supervised token", "number", True),
     ("eval_loss", "Loss on held-out samples", "nats per supervised token", "number", True),
     ("eval_exact_match", "Exact match on held-out samples", "share", "share", False),
@@ -33,13 +36,19 @@ CURVES: tuple[tuple[str, str, str, Unit, bool], ...] = (  # name, title, y axis,
 
 
 def compared(folders: Sequence[Path]) -> tuple[str, str, tuple[Section, ...]]:
-    """Return title, a sentence and sections of a page of these runs; raises UserError for a folder that is no run."""
+    """Return title, a sentence and sections of a page of these runs; raises UserError for a folder
+    that is no run.
+    """
     records = [read_run(folder) for folder in folders]
     names = [run.name for run in records]
     runs = {}
     for place, (name, run) in enumerate(zip(names, records, strict=True), start=1):
         runs[name if names.count(name) == 1 else f"{name} ({place})"] = run
-    return listed(runs), f"{len(runs)} runs side by side.", (_results(runs), _curves(runs), _keys(runs))
+    return (
+        listed(runs),
+        f"{len(runs)} runs side by side.",
+        (_results(runs), _curves(runs), _keys(runs)),
+    )
 
 
 def _results(runs: Mapping[str, RunRecord]) -> Section:
@@ -69,8 +78,14 @@ def _results(runs: Mapping[str, RunRecord]) -> Section:
         for name, of_run in findings.items()
     ]
     questions = next(iter(findings.values()))
-    tables = (table("Scores", columns, rows), table("Summary of each run", ("run", "status", *questions), answers))
-    says = "The final loss is the mean over the last tenth of the steps; scores are from the last evaluation."
+    tables = (
+        table("Scores", columns, rows),
+        table("Summary of each run", ("run", "status", *questions), answers),
+    )
+    says = (
+        "The final loss is the mean over the last tenth of the steps; "
+        "scores are from the last evaluation."
+    )
     return Section("results", "Side by side", (says,), tables=tables)
 
 
@@ -81,12 +96,18 @@ def _curves(runs: Mapping[str, RunRecord]) -> Section:
         for place, (name, run) in enumerate(runs.items()):
             curve = run.curves[key]
             if len(curve):
-                points = curve.means(SHOWN_MEANS) if len(curve) >= LONG else curve.points(MAX_POINTS // len(runs))
+                points = (
+                    curve.means(SHOWN_MEANS)
+                    if len(curve) >= LONG
+                    else curve.points(MAX_POINTS // len(runs))
+                )
                 series.append(Series(name, points, colour=place, dash=place % 3))
         if series:
             charts.append(Chart(key, title, series, y_name, y_unit=unit, log=log))
     says = f"A curve with {LONG} points or more is shown as about {SHOWN_MEANS} means."
-    return Section("curves", "Curves", (says if charts else "No step of these runs is recorded yet.",), charts)
+    return Section(
+        "curves", "Curves", (says if charts else "No step of these runs is recorded yet.",), charts
+    )
 
 
 def _keys(runs: Mapping[str, RunRecord]) -> Section:

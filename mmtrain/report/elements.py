@@ -1,4 +1,6 @@
-"""What a page is made of: sections of sentences, charts, tables and questions. The template says how they look."""
+"""What a page is made of: sections of sentences, charts, tables and questions. The template says
+how they look.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,9 @@ SHOWN_RANKS, SHOWN_NAMES = 64, 12  # in a table, in a cell
 MAX_ROWS, MAX_CELL = 500, 1000  # of a table, characters of a cell
 DIGITS = 6  # of the numbers in charts
 NOT_YET = "No step is recorded yet."
-NOT_EVALUATED = "No evaluation is recorded. Set eval.shards or eval.fraction to evaluate on held-out samples."
+NOT_EVALUATED = (
+    "No evaluation is recorded. Set eval.shards or eval.fraction to evaluate on held-out samples."
+)
 
 Look = Literal["line", "faint", "dots", "bar"]
 Unit = Literal["number", "share"]
@@ -24,7 +28,9 @@ Unit = Literal["number", "share"]
 
 @dataclass(frozen=True)
 class Series:
-    """Points of a line chart, or one value a row of a bar chart; `derived` ones are left out of the table."""
+    """Points of a line chart, or one value a row of a bar chart; `derived` ones are left out of the
+    table.
+    """
 
     name: str
     points: Sequence[Point] | Sequence[float]
@@ -125,9 +131,13 @@ def lines_of(name: str, curve: Curve, colour: int = 0) -> list[Series]:
     return [Series(name, points, "faint", colour), means]
 
 
-def table(caption: str, columns: Sequence[str], rows: Iterable[Sequence[Any]], *, folded: bool = False) -> Table:
+def table(
+    caption: str, columns: Sequence[str], rows: Iterable[Sequence[Any]], *, folded: bool = False
+) -> Table:
     """Make a table of at most MAX_ROWS rows; its caption says how many there are."""
-    cells = [[escape(c, MAX_CELL) if isinstance(c, str) else number(c) for c in row] for row in rows]
+    cells = [
+        [escape(c, MAX_CELL) if isinstance(c, str) else number(c) for c in row] for row in rows
+    ]
     if len(cells) > MAX_ROWS:
         caption += f", the first {MAX_ROWS} of {len(cells):,} rows"
     return Table(caption, columns, cells[:MAX_ROWS], folded)

@@ -49,14 +49,20 @@ def models(run: RunRecord) -> str:
 def data_source(run: RunRecord) -> str:
     """Name the training data as the configuration does."""
     sources = (run.config.get(key, "null") for key in ("data.shards", "data.sets"))
-    return next((source for source in sources if source != "null"), "data that config.yaml does not name")
+    return next(
+        (source for source in sources if source != "null"), "data that config.yaml does not name"
+    )
 
 
 def audit_sentence(run: RunRecord) -> str:
     if run.audit is None:
-        return "No audit yet: a run checks at its end that frozen weights are unchanged and trained weights changed."
+        return (
+            "No audit yet: a run checks at its end that frozen weights are unchanged and "
+            "trained weights changed."
+        )
     if not run.audit.passed:
-        return f"The audit failed: {first_few(run.audit.failures, SHOWN) or 'audit.json does not say why'}."
+        why = first_few(run.audit.failures, SHOWN) or "audit.json does not say why"
+        return f"The audit failed: {why}."
     ranks = counted(len(run.audit.ranks), "rank")
     return f"The audit passed on {ranks}: {run.audit.result}."
 
@@ -67,7 +73,9 @@ def _moment(seconds: float) -> str:
 
 def _trained(run: RunRecord) -> Finding:
     if run.plan is None:
-        return Finding(run.config.get("model.trainable", "unknown"), "plan.json is missing or not readable.")
+        return Finding(
+            run.config.get("model.trainable", "unknown"), "plan.json is missing or not readable."
+        )
     parameters = sum(rank.trainable for rank in run.plan.ranks if rank.data == 0)
     answer = f"{first_few(run.plan.trainable, SHOWN)}: {counted(parameters, 'parameter')}"
     return Finding(answer, f"{models(run)}; everything else is frozen. {audit_sentence(run)}")
@@ -81,7 +89,8 @@ def _data(run: RunRecord) -> Finding:
     tiles = "" if totals["tiles"] == totals["images"] else f" in {counted(totals['tiles'], part)}"
     return Finding(
         counted(totals["samples"], "sample"),
-        f"from {data_source(run)}: {counted(totals['images'], 'image')}{tiles}, {counted(totals['tokens'], 'token')} "
+        f"from {data_source(run)}: {counted(totals['images'], 'image')}{tiles}, "
+        f"{counted(totals['tokens'], 'token')} "
         f"({totals['supervised_tokens']:,} supervised), in {counted(run.steps, 'step')}.",
     )
 
@@ -92,7 +101,8 @@ def _took(run: RunRecord) -> Finding:
         return Finding("unknown", NOT_YET)
     device = "" if run.begin is None else f" on {run.begin.device}"
     text = (
-        f"{clock(run.seconds)} for steps and evaluations. {counted(len(run.peaks), 'rank')}{device}; "
+        f"{clock(run.seconds)} for steps and evaluations. "
+        f"{counted(len(run.peaks), 'rank')}{device}; "
         f"{number(speed[0].y)} tokens a second in training. Started {_moment(run.begun)}."
     )
     return Finding(f"{clock(run.elapsed)} from start to end", text)
@@ -105,13 +115,16 @@ def _worked(run: RunRecord) -> Finding:
     if first is last:
         return Finding("one evaluation so far", f"After step {last.step:,}: {_scores(last)}.")
     text = (
-        f"On {counted(last.samples, 'held-out sample')}, from step {first.step:,} to step {last.step:,}: "
+        f"On {counted(last.samples, 'held-out sample')}, from step {first.step:,} to step "
+        f"{last.step:,}: "
         f"{_scores(first)} → {_scores(last)}."
     )
     better, by_loss = _compare(last, first)
     if better > 0:
         answer = "lower loss" if by_loss else "better"
-        return Finding(f"{answer} on held-out samples", text, "mixed" if _few(first, last) else "good")
+        return Finding(
+            f"{answer} on held-out samples", text, "mixed" if _few(first, last) else "good"
+        )
     if better < 0:
         return Finding(f"{'higher loss' if by_loss else 'worse'} on held-out samples", text, "bad")
     return Finding("no clear change on held-out samples", text, "mixed")
@@ -123,7 +136,11 @@ def _worked_in_training(run: RunRecord) -> Finding:
         return Finding("unknown", NOT_EVALUATED)
     first, last = ends[0].y, ends[-1].y
     answer = f"training loss {'fell' if last < first else 'rose'}"
-    return Finding(answer, f"Mean of a tenth of the steps: {number(first)} to {number(last)}. {NOT_EVALUATED}", "mixed")
+    return Finding(
+        answer,
+        f"Mean of a tenth of the steps: {number(first)} to {number(last)}. {NOT_EVALUATED}",
+        "mixed",
+    )
 
 
 def _looked(run: RunRecord) -> Finding:
@@ -131,29 +148,41 @@ def _looked(run: RunRecord) -> Finding:
     if run.plan is not None and run.plan.vision is None:
         return Finding("no images", "The run trains on text alone.")
     if control is None or not run.evaluations:
-        why = "eval.permuted_control=true, with eval.shards or eval.fraction, evaluates with shuffled images "
+        why = (
+            "eval.permuted_control=true, with eval.shards or eval.fraction, evaluates with "
+            "shuffled images "
+        )
         return Finding("unknown", f"{why}at the end of a run.")
     last = run.evaluations[-1]
     text = f"With shuffled images: {_scores(control)}; with the right images: {_scores(last)}."
     if gain := _gain(last, control):
         added, least, most = (100 * share for share in gain)
-        text += f" The right images add {added:.1f} points (95% interval {least:.1f} to {most:.1f})."
+        text += (
+            f" The right images add {added:.1f} points (95% interval {least:.1f} to {most:.1f})."
+        )
     if (kept := control.samples - control.permuted_samples) > 0:
         text += f" {counted(kept, 'sample')} kept {'its' if kept == 1 else 'their'} own images."
     better, by_loss = _compare(last, control)
     if better > 0:
-        why = "by the loss: it is higher with wrong images" if by_loss else "with wrong images it does worse"
+        why = (
+            "by the loss: it is higher with wrong images"
+            if by_loss
+            else "with wrong images it does worse"
+        )
         return Finding(f"yes, {why}", text, "good")
     if _few(last, control):
         return Finding("too few exact answers to tell", text, "mixed")
-    return Finding("no sign of it", f"{text} The model answers equally well without the right images.", "bad")
+    return Finding(
+        "no sign of it", f"{text} The model answers equally well without the right images.", "bad"
+    )
 
 
 def _gain(first: Evaluation, second: Evaluation) -> tuple[float, float, float] | None:
-    """Return by how much `first` has the larger share of exact answers, and that difference's 95% interval.
+    """Return by how much `first` has the larger share of exact answers, and that difference's 95%
+    interval.
 
-    By Newcombe's method 10, from Wilson's intervals of the shares: R. G. Newcombe, Statistics in Medicine 17 (1998),
-    873-890. It takes the answers for independent. None where there are none.
+    By Newcombe's method 10, from Wilson's intervals of the shares: R. G. Newcombe, Statistics in
+    Medicine 17 (1998), 873-890. It takes the answers for independent. None where there are none.
     """
     intervals = []
     for scores in (first, second):
@@ -161,10 +190,16 @@ def _gain(first: Evaluation, second: Evaluation) -> tuple[float, float, float] |
             return None
         share, part = scores.exact_match, NORMAL_95**2 / scores.answers
         middle, half = share + part / 2, math.sqrt(part * (share * (1 - share) + part / 4))
-        intervals.append((share, share - (middle - half) / (1 + part), (middle + half) / (1 + part) - share))
+        intervals.append(
+            (share, share - (middle - half) / (1 + part), (middle + half) / (1 + part) - share)
+        )
     (share, down, up), (other, other_down, other_up) = intervals
     difference = share - other
-    return difference, difference - math.hypot(down, other_up), difference + math.hypot(up, other_down)
+    return (
+        difference,
+        difference - math.hypot(down, other_up),
+        difference + math.hypot(up, other_down),
+    )
 
 
 def _scores(scores: Evaluation) -> str:
@@ -178,7 +213,9 @@ def _few(first: Evaluation, second: Evaluation) -> bool:
 
 
 def _compare(first: Evaluation, second: Evaluation) -> tuple[float, bool]:
-    """Return a number above 0 if `first` is better, below 0 if worse, 0 if unclear; and whether the loss decides."""
+    """Return a number above 0 if `first` is better, below 0 if worse, 0 if unclear; and whether the
+    loss decides.
+    """
     if not _few(first, second) and (gain := _gain(first, second)) and not gain[1] <= 0 <= gain[2]:
         return gain[0], False
     if first.loss is None or second.loss is None:
@@ -210,4 +247,6 @@ def _wrong(run: RunRecord) -> Finding:
     if run.problems:
         texts.append(f"Unreadable records: {'; '.join(run.problems)}.")
     answer = listed(happened) if happened else "unreadable records"
-    return Finding(answer, " ".join([*texts, "See “Faults and resumes”."]), "bad" if failed else "mixed")
+    return Finding(
+        answer, " ".join([*texts, "See “Faults and resumes”."]), "bad" if failed else "mixed"
+    )

@@ -1,9 +1,11 @@
-"""A run's page: one HTML file that needs no network, in which no text of a run becomes markup or script.
+"""A run's page: one HTML file that needs no network, in which no text of a run becomes markup or
+script.
 
 sections --page.html.jinja, which escapes--> HTML, with echarts, page.css and page.js inside
 charts --JSON that cannot end its element--> page.js, which sets text as text
 
-A Content-Security-Policy lets only these scripts and styles run, by their hashes, and lets the page fetch nothing.
+A Content-Security-Policy lets only these scripts and styles run, by their hashes, and lets the page
+fetch nothing.
 """
 
 from __future__ import annotations
@@ -33,9 +35,13 @@ MAX_RUNS = 8
 
 
 def make_page(folders: Sequence[Path]) -> str:
-    """Return the page of a run, or of several side by side; raises UserError for a folder that is no run."""
+    """Return the page of a run, or of several side by side; raises UserError for a folder that is
+    no run.
+    """
     if len(folders) > MAX_RUNS:
-        raise UserError(f"{len(folders)} runs do not fit on a page; at most {MAX_RUNS} do. Name fewer runs.")
+        raise UserError(
+            f"{len(folders)} runs do not fit on a page; at most {MAX_RUNS} do. Name fewer runs."
+        )
     if len(folders) > 1:
         title, says, parts = compared(folders)
         return _render(title, says, {}, parts)
@@ -49,11 +55,15 @@ def write_page(folders: Sequence[Path], file: Path) -> Path:
     try:
         write_whole(file, page)
     except OSError as error:
-        raise UserError(f"{file} cannot be written: {error.strerror}. Choose another place with --out FILE.") from error
+        raise UserError(
+            f"{file} cannot be written: {error.strerror}. Choose another place with --out FILE."
+        ) from error
     return file
 
 
-def _render(title: str, says: str, findings: Mapping[str, Finding], parts: Sequence[Section]) -> str:
+def _render(
+    title: str, says: str, findings: Mapping[str, Finding], parts: Sequence[Section]
+) -> str:
     scripts = _asset("echarts/echarts.common.min.js"), _asset("page.js")
     style = _asset("page.css")
     policy = {
@@ -72,7 +82,9 @@ def _render(title: str, says: str, findings: Mapping[str, Finding], parts: Seque
         scripts=scripts,
         style=style,
         policy="; ".join(f"{key} {value}" for key, value in policy.items()),
-        data=_inside_script({chart.id: chart_data(chart) for section in parts for chart in section.charts}),
+        data=_inside_script(
+            {chart.id: chart_data(chart) for section in parts for chart in section.charts}
+        ),
         version=VERSION,
         made=datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
     )
@@ -92,7 +104,9 @@ def _asset(name: str) -> str:
 
 
 def _hash(content: str) -> str:
-    """A source expression of Content-Security-Policy: https://www.w3.org/TR/CSP3/#grammardef-hash-source."""
+    """A source expression of Content-Security-Policy:
+    https://www.w3.org/TR/CSP3/#grammardef-hash-source.
+    """
     return f"'sha256-{base64.b64encode(hashlib.sha256(content.encode()).digest()).decode()}'"
 
 

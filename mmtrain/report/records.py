@@ -3,8 +3,9 @@
 metrics.jsonl, quarantine.jsonl, bad_steps.jsonl, discarded.jsonl, answers.jsonl --line by line-->
 config.yaml, plan.json, audit.json -------------------------------------------------> RunRecord
 
-A line without the fields below is left out and counted. All text passes `shown`, which makes it safe to show. Memory
-grows by 16 bytes a value of a curve; lists keep their first entries and the number of all.
+A line without the fields below is left out and counted. All text passes `shown`, which makes it
+safe to show. Memory grows by 16 bytes a value of a curve; lists keep their first entries and the
+number of all.
 """
 
 from __future__ import annotations
@@ -38,7 +39,9 @@ Times = defaultdict[str, defaultdict[int, float]]  # kind of time -> rank -> sec
 
 
 def shown(text: str) -> str:
-    """Return text without terminal escapes, logins or arguments of programs, at most MAX_CHARACTERS long."""
+    """Return text without terminal escapes, logins or arguments of programs, at most MAX_CHARACTERS
+    long.
+    """
     return escape(disclosed(text), MAX_CHARACTERS)
 
 
@@ -148,7 +151,9 @@ class Discarded(BaseModel):
 
 
 class Answer(BaseModel):
-    """A held-out question that the model answered after `step` updates; `pictures` are checked when they are read."""
+    """A held-out question that the model answered after `step` updates; `pictures` are checked when
+    they are read.
+    """
 
     step: Count
     key: Text
@@ -160,7 +165,9 @@ class Answer(BaseModel):
 
 
 class Benchmark(BaseModel):
-    """What `mmtrain benchmark` measured of the model after `step` updates: (value, standard error) of each metric."""
+    """What `mmtrain benchmark` measured of the model after `step` updates: (value, standard error)
+    of each metric.
+    """
 
     step: Count
     task: Text
@@ -214,7 +221,8 @@ class Audit(BaseModel):
 
     passed: bool
     failures: list[Text]
-    result: Text = "frozen weights unchanged on all ranks"  # runs of older versions do not say what moved
+    # runs of older versions do not say what moved
+    result: Text = "frozen weights unchanged on all ranks"
     ranks: list[Any]
 
 
@@ -239,7 +247,9 @@ class Curve:
             self._y.append(y)
 
     def points(self, limit: int = MAX_POINTS) -> list[Point]:
-        """Return all points or, beyond the limit, the lowest and the highest of each of limit / 2 stretches."""
+        """Return all points or, beyond the limit, the lowest and the highest of each of limit / 2
+        stretches.
+        """
         if len(self) <= limit:
             return list(map(Point, self._x, self._y))
         points = []
@@ -249,21 +259,32 @@ class Curve:
         return points
 
     def means(self, count: int) -> list[Point]:
-        """Return the mean of each of `count` stretches, at its middle; fewer where there are fewer points."""
+        """Return the mean of each of `count` stretches, at its middle; fewer where there are fewer
+        points.
+        """
         return [
-            Point(*(sum(axis[stretch.start : stretch.stop]) / len(stretch) for axis in (self._x, self._y)))
+            Point(
+                *(
+                    sum(axis[stretch.start : stretch.stop]) / len(stretch)
+                    for axis in (self._x, self._y)
+                )
+            )
             for stretch in self._stretches(count)
         ]
 
     def _stretches(self, count: int) -> Iterator[range]:
-        """Split the places of all points into `count` ranges of nearly equal length, none of them empty."""
+        """Split the places of all points into `count` ranges of nearly equal length, none of them
+        empty.
+        """
         size = max(1, math.ceil(len(self) / count))
         return (range(first, min(first + size, len(self))) for first in range(0, len(self), size))
 
 
 @dataclass
 class Event:
-    """Something that happened after `step` updates; `at` is in seconds from the run's begin, None: not recorded."""
+    """Something that happened after `step` updates; `at` is in seconds from the run's begin, None:
+    not recorded.
+    """
 
     kind: str  # begin, resume, checkpoint failed, bad step, no update, quarantine, end
     step: int
@@ -284,33 +305,42 @@ class RunRecord:
     final_step: int | None = None
     steps: int = 0  # recorded
     steps_done: int = 0  # updates after which the records end
-    curves: defaultdict[str, Curve] = field(default_factory=lambda: defaultdict(Curve))  # over steps
-    rates: defaultdict[str, Curve] = field(default_factory=lambda: defaultdict(Curve))  # of optimizer.groups
+    # over steps
+    curves: defaultdict[str, Curve] = field(default_factory=lambda: defaultdict(Curve))
+    # of optimizer.groups
+    rates: defaultdict[str, Curve] = field(default_factory=lambda: defaultdict(Curve))
     evaluations: list[Evaluation] = field(default_factory=list)
     control: Evaluation | None = None
     times: Times = field(default_factory=lambda: defaultdict(lambda: defaultdict(float)))
     timed_steps: int = 0  # all but the first of each process, which pays for warm-up
     peaks: dict[int, float] = field(default_factory=dict)  # bytes of memory, by rank
     seconds: float = 0.0  # of steps and evaluations
-    totals: Counter[str] = field(default_factory=Counter)  # samples, images, tiles, tokens, quarantined, ...
+    # samples, images, tiles, tokens, quarantined, ...
+    totals: Counter[str] = field(default_factory=Counter)
     epochs: list[Epoch] = field(default_factory=list)
     quarantined: list[Quarantined] = field(default_factory=list)  # the first ones
     reasons: Counter[str] = field(default_factory=Counter)  # of quarantine
-    discarded: Counter[int] = field(default_factory=Counter)  # steps made twice, by the step gone back to
+    # steps made twice, by the step gone back to
+    discarded: Counter[int] = field(default_factory=Counter)
     begun: float | None = None  # Unix seconds of the first record
     elapsed: float = 0.0  # seconds from the begin to the last record
     events: list[Event] = field(default_factory=list)  # the first ones of each kind
     counts: Counter[str] = field(default_factory=Counter)  # of all events, by kind
-    questions: list[tuple[Answer, Answer | None, Answer | None]] = field(default_factory=list)  # any, before, after
-    benchmarks: list[Benchmark] = field(default_factory=list)  # the last ones of each task, step and limit
+    # any, before, after
+    questions: list[tuple[Answer, Answer | None, Answer | None]] = field(default_factory=list)
+    # the last ones of each task, step and limit
+    benchmarks: list[Benchmark] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)  # with the files
 
 
 def read_run(folder: Path) -> RunRecord:
-    """Read the records of a run, which may be under way; raises UserError for a folder that is none."""
+    """Read the records of a run, which may be under way; raises UserError for a folder that is
+    none.
+    """
     if not (folder / files.CONFIG).is_file():
         raise UserError(
-            f"{folder} has no {files.CONFIG}, so it is not a run. Give the folder run.dir/run.name of a run."
+            f"{folder} has no {files.CONFIG}, so it is not a run. "
+            "Give the folder run.dir/run.name of a run."
         )
     run = RunRecord(escape(folder.resolve().name), folder)
     try:
@@ -323,7 +353,8 @@ def read_run(folder: Path) -> RunRecord:
     _read_faults(run)
     _read_answers(run)
     scored = {
-        (record.task, record.step, record.limit): record for record in _read_lines(run, files.BENCHMARKS, Benchmark)
+        (record.task, record.step, record.limit): record
+        for record in _read_lines(run, files.BENCHMARKS, Benchmark)
     }
     run.benchmarks = list(scored.values())
     run.events.sort(key=lambda event: (event.step, event.at or 0))
@@ -331,14 +362,19 @@ def read_run(folder: Path) -> RunRecord:
 
 
 def inside(folder: Path, name: str) -> Path:
-    """Return the path of a file of a run's folder; raises UserError for a link to somewhere else."""
+    """Return the path of a file of a run's folder; raises UserError for a link to somewhere
+    else.
+    """
     folder = folder.resolve()
     try:
         file = (folder / name).resolve()
     except (OSError, ValueError, RuntimeError) as error:
         raise UserError(f"{name} cannot be read: {error}") from error
     if not file.is_relative_to(folder):
-        raise UserError(f"{name} is a link out of the run's folder and is not followed. Put the file itself there")
+        raise UserError(
+            f"{name} is a link out of the run's folder and is not followed. "
+            "Put the file itself there"
+        )
     return file
 
 
@@ -355,7 +391,9 @@ def _flat(prefix: str, value: Any) -> Iterator[tuple[str, str]]:
 def _read_json(run: RunRecord, name: str, kind: type[T]) -> T | None:
     try:
         file = inside(run.folder, name)
-        return TypeAdapter(kind).validate_json(read_limited(file, MAX_JSON_BYTES, f"the {name} of a run"))
+        return TypeAdapter(kind).validate_json(
+            read_limited(file, MAX_JSON_BYTES, f"the {name} of a run")
+        )
     except FileNotFoundError:
         return None
     except UserError as error:
@@ -366,7 +404,9 @@ def _read_json(run: RunRecord, name: str, kind: type[T]) -> T | None:
 
 
 def _read_lines(run: RunRecord, name: str, kind: Any) -> Iterator[Any]:
-    """Yield the valid records of a file, if there is one; `problems` says how many others are left out."""
+    """Yield the valid records of a file, if there is one; `problems` says how many others are left
+    out.
+    """
     adapter: TypeAdapter[Any] = TypeAdapter(kind)
     left_out, first = 0, ""
     try:
@@ -380,9 +420,13 @@ def _read_lines(run: RunRecord, name: str, kind: Any) -> Iterator[Any]:
     except FileNotFoundError:
         return
     except (OSError, UserError) as error:
-        run.problems.append(shown(f"{name} cannot be read: {getattr(error, 'strerror', None) or error}"))
+        run.problems.append(
+            shown(f"{name} cannot be read: {getattr(error, 'strerror', None) or error}")
+        )
     if left_out:
-        run.problems.append(f"{name}: {left_out:,} line(s) left out, since they are not valid records ({first})")
+        run.problems.append(
+            f"{name}: {left_out:,} line(s) left out, since they are not valid records ({first})"
+        )
 
 
 def _first_problem(error: ValidationError) -> str:
@@ -413,7 +457,9 @@ def _read_metrics(run: RunRecord) -> None:
                 if not record.step:
                     _add_event(run, Event("begin", 0, now))
             case Other(kind="resume" | "end" | "checkpoint_failed"):
-                _add_event(run, Event(record.kind.replace("_", " "), record.step, now, record.error))
+                _add_event(
+                    run, Event(record.kind.replace("_", " "), record.step, now, record.error)
+                )
                 run.final_step = record.step if record.kind == "end" else run.final_step
 
 
@@ -439,7 +485,9 @@ def _add_times(run: RunRecord, record: Train) -> None:
     run.timed_steps += 1
     seconds = {"compute": record.compute_seconds, "communication": record.communication_seconds}
     seconds |= {"data": record.data_seconds, "fetching": record.fetching_seconds}
-    for rank, (idle, *busy) in enumerate(zip(record.idle_fraction, *seconds.values(), strict=False)):
+    for rank, (idle, *busy) in enumerate(
+        zip(record.idle_fraction, *seconds.values(), strict=False)
+    ):
         for kind, spent in zip(seconds, busy, strict=True):
             run.times[kind][rank] += spent
         run.times["idle"][rank] += sum(busy) * idle / (1 - idle) if idle < 1 else 0.0
@@ -462,7 +510,10 @@ def _read_faults(run: RunRecord) -> None:
         run.reasons[sample.reason] += 1
     not_updated = {event.step: event for event in run.events if event.kind == "no update"}
     for bad in _read_lines(run, files.BAD_STEPS, BadStep):
-        where = f"rank {first_few(list(map(str, bad.ranks)), 4)}, {first_few(bad.parameters, 3) or 'no gradient'}"
+        where = (
+            f"rank {first_few(list(map(str, bad.ranks)), 4)}, "
+            f"{first_few(bad.parameters, 3) or 'no gradient'}"
+        )
         text = f"NaN or infinity on {where}; {files.BAD_STEPS} lists its samples"
         if bad.step + 1 in not_updated:
             not_updated[bad.step + 1].text = text

@@ -1,8 +1,9 @@
-"""How a rank failed and which rank failed first: from progress files, error records, exit codes and the log.
+"""How a rank failed and which rank failed first: from progress files, error records, exit codes and
+the log.
 
-torch's agent reports the process that ended first, which may be a victim ("Connection closed by peer"). The root cause
-is, in this order: a process that ended without an error record (killed by a signal, say), the earliest error that is
-not the loss of a peer, the earliest loss of a peer.
+torch's agent reports the process that ended first, which may be a victim ("Connection closed by
+peer"). The root cause is, in this order: a process that ended without an error record (killed by a
+signal, say), the earliest error that is not the loss of a peer, the earliest loss of a peer.
 """
 
 from __future__ import annotations
@@ -27,30 +28,38 @@ from mmtrain.base.shared_memory import IS_FULL
 from mmtrain.runtime.job import Job
 
 PACKAGE = str(Path(__file__).parents[1])
-RANK_PROCESS = str(Path(__file__).with_name("rank.py"))  # its frames are above those of what a rank was doing
+# its frames are above those of what a rank was doing
+RANK_PROCESS = str(Path(__file__).with_name("rank.py"))
 CANNOT_GROW = {
     errno.ENOSPC: "free space",
     errno.EDQUOT: "free space",
     errno.EFBIG: "raise the limit on the size of files (ulimit -f)",
 }
 LOST_PEER = re.compile(
-    r"connection (was )?(likely )?(closed|reset|refused|aborted)|broken pipe|remote process exited|ncclRemoteError|"
-    r"socket (closed|error)|(gloo|nccl).*timed? ?out|nccl.*remote error|timed out waiting for (recv|send)",
+    r"connection (was )?(likely )?(closed|reset|refused|aborted)|broken pipe|remote process "
+    r"exited|ncclRemoteError|"
+    r"socket (closed|error)|(gloo|nccl).*timed? ?out|nccl.*remote error|timed out waiting "
+    r"for (recv|send)",
     re.IGNORECASE | re.DOTALL,
 )
 NCCL_LACKS_ROOM = re.compile(r"Error.*/dev/shm/nccl-.*")  # NCCL's src/os/linux.cc
-DEAD_WORKER = re.compile(r"DataLoader worker \(pid (\d+)\) is killed by signal: ([\w ]+)")  # by strsignal's name
+# by strsignal's name
+DEAD_WORKER = re.compile(r"DataLoader worker \(pid (\d+)\) is killed by signal: ([\w ]+)")
 WHY_KILLED = {  # by signal
     signal.SIGKILL: "if nobody killed it, the machine ran out of memory: see dmesg",
     signal.SIGBUS: IS_FULL,
 }
-# A rank that has waited too long for another one aborts in C++: "[rank3]:[E1218 20:27:21 ProcessGroupNCCL.cpp] ...",
-# with the words of ProcessGroupNCCL or those of ProcessGroupNCCL2.
-WATCHDOG = re.compile(rb"\[rank(\d+)\]:.*(Watchdog caught collective operation timeout.*|Operation timed out after.*)")
+# A rank that has waited too long for another one aborts in C++: "[rank3]:[E1218 20:27:21
+# ProcessGroupNCCL.cpp] ...", with the words of ProcessGroupNCCL or those of ProcessGroupNCCL2.
+WATCHDOG = re.compile(
+    rb"\[rank(\d+)\]:.*(Watchdog caught collective operation timeout.*|Operation timed out after.*)"
+)
 
 
 class RankProgress:
-    """Step and current work of a rank, in a file that survives the process; with `path` None in memory alone."""
+    """Step and current work of a rank, in a file that survives the process; with `path` None in
+    memory alone.
+    """
 
     _FORMAT = struct.Struct("<q200s")
 
@@ -80,7 +89,9 @@ class RankProgress:
 
 @dataclass(frozen=True)
 class ErrorRecord:
-    """What a failed rank leaves. kind: "user" (wrong input), "peer" (lost another rank, a victim) or "error"."""
+    """What a failed rank leaves. kind: "user" (wrong input), "peer" (lost another rank, a victim)
+    or "error".
+    """
 
     rank: int
     step: int
@@ -94,7 +105,9 @@ class ErrorRecord:
     def of(cls, error: BaseException, rank: int, progress: RankProgress) -> Self:
         kind, cause = _kind_and_cause(error)
         frames = traceback.extract_tb(error.__traceback__)
-        own = [f for f in frames if f.filename.startswith(PACKAGE) and f.filename != RANK_PROCESS] or frames
+        own = [
+            f for f in frames if f.filename.startswith(PACKAGE) and f.filename != RANK_PROCESS
+        ] or frames
         where = f"{Path(own[-1].filename).name}:{own[-1].lineno} in {own[-1].name}" if own else ""
         return cls(rank, progress.step, progress.work, kind, cause, where, time.time())
 
@@ -125,14 +138,17 @@ class Failure:
 def root_cause(job: Job, records: Path, exit_codes: Mapping[int, int], log_begins: int) -> Failure:
     """Return the failure to report, of this node's ranks.
 
-    `records` is the folder of progress files and error records; the run wrote to its log from byte `log_begins` on.
+    `records` is the folder of progress files and error records; the run wrote to its log from byte
+    `log_begins` on.
     """
     read = (ErrorRecord.read(records / f"error-{rank}") for rank in job.local_ranks)
     errors = [error for error in read if error is not None]
     timed_out = _ended_by_watchdog(job.log, log_begins)
     for rank in sorted(exit_codes.keys() - {error.rank for error in errors}):
         if exit_codes[rank] != -signal.SIGABRT or rank not in timed_out:
-            return Failure(1, f"{last_seen(job, records, rank, _end(exit_codes[rank]))}\nlog: {job.log}")
+            return Failure(
+                1, f"{last_seen(job, records, rank, _end(exit_codes[rank]))}\nlog: {job.log}"
+            )
         step, work = RankProgress.read(records / f"progress-{rank}")
         errors.append(ErrorRecord(rank, step, work, "peer", timed_out[rank], "", time.time()))
     first = min(errors, key=lambda error: (error.kind == "peer", error.time))
@@ -141,13 +157,18 @@ def root_cause(job: Job, records: Path, exit_codes: Mapping[int, int], log_begin
     lines = [first.message(job)]
     if first.kind == "peer":
         if job.nodes > 1:
-            lines.append("No rank of this node failed first. See the other nodes' launchers, then the network")
+            lines.append(
+                "No rank of this node failed first. "
+                "See the other nodes' launchers, then the network"
+            )
         lines += [last_seen(job, records, rank) for rank in job.local_ranks]
     return Failure(1, "\n".join([*lines, f"log: {job.log}"]))
 
 
 def last_seen(job: Job, records: Path, rank: int, what: str = "was") -> str:
-    """Return what happened to a rank (`what`: "was killed by SIGKILL"), in which step and at what work."""
+    """Return what happened to a rank (`what`: "was killed by SIGKILL"), in which step and at what
+    work.
+    """
     return f"{_name(job, rank)} {what} {_at(*RankProgress.read(records / f'progress-{rank}'))}"
 
 
@@ -160,7 +181,9 @@ def _at(step: int, work: str) -> str:
 
 
 def _ended_by_watchdog(log: Path, begin: int) -> dict[int, str]:
-    """Return the ranks that waited longer than NCCL's timeout, with what its watchdog wrote to `log`."""
+    """Return the ranks that waited longer than NCCL's timeout, with what its watchdog wrote to
+    `log`.
+    """
     written = b""
     with contextlib.suppress(OSError), log.open("rb") as file:  # its folder may have been removed
         file.seek(begin)
@@ -181,13 +204,19 @@ def _kind_and_cause(error: BaseException) -> tuple[Literal["user", "peer", "erro
         return "user", text
     if isinstance(error, OSError) and error.errno in CANNOT_GROW:
         seen = f"{error.filename or 'a file'} cannot be written: {error.strerror}"
-        return "user", f"{seen}; {CANNOT_GROW[error.errno]}, and start again: a run resumes from its newest checkpoint"
+        return (
+            "user",
+            f"{seen}; {CANNOT_GROW[error.errno]}, and start again: "
+            "a run resumes from its newest checkpoint",
+        )
     if isinstance(error, RuntimeError) and (lacks_room := NCCL_LACKS_ROOM.search(text)):
         return "user", f"{lacks_room[0]}; {IS_FULL}"
-    # Where torch notices the worker's end in another way, the message that names the signal is that of the cause.
+    # Where torch notices the worker's end in another way, the message that names the signal is that
+    # of the cause.
     if worker := DEAD_WORKER.search(f"{error}\n{error.__cause__ or error.__context__}"):
         return "error", _dead_worker(int(worker[1]), worker[2])
-    # torch.distributed's errors by name: this module imports no torch. A DistBackendError may be of any kind.
+    # torch.distributed's errors by name: this module imports no torch. A DistBackendError may be of
+    # any kind.
     lost_peer = (
         isinstance(error, ConnectionError)
         or name in ("DistNetworkError", "DistStoreError")
@@ -197,6 +226,11 @@ def _kind_and_cause(error: BaseException) -> tuple[Literal["user", "peer", "erro
 
 
 def _dead_worker(pid: int, description: str) -> str:
-    number = next((number for number in signal.Signals if signal.strsignal(number) == description), None)
+    number = next(
+        (number for number in signal.Signals if signal.strsignal(number) == description), None
+    )
     remedy = WHY_KILLED.get(number, "the log may say why")
-    return f"its data worker (process {pid}) was killed by {number.name if number else description} ({remedy})"
+    return (
+        f"its data worker (process {pid}) was killed by "
+        f"{number.name if number else description} ({remedy})"
+    )

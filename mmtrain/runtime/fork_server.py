@@ -1,4 +1,6 @@
-"""Imported by the process that CPU ranks are forked from, and by nothing else: importing it is what it does."""
+"""Imported by the process that CPU ranks are forked from, and by nothing else: importing it is what
+it does.
+"""
 
 import gc
 import importlib
@@ -8,11 +10,14 @@ import sys
 from mmtrain.runtime.child import die_with_parent
 from mmtrain.runtime.stop import ignore_in_worker
 
-# Ranks hold the pipe whose end this process waits for, so without this both would outlive a killed launcher.
+# Ranks hold the pipe whose end this process waits for, so without this both would outlive a killed
+# launcher.
 die_with_parent()
-# Slurm signals every process. Ranks, whose parent this is, would not outlive it; they answer for themselves.
+# Slurm signals every process. Ranks, whose parent this is, would not outlive it; they answer for
+# themselves.
 ignore_in_worker()
-sys.stdout = sys.stderr  # what imports print belongs in the log, and file descriptor 1 stays the console for rank 0
+# what imports print belongs in the log, and file descriptor 1 stays the console for rank 0
+sys.stdout = sys.stderr
 
 for _name in os.environ.get("MMTRAIN_PRELOAD", "").split():  # set by supervise.prepared
     importlib.import_module(_name)

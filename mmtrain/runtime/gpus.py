@@ -1,6 +1,8 @@
-"""What cores and GPUs this process may use; CUDA must never start in a process that forks later, so a child is asked.
+"""What cores and GPUs this process may use; CUDA must never start in a process that forks later, so
+a child is asked.
 
-driver file there? --child process: torch, libcuda, NVML--> one line of JSON --Machine--> usable, or refused with remedy
+driver file there? --child process: torch, libcuda, NVML--> one line of JSON --Machine--> usable, or
+    refused with remedy
 
 Without a driver nothing is started and no torch imported.
 """
@@ -24,7 +26,8 @@ from mmtrain.runtime.child import die_with_parent, python_child
 NVIDIA_DRIVER_FILE = "/dev/nvidiactl"
 DRIVER_FILES = (NVIDIA_DRIVER_FILE, "/dev/dxg", "/dev/kfd")  # WSL has the second, AMD the third
 CHILD = ("-m", "mmtrain.runtime.gpus")
-SECONDS = 120  # a cold disk takes half a minute to import torch, and a machine of eight GPUs seconds to answer
+# a cold disk takes half a minute to import torch, and a machine of eight GPUs seconds to answer
+SECONDS = 120
 CHOICE = "CUDA_VISIBLE_DEVICES"
 ON_THE_CPU = f"set {CHOICE}= to run on the CPU"
 
@@ -45,7 +48,8 @@ class Machine:
 
     gpus: tuple[Gpu, ...]
     torch: str  # version
-    built_for: str | None  # CUDA release that torch was built with; None: a build without CUDA, or for AMD
+    # CUDA release that torch was built with; None: a build without CUDA, or for AMD
+    built_for: str | None
     architectures: tuple[str, ...]  # that torch has kernels for, e.g. sm_90; empty: not known
     driver_cuda: tuple[int, int] | None  # the newest CUDA release that the driver knows
     error: str | None  # what torch said where it could not start CUDA
@@ -57,9 +61,11 @@ def usable_cores() -> int:
 
 
 def threads_of_rank(chosen: int | None, local_ranks: int, recorded: int | None = None) -> int:
-    """Return a rank's CPU threads: those `chosen`, else OMP_NUM_THREADS, else `recorded`, else its share of the cores.
+    """Return a rank's CPU threads: those `chosen`, else OMP_NUM_THREADS, else `recorded`, else its
+    share of the cores.
 
-    The first number of OMP_NUM_THREADS counts where it is a list. A value without a number is ignored, as by libgomp.
+    The first number of OMP_NUM_THREADS counts where it is a list. A value without a number is
+    ignored, as by libgomp.
     """
     asked = re.match(r"\s*([1-9]\d{0,3})\s*(,|$)", os.environ.get("OMP_NUM_THREADS", ""))
     if chosen is None and asked:
@@ -68,9 +74,11 @@ def threads_of_rank(chosen: int | None, local_ranks: int, recorded: int | None =
 
 
 def visible_gpus() -> tuple[Gpu, ...]:
-    """Return the GPUs that ranks may use, in torch's order; none without a driver or where all are hidden.
+    """Return the GPUs that ranks may use, in torch's order; none without a driver or where all are
+    hidden.
 
-    Raises UserError, with the remedy, for GPUs that cannot be used. Cost: seconds where there are GPUs.
+    Raises UserError, with the remedy, for GPUs that cannot be used. Cost: seconds where there are
+    GPUs.
     """
     all_hidden = os.environ.get(CHOICE, "0").strip() in ("", "-1", "NoDevFiles")
     if all_hidden or not any(Path(file).exists() for file in DRIVER_FILES):
@@ -82,37 +90,53 @@ def visible_gpus() -> tuple[Gpu, ...]:
 
 def ask_machine() -> Machine:
     """Ask torch, the driver and NVML in a child process. Raises UserError where no answer comes."""
-    child = subprocess.Popen(**python_child(*CHILD), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    child = subprocess.Popen(
+        **python_child(*CHILD), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
     try:
         answer, errors = child.communicate(timeout=SECONDS)
     except subprocess.TimeoutExpired:
         child.kill()  # not waited for: a driver that hangs keeps it in the kernel
         raise UserError(
-            f"the GPU driver did not answer within {SECONDS:g} s. Restart the machine if nvidia-smi hangs, too, or "
+            f"the GPU driver did not answer within {SECONDS:g} s. "
+            "Restart the machine if nvidia-smi hangs, too, or "
             f"{ON_THE_CPU}"
         ) from None
-    facts = [line for line in answer.splitlines() if line.startswith("{")]  # libraries may print, too
+    # libraries may print, too
+    facts = [line for line in answer.splitlines() if line.startswith("{")]
     if child.returncode != 0 or not facts:
         cause = next(iter(errors.strip().splitlines()[-1:]), f"exit code {child.returncode}")
-        raise UserError(f"listing the GPUs failed ({cause}). Check whether nvidia-smi works, or {ON_THE_CPU}")
+        raise UserError(
+            f"listing the GPUs failed ({cause}). Check whether nvidia-smi works, or {ON_THE_CPU}"
+        )
     return TypeAdapter(Machine).validate_json(facts[-1])
 
 
 def refuse_unusable(machine: Machine) -> None:
     """Raise UserError, with the remedy, for GPUs that this torch cannot use or see."""
     build, built_for, driver_cuda = f"torch {machine.torch}", machine.built_for, machine.driver_cuda
-    if built_for is not None and driver_cuda is not None and driver_cuda[0] < int(built_for.split(".")[0]):
+    if (
+        built_for is not None
+        and driver_cuda is not None
+        and driver_cuda[0] < int(built_for.split(".")[0])
+    ):
         raise UserError(
-            f"the GPU driver supports CUDA {'.'.join(map(str, driver_cuda))}, but {build} has CUDA {built_for}. "
-            f"Update the driver, install a build of torch for CUDA {driver_cuda[0]}, or {ON_THE_CPU}"
+            f"the GPU driver supports CUDA {'.'.join(map(str, driver_cuda))}, but {build} has "
+            f"CUDA {built_for}. "
+            f"Update the driver, install a build of torch for CUDA {driver_cuda[0]}, "
+            f"or {ON_THE_CPU}"
         )
-    if not machine.gpus and Path(NVIDIA_DRIVER_FILE).exists():  # a run for GPUs must not begin on the CPU in silence
+    # a run for GPUs must not begin on the CPU in silence
+    if not machine.gpus and Path(NVIDIA_DRIVER_FILE).exists():
         raise UserError(f"{_why_none(machine, build)}, or {ON_THE_CPU}")
     for number, gpu in enumerate(machine.gpus):
-        if machine.architectures and not any(_runs_on(name, gpu.capability) for name in machine.architectures):
+        if machine.architectures and not any(
+            _runs_on(name, gpu.capability) for name in machine.architectures
+        ):
             capability = ".".join(map(str, gpu.capability))
             raise UserError(
-                f"GPU {number}, {gpu.name}, has compute capability {capability}, but {build} has code only for "
+                f"GPU {number}, {gpu.name}, has compute capability {capability}, but {build} "
+                "has code only for "
                 f"{', '.join(machine.architectures)}. Install a build of torch that has sm_"
                 f"{capability.replace('.', '')}, choose other GPUs by {CHOICE}, or {ON_THE_CPU}"
             )
@@ -125,13 +149,16 @@ def _why_none(machine: Machine, build: str) -> str:
         return f"{CHOICE}={os.environ[CHOICE]} names no GPU of this machine. See nvidia-smi -L"
     error = f" ({machine.error})" if machine.error else ""
     return (
-        f"there is a GPU driver, but {build} sees no GPU{error}. Check whether nvidia-smi does, give the container or "
+        f"there is a GPU driver, but {build} sees no GPU{error}. "
+        "Check whether nvidia-smi does, give the container or "
         "the job its GPUs (docker run --gpus all, sbatch --gres=gpu:N)"
     )
 
 
 def _runs_on(architecture: str, capability: tuple[int, int]) -> bool:
-    """Whether code for sm_XY, or compute_XY, which the driver compiles, runs on a GPU of this compute capability."""
+    """Whether code for sm_XY, or compute_XY, which the driver compiles, runs on a GPU of this
+    compute capability.
+    """
     matched = re.match(r"(sm|compute)_(\d+)(\d)", architecture)
     if matched is None:
         return True  # AMD's gfx..., or what a later torch calls it: no reason to refuse
@@ -152,7 +179,14 @@ def _machine() -> Machine:
     except (RuntimeError, AssertionError) as caught:  # no GPU, an old driver, a build without CUDA
         error = str(caught).strip().split("\n")[0]
     architectures = torch.cuda.get_arch_list() if torch.version.cuda else []
-    return Machine(tuple(gpus), torch.__version__, torch.version.cuda, tuple(architectures), _driver_cuda(), error)
+    return Machine(
+        tuple(gpus),
+        torch.__version__,
+        torch.version.cuda,
+        tuple(architectures),
+        _driver_cuda(),
+        error,
+    )
 
 
 def _gpu(torch: Any, index: int) -> Gpu:
@@ -169,7 +203,8 @@ def _free_by_nvml(uuid: str) -> int | None:
         nvml = ctypes.CDLL("libnvidia-ml.so.1")
     except OSError:
         return None
-    handle, memory = ctypes.c_void_p(), (ctypes.c_ulonglong * 3)()  # nvmlMemory_t: total, free, used
+    # nvmlMemory_t: total, free, used
+    handle, memory = ctypes.c_void_p(), (ctypes.c_ulonglong * 3)()
     works = (
         nvml.nvmlInit_v2() == 0
         and nvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}".encode(), ctypes.byref(handle)) == 0

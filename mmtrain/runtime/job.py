@@ -12,9 +12,11 @@ from mmtrain.runtime.log import log_name
 
 @dataclass(frozen=True)
 class Job:
-    """The processes of a run. `places[r]` is what messages call global rank r's place in the pipeline.
+    """The processes of a run. `places[r]` is what messages call global rank r's place in the
+    pipeline.
 
-    Each rank calls `target`, "module:function", with `rank` and the `arguments`. It may return a stopped run's message.
+    Each rank calls `target`, "module:function", with `rank` and the `arguments`. It may return a
+    stopped run's message.
     """
 
     places: tuple[str, ...]
@@ -23,14 +25,17 @@ class Job:
     timeout_seconds: int
     target: str
     arguments: Mapping[str, Any] = field(default_factory=dict)
-    on_gpus: bool = False  # where ranks compute. CPU ranks are forked from a process that has all imported
+    # where ranks compute. CPU ranks are forked from a process that has all imported
+    on_gpus: bool = False
     preload: tuple[str, ...] = ()  # modules that this process imports
     nodes: int = 1
     node: int = 0
     endpoint: str | None = None
-    agreement: tuple[str, dict[str, Any]] | None = None  # what ranks of several nodes compare first, see `agree`
+    # what ranks of several nodes compare first, see `agree`
+    agreement: tuple[str, dict[str, Any]] | None = None
     how_to_resume: str = ""  # what follows the message of a stopped run
-    saves_when_asked: bool = False  # SIGTERM and SIGUSR1 ask its ranks to save and end; otherwise they end it at once
+    # SIGTERM and SIGUSR1 ask its ranks to save and end; otherwise they end it at once
+    saves_when_asked: bool = False
 
     @property
     def log(self) -> Path:

@@ -1,4 +1,6 @@
-"""A run's log: everything that its processes and their libraries print, C++ included, with the writer's name."""
+"""A run's log: everything that its processes and their libraries print, C++ included, with the
+writer's name.
+"""
 
 from __future__ import annotations
 
@@ -21,12 +23,15 @@ def log_name(node: int) -> str:
 class PrefixedLog(io.TextIOWrapper):
     """A log that several processes append to: whole lines, each with the writer's name in front.
 
-    A line that cannot be written (a full disk, an I/O error) is lost: a log does not decide how a run ends.
+    A line that cannot be written (a full disk, an I/O error) is lost: a log does not decide how a
+    run ends.
     """
 
     def __init__(self, path: Path, name: str) -> None:
         file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
-        super().__init__(io.BufferedWriter(io.FileIO(file, "ab")), encoding="utf-8", errors="replace")
+        super().__init__(
+            io.BufferedWriter(io.FileIO(file, "ab")), encoding="utf-8", errors="replace"
+        )
         self._prefix = f"[{name}] "
         self._partial = ""
 
@@ -34,8 +39,11 @@ class PrefixedLog(io.TextIOWrapper):
         *lines, self._partial = (self._partial + text).split("\n")
         with contextlib.suppress(OSError):
             for line in lines:
-                # of a progress bar, which redraws with carriage returns, only the last state of the line is kept
-                super().write(self._prefix + escape_lines(line.rstrip("\r").rsplit("\r", 1)[-1]) + "\n")
+                # of a progress bar, which redraws with carriage returns, only the last state of the
+                # line is kept
+                super().write(
+                    self._prefix + escape_lines(line.rstrip("\r").rsplit("\r", 1)[-1]) + "\n"
+                )
             if lines:
                 super().flush()
         return len(text)
@@ -55,18 +63,25 @@ class PrefixedLog(io.TextIOWrapper):
 
 
 def send_output_to(path: Path, name: str, descriptors: Sequence[int]) -> PrefixedLog:
-    """Append to the file `path` what C++ writes to `descriptors`, and what Python prints, warns and logs as `name`.
+    """Append to the file `path` what C++ writes to `descriptors`, and what Python prints, warns and
+    logs as `name`.
 
-    Of logging's handlers that keep a standard stream, `stream` is replaced in __dict__: some have a property instead.
+    Of logging's handlers that keep a standard stream, `stream` is replaced in __dict__: some have a
+    property instead.
     """
     log = PrefixedLog(path, name)
     for number in descriptors:
         os.dup2(log.fileno(), number)
     streams = (sys.stdout, sys.stderr, sys.__stdout__, sys.__stderr__)
-    loggers = [logging.root, *(x for x in logging.root.manager.loggerDict.values() if isinstance(x, logging.Logger))]
+    loggers = [
+        logging.root,
+        *(x for x in logging.root.manager.loggerDict.values() if isinstance(x, logging.Logger)),
+    ]
     for handler in (handler for logger in loggers for handler in logger.handlers):
         kept = getattr(handler, "__dict__", {}).get("stream")
-        if isinstance(kept, PrefixedLog) or (kept is not None and any(kept is stream for stream in streams)):
+        if isinstance(kept, PrefixedLog) or (
+            kept is not None and any(kept is stream for stream in streams)
+        ):
             vars(handler)["stream"] = log
     sys.stdout = sys.stderr = log
     return log
@@ -74,7 +89,9 @@ def send_output_to(path: Path, name: str, descriptors: Sequence[int]) -> Prefixe
 
 @contextlib.contextmanager
 def output_to_log(path: Path) -> Iterator[None]:
-    """In the block send the launcher's output to a log, C++ on stderr included; ranks inherit the real stdout."""
+    """In the block send the launcher's output to a log, C++ on stderr included; ranks inherit the
+    real stdout.
+    """
     stdout, stderr, stderr_copy = sys.stdout, sys.stderr, os.dup(2)
     sys.stdout.flush()
     log = send_output_to(path, "launcher", [2])

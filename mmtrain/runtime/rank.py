@@ -1,6 +1,7 @@
 """One rank's process: its place in the run, and the record that it leaves when it fails.
 
-All that it or a library prints, C++ included, goes to the run's log; rank 0 has a stream to the console for progress.
+All that it or a library prints, C++ included, goes to the run's log; rank 0 has a stream to the
+console for progress.
 """
 
 from __future__ import annotations
@@ -29,17 +30,22 @@ from mmtrain.runtime.job import Job
 from mmtrain.runtime.log import log_name, send_output_to
 from mmtrain.runtime.stop import STOP_FILE, StopRequest
 
-ENDING_SIGNALS = (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)  # at once; SIGTERM and SIGUSR1 are stop.STOP_SIGNALS
+# at once; SIGTERM and SIGUSR1 are stop.STOP_SIGNALS
+ENDING_SIGNALS = (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 
-# A failed rank stays this long, its connections open, so that the launcher can end its peers before they fail in turn.
+# A failed rank stays this long, its connections open, so that the launcher can end its peers before
+# they fail in turn.
 SECONDS_AFTER_FAILURE = 1.0
-# A rank that only lost a peer stays longer: the launcher must find that peer first, not this victim.
+# A rank that only lost a peer stays longer: the launcher must find that peer first, not this
+# victim.
 SECONDS_AFTER_LOST_PEER = 3.0
 
 
 @dataclass(frozen=True)
 class Rank:
-    """What one process of a run knows about its place. `console` is None everywhere but on rank 0."""
+    """What one process of a run knows about its place. `console` is None everywhere but on rank
+    0.
+    """
 
     rank: int
     world_size: int
@@ -57,17 +63,20 @@ class Rank:
 
 
 def run_rank(job: Job, records: Path | None = None) -> str | None:
-    """Be one rank: RANK, WORLD_SIZE and LOCAL_RANK of the environment say which. Returns what the target returns.
+    """Be one rank: RANK, WORLD_SIZE and LOCAL_RANK of the environment say which. Returns what the
+    target returns.
 
-    A failure ends the process: exit code 2 for a UserError, 1 otherwise. The launcher's `records` hold progress, error
-    records and its request to stop; without them torchrun is the launcher, and this rank prints how the run ended.
+    A failure ends the process: exit code 2 for a UserError, 1 otherwise. The launcher's `records`
+    hold progress, error records and its request to stop; without them torchrun is the launcher, and
+    this rank prints how the run ended.
     """
     die_with_parent()
     launcher = multiprocessing.parent_process()
     if launcher is not None and not launcher.is_alive():
         os._exit(1)  # it died before the kernel was asked
     for number in ENDING_SIGNALS:
-        # Python's handlers would wait for the main thread, which may hang in a collective. What nohup ignores stays so.
+        # Python's handlers would wait for the main thread, which may hang in a collective. What
+        # nohup ignores stays so.
         if signal.getsignal(number) is not signal.SIG_IGN:
             signal.signal(number, signal.SIG_DFL)
     stop = StopRequest(records / STOP_FILE if records else None)
@@ -91,9 +100,20 @@ def run_rank(job: Job, records: Path | None = None) -> str | None:
         torch.set_num_threads(job.threads)
         local_rank = int(os.environ["LOCAL_RANK"])
         device = f"cuda:{local_rank}" if job.on_gpus else "cpu"
-        me = Rank(rank, int(os.environ["WORLD_SIZE"]), local_rank, device, job.folder, console, progress, stop)
+        me = Rank(
+            rank,
+            int(os.environ["WORLD_SIZE"]),
+            local_rank,
+            device,
+            job.folder,
+            console,
+            progress,
+            stop,
+        )
         show_logs(me.print_info if rank == 0 else print)  # which is into the log
-        print(f"process {os.getpid()} on {socket.gethostname()}, {me.device}, threads {job.threads}")
+        print(
+            f"process {os.getpid()} on {socket.gethostname()}, {me.device}, threads {job.threads}"
+        )
         if job.agreement is not None:
             from mmtrain.runtime.rendezvous import agree
 
@@ -104,7 +124,8 @@ def run_rank(job: Job, records: Path | None = None) -> str | None:
             stopped = getattr(importlib.import_module(module), function)(rank=me, **job.arguments)
         if stopped is not None and not records:
             me.print_info(f"{stopped}. {job.how_to_resume}")
-    except BaseException as error:  # this is the process's outermost frame: nothing above could report it
+    except BaseException as error:
+        # this is the process's outermost frame: nothing above could report it
         record = ErrorRecord.of(error, rank, progress)
         if records:
             record.write(records / f"error-{rank}")
@@ -122,15 +143,18 @@ def run_rank(job: Job, records: Path | None = None) -> str | None:
         os._exit(2 if record.kind == "user" else 1)
     if console is not None:
         console.drain()
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's handler raises for a data worker that is killed
+    # torch's handler raises for a data worker that is killed
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     for child in multiprocessing.active_children():
-        child.kill()  # a data worker that hangs, and ignores SIGTERM: Python's exit would wait for it
+        # a data worker that hangs, and ignores SIGTERM: Python's exit would wait for it
+        child.kill()
     log.finish()
     return stopped
 
 
 def seconds_before_message(rank: int) -> float:
-    """Return how long a rank under torchrun waits before it prints an error that others may have, too.
+    """Return how long a rank under torchrun waits before it prints an error that others may have,
+    too.
 
     Rank 0 prints and ends, then torchrun ends the others: the user reads one message.
     """
@@ -138,9 +162,15 @@ def seconds_before_message(rank: int) -> float:
 
 
 def _keep_to_this_machine() -> None:
-    """Let gloo and NCCL listen on the loopback interface alone where all ranks are on one machine (Linux)."""
-    here = os.environ.get("LOCAL_WORLD_SIZE")  # not said by every script that sets what torchrun sets
+    """Let gloo and NCCL listen on the loopback interface alone where all ranks are on one machine
+    (Linux).
+    """
+    # not said by every script that sets what torchrun sets
+    here = os.environ.get("LOCAL_WORLD_SIZE")
     meet_here = os.environ["MASTER_ADDR"] in ("127.0.0.1", "localhost", "::1")
-    if sys.platform == "linux" and (here == os.environ["WORLD_SIZE"] or (here is None and meet_here)):
-        # Over what a cluster names for runs on several machines. "=": "lo" and no other name that begins so.
+    if sys.platform == "linux" and (
+        here == os.environ["WORLD_SIZE"] or (here is None and meet_here)
+    ):
+        # Over what a cluster names for runs on several machines. "=": "lo" and no other name that
+        # begins so.
         os.environ.update({"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "=lo"})

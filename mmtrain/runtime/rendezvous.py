@@ -2,10 +2,11 @@
 
 A store of torch's that listens on one address, and from which nothing is unpickled:
 
-launcher of node 0: socket --> TCPStore <-- launchers of other nodes, and all ranks (init_process_group, env://)
+launcher of node 0: socket --> TCPStore <-- launchers of other nodes, and all ranks
+    (init_process_group, env://)
 
-torch's own stores listen on every interface, whatever the endpoint says, and its dynamic rendezvous unpickles a key of
-the store every five seconds, which runs what a stranger puts there.
+torch's own stores listen on every interface, whatever the endpoint says, and its dynamic rendezvous
+unpickles a key of the store every five seconds, which runs what a stranger puts there.
 """
 
 from __future__ import annotations
@@ -20,24 +21,34 @@ from datetime import timedelta
 from typing import Any
 
 from torch.distributed import Store, TCPStore, rendezvous
-from torch.distributed.elastic.rendezvous import RendezvousInfo, RendezvousParameters, rendezvous_handler_registry
+from torch.distributed.elastic.rendezvous import (
+    RendezvousInfo,
+    RendezvousParameters,
+    rendezvous_handler_registry,
+)
 from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 
 from mmtrain.base.errors import UserError
 from mmtrain.base.printing import escape
 
 BACKEND = "mmtrain"
-"""Name of this rendezvous among torch's; its settings are `rank`, this node's number, and `timeout`, in seconds."""
+"""Name of this rendezvous among torch's; its settings are `rank`, this node's number, and
+`timeout`, in seconds.
+"""
 THIS_MACHINE = "127.0.0.1:0"
 """The endpoint of a run on one node: the operating system picks a free port, without a race."""
 EVERY_INTERFACE = ""
 
 
 class FixedNodes(StaticTCPRendezvous):
-    """A fixed number of nodes, each with its own number. Node 0 holds the store, which ranks join, too."""
+    """A fixed number of nodes, each with its own number. Node 0 holds the store, which ranks join,
+    too.
+    """
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """Wait for every node. Raises UserError where node 0 cannot listen or a node joins twice, DistError in time."""
+        """Wait for every node. Raises UserError where node 0 cannot listen or a node joins twice,
+        DistError in time.
+        """
         if self.rank == 0:
             listener = listening_socket(f"{self.master_addr}:{self.master_port}")
             address, self.master_port = listener.getsockname()[:2]
@@ -51,10 +62,13 @@ class FixedNodes(StaticTCPRendezvous):
                 master_listen_fd=listener.detach(),
             )
         joined = super().next_rendezvous()
-        if joined.store.add(f"node {self.rank}", 1) > 1:  # its ranks would hang, or take over connections
+        # its ranks would hang, or take over connections
+        if joined.store.add(f"node {self.rank}", 1) > 1:
             raise UserError(
-                f"--node-rank {self.rank}: another launcher has joined this run with that number. Give each machine "
-                f"its own, from 0 to {self.world_size - 1}. If that launcher has ended, start the run again on all"
+                f"--node-rank {self.rank}: another launcher has joined this run with that number. "
+                "Give each machine "
+                f"its own, from 0 to {self.world_size - 1}. "
+                "If that launcher has ended, start the run again on all"
             )
         return joined
 
@@ -68,7 +82,8 @@ class FixedNodes(StaticTCPRendezvous):
 
 
 def agree(agreement: tuple[str, dict[str, Any]], rank: int, timeout_seconds: int) -> Store:
-    """Return the store at which all ranks meet, once all agree. Raises UserError on every rank if they do not.
+    """Return the store at which all ranks meet, once all agree. Raises UserError on every rank if
+    they do not.
 
     `agreement` is the digest of configuration and plan, and the keys to name where it differs.
     """
@@ -77,7 +92,10 @@ def agree(agreement: tuple[str, dict[str, Any]], rank: int, timeout_seconds: int
     if rank == 0:
         plans = [json.loads(store.get(f"mmtrain/plan/{other}")) for other in range(world_size)]
         others = [other for other, (digest, _) in enumerate(plans) if digest != plans[0][0]]
-        store.set("mmtrain/difference", _difference(plans[0][1], plans[others[0]][1], others) if others else "")
+        store.set(
+            "mmtrain/difference",
+            _difference(plans[0][1], plans[others[0]][1], others) if others else "",
+        )
     difference = store.get("mmtrain/difference").decode()
     store.set(f"mmtrain/read/{rank}", "")
     if rank == 0:  # whose process may hold the store: it must not end before all have read
@@ -88,9 +106,12 @@ def agree(agreement: tuple[str, dict[str, Any]], rank: int, timeout_seconds: int
 
 
 def _difference(first: dict[str, Any], other: dict[str, Any], others: Sequence[int]) -> str:
-    """Return the message with the first three keys whose values differ on rank 0 and on the first of `others`."""
+    """Return the message with the first three keys whose values differ on rank 0 and on the first
+    of `others`.
+    """
     values = [
-        f"{key} is {escape(json.dumps(first.get(key)))} on rank 0 and {escape(json.dumps(other.get(key)))} on rank "
+        f"{key} is {escape(json.dumps(first.get(key)))} on rank 0 and "
+        f"{escape(json.dumps(other.get(key)))} on rank "
         f"{others[0]}"
         for key in first | other
         if first.get(key) != other.get(key)
@@ -98,8 +119,10 @@ def _difference(first: dict[str, Any], other: dict[str, Any], others: Sequence[i
     return f"rank {', '.join(map(str, others))} planned a different run than rank 0: " + (
         f"{'; '.join(values[:3])}. Start every machine with the same configuration"
         if values
-        else "mmtrain's version, secrets in the config, --trace, the model's files, the calibration (name one file in "
-        "parallel.calibration) and parallel.device_memory_gib (set it where GPUs differ) must be equal on every "
+        else "mmtrain's version, secrets in the config, --trace, the model's files, the "
+        "calibration (name one file in "
+        "parallel.calibration) and parallel.device_memory_gib (set it where GPUs differ) must be "
+        "equal on every "
         "machine"
     )
 
@@ -111,14 +134,19 @@ def _handler(parameters: RendezvousParameters) -> FixedNodes:
 
 
 def listening_address(endpoint: str) -> str:
-    """Return this machine's address that HOST of `endpoint` names, or EVERY_INTERFACE where it names none.
+    """Return this machine's address that HOST of `endpoint` names, or EVERY_INTERFACE where it
+    names none.
 
     It names none behind address translation, or where a machine calls itself 127.0.1.1.
     """
     host, _ = _split(endpoint)
-    with contextlib.suppress(OSError):  # a name may become known later, as in a cluster of containers
+    # a name may become known later, as in a cluster of containers
+    with contextlib.suppress(OSError):
         for *_, (address, *_) in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM):
-            if host in ("localhost", address) or not ipaddress.ip_address(address.split("%")[0]).is_loopback:
+            if (
+                host in ("localhost", address)
+                or not ipaddress.ip_address(address.split("%")[0]).is_loopback
+            ):
                 with contextlib.suppress(OSError):
                     socket.create_server((address, 0), family=_family(address)).close()
                     return address
@@ -126,16 +154,21 @@ def listening_address(endpoint: str) -> str:
 
 
 def listening_socket(endpoint: str) -> socket.socket:
-    """Return a socket that listens on the endpoint's address. Raises UserError, for a port in use, say."""
+    """Return a socket that listens on the endpoint's address. Raises UserError, for a port in use,
+    say.
+    """
     address, (_, port) = listening_address(endpoint), _split(endpoint)
     where = f"{address}:{port}" if address else f"port {port}"
     both = address == EVERY_INTERFACE and socket.has_dualstack_ipv6()
     family = socket.AF_INET6 if both else _family(address)
     try:
-        return socket.create_server((address, port), family=family, backlog=socket.SOMAXCONN, dualstack_ipv6=both)
+        return socket.create_server(
+            (address, port), family=family, backlog=socket.SOMAXCONN, dualstack_ipv6=both
+        )
     except OSError as error:
         raise UserError(
-            f"nothing can listen on {where} ({os.strerror(error.errno)}). Give another port in --rdzv-endpoint on "
+            f"nothing can listen on {where} ({os.strerror(error.errno)}). "
+            "Give another port in --rdzv-endpoint on "
             "every machine"
         ) from error
 

@@ -1,10 +1,12 @@
 """A request to save and end, from a signal to all ranks.
 
-SIGTERM or SIGUSR1 --launcher or rank--> StopRequest --engine.request--> agreed at the end of a step --> save, exit 3
+SIGTERM or SIGUSR1 --launcher or rank--> StopRequest --engine.request--> agreed at the end of a step
+    --> save, exit 3
 
-A launcher and its ranks share a small file. Signals may come to the launcher alone (kill), or to every process (Slurm).
-torch's agent also sends SIGTERM to a rank whose peer has failed: it must end at once, and waiting in C++ for that peer
-it could run no Python handler. So a thread decides, woken by the signal itself.
+A launcher and its ranks share a small file. Signals may come to the launcher alone (kill), or to
+every process (Slurm). torch's agent also sends SIGTERM to a rank whose peer has failed: it must end
+at once, and waiting in C++ for that peer it could run no Python handler. So a thread decides, woken
+by the signal itself.
 """
 
 from __future__ import annotations
@@ -54,7 +56,8 @@ class StopFile:
 class StopRequest:
     """Whether this rank has been asked to save and end: by its launcher, or by a signal of its own.
 
-    `path` is the launcher's file. None: under torchrun the first SIGTERM asks, and a later one ends the rank.
+    `path` is the launcher's file. None: under torchrun the first SIGTERM asks, and a later one ends
+    the rank.
     """
 
     def __init__(self, path: Path | None = None) -> None:
@@ -63,7 +66,9 @@ class StopRequest:
 
     @property
     def asked(self) -> bool:
-        return self._signalled_at is not None or (self._file is not None and self._file.read()[0] != Asked.NOTHING)
+        return self._signalled_at is not None or (
+            self._file is not None and self._file.read()[0] != Asked.NOTHING
+        )
 
     def listen(self) -> None:
         """From now on answer SIGTERM and SIGUSR1; only the main thread may call it."""
@@ -84,8 +89,12 @@ class StopRequest:
 
     def _ends_this_rank(self) -> bool:
         """Whether a SIGTERM comes from one who does not wait."""
-        if self._file is None:  # torchrun hands on the signal that its ranks may have had themselves
-            return self._signalled_at is not None and time.monotonic() - self._signalled_at > SECONDS_TOGETHER
+        # torchrun hands on the signal that its ranks may have had themselves
+        if self._file is None:
+            return (
+                self._signalled_at is not None
+                and time.monotonic() - self._signalled_at > SECONDS_TOGETHER
+            )
         deadline = time.monotonic() + SECONDS_TOGETHER
         while True:
             asked, seconds = self._file.read()
@@ -98,7 +107,8 @@ class StopRequest:
 
 def ignore_in_worker() -> None:
     """Ignore stop signals in a process that a rank has forked: the rank answers them."""
-    with contextlib.suppress(ValueError):  # not the main thread: the process has no handlers of its own
+    # not the main thread: the process has no handlers of its own
+    with contextlib.suppress(ValueError):
         signal.set_wakeup_fd(-1)
         for number in STOP_SIGNALS:
             signal.signal(number, signal.SIG_IGN)

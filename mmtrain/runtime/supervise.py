@@ -1,4 +1,6 @@
-"""Starts this node's ranks through torch's elastic agent, waits, and ends every process that is left."""
+"""Starts this node's ranks through torch's elastic agent, waits, and ends every process that is
+left.
+"""
 
 from __future__ import annotations
 
@@ -27,19 +29,25 @@ from mmtrain.runtime.rank import ENDING_SIGNALS, run_rank
 from mmtrain.runtime.stop import SECONDS_TOGETHER, STOP_FILE, STOP_SIGNALS, Asked, StopFile
 
 PR_SET_CHILD_SUBREAPER = 36
-LONGEST_TEMPORARY_FOLDER = 70  # bytes: a socket's path has 107 at most, of which multiprocessing adds 32
+# bytes: a socket's path has 107 at most, of which multiprocessing adds 32
+LONGEST_TEMPORARY_FOLDER = 70
 TRACKER = "resource_tracker"
 STOPPED = 3  # exit code of a run that a signal has ended in good order, everything saved
 
 
 def set_rank_environment(threads: int, *, on_gpus: bool) -> None:
-    """Set what libraries read once, when they are imported: before any of those imports, for this process's ranks."""
+    """Set what libraries read once, when they are imported: before any of those imports, for this
+    process's ranks.
+    """
     os.environ["OMP_NUM_THREADS"] = str(threads)
-    os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # a thread that spins takes a core from the one it waits for
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # tokenizers warns, or hangs, in forked data workers
+    # a thread that spins takes a core from the one it waits for
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+    # tokenizers warns, or hangs, in forked data workers
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
     if on_gpus:
         os.environ.pop("DS_ACCELERATOR", None)  # DeepSpeed would move the model to what it names
-        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")  # a queue a stream: none waits for another's work
+        # a queue a stream: none waits for another's work
+        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
     else:
         os.environ["DS_ACCELERATOR"] = "cpu"
 
@@ -48,8 +56,9 @@ def set_rank_environment(threads: int, *, on_gpus: bool) -> None:
 def prepared(job: Job) -> Iterator[None]:
     """Set environment and output of this process as `run_ranks`, called in the block, needs them.
 
-    CPU ranks are forked from a process that begins here to import `job.preload`: 4 s faster than spawned. Forking from
-    the launcher hung one start in ten: the agent's threads hold locks that a fork copies.
+    CPU ranks are forked from a process that begins here to import `job.preload`: 4 s faster than
+    spawned. Forking from the launcher hung one start in ten: the agent's threads hold locks that a
+    fork copies.
     """
     set_rank_environment(job.threads, on_gpus=job.on_gpus)
     shield_multiprocessing()
@@ -64,9 +73,11 @@ def prepared(job: Job) -> Iterator[None]:
 
 
 def run_ranks(job: Job) -> Failure | None:
-    """Run every local rank of a `prepared` job until all return or one fails; end all that they have started.
+    """Run every local rank of a `prepared` job until all return or one fails; end all that they
+    have started.
 
-    If the job `saves_when_asked`, the first SIGTERM or SIGUSR1 asks for that; a second SIGTERM ends the ranks at once.
+    If the job `saves_when_asked`, the first SIGTERM or SIGUSR1 asks for that; a second SIGTERM ends
+    the ranks at once.
     """
     from torch.distributed import DistError
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
@@ -77,9 +88,11 @@ def run_ranks(job: Job) -> Failure | None:
     from mmtrain.runtime.rendezvous import BACKEND, THIS_MACHINE
 
     for handler in logging.getLogger("torch.distributed").handlers:
-        # torch's own formatter imports torch._dynamo to write down that a rank has died: 2 to 6 s before the job ends.
+        # torch's own formatter imports torch._dynamo to write down that a rank has died: 2 to 6 s
+        # before the job ends.
         handler.setFormatter(logging.Formatter("%(levelname)s %(name)s: %(message)s"))
-    # A signal that the caller ignores stays ignored: nohup's SIGHUP would end the run when the terminal closes.
+    # A signal that the caller ignores stays ignored: nohup's SIGHUP would end the run when the
+    # terminal closes.
     at_once = ENDING_SIGNALS if job.saves_when_asked else (*ENDING_SIGNALS, *STOP_SIGNALS)
     signals = [number for number in at_once if signal.getsignal(number) is not signal.SIG_IGN]
     earlier_children = set(_children())
@@ -87,25 +100,37 @@ def run_ranks(job: Job) -> Failure | None:
         ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
     log_begins = job.log.stat().st_size if job.log.exists() else 0
-    with tempfile.TemporaryDirectory(prefix="mmtrain-") as name, _handlers_restored([*signals, *STOP_SIGNALS]):
+    with (
+        tempfile.TemporaryDirectory(prefix="mmtrain-") as name,
+        _handlers_restored([*signals, *STOP_SIGNALS]),
+    ):
         records = Path(name)
         stop_file = StopFile(records / STOP_FILE)
         console = ConsoleStream(1)  # sys.stdout is the log
 
         def ask(number: int, frame: object) -> None:
             asked, seconds = stop_file.read()
-            if number == signal.SIGTERM and asked is not Asked.NOTHING and seconds > SECONDS_TOGETHER:
+            if (
+                number == signal.SIGTERM
+                and asked is not Asked.NOTHING
+                and seconds > SECONDS_TOGETHER
+            ):
                 stop_file.ask(Asked.END_NOW)
                 wake_stopped(psutil.Process().children(recursive=True))
                 raise SignalException("a second SIGTERM", signal.SIGTERM)
             if asked is Asked.NOTHING:
                 stop_file.ask(Asked.SAVE_AND_END)
-                console.write(f"{signal.Signals(number).name}: the run saves after the current step, and ends\n")
+                console.write(
+                    f"{signal.Signals(number).name}: the run saves after the current "
+                    "step, and ends\n"
+                )
 
         class Logs(DefaultLogsSpecs):
-            """torch asks it for the ranks' outputs right before it starts them: from then on they can be asked to stop.
+            """torch asks it for the ranks' outputs right before it starts them: from then on they
+            can be asked to stop.
 
-            Before, a signal ends this process at once: no Python handler runs while it waits in C++ for other nodes.
+            Before, a signal ends this process at once: no Python handler runs while it waits in C++
+            for other nodes.
             """
 
             def reify(self, *arguments: Any, **options: Any) -> Any:
@@ -155,7 +180,9 @@ def run_ranks(job: Job) -> Failure | None:
 
 @contextlib.contextmanager
 def _handlers_restored(signals: list[signal.Signals]) -> Iterator[None]:
-    """Set default handlers, since the agent waits in C++ for other nodes; restore the old ones at the end."""
+    """Set default handlers, since the agent waits in C++ for other nodes; restore the old ones at
+    the end.
+    """
     earlier = {number: signal.signal(number, signal.SIG_DFL) for number in dict.fromkeys(signals)}
     try:
         yield
@@ -165,10 +192,16 @@ def _handlers_restored(signals: list[signal.Signals]) -> Iterator[None]:
 
 
 def _end_children(spared: set[psutil.Process]) -> None:
-    """Kill this process's children, and theirs, except `spared` and trackers, which first free shared memory."""
+    """Kill this process's children, and theirs, except `spared` and trackers, which first free
+    shared memory.
+    """
     deadline = time.monotonic() + 3
     while time.monotonic() < deadline:
-        living = [child for child, command in _children().items() if child not in spared and TRACKER not in command]
+        living = [
+            child
+            for child, command in _children().items()
+            if child not in spared and TRACKER not in command
+        ]
         if not living:
             return
         for child in living:
@@ -181,6 +214,7 @@ def _children() -> dict[psutil.Process, str]:
     """Return the living direct children of this process with their command lines."""
     commands = {}
     for child in psutil.Process().children():
-        with contextlib.suppress(psutil.NoSuchProcess):  # it has just ended; a zombie has no command line
+        # it has just ended; a zombie has no command line
+        with contextlib.suppress(psutil.NoSuchProcess):
             commands[child] = " ".join(child.cmdline())
     return commands

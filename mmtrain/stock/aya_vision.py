@@ -1,4 +1,6 @@
-"""AyaVision: pixel shuffle and SwiGLU; one tile without texts around it, or the tiles of a grid, each named."""
+"""AyaVision: pixel shuffle and SwiGLU; one tile without texts around it, or the tiles of a grid,
+each named.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,8 @@ from mmtrain.stock.stock_folder import IMAGES, Keys, StockFolder, unfit
 if TYPE_CHECKING:
     from mmtrain.data.stream.images import ImageTransform
 
-_AROUND = {"start_of_img_token": "<|START_OF_IMG|>", "end_of_img_token": "<|END_OF_IMG|>"}  # AyaVisionProcessor's own
+# AyaVisionProcessor's own
+_AROUND = {"start_of_img_token": "<|START_OF_IMG|>", "end_of_img_token": "<|END_OF_IMG|>"}
 
 
 class AyaVision(StockClass):
@@ -53,25 +56,43 @@ class AyaVision(StockClass):
         }
 
     def own_image_settings(self, transform: ImageTransform, layout: ImageLayout) -> dict[str, Any]:
-        """Allow one tile where the layout has one: the processor asks for tiles whatever the file says."""
-        return {"crop_to_patches": False, "min_patches": 1, "max_patches": 1, **layout.image_settings}
+        """Allow one tile where the layout has one: the processor asks for tiles whatever the file
+        says.
+        """
+        return {
+            "crop_to_patches": False,
+            "min_patches": 1,
+            "max_patches": 1,
+            **layout.image_settings,
+        }
 
     def read(self, folder: StockFolder) -> Keys:
-        largest, smallest = folder.images.get("max_patches", 12), folder.images.get("min_patches", 1)
+        largest, smallest = (
+            folder.images.get("max_patches", 12),
+            folder.images.get("min_patches", 1),
+        )
         around, names = (
             {key: folder.processor.get(key, text) for key, text in texts.items()}
             for texts in (_AROUND, Tiles.token_settings)
         )
         fit, is_cut = folder.fit(), names == Tiles.token_settings
-        keys: Keys = {"layout": Tiles.name, "max_tiles": largest, "image_fit": None} if is_cut else {"image_fit": fit}
+        keys: Keys = (
+            {"layout": Tiles.name, "max_tiles": largest, "image_fit": None}
+            if is_cut
+            else {"image_fit": fit}
+        )
         if not is_cut:
             folder.one_tile("max_patches", largest, largest == 1)
         elif fit != "resize" or smallest != 1 or not is_whole(largest, 1, MAX_TILES):
             needed = f"up to {MAX_TILES} tiles, at least 1, of resized pictures"
-            raise unfit(IMAGES, "max_patches, min_patches and fit", [largest, smallest, fit], needed)
+            raise unfit(
+                IMAGES, "max_patches, min_patches and fit", [largest, smallest, fit], needed
+            )
         folder.no_texts(around if is_cut else around | names, Tiles.name if is_cut else Square.name)
         return keys | {
             "select_layer": folder.layer(-1, "full"),
-            "factor": self.factor(folder, "downsample_factor", folder.config.get("downsample_factor", 2)),
+            "factor": self.factor(
+                folder, "downsample_factor", folder.config.get("downsample_factor", 2)
+            ),
             "width": folder.config.get("alignment_intermediate_size"),
         }

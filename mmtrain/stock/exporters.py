@@ -1,9 +1,10 @@
-"""Which stock class computes what a run trains, and which formats of `mmtrain export` can hold it, before it trains.
+"""Which stock class computes what a run trains, and which formats of `mmtrain export` can hold it,
+before it trains.
 
 config --connector, final norm, layout, fit, encoder--> a StockClass, or what to change
 
-The planner asks for `export.format`, the export for what it writes. What only the modules of a timm encoder tell (an
-activation, rotary positions) is known when it is exported.
+The planner asks for `export.format`, the export for what it writes. What only the modules of a timm
+encoder tell (an activation, rotary positions) is known when it is exported.
 """
 
 from __future__ import annotations
@@ -49,9 +50,11 @@ from mmtrain.stock.pixtral import LightOnOcr, LlavaPixtral, Mistral3
 from mmtrain.stock.stock_class import StockClass
 from mmtrain.stock.stock_folder import BOUNDS, StockFolder
 
-Base = Literal["llm", "hf"]  # what adapters are for: the LLM as it was published, or a whole model of its own
+# what adapters are for: the LLM as it was published, or a whole model of its own
+Base = Literal["llm", "hf"]
 LLAVA_CODE = ("linear", "mlp2x_gelu")  # projectors that LLaVA's own code builds
-_OTHER_EMBEDDING = ("gpt2", "gpt_bigcode", "opt")  # families whose embedding is not where the classes look for it
+# families whose embedding is not where the classes look for it
+_OTHER_EMBEDDING = ("gpt2", "gpt_bigcode", "opt")
 
 STOCK_CLASSES: tuple[StockClass, ...] = (
     Llava(),
@@ -75,13 +78,16 @@ STOCK_CLASSES: tuple[StockClass, ...] = (
 def exporter_for(config: RunConfig) -> StockClass:
     """Return the stock class that computes what a run trains.
 
-    Raises UserError with what each class that has its connector would need, and what `vision_shape` raises.
+    Raises UserError with what each class that has its connector would need, and what `vision_shape`
+    raises.
     """
     kind, vision = config.model.projector.type, config.model.vision
     near = [stock for stock in STOCK_CLASSES if kind in stock.connectors]
     near = [stock for stock in near if vision.layout in stock.layouts] or near
     if why := _unfit_llm(config.model.llm.path):
-        raise UserError(f"no stock model computes what this run trains: {why}. Set another model.llm.path")
+        raise UserError(
+            f"no stock model computes what this run trains: {why}. Set another model.llm.path"
+        )
     shape, ways = run_vision(config), []
     for stock in near:
         missing = list(stock.needs(config, shape))
@@ -99,7 +105,9 @@ def _other_connector(config: RunConfig, shape: VisionShape) -> Iterator[str]:
     for stock in STOCK_CLASSES:
         for kind in stock.connectors:
             changed = dict.fromkeys(("factor", "width")) | {"type": kind}
-            other = config.changed({f"model.projector.{key}": value for key, value in changed.items()})
+            other = config.changed(
+                {f"model.projector.{key}": value for key, value in changed.items()}
+            )
             with contextlib.suppress(UserError):
                 image_layout(other)
                 if not any(stock.needs(other, shape)):
@@ -108,13 +116,17 @@ def _other_connector(config: RunConfig, shape: VisionShape) -> Iterator[str]:
 
 
 def class_of(config: RunConfig) -> StockClass | None:
-    """Return the stock class that a run leaves by; None: its LLM's own, for a run on text alone. Raises UserError."""
+    """Return the stock class that a run leaves by; None: its LLM's own, for a run on text alone.
+    Raises UserError.
+    """
     whole = whole_of(config)
     return exporter_for(config) if whole is None and config.model.vision is not None else whole
 
 
 def whole_of(config: RunConfig) -> StockClass | None:
-    """Return the class of the whole M-RoPE model that a run is on, if it computes what the run trained; else None."""
+    """Return the class of the whole M-RoPE model that a run is on, if it computes what the run
+    trained; else None.
+    """
     path, vision = config.model.llm.path, config.model.vision
     folder = find_model_folder(path)
     content = {} if folder is None else read_json(folder / "config.json")
@@ -123,39 +135,64 @@ def whole_of(config: RunConfig) -> StockClass | None:
         return None
     keys = {} if vision is None else stock.keys(StockFolder(path, folder, content))
     said = {key: value for key, value in keys.items() if not key.endswith(BOUNDS)}
-    return stock if all(config.value_at(tuple(key.split("."))) == value for key, value in said.items()) else None
+    return (
+        stock
+        if all(config.value_at(tuple(key.split("."))) == value for key, value in said.items())
+        else None
+    )
 
 
 def stock_class(model_type: str | None, encoder: str | None = None) -> StockClass | None:
-    """Return the stock class of a config.json with this model_type, its vision_config with the model_type `encoder`."""
+    """Return the stock class of a config.json with this model_type, its vision_config with the
+    model_type `encoder`.
+    """
     fitting = [stock for stock in STOCK_CLASSES if model_type in stock.model_types]
     is_native = encoder in FAMILIES and FAMILIES[encoder].native is not None
-    return next((stock for stock in fitting if stock.is_native == is_native), next(iter(fitting), None))
+    return next(
+        (stock for stock in fitting if stock.is_native == is_native), next(iter(fitting), None)
+    )
 
 
 def _unfit_llm(path: str) -> str:
-    """Return why no stock class computes this LLM behind an encoder; "" where only a trial can tell."""
+    """Return why no stock class computes this LLM behind an encoder; "" where only a trial can
+    tell.
+    """
     llm = llm_shape(path)
     if llm.scaled_by:
-        return f"{path} ({llm.model_type}) scales or caps tokens or logits ({llm.scaled_by}), but stock classes do not"
+        return (
+            f"{path} ({llm.model_type}) scales or caps tokens or logits ({llm.scaled_by}), but "
+            "stock classes do not"
+        )
     if any(parameter.name == "llm.head.bias" for parameter in llm.head):
         return f"the head of {path} ({llm.model_type}) has a bias, but stock heads have none"
-    return f"stock models do not find the embedding of a {llm.model_type}" if llm.model_type in _OTHER_EMBEDDING else ""
+    return (
+        f"stock models do not find the embedding of a {llm.model_type}"
+        if llm.model_type in _OTHER_EMBEDDING
+        else ""
+    )
 
 
 def refuse_llava_code(config: RunConfig, trained: Collection[str]) -> None:
-    """Raise UserError for a run that `trained` (global names) more than a projector that LLaVA's own code computes."""
+    """Raise UserError for a run that `trained` (global names) more than a projector that LLaVA's
+    own code computes.
+    """
     kind, vision = config.model.projector.type, config.model.vision
     if vision is None:
         raise UserError("llava holds a projector, but model.vision=null has none")
     if kind not in LLAVA_CODE:
-        raise UserError(f"llava takes a {' or '.join(LLAVA_CODE)} projector, but model.projector.type is {kind}")
+        raise UserError(
+            f"llava takes a {' or '.join(LLAVA_CODE)} projector, but model.projector.type is {kind}"
+        )
     if vision.final_norm or not LAYOUTS[vision.layout].in_llava:
         key = "final_norm" if vision.final_norm else "layout"
         value = str(getattr(vision, key)).lower()
-        raise UserError(f"llava's code does not support model.vision.{key}={value}, which this run uses")
+        raise UserError(
+            f"llava's code does not support model.vision.{key}={value}, which this run uses"
+        )
     if others := [name for name in trained if not name.startswith("projector.")]:
-        raise UserError(f"llava holds only the projector, but {others[0]} trains too (model.trainable)")
+        raise UserError(
+            f"llava holds only the projector, but {others[0]} trains too (model.trainable)"
+        )
 
 
 def _refuse_without_adapters(config: RunConfig, trained: Collection[str]) -> None:
@@ -166,17 +203,23 @@ def _refuse_without_adapters(config: RunConfig, trained: Collection[str]) -> Non
 
 
 def _refuse_more_than_adapters(config: RunConfig, trained: Collection[str]) -> None:
-    """Raise UserError for a run that trains anything but adapters of the published LLM, and the projector."""
+    """Raise UserError for a run that trains anything but adapters of the published LLM, and the
+    projector.
+    """
     if holds_parts(model_folder(config.model.llm.path)):
         raise UserError(f"{config.model.llm.path} is a whole model, not only the LLM")
     if not any(map(is_llm_adapter, trained)):
         raise UserError("peft holds adapters of the LLM, but model.lora gives it none")
-    if others := [name for name in trained if not name.startswith("projector.") and not is_llm_adapter(name)]:
+    if others := [
+        name for name in trained if not name.startswith("projector.") and not is_llm_adapter(name)
+    ]:
         raise UserError(f"{others[0]} trains too, but adapters of the published LLM cannot hold it")
 
 
 def _refuse_unknown_class(config: RunConfig, trained: Collection[str]) -> None:
-    """Raise UserError for a run that no stock class computes, and for files that an export could not write again."""
+    """Raise UserError for a run that no stock class computes, and for files that an export could
+    not write again.
+    """
     class_of(config)
     folder = find_model_folder(config.model.llm.path)
     if folder is None or (tensors := tensor_shapes(folder)) is None:
@@ -187,12 +230,21 @@ def _refuse_unknown_class(config: RunConfig, trained: Collection[str]) -> None:
     names = full_names(family, llm_tensors(folder, tensors)).values()
     stored = {canonical_name(loaded_name(family, name)) for name in names}
     for name in trained:
-        if name.startswith("llm.") and f"{adapted_layer(name)}.weight" not in stored and name not in stored:
-            raise UserError(f"{name} trains, but the LLM's files have it under another name or in several tensors")
+        if (
+            name.startswith("llm.")
+            and f"{adapted_layer(name)}.weight" not in stored
+            and name not in stored
+        ):
+            raise UserError(
+                f"{name} trains, but the LLM's files have it under another name or in "
+                "several tensors"
+            )
 
 
 def default_base(config: RunConfig) -> Base:
-    """What a run's adapters are for unless one says it: the published LLM where it is all of the model."""
+    """What a run's adapters are for unless one says it: the published LLM where it is all of the
+    model.
+    """
     alone = config.model.vision is None and not holds_parts(model_folder(config.model.llm.path))
     return "llm" if alone else "hf"
 
@@ -216,7 +268,9 @@ def formats_for(config: RunConfig, trained: Collection[str]) -> str:
 
 
 def refuse_unfit_format(name: str, path: Path, config: RunConfig, trained: Collection[str]) -> None:
-    """Raise UserError, with the options that work, where a format cannot hold what a checkpoint has `trained`."""
+    """Raise UserError, with the options that work, where a format cannot hold what a checkpoint has
+    `trained`.
+    """
     try:
         _CHECKS[name](config, trained)
     except UserError as error:
@@ -224,7 +278,9 @@ def refuse_unfit_format(name: str, path: Path, config: RunConfig, trained: Colle
 
 
 def check_export_format(config: RunConfig, trained: Collection[str]) -> None:
-    """Raise UserError where `export.format` cannot hold what a run trains (`trained`, by global names)."""
+    """Raise UserError where `export.format` cannot hold what a run trains (`trained`, by global
+    names).
+    """
     check = _CHECKS.get(config.export.format or "")
     if check is None:
         return
@@ -232,5 +288,6 @@ def check_export_format(config: RunConfig, trained: Collection[str]) -> None:
         check(config, trained)
     except UserError as error:
         raise UserError(
-            f"export.format={config.export.format}: {error}. Change that, or set export.format=safetensors"
+            f"export.format={config.export.format}: {error}. "
+            "Change that, or set export.format=safetensors"
         ) from None

@@ -1,4 +1,5 @@
-"""HyperCLOVAXVisionV2, VideoLlama3 and Exaone4_5: patches of all images in one sequence, and their grids.
+"""HyperCLOVAXVisionV2, VideoLlama3 and Exaone4_5: patches of all images in one sequence, and their
+grids.
 
 | class                | encoder                             | connector                          |
 |----------------------|-------------------------------------|------------------------------------|
@@ -29,7 +30,9 @@ if TYPE_CHECKING:
 
 
 class HyperCLOVAXVisionV2(StockClass):
-    """HyperCLOVA X Think's class, with any LLM. Its head multiplies logits by the LLM's `logits_scaling`."""
+    """HyperCLOVA X Think's class, with any LLM. Its head multiplies logits by the LLM's
+    `logits_scaling`.
+    """
 
     name = "HyperCLOVAXVisionV2"
     model_type = "hyperclovax_vision_v2"
@@ -40,17 +43,25 @@ class HyperCLOVAXVisionV2(StockClass):
     last_block = True
     layouts = (Native.name,)
     encoders = (
-        "Qwen2_5_VisionTransformerPretrainedModel", "Qwen3VLVisionModel", "Qwen3VLMoeVisionModel", "Qwen3_5VisionModel",
+        "Qwen2_5_VisionTransformerPretrainedModel",
+        "Qwen3VLVisionModel",
+        "Qwen3VLMoeVisionModel",
+        "Qwen3_5VisionModel",
         "Qwen3_5MoeVisionModel",
-    )  # fmt: skip
+    )
     encoder_names = "model.vision_model."
     connector_names = "model.vision_projector."
     decoder_names = "model.language_model."
     head_name = "lm_head.weight"
     tiny_encoder: ClassVar = {
-        "model_type": "qwen2_5_vl_vision", "hidden_size": 8, "intermediate_size": 8, "depth": 1, "num_heads": 1,
-        "patch_size": 8, "out_hidden_size": 8,
-    }  # fmt: skip
+        "model_type": "qwen2_5_vl_vision",
+        "hidden_size": 8,
+        "intermediate_size": 8,
+        "depth": 1,
+        "num_heads": 1,
+        "patch_size": 8,
+        "out_hidden_size": 8,
+    }
     image_token_key = "image_token_id"
     image_processor = "Qwen2VLImageProcessor"
     video_processor = "Qwen2VLVideoProcessor"
@@ -73,7 +84,10 @@ class HyperCLOVAXVisionV2(StockClass):
     def own_image_settings(self, transform: ImageTransform, layout: Native) -> dict[str, Any]:
         pixels = self.frames * layout.tile_size**2
         return {
-            "size": {"shortest_edge": layout.min_positions * pixels, "longest_edge": layout.max_positions * pixels},
+            "size": {
+                "shortest_edge": layout.min_positions * pixels,
+                "longest_edge": layout.max_positions * pixels,
+            },
             "patch_size": layout.patch_size,
             "merge_size": self.merge_size,
         }
@@ -81,20 +95,32 @@ class HyperCLOVAXVisionV2(StockClass):
     def video_settings(self, transform: ImageTransform) -> dict[str, Any] | None:
         if self.video_processor is None:
             return None
-        return {"video_processor_type": self.video_processor, "processor_class": self.processor_name}
+        return {
+            "video_processor_type": self.video_processor,
+            "processor_class": self.processor_name,
+        }
 
     def named_tokens(self, tokenizer: PreTrainedTokenizerBase) -> dict[str, str]:
-        named = {"image_token": LAYOUTS[self.layouts[0]].image_token, "video_token": self.video_token}
+        named = {
+            "image_token": LAYOUTS[self.layouts[0]].image_token,
+            "video_token": self.video_token,
+        }
         return {key: token for key, token in named.items() if token}
 
-    def inputs(self, tiles: torch.Tensor, tilings: Sequence[Tiling], layout: Native) -> dict[str, torch.Tensor]:
-        """Return the patches (P, values) of all images, and each grid (1, rows, columns) of patches."""
+    def inputs(
+        self, tiles: torch.Tensor, tilings: Sequence[Tiling], layout: Native
+    ) -> dict[str, torch.Tensor]:
+        """Return the patches (P, values) of all images, and each grid (1, rows, columns) of
+        patches.
+        """
         import torch
 
         side = layout.factor
         grids = [(tiling.rows, tiling.columns) for tiling in tilings]
         of_images = zip(tiles.split([tiling.tiles for tiling in tilings]), grids, strict=True)
-        rows = [patch_rows(cells, grid, side, self.block, self.patches) for cells, grid in of_images]
+        rows = [
+            patch_rows(cells, grid, side, self.block, self.patches) for cells, grid in of_images
+        ]
         of_patches = torch.tensor([(1, side * rows, side * columns) for rows, columns in grids])
         return {"pixel_values": torch.cat(rows), "image_grid_thw": of_patches}
 
@@ -106,16 +132,31 @@ class HyperCLOVAXVisionV2(StockClass):
         text = {"logits_scaling": 1.0, **(folder.config.get("text_config") or {})}
         if not self.mrope and self.text_config(text) != text:
             raise unfit(CONFIG, "text_config.logits_scaling", text["logits_scaling"], "1")
-        bounds, factor = self.pixel_bounds(images), None if self.factors == (1,) else self.factors[0]
-        return {**folder.cells(bounds, self.frames * (self.merge_size * side) ** 2), "factor": factor}
+        bounds, factor = (
+            self.pixel_bounds(images),
+            None if self.factors == (1,) else self.factors[0],
+        )
+        return {
+            **folder.cells(bounds, self.frames * (self.merge_size * side) ** 2),
+            "factor": factor,
+        }
 
     def pixel_bounds(self, images: dict[str, Any]) -> list[Any]:
-        """Return the least and most pixels of an image. Their older names win; GLM's processors do not know those."""
-        size = images.get("size", dict(zip(("shortest_edge", "longest_edge"), self.default_bounds, strict=True)))
+        """Return the least and most pixels of an image. Their older names win; GLM's processors do
+        not know those.
+        """
+        size = images.get(
+            "size", dict(zip(("shortest_edge", "longest_edge"), self.default_bounds, strict=True))
+        )
         if not isinstance(size, dict):
-            raise unfit(IMAGES, "size", size, "shortest_edge and longest_edge, in pixels of the whole image")
+            raise unfit(
+                IMAGES, "size", size, "shortest_edge and longest_edge, in pixels of the whole image"
+            )
         edges = {"min_pixels": size.get("shortest_edge"), "max_pixels": size.get("longest_edge")}
-        return [edges[key] if self.frames > 1 or images.get(key) is None else images[key] for key in edges]
+        return [
+            edges[key] if self.frames > 1 or images.get(key) is None else images[key]
+            for key in edges
+        ]
 
 
 class VideoLlama3(HyperCLOVAXVisionV2):
@@ -138,7 +179,9 @@ class VideoLlama3(HyperCLOVAXVisionV2):
     def text_config(self, language: dict[str, Any]) -> dict[str, Any]:
         return language
 
-    def inputs(self, tiles: torch.Tensor, tilings: Sequence[Tiling], layout: Native) -> dict[str, torch.Tensor]:
+    def inputs(
+        self, tiles: torch.Tensor, tilings: Sequence[Tiling], layout: Native
+    ) -> dict[str, torch.Tensor]:
         found = super().inputs(tiles, tilings, layout)
         return {**found, "image_merge_sizes": found["image_grid_thw"].new_ones(len(tilings))}
 
@@ -156,13 +199,19 @@ class Exaone45(HyperCLOVAXVisionV2):
     encoder_names = "model.visual."
     connector_names = "model.visual.merger."
     tiny_encoder: ClassVar = {
-        **HyperCLOVAXVisionV2.tiny_encoder, "model_type": "exaone4_5_vision", "num_key_value_heads": 1
-    }  # fmt: skip
+        **HyperCLOVAXVisionV2.tiny_encoder,
+        "model_type": "exaone4_5_vision",
+        "num_key_value_heads": 1,
+    }
 
     def text_config(self, language: dict[str, Any]) -> dict[str, Any]:
         return language
 
     def adapt_encoder(self, run: RunConfig, encoder: ExportedEncoder) -> ExportedEncoder:
-        kept = {name: source for name, source in encoder.tensors.items() if not name.startswith("merger.")}
+        kept = {
+            name: source
+            for name, source in encoder.tensors.items()
+            if not name.startswith("merger.")
+        }
         width = llm_shape(run.model.llm.path).hidden_size
         return replace(encoder, tensors=kept, config={**encoder.config, "out_hidden_size": width})

@@ -1,4 +1,6 @@
-"""Idefics3, and SmolVLM, which computes the same: pixel shuffle and one linear layer, a square between texts."""
+"""Idefics3, and SmolVLM, which computes the same: pixel shuffle and one linear layer, a square
+between texts.
+"""
 
 from __future__ import annotations
 
@@ -34,10 +36,13 @@ class Idefics3(StockClass):
     final_norm = True
     layouts = (idefics3.Idefics3.name,)
     encoders = ("SiglipVisionModel",)
-    # torch.arange rounds by the width of a CPU's vectors, 1 to 16, so that these grids have some patches at another's
-    # position (`Idefics3VisionEmbeddings.forward`); it was looked at up to `largest_grid`.
+    # torch.arange rounds by the width of a CPU's vectors, 1 to 16, so that these grids have some
+    # patches at another's position (`Idefics3VisionEmbeddings.forward`); it was looked at up to
+    # `largest_grid`.
     largest_grid = 64
-    misplaced = frozenset({19, 25, 29, 31, 36, 37, 38, 40, 41, 43, 47, 49, 50, 54, 55, 58, 59, 61, 62})
+    misplaced = frozenset(
+        {19, 25, 29, 31, 36, 37, 38, 40, 41, 43, 47, 49, 50, 54, 55, 58, 59, 61, 62}
+    )
     also = ("smolvlm",)
     own_encoders = ("idefics3_vision", "idefics3")  # the latter in files of transformers 4.46
     encoder_names = "model.vision_model."
@@ -50,14 +55,23 @@ class Idefics3(StockClass):
     more_tokens = ("<fake_token_around_image>", "<end_of_utterance>")
 
     def unfit_encoder(self, name: str, vision: VisionShape) -> str:
-        """Its model takes a square of zeros for no image: one that is of the mean colour, if 8 bits can say that."""
+        """Its model takes a square of zeros for no image: one that is of the mean colour, if 8 bits
+        can say that.
+        """
         images = published_images(name)
         if images is not None and all((255 * channel).is_integer() for channel in images.mean):
-            return f"an image of its mean colour would be all zeros, which {self.class_name} reads as no image"
+            return (
+                f"an image of its mean colour would be all zeros, which {self.class_name} "
+                "reads as no image"
+            )
         return super().unfit_encoder(name, vision)
 
     def adapt_encoder(self, run: RunConfig, encoder: ExportedEncoder) -> ExportedEncoder:
-        settings = {key: value for key, value in encoder.config.items() if not key.startswith(("vision_", "project"))}
+        settings = {
+            key: value
+            for key, value in encoder.config.items()
+            if not key.startswith(("vision_", "project"))
+        }
         tensors = {name.removeprefix(OUTER): source for name, source in encoder.tensors.items()}
         kept = {name: source for name, source in tensors.items() if not name.startswith("head.")}
         return replace(encoder, config={**settings, "model_type": "idefics3_vision"}, tensors=kept)
@@ -69,16 +83,23 @@ class Idefics3(StockClass):
         return {"image_seq_len": image_layout(run).positions_per_tile}
 
     def own_image_settings(self, transform: ImageTransform, layout: ImageLayout) -> dict[str, Any]:
-        return {"do_image_splitting": False, "max_image_size": {"longest_edge": transform.image_size}}
+        return {
+            "do_image_splitting": False,
+            "max_image_size": {"longest_edge": transform.image_size},
+        }
 
-    def inputs(self, tiles: torch.Tensor, tilings: Sequence[Tiling], layout: ImageLayout) -> dict[str, torch.Tensor]:
+    def inputs(
+        self, tiles: torch.Tensor, tilings: Sequence[Tiling], layout: ImageLayout
+    ) -> dict[str, torch.Tensor]:
         return {"pixel_values": tiles[None]}
 
     def read(self, folder: StockFolder) -> Keys:
         folder.square("max_image_size", folder.images.get("max_image_size"))
         if folder.images.get("do_image_splitting", True):
             _log.info(
-                f"model.pretrained: {folder.path}: its processor cuts images into tiles (do_image_splitting); mmtrain "
-                f"trains on one square of {folder.vision.image_size} pixels, and exports a processor that makes one"
+                f"model.pretrained: {folder.path}: its processor cuts images into tiles "
+                "(do_image_splitting); mmtrain "
+                f"trains on one square of {folder.vision.image_size} pixels, and exports a "
+                "processor that makes one"
             )
         return {"factor": self.factor(folder, "scale_factor", folder.config.get("scale_factor", 2))}

@@ -19,7 +19,9 @@ if TYPE_CHECKING:
 
 
 class InternVL(StockClass):
-    """InternVL. Its config makes an InternViT of any encoder: another one's weights would be left out in silence."""
+    """InternVL. Its config makes an InternViT of any encoder: another one's weights would be left
+    out in silence.
+    """
 
     name = "InternVL"
     model_type = "internvl"
@@ -32,13 +34,16 @@ class InternVL(StockClass):
     video_processor = "InternVLVideoProcessor"
 
     def config(self, run: RunConfig, encoder: ExportedEncoder) -> dict[str, Any]:
-        # -1 is behind the last norm, which some InternViTs have; hidden states before it are counted from 0
+        # -1 is behind the last norm, which some InternViTs have; hidden states before it are
+        # counted from 0
         layers = encoder.config["num_hidden_layers"]
         return {
             "image_seq_length": image_layout(run).positions_per_tile,
             "downsample_ratio": 1 / reduction(run.model.projector),
             "projector_hidden_act": "gelu",
-            "vision_feature_layer": layers if encoder.feature_layer == -1 else encoder.feature_layer,
+            "vision_feature_layer": layers
+            if encoder.feature_layer == -1
+            else encoder.feature_layer,
             "vision_feature_select_strategy": encoder.select_strategy,
         }
 
@@ -57,15 +62,20 @@ class InternVL(StockClass):
         max_patches = folder.images.get("max_patches", 12)
         folder.one_tile("max_patches", max_patches, max_patches == 1)
         folder.no_texts(
-            {key: folder.named_tokens.get(key) for key in ("start_image_token", "end_image_token")}, self.layouts[0]
+            {key: folder.named_tokens.get(key) for key in ("start_image_token", "end_image_token")},
+            self.layouts[0],
         )
         ratio = folder.config.get("downsample_ratio", 0.5)
         is_fraction = isinstance(ratio, float) and ratio > 0 and (1 / ratio).is_integer()
         is_last = folder.config.get("vision_feature_layer", -1) == -1
-        has_norm = len(vision_shape(folder.path, -1, True).parameters) > len(folder.vision.parameters)
+        has_norm = len(vision_shape(folder.path, -1, True).parameters) > len(
+            folder.vision.parameters
+        )
         return {
             "select_layer": folder.layer(-1, "default"),
             "final_norm": is_last and has_norm,  # its class takes -1 for what the encoder returns
-            "factor": self.factor(folder, "downsample_ratio", int(1 / ratio) if is_fraction else ratio),
+            "factor": self.factor(
+                folder, "downsample_ratio", int(1 / ratio) if is_fraction else ratio
+            ),
             "image_fit": folder.fit(),
         }

@@ -23,11 +23,14 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 _BOUNDS = {"min_image_tokens": MIN_POSITIONS, "max_image_tokens": MAX_POSITIONS}
-_TEXTS = {"image_start_token": "<|image_start|>", "image_end_token": "<|image_end|>"}  # around an image, by default
+# around an image, by default
+_TEXTS = {"image_start_token": "<|image_start|>", "image_end_token": "<|image_end|>"}
 
 
 class Lfm2Vl(StockClass):
-    """LFM2-VL, with any LLM. Its projector has a norm where it shuffles, and none where each patch is a position."""
+    """LFM2-VL, with any LLM. Its projector has a norm where it shuffles, and none where each patch
+    is a position.
+    """
 
     name = "Lfm2Vl"
     model_type = "lfm2_vl"
@@ -40,8 +43,11 @@ class Lfm2Vl(StockClass):
     decoder_names = "model.language_model."
     head_name = "lm_head.weight"
     tiny_encoder: ClassVar = {
-        **StockClass.tiny_encoder, "model_type": "siglip2_vision_model", "num_patches": 4, "vision_use_head": False
-    }  # fmt: skip
+        **StockClass.tiny_encoder,
+        "model_type": "siglip2_vision_model",
+        "num_patches": 4,
+        "vision_use_head": False,
+    }
     image_token_key = "image_token_id"
     image_processor = "Lfm2VlImageProcessor"
     has_pillow = False
@@ -71,15 +77,22 @@ class Lfm2Vl(StockClass):
 
     def exact_pixels(self, transform: ImageTransform, layout: Native) -> str:
         numbers = layout.factor, layout.min_positions, layout.max_positions, layout.patch_size
-        size = f"processor.image_processor.smart_resize(picture.height, picture.width, {', '.join(map(str, numbers))})"
+        size = (
+            "processor.image_processor.smart_resize(picture.height, picture.width, "
+            f"{', '.join(map(str, numbers))})"
+        )
         by = f"Image.Resampling.{transform.interpolation.upper()}"
         return f"size = {size}\npicture = {ON_WHITE}.resize(size, {by})"
 
     def named_tokens(self, tokenizer: PreTrainedTokenizerBase) -> dict[str, str]:
         return {"image_token": IMAGE_MARK, **dict.fromkeys(_TEXTS, "")}
 
-    def inputs(self, tiles: torch.Tensor, tilings: Sequence[Tiling], layout: Native) -> dict[str, torch.Tensor]:
-        """Return patches (images, most, values) as its processor pads them, their mask, and each grid of patches."""
+    def inputs(
+        self, tiles: torch.Tensor, tilings: Sequence[Tiling], layout: Native
+    ) -> dict[str, torch.Tensor]:
+        """Return patches (images, most, values) as its processor pads them, their mask, and each
+        grid of patches.
+        """
         import torch
 
         factor, side = layout.factor, layout.patch_size
@@ -91,23 +104,43 @@ class Lfm2Vl(StockClass):
         for row, (cells, tiling) in enumerate(zip(of_images, tilings, strict=True)):
             values = patch_rows(cells, (tiling.rows, tiling.columns), factor, 1, "dy dx c")
             patches[row, : len(values)], mask[row, : len(values)] = values, 1
-        return {"pixel_values": patches, "pixel_attention_mask": mask, "spatial_shapes": torch.tensor(grids)}
+        return {
+            "pixel_values": patches,
+            "pixel_attention_mask": mask,
+            "spatial_shapes": torch.tensor(grids),
+        }
 
     def read(self, folder: StockFolder) -> Keys:
-        has_norm, factor = folder.config.get("projector_use_layernorm", True), folder.config.get("downsample_factor", 2)
+        has_norm, factor = (
+            folder.config.get("projector_use_layernorm", True),
+            folder.config.get("downsample_factor", 2),
+        )
         if has_norm is not (factor != 1):
-            raise unfit(CONFIG, "projector_use_layernorm", has_norm, f"{factor != 1}, with downsample_factor {factor}")
-        width, needed = folder.config.get("projector_hidden_size", 2560), llm_shape(folder.path).hidden_size
+            raise unfit(
+                CONFIG,
+                "projector_use_layernorm",
+                has_norm,
+                f"{factor != 1}, with downsample_factor {factor}",
+            )
+        width, needed = (
+            folder.config.get("projector_hidden_size", 2560),
+            llm_shape(folder.path).hidden_size,
+        )
         if width != needed:
             raise unfit(CONFIG, "projector_hidden_size", width, f"the LLM's width, {needed}")
         if folder.config.get("projector_bias", True) is not True:
             raise unfit(CONFIG, "projector_bias", False, "true")
         processed = {"encoder_patch_size": folder.vision.patch_size, "downsample_factor": factor}
-        folder.equal(IMAGES, folder.images, processed, {"encoder_patch_size": 16, "downsample_factor": 2})
-        folder.no_texts({key: folder.named_tokens.get(key, text) for key, text in _TEXTS.items()}, Native.name)
+        folder.equal(
+            IMAGES, folder.images, processed, {"encoder_patch_size": 16, "downsample_factor": 2}
+        )
+        folder.no_texts(
+            {key: folder.named_tokens.get(key, text) for key, text in _TEXTS.items()}, Native.name
+        )
         if folder.images.get("do_image_splitting", True):
             _log.info(
-                f"model.pretrained: {folder.path}: its processor cuts large images into tiles (do_image_splitting); "
+                f"model.pretrained: {folder.path}: its processor cuts large images into tiles "
+                "(do_image_splitting); "
                 "mmtrain trains on the whole image, and exports a processor that keeps it whole"
             )
         factor = self.factor(folder, "downsample_factor", factor)

@@ -1,4 +1,6 @@
-"""LlavaNext and LlavaOnevision: a tile of the whole and those of a grid, whose lines end with a trained newline."""
+"""LlavaNext and LlavaOnevision: a tile of the whole and those of a grid, whose lines end with a
+trained newline.
+"""
 
 from __future__ import annotations
 
@@ -36,22 +38,36 @@ class LlavaNext(StockClass):
     def own_image_settings(self, transform: ImageTransform, layout: ImageLayout) -> dict[str, Any]:
         """Nothing is left to crop; crop_size is what transformers 4 reads the tile's size from."""
         square = {"height": transform.image_size, "width": transform.image_size}
-        return {**layout.image_settings, "do_pad": True, "do_center_crop": True, "crop_size": square}
+        return {
+            **layout.image_settings,
+            "do_pad": True,
+            "do_center_crop": True,
+            "crop_size": square,
+        }
 
-    def inputs(self, tiles: torch.Tensor, tilings: Sequence[Tiling], layout: ImageLayout) -> dict[str, torch.Tensor]:
-        """Return tiles (images, most tiles, 3, S, S), zeros behind each image's last, and each (height, width)."""
+    def inputs(
+        self, tiles: torch.Tensor, tilings: Sequence[Tiling], layout: ImageLayout
+    ) -> dict[str, torch.Tensor]:
+        """Return tiles (images, most tiles, 3, S, S), zeros behind each image's last, and each
+        (height, width).
+        """
         import torch
 
         of_images = tiles.split([tiling.tiles for tiling in tilings])
         sizes = torch.tensor([(tiling.height, tiling.width) for tiling in tilings])
-        return {"pixel_values": torch.nn.utils.rnn.pad_sequence(of_images, batch_first=True), "image_sizes": sizes}
+        return {
+            "pixel_values": torch.nn.utils.rnn.pad_sequence(of_images, batch_first=True),
+            "image_sizes": sizes,
+        }
 
     def read(self, folder: StockFolder) -> Keys:
         return {"select_layer": folder.layer(-2, "default"), **folder.grids(Anyres(tile_size=336))}
 
 
 class LlavaOnevision(LlavaNext):
-    """LLaVA-OneVision: at most 9 tiles' positions; each of several images in a sample is one square."""
+    """LLaVA-OneVision: at most 9 tiles' positions; each of several images in a sample is one
+    square.
+    """
 
     name = "LlavaOnevision"
     model_type = "llava_onevision"
@@ -76,10 +92,15 @@ class LlavaOnevision(LlavaNext):
     def own_image_settings(self, transform: ImageTransform, layout: ImageLayout) -> dict[str, Any]:
         return {**layout.image_settings, "do_pad": True}
 
-    def inputs(self, tiles: torch.Tensor, tilings: Sequence[Tiling], layout: ImageLayout) -> dict[str, torch.Tensor]:
+    def inputs(
+        self, tiles: torch.Tensor, tilings: Sequence[Tiling], layout: ImageLayout
+    ) -> dict[str, torch.Tensor]:
         import torch
 
-        return {**super().inputs(tiles, tilings, layout), "batch_num_images": torch.tensor([len(tilings)])}
+        return {
+            **super().inputs(tiles, tilings, layout),
+            "batch_num_images": torch.tensor([len(tilings)]),
+        }
 
     def read(self, folder: StockFolder) -> Keys:
         for settings in (folder.config, folder.processor):

@@ -29,7 +29,8 @@ from mmtrain.stock.stock_folder import Keys, StockFolder
 if TYPE_CHECKING:
     import torch
 
-_BESIDE = ("merger.", "deepstack_merger_list.", "downsample.")  # an encoder's tensors that are the connector's
+# an encoder's tensors that are the connector's
+_BESIDE = ("merger.", "deepstack_merger_list.", "downsample.")
 
 
 class Qwen2VL(HyperCLOVAXVisionV2):
@@ -46,12 +47,21 @@ class Qwen2VL(HyperCLOVAXVisionV2):
     encoder_names = "visual."
     connector_names = "visual.merger."
     decoder_names = "model."
-    mark_keys: ClassVar = {f"vision_{end}_token_id": f"<|vision_{end}|>" for end in ("start", "end")}
+    mark_keys: ClassVar = {
+        f"vision_{end}_token_id": f"<|vision_{end}|>" for end in ("start", "end")
+    }
     tiny_encoder: ClassVar = {
-        "depth": 1, "hidden_size": 8, "embed_dim": 8, "intermediate_size": 8, "num_heads": 1, "out_hidden_size": 8,
-        "num_position_embeddings": 4, "deepstack_visual_indexes": [],
-    }  # fmt: skip
-    text_models: ClassVar[tuple[str, ...]] = ("qwen2_vl", "qwen2_5_vl")  # values of MROPE_MODELS, its own first
+        "depth": 1,
+        "hidden_size": 8,
+        "embed_dim": 8,
+        "intermediate_size": 8,
+        "num_heads": 1,
+        "out_hidden_size": 8,
+        "num_position_embeddings": 4,
+        "deepstack_visual_indexes": [],
+    }
+    # values of MROPE_MODELS, its own first
+    text_models: ClassVar[tuple[str, ...]] = ("qwen2_vl", "qwen2_5_vl")
     width_key: ClassVar[str] = "hidden_size"  # of vision_config: the LLM's width
 
     @property
@@ -62,14 +72,18 @@ class Qwen2VL(HyperCLOVAXVisionV2):
         family = llm_shape(path).model_type
         if MROPE_MODELS.get(family) in self.text_models:
             return ""
-        fitting = " or ".join(name for name, whole in MROPE_MODELS.items() if whole in self.text_models)
+        fitting = " or ".join(
+            name for name, whole in MROPE_MODELS.items() if whole in self.text_models
+        )
         return f"a {fitting} LLM ({path} is {family})"
 
     def text_config(self, language: dict[str, Any]) -> dict[str, Any]:
         return {**language, "model_type": f"{self.text_models[0]}_text"}
 
     def adapt_encoder(self, run: RunConfig, encoder: ExportedEncoder) -> ExportedEncoder:
-        kept = {name: source for name, source in encoder.tensors.items() if not name.startswith(_BESIDE)}
+        kept = {
+            name: source for name, source in encoder.tensors.items() if not name.startswith(_BESIDE)
+        }
         width = {self.width_key: llm_shape(run.model.llm.path).hidden_size}
         return replace(encoder, tensors=kept, config={**encoder.config, **width})
 
@@ -93,11 +107,14 @@ class Qwen3VL(Qwen2VL):
         if not name.startswith("deepstack."):
             return super().connector_name(name)
         _, number, module, kind = name.split(".")
-        return f"{self.encoder_names}deepstack_merger_list.{number}.{self.renamed.get(module, module)}.{kind}"
+        stock_module = self.renamed.get(module, module)
+        return f"{self.encoder_names}deepstack_merger_list.{number}.{stock_module}.{kind}"
 
 
 class Glm4v(Qwen3VL):
-    """GLM-4.1V to GLM-4.6V, and GLM-OCR; their processors count an image as two frames when they bound pixels."""
+    """GLM-4.1V to GLM-4.6V, and GLM-OCR; their processors count an image as two frames when they
+    bound pixels.
+    """
 
     name = "Glm4v"
     model_type = "glm4v"
@@ -105,7 +122,9 @@ class Glm4v(Qwen3VL):
     connectors = ("glm_merger",)
     final_norm = True
     layouts = (GlmV.name,)
-    mark_keys: ClassVar = dict(zip(("image_start_token_id", "image_end_token_id"), GlmV.around, strict=True))
+    mark_keys: ClassVar = dict(
+        zip(("image_start_token_id", "image_end_token_id"), GlmV.around, strict=True)
+    )
     image_processor = "Glm4vImageProcessor"
     video_processor = "Glm4vVideoProcessor"
     video_token = "<|video|>"
@@ -119,7 +138,11 @@ class Glm4v(Qwen3VL):
         return self.connector_names + name.removeprefix("mlp.")
 
     def read(self, folder: StockFolder) -> Keys:
-        named = (shape for name, shape in folder.tensors.items() if name.endswith("merger.up_proj.weight"))
+        named = (
+            shape
+            for name, shape in folder.tensors.items()
+            if name.endswith("merger.up_proj.weight")
+        )
         inner, width = next(named, (None,))[0], llm_shape(folder.path).hidden_size
         return {**super().read(folder), "width": None if inner == 3 * width else inner}
 
@@ -146,14 +169,20 @@ class PaddleOCRVL(Qwen2VL):
     def adapt_encoder(self, run: RunConfig, encoder: ExportedEncoder) -> ExportedEncoder:
         return encoder
 
-    def inputs(self, tiles: torch.Tensor, tilings: Sequence[Tiling], layout: Native) -> dict[str, torch.Tensor]:
+    def inputs(
+        self, tiles: torch.Tensor, tilings: Sequence[Tiling], layout: Native
+    ) -> dict[str, torch.Tensor]:
         found, size = super().inputs(tiles, tilings, layout), layout.patch_size
         return {**found, "pixel_values": found["pixel_values"].view(-1, 3, size, size)}
 
 
 def _like(kind: type[Qwen2VL], name: str, model_type: str, **other: Any) -> Qwen2VL:
     """Make a variant of `kind` with another name and the given attributes."""
-    return type(name, (kind,), {"name": name, "model_type": model_type, "text_models": (model_type,), **other})()
+    return type(
+        name,
+        (kind,),
+        {"name": name, "model_type": model_type, "text_models": (model_type,), **other},
+    )()
 
 
 _GLM46 = {"image_processor": "Glm46VImageProcessor", "video_processor": "Glm46VVideoProcessor"}

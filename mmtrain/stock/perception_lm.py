@@ -1,4 +1,6 @@
-"""PerceptionLM: an MLP, averaged over r x r patches, behind timm's own encoder by its own names; one tile."""
+"""PerceptionLM: an MLP, averaged over r x r patches, behind timm's own encoder by its own names;
+one tile.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +50,10 @@ class PerceptionLM(StockClass):
     def unfit_encoder(self, name: str, vision: VisionShape) -> str:
         images = published_images(name)
         if images is not None and images.interpolation not in ("bilinear", "bicubic"):
-            return f"{name} resizes by {images.interpolation}, which torchvision, used by its processor, does not have"
+            return (
+                f"{name} resizes by {images.interpolation}, which torchvision, used by its "
+                "processor, does not have"
+            )
         return super().unfit_encoder(name, vision)
 
     def config(self, run: RunConfig, encoder: ExportedEncoder) -> dict[str, Any]:
@@ -61,7 +66,11 @@ class PerceptionLM(StockClass):
         return {"patch_size": encoder.patch_size, "pooling_ratio": reduction(run.model.projector)}
 
     def own_image_settings(self, transform: ImageTransform, layout: ImageLayout) -> dict[str, Any]:
-        return {"vision_input_type": "one tile", "tile_size": transform.image_size, "max_num_tiles": 1}
+        return {
+            "vision_input_type": "one tile",
+            "tile_size": transform.image_size,
+            "max_num_tiles": 1,
+        }
 
     def exact_pixels(self, transform: ImageTransform, layout: ImageLayout) -> str:
         size, by = (transform.image_size, transform.image_size), transform.interpolation.upper()
@@ -70,7 +79,9 @@ class PerceptionLM(StockClass):
     def named_tokens(self, tokenizer: PreTrainedTokenizerBase) -> dict[str, str]:
         return {"image_token": IMAGE_MARK, "video_token": self.video_token}
 
-    def inputs(self, tiles: torch.Tensor, tilings: Sequence[Tiling], layout: ImageLayout) -> dict[str, torch.Tensor]:
+    def inputs(
+        self, tiles: torch.Tensor, tilings: Sequence[Tiling], layout: ImageLayout
+    ) -> dict[str, torch.Tensor]:
         return {"pixel_values": tiles[:, None]}
 
     def read(self, folder: StockFolder) -> Keys:

@@ -31,7 +31,8 @@ class LlavaPixtral(StockClass):
     connectors = ("mlp2x_gelu",)
     factors = (1,)
     bounds_edge = True
-    layer_defaults: ClassVar = (-2, "default")  # vision_feature_layer and its strategy where config.json lacks them
+    # vision_feature_layer and its strategy where config.json lacks them
+    layer_defaults: ClassVar = (-2, "default")
     layouts = (Native.name,)
     encoders = ("PixtralVisionModel",)
     tiny_encoder: ClassVar = {**StockClass.tiny_encoder, "model_type": "pixtral", "head_dim": 8}
@@ -49,22 +50,33 @@ class LlavaPixtral(StockClass):
 
     def own_image_settings(self, transform: ImageTransform, layout: Native) -> dict[str, Any]:
         side = layout.tile_size  # to whole ones of which it rounds; PixtralProcessor sets it too
-        return {"size": {"longest_edge": layout.longest_edge}, "patch_size": {"height": side, "width": side}}
+        return {
+            "size": {"longest_edge": layout.longest_edge},
+            "patch_size": {"height": side, "width": side},
+        }
 
-    def inputs(self, tiles: torch.Tensor, tilings: Sequence[Tiling], layout: Native) -> dict[str, torch.Tensor]:
-        """Return pictures (images, 3, H, W), zeros to the right of and below smaller ones, and each (height, width)."""
+    def inputs(
+        self, tiles: torch.Tensor, tilings: Sequence[Tiling], layout: Native
+    ) -> dict[str, torch.Tensor]:
+        """Return pictures (images, 3, H, W), zeros to the right of and below smaller ones, and each
+        (height, width).
+        """
         import torch
 
         side = layout.tile_size
         sizes = torch.tensor([(tiling.rows * side, tiling.columns * side) for tiling in tilings])
         pictures = tiles.new_zeros(len(tilings), 3, *sizes.amax(0).tolist())
         of_images = tiles.split([tiling.tiles for tiling in tilings])
-        for place, cells, tiling, (height, width) in zip(pictures, of_images, tilings, sizes.tolist(), strict=True):
+        for place, cells, tiling, (height, width) in zip(
+            pictures, of_images, tilings, sizes.tolist(), strict=True
+        ):
             place[:, :height, :width] = picture(cells, (tiling.rows, tiling.columns))
         return {"pixel_values": pictures, "image_sizes": sizes}
 
     def read(self, folder: StockFolder) -> Keys:
-        folder.no_texts({key: folder.processor.get(key, text) for key, text in _TEXTS.items()}, Native.name)
+        folder.no_texts(
+            {key: folder.processor.get(key, text) for key, text in _TEXTS.items()}, Native.name
+        )
         return {"select_layer": folder.layer(*self.layer_defaults), **self.size(folder)}
 
     def size(self, folder: StockFolder) -> Keys:
@@ -83,7 +95,9 @@ _TEXTS = {"image_break_token": "[IMG_BREAK]", "image_end_token": "[IMG_END]"}
 
 
 class Mistral3(LlavaPixtral):
-    """Mistral 3, with any LLM: a norm, `factor` x `factor` patches merged by a linear layer, then an MLP."""
+    """Mistral 3, with any LLM: a norm, `factor` x `factor` patches merged by a linear layer, then
+    an MLP.
+    """
 
     name = "Mistral3"
     model_type = "mistral3"
@@ -101,12 +115,16 @@ class Mistral3(LlavaPixtral):
         }
 
     def read(self, folder: StockFolder) -> Keys:
-        factor = self.factor(folder, "spatial_merge_size", folder.config.get("spatial_merge_size", 2))
+        factor = self.factor(
+            folder, "spatial_merge_size", folder.config.get("spatial_merge_size", 2)
+        )
         return {**super().read(folder), "factor": factor}
 
 
 class LightOnOcr(Mistral3):
-    """LightOnOCR, which computes what Mistral3 does on the last block, and is published with Qwen3."""
+    """LightOnOCR, which computes what Mistral3 does on the last block, and is published with
+    Qwen3.
+    """
 
     name = "LightOnOcr"
     model_type = "lighton_ocr"
@@ -120,18 +138,27 @@ class LightOnOcr(Mistral3):
 
     def unfit_llm(self, path: str) -> str:
         family = llm_shape(path).model_type
-        return "" if family == "qwen3" else f"a qwen3 LLM ({family} is for Mistral3, which computes the same)"
+        return (
+            ""
+            if family == "qwen3"
+            else f"a qwen3 LLM ({family} is for Mistral3, which computes the same)"
+        )
 
     def config(self, run: RunConfig, encoder: ExportedEncoder) -> dict[str, Any]:
         return {"spatial_merge_size": reduction(run.model.projector)}
 
     def processor(self, run: RunConfig, encoder: ExportedEncoder) -> dict[str, Any]:
-        return {"patch_size": encoder.patch_size, "spatial_merge_size": reduction(run.model.projector)}
+        return {
+            "patch_size": encoder.patch_size,
+            "spatial_merge_size": reduction(run.model.projector),
+        }
 
     def named_tokens(self, tokenizer: PreTrainedTokenizerBase) -> dict[str, str]:
         """Its processor asks for all three and writes the first alone."""
         return {"image_token": IMAGE_MARK, **dict.fromkeys(_TEXTS, tokenizer.pad_token)}
 
     def read(self, folder: StockFolder) -> Keys:
-        factor = self.factor(folder, "spatial_merge_size", folder.config.get("spatial_merge_size", 2))
+        factor = self.factor(
+            folder, "spatial_merge_size", folder.config.get("spatial_merge_size", 2)
+        )
         return {**self.size(folder), "factor": factor}

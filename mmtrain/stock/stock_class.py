@@ -1,12 +1,14 @@
-"""A stock class of transformers: which runs it computes, what its folder holds, what such a folder says.
+"""A stock class of transformers: which runs it computes, what its folder holds, what such a folder
+says.
 
 planner:  config, VisionShape --needs--> what a run would have to change, or nothing
 export:   run, ExportedEncoder --config, processor, image_settings, names--> the files of a folder
           tiles of a sample's images --inputs--> what the stock model takes for them
 init:     StockFolder --read--> keys of model.vision, model.projector and data.image_fit
 
-One file a class. Names on disk are those of the class's published models. Every processor must make of an image the
-tiles and positions of training, and write around them only what the image layout does.
+One file a class. Names on disk are those of the class's published models. Every processor must make
+of an image the tiles and positions of training, and write around them only what the image layout
+does.
 """
 
 from __future__ import annotations
@@ -33,19 +35,29 @@ from mmtrain.stock.stock_folder import CONFIG, Keys, StockFolder, unfit
 
 if TYPE_CHECKING:
     import torch
-    from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
+    from transformers import (
+        PreTrainedConfig,
+        PreTrainedModel,
+        PreTrainedTokenizerBase,
+        ProcessorMixin,
+    )
 
     from mmtrain.data.stream.images import ImageTransform
 
 # What a refusal to export a whole model says of the formats that need less.
 WHAT_WORKS = (
-    "--format safetensors exports any projector, --format llava a linear or mlp2x_gelu one trained alone, on features "
+    "--format safetensors exports any projector, --format llava a linear or mlp2x_gelu one trained "
+    "alone, on features "
     "before the encoder's last norm"
 )
 INTERN_VIT = "InternVLVisionModel"
 # Python of a card: `picture` in RGB, what is transparent in it laid on white, as in training.
-ON_WHITE = 'Image.alpha_composite(Image.new("RGBA", picture.size, "white"), picture.convert("RGBA")).convert("RGB")'
-OUTER = "vision_model."  # what comes before a CLIP or SigLIP tensor's name, depending on who saved it
+ON_WHITE = (
+    'Image.alpha_composite(Image.new("RGBA", picture.size, "white"), '
+    'picture.convert("RGBA")).convert("RGB")'
+)
+# what comes before a CLIP or SigLIP tensor's name, depending on who saved it
+OUTER = "vision_model."
 
 
 @dataclass(frozen=True)
@@ -53,12 +65,16 @@ class ExportedEncoder:
     """What a folder says and holds of its vision encoder."""
 
     config: dict[str, Any]  # `vision_config` of config.json, with its model_type
-    tensors: Mapping[str, Any]  # TensorSource by name on disk, without what the class puts before it
-    feature_layer: int  # `vision_feature_layer`; -1 is the last block's output, without the final norm
-    select_strategy: Literal["default", "full"]  # `vision_feature_select_strategy`: "default" drops the first token
+    # TensorSource by name on disk, without what the class puts before it
+    tensors: Mapping[str, Any]
+    # `vision_feature_layer`; -1 is the last block's output, without the final norm
+    feature_layer: int
+    # `vision_feature_select_strategy`: "default" drops the first token
+    select_strategy: Literal["default", "full"]
     image_size: int  # pixels a side
     patch_size: int  # pixels a side
-    prefix_tokens: int  # `num_additional_image_tokens` of the processor: 1 with a class token, else 0
+    # `num_additional_image_tokens` of the processor: 1 with a class token, else 0
+    prefix_tokens: int
 
 
 def _stock(name: str) -> Any:
@@ -84,16 +100,24 @@ class ExportedClass:
         return self.model_class.__name__
 
     def language_name(self, name: str, base: str) -> str:
-        """Return the name on disk of an LLM's tensor, called `name` by the LLM's own class around `base`."""
+        """Return the name on disk of an LLM's tensor, called `name` by the LLM's own class around
+        `base`.
+        """
         raise NotImplementedError
 
-    def inputs(self, tiles: torch.Tensor, tilings: Sequence[Tiling], layout: ImageLayout) -> dict[str, torch.Tensor]:
-        """Return what the stock model takes for the images of one sample, whose tiles are (N, 3, S, S) float32."""
+    def inputs(
+        self, tiles: torch.Tensor, tilings: Sequence[Tiling], layout: ImageLayout
+    ) -> dict[str, torch.Tensor]:
+        """Return what the stock model takes for the images of one sample, whose tiles are (N, 3, S,
+        S) float32.
+        """
         return {"pixel_values": tiles}
 
 
 class StockClass(ExportedClass):
-    """A multimodal class of transformers. What stands here is LLaVA's; another class says what it has otherwise."""
+    """A multimodal class of transformers. What stands here is LLaVA's; another class says what it
+    has otherwise.
+    """
 
     name: ClassVar[str]  # Llava has LlavaForConditionalGeneration, LlavaConfig and LlavaProcessor
     model_type: ClassVar[str]  # in config.json
@@ -103,36 +127,51 @@ class StockClass(ExportedClass):
     final_norm: ClassVar[bool] = False  # whether it takes features behind the encoder's last norm
     merger: ClassVar[bool] = False  # whether the encoder's own merger runs before the connector
     last_block: ClassVar[bool] = False  # whether it takes the last block's output alone
-    bounds_edge: ClassVar[bool] = False  # whether its processor bounds the longest edge, not image tokens
+    # whether its processor bounds the longest edge, not image tokens
+    bounds_edge: ClassVar[bool] = False
     layouts: ClassVar[tuple[str, ...]] = (Square.name,)  # values of model.vision.layout
-    fits: ClassVar[tuple[str, ...]] = ("resize",)  # values of data.image_fit that its processor can make of one square
-    factors: ClassVar[tuple[int, ...]] = (1, 2, 3, 4)  # values of model.projector.factor, 1 for none
+    # values of data.image_fit that its processor can make of one square
+    fits: ClassVar[tuple[str, ...]] = ("resize",)
+    # values of model.projector.factor, 1 for none
+    factors: ClassVar[tuple[int, ...]] = (1, 2, 3, 4)
     encoders: ClassVar[tuple[str, ...]] = ()  # kinds that it takes; all where none is named
     not_encoders: ClassVar[tuple[str, ...]] = ()  # kinds that it loads and cannot run
     misplaced: ClassVar[frozenset[int]] = frozenset()  # patches a side that it places wrongly
     largest_grid: ClassVar[int | None] = None  # patches a side up to which `misplaced` is known
-    also: ClassVar[tuple[str, ...]] = ()  # model_type of classes that compute the same; a run may begin with theirs
-    own_encoders: ClassVar[tuple[str, ...]] = ()  # model_type of encoders in its folders that no family here has
+    # model_type of classes that compute the same; a run may begin with theirs
+    also: ClassVar[tuple[str, ...]] = ()
+    # model_type of encoders in its folders that no family here has
+    own_encoders: ClassVar[tuple[str, ...]] = ()
 
     # ---- its folder
-    encoder_names: ClassVar[str] = "vision_tower."  # what stands before the names of the encoder's tensors
+    # what stands before the names of the encoder's tensors
+    encoder_names: ClassVar[str] = "vision_tower."
     connector_names: ClassVar[str] = "multi_modal_projector."
-    renamed: ClassVar[Mapping[str, str]] = {}  # modules of the connector that have other names on disk
+    # modules of the connector that have other names on disk
+    renamed: ClassVar[Mapping[str, str]] = {}
     decoder_names = "language_model.model."  # of transformers 4 too; version 5 reads it
     head_name: ClassVar[str] = "language_model.lm_head.weight"
     # A small encoder of the class's own, for trials of the LLM beside it.
     tiny_encoder: ClassVar[Mapping[str, Any]] = {
-        "model_type": "clip_vision_model", "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1,
-        "num_attention_heads": 1, "image_size": 8, "patch_size": 8,
-    }  # fmt: skip
+        "model_type": "clip_vision_model",
+        "hidden_size": 8,
+        "intermediate_size": 8,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 1,
+        "image_size": 8,
+        "patch_size": 8,
+    }
     image_token_key: ClassVar[str] = "image_token_index"  # in config.json
     video_token_key: ClassVar[str] = "video_token_id"
     mark_keys: ClassVar[Mapping[str, str]] = {}  # others in config.json, and their texts
     image_processor: ClassVar[str] = "LlavaImageProcessor"
-    has_pillow: ClassVar[bool] = True  # whether its image processor can resize with Pillow, as training does
-    adds_special_tokens: ClassVar[bool] = True  # whether its processor lets the tokenizer begin a text
+    # whether its image processor can resize with Pillow, as training does
+    has_pillow: ClassVar[bool] = True
+    # whether its processor lets the tokenizer begin a text
+    adds_special_tokens: ClassVar[bool] = True
     video_processor: ClassVar[str | None] = None  # that its processor cannot do without
-    video_token: ClassVar[str | None] = None  # that its processor counts; it must be neither padding nor in a text
+    # that its processor counts; it must be neither padding nor in a text
+    video_token: ClassVar[str | None] = None
     more_tokens: ClassVar[tuple[str, ...]] = ()  # others that its processor adds to the tokenizer
 
     @property
@@ -167,12 +206,19 @@ class StockClass(ExportedClass):
         layout = LAYOUTS[vision.layout if vision.layout in self.layouts else self.layouts[0]]
         if vision.final_norm != self.final_norm:
             where = "after" if self.final_norm else "before"
-            yield f"model.vision.final_norm={str(self.final_norm).lower()} (its features come from {where} that norm)"
+            yield (
+                f"model.vision.final_norm={str(self.final_norm).lower()} (its "
+                "features come from "
+                f"{where} that norm)"
+            )
         if vision.layout not in self.layouts:
             yield f"model.vision.layout={' or '.join(self.layouts)} (as its processor writes)"
         fits = ("null",) if layout.is_sized else self.fits
         if (config.data.image_fit or "null") not in fits:
-            yield f"data.image_fit={' or '.join(fits)} (its processor cannot do {config.data.image_fit})"
+            yield (
+                f"data.image_fit={' or '.join(fits)} (its processor cannot do "
+                f"{config.data.image_fit})"
+            )
         if factor not in self.factors:
             factors = " or ".join(map(str, self.factors))
             yield f"model.projector.factor={factors} (it does not support {factor})"
@@ -181,7 +227,11 @@ class StockClass(ExportedClass):
         if (self.last_block or self.final_norm) and vision.select_layer != -1:
             yield "model.vision.select_layer=-1 (it takes the last block's output)"
         if layout.attends_across and self.bounds_edge != (vision.longest_edge is not None):
-            bounds = " (its processor bounds that)" if self.bounds_edge else "=null (its processor bounds image tokens)"
+            bounds = (
+                " (its processor bounds that)"
+                if self.bounds_edge
+                else "=null (its processor bounds image tokens)"
+            )
             yield f"model.vision.longest_edge{bounds}"
         if unfit := self.unfit_encoder(vision.name, shape):
             yield f"another model.vision.name ({unfit})"
@@ -189,7 +239,9 @@ class StockClass(ExportedClass):
             yield needed
 
     def unfit_llm(self, path: str) -> str:
-        """Return the LLM that the class takes instead of the one in `path`; "" where it takes that."""
+        """Return the LLM that the class takes instead of the one in `path`; "" where it takes
+        that.
+        """
         return ""
 
     def unfit_encoder(self, name: str, vision: VisionShape) -> str:
@@ -201,7 +253,10 @@ class StockClass(ExportedClass):
             before = f"{name} has {vision.prefix_tokens} tokens before its patches"
             return f"{before}, but it reads all except a class token as patches"
         if kind == TIMM and TIMM not in self.encoders:
-            shapes = {parameter.name.removeprefix("vision."): parameter.shape for parameter in vision.parameters}
+            shapes = {
+                parameter.name.removeprefix("vision."): parameter.shape
+                for parameter in vision.parameters
+            }
             form = form_of(shapes, final_norm=self.final_norm)
             if isinstance(form, str):
                 return f"{name} {form}, unlike every stock encoder"
@@ -218,7 +273,10 @@ class StockClass(ExportedClass):
         if not canonical_name(name).startswith("llm.head."):
             return self.decoder_names + name.removeprefix(base + ".")
         if not name.endswith(".weight"):
-            raise UserError(f"the LLM's head has a bias ({name}), but {self.class_name}'s has none; {WHAT_WORKS}")
+            raise UserError(
+                f"the LLM's head has a bias ({name}), but {self.class_name}'s has none; "
+                f"{WHAT_WORKS}"
+            )
         return self.head_name
 
     def connector_name(self, name: str) -> str:
@@ -233,7 +291,9 @@ class StockClass(ExportedClass):
         return language
 
     def adapt_encoder(self, run: RunConfig, encoder: ExportedEncoder) -> ExportedEncoder:
-        """Return the encoder in the class's own names and settings; raises UserError for one it does not take."""
+        """Return the encoder in the class's own names and settings; raises UserError for one it
+        does not take.
+        """
         return encoder
 
     def config(self, run: RunConfig, encoder: ExportedEncoder) -> dict[str, Any]:
@@ -277,28 +337,46 @@ class StockClass(ExportedClass):
     def own_image_settings(self, transform: ImageTransform, layout: ImageLayout) -> dict[str, Any]:
         """Return what is the class's own in preprocessor_config.json.
 
-        LLaVA's pads to a square of int(255 x mean), resizes, then crops, which does nothing but for center_crop.
+        LLaVA's pads to a square of int(255 x mean), resizes, then crops, which does nothing but for
+        center_crop.
         """
         square = {"height": transform.image_size, "width": transform.image_size}
         size = {"shortest_edge": transform.image_size} if transform.fit == "center_crop" else square
-        return {"do_pad": transform.fit == "pad", "size": size, "do_center_crop": True, "crop_size": square}
+        return {
+            "do_pad": transform.fit == "pad",
+            "size": size,
+            "do_center_crop": True,
+            "crop_size": square,
+        }
 
     def video_settings(self, transform: ImageTransform) -> dict[str, Any] | None:
-        """Return the content of video_preprocessor_config.json, for a processor that is made of three parts."""
+        """Return the content of video_preprocessor_config.json, for a processor that is made of
+        three parts.
+        """
         if self.video_processor is None:
             return None
         size = {"height": transform.image_size, "width": transform.image_size}
-        return {"video_processor_type": self.video_processor, "processor_class": self.processor_name, "size": size}
+        return {
+            "video_processor_type": self.video_processor,
+            "processor_class": self.processor_name,
+            "size": size,
+        }
 
     def exact_pixels(self, transform: ImageTransform, layout: ImageLayout) -> str:
-        """Return a line of Python after which `processor` makes of `picture` the pixels of training, to the bit."""
-        # AutoProcessor would hand `backend="pil"` to the tokenizer too, which then makes no masks of answers.
-        return 'processor.image_processor = AutoImageProcessor.from_pretrained(folder, backend="pil")'
+        """Return a line of Python after which `processor` makes of `picture` the pixels of
+        training, to the bit.
+        """
+        # AutoProcessor would hand `backend="pil"` to the tokenizer too, which then makes no masks
+        # of answers.
+        return (
+            'processor.image_processor = AutoImageProcessor.from_pretrained(folder, backend="pil")'
+        )
 
     def load_processor(self, folder: Path) -> ProcessorMixin:
         """Load a folder's processor, which resizes as training does if it can.
 
-        AutoProcessor, where files name no class, passes trust_remote_code on to none of a processor's parts.
+        AutoProcessor, where files name no class, passes trust_remote_code on to none of a
+        processor's parts.
         """
         import transformers
 
@@ -315,26 +393,48 @@ class StockClass(ExportedClass):
         return {}
 
     def keys(self, folder: StockFolder) -> Keys:
-        """Return the keys of model.vision and model.projector, and data.image_fit, that a folder stands for."""
+        """Return the keys of model.vision and model.projector, and data.image_fit, that a folder
+        stands for.
+        """
         llm = llm_shape(folder.path)
         folder.check()
-        keys: Keys = {"final_norm": self.final_norm, "merger": self.merger, "layout": self.layouts[0]}
-        keys |= {"factor": None, "width": None, "select_layer": -1, "type": self.connectors[0], "image_fit": "resize"}
+        keys: Keys = {
+            "final_norm": self.final_norm,
+            "merger": self.merger,
+            "layout": self.layouts[0],
+        }
+        keys |= {
+            "factor": None,
+            "width": None,
+            "select_layer": -1,
+            "type": self.connectors[0],
+            "image_fit": "resize",
+        }
         keys |= {**dict.fromkeys(LAYOUT_KEYS), **self.read(folder)}
-        if LAYOUTS[keys["layout"]].has_newlines and not any(n in folder.tensors for n in (NEWLINE, f"model.{NEWLINE}")):
-            raise UserError(f"its weights hold no {NEWLINE}, which ends lines. Download the folder again")
+        if LAYOUTS[keys["layout"]].has_newlines and not any(
+            n in folder.tensors for n in (NEWLINE, f"model.{NEWLINE}")
+        ):
+            raise UserError(
+                f"its weights hold no {NEWLINE}, which ends lines. Download the folder again"
+            )
         if keys["width"] == llm.hidden_size:
             keys["width"] = None
-        section = dict.fromkeys(("type", "factor", "width"), "model.projector") | {"image_fit": "data"}
+        section = dict.fromkeys(("type", "factor", "width"), "model.projector") | {
+            "image_fit": "data"
+        }
         return {f"{section.get(key, 'model.vision')}.{key}": value for key, value in keys.items()}
 
     def read(self, folder: StockFolder) -> Keys:
-        """Return the keys, by their last name, that a folder says otherwise than `keys` begins with."""
+        """Return the keys, by their last name, that a folder says otherwise than `keys` begins
+        with.
+        """
         raise NotImplementedError
 
     def factor(self, folder: StockFolder, key: str, value: Any) -> int | None:
         """Return model.projector.factor; None for 1, which a second connector of the class has."""
         factors = [factor for factor in self.factors if factor > 1 or len(self.connectors) > 1]
         if type(value) is not int or value not in factors:
-            raise unfit(CONFIG, key, folder.config.get(key), f"a factor of {', '.join(map(str, factors))}")
+            raise unfit(
+                CONFIG, key, folder.config.get(key), f"a factor of {', '.join(map(str, factors))}"
+            )
         return None if value == 1 else value

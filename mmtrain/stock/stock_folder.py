@@ -1,4 +1,6 @@
-"""The folder of a whole multimodal model, as its stock class reads it: what its files say, or why mmtrain cannot."""
+"""The folder of a whole multimodal model, as its stock class reads it: what its files say, or why
+mmtrain cannot.
+"""
 
 from __future__ import annotations
 
@@ -38,17 +40,23 @@ _PINPOINTS: TypeAdapter[Pinpoints] = TypeAdapter(Pinpoints)
 
 @dataclass(frozen=True)
 class StockFolder:
-    """A folder, and its readers; each raises UserError for what mmtrain does not compute as the folder says."""
+    """A folder, and its readers; each raises UserError for what mmtrain does not compute as the
+    folder says.
+    """
 
     path: str
     folder: Path
     config: dict[str, Any]  # config.json
 
     def check(self) -> None:
-        """Refuse a folder whose weights hold no connector, or other settings or pixels than mmtrain's."""
+        """Refuse a folder whose weights hold no connector, or other settings or pixels than
+        mmtrain's.
+        """
         refuse_other_settings(self.config, CONFIG)
         if not any(_CONNECTOR.match(name) for name in self.tensors):
-            raise UserError(f"its weights hold no connector ({_CONNECTOR.pattern}). Download the folder again")
+            raise UserError(
+                f"its weights hold no connector ({_CONNECTOR.pattern}). Download the folder again"
+            )
         if self.images.get("do_resize", True) is not True:
             raise unfit(IMAGES, "do_resize", self.images["do_resize"], "true")
 
@@ -88,43 +96,70 @@ class StockFolder:
         """Refuse a processor that writes texts around images which the layout does not have."""
         for key, text in texts.items():
             if text:
-                raise unfit("its processor", key, text, f"an empty text, as layout {layout} writes none")
+                raise unfit(
+                    "its processor", key, text, f"an empty text, as layout {layout} writes none"
+                )
 
     def square(self, key: str, sides: Any) -> None:
         """Refuse pictures of another size than the encoder's."""
         pixels = list(sides.values()) if isinstance(sides, dict) else [sides]
         if not pixels or any(side != self.vision.image_size for side in pixels):
-            raise unfit(IMAGES, key, sides, f"{self.vision.image_size} pixels a side, as its encoder takes")
+            raise unfit(
+                IMAGES, key, sides, f"{self.vision.image_size} pixels a side, as its encoder takes"
+            )
 
     def grids(self, layout: Anyres) -> Keys:
-        """Return the keys of an image layout of grids; `layout` has those of a folder that says none."""
+        """Return the keys of an image layout of grids; `layout` has those of a folder that says
+        none.
+        """
         self.fit()
         key = "image_grid_pinpoints"
         trained, processed = (settings.get(key) for settings in (self.config, self.images))
-        trained, processed = (layout.grids if grids is None else grids for grids in (trained, processed))
+        trained, processed = (
+            layout.grids if grids is None else grids for grids in (trained, processed)
+        )
         try:
             trained, processed = map(_PINPOINTS.validate_python, (trained, processed))
         except ValidationError:
-            raise unfit(CONFIG, key, trained, f"up to {MAX_GRIDS} pairs of height and width in pixels") from None
+            raise unfit(
+                CONFIG, key, trained, f"up to {MAX_GRIDS} pairs of height and width in pixels"
+            ) from None
         if trained != processed:
             raise unfit(IMAGES, key, processed, f"{shown(trained)}, as config.json says")
         return {"pinpoints": trained, "image_fit": None}
 
     def cells(self, bounds: Sequence[Any], cell: int = 1) -> Keys:
-        """Return the keys of layout native for bounds of its image processor, in cells of `cell` pixels."""
+        """Return the keys of layout native for bounds of its image processor, in cells of `cell`
+        pixels.
+        """
         least, most = bounds
-        if not is_whole(most, cell, MAX_CELLS * cell) or not is_whole(least, 1, most // cell * cell):
+        if not is_whole(most, cell, MAX_CELLS * cell) or not is_whole(
+            least, 1, most // cell * cell
+        ):
             unit = "image tokens" if cell == 1 else f"pixels, {cell:,} an image token"
-            raise unfit(IMAGES, "minimum and maximum size", list(bounds), f"a minimum and a larger maximum in {unit}")
+            raise unfit(
+                IMAGES,
+                "minimum and maximum size",
+                list(bounds),
+                f"a minimum and a larger maximum in {unit}",
+            )
         if least % cell or most % cell:
             _log.info(
-                f"model.pretrained: {self.path}: its processor bounds images to {least:,} to {most:,} pixels, which "
-                f"are no whole image tokens ({cell:,} pixels); mmtrain trains on {-(-least // cell):,} to "
+                f"model.pretrained: {self.path}: its processor bounds images to {least:,} to "
+                f"{most:,} pixels, which "
+                f"are no whole image tokens ({cell:,} pixels); "
+                f"mmtrain trains on {-(-least // cell):,} to "
                 f"{most // cell:,} image tokens, and exports those bounds"
             )
-        return {"min_positions": -(-least // cell), "max_positions": most // cell, "image_fit": None}
+        return {
+            "min_positions": -(-least // cell),
+            "max_positions": most // cell,
+            "image_fit": None,
+        }
 
-    def equal(self, file: str, said: dict[str, Any], needed: dict[str, Any], defaults: dict[str, Any]) -> None:
+    def equal(
+        self, file: str, said: dict[str, Any], needed: dict[str, Any], defaults: dict[str, Any]
+    ) -> None:
         """Refuse settings, `defaults` where absent, that differ from `needed`."""
         for key, value in needed.items():
             if (found := said.get(key, defaults.get(key, value))) != value:
@@ -134,7 +169,9 @@ class StockFolder:
         """Return model.vision.select_layer; folders count hidden states from 0, the embeddings."""
         layer, depth = self.config.get("vision_feature_layer", default), self.vision.blocks_run
         if not is_whole(layer, -depth, depth) or layer == 0:
-            raise unfit(CONFIG, "vision_feature_layer", layer, f"one block, 1 to {depth} or -{depth} to -1")
+            raise unfit(
+                CONFIG, "vision_feature_layer", layer, f"one block, 1 to {depth} or -{depth} to -1"
+            )
         selected = self.config.get("vision_feature_select_strategy", strategy)
         # Else a class token would be a patch, or a patch would be dropped.
         if selected != (needed := "default" if self.vision.prefix_tokens else "full"):
@@ -143,7 +180,10 @@ class StockFolder:
 
     def fit(self) -> str:
         """Return data.image_fit, of the processors of CLIP, SigLIP and Llava."""
-        size, crops = self.images.get("size"), self.images.get("do_center_crop", "crop_size" in self.images)
+        size, crops = (
+            self.images.get("size"),
+            self.images.get("do_center_crop", "crop_size" in self.images),
+        )
         if crops:
             self.square("crop_size", self.images.get("crop_size"))
         is_edge = not isinstance(size, dict) or "shortest_edge" in size
@@ -157,7 +197,9 @@ class StockFolder:
 
 def unfit(file: str, key: str, value: Any, needed: str) -> UserError:
     """The error for a setting of a folder that mmtrain does not train with."""
-    return UserError(f"{file} says {key} {shown(value)}; needed is {needed}. Correct that, or {BY_PARTS}.")
+    return UserError(
+        f"{file} says {key} {shown(value)}; needed is {needed}. Correct that, or {BY_PARTS}."
+    )
 
 
 def shown(value: Any) -> str:

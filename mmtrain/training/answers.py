@@ -1,6 +1,8 @@
-"""What an evaluation gives: scores, and answers that the model writes to held-out questions, token by token.
+"""What an evaluation gives: scores, and answers that the model writes to held-out questions, token
+by token.
 
-a document's prompt + the tokens written so far --Writing.ask--> a document --the pipeline--> the next token --> Answer
+a document's prompt + the tokens written so far --Writing.ask--> a document --the pipeline--> the
+    next token --> Answer
 """
 
 from __future__ import annotations
@@ -21,8 +23,9 @@ LONGEST_ANSWER = 64  # tokens that are written of an answer: each costs a forwar
 class Scores:
     """One evaluation, equal on every rank; a share of nothing is None.
 
-    `loss` is in nats per supervised token; `token_accuracy` is the share of supervised tokens that are the arg max
-    given the true tokens before them; `exact_match` the share of answers of which every token is, end mark included.
+    `loss` is in nats per supervised token; `token_accuracy` is the share of supervised tokens that
+    are the arg max given the true tokens before them; `exact_match` the share of answers of which
+    every token is, end mark included.
     """
 
     loss: float | None
@@ -50,10 +53,11 @@ class Answer:
 
 @dataclass
 class Writing:
-    """An answer while it is being written, after the prompt of a document up to its first supervised token.
+    """An answer while it is being written, after the prompt of a document up to its first
+    supervised token.
 
-    It ends at the token that ends the true one, at EOS, 16 tokens beyond the true one's length, after 64 tokens, or
-    where the pack ends.
+    It ends at the token that ends the true one, at EOS, 16 tokens beyond the true one's length,
+    after 64 tokens, or where the pack ends.
     """
 
     source: Document
@@ -74,22 +78,37 @@ class Writing:
         self.sample = replace(sample, images=sample.images[:shown], sizes=sample.sizes[:shown])
         self.tilings = self.source.tilings[:shown]
         before = itertools.takewhile(lambda turn: turn[0] != "gpt", sample.turns)
-        questions = [text.replace(IMAGE_MARK, "").strip() for speaker, text in before if speaker == "human"]
+        questions = [
+            text.replace(IMAGE_MARK, "").strip() for speaker, text in before if speaker == "human"
+        ]
         self.question = " ".join(questions)
 
     def is_finished(self, pack_length: int) -> bool:
         ended = bool(self.tokens) and self.tokens[-1] in (self.truth[-1], self.eos)
         limit = min(len(self.truth) + TOKENS_BEYOND_THE_TRUTH, LONGEST_ANSWER)
-        return ended or len(self.tokens) >= limit or len(self.prompt) + len(self.tokens) > pack_length
+        return (
+            ended or len(self.tokens) >= limit or len(self.prompt) + len(self.tokens) > pack_length
+        )
 
     def ask(self) -> Document:
-        """Return the prompt with the tokens so far; only its last position is supervised, by any token."""
+        """Return the prompt with the tokens so far; only its last position is supervised, by any
+        token.
+        """
         ids = (*self.prompt, *self.tokens)
         self.asked = Document(self.sample, ids, (*[IGNORE] * (len(ids) - 1), 0), self.tilings)
         return self.asked
 
     def finished(self, tokenizer: PreTrainedTokenizerBase) -> Answer:
         truth = self.truth[:LONGEST_ANSWER]
-        given, true = (tokenizer.decode(ids, skip_special_tokens=True).strip() for ids in (self.tokens, truth))
+        given, true = (
+            tokenizer.decode(ids, skip_special_tokens=True).strip() for ids in (self.tokens, truth)
+        )
         more = " ..." if len(truth) < len(self.truth) else ""
-        return Answer(self.sample.key, self.question, given, true + more, self.tokens == truth, self.sample.images)
+        return Answer(
+            self.sample.key,
+            self.question,
+            given,
+            true + more,
+            self.tokens == truth,
+            self.sample.images,
+        )

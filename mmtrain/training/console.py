@@ -17,13 +17,16 @@ FIRST_STEPS = 3
 
 
 class Console:
-    """Progress of a run for people: a live bar on a terminal, otherwise the first 3 steps, then one in 5 seconds.
+    """Progress of a run for people: a live bar on a terminal, otherwise the first 3 steps, then one
+    in 5 seconds.
 
-    `stream` is None on ranks that print nothing. Time left is estimated from the steps after the first one. Details go
-    to the log, and with `verbose` to the console, too.
+    `stream` is None on ranks that print nothing. Time left is estimated from the steps after the
+    first one. Details go to the log, and with `verbose` to the console, too.
     """
 
-    def __init__(self, stream: TextIO | None, max_steps: int, done_steps: int = 0, verbose: bool = False) -> None:
+    def __init__(
+        self, stream: TextIO | None, max_steps: int, done_steps: int = 0, verbose: bool = False
+    ) -> None:
         self._stream, self._verbose = stream, verbose
         self._max_steps = max_steps
         self._first_step = done_steps
@@ -32,7 +35,9 @@ class Console:
         self._bar = open_bar(stream, "step", max_steps, done_steps)
 
     def step(self, step: int, loss: float | None, tokens_per_second: float, note: str = "") -> None:
-        """Show that `step` (counted from 0) is done; loss in nats per supervised token, None when there was none."""
+        """Show that `step` (counted from 0) is done; loss in nats per supervised token, None when
+        there was none.
+        """
         if self._stream is None:
             return
         now = time.monotonic()
@@ -51,7 +56,9 @@ class Console:
             self.line("  ".join(filter(None, (f"step {done}/{self._max_steps}", text, note))))
 
     def evaluating(self, done: int, total: int) -> None:
-        """Show that `done` of an evaluation's `total` micro-batches are done, at its begin (0), its end and between."""
+        """Show that `done` of an evaluation's `total` micro-batches are done, at its begin (0), its
+        end and between.
+        """
         if self._bar is not None:
             self._bar.update(0, note=f"evaluating {done}/{total}" if done < total else "")
         elif done == 0:
@@ -62,12 +69,15 @@ class Console:
 
     def evaluation(self, step: int, scores: Scores) -> None:
         self.line(
-            f"eval at step {step}: loss {_number(scores.loss)}, exact match {_percent(scores.exact_match)} of "
+            f"eval at step {step}: loss {_number(scores.loss)}, exact match "
+            f"{_percent(scores.exact_match)} of "
             f"{scores.answers} answers, token accuracy {_percent(scores.token_accuracy)}"
         )
 
     def control(self, control: Scores, scores: Scores, permuted: int) -> None:
-        """Show the scores with permuted images beside the true ones; `permuted` of the samples got other images."""
+        """Show the scores with permuted images beside the true ones; `permuted` of the samples got
+        other images.
+        """
         unchanged = scores.samples - permuted
         kept = f"; {unchanged} of {scores.samples} samples kept theirs" if unchanged else ""
         self.line(
@@ -76,14 +86,20 @@ class Console:
         )
 
     def answers(self, answers: Sequence[Answer]) -> None:
-        """Show held-out questions with the model's answers and the true ones; texts of the data are escaped."""
+        """Show held-out questions with the model's answers and the true ones; texts of the data are
+        escaped.
+        """
         right = sum(answer.right for answer in answers)
         self.line("")
         self.line(f"{len(answers)} held-out questions, answered one token at a time: {right} right")
         for answer in answers:
-            key, question, given, truth = map(escape, (answer.key, answer.question, answer.given, answer.truth))
+            key, question, given, truth = map(
+                escape, (answer.key, answer.question, answer.given, answer.truth)
+            )
             mark = "right" if answer.right else "wrong"
-            self.line(f"  {mark}  {key}: {question}\n         given  {given}\n         true   {truth}")
+            self.line(
+                f"  {mark}  {key}: {question}\n         given  {given}\n         true   {truth}"
+            )
 
     def line(self, text: str) -> None:
         text = message(text)

@@ -1,6 +1,7 @@
 """How good the model is on held-out samples, measured through the pipeline, recorded and shown.
 
-packs --replicas' shares--> micro-batches --engine.evaluate, round by round--> sums over all replicas --> Scores
+packs --replicas' shares--> micro-batches --engine.evaluate, round by round--> sums over all
+    replicas --> Scores
 
 Every rank constructs the same objects here and calls the same methods in the same order.
 """
@@ -40,32 +41,43 @@ class Evaluations:
         console: Console,
         saver: Checkpointer,
     ) -> None:
-        """Agree with all ranks on what to evaluate; raises UserError where they have read different samples."""
+        """Agree with all ranks on what to evaluate; raises UserError where they have read different
+        samples.
+        """
         self._section, self._engine, self._held_out = section, engine, held_out
         self._records, self._console, self._saver = records, console, saver
         extents = all_gather_object(None if held_out is None else held_out.extent)
         self.extent = extents[0]
         for rank, extent in enumerate(extents):
-            if extent not in (None, self.extent):  # they would wait for each other for ever, or score in silence
+            # they would wait for each other for ever, or score in silence
+            if extent not in (None, self.extent):
                 raise UserError(
-                    f"eval.shards: ranks 0 and {rank} have read different samples ({self.extent.samples} and "
+                    f"eval.shards: ranks 0 and {rank} have read different samples "
+                    f"({self.extent.samples} and "
                     f"{extent.samples}). The files must be equal on every machine"
                 )
         console.line(self.extent.summary)
 
     def make(self, step: int) -> bool:
-        """Evaluate after `step` updates, before the first one with answers; return False if the run is to stop.
+        """Evaluate after `step` updates, before the first one with answers; return False if the run
+        is to stop.
 
         All of it is recorded or nothing: a run that stops in between makes all of it again.
         """
-        before = self._answer("before the first step, to compare them with those at the end") if step == 0 else []
+        before = (
+            self._answer("before the first step, to compare them with those at the end")
+            if step == 0
+            else []
+        )
         if self._engine.requested_stop or self._evaluate(step) is None:
             return False
         self._records.answers(step, before)
         return True
 
     def make_last(self, step: int) -> bool:
-        """Evaluate, then with permuted images, then answer questions; return False if the run is to stop."""
+        """Evaluate, then with permuted images, then answer questions; return False if the run is to
+        stop.
+        """
         scores = self._evaluate(step)
         if self._section.permuted_control and scores is not None:
             self._control(step, scores)
@@ -83,14 +95,20 @@ class Evaluations:
         return scores
 
     def _control(self, step: int, scores: Scores) -> None:
-        """Evaluate with the images permuted among the samples, and record that beside the true `scores`."""
+        """Evaluate with the images permuted among the samples, and record that beside the true
+        `scores`.
+        """
         permuted = self.extent.permuted
         if permuted == 0:
-            self._console.line("the control is left out: no held-out sample can take another one's image")
+            self._console.line(
+                "the control is left out: no held-out sample can take another one's image"
+            )
             return
         control = self.scores(permuted=True)
         if control is not None:
-            self._records.write("eval_permuted", step=step, **asdict(control), permuted_samples=permuted)
+            self._records.write(
+                "eval_permuted", step=step, **asdict(control), permuted_samples=permuted
+            )
             self._console.control(control, scores, permuted)
 
     def _answer(self, when: str = "at the end") -> list[Answer]:
@@ -100,7 +118,8 @@ class Evaluations:
         return self.answers(self._section.show_answers)
 
     def scores(self, *, permuted: bool = False) -> Scores | None:
-        """Evaluate all held-out samples once; `permuted`, as a control, with images permuted among them.
+        """Evaluate all held-out samples once; `permuted`, as a control, with images permuted among
+        them.
 
         Returns None, on every rank, after the round in which the engine was requested to stop.
         """
@@ -131,18 +150,27 @@ class Evaluations:
     def answers(self, count: int) -> list[Answer]:
         """Let the model answer the first question of `count` held-out samples by greedy decoding.
 
-        Returns the answers on ranks that read data; an empty list elsewhere, and on every rank after the token at which
-        the engine was requested to stop. Cost: one forward of all unfinished answers for each token.
+        Returns the answers on ranks that read data; an empty list elsewhere, and on every rank
+        after the token at which the engine was requested to stop. Cost: one forward of all
+        unfinished answers for each token.
         """
         answers: list[Writing] = []
         if self._held_out is not None:
-            tokenizer, room = self._held_out.packed.processor.tokenizer, self._held_out.capacity.tokens
-            answers = [Writing(document, tokenizer.eos_token_id) for document in self._held_out.spread(count)]
+            tokenizer, room = (
+                self._held_out.packed.processor.tokenizer,
+                self._held_out.capacity.tokens,
+            )
+            answers = [
+                Writing(document, tokenizer.eos_token_id)
+                for document in self._held_out.spread(count)
+            ]
         while True:
             batches, microbatches, asked = None, None, []
             if self._held_out is not None:
                 unfinished = [answer for answer in answers if not answer.is_finished(room)]
-                packs = pack_documents([answer.ask() for answer in unfinished], self._held_out.capacity)
+                packs = pack_documents(
+                    [answer.ask() for answer in unfinished], self._held_out.capacity
+                )
                 asked = [document for pack in packs for document in pack.entries]
                 share = self._held_out.share(packs)
                 batches, microbatches = self._held_out.batches(share), len(share)
@@ -157,9 +185,15 @@ class Evaluations:
                 next(answer for answer in answers if answer.asked is document).tokens.append(token)
 
     def predicted(self) -> list[int]:
-        """Return all predicted tokens of the engine's last `evaluate`, in the order of its packs."""
+        """Return all predicted tokens of the engine's last `evaluate`, in the order of its
+        packs.
+        """
         place = self._engine.plan.ranks[dist.get_rank()]
-        here = [token for _, tokens in sorted(self._engine.predicted.items()) for token in tokens.tolist()]
+        here = [
+            token
+            for _, tokens in sorted(self._engine.predicted.items())
+            for token in tokens.tolist()
+        ]
         by_rank = all_gather_object((place.pipeline, place.data, here))
         last_stage = (rank for rank in by_rank if rank[0] == self._engine.plan.pipeline - 1)
         return [token for *_, tokens in sorted(last_stage) for token in tokens]

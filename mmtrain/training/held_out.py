@@ -1,6 +1,8 @@
-"""Held-out samples, packed and kept in memory by the ranks that read data, and each replica's share of them.
+"""Held-out samples, packed and kept in memory by the ranks that read data, and each replica's share
+of them.
 
-held-out samples --read once, in shard order--> documents --pack--> packs --replicas' shares--> micro-batches
+held-out samples --read once, in shard order--> documents --pack--> packs --replicas' shares-->
+    micro-batches
                                                           --permute_images--> the control's packs
 """
 
@@ -39,21 +41,27 @@ class Extent:
     @property
     def summary(self) -> str:
         counts = {"too long for a pack": self.overlong, "damaged": self.damaged}
-        left_out = "".join(f"; {count} {reason} left out" for reason, count in counts.items() if count)
+        left_out = "".join(
+            f"; {count} {reason} left out" for reason, count in counts.items() if count
+        )
         return f"evaluating on {self.samples} held-out samples in {self.packs} packs{left_out}"
 
 
 class HeldOut:
-    """The held-out samples, of `eval.shards` or `eval.fraction`, packed, with this replica's share as micro-batches.
+    """The held-out samples, of `eval.shards` or `eval.fraction`, packed, with this replica's share
+    as micro-batches.
 
-    Cost: each rank that reads data keeps all of them in memory, images as encoded bytes: 5,000 photographs of 100 kB
-    are 500 MB (`eval.max_samples` limits them). Images are decoded again at each evaluation, by the rank itself.
+    Cost: each rank that reads data keeps all of them in memory, images as encoded bytes: 5,000
+    photographs of 100 kB are 500 MB (`eval.max_samples` limits them). Images are decoded again at
+    each evaluation, by the rank itself.
     """
 
     def __init__(self, packed: PackedBatches) -> None:
-        """Read all held-out samples; damaged ones of `eval.fraction` are left out and listed in `faults`.
+        """Read all held-out samples; damaged ones of `eval.fraction` are left out and listed in
+        `faults`.
 
-        One of `eval.shards` is a UserError: scores of a set that is kept to compare runs would not be comparable.
+        One of `eval.shards` is a UserError: scores of a set that is kept to compare runs would not
+        be comparable.
         """
         config = packed.config
         self.packed = packed
@@ -66,18 +74,24 @@ class HeldOut:
                 usable = len(catalog) - len(catalog.faults)
                 share = min(0.5, 10 / max(usable, 1))
                 raise UserError(
-                    f"none of {usable:,} usable samples{catalog.why_unusable()} is held out. Set {share:.2g}, or set "
+                    f"none of {usable:,} usable samples{catalog.why_unusable()} is held out. "
+                    f"Set {share:.2g}, or set "
                     "eval.shards"
                 )
             reader = Reader(catalog, config.data.io_retry_seconds)
-            read = [document for number in numbers if (document := self._read(catalog, reader, number)) is not None]
+            read = [
+                document
+                for number in numbers
+                if (document := self._read(catalog, reader, number)) is not None
+            ]
             reader.close()
             if config.data.overlong == "refuse":
                 catalog.refuse_overlong(self.capacity)
             self.documents = [document for document in read if self._fits(document)]
             if not self.documents:
                 raise UserError(
-                    f"none of {len(numbers):,} held-out samples can be used: {len(self.faults):,} are damaged, and the "
+                    f"none of {len(numbers):,} held-out samples can be used: "
+                    f"{len(self.faults):,} are damaged, and the "
                     f"others do not fit into a pack of data.pack_length={config.data.pack_length}"
                 )
         self.packs = pack_documents(self.documents, self.capacity)
@@ -103,7 +117,8 @@ class HeldOut:
         sample = catalog.faults.get(number) or processor.read(reader, number)
         by_fraction = self.packed.config.eval.fraction is not None
         if by_fraction and isinstance(sample, Document) and self._fits(sample):
-            for _, fault in processor.batch([Pack((sample,))]).faults:  # damage that decoding alone shows
+            # damage that decoding alone shows
+            for _, fault in processor.batch([Pack((sample,))]).faults:
                 sample = fault
         if isinstance(sample, Document):
             return sample
@@ -114,10 +129,13 @@ class HeldOut:
 
     def _fits(self, document: Document) -> bool:
         limit = self.capacity.tiles
-        return len(document.input_ids) <= self.capacity.tokens and (limit is None or _tiles(document) <= limit)
+        return len(document.input_ids) <= self.capacity.tokens and (
+            limit is None or _tiles(document) <= limit
+        )
 
     def share(self, packs: Sequence[Pack]) -> list[list[Pack]]:
-        """Return this replica's contiguous part of `packs` in micro-batches, filled up with empty packs.
+        """Return this replica's contiguous part of `packs` in micro-batches, filled up with empty
+        packs.
 
         All replicas get equally many micro-batches; those of the last replicas may be empty.
         """
@@ -128,7 +146,9 @@ class HeldOut:
         return [share[first : first + size] for first in range(0, count * size, size)]
 
     def batches(self, microbatches: Sequence[Sequence[Pack]]) -> Iterator[PackedBatch]:
-        """Yield micro-batches with their images decoded; raises UserError for an image that cannot be."""
+        """Yield micro-batches with their images decoded; raises UserError for an image that cannot
+        be.
+        """
         for packs in microbatches:
             batch = self.packed.processor.batch(packs)
             for _, fault in batch.faults:
@@ -138,13 +158,20 @@ class HeldOut:
 
     def spread(self, count: int) -> list[Document]:
         """Return `count` documents that have an answer, spread evenly over all."""
-        answered = [document for document in self.documents if any(label != IGNORE for label in document.labels)]
+        answered = [
+            document
+            for document in self.documents
+            if any(label != IGNORE for label in document.labels)
+        ]
         count = min(count, len(answered))
         return [answered[i * len(answered) // count] for i in range(count)]
 
 
-def evaluated_samples(config: RunConfig, trained_on: Catalog | None = None) -> tuple[Catalog, Sequence[int]]:
-    """Return a catalog and the numbers of its held-out samples; of all samples where the run holds out none.
+def evaluated_samples(
+    config: RunConfig, trained_on: Catalog | None = None
+) -> tuple[Catalog, Sequence[int]]:
+    """Return a catalog and the numbers of its held-out samples; of all samples where the run holds
+    out none.
 
     `trained_on` is the catalog of the run's own data, made here if None.
     """
@@ -152,7 +179,11 @@ def evaluated_samples(config: RunConfig, trained_on: Catalog | None = None) -> t
     if (own := evaluated_set(config)) is not None:
         catalog = load_catalog(config, [own])
     else:
-        catalog = load_catalog(config, data_sets(config.data), section.fraction) if trained_on is None else trained_on
+        catalog = (
+            load_catalog(config, data_sets(config.data), section.fraction)
+            if trained_on is None
+            else trained_on
+        )
     return catalog, range(len(catalog)) if section.fraction is None else catalog.held_out
 
 
@@ -178,10 +209,12 @@ def pack_documents(documents: Sequence[Document], capacity: Capacity) -> list[Pa
 
 
 def permute_images(packs: Sequence[Pack]) -> tuple[list[Pack], int]:
-    """Permute images among samples that have equally many; return the packs and how many samples got other images.
+    """Permute images among samples that have equally many; return the packs and how many samples
+    got other images.
 
-    Each sample gets those half its group further on, unless another shift gives more samples other images (a data set
-    may list its pictures twice). Texts and labels stay: an image is stretched to the size of the one that it replaces.
+    Each sample gets those half its group further on, unless another shift gives more samples other
+    images (a data set may list its pictures twice). Texts and labels stay: an image is stretched to
+    the size of the one that it replaces.
     """
     images = [document.sample.images for pack in packs for document in pack.entries]
     groups: dict[int, list[int]] = defaultdict(list)
@@ -191,14 +224,21 @@ def permute_images(packs: Sequence[Pack]) -> tuple[list[Pack], int]:
     for places in groups.values():
         size = len(places)
         shifts = (max(1, shift) % size for shift in (size // 2, size // 2 + 1, size // 3, 1))
-        candidates = [[images[place] for place in places[shift:] + places[:shift]] for shift in shifts]
-        best = max(candidates, key=lambda new: sum(images[p] != i for p, i in zip(places, new, strict=True)))
+        candidates = [
+            [images[place] for place in places[shift:] + places[:shift]] for shift in shifts
+        ]
+        best = max(
+            candidates,
+            key=lambda new: sum(images[p] != i for p, i in zip(places, new, strict=True)),
+        )
         for place, new in zip(places, best, strict=True):
             others[place] = new
     following = iter(others)
 
     def permuted(document: Document) -> Document:
-        return replace(document, sample=replace(document.sample, images=next(following)), is_control=True)
+        return replace(
+            document, sample=replace(document.sample, images=next(following)), is_control=True
+        )
 
     control = [replace(pack, entries=tuple(map(permuted, pack.entries))) for pack in packs]
     return control, sum(new != own for new, own in zip(others, images, strict=True))

@@ -1,4 +1,6 @@
-"""One rank's life, from joining the job to the saved projector; `mmtrain.launch` starts it on every rank."""
+"""One rank's life, from joining the job to the saved projector; `mmtrain.launch` starts it on every
+rank.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,13 @@ from mmtrain.checkpoint.run_folder import AUDIT, BAD_STEPS, describe_run, go_bac
 from mmtrain.checkpoint.write import Checkpointer, SaveResult, run_state
 from mmtrain.config.schema import RunConfig
 from mmtrain.data.stream.loader import PackedBatches
-from mmtrain.engine.audit import RankAudit, check_replicas, model_fingerprint, settings_fingerprint, write_audit
+from mmtrain.engine.audit import (
+    RankAudit,
+    check_replicas,
+    model_fingerprint,
+    settings_fingerprint,
+    write_audit,
+)
 from mmtrain.engine.engine import FrozenPipelineEngine
 from mmtrain.engine.process_groups import join_process_group, replica_group
 from mmtrain.engine.stages import build_stages, refuse_short_device_memory
@@ -37,13 +45,15 @@ def main(
     trace_steps: int = 0,
     verbose: bool = False,
 ) -> str | None:
-    """Train the steps of `config.train` as `plan` says, evaluate, and leave results in `rank.folder`.
+    """Train the steps of `config.train` as `plan` says, evaluate, and leave results in
+    `rank.folder`.
 
-    Resumes from rank 0's `start`, and writes `trace.json` of `trace_steps` steps after the first. Returns None at the
-    end, or a message for the user of a run that a signal has stopped before, with everything saved.
+    Resumes from rank 0's `start`, and writes `trace.json` of `trace_steps` steps after the first.
+    Returns None at the end, or a message for the user of a run that a signal has stopped before,
+    with everything saved.
 
-    Raises: UserError for unusable models, data or checkpoints; AuditError when something frozen changed or something
-    trainable did not move; NonFiniteError for NaN or infinity.
+    Raises: UserError for unusable models, data or checkpoints; AuditError when something frozen
+    changed or something trainable did not move; NonFiniteError for NaN or infinity.
     """
     show_logs(print)  # into the log: the launcher has shown what data and models log
     run = _Run(config, plan, rank, start, verbose)
@@ -65,7 +75,9 @@ def main(
     if run.evaluations is not None and not run.evaluations.make_last(steps):
         return run.leave("stopped in the last evaluation, after all steps; they are saved")
     if rank.rank == 0 and (best := run.saver.best) is not None:
-        run.console.line(f"best checkpoint by {config.checkpoint.keep_best}: step {best[0]}, {best[1]:.4f}")
+        run.console.line(
+            f"best checkpoint by {config.checkpoint.keep_best}: step {best[0]}, {best[1]:.4f}"
+        )
     run.records.write("end", step=steps)
     return run.leave()
 
@@ -73,8 +85,12 @@ def main(
 class _Run:
     """One rank's part of a run: one method for each act, in order."""
 
-    def __init__(self, config: RunConfig, plan: Plan, rank: Rank, start: ResumePoint | None, verbose: bool) -> None:
-        """Join the process group, and learn from rank 0 where to begin: other machines need not see its files."""
+    def __init__(
+        self, config: RunConfig, plan: Plan, rank: Rank, start: ResumePoint | None, verbose: bool
+    ) -> None:
+        """Join the process group, and learn from rank 0 where to begin: other machines need not see
+        its files.
+        """
         self.plan, self.rank, self.verbose = plan, rank, verbose
         self.place = plan.ranks[rank.rank]
         self.device = torch.device(rank.device)
@@ -89,7 +105,8 @@ class _Run:
         self.loss: float | None = None  # of the latest step
 
     def open_data(self) -> None:
-        """Open the data on the ranks that read them; share their fingerprint and the number of steps with all ranks.
+        """Open the data on the ranks that read them; share their fingerprint and the number of
+        steps with all ranks.
 
         Raises UserError where ranks have different data.
         """
@@ -98,21 +115,28 @@ class _Run:
         self.held_out = None
         if self.place.pipeline == 0:
             rank.progress.at(self.first_step, "opening the data")
-            self.packed = PackedBatches(config, replica=self.place.data, replicas=plan.data, first_step=self.first_step)
+            self.packed = PackedBatches(
+                config, replica=self.place.data, replicas=plan.data, first_step=self.first_step
+            )
             if config.eval.is_on:
                 rank.progress.at(self.first_step, "reading the held-out samples")
                 self.held_out = HeldOut(self.packed)
         rank.progress.at(self.first_step, "comparing the data with the other ranks")
-        seen = all_gather_object(self.packed and (self.packed.catalog.fingerprint, self.packed.max_steps))
+        seen = all_gather_object(
+            self.packed and (self.packed.catalog.fingerprint, self.packed.max_steps)
+        )
         readers = [other.rank for other in plan.ranks if other.pipeline == 0]
         for other in readers:
             if seen[other] != seen[readers[0]]:
                 raise UserError(
-                    f"data.shards: ranks {readers[0]} and {other} have different data: the shards, or their indexes, "
+                    f"data.shards: ranks {readers[0]} and {other} have different data: "
+                    "the shards, or their indexes, "
                     "must be the same on every machine"
                 )
         self.data, self.max_steps = seen[readers[0]]
-        self.readers = replica_group(plan, rank.rank, torch.device("cpu"), config.parallel.timeout_seconds)
+        self.readers = replica_group(
+            plan, rank.rank, torch.device("cpu"), config.parallel.timeout_seconds
+        )
         self.configured, self.config = config, config.changed({"train.max_steps": self.max_steps})
         self.console = Console(rank.console, self.max_steps, self.first_step, self.verbose)
         if self.packed is not None:
@@ -123,7 +147,9 @@ class _Run:
         rank.progress.at(self.first_step, "loading weights")
         self.console.line("loading weights")
         resumes = self.start is not None
-        self.stages = build_stages(config, plan, rank.rank, self.device, self.readers, resumes=resumes)
+        self.stages = build_stages(
+            config, plan, rank.rank, self.device, self.readers, resumes=resumes
+        )
         rank.progress.at(self.first_step, "building the engine")
         # Before the engine warms up, which would run out of memory without an explanation.
         refuse_short_device_memory(self.place, self.device)
@@ -140,7 +166,9 @@ class _Run:
             self.engine.weights.load({**self.engine.trainable, **weights}, {})
         # Again, with master weights, communicators and libraries' workspaces in place.
         refuse_short_device_memory(self.place, self.device)
-        self.audit = RankAudit(self.place, self.stages, self.engine.optimizer, self.engine.trainable)
+        self.audit = RankAudit(
+            self.place, self.stages, self.engine.optimizer, self.engine.trainable
+        )
         starts = all_gather_object(self.audit.start())
         check_replicas(starts)
         frozen = [start["frozen_parameters"] for start in starts]
@@ -148,13 +176,17 @@ class _Run:
             **run_state(self.configured, plan, torch.get_num_threads(), self.device),
             "max_steps": self.max_steps,
             "frozen_fingerprint": model_fingerprint(frozen),
-            "frozen_files": {name: digest for start in starts for name, digest in start["files"].items()},
+            "frozen_files": {
+                name: digest for start in starts for name, digest in start["files"].items()
+            },
             "settings_fingerprint": settings_fingerprint(config) if rank.rank == 0 else None,
             "branched_from": None if self.start is None else self.start.branched_from,
         }
 
     def _before_instruction(self, step: int, instruction: object) -> None:
-        self.rank.progress.at(step, instruction if self.engine.is_training else f"evaluation: {instruction}")
+        self.rank.progress.at(
+            step, instruction if self.engine.is_training else f"evaluation: {instruction}"
+        )
         if self.rank.stop.asked:
             self.engine.request_stop()
 
@@ -170,7 +202,9 @@ class _Run:
             start.refuse_other_contents(self.data, *fingerprints, self.max_steps)
         engine.weights.load(*load(start.checkpoint, engine.trainable))
         state = start.checkpoint.state
-        engine.saw_gradient |= {name for name in engine.trainable if state["trained"][name]["had_gradient"]}
+        engine.saw_gradient |= {
+            name for name in engine.trainable if state["trained"][name]["had_gradient"]
+        }
         engine.bad_steps = state["bad_steps"]
         self.audit.begin_with(state["trained"])
         self.counts = state["data"]["counts"] if state["data"]["fingerprint"] == self.data else None
@@ -188,19 +222,29 @@ class _Run:
             left_out = [] if self.held_out is None else self.held_out.faults
             self.recorder.open_account(self.packed, self.readers, left_out, self.counts)
         saved_step = self.first_step if self.start is not None and self.start.is_own else None
-        self.saver = Checkpointer(rank.folder, config.checkpoint, self.place.data == 0, self._report, saved_step)
+        self.saver = Checkpointer(
+            rank.folder, config.checkpoint, self.place.data == 0, self._report, saved_step
+        )
         self.evaluations: Evaluations | None = None
         if config.eval.is_on:
-            self.evaluations = Evaluations(config.eval, self.engine, self.held_out, self.records, console, self.saver)
+            self.evaluations = Evaluations(
+                config.eval, self.engine, self.held_out, self.records, console, self.saver
+            )
 
     def _report(self, saved: SaveResult) -> None:
         self.records.write(**saved.record())
-        text = f"saved {saved.path}" if saved.error is None else f"the checkpoint was not saved: {saved.error}"
+        text = (
+            f"saved {saved.path}"
+            if saved.error is None
+            else f"the checkpoint was not saved: {saved.error}"
+        )
         print(text)  # into the log
         self.console.line(text)
 
     def begin_steps(self) -> None:
-        """Announce where the run resumes; one that branches from another begins with a checkpoint of its own."""
+        """Announce where the run resumes; one that branches from another begins with a checkpoint
+        of its own.
+        """
         if self.start is None:
             return
         step, path = self.first_step, self.start.checkpoint.path
@@ -242,9 +286,15 @@ class _Run:
         self.rank.progress.at(step, "saving")
         engine = self.engine
         counts = None if self.recorder.account is None else self.recorder.account.state_dict()
-        now = {"loss": self.loss, "bad_steps": engine.bad_steps, "data": {"fingerprint": self.data, "counts": counts}}
+        now = {
+            "loss": self.loss,
+            "bad_steps": engine.bad_steps,
+            "data": {"fingerprint": self.data, "counts": counts},
+        }
         trained = self.audit.notes(engine.saw_gradient)
-        self.saver.save(step, engine.trainable, engine.weights.optimizer_state(), trained, self.about | now)
+        self.saver.save(
+            step, engine.trainable, engine.weights.optimizer_state(), trained, self.about | now
+        )
 
     def prove(self) -> None:
         """Close the account of the data, and prove that only what should train did."""
@@ -263,9 +313,11 @@ class _Run:
 
 
 def use_algorithms(deterministic: bool) -> None:
-    """Choose kernels that give the same bits each time, or the fastest ones; call this before CUDA is used.
+    """Choose kernels that give the same bits each time, or the fastest ones; call this before CUDA
+    is used.
 
-    A deterministic run raises RuntimeError at an operation without such a kernel; mmtrain uses none.
+    A deterministic run raises RuntimeError at an operation without such a kernel; mmtrain uses
+    none.
     """
     if deterministic:
         os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # cuBLAS reads it when it starts

@@ -1,6 +1,8 @@
-"""What a run writes down while it trains: records, trackers, the samples' account, use of the machine, a trace.
+"""What a run writes down while it trains: records, trackers, the samples' account, use of the
+machine, a trace.
 
-steps, scores, saves --> metrics.jsonl      answers --> answers.jsonl, their pictures --> answers/<digest>.jpg
+steps, scores, saves --> metrics.jsonl      answers --> answers.jsonl, their pictures -->
+    answers/<digest>.jpg
 """
 
 from __future__ import annotations
@@ -47,10 +49,13 @@ PICTURE_SIDE = 384  # pixels, at most
 class Records:
     """metrics.jsonl and answers.jsonl of a run; `folder` is None on ranks that write none.
 
-    `also` then gets each record of metrics.jsonl, and the answers of a step as one record of the kind `answers`.
+    `also` then gets each record of metrics.jsonl, and the answers of a step as one record of the
+    kind `answers`.
     """
 
-    def __init__(self, folder: Path | None, config: RunConfig, also: Callable[[Mapping[str, Any]], None]) -> None:
+    def __init__(
+        self, folder: Path | None, config: RunConfig, also: Callable[[Mapping[str, Any]], None]
+    ) -> None:
         self._folder, self._max_image_pixels = folder, config.data.max_image_pixels
         self._also = also
         self._metrics = JsonLines(None if folder is None else folder / METRICS)
@@ -58,7 +63,9 @@ class Records:
         self._answers = JsonLines(folder / ANSWERS if asks else None)
 
     def write(self, kind: str, **values: Any) -> None:
-        """Append a line to metrics.jsonl: its kind, these values, and the time in seconds since 1970."""
+        """Append a line to metrics.jsonl: its kind, these values, and the time in seconds since
+        1970.
+        """
         record = {"kind": kind, **values, "time": time.time()}
         self._metrics.write(**record)
         self._also(record)
@@ -66,7 +73,8 @@ class Records:
     def answers(self, step: int, answers: Sequence[Answer]) -> None:
         """Append the model's answers after `step` updates to answers.jsonl, in the order asked.
 
-        The first 24 questions have their first 8 pictures beside them, each a JPEG in the run's folder.
+        The first 24 questions have their first 8 pictures beside them, each a JPEG in the run's
+        folder.
         """
         if self._folder is None or not answers:
             return
@@ -80,7 +88,9 @@ class Records:
         self._also({"kind": "answers", "step": step, "answers": lines})
 
     def _picture(self, image: bytes) -> str:
-        """Write an image as training sees it, but smaller, under its digest; return its path in the run's folder."""
+        """Write an image as training sees it, but smaller, under its digest; return its path in the
+        run's folder.
+        """
         picture = decode_image(image, self._max_image_pixels)
         picture.thumbnail((PICTURE_SIDE, PICTURE_SIDE))
         content = io.BytesIO()
@@ -98,7 +108,9 @@ class Records:
 
 
 class Recorder:
-    """Records a run's steps. Every rank makes one and calls it at the same steps; rank 0 alone writes records."""
+    """Records a run's steps. Every rank makes one and calls it at the same steps; rank 0 alone
+    writes records.
+    """
 
     def __init__(
         self,
@@ -114,7 +126,9 @@ class Recorder:
         self._config, self._rank, self._engine, self._console = config, rank, engine, console
         on_gpu = engine.device.type == "cuda"
         local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", rank.world_size))
-        device = gpu_device(torch.cuda.get_device_name()) if on_gpu else cpu_device(config, local_ranks)
+        device = (
+            gpu_device(torch.cuda.get_device_name()) if on_gpu else cpu_device(config, local_ranks)
+        )
         trackers = config.run.report_to if rank.rank == 0 else ()
         self._trackers = Trackers(trackers, rank.folder, config, first_step, console.line)
         self.records = Records(rank.folder if rank.rank == 0 else None, config, self._trackers.take)
@@ -125,7 +139,9 @@ class Recorder:
         self._utilization = Utilization(config, device) if rank.rank == 0 else None
         self._first_step, self._trace_steps = first_step, trace_steps  # 0 once the trace is written
         self._traced: list[TracedStep] = []
-        backends = gather_to_rank_0({backend for stage in engine.stages.values() for backend in stage.attention})
+        backends = gather_to_rank_0(
+            {backend for stage in engine.stages.values() for backend in stage.attention}
+        )
         if backends is not None:
             ways, lines = describe_backends(backends)
             self.records.write("attention", step=first_step, ways=ways)
@@ -175,7 +191,9 @@ class Recorder:
                 self.records.write(step=steps, **record)
 
     def close(self) -> None:
-        """Close everything and leave the job, with all ranks; then the trackers, which may take longer."""
+        """Close everything and leave the job, with all ranks; then the trackers, which may take
+        longer.
+        """
         self._write_trace()
         if self._utilization is not None and (summary := self._utilization.summary()) is not None:
             self._console.line(summary)
@@ -187,7 +205,9 @@ class Recorder:
         self._trackers.close()
 
     def _write_trace(self) -> None:
-        """Write the recorded steps, together with all ranks, unless none were asked for or they are written."""
+        """Write the recorded steps, together with all ranks, unless none were asked for or they are
+        written.
+        """
         if self._trace_steps:
             self._trace_steps = 0
             self._rank.progress.at(self._engine.step_index, "writing the trace")

@@ -1,9 +1,10 @@
-"""Where a run's metrics go besides its own records: TensorBoard, Weights & Biases, a CSV table (`run.report_to`).
+"""Where a run's metrics go besides its own records: TensorBoard, Weights & Biases, a CSV table
+(`run.report_to`).
 
 records of steps, scores and answers --> RUN/tensorboard, RUN/wandb, RUN/metrics.csv
 
-A tracker that fails is left out from there: metrics.jsonl has everything. The libraries send on threads and processes
-of their own.
+A tracker that fails is left out from there: metrics.jsonl has everything. The libraries send on
+threads and processes of their own.
 """
 
 from __future__ import annotations
@@ -25,7 +26,16 @@ from mmtrain.config.schema import RunConfig
 
 Record = Mapping[str, Any]
 
-OF_A_STEP = ("loss", "grad_norm", "lr", "tokens_per_second", "pack_fill", "epoch", "samples", "quarantined")
+OF_A_STEP = (
+    "loss",
+    "grad_norm",
+    "lr",
+    "tokens_per_second",
+    "pack_fill",
+    "epoch",
+    "samples",
+    "quarantined",
+)
 PEAK_MEMORY = "peak_memory_bytes"  # of the rank that has the highest
 SCORED = ("eval", "eval_permuted")
 OF_AN_EVALUATION = ("loss", "token_accuracy", "exact_match")
@@ -44,14 +54,24 @@ def numbers(record: Record) -> dict[str, float | None]:
     values = {f"train/{name}": record.get(name) for name in OF_A_STEP}
     values[f"train/{PEAK_MEMORY}"] = max(record.get(PEAK_MEMORY) or [None])
     values |= {f"train/lr/{group}": rate for group, rate in record.get("lr_groups", {}).items()}
-    return {name: float(value) if isinstance(value, str) else value for name, value in values.items()}  # JSON's "nan"
+    # JSON's "nan"
+    return {
+        name: float(value) if isinstance(value, str) else value for name, value in values.items()
+    }
 
 
 class Trackers:
-    """Trackers, by name, of a run that begins or resumes at `first_step`; `print_info` tells the user."""
+    """Trackers, by name, of a run that begins or resumes at `first_step`; `print_info` tells the
+    user.
+    """
 
     def __init__(
-        self, names: Sequence[str], folder: Path, config: RunConfig, first_step: int, print_info: Callable[[str], None]
+        self,
+        names: Sequence[str],
+        folder: Path,
+        config: RunConfig,
+        first_step: int,
+        print_info: Callable[[str], None],
     ) -> None:
         """Open the trackers, and give each the records of earlier steps that it lacks."""
         self._print_info = print_info
@@ -78,7 +98,8 @@ class Trackers:
 
     @contextlib.contextmanager
     def _leaving_out(self, name: str) -> Iterator[None]:
-        # The one place where anything is caught: others' libraries, disks and networks must not decide how a run ends.
+        # The one place where anything is caught: others' libraries, disks and networks must not
+        # decide how a run ends.
         try:
             yield
         except (Exception, SystemExit) as error:
@@ -89,7 +110,9 @@ class Trackers:
 
 
 class _TensorBoard:
-    """RUN/tensorboard, by PyTorch's writer: numbers as float32; what was written of steps made again is purged."""
+    """RUN/tensorboard, by PyTorch's writer: numbers as float32; what was written of steps made
+    again is purged.
+    """
 
     url = None
 
@@ -99,7 +122,9 @@ class _TensorBoard:
         folder = folder / "tensorboard"
         self.first_lacking = first_step if folder.exists() else 0
         self._writer = SummaryWriter(str(folder), purge_step=first_step)
-        self._writer.add_text("configuration", _preformatted(dump_config(config, for_others=True)), first_step)
+        self._writer.add_text(
+            "configuration", _preformatted(dump_config(config, for_others=True)), first_step
+        )
 
     def write(self, record: Record) -> None:
         for name, value in numbers(record).items():
@@ -107,7 +132,8 @@ class _TensorBoard:
                 self._writer.add_scalar(name, value, record["step"], walltime=record["time"])
         if record["kind"] == "answers":
             answers = "\n\n".join(
-                "\n".join(f"{name:<9} {escape(str(answer[name]))}" for name in ANSWERED) for answer in record["answers"]
+                "\n".join(f"{name:<9} {escape(str(answer[name]))}" for name in ANSWERED)
+                for answer in record["answers"]
             )
             self._writer.add_text("answers", _preformatted(answers), record["step"])
         self._writer.flush()
@@ -121,13 +147,18 @@ def _preformatted(text: str) -> str:
 
 
 class _WandB:
-    """A run of Weights & Biases, its files in RUN/wandb; with WANDB_MODE=offline they stay there for `wandb sync`."""
+    """A run of Weights & Biases, its files in RUN/wandb; with WANDB_MODE=offline they stay there
+    for `wandb sync`.
+    """
 
     def __init__(self, folder: Path, config: RunConfig, first_step: int) -> None:
         import wandb
 
         self._table = wandb.Table
-        runs = (re.fullmatch(r"(?:offline-)?run-\d+_\d+-(.+)", path.name) for path in folder.glob("wandb/*"))
+        runs = (
+            re.fullmatch(r"(?:offline-)?run-\d+_\d+-(.+)", path.name)
+            for path in folder.glob("wandb/*")
+        )
         earlier = next((run[1] for run in runs if run), None)
         self._run = wandb.init(
             project=os.environ.get("WANDB_PROJECT", "mmtrain"),
@@ -139,20 +170,26 @@ class _WandB:
             allow_val_change=True,
             settings=wandb.Settings(
                 console="off",
-                x_disable_meta=True,  # the command line is part of it: arguments of `pipe:` URLs, logins
-                init_timeout=min(SECONDS_TO_BEGIN, config.parallel.timeout_seconds / 2),  # the other ranks wait
+                # the command line is part of it: arguments of `pipe:` URLs, logins
+                x_disable_meta=True,
+                # the other ranks wait
+                init_timeout=min(SECONDS_TO_BEGIN, config.parallel.timeout_seconds / 2),
                 finish_timeout=SECONDS_TO_UPLOAD,
                 finish_timeout_raises=True,
             ),
         )
         self.url = self._run.url
-        self.first_lacking = self._run.step  # offline always 0: each folder of a run then has all of its steps
+        # offline always 0: each folder of a run then has all of its steps
+        self.first_lacking = self._run.step
         self._is_complete = False
 
     def write(self, record: Record) -> None:
         values = {name: value for name, value in numbers(record).items() if value is not None}
         if record["kind"] == "answers":
-            rows = [[record["step"], *(answer[name] for name in ANSWERED)] for answer in record["answers"]]
+            rows = [
+                [record["step"], *(answer[name] for name in ANSWERED)]
+                for answer in record["answers"]
+            ]
             values = {"answers": self._table(columns=["step", *ANSWERED], data=rows)}
         if values:
             self._run.log(values, step=record["step"])
@@ -173,7 +210,9 @@ class _Csv:
         columns = ["step", "time", *(name for record in kinds for name in numbers(record))]
         self._row: dict[str, Any] = {}
         self._file = (folder / "metrics.csv").open("w", newline="", encoding="utf-8")
-        self._writer = csv.DictWriter(self._file, columns, extrasaction="ignore", lineterminator="\n")
+        self._writer = csv.DictWriter(
+            self._file, columns, extrasaction="ignore", lineterminator="\n"
+        )
         self._writer.writeheader()
 
     def write(self, record: Record) -> None:

@@ -1,4 +1,6 @@
-"""mmtrain from Python: the same runs, exports and answers as by the command, and nothing heavy before it is needed."""
+"""mmtrain from Python: the same runs, exports and answers as by the command, and nothing heavy
+before it is needed.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,12 @@ from mmtrain.config.load import dump_config
 
 
 def short(tiny: Path, folder: Path, *more: str):
-    keys = ["parallel.pipeline=1", "parallel.threads_per_rank=1", "train.max_steps=3", f"run.dir={folder}"]
+    keys = [
+        "parallel.pipeline=1",
+        "parallel.threads_per_rank=1",
+        "train.max_steps=3",
+        f"run.dir={folder}",
+    ]
     keys += ["eval.fraction=0.2", "eval.show_answers=0", *more]
     return mmtrain.load_config(tiny / "config.yaml", keys)
 
@@ -38,7 +45,8 @@ def finished(tiny, tmp_path_factory):
 
 def test_every_name_is_there_and_another_is_no_attribute():
     wings = {module.name for module in pkgutil.iter_modules(mmtrain.__path__)}
-    assert wings.isdisjoint(mmtrain.__all__)  # importing a module of such a name would take the function's place
+    # importing a module of such a name would take the function's place
+    assert wings.isdisjoint(mmtrain.__all__)
     assert [name for name in mmtrain.__all__ if not callable(getattr(mmtrain, name))] == []
     assert set(dir(mmtrain)) == {*mmtrain.__all__, "__version__"}
     with pytest.raises(AttributeError, match="no attribute 'trian'"):
@@ -52,7 +60,8 @@ def test_one_override_needs_no_list():
 def test_a_plan_needs_no_torch():
     code = (
         "import sys, mmtrain\n"
-        "plan = mmtrain.make_plan(mmtrain.load_config('example:llava_pp4', ['parallel.pipeline=2']))\n"
+        "plan = mmtrain.make_plan(mmtrain.load_config('example:llava_pp4', "
+        "['parallel.pipeline=2']))\n"
         "print(len(plan.ranks), 'torch' in sys.modules)"
     )
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
@@ -66,8 +75,13 @@ def test_a_run_leaves_its_records_and_its_page_and_its_folder_is_a_run(finished,
     assert [checkpoint.step for checkpoint in finished.checkpoints] == [3]
     again = mmtrain.load_run(finished.folder)
     assert again.wait() is again and again.metrics("train") == finished.metrics("train")
-    assert again.report(tmp_path / "page.html").stat().st_size > 700_000 and (finished.folder / "report.html").is_file()
-    assert again.config == finished.config and again.config.run.name == "tiny" == finished.folder.name
+    assert (
+        again.report(tmp_path / "page.html").stat().st_size > 700_000
+        and (finished.folder / "report.html").is_file()
+    )
+    assert (
+        again.config == finished.config and again.config.run.name == "tiny" == finished.folder.name
+    )
 
 
 def test_what_the_command_prints_is_shown(finished, capfd):
@@ -85,13 +99,18 @@ def test_wrong_input_is_the_launchers_message(tiny, tmp_path):
     with pytest.raises(mmtrain.UserError, match=r"^data\.shards: .*/no/such"):
         mmtrain.train(file, show=False).wait(100)
     changed = mmtrain.load_config("example:llava_pp4").changed({"train.max_steps": -3})
-    with pytest.raises(mmtrain.UserError, match=r"^the configuration of run llava_pp4: 1 problem\n  train\.max_steps"):
+    with pytest.raises(
+        mmtrain.UserError,
+        match=r"^the configuration of run llava_pp4: 1 problem\n  train\.max_steps",
+    ):
         mmtrain.train(changed)
     with pytest.raises(mmtrain.UserError, match="not a run, since it has no"):
         mmtrain.load_run(tmp_path / "tiny")
 
 
-def test_a_run_that_is_found_by_its_folder_can_be_waited_for_and_stopped_and_has_saved(tiny, tmp_path, capsys):
+def test_a_run_that_is_found_by_its_folder_can_be_waited_for_and_stopped_and_has_saved(
+    tiny, tmp_path, capsys
+):
     config = short(tiny, tmp_path, "train.max_steps=400", "eval.fraction=null")
     run = mmtrain.train(config, show=False)
     wait_for(lambda: run.metrics("train"), 200, "the first step")
@@ -123,7 +142,9 @@ def test_an_export_is_made_and_says_what_it_did_to_the_log(finished, tmp_path, c
     assert {tensor.dtype for tensor in tensors.values()} == {torch.bfloat16}
     with pytest.raises(mmtrain.UserError, match="exists and is not empty"):
         mmtrain.export(finished.folder, "llava", folder)
-    with pytest.raises(mmtrain.UserError, match="dtype 'int32': choose one of float32, bfloat16, float16"):
+    with pytest.raises(
+        mmtrain.UserError, match="dtype 'int32': choose one of float32, bfloat16, float16"
+    ):
         mmtrain.export(finished, "safetensors", tmp_path / "whole", dtype="int32")
     with pytest.raises(mmtrain.UserError, match="choose one of safetensors, llava, hf"):
         mmtrain.export(finished, "onnx", tmp_path / "other")
@@ -131,9 +152,13 @@ def test_an_export_is_made_and_says_what_it_did_to_the_log(finished, tmp_path, c
         mmtrain.export(tmp_path / "no run", "hf", tmp_path / "other", max_shard_gb=0)
 
 
-def test_an_answer_is_that_of_stock_transformers_and_nothing_is_printed(tmp_path, monkeypatch, capsys):
+def test_an_answer_is_that_of_stock_transformers_and_nothing_is_printed(
+    tmp_path, monkeypatch, capsys
+):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    image = Image.fromarray(numpy.random.default_rng(0).integers(0, 256, (64, 64, 3), dtype=numpy.uint8))
+    image = Image.fromarray(
+        numpy.random.default_rng(0).integers(0, 256, (64, 64, 3), dtype=numpy.uint8)
+    )
     image.save(tmp_path / "one.png")
     make_checkpoint(tmp_path / "run", mmtrain.load_config("example:llava_pp4"))
     question = "Which digit is at the top left, and in which colour?"
@@ -145,10 +170,21 @@ def test_an_answer_is_that_of_stock_transformers_and_nothing_is_printed(tmp_path
     for turned in (tmp_path / "turned.png", Image.open(tmp_path / "turned.png")):
         assert answer == mmtrain.generate(tmp_path / "run", turned, question, max_new_tokens=12)
     assert capsys.readouterr() == ("", "")
-    (folder,) = (path for path in (tmp_path / "cache" / "mmtrain" / "chat").iterdir() if path.is_dir())
+    (folder,) = (
+        path for path in (tmp_path / "cache" / "mmtrain" / "chat").iterdir() if path.is_dir()
+    )
     processor = AutoProcessor.from_pretrained(folder, backend="pil")
     content = [{"type": "image"}, {"type": "text", "text": question}]
-    text = processor.apply_chat_template([{"role": "user", "content": content}], add_generation_prompt=True)
+    text = processor.apply_chat_template(
+        [{"role": "user", "content": content}], add_generation_prompt=True
+    )
     inputs = processor(text=text, images=[image], return_tensors="pt")
-    output = LlavaForConditionalGeneration.from_pretrained(folder).generate(**inputs, max_new_tokens=12)
-    assert answer == processor.decode(output[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True).strip()
+    output = LlavaForConditionalGeneration.from_pretrained(folder).generate(
+        **inputs, max_new_tokens=12
+    )
+    assert (
+        answer
+        == processor.decode(
+            output[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True
+        ).strip()
+    )

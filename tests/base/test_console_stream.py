@@ -1,4 +1,6 @@
-"""A console that nobody reads, reads slowly, stops or has closed: real pipes, a real terminal, real programs."""
+"""A console that nobody reads, reads slowly, stops or has closed: real pipes, a real terminal, real
+programs.
+"""
 
 from __future__ import annotations
 
@@ -58,11 +60,16 @@ def test_a_pipe_that_nobody_reads_never_blocks_and_its_reader_gets_the_newest_li
     assert 1 < time.monotonic() - begun < 5, "a bounded chance at the end"
     threading.Thread(target=close_when_written, args=[stream]).start()
     text = read_all(reader)
-    # The note comes more than once where the machine fills the pipe more slowly than this test writes.
-    missing = re.findall(r"^\[([\d,]+) lines are missing here: nothing read them\]$", text, re.MULTILINE)
+    # The note comes more than once where the machine fills the pipe more slowly than this test
+    # writes.
+    missing = re.findall(
+        r"^\[([\d,]+) lines are missing here: nothing read them\]$", text, re.MULTILINE
+    )
     numbers = numbers_in(text)
     assert len(numbers) + sum(int(lines.replace(",", "")) for lines in missing) == count
-    assert len(text.splitlines()) == len(numbers) + 2 * len(missing), "each line whole, an empty one before each note"
+    assert len(text.splitlines()) == len(numbers) + 2 * len(missing), (
+        "each line whole, an empty one before each note"
+    )
     kept = QUEUE_BYTES // 100
     assert numbers == sorted(numbers) and numbers[-kept:] == list(range(count - kept, count))
     # Not line 0 in any case: lines may be dropped before the writing thread first runs.
@@ -119,11 +126,20 @@ def test_a_reader_that_has_left_and_a_full_disk_are_no_error_and_no_wait(disk_is
 
 
 def test_a_command_whose_standard_streams_are_closed_works(tiny, tmp_path):
-    arguments = [*(tiny / "shards").glob("*.tar"), "--tokenizer", tiny / "llm", "--template", "plain"]
+    arguments = [
+        *(tiny / "shards").glob("*.tar"),
+        "--tokenizer",
+        tiny / "llm",
+        "--template",
+        "plain",
+    ]
     program = [sys.executable, "-m", "mmtrain", "inspect", *arguments]
     command = ["sh", "-c", 'exec "$@" <&- >&- 2>&-', "sh", *program]
     assert (
-        subprocess.run(command, cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(ROOT)}, timeout=120).returncode == 0
+        subprocess.run(
+            command, cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(ROOT)}, timeout=120
+        ).returncode
+        == 0
     )
 
 

@@ -46,21 +46,34 @@ def test_of_two_who_make_one_folder_the_first_wins_and_each_writes_its_own(tmp_p
         with whole_folder(out) as first:
             (first / "first").touch()
         (second / "second").touch()
-    assert [path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*")] == ["out[1]", "out[1]/first"]
+    assert [path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*")] == [
+        "out[1]",
+        "out[1]/first",
+    ]
 
 
 def test_what_killed_processes_left_of_a_folder_goes_after_a_day(tmp_path):
-    for name in (".out.0123abcd.tmp", ".out.4567abcd.tmp", ".out.x.0123abcd.tmp", "out.unfinished.tmp"):
+    for name in (
+        ".out.0123abcd.tmp",
+        ".out.4567abcd.tmp",
+        ".out.x.0123abcd.tmp",
+        "out.unfinished.tmp",
+    ):
         (tmp_path / name).mkdir()
         (tmp_path / name / "file").touch()
         os.utime(tmp_path / name, (0, 0))
     os.utime(tmp_path / ".out.4567abcd.tmp")  # which may still be written
-    (tmp_path / ".out.89ababcd.tmp").symlink_to("gone")  # as one that another process removes in this moment
+    # as one that another process removes in this moment
+    (tmp_path / ".out.89ababcd.tmp").symlink_to("gone")
     with whole_folder(tmp_path / "out"):
         pass
     remove_folder(tmp_path / "out.unfinished.tmp")
     (tmp_path / ".out.89ababcd.tmp").unlink()
-    assert sorted(path.name for path in tmp_path.iterdir()) == [".out.4567abcd.tmp", ".out.x.0123abcd.tmp", "out"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        ".out.4567abcd.tmp",
+        ".out.x.0123abcd.tmp",
+        "out",
+    ]
 
 
 def test_permissions_are_those_of_the_umask_whoever_wrote_the_file(tmp_path):
@@ -104,13 +117,22 @@ def write_where_chmod_is_refused(folder: Path) -> None:
         save_file({"x": np.zeros(1)}, unfinished / "inner")
 
 
-@pytest.mark.skipif(platform.machine() not in ("x86_64", "aarch64"), reason="numbers of other machines' system calls")
+@pytest.mark.skipif(
+    platform.machine() not in ("x86_64", "aarch64"),
+    reason="numbers of other machines' system calls",
+)
 def test_where_chmod_is_refused_files_are_written_with_the_permissions_that_they_have(tmp_path):
-    writer = multiprocessing.get_context("fork").Process(target=write_where_chmod_is_refused, args=(tmp_path,))
+    writer = multiprocessing.get_context("fork").Process(
+        target=write_where_chmod_is_refused, args=(tmp_path,)
+    )
     writer.start()
     writer.join()
     assert writer.exitcode == 0
-    assert load_file(tmp_path / "file").keys() == load_file(tmp_path / "folder" / "inner").keys() == {"x"}
+    assert (
+        load_file(tmp_path / "file").keys()
+        == load_file(tmp_path / "folder" / "inner").keys()
+        == {"x"}
+    )
 
 
 def hold(path: Path, number: int, ran: Path) -> None:
@@ -139,7 +161,8 @@ def test_a_process_that_was_forked_meanwhile_does_not_go_on_holding_a_lock(tmp_p
         child = context.Process(target=lambda: (runs.set(), time.sleep(60)))
         child.start()
         runs.wait(60)
-        (tmp_path / "lock").rename(tmp_path / "locked")  # as if this process were killed, nothing removes it
+        # as if this process were killed, nothing removes it
+        (tmp_path / "lock").rename(tmp_path / "locked")
     with (tmp_path / "locked").open("ab") as file:
         lock(file, wait=False)
     child.kill()
@@ -161,7 +184,9 @@ def test_where_a_file_system_has_no_locks_only_who_would_not_wait_is_refused(tmp
 
 def test_a_file_has_its_name_on_the_disk_too(tmp_path, monkeypatch):
     flushed = []
-    monkeypatch.setattr(os, "fsync", lambda file: flushed.append(Path(f"/proc/self/fd/{file}").readlink()))
+    monkeypatch.setattr(
+        os, "fsync", lambda file: flushed.append(Path(f"/proc/self/fd/{file}").readlink())
+    )
     write_whole(tmp_path / "file", "content")
     assert flushed[0].name.startswith(".file.") and flushed[1:] == [tmp_path]
 

@@ -41,7 +41,9 @@ def test_a_disk_that_fills_up_leaves_whole_lines_and_is_named(tmp_path):
         "metrics = JsonLines(pathlib.Path(sys.argv[1]))\n"
         "for step in range(1000): metrics.write(step=step, text='x' * 30)\n"
     )
-    ran = subprocess.run([sys.executable, "-c", script, str(path)], capture_output=True, text=True, timeout=60)
+    ran = subprocess.run(
+        [sys.executable, "-c", script, str(path)], capture_output=True, text=True, timeout=60
+    )
     assert ran.returncode != 0 and str(path) in ran.stderr.splitlines()[-1]
     steps = [json.loads(line)["step"] for line in path.read_text().splitlines()]
     assert steps == list(range(len(steps))) and len(steps) > 10
@@ -59,7 +61,9 @@ def test_a_folder_that_is_not_there_any_more_is_named_at_the_next_line(tmp_path,
         shutil.rmtree(elsewhere)
     if how == "replaced":
         shutil.copytree(elsewhere, folder)
-    with pytest.raises(UserError, match=f"{folder} was removed, moved or replaced .* Put it back") as refused:
+    with pytest.raises(
+        UserError, match=f"{folder} was removed, moved or replaced .* Put it back"
+    ) as refused:
         metrics.write(step=1)
     assert "\n" not in str(refused.value)
 

@@ -1,4 +1,6 @@
-"""printing.py: no text of a file steers a terminal or a log, or looks like a message of mmtrain's own."""
+"""printing.py: no text of a file steers a terminal or a log, or looks like a message of mmtrain's
+own.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,9 @@ from mmtrain.base.printing import (
 from mmtrain.data.samples.records import REASONS, reason_lines
 
 ROOT = TOOLS.parent
-OBEYED = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+OBEYED = re.compile(
+    "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]"
+)
 FORGED = "error: all is well"
 HOSTILE = f"\x1b]0;title\x07\x1b[2J\x9b31m\u202etxt.exe\u2066\u2028\x7f\r\n{FORGED}"
 NAME = "\x9b31m\u202ee\u2066\u2028\u0085error"  # tars with names that hold C0 controls are refused
@@ -47,7 +51,10 @@ def assert_obeyed_by_none(said: bytes) -> None:
 def test_controls_are_escaped_and_words_of_all_languages_stay():
     text = "図書館 é\tb\n\U0001f468\u200d\U0001f469"
     assert escape_lines(text) == text
-    assert escape_lines("\x1b[2J\r\x85\x9b\u202e\u2066\u2028\udcff") == r"\x1b[2J\r\x85\x9b\u202e\u2066\u2028\udcff"
+    assert (
+        escape_lines("\x1b[2J\r\x85\x9b\u202e\u2066\u2028\udcff")
+        == r"\x1b[2J\r\x85\x9b\u202e\u2066\u2028\udcff"
+    )
 
 
 def test_what_is_printed_holds_no_logins(capsys):
@@ -65,22 +72,37 @@ def test_a_line_break_within_a_message_begins_no_message():
 
 
 def test_an_error_within_an_error_ends_with_one_full_stop(capsys):
-    for text in ("run: no space. Choose --out FILE.. Use hf", "a.. b: ../c.. and ... d. Set e.", "'x.'.. Use y"):
+    for text in (
+        "run: no space. Choose --out FILE.. Use hf",
+        "a.. b: ../c.. and ... d. Set e.",
+        "'x.'.. Use y",
+    ):
         show_error(text)
-    said = ["run: no space. Choose --out FILE. Use hf", "a. b: ../c. and ... d. Set e.", "'x.'. Use y"]
+    said = [
+        "run: no space. Choose --out FILE. Use hf",
+        "a. b: ../c. and ... d. Set e.",
+        "'x.'. Use y",
+    ]
     assert capsys.readouterr().err.splitlines() == [f"error: {text}" for text in said]
 
 
 def test_a_table_fits_80_columns_keeps_numbers_whole_and_obeys_no_text_of_a_cell():
     long, number = "[red]front[/red], 0-6, " * 10, "1,234,567,890"
-    lines = table_lines((">size\nMiB", "layers", ">a", "text"), [(number, long, 7, HOSTILE + "x" * 100)])
+    lines = table_lines(
+        (">size\nMiB", "layers", ">a", "text"), [(number, long, 7, HOSTILE + "x" * 100)]
+    )
     assert lines[0].split() == ["size", "layers", "a", "text"] and lines[1].strip() == "MiB"
     assert lines[2].startswith(f"{number}  [red]front[/red], 0-6, ") and max(map(len, lines)) <= 80
     assert_obeyed_by_none("\n".join(lines).encode())
-    assert table_lines(("", ">"), [("a", 1), ("b", 20)]) == ["a   1", "b  20"], "no names, no line of names"
-    assert table_lines(("a", ">b"), [("x",), ("y\nz", "1\n22")]) == ["a   b", "x", "y   1", "z  22"], (
-        "cells may be missing"
+    assert table_lines(("", ">"), [("a", 1), ("b", 20)]) == ["a   1", "b  20"], (
+        "no names, no line of names"
     )
+    assert table_lines(("a", ">b"), [("x",), ("y\nz", "1\n22")]) == [
+        "a   b",
+        "x",
+        "y   1",
+        "z  22",
+    ], "cells may be missing"
 
 
 def test_reasons_are_told_within_80_columns():
@@ -92,7 +114,9 @@ def test_reasons_are_told_within_80_columns():
 def test_a_number_is_never_cut_however_narrow_the_terminal(width):
     row = ("what it is called, which is long", "1,234,567", "99.00%", "7")
     lines = table_lines(("name", ">samples", ">share", ">last"), [row], width)
-    assert "1,234,567" in "\n".join(lines) and any(line.split()[-3:] == ["1,234,567", "99.00%", "7"] for line in lines)
+    assert "1,234,567" in "\n".join(lines) and any(
+        line.split()[-3:] == ["1,234,567", "99.00%", "7"] for line in lines
+    )
 
 
 def test_a_table_on_a_terminal_holds_no_escape_codes(monkeypatch, capsys):
@@ -113,8 +137,14 @@ def test_messages_are_one_write_so_that_no_other_process_writes_between_a_line_a
     assert [text for text in writes if text] == ["one\ntwo\n  and more\n"]
 
 
-def test_what_libraries_log_is_printed_by_a_command_and_left_to_logging_elsewhere(capsys, caplog, monkeypatch):
-    package, library, mine = logging.getLogger("mmtrain"), logging.getLogger("mmtrain.data"), logging.NullHandler()
+def test_what_libraries_log_is_printed_by_a_command_and_left_to_logging_elsewhere(
+    capsys, caplog, monkeypatch
+):
+    package, library, mine = (
+        logging.getLogger("mmtrain"),
+        logging.getLogger("mmtrain.data"),
+        logging.NullHandler(),
+    )
     monkeypatch.setattr(package, "handlers", [mine])
     caplog.set_level(logging.INFO)
     assert run_command(lambda: library.info("all 100% of it")) == 0
@@ -130,7 +160,9 @@ def test_a_home_that_is_not_here_is_an_error_of_one_line(capsys):
 
 
 def test_what_nobody_expected_is_a_traceback_that_steers_no_terminal():
-    script = f"from mmtrain.base.printing import run_command; run_command(lambda: exec({HOSTILE!r}))"
+    script = (
+        f"from mmtrain.base.printing import run_command; run_command(lambda: exec({HOSTILE!r}))"
+    )
     ended = subprocess.run([sys.executable, "-c", script], capture_output=True, check=False)
     assert ended.returncode == 1 and b"Traceback" in ended.stderr and b"SyntaxError" in ended.stderr
     assert_obeyed_by_none(ended.stderr)
@@ -154,7 +186,11 @@ def chat_with_a_model_type(tiny: Path, folder: Path):
 
 def shard(tiny: Path, folder: Path):
     turns = [{"from": HOSTILE, "value": HOSTILE}, {"from": "gpt", "value": HOSTILE}]
-    records = [{"id": HOSTILE, "image": HOSTILE, "conversations": turns}, {"id": HOSTILE, HOSTILE: 1}, HOSTILE]
+    records = [
+        {"id": HOSTILE, "image": HOSTILE, "conversations": turns},
+        {"id": HOSTILE, HOSTILE: 1},
+        HOSTILE,
+    ]
     (folder / HOSTILE).write_text(json.dumps(records))
     out = folder / f"out{HOSTILE}"
     return ["shard", "--json", str(folder / HOSTILE), "--images", str(folder), "--out", str(out)]
@@ -162,14 +198,25 @@ def shard(tiny: Path, folder: Path):
 
 def hostile_tar(folder: Path) -> Path:
     bad = json.dumps({"conversations": [{"from": HOSTILE, HOSTILE: HOSTILE}], HOSTILE: 1}).encode()
-    files = [(f"{NAME}.json", conversation(HOSTILE, HOSTILE)), (f"{NAME}.{NAME}", b""), (f"bad{NAME}.json", bad)]
+    files = [
+        (f"{NAME}.json", conversation(HOSTILE, HOSTILE)),
+        (f"{NAME}.{NAME}", b""),
+        (f"bad{NAME}.json", bad),
+    ]
     return write_tar(folder / f"{HOSTILE}.tar", files)
 
 
 def inspect(*more: str) -> Command:
     def command(tiny: Path, folder: Path):
         hostile_tar(folder)
-        with_lengths = ["--tokenizer", str(tiny / "llm"), "--template", "plain", "--tokens-per-image", "16"]
+        with_lengths = [
+            "--tokenizer",
+            str(tiny / "llm"),
+            "--template",
+            "plain",
+            "--tokens-per-image",
+            "16",
+        ]
         return ["inspect", str(folder), *with_lengths, *more]
 
     return command
@@ -197,17 +244,32 @@ def test_no_command_prints_what_a_terminal_obeys(tiny, tmp_path, monkeypatch, ca
 def test_neither_a_run_nor_its_log_holds_what_a_terminal_obeys(tiny, tmp_path):
     tar = hostile_tar(tmp_path)
     folder = tmp_path / "run"
-    overrides = [f"data.shards={json.dumps(str(tar))}", "data.pack_length=512", "data.max_quarantine_rate=0"]
-    command = ["-m", "mmtrain.launch", str(tiny / "config.yaml"), f"run.dir={folder}", "parallel.pipeline=1"]
-    ended = subprocess.run([sys.executable, *command, *overrides], capture_output=True, timeout=120, check=False)
+    overrides = [
+        f"data.shards={json.dumps(str(tar))}",
+        "data.pack_length=512",
+        "data.max_quarantine_rate=0",
+    ]
+    command = [
+        "-m",
+        "mmtrain.launch",
+        str(tiny / "config.yaml"),
+        f"run.dir={folder}",
+        "parallel.pipeline=1",
+    ]
+    ended = subprocess.run(
+        [sys.executable, *command, *overrides], capture_output=True, timeout=120, check=False
+    )
     (log,) = folder.glob("*/log.txt")
     assert b"samples read are quarantined" in ended.stderr and ended.returncode == 2
-    assert b"quarantined bad" in ended.stdout and b"samples read are quarantined" in log.read_bytes()
+    assert (
+        b"quarantined bad" in ended.stdout and b"samples read are quarantined" in log.read_bytes()
+    )
     for said in (ended.stdout, ended.stderr, log.read_bytes()):
         assert_obeyed_by_none(said)
 
 
-# Their stdout is log.PrefixedLog, in ranks and while the launcher waits for them; of gpus.py and both probes, a pipe.
+# Their stdout is log.PrefixedLog, in ranks and while the launcher waits for them; of gpus.py and
+# both probes, a pipe.
 OTHERS = {
     "mmtrain/runtime/rank.py",
     "mmtrain/checkpoint/write.py",
@@ -223,6 +285,10 @@ def test_only_one_module_prints():
     printing = set()
     for file in (*ROOT.glob("mmtrain/**/*.py"), *TOOLS.rglob("*.py")):
         for node in ast.walk(ast.parse(file.read_text())):
-            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "print":
+            if (
+                isinstance(node, ast.Call)
+                and isinstance(node.func, ast.Name)
+                and node.func.id == "print"
+            ):
                 printing.add(file.relative_to(ROOT).as_posix())
     assert printing == {"mmtrain/base/printing.py", *OTHERS}

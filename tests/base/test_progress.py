@@ -44,7 +44,8 @@ def test_a_terminal_gets_a_bar_and_no_lines(monkeypatch, logged):
         bar.show(2, 50, "1 failed")
         bar.show(3, 70, "1 failed")
     written = ""
-    with contextlib.suppress(OSError):  # which a terminal without another end gives after its last byte
+    # which a terminal without another end gives after its last byte
+    with contextlib.suppress(OSError):
         while part := os.read(leader, 1 << 16):
             written += part.decode()
     os.close(leader)
@@ -61,7 +62,12 @@ def test_a_narrow_terminal_cuts_the_note_and_never_the_count(monkeypatch):
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setenv("COLUMNS", "80")
     bar = progress.open_bar(terminal := Terminal(), "step", 160_000, 12_345)
-    bar.update(0, completed=12_346, said="loss 0.0101  8,973 tokens/s  ETA 10:00:23", note="no update was made " * 5)
+    bar.update(
+        0,
+        completed=12_346,
+        said="loss 0.0101  8,973 tokens/s  ETA 10:00:23",
+        note="no update was made " * 5,
+    )
     bar.stop()
     line = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", terminal.getvalue()).splitlines()[-1]
     assert len(line) <= 80 and "step  12346/160000 " in line, line
@@ -73,4 +79,7 @@ def test_of_several_things_each_has_its_megabytes(logged):
         progress.show("written", 10**6, 1_500_000)
         progress.show("written", 1_500_000, 1_500_000)
         progress.show("read again", 7, 7)
-    assert [re.sub(r"  .*", "", line) for line in logged] == ["2 of 2 MB written", "1 of 1 MB read again"]
+    assert [re.sub(r"  .*", "", line) for line in logged] == [
+        "2 of 2 MB written",
+        "1 of 1 MB read again",
+    ]

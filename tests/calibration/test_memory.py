@@ -1,4 +1,6 @@
-"""Memory of ranks as it is planned from a calibration, against the bytes that live at once in their steps."""
+"""Memory of ranks as it is planned from a calibration, against the bytes that live at once in their
+steps.
+"""
 
 from __future__ import annotations
 
@@ -68,7 +70,9 @@ def config_of(folder, shape):
 
 
 def planned_and_measured(folder, shape):
-    """Of each layout on this rank: bytes as planned, those that are no weights or state among them, and as measured."""
+    """Of each layout on this rank: bytes as planned, those that are no weights or state among them,
+    and as measured.
+    """
     return planned_and_measured_of(folder, config_of(folder, shape), shape.layouts)
 
 
@@ -77,7 +81,11 @@ def planned_and_measured_of(folder, config, layouts):
     models, file = calibrate(folder, config)
     weights, result = {}, []
     for stages, encoder_ranks in layouts:
-        asked = {"stages_per_rank": stages, "encoder_ranks": encoder_ranks, "calibration": str(file)}
+        asked = {
+            "stages_per_rank": stages,
+            "encoder_ranks": encoder_ranks,
+            "calibration": str(file),
+        }
         changed = config.changed({f"parallel.{key}": value for key, value in asked.items()})
         runner = Runner(changed, models, weights)
         mine = runner.plan.ranks[dist.get_rank()]
@@ -133,7 +141,8 @@ class InPlace(PeerSource):
         parts = layer.buffer.chunk(dist.get_world_size(self._group))
         parts[self._rank].copy_(layer.kept)
         sent = [
-            dist.broadcast(part, group_src=rank, group=self._group, async_op=True) for rank, part in enumerate(parts)
+            dist.broadcast(part, group_src=rank, group=self._group, async_op=True)
+            for rank, part in enumerate(parts)
         ]
         return lambda: [work.wait() for work in sent]
 
@@ -144,7 +153,9 @@ def keys(parallel):
 
 
 def streamed_and_measured(folder, config, layouts):
-    """Of each layout on this rank: its plan; bytes as measured in a step; of streamed layers, whole and as kept."""
+    """Of each layout on this rank: its plan; bytes as measured in a step; of streamed layers, whole
+    and as kept.
+    """
     join()
     models, file = calibrate(folder, config)
     result = []
@@ -169,7 +180,9 @@ def streamed_and_measured(folder, config, layouts):
         step()
         layers = streamed.layers.values()
         on_device = (
-            0 if plan.streaming is None or plan.streaming.source == "host" else sum(x.kept.nbytes for x in layers)
+            0
+            if plan.streaming is None or plan.streaming.source == "host"
+            else sum(x.kept.nbytes for x in layers)
         )
         lasting = lasting_bytes(engine) + on_device
         (used,) = bytes_used(step, device=torch.device("cpu"))
@@ -182,13 +195,17 @@ def streamed_and_measured(folder, config, layouts):
 HOST = {"streamed_layers": 8}
 STREAMED = {
     1: (HOST, {"streamed_layers": 4}),
-    2: ({**HOST, "pipeline": 2, "data": 1, "boundaries": (4,)}, {**HOST, "stream_from": "peers", "weight_shards": 2}),
+    2: (
+        {**HOST, "pipeline": 2, "data": 1, "boundaries": (4,)},
+        {**HOST, "stream_from": "peers", "weight_shards": 2},
+    ),
     4: ({**HOST, "stream_from": "peers", "weight_shards": 4},),
 }
 
 
 @pytest.mark.parametrize(
-    "ranks", [pytest.param(1, marks=pytest.mark.nightly), 2, pytest.param(4, marks=pytest.mark.nightly)]
+    "ranks",
+    [pytest.param(1, marks=pytest.mark.nightly), 2, pytest.param(4, marks=pytest.mark.nightly)],
 )
 @pytest.mark.cpu_ranks
 def test_ranks_that_stream_take_the_memory_that_was_planned(tmp_path, ranks):
@@ -202,7 +219,9 @@ def test_ranks_that_stream_take_the_memory_that_was_planned(tmp_path, ranks):
         train__packs_per_step=4,
         train__max_steps=1_000_000,
     )
-    of_ranks = run_ranks(ranks, streamed_and_measured, tmp_path, config, STREAMED[ranks], timeout=280)
+    of_ranks = run_ranks(
+        ranks, streamed_and_measured, tmp_path, config, STREAMED[ranks], timeout=280
+    )
     for layout, found in zip(STREAMED[ranks], zip(*of_ranks, strict=True), strict=True):
         for plan, measured, whole, on_device, on_host in found:
             assert plan.total_bytes == pytest.approx(measured, rel=0.05), layout

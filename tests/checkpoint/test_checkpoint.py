@@ -1,4 +1,6 @@
-"""The trained tensors of all ranks end in one step folder, and come back to whoever trains them then."""
+"""The trained tensors of all ranks end in one step folder, and come back to whoever trains them
+then.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,9 @@ STATE = run_state()
 @pytest.fixture
 def one_rank(tmp_path):
     """A process group of this process alone."""
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/rendezvous", rank=0, world_size=1)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{tmp_path}/rendezvous", rank=0, world_size=1
+    )
     yield
     dist.destroy_process_group()
 
@@ -72,7 +76,9 @@ def save_on_each(folder: Path, contributing: tuple[int, ...]) -> list[dict[str, 
 
 
 @pytest.mark.parametrize("contributing", [(0, 2), (1,)])
-def test_one_folder_holds_what_every_rank_trains_as_it_was_when_save_was_called(tmp_path, contributing):
+def test_one_folder_holds_what_every_rank_trains_as_it_was_when_save_was_called(
+    tmp_path, contributing
+):
     reported = run_ranks(3, save_on_each, tmp_path, contributing)
     assert [len(records) for records in reported] == [1, 0, 0]
     saved = find(tmp_path)
@@ -80,12 +86,20 @@ def test_one_folder_holds_what_every_rank_trains_as_it_was_when_save_was_called(
     weights, optimizer = load_file(saved.tensors_file), load_file(saved.optimizer_file)
     # rank 0 gathers from the others those alone that contribute
     expected = [tensors_of(rank) for rank in contributing]
-    for found, parts in ((weights, [w for w, _ in expected]), (optimizer, [o for _, o in expected])):
+    for found, parts in (
+        (weights, [w for w, _ in expected]),
+        (optimizer, [o for _, o in expected]),
+    ):
         assert sorted(found) == sorted(name for part in parts for name in part)
         for part in parts:
             assert all(torch.equal(found[name], tensor) for name, tensor in part.items())
     size = sum(file.stat().st_size for file in saved.path.iterdir() if file.name != "manifest.json")
-    assert reported[0][0] == {"kind": "checkpoint", "step": 7, "bytes": size, "seconds": reported[0][0]["seconds"]}
+    assert reported[0][0] == {
+        "kind": "checkpoint",
+        "step": 7,
+        "bytes": size,
+        "seconds": reported[0][0]["seconds"],
+    }
 
 
 def load_on_each(folder: Path, wanted: list[list[str]]) -> list[dict[str, list]]:
@@ -109,9 +123,15 @@ def test_another_layout_loads_what_each_of_its_ranks_trains(saved):
     names = sorted(weights)
     # two ranks share them otherwise; one of three trains nothing; two replicas have the same
     for layout in ([names[:1], names[1:]], [names[:3], [], names[3:]], [names, names]):
-        for mine, (loaded, state) in zip(layout, run_ranks(len(layout), load_on_each, saved, layout), strict=True):
+        for mine, (loaded, state) in zip(
+            layout, run_ranks(len(layout), load_on_each, saved, layout), strict=True
+        ):
             assert loaded == {name: weights[name].tolist() for name in mine}
-            assert state == {key: value.tolist() for key, value in optimizer.items() if key.rpartition("/")[0] in mine}
+            assert state == {
+                key: value.tolist()
+                for key, value in optimizer.items()
+                if key.rpartition("/")[0] in mine
+            }
 
 
 def save_slowly(folder: Path, then: str) -> list[dict[str, Any]]:
@@ -140,7 +160,9 @@ def save_slowly(folder: Path, then: str) -> list[dict[str, Any]]:
 @pytest.mark.parametrize(("then", "steps"), [("the next save", [1, 2]), ("NaN", [1])])
 def test_a_disk_slower_than_the_timeout_loses_no_save_and_no_rank(tmp_path, then, steps):
     reported, nothing = run_ranks(2, save_slowly, tmp_path, then)
-    assert [(record["kind"], record["step"]) for record in reported] == [("checkpoint", step) for step in steps]
+    assert [(record["kind"], record["step"]) for record in reported] == [
+        ("checkpoint", step) for step in steps
+    ]
     assert nothing == [] and len(step_folders(tmp_path)) == len(steps)
     assert find(tmp_path).step == steps[-1]
 
@@ -167,7 +189,9 @@ def forget_a_tensor(folder: Path) -> None:
         ),
     ],
 )
-def test_a_checkpoint_of_other_tensors_is_refused_by_their_names(saved, tmp_path, one_rank, damage, wanted, error):
+def test_a_checkpoint_of_other_tensors_is_refused_by_their_names(
+    saved, tmp_path, one_rank, damage, wanted, error
+):
     shutil.copytree(saved, tmp_path / "run")
     folder = step_path(tmp_path / "run", 7)
     if damage is not None:
@@ -187,7 +211,9 @@ class Run:
         self.folder = folder
         folder.mkdir(exist_ok=True)
         self.records: list[dict[str, Any]] = []
-        self.saver = Checkpointer(folder, CheckpointSection(**section), True, lambda s: self.records.append(s.record()))
+        self.saver = Checkpointer(
+            folder, CheckpointSection(**section), True, lambda s: self.records.append(s.record())
+        )
 
     def save(self, step: int, value: float = 0.0) -> None:
         """Save, and wait for it."""
@@ -199,7 +225,9 @@ class Run:
 
     @property
     def steps(self) -> list[int]:
-        return [int(path.name.removeprefix("step-")) for path in reversed(step_folders(self.folder))]
+        return [
+            int(path.name.removeprefix("step-")) for path in reversed(step_folders(self.folder))
+        ]
 
 
 @pytest.fixture
@@ -228,15 +256,20 @@ def test_the_state_says_what_the_run_gave_and_how_long_its_records_are(tmp_path,
 @pytest.mark.parametrize("values", [[math.inf, -math.inf], [-math.inf, 0.0], [0.0, math.nan]])
 def test_a_tensor_that_is_not_finite_is_not_saved(run, values):
     weights, odd = {"w": torch.zeros(2)}, {"w/exp_avg": torch.tensor(values)}
-    with pytest.raises(ValueError, match=r"w/exp_avg is not finite after 1 updates.*No checkpoint was saved before"):
+    with pytest.raises(
+        ValueError, match=r"w/exp_avg is not finite after 1 updates.*No checkpoint was saved before"
+    ):
         run.saver.save(1, weights, odd, {}, STATE)
-    run.saver.save(2, {"w": torch.tensor([3e38, 3e38])}, {}, {}, STATE)  # finite values whose sum is not
+    # finite values whose sum is not
+    run.saver.save(2, {"w": torch.tensor([3e38, 3e38])}, {}, {}, STATE)
     with pytest.raises(ValueError, match=r"newest complete checkpoint is .*step-00000002"):
         run.saver.save(3, weights, odd, {}, STATE)
     assert run.steps == [2]
 
 
-def test_saving_in_the_background_keeps_no_step_waiting_but_one_that_saves(tmp_path, one_rank, monkeypatch):
+def test_saving_in_the_background_keeps_no_step_waiting_but_one_that_saves(
+    tmp_path, one_rank, monkeypatch
+):
     allowed, written = threading.Event(), write_module.new_step_folder
 
     def slow(path: Path) -> AbstractContextManager[Path]:
@@ -249,7 +282,8 @@ def test_saving_in_the_background_keeps_no_step_waiting_but_one_that_saves(tmp_p
     with run.saver as saver:
         saver.save(1, weights, {}, {}, STATE)
         saver.poll()
-        assert run.steps == [] and run.records == []  # it is still on its way, and this line is reached
+        # it is still on its way, and this line is reached
+        assert run.steps == [] and run.records == []
         second = threading.Thread(target=saver.save, args=(2, weights, {}, {}, STATE))
         second.start()
         second.join(0.3)
@@ -273,7 +307,8 @@ def test_a_damaged_checkpoint_neither_counts_nor_goes(tmp_path, one_rank):
     for step in (1, 2):
         run.save(step)
     (step_path(tmp_path, 2) / "optimizer.safetensors").write_bytes(b"")
-    later = Run(tmp_path, keep_last=2)  # a run that goes on knows nothing of these but what is on the disk
+    # a run that goes on knows nothing of these but what is on the disk
+    later = Run(tmp_path, keep_last=2)
     later.save(3)
     assert later.steps == [1, 2, 3]
     later.save(4)
@@ -313,8 +348,16 @@ def test_a_run_that_goes_on_knows_the_scores_that_it_has_recorded(tmp_path, one_
     run = Run(tmp_path, keep_last=1, keep_best="loss")
     run.save(1)
     lines = [{"kind": "train", "loss": 0}, {"kind": "eval", "step": 1, "loss": 0.5}]
-    lines += [{"kind": "eval", "step": 2, "loss": "nan"}, {"kind": "eval_permuted", "step": 2, "loss": 0.1}]
-    no_records = ["[" * 200_000 + '"eval"', '["eval"]', '{"kind": "eval"}', '{"kind": "eval", "step": []}']
+    lines += [
+        {"kind": "eval", "step": 2, "loss": "nan"},
+        {"kind": "eval_permuted", "step": 2, "loss": 0.1},
+    ]
+    no_records = [
+        "[" * 200_000 + '"eval"',
+        '["eval"]',
+        '{"kind": "eval"}',
+        '{"kind": "eval", "step": []}',
+    ]
     texts = [*no_records, *map(json.dumps, lines), '{"kind": "eval", "ste']
     (tmp_path / "metrics.jsonl").write_text("\n".join(texts))
     later = Run(tmp_path, keep_last=1, keep_best="loss")
@@ -331,7 +374,9 @@ def test_a_run_that_goes_on_knows_the_scores_that_it_has_recorded(tmp_path, one_
         ({}, [False, False, False]),
     ],
 )
-def test_a_save_is_due_by_steps_and_before_an_evaluation_whose_score_counts(tmp_path, one_rank, section, due):
+def test_a_save_is_due_by_steps_and_before_an_evaluation_whose_score_counts(
+    tmp_path, one_rank, section, due
+):
     saver = Run(tmp_path, **section).saver
     assert [saver.is_due(3, False), saver.is_due(6, True), saver.is_due(8, False)] == due
 
@@ -356,7 +401,9 @@ def test_a_failed_save_is_reported_and_three_in_a_row_end_the_run(tmp_path, one_
     (tmp_path / "checkpoints").write_text("in the way")
     run = Run(tmp_path)
     run.save(1)
-    with pytest.raises(UserError, match=r"^3 saves in a row have failed: .*checkpoints.*No checkpoint was saved"):
+    with pytest.raises(
+        UserError, match=r"^3 saves in a row have failed: .*checkpoints.*No checkpoint was saved"
+    ):
         if at_the_end:
             run.saver.finish()
         for step in (2, 3):
@@ -384,7 +431,13 @@ def test_a_last_save_that_fails_once_is_made_after_all(tmp_path, one_rank, monke
 
 
 def test_versions_and_topology_that_are_not_those_of_the_checkpoint_are_listed():
-    saved = {"versions": {"torch": "2.11.0", "timm": "1.0"}, "topology": {"pipeline": 4, "threads": 1}}
-    now = {"versions": {"torch": "2.15.0", "timm": "1.0"}, "topology": {"pipeline": 2, "threads": 1}}
+    saved = {
+        "versions": {"torch": "2.11.0", "timm": "1.0"},
+        "topology": {"pipeline": 4, "threads": 1},
+    }
+    now = {
+        "versions": {"torch": "2.15.0", "timm": "1.0"},
+        "topology": {"pipeline": 2, "threads": 1},
+    }
     assert differences(saved, now) == ["torch 2.11.0 -> 2.15.0", "pipeline 4 -> 2"]
     assert differences(now, now) == []

@@ -1,4 +1,6 @@
-"""From which checkpoint a run goes on, and what becomes of everything after it; decided before any rank starts."""
+"""From which checkpoint a run goes on, and what becomes of everything after it; decided before any
+rank starts.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,9 @@ def make_run(config: RunConfig, steps: tuple[int, ...] = (2, 4, 6), **state: obj
     prepare_folder(config, make_plan(config), goes_on=False)
     (folder / "metrics.jsonl").write_text("".join(map(line, range(LINES))))
     for step in steps:
-        make_checkpoint(folder, config, step=step, files={"metrics.jsonl": step * len(line(0))}, **state)
+        make_checkpoint(
+            folder, config, step=step, files={"metrics.jsonl": step * len(line(0))}, **state
+        )
     return folder
 
 
@@ -55,7 +59,9 @@ def begin_from(config: RunConfig, start: ResumePoint) -> None:
 
 
 def steps_of(folder: Path) -> list[int]:
-    return [json.loads(text)["step"] for text in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [
+        json.loads(text)["step"] for text in (folder / "metrics.jsonl").read_text().splitlines()
+    ]
 
 
 def names(folder: Path) -> list[str]:
@@ -66,7 +72,9 @@ def names(folder: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("how", ["from within", "link to it", "link to all"])
-def test_a_checkpoint_of_the_run_is_known_as_its_own_whatever_the_path(config, monkeypatch, tmp_path, how):
+def test_a_checkpoint_of_the_run_is_known_as_its_own_whatever_the_path(
+    config, monkeypatch, tmp_path, how
+):
     folder = make_run(config)
     path = folder / "checkpoints" / "step-00000004"
     if how == "from within":
@@ -81,7 +89,9 @@ def test_a_checkpoint_of_the_run_is_known_as_its_own_whatever_the_path(config, m
     start = go_on(config, path)
     assert start.is_own and start.checkpoint.step == 4
     assert steps_of(folder) == [0, 1, 2, 3]
-    assert {"step-00000002", "step-00000004", "step-00000006.discarded"} == {*names(folder)} - {"latest"}
+    assert {"step-00000002", "step-00000004", "step-00000006.discarded"} == {*names(folder)} - {
+        "latest"
+    }
     assert newest(folder)[0].step == 4
 
 
@@ -127,7 +137,11 @@ def test_a_branch_goes_on_by_itself_when_the_same_command_is_given_again(config,
     assert (first.is_own, first.branched_from) == (False, other.fingerprint)
     make_run(config, steps=(4, 6), branched_from=other.fingerprint)
     again = find_start(config, str(other.path))
-    assert (again.is_own, again.checkpoint.step, again.branched_from) == (True, 6, other.fingerprint)
+    assert (again.is_own, again.checkpoint.step, again.branched_from) == (
+        True,
+        6,
+        other.fingerprint,
+    )
     assert find_start(config).checkpoint.step == 6
 
 
@@ -161,24 +175,37 @@ def test_until_rank_0_takes_over_a_run_that_goes_on_is_as_it_was(config):
 
 def test_other_contents_are_refused_unless_allowed(config, tmp_path):
     fingerprints = {"frozen_fingerprint": "f", "settings_fingerprint": "s"}
-    saved = make_checkpoint(tmp_path / "saved", config, data={"fingerprint": "d", "counts": None}, **fingerprints)
+    saved = make_checkpoint(
+        tmp_path / "saved", config, data={"fingerprint": "d", "counts": None}, **fingerprints
+    )
     ResumePoint(saved, True, (), None).refuse_other_contents("d", "f", "s", 20)
     for contents, error in (
         (("other", "f", "s", 20), r"the data are not those .*--allow-change data\.shards"),
-        (("d", "other", "s", 20), r"the frozen weights are not those .*--allow-change model\.llm\.path"),
+        (
+            ("d", "other", "s", 20),
+            r"the frozen weights are not those .*--allow-change model\.llm\.path",
+        ),
         (("d", "f", "other", 20), r"config\.json.*--allow-change model\.llm\.path"),
         (("d", "f", "s", 19), r"has 20 steps, but train\.max_steps .* asks for 19"),
     ):
         with pytest.raises(UserError, match=error):
             ResumePoint(saved, True, ("train",), None).refuse_other_contents(*contents)
-    ResumePoint(saved, True, ("data", "model.vision.name"), None).refuse_other_contents("other", "other", "other", 20)
+    ResumePoint(saved, True, ("data", "model.vision.name"), None).refuse_other_contents(
+        "other", "other", "other", 20
+    )
 
 
 def test_settings_of_models_have_a_fingerprint_of_what_is_computed(tiny, config, tmp_path):
     shutil.copytree(tiny / "llm", tmp_path / "llm")
-    moved = load_config(tiny / "config.yaml", [f"run.dir={tmp_path}/runs", f"model.llm.path={tmp_path / 'llm'}"])
+    moved = load_config(
+        tiny / "config.yaml", [f"run.dir={tmp_path}/runs", f"model.llm.path={tmp_path / 'llm'}"]
+    )
     content = json.loads((tmp_path / "llm" / "config.json").read_text())
-    for changed, is_same in (({}, True), ({"transformers_version": "99"}, True), ({"rms_norm_eps": 0.05}, False)):
+    for changed, is_same in (
+        ({}, True),
+        ({"transformers_version": "99"}, True),
+        ({"rms_norm_eps": 0.05}, False),
+    ):
         (tmp_path / "llm" / "config.json").write_text(json.dumps(content | changed))
         assert (settings_fingerprint(moved) == settings_fingerprint(config)) == is_same
 
@@ -199,7 +226,9 @@ def test_a_record_that_was_edited_is_not_cut_in_the_middle_of_a_line(config):
     folder = make_run(config)
     edited = (folder / "metrics.jsonl").read_text().replace(": ", ":", 1)
     (folder / "metrics.jsonl").write_text(edited)
-    with pytest.raises(UserError, match=r"metrics\.jsonl was changed after the checkpoint was saved"):
+    with pytest.raises(
+        UserError, match=r"metrics\.jsonl was changed after the checkpoint was saved"
+    ):
         go_on(config)
     assert (folder / "metrics.jsonl").read_text() == edited
 

@@ -1,4 +1,6 @@
-"""A run that begins with all that another has trained: the projector, adapters, layers of the LLM."""
+"""A run that begins with all that another has trained: the projector, adapters, layers of the
+LLM.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,9 @@ MORE = "model.trainable=[projector, llm.layers.7.mlp, llm.norm, llm.layers.*.lor
 
 @pytest.fixture(scope="module")
 def before(tiny, tmp_path_factory) -> StepFolder:
-    """A checkpoint of a run that trained its projector, the last layer's MLP and adapters: random, in float32."""
+    """A checkpoint of a run that trained its projector, the last layer's MLP and adapters: random,
+    in float32.
+    """
     config = config_of(tiny, *LORA, TRAINED)
     draw = torch.Generator().manual_seed(3)
     others = {
@@ -42,8 +46,15 @@ def going_on(tiny: Path, before: StepFolder, *overrides: str) -> RunConfig:
     return config_of(tiny, f"model.init_from={before.path}", *LORA, TRAINED, *overrides)
 
 
-def test_every_trained_tensor_is_where_the_other_run_left_it_to_the_last_bit(tiny, before, tmp_path):
-    still = ("optimizer.lr=0", "train.max_steps=1", "model.llm.dtype=bfloat16", "parallel.pipeline=2")
+def test_every_trained_tensor_is_where_the_other_run_left_it_to_the_last_bit(
+    tiny, before, tmp_path
+):
+    still = (
+        "optimizer.lr=0",
+        "train.max_steps=1",
+        "model.llm.dtype=bfloat16",
+        "parallel.pipeline=2",
+    )
     run = train(
         tiny / "config.yaml",
         f"run.dir={tmp_path}",
@@ -56,21 +67,33 @@ def test_every_trained_tensor_is_where_the_other_run_left_it_to_the_last_bit(tin
     left, found = load_file(before.tensors_file), load_file(run.checkpoint(1).tensors_file)
     assert found.keys() - left.keys() == {"llm.norm.weight"} and left.keys() < found.keys()
     assert all(torch.equal(found[name], tensor) for name, tensor in left.items())
-    assert any(not torch.equal(tensor, tensor.bfloat16().float()) for name, tensor in left.items() if "llm" in name)
+    assert any(
+        not torch.equal(tensor, tensor.bfloat16().float())
+        for name, tensor in left.items()
+        if "llm" in name
+    )
 
 
 def test_its_projector_may_stay_frozen_and_what_begins_anew_is_said(tiny, before, tmp_path, logged):
     config = going_on(tiny, before, MORE)
     refuse_unfit_init_from_run(config, tmp_path / "run")
     assert logged[-1].endswith(
-        f"1 tensors that train here were not trained in {before.path} and begin as published: llm.norm.weight"
+        f"1 tensors that train here were not trained in {before.path} and begin as published: "
+        "llm.norm.weight"
     )
-    frozen = going_on(tiny, before, "model.trainable=[llm.layers.7.mlp, llm.layers.*.lora_*]", "parallel.pipeline=1")
+    frozen = going_on(
+        tiny,
+        before,
+        "model.trainable=[llm.layers.7.mlp, llm.layers.*.lora_*]",
+        "parallel.pipeline=1",
+    )
     refuse_unfit_init_from_run(frozen, tmp_path / "run")
     stage = build_stage(frozen, make_plan(frozen).ranks[0].stages[0])
     left = load_file(before.tensors_file)
     held = {name: p for name, p in stage.global_parameters() if name.startswith("projector.")}
-    assert held and all(torch.equal(p, left[name]) and not p.requires_grad for name, p in held.items())
+    assert held and all(
+        torch.equal(p, left[name]) and not p.requires_grad for name, p in held.items()
+    )
 
 
 @pytest.mark.parametrize(
@@ -80,10 +103,19 @@ def test_its_projector_may_stay_frozen_and_what_begins_anew_is_said(tiny, before
             ("model.lora=null", "model.trainable=[projector, llm.layers.7.mlp]"),
             "lora_A.weight, which this run does not",
         ),
-        (("model.trainable=[projector, llm.layers.*.lora_*]",), "llm.layers.7.mlp.*, which stays frozen here"),
+        (
+            ("model.trainable=[projector, llm.layers.*.lora_*]",),
+            "llm.layers.7.mlp.*, which stays frozen here",
+        ),
         (("model.lora.r=8",), "here it has shape (8, 64): another model, or another model.lora.r"),
-        (("model.lora.alpha=4",), "with 4 they would compute something else. Set model.lora.alpha=8"),
-        (("model.projector.init_from=null",), "has trained projector.*, but model.projector.init_from is null"),
+        (
+            ("model.lora.alpha=4",),
+            "with 4 they would compute something else. Set model.lora.alpha=8",
+        ),
+        (
+            ("model.projector.init_from=null",),
+            "has trained projector.*, but model.projector.init_from is null",
+        ),
         (("model.init_from=nowhere",), "nowhere: neither a run nor a checkpoint of mmtrain"),
     ],
 )
@@ -107,7 +139,9 @@ def test_a_plan_refuses_what_training_could_not_begin_with(tiny, before, tmp_pat
     cut = before.tensors_file.read_bytes()
     (tmp_path / "cut.safetensors").write_bytes(cut[: len(cut) // 2])
     shutil.copytree(before.path, tmp_path / before.path.name)
-    (tmp_path / before.path.name / "projector.safetensors").write_bytes(cut[:-1] + bytes([cut[-1] ^ 1]))
+    (tmp_path / before.path.name / "projector.safetensors").write_bytes(
+        cut[:-1] + bytes([cut[-1] ^ 1])
+    )
     nonsense = {
         "projector.init_from": {
             tmp_path / "empty": "holds no projector",
@@ -138,7 +172,11 @@ def test_a_plan_refuses_what_training_could_not_begin_with(tiny, before, tmp_pat
         assert planned(f"model.{key}={elsewhere}") == (0, f"init_from: {elsewhere} {later}\n")
     both = (f"model.init_from={elsewhere}", f"model.projector.init_from={tmp_path / 'notes.txt'}")
     code, error = planned(*both)
-    assert code == 2 and f"init_from: {elsewhere} {later}" in error and "neither .safetensors nor" in error
+    assert (
+        code == 2
+        and f"init_from: {elsewhere} {later}" in error
+        and "neither .safetensors nor" in error
+    )
 
 
 def test_a_run_that_is_about_to_be_deleted_begins_no_other(tiny, before):

@@ -29,9 +29,19 @@ from mmtrain.engine.utilization import MEASURED
 LAST = 24
 LAUNCH = ("-m", "mmtrain.launch")
 SETTINGS = (
-    *("parallel.pipeline=2", "parallel.threads_per_rank=1", f"train.max_steps={LAST}", "data.ledger=true"),
+    *(
+        "parallel.pipeline=2",
+        "parallel.threads_per_rank=1",
+        f"train.max_steps={LAST}",
+        "data.ledger=true",
+    ),
     *("checkpoint.every_steps=4", "checkpoint.every_minutes=null", "checkpoint.keep_last=null"),
-    *("eval.fraction=0.2", "eval.every_steps=12", "eval.show_answers=0", "eval.permuted_control=false"),
+    *(
+        "eval.fraction=0.2",
+        "eval.every_steps=12",
+        "eval.show_answers=0",
+        "eval.permuted_control=false",
+    ),
     "run.report_to=[csv]",
 )
 
@@ -47,8 +57,12 @@ def run(tiny: Path, runs: Path, *more: str | Path) -> Command:
     return started
 
 
-def resumed(tiny: Path, runs: Path, *more: str, resume: str | Path = AUTO, allow: tuple[str, ...] = ()) -> str:
-    """What the command would print, run to its end without a launcher; AssertionError with what a rank refuses."""
+def resumed(
+    tiny: Path, runs: Path, *more: str, resume: str | Path = AUTO, allow: tuple[str, ...] = ()
+) -> str:
+    """What the command would print, run to its end without a launcher; AssertionError with what a
+    rank refuses.
+    """
     file, *overrides = command(tiny, runs, *more)
     return train(file, *overrides, resume=resume, allow=allow).printed
 
@@ -73,23 +87,35 @@ def records(folder: Path, kind: str) -> list[dict]:
 
 
 def steps_done(folder: Path) -> list[int]:
-    return [record["step"] for record in records(folder, "train")] if (folder / "metrics.jsonl").exists() else []
+    return (
+        [record["step"] for record in records(folder, "train")]
+        if (folder / "metrics.jsonl").exists()
+        else []
+    )
 
 
 def saved_steps(folder: Path) -> list[int]:
-    return sorted(int(path.name[5:]) for path in (folder / "checkpoints").iterdir() if path.name[5:].isdigit())
+    return sorted(
+        int(path.name[5:]) for path in (folder / "checkpoints").iterdir() if path.name[5:].isdigit()
+    )
 
 
 def assert_ended_alike(folder: Path, undisturbed: Path, ledger: bool = True) -> None:
     if ledger:
-        assert (folder / "samples.jsonl").read_bytes() == (undisturbed / "samples.jsonl").read_bytes()
+        assert (folder / "samples.jsonl").read_bytes() == (
+            undisturbed / "samples.jsonl"
+        ).read_bytes()
     for kind in ("train", "eval", "epoch", "end"):
         assert records(folder, kind) == records(undisturbed, kind)
     rows = [row.partition(",")[0] for row in (folder / "metrics.csv").read_text().splitlines()]
     assert rows == ["step", *map(str, range(LAST + 1))], "each step once"
     for name in ("projector.safetensors", "optimizer.safetensors"):
-        assert (step_path(folder, LAST) / name).read_bytes() == (step_path(undisturbed, LAST) / name).read_bytes()
-    assert all(why_damaged(path) is None for path in (folder / "checkpoints").glob(f"step-{'[0-9]' * 8}"))
+        assert (step_path(folder, LAST) / name).read_bytes() == (
+            step_path(undisturbed, LAST) / name
+        ).read_bytes()
+    assert all(
+        why_damaged(path) is None for path in (folder / "checkpoints").glob(f"step-{'[0-9]' * 8}")
+    )
 
 
 @pytest.fixture(scope="module")
@@ -122,7 +148,9 @@ def test_damaged_checkpoints_are_passed_over_and_named_and_the_run_ends_as_undis
     flip_a_bit(step_path(copied, 24) / "optimizer.safetensors")
     (step_path(copied, 20) / "state.json").unlink()
     step_path(copied, 16).with_name(".step-00000025.0123abcd.tmp").mkdir()
-    (step_path(copied, 16).with_name(".step-00000025.0123abcd.tmp") / "projector.safetensors").write_bytes(b"half")
+    (
+        step_path(copied, 16).with_name(".step-00000025.0123abcd.tmp") / "projector.safetensors"
+    ).write_bytes(b"half")
     said = resumed(tiny, tmp_path)
     for words in (
         f"{step_path(copied, 24)}: optimizer.safetensors is damaged: its SHA-256",
@@ -139,12 +167,15 @@ def test_damaged_checkpoints_are_passed_over_and_named_and_the_run_ends_as_undis
     ]
 
 
-def test_a_run_can_branch_from_a_checkpoint_of_another_with_another_learning_rate(tiny, undisturbed, tmp_path, capsys):
+def test_a_run_can_branch_from_a_checkpoint_of_another_with_another_learning_rate(
+    tiny, undisturbed, tmp_path, capsys
+):
     branch = ("run.name=branch", "optimizer.lr=5e-4", "--resume", step_path(undisturbed, 16))
     before = {path: path.stat().st_mtime_ns for path in undisturbed.rglob("*")}
     assert "optimizer.lr: was 0.001, is now 0.0005" in refused(capsys, tiny, tmp_path, *branch)
     folder = tmp_path / "branch"
-    (folder / "checkpoints" / ".step-00000016.0123abcd.tmp").mkdir(parents=True)  # killed as it saved where it begins
+    # killed as it saved where it begins
+    (folder / "checkpoints" / ".step-00000016.0123abcd.tmp").mkdir(parents=True)
     for name in ("config.yaml", "plan.json"):
         shutil.copy(undisturbed / name, folder)
     (folder / "metrics.jsonl").write_text('{"kind": "begin", "step": 16}\n')
@@ -187,7 +218,9 @@ def test_a_complete_run_is_left_as_it_is_and_is_no_error(tiny, undisturbed, caps
         ("model.vision.select_layer=-1", "-2", "-1"),
     ],
 )
-def test_a_change_of_meaning_is_refused_with_both_values_and_allowed_by_name(tiny, undisturbed, override, was, now):
+def test_a_change_of_meaning_is_refused_with_both_values_and_allowed_by_name(
+    tiny, undisturbed, override, was, now
+):
     key = override.partition("=")[0]
     config = load_config(*config_of(tiny, undisturbed, override))
     with pytest.raises(UserError) as refused:
@@ -201,7 +234,9 @@ def test_a_change_of_meaning_is_refused_with_both_values_and_allowed_by_name(tin
 
 
 def config_of(tiny: Path, folder: Path, *more: str) -> tuple[Path, list[str]]:
-    """As the launcher has it when it looks for a checkpoint: with the format that it has found in the data."""
+    """As the launcher has it when it looks for a checkpoint: with the format that it has found in
+    the data.
+    """
     path, *overrides = command(tiny, folder.parent, *more)
     return path, ["data.format=llava", *overrides]
 
@@ -216,17 +251,32 @@ def config_of(tiny: Path, folder: Path, *more: str) -> tuple[Path, list[str]]:
         ("model.vision=null", "model.trainable=[llm.head]", "data.template=chat"),
     ],
 )
-def test_what_gives_a_checkpoint_its_meaning_cannot_be_allowed_to_change(tiny, undisturbed, overrides):
+def test_what_gives_a_checkpoint_its_meaning_cannot_be_allowed_to_change(
+    tiny, undisturbed, overrides
+):
     key = overrides[0].partition("=")[0]
     with pytest.raises(UserError) as refused:
-        find_start(load_config(*config_of(tiny, undisturbed, *overrides)), allowed=["model", "train", "data"])
+        find_start(
+            load_config(*config_of(tiny, undisturbed, *overrides)),
+            allowed=["model", "train", "data"],
+        )
     assert f"\n  {key}: was " in str(refused.value) and "--allow-change" not in str(refused.value)
     assert f"model.init_from={step_path(undisturbed, LAST)}" in str(refused.value)
 
 
 def test_how_a_run_runs_may_change_without_being_named(tiny, undisturbed):
-    free = ("parallel.pipeline=4", "parallel.data=2", "parallel.timeout_seconds=99", "data.workers=0")
-    free += ("checkpoint.keep_last=1", "checkpoint.keep_best=loss", "eval.every_steps=5", "data.ledger=false")
+    free = (
+        "parallel.pipeline=4",
+        "parallel.data=2",
+        "parallel.timeout_seconds=99",
+        "data.workers=0",
+    )
+    free += (
+        "checkpoint.keep_last=1",
+        "checkpoint.keep_best=loss",
+        "eval.every_steps=5",
+        "data.ledger=false",
+    )
     free += (
         "train.packs_per_microbatch=2",
         "train.max_bad_steps=3",
@@ -237,15 +287,21 @@ def test_how_a_run_runs_may_change_without_being_named(tiny, undisturbed):
     assert start is not None and start.checkpoint.step == LAST and start.is_own
 
 
-def test_other_data_and_other_weights_are_refused_by_their_content(tiny, copied, tmp_path, make_tiny):
+def test_other_data_and_other_weights_are_refused_by_their_content(
+    tiny, copied, tmp_path, make_tiny
+):
     step_path(copied, LAST).rename(tmp_path / "away")  # else the run is complete
     before = (copied / "metrics.jsonl").read_text().splitlines()
     make_tiny.make_tiny_shards(tmp_path / "shards", seed=1, two_image_fraction=0.125)
     make_tiny.make_tiny_llm(tmp_path / "llm", seed=1)
     others = (f"data.shards={tmp_path}/shards/*.tar", f"model.llm.path={tmp_path}/llm")
-    with pytest.raises(AssertionError, match=r"UserError: .* the data are not those .*--allow-change data.shards"):
+    with pytest.raises(
+        AssertionError, match=r"UserError: .* the data are not those .*--allow-change data.shards"
+    ):
         resumed(tiny, tmp_path, *others)
-    with pytest.raises(AssertionError, match=r"the frozen weights are not those .*--allow-change model.llm.path"):
+    with pytest.raises(
+        AssertionError, match=r"the frozen weights are not those .*--allow-change model.llm.path"
+    ):
         resumed(tiny, tmp_path, *others, allow=("data.shards",))
     kept = (copied / "metrics.jsonl").read_text().splitlines()
     assert kept == before[: len(kept)] and saved_steps(copied) == [4, 8, 12, 16, 20]
@@ -255,8 +311,12 @@ def test_other_data_and_other_weights_are_refused_by_their_content(tiny, copied,
 
 
 @contextlib.contextmanager
-def signalled(tiny: Path, runs: Path, ready: Callable[[Command], object], number: int, *more: str) -> Iterator[Command]:
-    """Start the run, and send the signal to all of its processes, as Slurm does, when it is ready."""
+def signalled(
+    tiny: Path, runs: Path, ready: Callable[[Command], object], number: int, *more: str
+) -> Iterator[Command]:
+    """Start the run, and send the signal to all of its processes, as Slurm does, when it is
+    ready.
+    """
     with running([*LAUNCH, *command(tiny, runs, "eval.show_answers=2", *more)], runs) as started:
         wait_for(lambda: ready(started) or started.process.poll() is not None, 150, "the moment")
         assert started.process.poll() is None, started.stderr
@@ -283,12 +343,20 @@ def test_a_run_that_is_stopped_and_killed_ends_as_undisturbed(tiny, undisturbed,
         assert started.seconds_until_gone(timeout=20) < 10
         assert f"(step 0 of {LAST})" in started.stdout
     done = len(steps_done(folder))
-    assert 0 < done < LAST and saved_steps(folder)[-1] == done and why_damaged(step_path(folder, done)) is None
+    assert (
+        0 < done < LAST
+        and saved_steps(folder)[-1] == done
+        and why_damaged(step_path(folder, done)) is None
+    )
     assert not (folder / "audit.json").exists()
 
-    with signalled(tiny, tmp_path, lambda _: len(steps_done(folder)) > done + 1, signal.SIGKILL) as started:
+    with signalled(
+        tiny, tmp_path, lambda _: len(steps_done(folder)) > done + 1, signal.SIGKILL
+    ) as started:
         assert started.wait() == -signal.SIGKILL and started.seconds_until_gone(timeout=20) < 10
-    assert f"(step {saved_steps(folder)[-1]} of {LAST})" in resumed(tiny, tmp_path, "eval.show_answers=2")
+    assert f"(step {saved_steps(folder)[-1]} of {LAST})" in resumed(
+        tiny, tmp_path, "eval.show_answers=2"
+    )
     assert_ended_alike(folder, undisturbed)
     answers = map(json.loads, (folder / "answers.jsonl").read_text().splitlines())
     assert [answer["step"] for answer in answers] == [0, 0, LAST, LAST]
@@ -308,11 +376,22 @@ def test_a_disk_too_full_for_a_checkpoint_keeps_the_one_before_and_with_more_roo
         ended = run(tiny, disk)
         assert ended.wait() == 2
         saved = saved_steps(folder)
-        assert saved and saved[-1] < 12 and all(why_damaged(step_path(folder, step)) is None for step in saved)
+        assert (
+            saved
+            and saved[-1] < 12
+            and all(why_damaged(step_path(folder, step)) is None for step in saved)
+        )
         assert [path.name for path in (folder / "checkpoints").glob("*.tmp")] == []
         failed = records(folder, "checkpoint_failed")
-        assert [record["step"] for record in failed] == [saved[-1] + 4, saved[-1] + 8, saved[-1] + 12]
-        assert "No space left" in failed[0]["error"] and f"not saved: {failed[0]['error']}" in ended.stdout
+        assert [record["step"] for record in failed] == [
+            saved[-1] + 4,
+            saved[-1] + 8,
+            saved[-1] + 12,
+        ]
+        assert (
+            "No space left" in failed[0]["error"]
+            and f"not saved: {failed[0]['error']}" in ended.stdout
+        )
         no_page, _, error = ended.stderr.partition("\n")
         assert no_page.startswith("the run's page was not made; ") and "No space left" in no_page
         assert error.startswith("error: 3 saves in a row have failed: ")

@@ -1,4 +1,6 @@
-"""A run that goes on in another layout than the one that saved it is the run that was never interrupted."""
+"""A run that goes on in another layout than the one that saved it is the run that was never
+interrupted.
+"""
 
 from __future__ import annotations
 
@@ -27,19 +29,29 @@ def layout_of(pipeline: int, data: int) -> tuple[str, str]:
     return f"parallel.pipeline={pipeline}", f"parallel.data={data}"
 
 
-def branch(run: Run, name: str, file, *overrides: str, cut: int, prefetch: int | str = "auto") -> Run:
+def branch(
+    run: Run, name: str, file, *overrides: str, cut: int, prefetch: int | str = "auto"
+) -> Run:
     """Copy a run's folder, as it was left, and go on from its checkpoint after `cut` steps."""
     folder = run.folder.with_name(name)
     shutil.copytree(run.folder, folder)
     here = (f"run.dir={folder.parent}", f"run.name={name}")
-    return train(file, *overrides, *here, resume=folder / "checkpoints" / f"step-{cut:08d}", prefetch=prefetch)
+    return train(
+        file,
+        *overrides,
+        *here,
+        resume=folder / "checkpoints" / f"step-{cut:08d}",
+        prefetch=prefetch,
+    )
 
 
 def steps(run: Run) -> list[dict[str, Any]]:
     """What was recorded of each step, without what measures the machine."""
     records = run.lines("metrics.jsonl", "train")
     assert [record["step"] for record in records] == list(range(STEPS)), "each step once, in order"
-    return [{key: value for key, value in record.items() if key not in MEASURED} for record in records]
+    return [
+        {key: value for key, value in record.items() if key not in MEASURED} for record in records
+    ]
 
 
 def tensors(run: Run, step: int) -> dict[str, torch.Tensor]:
@@ -54,17 +66,25 @@ def assert_bitwise(found: dict[str, torch.Tensor], expected: dict[str, torch.Ten
 
 
 def assert_close(
-    found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], tolerance_of_largest: float = 1e-5
+    found: dict[str, torch.Tensor],
+    expected: dict[str, torch.Tensor],
+    tolerance_of_largest: float = 1e-5,
 ) -> None:
     assert found.keys() == expected.keys()
     for name, tensor in expected.items():
         tolerance = tolerance_of_largest * float(tensor.abs().max())
-        torch.testing.assert_close(found[name], tensor, rtol=0, atol=tolerance, msg=lambda m, n=name: f"{n}: {m}")
+        torch.testing.assert_close(
+            found[name], tensor, rtol=0, atol=tolerance, msg=lambda m, n=name: f"{n}: {m}"
+        )
 
 
 def damage(tiny, folder, make_tiny) -> str:
-    """60 samples, of which one is no JSON, which its index says, and two were damaged after they had been indexed."""
-    shards = make_tiny.make_tiny_shards(folder / "shards", samples=60, shards=2, text_only_fraction=0)
+    """60 samples, of which one is no JSON, which its index says, and two were damaged after they
+    had been indexed.
+    """
+    shards = make_tiny.make_tiny_shards(
+        folder / "shards", samples=60, shards=2, text_only_fraction=0
+    )
     places = {}
     for shard in shards:
         with tarfile.open(shard) as archive:
@@ -79,7 +99,9 @@ def damage(tiny, folder, make_tiny) -> str:
     flip("000007.json", 0)
     ensure_indexes(shards, str(tiny / "llm"), "plain")
     flip("000030.json", 30)
-    flip(next(name for name in places if name.startswith("000010") and not name.endswith("json")), 30)
+    flip(
+        next(name for name in places if name.startswith("000010") and not name.endswith("json")), 30
+    )
     return f"{folder}/shards/*.tar"
 
 
@@ -93,45 +115,77 @@ def damaged_data(tiny, make_tiny, tmp_path_factory) -> tuple[str, ...]:
 @pytest.fixture(scope="module")
 def reference(tiny, damaged_data, tmp_path_factory) -> Run:
     """An uninterrupted run on one rank, saved after every step."""
-    here = (*layout_of(1, 1), f"run.dir={tmp_path_factory.mktemp('reference')}", "run.name=undisturbed")
-    return train(tiny / "config.yaml", *RUN, *SAVED, *damaged_data, "checkpoint.every_steps=1", *here)
+    here = (
+        *layout_of(1, 1),
+        f"run.dir={tmp_path_factory.mktemp('reference')}",
+        "run.name=undisturbed",
+    )
+    return train(
+        tiny / "config.yaml", *RUN, *SAVED, *damaged_data, "checkpoint.every_steps=1", *here
+    )
 
 
 HOST = ("parallel.streamed_layers=99",)
 PEERS = (*HOST, "parallel.stream_from=peers", "parallel.weight_shards=2")
 SLICES = ("parallel.encoder_ranks=[0,1]",)
-# Each run resumes from a checkpoint of the run before it, a step later, in the next of these layouts (pipeline, data).
-# The last two differ only in where frozen layers are: they have the same bits.
+# Each run resumes from a checkpoint of the run before it, a step later, in the next of these
+# layouts (pipeline, data). The last two differ only in where frozen layers are: they have the same
+# bits.
 RING = [((2, 1), SLICES, 4), ((4, 1), HOST, "auto"), ((1, 2), PEERS, "auto"), ((4, 2), (), "auto")]
 RING += [((2, 2), (), "auto"), ((2, 2), PEERS, "auto")]
 
 
-def test_runs_that_resume_in_one_layout_after_another_are_the_run_that_never_stopped(tiny, reference, damaged_data):
+def test_runs_that_resume_in_one_layout_after_another_are_the_run_that_never_stopped(
+    tiny, reference, damaged_data
+):
     unusable, *damaged = reference.lines("quarantine.jsonl")
     assert unusable["step"] is None and damaged[0]["step"] < 2 and damaged[-1]["step"] == 6
     whole, rest = reference.lines("metrics.jsonl", "epoch")
-    assert (whole["read"], whole["trained"], whole["quarantined"], whole["packs"]) == (60, 57, 3, 23)
+    assert (whole["read"], whole["trained"], whole["quarantined"], whole["packs"]) == (
+        60,
+        57,
+        3,
+        23,
+    )
     assert not rest["complete"]
     runs = [reference]
     for cut, (layout, placement, prefetch) in enumerate(RING, start=1):
-        options = (*RUN, *SAVED, *damaged_data, "checkpoint.every_steps=1", f"data.workers={cut % 3}")
+        options = (
+            *RUN,
+            *SAVED,
+            *damaged_data,
+            "checkpoint.every_steps=1",
+            f"data.workers={cut % 3}",
+        )
         options += (*layout_of(*layout), *placement)
-        run = branch(runs[-1], f"ring-{cut}", tiny / "config.yaml", *options, cut=cut, prefetch=prefetch)
-        assert [line["step"] for line in run.lines("metrics.jsonl", "resume")] == list(range(1, cut + 1)), layout
+        run = branch(
+            runs[-1], f"ring-{cut}", tiny / "config.yaml", *options, cut=cut, prefetch=prefetch
+        )
+        assert [line["step"] for line in run.lines("metrics.jsonl", "resume")] == list(
+            range(1, cut + 1)
+        ), layout
         for name in ("samples.jsonl", "quarantine.jsonl"):
-            assert (run.folder / name).read_bytes() == (reference.folder / name).read_bytes(), layout
+            assert (run.folder / name).read_bytes() == (reference.folder / name).read_bytes(), (
+                layout
+            )
         assert run.lines("metrics.jsonl", "epoch") == [whole, rest], layout
         counts = [one.checkpoint(STEPS).state["data"]["counts"] for one in (run, reference)]
         assert counts[0] == counts[1], layout
         assert_close(tensors(run, STEPS), tensors(reference, STEPS))
         found, expected = steps(run), steps(reference)
         for key, tolerance in (("loss", 1e-5), ("grad_norm", 1e-4)):
-            np.testing.assert_allclose([s.pop(key) for s in found], [s.pop(key) for s in expected], rtol=tolerance)
+            np.testing.assert_allclose(
+                [s.pop(key) for s in found], [s.pop(key) for s in expected], rtol=tolerance
+            )
         assert found == expected, layout
         runs.append(run)
     assert steps(runs[-1]) == steps(runs[-2])
     assert_bitwise(tensors(runs[-1], STEPS), tensors(runs[-2], STEPS))
-    discarded = [line["record"] for line in runs[1].lines("discarded.jsonl") if line["file"] == "quarantine.jsonl"]
+    discarded = [
+        line["record"]
+        for line in runs[1].lines("discarded.jsonl")
+        if line["file"] == "quarantine.jsonl"
+    ]
     assert discarded == [line for line in damaged if line["step"] >= 1]
 
 
@@ -140,7 +194,12 @@ def test_what_trains_elsewhere_than_the_projector_travels_between_the_ranks(tiny
     adapters = ("model.lora.r=4", "model.lora.targets=[llm.layers.*.self_attn, vision.*]")
     options = (*RUN, "model.llm.dtype=bfloat16", f"model.trainable={trainable}", *adapters)
     reference = train(
-        tiny / "config.yaml", *options, *SAVED, f"checkpoint.every_steps={CUT}", *layout_of(4, 1), f"run.dir={tmp_path}"
+        tiny / "config.yaml",
+        *options,
+        *SAVED,
+        f"checkpoint.every_steps={CUT}",
+        *layout_of(4, 1),
+        f"run.dir={tmp_path}",
     )
     plan = json.loads((reference.folder / "plan.json").read_text())
     assert [rank["optimizer"] for rank in plan["ranks"]].count("AdamW") > 1, "else nothing travels"
@@ -149,10 +208,13 @@ def test_what_trains_elsewhere_than_the_projector_travels_between_the_ranks(tiny
     for name in ("llm.layers.6.self_attn.q_proj", "llm.layers.0.self_attn.v_proj.lora_B"):
         assert f"{name}.weight/exp_avg_sq" in trained
     assert {tensor.dtype for tensor in trained.values()} == {torch.float32}
-    run = branch(reference, "resumed", tiny / "config.yaml", *options, *SAVED, *layout_of(2, 2), cut=CUT)
+    run = branch(
+        reference, "resumed", tiny / "config.yaml", *options, *SAVED, *layout_of(2, 2), cut=CUT
+    )
     losses = ([step["loss"] for step in steps(one)] for one in (run, reference))
     np.testing.assert_allclose(*losses, rtol=1e-5)
-    # Through a bfloat16 LLM: on some processors one of its roundings goes the other way in another layout.
+    # Through a bfloat16 LLM: on some processors one of its roundings goes the other way in another
+    # layout.
     assert_close(tensors(run, STEPS), tensors(reference, STEPS), tolerance_of_largest=1e-4)
 
 
@@ -161,7 +223,9 @@ def test_metrics_tell_of_saves_of_resuming_and_of_the_end(tiny, reference, damag
     assert [line["step"] for line in saves] == list(range(1, STEPS + 1))
     for line in saves:
         assert list(line) == ["kind", "step", "bytes", "seconds"] and line["seconds"] > 0
-        entries = json.loads((reference.checkpoint(line["step"]).path / "manifest.json").read_text())["files"]
+        entries = json.loads(
+            (reference.checkpoint(line["step"]).path / "manifest.json").read_text()
+        )["files"]
         assert line["bytes"] == sum(entry["bytes"] for entry in entries.values())
     end = reference.lines("metrics.jsonl")[-1]
     assert end == {"kind": "end", "step": STEPS}
@@ -169,10 +233,19 @@ def test_metrics_tell_of_saves_of_resuming_and_of_the_end(tiny, reference, damag
     options = (*RUN, *damaged_data, deterministic, *layout_of(1, 1))
     once = branch(reference, "records", tiny / "config.yaml", *options, cut=CUT)
     assert_bitwise(tensors(once, STEPS), tensors(reference, STEPS))
-    records = [record for record in once.lines("metrics.jsonl") if record["kind"] not in ("attention", "checkpoint")]
+    records = [
+        record
+        for record in once.lines("metrics.jsonl")
+        if record["kind"] not in ("attention", "checkpoint")
+    ]
     at = [record["kind"] for record in records].index("resume")
     before, begun = records[at - 2 : at]
-    assert (before["kind"], before["step"], begun["kind"], begun["step"]) == ("train", CUT - 1, "begin", CUT)
+    assert (before["kind"], before["step"], begun["kind"], begun["step"]) == (
+        "train",
+        CUT - 1,
+        "begin",
+        CUT,
+    )
     path, changed = str(once.checkpoint(CUT).path), ["deterministic False -> True"]
     assert records[at] == {"kind": "resume", "step": CUT, "checkpoint": path, "changed": changed}
     assert records[at + 1]["kind"] == "train" and records[at + 1]["step"] == CUT
@@ -185,7 +258,8 @@ def poison(tiny, folder, make_tiny):
     file = folder / "llm" / "model.safetensors"
     weights = load_file(file)
     number = load_tokenizer(str(folder / "llm")).convert_tokens_to_ids("#")
-    weights["model.embed_tokens.weight"][number, 0] = 3e38  # finite; Gemma multiplies embeddings by sqrt(width)
+    # finite; Gemma multiplies embeddings by sqrt(width)
+    weights["model.embed_tokens.weight"][number, 0] = 3e38
     save_file(weights, file, metadata={"format": "pt"})
     make_tiny.make_tiny_shards(folder / "shards", samples=60, shards=2)
     turns = [{"from": "human", "value": "?"}, {"from": "gpt", "value": "# and so on"}]
@@ -197,9 +271,14 @@ def poison(tiny, folder, make_tiny):
 def test_bad_steps_are_counted_over_a_resume(tiny, tmp_path, make_tiny):
     options = (*RUN, *poison(tiny, tmp_path, make_tiny))
     reference = train(
-        tiny / "config.yaml", *options, *SAVED, "checkpoint.every_steps=1", f"train.max_bad_steps={STEPS}",
-        *layout_of(2, 1), f"run.dir={tmp_path}",
-    )  # fmt: skip
+        tiny / "config.yaml",
+        *options,
+        *SAVED,
+        "checkpoint.every_steps=1",
+        f"train.max_bad_steps={STEPS}",
+        *layout_of(2, 1),
+        f"run.dir={tmp_path}",
+    )
     bad = [line["step"] for line in reference.lines("bad_steps.jsonl")]
     assert 2 < len(bad) < STEPS - 1 and reference.checkpoint(STEPS).state["bad_steps"] == len(bad)
     cut = bad[0] + 1
@@ -207,9 +286,14 @@ def test_bad_steps_are_counted_over_a_resume(tiny, tmp_path, make_tiny):
     enough = (*options, f"train.max_bad_steps={len(bad)}", *layout_of(1, 1))
     run = branch(reference, "enough", tiny / "config.yaml", *enough, cut=cut)
     assert steps(run) == steps(reference)
-    written, expected = ([line | {"ranks": []} for line in one.lines("bad_steps.jsonl")] for one in (run, reference))
+    written, expected = (
+        [line | {"ranks": []} for line in one.lines("bad_steps.jsonl")] for one in (run, reference)
+    )
     assert written == expected, "but for the rank that held the value"
     assert run.checkpoint(STEPS).state["bad_steps"] == len(bad)
     too_few = (*options, f"train.max_bad_steps={len(bad) - 1}", *layout_of(1, 1))
-    with pytest.raises(AssertionError, match=f"bad step {len(bad)} of the run, and train.max_bad_steps={len(bad) - 1}"):
+    with pytest.raises(
+        AssertionError,
+        match=f"bad step {len(bad)} of the run, and train.max_bad_steps={len(bad) - 1}",
+    ):
         branch(reference, "too_few", tiny / "config.yaml", *too_few, cut=cut)

@@ -14,7 +14,9 @@ from mmtrain.plan.planner import make_plan
 
 
 def prepare(tiny: Path, runs: Path, *overrides: str, resume: str = "auto") -> Path:
-    """What the launcher does before ranks start, for a run without checkpoints; the run's folder."""
+    """What the launcher does before ranks start, for a run without checkpoints; the run's
+    folder.
+    """
     config = load_config(tiny / "config.yaml", [f"run.dir={runs}", *overrides])
     assert find_start(config, resume) is None
     prepare_folder(config, make_plan(config), goes_on=False)
@@ -27,7 +29,8 @@ def test_a_new_folder_holds_the_whole_config_and_the_plan(tiny, tmp_path):
     assert load_config(folder / "config.yaml") == load_config(
         tiny / "config.yaml", [f"run.dir={tmp_path}", "optimizer.lr=0.25"]
     )
-    assert yaml.safe_load((folder / "config.yaml").read_text())["optimizer"]["weight_decay"] == 0.0  # a default
+    # a default
+    assert yaml.safe_load((folder / "config.yaml").read_text())["optimizer"]["weight_decay"] == 0.0
 
 
 @pytest.mark.parametrize(
@@ -35,8 +38,18 @@ def test_a_new_folder_holds_the_whole_config_and_the_plan(tiny, tmp_path):
     [
         ([], NEVER, [], r"metrics\.jsonl.*run\.overwrite=true"),
         ([], "alwys", [], "alwys: no such folder"),
-        (["run.overwrite=true"], "somewhere", [], r"would delete .*Leave it out to use --resume somewhere"),
-        ([], "auto", ["optimizer", "optimiser.lr"], r"optimiser\.lr: not a key .*the nearest is optimizer\.lr"),
+        (
+            ["run.overwrite=true"],
+            "somewhere",
+            [],
+            r"would delete .*Leave it out to use --resume somewhere",
+        ),
+        (
+            [],
+            "auto",
+            ["optimizer", "optimiser.lr"],
+            r"optimiser\.lr: not a key .*the nearest is optimizer\.lr",
+        ),
     ],
 )
 def test_options_that_cannot_be_followed_are_refused_and_the_run_is_kept(
@@ -45,11 +58,15 @@ def test_options_that_cannot_be_followed_are_refused_and_the_run_is_kept(
     folder = prepare(tiny, tmp_path, resume=NEVER)
     (folder / "metrics.jsonl").write_text("{}\n")
     with pytest.raises(UserError, match=error):
-        find_start(load_config(tiny / "config.yaml", [f"run.dir={tmp_path}", *overrides]), resume, allowed)
+        find_start(
+            load_config(tiny / "config.yaml", [f"run.dir={tmp_path}", *overrides]), resume, allowed
+        )
     assert (folder / "metrics.jsonl").read_text() == "{}\n"
 
 
-def test_a_run_that_was_killed_before_its_first_checkpoint_begins_again_and_its_records_are_kept_aside(tiny, tmp_path):
+def test_a_run_that_was_killed_before_its_first_checkpoint_begins_again_and_its_records_are_kept_aside(
+    tiny, tmp_path
+):
     folder = prepare(tiny, tmp_path)
     for name in ("metrics.jsonl", "samples.jsonl", "quarantine.jsonl"):
         (folder / name).write_text('{"step": 0}\n{"step": 1}\n{"step"')
@@ -80,7 +97,9 @@ def test_overwrite_deletes_an_earlier_run(tiny, tmp_path):
 def test_a_folder_that_holds_a_file_of_somebody_else_stays(tiny, tmp_path, name, overrides):
     (tmp_path / "tiny").mkdir()
     (tmp_path / "tiny" / name).write_text("years of work")
-    with pytest.raises(UserError, match=rf"holds {name}, but no .*plan\.json: it is not a run's folder"):
+    with pytest.raises(
+        UserError, match=rf"holds {name}, but no .*plan\.json: it is not a run's folder"
+    ):
         prepare(tiny, tmp_path, *overrides)
     assert (tmp_path / "tiny" / name).read_text() == "years of work"
 
@@ -89,7 +108,12 @@ def test_what_a_start_that_failed_at_once_left_is_replaced(tiny, tmp_path):
     folder = prepare(tiny, tmp_path)
     for file in folder.iterdir():
         file.unlink()
-    for name in ("log.txt", "log-node1.txt", ".config.yaml.0123abcd.tmp", ".plan.json.0123abcd.tmp"):
+    for name in (
+        "log.txt",
+        "log-node1.txt",
+        ".config.yaml.0123abcd.tmp",
+        ".plan.json.0123abcd.tmp",
+    ):
         (folder / name).write_text("from the failed start")
     prepare(tiny, tmp_path)
     assert sorted(path.name for path in folder.iterdir()) == ["config.yaml", "plan.json"]
@@ -111,4 +135,7 @@ def test_a_folder_is_claimed_by_one_run_at_a_time_and_a_refused_start_leaves_not
 
 def test_a_home_folder_is_meant_by_a_tilde(tiny, monkeypatch, tmp_path):
     monkeypatch.setenv("HOME", str(tmp_path))
-    assert run_folder(load_config(tiny / "config.yaml", ["run.dir=~/runs"])) == tmp_path / "runs" / "tiny"
+    assert (
+        run_folder(load_config(tiny / "config.yaml", ["run.dir=~/runs"]))
+        == tmp_path / "runs" / "tiny"
+    )

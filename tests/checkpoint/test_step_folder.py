@@ -66,7 +66,9 @@ def run(tmp_path) -> Path:
 
 
 def assert_found_out(run: Path, file: str) -> None:
-    """`newest` and `find` fall back to step 3 and say which file of step 6 is damaged; `find` refuses step 6."""
+    """`newest` and `find` fall back to step 3 and say which file of step 6 is damaged; `find`
+    refuses step 6.
+    """
     bad = step_path(run, 6)
     found, damaged = newest(run)
     assert found is not None and found.step == 3
@@ -83,7 +85,11 @@ def test_what_was_written_is_found_again(run):
     assert newest(run) == (StepFolder(step_path(run, 6)), {})
     for given in (run, step_path(run, 6)):
         found = find(given)
-        assert (found.step, found.path, found.tensors_file.read_bytes()) == (6, step_path(run, 6), tensor_bytes(6))
+        assert (found.step, found.path, found.tensors_file.read_bytes()) == (
+            6,
+            step_path(run, 6),
+            tensor_bytes(6),
+        )
 
 
 @pytest.mark.parametrize("name", FILES)
@@ -116,7 +122,9 @@ DAMAGES = {
     "a pipe": replaced(os.mkfifo),
     "a device": replaced(lambda file: file.symlink_to("/dev/zero")),
     "JSON of another kind": lambda file: file.write_bytes(b"[]"),
-    "of another checkpoint": lambda file: shutil.copy(file.parent.with_name("step-00000003") / file.name, file),
+    "of another checkpoint": lambda file: shutil.copy(
+        file.parent.with_name("step-00000003") / file.name, file
+    ),
 }
 
 
@@ -126,11 +134,14 @@ DAMAGES = {
 def test_a_damaged_file_is_found_and_named(run, name, damage):
     damage(step_path(run, 6) / name)
     # a manifest of another checkpoint accuses the first file that is not that one's
-    accused = "is damaged: " if damage is DAMAGES["of another checkpoint"] and name == MANIFEST else name
+    accused = (
+        "is damaged: " if damage is DAMAGES["of another checkpoint"] and name == MANIFEST else name
+    )
     assert_found_out(run, accused)
 
 
-CRAFTED = {  # by somebody who can make the manifest's checksum right: what is wrong, and what is accused
+# by somebody who can make the manifest's checksum right: what is wrong, and what is accused
+CRAFTED = {
     "a state that is no JSON": ({STATE: b"[" * 200_000}, f"{STATE} is damaged"),
     "a step that is text": (
         {STATE: json.dumps(state_of(6) | {"step": "6"}).encode()},
@@ -138,7 +149,10 @@ CRAFTED = {  # by somebody who can make the manifest's checksum right: what is w
     ),
     "an entry that is a number": ({TENSORS: 7}, TENSORS),
     "a later format": ({"format": 2}, f"{MANIFEST} has version 2; this mmtrain reads 1"),
-    "a file that is not there": ({"other": {"bytes": 0, "sha256": hashlib.sha256(b"").hexdigest()}}, "other"),
+    "a file that is not there": (
+        {"other": {"bytes": 0, "sha256": hashlib.sha256(b"").hexdigest()}},
+        "other",
+    ),
 }
 
 
@@ -166,7 +180,9 @@ def test_a_renamed_folder_does_not_pass_for_another_step(run):
         find(step_path(run, 9))
 
 
-@pytest.mark.parametrize("name", ["step-00000009.tmp", "step-00000006.discarded", "step-9", "stop-00000009", "best"])
+@pytest.mark.parametrize(
+    "name", ["step-00000009.tmp", "step-00000006.discarded", "step-9", "stop-00000009", "best"]
+)
 def test_folders_that_are_not_checkpoints_by_their_name_are_not_taken(run, name):
     shutil.copytree(step_path(run, 6), run / "checkpoints" / name)
     shutil.rmtree(step_path(run, 6))
@@ -196,15 +212,23 @@ def test_an_existing_checkpoint_is_never_written_into(run):
     before = (step_path(run, 6) / MANIFEST).read_bytes()
     with pytest.raises(FileExistsError, match="never written into an existing folder"):
         save(run, 6)
-    assert (step_path(run, 6) / MANIFEST).read_bytes() == before and why_damaged(step_path(run, 6)) is None
+    assert (step_path(run, 6) / MANIFEST).read_bytes() == before and why_damaged(
+        step_path(run, 6)
+    ) is None
 
 
 def test_a_save_that_fails_leaves_nothing_and_the_ones_before_whole(run):
-    with pytest.raises(OSError, match="No space left"), new_step_folder(step_path(run, 9)) as folder:
+    with (
+        pytest.raises(OSError, match="No space left"),
+        new_step_folder(step_path(run, 9)) as folder,
+    ):
         (folder / TENSORS).write_text("whole")
         (folder / OPTIMIZER).write_bytes(b"half")
         raise OSError(28, "No space left on device", str(folder / OPTIMIZER))
-    assert sorted(path.name for path in (run / "checkpoints").iterdir()) == ["step-00000003", "step-00000006"]
+    assert sorted(path.name for path in (run / "checkpoints").iterdir()) == [
+        "step-00000003",
+        "step-00000006",
+    ]
     assert newest(run) == (StepFolder(step_path(run, 6)), {})
 
 
@@ -265,14 +289,19 @@ def save_and_keep_one(run: Path) -> None:
                 remove(older)
 
 
-def test_readers_of_a_run_that_is_saving_get_a_whole_checkpoint_which_stays_until_they_have_done(run):
-    saving = multiprocessing.get_context("fork").Process(target=save_and_keep_one, args=(run,), daemon=True)
+def test_readers_of_a_run_that_is_saving_get_a_whole_checkpoint_which_stays_until_they_have_done(
+    run,
+):
+    saving = multiprocessing.get_context("fork").Process(
+        target=save_and_keep_one, args=(run,), daemon=True
+    )
     saving.start()
     try:
         steps = set()
         while len(steps) < 20:
             found = find(run)
-            while step_of(step_folders(run)[0]) < found.step + 2:  # until the run has saved, deleted, and saved again
+            # until the run has saved, deleted, and saved again
+            while step_of(step_folders(run)[0]) < found.step + 2:
                 time.sleep(0.001)
             assert why_damaged(found.path) is None
             assert found.tensors_file.read_bytes() == tensor_bytes(found.step)
@@ -287,7 +316,8 @@ def test_what_a_reader_has_held_is_deleted_after_it(run):
     with pytest.raises(BlockingIOError, match="another process uses it"):
         remove(found.path)
     assert why_damaged(found.path) is None
-    elsewhere = pickle.loads(pickle.dumps(found))  # as ranks get it: they rely on the launcher, which holds it
+    # as ranks get it: they rely on the launcher, which holds it
+    elsewhere = pickle.loads(pickle.dumps(found))
     assert elsewhere == found
     del found
     remove(elsewhere.path)
@@ -295,10 +325,14 @@ def test_what_a_reader_has_held_is_deleted_after_it(run):
 
 
 def test_the_configuration_of_the_run_comes_back(tiny, tmp_path):
-    config = load_config(tiny / "config.yaml", ["optimizer.lr=0.25", "train.epochs=2", "parallel.boundaries=[1,2,3]"])
+    config = load_config(
+        tiny / "config.yaml", ["optimizer.lr=0.25", "train.epochs=2", "parallel.boundaries=[1,2,3]"]
+    )
     content = config.model_dump(mode="json")
     assert find(save(tmp_path, 1, config=content)).config == config
     content["optimizer"]["momentum"] = 0.9
     unknown = find(save(tmp_path, 2, config=content))
-    with pytest.raises(UserError, match=r"state\.json: a configuration that this version .*\n.*optimizer\.momentum"):
+    with pytest.raises(
+        UserError, match=r"state\.json: a configuration that this version .*\n.*optimizer\.momentum"
+    ):
         _ = unknown.config

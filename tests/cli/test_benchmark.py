@@ -35,23 +35,40 @@ DEMO = [
 
 
 @pytest.mark.parametrize("template", ["plain", "llava_v1"])
-def test_each_held_out_answer_is_asked_for_given_the_true_turns_and_images_before_it(tiny, tmp_path, template):
+def test_each_held_out_answer_is_asked_for_given_the_true_turns_and_images_before_it(
+    tiny, tmp_path, template
+):
     config = config_of(
-        tiny, "eval.fraction=0.3", "eval.shards=null", f"data.template={template}", "data.pack_length=512"
+        tiny,
+        "eval.fraction=0.3",
+        "eval.shards=null",
+        f"data.template={template}",
+        "data.pack_length=512",
     )
     longest = write_questions(config, tmp_path)
     asked = [json.loads(line) for line in (tmp_path / QUESTIONS).read_text().splitlines()]
     documents = HeldOut(PackedBatches(config, 0, 1)).documents
-    answers = [text for document in documents for speaker, text in document.sample.turns if speaker == "gpt"]
+    answers = [
+        text
+        for document in documents
+        for speaker, text in document.sample.turns
+        if speaker == "gpt"
+    ]
     assert [question["answer"] for question in asked] == answers and len(asked) > 5
-    assert longest == max(sum(label != IGNORE for label in document.labels) for document in documents)
+    assert longest == max(
+        sum(label != IGNORE for label in document.labels) for document in documents
+    )
     for question in asked:
         text = "".join(message["content"] for message in question["messages"])
         assert question["messages"][-1]["role"] == "user"
         assert text.count("<image>") == len(question["images"])
         assert template != "plain" or not text.replace("<image>", "")
-    images = {name: (tmp_path / name).read_bytes() for question in asked for name in question["images"]}
-    assert sorted(images.values()) == sorted(image for document in documents for image in document.sample.images)
+    images = {
+        name: (tmp_path / name).read_bytes() for question in asked for name in question["images"]
+    }
+    assert sorted(images.values()) == sorted(
+        image for document in documents for image in document.sample.images
+    )
 
 
 def test_a_run_without_held_out_samples_is_not_scored_on_its_training_data(tiny, tmp_path, capsys):
@@ -62,7 +79,8 @@ def test_a_run_without_held_out_samples_is_not_scored_on_its_training_data(tiny,
 
 def test_a_run_on_text_alone_is_told_the_harness_for_llms(tiny, tmp_path, capsys):
     make_checkpoint(
-        tmp_path / "run", config_of(tiny, "model.vision=null", "data.template=chat", "model.trainable=[llm.head]")
+        tmp_path / "run",
+        config_of(tiny, "model.vision=null", "data.template=chat", "model.trainable=[llm.head]"),
     )
     assert main(["benchmark", str(tmp_path / "run")]) == 2
     assert "run lm_eval --model hf" in capsys.readouterr().err
@@ -88,7 +106,9 @@ def write_wheel(folder: Path) -> None:
     with zipfile.ZipFile(folder / f"lmms_eval-{VERSION}-py3-none-any.whl", "w") as wheel:
         for name, content in files.items():
             wheel.writestr(name, content)
-        wheel.writestr(f"{about}/RECORD", "".join(f"{name},,\n" for name in [*files, f"{about}/RECORD"]))
+        wheel.writestr(
+            f"{about}/RECORD", "".join(f"{name},,\n" for name in [*files, f"{about}/RECORD"])
+        )
 
 
 @pytest.fixture
@@ -117,7 +137,9 @@ def test_the_environment_is_made_by_pip_and_not_by_a_file_of_that_name(false_fol
 
 
 @pytest.mark.nightly
-def test_a_pip_that_installs_elsewhere_is_refused_and_asked_again(false_folder, tmp_path, monkeypatch):
+def test_a_pip_that_installs_elsewhere_is_refused_and_asked_again(
+    false_folder, tmp_path, monkeypatch
+):
     monkeypatch.setenv("PIP_TARGET", str(tmp_path / "elsewhere"))
     for _ in range(2):
         with running(["-P", "-c", MAKE], false_folder) as process:
@@ -148,7 +170,9 @@ def test_the_held_out_task_gets_the_runs_own_score(tmp_path):
     """Installs lmms-eval, 0.5 GB."""
     env = {**os.environ, "XDG_CACHE_HOME": str(tmp_path / "cache")}
     for arguments in (DEMO, ["benchmark", "runs/demo", "--batch-size", "7"]):
-        subprocess.run([sys.executable, "-m", "mmtrain", *arguments], env=env, cwd=tmp_path, check=True)
+        subprocess.run(
+            [sys.executable, "-m", "mmtrain", *arguments], env=env, cwd=tmp_path, check=True
+        )
     folder = tmp_path / "runs" / "demo"
     scores = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     own = [score for score in scores if score["kind"] == "eval"][-1]

@@ -1,4 +1,6 @@
-"""mmtrain chat: what it says is what stock transformers generates from the exported model, and it says no more."""
+"""mmtrain chat: what it says is what stock transformers generates from the exported model, and it
+says no more.
+"""
 
 from __future__ import annotations
 
@@ -32,11 +34,15 @@ QUESTION = "Which digit is at the top left, and in which colour?"
 
 @pytest.fixture(scope="module")
 def work(tmp_path_factory) -> Path:
-    """A cache of its own, one.png, two.png, chat/ and plain/: runs of the demo's models with an untrained projector."""
+    """A cache of its own, one.png, two.png, chat/ and plain/: runs of the demo's models with an
+    untrained projector.
+    """
     folder = tmp_path_factory.mktemp("chat")
     draw = numpy.random.default_rng(0)
     for name in ("one", "two"):
-        Image.fromarray(draw.integers(0, 256, (64, 64, 3), dtype=numpy.uint8)).save(folder / f"{name}.png")
+        Image.fromarray(draw.integers(0, 256, (64, 64, 3), dtype=numpy.uint8)).save(
+            folder / f"{name}.png"
+        )
     for template in ("chat", "plain"):
         make_checkpoint(folder / template, load_config(CONFIG, [f"data.template={template}"]))
     return folder
@@ -66,7 +72,10 @@ def stock_answer(folder: Path, messages: list[dict], images: list[Path], limit: 
 
 
 def user(text: str, images: int = 1) -> dict:
-    return {"role": "user", "content": [*[{"type": "image"}] * images, {"type": "text", "text": text}]}
+    return {
+        "role": "user",
+        "content": [*[{"type": "image"}] * images, {"type": "text", "text": text}],
+    }
 
 
 def assistant(text: str) -> dict:
@@ -97,9 +106,14 @@ def test_a_run_is_exported_once_and_answers_as_its_exported_folder_does(work, ca
 
 def test_another_checkpoint_of_the_same_run_is_another_model(work):
     steps = ((step, load_config(CONFIG, [f"run.seed={step}"])) for step in (20, 21))
-    folders = [stock_folder(str(make_checkpoint(work / "two-steps", c, step=step).path)) for step, c in steps]
+    folders = [
+        stock_folder(str(make_checkpoint(work / "two-steps", c, step=step).path))
+        for step, c in steps
+    ]
     one, other = (load_file(folder / "model.safetensors") for folder in folders)
-    assert not torch.equal(*(tensors["multi_modal_projector.linear_1.weight"] for tensors in (one, other)))
+    assert not torch.equal(
+        *(tensors["multi_modal_projector.linear_1.weight"] for tensors in (one, other))
+    )
 
 
 def test_two_pictures_and_a_system_turn_reach_the_model(work, llava, capsys):
@@ -121,8 +135,15 @@ def test_a_later_question_sees_the_earlier_ones_and_their_answers(work, llava, c
     for question in (QUESTION, "What do you see at the bottom right?"):
         conversation.ask(question)
     first = stock_answer(llava, [user(QUESTION)], [work / "one.png"], 12)
-    history = [user(QUESTION), assistant(first), user("What do you see at the bottom right?", images=0)]
-    assert capsys.readouterr().out == f"{first}\n{stock_answer(llava, history, [work / 'one.png'], 12)}\n"
+    history = [
+        user(QUESTION),
+        assistant(first),
+        user("What do you see at the bottom right?", images=0),
+    ]
+    assert (
+        capsys.readouterr().out
+        == f"{first}\n{stock_answer(llava, history, [work / 'one.png'], 12)}\n"
+    )
 
 
 def test_without_a_prompt_and_a_terminal_one_question_is_asked(work, llava, capsys):
@@ -140,14 +161,21 @@ def test_words_appear_while_the_model_still_generates(work, llava, monkeypatch):
 
     model.register_forward_hook(count)
     printed_after = []
-    monkeypatch.setattr("builtins.print", lambda text="", **_: printed_after.append(forwards) if text.strip() else None)
-    Conversation(model, processor, [read_image(work / "one.png")], None, 12, print_words).ask(QUESTION)
+    monkeypatch.setattr(
+        "builtins.print",
+        lambda text="", **_: printed_after.append(forwards) if text.strip() else None,
+    )
+    Conversation(model, processor, [read_image(work / "one.png")], None, 12, print_words).ask(
+        QUESTION
+    )
     assert forwards > 3
     assert printed_after[0] < forwards
     assert len(set(printed_after)) > 2
 
 
-def test_a_model_that_was_trained_on_captions_captions_and_says_that_it_cannot_be_asked(work, capsys):
+def test_a_model_that_was_trained_on_captions_captions_and_says_that_it_cannot_be_asked(
+    work, capsys
+):
     folder = stock_folder(str(work / "plain"))
     expected = stock_answer(folder, [user("", images=1)], [work / "one.png"], 12)
     for more in ([], ["--prompt", QUESTION]):
@@ -181,7 +209,9 @@ def test_on_a_terminal_question_follows_question_until_an_empty_line(work, llava
     command = [*chat, llava, "--image", work / "one.png", "--max-new-tokens=12"]
     ours, theirs = pty.openpty()
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "TERM": "dumb"}
-    process = subprocess.Popen(list(map(str, command)), stdin=theirs, stdout=theirs, stderr=theirs, env=environment)
+    process = subprocess.Popen(
+        list(map(str, command)), stdin=theirs, stdout=theirs, stderr=theirs, env=environment
+    )
     os.close(theirs)
     os.write(ours, f"{QUESTION}\nWhere?\n\n".encode())  # the terminal keeps what is typed ahead
     seen = b""
@@ -193,7 +223,9 @@ def test_on_a_terminal_question_follows_question_until_an_empty_line(work, llava
     os.close(ours)
     assert process.wait(timeout=60) == 0
     first = stock_answer(llava, [user(QUESTION)], [work / "one.png"], 12)
-    second = stock_answer(llava, [user(QUESTION), assistant(first), user("Where?", images=0)], [work / "one.png"], 12)
+    second = stock_answer(
+        llava, [user(QUESTION), assistant(first), user("Where?", images=0)], [work / "one.png"], 12
+    )
     lines = seen.decode().splitlines()
     assert any(line.endswith(first) for line in lines)
     assert any(line.endswith(second) for line in lines)
@@ -214,12 +246,18 @@ def refused(capsys, model: Path | str, image: Path, *more: str) -> str:
 
 def test_wrong_input_is_named(work, llava, tiny, capsys):
     picture = work / "one.png"
-    assert "no such folder, and no hub id in the local cache" in refused(capsys, work / "none", picture)
-    assert "has no chat template, so prompts cannot be written" in refused(capsys, tiny / "llm", picture)
+    assert "no such folder, and no hub id in the local cache" in refused(
+        capsys, work / "none", picture
+    )
+    assert "has no chat template, so prompts cannot be written" in refused(
+        capsys, tiny / "llm", picture
+    )
     assert "has no config.json. Name a run" in refused(capsys, tiny / "shards", picture)
     assert "No such file" in refused(capsys, llava, work / "none.png")
     assert "in none of the formats JPEG, PNG" in refused(capsys, llava, CONFIG)
-    assert "the pictures already come before it" in refused(capsys, llava, picture, "--prompt", "<image> what?")
+    assert "the pictures already come before it" in refused(
+        capsys, llava, picture, "--prompt", "<image> what?"
+    )
     assert "the model takes 2,048" in refused(capsys, llava, picture, "--max-new-tokens", "2048")
 
 
@@ -229,10 +267,14 @@ def test_a_run_that_has_no_place_in_a_llava_folder_is_refused_with_the_reason(wo
     said = refused(capsys, work / "linear", work / "one.png")
     assert "cannot be exported, so it cannot be asked: " in said
     assert "linear" in said
-    assert not any("unfinished" in path.name for path in (work / "cache" / "mmtrain" / "chat").iterdir())
+    assert not any(
+        "unfinished" in path.name for path in (work / "cache" / "mmtrain" / "chat").iterdir()
+    )
 
 
-def test_a_folder_with_a_tensor_missing_is_refused_and_not_filled_at_random(work, llava, tmp_path, capsys):
+def test_a_folder_with_a_tensor_missing_is_refused_and_not_filled_at_random(
+    work, llava, tmp_path, capsys
+):
     shutil.copytree(llava, tmp_path / "llava")
     tensors = load_file(tmp_path / "llava" / "model.safetensors")
     del tensors["multi_modal_projector.linear_2.weight"]
@@ -263,8 +305,14 @@ def edit(file: Path, *places: str, **changes: object) -> None:
 @pytest.mark.parametrize(
     ("file", "changes"),
     [
-        ("processor_config.json", {"processor_class": "FooProcessor", "auto_map": {"AutoProcessor": "ev.P"}}),
-        ("tokenizer_config.json", {"tokenizer_class": "FooTokenizer", "auto_map": {"AutoTokenizer": ["ev.P", "ev.P"]}}),
+        (
+            "processor_config.json",
+            {"processor_class": "FooProcessor", "auto_map": {"AutoProcessor": "ev.P"}},
+        ),
+        (
+            "tokenizer_config.json",
+            {"tokenizer_class": "FooTokenizer", "auto_map": {"AutoTokenizer": ["ev.P", "ev.P"]}},
+        ),
         ("config.json", {"auto_map": {"AutoConfig": "ev.P", "AutoProcessor": "ev.P"}}),
     ],
 )
@@ -272,7 +320,8 @@ def test_python_in_the_folder_is_not_run_whatever_stands_on_standard_input(
     work, llava, tmp_path, monkeypatch, file, changes
 ):
     shutil.copytree(llava, tmp_path / "llava")
-    # Without the processor's class AutoProcessor would take it from config.json, and ask for each of its parts.
+    # Without the processor's class AutoProcessor would take it from config.json, and ask for each
+    # of its parts.
     edit(tmp_path / "llava" / "processor_config.json", processor_class=None)
     edit(tmp_path / "llava" / "tokenizer_config.json", processor_class=None)
     edit(tmp_path / "llava" / file, **changes)
@@ -285,33 +334,88 @@ def test_python_in_the_folder_is_not_run_whatever_stands_on_standard_input(
 def test_a_kernel_that_the_folder_names_is_not_downloaded(work, llava, tmp_path, capsys):
     shutil.copytree(llava, tmp_path / "llava")
     for places in ([], ["text_config"], ["vision_config"]):
-        edit(tmp_path / "llava" / "config.json", *places, _attn_implementation="kernels-community/flash-attn")
+        edit(
+            tmp_path / "llava" / "config.json",
+            *places,
+            _attn_implementation="kernels-community/flash-attn",
+        )
     asked = [work / "one.png", "--prompt", QUESTION]
     assert say(capsys, tmp_path / "llava", *asked) == say(capsys, llava, *asked)
 
 
 IN_8_BITS = {"quant_method": "bitsandbytes", "load_in_8bit": True}
-TIMM_FROM_THE_HUB = {"model_type": "timm_backbone", "backbone": "hf-hub:evil/x", "use_pretrained_backbone": True}
+TIMM_FROM_THE_HUB = {
+    "model_type": "timm_backbone",
+    "backbone": "hf-hub:evil/x",
+    "use_pretrained_backbone": True,
+}
 
 
 @pytest.mark.parametrize(
     ("file", "places", "changes", "said"),
     [
-        ("config.json", ["text_config"], {"hidden_size": "64"}, "hidden_size '64', which no model has"),
-        ("config.json", ["text_config"], {"num_hidden_layers": 900}, "says num_hidden_layers 900, but there are"),
-        ("config.json", ["vision_config"], {"image_size": 100_000}, "image_size 100000, which no model has"),
-        ("config.json", ["vision_config"], TIMM_FROM_THE_HUB, "model_type 'timm_backbone'; LlavaForConditionalGen"),
-        ("config.json", ["text_config"], {"model_type": "gemma3n"}, "model_type 'gemma3n', which is not an LLM"),
-        ("config.json", [], {"vision_config": [1]}, "says vision_config [1], which no model has; needed is an object"),
+        (
+            "config.json",
+            ["text_config"],
+            {"hidden_size": "64"},
+            "hidden_size '64', which no model has",
+        ),
+        (
+            "config.json",
+            ["text_config"],
+            {"num_hidden_layers": 900},
+            "says num_hidden_layers 900, but there are",
+        ),
+        (
+            "config.json",
+            ["vision_config"],
+            {"image_size": 100_000},
+            "image_size 100000, which no model has",
+        ),
+        (
+            "config.json",
+            ["vision_config"],
+            TIMM_FROM_THE_HUB,
+            "model_type 'timm_backbone'; LlavaForConditionalGen",
+        ),
+        (
+            "config.json",
+            ["text_config"],
+            {"model_type": "gemma3n"},
+            "model_type 'gemma3n', which is not an LLM",
+        ),
+        (
+            "config.json",
+            [],
+            {"vision_config": [1]},
+            "says vision_config [1], which no model has; needed is an object",
+        ),
         ("config.json", [], {"quantization_config": IN_8_BITS}, "cannot be used ("),
-        ("config.json", ["text_config"], {"rope_parameters": {"rope_type": "\x1b[31m"}}, "cannot be used ("),
+        (
+            "config.json",
+            ["text_config"],
+            {"rope_parameters": {"rope_type": "\x1b[31m"}},
+            "cannot be used (",
+        ),
         ("config.json", [], {"vision_feature_layer": 999}, "cannot be used ("),
-        ("config.json", [], {"image_token_index": 10**9}, "of the tokenizer, but config.json says 1000000000"),
+        (
+            "config.json",
+            [],
+            {"image_token_index": 10**9},
+            "of the tokenizer, but config.json says 1000000000",
+        ),
         ("generation_config.json", [], {"eos_token_id": "abc"}, "says eos_token_id 'abc', which"),
-        ("processor_config.json", ["image_processor"], {"size": {"height": 30_000, "width": 9}}, "from 1 to 4,096"),
+        (
+            "processor_config.json",
+            ["image_processor"],
+            {"size": {"height": 30_000, "width": 9}},
+            "from 1 to 4,096",
+        ),
     ],
 )
-def test_a_folder_that_no_model_can_have_is_one_line(work, llava, tmp_path, capsys, file, places, changes, said):
+def test_a_folder_that_no_model_can_have_is_one_line(
+    work, llava, tmp_path, capsys, file, places, changes, said
+):
     shutil.copytree(llava, tmp_path / "llava")
     edit(tmp_path / "llava" / file, *places, **changes)
     shown = refused(capsys, tmp_path / "llava", work / "one.png", "--prompt", "What?")
@@ -325,7 +429,9 @@ def test_a_file_of_nested_brackets_is_one_line(work, llava, tmp_path, capsys):
         assert f"{folder / name}: not valid JSON" in refused(capsys, folder, work / "one.png")
 
 
-def test_what_generation_config_says_beside_the_end_marks_is_left_alone(work, llava, tmp_path, capsys):
+def test_what_generation_config_says_beside_the_end_marks_is_left_alone(
+    work, llava, tmp_path, capsys
+):
     folder = shutil.copytree(llava, tmp_path / "llava")
     edit(folder / "generation_config.json", penalty_alpha=0.6, top_k=4, num_beams=1000)
     asked = [work / "one.png", "--prompt", QUESTION]
@@ -335,7 +441,11 @@ def test_what_generation_config_says_beside_the_end_marks_is_left_alone(work, ll
 def test_a_template_without_system_turns_says_what_to_leave_out(work, llava, tmp_path, capsys):
     shutil.copytree(llava, tmp_path / "llava")
     template = (tmp_path / "llava" / "chat_template.jinja").read_text()
-    refusal = "{%- if messages[0].role == 'system' %}{{ raise_exception('no system turns') }}{%- endif %}"
+    refusal = (
+        "{%- if messages[0].role == 'system' %}{{ raise_exception('no system turns') }}{%- endif %}"
+    )
     (tmp_path / "llava" / "chat_template.jinja").write_text(refusal + template)
-    said = refused(capsys, tmp_path / "llava", work / "one.png", "--system", "Be brief.", "--prompt", "What?")
+    said = refused(
+        capsys, tmp_path / "llava", work / "one.png", "--system", "Be brief.", "--prompt", "What?"
+    )
     assert "no system turns" in said and "leave out the system turn (--system)" in said

@@ -1,4 +1,6 @@
-"""mmtrain convert: pickled checkpoints and GGUF files become safetensors, or are refused untouched."""
+"""mmtrain convert: pickled checkpoints and GGUF files become safetensors, or are refused
+untouched.
+"""
 
 import json
 from pathlib import Path
@@ -14,7 +16,9 @@ from mmtrain.model.llm.language import load_decoder_layers
 from mmtrain.model.llm.tiny import tiny_model
 
 
-def save_pickled(folder: Path, shards: int, *, legacy: bool = False, **options) -> dict[str, torch.Tensor]:
+def save_pickled(
+    folder: Path, shards: int, *, legacy: bool = False, **options
+) -> dict[str, torch.Tensor]:
     """A checkpoint as they were published before safetensors; returns its tensors."""
     model = tiny_model(LlamaConfig(num_hidden_layers=4, **options), seed=0)
     model.config.save_pretrained(folder)
@@ -23,17 +27,25 @@ def save_pickled(folder: Path, shards: int, *, legacy: bool = False, **options) 
     names = list(tensors)
     weight_map = {}
     for i in range(shards):
-        file = "pytorch_model.bin" if shards == 1 else f"pytorch_model-{i + 1:05d}-of-{shards:05d}.bin"
+        file = (
+            "pytorch_model.bin" if shards == 1 else f"pytorch_model-{i + 1:05d}-of-{shards:05d}.bin"
+        )
         part = {name: tensors[name] for name in names[i::shards]}
         torch.save(part, folder / file, _use_new_zipfile_serialization=not legacy)
         weight_map |= dict.fromkeys(part, file)
     if shards > 1:
-        (folder / "pytorch_model.bin.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+        (folder / "pytorch_model.bin.index.json").write_text(
+            json.dumps({"metadata": {}, "weight_map": weight_map})
+        )
     return {name: tensor.clone() for name, tensor in tensors.items()}
 
 
 def stored(folder: Path) -> dict[str, torch.Tensor]:
-    return {name: t for file in sorted(folder.glob("*.safetensors")) for name, t in load_file(file).items()}
+    return {
+        name: t
+        for file in sorted(folder.glob("*.safetensors"))
+        for name, t in load_file(file).items()
+    }
 
 
 @pytest.mark.parametrize(
@@ -82,13 +94,21 @@ def test_a_new_folder_gets_config_and_tokenizer_and_no_pickles(tmp_path, capsys)
         "model.safetensors.index.json",
     }
     assert {file.name: file.stat().st_mtime_ns for file in (tmp_path / "old").iterdir()} == before
-    assert "1/2 pytorch_model-00001-of-00002.bin -> model-00001-of-00002.safetensors" in capsys.readouterr().out
+    assert (
+        "1/2 pytorch_model-00001-of-00002.bin -> model-00001-of-00002.safetensors"
+        in capsys.readouterr().out
+    )
     AutoModelForCausalLM.from_pretrained(tmp_path / "new")
 
 
 def test_views_are_stored_without_what_surrounds_them(tmp_path):
     base = torch.arange(1000.0)
-    tensors = {"left": base[:10], "right": base[10:20], "columns": base.view(10, 100)[:, 3], "one": torch.tensor(7)}
+    tensors = {
+        "left": base[:10],
+        "right": base[10:20],
+        "columns": base.view(10, 100)[:, 3],
+        "one": torch.tensor(7),
+    }
     torch.save(tensors, tmp_path / "pytorch_model.bin")
     assert main(["convert", str(tmp_path)]) == 0
     converted = stored(tmp_path)
@@ -132,7 +152,8 @@ def test_missing_files_are_named(tmp_path, capsys):
     assert "pytorch_model-00002-of-00002.bin" in refused(capsys, tmp_path)
 
 
-TOKENS = ["<end>", *"abcdefgh", "ab", *(f"token {i}" for i in range(118))]  # as many as a tiny model has
+# as many as a tiny model has
+TOKENS = ["<end>", *"abcdefgh", "ab", *(f"token {i}" for i in range(118))]
 GGUF_NAMES = {
     "model.embed_tokens": "token_embd",
     "model.norm": "output_norm",
@@ -150,8 +171,12 @@ GGUF_NAMES = {
 }
 
 
-def save_gguf(file: Path, *, leave_out: str | None = None, **settings: float) -> dict[str, torch.Tensor]:
-    """Write a Qwen2 as llama.cpp does, with further settings; returns its tensors by transformers' names."""
+def save_gguf(
+    file: Path, *, leave_out: str | None = None, **settings: float
+) -> dict[str, torch.Tensor]:
+    """Write a Qwen2 as llama.cpp does, with further settings; returns its tensors by transformers'
+    names.
+    """
     model = tiny_model(Qwen2Config(num_hidden_layers=2), seed=0)
     config = model.config
     writer = gguf.GGUFWriter(file, "qwen2")
@@ -192,12 +217,19 @@ def test_a_gguf_file_becomes_a_folder_with_weights_in_bfloat16_and_a_tokenizer(t
     assert AutoTokenizer.from_pretrained(tmp_path / "out").encode("abc") == [9, 3]
 
 
-def test_of_a_gguf_files_folder_nothing_else_is_read_and_a_used_folder_is_refused_at_once(tmp_path, capsys):
+def test_of_a_gguf_files_folder_nothing_else_is_read_and_a_used_folder_is_refused_at_once(
+    tmp_path, capsys
+):
     file, out, used = tmp_path / "tiny.gguf", tmp_path / "new" / "out", tmp_path / "used"
     save_gguf(file)
     (tmp_path / "tokenizer_config.json").write_text("[1]")
-    (tmp_path / "adapter_config.json").write_text('{"peft_type": "LORA", "base_model_name_or_path": "x"}')
-    assert main(["convert", str(file), "--out", str(out)]) == 0 and (out / "model.safetensors").is_file()
+    (tmp_path / "adapter_config.json").write_text(
+        '{"peft_type": "LORA", "base_model_name_or_path": "x"}'
+    )
+    assert (
+        main(["convert", str(file), "--out", str(out)]) == 0
+        and (out / "model.safetensors").is_file()
+    )
     used.mkdir()
     (used / "notes.txt").touch()
     assert "used exists and is not empty" in refused(capsys, file, "--out", used)
@@ -206,7 +238,9 @@ def test_of_a_gguf_files_folder_nothing_else_is_read_and_a_used_folder_is_refuse
 def test_a_gguf_file_that_transformers_would_misread_or_not_read_is_refused(tmp_path, capsys):
     scaled, half, out = tmp_path / "scaled.gguf", tmp_path / "half.gguf", tmp_path / "out"
     save_gguf(scaled, rope__scaling__factor=4.0)
-    assert "transformers ignores its qwen2.rope.scaling.factor" in refused(capsys, scaled, "--out", out)
+    assert "transformers ignores its qwen2.rope.scaling.factor" in refused(
+        capsys, scaled, "--out", out
+    )
     half.write_bytes(scaled.read_bytes()[:4000])
     assert "half.gguf: cannot be converted" in refused(capsys, half, "--out", out)
     half.write_bytes(b"no GGUF")

@@ -1,4 +1,6 @@
-"""mmtrain doctor: no check takes another one down, what fails says what to do, and wrong results are seen."""
+"""mmtrain doctor: no check takes another one down, what fails says what to do, and wrong results
+are seen.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,9 @@ def doctor(folder, *arguments, seconds=280):
     with running(["-m", "mmtrain", "doctor", *arguments], folder) as command:
         code = command.wait(seconds)
         assert command.family() == []
-        assert [line for line in command.stdout.splitlines() if len(line) > 80 and "kept: " not in line] == []
+        assert [
+            line for line in command.stdout.splitlines() if len(line) > 80 and "kept: " not in line
+        ] == []
         return code, " ".join(command.stdout.split()), command.stderr
 
 
@@ -49,11 +53,23 @@ def doctor(folder, *arguments, seconds=280):
         ("fails", "failed", "1 GiB free; 4 GiB are needed", "end other programs"),
         ("is_refused", "failed", "use a newer driver", ""),
         ("raises", "failed", "RuntimeError: CUDA error: an illegal memory access", COMPARE),
-        ("crashes", "failed", "was killed by SIGSEGV, without a result; its last output: before the crash", COMPARE),
-        ("hangs", "failed", "did not end within 8 s, without a result; its last output: none", COMPARE),
+        (
+            "crashes",
+            "failed",
+            "was killed by SIGSEGV, without a result; its last output: before the crash",
+            COMPARE,
+        ),
+        (
+            "hangs",
+            "failed",
+            "did not end within 8 s, without a result; its last output: none",
+            COMPARE,
+        ),
     ],
 )
-def test_however_a_check_ends_its_outcome_says_so_and_no_process_is_left(tmp_path, how, state, text, remedy):
+def test_however_a_check_ends_its_outcome_says_so_and_no_process_is_left(
+    tmp_path, how, state, text, remedy
+):
     seconds = 8 if how == "hangs" else 60
     outcome = run_check(Check(how, f"broken_checks:{how}", ""), tmp_path, seconds)
     assert (outcome.state, outcome.remedy) == (state, remedy) and outcome.text.endswith(text)
@@ -64,29 +80,42 @@ def test_however_a_check_ends_its_outcome_says_so_and_no_process_is_left(tmp_pat
 
 
 @without_gpu
-def test_without_a_gpu_its_checks_are_skipped_and_the_demo_computes_the_losses_on_record(tmp_path, temporary):
+def test_without_a_gpu_its_checks_are_skipped_and_the_demo_computes_the_losses_on_record(
+    tmp_path, temporary
+):
     code, printed, _ = doctor(tmp_path, "--only", "environment", "driver", "demo")
     assert code == 0, printed
-    assert re.search(r"skipped driver [\d.]+ s no GPU driver, .* ok environment [\d.]+ s no variable", printed)
+    assert re.search(
+        r"skipped driver [\d.]+ s no GPU driver, .* ok environment [\d.]+ s no variable", printed
+    )
     first, *_, last = LOSSES["float32"]
     assert f"float32: loss {first:.4f} to {last:.4f}" in printed and "bfloat16: loss" in printed
     assert printed.endswith("2 ok, 0 failed, 1 skipped")
     assert not list(temporary.glob("doctor-*"))
 
 
-def test_a_failed_check_ends_the_doctor_with_1_its_remedy_and_its_log(tmp_path, temporary, monkeypatch):
+def test_a_failed_check_ends_the_doctor_with_1_its_remedy_and_its_log(
+    tmp_path, temporary, monkeypatch
+):
     monkeypatch.setenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
     code, printed, _ = doctor(tmp_path, "--only", "memory", "environment")
     assert code == 1 and "ok memory" in printed
-    line = r"FAILED environment [\d.]+ s TORCH_NCCL_ASYNC_ERROR_HANDLING=0: .*; unset it what to do: change these var"
+    line = (
+        r"FAILED environment [\d.]+ s TORCH_NCCL_ASYNC_ERROR_HANDLING=0: .*; "
+        r"unset it what to do: change these var"
+    )
     assert re.search(line, printed)
     (kept,) = temporary.iterdir()
-    assert f"kept: {kept}, with the logs of environment" in printed and (kept / "environment.log").exists()
+    assert (
+        f"kept: {kept}, with the logs of environment" in printed
+        and (kept / "environment.log").exists()
+    )
 
 
 def test_ctrl_c_ends_the_check_that_runs_and_leaves_nothing(tmp_path, temporary):
     with running(["-m", "mmtrain", "doctor", "--only", "demo"], tmp_path) as command:
-        wait_for(lambda: len(command.family()) >= 3, 60, "the launcher of the check")  # the doctor, the check, a run
+        # the doctor, the check, a run
+        wait_for(lambda: len(command.family()) >= 3, 60, "the launcher of the check")
         os.kill(command.process.pid, signal.SIGINT)
         assert command.wait(20) == 130 and command.stderr == "stopped\n"
         assert command.family() == []
@@ -106,24 +135,37 @@ def made_runs(folder: Path, **losses: list[float]) -> Path:
     for name, values in losses.items():
         (folder / name).mkdir(parents=True)
         lines = [{"kind": "train", "loss": loss} for loss in values]
-        (folder / name / "metrics.jsonl").write_text("".join(f"{json.dumps(v)}\n" for v in (*lines, {"kind": "end"})))
+        (folder / name / "metrics.jsonl").write_text(
+            "".join(f"{json.dumps(v)}\n" for v in (*lines, {"kind": "end"}))
+        )
     return folder
 
 
-@pytest.mark.parametrize("wrong", [[*LOSSES["float32"][:-1], 1.107], [math.nan] * STEPS, LOSSES["float32"][:-1]])
+@pytest.mark.parametrize(
+    "wrong", [[*LOSSES["float32"][:-1], 1.107], [math.nan] * STEPS, LOSSES["float32"][:-1]]
+)
 def test_losses_off_the_record_or_off_one_process_are_seen(tmp_path, wrong):
     right = made_runs(tmp_path / "right", **LOSSES, pipeline=LOSSES["float32"])
-    assert demo(right).count("0.0e+00 off the record") == 2 and "0.0e+00 off those of one process" in pipeline(right)
-    with pytest.raises(FailedError, match=r"float32: .* off the record; at most 0\.0001 is rounding"):
+    assert demo(right).count(
+        "0.0e+00 off the record"
+    ) == 2 and "0.0e+00 off those of one process" in pipeline(right)
+    with pytest.raises(
+        FailedError, match=r"float32: .* off the record; at most 0\.0001 is rounding"
+    ):
         demo(made_runs(tmp_path / "demo", **LOSSES | {"float32": wrong}))
     with pytest.raises(FailedError, match="off those of one process"):
         pipeline(made_runs(tmp_path / "pipeline", **LOSSES, pipeline=wrong))
 
 
-def test_attention_that_sees_the_next_document_or_has_wrong_gradients_is_seen(tmp_path, monkeypatch):
+def test_attention_that_sees_the_next_document_or_has_wrong_gradients_is_seen(
+    tmp_path, monkeypatch
+):
     monkeypatch.setattr(doctor_attention, "TOKENS", 128)
     right = doctor_attention.packed
-    assert "documents one by one (flash attention needs a GPU); in float32" in doctor_attention.attention(tmp_path)
+    assert (
+        "documents one by one (flash attention needs a GPU); in float32"
+        in doctor_attention.attention(tmp_path)
+    )
 
     def leaking(borders, *states):
         return right([0, borders[-1]], *states)
@@ -134,14 +176,32 @@ def test_attention_that_sees_the_next_document_or_has_wrong_gradients_is_seen(tm
 
     for wrong in (leaking, without_gradient_of_keys):
         monkeypatch.setattr(doctor_attention, "packed", wrong)
-        with pytest.raises(FailedError, match=r"off separate documents, at most 0\.0001 is rounding"):
+        with pytest.raises(
+            FailedError, match=r"off separate documents, at most 0\.0001 is rounding"
+        ):
             doctor_attention.attention(tmp_path)
 
 
 def test_variables_that_break_what_runs_rely_on_are_named_and_others_are_not():
-    harmless = {"NVIDIA_TF32_OVERRIDE": "0", "NCCL_DEBUG": "INFO", "GLOO_SOCKET_IFNAME": "lo", "RANK": "0"}
+    harmless = {
+        "NVIDIA_TF32_OVERRIDE": "0",
+        "NCCL_DEBUG": "INFO",
+        "GLOO_SOCKET_IFNAME": "lo",
+        "RANK": "0",
+    }
     assert list(traps(harmless)) == []
-    bad = {"CUDA_LAUNCH_BLOCKING": "1", "NCCL_P2P_DISABLE": "1", "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0"}
-    torchrun = dict.fromkeys(("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"), "0")
+    bad = {
+        "CUDA_LAUNCH_BLOCKING": "1",
+        "NCCL_P2P_DISABLE": "1",
+        "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
+    }
+    torchrun = dict.fromkeys(
+        ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"), "0"
+    )
     named = [re.split("[=,]", text)[0] for text in traps(bad | torchrun)]
-    assert named == ["CUDA_LAUNCH_BLOCKING", "TORCH_NCCL_ASYNC_ERROR_HANDLING", "NCCL_P2P_DISABLE", "RANK"]
+    assert named == [
+        "CUDA_LAUNCH_BLOCKING",
+        "TORCH_NCCL_ASYNC_ERROR_HANDLING",
+        "NCCL_P2P_DISABLE",
+        "RANK",
+    ]

@@ -1,4 +1,6 @@
-"""mmtrain export: whole or not at all, and --verify, which must not believe what only looks right."""
+"""mmtrain export: whole or not at all, and --verify, which must not believe what only looks
+right.
+"""
 
 from __future__ import annotations
 
@@ -63,7 +65,9 @@ def test_an_export_that_is_stopped_leaves_nothing(checkpoint, tmp_path, monkeypa
 
 
 @pytest.mark.parametrize("form", ["hf", "hf, its size unknown", "safetensors", "llava"])
-def test_a_full_disk_is_one_line_and_nothing_is_left(checkpoint, tmp_path, monkeypatch, capsys, form):
+def test_a_full_disk_is_one_line_and_nothing_is_left(
+    checkpoint, tmp_path, monkeypatch, capsys, form
+):
     with small_disk(tmp_path / "disk", kilobytes=2048) as disk:
         if form == "hf, its size unknown":  # as when another program fills the disk meanwhile
             monkeypatch.setattr(hf, "require_space", lambda folder, size: None)
@@ -82,13 +86,17 @@ def test_verify_says_what_it_compared(checkpoint, tmp_path, capsys):
     assert run_export(checkpoint.path, "hf", tmp_path / "out", "--verify") == 0
     said = capsys.readouterr().out
     found = re.search(
-        r"logits of (\d+) answer tokens in 8 samples: largest difference (\S+) .* at (\d+) of (\d+)", said
+        r"logits of (\d+) answer tokens in 8 samples: "
+        r"largest difference (\S+) .* at (\d+) of (\d+)",
+        said,
     )
     assert found and float(found[2]) <= 1e-4 and found[1] == found[3] == found[4]
     assert "3 prompts of different lengths get equal answers in one batch and one at a time" in said
 
 
-def test_verify_refuses_a_model_that_computes_something_else(checkpoint, tmp_path, monkeypatch, capsys):
+def test_verify_refuses_a_model_that_computes_something_else(
+    checkpoint, tmp_path, monkeypatch, capsys
+):
     """A tensor in the wrong place, which no check of names and shapes can see."""
     right = hf.language_for_export
 
@@ -97,7 +105,11 @@ def test_verify_refuses_a_model_that_computes_something_else(checkpoint, tmp_pat
         if arguments[3] == 0:  # rows needed: the trial of the family, whose weights are its own
             return language
         first, second = (f"language_model.model.layers.{i}.mlp.up_proj.weight" for i in (2, 3))
-        tensors = {**language.tensors, first: language.tensors[second], second: language.tensors[first]}
+        tensors = {
+            **language.tensors,
+            first: language.tensors[second],
+            second: language.tensors[first],
+        }
         return dataclasses.replace(language, tensors=tensors)
 
     monkeypatch.setattr(hf, "language_for_export", swapped)
@@ -106,10 +118,13 @@ def test_verify_refuses_a_model_that_computes_something_else(checkpoint, tmp_pat
     assert not list(tmp_path.iterdir())
 
 
-def test_verify_refuses_a_folder_that_answers_batches_otherwise(tiny, tmp_path, monkeypatch, capsys):
+def test_verify_refuses_a_folder_that_answers_batches_otherwise(
+    tiny, tmp_path, monkeypatch, capsys
+):
     shutil.copytree(tiny / "llm", tmp_path / "llm")
     (tmp_path / "llm" / "chat_template.jinja").write_text(
-        "{% for message in messages %}{{ '\\n' + message.role + ': ' + message.content + eos_token }}{% endfor %}"
+        "{% for message in messages %}{{ '\\n' + message.role + ': "
+        "' + message.content + eos_token }}{% endfor %}"
         "{% if add_generation_prompt %}{{ '\\nassistant: ' }}{% endif %}"
     )
     config = config_of(tiny, f"model.llm.path={tmp_path / 'llm'}", "data.template=chat")
@@ -118,14 +133,19 @@ def test_verify_refuses_a_folder_that_answers_batches_otherwise(tiny, tmp_path, 
 
     def padded_right(folder, *arguments, **context):
         file = folder / "tokenizer_config.json"
-        file.write_text(file.read_text().replace('"padding_side": "left"', '"padding_side": "right"'))
+        file.write_text(
+            file.read_text().replace('"padding_side": "left"', '"padding_side": "right"')
+        )
         right(folder, *arguments, **context)
 
     arguments = (tmp_path / "run", "hf", tmp_path / "out", "--verify", "3")
     with monkeypatch.context() as patch:
         patch.setattr(hf, "write_card", padded_right)
         assert run_export(*arguments) == 1
-    assert "batches are answered wrongly: a batch of 3 prompts is answered '" in capsys.readouterr().err
+    assert (
+        "batches are answered wrongly: a batch of 3 prompts is answered '"
+        in capsys.readouterr().err
+    )
     assert not (tmp_path / "out").exists()
     assert run_export(*arguments) == 0
 
@@ -146,8 +166,14 @@ def test_models_that_were_replaced_since_the_run_are_not_exported_or_asked(
     shutil.copytree(tiny / "vision", tmp_path / "vision")
     models = [f"model.llm.path={tmp_path / 'llm'}", f"model.vision.name={tmp_path / 'vision'}"]
     lora = ["model.lora.r=4", "model.lora.alpha=8", "model.lora.targets=[llm.layers.*.self_attn]"]
-    keys = ["model.trainable=[projector, llm.layers.*.lora_*]", "model.llm.dtype=bfloat16", "parallel.pipeline=2"]
-    run = train(tiny / "config.yaml", f"run.dir={tmp_path}", *models, *lora, *keys, "train.max_steps=1").folder
+    keys = [
+        "model.trainable=[projector, llm.layers.*.lora_*]",
+        "model.llm.dtype=bfloat16",
+        "parallel.pipeline=2",
+    ]
+    run = train(
+        tiny / "config.yaml", f"run.dir={tmp_path}", *models, *lora, *keys, "train.max_steps=1"
+    ).folder
 
     def exported(*options: str) -> str | None:
         """The error; None: there is none, and what was written is deleted again."""
@@ -170,17 +196,25 @@ def test_models_that_were_replaced_since_the_run_are_not_exported_or_asked(
         save_file(tensors, file, metadata={"format": "pt"})
         said = f"{tmp_path / part}: {name} is not what the run was trained with. Restore"
         assert all(said in (exported(*options) or "") for options in copying)
-        with pytest.raises(UserError, match=f"cannot be exported, so it cannot be asked: {re.escape(said)}"):
+        with pytest.raises(
+            UserError, match=f"cannot be exported, so it cannot be asked: {re.escape(said)}"
+        ):
             generate(run, Image.new("RGB", (28, 28), "red"))
         if part == "llm":
-            assert [exported(*options) for options in others] == [None, None], "these copy nothing of the models"
+            assert [exported(*options) for options in others] == [None, None], (
+                "these copy nothing of the models"
+            )
         file.write_bytes(kept)
 
     settings, weights = tmp_path / "llm" / "config.json", tmp_path / "llm" / "model.safetensors"
     content, tensors = json.loads(settings.read_text()), load_file(weights)
     settings.write_text(json.dumps(content | {"rms_norm_eps": 0.1}))
     assert "llm: its config.json, or that of the encoder, is not what" in exported("hf")
-    save_file({name: x for name, x in tensors.items() if "layers.1." not in name}, weights, {"format": "pt"})
+    save_file(
+        {name: x for name, x in tensors.items() if "layers.1." not in name},
+        weights,
+        {"format": "pt"},
+    )
     settings.write_text(json.dumps(content | {"num_hidden_layers": 1}))
     assert "llm.layers.1." in exported("hf"), "a layer that is not there any more"
 

@@ -23,7 +23,9 @@ PLAIN = ("--tokenizer", "demo:llm", "--template", "plain")
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    """Two shards of 5 samples, in each one without image and one whose image is none; the longest text is s-1's b."""
+    """Two shards of 5 samples, in each one without image and one whose image is none; the longest
+    text is s-1's b.
+    """
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     for number in range(2):
         files = []
@@ -40,18 +42,26 @@ def test_shards_are_indexed_once_and_summed_up(folder, capsys):
     printed = capsys.readouterr().out
     fingerprint = text_fingerprint(model_folder("demo:llm"), "plain")
     longest = read_index(folder / "s-1.tar").texts[fingerprint].tokens[1]
-    assert longest == max(max(read_index(tar).texts[fingerprint].tokens) for tar in folder.glob("*.tar"))
+    assert longest == max(
+        max(read_index(tar).texts[fingerprint].tokens) for tar in folder.glob("*.tar")
+    )
     assert "2 shards, 10 samples, 8 images" in printed
-    assert f"longest text: {longest:,} tokens of demo:llm, plain, without those of images" in printed
+    assert (
+        f"longest text: {longest:,} tokens of demo:llm, plain, without those of images" in printed
+    )
     assert "samples that cannot be trained on: 4\n" in printed
-    assert re.search(r"^ +2 +image_count: a number of <image> marks that differs", printed, re.MULTILINE)
+    assert re.search(
+        r"^ +2 +image_count: a number of <image> marks that differs", printed, re.MULTILINE
+    )
     assert re.search(r"^ +2 +undecodable_image: ", printed, re.MULTILINE)
     assert max(map(len, printed.splitlines()[-4:])) <= 80, "the reasons"
     written = [index_path(tar).stat().st_mtime_ns for tar in folder.glob("*.tar")]
     summary = printed[printed.index("2 shards, 10") :]
     assert main(["index", str(folder), *PLAIN]) == 0
     found = "SHARDS: format llava (KEY.json), as in 8 of the first 10 samples"
-    assert capsys.readouterr().out == f"{found}\n2 of 2 shards are ready: left as they are\n{summary}"
+    assert (
+        capsys.readouterr().out == f"{found}\n2 of 2 shards are ready: left as they are\n{summary}"
+    )
     assert [index_path(tar).stat().st_mtime_ns for tar in folder.glob("*.tar")] == written
 
 
@@ -73,7 +83,10 @@ def test_a_full_disk_behind_the_output_is_an_error(folder, capsys):
     with closing, Path("/dev/full").open("w") as full, contextlib.redirect_stdout(full):
         code = main(["index", str(folder), *PLAIN, "--workers", "1"])
     assert code == 2
-    assert capsys.readouterr().err == "error: standard output cannot be used: No space left on device\n"
+    assert (
+        capsys.readouterr().err
+        == "error: standard output cannot be used: No space left on device\n"
+    )
 
 
 def test_a_stale_index_is_replaced_with_rebuild_only(folder, capsys):
@@ -104,15 +117,23 @@ def test_wrong_input_is_one_line_and_exit_code_2(folder, capsys, arguments, mess
     assert captured.err.count("\n") == 1
 
 
-def test_stopped_at_any_moment_it_leaves_no_half_index_and_goes_on_from_there(tmp_path, monkeypatch, capsys):
+def test_stopped_at_any_moment_it_leaves_no_half_index_and_goes_on_from_there(
+    tmp_path, monkeypatch, capsys
+):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     tars = []
     for number in range(10):
-        files = [(f"{number}-{key}.json", conversation("What?", "A red door.")) for key in range(200)]
+        files = [
+            (f"{number}-{key}.json", conversation("What?", "A red door.")) for key in range(200)
+        ]
         tars.append(write_tar(tmp_path / f"s-{number}.tar", files))
     command = [sys.executable, "-m", "mmtrain", "index", str(tmp_path), *PLAIN, "--workers", "2"]
     with subprocess.Popen(
-        command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, start_new_session=True
+        command,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
     ) as process:
         while not list(tmp_path.glob("*.index")):
             assert process.poll() is None, process.stderr.read()
@@ -153,7 +174,10 @@ with pool.worker_pool(abs, 2) as run:
 
 def test_ctrl_c_reaches_no_worker_that_has_not_begun():
     with subprocess.Popen(
-        [sys.executable, "-c", SLOW_TO_BEGIN], stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True
+        [sys.executable, "-c", SLOW_TO_BEGIN],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        start_new_session=True,
     ) as process:
         assert process.stdout.readline() == b"begun\n"
         os.killpg(process.pid, signal.SIGINT)

@@ -35,5 +35,8 @@ def test_it_copies_one_and_replaces_no_file(tmp_path, monkeypatch, capsys):
 def test_a_name_that_there_is_not_is_answered_with_the_one_that_is_near(capsys):
     for command in (["init", "llava_pp5"], ["plan", "example:llava_pp5"]):
         assert main(command) == 2
-        assert "no shipped configuration is called llava_pp5. Did you mean llava_pp4?" in capsys.readouterr().err
+        assert (
+            "no shipped configuration is called llava_pp5. Did you mean llava_pp4?"
+            in capsys.readouterr().err
+        )
     assert main(["init", "../configs/llava_pp4"]) == 2

@@ -1,4 +1,6 @@
-"""mmtrain inspect: what it tells of shards is what Python's tarfile, Pillow and the stock tokenizer tell."""
+"""mmtrain inspect: what it tells of shards is what Python's tarfile, Pillow and the stock tokenizer
+tell.
+"""
 
 import io
 import itertools
@@ -67,14 +69,23 @@ def images_of(members):
 
 
 def summary(values):
-    """What the tool says of numbers, by its definition: quantiles are values, the first that enough do not exceed."""
+    """What the tool says of numbers, by its definition: quantiles are values, the first that enough
+    do not exceed.
+    """
     ordered = sorted(values)
 
     def at(share):
         return ordered[max(-(-len(ordered) * share // 100) - 1, 0)]
 
     mean = pytest.approx(sum(ordered) / len(ordered))
-    return {"mean": mean, "min": ordered[0], "median": at(50), "p95": at(95), "p99": at(99), "max": ordered[-1]}
+    return {
+        "mean": mean,
+        "min": ordered[0],
+        "median": at(50),
+        "p95": at(95),
+        "p99": at(99),
+        "max": ordered[-1],
+    }
 
 
 def without_histogram(distribution):
@@ -84,13 +95,18 @@ def without_histogram(distribution):
 
 def test_counts_and_image_sizes_are_those_that_tarfile_and_pillow_find(folder, capsys):
     samples = stored(folder)
-    images = [[content for name, content in members.items() if name != "json"] for members in samples.values()]
+    images = [
+        [content for name, content in members.items() if name != "json"]
+        for members in samples.values()
+    ]
     sizes = [Image.open(io.BytesIO(content)).size for sample in images for content in sample]
     code, found = run_json(capsys, folder)
     assert code == 0
     assert (found["shards"], found["samples"], found["images"]) == (2, 60, len(sizes))
     assert found["bytes"] == sum(tar.stat().st_size for tar in folder.glob("*.tar"))
-    assert found["samples_by_images"] == {str(n): count for n, count in Counter(map(len, images)).items()}
+    assert found["samples_by_images"] == {
+        str(n): count for n, count in Counter(map(len, images)).items()
+    }
     assert set(found["samples_by_images"]) == {"0", "1", "2"}
     for name, values in {
         "image_width": [width for width, _ in sizes],
@@ -108,7 +124,9 @@ def test_text_lengths_are_those_of_the_stock_tokenizer(folder, plain, stock, cap
     assert code == 0
     assert without_histogram(found["text_tokens"]) == (summary(lengths), 60)
     edges = found["text_tokens"]["histogram"]["edges"]
-    expected = [sum(first <= n < after for n in lengths) for first, after in itertools.pairwise(edges)]
+    expected = [
+        sum(first <= n < after for n in lengths) for first, after in itertools.pairwise(edges)
+    ]
     assert found["text_tokens"]["histogram"]["counts"] == expected
 
 
@@ -146,12 +164,17 @@ def test_the_text_for_people_holds_the_same_and_what_is_missing(folder, plain, c
     (packing,) = found["packing"]
     row = next(line for line in printed.splitlines() if line.lstrip().startswith("1,024 "))
     assert row.split()[1:3] == [str(packing["packs"]), f"{packing['fill']:.2%}"]
-    assert max(len(line) for line in printed.splitlines() if line[:2] == "  ") <= 80, "tables and histograms"
+    assert max(len(line) for line in printed.splitlines() if line[:2] == "  ") <= 80, (
+        "tables and histograms"
+    )
 
 
 def test_unusable_samples_are_counted_by_reason(tmp_path, plain, capsys):
     files = [("a.json", conversation("<image>What?", "It.")), ("a.png", b"none")]
-    files += [("b.json", conversation("Hi.", "Ho.", "Hi again.", "Ho.")), ("c.json", conversation("Hi.", "Ho."))]
+    files += [
+        ("b.json", conversation("Hi.", "Ho.", "Hi again.", "Ho.")),
+        ("c.json", conversation("Hi.", "Ho.")),
+    ]
     write_tar(tmp_path / "s.tar", files)
     _, found = run_json(capsys, tmp_path, *plain)
     assert found["unusable"] == {"undecodable_image": 1, "template": 1}
@@ -176,7 +199,9 @@ def test_shards_without_index_get_one_if_the_tokenizer_is_given(folder, plain, c
 def test_verify_finds_nothing_in_sound_shards(folder, capsys):
     assert main(["inspect", str(folder), "--verify"]) == 0
     printed = capsys.readouterr().out
-    compared = sum(len(content) for members in stored(folder).values() for content in members.values())
+    compared = sum(
+        len(content) for members in stored(folder).values() for content in members.values()
+    )
     assert f"2 shards, 60 samples, {compared:,} bytes compared: 0 damaged\n" in printed
     assert re.search(r"2 of 2 shards .* MB/s", printed)
 
@@ -192,7 +217,11 @@ def test_verify_lists_every_damage_by_shard_key_and_offset(folder, capsys):
     code, found = run_json(capsys, folder, "--verify")
     assert code == 1
     one, other = found["damaged"]
-    assert (one["shard"], one["key"], one["offset"]) == (str(first), hit.name.partition(".")[0], hit.offset_data)
+    assert (one["shard"], one["key"], one["offset"]) == (
+        str(first),
+        hit.name.partition(".")[0],
+        hit.offset_data,
+    )
     assert (other["shard"], other["key"], other["offset"]) == (str(second), None, None)
     assert main(["inspect", str(folder), "--verify"]) == 1
     printed = capsys.readouterr().out
@@ -210,7 +239,9 @@ def test_verify_needs_indexes_and_makes_none(folder, capsys):
 
 
 def test_show_prints_the_tokens_and_labels_that_the_template_makes(folder, plain, stock, capsys):
-    key, members = next((key, found) for (_, key), found in stored(folder).items() if "1.png" in found)
+    key, members = next(
+        (key, found) for (_, key), found in stored(folder).items() if "1.png" in found
+    )
     ids = stock(caption(members), add_special_tokens=False).input_ids
     bos, eos = stock.bos_token_id, stock.eos_token_id
     sizes = [Image.open(io.BytesIO(members[name])).size for name in ("0.png", "1.png")]
@@ -218,8 +249,12 @@ def test_show_prints_the_tokens_and_labels_that_the_template_makes(folder, plain
     assert code == 0
     (sample,) = found["samples"]
     assert [member["suffix"] for member in sample["members"]] == ["json", "0.png", "1.png"]
-    assert [member["size"] for member in sample["members"]] == [len(content) for content in members.values()]
-    assert sample["turns"] == [[turn["from"], turn["value"]] for turn in json.loads(members["json"])["conversations"]]
+    assert [member["size"] for member in sample["members"]] == [
+        len(content) for content in members.values()
+    ]
+    assert sample["turns"] == [
+        [turn["from"], turn["value"]] for turn in json.loads(members["json"])["conversations"]
+    ]
     rows = sample["rows"]
     assert [(row["first"], row["positions"], row["token"]) for row in rows] == [
         (0, 1, bos),
@@ -234,7 +269,11 @@ def test_show_prints_the_tokens_and_labels_that_the_template_makes(folder, plain
     assert "".join(row["text"] for row in rows[3:-1]) == caption(members)
     assert main(["inspect", str(folder), *plain, "--show", key, "--tokens-per-image", "16"]) == 0
     printed = capsys.readouterr().out
-    assert re.search(rf"^ +17 - 32 +16 x image 1, {sizes[1][0]}x{sizes[1][1]} px +{ids[0]}  '", printed, re.MULTILINE)
+    assert re.search(
+        rf"^ +17 - 32 +16 x image 1, {sizes[1][0]}x{sizes[1][1]} px +{ids[0]}  '",
+        printed,
+        re.MULTILINE,
+    )
     assert max(map(len, printed.partition("  position")[2].splitlines())) <= 80
     total, labels = 34 + len(ids), len(ids) + 1
     assert f"{total} tokens: {len(ids) + 2} of text, 32 of images; {labels} supervised" in printed
@@ -243,17 +282,27 @@ def test_show_prints_the_tokens_and_labels_that_the_template_makes(folder, plain
 def test_show_finds_a_key_in_every_shard_that_has_it(tmp_path, plain, capsys):
     for name, answer in (("0", "a red circle"), ("1", "a blue square")):
         write_tar(
-            tmp_path / f"{name}.tar", [("x.json", conversation("Say.", "a")), ("y.json", conversation("Say.", answer))]
+            tmp_path / f"{name}.tar",
+            [("x.json", conversation("Say.", "a")), ("y.json", conversation("Say.", answer))],
         )
     _, found = run_json(capsys, tmp_path, *plain, "--show", "y")
-    assert [sample["shard"] for sample in found["samples"]] == [str(tmp_path / "0.tar"), str(tmp_path / "1.tar")]
-    assert [sample["turns"][1][1] for sample in found["samples"]] == ["a red circle", "a blue square"]
+    assert [sample["shard"] for sample in found["samples"]] == [
+        str(tmp_path / "0.tar"),
+        str(tmp_path / "1.tar"),
+    ]
+    assert [sample["turns"][1][1] for sample in found["samples"]] == [
+        "a red circle",
+        "a blue square",
+    ]
     assert main(["inspect", str(tmp_path), *plain, "--show", "y"]) == 0
     assert f"2 of 2 samples of this key: {tmp_path}/1.tar" in capsys.readouterr().out
 
 
 def test_show_says_why_a_sample_cannot_be_trained_on(tmp_path, plain, capsys):
-    files = [("a.json", conversation("Hi.", "Ho.", "Hi.", "Ho.")), ("b.json", conversation("Hi.", "Ho."))]
+    files = [
+        ("a.json", conversation("Hi.", "Ho.", "Hi.", "Ho.")),
+        ("b.json", conversation("Hi.", "Ho.")),
+    ]
     files += [("c.json", conversation("<image>What?", "It.")), ("c.png", b"none")]
     tar = write_tar(tmp_path / "s.tar", files)
     assert main(["inspect", str(tar), *plain, "--tokens-per-image", "16"]) == 0  # indexes
@@ -272,7 +321,9 @@ def test_show_says_why_a_sample_cannot_be_trained_on(tmp_path, plain, capsys):
     assert "cannot be trained on: template: " in printed and "  gpt: Ho.\n" in printed
 
 
-def test_show_writes_parts_of_a_character_as_the_vocabulary_does_and_obeys_no_text(tmp_path, plain, stock, capsys):
+def test_show_writes_parts_of_a_character_as_the_vocabulary_does_and_obeys_no_text(
+    tmp_path, plain, stock, capsys
+):
     answer = "é [bold]\x1b[31m\u202e end"
     write_tar(tmp_path / "s.tar", [("k\u202e.json", conversation("Say.", answer))])
     _, found = run_json(capsys, tmp_path, *plain, "--show", "k\u202e")
@@ -290,7 +341,9 @@ def test_without_an_encoder_images_make_samples_unusable_or_are_taken_out(folder
     shards = folder, "--tokenizer", tiny / "llm", "--template", "llava_v1"
     of_text = sum(images == 0 for images in map(images_of, stored(folder).values()))
     _, found = run_json(capsys, *shards, "--images", "require")
-    assert found["unusable"] == {"no_encoder": 60 - of_text} and found["packing"], "as a text run finds them"
+    assert found["unusable"] == {"no_encoder": 60 - of_text} and found["packing"], (
+        "as a text run finds them"
+    )
     _, found = run_json(capsys, *shards, "--images", "strip", "--pack-length", 1024)
     assert found["unusable"] == {} and found["packing"][0]["overlong"] == 0
     key = next(key for (_, key), members in stored(folder).items() if images_of(members))
@@ -310,22 +363,35 @@ LLAVA_NEXT = [(1, 2), (2, 1), (2, 2), (3, 1), (1, 3)]
 def shapes(tmp_path):
     """A shard of pictures of four sizes, one sample with two, and one of text alone."""
     files = []
-    for key, sizes in {"a": [(64, 32)], "b": [(32, 64), (20, 20)], "c": [(90, 31)], "d": []}.items():
-        files.append((f"{key}.json", conversation("<image>" * len(sizes) + "Say.", f"a circle {key}")))
+    for key, sizes in {
+        "a": [(64, 32)],
+        "b": [(32, 64), (20, 20)],
+        "c": [(90, 31)],
+        "d": [],
+    }.items():
+        files.append(
+            (f"{key}.json", conversation("<image>" * len(sizes) + "Say.", f"a circle {key}"))
+        )
         files += [(f"{key}.{number}.png", picture(*size)) for number, size in enumerate(sizes)]
     return write_tar(tmp_path / "s.tar", files)
 
 
-def test_tiles_and_positions_of_images_are_those_of_the_stock_processor(shapes, plain, tiny, capsys):
+def test_tiles_and_positions_of_images_are_those_of_the_stock_processor(
+    shapes, plain, tiny, capsys
+):
     pinpoints = [[32 * rows, 32 * columns] for rows, columns in LLAVA_NEXT]
     stock = LlavaNextProcessor(
-        LlavaNextImageProcessor(size={"shortest_edge": 32}, crop_size=32, image_grid_pinpoints=pinpoints),
+        LlavaNextImageProcessor(
+            size={"shortest_edge": 32}, crop_size=32, image_grid_pinpoints=pinpoints
+        ),
         AutoTokenizer.from_pretrained(tiny / "llm"),
         patch_size=8,
         vision_feature_select_strategy="full",
     )
     sizes = [(64, 32), (32, 64), (20, 20), (90, 31)]
-    positions = stock._get_num_multimodal_tokens(image_sizes=[[height, width] for width, height in sizes])
+    positions = stock._get_num_multimodal_tokens(
+        image_sizes=[[height, width] for width, height in sizes]
+    )
     tiles = [len(stock.image_processor(Image.new("RGB", size)).pixel_values[0]) for size in sizes]
     _, found = run_json(capsys, shapes, *plain, "--layout", "anyres", "--vision", tiny / "vision")
     assert without_histogram(found["image_positions"]) == (summary(positions.num_image_tokens), 4)
@@ -342,11 +408,27 @@ def test_tiles_and_positions_of_images_are_those_of_the_stock_processor(shapes, 
     assert first["fill"] == pytest.approx((4 * texts + sum(positions.num_image_tokens)) / 2048)
 
 
-def test_a_configuration_says_all_at_once_and_takes_what_is_printed(shapes, plain, tiny, tmp_path, capsys):
+def test_a_configuration_says_all_at_once_and_takes_what_is_printed(
+    shapes, plain, tiny, tmp_path, capsys
+):
     file = tiny / "config.yaml"
-    tiled = ("model.vision.layout=tiles", "model.vision.max_tiles=4", "data.image_fit=null", "data.pack_length=300")
+    tiled = (
+        "model.vision.layout=tiles",
+        "model.vision.max_tiles=4",
+        "data.image_fit=null",
+        "data.pack_length=300",
+    )
     by_config = run_json(capsys, shapes, file, *tiled)
-    one_by_one = ("--layout", "tiles", "--max-tiles", 4, "--tile-size", 32, "--tokens-per-image", 16)
+    one_by_one = (
+        "--layout",
+        "tiles",
+        "--max-tiles",
+        4,
+        "--tile-size",
+        32,
+        "--tokens-per-image",
+        16,
+    )
     assert by_config == run_json(capsys, shapes, *plain, *one_by_one, "--pack-length", 300)
     assert main(["inspect", str(file), *tiled[:2], str(shapes), *tiled[2:]]) == 0
     printed = capsys.readouterr().out
@@ -357,25 +439,37 @@ def test_a_configuration_says_all_at_once_and_takes_what_is_printed(shapes, plai
     assert config.data.expected_image_tiles == told["expected_image_tiles"] == (3 + 3 + 1 + 4) / 4
     indexed = index_path(shapes).read_bytes()
     assert main(["index", str(file), str(shapes), *tiled]) == 0
-    assert "1 of 1 shards are ready" in capsys.readouterr().out and index_path(shapes).read_bytes() == indexed
+    assert (
+        "1 of 1 shards are ready" in capsys.readouterr().out
+        and index_path(shapes).read_bytes() == indexed
+    )
 
 
 def test_show_names_the_tile_of_each_run_of_positions(shapes, plain, tiny, capsys):
     tiled = (*plain, "--layout", "tiles", "--tile-size", 32, "--tokens-per-image", 16, "--show")
     [sample] = run_json(capsys, shapes, *tiled, "b")[1]["samples"]
-    images = [(row["positions"], row["text"]) for row in sample["rows"] if row["token"] == IMAGE_POSITION]
+    images = [
+        (row["positions"], row["text"]) for row in sample["rows"] if row["token"] == IMAGE_POSITION
+    ]
     assert images == [
         (16, "image 0, 32x64 px, tile 1 of 2 x 1 tiles"),
         (16, "image 0, 32x64 px, tile 2 of 2 x 1 tiles"),
         (16, "image 0, 32x64 px, whole image"),
         (16, "image 1, 20x20 px"),
     ]
-    written = "".join("#" if row["token"] == IMAGE_POSITION else row["text"] for row in sample["rows"][1:-1])
+    written = "".join(
+        "#" if row["token"] == IMAGE_POSITION else row["text"] for row in sample["rows"][1:-1]
+    )
     assert written.replace(" ", "") == "TILE_1#TILE_2#TILE_GLOBAL#TILE_GLOBAL#acircleb"
     lines = (*plain, "--layout", "anyres", "--vision", tiny / "vision", "--show")
     [sample] = run_json(capsys, shapes, *lines, "c")[1]["samples"]
-    [(positions, text)] = [(r["positions"], r["text"]) for r in sample["rows"] if r["token"] == IMAGE_POSITION]
-    assert text == "image 0, 90x31 px, whole image, then 4 lines of 12 of 1 x 3 tiles" and positions == 16 + 4 * 13
+    [(positions, text)] = [
+        (r["positions"], r["text"]) for r in sample["rows"] if r["token"] == IMAGE_POSITION
+    ]
+    assert (
+        text == "image 0, 90x31 px, whole image, then 4 lines of 12 of 1 x 3 tiles"
+        and positions == 16 + 4 * 13
+    )
 
 
 @pytest.mark.parametrize(
@@ -383,7 +477,10 @@ def test_show_names_the_tile_of_each_run_of_positions(shapes, plain, tiny, capsy
     [
         (("--layout", "tiles"), "Give --vision NAME or --tile-size PIXELS"),
         (("--layout", "anyres", "--tile-size", "32", "--tokens-per-image", "17"), "for example 16"),
-        (("--layout", "anyres", "--tokens-per-image", "16", "--show", "a"), "Give --vision NAME, both --tile-size"),
+        (
+            ("--layout", "anyres", "--tokens-per-image", "16", "--show", "a"),
+            "Give --vision NAME, both --tile-size",
+        ),
         (
             ("--layout", "tiles", "--vision", "TINY", "--show", "a"),
             "join several patches into one token. Give a CONFIG",
@@ -421,7 +518,10 @@ def test_what_is_missing_for_fill_and_show_is_said(folder, plain, capsys):
         (("--verify", "--show", "k"), "not allowed with"),
         (("a.yaml", "--layout", "tiles"), "--layout: a.yaml sets it"),
         (("--max-tiles", "3"), "--max-tiles is for --layout tiles, not for square"),
-        (("--layout", "tiles", "--max-tiles", "1000000000"), "at least 1, and at most 100, is needed"),
+        (
+            ("--layout", "tiles", "--max-tiles", "1000000000"),
+            "at least 1, and at most 100, is needed",
+        ),
         (("--layout", "tiles", "--tile-size", "5000"), "at most 4,096, is needed"),
         (("--vision", "v", "--tile-size", "32"), "--tile-size: --vision v sets it"),
     ],
@@ -435,5 +535,8 @@ def test_options_that_do_not_fit_are_refused(arguments, said, capsys):
 
 @pytest.mark.parametrize("command", ["inspect", "index"])
 def test_a_configuration_alone_names_the_shards(command, shapes, tiny, capsys):
-    assert main([command, str(tiny / "config.yaml"), f"data.shards={shapes}", "data.pack_length=300"]) == 0
+    assert (
+        main([command, str(tiny / "config.yaml"), f"data.shards={shapes}", "data.pack_length=300"])
+        == 0
+    )
     assert "4 samples" in " ".join(capsys.readouterr().out.split())

@@ -12,7 +12,16 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from llava_data import command, contents, damaged_records, good_records, keys_in, picture, read_members, turns
+from llava_data import (
+    command,
+    contents,
+    damaged_records,
+    good_records,
+    keys_in,
+    picture,
+    read_members,
+    turns,
+)
 from PIL import Image
 
 from mmtrain.__main__ import main
@@ -35,7 +44,17 @@ def shard(folder: Path, *more: str, out: str = "out", json_files=("a.json",)) ->
     files = [str(folder / name) for name in json_files]
     chosen = [] if "--workers" in more else ["--workers", "1"]
     return main(
-        ["shard", "--json", *files, "--images", str(folder / "images"), "--out", str(folder / out), *chosen, *more]
+        [
+            "shard",
+            "--json",
+            *files,
+            "--images",
+            str(folder / "images"),
+            "--out",
+            str(folder / out),
+            *chosen,
+            *more,
+        ]
     )
 
 
@@ -51,7 +70,9 @@ def names_of(record: dict) -> list[str]:
 def test_what_the_tool_writes_reads_back_equal_to_its_input_and_in_its_order(folder):
     records = good_records(folder / "images", 60)
     (folder / "a.json").write_text(json.dumps(records[:35]))
-    (folder / "b.jsonl").write_text("\n".join(json.dumps(record, ensure_ascii=False) for record in records[35:]))
+    (folder / "b.jsonl").write_text(
+        "\n".join(json.dumps(record, ensure_ascii=False) for record in records[35:])
+    )
     assert shard(folder, "--samples-per-shard", "11", json_files=("a.json", "b.jsonl")) == 0
     tars = expand_shards(f"{folder}/out/shard-{{000000..000005}}.tar")
     read = [members for tar in tars for members in read_members(tar)]
@@ -64,7 +85,9 @@ def test_what_the_tool_writes_reads_back_equal_to_its_input_and_in_its_order(fol
         stored = {name: members[name] for name in members if not name.startswith("__")}
         assert list(stored) == ["json", *suffixes]
         sample = read_sample(members["__key__"], members["__url__"], stored)
-        assert sample.turns == tuple((turn["from"], turn["value"]) for turn in record["conversations"])
+        assert sample.turns == tuple(
+            (turn["from"], turn["value"]) for turn in record["conversations"]
+        )
         assert list(sample.images) == [(folder / "images" / name).read_bytes() for name in names]
     assert len({members["__key__"] for members in read}) == 60 and rejections(folder / "out") == []
 
@@ -77,7 +100,9 @@ def test_dataset_json_counts_what_is_there(folder, capsys):
     (folder / "b.json").write_text(json.dumps(records[15:]))
     assert shard(folder, "--samples-per-shard", "8", json_files=("a.json", "b.json")) == 0
     counts = json.loads((folder / "out" / "dataset.json").read_text())
-    images = [name for number, record in enumerate(records) if number != 3 for name in names_of(record)]
+    images = [
+        name for number, record in enumerate(records) if number != 3 for name in names_of(record)
+    ]
     sizes = [Image.open(folder / "images" / name).size for name in images]
     tars = sorted((folder / "out").glob("*.tar"))
     digests = [hashlib.sha256(tar.read_bytes()).hexdigest() for tar in tars]
@@ -113,7 +138,8 @@ def test_dataset_json_counts_what_is_there(folder, capsys):
     assert "1  missing_image: an image file that does not exist" in printed
 
 
-@pytest.mark.parametrize("platform", ["linux", "darwin"])  # where workers are forked, and where they are spawned
+# where workers are forked, and where they are spawned
+@pytest.mark.parametrize("platform", ["linux", "darwin"])
 def test_the_bytes_do_not_depend_on_the_workers(folder, monkeypatch, platform):
     (folder / "a.json").write_text(json.dumps(damaged_records(folder, 120)))
     monkeypatch.setattr("sys.platform", platform)
@@ -130,14 +156,22 @@ def test_a_shard_holds_as_many_bytes_as_asked_for_and_no_more(folder):
     for number in range(40):
         side = 1200 if number == 7 else draw.randint(100, 350)  # one is larger than a shard
         Image.effect_noise((side, side), 50).save(folder / "images" / f"{number}.bmp")
-        records.append({"id": number, "image": f"{number}.bmp", "conversations": turns("<image>", "Noise.")})
+        records.append(
+            {"id": number, "image": f"{number}.bmp", "conversations": turns("<image>", "Noise.")}
+        )
     (folder / "a.json").write_text(json.dumps(records))
     assert shard(folder, "--shard-bytes", "1MB") == 0
     tars = sorted((folder / "out").glob("*.tar"))
     sizes, keys = [tar.stat().st_size for tar in tars], [keys_in(tar) for tar in tars]
-    assert [key for keys_of_tar in keys for key in keys_of_tar] == [str(number) for number in range(40)]
+    assert [key for keys_of_tar in keys for key in keys_of_tar] == [
+        str(number) for number in range(40)
+    ]
     alone = keys.index(["7"])
-    assert max(size for number, size in enumerate(sizes) if number != alone) <= 1_000_000 < sizes[alone]
+    assert (
+        max(size for number, size in enumerate(sizes) if number != alone)
+        <= 1_000_000
+        < sizes[alone]
+    )
     for number in range(len(tars) - 1):  # the next shard's first sample would not have fitted
         first = (folder / "images" / f"{keys[number + 1][0]}.bmp").stat().st_size
         assert sizes[number] + first + 10240 > 1_000_000
@@ -150,10 +184,18 @@ def test_every_bad_record_is_listed_with_its_reason_and_the_others_are_written(f
     (images / "broken.png").write_bytes((images / "a.png").read_bytes()[:40])
     Image.new("L", (40, 30)).save(images / "large.png")
     ask = turns("<image>", "A cat.")
-    good = [{"id": "x", "image": "a.png", "conversations": ask}, {"id": 4, "conversations": turns("Hi", "Yes.")}]
+    good = [
+        {"id": "x", "image": "a.png", "conversations": ask},
+        {"id": 4, "conversations": turns("Hi", "Yes.")},
+    ]
     bad = {
         "not_an_object": "text",
-        "not_json": {"id": "n", "image": "a.png", "conversations": ask, "note": "half a pair: \ud83d"},
+        "not_json": {
+            "id": "n",
+            "image": "a.png",
+            "conversations": ask,
+            "note": "half a pair: \ud83d",
+        },
         "bad_id": {"id": {"a": 1}, "image": "a.png", "conversations": ask},
         "duplicate_id": {"id": "x", "conversations": turns("Hi", "Again.")},
         "no_conversation": {"id": "c", "image": "a.png", "text": "A cat."},
@@ -175,7 +217,9 @@ def test_every_bad_record_is_listed_with_its_reason_and_the_others_are_written(f
     assert keys_in(folder / "out" / "shard-000000.tar") == ["x", "4"]
     printed = capsys.readouterr().out
     assert all(f"1  {reason}: " in printed for reason in bad)
-    assert json.loads((folder / "out" / "dataset.json").read_text())["rejected"] == Counter(bad.keys())
+    assert json.loads((folder / "out" / "dataset.json").read_text())["rejected"] == Counter(
+        bad.keys()
+    )
 
 
 def test_an_id_belongs_to_the_first_record_of_sound_text(folder):
@@ -196,8 +240,24 @@ def test_an_id_belongs_to_the_first_record_of_sound_text(folder):
 
 
 def test_repeated_ids_can_be_kept_under_keys_of_their_own(folder, capsys):
-    ids = ["a", "a", "a-2", "a", "x" * 80, "x" * 80, "a-2", "a/b", "a/b", 7, "7", None, "record-00000011"]
-    records = [{"id": name, "conversations": turns("Hi", f"{number}")} for number, name in enumerate(ids)]
+    ids = [
+        "a",
+        "a",
+        "a-2",
+        "a",
+        "x" * 80,
+        "x" * 80,
+        "a-2",
+        "a/b",
+        "a/b",
+        7,
+        "7",
+        None,
+        "record-00000011",
+    ]
+    records = [
+        {"id": name, "conversations": turns("Hi", f"{number}")} for number, name in enumerate(ids)
+    ]
     (folder / "a.json").write_text(json.dumps(records))
     assert shard(folder, "--duplicate-ids", "keep") == 0
     stored = read_members(folder / "out" / "shard-000000.tar")
@@ -217,37 +277,57 @@ def test_text_lengths_of_the_given_tokenizer_and_template_are_in_the_index(folde
 
     Image.new("RGB", (9, 9)).save(folder / "images" / "a.png")
     records = [
-        {"id": "one", "image": "a.png", "conversations": turns("<image>\nWhat?", "a red circle on a blue background.")},
+        {
+            "id": "one",
+            "image": "a.png",
+            "conversations": turns("<image>\nWhat?", "a red circle on a blue background."),
+        },
         {"id": "many", "conversations": turns("Hi", "Yes.", "And?", "No.")},
         {"id": "text", "conversations": turns("Hi", "a green square.")},
     ]
     (folder / "a.json").write_text(json.dumps(records))
     tokenizer = AutoTokenizer.from_pretrained(tiny / "llm")
-    lengths = [len(tokenizer(records[number]["conversations"][1]["value"]).input_ids) + 1 for number in (0, 2)]
-    assert shard(folder, "--tokenizer", str(tiny / "llm"), "--template", "plain", "--workers", "2") == 0
+    lengths = [
+        len(tokenizer(records[number]["conversations"][1]["value"]).input_ids) + 1
+        for number in (0, 2)
+    ]
+    assert (
+        shard(folder, "--tokenizer", str(tiny / "llm"), "--template", "plain", "--workers", "2")
+        == 0
+    )
     fingerprint = text_fingerprint(tiny / "llm", "plain")
     text = read_index(folder / "out" / "shard-000000.tar").texts[fingerprint]
     assert text.tokens == [lengths[0], 0, lengths[1]]
     assert text.faults.keys() == {1} and text.faults[1][0] == "template"
     summary = json.loads((folder / "out" / "dataset.json").read_text())
     assert summary["text_tokens"] == sum(lengths)
-    assert summary["options"]["text_fingerprint"] == fingerprint and summary["options"]["template"] == "plain"
+    assert (
+        summary["options"]["text_fingerprint"] == fingerprint
+        and summary["options"]["template"] == "plain"
+    )
 
 
-@pytest.mark.parametrize(("bad", "rate", "code"), [(5, "0.05", 0), (6, "0.05", 2), (29, "0.29", 0), (1, "0", 2)])
+@pytest.mark.parametrize(
+    ("bad", "rate", "code"), [(5, "0.05", 0), (6, "0.05", 2), (29, "0.29", 0), (1, "0", 2)]
+)
 def test_more_bad_records_than_allowed_stop_the_tool(folder, capsys, bad, rate, code):
     texts = ["Yes."] * (100 - bad) + [""] * bad
-    records = [{"id": number, "conversations": turns("Hi", text)} for number, text in enumerate(texts)]
+    records = [
+        {"id": number, "conversations": turns("Hi", text)} for number, text in enumerate(texts)
+    ]
     (folder / "a.json").write_text(json.dumps(records))
     assert shard(folder, "--samples-per-shard", "10", "--max-reject-rate", rate) == code
     message = capsys.readouterr().err
     assert (folder / "out" / "dataset.json").exists() == (code == 0)
     if code:
         assert re.fullmatch(
-            rf"error: too many bad records: {bad} of the first 100 \({bad} no_answer\), but {bad - 1} of 100 are "
-            r"allowed; the last is no_answer: turn 1, from gpt, is empty\. Fix them, give rows that are not LLaVA's by "
+            rf"error: too many bad records: {bad} of the first 100 \({bad} no_answer\), but "
+            rf"{bad - 1} of 100 are "
+            r"allowed; the last is no_answer: turn 1, from gpt, is empty\. "
+            r"Fix them, give rows that are not LLaVA's by "
             r"--from, not --json, or raise --max-reject-rate; "
-            r"\S+/out/rejected\.jsonl lists what was left out\. \S+/out is unfinished: go on with --resume, or delete "
+            r"\S+/out/rejected\.jsonl lists what was left out\. \S+/out is unfinished: "
+            r"go on with --resume, or delete "
             r"it\n",
             message,
         )
@@ -266,7 +346,10 @@ def test_the_record_that_is_one_too_many_is_the_same_for_any_workers(folder, cap
     arguments = ("--samples-per-shard", "7", "--max-reject-rate", "0.2", "--workers", workers)
     assert shard(folder, *arguments) == 2
     message = capsys.readouterr().err
-    assert "13 of the first 33 (7 no_conversation, 6 missing_image), but 12 of 60 are allowed" in message
+    assert (
+        "13 of the first 33 (7 no_conversation, 6 missing_image), but 12 of 60 are allowed"
+        in message
+    )
     assert [line["record"] for line in rejections(folder / "out")] == list(range(20, 33))
 
 
@@ -274,7 +357,14 @@ def test_a_wrong_images_folder_shows_early_and_another_try_needs_no_clean_up(fol
     records = good_records(folder / "images", 40)
     (folder / "a.json").write_text(json.dumps(records))
     (folder / "empty").mkdir()
-    arguments = ["--json", str(folder / "a.json"), "--out", str(folder / "out"), "--samples-per-shard", "50"]
+    arguments = [
+        "--json",
+        str(folder / "a.json"),
+        "--out",
+        str(folder / "out"),
+        "--samples-per-shard",
+        "50",
+    ]
     assert main(["shard", *arguments, "--images", str(folder / "empty")]) == 2
     message = capsys.readouterr().err
     assert "the first 3 images are not where --images says" in message and "--resume" not in message
@@ -287,7 +377,10 @@ def test_a_wrong_images_folder_shows_early_and_another_try_needs_no_clean_up(fol
     ("prepare", "message"),
     [
         ("echo '[]' > a.json", "a.json: has no records"),
-        ("""echo '[{"id": 1}]' > a.json""", r"too many bad records: 1 of the first 1 .*its keys are id"),
+        (
+            """echo '[{"id": 1}]' > a.json""",
+            r"too many bad records: 1 of the first 1 .*its keys are id",
+        ),
         ("rm -r images && touch images", r"--images \S+/images: no such folder"),
         ("touch out", r"--out \S+/out: is a file"),
         ("mkdir out && touch out/old.tar", r"--out \S+/out: already holds shards \(old\.tar\)"),
@@ -317,8 +410,12 @@ def test_resuming_where_another_tool_left_a_dataset_json_is_refused(folder, caps
 def test_the_hint_at_the_end_names_the_shards_whatever_the_folder_is_called(folder, capsys):
     (folder / "a.json").write_text(json.dumps([SOUND]))
     assert shard(folder, out="my [new] data") == 0
-    (hint,) = shlex.split(capsys.readouterr().out.splitlines()[-1].removeprefix("next: mmtrain train CONFIG "))
-    assert [path.name for path in expand_shards(hint.removeprefix("data.shards="))] == ["shard-000000.tar"]
+    (hint,) = shlex.split(
+        capsys.readouterr().out.splitlines()[-1].removeprefix("next: mmtrain train CONFIG ")
+    )
+    assert [path.name for path in expand_shards(hint.removeprefix("data.shards="))] == [
+        "shard-000000.tar"
+    ]
 
 
 def test_a_broken_last_file_shows_before_anything_is_written(folder, capsys):
@@ -348,7 +445,8 @@ def test_arguments_out_of_range_are_refused(folder, capsys, arguments, message):
 
 
 @pytest.mark.parametrize(
-    ("text", "size"), [("500MB", 500_000_000), ("1GiB", 1 << 30), ("2e9", 2_000_000_000), ("1.5GB", 1_500_000_000)]
+    ("text", "size"),
+    [("500MB", 500_000_000), ("1GiB", 1 << 30), ("2e9", 2_000_000_000), ("1.5GB", 1_500_000_000)],
 )
 def test_sizes_are_read_as_they_are_written(text, size):
     assert parse_size(text) == size
@@ -357,7 +455,9 @@ def test_sizes_are_read_as_they_are_written(text, size):
 def test_memory_is_that_of_a_few_images(folder):
     """100 images of 1 MB (BMP, which decodes at once) pass through less than 12 MB."""
     Image.effect_noise((1000, 1000), 50).save(folder / "images" / "a.bmp")
-    records = [{"id": n, "image": "a.bmp", "conversations": turns("<image>", "Noise.")} for n in range(100)]
+    records = [
+        {"id": n, "image": "a.bmp", "conversations": turns("<image>", "Noise.")} for n in range(100)
+    ]
     (folder / "a.json").write_text(json.dumps(records))
     tracemalloc.start()
     assert shard(folder, "--samples-per-shard", "60") == 0
@@ -371,10 +471,15 @@ def test_the_command_as_the_help_shows_it_without_torch(folder):
     records = good_records(folder / "images", 12)
     (folder / "a.json").write_text(json.dumps(records))
     environment = {**os.environ, "PYTHONPROFILEIMPORTTIME": "1"}
-    ran = subprocess.run(command(), cwd=folder, capture_output=True, text=True, timeout=60, env=environment)
+    ran = subprocess.run(
+        command(), cwd=folder, capture_output=True, text=True, timeout=60, env=environment
+    )
     assert ran.returncode == 0, ran.stderr
     imported = {line.rpartition("|")[2].strip() for line in ran.stderr.splitlines()}
-    assert "mmtrain.data.samples.records" in imported and not {"torch", "webdataset", "rich"} & imported
+    assert (
+        "mmtrain.data.samples.records" in imported
+        and not {"torch", "webdataset", "rich"} & imported
+    )
     lines = ran.stdout.splitlines()
     assert lines[0] == "a.json: LLaVA's conversations: 12 records"
     assert re.fullmatch(r"12 of 12 records  [\d,]+ samples/s  0 rejected", lines[1])

@@ -1,4 +1,6 @@
-"""mmtrain shard --from: others' files and folders become the shards that the same data in LLaVA's JSON becomes."""
+"""mmtrain shard --from: others' files and folders become the shards that the same data in LLaVA's
+JSON becomes.
+"""
 
 import base64
 import csv
@@ -20,7 +22,14 @@ from mmtrain.__main__ import main
 datasets.disable_progress_bars()
 PROMPT = "Describe the image."
 IMAGE = datasets.Features({"image": datasets.Image(), "caption": datasets.Value("string")})
-CAPTIONS = ["A red door.", 'He said "no", twice', "two\nlines", "図書館 \U0001f600", "[1] a, b", "tab\there"] * 3
+CAPTIONS = [
+    "A red door.",
+    'He said "no", twice',
+    "two\nlines",
+    "図書館 \U0001f600",
+    "[1] a, b",
+    "tab\there",
+] * 3
 
 
 def asked(*texts: str, names=("human", "gpt"), keys=("from", "value")) -> list[dict]:
@@ -49,7 +58,14 @@ def names(folder: Path) -> list[str]:
 def shard(folder: Path, *paths: str | Path, out="out", more=(), option="--from") -> int:
     chosen = [] if "--workers" in more else ["--workers", "1"]
     files = [str(folder / path) for path in paths]
-    arguments = ["--images", str(folder / "images"), "--out", str(folder / out), "--samples-per-shard", "7"]
+    arguments = [
+        "--images",
+        str(folder / "images"),
+        "--out",
+        str(folder / out),
+        "--samples-per-shard",
+        "7",
+    ]
     return main(["shard", option, *files, *arguments, *chosen, *more])
 
 
@@ -89,8 +105,15 @@ def write_csv(path: Path, rows: list[dict], **more) -> None:
 
 def coco(rows: list[dict]) -> dict:
     images = [{"id": f"i{row['id']}", "file_name": row["image"], "width": 3} for row in rows]
-    notes = [{"image_id": f"i{row['id']}", "id": row["id"], "caption": row["caption"]} for row in rows]
-    return {"info": {"year": 2017}, "licenses": [{"id": 1}], "images": images[::-1], "annotations": notes}
+    notes = [
+        {"image_id": f"i{row['id']}", "id": row["id"], "caption": row["caption"]} for row in rows
+    ]
+    return {
+        "info": {"year": 2017},
+        "licenses": [{"id": 1}],
+        "images": images[::-1],
+        "annotations": notes,
+    }
 
 
 def sharegpt(row: dict) -> dict:
@@ -103,7 +126,10 @@ def sharegpt(row: dict) -> dict:
 
 def parts(row: dict) -> dict:
     question = [{"type": "image", "image": row["image"]}, {"type": "text", "text": PROMPT}]
-    turns = [{"role": "user", "content": question}, {"role": "assistant", "content": row["caption"]}]
+    turns = [
+        {"role": "user", "content": question},
+        {"role": "assistant", "content": row["caption"]},
+    ]
     return {"id": row["id"], "messages": turns}
 
 
@@ -117,11 +143,17 @@ WRITERS = {
     ),
     "captions.jsonl": lambda path, rows: path.write_text("\n".join(map(json.dumps, rows))),
     "coco.json": lambda path, rows: path.write_text(json.dumps(coco(rows))),
-    "coco_last.json": lambda path, rows: path.write_text(json.dumps(dict(reversed(coco(rows).items())))),
+    "coco_last.json": lambda path, rows: path.write_text(
+        json.dumps(dict(reversed(coco(rows).items())))
+    ),
     "sharegpt.json": lambda path, rows: path.write_text(json.dumps(list(map(sharegpt, rows)))),
-    "parts.jsonl": lambda path, rows: path.write_text("\n".join(json.dumps(parts(row)) for row in rows)),
+    "parts.jsonl": lambda path, rows: path.write_text(
+        "\n".join(json.dumps(parts(row)) for row in rows)
+    ),
     "names.parquet": lambda path, rows: parquet.write_table(table(rows), path, row_group_size=5),
-    "messages.parquet": lambda path, rows: parquet.write_table(table(list(map(sharegpt, rows))), path),
+    "messages.parquet": lambda path, rows: parquet.write_table(
+        table(list(map(sharegpt, rows))), path
+    ),
     "mixed": lambda path, rows: datasets.Dataset.from_list(
         list(map(parts, rows)), on_mixed_types="use_json"
     ).save_to_disk(path),
@@ -143,33 +175,49 @@ def test_the_same_records_in_any_form_become_the_same_shards(folder, name, capsy
     assert shard(folder, name) == 0
     assert tars(folder / "out") == tars(folder / "json") and len(tars(folder / "out")) == 6
     assert f"{folder}/{name}: " in (printed := capsys.readouterr().out) and "18 records" in printed
-    summary, plain = (json.loads((folder / out / "dataset.json").read_text()) for out in ("out", "json"))
+    summary, plain = (
+        json.loads((folder / out / "dataset.json").read_text()) for out in ("out", "json")
+    )
     assert (summary["options"].pop("format"), plain["options"].pop("format")) == ("auto", "llava")
     assert summary["options"] == plain["options"] and summary["sha256"] == plain["sha256"]
 
 
 @pytest.mark.parametrize("write", ["bom", "tsv", "pandas.csv"])
 def test_tables_of_csv_and_pandas_are_read_as_they_were_meant(folder, write):
-    rows = [{"file_name": image, "caption": text} for image, text in zip(names(folder), CAPTIONS, strict=True)]
+    rows = [
+        {"file_name": image, "caption": text}
+        for image, text in zip(names(folder), CAPTIONS, strict=True)
+    ]
     path = folder / f"rows.{write[-3:].replace('bom', 'csv')}"
     separator = "\t" if path.suffix == ".tsv" else ","
     if write.startswith("pandas"):
         pandas.DataFrame(rows).to_csv(path, sep=separator, index=False)
     else:
-        write_csv(path, rows, encoding="utf-8-sig" if write == "bom" else "utf-8", delimiter=separator)
+        write_csv(
+            path, rows, encoding="utf-8-sig" if write == "bom" else "utf-8", delimiter=separator
+        )
     assert shard(folder, path, more=("--caption-prompt", "Was?")) == 0
-    found = [members for tar in sorted((folder / "out").glob("*.tar")) for members in read_members(tar)]
+    found = [
+        members for tar in sorted((folder / "out").glob("*.tar")) for members in read_members(tar)
+    ]
     texts = [json.loads(members["json"]) for members in found]
-    assert [text["conversations"] for text in texts] == [asked("<image>\nWas?", caption) for caption in CAPTIONS]
-    assert [text["image"] for text in texts] == names(folder) and not any("id" in text for text in texts)
-    assert [members["__key__"] for members in found] == [f"record-{number:08d}" for number in range(len(CAPTIONS))]
+    assert [text["conversations"] for text in texts] == [
+        asked("<image>\nWas?", caption) for caption in CAPTIONS
+    ]
+    assert [text["image"] for text in texts] == names(folder) and not any(
+        "id" in text for text in texts
+    )
+    assert [members["__key__"] for members in found] == [
+        f"record-{number:08d}" for number in range(len(CAPTIONS))
+    ]
 
 
 @pytest.mark.parametrize("write", ["save_to_disk", "folder", "pandas"])
 def test_images_as_bytes_are_stored_as_they_are_under_the_suffix_of_what_they_are(folder, write):
     files = [(folder / "images" / name).read_bytes() for name in names(folder)]
     images = [
-        {"bytes": content, "path": None if number % 3 else f"x{number}.gif"} for number, content in enumerate(files)
+        {"bytes": content, "path": None if number % 3 else f"x{number}.gif"}
+        for number, content in enumerate(files)
     ]
     rows = {"image": images, "caption": CAPTIONS}
     data = datasets.Dataset.from_dict(rows, features=IMAGE)
@@ -179,18 +227,34 @@ def test_images_as_bytes_are_stored_as_they_are_under_the_suffix_of_what_they_ar
     elif write == "folder":
         path.mkdir()
         for number in range(2):
-            data.shard(2, number).to_parquet(path / f"train-0000{number}-of-00002.parquet", batch_size=4)
+            data.shard(2, number).to_parquet(
+                path / f"train-0000{number}-of-00002.parquet", batch_size=4
+            )
     else:
         pandas.DataFrame(rows | {"image": files}).to_parquet(path, row_group_size=4)
     for workers in ("1", "2"):
-        arguments = ["--out", str(folder / workers), "--samples-per-shard", "5", "--workers", workers]
+        arguments = [
+            "--out",
+            str(folder / workers),
+            "--samples-per-shard",
+            "5",
+            "--workers",
+            workers,
+        ]
         assert main(["shard", "--from", str(path), *arguments]) == 0
     assert contents(folder / "1") == contents(folder / "2")
-    stored = [members for tar in sorted((folder / "1").glob("*.tar")) for members in read_members(tar)]
+    stored = [
+        members for tar in sorted((folder / "1").glob("*.tar")) for members in read_members(tar)
+    ]
     assert [members.get("jpg", members.get("png")) for members in stored] == files
-    assert [("jpg" in members) for members in stored] == [bool(number % 2) for number in range(len(files))]
+    assert [("jpg" in members) for members in stored] == [
+        bool(number % 2) for number in range(len(files))
+    ]
     keys = [members["__key__"] for members in stored]
-    named = [key if number % 3 or write == "pandas" else f"x{number}.gif" for number, key in enumerate(keys)]
+    named = [
+        key if number % 3 or write == "pandas" else f"x{number}.gif"
+        for number, key in enumerate(keys)
+    ]
     assert [json.loads(members["json"])["image"] for members in stored] == named
 
 
@@ -202,12 +266,17 @@ def test_several_images_of_a_row_and_text_alone_among_them(folder):
             "messages": asked("Which?", "All.", names=("user", "assistant")),
         },
         {"images": None, "messages": asked("Hi", "Yes.", names=("user", "assistant"))},
-        {"images": [{"bytes": files[0]}], "messages": asked("A <image> b", "c", names=("user", "assistant"))},
+        {
+            "images": [{"bytes": files[0]}],
+            "messages": asked("A <image> b", "c", names=("user", "assistant")),
+        },
     ]
     parquet.write_table(table(rows), folder / "a.parquet")
     assert shard(folder, "a.parquet") == 0
     several, text, one = read_members(folder / "out" / "shard-000000.tar")
-    assert [several["0.png"], several["1.jpg"], several["2.png"]] == files and one["png"] == files[0]
+    assert [several["0.png"], several["1.jpg"], several["2.png"]] == files and one["png"] == files[
+        0
+    ]
     assert json.loads(several["json"]) == {
         "image": [f"record-00000000.{number}" for number in range(3)],
         "conversations": asked("<image>\n<image>\n<image>\nWhich?", "All."),
@@ -224,7 +293,10 @@ def in_parts(content: bytes, number: int) -> dict:
     """As OpenAI's fine-tuning takes it."""
     url = {"url": f"data:image/jpeg;base64,{base64_of(content)}"}
     question = [{"type": "image_url", "image_url": url}, {"type": "text", "text": PROMPT}]
-    turns = [{"role": "user", "content": question}, {"role": "assistant", "content": CAPTIONS[number]}]
+    turns = [
+        {"role": "user", "content": question},
+        {"role": "assistant", "content": CAPTIONS[number]},
+    ]
     return {"messages": turns}
 
 
@@ -234,20 +306,33 @@ def held(content: bytes) -> dict:
 
 HELD = {  # rows that hold their images, as their data sets' cards show them
     "openai.jsonl": in_parts,
-    "llava.json": lambda content, n: llava(n, f"data:image/png;base64,{base64_of(content)}", CAPTIONS[n]),
+    "llava.json": lambda content, n: llava(
+        n, f"data:image/png;base64,{base64_of(content)}", CAPTIONS[n]
+    ),
     "vlmevalkit.tsv": lambda content, n: {
-        "index": n, "image": base64_of(content), "question": PROMPT, "answer": CAPTIONS[n]
+        "index": n,
+        "image": base64_of(content),
+        "question": PROMPT,
+        "answer": CAPTIONS[n],
     },
     "finevision.parquet": lambda content, n: {
-        "images": [held(content)], "texts": [{"user": PROMPT, "assistant": CAPTIONS[n]}],
-        "source": "CoSyn_400k_chart", "relevance_ratings": [5], "relevance_min": 5,
+        "images": [held(content)],
+        "texts": [{"user": PROMPT, "assistant": CAPTIONS[n]}],
+        "source": "CoSyn_400k_chart",
+        "relevance_ratings": [5],
+        "relevance_min": 5,
     },
     "the_cauldron.parquet": lambda content, n: {
-        "images": [held(content)], "texts": [{"user": PROMPT, "assistant": CAPTIONS[n], "source": "AI2D"}]
+        "images": [held(content)],
+        "texts": [{"user": PROMPT, "assistant": CAPTIONS[n], "source": "AI2D"}],
     },
     "docvqa.parquet": lambda content, n: {
-        "questionId": str(n), "question": PROMPT, "question_types": ["handwritten"], "image": held(content),
-        "docId": n, "answers": [CAPTIONS[n], CAPTIONS[n].lower()],
+        "questionId": str(n),
+        "question": PROMPT,
+        "question_types": ["handwritten"],
+        "image": held(content),
+        "docId": n,
+        "answers": [CAPTIONS[n], CAPTIONS[n].lower()],
     },
     "trl.parquet": lambda content, n: {
         "images": [held(content)],
@@ -255,9 +340,12 @@ HELD = {  # rows that hold their images, as their data sets' cards show them
         "completion": [{"role": "assistant", "content": CAPTIONS[n]}],
     },
     "obelics.parquet": lambda content, n: {
-        "images": [held(content), None], "texts": [None, CAPTIONS[n]], "metadata": "[]", "general_metadata": "{}"
+        "images": [held(content), None],
+        "texts": [None, CAPTIONS[n]],
+        "metadata": "[]",
+        "general_metadata": "{}",
     },
-}  # fmt: skip
+}
 UNREAD = {
     "vlmevalkit.tsv": "; not read: index",
     "finevision.parquet": "; not read: source, relevance_ratings, relevance_min",
@@ -267,7 +355,9 @@ UNREAD = {
 
 
 @pytest.mark.parametrize("name", HELD)
-def test_rows_of_other_data_sets_become_conversations_with_the_images_that_they_hold(folder, name, capsys):
+def test_rows_of_other_data_sets_become_conversations_with_the_images_that_they_hold(
+    folder, name, capsys
+):
     files = [(folder / "images" / image).read_bytes() for image in names(folder)]
     rows = [HELD[name](content, number) for number, content in enumerate(files)]
     if name.endswith(".parquet"):
@@ -277,16 +367,31 @@ def test_rows_of_other_data_sets_become_conversations_with_the_images_that_they_
     else:
         (folder / name).write_text("\n".join(map(json.dumps, rows)))
     for workers in ("1", "2"):
-        arguments = ["--out", str(folder / workers), "--samples-per-shard", "5", "--workers", workers]
+        arguments = [
+            "--out",
+            str(folder / workers),
+            "--samples-per-shard",
+            "5",
+            "--workers",
+            workers,
+        ]
         assert main(["shard", "--from", str(folder / name), *arguments]) == 0
     assert contents(folder / "1") == contents(folder / "2")
-    stored = [members for tar in sorted((folder / "1").glob("*.tar")) for members in read_members(tar)]
+    stored = [
+        members for tar in sorted((folder / "1").glob("*.tar")) for members in read_members(tar)
+    ]
     assert [members.get("jpg", members.get("png")) for members in stored] == files
     prompt = "<image>" if name == "obelics.parquet" else f"<image>\n{PROMPT}"
     turns = [json.loads(members["json"])["conversations"] for members in stored]
     assert turns == [asked(prompt, text) for text in CAPTIONS]
-    assert [json.loads(members["json"])["image"] for members in stored] == [members["__key__"] for members in stored]
-    said = next(line for line in capsys.readouterr().out.splitlines() if line.startswith(f"{folder / name}: "))
+    assert [json.loads(members["json"])["image"] for members in stored] == [
+        members["__key__"] for members in stored
+    ]
+    said = next(
+        line
+        for line in capsys.readouterr().out.splitlines()
+        if line.startswith(f"{folder / name}: ")
+    )
     assert said.endswith(f"{UNREAD.get(name, '')}: 18 records")
 
 
@@ -295,7 +400,10 @@ def test_rows_of_other_data_sets_become_conversations_with_the_images_that_they_
     [
         ({"question": "Q", "answers": '["cat", "dog", "dog"]'}, "dog"),
         (
-            {"prompt": '[{"role": "user", "content": "Q"}]', "completion": '[{"role": "assistant", "content": "A"}]'},
+            {
+                "prompt": '[{"role": "user", "content": "Q"}]',
+                "completion": '[{"role": "assistant", "content": "A"}]',
+            },
             "A",
         ),
         ({"question": "Q", "answer": "[0.1, 0.9]"}, "[0.1, 0.9]"),
@@ -312,12 +420,20 @@ def test_rows_whose_images_are_in_another_column_are_said_to_have_none(folder, c
     rows = [{"image_url": "https://example.org/a.jpg", "question": "Q", "answer": "A"}]
     (folder / "a.jsonl").write_text("\n".join(map(json.dumps, rows)))
     assert shard(folder, "a.jsonl") == 0
-    assert "questions with their answers; without images; not read: image_url: 1 records" in capsys.readouterr().out
+    assert (
+        "questions with their answers; without images; not read: image_url: 1 records"
+        in capsys.readouterr().out
+    )
 
 
-@pytest.mark.parametrize("image", ["data:image/png;base64,", "data:image/png;base64,A", "A" * 301, "iVBORw0KGgo" * 30])
+@pytest.mark.parametrize(
+    "image", ["data:image/png;base64,", "data:image/png;base64,A", "A" * 301, "iVBORw0KGgo" * 30]
+)
 def test_base64_that_is_no_image_has_one_reason_and_does_not_print_its_text(folder, image):
-    rows = [{"image": text, "caption": "x"} for text in (base64_of(b"GIF89a") * 90, image.replace("data", "DATA"))]
+    rows = [
+        {"image": text, "caption": "x"}
+        for text in (base64_of(b"GIF89a") * 90, image.replace("data", "DATA"))
+    ]
     (folder / "a.jsonl").write_text("\n".join(map(json.dumps, rows)))
     assert shard(folder, "a.jsonl", more=("--max-reject-rate", "1")) == 2
     found = rejections(folder / "out")
@@ -326,7 +442,10 @@ def test_base64_that_is_no_image_has_one_reason_and_does_not_print_its_text(fold
 
 
 def test_a_message_about_a_value_leaves_out_base64(folder):
-    rows = [{"image": {"data": base64_of(bytes(900))}, "caption": "x"}, {"image": "a.jpg", "caption": "x"}]
+    rows = [
+        {"image": {"data": base64_of(bytes(900))}, "caption": "x"},
+        {"image": "a.jpg", "caption": "x"},
+    ]
     (folder / "a.jsonl").write_text("\n".join(map(json.dumps, rows)))
     assert shard(folder, "a.jsonl", more=("--max-reject-rate", "1")) == 2
     (first, _) = rejections(folder / "out")
@@ -334,16 +453,24 @@ def test_a_message_about_a_value_leaves_out_base64(folder):
 
 
 @pytest.mark.parametrize("name", ["a.parquet", "a.csv"])
-def test_a_run_that_was_stopped_goes_on_to_the_same_bytes_and_not_with_other_options(folder, name, capsys):
-    rows = [{"image": image, "caption": text} for image, text in zip(names(folder), CAPTIONS, strict=True)]
+def test_a_run_that_was_stopped_goes_on_to_the_same_bytes_and_not_with_other_options(
+    folder, name, capsys
+):
+    rows = [
+        {"image": image, "caption": text}
+        for image, text in zip(names(folder), CAPTIONS, strict=True)
+    ]
     rows[12]["image"] = rows[16]["image"] = "none.jpg"
     if name == "a.csv":
         write_csv(folder / name, rows)
     else:
         files = [folder / "images" / row["image"] for row in rows]
-        images = [{"bytes": file.read_bytes()} if file.exists() else {"path": file.name} for file in files]
+        images = [
+            {"bytes": file.read_bytes()} if file.exists() else {"path": file.name} for file in files
+        ]
         parquet.write_table(
-            table([row | {"image": image} for row, image in zip(rows, images, strict=True)]), folder / name
+            table([row | {"image": image} for row, image in zip(rows, images, strict=True)]),
+            folder / name,
         )
     assert shard(folder, name, more=("--max-reject-rate", "0.06")) == 2
     assert "too many bad records: 2 of the first 17 (2 missing_image)" in (capsys.readouterr().err)
@@ -361,11 +488,18 @@ def test_a_run_that_was_stopped_goes_on_to_the_same_bytes_and_not_with_other_opt
 def test_several_sources_are_read_one_after_the_other_each_as_it_is(folder, capsys):
     image = names(folder)[0]
     write_json(folder, [llava(0, image, "first")])
-    write_csv(folder / "a.csv", [{"image": image, "caption": "second"}, {"image": "none.png", "caption": "third"}])
-    parquet.write_table(table([sharegpt({"id": 0, "image": image, "caption": "fourth"})]), folder / "a.parquet")
+    write_csv(
+        folder / "a.csv",
+        [{"image": image, "caption": "second"}, {"image": "none.png", "caption": "third"}],
+    )
+    parquet.write_table(
+        table([sharegpt({"id": 0, "image": image, "caption": "fourth"})]), folder / "a.parquet"
+    )
     more = ("--max-reject-rate", "0.5")
     assert shard(folder, "llava.json", "a.csv", "a.parquet", more=more) == 0
-    assert [(line["file"], line["record"], line["reason"]) for line in rejections(folder / "out")] == [
+    assert [
+        (line["file"], line["record"], line["reason"]) for line in rejections(folder / "out")
+    ] == [
         ("a.csv", 1, "missing_image"),
         ("a.parquet", 0, "duplicate_id"),
     ]
@@ -375,7 +509,10 @@ def test_several_sources_are_read_one_after_the_other_each_as_it_is(folder, caps
         ("a.csv", 2, "caption"),
         ("a.parquet", 1, "sharegpt"),
     ]
-    assert f"{folder}/a.csv: captions (image: image, caption: caption): 2 records" in capsys.readouterr().out
+    assert (
+        f"{folder}/a.csv: captions (image: image, caption: caption): 2 records"
+        in capsys.readouterr().out
+    )
 
 
 def test_options_of_from_are_refused_with_json(tmp_path, capsys):
@@ -386,7 +523,9 @@ def test_options_of_from_are_refused_with_json(tmp_path, capsys):
 
 
 def test_where_pyarrow_lacks_the_extra_is_named(folder, monkeypatch, capsys):
-    parquet.write_table(table([sharegpt({"id": 0, "image": "a.png", "caption": "x"})]), folder / "a.parquet")
+    parquet.write_table(
+        table([sharegpt({"id": 0, "image": "a.png", "caption": "x"})]), folder / "a.parquet"
+    )
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     assert shard(folder, "a.parquet") == 2
     assert "which is not installed. Run pip install 'mmtrain[datasets]'" in capsys.readouterr().err

@@ -1,4 +1,6 @@
-"""mmtrain shard stopped by whatever: no half shard, and --resume makes the bytes of an undisturbed run."""
+"""mmtrain shard stopped by whatever: no half shard, and --resume makes the bytes of an undisturbed
+run.
+"""
 
 import json
 import os
@@ -26,7 +28,11 @@ def folder(tmp_path, monkeypatch):
 def start(*more: str) -> subprocess.Popen:
     """The tool, in a process group of its own, as a shell starts it."""
     return subprocess.Popen(
-        command(*more), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+        command(*more),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
     )
 
 
@@ -53,7 +59,9 @@ def wait_for_shards(number: int, folder: Path, process: subprocess.Popen) -> Non
 
 def children(process: subprocess.Popen) -> list[int]:
     """Its worker processes."""
-    return list(map(int, Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()))
+    return list(
+        map(int, Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split())
+    )
 
 
 def test_killed_at_any_moments_and_resumed_it_writes_the_bytes_of_an_undisturbed_run(folder):
@@ -99,17 +107,27 @@ def test_ctrl_c_leaves_whole_shards_only_and_the_run_goes_on_with_resume(folder,
     assert process.returncode == 130
     assert message == "stopped by Ctrl-C; out is unfinished: go on with --resume, or delete it\n"
     names = set(contents(folder / "out"))
-    assert {"rejected.jsonl", "unfinished.jsonl"} < names and not [name for name in names if name.endswith(".tmp")]
-    assert all(len(keys_in(tar)) == 10 for tar in (folder / "out").glob("*.tar")) and "dataset.json" not in names
+    assert {"rejected.jsonl", "unfinished.jsonl"} < names and not [
+        name for name in names if name.endswith(".tmp")
+    ]
+    assert (
+        all(len(keys_in(tar)) == 10 for tar in (folder / "out").glob("*.tar"))
+        and "dataset.json" not in names
+    )
     assert shard(*options) == 2
     message = capsys.readouterr().err
-    assert "already holds shards (shard-000000.tar, " in message and "Continue with --resume" in message
+    assert (
+        "already holds shards (shard-000000.tar, " in message
+        and "Continue with --resume" in message
+    )
     assert shard(*options, "--resume") == 0
     assert "shards are there already" in capsys.readouterr().out
     assert len(list((folder / "out").glob("*.tar"))) == 20
 
 
-def test_a_worker_that_is_killed_is_an_error_and_meanwhile_nobody_else_writes_into_the_folder(folder, capsys):
+def test_a_worker_that_is_killed_is_an_error_and_meanwhile_nobody_else_writes_into_the_folder(
+    folder, capsys
+):
     slow_data(folder, 600)
     process = start("--samples-per-shard", "10", "--workers", "2")
     wait_for_shards(1, folder, process)
@@ -118,14 +136,19 @@ def test_a_worker_that_is_killed_is_an_error_and_meanwhile_nobody_else_writes_in
     os.kill(children(process)[0], signal.SIGKILL)
     message = process.communicate(timeout=100)[1]
     assert process.returncode == 2
-    assert message.startswith("error: a worker process was killed from outside, ") and message.count("\n") == 1
+    assert (
+        message.startswith("error: a worker process was killed from outside, ")
+        and message.count("\n") == 1
+    )
     assert "out is unfinished: go on with --resume" in message
     assert not list((folder / "out").glob("*.tmp"))
 
 
 @pytest.fixture
 def stopped(folder, capsys) -> tuple[str, ...]:
-    """The options of a run that stopped after 3 shards of 5 records, at a bad one more than is allowed."""
+    """The options of a run that stopped after 3 shards of 5 records, at a bad one more than is
+    allowed.
+    """
     records = good_records(folder / "images", 20)
     records[17]["conversations"] = []
     (folder / "a.json").write_text(json.dumps(records))
@@ -139,7 +162,10 @@ def stopped(folder, capsys) -> tuple[str, ...]:
 def test_what_a_run_cannot_go_on_from_is_refused_and_left_as_it_is(folder, stopped, capsys):
     before = contents(folder / "out")
     assert shard(*stopped, "--samples-per-shard", "6", "--max-pixels", "100") == 2
-    assert "samples_per_shard was 5 and is 6; max_pixels was 100000000 and is 100" in capsys.readouterr().err
+    assert (
+        "samples_per_shard was 5 and is 6; max_pixels was 100000000 and is 100"
+        in capsys.readouterr().err
+    )
     records = json.loads((folder / "a.json").read_text())
     records[5]["conversations"][1]["value"] = "Other."
     (folder / "a.json").write_text(json.dumps(records))
@@ -161,7 +187,9 @@ def test_shards_that_were_damaged_or_lost_meanwhile_are_made_again(folder, stopp
     assert contents(folder / "out") == resumed
 
 
-def test_a_resumed_run_that_fails_at_its_first_record_keeps_the_finished_shards(folder, stopped, capsys):
+def test_a_resumed_run_that_fails_at_its_first_record_keeps_the_finished_shards(
+    folder, stopped, capsys
+):
     records = json.loads((folder / "a.json").read_text())
     records[0]["conversations"] = []
     (folder / "a.json").write_text(json.dumps(records))
@@ -195,13 +223,18 @@ def test_resume_begins_where_there_is_nothing_and_ends_where_all_is_done(folder,
     assert shard("--resume") == 0
     assert "out: finished already" in capsys.readouterr().out
     assert shard("--samples-per-shard", "5", "--resume") == 2
-    assert "dataset.json is from another run: samples_per_shard was 1000 and is 5" in capsys.readouterr().err
+    assert (
+        "dataset.json is from another run: samples_per_shard was 1000 and is 5"
+        in capsys.readouterr().err
+    )
     assert shard() == 2
     assert contents(folder / "out") == first
 
 
 def test_a_full_disk_is_one_line_and_leaves_whole_shards_only(folder):
-    """A limit on the size of files stands for the disk: the kernel refuses the same writes, with EFBIG for ENOSPC."""
+    """A limit on the size of files stands for the disk: the kernel refuses the same writes, with
+    EFBIG for ENOSPC.
+    """
     slow_data(folder, 6)
     size = (folder / "images" / "a.jpg").stat().st_size
     small = [{"id": f"s{number}", "conversations": turns("Hi", "Yes.")} for number in range(6)]
@@ -212,11 +245,14 @@ def test_a_full_disk_is_one_line_and_leaves_whole_shards_only(folder):
         capture_output=True,
         text=True,
         timeout=60,
-        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (4 * size, resource.RLIM_INFINITY)),
+        preexec_fn=lambda: resource.setrlimit(
+            resource.RLIMIT_FSIZE, (4 * size, resource.RLIM_INFINITY)
+        ),
     )
     assert ran.returncode == 2
     assert ran.stderr == (
-        "error: out/shard-000001.tar: cannot be written (File too large); the unfinished file is removed. Free "
+        "error: out/shard-000001.tar: cannot be written (File too large); "
+        "the unfinished file is removed. Free "
         "space, or choose another folder. out is unfinished: go on with --resume, or delete it\n"
     )
     assert list(contents(folder / "out")) == [

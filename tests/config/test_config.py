@@ -86,19 +86,32 @@ def test_only_the_command_line_says_which_programs_may_run(minimal, tmp_path):
 def test_what_a_checkpoint_holds_that_no_configuration_may_is_refused_by_its_key(minimal):
     content = load_config(minimal).model_dump(mode="json")
     content["parallel"] |= {"stages_per_rank": "many"}
-    with pytest.raises(UserError, match=r"state\.json: a configuration .*\n  parallel\.stages_per_rank: 'many' is not"):
+    with pytest.raises(
+        UserError,
+        match=r"state\.json: a configuration .*\n  parallel\.stages_per_rank: 'many' is not",
+    ):
         restore_config(content, "state.json")
 
 
 def test_every_key_says_what_it_means():
-    leaves = [(path, field) for path, field in all_fields(RunConfig) if not hasattr(field.annotation, "model_fields")]
+    leaves = [
+        (path, field)
+        for path, field in all_fields(RunConfig)
+        if not hasattr(field.annotation, "model_fields")
+    ]
     assert len(leaves) > 30
     assert [path for path, field in leaves if not field.description] == []
 
 
 def test_every_key_says_whether_a_resumed_run_may_change_it():
-    leaves = [path for path, field in all_fields(RunConfig) if not hasattr(field.annotation, "model_fields")]
-    assert [path for path, _ in all_fields(RunConfig) if path in marked(RunConfig, OnResume)] == leaves
+    leaves = [
+        path
+        for path, field in all_fields(RunConfig)
+        if not hasattr(field.annotation, "model_fields")
+    ]
+    assert [
+        path for path, _ in all_fields(RunConfig) if path in marked(RunConfig, OnResume)
+    ] == leaves
     for path, field in all_fields(RunConfig):
         assert sum(isinstance(mark, OnResume) for mark in field.metadata) == (path in leaves), path
 
@@ -113,12 +126,20 @@ def test_a_section_may_be_null_and_comes_back_with_one_of_its_keys(minimal, tmp_
     assert load_config(file) == config
     assert load_config(file, ["model.vision.name=another"]).model.vision.name == "another"
     assert restore_config(config.model_dump(mode="json"), "state.json") == config
-    assert config.changed({"model.vision.dtype": "float32", "model.llm.dtype": "float32"}).model.vision is None
-    said = "model.vision is a section. Set null, or its keys one by one: model.vision.name, model.vision.select_layer, "
+    assert (
+        config.changed({"model.vision.dtype": "float32", "model.llm.dtype": "float32"}).model.vision
+        is None
+    )
+    said = (
+        "model.vision is a section. Set null, or its keys one by one: "
+        "model.vision.name, model.vision.select_layer, "
+    )
     assert said in problems(minimal, "model.vision=7")[0]
     written(tmp_path, MINIMAL.replace("{name: some_vit}", "7"))
     (problem,) = problems(file)[1:]
-    assert problem.startswith("model.vision: 7 is not allowed; it should be a section (the vision encoder; null: none")
+    assert problem.startswith(
+        "model.vision: 7 is not allowed; it should be a section (the vision encoder; null: none"
+    )
     written(tmp_path, MINIMAL.replace("  vision: {name: some_vit}\n", ""))
     assert "model.vision: null trains on text alone" in problems(file)[1]
 
@@ -126,7 +147,10 @@ def test_a_section_may_be_null_and_comes_back_with_one_of_its_keys(minimal, tmp_
 @pytest.mark.parametrize(
     ("overrides", "said"),
     [
-        ((*TEXT, "model.trainable=[vision.*, llm.head]"), "model.trainable: vision.*, but model.vision is null"),
+        (
+            (*TEXT, "model.trainable=[vision.*, llm.head]"),
+            "model.trainable: vision.*, but model.vision is null",
+        ),
         (
             (*TEXT, "data.template=plain"),
             "data.template: plain keeps only images and answers, but model.vision",
@@ -142,7 +166,12 @@ def test_a_section_that_may_not_be_null_gets_its_defaults_by_it(minimal):
     reset = load_config(minimal, ["model.projector.type=linear", "model.projector=null"])
     assert reset == load_config(minimal)
     assert "model.projector=null" in problems(minimal, *TEXT, "model.projector.type=linear")[1]
-    assert load_config(minimal, [*TEXT, "model.projector.type=linear", "model.projector=null"]).model.vision is None
+    assert (
+        load_config(
+            minimal, [*TEXT, "model.projector.type=linear", "model.projector=null"]
+        ).model.vision
+        is None
+    )
     assert problems(minimal, "run=null")[1].startswith("run.name: missing")
 
 
@@ -154,7 +183,9 @@ def test_a_key_stands_instead_of_another_of_its_section():
 
 def test_a_key_that_is_no_unicode_is_refused_with_a_message(minimal, tmp_path):
     (_, line) = problems(minimal, "optim\udcff.lr=1")
-    assert line.startswith("its keys: {") and line.endswith("unable to parse raw data as a unicode string")
+    assert line.startswith("its keys: {") and line.endswith(
+        "unable to parse raw data as a unicode string"
+    )
     (_, line) = problems(written(tmp_path, '"optim\\ud800": 1'))
     assert line.startswith("its keys: {'optim\\ud800': 1} is not allowed")
 
@@ -168,7 +199,11 @@ def test_values_at_dotted_keys_are_changed_in_a_copy(minimal):
     config = load_config(minimal)
     changed = config.changed({"model.llm.dtype": "float32", "train.max_steps": 3})
     assert (changed.model.llm.dtype, changed.train.max_steps) == ("float32", 3)
-    assert config == load_config(minimal) == changed.changed({"model.llm.dtype": "bfloat16", "train.max_steps": 10})
+    assert (
+        config
+        == load_config(minimal)
+        == changed.changed({"model.llm.dtype": "bfloat16", "train.max_steps": 10})
+    )
 
 
 def test_overrides_apply_in_order_and_are_read_as_yaml(minimal):
@@ -203,15 +238,25 @@ def test_a_text_key_that_may_be_null_is_null_in_file_and_override(tmp_path):
     file = written(tmp_path, MINIMAL + "eval: {shards: held/*.tar, every_steps: 5}\n")
     assert load_config(file).eval.shards == "held/*.tar"
     assert load_config(file, ["eval.shards=null", "eval.every_steps=null"]).eval == without
-    assert load_config(written(tmp_path, MINIMAL), ["run.name=null"]).run.name == "null", "which may not be null"
+    assert load_config(written(tmp_path, MINIMAL), ["run.name=null"]).run.name == "null", (
+        "which may not be null"
+    )
 
 
-@pytest.mark.parametrize(("text", "value"), [("1e-3", 1e-3), ("1.5e-3", 1.5e-3), ("2E+0", 2.0), ("1", 1.0)])
+@pytest.mark.parametrize(
+    ("text", "value"), [("1e-3", 1e-3), ("1.5e-3", 1.5e-3), ("2E+0", 2.0), ("1", 1.0)]
+)
 def test_exponents_without_a_point_are_numbers_in_file_and_override(minimal, tmp_path, text, value):
     assert load_config(minimal, [f"optimizer.lr={text}"]).optimizer.lr == value
-    file = written(tmp_path, MINIMAL + f"optimizer: {{lr: {text}, betas: [9e-1, 0.95], clip_norm: {text}}}\n")
+    file = written(
+        tmp_path, MINIMAL + f"optimizer: {{lr: {text}, betas: [9e-1, 0.95], clip_norm: {text}}}\n"
+    )
     config = load_config(file)
-    assert (config.optimizer.lr, config.optimizer.betas, config.optimizer.clip_norm) == (value, (0.9, 0.95), value)
+    assert (config.optimizer.lr, config.optimizer.betas, config.optimizer.clip_norm) == (
+        value,
+        (0.9, 0.95),
+        value,
+    )
 
 
 def test_a_section_with_all_keys_commented_out_is_an_empty_section(tmp_path):
@@ -232,7 +277,9 @@ def test_an_unknown_key_names_the_nearest_valid_one(minimal, override, value, ne
     heading, line = problems(minimal, override)
     assert heading == f"{minimal}: 1 problem"
     key = override.split("=")[0] if nearest != "optimizer" else "optimiser"
-    assert line.startswith(f"{key}: unknown key (value {value}); nearest valid key: {nearest}; keys of ")
+    assert line.startswith(
+        f"{key}: unknown key (value {value}); nearest valid key: {nearest}; keys of "
+    )
 
 
 @pytest.mark.parametrize(
@@ -262,10 +309,14 @@ def test_an_unknown_key_names_the_nearest_valid_one(minimal, override, value, ne
         ("optimiser", "optimizer"),
         ("checkpoints", "checkpoint"),
         (
-            "foo banana x hooks augmentation notes description author model.attention model.foo data.cache run.tags "
-            "run.project project train.loss train.ema train.mixup callbacks logging profiler tokenizer_path compile "
-            "neftune_noise_alpha use_cache rope_scaling parallel.tensor data.video model.audio optimizer.momentum "
-            "train.early_stopping eval.metrics export.push hub_token dpo ref_model temperature top_p metadata defaults "
+            "foo banana x hooks augmentation notes description author model.attention model.foo "
+            "data.cache run.tags "
+            "run.project project train.loss train.ema train.mixup callbacks logging profiler "
+            "tokenizer_path compile "
+            "neftune_noise_alpha use_cache rope_scaling parallel.tensor data.video model.audio "
+            "optimizer.momentum "
+            "train.early_stopping eval.metrics export.push hub_token dpo ref_model temperature "
+            "top_p metadata defaults "
             "env device nodes run.folder data.image_size model.vision.path key17 \u200b",
             None,
         ),
@@ -279,7 +330,10 @@ def test_the_nearest_key_is_named_where_it_is_near_alone(slips, meant):
 
 def test_a_stranger_gets_the_keys_of_its_section_alone(minimal):
     _, line = problems(minimal, "train.mixup=1")
-    assert line == f"train.mixup: unknown key (value 1); keys of train: {', '.join(TrainSection.model_fields)}"
+    assert (
+        line == "train.mixup: unknown key (value 1); keys of train: "
+        f"{', '.join(TrainSection.model_fields)}"
+    )
 
 
 @pytest.mark.parametrize(
@@ -289,14 +343,24 @@ def test_a_stranger_gets_the_keys_of_its_section_alone(minimal):
         ("train.max_steps=1e3", "'1e3'", "be a valid integer", "optimizer steps"),
         ("parallel.data=true", "true", "be a valid integer", "data-parallel"),
         ("run.report_to=none", "'none'", "be a list", "where metrics go"),
-        ("run.report_to=[none]", "['none']", "be 'tensorboard', 'wandb' or 'csv'", "where metrics go"),
+        (
+            "run.report_to=[none]",
+            "['none']",
+            "be 'tensorboard', 'wandb' or 'csv'",
+            "where metrics go",
+        ),
         ("optimizer.lr=fast", "'fast'", "be a valid number", "peak learning rate)"),
         ("optimizer.lr=.inf", "inf", "be a finite number", "peak learning rate)"),
         ("optimizer.groups=[3]", "[3]", "be a section", "parameter groups with their own rates"),
         ("optimizer.betas=[0.9]", "[0.9]", "have more entries", "AdamW's decay rates"),
         ("model.projector.factor=5", "5", "be 2, 3 or 4", "how many patches"),
         ("model.vision.pinpoints=(1x1),...,(6x6)", "'(1x1),...,(6x6)'", "be a list", "grids that"),
-        ("model.trainable=[]", "[]", "have at least 1 item after validation, not 0", "name patterns"),
+        (
+            "model.trainable=[]",
+            "[]",
+            "have at least 1 item after validation, not 0",
+            "name patterns",
+        ),
         ("model.projector.init_from=[a]", "['a']", "be a valid string", "begin with"),
         ("run.overwrite=1", "1", "be a valid boolean", "true: delete"),
         (
@@ -305,12 +369,21 @@ def test_a_stranger_gets_the_keys_of_its_section_alone(minimal):
             "be letters, digits, '.', '_' and '-', and begin with one of the first two",
             "folder name",
         ),
-        ("parallel.recompute_layers=[1, x]", "[1, 'x']", "be 'auto' or be a valid integer", "decoder layers per"),
+        (
+            "parallel.recompute_layers=[1, x]",
+            "[1, 'x']",
+            "be 'auto' or be a valid integer",
+            "decoder layers per",
+        ),
     ],
 )
-def test_a_wrong_value_is_shown_with_what_is_allowed_and_what_it_means(minimal, override, shown, should, meaning):
+def test_a_wrong_value_is_shown_with_what_is_allowed_and_what_it_means(
+    minimal, override, shown, should, meaning
+):
     _, line = problems(minimal, override)
-    assert line.startswith(f"{override.partition('=')[0]}: {shown} is not allowed; it should {should} ({meaning}")
+    assert line.startswith(
+        f"{override.partition('=')[0]}: {shown} is not allowed; it should {should} ({meaning}"
+    )
 
 
 @pytest.mark.parametrize(
@@ -328,7 +401,9 @@ def test_a_wrong_value_is_shown_with_what_is_allowed_and_what_it_means(minimal, 
         ("data.sets=[{name: a, shards: a.tar, format: lava}]", "llava"),
     ],
 )
-def test_a_value_near_a_right_one_is_answered_with_that_one_and_never_with_a_pattern(minimal, override, meant):
+def test_a_value_near_a_right_one_is_answered_with_that_one_and_never_with_a_pattern(
+    minimal, override, meant
+):
     _, line = problems(minimal, override)
     question = "; it should " if meant is None else f"; did you mean {meant}? It should "
     assert f" is not allowed{question}" in line and "[A-Za-z" not in line and "{%]" not in line
@@ -336,11 +411,16 @@ def test_a_value_near_a_right_one_is_answered_with_that_one_and_never_with_a_pat
 
 def test_a_fraction_of_0_evaluates_nothing_and_leaves_held_out_shards(minimal):
     assert not load_config(minimal, ["eval.fraction=0"]).eval.is_on
-    assert load_config(minimal, ["eval.shards=held-out.tar", "eval.fraction=0"]).eval.shards == "held-out.tar"
+    assert (
+        load_config(minimal, ["eval.shards=held-out.tar", "eval.fraction=0"]).eval.shards
+        == "held-out.tar"
+    )
 
 
 @pytest.mark.parametrize("pinpoints", ["[]", "[[64]]", "[[0,32]]", "(1x1),...,(6x6)"])
-def test_wrong_grids_are_refused_with_an_example_and_with_what_llavas_text_is_here(minimal, pinpoints):
+def test_wrong_grids_are_refused_with_an_example_and_with_what_llavas_text_is_here(
+    minimal, pinpoints
+):
     _, line = problems(minimal, f"model.vision.pinpoints={pinpoints}")
     assert line.startswith("model.vision.pinpoints: ") and "[[384, 768], [768, 384]]" in line
     assert "null: " in line and "have the text (1x1),...,(6x6)" in line
@@ -348,9 +428,13 @@ def test_wrong_grids_are_refused_with_an_example_and_with_what_llavas_text_is_he
 
 def test_a_wrong_value_in_a_list_of_sections_is_named_with_its_place(minimal):
     _, line = problems(minimal, "optimizer.groups=[{match: [projector], lr: fast}]")
-    assert line.startswith("optimizer.groups.0.lr: 'fast' is not allowed; it should be a valid number (peak learning")
+    assert line.startswith(
+        "optimizer.groups.0.lr: 'fast' is not allowed; it should be a valid number (peak learning"
+    )
     _, line = problems(minimal, "optimizer.groups=[{match: [a]}]")
-    assert line.startswith("optimizer.groups.0: sets neither lr nor weight_decay. Set one, or leave")
+    assert line.startswith(
+        "optimizer.groups.0: sets neither lr nor weight_decay. Set one, or leave"
+    )
 
 
 def test_missing_keys_say_what_they_mean(tmp_path):
@@ -366,14 +450,23 @@ def test_missing_keys_say_what_they_mean(tmp_path):
 
 
 def test_all_problems_are_reported_together(minimal):
-    lines = problems(minimal, "train.lr=1", "train.max_steps=0", "parallel.boundaries=[1]", "run.nme=x", "run.seed=-1")
+    lines = problems(
+        minimal,
+        "train.lr=1",
+        "train.max_steps=0",
+        "parallel.boundaries=[1]",
+        "run.nme=x",
+        "run.seed=-1",
+    )
     assert lines[0] == f"{minimal}: 5 problems"
     found = {line.split(":")[0] for line in lines[1:]}
     assert found == {"train.lr", "train.max_steps", "parallel.boundaries", "run.nme", "run.seed"}
 
 
 def test_a_value_where_a_section_belongs_is_refused(tmp_path):
-    _, line = problems(written(tmp_path, MINIMAL.replace("train: {packs_per_step: 8, max_steps: 10}", "train: 5")))
+    _, line = problems(
+        written(tmp_path, MINIMAL.replace("train: {packs_per_step: 8, max_steps: 10}", "train: 5"))
+    )
     assert line == "train: 5 is not allowed; it should be a section"
 
 
@@ -382,17 +475,24 @@ def test_a_value_where_a_section_belongs_is_refused(tmp_path):
     [
         (
             "train.packs_per_step=10 parallel.data=2 train.packs_per_microbatch=2",
-            "train.packs_per_step: 10 is not a multiple of parallel.data x train.packs_per_microbatch = 2 x 2 = 4. "
+            "train.packs_per_step: 10 is not a multiple of parallel.data x "
+            "train.packs_per_microbatch = 2 x 2 = 4. "
             "Set it to 8 or 12",
         ),
-        ("parallel.pipeline=4 parallel.boundaries=[8,16]", "parallel.boundaries: [8, 16] has 2 entries; parallel.pipe"),
+        (
+            "parallel.pipeline=4 parallel.boundaries=[8,16]",
+            "parallel.boundaries: [8, 16] has 2 entries; parallel.pipe",
+        ),
         (
             "parallel.pipeline=2 parallel.recompute_layers=[1,2,3]",
-            "parallel.recompute_layers: [1, 2, 3] has 3 entries; parallel.pipeline 2 needs 2, one per",
+            "parallel.recompute_layers: [1, 2, 3] has 3 entries; "
+            "parallel.pipeline 2 needs 2, one per",
         ),
     ],
 )
-def test_numbers_that_do_not_fit_the_layout_are_refused_with_those_that_do(minimal, overrides, said):
+def test_numbers_that_do_not_fit_the_layout_are_refused_with_those_that_do(
+    minimal, overrides, said
+):
     _, line = problems(minimal, *overrides.split())
     assert line.startswith(said)
 
@@ -400,10 +500,16 @@ def test_numbers_that_do_not_fit_the_layout_are_refused_with_those_that_do(minim
 @pytest.mark.parametrize(
     ("override", "expected"),
     [
-        ("optimizer.lr", "override 'optimizer.lr': needs the form key.sub=value, e.g. optimizer.lr=1e-3"),
+        (
+            "optimizer.lr",
+            "override 'optimizer.lr': needs the form key.sub=value, e.g. optimizer.lr=1e-3",
+        ),
         ("a." * 5000 + "b=1", "override 'a.a.a."),
         ("run.name.x=3", "override 'run.name.x=3': name is 'test', which has no keys below it"),
-        ("train.max_steps=[1", "override 'train.max_steps=[1', line 1, column 3: expected ',' or ']', but got"),
+        (
+            "train.max_steps=[1",
+            "override 'train.max_steps=[1', line 1, column 3: expected ',' or ']', but got",
+        ),
     ],
 )
 def test_a_malformed_override_is_quoted_with_the_right_form(minimal, override, expected):
@@ -414,12 +520,16 @@ def test_a_malformed_override_is_quoted_with_the_right_form(minimal, override, e
 @pytest.mark.parametrize(
     ("text", "where", "problem"),
     [
-        ("data:\n  shards: a\n  shards: b\n", "line 3, column 3", "key shards is given twice, first on line 2"),
+        ("data:\n  shards: a\n  shards: b\n", "line 3, column 3", "key shards is given twice, "
+                                                                  "first on line 2"),
         ("run:\n  name: [a\n", "line 3, column 1", "expected ',' or ']', but got '<stream end>'"),
-        ("run:\n\tname: a\n", "line 2, column 1", "found character '\\t' that cannot start any token"),
+        ("run:\n\tname: a\n", "line 2, column 1", "found character '\\t' that cannot "
+                                                  "start any token"),
         ("on: 1\n", "line 1, column 1", "key True is not text"),
-        ("run: &a {}\neval: *a\n", "line 1, column 6", "&, * and ! begin an anchor, an alias and a tag"),
-        ("eval: {<<: {every_steps: 1}}\n", "line 1, column 8", "could not determine a constructor for the tag"),
+        ("run: &a {}\neval: *a\n", "line 1, column 6", "&, * and ! begin an anchor, an "
+                                                       "alias and a tag"),
+        ("eval: {<<: {every_steps: 1}}\n", "line 1, column 8", "could not determine a "
+                                                               "constructor for the tag"),
         ("run: " + "[" * 40, "line 1, column 37", "nested more than 32 deep"),
         ("run: !!python/object/apply:os.getcwd []\n", "line 1, column 6", "&, * and ! begin an anchor"),
         ("run: 2001-99-99\n", "line 1, column 6", "'2001-99-99' is not a valid timestamp"),
@@ -431,23 +541,35 @@ def test_a_yaml_mistake_names_file_line_and_column(tmp_path, text, where, proble
     assert line.startswith(f"{file}, {where}: {problem}")
 
 
-@pytest.mark.parametrize("text", ['run: "\\UFFFFFFFF"\n', f"%YAML 1.{'9' * 5000}\n---\nrun: 1\n", "run: \x01\n"])
+@pytest.mark.parametrize(
+    "text", ['run: "\\UFFFFFFFF"\n', f"%YAML 1.{'9' * 5000}\n---\nrun: 1\n", "run: \x01\n"]
+)
 def test_what_yaml_itself_does_not_take_is_one_line(tmp_path, text):
     (line,) = problems(written(tmp_path, text))
     assert line.endswith(". Fix the YAML there")
 
 
 def test_several_data_sets_are_a_list_of_sections_with_their_own_problems(minimal):
-    sets = "data.sets=[{name: captions, shards: a.tar}, {name: chat, shards: [b.tar, c.tar], weight: 0.5}]"
+    sets = (
+        "data.sets=[{name: captions, shards: a.tar}, {name: chat, shards: "
+        "[b.tar, c.tar], weight: 0.5}]"
+    )
     loaded = load_config(minimal, ["data.shards=null", sets])
     assert [(one.name, one.shards, one.weight) for one in loaded.data.sets] == [
         ("captions", "a.tar", 1.0),
         ("chat", ("b.tar", "c.tar"), 0.5),
     ]
-    _, *lines = problems(minimal, "data.shards=null", "data.sets=[{name: a, shard: x.tar}, {name: b b, shards: y.tar}]")
+    _, *lines = problems(
+        minimal,
+        "data.shards=null",
+        "data.sets=[{name: a, shard: x.tar}, {name: b b, shards: y.tar}]",
+    )
     assert len(lines) == 3
     assert lines[0].startswith("data.sets.0.shards: missing (webdataset shards: a tar file")
-    assert "data.sets.0.shard: unknown key (value 'x.tar'); nearest valid key: data.sets.*.shards" in lines[1]
+    assert (
+        "data.sets.0.shard: unknown key (value 'x.tar'); nearest valid key: data.sets.*.shards"
+        in lines[1]
+    )
     assert lines[2].startswith("data.sets.1.name: 'b b' is not allowed")
     twice = "data.sets=[{name: a, shards: x.tar}, {name: a, shards: y.tar}]"
     assert (
@@ -475,7 +597,9 @@ def test_an_override_takes_the_place_of_the_key_in_the_file_that_says_the_same_t
     assert (loaded.train.epochs, loaded.train.max_steps, loaded.data.shards) == (2, None, None)
     assert load_config(minimal, ["train.epochs=null"]).train.max_steps == 10
     both = written(minimal.parent, MINIMAL.replace("max_steps: 10", "max_steps: 10, epochs: 1"))
-    assert problems(both)[1] == "train.max_steps: set exactly one of train.max_steps and train.epochs"
+    assert (
+        problems(both)[1] == "train.max_steps: set exactly one of train.max_steps and train.epochs"
+    )
 
 
 def test_of_very_many_problems_the_first_are_said(tmp_path):
@@ -496,7 +620,10 @@ def test_others_see_no_arguments_of_pipe_urls_and_no_logins(minimal):
     ("value", "shown"),
     [
         ("https://user:p@w@host/a@b?c@d", "https://host/a@b?c@d"),
-        ({"s3://key:x@bucket": ["pipe: 'my curl' -H x", 3, None]}, {"s3://bucket": ["pipe: 'my ...", 3, None]}),
+        (
+            {"s3://key:x@bucket": ["pipe: 'my curl' -H x", 3, None]},
+            {"s3://bucket": ["pipe: 'my ...", 3, None]},
+        ),
         ("data.shards: pipe:curl\n-H x -> pipe:curl -H y", "data.shards: pipe:curl ..."),
         ("broken pipe: its reader ended", "broken pipe: its reader ended"),
         ("you@host: https://host/pipe:curl", "you@host: https://host/pipe:curl"),
@@ -508,7 +635,9 @@ def test_what_is_disclosed_has_no_logins(value, shown):
 
 @pytest.mark.parametrize("command", ["train", "plan", "calibrate", "inspect", "index"])
 @pytest.mark.parametrize("key", ["data.shards", "eval.shards", "optimizer.lr"])
-def test_a_key_given_twice_is_refused_and_braces_that_a_shell_took_apart_are_named(capfd, command, key):
+def test_a_key_given_twice_is_refused_and_braces_that_a_shell_took_apart_are_named(
+    capfd, command, key
+):
     with pytest.raises(SystemExit, match="2"):
         main([command, DEMO, f"{key}=0", "run.name=here", f"{key} =1"])
     said = capfd.readouterr().err

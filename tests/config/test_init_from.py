@@ -1,4 +1,6 @@
-"""A run that begins with another and names no models has that run's, as its config.yaml says them."""
+"""A run that begins with another and names no models has that run's, as its config.yaml says
+them.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,9 @@ def before(tmp_path) -> Path:
     """The folder of a run with the demo's native encoder."""
     folder = tmp_path / "before"
     (folder / "checkpoints" / "step-00000010").mkdir(parents=True)
-    config = load_config("example:demo_native", ["model.vision.max_positions=32", "model.projector.type=linear"])
+    config = load_config(
+        "example:demo_native", ["model.vision.max_positions=32", "model.projector.type=linear"]
+    )
     (folder / "config.yaml").write_text(dump_config(config))
     return folder
 
@@ -40,21 +44,35 @@ def test_the_models_and_the_connector_are_the_other_runs(tmp_path, before, place
     path = before / place
     ours = begun(tmp_path, f"{{init_from: {path}}}", "model.llm.dtype=bfloat16").model
     assert ours.llm == theirs.llm.changed({"dtype": "bfloat16"}) and ours.vision == theirs.vision
-    assert ours.projector == theirs.projector.changed({"init_from": str(path)}) and ours.projector.type == "linear"
+    assert (
+        ours.projector == theirs.projector.changed({"init_from": str(path)})
+        and ours.projector.type == "linear"
+    )
 
 
 def test_a_text_run_and_models_that_are_named_stay(tmp_path, before):
-    assert begun(tmp_path, f"{{init_from: {before}, vision: null, trainable: [llm.head]}}").model.vision is None
-    named = begun(tmp_path, f"{{init_from: {before}, llm: {{path: demo:llm}}, vision: {{name: demo:vision}}}}").model
+    assert (
+        begun(
+            tmp_path, f"{{init_from: {before}, vision: null, trainable: [llm.head]}}"
+        ).model.vision
+        is None
+    )
+    named = begun(
+        tmp_path, f"{{init_from: {before}, llm: {{path: demo:llm}}, vision: {{name: demo:vision}}}}"
+    ).model
     assert named.vision.name == "demo:vision" and named.projector.type == "mlp2x_gelu"
 
 
 def test_a_folder_that_says_no_models_is_refused(tmp_path):
-    with pytest.raises(UserError, match=r"model\.init_from: .*/none has no config\.yaml that names its models"):
+    with pytest.raises(
+        UserError, match=r"model\.init_from: .*/none has no config\.yaml that names its models"
+    ):
         begun(tmp_path, f"{{init_from: {tmp_path / 'none'}}}")
 
 
-@pytest.mark.parametrize("shards", ["/no/such-*.tar", "[demo:train, /no/such-*.tar, 'pipe:curl x']"])
+@pytest.mark.parametrize(
+    "shards", ["/no/such-*.tar", "[demo:train, /no/such-*.tar, 'pipe:curl x']"]
+)
 def test_a_plan_names_shards_that_are_not_there_and_runs_no_pipe(tmp_path, capsys, shards):
     begun(tmp_path, "{llm: {path: 'demo:llm'}, vision: {name: 'demo:vision'}}", shards=shards)
     overrides = ["eval.shards=/nor/these.tar", "parallel.pipeline=1"]

@@ -44,14 +44,19 @@ def test_the_keys_that_name_files_are_marked():
     }
 
 
-@pytest.mark.parametrize("path", sorted(set(marked(RunConfig, NamesFiles)) - {("data", "template")}))
+@pytest.mark.parametrize(
+    "path", sorted(set(marked(RunConfig, NamesFiles)) - {("data", "template")})
+)
 def test_a_variable_is_filled_in_wherever_a_key_names_files(path):
     if "*" in path:
         one, other = load_config(DEMO, ["data.shards=null", SETS]).data.sets
         assert (one.shards, other.shards) == ("/mnt/data/a.tar", ("/mnt/data/b.tar", "c.tar"))
         return
     key = ".".join(path)
-    assert load_config(DEMO, [f"{key}=${{DATA}}/${{DATA}}-x"]).value_at(path) == "/mnt/data//mnt/data-x"
+    assert (
+        load_config(DEMO, [f"{key}=${{DATA}}/${{DATA}}-x"]).value_at(path)
+        == "/mnt/data//mnt/data-x"
+    )
 
 
 def test_a_template_is_read_from_a_variable_folder_and_a_template_text_stays(monkeypatch, tmp_path):
@@ -70,7 +75,12 @@ def test_in_a_file_as_in_an_override_and_the_whole_path_is_kept(monkeypatch):
     )
     config = load_config("mine.yaml")
     assert (config.run.dir, config.data.shards) == ("/mnt/data/runs", "/mnt/data/x-{000..001}.tar")
-    assert config.model.llm.path == config.model.vision.name == config.model.projector.init_from == "/mnt/data/llava"
+    assert (
+        config.model.llm.path
+        == config.model.vision.name
+        == config.model.projector.init_from
+        == "/mnt/data/llava"
+    )
     Path("config.yaml").write_text(dump_config(config))
     monkeypatch.setenv("DATA", "/elsewhere")
     assert load_config("config.yaml") == config
@@ -84,11 +94,23 @@ def test_braces_of_shards_stay_beside_those_of_variables(monkeypatch, tmp_path):
     shards = load_config(DEMO, ["data.shards=${DATA}/x-{000..002}.tar"]).data.shards
     assert expand_shards(shards) == tuple(tmp_path / f"x-{number:03}.tar" for number in range(3))
     Path("x-$001.tar").touch()
-    assert expand_shards(load_config(DEMO, ["data.shards=x-${001..001}.tar"]).data.shards) == (Path("x-$001.tar"),)
+    assert expand_shards(load_config(DEMO, ["data.shards=x-${001..001}.tar"]).data.shards) == (
+        Path("x-$001.tar"),
+    )
 
 
 def test_a_value_is_text_and_no_yaml(monkeypatch):
-    for value in ("null", "[a, b]", "1: {2", "a\nb: c", "$(touch x)", "`touch x`", "~", "\x1b[31m", "\udcff"):
+    for value in (
+        "null",
+        "[a, b]",
+        "1: {2",
+        "a\nb: c",
+        "$(touch x)",
+        "`touch x`",
+        "~",
+        "\x1b[31m",
+        "\udcff",
+    ):
         monkeypatch.setenv("DATA", value)
         config = load_config(DEMO, ["data.shards=${DATA}", "run.dir=${DATA}/runs"])
         assert (config.data.shards, config.run.dir) == (value, f"{value}/runs")
@@ -102,30 +124,48 @@ def test_what_a_variable_holds_is_not_filled_in_again(monkeypatch, value):
     monkeypatch.setenv("DATA", value)
     prefix = "" if "$" in value else "$"
     (line,) = problems(f"run.dir={prefix}${{DATA}}/x")
-    assert line.startswith(f"run.dir: {prefix}${{DATA}}/x still holds ${{...}} after its variables are filled in")
+    assert line.startswith(
+        f"run.dir: {prefix}${{DATA}}/x still holds ${{...}} after its variables are filled in"
+    )
 
 
 @pytest.mark.parametrize(
     ("override", "said"),
     [
-        ("run.dir=${NOT_THERE}/x", "run.dir: the environment variable of ${NOT_THERE} is not set. Set it, or write"),
-        ("eval.shards=${EMPTY}/x", "eval.shards: the environment variable of ${EMPTY} is empty. Set it, or write"),
-        ("data.shards=[a, '${NOT_THERE}/b']", "data.shards.1: the environment variable of ${NOT_THERE} is not set"),
+        (
+            "run.dir=${NOT_THERE}/x",
+            "run.dir: the environment variable of ${NOT_THERE} is not set. Set it, or write",
+        ),
+        (
+            "eval.shards=${EMPTY}/x",
+            "eval.shards: the environment variable of ${EMPTY} is empty. Set it, or write",
+        ),
+        (
+            "data.shards=[a, '${NOT_THERE}/b']",
+            "data.shards.1: the environment variable of ${NOT_THERE} is not set",
+        ),
         (
             "run.dir=${DATA:-/x}/y",
-            "run.dir: ${DATA:-/x}/y still holds ${...} after its variables are filled in. Write variables as",
+            "run.dir: ${DATA:-/x}/y still holds ${...} after its variables are filled in. "
+            "Write variables as",
         ),
         (
             "run.dir=${NOT_THERE:-${DATA}}",
             "run.dir: ${NOT_THERE:-${DATA}} still holds ${...} after its variables are filled in",
         ),
-        ("model.llm.path=$DATA/llm", "model.llm.path: $DATA is neither a file nor a variable. Write ${DATA}"),
+        (
+            "model.llm.path=$DATA/llm",
+            "model.llm.path: $DATA is neither a file nor a variable. Write ${DATA}",
+        ),
         (
             "run.dir=${AWS_SECRET_ACCESS_KEY}",
             "run.dir: ${AWS_SECRET_ACCESS_KEY} looks like a secret by its name, and paths are",
         ),
         ("data.shards=${hf_token}", "data.shards: ${hf_token} looks like a secret by its name"),
-        ("run.dir=${STORE_URL}", "run.dir: ${STORE_URL} holds an address with a login, and paths are shown"),
+        (
+            "run.dir=${STORE_URL}",
+            "run.dir: ${STORE_URL} holds an address with a login, and paths are shown",
+        ),
         ("run.dir=${" + "N" * 1000 + "}", "run.dir: the environment variable of ${NNNN"),
     ],
 )
@@ -152,5 +192,8 @@ def test_programs_get_no_variables_and_other_keys_have_none():
 
 
 def test_within_brackets_of_yaml_the_error_says_to_quote():
-    with pytest.raises(UserError, match=r"Fix the YAML there \(inside \[ \] and \{ \}, quote a path with a variable"):
+    with pytest.raises(
+        UserError,
+        match=r"Fix the YAML there \(inside \[ \] and \{ \}, quote a path with a variable",
+    ):
         load_config(DEMO, ["data.shards=[${DATA}/x.tar]"])

@@ -1,4 +1,6 @@
-"""The fake CUDA itself: memory, forks, host waits, streams, kernels with references, and NCCL under NCCL's rules."""
+"""The fake CUDA itself: memory, forks, host waits, streams, kernels with references, and NCCL under
+NCCL's rules.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,9 @@ CUDA = torch.device("cuda:0")
 
 
 def use_one_device():
-    """What the host sees of memory, forks, waits, streams and kernels; each by the name of the test that judges it."""
+    """What the host sees of memory, forks, waits, streams and kernels; each by the name of the test
+    that judges it.
+    """
     from fake_cuda.late import RUNTIME
 
     from mmtrain.model.llm.attention import flash_agrees
@@ -87,8 +91,12 @@ def use_one_device():
     seen["events"] = (asked_early, begin.elapsed_time(end) > 0)
 
     cases = itertools.product((False, True), (64,), (False, True), (torch.bfloat16, torch.float16))
-    seen["attention"] = [flash_agrees(grouped, width, windowed, t, CUDA) for grouped, width, windowed, t in cases]
-    seen["attention"] += [sdpa_agrees(dtype, **mask) for dtype in (torch.float32, torch.bfloat16) for mask in MASKS]
+    seen["attention"] = [
+        flash_agrees(grouped, width, windowed, t, CUDA) for grouped, width, windowed, t in cases
+    ]
+    seen["attention"] += [
+        sdpa_agrees(dtype, **mask) for dtype in (torch.float32, torch.bfloat16) for mask in MASKS
+    ]
     return seen
 
 
@@ -102,7 +110,9 @@ def sdpa_agrees(dtype, **mask) -> bool:
     found = []
     for device in ("cpu", CUDA):
         inputs = [state.to(device).requires_grad_() for state in states[:3]]
-        options = {name: x.to(device) if isinstance(x, torch.Tensor) else x for name, x in mask.items()}
+        options = {
+            name: x.to(device) if isinstance(x, torch.Tensor) else x for name, x in mask.items()
+        }
         output = torch.nn.functional.scaled_dot_product_attention(*inputs, **options)
         gradients = torch.autograd.grad(output, inputs, states[3].to(device))
         found.append([x.float().cpu() for x in (output, *gradients)])
@@ -123,7 +133,8 @@ def test_memory_ends_at_its_limit_and_comes_back(seen):
 
 
 def test_pools_and_page_locked_memory_are_known(seen):
-    assert seen["pools"] == (True, True, 8 * MIB)  # torch rounds page-locked memory to a power of two
+    # torch rounds page-locked memory to a power of two
+    assert seen["pools"] == (True, True, 8 * MIB)
 
 
 def test_a_forked_process_may_not_use_cuda(seen):
@@ -166,10 +177,14 @@ def exchange():
     wrong = []
 
     def check(name, tensor, expected):
-        if not torch.equal(tensor.cpu(), torch.as_tensor(expected).to(tensor.dtype).expand(tensor.shape)):
+        if not torch.equal(
+            tensor.cpu(), torch.as_tensor(expected).to(tensor.dtype).expand(tensor.shape)
+        ):
             wrong.append((name, tensor.flatten()[:4].tolist(), expected))
 
-    for dtype, count in itertools.product((torch.float32, torch.bfloat16, torch.float64, torch.int64), (1, 5, 70_001)):
+    for dtype, count in itertools.product(
+        (torch.float32, torch.bfloat16, torch.float64, torch.int64), (1, 5, 70_001)
+    ):
         x = torch.full((count,), rank + 1, dtype=dtype, device=device)
         dist.all_reduce(x)
         check(f"sum {dtype} {count}", x, 6)
@@ -194,7 +209,10 @@ def exchange():
         dist.all_reduce(x, group=pair)
         check("a group of two", x, 2)
     for count in (1, 100_000):
-        sent, room = torch.arange(count, device=device) + rank, torch.zeros(count, dtype=torch.int64, device=device)
+        sent, room = (
+            torch.arange(count, device=device) + rank,
+            torch.zeros(count, dtype=torch.int64, device=device),
+        )
         following, previous = (rank + 1) % world, (rank - 1) % world
         both = [dist.P2POp(dist.isend, sent, following), dist.P2POp(dist.irecv, room, previous)]
         for work in dist.batch_isend_irecv(both):
@@ -206,7 +224,9 @@ def exchange():
 
 
 @pytest.mark.parametrize(
-    "implementation", ["", pytest.param("0", marks=pytest.mark.nightly)], ids=["torch's choice", "the older one"]
+    "implementation",
+    ["", pytest.param("0", marks=pytest.mark.nightly)],
+    ids=["torch's choice", "the older one"],
 )
 def test_nccl_moves_what_collectives_and_messages_say(monkeypatch, implementation):
     if implementation:
@@ -215,7 +235,11 @@ def test_nccl_moves_what_collectives_and_messages_say(monkeypatch, implementatio
     for name, wrong in run_gpu_ranks(3, exchange, seed=5):
         assert wrong == []
         names.add(name)
-    newest = "ProcessGroupNCCL2" if hasattr(dist, "ProcessGroupNCCL2") and not implementation else "ProcessGroupNCCL"
+    newest = (
+        "ProcessGroupNCCL2"
+        if hasattr(dist, "ProcessGroupNCCL2") and not implementation
+        else "ProcessGroupNCCL"
+    )
     assert names == {newest}
 
 
@@ -252,8 +276,14 @@ def wait_for_a_dead_peer():
 @pytest.mark.parametrize(
     ("function", "message"),
     [
-        (reduce_in_another_order, r"is at all-reduce of [38] elements of type 7 where rank [01] is at all-reduce of"),
-        (receive_more_than_was_sent, r"rank 1 is at receive of 6 elements of type 7 where rank 0 is at send of 8"),
+        (
+            reduce_in_another_order,
+            r"is at all-reduce of [38] elements of type 7 where rank [01] is at all-reduce of",
+        ),
+        (
+            receive_more_than_was_sent,
+            r"rank 1 is at receive of 6 elements of type 7 where rank 0 is at send of 8",
+        ),
     ],
 )
 def test_nccl_compares_what_ranks_meet_for(function, message):

@@ -1,4 +1,6 @@
-"""Every layout gives on GPUs what it gives on CPUs, in any order of streams, and the host runs ahead."""
+"""Every layout gives on GPUs what it gives on CPUs, in any order of streams, and the host runs
+ahead.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +43,11 @@ from mmtrain.training.loop import use_algorithms
 
 LAYERS, STEPS = 6, 2
 HOST = {"parallel__streamed_layers": LAYERS, "parallel__recompute_layers": LAYERS}
-PEERS = {"parallel__streamed_layers": LAYERS, "parallel__stream_from": "peers", "parallel__weight_shards": 2}
+PEERS = {
+    "parallel__streamed_layers": LAYERS,
+    "parallel__stream_from": "peers",
+    "parallel__weight_shards": 2,
+}
 CUT = {"parallel__pipeline": 2, "parallel__boundaries": (3,)}
 LORA = {"model__lora": {"r": 2}, "model__trainable": ("projector", "llm.layers.*.lora_*")}
 ORDERS = (1, 2)
@@ -80,7 +86,9 @@ LAYOUTS = {
         {**CUT, "model__llm__dtype": "bfloat16"}, slices=(1, 2), native="qwen", off=6e-2
     ),
     "pipeline 2, LoRA": Layout({**CUT, **LORA}),
-    "pipeline 2, bfloat16, streamed": Layout({**CUT, **HOST, "model__llm__dtype": "bfloat16"}, off=6e-2),
+    "pipeline 2, bfloat16, streamed": Layout(
+        {**CUT, **HOST, "model__llm__dtype": "bfloat16"}, off=6e-2
+    ),
     "pipeline 3, last layer": Layout(
         {
             "parallel__pipeline": 3,
@@ -98,7 +106,8 @@ LAYOUTS = {
     "pipeline 2, lfm3": Layout(CUT, family="lfm3"),
     "pipeline 2, Qwen3-VL": Layout({"parallel__pipeline": 2, **LORA}, whole="qwen3_vl"),
     "pipeline 2, Qwen3-VL, streamed and recomputed": Layout(
-        {"parallel__pipeline": 2, "parallel__streamed_layers": 2, "parallel__recompute_layers": 2}, whole="qwen3_vl"
+        {"parallel__pipeline": 2, "parallel__streamed_layers": 2, "parallel__recompute_layers": 2},
+        whole="qwen3_vl",
     ),
     "pipeline 2, GLM-4.1V": Layout({"parallel__pipeline": 2}, whole="glm4v"),
     "pipeline 2, PaddleOCR-VL": Layout({"parallel__pipeline": 2}, whole="paddleocr_vl"),
@@ -130,14 +139,18 @@ def parts(tmp_path_factory):
         folder = tmp_path_factory.mktemp(family)
         save_parts(folder, layers=LAYERS)
         if family != "llama":
-            tiny_model(CONFIG_MAPPING[family](num_hidden_layers=LAYERS), seed=0).save_pretrained(folder / "llm")
+            tiny_model(CONFIG_MAPPING[family](num_hidden_layers=LAYERS), seed=0).save_pretrained(
+                folder / "llm"
+            )
         return folder
 
     return of
 
 
 class WaitsByOperation:
-    """Counts how often the host waits for a fake device while an instruction runs, by the instruction's operation."""
+    """Counts how often the host waits for a fake device while an instruction runs, by the
+    instruction's operation.
+    """
 
     def __init__(self) -> None:
         self.counts: Counter[str] = Counter()
@@ -151,7 +164,9 @@ class WaitsByOperation:
 
 
 def train(config, slices, orders=(0,)):
-    """By order: numbers of two steps and an evaluation, first gradients, weights, failures; host waits by operation."""
+    """By order: numbers of two steps and an evaluation, first gradients, weights, failures; host
+    waits by operation.
+    """
     use_algorithms(config.train.deterministic)
     join()
     plan = make_plan(config)
@@ -161,7 +176,9 @@ def train(config, slices, orders=(0,)):
     by_order = []
     for order in orders:
         by_order.append(train_once(config, plan, order, waits))
-        gc.collect()  # an engine that ends later, and frees its memory in a forward, would let the host wait there
+        # an engine that ends later, and frees its memory in a forward, would let the host wait
+        # there
+        gc.collect()
     return by_order, waits.counts
 
 
@@ -174,7 +191,9 @@ def train_once(config, plan, order, waits):
     def on_instruction(step: int, instruction: Any) -> None:
         waits.begin(str(instruction.op) if engine.is_training else "evaluation")
         if instruction.op is Op.OPTIMIZER_STEP and step == 0:
-            gradients.update(arrays({name: weight.grad for name, weight in engine.trainable.items()}))
+            gradients.update(
+                arrays({name: weight.grad for name, weight in engine.trainable.items()})
+            )
 
     engine = make_engine(config, plan, on_instruction=on_instruction, warms_up=True)
     audit = make_audit(engine)
@@ -184,14 +203,20 @@ def train_once(config, plan, order, waits):
     def batches(*seeds: int):
         if (has_grid := has_grid_positions(config)) or config.model.vision.layout == "native":
             layout = image_layout(config)
-            some = [[[one]] for seed in seeds for one in native_documents(layout, share, seed + first)]
+            some = [
+                [[one]] for seed in seeds for one in native_documents(layout, share, seed + first)
+            ]
         else:
             some = [
                 [[make_document(seed + i, images=(1, 0, 2)[i % 3])]]
                 for seed in seeds
                 for i in range(first, first + share)
             ]
-        return iter([as_batch(one, config.data.pack_length, has_grid) for one in some]) if mine.pipeline == 0 else None
+        return (
+            iter([as_batch(one, config.data.pack_length, has_grid) for one in some])
+            if mine.pipeline == 0
+            else None
+        )
 
     numbers, of_steps = [], batches(0, 10)
     for _ in range(STEPS):
@@ -201,7 +226,9 @@ def train_once(config, plan, order, waits):
     waits.begin("between")
     numbers += [float(x) for x in engine.evaluate(batches(7), share)[:2]]
     waits.begin("between")
-    assert runtime is None or torch.cuda.initial_seed() == 1234, "training draws nothing from a GPU's generator"
+    assert runtime is None or torch.cuda.initial_seed() == 1234, (
+        "training draws nothing from a GPU's generator"
+    )
     failures = audit.finish(engine.saw_gradient)["failures"]
     return numbers, gradients, arrays(engine.trainable), failures
 
@@ -210,7 +237,8 @@ MAY_WAIT = {"", "between", "evaluation", "reduce_statistics", "optimizer_step"}
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name in DAILY else pytest.mark.nightly) for name in LAYOUTS]
+    "name",
+    [pytest.param(name, marks=() if name in DAILY else pytest.mark.nightly) for name in LAYOUTS],
 )
 def test_a_layout_trains_on_gpus_as_on_cpus_in_any_order_of_streams(parts, tmp_path_factory, name):
     layout = LAYOUTS[name]
@@ -232,12 +260,18 @@ def test_a_layout_trains_on_gpus_as_on_cpus_in_any_order_of_streams(parts, tmp_p
         for our_numbers, our_gradients, our_weights, _ in by_order:
             assert our_numbers == pytest.approx(numbers, rel=layout.off)
             assert our_gradients.keys() == gradients.keys() and our_weights.keys() == weights.keys()
-            worst = max(worst, *(relative(our_gradients[tensor], gradients[tensor]) for tensor in gradients), 0.0)
+            worst = max(
+                worst,
+                *(relative(our_gradients[tensor], gradients[tensor]) for tensor in gradients),
+                0.0,
+            )
         assert all(failures == [] for *_, failures in (on_cpu, *by_order))
         first, second = by_order
         assert first[0] == second[0], "the order of streams changes no bit"
         for ours_first, ours_second in zip(first[1:3], second[1:3], strict=True):
-            assert all(np.array_equal(ours_first[tensor], ours_second[tensor]) for tensor in ours_first)
+            assert all(
+                np.array_equal(ours_first[tensor], ours_second[tensor]) for tensor in ours_first
+            )
     print(f"{name}: worst relative difference of a gradient {worst:.1e}; host waits {dict(waits)}")
     assert worst <= layout.off
     assert {operation for operation, count in waits.items() if count} <= MAY_WAIT

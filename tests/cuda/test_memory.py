@@ -17,7 +17,8 @@ from mmtrain.engine.single_stage import expected_batch
 from mmtrain.plan.calibration import gpu_device
 from mmtrain.plan.planner import make_plan
 
-SIZE = ModelSize(8, 256, 512, 4, 256, 2, 64, 2, 28, 14, 12)  # as in tests/calibration/test_memory.py
+# as in tests/calibration/test_memory.py
+SIZE = ModelSize(8, 256, 512, 4, 256, 2, 64, 2, 28, 14, 12)
 LAYOUTS = {
     "as it comes": {},
     "recomputed": {"recompute_layers": 4},
@@ -29,7 +30,9 @@ pytestmark = [pytest.mark.gpu(count=2), pytest.mark.nightly]
 
 
 def planned_and_allocated(folder, config):
-    """By layout: bytes of this rank as planned, and the most that it has allocated at once in its third step."""
+    """By layout: bytes of this rank as planned, and the most that it has allocated at once in its
+    third step.
+    """
     join()
     models, file = calibrate(folder, config)
     device = gpu_device(torch.cuda.get_device_name())
@@ -51,7 +54,8 @@ def planned_and_allocated(folder, config):
 
 @pytest.mark.timeout(600)
 def test_ranks_allocate_what_was_planned(tmp_path, monkeypatch):
-    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":0:0")  # 8 MiB a stream, which plans have in what they reserve
+    # 8 MiB a stream, which plans have in what they reserve
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":0:0")
     save_parts(SIZE, tmp_path, torch.bfloat16)
     config = make_config(
         tmp_path,
@@ -67,4 +71,6 @@ def test_ranks_allocate_what_was_planned(tmp_path, monkeypatch):
     of_ranks = run_gpu_ranks(2, planned_and_allocated, tmp_path, config, timeout=500)
     ratios = {name: [rank[name][1] / rank[name][0] for rank in of_ranks] for name in LAYOUTS}
     print(ratios)
-    assert all(0.95 <= ratio <= 1.05 for of_layout in ratios.values() for ratio in of_layout), ratios
+    assert all(0.95 <= ratio <= 1.05 for of_layout in ratios.values() for ratio in of_layout), (
+        ratios
+    )

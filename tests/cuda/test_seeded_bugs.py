@@ -1,7 +1,8 @@
-"""What the fake CUDA is for: a step that forgets to wait gives other numbers, in most orders of streams.
+"""What the fake CUDA is for: a step that forgets to wait gives other numbers, in most orders of
+streams.
 
-Each bug is put into mmtrain's own code, and one step runs under eight orders; the right code runs under twenty. A bug
-is caught where the loss or the gradients are not those of the CPU.
+Each bug is put into mmtrain's own code, and one step runs under eight orders; the right code runs
+under twenty. A bug is caught where the loss or the gradients are not those of the CPU.
 """
 
 from __future__ import annotations
@@ -79,7 +80,9 @@ def page_locked_memory_is_used_again() -> AbstractContextManager[object]:
 
 
 def batch_is_made_on_another_stream() -> AbstractContextManager[object]:
-    """Copy all batches on one stream: on a new one each time a batch may find an equal, earlier one in its memory."""
+    """Copy all batches on one stream: on a new one each time a batch may find an equal, earlier one
+    in its memory.
+    """
     right, other = packs.to_device, torch.cuda.Stream()
 
     def to_device(batch: packs.PackedBatch, device: torch.device) -> packs.PackedBatch:
@@ -90,7 +93,9 @@ def batch_is_made_on_another_stream() -> AbstractContextManager[object]:
 
 
 def unused_fetch_is_not_awaited() -> AbstractContextManager[object]:
-    """Fetch a layer too many each time, and let go of it at once. In the pool the next fetch would have its memory."""
+    """Fetch a layer too many each time, and let go of it at once. In the pool the next fetch would
+    have its memory.
+    """
     right = StreamedLayers._fetch
 
     def fetch(self: StreamedLayers, wanted: Sequence[int | None]) -> None:
@@ -120,7 +125,9 @@ BUGS: tuple[Bug, ...] = (
 
 
 def one_step(config, orders: Sequence[int] = (0,), bugs: Sequence[Bug] = ()):
-    """(loss, gradient norm) of the same step under each order, then for each bug under each of its orders."""
+    """(loss, gradient norm) of the same step under each order, then for each bug under each of its
+    orders.
+    """
     join()
     engine = make_engine(config, warms_up=True)
     first = {name: weight.detach().cpu().clone() for name, weight in engine.trainable.items()}
@@ -139,7 +146,8 @@ def one_step(config, orders: Sequence[int] = (0,), bugs: Sequence[Bug] = ()):
     for bug in bugs:
         from fake_cuda import late
 
-        with bug(), patch.object(late, "raise_failure", lambda: None):  # a failure's result is NaN; peers go on
+        # a failure's result is NaN; peers go on
+        with bug(), patch.object(late, "raise_failure", lambda: None):
             found.append([step(order) for order in SEEDED])
             torch.cuda.synchronize()
         late._failure.clear()
@@ -162,12 +170,17 @@ def config(tmp_path_factory):
 
 
 def reduce_in_another_order(config) -> None:
-    """Let the second of two replicas add up its gradients last name first, which NCCL would mix up or hang on."""
+    """Let the second of two replicas add up its gradients last name first, which NCCL would mix up
+    or hang on.
+    """
     join()
     engine = make_engine(config)
     if engine.global_rank == 1:
         engine.weights.by_name = dict(reversed(engine.weights.by_name.items()))
-    engine.train_step(as_batch(microbatch, config.data.pack_length) for microbatch in STEP[2 * engine.global_rank :])
+    engine.train_step(
+        as_batch(microbatch, config.data.pack_length)
+        for microbatch in STEP[2 * engine.global_rank :]
+    )
 
 
 def is_right(step, expected) -> bool:
@@ -192,6 +205,11 @@ def test_the_right_code_gives_the_cpus_numbers_and_each_bug_others(config):
 @pytest.mark.nightly
 @pytest.mark.parametrize("order", SEEDED)
 def test_a_collective_in_another_order_on_one_rank_is_named(config, order):
-    config = config.changed({"parallel.pipeline": 1, "parallel.data": 2, "parallel.boundaries": None})
-    with pytest.raises(AssertionError, match=r"fake NCCL: .* is at all-reduce of \d+ elements .* is at all-reduce of"):
+    config = config.changed(
+        {"parallel.pipeline": 1, "parallel.data": 2, "parallel.boundaries": None}
+    )
+    with pytest.raises(
+        AssertionError,
+        match=r"fake NCCL: .* is at all-reduce of \d+ elements .* is at all-reduce of",
+    ):
         run_gpu_ranks(2, reduce_in_another_order, config, seed=order, timeout=90)

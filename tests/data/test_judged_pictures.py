@@ -1,4 +1,6 @@
-"""One judge of a picture: what training cannot read, shard rejects and an index names, whatever file held it."""
+"""One judge of a picture: what training cannot read, shard rejects and an index names, whatever
+file held it.
+"""
 
 import csv
 import io
@@ -31,7 +33,9 @@ def encode(image: Image.Image, file_format: str = "TIFF") -> bytes:
 
 def pictures() -> dict[str, tuple[bytes, bool]]:
     """Files by name, and whether a model can be trained on them."""
-    found = {f"{mode.replace(';', '-')}.tif": (encode(Image.new(mode, (9, 8))), True) for mode in READ}
+    found = {
+        f"{mode.replace(';', '-')}.tif": (encode(Image.new(mode, (9, 8))), True) for mode in READ
+    }
     for mode in ("I", "F"):
         found[f"{mode}.tif"] = encode(Image.new(mode, (9, 8))), False
     grey, alpha = encode(Image.new("LA", (9, 8))), struct.Struct("<HHIHH")
@@ -76,7 +80,10 @@ def test_shard_rejects_what_training_refuses(tmp_path, form):
         file.write_text(json.dumps([{**row, "conversations": turns} for row in rows]))
     elif form == "jsonl":
         asked = {"type": "image", "image": ""}
-        messages = [{"role": "user", "content": [asked, "What?"]}, {"role": "assistant", "content": "A."}]
+        messages = [
+            {"role": "user", "content": [asked, "What?"]},
+            {"role": "assistant", "content": "A."},
+        ]
         lines = []
         for row in rows:
             asked["image"] = row.pop("image")
@@ -90,9 +97,21 @@ def test_shard_rejects_what_training_refuses(tmp_path, form):
     else:
         held = [{**row, "image": {"bytes": PICTURES[row["id"]][0], "path": None}} for row in rows]
         parquet.write_table(pyarrow.Table.from_pylist(held), file)
-    arguments = ["--images", str(images), "--out", str(tmp_path / "out"), "--max-reject-rate", "1", "--workers", "1"]
+    arguments = [
+        "--images",
+        str(images),
+        "--out",
+        str(tmp_path / "out"),
+        "--max-reject-rate",
+        "1",
+        "--workers",
+        "1",
+    ]
     assert main(["shard", "--from", str(file), *arguments]) == 0
-    rejected = [json.loads(line)["id"] for line in (tmp_path / "out/rejected.jsonl").read_text().splitlines()]
+    rejected = [
+        json.loads(line)["id"]
+        for line in (tmp_path / "out/rejected.jsonl").read_text().splitlines()
+    ]
     assert rejected == [name for name, (_, is_read) in PICTURES.items() if not is_read]
 
 
@@ -102,7 +121,9 @@ def test_an_index_names_what_training_refuses(tmp_path):
         picture = f"{number}{Path(name).suffix}"
         members += [(f"{number}.json", conversation("<image>\nWhat?", "A.")), (picture, content)]
     index = scan_shard(write_tar(tmp_path / "a.tar", members), lambda sample: None)
-    assert {*index.faults["llava"]} == {number for number, (_, is_read) in enumerate(PICTURES.values()) if not is_read}
+    assert {*index.faults["llava"]} == {
+        number for number, (_, is_read) in enumerate(PICTURES.values()) if not is_read
+    }
 
 
 def test_generate_refuses_an_opened_picture_of_unknown_range(tmp_path: Path):

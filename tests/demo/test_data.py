@@ -73,9 +73,17 @@ def test_the_shards_are_the_same_bytes_wherever_they_are_made(cache, monkeypatch
 
 
 def test_what_comes_next_is_asked_about_the_same_pictures_none_of_which_is_held_out():
-    pictures = {split: [images for _, _, images in islice(draw_samples(split), 300)] for split in SAMPLES}
-    assert pictures["next-train"] == pictures["train"] and pictures["next-held-out"] == pictures["held-out"]
-    assert len({repr(images) for images in pictures["train"] + pictures["held-out"]}) == 300 + SAMPLES["held-out"]
+    pictures = {
+        split: [images for _, _, images in islice(draw_samples(split), 300)] for split in SAMPLES
+    }
+    assert (
+        pictures["next-train"] == pictures["train"]
+        and pictures["next-held-out"] == pictures["held-out"]
+    )
+    assert (
+        len({repr(images) for images in pictures["train"] + pictures["held-out"]})
+        == 300 + SAMPLES["held-out"]
+    )
 
 
 def test_a_sheet_holds_a_picture_of_the_demo_in_one_of_its_tiles_and_nothing_else():
@@ -85,7 +93,10 @@ def test_a_sheet_holds_a_picture_of_the_demo_in_one_of_its_tiles_and_nothing_els
     ):
         picture, sheet = (Image.open(io.BytesIO(found[0][1])) for found in (pictures, sheets))
         tiles = image_transform("demo:vision").cut(sheet, Tiles(16, SIZE).tiling(*sheet.size))
-        held = [tile.equal(torch.from_numpy(np.asarray(picture).transpose(2, 0, 1).copy())) for tile in tiles]
+        held = [
+            tile.equal(torch.from_numpy(np.asarray(picture).transpose(2, 0, 1).copy()))
+            for tile in tiles
+        ]
         plain = [len(tile.flatten(1).unique(dim=1)[0]) == 1 for tile in tiles[:-1]]
         assert sum(held) == 1 and sum(plain) >= 3
         places.add(held.index(True))
@@ -94,24 +105,33 @@ def test_a_sheet_holds_a_picture_of_the_demo_in_one_of_its_tiles_and_nothing_els
 
 
 def test_shards_that_runs_have_begun_on_stay_the_same():
-    """Reference: what was said before there was another kind of question, by draws that the pictures share."""
+    """Reference: what was said before there was another kind of question, by draws that the
+    pictures share.
+    """
     said = repr([record for _, record, _ in draw_samples("held-out")])
     assert hashlib.sha256(said.encode()).hexdigest()[:16] == "6e0d9a1144aa755e"
 
 
 def test_shards_that_nobody_has_made_are_named_with_the_way_to_get_them(cache):
-    with pytest.raises(UserError, match=r"^eval\.shards: demo:held-out is not in \S+, where `mmtrain train` puts it"):
+    with pytest.raises(
+        UserError,
+        match=r"^eval\.shards: demo:held-out is not in \S+, where `mmtrain train` puts it",
+    ):
         expand_shards(["demo:held-out"], "eval.shards")
 
 
 def test_what_the_demo_does_not_have_is_refused(cache):
-    with pytest.raises(UserError, match=r"data\.shards: demo:test: the demo has no such data, only demo:train"):
+    with pytest.raises(
+        UserError, match=r"data\.shards: demo:test: the demo has no such data, only demo:train"
+    ):
         made("demo:test")
 
 
 def test_a_cache_that_cannot_be_written_is_named_with_the_way_out(cache):
     (cache / "mmtrain").write_text("a file where the folder should be")
-    with pytest.raises(UserError, match=r"cannot make demo:held-out in .*XDG_CACHE_HOME says where caches go"):
+    with pytest.raises(
+        UserError, match=r"cannot make demo:held-out in .*XDG_CACHE_HOME says where caches go"
+    ):
         made("demo:held-out")
 
 

@@ -30,7 +30,9 @@ def parts(tmp_path_factory):
 
 
 class OnlyRank:
-    """The only rank of a pipeline of one; `planned` is what its plan is made for, if not its own configuration."""
+    """The only rank of a pipeline of one; `planned` is what its plan is made for, if not its own
+    configuration.
+    """
 
     def __init__(self, config, planned=None):
         self.plan = make_plan(planned or config)
@@ -40,7 +42,9 @@ class OnlyRank:
 
     def audit(self, optimizer=None, **planned):
         plan = replace(self.plan.ranks[0], **planned)
-        return RankAudit(plan, {0: self.stage}, optimizer or self.masters.optimizer, self.masters.by_name)
+        return RankAudit(
+            plan, {0: self.stage}, optimizer or self.masters.optimizer, self.masters.by_name
+        )
 
     def weight(self, name):
         return dict(self.stage.global_parameters())[name].data
@@ -75,13 +79,17 @@ def test_a_clean_run_passes_and_is_recorded(rank, tmp_path):
         p.grad = torch.ones_like(p)
     rank.masters.optimizer.step()
     audit.check_versions()
-    found = write_audit(tmp_path / "audit.json", plan, [audit.finish(set(audit.masters))], learns=True)
+    found = write_audit(
+        tmp_path / "audit.json", plan, [audit.finish(set(audit.masters))], learns=True
+    )
     assert found == "4 of 4 trainable tensors moved, frozen weights unchanged on all ranks"
     written = json.loads((tmp_path / "audit.json").read_text())
     (only,) = written["ranks"]
     assert written["passed"] and only["optimizer"] == "AdamW"
     assert only["frozen"]["fingerprint_before"] == only["frozen"]["fingerprint_after"]
-    assert {t["name"] for t in only["trainable"]} == set(audit.masters) and all(t["moved"] for t in only["trainable"])
+    assert {t["name"] for t in only["trainable"]} == set(audit.masters) and all(
+        t["moved"] for t in only["trainable"]
+    )
     assert only["trainable_parameters"] == plan.ranks[0].trainable
 
 
@@ -92,23 +100,40 @@ NOTHING, BIAS = set(), "projector.linear_2.bias"
     ("changed", "value", "saw_gradient", "learns", "error"),
     [
         (None, None, NOTHING, False, None),  # no gradient, no movement: nothing wrong, and said
-        ("llm.norm.weight", 7.0, NOTHING, False, r"rank 0: frozen tensor llm\.norm\.weight changed"),
-        ("stage 0 language.correction", 1.0, NOTHING, False, r"frozen tensor stage 0 language\.correction changed"),
+        (
+            "llm.norm.weight",
+            7.0,
+            NOTHING,
+            False,
+            r"rank 0: frozen tensor llm\.norm\.weight changed",
+        ),
+        (
+            "stage 0 language.correction",
+            1.0,
+            NOTHING,
+            False,
+            r"frozen tensor stage 0 language\.correction changed",
+        ),
         (BIAS, math.nan, NOTHING, False, r"projector\.linear_2\.bias is not finite"),
         (None, None, {BIAS}, False, r"projector\.linear_2\.bias had a gradient but did not move"),
         (None, None, NOTHING, True, "nothing trained: no gradient ever reached projector"),
     ],
 )
-def test_what_changed_or_did_not_move_fails_by_name(rank, tmp_path, changed, value, saw_gradient, learns, error):
+def test_what_changed_or_did_not_move_fails_by_name(
+    rank, tmp_path, changed, value, saw_gradient, learns, error
+):
     rank.stage.language.register_buffer("correction", torch.zeros(3))  # checkpoints hold it
     audit, file = rank.audit(), tmp_path / "audit.json"
     if changed is not None:
-        {**audit.frozen, **audit.masters}[changed].data[0] = value  # past autograd: versions do not see it
+        # past autograd: versions do not see it
+        {**audit.frozen, **audit.masters}[changed].data[0] = value
     audit.check_versions()
     with pytest.raises(AuditError, match=error) if error else contextlib.nullcontext():
         said = write_audit(file, rank.plan, [audit.finish(saw_gradient)], learns=learns)
         assert re.match(
-            r"0 of 4 trainable tensors moved, .*; a learning rate of 0 or too small a gradient kept projector\.", said
+            r"0 of 4 trainable tensors moved, .*; "
+            r"a learning rate of 0 or too small a gradient kept projector\.",
+            said,
         )
     assert json.loads(file.read_text())["passed"] == (error is None)
 
@@ -116,8 +141,12 @@ def test_what_changed_or_did_not_move_fails_by_name(rank, tmp_path, changed, val
 @pytest.mark.parametrize(
     ("gradient", "reached", "fails"), [(1e-9, True, False), (1.0, True, True), (1e-9, False, True)]
 )
-def test_a_gradient_of_mere_rounding_below_eps_need_not_move_its_tensor(parts, tmp_path, gradient, reached, fails):
-    """As of a key's bias; a tensor that the optimizer never updated, or that has a real gradient, must have moved."""
+def test_a_gradient_of_mere_rounding_below_eps_need_not_move_its_tensor(
+    parts, tmp_path, gradient, reached, fails
+):
+    """As of a key's bias; a tensor that the optimizer never updated, or that has a real gradient,
+    must have moved.
+    """
     rank = OnlyRank(make_config(parts, optimizer__eps=1e-3))
     rank.weight(BIAS)[:] = 1.0
     audit = rank.audit()
@@ -126,7 +155,9 @@ def test_a_gradient_of_mere_rounding_below_eps_need_not_move_its_tensor(parts, t
     if fails and reached:
         rank.weight(BIAS)[:] = 1.0  # as where the update were lost
     with (
-        pytest.raises(AuditError, match=r"bias had a gradient but did not move") if fails else contextlib.nullcontext()
+        pytest.raises(AuditError, match=r"bias had a gradient but did not move")
+        if fails
+        else contextlib.nullcontext()
     ):
         write_audit(tmp_path / "audit.json", rank.plan, [audit.finish({BIAS})], learns=False)
 
@@ -145,7 +176,10 @@ def test_a_rank_that_contradicts_the_plan_does_not_start(rank):
     for contradiction, error in (
         ({"optimizer": NoOpOptimizer()}, "holds the optimizer NoOp"),
         ({"optimizer": torch.optim.AdamW([trained])}, "4 tensors train, but the optimizer holds 1"),
-        ({"trainable_names": named[:-1]}, r"holds projector\.linear_2\.bias, which the plan does not train"),
+        (
+            {"trainable_names": named[:-1]},
+            r"holds projector\.linear_2\.bias, which the plan does not train",
+        ),
         (
             {"trainable_names": (*named, "llm.norm.weight")},
             r"does not train llm\.norm\.weight, which the plan trains",
@@ -158,10 +192,16 @@ def test_a_rank_that_contradicts_the_plan_does_not_start(rank):
 def test_a_frozen_adapter_that_the_plan_does_not_have_does_not_start(parts):
     def config_of(targets):
         trained = ("projector", "llm.layers.1.*.lora_*")
-        return make_config(parts, model__trainable=trained, model__lora={"r": 2, "targets": (targets,)})
+        return make_config(
+            parts, model__trainable=trained, model__lora={"r": 2, "targets": (targets,)}
+        )
 
-    rank = OnlyRank(config_of("llm.layers.*.self_attn"), planned=config_of("llm.layers.1.self_attn"))
-    with pytest.raises(AuditError, match=r"holds llm\.layers\.0\.self_attn\.k_proj\.lora_A\.weight, which"):
+    rank = OnlyRank(
+        config_of("llm.layers.*.self_attn"), planned=config_of("llm.layers.1.self_attn")
+    )
+    with pytest.raises(
+        AuditError, match=r"holds llm\.layers\.0\.self_attn\.k_proj\.lora_A\.weight, which"
+    ):
         rank.audit()
 
 
@@ -170,7 +210,9 @@ def test_replicas_that_drift_apart_fail(rank, tmp_path):
     first = audit.finish(set())
     audit.masters["projector.linear_1.weight"].data += 1
     second = {**audit.finish(set()), "rank": 1, "data": 1}
-    with pytest.raises(AuditError, match="ranks 0 and 1 have different values for shared parameters"):
+    with pytest.raises(
+        AuditError, match="ranks 0 and 1 have different values for shared parameters"
+    ):
         write_audit(tmp_path / "audit.json", rank.plan, [first, second], learns=False)
 
 
@@ -181,16 +223,24 @@ def test_ranks_that_load_different_values_of_one_tensor_do_not_start(rank, name)
     check_replicas([first, {**first, "rank": 1}])
     rank.weight(name)[0] += 1
     second = {**rank.audit().start(), "rank": 1}
-    with pytest.raises(AuditError, match=rf"ranks 0 and 1 both hold {name} but loaded different values"):
+    with pytest.raises(
+        AuditError, match=rf"ranks 0 and 1 both hold {name} but loaded different values"
+    ):
         check_replicas([first, second])
 
 
 def test_a_stored_weight_that_is_not_its_master_rounded_fails(parts, tmp_path):
-    rank = OnlyRank(make_config(parts, model__llm__dtype="bfloat16", model__trainable=("llm.norm",)))
+    rank = OnlyRank(
+        make_config(parts, model__llm__dtype="bfloat16", model__trainable=("llm.norm",))
+    )
     plan, masters, audit = rank.plan, rank.masters, rank.audit()
     masters.by_name["llm.norm.weight"].data += 0.5
-    with pytest.raises(AuditError, match=r"llm\.norm\.weight computes with other values than those trained"):
-        write_audit(tmp_path / "audit.json", plan, [audit.finish({"llm.norm.weight"})], learns=False)
+    with pytest.raises(
+        AuditError, match=r"llm\.norm\.weight computes with other values than those trained"
+    ):
+        write_audit(
+            tmp_path / "audit.json", plan, [audit.finish({"llm.norm.weight"})], learns=False
+        )
     masters.write_back()
     write_audit(tmp_path / "audit.json", plan, [audit.finish({"llm.norm.weight"})], learns=False)
 
@@ -203,11 +253,21 @@ def test_weights_that_are_not_finite_are_refused_by_name_before_the_run(rank, na
 
 
 def test_buffers_of_layers_that_files_hold_are_noted_beside_the_frozen_weights(tmp_path):
-    """The bias by which glm4_moe chooses experts is no parameter, and decides what is computed all the same."""
+    """The bias by which glm4_moe chooses experts is no parameter, and decides what is computed all
+    the same.
+    """
     save_parts(tmp_path)
-    tiny_model(CONFIG_MAPPING["glm4_moe"](num_hidden_layers=2), seed=0).save_pretrained(tmp_path / "llm")
+    tiny_model(CONFIG_MAPPING["glm4_moe"](num_hidden_layers=2), seed=0).save_pretrained(
+        tmp_path / "llm"
+    )
     rank = OnlyRank(make_config(tmp_path))
-    biases = {name: buffer for name, buffer in rank.stage.layer_buffers() if name.endswith("e_score_correction_bias")}
+    biases = {
+        name: buffer
+        for name, buffer in rank.stage.layer_buffers()
+        if name.endswith("e_score_correction_bias")
+    }
     assert biases and all(name.startswith("llm.layers.") for name in biases)
     files = rank.audit().start()["files"]
-    assert {name: files[name] for name in biases} == {name: fingerprint(buffer) for name, buffer in biases.items()}
+    assert {name: files[name] for name in biases} == {
+        name: fingerprint(buffer) for name, buffer in biases.items()
+    }

@@ -1,4 +1,6 @@
-"""Runs with the encoder in slices against runs with it on rank 0: the same to the last bit, whatever is ahead."""
+"""Runs with the encoder in slices against runs with it on rank 0: the same to the last bit,
+whatever is ahead.
+"""
 
 from __future__ import annotations
 
@@ -58,7 +60,9 @@ def microbatches_of(step, data, config=None):
 
 
 def train(config, slices, ahead, lead, warms_up=None):
-    """Steps with evaluations in between; what each said, the gradients, summed over tokens, what was left and ran."""
+    """Steps with evaluations in between; what each said, the gradients, summed over tokens, what
+    was left and ran.
+    """
     plan = make_plan(config)
     plan = with_prefetch(plan, 0) if slices is None else with_slices(plan, slices, ahead, lead)
     executed, gradients = [], []
@@ -81,7 +85,13 @@ def train(config, slices, ahead, lead, warms_up=None):
     said = []
     for step in range(STEPS):
         said.append(engine.train_step(stream if mine.pipeline == 0 else None))
-        said[-1] = (said[-1].loss, said[-1].grad_norm, said[-1].samples, said[-1].images, said[-1].tiles)
+        said[-1] = (
+            said[-1].loss,
+            said[-1].grad_norm,
+            said[-1].samples,
+            said[-1].images,
+            said[-1].tiles,
+        )
         for count in (1, LOCAL) if step < STEPS - 1 else ():
             said.append(engine.evaluate(iter(share(7)) if mine.pipeline == 0 else None, count))
     audit.check_versions()
@@ -108,7 +118,9 @@ LAYOUTS = [  # pipeline, replicas, interleaved, blocks a rank, ahead of each ran
 ]
 
 
-def compare_with_rank_0(parts, pipeline, data, interleaved, slices, ahead, lead, warms_up=None, **keys):
+def compare_with_rank_0(
+    parts, pipeline, data, interleaved, slices, ahead, lead, warms_up=None, **keys
+):
     config = make_config(
         parts,
         **keys,
@@ -151,7 +163,9 @@ def test_slices_of_an_encoder_of_images_of_any_size_change_no_bit(parts, kind, l
 
 
 @pytest.mark.parametrize(("pipeline", "data", "interleaved", "slices", "ahead", "lead"), LAYOUTS)
-def test_slices_of_the_encoder_change_no_bit(parts, pipeline, data, interleaved, slices, ahead, lead):
+def test_slices_of_the_encoder_change_no_bit(
+    parts, pipeline, data, interleaved, slices, ahead, lead
+):
     found = compare_with_rank_0(parts, pipeline, data, interleaved, slices, ahead, lead)
     documents = documents_of(microbatches_of(0, data))
     tokens = sum(label != IGNORE for document in documents for label in document.labels)

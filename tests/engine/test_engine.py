@@ -1,4 +1,6 @@
-"""The engine around the parity tests: evaluation, non-finite steps, resuming, requests, messages between stages."""
+"""The engine around the parity tests: evaluation, non-finite steps, resuming, requests, messages
+between stages.
+"""
 
 from __future__ import annotations
 
@@ -40,8 +42,13 @@ def build(config, prefetched=0, **arguments):
     mine = plan.ranks[engine.global_rank]
 
     def batches(microbatches, share=plan.microbatches_per_step):
-        local = [as_batch(m, config.data.pack_length) for m in microbatches[mine.data * share :][:share]]
-        named = [replace(b, keys=tuple(f"key-{mine.data}{k}{key}" for key in b.keys)) for k, b in enumerate(local)]
+        local = [
+            as_batch(m, config.data.pack_length) for m in microbatches[mine.data * share :][:share]
+        ]
+        named = [
+            replace(b, keys=tuple(f"key-{mine.data}{k}{key}" for key in b.keys))
+            for k, b in enumerate(local)
+        ]
         return iter(named) if mine.pipeline == 0 else None
 
     return engine, batches
@@ -69,10 +76,14 @@ INTERLEAVED = (1, 2, 3)  # two stages on each of two ranks
 
 @pytest.mark.parametrize("pipeline,data,cut", [(2, 2, None), (2, 1, INTERLEAVED)])
 def test_evaluation_reports_the_stock_loss_and_leaves_training_alone(parts, pipeline, data, cut):
-    config = make_config(parts, parallel__pipeline=pipeline, parallel__data=data, parallel__boundaries=cut)
+    config = make_config(
+        parts, parallel__pipeline=pipeline, parallel__data=data, parallel__boundaries=cut
+    )
     with_evaluation = run_ranks(pipeline * data, train_with_evaluation, config, True)
     without = run_ranks(pipeline * data, train_with_evaluation, config, False)
-    assert [results for results, *_ in with_evaluation] == [results for results, *_ in without], "to the last bit"
+    assert [results for results, *_ in with_evaluation] == [results for results, *_ in without], (
+        "to the last bit"
+    )
     stock = stock_llava(parts, seed=0)
     expected, _ = stock_gradients(stock, step(0))
     for _, evaluations, _ in with_evaluation:
@@ -86,19 +97,29 @@ def train_warmed_up(config, prefetched, warms_up):
     """Two steps and an evaluation; all that they said and left, and what ran in which order."""
     executed = []
     generators = torch.get_rng_state()
-    engine, batches = build(config, prefetched, warms_up=warms_up, on_instruction=lambda *what: executed.append(what))
+    engine, batches = build(
+        config, prefetched, warms_up=warms_up, on_instruction=lambda *what: executed.append(what)
+    )
     assert torch.equal(torch.get_rng_state(), generators)
     assert all(p.grad is None for stage in engine.stages.values() for p in stage.parameters())
     assert engine.weights.optimizer_state() == {} and not engine.saw_gradient
     eight = [step(10 * s) + step(10 * s + 4) for s in range(3)]
-    stream = itertools.chain.from_iterable(map(batches, eight[1:])) if engine.stage_id == 0 else None
+    stream = (
+        itertools.chain.from_iterable(map(batches, eight[1:])) if engine.stage_id == 0 else None
+    )
     local = engine.plan.microbatches_per_step
-    said = [engine.evaluate(batches(eight[0]), local), *(engine.train_step(stream) for _ in range(2))]
+    said = [
+        engine.evaluate(batches(eight[0]), local),
+        *(engine.train_step(stream) for _ in range(2)),
+    ]
     planned = engine.plan.schedule
     first = in_common_order(planned) if warms_up else planned
     for number, schedule in enumerate((first, planned)):
         instructions = schedule[engine.stage_id]
-        assert tuple(what for at, what in executed if at == number)[-len(instructions) :] == instructions
+        assert (
+            tuple(what for at, what in executed if at == number)[-len(instructions) :]
+            == instructions
+        )
     return said, arrays({**engine.trainable, **engine.weights.optimizer_state()})
 
 
@@ -106,7 +127,9 @@ def train_warmed_up(config, prefetched, warms_up):
     ("pipeline", "data", "cut", "trainable"),
     [(2, 2, INTERLEAVED, "projector"), (1, 1, None, "vision"), (2, 1, None, "llm.head")],
 )
-def test_a_run_is_the_same_with_warming_up_and_with_a_first_step_in_common_order(parts, pipeline, data, cut, trainable):
+def test_a_run_is_the_same_with_warming_up_and_with_a_first_step_in_common_order(
+    parts, pipeline, data, cut, trainable
+):
     config = make_config(
         parts,
         parallel__pipeline=pipeline,
@@ -116,11 +139,16 @@ def test_a_run_is_the_same_with_warming_up_and_with_a_first_step_in_common_order
         train__packs_per_step=8,
     )
     prefetched = 0 if trainable == "vision" else 2
-    cold, warm = (run_ranks(pipeline * data, train_warmed_up, config, prefetched, warms) for warms in (False, True))
+    cold, warm = (
+        run_ranks(pipeline * data, train_warmed_up, config, prefetched, warms)
+        for warms in (False, True)
+    )
     for (said, left), (expected, expected_left) in zip(warm, cold, strict=True):
         assert said == expected
         assert left.keys() == expected_left.keys()
-        assert all(np.array_equal(left[name], expected_left[name]) for name in left), "to the last bit"
+        assert all(np.array_equal(left[name], expected_left[name]) for name in left), (
+            "to the last bit"
+        )
 
 
 def damaged(microbatches):
@@ -144,8 +172,12 @@ def counts_of_a_step(config):
     return engine.train_step(batches(step(0))), timeouts
 
 
-def test_a_step_counts_the_data_of_all_replicas_and_waits_for_them_as_long_as_the_configuration_says(parts):
-    config = make_config(parts, parallel__pipeline=2, parallel__data=2, parallel__timeout_seconds=77)
+def test_a_step_counts_the_data_of_all_replicas_and_waits_for_them_as_long_as_the_configuration_says(
+    parts,
+):
+    config = make_config(
+        parts, parallel__pipeline=2, parallel__data=2, parallel__timeout_seconds=77
+    )
     documents = [make_document(i, images=i % 3) for i in range(4)]
     results = run_ranks(4, counts_of_a_step, config)
     assert set().union(*(timeouts for _, timeouts in results)) == {77}
@@ -159,9 +191,12 @@ def epochs_of_steps(config):
     engine, _ = build(config)
     mine = engine.plan.ranks[dist.get_rank()]
     epochs = []
-    for counts in ((0, 0, 0, 1), (1, 1, 1, 1), (1, 1, 2, 3)):  # of the step's micro-batches, in the order of its packs
+    # of the step's micro-batches, in the order of its packs
+    for counts in ((0, 0, 0, 1), (1, 1, 1, 1), (1, 1, 2, 3)):
         local = [as_batch(m, config.data.pack_length) for m in step(0)]
-        both = [replace(batch, epochs=(0, epoch)) for batch, epoch in zip(local, counts, strict=True)]
+        both = [
+            replace(batch, epochs=(0, epoch)) for batch, epoch in zip(local, counts, strict=True)
+        ]
         share = engine.plan.microbatches_per_step
         share = both[mine.data * share : (mine.data + 1) * share]
         epochs.append(engine.train_step(iter(share) if mine.pipeline == 0 else None).epoch)
@@ -204,7 +239,10 @@ def train_with_a_look(config, steps, before):
 def train_on(config, steps, first, of_ranks, with_state):
     engine, batches = build(config, first_step=first)
     masters, _, state = of_ranks[dist.get_rank()]
-    tensors = [{n: torch.from_numpy(v) for n, v in kind.items()} for kind in (masters, state if with_state else {})]
+    tensors = [
+        {n: torch.from_numpy(v) for n, v in kind.items()}
+        for kind in (masters, state if with_state else {})
+    ]
     engine.weights.load(*tensors)
     loaded = everything(engine)
     results = [engine.train_step(batches(microbatches)) for microbatches in steps[first:]]
@@ -214,13 +252,22 @@ def train_on(config, steps, first, of_ranks, with_state):
 IN_BF16 = {
     "model__llm__dtype": "bfloat16",
     "model__trainable": ("projector", "llm.layers.3", "llm.norm"),
-    "optimizer__groups": ({"match": ("projector",), "lr": 2e-3}, {"match": ("llm.norm",), "weight_decay": 0.0}),
+    "optimizer__groups": (
+        {"match": ("projector",), "lr": 2e-3},
+        {"match": ("llm.norm",), "weight_decay": 0.0},
+    ),
 }
 
 
-@pytest.mark.parametrize(("pipeline", "data", "trained"), [(1, 1, IN_BF16), (2, 1, IN_BF16), (2, 2, {})])
+@pytest.mark.parametrize(
+    ("pipeline", "data", "trained"), [(1, 1, IN_BF16), (2, 1, IN_BF16), (2, 2, {})]
+)
 def test_a_resumed_run_equals_the_uninterrupted_one_to_the_last_bit(parts, pipeline, data, trained):
-    layout = {"parallel__pipeline": pipeline, "parallel__data": data, "optimizer__weight_decay": 0.1}
+    layout = {
+        "parallel__pipeline": pipeline,
+        "parallel__data": data,
+        "optimizer__weight_decay": 0.1,
+    }
     config, world = make_config(parts, **layout, **trained), pipeline * data
     steps = [step(0), step(10), step(20), step(0), step(10)]
     whole = run_ranks(world, train_with_a_look, config, steps, 3)
@@ -239,7 +286,8 @@ def test_a_resumed_run_equals_the_uninterrupted_one_to_the_last_bit(parts, pipel
 
 
 def told_of_requests(config):
-    """Return (requested_save, requested_stop) of this rank after three steps, an evaluation and a step.
+    """Return (requested_save, requested_stop) of this rank after three steps, an evaluation and a
+    step.
 
     The last rank wants a save in the second step, and asks to stop before the evaluation.
     """
@@ -258,11 +306,16 @@ def told_of_requests(config):
 
 def test_what_is_asked_of_one_rank_is_told_to_all_at_once(parts):
     told = [(False, False), (True, False), (False, False), (False, True), (False, True)]
-    assert run_ranks(4, told_of_requests, make_config(parts, parallel__pipeline=2, parallel__data=2)) == [told] * 4
+    assert (
+        run_ranks(4, told_of_requests, make_config(parts, parallel__pipeline=2, parallel__data=2))
+        == [told] * 4
+    )
 
 
 def train_past_bad_steps(config, steps, file, already=0):
-    """Results and whether each step left everything as it was, up to the error that ends the run."""
+    """Results and whether each step left everything as it was, up to the error that ends the
+    run.
+    """
     engine, batches = build(config, bad_steps_file=file)
     engine.bad_steps = already
     results, untouched, message = [], [], None
@@ -277,24 +330,43 @@ def train_past_bad_steps(config, steps, file, already=0):
 
 
 @pytest.mark.parametrize(("pipeline", "data"), [(1, 1), (2, 2)])
-def test_a_bad_step_that_may_be_left_out_changes_nothing_and_is_recorded(parts, tmp_path, pipeline, data):
-    layout = {"parallel__pipeline": pipeline, "parallel__data": data, "optimizer__weight_decay": 0.1}
+def test_a_bad_step_that_may_be_left_out_changes_nothing_and_is_recorded(
+    parts, tmp_path, pipeline, data
+):
+    layout = {
+        "parallel__pipeline": pipeline,
+        "parallel__data": data,
+        "optimizer__weight_decay": 0.1,
+    }
     config = make_config(parts, **layout, train__max_bad_steps=1)
     file = tmp_path / "bad_steps.jsonl"
     steps = [step(0), damaged(step(10)), step(20), damaged(step(0))]
     ranks = run_ranks(pipeline * data, train_past_bad_steps, config, steps, file)
     # Any step without an update: the learning rate goes on, weights and moments do not.
-    instead = run_ranks(pipeline * data, train_with_a_look, config, [step(0), unlabelled_step(1), step(20)], 0)
+    instead = run_ranks(
+        pipeline * data, train_with_a_look, config, [step(0), unlabelled_step(1), step(20)], 0
+    )
     share = 4 // data
-    for (results, untouched, message, end, count), (others, _, expected_end) in zip(ranks, instead, strict=True):
+    for (results, untouched, message, end, count), (others, _, expected_end) in zip(
+        ranks, instead, strict=True
+    ):
         trains = bool(end[0])
         assert untouched == ([False, True, False, True] if trains else [True] * 4)
         assert [r.no_update for r in results] == [None, "loss or gradient is not finite", None]
-        assert math.isnan(results[1].loss) and math.isnan(results[1].grad_norm) and results[1].step == 1
+        assert (
+            math.isnan(results[1].loss)
+            and math.isnan(results[1].grad_norm)
+            and results[1].step == 1
+        )
         assert [results[0], results[2]] == [others[0], others[2]] and equal(end, expected_end)
         assert count == 2
-        assert message.startswith("step 3: the loss sum is nan and the squared gradient norm nan, with values")
-        where = f"micro-batch {1 % share} of replica {1 // share} (samples key-{1 // share}{1 % share}0)."
+        assert message.startswith(
+            "step 3: the loss sum is nan and the squared gradient norm nan, with values"
+        )
+        where = (
+            f"micro-batch {1 % share} of replica {1 // share} (samples "
+            f"key-{1 // share}{1 % share}0)."
+        )
         assert where in message and str(file) in message
         assert message.endswith("bad step 2 of the run, and train.max_bad_steps=1")
     lines = [json.loads(line) for line in file.read_text().splitlines()]
@@ -303,9 +375,13 @@ def test_a_bad_step_that_may_be_left_out_changes_nothing_and_is_recorded(parts, 
         assert (line["loss_sum"], line["squared_gradient_norm"]) == ("nan", "nan")
         projectors = list(range(data))
         assert line["ranks"] == sorted({*projectors, (pipeline - 1) * data + 1 // share})
-        assert line["parameters"] == [f"projector.linear_{i}.{part}" for i in (1, 2) for part in ("weight", "bias")]
+        assert line["parameters"] == [
+            f"projector.linear_{i}.{part}" for i in (1, 2) for part in ("weight", "bias")
+        ]
         places = [(m["replica"], m["microbatch"], m["keys"]) for m in line["microbatches"]]
-        assert places == [(i // share, i % share, [f"key-{i // share}{i % share}0"]) for i in range(4)]
+        assert places == [
+            (i // share, i % share, [f"key-{i // share}{i % share}0"]) for i in range(4)
+        ]
         documents = [make_document(first_seed + i, images=i % 3) for i in range(4)]
         assert [m["supervised_tokens"] for m in line["microbatches"]] == [
             sum(x >= 0 for x in d.labels) for d in documents
@@ -315,7 +391,10 @@ def test_a_bad_step_that_may_be_left_out_changes_nothing_and_is_recorded(parts, 
     run_ranks(pipeline * data, train_past_bad_steps, config, steps[1:2], file)
     (line,) = map(json.loads, file.read_text().splitlines())
     for i, found in enumerate(line["microbatches"]):
-        loss = float(stock_loss_sum(model, make_document(10 + i, images=i % 3)).detach()) / found["supervised_tokens"]
+        loss = (
+            float(stock_loss_sum(model, make_document(10 + i, images=i % 3)).detach())
+            / found["supervised_tokens"]
+        )
         assert found["loss"] == ("nan" if i == 1 else pytest.approx(loss, rel=1e-5))
 
 
@@ -324,10 +403,18 @@ def test_a_gradient_alone_that_is_not_finite_is_a_bad_step_too(parts, tmp_path):
     without_labels = damaged(unlabelled_step(1))
     partly = (*step(0)[:1], *without_labels[1:2], *step(0)[2:])
     file = tmp_path / "bad_steps.jsonl"
-    for results, untouched, message, *_ in run_ranks(2, train_past_bad_steps, config, [without_labels, partly], file):
+    for results, untouched, message, *_ in run_ranks(
+        2, train_past_bad_steps, config, [without_labels, partly], file
+    ):
         assert results[0].loss is None and math.isnan(results[0].grad_norm)
-        assert results[0].no_update == "loss or gradient is not finite" and untouched == [True, True]
-        assert "loss of each micro-batch is finite, but the gradient of projector.linear_1.weight, " in message
+        assert results[0].no_update == "loss or gradient is not finite" and untouched == [
+            True,
+            True,
+        ]
+        assert (
+            "loss of each micro-batch is finite, but the gradient of projector.linear_1.weight, "
+            in message
+        )
     first, second = [json.loads(line) for line in file.read_text().splitlines()]
     assert [m["loss"] for m in first["microbatches"]] == [None] * 4
     assert math.isfinite(second["loss_sum"]) and second["squared_gradient_norm"] == "nan"
@@ -338,12 +425,16 @@ def test_bad_steps_before_a_resume_count_and_a_sound_run_writes_no_record(parts,
     config, file = make_config(parts, train__max_bad_steps=1), tmp_path / "bad_steps.jsonl"
     ((_, _, message, _, count),) = run_ranks(1, train_past_bad_steps, config, [step(0)], file, 1)
     assert message is None and count == 1 and not file.exists()
-    ((_, _, message, _, count),) = run_ranks(1, train_past_bad_steps, config, [damaged(step(0))], file, 1)
+    ((_, _, message, _, count),) = run_ranks(
+        1, train_past_bad_steps, config, [damaged(step(0))], file, 1
+    )
     assert "bad step 2 of the run" in message and count == 2 and file.exists()
 
 
 def test_a_record_that_a_full_disk_refuses_does_not_hide_the_cause(parts):
     config = make_config(parts, train__max_bad_steps=5)
-    ((_, _, message, *_),) = run_ranks(1, train_past_bad_steps, config, [damaged(step(0))], Path("/dev/full"))
+    ((_, _, message, *_),) = run_ranks(
+        1, train_past_bad_steps, config, [damaged(step(0))], Path("/dev/full")
+    )
     assert message.startswith("step 0: the loss sum is nan")
     assert message.endswith("(/dev/full cannot be written: No space left on device)")

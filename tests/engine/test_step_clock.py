@@ -9,7 +9,11 @@ from mmtrain.engine.step_clock import RankSeconds, StepClock, heap_bytes
 from mmtrain.engine.trace import Work
 from mmtrain.plan.instructions import Instruction, Op
 
-LOAD, FORWARD, SEND = Instruction(Op.LOAD, 0, 1), Instruction(Op.FORWARD, 0, 1), Instruction(Op.SEND_ACTIVATION, 0, 1)
+LOAD, FORWARD, SEND = (
+    Instruction(Op.LOAD, 0, 1),
+    Instruction(Op.FORWARD, 0, 1),
+    Instruction(Op.SEND_ACTIVATION, 0, 1),
+)
 REDUCE, UPDATE = Instruction(Op.REDUCE_STATISTICS), Instruction(Op.OPTIMIZER_STEP)
 
 
@@ -51,8 +55,19 @@ def test_a_step_is_split_into_computing_communicating_loading_and_waiting(monkey
     hands.now += 5
     late = RankSeconds(-11, 6, 0, 0, 0, 2048)  # the other rank began a second later
     mine, other = clock.leave([reading, late])
-    assert (mine.window, mine.compute, mine.communication, mine.data, mine.idle) == (15.5, 4, 1.5, 2, 8)
-    assert (other.window, other.compute, other.idle, other.peak_memory_bytes) == (14.5, 6, 8.5, 2048)
+    assert (mine.window, mine.compute, mine.communication, mine.data, mine.idle) == (
+        15.5,
+        4,
+        1.5,
+        2,
+        8,
+    )
+    assert (other.window, other.compute, other.idle, other.peak_memory_bytes) == (
+        14.5,
+        6,
+        8.5,
+        2048,
+    )
     clock.done()  # of the reduction, which `read` has marked
     hands.run(clock, UPDATE, 0.25)
     clock.start(None)

@@ -1,4 +1,6 @@
-"""Runs whose frozen layers are fetched before they compute against runs that keep them: the same to the last bit."""
+"""Runs whose frozen layers are fetched before they compute against runs that keep them: the same to
+the last bit.
+"""
 
 from __future__ import annotations
 
@@ -91,7 +93,9 @@ def microbatches_of(step, data):
 
 
 def train(config):
-    """What steps and evaluations in between said, gradients, what is left, and the audit of this rank."""
+    """What steps and evaluations in between said, gradients, what is left, and the audit of this
+    rank.
+    """
     join()
     plan = make_plan(config)
     streamed = layers_streamed_here(plan)
@@ -99,7 +103,12 @@ def train(config):
 
     def on_instruction(step, instruction):
         if streamed is not None:
-            whole.append(sum(layer.buffer.untyped_storage().nbytes() > 0 for layer in streamed.layers.values()))
+            whole.append(
+                sum(
+                    layer.buffer.untyped_storage().nbytes() > 0
+                    for layer in streamed.layers.values()
+                )
+            )
         if instruction.op is Op.OPTIMIZER_STEP:
             gradients.append(arrays({name: p.grad for name, p in engine.trainable.items()}))
 
@@ -109,7 +118,11 @@ def train(config):
 
     def share(step, count=LOCAL):
         mine_of = microbatches_of(step, plan.data)[mine.data * LOCAL :][:count]
-        return iter([as_batch(x, config.data.pack_length) for x in mine_of]) if mine.pipeline == 0 else None
+        return (
+            iter([as_batch(x, config.data.pack_length) for x in mine_of])
+            if mine.pipeline == 0
+            else None
+        )
 
     said = []
     for step in range(STEPS):
@@ -119,7 +132,9 @@ def train(config):
         said.append({k: x.tolist() for k, x in engine.predicted.items()})
         audit.check_versions()
         if streamed is not None:
-            assert not any(layer.buffer.untyped_storage().nbytes() for layer in streamed.layers.values())
+            assert not any(
+                layer.buffer.untyped_storage().nbytes() for layer in streamed.layers.values()
+            )
     left = arrays({**engine.trainable, **engine.weights.optimizer_state()})
     record = audit.finish(engine.saw_gradient)
     fingerprint = model_fingerprint(start["frozen_parameters"] for start in starts)
@@ -127,22 +142,41 @@ def train(config):
 
 
 def compare(parts, cases):
-    """On every rank: each case streamed and not; what differs, fetches, and the most layers whole at once."""
+    """On every rank: each case streamed and not; what differs, fetches, and the most layers whole
+    at once.
+    """
     found = []
     for case in cases:
         kept, streamed = (train(case.config(parts, streamed=streams)) for streams in (False, True))
-        differ = [name for i, name in enumerate(("said", "", "", "fingerprint")) if name and kept[i] != streamed[i]]
+        differ = [
+            name
+            for i, name in enumerate(("said", "", "", "fingerprint"))
+            if name and kept[i] != streamed[i]
+        ]
         for kind in (1, 2):
-            pairs = zip(kept[kind], streamed[kind], strict=True) if kind == 1 else [(kept[kind], streamed[kind])]
+            pairs = (
+                zip(kept[kind], streamed[kind], strict=True)
+                if kind == 1
+                else [(kept[kind], streamed[kind])]
+            )
             for expected, seen in pairs:
                 assert expected.keys() == seen.keys()
-                differ += [name for name, value in expected.items() if not np.array_equal(value, seen[name])]
+                differ += [
+                    name
+                    for name, value in expected.items()
+                    if not np.array_equal(value, seen[name])
+                ]
         record = streamed[4]
         differ += record["failures"] + kept[4]["failures"]
-        before, after = record["frozen"]["fingerprint_before"], record["frozen"]["fingerprint_after"]
+        before, after = (
+            record["frozen"]["fingerprint_before"],
+            record["frozen"]["fingerprint_after"],
+        )
         if not before == after == kept[4]["frozen"]["fingerprint_after"]:
             differ.append("frozen")
-        found.append((differ, record["frozen"]["streamed_layers"], record["frozen"]["fetches"], streamed[5]))
+        found.append(
+            (differ, record["frozen"]["streamed_layers"], record["frozen"]["fetches"], streamed[5])
+        )
     return found
 
 
@@ -157,7 +191,10 @@ MORE_CASES = [
     Case(layout, trains, dtype, recompute, LAYERS)
     for i, layout in enumerate((HOST, PEERS_4, PEERS_2_OF_4, (1, 2, 1), (2, 1, 1), (3, 1, 1)))
     for j, trains in enumerate(TRAINS)
-    for dtype, recompute in (("float32", (0, 2, LAYERS)[(i + j) % 3]), ("bfloat16", (2, LAYERS, 0)[(i + j) % 3]))
+    for dtype, recompute in (
+        ("float32", (0, 2, LAYERS)[(i + j) % 3]),
+        ("bfloat16", (2, LAYERS, 0)[(i + j) % 3]),
+    )
 ]
 INTERLEAVED = [Case((2, 1, 1), trains, boundaries=(1, 3, 5), recompute=2) for trains in TRAINS]
 
@@ -188,7 +225,9 @@ def test_streamed_layers_change_no_bit(parts, cases):
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("cases", [*grouped(MORE_CASES), INTERLEAVED], ids=lambda cases: str(cases[0].layout))
+@pytest.mark.parametrize(
+    "cases", [*grouped(MORE_CASES), INTERLEAVED], ids=lambda cases: str(cases[0].layout)
+)
 def test_streamed_layers_change_no_bit_in_any_mode(parts, cases):
     check(parts, cases)
 
@@ -208,17 +247,22 @@ def counted(pipeline, microbatches, first, stages_per_rank, streamed, first_laye
 
 def test_fetches_of_a_step_by_hand():
     one = {0: tuple(range(8))}
-    # Forward and backward in turn: each begins with two layers that are still whole, but for the first.
+    # Forward and backward in turn: each begins with two layers that are still whole, but for the
+    # first.
     assert counted(1, 5, 0, 1, one) == [[2 + 5 * (6 + 6)], [5 * 8]]
     # The first stage trains nothing: it goes forward alone, and each fetch is for one micro-batch.
-    assert counted(2, 5, 1, 1, {0: (0, 1, 2, 3), 1: (4, 5, 6)}, first_layer=4) == [[5 * 4, 2 + 5 * 2], [5 * 4, 5 * 3]]
+    assert counted(2, 5, 1, 1, {0: (0, 1, 2, 3), 1: (4, 5, 6)}, first_layer=4) == [
+        [5 * 4, 2 + 5 * 2],
+        [5 * 4, 5 * 3],
+    ]
     # 1F1B of two: rank 0 goes forward twice, then back and forth, then back twice.
     assert counted(2, 3, 0, 1, {0: (0, 1, 2, 3), 1: (4, 5, 6)})[0][0] == 4 + 4 + 2 + 2 + 2 + 4
     # Only layers from the first that trains go backward.
     assert counted(1, 2, 0, 1, one, first_layer=6)[0] == [8 + 0 + 6 + 2 + 0]
     # Two layers are never let go.
     assert counted(1, 5, 0, 1, {0: (3, 4)})[0] == [2]
-    # Interleaved: both micro-batches through stage 0, through stage 2 and back, then back through stage 0.
+    # Interleaved: both micro-batches through stage 0, through stage 2 and back, then back through
+    # stage 0.
     assert counted(2, 2, 0, 2, {0: (0, 1), 2: (4, 5)})[0][0] == 2 + 2 + 2
 
 
@@ -251,7 +295,10 @@ class LoggingSource:
 
 def test_the_next_layers_fetch_begins_before_a_layer_computes():
     streamed = StreamedLayers(LoggingSource())
-    log, layers = streamed.source.log, [torch.nn.Linear(4, 4).requires_grad_(False) for _ in range(3)]
+    log, layers = (
+        streamed.source.log,
+        [torch.nn.Linear(4, 4).requires_grad_(False) for _ in range(3)],
+    )
     hidden = torch.ones(1, 4, requires_grad=True)
     for number, layer in enumerate(layers):
         streamed.take(number, layer)
@@ -283,7 +330,9 @@ def flip(tensor):
 
 
 def failures_of(parts, case, quantisation=None):
-    """What the audit finds at the end where a bit of what this rank keeps was flipped after it began."""
+    """What the audit finds at the end where a bit of what this rank keeps was flipped after it
+    began.
+    """
     config = case.config(parts, streamed=quantisation is None)
     if quantisation is not None:
         config = config.changed({"model.llm.quantize": quantisation})
@@ -294,10 +343,14 @@ def failures_of(parts, case, quantisation=None):
     if dist.get_rank() == 0:
         flip(kept if quantisation is None else kept[0].codes)
     dist.barrier()
-    return audit.finish(engine.saw_gradient)["failures"], kept.sum().item() if quantisation is None else None
+    return audit.finish(engine.saw_gradient)[
+        "failures"
+    ], kept.sum().item() if quantisation is None else None
 
 
-@pytest.mark.parametrize(("case", "quantisation"), [(Case(HOST), None), (Case(PEERS_2), None), (Case(HOST), "nf4")])
+@pytest.mark.parametrize(
+    ("case", "quantisation"), [(Case(HOST), None), (Case(PEERS_2), None), (Case(HOST), "nf4")]
+)
 def test_a_bit_that_flips_where_a_layer_is_kept_fails_the_run(parts, case, quantisation):
     for failures, _ in run_ranks(case.layout[1], failures_of, parts, case, quantisation):
         (failure,) = failures
@@ -332,7 +385,9 @@ def wrong_copy(parts):
 
 def test_what_is_fetched_must_be_what_the_file_has(parts):
     (error,) = run_ranks(1, wrong_copy, parts)
-    assert "llm.layers.0." in error and "is fetched with other values than its file has here" in error
+    assert (
+        "llm.layers.0." in error and "is fetched with other values than its file has here" in error
+    )
 
 
 def test_a_layer_that_comes_out_of_turn_and_one_that_does_not_come_are_said():
@@ -369,11 +424,17 @@ def test_a_host_without_room_is_told_so_by_name(parts):
     assert "does not fit in the host's memory" in error and "parallel.streamed_layers" in error
 
 
-def test_memory_that_cuda_cannot_lock_is_told_so_by_name_and_what_it_has_locked_is_unlocked(monkeypatch):
+def test_memory_that_cuda_cannot_lock_is_told_so_by_name_and_what_it_has_locked_is_unlocked(
+    monkeypatch,
+):
     answers, unlocked = iter((2, 0)), []
-    driver = SimpleNamespace(cudaHostRegister=lambda *_: next(answers), cudaHostUnregister=unlocked.append)
+    driver = SimpleNamespace(
+        cudaHostRegister=lambda *_: next(answers), cudaHostUnregister=unlocked.append
+    )
     monkeypatch.setattr(torch.cuda, "cudart", lambda: driver)
-    with pytest.raises(UserError, match=r"CUDA cannot lock 4\.0 KiB of host memory .* \(ulimit -l\)"):
+    with pytest.raises(
+        UserError, match=r"CUDA cannot lock 4\.0 KiB of host memory .* \(ulimit -l\)"
+    ):
         lock(torch.zeros(4096, dtype=torch.uint8))
     kept = torch.zeros(4096, dtype=torch.uint8)
     place = kept.data_ptr()

@@ -34,7 +34,15 @@ def no_calibration(tmp_path_factory):
 def run(tiny, tmp_path_factory):
     """A run of four steps on two ranks with two stages each; its folder and what it printed."""
     folder = tmp_path_factory.mktemp("traced")
-    command = [sys.executable, "-m", "mmtrain.launch", str(tiny / "config.yaml"), "--trace", "2", f"run.dir={folder}"]
+    command = [
+        sys.executable,
+        "-m",
+        "mmtrain.launch",
+        str(tiny / "config.yaml"),
+        "--trace",
+        "2",
+        f"run.dir={folder}",
+    ]
     done = subprocess.run([*command, *RUN], capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stdout + done.stderr
     return folder / "tiny", done.stdout
@@ -58,8 +66,15 @@ def test_every_instruction_of_the_plan_is_there_once_a_step_in_the_plans_order(r
     assert len(plan.schedule) == 2 and plan.stages_per_rank == 2
     for rank, instructions in enumerate(plan.schedule):
         for step in TRACED:
-            mine = [e for e in events if e["tid"] == rank and e["args"]["step"] == step and e["cat"] != "wait"]
-            found = [(e["args"]["op"], e["args"].get("stage", -1), e["args"].get("microbatch", -1)) for e in mine]
+            mine = [
+                e
+                for e in events
+                if e["tid"] == rank and e["args"]["step"] == step and e["cat"] != "wait"
+            ]
+            found = [
+                (e["args"]["op"], e["args"].get("stage", -1), e["args"].get("microbatch", -1))
+                for e in mine
+            ]
             assert found == [(str(x.op), x.stage, x.microbatch) for x in instructions]
     assert {event["args"]["step"] for event in events} == set(TRACED)
 
@@ -83,7 +98,10 @@ def test_a_wait_stands_before_what_it_was_for(run):
         mine = [event for event in events if event["tid"] == rank]
         for before, after in itertools.pairwise(mine):
             if before["name"].startswith(("wait for forward", "wait for backward")):
-                assert before["name"] == f"wait for {after['name']}" and after["cat"] in ("forward", "backward")
+                assert before["name"] == f"wait for {after['name']}" and after["cat"] in (
+                    "forward",
+                    "backward",
+                )
                 waits += 1
     # A message for each of 8 micro-batches at 3 borders, there and back, in each of 2 steps.
     assert waits == 8 * 3 * 2 * 2
@@ -93,16 +111,31 @@ def test_the_file_has_the_form_that_viewers_load(run):
     content = content_of(run[0] / "trace.json")
     assert content["displayTimeUnit"] == "ms"
     assert content["otherData"] == {
-        **{"run": "tiny", "pipeline": 2, "data": 1, "stages_per_rank": 2, "microbatches_per_step": 8, "steps": TRACED}
+        **{
+            "run": "tiny",
+            "pipeline": 2,
+            "data": 1,
+            "stages_per_rank": 2,
+            "microbatches_per_step": 8,
+            "steps": TRACED,
+        }
     }
     for event in complete_events(content):
         assert list(event) == ["ph", "name", "cat", "pid", "tid", "ts", "dur", "args"]
-        assert event["pid"] == 0 and event["tid"] in (0, 1) and event["ts"] >= 0 and event["dur"] >= 0
+        assert (
+            event["pid"] == 0 and event["tid"] in (0, 1) and event["ts"] >= 0 and event["dur"] >= 0
+        )
         assert event["cat"] in [str(work) for work in Work]
     names = {event["name"] for event in complete_events(content)}
-    assert {"forward stage 3 micro-batch 7", "send gradient stage 1 micro-batch 0", "optimizer step"} <= names
+    assert {
+        "forward stage 3 micro-batch 7",
+        "send gradient stage 1 micro-batch 0",
+        "optimizer step",
+    } <= names
     named = [event for event in content["traceEvents"] if event["ph"] == "M"]
-    threads = {event["tid"]: event["args"]["name"] for event in named if event["name"] == "thread_name"}
+    threads = {
+        event["tid"]: event["args"]["name"] for event in named if event["name"] == "thread_name"
+    }
     assert threads == {
         0: "rank 0: front + llm.layers.0-1, llm.layers.4-5",
         1: "rank 1: llm.layers.2-3, llm.layers.6-7 + head",
@@ -110,7 +143,10 @@ def test_the_file_has_the_form_that_viewers_load(run):
 
 
 def test_console_and_records_say_where_the_time_of_each_rank_went(run):
-    assert f"trace of 2 steps: {run[0] / 'trace.json'}; open it in ui.perfetto.dev" in run[1].splitlines()
+    assert (
+        f"trace of 2 steps: {run[0] / 'trace.json'}; open it in ui.perfetto.dev"
+        in run[1].splitlines()
+    )
     (line,) = [line for line in run[1].splitlines() if line.startswith("idle ")]
     assert "% (rank 0: " in line
     lines = [json.loads(line) for line in (run[0] / "metrics.jsonl").read_text().splitlines()]
@@ -127,12 +163,21 @@ def test_console_and_records_say_where_the_time_of_each_rank_went(run):
             assert window <= line["seconds"] + 0.05
             if line["step"] in TRACED:
                 mine = [e for e in events if e["tid"] == rank and e["args"]["step"] == line["step"]]
-                spent = {cat: sum(e["dur"] for e in mine if e["cat"] == cat) / 1e6 for cat in map(str, Work)}
-                assert compute == pytest.approx(spent["encode"] + spent["forward"] + spent["backward"], abs=1e-5)
+                spent = {
+                    cat: sum(e["dur"] for e in mine if e["cat"] == cat) / 1e6
+                    for cat in map(str, Work)
+                }
+                assert compute == pytest.approx(
+                    spent["encode"] + spent["forward"] + spent["backward"], abs=1e-5
+                )
                 assert communication == pytest.approx(spent["communication"], abs=1e-5)
                 assert data == pytest.approx(spent["load"], abs=1e-5)
-        planned = [rank["total_bytes"] for rank in json.loads((run[0] / "plan.json").read_text())["ranks"]]
-        assert line["peak_memory_bytes"] == pytest.approx(planned, abs=4e6), "what tensors took, not the process"
+        planned = [
+            rank["total_bytes"] for rank in json.loads((run[0] / "plan.json").read_text())["ranks"]
+        ]
+        assert line["peak_memory_bytes"] == pytest.approx(planned, abs=4e6), (
+            "what tensors took, not the process"
+        )
         assert line["model_flops_utilization"] is None, "nothing is calibrated"
 
 
@@ -149,16 +194,22 @@ def recorded(step, begin, work=(1.0, 2.0)):
 
 def test_clocks_that_begin_anywhere_are_set_by_the_moments_at_which_all_ranks_go_on(plan, tmp_path):
     first = [recorded(5, 100.0), recorded(6, 110.0)]
-    second = [recorded(5, -7.0, (0.5, 1.5)), recorded(6, 3.0, (0.5, 1.5))]  # it begins a second later than the first
+    # it begins a second later than the first
+    second = [recorded(5, -7.0, (0.5, 1.5)), recorded(6, 3.0, (0.5, 1.5))]
     write_trace(tmp_path / "trace.json", plan, [first, second])
     events = complete_events(content_of(tmp_path / "trace.json"))
     seconds = {
-        rank: [(e["ts"] / 1e6, (e["ts"] + e["dur"]) / 1e6) for e in events if e["tid"] == rank] for rank in (0, 1)
+        rank: [(e["ts"] / 1e6, (e["ts"] + e["dur"]) / 1e6) for e in events if e["tid"] == rank]
+        for rank in (0, 1)
     }
     assert seconds[0] == [(0, 1), (1, 3), (3, 3.5), (10, 11), (11, 13), (13, 13.5)]
     assert seconds[1] == [(1, 1.5), (1.5, 3), (3, 3.5), (11, 11.5), (11.5, 13), (13, 13.5)]
     assert [event["name"] for event in events[:3]] == [
-        *("wait for weights of forward stage 0 micro-batch 3", "forward stage 0 micro-batch 3", "wait for sends"),
+        *(
+            "wait for weights of forward stage 0 micro-batch 3",
+            "forward stage 0 micro-batch 3",
+            "wait for sends",
+        ),
     ]
 
 
@@ -189,7 +240,10 @@ def test_a_trace_of_fewer_steps_or_none_or_one_that_cannot_be_written_is_told(
     [
         (["--trace", "0"], "--trace 0: it records 1 to train.max_steps - 1 steps"),
         (["--trace=4"], "--trace 4: it records 1 to train.max_steps - 1 steps"),
-        (["--plan", "--trace"], "--trace records training, and nothing is trained here. Leave --trace out"),
+        (
+            ["--plan", "--trace"],
+            "--trace records training, and nothing is trained here. Leave --trace out",
+        ),
         (["--calibrate", "--trace"], "--trace records training"),
     ],
 )

@@ -1,4 +1,6 @@
-"""What metrics.jsonl says of a step's time: idle shares by hand, utilisation against what had to be computed."""
+"""What metrics.jsonl says of a step's time: idle shares by hand, utilisation against what had to be
+computed.
+"""
 
 from __future__ import annotations
 
@@ -14,12 +16,18 @@ from mmtrain.plan.planner import models_of
 
 
 def step(*ranks, tokens=400, samples=5, tiles=6, supervised_tokens=40):
-    return StepResult(0, 0, 1.0, 1.0, 0.1, {}, samples, 2, tiles, tokens, supervised_tokens, 0, None, ranks)
+    return StepResult(
+        0, 0, 1.0, 1.0, 0.1, {}, samples, 2, tiles, tokens, supervised_tokens, 0, None, ranks
+    )
 
 
 DEVICE = Device("a device", 1, 1)
-BUSY = RankSeconds(window=2.0, compute=1.0, communication=0.25, data=0.2, fetching=0.05, peak_memory_bytes=1000)
-IDLE = BUSY._replace(window=1.6, compute=0.15, communication=0.05, data=0.0, fetching=0.0, peak_memory_bytes=500)
+BUSY = RankSeconds(
+    window=2.0, compute=1.0, communication=0.25, data=0.2, fetching=0.05, peak_memory_bytes=1000
+)
+IDLE = BUSY._replace(
+    window=1.6, compute=0.15, communication=0.05, data=0.0, fetching=0.0, peak_memory_bytes=500
+)
 
 
 @pytest.fixture
@@ -31,7 +39,9 @@ def config(tiny, monkeypatch, tmp_path):
 def test_idle_is_what_computing_communication_data_and_fetching_leave_of_the_window():
     assert BUSY.idle == 0.5 and BUSY.idle_fraction == 0.25
     assert IDLE.idle == pytest.approx(1.4) and IDLE.idle_fraction == pytest.approx(0.875)
-    assert BUSY._replace(window=1.4).idle_fraction == 0, "clocks that disagree by a little make no negative share"
+    assert BUSY._replace(window=1.4).idle_fraction == 0, (
+        "clocks that disagree by a little make no negative share"
+    )
     assert RankSeconds(0.0, 0.0, 0.0, 0.0, 0.0, 0).idle_fraction == 0
 
 
@@ -69,7 +79,9 @@ def test_of_many_ranks_the_summary_names_the_extremes_and_of_one_none(config):
     assert use.summary() == "idle 25%"
 
 
-def test_utilisation_is_the_needed_flops_over_what_all_ranks_could_have_computed_in_the_window(config):
+def test_utilisation_is_the_needed_flops_over_what_all_ranks_could_have_computed_in_the_window(
+    config,
+):
     models = models_of(config)
     key = calibration_key(config, models, DEVICE)
     Calibration(key, {}, 0.0, 0.0, 0.0, None, None, 0.0, 1, matmul_flops_per_second=1e9).save()
@@ -81,8 +93,12 @@ def test_utilisation_is_the_needed_flops_over_what_all_ranks_could_have_computed
     more = step(BUSY, IDLE, tokens=800, samples=10, tiles=12, supervised_tokens=80)
     twice = use.add(more)["model_flops_utilization"]
     assert twice == pytest.approx(2 * first), "documents as long, twice as many"
-    nothing = use.add(step(BUSY, IDLE, tokens=0, samples=0, tiles=0, supervised_tokens=0))["model_flops_utilization"]
+    nothing = use.add(step(BUSY, IDLE, tokens=0, samples=0, tiles=0, supervised_tokens=0))[
+        "model_flops_utilization"
+    ]
     assert nothing == 0
     assert use.summary().endswith(f", utilisation {first:.0%}"), "the mean of twice and nothing"
     other = Utilization(config, Device("another", 1, 1))
-    assert other.add(step(BUSY))["model_flops_utilization"] is None, "another device is not calibrated"
+    assert other.add(step(BUSY))["model_flops_utilization"] is None, (
+        "another device is not calibrated"
+    )

@@ -41,7 +41,9 @@ from mmtrain.plan.planner import make_plan
 ALL = "model.lora.targets=[llm.layers.*, vision.*]"
 
 
-def adapted(folder: Path, config: RunConfig, others: dict[str, torch.Tensor] | None = None) -> StepFolder:
+def adapted(
+    folder: Path, config: RunConfig, others: dict[str, torch.Tensor] | None = None
+) -> StepFolder:
     """A checkpoint of a run with adapters that was never trained."""
     return make_checkpoint(folder, config, {**drawn_adapters(config), **(others or {})})
 
@@ -50,7 +52,8 @@ def adapted(folder: Path, config: RunConfig, others: dict[str, torch.Tensor] | N
     ("family", "options", "tower", "targets"),
     [
         ("qwen2", {"tied": True}, ("vit_base_patch16_clip_quickgelu_224", {}), ALL),
-        ("phi3", {}, None, "model.lora.targets=[llm.layers.*.self_attn, llm.layers.1.mlp]"),  # fused
+        # fused
+        ("phi3", {}, None, "model.lora.targets=[llm.layers.*.self_attn, llm.layers.1.mlp]"),
     ],
 )
 def test_stock_logits_of_merged_layers_are_those_of_layers_with_adapters(
@@ -63,7 +66,9 @@ def test_stock_logits_of_merged_layers_are_those_of_layers_with_adapters(
     checkpoint = adapted(tmp_path / "run", config_of(tiny, *keys))
     exported = export(checkpoint, tmp_path / "out", shard_bytes=200_000)
     found = compared(checkpoint, exported, torch.float32, 6)
-    assert found.difference <= 1e-5 * max(1.0, found.largest) and found.agreeing == found.tokens > 20
+    assert (
+        found.difference <= 1e-5 * max(1.0, found.largest) and found.agreeing == found.tokens > 20
+    )
     load_stock(tmp_path / "out")
 
 
@@ -72,7 +77,10 @@ def test_stock_logits_of_merged_layers_are_those_of_layers_with_adapters(
     [
         ("llm.layers.9.mlp.up_proj", r"llm.layers.9.mlp.up_proj.lora_A.weight trains"),
         ("vision.blocks.9.attn.qkv", r"vision.blocks.9.attn.qkv.lora_A.weight was trained"),
-        ("llm.layers.0.mlp.up_proj", r"trained with shapes \[4, 4\] and \[4, 4\].*Restore the model"),
+        (
+            "llm.layers.0.mlp.up_proj",
+            r"trained with shapes \[4, 4\] and \[4, 4\].*Restore the model",
+        ),
     ],
 )
 def test_an_adapter_without_its_layer_or_of_another_width_is_refused(tiny, tmp_path, name, error):
@@ -94,7 +102,9 @@ def run(tiny, tmp_path_factory) -> Path:
         "optimizer.lr=0.02",
     )
     trainable = "model.trainable=[projector, llm.layers.*.lora_*, vision.*.lora_*]"
-    return train(tiny / "config.yaml", f"run.dir={tmp_path_factory.mktemp('runs')}", trainable, *keys).folder
+    return train(
+        tiny / "config.yaml", f"run.dir={tmp_path_factory.mktemp('runs')}", trainable, *keys
+    ).folder
 
 
 @pytest.fixture(scope="module")
@@ -110,8 +120,8 @@ def test_a_run_with_adapters_is_exported_verified_and_asked(run, merged, tmp_pat
     card, picture = (merged / "README.md").read_text(), Image.new("RGB", (28, 28), "red")
     assert generate(run, picture, max_new_tokens=4) == generate(merged, picture, max_new_tokens=4)
     assert (
-        "low-rank adapters of 68 layers, merged into their weights. The projector between the two was trained too"
-        in card
+        "low-rank adapters of 68 layers, merged into their weights. "
+        "The projector between the two was trained too" in card
     )
 
 
@@ -122,12 +132,16 @@ def as_peft(checkpoint: Path | StepFolder, out: Path, *more: str) -> Path:
 
 
 def put_on(base: PreTrainedModel, folder: Path) -> PeftModel:
-    """As stock peft does it; every tensor of the file must find its place, and no other be looked for."""
+    """As stock peft does it; every tensor of the file must find its place, and no other be looked
+    for.
+    """
     with warnings.catch_warnings(action="error", category=UserWarning):
         model = PeftModel.from_pretrained(base, folder)
     found = get_peft_model_state_dict(model, save_embedding_layers=False)
     stored = load_file(folder / "adapter_model.safetensors")
-    assert found.keys() == stored.keys() and all(torch.equal(found[name], stored[name]) for name in stored)
+    assert found.keys() == stored.keys() and all(
+        torch.equal(found[name], stored[name]) for name in stored
+    )
     return model.eval()
 
 
@@ -137,17 +151,25 @@ def test_peft_adds_a_runs_adapters_to_the_folder_beside_them(run, merged, tmp_pa
     made: dict[str, object] = {}
     exec(re.findall(r"```python\n(.*?)```", (out / "README.md").read_text(), re.DOTALL)[0], made)
     model = put_on(load_stock(out / "base"), out)
-    assert {layer.scaling["default"] for layer in model.modules() if hasattr(layer, "lora_A")} == {2.0}
+    assert {layer.scaling["default"] for layer in model.modules() if hasattr(layer, "lora_A")} == {
+        2.0
+    }
     whole, processor = load_stock(merged), AutoProcessor.from_pretrained(out / "base")
     samples = [sample for sample, _ in read_samples(find(run).config, 6) if len(sample.images) == 1]
     images = [[Image.open(io.BytesIO(sample.images[0]))] for sample in samples]
-    text = [processor.image_token, f"{processor.image_token} a", f"{processor.image_token} a red square on"] * 2
+    text = [
+        processor.image_token,
+        f"{processor.image_token} a",
+        f"{processor.image_token} a red square on",
+    ] * 2
     inputs = processor(images=images, text=text[: len(images)], return_tensors="pt", padding=True)
     told = {"max_new_tokens": 8, "output_logits": True, "return_dict_in_generate": True}
     answers = [one.generate(**inputs, **told) for one in (model, whole, made["model"].eval())]
     for other in answers[1:]:
         assert torch.equal(answers[0].sequences, other.sequences) and len(images) >= 3
-        torch.testing.assert_close(torch.stack(answers[0].logits), torch.stack(other.logits), rtol=0, atol=1e-5)
+        torch.testing.assert_close(
+            torch.stack(answers[0].logits), torch.stack(other.logits), rtol=0, atol=1e-5
+        )
     found, wanted = model.merge_and_unload().state_dict(), whole.state_dict()
     assert found.keys() == wanted.keys()
     for name, tensor in wanted.items():
@@ -157,7 +179,11 @@ def test_peft_adds_a_runs_adapters_to_the_folder_beside_them(run, merged, tmp_pa
 ATTENTION = ("k_proj", "o_proj", "q_proj", "v_proj")
 IN_LAYER_1 = [f"model.layers.1.self_attn.{name}" for name in ATTENTION]
 LLMS = {
-    "llama": ({}, "llm.layers.*", ["down_proj", "gate_proj", "k_proj", "o_proj", "q_proj", "up_proj", "v_proj"]),
+    "llama": (
+        {},
+        "llm.layers.*",
+        ["down_proj", "gate_proj", "k_proj", "o_proj", "q_proj", "up_proj", "v_proj"],
+    ),
     "qwen2": ({"tied": True}, "llm.layers.1.self_attn", IN_LAYER_1),
     "gpt2": (
         {},
@@ -169,7 +195,9 @@ LLMS = {
 
 
 @pytest.mark.parametrize("family", LLMS)
-def test_peft_adds_adapters_to_the_published_llm_with_the_scale_of_training(tiny, make_tiny, tmp_path, family):
+def test_peft_adds_adapters_to_the_published_llm_with_the_scale_of_training(
+    tiny, make_tiny, tmp_path, family
+):
     options, targets, wanted = LLMS[family]
     make_tiny.make_tiny_llm(tmp_path / "llm", family, layers=3, **options)
     keys = (
@@ -180,7 +208,10 @@ def test_peft_adds_adapters_to_the_published_llm_with_the_scale_of_training(tiny
     )
     checkpoint = adapted(tmp_path / "run", config_of(tiny, *keys))
     out = as_peft(checkpoint, tmp_path / "out", "--base", "llm")
-    trained, stock = load_file(checkpoint.tensors_file), AutoModelForCausalLM.from_pretrained(tmp_path / "llm")
+    trained, stock = (
+        load_file(checkpoint.tensors_file),
+        AutoModelForCausalLM.from_pretrained(tmp_path / "llm"),
+    )
     before = {name: tensor.clone() for name, tensor in stock.state_dict().items()}
     after = put_on(stock, out).merge_and_unload().state_dict()
     described = json.loads((out / "adapter_config.json").read_text())
@@ -207,16 +238,28 @@ def test_an_adapter_of_a_layer_that_loading_renames_is_merged(tiny, make_tiny, t
     heads = {"num_key_value_heads": 4, "linear_num_heads": 4, "linear_head_dim": 16}
     make_tiny.make_tiny_llm(tmp_path / "llm", "kimi_linear", layers=2, **heads)
     targets = "model.lora.targets=[llm.layers.0.self_attn.forget_gate.f_a_proj]"
-    keys = (f"model.llm.path={tmp_path / 'llm'}", "parallel.pipeline=1", "model.lora.r=4", "model.lora.alpha=6")
-    config = config_of(tiny, *keys, targets, "export.format=hf", "model.trainable=[projector, llm.layers.*.lora_*]")
+    keys = (
+        f"model.llm.path={tmp_path / 'llm'}",
+        "parallel.pipeline=1",
+        "model.lora.r=4",
+        "model.lora.alpha=6",
+    )
+    config = config_of(
+        tiny, *keys, targets, "export.format=hf", "model.trainable=[projector, llm.layers.*.lora_*]"
+    )
     make_plan(config)
     checkpoint = adapted(tmp_path / "run", config)
     export(checkpoint, tmp_path / "out")
     trained = load_file(checkpoint.tensors_file)
-    layer, on_disk = "llm.layers.0.self_attn.forget_gate.f_a_proj", "model.layers.0.self_attn.f_a_proj.weight"
+    layer, on_disk = (
+        "llm.layers.0.self_attn.forget_gate.f_a_proj",
+        "model.layers.0.self_attn.f_a_proj.weight",
+    )
     update = 1.5 * trained[f"{layer}.lora_B.weight"] @ trained[f"{layer}.lora_A.weight"]
     written = weights(tmp_path / "out")[f"language_model.{on_disk}"]
-    torch.testing.assert_close(written, weights(tmp_path / "llm")[on_disk] + update, rtol=0, atol=1e-6)
+    torch.testing.assert_close(
+        written, weights(tmp_path / "llm")[on_disk] + update, rtol=0, atol=1e-6
+    )
 
 
 @pytest.fixture
@@ -225,7 +268,11 @@ def moe(tiny, make_tiny, tmp_path) -> Callable[[str], StepFolder]:
     make_tiny.make_tiny_llm(tmp_path / "llm", "deepseek_v3", layers=3)
 
     def run_of(targets: str) -> StepFolder:
-        keys = (f"model.llm.path={tmp_path / 'llm'}", "model.lora.r=3", f"model.lora.targets=[{targets}]")
+        keys = (
+            f"model.llm.path={tmp_path / 'llm'}",
+            "model.lora.r=3",
+            f"model.lora.targets=[{targets}]",
+        )
         return adapted(tmp_path / "run", config_of(tiny, *keys))
 
     return run_of
@@ -235,18 +282,28 @@ def test_adapters_of_dense_layers_and_shared_experts_leave_with_the_whole_model(
     checkpoint = moe("llm.layers.0.mlp, llm.layers.*.shared_experts, llm.layers.2.self_attn.o_proj")
     exported = export(checkpoint, tmp_path / "merged")
     assert compared(checkpoint, exported, torch.float32, 2).passed
-    out = as_peft(checkpoint, tmp_path / "out", "--base", "hf", "--dtype", "float32", "--verify", "2")
+    out = as_peft(
+        checkpoint, tmp_path / "out", "--base", "hf", "--dtype", "float32", "--verify", "2"
+    )
     put_on(load_stock(out / "base"), out)
 
 
 @pytest.mark.parametrize(
     ("targets", "said"),
     [
-        ("llm.layers.0.mlp", "trained with shape (3, 128), but peft would look for None in DeepseekV3ForCausalLM"),
-        ("llm.layers.*.shared_experts.up_proj", "peft cannot add these adapters to DeepseekV3ForCausalLM: Cannot conv"),
+        (
+            "llm.layers.0.mlp",
+            "trained with shape (3, 128), but peft would look for None in DeepseekV3ForCausalLM",
+        ),
+        (
+            "llm.layers.*.shared_experts.up_proj",
+            "peft cannot add these adapters to DeepseekV3ForCausalLM: Cannot conv",
+        ),
     ],
 )
-def test_adapters_that_peft_takes_for_those_of_experts_are_refused(moe, tmp_path, capsys, targets, said):
+def test_adapters_that_peft_takes_for_those_of_experts_are_refused(
+    moe, tmp_path, capsys, targets, said
+):
     assert run_export(moe(targets).path, "peft", tmp_path / "out", "--base", "llm") == 2
     error = capsys.readouterr().err
     assert said in error and "Use --format hf" in error
@@ -256,12 +313,24 @@ def test_adapters_that_peft_takes_for_those_of_experts_are_refused(moe, tmp_path
     ("targets", "others", "options", "said"),
     [
         ("vision.*", {}, [], "model.lora gives it none"),
-        ("llm.layers.*, vision.*", {}, ["--base", "llm"], "trains too, but adapters of the published LLM"),
-        ("llm.layers.*", {"llm.norm.weight": torch.ones(64)}, ["--base", "llm"], "llm.norm.weight trains too"),
+        (
+            "llm.layers.*, vision.*",
+            {},
+            ["--base", "llm"],
+            "trains too, but adapters of the published LLM",
+        ),
+        (
+            "llm.layers.*",
+            {"llm.norm.weight": torch.ones(64)},
+            ["--base", "llm"],
+            "llm.norm.weight trains too",
+        ),
         ("llm.layers.*", {}, ["--base", "llm", "--verify"], "Set base hf (--base hf)"),
     ],
 )
-def test_what_adapters_would_leave_out_is_refused(tiny, tmp_path, capsys, targets, others, options, said):
+def test_what_adapters_would_leave_out_is_refused(
+    tiny, tmp_path, capsys, targets, others, options, said
+):
     config = config_of(tiny, "model.lora.r=2", f"model.lora.targets=[{targets}]")
     checkpoint = adapted(tmp_path / "run", config, others)
     assert run_export(checkpoint.path, "peft", tmp_path / "out", *options) == 2
@@ -270,13 +339,17 @@ def test_what_adapters_would_leave_out_is_refused(tiny, tmp_path, capsys, target
 
 
 def test_what_else_was_trained_is_in_the_base(tiny, tmp_path):
-    others = {"llm.norm.weight": torch.linspace(1, 2, 64), "llm.layers.2.mlp.up_proj.weight": torch.randn(128, 64)}
+    others = {
+        "llm.norm.weight": torch.linspace(1, 2, 64),
+        "llm.layers.2.mlp.up_proj.weight": torch.randn(128, 64),
+    }
     config = config_of(tiny, "model.lora.r=2", "model.lora.targets=[llm.layers.2.mlp]")
     out = as_peft(adapted(tmp_path / "run", config, others), tmp_path / "out")
     found = weights(out / "base")
     assert torch.equal(found["language_model.model.norm.weight"], others["llm.norm.weight"])
     assert torch.equal(
-        found["language_model.model.layers.2.mlp.up_proj.weight"], others["llm.layers.2.mlp.up_proj.weight"]
+        found["language_model.model.layers.2.mlp.up_proj.weight"],
+        others["llm.layers.2.mlp.up_proj.weight"],
     )
 
 
@@ -301,5 +374,11 @@ def test_a_run_on_text_alone_leaves_with_its_adapters_merged_or_apart(tiny, tmp_
         whole = put_on(stock, folder).merge_and_unload().state_dict()
         assert whole.keys() == merged.keys()
         for name, tensor in merged.items():
-            torch.testing.assert_close(whole[name], tensor, rtol=0, atol=1e-6 if folder == out else 5e-3)
-    assert {file.name for file in out.iterdir()} == {"README.md", "adapter_config.json", "adapter_model.safetensors"}
+            torch.testing.assert_close(
+                whole[name], tensor, rtol=0, atol=1e-6 if folder == out else 5e-3
+            )
+    assert {file.name for file in out.iterdir()} == {
+        "README.md",
+        "adapter_config.json",
+        "adapter_model.safetensors",
+    }

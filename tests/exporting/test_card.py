@@ -38,7 +38,11 @@ def shape(tokens: list[Token]) -> list[str]:
     """Its blocks, and the markup inside, code and text as one."""
     kinds = []
     for token in tokens:
-        inside = [child.type for child in token.children or [] if child.type not in ("text", "code_inline")]
+        inside = [
+            child.type
+            for child in token.children or []
+            if child.type not in ("text", "code_inline")
+        ]
         kinds.append(" ".join([token.type, *inside]))
     return kinds
 
@@ -53,7 +57,9 @@ def usual(tiny, tmp_path_factory) -> tuple[dict, list[str]]:
     return data, shape(tokens)
 
 
-def card_of(tiny: Path, folder: Path, llm: Path, vision: Path, versions: dict) -> tuple[dict, list[Token]]:
+def card_of(
+    tiny: Path, folder: Path, llm: Path, vision: Path, versions: dict
+) -> tuple[dict, list[Token]]:
     config = config_of(tiny).changed({"model.llm.path": str(llm), "model.vision.name": str(vision)})
     checkpoint = make_checkpoint(folder / "run", config, versions=versions)
     export(checkpoint, folder / "out")
@@ -72,32 +78,46 @@ def test_a_name_that_is_markup_is_shown_and_not_obeyed(tiny, tmp_path, usual, na
     assert shown.count(visible) >= 5, shown
 
 
-def test_scores_are_found_among_lines_that_are_no_records_and_a_loss_that_is_no_number_is_unknown(tiny, tmp_path):
+def test_scores_are_found_among_lines_that_are_no_records_and_a_loss_that_is_no_number_is_unknown(
+    tiny, tmp_path
+):
     checkpoint = make_checkpoint(tmp_path / "run", config_of(tiny), loss="nan")
-    lines = ["[" * 200_000 + '"eval"', '["eval"]', '{"kind": "eval"}', '{"kind": "eval", "step": 20, "loss": 0.5}']
+    lines = [
+        "[" * 200_000 + '"eval"',
+        '["eval"]',
+        '{"kind": "eval"}',
+        '{"kind": "eval", "step": 20, "loss": 0.5}',
+    ]
     (tmp_path / "run" / "metrics.jsonl").write_text("\n".join([*lines, '{"kind": "eval", "ste']))
     about = origin(checkpoint, run_tensors(checkpoint))
     assert about["evaluation"] == {"loss": 0.5} and about["training_loss"] is None
 
 
 def test_models_of_the_hub_are_named_in_the_metadata_and_read_back(tiny, tmp_path, monkeypatch):
-    from mmtrain.exporting.card import write_card  # as the export calls it, with names that the machine need not have
+    # as the export calls it, with names that the machine need not have
+    from mmtrain.exporting.card import write_card
 
     calls = []
-    monkeypatch.setattr(hf, "write_card", lambda *arguments, **context: calls.append((arguments, context)))
+    monkeypatch.setattr(
+        hf, "write_card", lambda *arguments, **context: calls.append((arguments, context))
+    )
     export(make_checkpoint(tmp_path / "run", config_of(tiny)), tmp_path / "out")
     (folder, about, form), context = calls[0]
     write_card(folder, {**about, "llm": "yes/on", "vision": "1e3/null"}, form, **context)
     assert read(folder)[0]["base_model"] == ["yes/on", "1e3/null"]
 
 
-def test_a_licence_that_all_models_have_is_the_folders_and_local_folders_are_no_hub_ids(tiny, tmp_path, monkeypatch):
+def test_a_licence_that_all_models_have_is_the_folders_and_local_folders_are_no_hub_ids(
+    tiny, tmp_path, monkeypatch
+):
     monkeypatch.chdir(tmp_path)
     models = Path("models")  # models/llm has the form of a hub id
     for part in ("llm", "vision"):
         shutil.copytree(tiny / part, models / part)
     (models / "llm" / "README.md").write_text("---\nlicense: apache-2.0\n---\n# An LLM")
-    data, tokens = card_of(tiny, tmp_path / "one", models / "llm", models / "vision", dict(VERSIONS))
+    data, tokens = card_of(
+        tiny, tmp_path / "one", models / "llm", models / "vision", dict(VERSIONS)
+    )
     text = "\n".join(token.content for token in tokens)
     assert "license" not in data and "base_model" not in data
     assert "apache-2.0" in text and "not named in its folder" in text and str(tmp_path) not in text
@@ -106,18 +126,25 @@ def test_a_licence_that_all_models_have_is_the_folders_and_local_folders_are_no_
     assert data["license"] == "apache-2.0"
     shutil.copytree(models / "vision", tmp_path / "encoder" / "llm")  # two folders of one name
     (tmp_path / "encoder" / "llm" / "README.md").write_text("---\nlicense: mit\n---\n")
-    data, tokens = card_of(tiny, tmp_path / "same", models / "llm", tmp_path / "encoder" / "llm", dict(VERSIONS))
+    data, tokens = card_of(
+        tiny, tmp_path / "same", models / "llm", tmp_path / "encoder" / "llm", dict(VERSIONS)
+    )
     text = "\n".join(token.content for token in tokens)
     assert "license" not in data and "apache-2.0" in text and "mit" in text
     for number, hostile in enumerate(("[&a [*a]]", "[" * 3000, "!!bool maybe", "x" * 70_000)):
         (models / "vision" / "README.md").write_text(f"---\nlicense: {hostile}\n---\n")
         folder = tmp_path / f"hostile-{number}"
-        assert "license" not in card_of(tiny, folder, models / "llm", models / "vision", dict(VERSIONS))[0]
+        assert (
+            "license"
+            not in card_of(tiny, folder, models / "llm", models / "vision", dict(VERSIONS))[0]
+        )
 
 
 def test_the_control_is_beside_the_scores(tiny, tmp_path):
     checkpoint = make_checkpoint(tmp_path / "run", config_of(tiny))
-    control = '{"kind": "eval_permuted", "step": 20, "loss": 2.5, "exact_match": 0.125, "answers": 8}'
+    control = (
+        '{"kind": "eval_permuted", "step": 20, "loss": 2.5, "exact_match": 0.125, "answers": 8}'
+    )
     (tmp_path / "run" / "metrics.jsonl").write_text(control + "\n")
     export(checkpoint, tmp_path / "out")
     assert (

@@ -1,4 +1,6 @@
-"""A run on text alone leaves as a plain causal LM, which stock transformers loads and asks as the run was trained."""
+"""A run on text alone leaves as a plain causal LM, which stock transformers loads and asks as the
+run was trained.
+"""
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -14,7 +16,11 @@ def trained(folder, names):
     """Other values for some of a folder's tensors, by global name."""
     generator = torch.Generator().manual_seed(3)
     own = {canonical_name(name): tensor for name, tensor in weights(folder).items()}
-    return {n: torch.randn(t.shape, generator=generator) * 0.1 for n, t in own.items() if n.startswith(names)}
+    return {
+        n: torch.randn(t.shape, generator=generator) * 0.1
+        for n, t in own.items()
+        if n.startswith(names)
+    }
 
 
 def test_the_llms_own_class_loads_it_with_what_was_trained(tiny, tmp_path):

@@ -1,4 +1,6 @@
-"""The answers that an exported chat template marks are those that training supervises, and its text stays the same."""
+"""The answers that an exported chat template marks are those that training supervises, and its text
+stays the same.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,16 @@ import jinja2
 import numpy as np
 import pytest
 import transformers
-from chat_styles import CONVERSATIONS, QWEN25, STYLES, data_template, export, messages_of, run_config, with_images
+from chat_styles import (
+    CONVERSATIONS,
+    QWEN25,
+    STYLES,
+    data_template,
+    export,
+    messages_of,
+    run_config,
+    with_images,
+)
 from packaging.version import Version
 from PIL import Image
 from transformers import AutoProcessor, AutoTokenizer
@@ -37,23 +48,36 @@ TEMPLATES = {name: values[:3] for name, values in STYLES.items()} | {
     "marks of its own that leave out the end": (OWN_MARKS, CHATML_MARKS, "byte_level"),
     "rewrites earlier answers": (REWRITES, CHATML_MARKS, "byte_level"),
 }
-MASKS_BESIDE_PICTURES = Version(transformers.__version__) >= Version("5.18")  # 5.17 shifts them by the pictures' tokens
+# 5.17 shifts them by the pictures' tokens
+MASKS_BESIDE_PICTURES = Version(transformers.__version__) >= Version("5.18")
 MASKS = {"tokenize": True, "return_dict": True, "return_assistant_tokens_mask": True}
 MORE = {
     "images in answers": (
-        [("human", "Show me."), ("gpt", "See <image><image>, or\n<image>"), ("human", "And?"), ("gpt", "é 😀")],
+        [
+            ("human", "Show me."),
+            ("gpt", "See <image><image>, or\n<image>"),
+            ("human", "And?"),
+            ("gpt", "é 😀"),
+        ],
         ["Show me.", "See <image><image>, or\n<image>", "And?", "é 😀"],
     ),
     "words of templates": (
-        [("human", "{% generation %} {{ x }} USER: a"), ("gpt", "{% endgeneration %}'\"\\n ASSISTANT: [/INST]  ")],
+        [
+            ("human", "{% generation %} {{ x }} USER: a"),
+            ("gpt", "{% endgeneration %}'\"\\n ASSISTANT: [/INST]  "),
+        ],
         ["{% generation %} {{ x }} USER: a", "{% endgeneration %}'\"\\n ASSISTANT: [/INST]  "],
     ),
 }
 
 
 def exported(tiny: Path, make, folder: Path, template: str, marks: tuple[str, ...], kind: str):
-    """The run's template, the folder's processor, its template without marks, and what the export says of marks."""
-    config = run_config(tiny, make(template, marks, kind), f"data.template={data_template(template)}")
+    """The run's template, the folder's processor, its template without marks, and what the export
+    says of marks.
+    """
+    config = run_config(
+        tiny, make(template, marks, kind), f"data.template={data_template(template)}"
+    )
     export(config, folder)
     before = (folder / "chat_template.jinja").read_text()
     said = mark_answers(config, folder)
@@ -70,7 +94,9 @@ def marked(request, tiny, llm_with, tmp_path_factory):
     return request.param, config, processor, before
 
 
-def trained_on(config: RunConfig, turns, image: int, tokens_per_image: int) -> tuple[list[int], list[bool]] | None:
+def trained_on(
+    config: RunConfig, turns, image: int, tokens_per_image: int
+) -> tuple[list[int], list[bool]] | None:
     """Token ids, and which of them training predicts; None where it rejects the conversation."""
     tokenizer = AutoTokenizer.from_pretrained(config.model.llm.path)
     template = make_template(config.data.template, tokenizer, Square(tokens_per_image), sys.maxsize)
@@ -94,19 +120,25 @@ def test_the_masks_of_stock_transformers_are_the_labels_of_training(marked):
         for said in ([text for _, text in turns], contents):
             found = processor.tokenizer.apply_chat_template(messages_of(turns, said), **MASKS)
             assert (found["input_ids"], [bool(mask) for mask in found["assistant_masks"]]) == wanted
-        if name in STYLES and not any("<image>" in text for speaker, text in turns if speaker == "gpt"):
+        if name in STYLES and not any(
+            "<image>" in text for speaker, text in turns if speaker == "gpt"
+        ):
             ids, learnt = wanted
             prompts = [ids[:t] for t, now in enumerate(learnt) if now and not learnt[t - 1]]
             answers = [number for number, (speaker, _) in enumerate(turns) if speaker == "gpt"]
             messages = messages_of(turns, contents)
             options = {"add_generation_prompt": True, "return_dict": False}
-            assert prompts == [processor.tokenizer.apply_chat_template(messages[:n], **options) for n in answers]
+            assert prompts == [
+                processor.tokenizer.apply_chat_template(messages[:n], **options) for n in answers
+            ]
         count = sum(text.count("<image>") for _, text in turns)
         marks_in_texts = any("<image>" in said for said in contents if isinstance(said, str))
         if count and (marks_in_texts or not MASKS_BESIDE_PICTURES):
             continue  # the stock processor takes pictures from image parts alone
         pictures = [Image.fromarray(np.full((40, 30, 3), 9 * i, np.uint8)) for i in range(count)]
-        found = processor.apply_chat_template(with_images(messages_of(turns, contents), pictures), **MASKS)
+        found = processor.apply_chat_template(
+            with_images(messages_of(turns, contents), pictures), **MASKS
+        )
         given = list(found["input_ids"][0]), [bool(mask) for mask in found["assistant_masks"][0]]
         assert given == trained_on(config, turns, processor.image_token_id, 16)
     assert compared >= 7
@@ -134,10 +166,19 @@ def conversations():
         messages = []
         for number in range(draw.randint(1, 6)):
             usual = ("user", "assistant")[number % 2]
-            role = usual if draw.random() < 0.8 else draw.choice(["system", "user", "assistant", "tool"])
+            role = (
+                usual
+                if draw.random() < 0.8
+                else draw.choice(["system", "user", "assistant", "tool"])
+            )
             text = "".join(draw.choices(words, k=draw.randint(0, 5)))
             parts = [{"type": "image"}, {"type": "text", "text": text}]
-            messages.append({"role": role, "content": text if draw.random() < 0.7 else parts[draw.randint(0, 1) :]})
+            messages.append(
+                {
+                    "role": role,
+                    "content": text if draw.random() < 0.7 else parts[draw.randint(0, 1) :],
+                }
+            )
         yield messages
 
 
@@ -161,16 +202,23 @@ def test_the_text_stays_byte_for_byte_the_same(marked):
     assert len(texts) > 50
 
 
-@pytest.mark.skipif(not MASKS_BESIDE_PICTURES, reason="transformers 5.17 shifts masks by the pictures' tokens")
+@pytest.mark.skipif(
+    not MASKS_BESIDE_PICTURES, reason="transformers 5.17 shifts masks by the pictures' tokens"
+)
 def test_plain_marks_the_caption_and_its_end_and_writes_what_it_wrote(tiny, tmp_path):
     config = run_config(tiny, tiny / "llm")
     export(config, tmp_path)
     assert mark_answers(config, tmp_path) is None
     processor = AutoProcessor.from_pretrained(tmp_path)
     trained = PlainTemplate(AutoTokenizer.from_pretrained(tiny / "llm"), Square(16), sys.maxsize)
-    document = trained(Sample("k", "s.tar", (("human", "<image><image>"), ("gpt", "a red\ncircle ")), (b"",) * 2))
+    document = trained(
+        Sample("k", "s.tar", (("human", "<image><image>"), ("gpt", "a red\ncircle ")), (b"",) * 2)
+    )
     parts = [{"type": "image", "image": Image.new("RGB", (9, 9))}] * 2
-    messages = [{"role": "user", "content": parts}, {"role": "assistant", "content": "a red\ncircle "}]
+    messages = [
+        {"role": "user", "content": parts},
+        {"role": "assistant", "content": "a red\ncircle "},
+    ]
     assert processor.apply_chat_template(messages) == "<image><image>a red\ncircle </s>"
     found = processor.apply_chat_template(messages, **MASKS)
     marks = [bool(mask) for mask in found["assistant_masks"][0]]
@@ -179,8 +227,12 @@ def test_plain_marks_the_caption_and_its_end_and_writes_what_it_wrote(tiny, tmp_
     assert processor.decode(answer) == "a red\ncircle </s>"
 
 
-def test_a_template_that_cannot_be_marked_stays_as_it_is_and_the_export_says_so(tiny, llm_with, tmp_path):
-    _, processor, before, said = exported(tiny, llm_with, tmp_path / "out", IN_A_BLOCK, CHATML_MARKS, "byte_level")
+def test_a_template_that_cannot_be_marked_stays_as_it_is_and_the_export_says_so(
+    tiny, llm_with, tmp_path
+):
+    _, processor, before, said = exported(
+        tiny, llm_with, tmp_path / "out", IN_A_BLOCK, CHATML_MARKS, "byte_level"
+    )
     assert processor.chat_template == before and "generation %}" not in before
     assert said.startswith("The chat template does not mark answers") and "\n" not in said
     assert "assistant_only_loss" in said

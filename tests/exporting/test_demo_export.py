@@ -54,11 +54,15 @@ def documents(run, demo_cache) -> list[Document]:
 
 
 def answers(document: Document) -> list[tuple[list[dict], list[int], list[int]]]:
-    """For each answer: the messages before it, the prompt's tokens, the answer's tokens with its end mark."""
+    """For each answer: the messages before it, the prompt's tokens, the answer's tokens with its
+    end mark.
+    """
     found = []
     turns = document.sample.turns
     begins = [
-        t for t, label in enumerate(document.labels) if label != IGNORE and (t == 0 or document.labels[t - 1] == IGNORE)
+        t
+        for t, label in enumerate(document.labels)
+        if label != IGNORE and (t == 0 or document.labels[t - 1] == IGNORE)
     ]
     asked = [number for number, (speaker, _) in enumerate(turns) if speaker == "gpt"]
     assert len(begins) == len(asked)
@@ -81,7 +85,10 @@ def test_stock_greedy_answers_are_as_often_exact_as_the_run_counted(run, exporte
             text = processor.apply_chat_template(messages, add_generation_prompt=True)
             assert text.count(IMAGE_MARK) == 1
             inputs = processor(images=image, text=text, return_tensors="pt")
-            trained_on = [model.config.image_token_id if token == IMAGE_POSITION else token for token in prompt]
+            trained_on = [
+                model.config.image_token_id if token == IMAGE_POSITION else token
+                for token in prompt
+            ]
             assert inputs["input_ids"][0].tolist() == trained_on
             by_lengths[len(prompt), len(truth)].append((inputs, truth))
     right = total = 0
@@ -99,7 +106,9 @@ def test_stock_greedy_answers_are_as_often_exact_as_the_run_counted(run, exporte
 
 def test_the_model_card_says_how_good_the_run_was(run, exported):
     card = (exported / "README.md").read_text()
-    last = [line for line in (run / "metrics.jsonl").read_text().splitlines() if '"eval"' in line][-1]
+    last = [line for line in (run / "metrics.jsonl").read_text().splitlines() if '"eval"' in line][
+        -1
+    ]
     state = find(run).state
     assert f"{json.loads(last)['exact_match']:.1%} of {json.loads(last)['answers']}" in card
     assert "{0} of {0}".format(state["max_steps"]) in card and state["data"]["fingerprint"] in card

@@ -1,4 +1,6 @@
-"""The Hugging Face folder: every tensor in its place, and stock transformers computing what mmtrain computes."""
+"""The Hugging Face folder: every tensor in its place, and stock transformers computing what mmtrain
+computes.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,15 @@ import pytest
 import torch
 from PIL import Image
 from safetensors.torch import load_file
-from untrained_runs import compared, config_of, export, load_stock, make_checkpoint, make_tower, weights
+from untrained_runs import (
+    compared,
+    config_of,
+    export,
+    load_stock,
+    make_checkpoint,
+    make_tower,
+    weights,
+)
 
 from mmtrain.base.errors import UserError
 from mmtrain.exporting.hf import refuse_loading_faults
@@ -29,7 +39,11 @@ FAMILIES = {
     "mixtral": {},
     "gpt_oss": {},
     "phi3": {},
-    "tied lfm2": {"layer_types": ["conv", "full_attention", "conv"], "block_auto_adjust_ff_dim": False, "tied": True},
+    "tied lfm2": {
+        "layer_types": ["conv", "full_attention", "conv"],
+        "block_auto_adjust_ff_dim": False,
+        "tied": True,
+    },
     "qwen3_5_text": {"layer_types": ["linear_attention", "linear_attention", "full_attention"]},
     "granitemoehybrid": {
         "layer_types": ["mamba", "attention", "mamba"],
@@ -38,7 +52,12 @@ FAMILIES = {
         "num_local_experts": 0,
         "shared_intermediate_size": 64,
     },
-    "nemotron_h": {"hybrid_override_pattern": "M*-", "mamba_num_heads": 4, "mamba_head_dim": 16, "n_groups": 1},
+    "nemotron_h": {
+        "hybrid_override_pattern": "M*-",
+        "mamba_num_heads": 4,
+        "mamba_head_dim": 16,
+        "n_groups": 1,
+    },
 }
 
 
@@ -46,7 +65,9 @@ FAMILIES = {
 @pytest.mark.parametrize("select_layer", [-1, -2])
 def test_stock_logits_are_mmtrains_whatever_the_encoder(tiny, tmp_path, tower, select_layer):
     vision = make_tower(tmp_path / "vision", *TOWERS[tower])
-    config = config_of(tiny, f"model.vision.name={vision}", f"model.vision.select_layer={select_layer}")
+    config = config_of(
+        tiny, f"model.vision.name={vision}", f"model.vision.select_layer={select_layer}"
+    )
     checkpoint = make_checkpoint(tmp_path / "run", config)
     exported = export(checkpoint, tmp_path / "out")
     load_stock(tmp_path / "out")
@@ -58,8 +79,12 @@ def test_stock_logits_are_mmtrains_whatever_the_encoder(tiny, tmp_path, tower, s
 @pytest.mark.parametrize("family", FAMILIES)
 def test_stock_logits_are_mmtrains_whatever_the_llm(tiny, make_tiny, tmp_path, family):
     *_, name = family.split()
-    make_tiny.make_tiny_llm(tmp_path / "llm", name, layers=3, max_shard_size="150KB", **FAMILIES[family])
-    checkpoint = make_checkpoint(tmp_path / "run", config_of(tiny, f"model.llm.path={tmp_path / 'llm'}"))
+    make_tiny.make_tiny_llm(
+        tmp_path / "llm", name, layers=3, max_shard_size="150KB", **FAMILIES[family]
+    )
+    checkpoint = make_checkpoint(
+        tmp_path / "run", config_of(tiny, f"model.llm.path={tmp_path / 'llm'}")
+    )
     exported = export(checkpoint, tmp_path / "out", shard_bytes=200_000)
     assert (tmp_path / "out" / INDEX).is_file()
     load_stock(tmp_path / "out")
@@ -67,7 +92,9 @@ def test_stock_logits_are_mmtrains_whatever_the_llm(tiny, make_tiny, tmp_path, f
     assert found.difference <= 1e-4 and found.agreeing == found.tokens > 20
 
 
-def test_every_tensor_is_the_published_one_and_the_projector_is_bitwise_the_trained_one(tiny, checkpoint, tmp_path):
+def test_every_tensor_is_the_published_one_and_the_projector_is_bitwise_the_trained_one(
+    tiny, checkpoint, tmp_path
+):
     export(checkpoint, tmp_path / "out")
     found = weights(tmp_path / "out")
     trained = load_file(checkpoint.tensors_file)
@@ -75,7 +102,10 @@ def test_every_tensor_is_the_published_one_and_the_projector_is_bitwise_the_trai
     for name, tensor in load_file(tiny / "llm" / "model.safetensors").items():
         expected[f"language_model.{name}"] = tensor
     assert expected.keys() == {name for name in found if not name.startswith("vision_tower.")}
-    assert all(torch.equal(found[name].view(torch.int32), expected[name].view(torch.int32)) for name in expected)
+    assert all(
+        torch.equal(found[name].view(torch.int32), expected[name].view(torch.int32))
+        for name in expected
+    )
 
 
 def test_what_was_trained_besides_the_projector_lies_in_its_place(tiny, tmp_path):
@@ -86,9 +116,13 @@ def test_what_was_trained_besides_the_projector_lies_in_its_place(tiny, tmp_path
         "llm.norm.weight": "model.norm.weight",
         "llm.head.weight": "lm_head.weight",
     }
-    others = {name: torch.randn(llm[place].shape, generator=generator) for name, place in places.items()}
+    others = {
+        name: torch.randn(llm[place].shape, generator=generator) for name, place in places.items()
+    }
     vision = load_file(tiny / "vision" / "model.safetensors")
-    others["vision.blocks.2.attn.qkv.weight"] = torch.randn(vision["blocks.2.attn.qkv.weight"].shape)
+    others["vision.blocks.2.attn.qkv.weight"] = torch.randn(
+        vision["blocks.2.attn.qkv.weight"].shape
+    )
     checkpoint = make_checkpoint(tmp_path / "run", config_of(tiny), others)
     exported = export(checkpoint, tmp_path / "out")
     found = weights(tmp_path / "out")
@@ -116,7 +150,9 @@ def test_a_trained_tensor_without_a_place_is_refused(tiny, tmp_path, name, why):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_another_dtype_is_a_cast_of_every_tensor_and_logits_are_those_of_rounded_weights(checkpoint, tmp_path, dtype):
+def test_another_dtype_is_a_cast_of_every_tensor_and_logits_are_those_of_rounded_weights(
+    checkpoint, tmp_path, dtype
+):
     exported = export(checkpoint, tmp_path / "cast", dtype)
     export(checkpoint, tmp_path / "exact")
     exact = weights(tmp_path / "exact")
@@ -129,7 +165,9 @@ def test_another_dtype_is_a_cast_of_every_tensor_and_logits_are_those_of_rounded
 
 def test_what_transformers_keeps_in_float32_is_not_rounded(tiny, make_tiny, tmp_path):
     make_tiny.make_tiny_llm(tmp_path / "llm", "deepseek_v3", layers=2)
-    checkpoint = make_checkpoint(tmp_path / "run", config_of(tiny, f"model.llm.path={tmp_path / 'llm'}"))
+    checkpoint = make_checkpoint(
+        tmp_path / "run", config_of(tiny, f"model.llm.path={tmp_path / 'llm'}")
+    )
     exported = export(checkpoint, tmp_path / "out", torch.bfloat16)
     found = weights(tmp_path / "out")
     kept = {name for name, tensor in found.items() if tensor.dtype == torch.float32}
@@ -151,5 +189,8 @@ def test_the_code_in_the_model_card_runs_as_it_stands(checkpoint, tmp_path, monk
 
 
 def test_whatever_the_loader_raises_is_a_refusal_with_the_formats_that_work():
-    with pytest.raises(UserError, match=r"LlavaForConditionalGeneration does not load this model: .*; --format safet"):
+    with pytest.raises(
+        UserError,
+        match=r"LlavaForConditionalGeneration does not load this model: .*; --format safet",
+    ):
         refuse_loading_faults(stock_class("llava"), {"text_config": {"model_type": "none"}}, {})

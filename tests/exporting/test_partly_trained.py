@@ -1,4 +1,6 @@
-"""Runs that trained a part of their projector, or none of it: exports hold all of it, as the run computed."""
+"""Runs that trained a part of their projector, or none of it: exports hold all of it, as the run
+computed.
+"""
 
 from __future__ import annotations
 
@@ -31,16 +33,25 @@ def same(found: torch.Tensor, wanted: torch.Tensor) -> bool:
 
 @pytest.fixture(scope="module")
 def runs(tiny, tmp_path_factory) -> dict[str, Path]:
-    """Each begins with the projector of the one before: all of it trained, its second layer, none of it."""
+    """Each begins with the projector of the one before: all of it trained, its second layer, none
+    of it.
+    """
     folder = tmp_path_factory.mktemp("runs")
     projector = make_projector(run_connector(config_of(tiny)), seed=7).state_dict()
     tensors = {f"projector.{name}": tensor for name, tensor in projector.items()}
     made = {"all": make_checkpoint(folder / "all", config_of(tiny), tensors).path.parent.parent}
     options = (f"run.dir={folder}", "train.max_steps=2", "optimizer.lr=0.01", "parallel.pipeline=2")
-    for name, before, trainable in (("second", "all", "projector.linear_2"), ("none", "second", "llm.norm")):
+    for name, before, trainable in (
+        ("second", "all", "projector.linear_2"),
+        ("none", "second", "llm.norm"),
+    ):
         start = f"model.projector.init_from={made[before]}"
         made[name] = train(
-            tiny / "config.yaml", *options, f"run.name={name}", f"model.trainable=[{trainable}]", start
+            tiny / "config.yaml",
+            *options,
+            f"run.name={name}",
+            f"model.trainable=[{trainable}]",
+            start,
         ).folder
     return made
 
@@ -51,16 +62,30 @@ def test_an_export_has_what_was_trained_and_what_the_run_began_with(runs, tmp_pa
     assert not any(same(second[name], first[name]) for name in second)
     wanted = {name: second.get(name, tensor) for name, tensor in first.items()}
     for run in ("second", "none"):
-        assert run_export(runs[run], "hf", tmp_path / run, *(["--verify", "2"] if run == "none" else [])) == 0
+        assert (
+            run_export(
+                runs[run], "hf", tmp_path / run, *(["--verify", "2"] if run == "none" else [])
+            )
+            == 0
+        )
         found = weights(tmp_path / run)
         assert all(same(found[f"multi_modal_{name}"], tensor) for name, tensor in wanted.items())
-    assert same(found["language_model.model.norm.weight"], trained_by(runs["none"])["llm.norm.weight"])
+    assert same(
+        found["language_model.model.norm.weight"], trained_by(runs["none"])["llm.norm.weight"]
+    )
     card = (tmp_path / "none" / "README.md").read_text()
-    assert "Trained: 1 tensor of LLM and vision encoder. The projector between the two was not trained." in card
+    assert (
+        "Trained: 1 tensor of LLM and vision encoder. "
+        "The projector between the two was not trained." in card
+    )
     assert run_export(runs["none"], "safetensors", tmp_path / "alone") == 0
     alone = load_file(tmp_path / "alone" / "projector.safetensors")
-    assert alone.keys() == {*wanted, "llm.norm.weight"} and all(same(alone[name], wanted[name]) for name in wanted)
-    assert json.loads((tmp_path / "alone" / "projector.json").read_text())["trained"] == ["llm.norm.weight"]
+    assert alone.keys() == {*wanted, "llm.norm.weight"} and all(
+        same(alone[name], wanted[name]) for name in wanted
+    )
+    assert json.loads((tmp_path / "alone" / "projector.json").read_text())["trained"] == [
+        "llm.norm.weight"
+    ]
 
 
 def test_another_run_begins_with_all_of_it(runs, tiny):
@@ -75,7 +100,9 @@ def test_another_run_begins_with_all_of_it(runs, tiny):
 def test_llavas_file_holds_all_of_it_where_nothing_else_was_trained(runs, tmp_path, capsys):
     assert run_export(runs["second"], "llava", tmp_path / "llava") == 0
     content = torch.load(tmp_path / "llava" / "mm_projector.bin", weights_only=True)
-    assert same(content["model.mm_projector.0.weight"], trained_by(runs["all"])["projector.linear_1.weight"])
+    assert same(
+        content["model.mm_projector.0.weight"], trained_by(runs["all"])["projector.linear_1.weight"]
+    )
     assert run_export(runs["none"], "llava", tmp_path / "other") == 2
     assert "llm.norm.weight trains too" in capsys.readouterr().err
 
@@ -101,19 +128,27 @@ def test_a_projector_that_begins_with_itself_is_refused(runs, tiny, tmp_path):
     checkpoint = beginning_with(tmp_path / "b", find(runs["second"]), tmp_path / "a")
     beginning_with(tmp_path / "a", find(runs["second"]), tmp_path / "b")
     config = config_of(tiny, f"model.projector.init_from={tmp_path / 'b'}")
-    for look in (lambda: refuse_unfit_init_from(config, Path("elsewhere")), lambda: export(checkpoint, tmp_path / "c")):
-        with pytest.raises(UserError, match=r"its projector begins with itself. Choose another one"):
+    for look in (
+        lambda: refuse_unfit_init_from(config, Path("elsewhere")),
+        lambda: export(checkpoint, tmp_path / "c"),
+    ):
+        with pytest.raises(
+            UserError, match=r"its projector begins with itself. Choose another one"
+        ):
             look()
 
 
 def test_a_start_that_is_another_now_is_refused(runs, tiny, tmp_path):
     other = {
         f"projector.{name}": tensor
-        for name, tensor in make_projector(run_connector(config_of(tiny)), seed=8).state_dict().items()
+        for name, tensor in make_projector(run_connector(config_of(tiny)), seed=8)
+        .state_dict()
+        .items()
     }
     save_file(other, tmp_path / "other.safetensors")
     moved = beginning_with(tmp_path / "other.safetensors", find(runs["second"]), tmp_path / "run")
     with pytest.raises(
-        UserError, match=r"did not train projector\.linear_1.*other\.safetensors. gives other values now"
+        UserError,
+        match=r"did not train projector\.linear_1.*other\.safetensors. gives other values now",
     ):
         export(moved, tmp_path / "out")

@@ -18,20 +18,34 @@ def test_the_projector_file_says_what_it_belongs_to(checkpoint, tmp_path):
     content = (tmp_path / "out" / "projector.safetensors").read_bytes()
     about = json.loads((tmp_path / "out" / "projector.json").read_text())
     assert about["sha256"] == {"projector.safetensors": hashlib.sha256(content).hexdigest()}
-    trained, found = load_file(checkpoint.tensors_file), load_file(tmp_path / "out" / "projector.safetensors")
+    trained, found = (
+        load_file(checkpoint.tensors_file),
+        load_file(tmp_path / "out" / "projector.safetensors"),
+    )
     assert found.keys() == trained.keys() == set(about["trained"])
     assert all(torch.equal(found[name], tensor) for name, tensor in trained.items())
-    assert (about["llm"], about["vision"]) == ("llm", "vision")  # without the folders of this machine
+    # without the folders of this machine
+    assert (about["llm"], about["vision"]) == ("llm", "vision")
     assert (about["llm_width"], about["vision_width"], about["vision_select_layer"]) == (64, 48, -2)
-    assert (about["projector_type"], about["dtype"], about["steps"]) == ("mlp2x_gelu", "float32", 20)
+    assert (about["projector_type"], about["dtype"], about["steps"]) == (
+        "mlp2x_gelu",
+        "float32",
+        20,
+    )
     assert about["data_fingerprint"] == "d" * 64 and about["versions"]["torch"] == "2"
 
 
 def test_a_projector_is_exported_where_its_models_are_gone(tiny, tmp_path):
     models = tmp_path / "models"
     shutil.copytree(tiny, models)
-    (models / "config.yaml").write_text((tiny / "config.yaml").read_text().replace(str(tiny), str(models)))
-    keys = ("model.vision.layout=tiles", "data.image_fit=null", "model.projector.type=shuffle_swiglu")
+    (models / "config.yaml").write_text(
+        (tiny / "config.yaml").read_text().replace(str(tiny), str(models))
+    )
+    keys = (
+        "model.vision.layout=tiles",
+        "data.image_fit=null",
+        "model.projector.type=shuffle_swiglu",
+    )
     checkpoint = make_checkpoint(tmp_path / "run", config_of(models, *keys))
     models.rename(tmp_path / "gone")
     assert run_export(checkpoint.path, "safetensors", tmp_path / "out") == 0
@@ -40,33 +54,49 @@ def test_a_projector_is_exported_where_its_models_are_gone(tiny, tmp_path):
 
 
 def test_a_run_on_text_alone_has_no_projector_in_its_file_nor_in_its_name(tiny, tmp_path):
-    keys = ("model.vision=null", "data.template=llava_v1", "data.images=strip", "model.trainable=[llm.norm]")
+    keys = (
+        "model.vision=null",
+        "data.template=llava_v1",
+        "data.images=strip",
+        "model.trainable=[llm.norm]",
+    )
     others = {"llm.norm.weight": torch.linspace(0, 1, 64)}
     checkpoint = make_checkpoint(tmp_path / "run", config_of(tiny, *keys), others)
     assert run_export(checkpoint.path, "safetensors", tmp_path / "out") == 0
     assert torch.equal(
-        load_file(tmp_path / "out" / "trained.safetensors")["llm.norm.weight"], others["llm.norm.weight"]
+        load_file(tmp_path / "out" / "trained.safetensors")["llm.norm.weight"],
+        others["llm.norm.weight"],
     )
-    assert json.loads((tmp_path / "out" / "trained.json").read_text())["trained"] == ["llm.norm.weight"]
+    assert json.loads((tmp_path / "out" / "trained.json").read_text())["trained"] == [
+        "llm.norm.weight"
+    ]
 
 
 def llava_module(kind: str, vision_width: int, llm_width: int) -> nn.Module:
     """As LLaVA's build_vision_projector makes it."""
     if kind == "linear":
         return nn.Linear(vision_width, llm_width)
-    return nn.Sequential(nn.Linear(vision_width, llm_width), nn.GELU(), nn.Linear(llm_width, llm_width))
+    return nn.Sequential(
+        nn.Linear(vision_width, llm_width), nn.GELU(), nn.Linear(llm_width, llm_width)
+    )
 
 
 @pytest.mark.parametrize("kind", ["linear", "mlp2x_gelu"])
 def test_llavas_own_way_of_loading_gets_the_trained_projector_bit_for_bit(tiny, tmp_path, kind):
     checkpoint = make_checkpoint(tmp_path / "run", config_of(tiny, f"model.projector.type={kind}"))
     assert run_export(checkpoint.path, "llava", tmp_path / "llava") == 0
-    content = torch.load(tmp_path / "llava" / "mm_projector.bin", map_location="cpu", weights_only=True)
+    content = torch.load(
+        tmp_path / "llava" / "mm_projector.bin", map_location="cpu", weights_only=True
+    )
     assert type(content) is dict and all(name.startswith("model.mm_projector.") for name in content)
     config = json.loads((tmp_path / "llava" / "config.json").read_text())
-    module = llava_module(config["mm_projector_type"], config["mm_hidden_size"], config["hidden_size"])
+    module = llava_module(
+        config["mm_projector_type"], config["mm_hidden_size"], config["hidden_size"]
+    )
     # initialize_vision_modules takes what follows `mm_projector.` in each name
-    module.load_state_dict({name.split("mm_projector.")[1]: tensor for name, tensor in content.items()})
+    module.load_state_dict(
+        {name.split("mm_projector.")[1]: tensor for name, tensor in content.items()}
+    )
     trained = load_file(checkpoint.tensors_file)
     features = torch.randn(3, 5, 48, generator=torch.Generator().manual_seed(0))
     layers = [module] if kind == "linear" else [module[0], module[2]]
@@ -79,16 +109,28 @@ def test_llavas_own_way_of_loading_gets_the_trained_projector_bit_for_bit(tiny, 
 
 @pytest.mark.parametrize("layout", ["anyres", "anyres_max_9"])
 def test_llavas_code_gets_the_newline_and_the_grids_as_width_and_height(tiny, tmp_path, layout):
-    keys = (f"model.vision.layout={layout}", "data.image_fit=null", "model.vision.pinpoints=[[64, 32], [32, 96]]")
+    keys = (
+        f"model.vision.layout={layout}",
+        "data.image_fit=null",
+        "model.vision.pinpoints=[[64, 32], [32, 96]]",
+    )
     checkpoint = make_checkpoint(tmp_path / "run", config_of(tiny, *keys))
     assert run_export(checkpoint.path, "llava", tmp_path / "llava") == 0
-    content = torch.load(tmp_path / "llava" / "mm_projector.bin", map_location="cpu", weights_only=True)
-    model = nn.Module()  # as LlavaMetaModel is made of such a config: loading is not strict, and would pass over a name
-    model.mm_projector, model.image_newline = llava_module("mlp2x_gelu", 48, 64), nn.Parameter(torch.empty(64))
+    content = torch.load(
+        tmp_path / "llava" / "mm_projector.bin", map_location="cpu", weights_only=True
+    )
+    # as LlavaMetaModel is made of such a config: loading is not strict, and would pass over a name
+    model = nn.Module()
+    model.mm_projector, model.image_newline = (
+        llava_module("mlp2x_gelu", 48, 64),
+        nn.Parameter(torch.empty(64)),
+    )
     whole = nn.Module()
     whole.model = model
     assert whole.load_state_dict(content, strict=False) == ([], [])
-    assert torch.equal(model.image_newline, load_file(checkpoint.tensors_file)["projector.image_newline"])
+    assert torch.equal(
+        model.image_newline, load_file(checkpoint.tensors_file)["projector.image_newline"]
+    )
     config = json.loads((tmp_path / "llava" / "config.json").read_text())
     expected = {
         "image_aspect_ratio": layout,
@@ -96,7 +138,10 @@ def test_llavas_code_gets_the_newline_and_the_grids_as_width_and_height(tiny, tm
         "mm_patch_merge_type": "spatial_unpad",
     }
     assert expected.items() <= config.items()
-    assert config["mmtrain"]["layout"] == layout and config["mmtrain"]["pinpoints"] == [[64, 32], [32, 96]]
+    assert config["mmtrain"]["layout"] == layout and config["mmtrain"]["pinpoints"] == [
+        [64, 32],
+        [32, 96],
+    ]
 
 
 def test_the_llava_config_says_what_llavas_code_asks_for(checkpoint, tiny, tmp_path):

@@ -1,4 +1,6 @@
-"""An export holds no file of a stranger's folder but those that stock classes read, no secret and no code."""
+"""An export holds no file of a stranger's folder but those that stock classes read, no secret and
+no code.
+"""
 
 import json
 import shutil
@@ -12,7 +14,16 @@ from mmtrain.base.errors import UserError
 
 SECRET = "the content of an id_rsa"
 CODE = {"auto_map": {"AutoConfig": "evil.Config"}, "custom_generate": "evil"}
-STRANGE = ("evil.py", "custom_generate/generate.py", "w.pkl", "last.ckpt", "lib.so", "run.sh", ".env", "notes.txt")
+STRANGE = (
+    "evil.py",
+    "custom_generate/generate.py",
+    "w.pkl",
+    "last.ckpt",
+    "lib.so",
+    "run.sh",
+    ".env",
+    "notes.txt",
+)
 TEXT = ("model.vision=null", "data.template=llava_v1", "model.trainable=[llm.head]")
 
 
@@ -34,9 +45,13 @@ def add_what_a_stranger_adds(folder):
 def assert_harmless(out):
     files = [file for file in out.rglob("*") if file.is_file()]
     assert not [file for file in files if SECRET.encode() in file.read_bytes()]
-    assert not {file.name for file in files} & {name.rpartition("/")[2] for name in (*STRANGE, "LICENSE.txt")}
+    assert not {file.name for file in files} & {
+        name.rpartition("/")[2] for name in (*STRANGE, "LICENSE.txt")
+    }
     settings = {file.name: file.read_text() for file in files if file.suffix == ".json"}
-    assert not [name for name, text in settings.items() if "auto_map" in text or "custom_generate" in text]
+    assert not [
+        name for name, text in settings.items() if "auto_map" in text or "custom_generate" in text
+    ]
     card = (out / "README.md").read_text()
     assert "names code (auto_map in config.json, custom_generate in config.json, " in card
     assert "auto_map in tokenizer_config.json" in card
@@ -49,7 +64,10 @@ def test_a_whole_model_is_written_back_without_a_strangers_other_files(make_tiny
     config = whole_config(folder, data__template="chat")
     export(make_checkpoint(tmp_path / "run", config), tmp_path / "out")
     assert_harmless(tmp_path / "out")
-    before, after = (json.loads((one / "processor_config.json").read_text()) for one in (folder, tmp_path / "out"))
+    before, after = (
+        json.loads((one / "processor_config.json").read_text())
+        for one in (folder, tmp_path / "out")
+    )
     assert before == after
 
 
@@ -61,24 +79,34 @@ def test_an_llm_is_exported_without_a_strangers_other_files(tiny, tmp_path, sett
     config = config_of(tiny, *settings, f"model.llm.path={folder}")
     export(make_checkpoint(tmp_path / "run", config), tmp_path / "out")
     assert_harmless(tmp_path / "out")
-    published, exported = (AutoTokenizer.from_pretrained(one) for one in (tiny / "llm", tmp_path / "out"))
-    assert exported("12 é.", add_special_tokens=False) == published("12 é.", add_special_tokens=False)
+    published, exported = (
+        AutoTokenizer.from_pretrained(one) for one in (tiny / "llm", tmp_path / "out")
+    )
+    assert exported("12 é.", add_special_tokens=False) == published(
+        "12 é.", add_special_tokens=False
+    )
 
 
 @pytest.mark.parametrize("settings", [(), TEXT], ids=["pictures", "text alone"])
 @pytest.mark.parametrize("name", ["vocab.txt", "tokenizer.json"])
-def test_a_tokenizers_file_that_is_a_link_out_of_the_folder_is_refused(tiny, tmp_path, settings, name):
+def test_a_tokenizers_file_that_is_a_link_out_of_the_folder_is_refused(
+    tiny, tmp_path, settings, name
+):
     folder = shutil.copytree(tiny / "llm", tmp_path / "llm")
     secret = tmp_path / "secret"
     shutil.copyfile(tiny / "llm" / "tokenizer.json", secret)
     (folder / name).unlink(missing_ok=True)
     (folder / name).symlink_to(secret)
     config = config_of(tiny, *settings, f"model.llm.path={folder}")
-    with pytest.raises(UserError, match=f"{folder / name}: is a link to {secret}, outside its folder"):
+    with pytest.raises(
+        UserError, match=f"{folder / name}: is a link to {secret}, outside its folder"
+    ):
         export(make_checkpoint(tmp_path / "run", config), tmp_path / "out")
 
 
-def test_a_snapshot_of_the_hubs_cache_whose_files_are_links_to_its_blobs_is_exported(tiny, tmp_path):
+def test_a_snapshot_of_the_hubs_cache_whose_files_are_links_to_its_blobs_is_exported(
+    tiny, tmp_path
+):
     repository = tmp_path / "models--org--llm"
     snapshot = repository / "snapshots" / ("a" * 40)
     snapshot.mkdir(parents=True)

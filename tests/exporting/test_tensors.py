@@ -31,7 +31,9 @@ TENSORS = {
 
 
 def same(found: torch.Tensor, expected: torch.Tensor) -> bool:
-    equal = torch.equal(found.nan_to_num(7) if found.is_floating_point() else found, expected.nan_to_num(7))
+    equal = torch.equal(
+        found.nan_to_num(7) if found.is_floating_point() else found, expected.nan_to_num(7)
+    )
     return found.dtype == expected.dtype and found.shape == expected.shape and equal
 
 
@@ -54,11 +56,15 @@ def test_the_library_reads_what_was_written_or_cast_bit_for_bit(tmp_path, dtype)
 
 def test_shards_hold_every_tensor_once_and_none_is_larger_than_asked_unless_one_tensor_is(tmp_path):
     tensors = {f"t{i}": torch.full((i, 10), float(i)) for i in range(1, 9)}
-    files = write_shards(tmp_path, {name: in_memory(tensor) for name, tensor in tensors.items()}, shard_bytes=200)
+    files = write_shards(
+        tmp_path, {name: in_memory(tensor) for name, tensor in tensors.items()}, shard_bytes=200
+    )
     index = json.loads((tmp_path / INDEX).read_text())
     assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in tensors.values())
     count = len(files)
-    assert count > 3 and files == [f"model-{i:05d}-of-{count:05d}.safetensors" for i in range(1, count + 1)]
+    assert count > 3 and files == [
+        f"model-{i:05d}-of-{count:05d}.safetensors" for i in range(1, count + 1)
+    ]
     for file in files:
         found = load_file(tmp_path / file)
         assert len(found) == 1 or sum(tensor.nbytes for tensor in found.values()) <= 200
@@ -74,8 +80,13 @@ def test_one_file_has_no_index(tmp_path):
 
 
 def test_stored_tensors_are_read_as_they_are_and_8_bit_floats_are_refused(tmp_path):
-    tensors = {name: tensor.clone(memory_format=torch.contiguous_format) for name, tensor in TENSORS.items()}
-    save_file(tensors | {"w": torch.ones(4).to(torch.float8_e4m3fn)}, tmp_path / "source.safetensors")
+    tensors = {
+        name: tensor.clone(memory_format=torch.contiguous_format)
+        for name, tensor in TENSORS.items()
+    }
+    save_file(
+        tensors | {"w": torch.ones(4).to(torch.float8_e4m3fn)}, tmp_path / "source.safetensors"
+    )
     for name, tensor in tensors.items():
         source = stored(name, tmp_path / "source.safetensors")
         assert (source.dtype, source.shape) == (tensor.dtype, tuple(tensor.shape))
@@ -85,7 +96,10 @@ def test_stored_tensors_are_read_as_they_are_and_8_bit_floats_are_refused(tmp_pa
 
 
 def test_values_that_float16_does_not_hold_are_refused(tmp_path):
-    fits, beyond = in_memory(torch.tensor([65504.0, float("-inf")])), in_memory(torch.tensor([1.0, 7e4]))
+    fits, beyond = (
+        in_memory(torch.tensor([65504.0, float("-inf")])),
+        in_memory(torch.tensor([1.0, 7e4])),
+    )
     assert cast_to(torch.float16, {"w": fits})["w"].read().tolist() == [65504.0, float("-inf")]
     with pytest.raises(UserError, match=r"w holds values up to 7e\+04.*bfloat16"):
         cast_to(torch.float16, {"w": beyond})["w"].read()

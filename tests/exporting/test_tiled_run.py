@@ -1,4 +1,6 @@
-"""A run on tiles from its first step to the model that is asked: scores, answers, control, export."""
+"""A run on tiles from its first step to the model that is asked: scores, answers, control,
+export.
+"""
 
 from __future__ import annotations
 
@@ -14,17 +16,37 @@ from untrained_runs import run_export
 from mmtrain.api.generate import generate
 
 
-@pytest.mark.parametrize("layout", ["anyres", pytest.param("anyres_max_9", marks=pytest.mark.nightly)])
-def test_a_run_on_tiles_is_evaluated_controlled_exported_and_asked(tiny, tmp_path, monkeypatch, layout):
+@pytest.mark.parametrize(
+    "layout", ["anyres", pytest.param("anyres_max_9", marks=pytest.mark.nightly)]
+)
+def test_a_run_on_tiles_is_evaluated_controlled_exported_and_asked(
+    tiny, tmp_path, monkeypatch, layout
+):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    keys = ("data.image_fit=null", "data.pack_length=512", "parallel.pipeline=2", "train.max_steps=2")
-    scored = ("eval.fraction=0.2", "eval.max_samples=12", "eval.show_answers=2", "optimizer.lr=0.02")
+    keys = (
+        "data.image_fit=null",
+        "data.pack_length=512",
+        "parallel.pipeline=2",
+        "train.max_steps=2",
+    )
+    scored = (
+        "eval.fraction=0.2",
+        "eval.max_samples=12",
+        "eval.show_answers=2",
+        "optimizer.lr=0.02",
+    )
     run = train(
-        tiny / "config.yaml", f"run.dir={tmp_path / 'runs'}", f"model.vision.layout={layout}", *keys, *scored
+        tiny / "config.yaml",
+        f"run.dir={tmp_path / 'runs'}",
+        f"model.vision.layout={layout}",
+        *keys,
+        *scored,
     ).folder
     records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     scores = [record for record in records if record.get("kind") == "eval"]
-    assert len(scores) >= 2 and all(0 <= record["exact_match"] <= 1 and record["loss"] > 0 for record in scores)
+    assert len(scores) >= 2 and all(
+        0 <= record["exact_match"] <= 1 and record["loss"] > 0 for record in scores
+    )
     (control,) = (record for record in records if record.get("kind") == "eval_permuted")
     assert control["permuted_samples"] > 2 and control["loss"] != scores[-1]["loss"]
     said = [json.loads(line) for line in (run / "answers.jsonl").read_text().splitlines()]

@@ -1,4 +1,6 @@
-"""Exported encoders in stock LLaVA: loaded from disk, then compared where the projector takes its input."""
+"""Exported encoders in stock LLaVA: loaded from disk, then compared where the projector takes its
+input.
+"""
 
 import json
 from pathlib import Path
@@ -38,25 +40,53 @@ SMALL_TEXT = {
 # Architecture, what differs from make_tower's, and the stock model that computes it.
 TIMM = {
     "siglip": ("vit_base_patch16_siglip_224", {}, "siglip_vision_model"),
-    "siglip with tanh": ("vit_base_patch16_siglip_224", {"act_layer": "gelu_tanh"}, "siglip_vision_model"),
-    "siglip with a rest of pixels": ("vit_base_patch16_siglip_224", {"img_size": 33}, "siglip_vision_model"),
+    "siglip with tanh": (
+        "vit_base_patch16_siglip_224",
+        {"act_layer": "gelu_tanh"},
+        "siglip_vision_model",
+    ),
+    "siglip with a rest of pixels": (
+        "vit_base_patch16_siglip_224",
+        {"img_size": 33},
+        "siglip_vision_model",
+    ),
     "clip": ("vit_base_patch16_clip_224", {}, "clip_vision_model"),
     "quickgelu clip": ("vit_base_patch16_clip_quickgelu_224", {}, "clip_vision_model"),
-    "clip with an apart class token": ("vit_base_patch16_clip_224", {"no_embed_class": True}, "clip_vision_model"),
-    "averaging vit": ("vit_tiny_patch16_224", {"class_token": False, "global_pool": "avg"}, "siglip_vision_model"),
+    "clip with an apart class token": (
+        "vit_base_patch16_clip_224",
+        {"no_embed_class": True},
+        "clip_vision_model",
+    ),
+    "averaging vit": (
+        "vit_tiny_patch16_224",
+        {"class_token": False, "global_pool": "avg"},
+        "siglip_vision_model",
+    ),
     "vit without biases and norm": (
         "vit_tiny_patch16_224",
-        {"class_token": False, "global_pool": "avg", "qkv_bias": False, "proj_bias": False, "final_norm": False},
+        {
+            "class_token": False,
+            "global_pool": "avg",
+            "qkv_bias": False,
+            "proj_bias": False,
+            "final_norm": False,
+        },
         "siglip_vision_model",
     ),
     "vit": ("vit_tiny_patch16_224", {}, "dinov2"),
     "dinov2": ("vit_small_patch14_dinov2", {}, "dinov2"),
     "deit3": ("deit3_small_patch16_224", {}, "dinov2"),
 }
-OTHERS = {f"hf {kind}": make for kind, (make, _, prefix_tokens) in ENCODERS.items() if prefix_tokens < 2} | {
-    "hf siglip beside text": lambda: SiglipModel(SiglipConfig(vision_config=HF_SIZES, text_config=SMALL_TEXT)),
+OTHERS = {
+    f"hf {kind}": make for kind, (make, _, prefix_tokens) in ENCODERS.items() if prefix_tokens < 2
+} | {
+    "hf siglip beside text": lambda: SiglipModel(
+        SiglipConfig(vision_config=HF_SIZES, text_config=SMALL_TEXT)
+    ),
     "hf dinov2 with gates": lambda: Dinov2Model(Dinov2Config(**DINO_SIZES, use_swiglu_ffn=True)),
-    "hf dinov3 without registers": lambda: DINOv3ViTModel(DINOv3ViTConfig(**HF_SIZES, num_register_tokens=0)),
+    "hf dinov3 without registers": lambda: DINOv3ViTModel(
+        DINOv3ViTConfig(**HF_SIZES, num_register_tokens=0)
+    ),
 }
 WITHOUT = {"hf siglip without head": "head.", "hf siglip without last norm": "post_layernorm."}
 
@@ -90,7 +120,9 @@ def exported(
 
 
 def stock_llava(encoder: ExportedEncoder, folder: Path) -> LlavaForConditionalGeneration:
-    """A LLaVA folder with this vision tower, as stock transformers loads it; nothing may be missing or left over."""
+    """A LLaVA folder with this vision tower, as stock transformers loads it; nothing may be missing
+    or left over.
+    """
     width = encoder.config["hidden_size"]
     text = LlamaConfig(**SMALL_TEXT)
     config = {
@@ -102,8 +134,13 @@ def stock_llava(encoder: ExportedEncoder, folder: Path) -> LlavaForConditionalGe
         "vision_feature_layer": encoder.feature_layer,
         "vision_feature_select_strategy": encoder.select_strategy,
     }
-    tensors = {f"vision_tower.{name}": source.read().clone() for name, source in encoder.tensors.items()}
-    tensors |= {f"language_model.{name}": tensor for name, tensor in LlamaForCausalLM(text).state_dict().items()}
+    tensors = {
+        f"vision_tower.{name}": source.read().clone() for name, source in encoder.tensors.items()
+    }
+    tensors |= {
+        f"language_model.{name}": tensor
+        for name, tensor in LlamaForCausalLM(text).state_dict().items()
+    }
     for layer, shape in (("linear_1", (16, width)), ("linear_2", (16, 16))):
         tensors |= {
             f"multi_modal_projector.{layer}.weight": torch.randn(shape),
@@ -121,7 +158,10 @@ def features(model: LlavaForConditionalGeneration, pixels: torch.Tensor) -> torc
     """What stock LLaVA hands to its projector."""
     seen = []
     projector = model.model.multi_modal_projector
-    with projector.register_forward_pre_hook(lambda module, inputs: seen.append(inputs[0])), torch.no_grad():
+    with (
+        projector.register_forward_pre_hook(lambda module, inputs: seen.append(inputs[0])),
+        torch.no_grad(),
+    ):
         model.model.get_image_features(
             pixels,
             vision_feature_layer=model.config.vision_feature_layer,
@@ -132,7 +172,9 @@ def features(model: LlavaForConditionalGeneration, pixels: torch.Tensor) -> torc
 
 @pytest.mark.parametrize("select_layer", [-1, -2])
 @pytest.mark.parametrize("kind", [*TIMM, *OTHERS, *WITHOUT, "demo"])
-def test_stock_llava_computes_the_features_that_the_projector_was_trained_on(encoders, tmp_path, kind, select_layer):
+def test_stock_llava_computes_the_features_that_the_projector_was_trained_on(
+    encoders, tmp_path, kind, select_layer
+):
     tower = load_vision(encoders[kind], select_layer, torch.float32)
     encoder = exported(encoders[kind], select_layer)
     expected = tower(images(tower.image_size))
@@ -146,7 +188,9 @@ def test_stock_llava_computes_the_features_that_the_projector_was_trained_on(enc
         assert encoder.config["model_type"] == TIMM[kind][2]
 
 
-@pytest.mark.parametrize("kind", ["siglip", "dinov2", *(kind for kind in OTHERS if "clip" not in kind)])
+@pytest.mark.parametrize(
+    "kind", ["siglip", "dinov2", *(kind for kind in OTHERS if "clip" not in kind)]
+)
 def test_behind_the_final_norm_the_stock_vision_models_last_hidden_state_is_what_was_trained_on(
     encoders, tmp_path, kind
 ):
@@ -167,14 +211,26 @@ def test_behind_the_final_norm_the_stock_vision_models_last_hidden_state_is_what
         ("averaging vit", "has no final norm"),
     ],
 )
-def test_behind_the_final_norm_an_encoder_without_a_stock_counterpart_is_refused(encoders, kind, why):
+def test_behind_the_final_norm_an_encoder_without_a_stock_counterpart_is_refused(
+    encoders, kind, why
+):
     load_vision(encoders[kind], -1, torch.float32, final_norm=True)  # it trains
     with pytest.raises(UserError, match=why):
         exported(encoders[kind], -1, final_norm=True)
 
 
 @pytest.mark.parametrize(
-    "kind", ["siglip", "quickgelu clip", "dinov2", "hf clip", "hf siglip", "hf dinov2", "hf vit", "hf internvl"]
+    "kind",
+    [
+        "siglip",
+        "quickgelu clip",
+        "dinov2",
+        "hf clip",
+        "hf siglip",
+        "hf dinov2",
+        "hf vit",
+        "hf internvl",
+    ],
 )
 def test_trained_weights_take_the_place_of_the_encoders_own(encoders, tmp_path, kind):
     tower = load_vision(encoders[kind], -2, torch.float32)
@@ -184,13 +240,20 @@ def test_trained_weights_take_the_place_of_the_encoders_own(encoders, tmp_path, 
     encoder = exported(encoders[kind], trained=trained)
     expected = tower(images(28))
     assert not torch.allclose(before, expected, atol=0.01)
-    assert torch.allclose(features(stock_llava(encoder, tmp_path), images(28)), expected, rtol=0, atol=1e-5)
+    assert torch.allclose(
+        features(stock_llava(encoder, tmp_path), images(28)), expected, rtol=0, atol=1e-5
+    )
 
 
 @pytest.mark.parametrize("kind", ["siglip", "hf clip"])
 def test_a_trained_tensor_that_the_encoder_does_not_have_is_refused(encoders, kind):
-    for name, shape in (("vision.blocks.9.norm1.weight", 32), ("vision.encoder.layers.1.layer_norm1.weight", 5)):
-        with pytest.raises(UserError, match=rf"{name}: trained with shape \({shape},\), .* has no such tensor"):
+    for name, shape in (
+        ("vision.blocks.9.norm1.weight", 32),
+        ("vision.encoder.layers.1.layer_norm1.weight", 5),
+    ):
+        with pytest.raises(
+            UserError, match=rf"{name}: trained with shape \({shape},\), .* has no such tensor"
+        ):
             exported(encoders[kind], trained={name: torch.zeros(shape)})
 
 
@@ -200,7 +263,11 @@ def test_tensors_are_in_the_precision_that_they_are_stored_in_and_read_late(tmp_
     sources = exported(str(tmp_path)).tensors
     assert {source.dtype for source in sources.values()} == {torch.bfloat16}
     source = sources["vision_model.encoder.layers.1.mlp.fc1.weight"]
-    stored = next(t for name, t in model.state_dict().items() if name.endswith("encoder.layers.1.mlp.fc1.weight"))
+    stored = next(
+        t
+        for name, t in model.state_dict().items()
+        if name.endswith("encoder.layers.1.mlp.fc1.weight")
+    )
     assert source.shape == (48, 32) and torch.equal(source.read(), stored)
     (tmp_path / "model.safetensors").unlink()
     with pytest.raises(FileNotFoundError):
@@ -210,13 +277,25 @@ def test_tensors_are_in_the_precision_that_they_are_stored_in_and_read_late(tmp_
 @pytest.mark.parametrize(
     ("architecture", "changes", "why"),
     [
-        ("vit_small_patch14_reg4_dinov2", {}, "has 4 register tokens, which a stock class would read as patches"),
+        (
+            "vit_small_patch14_reg4_dinov2",
+            {},
+            "has 4 register tokens, which a stock class would read as patches",
+        ),
         ("vit_tiny_patch16_224", {"act_layer": "silu"}, "has a SiLU as blocks.0.mlp.act"),
         ("vit_tiny_patch16_224", {"qk_norm": True}, "has a LayerNorm as blocks.0.attn.q_norm"),
-        ("vit_tiny_patch16_224", {"scale_attn_norm": True}, "has a LayerNorm as blocks.0.attn.norm"),
+        (
+            "vit_tiny_patch16_224",
+            {"scale_attn_norm": True},
+            "has a LayerNorm as blocks.0.attn.norm",
+        ),
         ("vit_tiny_patch16_224", {"scale_mlp_norm": True}, "has a LayerNorm as blocks.0.mlp.norm"),
         ("vit_tiny_patch16_224", {"norm_layer": "rmsnorm"}, "has a RmsNorm as blocks.0.norm1"),
-        ("vit_tiny_patch16_224", {"embed_norm_layer": "layernorm"}, "has a LayerNorm as patch_embed.norm"),
+        (
+            "vit_tiny_patch16_224",
+            {"embed_norm_layer": "layernorm"},
+            "has a LayerNorm as patch_embed.norm",
+        ),
         ("vit_tiny_patch16_224", {"attn_layer": "diff"}, "has a DiffAttention as blocks.0.attn"),
         ("vit_tiny_patch16_224", {"pos_embed": "none"}, "has no learned position embeddings"),
         ("vit_tiny_patch16_224", {"mlp_ratio": 2.5}, "has MLPs of 80 in blocks of 32"),
@@ -234,7 +313,9 @@ def test_tensors_are_in_the_precision_that_they_are_stored_in_and_read_late(tmp_
         ("beit_base_patch16_224", {}, "is a Beit, not a plain ViT"),
     ],
 )
-def test_what_no_stock_model_computes_is_refused_with_the_formats_that_work(tmp_path, architecture, changes, why):
+def test_what_no_stock_model_computes_is_refused_with_the_formats_that_work(
+    tmp_path, architecture, changes, why
+):
     folder = make_tower(tmp_path / "encoder", architecture, changes)
     load_vision(str(folder), -2, torch.float32)  # it trains
     with pytest.raises(UserError) as refused:
@@ -246,7 +327,9 @@ def test_what_no_stock_model_computes_is_refused_with_the_formats_that_work(tmp_
 @pytest.mark.parametrize(("kind", "count"), [("dinov2_registers", 4), ("dinov3", 2)])
 def test_a_transformers_encoder_with_registers_is_refused(tmp_path, kind, count):
     ENCODERS[kind][0]().save_pretrained(tmp_path)
-    with pytest.raises(UserError, match=f"has {count} register tokens, which a stock class would read as patches"):
+    with pytest.raises(
+        UserError, match=f"has {count} register tokens, which a stock class would read as patches"
+    ):
         exported(str(tmp_path))
 
 
@@ -254,14 +337,23 @@ def test_incomplete_and_pickled_encoders_are_refused(encoders, tmp_path):
     source = Path(encoders["hf siglip"])
     (tmp_path / "config.json").write_bytes((source / "config.json").read_bytes())
     weights = load_file(source / "model.safetensors")
-    # A layer behind the selected one: training never reads it, a stock model would fill it at random.
+    # A layer behind the selected one: training never reads it, a stock model would fill it at
+    # random.
     last = next(name for name in weights if name.endswith("encoder.layers.3.mlp.fc1.weight"))
-    save_file(weights | {last: torch.zeros(4, 32)}, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(UserError, match=r"mlp\.fc1\.weight with shape \(4, 32\), but .* asks for \(48, 32\)"):
+    save_file(
+        weights | {last: torch.zeros(4, 32)},
+        tmp_path / "model.safetensors",
+        metadata={"format": "pt"},
+    )
+    with pytest.raises(
+        UserError, match=r"mlp\.fc1\.weight with shape \(4, 32\), but .* asks for \(48, 32\)"
+    ):
         exported(str(tmp_path))
     del weights[last]
     save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(UserError, match=r"lacks the encoder's tensor encoder\.layers\.3\.mlp\.fc1\.weight"):
+    with pytest.raises(
+        UserError, match=r"lacks the encoder's tensor encoder\.layers\.3\.mlp\.fc1\.weight"
+    ):
         exported(str(tmp_path))
     (tmp_path / "model.safetensors").rename(tmp_path / "pytorch_model.bin")
     with pytest.raises(UserError, match="only pickled weights"):

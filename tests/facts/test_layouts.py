@@ -18,7 +18,11 @@ CLIP = "openai/clip-vit-large-patch14-336"  # 24 x 24, and a class token
 
 def config(vision: str, **projector: object) -> RunConfig:
     model = {"llm": {"path": "none"}, "vision": {"name": vision}, "projector": projector}
-    rest = {"run": {"name": "x"}, "data": {"shards": "x.tar"}, "train": {"packs_per_step": 1, "max_steps": 1}}
+    rest = {
+        "run": {"name": "x"},
+        "data": {"shards": "x.tar"},
+        "train": {"packs_per_step": 1, "max_steps": 1},
+    }
     return RunConfig.model_validate({"model": model, **rest})
 
 
@@ -44,7 +48,8 @@ def test_a_grid_that_does_not_divide_is_refused_with_the_factors_that_would(fact
     with pytest.raises(UserError) as caught:
         image_layout(config(SIGLIP, type="shuffle_swiglu", factor=factor))
     assert str(caught.value) == (
-        f"model.projector.factor: {factor} does not divide the grid of {SIGLIP}, 27 x 27 patches (384 pixels in "
+        f"model.projector.factor: {factor} does not divide the grid of {SIGLIP}, 27 x 27 patches "
+        "(384 pixels in "
         "patches of 14). Set model.projector.factor=3"
     )
 
@@ -52,14 +57,21 @@ def test_a_grid_that_does_not_divide_is_refused_with_the_factors_that_would(fact
 @pytest.mark.parametrize("pinpoint", [(384, 700), (384 * 11, 384 * 10)])
 def test_grids_of_other_tiles_and_of_too_many_are_refused(pinpoint):
     chosen = config(SIGLIP)
-    chosen = chosen.changed({"model.vision.layout": "anyres", "model.vision.pinpoints": (pinpoint,)})
-    with pytest.raises(UserError, match=re.escape(f"{list(pinpoint)} is no grid of up to 100 tiles of 384 x 384")):
+    chosen = chosen.changed(
+        {"model.vision.layout": "anyres", "model.vision.pinpoints": (pinpoint,)}
+    )
+    with pytest.raises(
+        UserError, match=re.escape(f"{list(pinpoint)} is no grid of up to 100 tiles of 384 x 384")
+    ):
         image_layout(chosen)
 
 
 def test_texts_around_images_change_the_fingerprint_of_text_lengths_and_no_text_does_not():
     folder = model_folder("demo:llm")
     texts = {name: layout(4, 384).texts for name, layout in LAYOUTS.items()}
-    fingerprints = {name: text_fingerprint(folder, "chat", around) for name, around in texts.items()}
+    fingerprints = {
+        name: text_fingerprint(folder, "chat", around) for name, around in texts.items()
+    }
     assert fingerprints["square"] == fingerprints["anyres"] == text_fingerprint(folder, "chat")
-    assert len(set(fingerprints.values())) == 6  # one, and those of idefics3, tiles, qwen_vl, glm_v, paddleocr_vl
+    # one, and those of idefics3, tiles, qwen_vl, glm_v, paddleocr_vl
+    assert len(set(fingerprints.values())) == 6

@@ -1,4 +1,6 @@
-"""What no model says in its JSON files is refused when they are read; what published models say is not."""
+"""What no model says in its JSON files is refused when they are read; what published models say is
+not.
+"""
 
 import pytest
 
@@ -9,7 +11,10 @@ from mmtrain.facts.settings import check_layers, check_settings, check_sizes
 @pytest.mark.parametrize(
     ("content", "said"),
     [
-        ({"hidden_size": "64"}, "hidden_size '64', which no model has; needed is a whole number from 1 to 1,000,000"),
+        (
+            {"hidden_size": "64"},
+            "hidden_size '64', which no model has; needed is a whole number from 1 to 1,000,000",
+        ),
         ({"text_config": {"num_hidden_layers": 10**9}}, "num_hidden_layers 1000000000, which"),
         ({"num_attention_heads": True}, "num_attention_heads True, which"),
         ({"vision_config": [1]}, r"vision_config \[1\], which no model has; needed is an object"),
@@ -24,8 +29,14 @@ from mmtrain.facts.settings import check_layers, check_settings, check_sizes
         ({"model_args": {"mlp_ratio": 1e5}}, "mlp_ratio 100000.0, which"),
         ({"model_args": {"depth": "x"}}, "depth 'x', which"),
         ({"head_dim": {"value": 3}}, r"head_dim {'value': 3}, which"),
-        ({"model_max_length": "4096"}, "model_max_length '4096', which no model has; needed is a number from 1"),
-        ({"rope_parameters": [1]}, r"rope_parameters \[1\], which no model has; needed is an object"),
+        (
+            {"model_max_length": "4096"},
+            "model_max_length '4096', which no model has; needed is a number from 1",
+        ),
+        (
+            {"rope_parameters": [1]},
+            r"rope_parameters \[1\], which no model has; needed is an object",
+        ),
         (
             {"rope_scaling": {"mrope_section": [16, 24]}},
             r"mrope_section \[16, 24\], which no model has; needed is three",
@@ -38,11 +49,34 @@ def test_a_value_that_no_model_has_is_refused_wherever_it_stands(content, said):
 
 
 def test_what_published_models_say_is_taken():
-    swin = {"model_type": "swin", "depths": [2, 2, 6, 2], "num_heads": [3, 6, 12, 24], "image_size": 224}
-    wrapped = {"architecture": "vit_pe_core", "model_args": {"img_size": [448, 448]}, "pretrained_cfg": None}
-    llava = {"model_type": "llava_qwen", "image_grid_pinpoints": "(1x1),...,(6x6)", "image_crop_resolution": None}
-    tokenizer = {"model_max_length": 1000000000000000019884624838656, "eos_token_id": [1, 2], "pad_token_id": -1}
-    for content in (swin, wrapped, llava, tokenizer, {"size": {"shortest_edge": 3136, "longest_edge": 12_845_056}}):
+    swin = {
+        "model_type": "swin",
+        "depths": [2, 2, 6, 2],
+        "num_heads": [3, 6, 12, 24],
+        "image_size": 224,
+    }
+    wrapped = {
+        "architecture": "vit_pe_core",
+        "model_args": {"img_size": [448, 448]},
+        "pretrained_cfg": None,
+    }
+    llava = {
+        "model_type": "llava_qwen",
+        "image_grid_pinpoints": "(1x1),...,(6x6)",
+        "image_crop_resolution": None,
+    }
+    tokenizer = {
+        "model_max_length": 1000000000000000019884624838656,
+        "eos_token_id": [1, 2],
+        "pad_token_id": -1,
+    }
+    for content in (
+        swin,
+        wrapped,
+        llava,
+        tokenizer,
+        {"size": {"shortest_edge": 3136, "longest_edge": 12_845_056}},
+    ):
         check_settings(content, "config.json")
 
 

@@ -27,7 +27,10 @@ from mmtrain.facts.shapes import llm_shape, llm_shape_from, matches_any, vision_
 logging.set_verbosity_error()
 logging.disable_progress_bar()
 
-CLIP_L, TIMM_NAME = "vit_large_patch14_clip_quickgelu_336.openai", "vit_small_patch16_dinov3.lvd1689m"
+CLIP_L, TIMM_NAME = (
+    "vit_large_patch14_clip_quickgelu_336.openai",
+    "vit_small_patch16_dinov3.lvd1689m",
+)
 WIDTHS = {
     "vocab_size": 64,
     "hidden_size": 32,
@@ -37,7 +40,13 @@ WIDTHS = {
     "num_key_value_heads": 2,
 }
 MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
-LATENT = {"kv_lora_rank": 16, "q_lora_rank": 16, "qk_rope_head_dim": 4, "qk_nope_head_dim": 8, "v_head_dim": 8}
+LATENT = {
+    "kv_lora_rank": 16,
+    "q_lora_rank": 16,
+    "qk_rope_head_dim": 4,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 8,
+}
 GPT2 = {"vocab_size": 64, "n_embd": 32, "n_layer": 3, "n_head": 4}
 FAMILIES = {
     "llama": ("llama", {}),
@@ -48,7 +57,10 @@ FAMILIES = {
     "qwen3_moe": ("qwen3_moe", MOE),
     "mixtral": ("mixtral", {"num_local_experts": 4}),
     "granitemoe": ("granitemoe", {"num_local_experts": 4}),
-    "deepseek_v3": ("deepseek_v3", {"n_routed_experts": 8, "n_group": 2, "topk_group": 1, **LATENT}),
+    "deepseek_v3": (
+        "deepseek_v3",
+        {"n_routed_experts": 8, "n_group": 2, "topk_group": 1, **LATENT},
+    ),
     "gpt2, tied": ("gpt2", GPT2),
     "gpt2, untied": ("gpt2", {**GPT2, "tie_word_embeddings": False}),
     "gpt_neox": ("gpt_neox", {}),
@@ -87,14 +99,21 @@ def test_names_and_shapes_from_headers_are_those_of_the_stock_model(case, tmp_pa
     family, changes = FAMILIES[case]
     model = tiny_llm(family, tmp_path, **changes)
     shape = llm_shape(str(tmp_path))
-    expected = {canonical_name(name): tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    expected = {
+        canonical_name(name): tuple(parameter.shape) for name, parameter in model.named_parameters()
+    }
     assert shape.tied == model.config.tie_word_embeddings
     if shape.tied:
         expected["llm.head.weight"] = expected["llm.embedding.weight"]
     assert all_parameters(shape) == expected
     assert (len(shape.decoder), shape.vocab_size, shape.hidden_size, shape.heads) == (3, 64, 32, 4)
     if family == "qwen3_moe":
-        assert (shape.kv_heads, shape.head_dim, shape.experts, shape.experts_per_token) == (2, 8, 4, 2)
+        assert (shape.kv_heads, shape.head_dim, shape.experts, shape.experts_per_token) == (
+            2,
+            8,
+            4,
+            2,
+        )
     if family == "deepseek_v3":
         assert shape.head_dim == LATENT["qk_rope_head_dim"] + LATENT["qk_nope_head_dim"]
 
@@ -115,7 +134,10 @@ def test_shards_are_read_through_their_index(llama, tmp_path):
     assert all_parameters(llm_shape(str(tmp_path))) == all_parameters(llm_shape(str(llama)))
     shard = sorted(tmp_path.glob("*.safetensors"))[0]
     shard.unlink()
-    with pytest.raises(UserError, match=rf"1 of \d+ weight files .* missing, e.g. {shard.name}\. Finish the download"):
+    with pytest.raises(
+        UserError,
+        match=rf"1 of \d+ weight files .* missing, e.g. {shard.name}\. Finish the download",
+    ):
         llm_shape(str(tmp_path))
 
 
@@ -125,7 +147,9 @@ def test_files_saved_from_the_inner_model_have_the_same_global_names(tmp_path):
     tensors = {name: tensor.clone() for name, tensor in model.transformer.state_dict().items()}
     save_file({**tensors, "h.0.attn.bias": torch.ones(1, 1, 8, 8)}, tmp_path / "model.safetensors")
     names = set(all_parameters(llm_shape(str(tmp_path))))
-    assert names == {canonical_name(name) for name, _ in model.named_parameters()} | {"llm.head.weight"}
+    assert names == {canonical_name(name) for name, _ in model.named_parameters()} | {
+        "llm.head.weight"
+    }
 
 
 @pytest.mark.parametrize(
@@ -167,7 +191,8 @@ def test_a_pattern_matches_a_name_what_lies_below_it_and_wildcards(name, pattern
 
 
 @pytest.mark.parametrize(
-    ("hub_id", "parameters"),  # as the hub's model pages count the tensors of the safetensors release
+    # as the hub's model pages count the tensors of the safetensors release
+    ("hub_id", "parameters"),
     [
         ("lmsys/vicuna-7b-v1.5", 6_738_415_616),
         ("mistralai/Mistral-7B-v0.3", 7_248_023_552),
@@ -192,7 +217,12 @@ def test_recorded_llms_have_their_published_number_of_parameters(hub_id, paramet
 
 
 def test_tensors_that_transformers_does_not_load_are_not_planned():
-    names = ("model.layers.0.x.weight", "mtp.fc.weight", "model.mtp.norm.weight", "model.layers.0.mlp.mtp_norm.weight")
+    names = (
+        "model.layers.0.x.weight",
+        "mtp.fc.weight",
+        "model.mtp.norm.weight",
+        "model.layers.0.mlp.mtp_norm.weight",
+    )
     kept = parameters_on_disk("qwen3_next", dict.fromkeys(names, (4, 4)))
     assert list(kept) == ["model.layers.0.x.weight", "model.layers.0.mlp.mtp_norm.weight"]
 
@@ -203,19 +233,28 @@ def test_records_are_found_by_alias_and_in_any_case(empty_cache):
 
 
 @pytest.mark.parametrize(
-    ("weights", "message"), [("pytorch_model.bin", "mmtrain convert {}"), ("none", "mmtrain record {} --id NAME")]
+    ("weights", "message"),
+    [("pytorch_model.bin", "mmtrain convert {}"), ("none", "mmtrain record {} --id NAME")],
 )
-def test_a_folder_without_safetensors_is_refused_with_the_command_that_helps(tmp_path, weights, message):
+def test_a_folder_without_safetensors_is_refused_with_the_command_that_helps(
+    tmp_path, weights, message
+):
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')
     (tmp_path / weights).touch()
     with pytest.raises(UserError, match=message.format(tmp_path)):
         llm_shape(str(tmp_path))
 
 
-def test_a_missing_folder_and_a_hub_id_that_is_not_cached_are_told_apart(tmp_path, empty_cache, monkeypatch):
-    with pytest.raises(UserError, match=r"no such folder\. Name the folder of a model, or a hub id"):
+def test_a_missing_folder_and_a_hub_id_that_is_not_cached_are_told_apart(
+    tmp_path, empty_cache, monkeypatch
+):
+    with pytest.raises(
+        UserError, match=r"no such folder\. Name the folder of a model, or a hub id"
+    ):
         model_folder(str(tmp_path / "absent"))
-    with pytest.raises(UserError, match=r"a hub id in the local cache .* Download it first: hf download owner/name"):
+    with pytest.raises(
+        UserError, match=r"a hub id in the local cache .* Download it first: hf download owner/name"
+    ):
         model_folder("owner/name")
     with pytest.raises(UserError, match="hf download owner/name"):
         llm_shape("owner/name")
@@ -247,7 +286,9 @@ def test_a_cached_hub_id_is_its_main_snapshot(empty_cache, llama):
 
 
 def altered(source: Path, folder: Path, drop: str = "", **settings: object) -> str:
-    """Copy a model without the tensor `drop`, with other settings in its config.json; those that are None lack."""
+    """Copy a model without the tensor `drop`, with other settings in its config.json; those that
+    are None lack.
+    """
     weights = load_file(source / "model.safetensors")
     weights.pop(drop, None)
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
@@ -259,12 +300,15 @@ def altered(source: Path, folder: Path, drop: str = "", **settings: object) -> s
 
 @pytest.mark.parametrize("padding", [64, 65, 10**6])
 def test_padding_beyond_the_embedding_is_refused_with_its_rows(llama, tmp_path, padding):
-    with pytest.raises(UserError, match=rf"says pad_token_id {padding}, but the embedding has 64 rows\. Write null"):
+    with pytest.raises(
+        UserError, match=rf"says pad_token_id {padding}, but the embedding has 64 rows\. Write null"
+    ):
         llm_shape(altered(llama, tmp_path, pad_token_id=padding))
 
 
 @pytest.mark.parametrize(
-    "ids", [{"pad_token_id": 63}, {"pad_token_id": -1}, {"bos_token_id": 64, "eos_token_id": [64, 2]}]
+    "ids",
+    [{"pad_token_id": 63}, {"pad_token_id": -1}, {"bos_token_id": 64, "eos_token_id": [64, 2]}],
 )
 def test_ids_that_no_layer_is_built_for_do_not_matter(llama, tmp_path, ids):
     assert llm_shape(altered(llama, tmp_path, **ids)).vocab_size == 64
@@ -277,19 +321,38 @@ def test_a_list_of_padding_tokens_is_refused(llama, tmp_path):
 
 def test_a_head_that_neither_the_weights_nor_a_tie_give_is_refused(llama, tmp_path):
     with pytest.raises(
-        UserError, match=r"lack the LM head, .* does not tie it .* Write tie_word_embeddings: true into"
+        UserError,
+        match=r"lack the LM head, .* does not tie it .* Write tie_word_embeddings: true into",
     ):
         llm_shape(altered(llama, tmp_path, "lm_head.weight", tie_word_embeddings=None))
     assert llm_shape(altered(llama, tmp_path, "lm_head.weight", tie_word_embeddings=True)).tied
 
 
 def test_where_config_json_says_nothing_a_head_is_tied_as_transformers_ties_it():
-    families = {family for family, _ in FAMILIES.values()} | {*HYBRIDS, "gemma", "gemma3_text", "cohere", "smollm3"}
-    families |= {"starcoder2", "granite", "olmo2", "mistral", "qwen3", "glm4", "gpt_oss", "qwen3_5_text", "minicpm3"}
+    families = {family for family, _ in FAMILIES.values()} | {
+        *HYBRIDS,
+        "gemma",
+        "gemma3_text",
+        "cohere",
+        "smollm3",
+    }
+    families |= {
+        "starcoder2",
+        "granite",
+        "olmo2",
+        "mistral",
+        "qwen3",
+        "glm4",
+        "gpt_oss",
+        "qwen3_5_text",
+        "minicpm3",
+    }
     families.add("gemma4_unified_text")
     for family in sorted(families | TIED_BY_DEFAULT):
         if family in CONFIG_MAPPING:
-            assert bool(CONFIG_MAPPING[family]().tie_word_embeddings) == (family in TIED_BY_DEFAULT), family
+            assert bool(CONFIG_MAPPING[family]().tie_word_embeddings) == (
+                family in TIED_BY_DEFAULT
+            ), family
 
 
 def test_an_encoder_that_lacks_a_tensor_behind_its_selected_block_is_refused(tmp_path):
@@ -298,7 +361,9 @@ def test_an_encoder_that_lacks_a_tensor_behind_its_selected_block_is_refused(tmp
     ENCODERS["siglip"][0]().save_pretrained(tmp_path / "whole")
     names = load_file(tmp_path / "whole" / "model.safetensors")
     last = max(name for name in names if name.endswith("mlp.fc1.weight") and ".layers." in name)
-    with pytest.raises(UserError, match=r"its block 3 has other tensors than block 0\. Download the folder again"):
+    with pytest.raises(
+        UserError, match=r"its block 3 has other tensors than block 0\. Download the folder again"
+    ):
         vision_shape(altered(tmp_path / "whole", tmp_path / "less", last), -2)
 
 
@@ -309,7 +374,10 @@ def test_an_encoder_that_lacks_a_tensor_behind_its_selected_block_is_refused(tmp
         (lambda raw: raw[:100], r"not a complete safetensors file .100 bytes.\. Download it again"),
         (lambda raw: raw[:5], r"not a complete safetensors file .5 bytes.\. Download it again"),
         (lambda raw: raw[:9] + b"\x00" + raw[10:], "damaged or incomplete safetensors file"),
-        (lambda raw: b"version https://git-lfs.github.com/spec/v1\n", "is a git-lfs pointer, not the weights"),
+        (
+            lambda raw: b"version https://git-lfs.github.com/spec/v1\n",
+            "is a git-lfs pointer, not the weights",
+        ),
     ],
 )
 def test_damaged_weight_files_are_refused_by_name(llama, tmp_path, damage, message):
@@ -331,7 +399,9 @@ def test_a_config_that_disagrees_with_the_weights_is_refused(llama, tmp_path):
     (tmp_path / "model.safetensors").write_bytes((llama / "model.safetensors").read_bytes())
     facts = json.loads((llama / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({**facts, "num_hidden_layers": 4}))
-    with pytest.raises(UserError, match=r"config\.json says 4 decoder layers, but the weights lack layer 3"):
+    with pytest.raises(
+        UserError, match=r"config\.json says 4 decoder layers, but the weights lack layer 3"
+    ):
         llm_shape(str(tmp_path))
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(UserError, match=r"config\.json: not valid JSON"):
@@ -345,16 +415,24 @@ def test_a_config_that_disagrees_with_the_weights_is_refused(llama, tmp_path):
         ({"model_type": "glm_moe_dsa"}, "glm_moe_dsa .*: its layers choose the tokens"),
         ({"model_type": "falcon"}, "falcon .*: its decoder layers take ALiBi"),
         ({"model_type": "mamba"}, "mamba .*: its recurrent layers carry state from one document"),
-        ({"model_type": "zamba2"}, "zamba2 .*: its layers share the weights of one attention block"),
+        (
+            {"model_type": "zamba2"},
+            "zamba2 .*: its layers share the weights of one attention block",
+        ),
         (
             {"model_type": "gpt_oss", "quantization_config": {"quant_method": "mxfp4"}},
-            r"gpt_oss: this checkpoint is quantised \(mxfp4\).*Use its release in bfloat16 or.*a bfloat16 copy of it",
+            r"gpt_oss: this checkpoint is quantised \(mxfp4\).*Use its release in bfloat16 or.*a "
+            r"bfloat16 copy of it",
         ),
         (
             {"model_type": "llava", "text_config": {"model_type": "llama"}},
-            r"llava is a multimodal model around a text model \(llama\)\. Name the folder of the text model",
+            r"llava is a multimodal model around a text model \(llama\)\. "
+            r"Name the folder of the text model",
         ),
-        ({"model_type": "qwen2_vl", "vision_config": {"depth": 2}}, "qwen2_vl is a multimodal model"),
+        (
+            {"model_type": "qwen2_vl", "vision_config": {"depth": 2}},
+            "qwen2_vl is a multimodal model",
+        ),
         ({}, "no model_type"),
     ],
 )
@@ -367,15 +445,23 @@ def test_latent_attention_without_the_width_of_its_heads_is_refused_by_the_key(t
     tiny_llm("deepseek_v3", tmp_path, **FAMILIES["deepseek_v3"][1])
     content = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({**content, "qk_nope_head_dim": None}))
-    with pytest.raises(UserError, match=r"config\.json has qk_rope_head_dim, but no qk_nope_head_dim"):
+    with pytest.raises(
+        UserError, match=r"config\.json has qk_rope_head_dim, but no qk_nope_head_dim"
+    ):
         llm_shape(str(tmp_path))
 
 
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"num_hidden_layers": 2}, "2 decoder layers, but the weights have 3. Correct num_hidden_layers"),
-        ({"num_hidden_layers": 1, "num_nextn_predict_layers": 1}, "1 decoder layers, but the weights have 3"),
+        (
+            {"num_hidden_layers": 2},
+            "2 decoder layers, but the weights have 3. Correct num_hidden_layers",
+        ),
+        (
+            {"num_hidden_layers": 1, "num_nextn_predict_layers": 1},
+            "1 decoder layers, but the weights have 3",
+        ),
         (
             {"rope_parameters": {"mrope_section": [2, 1, 0]}, "head_dim": 3},
             "of 6 features, but a head of 3 rotates 3. Correct head_dim or mrope_section",
@@ -393,14 +479,20 @@ def test_numbers_that_the_weights_contradict_are_refused(llama, tmp_path, change
 def test_layers_of_multi_token_prediction_are_left_on_the_disk(llama, tmp_path):
     shutil.copytree(llama, tmp_path, dirs_exist_ok=True)
     content = json.loads((tmp_path / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps(content | {"num_hidden_layers": 2, "num_nextn_predict_layers": 1}))
+    (tmp_path / "config.json").write_text(
+        json.dumps(content | {"num_hidden_layers": 2, "num_nextn_predict_layers": 1})
+    )
     assert llm_shape(str(tmp_path)).decoder == llm_shape(str(llama)).decoder[:2]
 
 
 def test_tensors_of_a_model_that_needs_the_code_in_its_folder_are_answered_with_another_release():
     tensors = {"model.tok_embeddings.weight": (8, 4)}
-    with pytest.raises(UserError, match=r"no embedding .*\. auto_map in config\.json .* often ends in -hf$"):
-        llm_shape_from({"model_type": "own", "auto_map": {"AutoModel": "modeling_own.Own"}}, tensors, "folder")
+    with pytest.raises(
+        UserError, match=r"no embedding .*\. auto_map in config\.json .* often ends in -hf$"
+    ):
+        llm_shape_from(
+            {"model_type": "own", "auto_map": {"AutoModel": "modeling_own.Own"}}, tensors, "folder"
+        )
     with pytest.raises(UserError, match=r"no embedding .*\. Is it a causal LLM\?$"):
         llm_shape_from({"model_type": "own"}, tensors, "folder")
 
@@ -412,7 +504,10 @@ def test_tensors_of_a_model_that_needs_the_code_in_its_folder_are_answered_with_
         {"model_type": "gemma3_text", "layer_types": ["sliding_attention", "full_attention"]},
         {"model_type": "granitemoehybrid", "layer_types": ["attention", "attention"]},
         {"model_type": "minimax_m2"},
-        {"model_type": "deepseek_v3", "auto_map": {"AutoConfig": "configuration_deepseek.DeepseekV3Config"}},
+        {
+            "model_type": "deepseek_v3",
+            "auto_map": {"AutoConfig": "configuration_deepseek.DeepseekV3Config"},
+        },
     ],
 )
 def test_families_whose_layers_all_attend_pass(config_json):
@@ -424,17 +519,29 @@ def test_the_recorded_llava_tower_is_clip_large_without_its_last_block(name, emp
     whole, cut = vision_shape(name, -1), vision_shape(name, -2)
     assert (cut.width, cut.heads, cut.patches_per_image, cut.prefix_tokens) == (1024, 16, 576, 1)
     assert (cut.image_size, cut.patch_size, cut.blocks_run) == (336, 14, 23)
-    block = 12 * 1024**2 + 13 * 1024  # qkv, output, two MLP matrices of 4096; their biases and two norms
+    # qkv, output, two MLP matrices of 4096; their biases and two norms
+    block = 12 * 1024**2 + 13 * 1024
     assert sum(p.numel for p in whole.parameters) - sum(p.numel for p in cut.parameters) == block
     assert not any("post_layernorm" in p.name or ".head." in p.name for p in whole.parameters)
 
 
-@pytest.mark.parametrize("name", ["vit_so400m_patch14_siglip_384.webli", "google/siglip-so400m-patch14-384"])
+@pytest.mark.parametrize(
+    "name", ["vit_so400m_patch14_siglip_384.webli", "google/siglip-so400m-patch14-384"]
+)
 def test_the_recorded_siglip_has_no_prefix_tokens_and_no_pooling_head(name, empty_cache):
     shape = vision_shape(name, -2)
-    assert (shape.width, shape.heads, shape.patches_per_image, shape.prefix_tokens) == (1152, 16, 729, 0)
+    assert (shape.width, shape.heads, shape.patches_per_image, shape.prefix_tokens) == (
+        1152,
+        16,
+        729,
+        0,
+    )
     assert shape.blocks_run == 26
-    assert not any(word in p.name for p in shape.parameters for word in ("attn_pool", "head.", "post_layernorm"))
+    assert not any(
+        word in p.name
+        for p in shape.parameters
+        for word in ("attn_pool", "head.", "post_layernorm")
+    )
 
 
 def test_a_timm_name_that_is_not_recorded_has_the_shapes_of_timms_model(empty_cache):
@@ -442,19 +549,43 @@ def test_a_timm_name_that_is_not_recorded_has_the_shapes_of_timms_model(empty_ca
     with torch.device("meta"):
         model = timm.create_model(TIMM_NAME, pretrained=False)
     model.prune_intermediate_layers([-1], prune_norm=False, prune_head=True)
-    expected = {f"vision.{name}": tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    expected = {
+        f"vision.{name}": tuple(parameter.shape) for name, parameter in model.named_parameters()
+    }
     assert {parameter.name: parameter.shape for parameter in shape.parameters} == expected
-    assert (shape.source, shape.width, shape.heads, shape.prefix_tokens) == (f"timm's {TIMM_NAME}", 384, 6, 5)
-    assert (shape.image_size, shape.patch_size, shape.patches_per_image, shape.blocks_run) == (256, 16, 256, 12)
+    assert (shape.source, shape.width, shape.heads, shape.prefix_tokens) == (
+        f"timm's {TIMM_NAME}",
+        384,
+        6,
+        5,
+    )
+    assert (shape.image_size, shape.patch_size, shape.patches_per_image, shape.blocks_run) == (
+        256,
+        16,
+        256,
+        12,
+    )
 
 
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("vit_larg_patch14_clip_quickgelu_336.openai", "timm knows; the nearest are vit_large_patch14_clip_quickgelu"),
-        ("vit_large_patch14_clip_quickgelu_336.opnai", "for vit_large_patch14_clip_quickgelu_336 it has .*336.openai"),
-        ("vit_large_patch14_clip_336.openai", "trained with QuickGELU.*Use vit_large_patch14_clip_quickgelu_336"),
-        ("swinv2_tiny_window8_256", r"timm's swinv2_tiny_window8_256 is not a plain vision transformer"),
+        (
+            "vit_larg_patch14_clip_quickgelu_336.openai",
+            "timm knows; the nearest are vit_large_patch14_clip_quickgelu",
+        ),
+        (
+            "vit_large_patch14_clip_quickgelu_336.opnai",
+            "for vit_large_patch14_clip_quickgelu_336 it has .*336.openai",
+        ),
+        (
+            "vit_large_patch14_clip_336.openai",
+            "trained with QuickGELU.*Use vit_large_patch14_clip_quickgelu_336",
+        ),
+        (
+            "swinv2_tiny_window8_256",
+            r"timm's swinv2_tiny_window8_256 is not a plain vision transformer",
+        ),
         ("samvit_base_patch16.sa1b", "is not a plain vision transformer"),
         ("resnet18", "is not a plain vision transformer"),
         ("mixer_s32_224", "timm has no weights mixer_s32_224"),
@@ -470,7 +601,11 @@ def test_a_timm_name_that_cannot_be_used_is_refused_by_what_it_is(name, message,
     ("model_type", "message"),
     [
         ("swin", "has model_type swin, which is not a known vision encoder"),
-        ("whisper", "not a known vision encoder; sound is not read.*RADIO is vit_.*, pixtral, qwen2_5_vl, qwen2_vl, "),
+        (
+            "whisper",
+            "not a known vision encoder; sound is not read.*RADIO is vit_.*, pixtral, "
+            "qwen2_5_vl, qwen2_vl, ",
+        ),
         ("lfm3_vl_vision", "has model_type lfm3_vl_vision, which is not a known vision encoder"),
         (["clip"], "which no model has; needed is a text"),
     ],
@@ -496,7 +631,12 @@ def test_a_record_names_the_scale_that_its_folder_names(make_tiny, tmp_path, mon
 
 def test_the_tool_records_what_the_files_say(llama, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("mmtrain.facts.recorded_shapes.FOLDER", tmp_path)
-    assert main(["record", str(llama), "--id", "me/tiny", "--alias", "me/other", "--out", str(tmp_path)]) == 0
+    assert (
+        main(
+            ["record", str(llama), "--id", "me/tiny", "--alias", "me/other", "--out", str(tmp_path)]
+        )
+        == 0
+    )
     assert "me/tiny, " in capsys.readouterr().out
     recorded, read = llm_shape("me/other"), llm_shape(str(llama))
     assert all_parameters(recorded) == all_parameters(read)
@@ -504,7 +644,9 @@ def test_the_tool_records_what_the_files_say(llama, tmp_path, monkeypatch, capsy
     assert replace(recorded, **same) == replace(read, **same)
 
 
-@pytest.mark.parametrize("kind", [TIMM_NAME, "siglip", "dinov2_registers", "dinov3", "vit_classifier", "internvl"])
+@pytest.mark.parametrize(
+    "kind", [TIMM_NAME, "siglip", "dinov2_registers", "dinov3", "vit_classifier", "internvl"]
+)
 def test_the_tool_records_an_encoder_as_timm_or_its_folder_has_it(kind, tmp_path, monkeypatch):
     monkeypatch.setattr("mmtrain.facts.recorded_shapes.FOLDER", tmp_path)
     source, name, options = kind, kind, []
@@ -514,7 +656,9 @@ def test_the_tool_records_an_encoder_as_timm_or_its_folder_has_it(kind, tmp_path
     read = vision_shape(source, -2)
     assert main(["record", "--vision", source, *options, "--out", str(tmp_path)]) == 0
     recorded = vision_shape(name, -2)
-    assert recorded.source == f"recorded {name}" and set(recorded.parameters) == set(read.parameters)
+    assert recorded.source == f"recorded {name}" and set(recorded.parameters) == set(
+        read.parameters
+    )
     same = {"source": "", "parameters": ()}
     assert replace(recorded, **same) == replace(read, **same)
 
@@ -532,7 +676,8 @@ def test_a_model_recorded_from_its_config_json_alone_is_planned_where_the_instal
 
     shape = llm_shape("me/new")
     record = tmp_path / "cache" / "mmtrain" / "recorded" / "me--new.json"
-    record.write_text(record.read_text().replace('"first": 0', f'"first": {-(10**15)}'))  # layers without end
+    # layers without end
+    record.write_text(record.read_text().replace('"first": 0', f'"first": {-(10**15)}'))
     assert llm_shape("me/new") == shape
     record.write_text('{"id": 3}')
     with pytest.raises(UserError, match=r"me--new\.json, a record of a model, cannot be used"):
@@ -544,7 +689,10 @@ def test_the_tool_refuses_what_cannot_be_recorded(tmp_path, capsys):
     assert main(["record", str(tmp_path), "--id", "me/falcon", "--out", str(tmp_path)]) == 2
     assert "falcon cannot be staged and packed" in capsys.readouterr().err
     assert main(["record", "--vision", "no_such_vit", "--out", str(tmp_path)]) == 2
-    assert "no_such_vit is neither a folder here nor a model that timm knows" in capsys.readouterr().err
+    assert (
+        "no_such_vit is neither a folder here nor a model that timm knows"
+        in capsys.readouterr().err
+    )
     with pytest.raises(SystemExit):
         main(["record", str(tmp_path)])
     assert "--id OWNER/NAME" in capsys.readouterr().err
@@ -554,9 +702,14 @@ def test_shapes_are_read_without_torch_and_the_libraries_above_it(llama):
     code = (
         "import sys; from mmtrain.facts.shapes import llm_shape, vision_shape;"
         f"llm_shape(sys.argv[1]); llm_shape('Qwen/Qwen2.5-72B'); vision_shape('{CLIP_L}', -2);"
-        "print([m for m in ('torch', 'transformers', 'timm', 'huggingface_hub') if m in sys.modules])"
+        "print([m for m in ('torch', 'transformers', 'timm', 'huggingface_hub') if m "
+        "in sys.modules])"
     )
     ran = subprocess.run(
-        [sys.executable, "-c", code, str(llama)], capture_output=True, text=True, check=True, timeout=60
+        [sys.executable, "-c", code, str(llama)],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=60,
     )
     assert ran.stdout.strip() == "[]"

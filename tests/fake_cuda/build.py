@@ -1,9 +1,11 @@
-"""Build the fake CUDA runtime for the torch that is installed, once, and say how a process is started with it.
+"""Build the fake CUDA runtime for the torch that is installed, once, and say how a process is
+started with it.
 
-runtime/*.cpp --g++, with headers of installed packages--> libfakecuda.so, preloaded before torch's own libraries
+runtime/*.cpp --g++, with headers of installed packages--> libfakecuda.so, preloaded before torch's
+    own libraries
 
-Functions that torch wants of CUDA's libraries and the runtime does not have return 0; those that would make, move or
-compute data return an error.
+Functions that torch wants of CUDA's libraries and the runtime does not have return 0; those that
+would make, move or compute data return an error.
 """
 
 from __future__ import annotations
@@ -26,11 +28,18 @@ SOURCES = sorted((HERE / "runtime").glob("*"))
 LIBRARY = "libfakecuda.so"
 ALIASES = ("libcuda.so.1", "libnvidia-ml.so.1")  # which programs open by name
 WANTED = r"^(_*cuda[A-Z]|cublas|nccl[A-Z]|cu[A-Z]|curand|nvml)"
-BY_NAME = rb"\0((?:nvml|cu)[A-Z]\w+)(?=\0)"  # functions that torch looks up when it first needs them
-TORCH_LIBRARIES = ("libtorch_cuda.so", "libtorch_python.so", "libc10_cuda.so", "libtorch_cuda_linalg.so")
+# functions that torch looks up when it first needs them
+BY_NAME = rb"\0((?:nvml|cu)[A-Z]\w+)(?=\0)"
+TORCH_LIBRARIES = (
+    "libtorch_cuda.so",
+    "libtorch_python.so",
+    "libc10_cuda.so",
+    "libtorch_cuda_linalg.so",
+)
 REFUSED = r"cudaM(alloc|em(cpy|set|Pool))|cudaGraph|cudaIpc|cudaStreamBeginCapture|cuMem|cuLaunch"
 REFUSED += r"|nccl(Alltoa|Gather|Scatter|RedOp)"
-NOT_SUPPORTED = 801  # cudaErrorNotSupported, CUDA_ERROR_NOT_SUPPORTED; any number but 0 is an error of NCCL
+# cudaErrorNotSupported, CUDA_ERROR_NOT_SUPPORTED; any number but 0 is an error of NCCL
+NOT_SUPPORTED = 801
 FLAGS = ("-O1", "-std=c++17", "-fPIC", "-Wall", "-Wextra", "-Wno-missing-field-initializers")
 
 
@@ -43,14 +52,18 @@ def why_not() -> str | None:
     if missing := [program for program in ("g++", "gcc", "nm") if shutil.which(program) is None]:
         return f"{missing[0]} is not installed"
     if missing := [
-        header for header in ("cuda_runtime_api.h", "crt/host_defines.h", "nccl.h") if _folder(header) is None
+        header
+        for header in ("cuda_runtime_api.h", "crt/host_defines.h", "nccl.h")
+        if _folder(header) is None
     ]:
         return f"{missing[0]} is in no installed package: install mmtrain[test]"
     return None
 
 
 def built() -> Path:
-    """Return the folder of the library, built in the temporary folder if this source and torch have none there."""
+    """Return the folder of the library, built in the temporary folder if this source and torch have
+    none there.
+    """
     import torch
 
     digest = hashlib.sha256(torch.__version__.encode())
@@ -59,10 +72,14 @@ def built() -> Path:
     for package in ("bitsandbytes", "nvidia-cuda-crt"):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             digest.update(importlib.metadata.version(package).encode())
-    folder = Path(tempfile.gettempdir()) / f"mmtrain-fake-cuda-{os.getuid()}" / digest.hexdigest()[:16]
+    folder = (
+        Path(tempfile.gettempdir()) / f"mmtrain-fake-cuda-{os.getuid()}" / digest.hexdigest()[:16]
+    )
     folder.parent.mkdir(mode=0o700, exist_ok=True)
     owner = folder.parent.lstat()
-    is_ours = stat.S_ISDIR(owner.st_mode) and owner.st_uid == os.getuid() and not owner.st_mode & 0o022
+    is_ours = (
+        stat.S_ISDIR(owner.st_mode) and owner.st_uid == os.getuid() and not owner.st_mode & 0o022
+    )
     assert is_ours, f"others may write to {folder.parent}: remove it"
     if not (folder / LIBRARY).exists():
         made = Path(tempfile.mkdtemp(dir=folder.parent))
@@ -78,16 +95,23 @@ def built() -> Path:
 
 
 def environment(*, seed: int = 0, devices: int = 2, **settings: object) -> dict[str, str]:
-    """Return the environment of a process that sees `devices` fake GPUs, whose orders of work `seed` sets.
+    """Return the environment of a process that sees `devices` fake GPUs, whose orders of work
+    `seed` sets.
 
     `settings`: MIB (memory of a device), CAPABILITY (80 means 8.0), RESULTS (0 computes nothing).
     """
     folder = built()
-    paths = [str(HERE / "site"), str(HERE.parent.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
+    paths = [
+        str(HERE / "site"),
+        str(HERE.parent.parent),
+        *filter(None, [os.environ.get("PYTHONPATH")]),
+    ]
     named = {f"FAKE_CUDA_{name}": str(value) for name, value in settings.items()}
     ours = {
         "LD_PRELOAD": str(folder / LIBRARY),
-        "LD_LIBRARY_PATH": os.pathsep.join(filter(None, [str(folder), os.environ.get("LD_LIBRARY_PATH")])),
+        "LD_LIBRARY_PATH": os.pathsep.join(
+            filter(None, [str(folder), os.environ.get("LD_LIBRARY_PATH")])
+        ),
         "PYTHONPATH": os.pathsep.join(paths),
         "FAKE_CUDA_SEED": str(seed),
         "FAKE_CUDA_DEVICES": str(devices),
@@ -122,19 +146,36 @@ def _build(folder: Path) -> None:
         _run("g++", *FLAGS, *includes, "-c", str(source), "-o", str(objects[-1]))
     present = _symbols("--defined-only", *objects, dynamic=False)
     rest = folder / "rest.c"
-    numbers = {name: NOT_SUPPORTED if re.match(REFUSED, name) else 0 for name in sorted(wanted - present)}
-    rest.write_text("".join(f"int {name}() {{ return {number}; }}\n" for name, number in numbers.items()))
+    numbers = {
+        name: NOT_SUPPORTED if re.match(REFUSED, name) else 0 for name in sorted(wanted - present)
+    }
+    rest.write_text(
+        "".join(f"int {name}() {{ return {number}; }}\n" for name, number in numbers.items())
+    )
     objects.append(folder / "rest.o")
     _run("gcc", "-O1", "-fPIC", "-w", "-c", str(rest), "-o", str(objects[-1]))
     made = folder / LIBRARY
-    _run("g++", "-shared", "-o", str(made), *map(str, objects), "-ldl", "-lpthread", f"-Wl,-soname,{LIBRARY}")
+    _run(
+        "g++",
+        "-shared",
+        "-o",
+        str(made),
+        *map(str, objects),
+        "-ldl",
+        "-lpthread",
+        f"-Wl,-soname,{LIBRARY}",
+    )
     for alias in ALIASES:
         (folder / alias).symlink_to(LIBRARY)
 
 
 def _symbols(kind: str, *files: Path, dynamic: bool = True) -> set[str]:
     listed = _run("nm", *(["-D"] if dynamic else ["-g"]), kind, *map(str, files))
-    names = (line.split()[-1].split("@")[0] for line in listed.splitlines() if line.strip() and not line.endswith(":"))
+    names = (
+        line.split()[-1].split("@")[0]
+        for line in listed.splitlines()
+        if line.strip() and not line.endswith(":")
+    )
     return {name for name in names if not dynamic or re.match(WANTED, name)}
 
 

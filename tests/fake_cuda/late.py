@@ -1,11 +1,14 @@
 """Compute CUDA's operations on the CPU, late, over the bytes of the GPU's tensors.
 
-an operation on CUDA tensors --Late--> torch's own CUDA code (checks, shapes, memory, streams; its kernels do nothing)
-and, on the current stream's queue --the device thread, when the seed's order says so--> the CPU's operation, whose
+an operation on CUDA tensors --Late--> torch's own CUDA code (checks, shapes, memory, streams; its
+    kernels do nothing)
+and, on the current stream's queue --the device thread, when the seed's order says so--> the CPU's
+    operation, whose
 result goes to the bytes of the output
 
-A queued operation keeps addresses, not tensors. So memory that was let go of too early may hold something else by then,
-as on a GPU. What the host must know at once (a number, a shape that depends on data) waits for the stream.
+A queued operation keeps addresses, not tensors. So memory that was let go of too early may hold
+something else by then, as on a GPU. What the host must know at once (a number, a shape that depends
+on data) waits for the stream.
 """
 
 from __future__ import annotations
@@ -36,22 +39,37 @@ PASSED = ("c10d", "profiler")  # NCCL's operations move bytes themselves
 aten = torch.ops.aten
 # Change no byte, or are done by the runtime.
 SILENT = {
-    aten.empty, aten.empty_like, aten.empty_strided, aten.empty_permuted, aten.new_empty, aten.new_empty_strided,
-    aten.record_stream, aten.resize_, aten.set_, aten._local_scalar_dense, aten.is_pinned, aten._pin_memory,
-    aten._fused_sdp_choice, aten._has_compatible_shallow_copy_type,
-}  # fmt: skip
+    aten.empty,
+    aten.empty_like,
+    aten.empty_strided,
+    aten.empty_permuted,
+    aten.new_empty,
+    aten.new_empty_strided,
+    aten.record_stream,
+    aten.resize_,
+    aten.set_,
+    aten._local_scalar_dense,
+    aten.is_pinned,
+    aten._pin_memory,
+    aten._fused_sdp_choice,
+    aten._has_compatible_shallow_copy_type,
+}
 # Results that the host must know, or whose shape depends on data, so that the host waits.
 KNOWN = {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output}
 INDEXED = {aten.index, aten.index_put, aten.index_put_, aten._index_put_impl_, aten._unsafe_index}
 
 
 class Late(TorchDispatchMode):
-    """While it is on, operations on CUDA tensors are computed late. On in Python's threads after `start`."""
+    """While it is on, operations on CUDA tensors are computed late. On in Python's threads after
+    `start`.
+    """
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func.namespace not in COMPUTED:
-            assert func.namespace in PASSED or not _on_gpu(args, kwargs), f"the fake CUDA does not compute {func}"
+            assert func.namespace in PASSED or not _on_gpu(args, kwargs), (
+                f"the fake CUDA does not compute {func}"
+            )
             return func(*args, **kwargs)
         of_gpu = _on_gpu(args, kwargs)
         target = kwargs.get("device")
@@ -74,7 +92,11 @@ class Late(TorchDispatchMode):
                 output = func.decompose(*args, **kwargs)
             return func(*args, **kwargs) if output is NotImplemented else output
         device = of_gpu[0].device if of_gpu else torch.device(target)
-        generator = _generator(args, kwargs, device) if torch.Tag.nondeterministic_seeded in func.tags else None
+        generator = (
+            _generator(args, kwargs, device)
+            if torch.Tag.nondeterministic_seeded in func.tags
+            else None
+        )
         output = func(*args, **kwargs)
         if packet is aten._local_scalar_dense:
             raise_failure()
@@ -82,27 +104,44 @@ class Late(TorchDispatchMode):
             put(device, _job(func, args, kwargs, output, generator))
         return output
 
-    def _copy(self, to: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
-        """Copy between host and device in the steps of torch's `copy_`, which converts on the GPU unless it blocks."""
+    def _copy(
+        self, to: torch.Tensor, source: torch.Tensor, non_blocking: bool = False
+    ) -> torch.Tensor:
+        """Copy between host and device in the steps of torch's `copy_`, which converts on the GPU
+        unless it blocks.
+        """
         converts_first = source.is_cuda == non_blocking
         with self if source.is_cuda else nullcontext():
             value = (source.to(to.dtype) if converts_first else source).expand_as(to)
-            value = value if value.is_contiguous() else value.clone(memory_format=torch.contiguous_format)
+            value = (
+                value
+                if value.is_contiguous()
+                else value.clone(memory_format=torch.contiguous_format)
+            )
         if to.is_contiguous() and to.dtype == value.dtype:
             to.copy_(value, non_blocking)
         else:
-            room = torch.empty(to.shape, dtype=value.dtype, device=to.device).copy_(value, non_blocking)
+            room = torch.empty(to.shape, dtype=value.dtype, device=to.device).copy_(
+                value, non_blocking
+            )
             with self if to.is_cuda else nullcontext():
                 to.copy_(room, non_blocking)
         raise_failure()
         return to
 
     def _moved(self, source: torch.Tensor, **options: Any) -> torch.Tensor:
-        device, dtype = torch.device(options.get("device") or source.device), options.get("dtype") or source.dtype
+        device, dtype = (
+            torch.device(options.get("device") or source.device),
+            options.get("dtype") or source.dtype,
+        )
         non_blocking = options.get("non_blocking", False)
-        pinned = options.get("pin_memory") or (non_blocking and source.is_cuda and device.type == "cpu")
+        pinned = options.get("pin_memory") or (
+            non_blocking and source.is_cuda and device.type == "cpu"
+        )
         layout = options.get("memory_format") or torch.preserve_format
-        output = torch.empty_like(source, dtype=dtype, device=device, pin_memory=bool(pinned), memory_format=layout)
+        output = torch.empty_like(
+            source, dtype=dtype, device=device, pin_memory=bool(pinned), memory_format=layout
+        )
         return self._copy(output, source, non_blocking)
 
     def _known(self, func: Any, args: Any, kwargs: Any) -> Any:
@@ -111,7 +150,9 @@ class Late(TorchDispatchMode):
         torch.cuda.current_stream(device).synchronize()
         raise_failure()
         result = func(*_mapped(on_cpu, args), **{name: on_cpu(x) for name, x in kwargs.items()})
-        return _mapped(lambda x: _given_back(x, device) if isinstance(x, torch.Tensor) else x, result)
+        return _mapped(
+            lambda x: _given_back(x, device) if isinstance(x, torch.Tensor) else x, result
+        )
 
     def _indexed(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Index by the places of masks, as torch does."""
@@ -157,7 +198,9 @@ def _mapped(function: Callable[[Any], Any], x: Any) -> Any:
 
 def _flat(x: Any) -> list[Any]:
     """Return what is in the arguments or results of an operation, in order."""
-    return [part for element in x for part in _flat(element)] if isinstance(x, (tuple, list)) else [x]
+    return (
+        [part for element in x for part in _flat(element)] if isinstance(x, (tuple, list)) else [x]
+    )
 
 
 def _as_argument(x: Any) -> Any:
@@ -170,21 +213,27 @@ def _as_argument(x: Any) -> Any:
 
 
 def _generator(args: Any, kwargs: dict[str, Any], device: torch.device) -> torch.Generator:
-    """Return a generator for one operation: as on a GPU, its numbers follow from a generator's state at its launch."""
+    """Return a generator for one operation: as on a GPU, its numbers follow from a generator's
+    state at its launch.
+    """
     given = [x for x in _flat((args, *kwargs.values())) if isinstance(x, torch.Generator)]
     state = given[0].get_state() if given else torch.cuda.get_rng_state(device)
     return torch.Generator().manual_seed(zlib.crc32(bytes(state.tolist())))
 
 
 def _drawing(func: Any) -> Any:
-    """Return the overload of an operation that takes a generator; None where it has none, as dropout."""
+    """Return the overload of an operation that takes a generator; None where it has none, as
+    dropout.
+    """
     if any(argument.name == "generator" for argument in func._schema.arguments):
         return func
     name = "generator" if func._overloadname == "default" else f"{func._overloadname}_generator"
     return getattr(func.overloadpacket, name, None)
 
 
-def _job(func: Any, args: Any, kwargs: Any, output: Any, generator: torch.Generator | None) -> Callable[[], None]:
+def _job(
+    func: Any, args: Any, kwargs: Any, output: Any, generator: torch.Generator | None
+) -> Callable[[], None]:
     args = _mapped(_as_argument, args)
     kwargs = {name: _mapped(_as_argument, x) for name, x in kwargs.items() if name != "pin_memory"}
     outputs = [on_cpu(x) for x in _flat(output)]
@@ -197,7 +246,9 @@ def _job(func: Any, args: Any, kwargs: Any, output: Any, generator: torch.Genera
         results = _flat(compute(*args, **kwargs))
         for room, result in zip(outputs, results, strict=kernel is None):
             if isinstance(room, torch.Tensor):
-                assert result.shape == room.shape, f"{tuple(result.shape)} on the CPU, {tuple(room.shape)} on the GPU"
+                assert result.shape == room.shape, (
+                    f"{tuple(result.shape)} on the CPU, {tuple(room.shape)} on the GPU"
+                )
                 if result.data_ptr() != room.data_ptr():
                     room.copy_(result)
 

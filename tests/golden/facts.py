@@ -1,4 +1,6 @@
-"""Compute what the golden files record, a case of cases.yaml at a time. mmtrain is imported here alone."""
+"""Compute what the golden files record, a case of cases.yaml at a time. mmtrain is imported here
+alone.
+"""
 
 import functools
 import hashlib
@@ -35,11 +37,29 @@ from mmtrain.data.samples.sample import IGNORE, Sample
 from mmtrain.data.stream.loader import PackedBatches
 from mmtrain.data.stream.packs import Processor
 
-CASES: dict[str, dict[str, Any]] = yaml.safe_load((Path(__file__).parent / "cases.yaml").read_text())
+CASES: dict[str, dict[str, Any]] = yaml.safe_load(
+    (Path(__file__).parent / "cases.yaml").read_text()
+)
 RESUMED = "resumed after step 20"
-WORDS = ("a", "red", "circle,", "東京", "😀", "e\u0301", "1. é\n", "\t{{x}}", "What", "<b>", "", " \\n", "لا", "Ünï")
+WORDS = (
+    "a",
+    "red",
+    "circle,",
+    "東京",
+    "😀",
+    "e\u0301",
+    "1. é\n",
+    "\t{{x}}",
+    "What",
+    "<b>",
+    "",
+    " \\n",
+    "لا",
+    "Ünï",
+)
 MARKS = ("<fake_token_around_image>", "<global-img>", "<end_of_utterance>", "<image>")
-LEFT_OUT = ("transformers_version", "peft_version", "versions", "sha256")  # of JSON: versions, and the weights' bits
+# of JSON: versions, and the weights' bits
+LEFT_OUT = ("transformers_version", "peft_version", "versions", "sha256")
 
 
 def digest(content: str) -> str:
@@ -67,7 +87,9 @@ def model_of(folder: Path, llm: str = "llama", vision: str | None = "siglip") ->
 
 @functools.cache
 def language_model(folder: Path, name: str) -> Path:
-    """Make a random LLM of two layers whose tokenizer has a chat template and the marks of every layout."""
+    """Make a random LLM of two layers whose tokenizer has a chat template and the marks of every
+    layout.
+    """
     made = make_tiny_llm(folder / f"plain {name}", layers=2, **CASES["llms"][name])
     template, marks, *_ = STYLES["qwen2.5"]
     return with_tokenizer(made, folder / name, make_tokenizer(), template, [*MARKS, *marks])
@@ -81,17 +103,23 @@ def encoder(folder: Path, name: str) -> Path:
         return make_tower(made, asked["timm"], {"num_heads": 2})
     family = asked.pop("class")
     sizes = DINO_SIZES if family == "Dinov2" else HF_SIZES
-    model = getattr(transformers, f"{family}Model")(getattr(transformers, f"{family}Config")(**sizes | asked))
+    model = getattr(transformers, f"{family}Model")(
+        getattr(transformers, f"{family}Config")(**sizes | asked)
+    )
     perturb(model).save_pretrained(made)
     settings = {"image_mean": [0.5, 0.4, 0.3], "image_std": [0.2, 0.3, 0.4], "resample": 3}
     (made / "preprocessor_config.json").write_text(json.dumps(settings))
     return made
 
 
-def with_tokenizer(llm: Path, folder: Path, tokenizer: Any, template: str | None, marks: Iterable[str]) -> Path:
+def with_tokenizer(
+    llm: Path, folder: Path, tokenizer: Any, template: str | None, marks: Iterable[str]
+) -> Path:
     """Copy an LLM and give the copy this tokenizer, its chat template and more special tokens."""
     shutil.copytree(llm, folder)
-    tokenizer.add_tokens([AddedToken(mark, special=True, normalized=False) for mark in marks], special_tokens=True)
+    tokenizer.add_tokens(
+        [AddedToken(mark, special=True, normalized=False) for mark in marks], special_tokens=True
+    )
     tokenizer.chat_template = template
     tokenizer.save_pretrained(folder)
     return folder
@@ -101,7 +129,10 @@ def projectors(folder: Path, case: str) -> dict[str, Any]:
     """Train the demo for 40 steps; return the last loss and the SHA-256 of each trained tensor."""
     run = train(folder, case)
     tensors = load_file(run / "checkpoints" / "step-00000040" / "projector.safetensors")
-    hashes = {name: hashlib.sha256(tensors[name].numpy().tobytes()).hexdigest() for name in sorted(tensors)}
+    hashes = {
+        name: hashlib.sha256(tensors[name].numpy().tobytes()).hexdigest()
+        for name in sorted(tensors)
+    }
     return {"last loss": mmtrain.load_run(run).metrics("train")[-1]["loss"], "tensors": hashes}
 
 
@@ -109,11 +140,26 @@ def projectors(folder: Path, case: str) -> dict[str, Any]:
 def train(folder: Path, case: str) -> Path:
     """Run `mmtrain train`; return the run's folder."""
     run = folder / case.replace(" ", "-")
-    overrides = [f"run.dir={folder}", f"run.name={run.name}", "parallel.threads_per_rank=1", "eval.shards=null"]
+    overrides = [
+        f"run.dir={folder}",
+        f"run.name={run.name}",
+        "parallel.threads_per_rank=1",
+        "eval.shards=null",
+    ]
     overrides += ["train.max_steps=40", "train.packs_per_step=4", "checkpoint.every_steps=20"]
     if case == RESUMED:
-        overrides.append(f"--resume={train(folder, 'pipeline 2') / 'checkpoints' / 'step-00000020'}")
-    command = [sys.executable, "-m", "mmtrain", "train", "example:llava_pp4", *overrides, *CASES["projectors"][case]]
+        overrides.append(
+            f"--resume={train(folder, 'pipeline 2') / 'checkpoints' / 'step-00000020'}"
+        )
+    command = [
+        sys.executable,
+        "-m",
+        "mmtrain",
+        "train",
+        "example:llava_pp4",
+        *overrides,
+        *CASES["projectors"][case],
+    ]
     environment = {
         **os.environ,
         "XDG_CACHE_HOME": str(folder / "cache"),
@@ -125,7 +171,9 @@ def train(folder: Path, case: str) -> Path:
 
 
 def order(folder: Path, case: str) -> dict[str, Any]:
-    """Return the first step's packs, and a hash of the sample keys of every step, by seed and replica."""
+    """Return the first step's packs, and a hash of the sample keys of every step, by seed and
+    replica.
+    """
     asked, data = CASES["order"][case], folder / digest(case)
     for name, sizes in asked["sets"].items():
         write_shards(data / name, *sizes)
@@ -134,15 +182,22 @@ def order(folder: Path, case: str) -> dict[str, Any]:
     for seed, replicas in itertools.product((0, 3), (1, 4)):
         config = load_config(folder, model_of(folder), [f"run.seed={seed}", *overrides])
         for replica in range(replicas):
-            packs, share = packs_of(PackedBatches(config, replica, replicas)), config.train.packs_per_step // replicas
+            packs, share = (
+                packs_of(PackedBatches(config, replica, replicas)),
+                config.train.packs_per_step // replicas,
+            )
             steps = [list(itertools.islice(packs, share)) for _ in range(12)]
             facts.setdefault("first step", steps[0])
-            facts[f"seed {seed}, replica {replica} of {replicas}"] = [digest(repr(step)) for step in steps]
+            facts[f"seed {seed}, replica {replica} of {replicas}"] = [
+                digest(repr(step)) for step in steps
+            ]
     return facts
 
 
 def write_shards(folder: Path, samples: int, shards: int, images: list[int], words: int) -> None:
-    """Write captioned images of one colour, whose numbers, sizes and answers are drawn from a fixed seed."""
+    """Write captioned images of one colour, whose numbers, sizes and answers are drawn from a fixed
+    seed.
+    """
     folder.mkdir(parents=True)
     draw, tars = random.Random(samples), [[] for _ in range(shards)]
     for number in range(samples):
@@ -150,7 +205,9 @@ def write_shards(folder: Path, samples: int, shards: int, images: list[int], wor
         answer = " ".join(draw.choices(("red", "circle", "on", "black"), k=draw.randint(1, words)))
         files = [(f"{key}.json", conversation("<image>\n" * count + "Say.", answer))]
         for place in range(count):
-            files.append((f"{key}.{place}.png", picture(draw.randint(8, 240), draw.randint(8, 240))))
+            files.append(
+                (f"{key}.{place}.png", picture(draw.randint(8, 240), draw.randint(8, 240)))
+            )
         tars[number * shards // samples] += files
     for shard, files in enumerate(tars):
         write_tar(folder / f"{shard:03d}.tar", files)
@@ -165,16 +222,24 @@ def packs_of(batches: PackedBatches) -> Iterator[str]:
 
 
 def tokens(folder: Path, case: str) -> dict[str, str]:
-    """Return the numbers of tokens and of supervised ones of each conversation, and a hash of ids and labels."""
+    """Return the numbers of tokens and of supervised ones of each conversation, and a hash of ids
+    and labels.
+    """
     asked, own = CASES["tokens"][case], folder / digest(case)
     jinja = STYLES[asked["style"]][0] if "style" in asked else asked.get("jinja", "")
-    tokenizer = sentencepiece_like() if asked.get("tokenizer") == "sentencepiece" else make_tokenizer()
-    marks = asked.get("marks") or dict.fromkeys(re.findall(r"<\|\w+\|>|<start_of_turn>|<end_of_turn>", jinja))
+    tokenizer = (
+        sentencepiece_like() if asked.get("tokenizer") == "sentencepiece" else make_tokenizer()
+    )
+    marks = asked.get("marks") or dict.fromkeys(
+        re.findall(r"<\|\w+\|>|<start_of_turn>|<end_of_turn>", jinja)
+    )
     with_tokenizer(language_model(folder, "llama"), own, tokenizer, jinja or None, marks)
     (own / "own.jinja").write_text(jinja)
     name = str(own / "own.jinja") if asked.get("as_file") else asked.get("template", "chat")
     layout = f"model.vision.layout={asked.get('layout', 'square')}"
-    config = load_config(folder, model_of(folder), [f"model.llm.path={own}", f"data.template={name}", layout])
+    config = load_config(
+        folder, model_of(folder), [f"model.llm.path={own}", f"data.template={name}", layout]
+    )
     template, facts = Processor(config).template, {}
     for sample in conversations():
         try:
@@ -189,7 +254,9 @@ def tokens(folder: Path, case: str) -> dict[str, str]:
 
 
 def conversations() -> list[Sample]:
-    """Return 50 conversations of 1 to 6 turns, drawn from a fixed seed; some have a system prompt, images or marks."""
+    """Return 50 conversations of 1 to 6 turns, drawn from a fixed seed; some have a system prompt,
+    images or marks.
+    """
     draw, samples = random.Random(0), []
 
     def words() -> str:
@@ -205,7 +272,9 @@ def conversations() -> list[Sample]:
             turns.append(("gpt", words() + end[0]))
         images = sum(text.count("<image>") for _, text in turns)
         sizes = tuple((draw.randint(8, 240), draw.randint(8, 240)) for _ in range(images))
-        samples.append(Sample(f"{number:02d}", "made-up.tar", tuple(turns), (b"",) * images, sizes=sizes))
+        samples.append(
+            Sample(f"{number:02d}", "made-up.tar", tuple(turns), (b"",) * images, sizes=sizes)
+        )
     return samples
 
 
@@ -215,7 +284,12 @@ def exports(folder: Path, case: str) -> dict[str, Any]:
     own.mkdir()
     overrides = asked.get("overrides", [])
     if "lora" in asked:
-        overrides = ["model.lora.r=4", "model.lora.alpha=6", f"model.lora.targets={asked['lora']}", *overrides]
+        overrides = [
+            "model.lora.r=4",
+            "model.lora.alpha=6",
+            f"model.lora.targets={asked['lora']}",
+            *overrides,
+        ]
     if "whole" in asked:
         save_whole(asked["whole"], own / "whole", make_tokenizer())
         model = {"pretrained": str(own / "whole"), "llm": {"dtype": "float32"}}
@@ -223,15 +297,25 @@ def exports(folder: Path, case: str) -> dict[str, Any]:
         model = model_of(folder, asked.get("llm", "llama"), asked.get("encoder"))
     config = load_config(own, model, overrides)
     trained = {name: torch.zeros(shape) for name, shape in asked.get("trained", {}).items()}
-    checkpoint = make_checkpoint(own / "run", config, trained | (drawn_adapters(config) if "lora" in asked else {}))
-    options = [str(checkpoint.path), "--out", str(own / "out"), "--format", asked.get("format", "hf")]
+    checkpoint = make_checkpoint(
+        own / "run", config, trained | (drawn_adapters(config) if "lora" in asked else {})
+    )
+    options = [
+        str(checkpoint.path),
+        "--out",
+        str(own / "out"),
+        "--format",
+        asked.get("format", "hf"),
+    ]
     assert main(["export", *options, *asked.get("options", [])]) == 0
     files = sorted(path for path in (own / "out").rglob("*") if path.is_file())
     return {path.relative_to(own / "out").as_posix(): content_of(path, folder) for path in files}
 
 
 def content_of(path: Path, folder: Path) -> Any:
-    """Return a file's tensors, its JSON or a hash; only its presence where it is prose or the tokenizer's own."""
+    """Return a file's tensors, its JSON or a hash; only its presence where it is prose or the
+    tokenizer's own.
+    """
     if path.name in ("README.md", "tokenizer.json") or path.name.endswith(".index.json"):
         return "there"
     if path.suffix in (".safetensors", ".bin"):
@@ -239,15 +323,25 @@ def content_of(path: Path, folder: Path) -> Any:
     text = path.read_text().replace(str(folder), "FOLDER")
     if path.suffix != ".json":
         return digest(text)
-    return json.loads(text, object_pairs_hook=lambda pairs: {key: value for key, value in pairs if key not in LEFT_OUT})
+    return json.loads(
+        text,
+        object_pairs_hook=lambda pairs: {key: value for key, value in pairs if key not in LEFT_OUT},
+    )
 
 
 def tensors_of(path: Path) -> dict[str, str]:
-    """Return "name type shape" of the tensors, numbers in names as *, with these numbers for each."""
-    tensors = load_file(path) if path.suffix == ".safetensors" else torch.load(path, weights_only=True)
+    """Return "name type shape" of the tensors, numbers in names as *, with these numbers for
+    each.
+    """
+    tensors = (
+        load_file(path) if path.suffix == ".safetensors" else torch.load(path, weights_only=True)
+    )
     places = defaultdict(list)
     for name, tensor in tensors.items():
-        kind = f"{re.sub('[0-9]+', '*', name)} {str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
+        kind = (
+            f"{re.sub('[0-9]+', '*', name)} {str(tensor.dtype).removeprefix('torch.')} "
+            f"{list(tensor.shape)}"
+        )
         places[kind].append(".".join(re.findall("[0-9]+", name)))
     return {kind: ", ".join(sorted(numbers)) for kind, numbers in sorted(places.items())}
 

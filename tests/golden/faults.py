@@ -1,6 +1,8 @@
-"""Start a training run, break it at a moment, and see how it ends: exit code, the rank that is named, seconds.
+"""Start a training run, break it at a moment, and see how it ends: exit code, the rank that is
+named, seconds.
 
-A case breaks something `before` the run starts, or at a `moment` of it by `actions`, one after the other.
+A case breaks something `before` the run starts, or at a `moment` of it by `actions`, one after the
+other.
 """
 
 from __future__ import annotations
@@ -21,19 +23,28 @@ from processes import Command, last_given, ranks_of, running, steps_of
 
 LAUNCH = ("-m", "mmtrain.launch")
 TORCHRUN = ("-m", "torch.distributed.run", "--nproc-per-node", "2", *LAUNCH)
-ALWAYS = ("parallel.pipeline=2", "parallel.threads_per_rank=1", "data.io_retry_seconds=0", "train.max_steps=100000")
+ALWAYS = (
+    "parallel.pipeline=2",
+    "parallel.threads_per_rank=1",
+    "data.io_retry_seconds=0",
+    "train.max_steps=100000",
+)
 NAMED = re.compile(r"\brank (\d+) \(stage")
 INJECTED = Path(__file__).parent / "injected"
 
 
 def outcome_of(case: dict[str, Any], tiny: Path, scratch: Path) -> dict[str, Any]:
-    """Run a case in `scratch`. Return exit code, named rank or None, seconds from the fault to the end, and stderr."""
+    """Run a case in `scratch`. Return exit code, named rank or None, seconds from the fault to the
+    end, and stderr.
+    """
     run = scratch / "runs" / "tiny"
     overrides = [override.format(scratch=scratch) for override in case.get("overrides", ())]
     arguments = last_given(tiny / "config.yaml", f"run.dir={run.parent}", *ALWAYS, *overrides)
     path = os.pathsep.join([str(INJECTED), os.environ.get("PYTHONPATH", "")])
     with contextlib.ExitStack() as stack:
-        stack.enter_context(mock.patch.dict(os.environ, PYTHONPATH=path, INJECTED=case.get("injected", "")))
+        stack.enter_context(
+            mock.patch.dict(os.environ, PYTHONPATH=path, INJECTED=case.get("injected", ""))
+        )
         if "before" in case:
             prepare(case["before"], tiny, scratch, stack)
         launcher = TORCHRUN if case.get("torchrun") else LAUNCH
@@ -48,7 +59,12 @@ def outcome_of(case: dict[str, Any], tiny: Path, scratch: Path) -> dict[str, Any
         command.seconds_until_gone(60)
         seconds = time.monotonic() - began
     named = NAMED.search(command.stderr)
-    return {"exit": code, "rank": named and int(named[1]), "seconds": round(seconds, 1), "stderr": command.stderr}
+    return {
+        "exit": code,
+        "rank": named and int(named[1]),
+        "seconds": round(seconds, 1),
+        "stderr": command.stderr,
+    }
 
 
 # ---- moments and actions
@@ -56,8 +72,11 @@ def outcome_of(case: dict[str, Any], tiny: Path, scratch: Path) -> dict[str, Any
 
 MOMENTS: dict[str, Callable[[Path], object]] = {
     "start": lambda run: len(ranks_of(run)) == 2,
-    "step": lambda run: steps_of(run) >= 2,  # where eval.every_steps is 1, an evaluation follows at once
-    "saving": lambda run: steps_of(run) >= 2 and next((run / "checkpoints").glob(".step-*.tmp"), None),
+    # where eval.every_steps is 1, an evaluation follows at once
+    "step": lambda run: steps_of(run) >= 2,
+    "saving": lambda run: (
+        steps_of(run) >= 2 and next((run / "checkpoints").glob(".step-*.tmp"), None)
+    ),
 }
 
 
@@ -71,7 +90,9 @@ def wait_for_moment(command: Command, run: Path, has_come: Callable[[Path], obje
 
 
 def act(action: str, command: Command, run: Path) -> None:
-    """Do `wait SECONDS`, `move the run`, `cut the shards`, or `SIGNAL launcher|group|ranks|rank N`."""
+    """Do `wait SECONDS`, `move the run`, `cut the shards`, or `SIGNAL launcher|group|ranks|rank
+    N`.
+    """
     verb, _, target = action.partition(" ")
     if verb == "wait":
         time.sleep(float(target))
@@ -84,7 +105,11 @@ def act(action: str, command: Command, run: Path) -> None:
         os.killpg(command.process.pid, signal.Signals[verb])
     else:
         ranks = {f"rank {rank}": pid for rank, pid in ranks_of(run).items()}
-        pids = list(ranks.values()) if target == "ranks" else [(ranks | {"launcher": command.process.pid})[target]]
+        pids = (
+            list(ranks.values())
+            if target == "ranks"
+            else [(ranks | {"launcher": command.process.pid})[target]]
+        )
         for pid in pids:
             os.kill(pid, signal.Signals[verb])
 
@@ -93,7 +118,9 @@ def act(action: str, command: Command, run: Path) -> None:
 
 
 def prepare(what: str, tiny: Path, scratch: Path, stack: contextlib.ExitStack) -> None:
-    """Copy the shards, damage them or checkpoints, or mount a small disk: PermissionError without the right to."""
+    """Copy the shards, damage them or checkpoints, or mount a small disk: PermissionError without
+    the right to.
+    """
     runs, shards = scratch / "runs", scratch / "shards"
     if "shards" in what:
         shutil.copytree(tiny / "shards", shards)
@@ -102,7 +129,8 @@ def prepare(what: str, tiny: Path, scratch: Path, stack: contextlib.ExitStack) -
         shutil.rmtree(runs)
         for tar in shards.glob("*.tar"):
             content = bytearray(tar.read_bytes())
-            for place in range(41_060, len(content) - 10_240, 1024):  # 8 bytes of every second block, sound at first
+            # 8 bytes of every second block, sound at first
+            for place in range(41_060, len(content) - 10_240, 1024):
                 content[place : place + 8] = bytes(8)
             tar.write_bytes(content)
     elif "checkpoint" in what:
@@ -112,7 +140,9 @@ def prepare(what: str, tiny: Path, scratch: Path, stack: contextlib.ExitStack) -
             (step / "projector.safetensors").write_bytes(b"")
     elif what == "small disk":
         runs.mkdir(parents=True)
-        mount = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=400k", "tmpfs", runs], capture_output=True)
+        mount = subprocess.run(
+            ["mount", "-t", "tmpfs", "-o", "size=400k", "tmpfs", runs], capture_output=True
+        )
         if mount.returncode:
             raise PermissionError(mount.stderr.decode())
         stack.callback(subprocess.run, ["umount", "--lazy", runs], check=True)

@@ -1,4 +1,6 @@
-"""Broken runs against their record: exit code, the rank that is named, and seconds until nothing of the run is left."""
+"""Broken runs against their record: exit code, the rank that is named, and seconds until nothing of
+the run is left.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Wrong input against its record: exit code, and the key, option or file that the message names, whatever its words."""
+"""Wrong input against its record: exit code, and the key, option or file that the message names,
+whatever its words.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,9 @@ def exit_code(arguments: list[str]) -> int:
 
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: " ".join(case["argv"])[:80])
-def test_wrong_input_is_refused_by_the_name_of_what_is_wrong(case, places, tmp_path, monkeypatch, capsys) -> None:
+def test_wrong_input_is_refused_by_the_name_of_what_is_wrong(
+    case, places, tmp_path, monkeypatch, capsys
+) -> None:
     monkeypatch.chdir(tmp_path)
     for name, value in case.get("environment", {}).items():
         monkeypatch.setenv(name, value)
@@ -52,5 +56,16 @@ def test_wrong_input_is_refused_by_the_name_of_what_is_wrong(case, places, tmp_p
 
 def test_the_record_holds_200_wrong_inputs_of_every_command() -> None:
     assert len(CASES) >= 200 and len({json.dumps(case) for case in CASES}) == len(CASES)
-    commands = {"train", "plan", "calibrate", "shard", "index", "inspect", "report", "export", "chat", "convert"}
+    commands = {
+        "train",
+        "plan",
+        "calibrate",
+        "shard",
+        "index",
+        "inspect",
+        "report",
+        "export",
+        "chat",
+        "convert",
+    }
     assert commands | {"record", "doctor"} <= {case["argv"][0] for case in CASES}

@@ -21,7 +21,9 @@ class Payload:
 
 
 def make_wrong_things(folder: Path, texts: dict[str, str], tiny: Path, checkpoint: Path) -> None:
-    """Fill `folder` with `texts` by name and with damaged copies of what lies in `tiny` and in `checkpoint`."""
+    """Fill `folder` with `texts` by name and with damaged copies of what lies in `tiny` and in
+    `checkpoint`.
+    """
     for name, text in texts.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text(text)

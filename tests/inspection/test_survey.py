@@ -1,4 +1,6 @@
-"""What indexes tell, against what was written into the tars; how full packs become, against packings made by hand."""
+"""What indexes tell, against what was written into the tars; how full packs become, against
+packings made by hand.
+"""
 
 import numpy as np
 import pytest
@@ -75,11 +77,25 @@ def test_a_bin_is_a_round_number_wide_and_the_highest_percent_shares_one():
     ("lengths", "tiles", "capacity", "expected"),
     [
         # 60 + 40, 50 + 50, 30; 120 does not fit, 0 cannot be used
-        ([60, 40, 50, 120, 50, 0, 30], [0] * 7, Capacity(100), Fill(100, packs=3, fill=230 / 300, overlong=1)),
-        ([30, 30, 30, 30], [1, 1, 1, 3], Capacity(100, tiles=2), Fill(100, packs=2, fill=90 / 200, overlong=1)),
+        (
+            [60, 40, 50, 120, 50, 0, 30],
+            [0] * 7,
+            Capacity(100),
+            Fill(100, packs=3, fill=230 / 300, overlong=1),
+        ),
+        (
+            [30, 30, 30, 30],
+            [1, 1, 1, 3],
+            Capacity(100, tiles=2),
+            Fill(100, packs=2, fill=90 / 200, overlong=1),
+        ),
         ([120, 130], [0, 0], Capacity(100), Fill(100, packs=0, fill=0.0, overlong=2)),
     ],
 )
-def test_fill_is_the_share_of_the_packs_tokens_that_samples_take(lengths, tiles, capacity, expected):
-    sample_set = SampleSet(1.0, np.array([len(lengths)]), np.array(lengths, np.int32), np.array(tiles, np.int32))
+def test_fill_is_the_share_of_the_packs_tokens_that_samples_take(
+    lengths, tiles, capacity, expected
+):
+    sample_set = SampleSet(
+        1.0, np.array([len(lengths)]), np.array(lengths, np.int32), np.array(tiles, np.int32)
+    )
     assert epoch_fill([sample_set], capacity) == expected

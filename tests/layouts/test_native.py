@@ -12,10 +12,14 @@ from pathlib import Path
 import pytest
 from transformers import Lfm2VlImageProcessor
 from transformers.models.glm4v.image_processing_pil_glm4v import smart_resize as glm_resize
-from transformers.models.paddleocr_vl.image_processing_pil_paddleocr_vl import smart_resize as paddle_resize
+from transformers.models.paddleocr_vl.image_processing_pil_paddleocr_vl import (
+    smart_resize as paddle_resize,
+)
 from transformers.models.pixtral.image_processing_pixtral import get_resize_output_image_size
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
-from transformers.models.video_llama_3.image_processing_pil_video_llama_3 import smart_resize as video_llama_resize
+from transformers.models.video_llama_3.image_processing_pil_video_llama_3 import (
+    smart_resize as video_llama_resize,
+)
 
 from mmtrain import load_config
 from mmtrain.base.errors import UserError
@@ -35,10 +39,14 @@ def lfm2(layout: Native, width: int, height: int) -> Size:
     return resized[0] // layout.tile_size, resized[1] // layout.tile_size
 
 
-def qwen2(layout: Native, width: int, height: int, resize: Callable[..., Size] = smart_resize) -> Size:
+def qwen2(
+    layout: Native, width: int, height: int, resize: Callable[..., Size] = smart_resize
+) -> Size:
     """Columns and rows by Qwen2VLImageProcessor."""
     cell = layout.tile_size**2
-    rows, columns = resize(height, width, layout.tile_size, layout.min_positions * cell, layout.max_positions * cell)
+    rows, columns = resize(
+        height, width, layout.tile_size, layout.min_positions * cell, layout.max_positions * cell
+    )
     return columns // layout.tile_size, rows // layout.tile_size
 
 
@@ -70,18 +78,37 @@ RULES: dict[str, tuple[Callable[..., Size], list[Native]]] = {
     "qwen2": (qwen2, [Native(1, side, *bounds) for side, bounds in product((28, 32), BOUNDS)]),
     "qwen vl": (qwen2, [QwenVl(1, side, *bounds) for side, bounds in product((28, 32), BOUNDS)]),
     "glm": (glm, [GlmV(1, 28, *bounds) for bounds in BOUNDS]),
-    "paddleocr": (partial(qwen2, resize=paddle_resize), [PaddleOcrVl(1, 28, *bounds) for bounds in BOUNDS]),
-    "video llama": (partial(qwen2, resize=video_llama_resize), [Native(1, 14, *bounds) for bounds in BOUNDS]),
+    "paddleocr": (
+        partial(qwen2, resize=paddle_resize),
+        [PaddleOcrVl(1, 28, *bounds) for bounds in BOUNDS],
+    ),
+    "video llama": (
+        partial(qwen2, resize=video_llama_resize),
+        [Native(1, 14, *bounds) for bounds in BOUNDS],
+    ),
     "pixtral": (
         pixtral,
-        [Native(1, side, longest_edge=longest) for side, longest in product((14, 16, 28), (400, 1024, 1540))],
+        [
+            Native(1, side, longest_edge=longest)
+            for side, longest in product((14, 16, 28), (400, 1024, 1540))
+        ],
     ),
 }
 
 
 def sizes(count: int) -> Iterator[Size]:
     """Extreme shapes, whole cells and a pixel beside them, and sizes at random."""
-    yield from [(1, 1), (1, 200), (1, 201), (200, 1), (13, 13), (3, 600), (2000, 10), (2010, 10), (30_000, 150)]
+    yield from [
+        (1, 1),
+        (1, 200),
+        (1, 201),
+        (200, 1),
+        (13, 13),
+        (3, 600),
+        (2000, 10),
+        (2010, 10),
+        (30_000, 150),
+    ]
     for side in (14, 16, 28, 32):
         yield from [(side * a + b, side) for a in (1, 2, 7) for b in (-1, 0, 1, side // 2)]
     draw = random.Random(0)
@@ -101,12 +128,28 @@ def compare(rule: str, count: int) -> None:
                 if max(width, height) > THINNEST * min(width, height):
                     continue
                 if layout.is_lfm2:
-                    assert math.prod(stock(layout, width, height)) > layout.max_positions, (layout, width, height)
+                    assert math.prod(stock(layout, width, height)) > layout.max_positions, (
+                        layout,
+                        width,
+                        height,
+                    )
                 else:
-                    assert min(width, height) * layout.longest_edge < max(width, height), (layout, width, height)
+                    assert min(width, height) * layout.longest_edge < max(width, height), (
+                        layout,
+                        width,
+                        height,
+                    )
                 continue
-            assert (tiling.columns, tiling.rows) == stock(layout, width, height), (layout, width, height)
-            assert tiling.tiles == tiling.positions <= layout.most_positions, (layout, width, height)
+            assert (tiling.columns, tiling.rows) == stock(layout, width, height), (
+                layout,
+                width,
+                height,
+            )
+            assert tiling.tiles == tiling.positions <= layout.most_positions, (
+                layout,
+                width,
+                height,
+            )
 
 
 @pytest.mark.parametrize("rule", RULES)
@@ -126,8 +169,11 @@ def test_what_the_processors_refuse_or_reduce_to_nothing_is_unfit():
     with pytest.raises(ValueError, match="aspect ratio must be smaller than 200"):
         qwen2(Native(1, 28), 10, 2010)
     with pytest.raises(UnfitImage, match="3 x 597 pixels, which become 69 positions, more than 24"):
-        Native(1, 14, 8, 24, is_lfm2=True).tiling(3, 597)  # its processor pads to 24, and would cut these off
-    with pytest.raises(UnfitImage, match="1 x 101 pixels, so thin that nothing of it is left within 100"):
+        # its processor pads to 24, and would cut these off
+        Native(1, 14, 8, 24, is_lfm2=True).tiling(3, 597)
+    with pytest.raises(
+        UnfitImage, match="1 x 101 pixels, so thin that nothing of it is left within 100"
+    ):
         Native(1, 14, longest_edge=100).tiling(1, 101)
     assert Native(1, 14, longest_edge=100).tiling(1, 100).positions == 8
 
@@ -135,14 +181,24 @@ def test_what_the_processors_refuse_or_reduce_to_nothing_is_unfit():
 @pytest.mark.parametrize("override", ["min_positions=256", "longest_edge=1"])
 def test_bounds_that_ordinary_images_exceed_are_refused_when_planned(override):
     name = "pixtral_qwen3_8b" if "edge" in override else "naflex_qwen3_8b"
-    config = load_config(Path(__file__).parents[2] / "configs" / f"{name}.yaml", [f"model.vision.{override}"])
-    with pytest.raises(UserError, match=r"model.vision.\w+: \d+ is too small for an image of 16 x 12 pixels"):
+    config = load_config(
+        Path(__file__).parents[2] / "configs" / f"{name}.yaml", [f"model.vision.{override}"]
+    )
+    with pytest.raises(
+        UserError, match=r"model.vision.\w+: \d+ is too small for an image of 16 x 12 pixels"
+    ):
         image_layout(config)
 
 
 def test_numbers_tell_layouts_apart_that_give_an_image_other_positions():
     layouts = [
-        *(Native(1, 32), Native(1, 28), Native(1, 32, 4), Native(1, 32, 4, 1024), Native(1, 32, longest_edge=1024)),
+        *(
+            Native(1, 32),
+            Native(1, 28),
+            Native(1, 32, 4),
+            Native(1, 32, 4, 1024),
+            Native(1, 32, longest_edge=1024),
+        ),
         Native(1, 32, is_lfm2=True),
     ]
     assert len({layout.numbers for layout in layouts}) == len(layouts)

@@ -1,4 +1,6 @@
-"""Tiles and positions of an image of any size: those of the stock processors, and what the stock models put there."""
+"""Tiles and positions of an image of any size: those of the stock processors, and what the stock
+models put there.
+"""
 
 from __future__ import annotations
 
@@ -26,8 +28,12 @@ from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import (
     GotOcr2ImageProcessorPil,
     get_optimal_tiled_canvas,
 )
-from transformers.models.llava_next.image_processing_pil_llava_next import LlavaNextImageProcessorPil
-from transformers.models.llava_onevision.image_processing_pil_llava_onevision import LlavaOnevisionImageProcessorPil
+from transformers.models.llava_next.image_processing_pil_llava_next import (
+    LlavaNextImageProcessorPil,
+)
+from transformers.models.llava_onevision.image_processing_pil_llava_onevision import (
+    LlavaOnevisionImageProcessorPil,
+)
 
 from mmtrain.layouts.anyres import Anyres, AnyresMax9
 from mmtrain.layouts.layout import UnfitImage
@@ -36,9 +42,18 @@ from mmtrain.layouts.square import Square
 from mmtrain.layouts.tiles import Tiles
 from mmtrain.model.stage import arranged
 
-ENCODERS = ((224, 14), (336, 14), (384, 14), (448, 14), (512, 16))  # pixels a side, of a tile and of a patch
+# pixels a side, of a tile and of a patch
+ENCODERS = ((224, 14), (336, 14), (384, 14), (448, 14), (512, 16))
 # With the factor of the connector: what AyaVision's class can be.
-SHUFFLED = ((224, 14, 2), (336, 14, 3), (364, 14, 2), (384, 14, 3), (448, 14, 2), (512, 16, 2), (512, 16, 4))
+SHUFFLED = (
+    (224, 14, 2),
+    (336, 14, 3),
+    (364, 14, 2),
+    (384, 14, 3),
+    (448, 14, 2),
+    (512, 16, 2),
+    (512, 16, 4),
+)
 MAX_TILES = (1, 4, 6, 12)
 OWN_GRIDS = {  # (rows, columns) of tiles
     "lines": ((1, 2), (1, 7), (5, 1)),
@@ -52,15 +67,28 @@ Size = tuple[int, int]  # width, height in pixels
 
 
 def special_sizes(side: int) -> Iterator[Size]:
-    """Extreme shapes, exact grids and what is a pixel beside them, and shapes in the middle of two grids."""
+    """Extreme shapes, exact grids and what is a pixel beside them, and shapes in the middle of two
+    grids.
+    """
     for thread in ((20, 2500), (25, 2500), (1, 2500), (1, 60), (1, 1000), (1, 30_000)):
         yield from (thread, thread[::-1])
     yield from ((1, 1), (20, 20))
     for rows, columns in product(range(1, 5), repeat=2):
         width, height = columns * side, rows * side
-        yield from [(width, height), (width - 1, height), (width, height + 1), (width // 2, height // 2)]
+        yield from [
+            (width, height),
+            (width - 1, height),
+            (width, height + 1),
+            (width // 2, height // 2),
+        ]
     for count in (4, 6, 12):
-        shapes = sorted({columns / rows for columns in range(1, count + 1) for rows in range(1, count // columns + 1)})
+        shapes = sorted(
+            {
+                columns / rows
+                for columns in range(1, count + 1)
+                for rows in range(1, count // columns + 1)
+            }
+        )
         for narrow, wide in pairwise(shapes):
             yield from [(round(height * (narrow + wide) / 2), height) for height in (24, 240, 1200)]
 
@@ -70,38 +98,64 @@ def sizes(side: int, count: int) -> list[Size]:
     draw = random.Random(side)
     chosen = list(special_sizes(side))
     chosen += [(draw.randint(20, 2500), draw.randint(20, 2500)) for _ in range(count // 2)]
-    return chosen + [(round(20 * 125 ** draw.random()), round(20 * 125 ** draw.random())) for _ in range(count // 2)]
+    return chosen + [
+        (round(20 * 125 ** draw.random()), round(20 * 125 ** draw.random()))
+        for _ in range(count // 2)
+    ]
 
 
 @functools.cache
 def tokenizer() -> PreTrainedTokenizerFast:
     words = {"<image>": 0, "<video>": 1, "<|IMG_PATCH|>": 2, "other": 3}
-    return PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel(words, unk_token="other")))
+    return PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer(models.WordLevel(words, unk_token="other"))
+    )
 
 
 def square(side: int) -> dict[str, Any]:
     return {"size": {"height": side, "width": side}}
 
 
-def next_processor(side: int, patch: int, pinpoints: list[list[int]], class_token: bool) -> LlavaNextProcessor:
+def next_processor(
+    side: int, patch: int, pinpoints: list[list[int]], class_token: bool
+) -> LlavaNextProcessor:
     pictures = LlavaNextImageProcessorPil(
         **square(side), crop_size=square(side)["size"], image_grid_pinpoints=pinpoints
     )
     strategy = "default" if class_token else "full"
-    return LlavaNextProcessor(pictures, tokenizer(), patch, strategy, num_additional_image_tokens=int(class_token))
+    return LlavaNextProcessor(
+        pictures, tokenizer(), patch, strategy, num_additional_image_tokens=int(class_token)
+    )
 
 
-def onevision_processor(side: int, patch: int, pinpoints: list[list[int]]) -> LlavaOnevisionProcessor:
+def onevision_processor(
+    side: int, patch: int, pinpoints: list[list[int]]
+) -> LlavaOnevisionProcessor:
     pictures = LlavaOnevisionImageProcessorPil(**square(side), image_grid_pinpoints=pinpoints)
     video = LlavaOnevisionVideoProcessor()
     return LlavaOnevisionProcessor(pictures, tokenizer(), video, (side // patch) ** 2, "full")
 
 
-def packer(layout: Anyres, side: int, patch: int) -> Callable[[torch.Tensor, Size, torch.Tensor], torch.Tensor]:
-    """What the stock model makes of the embeddings of one image's tiles: (N, P, D), its size, (D,) -> (M, D)."""
-    vision = {"model_type": "siglip_vision_model", "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1}
+def packer(
+    layout: Anyres, side: int, patch: int
+) -> Callable[[torch.Tensor, Size, torch.Tensor], torch.Tensor]:
+    """What the stock model makes of the embeddings of one image's tiles: (N, P, D), its size, (D,)
+    -> (M, D).
+    """
+    vision = {
+        "model_type": "siglip_vision_model",
+        "hidden_size": 8,
+        "intermediate_size": 8,
+        "num_hidden_layers": 1,
+    }
     vision |= {"num_attention_heads": 1, "image_size": side, "patch_size": patch}
-    text = {"model_type": "llama", "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "vocab_size": 8}
+    text = {
+        "model_type": "llama",
+        "hidden_size": 8,
+        "intermediate_size": 8,
+        "num_hidden_layers": 1,
+        "vocab_size": 8,
+    }
     text |= {"num_attention_heads": 1}
     grids = [list(pair) for pair in layout.grids]
     kind, settings = {
@@ -113,7 +167,9 @@ def packer(layout: Anyres, side: int, patch: int) -> Callable[[torch.Tensor, Siz
     strategy = {"vision_feature_select_strategy": "full"} if kind is LlavaNextModel else {}
 
     def pack(tiles: torch.Tensor, size: Size, newline: torch.Tensor) -> torch.Tensor:
-        packed, lengths = model.pack_image_features([tiles], [size[::-1]], image_newline=newline, **strategy)
+        packed, lengths = model.pack_image_features(
+            [tiles], [size[::-1]], image_newline=newline, **strategy
+        )
         assert lengths.tolist() == [len(packed[0])]
         return packed[0]
 
@@ -121,23 +177,31 @@ def packer(layout: Anyres, side: int, patch: int) -> Callable[[torch.Tensor, Siz
 
 
 def numbered(tiles: int, positions: int) -> torch.Tensor:
-    """Embeddings (N, P, 2) of which no two are equal: their number, which float32 has exactly, and its square root."""
+    """Embeddings (N, P, 2) of which no two are equal: their number, which float32 has exactly, and
+    its square root.
+    """
     numbers = torch.arange(tiles * positions, dtype=torch.float32)
     return torch.stack([numbers, numbers.sqrt()], dim=1).view(tiles, positions, 2)
 
 
 def compare_unpadded(layout: Anyres, side: int, patch: int, count: int) -> None:
-    """Compare the processor's number of positions, ours, and the very positions that the model puts there."""
+    """Compare the processor's number of positions, ours, and the very positions that the model puts
+    there.
+    """
     grids = [list(pair) for pair in layout.grids]
     chosen = sizes(side, count)
     if layout.name == "anyres":
-        processors = [next_processor(side, patch, grids, class_token) for class_token in (False, True)]
+        processors = [
+            next_processor(side, patch, grids, class_token) for class_token in (False, True)
+        ]
     else:
         processors = [onevision_processor(side, patch, grids)]
     pack, newline = packer(layout, side, patch), torch.tensor([NEWLINE, NEWLINE])
     tilings = [layout.tiling(*size) for size in chosen]
     for processor in processors:
-        numbers = processor._get_num_multimodal_tokens([size[::-1] for size in chosen]).num_image_tokens
+        numbers = processor._get_num_multimodal_tokens(
+            [size[::-1] for size in chosen]
+        ).num_image_tokens
         wrong = [
             (size, tiling, number)
             for size, tiling, number in zip(chosen, tilings, numbers, strict=True)
@@ -148,7 +212,10 @@ def compare_unpadded(layout: Anyres, side: int, patch: int, count: int) -> None:
         tiles = numbered(tiling.tiles, layout.positions_per_tile)
         found, expected = arranged(tiles, newline, [tiling]), pack(tiles, size, newline)
         assert torch.equal(found, expected), (size, tiling)
-        assert len(found) == tiling.positions and int((found[:, 0] == NEWLINE).sum()) == tiling.newlines, (size, tiling)
+        assert (
+            len(found) == tiling.positions
+            and int((found[:, 0] == NEWLINE).sum()) == tiling.newlines
+        ), (size, tiling)
 
 
 def unpadded_layout(name: str, side: int, patch: int, grids: str = "default") -> Anyres:
@@ -156,7 +223,9 @@ def unpadded_layout(name: str, side: int, patch: int, grids: str = "default") ->
     return LAYOUTS[name]((side // patch) ** 2, side, pinpoints=own)
 
 
-@pytest.mark.parametrize(("name", "side", "patch"), [("anyres", 336, 14), ("anyres_max_9", 384, 14)])
+@pytest.mark.parametrize(
+    ("name", "side", "patch"), [("anyres", 336, 14), ("anyres_max_9", 384, 14)]
+)
 def test_positions_are_the_stock_processors_and_what_the_stock_model_puts_there(name, side, patch):
     for grids, count in (("default", 200), *((own, 0) for own in OWN_GRIDS)):
         compare_unpadded(unpadded_layout(name, side, patch, grids), side, patch, count)
@@ -177,19 +246,33 @@ def compare_tiled(side: int, patch: int, factor: int, max_tiles: int, count: int
     layout = Tiles(positions, side, max_tiles)
     pictures = GotOcr2ImageProcessorPil(**square(side), crop_to_patches=True, max_patches=max_tiles)
     processor = AyaVisionProcessor(
-        pictures, tokenizer(), patch, side, downsample_factor=factor, start_of_img_token="", end_of_img_token="."
+        pictures,
+        tokenizer(),
+        patch,
+        side,
+        downsample_factor=factor,
+        start_of_img_token="",
+        end_of_img_token=".",
     )
     chosen, mark = sizes(side, count), processor.img_patch_token
     expected = processor._get_num_multimodal_tokens([size[::-1] for size in chosen])
     texts = {}
     for size, tiles in zip(chosen, expected.num_image_patches, strict=True):
         tiling = layout.tiling(*size)
-        assert tiling.tiles == tiles == pictures.get_number_of_image_patches(*size[::-1]), (size, tiling)
+        assert tiling.tiles == tiles == pictures.get_number_of_image_patches(*size[::-1]), (
+            size,
+            tiling,
+        )
         grid = get_optimal_tiled_canvas(size[::-1], (side, side), 1, max_tiles)
-        assert (tiling.columns, tiling.rows) == grid and tiling.tiles <= layout.most_tiles, (size, tiling)
+        assert (tiling.columns, tiling.rows) == grid and tiling.tiles <= layout.most_tiles, (
+            size,
+            tiling,
+        )
         if tiles not in texts:
             texts[tiles] = processor.replace_image_token({"num_patches": [tiles]}, 0)
-            parts = (mark * piece if isinstance(piece, int) else piece for piece in layout.pieces(tiling))
+            parts = (
+                mark * piece if isinstance(piece, int) else piece for piece in layout.pieces(tiling)
+            )
             assert "".join(parts) + "." == texts[tiles], (size, tiling)
         assert tiling.positions == texts[tiles].count(mark), (size, tiling)
     assert len(texts) > 3 or max_tiles < 4, "sizes of many grids"
@@ -209,7 +292,10 @@ def test_10_000_sizes_are_cut_as_the_stock_processor_cuts_them(side, patch, fact
 
 
 def test_grids_that_are_not_named_are_the_stock_classes_own():
-    for layout, config in ((Anyres(1, 336), LlavaNextConfig()), (AnyresMax9(1, 384), LlavaOnevisionConfig())):
+    for layout, config in (
+        (Anyres(1, 336), LlavaNextConfig()),
+        (AnyresMax9(1, 384), LlavaOnevisionConfig()),
+    ):
         assert layout.image_settings == {"image_grid_pinpoints": config.image_grid_pinpoints}
 
 
@@ -220,22 +306,33 @@ def test_each_of_several_images_of_a_sample_is_one_tile_and_a_newline_where_the_
     tile, inputs = numbered(1, 729), {"batch_num_images": [2, 3]}
     for size in special_sizes(384):
         tiling = layout.tiling(*size, images=2)
-        assert (tiling.tiles, tiling.positions) == (1, processor.replace_image_token(inputs, 4).count("<image>"))
+        assert (tiling.tiles, tiling.positions) == (
+            1,
+            processor.replace_image_token(inputs, 4).count("<image>"),
+        )
         assert torch.equal(arranged(tile, newline, [tiling]), pack(tile, size, newline))
     of_next, of_tiles = unpadded_layout("anyres", 336, 14), Tiles(64, 448)
     for other in (of_next, of_tiles):
-        assert other.tiling(640, 480, images=3) == other.tiling(640, 480), "the others cut them one by one"
+        assert other.tiling(640, 480, images=3) == other.tiling(640, 480), (
+            "the others cut them one by one"
+        )
 
 
 def test_images_of_different_grids_lie_one_after_the_other():
     layout = unpadded_layout("anyres_max_9", 384, 14)
     pack, newline = packer(layout, 384, 14), torch.tensor([NEWLINE, NEWLINE])
     shapes = [(640, 480), (20, 2500), (2304, 2304), (5, 5)]
-    tilings = [layout.tiling(*shapes[0]), layout.tiling(1, 1, images=2), *(layout.tiling(*size) for size in shapes[1:])]
+    tilings = [
+        layout.tiling(*shapes[0]),
+        layout.tiling(1, 1, images=2),
+        *(layout.tiling(*size) for size in shapes[1:]),
+    ]
     tiles = numbered(sum(tiling.tiles for tiling in tilings), 729)
     parts = tiles.split([tiling.tiles for tiling in tilings])
     sizes_of = [shapes[0], (1, 1), *shapes[1:]]
-    expected = torch.cat([pack(part, size, newline) for part, size in zip(parts, sizes_of, strict=True)])
+    expected = torch.cat(
+        [pack(part, size, newline) for part, size in zip(parts, sizes_of, strict=True)]
+    )
     assert torch.equal(arranged(tiles, newline, tilings), expected)
 
 
@@ -252,10 +349,19 @@ def test_numbers_are_told_where_positions_depend_on_them_and_nowhere_else():
     grids = Anyres(729, 384).grids
     layouts = [
         *(Tiles(729, 384), Tiles(729, 384, max_tiles=4), Tiles(729, 336)),
-        *(Anyres(729, 384), AnyresMax9(729, 384, grids), Anyres(729, 384, grids[:2]), Square(729), Square(64)),
+        *(
+            Anyres(729, 384),
+            AnyresMax9(729, 384, grids),
+            Anyres(729, 384, grids[:2]),
+            Square(729),
+            Square(64),
+        ),
     ]
     assert len({layout.numbers for layout in layouts}) == len(layouts)
-    assert Square(729, 384).numbers == Square(729).numbers and Anyres(729, 384, grids).numbers == layouts[3].numbers
+    assert (
+        Square(729, 384).numbers == Square(729).numbers
+        and Anyres(729, 384, grids).numbers == layouts[3].numbers
+    )
 
 
 def test_the_key_takes_the_names_of_the_layouts():

@@ -1,4 +1,6 @@
-"""The probe accepts what is right and catches what is wrong, also faults that raise no error anywhere."""
+"""The probe accepts what is right and catches what is wrong, also faults that raise no error
+anywhere.
+"""
 
 import copy
 import json
@@ -49,7 +51,11 @@ GRANITE = {"num_hidden_layers": 6, "embedding_multiplier": 12.0}
 
 @pytest.mark.parametrize(
     ("family", "options"),
-    [("granite", GRANITE), ("gemma3_text", {"num_hidden_layers": 6}), ("gpt_oss", {"num_hidden_layers": 6})],
+    [
+        ("granite", GRANITE),
+        ("gemma3_text", {"num_hidden_layers": 6}),
+        ("gpt_oss", {"num_hidden_layers": 6}),
+    ],
 )
 def test_right_slices_differ_by_nothing_and_right_packing_by_rounding(family, options, judge):
     differences = judge(CONFIG_MAPPING[family](**options))
@@ -58,9 +64,20 @@ def test_right_slices_differ_by_nothing_and_right_packing_by_rounding(family, op
 
 
 class CutList(nn.Module):
-    """A stage as one would first write it: the decoder layers of the slice are the whole list of a shorter model."""
+    """A stage as one would first write it: the decoder layers of the slice are the whole list of a
+    shorter model.
+    """
 
-    def __init__(self, model: PreTrainedModel, first: int, last: int, *, embedding: bool, head: bool, streamed: None):
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        first: int,
+        last: int,
+        *,
+        embedding: bool,
+        head: bool,
+        streamed: None,
+    ):
         super().__init__()
         part = copy.deepcopy(model)
         part.model.layers = part.model.layers[first:last]
@@ -75,7 +92,9 @@ class CutList(nn.Module):
         return self.whole(hidden, position_ids)
 
 
-@pytest.mark.parametrize(("family", "options"), [("granite", GRANITE), ("gemma3_text", {"num_hidden_layers": 8})])
+@pytest.mark.parametrize(
+    ("family", "options"), [("granite", GRANITE), ("gemma3_text", {"num_hidden_layers": 8})]
+)
 def test_a_cut_layer_list_is_caught(family, options, judge):
     with pytest.raises(UserError, match=f"{family} cannot be cut into stages"):
         judge(CONFIG_MAPPING[family](**options), slicer=CutList)
@@ -104,11 +123,15 @@ def without_the_last_layer(model, first, last, **options) -> DecoderLayers:
 def with_half_of_the_gradient(*arguments, **options) -> DecoderLayers:
     part = slice_of(*arguments, **options)
     forward = part.forward
-    part.forward = lambda hidden, positions: forward(hidden.detach() + 0.5 * (hidden - hidden.detach()), positions)
+    part.forward = lambda hidden, positions: forward(
+        hidden.detach() + 0.5 * (hidden - hidden.detach()), positions
+    )
     return part
 
 
-@pytest.mark.parametrize("slicer", [with_rounded_frequencies, without_the_last_layer, with_half_of_the_gradient])
+@pytest.mark.parametrize(
+    "slicer", [with_rounded_frequencies, without_the_last_layer, with_half_of_the_gradient]
+)
 def test_a_wrong_slice_is_caught(slicer: Callable[..., DecoderLayers], judge):
     with pytest.raises(UserError, match="llama cannot be cut into stages"):
         judge(CONFIG_MAPPING["llama"](num_hidden_layers=6), slicer=slicer)
@@ -127,9 +150,12 @@ def without_the_scale_of_logits(*arguments, **options) -> DecoderLayers:
 
 
 @pytest.mark.parametrize(
-    ("family", "slicer"), [("falcon_h1", without_the_scale_of_tokens), ("granite", without_the_scale_of_logits)]
+    ("family", "slicer"),
+    [("falcon_h1", without_the_scale_of_tokens), ("granite", without_the_scale_of_logits)],
 )
-def test_a_scale_that_a_slice_leaves_out_is_caught_though_the_model_has_it_at_1(family, slicer, judge):
+def test_a_scale_that_a_slice_leaves_out_is_caught_though_the_model_has_it_at_1(
+    family, slicer, judge
+):
     with pytest.raises(UserError, match=f"{family} cannot be cut into stages"):
         judge(CONFIG_MAPPING[family](num_hidden_layers=6), slicer=slicer)
 
@@ -142,7 +168,8 @@ def test_the_probe_draws_scales_and_caps_and_leaves_counts_widths_and_bounds_alo
     assert changed == scales and len(scales) == 9
     gates = zip(before["ssm_multipliers"], after["ssm_multipliers"], strict=True)
     assert all(0.6 <= drawn / value <= 0.9 for value, drawn in gates)
-    minimax = draw_scales(CONFIG_MAPPING["minimax"](), 0)  # config.json gives these as whole numbers
+    # config.json gives these as whole numbers
+    minimax = draw_scales(CONFIG_MAPPING["minimax"](), 0)
     assert 0.6 <= minimax.full_attn_alpha_factor <= 0.9
 
 
@@ -184,24 +211,33 @@ def test_a_70b_config_passes_at_full_depth_and_is_remembered(tmp_path, monkeypat
 
 
 def test_a_family_whose_code_fails_is_refused_with_the_cause_and_not_remembered(tmp_path):
-    path = write_config(tmp_path, "doge", num_hidden_layers=4)  # its attention computes with the mask
-    with pytest.raises(UserError, match=r"doge cannot be staged and packed.*AttributeError: 'Documents'"):
+    # its attention computes with the mask
+    path = write_config(tmp_path, "doge", num_hidden_layers=4)
+    with pytest.raises(
+        UserError, match=r"doge cannot be staged and packed.*AttributeError: 'Documents'"
+    ):
         probe(path, (2,))
     assert records() == []
 
 
 def test_a_family_with_parameters_that_every_stage_needs_is_refused(tmp_path):
-    with pytest.raises(UserError, match=r"^xglm cannot be staged: every stage would need its model\.layer_norm$"):
+    with pytest.raises(
+        UserError, match=r"^xglm cannot be staged: every stage would need its model\.layer_norm$"
+    ):
         probe(write_config(tmp_path, "xglm", num_layers=4), (2,))
 
 
 def test_a_family_that_cannot_be_made_small_is_refused_before_memory_runs_out(tmp_path):
-    with pytest.raises(UserError, match=r"intermediate_size \[16384, .*; needed is one number for all layers"):
+    with pytest.raises(
+        UserError, match=r"intermediate_size \[16384, .*; needed is one number for all layers"
+    ):
         probe(write_config(tmp_path, "gemma3n_text"), (10,))
 
 
 def test_a_child_is_not_mistaken_by_what_a_library_prints(tmp_path, monkeypatch):
-    (tmp_path / "chatty.py").write_text("print('stray'); print('\\ndifferences 0.0 1e-06'); print('a last word')")
+    (tmp_path / "chatty.py").write_text(
+        "print('stray'); print('\\ndifferences 0.0 1e-06'); print('a last word')"
+    )
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(probing, "__name__", "chatty")
     probe(write_config(tmp_path, "llama"), (2,))

@@ -32,16 +32,29 @@ def test_a_rank_opens_the_tensors_of_its_planned_layers_alone(tmp_path, tied, op
         module = build_stage(make_config(tmp_path), stage)
         expected = set()
         for name in on_disk.values():
-            layer = name.rsplit(".", 1)[0] if not name.startswith("llm.layers.") else ".".join(name.split(".")[:3])
-            at_front, at_head = {"llm.embedding"}, {"llm.norm", "llm.head"} | ({"llm.embedding"} if tied else set())
-            if layer in stage.layers or (stage.front and layer in at_front) or (stage.head and layer in at_head):
+            layer = (
+                name.rsplit(".", 1)[0]
+                if not name.startswith("llm.layers.")
+                else ".".join(name.split(".")[:3])
+            )
+            at_front, at_head = (
+                {"llm.embedding"},
+                {"llm.norm", "llm.head"} | ({"llm.embedding"} if tied else set()),
+            )
+            if (
+                layer in stage.layers
+                or (stage.front and layer in at_front)
+                or (stage.head and layer in at_head)
+            ):
                 expected.add(name)
         assert {on_disk[name] for name in opened} == expected
         opened_by_all += opened
         held = {name for name, _ in module.global_parameters()}
         assert any(name.startswith("vision.") for name in held) == (rank.pipeline == 0)
     shared = ["model.embed_tokens.weight"] if tied else []
-    assert sorted(opened_by_all) == sorted([*on_disk, *shared]), "all tensors once; a tied matrix at both ends"
+    assert sorted(opened_by_all) == sorted([*on_disk, *shared]), (
+        "all tensors once; a tied matrix at both ends"
+    )
 
 
 def test_the_projector_stays_in_float32_between_bfloat16_parts(parts):
@@ -52,7 +65,9 @@ def test_the_projector_stays_in_float32_between_bfloat16_parts(parts):
     assert {kinds[name] for name in kinds if name.startswith("projector.")} == {torch.float32}
     assert {kinds[name] for name in kinds if not name.startswith("projector.")} == {torch.bfloat16}
     assert not any(part.training for part in module.modules())
-    assert [name for name, p in module.global_parameters() if p.requires_grad] == list(rank.trainable_names)
+    assert [name for name, p in module.global_parameters() if p.requires_grad] == list(
+        rank.trainable_names
+    )
 
 
 def front_of(parts, trainable):
@@ -69,7 +84,9 @@ def gradients_of(module, hidden):
 
 @pytest.mark.parametrize("trainable", [("projector",), ("projector", "vision")])
 @pytest.mark.parametrize("images", [0, 2])
-def test_prefetched_features_change_no_bit_of_the_first_stages_output_and_gradients(parts, trainable, images):
+def test_prefetched_features_change_no_bit_of_the_first_stages_output_and_gradients(
+    parts, trainable, images
+):
     module = front_of(parts, trainable)
     batch = as_batch([[make_document(0, images=images), make_document(1, images=images // 2)]], 64)
     features = module.encode(batch)
@@ -79,7 +96,9 @@ def test_prefetched_features_change_no_bit_of_the_first_stages_output_and_gradie
     at_once, prefetched = module.start(batch), module.start(batch, features)
     assert torch.equal(at_once, prefetched)
     expected, found = gradients_of(module, at_once), gradients_of(module, prefetched)
-    assert expected and all(torch.equal(found[name], gradient) for name, gradient in expected.items())
+    assert expected and all(
+        torch.equal(found[name], gradient) for name, gradient in expected.items()
+    )
 
 
 PINPOINTS = ((16, 32), (32, 16), (80, 48))  # the last has more positions than 9 tiles
@@ -87,14 +106,19 @@ PINPOINTS = ((16, 32), (32, 16), (80, 48))  # the last has more positions than 9
 
 @pytest.fixture(scope="module")
 def cut(parts):
-    """A stage of layout anyres_max_9 for what trains, and a micro-batch of 3 + 16 + 3 + 1 + 1 tiles in two packs."""
+    """A stage of layout anyres_max_9 for what trains, and a micro-batch of 3 + 16 + 3 + 1 + 1 tiles
+    in two packs.
+    """
 
     def make(*trainable):
         vision = {"name": str(parts / "vision"), "layout": "anyres_max_9", "pinpoints": PINPOINTS}
-        config = make_config(parts, model__trainable=trainable, model__vision=vision, data__pack_length=512)
+        config = make_config(
+            parts, model__trainable=trainable, model__vision=vision, data__pack_length=512
+        )
         layout = image_layout(config)
         ones = [
-            make_document(n, tilings=(layout.tiling(*size),)) for n, size in enumerate([(30, 12), (45, 75), (9, 30)])
+            make_document(n, tilings=(layout.tiling(*size),))
+            for n, size in enumerate([(30, 12), (45, 75), (9, 30)])
         ]
         two = make_document(3, tilings=(layout.tiling(30, 12, 2), layout.tiling(9, 30, 2)))
         batch = as_batch([[ones[0], make_document(4, images=0), ones[1]], [two, ones[2]]], 512)
@@ -104,12 +128,18 @@ def cut(parts):
     return make
 
 
-@pytest.mark.parametrize("trainable", [("projector",), ("projector.linear_*",), ("projector", "vision")])
-def test_tiles_encoded_in_groups_or_ahead_give_the_same_output_and_gradients(cut, monkeypatch, trainable):
+@pytest.mark.parametrize(
+    "trainable", [("projector",), ("projector.linear_*",), ("projector", "vision")]
+)
+def test_tiles_encoded_in_groups_or_ahead_give_the_same_output_and_gradients(
+    cut, monkeypatch, trainable
+):
     module, batch = cut(*trainable)
     results = []
     for per_call, ahead in ((1000, False), (1, False), (5, False), (1000, True)):
-        monkeypatch.setattr("mmtrain.model.encoder.vision_tower.tiles_per_call", lambda patches, most=per_call: most)
+        monkeypatch.setattr(
+            "mmtrain.model.encoder.vision_tower.tiles_per_call", lambda patches, most=per_call: most
+        )
         hidden = module.start(batch, module.encode(batch) if ahead else None)
         results.append((hidden.detach(), gradients_of(module, hidden)))
     (hidden, gradients), *others = results
@@ -120,7 +150,9 @@ def test_tiles_encoded_in_groups_or_ahead_give_the_same_output_and_gradients(cut
         assert theirs.keys() == gradients.keys()
         largest = max(gradient.abs().max() for gradient in gradients.values())
         for name, gradient in theirs.items():
-            torch.testing.assert_close(gradient, gradients[name], rtol=1e-5, atol=float(1e-6 * largest))
+            torch.testing.assert_close(
+                gradient, gradients[name], rtol=1e-5, atol=float(1e-6 * largest)
+            )
 
 
 @pytest.mark.parametrize("trainable", [("projector",), ("projector", "vision")])
@@ -135,9 +167,13 @@ def test_without_an_image_the_newline_has_a_gradient_of_zeros(cut, trainable):
 def test_uint8_images_are_normalised_where_the_encoder_runs(parts):
     module = front_of(parts, ("projector",))
     batch = as_batch([[make_document(0, images=2)]], 64)
-    pixels = torch.randint(256, (2, 3, IMAGE_SIZE, IMAGE_SIZE), generator=torch.Generator().manual_seed(0))
+    pixels = torch.randint(
+        256, (2, 3, IMAGE_SIZE, IMAGE_SIZE), generator=torch.Generator().manual_seed(0)
+    )
     stored = replace(batch, tiles=pixels.to(torch.uint8))
-    normalised = replace(batch, tiles=image_transform(str(parts / "vision")).normalise(stored.tiles))
+    normalised = replace(
+        batch, tiles=image_transform(str(parts / "vision")).normalise(stored.tiles)
+    )
     assert torch.equal(module.start(stored), module.start(normalised))
     assert not torch.equal(module.start(stored), module.start(batch))
 
@@ -154,7 +190,9 @@ def test_the_last_stage_runs_its_last_layer_for_supervised_tokens_alone(parts):
     batch = as_batch([[make_document(0), make_document(1, images=2)], [make_document(2)]], 64)
     supervised = int((batch.labels != IGNORE).sum())
     assert 0 < supervised < batch.tokens
-    loss, tokens = last.loss(first(first.start(batch), batch.position_ids), batch.position_ids, batch.labels)
+    loss, tokens = last.loss(
+        first(first.start(batch), batch.position_ids), batch.position_ids, batch.labels
+    )
     assert tokens == supervised and loss.requires_grad
     assert seen == {"first": batch.labels.numel(), "last": supervised}
 
@@ -162,10 +200,16 @@ def test_the_last_stage_runs_its_last_layer_for_supervised_tokens_alone(parts):
 def test_only_what_matches_trains_stored_as_it_was():
     model = {
         name: nn.Parameter(torch.ones(2, dtype=torch.bfloat16))
-        for name in ("projector.linear_1.weight", "llm.layers.1.mlp.up_proj.weight", "llm.layers.10.mlp.up_proj.weight")
+        for name in (
+            "projector.linear_1.weight",
+            "llm.layers.1.mlp.up_proj.weight",
+            "llm.layers.10.mlp.up_proj.weight",
+        )
     }
     set_trainable(model.items(), ("llm.layers.1",))
-    assert [p.requires_grad for p in model.values()] == [False, True, False], "layer 1 is not layer 10"
+    assert [p.requires_grad for p in model.values()] == [False, True, False], (
+        "layer 1 is not layer 10"
+    )
     assert all(p.dtype == torch.bfloat16 for p in model.values())
 
 

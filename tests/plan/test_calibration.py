@@ -101,7 +101,11 @@ def test_a_calibration_is_for_one_run_and_one_device(tmp_path, cache, override) 
 def test_a_calibration_does_not_depend_on_the_layout(tmp_path, cache) -> None:
     calibration = made_up(make_config(tmp_path))
     calibration.save()
-    for override in ("parallel.boundaries=[8, 16, 24]", "train.packs_per_step=32", "parallel.stages_per_rank=2"):
+    for override in (
+        "parallel.boundaries=[8, 16, 24]",
+        "train.packs_per_step=32",
+        "parallel.stages_per_rank=2",
+    ):
         changed = make_config(tmp_path, override)
         assert find_calibration(changed, models_of(changed), DEVICE) == calibration
 
@@ -123,7 +127,9 @@ def test_a_file_for_another_run_is_refused_with_all_that_differs(tmp_path, cache
 @pytest.mark.parametrize("text", ["", "[1, 2]", "[" * 200_000, "{"])
 def test_a_file_of_something_else_is_no_calibration(tmp_path, text) -> None:
     (tmp_path / "measured.json").write_text(text)
-    with pytest.raises(UserError, match=r"measured\.json: not a calibration that this version of mmtrain reads"):
+    with pytest.raises(
+        UserError, match=r"measured\.json: not a calibration that this version of mmtrain reads"
+    ):
         load_calibration(tmp_path / "measured.json")
 
 
@@ -138,7 +144,9 @@ def test_a_file_of_something_else_is_no_calibration(tmp_path, text) -> None:
 def test_a_calibration_with_a_value_that_none_has_is_refused(config, tmp_path, key, value) -> None:
     file = made_up(config).save(tmp_path / "measured.json")
     file.write_text(json.dumps(json.loads(file.read_text()) | {key: value}))
-    with pytest.raises(UserError, match=r"measured\.json: not a calibration that this version of mmtrain reads"):
+    with pytest.raises(
+        UserError, match=r"measured\.json: not a calibration that this version of mmtrain reads"
+    ):
         load_calibration(file)
 
 
@@ -151,7 +159,9 @@ def test_a_calibration_in_which_nothing_takes_time_is_refused(config, tmp_path) 
         plan_of(config.changed({"parallel.calibration": str(file)}), device=DEVICE)
 
 
-def test_what_cannot_be_read_in_the_cache_does_not_keep_a_run_from_being_planned(config, cache) -> None:
+def test_what_cannot_be_read_in_the_cache_does_not_keep_a_run_from_being_planned(
+    config, cache
+) -> None:
     file = made_up(config).save()
     file.write_text(file.read_text().replace('"format": 1', '"format": 2'))
     assert plan_of(config, device=DEVICE).costs == "assumed"
@@ -167,7 +177,9 @@ def test_a_calibration_depends_on_the_keys_that_say_so_and_on_no_others(config) 
         if ELEMENT not in path and section_of(field.annotation) is None:
             changed = config.changed({".".join(path): "another value"})
             through_models = path[-1] == "dtype"  # the other keys of models change `models`
-            assert (calibration_key(changed, models, DEVICE) != key) == (path in measured or through_models), path
+            assert (calibration_key(changed, models, DEVICE) != key) == (
+                path in measured or through_models
+            ), path
 
 
 # ---- plans
@@ -185,14 +197,22 @@ def test_a_calibrated_plan_adds_up_what_was_measured(config, cache) -> None:
     assert seconds.forward == (0.125 + 0.25 + 7, 8.125, 8.125, 0.125 + 8 + 0.5 + 0.5)
     assert seconds.backward == (0.125 + 0.75 + 14, 16.125, 16.125, 0.125 + 16 + 1 + 0.5)
     table = " ".join(" ".join(render(plan)).split())
-    assert f"step: {plan.step_seconds:,.3g} s, " in table and "costs: calibrated on Abacus 9000" in table
+    assert (
+        f"step: {plan.step_seconds:,.3g} s, " in table
+        and "costs: calibrated on Abacus 9000" in table
+    )
     assert plan.step_seconds > 16 * (8.625 + 17.625)
     for rank, count in zip(plan.ranks, (9, 8, 8, 10), strict=True):
         inputs = 0 if rank.rank == 0 else 2048 * 4096 * 2
-        assert rank.activation_bytes > (4 - rank.rank) * (1000 * (count - 1 + (rank.rank != 0)) + inputs) - 1
+        assert (
+            rank.activation_bytes
+            > (4 - rank.rank) * (1000 * (count - 1 + (rank.rank != 0)) + inputs) - 1
+        )
 
 
-def test_slices_of_the_encoder_take_what_was_measured_of_stem_blocks_and_features(config, tmp_path) -> None:
+def test_slices_of_the_encoder_take_what_was_measured_of_stem_blocks_and_features(
+    config, tmp_path
+) -> None:
     """An encoder of 4 seconds, its load 0.5 and each of 23 blocks 0.125; a call takes 0.125."""
     costs = run_costs(config, models_of(config))
     _, timings = calibrated(costs, made_up(config), 1, CPU)
@@ -207,7 +227,10 @@ def test_slices_of_the_encoder_take_what_was_measured_of_stem_blocks_and_feature
 
 def test_what_a_calibrations_layout_could_not_tell_is_assumed(config, tmp_path, cache) -> None:
     replace(made_up(config), messages=None, features=None).save()
-    plan, assumed = plan_of(config, device=DEVICE), plan_of(config, device=replace(DEVICE, name="x"))
+    plan, assumed = (
+        plan_of(config, device=DEVICE),
+        plan_of(config, device=replace(DEVICE, name="x")),
+    )
     assert plan.costs == "calibrated on Abacus 9000; messages assumed"
     assert plan.seconds.messages == assumed.seconds.messages != MessageCost()
     two = make_config(tmp_path, "parallel.data=2")
@@ -218,7 +241,9 @@ def test_what_a_calibrations_layout_could_not_tell_is_assumed(config, tmp_path, 
     assert plan_of(two, device=DEVICE).seconds.end == 2.0
 
 
-def test_the_last_layer_is_that_for_all_tokens_where_the_head_is_on_another_rank(config, tmp_path, cache) -> None:
+def test_the_last_layer_is_that_for_all_tokens_where_the_head_is_on_another_rank(
+    config, tmp_path, cache
+) -> None:
     made_up(config).save()
     plan = plan_of(make_config(tmp_path, "parallel.boundaries=[8, 16, 32]"), device=DEVICE)
     assert plan.seconds.forward[2:] == (0.125 + 16, 0.125 + 0.5)
@@ -227,7 +252,9 @@ def test_the_last_layer_is_that_for_all_tokens_where_the_head_is_on_another_rank
 def test_an_encoder_that_trains_has_its_backward_in_the_front(tmp_path, cache) -> None:
     config = make_config(tmp_path, "model.trainable=[projector, vision.blocks.22]")
     calibration = made_up(config)
-    calibration = replace(calibration, layers={**calibration.layers, "encoder": made_up_measures(4.0, 3.0)})
+    calibration = replace(
+        calibration, layers={**calibration.layers, "encoder": made_up_measures(4.0, 3.0)}
+    )
     costs, timings = calibrated(run_costs(config, models_of(config)), calibration, 1, CPU)
     assert timings.layers[0].backward == 3.75 and timings.encode == 4.5
     assert costs.layers[0].kept_bytes == 2000
@@ -237,7 +264,9 @@ def test_a_calibration_without_a_kind_of_layer_is_refused(config) -> None:
     calibration = made_up(config)
     layers = {name: found for name, found in calibration.layers.items() if name != "head"}
     with pytest.raises(UserError, match=r"does not have head: it was made by another version"):
-        calibrated(run_costs(config, models_of(config)), replace(calibration, layers=layers), 1, CPU)
+        calibrated(
+            run_costs(config, models_of(config)), replace(calibration, layers=layers), 1, CPU
+        )
 
 
 STREAMS = {
@@ -248,7 +277,9 @@ STREAMS = {
 
 
 @pytest.mark.parametrize("source", STREAMS)
-def test_a_plan_fetches_at_the_rate_that_was_measured_of_its_source(tmp_path, cache, source) -> None:
+def test_a_plan_fetches_at_the_rate_that_was_measured_of_its_source(
+    tmp_path, cache, source
+) -> None:
     config = make_config(tmp_path, "parallel.pipeline=1", *STREAMS[source])
     layer = 202_383_360 * 2
     fetched_bytes = layer // 2 if source == "peers" else layer

@@ -1,4 +1,6 @@
-"""Plans with the encoder in slices: real models against the work that is shared out; never slower than rank 0."""
+"""Plans with the encoder in slices: real models against the work that is shared out; never slower
+than rank 0.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,11 @@ from mmtrain.plan.planner import make_plan
 from mmtrain.plan.search import Search
 from mmtrain.plan.stage_costs import StageCosts
 
-INTERN_20B, INTERN_72B, SIGLIP = "InternViT-6B + InternLM2-20B", "InternViT-6B + Qwen2.5-72B", "SigLIP 81 + Qwen3-8B"
+INTERN_20B, INTERN_72B, SIGLIP = (
+    "InternViT-6B + InternLM2-20B",
+    "InternViT-6B + Qwen2.5-72B",
+    "SigLIP 81 + Qwen3-8B",
+)
 nightly = pytest.mark.nightly
 
 
@@ -32,7 +38,9 @@ nightly = pytest.mark.nightly
         (SIGLIP, 32, 1.11, 1.05),
     ],
 )
-def test_a_pipeline_of_8_takes_little_longer_than_its_work(name, microbatches, step, slowest) -> None:
+def test_a_pipeline_of_8_takes_little_longer_than_its_work(
+    name, microbatches, step, slowest
+) -> None:
     costs = costs_of(CASES[name], 8, microbatches)
     found = figures(Search(costs, "auto").find("auto"), costs)
     assert found.step <= step and found.slowest <= slowest
@@ -47,7 +55,9 @@ def test_few_micro_batches_get_a_short_chain_of_slices_where_a_long_one_does_not
 
 
 def never_worse(costs: StageCosts) -> tuple[bool, bool]:
-    """Checks a plan against that of rank 0 alone; whether it is in slices, and whether only slices fit."""
+    """Checks a plan against that of rank 0 alone; whether it is in slices, and whether only slices
+    fit.
+    """
     search = Search(costs, "auto")
     alone, free = Search(costs).find("auto"), search.find("auto")
     if alone:
@@ -93,11 +103,15 @@ def test_ranks_that_are_named_hold_blocks_and_no_others_do_or_nothing_fits() -> 
         memory = draw.choice([None, 50, 100, 200])
         costs = StageCosts(costs.costs, costs.timings, replace(costs.setting, memory_bytes=memory))
         pipeline, blocks = costs.setting.pipeline, costs.costs.encoder.blocks
-        ranks = tuple(sorted(draw.sample(range(pipeline), min(draw.randrange(1, pipeline + 1), blocks))))
+        ranks = tuple(
+            sorted(draw.sample(range(pipeline), min(draw.randrange(1, pipeline + 1), blocks)))
+        )
         search = Search(costs, ranks)
         given = search.at_cut(even_cut(costs, pipeline, 0.0))
         refused += given is None
-        found += [(ranks, layout, search) for layout in (search.find(1), given) if layout is not None]
+        found += [
+            (ranks, layout, search) for layout in (search.find(1), given) if layout is not None
+        ]
     for ranks, layout, search in found:
         assert tuple(rank for rank, blocks in enumerate(layout.slices) if blocks) == ranks
         assert search.fits(layout)
@@ -105,7 +119,9 @@ def test_ranks_that_are_named_hold_blocks_and_no_others_do_or_nothing_fits() -> 
 
 
 def test_an_encoder_that_fits_on_no_rank_is_planned_in_slices() -> None:
-    """InternViT-6B takes 10.3 GiB, more than rank 0 has left beside the connector and the embedding."""
+    """InternViT-6B takes 10.3 GiB, more than rank 0 has left beside the connector and the
+    embedding.
+    """
     costs = costs_of(replace(CASES[INTERN_20B], pack_length=4096), 8, 8)
     costs = StageCosts(costs.costs, costs.timings, replace(costs.setting, memory_bytes=14 * 2**30))
     assert not Search(costs).find(1)

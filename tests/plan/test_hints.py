@@ -46,9 +46,13 @@ def hints_of(message: str) -> list[list[str]]:
 
 
 def plan_with(file: str | Path, overrides: Sequence[str], hint: Sequence[str]) -> Plan:
-    """Return the plan of a run with these overrides, where a hint's values take the place of others."""
+    """Return the plan of a run with these overrides, where a hint's values take the place of
+    others.
+    """
     values = dict(override.split("=", 1) for override in (*overrides, *hint))
-    return mmtrain.make_plan(mmtrain.load_config(file, [f"{key}={value}" for key, value in values.items()]))
+    return mmtrain.make_plan(
+        mmtrain.load_config(file, [f"{key}={value}" for key, value in values.items()])
+    )
 
 
 @pytest.mark.parametrize(
@@ -74,8 +78,18 @@ def plan_with(file: str | Path, overrides: Sequence[str], hint: Sequence[str]) -
         ),
         # the encoder, whose activations stage 0 keeps for as many micro-batches as there are ranks
         (DEMO, 0.024, [*ENCODER, "parallel.pipeline=4"], "parallel.pipeline=2 parallel.data=2"),
-        ("vicuna", 11, [*ENCODER, LONG], "data.pack_length=2048 train.packs_per_step=32 parallel.streamed_layers=auto"),
-        ("vicuna", 24, [*ENCODER, "parallel.pipeline=16", LONG], "parallel.pipeline=4 parallel.data=4"),
+        (
+            "vicuna",
+            11,
+            [*ENCODER, LONG],
+            "data.pack_length=2048 train.packs_per_step=32 parallel.streamed_layers=auto",
+        ),
+        (
+            "vicuna",
+            24,
+            [*ENCODER, "parallel.pipeline=16", LONG],
+            "parallel.pipeline=4 parallel.data=4",
+        ),
         # everything
         (DEMO, 0.024, [*ALL, "parallel.pipeline=1"], "parallel.pipeline=2"),
         (DEMO, 0.012, [*ALL, "parallel.pipeline=4", "parallel.data=2"], ""),
@@ -91,14 +105,23 @@ def test_with_the_first_hint_a_run_fits(vicuna, model, gib, overrides, first_hin
 
 
 def test_one_hint_quantises_and_what_is_set_by_hand_is_left_to_the_planner(vicuna):
-    overrides = ["parallel.recompute_layers=0", "parallel.boundaries=[]", "parallel.device_memory_gib=12"]
+    overrides = [
+        "parallel.recompute_layers=0",
+        "parallel.boundaries=[]",
+        "parallel.device_memory_gib=12",
+    ]
     hints = hints_of(refusal(vicuna, overrides))
     by_hand = ["parallel.boundaries=null", "parallel.recompute_layers=auto"]
-    assert hints == [[*by_hand, "parallel.streamed_layers=auto"], [*by_hand, "model.llm.quantize=nf4"]]
+    assert hints == [
+        [*by_hand, "parallel.streamed_layers=auto"],
+        [*by_hand, "model.llm.quantize=nf4"],
+    ]
     assert plan_with(vicuna, overrides, hints[1]).streaming.source == "nf4"
 
 
 def test_layers_for_which_the_host_lacks_memory_get_a_planned_hint_too(vicuna):
     message = refusal(vicuna, ["parallel.streamed_layers=32", "parallel.host_memory_gib=8"])
-    assert message.startswith("parallel.host_memory_gib: 8 GiB, but rank 0 would keep 12.1 GiB of streamed layers in ")
+    assert message.startswith(
+        "parallel.host_memory_gib: 8 GiB, but rank 0 would keep 12.1 GiB of streamed layers in "
+    )
     assert hints_of(message)[0] == ["parallel.streamed_layers=auto"]

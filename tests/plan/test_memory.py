@@ -1,4 +1,6 @@
-"""Peak memory of schedules: instants by hand, and against a plain walk that keeps every single tensor apart."""
+"""Peak memory of schedules: instants by hand, and against a plain walk that keeps every single
+tensor apart.
+"""
 
 from __future__ import annotations
 
@@ -10,10 +12,15 @@ from mmtrain.plan.schedule import training_schedule
 from mmtrain.plan.simulate import Buffers, Peak, StageBytes, StageSeconds, instants, peak
 
 
-def peaks_of(schedule: Schedule, stages: list[StageBytes], buffers: Buffers, polls: bool) -> list[int]:
+def peaks_of(
+    schedule: Schedule, stages: list[StageBytes], buffers: Buffers, polls: bool
+) -> list[int]:
     found = instants(schedule, buffers, polls=polls)
     ranks = len(schedule)
-    return [sum(peak(found[rank], stages[rank::ranks], encode_working=7, end_working=3)) for rank in range(ranks)]
+    return [
+        sum(peak(found[rank], stages[rank::ranks], encode_working=7, end_working=3))
+        for rank in range(ranks)
+    ]
 
 
 def test_a_rank_of_1f1b_keeps_as_many_microbatches_as_ranks_follow() -> None:
@@ -35,11 +42,19 @@ def test_what_a_rank_sends_that_never_hears_back_waits_until_the_end(polls: bool
 
 
 def test_an_answer_tells_that_a_message_is_gone() -> None:
-    """Two ranks that train, eight micro-batches: a gradient that comes back lets the activation go."""
-    schedule, stages, buffers = training_schedule(2, 8, 0), [StageBytes(0, 0, 0)] * 2, Buffers(100, 10, 0, 0)
+    """Two ranks that train, eight micro-batches: a gradient that comes back lets the activation
+    go.
+    """
+    schedule, stages, buffers = (
+        training_schedule(2, 8, 0),
+        [StageBytes(0, 0, 0)] * 2,
+        Buffers(100, 10, 0, 0),
+    )
     kept_all = peaks_of(schedule, stages, buffers, False)[0]
     let_go = peaks_of(schedule, stages, buffers, True)[0]
-    assert kept_all == 8 * 110 + 2 * 100, "all activations, and the gradients that are expected next"
+    assert kept_all == 8 * 110 + 2 * 100, (
+        "all activations, and the gradients that are expected next"
+    )
     assert let_go <= 3 * 110 + 2 * 100
 
 

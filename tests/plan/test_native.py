@@ -1,4 +1,6 @@
-"""Plans of images in their own shape: FLOPs and bytes as torch counts them, whichever encoder they go through."""
+"""Plans of images in their own shape: FLOPs and bytes as torch counts them, whichever encoder they
+go through.
+"""
 
 from __future__ import annotations
 
@@ -29,15 +31,25 @@ def parts(tmp_path_factory) -> Path:
     return folder
 
 
-def native_config(parts: Path, kind: str, *trainable: str, positions: int = 108, **overrides: Any) -> RunConfig:
+def native_config(
+    parts: Path, kind: str, *trainable: str, positions: int = 108, **overrides: Any
+) -> RunConfig:
     keys = native_keys(parts / kind, kind)
     keys["model__vision"] |= {"min_positions": 4, "max_positions": 400}
-    expected = {"data__expected_image_tiles": positions, "data__expected_image_positions": positions}
+    expected = {
+        "data__expected_image_tiles": positions,
+        "data__expected_image_positions": positions,
+    }
     return make_config(
         parts,
         **keys,
         model__trainable=("projector", *trainable),
-        **{**expected, "data__expected_text_tokens": 24, "data__pack_length": 4 * (positions + 24), **overrides},
+        **{
+            **expected,
+            "data__expected_text_tokens": 24,
+            "data__pack_length": 4 * (positions + 24),
+            **overrides,
+        },
     )
 
 
@@ -65,7 +77,11 @@ def test_the_front_holds_the_bytes_that_are_planned(parts, kind, trains):
     features, layer = planned.encoder.feature_bytes, planned.layers[0]
     kept = planned.encoder.kept_bytes if trains else features
     assert encoded.end == pytest.approx(kept, rel=0.1)
-    assert 0.5 * planned.encoder.working_bytes < encoded.peak < 1.2 * planned.encoder.working_bytes + kept * trains
+    assert (
+        0.5 * planned.encoder.working_bytes
+        < encoded.peak
+        < 1.2 * planned.encoder.working_bytes + kept * trains
+    )
     assert forward.peak < 1.1 * (layer.kept_bytes + layer.forward_working_bytes)
     assert backward.peak < 1.1 * layer.backward_working_bytes
 
@@ -73,10 +89,14 @@ def test_the_front_holds_the_bytes_that_are_planned(parts, kind, trains):
 def test_attention_in_the_encoder_is_planned_by_the_image_of_an_average_tile(parts):
     flat = native_config(parts, "naflex")
     uneven = flat.changed({"data.expected_attended_tiles": 400})
-    plain, more = (run_costs(config, models_of(config)).encoder.forward for config in (flat, uneven))
+    plain, more = (
+        run_costs(config, models_of(config)).encoder.forward for config in (flat, uneven)
+    )
     tokens, width, blocks = 4 * 4 * 108, 64, 3  # of 4 documents
     assert more - plain == pytest.approx(blocks * 4 * tokens * width * 4 * (400 - 108), rel=0.01)
-    with pytest.raises(UserError, match=r"expected_attended_tiles: 9, .*layout square the encoder sees each tile"):
+    with pytest.raises(
+        UserError, match=r"expected_attended_tiles: 9, .*layout square the encoder sees each tile"
+    ):
         make_plan(make_config(parts).changed({"data.expected_attended_tiles": 9}))
 
 
@@ -88,25 +108,44 @@ def test_a_plan_counts_an_image_in_positions_alone(parts):
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"model.vision.layout": "square"}, r"layout: square, but \S+ takes images of any size. Set .*layout=native"),
-        ({"model.vision.name": "{parts}/vision"}, r"layout: native, but \S+ takes images of one size, 16 pixels"),
+        (
+            {"model.vision.layout": "square"},
+            r"layout: square, but \S+ takes images of any size. Set .*layout=native",
+        ),
+        (
+            {"model.vision.name": "{parts}/vision"},
+            r"layout: native, but \S+ takes images of one size, 16 pixels",
+        ),
         ({"model.vision.max_positions": 3}, r"min_positions: 4 is above max_positions, 3"),
-        ({"model.vision.longest_edge": 64}, "longest_edge: 64, but min_positions or max_positions is set too"),
-        ({"data.image_fit": "pad"}, "image_fit: pad makes one square of an image, but model.vision.layout native"),
+        (
+            {"model.vision.longest_edge": 64},
+            "longest_edge: 64, but min_positions or max_positions is set too",
+        ),
+        (
+            {"data.image_fit": "pad"},
+            "image_fit: pad makes one square of an image, but model.vision.layout native",
+        ),
     ],
 )
 def test_what_does_not_go_together_is_refused_with_the_remedy(parts, changes, said):
-    changes = {key: value.format(parts=parts) if isinstance(value, str) else value for key, value in changes.items()}
+    changes = {
+        key: value.format(parts=parts) if isinstance(value, str) else value
+        for key, value in changes.items()
+    }
     if changes.get("model.vision.layout") == "square":
         changes |= {"model.vision.min_positions": None, "model.vision.max_positions": None}
     with pytest.raises((UserError, ValueError), match=said):
-        changed = native_config(parts, "naflex").changed({"model.vision.final_norm": False, **changes})
+        changed = native_config(parts, "naflex").changed(
+            {"model.vision.final_norm": False, **changes}
+        )
         models_of(RunConfig.model_validate(changed.model_dump()))
 
 
 def test_qwens_patches_go_through_their_merger_or_through_a_connector_that_joins_them(parts):
     config = native_config(parts, "qwen").changed({"model.vision.merger": False})
-    with pytest.raises(UserError, match=r"factor: \S+ has its patches in blocks of 2 x 2, but linear joins 1 x 1"):
+    with pytest.raises(
+        UserError, match=r"factor: \S+ has its patches in blocks of 2 x 2, but linear joins 1 x 1"
+    ):
         models_of(config)
     joined = models_of(config.changed({"model.projector.type": "shuffle_mlp2x_gelu"}))
     assert joined.vision.features_per_image == 4 and joined.vision.merge == 1

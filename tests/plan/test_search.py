@@ -63,7 +63,11 @@ def test_the_search_comes_close_to_the_best_of_all_cuts() -> None:
     draw = random.Random(3)
     excess = []
     for _ in range(40):
-        pipeline, stages_per_rank, decoder = draw.randrange(2, 4), draw.randrange(1, 3), draw.randrange(4, 8)
+        pipeline, stages_per_rank, decoder = (
+            draw.randrange(2, 4),
+            draw.randrange(1, 3),
+            draw.randrange(4, 8),
+        )
         costs = made_up_costs(
             draw,
             decoder,
@@ -77,12 +81,21 @@ def test_the_search_comes_close_to_the_best_of_all_cuts() -> None:
         if found is not None:
             excess.append(found.simulation.seconds / best - 1)
     assert len(excess) >= 25
-    assert max(excess) <= 0.04 and sum(excess) / len(excess) <= 0.003, (max(excess), sum(excess) / len(excess))
+    assert max(excess) <= 0.04 and sum(excess) / len(excess) <= 0.003, (
+        max(excess),
+        sum(excess) / len(excess),
+    )
 
 
 def checked(costs: StageCosts, layout: PipelineLayout) -> None:
-    """What a layout says of itself is so: its lists finish, take the seconds, and fit into memory."""
-    pipeline, stages_per_rank, first = costs.setting.pipeline, layout.stages_per_rank, layout.first_trainable_stage
+    """What a layout says of itself is so: its lists finish, take the seconds, and fit into
+    memory.
+    """
+    pipeline, stages_per_rank, first = (
+        costs.setting.pipeline,
+        layout.stages_per_rank,
+        layout.first_trainable_stage,
+    )
     microbatches = costs.setting.microbatches_per_step
     check_schedule(layout.schedule, microbatches, first, stages_per_rank=stages_per_rank)
     assert layout.simulation == simulate(Program(layout.schedule), layout.seconds)
@@ -92,7 +105,12 @@ def checked(costs: StageCosts, layout: PipelineLayout) -> None:
             found[rank],
             [stage.bytes for stage in need.stages],
             costs.costs.encoder.working_bytes,
-            4 * sum(x.trainable for span in ranges_of(layout.cut, rank, pipeline) for x in costs.layers_of(*span)),
+            4
+            * sum(
+                x.trainable
+                for span in ranges_of(layout.cut, rank, pipeline)
+                for x in costs.layers_of(*span)
+            ),
         )
         assert need.weight_bytes + need.state_bytes + sum(most) == need.total_bytes <= usable(costs)
 
@@ -132,7 +150,9 @@ def test_a_plan_never_exceeds_its_limit_and_is_never_slower_than_the_uniform_cut
 
 
 def test_a_large_search_simulates_no_more_than_it_may(monkeypatch) -> None:
-    """80 decoder layers on 8 ranks, 32 micro-batches: some seconds of Python, whatever the costs."""
+    """80 decoder layers on 8 ranks, 32 micro-batches: some seconds of Python, whatever the
+    costs.
+    """
     simulated = 0
 
     def counting(program: Program, *arguments: object, **options: object) -> Simulation:
@@ -149,25 +169,33 @@ def test_a_large_search_simulates_no_more_than_it_may(monkeypatch) -> None:
 
 @pytest.mark.parametrize("layers", [6, 40])
 @pytest.mark.parametrize("stages_per_rank", ["auto", 2])
-def test_a_layout_is_found_however_many_micro_batches_a_step_has(monkeypatch, layers, stages_per_rank) -> None:
+def test_a_layout_is_found_however_many_micro_batches_a_step_has(
+    monkeypatch, layers, stages_per_rank
+) -> None:
     for module in ("search", "cuts"):
         monkeypatch.setattr(f"mmtrain.plan.{module}.SIMULATED_INSTRUCTIONS", 1000)
     costs = made_up_costs(random.Random(7), layers, pipeline=4, microbatches=350, first=0)
     layout = Search(costs).find(stages_per_rank)
-    assert layout.stages_per_rank == (1 if stages_per_rank == "auto" else 2), "1F1B idles for less than 1%"
+    assert layout.stages_per_rank == (1 if stages_per_rank == "auto" else 2), (
+        "1F1B idles for less than 1%"
+    )
 
 
 def test_more_stages_a_rank_are_taken_where_they_idle_less_and_not_for_nothing() -> None:
     layers = [1.0] * 16
     idle = Search(equal_costs(layers, pipeline=4, microbatches=4)).find("auto")
-    assert idle.stages_per_rank == 4 and idle.simulation.idle == pytest.approx([3 / (4 * 4 + 3)] * 4)
+    assert idle.stages_per_rank == 4 and idle.simulation.idle == pytest.approx(
+        [3 / (4 * 4 + 3)] * 4
+    )
     busy = Search(equal_costs(layers[:8], pipeline=2, microbatches=100)).find("auto")
     assert busy.stages_per_rank == 1
     assert Search(equal_costs(layers, pipeline=1, microbatches=4)).find("auto").cut == (0, 16)
 
 
 def test_an_encoder_gets_into_idle_slots_and_the_cut_counts_on_it() -> None:
-    """p = 2, 8 layers of 1, an encoder of 2: without prefetch rank 0 holds less than rank 1, with it as much."""
+    """p = 2, 8 layers of 1, an encoder of 2: without prefetch rank 0 holds less than rank 1, with
+    it as much.
+    """
     costs = equal_costs([1.0] * 8, pipeline=2, microbatches=4, encode=2.0)
     without, prefetched = without_prefetch(costs).find(1), Search(costs).find(1)
     assert without.chain[0].ahead == 0 and prefetched.chain[0].ahead > 0
@@ -176,13 +204,17 @@ def test_an_encoder_gets_into_idle_slots_and_the_cut_counts_on_it() -> None:
 
 def test_the_search_is_a_function_of_its_costs_alone() -> None:
     draws = [random.Random(5), random.Random(5)]
-    costs = [made_up_costs(draw, 12, pipeline=4, microbatches=8, memory_bytes=2000) for draw in draws]
+    costs = [
+        made_up_costs(draw, 12, pipeline=4, microbatches=8, memory_bytes=2000) for draw in draws
+    ]
     first, second = (Search(x).find("auto") for x in costs)
     assert first == second and first
 
 
 def test_what_recomputes_is_what_is_kept_longest() -> None:
-    """Two stages a rank, room for all but one decoder layer: the first stage's first decoder layer recomputes."""
+    """Two stages a rank, room for all but one decoder layer: the first stage's first decoder layer
+    recomputes.
+    """
     draw = random.Random(6)
     costs = made_up_costs(draw, 10, pipeline=2, microbatches=4, first=0)
     cut = (0, 3, 6, 9, 12)

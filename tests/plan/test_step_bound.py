@@ -1,4 +1,6 @@
-"""A lower bound of steps against the steps that the search finds, for layers with unrelated costs and for real ones."""
+"""A lower bound of steps against the steps that the search finds, for layers with unrelated costs
+and for real ones.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,9 @@ def test_no_step_is_shorter_than_the_bound_and_what_it_calls_impossible_does_not
     draw = random.Random(seed)
     pipeline, memory = draw.randrange(1, 5), draw.choice([None, 100, 200, 300, 500])
     decoder, microbatches = draw.randrange(max(2, pipeline - 1), 9), draw.randrange(1, 9)
-    costs = made_up_costs(draw, decoder, pipeline=pipeline, microbatches=microbatches, memory_bytes=memory)
+    costs = made_up_costs(
+        draw, decoder, pipeline=pipeline, microbatches=microbatches, memory_bytes=memory
+    )
     bound = least_step_seconds(costs)
     found = Search(costs, draw.choice(["auto", 0])).find("auto")
     seconds = math.inf if found is None else found.simulation.seconds

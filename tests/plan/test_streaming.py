@@ -1,4 +1,6 @@
-"""Plans of runs whose frozen layers are fetched: what fits, what it costs, what is chosen and what is refused."""
+"""Plans of runs whose frozen layers are fetched: what fits, what it costs, what is chosen and what
+is refused.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,8 @@ def said(plan):
     return " ".join(" ".join(render(plan)).split())
 
 
-# A device's memory less what CUDA and NCCL take; on each, what the planner refuses without streaming, and fits with it.
+# A device's memory less what CUDA and NCCL take; on each, what the planner refuses without
+# streaming, and fits with it.
 DEVICES = {"24 GB": 21.5, "40 GB": 37.0, "80 GB": 76.5}
 REFUSED = {
     ("24 GB", VICUNA_13B),
@@ -76,19 +79,39 @@ def test_layers_that_stay_lie_evenly_between_those_that_are_streamed():
 def test_enough_tokens_hide_what_is_fetched_and_fewer_do_not():
     short, long = (
         on_one(
-            LLAVA, 80, "parallel.streamed_layers=32", "parallel.recompute_layers=0", f"train.packs_per_microbatch={n}"
+            LLAVA,
+            80,
+            "parallel.streamed_layers=32",
+            "parallel.recompute_layers=0",
+            f"train.packs_per_microbatch={n}",
         )
         for n in (1, 4)
     )
     needed = short.streaming.hidden_from_tokens
-    assert short.streaming.microbatch_tokens == 2048 < needed < 8192 == long.streaming.microbatch_tokens
-    assert f"fetches hide behind computing from {needed:,} tokens a micro-batch on; it has 2,048" in said(short)
-    # A layer of 202.4 million weights in bfloat16 at 25 GB/s against 2 FLOP a weight and token at 150e12 a second.
+    assert (
+        short.streaming.microbatch_tokens
+        == 2048
+        < needed
+        < 8192
+        == long.streaming.microbatch_tokens
+    )
+    assert (
+        f"fetches hide behind computing from {needed:,} tokens a micro-batch on; it has 2,048"
+        in said(short)
+    )
+    # A layer of 202.4 million weights in bfloat16 at 25 GB/s against 2 FLOP a weight and token at
+    # 150e12 a second.
     assert needed == pytest.approx(202.4e6 * 2 / 25e9 * 150e12 / (2 * 202.4e6), rel=0.05)
 
 
 def test_a_step_takes_what_is_not_hidden_of_the_fetches_that_its_lists_have():
-    plan = on_one(LLAVA, 80, "parallel.streamed_layers=32", "parallel.recompute_layers=0", "train.packs_per_step=8")
+    plan = on_one(
+        LLAVA,
+        80,
+        "parallel.streamed_layers=32",
+        "parallel.recompute_layers=0",
+        "train.packs_per_step=8",
+    )
     (rank,) = plan.ranks
     layer = 202_383_360 * 2
     fetches = 2 + 8 * 2 * 30
@@ -99,13 +122,22 @@ def test_a_step_takes_what_is_not_hidden_of_the_fetches_that_its_lists_have():
     bare = 8 * (forward + backward + plan.seconds.encode[0])
     a_layer = (forward - 200e-6) / 32.1, (backward - 200e-6) / 32.1  # the head is a tenth of one
     waiting = sum(8 * 30 * max(0, fetch - seconds) for seconds in a_layer)
-    assert simulate(Program(plan.schedule), plan.seconds).seconds == pytest.approx(bare + waiting, rel=0.02)
+    assert simulate(Program(plan.schedule), plan.seconds).seconds == pytest.approx(
+        bare + waiting, rel=0.02
+    )
 
 
 @pytest.mark.parametrize(("recompute", "gib"), [("auto", 10), ("auto", 12), ("auto", 16), (8, 12)])
 @pytest.mark.parametrize("packs", [1, 2])
-def test_recomputation_and_streaming_share_what_does_not_fit_as_no_other_share_is_faster(recompute, gib, packs):
-    keys = (*ONE, AUTO, f"parallel.recompute_layers={recompute}", f"train.packs_per_microbatch={packs}")
+def test_recomputation_and_streaming_share_what_does_not_fit_as_no_other_share_is_faster(
+    recompute, gib, packs
+):
+    keys = (
+        *ONE,
+        AUTO,
+        f"parallel.recompute_layers={recompute}",
+        f"train.packs_per_microbatch={packs}",
+    )
     config = load_config(LLAVA, keys)
     costs = stage_costs(config, models_of(config), int(gib * GIB), None)
     schedule = training_schedule(1, costs.setting.microbatches_per_step, 0)
@@ -125,9 +157,16 @@ def test_what_the_host_may_keep_bounds_what_is_streamed():
     # All layers would take 58.1 GiB, and fewer are needed.
     plan = on_one(QWEN_32B, 21.5, AUTO, "parallel.host_memory_gib=55")
     assert 40 * GIB < plan.ranks[0].host_bytes <= 55 * GIB
-    with pytest.raises(UserError, match=r"host_memory_gib: 8 GiB, but rank 0 would keep 12\.1 GiB of streamed layers"):
+    with pytest.raises(
+        UserError,
+        match=r"host_memory_gib: 8 GiB, but rank 0 would keep 12\.1 GiB of streamed layers",
+    ):
         plan_of(
-            LLAVA, *ONE, "parallel.device_memory_gib=null", "parallel.streamed_layers=32", "parallel.host_memory_gib=8"
+            LLAVA,
+            *ONE,
+            "parallel.device_memory_gib=null",
+            "parallel.streamed_layers=32",
+            "parallel.host_memory_gib=8",
         )
 
 
@@ -135,11 +174,24 @@ def test_adapters_stay_and_what_trains_otherwise_is_not_streamed():
     lora = ("model.lora.r=8", "model.trainable=[projector, llm.layers.*.lora_*]")
     plan = plan_of(LLAVA, "parallel.pipeline=1", *lora, "parallel.streamed_layers=99")
     assert plan.ranks[0].streamed_layers == 32
-    plan = plan_of(LLAVA, "parallel.pipeline=1", "model.trainable=[llm.layers.3.mlp]", "parallel.streamed_layers=99")
+    plan = plan_of(
+        LLAVA,
+        "parallel.pipeline=1",
+        "model.trainable=[llm.layers.3.mlp]",
+        "parallel.streamed_layers=99",
+    )
     assert plan.ranks[0].streamed_layers == 31 and 3 not in plan.ranks[0].stages[0].streamed
     assert plan.first_trainable_layer == 3
-    with pytest.raises(UserError, match=r"streamed_layers: 4, but .* in every decoder layer, such as llm\.layers\.0\."):
-        plan_of(LLAVA, "parallel.pipeline=1", "model.trainable=[llm.layers.*]", "parallel.streamed_layers=4")
+    with pytest.raises(
+        UserError,
+        match=r"streamed_layers: 4, but .* in every decoder layer, such as llm\.layers\.0\.",
+    ):
+        plan_of(
+            LLAVA,
+            "parallel.pipeline=1",
+            "model.trainable=[llm.layers.*]",
+            "parallel.streamed_layers=4",
+        )
 
 
 @pytest.mark.parametrize(
@@ -147,8 +199,14 @@ def test_adapters_stay_and_what_trains_otherwise_is_not_streamed():
     [
         (("parallel.stream_from=peers",), "streamed_layers is 0, so nothing is streamed"),
         ((AUTO, "parallel.stream_from=peers"), "parallel.data 1 needs parallel.data of at least 2"),
-        ((AUTO, "parallel.stream_from=peers", "parallel.data=4", "parallel.weight_shards=3"), "needs one of 2, 4"),
-        ((AUTO, "parallel.stream_from=peers", "parallel.data=2", "parallel.host_memory_gib=8"), "Leave one of them"),
+        (
+            (AUTO, "parallel.stream_from=peers", "parallel.data=4", "parallel.weight_shards=3"),
+            "needs one of 2, 4",
+        ),
+        (
+            (AUTO, "parallel.stream_from=peers", "parallel.data=2", "parallel.host_memory_gib=8"),
+            "Leave one of them",
+        ),
         (
             ("parallel.weight_shards=2", "parallel.data=2"),
             "stream_from is host, which does not use it. Set stream_from=peers",
@@ -164,7 +222,11 @@ def test_keys_that_do_not_fit_together_are_refused(keys, words):
 @pytest.mark.nightly
 @pytest.mark.parametrize(("pipeline", "data"), [(8, 1), (16, 4)])
 def test_auto_is_never_slower_than_streaming_nothing(pipeline, data):
-    layout = (f"parallel.pipeline={pipeline}", f"parallel.data={data}", "parallel.device_memory_gib=77")
+    layout = (
+        f"parallel.pipeline={pipeline}",
+        f"parallel.data={data}",
+        "parallel.device_memory_gib=77",
+    )
     plain, auto = (plan_of(QWEN_72B, *layout, f"parallel.streamed_layers={n}") for n in (0, "auto"))
     seconds = [simulate(Program(plan.schedule), plan.seconds).seconds for plan in (plain, auto)]
     assert seconds[1] <= seconds[0]

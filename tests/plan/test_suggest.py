@@ -1,4 +1,6 @@
-"""Suggested layouts: as good as all others, really planned, told in 80 columns; what no suggestion changes or fits."""
+"""Suggested layouts: as good as all others, really planned, told in 80 columns; what no suggestion
+changes or fits.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,15 @@ from mmtrain.plan.calibration import Device
 from mmtrain.plan.plan import Plan
 from mmtrain.plan.planner import make_plan, models_of
 from mmtrain.plan.simulate import Program, simulate
-from mmtrain.plan.suggest import SIMPLER, Size, Suggestion, as_options, candidates, render_suggestion, suggest
+from mmtrain.plan.suggest import (
+    SIMPLER,
+    Size,
+    Suggestion,
+    as_options,
+    candidates,
+    render_suggestion,
+    suggest,
+)
 
 ROOT = Path(__file__).parent.parent.parent
 NEAR = 1 + SIMPLER
@@ -60,7 +70,8 @@ def all_steps(config: RunConfig, devices: int) -> dict[tuple, float]:
     """Seconds of every candidate that fits."""
     found = {}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(planner, "does_not_fit", lambda *_: "too large")  # without planning what would fit
+        # without planning what would fit
+        patch.setattr(planner, "does_not_fit", lambda *_: "too large")
         for changes in candidates(config, len(models_of(config).llm.decoder), devices):
             if "model.llm.quantize" in changes:
                 continue
@@ -86,14 +97,20 @@ def test_the_best_layout_is_as_fast_as_the_fastest_of_all(devices, gib) -> None:
     assert suggestion.layouts[0].step_seconds <= NEAR * min(all_steps(config, devices).values())
 
 
-@pytest.mark.parametrize("devices", [1, *(pytest.param(n, marks=pytest.mark.nightly) for n in (2, 4))])
-def test_where_layers_must_be_streamed_the_best_is_as_fast_as_the_fastest_of_all(config_file, devices) -> None:
+@pytest.mark.parametrize(
+    "devices", [1, *(pytest.param(n, marks=pytest.mark.nightly) for n in (2, 4))]
+)
+def test_where_layers_must_be_streamed_the_best_is_as_fast_as_the_fastest_of_all(
+    config_file, devices
+) -> None:
     config = load_config(config_file, ["train.packs_per_step=12"])
     steps = all_steps(config, devices)
     suggestion = suggest(config, devices)
     assert 0 < len(steps) < len(candidates(config, 32, devices)), "some fit, some do not"
     assert suggestion.layouts[0].step_seconds <= NEAR * min(steps.values())
-    assert any(layout.size.source == "host" and layout.host_bytes > 0 for layout in suggestion.layouts)
+    assert any(
+        layout.size.source == "host" and layout.host_bytes > 0 for layout in suggestion.layouts
+    )
 
 
 def test_every_layout_is_what_its_overrides_plan(config_file, of_two) -> None:
@@ -116,7 +133,11 @@ def test_the_fastest_comes_first_but_for_simpler_ones_that_are_as_fast_within_a_
     for place, layout in enumerate(layouts):
         later = layouts[place + 1 :]
         assert all(layout.step_seconds <= NEAR * other.step_seconds for other in later)
-        assert all(layout.size.simplicity < x.size.simplicity for x in later if x.step_seconds < layout.step_seconds)
+        assert all(
+            layout.size.simplicity < x.size.simplicity
+            for x in later
+            if x.step_seconds < layout.step_seconds
+        )
 
 
 def test_what_a_step_computes_is_never_changed_and_all_devices_are_used(config_file) -> None:
@@ -131,7 +152,10 @@ def test_what_a_step_computes_is_never_changed_and_all_devices_are_used(config_f
         after = config.model_dump()
         del before["train"]["packs_per_microbatch"], after["train"]["packs_per_microbatch"]
         parallel = before.pop("parallel"), after.pop("parallel")
-        assert before == after and {key for key in parallel[0] if parallel[0][key] != parallel[1][key]} <= free
+        assert (
+            before == after
+            and {key for key in parallel[0] if parallel[0][key] != parallel[1][key]} <= free
+        )
 
 
 def test_a_quantised_llm_is_suggested_last_and_only_where_that_is_faster(of_two) -> None:
@@ -143,25 +167,46 @@ def test_a_quantised_llm_is_suggested_last_and_only_where_that_is_faster(of_two)
 
 
 def test_what_belongs_to_one_layout_is_left_to_the_planner_which_is_said() -> None:
-    by_hand = ["parallel.boundaries=[1, 2, 3]", "parallel.recompute_layers=[1, 1, 1, 1]", "parallel.encoder_ranks=0"]
+    by_hand = [
+        "parallel.boundaries=[1, 2, 3]",
+        "parallel.recompute_layers=[1, 1, 1, 1]",
+        "parallel.encoder_ranks=0",
+    ]
     suggestion = suggest(demo(*by_hand), 2)
-    assert suggestion.by_hand == ("parallel.boundaries", "parallel.recompute_layers", "parallel.encoder_ranks")
-    assert "chosen by the planner, although CONFIG sets them: parallel.boundaries, parallel.recomp" in text(suggestion)
+    assert suggestion.by_hand == (
+        "parallel.boundaries",
+        "parallel.recompute_layers",
+        "parallel.encoder_ranks",
+    )
+    assert (
+        "chosen by the planner, although CONFIG sets them: parallel.boundaries, parallel.recomp"
+        in text(suggestion)
+    )
     best = suggestion.layouts[0]
-    assert best.overrides["parallel.boundaries"] is None and "parallel.boundaries=null" in text(suggestion)
+    assert best.overrides["parallel.boundaries"] is None and "parallel.boundaries=null" in text(
+        suggestion
+    )
     assert step_seconds(make_plan(demo(*by_hand, *as_options(best.overrides)))) == best.step_seconds
-    assert [x.step_seconds for x in suggestion.layouts] == [x.step_seconds for x in suggest(demo(), 2).layouts]
+    assert [x.step_seconds for x in suggestion.layouts] == [
+        x.step_seconds for x in suggest(demo(), 2).layouts
+    ]
 
 
-def test_a_calibration_gives_seconds_and_leaves_out_what_was_not_measured(tmp_path, monkeypatch) -> None:
+def test_a_calibration_gives_seconds_and_leaves_out_what_was_not_measured(
+    tmp_path, monkeypatch
+) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     config, cpu = demo("parallel.device_memory_gib=1"), Device("Abacus 9000", 2, 1)
     file = made_up_calibration(config, cpu).save(tmp_path / "measured.json")
     named = config.changed({"parallel.calibration": str(file)})
     suggestion = suggest(named, 2, device=cpu)
-    assert suggestion.measured_on == "Abacus 9000" and "calibrated on Abacus 9000" in text(suggestion)
+    assert suggestion.measured_on == "Abacus 9000" and "calibrated on Abacus 9000" in text(
+        suggestion
+    )
     assert all(layout.size.packs_per_microbatch == 1 for layout in suggestion.layouts)
-    assert suggestion.not_measured > 0 and "this calibration does not cover them" in text(suggestion)
+    assert suggestion.not_measured > 0 and "this calibration does not cover them" in text(
+        suggestion
+    )
     assert "parallel.calibration" not in suggestion.layouts[0].overrides
     plan = make_plan(named.changed(suggestion.layouts[0].overrides), device=cpu)
     assert plan.step_seconds == suggestion.layouts[0].step_seconds
@@ -174,8 +219,9 @@ def test_work_is_bounded_by_plans_and_the_text_says_how_many_were_tried(monkeypa
     monkeypatch.setattr("mmtrain.plan.suggest.MOST_PLANS", 6)
     suggestion = suggest(demo(), 4)
     assert suggestion.tried == 6 and suggestion.not_tried > 0
-    assert f"6 layouts were planned, the most promising first; {suggestion.not_tried} more may be as" in text(
-        suggestion
+    assert (
+        f"6 layouts were planned, the most promising first; {suggestion.not_tried} more may be as"
+        in text(suggestion)
     )
     assert suggest(demo(), 4) == suggestion, "whatever else the machine does"
 
@@ -186,18 +232,25 @@ def test_work_is_bounded_by_plans_and_the_text_says_how_many_were_tried(monkeypa
 def test_a_table_tells_each_layout_and_what_to_put_behind_the_config(of_two) -> None:
     lines = render_suggestion(of_two)
     assert max(map(len, lines)) <= 80
-    assert "lmsys/vicuna-7b-v1.5" in text(of_two) and "on 2 devices, 10.0 GiB per rank" in text(of_two)
+    assert "lmsys/vicuna-7b-v1.5" in text(of_two) and "on 2 devices, 10.0 GiB per rank" in text(
+        of_two
+    )
     rows = [line.split() for line in lines if re.match(r"[1-5] +\d", line)]
     assert [row[0] for row in rows] == [str(i) for i in range(1, len(rows) + 1)]
     assert all(int(row[1]) * int(row[2]) == 2 for row in rows)
     assert "mmtrain calibrate CONFIG measures" in text(of_two)
-    assert ("from peers: pays only inside a machine with NVLink" in text(of_two)) == ("peers/" in text(of_two))
+    assert ("from peers: pays only inside a machine with NVLink" in text(of_two)) == (
+        "peers/" in text(of_two)
+    )
 
 
 def test_overrides_that_are_too_long_go_on_behind_a_backslash() -> None:
     suggestion = suggest(demo(), 2)
     long = {f"parallel.{'x' * 20}{i}": None for i in range(9)}
-    layouts = replace(suggestion.layouts[0], overrides=long), replace(suggestion.layouts[0], overrides={})
+    layouts = (
+        replace(suggestion.layouts[0], overrides=long),
+        replace(suggestion.layouts[0], overrides={}),
+    )
     lines = render_suggestion(replace(suggestion, layouts=layouts))
     assert max(map(len, lines)) <= 80
     first = lines.index("append to CONFIG for layout 1:") + 1
@@ -206,13 +259,22 @@ def test_overrides_that_are_too_long_go_on_behind_a_backslash() -> None:
     assert lines[-1] == "  2: (nothing: CONFIG has this layout)"
 
 
-@pytest.mark.parametrize(("devices", "longest"), [(1, {}), (100_000, {"memory_bytes": 2**50, "step_seconds": 1e6})])
+@pytest.mark.parametrize(
+    ("devices", "longest"), [(1, {}), (100_000, {"memory_bytes": 2**50, "step_seconds": 1e6})]
+)
 def test_the_text_fits_80_columns(devices, longest) -> None:
     suggestion = suggest(demo("parallel.device_memory_gib=0.018", "train.packs_per_step=8"), 4)
     size = Size(1000, 10_000, 100_000, "peers", 8)
-    layouts = tuple(replace(x, **longest, size=size if longest else x.size) for x in suggestion.layouts)
-    assert max(map(len, render_suggestion(replace(suggestion, devices=devices, layouts=layouts)))) <= 80
-    measured = replace(suggestion, measured_on="A" * 60, not_measured=7, not_tried=3, layouts=layouts)
+    layouts = tuple(
+        replace(x, **longest, size=size if longest else x.size) for x in suggestion.layouts
+    )
+    assert (
+        max(map(len, render_suggestion(replace(suggestion, devices=devices, layouts=layouts))))
+        <= 80
+    )
+    measured = replace(
+        suggestion, measured_on="A" * 60, not_measured=7, not_tried=3, layouts=layouts
+    )
     assert max(map(len, render_suggestion(measured))) <= 80
 
 
@@ -223,14 +285,18 @@ def test_without_a_limit_all_fits_which_is_said(capsys) -> None:
     assert plan_command.run(plan_command.parse_arguments([DEMO, "--suggest", "2"])) == 0
     told = capsys.readouterr().out
     assert "append to CONFIG for layout 1:" in told
-    assert "no memory limit" in told and "without parallel.device_memory_gib all layouts fit" in told
+    assert (
+        "no memory limit" in told and "without parallel.device_memory_gib all layouts fit" in told
+    )
 
 
 def test_devices_on_which_nothing_fits_are_told_what_the_smallest_layout_needs(config_file) -> None:
     with pytest.raises(UserError) as raised:
         suggest(load_config(config_file, ["parallel.device_memory_gib=0.5"]), 2)
     message = str(raised.value)
-    assert message.startswith("no layout of 2 devices fits. The smallest, parallel.pipeline=2 parallel.streamed_layers")
+    assert message.startswith(
+        "no layout of 2 devices fits. The smallest, parallel.pipeline=2 parallel.streamed_layers"
+    )
     assert "stage 1 (" in message and "layers streamed" in message and "<- too much" in message
 
 
@@ -241,12 +307,15 @@ def test_devices_on_which_nothing_fits_are_told_what_the_smallest_layout_needs(c
         (22, "at most 6 pipeline ranks, one per layer of demo:llm (front, 4 decoder layers, head)"),
         (
             22,
-            "(8), and at most 32,768 micro-batches on all ranks. Set train.packs_per_step=11, or choose",
+            "(8), and at most 32,768 micro-batches on all ranks. "
+            "Set train.packs_per_step=11, or choose",
         ),
         (99_991, "99,991 devices: no layout uses all of them"),
     ],
 )
-def test_devices_over_which_a_step_cannot_be_shared_out_are_refused_with_what_could(devices, said) -> None:
+def test_devices_over_which_a_step_cannot_be_shared_out_are_refused_with_what_could(
+    devices, said
+) -> None:
     with pytest.raises(UserError) as raised:
         suggest(demo("train.packs_per_step=8"), devices)
     assert said in str(raised.value)

@@ -1,4 +1,6 @@
-"""Plans of layouts that cut images into tiles: FLOPs and bytes as torch counts them, and what is said of an image."""
+"""Plans of layouts that cut images into tiles: FLOPs and bytes as torch counts them, and what is
+said of an image.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,9 @@ EXPECTED = {
 }
 
 
-def tiled_config(parts: Path, layout: str, *trainable: str, documents: int = 1, **overrides: Any) -> RunConfig:
+def tiled_config(
+    parts: Path, layout: str, *trainable: str, documents: int = 1, **overrides: Any
+) -> RunConfig:
     tiles, positions = EXPECTED[layout]
     return make_config(
         parts,
@@ -52,7 +56,9 @@ def tiled_config(parts: Path, layout: str, *trainable: str, documents: int = 1, 
 
 @pytest.mark.parametrize("layout", EXPECTED)
 @pytest.mark.parametrize("trainable", [(), ("vision.encoder.layers.1",)])
-def test_encoder_and_front_cost_the_flops_that_torch_counts(parts: Path, layout: str, trainable: tuple) -> None:
+def test_encoder_and_front_cost_the_flops_that_torch_counts(
+    parts: Path, layout: str, trainable: tuple
+) -> None:
     config = tiled_config(parts, layout, *trainable)
     models = models_of(config)
     front = front_of(config)
@@ -77,15 +83,25 @@ LARGE = {"tiles": (13, 13 * 64), "anyres": (5, 64 + 16 * 17), "anyres_max_9": (1
 def test_the_front_holds_the_bytes_that_are_planned(
     parts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, layout: str, documents: int
 ) -> None:
-    monkeypatch.setattr("mmtrain.facts.chunks.PATCHES_PER_CALL", 16 * 64)  # so that several calls are measured, too
-    sizes = {"hidden_size": 64, "intermediate_size": 256, "num_hidden_layers": 3, "num_attention_heads": 2}
-    CLIPVisionModel(CLIPVisionConfig(**sizes, image_size=64, patch_size=8)).save_pretrained(tmp_path)
+    # so that several calls are measured, too
+    monkeypatch.setattr("mmtrain.facts.chunks.PATCHES_PER_CALL", 16 * 64)
+    sizes = {
+        "hidden_size": 64,
+        "intermediate_size": 256,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 2,
+    }
+    CLIPVisionModel(CLIPVisionConfig(**sizes, image_size=64, patch_size=8)).save_pretrained(
+        tmp_path
+    )
     size = {"height": 64, "width": 64}
     CLIPImageProcessorPil(size=size, crop_size=size).save_pretrained(tmp_path)
     tiles, positions = LARGE[layout]
     expected = {"data__expected_image_tiles": tiles, "data__expected_image_positions": positions}
     length = {"data__pack_length": documents * (positions + 40)}
-    config = tiled_config(parts, layout, **expected, **length).changed({"model.vision.name": str(tmp_path)})
+    config = tiled_config(parts, layout, **expected, **length).changed(
+        {"model.vision.name": str(tmp_path)}
+    )
     planned, front = run_costs(config, models_of(config)), front_of(config)
     encoded, forward, backward = bytes_of_front(front)
     features, layer = planned.encoder.feature_bytes, planned.layers[0]
@@ -97,7 +113,9 @@ def test_the_front_holds_the_bytes_that_are_planned(
     assert backward.peak < 1.1 * layer.backward_working_bytes
 
 
-def test_a_frozen_encoder_works_on_some_tiles_at_a_time_and_one_that_trains_on_all(parts: Path) -> None:
+def test_a_frozen_encoder_works_on_some_tiles_at_a_time_and_one_that_trains_on_all(
+    parts: Path,
+) -> None:
     frozen, trained = [], []
     for documents in (100, 400, 800):  # 1,300 tiles are one call, 5,200 two
         config = tiled_config(parts, "tiles", documents=documents)
@@ -108,31 +126,44 @@ def test_a_frozen_encoder_works_on_some_tiles_at_a_time_and_one_that_trains_on_a
     assert frozen[0].working_bytes == trained[0].working_bytes
     assert frozen[1].working_bytes < 3 * frozen[0].working_bytes
     more_features = frozen[2].feature_bytes - frozen[1].feature_bytes
-    assert frozen[2].working_bytes - frozen[1].working_bytes == pytest.approx(more_features, rel=0.01)
+    assert frozen[2].working_bytes - frozen[1].working_bytes == pytest.approx(
+        more_features, rel=0.01
+    )
 
 
 @pytest.mark.parametrize("layout", EXPECTED)
-def test_the_expected_micro_batch_is_of_images_that_come_near_what_is_expected(parts: Path, layout: str) -> None:
+def test_the_expected_micro_batch_is_of_images_that_come_near_what_is_expected(
+    parts: Path, layout: str
+) -> None:
     config = tiled_config(parts, layout, documents=2)
     models, batch = models_of(config), expected_batch(config, models_of(config))
     tiles, positions = EXPECTED[layout]
     assert len(batch.tilings) == 2 and len(batch.tiles) == sum(one.tiles for one in batch.tilings)
     assert {one.tiles for one in batch.tilings} == {tiles}
     assert batch.tilings[0].positions == pytest.approx(positions, rel=0.05)
-    assert int((batch.input_ids == IMAGE_POSITION).sum()) == sum(one.positions for one in batch.tilings)
-    unsaid = config.changed({"data.expected_image_tiles": None, "data.expected_image_positions": None})
+    assert int((batch.input_ids == IMAGE_POSITION).sum()) == sum(
+        one.positions for one in batch.tilings
+    )
+    unsaid = config.changed(
+        {"data.expected_image_tiles": None, "data.expected_image_positions": None}
+    )
     assert typical_tiling(unsaid, models.layout) == models.layout.tiling(640, 480)
     short = config.changed({"data.pack_length": positions - 1})
-    assert typical_tiling(short, models.layout).positions < positions, "one that a pack has room for"
+    assert typical_tiling(short, models.layout).positions < positions, (
+        "one that a pack has room for"
+    )
 
 
 def test_packs_without_room_for_a_typical_image_are_refused_with_the_remedy(parts: Path) -> None:
     config = tiled_config(parts, "anyres")
     with pytest.raises(
-        UserError, match=r"data.pack_length: 24 .*layout anyres takes 24. .* e.g. 32 tokens. .*expected_im"
+        UserError,
+        match=r"data.pack_length: 24 .*layout anyres takes 24. .* e.g. 32 tokens. .*expected_im",
     ):
         make_plan(config.changed({"data.pack_length": 24}))
-    with pytest.raises(UserError, match=r"data.max_tiles_per_pack: 4, but .* is 5 tiles. Set at least 5"):
+    with pytest.raises(
+        UserError, match=r"data.max_tiles_per_pack: 4, but .* is 5 tiles. Set at least 5"
+    ):
         make_plan(config.changed({"data.max_tiles_per_pack": 4}))
     make_plan(config.changed({"data.max_tiles_per_pack": 5, "data.pack_length": 25}))
     little = tiled_config(parts, "anyres", data__pack_length=4, data__expected_image_positions=2)
@@ -140,15 +171,21 @@ def test_packs_without_room_for_a_typical_image_are_refused_with_the_remedy(part
         make_plan(little)  # no image is as small as that
 
 
-def test_a_typical_image_has_tiles_and_positions_and_only_where_its_size_decides(parts: Path) -> None:
+def test_a_typical_image_has_tiles_and_positions_and_only_where_its_size_decides(
+    parts: Path,
+) -> None:
     both = {"data.expected_image_tiles": 7, "data.expected_image_positions": 60}
     square = make_config(parts).changed(both)
-    with pytest.raises(UserError, match=r"_tiles: 7 .*layout square every image is one .*Leave both out"):
+    with pytest.raises(
+        UserError, match=r"_tiles: 7 .*layout square every image is one .*Leave both out"
+    ):
         make_plan(square)
     make_plan(square.changed(dict.fromkeys(both)))
     unset = dict.fromkeys(("data__expected_image_tiles", "data__expected_image_positions"))
     for key, value in both.items():
-        with pytest.raises(ValueError, match=r"data\.expected_image_.*: null, but .* is set, .*leave both out"):
+        with pytest.raises(
+            ValueError, match=r"data\.expected_image_.*: null, but .* is set, .*leave both out"
+        ):
             tiled_config(parts, "anyres", **{**unset, key.replace(".", "__"): value})
 
 
@@ -161,22 +198,34 @@ def test_a_plan_says_what_it_expects_of_an_image_and_whether_the_largest_fits(pa
         **{"most_tiles": 37, "most_positions": most, "fits": False},
     }
     text = " ".join(" ".join(render(plan)).split())
-    assert f"an image (anyres_max_9): 13 tiles and 39 positions expected, at most 37 and {most}; a sample with" in text
+    assert (
+        f"an image (anyres_max_9): 13 tiles and 39 positions expected, at most 37 and {most}; "
+        "a sample with" in text
+    )
     roomy = make_plan(config.changed({"data.pack_length": most + 1}))
     assert roomy.image.fits and "no pack" not in " ".join(render(roomy))
-    assert not make_plan(config.changed({"data.pack_length": most + 1, "data.max_tiles_per_pack": 13})).image.fits
+    assert not make_plan(
+        config.changed({"data.pack_length": most + 1, "data.max_tiles_per_pack": 13})
+    ).image.fits
     square = make_plan(make_config(parts))
     assert square.image is None and "an image" not in " ".join(render(square))
 
 
 @pytest.mark.parametrize(
-    ("layout", "tile_size", "side"), [("tiles", 32, 4), ("anyres", 336, 24), ("anyres_max_9", 384, 27)]
+    ("layout", "tile_size", "side"),
+    [("tiles", 32, 4), ("anyres", 336, 24), ("anyres_max_9", 384, 27)],
 )
-def test_no_image_takes_more_than_the_most_positions(layout: str, tile_size: int, side: int) -> None:
+def test_no_image_takes_more_than_the_most_positions(
+    layout: str, tile_size: int, side: int
+) -> None:
     images = LAYOUTS[layout](side**2, tile_size)
     draw = random.Random(0)
     sizes = [(draw.randint(20, 2500), draw.randint(20, 2500)) for _ in range(2000)]
-    sizes += [(width, height) for height, width in images.image_settings.get("image_grid_pinpoints", ())]
+    sizes += [
+        (width, height) for height, width in images.image_settings.get("image_grid_pinpoints", ())
+    ]
     found = [images.tiling(*size) for size in sizes]
-    assert 0.98 * images.most_positions < max(one.positions for one in found) <= images.most_positions
+    assert (
+        0.98 * images.most_positions < max(one.positions for one in found) <= images.most_positions
+    )
     assert max(one.tiles for one in found) <= images.most_tiles

@@ -1,4 +1,6 @@
-"""The page of real runs, in a real Chromium: what it shows against the records, what it asks for, who can use it."""
+"""The page of real runs, in a real Chromium: what it shows against the records, what it asks for,
+who can use it.
+"""
 
 from __future__ import annotations
 
@@ -18,9 +20,15 @@ from rank_runs import train
 from mmtrain.__main__ import main
 from mmtrain.base.printing import escape
 
-Axe = pytest.importorskip("axe_playwright_python.sync_playwright", reason="the test extra is not installed").Axe
-sync_api = pytest.importorskip("playwright.sync_api", reason="the test extra's playwright is not installed")
-CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+Axe = pytest.importorskip(
+    "axe_playwright_python.sync_playwright", reason="the test extra is not installed"
+).Axe
+sync_api = pytest.importorskip(
+    "playwright.sync_api", reason="the test extra's playwright is not installed"
+)
+CHROMIUM = next(
+    filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None
+)
 pytestmark = [
     pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on PATH: apt-get install chromium"),
     pytest.mark.timeout(600),  # the run that all share is made within the first test
@@ -29,11 +37,23 @@ pytestmark = [
 ROOT = Path(__file__).parents[2]
 STEPS, SAVED = 12, 4
 SETTINGS = (
-    *("parallel.data=2", "parallel.pipeline=1", "parallel.threads_per_rank=1", f"train.max_steps={STEPS}"),
-    *(f"checkpoint.every_steps={SAVED}", "checkpoint.every_minutes=null", "data.max_quarantine_rate=0.3"),
+    *(
+        "parallel.data=2",
+        "parallel.pipeline=1",
+        "parallel.threads_per_rank=1",
+        f"train.max_steps={STEPS}",
+    ),
+    *(
+        f"checkpoint.every_steps={SAVED}",
+        "checkpoint.every_minutes=null",
+        "data.max_quarantine_rate=0.3",
+    ),
     *("eval.fraction=0.2", "eval.every_steps=4", "eval.show_answers=3", "run.name=resumed"),
 )
-HOSTILE = "</script><script>window.pwned=1</script><img src=x onerror=window.pwned=1>{{7*7}}\u202e&amp;\"'`${1}"
+HOSTILE = (
+    "</script><script>window.pwned=1</script><img src=x "
+    "onerror=window.pwned=1>{{7*7}}\u202e&amp;\"'`${1}"
+)
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +74,9 @@ class Opened:
 
     def unfold(self) -> None:
         """Open all that can be."""
-        self.page.evaluate("document.querySelectorAll('details').forEach(details => details.open = true)")
+        self.page.evaluate(
+            "document.querySelectorAll('details').forEach(details => details.open = true)"
+        )
 
     def text(self, section: str) -> str:
         return self.page.locator(f"#{section}").inner_text()
@@ -64,7 +86,9 @@ class Opened:
         details = self.page.locator(f"#table-{chart}")
         details.evaluate("details => details.open = true")
         details.locator("tbody tr").first.wait_for()
-        return details.evaluate("e => [...e.querySelectorAll('tr')].map(r => [...r.cells].map(c => c.textContent))")
+        return details.evaluate(
+            "e => [...e.querySelectorAll('tr')].map(r => [...r.cells].map(c => c.textContent))"
+        )
 
 
 @pytest.fixture(scope="module")
@@ -116,7 +140,9 @@ class Life:
 
 @pytest.fixture(scope="module")
 def life(tiny, tmp_path_factory) -> Life:
-    """Two replicas, damaged pictures, SIGKILL between two checkpoints, then the rest; report.html cannot be written."""
+    """Two replicas, damaged pictures, SIGKILL between two checkpoints, then the rest; report.html
+    cannot be written.
+    """
     folder = tmp_path_factory.mktemp("runs")
     shutil.copytree(tiny / "shards", folder / "shards")
     for tar in (folder / "shards").glob("*.tar"):
@@ -130,7 +156,9 @@ def life(tiny, tmp_path_factory) -> Life:
     command.append(f"data.shards={folder}/shards/*.tar")
     with running(command, folder) as started:
         begun = lambda: (run / "metrics.jsonl").exists()  # noqa: E731
-        wait_for(lambda: begun() and len(lines(run, "metrics.jsonl", "train")) > SAVED + 1, 150, "steps")
+        wait_for(
+            lambda: begun() and len(lines(run, "metrics.jsonl", "train")) > SAVED + 1, 150, "steps"
+        )
         started.kill()
     shutil.copytree(run, killed)
     (run / "report.html").mkdir()
@@ -146,15 +174,25 @@ def life(tiny, tmp_path_factory) -> Life:
 def other(tiny, tmp_path_factory) -> Path:
     """A run like that one, with another rate, on one rank, with adapters' rates apart."""
     folder = tmp_path_factory.mktemp("runs")
-    overrides = [*SETTINGS, "parallel.data=1", "optimizer.lr=3e-3", "train.max_steps=4", "run.name=other"]
-    return train(tiny / "config.yaml", *overrides, "eval.show_answers=0", f"run.dir={folder}").folder
+    overrides = [
+        *SETTINGS,
+        "parallel.data=1",
+        "optimizer.lr=3e-3",
+        "train.max_steps=4",
+        "run.name=other",
+    ]
+    return train(
+        tiny / "config.yaml", *overrides, "eval.show_answers=0", f"run.dir={folder}"
+    ).folder
 
 
 # ---- the whole page
 
 
 @pytest.mark.parametrize(("width", "scheme"), [(390, "light"), (1280, "dark")])
-def test_it_opens_without_errors_or_requests_fits_the_screen_and_keeps_nobody_out(life, show, width, scheme):
+def test_it_opens_without_errors_or_requests_fits_the_screen_and_keeps_nobody_out(
+    life, show, width, scheme
+):
     file = life.folder / "report.html"
     assert file.stat().st_size < 2_000_000
     opened = show(file, width, scheme)
@@ -175,7 +213,11 @@ def test_a_keyboard_reaches_and_works_everything(life, show):
     reached = []
     for _ in range(80):
         page.keyboard.press("Tab")
-        reached.append(page.evaluate("document.activeElement.tagName + ':' + document.activeElement.textContent"))
+        reached.append(
+            page.evaluate(
+                "document.activeElement.tagName + ':' + document.activeElement.textContent"
+            )
+        )
         if reached[-1].startswith("BUTTON") and "held-out" in reached[-1]:
             break
     assert any(name.startswith("A:Faults") for name in reached)
@@ -183,8 +225,12 @@ def test_a_keyboard_reaches_and_works_everything(life, show):
     drawn = page.locator("#chart-loss svg path")
     last = drawn.nth(drawn.count() - 1)
     page.keyboard.press("Enter")
-    assert page.locator("#chart-loss button", has_text="held-out").get_attribute("aria-pressed") == "false"
-    last.wait_for(state="detached", timeout=5000)  # the chart is drawn again with the browser's next frame
+    assert (
+        page.locator("#chart-loss button", has_text="held-out").get_attribute("aria-pressed")
+        == "false"
+    )
+    # the chart is drawn again with the browser's next frame
+    last.wait_for(state="detached", timeout=5000)
     page.keyboard.press("Tab")
     assert "logarithmic" in page.evaluate("document.activeElement.textContent")
     page.keyboard.press("Space")
@@ -194,7 +240,9 @@ def test_a_keyboard_reaches_and_works_everything(life, show):
 
 
 def test_no_text_of_a_run_becomes_markup_or_script(life, show, tmp_path):
-    """Every text of every record says something that a page must not do; so does the folder's name."""
+    """Every text of every record says something that a page must not do; so does the folder's
+    name.
+    """
     folder = tmp_path / "<b onmouseover=alert(1)>run&"
     shutil.copytree(life.folder, folder)
 
@@ -215,10 +263,14 @@ def test_no_text_of_a_run_becomes_markup_or_script(life, show, tmp_path):
     last = lines(folder, "metrics.jsonl", "train")[-1]
     with (folder / "metrics.jsonl").open("a") as file:
         for step in range(STEPS, STEPS + 3):
-            file.write(json.dumps({**last, "step": step, "lr_groups": groups, "no_update": HOSTILE}) + "\n")
+            file.write(
+                json.dumps({**last, "step": step, "lr_groups": groups, "no_update": HOSTILE}) + "\n"
+            )
         failed = {"kind": "checkpoint_failed", "step": 3, "time": last["time"], "error": HOSTILE}
         file.write(json.dumps(failed) + "\n")
-    (folder / "bad_steps.jsonl").write_text(json.dumps({"step": 3, "parameters": [HOSTILE], "ranks": [0]}) + "\n")
+    (folder / "bad_steps.jsonl").write_text(
+        json.dumps({"step": 3, "parameters": [HOSTILE], "ranks": [0]}) + "\n"
+    )
     config = json.dumps({"run": {"name": HOSTILE}, HOSTILE: HOSTILE, "data": {"shards": [HOSTILE]}})
     (folder / "config.yaml").write_text(config)
     opened = show(made(folder, out=tmp_path / "hostile.html"))
@@ -227,7 +279,9 @@ def test_no_text_of_a_run_becomes_markup_or_script(life, show, tmp_path):
     assert opened.said == [] and len(opened.asked) == 1
     assert opened.page.evaluate("window.pwned") is None
     assert opened.page.evaluate("document.scripts.length") == 3
-    assert opened.page.evaluate("[...document.images].every(image => image.src.startsWith('data:image/jpeg'))")
+    assert opened.page.evaluate(
+        "[...document.images].every(image => image.src.startsWith('data:image/jpeg'))"
+    )
     assert opened.page.locator("h1").inner_text() == folder.name
     for section in ("trained", "learning", "answers", "samples", "faults", "configuration"):
         assert "<img src=x onerror" in opened.text(section), section
@@ -247,7 +301,10 @@ def test_the_vendored_library_is_the_one_that_its_notice_names():
 
 def test_the_headline_says_what_was_trained_and_what_went_wrong(life, opened):
     said = opened.text("headline")
-    trained = sum(rank["trainable"] for rank in json.loads((life.folder / "plan.json").read_text())["ranks"][:1])
+    trained = sum(
+        rank["trainable"]
+        for rank in json.loads((life.folder / "plan.json").read_text())["ranks"][:1]
+    )
     samples = sum(record["samples"] for record in lines(life.folder, "metrics.jsonl", "train"))
     quarantined = len(lines(life.folder, "quarantine.jsonl"))
     assert f"projector: {trained:,} parameters" in said and "The audit passed" in said
@@ -277,11 +334,16 @@ def test_evaluations_and_control_are_those_of_the_records(life, opened):
     recorded = lines(life.folder, "metrics.jsonl", "eval")
     head, *rows = opened.table("scores")
     assert [[float(cell) for cell in row] for row in rows] == [
-        pytest.approx([r["step"], r["exact_match"], r["token_accuracy"]], rel=1e-5) for r in recorded
+        pytest.approx([r["step"], r["exact_match"], r["token_accuracy"]], rel=1e-5)
+        for r in recorded
     ]
     assert head == ["step", "exact match", "token accuracy"]
     loss_head, *loss_rows = opened.table("loss")
-    held_out = {float(row[0]): float(row[loss_head.index("held-out samples")]) for row in loss_rows if row[-1]}
+    held_out = {
+        float(row[0]): float(row[loss_head.index("held-out samples")])
+        for row in loss_rows
+        if row[-1]
+    }
     assert held_out == pytest.approx({r["step"]: r["loss"] for r in recorded}, rel=1e-5)
     (control,) = lines(life.folder, "metrics.jsonl", "eval_permuted")
     row = opened.page.locator("#evaluations tr", has_text="control").inner_text().split("\t")
@@ -298,7 +360,9 @@ def test_questions_have_their_pictures_and_answers_of_before_and_after(life, ope
         said = card.inner_text()
         assert answer["truth"] in said and escape(answer["given"]) in said
         assert card.locator("img").count() == len(answer["pictures"])
-    assert page.evaluate("[...document.images].every(image => image.complete && image.naturalWidth > 0)")
+    assert page.evaluate(
+        "[...document.images].every(image => image.complete && image.naturalWidth > 0)"
+    )
     assert page.locator("article img").count() > 0
 
 
@@ -324,9 +388,14 @@ def test_times_and_memory_of_ranks_are_those_of_records_and_plan(life, opened):
 def test_samples_add_up_as_recorded_and_the_quarantined_are_listed(life, opened):
     said = opened.text("samples")
     for epoch in lines(life.folder, "metrics.jsonl", "epoch"):
-        assert f"{epoch['read']:,}\t{epoch['trained']:,}\t{epoch['quarantined']:,}\t{epoch['overlong']:,}" in said
+        assert (
+            f"{epoch['read']:,}\t{epoch['trained']:,}\t{epoch['quarantined']:,}\t{epoch['overlong']:,}"
+            in said
+        )
     quarantined = lines(life.folder, "quarantine.jsonl")
-    assert quarantined and all(fault["key"] in said and fault["reason"] in said for fault in quarantined)
+    assert quarantined and all(
+        fault["key"] in said and fault["reason"] in said for fault in quarantined
+    )
 
 
 def test_faults_and_resumes_are_listed(life, opened):
@@ -345,7 +414,9 @@ def test_a_run_without_an_end_says_where_its_records_end(life, show):
     assert "No audit" in opened.text("headline") and opened.said == []
 
 
-def test_several_runs_share_their_charts_and_say_where_their_configurations_differ(life, other, show, tmp_path):
+def test_several_runs_share_their_charts_and_say_where_their_configurations_differ(
+    life, other, show, tmp_path
+):
     opened = show(made(life.folder, other, out=tmp_path / "compared.html"))
     assert opened.page.locator("h1").inner_text() == "resumed and other" and opened.said == []
     head, *rows = opened.table("loss")
@@ -356,9 +427,17 @@ def test_several_runs_share_their_charts_and_say_where_their_configurations_diff
         assert shown == pytest.approx(recorded, rel=1e-5)
     keys = opened.page.locator("#keys tbody tr").all_inner_texts()
     differing = dict(row.split("\t", 1) for row in keys)
-    rates = [re.search(r"\n  lr: (\S+)", (folder / "config.yaml").read_text())[1] for folder in (life.folder, other)]
+    rates = [
+        re.search(r"\n  lr: (\S+)", (folder / "config.yaml").read_text())[1]
+        for folder in (life.folder, other)
+    ]
     assert [float(cell) for cell in differing["optimizer.lr"].split("\t")] == [*map(float, rates)]
-    assert {"parallel.data", "train.max_steps", "eval.show_answers", "data.shards"} < differing.keys()
+    assert {
+        "parallel.data",
+        "train.max_steps",
+        "eval.show_answers",
+        "data.shards",
+    } < differing.keys()
     assert "seed" not in " ".join(differing)
 
 

@@ -1,4 +1,6 @@
-"""The records of a run's folder, whoever wrote it, read without a browser: bounded, typed, printable; and curves."""
+"""The records of a run's folder, whoever wrote it, read without a browser: bounded, typed,
+printable; and curves.
+"""
 
 from __future__ import annotations
 
@@ -19,9 +21,31 @@ from mmtrain.report.page import make_page
 from mmtrain.report.records import Curve, read_run
 from mmtrain.report.sections import benchmark_rows, faults
 
-TIMES = ("compute_seconds", "communication_seconds", "data_seconds", "fetching_seconds", "idle_fraction")
-FAULT = {"step": 1, "epoch": 0, "key": "k", "shard": "s", "offset": 0, "reason": "broken", "detail": "d"}
-ANSWER = {"step": 0, "time": 1e9, "key": "k", "question": "q", "given": "g", "truth": "t", "right": False}
+TIMES = (
+    "compute_seconds",
+    "communication_seconds",
+    "data_seconds",
+    "fetching_seconds",
+    "idle_fraction",
+)
+FAULT = {
+    "step": 1,
+    "epoch": 0,
+    "key": "k",
+    "shard": "s",
+    "offset": 0,
+    "reason": "broken",
+    "detail": "d",
+}
+ANSWER = {
+    "step": 0,
+    "time": 1e9,
+    "key": "k",
+    "question": "q",
+    "given": "g",
+    "truth": "t",
+    "right": False,
+}
 
 
 @pytest.fixture(scope="module")
@@ -46,21 +70,44 @@ def run(made, tmp_path) -> Path:
 
 
 def step(number: int, **more: Any) -> dict[str, Any]:
-    counts = dict.fromkeys(("samples", "images", "tiles", "tokens", "supervised_tokens"), 2) | {"quarantined": 0}
-    rates = {"loss": 2.0, "grad_norm": 1.0, "lr": 1e-3, "tokens_per_second": 9.0, "model_flops_utilization": None}
+    counts = dict.fromkeys(("samples", "images", "tiles", "tokens", "supervised_tokens"), 2) | {
+        "quarantined": 0
+    }
+    rates = {
+        "loss": 2.0,
+        "grad_norm": 1.0,
+        "lr": 1e-3,
+        "tokens_per_second": 9.0,
+        "model_flops_utilization": None,
+    }
     ranks = {name: [0.25] * 4 for name in (*TIMES, "peak_memory_bytes")}
-    about = {"kind": "train", "step": number, "time": 1e9 + 1 + number, "seconds": 1.0, "no_update": None}
+    about = {
+        "kind": "train",
+        "step": number,
+        "time": 1e9 + 1 + number,
+        "seconds": 1.0,
+        "no_update": None,
+    }
     return about | counts | rates | ranks | more
 
 
 def evaluation(kind: str, number: int, **more: Any) -> dict[str, Any]:
-    scores = {"loss": 1.0, "token_accuracy": 0.5, "exact_match": 0.5, "answers": 100, "samples": 100, "seconds": 1.0}
+    scores = {
+        "loss": 1.0,
+        "token_accuracy": 0.5,
+        "exact_match": 0.5,
+        "answers": 100,
+        "samples": 100,
+        "seconds": 1.0,
+    }
     return {"kind": kind, "step": number, "time": 1e9 + 9, **scores, **more}
 
 
 def append(file: Path, *lines: object) -> None:
     with file.open("a") as stream:
-        stream.writelines((line if isinstance(line, str) else json.dumps(line)) + "\n" for line in lines)
+        stream.writelines(
+            (line if isinstance(line, str) else json.dumps(line)) + "\n" for line in lines
+        )
 
 
 def only(run: Path, *lines: object) -> None:
@@ -71,7 +118,10 @@ def only(run: Path, *lines: object) -> None:
 
 @pytest.mark.parametrize("count", [1, 7, 64, 65, 1000, 99_999])
 def test_a_chart_of_a_curve_is_bounded_and_keeps_every_extreme(count):
-    curve, values = Curve(), [((i * 7919) % 10_007) / 7 - (i == count // 3) * 9e4 for i in range(count)]
+    curve, values = (
+        Curve(),
+        [((i * 7919) % 10_007) / 7 - (i == count // 3) * 9e4 for i in range(count)],
+    )
     for i, value in enumerate(values):
         curve.add(i, value)
     points = curve.points(64)
@@ -117,31 +167,55 @@ def test_numbers_that_are_none_leave_gaps(run):
     append(run / "metrics.jsonl", step(50, loss="nan", grad_norm="inf", no_update="NaN"))
     read = read_run(run)
     assert read.steps_done == 51 and read.curves["loss"].points()[-1].x < 51
-    assert [(event.kind, event.step) for event in read.events if event.kind == "no update"] == [("no update", 51)]
+    assert [(event.kind, event.step) for event in read.events if event.kind == "no update"] == [
+        ("no update", 51)
+    ]
     make_page([run])
 
 
 def test_waiting_for_weights_is_a_part_of_the_time_where_there_was_any(run):
-    times = {"compute_seconds": [6.0, 2.0], "communication_seconds": [1.0, 1.0], "data_seconds": [0.0, 0.0]}
+    times = {
+        "compute_seconds": [6.0, 2.0],
+        "communication_seconds": [1.0, 1.0],
+        "data_seconds": [0.0, 0.0],
+    }
     times |= {"idle_fraction": [0.0, 0.5], "peak_memory_bytes": [1, 1]}
     for fetching, waited in ([0.0, 0.0], 0.0), ([3.0, 0.5], 3.0):
         only(run, *(step(number, **times, fetching_seconds=fetching) for number in range(2)))
         read = read_run(run).times
         assert read["compute"] == {0: 6.0, 1: 2.0}, "of the second step: the first pays for warm-up"
-        assert read["fetching"][0] == waited and read["idle"][1] == pytest.approx(3.0 + bool(waited) * 0.5)
+        assert read["fetching"][0] == waited and read["idle"][1] == pytest.approx(
+            3.0 + bool(waited) * 0.5
+        )
         page = make_page([run])
         assert ("Fetching: waiting for the weights" in page) == bool(waited)
 
 
 def test_numbers_that_no_run_has_break_no_page(run):
-    huge = {"loss": 1e308, "grad_norm": -1e308, "lr": 1e-320, "tokens_per_second": 1e30, "seconds": 1e30}
-    huge |= dict.fromkeys((*TIMES, "peak_memory_bytes"), [1e30] * 3) | {"idle_fraction": [1 - 2**-53] * 3, "time": 1e11}
+    huge = {
+        "loss": 1e308,
+        "grad_norm": -1e308,
+        "lr": 1e-320,
+        "tokens_per_second": 1e30,
+        "seconds": 1e30,
+    }
+    huge |= dict.fromkeys((*TIMES, "peak_memory_bytes"), [1e30] * 3) | {
+        "idle_fraction": [1 - 2**-53] * 3,
+        "time": 1e11,
+    }
     kinds = (("eval", 0), ("eval", 2**53), ("eval_permuted", 2**53))
-    evaluations = (evaluation(kind, number, loss=1.7e308, exact_match=0.0, seconds=1e30) for kind, number in kinds)
+    evaluations = (
+        evaluation(kind, number, loss=1.7e308, exact_match=0.0, seconds=1e30)
+        for kind, number in kinds
+    )
     steps = (step(2**53 - i, lr_groups={"a": 1.7e308}, **huge) for i in range(99))
     only(run, *steps, *evaluations, evaluation("eval", 2**53, loss="inf"))
     lost = {"file": "metrics.jsonl", "back_to_step": 0}
-    append(run / "discarded.jsonl", {**lost, "record": step(3, **huge)}, {**lost, "record": {"kind": "eval"}})
+    append(
+        run / "discarded.jsonl",
+        {**lost, "record": step(3, **huge)},
+        {**lost, "record": {"kind": "eval"}},
+    )
     append(run / "bad_steps.jsonl", {"step": 2**53, "ranks": [], "parameters": []})
     assert read_run(run).problems == []
     make_page([run])
@@ -150,7 +224,12 @@ def test_numbers_that_no_run_has_break_no_page(run):
 
 @pytest.mark.parametrize(
     ("name", "content"),
-    [("plan.json", "{}"), ("plan.json", "[" * 9999), ("audit.json", '{"passed": 3}'), ("config.yaml", "a: [&a *a]")],
+    [
+        ("plan.json", "{}"),
+        ("plan.json", "[" * 9999),
+        ("audit.json", '{"passed": 3}'),
+        ("config.yaml", "a: [&a *a]"),
+    ],
 )
 def test_a_file_that_is_none_is_said_on_the_page(run, name, content):
     (run / name).write_text(content)
@@ -159,7 +238,9 @@ def test_a_file_that_is_none_is_said_on_the_page(run, name, content):
     assert name in make_page([run])
 
 
-@pytest.mark.parametrize("name", ["../../secret.jpg", "/etc/passwd", "answers/..", "answers/a.jpg", "answers/l.jpg"])
+@pytest.mark.parametrize(
+    "name", ["../../secret.jpg", "/etc/passwd", "answers/..", "answers/a.jpg", "answers/l.jpg"]
+)
 def test_only_small_jpegs_of_the_runs_folder_are_shown(run, name):
     (run / "answers").mkdir()
     Image.new("RGB", (8, 8)).save(run.parent / "secret.jpg")
@@ -203,25 +284,42 @@ def test_the_command_says_in_a_line_what_is_no_run(tmp_path, capsys, run):
     assert "at most 8" in capsys.readouterr().err
     assert main(["report", str(run), "--out", str(tmp_path / "nowhere" / "a.html")]) == 2
     assert "--out FILE" in capsys.readouterr().err
-    assert sorted(file.name for file in run.iterdir()) == ["config.yaml", "metrics.jsonl", "plan.json"]
+    assert sorted(file.name for file in run.iterdir()) == [
+        "config.yaml",
+        "metrics.jsonl",
+        "plan.json",
+    ]
     assert main(["report", str(run)]) == 0
     assert capsys.readouterr().out == f"report: {run / 'report.html'}\n"
 
 
-@pytest.mark.parametrize("name", ["config.yaml", "plan.json", "metrics.jsonl", "answers.jsonl", "quarantine.jsonl"])
+@pytest.mark.parametrize(
+    "name", ["config.yaml", "plan.json", "metrics.jsonl", "answers.jsonl", "quarantine.jsonl"]
+)
 def test_no_link_out_of_the_folder_is_followed(run, name):
     secret = run.parent / "secret"
-    line = {**FAULT, **ANSWER, "key": "SECRET", "reason": "SECRET", "question": "SECRET", "pictures": []}
+    line = {
+        **FAULT,
+        **ANSWER,
+        "key": "SECRET",
+        "reason": "SECRET",
+        "question": "SECRET",
+        "pictures": [],
+    }
     secret.write_text(json.dumps(line) + "\n" if name.endswith("jsonl") else '{"aws": "SECRET"}')
     (run / name).unlink(missing_ok=True)
     (run / name).symlink_to(secret)
-    assert f"{name} is a link out of" in read_run(run).problems[0].replace(f"{name} cannot be read: ", "")
+    assert f"{name} is a link out of" in read_run(run).problems[0].replace(
+        f"{name} cannot be read: ", ""
+    )
     assert "SECRET" not in make_page([run]).replace("AWS_SECRET", "")
 
 
 def test_a_page_shows_no_logins_and_no_arguments_of_programs(run):
     url = "pipe:curl -H 'Authorization: SECRET' https://u:SECRET@host/a.tar"
-    (run / "config.yaml").write_text(json.dumps({"data": {"shards": [url], "sets": "https://u:SECRET@host/"}}))
+    (run / "config.yaml").write_text(
+        json.dumps({"data": {"shards": [url], "sets": "https://u:SECRET@host/"}})
+    )
     append(run / "metrics.jsonl", step(5, no_update=url))
     append(run / "quarantine.jsonl", {**FAULT, "shard": url})
     page = make_page([run])
@@ -233,7 +331,11 @@ def test_a_page_says_which_rank_holds_which_blocks_of_an_encoder_in_slices(run):
     rank = plan["ranks"][0]
     slices = ([0, 0], [0, 2], [2, 3], None)
     plan["ranks"] = [
-        {**rank, "rank": n, "stages": [{"stage": n, "encoder": held, "layers": [f"llm.layers.{n}"]}]}
+        {
+            **rank,
+            "rank": n,
+            "stages": [{"stage": n, "encoder": held, "layers": [f"llm.layers.{n}"]}],
+        }
         for n, held in enumerate(slices)
     ]
     (run / "plan.json").write_text(json.dumps(plan))
@@ -247,7 +349,10 @@ def test_pictures_and_rows_of_a_page_are_bounded(run):
     (run / "answers").mkdir()
     Image.effect_noise((384, 384), 90).convert("RGB").save(run / "answers" / "a.jpg", quality=60)
     for number in range(40):
-        append(run / "answers.jsonl", {**ANSWER, "question": f"{number}", "pictures": ["answers/a.jpg"]})
+        append(
+            run / "answers.jsonl",
+            {**ANSWER, "question": f"{number}", "pictures": ["answers/a.jpg"]},
+        )
     (run / "config.yaml").write_text(json.dumps({f"k{n}": "<" * 200 for n in range(1500)}))
     page = make_page([run])
     assert 1 < page.count("data:image/jpeg") < 40 and "so that the page stays small" in page
@@ -257,9 +362,21 @@ def test_pictures_and_rows_of_a_page_are_bounded(run):
 @pytest.mark.parametrize(
     ("before", "after", "control", "worked", "looked"),
     [
-        ((3.0, 0.0), (2.0, 0.0), (2.0, 0.0), ("lower loss", "mixed"), ("too few exact answers to tell", "mixed")),
+        (
+            (3.0, 0.0),
+            (2.0, 0.0),
+            (2.0, 0.0),
+            ("lower loss", "mixed"),
+            ("too few exact answers to tell", "mixed"),
+        ),
         ((3.0, 0.0), (2.0, 0.0), (3.0, 0.0), ("lower loss", "mixed"), ("yes, by the loss", "good")),
-        ((3.0, 0.0), (2.0, 0.9), (3.0, 0.2), ("better", "good"), ("yes, with wrong images", "good")),
+        (
+            (3.0, 0.0),
+            (2.0, 0.9),
+            (3.0, 0.2),
+            ("better", "good"),
+            ("yes, with wrong images", "good"),
+        ),
         ((3.0, 0.9), (3.0, 0.2), (3.0, 0.2), ("worse", "bad"), ("no sign of it", "bad")),
     ],
 )
@@ -268,11 +385,16 @@ def test_the_headline_is_as_sure_as_the_scores_are(run, before, after, control, 
     for kind, number, (loss, exact) in kinds:
         append(run / "metrics.jsonl", evaluation(kind, number, loss=loss, exact_match=exact))
     findings = headline(read_run(run))
-    for question, (answer, tone) in {"Did it work?": worked, "Did it look at the images?": looked}.items():
+    for question, (answer, tone) in {
+        "Did it work?": worked,
+        "Did it look at the images?": looked,
+    }.items():
         assert findings[question].answer.startswith(answer) and findings[question].tone == tone
 
 
-@pytest.mark.parametrize(("tiles", "text"), [((5, 7), "4 images in 12 tiles, "), ((2, 2), "4 images, ")])
+@pytest.mark.parametrize(
+    ("tiles", "text"), [((5, 7), "4 images in 12 tiles, "), ((2, 2), "4 images, ")]
+)
 def test_tiles_are_counted_where_they_are_not_the_images(run, tiles, text):
     only(run, *(step(number, tiles=count) for number, count in enumerate(tiles)))
     assert text in headline(read_run(run))["On which data?"].text
@@ -284,7 +406,9 @@ def test_time_runs_from_begin_to_end_with_its_pauses(run):
     only(run, begin, *steps[:5], {**begin, "step": 5, "time": 1e9 + 500}, *steps[5:])
     read = read_run(run)
     took = headline(read)["How long did it take?"]
-    assert took.answer == "0:08:30 from start to end" and took.text.startswith("0:00:10 for steps and evaluations.")
+    assert took.answer == "0:08:30 from start to end" and took.text.startswith(
+        "0:00:10 for steps and evaluations."
+    )
     assert ["0:08:29", "9", "quarantine", "samples: 2"] in faults(read).tables[0].rows
 
 
@@ -293,14 +417,21 @@ def test_a_bad_step_says_where_it_was_not_finite_and_counts_once(run):
     bad = {"ranks": [1, 2], "parameters": ["projector.a"]}
     append(run / "bad_steps.jsonl", {"step": 4, **bad}, {"step": 5, **bad})
     read = read_run(run)
-    assert [(event.kind, event.step) for event in read.events[1:]] == [("no update", 5), ("bad step", 6)]
+    assert [(event.kind, event.step) for event in read.events[1:]] == [
+        ("no update", 5),
+        ("bad step", 6),
+    ]
     assert all("rank 1, 2, projector.a" in event.text for event in read.events[1:])
     assert "2 steps without an update" in headline(read)["What went wrong?"].answer
 
 
 def test_what_the_right_images_add_has_an_interval_as_in_newcombes_paper(run):
     right = evaluation("eval", 4, exact_match=56 / 70, answers=70)
-    only(run, right, evaluation("eval_permuted", 4, exact_match=48 / 80, answers=80, permuted_samples=80))
+    only(
+        run,
+        right,
+        evaluation("eval_permuted", 4, exact_match=48 / 80, answers=80, permuted_samples=80),
+    )
     finding = headline(read_run(run))["Did it look at the images?"]
     assert "add 20.0 points (95% interval 5.2 to 33.4)" in finding.text
 
@@ -308,10 +439,16 @@ def test_what_the_right_images_add_has_an_interval_as_in_newcombes_paper(run):
 def test_the_last_score_of_each_benchmark_and_step_is_shown(run):
     of_all = {"limit": None, "versions": {"lmms_eval": "0.7.3"}, "time": 1e9}
     scored = [
-        {"task": "gqa", "step": step, "answers": 500, "scores": {"exact": [step / 8, 0.01]}} for step in (1, 3, 3)
+        {"task": "gqa", "step": step, "answers": 500, "scores": {"exact": [step / 8, 0.01]}}
+        for step in (1, 3, 3)
     ]
     first = {"task": "mme", "step": 3, "answers": None, "scores": {"<b>": ["nan", None]}}
-    append(run / "benchmarks.jsonl", *(record | of_all for record in (*scored, first)), {"task": 3}, "nonsense")
+    append(
+        run / "benchmarks.jsonl",
+        *(record | of_all for record in (*scored, first)),
+        {"task": 3},
+        "nonsense",
+    )
     record = read_run(run)
     assert benchmark_rows(record.benchmarks) == [
         ("gqa", "exact", "0.125 ± 0.01", "500", "1", "lmms_eval 0.7.3"),

@@ -1,4 +1,6 @@
-"""GPUs are asked about in a child, refused with a remedy, and nothing that forks starts CUDA on their account."""
+"""GPUs are asked about in a child, refused with a remedy, and nothing that forks starts CUDA on
+their account.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,12 @@ from mmtrain.base.errors import UserError
 from mmtrain.runtime import gpus
 from mmtrain.runtime.gpus import Gpu, ask_machine, threads_of_rank, visible_gpus
 
-H100 = {"name": "NVIDIA H100", "total_bytes": 80 << 30, "free_bytes": 79 << 30, "capability": [9, 0]}
+H100 = {
+    "name": "NVIDIA H100",
+    "total_bytes": 80 << 30,
+    "free_bytes": 79 << 30,
+    "capability": [9, 0],
+}
 FACTS = {
     "gpus": [H100, H100 | {"free_bytes": 10 << 30}],
     "torch": "2.15.0+cu132",
@@ -36,7 +43,11 @@ def answer(monkeypatch, tmp_path):
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
 
     def set_program(facts: dict | str) -> None:
-        program = facts if isinstance(facts, str) else f"print('a greeting'); print({json.dumps(facts)!r})"
+        program = (
+            facts
+            if isinstance(facts, str)
+            else f"print('a greeting'); print({json.dumps(facts)!r})"
+        )
         monkeypatch.setattr(gpus, "CHILD", ("-c", program))
 
     return set_program
@@ -50,7 +61,10 @@ def answer(monkeypatch, tmp_path):
         (None, " 6 ,2", None, 6),  # of nested regions
         (None, None, 7, 7),
         (None, None, None, 4),
-        *((None, wrong, None, 4) for wrong in ("", "0", "-1", "two", "2 threads", "99999999999999999999")),
+        *(
+            (None, wrong, None, 4)
+            for wrong in ("", "0", "-1", "two", "2 threads", "99999999999999999999")
+        ),
     ],
 )
 def test_a_rank_has_the_threads_that_the_user_asks_for_or_those_it_had_or_its_share(
@@ -99,17 +113,40 @@ def gpu(name: str, *capability: int) -> dict:
         (
             {"gpus": [], "driver_cuda": [12, 2], "error": "driver too old"},
             None,
-            ["driver supports CUDA 12.2", "has CUDA 13.2", "Update the driver", "torch for CUDA 12"],
+            [
+                "driver supports CUDA 12.2",
+                "has CUDA 13.2",
+                "Update the driver",
+                "torch for CUDA 12",
+            ],
         ),
-        (gpu("Tesla P100", 6, 0), None, ["GPU 1, Tesla P100, has compute capability 6.0", "that has sm_60"]),
-        (gpu("a Jetson", 10, 1), None, ["compute capability 10.1", "code only for sm_75, sm_80, sm_90a, compute_120."]),
-        ({"gpus": [], "error": "No CUDA GPUs are available"}, None, ["sees no GPU (No CUDA GPUs", "--gpus all"]),
-        ({"gpus": []}, "7", ["CUDA_VISIBLE_DEVICES=7 names no GPU of this machine", "nvidia-smi -L"]),
+        (
+            gpu("Tesla P100", 6, 0),
+            None,
+            ["GPU 1, Tesla P100, has compute capability 6.0", "that has sm_60"],
+        ),
+        (
+            gpu("a Jetson", 10, 1),
+            None,
+            ["compute capability 10.1", "code only for sm_75, sm_80, sm_90a, compute_120."],
+        ),
+        (
+            {"gpus": [], "error": "No CUDA GPUs are available"},
+            None,
+            ["sees no GPU (No CUDA GPUs", "--gpus all"],
+        ),
+        (
+            {"gpus": []},
+            "7",
+            ["CUDA_VISIBLE_DEVICES=7 names no GPU of this machine", "nvidia-smi -L"],
+        ),
         ({"gpus": [], "built_for": None}, None, ["built without CUDA", "Install its CUDA build"]),
     ],
     ids=lambda value: value[0] if isinstance(value, list) else None,
 )
-def test_gpus_that_cannot_be_used_are_refused_in_one_line_with_the_remedy(answer, monkeypatch, other, chosen, said):
+def test_gpus_that_cannot_be_used_are_refused_in_one_line_with_the_remedy(
+    answer, monkeypatch, other, chosen, said
+):
     answer(FACTS | other)
     if chosen is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", chosen)
@@ -135,15 +172,22 @@ def test_a_gpu_that_torch_has_code_for_is_taken(answer, capability):
         ("print('nothing of use')", "listing the GPUs failed"),
     ],
 )
-def test_a_driver_that_hangs_or_crashes_is_one_line_with_the_remedy(answer, program, said, monkeypatch):
+def test_a_driver_that_hangs_or_crashes_is_one_line_with_the_remedy(
+    answer, program, said, monkeypatch
+):
     answer(program)
     monkeypatch.setattr(gpus, "SECONDS", 0.5 if "sleep" in program else 60)
     with pytest.raises(UserError) as refusal:
         ask_machine()
-    assert said in str(refusal.value) and "nvidia-smi" in str(refusal.value) and "\n" not in str(refusal.value)
+    assert (
+        said in str(refusal.value)
+        and "nvidia-smi" in str(refusal.value)
+        and "\n" not in str(refusal.value)
+    )
 
 
-# Python imports this first in every process of a run. Any process but a rank that starts CUDA is recorded.
+# Python imports this first in every process of a run. Any process but a rank that starts CUDA is
+# recorded.
 MACHINE_WITH_GPUS = """
 import importlib.util, os, runpy, sys, traceback
 runpy.run_path({fake!r})
@@ -190,11 +234,22 @@ def test_neither_the_launcher_nor_anything_it_or_a_rank_forks_starts_cuda(tiny, 
     }
 
     def launch(*arguments: str) -> subprocess.CompletedProcess:
-        command = [sys.executable, "-m", "mmtrain.launch", str(tiny / "config.yaml"), f"run.dir={tmp_path}", *arguments]
-        return subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=240)
+        command = [
+            sys.executable,
+            "-m",
+            "mmtrain.launch",
+            str(tiny / "config.yaml"),
+            f"run.dir={tmp_path}",
+            *arguments,
+        ]
+        return subprocess.run(
+            command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=240
+        )
 
     planned = launch("--plan", "parallel.pipeline=2", "run.name=planned")
-    assert planned.returncode == 0 and "80.0 GiB per rank" in " ".join(planned.stdout.split()), planned.stderr
+    assert planned.returncode == 0 and "80.0 GiB per rank" in " ".join(planned.stdout.split()), (
+        planned.stderr
+    )
     too_many = launch("parallel.pipeline=3")
     assert too_many.returncode == 2 and "has 2 GPUs" in too_many.stderr
     ran = launch("parallel.pipeline=2", "data.workers=1", "train.max_steps=1", "run.name=ran")

@@ -17,7 +17,12 @@ from processes import Command, listeners, running, wait_for
 from torch.distributed import TCPStore
 
 from mmtrain.base.errors import UserError
-from mmtrain.runtime.rendezvous import EVERY_INTERFACE, FixedNodes, listening_address, listening_socket
+from mmtrain.runtime.rendezvous import (
+    EVERY_INTERFACE,
+    FixedNodes,
+    listening_address,
+    listening_socket,
+)
 
 SECONDS_BETWEEN_READS = 5  # of the state that torch's dynamic rendezvous keeps in its store
 
@@ -40,15 +45,21 @@ def accepts(address: str, port: int) -> bool:
 
 
 def attack_store(port: int, poison: bytes) -> None:
-    """Put a pickle into every key of the store at `port`, and into that of torch's dynamic rendezvous, in its way."""
-    store = TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=60), wait_for_workers=False)
+    """Put a pickle into every key of the store at `port`, and into that of torch's dynamic
+    rendezvous, in its way.
+    """
+    store = TCPStore(
+        "127.0.0.1", port, is_master=False, timeout=timedelta(seconds=60), wait_for_workers=False
+    )
     for key in store.list_keys():
         store.set(key, poison)
     store.set("torch.rendezvous.mmtrain", base64.b64encode(poison))
 
 
 def other_addresses() -> set[str]:
-    """Of this machine, beside 127.0.0.1; a socket that listens on every interface answers at 127.0.0.2, too."""
+    """Of this machine, beside 127.0.0.1; a socket that listens on every interface answers at
+    127.0.0.2, too.
+    """
     with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as outward:
         outward.connect(("192.0.2.1", 9))  # sends nothing
         return {"127.0.0.2", outward.getsockname()[0]}
@@ -84,7 +95,12 @@ def test_of_a_run_on_one_machine_nothing_listens_for_others_and_nothing_put_into
     assert run.process.poll() is None and not marker.exists()
 
     assert len(stores) == 1 and {address for address, _ in found} == {"127.0.0.1"}
-    assert not [(address, port) for _, port in found for address in other_addresses() if accepts(address, port)]
+    assert not [
+        (address, port)
+        for _, port in found
+        for address in other_addresses()
+        if accepts(address, port)
+    ]
 
 
 def test_nothing_listens_any_more_once_the_run_is_over():
@@ -119,7 +135,10 @@ def test_a_name_that_is_this_machine_to_itself_alone_is_listened_for_everywhere(
 def test_a_port_in_use_is_refused_with_the_address():
     with listening_socket("127.0.0.1:0") as taken:
         port = taken.getsockname()[1]
-        with pytest.raises(UserError, match=rf"nothing can listen on 127\.0\.0\.1:{port} \(Address already in use\)"):
+        with pytest.raises(
+            UserError,
+            match=rf"nothing can listen on 127\.0\.0\.1:{port} \(Address already in use\)",
+        ):
             listening_socket(f"127.0.0.1:{port}")
 
 
@@ -130,7 +149,9 @@ def test_a_node_that_joins_twice_is_refused_and_the_first_one_is_not_disturbed()
     with ThreadPoolExecutor() as pool:
         first, second = (pool.submit(node.next_rendezvous) for node in nodes[:2])
         assert (first.result().rank, second.result().rank) == (0, 1)
-        with pytest.raises(UserError, match=r"^--node-rank 1: another launcher has joined .* from 0 to 1\."):
+        with pytest.raises(
+            UserError, match=r"^--node-rank 1: another launcher has joined .* from 0 to 1\."
+        ):
             nodes[2].next_rendezvous()
         first.result().store.set("alive", "yes")
         assert second.result().store.get("alive") == b"yes"

@@ -101,7 +101,9 @@ def test_sigusr1_asks_however_often_it_comes(file, start):
 
 @pytest.mark.parametrize("how", ["listens", "deaf"])
 def test_a_sigterm_that_comes_alone_is_of_an_agent_that_ends_its_ranks(file, start, how):
-    """torch's agent, when another rank has failed; a rank that waits for that one in C++ must end, too."""
+    """torch's agent, when another rank has failed; a rank that waits for that one in C++ must end,
+    too.
+    """
     rank = start(file, how)
     rank.signal(signal.SIGTERM)
     assert rank.process.wait(10) == 128 + signal.SIGTERM
@@ -121,7 +123,9 @@ def test_a_sigterm_to_rank_and_launcher_at_once_asks(file, start, launcher_first
 
 
 def test_a_sigterm_long_after_the_launcher_has_asked_ends(file, start):
-    """The agent, which ends the rank after a failure in the last steps; or somebody who has lost patience."""
+    """The agent, which ends the rank after a failure in the last steps; or somebody who has lost
+    patience.
+    """
     rank = start(file)
     StopFile(file).ask(Asked.SAVE_AND_END)
     assert rank.is_asked() and rank.lives_on()
@@ -157,7 +161,10 @@ def test_signals_do_not_reach_what_a_rank_has_forked():
 
 
 def test_a_signal_wakes_the_thread_that_answers_it_in_this_process():
-    stop, before = StopRequest(), [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1)]
+    stop, before = (
+        StopRequest(),
+        [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1)],
+    )
     try:
         stop.listen()
         os.kill(os.getpid(), signal.SIGUSR1)

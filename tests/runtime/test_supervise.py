@@ -50,13 +50,17 @@ def test_a_good_run_prints_only_what_rank_0_writes_to_the_console(outcomes):
     good = outcomes["children left"]
     assert good.exit_code == 0
     assert (good.stdout, good.stderr) == ("to the console\nshown\n", "")
-    assert "[rank 1] shown" in good.log.splitlines(), "what mmtrain's libraries log elsewhere than on rank 0"
+    assert "[rank 1] shown" in good.log.splitlines(), (
+        "what mmtrain's libraries log elsewhere than on rank 0"
+    )
 
 
 @pytest.mark.gpu(fake=True)
 @pytest.mark.nightly
 def test_ranks_compute_where_their_launcher_says_whatever_torch_finds(tmp_path, monkeypatch):
-    """The launcher tells DeepSpeed CPU here. A rank that took a GPU would have its parameters moved away from it."""
+    """The launcher tells DeepSpeed CPU here. A rank that took a GPU would have its parameters moved
+    away from it.
+    """
     let_programs_use_gpus(2, monkeypatch)
     outcome = Outcome(Command([SCRIPT, "raise", tmp_path / "run"], tmp_path), tmp_path / "run")
     assert outcome.log.count(", cpu, threads 1") == 2, outcome.log
@@ -78,18 +82,22 @@ print("seconds", time.process_time() - begin)
 @pytest.mark.parametrize(
     "begin",
     [
-        "from mmtrain.runtime.supervise import set_rank_environment; set_rank_environment(2, on_gpus=False)",
+        "from mmtrain.runtime.supervise import set_rank_environment; "
+        "set_rank_environment(2, on_gpus=False)",
         "from mmtrain.__main__ import main; main(['plan', '--help'])",
     ],
 )
-def test_threads_that_wait_for_the_next_parallel_region_leave_their_core_to_others(monkeypatch, begin):
+def test_threads_that_wait_for_the_next_parallel_region_leave_their_core_to_others(
+    monkeypatch, begin
+):
     libraries = [*Path(find_spec("torch").origin).with_name("lib").glob("libgomp*")]
     if not libraries:
         pytest.skip("torch has another OpenMP here")
     monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
     child = python_child("-c", IDLE_TEAM, libraries[0], begin, OMP_NUM_THREADS="2")
     ran = subprocess.run(**child, capture_output=True, text=True, check=True)
-    assert float(ran.stdout.split()[-1]) < 0.05  # seconds of a core; those that spin take 0.3 and more
+    # seconds of a core; those that spin take 0.3 and more
+    assert float(ran.stdout.split()[-1]) < 0.05
 
 
 def test_everything_else_is_in_the_log_with_its_rank_in_front(outcomes):
@@ -99,7 +107,9 @@ def test_everything_else_is_in_the_log_with_its_rank_in_front(outcomes):
         assert f"[rank {rank}] logged" in lines
         assert lines.count(f"[rank {rank}] logged by dill") == 1
         assert lines.count(f"[rank {rank}] logged by a handler on stderr") == 1
-        assert any(line.startswith(f"[rank {rank}] ") and "UserWarning: warned" in line for line in lines)
+        assert any(
+            line.startswith(f"[rank {rank}] ") and "UserWarning: warned" in line for line in lines
+        )
     assert lines.count("said by another program") == 2
 
 
@@ -112,14 +122,17 @@ def test_an_exception_names_the_rank_that_raised_it_and_not_its_victim(outcomes)
     failed = outcomes["raise"]
     assert failed.exit_code == 1
     assert failed.stderr == (
-        "rank 1 (stage 1) failed in step 5 (counted from 0), at ALL_REDUCE: ValueError: a bad value "
+        "rank 1 (stage 1) failed in step 5 (counted from 0), at ALL_REDUCE: ValueError: "
+        "a bad value "
         f"(failing_ranks.py:{line_of('a bad value')} in end)\nlog: {failed.folder / 'log.txt'}\n"
     )
     assert "[rank 1] ValueError: a bad value" in failed.log.splitlines()
 
 
 def line_of(text: str) -> int:
-    return next(i for i, line in enumerate(SCRIPT.read_text().splitlines(), start=1) if text in line)
+    return next(
+        i for i, line in enumerate(SCRIPT.read_text().splitlines(), start=1) if text in line
+    )
 
 
 def test_wrong_input_found_by_a_rank_is_exit_code_2_and_its_message_alone(outcomes):
@@ -138,7 +151,9 @@ def test_a_rank_that_leaves_without_a_word_is_named_with_its_exit_code(outcomes)
 def test_a_hanging_rank_is_shown_beside_the_one_that_waited_for_it(outcomes):
     failed = outcomes["hang"]
     assert failed.exit_code == 1
-    assert failed.stderr.startswith("rank 0 (stage 0) lost its connection to another rank in step 5")
+    assert failed.stderr.startswith(
+        "rank 0 (stage 0) lost its connection to another rank in step 5"
+    )
     assert "rank 1 (stage 1) was in step 5 (counted from 0), at ALL_REDUCE\n" in failed.stderr
 
 
@@ -147,15 +162,18 @@ def test_a_rank_that_nccls_watchdog_ended_is_not_blamed_for_what_it_waited_for(o
     failed = outcomes[how]
     assert failed.exit_code == 1
     assert failed.stderr.startswith(
-        "rank 0 (stage 0) lost its connection to another rank in step 5 (counted from 0), at ALL_REDUCE: "
-        + WATCHDOGS[how]
+        "rank 0 (stage 0) lost its connection to another rank in step 5 (counted from 0), "
+        "at ALL_REDUCE: " + WATCHDOGS[how]
     )
     assert "rank 1 (stage 1) was in step 5 (counted from 0), at ALL_REDUCE\n" in failed.stderr
 
 
 def test_a_dead_rank_is_written_down_without_importing_half_of_torch(outcomes):
     """torch's formatter would; the job would end seconds later."""
-    assert "[launcher] ERROR torch.distributed.elastic.multiprocessing.api: failed (exitcode" in outcomes["exit"].log
+    assert (
+        "[launcher] ERROR torch.distributed.elastic.multiprocessing.api: failed (exitcode"
+        in outcomes["exit"].log
+    )
 
 
 @pytest.mark.parametrize(
@@ -163,7 +181,8 @@ def test_a_dead_rank_is_written_down_without_importing_half_of_torch(outcomes):
     [
         ("stuck", signal.SIGTERM, "SIGTERM"),
         ("stuck", signal.SIGINT, "Ctrl-C"),
-        ("stuck with nothing to save", signal.SIGTERM, "SIGTERM"),  # tools/bench/bench.py: the first one is enough
+        # tools/bench/bench.py: the first one is enough
+        ("stuck with nothing to save", signal.SIGTERM, "SIGTERM"),
     ],
 )
 def test_a_signal_ends_deadlocked_ranks_within_10_seconds(tmp_path, how, number, name):
@@ -171,7 +190,8 @@ def test_a_signal_ends_deadlocked_ranks_within_10_seconds(tmp_path, how, number,
         wait_for(lambda: command.stdout, 60, "the first step")
         time.sleep(1)  # by now both wait for each other, where Python runs no signal handler
         assert len(command.family()) >= 4  # launcher, fork server, two ranks
-        if number == signal.SIGTERM and how == "stuck":  # the first one asks them to save, which these cannot
+        # the first one asks them to save, which these cannot
+        if number == signal.SIGTERM and how == "stuck":
             os.kill(command.process.pid, signal.SIGTERM)
             wait_for(lambda: "SIGTERM: the run saves" in command.stdout, 10, "the answer")
             time.sleep(1.5)

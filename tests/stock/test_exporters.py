@@ -1,4 +1,6 @@
-"""The exporter of a run, asked when it is planned: the stock class that computes what it trains, or what to change."""
+"""The exporter of a run, asked when it is planned: the stock class that computes what it trains, or
+what to change.
+"""
 
 from __future__ import annotations
 
@@ -59,12 +61,19 @@ def test_a_run_that_can_leave_as_it_says_plans(tiny, keys):
             ["hf", "patch_merger", "model.projector.factor=4"],
             "(patch_merger): Llava computes it with model.projector.type=mlp2x_gelu",
         ),
-        (["hf", "linear"], "(linear): HyperCLOVAXVisionV2 would need model.vision.layout=native (as its processor"),
+        (
+            ["hf", "linear"],
+            "(linear): HyperCLOVAXVisionV2 would need model.vision.layout=native (as its processor",
+        ),
         (["hf", "linear"], "; Llava computes it with model.projector.type=mlp2x_gelu. Change"),
-        (["hf", "shuffle_swiglu"], "(shuffle_swiglu): AyaVision would need data.image_fit=resize ("),
+        (
+            ["hf", "shuffle_swiglu"],
+            "(shuffle_swiglu): AyaVision would need data.image_fit=resize (",
+        ),
         (
             ["hf", "shuffle_linear"],
-            "Idefics3 would need model.vision.final_norm=true (its features come from after that norm), "
+            "Idefics3 would need model.vision.final_norm=true (its features come from "
+            "after that norm), "
             "model.vision.layout=idefics3 (as its processor writes), ",
         ),
         (
@@ -73,11 +82,18 @@ def test_a_run_that_can_leave_as_it_says_plans(tiny, keys):
         ),
         (
             ["hf", "mlp2x_gelu", *NORMED],
-            "Llava would need model.vision.final_norm=false (its features come from before that norm); PerceptionLM "
+            "Llava would need model.vision.final_norm=false (its features come from before that "
+            "norm); PerceptionLM "
             "would need data.image_fit=resize (",
         ),
-        (["llava", "shuffle_swiglu"], "llava takes a linear or mlp2x_gelu projector, but model.projector.type is "),
-        (["llava", "linear", *NORMED], "llava's code does not support model.vision.final_norm=true"),
+        (
+            ["llava", "shuffle_swiglu"],
+            "llava takes a linear or mlp2x_gelu projector, but model.projector.type is ",
+        ),
+        (
+            ["llava", "linear", *NORMED],
+            "llava's code does not support model.vision.final_norm=true",
+        ),
         (["peft", "mlp2x_gelu"], "peft holds adapters of the LLM, but model.lora gives it none"),
         (
             ["llava", "mlp2x_gelu", "model.trainable=[projector, '*.norm']"],
@@ -95,7 +111,9 @@ def test_a_run_that_could_not_leave_is_refused_with_what_to_change(tiny, keys, s
 def test_what_a_class_would_need_can_be_set_together(tiny):
     seen = 0
     for kind in get_args(ProjectorSection.model_fields["type"].annotation):
-        said = planned(tiny, "export.format=hf", f"model.projector.type={kind}", "data.image_fit=pad")
+        said = planned(
+            tiny, "export.format=hf", f"model.projector.type={kind}", "data.image_fit=pad"
+        )
         for way in re.findall(r"\S+ would need ([^;]*)", said):
             keys = re.findall(r"((?:model|data)\.[\w.]+=[\w-]+)(?: or \w+)* \(", way)
             load_config(tiny / "config.yaml", [f"model.projector.type={kind}", *keys])
@@ -103,19 +121,46 @@ def test_what_a_class_would_need_can_be_set_together(tiny):
     assert seen >= 5
 
 
-MIXERS = {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_ssm": 128, "mamba_d_state": 16, "mamba_n_groups": 1}
-TEXT = ("model.vision=null", "data.template=llava_v1", "data.images=strip", "model.trainable=[llm.layers.1]")
+MIXERS = {
+    "mamba_n_heads": 8,
+    "mamba_d_head": 16,
+    "mamba_d_ssm": 128,
+    "mamba_d_state": 16,
+    "mamba_n_groups": 1,
+}
+TEXT = (
+    "model.vision=null",
+    "data.template=llava_v1",
+    "data.images=strip",
+    "model.trainable=[llm.layers.1]",
+)
 
 
 @pytest.mark.parametrize(
     ("family", "values", "trainable", "said"),
     [
-        ("granite", {"logits_scaling": 8.0}, "projector", "(granite) scales or caps tokens or logits (logits_scaling)"),
+        (
+            "granite",
+            {"logits_scaling": 8.0},
+            "projector",
+            "(granite) scales or caps tokens or logits (logits_scaling)",
+        ),
         ("cohere2", {}, "projector", "(cohere2) scales or caps tokens or logits (logit_scale)"),
-        ("falcon_h1", {**MIXERS, "lm_head_multiplier": 0.039}, "projector", "(falcon_h1) scales or caps tokens or "),
-        ("falcon_h1", {**MIXERS, "embedding_multiplier": 5.65}, "projector", "tokens or logits (embedding_multiplier)"),
+        (
+            "falcon_h1",
+            {**MIXERS, "lm_head_multiplier": 0.039},
+            "projector",
+            "(falcon_h1) scales or caps tokens or ",
+        ),
+        (
+            "falcon_h1",
+            {**MIXERS, "embedding_multiplier": 5.65},
+            "projector",
+            "tokens or logits (embedding_multiplier)",
+        ),
         ("falcon_h1", MIXERS, "projector", ""),
-        ("granite", {"embedding_multiplier": 12.0}, "projector", ""),  # it scales `inputs_embeds` too
+        # it scales `inputs_embeds` too
+        ("granite", {"embedding_multiplier": 12.0}, "projector", ""),
         ("phi", {}, "projector", "(phi) has a bias, but stock heads have none"),
         ("gpt2", {}, "projector", "stock models do not find the embedding of a gpt2"),
         (
@@ -134,14 +179,21 @@ def test_what_the_files_of_the_llm_tell_is_refused_when_planned(
     make_tiny.make_tiny_llm(tmp_path, family, layers=2, **values)
     keys = (f"model.llm.path={tmp_path}", "parallel.pipeline=1")
     found = planned(tiny, *keys, "export.format=hf", f"model.trainable=[{trainable}]")
-    assert found.startswith("export.format=hf: ") == bool(found) == bool(said) and said in found, found
+    assert found.startswith("export.format=hf: ") == bool(found) == bool(said) and said in found, (
+        found
+    )
     assert planned(tiny, *keys, f"model.trainable=[{trainable}]") == ""
-    alone = planned(tiny, *keys, "export.format=hf", *TEXT)  # by the LLM's own class, which has its head
+    # by the LLM's own class, which has its head
+    alone = planned(tiny, *keys, "export.format=hf", *TEXT)
     assert ("trains, but the LLM's files have" in alone) == (family == "qwen3_moe")
 
 
 def test_a_record_is_refused_for_what_its_folder_is_refused_for(tiny):
-    keys = ("model.llm.path=ibm-granite/granite-4.0-h-tiny", "parallel.pipeline=1", "export.format=hf")
+    keys = (
+        "model.llm.path=ibm-granite/granite-4.0-h-tiny",
+        "parallel.pipeline=1",
+        "export.format=hf",
+    )
     assert "scales or caps tokens or logits (logits_scaling)" in planned(tiny, *keys)
 
 
@@ -160,15 +212,29 @@ def test_a_record_is_refused_for_what_its_folder_is_refused_for(tiny):
         (
             "vit_base_patch16_siglip_224",
             {"img_size": 7 * 38},
-            ["shuffle_linear", "model.vision.layout=idefics3", "data.pack_length=1024", RESIZED, *NORMED],
+            [
+                "shuffle_linear",
+                "model.vision.layout=idefics3",
+                "data.pack_length=1024",
+                RESIZED,
+                *NORMED,
+            ],
             "has 38 x 38 patches, which its class puts in wrong places",
         ),
     ],
 )
-def test_an_encoder_that_a_class_would_compute_wrongly_is_refused(tiny, tmp_path, architecture, changes, keys, said):
+def test_an_encoder_that_a_class_would_compute_wrongly_is_refused(
+    tiny, tmp_path, architecture, changes, keys, said
+):
     tower = make_tower(tmp_path / "tower", architecture, changes)
     kind, *more = keys
-    found = planned(tiny, "export.format=hf", f"model.vision.name={tower}", f"model.projector.type={kind}", *more)
+    found = planned(
+        tiny,
+        "export.format=hf",
+        f"model.vision.name={tower}",
+        f"model.projector.type={kind}",
+        *more,
+    )
     assert said in found, found
 
 
@@ -185,8 +251,16 @@ NATIVE = ("model.vision.layout=native", "model.vision.select_layer=-1", "data.im
             ["mlp2x_gelu", "model.vision.longest_edge=32"],
             "model.vision.longest_edge=null (its pro",
         ),
-        ("naflex", ["norm_merge_mlp2x", "model.vision.longest_edge=32"], "(its encoder is PixtralVisionModel, but "),
-        ("naflex", ["mlp2x_gelu_pool"], "takes images of any size, but its class makes squares of them"),
+        (
+            "naflex",
+            ["norm_merge_mlp2x", "model.vision.longest_edge=32"],
+            "(its encoder is PixtralVisionModel, but ",
+        ),
+        (
+            "naflex",
+            ["mlp2x_gelu_pool"],
+            "takes images of any size, but its class makes squares of them",
+        ),
         ("qwen", ["linear", "model.vision.merger=true"], ""),
         (
             "qwen",
@@ -197,7 +271,9 @@ NATIVE = ("model.vision.layout=native", "model.vision.select_layer=-1", "data.im
         ("qwen", ["shuffle_mlp2x_gelu"], "(its encoder is Siglip2VisionModel, but "),
     ],
 )
-def test_a_native_encoder_leaves_by_its_own_class_or_is_refused_when_planned(tiny, tmp_path, kind, keys, said):
+def test_a_native_encoder_leaves_by_its_own_class_or_is_refused_when_planned(
+    tiny, tmp_path, kind, keys, said
+):
     save_native_vision(tmp_path, kind)
     projector, *more = keys
     named = [*NATIVE, f"model.vision.name={tmp_path}", f"model.projector.type={projector}"]
@@ -209,43 +285,73 @@ def test_a_native_encoder_leaves_by_its_own_class_or_is_refused_when_planned(tin
     assert planned(tiny, *named, *bounds, *more) == ""
 
 
-def test_a_granite_does_not_leave_by_a_class_that_multiplies_where_it_divides(tiny, make_tiny, tmp_path):
+def test_a_granite_does_not_leave_by_a_class_that_multiplies_where_it_divides(
+    tiny, make_tiny, tmp_path
+):
     save_native_vision(tmp_path / "vision", "qwen")
     make_tiny.make_tiny_llm(tmp_path / "llm", "granite", layers=2, logits_scaling=8.0)
-    keys = [f"model.vision.name={tmp_path}/vision", "model.projector.type=linear", "model.vision.merger=true"]
-    keys += [f"model.llm.path={tmp_path}/llm", "parallel.pipeline=1", "model.vision.max_positions=9"]
+    keys = [
+        f"model.vision.name={tmp_path}/vision",
+        "model.projector.type=linear",
+        "model.vision.merger=true",
+    ]
+    keys += [
+        f"model.llm.path={tmp_path}/llm",
+        "parallel.pipeline=1",
+        "model.vision.max_positions=9",
+    ]
     found = planned(tiny, "export.format=hf", *NATIVE, *keys, "model.vision.min_positions=2")
-    assert "(granite) scales or caps tokens or logits (logits_scaling), but stock classes do not" in found
+    assert (
+        "(granite) scales or caps tokens or logits (logits_scaling), but stock classes do not"
+        in found
+    )
 
 
-def test_a_class_that_an_older_transformers_lacks_is_refused_with_the_version_that_has_it(tmp_path, monkeypatch):
+def test_a_class_that_an_older_transformers_lacks_is_refused_with_the_version_that_has_it(
+    tmp_path, monkeypatch
+):
     save_native_vision(tmp_path, "naflex")
     monkeypatch.setattr(vision.transformers, "Siglip2VisionModel", None)
-    with pytest.raises(UserError, match=r"transformers \S+ has no Siglip2VisionModel. Install version 5"):
+    with pytest.raises(
+        UserError, match=r"transformers \S+ has no Siglip2VisionModel. Install version 5"
+    ):
         vision.load_vision(str(tmp_path), -1, torch.float32)
     monkeypatch.setattr(sys.modules["transformers"], "HyperCLOVAXVisionV2Config", None)
-    with pytest.raises(UserError, match=r"no HyperCLOVAXVisionV2Config. Install version 5\.\d+, which has it"):
+    with pytest.raises(
+        UserError, match=r"no HyperCLOVAXVisionV2Config. Install version 5\.\d+, which has it"
+    ):
         _ = HyperCLOVAXVisionV2().config_class
 
 
-def test_texts_around_images_that_the_tokenizer_has_no_tokens_for_are_refused_whatever_the_export(tiny):
+def test_texts_around_images_that_the_tokenizer_has_no_tokens_for_are_refused_whatever_the_export(
+    tiny,
+):
     found = planned(tiny, "model.vision.layout=idefics3")
     assert "idefics3 writes <fake_token_around_image> and <global-img> around each image" in found
     assert found.endswith("set model.vision.layout=square")
 
 
 def places(side: int) -> torch.Tensor:
-    """Where Idefics3's encoder looks up the positions of the patches of an image of `side` x `side`."""
-    config = Idefics3VisionConfig(hidden_size=1, num_attention_heads=1, num_channels=1, image_size=side, patch_size=1)
+    """Where Idefics3's encoder looks up the positions of the patches of an image of `side` x
+    `side`.
+    """
+    config = Idefics3VisionConfig(
+        hidden_size=1, num_attention_heads=1, num_channels=1, image_size=side, patch_size=1
+    )
     stock = Idefics3VisionEmbeddings(config).requires_grad_(False)
     stock.patch_embedding.weight.zero_()
     stock.patch_embedding.bias.zero_()
     stock.position_embedding.weight.copy_(torch.arange(side**2.0)[:, None])
-    return stock(torch.zeros(1, 1, side, side), torch.ones(1, side, side, dtype=torch.bool)).flatten()
+    return stock(
+        torch.zeros(1, 1, side, side), torch.ones(1, side, side, dtype=torch.bool)
+    ).flatten()
 
 
 def test_the_grids_that_idefics3s_class_places_wrongly_are_known():
     wrong = {
-        side for side in range(1, Idefics3.largest_grid + 1) if not torch.equal(places(side), torch.arange(side**2.0))
+        side
+        for side in range(1, Idefics3.largest_grid + 1)
+        if not torch.equal(places(side), torch.arange(side**2.0))
     }
-    assert {25, 29, 31, 41} <= wrong <= Idefics3.misplaced  # the first on every CPU, others by the width of its vectors
+    # the first on every CPU, others by the width of its vectors
+    assert {25, 29, 31, 41} <= wrong <= Idefics3.misplaced

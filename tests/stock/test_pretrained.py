@@ -1,4 +1,6 @@
-"""A run begins with a whole multimodal model, or takes its LLM or its encoder: folders that transformers has saved."""
+"""A run begins with a whole multimodal model, or takes its LLM or its encoder: folders that
+transformers has saved.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,12 @@ import whole_models
 import yaml
 from safetensors.torch import load_file, save_file
 from torch.nn.functional import cross_entropy
-from transformers import CONFIG_MAPPING, AutoImageProcessor, AutoModelForImageTextToText, PreTrainedModel
+from transformers import (
+    CONFIG_MAPPING,
+    AutoImageProcessor,
+    AutoModelForImageTextToText,
+    PreTrainedModel,
+)
 from untrained_runs import export, load_stock, make_checkpoint
 from whole_models import MROPE, VISION, WHOLES, save_its_parts, save_whole
 
@@ -41,19 +48,31 @@ SQUARE = {"final_norm": False, "layout": "square"}
 MLP = {"type": "mlp2x_gelu", "factor": None}
 COMPLETED = {  # class -> keys of model.vision, of model.projector, data.image_fit
     "llava": ({"select_layer": -2, **SQUARE}, MLP, "pad"),
-    "aya_vision": ({"select_layer": -2, **SQUARE}, {"type": "shuffle_swiglu", "factor": 2}, "resize"),
+    "aya_vision": (
+        {"select_layer": -2, **SQUARE},
+        {"type": "shuffle_swiglu", "factor": 2},
+        "resize",
+    ),
     "idefics3": (
         {"select_layer": -1, "final_norm": True, "layout": "idefics3"},
         {"type": "shuffle_linear", "factor": 2},
         "resize",
     ),
-    "internvl": ({"select_layer": -1, **SQUARE}, {"type": "shuffle_mlp2x_gelu", "factor": 2}, "resize"),
+    "internvl": (
+        {"select_layer": -1, **SQUARE},
+        {"type": "shuffle_mlp2x_gelu", "factor": 2},
+        "resize",
+    ),
     "perception_lm": (
         {"select_layer": -1, "final_norm": True, "layout": "square"},
         {"type": "mlp2x_gelu_pool", "factor": 2},
         "resize",
     ),
-    "llava_next": ({"select_layer": -2, "final_norm": False, "layout": "anyres", "pinpoints": GRIDS}, MLP, None),
+    "llava_next": (
+        {"select_layer": -2, "final_norm": False, "layout": "anyres", "pinpoints": GRIDS},
+        MLP,
+        None,
+    ),
     "llava_onevision": (
         {"select_layer": -1, "final_norm": False, "layout": "anyres_max_9", "pinpoints": GRIDS},
         MLP,
@@ -66,8 +85,20 @@ COMPLETED = {  # class -> keys of model.vision, of model.projector, data.image_f
     ),
 }
 COMPLETED["smolvlm"] = COMPLETED["idefics3"]
-LONGEST = {"select_layer": -1, "final_norm": False, "layout": "native", "longest_edge": 56, "max_positions": None}
-BOUNDED = {"select_layer": -1, "final_norm": True, "layout": "native", "min_positions": 2, "max_positions": 20}
+LONGEST = {
+    "select_layer": -1,
+    "final_norm": False,
+    "layout": "native",
+    "longest_edge": 56,
+    "max_positions": None,
+}
+BOUNDED = {
+    "select_layer": -1,
+    "final_norm": True,
+    "layout": "native",
+    "min_positions": 2,
+    "max_positions": 20,
+}
 MERGED = {**BOUNDED, "final_norm": False, "merger": True}
 COMPLETED |= {
     "pixtral": (LONGEST, MLP, None),
@@ -86,14 +117,23 @@ _CELLS = {"select_layer": -1, "final_norm": False, "min_positions": 2, "max_posi
 _QWEN = {**_CELLS, "layout": "qwen_vl"}
 _GLM = {**_CELLS, "layout": "glm_v", "final_norm": True}
 COMPLETED |= {
-    **dict.fromkeys(("qwen2_vl", "qwen3_5", "qwen3_5_moe"), (_QWEN, {"type": "qwen_merger", "factor": 2}, None)),
-    "qwen2_5_vl": (_QWEN, {"type": "patch_merger_rms", "factor": 2}, None),
-    **dict.fromkeys(("qwen3_vl", "qwen3_vl_moe"), (_QWEN, {"type": "qwen_merger_deepstack", "factor": 2}, None)),
     **dict.fromkeys(
-        ("glm4v", "glm46v", "glm4v_moe", "glm_ocr"), (_GLM, {"type": "glm_merger", "factor": 2, "width": 48}, None)
+        ("qwen2_vl", "qwen3_5", "qwen3_5_moe"), (_QWEN, {"type": "qwen_merger", "factor": 2}, None)
+    ),
+    "qwen2_5_vl": (_QWEN, {"type": "patch_merger_rms", "factor": 2}, None),
+    **dict.fromkeys(
+        ("qwen3_vl", "qwen3_vl_moe"), (_QWEN, {"type": "qwen_merger_deepstack", "factor": 2}, None)
+    ),
+    **dict.fromkeys(
+        ("glm4v", "glm46v", "glm4v_moe", "glm_ocr"),
+        (_GLM, {"type": "glm_merger", "factor": 2, "width": 48}, None),
     ),
     "glm_ocr": (_GLM, {"type": "glm_merger", "factor": 2}, None),
-    "paddleocr_vl": ({**_GLM, "layout": "paddleocr_vl"}, {"type": "patch_merger", "factor": 2}, None),
+    "paddleocr_vl": (
+        {**_GLM, "layout": "paddleocr_vl"},
+        {"type": "patch_merger", "factor": 2},
+        None,
+    ),
 }
 
 
@@ -128,40 +168,68 @@ def configured(tiny, tmp_path) -> Callable[..., RunConfig]:
 
 
 @pytest.mark.parametrize("kind", COMPLETED)
-def test_from_says_what_the_keys_say_and_an_export_has_the_same_bits(make, configured, tmp_path, kind):
+def test_from_says_what_the_keys_say_and_an_export_has_the_same_bits(
+    make, configured, tmp_path, kind
+):
     whole = make(kind)
     config = configured(whole.folder)
     vision, projector, fit = COMPLETED[kind]
     named = (config.model.llm.path, config.model.vision.name, config.model.projector.init_from)
     assert named == (str(whole.folder),) * 3 and config.model.pretrained is None
     assert config.model.vision.model_dump(include=set(vision)) == vision
-    assert config.model.projector.model_dump(include={*projector, "width"}) == {"width": None, **projector}
+    assert config.model.projector.model_dump(include={*projector, "width"}) == {
+        "width": None,
+        **projector,
+    }
     assert config.data.image_fit == fit
     (tmp_path / "again.yaml").write_text(dump_config(config))
     assert mmtrain.load_config(tmp_path / "again.yaml") == config
     plan_for_here(config)
     trained = read_projector(str(whole.folder), run_connector(config))
-    checkpoint = make_checkpoint(tmp_path / "run", config, {f"projector.{name}": t for name, t in trained.items()})
+    checkpoint = make_checkpoint(
+        tmp_path / "run", config, {f"projector.{name}": t for name, t in trained.items()}
+    )
     export(checkpoint, tmp_path / "out")
     again = load_stock(tmp_path / "out")
     ours, theirs = again.state_dict(), whole.model.state_dict()
-    assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in theirs)
-    for key in ("image_token_id", "tie_word_embeddings", "scale_factor", "downsample_factor", "downsample_ratio",
-                "spatial_merge_size", "projector_use_layernorm",
-                "projector_pooling_ratio", "vision_use_cls_token", "vision_feature_select_strategy",
-                "image_grid_pinpoints", "vision_aspect_ratio"):  # fmt: skip
+    assert ours.keys() == theirs.keys() and all(
+        torch.equal(ours[name], theirs[name]) for name in theirs
+    )
+    for key in (
+        "image_token_id",
+        "tie_word_embeddings",
+        "scale_factor",
+        "downsample_factor",
+        "downsample_ratio",
+        "spatial_merge_size",
+        "projector_use_layernorm",
+        "projector_pooling_ratio",
+        "vision_use_cls_token",
+        "vision_feature_select_strategy",
+        "image_grid_pinpoints",
+        "vision_aspect_ratio",
+    ):
         assert getattr(again.config, key, None) == getattr(whole.model.config, key, None), key
 
 
-@pytest.mark.parametrize("kind", [kind for kind in COMPLETED if kind not in MROPE])  # their LLMs have no own class
-def test_a_run_begins_with_the_tensors_of_the_same_model_in_three_parts(make, configured, tmp_path, kind):
+# their LLMs have no own class
+@pytest.mark.parametrize("kind", [kind for kind in COMPLETED if kind not in MROPE])
+def test_a_run_begins_with_the_tensors_of_the_same_model_in_three_parts(
+    make, configured, tmp_path, kind
+):
     whole = make(kind)
     save_its_parts(kind, whole.model, tmp_path)
     config = configured(whole.folder)
-    names = {"llm.path": "llm", "vision.name": "vision", "projector.init_from": "projector.safetensors"}
+    names = {
+        "llm.path": "llm",
+        "vision.name": "vision",
+        "projector.init_from": "projector.safetensors",
+    }
     in_parts = config.changed({f"model.{key}": str(tmp_path / name) for key, name in names.items()})
     ours, theirs = held(config), held(in_parts)
-    assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in theirs)
+    assert ours.keys() == theirs.keys() and all(
+        torch.equal(ours[name], theirs[name]) for name in theirs
+    )
     if has_newline(config):
         assert torch.equal(ours["projector.image_newline"], whole.model.model.image_newline)
 
@@ -174,8 +242,12 @@ def test_a_run_begins_with_the_tensors_of_the_same_model_in_three_parts(make, co
         ({"do_pad": False, "do_center_crop": False}, "resize"),
     ],
 )
-def test_how_an_image_becomes_a_square_is_read_of_its_processor(make, configured, tmp_path, said, fit):
-    folder = altered(make("llava").folder, tmp_path, {"image_processor": said}, "processor_config.json")
+def test_how_an_image_becomes_a_square_is_read_of_its_processor(
+    make, configured, tmp_path, said, fit
+):
+    folder = altered(
+        make("llava").folder, tmp_path, {"image_processor": said}, "processor_config.json"
+    )
     assert configured(folder).data.image_fit == fit
 
 
@@ -183,7 +255,10 @@ def test_that_smolvlms_tiles_are_left_aside_is_said(make, configured, tmp_path, 
     tiles = {"do_image_splitting": True, "size": {"longest_edge": 112}}
     folder = altered(make("smolvlm").folder, tmp_path, tiles, "preprocessor_config.json")
     assert configured(folder).data.image_fit == "resize"
-    assert "cuts images into tiles (do_image_splitting); mmtrain trains on one square of 28 pixels" in logged[-1]
+    assert (
+        "cuts images into tiles (do_image_splitting); mmtrain trains on one square of 28 pixels"
+        in logged[-1]
+    )
 
 
 # ---- the LLM alone, the encoder alone
@@ -201,7 +276,9 @@ def test_the_llm_in_a_whole_model_is_staged_as_the_whole_computes_text(make, kin
     ]
     named = {name: tuple(p.shape) for part in slices for name, p in part.global_parameters()}
     shape = llm_shape(str(folder))
-    assert {p.name: p.shape for p in (*shape.front, *itertools.chain(*shape.decoder), *shape.head)} == {
+    assert {
+        p.name: p.shape for p in (*shape.front, *itertools.chain(*shape.decoder), *shape.head)
+    } == {
         "llm.head.weight": (400, 64),
         **named,
     }
@@ -225,7 +302,9 @@ def test_an_llm_in_a_llava_has_the_scales_that_the_llava_computes_with(tmp_path,
     if family not in CONFIG_MAPPING:
         pytest.skip(f"transformers {transformers.__version__} has no {family}")
     text = tiny_model(draw_scales(CONFIG_MAPPING[family](num_hidden_layers=2), 0), 0).config
-    config = CONFIG_MAPPING["llava"](text_config=text, vision_config={"model_type": "clip_vision_model", **VISION})
+    config = CONFIG_MAPPING["llava"](
+        text_config=text, vision_config={"model_type": "clip_vision_model", **VISION}
+    )
     stock = whole_models.perturb(AutoModelForImageTextToText.from_config(config)).eval()
     stock.save_pretrained(tmp_path)
     part = load_decoder_layers(str(tmp_path), 0, 2, embedding=True, head=True, dtype=torch.float32)
@@ -242,7 +321,9 @@ def test_names_of_transformers_in_memory_are_read_too_and_shards(make, configure
     tensors = {name: tensor.contiguous() for name, tensor in whole.model.state_dict().items()}
     save_file(tensors, tmp_path / "memory" / "model.safetensors")
     assert any(name.startswith("model.language_model.") for name in tensors)
-    shutil.copytree(whole.folder, tmp_path / "shards", ignore=shutil.ignore_patterns("*.safetensors"))
+    shutil.copytree(
+        whole.folder, tmp_path / "shards", ignore=shutil.ignore_patterns("*.safetensors")
+    )
     whole.model.save_pretrained(tmp_path / "shards", max_shard_size="100KB")
     assert (tmp_path / "shards" / "model.safetensors.index.json").is_file()
     index = tmp_path / "shards" / "model.safetensors.index.json"
@@ -252,7 +333,9 @@ def test_names_of_transformers_in_memory_are_read_too_and_shards(make, configure
     folders = (whole.folder, tmp_path / "memory", tmp_path / "shards", unquantised)
     built = [held(configured(folder)) for folder in folders]
     for other in built[1:]:
-        assert other.keys() == built[0].keys() and all(torch.equal(other[name], t) for name, t in built[0].items())
+        assert other.keys() == built[0].keys() and all(
+            torch.equal(other[name], t) for name, t in built[0].items()
+        )
 
 
 def held(config: RunConfig) -> dict[str, torch.Tensor]:
@@ -284,7 +367,11 @@ def altered(folder: Path, tmp_path: Path, changes: dict, file: str = "config.jso
     made = shutil.copytree(folder, tmp_path / f"altered{len(list(tmp_path.glob('altered*')))}")
     content = json.loads((made / file).read_text()) if (made / file).exists() else {}
     for key, value in changes.items():
-        section, new = (content.setdefault(key, {}), value) if isinstance(value, dict) else (content, {key: value})
+        section, new = (
+            (content.setdefault(key, {}), value)
+            if isinstance(value, dict)
+            else (content, {key: value})
+        )
         section.update(new)
         for gone in [name for name, one in section.items() if one is None and name in new]:
             del section[gone]
@@ -293,70 +380,337 @@ def altered(folder: Path, tmp_path: Path, changes: dict, file: str = "config.jso
 
 
 REFUSED = [  # class, file, changes, what is said
-    ("llava", "config.json", {"model_type": "gemma3"}, "has model_type 'gemma3', but needs one of llava"),
-    ("llava", "config.json", {"vision_feature_layer": [-2, -5]}, "vision_feature_layer [-2, -5]; needed is one block"),
+    (
+        "llava",
+        "config.json",
+        {"model_type": "gemma3"},
+        "has model_type 'gemma3', but needs one of llava",
+    ),
+    (
+        "llava",
+        "config.json",
+        {"vision_feature_layer": [-2, -5]},
+        "vision_feature_layer [-2, -5]; needed is one block",
+    ),
     ("llava", "config.json", {"vision_feature_layer": -4}, "1 to 3 or -3 to -1"),
-    ("llava", "config.json", {"vision_feature_select_strategy": "full"}, "'full'; needed is default"),
-    ("aya_vision", "config.json", {"vision_feature_select_strategy": "default"}, "'default'; needed is full"),
-    ("llava", "config.json", {"projector_hidden_act": "relu"}, "projector_hidden_act relu, but this run has gelu"),
-    ("llava", "config.json", {"quantization_config": {"quant_method": "awq"}}, "this checkpoint is quantised (awq)"),
-    ("llava", "config.json", {"vision_config": {"model_type": "lfm3_vl_vision"}}, "has model_type lfm3_vl_vis"),
-    ("pixtral", "processor_config.json", {"image_break_token": None}, "image_break_token '[IMG_BREAK]'; ne"),
-    ("pixtral", "processor_config.json", {"image_processor": {"size": {"height": 9, "width": 9}}}, "needed is a lon"),
-    ("mistral3", "config.json", {"multimodal_projector_bias": True}, "multimodal_projector_bias True, but this run"),
-    ("mistral3", "config.json", {"spatial_merge_size": 9}, "spatial_merge_size 9; needed is a factor of 2, 3, 4"),
-    ("lfm2_vl", "config.json", {"projector_hidden_size": 80}, "projector_hidden_size 80; needed is the"),
-    ("lfm2_vl", "config.json", {"projector_use_layernorm": False}, "projector_use_layernorm False; needed is True"),
-    ("lfm2_vl", "preprocessor_config.json", {"downsample_factor": 4}, "downsample_factor 4; needed is 2. Corr"),
-    ("lfm2_vl", "preprocessor_config.json", {"encoder_patch_size": None}, "encoder_patch_size 16; needed is 7. Corr"),
-    ("lfm2_vl", "preprocessor_config.json", {"min_image_tokens": -1}, "size [-1, 20]; needed is a minimum and a"),
-    ("lfm2_vl", "preprocessor_config.json", {"max_image_tokens": 1}, "[2, 1]; needed is a minimum and a"),
+    (
+        "llava",
+        "config.json",
+        {"vision_feature_select_strategy": "full"},
+        "'full'; needed is default",
+    ),
+    (
+        "aya_vision",
+        "config.json",
+        {"vision_feature_select_strategy": "default"},
+        "'default'; needed is full",
+    ),
+    (
+        "llava",
+        "config.json",
+        {"projector_hidden_act": "relu"},
+        "projector_hidden_act relu, but this run has gelu",
+    ),
+    (
+        "llava",
+        "config.json",
+        {"quantization_config": {"quant_method": "awq"}},
+        "this checkpoint is quantised (awq)",
+    ),
+    (
+        "llava",
+        "config.json",
+        {"vision_config": {"model_type": "lfm3_vl_vision"}},
+        "has model_type lfm3_vl_vis",
+    ),
+    (
+        "pixtral",
+        "processor_config.json",
+        {"image_break_token": None},
+        "image_break_token '[IMG_BREAK]'; ne",
+    ),
+    (
+        "pixtral",
+        "processor_config.json",
+        {"image_processor": {"size": {"height": 9, "width": 9}}},
+        "needed is a lon",
+    ),
+    (
+        "mistral3",
+        "config.json",
+        {"multimodal_projector_bias": True},
+        "multimodal_projector_bias True, but this run",
+    ),
+    (
+        "mistral3",
+        "config.json",
+        {"spatial_merge_size": 9},
+        "spatial_merge_size 9; needed is a factor of 2, 3, 4",
+    ),
+    (
+        "lfm2_vl",
+        "config.json",
+        {"projector_hidden_size": 80},
+        "projector_hidden_size 80; needed is the",
+    ),
+    (
+        "lfm2_vl",
+        "config.json",
+        {"projector_use_layernorm": False},
+        "projector_use_layernorm False; needed is True",
+    ),
+    (
+        "lfm2_vl",
+        "preprocessor_config.json",
+        {"downsample_factor": 4},
+        "downsample_factor 4; needed is 2. Corr",
+    ),
+    (
+        "lfm2_vl",
+        "preprocessor_config.json",
+        {"encoder_patch_size": None},
+        "encoder_patch_size 16; needed is 7. Corr",
+    ),
+    (
+        "lfm2_vl",
+        "preprocessor_config.json",
+        {"min_image_tokens": -1},
+        "size [-1, 20]; needed is a minimum and a",
+    ),
+    (
+        "lfm2_vl",
+        "preprocessor_config.json",
+        {"max_image_tokens": 1},
+        "[2, 1]; needed is a minimum and a",
+    ),
     ("lfm2_vl", "config.json", {"vision_config": {"num_patches": 9}}, "in the weights, but (9, "),
-    ("pixtral", "config.json", {"vision_config": {"patch_size": [7, 7]}}, "does not say the size of its patches"),
-    ("pixtral", "config.json", {"vision_config": {"head_dim": 6}}, "of 6 features, which do not make up its hidden"),
-    ("hyperclovax", "config.json", {"vision_config": {"num_heads": 3}}, "3 attention heads, which do not divide it"),
-    ("hyperclovax", "config.json", {"vision_config": {"window_size": 13}}, "window_size 13; needed are at least 14"),
-    ("hyperclovax", "config.json", {"vision_config": {"fullatt_block_indexes": [99]}}, "[99]; needed are numbers of"),
-    ("hyperclovax", "preprocessor_config.json", {"patch_size": 14}, "patch_size 14; needed is 7. Corr"),
-    ("hyperclovax", "preprocessor_config.json", {"merge_size": 1}, "merge_size 1; needed is 2. Corr"),
-    ("hyperclovax", "preprocessor_config.json", {"size": {"longest_edge": 195}}, "[392, 195]; needed is a minimum"),
-    ("hyperclovax", "config.json", {"text_config": {"logits_scaling": 8.0}}, "text_config.logits_scaling 8.0; needed"),
+    (
+        "pixtral",
+        "config.json",
+        {"vision_config": {"patch_size": [7, 7]}},
+        "does not say the size of its patches",
+    ),
+    (
+        "pixtral",
+        "config.json",
+        {"vision_config": {"head_dim": 6}},
+        "of 6 features, which do not make up its hidden",
+    ),
+    (
+        "hyperclovax",
+        "config.json",
+        {"vision_config": {"num_heads": 3}},
+        "3 attention heads, which do not divide it",
+    ),
+    (
+        "hyperclovax",
+        "config.json",
+        {"vision_config": {"window_size": 13}},
+        "window_size 13; needed are at least 14",
+    ),
+    (
+        "hyperclovax",
+        "config.json",
+        {"vision_config": {"fullatt_block_indexes": [99]}},
+        "[99]; needed are numbers of",
+    ),
+    (
+        "hyperclovax",
+        "preprocessor_config.json",
+        {"patch_size": 14},
+        "patch_size 14; needed is 7. Corr",
+    ),
+    (
+        "hyperclovax",
+        "preprocessor_config.json",
+        {"merge_size": 1},
+        "merge_size 1; needed is 2. Corr",
+    ),
+    (
+        "hyperclovax",
+        "preprocessor_config.json",
+        {"size": {"longest_edge": 195}},
+        "[392, 195]; needed is a minimum",
+    ),
+    (
+        "hyperclovax",
+        "config.json",
+        {"text_config": {"logits_scaling": 8.0}},
+        "text_config.logits_scaling 8.0; needed",
+    ),
     ("mistral3", "processor_config.json", {"patch_size": 9}, "patch_size 9; needed is 7. Corr"),
-    ("mistral3", "processor_config.json", {"spatial_merge_size": 3}, "spatial_merge_size 3; needed is 2. Corr"),
-    ("lfm2_vl", "tokenizer_config.json", {"extra_special_tokens": {"image_start_token": None}}, "'<|image_start|>'"),
+    (
+        "mistral3",
+        "processor_config.json",
+        {"spatial_merge_size": 3},
+        "spatial_merge_size 3; needed is 2. Corr",
+    ),
+    (
+        "lfm2_vl",
+        "tokenizer_config.json",
+        {"extra_special_tokens": {"image_start_token": None}},
+        "'<|image_start|>'",
+    ),
     ("llava", "config.json", {"text_config": {"model_type": "mamba"}}, "recurrent layers"),
-    ("llava", "config.json", {"text_config": {"vocab_size": 10**9}}, "vocab_size 1000000000, but no tensor is"),
-    ("llava", "config.json", {"vision_config": {"num_hidden_layers": 2}}, "says 2 blocks, but the weights 3"),
-    ("idefics3", "config.json", {"vision_config": {"num_hidden_layers": None}}, "says 12 blocks, but the weights"),
-    ("llava", "processor_config.json", {"image_processor": {"do_rescale": False}}, "do_rescale is false, so its"),
-    ("llava", "processor_config.json", {"image_processor": {"size": {"height": 14, "width": 14}}}, "needed is 28"),
+    (
+        "llava",
+        "config.json",
+        {"text_config": {"vocab_size": 10**9}},
+        "vocab_size 1000000000, but no tensor is",
+    ),
+    (
+        "llava",
+        "config.json",
+        {"vision_config": {"num_hidden_layers": 2}},
+        "says 2 blocks, but the weights 3",
+    ),
+    (
+        "idefics3",
+        "config.json",
+        {"vision_config": {"num_hidden_layers": None}},
+        "says 12 blocks, but the weights",
+    ),
+    (
+        "llava",
+        "processor_config.json",
+        {"image_processor": {"do_rescale": False}},
+        "do_rescale is false, so its",
+    ),
+    (
+        "llava",
+        "processor_config.json",
+        {"image_processor": {"size": {"height": 14, "width": 14}}},
+        "needed is 28",
+    ),
     ("llava", "processor_config.json", {"image_processor": None}, "no preprocessor_config.json"),
-    ("aya_vision", "processor_config.json", {"image_processor": {"max_patches": 12}}, "max_patches 12; needed is one"),
-    ("aya_vision", "processor_config.json", {"tile_token": "TILE"}, "says tile_token 'TILE'; needed is an empty text"),
-    ("aya_vision", "processor_config.json", {"end_of_img_token": None}, "says end_of_img_token '<|END_OF_IMG|>'"),
-    ("aya_tiles", "processor_config.json", {"start_of_img_token": None}, "says start_of_img_token '<|START_OF_IMG|>'"),
-    ("aya_tiles", "processor_config.json", {"image_processor": {"min_patches": 2}}, "fit [6, 2, 'resize']; needed"),
-    ("aya_tiles", "processor_config.json", {"tile_token": "T"}, "max_patches 6; needed is one square"),
-    ("llava_next", "config.json", {"image_grid_pinpoints": "(1x1)"}, "image_grid_pinpoints '(1x1)'; needed is up to"),
-    ("llava_next", "config.json", {"image_grid_pinpoints": [[28, 56], 5]}, "needed is up to 400 pairs of height"),
-    ("llava_next", "config.json", {"image_grid_pinpoints": [[28, 57]]}, "says image_grid_pinpoints ((28, 56"),
-    ("llava_next", "config.json", {"image_grid_pinpoints": [[28, 56]]}, "its image processor says image_grid"),
+    (
+        "aya_vision",
+        "processor_config.json",
+        {"image_processor": {"max_patches": 12}},
+        "max_patches 12; needed is one",
+    ),
+    (
+        "aya_vision",
+        "processor_config.json",
+        {"tile_token": "TILE"},
+        "says tile_token 'TILE'; needed is an empty text",
+    ),
+    (
+        "aya_vision",
+        "processor_config.json",
+        {"end_of_img_token": None},
+        "says end_of_img_token '<|END_OF_IMG|>'",
+    ),
+    (
+        "aya_tiles",
+        "processor_config.json",
+        {"start_of_img_token": None},
+        "says start_of_img_token '<|START_OF_IMG|>'",
+    ),
+    (
+        "aya_tiles",
+        "processor_config.json",
+        {"image_processor": {"min_patches": 2}},
+        "fit [6, 2, 'resize']; needed",
+    ),
+    (
+        "aya_tiles",
+        "processor_config.json",
+        {"tile_token": "T"},
+        "max_patches 6; needed is one square",
+    ),
+    (
+        "llava_next",
+        "config.json",
+        {"image_grid_pinpoints": "(1x1)"},
+        "image_grid_pinpoints '(1x1)'; needed is up to",
+    ),
+    (
+        "llava_next",
+        "config.json",
+        {"image_grid_pinpoints": [[28, 56], 5]},
+        "needed is up to 400 pairs of height",
+    ),
+    (
+        "llava_next",
+        "config.json",
+        {"image_grid_pinpoints": [[28, 57]]},
+        "says image_grid_pinpoints ((28, 56",
+    ),
+    (
+        "llava_next",
+        "config.json",
+        {"image_grid_pinpoints": [[28, 56]]},
+        "its image processor says image_grid",
+    ),
     ("llava_next", "config.json", {"image_grid_pinpoints": None}, "needed is ((336, 672), (672, 3"),
-    ("llava_next", "processor_config.json", {"image_processor": {"size": {"shortest_edge": 56}}}, "needed is 28"),
-    ("llava_onevision", "config.json", {"vision_aspect_ratio": "anyres_max_4"}, "vision_aspect_ratio 'anyres_max_4'"),
-    ("aya_vision", "config.json", {"downsample_factor": 7}, "downsample_factor 7; needed is a factor of 2, 3, 4"),
-    ("aya_vision", "config.json", {"adapter_layer_norm_eps": 1e-5}, "1e-05, but this run has 1e-06"),
-    ("idefics3", "preprocessor_config.json", {"max_image_size": {"longest_edge": 364}}, "needed is 28"),
-    ("internvl", "config.json", {"downsample_ratio": 0.3}, "downsample_ratio 0.3; needed is a factor of 2, 4"),
-    ("internvl", "preprocessor_config.json", {"max_patches": None}, "max_patches 12; needed is one"),
-    ("internvl", "tokenizer_config.json", {"start_image_token": "<img>"}, "says start_image_token '<img>'"),
-    ("perception_lm", "preprocessor_config.json", {"vision_input_type": "thumb+tile"}, "vision_input_type 'thumb"),
-    ("perception_lm", "config.json", {"vision_use_cls_token": False}, "says vision_use_cls_token False"),
-]  # fmt: skip
+    (
+        "llava_next",
+        "processor_config.json",
+        {"image_processor": {"size": {"shortest_edge": 56}}},
+        "needed is 28",
+    ),
+    (
+        "llava_onevision",
+        "config.json",
+        {"vision_aspect_ratio": "anyres_max_4"},
+        "vision_aspect_ratio 'anyres_max_4'",
+    ),
+    (
+        "aya_vision",
+        "config.json",
+        {"downsample_factor": 7},
+        "downsample_factor 7; needed is a factor of 2, 3, 4",
+    ),
+    (
+        "aya_vision",
+        "config.json",
+        {"adapter_layer_norm_eps": 1e-5},
+        "1e-05, but this run has 1e-06",
+    ),
+    (
+        "idefics3",
+        "preprocessor_config.json",
+        {"max_image_size": {"longest_edge": 364}},
+        "needed is 28",
+    ),
+    (
+        "internvl",
+        "config.json",
+        {"downsample_ratio": 0.3},
+        "downsample_ratio 0.3; needed is a factor of 2, 4",
+    ),
+    (
+        "internvl",
+        "preprocessor_config.json",
+        {"max_patches": None},
+        "max_patches 12; needed is one",
+    ),
+    (
+        "internvl",
+        "tokenizer_config.json",
+        {"start_image_token": "<img>"},
+        "says start_image_token '<img>'",
+    ),
+    (
+        "perception_lm",
+        "preprocessor_config.json",
+        {"vision_input_type": "thumb+tile"},
+        "vision_input_type 'thumb",
+    ),
+    (
+        "perception_lm",
+        "config.json",
+        {"vision_use_cls_token": False},
+        "says vision_use_cls_token False",
+    ),
+]
 
 
 @pytest.mark.parametrize(("kind", "file", "changes", "said"), REFUSED)
-def test_what_mmtrain_would_compute_otherwise_is_refused_by_name(make, configured, tmp_path, kind, file, changes, said):
+def test_what_mmtrain_would_compute_otherwise_is_refused_by_name(
+    make, configured, tmp_path, kind, file, changes, said
+):
     folder = altered(make(kind).folder, tmp_path, changes, file)
     with pytest.raises(UserError) as raised:
         build_stage(config := configured(folder), plan_for_here(config).ranks[0].stages[0])
@@ -389,7 +743,9 @@ def test_grids_of_null_are_the_classes_own_as_in_transformers(make, configured, 
     folder = altered(make("llava_next").folder, tmp_path, {})
     content = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**content, "image_grid_pinpoints": None}))
-    with pytest.raises(UserError, match=r"its image processor .* needed is \(\(336, 672\), \(672, 3"):
+    with pytest.raises(
+        UserError, match=r"its image processor .* needed is \(\(336, 672\), \(672, 3"
+    ):
         configured(folder)
 
 
@@ -401,10 +757,15 @@ def test_grids_of_null_are_the_classes_own_as_in_transformers(make, configured, 
         ("multi_modal_projector.", "its weights hold no connector"),
     ],
 )
-def test_weights_that_lack_a_part_or_hold_it_twice_are_refused(make, configured, tmp_path, part, said):
+def test_weights_that_lack_a_part_or_hold_it_twice_are_refused(
+    make, configured, tmp_path, part, said
+):
     folder = shutil.copytree(make("llava").folder, tmp_path / "whole")
     tensors = load_file(folder / "model.safetensors")
-    save_file({name: t for name, t in tensors.items() if not name.startswith(part)}, folder / "model.safetensors")
+    save_file(
+        {name: t for name, t in tensors.items() if not name.startswith(part)},
+        folder / "model.safetensors",
+    )
     with pytest.raises(UserError, match=said):
         configured(folder)
     twice = {f"model.{name}": t.clone() for name, t in tensors.items() if name.startswith(part)}
@@ -413,13 +774,17 @@ def test_weights_that_lack_a_part_or_hold_it_twice_are_refused(make, configured,
         build_stage(config := configured(folder), plan_for_here(config).ranks[0].stages[0])
 
 
-@pytest.mark.parametrize(("part", "dtype"), [("language_model.", torch.int8), ("vision_tower.", torch.float8_e4m3fn)])
+@pytest.mark.parametrize(
+    ("part", "dtype"), [("language_model.", torch.int8), ("vision_tower.", torch.float8_e4m3fn)]
+)
 def test_weights_that_are_codes_are_refused_by_their_name(make, configured, tmp_path, part, dtype):
     folder = shutil.copytree(make("llava").folder, tmp_path / "whole")
     tensors = load_file(folder / "model.safetensors")
     name = next(name for name in tensors if name.startswith(part))
     save_file(tensors | {name: tensors[name].to(dtype)}, folder / "model.safetensors")
-    with pytest.raises(UserError, match=f"{re.escape(name)} is stored as .*; needed are floating-point numbers"):
+    with pytest.raises(
+        UserError, match=f"{re.escape(name)} is stored as .*; needed are floating-point numbers"
+    ):
         configured(folder)
 
 
@@ -432,7 +797,9 @@ def places(content: dict, *above: str) -> Iterator[tuple[str, ...]]:
 
 @pytest.mark.parametrize("file", ["config.json", "processor_config.json"])
 @pytest.mark.parametrize("kind", ["aya_vision", "hyperclovax", "lfm2_vl", "pixtral"])
-def test_nonsense_in_any_place_of_its_files_is_one_line_or_does_not_matter(make, configured, tmp_path, kind, file):
+def test_nonsense_in_any_place_of_its_files_is_one_line_or_does_not_matter(
+    make, configured, tmp_path, kind, file
+):
     folder = shutil.copytree(make(kind).folder, tmp_path / "whole")
     if not (folder / file).exists():
         file = "preprocessor_config.json"
@@ -443,7 +810,9 @@ def test_nonsense_in_any_place_of_its_files_is_one_line_or_does_not_matter(make,
         content = inner = json.loads(sound)
         for key in place[:-1]:
             inner = inner[key]
-        inner[place[-1]] = draw.choice(["x", -1, 10**30, [], {}, None, 0.5, {"a": {"b": [1]}}, [[]]])
+        inner[place[-1]] = draw.choice(
+            ["x", -1, 10**30, [], {}, None, 0.5, {"a": {"b": [1]}}, [[]]]
+        )
         (folder / file).write_text(json.dumps(content))
         try:
             plan_for_here(configured(folder))
@@ -464,22 +833,31 @@ def test_a_folder_trains_in_its_own_type_unless_the_configuration_says_another(
 ):
     whole, folder = make("llava"), tmp_path / "whole"
     shutil.copytree(whole.folder, folder)
-    AutoModelForImageTextToText.from_pretrained(folder, dtype=getattr(torch, stored)).save_pretrained(folder)
+    AutoModelForImageTextToText.from_pretrained(
+        folder, dtype=getattr(torch, stored)
+    ).save_pretrained(folder)
     config = configured(folder, **{"llm": {}, **model})
     assert (config.model.llm.dtype, config.model.vision_dtype) == (dtype, dtype)
-    assert (f"model.pretrained: {folder}: its float16 is rounded to bfloat16" in "".join(logged)) == is_told
+    assert (
+        f"model.pretrained: {folder}: its float16 is rounded to bfloat16" in "".join(logged)
+    ) == is_told
 
 
 def test_a_key_given_by_hand_may_repeat_the_folder_and_not_contradict_it(make, configured):
     folder = make("llava").folder
-    assert configured(folder, "model.vision.select_layer=-2", f"model.llm.path={folder}") == configured(folder)
+    assert configured(
+        folder, "model.vision.select_layer=-2", f"model.llm.path={folder}"
+    ) == configured(folder)
     for given, said in (
         (
             "model.vision.select_layer=-1",
             "model.vision.select_layer is -1 in this configuration, but -2 in that folder",
         ),
         ("model.llm.path=other", "model.llm.path is 'other' in this configuration"),
-        ("model.projector.init_from=null", "model.projector.init_from is null in this configuration"),
+        (
+            "model.projector.init_from=null",
+            "model.projector.init_from is null in this configuration",
+        ),
         (
             "data.image_fit=center_crop",
             "data.image_fit is 'center_crop' in this configuration, but 'pad' in that folder",
@@ -488,9 +866,13 @@ def test_a_key_given_by_hand_may_repeat_the_folder_and_not_contradict_it(make, c
         with pytest.raises(UserError) as raised:
             configured(folder, given)
         assert said in str(raised.value) and f"model.pretrained: {folder}" in str(raised.value)
-    with pytest.raises(UserError, match=r"model\.vision: null, but model\.pretrained names a model with an encoder"):
+    with pytest.raises(
+        UserError, match=r"model\.vision: null, but model\.pretrained names a model with an encoder"
+    ):
         configured(folder, vision=None)
-    with pytest.raises(UserError, match=r"model\.pretrained: \[5\] is not allowed; it should be a valid string"):
+    with pytest.raises(
+        UserError, match=r"model\.pretrained: \[5\] is not allowed; it should be a valid string"
+    ):
         configured(folder, "model.pretrained=[5]")
     with pytest.raises(UserError, match=r"model\.pretrained: is empty\. Name"):
         configured(folder, "model.pretrained=")

@@ -1,4 +1,6 @@
-"""The plan refuses, by one function for both, every run that an export refuses from facts that a plan has."""
+"""The plan refuses, by one function for both, every run that an export refuses from facts that a
+plan has.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,10 @@ WHY = {
     "exporters.exporter_for": (2, PLAN),
     "exporters.refuse_llava_code": (4, PLAN),
     "exporters._refuse_without_adapters": (1, PLAN),
-    "exporters._refuse_more_than_adapters": (3, f"{PLAN}; --base llm is chosen when it is exported"),
+    "exporters._refuse_more_than_adapters": (
+        3,
+        f"{PLAN}; --base llm is chosen when it is exported",
+    ),
     "exporters._refuse_unknown_class": (1, PLAN),
     "exporters.refuse_unfit_format": (1, PLAN),
     "exporters.check_export_format": (1, PLAN),
@@ -40,7 +45,10 @@ WHY = {
     "stock_class._stock": (1, LOADER),
     "hf._refuse_replaced_weights": (1, CHANGED),
     "hf.refuse_loading_faults": (2, LOADER),
-    "hf.refuse_unfit_family": (1, f"{LOADER}; scales, caps, a head's bias and embeddings elsewhere: {PLAN}"),
+    "hf.refuse_unfit_family": (
+        1,
+        f"{LOADER}; scales, caps, a head's bias and embeddings elsewhere: {PLAN}",
+    ),
     "language.language_for_export": (1, CHANGED),
     "language.take_merged": (1, CHANGED),
     "peft_folder._places": (2, PEFT),
@@ -71,7 +79,10 @@ def refusals(file: Path) -> Counter[str]:
     def visit(node: ast.AST, name: str) -> None:
         for child in ast.iter_child_nodes(node):
             if isinstance(child, ast.Raise) and isinstance(child.exc, ast.Call):
-                found[f"{file.stem}.{name}"] += ast.unparse(child.exc.func) in ("UserError", "_unfit")
+                found[f"{file.stem}.{name}"] += ast.unparse(child.exc.func) in (
+                    "UserError",
+                    "_unfit",
+                )
             visit(child, child.name if isinstance(child, ast.FunctionDef) else name)
 
     visit(ast.parse(file.read_text("utf-8")), "")
@@ -87,7 +98,9 @@ def test_every_refusal_of_an_exporter_is_the_plans_or_has_a_reason():
 
 
 def tower(architecture: str, changes: dict, **settings: object) -> Callable[[Path, Path], str]:
-    """Make an encoder's folder, with other settings of its images; returns the key that names it."""
+    """Make an encoder's folder, with other settings of its images; returns the key that names
+    it.
+    """
 
     def made(tiny: Path, folder: Path) -> str:
         file = make_tower(folder, architecture, changes) / "config.json"
@@ -100,7 +113,9 @@ def tower(architecture: str, changes: dict, **settings: object) -> Callable[[Pat
 
 
 def other_file(name: str, content: str | None) -> Callable[[Path, Path], str]:
-    """Copy the LLM's folder with another file, or with a link out of it; returns the key that names it."""
+    """Copy the LLM's folder with another file, or with a link out of it; returns the key that names
+    it.
+    """
 
     def made(tiny: Path, folder: Path) -> str:
         shutil.copytree(tiny / "llm", folder)
@@ -131,8 +146,16 @@ CASES = {
         IDEFICS3,
         "would be all zeros, which Idefics3ForConditionalGeneration reads as no image",
     ),
-    "lanczos": (tower(SIGLIP, {}, interpolation="lanczos"), PERCEPTION, "resizes by lanczos, which torchvision"),
-    "link": (other_file("tokenizer.json", None), (), "outside its folder, and an export would publish that file"),
+    "lanczos": (
+        tower(SIGLIP, {}, interpolation="lanczos"),
+        PERCEPTION,
+        "resizes by lanczos, which torchvision",
+    ),
+    "link": (
+        other_file("tokenizer.json", None),
+        (),
+        "outside its folder, and an export would publish that file",
+    ),
     "generation": (
         other_file("generation_config.json", '{"pad_token_id": "x"}'),
         (),

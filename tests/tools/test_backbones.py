@@ -32,7 +32,11 @@ PACKAGE = Path(__file__).parents[2] / "mmtrain"
 
 
 def test_the_package_data_is_small():
-    files = [file for file in (PACKAGE / "demo").rglob("*") if file.is_file() and "__pycache__" not in file.parts]
+    files = [
+        file
+        for file in (PACKAGE / "demo").rglob("*")
+        if file.is_file() and "__pycache__" not in file.parts
+    ]
     assert sum(file.stat().st_size for file in files) <= 8e6
 
 
@@ -40,11 +44,17 @@ def test_the_llm_is_a_stock_llama_whose_tokenizer_has_a_chat_template_and_an_ima
     folder = demo_model("demo:llm")
     tokenizer = AutoTokenizer.from_pretrained(folder)
     model, info = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
-    assert model.config.model_type == "llama" and not any(info[kind] for kind in ("missing_keys", "unexpected_keys"))
-    assert tokenizer.convert_tokens_to_ids("<image>") == len(tokenizer) - 1 < model.config.vocab_size
+    assert model.config.model_type == "llama" and not any(
+        info[kind] for kind in ("missing_keys", "unexpected_keys")
+    )
+    assert (
+        tokenizer.convert_tokens_to_ids("<image>") == len(tokenizer) - 1 < model.config.vocab_size
+    )
     for word in (*COLOUR_WORDS, *DIGIT_WORDS):
         assert len(tokenizer(f" {word}", add_special_tokens=False).input_ids) == 1
-    text = tokenizer.apply_chat_template([{"role": "user", "content": "<image>\nHi"}], tokenize=False)
+    text = tokenizer.apply_chat_template(
+        [{"role": "user", "content": "<image>\nHi"}], tokenize=False
+    )
     assert text == "<s>USER: <image>\nHi "
 
 
@@ -55,7 +65,9 @@ def test_a_text_with_any_characters_survives_the_tokenizer():
 
 
 def test_the_encoder_is_exactly_a_siglip_tower():
-    """Weights renamed, timm's joint query-key-value split; reference: transformers' SiglipVisionModel."""
+    """Weights renamed, timm's joint query-key-value split; reference: transformers'
+    SiglipVisionModel.
+    """
     tower = load_vision("demo:vision", -1, torch.float32)
     model = tower.model
     config = SiglipVisionConfig(
@@ -84,12 +96,23 @@ def test_the_encoder_is_exactly_a_siglip_tower():
             "mlp.fc2": block.mlp.fc2,
         }
         for name, module in renamed.items():
-            weights |= {f"{layer}.{name}.weight": module.weight, f"{layer}.{name}.bias": module.bias}
+            weights |= {
+                f"{layer}.{name}.weight": module.weight,
+                f"{layer}.{name}.bias": module.bias,
+            }
         for kind in ("weight", "bias"):
             parts = getattr(block.attn.qkv, kind).chunk(3)
-            weights |= {f"{layer}.self_attn.{n}_proj.{kind}": p for n, p in zip("qkv", parts, strict=True)}
-    prefix = "vision_model." if any(key.startswith("vision_model.") for key in stock.state_dict()) else ""
-    missing, unexpected = stock.load_state_dict({prefix + k: v for k, v in weights.items()}, strict=False)
+            weights |= {
+                f"{layer}.self_attn.{n}_proj.{kind}": p for n, p in zip("qkv", parts, strict=True)
+            }
+    prefix = (
+        "vision_model."
+        if any(key.startswith("vision_model.") for key in stock.state_dict())
+        else ""
+    )
+    missing, unexpected = stock.load_state_dict(
+        {prefix + k: v for k, v in weights.items()}, strict=False
+    )
     assert not unexpected and all("post_layernorm" in key for key in missing)
     images = torch.randn(3, 3, 64, 64, generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
@@ -106,13 +129,17 @@ def test_the_native_encoder_is_stock_and_sees_a_sheet_in_its_own_shape():
         sheet, max_num_patches=config.model.vision.max_positions, return_tensors="pt"
     )
     assert inputs["spatial_shapes"].tolist() == [[4, 16]]
-    stock, info = Siglip2VisionModel.from_pretrained(folder, dtype=torch.float32, output_loading_info=True)
+    stock, info = Siglip2VisionModel.from_pretrained(
+        folder, dtype=torch.float32, output_loading_info=True
+    )
     assert not any(info[kind] for kind in ("missing_keys", "unexpected_keys"))
     transform = image_transform(config.model.vision.name, tile_size=stock.config.patch_size)
     cells = transform.normalise(transform.cut(sheet, image_layout(config).tiling(*sheet.size)))
     tower = load_vision(config.model.vision.name, -1, torch.float32, final_norm=True)
     with torch.no_grad():
-        torch.testing.assert_close(tower(cells, ((4, 16),))[:, 0], stock(**inputs).last_hidden_state[0])
+        torch.testing.assert_close(
+            tower(cells, ((4, 16),))[:, 0], stock(**inputs).last_hidden_state[0]
+        )
 
 
 def test_planning_knows_the_demo_models():
@@ -120,8 +147,14 @@ def test_planning_knows_the_demo_models():
     vision = vision_shape("demo:vision", -1)
     assert (vision.patches_per_image, vision.width, vision.prefix_tokens) == (16, 128, 0)
     native = vision_shape("demo:vision_native", -1)
-    assert (native.width, native.heads, native.blocks_run) == (vision.width, vision.heads, vision.blocks_run)
-    with pytest.raises(UserError, match="demo:gpt: the demo has no such model, only demo:llm, demo:vision"):
+    assert (native.width, native.heads, native.blocks_run) == (
+        vision.width,
+        vision.heads,
+        vision.blocks_run,
+    )
+    with pytest.raises(
+        UserError, match="demo:gpt: the demo has no such model, only demo:llm, demo:vision"
+    ):
         llm_shape("demo:gpt")
 
 
@@ -139,11 +172,26 @@ def test_a_scene_of_the_demo_reaches_the_encoder_pixel_by_pixel():
 def test_the_llm_training_knows_no_pictures_and_the_encoder_training_no_words():
     names = ("train_demo_llm", "train_demo_backbones", "native_encoder")
     llm, driver, native = ((TOOLS / "demo_backbones" / f"{name}.py").read_text() for name in names)
-    of_llm, of_encoder = (set(re.findall(r"^ *(?:from|import) ([\w.]+)", text, re.M)) for text in (llm, driver))
-    assert not of_llm & {"PIL", "timm", "torchvision", "sklearn", "mmtrain.demo.pictures", "mmtrain.demo.data"}
+    of_llm, of_encoder = (
+        set(re.findall(r"^ *(?:from|import) ([\w.]+)", text, re.M)) for text in (llm, driver)
+    )
+    assert not of_llm & {
+        "PIL",
+        "timm",
+        "torchvision",
+        "sklearn",
+        "mmtrain.demo.pictures",
+        "mmtrain.demo.data",
+    }
     assert not of_encoder & {"transformers", "tokenizers", "mmtrain.demo.text", "mmtrain.demo.data"}
-    assert re.findall(r"import (.+)", native) == ["json", "Path", "torch", "Siglip2VisionConfig, Siglip2VisionModel"]
-    assert re.findall(r"train_demo_llm\.(\w+)", driver) == ["py", "train_llm"]  # named, and called for the LLM alone
+    assert re.findall(r"import (.+)", native) == [
+        "json",
+        "Path",
+        "torch",
+        "Siglip2VisionConfig, Siglip2VisionModel",
+    ]
+    # named, and called for the LLM alone
+    assert re.findall(r"train_demo_llm\.(\w+)", driver) == ["py", "train_llm"]
 
 
 @pytest.mark.nightly
@@ -154,11 +202,16 @@ def test_the_tool_makes_all_models_and_makes_them_again_the_same(tmp_path, capsy
         assert tool.main(["--out", str(tmp_path / name), "--steps", "2", "--threads", "1"]) == 0
     for name in ("llm", "vision", "vision_native"):
         made = {file.name: file.read_bytes() for file in (tmp_path / "first" / name).iterdir()}
-        assert made == {file.name: file.read_bytes() for file in (tmp_path / "second" / name).iterdir()}
+        assert made == {
+            file.name: file.read_bytes() for file in (tmp_path / "second" / name).iterdir()
+        }
         assert made.keys() == {file.name for file in demo_model(f"demo:{name}").iterdir()}
     record = json.loads((tmp_path / "first" / "backbones.json").read_text())
     assert [record[name]["steps"] for name in ("llm", "vision", "vision_native")] == [2, 2, 2]
-    assert all(0 <= record[name]["encoder_cell_accuracy_held_out"] <= 1 for name in ("vision", "vision_native"))
+    assert all(
+        0 <= record[name]["encoder_cell_accuracy_held_out"] <= 1
+        for name in ("vision", "vision_native")
+    )
     for wrong in (["--steps", "0"], ["--threads", "0"]):
         with pytest.raises(SystemExit, match="2"):
             tool.main(["--out", str(tmp_path), *wrong])

@@ -1,4 +1,6 @@
-"""tools/bench: every benchmark imports and runs; with work that is not equal there are no numbers."""
+"""tools/bench: every benchmark imports and runs; with work that is not equal there are no
+numbers.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,9 @@ from mmtrain.data.stream.images import ImageTransform
 from mmtrain.engine.process_groups import join_process_group
 
 TINY = SHAPES["tiny"]
-TRANSFORM = ImageTransform(TINY.image_size, (0.5, 0.4, 0.3), (0.2, 0.3, 0.4), "bicubic", "pad", 10**6)
+TRANSFORM = ImageTransform(
+    TINY.image_size, (0.5, 0.4, 0.3), (0.2, 0.3, 0.4), "bicubic", "pad", 10**6
+)
 
 
 def test_every_benchmark_imports_and_teaches_its_options(capsys):
@@ -38,7 +42,9 @@ class FromMemory(Work):
 
     def __init__(self):
         self.planned = equal_steps(TINY, 2, 1, 3)
-        self.padded = [padded(TINY, step, noise_image(TINY), TRANSFORM) for step in self.planned.steps]
+        self.padded = [
+            padded(TINY, step, noise_image(TINY), TRANSFORM) for step in self.planned.steps
+        ]
 
 
 def race_with(error: float):
@@ -50,13 +56,17 @@ def race_with(error: float):
         model.model.multi_modal_projector.linear_2.bias += error
     contestants["planted"] = Stock(model, "tuned", work.padded_steps())
     try:
-        found = race(contestants, 3, replace(TOLERANCES["float32"], later_loss=1e-4), torch.device("cpu"))
+        found = race(
+            contestants, 3, replace(TOLERANCES["float32"], later_loss=1e-4), torch.device("cpu")
+        )
     except UnequalError as unequal:
         return str(unequal)
     return {name: len(values) for name, values in found["losses"].items()}
 
 
-@pytest.mark.parametrize(("error", "expected"), [(0.0, "{'script': 4, 'planted': 4}"), (0.01, "planted has a loss of")])
+@pytest.mark.parametrize(
+    ("error", "expected"), [(0.0, "{'script': 4, 'planted': 4}"), (0.01, "planted has a loss of")]
+)
 def test_only_contestants_that_compute_the_same_get_numbers(error, expected):
     (found,) = run_ranks(1, race_with, error)
     assert expected in str(found)

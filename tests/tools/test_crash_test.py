@@ -1,4 +1,6 @@
-"""tools/crash_test/crash_test.py: the short form with real runs, and that it would see what it looks for."""
+"""tools/crash_test/crash_test.py: the short form with real runs, and that it would see what it
+looks for.
+"""
 
 from __future__ import annotations
 
@@ -19,10 +21,26 @@ from mmtrain.checkpoint.step_folder import new_step_folder, step_path
 @pytest.mark.nightly
 @pytest.mark.timeout(600)
 def test_runs_that_are_killed_twice_end_like_the_one_that_was_not(tiny, tmp_path, capsys):
-    overrides = ["parallel.pipeline=2", "parallel.threads_per_rank=1", "train.max_steps=20", "data.workers=0"]
+    overrides = [
+        "parallel.pipeline=2",
+        "parallel.threads_per_rank=1",
+        "train.max_steps=20",
+        "data.workers=0",
+    ]
     overrides += ["checkpoint.every_steps=2", "checkpoint.keep_last=2"]
-    options = ["--trials", "2", "--hang", "0", "--json", str(tmp_path / "found.json"), "--folder", str(tmp_path)]
-    assert crash_test.main([str(tiny / "config.yaml"), *overrides, *options]) == 0, capsys.readouterr()
+    options = [
+        "--trials",
+        "2",
+        "--hang",
+        "0",
+        "--json",
+        str(tmp_path / "found.json"),
+        "--folder",
+        str(tmp_path),
+    ]
+    assert crash_test.main([str(tiny / "config.yaml"), *overrides, *options]) == 0, (
+        capsys.readouterr()
+    )
     found = json.loads((tmp_path / "found.json").read_text())
     first, second = found["trials"]
     assert [killed["kill"]["when"] for killed in first["kills"]] == ["save", "load"]
@@ -67,12 +85,37 @@ def make_run(folder: Path) -> Path:
         ("samples.jsonl", '"2a", ', "", "1 samples lost, 0 repeated"),
         ("samples.jsonl", '"2a"', '"2a", "1a"', "0 samples lost, 1 repeated"),
         ("samples.jsonl", '"2a", "2b"', '"2b", "2a"', "samples.jsonl differs"),
-        ("metrics.jsonl", "0.5", "0.5000000000000001", "metrics.jsonl differs, the first time in {'kind'"),
-        ("checkpoints/step-00000004/projector.safetensors", "4", "5", "the final projector.safetensors differs"),
-        ("checkpoints/step-00000004/optimizer.safetensors", "4", "5", "the final optimizer.safetensors differs"),
-        ("checkpoints/step-00000002/optimizer.safetensors", "2", "3", "step-00000002: optimizer.safetensors is"),
+        (
+            "metrics.jsonl",
+            "0.5",
+            "0.5000000000000001",
+            "metrics.jsonl differs, the first time in {'kind'",
+        ),
+        (
+            "checkpoints/step-00000004/projector.safetensors",
+            "4",
+            "5",
+            "the final projector.safetensors differs",
+        ),
+        (
+            "checkpoints/step-00000004/optimizer.safetensors",
+            "4",
+            "5",
+            "the final optimizer.safetensors differs",
+        ),
+        (
+            "checkpoints/step-00000002/optimizer.safetensors",
+            "2",
+            "3",
+            "step-00000002: optimizer.safetensors is",
+        ),
         ("checkpoints/step-00000002/state.json", None, None, "state.json is missing"),
-        ("checkpoints/step-00000002", None, None, "checkpoints ['step-00000004'] are left instead of"),
+        (
+            "checkpoints/step-00000002",
+            None,
+            None,
+            "checkpoints ['step-00000004'] are left instead of",
+        ),
     ],
 )
 def test_whatever_differs_but_the_time_taken_is_a_problem(tmp_path, file, old, new, problem):
@@ -90,7 +133,10 @@ def test_whatever_differs_but_the_time_taken_is_a_problem(tmp_path, file, old, n
     assert any(problem in found for found in trial.problems) if problem else trial.problems == []
 
 
-GOOD = "error: rank 2 (stage 2) was killed by SIGKILL (if nobody) in step 3 (counted from 0), at LOAD(x)\n  log: l\n"
+GOOD = (
+    "error: rank 2 (stage 2) was killed by SIGKILL (if nobody) in step 3 (counted from 0), at "
+    "LOAD(x)\n  log: l\n"
+)
 
 
 @pytest.mark.parametrize(
@@ -100,7 +146,11 @@ GOOD = "error: rank 2 (stage 2) was killed by SIGKILL (if nobody) in step 3 (cou
         (10.5, GOOD, "10.5 s after the kill"),
         (1.0, "", "does not name what was killed"),
         (1.0, GOOD.replace("rank 2", "rank 1"), "does not name what was killed"),
-        (1.0, GOOD.replace(" in step 3 (counted from 0), at LOAD(x)", ""), "does not name what was killed"),
+        (
+            1.0,
+            GOOD.replace(" in step 3 (counted from 0), at LOAD(x)", ""),
+            "does not name what was killed",
+        ),
         (1.0, GOOD + GOOD, "does not name what was killed"),
     ],
 )
@@ -114,11 +164,14 @@ def test_a_job_that_stays_or_does_not_say_what_died_is_a_problem(seconds, messag
 def test_the_message_of_a_job_with_a_stopped_rank_is_recognised_as_it_is_printed():
     at = "in step 2 (counted from 0), at BACKWARD(stage 0, micro-batch 0)"
     lines = [
-        f"error: rank 0 (stage 0) lost its connection to another rank {at}: RuntimeError: Timed out waiting 10000ms",
+        f"error: rank 0 (stage 0) lost its connection to another rank {at}: RuntimeError: "
+        "Timed out waiting 10000ms",
         f"rank 0 (stage 0) was {at}",
         "rank 1 (stage 1) was in step 0 (counted from 0), at start-up",
         "log: runs/a/log.txt",
     ]
     said = message("\n".join(lines)) + "\n"
-    assert re.search(expected_message(1, "stop"), said) and re.search(expected_message(0, "stop"), said)
+    assert re.search(expected_message(1, "stop"), said) and re.search(
+        expected_message(0, "stop"), said
+    )
     assert not re.search(expected_message(2, "stop"), said)

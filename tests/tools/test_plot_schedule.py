@@ -17,7 +17,10 @@ def test_a_plan_and_a_trace_are_drawn_together(tiny, tmp_path, capsys):
     backward = Instruction(Op.BACKWARD, 3, 5)
     ranks = []
     for busy in (3.0, 1.0):  # seconds of a step of 4
-        intervals = [Interval(Work.BACKWARD, backward, 0.0, busy), Interval(Work.WAIT, backward, busy, 4.0)]
+        intervals = [
+            Interval(Work.BACKWARD, backward, 0.0, busy),
+            Interval(Work.WAIT, backward, busy, 4.0),
+        ]
         ranks.append([TracedStep(1, 4.0, intervals)])
     write_trace(tmp_path / "trace.json", plan, ranks)
     arguments = ["--plan", str(tiny / "config.yaml"), *overrides, "--trace", str(tmp_path)]

@@ -15,7 +15,9 @@ from mmtrain.training import console as metrics
 from mmtrain.training.console import Console
 
 
-def show(console: Console, clock: list[float], steps: range, seconds_per_step: float, note: str = "") -> None:
+def show(
+    console: Console, clock: list[float], steps: range, seconds_per_step: float, note: str = ""
+) -> None:
     for step in steps:
         clock[0] += seconds_per_step
         console.step(step, loss=0.5, tokens_per_second=1000, note=note)
@@ -38,7 +40,9 @@ def test_without_a_terminal_first_steps_then_one_line_in_five_seconds_then_the_l
 def test_a_step_with_a_note_is_always_shown(monkeypatch):
     console, stream, clock = console_with_clock(monkeypatch, max_steps=50)
     show(console, clock, range(10), seconds_per_step=0.1)
-    show(console, clock, range(10, 11), seconds_per_step=0.1, note="no supervised token in the step")
+    show(
+        console, clock, range(10, 11), seconds_per_step=0.1, note="no supervised token in the step"
+    )
     assert stream.getvalue().splitlines()[-1].endswith("no supervised token in the step")
 
 
@@ -61,8 +65,14 @@ def test_ranks_without_a_console_print_nothing(capfd):
 def on_a_terminal(code: str, kind: str = "xterm", columns: int = 120) -> str:
     """What a terminal receives from Python code; it must hold less than the terminal's buffer."""
     main, terminal = pty.openpty()
-    env = os.environ | {"TERM": kind, "COLUMNS": str(columns), "PYTHONPATH": str(Path(__file__).parent)}
-    subprocess.run([sys.executable, "-c", code], stdout=terminal, stderr=subprocess.PIPE, env=env, check=True)
+    env = os.environ | {
+        "TERM": kind,
+        "COLUMNS": str(columns),
+        "PYTHONPATH": str(Path(__file__).parent),
+    }
+    subprocess.run(
+        [sys.executable, "-c", code], stdout=terminal, stderr=subprocess.PIPE, env=env, check=True
+    )
     os.close(terminal)
     shown = b""
     while chunk := read(main):
@@ -78,8 +88,16 @@ def read(descriptor: int) -> bytes:
 
 
 def scores(**values: float | None) -> SimpleNamespace:
-    """What the console reads of `answers.Scores`, which would bring torch into every process here."""
-    known = {"loss": 0.12341, "token_accuracy": 0.982, "exact_match": 0.9312, "answers": 240, "samples": 200}
+    """What the console reads of `answers.Scores`, which would bring torch into every process
+    here.
+    """
+    known = {
+        "loss": 0.12341,
+        "token_accuracy": 0.982,
+        "exact_match": 0.9312,
+        "answers": 240,
+        "samples": 200,
+    }
     return SimpleNamespace(**(known | values))
 
 
@@ -94,7 +112,8 @@ def test_an_evaluation_is_one_line_and_so_is_its_control():
         "eval at step 120: loss 0.1234, exact match 93.1% of 240 answers, token accuracy 98.2%",
         "eval at step 0: loss nan, exact match - of 0 answers, token accuracy 0.0%",
         "control with shuffled images: exact match 4.6% (with the right images: 93.1%)",
-        "control with shuffled images: exact match 4.6% (with the right images: 93.1%; 12 of 200 samples kept theirs)",
+        "control with shuffled images: exact match 4.6% (with the right images: 93.1%; "
+        "12 of 200 samples kept theirs)",
     ]
 
 
@@ -104,18 +123,27 @@ def test_only_an_evaluation_that_takes_long_says_how_far_it_is(monkeypatch):
         for done in range(0, 41, 4):
             console.evaluating(done, 40)
             clock[0] += seconds_per_round
-    assert stream.getvalue().splitlines() == [f"evaluating: {done} of 40 micro-batches done" for done in (12, 24, 36)]
+    assert stream.getvalue().splitlines() == [
+        f"evaluating: {done} of 40 micro-batches done" for done in (12, 24, 36)
+    ]
 
 
 NASTY = "[red]\x1b[31mred\x1b[0m[/red]\u202e\ud800\r\n\ttab \x9b2J [link=x]"
 ANSWERS = [
-    SimpleNamespace(key="k1", question="Which colour,\nplease?", given="seven red", truth="seven red", right=True),
+    SimpleNamespace(
+        key="k1",
+        question="Which colour,\nplease?",
+        given="seven red",
+        truth="seven red",
+        right=True,
+    ),
     SimpleNamespace(key="k\x1b2", question=NASTY, given=NASTY, truth="x" * 1000, right=False),
 ]
 
 
 def test_what_stands_in_for_scores_and_answers_here_has_their_names():
-    from mmtrain.training.answers import Answer, Scores  # here: processes that import this module need no torch
+    # here: processes that import this module need no torch
+    from mmtrain.training.answers import Answer, Scores
 
     assert {field.name for field in fields(Scores)} == {*vars(scores()), "seconds"}
     assert {field.name for field in fields(Answer)} == {*vars(ANSWERS[0]), "images"}
@@ -130,7 +158,8 @@ def test_answers_are_readable_lines_that_say_right_or_wrong():
         "  right  k1: Which colour, please?",
         "         given  seven red",
         "         true   seven red",
-        "  wrong  k\\x1b2: " + (nasty := r"[red]\x1b[31mred\x1b[0m[/red]\u202e\ud800 tab \x9b2J [link=x]"),
+        "  wrong  k\\x1b2: "
+        + (nasty := r"[red]\x1b[31mred\x1b[0m[/red]\u202e\ud800 tab \x9b2J [link=x]"),
         "         given  " + nasty,
         "         true   " + "x" * 297 + "...",
     ]
@@ -148,7 +177,10 @@ def test_on_a_terminal_answers_obey_no_markup_and_the_bar_lives_on():
     )
     text = on_a_terminal(code)
     plain = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", text)
-    assert "loading weights" in plain and "eval at step 0: loss 0.1234, exact match 93.1% of 240 answers" in plain
+    assert (
+        "loading weights" in plain
+        and "eval at step 0: loss 0.1234, exact match 93.1% of 240 answers" in plain
+    )
     assert (
         "2/2" in plain
         and "loss 0.1250" in plain
@@ -156,7 +188,11 @@ def test_on_a_terminal_answers_obey_no_markup_and_the_bar_lives_on():
         and "control with shuffled images" in plain
     )
     assert "seven red" in plain and "right" in plain and "wrong" in plain
-    assert r"[red]\x1b[31mred" in plain.replace("\n", "") and "\x1b[31m" not in text and "\x9b" not in text
+    assert (
+        r"[red]\x1b[31mred" in plain.replace("\n", "")
+        and "\x1b[31m" not in text
+        and "\x9b" not in text
+    )
     assert text.rindex("\x1b[?25h") > text.rindex("\x1b[?25l")
 
 

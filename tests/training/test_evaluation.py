@@ -1,4 +1,6 @@
-"""Held-out scores, the control and the written answers are those of a stock LLaVA, whatever the layout."""
+"""Held-out scores, the control and the written answers are those of a stock LLaVA, whatever the
+layout.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,16 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from PIL import Image
 from ranks import run_ranks
-from scenes import IMAGE_SIZE, IMAGE_TOKEN, TOKENS_PER_IMAGE, join, make_config, make_engine, save_parts, stock_llava
+from scenes import (
+    IMAGE_SIZE,
+    IMAGE_TOKEN,
+    TOKENS_PER_IMAGE,
+    join,
+    make_config,
+    make_engine,
+    save_parts,
+    stock_llava,
+)
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlavaForConditionalGeneration, PreTrainedTokenizerFast
 
@@ -61,16 +72,26 @@ class Scene:
 
     def pixels(self, pngs: Sequence[bytes]) -> torch.Tensor | None:
         transform = image_transform(str(self.folder / "vision"))
-        return torch.stack([transform(Image.open(io.BytesIO(png))) for png in pngs]) if pngs else None
+        return (
+            torch.stack([transform(Image.open(io.BytesIO(png))) for png in pngs]) if pngs else None
+        )
 
 
 def stock_logits(model, ids, pixels):
     with torch.no_grad():
-        return model(input_ids=torch.tensor([ids]), pixel_values=pixels, use_cache=False).logits[0].float()
+        return (
+            model(input_ids=torch.tensor([ids]), pixel_values=pixels, use_cache=False)
+            .logits[0]
+            .float()
+        )
 
 
-def stock_says(scene: Scene, sample: Held, limit: int, prompt: Sequence[int] | None = None) -> list[int]:
-    """Greedy decoding by the stock model, one full forward a token; its image mark, fed back, would want an image."""
+def stock_says(
+    scene: Scene, sample: Held, limit: int, prompt: Sequence[int] | None = None
+) -> list[int]:
+    """Greedy decoding by the stock model, one full forward a token; its image mark, fed back, would
+    want an image.
+    """
     ids, pixels = list(prompt or sample.prompt), scene.pixels(sample.pngs)
     said: list[int] = []
     while not (said and said[-1] in (EOS, IMAGE_TOKEN)) and len(said) < limit:
@@ -80,7 +101,9 @@ def stock_says(scene: Scene, sample: Held, limit: int, prompt: Sequence[int] | N
 
 def png(draw: random.Random) -> bytes:
     stream = io.BytesIO()
-    Image.frombytes("RGB", (IMAGE_SIZE, IMAGE_SIZE), draw.randbytes(3 * IMAGE_SIZE**2)).save(stream, "PNG")
+    Image.frombytes("RGB", (IMAGE_SIZE, IMAGE_SIZE), draw.randbytes(3 * IMAGE_SIZE**2)).save(
+        stream, "PNG"
+    )
     return stream.getvalue()
 
 
@@ -88,9 +111,14 @@ def write_shard(path: Path, samples: Sequence[Held]) -> None:
     with tarfile.open(path, "w") as tar:
         for s in samples:
             turns = [("human", s.question), ("gpt", " ".join(f"w{token}" for token in s.caption))]
-            record = {"conversations": [{"from": speaker, "value": text} for speaker, text in turns]}
+            record = {
+                "conversations": [{"from": speaker, "value": text} for speaker, text in turns]
+            }
             files = [("json", json.dumps(record).encode())]
-            files += [(f"{n}.png" if len(s.pngs) > 1 else "png", content) for n, content in enumerate(s.pngs)]
+            files += [
+                (f"{n}.png" if len(s.pngs) > 1 else "png", content)
+                for n, content in enumerate(s.pngs)
+            ]
             for suffix, content in files:
                 add(tar, f"{s.key}.{suffix}", content)
 
@@ -103,13 +131,17 @@ def add(tar: tarfile.TarFile, name: str, content: bytes) -> None:
 
 @pytest.fixture(scope="module")
 def scene(tmp_path_factory) -> Scene:
-    """40 samples: captions that the stock model would say itself, ones with a wrong token, and ones that end early."""
+    """40 samples: captions that the stock model would say itself, ones with a wrong token, and ones
+    that end early.
+    """
     folder = tmp_path_factory.mktemp("evaluation")
     save_parts(folder)
     words = {f"w{token}": token for token in range(IMAGE_TOKEN)}
     tokenizer = Tokenizer(models.WordLevel(words, unk_token="w0"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=f"w{EOS}").save_pretrained(folder / "llm")
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=f"w{EOS}").save_pretrained(
+        folder / "llm"
+    )
     facts = {"image_mean": [0.5] * 3, "image_std": [0.25] * 3}
     (folder / "vision" / "preprocessor_config.json").write_text(json.dumps(facts))
 
@@ -158,11 +190,16 @@ def stock_scores(scene: Scene, samples: Sequence[Held]) -> Expected:
     for sample in samples:
         ids = [*sample.prompt, *sample.truth]
         logits = stock_logits(scene.model, ids, scene.pixels(sample.pngs))
-        truth = torch.tensor(ids[max(len(sample.prompt), 1) :])  # the first token of all is never predicted
+        # the first token of all is never predicted
+        truth = torch.tensor(ids[max(len(sample.prompt), 1) :])
         said = logits[len(ids) - len(truth) - 1 : -1]
         loss += float(F.cross_entropy(said, truth, reduction="sum"))
         hits = said.argmax(-1) == truth
-        correct, exact, tokens = correct + int(hits.sum()), exact + bool(hits.all()), tokens + len(truth)
+        correct, exact, tokens = (
+            correct + int(hits.sum()),
+            exact + bool(hits.all()),
+            tokens + len(truth),
+        )
     return Expected(loss / tokens, correct / tokens, exact / len(samples), len(samples))
 
 
@@ -220,7 +257,10 @@ def evaluate(configs, questions, constants=None):
 
 def close_to(scores, expected: Expected, samples: int) -> None:
     assert scores.loss == pytest.approx(expected.loss, rel=1e-5)
-    assert (scores.token_accuracy, scores.exact_match) == (expected.token_accuracy, expected.exact_match)
+    assert (scores.token_accuracy, scores.exact_match) == (
+        expected.token_accuracy,
+        expected.exact_match,
+    )
     assert (scores.answers, scores.samples) == (expected.answers, samples)
 
 
@@ -230,7 +270,9 @@ def without_seconds(scores):
 
 @pytest.fixture(scope="module")
 def permuted(scene) -> list[Held]:
-    """The images rotated by hand: half of those with as many images further on, in the order that packs have them."""
+    """The images rotated by hand: half of those with as many images further on, in the order that
+    packs have them.
+    """
     packed = PackedBatches(config_of(scene), 0, 1)
     order = [document.sample.key for pack in HeldOut(packed).packs for document in pack.entries]
     samples = sorted(scene.samples, key=lambda sample: order.index(sample.key))
@@ -255,20 +297,28 @@ def test_scores_control_and_answers_are_those_of_a_stock_llava(scene, permuted, 
         close_to(result[1], control, 40)
         assert result[4].permuted == 38, "not the ones with 0 and with 3 images"
     for first, second in by_rank:
-        assert without_seconds(first[0]) == without_seconds(by_rank[0][0][0]), "the same on every rank"
+        assert without_seconds(first[0]) == without_seconds(by_rank[0][0][0]), (
+            "the same on every rank"
+        )
         assert without_seconds(second[0]) == without_seconds(by_rank[0][1][0])
         total = first[3][-1][0]
-        assert first[3][0] == (0, total) and first[3][-1] == (total, total) and len(first[3]) > 4, "several rounds"
+        assert first[3][0] == (0, total) and first[3][-1] == (total, total) and len(first[3]) > 4, (
+            "several rounds"
+        )
 
     questions = [scene.samples[i] for i in asked_in(by_rank[0][0][2])]
     assert len({q.key for q in questions}) == 12
     for place, rank in enumerate(by_rank):
         for result in rank:
-            check_answers(scene, questions, result[2]) if place < data else check_answers(scene, [], result[2])
+            check_answers(scene, questions, result[2]) if place < data else check_answers(
+                scene, [], result[2]
+            )
 
 
 def stop_on_the_way(config, at):
-    """The last rank is asked to stop in round `at` of scores, then of answers; all take a step after that."""
+    """The last rank is asked to stop in round `at` of scores, then of answers; all take a step
+    after that.
+    """
     change(SHORT_ROUNDS)
     join()
     mine = dist.get_rank() == dist.get_world_size() - 1
@@ -319,7 +369,8 @@ def check_answers(scene, questions, answers):
 
 
 CHAT = (
-    "{% for m in messages %}{{ 'w1 ' + m.content + ' w2 ' if m.role == 'user' else 'w3 ' + m.content + ' w110 ' }}"
+    "{% for m in messages %}{{ 'w1 ' + m.content + ' w2 ' if m.role == 'user' else 'w3 ' + "
+    "m.content + ' w110 ' }}"
     "{% endfor %}{% if add_generation_prompt %}{{ 'w3 ' }}{% endif %}"
 )
 
@@ -329,16 +380,22 @@ def test_of_a_conversation_every_answer_is_scored_and_the_first_question_is_aske
         shutil.copytree(scene.folder / name, tmp_path / name)
     (tmp_path / "llm" / "chat_template.jinja").write_text(CHAT)
     talks = []
-    for number, sample in enumerate(s for s in scene.samples if len(s.pngs) == 1 and EOS not in s.caption):
+    for number, sample in enumerate(
+        s for s in scene.samples if len(s.pngs) == 1 and EOS not in s.caption
+    ):
         ids = [1, *sample.prompt, 5, 6, 2, 3]
         said = int(stock_logits(scene.model, ids, scene.pixels(sample.pngs))[-1].argmax())
         if said not in (EOS, IMAGE_TOKEN) and len(talks) < 6:
             talks.append((replace(sample, caption=(said, 9)), ids, (20 + number, said)))
     with tarfile.open(tmp_path / "talks.tar", "w") as tar:
         for sample, _, second in talks:
-            words = [" ".join(f"w{token}" for token in caption) for caption in (sample.caption, second)]
+            words = [
+                " ".join(f"w{token}" for token in caption) for caption in (sample.caption, second)
+            ]
             texts = ["<image>\nw5 w6", words[0], "w7 <image>", words[1]]
-            turns = [{"from": ("human", "gpt")[n % 2], "value": text} for n, text in enumerate(texts)]
+            turns = [
+                {"from": ("human", "gpt")[n % 2], "value": text} for n, text in enumerate(texts)
+            ]
             add(tar, f"{sample.key}.json", json.dumps({"conversations": turns}).encode())
             for n, content in enumerate((sample.pngs[0], talks[0][0].pngs[0])):
                 add(tar, f"{sample.key}.{n}.png", content)
@@ -350,8 +407,13 @@ def test_of_a_conversation_every_answer_is_scored_and_the_first_question_is_aske
     for sample, prompt, second in talks:
         later = [*prompt, *sample.caption, EOS, 1, 7, *[IMAGE_TOKEN] * TOKENS_PER_IMAGE, 2, 3]
         both = (*sample.pngs, talks[0][0].pngs[0])
-        for before, truth, pngs in ((prompt, [*sample.caption, EOS], sample.pngs), (later, [*second, EOS], both)):
-            logits = stock_logits(scene.model, [*before, *truth], scene.pixels(pngs))[len(before) - 1 : -1]
+        for before, truth, pngs in (
+            (prompt, [*sample.caption, EOS], sample.pngs),
+            (later, [*second, EOS], both),
+        ):
+            logits = stock_logits(scene.model, [*before, *truth], scene.pixels(pngs))[
+                len(before) - 1 : -1
+            ]
             loss += float(F.cross_entropy(logits, torch.tensor(truth), reduction="sum"))
             hits = logits.argmax(-1) == torch.tensor(truth)
             correct, exact = correct + int(hits.sum()), exact + bool(hits.all())
@@ -362,7 +424,10 @@ def test_of_a_conversation_every_answer_is_scored_and_the_first_question_is_aske
         sample, prompt, _ = asked[answer.key]
         said = stock_says(scene, sample, 3 + 16, prompt)
         assert answer.question == "w5 w6" and answer.truth == f"w{sample.caption[0]} w9"
-        assert answer.given.split() == [f"w{token}" for token in said if token != EOS][: PACK_LENGTH + 1 - len(prompt)]
+        assert (
+            answer.given.split()
+            == [f"w{token}" for token in said if token != EOS][: PACK_LENGTH + 1 - len(prompt)]
+        )
 
 
 def test_the_control_permutes_images_and_nothing_else(scene):
@@ -378,7 +443,9 @@ def test_the_control_permutes_images_and_nothing_else(scene):
         assert replace(one.sample, images=()) == replace(other.sample, images=())
         assert len(one.sample.images) == len(other.sample.images)
     assert sum(one.sample.images != other.sample.images for one, other in pairs) == permuted == 38
-    before, after = (sorted(image for pair in pairs for image in pair[i].sample.images) for i in (0, 1))
+    before, after = (
+        sorted(image for pair in pairs for image in pair[i].sample.images) for i in (0, 1)
+    )
     assert before == after, "each image is still used once"
     listed_twice = [one for one, _ in pairs if len(one.sample.images) == 1][:4] * 2
     assert permute_images([Pack((document,)) for document in listed_twice])[1] == 8
@@ -415,7 +482,9 @@ def test_replicas_share_the_packs_and_are_filled_up_with_empty_ones(scene):
 
 def test_the_first_samples_in_shard_order_are_held_out_and_longer_ones_counted(scene):
     first = HeldOut(PackedBatches(config_of(scene, eval__max_samples=7), 0, 1))
-    assert sorted(document.sample.key for document in first.documents) == [f"{n:06d}" for n in range(7)]
+    assert sorted(document.sample.key for document in first.documents) == [
+        f"{n:06d}" for n in range(7)
+    ]
     short = HeldOut(PackedBatches(config_of(scene, data__pack_length=13), 0, 1))
     longer = sum(len(sample.prompt) + len(sample.truth) > 13 for sample in scene.samples)
     assert (short.extent.overlong, short.extent.samples) == (longer, 40 - longer) and longer > 0
@@ -431,28 +500,52 @@ def test_the_first_samples_in_shard_order_are_held_out_and_longer_ones_counted(s
             {"eval__shards": None, "eval__fraction": 1e-9},
             r"^eval\.fraction: none of 1 usable samples is held out\. Set 0\.5, ",
         ),
-        ({}, r"^eval\.shards: none of 39 held-out samples can be used: 0 are damaged, .* data\.pack_length="),
-        ({"data__overlong": "refuse"}, r"^eval\.shards: .*long\.tar: sample 00000\d: \d+ tokens and "),
+        (
+            {},
+            r"^eval\.shards: none of 39 held-out samples can be used: "
+            r"0 are damaged, .* data\.pack_length=",
+        ),
+        (
+            {"data__overlong": "refuse"},
+            r"^eval\.shards: .*long\.tar: sample 00000\d: \d+ tokens and ",
+        ),
     ],
 )
 def test_wrong_held_out_shards_are_named(scene, tmp_path, overrides, message):
     shortest = min(scene.samples, key=lambda sample: len(sample.prompt) + len(sample.truth))
     write_shard(tmp_path / "short.tar", [shortest])
-    write_shard(tmp_path / "long.tar", [sample for sample in scene.samples if sample is not shortest])
-    shards = {"data__shards": str(tmp_path / "short.tar"), "eval__shards": str(tmp_path / "long.tar")}
+    write_shard(
+        tmp_path / "long.tar", [sample for sample in scene.samples if sample is not shortest]
+    )
+    shards = {
+        "data__shards": str(tmp_path / "short.tar"),
+        "eval__shards": str(tmp_path / "long.tar"),
+    }
     length = len(shortest.prompt) + len(shortest.truth)
     with pytest.raises(UserError, match=message):
-        HeldOut(PackedBatches(config_of(scene, **({"data__pack_length": length} | shards | overrides)), 0, 1))
+        HeldOut(
+            PackedBatches(
+                config_of(scene, **({"data__pack_length": length} | shards | overrides)), 0, 1
+            )
+        )
 
 
-def test_samples_that_the_template_cannot_hold_are_named_where_none_of_the_others_is_held_out(scene, tmp_path):
-    path, turns = tmp_path / "talk.tar", [{"from": speaker, "value": "w7"} for speaker in ("human", "gpt")]
+def test_samples_that_the_template_cannot_hold_are_named_where_none_of_the_others_is_held_out(
+    scene, tmp_path
+):
+    path, turns = (
+        tmp_path / "talk.tar",
+        [{"from": speaker, "value": "w7"} for speaker in ("human", "gpt")],
+    )
     with tarfile.open(path, "w") as tar:
         for number in range(30):
             record = {"conversations": turns if number == 0 else 2 * turns}
             add(tar, f"{number:06d}.json", json.dumps(record).encode())
     config = config_of(scene, data__shards=str(path), eval__shards=None, eval__fraction=0.001)
-    said = r"^eval\.fraction: none of 1 usable samples \(29 template: .* data\.template cannot hold\) is held out\."
+    said = (
+        r"^eval\.fraction: none of 1 usable samples \(29 template: "
+        r".* data\.template cannot hold\) is held out\."
+    )
     with pytest.raises(UserError, match=said):
         HeldOut(PackedBatches(config, 0, 1))
 
@@ -468,11 +561,15 @@ def test_a_held_out_fraction_is_evaluated_on_without_being_trained_on(scene):
 def test_damaged_held_out_images_are_named(scene, tmp_path):
     png = scene.samples[1].pngs[0]
     for name, content in (("nonsense", b"nonsense"), ("half", png[: len(png) // 2])):
-        write_shard(tmp_path / f"{name}.tar", [scene.samples[0], replace(scene.samples[1], pngs=(content,))])
+        write_shard(
+            tmp_path / f"{name}.tar", [scene.samples[0], replace(scene.samples[1], pngs=(content,))]
+        )
     message = r"^eval\.shards: .*{}\.tar: sample 000001: undecodable_image: "
     with pytest.raises(UserError, match=message.format("nonsense")):
         HeldOut(PackedBatches(config_of(scene, eval__shards=str(tmp_path / "nonsense.tar")), 0, 1))
-    held_out = HeldOut(PackedBatches(config_of(scene, eval__shards=str(tmp_path / "half.tar")), 0, 1))
+    held_out = HeldOut(
+        PackedBatches(config_of(scene, eval__shards=str(tmp_path / "half.tar")), 0, 1)
+    )
     with pytest.raises(UserError, match=message.format("half")):
         list(held_out.batches(held_out.share(held_out.packs)))
 
@@ -480,17 +577,25 @@ def test_damaged_held_out_images_are_named(scene, tmp_path):
 def test_damage_among_samples_that_are_held_out_by_fraction_is_left_out_and_listed(scene, tmp_path):
     for name in ("a.tar", "b.tar"):
         shutil.copy(scene.folder / "held" / name, tmp_path / name)
-    config = config_of(scene, data__shards=f"{tmp_path}/*.tar", eval__shards=None, eval__fraction=0.5)
+    config = config_of(
+        scene, data__shards=f"{tmp_path}/*.tar", eval__shards=None, eval__fraction=0.5
+    )
     sound = HeldOut(PackedBatches(config, 0, 1))
-    pictured = [d.sample for d in sound.documents if d.sample.images and d.sample.shard.endswith("a.tar")][:2]
+    pictured = [
+        d.sample for d in sound.documents if d.sample.images and d.sample.shard.endswith("a.tar")
+    ][:2]
     content = bytearray((tmp_path / "a.tar").read_bytes())
     for sample in pictured:
         content[content.index(sample.images[0]) + 40] ^= 1
     (tmp_path / "a.tar").write_bytes(content)
     damaged = HeldOut(PackedBatches(config, 0, 1))
-    assert [(fault.key, fault.reason) for fault in damaged.faults] == [(s.key, "checksum") for s in pictured]
+    assert [(fault.key, fault.reason) for fault in damaged.faults] == [
+        (s.key, "checksum") for s in pictured
+    ]
     left = [document.sample.key for document in damaged.documents]
-    assert left == [d.sample.key for d in sound.documents if d.sample.key not in {s.key for s in pictured}]
+    assert left == [
+        d.sample.key for d in sound.documents if d.sample.key not in {s.key for s in pictured}
+    ]
     assert damaged.extent.damaged == 2 and "; 2 damaged left out" in damaged.extent.summary
 
 
@@ -505,7 +610,9 @@ def evaluate_other_files(config, other):
 
 def test_replicas_that_read_different_images_are_refused_on_every_rank(scene, tmp_path):
     configs = []
-    for number, sample in enumerate((scene.samples[0], replace(scene.samples[0], pngs=scene.samples[1].pngs))):
+    for number, sample in enumerate(
+        (scene.samples[0], replace(scene.samples[0], pngs=scene.samples[1].pngs))
+    ):
         write_shard(tmp_path / f"{number}.tar", [sample])
         configs.append(config_of(scene, data=2, eval__shards=str(tmp_path / f"{number}.tar")))
     for said in run_ranks(2, evaluate_other_files, *configs):

@@ -1,4 +1,6 @@
-"""The whole run through the command line: the same training and the same projector, whatever the layout."""
+"""The whole run through the command line: the same training and the same projector, whatever the
+layout.
+"""
 
 from __future__ import annotations
 
@@ -19,8 +21,10 @@ from mmtrain.training.loop import use_algorithms
 
 STEPS = 4
 TRAIN_KEYS = (
-    "kind step epoch loss grad_norm lr samples images tiles tokens supervised_tokens quarantined no_update pack_fill "
-    "seconds tokens_per_second idle_fraction compute_seconds communication_seconds data_seconds fetching_seconds "
+    "kind step epoch loss grad_norm lr samples images tiles tokens supervised_tokens quarantined "
+    "no_update pack_fill "
+    "seconds tokens_per_second idle_fraction compute_seconds communication_seconds data_seconds "
+    "fetching_seconds "
     "peak_memory_bytes model_flops_utilization time"
 )
 
@@ -37,15 +41,26 @@ def launch(file, *overrides):
 def runs(tiny, make_tiny, tmp_path_factory):
     """Folder and console of a run in each layout; the one at pipeline 4 by the command line."""
     folder = tmp_path_factory.mktemp("runs")
-    held_out = make_tiny.make_tiny_shards(folder / "held", samples=14, shards=2, text_only_fraction=0.2, seed=1)
-    options = (f"eval.shards=[{', '.join(map(str, held_out))}]", "eval.every_steps=2", "eval.show_answers=2")
+    held_out = make_tiny.make_tiny_shards(
+        folder / "held", samples=14, shards=2, text_only_fraction=0.2, seed=1
+    )
+    options = (
+        f"eval.shards=[{', '.join(map(str, held_out))}]",
+        "eval.every_steps=2",
+        "eval.show_answers=2",
+    )
     options += (f"run.dir={folder}", f"train.max_steps={STEPS}", "parallel.threads_per_rank=1")
     runs = {}
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("COLUMNS", "120")
         for pipeline, data in ((1, 1), (4, 1)):
             name = f"pp{pipeline}dp{data}"
-            here = (*options, f"run.name={name}", f"parallel.pipeline={pipeline}", f"parallel.data={data}")
+            here = (
+                *options,
+                f"run.name={name}",
+                f"parallel.pipeline={pipeline}",
+                f"parallel.data={data}",
+            )
             start = launch if pipeline == 4 else lambda *arguments: train(*arguments).printed
             runs[pipeline, data] = (folder / name, start(tiny / "config.yaml", *here))
     return runs
@@ -66,7 +81,11 @@ def test_a_pipeline_trains_as_one_process_does(runs):
         assert {key: a[key] for key in same} == {key: b[key] for key in same}
     saved = f"checkpoints/step-{STEPS:08d}/projector.safetensors"
     first, second = (load_file(folder / saved) for folder, _ in runs.values())
-    assert set(first) == set(second) == {f"projector.linear_{i}.{p}" for i in (1, 2) for p in ("weight", "bias")}
+    assert (
+        set(first)
+        == set(second)
+        == {f"projector.linear_{i}.{p}" for i in (1, 2) for p in ("weight", "bias")}
+    )
     for name in first:
         torch.testing.assert_close(first[name], second[name], rtol=0, atol=1e-4)
 
@@ -82,13 +101,21 @@ def test_held_out_samples_are_evaluated_before_between_and_after_the_steps(runs,
         *(("eval", 2), ("train", 2), ("train", 3)),
         *(("eval", 4), ("eval_permuted", 4)),
     ]
-    keys = {"train": TRAIN_KEYS, "eval": EVAL_KEYS, "eval_permuted": EVAL_KEYS.replace("time", "permuted_samples time")}
+    keys = {
+        "train": TRAIN_KEYS,
+        "eval": EVAL_KEYS,
+        "eval_permuted": EVAL_KEYS.replace("time", "permuted_samples time"),
+    }
     for line in lines:
         assert list(line) == keys[line["kind"]].split()
-    assert [line["epoch"] for line in lines if line["kind"] == "train"] == [0, 0, 0, 1], "8 packs a step"
+    assert [line["epoch"] for line in lines if line["kind"] == "train"] == [0, 0, 0, 1], (
+        "8 packs a step"
+    )
     first, between, last, control = (line for line in lines if line["kind"] != "train")
     assert last["loss"] < between["loss"] < first["loss"] and control["loss"] != last["loss"]
-    for line, other in zip((first, between, last, control), metrics(runs[1, 1], "eval", "eval_permuted"), strict=True):
+    for line, other in zip(
+        (first, between, last, control), metrics(runs[1, 1], "eval", "eval_permuted"), strict=True
+    ):
         assert line["samples"] == line["answers"] == 14
         assert line["loss"] == pytest.approx(other["loss"], rel=1e-4)
         assert line["token_accuracy"] == pytest.approx(other["token_accuracy"], abs=0.01)
@@ -115,14 +142,18 @@ def test_the_console_tells_scores_control_and_answers(runs):
         told = [line.split(":")[0] for line in lines if line.startswith("eval at step ")]
         assert told == ["eval at step 0", "eval at step 2", "eval at step 4"]
         assert "evaluating on 14 held-out samples in " in printed
-        control = next(i for i, line in enumerate(lines) if line.startswith("control with shuffled images"))
+        control = next(
+            i for i, line in enumerate(lines) if line.startswith("control with shuffled images")
+        )
         assert lines[control].endswith(" of 14 samples kept theirs)")
         assert lines[control + 2].startswith("2 held-out questions, answered one token at a time: ")
         for first in (control + 3, control + 6):
             assert lines[first].lstrip().startswith(("right  0000", "wrong  0000"))
             assert lines[first].endswith(": Describe what you see.")
             assert lines[first + 1].startswith("         given  ")
-            assert lines[first + 2].startswith("         true   a ") and lines[first + 2].endswith(" background.")
+            assert lines[first + 2].startswith("         true   a ") and lines[first + 2].endswith(
+                " background."
+            )
 
 
 def test_what_was_answered_before_and_after_is_kept_with_the_pictures(runs):
@@ -131,7 +162,9 @@ def test_what_was_answered_before_and_after_is_kept_with_the_pictures(runs):
         before, after = lines[:2], lines[2:]
         assert [line["step"] for line in lines] == [0, 0, STEPS, STEPS]
         assert [line["key"] for line in before] == [line["key"] for line in after]
-        assert printed.count("one token at a time") == 1, "those of before the first step are kept, not shown"
+        assert printed.count("one token at a time") == 1, (
+            "those of before the first step are kept, not shown"
+        )
         for line in after:
             mark = "right" if line["right"] else "wrong"
             assert f"{mark}  {line['key']}: {line['question']}\n" in printed
@@ -149,14 +182,26 @@ def test_every_record_has_its_time_and_a_run_begins_with_what_it_runs_on(runs):
         assert times == sorted(times) and times[0] > 1.7e9
         assert list(lines[0]) == ["kind", "step", "backend", "versions", "device", "ranks", "time"]
         assert lines[0]["backend"] == "ProcessGroupGloo"
-        assert (lines[0]["kind"], lines[0]["step"], lines[0]["ranks"]) == ("begin", 0, pipeline * data)
-        assert lines[0]["versions"]["torch"] == importlib.metadata.version("torch") and "cores" in lines[0]["device"]
+        assert (lines[0]["kind"], lines[0]["step"], lines[0]["ranks"]) == (
+            "begin",
+            0,
+            pipeline * data,
+        )
+        assert (
+            lines[0]["versions"]["torch"] == importlib.metadata.version("torch")
+            and "cores" in lines[0]["device"]
+        )
 
 
 @pytest.mark.cpu_ranks
 def test_a_run_says_how_its_attention_is_computed_before_its_first_step(runs):
     for folder, printed in runs.values():
-        way = {"layers": "attention", "kernel": "document", "reason": "flash attention needs a GPU", "slow": False}
+        way = {
+            "layers": "attention",
+            "kernel": "document",
+            "reason": "flash attention needs a GPU",
+            "slow": False,
+        }
         ranks = list(range(len(json.loads((folder / "plan.json").read_text())["ranks"])))
         [record] = metrics((folder, printed), "attention")
         del record["time"]
@@ -176,13 +221,17 @@ def test_updates_verified_on_each_device_name_one_trained_rank_and_three_explici
         frozen = audited["frozen"]
         assert frozen["fingerprint_before"] == frozen["fingerprint_after"] and frozen["tensors"] > 0
         assert audited["trainable_parameters"] == planned["trainable"]
-        assert audited["reason"] and all(t["moved"] and t["had_gradient"] for t in audited["trainable"])
+        assert audited["reason"] and all(
+            t["moved"] and t["had_gradient"] for t in audited["trainable"]
+        )
     for said in ("audit passed: 4 of 4 trainable tensors moved", f"step {STEPS}/{STEPS}", "saved "):
         assert said in printed
     assert len(printed.splitlines()) < 60, "library chatter belongs into log.txt"
 
 
-def test_deterministic_algorithms_are_set_with_the_workspace_that_cublas_needs_for_them(monkeypatch):
+def test_deterministic_algorithms_are_set_with_the_workspace_that_cublas_needs_for_them(
+    monkeypatch,
+):
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":0:0")
     try:
         use_algorithms(deterministic=True)

@@ -1,4 +1,6 @@
-"""What a run keeps of answers: their texts, and small upright pictures that are never taken for each other."""
+"""What a run keeps of answers: their texts, and small upright pictures that are never taken for
+each other.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,12 @@ from PIL import Image
 from mmtrain.base.json_lines import recorded
 from mmtrain.config.load import load_config
 from mmtrain.training.answers import Answer
-from mmtrain.training.records import PICTURE_SIDE, PICTURED_QUESTIONS, PICTURES_OF_A_QUESTION, Records
+from mmtrain.training.records import (
+    PICTURE_SIDE,
+    PICTURED_QUESTIONS,
+    PICTURES_OF_A_QUESTION,
+    Records,
+)
 
 TURNED = 6  # EXIF: the stored picture's left side is its top
 
@@ -32,7 +39,10 @@ def config(tiny):
 
 
 def test_pictures_are_small_turned_as_in_training_and_called_after_what_they_show(tmp_path, config):
-    wide, red = photograph((1200, 600), ("black", "white"), TURNED), photograph((40, 30), ("red", "red"))
+    wide, red = (
+        photograph((1200, 600), ("black", "white"), TURNED),
+        photograph((40, 30), ("red", "red")),
+    )
     answers = [
         Answer("a/1", "What?\x1b[31m", "white", "black \ud800", False, (wide, red)),
         Answer("a/2", "And now?", "red", "red", True, (red,)),
@@ -49,14 +59,24 @@ def test_pictures_are_small_turned_as_in_training_and_called_after_what_they_sho
         {"kind": "answers", "step": 8, "answers": lines[3:]},
     ]
     fields = "step", "key", "question", "given", "truth", "right"
-    said = [(answer.key, answer.question, answer.given, answer.truth, answer.right) for answer in answers]
-    assert [tuple(line[name] for name in fields) for line in lines] == [*((0, *one) for one in said), (8, *said[1])]
+    said = [
+        (answer.key, answer.question, answer.given, answer.truth, answer.right)
+        for answer in answers
+    ]
+    assert [tuple(line[name] for name in fields) for line in lines] == [
+        *((0, *one) for one in said),
+        (8, *said[1]),
+    ]
     assert all(began <= line["time"] <= time.time() for line in lines)
     (first, second), *others = (line["pictures"] for line in lines)
     assert others == [[second], [], [second]] and first != second
     assert {f"answers/{file.name}" for file in (tmp_path / "answers").iterdir()} == {first, second}
     with Image.open(tmp_path / first) as image:
-        assert (image.format, image.mode, image.size) == ("JPEG", "RGB", (PICTURE_SIDE // 2, PICTURE_SIDE))
+        assert (image.format, image.mode, image.size) == (
+            "JPEG",
+            "RGB",
+            (PICTURE_SIDE // 2, PICTURE_SIDE),
+        )
         assert image.getpixel((96, 20))[0] < 10 and image.getpixel((96, 364))[0] > 245
     with Image.open(tmp_path / second) as image:
         assert image.size == (40, 30), "never larger than it was"
@@ -67,7 +87,10 @@ def test_pictures_are_bounded_in_number(tmp_path, config):
     records = Records(tmp_path, config, [].append)
     records.answers(0, [Answer("k", "?", "", "", False, (image,) * 20)] * 30)
     records.close()
-    counts = [len(json.loads(line)["pictures"]) for line in (tmp_path / "answers.jsonl").read_text().splitlines()]
+    counts = [
+        len(json.loads(line)["pictures"])
+        for line in (tmp_path / "answers.jsonl").read_text().splitlines()
+    ]
     assert counts == [PICTURES_OF_A_QUESTION] * PICTURED_QUESTIONS + [0] * (30 - PICTURED_QUESTIONS)
 
 

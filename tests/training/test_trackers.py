@@ -1,4 +1,6 @@
-"""TensorBoard, Weights & Biases and a CSV table have what metrics.jsonl has, and decide nothing of how a run ends."""
+"""TensorBoard, Weights & Biases and a CSV table have what metrics.jsonl has, and decide nothing of
+how a run ends.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,12 @@ from mmtrain.training import trackers
 
 STEPS = 5
 ALL = "run.report_to=[tensorboard,wandb,csv]"
-RUN = (f"train.max_steps={STEPS}", "parallel.threads_per_rank=1", "eval.fraction=0.2", "eval.every_steps=2")
+RUN = (
+    f"train.max_steps={STEPS}",
+    "parallel.threads_per_rank=1",
+    "eval.fraction=0.2",
+    "eval.every_steps=2",
+)
 RUN += (
     "data.caption_prompt=https://me:hunter2@host/",
     "optimizer.groups=[{match: [projector.linear_1], lr: 1e-4}]",
@@ -40,7 +47,16 @@ OFFLINE = {"WANDB_MODE": "offline"} | dict.fromkeys(
     ("HTTP_PROXY", "HTTPS_PROXY", "WANDB_BASE_URL"), "http://127.0.0.1:9"
 )
 SCORES = ("loss", "token_accuracy", "exact_match")
-STEPWISE = ("loss", "grad_norm", "lr", "tokens_per_second", "pack_fill", "epoch", "samples", "quarantined")
+STEPWISE = (
+    "loss",
+    "grad_norm",
+    "lr",
+    "tokens_per_second",
+    "pack_fill",
+    "epoch",
+    "samples",
+    "quarantined",
+)
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +67,11 @@ def reported(tiny, tmp_path_factory) -> Run:
             patch.setenv(name, value)
         patch.setattr(sys, "argv", ["train", "data.shards=pipe:curl -H hunter2 https://host/"])
         return train(
-            tiny / "config.yaml", *RUN, ALL, "eval.show_answers=2", f"run.dir={tmp_path_factory.mktemp('runs')}"
+            tiny / "config.yaml",
+            *RUN,
+            ALL,
+            "eval.show_answers=2",
+            f"run.dir={tmp_path_factory.mktemp('runs')}",
         )
 
 
@@ -59,7 +79,9 @@ def expected(run: Run) -> dict[str, dict[int, float]]:
     """What metrics.jsonl says of each step, by the trackers' names."""
     found: dict[str, dict[int, float]] = {}
     for line in run.lines("metrics.jsonl", "train"):
-        told = {name: line[name] for name in STEPWISE} | {"peak_memory_bytes": max(line["peak_memory_bytes"])}
+        told = {name: line[name] for name in STEPWISE} | {
+            "peak_memory_bytes": max(line["peak_memory_bytes"])
+        }
         told |= {f"lr/{group}": rate for group, rate in line["lr_groups"].items()}
         for name, value in told.items():
             found.setdefault(f"train/{name}", {})[line["step"]] = value
@@ -77,7 +99,10 @@ def in_tensorboard(folder: Path) -> EventAccumulator:
 
 def scalars(folder: Path) -> dict[str, dict[int, float]]:
     events = in_tensorboard(folder)
-    found = {name: [(event.step, event.value) for event in events.Scalars(name)] for name in events.Tags()["scalars"]}
+    found = {
+        name: [(event.step, event.value) for event in events.Scalars(name)]
+        for name in events.Tags()["scalars"]
+    }
     assert all(len(dict(pairs)) == len(pairs) for pairs in found.values()), "each step once"
     return {name: dict(pairs) for name, pairs in found.items()}
 
@@ -92,7 +117,9 @@ def texts(folder: Path) -> dict[tuple[str, int], str]:
 
 
 def records_of(file: Path) -> Iterator[bytes]:
-    """Records of a log as LevelDB's (doc/log_format.md), which wandb writes behind 7 bytes of its own."""
+    """Records of a log as LevelDB's (doc/log_format.md), which wandb writes behind 7 bytes of its
+    own.
+    """
     content, at, record = file.read_bytes(), 7, b""
     while at + 7 <= len(content):
         room = 32768 - at % 32768
@@ -122,12 +149,21 @@ def in_wandb(file: Path) -> tuple[dict[str, dict[int, Any]], dict[str, Any]]:
 
 def test_each_of_them_has_what_metrics_jsonl_has(reported):
     told = expected(reported)
-    as_float32 = {name: {step: float(np.float32(value)) for step, value in of.items()} for name, of in told.items()}
+    as_float32 = {
+        name: {step: float(np.float32(value)) for step, value in of.items()}
+        for name, of in told.items()
+    }
     assert scalars(reported.folder) == as_float32
 
     table = pandas.read_csv(reported.folder / "metrics.csv")
-    assert list(table.columns[:3]) == ["step", "time", "train/loss"] and set(table.columns) == {"step", "time", *told}
-    assert table["step"].tolist() == list(range(STEPS + 1)), "the last row has the scores after the last step"
+    assert list(table.columns[:3]) == ["step", "time", "train/loss"] and set(table.columns) == {
+        "step",
+        "time",
+        *told,
+    }
+    assert table["step"].tolist() == list(range(STEPS + 1)), (
+        "the last row has the scores after the last step"
+    )
     for name, of in told.items():
         column = table.set_index("step")[name].dropna()
         assert column.to_dict() == of, name
@@ -139,20 +175,32 @@ def test_each_of_them_has_what_metrics_jsonl_has(reported):
 
 
 def test_no_login_of_the_configuration_nor_of_the_command_line_is_there(reported):
-    files = [file for name in ("tensorboard", "wandb") for file in (reported.folder / name).rglob("*")]
+    files = [
+        file for name in ("tensorboard", "wandb") for file in (reported.folder / name).rglob("*")
+    ]
     contents = [file.read_bytes() for file in files if file.is_file()]
-    assert sum(b"https://host/" in content for content in contents) >= 2, "each has the address without the login"
+    assert sum(b"https://host/" in content for content in contents) >= 2, (
+        "each has the address without the login"
+    )
     assert not any(b"hunter2" in content for content in contents)
 
 
 def test_answers_and_the_configuration_are_there_as_text(reported):
     answers = reported.lines("answers.jsonl")
     found = texts(reported.folder)
-    (configuration,) = (text for (name, _), text in found.items() if name.startswith("configuration"))
+    (configuration,) = (
+        text for (name, _), text in found.items() if name.startswith("configuration")
+    )
     assert "max_steps: 5" in configuration
     for step in (0, STEPS):
-        (said,) = (text for (name, at), text in found.items() if name.startswith("answers") and at == step)
-        assert all(answer["truth"] in said and answer["key"] in said for answer in answers if answer["step"] == step)
+        (said,) = (
+            text for (name, at), text in found.items() if name.startswith("answers") and at == step
+        )
+        assert all(
+            answer["truth"] in said and answer["key"] in said
+            for answer in answers
+            if answer["step"] == step
+        )
     tables = sorted(reported.folder.glob("wandb/offline-run-*/files/media/table/*.json"))
     rows = [row for table in tables for row in json.loads(table.read_text())["data"]]
     names = ("step", "key", "question", "given", "truth", "right")
@@ -164,7 +212,12 @@ def test_a_run_that_goes_on_has_each_step_once(tiny, reported, tmp_path, monkeyp
         monkeypatch.setenv(name, value)
     shutil.copytree(reported.folder, tmp_path / "tiny", symlinks=True)
     here = (ALL, "eval.show_answers=2", f"run.dir={tmp_path}")
-    again = train(tiny / "config.yaml", *RUN, *here, resume=tmp_path / "tiny" / "checkpoints" / "step-00000003")
+    again = train(
+        tiny / "config.yaml",
+        *RUN,
+        *here,
+        resume=tmp_path / "tiny" / "checkpoints" / "step-00000003",
+    )
     told = expected(again)
     assert again.losses() == reported.losses()
     assert scalars(again.folder)["train/tokens_per_second"] == {
@@ -172,7 +225,10 @@ def test_a_run_that_goes_on_has_each_step_once(tiny, reported, tmp_path, monkeyp
     }
     table = pandas.read_csv(again.folder / "metrics.csv")
     assert table["step"].tolist() == list(range(STEPS + 1))
-    assert table.set_index("step")["train/tokens_per_second"].dropna().to_dict() == told["train/tokens_per_second"]
+    assert (
+        table.set_index("step")["train/tokens_per_second"].dropna().to_dict()
+        == told["train/tokens_per_second"]
+    )
     first, second = sorted(again.folder.glob("wandb/offline-run-*/run-*.wandb"))
     assert first.name == second.name, "one run of wandb"
     history = in_wandb(second)[0]
@@ -184,7 +240,9 @@ def test_a_run_that_goes_on_has_each_step_once(tiny, reported, tmp_path, monkeyp
 def test_those_that_fail_or_hang_are_said_once_and_left_out_and_the_run_ends_as_it_would(
     tiny, reported, tmp_path, monkeypatch
 ):
-    """A file where TensorBoard's folder goes, a table on a full disk, a server that never answers."""
+    """A file where TensorBoard's folder goes, a table on a full disk, a server that never
+    answers.
+    """
     monkeypatch.setattr(trackers, "SECONDS_TO_BEGIN", 0.5)
     folder = shutil.copytree(reported.folder, tmp_path / "tiny", symlinks=True)
     shutil.rmtree(folder / "tensorboard")
@@ -195,18 +253,36 @@ def test_those_that_fail_or_hang_are_said_once_and_left_out_and_the_run_ends_as_
     with socket.create_server(("127.0.0.1", 0)) as server:
         monkeypatch.setenv("WANDB_BASE_URL", f"http://127.0.0.1:{server.getsockname()[1]}")
         monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
-        run = train(tiny / "config.yaml", *RUN, *here, resume=folder / "checkpoints" / "step-00000003")
+        run = train(
+            tiny / "config.yaml", *RUN, *here, resume=folder / "checkpoints" / "step-00000003"
+        )
     assert run.losses() == reported.losses()
-    for name, why in (("tensorboard", "FileExistsError"), ("csv", "No space left on device"), ("wandb", "CommError")):
-        (said,) = (line for line in run.printed.splitlines() if line.startswith(f"{name} receives no more metrics"))
+    for name, why in (
+        ("tensorboard", "FileExistsError"),
+        ("csv", "No space left on device"),
+        ("wandb", "CommError"),
+    ):
+        (said,) = (
+            line
+            for line in run.printed.splitlines()
+            if line.startswith(f"{name} receives no more metrics")
+        )
         assert why in said and said.endswith("metrics.jsonl has everything")
 
 
 def train_record(step: int, loss: float | str) -> dict[str, Any]:
-    return {"kind": "train", "step": step, "time": 1.8e9 + step, "peak_memory_bytes": [5, 7], "loss": loss}
+    return {
+        "kind": "train",
+        "step": step,
+        "time": 1.8e9 + step,
+        "peak_memory_bytes": [5, 7],
+        "loss": loss,
+    }
 
 
-def test_a_run_that_fails_leaves_what_it_reported_and_a_loss_that_is_not_finite_is_told(tiny, tmp_path):
+def test_a_run_that_fails_leaves_what_it_reported_and_a_loss_that_is_not_finite_is_told(
+    tiny, tmp_path
+):
     config, said = load_config(tiny / "config.yaml"), []
     with JsonLines(tmp_path / "metrics.jsonl") as metrics:
         metrics.write(**train_record(0, 1.5))
@@ -217,7 +293,9 @@ def test_a_run_that_fails_leaves_what_it_reported_and_a_loss_that_is_not_finite_
     losses = pandas.read_csv(tmp_path / "metrics.csv")["train/loss"].tolist()
     assert losses == pytest.approx([1.5, math.nan, math.inf], nan_ok=True)
     wait_for(lambda: "eval/loss" in scalars(tmp_path), 60, "the same in TensorBoard")
-    assert list(scalars(tmp_path)["train/loss"].values()) == pytest.approx([1.5, math.nan, math.inf], nan_ok=True)
+    assert list(scalars(tmp_path)["train/loss"].values()) == pytest.approx(
+        [1.5, math.nan, math.inf], nan_ok=True
+    )
     assert said == []
 
 
@@ -228,10 +306,15 @@ def test_a_run_that_fails_leaves_what_it_reported_and_a_loss_that_is_not_finite_
         ("model.llm.quantize", "nf4", "bitsandbytes", "quantize"),
     ],
 )
-def test_a_library_that_is_not_there_is_refused_with_how_to_get_it(tiny, monkeypatch, key, value, library, extra):
+def test_a_library_that_is_not_there_is_refused_with_how_to_get_it(
+    tiny, monkeypatch, key, value, library, extra
+):
     config = load_config(tiny / "config.yaml", [f"{key}={value}"])
     refuse_missing_libraries(config, with_trackers=True)
     monkeypatch.setitem(sys.modules, library, None)
-    message = f"{key}: {library} is not installed. Install it: pip install 'mmtrain[{extra}]', or leave it out"
+    message = (
+        f"{key}: {library} is not installed. Install it: "
+        f"pip install 'mmtrain[{extra}]', or leave it out"
+    )
     with pytest.raises(UserError, match=re.escape(message)):
         refuse_missing_libraries(config, with_trackers=True)

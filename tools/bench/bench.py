@@ -1,8 +1,9 @@
 """Measure mmtrain on this machine.
 
-Every command prints a table and, with --json FILE, writes all single measurements. Contestants take turns in one run,
-over the same weights, samples and threads; tables show medians and, in brackets, least and largest. What else runs on
-the machine distorts every number: see the load average that is printed.
+Every command prints a table and, with --json FILE, writes all single measurements. Contestants take
+turns in one run, over the same weights, samples and threads; tables show medians and, in brackets,
+least and largest. What else runs on the machine distorts every number: see the load average that is
+printed.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ from mmtrain.base.printing import run_command
 COMMANDS = {
     "peers": "against stock transformers, DeepSpeed's pipeline and torch's pipelining",
     "plan": "predicted against measured step time, idle share and memory",
-    "encoder_plans": "plans of real models with the encoder in slices, against others; nothing runs",
+    "encoder_plans": "plans of real models with the encoder in slices, against others; "
+    "nothing runs",
     "loader": "samples a second, against webdataset and the images alone",
     "mixers": "recurrent layers of hybrid LLMs over packs, against the stock mixer, which leaks",
     "gpu": "a 7B-shaped model on one CUDA device, against the stock loop",
@@ -42,7 +44,9 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
             continue
         module = importlib.import_module(f"bench_{name}")
         epilog = f"{getattr(module, 'EXAMPLES', '')}\n{EXIT_CODES}"
-        command = commands.add_parser(name, help=purpose, description=module.__doc__, epilog=epilog, **options)
+        command = commands.add_parser(
+            name, help=purpose, description=module.__doc__, epilog=epilog, **options
+        )
         module.add_options(command)
         command.set_defaults(run=module.run)
     return parser.parse_args(arguments)

@@ -1,8 +1,10 @@
-"""Plans of real models with the frozen encoder in slices over the ranks, beside the whole encoder on rank 0.
+"""Plans of real models with the frozen encoder in slices over the ranks, beside the whole encoder
+on rank 0.
 
-Nothing runs. Steps are told over balanced work, which is what a step computes, nothing recomputed, in equal parts on
-all ranks: no order of work is below 1. Each plan is the planner's own, of the instruction lists that the engine would
-run, at speeds assumed of a GPU (mmtrain/plan/calibration.py says which, and why) and without a memory limit.
+Nothing runs. Steps are told over balanced work, which is what a step computes, nothing recomputed,
+in equal parts on all ranks: no order of work is below 1. Each plan is the planner's own, of the
+instruction lists that the engine would run, at speeds assumed of a GPU (mmtrain/plan/calibration.py
+says which, and why) and without a memory limit.
 
 Models that mmtrain has no record of are made from the numbers in their published config.json.
 """
@@ -50,7 +52,11 @@ examples:
   one model on a pipeline of 8:
     python tools/bench/bench.py encoder_plans --model "SigLIP 81 + Qwen3-8B" --pipeline 8
 """
-SIGLIP, QWEN3_8B, QWEN25_72B = "vit_so400m_patch14_siglip_384.webli", "Qwen/Qwen3-8B", "Qwen/Qwen2.5-72B-Instruct"
+SIGLIP, QWEN3_8B, QWEN25_72B = (
+    "vit_so400m_patch14_siglip_384.webli",
+    "Qwen/Qwen3-8B",
+    "Qwen/Qwen2.5-72B-Instruct",
+)
 INTERN_VIT, INTERN_LM2 = "InternViT-6B-448px-V1-5", "InternLM2-20B"
 
 
@@ -69,8 +75,12 @@ class Case:
 
 
 CASES = {
-    "InternViT-6B + InternLM2-20B": Case(INTERN_VIT, INTERN_LM2, "shuffle_mlp2x_gelu", 256, 5, 2, 16384),
-    "InternViT-6B + Qwen2.5-72B": Case(INTERN_VIT, QWEN25_72B, "shuffle_mlp2x_gelu", 256, 5, 2, 16384),
+    "InternViT-6B + InternLM2-20B": Case(
+        INTERN_VIT, INTERN_LM2, "shuffle_mlp2x_gelu", 256, 5, 2, 16384
+    ),
+    "InternViT-6B + Qwen2.5-72B": Case(
+        INTERN_VIT, QWEN25_72B, "shuffle_mlp2x_gelu", 256, 5, 2, 16384
+    ),
     "SigLIP 81 + Qwen3-8B": Case(SIGLIP, QWEN3_8B, "shuffle_swiglu", 81, factor=3),
     "SigLIP 729 + Qwen3-8B": Case(SIGLIP, QWEN3_8B, "mlp2x_gelu", 729),
     "SigLIP 81 + Qwen2.5-72B": Case(SIGLIP, QWEN25_72B, "shuffle_swiglu", 81, factor=3),
@@ -104,12 +114,16 @@ def _vision_shape(name: str) -> VisionShape:
         use_qk_norm=True,
         norm_type="rms_norm",
     )
-    return vision_shape_from(config.to_dict(), _tensors(InternVLVisionModel, config), -1, "made from its config.json")
+    return vision_shape_from(
+        config.to_dict(), _tensors(InternVLVisionModel, config), -1, "made from its config.json"
+    )
 
 
 @functools.cache
 def _llm_shape(name: str) -> LlmShape:
-    """Return a recorded shape, or InternLM2-20B's, which is a Llama with queries, keys and values in one matrix."""
+    """Return a recorded shape, or InternLM2-20B's, which is a Llama with queries, keys and values
+    in one matrix.
+    """
     if name != INTERN_LM2:
         return llm_shape(name)
     config = LlamaConfig(
@@ -120,12 +134,18 @@ def _llm_shape(name: str) -> LlmShape:
         num_hidden_layers=48,
         vocab_size=92544,
     )
-    return llm_shape_from(config.to_dict(), _tensors(LlamaForCausalLM, config), "made from its config.json")
+    return llm_shape_from(
+        config.to_dict(), _tensors(LlamaForCausalLM, config), "made from its config.json"
+    )
 
 
-def _tensors(model_class: type[PreTrainedModel], config: PreTrainedConfig) -> dict[str, tuple[int, ...]]:
+def _tensors(
+    model_class: type[PreTrainedModel], config: PreTrainedConfig
+) -> dict[str, tuple[int, ...]]:
     with torch.device("meta"):
-        return {name: tuple(tensor.shape) for name, tensor in model_class(config).state_dict().items()}
+        return {
+            name: tuple(tensor.shape) for name, tensor in model_class(config).state_dict().items()
+        }
 
 
 def costs_of(case: Case, pipeline: int, microbatches: int) -> StageCosts:
@@ -156,7 +176,9 @@ def costs_of(case: Case, pipeline: int, microbatches: int) -> StageCosts:
     operations = connector(config.model.projector, vision.width, llm.hidden_size)
     models = Models(llm, vision, operations, layout(case.positions_per_tile, vision.image_size))
     costs = run_costs(config, models)
-    return StageCosts(costs, assumed_timings(costs, 1, GPU), Setting(pipeline, microbatches, None, "auto"))
+    return StageCosts(
+        costs, assumed_timings(costs, 1, GPU), Setting(pipeline, microbatches, None, "auto")
+    )
 
 
 # ---- plans
@@ -164,7 +186,9 @@ def costs_of(case: Case, pipeline: int, microbatches: int) -> StageCosts:
 
 def balanced_seconds(costs: StageCosts) -> float:
     """Seconds of a step's work, nothing recomputed, in equal parts on all ranks."""
-    work = costs.timings.encode + sum(layer.forward + layer.backward for layer in costs.timings.layers)
+    work = costs.timings.encode + sum(
+        layer.forward + layer.backward for layer in costs.timings.layers
+    )
     return work * costs.setting.microbatches_per_step / costs.setting.pipeline
 
 
@@ -186,9 +210,29 @@ def figures(layout: PipelineLayout, costs: StageCosts) -> Figures:
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("--model", action="append", choices=CASES, metavar="NAME", help=f"only these of: {'; '.join(CASES)}")
-    add("--pipeline", type=positive, nargs="+", default=[4, 8, 16], metavar="N", help="ranks (4 8 16)")
-    add("--microbatches", type=positive, nargs="+", default=[16, 32, 64], metavar="N", help="of a step (16 32 64)")
+    add(
+        "--model",
+        action="append",
+        choices=CASES,
+        metavar="NAME",
+        help=f"only these of: {'; '.join(CASES)}",
+    )
+    add(
+        "--pipeline",
+        type=positive,
+        nargs="+",
+        default=[4, 8, 16],
+        metavar="N",
+        help="ranks (4 8 16)",
+    )
+    add(
+        "--microbatches",
+        type=positive,
+        nargs="+",
+        default=[16, 32, 64],
+        metavar="N",
+        help="of a step (16 32 64)",
+    )
 
 
 def run(options: argparse.Namespace) -> int:
@@ -203,5 +247,7 @@ def run(options: argparse.Namespace) -> int:
                 rank_0 = figures(Search(costs).find("auto"), costs)  # the whole encoder there
                 numbers = [f"{number:.3f}" for number in (slices.step, slices.slowest, rank_0.step)]
                 rows.append((name, f"{encoder_share(costs):.1%}", pipeline, microbatches, *numbers))
-    print_table(("model", ">encoder", ">p", ">m", ">slices", ">slowest rank", ">rank 0 alone"), rows)
+    print_table(
+        ("model", ">encoder", ">p", ">m", ">slices", ">slowest rank", ">rank 0 alone"), rows
+    )
     return 0

@@ -1,13 +1,16 @@
-"""A model of LLaVA-1.5-7B's shape on CUDA devices: mmtrain at pipeline 1 beside the stock loop, and alone on all.
+"""A model of LLaVA-1.5-7B's shape on CUDA devices: mmtrain at pipeline 1 beside the stock loop, and
+alone on all.
 
     equal      samples of one length (576 image and 80 text tokens)
     ragged     the same with long-tailed text lengths: the stock loop pads, mmtrain packs
-    pipeline   mmtrain alone, a rank on each device, equal samples: memory and idle time beside the plan
+    pipeline   mmtrain alone, a rank on each device, equal samples: memory and idle time beside the
+        plan
 
-The LLM's random weights are made on the device and shared by all contestants. Contestants: mmtrain, and stock
-transformers as LLaVA's script runs it (every layer recomputed in backward) and tuned (nothing recomputed). Utilisation
-is the least exact work of a step, a second, over --peak-tflops, or over the rate of matrix products of the model's own
-shapes in the same repetition. Peak memory includes the shared weights and what the other contestants keep.
+The LLM's random weights are made on the device and shared by all contestants. Contestants: mmtrain,
+and stock transformers as LLaVA's script runs it (every layer recomputed in backward) and tuned
+(nothing recomputed). Utilisation is the least exact work of a step, a second, over --peak-tflops,
+or over the rate of matrix products of the model's own shapes in the same repetition. Peak memory
+includes the shared weights and what the other contestants keep.
 """
 
 from __future__ import annotations
@@ -54,7 +57,11 @@ examples:
     python tools/bench/bench.py gpu --quick --shape tiny --device cpu
 """
 PIPELINE = "pipeline"
-ROWS = {"equal": "samples of one length", "ragged": "ragged samples", PIPELINE: "mmtrain alone, a rank on each device"}
+ROWS = {
+    "equal": "samples of one length",
+    "ragged": "ragged samples",
+    PIPELINE: "mmtrain alone, a rank on each device",
+}
 CPU_RANKS = 2  # of a pipeline that shows that it runs
 SHAPES = ("7b", "ratios", "tiny")
 
@@ -64,19 +71,58 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--row", action="append", choices=ROWS, help="measure these alone")
     add("--json", type=Path, metavar="FILE", help="write every single measurement there")
     add("--shape", choices=SHAPES, default="7b", help="of the models (%(default)s)")
-    add("--device", choices=("cuda", "cpu"), default="cuda", help="cpu shows that it runs (%(default)s)")
-    add("--dtype", choices=("float32", "bfloat16"), default="bfloat16", help="of everything frozen (%(default)s)")
-    add("--repetitions", type=positive, default=15, metavar="N", help="steps of each contestant (%(default)s)")
-    add("--samples-per-pack", type=positive, default=6, metavar="N", help="of 656 tokens at 7b (%(default)s)")
-    add("--microbatches", type=positive, default=4, metavar="N", help="of a step, one pack each (%(default)s)")
-    add("--pipeline", type=positive, metavar="N", help="ranks of the row pipeline (as many as there are GPUs)")
-    add("--without-tuned", action="store_true", help="leave out the stock loop that recomputes nothing")
+    add(
+        "--device",
+        choices=("cuda", "cpu"),
+        default="cuda",
+        help="cpu shows that it runs (%(default)s)",
+    )
+    add(
+        "--dtype",
+        choices=("float32", "bfloat16"),
+        default="bfloat16",
+        help="of everything frozen (%(default)s)",
+    )
+    add(
+        "--repetitions",
+        type=positive,
+        default=15,
+        metavar="N",
+        help="steps of each contestant (%(default)s)",
+    )
+    add(
+        "--samples-per-pack",
+        type=positive,
+        default=6,
+        metavar="N",
+        help="of 656 tokens at 7b (%(default)s)",
+    )
+    add(
+        "--microbatches",
+        type=positive,
+        default=4,
+        metavar="N",
+        help="of a step, one pack each (%(default)s)",
+    )
+    add(
+        "--pipeline",
+        type=positive,
+        metavar="N",
+        help="ranks of the row pipeline (as many as there are GPUs)",
+    )
+    add(
+        "--without-tuned",
+        action="store_true",
+        help="leave out the stock loop that recomputes nothing",
+    )
     add("--peak-tflops", type=float, metavar="N", help="of the device, for utilisation (measured)")
     add("--quick", action="store_true", help="two repetitions of two micro-batches")
 
 
 def run(options: argparse.Namespace) -> int:
-    """Make the models, race the rows, print tables; the exit code. Raises UserError without a CUDA device."""
+    """Make the models, race the rows, print tables; the exit code. Raises UserError without a CUDA
+    device.
+    """
     if options.device == "cpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
     threads = len(os.sched_getaffinity(0))
@@ -84,11 +130,14 @@ def run(options: argparse.Namespace) -> int:
     gpus = visible_gpus()
     if options.device == "cuda" and not gpus:
         raise UserError(
-            "no CUDA device here, so nothing was measured; --quick --shape tiny --device cpu shows that it runs"
+            "no CUDA device here, so nothing was measured; "
+            "--quick --shape tiny --device cpu shows that it runs"
         )
     pipeline = options.pipeline or len(gpus) or CPU_RANKS
     if gpus and pipeline > len(gpus):
-        raise UserError(f"--pipeline {pipeline}: each rank needs a GPU of its own; here: {len(gpus)}")
+        raise UserError(
+            f"--pipeline {pipeline}: each rank needs a GPU of its own; here: {len(gpus)}"
+        )
     from bench_gpu_rank import prepare  # torch reads the environment when it is imported
     from bench_race import Settings
 
@@ -114,7 +163,13 @@ def run(options: argparse.Namespace) -> int:
             if row == PIPELINE:
                 target, more = "race_pipeline", {"pipeline": pipeline}
             code = run_target(
-                *(f"bench_gpu_rank:{target}", ranks, folder, max(1, threads // ranks), settings.timeout_seconds),
+                *(
+                    f"bench_gpu_rank:{target}",
+                    ranks,
+                    folder,
+                    max(1, threads // ranks),
+                    settings.timeout_seconds,
+                ),
                 on_gpus=options.device != "cpu",
                 **{"settings": settings, "row": row, "parts": folder, **more},
             )
@@ -122,7 +177,9 @@ def run(options: argparse.Namespace) -> int:
                 return code
             found = json.loads((folder / f"{row}.json").read_text())
             result["rows"][row] = found | report(row, found, options.peak_tflops)
-    versions = ", ".join(f"{name} {version}" for name, version in result["machine"]["versions"].items())
+    versions = ", ".join(
+        f"{name} {version}" for name, version in result["machine"]["versions"].items()
+    )
     print_info("", f"device: {result['device']}; python {result['machine']['python']}, {versions}")
     finish(result, options.json)
     return 0
@@ -135,7 +192,8 @@ def report(row: str, found: Mapping[str, Any], peak_tflops: float | None) -> dic
     first, *_ = step
     devices = len(found.get("ranks", (None,)))
     peak = None if peak_tflops is None else peak_tflops * 1e12 * devices
-    found = {**found, "matmul_flops": found["matmul_flops"] * devices}  # all devices multiply at the same time
+    # all devices multiply at the same time
+    found = {**found, "matmul_flops": found["matmul_flops"] * devices}
     numbers["samples_per_second"] = {name: per_second(found, name, "samples") for name in step}
     numbers["tokens_per_second"] = {name: per_second(found, name, "tokens") for name in step}
     numbers["utilisation"] = {name: utilisation(found, name, peak) for name in step}
@@ -164,7 +222,8 @@ def report(row: str, found: Mapping[str, Any], peak_tflops: float | None) -> dic
             [rank_row(number, rank) for number, rank in enumerate(found["ranks"])],
         )
         print_info(
-            f"first step {found['first_step_seconds'][first]:.2f} s; idle {statistics.fmean(found['idle']):.1%} of the "
+            f"first step {found['first_step_seconds'][first]:.2f} s; "
+            f"idle {statistics.fmean(found['idle']):.1%} of the "
             f"last step, {found['planned_idle']:.1%} as planned with assumed costs"
         )
     print_info(*found["attention"])
@@ -172,7 +231,9 @@ def report(row: str, found: Mapping[str, Any], peak_tflops: float | None) -> dic
 
 
 def rank_row(number: int, rank: Mapping[str, Any]) -> tuple[str, ...]:
-    """A rank of a pipeline: what was planned for it, and what it took; `-` for what no CPU can tell."""
+    """A rank of a pipeline: what was planned for it, and what it took; `-` for what no CPU can
+    tell.
+    """
     layers = rank["layers"]
     held = layers[0] if len(layers) == 1 else f"{layers[0]} to {layers[-1]}"
     took = (rank.get(f"{name}_bytes") for name in ("allocated", "reserved", "held"))

@@ -1,7 +1,9 @@
 """The rank's part of bench_gpu.py, over weights that are made on the device.
 
-random LLaVA on the device --shared_stage--> mmtrain's stage over the tensors of its LLM, raced against stock
-shape, a stage of a plan --random_stage--> mmtrain's stage with nothing else on the device, as a rank of a pipeline
+random LLaVA on the device --shared_stage--> mmtrain's stage over the tensors of its LLM, raced
+    against stock
+shape, a stage of a plan --random_stage--> mmtrain's stage with nothing else on the device, as a
+    rank of a pipeline
 """
 
 from __future__ import annotations
@@ -51,7 +53,9 @@ MATRICES = 7 * MULTIPLIED_LAYERS  # of a rank that measure its device
 
 
 def prepare(settings: Settings, folder: Path) -> None:
-    """Write what planning reads: the encoder, and an LLM of a shape that mmtrain has not recorded."""
+    """Write what planning reads: the encoder, and an LLM of a shape that mmtrain has not
+    recorded.
+    """
     shape, dtype = SHAPES[settings.shape], DTYPES[settings.dtype]
     if shape.recorded_llm is None:
         save_parts(shape, folder, dtype)
@@ -66,11 +70,15 @@ def race_row(settings: Settings, row: str, parts: Path, with_tuned: bool, rank: 
     join_process_group(device, settings.timeout_seconds)
     work = Work(settings, row, parts, device)
     config = make_config(settings, parts, 1, llm=shape.recorded_llm)
-    memory = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
+    memory = (
+        torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
+    )
     plan = make_plan(config, memory)
     try:
         script = random_llava(shape, dtype, device, SEED)
-        tower = CLIPVisionModel.from_pretrained(parts / "vision", dtype=dtype, attn_implementation="sdpa")
+        tower = CLIPVisionModel.from_pretrained(
+            parts / "vision", dtype=dtype, attn_implementation="sdpa"
+        )
         script.model.vision_tower.load_state_dict(tower.state_dict())
         stage = shared_stage(script, config, device, plan.ranks[0].recompute_layers)
         tuned = with_shared_weights(script)
@@ -81,7 +89,9 @@ def race_row(settings: Settings, row: str, parts: Path, with_tuned: bool, rank: 
         if with_tuned:
             contestants[TUNED] = Stock(tuned, "tuned", work.padded_steps())
         layers = script.model.language_model.layers[:MULTIPLIED_LAYERS]
-        facts = work.facts(config) | {"recomputed_layers_of_mmtrain": plan.ranks[0].recompute_layers}
+        facts = work.facts(config) | {
+            "recomputed_layers_of_mmtrain": plan.ranks[0].recompute_layers
+        }
 
         def afterwards() -> dict[str, Any]:
             return {"attention": describe_backends([stage.attention])[1]}
@@ -93,12 +103,16 @@ def race_row(settings: Settings, row: str, parts: Path, with_tuned: bool, rank: 
 
 
 def race_pipeline(settings: Settings, row: str, parts: Path, pipeline: int, rank: Rank) -> None:
-    """Run mmtrain alone on `pipeline` ranks; every rank tells what it took beside what was planned for it."""
+    """Run mmtrain alone on `pipeline` ranks; every rank tells what it took beside what was planned
+    for it.
+    """
     shape, device = SHAPES[settings.shape], torch.device(rank.device)
     join_process_group(device, settings.timeout_seconds)
     work = Work(settings, row, parts, device)
     config = make_config(settings, parts, pipeline, llm=shape.recorded_llm)
-    memory = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
+    memory = (
+        torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
+    )
     plan = make_plan(config, memory)
     mine = plan.ranks[rank.rank]
     try:
@@ -111,7 +125,9 @@ def race_pipeline(settings: Settings, row: str, parts: Path, pipeline: int, rank
             idle = mmtrain.idle
             layers = [name for stage in mine.stages for name in stage.layers]
             ways = {way for stage in stages.values() for way in stage.attention}
-            took = {"layers": layers, "planned_bytes": mine.total_bytes} | memory_of(mmtrain.step, device)
+            took = {"layers": layers, "planned_bytes": mine.total_bytes} | memory_of(
+                mmtrain.step, device
+            )
             of_ranks: list[tuple[set[Backend], dict[str, Any]]] = [(set(), {})] * pipeline
             dist.all_gather_object(of_ranks, (ways, took))
             attention = describe_backends([ways for ways, _ in of_ranks])[1]
@@ -120,11 +136,15 @@ def race_pipeline(settings: Settings, row: str, parts: Path, pipeline: int, rank
         facts = work.facts(config) | {"pipeline": pipeline, "planned_idle": plan.idle_share}
         run_row(settings, row, {MMTRAIN: mmtrain}, rank, facts, matrices, afterwards)
     except torch.OutOfMemoryError as error:
-        raise _too_little(error, "fewer --samples-per-pack or a longer --pipeline need less") from error
+        raise _too_little(
+            error, "fewer --samples-per-pack or a longer --pipeline need less"
+        ) from error
 
 
 def memory_of(step: Callable[[], object], device: torch.device) -> dict[str, int]:
-    """Peak bytes of a step on a GPU: allocated by tensors, reserved by torch, held by all processes; {} on a CPU."""
+    """Peak bytes of a step on a GPU: allocated by tensors, reserved by torch, held by all
+    processes; {} on a CPU.
+    """
     if device.type != "cuda":
         return {}
     torch.cuda.reset_peak_memory_stats(device)
@@ -139,25 +159,39 @@ def memory_of(step: Callable[[], object], device: torch.device) -> dict[str, int
 
 
 def _too_little(error: torch.OutOfMemoryError, advice: str) -> UserError:
-    return UserError(f"the device's memory does not suffice ({str(error).partition('. ')[0]}); {advice}")
+    return UserError(
+        f"the device's memory does not suffice ({str(error).partition('. ')[0]}); {advice}"
+    )
 
 
 def shared_stage(
-    model: LlavaForConditionalGeneration, config: RunConfig, device: torch.device, recompute_layers: int
+    model: LlavaForConditionalGeneration,
+    config: RunConfig,
+    device: torch.device,
+    recompute_layers: int,
 ) -> Stage:
-    """Return mmtrain's only stage over the LLM of `model`, without copies; encoder and projector are its own."""
+    """Return mmtrain's only stage over the LLM of `model`, without copies; encoder and projector
+    are its own.
+    """
     language_model = model.model.language_model
     with torch.device("meta"):
         llm = LlamaForCausalLM(copy.deepcopy(language_model.config))
     tensors = {f"model.{name}": tensor for name, tensor in language_model.state_dict().items()}
     llm.load_state_dict(tensors | {"lm_head.weight": model.lm_head.weight}, assign=True)
-    llm.model.rotary_emb = copy.deepcopy(language_model.rotary_emb)  # its buffers are in no state_dict
-    stage = StagePlan(0, 0, llm.config.num_hidden_layers, front=True, head=True, recompute_layers=recompute_layers)
+    # its buffers are in no state_dict
+    llm.model.rotary_emb = copy.deepcopy(language_model.rotary_emb)
+    stage = StagePlan(
+        0, 0, llm.config.num_hidden_layers, front=True, head=True, recompute_layers=recompute_layers
+    )
     return _stage(llm, config, stage, device)
 
 
-def random_stage(shape: ModelSize, config: RunConfig, stage: StagePlan, device: torch.device) -> Stage:
-    """A stage whose LLM weights are drawn on the device, by their names: no file is read, no other weight is made."""
+def random_stage(
+    shape: ModelSize, config: RunConfig, stage: StagePlan, device: torch.device
+) -> Stage:
+    """A stage whose LLM weights are drawn on the device, by their names: no file is read, no other
+    weight is made.
+    """
     dtype = DTYPES[config.model.llm.dtype]
     with torch.device("meta"):
         llm = LlamaForCausalLM(llama_config(shape))
@@ -171,12 +205,17 @@ def random_stage(shape: ModelSize, config: RunConfig, stage: StagePlan, device: 
         tensors[name] = drawn * shape.width**-0.5 if wanted.ndim == 2 else torch.ones_like(drawn)
     llm.load_state_dict(tensors, assign=True)
     with torch.device(device):
-        llm.model.rotary_emb = type(llm.model.rotary_emb)(config=llm.config)  # its buffers are in no state_dict
+        # its buffers are in no state_dict
+        llm.model.rotary_emb = type(llm.model.rotary_emb)(config=llm.config)
     return _stage(llm, config, stage, device)
 
 
-def _stage(llm: LlamaForCausalLM, config: RunConfig, stage: StagePlan, device: torch.device) -> Stage:
-    """What `build_stage` makes of files, over an LLM in memory whose modules are those of the stage."""
+def _stage(
+    llm: LlamaForCausalLM, config: RunConfig, stage: StagePlan, device: torch.device
+) -> Stage:
+    """What `build_stage` makes of files, over an LLM in memory whose modules are those of the
+    stage.
+    """
     dtype = DTYPES[config.model.llm.dtype]
     llm.set_attn_implementation(ATTENTION)
     language = DecoderLayers(llm, stage.first, stage.last, embedding=stage.front, head=stage.head)

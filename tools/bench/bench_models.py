@@ -1,11 +1,15 @@
-"""Random models with the cost ratios of LLaVA-1.5-7B, and the samples that all contestants train on.
+"""Random models with the cost ratios of LLaVA-1.5-7B, and the samples that all contestants train
+on.
 
-ModelSize --save_parts--> folder/llm (llama), folder/vision (CLIP) --stock_llava--> LlavaForConditionalGeneration
+ModelSize --save_parts--> folder/llm (llama), folder/vision (CLIP) --stock_llava-->
+    LlavaForConditionalGeneration
 text lengths --equal_steps, ragged_steps--> Pack[] of each step --packed--> PackedBatch (mmtrain)
-                                                                --padded--> PaddedBatch (everybody else)
+                                                                --padded--> PaddedBatch (everybody
+                                                                    else)
 
-In LLaVA-1.5-7B the LM head on every position is 2% of the LLM's forward, the encoder 4%, and the last of 32 decoder
-layers 3%. A tiny model with its usual vocabulary would spend a fifth on its head, and flatter whoever computes less.
+In LLaVA-1.5-7B the LM head on every position is 2% of the LLM's forward, the encoder 4%, and the
+last of 32 decoder layers 3%. A tiny model with its usual vocabulary would spend a fifth on its
+head, and flatter whoever computes less.
 """
 
 from __future__ import annotations
@@ -61,7 +65,8 @@ class ModelSize:
     image_size: int  # pixels
     patch_size: int  # pixels
     text_tokens: int
-    recorded_llm: str | None = None  # name of a shape that mmtrain has recorded, to plan without files
+    # name of a shape that mmtrain has recorded, to plan without files
+    recorded_llm: str | None = None
 
     @property
     def image_tokens(self) -> int:
@@ -84,7 +89,9 @@ SHAPES = {
 
 
 def llama_config(shape: ModelSize) -> LlamaConfig:
-    """A llama of this shape whose signals neither vanish nor explode: weights of variance 1 / width."""
+    """A llama of this shape whose signals neither vanish nor explode: weights of variance 1 /
+    width.
+    """
     return LlamaConfig(
         vocab_size=shape.vocabulary,
         hidden_size=shape.width,
@@ -113,7 +120,9 @@ def clip_config(shape: ModelSize) -> CLIPVisionConfig:
 
 
 def save_parts(shape: ModelSize, folder: Path, dtype: torch.dtype) -> None:
-    """Write a random llama to folder/llm and a random CLIP tower to folder/vision, as stock transformers saves them."""
+    """Write a random llama to folder/llm and a random CLIP tower to folder/vision, as stock
+    transformers saves them.
+    """
     transformers_logging.disable_progress_bar()
     torch.manual_seed(0)
     LlamaForCausalLM(llama_config(shape)).to(dtype).save_pretrained(folder / "llm")
@@ -161,15 +170,26 @@ def run_config(
             "expected_supervised_fraction": shape.text_tokens / shape.sample_tokens,
         },
         "train": {"packs_per_step": microbatches, "max_steps": 1_000_000},
-        "optimizer": {"lr": LEARNING_RATE, "warmup_fraction": 0.0, "min_lr_fraction": 1.0, "clip_norm": None},
+        "optimizer": {
+            "lr": LEARNING_RATE,
+            "warmup_fraction": 0.0,
+            "min_lr_fraction": 1.0,
+            "clip_norm": None,
+        },
     }
     return RunConfig.model_validate(tree)
 
 
-def stock_llava(shape: ModelSize, folder: Path, dtype: torch.dtype, seed: int) -> LlavaForConditionalGeneration:
-    """Stock LLaVA over the parts in `folder` and the projector that mmtrain draws from `seed`; only that trains."""
+def stock_llava(
+    shape: ModelSize, folder: Path, dtype: torch.dtype, seed: int
+) -> LlavaForConditionalGeneration:
+    """Stock LLaVA over the parts in `folder` and the projector that mmtrain draws from `seed`; only
+    that trains.
+    """
     llm = LlamaForCausalLM.from_pretrained(folder / "llm", dtype=dtype, attn_implementation="sdpa")
-    vision = CLIPVisionModel.from_pretrained(folder / "vision", dtype=dtype, attn_implementation="sdpa")
+    vision = CLIPVisionModel.from_pretrained(
+        folder / "vision", dtype=dtype, attn_implementation="sdpa"
+    )
     model = random_llava(shape, dtype, torch.device("cpu"), seed)
     model.model.language_model.load_state_dict(llm.model.state_dict())
     model.lm_head.load_state_dict(llm.lm_head.state_dict())
@@ -180,7 +200,9 @@ def stock_llava(shape: ModelSize, folder: Path, dtype: torch.dtype, seed: int) -
 def random_llava(
     shape: ModelSize, dtype: torch.dtype, device: torch.device, seed: int
 ) -> LlavaForConditionalGeneration:
-    """Stock LLaVA with random weights made on `device`; its projector, fp32, is the one that mmtrain draws."""
+    """Stock LLaVA with random weights made on `device`; its projector, fp32, is the one that
+    mmtrain draws.
+    """
     config = LlavaConfig(
         vision_config=clip_config(shape),
         text_config=llama_config(shape),
@@ -190,7 +212,9 @@ def random_llava(
     )
     torch.manual_seed(seed)
     with torch.device(device):
-        model = LlavaForConditionalGeneration._from_config(config, dtype=dtype, attn_implementation="sdpa")
+        model = LlavaForConditionalGeneration._from_config(
+            config, dtype=dtype, attn_implementation="sdpa"
+        )
     operations = connector(ProjectorSection(type="mlp2x_gelu"), shape.vision_width, shape.width)
     projector = make_projector(operations, seed)
     model.model.multi_modal_projector.float().load_state_dict(projector.state_dict())
@@ -209,21 +233,26 @@ def noise_image(shape: ModelSize) -> Decode:
 
     def decode(content: bytes) -> torch.Tensor:
         generator = torch.Generator().manual_seed(int(content))
-        return torch.randint(0, 256, (3, shape.image_size, shape.image_size), dtype=torch.uint8, generator=generator)
+        return torch.randint(
+            0, 256, (3, shape.image_size, shape.image_size), dtype=torch.uint8, generator=generator
+        )
 
     return decode
 
 
 BEGIN, PADDING, FIRST_WORD = 1, 0, 3
 WINDOW = 16  # samples among which the last of a pack is looked for
-MEDIAN_TEXT, SIGMA = 0.75, 0.75  # of ragged text: log-normal, median as a share of the typical length
+# of ragged text: log-normal, median as a share of the typical length
+MEDIAN_TEXT, SIGMA = 0.75, 0.75
 
 Step = tuple[Pack, ...]
 
 
 @dataclass(frozen=True)
 class PaddedBatch:
-    """What a collator hands to stock LLaVA: (B, L) int64 padded on the right, and pixels (B, 3, S, S) float32."""
+    """What a collator hands to stock LLaVA: (B, L) int64 padded on the right, and pixels (B, 3, S,
+    S) float32.
+    """
 
     input_ids: torch.Tensor
     attention_mask: torch.Tensor  # (B, L) int64, 0 at padding
@@ -246,7 +275,9 @@ class PaddedBatch:
 
 @dataclass(frozen=True)
 class Workload:
-    """Steps of packs of one length; all contestants go through them in the same order, again and again."""
+    """Steps of packs of one length; all contestants go through them in the same order, again and
+    again.
+    """
 
     steps: tuple[Step, ...]
     pack_length: int
@@ -272,9 +303,15 @@ def draw_document(shape: ModelSize, number: int, text_tokens: int) -> Document:
 
 def equal_steps(shape: ModelSize, steps: int, packs: int, samples_per_pack: int) -> Workload:
     """Samples of the typical length, and packs that these fill exactly."""
-    documents = iter([draw_document(shape, n, shape.text_tokens) for n in range(steps * packs * samples_per_pack)])
+    documents = iter(
+        [
+            draw_document(shape, n, shape.text_tokens)
+            for n in range(steps * packs * samples_per_pack)
+        ]
+    )
     drawn = tuple(
-        tuple(Pack(tuple(next(documents) for _ in range(samples_per_pack))) for _ in range(packs)) for _ in range(steps)
+        tuple(Pack(tuple(next(documents) for _ in range(samples_per_pack))) for _ in range(packs))
+        for _ in range(steps)
     )
     return Workload(drawn, samples_per_pack * shape.sample_tokens)
 
@@ -282,8 +319,9 @@ def equal_steps(shape: ModelSize, steps: int, packs: int, samples_per_pack: int)
 def ragged_steps(shape: ModelSize, steps: int, packs: int, samples_per_pack: int) -> Workload:
     """Long-tailed text lengths, in packs as long as those of `equal_steps`.
 
-    A pack takes samples as they are drawn while they fit, then the longest of the next `WINDOW` that still does. Best
-    fit over an epoch would put samples of like length together, and so spare the padded batches their padding.
+    A pack takes samples as they are drawn while they fit, then the longest of the next `WINDOW`
+    that still does. Best fit over an epoch would put samples of like length together, and so spare
+    the padded batches their padding.
     """
     pack_length = samples_per_pack * shape.sample_tokens
     longest = min(6 * shape.text_tokens, pack_length - shape.image_tokens)
@@ -312,23 +350,38 @@ def ragged_steps(shape: ModelSize, steps: int, packs: int, samples_per_pack: int
 
 def packed(step: Step, pack_length: int, decode: Decode) -> list[PackedBatch]:
     """A step's micro-batches of one pack each, as mmtrain's loader makes them: images in uint8."""
-    return [make_batch([pack], pack_length, PADDING, lambda content, *_: decode(content)[None]) for pack in step]
+    return [
+        make_batch([pack], pack_length, PADDING, lambda content, *_: decode(content)[None])
+        for pack in step
+    ]
 
 
-def padded(shape: ModelSize, step: Step, decode: Decode, transform: ImageTransform) -> list[PaddedBatch]:
-    """Return the step's samples in the order they were drawn, a batch a pack, padded to its longest sample."""
-    documents = sorted((entry for pack in step for entry in pack.entries), key=lambda entry: int(entry.sample.key))
+def padded(
+    shape: ModelSize, step: Step, decode: Decode, transform: ImageTransform
+) -> list[PaddedBatch]:
+    """Return the step's samples in the order they were drawn, a batch a pack, padded to its longest
+    sample.
+    """
+    documents = sorted(
+        (entry for pack in step for entry in pack.entries), key=lambda entry: int(entry.sample.key)
+    )
     bounds = [round(len(documents) * i / len(step)) for i in range(len(step) + 1)]
-    return [_collate(shape, documents[a:b], decode, transform) for a, b in itertools.pairwise(bounds)]
+    return [
+        _collate(shape, documents[a:b], decode, transform) for a, b in itertools.pairwise(bounds)
+    ]
 
 
-def _collate(shape: ModelSize, documents: Sequence[Document], decode: Decode, transform: ImageTransform) -> PaddedBatch:
+def _collate(
+    shape: ModelSize, documents: Sequence[Document], decode: Decode, transform: ImageTransform
+) -> PaddedBatch:
     size = (len(documents), max(len(document.input_ids) for document in documents))
     input_ids = torch.full(size, PADDING)
     attention_mask = torch.zeros(size, dtype=torch.int64)
     labels = torch.full(size, IGNORE)
     for row, document in enumerate(documents):
-        ids = torch.tensor([shape.image_token if i == IMAGE_POSITION else i for i in document.input_ids])
+        ids = torch.tensor(
+            [shape.image_token if i == IMAGE_POSITION else i for i in document.input_ids]
+        )
         input_ids[row, : len(ids)] = ids
         attention_mask[row, : len(ids)] = 1
         labels[row, 1 : len(ids)] = torch.tensor(document.labels[:-1])

@@ -1,4 +1,6 @@
-"""The rank's part of bench_peers.py: contestants over the same weights and samples, in the same processes."""
+"""The rank's part of bench_peers.py: contestants over the same weights and samples, in the same
+processes.
+"""
 
 from __future__ import annotations
 
@@ -16,14 +18,20 @@ from mmtrain.plan.planner import make_plan
 from mmtrain.runtime.rank import Rank
 
 MMTRAIN, SCRIPT, TUNED = "mmtrain", "stock, as LLaVA's script", "stock, tuned"
-DEFAULT, UNIFORM, TORCH = "DeepSpeed, its default cut", "DeepSpeed, uniform cut", "torch 1F1B, uniform cut"
+DEFAULT, UNIFORM, TORCH = (
+    "DeepSpeed, its default cut",
+    "DeepSpeed, uniform cut",
+    "torch 1F1B, uniform cut",
+)
 SEED = 0  # of the projector
 STAGES = 2
 MULTIPLIED_LAYERS = 4  # decoder layers whose matrices measure the machine
 
 
 def one_rank(settings: Settings, row: str, parts: Path, rank: Rank) -> None:
-    """mmtrain at pipeline 1 against the stock loops, and matrix products as the measure of the machine."""
+    """mmtrain at pipeline 1 against the stock loops, and matrix products as the measure of the
+    machine.
+    """
     shape, dtype, device = SHAPES[settings.shape], DTYPES[settings.dtype], torch_device(rank.device)
     join_process_group(device, settings.timeout_seconds)
     work = Work(settings, row, parts, device)
@@ -36,7 +44,14 @@ def one_rank(settings: Settings, row: str, parts: Path, rank: Rank) -> None:
         TUNED: Stock(tuned, "tuned", work.padded_steps()),
     }
     layers = script.model.language_model.layers[:MULTIPLIED_LAYERS]
-    run_row(settings, row, contestants, rank, work.facts(config), [p for p in layers.parameters() if p.ndim == 2])
+    run_row(
+        settings,
+        row,
+        contestants,
+        rank,
+        work.facts(config),
+        [p for p in layers.parameters() if p.ndim == 2],
+    )
 
 
 def calibration_file(parts: Path) -> Path:
@@ -54,7 +69,9 @@ def two_ranks(settings: Settings, row: str, parts: Path, rank: Rank) -> None:
     join_process_group(device, settings.timeout_seconds)
     work = Work(settings, row, parts, device)
     calibration = calibration_file(parts)
-    config = make_config(settings, parts, STAGES, calibration=calibration if calibration.exists() else None)
+    config = make_config(
+        settings, parts, STAGES, calibration=calibration if calibration.exists() else None
+    )
     plan, count = make_plan(config), settings.microbatches
     default, uniform, torchs = (make_layers(shape, parts, dtype, SEED) for _ in range(3))
     pipelines = {
@@ -64,7 +81,8 @@ def two_ranks(settings: Settings, row: str, parts: Path, rank: Rank) -> None:
     }
     mmtrain = Mmtrain(config, plan, work.packed_batches(), device)
     boundaries = {MMTRAIN: list(plan.boundaries)}
-    boundaries |= {name: [bound - 1 for bound in p.parts[1:-1]] for name, p in pipelines.items()}  # front is layer 0
+    # front is layer 0
+    boundaries |= {name: [bound - 1 for bound in p.parts[1:-1]] for name, p in pipelines.items()}
     facts = {
         "microbatches_per_step": count,
         "decoder_layers": shape.layers,

@@ -1,18 +1,24 @@
 """mmtrain against what people would otherwise use, on this machine's processor.
 
-    equal      pipeline 1 on all threads, samples of one length, against a stock transformers loop over
-               LlavaForConditionalGeneration: as LLaVA's script runs it (every layer recomputed in backward), and tuned
+    equal      pipeline 1 on all threads, samples of one length, against a stock transformers loop
+        over
+               LlavaForConditionalGeneration: as LLaVA's script runs it (every layer recomputed in
+                   backward), and tuned
                (nothing recomputed)
     ragged     the same with long-tailed text lengths: the stock loop pads, mmtrain packs
-    pipeline   pipeline 2, half of the threads each, against DeepSpeed's own PipelineEngine, its default cut and a
-               uniform one, and torch.distributed.pipelining's 1F1B with a uniform cut, over the same layers; mmtrain's
-               plan is made from a calibration, measured before the race as `--calibrate` does for a run
+    pipeline   pipeline 2, half of the threads each, against DeepSpeed's own PipelineEngine, its
+        default cut and a
+               uniform one, and torch.distributed.pipelining's 1F1B with a uniform cut, over the
+                   same layers; mmtrain's
+               plan is made from a calibration, measured before the race as `--calibrate` does for a
+                   run
 
-All of a row train the same random weights on the same samples in the same processes, a step each in turn. Ratios were
-seen to change by 5% from one start of the program to the next: start it several times. The first step proves that all
-losses and the projector's gradients are equal; without that there are no numbers. "mmtrain is 1.2x" means: it was 1.2
-times as fast as that contestant in the same repetition. The share of the matmul rate is the least exact work of a step,
-a second, over that of matrix products of the model's own shapes.
+All of a row train the same random weights on the same samples in the same processes, a step each in
+turn. Ratios were seen to change by 5% from one start of the program to the next: start it several
+times. The first step proves that all losses and the projector's gradients are equal; without that
+there are no numbers. "mmtrain is 1.2x" means: it was 1.2 times as fast as that contestant in the
+same repetition. The share of the matmul rate is the least exact work of a step, a second, over that
+of matrix products of the model's own shapes.
 """
 
 from __future__ import annotations
@@ -64,9 +70,19 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--row", action="append", choices=ROWS, help="measure these alone")
     add("--json", type=Path, metavar="FILE", help="write every single measurement there")
-    add("--repetitions", type=positive, default=20, metavar="N", help="steps of each contestant (%(default)s)")
+    add(
+        "--repetitions",
+        type=positive,
+        default=20,
+        metavar="N",
+        help="steps of each contestant (%(default)s)",
+    )
     add("--threads", type=positive, metavar="N", help="of all ranks together (one for each core)")
-    add("--quick", action="store_true", help="tiny models, two repetitions: only that it runs is shown")
+    add(
+        "--quick",
+        action="store_true",
+        help="tiny models, two repetitions: only that it runs is shown",
+    )
 
 
 def run(options: argparse.Namespace) -> int:
@@ -78,7 +94,8 @@ def run(options: argparse.Namespace) -> int:
     with tempfile.TemporaryDirectory(prefix="bench_peers-") as name:
         folder = Path(name)
         print_info("making the models")
-        from bench_models import DTYPES, SHAPES, save_parts  # torch reads the environment when it is imported
+        # torch reads the environment when it is imported
+        from bench_models import DTYPES, SHAPES, save_parts
 
         save_parts(SHAPES["tiny" if options.quick else "ratios"], folder, DTYPES["float32"])
         for row in options.row or ROWS:
@@ -116,7 +133,13 @@ def _run_row(row: str, settings: Settings, folder: Path, with_calibration: bool)
             targets.insert(0, "calibrate_pipeline")
     for target in targets:
         code = run_target(
-            *(f"bench_peer_ranks:{target}", ranks, folder, settings.threads, settings.timeout_seconds),
+            *(
+                f"bench_peer_ranks:{target}",
+                ranks,
+                folder,
+                settings.threads,
+                settings.timeout_seconds,
+            ),
             **{"settings": settings, "row": row, "parts": folder},
         )
         if code != 0:
@@ -125,13 +148,20 @@ def _run_row(row: str, settings: Settings, folder: Path, with_calibration: bool)
 
 
 def report(row: str, found: Mapping[str, Any]) -> dict[str, Any]:
-    """Print a row's table; returns its numbers: step seconds, ratios, share of the matmul rate (pipeline 1)."""
+    """Print a row's table; returns its numbers: step seconds, ratios, share of the matmul rate
+    (pipeline 1).
+    """
     numbers = speeds(found)
     step, against = numbers.values()
     first, *_ = step
     columns = ["", ">step, s", f">{first} is", ">first loss"]
     cells = [
-        [name, step[name].text(".3f"), against[name].text(".3f") + "x" if name in against else "1", _loss(found, name)]
+        [
+            name,
+            step[name].text(".3f"),
+            against[name].text(".3f") + "x" if name in against else "1",
+            _loss(found, name),
+        ]
         for name in step
     ]
     if "matmul_flops" in found:
@@ -156,6 +186,7 @@ def _describe(found: Mapping[str, Any]) -> str:
     begins = "; ".join(f"{', '.join(map(str, layers))} ({name})" for name, layers in cuts.items())
     return (
         f"{found['microbatches_per_step']} micro-batches of {found['pack_length']:,} tokens. Of "
-        f"{found['decoder_layers']} decoder layers, those that begin later stages: {begins}. mmtrain prefetches "
+        f"{found['decoder_layers']} decoder layers, those that begin later stages: {begins}. "
+        "mmtrain prefetches "
         f"{found['microbatches_prefetched']} micro-batches"
     )

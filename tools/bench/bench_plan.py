@@ -1,10 +1,12 @@
-"""Does the planner predict what then happens? Step time, idle share and memory of layouts it was not calibrated on.
+"""Does the planner predict what then happens? Step time, idle share and memory of layouts it was
+not calibrated on.
 
-Layouts are pipeline 1 and 2, one and two stages a rank, 2 to 16 micro-batches, good and bad cuts, recomputation. Each
-repetition runs one step of every layout and two rounds of the calibration, in the same processes; nothing is fitted to
-the layouts. At pipeline 1 there are two replicas, so that as many ranks compute at once. Micro-batches are what the
-planner expects: a document of one image and the expected text. All ranks have one thread. Memory is bytes of tensors
-that live at once, beside the plan's sum.
+Layouts are pipeline 1 and 2, one and two stages a rank, 2 to 16 micro-batches, good and bad cuts,
+recomputation. Each repetition runs one step of every layout and two rounds of the calibration, in
+the same processes; nothing is fitted to the layouts. At pipeline 1 there are two replicas, so that
+as many ranks compute at once. Micro-batches are what the planner expects: a document of one image
+and the expected text. All ranks have one thread. Memory is bytes of tensors that live at once,
+beside the plan's sum.
 """
 
 from __future__ import annotations
@@ -42,8 +44,18 @@ examples:
 def add_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--json", type=Path, metavar="FILE", help="write every single measurement there")
-    add("--repetitions", type=positive, default=30, metavar="N", help="steps of each layout (%(default)s)")
-    add("--quick", action="store_true", help="a tiny model, few layouts, two repetitions: only that it runs is shown")
+    add(
+        "--repetitions",
+        type=positive,
+        default=30,
+        metavar="N",
+        help="steps of each layout (%(default)s)",
+    )
+    add(
+        "--quick",
+        action="store_true",
+        help="a tiny model, few layouts, two repetitions: only that it runs is shown",
+    )
 
 
 def run(options: argparse.Namespace) -> int:
@@ -54,13 +66,16 @@ def run(options: argparse.Namespace) -> int:
     with tempfile.TemporaryDirectory(prefix="bench_plan-") as name:
         folder = Path(name)
         print_info("making the models")
-        from bench_models import DTYPES, save_parts  # torch reads the environment when it is imported
+        # torch reads the environment when it is imported
+        from bench_models import DTYPES, save_parts
         from bench_plan_ranks import SIZES, WORLD
 
         settings = settings_of(options)
         save_parts(SIZES[settings.shape], folder, DTYPES["float32"])
         arguments = {"settings": settings, "parts": folder}
-        code = run_target("bench_plan_ranks:measure", WORLD, folder, 1, settings.timeout_seconds, **arguments)
+        code = run_target(
+            "bench_plan_ranks:measure", WORLD, folder, 1, settings.timeout_seconds, **arguments
+        )
         if code != 0:
             return code
         found = json.loads((folder / "found.json").read_text())
@@ -88,9 +103,12 @@ def settings_of(options: argparse.Namespace) -> Settings:
         Layout("interleaved, bad cut", 2, 4, (3, 4, 5), 2),
     ]
     if not options.quick:
-        named = tuple(replace(x, name=f"p {x.pipeline}, m {x.microbatches}: {x.name}") for x in layouts)
+        named = tuple(
+            replace(x, name=f"p {x.pipeline}, m {x.microbatches}: {x.name}") for x in layouts
+        )
         return Settings("quarter", named, options.repetitions, 5)
-    whole, even, interleaved = layouts[0], layouts[2], layouts[10]  # for a model of half as many layers
+    # for a model of half as many layers
+    whole, even, interleaved = layouts[0], layouts[2], layouts[10]
     return Settings(
         "tiny",
         (whole, replace(even, boundaries=(2,)), replace(interleaved, boundaries=(1, 2, 3))),
@@ -110,7 +128,9 @@ def report(found: Mapping[str, Any]) -> dict[str, Any]:
         "memory": [abs(error) for row in rows for error in row["memory_error"]],
         "idle": [abs(error) for row in rows if row["pipeline"] > 1 for error in row["idle_error"]],
     }
-    summary = {f"mean_{name}_error": statistics.fmean(values) for name, values in errors.items() if values}
+    summary = {
+        f"mean_{name}_error": statistics.fmean(values) for name, values in errors.items() if values
+    }
     summary |= {f"worst_{name}_error": max(values) for name, values in errors.items() if values}
     _print_layouts(rows)
     print_table(("", ">"), [(name, f"{value:.1%}") for name, value in summary.items()])
@@ -126,7 +146,10 @@ def _judge(layout: Mapping[str, Any]) -> dict[str, Any]:
         "measured_idle": idle,
         "step_error": layout["predicted_seconds"] / measured.median - 1,
         "idle_error": [p - m for p, m in zip(layout["predicted_idle"], idle, strict=True)],
-        "memory_error": [p / m - 1 for p, m in zip(layout["predicted_bytes"], layout["measured_bytes"], strict=True)],
+        "memory_error": [
+            p / m - 1
+            for p, m in zip(layout["predicted_bytes"], layout["measured_bytes"], strict=True)
+        ],
     }
 
 
@@ -138,7 +161,16 @@ def _print_layouts(rows: Sequence[Mapping[str, Any]]) -> None:
         memory = [_of_ranks(row[of], 2**20) for of in ("predicted_bytes", "measured_bytes")]
         plan, error = f"{row['predicted_seconds']:.3f}", f"{row['step_error']:+.1%}"
         table.append((row["name"], plan, measured, error, *idle, *memory))
-    columns = ("", ">plan, s", ">measured, s", ">error", ">idle %: plan", ">seen", ">MiB: plan", ">seen")
+    columns = (
+        "",
+        ">plan, s",
+        ">measured, s",
+        ">error",
+        ">idle %: plan",
+        ">seen",
+        ">MiB: plan",
+        ">seen",
+    )
     print_table(columns, table)
 
 

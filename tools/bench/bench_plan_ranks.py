@@ -1,6 +1,8 @@
-"""The rank's part of bench_plan.py: one calibration and many layouts, in turns, in the same processes.
+"""The rank's part of bench_plan.py: one calibration and many layouts, in turns, in the same
+processes.
 
-Settings + models in a folder --measure--> FOLDER/found.json: for each layout what was predicted and measured
+Settings + models in a folder --measure--> FOLDER/found.json: for each layout what was predicted and
+    measured
 
 Layouts share the frozen weights; each has its own stages, projector, engine and process groups.
 """
@@ -38,7 +40,8 @@ from mmtrain.plan.planner import make_plan, models_of
 from mmtrain.plan.simulate import Program, simulate
 from mmtrain.runtime.rank import Rank
 
-# An encoder whose forward is a quarter of the LLM's; 8 layers of 28 MB in fp32, more than a processor's caches hold.
+# An encoder whose forward is a quarter of the LLM's; 8 layers of 28 MB in fp32, more than a
+# processor's caches hold.
 SIZES = {**SHAPES, "quarter": ModelSize(8, 768, 2048, 12, 2304, 10, 384, 6, 168, 14, 24)}
 DEVICE = torch.device("cpu")
 SAMPLES_PER_PACK = 1
@@ -68,7 +71,9 @@ class Settings:
     timeout_seconds: int = 600
 
 
-def layout_config(settings: Settings, layout: Layout, folder: Path, calibration: Path | None) -> RunConfig:
+def layout_config(
+    settings: Settings, layout: Layout, folder: Path, calibration: Path | None
+) -> RunConfig:
     """The run of a layout; with a file it is planned from that calibration."""
     shape = SIZES[settings.shape]
     replicas = WORLD // layout.pipeline
@@ -118,7 +123,9 @@ class Runner:
         self.idle.append([rank.idle_fraction for rank in result.ranks])
 
     def peak_bytes(self) -> int:
-        """Return the bytes that live at once on this rank in the last traced step; the others fill what it finds."""
+        """Return the bytes that live at once on this rank in the last traced step; the others fill
+        what it finds.
+        """
         lasting = lasting_bytes(self.engine)
         gc.collect()
         ahead = max(encodes.ahead for encodes in self.plan.chain if encodes is not None)
@@ -129,11 +136,15 @@ class Runner:
 
 
 def lasting_bytes(engine: FrozenPipelineEngine) -> int:
-    """Return the bytes of an engine's weights and optimizer state; storage that several tensors share counts once."""
+    """Return the bytes of an engine's weights and optimizer state; storage that several tensors
+    share counts once.
+    """
     tensors = [*engine.trainable.values(), *engine.weights.optimizer_state().values()]
     for stage in engine.stages.values():
         tensors += [*stage.parameters(), *stage.buffers()]
-    storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
+    storages = {
+        tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors
+    }
     return sum(storages.values())
 
 
@@ -161,7 +172,9 @@ def measure(settings: Settings, parts: Path, rank: Rank) -> None:
     key = calibration_key(config, models, cpu_device(config))
     calibrator = Calibrator(config, models, make_plan(config), DEVICE, key)
     calibrator.warm_up(0.0)
-    with ProgressBar("rounds", settings.calibration_rounds, rank.console, "measurements") as progress:
+    with ProgressBar(
+        "rounds", settings.calibration_rounds, rank.console, "measurements"
+    ) as progress:
         for done in range(settings.calibration_rounds):
             calibrator.round()
             progress.show(done + 1, sum(map(len, calibrator.seconds.values())))
@@ -194,9 +207,15 @@ def _save(calibrator: Calibrator, file: Path) -> None:
     dist.barrier()
 
 
-def _race(settings: Settings, runners: Mapping[str, Runner], calibrator: Calibrator, rank: Rank) -> None:
-    """Run all layouts and two rounds of the calibration in each repetition, every other backwards."""
-    steps: list[tuple[str, Callable[[], None]]] = [(name, runner.step) for name, runner in runners.items()]
+def _race(
+    settings: Settings, runners: Mapping[str, Runner], calibrator: Calibrator, rank: Rank
+) -> None:
+    """Run all layouts and two rounds of the calibration in each repetition, every other
+    backwards.
+    """
+    steps: list[tuple[str, Callable[[], None]]] = [
+        (name, runner.step) for name, runner in runners.items()
+    ]
     calibration = ("calibration", calibrator.round)
     half = len(steps) // 2
     turns = [*steps[:half], calibration, *steps[half:], calibration]
@@ -209,19 +228,24 @@ def _race(settings: Settings, runners: Mapping[str, Runner], calibrator: Calibra
 
 
 def describe(runner: Runner, name: str) -> dict[str, Any]:
-    """Return what the planner predicts for the schedule that was run, and what was measured; every rank calls this."""
+    """Return what the planner predicts for the schedule that was run, and what was measured; every
+    rank calls this.
+    """
     peaks: list[int] = [0] * WORLD
     dist.all_gather_object(peaks, runner.peak_bytes())
     plan, seconds = runner.plan, make_plan(runner.config, device=cpu_device(runner.config)).seconds
     predicted = simulate(Program(plan.schedule), seconds)
-    working = predicted.seconds - seconds.end  # a window of the engine's clock ends before the optimizer
+    # a window of the engine's clock ends before the optimizer
+    working = predicted.seconds - seconds.end
     return {
         "name": name,
         "pipeline": plan.pipeline,
         "stages_per_rank": plan.stages_per_rank,
         "predicted_seconds": predicted.seconds,
         "measured_seconds": runner.seconds,
-        "predicted_idle": [predicted.idle[r.pipeline] * predicted.seconds / working for r in plan.ranks],
+        "predicted_idle": [
+            predicted.idle[r.pipeline] * predicted.seconds / working for r in plan.ranks
+        ],
         "measured_idle": runner.idle,
         "predicted_bytes": [rank.total_bytes for rank in plan.ranks],
         "measured_bytes": peaks,

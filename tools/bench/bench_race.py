@@ -1,6 +1,7 @@
 """A race on its ranks: all contestants compute the same, then their steps take turns.
 
-Settings, row --Work--> packs, padded batches --race--> equal losses and gradients, seconds --run_row--> FOLDER/ROW.json
+Settings, row --Work--> packs, padded batches --race--> equal losses and gradients, seconds
+    --run_row--> FOLDER/ROW.json
 """
 
 from __future__ import annotations
@@ -16,7 +17,17 @@ from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
-from bench_models import SHAPES, PaddedBatch, Step, equal_steps, noise_image, packed, padded, ragged_steps, run_config
+from bench_models import (
+    SHAPES,
+    PaddedBatch,
+    Step,
+    equal_steps,
+    noise_image,
+    packed,
+    padded,
+    ragged_steps,
+    run_config,
+)
 from bench_tables import Times, alternate
 from torch import nn
 
@@ -36,7 +47,9 @@ class Contestant(Protocol):
     """One way of training the same projector."""
 
     def step(self) -> float:
-        """Make one optimizer step; the loss per supervised token before it, in nats, the same on every rank."""
+        """Make one optimizer step; the loss per supervised token before it, in nats, the same on
+        every rank.
+        """
         ...
 
     @property
@@ -48,7 +61,9 @@ class Contestant(Protocol):
 class FirstGradients:
     """Keeps the gradients with which an optimizer makes its first step."""
 
-    def __init__(self, optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Parameter]) -> None:
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Parameter]
+    ) -> None:
         self.found: Gradients | None = None
         self._parameters = dict(parameters)
         self._hook = optimizer.register_step_pre_hook(self._keep)
@@ -82,7 +97,9 @@ TOLERANCES = {"float32": Tolerance(1e-5, 1e-3, 1e-3), "bfloat16": Tolerance(1e-2
 def check_first_step(
     losses: Mapping[str, float], gradients: Mapping[str, Gradients | None], tolerance: Tolerance
 ) -> dict[str, float]:
-    """Return the greatest relative differences of losses and gradients. Raises UnequalError for too large ones."""
+    """Return the greatest relative differences of losses and gradients. Raises UnequalError for too
+    large ones.
+    """
     reference, *others = losses
     worst = {"loss": 0.0, "gradient": 0.0}
     expected = gradients[reference]
@@ -91,7 +108,8 @@ def check_first_step(
         worst["loss"] = max(worst["loss"], difference)
         if not difference <= tolerance.loss:
             raise UnequalError(
-                f"{name} has a loss of {losses[name]:.7f} where {reference} has {losses[reference]:.7f}; "
+                f"{name} has a loss of {losses[name]:.7f} where {reference} has "
+                f"{losses[reference]:.7f}; "
                 f"they may differ by {tolerance.loss:g} of it"
             )
         found = gradients[name]
@@ -103,7 +121,8 @@ def check_first_step(
             worst["gradient"] = max(worst["gradient"], distance)
             if not distance <= tolerance.gradient:
                 raise UnequalError(
-                    f"{name}'s gradient of {parameter} differs from {reference}'s by {distance:.2g} of its norm, "
+                    f"{name}'s gradient of {parameter} differs from {reference}'s by "
+                    f"{distance:.2g} of its norm, "
                     f"{tolerance.gradient:g} is allowed"
                 )
     return worst
@@ -115,7 +134,9 @@ def check_losses(losses: Mapping[str, list[float]], tolerance: float) -> None:
     for name in others:
         for step, (one, other) in enumerate(zip(losses[reference], losses[name], strict=True)):
             if not abs(one - other) <= tolerance * abs(one):
-                raise UnequalError(f"step {step}: {name} has a loss of {other:.7f} where {reference} has {one:.7f}")
+                raise UnequalError(
+                    f"step {step}: {name} has a loss of {other:.7f} where {reference} has {one:.7f}"
+                )
 
 
 def race(
@@ -126,7 +147,8 @@ def race(
     others: Mapping[str, Callable[[], float]] | None = None,
     show: Callable[[str, int], None] | None = None,
 ) -> dict[str, Any]:
-    """Every rank calls this with contestants of the same names. The first step of each is its warm-up and its proof.
+    """Every rank calls this with contestants of the same names. The first step of each is its
+    warm-up and its proof.
 
     `others` only take their turns. Returns times, losses, and the worst differences of first steps.
     """
@@ -152,7 +174,9 @@ def race(
 
     first_seconds = {name: timed(name) for name in contestants}
     first = {name: of_steps[0] for name, of_steps in losses.items()}
-    differences = check_first_step(first, {name: c.gradients for name, c in contestants.items()}, tolerance)
+    differences = check_first_step(
+        first, {name: c.gradients for name, c in contestants.items()}, tolerance
+    )
     for run in (others or {}).values():
         run()
     turns = {name: functools.partial(timed, name) for name in contestants} | dict(others or {})
@@ -168,12 +192,15 @@ def race(
 
 
 def least_flops(models: Models, trainable: Sequence[str], step: Step) -> int:
-    """FLOPs that every exact way of making this step computes, matrix products only, 2 for a multiply-add."""
+    """FLOPs that every exact way of making this step computes, matrix products only, 2 for a
+    multiply-add.
+    """
     documents = [entry for pack in step for entry in pack.entries]
     lengths = [len(document.input_ids) for document in documents]
     tiles = sum(tiling.tiles for document in documents for tiling in document.tilings)
     supervised = sum(label != IGNORE for document in documents for label in document.labels)
-    document = sum(n * n for n in lengths) / max(1, sum(lengths))  # as the attention of all of them asks
+    # as the attention of all of them asks
+    document = sum(n * n for n in lengths) / max(1, sum(lengths))
     work = Workload(sum(lengths), document, tiles, 0, supervised)
     return minimal_flops(models, trainable, work).total
 
@@ -181,9 +208,13 @@ def least_flops(models: Models, trainable: Sequence[str], step: Step) -> int:
 def matmul_rate(
     weights: Sequence[torch.Tensor], tokens: int, synchronise: Callable[[], None]
 ) -> tuple[Callable[[], float], float]:
-    """A contestant that only multiplies (tokens, inputs) by each (outputs, inputs) weight, and its FLOPs a run."""
+    """A contestant that only multiplies (tokens, inputs) by each (outputs, inputs) weight, and its
+    FLOPs a run.
+    """
     device, dtype = weights[0].device, weights[0].dtype
-    rows = {w.shape[1]: torch.randn(tokens, w.shape[1], device=device, dtype=dtype) for w in weights}
+    rows = {
+        w.shape[1]: torch.randn(tokens, w.shape[1], device=device, dtype=dtype) for w in weights
+    }
     flops = 2.0 * tokens * sum(w.numel() for w in weights)
 
     def run() -> float:
@@ -220,11 +251,17 @@ class Work:
     """The samples of a row, packed for mmtrain and padded for everybody else; all in memory."""
 
     def __init__(self, settings: Settings, row: str, parts: Path, device: torch.device) -> None:
-        """`parts` holds the encoder, whose preprocessing is used; on CUDA padded batches lie in page-locked memory."""
+        """`parts` holds the encoder, whose preprocessing is used; on CUDA padded batches lie in
+        page-locked memory.
+        """
         shape = SHAPES[settings.shape]
         decode, transform = noise_image(shape), image_transform(str(parts / "vision"))
-        self.planned = WORKLOADS[row](shape, settings.steps, settings.microbatches, settings.samples_per_pack)
-        self.packed = [packed(step, self.planned.pack_length, decode) for step in self.planned.steps]
+        self.planned = WORKLOADS[row](
+            shape, settings.steps, settings.microbatches, settings.samples_per_pack
+        )
+        self.packed = [
+            packed(step, self.planned.pack_length, decode) for step in self.planned.steps
+        ]
         self.padded = [padded(shape, step, decode, transform) for step in self.planned.steps]
         if device.type == "cuda":
             self.padded = [[batch.pinned() for batch in step] for step in self.padded]
@@ -254,13 +291,19 @@ class Work:
         return {
             "pack_length": self.planned.pack_length,
             "pack_fill": self.planned.fill,
-            "padded_fill": sum(one["tokens"] for one in of_steps) / sum(batch.input_ids.numel() for batch in batches),
+            "padded_fill": sum(one["tokens"] for one in of_steps)
+            / sum(batch.input_ids.numel() for batch in batches),
             "steps": of_steps,
         }
 
 
 def make_config(
-    settings: Settings, parts: Path, pipeline: int, *, llm: str | None = None, calibration: Path | None = None
+    settings: Settings,
+    parts: Path,
+    pipeline: int,
+    *,
+    llm: str | None = None,
+    calibration: Path | None = None,
 ) -> RunConfig:
     shape = SHAPES[settings.shape]
     return run_config(
@@ -287,7 +330,8 @@ def run_row(
 ) -> None:
     """Race, and write the times with `facts` to rank 0's FOLDER/ROW.json; leaves the process group.
 
-    `weights` are multiplied in turn with the steps. `afterwards` finds more facts on every rank, untimed.
+    `weights` are multiplied in turn with the steps. `afterwards` finds more facts on every rank,
+    untimed.
     """
     device = torch.device(rank.device)
     others = {}
@@ -308,7 +352,8 @@ def run_row(
     with ProgressBar(f"{row} turns", total, rank.console, "tokens") as progress:
         tolerance = TOLERANCES[settings.dtype]
         found = race(contestants, settings.repetitions, tolerance, device, others, show)
-    found["step_of_turn"] = [(turn + 1) % settings.steps for turn in range(settings.repetitions)]  # 0: the warm-up
+    # 0: the warm-up
+    found["step_of_turn"] = [(turn + 1) % settings.steps for turn in range(settings.repetitions)]
     facts |= afterwards()
     if rank.rank == 0:
         (rank.folder / f"{row}.json").write_text(json.dumps(found | facts))

@@ -35,19 +35,27 @@ Settings = Literal["script", "tuned"]
 
 
 class Stock:
-    """A stock model and an endless iterator over steps, each a list of batches. `settings` as above."""
+    """A stock model and an endless iterator over steps, each a list of batches. `settings` as
+    above.
+    """
 
     def __init__(
-        self, model: LlavaForConditionalGeneration, settings: Settings, steps: Iterator[Sequence[PaddedBatch]]
+        self,
+        model: LlavaForConditionalGeneration,
+        settings: Settings,
+        steps: Iterator[Sequence[PaddedBatch]],
     ) -> None:
         self._model = model
         self._steps = steps
         self._device = model.lm_head.weight.device
-        self._autocast = torch.autocast(self._device.type, torch.bfloat16, model.lm_head.weight.dtype == torch.bfloat16)
+        self._autocast = torch.autocast(
+            self._device.type, torch.bfloat16, model.lm_head.weight.dtype == torch.bfloat16
+        )
         if settings == "script":
             language = model.model.language_model
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore", FutureWarning)  # a later transformers calls it otherwise
+                # a later transformers calls it otherwise
+                warnings.simplefilter("ignore", FutureWarning)
                 language.gradient_checkpointing_enable()
             model.enable_input_require_grads()
             language.train()  # in eval mode transformers recomputes nothing; there is no dropout
@@ -64,7 +72,10 @@ class Stock:
         tokens = torch.tensor(sum(batch.supervised for batch in batches), device=self._device)
         total = torch.zeros((), device=self._device)
         for batch in batches:
-            inputs = {name: tensor.to(self._device, non_blocking=True) for name, tensor in vars(batch).items()}
+            inputs = {
+                name: tensor.to(self._device, non_blocking=True)
+                for name, tensor in vars(batch).items()
+            }
             with self._autocast:
                 loss = self._model(**inputs, num_items_in_batch=tokens, use_cache=False).loss
             loss.backward()
@@ -77,7 +88,9 @@ class Stock:
 class Front(nn.Module):
     """Encoder, trainable projector (fp32) and embedding."""
 
-    def __init__(self, llm: LlamaForCausalLM, shape: ModelSize, folder: Path, dtype: torch.dtype, seed: int) -> None:
+    def __init__(
+        self, llm: LlamaForCausalLM, shape: ModelSize, folder: Path, dtype: torch.dtype, seed: int
+    ) -> None:
         super().__init__()
         self.embedding = llm.model.embed_tokens
         self.vision = load_vision(str(folder / "vision"), SELECT_LAYER, dtype)
@@ -91,7 +104,9 @@ class Front(nn.Module):
         with torch.no_grad():
             features = self.vision(pixels)
         image_embeddings = self.projector(features.float()).to(embeddings.dtype)
-        return embeddings.masked_scatter((input_ids == self.image_token)[..., None], image_embeddings)
+        return embeddings.masked_scatter(
+            (input_ids == self.image_token)[..., None], image_embeddings
+        )
 
 
 class Decoder(nn.Module):
@@ -109,7 +124,9 @@ class Decoder(nn.Module):
             positions = torch.arange(length, device=hidden.device)[None]
             with torch.no_grad():
                 self._angles[length] = self.rotary(hidden, positions)
-        return self.layer(hidden, attention_mask=None, position_embeddings=self._angles[length], use_cache=False)
+        return self.layer(
+            hidden, attention_mask=None, position_embeddings=self._angles[length], use_cache=False
+        )
 
 
 class Head(nn.Module):
@@ -134,7 +151,9 @@ def make_layers(shape: ModelSize, folder: Path, dtype: torch.dtype, seed: int) -
 
 def token_loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     """Mean loss over the supervised positions, in nats."""
-    return nn.functional.cross_entropy(logits.flatten(0, 1).float(), labels.flatten(), ignore_index=IGNORE)
+    return nn.functional.cross_entropy(
+        logits.flatten(0, 1).float(), labels.flatten(), ignore_index=IGNORE
+    )
 
 
 Partition = Literal["parameters", "uniform"]
@@ -152,7 +171,9 @@ class Layer(nn.Module):
 
 
 class DeepSpeedPipeline:
-    """One rank of `stages`. `batches` is an endless iterator over micro-batches, read on the first and last rank."""
+    """One rank of `stages`. `batches` is an endless iterator over micro-batches, read on the first
+    and last rank.
+    """
 
     def __init__(
         self,
@@ -171,7 +192,11 @@ class DeepSpeedPipeline:
         )
         self.parts = [int(bound) for bound in module.parts]
         trainable = [p for p in module.parameters() if p.requires_grad]
-        optimizer = torch.optim.AdamW(trainable, lr=LEARNING_RATE, weight_decay=0.0) if trainable else NoOpOptimizer()
+        optimizer = (
+            torch.optim.AdamW(trainable, lr=LEARNING_RATE, weight_decay=0.0)
+            if trainable
+            else NoOpOptimizer()
+        )
         self._engine, *_ = deepspeed.initialize(
             model=module,
             optimizer=optimizer,
@@ -187,7 +212,9 @@ class DeepSpeedPipeline:
         self._batches = ((((b.input_ids, b.pixel_values)), b.shifted_labels) for b in batches)
         front = next((layer for layer in layers if isinstance(layer, Front)), None)
         held = front is not None and bool(trainable)
-        self._first = FirstGradients(optimizer, dict(front.projector.named_parameters())) if held else None
+        self._first = (
+            FirstGradients(optimizer, dict(front.projector.named_parameters())) if held else None
+        )
 
     @property
     def gradients(self) -> Gradients | None:
@@ -212,7 +239,9 @@ class Layers(nn.Module):
 
 
 class TorchPipeline:
-    """One rank of `stages`, each rank one stage. `batches` is an endless iterator over micro-batches."""
+    """One rank of `stages`, each rank one stage. `batches` is an endless iterator over
+    micro-batches.
+    """
 
     def __init__(
         self,
@@ -230,10 +259,14 @@ class TorchPipeline:
         self._schedule = Schedule1F1B(stage, microbatches, loss_fn=token_loss)
         self._steps = iter(lambda: list(itertools.islice(batches, microbatches)), [])
         trained = [p for p in mine.parameters() if p.requires_grad]
-        self._optimizer = torch.optim.AdamW(trained, lr=LEARNING_RATE, weight_decay=0.0) if trained else None
+        self._optimizer = (
+            torch.optim.AdamW(trained, lr=LEARNING_RATE, weight_decay=0.0) if trained else None
+        )
         self._first = None
         if self._optimizer is not None:
-            self._first = FirstGradients(self._optimizer, dict(layers[0].projector.named_parameters()))
+            self._first = FirstGradients(
+                self._optimizer, dict(layers[0].projector.named_parameters())
+            )
 
     @property
     def gradients(self) -> Gradients | None:
@@ -243,7 +276,10 @@ class TorchPipeline:
         batches = next(self._steps)
         losses: list[torch.Tensor] = []
         if self._rank == 0:
-            ids, pixels = (torch.cat([getattr(b, name) for b in batches]) for name in ("input_ids", "pixel_values"))
+            ids, pixels = (
+                torch.cat([getattr(b, name) for b in batches])
+                for name in ("input_ids", "pixel_values")
+            )
             self._schedule.step(ids, pixels)
         elif self._rank == self._last:
             labels = torch.cat([batch.shifted_labels for batch in batches])
@@ -253,13 +289,16 @@ class TorchPipeline:
         if self._optimizer is not None:
             self._optimizer.step()
             self._optimizer.zero_grad(set_to_none=True)
-        loss = torch.stack(losses).mean().detach() if losses else torch.zeros((), device=self._device)
+        loss = (
+            torch.stack(losses).mean().detach() if losses else torch.zeros((), device=self._device)
+        )
         dist.broadcast(loss, self._last)  # whoever prints it is on rank 0
         return float(loss)
 
 
 class Mmtrain:
-    """One rank of a run. `batches` is one endless iterator over micro-batches: the engine may read ahead in it.
+    """One rank of a run. `batches` is one endless iterator over micro-batches: the engine may read
+    ahead in it.
 
     `stages` are this rank's stages, loaded from the configuration's files by default.
     """
@@ -274,7 +313,9 @@ class Mmtrain:
     ) -> None:
         mine = plan.ranks[dist.get_rank()]
         if stages is None:
-            stages = {stage.stage: build_stage(config, stage, device=device) for stage in mine.stages}
+            stages = {
+                stage.stage: build_stage(config, stage, device=device) for stage in mine.stages
+            }
         self.gradients: Gradients | None = None
         self.idle: list[float] = []
         """Share of the latest step that each rank waited."""
@@ -291,7 +332,12 @@ class Mmtrain:
         return result.loss
 
     def _keep_gradients(self, step: int, instruction: Instruction) -> None:
-        """Right before the first update: gradients are still those of the sum over the step's tokens."""
+        """Right before the first update: gradients are still those of the sum over the step's
+        tokens.
+        """
         if instruction.op is Op.OPTIMIZER_STEP:
-            self._sums = {n.removeprefix("projector."): p.grad.clone() for n, p in self._engine.trainable.items()}
+            self._sums = {
+                n.removeprefix("projector."): p.grad.clone()
+                for n, p in self._engine.trainable.items()
+            }
             self._engine.on_instruction = None

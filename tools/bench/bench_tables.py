@@ -1,6 +1,7 @@
 """Measurements in turns, their medians and ratios, and the tables of bench.py; imports no torch.
 
-{name: run() -> seconds}, repetitions --alternate--> {name: [seconds]} --ratios--> median, min, max of each turn's ratio
+{name: run() -> seconds}, repetitions --alternate--> {name: [seconds]} --ratios--> median, min, max
+    of each turn's ratio
 """
 
 from __future__ import annotations
@@ -44,7 +45,8 @@ def spread(values: Sequence[float]) -> Spread:
 def alternate(contestants: Mapping[str, Callable[[], float]], repetitions: int) -> Times:
     """Let each contestant run once per repetition, each returning its seconds.
 
-    Every other repetition goes backwards: a contestant pays for what the one before it left to be done.
+    Every other repetition goes backwards: a contestant pays for what the one before it left to be
+    done.
     """
     times: Times = {name: [] for name in contestants}
     for repetition in range(repetitions):
@@ -76,7 +78,9 @@ def run_target(
     on_gpus: bool = False,
     **arguments: Any,
 ) -> int:
-    """Call `target`, "module:function", on each rank with these arguments; print a failure and return its exit code."""
+    """Call `target`, "module:function", on each rank with these arguments; print a failure and
+    return its exit code.
+    """
     job = Job(
         places=tuple(f"stage {rank}" for rank in range(ranks)),
         folder=folder,
@@ -108,7 +112,8 @@ def finish(result: dict[str, Any], file: Path | None) -> None:
     result["machine"]["load_average_after"] = os.getloadavg()[0]
     found = result["machine"]
     print_info(
-        f"\n{found['cores']} cores; load average of the last minute {found['load_average_before']:.1f} at the "
+        f"\n{found['cores']} cores; load average of the last minute "
+        f"{found['load_average_before']:.1f} at the "
         f"beginning, {found['load_average_after']:.1f} at the end"
     )
     if file is not None:
@@ -116,7 +121,9 @@ def finish(result: dict[str, Any], file: Path | None) -> None:
 
 
 def speeds(found: Mapping[str, Any]) -> dict[str, dict[str, Spread]]:
-    """Of each contestant its seconds a step, and how many times as fast as it the first contestant was."""
+    """Of each contestant its seconds a step, and how many times as fast as it the first contestant
+    was.
+    """
     names, times = list(found["losses"]), found["seconds"]
     return {
         "step_seconds": {name: spread(times[name]) for name in names},
@@ -126,14 +133,21 @@ def speeds(found: Mapping[str, Any]) -> dict[str, dict[str, Spread]]:
 
 def per_second(found: Mapping[str, Any], name: str, fact: str) -> Spread:
     """A fact of the steps that a contestant made, by its seconds."""
-    return spread([amount / seconds for amount, seconds in zip(*_of_turns(found, name, fact), strict=True)])
+    return spread(
+        [amount / seconds for amount, seconds in zip(*_of_turns(found, name, fact), strict=True)]
+    )
 
 
 def utilisation(found: Mapping[str, Any], name: str, peak_flops: float | None = None) -> Spread:
-    """Minimal exact FLOPs a second, over `peak_flops` a second or those of matrix products in the same repetition."""
+    """Minimal exact FLOPs a second, over `peak_flops` a second or those of matrix products in the
+    same repetition.
+    """
     flops, seconds = _of_turns(found, name, "minimal_flops")
     (matmul,) = set(found["seconds"]) - set(found["losses"])
-    rates = [peak_flops or found["matmul_flops"] / multiplying for multiplying in found["seconds"][matmul]]
+    rates = [
+        peak_flops or found["matmul_flops"] / multiplying
+        for multiplying in found["seconds"][matmul]
+    ]
     return spread([f / s / rate for f, s, rate in zip(flops, seconds, rates, strict=True)])
 
 
@@ -143,7 +157,10 @@ def _of_turns(found: Mapping[str, Any], name: str, fact: str) -> tuple[list[floa
 
 
 def as_dict(numbers: Mapping[str, Mapping[str, Spread]]) -> dict[str, Any]:
-    return {key: {name: asdict(value) for name, value in of_names.items()} for key, of_names in numbers.items()}
+    return {
+        key: {name: asdict(value) for name, value in of_names.items()}
+        for key, of_names in numbers.items()
+    }
 
 
 def describe_samples(found: Mapping[str, Any]) -> str:
@@ -151,14 +168,19 @@ def describe_samples(found: Mapping[str, Any]) -> str:
     turns = [found["steps"][step] for step in found["step_of_turn"]]
     samples, tokens = ([step[name] for step in turns] for name in ("samples", "tokens"))
     return (
-        f"{sum(samples) / len(samples):.1f} samples and {sum(tokens) / len(tokens):,.0f} tokens a step; packs of "
-        f"{found['pack_length']:,} are {found['pack_fill']:.1%} full, padded batches {found['padded_fill']:.1%}"
+        f"{sum(samples) / len(samples):.1f} samples and {sum(tokens) / len(tokens):,.0f} tokens a "
+        "step; packs of "
+        f"{found['pack_length']:,} are {found['pack_fill']:.1%} full, padded batches "
+        f"{found['padded_fill']:.1%}"
     )
 
 
 def describe_differences(found: Mapping[str, Any]) -> str:
     worst = found["first_step_differences"]
-    return f"first step: losses within {worst['loss']:.1e}, gradients within {worst['gradient']:.1e} of each other"
+    return (
+        f"first step: losses within {worst['loss']:.1e}, gradients within "
+        f"{worst['gradient']:.1e} of each other"
+    )
 
 
 def print_table(columns: Sequence[str], rows: Any) -> None:

@@ -1,7 +1,8 @@
-"""One start of a training run that is watched from outside, and killed at the moment that was asked for.
+"""One start of a training run that is watched from outside, and killed at the moment that was asked
+for.
 
-The launcher gets a TMPDIR of its own, where its ranks keep the step and the work that they are at: the moments that a
-kill can wait for. Processes are found by their process group.
+The launcher gets a TMPDIR of its own, where its ranks keep the step and the work that they are at:
+the moments that a kill can wait for. Processes are found by their process group.
 """
 
 from __future__ import annotations
@@ -32,7 +33,9 @@ POLL = 0.0002  # seconds; a save of the demo is on its way for about 5 ms
 
 @dataclass(frozen=True)
 class Kill:
-    """When to kill what. `when`: "start" (a random moment before the first step), "load", "step" or "save"."""
+    """When to kill what. `when`: "start" (a random moment before the first step), "load", "step" or
+    "save".
+    """
 
     when: str
     who: str  # "rank", "all", "launcher" or "stop": SIGSTOP of a rank
@@ -41,15 +44,26 @@ class Kill:
     work: str = ""  # what a rank must be at, where `when` is "load"
 
     @classmethod
-    def draw(cls, when: str, who: str, steps: range, start_seconds: float, draw: random.Random) -> Kill:
+    def draw(
+        cls, when: str, who: str, steps: range, start_seconds: float, draw: random.Random
+    ) -> Kill:
         """A random one: of the start, whose length is known, or within these steps."""
         longest = {"start": start_seconds, "load": 0.02, "step": 0.5, "save": 0.006}[when]
         step = draw.choice(steps) if when in ("step", "save") else 0
-        return cls(when, who, step, draw.uniform(0, longest), draw.choice(AT_START) if when == "load" else "")
+        return cls(
+            when,
+            who,
+            step,
+            draw.uniform(0, longest),
+            draw.choice(AT_START) if when == "load" else "",
+        )
 
     def __str__(self) -> str:
         what = {"start": "starting", "load": f"at {self.work!r}", "step": f"from step {self.step}"}
-        return f"{self.who}: {what.get(self.when, f'saving, from step {self.step}')} +{self.delay * 1000:.0f} ms"
+        return (
+            f"{self.who}: {what.get(self.when, f'saving, from step {self.step}')} "
+            f"+{self.delay * 1000:.0f} ms"
+        )
 
 
 @dataclass(frozen=True)
@@ -69,7 +83,10 @@ class Killed:
         """What must not be after a kill, of which no process may be left `limit` seconds later."""
         found = []
         if self.seconds > limit:
-            found.append(f"its processes were there for {self.seconds:.1f} s after the kill; {limit:.0f} are allowed")
+            found.append(
+                f"its processes were there for {self.seconds:.1f} s after the kill; "
+                f"{limit:.0f} are allowed"
+            )
         if self.expected_message is not None and not re.search(self.expected_message, self.message):
             found.append(f"its message does not name what was killed: {self.message!r}")
         return found
@@ -85,7 +102,9 @@ class Launched:
         self.stdout, self.stderr = scratch / "stdout", scratch / "stderr"
         with self.stdout.open("w") as stdout, self.stderr.open("w") as stderr:
             self.process = subprocess.Popen(
-                **python_child("-m", "mmtrain.launch", *arguments, TMPDIR=str(scratch), PYTHONUNBUFFERED="1"),
+                **python_child(
+                    "-m", "mmtrain.launch", *arguments, TMPDIR=str(scratch), PYTHONUNBUFFERED="1"
+                ),
                 stdout=stdout,
                 stderr=stderr,
                 start_new_session=True,
@@ -96,7 +115,10 @@ class Launched:
         found = []
         for process in psutil.process_iter(["status"]):
             with contextlib.suppress(ProcessLookupError):  # it has just ended
-                if os.getpgid(process.pid) == self.process.pid and process.info["status"] != psutil.STATUS_ZOMBIE:
+                if (
+                    os.getpgid(process.pid) == self.process.pid
+                    and process.info["status"] != psutil.STATUS_ZOMBIE
+                ):
                     found.append(process.pid)
         return found
 
@@ -104,7 +126,10 @@ class Launched:
         """Process ids of the living ranks, as their log names them."""
         log, alive = self.run / "log.txt", set(self.processes())
         text = log.read_text(errors="replace") if log.exists() else ""
-        said = {int(rank): int(pid) for rank, pid in re.findall(r"^\[rank (\d+)\] process (\d+) on ", text, re.M)}
+        said = {
+            int(rank): int(pid)
+            for rank, pid in re.findall(r"^\[rank (\d+)\] process (\d+) on ", text, re.M)
+        }
         return {rank: pid for rank, pid in sorted(said.items()) if pid in alive}
 
     def progress(self) -> dict[int, tuple[int, str]]:
@@ -114,7 +139,8 @@ class Launched:
         return {rank: at for rank, at in sorted(read.items()) if at[1]}
 
     def strike(self, kill: Kill, draw: random.Random, timeout: float) -> Killed | None:
-        """Wait for the moment, kill, and wait until the job is gone; None if it ended before the moment came.
+        """Wait for the moment, kill, and wait until the job is gone; None if it ended before the
+        moment came.
 
         A job that is not gone after `timeout` seconds is killed as a whole; its seconds say so.
         """
@@ -123,8 +149,11 @@ class Launched:
             while not has_come():
                 if self.process.poll() is not None:
                     return None
-                if not ranks and any(doing == "loading weights" for _, doing in self.progress().values()):
-                    ranks = self.ranks()  # now: at the moment itself reading the log would take too long
+                if not ranks and any(
+                    doing == "loading weights" for _, doing in self.progress().values()
+                ):
+                    # now: at the moment itself reading the log would take too long
+                    ranks = self.ranks()
                 time.sleep(POLL)
         time.sleep(kill.delay)
         if self.process.poll() is not None:
@@ -175,7 +204,9 @@ class Launched:
         saves = self.run / CHECKPOINTS
 
         def in_step() -> bool:
-            return any(step >= kill.step and doing[0].isupper() for step, doing in self.progress().values())
+            return any(
+                step >= kill.step and doing[0].isupper() for step, doing in self.progress().values()
+            )
 
         return {
             "start": [],
@@ -186,9 +217,15 @@ class Launched:
 
 
 def expected_message(rank: int, who: str) -> str:
-    """The launcher's message, as a regular expression: that a rank was killed, or, if stopped, what it was at."""
+    """The launcher's message, as a regular expression: that a rank was killed, or, if stopped, what
+    it was at.
+    """
     at = r"in step \d+ \(counted from 0\), at \S.*"
     named = rf"rank {rank} \(stage [^)]*\) "
     if who == "rank":
         return rf"\Aerror: {named}was killed by SIGKILL \(.*\) {at}\n  log: .*\n\Z"
-    return rf"\Aerror: rank \d+ \(stage [^)]*\) lost its connection to another rank {at}(\n.*)*\n  {named}was {at}\n"
+    return (
+        r"\Aerror: rank \d+ \(stage [^)]*\) lost its connection to another rank "
+        rf"{at}(\n.*)*\n  "
+        rf"{named}was {at}\n"
+    )

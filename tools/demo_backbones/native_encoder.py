@@ -1,4 +1,6 @@
-"""A tiny SigLIP 2 NaFlex in stock code; apart, since what trains the demo's encoders must know no text."""
+"""A tiny SigLIP 2 NaFlex in stock code; apart, since what trains the demo's encoders must know no
+text.
+"""
 
 import json
 from pathlib import Path
@@ -8,9 +10,18 @@ from transformers import Siglip2VisionConfig, Siglip2VisionModel
 
 
 def make_encoder() -> Siglip2VisionModel:
-    """As wide and deep as the encoder of notes; its MLP is smaller by what a table of 16 x 16 positions takes."""
-    sizes = {"hidden_size": 128, "intermediate_size": 480, "num_hidden_layers": 4, "num_attention_heads": 4}
-    return Siglip2VisionModel(Siglip2VisionConfig(**sizes, num_patches=256, patch_size=16, vision_use_head=False))
+    """As wide and deep as the encoder of notes; its MLP is smaller by what a table of 16 x 16
+    positions takes.
+    """
+    sizes = {
+        "hidden_size": 128,
+        "intermediate_size": 480,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+    }
+    return Siglip2VisionModel(
+        Siglip2VisionConfig(**sizes, num_patches=256, patch_size=16, vision_use_head=False)
+    )
 
 
 def native_features(encoder: Siglip2VisionModel, images: torch.Tensor) -> torch.Tensor:
@@ -22,8 +33,16 @@ def native_features(encoder: Siglip2VisionModel, images: torch.Tensor) -> torch.
 
 
 def save_native_folder(encoder: Siglip2VisionModel, folder: Path) -> None:
-    """Write a folder of transformers, weights in their own dtype; images are normalised to -1 .. 1."""
+    """Write a folder of transformers, weights in their own dtype; images are normalised to -1 ..
+    1.
+    """
     encoder.save_pretrained(folder)
-    images = {"image_mean": [0.5] * 3, "image_std": [0.5] * 3, "resample": 3, "patch_size": 16, "max_num_patches": 256}
+    images = {
+        "image_mean": [0.5] * 3,
+        "image_std": [0.5] * 3,
+        "resample": 3,
+        "patch_size": 16,
+        "max_num_patches": 256,
+    }
     content = json.dumps({"image_processor_type": "Siglip2ImageProcessor", **images}, indent=2)
     (folder / "preprocessor_config.json").write_text(content + "\n")

@@ -1,4 +1,6 @@
-"""Saves a small timm ViT as a folder that timm loads; apart, since what trains the demo's encoder must know no text."""
+"""Saves a small timm ViT as a folder that timm loads; apart, since what trains the demo's encoder
+must know no text.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,9 @@ from torch import nn
 
 
 def save_timm_folder(model: nn.Module, folder: Path, architecture: str, model_args: dict) -> None:
-    """Write config.json and model.safetensors, weights in their own dtype; images are normalised to -1 .. 1."""
+    """Write config.json and model.safetensors, weights in their own dtype; images are normalised to
+    -1 .. 1.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     config = {
         "architecture": architecture,

@@ -1,6 +1,8 @@
-"""Parquet files, and the Arrow files of Hugging Face's datasets, read as data: nothing in them can name code that runs.
+"""Parquet files, and the Arrow files of Hugging Face's datasets, read as data: nothing in them can
+name code that runs.
 
-file --pyarrow: wanted columns, row by row, checked--> {"column": value, ...}, bytes as views of the file
+file --pyarrow: wanted columns, row by row, checked--> {"column": value, ...}, bytes as views of the
+    file
 """
 
 from __future__ import annotations
@@ -21,7 +23,8 @@ if TYPE_CHECKING:
     import pyarrow
 
 SUFFIXES = (".parquet", ".arrow")
-_FILE_FORMAT = b"ARROW1"  # begins Arrow's file format; the streaming format, which datasets writes, begins otherwise
+# begins Arrow's file format; the streaming format, which datasets writes, begins otherwise
+_FILE_FORMAT = b"ARROW1"
 
 
 def arrow_columns(path: Path) -> list[str]:
@@ -31,22 +34,34 @@ def arrow_columns(path: Path) -> list[str]:
 
 def count_rows(path: Path) -> int:
     with _opened(path) as file:
-        return file.metadata.num_rows if _is_parquet(path) else sum(batch.num_rows for batch in _arrow_batches(file))
+        return (
+            file.metadata.num_rows
+            if _is_parquet(path)
+            else sum(batch.num_rows for batch in _arrow_batches(file))
+        )
 
 
 def arrow_rows(path: Path, wanted: Collection[str], first: int = 0) -> Iterator[dict[str, Any]]:
     """Yield the rows from `first` on, of the wanted columns: JSON types, and memoryview for bytes.
 
-    Rows are decoded one by one: a dictionary's value of 256 MB takes 9 kB of a file, however many rows repeat it.
+    Rows are decoded one by one: a dictionary's value of 256 MB takes 9 kB of a file, however many
+    rows repeat it.
     """
     with _opened(path) as file:
         names = [name for name in _schema(file).names if name in wanted]
         if len(set(names)) < len(names):
             raise ValueError(f"several columns have one name: {', '.join(names)}")
-        rows = _parquet_rows(file, names, first) if _is_parquet(path) else _ipc_rows(file, names, first)
+        rows = (
+            _parquet_rows(file, names, first)
+            if _is_parquet(path)
+            else _ipc_rows(file, names, first)
+        )
         for row in rows:
             reader = _RowReader()
-            yield {name: reader.value(column[0]) for name, column in zip(names, row.columns, strict=True)}
+            yield {
+                name: reader.value(column[0])
+                for name, column in zip(names, row.columns, strict=True)
+            }
 
 
 def _is_parquet(path: Path) -> bool:
@@ -55,13 +70,16 @@ def _is_parquet(path: Path) -> bool:
 
 @contextlib.contextmanager
 def _opened(path: Path) -> Iterator[Any]:
-    """Open a ParquetFile, or a reader of Arrow's streaming or file format; its errors become UserError."""
+    """Open a ParquetFile, or a reader of Arrow's streaming or file format; its errors become
+    UserError.
+    """
     try:
         import pyarrow
         from pyarrow.parquet import ParquetFile
     except ModuleNotFoundError:
         raise UserError(
-            f"{path}: parquet and Arrow files need pyarrow, which is not installed. Run pip install 'mmtrain[datasets]'"
+            f"{path}: parquet and Arrow files need pyarrow, which is not installed. "
+            "Run pip install 'mmtrain[datasets]'"
         ) from None
     refuse_lost_link(path)
     if not path.is_file():
@@ -74,11 +92,22 @@ def _opened(path: Path) -> Iterator[Any]:
         with pyarrow.memory_map(str(path)) as content:
             is_file_format = content.read(len(_FILE_FORMAT)) == _FILE_FORMAT
             content.seek(0)
-            with (pyarrow.ipc.open_file if is_file_format else pyarrow.ipc.open_stream)(content) as file:
+            with (pyarrow.ipc.open_file if is_file_format else pyarrow.ipc.open_stream)(
+                content
+            ) as file:
                 yield file
     # Python's own errors: text that is not UTF-8, damaged JSON, dates that Python does not have.
-    except (pyarrow.ArrowException, OSError, ValueError, LookupError, ArithmeticError, RecursionError) as error:
-        raise UserError(f"{path}: cannot be read ({escape(str(error))}). Is the file complete?") from None
+    except (
+        pyarrow.ArrowException,
+        OSError,
+        ValueError,
+        LookupError,
+        ArithmeticError,
+        RecursionError,
+    ) as error:
+        raise UserError(
+            f"{path}: cannot be read ({escape(str(error))}). Is the file complete?"
+        ) from None
 
 
 def _schema(file: Any) -> pyarrow.Schema:
@@ -111,7 +140,9 @@ def _arrow_batches(file: Any) -> Iterator[pyarrow.RecordBatch]:
 
 
 class _RowReader:
-    """Converts the values of one row; raises ValueError for more text, or longer lists, than a record may have."""
+    """Converts the values of one row; raises ValueError for more text, or longer lists, than a
+    record may have.
+    """
 
     def __init__(self) -> None:
         self.left = MAX_RECORD_BYTES
@@ -130,7 +161,8 @@ class _RowReader:
         if isinstance(scalar, pyarrow.ListScalar):  # also of large lists and those of a fixed size
             self._take(len(scalar.values))  # a billion nulls take no place in a file
             return [self.value(inner) for inner in scalar.values]
-        if isinstance(scalar.type, pyarrow.JsonType):  # datasets' Json: values of one field are of several types
+        # datasets' Json: values of one field are of several types
+        if isinstance(scalar.type, pyarrow.JsonType):
             return json.loads(self.value(scalar.value))
         if isinstance(scalar, pyarrow.StringScalar):
             self._take(len(scalar.as_buffer()))
@@ -143,4 +175,6 @@ class _RowReader:
     def _take(self, size: int) -> None:
         self.left -= size
         if self.left < 0:
-            raise ValueError(f"a row has more than {MAX_RECORD_BYTES:,} bytes of text, or values in lists")
+            raise ValueError(
+                f"a row has more than {MAX_RECORD_BYTES:,} bytes of text, or values in lists"
+            )

@@ -1,10 +1,15 @@
-"""Writing shards: webdataset tars of LLaVA-form samples with their index, byte for byte a function of the samples.
+"""Writing shards: webdataset tars of LLaVA-form samples with their index, byte for byte a function
+of the samples.
 
-ShardJob: records with sound text, names of their images --ShardMaker--> (key, record, [(suffix, bytes), ...])
-(key, record, [(suffix, bytes), ...]) --> KEY.json, then KEY.jpg, or KEY.0.jpg, KEY.1.jpg with several images
-                                      --> the tar's index: offsets, sizes, checksums of the bytes as they are written
+ShardJob: records with sound text, names of their images --ShardMaker--> (key, record, [(suffix,
+    bytes), ...])
+(key, record, [(suffix, bytes), ...]) --> KEY.json, then KEY.jpg, or KEY.0.jpg, KEY.1.jpg with
+    several images
+                                      --> the tar's index: offsets, sizes, checksums of the bytes as
+                                          they are written
 
-A shard's bytes do not depend on the workers. A tar gets its name when it is complete and on the disk, then its index.
+A shard's bytes do not depend on the workers. A tar gets its name when it is complete and on the
+disk, then its index.
 """
 
 from __future__ import annotations
@@ -22,7 +27,14 @@ from typing import TYPE_CHECKING, BinaryIO
 from mmtrain.base.durable import whole_file
 from mmtrain.base.errors import UserError
 from mmtrain.data.samples.formats import LLAVA
-from mmtrain.data.samples.records import BadSample, checked_image, image_size, parse_turns, read_image, record_json
+from mmtrain.data.samples.records import (
+    BadSample,
+    checked_image,
+    image_size,
+    parse_turns,
+    read_image,
+    record_json,
+)
 from mmtrain.data.samples.sample import Sample
 from mmtrain.data.shards.index import Member, ShardIndex, TextLengths, write_index
 from mmtrain.data.shards.pool import Advance
@@ -32,8 +44,8 @@ if TYPE_CHECKING:
 
 _BUFFER = 1 << 20  # bytes
 
-# A dot would end the key, a slash make folders, underscores in front a name that webdataset passes over. 90 characters
-# and what follows them fit into the 100 of a ustar header.
+# A dot would end the key, a slash make folders, underscores in front a name that webdataset passes
+# over. 90 characters and what follows them fit into the 100 of a ustar header.
 _SAFE_KEY = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,89}")
 _LONGEST = 80  # characters of an id that is its own key; a number may follow them
 _READABLE = 60  # characters of an unsafe id that its key keeps
@@ -47,7 +59,8 @@ class WrittenShard:
     samples: int
     images: int
     image_pixels: int  # of all images, as stored
-    text_tokens: int | None  # of all samples, without image positions; None where no tokenizer was given
+    # of all samples, without image positions; None where no tokenizer was given
+    text_tokens: int | None
     bytes: int  # of the tar
     sha256: str  # of the tar
 
@@ -95,11 +108,14 @@ class FinishedShard:
 
 
 StoredImages = Callable[[Sequence[Candidate]], Iterable[Sequence[memoryview | None]]]
-KeyedSample = tuple[str, dict, Sequence[tuple[str, bytes]]]  # key, KEY.json's content, (suffix, bytes) of each image
+# key, KEY.json's content, (suffix, bytes) of each image
+KeyedSample = tuple[str, dict, Sequence[tuple[str, bytes]]]
 
 
 def sample_key(identifier: str) -> str:
-    """Return the tar key of a record's id: the id itself where it is safe, else its readable part and a hash of it."""
+    """Return the tar key of a record's id: the id itself where it is safe, else its readable part
+    and a hash of it.
+    """
     if _SAFE_KEY.fullmatch(identifier) and len(identifier) <= _LONGEST:
         return identifier
     readable = re.sub(r"[^A-Za-z0-9]+", "-", identifier).strip("-")[:_READABLE]
@@ -107,8 +123,12 @@ def sample_key(identifier: str) -> str:
 
 
 def tar_bytes(members: Iterable[int]) -> int:
-    """Return the bytes that files of these sizes take in a tar, with their headers, without the archive's end."""
-    return sum(tarfile.BLOCKSIZE + -(-size // tarfile.BLOCKSIZE) * tarfile.BLOCKSIZE for size in members)
+    """Return the bytes that files of these sizes take in a tar, with their headers, without the
+    archive's end.
+    """
+    return sum(
+        tarfile.BLOCKSIZE + -(-size // tarfile.BLOCKSIZE) * tarfile.BLOCKSIZE for size in members
+    )
 
 
 def shard_name(number: int) -> str:
@@ -119,7 +139,8 @@ def shard_name(number: int) -> str:
 class ShardMaker:
     """Makes the shards of a folder, each from its job."""
 
-    images: Path | None  # the folder that image names start from, absolute and without links; None: no record has any
+    # the folder that image names start from, absolute and without links; None: no record has any
+    images: Path | None
     stored: StoredImages  # the bytes of candidates' images that are not files of that folder
     out: Path
     max_pixels: int
@@ -127,12 +148,16 @@ class ShardMaker:
     finished: Mapping[int, FinishedShard]  # by job number: made by an earlier run
 
     def __call__(self, job: ShardJob, advance: Advance) -> FinishedShard:
-        """Write a shard, unless it is finished; raises UserError where that one was made of other records."""
+        """Write a shard, unless it is finished; raises UserError where that one was made of other
+        records.
+        """
         if (finished := self.finished.get(job.number)) is not None:
             if finished.candidates != len(job.candidates):  # with --shard-bytes
                 raise UserError(
-                    f"{finished.shard.file} was made of {finished.candidates:,} records, but would now hold "
-                    f"{len(job.candidates):,}: images have changed in size. Delete {self.out} and start again"
+                    f"{finished.shard.file} was made of {finished.candidates:,} records, but "
+                    "would now hold "
+                    f"{len(job.candidates):,}: images have changed in size. "
+                    f"Delete {self.out} and start again"
                 )
             return finished
         rejected: list[BadRecord] = []
@@ -140,7 +165,9 @@ class ShardMaker:
         written = write_shard(self.out / shard_name(job.number), samples, self.count)
         return FinishedShard(written, tuple(rejected))
 
-    def _samples(self, job: ShardJob, rejected: list[BadRecord], advance: Advance) -> Iterator[KeyedSample]:
+    def _samples(
+        self, job: ShardJob, rejected: list[BadRecord], advance: Advance
+    ) -> Iterator[KeyedSample]:
         for candidate, contents in zip(job.candidates, self.stored(job.candidates), strict=True):
             try:
                 files = [
@@ -157,24 +184,39 @@ class ShardMaker:
             advance(1)
 
 
-def write_shards(samples: Iterable[KeyedSample], folder: Path, samples_per_shard: int) -> list[WrittenShard]:
-    """Write samples with unique keys, in order, into shard-000000.tar, shard-000001.tar, ... of an existing folder."""
+def write_shards(
+    samples: Iterable[KeyedSample], folder: Path, samples_per_shard: int
+) -> list[WrittenShard]:
+    """Write samples with unique keys, in order, into shard-000000.tar, shard-000001.tar, ... of an
+    existing folder.
+    """
     samples = iter(samples)
     shards: list[WrittenShard] = []
     for first in samples:
         path = folder / shard_name(len(shards))
-        shards.append(write_shard(path, itertools.chain([first], itertools.islice(samples, samples_per_shard - 1))))
+        shards.append(
+            write_shard(
+                path, itertools.chain([first], itertools.islice(samples, samples_per_shard - 1))
+            )
+        )
     return shards
 
 
-def write_shard(path: Path, samples: Iterable[KeyedSample], count: TextCounter | None = None) -> WrittenShard:
-    """Write one tar (POSIX.1-2008 ustar; times, owners and modes fixed), which appears under `path` when complete.
+def write_shard(
+    path: Path, samples: Iterable[KeyedSample], count: TextCounter | None = None
+) -> WrittenShard:
+    """Write one tar (POSIX.1-2008 ustar; times, owners and modes fixed), which appears under `path`
+    when complete.
 
-    Its index is written after it, with text lengths where there is a `count`. Raises UserError if `path` exists or the
-    disk is full, and what `samples` raises; then the unfinished tar is removed.
+    Its index is written after it, with text lengths where there is a `count`. Raises UserError if
+    `path` exists or the disk is full, and what `samples` raises; then the unfinished tar is
+    removed.
     """
     if path.exists():
-        raise UserError(f"{path}: exists already; shards are never overwritten. Choose a new folder, or delete them")
+        raise UserError(
+            f"{path}: exists already; shards are never overwritten. "
+            "Choose a new folder, or delete them"
+        )
     try:
         with whole_file(path) as unfinished, unfinished.open("wb", buffering=_BUFFER) as stream:
             shard = _Shard(path, stream, count)
@@ -183,7 +225,8 @@ def write_shard(path: Path, samples: Iterable[KeyedSample], count: TextCounter |
             shard.end()
     except OSError as error:
         raise UserError(
-            f"{path}: cannot be written ({error.strerror}); the unfinished file is removed. Free space, or choose "
+            f"{path}: cannot be written ({error.strerror}); the unfinished file is removed. "
+            "Free space, or choose "
             "another folder"
         ) from error
     try:
@@ -201,7 +244,9 @@ class _Shard:
         self.path = path
         self.stream = stream
         self.count = count
-        self.index = ShardIndex(tar_bytes=0, keys=[], members=[], image_sizes=[], faults={LLAVA.reading: {}})
+        self.index = ShardIndex(
+            tar_bytes=0, keys=[], members=[], image_sizes=[], faults={LLAVA.reading: {}}
+        )
         self.lengths = TextLengths([])
         if count is not None:
             self.index.texts[count.fingerprint] = self.lengths
@@ -211,14 +256,19 @@ class _Shard:
         assert _SAFE_KEY.fullmatch(key), f"unsafe key {key!r}"
         members = [self._member(key, "json", record_json(record))]
         for number, (suffix, content) in enumerate(files):
-            members.append(self._member(key, suffix if len(files) == 1 else f"{number}.{suffix}", content))
+            members.append(
+                self._member(key, suffix if len(files) == 1 else f"{number}.{suffix}", content)
+            )
         self.index.add(key, members, [image_size(content) for _, content in files])
         if self.count is not None:
-            sample = Sample(key, str(self.path), parse_turns(record), (b"",) * len(files), members[0].offset)
+            sample = Sample(
+                key, str(self.path), parse_turns(record), (b"",) * len(files), members[0].offset
+            )
             self.lengths.add(sample, self.count)
 
     def _member(self, key: str, suffix: str, content: bytes) -> Member:
-        header = tarfile.TarInfo(f"{key}.{suffix}")  # its defaults: time 0, owner 0 without a name, mode 0644
+        # its defaults: time 0, owner 0 without a name, mode 0644
+        header = tarfile.TarInfo(f"{key}.{suffix}")
         header.size = len(content)
         self._write(header.tobuf(tarfile.USTAR_FORMAT))
         member = Member(suffix, self.index.tar_bytes, len(content), zlib.crc32(content))

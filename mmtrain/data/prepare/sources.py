@@ -1,8 +1,12 @@
-"""What `mmtrain shard` reads: files and folders as others have them, one after the other, row by row.
+"""What `mmtrain shard` reads: files and folders as others have them, one after the other, row by
+row.
 
-.json .jsonl (LLaVA, ShareGPT, captions, COCO), .csv .tsv, .parquet, .arrow, datasets' folders --open_sources--> Source
-Source --rows--> {"image_path": "a.jpg", "caption": "A cat."}, {"images": [{"bytes": ...}], "messages": [...]}, ...
-    --its Adapter--> {"id", "image", "conversations"}, checked, and the row's images: names of files, or bytes, which
+.json .jsonl (LLaVA, ShareGPT, captions, COCO), .csv .tsv, .parquet, .arrow, datasets' folders
+    --open_sources--> Source
+Source --rows--> {"image_path": "a.jpg", "caption": "A cat."}, {"images": [{"bytes": ...}],
+    "messages": [...]}, ...
+    --its Adapter--> {"id", "image", "conversations"}, checked, and the row's images: names of
+        files, or bytes, which
     texts hold in base64
 """
 
@@ -24,7 +28,14 @@ from mmtrain.base.small_files import MAX_JSON_BYTES, parse_json, read_limited
 from mmtrain.data.prepare import arrow_files, text_files
 from mmtrain.data.prepare.sharding import Candidate
 from mmtrain.data.samples import formats
-from mmtrain.data.samples.formats import SEEN, SampleFormat, best, candidates, first_held, first_value
+from mmtrain.data.samples.formats import (
+    SEEN,
+    SampleFormat,
+    best,
+    candidates,
+    first_held,
+    first_value,
+)
 from mmtrain.data.samples.records import (
     CONTENT_KEYS,
     IMAGE_SUFFIXES,
@@ -44,21 +55,28 @@ _JSON = (".json", ".jsonl", ".ndjson")
 _SUFFIXES = (*_JSON, *text_files.SEPARATORS, *arrow_files.SUFFIXES)
 _URL = re.compile(r"(https?|s3|gs)://", re.IGNORECASE)
 _DOWNLOAD = (
-    "mmtrain downloads nothing: `img2dataset --output_format webdataset` does, and data.shards reads what it writes"
+    "mmtrain downloads nothing: `img2dataset --output_format webdataset` does, and "
+    "data.shards reads what it writes"
 )
 # As datasets and its hub name them: train-00000-of-00002.parquet, validation.parquet.
-_SPLIT_FILE = re.compile(r"(.+)-\d+-of-\d+.*\.parquet|(train|test|val|valid|validation|dev)\.parquet", re.IGNORECASE)
+_SPLIT_FILE = re.compile(
+    r"(.+)-\d+-of-\d+.*\.parquet|(train|test|val|valid|validation|dev)\.parquet", re.IGNORECASE
+)
 IMAGE_COLUMNS = (*formats.IMAGE_KEYS, "filepath", "file_path", "file_name", "filename")
 CAPTION_COLUMNS = (*formats.CAPTION_KEYS, "title")
 # What a table may hold as JSON text.
 _LISTS = (*formats.CONVERSATION_KEYS, *formats.TEXTS_KEYS, "prompt", *formats.ANSWER_KEYS)
 _CONVERSATION = (
-    "system", *(key for reader in formats.READERS.values() for key in reader.keys), *UNREAD_KEYS, "objects"
-)  # fmt: skip
+    "system",
+    *(key for reader in formats.READERS.values() for key in reader.keys),
+    *UNREAD_KEYS,
+    "objects",
+)
 _BASE64 = re.compile(
     r"(?i:data:)[^,]{0,100};base64,|(?=[A-Za-z0-9+/\s]{64,}+=*+\s*+\Z)"
 )  # a name of an image has a dot
-_PART_KEYS = ("image", "image_url", "path", "url", "base64", "data")  # of an image among a content's parts
+# of an image among a content's parts
+_PART_KEYS = ("image", "image_url", "path", "url", "base64", "data")
 _LONGEST_NAME = 4096  # characters; Linux opens no longer one
 
 
@@ -82,8 +100,15 @@ class Adapted:
         if all(image.name for image in self.images):
             return self.record
         several = len(self.images) > 1
-        names = [image.name or (f"{key}.{number}" if several else key) for number, image in enumerate(self.images)]
-        return replace(self.record, content={**self.record.content, "image": _one_or_all(names)}, images=tuple(names))
+        names = [
+            image.name or (f"{key}.{number}" if several else key)
+            for number, image in enumerate(self.images)
+        ]
+        return replace(
+            self.record,
+            content={**self.record.content, "image": _one_or_all(names)},
+            images=tuple(names),
+        )
 
 
 @dataclass(frozen=True)
@@ -111,7 +136,10 @@ class Adapter:
     def description(self) -> str:
         if self.form.name != "caption":
             return formats.READERS[self.form.name].description
-        return f"captions (image: {self.image_key or 'none'}, caption: {self.form.caption_key or 'none'})"
+        return (
+            f"captions (image: {self.image_key or 'none'}, caption: "
+            f"{self.form.caption_key or 'none'})"
+        )
 
     def unread(self, keys: Iterable[str]) -> list[str]:
         """Return the keys or columns that no row's sample is made from."""
@@ -121,7 +149,9 @@ class Adapter:
         return [] if self.as_it_is else [key for key in keys if key not in ("id", *read)]
 
     def settled(self, rows: Sequence[object]) -> Adapter:
-        """Return the adapter that reads captions and their images under one key: the first that any row uses."""
+        """Return the adapter that reads captions and their images under one key: the first that any
+        row uses.
+        """
         if self.form.name != "caption":
             return self
         fields = [row for row in rows if isinstance(row, dict)]
@@ -141,7 +171,8 @@ class Adapter:
             named = [
                 key
                 for key in IMAGE_COLUMNS
-                if held(row.get(key)) and ("image" in key or str(row[key]).lower().endswith(IMAGE_SUFFIXES))
+                if held(row.get(key))
+                and ("image" in key or str(row[key]).lower().endswith(IMAGE_SUFFIXES))
             ]
             if named and not record.images:
                 seen = f"it names images under {named[0]}, but LLaVA's format has them under image"
@@ -149,7 +180,10 @@ class Adapter:
             formats.llava_turns(row, len(record.images))
             return Adapted(record, self.images(row))
         if not isinstance(row, dict):
-            raise BadSample("not_an_object", f"a row with other columns than its table, or not an object: {short(row)}")
+            raise BadSample(
+                "not_an_object",
+                f"a row with other columns than its table, or not an object: {short(row)}",
+            )
         images = self.images(row)
         identifier = row.get("id")
         if not isinstance(identifier, str | int | None):
@@ -167,10 +201,15 @@ class Adapter:
             if caption is None:
                 raise BadSample("no_caption", _nothing(self.caption_keys, row))
             if not images:
-                raise BadSample("image_count", f"a caption without an image: {_nothing(self.image_keys, row)}")
+                raise BadSample(
+                    "image_count", f"a caption without an image: {_nothing(self.image_keys, row)}"
+                )
             return formats.caption_turns(caption, images, self.form.caption_prompt)
-        conversation = {key: unpacked(value) if key in _LISTS else value for key, value in row.items()}
-        conversation |= {key: None for key in formats.IMAGE_KEYS if key in row}  # counted by `images`
+        conversation = {
+            key: unpacked(value) if key in _LISTS else value for key, value in row.items()
+        }
+        # counted by `images`
+        conversation |= {key: None for key in formats.IMAGE_KEYS if key in row}
         if self.form.name == "interleaved":
             conversation["images"] = unpacked(first_value(row, self.image_keys))
         return formats.READERS[self.form.name].turns(conversation, images)
@@ -194,13 +233,17 @@ def _images_in_parts(row: dict[str, Any]) -> Iterator[object]:
 
 
 def _image_of_part(part: dict[str, Any]) -> object:
-    """Return the image of a part, perhaps inside OpenAI's `image_url` or Anthropic's `source`; raises BadSample."""
+    """Return the image of a part, perhaps inside OpenAI's `image_url` or Anthropic's `source`;
+    raises BadSample.
+    """
     inner = first_value(part, ("image", "image_url", "source"))
     fields = inner if isinstance(inner, dict) and "bytes" not in inner else part
     key = next((key for key in _PART_KEYS if is_given(fields.get(key))), None)
     if key is None:
         needed = f"needed is one of {', '.join(_PART_KEYS)}"
-        raise BadSample("bad_image_field", f"an image part without image: {keys_or_value(fields)}; {needed}")
+        raise BadSample(
+            "bad_image_field", f"an image part without image: {keys_or_value(fields)}; {needed}"
+        )
     image = fields[key]
     if key in ("base64", "data") and isinstance(image, str) and not _BASE64.match(image):
         return f"data:;base64,{image}"
@@ -217,13 +260,21 @@ def _one_or_all(names: list[str]) -> str | list[str]:
 
 def _image(value: object) -> RowImage:
     """Read an image: a name, bytes, or both, as datasets' Image has them; raises BadSample."""
-    fields = value if isinstance(value, dict) else {"path": value} if isinstance(value, str) else {"bytes": value}
+    fields = (
+        value
+        if isinstance(value, dict)
+        else {"path": value}
+        if isinstance(value, str)
+        else {"bytes": value}
+    )
     name, content = fields.get("path") or None, fields.get("bytes") or None
     if isinstance(name, str) and (begin := _BASE64.match(name)):
         try:
             return RowImage(None, memoryview(binascii.a2b_base64(name[begin.end() :])))
         except ValueError as error:
-            raise BadSample("undecodable_image", f"{len(name):,} characters of base64: {error}") from None
+            raise BadSample(
+                "undecodable_image", f"{len(name):,} characters of base64: {error}"
+            ) from None
     is_sound = isinstance(name, str | None) and isinstance(content, memoryview | None)
     if not is_sound or (name is None and content is None) or len(name or "") > _LONGEST_NAME:
         raise BadSample("bad_image_field", f"an image is {short(value)}")
@@ -244,7 +295,9 @@ class Source:
         return self.path.suffix.lower() in arrow_files.SUFFIXES
 
     def rows(self, first: int = 0) -> Iterator[object]:
-        """Yield the rows from `first` on; raises UserError, when it gets there, for a damaged file."""
+        """Yield the rows from `first` on; raises UserError, when it gets there, for a damaged
+        file.
+        """
         if self.is_arrow:
             return arrow_files.arrow_rows(self.path, self.adapter.columns, first)
         if self.path.suffix.lower() in text_files.SEPARATORS:
@@ -259,14 +312,18 @@ class Source:
 
 
 def open_sources(path: Path, form: SampleFormat, image_key: str | None) -> tuple[list[Source], str]:
-    """Return the files of rows that a path names, all read in one way, and a description of that way.
+    """Return the files of rows that a path names, all read in one way, and a description of that
+    way.
 
-    A `form` named auto is chosen by the first rows. Raises UserError where nothing can be read, or no form fits.
+    A `form` named auto is chosen by the first rows. Raises UserError where nothing can be read, or
+    no form fits.
     """
     files = _files(path)
     any_form = Adapter(form, image_key)
     sources = [Source(file, name, any_form) for name, file in files]
-    first = itertools.islice(itertools.chain.from_iterable(source.rows() for source in sources), SEEN)
+    first = itertools.islice(
+        itertools.chain.from_iterable(source.rows() for source in sources), SEEN
+    )
     rows = [_without_contents(row) for row in first]
     if not rows:
         raise UserError(f"{path}: has no records")
@@ -277,7 +334,8 @@ def open_sources(path: Path, form: SampleFormat, image_key: str | None) -> tuple
     as_it_is = image_key is None and all(file.suffix.lower() in _JSON for _, file in files)
     names = candidates(rows) if form.name == AUTO else (form.name,)
     adapters = [
-        replace(any_form, form=replace(form, name=name), as_it_is=as_it_is and name == "llava") for name in names
+        replace(any_form, form=replace(form, name=name), as_it_is=as_it_is and name == "llava")
+        for name in names
     ]
     adapter, has_images = _fitting(path, rows, adapters, keys)
     counted = [replace(source, adapter=adapter, records=source.count()) for source in sources]
@@ -287,7 +345,9 @@ def open_sources(path: Path, form: SampleFormat, image_key: str | None) -> tuple
 
 
 def place(sources: Sequence[Source], number: int) -> tuple[Source, int]:
-    """Return the source of a record, by its number over all sources, and its number in that source."""
+    """Return the source of a record, by its number over all sources, and its number in that
+    source.
+    """
     for source in sources:
         if number < source.records:
             return source, number
@@ -305,7 +365,9 @@ class ImageReader:
         self.next_row = 0
 
     def __call__(self, candidates: Iterable[Candidate]) -> Iterator[Sequence[memoryview | None]]:
-        """Yield for each candidate the bytes of its images that its row holds; None for one that is a file."""
+        """Yield for each candidate the bytes of its images that its row holds; None for one that is
+        a file.
+        """
         if self.opened is not None and self.opened.is_arrow:
             self.opened = None  # its rows are found by their number; a text's only from its begin
         for candidate in candidates:
@@ -324,7 +386,9 @@ class ImageReader:
 
 
 def _without_contents(value: object, levels: int = 4) -> object:
-    """Replace each image by one byte, at most 4 levels deep: the row, a list, {"bytes", "path"}, the bytes."""
+    """Replace each image by one byte, at most 4 levels deep: the row, a list, {"bytes", "path"},
+    the bytes.
+    """
     if isinstance(value, memoryview):
         return memoryview(b"?" if value.nbytes else b"")
     if isinstance(value, dict) and levels:
@@ -334,18 +398,28 @@ def _without_contents(value: object, levels: int = 4) -> object:
     return value
 
 
-def _fitting(path: Path, rows: Sequence[object], adapters: Sequence[Adapter], keys: list[str]) -> tuple[Adapter, bool]:
-    """Return the adapter that takes nearly all of the rows, the first of several, and whether it finds images."""
-    for option, key in (("--image-key", adapters[0].image_key), ("--caption-key", adapters[0].form.caption_key)):
+def _fitting(
+    path: Path, rows: Sequence[object], adapters: Sequence[Adapter], keys: list[str]
+) -> tuple[Adapter, bool]:
+    """Return the adapter that takes nearly all of the rows, the first of several, and whether it
+    finds images.
+    """
+    for option, key in (
+        ("--image-key", adapters[0].image_key),
+        ("--caption-key", adapters[0].form.caption_key),
+    ):
         if key is not None and key not in keys:
-            raise UserError(f"{path}: {option} {key}: there is no such key or column; it has {_named(keys)}")
+            raise UserError(
+                f"{path}: {option} {key}: there is no such key or column; it has {_named(keys)}"
+            )
     adapters = [adapter.settled(rows) for adapter in adapters]
     trials = [_tried(adapter, rows) for adapter in adapters]
     choice = best([len(adapted) for adapted, _ in trials], len(rows))
     adapted, _ = trials[choice]
     if not adapted and len(adapters) > 1:
         seen = "; ".join(
-            f"as {adapter.form.name} {Counter(faults).most_common(1)[0][0].partition('; its keys are ')[0]}"
+            f"as {adapter.form.name} "
+            f"{Counter(faults).most_common(1)[0][0].partition('; its keys are ')[0]}"
             for adapter, (_, faults) in zip(adapters, trials, strict=True)
         )
         mend = "Name its picture by --image-key and its caption by --caption-key"
@@ -354,9 +428,15 @@ def _fitting(path: Path, rows: Sequence[object], adapters: Sequence[Adapter], ke
         if not {*formats.CONVERSATION_KEYS, *IMAGE_COLUMNS, *CAPTION_COLUMNS} & {*keys}:
             raise UserError(f"{path}: none of its keys or columns is known: {_named(keys)}. {mend}")
         raise UserError(
-            f"{path}: none of its first {len(rows):,} records is a sample: {seen}. It has {_named(keys)}. {mend}"
+            f"{path}: none of its first {len(rows):,} records is a sample: {seen}. "
+            f"It has {_named(keys)}. {mend}"
         )
-    names = (image.name for record in adapted for image in record.images if image.content is None and image.name)
+    names = (
+        image.name
+        for record in adapted
+        for image in record.images
+        if image.content is None and image.name
+    )
     if _URL.match(name := next(names, "")):
         raise UserError(f"{path}: its images are URLs ({escape(name)}). {_DOWNLOAD}")
     return adapters[choice], any(record.images for record in adapted)
@@ -383,17 +463,35 @@ def _files(path: Path) -> list[tuple[str, Path]]:
     if not path.is_dir():
         if path.suffix.lower() not in _SUFFIXES:
             suffixes = ", ".join(_SUFFIXES)
-            raise UserError(f"{path}: the name must end in one of {suffixes}, or be a folder of datasets' save_to_disk")
+            raise UserError(
+                f"{path}: the name must end in one of {suffixes}, or be a folder of "
+                "datasets' save_to_disk"
+            )
         return [(path.name, path)]
-    names = _saved_files(path) if (path / "state.json").is_file() else sorted(f.name for f in path.glob("*.parquet"))
+    names = (
+        _saved_files(path)
+        if (path / "state.json").is_file()
+        else sorted(f.name for f in path.glob("*.parquet"))
+    )
     if not names:
-        inner = sorted({str(file.parent) for name in ("*.parquet", "state.json") for file in path.glob(f"*/{name}")})
+        inner = sorted(
+            {
+                str(file.parent)
+                for name in ("*.parquet", "state.json")
+                for file in path.glob(f"*/{name}")
+            }
+        )
         seen = f". Name one of {', '.join(inner[:5])}" if inner else ""
-        raise UserError(f"{path}: holds no *.parquet and no state.json of datasets' save_to_disk{seen}")
+        raise UserError(
+            f"{path}: holds no *.parquet and no state.json of datasets' save_to_disk{seen}"
+        )
     splits = {match[1] or match[2] for name in names if (match := _SPLIT_FILE.fullmatch(name))}
     if len(splits) > 1:
         seen = ", ".join(sorted(splits))
-        raise UserError(f"{path}: holds several splits ({seen}). Name the files of one: --from {path}/SPLIT*.parquet")
+        raise UserError(
+            f"{path}: holds several splits ({seen}). Name the files of one: "
+            f"--from {path}/SPLIT*.parquet"
+        )
     return [(f"{path.name}/{name}", path / name) for name in names]
 
 

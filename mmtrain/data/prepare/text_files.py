@@ -1,7 +1,9 @@
-"""Text files of records, read one record at a time: JSON arrays and lines, COCO's captions, CSV and TSV tables.
+"""Text files of records, read one record at a time: JSON arrays and lines, COCO's captions, CSV and
+TSV tables.
 
 JSON array, or JSON lines --json_records--> any JSON values
-COCO's {"images": [...], "annotations": [...]} --json_records--> {"id", "image", "caption"} of each annotation
+COCO's {"images": [...], "annotations": [...]} --json_records--> {"id", "image", "caption"} of each
+    annotation
 column,column\\nvalue,value\\n... --table_rows--> {"column": "value", ...}
 
 Memory is that of a record, or of a COCO file. Every function raises UserError, when it gets there.
@@ -34,7 +36,9 @@ _SPACE = re.compile(r"[ \t\r\n]*")  # that JSON allows between values
 
 
 def json_records(path: Path) -> Iterator[object]:
-    """Yield each element of a JSON array, each line of a JSON-lines file, or each record of `_one_object`'s file."""
+    """Yield each element of a JSON array, each line of a JSON-lines file, or each record of
+    `_one_object`'s file.
+    """
     with _opened(path) as stream:
         letters = iter(functools.partial(stream.read, 1), "")
         first = next(itertools.dropwhile(" \t\r\n".__contains__, letters), "")
@@ -51,11 +55,15 @@ def json_records(path: Path) -> Iterator[object]:
                 try:
                     yield json.loads(line)
                 except (ValueError, RecursionError) as error:
-                    raise UserError(f"{path}: line {number:,} is not valid JSON ({error}). {_NEEDED}") from None
+                    raise UserError(
+                        f"{path}: line {number:,} is not valid JSON ({error}). {_NEEDED}"
+                    ) from None
 
 
 def _array_elements(path: Path) -> Iterator[object]:
-    """Yield the elements of a JSON array, each read from a window that grows until the element ends in it."""
+    """Yield the elements of a JSON array, each read from a window that grows until the element ends
+    in it.
+    """
     decoder, count = json.JSONDecoder(), 0
     with _opened(path) as stream:
         text = ""
@@ -74,13 +82,16 @@ def _array_elements(path: Path) -> Iterator[object]:
                 more = stream.read(min(max(_CHUNK, len(text)), MAX_RECORD_BYTES + 1 - len(text)))
                 if not more:
                     raise UserError(
-                        f"{path}: not valid JSON after {count:,} records ({error}). Is the file complete? A record may "
+                        f"{path}: not valid JSON after {count:,} records ({error}). "
+                        "Is the file complete? A record may "
                         f"have at most {MAX_RECORD_BYTES:,} characters"
                     ) from None
                 text += more
                 continue
             if mark not in ",]":
-                raise UserError(f"{path}: not valid JSON after {count + 1:,} records (no comma follows)")
+                raise UserError(
+                    f"{path}: not valid JSON after {count + 1:,} records (no comma follows)"
+                )
             if not is_empty:
                 yield value
             count, at = count + 1, end + 1
@@ -91,7 +102,9 @@ def _array_elements(path: Path) -> Iterator[object]:
 
 
 def _one_object(path: Path) -> dict | None:
-    """Return the content of a file that is one JSON object; None for others and JSON lines, of one record, too."""
+    """Return the content of a file that is one JSON object; None for others and JSON lines, of one
+    record, too.
+    """
     with _opened(path) as stream:
         text = stream.readline(MAX_RECORD_BYTES)  # of JSON lines it is an object by itself
         try:
@@ -108,9 +121,15 @@ def _one_object(path: Path) -> dict | None:
 
 
 def _records_inside(content: dict) -> Iterator[object]:
-    """Yield the captions of COCO's object, the records of an object that holds them by id or in a list, or itself."""
+    """Yield the captions of COCO's object, the records of an object that holds them by id or in a
+    list, or itself.
+    """
     images, annotations = content.get("images"), content.get("annotations")
-    objects = [one for one in annotations if isinstance(one, dict)] if isinstance(annotations, list) else []
+    objects = (
+        [one for one in annotations if isinstance(one, dict)]
+        if isinstance(annotations, list)
+        else []
+    )
     if isinstance(images, list) and any("image_id" in one for one in objects):
         yield from _coco_captions(content)
         return
@@ -127,7 +146,11 @@ def _records_inside(content: dict) -> Iterator[object]:
 
 
 def _are_objects(values: object) -> bool:
-    return isinstance(values, list) and bool(values) and all(isinstance(value, dict) for value in values)
+    return (
+        isinstance(values, list)
+        and bool(values)
+        and all(isinstance(value, dict) for value in values)
+    )
 
 
 def _coco_captions(content: dict) -> Iterator[object]:
@@ -143,43 +166,64 @@ def _coco_captions(content: dict) -> Iterator[object]:
 
 
 def table_rows(path: Path) -> Iterator[object]:
-    """Yield each row as a dict of texts; as a list where its length is not that of the first line."""
+    """Yield each row as a dict of texts; as a list where its length is not that of the first
+    line.
+    """
     csv.field_size_limit(MAX_RECORD_BYTES)
     separator = SEPARATORS[path.suffix.lower()]
     reader = csv.DictReader((line for _, line in _lines(path)), delimiter=separator, strict=True)
     first = 1  # line that the current row begins in
-    mend = 'Quote fields that hold a separator, a quote or a line break, and double the quotes in them ("")'
+    mend = (
+        "Quote fields that hold a separator, a quote or a line break, and double the "
+        'quotes in them ("")'
+    )
     try:
         columns = [name.strip() for name in reader.fieldnames or ()]
         if not columns or len(set(columns)) < len(columns):
             seen = escape(", ".join(columns)) or "nothing"
-            raise UserError(f"{path}: its first line names {seen}. It must name the columns, each once")
+            raise UserError(
+                f"{path}: its first line names {seen}. It must name the columns, each once"
+            )
         if len(columns) == 1 and (found := re.search(r"[,;|\t]", columns[0])):
-            needed = f"{path.suffix} has {separator!r}. Save it so, with quotes around texts that hold one"
-            raise UserError(f"{path}: its first line has {found[0]!r} between the columns, but {needed}")
+            needed = (
+                f"{path.suffix} has {separator!r}. Save it so, with quotes around "
+                "texts that hold one"
+            )
+            raise UserError(
+                f"{path}: its first line has {found[0]!r} between the columns, but {needed}"
+            )
         reader.fieldnames = columns
         first = reader.line_num + 1
         for row in reader:
             fields = list(row.values())
             texts = [field for field in [*fields, *(row.get(None) or ())] if isinstance(field, str)]
-            if separator == "\t" and any("\t" in text and ("\n" in text or "\r" in text) for text in texts):
+            if separator == "\t" and any(
+                "\t" in text and ("\n" in text or "\r" in text) for text in texts
+            ):
                 raise UserError(
-                    f"{path}: line {first:,} has a field with a tab and a line break: probably a quote is not closed "
+                    f"{path}: line {first:,} has a field with a tab and a line break: "
+                    "probably a quote is not closed "
                     f"and includes the rows that follow. {mend}"
                 )
             yield row if None not in row and None not in fields else fields
             first = reader.line_num + 1
     except csv.Error as error:
-        raise UserError(f"{path}: line {first:,} is not a row of a table ({error}). {mend}") from None
+        raise UserError(
+            f"{path}: line {first:,} is not a row of a table ({error}). {mend}"
+        ) from None
 
 
 def _lines(path: Path) -> Iterator[tuple[int, str]]:
     with _opened(path) as stream:
         for number, line in enumerate(iter(lambda: stream.readline(MAX_RECORD_BYTES + 1), ""), 1):
             if len(line) > MAX_RECORD_BYTES:
-                raise UserError(f"{path}: line {number:,} is longer than {MAX_RECORD_BYTES:,} characters")
+                raise UserError(
+                    f"{path}: line {number:,} is longer than {MAX_RECORD_BYTES:,} characters"
+                )
             if "\0" in line:
-                raise UserError(f"{path}: line {number:,} has a null character. Save the file as UTF-8")
+                raise UserError(
+                    f"{path}: line {number:,} has a null character. Save the file as UTF-8"
+                )
             yield number, line
 
 
@@ -193,6 +237,8 @@ def _opened(path: Path) -> Iterator[TextIO]:
         with path.open(encoding="utf-8-sig", newline="") as stream:
             yield stream
     except UnicodeDecodeError as error:
-        raise UserError(f"{path}: is not UTF-8 text ({error.reason}). If it is compressed, unpack it") from None
+        raise UserError(
+            f"{path}: is not UTF-8 text ({error.reason}). If it is compressed, unpack it"
+        ) from None
     except OSError as error:
         raise UserError(f"{path}: cannot be read ({error.strerror})") from None

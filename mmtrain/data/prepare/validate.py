@@ -1,11 +1,15 @@
-"""A run of `mmtrain shard`: what goes into which shard, what becomes of each record, and what --resume continues.
+"""A run of `mmtrain shard`: what goes into which shard, what becomes of each record, and what
+--resume continues.
 
-rows of all sources --Validator: text checked, keys assigned--> candidates --N, or what fits a size--> ShardJob
+rows of all sources --Validator: text checked, keys assigned--> candidates --N, or what fits a
+    size--> ShardJob
 ShardJob, FinishedShard --ShardStats--> rejected.jsonl, and dataset.json at the end
-                        --UnfinishedRun--> unfinished.jsonl: options and inputs, then a line for each finished shard
+                        --UnfinishedRun--> unfinished.jsonl: options and inputs, then a line for
+                            each finished shard
 
-The jobs are a function of the sources (and, for shards of a size, of the image files' sizes): so any number of workers,
-and a run that was interrupted, make the same shards. A run locks the folder: two would write over each other.
+The jobs are a function of the sources (and, for shards of a size, of the image files' sizes): so
+any number of workers, and a run that was interrupted, make the same shards. A run locks the folder:
+two would write over each other.
 """
 
 from __future__ import annotations
@@ -41,7 +45,9 @@ SUMMARY = "dataset.json"
 
 @dataclass(eq=False)
 class Validator:
-    """The jobs of all shards, in the files' order; a shard is full at `samples_per_shard` or `shard_bytes`."""
+    """The jobs of all shards, in the files' order; a shard is full at `samples_per_shard` or
+    `shard_bytes`.
+    """
 
     sources: Sequence[Source]
     images: Path | None  # their folder; None: no record has any
@@ -49,7 +55,8 @@ class Validator:
     shard_bytes: int | None  # of the tar; a larger sample is alone in its tar
     keep_duplicates: bool  # a repeated id gets a key of its own
     allowed_rejections: int  # for the text; reading ends early, after more
-    keys: dict[str, int] = field(init=False, default_factory=dict)  # of candidates -> the record's number in all files
+    # of candidates -> the record's number in all files
+    keys: dict[str, int] = field(init=False, default_factory=dict)
     repeats: Counter[str] = field(init=False, default_factory=Counter)  # of a key, so far
 
     def __iter__(self) -> Iterator[ShardJob]:
@@ -130,7 +137,9 @@ class Validator:
 
 @dataclass(eq=False)
 class ShardStats:
-    """Counts what became of the records, in their order, and writes a line to rejected.jsonl for each rejected one."""
+    """Counts what became of the records, in their order, and writes a line to rejected.jsonl for
+    each rejected one.
+    """
 
     validator: Validator
     rejected: JsonLines
@@ -148,14 +157,20 @@ class ShardStats:
 
     def add(self, job: ShardJob, finished: FinishedShard) -> None:
         """Take a job's result; raises UserError once more records are bad than are allowed."""
-        for rejection in sorted(job.rejected + finished.rejected, key=lambda rejection: rejection.record):
+        for rejection in sorted(
+            job.rejected + finished.rejected, key=lambda rejection: rejection.record
+        ):
             self._reject(rejection)
         self.shards.append(finished.shard)
 
     def _reject(self, rejection: BadRecord) -> None:
         source, number = place(self.validator.sources, rejection.record)
         self.rejected.write(
-            file=source.name, record=number, id=rejection.id, reason=rejection.reason, detail=rejection.detail
+            file=source.name,
+            record=number,
+            id=rejection.id,
+            reason=rejection.reason,
+            detail=rejection.detail,
         )
         self.reasons[rejection.reason] += 1
         allowed = self.validator.allowed_rejections
@@ -163,17 +178,23 @@ class ShardStats:
             counts = ", ".join(f"{count:,} {code}" for code, count in self.reasons.most_common())
             if self.reasons["missing_image"] == rejection.record + 1:
                 raise UserError(
-                    f"the first {rejection.record + 1:,} images are not where --images says, the last is "
+                    f"the first {rejection.record + 1:,} images are not where --images "
+                    "says, the last is "
                     f"{rejection.detail}. Name the folder that the records' names are relative to"
                 )
             raise UserError(
-                f"too many bad records: {self.reasons.total():,} of the first {rejection.record + 1:,} ({counts}), "
-                f"but {allowed:,} of {self.total:,} are allowed; the last is {rejection.reason}: {rejection.detail}. "
-                "Fix them, give rows that are not LLaVA's by --from, not --json, or raise --max-reject-rate"
+                f"too many bad records: {self.reasons.total():,} of the first "
+                f"{rejection.record + 1:,} ({counts}), "
+                f"but {allowed:,} of {self.total:,} are allowed; the last is {rejection.reason}: "
+                f"{rejection.detail}. "
+                "Fix them, give rows that are not LLaVA's by --from, not --json, or raise "
+                "--max-reject-rate"
             )
 
     def write_summary(self, out: Path, run: dict) -> None:
-        """Write dataset.json beside finished shards, with the options and inputs of `run`. Raises OSError."""
+        """Write dataset.json beside finished shards, with the options and inputs of `run`. Raises
+        OSError.
+        """
         tokens = [shard.text_tokens for shard in self.shards]
         digests = "".join(shard.sha256 for shard in self.shards)
         content = {
@@ -193,18 +214,25 @@ class ShardStats:
 
 
 def refuse_used_folder(out: Path, resume: bool) -> None:
-    """Raise UserError for an output folder that holds shards, unless `resume` continues their run."""
+    """Raise UserError for an output folder that holds shards, unless `resume` continues their
+    run.
+    """
     if out.exists() and not out.is_dir():
         raise UserError(f"--out {out}: is a file. Name a folder")
     used = sorted(path.name for name in ("*.tar", SUMMARY) for path in out.glob(name))
     can_resume = (out / STATE).is_file() or SUMMARY in used
     if used and not (resume and can_resume):
         mend = "Continue with --resume" if can_resume else "Choose a new folder"
-        raise UserError(f"--out {out}: already holds shards ({', '.join(used)[:80]}). {mend}, or delete the folder")
+        raise UserError(
+            f"--out {out}: already holds shards ({', '.join(used)[:80]}). "
+            f"{mend}, or delete the folder"
+        )
 
 
 def is_finished(out: Path, run: dict) -> bool:
-    """Tell whether a folder holds the finished shards of this run; raises UserError for those of another one."""
+    """Tell whether a folder holds the finished shards of this run; raises UserError for those of
+    another one.
+    """
     file = out / SUMMARY
     if not file.is_file():
         return False
@@ -218,7 +246,9 @@ def is_finished(out: Path, run: dict) -> bool:
 
 
 def _refuse_another_run(run: dict, earlier: dict, file: Path) -> None:
-    """Raise UserError unless `file` describes an `earlier` run with the options and inputs of `run`."""
+    """Raise UserError unless `file` describes an `earlier` run with the options and inputs of
+    `run`.
+    """
     options = earlier.get("options")
     was = (options if isinstance(options, dict) else {}) | {"inputs": earlier.get("inputs")}
     now = run["options"] | {"inputs": run["inputs"]}
@@ -229,7 +259,8 @@ def _refuse_another_run(run: dict, earlier: dict, file: Path) -> None:
     ]
     if differ:
         raise UserError(
-            f"--resume: {file} is from another run: {'; '.join(differ)}. Old and new shards would not form one data "
+            f"--resume: {file} is from another run: {'; '.join(differ)}. "
+            "Old and new shards would not form one data "
             f"set. Use that run's options and files, or delete {file.parent} and start again"
         )
 
@@ -254,7 +285,8 @@ class UnfinishedRun:
 
 @contextlib.contextmanager
 def unfinished_run(out: Path, run: dict, resume: bool) -> Iterator[UnfinishedRun]:
-    """Lock the folder and take over the finished shards of an earlier run; raises UserError if there is another run.
+    """Lock the folder and take over the finished shards of an earlier run; raises UserError if
+    there is another run.
 
     When the block ends without error, the state is removed.
     """
@@ -264,7 +296,9 @@ def unfinished_run(out: Path, run: dict, resume: bool) -> Iterator[UnfinishedRun
         try:
             opened.enter_context(held(out / ".lock", wait=False))
         except BlockingIOError:
-            raise UserError(f"--out {out}: another run writes into this folder. Wait for its end, or stop it") from None
+            raise UserError(
+                f"--out {out}: another run writes into this folder. Wait for its end, or stop it"
+            ) from None
         if (out / SUMMARY).exists():
             raise UserError(f"--out {out}: another run has just ended here")
         description, *shards = (list(recorded(state)) if resume else []) or [None]
@@ -288,7 +322,10 @@ def _still_there(out: Path, lines: Iterable[dict]) -> Iterator[tuple[int, Finish
         shard = WrittenShard(**line["written"])
         tar = out / shard.file
         if tar.is_file() and tar.stat().st_size == shard.bytes and index_path(tar).is_file():
-            yield line["shard"], FinishedShard(shard, tuple(BadRecord(*entry) for entry in line["rejected"]))
+            yield (
+                line["shard"],
+                FinishedShard(shard, tuple(BadRecord(*entry) for entry in line["rejected"])),
+            )
 
 
 def _remove_all_but(out: Path, kept: Mapping[int, FinishedShard]) -> None:

@@ -1,9 +1,11 @@
-"""A template in Jinja, the LLM's tokenizer's or another: a conversation as text, and where its answers stand.
+"""A template in Jinja, the LLM's tokenizer's or another: a conversation as text, and where its
+answers stand.
 
 turns ((speaker, text), ...) --jinja--> text, span of each answer (begin and end in characters)
 
-An answer's span is what the LLM itself has to write: from the end of the prompt for it (the turns before, with
-add_generation_prompt) to the end mark behind it, where generation stops (<|im_end|>, </s>, ...).
+An answer's span is what the LLM itself has to write: from the end of the prompt for it (the turns
+before, with add_generation_prompt) to the end mark behind it, where generation stops (<|im_end|>,
+</s>, ...).
 """
 
 from __future__ import annotations
@@ -23,8 +25,10 @@ from mmtrain.config.templates import NAMES, jinja_of, template_name
 from mmtrain.data.samples.records import IMAGE_MARK, BadSample
 from mmtrain.facts.tokenizer_files import missing_chat_template
 
-ROLES = {"system": "system", "human": "user", "gpt": "assistant"}  # LLaVA's speakers, as chat templates call them
-PROBE = (("human", "<image>\nWhat is this?"), ("gpt", "A red circle."))  # shows faults before any sample is read
+# LLaVA's speakers, as chat templates call them
+ROLES = {"system": "system", "human": "user", "gpt": "assistant"}
+# shows faults before any sample is read
+PROBE = (("human", "<image>\nWhat is this?"), ("gpt", "A red circle."))
 MAX_RENDERED = 10_000_000  # characters; the texts of a conversation have at most a tenth of it
 FIXED_DATE = datetime(2024, 7, 26)  # the day that Llama 3's own template falls back to
 FIXED_CLOCK = (  # a macro hides the function of this name that transformers gives to templates
@@ -38,11 +42,14 @@ Turns = Sequence[tuple[str, str]]
 
 
 class TemplateError(Exception):
-    """The template cannot be compiled, or does not take the conversation. The message is the template's own."""
+    """The template cannot be compiled, or does not take the conversation. The message is the
+    template's own.
+    """
 
 
 class JinjaTemplate:
-    """A chat template in transformers' sandbox without files and Python; it may still waste time or memory.
+    """A chat template in transformers' sandbox without files and Python; it may still waste time or
+    memory.
 
     Raises TemplateError for what is no template.
     """
@@ -54,7 +61,9 @@ class JinjaTemplate:
             raise _failure(error) from error
 
     def render(self, messages: list[dict], variables: Mapping[str, Any]) -> str:
-        """Return the text of `messages`; raises TemplateError, also for more than MAX_RENDERED characters."""
+        """Return the text of `messages`; raises TemplateError, also for more than MAX_RENDERED
+        characters.
+        """
         pieces, length = [], 0
         try:
             for piece in self._template.generate({**variables, "messages": messages}):
@@ -74,25 +83,39 @@ def _failure(error: Exception) -> TemplateError:
 
 
 class ChatText:
-    """Writes conversations as a template in Jinja does: human -> user, gpt -> assistant, system -> system.
+    """Writes conversations as a template in Jinja does: human -> user, gpt -> assistant, system ->
+    system.
 
-    A template that writes today's date (strftime_now) gets a fixed one, so that samples do not change overnight. Cost:
-    2 renderings per answer, to find where it begins and ends, and to see that later turns leave it as it was.
+    A template that writes today's date (strftime_now) gets a fixed one, so that samples do not
+    change overnight. Cost: 2 renderings per answer, to find where it begins and ends, and to see
+    that later turns leave it as it was.
     """
 
     def __init__(
-        self, tokenizer: PreTrainedTokenizerBase, end_marks: Iterable[str], template: str, prompt_text: str
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        end_marks: Iterable[str],
+        template: str,
+        prompt_text: str,
     ) -> None:
-        """Try the template, `data.template`'s value, on one question and answer; `end_marks` may end an answer.
+        """Try the template, `data.template`'s value, on one question and answer; `end_marks` may
+        end an answer.
 
-        One that takes contents as lists of parts alone writes `prompt_text` for an image. Raises UserError for a
-        tokenizer without chat template, BadSample for a template that could not be learnt.
+        One that takes contents as lists of parts alone writes `prompt_text` for an image. Raises
+        UserError for a tokenizer without chat template, BadSample for a template that could not be
+        learnt.
         """
         own = template == "chat"
         self._part: str | None = None  # what the template writes for an image in a list
-        self.name = f"the chat template of {tokenizer.name_or_path}" if own else f"template {template_name(template)}"
+        self.name = (
+            f"the chat template of {tokenizer.name_or_path}"
+            if own
+            else f"template {template_name(template)}"
+        )
         self.tokenizer = tokenizer
-        self.jinja, self.dates = _dated(_begun(jinja_of(template) or _chat_template(tokenizer), template, tokenizer))
+        self.jinja, self.dates = _dated(
+            _begun(jinja_of(template) or _chat_template(tokenizer), template, tokenizer)
+        )
         # As `apply_chat_template` names them.
         self.variables = {"tools": None, "documents": None, **tokenizer.special_tokens_map}
         try:
@@ -113,15 +136,19 @@ class ChatText:
 
         prompt = self._render(PROBE[:1], add_generation_prompt=True)
         header = whole[len(prompt) : begin]
-        # Llama 2's template has no prompt to add, its answers directly follow the question: that is right.
+        # Llama 2's template has no prompt to add, its answers directly follow the question: that is
+        # right.
         if header.strip() and prompt == self._render(PROBE[:1]):
             raise self.unfit(
-                f"ignores add_generation_prompt: {header!r} would be learnt as part of every answer",
+                f"ignores add_generation_prompt: {header!r} would be learnt as part "
+                "of every answer",
                 "writes it when add_generation_prompt is set",
             )
 
     def write(self, turns: Turns) -> tuple[str, list[Span]]:
-        """Return the text and the span of each answer; raises BadSample where the template does not hold a turn."""
+        """Return the text and the span of each answer; raises BadSample where the template does not
+        hold a turn.
+        """
         text = self._render(turns)
         spans: list[Span] = []
         asked: list[str] = []  # texts since the last answer
@@ -133,7 +160,8 @@ class ChatText:
             whole = self._render(turns[: number + 1]) if number + 1 < len(turns) else text
             if not whole.startswith(prompt):
                 raise self.unfit(
-                    f"writes another prompt before an answer than add_generation_prompt ({_difference(prompt, whole)})",
+                    "writes another prompt before an answer than add_generation_prompt "
+                    f"({_difference(prompt, whole)})",
                     "begins answers as add_generation_prompt does",
                 )
             self._refuse_lost_text(asked, whole[spans[-1][1] if spans else 0 : len(prompt)])
@@ -143,7 +171,8 @@ class ChatText:
             end = len(whole) - self.unsupervised_tail
             if not text.startswith(whole[:end]):
                 raise self.unfit(
-                    f"rewrites earlier turns when later ones follow ({_difference(whole[:end], text)})",
+                    "rewrites earlier turns when later ones follow "
+                    f"({_difference(whole[:end], text)})",
                     "does not, or a sample with one question",
                 )
             spans.append((len(prompt), end))
@@ -151,13 +180,17 @@ class ChatText:
         return text, spans
 
     def unfit(self, fault: str, needed: str) -> BadSample:
-        """Return the error for a template that does `fault`, where one that does `needed` would do."""
+        """Return the error for a template that does `fault`, where one that does `needed` would
+        do.
+        """
         return BadSample("template", f"{self.name} {fault}; use one that {needed}")
 
     def _render(self, turns: Turns, add_generation_prompt: bool = False) -> str:
         try:
             content = str if self._part is None else _parts
-            messages = [{"role": ROLES[speaker], "content": content(text)} for speaker, text in turns]
+            messages = [
+                {"role": ROLES[speaker], "content": content(text)} for speaker, text in turns
+            ]
             own = {"add_generation_prompt": add_generation_prompt, "fixed_dates": self.dates}
             written = self.template.render(messages, {**self.variables, **own})
             return written if self._part is None else written.replace(self._part, IMAGE_MARK)
@@ -186,14 +219,22 @@ class ChatText:
 
 
 def _parts(text: str) -> list[dict[str, str]]:
-    """Split a text at its <image> marks into the parts that chat templates of multimodal models take."""
+    """Split a text at its <image> marks into the parts that chat templates of multimodal models
+    take.
+    """
     pieces = [piece for piece in re.split(f"({IMAGE_MARK})", text) if piece]
-    return [{"type": "image"} if piece == IMAGE_MARK else {"type": "text", "text": piece} for piece in pieces]
+    return [
+        {"type": "image"} if piece == IMAGE_MARK else {"type": "text", "text": piece}
+        for piece in pieces
+    ]
 
 
 def any_of(texts: Iterable[str]) -> re.Pattern[str]:
-    """Return a pattern that finds the first of these texts; those of white space alone are left out."""
-    return re.compile("|".join(re.escape(text) for text in texts if text.strip()) or "(?!)")  # (?!) finds nothing
+    """Return a pattern that finds the first of these texts; those of white space alone are left
+    out.
+    """
+    # (?!) finds nothing
+    return re.compile("|".join(re.escape(text) for text in texts if text.strip()) or "(?!)")
 
 
 def _chat_template(tokenizer: PreTrainedTokenizerBase) -> str:
@@ -204,7 +245,9 @@ def _chat_template(tokenizer: PreTrainedTokenizerBase) -> str:
 
 
 def _begun(jinja: str, template: str, tokenizer: PreTrainedTokenizerBase) -> str:
-    """Return a template's Jinja; a shipped one begins texts as the tokenizer does, perhaps without BOS."""
+    """Return a template's Jinja; a shipped one begins texts as the tokenizer does, perhaps without
+    BOS.
+    """
     if template not in NAMES or template == "chat":
         return jinja
     bos, word = tokenizer.bos_token or "", "A"
@@ -213,7 +256,11 @@ def _begun(jinja: str, template: str, tokenizer: PreTrainedTokenizerBase) -> str
         begun = tokenizer(begin + word, add_special_tokens=False).input_ids
         if begun == ids[: len(begun)]:
             break
-    return jinja if begin == bos else f"{{%- set bos_token = {json.dumps(begin, ensure_ascii=False)} %}}\n{jinja}"
+    return (
+        jinja
+        if begin == bos
+        else f"{{%- set bos_token = {json.dumps(begin, ensure_ascii=False)} %}}\n{jinja}"
+    )
 
 
 def _dated(jinja: str) -> tuple[str, dict[str, str]]:

@@ -1,19 +1,26 @@
 """Read samples as other people write them: conversations about images.
 
-KEY.json, KEY.txt, KEY.caption --conversation, as a SampleFormat says--> turns ("system" | "human" | "gpt", text), in
+KEY.json, KEY.txt, KEY.caption --conversation, as a SampleFormat says--> turns ("system" | "human" |
+    "gpt", text), in
 whose texts each image has one <image> mark
 
-    llava        KEY.json {"conversations": [{"from": "human" | "gpt" | "system", "value": text}, ...]}, with all marks
-    sharegpt     KEY.json {"messages" or "conversations": [...]}, role and content under any of the keys and names that
-                 are usual (ROLE_KEYS, CONTENT_KEYS, SPEAKERS), contents as texts or as lists of parts; "system" beside
-    qa           KEY.json {"texts": [{"user": text, "assistant": text}, ...]}, as FineVision and the_cauldron have them,
-                 or a question and an answer under QUESTION_KEYS and ANSWER_KEYS: texts, or lists of messages (TRL's),
+    llava        KEY.json {"conversations": [{"from": "human" | "gpt" | "system", "value": text},
+        ...]}, with all marks
+    sharegpt     KEY.json {"messages" or "conversations": [...]}, role and content under any of the
+        keys and names that
+                 are usual (ROLE_KEYS, CONTENT_KEYS, SPEAKERS), contents as texts or as lists of
+                     parts; "system" beside
+    qa           KEY.json {"texts": [{"user": text, "assistant": text}, ...]}, as FineVision and
+        the_cauldron have them,
+                 or a question and an answer under QUESTION_KEYS and ANSWER_KEYS: texts, or lists of
+                     messages (TRL's),
                  with Alpaca's "input" behind the question and a "history" of pairs before it
-    interleaved  KEY.json {"texts": [text or null, ...], "images": [null or image, ...]}, as OBELICS has a web page
+    interleaved  KEY.json {"texts": [text or null, ...], "images": [null or image, ...]}, as OBELICS
+        has a web page
     caption      KEY.txt, KEY.caption, or a key of KEY.json
 
-Where a conversation has images and no mark, the marks are put before its first question, as LLaVA writes them. Other
-samples raise BadSample.
+Where a conversation has images and no mark, the marks are put before its first question, as LLaVA
+writes them. Other samples raise BadSample.
 """
 
 from __future__ import annotations
@@ -61,15 +68,19 @@ SPEAKERS = {
 }
 IMAGE_PARTS = ("image", "image_url", "input_image")  # types of a content's parts
 TEXT_PARTS = ("text", "input_text", "output_text")
-IMAGE_KEYS = ("images", "image", "image_path", "image_paths")  # of a record: file names, or what a table holds of them
-_OBJECT_MARK = re.compile("<ref-object>|<bbox>")  # ms-swift puts names and boxes of a record's `objects` there
-MASK_KEYS = ("weight", "loss", "train")  # of a turn: with 0 or false OpenAI, ms-swift, axolotl do not train on it
+# of a record: file names, or what a table holds of them
+IMAGE_KEYS = ("images", "image", "image_path", "image_paths")
+# ms-swift puts names and boxes of a record's `objects` there
+_OBJECT_MARK = re.compile("<ref-object>|<bbox>")
+# of a turn: with 0 or false OpenAI, ms-swift, axolotl do not train on it
+MASK_KEYS = ("weight", "loss", "train")
 _UNREAD_MEDIA = re.compile(  # suffixes of pictures, videos and sound
     rf"(.*\.)?({'|'.join(IMAGE_SUFFIXES)}|hei[cf]|avif|jxl|jp2|j2k|svg|p[pgbn]m|ico|tga|psd|exr|dng|"
     "mp4|m4v|mov|avi|mkv|webm|mpe?g|wmv|flv|wav|mp3|flac|ogg|opus|m4a)"
 )
 CAPTION_KEYS = ("caption", "text")  # of KEY.json, where no key is named
-_NEXT_PAGE = "END_OF_DOCUMENT_TOKEN_TO_BE_REPLACED"  # a paragraph of OBELICS where a page begins another article
+# a paragraph of OBELICS where a page begins another article
+_NEXT_PAGE = "END_OF_DOCUMENT_TOKEN_TO_BE_REPLACED"
 
 
 @dataclass(frozen=True)
@@ -88,25 +99,34 @@ class SampleFormat:
 
     @property
     def wording(self) -> str:
-        """What the length of a text depends on, for its fingerprint; empty for LLaVA's own format."""
+        """What the length of a text depends on, for its fingerprint; empty for LLaVA's own
+        format.
+        """
         if self.name == "llava":
             return ""
-        return compact_json([self.reading, self.caption_prompt if self.name == "caption" else None]).decode()
+        return compact_json(
+            [self.reading, self.caption_prompt if self.name == "caption" else None]
+        ).decode()
 
 
 LLAVA = SampleFormat()
 NAMES = tuple(name for name in get_args(SampleFormatName) if name != "auto")
 SEEN = 100  # samples that `auto` looks at
-ENOUGH = 0.99  # share of them that a format must read to be the one: data.max_quarantine_rate lets no more pass
+# share of them that a format must read to be the one: data.max_quarantine_rate lets no more pass
+ENOUGH = 0.99
 
 
 def candidates(records: Iterable[object]) -> tuple[str, ...]:
-    """Return the formats to try; not llava where it would ignore a system prompt, or a mark not to supervise."""
+    """Return the formats to try; not llava where it would ignore a system prompt, or a mark not to
+    supervise.
+    """
     return NAMES[1:] if any(map(_says_more_than_llava, records)) else NAMES
 
 
 def best(read: Sequence[int], seen: int) -> int:
-    """Return the place of the first format that reads ENOUGH of the `seen` samples, or else the most of them."""
+    """Return the place of the first format that reads ENOUGH of the `seen` samples, or else the
+    most of them.
+    """
     enough = (place for place, count in enumerate(read) if count >= ENOUGH * seen)
     return next(enough, max(range(len(read)), key=read.__getitem__))
 
@@ -121,13 +141,17 @@ def format_argument(form: SampleFormat) -> str:
 
 
 def text_suffix(reading: str, suffixes: Collection[str]) -> str:
-    """Return the suffix of the member that holds a sample's text, for a format of this `reading`."""
+    """Return the suffix of the member that holds a sample's text, for a format of this
+    `reading`.
+    """
     names = CAPTION_SUFFIXES if reading == "caption" else ()
     return next((name for name in names if name in suffixes), "json")
 
 
 def conversation(members: Mapping[str, bytes], images: int, form: SampleFormat) -> Turns:
-    """Return the turns of a sample from its members, bytes by lower-case suffix; raises BadSample."""
+    """Return the turns of a sample from its members, bytes by lower-case suffix; raises
+    BadSample.
+    """
     content = _caption(members, form) if form.name == "caption" else _record(members)
     if not images and (unread := sorted(filter(_UNREAD_MEDIA.fullmatch, members))):
         seen = f"KEY.{', KEY.'.join(unread)[:200]} are not read as images"
@@ -144,32 +168,48 @@ def llava_turns(record: object, images: int) -> Turns:
     turns = parse_turns(record)
     if _says_more_than_llava(record):
         seen = "it has a system prompt beside its turns, or an answer that is not to be trained on"
-        raise BadSample("unread_part", f"{seen}; LLaVA's format has none, use data.format=sharegpt (--format sharegpt)")
+        raise BadSample(
+            "unread_part",
+            f"{seen}; LLaVA's format has none, use data.format=sharegpt (--format sharegpt)",
+        )
     if images and not _has_marks(turns):
         mend = "data.format=sharegpt (--format sharegpt) adds missing marks"
-        raise BadSample("image_count", f"0 {IMAGE_MARK} marks in the conversation, {images} images; {mend}")
+        raise BadSample(
+            "image_count", f"0 {IMAGE_MARK} marks in the conversation, {images} images; {mend}"
+        )
     refuse_wrong_image_count(turns, images)
     refuse_what_would_be_lost(record, turns, images)
     return turns
 
 
-def refuse_what_would_be_lost(record: object, turns: Sequence[tuple[str, str]], images: int) -> None:
-    """Raise BadSample for a record without marks that names other images than its sample has, or marks of objects."""
+def refuse_what_would_be_lost(
+    record: object, turns: Sequence[tuple[str, str]], images: int
+) -> None:
+    """Raise BadSample for a record without marks that names other images than its sample has, or
+    marks of objects.
+    """
     named = len(first_held(record, IMAGE_KEYS))
     if not named:
         messages = first_held(record, (*CONVERSATION_KEYS, *TEXTS_KEYS, *QUESTION_KEYS))
         named = sum(len(first_held(message, IMAGE_KEYS)) for message in messages)
     if named not in (0, images) and not _has_marks(turns):
-        raise BadSample("image_count", f"its record names {named} images, but the sample has {images}")
+        raise BadSample(
+            "image_count", f"its record names {named} images, but the sample has {images}"
+        )
     if first_held(record, ("objects",)) and any(_OBJECT_MARK.search(text) for _, text in turns):
-        raise BadSample("unread_part", "<ref-object> and <bbox> stand for its objects; write those into the texts")
+        raise BadSample(
+            "unread_part",
+            "<ref-object> and <bbox> stand for its objects; write those into the texts",
+        )
 
 
 def refuse_unread(record: object) -> None:
     """Raise BadSample for a record with videos, sound or tools."""
     unread = [key for key in UNREAD_KEYS if first_held(record, (key,))]
     if unread:
-        raise BadSample("unread_media", f"it has {' and '.join(unread)}: {short(first_held(record, unread))}")
+        raise BadSample(
+            "unread_media", f"it has {' and '.join(unread)}: {short(first_held(record, unread))}"
+        )
 
 
 def sharegpt_turns(record: object, images: int) -> Turns:
@@ -192,8 +232,8 @@ def _conversation(record: object, messages: Sequence[dict], images: int) -> Turn
 def qa_turns(record: object, images: int) -> Turns:
     """Return the turns of a record that names its questions and answers; raises BadSample.
 
-    Of several answers to one question, as annotators of VQA gave them, the most frequent is taken, or else the first;
-    of numbers, which may be a box, only one that more than half of them are.
+    Of several answers to one question, as annotators of VQA gave them, the most frequent is taken,
+    or else the first; of numbers, which may be a box, only one that more than half of them are.
     """
     pairs = first_held(record, TEXTS_KEYS)
     if pairs and all(isinstance(pair, dict) for pair in pairs):
@@ -202,7 +242,10 @@ def qa_turns(record: object, images: int) -> Turns:
         return _conversation(record, turns, images)
     question, answer = _question(record), first_value(record, ANSWER_KEYS)
     if question is None or answer is None:
-        needed = f"{' or '.join(QUESTION_KEYS)} with {' or '.join(ANSWER_KEYS)}, or texts of {{user, assistant}}"
+        needed = (
+            f"{' or '.join(QUESTION_KEYS)} with {' or '.join(ANSWER_KEYS)}, or texts of "
+            f"{{user, assistant}}"
+        )
         raise BadSample("no_conversation", f"it needs {needed}; {keys_or_value(record)}")
     messages: list[dict] = []
     for pair in [*first_held(record, ("history",)), [question, answer]]:
@@ -214,82 +257,128 @@ def qa_turns(record: object, images: int) -> Turns:
 
 
 def _question(record: object) -> object:
-    """Return a record's question, followed by Alpaca's `input` where it has one; raises BadSample."""
+    """Return a record's question, followed by Alpaca's `input` where it has one; raises
+    BadSample.
+    """
     asked = (first_value(record, QUESTION_KEYS), first_value(record, ("input",)))
     given = [value_text(value) for value in asked if value is not None]
     if len(given) < 2:
         return given[0] if given else None
     if not all(isinstance(text, str) for text in given):
-        raise BadSample("non_text_value", f"its input is {short(given[1])}; write it into the question")
+        raise BadSample(
+            "non_text_value", f"its input is {short(given[1])}; write it into the question"
+        )
     return "\n".join(given)
 
 
 def _messages(speaker: str, value: object) -> list[dict]:
     if isinstance(value, list):
-        if all(isinstance(message, dict) and any(key in message for key in ROLE_KEYS) for message in value):
+        if all(
+            isinstance(message, dict) and any(key in message for key in ROLE_KEYS)
+            for message in value
+        ):
             return value
         texts = list(map(_answer_text, value))
         if all(isinstance(text, str) for text in texts):
             if speaker == "user":
-                raise BadSample("non_text_value", f"it has several questions: {short(value)}; write a record for each")
+                raise BadSample(
+                    "non_text_value",
+                    f"it has several questions: {short(value)}; write a record for each",
+                )
             answer, times = Counter(texts).most_common(1)[0]
             if isinstance(value[0], int | float) and 2 * times <= len(texts):
-                raise BadSample("non_text_value", f"its answer is {short(value)}; write a list of numbers as text")
+                raise BadSample(
+                    "non_text_value",
+                    f"its answer is {short(value)}; write a list of numbers as text",
+                )
             value = answer
     if isinstance(value, str) and value.startswith("['") and value.endswith("']"):
-        raise BadSample("non_text_value", f"the {speaker}'s text is a list of Python's, {short(value)}; write JSON")
+        raise BadSample(
+            "non_text_value",
+            f"the {speaker}'s text is a list of Python's, {short(value)}; write JSON",
+        )
     return [{"role": speaker, "content": value}]
 
 
 def _answer_text(entry: object) -> object:
-    """Return the text of one of several answers, which may be an object; a part of a message stays."""
+    """Return the text of one of several answers, which may be an object; a part of a message
+    stays.
+    """
     if isinstance(entry, dict) and "type" not in entry:
         entry = entry.get("answer", entry.get("text"))
     return value_text(entry)
 
 
 def interleaved_turns(record: object, images: int) -> Turns:
-    """Return a page as one answer, which holds its texts and images in their order; raises BadSample.
+    """Return a page as one answer, which holds its texts and images in their order; raises
+    BadSample.
 
-    The images that it begins with are the question. Where the record lists no images, each null among the texts is one.
+    The images that it begins with are the question. Where the record lists no images, each null
+    among the texts is one.
     """
     texts, named = first_value(record, TEXTS_KEYS), first_value(record, ("images",))
-    if not isinstance(texts, list) or not all(isinstance(value_text(text), str | None) for text in texts):
-        needed = "it needs a list of texts and nulls under texts, and under images a list with nulls for the texts"
+    if not isinstance(texts, list) or not all(
+        isinstance(value_text(text), str | None) for text in texts
+    ):
+        needed = (
+            "it needs a list of texts and nulls under texts, and under images a list with "
+            "nulls for the texts"
+        )
         raise BadSample("no_conversation", f"{needed}; {keys_or_value(record)}")
     named = [text is None for text in texts] if named is None else named
     if not isinstance(named, list) or len(named) != len(texts):
-        raise BadSample("image_count", f"texts has {len(texts)} places; images must be a list of that length")
+        raise BadSample(
+            "image_count", f"texts has {len(texts)} places; images must be a list of that length"
+        )
     pieces: list[str] = []
     for text, image in zip(texts, named, strict=True):
         pieces += [IMAGE_MARK] * bool(held(image))
-        pieces += [part for part in map(str.strip, (value_text(text) or "").split(_NEXT_PAGE)) if part]
-    leading = next((place for place, piece in enumerate(pieces) if piece != IMAGE_MARK), len(pieces))
-    turns = judged_turns([("human", "\n".join(pieces[:leading])), ("gpt", "\n\n".join(pieces[leading:]))])
+        pieces += [
+            part for part in map(str.strip, (value_text(text) or "").split(_NEXT_PAGE)) if part
+        ]
+    leading = next(
+        (place for place, piece in enumerate(pieces) if piece != IMAGE_MARK), len(pieces)
+    )
+    turns = judged_turns(
+        [("human", "\n".join(pieces[:leading])), ("gpt", "\n\n".join(pieces[leading:]))]
+    )
     refuse_wrong_image_count(turns, images)
     return turns
 
 
 def caption_turns(caption: object, images: int, prompt: str) -> Turns:
-    """Return the question `prompt` and the caption, a text or the first of several, as its answer; raises BadSample."""
+    """Return the question `prompt` and the caption, a text or the first of several, as its answer;
+    raises BadSample.
+    """
     if isinstance(caption, list) and caption:
         caption = caption[0]
     caption = value_text(caption)
     if not isinstance(caption, str):
         raise BadSample("non_text_value", f"the caption is {short(caption)}")
     if not images:
-        raise BadSample("image_count", "a caption without an image: the sample has no member KEY.jpg, KEY.png, ...")
+        raise BadSample(
+            "image_count",
+            "a caption without an image: the sample has no member KEY.jpg, KEY.png, ...",
+        )
     answer = caption.replace(IMAGE_MARK, "").strip()
     return _with_marks([("human", prompt), ("gpt", answer)], images)
 
 
 def first_value(record: object, keys: Iterable[str]) -> Any:
-    """Return a record's value under the first of the keys that has one, perhaps 0; None where there is none."""
-    return next((record[key] for key in keys if is_given(record.get(key))), None) if isinstance(record, dict) else None
+    """Return a record's value under the first of the keys that has one, perhaps 0; None where there
+    is none.
+    """
+    return (
+        next((record[key] for key in keys if is_given(record.get(key))), None)
+        if isinstance(record, dict)
+        else None
+    )
 
 
 def first_held(record: object, keys: Iterable[str]) -> list:
-    """Return the images, or whatever else a list may hold, under the first of the keys that holds anything."""
+    """Return the images, or whatever else a list may hold, under the first of the keys that holds
+    anything.
+    """
     return next(filter(None, (held(first_value(record, (key,))) for key in keys)), [])
 
 
@@ -329,14 +418,26 @@ def _record(members: Mapping[str, bytes], reason: str = "no_json") -> object:
     try:
         return json.loads(members["json"])
     except (ValueError, RecursionError) as error:
-        more = "; write one JSON value, not JSON lines" if str(error).startswith("Extra data") else ""
+        more = (
+            "; write one JSON value, not JSON lines" if str(error).startswith("Extra data") else ""
+        )
         raise BadSample("not_json", f"{error}{more}") from None
 
 
 def dotted_keys(suffixes: Iterable[str]) -> str:
-    """Return what to do, for messages, where names of a sample's files have a dot in what was meant as their key."""
-    dotted = [suffix for suffix in suffixes if suffix.endswith(tuple(f".{name}" for name in TEXT_SUFFIXES))]
-    return "; a key ends at the first dot of a name: write the tar with other characters for dots" if dotted else ""
+    """Return what to do, for messages, where names of a sample's files have a dot in what was meant
+    as their key.
+    """
+    dotted = [
+        suffix
+        for suffix in suffixes
+        if suffix.endswith(tuple(f".{name}" for name in TEXT_SUFFIXES))
+    ]
+    return (
+        "; a key ends at the first dot of a name: write the tar with other characters for dots"
+        if dotted
+        else ""
+    )
 
 
 def _caption(members: Mapping[str, bytes], form: SampleFormat) -> object:
@@ -351,7 +452,9 @@ def _caption(members: Mapping[str, bytes], form: SampleFormat) -> object:
     for name in names:
         if isinstance(record, dict) and name in record:
             return record[name]
-    raise BadSample("no_caption", f"its json has no key {' or '.join(names)}; {keys_or_value(record)}")
+    raise BadSample(
+        "no_caption", f"its json has no key {' or '.join(names)}; {keys_or_value(record)}"
+    )
 
 
 def _turn(number: int, message: dict) -> tuple[str, str]:
@@ -360,15 +463,21 @@ def _turn(number: int, message: dict) -> tuple[str, str]:
     if speaker is None or (speaker == "system" and number > 0):
         raise BadSample("unknown_role", f"turn {number} is from {short(role)}")
     if speaker == "gpt" and (masks := _masks(message)):
-        raise BadSample("masked_answer", f"turn {number}, an answer, has {masks[0]}: {message[masks[0]]}")
+        raise BadSample(
+            "masked_answer", f"turn {number}, an answer, has {masks[0]}: {message[masks[0]]}"
+        )
     refuse_unread_parts(number, message)
     # The first that is given; else the first, as the empty question of an image.
-    content = max((message[key] for key in CONTENT_KEYS if key in message), key=is_given, default=None)
+    content = max(
+        (message[key] for key in CONTENT_KEYS if key in message), key=is_given, default=None
+    )
     return speaker, _text(number, content)
 
 
 def _text(number: int, content: object) -> str:
-    """Return a message's content as text; an image in a list of parts becomes a mark on a line of its own."""
+    """Return a message's content as text; an image in a list of parts becomes a mark on a line of
+    its own.
+    """
     parts = content if isinstance(content, list) else [value_text(content)]
     text = ""
     was_image = False
@@ -388,13 +497,17 @@ def _text(number: int, content: object) -> str:
 
 
 def is_image_part(part: dict) -> bool:
-    """Tell whether a part of a content is an image, by its type or, as Qwen-VL writes parts, by its key."""
+    """Tell whether a part of a content is an image, by its type or, as Qwen-VL writes parts, by its
+    key.
+    """
     kind = part.get("type")
     return kind in IMAGE_PARTS or (kind is None and first_value(part, IMAGE_PARTS) is not None)
 
 
 def _with_marks(turns: list[tuple[str, str]], images: int) -> Turns:
-    """Check the turns; if none has a mark, put the marks of all images before the first question."""
+    """Check the turns; if none has a mark, put the marks of all images before the first
+    question.
+    """
     first = next((place for place, (speaker, _) in enumerate(turns) if speaker == "human"), None)
     if first is not None and not _has_marks(turns):
         turns[first] = ("human", f"{IMAGE_MARK}\n" * images + turns[first][1])
@@ -413,7 +526,9 @@ READERS = {
     "llava": Reader("LLaVA's conversations", CONVERSATION_KEYS[1:2], llava_turns),
     "sharegpt": Reader("ShareGPT's messages", CONVERSATION_KEYS, sharegpt_turns),
     "qa": Reader(
-        "questions with their answers", (*TEXTS_KEYS, *QUESTION_KEYS, *ANSWER_KEYS, "input", "history"), qa_turns
+        "questions with their answers",
+        (*TEXTS_KEYS, *QUESTION_KEYS, *ANSWER_KEYS, "input", "history"),
+        qa_turns,
     ),
     "interleaved": Reader("pages of texts and images", TEXTS_KEYS, interleaved_turns),
 }

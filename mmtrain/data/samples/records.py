@@ -32,39 +32,66 @@ from mmtrain.config.limits import MAX_IMAGE_PIXELS
 
 IMAGE_MARK = "<image>"  # LLaVA's DEFAULT_IMAGE_TOKEN, in the text of a turn
 ROLES = ("system", "human", "gpt")
-# What Pillow decodes and is read, under any of these suffixes: data sets that renamed what they downloaded have GIFs
-# under the name .jpg (OCR-VQA). Pillow knows more formats; EPS among them starts Ghostscript on the file's content.
+# What Pillow decodes and is read, under any of these suffixes: data sets that renamed what they
+# downloaded have GIFs under the name .jpg (OCR-VQA). Pillow knows more formats; EPS among them
+# starts Ghostscript on the file's content.
 IMAGE_FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF")
 IMAGE_SUFFIXES = ("jpg", "jpeg", "jpe", "jfif", "png", "webp", "gif", "bmp", "tif", "tiff")
-_SUFFIX_OF = {"JPEG": "jpg", "MPO": "jpg", "PNG": "png", "WEBP": "webp", "GIF": "gif", "BMP": "bmp", "TIFF": "tif"}
-WEBP_WEIGHT = 2  # WebP's decoder takes 15 bytes a pixel where the others, with their RGB, take 8 (10,000 x 10,000)
+_SUFFIX_OF = {
+    "JPEG": "jpg",
+    "MPO": "jpg",
+    "PNG": "png",
+    "WEBP": "webp",
+    "GIF": "gif",
+    "BMP": "bmp",
+    "TIFF": "tif",
+}
+# WebP's decoder takes 15 bytes a pixel where the others, with their RGB, take 8 (10,000 x 10,000)
+WEBP_WEIGHT = 2
 MAX_IMAGE_BYTES = 64 << 20
 # Pixels. A thread of 1 x 65,000 is no large image, but the square that it is padded to is.
 MAX_SIDE = 30_000
-# Pillow's names of pixels with 32 bits, whose range nothing says, and of grey that is multiplied by its alpha.
+# Pillow's names of pixels with 32 bits, whose range nothing says, and of grey that is multiplied by
+# its alpha.
 _UNREAD_MODES = ("I", "F", "La")
-# Of a JPEG: encoders write about 10. Each scan walks all blocks, which takes 14 bytes of a file and up to 30 ms.
+# Of a JPEG: encoders write about 10. Each scan walks all blocks, which takes 14 bytes of a file and
+# up to 30 ms.
 MAX_SCANS = 100
-# PNG chunks beside its pixels', JPEG segments: encoders write fewer than 50. A colour profile of 1 kB takes 2 ms.
+# PNG chunks beside its pixels', JPEG segments: encoders write fewer than 50. A colour profile of 1
+# kB takes 2 ms.
 MAX_PARTS = 1000
 MAX_RECORD_BYTES = 16 << 20
-# Of a conversation, far above real ones (LLaVA's longest: fewer than 200 turns, 200 kB). Chat templates write it twice
-# for each answer, so time grows with the square of turns: 500 short ones take 0.4 s, 4,000 take 24 s.
+# Of a conversation, far above real ones (LLaVA's longest: fewer than 200 turns, 200 kB). Chat
+# templates write it twice for each answer, so time grows with the square of turns: 500 short ones
+# take 0.4 s, 4,000 take 24 s.
 MAX_TURNS = 500
 MAX_TEXT_BYTES = 1_000_000
 CONTENT_KEYS = ("content", "value", "text")  # of a turn
 UNREAD_KEYS = ("videos", "video", "audios", "audio", "tools", "functions")  # of a record
-# Begin the keys of a turn with what chat templates write beside its text: reasoning_content, tool_calls, ...
-_UNREAD_BEGINNINGS = ("video", "audio", "reasoning", "thinking", "thought", "tool", "function", "refusal")
-# In a question, what another trainer or processor replaces by an image, a video or sound. HTML closes its <video>.
+# Begin the keys of a turn with what chat templates write beside its text: reasoning_content,
+# tool_calls, ...
+_UNREAD_BEGINNINGS = (
+    "video",
+    "audio",
+    "reasoning",
+    "thinking",
+    "thought",
+    "tool",
+    "function",
+    "refusal",
+)
+# In a question, what another trainer or processor replaces by an image, a video or sound. HTML
+# closes its <video>.
 _PLACEHOLDER = re.compile(
     r"(?im)^[ \t]*(?:<image>[ \t]*)*<(video|audio)>"
     r"|<img>[^<>\n]{1,4096}</img>|<\|(?:vision|image|video|audio)\w*\|>|<(?:ImageHere|image_placeholder|IMG_CONTEXT)>"
 )
 _BYTES = re.compile(r"<memory at 0x[0-9a-f]+>")
 _LONG_WORD = re.compile(r"[A-Za-z0-9+/]{80,}=*")
-_JPEG_MARKER = re.compile(rb"\xff[\x02-\xcf\xd9-\xfe]")  # of what has a length, and the end; in pixels there is none
-_PNG_METADATA = (b"eXIf", b"Raw profile type exif", b"XML:com.adobe.xmp")  # what may hold an orientation
+# of what has a length, and the end; in pixels there is none
+_JPEG_MARKER = re.compile(rb"\xff[\x02-\xcf\xd9-\xfe]")
+# what may hold an orientation
+_PNG_METADATA = (b"eXIf", b"Raw profile type exif", b"XML:com.adobe.xmp")
 TURNS = {  # by EXIF orientation, as PIL.ImageOps.exif_transpose
     2: Image.Transpose.FLIP_LEFT_RIGHT,
     3: Image.Transpose.ROTATE_180,
@@ -92,23 +119,28 @@ REASONS = {
     "too_long": "a conversation of more turns or text than allowed",
     "template": "a conversation that data.template cannot hold",
     "unread_media": "videos, sound or tools, which mmtrain does not read",
-    "unread_part": "reasoning, tool calls, a second text or a placeholder, which mmtrain does not read",
+    "unread_part": "reasoning, tool calls, a second text or a placeholder, which "
+    "mmtrain does not read",
     "bad_image_field": "an `image` that is neither a file name nor a list of them",
     "image_count": "a number of <image> marks that differs from the number of images",
     "outside_images": "an image path or link that leaves the images folder",
     "missing_image": "an image file that does not exist",
     "unreadable_image": "an image file that the system cannot read",
     "unsupported_image": f"an image file whose name does not end in {', '.join(IMAGE_SUFFIXES)}",
-    "undecodable_image": "an image file that Pillow cannot decode to its end, or with pixels of no known range",
+    "undecodable_image": "an image file that Pillow cannot decode to its end, or with pixels "
+    "of no known range",
     "other_size": "an image whose size differs from its index",
     "too_many_pixels": "an image whose header declares more pixels, or a longer side, than allowed",
-    "too_much_work": "an image with too many scans, chunks or segments to decode in reasonable time",
+    "too_much_work": "an image with too many scans, chunks or segments to decode in "
+    "reasonable time",
     "too_many_bytes": "a file larger than allowed",
     "unfit_shape": "an image too long and thin for the image layout (model.vision.layout)",
-    "no_json": "a sample without KEY.json (a key ends at the first dot; a sample's files are neighbours in the tar)",
+    "no_json": "a sample without KEY.json (a key ends at the first dot; "
+    "a sample's files are neighbours in the tar)",
     "image_names": "images not named KEY.jpg alone, or KEY.0.jpg, KEY.1.jpg, ... without a gap",
     "duplicate_member": "a member that appears twice in a sample",
-    "no_encoder": "a sample with images, where model.vision is null (data.images=strip trains on its text)",
+    "no_encoder": "a sample with images, where model.vision is null (data.images=strip "
+    "trains on its text)",
     "checksum": "a member whose bytes differ from those indexed: the file is damaged",
 }
 
@@ -120,7 +152,9 @@ def reason_lines(reasons: Counter[str]) -> list[str]:
 
 
 class BadSample(Exception):  # noqa: N818
-    """A record, or a sample of a shard, that cannot be trained on: a code of REASONS and what was seen."""
+    """A record, or a sample of a shard, that cannot be trained on: a code of REASONS and what was
+    seen.
+    """
 
     def __init__(self, reason: str, detail: str) -> None:
         assert reason in REASONS, reason
@@ -147,9 +181,15 @@ def parse_record(value: object) -> Record:
     except (ValueError, RecursionError) as error:
         raise BadSample("not_json", str(error)) from None
     if size > MAX_RECORD_BYTES:
-        raise BadSample("too_many_bytes", f"{size:,} bytes of JSON; at most {MAX_RECORD_BYTES:,} are allowed")
+        raise BadSample(
+            "too_many_bytes", f"{size:,} bytes of JSON; at most {MAX_RECORD_BYTES:,} are allowed"
+        )
     identifier = value.get("id")
-    if not (identifier is None or (isinstance(identifier, str) and identifier) or type(identifier) is int):
+    if not (
+        identifier is None
+        or (isinstance(identifier, str) and identifier)
+        or type(identifier) is int
+    ):
         raise BadSample("bad_id", f"id is {short(identifier)}")
     images = held(value.get("image"))
     if not all(isinstance(name, str) and name for name in images):
@@ -171,12 +211,17 @@ def record_json(record: dict) -> bytes:
 
 
 def parse_turns(record: object) -> tuple[tuple[str, str], ...]:
-    """Return the turns (speaker, text) of a conversation: perhaps one from system, then human, gpt, human, gpt, ...
+    """Return the turns (speaker, text) of a conversation: perhaps one from system, then human, gpt,
+    human, gpt, ...
 
     Raises BadSample for every other form, and for what `judged_turns` refuses.
     """
     turns = record.get("conversations") if isinstance(record, dict) else None
-    if not isinstance(turns, list) or not turns or not all(isinstance(turn, dict) for turn in turns):
+    if (
+        not isinstance(turns, list)
+        or not turns
+        or not all(isinstance(turn, dict) for turn in turns)
+    ):
         needed = "it needs a list `conversations` of {from, value}"
         raise BadSample("no_conversation", f"{needed}; {keys_or_value(record)}")
     read = []
@@ -192,7 +237,9 @@ def parse_turns(record: object) -> tuple[tuple[str, str], ...]:
 
 
 def value_text(value: object) -> object:
-    """Return a number or a truth value as JSON writes it: 0, 0.5, true. NaN, infinity and other values stay."""
+    """Return a number or a truth value as JSON writes it: 0, 0.5, true. NaN, infinity and other
+    values stay.
+    """
     if isinstance(value, int | float):
         with contextlib.suppress(ValueError):
             return json.dumps(value, allow_nan=False)
@@ -205,7 +252,9 @@ def is_given(value: object) -> bool:
 
 
 def held(field: object) -> list:
-    """Return the list of what a field holds; empty for "", [], [""], [null], {"bytes": b""} and "[]"."""
+    """Return the list of what a field holds; empty for "", [], [""], [null], {"bytes": b""} and
+    "[]".
+    """
     field = unpacked(field)
     entries = field if isinstance(field, list) else [field]
     for entry in entries:
@@ -215,30 +264,41 @@ def held(field: object) -> list:
 
 
 def unpacked(value: object) -> object:
-    """Parse a list of texts or objects that a table holds as JSON text; return others, as a box's [0.1, 0.9], as is."""
+    """Parse a list of texts or objects that a table holds as JSON text; return others, as a box's
+    [0.1, 0.9], as is.
+    """
     if isinstance(value, str) and value.startswith("["):
         with contextlib.suppress(ValueError, RecursionError):
             parsed = json.loads(value)
-            return parsed if all(isinstance(entry, str | dict | None) for entry in parsed) else value
+            return (
+                parsed if all(isinstance(entry, str | dict | None) for entry in parsed) else value
+            )
     return value
 
 
 def refuse_unread_parts(number: int, turn: dict, unread: Sequence[str] = ()) -> None:
-    """Raise BadSample for a turn, or a part of one, that holds more than its text: reasoning, tool calls, two texts.
+    """Raise BadSample for a turn, or a part of one, that holds more than its text: reasoning, tool
+    calls, two texts.
 
     `unread` names more keys that must be empty. Numbers, as of reasoning tokens, are no text.
     """
     texts = [key for key in CONTENT_KEYS if is_given(turn.get(key))]
     more = [key for key in texts[1:] if turn[key] != turn[texts[0]]]
     for key, value in turn.items():
-        if isinstance(value, str | list | dict) and key.startswith((*unread, *_UNREAD_BEGINNINGS)) and held(value):
+        if (
+            isinstance(value, str | list | dict)
+            and key.startswith((*unread, *_UNREAD_BEGINNINGS))
+            and held(value)
+        ):
             more.append(key)
     if more:
         raise BadSample("unread_part", f"turn {number} has {more[0]}: {short(turn[more[0]])}")
 
 
 def judged_turns(turns: Sequence[tuple[str, str]]) -> tuple[tuple[str, str], ...]:
-    """Return turns (speaker of ROLES, text) that form a trainable conversation of limited length; raises BadSample."""
+    """Return turns (speaker of ROLES, text) that form a trainable conversation of limited length;
+    raises BadSample.
+    """
     if len(turns) > MAX_TURNS:
         raise BadSample("too_long", f"{len(turns):,} turns; at most {MAX_TURNS:,} are allowed")
     text_bytes = 0
@@ -248,7 +308,9 @@ def judged_turns(turns: Sequence[tuple[str, str]]) -> tuple[tuple[str, str], ...
         except UnicodeEncodeError as error:
             raise BadSample("not_json", f"turn {number}: {error}") from None
     if text_bytes > MAX_TEXT_BYTES:
-        raise BadSample("too_long", f"{text_bytes:,} bytes of text; at most {MAX_TEXT_BYTES:,} are allowed")
+        raise BadSample(
+            "too_long", f"{text_bytes:,} bytes of text; at most {MAX_TEXT_BYTES:,} are allowed"
+        )
     speakers = [speaker for speaker, _ in turns]
     if "gpt" not in speakers:
         raise BadSample("no_answer", f"{len(turns)} turns, none from gpt")
@@ -268,54 +330,77 @@ def _refuse_placeholders(number: int, text: str) -> None:
     found = {match[1]: match[0] for match in _PLACEHOLDER.finditer(text)}
     for tag, placeholder in found.items():
         if tag is None or f"</{tag}>" not in text:
-            raise BadSample("unread_part", f"turn {number} has the placeholder {short(placeholder)}")
+            raise BadSample(
+                "unread_part", f"turn {number} has the placeholder {short(placeholder)}"
+            )
 
 
 def refuse_wrong_image_count(turns: Sequence[tuple[str, str]], images: int) -> None:
     """Raise BadSample unless each image has one <image> mark."""
     marks = sum(text.count(IMAGE_MARK) for _, text in turns)
     if marks != images:
-        raise BadSample("image_count", f"{marks} {IMAGE_MARK} marks in the conversation, {images} images")
+        raise BadSample(
+            "image_count", f"{marks} {IMAGE_MARK} marks in the conversation, {images} images"
+        )
 
 
 def image_file(folder: Path, name: str) -> Path:
-    """Return the file of an image's name: as written, else with slashes for back slashes, or in NFC or NFD."""
+    """Return the file of an image's name: as written, else with slashes for back slashes, or in NFC
+    or NFD.
+    """
     slashes = name.replace("\\", "/")
     names = (name, slashes, *(unicodedata.normalize(form, slashes) for form in ("NFC", "NFD")))
     return next(filter(Path.exists, map(folder.joinpath, names)), folder / name)
 
 
-def read_image(folder: Path | None, name: str, max_pixels: int = MAX_IMAGE_PIXELS) -> tuple[str, bytes]:
-    """Return lower-case suffix and bytes of an image file in `folder`, an absolute path without links.
+def read_image(
+    folder: Path | None, name: str, max_pixels: int = MAX_IMAGE_PIXELS
+) -> tuple[str, bytes]:
+    """Return lower-case suffix and bytes of an image file in `folder`, an absolute path without
+    links.
 
-    The image is decoded to its end, after its size in bytes and pixels was checked. Raises BadSample.
+    The image is decoded to its end, after its size in bytes and pixels was checked. Raises
+    BadSample.
     """
     if folder is None:
         raise BadSample("missing_image", f"{name}: no folder of images is set (--images)")
     suffix = Path(name).suffix.lower().removeprefix(".")
     if suffix not in IMAGE_SUFFIXES:
-        raise BadSample("unsupported_image", f"{name}: the name must end in {', '.join(IMAGE_SUFFIXES)}")
+        raise BadSample(
+            "unsupported_image", f"{name}: the name must end in {', '.join(IMAGE_SUFFIXES)}"
+        )
     try:
         file = image_file(folder, name)
         path = file.resolve()
         if not path.is_relative_to(folder):
             mend = "copy the files there, or name the folder that holds all of them by --images"
-            raise BadSample("outside_images", f"{name}: leads out of the images folder, to {path}; {mend}")
+            raise BadSample(
+                "outside_images", f"{name}: leads out of the images folder, to {path}; {mend}"
+            )
         if not path.exists():
-            seen = "a link to a file that is not there" if file.is_symlink() else "no such file in the images folder"
+            seen = (
+                "a link to a file that is not there"
+                if file.is_symlink()
+                else "no such file in the images folder"
+            )
             raise BadSample("missing_image", f"{name}: {seen}")
         if not path.is_file():  # reading a named pipe would wait for ever
             raise BadSample("unreadable_image", f"{name}: is not a regular file")
         _refuse_large(name, path.stat().st_size)
         content = path.read_bytes()
-    except (OSError, ValueError, RuntimeError) as error:  # ValueError: a null byte; RuntimeError: links in a circle
+    except (OSError, ValueError, RuntimeError) as error:
+        # ValueError: a null byte; RuntimeError: links in a circle
         raise BadSample("unreadable_image", f"{name}: {error}") from None
     _decode(name, content, max_pixels)
     return suffix, content
 
 
-def checked_image(name: str, content: memoryview, max_pixels: int = MAX_IMAGE_PIXELS) -> tuple[str, bytes]:
-    """Return suffix, by its content, and bytes of an image that a row holds; raises BadSample as `read_image` does."""
+def checked_image(
+    name: str, content: memoryview, max_pixels: int = MAX_IMAGE_PIXELS
+) -> tuple[str, bytes]:
+    """Return suffix, by its content, and bytes of an image that a row holds; raises BadSample as
+    `read_image` does.
+    """
     _refuse_large(name, content.nbytes)
     image = bytes(content)
     return _SUFFIX_OF[_decode(name, image, max_pixels)], image
@@ -323,7 +408,9 @@ def checked_image(name: str, content: memoryview, max_pixels: int = MAX_IMAGE_PI
 
 def _refuse_large(name: str, size: int) -> None:
     if size > MAX_IMAGE_BYTES:
-        raise BadSample("too_many_bytes", f"{name}: {size:,} bytes; at most {MAX_IMAGE_BYTES:,} are allowed")
+        raise BadSample(
+            "too_many_bytes", f"{name}: {size:,} bytes; at most {MAX_IMAGE_BYTES:,} are allowed"
+        )
 
 
 def _decode(name: str, content: bytes, max_pixels: int) -> str:
@@ -341,13 +428,16 @@ def _decode(name: str, content: bytes, max_pixels: int) -> str:
 
 
 def open_image(content: bytes, max_pixels: int = MAX_IMAGE_PIXELS) -> Image.Image:
-    """Open a Pillow image by its header; raises BadSample for other files, too many pixels, and `refuse_unreadable`'s.
+    """Open a Pillow image by its header; raises BadSample for other files, too many pixels, and
+    `refuse_unreadable`'s.
 
-    WebP's pixels count WEBP_WEIGHT times: its limit is that much lower. A JPEG has MAX_SCANS, it and a PNG MAX_PARTS.
+    WebP's pixels count WEBP_WEIGHT times: its limit is that much lower. A JPEG has MAX_SCANS, it
+    and a PNG MAX_PARTS.
     """
     _refuse_much_work(content)
     try:
-        with warnings.catch_warnings():  # Pillow's warning about large images: `max_pixels` decides here
+        # Pillow's warning about large images: `max_pixels` decides here
+        with warnings.catch_warnings():
             warnings.simplefilter("ignore", Image.DecompressionBombWarning)
             image = Image.open(io.BytesIO(content), formats=IMAGE_FORMATS)
     except UnidentifiedImageError:
@@ -361,24 +451,31 @@ def open_image(content: bytes, max_pixels: int = MAX_IMAGE_PIXELS) -> Image.Imag
     if image.width * image.height > allowed:
         of_webp = " of WebP" if image.format == "WEBP" else ""
         raise BadSample(
-            "too_many_pixels", f"{image.width} x {image.height} pixels{of_webp}; at most {allowed:,} are allowed"
+            "too_many_pixels",
+            f"{image.width} x {image.height} pixels{of_webp}; at most {allowed:,} are allowed",
         )
     refuse_unreadable(image)
     return image
 
 
 def refuse_unreadable(image: Image.Image, scale: float = 1) -> None:
-    """Raise BadSample for pixels of unknown range, and for a side over MAX_SIDE once it is `scale` times as long."""
+    """Raise BadSample for pixels of unknown range, and for a side over MAX_SIDE once it is `scale`
+    times as long.
+    """
     if image.mode in _UNREAD_MODES:
         seen = f"its pixels (Pillow's mode {image.mode}) have no known range"
         raise BadSample("undecodable_image", f"{seen}; save it with 8 or 16 bits a channel")
     if max(image.size) * max(scale, 1) > MAX_SIDE:
         seen = f"{image.width} x {image.height} pixels"
-        raise BadSample("too_many_pixels", f"{seen}, too long and thin: a side is over {MAX_SIDE:,}")
+        raise BadSample(
+            "too_many_pixels", f"{seen}, too long and thin: a side is over {MAX_SIDE:,}"
+        )
 
 
 def _refuse_much_work(content: bytes) -> None:
-    """Raise BadSample for a JPEG or PNG of more parts than allowed; Pillow spends time on each before any pixel."""
+    """Raise BadSample for a JPEG or PNG of more parts than allowed; Pillow spends time on each
+    before any pixel.
+    """
     parts: Iterable[bytes] = ()
     if content.startswith(b"\xff\xd8"):
         parts = _jpeg_markers(content)
@@ -388,11 +485,15 @@ def _refuse_much_work(content: bytes) -> None:
     if counts[b"\xff\xda"] > MAX_SCANS:
         raise BadSample("too_much_work", f"a JPEG of more than {MAX_SCANS} scans")
     if counts.total() > MAX_PARTS:
-        raise BadSample("too_much_work", f"more than {MAX_PARTS:,} chunks or segments besides its pixels")
+        raise BadSample(
+            "too_much_work", f"more than {MAX_PARTS:,} chunks or segments besides its pixels"
+        )
 
 
 def _jpeg_markers(content: bytes) -> Iterator[bytes]:
-    """Yield the markers of a JPEG's segments, up to its end, without those inside a segment, of a thumbnail."""
+    """Yield the markers of a JPEG's segments, up to its end, without those inside a segment, of a
+    thumbnail.
+    """
     at = 0
     while (marker := _JPEG_MARKER.search(content, at)) and marker[0] != b"\xff\xd9":
         yield marker[0]
@@ -428,14 +529,16 @@ def image_size(content: bytes) -> tuple[int, int]:
 
 
 def orientation(image: Image.Image) -> int:
-    """Return the EXIF orientation, 1 or a key of TURNS, in the metadata that Pillow has read so far.
+    """Return the EXIF orientation, 1 or a key of TURNS, in the metadata that Pillow has read so
+    far.
 
-    PIL.ImageOps.exif_transpose, and so transformers, turn by the same tags, EXIF's or else XMP's; blocks that these
-    cannot read leave the picture as it is.
+    PIL.ImageOps.exif_transpose, and so transformers, turn by the same tags, EXIF's or else XMP's;
+    blocks that these cannot read leave the picture as it is.
     """
     try:
         with warnings.catch_warnings(action="ignore"):
-            stated = Image.Image.getexif(image).get(ExifTags.Base.Orientation)  # PNG's own would decode
+            # PNG's own would decode
+            stated = Image.Image.getexif(image).get(ExifTags.Base.Orientation)
         return int(stated) if stated in TURNS else 1
     except (*DECODE_ERRORS, LookupError, ArithmeticError):
         return 1
@@ -443,7 +546,11 @@ def orientation(image: Image.Image) -> int:
 
 def keys_or_value(record: object) -> str:
     """Say what a record is, for messages: its keys, or the value that is no object."""
-    return f"its keys are {', '.join(map(str, record))[:200]}" if isinstance(record, dict) else f"it is {short(record)}"
+    return (
+        f"its keys are {', '.join(map(str, record))[:200]}"
+        if isinstance(record, dict)
+        else f"it is {short(record)}"
+    )
 
 
 def short(value: object) -> str:

@@ -30,7 +30,8 @@ class Sample:
     turns: tuple[tuple[str, str], ...]  # ("system" | "human" | "gpt", text)
     images: tuple[bytes, ...]  # encoded files, in the order of their <image> marks
     offset: int = 0  # of its first member's content in the shard, in bytes
-    sizes: tuple[tuple[int, int], ...] = ()  # (width, height) of the images, as they are turned; where a layout asks
+    # (width, height) of the images, as they are turned; where a layout asks
+    sizes: tuple[tuple[int, int], ...] = ()
 
     @property
     def where(self) -> str:
@@ -38,12 +39,14 @@ class Sample:
 
 
 def without_images(sample: Sample) -> Sample:
-    """Return a sample's text alone: turns with <image> marks lose them, and the white space at their ends.
+    """Return a sample's text alone: turns with <image> marks lose them, and the white space at
+    their ends.
 
     Raises BadSample for an answer that was nothing else.
     """
     turns = tuple(
-        (who, text.replace(IMAGE_MARK, "").strip() if IMAGE_MARK in text else text) for who, text in sample.turns
+        (who, text.replace(IMAGE_MARK, "").strip() if IMAGE_MARK in text else text)
+        for who, text in sample.turns
     )
     if any(who == "gpt" and not text for who, text in turns):
         raise BadSample("no_answer", f"an answer is empty without its {IMAGE_MARK} marks")
@@ -56,7 +59,8 @@ class Document:
 
     sample: Sample
     input_ids: tuple[int, ...]  # IMAGE_POSITION at image positions
-    labels: tuple[int, ...]  # shifted: labels[t] is the token after position t, IGNORE where it is not supervised
+    # shifted: labels[t] is the token after position t, IGNORE where it is not supervised
+    labels: tuple[int, ...]
     tilings: tuple[Tiling, ...] = ()  # of each of the sample's images
     is_control: bool = False  # the images are another sample's, and take the sizes of its own
 
@@ -67,7 +71,8 @@ class QuarantinedSample:
 
     key: str
     shard: str
-    offset: int  # of the damaged member's content, or the sample's first one, in the shard, in bytes
+    # of the damaged member's content, or the sample's first one, in the shard, in bytes
+    offset: int
     reason: str  # a code of records.REASONS
     detail: str
 
@@ -77,22 +82,30 @@ class QuarantinedSample:
 
 
 def image_number(suffix: str) -> int | None:
-    """Return the number of the image that a lower-case suffix names: 0 for `jpg`, 2 for `2.jpg`; None if none."""
+    """Return the number of the image that a lower-case suffix names: 0 for `jpg`, 2 for `2.jpg`;
+    None if none.
+    """
     match = _IMAGE_SUFFIX.fullmatch(suffix)
     if match is None:
         return None
     number = match[1] or "0"
-    return int(number) if len(number) <= 9 else 10**9  # Python's int() raises ValueError for more than 4,300 digits
+    # Python's int() raises ValueError for more than 4,300 digits
+    return int(number) if len(number) <= 9 else 10**9
 
 
 def image_suffixes(suffixes: Mapping[str, object] | list[str]) -> list[str]:
     """Return the suffixes that are images, in the order of their <image> marks; raises BadSample.
 
-    One image is KEY.jpg (or another of IMAGE_SUFFIXES) or KEY.0.jpg, several KEY.0.jpg, KEY.1.jpg, ... without a gap.
+    One image is KEY.jpg (or another of IMAGE_SUFFIXES) or KEY.0.jpg, several KEY.0.jpg, KEY.1.jpg,
+    ... without a gap.
     """
-    numbered = sorted((number, suffix) for suffix in suffixes if (number := image_number(suffix)) is not None)
+    numbered = sorted(
+        (number, suffix) for suffix in suffixes if (number := image_number(suffix)) is not None
+    )
     numbers, names = [number for number, _ in numbered], [suffix for _, suffix in numbered]
-    if numbers != list(range(len(numbers))) or (len(names) > 1 and not all(name[0].isdigit() for name in names)):
+    if numbers != list(range(len(numbers))) or (
+        len(names) > 1 and not all(name[0].isdigit() for name in names)
+    ):
         raise BadSample("image_names", f"it has {', '.join(names)}{dotted_keys(suffixes)}")
     return names
 

@@ -2,8 +2,9 @@
 
 Sample (turns, images) --template--> Document: input_ids (T,), labels (T,) shifted
 
-A template does not look at images, so text lengths are known without decoding (`TextCounter`). A sample that it cannot
-hold raises BadSample; a tokenizer or template that no sample could mend raises UserError.
+A template does not look at images, so text lengths are known without decoding (`TextCounter`). A
+sample that it cannot hold raises BadSample; a tokenizer or template that no sample could mend
+raises UserError.
 """
 
 from __future__ import annotations
@@ -26,7 +27,12 @@ from mmtrain.data.samples.formats import LLAVA, SampleFormat
 from mmtrain.data.samples.records import IMAGE_MARK, BadSample
 from mmtrain.data.samples.sample import IGNORE, IMAGE_POSITION, Document, Sample, without_images
 from mmtrain.facts.model_files import foreign_files, model_folder, read_json
-from mmtrain.facts.tokenizer_files import missing_marks, panics_told, text_fingerprint, tokenizer_files
+from mmtrain.facts.tokenizer_files import (
+    missing_marks,
+    panics_told,
+    text_fingerprint,
+    tokenizer_files,
+)
 from mmtrain.layouts.layout import ImageLayout, Tiling, UnfitImage
 from mmtrain.layouts.square import ONE_SQUARE
 
@@ -36,16 +42,22 @@ BREAKS = re.compile(rf"\n?{IMAGE_MARK}\n?")
 class PlainTemplate:
     """LLaVA's stage 1: images, then the caption, nothing else.
 
-    [BOS] images, caption, EOS. BOS only if the tokenizer begins texts with it; the words of system and human turns are
-    dropped; caption and EOS are supervised. Source: `preprocess_plain` of LLaVA, which ends with a line break, not EOS.
-    Images inside the caption, of an interleaved page, stay in their places; the texts between them are tokenized alone.
+    [BOS] images, caption, EOS. BOS only if the tokenizer begins texts with it; the words of system
+    and human turns are dropped; caption and EOS are supervised. Source: `preprocess_plain` of
+    LLaVA, which ends with a line break, not EOS. Images inside the caption, of an interleaved page,
+    stay in their places; the texts between them are tokenized alone.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, layout: ImageLayout, vocab_size: int) -> None:
-        """Raises UserError for a tokenizer without EOS: the LLM would be taught captions that never end."""
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, layout: ImageLayout, vocab_size: int
+    ) -> None:
+        """Raises UserError for a tokenizer without EOS: the LLM would be taught captions that never
+        end.
+        """
         if tokenizer.eos_token_id is None:
             raise UserError(
-                f"data.template: plain ends captions with the EOS token, but the tokenizer of {tokenizer.name_or_path} "
+                "data.template: plain ends captions with the EOS token, but the tokenizer of "
+                f"{tokenizer.name_or_path} "
                 "has none. Set eos_token in its tokenizer_config.json"
             )
         self.tokenizer = tokenizer
@@ -63,17 +75,25 @@ class PlainTemplate:
             self._images((layout.tiling(1, 1),))
         except BadSample as error:
             raise UserError(
-                f"data.template=plain: {error.detail}. Put another tokenizer into the model's folder, or set "
+                f"data.template=plain: {error.detail}. "
+                "Put another tokenizer into the model's folder, or set "
                 "model.vision.layout=square"
             ) from error
 
     def __call__(self, sample: Sample) -> Document:
-        """Tokenize a sample; raises BadSample if it is not one question and one answer of mere text."""
+        """Tokenize a sample; raises BadSample if it is not one question and one answer of mere
+        text.
+        """
         *_, (_, caption) = sample.turns
         speakers = [speaker for speaker, _ in sample.turns if speaker != "system"]
         if speakers != ["human", "gpt"]:
-            seen = f"it has {len(speakers) // 2} questions and answers, which data.template=chat or llava_v1 takes"
-            raise BadSample("template", f"the plain template takes one question and one answer; {seen}")
+            seen = (
+                f"it has {len(speakers) // 2} questions and answers, which data.template=chat "
+                "or llava_v1 takes"
+            )
+            raise BadSample(
+                "template", f"the plain template takes one question and one answer; {seen}"
+            )
         _refuse_special(self.special_texts, sample.turns[-1:], self.tokenizer.name_or_path)
         texts = caption.split(IMAGE_MARK)
         tilings = tilings_of(sample, self.layout)
@@ -89,7 +109,9 @@ class PlainTemplate:
         return _document(sample, tilings, [*input_ids, end], [*labels, end], self)
 
     def _images(self, tilings: Sequence[Tiling]) -> list[int]:
-        """Tokens of all images with the texts around them, which are tokenized together, as stock processors do."""
+        """Tokens of all images with the texts around them, which are tokenized together, as stock
+        processors do.
+        """
         text, runs = _text_and_runs(self.layout, tilings)
         if text == IMAGE_MARK * len(runs):
             return [IMAGE_POSITION] * sum(runs)
@@ -104,27 +126,37 @@ class PlainTemplate:
 
 
 class ChatTemplate:
-    """A template in Jinja, the tokenizer's own chat template or another: all turns, every answer supervised.
+    """A template in Jinja, the tokenizer's own chat template or another: all turns, every answer
+    supervised.
 
-    The conversation is written as text (chat.ChatText) and tokenized once, as at inference; then each <image> token
-    becomes the positions that the layout gives it. Tokens that overlap an answer's span, from the prompt's end to the
-    end mark, are supervised, but not images and what the layout writes around them.
+    The conversation is written as text (chat.ChatText) and tokenized once, as at inference; then
+    each <image> token becomes the positions that the layout gives it. Tokens that overlap an
+    answer's span, from the prompt's end to the end mark, are supervised, but not images and what
+    the layout writes around them.
 
-    Each prompt's own tokens must stand before its answer: a tokenizer may join the end of one and the begin of the
-    other, which generation never sees. Then the last answer is tokenized apart, and an earlier one makes a BadSample:
-    the prompts behind it are of the joined text.
+    Each prompt's own tokens must stand before its answer: a tokenizer may join the end of one and
+    the begin of the other, which generation never sees. Then the last answer is tokenized apart,
+    and an earlier one makes a BadSample: the prompts behind it are of the joined text.
     """
 
     def __init__(
-        self, tokenizer: PreTrainedTokenizerBase, layout: ImageLayout, vocab_size: int, template: str = "chat"
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        layout: ImageLayout,
+        vocab_size: int,
+        template: str = "chat",
     ) -> None:
-        """Raises UserError for a tokenizer without chat template or character offsets, and for an unfit template."""
+        """Raises UserError for a tokenizer without chat template or character offsets, and for an
+        unfit template.
+        """
         self.name = tokenizer.name_or_path
         called = template_name(template)
         if not isinstance(tokenizer, PreTrainedTokenizerFast):
             raise UserError(
-                f"data.template: {called} finds answers by character offsets, but the tokenizer of {self.name} "
-                f"({type(tokenizer).__name__}) has none. Save a fast one (tokenizer.json) into the model's folder, or, "
+                f"data.template: {called} finds answers by character offsets, but the tokenizer "
+                f"of {self.name} "
+                f"({type(tokenizer).__name__}) has none. "
+                "Save a fast one (tokenizer.json) into the model's folder, or, "
                 "for captions of images, set data.template=plain"
             )
         self.tokenizer = with_marks(tokenizer, IMAGE_MARK)
@@ -134,7 +166,8 @@ class ChatTemplate:
         _refuse_missing_marks(tokenizer, layout)
         special = _special_ids(self.tokenizer) - {self.image_id}
         self.added_ids = special | set(self.tokenizer.added_tokens_decoder)
-        # <unk> is no end mark: a last word that is unknown would pass for one. Nor is <s>: it begins the next text.
+        # <unk> is no end mark: a last word that is unknown would pass for one. Nor is <s>: it
+        # begins the next text.
         self.end_marks = special - {self.tokenizer.unk_token_id, self.tokenizer.bos_token_id}
         if self.tokenizer.eos_token_id is not None:
             self.end_marks.add(self.tokenizer.eos_token_id)
@@ -145,19 +178,23 @@ class ChatTemplate:
             self._tokens(PROBE, (layout.tiling(1, 1),))
         except BadSample as error:
             raise UserError(
-                f"data.template={called}: {error.detail}. Set data.template=llava_v1, or plain for captions of images, "
+                f"data.template={called}: {error.detail}. "
+                "Set data.template=llava_v1, or plain for captions of images, "
                 "or put another chat_template.jinja or tokenizer into the model's folder"
             ) from error
 
     def __call__(self, sample: Sample) -> Document:
-        """Tokenize a sample; raises BadSample for turns that cannot be written and masked faithfully."""
+        """Tokenize a sample; raises BadSample for turns that cannot be written and masked
+        faithfully.
+        """
         _refuse_special(self.special_texts, sample.turns, self.name)
         tilings = tilings_of(sample, self.layout)
         return _document(sample, tilings, *self._tokens(sample.turns, tilings), self)
 
     def _tokens(self, turns: Turns, tilings: Sequence[Tiling]) -> tuple[list[int], list[int]]:
         """Return input_ids and labels that are not shifted; raises BadSample."""
-        if self.layout.prompt_text != IMAGE_MARK:  # its families write no line break between an image and its text
+        # its families write no line break between an image and its text
+        if self.layout.prompt_text != IMAGE_MARK:
             turns = [(speaker, BREAKS.sub(IMAGE_MARK, text)) for speaker, text in turns]
         text, spans = self.chat.write(turns)
         images = [_text_and_runs(self.layout, (tiling,)) for tiling in tilings]
@@ -167,23 +204,31 @@ class ChatTemplate:
         ids, offsets = encoding.ids, encoding.offsets
         _refuse_unread_marks(ids, self.image_id, positions, self.name)
         in_answer = _overlapping(ids, offsets, spans, self.added_ids)
-        last = [token for token, now, after in zip(ids, in_answer, [*in_answer[1:], False], strict=True) if now > after]
+        last = [
+            token
+            for token, now, after in zip(ids, in_answer, [*in_answer[1:], False], strict=True)
+            if now > after
+        ]
         if in_answer[0] or len(last) != len(spans):
             raise self.chat.unfit(
-                "writes nothing before an answer, or nothing between two, so answers cannot be found",
+                "writes nothing before an answer, or nothing between two, so answers "
+                "cannot be found",
                 "puts a mark there",
             )
         for token in last:
             if token not in self.end_marks:
                 end = self.tokenizer.decode([token])
                 raise self.chat.unfit(
-                    f"ends an answer with {end!r}, which is no special end token: the model would never learn to stop",
+                    f"ends an answer with {end!r}, which is no special end token: "
+                    "the model would never learn to stop",
                     f"writes {self.tokenizer.eos_token or 'a special token'} after answers",
                 )
         firsts = [place for place, now in enumerate(in_answer) if now and not in_answer[place - 1]]
         for (begin, _), first in zip(spans, firsts, strict=True):
             # What stands before an added token does not change how the text behind it is tokenized.
-            at = next((place for place in reversed(range(first)) if ids[place] in self.added_ids), 0)
+            at = next(
+                (place for place in reversed(range(first)) if ids[place] in self.added_ids), 0
+            )
             start = offsets[at][0] if at else 0
             if ids[at:first] != self._encoded(text[start:begin]).ids:
                 ids, offsets = self._apart(text, spans, begin, encoding.ids)
@@ -197,17 +242,24 @@ class ChatTemplate:
         with panics_told(self.name):
             return self.tokenizer.backend_tokenizer.encode(text, add_special_tokens=False)
 
-    def _apart(self, text: str, spans: Sequence[Span], begin: int, joined: list[int]) -> tuple[list[int], list[Span]]:
-        """Return ids and offsets of the prompt, which ends at `begin`, and of its answer, each tokenized alone.
+    def _apart(
+        self, text: str, spans: Sequence[Span], begin: int, joined: list[int]
+    ) -> tuple[list[int], list[Span]]:
+        """Return ids and offsets of the prompt, which ends at `begin`, and of its answer, each
+        tokenized alone.
 
-        Raises BadSample where another answer follows, and where they do not write what the text's `joined` tokens do.
+        Raises BadSample where another answer follows, and where they do not write what the text's
+        `joined` tokens do.
         """
-        prompt, answer = self._encoded(text[:begin]), self._encoded(IMAGE_MARK + text[begin:])  # no begin of a text
+        # no begin of a text
+        prompt, answer = self._encoded(text[:begin]), self._encoded(IMAGE_MARK + text[begin:])
         ids, decode = prompt.ids + answer.ids[1:], self.tokenizer.backend_tokenizer.decode
         if begin < spans[-1][0] or decode(ids) != decode(joined):
             raise self.chat.unfit(
-                f"ends a prompt with {text[:begin][-20:]!r}, which the tokenizer reads otherwise before "
-                f"{text[begin : begin + 20]!r}: this answer would be learnt behind another prompt than is asked",
+                f"ends a prompt with {text[:begin][-20:]!r}, which the tokenizer reads "
+                "otherwise before "
+                f"{text[begin : begin + 20]!r}: this answer would be learnt behind another "
+                "prompt than is asked",
                 "ends prompts with a special token, or remove what the answer begins with",
             )
         moved = begin - len(IMAGE_MARK)
@@ -218,17 +270,25 @@ class ChatTemplate:
 Template = PlainTemplate | ChatTemplate
 
 
-def make_template(template: str, tokenizer: PreTrainedTokenizerBase, layout: ImageLayout, vocab_size: int) -> Template:
-    """Return the template of a `data.template`; raises UserError for a tokenizer that it does not fit."""
+def make_template(
+    template: str, tokenizer: PreTrainedTokenizerBase, layout: ImageLayout, vocab_size: int
+) -> Template:
+    """Return the template of a `data.template`; raises UserError for a tokenizer that it does not
+    fit.
+    """
     if template == "plain":
         return PlainTemplate(tokenizer, layout, vocab_size)
     return ChatTemplate(tokenizer, layout, vocab_size, template)
 
 
 def tilings_of(sample: Sample, layout: ImageLayout) -> tuple[Tiling, ...]:
-    """Return the tiling of each of a sample's images; raises BadSample for one that cannot be cut."""
+    """Return the tiling of each of a sample's images; raises BadSample for one that cannot be
+    cut.
+    """
     images = len(sample.images)
-    assert len(sample.sizes) == images or not layout.is_sized, f"{sample.where}: {images} images, sizes {sample.sizes}"
+    assert len(sample.sizes) == images or not layout.is_sized, (
+        f"{sample.where}: {images} images, sizes {sample.sizes}"
+    )
     try:
         return tuple(layout.tiling(*size, images) for size in sample.sizes or ((0, 0),) * images)
     except UnfitImage as error:
@@ -260,22 +320,31 @@ def _expanded(
     return input_ids, labels
 
 
-def _refuse_unread_marks(ids: Sequence[int], image_id: int, runs: Sequence[int], tokenizer: str) -> None:
+def _refuse_unread_marks(
+    ids: Sequence[int], image_id: int, runs: Sequence[int], tokenizer: str
+) -> None:
     if (read := ids.count(image_id)) != len(runs):
         raise BadSample(
             "template",
-            f"{len(runs)} images or tiles, but the tokenizer of {tokenizer} reads {read} {IMAGE_MARK} tokens in their "
-            f"text; {IMAGE_MARK} must be an added token with normalized: false and single_word: false",
+            f"{len(runs)} images or tiles, but the tokenizer of {tokenizer} reads {read} "
+            f"{IMAGE_MARK} tokens in their "
+            f"text; {IMAGE_MARK} must be an added token with normalized: "
+            "false and single_word: false",
         )
 
 
 def _document(
-    sample: Sample, tilings: tuple[Tiling, ...], input_ids: list[int], labels: list[int], template: Template
+    sample: Sample,
+    tilings: tuple[Tiling, ...],
+    input_ids: list[int],
+    labels: list[int],
+    template: Template,
 ) -> Document:
     """Shift the labels; raises UserError for ids without an embedding."""
     if max(input_ids) >= template.vocab_size:
         raise UserError(
-            f"{sample.where}: the tokenizer of {template.tokenizer.name_or_path} makes token {max(input_ids)}, but "
+            f"{sample.where}: the tokenizer of {template.tokenizer.name_or_path} makes token "
+            f"{max(input_ids)}, but "
             f"the model's embedding has {template.vocab_size} rows: they do not belong together"
         )
     return Document(sample, tuple(input_ids), (*labels[1:], IGNORE), tilings)
@@ -283,7 +352,8 @@ def _document(
 
 def _special_ids(tokenizer: PreTrainedTokenizerBase) -> set[int]:
     added = tokenizer.added_tokens_decoder
-    named = set(tokenizer.all_special_ids) - {None}  # of an empty text, as exports name marks that they do not write
+    # of an empty text, as exports name marks that they do not write
+    named = set(tokenizer.all_special_ids) - {None}
     return {token for token in added if added[token].special} | named
 
 
@@ -292,7 +362,8 @@ def _refuse_special(special_texts: re.Pattern[str], turns: Turns, tokenizer: str
         if mark := special_texts.search(text):
             raise BadSample(
                 "template",
-                f"a turn from {speaker} holds {mark[0]!r}, a special token of {tokenizer}, which could end the turn",
+                f"a turn from {speaker} holds {mark[0]!r}, a special token of {tokenizer}, which "
+                "could end the turn",
             )
 
 
@@ -302,11 +373,17 @@ def _refuse_missing_marks(tokenizer: PreTrainedTokenizerBase, layout: ImageLayou
         raise missing_marks(layout.name, lacking, tokenizer.name_or_path)
 
 
-def _wrapped(text: str, spans: list[Span], images: Sequence[str]) -> tuple[str, list[Span], list[Span]]:
-    """Write images' texts in place of <image> marks; return the text, the moved spans, the images' spans."""
+def _wrapped(
+    text: str, spans: list[Span], images: Sequence[str]
+) -> tuple[str, list[Span], list[Span]]:
+    """Write images' texts in place of <image> marks; return the text, the moved spans, the images'
+    spans.
+    """
     marks = [mark.start() for mark in re.finditer(re.escape(IMAGE_MARK), text)]
     if len(marks) != len(images):
-        raise BadSample("template", f"{len(images)} images, but the template writes {len(marks)} {IMAGE_MARK}")
+        raise BadSample(
+            "template", f"{len(images)} images, but the template writes {len(marks)} {IMAGE_MARK}"
+        )
     if all(image == IMAGE_MARK for image in images):
         return text, spans, []
     grown = [0, *itertools.accumulate(len(image) - len(IMAGE_MARK) for image in images)]
@@ -317,9 +394,11 @@ def _wrapped(text: str, spans: list[Span], images: Sequence[str]) -> tuple[str, 
 
 
 def with_marks(tokenizer: PreTrainedTokenizerBase, *marks: str) -> PreTrainedTokenizerBase:
-    """Return a copy that reads each of `marks` as one token. A new one gets the lowest id that no token has.
+    """Return a copy that reads each of `marks` as one token. A new one gets the lowest id that no
+    token has.
 
-    The libraries take the number of tokens for its id, which another token has where the vocabulary has holes.
+    The libraries take the number of tokens for its id, which another token has where the vocabulary
+    has holes.
     """
     copied, vocabulary = copy.deepcopy(tokenizer), tokenizer.get_vocab()
     copied("")  # switches off the truncation and padding that tokenizer.json may ask for
@@ -330,15 +409,20 @@ def with_marks(tokenizer: PreTrainedTokenizerBase, *marks: str) -> PreTrainedTok
         content["model"]["vocab"] |= dict(zip(new, free, strict=False))
         copied.backend_tokenizer.model = Tokenizer.from_str(json.dumps(content)).model
     added = [mark for mark in marks if mark not in copied.added_tokens_encoder]
-    copied.add_tokens([AddedToken(mark, special=True, normalized=False) for mark in added], special_tokens=True)
+    copied.add_tokens(
+        [AddedToken(mark, special=True, normalized=False) for mark in added], special_tokens=True
+    )
     return copied
 
 
-def _overlapping(ids: Sequence[int], offsets: Sequence[Span], spans: Sequence[Span], added_ids: set[int]) -> list[bool]:
+def _overlapping(
+    ids: Sequence[int], offsets: Sequence[Span], spans: Sequence[Span], added_ids: set[int]
+) -> list[bool]:
     """Tell for each token whether it overlaps a span of the text; spans are in order and apart.
 
-    White space that a tokenizer cuts from a token's offsets (ByteLevel's trim_offsets) belongs to the token. An added
-    token that begins before a span is not in it, though it may swallow white space there (Phi 3's rstrip).
+    White space that a tokenizer cuts from a token's offsets (ByteLevel's trim_offsets) belongs to
+    the token. An added token that begins before a span is not in it, though it may swallow white
+    space there (Phi 3's rstrip).
     """
     begins, ends = [begin for begin, _ in spans], [end for _, end in spans]
     result = []
@@ -347,7 +431,8 @@ def _overlapping(ids: Sequence[int], offsets: Sequence[Span], spans: Sequence[Sp
         begin = previous_end if start == end else start
         nearest = bisect_right(ends, begin)  # the first span that ends behind the token's begin
         result.append(
-            nearest < len(spans) and (begin >= begins[nearest] or (end > begins[nearest] and token not in added_ids))
+            nearest < len(spans)
+            and (begin >= begins[nearest] or (end > begins[nearest] and token not in added_ids))
         )
         previous_end = end
     return result
@@ -357,18 +442,28 @@ class TextCounter:
     """Counts a sample's tokens by the template that training tokenizes with."""
 
     def __init__(
-        self, tokenizer_path: str, template: str, layout: ImageLayout = ONE_SQUARE, form: SampleFormat = LLAVA
+        self,
+        tokenizer_path: str,
+        template: str,
+        layout: ImageLayout = ONE_SQUARE,
+        form: SampleFormat = LLAVA,
     ) -> None:
         self.arguments = tokenizer_path, template, layout, form
         self.form = form  # of the samples that are counted
-        self.fingerprint = text_fingerprint(model_folder(tokenizer_path), template, layout.texts, form.wording)
+        self.fingerprint = text_fingerprint(
+            model_folder(tokenizer_path), template, layout.texts, form.wording
+        )
         self.layout = layout.of_texts
         # The tokens' number does not depend on the size of the embedding.
-        self.template = make_template(template, load_tokenizer(tokenizer_path), self.layout, sys.maxsize)
+        self.template = make_template(
+            template, load_tokenizer(tokenizer_path), self.layout, sys.maxsize
+        )
 
     def __call__(self, sample: Sample) -> int:
         """Return the number of tokens without those of images; raises BadSample."""
-        input_ids = self.template(without_images(sample) if self.layout.strips else sample).input_ids
+        input_ids = self.template(
+            without_images(sample) if self.layout.strips else sample
+        ).input_ids
         return len(input_ids) - input_ids.count(IMAGE_POSITION)
 
     def __reduce__(self) -> tuple[type[TextCounter], tuple[str, str, ImageLayout, SampleFormat]]:
@@ -376,7 +471,9 @@ class TextCounter:
 
 
 def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
-    """Return the tokenizer in an LLM's folder; raises UserError where there is none that can be read."""
+    """Return the tokenizer in an LLM's folder; raises UserError where there is none that can be
+    read.
+    """
     folder = model_folder(path)
     settings = folder / "tokenizer_config.json"
     if settings in tokenizer_files(folder):  # which refuses a file that is too large

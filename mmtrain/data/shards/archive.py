@@ -1,9 +1,10 @@
 """Read the headers of tars: their files and where these lie; any damage is an error.
 
-tar --headers, 512 bytes a member (POSIX.1-2008 ustar and pax, GNU long names)--> ArchiveFile: name, offset, size
+tar --headers, 512 bytes a member (POSIX.1-2008 ustar and pax, GNU long names)--> ArchiveFile: name,
+    offset, size
 
-Python's tarfile, and so webdataset, takes a damaged header for the archive's end and drops the rest in silence. Nothing
-is ever extracted.
+Python's tarfile, and so webdataset, takes a damaged header for the archive's end and drops the rest
+in silence. Nothing is ever extracted.
 """
 
 from __future__ import annotations
@@ -22,8 +23,10 @@ LONG_TYPES = (tarfile.GNUTYPE_LONGNAME, tarfile.GNUTYPE_LONGLINK)
 FILE_TYPES = (tarfile.REGTYPE, tarfile.AREGTYPE, tarfile.CONTTYPE)
 MAX_EXTENSION_BYTES = 1 << 20  # of a pax header or a long name: they are read into memory
 
-_NAME = re.compile(r"((?:.*/|)[^.]+)[.]([^/]*)")  # as webdataset.tariterators.base_plus_ext, which imports torch
-_PAX_RECORD = re.compile(rb"(\d{1,20}) ([^=\n]{1,1000})=")  # "LENGTH KEYWORD=", then the value and a line break
+# as webdataset.tariterators.base_plus_ext, which imports torch
+_NAME = re.compile(r"((?:.*/|)[^.]+)[.]([^/]*)")
+# "LENGTH KEYWORD=", then the value and a line break
+_PAX_RECORD = re.compile(rb"(\d{1,20}) ([^=\n]{1,1000})=")
 _CONTROL = re.compile(r"[\x00-\x1f\x7f]")
 _ZEROS = bytes(1 << 16)
 
@@ -37,48 +40,72 @@ class ArchiveFile(NamedTuple):
 
 
 def sample_name(name: str) -> tuple[str, str] | None:
-    """Return key and lower-case suffix of a file's name; None for a file that webdataset drops from its samples.
+    """Return key and lower-case suffix of a file's name; None for a file that webdataset drops from
+    its samples.
 
     It drops names without a key or a suffix, or with a part that begins with two underscores.
     """
     match = _NAME.fullmatch(name)
-    if match is None or match[1].endswith("/") or any(part.startswith("__") for part in name.split("/")):
+    if (
+        match is None
+        or match[1].endswith("/")
+        or any(part.startswith("__") for part in name.split("/"))
+    ):
         return None
     return match[1], match[2].lower()
 
 
 def read_headers(path: Path, stream: BinaryIO) -> Iterator[ArchiveFile]:
-    """Yield each regular file of the tar that `stream` reads, in order; folders are skipped, contents not read.
+    """Yield each regular file of the tar that `stream` reads, in order; folders are skipped,
+    contents not read.
 
-    The stream may be moved between two files. Raises UserError, naming the member and the offset, for damage,
-    compressed tars, what is no regular file, and names that are unsafe or not UTF-8.
+    The stream may be moved between two files. Raises UserError, naming the member and the offset,
+    for damage, compressed tars, what is no regular file, and names that are unsafe or not UTF-8.
     """
     end = stream.seek(0, 2)
     offset, last = 0, "the start"
-    extended: dict[str, bytes] = {}  # path and size of the next header's file, where ustar has no room for them
+    # path and size of the next header's file, where ustar has no room for them
+    extended: dict[str, bytes] = {}
     while True:
         stream.seek(offset)
         block = stream.read(BLOCK)
         hint = "Is it compressed? Then gunzip it" if offset == 0 else "Copy it again"
         if len(block) < BLOCK:
-            raise UserError(f"{path}: ends at byte {end} without an end of archive, after {last}. {hint}")
+            raise UserError(
+                f"{path}: ends at byte {end} without an end of archive, after {last}. {hint}"
+            )
         if not any(block):
             if extended:
-                raise UserError(f"{path}: ends at byte {offset} where a header must follow, after {last}. {hint}")
+                raise UserError(
+                    f"{path}: ends at byte {offset} where a header must follow, "
+                    f"after {last}. {hint}"
+                )
             _refuse_more(path, stream, offset, last)
             return
         try:
             header = tarfile.TarInfo.frombuf(block, "utf-8", "surrogateescape")
             size = int(extended.get("size", header.size))
         except (tarfile.HeaderError, ValueError) as error:
-            raise UserError(f"{path}: damaged tar header at byte {offset}, after {last} ({error}). {hint}") from None
-        name = extended["path"].decode("utf-8", "surrogateescape") if "path" in extended else header.name
+            raise UserError(
+                f"{path}: damaged tar header at byte {offset}, after {last} ({error}). {hint}"
+            ) from None
+        name = (
+            extended["path"].decode("utf-8", "surrogateescape")
+            if "path" in extended
+            else header.name
+        )
         content = 0 if header.isdir() else size
         if content < 0 or offset + BLOCK + content > end:
-            raise UserError(f"{path}: {name!r} at byte {offset} is cut off by the end of the file. Copy it again")
+            raise UserError(
+                f"{path}: {name!r} at byte {offset} is cut off by the end of the file. "
+                "Copy it again"
+            )
         if header.type in (*PAX_TYPES, *LONG_TYPES):
             if size > MAX_EXTENSION_BYTES:
-                raise UserError(f"{path}: a header at byte {offset} holds {size:,} bytes: more than a name; no shard")
+                raise UserError(
+                    f"{path}: a header at byte {offset} holds {size:,} bytes: "
+                    "more than a name; no shard"
+                )
             extended.update(_extensions(path, offset, header.type, stream.read(size)))
         else:
             if header.type in FILE_TYPES:
@@ -86,7 +113,8 @@ def read_headers(path: Path, stream: BinaryIO) -> Iterator[ArchiveFile]:
                 yield ArchiveFile(name, offset + BLOCK, size)
             elif not header.isdir():
                 raise UserError(
-                    f"{path}: {name!r} at byte {offset} is a link, a device or similar (type {header.type!r}). Shards "
+                    f"{path}: {name!r} at byte {offset} is a link, a device or similar (type "
+                    f"{header.type!r}). Shards "
                     "hold regular files only"
                 )
             last, extended = repr(name), {}
@@ -94,12 +122,16 @@ def read_headers(path: Path, stream: BinaryIO) -> Iterator[ArchiveFile]:
 
 
 def _refuse_more(path: Path, stream: BinaryIO, offset: int, last: str) -> None:
-    """Raise UserError for anything but zeros behind the end of archive: readers drop it in silence."""
+    """Raise UserError for anything but zeros behind the end of archive: readers drop it in
+    silence.
+    """
     while rest := stream.read(len(_ZEROS)):
         if rest != _ZEROS[: len(rest)]:
             raise UserError(
-                f"{path}: has an end of archive at byte {offset}, after {last}, but more follows it: a header was "
-                "overwritten with zeros (copy the file again), or tars were joined by cat (unpack and shard them again)"
+                f"{path}: has an end of archive at byte {offset}, after {last}, but more follows "
+                "it: a header was "
+                "overwritten with zeros (copy the file again), or tars were joined by cat (unpack "
+                "and shard them again)"
             )
 
 
@@ -117,10 +149,15 @@ def _extensions(path: Path, offset: int, kind: bytes, content: bytes) -> dict[st
         records[record[2].decode("utf-8", "replace")] = content[record.end() : end - 1]
         at = end
     if any(name.startswith("GNU.sparse") for name in records):
-        raise UserError(f"{path}: holds a sparse file at byte {offset}. Write the tar without --sparse")
+        raise UserError(
+            f"{path}: holds a sparse file at byte {offset}. Write the tar without --sparse"
+        )
     extensions = {name: records[name] for name in ("path", "size") if name in records}
     if extensions and kind == tarfile.XGLTYPE:
-        raise UserError(f"{path}: a global header at byte {offset} gives all files one {' and '.join(extensions)}")
+        raise UserError(
+            f"{path}: a global header at byte {offset} gives all files one "
+            f"{' and '.join(extensions)}"
+        )
     return extensions
 
 
@@ -136,4 +173,7 @@ def _refuse_unsafe(path: Path, offset: int, name: str) -> None:
     elif any("\ud800" <= letter <= "\udfff" for letter in name):
         fault = "is not UTF-8"
     if fault is not None:
-        raise UserError(f"{path}: the name {name!r} at byte {offset} {fault}. Rename the file and write the tar again")
+        raise UserError(
+            f"{path}: the name {name!r} at byte {offset} {fault}. "
+            "Rename the file and write the tar again"
+        )

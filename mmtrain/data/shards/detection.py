@@ -1,6 +1,8 @@
-"""Detect the format of a data set's samples by its first ones, and refuse shards that it cannot read.
+"""Detect the format of a data set's samples by its first ones, and refuse shards that it cannot
+read.
 
-shards --headers, and texts of the first SEEN samples--> samples that each format reads --> SampleFormat
+shards --headers, and texts of the first SEEN samples--> samples that each format reads -->
+    SampleFormat
 indexed shards --> those in which no sample can be trained on
 """
 
@@ -50,50 +52,76 @@ def sample_format(
     shards: Sequence[Path],
     key: str,
 ) -> SampleFormat:
-    """Return the format of this name; for `auto` the `best` of the `candidates` on the first samples, and log it.
+    """Return the format of this name; for `auto` the `best` of the `candidates` on the first
+    samples, and log it.
 
-    `key` is the configuration's name for the shards. Raises UserError where no format reads any sample.
+    `key` is the configuration's name for the shards. Raises UserError where no format reads any
+    sample.
     """
     if name != AUTO:
         return SampleFormat(name, caption_key, caption_prompt)
     first = _first_samples(shards, key)
     records = [record for record in map(json_record, first) if isinstance(record, dict)]
     forms = [SampleFormat(name, caption_key, caption_prompt) for name in candidates(records)]
-    faults = [[fault for members in first if (fault := _fault(members, form)) is not None] for form in forms]
+    faults = [
+        [fault for members in first if (fault := _fault(members, form)) is not None]
+        for form in forms
+    ]
     counts = [len(first) - len(of_form) for of_form in faults]
     form = forms[best(counts, len(first))]
     readable = counts[forms.index(form)]
     if not readable:
         _refuse_scattered(shards[0])
-        lines = [f"{key}: none of the first {len(first)} samples of {shards[0]} can be read in a known format:"]
+        lines = [
+            f"{key}: none of the first {len(first)} samples of {shards[0]} can be read in "
+            "a known format:"
+        ]
         for form, of_form in zip(forms, faults, strict=True):
             reason, count = Counter(fault.reason for fault in of_form).most_common(1)[0]
             example = next(fault.detail for fault in of_form if fault.reason == reason)
             lines.append(f"{form.name}: {count} {reason}: {escape(example)}")
         option = "--caption-key" if key == "SHARDS" else "data.caption_key"
-        lines.append(f"Captions under another key of KEY.json need {option}; mmtrain shard makes shards of other data")
+        lines.append(
+            f"Captions under another key of KEY.json need {option}; "
+            "mmtrain shard makes shards of other data"
+        )
         raise UserError("\n  ".join(lines))
     (suffix, _), *_ = Counter(text_suffix(form.reading, members) for members in first).most_common()
     more = ""
     if form.name not in ("caption", "llava"):  # they may have any other keys
         read = {"id", "system", *IMAGE_KEYS, *READERS[form.name].keys}
-        unread = [key for key in dict.fromkeys(itertools.chain.from_iterable(records)) if key not in read]
+        unread = [
+            key for key in dict.fromkeys(itertools.chain.from_iterable(records)) if key not in read
+        ]
         more = f"; not read: {escape(first_few(unread, 20))}" if unread else ""
-    _log.debug(f"{key}: format {form.name} (KEY.{suffix}), as in {readable} of the first {len(first)} samples{more}")
+    _log.debug(
+        f"{key}: format {form.name} (KEY.{suffix}), as in {readable} of the first "
+        f"{len(first)} samples{more}"
+    )
     if form.name == "caption" and any(first_value(record, QUESTION_KEYS) for record in records):
         _log.warning(
-            f"{key}: KEY.json has an unread question; captions answer {caption_prompt!r} (data.caption_prompt). "
+            f"{key}: KEY.json has an unread question; "
+            f"captions answer {caption_prompt!r} (data.caption_prompt). "
             "If an answer is beside it, data.format=qa reads both"
         )
     return form
 
 
 def add_format_arguments(parser: argparse._ActionsContainer) -> None:
-    """Add the options that `sample_format` needs to a command that reads samples without a configuration."""
+    """Add the options that `sample_format` needs to a command that reads samples without a
+    configuration.
+    """
     parser.add_argument(
-        "--format", default=AUTO, choices=(AUTO, *NAMES), help=f"sample format, as data.format ({AUTO})"
+        "--format",
+        default=AUTO,
+        choices=(AUTO, *NAMES),
+        help=f"sample format, as data.format ({AUTO})",
     )
-    parser.add_argument("--caption-key", metavar="KEY", help="key of the captions, as data.caption_key (caption, text)")
+    parser.add_argument(
+        "--caption-key",
+        metavar="KEY",
+        help="key of the captions, as data.caption_key (caption, text)",
+    )
     parser.add_argument(
         "--caption-prompt",
         default=DataSection.model_fields["caption_prompt"].default,
@@ -102,8 +130,12 @@ def add_format_arguments(parser: argparse._ActionsContainer) -> None:
     )
 
 
-def refuse_useless_shards(shards: Sequence[Path], fingerprint: str, form: SampleFormat, key: str) -> None:
-    """Raise UserError if no sample of indexed shards can be trained on; warn of single shards without any."""
+def refuse_useless_shards(
+    shards: Sequence[Path], fingerprint: str, form: SampleFormat, key: str
+) -> None:
+    """Raise UserError if no sample of indexed shards can be trained on; warn of single shards
+    without any.
+    """
     useless = [shard for shard in shards if not indexed_texts(shard).get(fingerprint)]
     if not useless:
         return
@@ -112,19 +144,32 @@ def refuse_useless_shards(shards: Sequence[Path], fingerprint: str, form: Sample
         index = read_index(shard)
         faults = {**index.texts[fingerprint].faults, **index.faults[form.reading]}
         reasons.update(reason for reason, _ in faults.values())
-    why = "; ".join(f"{count:,} {reason}: {REASONS[reason]}" for reason, count in reasons.most_common()) or "no samples"
+    why = (
+        "; ".join(
+            f"{count:,} {reason}: {REASONS[reason]}" for reason, count in reasons.most_common()
+        )
+        or "no samples"
+    )
     if len(useless) == len(shards):
         of_command, of_eval = key == "SHARDS", key.startswith("eval.")
-        option = "--format" if of_command else "eval.format" if of_eval else "data.format or data.sets.N.format"
+        option = (
+            "--format"
+            if of_command
+            else "eval.format"
+            if of_eval
+            else "data.format or data.sets.N.format"
+        )
         remedy = f"set {option} to their format: {', '.join(NAMES)}"
         if reasons.keys() == {"template"}:
             remedy = f"set {'--template' if of_command else 'data.template'} to one that holds them"
         raise UserError(
-            f"{key}: no sample in {len(shards):,} shards can be trained on, read as {form.name} ({why}). Fix them, or "
+            f"{key}: no sample in {len(shards):,} shards can be trained on, read as {form.name} "
+            f"({why}). Fix them, or "
             f"{remedy}"
         )
     _log.warning(
-        f"{key}: {len(useless):,} of {len(shards):,} shards hold no sample that can be trained on; the first is "
+        f"{key}: {len(useless):,} of {len(shards):,} shards hold no sample that can be trained on; "
+        "the first is "
         f"{useless[0]} ({why})"
     )
 
@@ -152,7 +197,9 @@ def _first_samples(shards: Sequence[Path], key: str) -> list[_Members]:
             break
     if not samples:
         refuse_empty_shards(shards, key)
-        raise damage or UserError(f"{key}: {shards[0]} holds no file KEY.json, KEY.txt, KEY.jpg, ...")
+        raise damage or UserError(
+            f"{key}: {shards[0]} holds no file KEY.json, KEY.txt, KEY.jpg, ..."
+        )
     return samples
 
 
@@ -164,14 +211,17 @@ def _refuse_scattered(shard: Path) -> None:
         if earlier and earlier.keys().isdisjoint(members):
             files = escape(f"{key}.{min(earlier)} and {key}.{min(members)}")
             raise UserError(
-                f"{shard}: {files} are not neighbours, so readers take them for two samples. Write the tar with each "
+                f"{shard}: {files} are not neighbours, so readers take them for two samples. "
+                "Write the tar with each "
                 "sample's files together, for example by tar --sort=name"
             )
         earlier.update(dict.fromkeys(members, b""))
 
 
 def _samples_of(shard: Path) -> Iterator[tuple[str, _Members]]:
-    """Yield key and members of each sample of a shard; raises UserError, when it gets there, for damage."""
+    """Yield key and members of each sample of a shard; raises UserError, when it gets there, for
+    damage.
+    """
     with shard.open("rb") as stream:
         files = ((file, sample_name(file.name)) for file in read_headers(shard, stream))
         named = ((*name, file) for file, name in files if name is not None)

@@ -1,17 +1,21 @@
 """The index of a shard: where every member lies, its checksum, and how long each sample's text is.
 
-shard-000000.tar --scan, tokenizer--> ShardIndex --write_index--> shard-000000.tar.index --read_index--> ShardIndex
+shard-000000.tar --scan, tokenizer--> ShardIndex --write_index--> shard-000000.tar.index
+    --read_index--> ShardIndex
 
-The file has two lines of ASCII. The first is a JSON object: format, version, tar_bytes, samples, texts (usable samples
-by fingerprint), bytes (of the second line) and crc32 (of the first line without it, then of the second). The second is
-the content, JSON in columns. Flat columns run over all members, or images, of one sample after the other:
+The file has two lines of ASCII. The first is a JSON object: format, version, tar_bytes, samples,
+texts (usable samples by fingerprint), bytes (of the second line) and crc32 (of the first line
+without it, then of the second). The second is the content, JSON in columns. Flat columns run over
+all members, or images, of one sample after the other:
 
-    {"keys": [...], "members": {"counts": [per sample], "suffix": [...], "offset": [...], "size": [...], "crc32":
-     [...]}, "images": {"counts": [...], "width": [...], "height": [...]},
-     "faults": {reading: [[place, reason, detail], ...]}, "texts": {fingerprint: {"tokens": [...], "faults": [...]}}}
+    {"keys": [...], "members": {"counts": [per sample], "suffix": [...], "offset": [...], "size":
+     [...], "crc32": [...]}, "images": {"counts": [...], "width": [...], "height": [...]}, "faults":
+     {reading: [[place, reason, detail], ...]}, "texts": {fingerprint: {"tokens": [...], "faults":
+     [...]}}}
 
-A place is a sample's number in its shard, from 0. Image sizes are those after turning by EXIF. Faults that do not
-depend on the tokenizer are listed by the format in which samples were read (SampleFormat.reading).
+A place is a sample's number in its shard, from 0. Image sizes are those after turning by EXIF.
+Faults that do not depend on the tokenizer are listed by the format in which samples were read
+(SampleFormat.reading).
 """
 
 from __future__ import annotations
@@ -40,7 +44,8 @@ from mmtrain.data.samples.records import REASONS, BadSample
 from mmtrain.data.samples.sample import Sample, image_number
 
 FORMAT = "mmtrain shard index"
-VERSION = 3  # 3: pictures that training refuses are faults, Alpaca and query/response rows are samples
+# 3: pictures that training refuses are faults, Alpaca and query/response rows are samples
+VERSION = 3
 MAKE = "mmtrain index --tokenizer PATH --template NAME"
 MEND = "mmtrain index --rebuild --tokenizer PATH --template NAME"
 
@@ -67,7 +72,8 @@ class Member(NamedTuple):
 def checksum_detail(member: Member) -> str:
     """Describe a member whose bytes are not those that were indexed, for the reason "checksum"."""
     return (
-        f"{member.suffix}: {member.size:,} bytes whose CRC32 is not {member.crc32:08x}: they are damaged, or the shard "
+        f"{member.suffix}: {member.size:,} bytes whose CRC32 is not {member.crc32:08x}: "
+        "they are damaged, or the shard "
         f"was replaced after it was indexed (then run {MEND} SHARD)"
     )
 
@@ -77,10 +83,13 @@ class TextLengths:
     """How long the samples of a shard are under one tokenizer and template."""
 
     tokens: list[int]  # per sample, without image positions; 0 where the sample is unusable
-    faults: Faults = field(default_factory=dict)  # samples that this template or tokenizer cannot hold
+    # samples that this template or tokenizer cannot hold
+    faults: Faults = field(default_factory=dict)
 
     def add(self, sample: Sample | BadSample | None, count: Callable[[Sample], int]) -> None:
-        """Append the length of the next sample, with or without its images; None: it is unusable whatever the text."""
+        """Append the length of the next sample, with or without its images; None: it is unusable
+        whatever the text.
+        """
         try:
             if isinstance(sample, BadSample):
                 raise sample
@@ -97,11 +106,15 @@ class ShardIndex:
     tar_bytes: int
     keys: list[str]  # names up to the first dot after the last slash, as webdataset groups members
     members: list[tuple[Member, ...]]  # per sample, in the tar's order
-    image_sizes: list[tuple[tuple[int, int], ...]]  # (width, height) of a sample's images, 0 where not known
-    faults: dict[str, Faults]  # by SampleFormat.reading, at least one; unusable whatever the tokenizer
+    # (width, height) of a sample's images, 0 where not known
+    image_sizes: list[tuple[tuple[int, int], ...]]
+    # by SampleFormat.reading, at least one; unusable whatever the tokenizer
+    faults: dict[str, Faults]
     texts: dict[str, TextLengths] = field(default_factory=dict)  # by text_fingerprint
 
-    def add(self, key: str, members: Iterable[Member], image_sizes: Iterable[tuple[int, int]]) -> None:
+    def add(
+        self, key: str, members: Iterable[Member], image_sizes: Iterable[tuple[int, int]]
+    ) -> None:
         self.keys.append(key)
         self.members.append(tuple(members))
         self.image_sizes.append(tuple(image_sizes))
@@ -114,11 +127,15 @@ class ShardIndex:
     @property
     def flat_image_sizes(self) -> np.ndarray:
         """(images, 2) int64 width and height, one sample after the other."""
-        return np.array(list(itertools.chain.from_iterable(self.image_sizes)), np.int64).reshape(-1, 2)
+        return np.array(list(itertools.chain.from_iterable(self.image_sizes)), np.int64).reshape(
+            -1, 2
+        )
 
 
 def index_path(tar: Path) -> Path:
-    """Path of a shard's index: beside the tar, or in the cache if there is one or that folder cannot be written."""
+    """Path of a shard's index: beside the tar, or in the cache if there is one or that folder
+    cannot be written.
+    """
     cached, beside = _in_cache(tar), _beside(tar)
     if os.access(cached, os.F_OK) or not (beside.is_file() or os.access(beside.parent, os.W_OK)):
         return cached
@@ -135,7 +152,9 @@ def _in_cache(tar: Path) -> Path:
 
 
 def read_index(tar: Path) -> ShardIndex:
-    """Read the index of a shard; raises MissingIndex, or UserError for one that is damaged or of another tar."""
+    """Read the index of a shard; raises MissingIndex, or UserError for one that is damaged or of
+    another tar.
+    """
     path, header, content = _read(tar)
     try:
         return _parse(header, json.loads(content))
@@ -144,13 +163,17 @@ def read_index(tar: Path) -> ShardIndex:
 
 
 def indexed_texts(tar: Path) -> dict[str, int]:
-    """Return the number of samples that can be trained on, by text fingerprint; raises what `read_index` raises."""
+    """Return the number of samples that can be trained on, by text fingerprint; raises what
+    `read_index` raises.
+    """
     _, header, _ = _read(tar)
     return header.texts
 
 
 def write_index(tar: Path, index: ShardIndex) -> None:
-    """Write a shard's index, which has its name only when it is complete; raises UserError if the disk refuses it."""
+    """Write a shard's index, which has its name only when it is complete; raises UserError if the
+    disk refuses it.
+    """
     content = compact_json(_columns(index))
     header: dict[str, Any] = {"format": FORMAT, "version": VERSION, "tar_bytes": index.tar_bytes}
     header |= {"samples": len(index.keys), "texts": _usable(index.texts), "bytes": len(content)}
@@ -165,14 +188,18 @@ def write_index(tar: Path, index: ShardIndex) -> None:
         except OSError as error:
             if path is cached or error.errno not in (errno.EACCES, errno.EPERM, errno.EROFS):
                 raise UserError(
-                    f"{path}: cannot be written ({error.strerror}). Free space, or make the folder writable"
+                    f"{path}: cannot be written ({error.strerror}). "
+                    "Free space, or make the folder writable"
                 ) from error
-    if path is beside and os.access(cached, os.F_OK):  # a home may be closed to its user: HOME=/root in a container
+    # a home may be closed to its user: HOME=/root in a container
+    if path is beside and os.access(cached, os.F_OK):
         cached.unlink(missing_ok=True)  # it would hide the new one
 
 
 def _read(tar: Path) -> tuple[Path, _Header, bytes]:
-    """Return path, header and content line of an index whose checksum is right and whose tar has the right size."""
+    """Return path, header and content line of an index whose checksum is right and whose tar has
+    the right size.
+    """
     path = index_path(tar)
     try:
         first, _, rest = read_limited(path, MAX_INDEX_BYTES, "an index").partition(b"\n")
@@ -182,9 +209,16 @@ def _read(tar: Path) -> tuple[Path, _Header, bytes]:
         header = json.loads(first)
         if header["format"] == FORMAT and header["version"] != VERSION:
             version = escape(repr(header["version"]))
-            raise UserError(f"{path} has version {version}; this mmtrain reads {VERSION}. Make it again: {MEND} {tar}")
+            raise UserError(
+                f"{path} has version {version}; this mmtrain reads {VERSION}. Make it again: "
+                f"{MEND} {tar}"
+            )
         crc32, content = header.pop("crc32"), rest[:-1]
-        if rest[-1:] != b"\n" or len(content) != header["bytes"] or _crc32(header, content) != crc32:
+        if (
+            rest[-1:] != b"\n"
+            or len(content) != header["bytes"]
+            or _crc32(header, content) != crc32
+        ):
             raise _damaged(path, tar, "its checksum does not match its bytes")
         checked = _checked(_Header, header)
     except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
@@ -195,14 +229,18 @@ def _read(tar: Path) -> tuple[Path, _Header, bytes]:
         raise UserError(f"{tar}: cannot be read ({error.strerror})") from error
     if tar_bytes != checked.tar_bytes:
         raise UserError(
-            f"{path}: is stale: made for a tar of {checked.tar_bytes:,} bytes, but {tar.name} has {tar_bytes:,}. If "
+            f"{path}: is stale: made for a tar of {checked.tar_bytes:,} bytes, but {tar.name} has "
+            f"{tar_bytes:,}. If "
             f"the tar was copied incompletely, copy it again; if the tar is right: {MEND} {tar}"
         )
     return path, checked, content
 
 
 def _damaged(path: Path, tar: Path, seen: str) -> UserError:
-    return UserError(f"{path}: is damaged ({seen}). Restore a copy of it or, if the tar is sound, run: {MEND} {tar}")
+    return UserError(
+        f"{path}: is damaged ({seen}). Restore a copy of it or, if the tar is sound, run: "
+        f"{MEND} {tar}"
+    )
 
 
 def _crc32(header: dict, content: bytes) -> int:
@@ -223,10 +261,18 @@ def _columns(index: ShardIndex) -> dict:
     texts = sorted(index.texts.items())
     return {
         "keys": index.keys,
-        "members": {"counts": list(map(len, index.members)), **dict(zip(Member._fields, columns, strict=True))},
+        "members": {
+            "counts": list(map(len, index.members)),
+            **dict(zip(Member._fields, columns, strict=True)),
+        },
         "images": {"counts": index.image_counts.tolist(), "width": sizes[0], "height": sizes[1]},
-        "faults": {reading: _fault_rows(faults) for reading, faults in sorted(index.faults.items())},
-        "texts": {name: {"tokens": text.tokens, "faults": _fault_rows(text.faults)} for name, text in texts},
+        "faults": {
+            reading: _fault_rows(faults) for reading, faults in sorted(index.faults.items())
+        },
+        "texts": {
+            name: {"tokens": text.tokens, "faults": _fault_rows(text.faults)}
+            for name, text in texts
+        },
     }
 
 
@@ -238,7 +284,8 @@ def _fault_rows(faults: Faults) -> list[tuple]:
 _Count = Annotated[int, Field(ge=0, lt=2**31)]
 _Bytes = Annotated[int, Field(ge=0, le=2**62)]
 _Name = Annotated[str, Field(pattern=r"^[^\x00-\x1f\x7f]+$")]  # what archive.read_headers takes
-_FaultRow = Annotated[tuple[int, Literal[tuple(REASONS)], InstanceOf[str]], Strict(False)]  # details hold any text
+# details hold any text
+_FaultRow = Annotated[tuple[int, Literal[tuple(REASONS)], InstanceOf[str]], Strict(False)]
 
 
 class _Header(BaseModel, strict=True):
@@ -276,7 +323,9 @@ class _Content(BaseModel, strict=True):
 
 
 def _checked(model: type[Model], value: object) -> Model:
-    """Return the value as a model; raises ValueError naming the first wrong field, without showing its content."""
+    """Return the value as a model; raises ValueError naming the first wrong field, without showing
+    its content.
+    """
     try:
         return model.model_validate(value)
     except ValidationError as error:
@@ -285,19 +334,32 @@ def _checked(model: type[Model], value: object) -> Model:
 
 
 def _parse(header: _Header, value: object) -> ShardIndex:
-    """Build an index; raises ValueError for fields that do not fit each other: a made-up index has a right checksum."""
+    """Build an index; raises ValueError for fields that do not fit each other: a made-up index has
+    a right checksum.
+    """
     content, samples = _checked(_Content, value), header.samples
     members, images, texts = content.members, content.images, content.texts
-    columns = {"keys": content.keys, "members.counts": members.counts, "images.counts": images.counts}
-    for name, column in (columns | {f"texts.{name}.tokens": text.tokens for name, text in texts.items()}).items():
+    columns = {
+        "keys": content.keys,
+        "members.counts": members.counts,
+        "images.counts": images.counts,
+    }
+    for name, column in (
+        columns | {f"texts.{name}.tokens": text.tokens for name, text in texts.items()}
+    ).items():
         if len(column) != samples:
             raise ValueError(f"{name}: has {len(column):,} elements, but needs {samples:,}")
     index = ShardIndex(
         tar_bytes=header.tar_bytes,
         keys=content.keys,
-        members=[tuple(map(Member._make, rows)) for rows in _split("members", members, Member._fields)],
+        members=[
+            tuple(map(Member._make, rows)) for rows in _split("members", members, Member._fields)
+        ],
         image_sizes=_split("images", images, ("width", "height")),
-        faults={reading: _faults(f"faults.{reading}", rows, samples) for reading, rows in content.faults.items()},
+        faults={
+            reading: _faults(f"faults.{reading}", rows, samples)
+            for reading, rows in content.faults.items()
+        },
         texts={
             name: TextLengths(text.tokens, _faults(f"texts.{name}.faults", text.faults, samples))
             for name, text in texts.items()
@@ -307,12 +369,19 @@ def _parse(header: _Header, value: object) -> ShardIndex:
         raise ValueError("texts: the first line gives another number of samples")
     end = max(map(sum, zip(members.offset, members.size, strict=True)), default=0)
     if end > index.tar_bytes:
-        raise ValueError(f"members.offset and size: end at byte {end:,} of a tar of {index.tar_bytes:,} bytes")
+        raise ValueError(
+            f"members.offset and size: end at byte {end:,} of a tar of {index.tar_bytes:,} bytes"
+        )
     pictures = {suffix for suffix in set(members.suffix) if image_number(suffix) is not None}
     for place, sample in enumerate(index.members):
-        files, sizes = sum(member.suffix in pictures for member in sample), len(index.image_sizes[place])
+        files, sizes = (
+            sum(member.suffix in pictures for member in sample),
+            len(index.image_sizes[place]),
+        )
         if files != sizes and not all(place in faults for faults in index.faults.values()):
-            raise ValueError(f"images.counts: {escape(index.keys[place])} has {files} images and {sizes} sizes")
+            raise ValueError(
+                f"images.counts: {escape(index.keys[place])} has {files} images and {sizes} sizes"
+            )
     return index
 
 
@@ -320,7 +389,9 @@ def _split(name: str, content: _Members | _Images, fields: Sequence[str]) -> lis
     """Cut flat columns into the rows of each sample."""
     columns = [getattr(content, field) for field in fields]
     if {sum(content.counts)} != set(map(len, columns)):
-        raise ValueError(f"{name}: {', '.join(fields)} do not have as many elements as the counts add up to")
+        raise ValueError(
+            f"{name}: {', '.join(fields)} do not have as many elements as the counts add up to"
+        )
     rows = zip(*columns, strict=True)
     return [tuple(itertools.islice(rows, count)) for count in content.counts]
 

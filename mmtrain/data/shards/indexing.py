@@ -2,10 +2,11 @@
 
 tar without index --headers, contents, in one sequential read--> offset, size, CRC32 of every file
                   --neighbours of one key: samples, judged; TextCounter--> index with text lengths
-tar whose index lacks this tokenizer and template --members that hold the texts--> the same index, with the lengths
+tar whose index lacks this tokenizer and template --members that hold the texts--> the same index,
+    with the lengths
 
-Samples are formed as webdataset forms them. What makes one sample unusable is noted as its fault; what would make
-webdataset drop or mix up samples in silence is an error.
+Samples are formed as webdataset forms them. What makes one sample unusable is noted as its fault;
+what would make webdataset drop or mix up samples in silence is an error.
 """
 
 from __future__ import annotations
@@ -67,21 +68,30 @@ def ensure_indexes(
     workers: int | None = None,
     stream: TextIO | None = None,
 ) -> None:
-    """Make or complete the indexes that a run with this tokenizer, template, layout and format of samples needs.
+    """Make or complete the indexes that a run with this tokenizer, template, layout and format of
+    samples needs.
 
-    `workers` is the number of processes, None one for each core. A `stream` that is a terminal gets a progress bar.
-    Raises UserError for indexes that are stale or damaged: their checksums are the only record of what the tars hold.
+    `workers` is the number of processes, None one for each core. A `stream` that is a terminal gets
+    a progress bar. Raises UserError for indexes that are stale or damaged: their checksums are the
+    only record of what the tars hold.
     """
-    fingerprint = text_fingerprint(model_folder(tokenizer_path), template, layout.texts, form.wording)
+    fingerprint = text_fingerprint(
+        model_folder(tokenizer_path), template, layout.texts, form.wording
+    )
     missing = unready_shards(tars, fingerprint)
     if missing:
-        _log.info(f"indexing {len(missing):,} of {len(tars):,} shards (once; the indexes are kept beside them)")
+        _log.info(
+            f"indexing {len(missing):,} of {len(tars):,} shards (once; "
+            "the indexes are kept beside them)"
+        )
         text = tokenizer_path, template, layout, form
         build_indexes(missing, *text, workers=workers or usable_cores(), stream=stream)
 
 
 def unready_shards(tars: Sequence[Path], fingerprint: str) -> list[Path]:
-    """Return the shards without lengths under this fingerprint; raises UserError naming stale or damaged indexes."""
+    """Return the shards without lengths under this fingerprint; raises UserError naming stale or
+    damaged indexes.
+    """
     missing: list[Path] = []
     failures: list[UserError] = []
     for tar in tars:
@@ -109,13 +119,16 @@ def build_indexes(
 ) -> None:
     """Give each tar an index with text lengths under this tokenizer, template, layout and format.
 
-    An index that is there is completed; with `rebuild` it is made anew, without other formats and lengths. Raises
-    UserError, after all others are done, for shards that cannot be indexed. Cost: a shard is read once; for another
-    tokenizer only its texts.
+    An index that is there is completed; with `rebuild` it is made anew, without other formats and
+    lengths. Raises UserError, after all others are done, for shards that cannot be indexed. Cost: a
+    shard is read once; for another tokenizer only its texts.
     """
-    from mmtrain.data.samples.templates import TextCounter  # imports torch: once, before workers are forked
+    # imports torch: once, before workers are forked
+    from mmtrain.data.samples.templates import TextCounter
 
-    index = functools.partial(_index_shard, TextCounter(tokenizer_path, template, layout, form), rebuild)
+    index = functools.partial(
+        _index_shard, TextCounter(tokenizer_path, template, layout, form), rebuild
+    )
     failures: list[UserError] = []
     done = samples = 0
 
@@ -124,7 +137,10 @@ def build_indexes(
         samples = through
         progress.show(done, samples, f"{len(failures):,} failed" if failures else "")
 
-    with worker_pool(index, min(workers, len(tars))) as run, ProgressBar("shards", len(tars), stream) as progress:
+    with (
+        worker_pool(index, min(workers, len(tars))) as run,
+        ProgressBar("shards", len(tars), stream) as progress,
+    ):
         for _, error in run(tars, show):
             done += 1
             if error is not None:
@@ -133,11 +149,16 @@ def build_indexes(
     _raise_all(failures, len(tars))
 
 
-def _index_shard(count: TextCounter, rebuild: bool, tar: Path, advance: Advance) -> UserError | None:
-    """Index one shard; return the error that kept it from being indexed, so that the other shards go on."""
+def _index_shard(
+    count: TextCounter, rebuild: bool, tar: Path, advance: Advance
+) -> UserError | None:
+    """Index one shard; return the error that kept it from being indexed, so that the other shards
+    go on.
+    """
     try:
         with tar.open("rb") as stream:
-            lock(stream)  # a process with another tokenizer waits, and then adds its lengths to these
+            # a process with another tokenizer waits, and then adds its lengths to these
+            lock(stream)
             index, form, lengths = None, count.form, TextLengths([])
             with contextlib.suppress(MissingIndex):
                 index = None if rebuild else read_index(tar)
@@ -155,7 +176,10 @@ def _index_shard(count: TextCounter, rebuild: bool, tar: Path, advance: Advance)
             else:
                 scanned = scan_shard(tar, measure, form)
                 if scanned.keys != index.keys:
-                    raise UserError(f"{tar}: its samples differ from its index. If the samples are right: {MEND} {tar}")
+                    raise UserError(
+                        f"{tar}: its samples differ from its index. If the samples are right: "
+                        f"{MEND} {tar}"
+                    )
                 index.faults |= scanned.faults
             index.texts[count.fingerprint] = lengths
             write_index(tar, index)
@@ -185,7 +209,9 @@ def _measure_texts(
         sample = None
         if place not in index.faults[form.reading]:
             try:
-                sample = _without_images(tar, index.keys[place], members, index.image_sizes[place], form, read)
+                sample = _without_images(
+                    tar, index.keys[place], members, index.image_sizes[place], form, read
+                )
             except BadSample as error:
                 sample = error
         measure(sample)
@@ -199,12 +225,17 @@ def _without_images(
     form: SampleFormat,
     read: Callable[[Member], bytes],
 ) -> Sample:
-    """Return a sample with empty images; only the member with its text is read. Raises BadSample."""
+    """Return a sample with empty images; only the member with its text is read. Raises
+    BadSample.
+    """
     by_suffix = {member.suffix: member for member in members}
     contents = dict.fromkeys(by_suffix, b"")
     if (member := by_suffix.get(text_suffix(form.reading, by_suffix))) is not None:
         if member.size > MAX_RECORD_BYTES:
-            raise BadSample("too_many_bytes", f"{member.suffix}: {member.size:,} bytes; at most {MAX_RECORD_BYTES:,}")
+            raise BadSample(
+                "too_many_bytes",
+                f"{member.suffix}: {member.size:,} bytes; at most {MAX_RECORD_BYTES:,}",
+            )
         contents[member.suffix] = read(member)
     return replace(read_sample(key, str(tar), contents, members[0].offset, form), sizes=sizes)
 
@@ -219,14 +250,17 @@ class _File(NamedTuple):
     fault: tuple[str, str] | None = None
 
 
-def scan_shard(tar: Path, on_sample: Callable[[Sample | None], None], form: SampleFormat = LLAVA) -> ShardIndex:
+def scan_shard(
+    tar: Path, on_sample: Callable[[Sample | None], None], form: SampleFormat = LLAVA
+) -> ShardIndex:
     """Read a tar once and return its index without text lengths, its samples read in this format.
 
-    `on_sample` gets each sample with empty images, or None for one with a fault. Memory is that of an image. Raises
-    UserError for a damaged tar, and for names that webdataset forms no sample of.
+    `on_sample` gets each sample with empty images, or None for one with a fault. Memory is that of
+    an image. Raises UserError for a damaged tar, and for names that webdataset forms no sample of.
     """
     try:
-        with tar.open("rb", buffering=_CHUNK) as stream, warnings.catch_warnings(action="ignore"):  # Pillow's
+        # Pillow's
+        with tar.open("rb", buffering=_CHUNK) as stream, warnings.catch_warnings(action="ignore"):
             index = ShardIndex(os.fstat(stream.fileno()).st_size, [], [], [], {form.reading: {}})
             for key, files in itertools.groupby(_files(tar, stream), key=attrgetter("key")):
                 on_sample(_add_sample(index, tar, key, list(files), form))
@@ -240,7 +274,8 @@ def _files(tar: Path, stream: BinaryIO) -> Iterator[_File]:
         named = sample_name(file.name)
         if named is None:
             raise UserError(
-                f"{tar}: {file.name!r} belongs to no sample: webdataset skips names without a key or a suffix, and "
+                f"{tar}: {file.name!r} belongs to no sample: "
+                "webdataset skips names without a key or a suffix, and "
                 "some that begin with two underscores. Write the tar without it"
             )
         key, suffix = named
@@ -263,7 +298,9 @@ def _files(tar: Path, stream: BinaryIO) -> Iterator[_File]:
 
 
 def _chunks(stream: BinaryIO, size: int, largest: int) -> Iterator[bytes]:
-    """Read the next `size` bytes: as one piece if they are at most `largest`, else in small ones."""
+    """Read the next `size` bytes: as one piece if they are at most `largest`, else in small
+    ones.
+    """
     piece = size if size <= largest else _CHUNK
     while size > 0:
         chunk = stream.read(min(piece, size))
@@ -273,19 +310,26 @@ def _chunks(stream: BinaryIO, size: int, largest: int) -> Iterator[bytes]:
         yield chunk
 
 
-def _add_sample(index: ShardIndex, tar: Path, key: str, files: list[_File], form: SampleFormat) -> Sample | None:
+def _add_sample(
+    index: ShardIndex, tar: Path, key: str, files: list[_File], form: SampleFormat
+) -> Sample | None:
     """Append a sample to the index and return it without its images; None for one with a fault."""
     members = {file.member.suffix: file for file in files}
     sample, sizes = None, ()
     try:
         if len(members) < len(files):
-            raise BadSample("duplicate_member", f"{', '.join(file.member.suffix for file in files)}: one appears twice")
+            raise BadSample(
+                "duplicate_member",
+                f"{', '.join(file.member.suffix for file in files)}: one appears twice",
+            )
         sizes = tuple(members[suffix].image_size for suffix in image_suffixes(list(members)))
         for file in files:
             if file.fault is not None:
                 raise BadSample(*file.fault)
         in_order = [file.member for file in files]
-        sample = _without_images(tar, key, in_order, sizes, form, lambda member: members[member.suffix].text)
+        sample = _without_images(
+            tar, key, in_order, sizes, form, lambda member: members[member.suffix].text
+        )
     except BadSample as error:
         index.faults[form.reading][len(index.keys)] = (error.reason, error.detail)
     index.add(key, (file.member for file in files), sizes)
@@ -298,5 +342,9 @@ def _raise_all(failures: Sequence[UserError], tars: int) -> None:
         raise failures[0]
     if failures:
         listed = "\n  ".join(map(str, failures[:FAILURES_SHOWN]))
-        more = f"\n  and {len(failures) - FAILURES_SHOWN:,} more" if len(failures) > FAILURES_SHOWN else ""
+        more = (
+            f"\n  and {len(failures) - FAILURES_SHOWN:,} more"
+            if len(failures) > FAILURES_SHOWN
+            else ""
+        )
         raise UserError(f"{len(failures):,} of {tars:,} shards:\n  {listed}{more}")

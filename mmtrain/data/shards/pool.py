@@ -1,6 +1,7 @@
 """Jobs done by several processes: one pool for indexing and for sharding.
 
-tasks --at most 2 x workers held--> work(task, advance), each in one of the workers --> results, in the tasks' order
+tasks --at most 2 x workers held--> work(task, advance), each in one of the workers --> results, in
+    the tasks' order
 """
 
 from __future__ import annotations
@@ -37,10 +38,12 @@ class _Stopped(Exception):  # noqa: N818
 
 @contextlib.contextmanager
 def worker_pool(work: Callable[[Task, Advance], Result], workers: int) -> Iterator[RunTasks]:
-    """Yield `run(tasks, tick)`, which yields each task with the result of `work(task, advance)`, in order.
+    """Yield `run(tasks, tick)`, which yields each task with the result of `work(task, advance)`, in
+    order.
 
-    With one worker the tasks run here. Otherwise workers are forked, on macOS spawned, so `work` must be picklable.
-    `tick` is called several times a second and after each task. Raises UserError for a worker that was killed.
+    With one worker the tasks run here. Otherwise workers are forked, on macOS spawned, so `work`
+    must be picklable. `tick` is called several times a second and after each task. Raises UserError
+    for a worker that was killed.
     """
     if workers <= 1:
         yield functools.partial(_run_here, work)
@@ -51,13 +54,16 @@ def worker_pool(work: Callable[[Task, Advance], Result], workers: int) -> Iterat
         stop, through = context.Event(), context.Value("q", 0)
         pool = ProcessPoolExecutor(workers, context, _begin, (work, os.getpid(), stop, through))
     try:
-        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # a worker that has not begun would print a traceback
-        pool.submit(int)  # forks all workers: later, they would copy the locks of a progress bar's thread
+        # a worker that has not begun would print a traceback
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        # forks all workers: later, they would copy the locks of a progress bar's thread
+        pool.submit(int)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
         yield functools.partial(_run_in_pool, pool, 2 * workers, lambda: through.value)
     except BrokenProcessPool:
         raise UserError(
-            "a worker process was killed from outside, perhaps for lack of memory. Use fewer workers; finished work is "
+            "a worker process was killed from outside, perhaps for lack of memory. "
+            "Use fewer workers; finished work is "
             "kept"
         ) from None
     finally:
@@ -84,7 +90,11 @@ def _run_here(
 
 
 def _run_in_pool(
-    pool: ProcessPoolExecutor, most: int, through: Callable[[], int], tasks: Iterable[Task], tick: Tick
+    pool: ProcessPoolExecutor,
+    most: int,
+    through: Callable[[], int],
+    tasks: Iterable[Task],
+    tick: Tick,
 ) -> Iterator[tuple[Task, Result]]:
     waiting: deque[tuple[Task, Future[Result]]] = deque()
 
@@ -107,7 +117,9 @@ _work: Callable[[Any], Any]  # set in workers only
 
 
 def _begin(work: Callable[[Any, Advance], Any], parent: int, stop: Any, through: Any) -> None:
-    """Become a worker that ends when its parent does; Ctrl-C, which all get, is the parent's to answer."""
+    """Become a worker that ends when its parent does; Ctrl-C, which all get, is the parent's to
+    answer.
+    """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     die_with_parent(parent)
     os.environ["TOKENIZERS_PARALLELISM"] = "false"

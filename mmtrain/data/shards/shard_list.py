@@ -2,10 +2,11 @@
 
 `data.shards` --paths, folders, globs, brace ranges--> tar files
 `demo:train` --the demo's, in the user's cache--> tar files, which `demo.data` makes on first use
-`pipe:curl -sf https://host/shard-000000.tar` --run once, without a shell--> CACHE/pipe/<hash of the command>.tar
+`pipe:curl -sf https://host/shard-000000.tar` --run once, without a shell--> CACHE/pipe/<hash of the
+    command>.tar
 
-Samples are read by offset, in an order that changes every epoch, so what a program writes has to be a file. Price: its
-size on the disk of the cache (XDG_CACHE_HOME), until it is deleted there.
+Samples are read by offset, in an order that changes every epoch, so what a program writes has to be
+a file. Price: its size on the disk of the cache (XDG_CACHE_HOME), until it is deleted there.
 """
 
 from __future__ import annotations
@@ -33,8 +34,10 @@ from mmtrain.facts.model_files import PREFIX, is_demo
 _log = logging.getLogger(__name__)
 PIPE = "pipe:"
 _KINDS = ("", "next-", "text-", "sheet-")
-_RECORD_SUFFIXES = (".json", ".jsonl", ".ndjson", ".csv", ".tsv", ".parquet", ".arrow")  # what `mmtrain shard` reads
-SPLITS = tuple(kind + split for kind in _KINDS for split in ("train", "held-out"))  # of the demo's data
+# what `mmtrain shard` reads
+_RECORD_SUFFIXES = (".json", ".jsonl", ".ndjson", ".csv", ".tsv", ".parquet", ".arrow")
+# of the demo's data
+SPLITS = tuple(kind + split for kind in _KINDS for split in ("train", "held-out"))
 # What makes them and their indexes; the cache never outlives it.
 _DEMO_SOURCES = (
     *("data/prepare/sharding.py", "data/shards/index.py"),
@@ -52,11 +55,13 @@ _RANGE = re.compile(r"(-?\d+)\.\.(-?\d+)(?:\.\.-?\d+)?")
 def expand_shards(
     shards: str | Sequence[str], key: str = "data.shards", allow_pipe: Sequence[str] = ()
 ) -> tuple[Path, ...]:
-    """List the tar files that `shards` names: paths, folders, globs (*, ?), brace ranges ({00000..00099}), in order.
+    """List the tar files that `shards` names: paths, folders, globs (*, ?), brace ranges
+    ({00000..00099}), in order.
 
-    A folder stands for its *.tar. These, and a glob's files, are sorted; braces mean what they mean to webdataset.
-    `pipe:` URLs are run if `allow_pipe` names their program. `key` is the configuration's name for the list. Raises
-    UserError for a pattern without files, a file named twice, and other URLs.
+    A folder stands for its *.tar. These, and a glob's files, are sorted; braces mean what they mean
+    to webdataset. `pipe:` URLs are run if `allow_pipe` names their program. `key` is the
+    configuration's name for the list. Raises UserError for a pattern without files, a file named
+    twice, and other URLs.
     """
     patterns = (shards,) if isinstance(shards, str) else tuple(shards)
     tars = [tar for pattern in patterns for tar in _tars_of(pattern, key, allow_pipe)]
@@ -65,15 +70,21 @@ def expand_shards(
     for path in tars:
         refuse_lost_link(path)
         if not path.is_file():
-            raise UserError(f"{key}: {path} is not a regular file. Name tars, or folders that hold them")
+            raise UserError(
+                f"{key}: {path} is not a regular file. Name tars, or folders that hold them"
+            )
         if path.suffix.lower() in _RECORD_SUFFIXES:
             raise UserError(
-                f"{key}: {path} is a file of records, not a webdataset tar. Make tars with mmtrain shard "
-                f"--from {shlex.quote(str(path))} --images DIR --out FOLDER (no --images for text), and name FOLDER"
+                f"{key}: {path} is a file of records, not a webdataset tar. "
+                "Make tars with mmtrain shard "
+                f"--from {shlex.quote(str(path))} --images DIR --out FOLDER (no --images for "
+                "text), and name FOLDER"
             )
     if len(set(tars)) < len(tars):
         twice = next(path for number, path in enumerate(tars) if path in tars[:number])
-        raise UserError(f"{key}: {twice} is named twice, so each sample would count twice. Name it once")
+        raise UserError(
+            f"{key}: {twice} is named twice, so each sample would count twice. Name it once"
+        )
     return tuple(tars)
 
 
@@ -82,16 +93,21 @@ def _tars_of(pattern: str, key: str, allow_pipe: Sequence[str]) -> list[Path]:
         tars = sorted(demo_shards(pattern).glob("*.tar"))
         if not tars:
             raise UserError(
-                f"{key}: {pattern} is not in {demo_shards(pattern)}, where `mmtrain train` puts it as it starts. "
+                f"{key}: {pattern} is not in {demo_shards(pattern)}, where `mmtrain train` puts "
+                "it as it starts. "
                 "Start it again, with an unchanged XDG_CACHE_HOME"
             )
         return tars
     if not pattern:
-        raise UserError(f"{key}: the name is empty. Name a webdataset tar, or set {key}=null where that is allowed")
+        raise UserError(
+            f"{key}: the name is empty. Name a webdataset tar, or set {key}=null where "
+            "that is allowed"
+        )
     is_pipe = pattern.startswith(PIPE)
     if "://" in pattern and not is_pipe:
         raise UserError(
-            f"{key}: {pattern!r} is a URL, but shards are read from local files. Download them, or let a program do "
+            f"{key}: {pattern!r} is a URL, but shards are read from local files. "
+            "Download them, or let a program do "
             f"it: pipe:curl -sf {pattern}, with data.allow_pipe=[curl]"
         )
     if is_pipe:
@@ -100,13 +116,17 @@ def _tars_of(pattern: str, key: str, allow_pipe: Sequence[str]) -> list[Path]:
     for path in matching_files(pattern, key):
         inside = sorted(path.glob("*.tar")) if path.is_dir() else [path]
         if not inside:
-            raise UserError(f"{key}: the folder {path} holds no file *.tar. Name the tars, or another folder")
+            raise UserError(
+                f"{key}: the folder {path} holds no file *.tar. Name the tars, or another folder"
+            )
         tars += inside
     return tars
 
 
 def matching_files(pattern: str, key: str) -> list[Path]:
-    """List the files and folders that a path, glob or brace range names, in order. Raises UserError for none."""
+    """List the files and folders that a path, glob or brace range names, in order. Raises UserError
+    for none.
+    """
     files: list[Path] = []
     for name in _without_braces(pattern, key):
         whole = Path(name).expanduser()
@@ -126,7 +146,8 @@ def _without_braces(pattern: str, key: str) -> list[str]:
         return list(braceexpand(pattern))
     except UnbalancedBracesError:
         raise UserError(
-            f"{key}: {pattern!r} has braces that do not match. Write a range as shard-{{000000..000099}}.tar, and a "
+            f"{key}: {pattern!r} has braces that do not match. "
+            f"Write a range as shard-{{000000..000099}}.tar, and a "
             "brace in a name as \\{"
         ) from None
 
@@ -135,35 +156,45 @@ def _refuse_endless(pattern: str, key: str) -> None:
     """Raise UserError for a pattern that would be expanded, or searched for, for hours."""
     shown = escape(repr(pattern))
     if len(pattern) > MAX_PATTERN:
-        raise UserError(f"{key}: {shown} has {len(pattern):,} characters; a path may have {MAX_PATTERN:,}")
+        raise UserError(
+            f"{key}: {shown} has {len(pattern):,} characters; a path may have {MAX_PATTERN:,}"
+        )
     if "**" in pattern:
         raise UserError(
-            f"{key}: {shown} would search all folders below. Write one * per folder between, e.g. data/*/*.tar"
+            f"{key}: {shown} would search all folders below. Write one * per folder between, e.g. "
+            "data/*/*.tar"
         )
-    names, rest = 1, pattern  # at most: a range inside other braces counts as often as they have alternatives
+    # at most: a range inside other braces counts as often as they have alternatives
+    names, rest = 1, pattern
     while group := _INNERMOST.search(rest):
         number = _RANGE.fullmatch(group[1])
         names *= abs(int(number[2]) - int(number[1])) + 1 if number else group[1].count(",") + 1
         rest = rest[: group.start()] + rest[group.end() :]
     if names > MAX_NAMES or pattern.count("{") > MAX_BRACES:
         raise UserError(
-            f"{key}: the braces of {shown} name more than {MAX_NAMES:,} files, or are more than {MAX_BRACES}. Correct "
+            f"{key}: the braces of {shown} name more than {MAX_NAMES:,} files, or are more than "
+            f"{MAX_BRACES}. Correct "
             "the range, or name the folder's tars by FOLDER/*.tar"
         )
 
 
 def demo_shards(name: str) -> Path:
-    """Return the folder of the demo's shards of this name; raises UserError for a name that the demo has not."""
+    """Return the folder of the demo's shards of this name; raises UserError for a name that the
+    demo has not.
+    """
     split = name.removeprefix(PREFIX)
     if split not in SPLITS:
-        raise UserError(f"{name}: the demo has no such data, only {', '.join(PREFIX + each for each in SPLITS)}")
+        raise UserError(
+            f"{name}: the demo has no such data, only {', '.join(PREFIX + each for each in SPLITS)}"
+        )
     package = Path(__file__).parents[2]
     digest = hashlib.sha256(b"".join((package / source).read_bytes() for source in _DEMO_SOURCES))
     return cache_folder("demo") / f"{split}-{digest.hexdigest()[:12]}"
 
 
 def _piped_shard(url: str, allowed: Sequence[str], key: str) -> Path:
-    """Return the file with the output of a `pipe:` URL's command, which runs, without a shell, if it is not there yet.
+    """Return the file with the output of a `pipe:` URL's command, which runs, without a shell, if
+    it is not there yet.
 
     Raises UserError for programs other than the `allowed` ones and for one that fails.
     """
@@ -177,8 +208,10 @@ def _piped_shard(url: str, allowed: Sequence[str], key: str) -> Path:
     if not command or command[0] not in allowed:
         names = ", ".join(allowed) or "none"
         raise UserError(
-            f"{key}: {url!r} would run a program, but data.allow_pipe allows only {names}. If you trust it, give "
-            "data.allow_pipe=[PROGRAM] on the command line, after a CONFIG, or download the shards and name the files"
+            f"{key}: {url!r} would run a program, but data.allow_pipe allows only {names}. "
+            "If you trust it, give "
+            "data.allow_pipe=[PROGRAM] on the command line, after a CONFIG, or download the shards "
+            "and name the files"
         )
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -188,39 +221,64 @@ def _piped_shard(url: str, allowed: Sequence[str], key: str) -> Path:
             _log.info(f"{key}: running {escape(shlex.join(command))}")
             start = time.perf_counter()
             with whole_file(target) as unfinished, unfinished.open("wb") as output:
-                ran = subprocess.run(command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.PIPE)
+                ran = subprocess.run(
+                    command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.PIPE
+                )
                 if ran.returncode != 0:
                     errors = ran.stderr.decode(errors="replace").strip()[-300:]
-                    raise UserError(f"{key}: {url!r} failed with exit code {ran.returncode}: {errors}")
+                    raise UserError(
+                        f"{key}: {url!r} failed with exit code {ran.returncode}: {errors}"
+                    )
     except OSError as error:
-        raise UserError(f"{key}: {url!r} cannot be run or kept in {target.parent} ({error})") from error
-    _log.info(f"{key}: {target.stat().st_size / 1e6:,.0f} MB in {time.perf_counter() - start:.1f} s, kept as {target}")
+        raise UserError(
+            f"{key}: {url!r} cannot be run or kept in {target.parent} ({error})"
+        ) from error
+    _log.info(
+        f"{key}: {target.stat().st_size / 1e6:,.0f} MB in {time.perf_counter() - start:.1f} s, "
+        f"kept as {target}"
+    )
     return target
 
 
 def find_shards(names: Sequence[str], allow_pipe: Sequence[str] = ()) -> tuple[Path, ...]:
-    """List the shards of a tool's command line as `expand_shards` does; here a shard may be named twice."""
-    return tuple(dict.fromkeys(path for name in names for path in expand_shards(name, "SHARDS", allow_pipe)))
+    """List the shards of a tool's command line as `expand_shards` does; here a shard may be named
+    twice.
+    """
+    return tuple(
+        dict.fromkeys(path for name in names for path in expand_shards(name, "SHARDS", allow_pipe))
+    )
 
 
 def refuse_unfinished_shards(paths: Sequence[Path], key: str) -> None:
-    """Raise UserError for shards that mmtrain shard did not finish: it writes dataset.json at its end."""
+    """Raise UserError for shards that mmtrain shard did not finish: it writes dataset.json at its
+    end.
+    """
     for folder in dict.fromkeys(path.parent for path in paths):
         if (folder / "rejected.jsonl").is_file() and not (folder / "dataset.json").is_file():
             raise UserError(
-                f"{key}: {folder} holds an unfinished data set: mmtrain shard was stopped before it wrote "
-                "dataset.json there. Run that command again with --resume, or delete the folder and make it again"
+                f"{key}: {folder} holds an unfinished data set: "
+                "mmtrain shard was stopped before it wrote "
+                "dataset.json there. Run that command again with --resume, or delete the folder "
+                "and make it again"
             )
 
 
 def refuse_empty_shards(paths: Sequence[Path], key: str = "data.shards") -> None:
-    """Raise UserError if the shards hold no file, or one has no bytes at all or is damaged before its first file."""
+    """Raise UserError if the shards hold no file, or one has no bytes at all or is damaged before
+    its first file.
+    """
     for path in paths:
         if path.stat().st_size == 0:
-            raise UserError(f"{key}: {path} is empty (0 bytes). Copy it again, or take it out of the list")
+            raise UserError(
+                f"{key}: {path} is empty (0 bytes). Copy it again, or take it out of the list"
+            )
     for path in paths:
         with path.open("rb") as stream:
             if any(True for _ in read_headers(path, stream)):
                 return
-    what = f"{paths[0]} is an empty archive" if len(paths) == 1 else f"all {len(paths)} shards are empty archives"
+    what = (
+        f"{paths[0]} is an empty archive"
+        if len(paths) == 1
+        else f"all {len(paths)} shards are empty archives"
+    )
     raise UserError(f"{key}: {what}, without any file. Name tars that hold samples")

@@ -28,8 +28,11 @@ class DamagedMember(NamedTuple):
     detail: str
 
 
-def verify_shard(tar: Path, report: Callable[[int], None] = lambda size: None) -> list[DamagedMember]:
-    """Read a shard once and list the members that differ from its index, in the tar's order; raises MissingIndex.
+def verify_shard(
+    tar: Path, report: Callable[[int], None] = lambda size: None
+) -> list[DamagedMember]:
+    """Read a shard once and list the members that differ from its index, in the tar's order; raises
+    MissingIndex.
 
     `report` gets the bytes of each sample that was compared.
     """
@@ -52,7 +55,10 @@ def verify_shard(tar: Path, report: Callable[[int], None] = lambda size: None) -
         return [DamagedMember(str(tar), None, None, str(error))]
     samples = zip(index.keys, index.members, strict=True)
     keys = {member.offset: key for key, members in samples for member in members}
-    return [DamagedMember(str(tar), keys.get(offset), offset, "; ".join(faults[offset])) for offset in sorted(faults)]
+    return [
+        DamagedMember(str(tar), keys.get(offset), offset, "; ".join(faults[offset]))
+        for offset in sorted(faults)
+    ]
 
 
 def _content_fault(stream: BinaryIO, member: Member) -> str | None:
@@ -72,7 +78,9 @@ def _content_fault(stream: BinaryIO, member: Member) -> str | None:
 
 
 def _header_fault(tar: Path, stream: BinaryIO, index: ShardIndex) -> tuple[int, str] | None:
-    """Return offset and fault of the first member whose header is not where, or not what, the index says."""
+    """Return offset and fault of the first member whose header is not where, or not what, the index
+    says.
+    """
     headers, at = read_headers(tar, stream), index.tar_bytes
     try:
         for key, members in zip(index.keys, index.members, strict=True):
@@ -84,7 +92,11 @@ def _header_fault(tar: Path, stream: BinaryIO, index: ShardIndex) -> tuple[int, 
                 lowered = file.name[: len(key)] + file.name[len(key) :].lower()
                 if (lowered, file.offset, file.size) != (name, member.offset, member.size):
                     seen = f"{file.name!r}, {file.size:,} bytes at byte {file.offset:,}"
-                    return at, f"its header says {seen}, but the index says {name!r}, {member.size:,} bytes"
+                    return (
+                        at,
+                        f"its header says {seen}, but the index says {name!r}, "
+                        f"{member.size:,} bytes",
+                    )
         at = index.tar_bytes
         if (file := next(headers, None)) is not None:
             return file.offset, f"{file.name!r} is not in the index"

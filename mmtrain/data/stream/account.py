@@ -1,7 +1,8 @@
 """Account for every sample: counts per epoch, quarantine.jsonl, and the ledger samples.jsonl.
 
 micro-batches that the engine takes --watch--> keys, faults, counts of this replica
---end_step: gathered over the replicas, in their order--> rank 0 writes samples.jsonl (keys in global pack order),
+--end_step: gathered over the replicas, in their order--> rank 0 writes samples.jsonl (keys in
+    global pack order),
 quarantine.jsonl; at each epoch's end its counts are compared with the plan's
 
 Only what a step has used counts, not what workers or the encoder have prepared.
@@ -29,7 +30,8 @@ from mmtrain.data.stream.order import EpochPlan
 from mmtrain.data.stream.packs import PackedBatch
 
 _log = logging.getLogger(__name__)
-FEWEST_READ = 1000  # samples that the share of quarantined ones refers to at least: one of the first ten is no 10%
+# samples that the share of quarantined ones refers to at least: one of the first ten is no 10%
+FEWEST_READ = 1000
 LISTED = 5  # quarantined samples that a message lists
 
 
@@ -47,7 +49,8 @@ class _Taken:
 
 
 class SampleLog:
-    """The account of one rank that reads data; rank 0's writes the files. Collective over these ranks.
+    """The account of one rank that reads data; rank 0's writes the files. Collective over these
+    ranks.
 
     `group` holds them, in the order of the replicas; None where there is only one.
     """
@@ -61,10 +64,11 @@ class SampleLog:
         held_out: Sequence[QuarantinedSample] = (),
         state: Mapping[str, Any] | None = None,
     ) -> None:
-        """Record the samples that are unusable from the start; raises UserError if these are too many already.
+        """Record the samples that are unusable from the start; raises UserError if these are too
+        many already.
 
-        `held_out` are samples that are left out of the evaluation; `state` is the `state_dict` before the first step of
-        `packed`.
+        `held_out` are samples that are left out of the evaluation; `state` is the `state_dict`
+        before the first step of `packed`.
         """
         self.config = config
         self.packed = packed
@@ -72,7 +76,8 @@ class SampleLog:
         self.writes = packed.replica == 0
         self.quarantine_file = folder / "quarantine.jsonl"
         self._quarantine: JsonLines | None = None
-        self._read_ahead: deque[PackedBatch] = deque()  # by the engine, without images, until a step has used them
+        # by the engine, without images, until a step has used them
+        self._read_ahead: deque[PackedBatch] = deque()
         self._taken = _Taken()
         self._trained: Counter[int] = Counter()  # by epoch, over all replicas; kept by rank 0
         self._quarantined: Counter[int] = Counter()
@@ -84,15 +89,22 @@ class SampleLog:
             self._first_pack, self._epoch = state["first_pack"], state["epoch"]
             self._read, self._lost = state["read"], state["lost"]
             if self.writes:
-                self._trained = Counter({int(epoch): count for epoch, count in state["trained"].items()})
-                self._quarantined = Counter({int(epoch): count for epoch, count in state["quarantined"].items()})
+                self._trained = Counter(
+                    {int(epoch): count for epoch, count in state["trained"].items()}
+                )
+                self._quarantined = Counter(
+                    {int(epoch): count for epoch, count in state["quarantined"].items()}
+                )
         while packed.order.first_pack(self._epoch + 1) <= self._first_pack:
             self._epoch += 1
-        if state is None or not self.quarantine_file.exists():  # else it has them, or goes on without any
+        # else it has them, or goes on without any
+        if state is None or not self.quarantine_file.exists():
             self._write_faults([(None, self._epoch, fault) for fault in [*unusable, *held_out]])
         plan = packed.order.epoch_plan(self._epoch)
         self._refuse_many(plan.unusable, plan.drawn, unusable)
-        self.ledger = JsonLines(folder / "samples.jsonl" if self.writes and config.data.ledger else None)
+        self.ledger = JsonLines(
+            folder / "samples.jsonl" if self.writes and config.data.ledger else None
+        )
 
     def watch(self, batches: Iterator[PackedBatch]) -> Generator[PackedBatch]:
         """Yield the micro-batches; each is counted at the end of the step that uses it."""
@@ -111,10 +123,12 @@ class SampleLog:
             taken.faults += [(batch.epochs[row], fault) for row, fault in batch.faults]
 
     def end_step(self, step: int, samples: int, quarantined: int) -> list[dict[str, Any]]:
-        """Close a step in which all replicas together trained on `samples` and quarantined `quarantined`.
+        """Close a step in which all replicas together trained on `samples` and quarantined
+        `quarantined`.
 
-        Return, on rank 0, a record for metrics.jsonl for each epoch that is complete now: samples read = trained +
-        quarantined + overlong. Raises UserError for too many quarantined samples, CountError for lost or repeated ones.
+        Return, on rank 0, a record for metrics.jsonl for each epoch that is complete now: samples
+        read = trained + quarantined + overlong. Raises UserError for too many quarantined samples,
+        CountError for lost or repeated ones.
         """
         train = self.config.train
         self._take(train.packs_per_step // (self.packed.replicas * train.packs_per_microbatch))
@@ -143,7 +157,9 @@ class SampleLog:
         return records
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the counts so far for a checkpoint, on rank 0 those of all replicas. Collective."""
+        """Return the counts so far for a checkpoint, on rank 0 those of all replicas.
+        Collective.
+        """
         self._gather()
         return {
             "first_pack": self._first_pack,
@@ -155,13 +171,19 @@ class SampleLog:
         }
 
     def finish(self, steps: int) -> list[dict[str, Any]]:
-        """Close the files, and the epoch that the last of `steps` left incomplete; return records as end_step does."""
+        """Close the files, and the epoch that the last of `steps` left incomplete; return records
+        as end_step does.
+        """
         self._gather()
         packs = steps * self.config.train.packs_per_step - self.packed.order.first_pack(self._epoch)
         self.ledger.close()
         if self._quarantine is not None:
             self._quarantine.close()
-        return [self._close_epoch(self.packed.order.epoch_plan(self._epoch), packs)] if self.writes and packs else []
+        return (
+            [self._close_epoch(self.packed.order.epoch_plan(self._epoch), packs)]
+            if self.writes and packs
+            else []
+        )
 
     def _gather(self) -> list[_Taken]:
         """Return what each replica took since the last time; nothing but on rank 0."""
@@ -173,26 +195,41 @@ class SampleLog:
         return replicas
 
     def _close_epoch(self, plan: EpochPlan, packs: int) -> dict[str, Any]:
-        """Return the record of the epoch, `packs` of it taken; raises CountError if it does not add up."""
-        epoch, begin = self._epoch, max(0, self._first_pack - self.packed.order.first_pack(self._epoch))
+        """Return the record of the epoch, `packs` of it taken; raises CountError if it does not add
+        up.
+        """
+        epoch, begin = (
+            self._epoch,
+            max(0, self._first_pack - self.packed.order.first_pack(self._epoch)),
+        )
         complete = begin == 0 and packs == len(plan)
         trained, damaged = self._trained.pop(epoch, 0), self._quarantined.pop(epoch, 0)
         planned = int(plan.starts[packs] - plan.starts[begin])
         if trained + damaged != planned:
             raise CountError(
-                f"epoch {epoch}: {planned} samples were planned in {packs - begin} packs, {trained} were trained on "
+                f"epoch {epoch}: {planned} samples were planned in {packs - begin} packs, "
+                f"{trained} were trained on "
                 f"and {damaged} quarantined: {trained + damaged - planned:+d}"
             )
         quarantined = damaged + (plan.unusable if complete else 0)
         overlong = plan.overlong if complete else 0
         read = trained + quarantined + overlong
         if complete and read != plan.drawn:
-            raise CountError(f"epoch {epoch}: {plan.drawn} samples were drawn, but {read} are accounted for")
+            raise CountError(
+                f"epoch {epoch}: {plan.drawn} samples were drawn, but {read} are accounted for"
+            )
         counts = {"trained": trained, "quarantined": quarantined, "overlong": overlong}
         if complete:
             listed = ", ".join(f"{count:,} {what}" for what, count in counts.items() if count)
             _log.info(f"epoch {epoch} is complete: {read:,} samples read: {listed}")
-        return {"kind": "epoch", "epoch": epoch, "complete": complete, "packs": packs - begin, "read": read, **counts}
+        return {
+            "kind": "epoch",
+            "epoch": epoch,
+            "complete": complete,
+            "packs": packs - begin,
+            "read": read,
+            **counts,
+        }
 
     def _write_faults(self, faults: list[tuple[int | None, int, QuarantinedSample]]) -> None:
         """Append to quarantine.jsonl; a sample that is unusable from the start has no step."""
@@ -217,9 +254,14 @@ class SampleLog:
         remedy = "repair or replace the shards"
         reasons = Counter(fault.reason for fault in latest)
         if reasons["no_encoder"] * 2 > len(latest):
-            remedy = "model.vision is null, and most have images: set data.images=strip to train on their text"
+            remedy = (
+                "model.vision is null, and most have images: "
+                "set data.images=strip to train on their text"
+            )
         raise UserError(
-            f"{lost:,} of {read:,} samples read are quarantined, more than data.max_quarantine_rate={rate:g} allows "
-            f"(counted from {least:,} samples); {remedy}, or raise the rate. {self.quarantine_file} lists "
+            f"{lost:,} of {read:,} samples read are quarantined, more than "
+            f"data.max_quarantine_rate={rate:g} allows "
+            f"(counted from {least:,} samples); {remedy}, or raise the rate. "
+            f"{self.quarantine_file} lists "
             f"all; the latest are:{listed}"
         )

@@ -2,13 +2,14 @@
 
 index files --Catalog--> per data set lengths (samples,), tiles (samples,): what `order` plans with
 global sample number --Catalog.find--> shard, members at their offsets
-                     --Reader: pread, CRC32 as it was indexed--> Sample, or QuarantinedSample: why it is not used
+                     --Reader: pread, CRC32 as it was indexed--> Sample, or QuarantinedSample: why
+                         it is not used
 
-A sample's length is its text tokens (from the index, for this tokenizer and template) and its images' tokens (known
-only here, where the vision encoder is).
+A sample's length is its text tokens (from the index, for this tokenizer and template) and its
+images' tokens (known only here, where the vision encoder is).
 
-Damaged bytes cost their sample alone. A read that fails is tried again, since network storage stalls and restarts; one
-that fails for too long ends the run.
+Damaged bytes cost their sample alone. A read that fails is tried again, since network storage
+stalls and restarts; one that fails for too long ends the run.
 """
 
 from __future__ import annotations
@@ -30,7 +31,13 @@ from mmtrain.base.errors import UserError
 from mmtrain.config.schema import DataSection, RunConfig, SampleFormatName, Shards
 from mmtrain.data.samples.formats import LLAVA, SampleFormat, format_argument, text_suffix
 from mmtrain.data.samples.records import MAX_IMAGE_BYTES, MAX_RECORD_BYTES, REASONS, BadSample
-from mmtrain.data.samples.sample import QuarantinedSample, Sample, image_number, read_sample, without_images
+from mmtrain.data.samples.sample import (
+    QuarantinedSample,
+    Sample,
+    image_number,
+    read_sample,
+    without_images,
+)
 from mmtrain.data.shards.detection import sample_format
 from mmtrain.data.shards.index import Faults, Member, ShardIndex, checksum_detail, read_index
 from mmtrain.data.shards.indexing import ensure_indexes
@@ -64,11 +71,14 @@ class Place:
     shard: Path
     members: tuple[Member, ...]
     form: SampleFormat
-    sizes: tuple[tuple[int, int], ...]  # (width, height) of its images, where the layout asks for them
+    # (width, height) of its images, where the layout asks for them
+    sizes: tuple[tuple[int, int], ...]
 
 
 class _Stored(NamedTuple):
-    """What the reader needs of a shard's index, in arrays: forked workers share them, and no sample is an object."""
+    """What the reader needs of a shard's index, in arrays: forked workers share them, and no sample
+    is an object.
+    """
 
     names: np.ndarray  # (samples,) bytes
     first_member: np.ndarray  # (samples + 1,) int32
@@ -77,31 +87,50 @@ class _Stored(NamedTuple):
     size: np.ndarray  # (members,) int64
     crc32: np.ndarray  # (members,) uint32
     first_image: np.ndarray  # (samples + 1,) int32
-    image_sizes: np.ndarray  # (images, 2) int32 width and height; none where the layout does not ask for them
+    # (images, 2) int32 width and height; none where the layout does not ask for them
+    image_sizes: np.ndarray
 
 
 def data_sets(data: DataSection) -> list[DataSet]:
-    """Return the data sets that a configuration names; raises what `expand_shards` and `sample_format` raise."""
+    """Return the data sets that a configuration names; raises what `expand_shards` and
+    `sample_format` raise.
+    """
     if data.sets is None:
         return [_data_set(data, data.shards, "data.shards", data.format)]
     return [
-        _data_set(data, one.shards, f"data.sets.{number}.shards", one.format or data.format, one.weight, one.name)
+        _data_set(
+            data,
+            one.shards,
+            f"data.sets.{number}.shards",
+            one.format or data.format,
+            one.weight,
+            one.name,
+        )
         for number, one in enumerate(data.sets)
     ]
 
 
 def evaluated_set(config: RunConfig) -> DataSet | None:
-    """Return the data set of `eval.shards`, if any; raises what `expand_shards` and `sample_format` raise."""
+    """Return the data set of `eval.shards`, if any; raises what `expand_shards` and `sample_format`
+    raise.
+    """
     if config.eval.shards is None:
         return None
     return _data_set(config.data, config.eval.shards, "eval.shards", config.eval.format)
 
 
 def _data_set(
-    data: DataSection, shards: Shards, key: str, form: SampleFormatName, weight: float = 1.0, name: str = ""
+    data: DataSection,
+    shards: Shards,
+    key: str,
+    form: SampleFormatName,
+    weight: float = 1.0,
+    name: str = "",
 ) -> DataSet:
     tars = expand_shards(shards, key, data.allow_pipe)
-    return DataSet(tars, weight, name, sample_format(form, data.caption_key, data.caption_prompt, tars, key))
+    return DataSet(
+        tars, weight, name, sample_format(form, data.caption_key, data.caption_prompt, tars, key)
+    )
 
 
 def shards_by_form(sets: Iterable[DataSet]) -> dict[SampleFormat, list[Path]]:
@@ -113,13 +142,16 @@ def shards_by_form(sets: Iterable[DataSet]) -> dict[SampleFormat, list[Path]]:
 
 
 class Catalog:
-    """Every sample of some data sets. Cost: 120 bytes a sample; 558,128 samples in 559 shards take 2.5 s to read.
+    """Every sample of some data sets. Cost: 120 bytes a sample; 558,128 samples in 559 shards take
+    2.5 s to read.
 
     Attributes:
-        lengths: (samples,) int32 tokens of each sample, those of its images included, held-out ones too; or UNUSABLE.
+        lengths: (samples,) int32 tokens of each sample, those of its images included, held-out ones
+            too; or UNUSABLE.
         held_out: numbers of the samples that are kept for evaluation.
         faults: samples that can never be trained on, by number: they are drawn, and never planned.
-        fingerprint: of everything that decides which samples there are and how they are planned, bytes included.
+        fingerprint: of everything that decides which samples there are and how they are planned,
+            bytes included.
     """
 
     def __init__(
@@ -130,7 +162,9 @@ class Catalog:
         max_image_pixels: int,
         held_out_fraction: float | None = None,
     ) -> None:
-        """Read the index of every shard, with the text lengths of each set's fingerprint; raises UserError."""
+        """Read the index of every shard, with the text lengths of each set's fingerprint; raises
+        UserError.
+        """
         self.layout = layout
         self.max_image_pixels = max_image_pixels
         self.held_out_fraction = held_out_fraction
@@ -143,13 +177,17 @@ class Catalog:
         self.sample_sets: list[SampleSet] = []
         self._stored: list[_Stored] = []
         self._suffixes: dict[str, int] = {}
-        digest = hashlib.sha256(f"{' '.join(dict.fromkeys(text_fingerprints))} {layout.numbers}".encode())
+        digest = hashlib.sha256(
+            f"{' '.join(dict.fromkeys(text_fingerprints))} {layout.numbers}".encode()
+        )
         lengths = []
         for one, text in zip(sets, text_fingerprints, strict=True):
             read = (self._read_shard(one, text, shard, digest) for shard in one.shards)
             lengths_of_shards, planned, tiles = zip(*read, strict=True)
             sizes = np.array(list(map(len, lengths_of_shards)))
-            self.sample_sets.append(SampleSet(one.weight, sizes, np.concatenate(planned), np.concatenate(tiles)))
+            self.sample_sets.append(
+                SampleSet(one.weight, sizes, np.concatenate(planned), np.concatenate(tiles))
+            )
             lengths += lengths_of_shards
         self.lengths = np.concatenate(lengths)
         self.fingerprint = digest.hexdigest()
@@ -158,18 +196,22 @@ class Catalog:
     def _read_shard(
         self, one: DataSet, text: str, shard: Path, digest: hashlib._Hash
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Take in the next shard: return (samples,) int32 lengths, lengths or HELD_OUT, and tiles."""
+        """Take in the next shard: return (samples,) int32 lengths, lengths or HELD_OUT, and
+        tiles.
+        """
         index, first = read_index(shard), self.firsts[-1]
         texts, unreadable = index.texts.get(text), index.faults.get(one.form.reading)
         if texts is None or unreadable is None:
             raise UserError(
-                f"{shard}: its index has no token lengths for this format, tokenizer and template. Make them: "
+                f"{shard}: its index has no token lengths for this format, tokenizer and "
+                "template. Make them: "
                 f"mmtrain index {shard} --tokenizer PATH --template NAME{self.layout.index_options}"
                 f"{format_argument(one.form)}"
             )
         positions, tiles, unfit = _image_totals(index, self.layout)
         exact = np.array(texts.tokens, np.int64) + positions
-        lengths = np.minimum(exact, np.iinfo(np.int32).max).astype(np.int32)  # too long for any pack in any case
+        # too long for any pack in any case
+        lengths = np.minimum(exact, np.iinfo(np.int32).max).astype(np.int32)
         faults = {**unfit, **texts.faults, **unreadable}
         if not (self.layout.takes_images or self.layout.strips):
             for place in np.flatnonzero(index.image_counts).tolist():
@@ -177,7 +219,10 @@ class Catalog:
         for place, sizes in enumerate(index.image_sizes if self.layout.takes_images else ()):
             for width, height in sizes:
                 if width * height > self.max_image_pixels:
-                    detail = f"{width} x {height} pixels; data.max_image_pixels is {self.max_image_pixels:,}"
+                    detail = (
+                        f"{width} x {height} pixels; data.max_image_pixels is "
+                        f"{self.max_image_pixels:,}"
+                    )
                     faults.setdefault(place, ("too_many_pixels", detail))
         for place, (reason, detail) in sorted(faults.items()):
             lengths[place] = UNUSABLE
@@ -191,7 +236,12 @@ class Catalog:
             self.held_out += (first + held_out).tolist()
         stored = self._store(index)
         self.firsts.append(first + len(lengths))
-        digest.update(b"\n".join(stored.names) + stored.crc32.tobytes() + lengths.tobytes() + planned.tobytes())
+        digest.update(
+            b"\n".join(stored.names)
+            + stored.crc32.tobytes()
+            + lengths.tobytes()
+            + planned.tobytes()
+        )
         return lengths, planned, tiles
 
     def _store(self, index: ShardIndex) -> _Stored:
@@ -203,7 +253,11 @@ class Catalog:
             names=np.array([key.encode() for key in index.keys], np.bytes_),
             first_member=np.cumsum([0, *map(len, index.members)], dtype=np.int32),
             suffix=np.array(
-                [self._suffixes.setdefault(member.suffix, len(self._suffixes)) for member in members], np.int32
+                [
+                    self._suffixes.setdefault(member.suffix, len(self._suffixes))
+                    for member in members
+                ],
+                np.int32,
             ),
             offset=np.array([member.offset for member in members], np.int64),
             size=np.array([member.size for member in members], np.int64),
@@ -218,9 +272,13 @@ class Catalog:
         return self.firsts[-1]
 
     def why_unusable(self) -> str:
-        """Return how many samples can never be trained on, and why, in brackets; nothing where all can be."""
+        """Return how many samples can never be trained on, and why, in brackets; nothing where all
+        can be.
+        """
         reasons = Counter(fault.reason for fault in self.faults.values())
-        listed = ", ".join(f"{count:,} {reason}: {REASONS[reason]}" for reason, count in reasons.most_common())
+        listed = ", ".join(
+            f"{count:,} {reason}: {REASONS[reason]}" for reason, count in reasons.most_common()
+        )
         return f" ({listed})" if listed else ""
 
     def find(self, number: int) -> Place:
@@ -228,8 +286,14 @@ class Catalog:
         shard = bisect_right(self.firsts, number) - 1
         place, stored = number - self.firsts[shard], self._stored[shard]
         begin, end = stored.first_member[place : place + 2].tolist()
-        columns = (column[begin:end].tolist() for column in (stored.suffix, stored.offset, stored.size, stored.crc32))
-        members = tuple(Member(self._suffix_texts[suffix], *rest) for suffix, *rest in zip(*columns, strict=True))
+        columns = (
+            column[begin:end].tolist()
+            for column in (stored.suffix, stored.offset, stored.size, stored.crc32)
+        )
+        members = tuple(
+            Member(self._suffix_texts[suffix], *rest)
+            for suffix, *rest in zip(*columns, strict=True)
+        )
         key = _full_key(self.names[shard], stored.names[place].decode())
         first, last = stored.first_image[place : place + 2].tolist()
         sizes = tuple(map(tuple, stored.image_sizes[first:last].tolist()))
@@ -245,10 +309,12 @@ class Catalog:
             number = int(wrong.argmax())
             place = self.find(number)
             raise UserError(
-                f"{place.shard}: sample {place.key}: {self.lengths[number]} tokens and {_tiles(tiles[number])} do "
+                f"{place.shard}: sample {place.key}: "
+                f"{self.lengths[number]} tokens and {_tiles(tiles[number])} do "
                 f"not fit into a pack of {capacity.tokens} tokens"
                 + (f" and {_tiles(capacity.tiles)}" if capacity.tiles is not None else "")
-                + f" ({int(wrong.sum()):,} samples in all do not). Raise data.pack_length or data.max_tiles_per_pack, "
+                + f" ({int(wrong.sum()):,} samples in all do not). "
+                "Raise data.pack_length or data.max_tiles_per_pack, "
                 "or set data.overlong=skip"
             )
 
@@ -257,18 +323,27 @@ def _tiles(count: int) -> str:
     return f"{count:,} tile{'' if count == 1 else 's'}"
 
 
-def load_catalog(config: RunConfig, sets: Sequence[DataSet], held_out_fraction: float | None = None) -> Catalog:
-    """Return the catalog of data sets for a run's tokenizer, template and encoder; missing indexes are made."""
+def load_catalog(
+    config: RunConfig, sets: Sequence[DataSet], held_out_fraction: float | None = None
+) -> Catalog:
+    """Return the catalog of data sets for a run's tokenizer, template and encoder; missing indexes
+    are made.
+    """
     data, llm, layout = config.data, config.model.llm.path, image_layout(config)
     # The launcher has made them; a rank that has to, without one, shares its cores with others.
     for form, shards in shards_by_form(sets).items():
         ensure_indexes(shards, llm, data.template, layout, form, workers=1)
-    texts = [text_fingerprint(model_folder(llm), data.template, layout.texts, one.form.wording) for one in sets]
+    texts = [
+        text_fingerprint(model_folder(llm), data.template, layout.texts, one.form.wording)
+        for one in sets
+    ]
     return Catalog(sets, texts, layout, data.max_image_pixels, held_out_fraction)
 
 
 def is_held_out(key: str, fraction: float) -> bool:
-    """Tell by a sample's key alone whether it is in the share `fraction` that is kept for evaluation."""
+    """Tell by a sample's key alone whether it is in the share `fraction` that is kept for
+    evaluation.
+    """
     digest = hashlib.blake2b(key.encode(), digest_size=8, person=b"held out").digest()
     return int.from_bytes(digest, "big") < fraction * 2**64
 
@@ -278,13 +353,17 @@ def _full_key(name: str, key: str) -> str:
 
 
 def positions_and_tiles(index: ShardIndex, layout: ImageLayout) -> tuple[np.ndarray, Faults]:
-    """Return (images, 2) int64 positions and tiles of each image, 0 where it cannot be cut, and samples with such."""
+    """Return (images, 2) int64 positions and tiles of each image, 0 where it cannot be cut, and
+    samples with such.
+    """
     counts, sizes = index.image_counts, index.flat_image_sizes
     if not layout.is_sized:
         of_image = (layout.positions_per_tile, 1) if layout.takes_images else (0, 0)
         return np.tile(np.array(of_image, np.int64), (counts.sum(), 1)), {}
     places = np.repeat(np.arange(len(counts)), counts)
-    kinds, kind_of_image = np.unique(np.column_stack([sizes, counts[places] == 1]), axis=0, return_inverse=True)
+    kinds, kind_of_image = np.unique(
+        np.column_stack([sizes, counts[places] == 1]), axis=0, return_inverse=True
+    )
     kind_of_image = kind_of_image.reshape(-1)
     of_kind = np.zeros((len(kinds), 2), np.int64)
     unfit: dict[int, tuple[str, str]] = {}
@@ -298,11 +377,15 @@ def positions_and_tiles(index: ShardIndex, layout: ImageLayout) -> tuple[np.ndar
         except UnfitImage as error:
             unfit[kind] = "unfit_shape", str(error)
     wrong = np.flatnonzero(np.isin(kind_of_image, list(unfit))).tolist() if unfit else []
-    return of_kind[kind_of_image], {int(places[image]): unfit[int(kind_of_image[image])] for image in wrong}
+    return of_kind[kind_of_image], {
+        int(places[image]): unfit[int(kind_of_image[image])] for image in wrong
+    }
 
 
 def _image_totals(index: ShardIndex, layout: ImageLayout) -> tuple[np.ndarray, np.ndarray, Faults]:
-    """Return (samples,) positions and tiles of all images of each sample, and samples with unfit ones."""
+    """Return (samples,) positions and tiles of all images of each sample, and samples with unfit
+    ones.
+    """
     of_images, faults = positions_and_tiles(index, layout)
     ends = np.cumsum(index.image_counts)
     before = np.concatenate([[[0, 0]], np.cumsum(of_images, axis=0)])
@@ -319,7 +402,9 @@ class Reader:
         self._files: OrderedDict[Path, int] = OrderedDict()
 
     def read(self, number: int) -> Sample | QuarantinedSample:
-        """Read the sample of a global number; raises UserError where its shard cannot be read for `retry_seconds`."""
+        """Read the sample of a global number; raises UserError where its shard cannot be read for
+        `retry_seconds`.
+        """
         place = self.catalog.find(number)
         contents: dict[str, bytes] = {}
         strips = self.catalog.layout.strips
@@ -330,7 +415,8 @@ class Reader:
                 is_image = image_number(member.suffix) is not None
                 if is_image and strips:
                     contents[member.suffix] = b""
-                elif is_image or member.suffix == text:  # others are no part of the sample, and of any size
+                elif is_image or member.suffix == text:
+                    # others are no part of the sample, and of any size
                     limit = MAX_IMAGE_BYTES if is_image else MAX_RECORD_BYTES
                     if member.size > limit:
                         detail = f"{member.suffix}: {member.size:,} bytes; at most {limit:,}"
@@ -343,7 +429,9 @@ class Reader:
             sample = replace(sample, sizes=place.sizes)
             return without_images(sample) if strips else sample
         except BadSample as error:
-            return QuarantinedSample(place.key, str(place.shard), offset, error.reason, error.detail)
+            return QuarantinedSample(
+                place.key, str(place.shard), offset, error.reason, error.detail
+            )
 
     def close(self) -> None:
         """Close the files that are open; the reader may be used again."""
@@ -359,11 +447,14 @@ class Reader:
             try:
                 return self._pread(shard, member)
             except OSError as error:
-                self._close(shard)  # a file that came back, or another server's copy, has to be opened again
+                # a file that came back, or another server's copy, has to be opened again
+                self._close(shard)
                 if time.monotonic() + pause > deadline:
                     raise UserError(
-                        f"{shard}: cannot be read ({error.strerror or error}), retried for {self.retry_seconds:g} s "
-                        "(data.io_retry_seconds). Repair the storage, or copy the file again, and start again"
+                        f"{shard}: cannot be read ({error.strerror or error}), retried for "
+                        f"{self.retry_seconds:g} s "
+                        "(data.io_retry_seconds). Repair the storage, or copy the file again, "
+                        "and start again"
                     ) from error
             time.sleep(pause)
             pause = min(2 * pause, LONGEST_PAUSE)
@@ -379,7 +470,10 @@ class Reader:
         while len(content) < member.size:  # a read may give less than there is
             more = os.pread(file, member.size - len(content), member.offset + len(content))
             if not more:
-                raise OSError(f"its {member.suffix} member at byte {member.offset:,} is cut off by the end of the file")
+                raise OSError(
+                    f"its {member.suffix} member at byte {member.offset:,} is cut off by the "
+                    "end of the file"
+                )
             content += more
         return content
 

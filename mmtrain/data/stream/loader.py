@@ -1,10 +1,12 @@
 """From shards to one replica's micro-batches. The life of a sample:
 
 1. index    its place, checksums and length are known before the run starts (`index`, `catalog`)
-2. order    `order`: (seed, epoch) -> one global list of packs, the same for any number of replicas and workers
+2. order    `order`: (seed, epoch) -> one global list of packs, the same for any number of replicas
+   and workers
 3. share    step s takes packs [s*G, (s+1)*G); replica r the r-th contiguous part of them
 4. read     `Reader`: by offset, checksum compared; a damaged sample leaves a gap in its pack
-5. text     the template: turns -> input_ids and labels; a length that is not the planned one ends the run
+5. text     the template: turns -> input_ids and labels; a length that is not the planned one ends
+   the run
 6. images   `make_batch`: decoded, resized, cut into tiles
 7. ahead    with workers, steps 4-6 run in other processes, each making every n-th micro-batch
 8. device   `to_device`: copied as they are; tiles become float32 where the encoder runs
@@ -38,7 +40,8 @@ from mmtrain.runtime.child import die_with_parent
 from mmtrain.runtime.stop import ignore_in_worker
 
 PREFETCH = 2  # micro-batches that each worker makes ahead
-SLOTS = PREFETCH + 1  # micro-batches of a worker that keep their tiles: those ahead, and the one being copied out
+# micro-batches of a worker that keep their tiles: those ahead, and the one being copied out
+SLOTS = PREFETCH + 1
 
 
 class PackedBatches:
@@ -48,7 +51,9 @@ class PackedBatches:
     """
 
     def __init__(self, config: RunConfig, replica: int, replicas: int, first_step: int = 0) -> None:
-        """Open tokenizer and indexes; raises UserError for what is missing, and for data without a single pack."""
+        """Open tokenizer and indexes; raises UserError for what is missing, and for data without a
+        single pack.
+        """
         assert 0 <= replica < replicas, f"replica {replica} of {replicas}"
         self.config = config
         self.replica = replica
@@ -63,11 +68,16 @@ class PackedBatches:
             kept = int((sample_set.lengths != HELD_OUT).sum())
             if round(section.weight * kept) == 0:
                 raise UserError(
-                    f"data.sets: {section.name} is never drawn: weight {section.weight:g} x {kept:,} samples not held "
+                    f"data.sets: {section.name} is never drawn: "
+                    f"weight {section.weight:g} x {kept:,} samples not held "
                     "out gives none per epoch. Raise its weight, or leave it out"
                 )
         self.order = PackOrder(
-            self.catalog.sample_sets, config.run.seed, self.processor.capacity, data.shuffle_shards, data.pack_window
+            self.catalog.sample_sets,
+            config.run.seed,
+            self.processor.capacity,
+            data.shuffle_shards,
+            data.pack_window,
         )
         try:
             self.order.epoch_plan(0)  # before workers are forked, which would each plan it again
@@ -83,18 +93,24 @@ class PackedBatches:
         overlong = "too long for a pack"
         if capacity.tiles is not None:
             overlong += f" or with more than {capacity.tiles} tiles"
-        left_out = {overlong: plan.overlong, "unusable": plan.unusable, "held out": len(self.catalog.held_out)}
+        left_out = {
+            overlong: plan.overlong,
+            "unusable": plan.unusable,
+            "held out": len(self.catalog.held_out),
+        }
         without = "".join(f", {count:,} {what}" for what, count in left_out.items() if count)
         packs, steps = self.config.train.packs_per_step, self.max_steps
         epochs = steps * packs / len(plan)
         summary = (
-            f"an epoch: {len(plan.samples):,} samples in {len(plan):,} packs of {capacity.tokens:,} tokens, "
+            f"an epoch: {len(plan.samples):,} samples in {len(plan):,} packs of "
+            f"{capacity.tokens:,} tokens, "
             f"{fill:.1%} full{without}; {steps:,} steps of {packs:,} packs are "
             f"{epochs:{',.0f' if epochs >= 100 else '.3g'}} epochs"
         )
         if packs > len(plan):
             summary += (
-                f"\na step takes {packs:,} packs, but the data fill only {len(plan):,}: each step reads them "
+                f"\na step takes {packs:,} packs, but the data fill only {len(plan):,}: "
+                "each step reads them "
                 f"{packs / len(plan):.1f} times. Lower train.packs_per_step, or add data"
             )
         return summary
@@ -127,7 +143,8 @@ class PackedBatches:
             batch_size=None,
             num_workers=workers,
             prefetch_factor=PREFETCH,
-            multiprocessing_context="fork",  # torch is imported already; spawn would import it again, seconds each
+            # torch is imported already; spawn would import it again, seconds each
+            multiprocessing_context="fork",
             worker_init_fn=functools.partial(_live_with_parent, os.getpid()),
         )
         for number, sent in enumerate(batches):
@@ -135,8 +152,12 @@ class PackedBatches:
                 raise sent
             yield sent.received(slots[number % workers, number // workers % SLOTS])
 
-    def _share(self, worker: int, workers: int, buffers: Iterable[torch.Tensor | None]) -> Iterator[PackedBatch]:
-        """Yield every `workers`-th micro-batch of this replica, from the `worker`-th on, tiles in the next buffer."""
+    def _share(
+        self, worker: int, workers: int, buffers: Iterable[torch.Tensor | None]
+    ) -> Iterator[PackedBatch]:
+        """Yield every `workers`-th micro-batch of this replica, from the `worker`-th on, tiles in
+        the next buffer.
+        """
         buffers = iter(buffers)
         train = self.config.train
         share = train.packs_per_step // self.replicas
@@ -161,15 +182,18 @@ class PackedBatches:
 def _shared_memory(workers: int, tiles: int, image_size: int) -> torch.Tensor:
     """Return (workers, SLOTS, tiles, 3, S, S) uint8 that forked processes share; raises UserError.
 
-    torch's queues make a file in /dev/shm of every tensor instead, of which a container has 64 MB by default.
+    torch's queues make a file in /dev/shm of every tensor instead, of which a container has 64 MB
+    by default.
     """
     shape = (workers, SLOTS, max(tiles, 1), 3, image_size, image_size)
     try:
         memory = mmap.mmap(-1, math.prod(shape))
     except (OSError, OverflowError) as error:
         raise UserError(
-            f"data.workers: {workers} workers need {math.prod(shape) / 2**30:,.1f} GiB shared with their rank, for "
-            f"{SLOTS} micro-batches each of up to {tiles:,} tiles, but the system refuses it ({error}). Lower "
+            f"data.workers: {workers} workers need {math.prod(shape) / 2**30:,.1f} GiB shared with "
+            "their rank, for "
+            f"{SLOTS} micro-batches each of up to {tiles:,} tiles, but the system refuses it "
+            f"({error}). Lower "
             "data.workers or data.max_tiles_per_pack"
         ) from None
     return torch.frombuffer(memory, dtype=torch.uint8).view(shape)
@@ -179,23 +203,36 @@ def _shared_memory(workers: int, tiles: int, image_size: int) -> torch.Tensor:
 class _Sent:
     """A micro-batch on its way from a worker; its tiles lie in the worker's slot."""
 
-    fields: dict[str, Any]  # of PackedBatch, the tokens' tensors as arrays, which a queue takes as they are
+    # of PackedBatch, the tokens' tensors as arrays, which a queue takes as they are
+    fields: dict[str, Any]
     tiles: int
 
     @classmethod
     def of(cls, batch: PackedBatch) -> Self:
-        tokens = {name: value.numpy() for name, value in vars(batch).items() if isinstance(value, torch.Tensor)}
-        return cls({**vars(batch), **tokens, "tiles": None}, 0 if batch.tiles is None else len(batch.tiles))
+        tokens = {
+            name: value.numpy()
+            for name, value in vars(batch).items()
+            if isinstance(value, torch.Tensor)
+        }
+        return cls(
+            {**vars(batch), **tokens, "tiles": None}, 0 if batch.tiles is None else len(batch.tiles)
+        )
 
     def received(self, slot: torch.Tensor) -> PackedBatch:
-        tokens = {name: torch.from_numpy(value) for name, value in self.fields.items() if isinstance(value, np.ndarray)}
+        tokens = {
+            name: torch.from_numpy(value)
+            for name, value in self.fields.items()
+            if isinstance(value, np.ndarray)
+        }
         # Copied: the worker writes over the slot once the next micro-batch is asked for.
         tiles = slot[: self.tiles].clone() if self.tiles else None
         return PackedBatch(**{**self.fields, **tokens, "tiles": tiles})
 
 
 class _Worker(IterableDataset):
-    """A worker process's part of the stream; what the user can mend travels as a value, with its message unchanged."""
+    """A worker process's part of the stream; what the user can mend travels as a value, with its
+    message unchanged.
+    """
 
     def __init__(self, batches: PackedBatches, slots: torch.Tensor) -> None:
         self.batches = batches
@@ -211,9 +248,11 @@ class _Worker(IterableDataset):
 
 
 def _live_with_parent(parent: int, worker: int) -> None:
-    """Let a worker end when its rank does, and leave signals, which reach all processes, to the rank.
+    """Let a worker end when its rank does, and leave signals, which reach all processes, to the
+    rank.
 
-    A worker that outlived a killed rank would hold the rank's sockets open: its peers would wait instead of failing.
+    A worker that outlived a killed rank would hold the rank's sockets open: its peers would wait
+    instead of failing.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     ignore_in_worker()

@@ -1,4 +1,5 @@
-"""The order of an epoch: which samples share which pack, and in which order, as a pure function without I/O.
+"""The order of an epoch: which samples share which pack, and in which order, as a pure function
+without I/O.
 
 sets of samples (lengths, shard sizes, weight)
 --draws: shards permuted, samples permuted inside each--> one sequence per set
@@ -6,9 +7,10 @@ sets of samples (lengths, shard sizes, weight)
 --pack_best_fit, packs permuted--> EpochPlan: samples (planned,), starts (packs + 1,)
 --PackOrder: epochs one after the other--> one endless list of packs
 
-A sample is its global number: over all sets in listed order, in a set over all shards in listed order. The order
-depends on (sets, seed, epoch) and the arguments here alone, not on the world size or the workers. Draws come from
-numpy's RandomState, whose streams are frozen (NEP 19), seeded through SHA-256.
+A sample is its global number: over all sets in listed order, in a set over all shards in listed
+order. The order depends on (sets, seed, epoch) and the arguments here alone, not on the world size
+or the workers. Draws come from numpy's RandomState, whose streams are frozen (NEP 19), seeded
+through SHA-256.
 """
 
 from __future__ import annotations
@@ -42,7 +44,9 @@ class SampleSet:
     def __post_init__(self) -> None:
         assert self.weight > 0, f"weight {self.weight}"
         assert len(self.shard_sizes) > 0, "no shards"
-        assert self.shard_sizes.sum() == len(self.lengths) == len(self.tiles), "shards, lengths and tiles differ"
+        assert self.shard_sizes.sum() == len(self.lengths) == len(self.tiles), (
+            "shards, lengths and tiles differ"
+        )
 
 
 @dataclass(frozen=True)
@@ -55,7 +59,9 @@ class Capacity:
 
 @dataclass(frozen=True, eq=False)
 class EpochPlan:
-    """The packs of one epoch; drawn = planned + overlong + unusable, a sample counted as often as it is drawn."""
+    """The packs of one epoch; drawn = planned + overlong + unusable, a sample counted as often as
+    it is drawn.
+    """
 
     samples: np.ndarray  # (planned,) int64 global sample numbers, in pack order
     starts: np.ndarray  # (packs + 1,) int64: pack p holds samples[starts[p] : starts[p + 1]]
@@ -76,16 +82,22 @@ class PlannedPack:
 
 
 def plan_epoch(
-    sets: Sequence[SampleSet], seed: int, epoch: int, capacity: Capacity, shuffle_shards: int, pack_window: int
+    sets: Sequence[SampleSet],
+    seed: int,
+    epoch: int,
+    capacity: Capacity,
+    shuffle_shards: int,
+    pack_window: int,
 ) -> EpochPlan:
     """Draw and pack one epoch.
 
-    A set of weight w is drawn floor(w) times whole, and its first frac(w) once more. The epoch is cut into groups of
-    about `shuffle_shards` shards (of small shards as many as hold `pack_window` samples), each with its share of every
-    set. Samples are permuted within a group, whose windows of about `pack_window` samples are packed one by one.
+    A set of weight w is drawn floor(w) times whole, and its first frac(w) once more. The epoch is
+    cut into groups of about `shuffle_shards` shards (of small shards as many as hold `pack_window`
+    samples), each with its share of every set. Samples are permuted within a group, whose windows
+    of about `pack_window` samples are packed one by one.
 
-    Cost: windows of 4096 fill packs 0.2% less than packing the whole epoch would, of 1024 1.1%. 558,128 samples take
-    half a second of one core and 40 MB.
+    Cost: windows of 4096 fill packs 0.2% less than packing the whole epoch would, of 1024 1.1%.
+    558,128 samples take half a second of one core and 40 MB.
     """
     lengths = np.concatenate([one.lengths for one in sets])
     tiles = np.concatenate([one.tiles for one in sets])
@@ -106,7 +118,10 @@ def plan_epoch(
     shards = sum(one.weight * len(one.shard_sizes) for one in sets)
     groups = max(1, round(min(shards / shuffle_shards, sum(map(len, sequences)) / pack_window)))
     for group in range(groups):
-        parts = (each[group * len(each) // groups : (group + 1) * len(each) // groups] for each in sequences)
+        parts = (
+            each[group * len(each) // groups : (group + 1) * len(each) // groups]
+            for each in sequences
+        )
         draw = _random(f"group {seed} {epoch} {group}")
         members = draw.permutation(np.concatenate(list(parts)))
         for window in np.array_split(members, max(1, round(len(members) / pack_window))):
@@ -118,7 +133,9 @@ def plan_epoch(
 
 
 def _set_sequence(one: SampleSet, purpose: str) -> np.ndarray:
-    """Return int64 positions in a set in the order in which an epoch draws them, without held-out samples."""
+    """Return int64 positions in a set in the order in which an epoch draws them, without held-out
+    samples.
+    """
     sizes = one.shard_sizes.astype(np.int64)
     first = np.cumsum(sizes) - sizes
     kept = int((one.lengths != HELD_OUT).sum())
@@ -127,9 +144,12 @@ def _set_sequence(one: SampleSet, purpose: str) -> np.ndarray:
     sequence = [np.empty(0, np.int64)]
     for number, take in enumerate(takes):
         if take:
-            draw = _random(f"pass {purpose} {number}")  # these words are the seed of every order: never change them
+            # these words are the seed of every order: never change them
+            draw = _random(f"pass {purpose} {number}")
             shards = draw.permutation(len(first))
-            drawn = np.concatenate([first[shard] + draw.permutation(sizes[shard]) for shard in shards])
+            drawn = np.concatenate(
+                [first[shard] + draw.permutation(sizes[shard]) for shard in shards]
+            )
             sequence.append(drawn[one.lengths[drawn] != HELD_OUT][:take])
     return np.concatenate(sequence)
 
@@ -138,24 +158,34 @@ def _random(purpose: str) -> np.random.RandomState:
     return np.random.RandomState(np.frombuffer(hashlib.sha256(purpose.encode()).digest(), "<u4"))
 
 
-def pack_best_fit(lengths: np.ndarray, capacity: Capacity, tiles: np.ndarray | None = None) -> list[list[int]]:
-    """Pack by best-fit decreasing: return the positions of the documents in each pack, packs in order of opening.
+def pack_best_fit(
+    lengths: np.ndarray, capacity: Capacity, tiles: np.ndarray | None = None
+) -> list[list[int]]:
+    """Pack by best-fit decreasing: return the positions of the documents in each pack, packs in
+    order of opening.
 
-    The longest document comes first, ties by position. Each goes into the pack with the fewest free tokens of those
-    with room for its tokens and its tiles, ties by the pack opened first (Johnson, "Near-optimal bin packing
-    algorithms", MIT 1973). `lengths` and `tiles` are (documents,) integers; each document must fit an empty pack.
+    The longest document comes first, ties by position. Each goes into the pack with the fewest free
+    tokens of those with room for its tokens and its tiles, ties by the pack opened first (Johnson,
+    "Near-optimal bin packing algorithms", MIT 1973). `lengths` and `tiles` are (documents,)
+    integers; each document must fit an empty pack.
     """
     count, cap = len(lengths), capacity.tiles
     tokens = np.asarray(lengths, np.int64)
-    assert count == 0 or 0 < tokens.min() <= tokens.max() <= capacity.tokens, "a document does not fit an empty pack"
+    assert count == 0 or 0 < tokens.min() <= tokens.max() <= capacity.tokens, (
+        "a document does not fit an empty pack"
+    )
     # Where no document has more tiles per token than a full pack may have, tokens run out first.
-    if cap is None or (np.multiply(tiles, capacity.tokens, dtype=np.int64) < (cap + 1) * tokens).all():
+    if (
+        cap is None
+        or (np.multiply(tiles, capacity.tokens, dtype=np.int64) < (cap + 1) * tokens).all()
+    ):
         cap, needs = 0, [0] * count
     else:
         assert tiles.max() <= cap, "a document has more tiles than a pack takes"
         needs = tiles.tolist()
 
-    # open_packs[r]: packs with room for r more tiles, sorted, each as free tokens * count + its number
+    # open_packs[r]: packs with room for r more tiles, sorted, each as free tokens * count + its
+    # number
     open_packs: list[list[int]] = [[] for _ in range(cap + 1)]
     packs: list[list[int]] = []
     shortest, sizes = int(tokens.min(initial=capacity.tokens)), tokens.tolist()
@@ -186,7 +216,12 @@ class PackOrder:
     """
 
     def __init__(
-        self, sets: Sequence[SampleSet], seed: int, capacity: Capacity, shuffle_shards: int, pack_window: int
+        self,
+        sets: Sequence[SampleSet],
+        seed: int,
+        capacity: Capacity,
+        shuffle_shards: int,
+        pack_window: int,
     ) -> None:
         self.sets = tuple(sets)
         self.seed = seed
@@ -205,39 +240,57 @@ class PackOrder:
         while len(packs) < count:
             begin = first + len(packs) - self.first_pack(epoch)
             plan = self.epoch_plan(epoch)
-            for start, end in pairwise(plan.starts[begin : begin + count - len(packs) + 1].tolist()):
+            for start, end in pairwise(
+                plan.starts[begin : begin + count - len(packs) + 1].tolist()
+            ):
                 packs.append(PlannedPack(epoch, tuple(plan.samples[start:end].tolist())))
             epoch += 1
         return packs
 
     def epoch_plan(self, epoch: int) -> EpochPlan:
-        """Return an epoch's plan; the last two used are kept. Raises UserError where it holds no pack."""
+        """Return an epoch's plan; the last two used are kept. Raises UserError where it holds no
+        pack.
+        """
         return self._plan(epoch)
 
     def first_pack(self, epoch: int) -> int:
-        """Return the number of an epoch's first pack; raises UserError where an epoch before it holds none."""
+        """Return the number of an epoch's first pack; raises UserError where an epoch before it
+        holds none.
+        """
         while len(self._first_packs) <= epoch:
-            self._first_packs.append(self._first_packs[-1] + len(self.epoch_plan(len(self._first_packs) - 1)))
+            self._first_packs.append(
+                self._first_packs[-1] + len(self.epoch_plan(len(self._first_packs) - 1))
+            )
         return self._first_packs[epoch]
 
     def steps(self, epochs: int, packs_per_step: int) -> int:
-        """Return the steps that train every sample of these epochs; the next epoch fills the last one."""
+        """Return the steps that train every sample of these epochs; the next epoch fills the last
+        one.
+        """
         return -(-self.first_pack(epochs) // packs_per_step)
 
     def _plan_epoch(self, epoch: int) -> EpochPlan:
-        plan = plan_epoch(self.sets, self.seed, epoch, self.capacity, self.shuffle_shards, self.pack_window)
+        plan = plan_epoch(
+            self.sets, self.seed, epoch, self.capacity, self.shuffle_shards, self.pack_window
+        )
         if len(plan):
             return plan
         if plan.drawn == 0:
             why = (
-                "they are empty, or held out for evaluation, or the weight of their data set is too small for epoch "
+                "they are empty, or held out for evaluation, or the weight of their data set is "
+                "too small for epoch "
                 f"{epoch} to draw one"
             )
         else:
             limit = self.capacity.tiles
-            tiles = "" if limit is None else f", or have more than {limit} tiles (data.max_tiles_per_pack)"
+            tiles = (
+                ""
+                if limit is None
+                else f", or have more than {limit} tiles (data.max_tiles_per_pack)"
+            )
             why = (
-                f"of {plan.drawn} drawn in epoch {epoch}, {plan.overlong} are longer than data.pack_length="
+                f"of {plan.drawn} drawn in epoch {epoch}, {plan.overlong} are longer than "
+                "data.pack_length="
                 f"{self.capacity.tokens} tokens{tiles}, and {plan.unusable} cannot be used"
             )
         shards = sum(len(one.shard_sizes) for one in self.sets)

@@ -1,7 +1,8 @@
 """From samples to a micro-batch's tensors.
 
 sample --template--> document: input_ids and labels; its length must be the planned one
-packs: lists of documents, and of gaps where samples are quarantined --make_batch--> PackedBatch: (B, L) tensors and
+packs: lists of documents, and of gaps where samples are quarantined --make_batch--> PackedBatch:
+    (B, L) tensors and
 tiles of images (N, 3, S, S) --to_device--> the same where the model is
 """
 
@@ -52,10 +53,11 @@ class Pack:
 class PackedBatch:
     """One micro-batch: B packs of L tokens.
 
-    labels are already shifted: labels[b, t] is the token that position t must predict, IGNORE where there is none; the
-    last token of a document never has a label. position_ids restart at 0 in each document; a gap is a document without
-    labels, and so is the padding at the row's end. tiles and tilings are in row-major order of their positions.
-    grid_positions, for M-RoPE, are each token's time, row and column.
+    labels are already shifted: labels[b, t] is the token that position t must predict, IGNORE where
+    there is none; the last token of a document never has a label. position_ids restart at 0 in each
+    document; a gap is a document without labels, and so is the padding at the row's end. tiles and
+    tilings are in row-major order of their positions. grid_positions, for M-RoPE, are each token's
+    time, row and column.
     """
 
     input_ids: torch.Tensor  # (B, L) int64, IMAGE_POSITION at image positions
@@ -63,16 +65,20 @@ class PackedBatch:
     labels: torch.Tensor  # (B, L) int64
     tiles: torch.Tensor | None  # (N, 3, S, S) uint8, or normalised float32; None: there are none
     keys: tuple[str, ...]  # of the samples that are trained on, in row-major order
-    tilings: tuple[Tiling, ...] = ()  # of each image: how many of the tiles are its, and which positions they become
+    # of each image: how many of the tiles are its, and which positions they become
+    tilings: tuple[Tiling, ...] = ()
     tokens: int = 0  # without padding and gaps
     epochs: tuple[int, ...] = ()  # (B,) of each pack
     samples_of_packs: tuple[int, ...] = ()  # (B,) trained on
-    faults: tuple[tuple[int, QuarantinedSample], ...] = ()  # row and reason of each quarantined sample
+    # row and reason of each quarantined sample
+    faults: tuple[tuple[int, QuarantinedSample], ...] = ()
     grid_positions: torch.Tensor | None = None  # (3, B, L) int64
 
     @property
     def positions(self) -> torch.Tensor:
-        """What decoder layers take: position_ids (B, L), or (4, B, L) with the grid positions behind them."""
+        """What decoder layers take: position_ids (B, L), or (4, B, L) with the grid positions
+        behind them.
+        """
         if self.grid_positions is None:
             return self.position_ids
         return torch.cat([self.position_ids[None], self.grid_positions])
@@ -103,12 +109,17 @@ class Processor:
         self.layout = image_layout(config)
         self.tokenizer = load_tokenizer(config.model.llm.path)
         self.template = make_template(
-            config.data.template, self.tokenizer, self.layout, llm_shape(config.model.llm.path).vocab_size
+            config.data.template,
+            self.tokenizer,
+            self.layout,
+            llm_shape(config.model.llm.path).vocab_size,
         )
         self.transform: ImageTransform | None = None
         if vision is not None:
             pixels = config.data.max_image_pixels
-            self.transform = image_transform(vision.name, config.data.image_fit, pixels, self.layout.tile_size)
+            self.transform = image_transform(
+                vision.name, config.data.image_fit, pixels, self.layout.tile_size
+            )
         self.padding_id = 0  # any row of the embedding does: nothing looks at padding
         self.capacity = Capacity(config.data.pack_length, config.data.max_tiles_per_pack)
 
@@ -120,13 +131,17 @@ class Processor:
         try:
             document = self.template(sample)
         except BadSample as error:
-            return QuarantinedSample(sample.key, sample.shard, sample.offset, error.reason, error.detail)
+            return QuarantinedSample(
+                sample.key, sample.shard, sample.offset, error.reason, error.detail
+            )
         planned = int(reader.catalog.lengths[number])
         if len(document.input_ids) != planned:
             place = reader.catalog.find(number)
             raise UserError(
-                f"{sample.where}: {len(document.input_ids)} tokens, but the index of its shard says {planned}: the "
-                "index is from another version of the tokenizer's library, or for another shard. Index it again: "
+                f"{sample.where}: {len(document.input_ids)} tokens, but the index of its shard "
+                f"says {planned}: the "
+                "index is from another version of the tokenizer's library, or for another shard. "
+                "Index it again: "
                 f"mmtrain index {place.shard} --rebuild --tokenizer {self.config.model.llm.path} "
                 f"--template {template_name(self.config.data.template)}{self.layout.index_options}"
                 f"{format_argument(place.form)}"
@@ -140,11 +155,17 @@ class Processor:
     def batch(self, packs: list[Pack], buffer: torch.Tensor | None = None) -> PackedBatch:
         """Make a micro-batch of packs, its tiles uint8, in `buffer` if there is one."""
         has_grid = self.layout.has_grid_positions
-        return make_batch(packs, self.capacity.tokens, self.padding_id, self.decode, buffer, has_grid=has_grid)
+        return make_batch(
+            packs, self.capacity.tokens, self.padding_id, self.decode, buffer, has_grid=has_grid
+        )
 
     def normalised(self, batch: PackedBatch) -> PackedBatch:
         """Return the micro-batch with its tiles in float32, as a stock encoder takes them."""
-        return batch if batch.tiles is None else replace(batch, tiles=self.transform.normalise(batch.tiles))
+        return (
+            batch
+            if batch.tiles is None
+            else replace(batch, tiles=self.transform.normalise(batch.tiles))
+        )
 
 
 def make_batch(
@@ -156,10 +177,12 @@ def make_batch(
     *,
     has_grid: bool = False,
 ) -> PackedBatch:
-    """Turn B packs into one micro-batch; `decode` makes (tiles, 3, S, S) of an image file or raises BadSample.
+    """Turn B packs into one micro-batch; `decode` makes (tiles, 3, S, S) of an image file or raises
+    BadSample.
 
-    A document with such an image becomes a gap. `buffer`, (M, 3, S, S) with M at least the number of tiles, takes
-    the tiles; without one they get memory of their own. `has_grid`: with grid positions.
+    A document with such an image becomes a gap. `buffer`, (M, 3, S, S) with M at least the number
+    of tiles, takes the tiles; without one they get memory of their own. `has_grid`: with grid
+    positions.
     """
     shape = (len(packs), pack_length)
     # Filled by numpy: torch.tensor takes seven times as long for a tuple of integers.
@@ -185,9 +208,13 @@ def make_batch(
                     tilings += entry.tilings
                 except BadSample as error:
                     sample = entry.sample
-                    fault = QuarantinedSample(sample.key, sample.shard, sample.offset, error.reason, error.detail)
+                    fault = QuarantinedSample(
+                        sample.key, sample.shard, sample.offset, error.reason, error.detail
+                    )
             end = start + length
-            assert end <= pack_length, f"documents of {end} tokens or more in a pack of {pack_length}"
+            assert end <= pack_length, (
+                f"documents of {end} tokens or more in a pack of {pack_length}"
+            )
             position_ids[row, start:end] = np.arange(length)
             if grid is not None:
                 grid[:, row, start:end] = np.arange(length) if fault else positions_of(entry)
@@ -225,10 +252,14 @@ def positions_of(document: Document) -> np.ndarray:
     return grid_positions(is_image, [(tiling.rows, tiling.columns) for tiling in document.tilings])
 
 
-def _decoded_images(document: Document, decode: Callable[[bytes, Tiling, bool], torch.Tensor]) -> list[torch.Tensor]:
+def _decoded_images(
+    document: Document, decode: Callable[[bytes, Tiling, bool], torch.Tensor]
+) -> list[torch.Tensor]:
     """Return the tiles of each image; raises BadSample for the first that cannot be decoded."""
     tiles = []
-    for number, (content, tiling) in enumerate(zip(document.sample.images, document.tilings, strict=True)):
+    for number, (content, tiling) in enumerate(
+        zip(document.sample.images, document.tilings, strict=True)
+    ):
         try:
             tiles.append(decode(content, tiling, document.is_control))
         except BadSample as error:
@@ -237,7 +268,9 @@ def _decoded_images(document: Document, decode: Callable[[bytes, Tiling, bool], 
 
 
 def to_device(batch: PackedBatch, device: torch.device | str) -> PackedBatch:
-    """Return the micro-batch with token ids, tiles and their places on `device`; the host uses the rest."""
+    """Return the micro-batch with token ids, tiles and their places on `device`; the host uses the
+    rest.
+    """
     if torch.device(device).type == "cpu":
         return batch
     moved = copy.copy(batch)

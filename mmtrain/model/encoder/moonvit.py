@@ -1,10 +1,12 @@
-"""MoonViT, as Moonshot AI publishes it alone (MoonViT-SO-400M) and in Kimi-VL; transformers has no class for it.
+"""MoonViT, as Moonshot AI publishes it alone (MoonViT-SO-400M) and in Kimi-VL; transformers has no
+class for it.
 
-    pixel_values (P, 3 S S), row by row of each image's patches --patches, positions resized to each image, blocks,
+    pixel_values (P, 3 S S), row by row of each image's patches --patches, positions resized to each
+        image, blocks,
         norm--> last_hidden_state (P, W)
 
-Parameters have their published names. Source: `modeling_moonvit.py` of moonshotai/MoonViT-SO-400M, with which it was
-compared on random weights (3e-7 of the largest feature).
+Parameters have their published names. Source: `modeling_moonvit.py` of moonshotai/MoonViT-SO-400M,
+with which it was compared on random weights (3e-7 of the largest feature).
 """
 
 from __future__ import annotations
@@ -40,7 +42,9 @@ class _Positions(nn.Module):
 
     def forward(self, grids: list[list[int]]) -> torch.Tensor:
         table = self.weight.permute(2, 0, 1)[None]
-        return torch.cat([F.interpolate(table, grid[1:], mode="bicubic")[0].flatten(1).T for grid in grids])
+        return torch.cat(
+            [F.interpolate(table, grid[1:], mode="bicubic")[0].flatten(1).T for grid in grids]
+        )
 
 
 class _Patches(nn.Module):
@@ -73,18 +77,31 @@ class _Block(nn.Module):
         self.wo = nn.Linear(config.hidden_size, config.hidden_size)
         self.mlp = _Mlp(config)
 
-    def forward(self, hidden: torch.Tensor, borders: torch.Tensor, longest: int, rotation: Rotation) -> torch.Tensor:
+    def forward(
+        self, hidden: torch.Tensor, borders: torch.Tensor, longest: int, rotation: Rotation
+    ) -> torch.Tensor:
         hidden = hidden + self.attention(self.norm0(hidden), borders, longest, rotation)
         return hidden + self.mlp(self.norm1(hidden))
 
-    def attention(self, normed: torch.Tensor, borders: torch.Tensor, longest: int, rotation: Rotation) -> torch.Tensor:
-        query, key, value = self.wqkv(normed).unflatten(1, (3, self.config.num_attention_heads, -1)).unbind(1)
-        heads = [part.transpose(0, 1)[None] for part in (_turned(query, *rotation), _turned(key, *rotation), value)]
+    def attention(
+        self, normed: torch.Tensor, borders: torch.Tensor, longest: int, rotation: Rotation
+    ) -> torch.Tensor:
+        query, key, value = (
+            self.wqkv(normed).unflatten(1, (3, self.config.num_attention_heads, -1)).unbind(1)
+        )
+        heads = [
+            part.transpose(0, 1)[None]
+            for part in (_turned(query, *rotation), _turned(key, *rotation), value)
+        ]
         if self.config._attn_implementation == IMAGES_FLASH:
-            attended = images_attention(self, *heads, None, query.shape[-1] ** -0.5, borders, longest)[0]
+            attended = images_attention(
+                self, *heads, None, query.shape[-1] ** -0.5, borders, longest
+            )[0]
         else:
             images = zip(*(part.split(borders.diff().tolist(), 2) for part in heads), strict=True)
-            attended = torch.cat([F.scaled_dot_product_attention(*image) for image in images], 2).transpose(1, 2)
+            attended = torch.cat(
+                [F.scaled_dot_product_attention(*image) for image in images], 2
+            ).transpose(1, 2)
         return self.wo(attended[0].flatten(1))
 
 
@@ -123,8 +140,11 @@ class MoonViTModel(PreTrainedModel):
     ) -> BaseModelOutput:
         """Encode images of grids (N, 3) on the host; `position_ids` (P, 2) are rows and columns."""
         width = self.config.hidden_size // self.config.num_attention_heads
-        frequencies = torch.arange(0, width, 4, device=pixel_values.device, dtype=torch.float32) / width
-        angles = position_ids.flip(1)[:, None, :] * (1 / 10_000**frequencies)[None, :, None]  # column, then row
+        frequencies = (
+            torch.arange(0, width, 4, device=pixel_values.device, dtype=torch.float32) / width
+        )
+        # column, then row
+        angles = position_ids.flip(1)[:, None, :] * (1 / 10_000**frequencies)[None, :, None]
         angles = angles.flatten(1)[:, None]
         rotation = angles.cos(), angles.sin()
         hidden = self.patch_embed(pixel_values, grid_thw.tolist())

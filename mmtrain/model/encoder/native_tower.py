@@ -1,10 +1,11 @@
 """An encoder that takes images of any size, in stock code, on cells: the tiles of layout `native`.
 
-    cells (N, 3, S, S) of pictures, (rows, columns) of cells each --patches in the encoder's own order--> its forward
+    cells (N, 3, S, S) of pictures, (rows, columns) of cells each --patches in the encoder's own
+        order--> its forward
         --its merger, if asked for; back into cells--> features (N, F^2, W)
 
-A cell is F x F positions of features, F the connector's factor; each is one patch, or the m x m patches that the
-encoder's own merger joins. Every picture is encoded as if it were alone.
+A cell is F x F positions of features, F the connector's factor; each is one patch, or the m x m
+patches that the encoder's own merger joins. Every picture is encoded as if it were alone.
 """
 
 from __future__ import annotations
@@ -27,7 +28,9 @@ from mmtrain.model.llm.attention import IMAGES_FLASH, flash_takes_images
 
 
 class Unmerged(nn.Module):
-    """In the place of an encoder's merger: the features (P, W) of patches as they are, `joined` in a row."""
+    """In the place of an encoder's merger: the features (P, W) of patches as they are, `joined` in
+    a row.
+    """
 
     def __init__(self, joined: int) -> None:
         super().__init__()
@@ -40,14 +43,23 @@ class Unmerged(nn.Module):
 
 
 def on_its_device(_: nn.Module, taken: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
-    """Move what GLM-4.1V's embeddings take to the hidden states' device: there they look for each patch's image."""
-    return tuple(tensor if tensor.device == taken[0].device else copied(tensor, taken[0].device) for tensor in taken)
+    """Move what GLM-4.1V's embeddings take to the hidden states' device: there they look for each
+    patch's image.
+    """
+    return tuple(
+        tensor if tensor.device == taken[0].device else copied(tensor, taken[0].device)
+        for tensor in taken
+    )
 
 
 class NativeTower(VisionTower):
-    """Blocks [first, last) of such an encoder. Hidden states are (N, patches of a cell, W), in the encoder's order."""
+    """Blocks [first, last) of such an encoder. Hidden states are (N, patches of a cell, W), in the
+    encoder's order.
+    """
 
-    def __init__(self, model: nn.Module, family: EncoderFamily, shape: VisionShape, **options: Any) -> None:
+    def __init__(
+        self, model: nn.Module, family: EncoderFamily, shape: VisionShape, **options: Any
+    ) -> None:
         """`shape` has the run's cells; `model` merges as it says, or has `Unmerged`."""
         native, side = family.native, shape.image_size // shape.patch_size
         assert native is not None
@@ -79,10 +91,16 @@ class NativeTower(VisionTower):
             together = {"equal": tuple(grid), "single": number, "packed": None}[self.images]
             calls.setdefault(together, []).append(number)
         for numbers in calls.values():
-            taken = None if received is None else torch.cat([received[number] for number in numbers])
-            output = self._call(taken, [cells[number] for number in numbers], [grids[number] for number in numbers])
+            taken = (
+                None if received is None else torch.cat([received[number] for number in numbers])
+            )
+            output = self._call(
+                taken, [cells[number] for number in numbers], [grids[number] for number in numbers]
+            )
             per_cell, width = self.feature_shape if self.is_last else self.hidden_shape
-            rows = output.reshape(-1, width).split([counts[number] * per_cell for number in numbers])
+            rows = output.reshape(-1, width).split(
+                [counts[number] * per_cell for number in numbers]
+            )
             for number, of_image in zip(numbers, rows, strict=True):
                 if self.is_last:
                     outputs[number] = _in_cells(of_image, grids[number], self.factor, self.block)
@@ -95,31 +113,50 @@ class NativeTower(VisionTower):
 
 
 def _in_cells(features: torch.Tensor, grid: Sequence[int], factor: int, block: int) -> torch.Tensor:
-    """Features (P, W) of one picture, in the order of `patch_rows`, as (cells, factor^2, W), row by row in each."""
+    """Features (P, W) of one picture, in the order of `patch_rows`, as (cells, factor^2, W), row by
+    row in each.
+    """
     (rows, columns), blocks = grid, factor // block
-    apart = features.reshape(rows, blocks, columns, blocks, block, block, -1).permute(0, 2, 1, 4, 3, 5, 6)
+    apart = features.reshape(rows, blocks, columns, blocks, block, block, -1).permute(
+        0, 2, 1, 4, 3, 5, 6
+    )
     return apart.reshape(rows * columns, factor**2, -1)
 
 
 def _features(
-    native: NativeInput, side: int, has_class_token: bool, model: nn.Module, cells: Sequence[torch.Tensor], grids: Grids
+    native: NativeInput,
+    side: int,
+    has_class_token: bool,
+    model: nn.Module,
+    cells: Sequence[torch.Tensor],
+    grids: Grids,
 ) -> torch.Tensor:
-    """Run a stock encoder on pictures: their features, one after another, in the encoder's order."""
+    """Run a stock encoder on pictures: their features, one after another, in the encoder's
+    order.
+    """
     if native.patches == "picture":
         pictures = torch.stack([picture(*one) for one in zip(cells, grids, strict=True)])
-        told = {} if has_class_token else {"image_sizes": [tuple(pictures.shape[2:])] * len(pictures)}
+        told = (
+            {} if has_class_token else {"image_sizes": [tuple(pictures.shape[2:])] * len(pictures)}
+        )
         return model(pictures, **told).last_hidden_state[:, int(has_class_token) :]
-    rows = [patch_rows(one, grid, side, native.block, native.patches) for one, grid in zip(cells, grids, strict=True)]
+    rows = [
+        patch_rows(one, grid, side, native.block, native.patches)
+        for one, grid in zip(cells, grids, strict=True)
+    ]
     sizes = torch.tensor([(side * rows, side * columns) for rows, columns in grids])
     if native.images == "equal":  # no mask: one of ones would choose another attention kernel
-        return model(torch.stack(rows), pixel_attention_mask=None, spatial_shapes=sizes).last_hidden_state
+        return model(
+            torch.stack(rows), pixel_attention_mask=None, spatial_shapes=sizes
+        ).last_hidden_state
     sizes = nn.functional.pad(sizes, (1, 0), value=1)
     tables, patches = _tables(model, native.block, sizes, cells[0]), torch.cat(rows)
     if native.block > 1:
         output = model(patches, grid_thw=sizes, **tables)
         if not output.get("deepstack_features"):
             return output.pooler_output
-        parts = output.pooler_output, *output.deepstack_features  # before mergers: rows of block^2 patches
+        # before mergers: rows of block^2 patches
+        parts = output.pooler_output, *output.deepstack_features
         return torch.cat([part.view(len(patches), -1) for part in parts], dim=-1)
     if isinstance(model, VideoLlama3VisionModel):
         tables["merge_sizes"] = torch.ones_like(sizes[:, 0])
@@ -128,10 +165,14 @@ def _features(
     return model(patches, grid_thw=sizes, **tables).last_hidden_state
 
 
-def _tables(model: nn.Module, block: int, sizes: torch.Tensor, like: torch.Tensor) -> dict[str, Any]:
-    """Make the tables that the stock forward needs for grids `sizes` (N, 3), on the host, so that no call waits.
+def _tables(
+    model: nn.Module, block: int, sizes: torch.Tensor, like: torch.Tensor
+) -> dict[str, Any]:
+    """Make the tables that the stock forward needs for grids `sizes` (N, 3), on the host, so that
+    no call waits.
 
-    Flash attention takes all images in one call; without it the forward splits by borders, which stay on the host.
+    Flash attention takes all images in one call; without it the forward splits by borders, which
+    stay on the host.
     """
     config, device = model.config, like.device
     width = getattr(config, "embed_dim", config.hidden_size)  # Qwen2-VL's hidden_size is the LLM's
@@ -140,12 +181,16 @@ def _tables(model: nn.Module, block: int, sizes: torch.Tensor, like: torch.Tenso
     tables = {"position_ids": vision_utils.get_vision_position_ids(sizes, block)}
     borders = {"seqlens": vision_utils.get_vision_cu_seqlens(sizes)}
     if hasattr(model, "fullatt_block_indexes"):
-        windows = vision_utils.get_vision_window_index(sizes, block, model.window_size, model.patch_size)
+        windows = vision_utils.get_vision_window_index(
+            sizes, block, model.window_size, model.patch_size
+        )
         tables["window_index"], borders["window_seqlens"] = windows
     stem = model.vision_model.embeddings if hasattr(model, "vision_model") else model
     if hasattr(stem, "num_grid_per_side"):
         how = stem.interpolation_mode, stem.interpolation_align_corners, block
-        made = vision_utils.get_vision_interpolation_indices_and_weights(sizes, stem.num_grid_per_side, *how)
+        made = vision_utils.get_vision_interpolation_indices_and_weights(
+            sizes, stem.num_grid_per_side, *how
+        )
         tables |= dict(zip(("interp_indices", "interp_weights"), made, strict=True))
     told: dict[str, Any] = {name: copied(table, device) for name, table in tables.items()}
     for name, border in borders.items():

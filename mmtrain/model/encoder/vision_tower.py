@@ -1,14 +1,17 @@
-"""A vision encoder in stock code, whole or a slice: blocks [first, last), the others replaced by bookends.
+"""A vision encoder in stock code, whole or a slice: blocks [first, last), the others replaced by
+bookends.
 
     images (N, 3, S, S) float32, normalised --stem, blocks 0 .. b-1--> hidden (N, T + prefix, W)
         --blocks b .. c-1--> hidden
         --blocks c .. n-1, last norm if asked for, prefix tokens dropped--> features (N, T, W)
 
-An encoder that takes images of any size (`NativeTower`) has cells for images: those of one picture are put together
-before the stem, and its features are taken apart again. Between slices they keep the encoder's own order.
+An encoder that takes images of any size (`NativeTower`) has cells for images: those of one picture
+are put together before the stem, and its features are taken apart again. Between slices they keep
+the encoder's own order.
 
-Every slice holds what stands around the blocks (patches, positions, norms; the stem), which is small: behind the first
-slice it runs on zeros, in whose place the slice's first block takes what was received.
+Every slice holds what stands around the blocks (patches, positions, norms; the stem), which is
+small: behind the first slice it runs on zeros, in whose place the slice's first block takes what
+was received.
 """
 
 from __future__ import annotations
@@ -33,10 +36,11 @@ Grids = Sequence[tuple[int, int]]  # rows and columns of cells of each picture
 
 
 class VisionTower(nn.Module):
-    """Blocks [first, last) of an encoder, loaded frozen: all of the `depth` that run, or a slice of them.
+    """Blocks [first, last) of an encoder, loaded frozen: all of the `depth` that run, or a slice of
+    them.
 
-    The first slice takes images (N, 3, S, S) float32, others hidden states (N, *hidden_shape) of the encoder's `dtype`.
-    The last gives features (N, *feature_shape), others hidden states.
+    The first slice takes images (N, 3, S, S) float32, others hidden states (N, *hidden_shape) of
+    the encoder's `dtype`. The last gives features (N, *feature_shape), others hidden states.
     """
 
     def __init__(
@@ -50,9 +54,11 @@ class VisionTower(nn.Module):
         published: Callable[[str], str] = str,
         blocks: tuple[int, int] | None = None,
     ) -> None:
-        """`features(model, images)` runs the encoder's own forward up to the selected block and drops prefix tokens.
+        """`features(model, images)` runs the encoder's own forward up to the selected block and
+        drops prefix tokens.
 
-        `published` maps a parameter's name in `model` to that in files. `model` has bookends for all but `blocks`.
+        `published` maps a parameter's name in `model` to that in files. `model` has bookends for
+        all but `blocks`.
         """
         super().__init__()
         self.model = model.eval().requires_grad_(False)
@@ -82,7 +88,9 @@ class VisionTower(nn.Module):
         """Copy blocks [first, last) of a whole encoder."""
         assert self.is_whole, self.blocks
         blocks = enumerate(block_list(self.model))
-        part = copy.deepcopy(self, {id(block): Bookend(block) for i, block in blocks if not first <= i < last})
+        part = copy.deepcopy(
+            self, {id(block): Bookend(block) for i, block in blocks if not first <= i < last}
+        )
         part.blocks = (first, last)
         return part
 
@@ -95,27 +103,37 @@ class VisionTower(nn.Module):
         return f"vision.{self.published(name)}"
 
     def forward(self, taken: torch.Tensor, grids: Grids = ()) -> torch.Tensor:
-        """Normalised images (N, 3, S, S), or hidden states (N, *hidden_shape), to features or hidden states.
+        """Normalised images (N, 3, S, S), or hidden states (N, *hidden_shape), to features or
+        hidden states.
 
         `grids` of pictures count for a `NativeTower` alone.
         """
         first, side = self.blocks[0], (3, self.image_size, self.image_size)
         if taken.ndim == len(side) + 1:
-            assert taken.shape[1:] == side and first == 0, (taken.shape, self.blocks)  # some encoders take other sizes
+            # some encoders take other sizes
+            assert taken.shape[1:] == side and first == 0, (taken.shape, self.blocks)
             output = self._run(None, taken.to(self.dtype), grids)
         else:
             assert taken.shape[1:] == self.hidden_shape, (taken.shape, self.hidden_shape)
             output = self._run(taken, taken.new_zeros(1, 1, 1, 1).expand(len(taken), *side), grids)
         expected = (len(taken), *(self.feature_shape if self.is_last else self.hidden_shape))
-        assert output.shape == expected and output.dtype == self.dtype, (output.shape, expected, output.dtype)
+        assert output.shape == expected and output.dtype == self.dtype, (
+            output.shape,
+            expected,
+            output.dtype,
+        )
         return output
 
     def _run(self, hidden: torch.Tensor | None, images: torch.Tensor, grids: Grids) -> torch.Tensor:
-        """Run the encoder once on N images, or on zeros in whose place `hidden` enters the slice's first block."""
+        """Run the encoder once on N images, or on zeros in whose place `hidden` enters the slice's
+        first block.
+        """
         return self._call(hidden, images if hidden is None else images[:1])
 
     def _call(self, hidden: torch.Tensor | None, *images: Any) -> torch.Tensor:
-        """Return `features(model, *images)`, or what a slice before the last hands on, in the encoder's own order."""
+        """Return `features(model, *images)`, or what a slice before the last hands on, in the
+        encoder's own order.
+        """
         (first, last), blocks, handles = self.blocks, block_list(self.model), []
         if hidden is not None:  # takes the place of what the stem made
             hand_in = blocks[first].register_forward_pre_hook(
@@ -152,8 +170,8 @@ class VisionTower(nn.Module):
     ) -> torch.Tensor:
         """Run N tiles' images or hidden states without a graph, a group at a time; contiguous.
 
-        Groups and strides are those of every other slice: they decide which kernels run, and so the bits. `prepared`
-        makes the input of a group.
+        Groups and strides are those of every other slice: they decide which kernels run, and so the
+        bits. `prepared` makes the input of a group.
         """
         groups = self.groups(len(taken), grids)
         parts = taken.split([tiles for tiles, _ in groups])
@@ -172,9 +190,14 @@ class VisionTower(nn.Module):
 def block_list(model: nn.Module) -> nn.Sequential | nn.ModuleList:
     """An encoder's blocks, absent ones included; raises UserError without any."""
     for name, module in model.named_modules():
-        if isinstance(module, nn.Sequential | nn.ModuleList) and ENCODER_BLOCK.match(f"vision.{name}.0."):
+        if isinstance(module, nn.Sequential | nn.ModuleList) and ENCODER_BLOCK.match(
+            f"vision.{name}.0."
+        ):
             return module
-    raise UserError(f"model.vision.name: the blocks of a {type(model).__name__} are not in one known list. Use a ViT")
+    raise UserError(
+        f"model.vision.name: the blocks of a {type(model).__name__} are not in one known "
+        "list. Use a ViT"
+    )
 
 
 def drop_other_blocks(blocks: nn.Sequential | nn.ModuleList, first: int, last: int) -> None:
@@ -185,8 +208,12 @@ def drop_other_blocks(blocks: nn.Sequential | nn.ModuleList, first: int, last: i
             blocks[i] = Bookend(block)
 
 
-def slices_difference(whole: VisionTower, cuts: Sequence[int], images: torch.Tensor, grids: Grids = ()) -> float:
-    """Largest difference between features by slices with borders `cuts` and by the whole encoder; never NaN."""
+def slices_difference(
+    whole: VisionTower, cuts: Sequence[int], images: torch.Tensor, grids: Grids = ()
+) -> float:
+    """Largest difference between features by slices with borders `cuts` and by the whole encoder;
+    never NaN.
+    """
     expected = whole.in_groups(images, grids=grids)
     taken = images
     for first, last in pairwise(cuts):

@@ -1,11 +1,13 @@
-"""The last decoder layer for the tokens whose output is used: the supervised ones, often one in five.
+"""The last decoder layer for the tokens whose output is used: the supervised ones, often one in
+five.
 
     hidden (B, L, D) --stock layer as far as its cache--> keys and values of all tokens
     rows (S,) of hidden --stock layer, given these keys and values--> (1, S, D)
 
-The layer's own code runs twice: a stand-in for its cache takes the keys and values out of the first run, where queries
-are not projected, and hands them to the second, where keys and values are not. A trainable layer's gradients are exact.
-Which families this is right for is measured (`parity.takes_rows`).
+The layer's own code runs twice: a stand-in for its cache takes the keys and values out of the first
+run, where queries are not projected, and hands them to the second, where keys and values are not. A
+trainable layer's gradients are exact. Which families this is right for is measured
+(`parity.takes_rows`).
 """
 
 from __future__ import annotations
@@ -25,19 +27,24 @@ from mmtrain.model.llm.attention import Documents
 
 # Names in decoder layers, over all families.
 CACHE_ARGUMENTS = ("past_key_values", "layer_past")
-QUERY_PROJECTIONS = ("q_proj", "q_b_proj")  # one that makes queries, keys and values in one is not left out
+# one that makes queries, keys and values in one is not left out
+QUERY_PROJECTIONS = ("q_proj", "q_b_proj")
 KEY_PROJECTIONS = ("k_proj", "v_proj")
 
 Forward = Callable[..., Any]
 
 
 def recomputing(forward: Forward) -> Forward:
-    """Wrap a forward so that it saves its inputs alone and runs once more in backward; works in eval mode."""
+    """Wrap a forward so that it saves its inputs alone and runs once more in backward; works in
+    eval mode.
+    """
     return functools.partial(checkpoint, forward, use_reentrant=False, preserve_rng_state=False)
 
 
 class Rows:
-    """Rising places (S,) int64 of tokens in rows laid end to end, on the model's device and on the CPU."""
+    """Rising places (S,) int64 of tokens in rows laid end to end, on the model's device and on the
+    CPU.
+    """
 
     def __init__(self, places: torch.Tensor, device: torch.device) -> None:
         self.places, self.on_host = copied(places, device), places.cpu()
@@ -65,7 +72,8 @@ class LastLayer:
         """Return what the stock layer returns; with `rows`, hidden states are (1, S, D)."""
         if self.rows is None:
             return self.whole(*arguments, **options)
-        return self.on_rows(self.rows, *arguments, **options)  # an argument: recomputation gets those of its own batch
+        # an argument: recomputation gets those of its own batch
+        return self.on_rows(self.rows, *arguments, **options)
 
 
 def run_on_rows(
@@ -79,7 +87,8 @@ def run_on_rows(
 ) -> Any:
     """Run a stock decoder layer's `forward` of `hidden` (B, L, D) for the tokens of `rows` alone.
 
-    What the stock model's arguments hold for each token is cut to `rows`. Raises TypeError for a layer without a cache.
+    What the stock model's arguments hold for each token is cut to `rows`. Raises TypeError for a
+    layer without a cache.
     """
     call = inspect.signature(forward).bind(hidden, *arguments, **options)
     name = next((name for name in CACHE_ARGUMENTS if name in call.signature.parameters), None)
@@ -99,7 +108,9 @@ def run_on_rows(
             return value.at(rows.on_host)
         return rows.of_tensor(value.expand(of_all[0], *value.shape[1:]))
 
-    call.arguments.update({name: map_tokens(value, of_all, of_rows) for name, value in call.arguments.items()})
+    call.arguments.update(
+        {name: map_tokens(value, of_all, of_rows) for name, value in call.arguments.items()}
+    )
     call.arguments[name] = _Cache(*keys_and_values)
     with _giving_zeros(key_projections):
         return forward(*call.args, **call.kwargs)
@@ -107,8 +118,14 @@ def run_on_rows(
 
 @contextlib.contextmanager
 def _giving_zeros(projections: Sequence[nn.Module]) -> Iterator[None]:
-    """Within this context linear layers whose results are not used give zeros, without a matrix product."""
-    linear = [module for module in projections if type(module) is nn.Linear or hasattr(module, "base_layer")]
+    """Within this context linear layers whose results are not used give zeros, without a matrix
+    product.
+    """
+    linear = [
+        module
+        for module in projections
+        if type(module) is nn.Linear or hasattr(module, "base_layer")
+    ]
     for module in linear:
         module.forward = functools.partial(_zeros, module.out_features)
     try:
@@ -123,7 +140,9 @@ def _zeros(width: int, rows: torch.Tensor) -> torch.Tensor:
 
 
 def map_tokens(value: Any, of_all: tuple[int, int], change: Callable[[Any], Any]) -> Any:
-    """Apply `change` to each tensor for all tokens (B, L), `of_all`, and to Documents in an argument of a layer."""
+    """Apply `change` to each tensor for all tokens (B, L), `of_all`, and to Documents in an
+    argument of a layer.
+    """
     if isinstance(value, Documents):
         return change(value)
     if isinstance(value, torch.Tensor):
@@ -145,7 +164,9 @@ class _Cache:
     def __init__(self, *keys_and_values: torch.Tensor) -> None:
         self._keys_and_values = keys_and_values
 
-    def update(self, key: torch.Tensor, value: torch.Tensor, *_: Any, **__: Any) -> tuple[torch.Tensor, ...]:
+    def update(
+        self, key: torch.Tensor, value: torch.Tensor, *_: Any, **__: Any
+    ) -> tuple[torch.Tensor, ...]:
         if not self._keys_and_values:
             raise _CacheReached(key, value)
         return self._keys_and_values

@@ -3,8 +3,8 @@
 labels (B, L) --supervised_places--> (S,) of the supervised tokens
 their normed hidden states (S, D) + targets (S,) --chunks--> logits (C, V) --> loss sum
 
-The gradient is made in the forward pass, chunk by chunk, so that the largest buffer is one chunk's logits instead of
-all of them (139 MB against 1,479 MB for 4,096 tokens and a vocabulary of 32,000).
+The gradient is made in the forward pass, chunk by chunk, so that the largest buffer is one chunk's
+logits instead of all of them (139 MB against 1,479 MB for 4,096 tokens and a vocabulary of 32,000).
 """
 
 from __future__ import annotations
@@ -21,7 +21,9 @@ from mmtrain.facts.chunks import LOGITS_PER_CHUNK
 
 
 class _SupervisedLossSum(torch.autograd.Function):
-    """Loss sum of rows (S, D); forward makes the gradients of rows and of the head's trainable parameters."""
+    """Loss sum of rows (S, D); forward makes the gradients of rows and of the head's trainable
+    parameters.
+    """
 
     @staticmethod
     def forward(
@@ -56,7 +58,10 @@ class _SupervisedLossSum(torch.autograd.Function):
     def backward(ctx: Any, upstream: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         row_gradient, *parameter_gradients = ctx.saved_tensors
         scaled = None if row_gradient is None else row_gradient * upstream.to(row_gradient.dtype)
-        gradients = ((g * upstream).to(d) for g, d in zip(parameter_gradients, ctx.parameter_dtypes, strict=True))
+        gradients = (
+            (g * upstream).to(d)
+            for g, d in zip(parameter_gradients, ctx.parameter_dtypes, strict=True)
+        )
         return scaled, None, None, None, *gradients
 
 
@@ -72,21 +77,30 @@ def supervised_loss_sum(
     vocab_size: int,
     head_parameters: Sequence[torch.nn.Parameter] = (),
 ) -> torch.Tensor:
-    """Cross entropy summed over supervised tokens, in nats, 0-dimensional; part of the graph even when S is 0.
+    """Cross entropy summed over supervised tokens, in nats, 0-dimensional; part of the graph even
+    when S is 0.
 
-    `rows` (S, D) are the LM head's input, `targets` (S,) int64 the tokens to predict. `logits_of` maps rows (C, D) to
-    logits (C, V) with `head_parameters`, of which those that require a gradient receive theirs.
+    `rows` (S, D) are the LM head's input, `targets` (S,) int64 the tokens to predict. `logits_of`
+    maps rows (C, D) to logits (C, V) with `head_parameters`, of which those that require a gradient
+    receive theirs.
     """
     trainable = [p for p in head_parameters if p.requires_grad]
     if not (torch.is_grad_enabled() and (rows.requires_grad or trainable)):
         return loss_sum_and_predictions(rows, targets, logits_of, vocab_size)[0]
-    return _SupervisedLossSum.apply(rows, targets, logits_of, _rows_per_chunk(vocab_size), *trainable)
+    return _SupervisedLossSum.apply(
+        rows, targets, logits_of, _rows_per_chunk(vocab_size), *trainable
+    )
 
 
 def loss_sum_and_predictions(
-    rows: torch.Tensor, targets: torch.Tensor, logits_of: Callable[[torch.Tensor], torch.Tensor], vocab_size: int
+    rows: torch.Tensor,
+    targets: torch.Tensor,
+    logits_of: Callable[[torch.Tensor], torch.Tensor],
+    vocab_size: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Loss sum without gradients, and arg max of the logits, (S,) int64. Arguments as in `supervised_loss_sum`."""
+    """Loss sum without gradients, and arg max of the logits, (S,) int64. Arguments as in
+    `supervised_loss_sum`.
+    """
     chunk = _rows_per_chunk(vocab_size)
     total = torch.zeros((), dtype=torch.float32, device=rows.device)
     predicted = torch.empty_like(targets)
@@ -100,17 +114,21 @@ def loss_sum_and_predictions(
 def count_answers(labels: torch.Tensor, predicted: torch.Tensor) -> torch.Tensor:
     """Count what a prediction gets right: (correct tokens, answers, exact answers), (3,) float64.
 
-    `labels` (B, L) int64, on the host; `predicted` (S,) of their `supervised_places`, on any device. An answer is a run
-    of supervised positions in a row. Those of two documents never merge: a document's last position predicts nothing.
+    `labels` (B, L) int64, on the host; `predicted` (S,) of their `supervised_places`, on any
+    device. An answer is a run of supervised positions in a row. Those of two documents never merge:
+    a document's last position predicts nothing.
     """
     device = predicted.device
     supervised = labels != IGNORE
     begins = supervised.clone()
     begins[:, 1:] &= ~supervised[:, :-1]
-    answer = begins.flatten().cumsum(0)[supervised.flatten()] - 1  # which answer each supervised position belongs to
+    # which answer each supervised position belongs to
+    answer = begins.flatten().cumsum(0)[supervised.flatten()] - 1
     answers = int(begins.sum())
     wrong = (predicted != copied(labels[supervised], device)).long()
-    wrong_tokens = torch.zeros(answers, dtype=torch.int64, device=device).index_add_(0, copied(answer, device), wrong)
+    wrong_tokens = torch.zeros(answers, dtype=torch.int64, device=device).index_add_(
+        0, copied(answer, device), wrong
+    )
     all_answers = torch.full((), answers, device=device)
     return torch.stack([(1 - wrong).sum(), all_answers, (wrong_tokens == 0).sum()]).double()
 

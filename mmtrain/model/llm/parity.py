@@ -1,12 +1,15 @@
-"""Differences of staged and packed execution from the stock model, in forward and in the input gradient.
+"""Differences of staged and packed execution from the stock model, in forward and in the input
+gradient.
 
 documents of 13, 6 and 19 token ids --stock model, one row per document--> reference
 the same in one packed row (1, 38) --stock model, packed attention--> whole
 the same in one packed row (1, 38) --slices, packed attention--> staged
 
     staged difference: staged against whole     (the same kernels: 0 unless a slice is wrong)
-    packed difference: staged against reference (other kernels: rounding, unless documents see each other)
-    rows difference: the last decoder layer for some tokens against the same for all (other kernels too)
+    packed difference: staged against reference (other kernels: rounding, unless documents see each
+        other)
+    rows difference: the last decoder layer for some tokens against the same for all (other kernels
+        too)
 """
 
 from __future__ import annotations
@@ -29,13 +32,16 @@ from mmtrain.model.weights.streaming import StreamedLayers
 from mmtrain.model.weights.weight_sources import HostSource
 
 DOCUMENTS = (13, 6, 19)  # tokens; below, at and beyond the tiny windows of 8
-ROWS = (2, 3, 7, 9, 10, 11, 28, 29, 35, 36)  # of the first and third of them, or in reverse order of all three
+# of the first and third of them, or in reverse order of all three
+ROWS = (2, 3, 7, 9, 10, 11, 28, 29, 35, 36)
 ROWS_BOUND = 1e-4  # relative; rounding of one layer is below 1e-6, what is wrong above 1e-2
 SEEDS = 3
 
 
 class Differences(NamedTuple):
-    """Largest relative differences over documents, of logits and of the gradient of the input embeddings."""
+    """Largest relative differences over documents, of logits and of the gradient of the input
+    embeddings.
+    """
 
     staged: float
     packed: float
@@ -46,8 +52,9 @@ def measure_differences(
 ) -> Differences:
     """Run a tiny model of `config`'s family whole, in slices, and document by document; fp32.
 
-    Slices begin at decoder layers 0 and `cut_points`. If it `streams`, layers have weights only while they compute. The
-    stock model gets token ids, as it may scale what it embeds itself; `draw_scales` moves all scales off 1.
+    Slices begin at decoder layers 0 and `cut_points`. If it `streams`, layers have weights only
+    while they compute. The stock model gets token ids, as it may scale what it embeds itself;
+    `draw_scales` moves all scales off 1.
     """
     model = tiny_model(draw_scales(config, seed), seed)
     generator = torch.Generator().manual_seed(seed)
@@ -55,7 +62,11 @@ def measure_differences(
     weights = torch.randn(sum(DOCUMENTS), VOCABULARY, generator=generator)
     documents = torch.cat([torch.arange(length) for length in DOCUMENTS])[None]
     # With M-RoPE as in a picture of rows of 5 tokens.
-    grid = torch.stack([torch.zeros_like(documents), documents // 5, documents % 5]) if is_mrope_class(config) else None
+    grid = (
+        torch.stack([torch.zeros_like(documents), documents // 5, documents % 5])
+        if is_mrope_class(config)
+        else None
+    )
     positions = documents if grid is None else torch.cat([documents[None], grid])
     rotary = documents if grid is None else grid
 
@@ -69,9 +80,15 @@ def measure_differences(
     model.get_input_embeddings().register_forward_hook(keep)  # slices copy it
 
     def separate() -> torch.Tensor:
-        # One by one: in a padded batch stock gated delta rules of qwen3_5 differ by rounding, up to 4e-4.
+        # One by one: in a padded batch stock gated delta rules of qwen3_5 differ by rounding, up to
+        # 4e-4.
         parts = zip(ids.split(DOCUMENTS, 1), rotary.split(DOCUMENTS, -1), strict=True)
-        return torch.cat([model(input_ids=part, position_ids=at, use_cache=False).logits[0] for part, at in parts])
+        return torch.cat(
+            [
+                model(input_ids=part, position_ids=at, use_cache=False).logits[0]
+                for part, at in parts
+            ]
+        )
 
     def whole() -> torch.Tensor:
         with document_positions(documents), running_on(Sequences.of_positions(documents, "cpu")):
@@ -105,19 +122,25 @@ def measure_differences(
         return slices[-1].logits(hidden[0])
 
     sliced = run(staged)
-    return Differences(_largest_difference(sliced, unsliced), _largest_difference(sliced, reference))
+    return Differences(
+        _largest_difference(sliced, unsliced), _largest_difference(sliced, reference)
+    )
 
 
 def takes_rows(config: PreTrainedConfig) -> bool:
-    """Whether the last decoder layer of `config`'s family is right for some tokens alone, tried on a tiny model.
+    """Whether the last decoder layer of `config`'s family is right for some tokens alone, tried on
+    a tiny model.
 
-    It takes 0.2 s for 80 layers. With experts, rounding alone flips a near tie for some seed; a fault shows with all.
+    It takes 0.2 s for 80 layers. With experts, rounding alone flips a near tie for some seed; a
+    fault shows with all.
     """
     return any(rows_difference(config, seed) <= ROWS_BOUND for seed in range(SEEDS))
 
 
 def rows_difference(config: PreTrainedConfig, seed: int) -> float:
-    """Largest relative difference of the last decoder layer's output and gradient for some tokens, or infinity."""
+    """Largest relative difference of the last decoder layer's output and gradient for some tokens,
+    or infinity.
+    """
     with torch.random.fork_rng(devices=[]):
         try:
             model = tiny_model(draw_scales(config, seed), seed)
@@ -127,7 +150,9 @@ def rows_difference(config: PreTrainedConfig, seed: int) -> float:
     if mixers_of(decoder_layers(model)[-1]):
         return math.inf  # their results depend on all tokens before
     part = slice_of(model, layers - 1, layers, embedding=False, head=True)
-    positions = torch.stack([torch.cat([torch.arange(n) for n in row]) for row in (DOCUMENTS, DOCUMENTS[::-1])])
+    positions = torch.stack(
+        [torch.cat([torch.arange(n) for n in row]) for row in (DOCUMENTS, DOCUMENTS[::-1])]
+    )
     places = torch.cat([torch.tensor(ROWS), sum(DOCUMENTS) + torch.tensor(ROWS)])
     generator = torch.Generator().manual_seed(seed)
     hidden = torch.randn(*positions.shape, part.hidden_size, generator=generator).requires_grad_()

@@ -1,10 +1,13 @@
-"""A tiny model of the same family: a real config at full depth with small widths, and weights that make faults visible.
+"""A tiny model of the same family: a real config at full depth with small widths, and weights that
+make faults visible.
 
-config of a 70B model (80 layers, 8192 wide) --shrink--> same family, 80 layers, 64 wide --randomise--> a test model
+config of a 70B model (80 layers, 8192 wide) --shrink--> same family, 80 layers, 64 wide
+    --randomise--> a test model
 
-What decides how layers work together is kept: depth, layer types, scalings, soft caps, ratio of query to key heads.
-The probe alone moves scalings and caps (`draw_scales`): at 1 nobody sees who applies them.
-Attention windows become 8 tokens, so that documents of 20 tokens already reach beyond them.
+What decides how layers work together is kept: depth, layer types, scalings, soft caps, ratio of
+query to key heads. The probe alone moves scalings and caps (`draw_scales`): at 1 nobody sees who
+applies them. Attention windows become 8 tokens, so that documents of 20 tokens already reach beyond
+them.
 """
 
 from __future__ import annotations
@@ -29,33 +32,65 @@ INNER_WIDTH = 48
 LOW_RANK = 32
 EXPERTS = 8
 EXPERTS_PER_TOKEN = 2
-NORM_EPS = 0.01  # larger than usual: recurrent layers give values near 0, and dividing by them would enlarge rounding
+# larger than usual: recurrent layers give values near 0, and dividing by them would enlarge
+# rounding
+NORM_EPS = 0.01
 VOCABULARY = 128
 WINDOW = 8  # tokens
 
-# Attributes of transformers' configs, over all families. Only those that a config has, and that hold a number, are set.
+# Attributes of transformers' configs, over all families. Only those that a config has, and that
+# hold a number, are set.
 _QUERY_HEADS = ("num_attention_heads", "n_head", "num_heads", "n_heads")
 _KEY_HEADS = ("num_key_value_heads", "num_kv_heads", "n_head_kv")
 _SIZES = {
     _QUERY_HEADS: HEADS,
-    ("hidden_size", "n_embd", "d_model", "word_embed_proj_dim", "dim_model", "embed_dim"): HEADS * HEAD_WIDTH,
+    ("hidden_size", "n_embd", "d_model", "word_embed_proj_dim", "dim_model", "embed_dim"): HEADS
+    * HEAD_WIDTH,
     (
-        "head_dim", "global_head_dim", "kv_channels", "v_head_dim", "qk_nope_head_dim", "attention_head_dim",
-        "swa_head_dim", "swa_v_head_dim", "linear_key_head_dim", "linear_value_head_dim", "linear_head_dim",
-        "mamba_d_head", "mamba_head_dim", "mamba_d_state", "ssm_state_size", "mamba_dt_rank",
+        "head_dim",
+        "global_head_dim",
+        "kv_channels",
+        "v_head_dim",
+        "qk_nope_head_dim",
+        "attention_head_dim",
+        "swa_head_dim",
+        "swa_v_head_dim",
+        "linear_key_head_dim",
+        "linear_value_head_dim",
+        "linear_head_dim",
+        "mamba_d_head",
+        "mamba_head_dim",
+        "mamba_d_state",
+        "ssm_state_size",
+        "mamba_dt_rank",
     ): HEAD_WIDTH,
     (
-        "intermediate_size", "ffn_hidden_size", "ffn_dim", "n_inner", "mlp_hidden_size", "intermediate_size_mlp",
-        "shared_expert_intermediate_size", "shared_intermediate_size", "moe_intermediate_size",
-        "expert_ffn_hidden_size", "dense_intermediate_size",
+        "intermediate_size",
+        "ffn_hidden_size",
+        "ffn_dim",
+        "n_inner",
+        "mlp_hidden_size",
+        "intermediate_size_mlp",
+        "shared_expert_intermediate_size",
+        "shared_intermediate_size",
+        "moe_intermediate_size",
+        "expert_ffn_hidden_size",
+        "dense_intermediate_size",
     ): INNER_WIDTH,
     ("q_lora_rank", "kv_lora_rank"): LOW_RANK,
     ("vocab_size",): VOCABULARY,
-    ("sliding_window", "attention_chunk_size", "window_size", "mamba_chunk_size", "chunk_size", "block_size"): WINDOW,
+    (
+        "sliding_window",
+        "attention_chunk_size",
+        "window_size",
+        "mamba_chunk_size",
+        "chunk_size",
+        "block_size",
+    ): WINDOW,
     ("linear_num_value_heads", "linear_num_heads", "mamba_n_heads", "mamba_num_heads"): MIXER_HEADS,
     ("mamba_d_ssm",): MIXER_HEADS * HEAD_WIDTH,
     ("mamba_expand", "expand"): MIXER_HEADS // HEADS,
-}  # fmt: skip
+}
 _LIMITS = {
     ("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts"): EXPERTS,
     ("num_experts_per_tok", "moe_topk", "top_k_experts", "moe_k"): EXPERTS_PER_TOKEN,
@@ -63,12 +98,21 @@ _LIMITS = {
 }
 MAX_PARAMETERS = 100_000_000
 _DROPOUTS = (
-    "attention_dropout", "hidden_dropout", "resid_pdrop", "embd_pdrop", "attn_pdrop", "attention_probs_dropout_prob",
-    "hidden_dropout_prob", "dropout",
-)  # fmt: skip
+    "attention_dropout",
+    "hidden_dropout",
+    "resid_pdrop",
+    "embd_pdrop",
+    "attn_pdrop",
+    "attention_probs_dropout_prob",
+    "hidden_dropout_prob",
+    "dropout",
+)
 
-# Fractions that `draw_scales` leaves alone: what only training reads, widths, bounds of rounding and of first values.
-_NOT_DRAWN = re.compile(r"drop|prob|noise|coef|loss|init|std|dim_|_dim|fraction|rotary|theta|eps|_min|_max|_floor")
+# Fractions that `draw_scales` leaves alone: what only training reads, widths, bounds of rounding
+# and of first values.
+_NOT_DRAWN = re.compile(
+    r"drop|prob|noise|coef|loss|init|std|dim_|_dim|fraction|rotary|theta|eps|_min|_max|_floor"
+)
 
 
 def shrink(config: PreTrainedConfig) -> PreTrainedConfig:
@@ -113,7 +157,9 @@ def shrink(config: PreTrainedConfig) -> PreTrainedConfig:
         if getattr(tiny, name, None):
             setattr(tiny, name, 0.0)
     if isinstance(getattr(tiny, "rope_parameters", None), dict):
-        tiny.rope_parameters = _trim_rope(tiny.rope_parameters, getattr(tiny, "partial_rotary_factor", None))
+        tiny.rope_parameters = _trim_rope(
+            tiny.rope_parameters, getattr(tiny, "partial_rotary_factor", None)
+        )
     for name in ("rms_norm_eps", "norm_eps", "layer_norm_epsilon"):
         if hasattr(tiny, name):
             setattr(tiny, name, NORM_EPS)
@@ -122,7 +168,9 @@ def shrink(config: PreTrainedConfig) -> PreTrainedConfig:
 
 
 def _trim_rope(parameters: dict[str, Any], partial: float | None) -> dict[str, Any]:
-    """Cut lists of one factor per frequency, and M-RoPE's sections, to HEAD_WIDTH; some have them per layer type."""
+    """Cut lists of one factor per frequency, and M-RoPE's sections, to HEAD_WIDTH; some have them
+    per layer type.
+    """
     rotated = int(HEAD_WIDTH * (parameters.get("partial_rotary_factor") or partial or 1.0))
     trimmed = dict(parameters)
     for key, value in parameters.items():
@@ -137,10 +185,11 @@ def _trim_rope(parameters: dict[str, Any], partial: float | None) -> dict[str, A
 
 
 def draw_scales(config: PreTrainedConfig, seed: int) -> PreTrainedConfig:
-    """A copy of `config` with other scales and caps, so that none is 1, where it would not matter who applies it.
+    """A copy of `config` with other scales and caps, so that none is 1, where it would not matter
+    who applies it.
 
-    Every number that config.json may give as a fraction is multiplied by its own factor of 0.6 to 0.9, also in lists.
-    Left alone: counts, widths, rotary parameters and what `_NOT_DRAWN` names.
+    Every number that config.json may give as a fraction is multiplied by its own factor of 0.6 to
+    0.9, also in lists. Left alone: counts, widths, rotary parameters and what `_NOT_DRAWN` names.
     """
     changed, factors = copy.deepcopy(config), random.Random(seed)
     text = changed.get_text_config()
@@ -157,7 +206,9 @@ def draw_scales(config: PreTrainedConfig, seed: int) -> PreTrainedConfig:
 
 
 def tiny_model(config: PreTrainedConfig, seed: int) -> PreTrainedModel:
-    """Make a frozen fp32 LLM of `config`'s family at its depth; raises UserError for one that stays large."""
+    """Make a frozen fp32 LLM of `config`'s family at its depth; raises UserError for one that stays
+    large.
+    """
     tiny, made_by = shrink(config), auto_class(config)
     if is_mrope_class(tiny):
         tiny.vision_config.num_hidden_layers = 1
@@ -167,18 +218,24 @@ def tiny_model(config: PreTrainedConfig, seed: int) -> PreTrainedModel:
     parameters = sum(parameter.numel() for parameter in hollow.parameters())
     if parameters > MAX_PARAMETERS:
         raise UserError(
-            f"{config.model_type} cannot be checked: shrunk to {HEADS * HEAD_WIDTH} wide it still has "
+            f"{config.model_type} cannot be checked: "
+            f"shrunk to {HEADS * HEAD_WIDTH} wide it still has "
             f"{parameters / 1e6:,.0f} million parameters, so its config has unknown sizes"
         )
-    torch.default_generator.manual_seed(seed)  # not the GPUs' generators: callers restore the CPU's alone
-    model = made_by.from_config(tiny, dtype=torch.float32, attn_implementation=None, trust_remote_code=False)
+    # not the GPUs' generators: callers restore the CPU's alone
+    torch.default_generator.manual_seed(seed)
+    model = made_by.from_config(
+        tiny, dtype=torch.float32, attn_implementation=None, trust_remote_code=False
+    )
     drop_tower(model)
     randomise(model.eval().requires_grad_(False), seed)
     return model
 
 
 def randomise(model: nn.Module, seed: int) -> None:
-    """Draw weights of variance 1 / fan-in and move norms and biases off their start, so that every fault shows."""
+    """Draw weights of variance 1 / fan-in and move norms and biases off their start, so that every
+    fault shows.
+    """
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in model.parameters():

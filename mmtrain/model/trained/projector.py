@@ -1,6 +1,8 @@
-"""The trainable module between vision encoder and LLM, drawn at random or read from a trained one's files.
+"""The trainable module between vision encoder and LLM, drawn at random or read from a trained one's
+files.
 
-vision features (N, T, W) --projector--> image embeddings (N, T / factor^2, D), in fp32 whatever the frozen parts are
+vision features (N, T, W) --projector--> image embeddings (N, T / factor^2, D), in fp32 whatever the
+    frozen parts are
 stored in. `facts.connectors` says which operations a projector is made of.
 """
 
@@ -33,13 +35,16 @@ from mmtrain.model.weights.projector_files import (
 )
 
 _log = logging.getLogger(__name__)
-STORED_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)  # others are codes that need their scales
+# others are codes that need their scales
+STORED_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 
 PROJECTOR = "projector."  # of global names
 
 
 class PixelShuffle(nn.Module):
-    """`factor` x `factor` patches of a square grid, row by row, as one position: (N, T, W) -> (N, T / f^2, f^2 W)."""
+    """`factor` x `factor` patches of a square grid, row by row, as one position: (N, T, W) -> (N, T
+    / f^2, f^2 W).
+    """
 
     def __init__(self, factor: int, feature_first: bool = False) -> None:
         super().__init__()
@@ -48,14 +53,18 @@ class PixelShuffle(nn.Module):
     def forward(self, features: torch.Tensor) -> torch.Tensor:
         images, patches, width = features.shape
         side, factor = math.isqrt(patches), self.factor
-        cells = features.reshape(images, side // factor, factor, side // factor, factor * width).transpose(2, 3)
+        cells = features.reshape(
+            images, side // factor, factor, side // factor, factor * width
+        ).transpose(2, 3)
         if self.feature_first:
             cells = cells.reshape(images, patches // factor**2, factor**2, width).transpose(2, 3)
         return cells.reshape(images, patches // factor**2, factor**2 * width)
 
 
 class MeanPool(nn.Module):
-    """The mean of `factor` x `factor` positions of a square grid, row by row: (N, T, D) -> (N, T / f^2, D)."""
+    """The mean of `factor` x `factor` positions of a square grid, row by row: (N, T, D) -> (N, T /
+    f^2, D).
+    """
 
     def __init__(self, factor: int) -> None:
         super().__init__()
@@ -92,7 +101,8 @@ class Gated(nn.Module):
 class Projector(nn.Module):
     """A connector's torch module: features (N, T, W) -> image embeddings (N, T / factor^2, D).
 
-    With k branches of DeepStack features are (1 + k) W and embeddings (1 + k) D wide, the main ones first.
+    With k branches of DeepStack features are (1 + k) W and embeddings (1 + k) D wide, the main ones
+    first.
     """
 
     def __init__(self, operations: Sequence[connectors.Operation]) -> None:
@@ -107,7 +117,12 @@ class Projector(nn.Module):
                 self._add(name, module)
         self.factor = connectors.factor_of(operations)
         self.image_newline = next(
-            (nn.Parameter(torch.empty(each.width)) for each in operations if isinstance(each, connectors.Newline)), None
+            (
+                nn.Parameter(torch.empty(each.width))
+                for each in operations
+                if isinstance(each, connectors.Newline)
+            ),
+            None,
         )  # (D,), which `arranged` puts between the positions that the projector makes
 
     def _add(self, name: str, module: nn.Module) -> None:
@@ -121,7 +136,9 @@ class Projector(nn.Module):
 
     def forward(self, features: torch.Tensor) -> torch.Tensor:
         outputs = []
-        for part, modules in zip(features.chunk(len(self._branches), dim=-1), self._branches, strict=True):
+        for part, modules in zip(
+            features.chunk(len(self._branches), dim=-1), self._branches, strict=True
+        ):
             for module in modules:
                 part = module(part)
             outputs.append(part)
@@ -149,7 +166,8 @@ def _module(place: int, operation: connectors.Operation) -> tuple[str, nn.Module
 
 
 def make_projector(operations: Sequence[connectors.Operation], seed: int) -> Projector:
-    """Build a projector in fp32: linear layers with nn.Linear's default distribution, norms 1 and 0.
+    """Build a projector in fp32: linear layers with nn.Linear's default distribution, norms 1 and
+    0.
 
     A newline is drawn as in LLaVA-NeXT. Every tensor is a function of (seed, parameter name) alone.
     """
@@ -175,19 +193,24 @@ def starting_projector(config: RunConfig) -> Projector:
     operations, init_from = connectors.run_connector(config), config.model.projector.init_from
     projector = make_projector(operations, config.run.seed)
     if init_from is not None:
-        projector.load_state_dict({**projector.state_dict(), **read_projector(init_from, operations)})
+        projector.load_state_dict(
+            {**projector.state_dict(), **read_projector(init_from, operations)}
+        )
     return projector
 
 
 def whole_projector(checkpoint: StepFolder) -> dict[str, torch.Tensor]:
-    """The projector of a checkpoint's run, fp32, by the names of `make_projector`'s module; empty without an encoder.
+    """The projector of a checkpoint's run, fp32, by the names of `make_projector`'s module; empty
+    without an encoder.
 
     Raises UserError where what the run began with and did not train has changed or is gone.
     """
     config, file = checkpoint.config, checkpoint.tensors_file
     if config.model.vision is None:
         return {}
-    trained = open_tensors({name: (name, file) for name in read_header(file) if name.startswith(PROJECTOR)})
+    trained = open_tensors(
+        {name: (name, file) for name in read_header(file) if name.startswith(PROJECTOR)}
+    )
     tensors = {name.removeprefix(PROJECTOR): view[...] for name, view in trained.items()}
     section = config.model.projector
     init_from = section.init_from
@@ -196,7 +219,9 @@ def whole_projector(checkpoint: StepFolder) -> dict[str, torch.Tensor]:
         operations = connectors.run_connector(config)
     else:
         operations = connectors.connector(section, 1, 2, connectors.has_newline(config))
-    untrained = {parameter.name for parameter in connectors.connector_parameters(operations)} - trained.keys()
+    untrained = {
+        parameter.name for parameter in connectors.connector_parameters(operations)
+    } - trained.keys()
     if not untrained:
         return tensors
     start = starting_projector(config).state_dict()
@@ -205,47 +230,67 @@ def whole_projector(checkpoint: StepFolder) -> dict[str, torch.Tensor]:
         if name not in untrained or fingerprint(tensors[name.removeprefix(PROJECTOR)]) != was:
             source = f"{KEY} ({init_from})" if init_from else "the seed"
             raise UserError(
-                f"{checkpoint.path}: its run did not train {escape(name)}, and {source} gives other values now than "
+                f"{checkpoint.path}: its run did not train {escape(name)}, and {source} gives "
+                "other values now than "
                 "it began with. Restore what it began with"
             )
     return tensors
 
 
-def read_projector(path: str, operations: Sequence[connectors.Operation]) -> dict[str, torch.Tensor]:
+def read_projector(
+    path: str, operations: Sequence[connectors.Operation]
+) -> dict[str, torch.Tensor]:
     """Read a connector's tensors from `path`, in fp32, by the names of `make_projector`'s module.
 
-    A newline may be lacking. Raises UserError for a path that holds none, damaged files, tensors of another projector,
-    other widths or types, and values that are not finite.
+    A newline may be lacking. Raises UserError for a path that holds none, damaged files, tensors of
+    another projector, other widths or types, and values that are not finite.
     """
     files = find_projector(path)
     stored = _read(files)
     names = local_names(stored, files.source)
     shapes = {local: as_matrix(stored[name].shape) for local, name in names.items()}
     refuse_unfit(shapes, operations, files.source)
-    if connectors.NEWLINE not in shapes and any(isinstance(each, connectors.Newline) for each in operations):
-        _log.info(f"{KEY}: {files.source} holds no {connectors.NEWLINE}; it is initialised at random, by run.seed")
+    if connectors.NEWLINE not in shapes and any(
+        isinstance(each, connectors.Newline) for each in operations
+    ):
+        _log.info(
+            f"{KEY}: {files.source} holds no {connectors.NEWLINE}; "
+            "it is initialised at random, by run.seed"
+        )
     tensors: dict[str, torch.Tensor] = {}
     for local, name in names.items():
         tensor = stored[name]
         if tensor.dtype not in STORED_DTYPES:
             raise UserError(
-                f"{KEY}: {files.source}: {name} is stored as {str(tensor.dtype).removeprefix('torch.')}; needed are "
+                f"{KEY}: {files.source}: {name} is stored as "
+                f"{str(tensor.dtype).removeprefix('torch.')}; needed are "
                 "floating-point numbers of 16 bits or more"
             )
         tensor = tensor.reshape(shapes[local])
-        tensors[local] = tensor.to(torch.float32, copy=True)  # a copy: what is mapped from a file could change there
+        # a copy: what is mapped from a file could change there
+        tensors[local] = tensor.to(torch.float32, copy=True)
         if not torch.isfinite(tensors[local]).all():
-            raise UserError(f"{KEY}: {files.source}: {name} holds NaN or infinite values. Use an earlier checkpoint")
+            raise UserError(
+                f"{KEY}: {files.source}: {name} holds NaN or infinite values. "
+                "Use an earlier checkpoint"
+            )
     return tensors
 
 
 def _read(files: ProjectorFiles) -> dict[str, torch.Tensor]:
     source = files.source
     if files.is_part:
-        return {f"{PROJECTOR}{name}": tensor for name, tensor in whole_projector(files.checkpoint).items()}
+        return {
+            f"{PROJECTOR}{name}": tensor
+            for name, tensor in whole_projector(files.checkpoint).items()
+        }
     if not files.shapes:
         return read_pickled(source)
-    places = tensor_places(source) if source.is_dir() else {name: (name, source) for name in files.shapes}
+    places = (
+        tensor_places(source)
+        if source.is_dir()
+        else {name: (name, source) for name in files.shapes}
+    )
     try:
         lazy = open_tensors({name: places[name] for name in files.shapes})
         return {name: tensor[...] for name, tensor in lazy.items()}

@@ -1,4 +1,6 @@
-"""A tensor's fingerprint, by which two runs, or a run and its export, know that they hold the same weights."""
+"""A tensor's fingerprint, by which two runs, or a run and its export, know that they hold the same
+weights.
+"""
 
 from __future__ import annotations
 
@@ -10,9 +12,11 @@ ROW_BYTES = 8192
 
 
 def fingerprint(tensor: torch.Tensor) -> str:
-    """SHA-256 over wrapping int64 sums of the tensor's bytes in rows of 8192, and over its shape and dtype.
+    """SHA-256 over wrapping int64 sums of the tensor's bytes in rows of 8192, and over its shape
+    and dtype.
 
-    Fifteen times as fast as hashing every byte (27 GB/s against 1.8 on one core), and only the sums leave a GPU.
+    Fifteen times as fast as hashing every byte (27 GB/s against 1.8 on one core), and only the sums
+    leave a GPU.
     """
     data = tensor.detach().contiguous().flatten().view(torch.uint8)
     whole = data.numel() // ROW_BYTES * ROW_BYTES
@@ -20,7 +24,8 @@ def fingerprint(tensor: torch.Tensor) -> str:
     tail[: data.numel() - whole] = data[whole:]
     digest = hashlib.sha256(f"{tuple(tensor.shape)} {tensor.dtype}".encode())
     for part in (data[:whole], tail):
-        if part.storage_offset() % 8 or part.data_ptr() % 8:  # torch refuses to view unaligned bytes as int64
+        # torch refuses to view unaligned bytes as int64
+        if part.storage_offset() % 8 or part.data_ptr() % 8:
             part = part.clone()
         words = part.view(torch.int64)
         digest.update(words.view(-1, ROW_BYTES // 8).sum(dim=1).cpu().numpy().tobytes())

@@ -1,20 +1,32 @@
-"""Where a trained projector lies and whether it fits the run: `model.projector.init_from`, looked at without torch.
+"""Where a trained projector lies and whether it fits the run: `model.projector.init_from`, looked
+at without torch.
 
 path --what it is--> files --names and shapes, where headers tell them--> fits the run, or UserError
 
-| path                                         | tensors of the projector                                  |
+| path                                         | tensors of the projector
+    |
 |----------------------------------------------|-----------------------------------------------------------|
-| run or step folder of mmtrain                | projector.linear_1.weight in projector.safetensors        |
-| projector.safetensors, or an export with it  | the same                                                  |
-| LLaVA's mm_projector.bin, or a folder of it  | model.mm_projector.0.weight; of a linear one .weight      |
-| stock model's folder, or cached hub id       | multi_modal_projector.linear_1.weight, also below model.; |
-|                                              | of LlavaNext and LlavaOnevision image_newline besides;    |
-|                                              | of Idefics3 and SmolVLM connector.modality_projection.,   |
-|                                              | of LightOnOcr vision_projection., of HyperCLOVAXVisionV2  |
-|                                              | vision_projector., of VideoLlama3 projector.readout., of  |
-|                                              | Exaone4_5 visual.merger.                                  |
+| run or step folder of mmtrain                | projector.linear_1.weight in projector.safetensors
+    |
+| projector.safetensors, or an export with it  | the same
+    |
+| LLaVA's mm_projector.bin, or a folder of it  | model.mm_projector.0.weight; of a linear one
+    .weight      |
+| stock model's folder, or cached hub id       | multi_modal_projector.linear_1.weight, also below
+    model.; |
+|                                              | of LlavaNext and LlavaOnevision image_newline
+    besides;    |
+|                                              | of Idefics3 and SmolVLM
+    connector.modality_projection.,   |
+|                                              | of LightOnOcr vision_projection., of
+    HyperCLOVAXVisionV2  |
+|                                              | vision_projector., of VideoLlama3
+    projector.readout., of  |
+|                                              | Exaone4_5 visual.merger.
+    |
 
-LLaVA's names: `build_vision_projector` in llava/model/multimodal_projector/builder.py, whose reader takes any prefix.
+LLaVA's names: `build_vision_projector` in llava/model/multimodal_projector/builder.py, whose reader
+takes any prefix.
 """
 
 from __future__ import annotations
@@ -40,7 +52,13 @@ from mmtrain.facts.connectors import (
     refuse_other_settings,
     run_connector,
 )
-from mmtrain.facts.model_files import Shape, find_model_folder, read_header, read_json, tensor_shapes
+from mmtrain.facts.model_files import (
+    Shape,
+    find_model_folder,
+    read_header,
+    read_json,
+    tensor_shapes,
+)
 from mmtrain.layouts.registry import LAYOUTS
 
 _log = logging.getLogger(__name__)
@@ -56,11 +74,20 @@ DISK_NAME = re.compile(
     r"(?:patch_merger\.)?(?P<hf>.+)"
     r"|(?:model\.)?(?P<newline>image_newline)"
 )
-OUR_LAYERS = {  # of LLaVA's nn.Sequential, the GELU between them; of Qwen's, GLM's and PaddleOCR's mergers
-    "0": "linear_1", "2": "linear_2", "ln_q": "norm", "linear_fc1": "linear_1", "linear_fc2": "linear_2",
-    "pre_norm": "norm", **{name: f"mlp.{name}" for name in ("gate_proj", "up_proj", "down_proj")},
-}  # fmt: skip
-NEEDED = f"Name a run or checkpoint of mmtrain, its {TENSORS}, LLaVA's {LLAVA_FILE}, or a Hugging Face model's folder"
+# of LLaVA's nn.Sequential, the GELU between them; of Qwen's, GLM's and PaddleOCR's mergers
+OUR_LAYERS = {
+    "0": "linear_1",
+    "2": "linear_2",
+    "ln_q": "norm",
+    "linear_fc1": "linear_1",
+    "linear_fc2": "linear_2",
+    "pre_norm": "norm",
+    **{name: f"mlp.{name}" for name in ("gate_proj", "up_proj", "down_proj")},
+}
+NEEDED = (
+    f"Name a run or checkpoint of mmtrain, its {TENSORS}, LLaVA's {LLAVA_FILE}, or a Hugging "
+    "Face model's folder"
+)
 
 
 @dataclass(frozen=True)
@@ -68,23 +95,27 @@ class ProjectorFiles:
     """A projector's files: headers of safetensors were read, a pickled file was not opened."""
 
     source: Path  # the file, or a folder of safetensors files
-    shapes: Mapping[str, Shape]  # by name on disk, of the projector's tensors alone; none of a pickled file
+    # by name on disk, of the projector's tensors alone; none of a pickled file
+    shapes: Mapping[str, Shape]
     checkpoint: StepFolder | None = None  # that it lies in, held until the tensors are read
-    is_part: bool = False  # whether the rest of it, among `shapes` too, is where the checkpoint's run took its start
+    # whether the rest of it, among `shapes` too, is where the checkpoint's run took its start
+    is_part: bool = False
 
 
 def find_projector(path: str, later: frozenset[Path] = frozenset()) -> ProjectorFiles:
     """Find the projector that `path` names; of a run, that of the newest checkpoint that verifies.
 
-    Raises UserError for a path that is not in the table above, for damaged files, for another kind of projector, and
-    for one that begins with a checkpoint of `later`, which begin with it.
+    Raises UserError for a path that is not in the table above, for damaged files, for another kind
+    of projector, and for one that begins with a checkpoint of `later`, which begin with it.
     """
     file = Path(path).expanduser()
     if file.is_file():
         return _in_file(file, later)
     folder = find_model_folder(path)
     if folder is None:
-        raise UserError(f"{KEY}: {path}: no such file or folder, and no hub id in the local cache. {NEEDED}")
+        raise UserError(
+            f"{KEY}: {path}: no such file or folder, and no hub id in the local cache. {NEEDED}"
+        )
     if names_checkpoint(folder):
         return _in_checkpoint(find(folder), later)
     for name in (TENSORS, LLAVA_FILE):
@@ -92,7 +123,9 @@ def find_projector(path: str, later: frozenset[Path] = frozenset()) -> Projector
             return _in_file(folder / name, later)
     shapes = tensor_shapes(folder)
     if shapes is None:
-        entries = ", ".join(sorted(escape(entry.name) for entry in folder.iterdir())[:5]) or "nothing"
+        entries = (
+            ", ".join(sorted(escape(entry.name) for entry in folder.iterdir())[:5]) or "nothing"
+        )
         raise UserError(f"{KEY}: {path}: holds no projector ({entries}). {NEEDED}")
     config_file = folder / "config.json"
     refuse_other_settings(read_json(config_file) if config_file.is_file() else {}, f"{KEY}: {path}")
@@ -100,12 +133,16 @@ def find_projector(path: str, later: frozenset[Path] = frozenset()) -> Projector
 
 
 def local_names(disk_names: Iterable[str], source: str | Path) -> dict[str, str]:
-    """Map names in our module (`linear_1.weight`) to names on disk; raises UserError for none, or two for one."""
+    """Map names in our module (`linear_1.weight`) to names on disk; raises UserError for none, or
+    two for one.
+    """
     names: dict[str, str] = {}
     for name in disk_names:
         local = _local_name(name)
         if local in names:
-            raise UserError(f"{KEY}: {source}: {names[local]} and {name} are two tensors for one parameter")
+            raise UserError(
+                f"{KEY}: {source}: {names[local]} and {name} are two tensors for one parameter"
+            )
         if local is not None:
             names[local] = name
     if not names:
@@ -114,12 +151,18 @@ def local_names(disk_names: Iterable[str], source: str | Path) -> dict[str, str]
 
 
 def as_matrix(shape: Sequence[int]) -> Shape:
-    """Return the shape of a tensor as a connector has it: GLM's convolution (D, W, 2, 2) is a matrix (D, 4 W) here."""
+    """Return the shape of a tensor as a connector has it: GLM's convolution (D, W, 2, 2) is a
+    matrix (D, 4 W) here.
+    """
     return (shape[0], math.prod(shape[1:])) if len(shape) > 2 else tuple(shape)
 
 
-def refuse_unfit(shapes: Mapping[str, Shape], operations: Sequence[Operation], source: str | Path) -> None:
-    """Raise UserError unless `shapes`, by our module's names, are those of a connector; a newline may be lacking."""
+def refuse_unfit(
+    shapes: Mapping[str, Shape], operations: Sequence[Operation], source: str | Path
+) -> None:
+    """Raise UserError unless `shapes`, by our module's names, are those of a connector; a newline
+    may be lacking.
+    """
     needed = _shapes_of(operations)
     if NEWLINE not in shapes:
         needed.pop(NEWLINE, None)
@@ -131,40 +174,56 @@ def refuse_unfit(shapes: Mapping[str, Shape], operations: Sequence[Operation], s
         )
     if shapes.keys() != needed.keys():
         for kind in CONNECTORS:
-            deepstack = len({name.split(".")[1] for name in shapes if name.startswith("deepstack.")})
-            other = connector(ProjectorSection(type=kind), 1, 2, NEWLINE in shapes, deepstack=deepstack)
+            deepstack = len(
+                {name.split(".")[1] for name in shapes if name.startswith("deepstack.")}
+            )
+            other = connector(
+                ProjectorSection(type=kind), 1, 2, NEWLINE in shapes, deepstack=deepstack
+            )
             if shapes.keys() == _shapes_of(other).keys():
                 raise UserError(
-                    f"{KEY}: {source}: holds a {kind} projector. Set model.projector.type={kind}, or another file"
+                    f"{KEY}: {source}: holds a {kind} projector. "
+                    f"Set model.projector.type={kind}, or another file"
                 )
-        missing, extra = sorted(needed.keys() - shapes.keys()), sorted(shapes.keys() - needed.keys())
+        missing, extra = (
+            sorted(needed.keys() - shapes.keys()),
+            sorted(shapes.keys() - needed.keys()),
+        )
         faults = [f"{', '.join(missing[:4])} missing"] if missing else []
         faults += [f"{', '.join(map(escape, extra[:4]))} unknown"] if extra else []
-        raise UserError(f"{KEY}: {source}: not the tensors of this run's projector: {'; '.join(faults)}")
+        raise UserError(
+            f"{KEY}: {source}: not the tensors of this run's projector: {'; '.join(faults)}"
+        )
     for name, shape in shapes.items():
         if tuple(shape) != needed[name]:
             raise UserError(
-                f"{KEY}: {source}: {name} has shape {tuple(shape)}, but needs {needed[name]} for this run's "
-                "encoder and LLM. Choose another file, or another model.vision.name, model.llm.path, "
+                f"{KEY}: {source}: {name} has shape {tuple(shape)}, but needs {needed[name]} "
+                "for this run's "
+                "encoder and LLM. Choose another file, or another model.vision.name, "
+                "model.llm.path, "
                 "model.projector.factor or model.projector.width"
             )
 
 
 def refuse_unfit_init_from(config: RunConfig, run: Path) -> None:
-    """Before a rank starts, raise UserError for a projector to begin with that is not there or does not fit `run`."""
+    """Before a rank starts, raise UserError for a projector to begin with that is not there or does
+    not fit `run`.
+    """
     path = config.model.projector.init_from
     if path is None:
         return
     files = find_projector(path)
     if config.run.overwrite and run.resolve() in files.source.resolve().parents:
         raise UserError(
-            f"{KEY}: {path} lies in {run}, which run.overwrite=true deletes before it is read. Choose another run.name"
+            f"{KEY}: {path} lies in {run}, which run.overwrite=true deletes before it is read. "
+            "Choose another run.name"
         )
     if files.checkpoint is not None and config.model.init_from != path:
         trained = read_header(files.checkpoint.tensors_file)
         if others := [name for name in trained if not name.startswith("projector.")]:
             _log.info(
-                f"{KEY}: uses only the projector of {files.checkpoint.path}, which has trained {len(others):,} more "
+                f"{KEY}: uses only the projector of {files.checkpoint.path}, which has trained "
+                f"{len(others):,} more "
                 f"tensors, e.g. {escape(others[0])}. Use model.init_from for all of them"
             )
     if files.shapes:
@@ -177,9 +236,12 @@ def _in_file(file: Path, later: frozenset[Path]) -> ProjectorFiles:
     if file.suffix in PICKLED:
         return ProjectorFiles(file, {})
     if file.suffix != ".safetensors":
-        raise UserError(f"{KEY}: {file}: neither .safetensors nor {', '.join(sorted(PICKLED))}. {NEEDED}")
+        raise UserError(
+            f"{KEY}: {file}: neither .safetensors nor {', '.join(sorted(PICKLED))}. {NEEDED}"
+        )
     if file.name == TENSORS and (file.parent / MANIFEST).exists():
-        return _in_checkpoint(find(file.parent), later)  # a flipped bit in the file shows in the manifest alone
+        # a flipped bit in the file shows in the manifest alone
+        return _in_checkpoint(find(file.parent), later)
     return ProjectorFiles(file, _projector_alone(read_header(file), file))
 
 
@@ -188,7 +250,9 @@ def _in_checkpoint(checkpoint: StepFolder, later: frozenset[Path]) -> ProjectorF
     if not checkpoint.frozen_projector:
         return ProjectorFiles(file, _projector_alone(read_header(file), file), checkpoint)
     if folder in later:
-        raise UserError(f"{KEY}: {checkpoint.path}: its projector begins with itself. Choose another one")
+        raise UserError(
+            f"{KEY}: {checkpoint.path}: its projector begins with itself. Choose another one"
+        )
     init_from = checkpoint.config.model.projector.init_from
     if init_from is not None:
         find_projector(init_from, later | {folder})

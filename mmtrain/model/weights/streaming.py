@@ -1,11 +1,16 @@
-"""Frozen decoder layers that are whole only while they compute: their bytes are kept elsewhere, and fetched in time.
+"""Frozen decoder layers that are whole only while they compute: their bytes are kept elsewhere, and
+fetched in time.
 
-a layer, loaded --StreamedLayers.take--> its parameters in one buffer --Source.keep--> what is kept of it
-a list's uses in order (plan/instructions.py) --follow--> before each forward, and each gradient of the layer's output:
-what is kept --Source.fetch--> the buffer, under the same parameters; the next other layer's fetch begins
+a layer, loaded --StreamedLayers.take--> its parameters in one buffer --Source.keep--> what is kept
+    of it
+a list's uses in order (plan/instructions.py) --follow--> before each forward, and each gradient of
+    the layer's output:
+what is kept --Source.fetch--> the buffer, under the same parameters; the next other layer's fetch
+    begins
 
-Parameters keep identity, shape and type; only their memory comes and goes. So whatever autograd keeps of a weight is
-right again once the layer is whole for its backward. In between nothing may read them (`whole` lets it).
+Parameters keep identity, shape and type; only their memory comes and goes. So whatever autograd
+keeps of a weight is right again once the layer is whole for its backward. In between nothing may
+read them (`whole` lets it).
 
 On a GPU a fetch runs on a stream of its own, and no call waits for it on the host.
 """
@@ -43,23 +48,31 @@ class Source:
         raise NotImplementedError
 
     def fetch(self, layer: StreamedLayer) -> Wait:
-        """Begin to fill the layer's buffer from what is kept; the result lets what computes next wait for that."""
+        """Begin to fill the layer's buffer from what is kept; the result lets what computes next
+        wait for that.
+        """
         raise NotImplementedError
 
     def fingerprints(self, layer: StreamedLayer) -> list[str]:
-        """Fingerprints of what this source has made of each parameter of a layer, which is whole."""
+        """Fingerprints of what this source has made of each parameter of a layer, which is
+        whole.
+        """
         return [fingerprint(p) for p in layer.parameters]
 
 
 class SideStream:
-    """A GPU's stream for what fills buffers beside computing; on a CPU the caller fills them itself."""
+    """A GPU's stream for what fills buffers beside computing; on a CPU the caller fills them
+    itself.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     def run(self, fill: Callable[[], None]) -> Wait:
-        """Begin to `fill` once all is computed that was asked for so far, which may use the same memory."""
+        """Begin to `fill` once all is computed that was asked for so far, which may use the same
+        memory.
+        """
         if self._stream is None:
             fill()
             return lambda: None
@@ -92,7 +105,8 @@ class StreamedLayer:
         for parameter, offset, size in zip(self.parameters, offsets, sizes, strict=True):
             home = self.buffer[offset : offset + size].view(parameter.dtype).view(parameter.shape)
             home.copy_(parameter.detach())
-            # A tensor of its own, with a count of its own of what is written to it: a fetch is no change of a weight.
+            # A tensor of its own, with a count of its own of what is written to it: a fetch is no
+            # change of a weight.
             parameter.data = home
             self.homes.append(home)
         self.loaded = [fingerprint(p) for p in self.parameters]  # as the files have them
@@ -119,7 +133,8 @@ class StreamedLayers:
         self.before_wait: Callable[[], None] = lambda: None  # called around each wait for a fetch
         self.after_wait: Callable[[], None] = lambda: None
         self._whole: list[int] = []  # there, or on their way
-        # Memory of buffers alone: what else a GPU allocates would take pieces of it, and no layer would fit any more.
+        # Memory of buffers alone: what else a GPU allocates would take pieces of it, and no layer
+        # would fit any more.
         self._pool = torch.cuda.MemPool() if source.device.type == "cuda" else None
         self._uses: Iterator[tuple[int, int | None]] | None = None  # None: no list is followed
 
@@ -129,18 +144,25 @@ class StreamedLayers:
         taken.let_go()
 
     def _room(self) -> AbstractContextManager[None]:
-        return nullcontext() if self._pool is None else torch.cuda.use_mem_pool(self._pool, self.source.device)
+        return (
+            nullcontext()
+            if self._pool is None
+            else torch.cuda.use_mem_pool(self._pool, self.source.device)
+        )
 
     def around(self, number: int, forward: Callable[..., Any]) -> Callable[..., Any]:
         """Wrap a layer's forward so that the layer is whole for it and for its backward."""
         return functools.partial(self._forward, number, forward)
 
-    def _forward(self, number: int, forward: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+    def _forward(
+        self, number: int, forward: Callable[..., Any], *arguments: Any, **options: Any
+    ) -> Any:
         self._use(number)
         output = forward(*arguments, **options)
         hidden = output if isinstance(output, torch.Tensor) else output[0]
         if hidden.requires_grad:
-            # Its backward ends where another layer is used: not every layer has a gradient of its input.
+            # Its backward ends where another layer is used: not every layer has a gradient of its
+            # input.
             hidden.register_hook(lambda _: self._use(number))
         return output
 
@@ -153,11 +175,15 @@ class StreamedLayers:
             self._fetch(next(with_following(uses)))
 
     def end(self) -> None:
-        """End the list, or what ran without one: no layer is whole any more; RuntimeError if any were not used."""
+        """End the list, or what ran without one: no layer is whole any more; RuntimeError if any
+        were not used.
+        """
         uses, self._uses = self._uses, None
         self._let_go_but(())
         if uses is not None and (unused := list(uses)):
-            raise RuntimeError(f"{len(unused)} uses of streamed layers are left, first of layer {unused[0][0]}")
+            raise RuntimeError(
+                f"{len(unused)} uses of streamed layers are left, first of layer {unused[0][0]}"
+            )
 
     def _use(self, number: int) -> None:
         """Make the layer whole; all before it have computed."""
@@ -165,7 +191,9 @@ class StreamedLayers:
         if self._uses is not None:
             pair = next(self._uses, (-1, None))
             if pair[0] != number:  # ranks that fetch from each other would wait for ever
-                raise RuntimeError(f"decoder layer {number} is used where the list has layer {pair[0]}")
+                raise RuntimeError(
+                    f"decoder layer {number} is used where the list has layer {pair[0]}"
+                )
         self._fetch(pair)
         self._await(self.layers[number])
 
@@ -189,7 +217,8 @@ class StreamedLayers:
     def _let_go_but(self, wanted: Sequence[int | None]) -> None:
         for number in self._whole:
             if number not in wanted:
-                self._await(self.layers[number])  # else it would be filled while the memory is somebody else's
+                # else it would be filled while the memory is somebody else's
+                self._await(self.layers[number])
                 self.layers[number].let_go()
         self._whole = [number for number in self._whole if number in wanted]
 

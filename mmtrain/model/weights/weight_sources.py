@@ -1,6 +1,8 @@
-"""Where streamed decoder layers are kept: in the host's memory, in parts on several ranks, or in fewer bits.
+"""Where streamed decoder layers are kept: in the host's memory, in parts on several ranks, or in
+fewer bits.
 
-host       all bytes of a layer, in memory that a GPU reads by itself (page-locked); one copy for the ranks of a machine
+host       all bytes of a layer, in memory that a GPU reads by itself (page-locked); one copy for
+    the ranks of a machine
            that stream the same layers
 peers      1/S of them on each of S ranks' devices; a fetch is one all-gather
 nf4, int8  codes and scales of bitsandbytes on the device; a fetch dequantises
@@ -48,13 +50,17 @@ class PeerSource(Source):
         return layer.buffer[self._rank * part : (self._rank + 1) * part].clone()
 
     def fetch(self, layer: StreamedLayer) -> Wait:
-        return dist.all_gather_into_tensor(layer.buffer, layer.kept, group=self._group, async_op=True).wait
+        return dist.all_gather_into_tensor(
+            layer.buffer, layer.kept, group=self._group, async_op=True
+        ).wait
 
 
 class HostSource(Source):
-    """All bytes of every layer are kept in host memory, once for all ranks of `group` that are on one machine.
+    """All bytes of every layer are kept in host memory, once for all ranks of `group` that are on
+    one machine.
 
-    `group`, of ranks that keep the same layers at the same time, carries objects on the host; None: this rank alone.
+    `group`, of ranks that keep the same layers at the same time, carries objects on the host; None:
+    this rank alone.
     """
 
     name = "host"
@@ -63,21 +69,30 @@ class HostSource(Source):
         super().__init__(device)
         self._beside = SideStream(device)
         self._group = group if HAS_MEMORY_FILES else None
-        self._here: list[int] = []  # ranks of the group on this machine, the first of which fills the memory
+        # ranks of the group on this machine, the first of which fills the memory
+        self._here: list[int] = []
         if self._group is not None:
             machines: list[tuple[str, ...]] = [()] * dist.get_world_size(self._group)
             dist.all_gather_object(machines, _machine(), group=self._group)
             self._here = [rank for rank, machine in enumerate(machines) if machine == _machine()]
 
     def keep(self, layer: StreamedLayer) -> torch.Tensor:
-        """Raises UserError where the host has too little memory, or the GPU's driver cannot lock it."""
-        kept = self._filled_once(layer) if self._group is not None else _filled(_memory_file(layer.bytes), layer)
+        """Raises UserError where the host has too little memory, or the GPU's driver cannot lock
+        it.
+        """
+        kept = (
+            self._filled_once(layer)
+            if self._group is not None
+            else _filled(_memory_file(layer.bytes), layer)
+        )
         if self.device.type == "cuda":
             lock(kept)
         return kept
 
     def _filled_once(self, layer: StreamedLayer) -> torch.Tensor:
-        """Let the first rank of this machine fill memory with the layer's bytes, and the others map it."""
+        """Let the first rank of this machine fill memory with the layer's bytes, and the others map
+        it.
+        """
         is_first = self._here[0] == dist.get_rank(self._group)
         file = _memory_file(layer.bytes) if is_first else -1
         kept = _filled(os.dup(file), layer) if is_first else None
@@ -99,10 +114,13 @@ def lock(kept: torch.Tensor) -> None:
     refused = torch.cuda.cudart().cudaHostRegister(kept.data_ptr(), kept.nbytes, 0)
     if int(refused) != 0:
         raise UserError(
-            f"CUDA cannot lock {bytes_text(kept.nbytes)} of host memory for a decoder layer (error {refused}). Stream "
-            "fewer layers (parallel.streamed_layers), or let the machine lock more memory (ulimit -l)"
+            f"CUDA cannot lock {bytes_text(kept.nbytes)} of host memory for a decoder layer (error "
+            f"{refused}). Stream "
+            "fewer layers (parallel.streamed_layers), or let the machine lock more "
+            "memory (ulimit -l)"
         )
-    # Else the driver would take this memory for locked when it is somebody else's. At the process's end it all goes.
+    # Else the driver would take this memory for locked when it is somebody else's. At the process's
+    # end it all goes.
     weakref.finalize(kept, torch.cuda.cudart().cudaHostUnregister, kept.data_ptr()).atexit = False
 
 
@@ -113,23 +131,29 @@ def _machine() -> tuple[str, ...]:
 
 
 def _memory_file(size: int) -> int:
-    """Descriptor of a file in memory, -1 where the system has none. Raises UserError without room."""
+    """Descriptor of a file in memory, -1 where the system has none. Raises UserError without
+    room.
+    """
     if not HAS_MEMORY_FILES:
         return -1
     file = os.memfd_create("mmtrain-decoder-layer", os.MFD_CLOEXEC)
     try:
-        os.posix_fallocate(file, 0, size)  # else too little memory would end the process at the first write
+        # else too little memory would end the process at the first write
+        os.posix_fallocate(file, 0, size)
     except OSError as error:
         os.close(file)
         raise UserError(
-            f"a decoder layer of {bytes_text(size)} does not fit in the host's memory ({error.strerror}). Stream "
+            f"a decoder layer of {bytes_text(size)} does not fit in the host's memory "
+            f"({error.strerror}). Stream "
             "fewer layers (parallel.streamed_layers), or use a machine with more"
         ) from error
     return file
 
 
 def _filled(file: int, layer: StreamedLayer) -> torch.Tensor:
-    """Copy a layer into memory that is not torch's own, which rounds page-locked memory up to a power of two."""
+    """Copy a layer into memory that is not torch's own, which rounds page-locked memory up to a
+    power of two.
+    """
     kept = torch.frombuffer(mmap.mmap(file, layer.bytes), dtype=torch.uint8)
     if file >= 0:
         os.close(file)
@@ -142,20 +166,24 @@ def _mapped(process: int, file: int, size: int) -> torch.Tensor:
             return torch.frombuffer(mmap.mmap(stream.fileno(), size), dtype=torch.uint8)
     except OSError as error:
         raise UserError(
-            f"ranks of one machine cannot open each other's memory ({error.strerror}). Start them as one user, with "
+            f"ranks of one machine cannot open each other's memory ({error.strerror}). "
+            "Start them as one user, with "
             "/proc mounted without hidepid"
         ) from error
 
 
 class Codes(NamedTuple):
-    """A parameter that is kept: codes (uint8) and bitsandbytes' description of them, or, without that, itself."""
+    """A parameter that is kept: codes (uint8) and bitsandbytes' description of them, or, without
+    that, itself.
+    """
 
     codes: torch.Tensor
     state: Any
 
 
 class QuantisedSource(Source):
-    """Each rank keeps its streamed layers in fewer bits on its device; a fetch dequantises, to the LLM's type.
+    """Each rank keeps its streamed layers in fewer bits on its device; a fetch dequantises, to the
+    LLM's type.
 
     No module is exchanged, so that whatever a family does with a weight works, fused experts too.
     """
@@ -171,7 +199,9 @@ class QuantisedSource(Source):
         self._beside = SideStream(device)
 
     def keep(self, layer: StreamedLayer) -> Sequence[Codes]:
-        return [self._quantised(name, p) for name, p in zip(layer.names, layer.parameters, strict=True)]
+        return [
+            self._quantised(name, p) for name, p in zip(layer.names, layer.parameters, strict=True)
+        ]
 
     @torch.no_grad()
     def _quantised(self, name: str, parameter: torch.Tensor) -> Codes:
@@ -179,7 +209,9 @@ class QuantisedSource(Source):
             return Codes(parameter.detach().clone(), None)
         block = BLOCK[self.quantisation]
         if self.quantisation == "nf4":
-            return Codes(*self._library.quantize_4bit(parameter.detach(), blocksize=block, quant_type="nf4"))
+            return Codes(
+                *self._library.quantize_4bit(parameter.detach(), blocksize=block, quant_type="nf4")
+            )
         return Codes(*self._library.quantize_blockwise(parameter.detach(), blocksize=block))
 
     def fetch(self, layer: StreamedLayer) -> Wait:

@@ -1,4 +1,6 @@
-"""sharding.py: tars that any reader opens, the same bytes for the same samples, whole under their name or not there."""
+"""sharding.py: tars that any reader opens, the same bytes for the same samples, whole under their
+name or not there.
+"""
 
 import hashlib
 import io
@@ -21,22 +23,31 @@ from mmtrain.data.shards.indexing import scan_shard
 
 def picture(number: int, suffix: str = "png") -> bytes:
     stream = io.BytesIO()
-    Image.new("RGB", (number + 1, 7), (number % 256, 80, 120)).save(stream, {"jpg": "JPEG"}.get(suffix, suffix))
+    Image.new("RGB", (number + 1, 7), (number % 256, 80, 120)).save(
+        stream, {"jpg": "JPEG"}.get(suffix, suffix)
+    )
     return stream.getvalue()
 
 
 def sample(key: str, images: int = 1, text: str = "A cat.", suffix: str = "png"):
     turns = [{"from": "human", "value": "<image>" * images}, {"from": "gpt", "value": text}]
-    return key, {"id": key, "conversations": turns}, [(suffix, picture(number, suffix)) for number in range(images)]
+    return (
+        key,
+        {"id": key, "conversations": turns},
+        [(suffix, picture(number, suffix)) for number in range(images)],
+    )
 
 
 def names_in(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
 
 
-TWO_WITH_INDEXES = [f"shard-00000{number}.tar{more}" for number in range(2) for more in ("", ".index")]
+TWO_WITH_INDEXES = [
+    f"shard-00000{number}.tar{more}" for number in range(2) for more in ("", ".index")
+]
 MIXED = [
-    sample(f"k{number}", images=number % 4, text="ü\U0001f600" * (number + 1), suffix="webp") for number in range(10)
+    sample(f"k{number}", images=number % 4, text="ü\U0001f600" * (number + 1), suffix="webp")
+    for number in range(10)
 ]
 
 
@@ -44,13 +55,19 @@ def test_the_index_finds_every_member_by_its_bytes_and_is_that_of_a_scan(tmp_pat
     for shard in write_shards(MIXED, tmp_path, samples_per_shard=3):
         tar = tmp_path / shard.file
         content, index = tar.read_bytes(), read_index(tar)
-        assert index.tar_bytes == len(content) and index.faults == {"llava": {}} and index.texts == {}
+        assert (
+            index.tar_bytes == len(content) and index.faults == {"llava": {}} and index.texts == {}
+        )
         for key, members, sizes in zip(index.keys, index.members, index.image_sizes, strict=True):
             _, record, files = next(entry for entry in MIXED if entry[0] == key)
             found = {member.suffix: content[member.offset :][: member.size] for member in members}
-            assert [member.crc32 for member in members] == [zlib.crc32(body) for body in found.values()]
+            assert [member.crc32 for member in members] == [
+                zlib.crc32(body) for body in found.values()
+            ]
             read = read_sample(key, shard.file, found)
-            assert read.turns == tuple((turn["from"], turn["value"]) for turn in record["conversations"])
+            assert read.turns == tuple(
+                (turn["from"], turn["value"]) for turn in record["conversations"]
+            )
             assert list(read.images) == [body for _, body in files]
             assert sizes == tuple((number + 1, 7) for number in range(len(files)))
         assert index == scan_shard(tar, lambda sample: None)
@@ -61,8 +78,14 @@ def test_the_bytes_are_those_that_pythons_tarfile_writes(tmp_path):
     stream, sizes = io.BytesIO(), []
     with tarfile.open(fileobj=stream, mode="w", format=tarfile.USTAR_FORMAT) as archive:
         for key, record, files in MIXED:
-            names = [suffix if len(files) == 1 else f"{number}.{suffix}" for number, (suffix, _) in enumerate(files)]
-            contents = [json.dumps(record, ensure_ascii=False).encode(), *(content for _, content in files)]
+            names = [
+                suffix if len(files) == 1 else f"{number}.{suffix}"
+                for number, (suffix, _) in enumerate(files)
+            ]
+            contents = [
+                json.dumps(record, ensure_ascii=False).encode(),
+                *(content for _, content in files),
+            ]
             for name, content in zip(["json", *names], contents, strict=True):
                 member = tarfile.TarInfo(f"{key}.{name}")
                 member.size = len(content)

@@ -1,4 +1,6 @@
-"""sources.py: whose files hold what is seen from their first rows, and what is none of them is refused in one line."""
+"""sources.py: whose files hold what is seen from their first rows, and what is none of them is
+refused in one line.
+"""
 
 import functools
 import json
@@ -45,23 +47,49 @@ def lines(*rows: object) -> str:
     ("name", "content", "found"),
     [
         ("a.json", lines({"conversations": TOLD}), "LLaVA's conversations"),
-        ("a.jsonl", lines(*[{"conversations": TOLD}] * 99, {"messages": ASKED}), "LLaVA's conversations"),
-        ("a.jsonl", lines(*[{"conversations": TOLD}] * 50, *[{"messages": ASKED}] * 50), "ShareGPT's messages"),
+        (
+            "a.jsonl",
+            lines(*[{"conversations": TOLD}] * 99, {"messages": ASKED}),
+            "LLaVA's conversations",
+        ),
+        (
+            "a.jsonl",
+            lines(*[{"conversations": TOLD}] * 50, *[{"messages": ASKED}] * 50),
+            "ShareGPT's messages",
+        ),
         ("a.csv", "filepath,title\na.jpg,A.", "captions (image: filepath, caption: title)"),
         ("a.CSV", "image,caption\r\na.jpg,A.\r\n\r\n", "captions (image: image, caption: caption)"),
-        ("a.tsv", "caption\timage_path\nA.\ta.jpg", "captions (image: image_path, caption: caption)"),
-        ("a.csv", f'messages\n"{json.dumps(ASKED).replace(chr(34), chr(34) * 2)}"', "ShareGPT's messages"),
+        (
+            "a.tsv",
+            "caption\timage_path\nA.\ta.jpg",
+            "captions (image: image_path, caption: caption)",
+        ),
+        (
+            "a.csv",
+            f'messages\n"{json.dumps(ASKED).replace(chr(34), chr(34) * 2)}"',
+            "ShareGPT's messages",
+        ),
         ("a.parquet", [{"image": GIF, "text": "A."}], "captions (image: image, caption: text)"),
-        ("a.parquet", [{"images": ["a.jpg"], "messages": ASKED, "x": 1.5}], "ShareGPT's messages; not read: x"),
+        (
+            "a.parquet",
+            [{"images": ["a.jpg"], "messages": ASKED, "x": 1.5}],
+            "ShareGPT's messages; not read: x",
+        ),
         ("a.json", lines({"images": ["a.jpg"], "conversations": TOLD}), "ShareGPT's messages"),
         ("a.jsonl", lines({"image_path": "a.jpg", "conversations": TOLD}), "ShareGPT's messages"),
-        ("a.jsonl", lines({"image": "a.jpg", "text": ""}, {"image": "b.jpg", "text": "b"}), CAPTIONED),
+        (
+            "a.jsonl",
+            lines({"image": "a.jpg", "text": ""}, {"image": "b.jpg", "text": "b"}),
+            CAPTIONED,
+        ),
     ],
 )
 def test_the_first_rows_say_what_a_file_is(tmp_path, name, content, found):
     sources, said = opened(tmp_path / name, content)
     assert said == found
-    assert sum(source.records for source in sources) == sum(1 for source in sources for _ in source.rows())
+    assert sum(source.records for source in sources) == sum(
+        1 for source in sources for _ in source.rows()
+    )
 
 
 @pytest.mark.parametrize(
@@ -69,18 +97,42 @@ def test_the_first_rows_say_what_a_file_is(tmp_path, name, content, found):
     [
         ("a.csv", "image,caption", "has no records"),
         ("a.csv", "", "its first line names nothing. It must name the columns"),
-        ("a.csv", "image,image,caption\na,b,c", "its first line names image, image, caption. It must name"),
+        (
+            "a.csv",
+            "image,image,caption\na,b,c",
+            "its first line names image, image, caption. It must name",
+        ),
         ("a.csv", "picture\na.jpg", r"is known: picture\. Name its picture by --image-key and"),
-        ("a.csv", 'image,caption\na.jpg,"A" b\n', r"line 2 is not a row of a table .* double the quotes in them"),
+        (
+            "a.csv",
+            'image,caption\na.jpg,"A" b\n',
+            r"line 2 is not a row of a table .* double the quotes in them",
+        ),
         ("a.csv", "image,caption\na.jpg,A\0\n", "line 2 has a null character"),
         ("a.csv", "image,caption\na.jpg,ü\n".encode("latin-1"), "is not UTF-8 text"),
         ("a.csv", "image,caption\n" + "a" * (17 << 20), "line 2 is longer than"),
-        ("a.tsv", "a very typical bus station\thttp://lh6.ggpht.com/a.jpg\nb\thttp://c", "img2dataset"),
+        (
+            "a.tsv",
+            "a very typical bus station\thttp://lh6.ggpht.com/a.jpg\nb\thttp://c",
+            "img2dataset",
+        ),
         ("a.csv", "caption,image\nA.,HTTPS://c/a.jpg", r"its images are URLs \(HTTPS://c/a.jpg\)"),
-        ("a.json", lines({"images": [], "dataset": "x"}), "as llava no_conversation: .*; as caption no_caption: "),
+        (
+            "a.json",
+            lines({"images": [], "dataset": "x"}),
+            "as llava no_conversation: .*; as caption no_caption: ",
+        ),
         ("a.tar", "", "already holds shards. Train on them with data.shards="),
-        ("a.json", '{"annotations": [{"image_id": 1, "caption": "x"}], "images": [', "line 1 is not valid JSON"),
-        ("a.json", lines({"annotations": [{"image_id": 1, "bbox": []}], "images": []}), "no_caption: nothing under"),
+        (
+            "a.json",
+            '{"annotations": [{"image_id": 1, "caption": "x"}], "images": [',
+            "line 1 is not valid JSON",
+        ),
+        (
+            "a.json",
+            lines({"annotations": [{"image_id": 1, "bbox": []}], "images": []}),
+            "no_caption: nothing under",
+        ),
         ("a.parquet", b"PAR1" + bytes(50) + b"PAR1", "cannot be read .*Is the file complete"),
         ("a.arrow", pickle.dumps(print), "cannot be read"),
         ("a.arrow", b"ARROW1\0\0" + bytes(40), "cannot be read"),
@@ -99,7 +151,9 @@ def test_the_first_rows_say_what_a_file_is(tmp_path, name, content, found):
         ),
     ],
 )
-def test_what_is_no_data_is_refused_with_what_was_seen_and_the_remedy(tmp_path, name, content, message):
+def test_what_is_no_data_is_refused_with_what_was_seen_and_the_remedy(
+    tmp_path, name, content, message
+):
     with pytest.raises(UserError, match=rf"/{name}: [^\n]*{message}") as error:
         opened(tmp_path / name, content)
     assert "\n" not in str(error.value) and len(str(error.value)) < 1500
@@ -107,15 +161,25 @@ def test_what_is_no_data_is_refused_with_what_was_seen_and_the_remedy(tmp_path, 
 
 def test_keys_that_are_named_are_taken_and_must_be_there(tmp_path):
     content = "foto,bild,caption,satz\na.jpg,b.jpg,A.,B.\n"
-    (source,), said = opened(tmp_path / "a.csv", content, SampleFormat("auto", "satz", "Was?"), "bild")
+    (source,), said = opened(
+        tmp_path / "a.csv", content, SampleFormat("auto", "satz", "Was?"), "bild"
+    )
     (row,) = source.rows()
     adapted = source.adapter.adapt(row)
     assert adapted.record.images == ("b.jpg",)
     assert said == "captions (image: bild, caption: satz); not read: foto, caption"
-    assert [turn["value"] for turn in adapted.record.content["conversations"]] == ["<image>\nWas?", "B."]
-    for form, key, named in ((SampleFormat("auto", "satzz", "Was?"), None, "caption"), (AUTO, "bilt", "image")):
+    assert [turn["value"] for turn in adapted.record.content["conversations"]] == [
+        "<image>\nWas?",
+        "B.",
+    ]
+    for form, key, named in (
+        (SampleFormat("auto", "satzz", "Was?"), None, "caption"),
+        (AUTO, "bilt", "image"),
+    ):
         with pytest.raises(
-            UserError, match=f"--{named}-key .*there is no such key or column; it has foto, bild, caption, satz"
+            UserError,
+            match=f"--{named}-key .*there is no such key or column; "
+            "it has foto, bild, caption, satz",
         ):
             opened(tmp_path / "a.csv", content, form, key)
 
@@ -126,14 +190,24 @@ def test_folders_say_which_of_their_files_are_meant(tmp_path):
     folder = tmp_path / "d"
     data = datasets.Dataset.from_list([{"image": "a.jpg", "caption": "A."}] * 3)
     datasets.DatasetDict({"train": data, "test": data}).save_to_disk(folder)
-    with pytest.raises(UserError, match=r"/d: holds no \*.parquet .* Name one of \S+/d/test, \S+/d/train$"):
+    with pytest.raises(
+        UserError, match=r"/d: holds no \*.parquet .* Name one of \S+/d/test, \S+/d/train$"
+    ):
         open_sources(folder, AUTO, None)
     sources, _ = open_sources(folder / "train", AUTO, None)
     assert [source.name for source in sources] == ["train/data-00000-of-00001.arrow"]
     state = folder / "train" / "state.json"
-    for content in ("{}", "[]", '{"_data_files": [{"filename": "../x.arrow"}]}', '{"_data_files": 3}', "["):
+    for content in (
+        "{}",
+        "[]",
+        '{"_data_files": [{"filename": "../x.arrow"}]}',
+        '{"_data_files": 3}',
+        "[",
+    ):
         state.write_text(content)
-        with pytest.raises(UserError, match=r"state.json: was not written by datasets' save_to_disk"):
+        with pytest.raises(
+            UserError, match=r"state.json: was not written by datasets' save_to_disk"
+        ):
             open_sources(folder / "train", AUTO, None)
 
 
@@ -142,9 +216,13 @@ def test_a_folder_of_several_splits_is_refused_with_the_command_for_one(tmp_path
     folder = tmp_path / "d"
     folder.mkdir()
     for name in names:
-        parquet.write_table(pyarrow.table({"image": ["a.jpg"], "caption": ["A."]}), folder / f"{name}.parquet")
+        parquet.write_table(
+            pyarrow.table({"image": ["a.jpg"], "caption": ["A."]}), folder / f"{name}.parquet"
+        )
     seen = ", ".join(name.partition("-")[0] for name in names)
-    with pytest.raises(UserError, match=rf"/d: holds several splits \({seen}\)\. .*: --from \S+/d/SPLIT\*\.parquet"):
+    with pytest.raises(
+        UserError, match=rf"/d: holds several splits \({seen}\)\. .*: --from \S+/d/SPLIT\*\.parquet"
+    ):
         open_sources(folder, AUTO, None)
     (folder / f"{names[1]}.parquet").rename(folder / "more.parquet")
     assert len(open_sources(folder, AUTO, None)[0]) == 2
@@ -240,7 +318,9 @@ def test_a_row_is_judged_alike_in_json_in_parquet_and_in_a_tar(tmp_path, form, r
         found.append(outcome(source, next(source.rows())))
     images = {"jpg": b""} if "a.jpg" in str(row) else {}
     try:
-        found.append(read_sample("k", "s.tar", {**images, "json": text.encode()}, 0, named).turns[-1][1])
+        found.append(
+            read_sample("k", "s.tar", {**images, "json": text.encode()}, 0, named).turns[-1][1]
+        )
     except BadSample as error:
         found.append(error.reason)
     assert set(found) <= {expected, *expected.split()}, found
@@ -260,9 +340,15 @@ def test_a_row_is_judged_alike_in_json_in_parquet_and_in_a_tar(tmp_path, form, r
         (part_of(base64="R0lGODlh"), b"GIF89a"),
         (part_of(base64="data:image/gif;base64,R0lGODlh"), b"GIF89a"),
         (part_of("input_image", image_url="data:image/gif;base64,R0lGODlh"), b"GIF89a"),
-        (part_of(source={"type": "base64", "media_type": "image/gif", "data": "R0lGODlh"}), b"GIF89a"),
+        (
+            part_of(source={"type": "base64", "media_type": "image/gif", "data": "R0lGODlh"}),
+            b"GIF89a",
+        ),
         (part_of(), "its keys are type; needed is one of image, image_url, path, url, base64"),
-        (part_of(source={"type": "file", "file_id": "f"}), "its keys are type, file_id; needed is one of"),
+        (
+            part_of(source={"type": "file", "file_id": "f"}),
+            "its keys are type, file_id; needed is one of",
+        ),
         (part_of(image={"url": ["a"]}), r"an image is \['a'\]"),
         (part_of(base64="R"), "characters of base64"),
     ],
@@ -294,7 +380,10 @@ def test_alpacas_rows_and_queries_with_responses_are_read(tmp_path, names, asked
     assert said == "questions with their answers"
     (row,) = source.rows()
     turns = [("system", "Be brief.")]
-    for question, answer in [*(history or ()), (asked.removeprefix("<image>\n") if history else asked, "A.")]:
+    for question, answer in [
+        *(history or ()),
+        (asked.removeprefix("<image>\n") if history else asked, "A."),
+    ]:
         turns += [("human", question), ("gpt", answer)]
     if history and "<image>" not in turns[-2][1]:
         turns[1] = ("human", f"<image>\n{turns[1][1]}")
@@ -302,13 +391,17 @@ def test_alpacas_rows_and_queries_with_responses_are_read(tmp_path, names, asked
 
 
 def test_a_number_of_32_bits_is_the_text_that_was_meant(tmp_path):
-    table = pyarrow.table({"question": ["x"] * 2, "answer": pyarrow.array([0.1, 3], pyarrow.float32())})
+    table = pyarrow.table(
+        {"question": ["x"] * 2, "answer": pyarrow.array([0.1, 3], pyarrow.float32())}
+    )
     parquet.write_table(table, tmp_path / "a.parquet")
     (source,), _ = open_sources(tmp_path / "a.parquet", AUTO, None)
     assert [outcome(source, row) for row in source.rows()] == ["0.1", "3.0"]
 
 
-@pytest.mark.parametrize("more", [{"images": ["0.jpg"]}, {"file_name": "0.jpg"}, {"video": "0.mp4"}])
+@pytest.mark.parametrize(
+    "more", [{"images": ["0.jpg"]}, {"file_name": "0.jpg"}, {"video": "0.mp4"}]
+)
 @pytest.mark.parametrize("form", ["auto", "llava"])
 def test_images_that_the_first_rows_lack_are_not_lost_later(tmp_path, more, form):
     content = lines(*[{"conversations": TOLD}] * 150, {"conversations": TOLD} | more)
@@ -323,9 +416,14 @@ def test_images_that_the_first_rows_lack_are_not_lost_later(tmp_path, more, form
 def test_memory_is_that_of_a_few_rows(tmp_path, name):
     table = pyarrow.table({"image": [GIF + bytes(500_000)] * 200, "caption": ["A."] * 200})
     if name == "a.parquet":
-        parquet.write_table(table, tmp_path / name, row_group_size=20, compression="none", use_dictionary=False)
+        parquet.write_table(
+            table, tmp_path / name, row_group_size=20, compression="none", use_dictionary=False
+        )
     else:
-        with pyarrow.OSFile(str(tmp_path / name), "wb") as file, pyarrow.ipc.new_stream(file, table.schema) as writer:
+        with (
+            pyarrow.OSFile(str(tmp_path / name), "wb") as file,
+            pyarrow.ipc.new_stream(file, table.schema) as writer,
+        ):
             writer.write_table(table)
     del table
     before, peak, rows = pyarrow.total_allocated_bytes(), 0, 0
@@ -338,22 +436,30 @@ def test_memory_is_that_of_a_few_rows(tmp_path, name):
 
 def test_a_small_parquet_file_of_a_large_dictionary_value_does_not_fill_the_memory(tmp_path):
     """A few kB hold one value of 84 MB that 64 rows repeat: 5 GB, were they read together."""
-    column = pyarrow.DictionaryArray.from_arrays(pyarrow.array([0] * 64, pyarrow.int32()), [bytes(80 << 20)])
+    column = pyarrow.DictionaryArray.from_arrays(
+        pyarrow.array([0] * 64, pyarrow.int32()), [bytes(80 << 20)]
+    )
     table = pyarrow.table({"image": column, "caption": ["A."] * 64})
     path = tmp_path / "a.parquet"
-    parquet.write_table(table, path, compression="zstd", dictionary_pagesize_limit=1 << 30, write_statistics=False)
+    parquet.write_table(
+        table, path, compression="zstd", dictionary_pagesize_limit=1 << 30, write_statistics=False
+    )
     del column, table
     assert path.stat().st_size < 50_000
     (source,) = [Source(path, path.name, Adapter(replace(AUTO, name="caption")))]
     before = pyarrow.total_allocated_bytes()
     row = next(source.rows())
-    assert row["image"].nbytes == 80 << 20 and pyarrow.total_allocated_bytes() - before < 400_000_000
+    assert (
+        row["image"].nbytes == 80 << 20 and pyarrow.total_allocated_bytes() - before < 400_000_000
+    )
     with pytest.raises(BadSample, match="too_many_bytes"):
         records.checked_image("a.png", row["image"])
 
 
 def test_hostile_rows_are_rejected_one_by_one(tmp_path, monkeypatch):
-    """No image is decoded beyond its header's claim, no path leaves the folder, no value passes unchecked."""
+    """No image is decoded beyond its header's claim, no path leaves the folder, no value passes
+    unchecked.
+    """
     monkeypatch.setattr(records, "MAX_IMAGE_BYTES", 1000)
     head = struct.pack(">II5B", 1 << 16, 1 << 16, 8, 2, 0, 0, 0)
     bomb = b"\x89PNG\r\n\x1a\n" + png_chunk(b"IHDR", head) + png_chunk(b"IDAT", b"")
@@ -361,7 +467,10 @@ def test_hostile_rows_are_rejected_one_by_one(tmp_path, monkeypatch):
     (tmp_path / "secret.jpg").write_bytes(GIF)
     bad = {
         "too_many_pixels": {"image": {"bytes": bomb, "path": None}, "caption": "x"},
-        "undecodable_image": {"image": {"bytes": b"%!PS-Adobe-3.0 EPSF-3.0", "path": "a.jpg"}, "caption": "x"},
+        "undecodable_image": {
+            "image": {"bytes": b"%!PS-Adobe-3.0 EPSF-3.0", "path": "a.jpg"},
+            "caption": "x",
+        },
         "too_many_bytes": {"image": {"bytes": bytes(1001), "path": None}, "caption": "x"},
         "outside_images": {"image": {"bytes": None, "path": "../secret.jpg"}, "caption": "x"},
         "unreadable_image": {"image": {"bytes": None, "path": "a\0b.jpg"}, "caption": "x"},
@@ -372,31 +481,54 @@ def test_hostile_rows_are_rejected_one_by_one(tmp_path, monkeypatch):
         "too_long": {"image": {"bytes": GIF, "path": None}, "caption": "x" * 1_000_001},
     }
     parquet.write_table(pyarrow.Table.from_pylist(list(bad.values())), tmp_path / "a.parquet")
-    arguments = ["--images", str(tmp_path / "images"), "--out", str(tmp_path / "out"), "--max-reject-rate", "1"]
+    arguments = [
+        "--images",
+        str(tmp_path / "images"),
+        "--out",
+        str(tmp_path / "out"),
+        "--max-reject-rate",
+        "1",
+    ]
     assert main(["shard", "--from", str(tmp_path / "a.parquet"), *arguments, "--workers", "1"]) == 2
-    found = [json.loads(line)["reason"] for line in (tmp_path / "out" / "rejected.jsonl").read_text().splitlines()]
+    found = [
+        json.loads(line)["reason"]
+        for line in (tmp_path / "out" / "rejected.jsonl").read_text().splitlines()
+    ]
     assert found == list(bad)
 
 
 def test_arrow_data_that_lies_of_its_lengths_is_refused(tmp_path):
     path = tmp_path / "a.arrow"
-    nulls = pyarrow.ListArray.from_arrays(pyarrow.array([0, 1 << 30], pyarrow.int32()), pyarrow.nulls(1 << 30))
+    nulls = pyarrow.ListArray.from_arrays(
+        pyarrow.array([0, 1 << 30], pyarrow.int32()), pyarrow.nulls(1 << 30)
+    )
     for column, message in (
         (nulls, "a row has more than 16,777,216 bytes of text, or values in lists"),
         (None, "cannot be read"),
     ):
-        table = pyarrow.table({"image": ["a.jpg"], "messages": nulls} if column else {"image": ["a.jpg", "b.jpg"]})
-        with pyarrow.OSFile(str(path), "wb") as file, pyarrow.ipc.new_stream(file, table.schema) as writer:
+        table = pyarrow.table(
+            {"image": ["a.jpg"], "messages": nulls} if column else {"image": ["a.jpg", "b.jpg"]}
+        )
+        with (
+            pyarrow.OSFile(str(path), "wb") as file,
+            pyarrow.ipc.new_stream(file, table.schema) as writer,
+        ):
             writer.write_table(table)
         if column is None:  # the offsets of its texts
             content = path.read_bytes()
-            path.write_bytes(content.replace(struct.pack("<3i", 0, 5, 10), struct.pack("<3i", 0, 1 << 28, 1 << 29)))
+            path.write_bytes(
+                content.replace(
+                    struct.pack("<3i", 0, 5, 10), struct.pack("<3i", 0, 1 << 28, 1 << 29)
+                )
+            )
         with pytest.raises(UserError, match=message):
             open_sources(path, AUTO, None)
 
 
 def test_pickles_in_a_schema_do_not_run(tmp_path):
-    """An extension type that pyarrow itself once unpickled (CVE-2023-47248) stays what it is stored as."""
+    """An extension type that pyarrow itself once unpickled (CVE-2023-47248) stays what it is stored
+    as.
+    """
     run = pickle.dumps(_Runs(str(tmp_path / "ran")))
     field = pyarrow.field("caption", pyarrow.string(), metadata={
         b"ARROW:extension:name": b"arrow.py_extension_type", b"ARROW:extension:metadata": run,
@@ -404,7 +536,11 @@ def test_pickles_in_a_schema_do_not_run(tmp_path):
     schema = pyarrow.schema([pyarrow.field("image", pyarrow.string()), field])
     path = tmp_path / "a.arrow"
     with pyarrow.OSFile(str(path), "wb") as file, pyarrow.ipc.new_stream(file, schema) as writer:
-        writer.write_table(pyarrow.Table.from_arrays([pyarrow.array(["a.jpg"]), pyarrow.array(["A."])], schema=schema))
+        writer.write_table(
+            pyarrow.Table.from_arrays(
+                [pyarrow.array(["a.jpg"]), pyarrow.array(["A."])], schema=schema
+            )
+        )
     try:
         open_sources(path, AUTO, None)
     except UserError as error:

@@ -1,4 +1,6 @@
-"""text_files.py: JSON is read record by record, and what is neither an array nor lines is refused with its place."""
+"""text_files.py: JSON is read record by record, and what is neither an array nor lines is refused
+with its place.
+"""
 
 import gzip
 import json
@@ -18,7 +20,10 @@ def record(answer="A cat.", **fields) -> dict:
     return {"id": "a1", "image": "a.png", "conversations": turns} | fields
 
 
-MANY = [record(id=f"r{number}", answer="ü\u2028 \U0001f600" * (number % 50 + 1)) for number in range(400)]
+MANY = [
+    record(id=f"r{number}", answer="ü\u2028 \U0001f600" * (number % 50 + 1))
+    for number in range(400)
+]
 
 
 @pytest.mark.parametrize(
@@ -30,7 +35,13 @@ MANY = [record(id=f"r{number}", answer="ü\u2028 \U0001f600" * (number % 50 + 1)
         "\n".join(json.dumps(record, ensure_ascii=False) for record in MANY),
         "\r\n\r\n".join(json.dumps(record) for record in MANY) + "\r\n",
     ],
-    ids=["array", "indented array", "array after a byte order mark", "lines", "lines from Windows, some empty"],
+    ids=[
+        "array",
+        "indented array",
+        "array after a byte order mark",
+        "lines",
+        "lines from Windows, some empty",
+    ],
 )
 def test_json_arrays_and_json_lines_give_their_records_in_order(tmp_path, monkeypatch, text):
     monkeypatch.setattr(text_files, "_CHUNK", 100)  # windows end anywhere
@@ -50,7 +61,9 @@ def test_an_array_gives_its_values_halves_of_pairs_nan_and_huge_numbers_included
         *("123", "-4500000.0", '"a\\u00e9\\n"', "true", "null"),
     ]
     (tmp_path / "a.json").write_text(f"[{', '.join(records)}]")
-    assert list(map(repr, json_records(tmp_path / "a.json"))) == [repr(json.loads(record)) for record in records]
+    assert list(map(repr, json_records(tmp_path / "a.json"))) == [
+        repr(json.loads(record)) for record in records
+    ]
     (tmp_path / "none.json").write_text(" [ ] ")
     assert list(json_records(tmp_path / "none.json")) == []
 
@@ -74,13 +87,17 @@ def test_records_inside_one_object_are_found(tmp_path, indent):
 
 
 def test_one_line_of_json_lines_is_a_record_with_lists_of_objects_in_it(tmp_path):
-    path, content = tmp_path / "metadata.jsonl", {"file_name": "a.png", "text": "A.", "objects": [{"bbox": [1]}]}
+    path, content = (
+        tmp_path / "metadata.jsonl",
+        {"file_name": "a.png", "text": "A.", "objects": [{"bbox": [1]}]},
+    )
     path.write_text(json.dumps(content))
     assert list(json_records(path)) == [content]
 
 
 @pytest.mark.parametrize(
-    ("name", "separator"), [("a.csv", ";"), ("a.csv", "\t"), ("a.csv", "|"), ("a.tsv", ","), ("a.tsv", ";")]
+    ("name", "separator"),
+    [("a.csv", ";"), ("a.csv", "\t"), ("a.csv", "|"), ("a.tsv", ","), ("a.tsv", ";")],
 )
 def test_a_table_with_another_separator_is_refused_by_it(tmp_path, name, separator):
     (tmp_path / name).write_text(f"image{separator}caption\na.jpg{separator}A, b; c\n")
@@ -102,7 +119,8 @@ def test_a_record_without_end_is_refused_before_it_fills_the_memory(tmp_path, mo
     (tmp_path / name).write_bytes(begin + b"a" * (1 << 25))
     tracemalloc.start()
     with pytest.raises(
-        UserError, match=r"A record may have at most 16,777,216 characters|line 1 is longer than 16,777,216"
+        UserError,
+        match=r"A record may have at most 16,777,216 characters|line 1 is longer than 16,777,216",
     ):
         list(json_records(tmp_path / name))
     peak = tracemalloc.get_traced_memory()[1]
@@ -149,7 +167,9 @@ def test_a_file_that_is_neither_is_refused(tmp_path, content, message):
 
 def test_a_missing_file_a_folder_and_a_pipe_are_refused(tmp_path):
     (tmp_path / "link.json").symlink_to("../blobs/gone")
-    with pytest.raises(UserError, match=r"link\.json: is a link to \.\./blobs/gone, which is not there"):
+    with pytest.raises(
+        UserError, match=r"link\.json: is a link to \.\./blobs/gone, which is not there"
+    ):
         list(json_records(tmp_path / "link.json"))
     os.mkfifo(tmp_path / "pipe")
     for path in (tmp_path / "none.json", tmp_path, tmp_path / "pipe"):

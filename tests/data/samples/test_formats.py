@@ -1,4 +1,6 @@
-"""formats.py: what others write becomes the conversation that they meant, or has the reason why not."""
+"""formats.py: what others write becomes the conversation that they meant, or has the reason why
+not.
+"""
 
 import json
 
@@ -13,7 +15,10 @@ QA, PAGE = SampleFormat("qa"), SampleFormat("interleaved")
 CAPTION = SampleFormat("caption", caption_prompt="What is it?")
 ASKED = (("human", "<image>\nWhat is it?"), ("gpt", "A cat."))
 PLAIN = [{"role": "user", "content": "What is it?"}, {"role": "assistant", "content": "A cat."}]
-MARKED = [{"role": "user", "content": "<image>\nWhat is it?"}, {"role": "assistant", "content": "A cat."}]
+MARKED = [
+    {"role": "user", "content": "<image>\nWhat is it?"},
+    {"role": "assistant", "content": "A cat."},
+]
 TEXT = [{"from": "human", "value": "Why?"}, {"from": "gpt", "value": "x"}]
 NO_BYTES = {"image": {"bytes": None, "path": ""}, "images": "[]", "videos": [None], "tools": "[]"}
 LLAVA_TURNS = [{"from": "human", "value": "<image>"}, {"from": "gpt", "value": "x"}]
@@ -25,7 +30,10 @@ def messages(*turns, **fields):
 
 def read(form: SampleFormat, images=1, **texts):
     members = {"jpg": b""} if images == 1 else {f"{number}.png": b"" for number in range(images)}
-    contents = {name: text if isinstance(text, bytes) else json.dumps(text).encode() for name, text in texts.items()}
+    contents = {
+        name: text if isinstance(text, bytes) else json.dumps(text).encode()
+        for name, text in texts.items()
+    }
     return read_sample("k", "s.tar", {**members, **contents}, 0, form).turns
 
 
@@ -34,7 +42,12 @@ def read(form: SampleFormat, images=1, **texts):
     [
         {"messages": PLAIN, "images": ["a.jpg"]},
         {"messages": MARKED, "images": ["a.jpg"]},
-        {"conversations": [{"from": "human", "value": "What is it?"}, {"from": "gpt", "value": "A cat."}]},
+        {
+            "conversations": [
+                {"from": "human", "value": "What is it?"},
+                {"from": "gpt", "value": "A cat."},
+            ]
+        },
         {
             "conversations": [
                 {"from": "User", "value": "<image>\nWhat is it?"},
@@ -43,7 +56,10 @@ def read(form: SampleFormat, images=1, **texts):
         },
         {
             "messages": [
-                {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "What is it?"}]},
+                {
+                    "role": "user",
+                    "content": [{"type": "image"}, {"type": "text", "text": "What is it?"}],
+                },
                 {"role": "assistant", "content": [{"type": "text", "text": "A cat."}]},
             ]
         },
@@ -70,13 +86,22 @@ def test_parts_keep_their_order_and_a_system_prompt_its_place():
     content = ["Compare", {"type": "image"}, "with", {"type": "image"}]
     record = {"messages": [{"role": "user", "content": content}, PLAIN[1]], "system": "Be brief."}
     question = "Compare\n<image>\nwith\n<image>"
-    assert read(SHAREGPT, 2, json=record) == (("system", "Be brief."), ("human", question), ("gpt", "A cat."))
+    assert read(SHAREGPT, 2, json=record) == (
+        ("system", "Be brief."),
+        ("human", question),
+        ("gpt", "A cat."),
+    )
     own = {"messages": [{"role": "system", "content": "Mine."}, *PLAIN], "system": "Be brief."}
-    assert read(SHAREGPT, 0, json=own)[0] == ("system", "Mine.") and read(SHAREGPT, 0, json={"messages": PLAIN})
+    assert read(SHAREGPT, 0, json=own)[0] == ("system", "Mine.") and read(
+        SHAREGPT, 0, json={"messages": PLAIN}
+    )
     assert read(SHAREGPT, 2, json={"messages": PLAIN})[0][1] == "<image>\n<image>\nWhat is it?"
 
 
-PAIRS = [{"user": "What is it?", "assistant": "A cat.", "source": "x"}, {"user": "Why?", "assistant": "It purrs."}]
+PAIRS = [
+    {"user": "What is it?", "assistant": "A cat.", "source": "x"},
+    {"user": "Why?", "assistant": "It purrs."},
+]
 CHAT = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "What is it?"}]}]
 
 
@@ -87,10 +112,20 @@ CHAT = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text":
         ({"question": "What is it?", "answer": "A cat."}, ()),
         ({"question": "What is it?", "answers": ["A dog.", "A cat.", "A cat."]}, ()),
         ({"question": "What is it?", "answers": ["A cat.", "A dog."]}, ()),
-        ({"question": "What is it?", "answers": [{"answer": "A cat.", "answer_id": 1}], "prompt": "unused"}, ()),
+        (
+            {
+                "question": "What is it?",
+                "answers": [{"answer": "A cat.", "answer_id": 1}],
+                "prompt": "unused",
+            },
+            (),
+        ),
         ({"question": "What is it?", "answers": [{"text": "A cat."}, {"text": "A dog."}]}, ()),
         ({"question": "What is it?", "answer": [{"type": "text", "text": "A cat."}]}, ()),
-        ({"texts": [PAIRS[0], {"user": "How many?", "assistant": "1"}]}, (("human", "How many?"), ("gpt", "1"))),
+        (
+            {"texts": [PAIRS[0], {"user": "How many?", "assistant": "1"}]},
+            (("human", "How many?"), ("gpt", "1")),
+        ),
         ({"prompt": "What is it?", "completion": "A cat."}, ()),
         ({"prompt": CHAT, "completion": PLAIN[1:]}, ()),
     ],
@@ -101,7 +136,15 @@ def test_questions_with_their_answers_become_the_conversation(record, more):
 
 @pytest.mark.parametrize(
     ("value", "text"),
-    [(3, "3"), (0, "0"), (0.0, "0.0"), (False, "false"), (True, "true"), (-0.5, "-0.5"), (10**20, "1" + "0" * 20)],
+    [
+        (3, "3"),
+        (0, "0"),
+        (0.0, "0.0"),
+        (False, "false"),
+        (True, "true"),
+        (-0.5, "-0.5"),
+        (10**20, "1" + "0" * 20),
+    ],
 )
 def test_numbers_and_truth_values_are_texts_in_every_format(value, text):
     part, last = {"type": "text", "text": value}, {"role": "assistant"}
@@ -109,7 +152,15 @@ def test_numbers_and_truth_values_are_texts_in_every_format(value, text):
         (LLAVA, {"conversations": [TEXT[0], {"from": "gpt", "value": value}]}),
         (SHAREGPT, {"messages": [PLAIN[0], {**last, "content": value}]}),
         (SHAREGPT, {"messages": [PLAIN[0], {**last, "content": [part]}]}),
-        (SHAREGPT, {"messages": [PLAIN[0], {**last, "content": None, "value": value, "reasoning_tokens": 3}]}),
+        (
+            SHAREGPT,
+            {
+                "messages": [
+                    PLAIN[0],
+                    {**last, "content": None, "value": value, "reasoning_tokens": 3},
+                ]
+            },
+        ),
         (QA, {"question": "x", "answer": value}),
         (QA, {"question": "x", "answer": [value]}),
         (QA, {"question": "x", "answer": "", "answers": [7, value, value]}),
@@ -120,26 +171,50 @@ def test_numbers_and_truth_values_are_texts_in_every_format(value, text):
     ]
     for form, record in records:
         assert read(form, 0, json=record)[-1] == ("gpt", text), record
-    assert read(CAPTION, json={"caption": value})[-1] == read(CAPTION, json={"text": [value, "B"]})[-1] == ("gpt", text)
+    assert (
+        read(CAPTION, json={"caption": value})[-1]
+        == read(CAPTION, json={"text": [value, "B"]})[-1]
+        == ("gpt", text)
+    )
     asked = read(QA, 0, json={"question": value, "answer": "x", "system": [part]})
     assert asked == (("system", text), ("human", text), ("gpt", "x"))
 
 
 def test_a_page_is_one_answer_with_its_images_in_their_places():
-    texts = [None, None, "First.", "Second.", None, " Third.\n\nEND_OF_DOCUMENT_TOKEN_TO_BE_REPLACED\n\nNext. "]
+    texts = [
+        None,
+        None,
+        "First.",
+        "Second.",
+        None,
+        " Third.\n\nEND_OF_DOCUMENT_TOKEN_TO_BE_REPLACED\n\nNext. ",
+    ]
     answer = "First.\n\nSecond.\n\n<image>\n\nThird.\n\nNext."
     assert read(PAGE, 3, json={"texts": texts}) == (("human", "<image>\n<image>"), ("gpt", answer))
-    lost = {"texts": texts, "images": [None, "a.jpg", None, None, "b.jpg", None]}  # one that was not downloaded
+    # one that was not downloaded
+    lost = {"texts": texts, "images": [None, "a.jpg", None, None, "b.jpg", None]}
     assert read(PAGE, 2, json=lost) == (("human", "<image>"), ("gpt", answer))
     assert read(PAGE, 1, json={"texts": ["A.", None]}) == (("human", ""), ("gpt", "A.\n\n<image>"))
-    assert read(PAGE, 0, json={"texts": ["A.", "", "B."], "images": [None] * 3}) == (("human", ""), ("gpt", "A.\n\nB."))
+    assert read(PAGE, 0, json={"texts": ["A.", "", "B."], "images": [None] * 3}) == (
+        ("human", ""),
+        ("gpt", "A.\n\nB."),
+    )
 
 
 def test_a_caption_is_found_where_it_stands():
     assert read(CAPTION, txt=b"A cat.\n") == read(CAPTION, caption=b" A cat.") == ASKED
-    assert read(CAPTION, json={"text": "A cat."}) == read(CAPTION, json={"caption": ["<image>\nA cat.", "B"]}) == ASKED
+    assert (
+        read(CAPTION, json={"text": "A cat."})
+        == read(CAPTION, json={"caption": ["<image>\nA cat.", "B"]})
+        == ASKED
+    )
     assert read(CAPTION, txt=b"A cat.", json={"caption": "A dog."}) == ASKED
-    assert read(SampleFormat("caption", "title", "What is it?"), txt=b"A dog.", json={"title": "A cat."}) == ASKED
+    assert (
+        read(
+            SampleFormat("caption", "title", "What is it?"), txt=b"A dog.", json={"title": "A cat."}
+        )
+        == ASKED
+    )
 
 
 @pytest.mark.parametrize(
@@ -153,7 +228,8 @@ def test_a_caption_is_found_where_it_stands():
         (SHAREGPT, 1, messages({"role": "user", "content": [{"type": "video"}]}), "non_text_value", "video"),
         (SHAREGPT, 1, {"json": {"messages": PLAIN[:1]}}, "no_answer", "none from gpt"),
         (SHAREGPT, 1, {"json": {"messages": PLAIN[::-1]}}, "turn_order", "gpt, human"),
-        (SHAREGPT, 2, messages(*MARKED), "image_count", "1 <image> marks in the conversation, 2 images"),
+        (SHAREGPT, 2, messages(*MARKED), "image_count", "1 <image> marks in the "
+                                                        "conversation, 2 images"),
         (SHAREGPT, 0, messages(*MARKED, images=["a"]), "image_count", "1 <image> marks in the conversation, 0 images"),
         (LLAVA, 0, {"json": {"conversations": LLAVA_TURNS, "image": "a"}}, "image_count", "1 <image> marks"),
         (LLAVA, 0, {"json": {"conversations": TEXT, "images": ["a", "b"]}}, "image_count", "names 2 images"),
@@ -183,9 +259,11 @@ def test_a_caption_is_found_where_it_stands():
         (QA, 1, {"json": {"question": "x", "answers": ["a", None]}}, "non_text_value", "turn 1 has the value None"),
         (QA, 1, {"json": {"texts": [{"user": "x"}]}}, "non_text_value", "turn 1 has the value None"),
         (QA, 1, {"json": {"texts": PAIRS, "image": ["a", "b"]}}, "image_count", "names 2 images, but .* has 1"),
-        (PAGE, 1, {"json": {"texts": PAIRS}}, "no_conversation", "a list of texts and nulls .* its keys are texts"),
+        (PAGE, 1, {"json": {"texts": PAIRS}}, "no_conversation", "a list of texts and nulls .* "
+                                                                 "its keys are texts"),
         (PAGE, 1, {"json": {"texts": [None]}}, "no_answer", "turn 1, from gpt, is empty"),
-        (PAGE, 1, {"json": {"texts": ["a"]}}, "image_count", "0 <image> marks in the conversation, 1 images"),
+        (PAGE, 1, {"json": {"texts": ["a"]}}, "image_count", "0 <image> marks in the "
+                                                             "conversation, 1 images"),
         (PAGE, 1, {"json": {"texts": ["a"], "images": []}}, "image_count", "0 <image> marks"),
         (PAGE, 1, {"json": {"texts": ["a", None], "images": ["a"]}}, "image_count", "texts has 2 places"),
         (PAGE, 1, {"json": {"texts": [None, "an <image>"]}}, "image_count", "2 <image> marks"),
@@ -228,12 +306,19 @@ def test_a_turn_that_holds_more_than_its_text_is_no_sample(more):
     told = {"from": "gpt", "value": "A cat."}
     records = [(SHAREGPT, {"messages": [PLAIN[0], {**PLAIN[1], **more}]})]
     if "value" not in more and not isinstance(more.get("content"), list):
-        records += [(LLAVA, {"conversations": [TEXT[0], {**told, **more}]}), (QA, {"texts": [{**PAIRS[0], **more}]})]
+        records += [
+            (LLAVA, {"conversations": [TEXT[0], {**told, **more}]}),
+            (QA, {"texts": [{**PAIRS[0], **more}]}),
+        ]
     for form, record in records:
         with pytest.raises(BadSample, match=r"unread_part: turn \d has ") as caught:
             read(form, 0, json=record)
         assert next(reversed(more)) in str(caught.value) or "content" in more
-    empty = {key: [] if isinstance(value, list) else None for key, value in more.items() if key != "content"}
+    empty = {
+        key: [] if isinstance(value, list) else None
+        for key, value in more.items()
+        if key != "content"
+    }
     assert read(SHAREGPT, json={"messages": [PLAIN[0], {**PLAIN[1], **empty}]}) == ASKED
 
 
@@ -258,7 +343,9 @@ def test_a_placeholder_of_what_is_not_there_is_no_question(question):
     ):
         with pytest.raises(BadSample, match=r"unread_part: .*<"):
             read(form, question.count("<image>"), json={key: turns, "objects": objects})
-    with pytest.raises(BadSample, match="unread_part: <ref-object> and <bbox> stand for its objects"):
+    with pytest.raises(
+        BadSample, match="unread_part: <ref-object> and <bbox> stand for its objects"
+    ):
         read(QA, 0, json={"question": "Where?", "answer": "<bbox>", "objects": objects})
 
 
@@ -275,12 +362,18 @@ def test_a_placeholder_of_what_is_not_there_is_no_question(question):
 )
 def test_talk_of_tags_is_text(question):
     for none in ({}, {"objects": {"ref": [], "bbox": []}}, {"objects": None}):
-        assert read(QA, 0, json={"question": question, "answer": "<video>", **none})[0] == ("human", question)
+        assert read(QA, 0, json={"question": question, "answer": "<video>", **none})[0] == (
+            "human",
+            question,
+        )
 
 
 def test_what_says_more_is_read_and_what_names_no_image_is_text():
     answer = {**PLAIN[1], "weight": 1, "loss": True, "train": None}
-    assert read(SHAREGPT, json={"messages": [{**PLAIN[0], "train": False}, answer], "videos": []}) == ASKED
+    assert (
+        read(SHAREGPT, json={"messages": [{**PLAIN[0], "train": False}, answer], "videos": []})
+        == ASKED
+    )
     for none in (
         {},
         {"images": []},
@@ -290,16 +383,35 @@ def test_what_says_more_is_read_and_what_names_no_image_is_text():
         {"image": [""]},
         NO_BYTES,
     ):
-        assert read(LLAVA, 0, json={"conversations": TEXT, **none}) == (("human", "Why?"), ("gpt", "x"))
-    assert read(LLAVA, 0, json={"conversations": TEXT}, npy=b"", cls=b"1") == (("human", "Why?"), ("gpt", "x"))
+        assert read(LLAVA, 0, json={"conversations": TEXT, **none}) == (
+            ("human", "Why?"),
+            ("gpt", "x"),
+        )
+    assert read(LLAVA, 0, json={"conversations": TEXT}, npy=b"", cls=b"1") == (
+        ("human", "Why?"),
+        ("gpt", "x"),
+    )
     page = {"texts": ["A.", None, None], "images": [None, "", {"path": "a.jpg"}]}
     assert read(PAGE, 1, json=page)[-1] == ("gpt", "A.\n\n<image>")
-    assert read(LLAVA, 1, json={"conversations": LLAVA_TURNS, "image": "a"}, **{"mask.png": b""})[0][1] == "<image>"
+    assert (
+        read(LLAVA, 1, json={"conversations": LLAVA_TURNS, "image": "a"}, **{"mask.png": b""})[0][1]
+        == "<image>"
+    )
 
 
 def test_names_hold_what_an_index_and_a_fingerprint_depend_on():
     assert (LLAVA.reading, LLAVA.wording) == ("llava", "")
-    assert SampleFormat("caption", None, "a").reading == CAPTION.reading != SampleFormat("caption", "title").reading
-    forms = [LLAVA, SHAREGPT, CAPTION, SampleFormat("caption", None, "a"), SampleFormat("caption", "title", "a")]
+    assert (
+        SampleFormat("caption", None, "a").reading
+        == CAPTION.reading
+        != SampleFormat("caption", "title").reading
+    )
+    forms = [
+        LLAVA,
+        SHAREGPT,
+        CAPTION,
+        SampleFormat("caption", None, "a"),
+        SampleFormat("caption", "title", "a"),
+    ]
     assert len({form.wording for form in forms}) == len(forms)
     assert SampleFormat("sharegpt", "title", "a").wording == SHAREGPT.wording

@@ -1,4 +1,6 @@
-"""Text that borders on images: index, template and the stock processor count and write the same tokens."""
+"""Text that borders on images: index, template and the stock processor count and write the same
+tokens.
+"""
 
 import io
 import json
@@ -33,10 +35,39 @@ from mmtrain.layouts.tiles import Tiles
 
 MARKS = ["<image>", "<fake_token_around_image>", "<global-img>", "<end_of_utterance>"]
 PIECES = [
-    *(" ", "  ", "\n", "\n\n", "\t", " \n", "0", "42", "1.5", "a red circle", "What", "this?", "(", ")", "...", "-"),
-    *("图像", "これは何", "картинка", "صورة", "चित्र", "ภาพ", "é", "e\u0301", "ﬁ", "😀", "👩\u200d🔬"),
+    *(
+        " ",
+        "  ",
+        "\n",
+        "\n\n",
+        "\t",
+        " \n",
+        "0",
+        "42",
+        "1.5",
+        "a red circle",
+        "What",
+        "this?",
+        "(",
+        ")",
+        "...",
+        "-",
+    ),
+    *(
+        "图像",
+        "これは何",
+        "картинка",
+        "صورة",
+        "चित्र",
+        "ภาพ",
+        "é",
+        "e\u0301",
+        "ﬁ",
+        "😀",
+        "👩\u200d🔬",
+    ),
     *("\u00a0", "\u3000", "▁", "Ġ"),
-]  # fmt: skip
+]
 PICTURE = Image.new("RGB", (32, 32), (200, 30, 30))
 SIDE, POSITIONS = 32, 4
 
@@ -51,7 +82,9 @@ def byte_level() -> PreTrainedTokenizerFast:
         vocab_size=500, initial_alphabet=alphabet, special_tokens=special, show_progress=False
     )
     made.train_from_iterator([" ".join(PIECES), "What is this?\na red circle\n\n"] * 3, trainer)
-    return PreTrainedTokenizerFast(tokenizer_object=made, eos_token="<|im_end|>", chat_template=QWEN25)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=made, eos_token="<|im_end|>", chat_template=QWEN25
+    )
 
 
 def unigram() -> PreTrainedTokenizerFast:
@@ -60,8 +93,12 @@ def unigram() -> PreTrainedTokenizerFast:
     made.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")
     made.decoder = decoders.Metaspace(prepend_scheme="first")
     special = ["<unk>", "<|im_start|>", "<|im_end|>"]
-    trainer = trainers.UnigramTrainer(vocab_size=300, special_tokens=special, unk_token="<unk>", show_progress=False)
-    made.train_from_iterator([" ".join(PIECES), "What is this? a red circle", "system user assistant"] * 3, trainer)
+    trainer = trainers.UnigramTrainer(
+        vocab_size=300, special_tokens=special, unk_token="<unk>", show_progress=False
+    )
+    made.train_from_iterator(
+        [" ".join(PIECES), "What is this? a red circle", "system user assistant"] * 3, trainer
+    )
     return PreTrainedTokenizerFast(
         tokenizer_object=made, eos_token="<|im_end|>", unk_token="<unk>", chat_template=QWEN25
     )
@@ -86,17 +123,29 @@ def aya_vision(tokenizer):
     pictures = GotOcr2ImageProcessor(size={"height": SIDE, "width": SIDE}, max_patches=1)
     texts = {f"{name}_token": "" for name in ("start_of_img", "end_of_img", "tile", "tile_global")}
     return AyaVisionProcessor(
-        pictures, tokenizer, patch_size=8, img_size=SIDE, downsample_factor=2, img_patch_token="<image>", **texts
+        pictures,
+        tokenizer,
+        patch_size=8,
+        img_size=SIDE,
+        downsample_factor=2,
+        img_patch_token="<image>",
+        **texts,
     )
 
 
 def idefics3(tokenizer):
     size = {"height": SIDE, "width": SIDE}
-    pictures = Idefics3ImageProcessor(size=size, max_image_size={"longest_edge": SIDE}, do_image_splitting=False)
+    pictures = Idefics3ImageProcessor(
+        size=size, max_image_size={"longest_edge": SIDE}, do_image_splitting=False
+    )
     return Idefics3Processor(pictures, tokenizer, image_seq_len=POSITIONS)
 
 
-PROCESSORS = {"llava": (llava, "square"), "aya_vision": (aya_vision, "square"), "idefics3": (idefics3, "idefics3")}
+PROCESSORS = {
+    "llava": (llava, "square"),
+    "aya_vision": (aya_vision, "square"),
+    "idefics3": (idefics3, "idefics3"),
+}
 
 
 def conversations(seed: int, count: int) -> list[list[tuple[str, str]]]:
@@ -126,9 +175,14 @@ def test_index_template_and_stock_processor_agree(tmp_path, tokenizer_name, proc
     talks, tar = conversations(17, 40), tmp_path / "shard.tar"
     with tarfile.open(tar, "w") as out:
         for number, turns in enumerate(talks):
-            record = json.dumps({"conversations": [{"from": who, "value": said} for who, said in turns]}).encode()
+            record = json.dumps(
+                {"conversations": [{"from": who, "value": said} for who, said in turns]}
+            ).encode()
             images = [content.getvalue()] * turns[0][1].count("<image>")
-            for suffix, data in [("json", record), *((f"{at}.png", data) for at, data in enumerate(images))]:
+            for suffix, data in [
+                ("json", record),
+                *((f"{at}.png", data) for at, data in enumerate(images)),
+            ]:
                 member = tarfile.TarInfo(f"{number:05}.{suffix}")
                 member.size = len(data)
                 out.addfile(member, io.BytesIO(data))
@@ -142,10 +196,17 @@ def test_index_template_and_stock_processor_agree(tmp_path, tokenizer_name, proc
         if number in lengths.faults or number in index.faults["llava"]:
             continue
         images = turns[0][1].count("<image>")
-        document = template(Sample(f"{number:05}", str(tar), tuple(turns), (content.getvalue(),) * images))
-        messages = [{"role": "user", "content": turns[0][1]}, {"role": "assistant", "content": turns[1][1]}]
+        document = template(
+            Sample(f"{number:05}", str(tar), tuple(turns), (content.getvalue(),) * images)
+        )
+        messages = [
+            {"role": "user", "content": turns[0][1]},
+            {"role": "assistant", "content": turns[1][1]},
+        ]
         text = processor.tokenizer.apply_chat_template(messages, tokenize=False)
-        stock = processor(text=[text], images=[[PICTURE] * images], add_special_tokens=False)["input_ids"][0]
+        stock = processor(text=[text], images=[[PICTURE] * images], add_special_tokens=False)[
+            "input_ids"
+        ][0]
         ours = [image_id if token == IMAGE_POSITION else token for token in document.input_ids]
         counted = lengths.tokens[number] + layout.tiling(SIDE, SIDE).positions * images
         compared += 1
@@ -159,16 +220,25 @@ def test_texts_around_an_image_are_never_learnt():
     turns = (("human", "Draw one."), ("gpt", "Here: <image> is one."))
     document = make_template("chat", tokenizer, Idefics3(2), 1000)(Sample("a", "s", turns, (b"",)))
     around = tokenizer.convert_tokens_to_ids(MARKS[1:3])
-    assert [token for token in document.input_ids if token in around] == [around[0], around[1], around[0]]
+    assert [token for token in document.input_ids if token in around] == [
+        around[0],
+        around[1],
+        around[0],
+    ]
     learnt = [label for label in document.labels if label != IGNORE]
-    assert not set(learnt) & set(around) and tokenizer.decode(learnt).replace(" ", "") == "Here:isone.<|im_end|>"
+    assert (
+        not set(learnt) & set(around)
+        and tokenizer.decode(learnt).replace(" ", "") == "Here:isone.<|im_end|>"
+    )
 
 
 def test_a_plain_caption_stands_behind_the_wrapped_images():
     tokenizer = byte_level()
     tokenizer.add_tokens(MARKS, special_tokens=True)
     turns = (("human", "<image><image>"), ("gpt", "a red circle"))
-    document = make_template("plain", tokenizer, Idefics3(2), 1000)(Sample("a", "s", turns, (b"", b"")))
+    document = make_template("plain", tokenizer, Idefics3(2), 1000)(
+        Sample("a", "s", turns, (b"", b""))
+    )
     fake, tag = tokenizer.convert_tokens_to_ids(MARKS[1:3])
     image = [fake, tag, IMAGE_POSITION, IMAGE_POSITION, fake]
     caption = tokenizer("a red circle").input_ids
@@ -177,7 +247,9 @@ def test_a_plain_caption_stands_behind_the_wrapped_images():
 
 @pytest.mark.parametrize("template", ["plain", "chat"])
 def test_a_tokenizer_without_the_tokens_of_a_layout_is_refused(template):
-    with pytest.raises(UserError, match=r"model\.vision\.layout: idefics3 writes <fake_token_around_image>") as caught:
+    with pytest.raises(
+        UserError, match=r"model\.vision\.layout: idefics3 writes <fake_token_around_image>"
+    ) as caught:
         make_template(template, byte_level(), Idefics3(2), 1000)
     assert "set model.vision.layout=square" in str(caught.value)
 
@@ -185,14 +257,20 @@ def test_a_tokenizer_without_the_tokens_of_a_layout_is_refused(template):
 def test_a_plain_template_refuses_a_tokenizer_that_does_not_find_images_between_tile_names():
     tokenizer = byte_level()
     tokenizer.add_tokens(AddedToken("<image>", single_word=True, normalized=False))
-    with pytest.raises(UserError, match=r"^data\.template=plain: 1 images or tiles, but .* reads 0 <image> tokens"):
+    with pytest.raises(
+        UserError, match=r"^data\.template=plain: 1 images or tiles, but .* reads 0 <image> tokens"
+    ):
         make_template("plain", tokenizer, Tiles(4, SIDE), 1000)
     make_template("plain", tokenizer, Square(4), 1000)  # writes no text that could hide them
 
 
 def test_a_template_that_writes_a_mark_for_each_tile_of_two_images_is_no_match_for_tile_names():
-    """Its six marks are as many as the two images have runs of positions: three each, without their names."""
-    thrice = QWEN25.replace("message.content", "message.content | replace('<image><image>', '<image>' * 6)")
+    """Its six marks are as many as the two images have runs of positions: three each, without their
+    names.
+    """
+    thrice = QWEN25.replace(
+        "message.content", "message.content | replace('<image><image>', '<image>' * 6)"
+    )
     tokenizer = byte_level()
     tokenizer.chat_template = thrice
     assert thrice != QWEN25

@@ -1,6 +1,8 @@
-"""Two public tokenizer families, rebuilt small: every token of a conversation, and what is supervised, by hand.
+"""Two public tokenizer families, rebuilt small: every token of a conversation, and what is
+supervised, by hand.
 
-Vocabularies are single bytes (or characters) and a few whole words, so that what a text becomes can be read off it.
+Vocabularies are single bytes (or characters) and a few whole words, so that what a text becomes can
+be read off it.
 """
 
 import pytest
@@ -28,30 +30,51 @@ WORDS = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-KNOWN_WORDS = "user assistant You What And No See Ġare ĠQwen Ġsee Ġpictures Ġis Ġthis Ġhere Ġthen Ġred Ġcircle system"
-KNOWN_PIECES = "▁ [INST] ▁[INST] ▁[/INST] What ▁What ▁is ▁this And ▁And A No See ▁red ▁circle ▁here ▁then ? . , e"
+KNOWN_WORDS = (
+    "user assistant You What And No See Ġare ĠQwen Ġsee Ġpictures Ġis Ġthis Ġhere Ġthen "
+    "Ġred Ġcircle system"
+)
+KNOWN_PIECES = (
+    "▁ [INST] ▁[INST] ▁[/INST] What ▁What ▁is ▁this And ▁And A No See ▁red ▁circle "
+    "▁here ▁then ? . , e"
+)
 
 
 def qwen() -> PreTrainedTokenizerFast:
     marks = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
     pieces = [*marks, *sorted(pre_tokenizers.ByteLevel.alphabet()), *KNOWN_WORDS.split()]
     vocabulary = {piece: number for number, piece in enumerate(pieces)}
-    tokenizer = Tokenizer(models.BPE(vocabulary, [], ignore_merges=True))  # as Llama 3: a known word needs no merges
+    # as Llama 3: a known word needs no merges
+    tokenizer = Tokenizer(models.BPE(vocabulary, [], ignore_merges=True))
     tokenizer.normalizer = normalizers.NFC()
     split = pre_tokenizers.Split(Regex(WORDS), "isolated")
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [split, pre_tokenizers.ByteLevel(add_prefix_space=False, trim_offsets=False, use_regex=False)]
+        [
+            split,
+            pre_tokenizers.ByteLevel(add_prefix_space=False, trim_offsets=False, use_regex=False),
+        ]
     )
     tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens([AddedToken(mark, special=True, normalized=False) for mark in marks])
+    tokenizer.add_special_tokens(
+        [AddedToken(mark, special=True, normalized=False) for mark in marks]
+    )
     return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, chat_template=QWEN, eos_token="<|im_end|>", pad_token="<|endoftext|>"
+        tokenizer_object=tokenizer,
+        chat_template=QWEN,
+        eos_token="<|im_end|>",
+        pad_token="<|endoftext|>",
     )
 
 
 def mistral() -> PreTrainedTokenizerFast:
     """A sentencepiece BPE with byte fallback: unknown characters become their bytes."""
-    pieces = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *KNOWN_PIECES.split()]
+    pieces = [
+        "<unk>",
+        "<s>",
+        "</s>",
+        *(f"<0x{byte:02X}>" for byte in range(256)),
+        *KNOWN_PIECES.split(),
+    ]
     model = models.BPE(
         {piece: number for number, piece in enumerate(pieces)},
         [],
@@ -66,9 +89,15 @@ def mistral() -> PreTrainedTokenizerFast:
         pre_tokenizers.Split(Regex(r"▁?\[/?INST\]|[?.,\n]"), "isolated"),
     ]
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(before)
-    tokenizer.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    )
     return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", unk_token="<unk>", chat_template=MISTRAL
+        tokenizer_object=tokenizer,
+        bos_token="<s>",
+        eos_token="</s>",
+        unk_token="<unk>",
+        chat_template=MISTRAL,
     )
 
 
@@ -87,9 +116,17 @@ CASES = {
         (("system", "You see <image> pictures."), *IN_BOTH),
         [
             (False, "<|im_start|> system Ċ You Ġsee Ġ <image> Ġpictures . <|im_end|> Ċ"),
-            (False, "<|im_start|> user Ċ <image> Ċ What Ġis Ġthis ? <|im_end|> Ċ <|im_start|> assistant Ċ"),
+            (
+                False,
+                "<|im_start|> user Ċ <image> Ċ What Ġis Ġthis ? <|im_end|> Ċ "
+                "<|im_start|> assistant Ċ",
+            ),
             (True, "A Ġred Ġ ð Ł ĺ Ģ Ġcircle . <|im_end|>"),
-            (False, "Ċ <|im_start|> user Ċ And Ġ <image> <image> Ġhere ? <|im_end|> Ċ <|im_start|> assistant Ċ"),
+            (
+                False,
+                "Ċ <|im_start|> user Ċ And Ġ <image> <image> Ġhere ? <|im_end|> Ċ "
+                "<|im_start|> assistant Ċ",
+            ),
             (True, "See Ġ"),
             (False, "<image>"),
             (True, "Ġ Ã © , Ġ Ù Ħ Ø § . <|im_end|>"),  # e and its accent are one letter: NFC
@@ -118,7 +155,9 @@ CASES = {
 
 def tokens_and_labels(tokenizer, expected, tokens_per_image: int):
     """input_ids and shifted labels of tokens written by hand."""
-    written = [(supervised, token) for supervised, tokens in expected for token in tokens.split(" ")]
+    written = [
+        (supervised, token) for supervised, tokens in expected for token in tokens.split(" ")
+    ]
     ids: list[int] = []
     labels: list[int] = []
     for supervised, token in written:
@@ -141,18 +180,28 @@ def sample(turns) -> Sample:
 def test_a_chat_is_the_tokens_and_labels_written_by_hand(name, tokens_per_image):
     make, turns, expected = CASES[name]
     document = ChatTemplate(make(), Square(tokens_per_image), 1000)(sample(turns))
-    names = {number: token for token, number in make().get_vocab().items()} | {IMAGE_POSITION: "<image>"}
+    names = {number: token for token, number in make().get_vocab().items()} | {
+        IMAGE_POSITION: "<image>"
+    }
     tokens = [token for _, tokens in expected for token in tokens.split(" ")]
     if tokens_per_image == 1:
         assert [names[token] for token in document.input_ids] == tokens
-    assert (document.input_ids, document.labels) == tokens_and_labels(make(), expected, tokens_per_image)
+    assert (document.input_ids, document.labels) == tokens_and_labels(
+        make(), expected, tokens_per_image
+    )
 
 
 @pytest.mark.parametrize(
     ("make", "expected"),
     [
         (qwen, [(False, "<image> <image>"), (True, "A Ġred Ġ ð Ł ĺ Ģ Ġcircle . <|im_end|>")]),
-        (mistral, [(False, "<image> <image>"), (True, "▁ A ▁red ▁ <0xF0> <0x9F> <0x98> <0x80> ▁circle . </s>")]),
+        (
+            mistral,
+            [
+                (False, "<image> <image>"),
+                (True, "▁ A ▁red ▁ <0xF0> <0x9F> <0x98> <0x80> ▁circle . </s>"),
+            ],
+        ),
     ],
     ids=["qwen", "mistral"],
 )
@@ -165,16 +214,35 @@ def test_plain_is_the_tokens_and_labels_written_by_hand(make, expected):
 def test_the_mask_is_the_tokenizers_own_where_its_template_marks_generation():
     answer = "{{ message['content'] + eos_token + ' ' }}"
     marked = "{% generation %}{{ message['content'] + eos_token }}{% endgeneration %}{{ ' ' }}"
-    texts = ("<image>\nWhat is this?", "A red 😀 circle.", "And <image><image> here?", "  e\u0301, لا.", "?", "No\n\n")
+    texts = (
+        "<image>\nWhat is this?",
+        "A red 😀 circle.",
+        "And <image><image> here?",
+        "  e\u0301, لا.",
+        "?",
+        "No\n\n",
+    )
     turns = tuple((("human", "gpt")[number % 2], text) for number, text in enumerate(texts))
     tokenizer = mistral()
-    tokenizer.add_tokens([AddedToken("<image>", special=True, normalized=False)], special_tokens=True)
+    tokenizer.add_tokens(
+        [AddedToken("<image>", special=True, normalized=False)], special_tokens=True
+    )
     tokenizer.chat_template = MISTRAL.replace(answer, marked)
     assert tokenizer.chat_template.count("endgeneration") == 1
-    messages = [{"role": {"human": "user", "gpt": "assistant"}[speaker], "content": text} for speaker, text in turns]
-    stock = tokenizer.apply_chat_template(messages, return_dict=True, return_assistant_tokens_mask=True)
+    messages = [
+        {"role": {"human": "user", "gpt": "assistant"}[speaker], "content": text}
+        for speaker, text in turns
+    ]
+    stock = tokenizer.apply_chat_template(
+        messages, return_dict=True, return_assistant_tokens_mask=True
+    )
     image = tokenizer.convert_tokens_to_ids("<image>")
     document = ChatTemplate(tokenizer, Square(1), 1000)(sample(turns))
-    assert [image if token == IMAGE_POSITION else token for token in document.input_ids] == stock["input_ids"]
-    assert [label != IGNORE for label in document.labels] == [*map(bool, stock["assistant_masks"][1:]), False]
+    assert [image if token == IMAGE_POSITION else token for token in document.input_ids] == stock[
+        "input_ids"
+    ]
+    assert [label != IGNORE for label in document.labels] == [
+        *map(bool, stock["assistant_masks"][1:]),
+        False,
+    ]
     assert sum(stock["assistant_masks"]) > 15

@@ -55,7 +55,8 @@ def turns(*pairs) -> dict:
     return record("", conversations=[{"from": speaker, "value": text} for speaker, text in pairs])
 
 
-# Reasons that a record's text gives, each with what read_sample makes of the same record: True where it accepts it.
+# Reasons that a record's text gives, each with what read_sample makes of the same record: True
+# where it accepts it.
 BAD_TEXTS = [
     ("not_an_object", ["a"], False),
     ("not_json", record(answer="half a pair: \ud83d"), False),
@@ -115,7 +116,9 @@ def folder(tmp_path):
         ("ünïcode \U0001f600.png", encoded("PNG"), "png"),
     ],
 )
-def test_a_good_image_keeps_its_bytes_and_its_own_suffix_in_lower_case(folder, name, content, suffix):
+def test_a_good_image_keeps_its_bytes_and_its_own_suffix_in_lower_case(
+    folder, name, content, suffix
+):
     (folder / name).write_bytes(content)
     assert read_image(folder, name) == (suffix, content)
 
@@ -138,10 +141,14 @@ def test_a_name_of_windows_or_in_another_unicode_form_finds_its_image(folder, wr
 
 def test_what_a_link_does_is_said_with_the_way_out(folder):
     (folder / "coco").symlink_to(folder.parent)
-    with pytest.raises(BadSample, match=r"coco/secret\.png: leads out .*, to .*/secret\.png; .* by --images"):
+    with pytest.raises(
+        BadSample, match=r"coco/secret\.png: leads out .*, to .*/secret\.png; .* by --images"
+    ):
         read_image(folder, "coco/secret.png")
     (folder / "gone.png").symlink_to("blobs/gone")
-    with pytest.raises(BadSample, match=r"missing_image: gone\.png: a link to a file that is not there"):
+    with pytest.raises(
+        BadSample, match=r"missing_image: gone\.png: a link to a file that is not there"
+    ):
         read_image(folder, "gone.png")
 
 
@@ -191,14 +198,19 @@ def test_bad_images_are_rejected_by_their_reason(folder, case):
     (folder / "empty.png").touch()
     (folder / "cut.jpg").write_bytes(jpeg_cut_off())
     (folder / "flipped.png").write_bytes(png_with_a_flipped_bit())
-    (folder / "script.jpg").write_text("%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 10 10\n%%EndComments\nshowpage\n")
+    (folder / "script.jpg").write_text(
+        "%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 10 10\n%%EndComments\nshowpage\n"
+    )
     (folder / "bomb.png").write_bytes(png_that_claims(20_000))  # 400 million pixels
     (folder / "large.png").write_bytes(png_that_claims(10_001))
     (folder / "long.jpg").write_bytes(encoded("JPEG"))
-    (folder / "scans.jpg").write_bytes(jpeg_of_scans(2000, 3500))  # 4 MP, 60 kB: decoding takes seconds
+    # 4 MP, 60 kB: decoding takes seconds
+    (folder / "scans.jpg").write_bytes(jpeg_of_scans(2000, 3500))
     profile = png_chunk(b"iCCP", b"profile\0\0" + zlib.compress(bytes(1_000_000)))
-    (folder / "profiles.png").write_bytes(png_with(profile * 3000, b""))  # 3 MB: decoding takes seconds
-    os.truncate(folder / "long.jpg", MAX_IMAGE_BYTES + 1)  # the rest are zeros, and take no room on the disk
+    # 3 MB: decoding takes seconds
+    (folder / "profiles.png").write_bytes(png_with(profile * 3000, b""))
+    # the rest are zeros, and take no room on the disk
+    os.truncate(folder / "long.jpg", MAX_IMAGE_BYTES + 1)
     reasons, name = BAD_IMAGES[case]
     began = time.thread_time()
     with pytest.raises(BadSample) as caught:
@@ -209,12 +221,15 @@ def test_bad_images_are_rejected_by_their_reason(folder, case):
 
 
 def jpeg_of_scans(side: int, scans: int) -> bytes:
-    """A progressive grey JPEG, all of whose scans but the first refine nothing: one run of blocks without a change."""
+    """A progressive grey JPEG, all of whose scans but the first refine nothing: one run of blocks
+    without a change.
+    """
     segment = lambda kind, body: b"\xff" + kind + (len(body) + 2).to_bytes(2, "big") + body  # noqa: E731
     frame = segment(b"\xc2", b"\x08" + side.to_bytes(2, "big") * 2 + b"\1\1\x11\0")
     codes = b"\1" + bytes(15)  # a Huffman table of one code, 0
     tables = segment(b"\xdb", b"\0" + b"\1" * 64) + segment(b"\xc4", b"\0" + codes + b"\0")
-    tables += segment(b"\xc4", b"\x10" + codes + b"\xe0")  # that code is a run of 2**14 blocks and more
+    # that code is a run of 2**14 blocks and more
+    tables += segment(b"\xc4", b"\x10" + codes + b"\xe0")
     bits = ("0" + "1" * 14) * -(-(((side + 7) // 8) ** 2) // (2**15 - 1))
     bits += "1" * (-len(bits) % 8)
     run = int(bits, 2).to_bytes(len(bits) // 8, "big").replace(b"\xff", b"\xff\0")
@@ -229,7 +244,9 @@ def png_with(before: bytes, behind: bytes) -> bytes:
     return content[:33] + before + content[33:-12] + behind + content[-12:]
 
 
-def test_as_many_scans_and_chunks_as_allowed_pass_and_thumbnails_and_what_follows_the_end_are_not_counted(folder):
+def test_as_many_scans_and_chunks_as_allowed_pass_and_thumbnails_and_what_follows_the_end_are_not_counted(
+    folder,
+):
     thumbnail = b"\xff\xe1" + (2 + 2 * 200).to_bytes(2, "big") + b"\xff\xda" * 200
     scans = jpeg_of_scans(64, MAX_SCANS)
     contents = {
@@ -252,12 +269,15 @@ def png_that_claims(side: int) -> bytes:
 def test_limits_are_the_largest_that_pass(folder, recwarn):
     (folder / "a.png").write_bytes(encoded("PNG", (30, 20)))
     assert read_image(folder, "a.png", 600)[0] == "png"
-    with pytest.raises(BadSample, match=r"too_many_pixels: a\.png: 30 x 20 pixels; at most 599 are allowed"):
+    with pytest.raises(
+        BadSample, match=r"too_many_pixels: a\.png: 30 x 20 pixels; at most 599 are allowed"
+    ):
         read_image(folder, "a.png", 599)
     (folder / "padded.jpg").write_bytes(encoded("JPEG"))
     os.truncate(folder / "padded.jpg", MAX_IMAGE_BYTES)
     assert len(read_image(folder, "padded.jpg")[1]) == MAX_IMAGE_BYTES
-    with open_image(png_that_claims(10_000)) as image:  # Pillow warns of such sizes; that it may be read is said here
+    # Pillow warns of such sizes; that it may be read is said here
+    with open_image(png_that_claims(10_000)) as image:
         assert image.size == (10_000, 10_000)
     assert not recwarn.list
 

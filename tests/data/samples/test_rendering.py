@@ -1,4 +1,6 @@
-"""Chat templates run in transformers' sandbox, and whatever they do wrong is one failure with a message."""
+"""Chat templates run in transformers' sandbox, and whatever they do wrong is one failure with a
+message.
+"""
 
 import pytest
 
@@ -10,7 +12,10 @@ MESSAGES = [{"role": "user", "content": "hello"}]
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("{% for i in range(99999) %}{{ 'a' * 1000 }}{% endfor %}", "writes more than 10,000,000 characters"),
+        (
+            "{% for i in range(99999) %}{{ 'a' * 1000 }}{% endfor %}",
+            "writes more than 10,000,000 characters",
+        ),
         ("{% for i in range(10**9) %}{% endfor %}", "Range too big"),
         ("{% macro f(n) %}{{ f(n + 1) }}{% endmacro %}{{ f(0) }}", "recursion"),
         ("{{ ''.__class__.__mro__[1].__subclasses__() }}", "unsafe"),

@@ -32,8 +32,12 @@ def test_one_image_may_have_a_number_or_none(name):
 
 def test_images_may_stand_in_any_turn_and_a_system_turn_may_come_first():
     turns = [("system", "You see <image>."), ("human", "And <image>?"), ("gpt", "It is <image>.")]
-    content = json.dumps({"conversations": [{"from": speaker, "value": text} for speaker, text in turns]}).encode()
-    sample = read_sample("k7", "s.tar", {"json": content, "2.jpg": b"c", "0.jpg": b"a", "1.webp": b"b"})
+    content = json.dumps(
+        {"conversations": [{"from": speaker, "value": text} for speaker, text in turns]}
+    ).encode()
+    sample = read_sample(
+        "k7", "s.tar", {"json": content, "2.jpg": b"c", "0.jpg": b"a", "1.webp": b"b"}
+    )
     assert (sample.turns, sample.images) == (tuple(turns), (b"a", b"b", b"c"))
 
 

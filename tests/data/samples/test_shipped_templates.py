@@ -1,7 +1,9 @@
-"""Templates that come with mmtrain, and those of a file of one's own: tokens, labels, refusals, and where they count.
+"""Templates that come with mmtrain, and those of a file of one's own: tokens, labels, refusals, and
+where they count.
 
-The reference is LLaVA's own: `Conversation.get_prompt`, `tokenizer_image_token`, `preprocess_v1` and
-`preprocess_llama_2` (conversation.py, mm_utils.py, train.py), told again here on stock tokenizers.
+The reference is LLaVA's own: `Conversation.get_prompt`, `tokenizer_image_token`, `preprocess_v1`
+and `preprocess_llama_2` (conversation.py, mm_utils.py, train.py), told again here on stock
+tokenizers.
 """
 
 import json
@@ -31,7 +33,12 @@ from mmtrain.layouts.square import Square
 
 CONFIGS = Path(__file__).parents[3] / "configs"
 CONVERSATIONS = {
-    "images": ("<image>\nWhat is this?", "A red circle.", "And <image>\nthis?", "No, left\n of it."),
+    "images": (
+        "<image>\nWhat is this?",
+        "A red circle.",
+        "And <image>\nthis?",
+        "No, left\n of it.",
+    ),
     "words": ("What is this? ", " A red circle ", "Tell them apart.", "1. A\n2. é", "Why?", "So."),
 }
 VICUNA = (
@@ -46,19 +53,30 @@ LLAMA_2 = (
 
 
 def current() -> PreTrainedTokenizerFast:
-    """As transformers 5 builds Vicuna's: a text begins with a space, what stands behind special tokens does not."""
+    """As transformers 5 builds Vicuna's: a text begins with a space, what stands behind special
+    tokens does not.
+    """
     content = json.loads(sentencepiece_like().backend_tokenizer.to_str())
     tokenizer = Tokenizer.from_str(json.dumps(content | {"normalizer": None}))
-    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(replacement="▁", prepend_scheme="first", split=False)
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", unk_token="<unk>")
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(
+        replacement="▁", prepend_scheme="first", split=False
+    )
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", unk_token="<unk>"
+    )
 
 
 def prompt_of(name: str, texts) -> str:
     if name == "llava_v1":
-        turns = (f"{('USER', 'ASSISTANT')[i % 2]}: {text}{(' ', '</s>')[i % 2]}" for i, text in enumerate(texts))
+        turns = (
+            f"{('USER', 'ASSISTANT')[i % 2]}: {text}{(' ', '</s>')[i % 2]}"
+            for i, text in enumerate(texts)
+        )
         return f"{VICUNA} {''.join(turns)}"
     texts = [f"<<SYS>>\n{LLAMA_2}\n<</SYS>>\n\n{texts[0]}", *texts[1:]]
-    turns = (f" {text} </s>" if i % 2 else f"<s>[INST] {text} [/INST]" for i, text in enumerate(texts))
+    turns = (
+        f" {text} </s>" if i % 2 else f"<s>[INST] {text} [/INST]" for i, text in enumerate(texts)
+    )
     return "".join(turns).lstrip("<s>")
 
 
@@ -78,7 +96,10 @@ def llava(name: str, tokenizer, texts, spaced_after_marks: bool) -> tuple[list[i
     labels[:at] = [IGNORE]
     for number, turn in enumerate(prompt.split("</s>")[:-1]):
         asked, _ = turn.split(separator)
-        length, question = len(tokens_of(tokenizer, turn)), len(tokens_of(tokenizer, asked + separator)) - 2
+        length, question = (
+            len(tokens_of(tokenizer, turn)),
+            len(tokens_of(tokenizer, asked + separator)) - 2,
+        )
         if number and name == "llava_v1" and not spaced_after_marks:  # `not tokenizer.legacy`
             length, question = length - 1, question - 1
         labels[at : at + question] = [IGNORE] * question
@@ -99,7 +120,8 @@ def test_tokens_and_labels_are_llavas(name, talk, make):
     texts, tokenizer = CONVERSATIONS[talk], make()
     document = make_template(name, tokenizer, Square(1), sys.maxsize)(sample_of(texts))
     ids, labels = llava(name, tokenizer, texts, spaced_after_marks=make is sentencepiece_like)
-    if make is current:  # no stock processor tokenizes the pieces between images apart: that puts a space behind each
+    # no stock processor tokenizes the pieces between images apart: that puts a space behind each
+    if make is current:
         kept = [t for t in range(len(ids)) if t == 0 or ids[t - 1] != IMAGE_POSITION]
         ids, labels = [ids[t] for t in kept], [labels[t] for t in kept]
     assert list(document.input_ids) == ids
@@ -114,29 +136,47 @@ def test_the_recipe_for_smolvlm_writes_what_its_own_template_writes(make_tiny):
     roles = {"human": "user", "gpt": "assistant"}
     for texts in CONVERSATIONS.values():
         turns = sample_of(texts).turns
-        pieces = [(speaker, [piece for piece in re.split("(<image>)", text) if piece]) for speaker, text in turns]
+        pieces = [
+            (speaker, [piece for piece in re.split("(<image>)", text) if piece])
+            for speaker, text in turns
+        ]
         kinds = {"<image>": {"type": "image"}}
         messages = [
-            {"role": roles[speaker], "content": [kinds.get(one, {"type": "text", "text": one}) for one in said]}
+            {
+                "role": roles[speaker],
+                "content": [kinds.get(one, {"type": "text", "text": one}) for one in said],
+            }
             for speaker, said in pieces
         ]
         written, spans = template.chat.write(turns)
-        assert written == tokenizer.apply_chat_template(messages, chat_template=DEFAULT_CHAT_TEMPLATE, tokenize=False)
+        assert written == tokenizer.apply_chat_template(
+            messages, chat_template=DEFAULT_CHAT_TEMPLATE, tokenize=False
+        )
         assert all(written[begin:end].endswith("<end_of_utterance>") for begin, end in spans)
 
 
 @pytest.mark.parametrize("name", ["llava_v1", "llama_2", "chatml"])
-def test_a_system_turn_takes_the_place_of_the_default_and_bos_is_written_where_the_tokenizer_writes_it(name):
+def test_a_system_turn_takes_the_place_of_the_default_and_bos_is_written_where_the_tokenizer_writes_it(
+    name,
+):
     tokenizer = sentencepiece_like()
     tokenizer.add_tokens(["<|im_start|>", "<|im_end|>"], special_tokens=True)
-    talk = (("system", "Be brief."), ("human", "Tell"), ("gpt", "No"), ("human", "Why"), ("gpt", "So"))
+    talk = (
+        ("system", "Be brief."),
+        ("human", "Tell"),
+        ("gpt", "No"),
+        ("human", "Why"),
+        ("gpt", "So"),
+    )
     text, _ = make_template(name, tokenizer, Square(1), 10**6).chat.write(talk)
     assert (
         text
         == {
             "llava_v1": "<s>Be brief. USER: Tell ASSISTANT: No</s>USER: Why ASSISTANT: So</s>",
-            "llama_2": "<s>[INST] <<SYS>>\nBe brief.\n<</SYS>>\n\nTell [/INST] No </s><s>[INST] Why [/INST] So </s>",
-            "chatml": "<s><|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nTell<|im_end|>\n"
+            "llama_2": "<s>[INST] <<SYS>>\nBe brief.\n<</SYS>>\n\nTell [/INST] No </s><s>[INST] "
+            "Why [/INST] So </s>",
+            "chatml": "<s><|im_start|>system\nBe "
+            "brief.<|im_end|>\n<|im_start|>user\nTell<|im_end|>\n"
             "<|im_start|>assistant\nNo<|im_end|>\n<|im_start|>user\nWhy<|im_end|>\n<|im_start|>assistant\nSo<|im_end|>\n",
         }[name]
     )
@@ -145,7 +185,9 @@ def test_a_system_turn_takes_the_place_of_the_default_and_bos_is_written_where_t
     assert without == text.replace("<s>", "")
 
 
-def test_a_file_of_ones_own_makes_what_the_same_template_makes_as_the_tokenizers_own(tmp_path, tiny, make_tiny):
+def test_a_file_of_ones_own_makes_what_the_same_template_makes_as_the_tokenizers_own(
+    tmp_path, tiny, make_tiny
+):
     jinja = (SHIPPED / "llava_v1.jinja").read_text().replace("USER", "Asked")
     (tmp_path / "mine.jinja").write_text(jinja)
     config = load_config(tiny / "config.yaml", [f"data.template={tmp_path / 'mine.jinja'}"])
@@ -159,15 +201,26 @@ def test_a_file_of_ones_own_makes_what_the_same_template_makes_as_the_tokenizers
 
 
 @pytest.mark.parametrize(
-    "jinja", ["{{ bos_token }}\t\r\n{% if é %} \n\n 'x' \"y\" # {{ '😀\\n' }}", "{{ 1 }}\n\x85\x85 \u2028x\n"]
+    "jinja",
+    [
+        "{{ bos_token }}\t\r\n{% if é %} \n\n 'x' \"y\" # {{ '😀\\n' }}",
+        "{{ 1 }}\n\x85\x85 \u2028x\n",
+    ],
 )
 def test_the_text_of_a_file_stands_in_the_configuration_whatever_its_path(tmp_path, tiny, jinja):
     for name in ("a.jinja", "b.jinja"):
         (tmp_path / name).write_text(jinja, newline="")
-    one, other = (load_config(tiny / "config.yaml", [f"data.template={tmp_path / n}"]) for n in ("a.jinja", "b.jinja"))
+    one, other = (
+        load_config(tiny / "config.yaml", [f"data.template={tmp_path / n}"])
+        for n in ("a.jinja", "b.jinja")
+    )
     assert one == other and one.data.template == jinja
     (tmp_path / "dumped.yaml").write_text(dump_config(one))
-    assert load_config(tmp_path / "dumped.yaml") == one == restore_config(one.model_dump(mode="json"), "here")
+    assert (
+        load_config(tmp_path / "dumped.yaml")
+        == one
+        == restore_config(one.model_dump(mode="json"), "here")
+    )
 
 
 @pytest.mark.parametrize(
@@ -190,7 +243,10 @@ def test_a_file_that_is_no_template_is_one_line(tmp_path, tiny, content, message
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ("vicuna", r"'vicuna' is not allowed; it should be 'plain', 'chat', 'llava_v1', .* FILE\.jinja: "),
+        (
+            "vicuna",
+            r"'vicuna' is not allowed; it should be 'plain', 'chat', 'llava_v1', .* FILE\.jinja: ",
+        ),
         ("mine.j2", r"'mine\.j2' is not allowed; it should be 'plain', .* FILE\.jinja: "),
         ("a{b}/none.jinja", r"^a\{b\}/none\.jinja: no such file"),
         ("~nobody-here/none.jinja", "^~nobody-here/none.jinja: no such file"),
@@ -205,10 +261,14 @@ def test_what_names_no_template_is_told_what_does(tiny, given, message):
     ("template", "message"),
     [
         ("chatml", "ends an answer with .*, which is no special end token"),
-        ("{% for m in messages %}{{ ' ' + m.content }}{% endfor %}", "which is no special end token"),
+        (
+            "{% for m in messages %}{{ ' ' + m.content }}{% endfor %}",
+            "which is no special end token",
+        ),
         (
             "{{ messages[0].content }}",
-            r"^data.template=FILE.jinja: .* changes the text of a turn: .* Set data\.template=llava_v1, or plain for",
+            r"^data.template=FILE.jinja: .* changes the text of a turn: "
+            r".* Set data\.template=llava_v1, or plain for",
         ),
         ("{{ messages[0].content", "fails: unexpected end"),
     ],
@@ -220,7 +280,10 @@ def test_a_template_that_does_not_fit_is_refused(make_tiny, template, message):
 
 def test_text_lengths_are_of_one_template_and_of_one_text_of_it(tiny):
     folder, mine = tiny / "llm", "{{ messages[0].content }}"
-    found = [text_fingerprint(folder, one) for one in ("plain", "chat", "llava_v1", "chatml", mine, mine + " ")]
+    found = [
+        text_fingerprint(folder, one)
+        for one in ("plain", "chat", "llava_v1", "chatml", mine, mine + " ")
+    ]
     assert len(set(found)) == 6
     assert text_fingerprint(folder, mine) == found[4]
 
@@ -229,7 +292,16 @@ def test_commands_take_a_file_and_an_index_is_of_its_text(tiny, tmp_path, capsys
     shutil.copy(min((tiny / "shards").glob("*.tar")), tmp_path)
     file = tmp_path / "mine.jinja"
     file.write_text((SHIPPED / "llava_v1.jinja").read_text().replace("USER", "Asked"))
-    command = ["index", str(tmp_path), "--tokenizer", str(tiny / "llm"), "--template", str(file), "--workers", "1"]
+    command = [
+        "index",
+        str(tmp_path),
+        "--tokenizer",
+        str(tiny / "llm"),
+        "--template",
+        str(file),
+        "--workers",
+        "1",
+    ]
     assert main(command) == 0
     assert f"of {tiny / 'llm'}, FILE.jinja" in capsys.readouterr().out
     assert main(command) == 0
@@ -237,7 +309,10 @@ def test_commands_take_a_file_and_an_index_is_of_its_text(tiny, tmp_path, capsys
     file.write_text("{#- changed -#}\n" + file.read_text())
     assert main(command) == 0
     assert "are ready" not in capsys.readouterr().out
-    for wrong, message in (("poem", "'poem' is not a template. Choose one of plain"), ("x.jinja", "no such file")):
+    for wrong, message in (
+        ("poem", "'poem' is not a template. Choose one of plain"),
+        ("x.jinja", "no such file"),
+    ):
         with pytest.raises(SystemExit):
             main(["inspect", str(tmp_path), "--tokenizer", str(tiny / "llm"), "--template", wrong])
         assert message in capsys.readouterr().err
@@ -245,7 +320,9 @@ def test_commands_take_a_file_and_an_index_is_of_its_text(tiny, tmp_path, capsys
 
 def test_a_run_goes_on_with_the_text_of_its_template_whatever_the_file_is_called(tiny, tmp_path):
     def configured(name: str) -> RunConfig:
-        return load_config(tiny / "config.yaml", [f"run.dir={tmp_path}", f"data.template={tmp_path / name}"])
+        return load_config(
+            tiny / "config.yaml", [f"run.dir={tmp_path}", f"data.template={tmp_path / name}"]
+        )
 
     for name in ("a.jinja", "b.jinja"):
         (tmp_path / name).write_text("{{ 'one' }}" + 200 * ".")
@@ -253,7 +330,9 @@ def test_a_run_goes_on_with_the_text_of_its_template_whatever_the_file_is_called
     make_checkpoint(run_folder(config), config)
     for name in ("config.yaml", "plan.json"):
         (run_folder(config) / name).touch()
-    assert find_start(configured("b.jinja")).checkpoint.config.data.template.startswith("{{ 'one' }}")
+    assert find_start(configured("b.jinja")).checkpoint.config.data.template.startswith(
+        "{{ 'one' }}"
+    )
     (tmp_path / "b.jinja").write_text("{{ 'one' }}" + 200 * "." + "new")
     with pytest.raises(UserError, match=r"data\.template: was \".*\.\", is now \".*\.new\""):
         find_start(configured("b.jinja"))

@@ -20,7 +20,11 @@ NESTED = '{"a": ' + "[" * 10_000 + "]" * 10_000 + "}"
     [
         ("tokenizer.json", "{}"),
         ("tokenizer.json", NESTED),
-        ("tokenizer.json", '{"version": "1.0", "model": {"type": "BPE", "vocab": {"a": -1}, "merges": [["b", "c"]]}}'),
+        (
+            "tokenizer.json",
+            '{"version": "1.0", "model": {"type": "BPE", "vocab": {"a": -1}, "merges": '
+            '[["b", "c"]]}}',
+        ),
         ("tokenizer_config.json", NESTED),
     ],
 )
@@ -58,7 +62,9 @@ def test_a_tokenizers_longest_text_that_is_no_number_is_refused_by_the_file(tiny
         TextCounter(str(folder), "plain")
 
 
-def test_python_in_a_tokenizers_folder_is_not_run_whatever_stands_on_standard_input(tmp_path, monkeypatch):
+def test_python_in_a_tokenizers_folder_is_not_run_whatever_stands_on_standard_input(
+    tmp_path, monkeypatch
+):
     """transformers asks on standard input whether to run it, which `yes |` answers."""
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')
     auto_map = {"AutoTokenizer": ["tok.FooTokenizer", "tok.FooTokenizer"]}

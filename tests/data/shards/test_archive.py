@@ -21,12 +21,19 @@ def headers(path):
 
 def of_python(path):
     with tarfile.open(path) as tar:
-        return [ArchiveFile(member.name, member.offset_data, member.size) for member in tar if member.isreg()]
+        return [
+            ArchiveFile(member.name, member.offset_data, member.size)
+            for member in tar
+            if member.isreg()
+        ]
 
 
 @pytest.fixture
 def six_files(tmp_path):
-    return write_tar(tmp_path / "s.tar", [(f"{key}.{end}", b"x" * 700) for key in "abc" for end in ("json", "png")])
+    return write_tar(
+        tmp_path / "s.tar",
+        [(f"{key}.{end}", b"x" * 700) for key in "abc" for end in ("json", "png")],
+    )
 
 
 def tar_of(path, member: tarfile.TarInfo, content: bytes = b"", form=tarfile.USTAR_FORMAT):
@@ -72,7 +79,9 @@ def test_folders_are_passed_over_and_an_archive_without_files_is_empty(tmp_path)
     assert headers(write_tar(tmp_path / "empty.tar", [])) == []
 
 
-def test_every_bit_of_a_header_that_turns_is_an_error_where_python_drops_the_rest_in_silence(six_files):
+def test_every_bit_of_a_header_that_turns_is_an_error_where_python_drops_the_rest_in_silence(
+    six_files,
+):
     whole = six_files.read_bytes()
     third = 2 * BLOCKS_OF_A_FILE  # the header of b.json
     silent = 0
@@ -97,7 +106,8 @@ def test_a_header_of_zeros_and_tars_joined_by_cat_are_errors(six_files):
     content[BLOCKS_OF_A_FILE : BLOCKS_OF_A_FILE + 512] = bytes(512)
     six_files.write_bytes(content)
     with pytest.raises(
-        UserError, match=rf"end of archive at byte {BLOCKS_OF_A_FILE}, after 'a\.json', but more follows"
+        UserError,
+        match=rf"end of archive at byte {BLOCKS_OF_A_FILE}, after 'a\.json', but more follows",
     ):
         headers(six_files)
     joined = write_tar(six_files, [("a.json", b"1")]).read_bytes() * 2
@@ -107,12 +117,24 @@ def test_a_header_of_zeros_and_tars_joined_by_cat_are_errors(six_files):
 
 
 @pytest.mark.parametrize(
-    "kind", [tarfile.SYMTYPE, tarfile.LNKTYPE, tarfile.CHRTYPE, tarfile.BLKTYPE, tarfile.FIFOTYPE, b"M", b"V", b"S"]
+    "kind",
+    [
+        tarfile.SYMTYPE,
+        tarfile.LNKTYPE,
+        tarfile.CHRTYPE,
+        tarfile.BLKTYPE,
+        tarfile.FIFOTYPE,
+        b"M",
+        b"V",
+        b"S",
+    ],
 )
 def test_what_is_no_regular_file_is_refused(tmp_path, kind):
     member = tarfile.TarInfo("b.json")
     member.type, member.linkname = kind, "/etc/hostname"
-    with pytest.raises(UserError, match=r"s\.tar: 'b\.json' at byte 0 is a link, a device or similar"):
+    with pytest.raises(
+        UserError, match=r"s\.tar: 'b\.json' at byte 0 is a link, a device or similar"
+    ):
         headers(tar_of(tmp_path / "s.tar", member))
 
 
@@ -138,12 +160,16 @@ def test_what_is_no_regular_file_is_refused(tmp_path, kind):
         (tarfile.GNUTYPE_LONGNAME, b"a" * (2 << 20), "more than a name; no shard"),
     ],
 )
-def test_a_pax_or_gnu_header_that_is_damaged_or_says_what_none_may_say_is_an_error(tmp_path, kind, content, error):
+def test_a_pax_or_gnu_header_that_is_damaged_or_says_what_none_may_say_is_an_error(
+    tmp_path, kind, content, error
+):
     header, file = tarfile.TarInfo("header"), tarfile.TarInfo("a.json")
     header.type, header.size = kind, len(content)
     padded = content + bytes(-len(content) % 512)
     path = tmp_path / "s.tar"
-    path.write_bytes(header.tobuf(tarfile.USTAR_FORMAT) + padded + file.tobuf(tarfile.USTAR_FORMAT) + bytes(1024))
+    path.write_bytes(
+        header.tobuf(tarfile.USTAR_FORMAT) + padded + file.tobuf(tarfile.USTAR_FORMAT) + bytes(1024)
+    )
     if error is None:
         assert [each.name for each in headers(path)] == ["a.json"]
     else:

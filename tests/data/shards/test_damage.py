@@ -1,6 +1,8 @@
-"""Any damage to a tar, its index or a record is an error of one line, or costs the damaged samples alone.
+"""Any damage to a tar, its index or a record is an error of one line, or costs the damaged samples
+alone.
 
-hypothesis flips, overwrites, cuts and inserts bytes anywhere; it also makes up indexes whose checksum is right.
+hypothesis flips, overwrites, cuts and inserts bytes anywhere; it also makes up indexes whose
+checksum is right.
 """
 
 from __future__ import annotations
@@ -48,7 +50,13 @@ RECORD = conversation("<image>\nWhat is it?", "A red é.", "And <b>?", "Nothing.
 def examples(count: int) -> settings:
     """Settings that give the same examples on every machine."""
     fixture = [HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
-    return settings(max_examples=count, deadline=None, derandomize=True, database=None, suppress_health_check=fixture)
+    return settings(
+        max_examples=count,
+        deadline=None,
+        derandomize=True,
+        database=None,
+        suppress_health_check=fixture,
+    )
 
 
 @dataclass(frozen=True)
@@ -67,7 +75,9 @@ def sound(tmp_path_factory) -> Sound:
     files = []
     for number, key in enumerate(("a", "b", "c", "d/e", LONG)):
         images = number % 3
-        files.append((f"{key}.json", conversation("<image>" * images + "What?", f"Number {number}.")))
+        files.append(
+            (f"{key}.json", conversation("<image>" * images + "What?", f"Number {number}."))
+        )
         files += [(f"{key}.{image}.png", picture(3 + number, 2 + image)) for image in range(images)]
     path = write_tar(tmp_path_factory.mktemp("sound") / "s.tar", files, tarfile.PAX_FORMAT)
     index = indexed(path)
@@ -87,7 +97,9 @@ def beside(tar: Path) -> Path:
 
 def indexed(tar: Path) -> ShardIndex:
     index = scan_shard(tar, lambda sample: None)
-    index.texts[TEXT] = TextLengths([0 if place in index.faults["llava"] else 9 for place in range(len(index.keys))])
+    index.texts[TEXT] = TextLengths(
+        [0 if place in index.faults["llava"] else 9 for place in range(len(index.keys))]
+    )
     write_index(tar, index)
     return index
 
@@ -99,20 +111,27 @@ def read_all(tar: Path, layout: ImageLayout = LAYOUTS[0]) -> Iterator[Sample | Q
 
 @st.composite
 def damaged(draw: st.DrawFn, content: bytes) -> bytes:
-    """The content with a bit flipped, or a stretch overwritten, cut out, inserted, or missing at the end."""
+    """The content with a bit flipped, or a stretch overwritten, cut out, inserted, or missing at
+    the end.
+    """
     at = draw(st.integers(0, len(content) - 1))
-    if draw(st.booleans()):  # headers, and in them names, sizes and checksums, are a small part of a tar
+    # headers, and in them names, sizes and checksums, are a small part of a tar
+    if draw(st.booleans()):
         at = min(at // 512 * 512 + draw(st.integers(0, 160)), len(content) - 1)
     length = draw(st.one_of(st.integers(1, 9), st.integers(1, 1200)))
     kind = draw(st.sampled_from(("flip", "overwrite", "zero", "cut", "insert", "end")))
     if kind == "flip":
-        return content[:at] + bytes([content[at] ^ 1 << draw(st.integers(0, 7))]) + content[at + 1 :]
+        return (
+            content[:at] + bytes([content[at] ^ 1 << draw(st.integers(0, 7))]) + content[at + 1 :]
+        )
     if kind == "end":
         return content[:at]
     new = {"cut": b"", "zero": bytes(length)}.get(kind)
     new = draw(st.binary(min_size=1, max_size=length)) if new is None else new
     end = {"cut": at + length, "insert": at}.get(kind, at + len(new))
-    return (content[:at] + new + content[end:])[: len(content) if kind in ("zero", "overwrite") else None]
+    return (content[:at] + new + content[end:])[
+        : len(content) if kind in ("zero", "overwrite") else None
+    ]
 
 
 def check_message(error: UserError, tar: Path) -> None:
@@ -132,7 +151,10 @@ def test_damage_after_indexing_costs_the_samples_whose_bytes_differ_and_moves_no
         assert len(tar) != len(sound.tar)
         return
     for before, after, members in zip(sound.samples, samples, sound.parsed.members, strict=True):
-        if all(tar[m.offset : m.offset + m.size] == sound.tar[m.offset : m.offset + m.size] for m in members):
+        if all(
+            tar[m.offset : m.offset + m.size] == sound.tar[m.offset : m.offset + m.size]
+            for m in members
+        ):
             assert after == before
         else:
             assert (after.key, after.reason) == (before.key, "checksum")
@@ -149,16 +171,29 @@ def test_damage_before_indexing_hides_no_member_and_makes_no_other_sample(sound,
     except UserError as error:
         check_message(error, sound.path)
         return
-    named = [(f"{key}.{one.suffix}", one) for key, of in zip(index.keys, index.members, strict=True) for one in of]
+    named = [
+        (f"{key}.{one.suffix}", one)
+        for key, of in zip(index.keys, index.members, strict=True)
+        for one in of
+    ]
     with tarfile.open(sound.path) as archive:
-        members = [(each.name.lower(), each.offset_data, each.size) for each in archive if each.isreg()]
+        members = [
+            (each.name.lower(), each.offset_data, each.size) for each in archive if each.isreg()
+        ]
     assert [(name.lower(), member.offset, member.size) for name, member in named] == members
     for place, sample in enumerate(samples):
         if place in index.faults["llava"]:
-            assert (sample.key, sample.reason) == (index.keys[place], index.faults["llava"][place][0])
+            assert (sample.key, sample.reason) == (
+                index.keys[place],
+                index.faults["llava"][place][0],
+            )
         else:
-            contents = {one.suffix: tar[one.offset : one.offset + one.size] for one in index.members[place]}
-            assert sample == read_sample(index.keys[place], str(sound.path), contents, index.members[place][0].offset)
+            contents = {
+                one.suffix: tar[one.offset : one.offset + one.size] for one in index.members[place]
+            }
+            assert sample == read_sample(
+                index.keys[place], str(sound.path), contents, index.members[place][0].offset
+            )
 
 
 @examples(200)
@@ -176,7 +211,24 @@ def test_a_damaged_index_is_refused_or_says_the_same(sound, data):
 
 VALUES = st.one_of(
     st.sampled_from(
-        [None, True, -1, 0, 1, 2, 2**31 - 1, 2**31, 2**62, 2**63, 10**400, 0.5, "", "json", "1.png", "a\n"]
+        [
+            None,
+            True,
+            -1,
+            0,
+            1,
+            2,
+            2**31 - 1,
+            2**31,
+            2**62,
+            2**63,
+            10**400,
+            0.5,
+            "",
+            "json",
+            "1.png",
+            "a\n",
+        ]
     ),
     st.text(max_size=3),
     st.recursive(st.integers(-9, 9000), lambda inner: st.lists(inner, max_size=4), max_leaves=5),
@@ -188,13 +240,17 @@ VALUES = st.one_of(
 def images_of(draw: st.DrawFn, samples: int) -> dict[str, list[int]]:
     """Sizes of images that fit each other, and perhaps not the samples."""
     counts = draw(st.lists(st.integers(0, 2), min_size=samples, max_size=samples))
-    sides = st.lists(st.sampled_from((0, 1, 2, 3, 400, 2**31 - 1)), min_size=sum(counts), max_size=sum(counts))
+    sides = st.lists(
+        st.sampled_from((0, 1, 2, 3, 400, 2**31 - 1)), min_size=sum(counts), max_size=sum(counts)
+    )
     return {"counts": counts, "width": draw(sides), "height": draw(sides)}
 
 
 def places_of(value: Any) -> list[tuple[Any, Any]]:
     """Every container inside a JSON value, with each of its keys or indices."""
-    keys = value if isinstance(value, dict) else range(len(value)) if isinstance(value, list) else ()
+    keys = (
+        value if isinstance(value, dict) else range(len(value)) if isinstance(value, list) else ()
+    )
     found = [(value, key) for key in keys]
     return found + [place for key in keys for place in places_of(value[key])]
 
@@ -234,13 +290,17 @@ def test_an_index_that_somebody_made_up_is_refused_or_costs_samples(sound, token
         assert "\n" not in str(error) and "\x1b" not in str(error)
     else:
         assert all(isinstance(sample, Sample | QuarantinedSample) for sample in samples)
-        assert all(len(one.sizes) in (0, len(one.images)) for one in samples if isinstance(one, Sample))
+        assert all(
+            len(one.sizes) in (0, len(one.images)) for one in samples if isinstance(one, Sample)
+        )
 
 
 def write_crafted(tar: Path, header: dict, content: Any) -> None:
     """Write an index with the number of bytes and the checksum that it needs."""
     line = compact_json(content)
-    header = {name: value for name, value in header.items() if name != "crc32"} | {"bytes": len(line)}
+    header = {name: value for name, value in header.items() if name != "crc32"} | {
+        "bytes": len(line)
+    }
     header["crc32"] = zlib.crc32(line, zlib.crc32(compact_json(header)))
     beside(tar).write_bytes(compact_json(header) + b"\n" + line + b"\n")
 
@@ -250,15 +310,23 @@ def write_crafted(tar: Path, header: dict, content: Any) -> None:
 def test_a_damaged_record_is_a_sample_of_texts_or_has_a_reason(content, form):
     for suffix in ("json", "txt"):
         try:
-            sample = read_sample("k", "s.tar", {suffix: content, "jpg": b""}, form=SampleFormat(form))
+            sample = read_sample(
+                "k", "s.tar", {suffix: content, "jpg": b""}, form=SampleFormat(form)
+            )
         except BadSample as error:
             assert error.reason and "\n" not in str(error)
         else:
-            assert all(isinstance(text, str) and text.strip() for who, text in sample.turns if who == "gpt")
+            assert all(
+                isinstance(text, str) and text.strip() for who, text in sample.turns if who == "gpt"
+            )
 
 
 @examples(200)
-@given(content=damaged(b'{"model_type": "llama", "layers": [1, 2.5e3, {"a": null}], "name": "\\u00e9"}'))
+@given(
+    content=damaged(
+        b'{"model_type": "llama", "layers": [1, 2.5e3, {"a": null}], "name": "\\u00e9"}'
+    )
+)
 def test_a_damaged_json_file_is_a_value_or_a_value_error(content):
     with contextlib.suppress(ValueError):
         json.dumps(parse_json(content))

@@ -1,4 +1,6 @@
-"""Shards that others wrote, by webdataset's own writer, are found to be what they are, indexed and read as LLaVA's."""
+"""Shards that others wrote, by webdataset's own writer, are found to be what they are, indexed and
+read as LLaVA's.
+"""
 
 import json
 import tarfile
@@ -42,7 +44,10 @@ def llava(number: int) -> dict:
 
 def messages(number: int) -> dict:
     parts = [{"type": "image"}, {"type": "text", "text": PROMPT}]
-    turns = [{"role": "user", "content": parts}, {"role": "assistant", "content": answer(number).strip()}]
+    turns = [
+        {"role": "user", "content": parts},
+        {"role": "assistant", "content": answer(number).strip()},
+    ]
     return {"0.png": JPEG, "json": {"messages": turns, "images": ["a.png"], "source": "web"}}
 
 
@@ -57,7 +62,10 @@ def with_system(number: int) -> dict:
 
 
 def masked(number: int) -> dict:
-    turns = [{"from": "human", "value": f"<image>{PROMPT}"}, {"from": "gpt", "value": "No.", "weight": 0}]
+    turns = [
+        {"from": "human", "value": f"<image>{PROMPT}"},
+        {"from": "gpt", "value": "No.", "weight": 0},
+    ]
     return {"jpg": JPEG, "json": {"conversations": turns}}
 
 
@@ -66,11 +74,19 @@ WRITERS = {
     "sharegpt, messages": (messages, SampleFormat("sharegpt")),
     "sharegpt, no marks": (unmarked, SampleFormat("sharegpt")),
     "caption, txt": (
-        lambda number: {"jpg": JPEG, "txt": answer(number), "json": {"url": "a"}, "npy": np.ones(2)},
+        lambda number: {
+            "jpg": JPEG,
+            "txt": answer(number),
+            "json": {"url": "a"},
+            "npy": np.ones(2),
+        },
         SampleFormat("caption", caption_prompt=PROMPT),
     ),
     "caption, json": (
-        lambda number: {"gif": picture(6, 4, "GIF"), "json": {"caption": answer(number), "width": 6}},
+        lambda number: {
+            "gif": picture(6, 4, "GIF"),
+            "json": {"caption": answer(number), "width": 6},
+        },
         SampleFormat("caption", caption_prompt=PROMPT),
     ),
     "caption, key": (
@@ -94,13 +110,17 @@ def found(tars, key: str | None = None, prompt: str = PROMPT) -> SampleFormat:
 
 
 @pytest.mark.parametrize("kind", WRITERS)
-def test_each_is_found_and_trains_on_what_the_same_conversations_as_llavas_would(tmp_path, kind, logged):
+def test_each_is_found_and_trains_on_what_the_same_conversations_as_llavas_would(
+    tmp_path, kind, logged
+):
     make, form = WRITERS[kind]
     tars, ours = write(tmp_path / "theirs", make), write(tmp_path / "ours", llava)
     assert found(tars, form.caption_key) == SampleFormat(form.name, form.caption_key, PROMPT)
     suffix = "txt" if kind == "caption, txt" else "json"
     more = "; not read: source" if make is messages else ""
-    assert logged == [f"data.shards: format {form.name} (KEY.{suffix}), as in 30 of the first 30 samples{more}"]
+    assert logged == [
+        f"data.shards: format {form.name} (KEY.{suffix}), as in 30 of the first 30 samples{more}"
+    ]
     read = []
     for shards, one in ((tars, form), (ours, LLAVA)):
         build_indexes(shards, LLM, "chat", form=one, workers=1)
@@ -112,45 +132,87 @@ def test_each_is_found_and_trains_on_what_the_same_conversations_as_llavas_would
         read.append((catalog.lengths.tolist(), [(sample.key, sample.turns) for sample in samples]))
         assert {len(sample.images) for sample in samples} == {1}
     assert read[0] == read[1]
-    assert unready_shards(tars, text_fingerprint(model_folder(LLM), "chat")) == ([] if form == LLAVA else list(tars))
+    assert unready_shards(tars, text_fingerprint(model_folder(LLM), "chat")) == (
+        [] if form == LLAVA else list(tars)
+    )
 
 
-def test_a_format_is_found_by_the_first_hundred_samples_and_a_share_that_no_quarantine_stops(tmp_path):
+def test_a_format_is_found_by_the_first_hundred_samples_and_a_share_that_no_quarantine_stops(
+    tmp_path,
+):
     def mostly(first, share, other):
         return lambda number: first(number) if number % 100 < share else other(number)
 
     caption = WRITERS["caption, txt"][0]
     assert found(write(tmp_path / "a", mostly(caption, 90, messages), 100)).name == "caption"
     assert found(write(tmp_path / "b", mostly(caption, 60, llava), 100)).name == "caption"
-    assert found(write(tmp_path / "c", mostly(llava, 99, unmarked), 100)).name == "llava", "sharegpt reads all of them"
+    assert found(write(tmp_path / "c", mostly(llava, 99, unmarked), 100)).name == "llava", (
+        "sharegpt reads all of them"
+    )
     assert found(write(tmp_path / "d", mostly(llava, 98, unmarked), 100)).name == "sharegpt"
-    assert found(write(tmp_path / "f", mostly(llava, 99, with_system), 100)).name == "sharegpt", "llava would drop it"
-    assert found(write(tmp_path / "g", mostly(llava, 99, masked), 100)).name == "sharegpt", "llava would train on it"
-    assert found(write(tmp_path / "e", lambda n: (llava if n < 100 else caption)(n), 300)).name == "llava"
+    assert found(write(tmp_path / "f", mostly(llava, 99, with_system), 100)).name == "sharegpt", (
+        "llava would drop it"
+    )
+    assert found(write(tmp_path / "g", mostly(llava, 99, masked), 100)).name == "sharegpt", (
+        "llava would train on it"
+    )
+    assert (
+        found(write(tmp_path / "e", lambda n: (llava if n < 100 else caption)(n), 300)).name
+        == "llava"
+    )
 
 
 def test_what_no_format_reads_says_why_for_each(tmp_path, capsys):
-    tars = write(tmp_path / "a", lambda number: {"jpg": JPEG, "json": {"alt": "\x1b[2J a door"}, "cls": 3}, 12)
+    tars = write(
+        tmp_path / "a",
+        lambda number: {"jpg": JPEG, "json": {"alt": "\x1b[2J a door"}, "cls": 3},
+        12,
+    )
     with pytest.raises(UserError) as refused:
         found(tars)
     first, *others = str(refused.value).split("\n  ")
     assert first.startswith(f"data.shards: none of the first 12 samples of {tars[0]} can be read")
-    assert [other[:28] for other in others[:2]] == ["llava: 12 no_conversation: i", "sharegpt: 12 no_conversation"]
-    assert [other[:24] for other in others[2:4]] == ["qa: 12 no_conversation: ", "interleaved: 12 no_conve"]
-    assert others[4] == "caption: 12 no_caption: its json has no key caption or text; its keys are alt"
+    assert [other[:28] for other in others[:2]] == [
+        "llava: 12 no_conversation: i",
+        "sharegpt: 12 no_conversation",
+    ]
+    assert [other[:24] for other in others[2:4]] == [
+        "qa: 12 no_conversation: ",
+        "interleaved: 12 no_conve",
+    ]
+    assert (
+        others[4] == "caption: 12 no_caption: its json has no key caption or text; its keys are alt"
+    )
     assert "data.caption_key" in others[5] and found(tars, "alt").name == "caption"
-    command = ["index", str(tars[0].parent), "--tokenizer", LLM, "--template", "plain", "--workers", "1"]
+    command = [
+        "index",
+        str(tars[0].parent),
+        "--tokenizer",
+        LLM,
+        "--template",
+        "plain",
+        "--workers",
+        "1",
+    ]
     assert main(command) == 2 and main([*command, "--caption-key", "alt"]) == 0
-    assert "SHARDS: format caption (KEY.json), as in 12 of the first 12 samples" in capsys.readouterr().out
+    assert (
+        "SHARDS: format caption (KEY.json), as in 12 of the first 12 samples"
+        in capsys.readouterr().out
+    )
 
 
 def test_files_of_a_sample_that_others_lie_between_are_named(tmp_path):
     made = [llava(number) for number in range(150)]
     texts = [(f"{number:03}.json", content["json"]) for number, content in enumerate(made)]
     images = [(f"{number:03}.jpg", content["jpg"]) for number, content in enumerate(made)]
-    for members, pair in ((texts + images, "000.json and 000.jpg"), (images + texts, "000.jpg and 000.json")):
+    for members, pair in (
+        (texts + images, "000.json and 000.jpg"),
+        (images + texts, "000.jpg and 000.json"),
+    ):
         tar = write_tar(tmp_path / "a.tar", members)
-        with pytest.raises(UserError, match=rf"a\.tar: {pair} are not neighbours, .* tar --sort=name"):
+        with pytest.raises(
+            UserError, match=rf"a\.tar: {pair} are not neighbours, .* tar --sort=name"
+        ):
             found([tar])
 
 
@@ -165,7 +227,9 @@ def test_files_of_a_sample_that_others_lie_between_are_named(tmp_path):
 )
 def test_a_dot_in_what_was_meant_as_a_key_is_named(tmp_path, names):
     contents = {"json": llava(0)["json"], "txt": b"A door.", "jpg": JPEG}
-    tar = write_tar(tmp_path / "a.tar", [(name, contents[name.rpartition(".")[2]]) for name in names])
+    tar = write_tar(
+        tmp_path / "a.tar", [(name, contents[name.rpartition(".")[2]]) for name in names]
+    )
     with pytest.raises(UserError, match="a key ends at the first dot of a name"):
         found([tar])
 
@@ -185,26 +249,56 @@ def test_a_format_that_an_index_lacks_is_added_and_the_order_of_formats_does_not
     assert index_path(tar).read_bytes() == other_way
     faults = read_index(tar).faults
     of_files = {3: "undecodable_image", 5: "image_names"}
-    assert {place: reason for place, (reason, _) in faults["llava"].items()} == of_files | {8: "no_conversation"}
-    assert {place: reason for place, (reason, _) in faults["caption"].items()} == of_files | {7: "no_answer"}
+    assert {place: reason for place, (reason, _) in faults["llava"].items()} == of_files | {
+        8: "no_conversation"
+    }
+    assert {place: reason for place, (reason, _) in faults["caption"].items()} == of_files | {
+        7: "no_answer"
+    }
 
 
-def test_a_shard_without_a_sample_that_can_be_trained_on_is_said_and_all_such_are_an_error(tmp_path, capsys):
-    good, bad = write(tmp_path / "good", llava, 5), write(tmp_path / "bad", lambda n: {"json": llava(n)["json"]}, 5)
+def test_a_shard_without_a_sample_that_can_be_trained_on_is_said_and_all_such_are_an_error(
+    tmp_path, capsys
+):
+    good, bad = (
+        write(tmp_path / "good", llava, 5),
+        write(tmp_path / "bad", lambda n: {"json": llava(n)["json"]}, 5),
+    )
     command = ["--tokenizer", LLM, "--template", "plain", "--workers", "1", "--format", "llava"]
     assert main(["index", str(good[0].parent), str(bad[0].parent), *command]) == 0
-    said = f"SHARDS: 1 of 2 shards hold no sample that can be trained on; the first is {bad[0]} (5 image_count: "
+    said = (
+        "SHARDS: 1 of 2 shards hold no sample that can be trained on; "
+        f"the first is {bad[0]} (5 image_count: "
+    )
     assert said in capsys.readouterr().out
     assert main(["index", str(bad[0].parent), *command]) == 2
     captured = capsys.readouterr()
-    assert captured.err.startswith("error: SHARDS: no sample in 1 shards can be trained on, read as llava (5 image")
+    assert captured.err.startswith(
+        "error: SHARDS: no sample in 1 shards can be trained on, read as llava (5 image"
+    )
     assert "samples that cannot be trained on: 5" in captured.out and captured.err.count("\n") == 1
 
 
-def test_a_template_that_holds_none_of_the_conversations_is_blamed_and_not_their_format(tmp_path, capsys):
+def test_a_template_that_holds_none_of_the_conversations_is_blamed_and_not_their_format(
+    tmp_path, capsys
+):
     turns = 2 * [{"from": "human", "value": PROMPT}, {"from": "gpt", "value": "that"}]
     write(tmp_path / "talk", lambda number: {"json": {"conversations": turns}}, 5)
-    assert main(["index", str(tmp_path / "talk"), "--tokenizer", LLM, "--template", "plain", "--workers", "1"]) == 2
+    assert (
+        main(
+            [
+                "index",
+                str(tmp_path / "talk"),
+                "--tokenizer",
+                LLM,
+                "--template",
+                "plain",
+                "--workers",
+                "1",
+            ]
+        )
+        == 2
+    )
     said = capsys.readouterr().err
     assert "5 template: a conversation that data.template cannot hold" in said
     assert said.endswith(". Fix them, or set --template to one that holds them\n")
@@ -220,7 +314,11 @@ def test_a_shard_of_img2dataset_is_read_sample_for_sample(logged):
     index = scan_shard(tar, lambda sample: None, form=form)
     assert index.keys == sorted(captions) and index.faults == {"caption": {}}
     for key, caption in captions.items():
-        members = {name.partition(".")[2]: content for name, content in files.items() if name.startswith(f"{key}.")}
+        members = {
+            name.partition(".")[2]: content
+            for name, content in files.items()
+            if name.startswith(f"{key}.")
+        }
         sample = read_sample(key, str(tar), members, form=form)
         assert sample.turns == (("human", f"<image>\n{PROMPT}"), ("gpt", caption.strip()))
         assert sample.images == (members["jpg"],)

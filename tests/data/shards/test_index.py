@@ -51,7 +51,10 @@ def small_index() -> ShardIndex:
         ],
         image_sizes=[((640, 480),), (), ((1, 2), (0, 0))],
         faults={"llava": {1: ("not_json", "Expecting value \u2028 \udce9")}, "caption": {}},
-        texts={"f" * 16: TextLengths([12, 0, 300]), "0" * 16: TextLengths([9, 0, 0], {2: ("template", "why")})},
+        texts={
+            "f" * 16: TextLengths([12, 0, 300]),
+            "0" * 16: TextLengths([9, 0, 0], {2: ("template", "why")}),
+        },
     )
 
 
@@ -59,7 +62,10 @@ def test_what_is_written_is_read_back(tar):
     for index in (small_index(), ShardIndex(BYTES, [], [], [], {"llava": {}})):
         write_index(tar, index)
         assert read_index(tar) == index
-        assert [path.name for path in sorted(tar.parent.iterdir())] == [tar.name, tar.name + ".index"]
+        assert [path.name for path in sorted(tar.parent.iterdir())] == [
+            tar.name,
+            tar.name + ".index",
+        ]
 
 
 def test_the_file_is_as_its_format_says(tar):
@@ -85,14 +91,23 @@ def test_equal_indexes_are_equal_bytes_whatever_was_put_in_first(tar):
     write_index(tar, index)
     first = index_path(tar).read_bytes()
     index.texts = dict(reversed(index.texts.items()))
-    index.faults = {name: dict(reversed(rows.items())) for name, rows in reversed(index.faults.items())}
+    index.faults = {
+        name: dict(reversed(rows.items())) for name, rows in reversed(index.faults.items())
+    }
     write_index(tar, index)
     assert index_path(tar).read_bytes() == first
 
 
 def crafted(tar: Path, *changes: tuple[tuple[str | int, ...], object]) -> Path:
-    """An index of two samples in which these columns hold these values, with the checksum that it then needs."""
-    members = {"counts": [2, 1], "suffix": ["json", "jpg", "json"], "offset": [512, 1536, 3072], "size": [3, 700, 1]}
+    """An index of two samples in which these columns hold these values, with the checksum that it
+    then needs.
+    """
+    members = {
+        "counts": [2, 1],
+        "suffix": ["json", "jpg", "json"],
+        "offset": [512, 1536, 3072],
+        "size": [3, 700, 1],
+    }
     content = {
         "keys": ["a", "b"],
         "members": {**members, "crc32": [7, 8, 9]},
@@ -100,7 +115,13 @@ def crafted(tar: Path, *changes: tuple[tuple[str | int, ...], object]) -> Path:
         "faults": {"llava": []},
         "texts": {"feed": {"tokens": [5, 6], "faults": []}},
     }
-    header = {"format": "mmtrain shard index", "version": 3, "tar_bytes": BYTES, "samples": 2, "texts": {"feed": 2}}
+    header = {
+        "format": "mmtrain shard index",
+        "version": 3,
+        "tar_bytes": BYTES,
+        "samples": 2,
+        "texts": {"feed": 2},
+    }
     for (*path, last), value in changes:
         place = header if path == ["header"] else content
         for name in path if path != ["header"] else ():
@@ -109,7 +130,9 @@ def crafted(tar: Path, *changes: tuple[tuple[str | int, ...], object]) -> Path:
     second = json.dumps(content, separators=(",", ":")).encode()
     header["bytes"] = len(second)
     header["crc32"] = zlib.crc32(json.dumps(header, separators=(",", ":")).encode() + second)
-    index_path(tar).write_bytes(json.dumps(header, separators=(",", ":")).encode() + b"\n" + second + b"\n")
+    index_path(tar).write_bytes(
+        json.dumps(header, separators=(",", ":")).encode() + b"\n" + second + b"\n"
+    )
     return tar
 
 
@@ -134,11 +157,15 @@ def crafted(tar: Path, *changes: tuple[tuple[str | int, ...], object]) -> Path:
     ],
     ids=lambda value: repr(value)[:30],
 )
-def test_a_field_that_cannot_be_is_an_error_that_names_it_though_the_checksum_is_right(tar, column, value):
+def test_a_field_that_cannot_be_is_an_error_that_names_it_though_the_checksum_is_right(
+    tar, column, value
+):
     assert read_index(crafted(tar)).keys == ["a", "b"]
     crafted(tar, (column, value))
     named = {"samples": "keys", "llava": "faults"}.get(column[-1], column[-1])
-    with pytest.raises(UserError, match=rf"^{tar}\.index: is damaged \(.*{named}.*--rebuild .* {tar}$") as caught:
+    with pytest.raises(
+        UserError, match=rf"^{tar}\.index: is damaged \(.*{named}.*--rebuild .* {tar}$"
+    ) as caught:
         read_index(tar)
     assert "\n" not in str(caught.value) and "\x1b" not in str(caught.value)
 
@@ -146,7 +173,13 @@ def test_a_field_that_cannot_be_is_an_error_that_names_it_though_the_checksum_is
 def test_json_nested_without_end_is_an_error_that_names_the_file(tar):
     crafted(tar)
     second = b"[" * 200_000 + b"]" * 200_000
-    header = {"format": "mmtrain shard index", "version": 3, "tar_bytes": BYTES, "samples": 0, "texts": {}}
+    header = {
+        "format": "mmtrain shard index",
+        "version": 3,
+        "tar_bytes": BYTES,
+        "samples": 0,
+        "texts": {},
+    }
     header["bytes"] = len(second)
     header["crc32"] = zlib.crc32(json.dumps(header, separators=(",", ":")).encode() + second)
     for first in (json.dumps(header, separators=(",", ":")).encode(), second):
@@ -157,8 +190,13 @@ def test_json_nested_without_end_is_an_error_that_names_the_file(tar):
 
 def test_an_index_of_another_version_is_refused_by_number(tar):
     write_index(tar, small_index())
-    index_path(tar).write_bytes(index_path(tar).read_bytes().replace(b'"version":3', b'"version":4'))
-    with pytest.raises(UserError, match=r"\.index has version 4; this mmtrain reads 3\. Make it again: mmtrain index "):
+    index_path(tar).write_bytes(
+        index_path(tar).read_bytes().replace(b'"version":3', b'"version":4')
+    )
+    with pytest.raises(
+        UserError,
+        match=r"\.index has version 4; this mmtrain reads 3\. Make it again: mmtrain index ",
+    ):
         read_index(tar)
 
 
@@ -167,7 +205,8 @@ def test_a_tar_of_another_size_makes_its_index_stale(tar):
     tar.write_bytes(bytes(BYTES - 512))
     for read in (read_index, indexed_texts):
         with pytest.raises(
-            UserError, match=r"is stale: made for a tar of 4,096 bytes, but shard-000000\.tar has 3,584"
+            UserError,
+            match=r"is stale: made for a tar of 4,096 bytes, but shard-000000\.tar has 3,584",
         ):
             read(tar)
 
@@ -175,7 +214,9 @@ def test_a_tar_of_another_size_makes_its_index_stale(tar):
 def test_a_missing_index_and_missing_lengths_are_states_not_errors(tar):
     with pytest.raises(MissingIndex):
         indexed_texts(tar)
-    with pytest.raises(MissingIndex, match=r"mmtrain index --tokenizer PATH --template NAME .*\.tar$"):
+    with pytest.raises(
+        MissingIndex, match=r"mmtrain index --tokenizer PATH --template NAME .*\.tar$"
+    ):
         read_index(tar)
     write_index(tar, small_index())
     assert indexed_texts(tar) == {"0" * 16: 1, "f" * 16: 2}
@@ -228,7 +269,9 @@ def test_where_the_folder_cannot_be_written_the_index_is_kept_in_the_cache(monke
             path.chmod(mode)
         context = multiprocessing.get_context("fork")
         receiver, sender = context.Pipe(duplex=False)
-        writer = context.Process(target=write_where_the_folder_is_read_only, args=(folder / "shards" / "s.tar", sender))
+        writer = context.Process(
+            target=write_where_the_folder_is_read_only, args=(folder / "shards" / "s.tar", sender)
+        )
         writer.start()
         sender.close()
         planned, used, index = receiver.recv()
@@ -246,7 +289,9 @@ def write_with_a_closed_cache(tar: Path) -> None:
     assert index_path(tar).parent == tar.parent and read_index(tar) == small_index()
 
 
-def test_a_cache_that_is_closed_to_the_user_does_not_keep_an_index_from_its_place_beside_the_tar(monkeypatch):
+def test_a_cache_that_is_closed_to_the_user_does_not_keep_an_index_from_its_place_beside_the_tar(
+    monkeypatch,
+):
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         (folder / "home" / "cache").mkdir(parents=True)
@@ -254,7 +299,9 @@ def test_a_cache_that_is_closed_to_the_user_does_not_keep_an_index_from_its_plac
         monkeypatch.setenv("XDG_CACHE_HOME", str(folder / "home" / "cache"))
         folder.chmod(0o777)
         (folder / "home").chmod(0)
-        writer = multiprocessing.get_context("fork").Process(target=write_with_a_closed_cache, args=(folder / "s.tar",))
+        writer = multiprocessing.get_context("fork").Process(
+            target=write_with_a_closed_cache, args=(folder / "s.tar",)
+        )
         writer.start()
         writer.join()
         (folder / "home").chmod(0o700)
@@ -268,11 +315,14 @@ def test_a_file_whose_name_ends_in_a_dot_is_a_member_like_others(tar):
     assert read_index(tar) == index
 
 
-def test_an_index_in_the_cache_comes_before_the_one_beside_the_tar_until_that_is_written(tar, monkeypatch):
+def test_an_index_in_the_cache_comes_before_the_one_beside_the_tar_until_that_is_written(
+    tar, monkeypatch
+):
     write_index(tar, small_index())
     beside, other = index_path(tar), dataclasses.replace(small_index(), texts={})
     with monkeypatch.context() as patch:
-        patch.setattr(index_module, "_beside", lambda tar: Path("/sys/none/s.tar.index"))  # no user may write there
+        # no user may write there
+        patch.setattr(index_module, "_beside", lambda tar: Path("/sys/none/s.tar.index"))
         write_index(tar, other)
     assert index_path(tar).parent == cache_folder("index") and read_index(tar) == other
     write_index(tar, small_index())
@@ -284,7 +334,12 @@ def test_an_index_in_the_cache_comes_before_the_one_beside_the_tar_until_that_is
 def model(tmp_path):
     folder = tmp_path / "model"
     folder.mkdir()
-    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "model.safetensors"):
+    for name in (
+        "tokenizer.json",
+        "tokenizer_config.json",
+        "chat_template.jinja",
+        "model.safetensors",
+    ):
         (folder / name).write_text(name)
     (folder / "config.json").write_text('{"model_type": "llama", "hidden_size": 64}')
     return folder

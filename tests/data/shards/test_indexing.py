@@ -21,7 +21,9 @@ from mmtrain.facts.tokenizer_files import text_fingerprint
 
 LLM = "demo:llm"
 PNG = picture(5, 4)
-FINGERPRINTS = {template: text_fingerprint(model_folder(LLM), template) for template in ("plain", "chat")}
+FINGERPRINTS = {
+    template: text_fingerprint(model_folder(LLM), template) for template in ("plain", "chat")
+}
 
 
 @pytest.fixture(autouse=True)
@@ -30,15 +32,24 @@ def own_cache(tmp_path, monkeypatch):
 
 
 def samples(seed: int, count: int = 12) -> list[tuple[str, bytes, list[bytes]]]:
-    """Key, json and images: captions, conversations of several turns, unicode; with none, one and two images."""
+    """Key, json and images: captions, conversations of several turns, unicode; with none, one and
+    two images.
+    """
     draw = random.Random(seed)
     made = []
     for number in range(count):
         images = draw.choice([0, 1, 1, 2])
-        texts = ["What is this?", "red \U0001f600 und é", "seven\n\nlines", "A " * draw.randint(1, 90)]
+        texts = [
+            "What is this?",
+            "red \U0001f600 und é",
+            "seven\n\nlines",
+            "A " * draw.randint(1, 90),
+        ]
         more = draw.choice([(), (), ("And <b>?", draw.choice(texts))])
         question = "<image>\n" * images + draw.choice(texts)
-        made.append((f"{seed}-{number}", conversation(question, draw.choice(texts), *more), [PNG] * images))
+        made.append(
+            (f"{seed}-{number}", conversation(question, draw.choice(texts), *more), [PNG] * images)
+        )
     return made
 
 
@@ -61,7 +72,11 @@ def tars(tmp_path):
 def contents_of(tar: Path) -> list[dict]:
     """The json of each sample, by tarfile."""
     with tarfile.open(tar) as archive:
-        return [json.load(archive.extractfile(member)) for member in archive if member.name.endswith(".json")]
+        return [
+            json.load(archive.extractfile(member))
+            for member in archive
+            if member.name.endswith(".json")
+        ]
 
 
 def expected_lengths(tokenizer, template: str, tar: Path) -> list[int]:
@@ -75,11 +90,15 @@ def expected_lengths(tokenizer, template: str, tar: Path) -> list[int]:
         if not turns or (template == "plain" and len(turns) > 2):
             lengths.append(0)
         elif template == "plain":
-            lengths.append(begin + len(tokenizer(turns[1]["value"], add_special_tokens=False).input_ids) + 1)
+            lengths.append(
+                begin + len(tokenizer(turns[1]["value"], add_special_tokens=False).input_ids) + 1
+            )
         else:
             roles = {"human": "user", "gpt": "assistant"}
             messages = [{"role": roles[turn["from"]], "content": turn["value"]} for turn in turns]
-            ids = tokenizer(tokenizer.apply_chat_template(messages, tokenize=False), add_special_tokens=False).input_ids
+            ids = tokenizer(
+                tokenizer.apply_chat_template(messages, tokenize=False), add_special_tokens=False
+            ).input_ids
             lengths.append(len(ids) - ids.count(image))
     return lengths
 
@@ -100,15 +119,23 @@ def test_lengths_are_those_of_stock_transformers(tars, template):
         index = read_index(tar)
         texts = index.texts[FINGERPRINTS[template]]
         assert texts.tokens == expected_lengths(tokenizer, template, tar)
-        several = {place for place, content in enumerate(contents_of(tar)) if len(content["conversations"]) > 2}
+        several = {
+            place
+            for place, content in enumerate(contents_of(tar))
+            if len(content["conversations"]) > 2
+        }
         assert set(texts.faults) == (several if template == "plain" else set())
         assert {reason for reason, _ in texts.faults.values()} <= {"template"}
         assert list(index.texts) == [FINGERPRINTS[template]]
     assert read_index(tars[1]).faults["llava"][4][0] == "no_conversation"
-    assert max(map(max, (read_index(tar).texts[FINGERPRINTS[template]].tokens for tar in tars))) > 60
+    assert (
+        max(map(max, (read_index(tar).texts[FINGERPRINTS[template]].tokens for tar in tars))) > 60
+    )
 
 
-def test_a_second_tokenizer_adds_its_lengths_keeps_the_first_ones_and_touches_no_tar(tars, tmp_path):
+def test_a_second_tokenizer_adds_its_lengths_keeps_the_first_ones_and_touches_no_tar(
+    tars, tmp_path
+):
     build_indexes(tars, LLM, "chat", workers=1)
     before = [read_index(tar) for tar in tars]
     tar_state = [(tar.read_bytes(), tar.stat().st_mtime_ns, tar.stat().st_ino) for tar in tars]
@@ -120,8 +147,12 @@ def test_a_second_tokenizer_adds_its_lengths_keeps_the_first_ones_and_touches_no
         index = read_index(tar)
         assert index.texts.pop(fingerprint).tokens == expected_lengths(tokenizer, "chat", tar)
         assert index == first
-    assert expected_lengths(tokenizer, "chat", tars[0]) != before[0].texts[FINGERPRINTS["chat"]].tokens
-    assert [(tar.read_bytes(), tar.stat().st_mtime_ns, tar.stat().st_ino) for tar in tars] == tar_state
+    assert (
+        expected_lengths(tokenizer, "chat", tars[0]) != before[0].texts[FINGERPRINTS["chat"]].tokens
+    )
+    assert [
+        (tar.read_bytes(), tar.stat().st_mtime_ns, tar.stat().st_ino) for tar in tars
+    ] == tar_state
 
 
 def test_lengths_added_later_are_those_of_a_scan_and_the_order_of_tokenizers_does_not_show(tars):
@@ -139,10 +170,14 @@ def test_only_json_is_read_for_a_second_tokenizer_and_damage_to_it_is_that_sampl
     build_indexes(tars[:1], LLM, "plain", workers=1)
     before = read_index(tars[0])
     content = bytearray(tars[0].read_bytes())
-    jsons = [next(member for member in members if member.suffix == "json") for members in before.members]
+    jsons = [
+        next(member for member in members if member.suffix == "json") for members in before.members
+    ]
     damaged = jsons[3]
     content[damaged.offset + damaged.size // 2] ^= 4
-    kept = {offset for member in jsons for offset in range(member.offset, member.offset + member.size)}
+    kept = {
+        offset for member in jsons for offset in range(member.offset, member.offset + member.size)
+    }
     for offset in set(range(len(content))) - kept:
         content[offset] = 0xAA  # headers and images: whoever read them would notice
     tars[0].write_bytes(content)
@@ -180,7 +215,10 @@ def test_an_index_that_is_stale_or_damaged_is_never_replaced_unasked(tars):
     tars[2].write_bytes(tars[2].read_bytes() + bytes(512))
     left = [index_path(tar).read_bytes() for tar in tars]
     for attempt in (ensure_indexes, lambda *arguments: build_indexes(*arguments, workers=1)):
-        with pytest.raises(UserError, match=r"^2 of 3 shards:\n  .*s-0\.tar\.index: is damaged.*\n  .*s-2.*is stale"):
+        with pytest.raises(
+            UserError,
+            match=r"^2 of 3 shards:\n  .*s-0\.tar\.index: is damaged.*\n  .*s-2.*is stale",
+        ):
             attempt(tars, LLM, "plain")
         assert [index_path(tar).read_bytes() for tar in tars] == left
     build_indexes(tars, LLM, "plain", workers=1, rebuild=True)
@@ -198,7 +236,9 @@ def test_a_tar_that_cannot_be_indexed_does_not_keep_the_others_from_it(tars, wor
     assert [index_path(tar).exists() for tar in tars] == [False, True, True]
 
 
-def test_a_template_that_the_tokenizer_does_not_fit_is_an_error_before_any_shard_is_read(tars, tmp_path):
+def test_a_template_that_the_tokenizer_does_not_fit_is_an_error_before_any_shard_is_read(
+    tars, tmp_path
+):
     folder = tmp_path / "bare"
     tokenizer = AutoTokenizer.from_pretrained(model_folder(LLM))
     tokenizer.chat_template = None
@@ -220,7 +260,9 @@ while True:
 
 
 def children(process: int) -> list[int]:
-    return [int(child) for child in Path(f"/proc/{process}/task/{process}/children").read_text().split()]
+    return [
+        int(child) for child in Path(f"/proc/{process}/task/{process}/children").read_text().split()
+    ]
 
 
 def stopped_with_children(process: subprocess.Popen) -> list[int]:
@@ -234,7 +276,9 @@ def test_killed_from_outside_it_leaves_whole_indexes_and_no_process(tars):
     whole = [index_path(tar).read_bytes() for tar in tars]
     root = Path(__file__).parents[3]
     command = [sys.executable, "-c", START, *map(str, tars)]
-    with subprocess.Popen(command, cwd=root, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
+    with subprocess.Popen(
+        command, cwd=root, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+    ) as process:
         assert process.stdout.readline() == "ready\n"
         while not (workers := stopped_with_children(process)):
             process.send_signal(signal.SIGCONT)
@@ -252,9 +296,13 @@ def test_killed_from_outside_it_leaves_whole_indexes_and_no_process(tars):
 
 
 def test_processes_that_index_for_two_templates_at_once_keep_each_others_lengths(tmp_path):
-    tars = [write_tar(tmp_path / f"s-{number}.tar", files(samples(number, 40))) for number in range(8)]
+    tars = [
+        write_tar(tmp_path / f"s-{number}.tar", files(samples(number, 40))) for number in range(8)
+    ]
     start = functools.partial(multiprocessing.get_context("fork").Process, target=build_indexes)
-    running = [start(args=(tars, LLM, template), kwargs={"workers": 1}) for template in ("plain", "chat")]
+    running = [
+        start(args=(tars, LLM, template), kwargs={"workers": 1}) for template in ("plain", "chat")
+    ]
     for process in running:
         process.start()
     for process in running:

@@ -24,7 +24,9 @@ def test_an_allowed_program_runs_once_and_its_output_stays_a_file(source, logged
     url = f"pipe:cat {source}/s-{{0..1}}.tar"
     first = expand_shards(url, allow_pipe=("cat",))
     assert [path.read_bytes() for path in first] == [bytes([number]) * 1000 for number in range(2)]
-    assert [line.split(":")[1] for line in logged[::2]] == [f" running cat {source}/s-{n}.tar" for n in range(2)]
+    assert [line.split(":")[1] for line in logged[::2]] == [
+        f" running cat {source}/s-{n}.tar" for n in range(2)
+    ]
     for file in source.glob("s-*.tar"):
         file.unlink()
     logged.clear()
@@ -55,6 +57,8 @@ def test_a_program_that_is_not_there_is_named():
 
 def test_there_is_no_shell(tmp_path):
     code = "import sys; print(sys.argv[1:])"
-    (path,) = expand_shards(f"pipe:{sys.executable} -c '{code}' a;b > {tmp_path}/c | d", allow_pipe=(sys.executable,))
+    (path,) = expand_shards(
+        f"pipe:{sys.executable} -c '{code}' a;b > {tmp_path}/c | d", allow_pipe=(sys.executable,)
+    )
     assert path.read_text() == f"['a;b', '>', '{tmp_path}/c', '|', 'd']\n"
     assert not (tmp_path / "c").exists()

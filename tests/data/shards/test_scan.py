@@ -38,7 +38,11 @@ def test_image_sizes_come_in_the_order_of_the_marks_whatever_the_order_in_the_ta
 
 
 def png_that_claims(width: int, height: int) -> bytes:
-    return PNG[:8] + png_chunk(b"IHDR", struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)) + PNG[33:]
+    return (
+        PNG[:8]
+        + png_chunk(b"IHDR", struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0))
+        + PNG[33:]
+    )
 
 
 @pytest.mark.parametrize(
@@ -67,11 +71,21 @@ def png_that_claims(width: int, height: int) -> bytes:
         ([("json", TEXT), ("json", TEXT)], "duplicate_member", ()),
         ([("json", ONE_IMAGE), ("png", b"")], "undecodable_image", ((0, 0),)),
         ([("json", ONE_IMAGE), ("png", b"GIF89a")], "undecodable_image", ((0, 0),)),
-        ([("json", TWO_IMAGES), ("0.png", PNG), ("1.jpg", bytes(900))], "undecodable_image", ((3, 2), (0, 0))),
-        ([("json", ONE_IMAGE), ("png", png_that_claims(60_000, 60_000))], "too_many_pixels", ((0, 0),)),
+        (
+            [("json", TWO_IMAGES), ("0.png", PNG), ("1.jpg", bytes(900))],
+            "undecodable_image",
+            ((3, 2), (0, 0)),
+        ),
+        (
+            [("json", ONE_IMAGE), ("png", png_that_claims(60_000, 60_000))],
+            "too_many_pixels",
+            ((0, 0),),
+        ),
     ],
 )
-def test_a_sample_that_cannot_be_trained_on_is_noted_and_its_neighbours_are_not(tmp_path, files, reason, sizes):
+def test_a_sample_that_cannot_be_trained_on_is_noted_and_its_neighbours_are_not(
+    tmp_path, files, reason, sizes
+):
     around = [("a.json", TEXT)], [("c.json", ONE_IMAGE), ("c.png", PNG)]
     members = [*around[0], *((f"b.{end}", content) for end, content in files), *around[1]]
     index, samples = scanned(write_tar(tmp_path / "s.tar", members, tarfile.PAX_FORMAT))
@@ -79,7 +93,9 @@ def test_a_sample_that_cannot_be_trained_on_is_noted_and_its_neighbours_are_not(
     assert {place: fault[0] for place, fault in index.faults["llava"].items()} == {1: reason}
     assert index.image_sizes == [(), sizes, ((3, 2),)]
     assert [sample and sample.key for sample in samples] == ["a", None, "c"]
-    assert [member.crc32 for member in index.members[1]] == [zlib.crc32(content) for _, content in files]
+    assert [member.crc32 for member in index.members[1]] == [
+        zlib.crc32(content) for _, content in files
+    ]
 
 
 def test_pixels_below_pillows_own_limit_are_for_the_run_to_judge(tmp_path):
@@ -89,14 +105,22 @@ def test_pixels_below_pillows_own_limit_are_for_the_run_to_judge(tmp_path):
     assert index.faults["llava"] == {}
 
 
-def test_members_over_the_limits_are_passed_over_in_pieces_and_others_may_have_any_size(tmp_path, monkeypatch):
+def test_members_over_the_limits_are_passed_over_in_pieces_and_others_may_have_any_size(
+    tmp_path, monkeypatch
+):
     monkeypatch.setattr(indexing, "MAX_IMAGE_BYTES", 1000)
     monkeypatch.setattr(indexing, "MAX_RECORD_BYTES", 300)
     monkeypatch.setattr(indexing, "_CHUNK", 256)
     just, more = PNG + bytes(1000 - len(PNG)), PNG + bytes(1001 - len(PNG))
     long = TEXT + b" " * (301 - len(TEXT))
     array = random.Random(0).randbytes(5000)
-    files = [("a.json", ONE_IMAGE), ("a.png", just), ("b.json", ONE_IMAGE), ("b.png", more), ("c.json", long)]
+    files = [
+        ("a.json", ONE_IMAGE),
+        ("a.png", just),
+        ("b.json", ONE_IMAGE),
+        ("b.png", more),
+        ("c.json", long),
+    ]
     path = write_tar(tmp_path / "s.tar", [*files, ("d.json", TEXT), ("d.npy", array)])
     index, _ = scanned(path)
     assert {place: fault[0] for place, fault in index.faults["llava"].items()} == {
@@ -112,10 +136,15 @@ def test_members_of_a_sample_that_are_no_neighbours_make_two_samples_as_in_webda
     path = write_tar(tmp_path / "s.tar", [("a.json", ONE_IMAGE), ("b.json", TEXT), ("a.png", PNG)])
     index, _ = scanned(path)
     assert index.keys == ["a", "b", "a"]
-    assert {place: fault[0] for place, fault in index.faults["llava"].items()} == {0: "image_count", 2: "no_json"}
+    assert {place: fault[0] for place, fault in index.faults["llava"].items()} == {
+        0: "image_count",
+        2: "no_json",
+    }
 
 
-@pytest.mark.parametrize("name", ["README", "a.b/README", ".DS_Store", "a/._b.json", "__meta__/a.json", "a/__b.json"])
+@pytest.mark.parametrize(
+    "name", ["README", "a.b/README", ".DS_Store", "a/._b.json", "__meta__/a.json", "a/__b.json"]
+)
 def test_files_that_webdataset_drops_in_silence_are_refused(tmp_path, name):
     path = write_tar(tmp_path / "s.tar", [("a.json", TEXT), (name, TEXT)])
     with pytest.raises(UserError) as refused:
@@ -124,8 +153,13 @@ def test_files_that_webdataset_drops_in_silence_are_refused(tmp_path, name):
 
 
 def test_a_member_is_known_by_its_suffix_in_lower_case(tmp_path):
-    index, _ = scanned(write_tar(tmp_path / "s.tar", [("folder/a.JSON", TEXT), ("folder/a.Seg.TXT", b"x")]))
+    index, _ = scanned(
+        write_tar(tmp_path / "s.tar", [("folder/a.JSON", TEXT), ("folder/a.Seg.TXT", b"x")])
+    )
     assert index.keys == ["folder/a"]
     assert index.members == [
-        (Member("json", 512, len(TEXT), zlib.crc32(TEXT)), Member("seg.txt", 1536, 1, zlib.crc32(b"x")))
+        (
+            Member("json", 512, len(TEXT), zlib.crc32(TEXT)),
+            Member("seg.txt", 1536, 1, zlib.crc32(b"x")),
+        )
     ]

@@ -28,7 +28,12 @@ def test_paths_globs_brace_ranges_and_lists_expand_in_order(tmp_path):
     assert names(f"{tmp_path}/*.tar") == ["s-00.tar", "s-01.tar", "s-02.tar", "s-10.tar"]
     assert names(f"{tmp_path}/s-{{02..00}}.tar") == ["s-02.tar", "s-01.tar", "s-00.tar"]
     assert names(f"{tmp_path}") == names(f"{tmp_path}/") == names(f"{tmp_path}/*.tar")
-    assert names((f"{tmp_path}/s-10.tar", f"{tmp_path}/s-0?.tar")) == ["s-10.tar", "s-00.tar", "s-01.tar", "s-02.tar"]
+    assert names((f"{tmp_path}/s-10.tar", f"{tmp_path}/s-0?.tar")) == [
+        "s-10.tar",
+        "s-00.tar",
+        "s-01.tar",
+        "s-02.tar",
+    ]
 
 
 @pytest.mark.parametrize(
@@ -63,11 +68,15 @@ def test_shards_that_cannot_be_listed_are_refused(tmp_path, shards, message):
         expand_shards(fill(shards) if isinstance(shards, str) else tuple(map(fill, shards)))
 
 
-@pytest.mark.parametrize("name", ["llava.json", "mix.JSONL", "captions.csv", "captions.tsv", "my train-0.parquet"])
+@pytest.mark.parametrize(
+    "name", ["llava.json", "mix.JSONL", "captions.csv", "captions.tsv", "my train-0.parquet"]
+)
 def test_a_file_of_records_is_refused_with_the_command_that_makes_shards_of_it(tmp_path, name):
     (tmp_path / name).write_text("[]")
     command = rf"mmtrain shard --from '?{tmp_path}/{name}'? --images DIR --out FOLDER"
-    with pytest.raises(UserError, match=rf"^eval\.shards: .*{name} is a file of records.* {command}"):
+    with pytest.raises(
+        UserError, match=rf"^eval\.shards: .*{name} is a file of records.* {command}"
+    ):
         expand_shards(f"{tmp_path}/{name}", "eval.shards")
 
 
@@ -78,7 +87,9 @@ def test_a_colon_in_a_folder_name_is_no_url(tmp_path):
     assert expand_shards(f"{folder}/*.tar") == (folder / "a.tar",)
 
 
-@pytest.mark.parametrize("pattern", ["s-{00..02}.tar", "s-{a,b{1..3..2}}.tar", "{x}s.tar", "s-{01..00}-{2..10..4}.tar"])
+@pytest.mark.parametrize(
+    "pattern", ["s-{00..02}.tar", "s-{a,b{1..3..2}}.tar", "{x}s.tar", "s-{01..00}-{2..10..4}.tar"]
+)
 def test_braces_mean_what_they_mean_to_webdataset(tmp_path, monkeypatch, pattern):
     monkeypatch.chdir(tmp_path)
     names = expand_urls(pattern)
@@ -108,14 +119,25 @@ def test_a_link_to_what_an_unfinished_download_lacks_is_refused_by_its_target(tm
     (tmp_path / "s-0.tar").symlink_to("../../blobs/gone")
     (tmp_path / "config.json").symlink_to("../../blobs/config")
     for names in (str(tmp_path), f"{tmp_path}/s-0.tar", f"{tmp_path}/*.tar"):
-        with pytest.raises(UserError, match=r"s-0\.tar: is a link to \.\./\.\./blobs/gone, which is not there"):
+        with pytest.raises(
+            UserError, match=r"s-0\.tar: is a link to \.\./\.\./blobs/gone, which is not there"
+        ):
             expand_shards(names)
-    with pytest.raises(UserError, match=r"config\.json: is a link to \.\./\.\./blobs/config, which is not there"):
+    with pytest.raises(
+        UserError, match=r"config\.json: is a link to \.\./\.\./blobs/config, which is not there"
+    ):
         read_json(tmp_path / "config.json")
 
 
 def test_a_tools_command_line_may_name_folders_too_and_a_shard_twice(tmp_path):
-    for name in ("one/b.tar", "one/a.tar", "one/a.tar.index", "two/c.tar", "[x]/d.tar", "empty/notes.txt"):
+    for name in (
+        "one/b.tar",
+        "one/a.tar",
+        "one/a.tar.index",
+        "two/c.tar",
+        "[x]/d.tar",
+        "empty/notes.txt",
+    ):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).touch()
 

@@ -16,7 +16,9 @@ LONG = "folder/" + "k" * 120  # does not fit into a ustar name: a header of its 
 
 @pytest.fixture
 def shard(tmp_path):
-    """A tar of three samples, one of them with a long key and a suffix in capitals, and its index."""
+    """A tar of three samples, one of them with a long key and a suffix in capitals, and its
+    index.
+    """
     files = []
     for number, key in enumerate(("a", "b", LONG)):
         files.append((f"{key}.json", conversation("<image>What?", f"Number {number}.")))
@@ -53,7 +55,11 @@ def test_every_flipped_bit_of_a_content_is_found_at_its_member(shard):
             at, bit = member.offset_data + draw.randrange(member.size), draw.randrange(8)
             change(shard, at, bytes([sound[at] ^ 1 << bit]))
             (damage,) = verify_shard(shard)
-            assert (damage.shard, damage.key, damage.offset) == (str(shard), key, member.offset_data)
+            assert (damage.shard, damage.key, damage.offset) == (
+                str(shard),
+                key,
+                member.offset_data,
+            )
             assert "CRC32" in damage.detail
             change(shard, at, sound[at : at + 1])
     assert verify_shard(shard) == []
@@ -64,7 +70,8 @@ def test_every_flipped_bit_of_a_header_is_found_at_its_member_or_the_one_that_it
     sound = shard.read_bytes()
     for key, member in members(shard):
         for _ in range(20):
-            at, bit = member.offset + draw.randrange(257), draw.randrange(8)  # name, numbers, type, checksum, magic
+            # name, numbers, type, checksum, magic
+            at, bit = member.offset + draw.randrange(257), draw.randrange(8)
             change(shard, at, bytes([sound[at] ^ 1 << bit]))
             damages = verify_shard(shard)
             assert damages, f"bit {bit} of byte {at - member.offset} in the header of {member.name}"
@@ -82,7 +89,9 @@ def test_behind_a_header_that_cannot_be_read_contents_are_still_compared(shard):
     assert (other.key, other.offset) == (last_key, last.offset_data)
 
 
-def test_a_member_that_another_one_swallows_and_one_that_the_index_does_not_know_are_found(tmp_path):
+def test_a_member_that_another_one_swallows_and_one_that_the_index_does_not_know_are_found(
+    tmp_path,
+):
     texts = [(f"{key}.json", conversation("Hi.", key * 2000)) for key in "abc"]
     shard = write_tar(tmp_path / "s.tar", texts)
     index = scan_shard(shard, lambda sample: None)
@@ -97,7 +106,11 @@ def test_a_member_that_another_one_swallows_and_one_that_the_index_does_not_know
         column.pop()
     write_index(shard, index)
     (damage,) = verify_shard(shard)
-    assert (damage.key, damage.offset, damage.detail) == (None, c.offset, "'c.json' is not in the index")
+    assert (damage.key, damage.offset, damage.detail) == (
+        None,
+        c.offset,
+        "'c.json' is not in the index",
+    )
 
 
 def test_a_shard_of_another_size_and_a_damaged_index_are_damage_as_a_whole(shard):

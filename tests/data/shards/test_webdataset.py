@@ -1,4 +1,6 @@
-"""webdataset.WebDataset reads every kind of shard that is written or indexed here, with the same keys and members."""
+"""webdataset.WebDataset reads every kind of shard that is written or indexed here, with the same
+keys and members.
+"""
 
 import itertools
 import json
@@ -24,7 +26,9 @@ def record(images: int) -> dict:
 
 
 def written(folder, kind: str) -> list:
-    """Shards of this project: the demo's, and samples without image, with one of each suffix, and with several."""
+    """Shards of this project: the demo's, and samples without image, with one of each suffix, and
+    with several.
+    """
     if kind == "demo":
         samples = itertools.islice(draw_samples("held-out"), 5)
     else:
@@ -35,14 +39,27 @@ def written(folder, kind: str) -> list:
 
 
 def foreign(folder, form: int) -> list:
-    """Other people's shards: folders, dots, upper case, files that are no sample's, long names, any order."""
+    """Other people's shards: folders, dots, upper case, files that are no sample's, long names, any
+    order.
+    """
     draw, files = random.Random(form), []
     for number in range(40):
-        stem = draw.choice(["", "./", "a.b/c/", "é/", f"{'long/' * 30}"]) + f"{draw.choice('xyz')}-{number}"
+        stem = (
+            draw.choice(["", "./", "a.b/c/", "é/", f"{'long/' * 30}"])
+            + f"{draw.choice('xyz')}-{number}"
+        )
         images = draw.choice([["jpg"], ["JPEG"], ["0.Png"], ["1.png", "0.webp"], []])
         members = [(f"{stem}.{suffix}", ONE) for suffix in images]
-        members.append((f"{stem}.{draw.choice(['json', 'JSON'])}", conversation("<image>" * len(images) + "Q", "A")))
-        members += [(f"{stem}.seg.{end}", draw.randbytes(600)) for end in draw.choice([[], ["txt"], ["npy", "cls"]])]
+        members.append(
+            (
+                f"{stem}.{draw.choice(['json', 'JSON'])}",
+                conversation("<image>" * len(images) + "Q", "A"),
+            )
+        )
+        members += [
+            (f"{stem}.seg.{end}", draw.randbytes(600))
+            for end in draw.choice([[], ["txt"], ["npy", "cls"]])
+        ]
         files += draw.sample(members, len(members))
     tar = write_tar(folder / "foreign.tar", files, form)
     write_index(tar, scan_shard(tar, lambda sample: None))
@@ -58,6 +75,10 @@ def test_webdataset_reads_the_keys_and_members_that_the_index_holds(tmp_path, ki
     for sample, (tar, place) in zip(read, places, strict=True):
         index, content = read_index(tar), tar.read_bytes()
         assert (sample.pop("__key__"), sample.pop("__url__")) == (index.keys[place], str(tar))
-        members = {one.suffix: content[one.offset : one.offset + one.size] for one in index.members[place]}
-        assert {name: value for name, value in sample.items() if not name.startswith("__")} == members
+        members = {
+            one.suffix: content[one.offset : one.offset + one.size] for one in index.members[place]
+        }
+        assert {
+            name: value for name, value in sample.items() if not name.startswith("__")
+        } == members
         assert place not in index.faults["llava"]

@@ -1,4 +1,6 @@
-"""account.py: the equation of counts holds, and what breaks it is an error (test_ledger.py: the same in real runs)."""
+"""account.py: the equation of counts holds, and what breaks it is an error (test_ledger.py: the
+same in real runs).
+"""
 
 import itertools
 import json
@@ -22,7 +24,9 @@ def open_account(tiny, folder, *overrides):
 
 
 def run_steps(account, stream, steps):
-    """What the engine does with the stream, and the training loop with the account; the account's records."""
+    """What the engine does with the stream, and the training loop with the account; the account's
+    records.
+    """
     records = []
     for step in range(steps):
         taken = list(itertools.islice(stream, 5))
@@ -61,12 +65,18 @@ def test_a_lost_or_repeated_micro_batch_ends_the_run_with_the_epoch(tiny, tmp_pa
     batches = list(itertools.islice(packed, 40))
     batches = batches[:7] + batches[8:] if lost else [*batches[:8], *batches[7:]]
     sign = "-" if lost else r"\+"
-    with pytest.raises(CountError, match=rf"epoch 0: 96 samples were planned in 24 packs, \d+ were .*: {sign}[1-9]"):
+    with pytest.raises(
+        CountError, match=rf"epoch 0: 96 samples were planned in 24 packs, \d+ were .*: {sign}[1-9]"
+    ):
         run_steps(account, account.watch(iter(batches)), 7)
 
 
-def test_samples_that_are_unusable_from_the_start_count_among_the_damaged_in_proportion(tiny, tmp_path, make_tiny):
-    (shard,) = make_tiny.make_tiny_shards(tmp_path / "shards", samples=40, shards=1, text_only_fraction=0)
+def test_samples_that_are_unusable_from_the_start_count_among_the_damaged_in_proportion(
+    tiny, tmp_path, make_tiny
+):
+    (shard,) = make_tiny.make_tiny_shards(
+        tmp_path / "shards", samples=40, shards=1, text_only_fraction=0
+    )
     with tarfile.open(shard) as archive:
         text, image = archive.getmember("000003.json"), archive.getmembers()[2 * 7 + 1]
     content = bytearray(shard.read_bytes())
@@ -82,15 +92,28 @@ def test_samples_that_are_unusable_from_the_start_count_among_the_damaged_in_pro
     with pytest.raises(UserError, match=r"2 of \d+ samples read are quarantined"):
         for step in range(20):
             taken = list(itertools.islice(stream, 5))
-            account.end_step(step, sum(batch.samples for batch in taken), sum(len(batch.faults) for batch in taken))
+            account.end_step(
+                step,
+                sum(batch.samples for batch in taken),
+                sum(len(batch.faults) for batch in taken),
+            )
 
 
-def test_samples_with_images_in_a_run_on_text_are_told_the_key_that_takes_their_text(tiny, tmp_path, make_tiny):
+def test_samples_with_images_in_a_run_on_text_are_told_the_key_that_takes_their_text(
+    tiny, tmp_path, make_tiny
+):
     shards = make_tiny.make_tiny_shards(tmp_path / "shards", samples=20, shards=1)
     ensure_indexes(shards, str(tiny / "llm"), "llava_v1", Require())
-    alone = ("model.vision=null", "model.trainable=[llm.norm]", "data.template=llava_v1", "data.pack_length=512")
+    alone = (
+        "model.vision=null",
+        "model.trainable=[llm.norm]",
+        "data.template=llava_v1",
+        "data.pack_length=512",
+    )
     alone += (f"data.shards={shards[0]}",)
-    with pytest.raises(UserError, match=r"model\.vision is null, and most have images: set data\.images=strip"):
+    with pytest.raises(
+        UserError, match=r"model\.vision is null, and most have images: set data\.images=strip"
+    ):
         open_account(tiny, tmp_path, *alone)
     ensure_indexes(shards, str(tiny / "llm"), "llava_v1", Strip())
     open_account(tiny, tmp_path, *alone, "data.images=strip")

@@ -35,13 +35,20 @@ def open_catalog(*tars, text="any", tokens_per_image=16, max_image_pixels=10**6,
 
 
 def test_samples_that_cannot_be_used_are_faults_with_key_shard_offset_and_reason(tmp_path):
-    first = write_indexed(tmp_path / "0.tar", [("a.json", CAPTION), ("b.json", b"{"), ("c.json", CAPTION)])
-    second = write_indexed(tmp_path / "1.tar", [("d.json", LOOK), ("d.png", picture(30, 20)), ("e.json", CAPTION)])
+    first = write_indexed(
+        tmp_path / "0.tar", [("a.json", CAPTION), ("b.json", b"{"), ("c.json", CAPTION)]
+    )
+    second = write_indexed(
+        tmp_path / "1.tar", [("d.json", LOOK), ("d.png", picture(30, 20)), ("e.json", CAPTION)]
+    )
     index = read_index(first)
     index.texts["any"].faults = {2: ("template", "why"), 1: ("template", "of a text that is none")}
     write_index(first, index)
     catalog = open_catalog(first, second, max_image_pixels=599)
-    found = {number: (fault.key, fault.shard, fault.offset, fault.reason) for number, fault in catalog.faults.items()}
+    found = {
+        number: (fault.key, fault.shard, fault.offset, fault.reason)
+        for number, fault in catalog.faults.items()
+    }
     assert found == {
         1: ("b", str(first), 1536, "not_json"),
         2: ("c", str(first), 2560, "template"),
@@ -53,12 +60,16 @@ def test_samples_that_cannot_be_used_are_faults_with_key_shard_offset_and_reason
 
 
 def test_an_image_of_which_the_index_knows_no_size_cannot_be_cut_into_tiles(tmp_path):
-    tar = write_indexed(tmp_path / "0.tar", [("a.json", LOOK), ("a.png", picture(30, 20)), ("b.json", CAPTION)])
+    tar = write_indexed(
+        tmp_path / "0.tar", [("a.json", LOOK), ("a.png", picture(30, 20)), ("b.json", CAPTION)]
+    )
     index = read_index(tar)
     index.image_sizes[0] = ((0, 0),)
     write_index(tar, index)
     catalog = Catalog([DataSet((tar,))], ["any"], Tiles(16, 32), 10**6)
-    assert {number: fault.reason for number, fault in catalog.faults.items()} == {0: "undecodable_image"}
+    assert {number: fault.reason for number, fault in catalog.faults.items()} == {
+        0: "undecodable_image"
+    }
     assert catalog.lengths.tolist() == [UNUSABLE, 5]
 
 
@@ -71,13 +82,23 @@ def test_without_an_encoder_samples_with_images_are_faults_or_stripped_of_them(t
     def opened(name):
         layout = TEXT_ALONE[name](0)
         ensure_indexes([tar], str(tiny / "llm"), "llava_v1", layout)
-        return Catalog([DataSet((tar,))], [text_fingerprint(tiny / "llm", "llava_v1", layout.texts)], layout, 100)
+        return Catalog(
+            [DataSet((tar,))],
+            [text_fingerprint(tiny / "llm", "llava_v1", layout.texts)],
+            layout,
+            100,
+        )
 
     refused = opened("require")
-    assert {number: fault.reason for number, fault in refused.faults.items()} == {0: "no_encoder", 2: "no_encoder"}
+    assert {number: fault.reason for number, fault in refused.faults.items()} == {
+        0: "no_encoder",
+        2: "no_encoder",
+    }
     stripped = opened("strip")
     assert {number: fault.reason for number, fault in stripped.faults.items()} == {2: "no_answer"}
-    assert stripped.lengths[0] == stripped.lengths[1] == refused.lengths[1], "the same text without its image"
+    assert stripped.lengths[0] == stripped.lengths[1] == refused.lengths[1], (
+        "the same text without its image"
+    )
     assert not stripped.sample_sets[0].tiles.any()
     reader = Reader(stripped, 0)
     first, second = (reader.read(number) for number in (0, 1))
@@ -101,24 +122,47 @@ def test_numbers_run_over_all_sets_and_shards_and_names_stand_before_keys(tmp_pa
     for place, letters in keys.items():
         folder = tmp_path / place[0]
         folder.mkdir(exist_ok=True)
-        write_indexed(folder / f"{place[2]}.tar", [(f"{letter}.json", CAPTION) for letter in letters])
-    listed = f"[{{name: cats, shards: {tmp_path}/a/*.tar}}, {{name: dogs, shards: {tmp_path}/b/*.tar, weight: 0.5}}]"
+        write_indexed(
+            folder / f"{place[2]}.tar", [(f"{letter}.json", CAPTION) for letter in letters]
+        )
+    listed = (
+        f"[{{name: cats, shards: {tmp_path}/a/*.tar}}, {{name: dogs, shards: "
+        f"{tmp_path}/b/*.tar, weight: 0.5}}]"
+    )
     config = load_config(tiny / "config.yaml", ["data.shards=null", f"data.sets={listed}"])
     sets = data_sets(config.data)
-    assert [(one.name, one.weight, len(one.shards)) for one in sets] == [("cats", 1.0, 2), ("dogs", 0.5, 2)]
+    assert [(one.name, one.weight, len(one.shards)) for one in sets] == [
+        ("cats", 1.0, 2),
+        ("dogs", 0.5, 2),
+    ]
     catalog = Catalog(sets, ["any", "any"], Square(16), 10**6)
     found = [catalog.find(number) for number in range(len(catalog))]
-    assert [place.key for place in found] == ["cats/x", "cats/y", "cats/z", "dogs/x", "dogs/w", "dogs/x"]
-    assert [str(place.shard)[-7:] for place in found] == ["a/0.tar"] * 3 + ["b/0.tar"] + ["b/1.tar"] * 2
+    assert [place.key for place in found] == [
+        "cats/x",
+        "cats/y",
+        "cats/z",
+        "dogs/x",
+        "dogs/w",
+        "dogs/x",
+    ]
+    assert [str(place.shard)[-7:] for place in found] == ["a/0.tar"] * 3 + ["b/0.tar"] + [
+        "b/1.tar"
+    ] * 2
     step = 512 + -(-len(CAPTION) // 512) * 512  # of a member and its header
     assert [member for place in found for member in place.members] == [
-        Member("json", 512 + number * step, len(CAPTION), zlib.crc32(CAPTION)) for number in (0, 1, 2, 0, 0, 1)
+        Member("json", 512 + number * step, len(CAPTION), zlib.crc32(CAPTION))
+        for number in (0, 1, 2, 0, 0, 1)
     ]
-    assert [(one.weight, one.shard_sizes.tolist()) for one in catalog.sample_sets] == [(1.0, [3, 0]), (0.5, [1, 2])]
+    assert [(one.weight, one.shard_sizes.tolist()) for one in catalog.sample_sets] == [
+        (1.0, [3, 0]),
+        (0.5, [1, 2]),
+    ]
     assert open_catalog(tmp_path / "a" / "0.tar").find(1).key == "y"
 
 
-def test_the_fingerprint_is_of_keys_bytes_lengths_and_what_is_held_out_but_not_of_the_folder(tmp_path):
+def test_the_fingerprint_is_of_keys_bytes_lengths_and_what_is_held_out_but_not_of_the_folder(
+    tmp_path,
+):
     files = [("a.json", LOOK), ("a.png", picture(9, 9)), ("b.json", CAPTION), ("b.txt", b"note")]
     tar = write_indexed(tmp_path / "0.tar", files)
     fingerprints = [open_catalog(tar).fingerprint]
@@ -129,37 +173,63 @@ def test_the_fingerprint_is_of_keys_bytes_lengths_and_what_is_held_out_but_not_o
 
     others = [LOOK.replace(b"cat", b"dog"), picture(9, 8), CAPTION.replace(b"cat", b"dog"), b"nose"]
     for number, other in enumerate(others):
-        changed = [(name, other if place == number else content) for place, (name, content) in enumerate(files)]
+        changed = [
+            (name, other if place == number else content)
+            for place, (name, content) in enumerate(files)
+        ]
         fingerprints.append(open_catalog(write_indexed(tmp_path / "0.tar", changed)).fingerprint)
-    fingerprints.append(open_catalog(write_indexed(tmp_path / "0.tar", files, tokens=6)).fingerprint)
-    fingerprints.append(open_catalog(write_indexed(tmp_path / "0.tar", files, text="other"), text="other").fingerprint)
-    fingerprints.append(open_catalog(write_indexed(tmp_path / "0.tar", files), tokens_per_image=17).fingerprint)
+    fingerprints.append(
+        open_catalog(write_indexed(tmp_path / "0.tar", files, tokens=6)).fingerprint
+    )
+    fingerprints.append(
+        open_catalog(
+            write_indexed(tmp_path / "0.tar", files, text="other"), text="other"
+        ).fingerprint
+    )
+    fingerprints.append(
+        open_catalog(write_indexed(tmp_path / "0.tar", files), tokens_per_image=17).fingerprint
+    )
     fingerprints.append(open_catalog(write_indexed(tmp_path / "0.tar", files[::-1])).fingerprint)
     renamed = [(name.replace("b.", "c."), content) for name, content in files]
     fingerprints.append(open_catalog(write_indexed(tmp_path / "0.tar", renamed)).fingerprint)
-    fingerprints.append(open_catalog(write_indexed(tmp_path / "0.tar", files), held_out=0.999999).fingerprint)
+    fingerprints.append(
+        open_catalog(write_indexed(tmp_path / "0.tar", files), held_out=0.999999).fingerprint
+    )
     assert len(set(fingerprints)) == len(fingerprints)
 
 
 def test_lengths_for_another_tokenizer_are_refused_and_say_how_to_make_them(tmp_path):
     tar = write_indexed(tmp_path / "0.tar", [("a.json", CAPTION)], text="another")
-    with pytest.raises(UserError, match=rf"^{tar}: its index has no token lengths .*mmtrain index {tar} --tokenizer"):
+    with pytest.raises(
+        UserError,
+        match=rf"^{tar}: its index has no token lengths .*mmtrain index {tar} --tokenizer",
+    ):
         open_catalog(tar)
 
 
 def test_samples_that_fit_no_pack_are_refused_by_name(tmp_path):
-    two = [("c.json", conversation("<image><image>", "A cat.")), ("c.0.png", picture(9, 9)), ("c.1.png", picture(9, 9))]
+    two = [
+        ("c.json", conversation("<image><image>", "A cat.")),
+        ("c.0.png", picture(9, 9)),
+        ("c.1.png", picture(9, 9)),
+    ]
     tar = write_indexed(tmp_path / "0.tar", [("a.json", CAPTION), ("b.json", b"{"), *two])
     catalog = open_catalog(tar)
     catalog.refuse_overlong(Capacity(37, 2))
-    with pytest.raises(UserError, match=rf"^{tar}: sample c: 37 tokens and 2 tiles do not fit .* 36 tokens \(1 "):
+    with pytest.raises(
+        UserError, match=rf"^{tar}: sample c: 37 tokens and 2 tiles do not fit .* 36 tokens \(1 "
+    ):
         catalog.refuse_overlong(Capacity(36))
-    with pytest.raises(UserError, match=rf"^{tar}: sample c: .* of 37 tokens and 1 tile \(1 samples in all"):
+    with pytest.raises(
+        UserError, match=rf"^{tar}: sample c: .* of 37 tokens and 1 tile \(1 samples in all"
+    ):
         catalog.refuse_overlong(Capacity(37, 1))
 
 
 def test_a_length_above_32_bits_is_overlong_and_wraps_into_no_other(tmp_path):
-    tar = write_indexed(tmp_path / "s.tar", [("a.json", LOOK), ("a.png", picture(3, 2))], tokens=2**31 - 1)
+    tar = write_indexed(
+        tmp_path / "s.tar", [("a.json", LOOK), ("a.png", picture(3, 2))], tokens=2**31 - 1
+    )
     catalog = open_catalog(tar, tokens_per_image=2**20)
     assert catalog.lengths.tolist() == [2**31 - 1]
     with pytest.raises(UserError, match="sample a: 2147483647 tokens and 1 tile do not fit"):

@@ -25,7 +25,9 @@ TRANSFORM = ImageTransform(28, (0.48, 0.46, 0.41), (0.27, 0.26, 0.28), "bicubic"
 
 
 def noise_image(width: int, height: int) -> Image.Image:
-    pixels = np.random.default_rng(width * 1000 + height).integers(0, 256, (height, width, 3), dtype=np.uint8)
+    pixels = np.random.default_rng(width * 1000 + height).integers(
+        0, 256, (height, width, 3), dtype=np.uint8
+    )
     return Image.fromarray(pixels)
 
 
@@ -44,15 +46,21 @@ def read(transform: ImageTransform, content: bytes) -> torch.Tensor:
 
 @pytest.fixture
 def clip_folder(tmp_path):
-    processor = CLIPImageProcessorPil(size={"shortest_edge": 28}, crop_size={"height": 28, "width": 28})
+    processor = CLIPImageProcessorPil(
+        size={"shortest_edge": 28}, crop_size={"height": 28, "width": 28}
+    )
     processor.save_pretrained(tmp_path)
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "clip_vision_model", "image_size": 28}))
+    (tmp_path / "config.json").write_text(
+        json.dumps({"model_type": "clip_vision_model", "image_size": 28})
+    )
     return tmp_path
 
 
 SQUARE = {"height": 28, "width": 28}
 STOCK = {
-    "pad": lambda: LlavaImageProcessorPil(size={"shortest_edge": 28}, crop_size=SQUARE, do_pad=True),
+    "pad": lambda: LlavaImageProcessorPil(
+        size={"shortest_edge": 28}, crop_size=SQUARE, do_pad=True
+    ),
     "center_crop": lambda: CLIPImageProcessorPil(size={"shortest_edge": 28}, crop_size=SQUARE),
     "resize": lambda: CLIPImageProcessorPil(size=SQUARE, do_center_crop=False),
 }
@@ -82,14 +90,22 @@ def test_padding_is_llavas_expand2square_and_one_resize_bit_for_bit(monkeypatch,
     for width, height in [*SIZES, (640, 480), (333, 471)]:
         image = noise_image(width, height)
         side = max(width, height)
-        square = Image.new("RGB", (side, side), tuple(int(channel * 255) for channel in transform.mean))
+        square = Image.new(
+            "RGB", (side, side), tuple(int(channel * 255) for channel in transform.mean)
+        )
         square.paste(image, ((side - width) // 2, (side - height) // 2))
         whole = square.resize((28, 28), Image.Resampling[interpolation.upper()])
-        expected = (np.asarray(whole, np.float32) / 255 - np.float32(transform.mean)) / np.float32(transform.std)
+        expected = (np.asarray(whole, np.float32) / 255 - np.float32(transform.mean)) / np.float32(
+            transform.std
+        )
         assert np.array_equal(transform(image).permute(1, 2, 0).numpy(), expected), (width, height)
         with monkeypatch.context() as patch:
-            patch.setattr("mmtrain.data.stream.images.BAND_PIXELS", 28 * side)  # rows in bands of 28
-            assert np.array_equal(transform(image).permute(1, 2, 0).numpy(), expected), (width, height)
+            # rows in bands of 28
+            patch.setattr("mmtrain.data.stream.images.BAND_PIXELS", 28 * side)
+            assert np.array_equal(transform(image).permute(1, 2, 0).numpy(), expected), (
+                width,
+                height,
+            )
 
 
 @pytest.mark.parametrize("fit", ["pad", "center_crop"])
@@ -97,16 +113,28 @@ def test_a_timm_name_gives_timms_own_preprocessing_where_nothing_is_cut_beforeha
     name = "test_vit.r160_in1k"
     config = timm.get_pretrained_cfg(name)
     stock = create_transform(
-        config.input_size, interpolation=config.interpolation, mean=config.mean, std=config.std, crop_pct=1.0
+        config.input_size,
+        interpolation=config.interpolation,
+        mean=config.mean,
+        std=config.std,
+        crop_pct=1.0,
     )
-    for size in {"pad": [(200, 200)]}.get(fit, [(320, 160), (160, 480), (400, 300), (90, 60), (160, 162)]):
+    for size in {"pad": [(200, 200)]}.get(
+        fit, [(320, 160), (160, 480), (400, 300), (90, 60), (160, 162)]
+    ):
         image = noise_image(*size)
-        torch.testing.assert_close(image_transform(name, fit)(image), stock(image), rtol=0, atol=2e-6)
+        torch.testing.assert_close(
+            image_transform(name, fit)(image), stock(image), rtol=0, atol=2e-6
+        )
 
 
 def test_a_timm_folder_or_name_gives_its_own_size_and_mean(tiny):
     transform = image_transform(str(tiny / "vision"))
-    assert (transform.image_size, transform.mean, transform.interpolation) == (32, (0.5, 0.5, 0.5), "bicubic")
+    assert (transform.image_size, transform.mean, transform.interpolation) == (
+        32,
+        (0.5, 0.5, 0.5),
+        "bicubic",
+    )
     assert image_transform("vit_large_patch14_clip_quickgelu_336.openai").image_size == 336
 
 
@@ -147,14 +175,19 @@ def test_transparent_pixels_are_laid_on_white(kind):
     content, expected = transparent_files()[kind]
     opened = Image.open(io.BytesIO(content))
     for image in (decode_image(content), upright(opened)):
-        assert image.mode == "RGB" and "transparency" not in image.info  # a processor would lay it on white again
+        # a processor would lay it on white again
+        assert image.mode == "RGB" and "transparency" not in image.info
         assert np.asarray(image).tolist() == [expected]
     assert torch.equal(TRANSFORM(opened), TRANSFORM.normalise(TRANSFORM.decode(content))[0])
 
 
 @pytest.mark.parametrize("mode", ["RGBA", "LA", "PA", "P"])
 def test_an_opaque_picture_keeps_its_colours(mode):
-    image = noise_image(20, 30).convert("L" if mode == "LA" else "P" if mode == "PA" else "RGB").convert(mode)
+    image = (
+        noise_image(20, 30)
+        .convert("L" if mode == "LA" else "P" if mode == "PA" else "RGB")
+        .convert(mode)
+    )
     assert np.array_equal(upright(image), image.convert("RGB"))
 
 
@@ -202,7 +235,10 @@ def test_a_png_is_turned_wherever_its_orientation_is_written(place):
             b"iTXt": b"XML:com.adobe.xmp\0\0\0\0\0" + xmp,
         }.items():
             content = plain[:place] + png_chunk(kind, written) + plain[place:]
-            assert np.array_equal(decode_image(content), turned_by_pillow(content)), (kind, orientation)
+            assert np.array_equal(decode_image(content), turned_by_pillow(content)), (
+                kind,
+                orientation,
+            )
             width, height = image_size(content)
             assert (height, width) == np.asarray(decode_image(content)).shape[:2]
             assert not np.array_equal(decode_image(content), decode_image(plain))
@@ -213,7 +249,9 @@ def test_broken_exif_turns_a_picture_as_pillow_does_or_not_at_all_where_it_raise
     for number in range(500):
         exif = bytearray(exif_of(number % 8 + 1).tobytes())
         for _ in range(draw.choice((1, 1, 2, 6))):
-            exif[draw.randrange(6, len(exif))] = draw.choice((draw.randrange(256), 0, 255, draw.randrange(13)))
+            exif[draw.randrange(6, len(exif))] = draw.choice(
+                (draw.randrange(256), 0, 255, draw.randrange(13))
+            )
         content = encode(noise_image(9, 5), draw.choice(("PNG", "WEBP")), exif=bytes(exif))
         opened = Image.open(io.BytesIO(content))
         with warnings.catch_warnings(action="ignore"):
@@ -222,11 +260,17 @@ def test_broken_exif_turns_a_picture_as_pillow_does_or_not_at_all_where_it_raise
             except Exception:
                 raised, expected = raised + 1, opened.convert("RGB")
             else:
-                method = {5: "TRANSPOSE", 6: "ROTATE_270", 7: "TRANSVERSE", 8: "ROTATE_90"}.get(found)
-                method = {2: "FLIP_LEFT_RIGHT", 3: "ROTATE_180", 4: "FLIP_TOP_BOTTOM"}.get(found, method)
+                method = {5: "TRANSPOSE", 6: "ROTATE_270", 7: "TRANSVERSE", 8: "ROTATE_90"}.get(
+                    found
+                )
+                method = {2: "FLIP_LEFT_RIGHT", 3: "ROTATE_180", 4: "FLIP_TOP_BOTTOM"}.get(
+                    found, method
+                )
                 turned += method is not None
                 expected = opened.convert("RGB")
-                expected = expected if method is None else expected.transpose(Image.Transpose[method])
+                expected = (
+                    expected if method is None else expected.transpose(Image.Transpose[method])
+                )
         assert np.array_equal(decode_image(content), expected), bytes(exif)
         assert np.array_equal(upright(Image.open(io.BytesIO(content))), expected)
     assert raised > 15 and 150 < turned < 500
@@ -240,9 +284,13 @@ def test_pixels_of_no_known_range_are_rejected(mode):
 
 
 @pytest.mark.parametrize("file_format", IMAGE_FORMATS)
-def test_decoding_gives_all_pixels_of_pillows_full_decode_and_the_first_picture_of_several(file_format):
+def test_decoding_gives_all_pixels_of_pillows_full_decode_and_the_first_picture_of_several(
+    file_format,
+):
     several = {"save_all": True, "append_images": [noise_image(90, 70).rotate(180)]}
-    content = encode(noise_image(90, 70), file_format, **({} if file_format in ("JPEG", "BMP") else several))
+    content = encode(
+        noise_image(90, 70), file_format, **({} if file_format in ("JPEG", "BMP") else several)
+    )
     with Image.open(io.BytesIO(content)) as image:
         expected = TRANSFORM(image.convert("RGB"))
     assert torch.equal(read(TRANSFORM, content), expected)
@@ -274,7 +322,8 @@ def test_a_header_that_claims_too_many_pixels_is_rejected_before_memory_is_taken
     with pytest.raises(BadSample) as caught:
         transform.decode(content)
     assert caught.value.reason == "too_many_pixels"
-    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 50_000  # KiB; 60,000 squared are 14 GB
+    # KiB; 60,000 squared are 14 GB
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 50_000
 
 
 def test_webp_whose_decoder_takes_twice_the_memory_may_have_half_the_pixels():
@@ -306,7 +355,8 @@ def test_padding_takes_no_square_of_the_longer_side():
     image = noise_image(2, 12_000)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     pixels = TRANSFORM(image)
-    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 200_000  # KiB; the square has 576 MB
+    # KiB; the square has 576 MB
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 200_000
     assert (pixels[:, :, 0] == pixels[:, 0, 0, None]).all() and pixels.shape == (3, 28, 28)
 
 
@@ -324,7 +374,10 @@ def damaged(content: bytes, draw: random.Random) -> bytes:
 def test_a_damaged_file_is_an_image_or_rejected_and_nothing_else(file_format):
     draw = random.Random(file_format)
     transform = replace(TRANSFORM, max_pixels=30_000)
-    contents = [encode(noise_image(20, 16), file_format), encode(noise_image(20, 16).convert("L"), file_format)]
+    contents = [
+        encode(noise_image(20, 16), file_format),
+        encode(noise_image(20, 16).convert("L"), file_format),
+    ]
     if file_format == "TIFF":
         contents.append(encode(noise_image(20, 16), "TIFF", compression="tiff_lzw"))
     outcomes = set()
@@ -336,4 +389,8 @@ def test_a_damaged_file_is_an_image_or_rejected_and_nothing_else(file_format):
         else:
             assert pixels.shape == (1, 3, 28, 28)
             outcomes.add("an image")
-    assert {"an image", "undecodable_image"} <= outcomes <= {"an image", "undecodable_image", "too_many_pixels"}
+    assert (
+        {"an image", "undecodable_image"}
+        <= outcomes
+        <= {"an image", "undecodable_image", "too_many_pixels"}
+    )

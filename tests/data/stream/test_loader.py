@@ -34,7 +34,9 @@ def first(batches, count):
 def keys_of(batches, steps, microbatches):
     """The keys of each of the next steps, in pack order."""
     stream = iter(batches)
-    return [[key for batch in first(stream, microbatches) for key in batch.keys] for _ in range(steps)]
+    return [
+        [key for batch in first(stream, microbatches) for key in batch.keys] for _ in range(steps)
+    ]
 
 
 def same(one, other):
@@ -64,7 +66,9 @@ def test_every_sample_comes_once_an_epoch_in_an_order_of_its_own(tiny):
 
 @pytest.fixture(scope="module")
 def three_epochs(tiny):
-    """The keys of each step of three epochs and the steps of them, for one replica without workers."""
+    """The keys of each step of three epochs and the steps of them, for one replica without
+    workers.
+    """
     batches = open_batches(tiny, "train.max_steps=null", "train.epochs=3")
     return keys_of(batches, batches.max_steps, 4), batches.max_steps
 
@@ -77,10 +81,16 @@ def test_three_epochs_are_every_sample_three_times(tiny, three_epochs):
 
 
 @pytest.mark.parametrize(("replicas", "workers"), [(1, 3), (2, 1), (4, 3)])
-def test_the_sequence_of_keys_does_not_depend_on_workers_and_replicas(tiny, three_epochs, replicas, workers):
+def test_the_sequence_of_keys_does_not_depend_on_workers_and_replicas(
+    tiny, three_epochs, replicas, workers
+):
     steps, count = three_epochs
     shares = [
-        keys_of(open_batches(tiny, f"data.workers={workers}", replica=replica, replicas=replicas), count, 4 // replicas)
+        keys_of(
+            open_batches(tiny, f"data.workers={workers}", replica=replica, replicas=replicas),
+            count,
+            4 // replicas,
+        )
         for replica in range(replicas)
     ]
     assert [list(itertools.chain(*parts)) for parts in zip(*shares, strict=True)] == steps
@@ -99,7 +109,13 @@ def test_resuming_at_any_step_with_any_layout_gives_the_rest_of_the_sequence(tin
             workers = draw.choice((0, 0, 0, 1, 3)) if trial < 3 else 0
             shares = [
                 keys_of(
-                    open_batches(tiny, f"data.workers={workers}", replica=replica, replicas=replicas, first_step=begin),
+                    open_batches(
+                        tiny,
+                        f"data.workers={workers}",
+                        replica=replica,
+                        replicas=replicas,
+                        first_step=begin,
+                    ),
                     end - begin,
                     4 // replicas,
                 )
@@ -120,8 +136,12 @@ def test_micro_batches_of_two_packs_are_two_of_the_same_packs(tiny):
 def test_a_micro_batch_may_span_two_epochs_and_counts_the_samples_of_each_pack(tiny):
     ones = first(open_batches(tiny), 77)
     sevens = first(open_batches(tiny, "train.packs_per_step=7", "train.packs_per_microbatch=7"), 11)
-    assert [epoch for batch in sevens for epoch in batch.epochs] == [batch.epochs[0] for batch in ones]
-    assert [count for batch in sevens for count in batch.samples_of_packs] == [len(batch.keys) for batch in ones]
+    assert [epoch for batch in sevens for epoch in batch.epochs] == [
+        batch.epochs[0] for batch in ones
+    ]
+    assert [count for batch in sevens for count in batch.samples_of_packs] == [
+        len(batch.keys) for batch in ones
+    ]
     assert any(len(set(batch.epochs)) == 2 for batch in sevens)
 
 
@@ -132,7 +152,9 @@ def test_images_are_those_of_the_keys_that_the_batch_names(tiny):
         with tarfile.open(tar) as archive:
             for name in sorted(archive.getnames()):
                 if not name.endswith(".json"):
-                    stored.setdefault(name[:6], []).append(transform.fitted(Image.open(archive.extractfile(name))))
+                    stored.setdefault(name[:6], []).append(
+                        transform.fitted(Image.open(archive.extractfile(name)))
+                    )
     seen = 0
     for batch in first(open_batches(tiny, "train.packs_per_microbatch=4"), 8):
         expected = [image for key in batch.keys for image in stored.get(key, [])]
@@ -152,7 +174,11 @@ def longer_than(tiny, length):
                 if name.endswith(".json"):
                     record = json.load(archive.extractfile(name))
                     images = record["conversations"][0]["value"].count("<image>")
-                    tokens = 16 * images + len(tokenizer(record["conversations"][1]["value"]).input_ids) + 1
+                    tokens = (
+                        16 * images
+                        + len(tokenizer(record["conversations"][1]["value"]).input_ids)
+                        + 1
+                    )
                     if tokens > length:
                         found.add(name[:6])
     return found
@@ -167,7 +193,9 @@ def test_overlong_samples_are_left_out_and_counted_or_refused(tiny):
     keys = [key for batch in first(batches, len(plan)) for key in batch.keys]
     assert sorted(keys) == sorted(set(stored_keys(tiny / "shards")) - longer)
     assert f", {len(longer)} too long for a pack" in batches.summary
-    with pytest.raises(UserError, match=rf"tiny-\d+\.tar: sample {min(longer)}: \d+ tokens .* pack of 40 tokens"):
+    with pytest.raises(
+        UserError, match=rf"tiny-\d+\.tar: sample {min(longer)}: \d+ tokens .* pack of 40 tokens"
+    ):
         open_batches(tiny, "data.pack_length=40", "data.overlong=refuse")
 
 
@@ -175,19 +203,28 @@ def test_how_often_a_run_passes_over_its_data_is_said(tiny):
     steps, epochs = "train.max_steps=10", "train.max_steps=null"
     packs = len(open_batches(tiny).order.epoch_plan(0))
     assert packs > 20
-    assert open_batches(tiny, steps).summary.endswith(f"; 10 steps of 4 packs are {40 / packs:.3g} epochs")
+    assert open_batches(tiny, steps).summary.endswith(
+        f"; 10 steps of 4 packs are {40 / packs:.3g} epochs"
+    )
     said = open_batches(tiny, epochs, "train.epochs=3").summary
-    assert said.endswith(f"; {-(-3 * packs // 4)} steps of 4 packs are {-(-3 * packs // 4) * 4 / packs:.3g} epochs")
-    assert open_batches(tiny, "train.max_steps=100000").summary.endswith(f" are {400_000 / packs:,.0f} epochs")
+    assert said.endswith(
+        f"; {-(-3 * packs // 4)} steps of 4 packs are {-(-3 * packs // 4) * 4 / packs:.3g} epochs"
+    )
+    assert open_batches(tiny, "train.max_steps=100000").summary.endswith(
+        f" are {400_000 / packs:,.0f} epochs"
+    )
     assert "\n" not in open_batches(tiny, steps, f"train.packs_per_step={packs}").summary
     assert open_batches(tiny, steps, f"train.packs_per_step={2 * packs}").summary.endswith(
-        f" epochs\na step takes {2 * packs} packs, but the data fill only {packs}: each step reads them 2.0 times. "
+        f" epochs\na step takes {2 * packs} packs, but the data fill only {packs}: "
+        "each step reads them 2.0 times. "
         "Lower train.packs_per_step, or add data"
     )
 
 
 def test_a_pack_holds_no_more_images_than_allowed(tiny):
-    most = max(len(batch.tiles) for batch in first(open_batches(tiny), 12) if batch.tiles is not None)
+    most = max(
+        len(batch.tiles) for batch in first(open_batches(tiny), 12) if batch.tiles is not None
+    )
     assert most > 3
     capped = first(open_batches(tiny, "data.max_tiles_per_pack=3"), 48)
     assert max(len(batch.tiles) for batch in capped if batch.tiles is not None) == 3
@@ -203,22 +240,31 @@ def test_a_held_out_fraction_is_the_same_samples_in_every_run_and_never_trained_
     assert {other.catalog.find(number).key for number in other.catalog.held_out} == held_out
     larger = open_batches(tiny, "eval.fraction=0.4")
     assert held_out < {larger.catalog.find(number).key for number in larger.catalog.held_out}
-    trained = {key for batch in first(batches, 2 * len(batches.order.epoch_plan(0))) for key in batch.keys}
+    trained = {
+        key for batch in first(batches, 2 * len(batches.order.epoch_plan(0))) for key in batch.keys
+    }
     assert trained == set(stored_keys(tiny / "shards")) - held_out
 
 
 def test_several_data_sets_are_drawn_by_weight_and_named_in_the_keys(tiny, tmp_path, make_tiny):
     make_tiny.make_tiny_shards(tmp_path, samples=20, shards=2, seed=5)
-    half, twice = f"name: a, shards: {tiny}/shards/*.tar, weight: 0.5", f"name: b, shards: {tmp_path}/*.tar, weight: 2"
+    half, twice = (
+        f"name: a, shards: {tiny}/shards/*.tar, weight: 0.5",
+        f"name: b, shards: {tmp_path}/*.tar, weight: 2",
+    )
     batches = open_batches(tiny, "data.shards=null", f"data.sets=[{{{half}}}, {{{twice}}}]")
     keys = [key for batch in first(batches, len(batches.order.epoch_plan(0))) for key in batch.keys]
     of_half = [key for key in keys if key.startswith("a/")]
     assert len(of_half) == len(set(of_half)) == 48
-    assert sorted(key for key in keys if key.startswith("b/")) == sorted(f"b/{n:06d}" for n in range(20) for _ in "12")
+    assert sorted(key for key in keys if key.startswith("b/")) == sorted(
+        f"b/{n:06d}" for n in range(20) for _ in "12"
+    )
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_a_damaged_member_leaves_a_gap_and_everything_else_as_it_was(tiny, tmp_path, make_tiny, workers):
+def test_a_damaged_member_leaves_a_gap_and_everything_else_as_it_was(
+    tiny, tmp_path, make_tiny, workers
+):
     shards = make_tiny.make_tiny_shards(tmp_path, samples=24, shards=2, text_only_fraction=0)
     options = (f"data.shards={tmp_path}/*.tar", f"data.workers={workers}")
     sound = first(open_batches(tiny, *options), 12)
@@ -245,10 +291,14 @@ def test_a_damaged_member_leaves_a_gap_and_everything_else_as_it_was(tiny, tmp_p
         assert torch.equal(after.input_ids[kept], before.input_ids[kept])
         lost = sum(key in faults for key in before.keys)
         assert after.samples == before.samples - lost and len(after.faults) == lost
-        assert (0 if after.tiles is None else len(after.tiles)) * 16 == int((after.input_ids == IMAGE_POSITION).sum())
+        assert (0 if after.tiles is None else len(after.tiles)) * 16 == int(
+            (after.input_ids == IMAGE_POSITION).sum()
+        )
 
 
-def test_a_sample_of_another_length_than_indexed_is_a_stale_index_and_an_error(tiny, tmp_path, make_tiny):
+def test_a_sample_of_another_length_than_indexed_is_a_stale_index_and_an_error(
+    tiny, tmp_path, make_tiny
+):
     (shard,) = make_tiny.make_tiny_shards(tmp_path, samples=6, shards=1)
     open_batches(tiny, f"data.shards={shard}")
     index = read_index(shard)
@@ -304,8 +354,13 @@ def test_workers_end_with_a_killed_rank(tiny):
 
 def test_a_data_set_that_no_epoch_draws_from_is_refused(tiny, tmp_path, make_tiny):
     make_tiny.make_tiny_shards(tmp_path, samples=20, shards=1)
-    sets = f"[{{name: a, shards: {tiny}/shards/*.tar}}, {{name: few, shards: {tmp_path}/*.tar, weight: 0.02}}]"
-    with pytest.raises(UserError, match=r"data\.sets: few is never drawn: weight 0\.02 x 20 samples"):
+    sets = (
+        f"[{{name: a, shards: {tiny}/shards/*.tar}}, {{name: few, shards: "
+        f"{tmp_path}/*.tar, weight: 0.02}}]"
+    )
+    with pytest.raises(
+        UserError, match=r"data\.sets: few is never drawn: weight 0\.02 x 20 samples"
+    ):
         open_batches(tiny, f"data.sets={sets}")
 
 
@@ -313,7 +368,9 @@ def test_shards_without_a_usable_sample_say_why(tiny, tmp_path):
     with tarfile.open(tmp_path / "s.tar", "w") as tar:
         for number in range(3):
             tar.addfile(tarfile.TarInfo(f"{number}.txt"))
-    with pytest.raises(UserError, match=r"3 cannot be used \(3 no_json: a sample without KEY\.json"):
+    with pytest.raises(
+        UserError, match=r"3 cannot be used \(3 no_json: a sample without KEY\.json"
+    ):
         open_batches(tiny, f"data.shards={tmp_path}/s.tar", "data.format=llava")
 
 

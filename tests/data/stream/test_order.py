@@ -8,7 +8,15 @@ import numpy as np
 import pytest
 
 from mmtrain.base.errors import UserError
-from mmtrain.data.stream.order import HELD_OUT, UNUSABLE, Capacity, PackOrder, SampleSet, pack_best_fit, plan_epoch
+from mmtrain.data.stream.order import (
+    HELD_OUT,
+    UNUSABLE,
+    Capacity,
+    PackOrder,
+    SampleSet,
+    pack_best_fit,
+    plan_epoch,
+)
 
 PLAN_OF_A_FRESH_PROCESS = """
 import hashlib
@@ -37,13 +45,20 @@ def plan(sets, seed=0, epoch=0, tokens=100, images=None, shuffle_shards=4, pack_
 
 
 def packs_of(epoch_plan):
-    return [epoch_plan.samples[start:end].tolist() for start, end in itertools.pairwise(epoch_plan.starts)]
+    return [
+        epoch_plan.samples[start:end].tolist()
+        for start, end in itertools.pairwise(epoch_plan.starts)
+    ]
 
 
 def varied_sets():
-    """Two sets with all there is: weights, several images, held-out, unusable and overlong samples."""
+    """Two sets with all there is: weights, several images, held-out, unusable and overlong
+    samples.
+    """
     draw = np.random.RandomState(5)
-    first = sample_set(draw.randint(10, 60, 600), shards=6, weight=1.5, images=draw.randint(0, 3, 600))
+    first = sample_set(
+        draw.randint(10, 60, 600), shards=6, weight=1.5, images=draw.randint(0, 3, 600)
+    )
     lengths = draw.randint(1, 130, 80)
     lengths[::7], lengths[::11] = HELD_OUT, UNUSABLE
     return [first, sample_set(lengths, shards=4, weight=2.25, images=draw.randint(0, 7, 80))]
@@ -73,7 +88,9 @@ def test_best_fit_is_the_textbooks_with_and_without_an_image_cap(seed):
     lengths = lengths.clip(max=tokens)
     images = draw.randint(0, 4, count)
     for cap in (3, 4, 7, 40, None):
-        expected = best_fit_by_definition(lengths.tolist(), tokens, images.tolist(), 10**6 if cap is None else cap)
+        expected = best_fit_by_definition(
+            lengths.tolist(), tokens, images.tolist(), 10**6 if cap is None else cap
+        )
         assert pack_best_fit(lengths, Capacity(tokens, cap), images) == expected
     assert pack_best_fit(lengths, Capacity(tokens)) == expected
 
@@ -103,7 +120,11 @@ def test_held_out_samples_are_not_drawn_unusable_and_overlong_ones_are_counted_a
 
 def test_an_epoch_of_weight_one_holds_every_sample_once_in_an_order_of_its_own():
     sets = [sample_set([10] * 120, shards=6), sample_set([7] * 30)]
-    orders = [plan(sets, seed=seed, epoch=epoch).samples.tolist() for seed in (0, 1) for epoch in (0, 1, 2)]
+    orders = [
+        plan(sets, seed=seed, epoch=epoch).samples.tolist()
+        for seed in (0, 1)
+        for epoch in (0, 1, 2)
+    ]
     assert all(sorted(order) == list(range(150)) for order in orders)
     assert len(set(map(tuple, orders))) == len(orders)
 
@@ -132,7 +153,8 @@ def test_the_partial_pass_of_a_set_of_one_shard_moves_over_the_epochs():
 
 
 def test_every_group_holds_each_set_in_proportion_and_few_shards():
-    # 8 + 3 * 8 = 32 visits of shards in groups of 4: 8 groups of 1 shard of the first set and 3 of the second
+    # 8 + 3 * 8 = 32 visits of shards in groups of 4: 8 groups of 1 shard of the first set and 3 of
+    # the second
     sets = [sample_set([100] * 80, shards=8), sample_set([100] * 80, shards=8, weight=3.0)]
     samples = plan(sets, pack_window=16).samples  # a sample fills a pack
     assert len(samples) == 320
@@ -140,7 +162,8 @@ def test_every_group_holds_each_set_in_proportion_and_few_shards():
         first, second = group[group < 80], group[group >= 80]
         assert (len(first), len(set(first // 10))) == (10, 1)
         assert (len(second), len(set(second // 10))) == (30, 3)
-        assert len(np.unique(np.flatnonzero(group < 80) // 20)) == 2  # the sets are mixed, not one after the other
+        # the sets are mixed, not one after the other
+        assert len(np.unique(np.flatnonzero(group < 80) // 20)) == 2
 
 
 def test_no_pack_spans_two_groups():
@@ -156,13 +179,19 @@ def test_no_pack_spans_two_groups():
 def test_a_group_of_small_shards_is_large_enough_for_a_window():
     lengths = list(range(1, 91))
     made = plan([sample_set(lengths, shards=90)], shuffle_shards=2, pack_window=45)
-    assert len(made) < 48, "4,095 tokens in packs of 100; in groups of two shards, two samples, about 60 packs"
+    assert len(made) < 48, (
+        "4,095 tokens in packs of 100; in groups of two shards, two samples, about 60 packs"
+    )
     first_group = made.samples[:45]
-    assert len(set(range(90)) - set(first_group.tolist())) == 45 and first_group.max() - first_group.min() > 60
+    assert (
+        len(set(range(90)) - set(first_group.tolist())) == 45
+        and first_group.max() - first_group.min() > 60
+    )
 
 
 def test_windows_are_as_equal_as_possible_and_packed_one_by_one():
-    made = plan([sample_set([20] * 112, shards=2)], pack_window=24)  # 4.7 windows; 5 samples fill a pack
+    # 4.7 windows; 5 samples fill a pack
+    made = plan([sample_set([20] * 112, shards=2)], pack_window=24)
     sizes = np.diff(made.starts).tolist()
     assert [sum(sizes[first : first + 5]) for first in range(0, 25, 5)] == [23, 23, 22, 22, 22]
     assert Counter(sizes) == {5: 20, 3: 2, 2: 3}
@@ -187,7 +216,9 @@ def test_the_order_is_frozen_and_does_not_depend_on_the_process():
             check=True,
             timeout=60,
         )
-        assert ran.stdout.strip() == expected, "resumed runs would train other samples than they claim"
+        assert ran.stdout.strip() == expected, (
+            "resumed runs would train other samples than they claim"
+        )
 
 
 def pack_order(sets):
@@ -202,13 +233,25 @@ def test_packs_run_over_the_borders_of_epochs():
     assert len(set(counts)) > 1  # an epoch's number of packs is its own
     total = sum(counts)
     assert [(pack.epoch, pack.samples) for pack in order.packs(0, total)] == expected
-    for first, count in [(0, 1), (counts[0] - 1, 2), (counts[0], 1), (5, counts[0] + counts[1]), (total - 3, 3)]:
-        assert [(pack.epoch, pack.samples) for pack in order.packs(first, count)] == expected[first : first + count]
+    for first, count in [
+        (0, 1),
+        (counts[0] - 1, 2),
+        (counts[0], 1),
+        (5, counts[0] + counts[1]),
+        (total - 3, 3),
+    ]:
+        assert [(pack.epoch, pack.samples) for pack in order.packs(first, count)] == expected[
+            first : first + count
+        ]
     assert [order.first_pack(epoch) for epoch in range(5)] == [0, *itertools.accumulate(counts)]
 
 
 def test_what_was_asked_before_does_not_change_the_packs():
-    ahead, back, far = pack_order(varied_sets()), pack_order(varied_sets()), pack_order(varied_sets())
+    ahead, back, far = (
+        pack_order(varied_sets()),
+        pack_order(varied_sets()),
+        pack_order(varied_sets()),
+    )
     stretches = [(first, 37) for first in range(0, 1000, 37)]
     expected = [ahead.packs(*stretch) for stretch in stretches]
     assert [back.packs(*stretch) for stretch in reversed(stretches)] == expected[::-1]
@@ -235,7 +278,8 @@ def test_steps_train_every_sample_and_fill_the_last_step_from_the_next_epoch():
         (
             [101, 102, UNUSABLE],
             1.0,
-            r"of 3 drawn in epoch 0, 2 are longer than data\.pack_length=100 tokens, or .* 6 tiles .*, and 1 cannot",
+            r"of 3 drawn in epoch 0, 2 are longer than data\.pack_length=100 tokens, or .* 6 tiles "
+            r".*, and 1 cannot",
         ),
     ],
 )
@@ -250,10 +294,15 @@ def test_an_epoch_without_a_pack_is_refused_with_the_reason(lengths, weight, mes
 def test_windows_of_4096_fill_packs_as_well_as_the_whole_epoch_within_half_a_percent(tokens):
     draw, count = np.random.RandomState(1), 48_000
     captions = 576 + np.exp(draw.normal(np.log(20), 0.5, count)).round().clip(1)
-    answers, text = 576 + draw.randint(100, 901, count), np.exp(draw.normal(np.log(300), 1, count)).clip(5, 2500)
+    answers, text = (
+        576 + draw.randint(100, 901, count),
+        np.exp(draw.normal(np.log(300), 1, count)).clip(5, 2500),
+    )
     share = draw.random_sample(count)
     mixed = np.where(share < 0.6, captions, np.where(share < 0.9, answers, text))
     lengths = mixed.astype(np.int32)
-    made = plan([sample_set(lengths, shards=48)], tokens=tokens, shuffle_shards=16, pack_window=4096)
+    made = plan(
+        [sample_set(lengths, shards=48)], tokens=tokens, shuffle_shards=16, pack_window=4096
+    )
     whole = pack_best_fit(lengths[lengths <= tokens], Capacity(tokens))
     assert len(whole) / len(made) > 0.995

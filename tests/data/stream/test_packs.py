@@ -35,7 +35,9 @@ def gap(length: int) -> Gap:
 
 
 def batch_of(*packs: tuple[Document | Gap, ...], length: int = 10, decode=None):
-    return make_batch([Pack(entries, epoch=n) for n, entries in enumerate(packs)], length, 0, decode or no_image)
+    return make_batch(
+        [Pack(entries, epoch=n) for n, entries in enumerate(packs)], length, 0, decode or no_image
+    )
 
 
 def no_image(content: bytes, tiling: Tiling, is_control: bool) -> torch.Tensor:
@@ -45,12 +47,17 @@ def no_image(content: bytes, tiling: Tiling, is_control: bool) -> torch.Tensor:
 @pytest.fixture
 def decode(tiny):
     transform = image_transform(str(tiny / "vision"))
-    return lambda content, tiling, is_control: transform.decode(content, tiling, is_control=is_control)
+    return lambda content, tiling, is_control: transform.decode(
+        content, tiling, is_control=is_control
+    )
 
 
 def test_positions_restart_in_every_document_and_in_the_padding():
     batch = batch_of((document("a", 2), document("b", 3)), (document("c", 7),), length=7)
-    assert batch.input_ids.tolist() == [[100, 101, 100, 101, 102, 0, 0], [100, 101, 102, 103, 104, 105, 106]]
+    assert batch.input_ids.tolist() == [
+        [100, 101, 100, 101, 102, 0, 0],
+        [100, 101, 102, 103, 104, 105, 106],
+    ]
     assert batch.labels.tolist() == [[101, X, 101, 102, X, X, X], [101, 102, 103, 104, 105, 106, X]]
     assert batch.position_ids.tolist() == [[0, 1, 0, 1, 2, 0, 1], [0, 1, 2, 3, 4, 5, 6]]
     assert (batch.keys, batch.samples, batch.tokens) == (("a", "b", "c"), 3, 12)
@@ -90,7 +97,12 @@ def test_a_sample_with_one_bad_image_becomes_a_gap_and_all_of_its_images_are_lef
     batch = batch_of((document("a", 2), broken, document("b", 3, (png("blue"),))), decode=decode)
     ((row, fault),) = batch.faults
     assert row == 0
-    assert (fault.key, fault.shard, fault.offset, fault.reason) == ("broken", "s.tar", 512, "undecodable_image")
+    assert (fault.key, fault.shard, fault.offset, fault.reason) == (
+        "broken",
+        "s.tar",
+        512,
+        "undecodable_image",
+    )
     assert fault.detail.startswith("image 1: ")
     assert batch.tiles[:, :, 0, 0].tolist() == [[0, 0, 255]]
     assert batch.input_ids.tolist() == [[100, 101, 0, 0, 0, 0, IMAGE_POSITION, 100, 101, 0]]
@@ -110,7 +122,9 @@ def test_only_rejected_images_become_gaps():
     def reject(content: bytes, tiling: Tiling, is_control: bool) -> torch.Tensor:
         raise BadSample("too_many_pixels", "9 x 9")
 
-    assert batch_of((document("a", 4, (b"",)),), decode=reject).faults[0][1].detail == "image 0: 9 x 9"
+    assert (
+        batch_of((document("a", 4, (b"",)),), decode=reject).faults[0][1].detail == "image 0: 9 x 9"
+    )
     with pytest.raises(MemoryError):
         batch_of((document("a", 4, (b"",)),), decode=fail)
 
@@ -156,5 +170,7 @@ def test_padding_has_a_row_of_the_embedding_whatever_ends_a_text(tiny, llm_with)
     llm = llm_with("{% for m in messages %}{{ m.content }} {% endfor %}", tokens)
     settings = llm / "tokenizer_config.json"
     settings.write_text(json.dumps({**json.loads(settings.read_text()), "eos_token": tokens[-1]}))
-    processor = Processor(load_config(tiny / "config.yaml", [f"model.llm.path={llm}", "data.template=llava_v1"]))
+    processor = Processor(
+        load_config(tiny / "config.yaml", [f"model.llm.path={llm}", "data.template=llava_v1"])
+    )
     assert processor.tokenizer.eos_token_id > 320 > processor.batch([Pack(())]).input_ids.max()

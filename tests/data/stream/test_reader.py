@@ -32,7 +32,10 @@ def captions(folder: Path, shards: int, samples: int = 3) -> list[Path]:
     return [
         write_tar(
             folder / f"{shard:03d}.tar",
-            [(f"{shard}-{number}.json", conversation("Q", f"{shard}-{number}")) for number in range(samples)],
+            [
+                (f"{shard}-{number}.json", conversation("Q", f"{shard}-{number}"))
+                for number in range(samples)
+            ],
         )
         for shard in range(shards)
     ]
@@ -72,7 +75,10 @@ def test_any_sample_in_any_order_has_the_bytes_that_tarfile_reads(tmp_path, form
                 content = archive.extractfile(member).read()
                 samples.setdefault(key, (member.offset_data, {}))[1][suffix.lower()] = content
         for key, (offset, members) in samples.items():
-            turns = tuple((turn["from"], turn["value"]) for turn in json.loads(members["json"])["conversations"])
+            turns = tuple(
+                (turn["from"], turn["value"])
+                for turn in json.loads(members["json"])["conversations"]
+            )
             images = tuple(members[suffix] for suffix in sorted(members) if suffix.endswith("png"))
             expected.append(Sample(key, str(tar), turns, images, offset))
     reader = open_reader(*tars)
@@ -89,13 +95,16 @@ def test_members_that_are_no_part_of_the_sample_are_not_read(tmp_path):
     assert reader.read(0) == before
 
 
-def test_a_shard_replaced_by_one_of_the_same_size_gives_no_other_sample_and_says_how_to_index_it(tmp_path):
+def test_a_shard_replaced_by_one_of_the_same_size_gives_no_other_sample_and_says_how_to_index_it(
+    tmp_path,
+):
     tar = write_tar(tmp_path / "s.tar", [("a.json", conversation("Q", "A cat."))])
     reader = open_reader(tar)
     write_tar(tar, [("a.json", conversation("Q", "A dog."))])
     fault = reader.read(0)
     assert (
-        fault.reason == "checksum" and "replaced after it was indexed (then run mmtrain index --rebuild" in fault.detail
+        fault.reason == "checksum"
+        and "replaced after it was indexed (then run mmtrain index --rebuild" in fault.detail
     )
 
 
@@ -139,15 +148,24 @@ TROUBLES = {  # what becomes of a shard, whether it was open, the system's reaso
     "reads fail": (lead_to("/proc/self/mem"), False, "Input/output error"),
     "a link to nothing": (lead_to("nothing"), False, "No such file"),
     "a folder": (make_a_folder, False, "Is a directory"),
-    "cut off while it is open": (cut, True, "json member at byte .* is cut off by the end of the file"),
+    "cut off while it is open": (
+        cut,
+        True,
+        "json member at byte .* is cut off by the end of the file",
+    ),
 }
 
 
 @pytest.mark.parametrize("heals", [True, False])
 @pytest.mark.parametrize("trouble", TROUBLES)
-def test_a_read_that_fails_is_tried_until_it_works_or_for_as_long_as_allowed(tmp_path, trouble, heals):
+def test_a_read_that_fails_is_tried_until_it_works_or_for_as_long_as_allowed(
+    tmp_path, trouble, heals
+):
     (tar,) = captions(tmp_path, 1)
-    reader, (begin, is_open, reason) = open_reader(tar, retry_seconds=30 if heals else 0.25), TROUBLES[trouble]
+    reader, (begin, is_open, reason) = (
+        open_reader(tar, retry_seconds=30 if heals else 0.25),
+        TROUBLES[trouble],
+    )
     before = reader.read(2)
     if not is_open:
         reader.close()
@@ -158,7 +176,10 @@ def test_a_read_that_fails_is_tried_until_it_works_or_for_as_long_as_allowed(tmp
         assert reader.read(2) == before
         healer.join()
     else:
-        message = rf"^{tar}: cannot be read \(.*{reason}.*\), retried for 0\.25 s \(data\.io_retry_seconds\)"
+        message = (
+            rf"^{tar}: cannot be read \(.*{reason}.*\), retried for 0\.25 s "
+            r"\(data\.io_retry_seconds\)"
+        )
         with pytest.raises(UserError, match=message):
             reader.read(2)
 

@@ -1,4 +1,6 @@
-"""Pixels of tiles are those of the stock processors, whatever an image's mode, size and the encoder's interpolation."""
+"""Pixels of tiles are those of the stock processors, whatever an image's mode, size and the
+encoder's interpolation.
+"""
 
 from __future__ import annotations
 
@@ -11,8 +13,12 @@ import pytest
 import torch
 from PIL import Image
 from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil
-from transformers.models.llava_next.image_processing_pil_llava_next import LlavaNextImageProcessorPil
-from transformers.models.llava_onevision.image_processing_pil_llava_onevision import LlavaOnevisionImageProcessorPil
+from transformers.models.llava_next.image_processing_pil_llava_next import (
+    LlavaNextImageProcessorPil,
+)
+from transformers.models.llava_onevision.image_processing_pil_llava_onevision import (
+    LlavaOnevisionImageProcessorPil,
+)
 
 from mmtrain.data.samples.records import BadSample
 from mmtrain.data.stream.images import ImageTransform, decode_image
@@ -38,7 +44,9 @@ LAYOUTS = [
 
 
 def noise(width: int, height: int, channels: int = 3) -> Image.Image:
-    pixels = np.random.default_rng(1000 * width + height).integers(0, 256, (height, width, channels), dtype=np.uint8)
+    pixels = np.random.default_rng(1000 * width + height).integers(
+        0, 256, (height, width, channels), dtype=np.uint8
+    )
     return Image.fromarray(pixels)
 
 
@@ -48,18 +56,29 @@ def stored(image: Image.Image, file_format: str = "PNG", **options: Any) -> byte
     return stream.getvalue()
 
 
-def stock_tiles(layout: ImageLayout, transform: ImageTransform, images: list[Image.Image]) -> torch.Tensor:
-    """Tiles (N, 3, S, S) uint8 of the images of one sample, as the stock processor hands them to `rescale`."""
+def stock_tiles(
+    layout: ImageLayout, transform: ImageTransform, images: list[Image.Image]
+) -> torch.Tensor:
+    """Tiles (N, 3, S, S) uint8 of the images of one sample, as the stock processor hands them to
+    `rescale`.
+    """
     side = transform.image_size
     size = {"height": side, "width": side}
-    settings: dict[str, Any] = {"size": size, "resample": Image.Resampling[transform.interpolation.upper()]}
+    settings: dict[str, Any] = {
+        "size": size,
+        "resample": Image.Resampling[transform.interpolation.upper()],
+    }
     settings |= {"do_rescale": False, "do_normalize": False, "image_mean": list(transform.mean)}
     pixels = [np.asarray(image) for image in images]
     if layout.name == "tiles":
         stock = GotOcr2ImageProcessorPil(**settings, **layout.image_settings)
-        return torch.from_numpy(np.stack(stock(pixels, input_data_format="channels_last")["pixel_values"]))
+        return torch.from_numpy(
+            np.stack(stock(pixels, input_data_format="channels_last")["pixel_values"])
+        )
     if layout.name == "anyres":
-        stock = LlavaNextImageProcessorPil(**settings, crop_size=size, **layout.image_settings, do_pad=False)
+        stock = LlavaNextImageProcessorPil(
+            **settings, crop_size=size, **layout.image_settings, do_pad=False
+        )
         given: list[Any] = pixels
     else:
         stock = LlavaOnevisionImageProcessorPil(**settings, **layout.image_settings, do_pad=False)
@@ -69,7 +88,9 @@ def stock_tiles(layout: ImageLayout, transform: ImageTransform, images: list[Ima
 
 
 def ours(layout: ImageLayout, transform: ImageTransform, images: list[Image.Image]) -> torch.Tensor:
-    return torch.cat([transform.cut(image, layout.tiling(*image.size, len(images))) for image in images])
+    return torch.cat(
+        [transform.cut(image, layout.tiling(*image.size, len(images))) for image in images]
+    )
 
 
 def check(layout: ImageLayout, transform: ImageTransform, images: list[Image.Image]) -> None:
@@ -93,7 +114,10 @@ def test_tiles_of_several_images_of_a_sample_are_the_stock_processors_to_the_bit
 
 
 def test_tiles_of_every_mode_are_those_of_its_colours():
-    colours, grey16 = noise(57, 31), np.random.default_rng(0).integers(0, 65_536, (31, 57)).astype(np.uint16)
+    colours, grey16 = (
+        noise(57, 31),
+        np.random.default_rng(0).integers(0, 65_536, (31, 57)).astype(np.uint16),
+    )
     contents = [
         *(stored(colours.convert(mode)) for mode in ("L", "LA", "1", "RGBA")),
         *(stored(colours.convert(mode), "JPEG") for mode in ("RGB", "L", "CMYK")),
@@ -107,7 +131,10 @@ def test_tiles_of_every_mode_are_those_of_its_colours():
         image = decode_image(content)  # what each mode's colours are is tested with squares
         for layout in LAYOUTS:
             found = TRANSFORM.decode(content, layout.tiling(*image.size))
-            assert torch.equal(found, stock_tiles(layout, TRANSFORM, [image]).to(torch.uint8)), (layout, content[:8])
+            assert torch.equal(found, stock_tiles(layout, TRANSFORM, [image]).to(torch.uint8)), (
+                layout,
+                content[:8],
+            )
 
 
 def test_values_are_the_stock_processors_too():
@@ -129,7 +156,8 @@ def test_another_samples_image_is_stretched_to_the_size_that_its_own_has_and_no_
     found = TRANSFORM.decode(stored(others), own, is_control=True)
     assert torch.equal(found, stock_tiles(layout, TRANSFORM, [stretched]).to(torch.uint8))
     assert torch.equal(
-        TRANSFORM.decode(stored(noise(57, 31)), own, is_control=True), ours(layout, TRANSFORM, [noise(57, 31)])
+        TRANSFORM.decode(stored(noise(57, 31)), own, is_control=True),
+        ours(layout, TRANSFORM, [noise(57, 31)]),
     )
     with pytest.raises(BadSample, match="40 x 90 pixels, but its index says 57 x 31"):
         TRANSFORM.decode(stored(others), own)

@@ -1,7 +1,7 @@
 """Imported by every Python process that starts with the fake CUDA (`fake_cuda.build.environment`).
 
-Once torch is imported, CUDA's operations are computed late (`fake_cuda.late`). mmtrain looks for a driver's file in
-/dev, and is given /dev/null. This module hides any other sitecustomize.
+Once torch is imported, CUDA's operations are computed late (`fake_cuda.late`). mmtrain looks for a
+driver's file in /dev, and is given /dev/null. This module hides any other sitecustomize.
 """
 
 import importlib.machinery

@@ -21,7 +21,10 @@ from mmtrain.model.encoder.vision import load_vision
 def block_output(model: nn.Module, block: nn.Module, pixels: torch.Tensor) -> torch.Tensor:
     """What a block of the stock model gives out in the stock forward."""
     seen = []
-    with block.register_forward_hook(lambda module, inputs, output: seen.append(output)), torch.no_grad():
+    with (
+        block.register_forward_hook(lambda module, inputs, output: seen.append(output)),
+        torch.no_grad(),
+    ):
         model(pixels)
     return seen[0]
 
@@ -38,18 +41,24 @@ def hf_folders(tmp_path_factory):
 
 @pytest.mark.parametrize("class_token", [False, True])
 @pytest.mark.parametrize("select_layer", [-1, -2, -4])
-def test_a_timm_tower_gives_the_selected_blocks_output_without_prefix_tokens(tmp_path, class_token, select_layer):
+def test_a_timm_tower_gives_the_selected_blocks_output_without_prefix_tokens(
+    tmp_path, class_token, select_layer
+):
     changes = {"class_token": class_token, "global_pool": "avg", "depth": 4}
     folder = make_tower(tmp_path / "vision", "vit_tiny_patch16_224", changes)
     stock = timm.create_model(f"local-dir:{folder}", pretrained=True).eval()
-    expected = block_output(stock, stock.blocks[select_layer], images(28))[:, stock.num_prefix_tokens :]
+    expected = block_output(stock, stock.blocks[select_layer], images(28))[
+        :, stock.num_prefix_tokens :
+    ]
     tower = load_vision(str(folder), select_layer, torch.float32)
     assert torch.equal(tower(images(28)), expected)
     assert (tower.width, tower.patches_per_image, tower.image_size) == (32, 16, 28)
 
 
 @pytest.mark.parametrize("kind", ENCODERS)
-def test_an_hf_tower_gives_stock_hidden_states_without_class_and_register_tokens_normed_if_asked_for(hf_folders, kind):
+def test_an_hf_tower_gives_stock_hidden_states_without_class_and_register_tokens_normed_if_asked_for(
+    hf_folders, kind
+):
     make, path, prefix_tokens = ENCODERS[kind]
     encoder = type(make()).from_pretrained(hf_folders[kind]).eval().get_submodule(path)
     with torch.no_grad():
@@ -66,9 +75,13 @@ def test_an_hf_tower_gives_stock_hidden_states_without_class_and_register_tokens
         return
     normed = load_vision(str(hf_folders[kind]), -1, torch.float32, final_norm=True)
     assert torch.equal(normed(images(28)), stock.last_hidden_state[:, prefix_tokens:])
-    assert torch.equal(stock.last_hidden_state, stock.hidden_states[-1]) == kind.startswith("intern")
+    assert torch.equal(stock.last_hidden_state, stock.hidden_states[-1]) == kind.startswith(
+        "intern"
+    )
     kept = {name: tuple(parameter.shape) for name, parameter in normed.global_parameters()}
-    assert kept == {p.name: p.shape for p in vision_shape(str(hf_folders[kind]), -1, final_norm=True).parameters}
+    assert kept == {
+        p.name: p.shape for p in vision_shape(str(hf_folders[kind]), -1, final_norm=True).parameters
+    }
 
 
 def test_the_gates_of_a_large_dinov2_which_files_hold_as_one_tensor_are_taken_apart(tmp_path):
@@ -83,9 +96,17 @@ def test_the_gates_of_a_large_dinov2_which_files_hold_as_one_tensor_are_taken_ap
 
 
 @pytest.mark.parametrize(
-    "architecture", ["vit_tiny_patch16_224", "vit_small_patch14_reg4_dinov2", "vit_small_patch16_dinov3", "test_vit2"]
+    "architecture",
+    [
+        "vit_tiny_patch16_224",
+        "vit_small_patch14_reg4_dinov2",
+        "vit_small_patch16_dinov3",
+        "test_vit2",
+    ],
 )
-def test_behind_the_final_norm_a_timm_tower_gives_forward_features_without_prefix_tokens(tmp_path, architecture):
+def test_behind_the_final_norm_a_timm_tower_gives_forward_features_without_prefix_tokens(
+    tmp_path, architecture
+):
     folder = make_tower(tmp_path / "vision", architecture, {"depth": 2})
     stock = timm.create_model(f"local-dir:{folder}", pretrained=True).eval()
     with torch.no_grad():
@@ -95,7 +116,9 @@ def test_behind_the_final_norm_a_timm_tower_gives_forward_features_without_prefi
     same = torch.equal(load_vision(str(folder), -1, torch.float32)(images(28)), expected)
     assert same == isinstance(stock.norm, nn.Identity)
     kept = {name: tuple(parameter.shape) for name, parameter in tower.global_parameters()}
-    assert kept == {p.name: p.shape for p in vision_shape(str(folder), -1, final_norm=True).parameters}
+    assert kept == {
+        p.name: p.shape for p in vision_shape(str(folder), -1, final_norm=True).parameters
+    }
 
 
 def test_only_what_runs_is_kept_and_the_planner_counts_the_same(tiny, hf_folders):
@@ -105,8 +128,18 @@ def test_only_what_runs_is_kept_and_the_planner_counts_the_same(tiny, hf_folders
         planned = vision_shape(str(folder), -2)
         assert kept == {parameter.name: parameter.shape for parameter in planned.parameters}
         assert planned.patches_per_image == tower.patches_per_image
-        assert {int(block[1]) for name in kept if (block := re.search(r"\.(\d+)\.", name))} == {0, 1, 2}
-        behind = ("vision.head", "vision.norm.", "vision.layernorm", "vision.post_layernorm", "vision.pooler")
+        assert {int(block[1]) for name in kept if (block := re.search(r"\.(\d+)\.", name))} == {
+            0,
+            1,
+            2,
+        }
+        behind = (
+            "vision.head",
+            "vision.norm.",
+            "vision.layernorm",
+            "vision.post_layernorm",
+            "vision.pooler",
+        )
         assert not any(name.startswith(behind) or "mask_token" in name for name in kept)
 
 
@@ -117,15 +150,28 @@ def test_a_tower_is_frozen_in_eval_mode_and_stored_in_its_dtype(tiny, hf_folders
         assert not any(parameter.requires_grad for parameter in tower.parameters())
         assert not any(module.training for module in tower.model.modules())
         features, exact = (
-            load_vision(str(folder), -2, d)(images(tower.image_size)) for d in (torch.bfloat16, torch.float32)
+            load_vision(str(folder), -2, d)(images(tower.image_size))
+            for d in (torch.bfloat16, torch.float32)
         )
         assert features.dtype == torch.bfloat16 and not features.requires_grad
-        assert torch.nn.functional.cosine_similarity(features.float().flatten(), exact.flatten(), dim=0) > 0.999
+        assert (
+            torch.nn.functional.cosine_similarity(
+                features.float().flatten(), exact.flatten(), dim=0
+            )
+            > 0.999
+        )
 
 
 @pytest.mark.parametrize("architecture", ["eva02_tiny_patch14_224", "vit_small_patch16_dinov3"])
 def test_rotary_tables_stay_unrounded_in_bfloat16(tmp_path, architecture):
-    arguments = {"img_size": 28, "patch_size": 7, "embed_dim": 32, "depth": 3, "num_heads": 2, "num_classes": 0}
+    arguments = {
+        "img_size": 28,
+        "patch_size": 7,
+        "embed_dim": 32,
+        "depth": 3,
+        "num_heads": 2,
+        "num_classes": 0,
+    }
     stock = perturb(timm.create_model(architecture, pretrained=False, **arguments))
     tables = {name: table.clone() for name, table in stock.named_buffers()}
     assert tables and not set(tables) & set(stock.state_dict())
@@ -138,13 +184,17 @@ def test_rotary_tables_stay_unrounded_in_bfloat16(tmp_path, architecture):
         assert torch.equal(table, tables[name]), name
     expected = block_output(stock, stock.blocks[-2], images(28))[:, stock.num_prefix_tokens :]
     features = tower(images(28)).float()
-    assert torch.nn.functional.cosine_similarity(features.flatten(), expected.flatten(), dim=0) > 0.999
+    assert (
+        torch.nn.functional.cosine_similarity(features.flatten(), expected.flatten(), dim=0) > 0.999
+    )
 
 
 def test_a_timm_name_loads_its_weights_from_the_local_hub_cache(tmp_path, monkeypatch):
     stock = perturb(timm.create_model("test_vit", pretrained=False))
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
-    with pytest.raises(UserError, match=r"not in the local cache .*: hf download timm/test_vit\.r160_in1k"):
+    with pytest.raises(
+        UserError, match=r"not in the local cache .*: hf download timm/test_vit\.r160_in1k"
+    ):
         load_vision("test_vit.r160_in1k", -2, torch.float32)
     repository = tmp_path / "models--timm--test_vit.r160_in1k"
     (repository / "snapshots" / "abc").mkdir(parents=True)
@@ -176,7 +226,9 @@ def test_a_kernel_that_config_json_names_is_not_downloaded(hf_folders, tmp_path)
         folder = shutil.copytree(source, tmp_path / kind)
         config = json.loads((folder / "config.json").read_text())
         inner = config.get("vision_config", config)
-        inner["_attn_implementation"] = config["_attn_implementation"] = "kernels-community/flash-attn"
+        inner["_attn_implementation"] = config["_attn_implementation"] = (
+            "kernels-community/flash-attn"
+        )
         (folder / "config.json").write_text(json.dumps(config))
         expected = load_vision(str(source), -2, torch.float32)(images(28))
         assert torch.equal(load_vision(str(folder), -2, torch.float32)(images(28)), expected)
@@ -184,7 +236,10 @@ def test_a_kernel_that_config_json_names_is_not_downloaded(hf_folders, tmp_path)
 
 @pytest.mark.parametrize(
     "change",
-    [{"hidden_act": "evil"}, {"quantization_config": {"quant_method": "bitsandbytes", "load_in_8bit": True}}],
+    [
+        {"hidden_act": "evil"},
+        {"quantization_config": {"quant_method": "bitsandbytes", "load_in_8bit": True}},
+    ],
 )
 def test_an_error_of_transformers_is_one_that_names_the_folder(hf_folders, tmp_path, change):
     folder = shutil.copytree(hf_folders["clip_vision"], tmp_path / "clip")

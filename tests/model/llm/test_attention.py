@@ -1,4 +1,6 @@
-"""Packed attention against attention over an explicit (L, L) mask, and against torch's documented GPU kernel."""
+"""Packed attention against attention over an explicit (L, L) mask, and against torch's documented
+GPU kernel.
+"""
 
 import inspect
 import itertools
@@ -45,21 +47,28 @@ def make_documents(make_mask, **options) -> Documents:
     config = LlamaConfig(**options)
     config._attn_implementation = ATTENTION
     with document_positions(POSITIONS):
-        # position_ids are withheld, as gpt_oss does: documents must not depend on the model handing them on.
+        # position_ids are withheld, as gpt_oss does: documents must not depend on the model handing
+        # them on.
         return make_mask(config, torch.zeros(2, 32, 4), None, None, position_ids=None)
 
 
 def states(dtype=torch.float32):
     generator = torch.Generator().manual_seed(0)
     sizes = ((HEADS, WIDTH), (KEY_HEADS, WIDTH), (KEY_HEADS, VALUE_WIDTH))
-    return [torch.randn(2, heads, 32, width, generator=generator).to(dtype) for heads, width in sizes]
+    return [
+        torch.randn(2, heads, 32, width, generator=generator).to(dtype) for heads, width in sizes
+    ]
 
 
 def attend_densely(query, key, value, *, window=None, chunk=None, softcap=None, sinks=None, scale):
-    """The definition, in float64: softmax over the tokens of the own document that are not later, (B, L, H, E)."""
+    """The definition, in float64: softmax over the tokens of the own document that are not later,
+    (B, L, H, E).
+    """
     q, k, v = (x.double() for x in (query, key, value))
     k, v = (x.repeat_interleave(HEADS // KEY_HEADS, 1) for x in (k, v))
-    document = torch.stack([torch.repeat_interleave(torch.arange(len(r)), torch.tensor(r)) for r in LENGTHS])
+    document = torch.stack(
+        [torch.repeat_interleave(torch.arange(len(r)), torch.tensor(r)) for r in LENGTHS]
+    )
     seen = document[:, :, None] == document[:, None, :]
     distance = POSITIONS[:, :, None] - POSITIONS[:, None, :]
     seen &= distance >= 0
@@ -77,14 +86,18 @@ def attend_densely(query, key, value, *, window=None, chunk=None, softcap=None, 
     return (weights / total @ v).transpose(1, 2)
 
 
-SOME = torch.tensor([0, 4, 5, 6, 12, 13, 19, 20, 30, 31, 32 + 3, 32 + 18, 32 + 19, 32 + 20, 32 + 30])
+SOME = torch.tensor(
+    [0, 4, 5, 6, 12, 13, 19, 20, 30, 31, 32 + 3, 32 + 18, 32 + 19, 32 + 20, 32 + 30]
+)
 
 
 def assert_same_with_gradients(ours, expected, inputs):
     torch.testing.assert_close(ours.double(), expected, rtol=1e-5, atol=1e-5)
     weights = torch.randn(ours.shape, generator=torch.Generator().manual_seed(2))
     gradients = torch.autograd.grad((ours * weights).sum(), inputs)
-    for gradient, wanted in zip(gradients, torch.autograd.grad((expected * weights).sum(), inputs), strict=True):
+    for gradient, wanted in zip(
+        gradients, torch.autograd.grad((expected * weights).sum(), inputs), strict=True
+    ):
         torch.testing.assert_close(gradient, wanted, rtol=1e-4, atol=1e-5)
 
 
@@ -99,17 +112,23 @@ def assert_same_with_gradients(ours, expected, inputs):
     ],
     ids=["full", "window", "window of one", "chunk"],
 )
-@pytest.mark.parametrize("extra", [{}, {"softcap": 2.0}, {"s_aux": True}], ids=["plain", "softcap", "sinks"])
+@pytest.mark.parametrize(
+    "extra", [{}, {"softcap": 2.0}, {"s_aux": True}], ids=["plain", "softcap", "sinks"]
+)
 def test_equals_attention_over_an_explicit_mask(mask, config, reference, extra, places):
     documents = make_documents(mask, **config)
     inputs = [x.requires_grad_() for x in states()]
-    sinks = torch.randn(HEADS, generator=torch.Generator().manual_seed(1)) if "s_aux" in extra else None
+    sinks = (
+        torch.randn(HEADS, generator=torch.Generator().manual_seed(1)) if "s_aux" in extra else None
+    )
     query, softcap = inputs[0], extra.get("softcap")
     expected = attend_densely(*inputs, scale=0.3, softcap=softcap, sinks=sinks, **reference)
     if places is not None:
         query, documents = at(query, places), documents.at(places)
         expected = expected.flatten(0, 1)[places][None]
-    ours, _ = packed_attention(torch.nn.Module(), query, *inputs[1:], documents, 0.3, softcap=softcap, s_aux=sinks)
+    ours, _ = packed_attention(
+        torch.nn.Module(), query, *inputs[1:], documents, 0.3, softcap=softcap, s_aux=sinks
+    )
     assert_same_with_gradients(ours, expected, inputs)
 
 
@@ -121,13 +140,19 @@ def at(query, places):
 @pytest.mark.parametrize("length", [8, 32], ids=["several in a row", "one in a row"])
 @pytest.mark.parametrize("window", [None, 5])
 @pytest.mark.parametrize("softcap", [None, 2.0])
-def test_documents_of_one_length_are_attended_to_in_one_call_as_one_by_one(monkeypatch, length, window, softcap):
-    runs = tuple((row, begin, begin, begin + length) for row in range(2) for begin in range(0, 32, length))
+def test_documents_of_one_length_are_attended_to_in_one_call_as_one_by_one(
+    monkeypatch, length, window, softcap
+):
+    runs = tuple(
+        (row, begin, begin, begin + length) for row in range(2) for begin in range(0, 32, length)
+    )
     offsets = torch.arange(0, 65, length, dtype=torch.int32)
     inputs = [x.requires_grad_() for x in states()]
     one_by_one = attend_by_document(*inputs, Documents(runs, window), 0.3, softcap)
     calls, attend = [], attention._attend
-    monkeypatch.setattr(attention, "_attend", lambda *arguments: calls.append(1) or attend(*arguments))
+    monkeypatch.setattr(
+        attention, "_attend", lambda *arguments: calls.append(1) or attend(*arguments)
+    )
     together = attend_by_document(*inputs, Documents(runs, window, offsets, length), 0.3, softcap)
     assert together.is_contiguous() and len(calls) == 1
     assert_same_with_gradients(together, one_by_one.double(), inputs)
@@ -135,7 +160,14 @@ def test_documents_of_one_length_are_attended_to_in_one_call_as_one_by_one(monke
 
 def test_some_queries_are_runs_that_end_where_documents_do():
     some = make_documents(create_sliding_window_causal_mask, sliding_window=WINDOW).at(SOME)
-    expected = [(0, 0, 0, 1), (0, 0, 4, 7), (0, 0, 12, 13), (0, 13, 13, 14), (0, 19, 19, 20), (0, 20, 20, 21)]
+    expected = [
+        (0, 0, 0, 1),
+        (0, 0, 4, 7),
+        (0, 0, 12, 13),
+        (0, 13, 13, 14),
+        (0, 19, 19, 20),
+        (0, 20, 20, 21),
+    ]
     expected += [(0, 20, 30, 32), (1, 0, 3, 4), (1, 0, 18, 20), (1, 20, 20, 21), (1, 20, 30, 31)]
     assert list(some.runs) == expected and some.window == WINDOW
 
@@ -150,14 +182,21 @@ def test_documents_end_where_positions_restart_and_the_gpu_borders_run_over_all_
     assert documents.longest == 20
 
 
-def documented_kernel(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, scale, window_size, enable_gqa=False):
-    """torch.nn.attention.varlen.varlen_attn by its documentation, sequence by sequence; q (T, H, D) to (T, H, D).
+def documented_kernel(
+    query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, scale, window_size, enable_gqa=False
+):
+    """torch.nn.attention.varlen.varlen_attn by its documentation, sequence by sequence; q (T, H, D)
+    to (T, H, D).
 
     Where a sequence has fewer queries than keys, flash attention takes them for its last tokens.
     """
     # A call that torch's own function would refuse must fail here too.
-    options = {"scale": scale, "window_size": window_size} | ({"enable_gqa": True} if enable_gqa else {})
-    inspect.signature(varlen_attn).bind(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, **options)
+    options = {"scale": scale, "window_size": window_size} | (
+        {"enable_gqa": True} if enable_gqa else {}
+    )
+    inspect.signature(varlen_attn).bind(
+        query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, **options
+    )
     assert cu_seq_q.dtype == cu_seq_k.dtype == torch.int32
     assert query.ndim == key.ndim == value.ndim == 3
     groups = query.shape[1] // key.shape[1]
@@ -165,7 +204,9 @@ def documented_kernel(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, sc
     left, right = window_size
     outputs = []
     for queries, keys in zip(spans(cu_seq_q), spans(cu_seq_k), strict=True):
-        q, k, v = (x[part].transpose(0, 1) for x, part in ((query, queries), (key, keys), (value, keys)))
+        q, k, v = (
+            x[part].transpose(0, 1) for x, part in ((query, queries), (key, keys), (value, keys))
+        )
         assert q.shape[1] <= max_q and k.shape[1] <= max_k
         k, v = (x.repeat_interleave(groups, 0) for x in (k, v))
         distance = torch.arange(k.shape[1])[-q.shape[1] :, None] - torch.arange(k.shape[1])
@@ -188,9 +229,13 @@ def test_the_gpu_kernel_is_called_as_documented(monkeypatch, window):
     documents = make_documents(make, **({} if window is None else {"sliding_window": window}))
     query, key, value = states()
     expected = attend_densely(query, key, value, scale=0.3, window=window)
-    torch.testing.assert_close(attend_flash(query, key, value, documents, 0.3).double(), expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(
+        attend_flash(query, key, value, documents, 0.3).double(), expected, rtol=1e-5, atol=1e-5
+    )
     ours = attend_flash(at(query, SOME), key, value, documents.at(SOME), 0.3)
-    torch.testing.assert_close(ours.double(), expected.flatten(0, 1)[SOME][None], rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(
+        ours.double(), expected.flatten(0, 1)[SOME][None], rtol=1e-5, atol=1e-5
+    )
 
 
 def one_token_too_many(*arguments, window_size, **options):
@@ -207,7 +252,9 @@ def unsupported(*_, **__):
 
 
 class WrongBackward(torch.autograd.Function):
-    """The documented kernel with the gradients that another call has: of `change(arguments, options)`."""
+    """The documented kernel with the gradients that another call has: of `change(arguments,
+    options)`.
+    """
 
     @staticmethod
     def forward(ctx, change, options, *arguments):
@@ -256,13 +303,17 @@ def test_a_gpu_kernel_that_is_wrong_or_missing_is_not_used(
     monkeypatch, no_comparisons, kernel, windowed, agrees, grouped
 ):
     monkeypatch.setattr(attention, "flash_varlen_attn", kernel)
-    assert all(flash_agrees(grouped, 16, each, torch.bfloat16, "cpu") is agrees for each in windowed)
+    assert all(
+        flash_agrees(grouped, 16, each, torch.bfloat16, "cpu") is agrees for each in windowed
+    )
 
 
 def test_bf16_stays_close_to_the_definition():
     documents = make_documents(create_sliding_window_causal_mask, sliding_window=WINDOW)
     for options in ({}, {"softcap": 2.0}):
-        ours, _ = packed_attention(torch.nn.Module(), *states(torch.bfloat16), documents, scaling=0.3, **options)
+        ours, _ = packed_attention(
+            torch.nn.Module(), *states(torch.bfloat16), documents, scaling=0.3, **options
+        )
         assert ours.dtype == torch.bfloat16
         expected = attend_densely(*states(torch.bfloat16), scale=0.3, window=WINDOW, **options)
         torch.testing.assert_close(ours.double(), expected, rtol=2e-2, atol=2e-2)
@@ -293,11 +344,16 @@ def test_padding_and_bidirectional_models_are_refused():
     config = LlamaConfig()
     config._attn_implementation = ATTENTION
     hidden = torch.zeros(2, 32, 4)
-    assert create_causal_mask(config, hidden, torch.ones(2, 32, dtype=torch.long), None).longest == 32  # as opt does
+    # as opt does
+    assert (
+        create_causal_mask(config, hidden, torch.ones(2, 32, dtype=torch.long), None).longest == 32
+    )
     with pytest.raises(ValueError, match="no padding mask"):
         create_causal_mask(config, hidden, torch.ones(2, 32, dtype=torch.long).triu(), None)
     with pytest.raises(ValueError, match="see later ones"):
-        create_causal_mask(config, hidden, None, None, block_sequence_ids=torch.zeros(2, 32, dtype=torch.long))
+        create_causal_mask(
+            config, hidden, None, None, block_sequence_ids=torch.zeros(2, 32, dtype=torch.long)
+        )
     config.is_causal = False
     with pytest.raises(ValueError, match="see later ones"):
         create_causal_mask(config, hidden, None, None)
@@ -310,7 +366,9 @@ def test_positions_are_forgotten_behind_the_context_even_after_an_error():
     assert documents.runs == ((0, 0, 0, 32), (1, 0, 0, 32))
 
 
-@pytest.mark.skipif(not hasattr(varlen, "_select_backend"), reason="this torch has flash attention alone")
+@pytest.mark.skipif(
+    not hasattr(varlen, "_select_backend"), reason="this torch has flash attention alone"
+)
 def test_flash_attention_computes_where_torch_would_take_cudnn(monkeypatch):
     chosen = []
 
@@ -318,17 +376,25 @@ def test_flash_attention_computes_where_torch_would_take_cudnn(monkeypatch):
         chosen.append(arguments[-1])
         return query, query, query
 
-    monkeypatch.setattr(varlen, "_cudnn_rejection_reasons", lambda *_: [])  # as on Hopper, with a recent cuDNN
+    # as on Hopper, with a recent cuDNN
+    monkeypatch.setattr(varlen, "_cudnn_rejection_reasons", lambda *_: [])
     monkeypatch.setattr(torch.ops.torch_attn, "_varlen_attn", recorded)
     tokens = torch.zeros(8, 2, 16, dtype=torch.bfloat16)
     offsets = torch.tensor([0, 8], dtype=torch.int32)
     for kernel in (varlen_attn, flash_varlen_attn):
         kernel(tokens, tokens, tokens, offsets, offsets, 8, 8, scale=0.25, window_size=(-1, 0))
-    assert chosen == [torch.nn.attention.SDPBackend.CUDNN_ATTENTION.value, varlen._FLASH_ATTENTION_BACKEND]
+    assert chosen == [
+        torch.nn.attention.SDPBackend.CUDNN_ATTENTION.value,
+        varlen._FLASH_ATTENTION_BACKEND,
+    ]
 
 
-def test_the_gpu_kernel_is_compared_before_a_recomputed_layer_uses_it(parts, monkeypatch, no_comparisons):
-    """Comparing inside such a layer ends in CheckpointError: recomputation does not save what the comparison saved."""
+def test_the_gpu_kernel_is_compared_before_a_recomputed_layer_uses_it(
+    parts, monkeypatch, no_comparisons
+):
+    """Comparing inside such a layer ends in CheckpointError: recomputation does not save what the
+    comparison saved.
+    """
     monkeypatch.setattr(torch.Tensor, "is_cuda", True)
     monkeypatch.setattr(attention, "flash_varlen_attn", documented_kernel)
     losses, gradients = [], []
@@ -368,6 +434,14 @@ def test_a_slow_way_is_said_with_its_reason_and_ranks():
     ]
     assert records == [
         {"layers": "attention", "kernel": "flash", "reason": None, "slow": False, "ranks": [0, 1]},
-        {"layers": "attention", "kernel": "document", "reason": "heads are 256 wide", "slow": True, "ranks": [1]},
+        {
+            "layers": "attention",
+            "kernel": "document",
+            "reason": "heads are 256 wide",
+            "slow": True,
+            "ranks": [1],
+        },
     ]
-    assert describe_backends([{fast}, {fast}])[1] == ["attention: flash attention, all documents in one call"]
+    assert describe_backends([{fast}, {fast}])[1] == [
+        "attention: flash attention, all documents in one call"
+    ]

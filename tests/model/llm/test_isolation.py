@@ -1,4 +1,6 @@
-"""No document of a pack reaches another one's loss: gradients through real layers are zero, not merely small."""
+"""No document of a pack reaches another one's loss: gradients through real layers are zero, not
+merely small.
+"""
 
 import itertools
 
@@ -23,12 +25,22 @@ def document(length: int, images: int, draw: torch.Generator) -> Document:
     words = torch.randint(1, VOCABULARY, (length - 3 * images,), generator=draw).tolist()
     ids = [*[IMAGE_POSITION] * (3 * images), *words]
     labels = [*[IGNORE] * (3 * images), *words]
-    return Document(Sample("k", "s.tar", (), (b"",) * images), tuple(ids), (*labels[1:], IGNORE), (ONE,) * images)
+    return Document(
+        Sample("k", "s.tar", (), (b"",) * images),
+        tuple(ids),
+        (*labels[1:], IGNORE),
+        (ONE,) * images,
+    )
 
 
 def batch_of(lengths: tuple[int, ...], draw: torch.Generator):
-    """A row with these documents, and a second row with them in reverse, as the data layer packs them."""
-    rows = [[document(length, number % 2, draw) for number, length in enumerate(lengths)] for _ in range(2)]
+    """A row with these documents, and a second row with them in reverse, as the data layer packs
+    them.
+    """
+    rows = [
+        [document(length, number % 2, draw) for number, length in enumerate(lengths)]
+        for _ in range(2)
+    ]
     packs = [Pack(tuple(rows[0])), Pack(tuple(reversed(rows[1])))]
     return make_batch(packs, PACK_LENGTH, 0, decode=lambda *_: torch.zeros(1, 3, 2, 2))
 
@@ -49,7 +61,9 @@ def slices(request) -> list[DecoderLayers]:
 def test_a_documents_loss_has_no_gradient_in_any_other_documents_inputs(slices, dtype, lengths):
     draw = torch.Generator().manual_seed(0)
     batch = batch_of(lengths, draw)
-    inputs = torch.randn(*batch.labels.shape, slices[0].hidden_size, generator=draw, dtype=torch.float32).to(dtype)
+    inputs = torch.randn(
+        *batch.labels.shape, slices[0].hidden_size, generator=draw, dtype=torch.float32
+    ).to(dtype)
     inputs.requires_grad_()
     hidden = inputs
     for part in slices:
@@ -69,7 +83,9 @@ def test_a_documents_loss_has_no_gradient_in_any_other_documents_inputs(slices, 
             learnt = (labels != IGNORE).nonzero()
             last = int(learnt.max()) + 1 if len(learnt) else 0
             assert last == max(end - begin - 1, 0)
-            assert (own[:last].abs().amax(-1) > 0).all() and torch.equal(own[last:], torch.zeros_like(own[last:]))
+            assert (own[:last].abs().amax(-1) > 0).all() and torch.equal(
+                own[last:], torch.zeros_like(own[last:])
+            )
 
 
 def test_the_check_sees_a_leak_where_positions_do_not_restart(slices):

@@ -54,7 +54,9 @@ def run(slices, hidden: torch.Tensor) -> torch.Tensor:
     return hidden
 
 
-@pytest.mark.parametrize("borders", [(0, 6), (0, 0, 6), (0, 6, 6), (0, 0, 1, 5, 6, 6), (0, 1, 2, 3, 4, 5, 6)])
+@pytest.mark.parametrize(
+    "borders", [(0, 6), (0, 0, 6), (0, 6, 6), (0, 0, 1, 5, 6, 6), (0, 1, 2, 3, 4, 5, 6)]
+)
 def test_any_cut_gives_the_same_bits(model, hidden, borders):
     slices = [
         slice_of(model, a, b, embedding=i == 0, head=i == len(borders) - 2)
@@ -84,11 +86,14 @@ def test_logits_carry_the_familys_own_scaling_and_soft_cap(family):
     names = [name for name, _ in part.named_parameters()]
     ids = torch.randint(128, (1, 9), generator=torch.Generator().manual_seed(0))
     hooked = []
-    handle = stock.get_output_embeddings().register_forward_pre_hook(lambda _, args: hooked.append(args[0]))
+    handle = stock.get_output_embeddings().register_forward_pre_hook(
+        lambda _, args: hooked.append(args[0])
+    )
     expected = stock(ids).logits[0]
     handle.remove()
     assert torch.equal(part.logits(hooked[0][0]), expected)
-    assert [name for name, _ in part.named_parameters()] == names  # the shell around the head is no submodule
+    # the shell around the head is no submodule
+    assert [name for name, _ in part.named_parameters()] == names
 
 
 @pytest.mark.parametrize(("first", "last"), [(0, 2), (2, 4), (4, 6)])
@@ -128,7 +133,9 @@ def test_recomputing_layers_changes_neither_output_nor_gradient_nor_names(family
     layers[0].requires_grad_(True)
     calls = [0] * 4
     for i, layer in enumerate(layers):
-        layer.input_layernorm.register_forward_hook(lambda *_, i=i: calls.__setitem__(i, calls[i] + 1))
+        layer.input_layernorm.register_forward_hook(
+            lambda *_, i=i: calls.__setitem__(i, calls[i] + 1)
+        )
 
     def attempt(count):
         part.recompute(count)
@@ -159,7 +166,9 @@ def test_a_tied_head_alone_holds_its_own_copy_and_beside_the_embedding_one_matri
 
 
 def hollow_checkpoint(folder: Path, layers: int) -> int:
-    """A bf16 llama of zeros that takes no room on the disk, and memory as any other when read; bytes of a layer."""
+    """A bf16 llama of zeros that takes no room on the disk, and memory as any other when read;
+    bytes of a layer.
+    """
     sizes = {"hidden_size": 1024, "num_attention_heads": 8, "intermediate_size": 4096}
     config = LlamaConfig(**sizes, num_hidden_layers=layers, vocab_size=1000)
     config.save_pretrained(folder)
@@ -168,7 +177,11 @@ def hollow_checkpoint(folder: Path, layers: int) -> int:
     header, end = {}, 0
     for name, parameter in model.named_parameters():
         begin, end = end, end + 2 * parameter.numel()
-        header[name] = {"dtype": "BF16", "shape": list(parameter.shape), "data_offsets": [begin, end]}
+        header[name] = {
+            "dtype": "BF16",
+            "shape": list(parameter.shape),
+            "data_offsets": [begin, end],
+        }
     text = json.dumps({"__metadata__": {"format": "pt"}, **header}).encode()
     with (folder / "model.safetensors").open("wb") as stream:
         stream.write(len(text).to_bytes(8, "little") + text)
@@ -214,29 +227,46 @@ def test_a_rank_takes_memory_for_its_slice_and_of_streamed_layers_for_one(tmp_pa
     (tmp_path / "model.safetensors").unlink()
     own, peak, kept, layers = json.loads(done.stdout.splitlines()[-1])
     assert layers == 8 and layer > 30 * 2**20
-    assert own < 1.25 * 2 * layer + 32 * 2**20, f"{own / 2**20:.0f} MiB for 2 layers of {layer / 2**20:.0f}"
-    assert peak < 1.25 * layer + 16 * 2**20, f"{peak / 2**20:.0f} MiB for layers of {layer / 2**20:.0f}"
+    assert own < 1.25 * 2 * layer + 32 * 2**20, (
+        f"{own / 2**20:.0f} MiB for 2 layers of {layer / 2**20:.0f}"
+    )
+    assert peak < 1.25 * layer + 16 * 2**20, (
+        f"{peak / 2**20:.0f} MiB for layers of {layer / 2**20:.0f}"
+    )
     assert kept < 32 * 2**20, "what is kept is not the process's own"
 
 
 def test_a_head_that_a_multimodal_class_ties_and_the_llms_own_does_not_is_the_embedding(tmp_path):
     make_model("kimi_linear", num_hidden_layers=2).save_pretrained(tmp_path)
     stored = load_file(tmp_path / "model.safetensors")
-    inside = {name.replace("model.", "model.language_model.", 1): tensor for name, tensor in stored.items()}
+    inside = {
+        name.replace("model.", "model.language_model.", 1): tensor
+        for name, tensor in stored.items()
+    }
     del inside["lm_head.weight"]
     save_file(inside, tmp_path / "model.safetensors", metadata={"format": "pt"})
     text = json.loads((tmp_path / "config.json").read_text())
-    whole = {"model_type": "lfm2_vl", "tie_word_embeddings": True, "vision_config": {}, "text_config": text}
+    whole = {
+        "model_type": "lfm2_vl",
+        "tie_word_embeddings": True,
+        "vision_config": {},
+        "text_config": text,
+    }
     (tmp_path / "config.json").write_text(json.dumps(whole))
     part = load_decoder_layers(str(tmp_path), 0, 2, embedding=True, head=True, dtype=torch.float32)
     assert torch.equal(part.head_parameters()[0], stored["model.embed_tokens.weight"])
 
 
 def test_checkpoints_saved_without_the_lm_head_load_too(tmp_path):
-    """The published gpt2: names without `transformer.`, and buffers that are no parameters any more."""
+    """The published gpt2: names without `transformer.`, and buffers that are no parameters any
+    more.
+    """
     stock = make_model("gpt2")
     stock.save_pretrained(tmp_path)
-    tensors = {k.removeprefix("transformer."): v for k, v in load_file(tmp_path / "model.safetensors").items()}
+    tensors = {
+        k.removeprefix("transformer."): v
+        for k, v in load_file(tmp_path / "model.safetensors").items()
+    }
     for layer in range(6):
         tensors[f"h.{layer}.attn.bias"] = torch.ones(1, 1, 8, 8)
     save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
@@ -260,7 +290,9 @@ def test_weights_that_do_not_fit_are_refused_with_what_to_do(folder, tmp_path):
         load(tmp_path)
     without = {key: value for key, value in config.items() if key != "num_hidden_layers"}
     (tmp_path / "config.json").write_text(json.dumps(without))
-    with pytest.raises(UserError, match="transformers builds 32 decoder layers, but the weights have"):
+    with pytest.raises(
+        UserError, match="transformers builds 32 decoder layers, but the weights have"
+    ):
         load(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps(config))
     tensors = load_file(tmp_path / "model.safetensors")
@@ -299,7 +331,10 @@ def test_options_in_config_json_that_would_keep_activations_are_switched_off(mod
     part = slice_of(asking, 2, 4, embedding=False, head=False)
     assert not part.model.config.output_hidden_states
     assert not part.model.config.use_cache
-    assert torch.equal(part(hidden, POSITIONS), slice_of(model, 2, 4, embedding=False, head=False)(hidden, POSITIONS))
+    assert torch.equal(
+        part(hidden, POSITIONS),
+        slice_of(model, 2, 4, embedding=False, head=False)(hidden, POSITIONS),
+    )
 
 
 def test_llama4_and_its_like_load_although_their_base_model_is_named_otherwise(tmp_path):

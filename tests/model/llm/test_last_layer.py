@@ -1,4 +1,6 @@
-"""The last decoder layer for some tokens alone: what the stock model gives at these tokens, and no more work."""
+"""The last decoder layer for some tokens alone: what the stock model gives at these tokens, and no
+more work.
+"""
 
 import pytest
 import torch
@@ -20,20 +22,53 @@ from mmtrain.plan.block_costs import Block
 DOCUMENTS = ((13, 6, 19), (30, 8))
 POSITIONS = torch.stack([torch.cat([torch.arange(n) for n in row]) for row in DOCUMENTS])
 LENGTH = 38
-# Answers at the end of documents, in the middle, of one token, a whole document; none in the first row's second one.
-PLACES = torch.tensor([6, 7, 8, 11, 22, 23, 24, 33, 34, 36, 37, *(LENGTH + t for t in (0, 9, 10, 28, *range(30, 38)))])
+# Answers at the end of documents, in the middle, of one token, a whole document; none in the first
+# row's second one.
+PLACES = torch.tensor(
+    [6, 7, 8, 11, 22, 23, 24, 33, 34, 36, 37, *(LENGTH + t for t in (0, 9, 10, 28, *range(30, 38)))]
+)
 LAYERS = 4
-# They differ in attention (windows, soft caps, sinks, latent, fused), norms, rotations, experts, parallel parts.
+# They differ in attention (windows, soft caps, sinks, latent, fused), norms, rotations, experts,
+# parallel parts.
 ON_ROWS = [
-    *("llama", "qwen3", "phi3", "gemma2", "gemma3_text", "glm4", "olmo2", "granite", "cohere2", "smollm3", "gpt_oss"),
-    *("mixtral", "qwen3_moe", "deepseek_v3", "starcoder2", "opt", "gpt_neox", "phi", "stablelm", "exaone4"),
+    *(
+        "llama",
+        "qwen3",
+        "phi3",
+        "gemma2",
+        "gemma3_text",
+        "glm4",
+        "olmo2",
+        "granite",
+        "cohere2",
+        "smollm3",
+        "gpt_oss",
+    ),
+    *(
+        "mixtral",
+        "qwen3_moe",
+        "deepseek_v3",
+        "starcoder2",
+        "opt",
+        "gpt_neox",
+        "phi",
+        "stablelm",
+        "exaone4",
+    ),
     *("ernie4_5", "minimax_m2"),
 ]
-OPTIONS = {"granite": {"embedding_multiplier": 12.0, "logits_scaling": 8.0, "residual_multiplier": 0.22}}
+OPTIONS = {
+    "granite": {"embedding_multiplier": 12.0, "logits_scaling": 8.0, "residual_multiplier": 0.22}
+}
 
 
 def model_of(family: str, **options) -> PreTrainedModel:
-    return tiny_model(CONFIG_MAPPING[family](**{"num_hidden_layers": LAYERS, **OPTIONS.get(family, {}), **options}), 0)
+    return tiny_model(
+        CONFIG_MAPPING[family](
+            **{"num_hidden_layers": LAYERS, **OPTIONS.get(family, {}), **options}
+        ),
+        0,
+    )
 
 
 def narrow_slice(model: PreTrainedModel, first: int = 0) -> DecoderLayers:
@@ -57,9 +92,15 @@ def stock_logits(model: PreTrainedModel, embeddings: torch.Tensor) -> torch.Tens
     Eager: in transformers 5.17 the other one leaves gemma2's soft cap out.
     """
     model.set_attn_implementation("eager")
-    documents = [part for row, lengths in zip(embeddings, DOCUMENTS, strict=True) for part in row.split(lengths)]
+    documents = [
+        part
+        for row, lengths in zip(embeddings, DOCUMENTS, strict=True)
+        for part in row.split(lengths)
+    ]
     logits = model(inputs_embeds=pad_sequence(documents, batch_first=True)).logits
-    return torch.cat([row[: len(part)] for row, part in zip(logits, documents, strict=True)])[PLACES]
+    return torch.cat([row[: len(part)] for row, part in zip(logits, documents, strict=True)])[
+        PLACES
+    ]
 
 
 def close(ours: torch.Tensor, stock: torch.Tensor) -> bool:
@@ -89,7 +130,14 @@ def test_a_hybrids_last_layer_runs_for_some_tokens_where_the_plan_says_so(family
     model = model_of(family, **{**HYBRIDS[family], "num_hidden_layers": 6})
     model.save_pretrained(tmp_path)
     shape = llm_shape(str(tmp_path))
-    block = Block(shape.decoder[-1], "llm.layers.5.", shape.hidden_size, shape.heads, shape.kv_heads, shape.head_dim)
+    block = Block(
+        shape.decoder[-1],
+        "llm.layers.5.",
+        shape.hidden_size,
+        shape.heads,
+        shape.kv_heads,
+        shape.head_dim,
+    )
     assert takes_rows(model.config) == (block.attends and block.mixer is None)
 
 
@@ -119,11 +167,17 @@ def test_a_trainable_last_layer_gets_the_stock_models_gradients():
 
 
 def matrix_products(part: DecoderLayers, hidden: torch.Tensor) -> int:
-    """FLOPs of all linear layers, forward and backward; rotations are bmm in some versions of transformers."""
+    """FLOPs of all linear layers, forward and backward; rotations are bmm in some versions of
+    transformers.
+    """
     with FlopCounterMode(display=False) as counter:
         part.forward_rows(hidden, POSITIONS, PLACES).sum().backward()
     linear = {"aten.mm", "aten.addmm"}
-    return sum(flops for operator, flops in counter.get_flop_counts()["Global"].items() if str(operator) in linear)
+    return sum(
+        flops
+        for operator, flops in counter.get_flop_counts()["Global"].items()
+        if str(operator) in linear
+    )
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
@@ -143,9 +197,13 @@ def test_a_head_without_layers_norms_its_rows_alone():
     model = model_of("llama")
     part = slice_of(model, LAYERS, LAYERS, embedding=False, head=True)
     norm, tokens = part.model.model.norm, []
-    norm.register_forward_pre_hook(lambda _, inputs: tokens.append(inputs[0].numel() // inputs[0].shape[-1]))
+    norm.register_forward_pre_hook(
+        lambda _, inputs: tokens.append(inputs[0].numel() // inputs[0].shape[-1])
+    )
     hidden = embeddings_of(model)
-    assert torch.equal(part.forward_rows(hidden, POSITIONS, PLACES), model.model.norm(hidden.flatten(0, 1)[PLACES]))
+    assert torch.equal(
+        part.forward_rows(hidden, POSITIONS, PLACES), model.model.norm(hidden.flatten(0, 1)[PLACES])
+    )
     assert tokens == [len(PLACES)]
 
 
@@ -177,7 +235,9 @@ def test_recomputation_changes_no_bit_and_takes_the_rows_of_its_own_micro_batch(
         in_flight = [part.forward_rows(hidden, POSITIONS, places) for hidden, places in batches]
         for rows in in_flight:
             (rows * weights_of(rows)).sum().backward()
-        results.append([*(rows.detach() for rows in in_flight), *(hidden.grad for hidden in inputs)])
+        results.append(
+            [*(rows.detach() for rows in in_flight), *(hidden.grad for hidden in inputs)]
+        )
     assert all(torch.equal(one, other) for one, other in zip(*results, strict=True))
 
 
@@ -205,14 +265,19 @@ documents_at = Documents.at
 
 def first_tokens(rows: Rows, tensor: torch.Tensor) -> torch.Tensor:
     """Rotations of a row's first tokens instead of the rows' own."""
-    return tensor[:1, : len(rows.places)] if tensor.ndim == 3 and tensor.shape[-1] == 16 else of_tensor(rows, tensor)
+    return (
+        tensor[:1, : len(rows.places)]
+        if tensor.ndim == 3 and tensor.shape[-1] == 16
+        else of_tensor(rows, tensor)
+    )
 
 
 of_tensor = Rows.of_tensor
 
 
 @pytest.mark.parametrize(
-    ("owner", "method", "fault"), [(Documents, "at", one_token_too_far), (Rows, "of_tensor", first_tokens)]
+    ("owner", "method", "fault"),
+    [(Documents, "at", one_token_too_far), (Rows, "of_tensor", first_tokens)],
 )
 def test_a_wrong_mask_or_rotation_is_found(monkeypatch, owner, method, fault):
     config = model_of("llama").config

@@ -1,4 +1,6 @@
-"""Recurrent mixers keep the documents of a pack apart, in any order of micro-batches, and their kernels are tried."""
+"""Recurrent mixers keep the documents of a pack apart, in any order of micro-batches, and their
+kernels are tried.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,9 @@ def positions_of(*rows: tuple[int, ...]) -> torch.Tensor:
 
 
 class Shift(nn.Module):
-    """A mixer that adds the token before to each token, if `kernel` gives it the borders of documents without those."""
+    """A mixer that adds the token before to each token, if `kernel` gives it the borders of
+    documents without those.
+    """
 
     def __init__(self, kernel: str = "") -> None:
         super().__init__()
@@ -39,22 +43,35 @@ class Shift(nn.Module):
         if seq_idx is not None and self.kernel == "missing":
             raise ValueError("it can't keep packed sequences apart without `fla`.\nInstall `fla`")
         if seq_idx is not None and self.kernel == "right":
-            before = before * (torch.nn.functional.pad(seq_idx, (1, 0), value=-1)[:, :-1] == seq_idx)[..., None]
+            before = (
+                before
+                * (torch.nn.functional.pad(seq_idx, (1, 0), value=-1)[:, :-1] == seq_idx)[..., None]
+            )
         return hidden_states + before
 
 
 def test_mixers_are_found_by_their_code_and_attention_is_not_one():
     kinds = []
     for family, changes in FAMILIES.items():
-        layers = decoder_layers(tiny_model(CONFIG_MAPPING[family](num_hidden_layers=2, **changes), 0))
+        layers = decoder_layers(
+            tiny_model(CONFIG_MAPPING[family](num_hidden_layers=2, **changes), 0)
+        )
         kinds += [[type(mixer).__name__ for mixer in mixers_of(layer)] for layer in layers]
-    assert kinds == [["Qwen3_5GatedDeltaNet"], [], ["GraniteMoeHybridMambaLayer"], [], ["Lfm2ShortConv"], []]
+    assert kinds == [
+        ["Qwen3_5GatedDeltaNet"],
+        [],
+        ["GraniteMoeHybridMambaLayer"],
+        [],
+        ["Lfm2ShortConv"],
+        [],
+    ]
     for layer in decoder_layers(tiny_model(CONFIG_MAPPING["llama"](num_hidden_layers=2), 0)):
         assert mixers_of(layer) == []
 
 
 @pytest.mark.parametrize(
-    ("rows", "calls"), [([(5,)], 1), ([(3, 2), (4, 1)], 4), ([(2, 2), (2, 2)], 1), ([(3, 1, 3, 1)], 2)]
+    ("rows", "calls"),
+    [([(5,)], 1), ([(3, 2), (4, 1)], 4), ([(2, 2), (2, 2)], 1), ([(3, 1, 3, 1)], 2)],
 )
 def test_documents_of_one_length_run_in_one_call_and_none_sees_another(rows, calls):
     mixer, positions = Shift(), positions_of(*rows)
@@ -63,16 +80,24 @@ def test_documents_of_one_length_run_in_one_call_and_none_sees_another(rows, cal
         result = ByDocument(mixer)(hidden_states=hidden)
     assert mixer.calls == calls
     by_hand = [
-        Shift()(document[None])[0] for row, lengths in zip(hidden, rows, strict=True) for document in row.split(lengths)
+        Shift()(document[None])[0]
+        for row, lengths in zip(hidden, rows, strict=True)
+        for document in row.split(lengths)
     ]
     torch.testing.assert_close(result, torch.cat(by_hand).view_as(hidden), rtol=0, atol=0)
-    ours, theirs = (torch.autograd.grad(x.square().sum(), hidden)[0] for x in (result, torch.cat(by_hand)))
+    ours, theirs = (
+        torch.autograd.grad(x.square().sum(), hidden)[0] for x in (result, torch.cat(by_hand))
+    )
     torch.testing.assert_close(ours, theirs)
 
 
 @pytest.mark.parametrize(
     ("kernel", "reason"),
-    [("right", None), ("missing", "it can't keep packed sequences apart without `fla`."), ("wrong", "mix documents")],
+    [
+        ("right", None),
+        ("missing", "it can't keep packed sequences apart without `fla`."),
+        ("wrong", "mix documents"),
+    ],
 )
 def test_kernels_are_used_only_where_they_give_what_the_loop_gives(kernel, reason):
     found = ByDocument(Shift(kernel)).reason_against_kernels(torch.zeros(1, 8, 16))
@@ -91,12 +116,18 @@ def test_mixers_whose_kernels_cannot_be_tried_run_document_by_document(family, w
 
 def test_a_choice_of_kernels_outlives_another_choice_of_layers_to_recompute():
     part = slice_of(
-        tiny_model(CONFIG_MAPPING["lfm2"](num_hidden_layers=2, **FAMILIES["lfm2"]), 0), 0, 2, embedding=True, head=False
+        tiny_model(CONFIG_MAPPING["lfm2"](num_hidden_layers=2, **FAMILIES["lfm2"]), 0),
+        0,
+        2,
+        embedding=True,
+        head=False,
     )
     (mixer,) = mixers_of(decoder_layers(part.model)[0])
     before = mixer.forward
     part.recompute(2)
-    assert mixer.forward is before, "else calibrating would compare kernels inside a recomputed layer"
+    assert mixer.forward is before, (
+        "else calibrating would compare kernels inside a recomputed layer"
+    )
 
 
 def test_a_kernel_with_borders_is_one_call_for_all_rows():
@@ -105,7 +136,8 @@ def test_a_kernel_with_borders_is_one_call_for_all_rows():
     with running_on(Sequences.of_positions(positions, "cpu")):
         expected = ByDocument(Shift())(hidden)
         in_one_call = ByDocument(mixer)
-        in_one_call._backend = Backend("recurrent layers", "library", None, slow=False)  # which only a GPU gets
+        # which only a GPU gets
+        in_one_call._backend = Backend("recurrent layers", "library", None, slow=False)
         assert torch.equal(in_one_call(hidden), expected) and mixer.calls == 1
 
 
@@ -142,8 +174,14 @@ def test_without_documents_the_stock_mixer_leaks_by_far_more_than_rounding(famil
 
 def test_a_mask_of_true_answers_on_the_host_and_stays_a_plain_mask_to_all_else():
     mask = torch.ones(2, 3, dtype=torch.bool).as_subclass(NoPadding)
-    meta = torch.ones(2, 3, dtype=torch.bool, device="meta").as_subclass(NoPadding)  # nothing can be read of it
-    for answer in (torch.all(meta == 1), meta.all(), torch.all(meta[:, -2:].contiguous() == 1), meta.to("meta").all()):
+    # nothing can be read of it
+    meta = torch.ones(2, 3, dtype=torch.bool, device="meta").as_subclass(NoPadding)
+    for answer in (
+        torch.all(meta == 1),
+        meta.all(),
+        torch.all(meta[:, -2:].contiguous() == 1),
+        meta.to("meta").all(),
+    ):
         assert bool(answer)
     assert type(mask == 0) is torch.Tensor and not (mask == 0).any()
     assert type(mask.cumsum(1)) is torch.Tensor and type(torch.zeros(2, 3) + mask) is torch.Tensor
@@ -157,5 +195,7 @@ def test_the_probe_computes_without_libraries_that_need_a_gpu(tmp_path, monkeypa
             "causal_conv1d_fn = causal_conv1d_update = kernel\n"
         )
     monkeypatch.syspath_prepend(tmp_path)
-    CONFIG_MAPPING["qwen3_5_text"](num_hidden_layers=2, **FAMILIES["qwen3_5_text"]).save_pretrained(tmp_path / "llm")
+    CONFIG_MAPPING["qwen3_5_text"](num_hidden_layers=2, **FAMILIES["qwen3_5_text"]).save_pretrained(
+        tmp_path / "llm"
+    )
     probe(str(tmp_path / "llm"), (1,))

@@ -1,4 +1,6 @@
-"""What a stage keeps for backward: frozen layers less than trained ones, recomputed ones little beyond an input."""
+"""What a stage keeps for backward: frozen layers less than trained ones, recomputed ones little
+beyond an input.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,9 @@ BATCH, LENGTH = 2, 64
 
 
 def saved_bytes(parts, dtype: str, trainable: tuple[str, ...], recompute: int) -> int:
-    """Bytes of distinct storages saved by the decoder layers of a middle stage, parameters left out."""
+    """Bytes of distinct storages saved by the decoder layers of a middle stage, parameters left
+    out.
+    """
     config = make_config(parts, model__trainable=trainable, model__llm__dtype=dtype)
     stage = build_stage(config, StagePlan(1, 0, LAYERS, False, False, recompute))
     hidden = torch.randn(BATCH, LENGTH, WIDTH).to(stage.dtype).requires_grad_()
@@ -30,7 +34,9 @@ def saved_bytes(parts, dtype: str, trainable: tuple[str, ...], recompute: int) -
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         output = stage(hidden, positions)
     output.sum().backward()
-    assert hidden.grad is not None and hidden.grad.any(), "frozen layers still pass the gradient on, recomputed or not"
+    assert hidden.grad is not None and hidden.grad.any(), (
+        "frozen layers still pass the gradient on, recomputed or not"
+    )
     return sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
 
 
@@ -42,5 +48,7 @@ def test_frozen_layers_save_less_than_trained_ones_and_recompute_lowers_both(par
     recomputed = saved_bytes(parts, dtype, ("projector",), LAYERS)
     boundary = BATCH * LENGTH * WIDTH * (4 if dtype == "float32" else 2)
     assert recomputed < half < frozen < 0.85 * trained_all
-    assert LAYERS * boundary <= recomputed < 2 * LAYERS * boundary, "each recomputed layer keeps its input, no more"
+    assert LAYERS * boundary <= recomputed < 2 * LAYERS * boundary, (
+        "each recomputed layer keeps its input, no more"
+    )
     assert saved_bytes(parts, dtype, ("llm",), LAYERS) < 0.2 * trained_all

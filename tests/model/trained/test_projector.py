@@ -16,7 +16,10 @@ from transformers import (
 )
 from transformers.models.aya_vision.modeling_aya_vision import AyaVisionMultiModalProjector
 from transformers.models.idefics3.modeling_idefics3 import Idefics3Connector
-from transformers.models.internvl.modeling_internvl import InternVLModel, InternVLMultiModalProjector
+from transformers.models.internvl.modeling_internvl import (
+    InternVLModel,
+    InternVLMultiModalProjector,
+)
 from transformers.models.llava.modeling_llava import LlavaMultiModalProjector
 from transformers.models.perception_lm.modeling_perception_lm import PerceptionLMMultiModalProjector
 
@@ -32,7 +35,10 @@ VISION, LLM = (
 SECTIONS = [
     ProjectorSection(type="linear"),
     ProjectorSection(type="mlp2x_gelu"),
-    *(ProjectorSection(type="shuffle_swiglu", factor=factor, width=width) for factor, width in ((2, None), (3, 14))),
+    *(
+        ProjectorSection(type="shuffle_swiglu", factor=factor, width=width)
+        for factor, width in ((2, None), (3, 14))
+    ),
     *(
         ProjectorSection(type=kind, factor=factor)
         for kind in ("shuffle_linear", "shuffle_mlp2x_gelu", "mlp2x_gelu_pool")
@@ -42,7 +48,9 @@ SECTIONS = [
 
 
 def stock_projector(section: ProjectorSection) -> nn.Module:
-    """What transformers computes of features between 12 and 20 wide, shuffle and pooling included."""
+    """What transformers computes of features between 12 and 20 wide, shuffle and pooling
+    included.
+    """
     factor, models = section.factor, {"vision_config": VISION, "text_config": LLM}
     if section.type == "mlp2x_gelu":
         return LlavaMultiModalProjector(LlavaConfig(**models))
@@ -57,17 +65,25 @@ def stock_projector(section: ProjectorSection) -> nn.Module:
         )
     if section.type == "mlp2x_gelu_pool":
         vision = TimmWrapperConfig(model_args={"embed_dim": 12})
-        config = PerceptionLMConfig(vision_config=vision, text_config=LLM, projector_pooling_ratio=factor)
+        config = PerceptionLMConfig(
+            vision_config=vision, text_config=LLM, projector_pooling_ratio=factor
+        )
         return PerceptionLMMultiModalProjector(config)
-    config = InternVLConfig(vision_config={"hidden_size": 12}, text_config=LLM, downsample_ratio=1 / factor)
+    config = InternVLConfig(
+        vision_config={"hidden_size": 12}, text_config=LLM, downsample_ratio=1 / factor
+    )
     return InternVLMultiModalProjector(config)
 
 
-def stock_forward(section: ProjectorSection, stock: nn.Module, features: torch.Tensor) -> torch.Tensor:
+def stock_forward(
+    section: ProjectorSection, stock: nn.Module, features: torch.Tensor
+) -> torch.Tensor:
     """As the class's own `get_image_features` calls it."""
     if section.type == "shuffle_mlp2x_gelu":
         side = math.isqrt(features.shape[1])
-        features = InternVLModel.pixel_shuffle(None, features.view(-1, side, side, 12), 1 / section.factor)
+        features = InternVLModel.pixel_shuffle(
+            None, features.view(-1, side, side, 12), 1 / section.factor
+        )
         features = features.flatten(1, 2)
     return stock(features).reshape(len(features), -1, 20)
 
@@ -76,12 +92,16 @@ def stock_forward(section: ProjectorSection, stock: nn.Module, features: torch.T
 def test_a_projector_is_the_one_of_the_stock_class(section):
     stock, ours = stock_projector(section), make_projector(connector(section, 12, 20), seed=0)
     prefix = "modality_projection." if section.type == "shuffle_linear" else ""
-    for name, parameter in ours.named_parameters():  # norms begin as 1 and 0, which would hide a wrong place
-        parameter.data += torch.randn(parameter.shape, generator=torch.Generator().manual_seed(len(name))) / 10
+    # norms begin as 1 and 0, which would hide a wrong place
+    for name, parameter in ours.named_parameters():
+        parameter.data += (
+            torch.randn(parameter.shape, generator=torch.Generator().manual_seed(len(name))) / 10
+        )
     stock.load_state_dict({prefix + name: tensor for name, tensor in ours.state_dict().items()})
     features = torch.randn(2, 145, 12, generator=torch.Generator().manual_seed(1)).requires_grad_()
     stock_in = features[:, 1:].detach().clone().requires_grad_()
-    found, expected = ours(features[:, 1:]), stock_forward(section, stock, stock_in)  # as behind a class token
+    # as behind a class token
+    found, expected = ours(features[:, 1:]), stock_forward(section, stock, stock_in)
     torch.testing.assert_close(found, expected, atol=1e-6, rtol=1e-6)
     weights = torch.randn(found.shape, generator=torch.Generator().manual_seed(2))
     (found * weights).sum().backward()
@@ -96,7 +116,9 @@ def test_a_projector_is_the_one_of_the_stock_class(section):
 def test_parameters_are_those_the_planner_counts(section):
     projector = make_projector(connector(section, 12, 20), seed=0)
     ours = {f"projector.{name}": tuple(p.shape) for name, p in projector.named_parameters()}
-    assert ours == {p.name: tuple(p.shape) for p in connector_parameters(connector(section, 12, 20))}
+    assert ours == {
+        p.name: tuple(p.shape) for p in connector_parameters(connector(section, 12, 20))
+    }
     assert all(p.dtype == torch.float32 for p in projector.parameters())
 
 
@@ -111,7 +133,10 @@ def test_parameters_are_those_the_planner_counts(section):
             {"type": "shuffle_linear", "width": 8},
             "has none. Leave it out, or set model.projector.type to one of shuffle_swiglu",
         ),
-        ({"type": "shuffle_swiglu", "width": 7}, "7 cannot be halved into values and their gates. Set an even number"),
+        (
+            {"type": "shuffle_swiglu", "width": 7},
+            "7 cannot be halved into values and their gates. Set an even number",
+        ),
     ],
 )
 def test_a_key_that_a_type_does_not_have_is_refused(section, message):
@@ -129,4 +154,6 @@ def test_weights_depend_on_seed_and_name_alone():
     assert not any(torch.equal(first[name], other[name]) for name in first)
     assert not torch.equal(first["linear_1.weight"], first["linear_2.weight"])
     bound = 12**-0.5
-    assert 0.9 * bound < first["linear_1.weight"].abs().max() <= bound, "nn.Linear's own distribution"
+    assert 0.9 * bound < first["linear_1.weight"].abs().max() <= bound, (
+        "nn.Linear's own distribution"
+    )

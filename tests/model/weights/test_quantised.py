@@ -1,4 +1,6 @@
-"""Decoder layers in fewer bits: what computes are the weights that bitsandbytes' own functions give, nothing else."""
+"""Decoder layers in fewer bits: what computes are the weights that bitsandbytes' own functions
+give, nothing else.
+"""
 
 from __future__ import annotations
 
@@ -31,13 +33,15 @@ def checkpoint(request, tmp_path_factory):
 
 
 def stock(folder, dtype):
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation=ATTENTION).requires_grad_(
-        False
-    )
+    return AutoModelForCausalLM.from_pretrained(
+        folder, dtype=dtype, attn_implementation=ATTENTION
+    ).requires_grad_(False)
 
 
 def matrices(model):
-    """Of linear layers, and of experts that are one tensor, in the decoder layers of a stock model."""
+    """Of linear layers, and of experts that are one tensor, in the decoder layers of a stock
+    model.
+    """
     for module in decoder_layers(model).modules():
         if isinstance(module, (nn.Linear, Conv1D)):
             yield module.weight
@@ -46,7 +50,9 @@ def matrices(model):
 
 def through(weight, quantisation):
     if quantisation == "nf4":
-        codes, state = bnb.quantize_4bit(weight, blocksize=64, compress_statistics=False, quant_type="nf4")
+        codes, state = bnb.quantize_4bit(
+            weight, blocksize=64, compress_statistics=False, quant_type="nf4"
+        )
         return bnb.dequantize_4bit(codes, state)
     return bnb.dequantize_blockwise(*bnb.quantize_blockwise(weight, blocksize=256))
 
@@ -55,7 +61,9 @@ def streamed_model(folder, dtype, quantisation):
     """All of a causal LM as one slice whose layers are quantised."""
     streamed = StreamedLayers(QuantisedSource(quantisation, CPU))
     ends = {"embedding": True, "head": True, "dtype": dtype}
-    return load_decoder_layers(str(folder), 0, LAYERS, **ends, streamed=streamed, streamed_numbers=range(LAYERS))
+    return load_decoder_layers(
+        str(folder), 0, LAYERS, **ends, streamed=streamed, streamed_numbers=range(LAYERS)
+    )
 
 
 def with_gradient(forward, embed, dtype):
@@ -82,7 +90,9 @@ def of_stock(model, dtype):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("quantisation", ["nf4", "int8"])
-def test_outputs_and_gradients_are_those_of_the_stock_model_with_the_same_weights(checkpoint, quantisation, dtype):
+def test_outputs_and_gradients_are_those_of_the_stock_model_with_the_same_weights(
+    checkpoint, quantisation, dtype
+):
     part = streamed_model(checkpoint, dtype, quantisation)
     found = of_slice(part, dtype)
     exact = of_stock(model := stock(checkpoint, dtype), dtype)
@@ -105,7 +115,9 @@ def test_what_is_kept_takes_the_bytes_that_are_planned(tmp_path, quantisation):
             if state is None:
                 assert parameter.ndim == 1 and codes.nbytes == 2 * parameter.numel()
             else:
-                assert codes.nbytes + state.absmax.nbytes == quantised_bytes(tuple(parameter.shape), quantisation)
+                assert codes.nbytes + state.absmax.nbytes == quantised_bytes(
+                    tuple(parameter.shape), quantisation
+                )
 
 
 def test_a_fingerprint_is_of_codes_and_scales(tmp_path):
@@ -117,8 +129,9 @@ def test_a_fingerprint_is_of_codes_and_scales(tmp_path):
         prints[quantisation] = streamed.source.fingerprints(layer)
         place = next(i for i, name in enumerate(layer.names) if name.endswith("q_proj.weight"))
         layer.kept[place].state.absmax[0] *= 2
-        assert [a != b for a, b in zip(prints[quantisation], streamed.source.fingerprints(layer), strict=True)] == [
-            i == place for i in range(len(layer.names))
-        ]
+        assert [
+            a != b
+            for a, b in zip(prints[quantisation], streamed.source.fingerprints(layer), strict=True)
+        ] == [i == place for i in range(len(layer.names))]
     same = [a == b for a, b in zip(*prints.values(), strict=True)]
     assert same == [name.endswith("layernorm.weight") for name in layer.names]
