@@ -100,11 +100,11 @@ def train(config, slices, ahead, lead, warms_up=None):
 LAYOUTS = [  # pipeline, replicas, interleaved, blocks a rank, ahead of each rank, lead
     pytest.param(2, 1, False, (0, 4), (1, 0), 1, marks=pytest.mark.nightly),
     pytest.param(3, 2, False, (1, 0, 3), (12, 9, 6), 4, marks=pytest.mark.nightly),
-    (1, 1, False, (4,), (4,), 1),
-    (2, 1, True, (4, 0), (6, 0), 1),
+    pytest.param(1, 1, False, (4,), (4,), 1, marks=pytest.mark.nightly),
+    pytest.param(2, 1, True, (4, 0), (6, 0), 1, marks=pytest.mark.nightly),
     (2, 2, False, (3, 1), (5, 2), 1),
-    (3, 1, True, (1, 2, 1), (12, 9, 4), 4),
-    (4, 1, False, (1, 1, 1, 1), (3, 2, 1, 0), 2),
+    pytest.param(3, 1, True, (1, 2, 1), (12, 9, 4), 4, marks=pytest.mark.nightly),
+    pytest.param(4, 1, False, (1, 1, 1, 1), (3, 2, 1, 0), 2, marks=pytest.mark.nightly),
 ]
 
 

@@ -42,8 +42,13 @@ FAMILIES = {
 }
 
 
-@pytest.mark.parametrize("tower", TOWERS)
-@pytest.mark.parametrize("select_layer", [-1, -2])
+@pytest.mark.parametrize(
+    ("tower", "select_layer"),
+    [
+        *(("siglip", -1), ("vit with a class token", -2)),
+        *(pytest.param(tower, layer, marks=pytest.mark.nightly) for tower in TOWERS for layer in (-1, -2)),
+    ],
+)
 def test_stock_logits_are_mmtrains_whatever_the_encoder(tiny, tmp_path, tower, select_layer):
     vision = make_tower(tmp_path / "vision", *TOWERS[tower])
     config = config_of(tiny, f"model.vision.name={vision}", f"model.vision.select_layer={select_layer}")
@@ -55,7 +60,12 @@ def test_stock_logits_are_mmtrains_whatever_the_encoder(tiny, tmp_path, tower, s
     assert found.difference <= 1e-4 and found.agreeing == found.tokens
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+DAILY = ("tied gemma3_text", "gpt_oss", "qwen3_5_text")  # norms of their own, experts, recurrent layers
+
+
+@pytest.mark.parametrize(
+    "family", [pytest.param(name, marks=() if name in DAILY else pytest.mark.nightly) for name in FAMILIES]
+)
 def test_stock_logits_are_mmtrains_whatever_the_llm(tiny, make_tiny, tmp_path, family):
     *_, name = family.split()
     make_tiny.make_tiny_llm(tmp_path / "llm", name, layers=3, max_shard_size="150KB", **FAMILIES[family])
@@ -115,7 +125,7 @@ def test_a_trained_tensor_without_a_place_is_refused(tiny, tmp_path, name, why):
         export(checkpoint, tmp_path / "out")
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.nightly)])
 def test_another_dtype_is_a_cast_of_every_tensor_and_logits_are_those_of_rounded_weights(checkpoint, tmp_path, dtype):
     exported = export(checkpoint, tmp_path / "cast", dtype)
     export(checkpoint, tmp_path / "exact")

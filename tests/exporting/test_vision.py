@@ -1,5 +1,6 @@
 """Exported encoders in stock LLaVA: loaded from disk, then compared where the projector takes its input."""
 
+import itertools
 import json
 from pathlib import Path
 
@@ -130,8 +131,13 @@ def features(model: LlavaForConditionalGeneration, pixels: torch.Tensor) -> torc
     return seen[0]
 
 
-@pytest.mark.parametrize("select_layer", [-1, -2])
-@pytest.mark.parametrize("kind", [*TIMM, *OTHERS, *WITHOUT, "demo"])
+KINDS = [*TIMM, *OTHERS, *WITHOUT, "demo"]
+# Daily each kind at one of the two layers.
+AT_LAYERS = [*zip(KINDS, itertools.cycle((-1, -2)), strict=False)]
+AT_LAYERS += [pytest.param(kind, -3 - layer, marks=pytest.mark.nightly) for kind, layer in AT_LAYERS]
+
+
+@pytest.mark.parametrize(("kind", "select_layer"), AT_LAYERS)
 def test_stock_llava_computes_the_features_that_the_projector_was_trained_on(encoders, tmp_path, kind, select_layer):
     tower = load_vision(encoders[kind], select_layer, torch.float32)
     encoder = exported(encoders[kind], select_layer)
@@ -146,7 +152,12 @@ def test_stock_llava_computes_the_features_that_the_projector_was_trained_on(enc
         assert encoder.config["model_type"] == TIMM[kind][2]
 
 
-@pytest.mark.parametrize("kind", ["siglip", "dinov2", *(kind for kind in OTHERS if "clip" not in kind)])
+NORMED = [kind for kind in OTHERS if "clip" not in kind]
+
+
+@pytest.mark.parametrize(
+    "kind", ["siglip", "dinov2", *(pytest.param(kind, marks=pytest.mark.nightly) for kind in NORMED)]
+)
 def test_behind_the_final_norm_the_stock_vision_models_last_hidden_state_is_what_was_trained_on(
     encoders, tmp_path, kind
 ):
