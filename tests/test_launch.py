@@ -13,13 +13,14 @@ from pathlib import Path
 
 import pytest
 from processes import Command, last_given, listeners, ranks_of, running, steps_of, wait_for
-from ranks import free_port
+from ranks import free_port, run_ranks
 from torch.distributed import DistNetworkError
 
 from mmtrain.base.errors import UserError
 from mmtrain.config.load import load_config
 from mmtrain.launch import main as launch_command
 from mmtrain.launching import data, training
+from mmtrain.plan.planner import make_plan
 from mmtrain.runtime import rendezvous
 from mmtrain.runtime.gpus import Gpu
 
@@ -96,15 +97,16 @@ def test_a_plan_that_cannot_be_printed_is_an_error(tiny, tmp_path):
     assert (ended.returncode, ended.stderr) == (2, "error: standard output cannot be used: No space left on device\n")
 
 
-def test_a_plan_of_any_shipped_config_needs_no_torch_and_leaves_nothing_behind(tmp_path):
+@pytest.mark.parametrize("configs", [CONFIGS[::6], pytest.param(CONFIGS, marks=pytest.mark.nightly)], ids=len)
+def test_a_plan_of_any_shipped_config_needs_no_torch_and_leaves_nothing_behind(tmp_path, configs):
     code = (
         "import sys; from mmtrain.launch import main;"
         "codes = [main([path, '--plan', sys.argv[1]]) for path in sys.argv[2:]];"
         "print(codes, sorted({'torch', 'transformers', 'timm', 'deepspeed'} & set(sys.modules)))"
     )
-    command = [sys.executable, "-c", code, f"run.dir={tmp_path / 'runs'}", *map(str, CONFIGS)]
+    command = [sys.executable, "-c", code, f"run.dir={tmp_path / 'runs'}", *map(str, configs)]
     ran = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=180)
-    assert ran.stdout.splitlines()[-1] == f"{[0] * len(CONFIGS)} []", ran.stderr
+    assert ran.stdout.splitlines()[-1] == f"{[0] * len(configs)} []", ran.stderr
     assert list(tmp_path.iterdir()) == []
 
 
@@ -141,10 +143,13 @@ def test_kill_9_of_a_rank_ends_all_within_10_seconds_and_names_rank_stage_and_st
     assert said[2] == str(folder / "log.txt")
 
 
-def test_ctrl_c_ends_all_within_10_seconds_with_exit_code_130(tiny, tmp_path):
+def test_a_running_run_keeps_its_folder_and_ctrl_c_ends_all_within_10_seconds(tiny, tmp_path, capsys):
     arguments, folder = started(tiny, tmp_path)
     with running([*arguments, "checkpoint.every_steps=2"], tmp_path) as command:
         wait_until_it_trains(command, folder)
+        assert launch(*arguments[2:], "run.overwrite=true") == 2
+        assert "in use by a run that is still going" in capsys.readouterr().err
+        assert steps_of(folder) >= 2, "the running one keeps its files"
         wait_for(lambda: "saved " in command.stdout, 60, "a checkpoint")
         os.killpg(command.process.pid, signal.SIGINT)  # as a terminal does: to every process
         assert command.seconds_until_gone(timeout=20) < 10
@@ -157,15 +162,11 @@ def test_ctrl_c_ends_all_within_10_seconds_with_exit_code_130(tiny, tmp_path):
     assert said and (folder / f"checkpoints/step-{int(said[1]):08d}").is_dir(), command.stderr
 
 
-def test_a_running_run_keeps_its_folder_and_kill_9_of_its_launcher_leaves_no_orphan(tiny, tmp_path):
+@pytest.mark.nightly
+def test_kill_9_of_a_launcher_leaves_no_orphan(tiny, tmp_path):
     arguments, folder = started(tiny, tmp_path)
     with running(arguments, tmp_path) as command:
         wait_until_it_trains(command, folder)
-        second = subprocess.run(
-            [sys.executable, *map(str, arguments), "run.overwrite=true"], capture_output=True, text=True, timeout=60
-        )
-        assert second.returncode == 2 and "in use by a run that is still going" in second.stderr
-        assert steps_of(folder) >= 2, "the running one keeps its files"
         os.kill(command.process.pid, signal.SIGKILL)
         command.process.wait()
         assert command.seconds_until_gone(timeout=20) < 10
@@ -182,7 +183,18 @@ def test_ranks_that_torchrun_started_are_joined(tiny, tmp_path):
     assert len(set(ranks_of(folder).values())) == 2
 
 
-def test_a_wrong_number_of_ranks_from_torchrun_is_refused_once(tiny, tmp_path):
+def test_a_wrong_number_of_ranks_from_torchrun_is_refused(tiny, tmp_path, monkeypatch, capsys):
+    environment = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    assert launch(tiny / "config.yaml", f"run.dir={tmp_path}") == 2
+    refused = capsys.readouterr().err
+    assert "torchrun started 2 ranks; parallel.pipeline 4 x parallel.data 1 needs 4" in refused
+    assert not (tmp_path / "tiny").exists()
+
+
+@pytest.mark.nightly
+def test_torchruns_ranks_refuse_their_wrong_number_once(tiny, tmp_path):
     torchrun = ("-m", "torch.distributed.run", "--nproc-per-node", "2")
     with running((*torchrun, *LAUNCH, tiny / "config.yaml", f"run.dir={tmp_path}"), tmp_path) as command:
         assert command.wait() != 0
@@ -190,6 +202,7 @@ def test_a_wrong_number_of_ranks_from_torchrun_is_refused_once(tiny, tmp_path):
     assert not (tmp_path / "tiny").exists()
 
 
+@pytest.mark.nightly
 def test_two_nodes_share_a_run(tiny, tmp_path):
     common = [*LAUNCH, tiny / "config.yaml", f"run.dir={tmp_path}", "parallel.pipeline=2", "train.max_steps=2"]
     port = free_port()
@@ -205,8 +218,33 @@ def test_two_nodes_share_a_run(tiny, tmp_path):
     assert "loss" in node_0.stdout and "loss" not in node_1.stdout
 
 
+DIFFERENT = ("optimizer.lr=0.{0}", "data.caption_prompt=https://me:secret{0}@host/{0}", "parallel.pipeline=2")
+
+
+def assert_tells_what_differs(error: str) -> None:
+    assert error.startswith("rank 1 planned a different run than rank 0: ")
+    said = " ".join(error.split())
+    assert "optimizer.lr is 0.0 on rank 0 and 0.1 on rank 1" in said, said
+    assert 'data.caption_prompt is "https://host/0" on rank 0' in said and "secret" not in said, said
+
+
+def disagree(file: Path) -> str:
+    """Return the error of a rank that has another configuration than the other one."""
+    rank = int(os.environ["RANK"])
+    config = load_config(file, [setting.format(rank) for setting in DIFFERENT])
+    with pytest.raises(UserError) as refused:
+        rendezvous.agree(training.agreement(config, make_plan(config), trace_steps=0), rank, 60)
+    return str(refused.value)
+
+
+def test_ranks_with_different_configs_learn_what_differs(tiny):
+    for error in run_ranks(2, disagree, tiny / "config.yaml"):
+        assert_tells_what_differs(error)
+
+
+@pytest.mark.nightly
 def test_ranks_with_different_configs_are_refused_on_all(tiny, tmp_path, monkeypatch):
-    common = [*LAUNCH, tiny / "config.yaml", f"run.dir={tmp_path}", "parallel.pipeline=2"]
+    common = [*LAUNCH, tiny / "config.yaml", f"run.dir={tmp_path}"]
     started_elsewhere = {"WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port())}
     for name, value in started_elsewhere.items():
         monkeypatch.setenv(name, value)
@@ -215,14 +253,12 @@ def test_ranks_with_different_configs_are_refused_on_all(tiny, tmp_path, monkeyp
         for rank in ("0", "1"):
             monkeypatch.setenv("RANK", rank)
             monkeypatch.setenv("LOCAL_RANK", rank)
-            different = [f"optimizer.lr=0.{rank}", f"data.caption_prompt=https://me:secret{rank}@host/{rank}"]
+            different = [setting.format(rank) for setting in DIFFERENT]
             ranks.append(stack.enter_context(running([*common, *different], tmp_path)))
         for rank in ranks:
             assert rank.wait() == 2, rank.stderr
-            assert rank.stderr.startswith("error: rank 1 planned a different run than rank 0: ")
-            said = " ".join(rank.stderr.split())
-            assert "optimizer.lr is 0.0 on rank 0 and 0.1 on rank 1" in said, said
-            assert 'data.caption_prompt is "https://host/0" on rank 0' in said and "secret" not in said, said
+            assert rank.stderr.startswith("error: ")
+            assert_tells_what_differs(rank.stderr.removeprefix("error: "))
 
 
 GPU = Gpu("NVIDIA A10", 24 * 2**30, 23 * 2**30, (8, 6))  # no run here may get so far as to use it

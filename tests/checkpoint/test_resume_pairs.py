@@ -102,21 +102,25 @@ PEERS = (*HOST, "parallel.stream_from=peers", "parallel.weight_shards=2")
 SLICES = ("parallel.encoder_ranks=[0,1]",)
 # Each run resumes from a checkpoint of the run before it, a step later, in the next of these layouts (pipeline, data).
 # The last two differ only in where frozen layers are: they have the same bits.
+FEW = [((2, 1), SLICES, 4), ((1, 2), (), "auto"), ((1, 2), PEERS, "auto")]
 RING = [((2, 1), SLICES, 4), ((4, 1), HOST, "auto"), ((1, 2), PEERS, "auto"), ((4, 2), (), "auto")]
 RING += [((2, 2), (), "auto"), ((2, 2), PEERS, "auto")]
 
 
-def test_runs_that_resume_in_one_layout_after_another_are_the_run_that_never_stopped(tiny, reference, damaged_data):
+@pytest.mark.parametrize("ring", [FEW, pytest.param(RING, marks=pytest.mark.nightly)], ids=len)
+def test_runs_that_resume_in_one_layout_after_another_are_the_run_that_never_stopped(
+    tiny, reference, damaged_data, ring
+):
     unusable, *damaged = reference.lines("quarantine.jsonl")
     assert unusable["step"] is None and damaged[0]["step"] < 2 and damaged[-1]["step"] == 6
     whole, rest = reference.lines("metrics.jsonl", "epoch")
     assert (whole["read"], whole["trained"], whole["quarantined"], whole["packs"]) == (60, 57, 3, 23)
     assert not rest["complete"]
     runs = [reference]
-    for cut, (layout, placement, prefetch) in enumerate(RING, start=1):
+    for cut, (layout, placement, prefetch) in enumerate(ring, start=1):
         options = (*RUN, *SAVED, *damaged_data, "checkpoint.every_steps=1", f"data.workers={cut % 3}")
         options += (*layout_of(*layout), *placement)
-        run = branch(runs[-1], f"ring-{cut}", tiny / "config.yaml", *options, cut=cut, prefetch=prefetch)
+        run = branch(runs[-1], f"ring-{len(ring)}-{cut}", tiny / "config.yaml", *options, cut=cut, prefetch=prefetch)
         assert [line["step"] for line in run.lines("metrics.jsonl", "resume")] == list(range(1, cut + 1)), layout
         for name in ("samples.jsonl", "quarantine.jsonl"):
             assert (run.folder / name).read_bytes() == (reference.folder / name).read_bytes(), layout
@@ -135,12 +139,15 @@ def test_runs_that_resume_in_one_layout_after_another_are_the_run_that_never_sto
     assert discarded == [line for line in damaged if line["step"] >= 1]
 
 
-def test_what_trains_elsewhere_than_the_projector_travels_between_the_ranks(tiny, tmp_path):
+@pytest.mark.parametrize(
+    ("before", "after"), [((2, 1), (1, 2)), pytest.param((4, 1), (2, 2), marks=pytest.mark.nightly)]
+)
+def test_what_trains_elsewhere_than_the_projector_travels_between_the_ranks(tiny, tmp_path, before, after):
     trainable = "[projector, llm.layers.6, llm.layers.1.mlp, llm.layers.*.lora_*, vision]"
     adapters = ("model.lora.r=4", "model.lora.targets=[llm.layers.*.self_attn, vision.*]")
     options = (*RUN, "model.llm.dtype=bfloat16", f"model.trainable={trainable}", *adapters)
     reference = train(
-        tiny / "config.yaml", *options, *SAVED, f"checkpoint.every_steps={CUT}", *layout_of(4, 1), f"run.dir={tmp_path}"
+        tiny / "config.yaml", *options, *SAVED, f"checkpoint.every_steps={CUT}", *layout_of(*before), f"run.dir={tmp_path}"
     )
     plan = json.loads((reference.folder / "plan.json").read_text())
     assert [rank["optimizer"] for rank in plan["ranks"]].count("AdamW") > 1, "else nothing travels"
@@ -149,7 +156,7 @@ def test_what_trains_elsewhere_than_the_projector_travels_between_the_ranks(tiny
     for name in ("llm.layers.6.self_attn.q_proj", "llm.layers.0.self_attn.v_proj.lora_B"):
         assert f"{name}.weight/exp_avg_sq" in trained
     assert {tensor.dtype for tensor in trained.values()} == {torch.float32}
-    run = branch(reference, "resumed", tiny / "config.yaml", *options, *SAVED, *layout_of(2, 2), cut=CUT)
+    run = branch(reference, "resumed", tiny / "config.yaml", *options, *SAVED, *layout_of(*after), cut=CUT)
     losses = ([step["loss"] for step in steps(one)] for one in (run, reference))
     np.testing.assert_allclose(*losses, rtol=1e-5)
     # Through a bfloat16 LLM: on some processors one of its roundings goes the other way in another layout.

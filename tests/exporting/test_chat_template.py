@@ -130,7 +130,7 @@ def conversations():
         "</s>",
         "'\"",
     ]
-    for _ in range(150):
+    for _ in range(60):
         messages = []
         for number in range(draw.randint(1, 6)):
             usual = ("user", "assistant")[number % 2]

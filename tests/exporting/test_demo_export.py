@@ -37,7 +37,7 @@ def exported(run, demo_cache, tmp_path_factory) -> Path:
     out = tmp_path_factory.mktemp("exported") / "demo"
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(demo_cache))
-        assert run_export(run, "hf", out, "--verify", "32") == 0
+        assert run_export(run, "hf", out, "--verify", "8") == 0
     return out
 
 

@@ -52,7 +52,12 @@ def test_a_family_that_the_stock_model_would_compute_wrongly_is_refused(make_tin
         refuse_unfit_family(LLAVA, tmp_path / "llm")
 
 
-@pytest.mark.parametrize("family", ["mistral", "qwen3", "gemma", "glm4", "granite", "smollm3", "olmo2", "starcoder2"])
+OTHERS = ("mistral", "glm4", "granite", "smollm3", "olmo2", "starcoder2")
+
+
+@pytest.mark.parametrize(
+    "family", ["qwen3", "gemma", *(pytest.param(name, marks=pytest.mark.nightly) for name in OTHERS)]
+)
 def test_families_that_fit_are_not_refused(make_tiny, tmp_path, family):
     make_tiny.make_tiny_llm(tmp_path / "llm", family, layers=2)
     refuse_unfit_family(LLAVA, tmp_path / "llm")

@@ -242,7 +242,7 @@ def permuted(scene) -> list[Held]:
     return result
 
 
-@pytest.mark.parametrize(("pipeline", "data"), [(2, 2), (4, 1)])
+@pytest.mark.parametrize(("pipeline", "data"), [(2, 2), pytest.param(4, 1, marks=pytest.mark.nightly)])
 def test_scores_control_and_answers_are_those_of_a_stock_llava(scene, permuted, pipeline, data):
     whole = config_of(scene, pipeline, data)
     pairs = config_of(scene, pipeline, data, train__packs_per_microbatch=2)
