@@ -182,9 +182,9 @@ class DemoRun(NamedTuple):
     ran: subprocess.CompletedProcess
 
 
-# The main job in half a minute: it learns as much, of half as large steps.
-SHORT = ("parallel.pipeline=2", "train.packs_per_step=4", "train.max_steps=60", "eval.every_steps=30")
-SHORT += ("eval.show_answers=2",)
+# The main job in half a minute: it learns as much in fewer and smaller steps at twice the rate.
+SHORT = ("parallel.pipeline=2", "train.packs_per_step=4", "train.max_steps=48", "optimizer.lr=1e-3")
+SHORT += ("eval.every_steps=48", "eval.max_samples=140", "eval.show_answers=2")
 
 
 def run_demo(folder: Path, cache: Path, *settings: str) -> DemoRun:

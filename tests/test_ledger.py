@@ -53,7 +53,9 @@ def test_epochs_have_one_ledger_whatever_pipeline_replicas_and_workers(ledgers):
     lines = read(ledgers["pp1dp1w0"][0] / "samples.jsonl")
     assert [line["step"] for line in lines] == list(range(len(lines)))
     counts = {f"{n:06d}": sum(line["keys"].count(f"{n:06d}") for line in lines) for n in range(96)}
-    assert set(counts.values()) == {EPOCHS, EPOCHS + 1} and sum(counts.values()) == sum(len(line["keys"]) for line in lines)
+    assert set(counts.values()) == {EPOCHS, EPOCHS + 1} and sum(counts.values()) == sum(
+        len(line["keys"]) for line in lines
+    )
 
 
 def test_the_counts_of_every_epoch_add_up_and_the_last_step_is_filled_from_the_next(ledgers):

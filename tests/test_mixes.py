@@ -18,7 +18,7 @@ from mmtrain.data.shards.indexing import ensure_indexes
 from mmtrain.data.stream.loader import PackedBatches
 
 SHARDS, SAMPLES = 100, 6
-STEPS, PACKS = 100, 4  # a step has two packs a replica, one a micro-batch
+PACKS = 4  # of a step, which has two a replica, one a micro-batch
 SORTS = ("text", "images", "both")
 
 # Two replicas of two ranks, and what trains there: model, layout.
@@ -84,15 +84,19 @@ def content(batches: Sequence[tuple[str, ...]]) -> str:
     return "nothing" if not sorts else sorts.pop() if len(sorts) == 1 else "both"
 
 
-FIRST, SECOND = RUNS
+FIRST, _ = RUNS
 
 
-@pytest.mark.parametrize("run", [FIRST, pytest.param(SECOND, marks=pytest.mark.nightly)])
-def test_every_mix_of_contents_trains_as_in_one_process_and_ends(mixed, tmp_path, run):
+@pytest.mark.parametrize(
+    ("run", "steps", "pairs"),
+    [(FIRST, 50, 12), *(pytest.param(run, 100, 14, marks=pytest.mark.nightly) for run in RUNS)],
+)
+def test_every_mix_of_contents_trains_as_in_one_process_and_ends(mixed, tmp_path, run, steps, pairs):
     model, layout = RUNS[run]
-    steps = [f"train.max_steps={STEPS}", f"train.packs_per_step={PACKS}", "data.pack_length=48", "data.workers=0"]
+    count = steps * PACKS
+    sizes = [f"train.max_steps={steps}", f"train.packs_per_step={PACKS}", "data.pack_length=48", "data.workers=0"]
     order = ["data.shuffle_shards=1", "data.pack_window=6", "data.max_quarantine_rate=1"]
-    common = [f"run.dir={tmp_path}", "parallel.threads_per_rank=1", "model.vision.select_layer=-4", *steps, *order]
+    common = [f"run.dir={tmp_path}", "parallel.threads_per_rank=1", "model.vision.select_layer=-4", *sizes, *order]
 
     whole = train(mixed, *common, *model, "run.name=whole").lines("metrics.jsonl", "train")
     cut = train(mixed, *common, *model, "run.name=cut", "parallel.pipeline=2", "parallel.data=2", *layout)
@@ -106,11 +110,11 @@ def test_every_mix_of_contents_trains_as_in_one_process_and_ends(mixed, tmp_path
             assert found[key] == pytest.approx(expected[key], rel=1e-5), (found["step"], key)
 
     # What there was to hang on: every pair of the replicas' contents, and steps without an image, and without labels.
-    read = islice(PackedBatches(load_config(mixed, [*common, *model]), 0, 1), STEPS * PACKS)
+    read = islice(PackedBatches(load_config(mixed, [*common, *model]), 0, 1), count)
     keys = [batch.keys for batch in read]
-    firsts = range(0, STEPS * PACKS, PACKS)
-    assert len({tuple(content([one]) for one in keys[i : i + PACKS]) for i in firsts}) >= STEPS / 2
-    assert len({(content(keys[i : i + 2]), content(keys[i + 2 : i + 4])) for i in firsts}) >= 14
+    firsts = range(0, count, PACKS)
+    assert len({tuple(content([one]) for one in keys[i : i + PACKS]) for i in firsts}) >= steps / 2
+    assert len({(content(keys[i : i + 2]), content(keys[i + 2 : i + 4])) for i in firsts}) >= pairs
     assert {content(keys[i : i + PACKS]) for i in firsts} == {*SORTS, "nothing"}
-    assert len(whole) == STEPS and {line["images"] == 0 for line in whole} == {True, False}
+    assert len(whole) == steps and {line["images"] == 0 for line in whole} == {True, False}
     assert any(line["no_update"] for line in whole) and max(line["quarantined"] for line in whole) > 4

@@ -193,7 +193,7 @@ def stock_run(parts, twenty_steps):
     return history
 
 
-@pytest.mark.parametrize("layout", in_turn(("pp2dp2",), "pp1", "pp4"))
+@pytest.mark.parametrize("layout", in_turn(("pp2",), "pp1", "pp4", "pp2dp2"))
 def test_twenty_steps_follow_the_stock_training_loop(parts, twenty_steps, stock_run, layout):
     pipeline, data = LAYOUTS[layout]
     config = make_config(parts, parallel__pipeline=pipeline, parallel__data=data)

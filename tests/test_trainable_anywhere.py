@@ -146,10 +146,10 @@ def test_one_rank_trains_as_the_stock_model_does(parts):
     check(parts, run_ranks(1, execute, cases(parts, RUNS)), RUNS)
 
 
-few_or_all = pytest.mark.parametrize("runs", [FEW, pytest.param(RUNS, marks=pytest.mark.nightly)], ids=["few", "all"])
+ALL = pytest.param(RUNS, marks=pytest.mark.nightly)
 
 
-@few_or_all
+@pytest.mark.parametrize("runs", [FEW, ALL], ids=len)
 def test_four_ranks_train_the_same_and_ranks_with_an_empty_parameter_list_stay_idle_upstream(parts, runs):
     by_rank = run_ranks(4, execute, cases(parts, runs, pipeline=4, boundaries=(1, 2, 3), recompute_layers=1))
     check(parts, by_rank, runs)
@@ -168,7 +168,7 @@ def test_four_ranks_train_the_same_and_ranks_with_an_empty_parameter_list_stay_i
             assert rank["optimizer"] == ("AdamW" if trains else "NoOpOptimizer")
 
 
-@few_or_all
+@pytest.mark.parametrize("runs", [FEW[2:], ALL], ids=len)
 def test_two_replicas_of_two_ranks_train_the_same(parts, runs):
     check(parts, run_ranks(4, execute, cases(parts, runs, pipeline=2, data=2)), runs)
 
@@ -225,7 +225,7 @@ ADAPTED = {
         r".*vision_tower\..*layers\.[01]\..*(_proj|fc1|fc2)",
     ),
 }
-LORA_STEPS = 10
+LORA_STEPS = 5
 
 
 def adapted(folder, names, **settings):

@@ -24,12 +24,12 @@ from mmtrain.checkpoint.step_folder import step_path, why_damaged
 from mmtrain.config.load import load_config
 from mmtrain.engine.utilization import MEASURED
 
-LAST = 24
+LAST = 16
 LAUNCH = ("-m", "mmtrain.launch")
 SETTINGS = (
     *("parallel.pipeline=2", "parallel.threads_per_rank=1", f"train.max_steps={LAST}", "data.ledger=true"),
     *("checkpoint.every_steps=4", "checkpoint.every_minutes=null", "checkpoint.keep_last=null"),
-    *("eval.fraction=0.2", "eval.every_steps=12", "eval.show_answers=0", "eval.permuted_control=false"),
+    *("eval.fraction=0.2", "eval.every_steps=8", "eval.show_answers=0", "eval.permuted_control=false"),
     "run.report_to=[csv]",
 )
 
@@ -109,48 +109,48 @@ def flip_a_bit(file: Path) -> None:
 def test_damaged_checkpoints_are_passed_over_and_named_and_the_run_ends_as_undisturbed(
     tiny, copied, undisturbed, tmp_path
 ):
-    flip_a_bit(step_path(copied, 24) / "optimizer.safetensors")
-    (step_path(copied, 20) / "state.json").unlink()
-    step_path(copied, 16).with_name(".step-00000025.0123abcd.tmp").mkdir()
-    (step_path(copied, 16).with_name(".step-00000025.0123abcd.tmp") / "projector.safetensors").write_bytes(b"half")
+    flip_a_bit(step_path(copied, 16) / "optimizer.safetensors")
+    (step_path(copied, 12) / "state.json").unlink()
+    step_path(copied, 8).with_name(".step-00000025.0123abcd.tmp").mkdir()
+    (step_path(copied, 8).with_name(".step-00000025.0123abcd.tmp") / "projector.safetensors").write_bytes(b"half")
     said = resumed(tiny, tmp_path)
     for words in (
-        f"{step_path(copied, 24)}: optimizer.safetensors is damaged: its SHA-256",
-        f"{step_path(copied, 20)}: state.json is missing",
-        f"resuming from {step_path(copied, 16)} (step 16 of {LAST})",
+        f"{step_path(copied, 16)}: optimizer.safetensors is damaged: its SHA-256",
+        f"{step_path(copied, 12)}: state.json is missing",
+        f"resuming from {step_path(copied, 8)} (step 8 of {LAST})",
     ):
         assert words in said
     assert_ended_alike(copied, undisturbed)
     names = [path.name for path in (copied / "checkpoints").iterdir()]
-    assert {"step-00000020.discarded", "step-00000024.discarded"} < set(names)
+    assert {"step-00000012.discarded", "step-00000016.discarded"} < set(names)
     assert not [name for name in names if name.endswith(".tmp")]
     assert records(copied, "resume") == [
-        {"kind": "resume", "step": 16, "checkpoint": str(step_path(copied, 16)), "changed": []}
+        {"kind": "resume", "step": 8, "checkpoint": str(step_path(copied, 8)), "changed": []}
     ]
 
 
 def test_a_run_can_branch_from_a_checkpoint_of_another_with_another_learning_rate(tiny, undisturbed, tmp_path, capsys):
-    branch = ("run.name=branch", "optimizer.lr=5e-4", "--resume", step_path(undisturbed, 16))
+    branch = ("run.name=branch", "optimizer.lr=5e-4", "--resume", step_path(undisturbed, 8))
     before = {path: path.stat().st_mtime_ns for path in undisturbed.rglob("*")}
     assert "optimizer.lr: was 0.001, is now 0.0005" in refused(capsys, tiny, tmp_path, *branch)
     folder = tmp_path / "branch"
-    (folder / "checkpoints" / ".step-00000016.0123abcd.tmp").mkdir(parents=True)  # killed as it saved where it begins
+    (folder / "checkpoints" / ".step-00000008.0123abcd.tmp").mkdir(parents=True)  # killed as it saved where it begins
     for name in ("config.yaml", "plan.json"):
         shutil.copy(undisturbed / name, folder)
-    (folder / "metrics.jsonl").write_text('{"kind": "begin", "step": 16}\n')
+    (folder / "metrics.jsonl").write_text('{"kind": "begin", "step": 8}\n')
     resumed(tiny, tmp_path, *branch[:2], resume=branch[-1], allow=("optimizer.lr",))
     assert len(records(folder, "begin")) == 1 and not list((folder / "checkpoints").glob(".*"))
-    assert steps_done(folder) == list(range(16, 24)) and saved_steps(folder) == [16, 20, 24]
-    ours, theirs = records(folder, "train"), records(undisturbed, "train")[16:]
+    assert steps_done(folder) == list(range(8, 16)) and saved_steps(folder) == [8, 12, 16]
+    ours, theirs = records(folder, "train"), records(undisturbed, "train")[8:]
     assert ours[0]["loss"] == theirs[0]["loss"]  # the same weights and samples
     assert ours[0]["lr"] == theirs[0]["lr"] / 2 and ours[-1]["loss"] != theirs[-1]["loss"]
     ledgers = [(path / "samples.jsonl").read_text().splitlines() for path in (folder, undisturbed)]
-    assert ledgers[0] == ledgers[1][16:]
+    assert ledgers[0] == ledgers[1][8:]
     assert {path: path.stat().st_mtime_ns for path in undisturbed.rglob("*")} == before
     capsys.readouterr()
     again = command(tiny, tmp_path, *branch, "--allow-change", "optimizer.lr")
     assert launch.main([str(argument) for argument in again]) == 0
-    assert f"has already branched from {step_path(undisturbed, 16)}" in capsys.readouterr().out
+    assert f"has already branched from {step_path(undisturbed, 8)}" in capsys.readouterr().out
 
 
 def test_a_complete_run_is_left_as_it_is_and_is_no_error(tiny, undisturbed, capsys):
@@ -173,7 +173,7 @@ def test_a_complete_run_is_left_as_it_is_and_is_no_error(tiny, undisturbed, caps
         ("data.pack_length=192", "128", "192"),
         ("data.image_fit=resize", '"pad"', '"resize"'),
         ("eval.fraction=0.3", "0.2", "0.3"),
-        ("train.max_steps=30", "24", "30"),
+        ("train.max_steps=30", "16", "30"),
         ("model.vision.select_layer=-1", "-2", "-1"),
     ],
 )
@@ -238,7 +238,7 @@ def test_other_data_and_other_weights_are_refused_by_their_content(tiny, copied,
     with pytest.raises(AssertionError, match=r"the frozen weights are not those .*--allow-change model.llm.path"):
         resumed(tiny, tmp_path, *others, allow=("data.shards",))
     kept = (copied / "metrics.jsonl").read_text().splitlines()
-    assert kept == before[: len(kept)] and saved_steps(copied) == [4, 8, 12, 16, 20]
+    assert kept == before[: len(kept)] and saved_steps(copied) == [4, 8, 12]
 
 
 # ---- signals

@@ -147,7 +147,12 @@ def test_what_trains_elsewhere_than_the_projector_travels_between_the_ranks(tiny
     adapters = ("model.lora.r=4", "model.lora.targets=[llm.layers.*.self_attn, vision.*]")
     options = (*RUN, "model.llm.dtype=bfloat16", f"model.trainable={trainable}", *adapters)
     reference = train(
-        tiny / "config.yaml", *options, *SAVED, f"checkpoint.every_steps={CUT}", *layout_of(*before), f"run.dir={tmp_path}"
+        tiny / "config.yaml",
+        *options,
+        *SAVED,
+        f"checkpoint.every_steps={CUT}",
+        *layout_of(*before),
+        f"run.dir={tmp_path}",
     )
     plan = json.loads((reference.folder / "plan.json").read_text())
     assert [rank["optimizer"] for rank in plan["ranks"]].count("AdamW") > 1, "else nothing travels"

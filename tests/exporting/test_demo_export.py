@@ -50,7 +50,8 @@ def documents(run, demo_cache) -> list[Document]:
         source = Processor(config)
         catalog = load_catalog(config, [DataSet(expand_shards(config.eval.shards))])
     reader = Reader(catalog, 0)
-    return [source.read(reader, number) for number in range(len(catalog))]
+    count = config.eval.max_samples or len(catalog)
+    return [source.read(reader, number) for number in range(count)]
 
 
 def answers(document: Document) -> list[tuple[list[dict], list[int], list[int]]]:

@@ -29,7 +29,13 @@ from mmtrain.training import trackers
 
 STEPS = 5
 ALL = "run.report_to=[tensorboard,wandb,csv]"
-RUN = (f"train.max_steps={STEPS}", "parallel.pipeline=1", "parallel.threads_per_rank=1", "eval.fraction=0.2", "eval.every_steps=2")
+RUN = (
+    f"train.max_steps={STEPS}",
+    "parallel.pipeline=1",
+    "parallel.threads_per_rank=1",
+    "eval.fraction=0.2",
+    "eval.every_steps=2",
+)
 RUN += (
     "data.caption_prompt=https://me:hunter2@host/",
     "optimizer.groups=[{match: [projector.linear_1], lr: 1e-4}]",
