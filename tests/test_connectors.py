@@ -16,6 +16,7 @@ import torch
 from ranks import run_ranks
 from safetensors.torch import load_file, save_file
 from scenes import IMAGE_TOKEN, Case, Document, execute, make_config, make_document, merged, perturb
+from tiers import nightly
 from timm_folder import save_timm_folder
 from torch import nn
 from torch.nn.functional import cross_entropy
@@ -439,7 +440,7 @@ def case(parts: Path, folder: Path, run: Run) -> tuple[Case, float, dict[str, to
 
 @pytest.mark.parametrize(
     ("layout", "count"),
-    [((2, 1), len(STOCK)), *(pytest.param(each, None, marks=pytest.mark.nightly) for each in LAYOUTS)],
+    [((2, 1), len(STOCK)), *(nightly(each, None) for each in LAYOUTS)],
     ids=str,
 )
 def test_loss_and_gradients_are_those_of_the_stock_class(parts, tmp_path, layout, count):

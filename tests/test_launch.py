@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 from processes import Command, last_given, listeners, ranks_of, running, steps_of, wait_for
 from ranks import free_port, run_ranks
+from tiers import nightly
 from torch.distributed import DistNetworkError
 
 from mmtrain.base.errors import UserError
@@ -97,7 +98,7 @@ def test_a_plan_that_cannot_be_printed_is_an_error(tiny, tmp_path):
     assert (ended.returncode, ended.stderr) == (2, "error: standard output cannot be used: No space left on device\n")
 
 
-@pytest.mark.parametrize("configs", [CONFIGS[::6], pytest.param(CONFIGS, marks=pytest.mark.nightly)], ids=len)
+@pytest.mark.parametrize("configs", [CONFIGS[::6], nightly(CONFIGS)], ids=len)
 def test_a_plan_of_any_shipped_config_needs_no_torch_and_leaves_nothing_behind(tmp_path, configs):
     code = (
         "import sys; from mmtrain.launch import main;"

@@ -7,6 +7,7 @@ import tarfile
 
 import pytest
 from rank_runs import train
+from tiers import nightly
 
 from mmtrain.data.shards.indexing import ensure_indexes
 
@@ -36,7 +37,7 @@ EPOCHS = 2
 LAYOUTS = ((1, 1, 0), (4, 1, 1), (1, 2, 3), (1, 4, 1))
 
 
-@pytest.fixture(scope="module", params=[LAYOUTS[::2], pytest.param(LAYOUTS, marks=pytest.mark.nightly)], ids=len)
+@pytest.fixture(scope="module", params=[LAYOUTS[::2], nightly(LAYOUTS)], ids=len)
 def ledgers(request, tiny, tmp_path_factory):
     folder = tmp_path_factory.mktemp("ledgers")
     runs = {}

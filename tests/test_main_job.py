@@ -10,6 +10,7 @@ from conftest import DEMO, SHORT, DemoRun, run_demo
 from conftest import MAIN_JOB as CONFIG
 from rank_runs import train
 from safetensors.torch import load_file
+from tiers import nightly
 
 from mmtrain import launch
 from mmtrain.config.load import load_config
@@ -34,7 +35,7 @@ def records(folder: Path, kind: str, name: str = "llava_pp4") -> list[dict]:
 
 
 @pytest.mark.timeout(1200)
-@pytest.mark.parametrize("settings", [SHORT, pytest.param((), marks=pytest.mark.nightly)], ids=["short", "README"])
+@pytest.mark.parametrize("settings", [SHORT, nightly(())], ids=["short", "README"])
 def test_the_projector_learns_to_make_the_llm_read_handwriting_that_nothing_has_seen(demo_run, tmp_path, settings):
     run, ran = demo_run if settings else run_demo(tmp_path, tmp_path / "cache")
     assert ran.returncode == 0, ran.stderr

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from rank_runs import train
+from tiers import nightly
 from tiny_models import describe, draw_scene, make_config, make_tiny_llm, make_tiny_vision, paint
 
 from mmtrain.config.load import load_config
@@ -89,7 +90,7 @@ FIRST, _ = RUNS
 
 @pytest.mark.parametrize(
     ("run", "steps", "pairs"),
-    [(FIRST, 50, 12), *(pytest.param(run, 100, 14, marks=pytest.mark.nightly) for run in RUNS)],
+    [(FIRST, 50, 12), *(nightly(run, 100, 14) for run in RUNS)],
 )
 def test_every_mix_of_contents_trains_as_in_one_process_and_ends(mixed, tmp_path, run, steps, pairs):
     model, layout = RUNS[run]

@@ -20,6 +20,7 @@ import yaml
 from ranks import run_ranks
 from safetensors.torch import load_file
 from scenes import Case, Document, as_batch, bits, execute, merged, relative
+from tiers import nightly, rest_nightly
 from tiny_models import make_tiny_llm, make_tokenizer
 from transformers import AutoImageProcessor, PreTrainedModel
 from untrained_runs import drawn_adapters, export, load_stock, make_checkpoint, run_export, weights
@@ -140,9 +141,9 @@ def make(tmp_path_factory) -> Callable[[str], tuple[Path, PreTrainedModel]]:
 
 
 DAILY = ("qwen3_vl", "paddleocr_vl")
-FAMILIES = [pytest.param(kind, marks=() if kind in DAILY else pytest.mark.nightly) for kind in MROPE]
+FAMILIES = rest_nightly(MROPE, DAILY)
 TRAINED_FAMILIES = [(kind, FEW) for kind in DAILY]
-TRAINED_FAMILIES += [pytest.param(kind, LAYOUTS, marks=pytest.mark.nightly) for kind in MROPE]
+TRAINED_FAMILIES += [nightly(kind, LAYOUTS) for kind in MROPE]
 TRAINED = {
     "model__trainable": ("projector", f"llm.layers.{LAST}.*", "llm.layers.*.lora_*"),
     "model__lora": {"r": 2, "alpha": 6, "targets": ("llm.layers.*.self_attn.q_proj",)},
@@ -176,7 +177,7 @@ def test_packed_stages_train_as_the_stock_class_on_each_document(make, kind, lay
 
 
 @pytest.mark.parametrize("kind", MROPE)
-@pytest.mark.parametrize("samples", [300, pytest.param(10_000, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("samples", [300, nightly(10_000)])
 def test_positions_are_those_of_get_rope_index_for_what_the_familys_template_writes(make, kind, samples):
     folder, model = make(kind)
     config = whole_config(folder)
@@ -361,9 +362,7 @@ def other_llm(make: Callable, folder: Path, tower: str) -> dict[str, Any]:
     return {"llm": {"path": str(llm), "dtype": "float32"}, "vision": vision, "projector": {"type": kind}}
 
 
-@pytest.mark.parametrize(
-    "tower", [pytest.param(one, marks=() if one == "qwen3_vl" else pytest.mark.nightly) for one in PAIRS]
-)
+@pytest.mark.parametrize("tower", rest_nightly(PAIRS, ("qwen3_vl",)))
 def test_a_merger_drawn_anew_for_another_llm_leaves_by_the_towers_class(make, trained, tmp_path, tower):
     checkpoint = trained(**other_llm(make, tmp_path, tower), trainable=["projector"])
     exported = export(checkpoint, tmp_path / "out")

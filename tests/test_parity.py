@@ -21,6 +21,7 @@ from scenes import (
     stock_llava,
     train_stock,
 )
+from tiers import nightly, rest_nightly
 from transformers import CONFIG_MAPPING
 
 from mmtrain.engine.optimizer import learning_rate
@@ -74,12 +75,7 @@ def stock(parts):
 DAILY = ("pp1", "pp2", "pp2v2dp2")
 
 
-def in_turn(daily: tuple[str, ...], *others: str) -> list[object]:
-    """Return layouts as parameters: the others run nightly, and --fast has pipeline 1 and 2."""
-    return [*daily, *(pytest.param(one, marks=pytest.mark.nightly) for one in others)]
-
-
-@pytest.mark.parametrize("layout", in_turn(DAILY, *(one for one in LAYOUTS if one not in DAILY)))
+@pytest.mark.parametrize("layout", rest_nightly(LAYOUTS, DAILY))
 def test_loss_and_projector_gradients_equal_stock_llava(parts, stock, layout):
     pipeline, data, *cut = LAYOUTS[layout]
     config = partial(make_config, parts, parallel__pipeline=pipeline, parallel__data=data)
@@ -145,7 +141,7 @@ OF_HYBRIDS = ((1, 1, 0), (1, 1, 6), (2, 1, 0), (2, 1, 6), (4, 1, 0), (2, 2, 0))
     ("family", "layouts"),
     [
         ("qwen3_5_text", [(2, 1, 6)]),
-        *(pytest.param(family, OF_HYBRIDS, marks=pytest.mark.nightly) for family in HYBRIDS),
+        *(nightly(family, OF_HYBRIDS) for family in HYBRIDS),
     ],
 )
 def test_a_hybrid_llm_trains_on_packs_as_its_stock_class_on_each_document(tmp_path, family, layouts):
@@ -193,7 +189,7 @@ def stock_run(parts, twenty_steps):
     return history
 
 
-@pytest.mark.parametrize("layout", in_turn(("pp2",), "pp1", "pp4", "pp2dp2"))
+@pytest.mark.parametrize("layout", rest_nightly(("pp1", "pp2", "pp4", "pp2dp2"), ("pp2",)))
 def test_twenty_steps_follow_the_stock_training_loop(parts, twenty_steps, stock_run, layout):
     pipeline, data = LAYOUTS[layout]
     config = make_config(parts, parallel__pipeline=pipeline, parallel__data=data)

@@ -11,6 +11,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 from ranks import run_ranks
 from scenes import Case, execute, make_config, make_steps, relative, stock_llava, train_stock
+from tiers import nightly, rest_nightly
 from transformers import LlamaForCausalLM
 
 from mmtrain.models.facts.shapes import matches_any
@@ -146,7 +147,7 @@ def test_one_rank_trains_as_the_stock_model_does(parts):
     check(parts, run_ranks(1, execute, cases(parts, RUNS)), RUNS)
 
 
-ALL = pytest.param(RUNS, marks=pytest.mark.nightly)
+ALL = nightly(RUNS)
 
 
 @pytest.mark.parametrize("runs", [FEW, ALL], ids=len)
@@ -182,7 +183,7 @@ IN_BFLOAT16 = [
 ]
 
 
-@pytest.mark.parametrize("sets", [IN_BFLOAT16[:2], pytest.param(IN_BFLOAT16, marks=pytest.mark.nightly)], ids=len)
+@pytest.mark.parametrize("sets", [IN_BFLOAT16[:2], nightly(IN_BFLOAT16)], ids=len)
 def test_what_trains_in_bfloat16_has_the_gradients_of_float32_and_float32_weights(parts, sets):
     bfloat16 = {"model__llm__dtype": "bfloat16", "parallel__pipeline": 2}
     configs = [make_config(parts, model__trainable=patterns, **bfloat16) for patterns in sets]
@@ -261,7 +262,7 @@ LAYOUTS = {
     ("layout", "names"),
     [
         ("two, recomputing", ("all", "encoder")),
-        *(pytest.param(layout, tuple(ADAPTED), marks=pytest.mark.nightly) for layout in LAYOUTS),
+        *(nightly(layout, tuple(ADAPTED)) for layout in LAYOUTS),
     ],
 )
 def test_lora_trains_as_peft_does_on_the_stock_model(parts, layout, names):
@@ -274,10 +275,10 @@ def test_lora_trains_as_peft_does_on_the_stock_model(parts, layout, names):
 TEXT_PATTERNS = ("llm.layers.*", "llm.head"), ("llm.layers.3", "llm.head"), ("llm.embedding",)
 
 
-ON_TEXT = ("one", "front and head alone", "several stages a rank")
+ON_TEXT = ("one", "two", "front and head alone", "several stages a rank")
 
 
-@pytest.mark.parametrize("layout", ["two", *(pytest.param(layout, marks=pytest.mark.nightly) for layout in ON_TEXT)])
+@pytest.mark.parametrize("layout", rest_nightly(ON_TEXT, ("two",)))
 def test_text_alone_trains_as_the_stock_causal_lm_does(parts, layout):
     ranks, parallel = LAYOUTS[layout]
     settings = {f"parallel__{key}": value for key, value in parallel.items()}

@@ -16,6 +16,7 @@ import pytest
 from processes import last_given, running, wait_for
 from rank_runs import train
 from small_disk import small_disk
+from tiers import nightly
 
 from mmtrain import launch
 from mmtrain.base.errors import UserError
@@ -257,8 +258,8 @@ def is_answering(folder: Path) -> bool:
     ("number", "ready", "shown"),
     [
         (signal.SIGUSR1, is_training, 2),
-        pytest.param(signal.SIGTERM, is_answering, 100, marks=pytest.mark.nightly),
-        pytest.param(signal.SIGKILL, is_training, 2, marks=pytest.mark.nightly),
+        nightly(signal.SIGTERM, is_answering, 100),
+        nightly(signal.SIGKILL, is_training, 2),
     ],
 )
 def test_a_run_that_is_stopped_or_killed_ends_as_undisturbed(tiny, undisturbed, tmp_path, number, ready, shown):

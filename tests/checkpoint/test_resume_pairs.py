@@ -12,6 +12,7 @@ import pytest
 import torch
 from rank_runs import Run, train
 from safetensors.torch import load_file, save_file
+from tiers import nightly
 
 from mmtrain.data.prepare.sharding import write_shard
 from mmtrain.data.samples.templates import load_tokenizer
@@ -107,7 +108,7 @@ RING = [((2, 1), SLICES, 4), ((4, 1), HOST, "auto"), ((1, 2), PEERS, "auto"), ((
 RING += [((2, 2), (), "auto"), ((2, 2), PEERS, "auto")]
 
 
-@pytest.mark.parametrize("ring", [FEW, pytest.param(RING, marks=pytest.mark.nightly)], ids=len)
+@pytest.mark.parametrize("ring", [FEW, nightly(RING)], ids=len)
 def test_runs_that_resume_in_one_layout_after_another_are_the_run_that_never_stopped(
     tiny, reference, damaged_data, ring
 ):
@@ -139,9 +140,7 @@ def test_runs_that_resume_in_one_layout_after_another_are_the_run_that_never_sto
     assert discarded == [line for line in damaged if line["step"] >= 1]
 
 
-@pytest.mark.parametrize(
-    ("before", "after"), [((2, 1), (1, 2)), pytest.param((4, 1), (2, 2), marks=pytest.mark.nightly)]
-)
+@pytest.mark.parametrize(("before", "after"), [((2, 1), (1, 2)), nightly((4, 1), (2, 2))])
 def test_what_trains_elsewhere_than_the_projector_travels_between_the_ranks(tiny, tmp_path, before, after):
     trainable = "[projector, llm.layers.6, llm.layers.1.mlp, llm.layers.*.lora_*, vision]"
     adapters = ("model.lora.r=4", "model.lora.targets=[llm.layers.*.self_attn, vision.*]")

@@ -24,6 +24,7 @@ from scenes import (
     stock_loss_sum,
     with_prefetch,
 )
+from tiers import nightly
 
 from mmtrain.base.errors import NonFiniteError
 from mmtrain.plan.instructions import in_common_order
@@ -67,9 +68,7 @@ def train_with_evaluation(config, evaluates):
 INTERLEAVED = (1, 2, 3)  # two stages on each of two ranks
 
 
-@pytest.mark.parametrize(
-    ("pipeline", "data", "cut"), [(2, 1, INTERLEAVED), pytest.param(2, 2, None, marks=pytest.mark.nightly)]
-)
+@pytest.mark.parametrize(("pipeline", "data", "cut"), [(2, 1, INTERLEAVED), nightly(2, 2, None)])
 def test_evaluation_reports_the_stock_loss_and_leaves_training_alone(parts, pipeline, data, cut):
     config = make_config(parts, parallel__pipeline=pipeline, parallel__data=data, parallel__boundaries=cut)
     with_evaluation = run_ranks(pipeline * data, train_with_evaluation, config, True)
@@ -108,8 +107,8 @@ def train_warmed_up(config, prefetched, warms_up):
     ("pipeline", "data", "cut", "trainable"),
     [
         (2, 2, INTERLEAVED, "projector"),
-        pytest.param(1, 1, None, "vision", marks=pytest.mark.nightly),
-        pytest.param(2, 1, None, "llm.head", marks=pytest.mark.nightly),
+        nightly(1, 1, None, "vision"),
+        nightly(2, 1, None, "llm.head"),
     ],
 )
 def test_a_run_is_the_same_with_warming_up_and_with_a_first_step_in_common_order(parts, pipeline, data, cut, trainable):
@@ -228,8 +227,8 @@ IN_BF16 = {
     ("pipeline", "data", "trained"),
     [
         (2, 1, IN_BF16),
-        pytest.param(1, 1, IN_BF16, marks=pytest.mark.nightly),
-        pytest.param(2, 2, {}, marks=pytest.mark.nightly),
+        nightly(1, 1, IN_BF16),
+        nightly(2, 2, {}),
     ],
 )
 def test_a_resumed_run_equals_the_uninterrupted_one_to_the_last_bit(parts, pipeline, data, trained):
@@ -289,7 +288,7 @@ def train_past_bad_steps(config, steps, file, already=0):
     return results, untouched, message, everything(engine), engine.bad_steps
 
 
-@pytest.mark.parametrize(("pipeline", "data"), [(2, 2), pytest.param(1, 1, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize(("pipeline", "data"), [(2, 2), nightly(1, 1)])
 def test_a_bad_step_that_may_be_left_out_changes_nothing_and_is_recorded(parts, tmp_path, pipeline, data):
     layout = {"parallel__pipeline": pipeline, "parallel__data": data, "optimizer__weight_decay": 0.1}
     config = make_config(parts, **layout, train__max_bad_steps=1)

@@ -16,6 +16,7 @@ from peft.utils import get_peft_model_state_dict
 from PIL import Image
 from rank_runs import train
 from safetensors.torch import load_file
+from tiers import nightly
 from transformers import AutoModelForCausalLM, AutoProcessor, PreTrainedModel
 from untrained_runs import (
     compared,
@@ -168,9 +169,7 @@ LLMS = {
 }
 
 
-@pytest.mark.parametrize(
-    "family", ["qwen2", "gpt2", *(pytest.param(name, marks=pytest.mark.nightly) for name in ("llama", "qwen3_moe"))]
-)
+@pytest.mark.parametrize("family", ["qwen2", "gpt2", *map(nightly, ("llama", "qwen3_moe"))])
 def test_peft_adds_adapters_to_the_published_llm_with_the_scale_of_training(tiny, make_tiny, tmp_path, family):
     options, targets, wanted = LLMS[family]
     make_tiny.make_tiny_llm(tmp_path / "llm", family, layers=3, **options)

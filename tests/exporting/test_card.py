@@ -11,6 +11,7 @@ from huggingface_hub import ModelCard, metadata_load
 from markdown_it import MarkdownIt
 from markdown_it.token import Token
 from step_states import VERSIONS
+from tiers import nightly
 from untrained_runs import config_of, export, make_checkpoint
 
 from mmtrain.exporting import hf
@@ -60,9 +61,7 @@ def card_of(tiny: Path, folder: Path, llm: Path, vision: Path, versions: dict) -
     return read(folder / "out")
 
 
-@pytest.mark.parametrize(
-    "name", [NAMES[0], *(pytest.param(name, marks=pytest.mark.nightly) for name in NAMES[1:-1]), NAMES[-1]]
-)
+@pytest.mark.parametrize("name", [NAMES[0], *map(nightly, NAMES[1:-1]), NAMES[-1]])
 def test_a_name_that_is_markup_is_shown_and_not_obeyed(tiny, tmp_path, usual, name):
     llm, vision = tmp_path / name, tmp_path / f"{name} tower"
     shutil.copytree(tiny / "llm", llm)
@@ -116,9 +115,7 @@ def test_a_licence_that_all_models_have_is_the_folders_and_local_folders_are_no_
 HOSTILE = ("[&a [*a]]", "[" * 3000, "!!bool maybe", "x" * 70_000)
 
 
-@pytest.mark.parametrize(
-    "licence", [HOSTILE[0], *(pytest.param(one, marks=pytest.mark.nightly) for one in HOSTILE[1:])], ids=range(4)
-)
+@pytest.mark.parametrize("licence", [HOSTILE[0], *map(nightly, HOSTILE[1:])], ids=range(4))
 def test_a_licence_that_is_no_name_is_left_out(tiny, tmp_path, licence):
     for part in ("llm", "vision"):
         shutil.copytree(tiny / part, tmp_path / part)

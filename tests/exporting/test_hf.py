@@ -8,6 +8,7 @@ import pytest
 import torch
 from PIL import Image
 from safetensors.torch import load_file
+from tiers import nightly, rest_nightly
 from untrained_runs import compared, config_of, export, load_stock, make_checkpoint, make_tower, weights
 
 from mmtrain.base.errors import UserError
@@ -46,7 +47,7 @@ FAMILIES = {
     ("tower", "select_layer"),
     [
         *(("siglip", -1), ("vit with a class token", -2)),
-        *(pytest.param(tower, layer, marks=pytest.mark.nightly) for tower in TOWERS for layer in (-1, -2)),
+        *(nightly(tower, layer) for tower in TOWERS for layer in (-1, -2)),
     ],
 )
 def test_stock_logits_are_mmtrains_whatever_the_encoder(tiny, tmp_path, tower, select_layer):
@@ -63,9 +64,7 @@ def test_stock_logits_are_mmtrains_whatever_the_encoder(tiny, tmp_path, tower, s
 DAILY = ("tied gemma3_text", "gpt_oss", "qwen3_5_text")  # norms of their own, experts, recurrent layers
 
 
-@pytest.mark.parametrize(
-    "family", [pytest.param(name, marks=() if name in DAILY else pytest.mark.nightly) for name in FAMILIES]
-)
+@pytest.mark.parametrize("family", rest_nightly(FAMILIES, DAILY))
 def test_stock_logits_are_mmtrains_whatever_the_llm(tiny, make_tiny, tmp_path, family):
     *_, name = family.split()
     make_tiny.make_tiny_llm(tmp_path / "llm", name, layers=3, max_shard_size="150KB", **FAMILIES[family])
@@ -125,7 +124,7 @@ def test_a_trained_tensor_without_a_place_is_refused(tiny, tmp_path, name, why):
         export(checkpoint, tmp_path / "out")
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, nightly(torch.float16)])
 def test_another_dtype_is_a_cast_of_every_tensor_and_logits_are_those_of_rounded_weights(checkpoint, tmp_path, dtype):
     exported = export(checkpoint, tmp_path / "cast", dtype)
     export(checkpoint, tmp_path / "exact")

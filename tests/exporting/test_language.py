@@ -10,6 +10,7 @@ import torch
 from chat_styles import STYLES
 from PIL import Image
 from safetensors.torch import load_file, save_file
+from tiers import nightly
 from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM
 from untrained_runs import (
@@ -55,9 +56,7 @@ def test_a_family_that_the_stock_model_would_compute_wrongly_is_refused(make_tin
 OTHERS = ("mistral", "glm4", "granite", "smollm3", "olmo2", "starcoder2")
 
 
-@pytest.mark.parametrize(
-    "family", ["qwen3", "gemma", *(pytest.param(name, marks=pytest.mark.nightly) for name in OTHERS)]
-)
+@pytest.mark.parametrize("family", ["qwen3", "gemma", *map(nightly, OTHERS)])
 def test_families_that_fit_are_not_refused(make_tiny, tmp_path, family):
     make_tiny.make_tiny_llm(tmp_path / "llm", family, layers=2)
     refuse_unfit_family(LLAVA, tmp_path / "llm")
@@ -67,12 +66,11 @@ def test_families_that_fit_are_not_refused(make_tiny, tmp_path, family):
     "keys",
     [
         (),
-        pytest.param(
+        nightly(
             (
                 *("model.projector.type=shuffle_linear", "model.vision.layout=idefics3", "data.image_fit=resize"),
                 *("model.vision.final_norm=true", "model.vision.select_layer=-1"),
-            ),
-            marks=pytest.mark.nightly,
+            )
         ),
     ],
     ids=["llava", "idefics3"],

@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from PIL import Image
 from ranks import run_ranks
 from scenes import IMAGE_SIZE, IMAGE_TOKEN, TOKENS_PER_IMAGE, join, make_config, make_engine, save_parts, stock_llava
+from tiers import nightly
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlavaForConditionalGeneration, PreTrainedTokenizerFast
 
@@ -242,7 +243,7 @@ def permuted(scene) -> list[Held]:
     return result
 
 
-@pytest.mark.parametrize(("pipeline", "data"), [(2, 2), pytest.param(4, 1, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize(("pipeline", "data"), [(2, 2), nightly(4, 1)])
 def test_scores_control_and_answers_are_those_of_a_stock_llava(scene, permuted, pipeline, data):
     whole = config_of(scene, pipeline, data)
     pairs = config_of(scene, pipeline, data, train__packs_per_microbatch=2)
