@@ -38,6 +38,13 @@ def launch(*arguments: str | Path) -> int:
         return ended.code
 
 
+def under_torchrun(patch: pytest.MonkeyPatch, rank: int, **more: str) -> None:
+    """Make this process one of two ranks that torchrun has started."""
+    environment = {"RANK": str(rank), "LOCAL_RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
+    for name, value in {**environment, "MASTER_PORT": "1", **more}.items():
+        patch.setenv(name, value)
+
+
 def test_many_shards_are_not_indexed_while_other_processes_wait(tiny, tmp_path, monkeypatch, make_tiny):
     shards = make_tiny.make_tiny_shards(tmp_path, samples=8, shards=2)
     config = load_config(tiny / "config.yaml", [f"data.shards={tmp_path}/*.tar"])
@@ -185,9 +192,7 @@ def test_ranks_that_torchrun_started_are_joined(tiny, tmp_path):
 
 
 def test_a_wrong_number_of_ranks_from_torchrun_is_refused(tiny, tmp_path, monkeypatch, capsys):
-    environment = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
-    for name, value in environment.items():
-        monkeypatch.setenv(name, value)
+    under_torchrun(monkeypatch, 0)
     assert launch(tiny / "config.yaml", f"run.dir={tmp_path}") == 2
     refused = capsys.readouterr().err
     assert "torchrun started 2 ranks; parallel.pipeline 4 x parallel.data 1 needs 4" in refused
@@ -246,14 +251,11 @@ def test_ranks_with_different_configs_learn_what_differs(tiny):
 @pytest.mark.nightly
 def test_ranks_with_different_configs_are_refused_on_all(tiny, tmp_path, monkeypatch):
     common = [*LAUNCH, tiny / "config.yaml", f"run.dir={tmp_path}"]
-    started_elsewhere = {"WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port())}
-    for name, value in started_elsewhere.items():
-        monkeypatch.setenv(name, value)
+    port = str(free_port())
     with contextlib.ExitStack() as stack:
         ranks = []
-        for rank in ("0", "1"):
-            monkeypatch.setenv("RANK", rank)
-            monkeypatch.setenv("LOCAL_RANK", rank)
+        for rank in (0, 1):
+            under_torchrun(monkeypatch, rank, LOCAL_RANK=str(rank), MASTER_PORT=port)
             different = [setting.format(rank) for setting in DIFFERENT]
             ranks.append(stack.enter_context(running([*common, *different], tmp_path)))
         for rank in ranks:
@@ -265,16 +267,15 @@ def test_ranks_with_different_configs_are_refused_on_all(tiny, tmp_path, monkeyp
 GPU = Gpu("NVIDIA A10", 24 * 2**30, 23 * 2**30, (8, 6))  # no run here may get so far as to use it
 
 
-@pytest.mark.parametrize("under_torchrun", [False, True])
+@pytest.mark.parametrize("by_torchrun", [False, True])
 @pytest.mark.parametrize("setting", ["CUDA_LAUNCH_BLOCKING", "CUDA_DEVICE_MAX_CONNECTIONS"])
 def test_a_setting_with_which_a_pipeline_on_gpus_can_hang_ends_it_at_once(
-    tiny, tmp_path, monkeypatch, capsys, setting, under_torchrun
+    tiny, tmp_path, monkeypatch, capsys, setting, by_torchrun
 ):
     monkeypatch.setattr(training, "visible_gpus", lambda: (GPU, GPU))
-    environment = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
-    environment |= {"LOCAL_WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "none"}
-    for name, value in (environment | {setting: "1"} if under_torchrun else {setting: "1"}).items():
-        monkeypatch.setenv(name, value)
+    monkeypatch.setenv(setting, "1")
+    if by_torchrun:
+        under_torchrun(monkeypatch, 0, LOCAL_WORLD_SIZE="2", TORCHELASTIC_RUN_ID="none")
     command = [str(tiny / "config.yaml"), "parallel.pipeline=2", f"run.dir={tmp_path}"]
     assert launch_command(command) == 2
     assert re.match(rf"error: {setting}=1 in the environment: .*\. Unset it", capsys.readouterr().err)
@@ -286,9 +287,7 @@ def test_a_rank_of_torchrun_on_another_machine_makes_the_demos_data_there(tiny, 
         raise UserError(f"made {config.run.name}")
 
     monkeypatch.setattr(data, "make_demo_data", make)
-    environment = {"RANK": "1", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
-    for name, value in (environment | {"LOCAL_WORLD_SIZE": "1", "TORCHELASTIC_RUN_ID": "none"}).items():
-        monkeypatch.setenv(name, value)
+    under_torchrun(monkeypatch, 1, LOCAL_WORLD_SIZE="1", TORCHELASTIC_RUN_ID="none")
     layout = ["parallel.pipeline=1", "parallel.data=2", "train.packs_per_step=8", "train.packs_per_microbatch=1"]
     assert launch_command([str(tiny / "config.yaml"), *layout, f"run.dir={tmp_path}", "run.name=there"]) == 2
     assert capsys.readouterr().err == "error: made there\n"
@@ -300,9 +299,7 @@ def test_a_rank_of_torchrun_that_finds_no_other_ends_with_a_message(tiny, tmp_pa
 
     monkeypatch.setattr(rendezvous, "agree", agree)
     monkeypatch.setattr(training, "set_rank_environment", lambda *_, **__: None)
-    environment = {"RANK": "1", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
-    for name, value in (environment | {"LOCAL_WORLD_SIZE": "1"}).items():
-        monkeypatch.setenv(name, value)
+    under_torchrun(monkeypatch, 1, LOCAL_WORLD_SIZE="1")
     assert launch_command([str(tiny / "config.yaml"), "parallel.pipeline=2", f"run.dir={tmp_path}"]) == 1
     said = capsys.readouterr().err
     assert said.startswith("error: rank 1 did not meet the other ranks")

@@ -243,7 +243,7 @@ def permuted(scene) -> list[Held]:
     return result
 
 
-@pytest.mark.parametrize(("pipeline", "data"), [(2, 2), nightly(4, 1)])
+@pytest.mark.parametrize(("pipeline", "data"), [(1, 2), nightly(2, 2), nightly(4, 1)])
 def test_scores_control_and_answers_are_those_of_a_stock_llava(scene, permuted, pipeline, data):
     whole = config_of(scene, pipeline, data)
     pairs = config_of(scene, pipeline, data, train__packs_per_microbatch=2)
