@@ -9,13 +9,13 @@ import torch
 from PIL import Image
 from rank_runs import train
 from safetensors.torch import load_file
-from tiers import nightly
 from untrained_runs import run_export
 
 from mmtrain.api.generate import generate
 
 
-@pytest.mark.parametrize("layout", ["anyres", nightly("anyres_max_9")])
+@pytest.mark.nightly
+@pytest.mark.parametrize("layout", ["anyres", "anyres_max_9"])
 def test_a_run_on_tiles_is_evaluated_controlled_exported_and_asked(tiny, tmp_path, monkeypatch, layout):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     keys = ("data.image_fit=null", "data.pack_length=512", "parallel.pipeline=1", "train.max_steps=2")
