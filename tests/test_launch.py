@@ -27,6 +27,7 @@ from mmtrain.runtime.gpus import Gpu
 
 CONFIGS = sorted((Path(__file__).parent.parent / "configs").glob("*.yaml"))
 LAUNCH = ("-m", "mmtrain.launch")
+TORCHRUN = ("-m", "torch.distributed.run", "--nproc-per-node")
 ENDLESS = ("train.max_steps=100000", "parallel.pipeline=2", "parallel.threads_per_rank=1")
 
 
@@ -180,15 +181,16 @@ def test_kill_9_of_a_launcher_leaves_no_orphan(tiny, tmp_path):
         assert command.seconds_until_gone(timeout=20) < 10
 
 
-def test_ranks_that_torchrun_started_are_joined(tiny, tmp_path):
-    overrides = (f"run.dir={tmp_path}", "parallel.pipeline=1", "parallel.data=2", "train.max_steps=2")
-    arguments = ("-m", "torch.distributed.run", "--nproc-per-node", "2", *LAUNCH, tiny / "config.yaml", *overrides)
+@pytest.mark.parametrize("ranks", [1, nightly(2)])
+def test_ranks_that_torchrun_started_are_joined(tiny, tmp_path, ranks):
+    overrides = (f"run.dir={tmp_path}", "parallel.pipeline=1", f"parallel.data={ranks}", "train.max_steps=2")
+    arguments = (*TORCHRUN, str(ranks), *LAUNCH, tiny / "config.yaml", *overrides)
     with running(arguments, tmp_path) as command:
         assert command.wait() == 0, command.stderr
     folder = tmp_path / "tiny"
     assert steps_of(folder) == 2
     assert (folder / "audit.json").exists() and (folder / "config.yaml").exists()
-    assert len(set(ranks_of(folder).values())) == 2
+    assert len(set(ranks_of(folder).values())) == ranks
 
 
 def test_a_wrong_number_of_ranks_from_torchrun_is_refused(tiny, tmp_path, monkeypatch, capsys):
@@ -201,8 +203,7 @@ def test_a_wrong_number_of_ranks_from_torchrun_is_refused(tiny, tmp_path, monkey
 
 @pytest.mark.nightly
 def test_torchruns_ranks_refuse_their_wrong_number_once(tiny, tmp_path):
-    torchrun = ("-m", "torch.distributed.run", "--nproc-per-node", "2")
-    with running((*torchrun, *LAUNCH, tiny / "config.yaml", f"run.dir={tmp_path}"), tmp_path) as command:
+    with running((*TORCHRUN, "2", *LAUNCH, tiny / "config.yaml", f"run.dir={tmp_path}"), tmp_path) as command:
         assert command.wait() != 0
     assert command.stderr.count("torchrun started 2 ranks; parallel.pipeline 4 x parallel.data 1 needs 4") == 1
     assert not (tmp_path / "tiny").exists()

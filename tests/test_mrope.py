@@ -177,7 +177,7 @@ def test_packed_stages_train_as_the_stock_class_on_each_document(make, kind, lay
 
 
 @pytest.mark.parametrize("kind", MROPE)
-@pytest.mark.parametrize("samples", [300, nightly(10_000)])
+@pytest.mark.parametrize("samples", [100, nightly(10_000)])
 def test_positions_are_those_of_get_rope_index_for_what_the_familys_template_writes(make, kind, samples):
     folder, model = make(kind)
     config = whole_config(folder)

@@ -205,6 +205,7 @@ def poison(tiny, folder, make_tiny):
     return f"model.llm.path={folder / 'llm'}", f"data.shards={folder}/shards/*.tar"
 
 
+@pytest.mark.nightly
 def test_bad_steps_are_counted_over_a_resume(tiny, tmp_path, make_tiny):
     options = (*RUN, *poison(tiny, tmp_path, make_tiny))
     reference = train(
