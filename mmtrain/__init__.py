@@ -28,10 +28,12 @@ if TYPE_CHECKING:
     from mmtrain.base.errors import UserError
     from mmtrain.launching.machine import plan_for_here as make_plan
 
-__version__ = "0.1.0"
+    __version__: str
+
 __all__ = ["Run", "RunError", "UserError", "export", "generate", "load_config", "load_run", "make_plan", "train"]
 
 _PLACES = {
+    "__version__": ("mmtrain.base.version", "VERSION"),
     "Run": ("mmtrain.api.run", "Run"),
     "RunError": ("mmtrain.api.run", "RunError"),
     "UserError": ("mmtrain.base.errors", "UserError"),

@@ -9,8 +9,8 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
-import mmtrain
 from mmtrain.base.printing import escape, print_result, run_command, show_error
+from mmtrain.base.version import VERSION
 
 COMMANDS = {  # in the order of their use; the module of each, and what it does
     "init": ("mmtrain.cli.init", "list the shipped configurations, or copy one"),
@@ -49,7 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if command in ("-h", "--help", "help"):
         return run_command(lambda: print_result(*HELP.splitlines()))
     if command == "--version":
-        return run_command(lambda: print_result(f"mmtrain {mmtrain.__version__}"))
+        return run_command(lambda: print_result(f"mmtrain {VERSION}"))
     if command not in COMMANDS:
         near = difflib.get_close_matches(command, COMMANDS, 1)
         meant = f"did you mean {near[0]}?" if near else "mmtrain --help lists what there is"

@@ -17,6 +17,7 @@ from mmtrain.checkpoint.run_folder import run_folder
 from mmtrain.config.load import load_config
 from mmtrain.config.schema import RunConfig
 from mmtrain.data.shards.shard_list import PIPE, expand_shards
+from mmtrain.facts.model_files import find_model_folder, is_demo
 from mmtrain.launching.command_line import Options, parse_arguments
 from mmtrain.launching.machine import (
     allow_open_files,
@@ -28,8 +29,7 @@ from mmtrain.launching.machine import (
     try_shared_memory,
 )
 from mmtrain.launching.training import calibrate, ranks_of_node, train, train_as_rank
-from mmtrain.models.facts.model_files import find_model_folder, is_demo
-from mmtrain.models.weights.projector_files import refuse_unfit_init_from
+from mmtrain.model.weights.projector_files import refuse_unfit_init_from
 from mmtrain.plan.plan import render
 from mmtrain.plan.suggest import render_suggestion
 from mmtrain.runtime.rank import seconds_before_message
@@ -48,7 +48,7 @@ def run(options: Options) -> int:
     try:
         config = load_config(options.config, options.overrides)
         if options.download:
-            from mmtrain.models.facts.hub import download_models  # the hub's library takes a while
+            from mmtrain.facts.hub import download_models  # the hub's library takes a while
 
             download_models(config)
         config = expand_pretrained(config)

@@ -11,7 +11,7 @@ exec </dev/null # nothing here may wait for an answer
 tier=(-m "not nightly")
 case ${1:-} in
 --fast)
-    tier=(-m "not nightly and not slow" tests/base tests/config tests/models tests/plan tests/data
+    tier=(-m "not nightly and not slow" tests/base tests/config tests/layouts tests/facts tests/model tests/plan tests/data
         tests/test_parity.py tests/test_import_order.py)
     shift
     ;;

@@ -35,7 +35,7 @@ DEMO = ("tests/test_main_job.py", "tests/exporting/test_demo_export.py")
 LONGEST = (
     *("demo", "tests/checkpoint/test_resume.py", "tests/test_launch.py", "tests/runtime/test_supervise.py"),
     *("tests/api/test_api.py", "tests/test_parity.py", "tests/runtime/test_gpus.py", "tests/cli/test_doctor.py"),
-    *("tests/checkpoint/test_resume_pairs.py", "tests/training/test_loop.py", "tests/models/modules/test_probe.py"),
+    *("tests/checkpoint/test_resume_pairs.py", "tests/training/test_loop.py", "tests/model/test_probe.py"),
     *("tests/test_mixes.py", "tests/engine/test_engine.py", "tests/test_trainable_anywhere.py"),
     *("tests/exporting/test_hf.py", "tests/test_connectors.py"),
 )

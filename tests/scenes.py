@@ -39,12 +39,12 @@ from mmtrain.engine.engine import FrozenPipelineEngine
 from mmtrain.engine.optimizer import clip_coefficient, learning_rate
 from mmtrain.engine.process_groups import join_process_group, replica_group
 from mmtrain.engine.stages import streamed_layers
-from mmtrain.models.facts.connectors import connector, has_grid_positions
-from mmtrain.models.layouts.layout import ImageLayout, Tiling
-from mmtrain.models.layouts.mrope import grid_positions
-from mmtrain.models.modules.projector import make_projector
-from mmtrain.models.modules.stage import build_stage
-from mmtrain.models.weights.streaming import StreamedLayers
+from mmtrain.facts.connectors import connector, has_grid_positions
+from mmtrain.layouts.layout import ImageLayout, Tiling
+from mmtrain.layouts.mrope import grid_positions
+from mmtrain.model.stage import build_stage
+from mmtrain.model.trained.projector import make_projector
+from mmtrain.model.weights.streaming import StreamedLayers
 from mmtrain.plan.calibration import calibration_key, cpu_device, gpu_device
 from mmtrain.plan.costs import Models
 from mmtrain.plan.instructions import Instruction, Op

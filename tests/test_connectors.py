@@ -41,10 +41,10 @@ from transformers import (
 from whole_models import OUR_MODULES, stock_class
 
 from mmtrain.data.samples.sample import IGNORE, IMAGE_POSITION
-from mmtrain.models.facts.connectors import image_layout
-from mmtrain.models.facts.shapes import matches_any
-from mmtrain.models.layouts.layout import ImageLayout
-from mmtrain.models.modules.tiny import HEAD_WIDTH, HEADS, tiny_model
+from mmtrain.facts.connectors import image_layout
+from mmtrain.facts.shapes import matches_any
+from mmtrain.layouts.layout import ImageLayout
+from mmtrain.model.llm.tiny import HEAD_WIDTH, HEADS, tiny_model
 
 GRID, PATCH = 12, 4  # patches a side, which 2, 3 and 4 divide; pixels of one
 LAYERS = 4

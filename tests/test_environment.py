@@ -15,7 +15,7 @@ from untrained_runs import run_export
 from mmtrain.__main__ import main
 from mmtrain.base.cache import cache_folder
 from mmtrain.base.errors import UserError
-from mmtrain.models.facts.model_files import hub_cache
+from mmtrain.facts.model_files import hub_cache
 from mmtrain.runtime.gpus import usable_cores
 
 LAUNCH = ("-m", "mmtrain.launch")

@@ -3,7 +3,8 @@
 import ast
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator
 from graphlib import TopologicalSorter
 from pathlib import Path
 
@@ -15,19 +16,15 @@ PACKAGE = ROOT / "mmtrain"
 # Bottom to top: a wing may import those on the lines above its own. A new wing gets its floor here.
 FLOORS = """
 base
-models.layouts
+layouts
 config  runtime
-models.facts
-data.samples
-data.shards
-data.prepare  data.stream
+facts
+data
 stock
-data.inspection
+inspection
 demo  plan
 checkpoint
-models.weights
-models.modules
-models.probing
+model
 engine
 calibration
 training
@@ -40,22 +37,20 @@ cli
 __main__
 """
 FLOOR_OF = {wing: floor for floor, line in enumerate(FLOORS.split("\n")) for wing in line.split()}
-WITH_ROOMS = ("data", "models")  # a room of these has its own floor
-MOST_FILES = 15  # of a wing, or a room
+MOST_FILES = 16  # of a room: a folder without the folders in it
 
-# Wings that import no torch, but for these modules; and modules of other wings that do not.
-TORCH_FREE_WINGS = (
-    "base  models.layouts  config  runtime  models.facts  stock  data.shards  data.prepare  demo  plan  report"
-    "  launching  launch"
+# Wings and rooms that import no torch, but for these modules; and modules of other rooms that do not.
+TORCH_FREE_ROOMS = (
+    "base  layouts  config  runtime  facts  stock  data.shards  data.prepare  demo  plan  report  launching  launch"
 )
 USE_TORCH = "runtime.fork_server  runtime.rendezvous"  # the first imports what a launcher names
 TORCH_FREE_MODULES = """
 data.samples.records  data.samples.formats  data.samples.sample
 data.stream.order  data.stream.catalog
-data.inspection.survey
+inspection.survey
 checkpoint.run_folder  checkpoint.step_folder  checkpoint.resume
 engine.utilization  engine.trace  training.console
-models.weights.projector_files  models.probing.probe
+model.weights.projector_files  model.probe
 """
 IMPORT_TORCH = {"torch", "torchvision", "transformers", "timm", "deepspeed", "webdataset", "safetensors.torch"}
 
@@ -66,9 +61,13 @@ def module_names() -> list[str]:
 
 
 def wing_of(name: str) -> str:
-    """Return the wing or room that holds a module: `plan.costs` -> `plan`, `data.shards.index` -> `data.shards`."""
-    parts = name.split(".")
-    return ".".join(parts[:2]) if parts[0] in WITH_ROOMS else parts[0]
+    """Return the wing that holds a module: `data.shards.index` -> `data`; a module of the root is one itself."""
+    return name.split(".")[0]
+
+
+def room_of(name: str) -> str:
+    """Return the folder that holds a module: `data.shards.index` -> `data.shards`."""
+    return name.rpartition(".")[0] or name
 
 
 MODULES = module_names()
@@ -76,7 +75,7 @@ TORCH_FREE = [
     name
     for name in MODULES
     if name in TORCH_FREE_MODULES.split()
-    or (wing_of(name) in TORCH_FREE_WINGS.split() and name not in USE_TORCH.split())
+    or (room_of(name) in TORCH_FREE_ROOMS.split() and name not in USE_TORCH.split())
 ]
 
 
@@ -95,7 +94,7 @@ def parse(name: str) -> ast.AST:
 
 
 def own_module(imported: str) -> str | None:
-    """The mmtrain module that an import names: `mmtrain.models.facts.shapes.matches` -> `models.facts.shapes`."""
+    """The mmtrain module that an import names: `mmtrain.facts.shapes.matches` -> `facts.shapes`."""
     parts = imported.split(".")
     for length in range(len(parts), 1, -1):
         name = ".".join(parts[1:length])
@@ -112,18 +111,30 @@ def test_every_module_is_in_a_wing_that_has_its_floor():
     assert {wing_of(name) for name in MODULES} == set(FLOOR_OF)
 
 
-def test_a_wing_has_few_files_and_is_printed_with_its_lines_and_the_wings_that_it_imports(capsys):
+def rooms_and_imports(room_of_module: Callable[[str], str]) -> dict[str, set[str]]:
+    """Return the rooms (or wings) that each of them imports."""
+    graph: dict[str, set[str]] = {}
+    for name in MODULES:
+        room = room_of_module(name)
+        others = {room_of_module(imported) for imported in imported_modules(name)}
+        graph.setdefault(room, set()).update(others - {room})
+    return graph
+
+
+def test_a_room_has_few_files_and_wings_are_printed_with_floor_size_and_edges(capsys):
     files: dict[str, list[str]] = {}
     for name in MODULES:
         files.setdefault(wing_of(name), []).append(name)
+    edges = rooms_and_imports(wing_of)
     with capsys.disabled():
         print()
         for wing in FLOOR_OF:
             lines = sum((PACKAGE / (name.replace(".", "/") + ".py")).read_text().count("\n") for name in files[wing])
-            below = sorted({wing_of(other) for name in files[wing] for other in imported_modules(name)} - {wing})
             size = f"{len(files[wing]):2} files {lines:6,} lines"
-            print(f"{FLOOR_OF[wing]:2} {wing:15} {size}  imports {', '.join(below)}")
-    assert {wing: len(names) for wing, names in files.items() if len(names) > MOST_FILES} == {}
+            print(f"{FLOOR_OF[wing]:2} {wing:15} {size}  imports {', '.join(sorted(edges[wing]))}")
+        print(f"{len(FLOOR_OF)} wings, {sum(map(len, edges.values()))} edges")
+    rooms = Counter(map(room_of, MODULES))
+    assert {room: number for room, number in rooms.items() if number > MOST_FILES} == {}
 
 
 @pytest.mark.parametrize("name", MODULES)
@@ -133,9 +144,9 @@ def test_a_wing_imports_only_wings_below_it(name):
     assert sorted(other for other in others if FLOOR_OF[other] >= FLOOR_OF[wing]) == []
 
 
-def test_no_modules_import_each_other_in_a_circle():
-    graph = {name: imported_modules(name) for name in MODULES}
-    TopologicalSorter(graph).prepare()  # raises CycleError, which names the circle
+@pytest.mark.parametrize("unit", [str, room_of, wing_of], ids=["modules", "rooms", "wings"])
+def test_nothing_imports_each_other_in_a_circle(unit):
+    TopologicalSorter(rooms_and_imports(unit)).prepare()  # raises CycleError, which names the circle
 
 
 def test_packages_import_nothing_so_that_one_module_does_not_bring_in_its_neighbours():
@@ -169,5 +180,5 @@ def test_no_module_is_a_drawer_for_leftovers():
 def test_the_reader_of_imports_sees_what_it_must():
     tree = ast.parse("import a.b\nfrom c import d\ndef f():\n    import e\n")
     assert list(imports(tree)) == ["a.b", "c.d", "e"]
-    assert own_module("mmtrain.models.facts.shapes.matches") == "models.facts.shapes"
+    assert own_module("mmtrain.facts.shapes.matches") == "facts.shapes"
     assert own_module("torch.nn") is None

@@ -34,15 +34,15 @@ from mmtrain.data.samples.sample import IGNORE, IMAGE_POSITION, Sample
 from mmtrain.data.samples.templates import load_tokenizer, make_template
 from mmtrain.data.stream.packs import PackedBatch, positions_of
 from mmtrain.exporting.verify import batch_fault, compare_logits
-from mmtrain.models.facts.adapters import is_adapter
-from mmtrain.models.facts.connectors import image_layout, run_connector, run_vision
-from mmtrain.models.facts.families import canonical_name
-from mmtrain.models.facts.shapes import matches_any
-from mmtrain.models.layouts.native import Native
-from mmtrain.models.modules.language import load_decoder_layers
-from mmtrain.models.modules.projector import read_projector
-from mmtrain.models.modules.stage import build_stage
-from mmtrain.models.weights.projector_files import local_names
+from mmtrain.facts.adapters import is_adapter
+from mmtrain.facts.connectors import image_layout, run_connector, run_vision
+from mmtrain.facts.families import canonical_name
+from mmtrain.facts.shapes import matches_any
+from mmtrain.layouts.native import Native
+from mmtrain.model.llm.language import load_decoder_layers
+from mmtrain.model.stage import build_stage
+from mmtrain.model.trained.projector import read_projector
+from mmtrain.model.weights.projector_files import local_names
 from mmtrain.plan.planner import make_plan, models_of
 from mmtrain.stock.exporters import exporter_for
 

@@ -25,7 +25,7 @@ from tiers import nightly, rest_nightly
 from transformers import CONFIG_MAPPING
 
 from mmtrain.engine.optimizer import learning_rate
-from mmtrain.models.modules.tiny import tiny_model
+from mmtrain.model.llm.tiny import tiny_model
 
 # pipeline, data, first decoder layers of all stages but the first where a rank has several.
 LAYOUTS = {

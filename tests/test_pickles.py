@@ -22,12 +22,12 @@ from transformers import CLIPVisionConfig
 
 from mmtrain.__main__ import main
 from mmtrain.base.errors import UserError
-from mmtrain.models.facts.connectors import Linear
-from mmtrain.models.modules.projector import read_projector
-from mmtrain.models.modules.vision import load_vision
+from mmtrain.facts.connectors import Linear
+from mmtrain.model.encoder.vision import load_vision
+from mmtrain.model.trained.projector import read_projector
 
 ROOT = Path(__file__).parent.parent
-READER = "mmtrain/models/weights/files.py"  # for model.projector.init_from and mmtrain convert
+READER = "mmtrain/model/weights/files.py"  # for model.projector.init_from and mmtrain convert
 WRITER = "mmtrain/exporting/llava.py"  # `--format llava`: mm_projector.bin is a pickle
 PICKLING = re.compile(
     r"""(?mx)

@@ -14,7 +14,7 @@ from scenes import Case, execute, make_config, make_steps, relative, stock_llava
 from tiers import nightly, rest_nightly
 from transformers import LlamaForCausalLM
 
-from mmtrain.models.facts.shapes import matches_any
+from mmtrain.facts.shapes import matches_any
 
 STEPS = 3
 # trainable patterns -> first stage that runs backward, at boundaries [1, 2, 3]: front + layer 0 | 1 | 2 | 3 + head

@@ -27,9 +27,9 @@ from mmtrain.config.load import load_config
 from mmtrain.config.schema import RunConfig
 from mmtrain.exporting.hf import ExportedModel, export_hf
 from mmtrain.exporting.verify import Comparison, compare_logits
-from mmtrain.models.facts.adapters import is_adapter
-from mmtrain.models.facts.connectors import run_connector
-from mmtrain.models.modules.projector import make_projector
+from mmtrain.facts.adapters import is_adapter
+from mmtrain.facts.connectors import run_connector
+from mmtrain.model.trained.projector import make_projector
 from mmtrain.plan.planner import models_of
 
 

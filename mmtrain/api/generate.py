@@ -11,19 +11,19 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import mmtrain
 from mmtrain.api.export import export
 from mmtrain.api.run import Run
 from mmtrain.base.cache import cache_folder
 from mmtrain.base.durable import held
 from mmtrain.base.errors import UserError
 from mmtrain.base.printing import bytes_text, escape, silence_libraries
+from mmtrain.base.version import VERSION
 from mmtrain.checkpoint.step_folder import StepFolder, find, names_checkpoint
 from mmtrain.data.samples.records import IMAGE_MARK, BadSample
-from mmtrain.models.facts.encoders import FAMILIES, TIMM
-from mmtrain.models.facts.families import MROPE_MODELS, check_family
-from mmtrain.models.facts.model_files import find_model_folder, foreign_files, read_json, tensor_shapes
-from mmtrain.models.facts.settings import check_sizes
+from mmtrain.facts.encoders import FAMILIES, TIMM
+from mmtrain.facts.families import MROPE_MODELS, check_family
+from mmtrain.facts.model_files import find_model_folder, foreign_files, read_json, tensor_shapes
+from mmtrain.facts.settings import check_sizes
 from mmtrain.stock.exporters import STOCK_CLASSES, stock_class
 from mmtrain.stock.stock_class import StockClass
 
@@ -93,7 +93,7 @@ def _is_causal_lm(config: dict[str, Any]) -> bool:
 
 def _exported(checkpoint: StepFolder, show: Callable[[str, int, int], None]) -> Path:
     """Return a checkpoint's Hugging Face folder in the cache, made once. Raises UserError."""
-    key = hashlib.sha256(f"{checkpoint.fingerprint} {mmtrain.__version__}".encode()).hexdigest()[:20]
+    key = hashlib.sha256(f"{checkpoint.fingerprint} {VERSION}".encode()).hexdigest()[:20]
     folder = cache_folder("chat") / key
     folder.parent.mkdir(parents=True, exist_ok=True)
     with held(folder.with_name(f".{folder.name}.lock"), wait=True):
@@ -115,7 +115,7 @@ def load(folder: Path) -> tuple[Any, Any]:
     from transformers.utils import logging
 
     from mmtrain.data.samples.templates import load_tokenizer
-    from mmtrain.models.modules.language import causal_config
+    from mmtrain.model.llm.language import causal_config
 
     logging.set_verbosity_error()
     logging.disable_progress_bar()
@@ -172,7 +172,7 @@ def _check_parts(stock: StockClass, config: dict[str, Any], folder: Path) -> Non
     import transformers
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-    from mmtrain.models.modules.vision import check_wrapped_timm, model_class
+    from mmtrain.model.encoder.vision import check_wrapped_timm, model_class
 
     families = [family for family in FAMILIES.values() if not stock.encoders or family.model in stock.encoders]
     encoders = {*stock.own_encoders, *(model_class(family).config_class.model_type for family in families)}

@@ -18,7 +18,7 @@ from mmtrain.data.samples.sample import IGNORE
 from mmtrain.data.stream.loader import PackedBatches
 from mmtrain.demo.data import make_demo_data
 from mmtrain.exporting.chat_template import as_prompted
-from mmtrain.models.facts.connectors import image_layout
+from mmtrain.facts.connectors import image_layout
 from mmtrain.training.held_out import HeldOut
 
 HELD_OUT = "held_out"  # the task's name

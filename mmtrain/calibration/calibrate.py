@@ -36,7 +36,7 @@ from mmtrain.engine.process_groups import join_process_group, replica_group
 from mmtrain.engine.single_stage import SingleStage, expected_batch
 from mmtrain.engine.statistics import RankSums
 from mmtrain.engine.step_clock import RankSeconds
-from mmtrain.models.modules.stage import build_stage
+from mmtrain.model.stage import build_stage
 from mmtrain.plan.calibration import Calibration, Device, Key, LayerMeasures, MessageSeconds, calibration_key
 from mmtrain.plan.costs import LayerKind, Models, run_costs
 from mmtrain.plan.plan import Plan, StagePlan

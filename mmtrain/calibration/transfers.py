@@ -21,9 +21,9 @@ from mmtrain.config.schema import RunConfig
 from mmtrain.engine.channels import Channels
 from mmtrain.engine.process_groups import replica_group
 from mmtrain.engine.stages import streamed_layers
-from mmtrain.models.modules.language import load_decoder_layers
-from mmtrain.models.modules.stage import DTYPES
-from mmtrain.models.weights.streaming import StreamedLayer, StreamedLayers
+from mmtrain.model.llm.language import load_decoder_layers
+from mmtrain.model.stage import DTYPES
+from mmtrain.model.weights.streaming import StreamedLayer, StreamedLayers
 from mmtrain.plan.instructions import Instruction, Op
 from mmtrain.plan.plan import Plan
 

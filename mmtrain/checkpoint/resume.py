@@ -32,9 +32,9 @@ from mmtrain.checkpoint.step_folder import (
 from mmtrain.config.keys import OnResume, all_fields, declared_path, marked, section_of
 from mmtrain.config.problems import nearest_key
 from mmtrain.config.schema import RunConfig
-from mmtrain.models.facts.adapters import is_adapter
-from mmtrain.models.facts.model_files import read_header
-from mmtrain.models.facts.shapes import matches_any
+from mmtrain.facts.adapters import is_adapter
+from mmtrain.facts.model_files import read_header
+from mmtrain.facts.shapes import matches_any
 from mmtrain.plan.planner import models_of
 
 _log = logging.getLogger(__name__)

@@ -19,8 +19,8 @@ from mmtrain.base.durable import whole_file, write_whole
 from mmtrain.base.errors import UserError
 from mmtrain.base.printing import first_few, print_result
 from mmtrain.exporting.tensors import DTYPES, INDEX, in_memory, new_folder, write_tensors
-from mmtrain.models.facts.model_files import DEQUANTISED, model_folder, read_weight_map
-from mmtrain.models.weights.files import read_pickled
+from mmtrain.facts.model_files import DEQUANTISED, model_folder, read_weight_map
+from mmtrain.model.weights.files import read_pickled
 
 EXAMPLES = """\
   beside the .bin files, in the same folder:

@@ -32,7 +32,7 @@ from mmtrain.base.arguments import command_parser, positive
 from mmtrain.base.errors import UserError
 from mmtrain.base.printing import print_result, show_error
 from mmtrain.base.progress import ByteBars
-from mmtrain.models.facts.hub import make_repository, push
+from mmtrain.facts.hub import make_repository, push
 from mmtrain.runtime.child import leave_out_gpu_kernels
 from mmtrain.stock.exporters import Base
 

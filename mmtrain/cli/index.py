@@ -23,13 +23,13 @@ from pathlib import Path
 from mmtrain.base.arguments import command_parser, positive
 from mmtrain.base.printing import print_result
 from mmtrain.config.templates import template_name
-from mmtrain.data.inspection.reading import add_reading_arguments, parse_reading_arguments, reading_of, shard_names
-from mmtrain.data.inspection.survey import survey
 from mmtrain.data.samples.records import reason_lines
 from mmtrain.data.shards.detection import refuse_useless_shards
 from mmtrain.data.shards.indexing import build_indexes, unready_shards
 from mmtrain.data.shards.shard_list import find_shards
 from mmtrain.demo.data import make_demo_shards
+from mmtrain.inspection.reading import add_reading_arguments, parse_reading_arguments, reading_of, shard_names
+from mmtrain.inspection.survey import survey
 from mmtrain.runtime.gpus import usable_cores
 
 EXAMPLES = """\

@@ -30,14 +30,6 @@ from mmtrain.base.arguments import command_parser, positive
 from mmtrain.base.errors import UserError
 from mmtrain.base.printing import escape, print_note, print_result, print_table
 from mmtrain.base.progress import ProgressBar
-from mmtrain.data.inspection.reading import (
-    Reading,
-    add_reading_arguments,
-    parse_reading_arguments,
-    reading_of,
-    shard_names,
-)
-from mmtrain.data.inspection.survey import Fill, Survey, epoch_fill, histogram, quantile, survey
 from mmtrain.data.samples.records import reason_lines
 from mmtrain.data.samples.sample import IGNORE, IMAGE_POSITION
 from mmtrain.data.shards.index import MissingIndex, index_path
@@ -46,10 +38,18 @@ from mmtrain.data.shards.shard_list import find_shards
 from mmtrain.data.shards.verify import DamagedMember, verify_shard
 from mmtrain.data.stream.order import Capacity
 from mmtrain.demo.data import make_demo_shards
-from mmtrain.models.layouts.layout import ImageLayout
+from mmtrain.inspection.reading import (
+    Reading,
+    add_reading_arguments,
+    parse_reading_arguments,
+    reading_of,
+    shard_names,
+)
+from mmtrain.inspection.survey import Fill, Survey, epoch_fill, histogram, quantile, survey
+from mmtrain.layouts.layout import ImageLayout
 
 if TYPE_CHECKING:
-    from mmtrain.data.inspection.tokenized import TokenizedSample
+    from mmtrain.inspection.tokenized import TokenizedSample
 
 EXAMPLES = """\
   what is in shards that training has used, or that were made with --tokenizer:
@@ -246,7 +246,7 @@ def _verify(tars: Sequence[Path], stream: TextIO, as_json: bool) -> int:
 
 
 def _show(tars: Sequence[Path], reading: Reading, options: argparse.Namespace) -> None:
-    from mmtrain.data.inspection.tokenized import tokenize_samples  # transformers, which takes seconds
+    from mmtrain.inspection.tokenized import tokenize_samples  # transformers, which takes seconds
 
     samples = tokenize_samples(tars, options.show, reading)
     if options.json:

@@ -16,12 +16,12 @@ from typing import TYPE_CHECKING
 from mmtrain.base.arguments import command_parser
 from mmtrain.base.durable import write_whole
 from mmtrain.base.printing import print_result
-from mmtrain.models.facts.families import encoder_config
-from mmtrain.models.facts.model_files import model_folder
-from mmtrain.models.facts.recorded_shapes import FOLDER, PLANNING_KEYS, Recorded, as_json, own_records
-from mmtrain.models.facts.shapes import Shape, llm_shape_from, vision_shape_from
-from mmtrain.models.facts.timm_models import timm_record
-from mmtrain.models.facts.vision_files import encoder_settings, is_timm_name
+from mmtrain.facts.families import encoder_config
+from mmtrain.facts.model_files import model_folder
+from mmtrain.facts.recorded_shapes import FOLDER, PLANNING_KEYS, Recorded, as_json, own_records
+from mmtrain.facts.shapes import Shape, llm_shape_from, vision_shape_from
+from mmtrain.facts.timm_models import timm_record
+from mmtrain.facts.vision_files import encoder_settings, is_timm_name
 
 if TYPE_CHECKING:
     from torch import nn
@@ -57,7 +57,7 @@ def record_llm(options: argparse.Namespace) -> Recorded:
     """Record a causal LM from the config.json in its folder; raises UserError for families that cannot be cut."""
     import torch
 
-    from mmtrain.models.modules.language import auto_class, causal_config, drop_tower
+    from mmtrain.model.llm.language import auto_class, causal_config, drop_tower
 
     stock_config = causal_config(model_folder(options.model))
     with torch.device("meta"):
@@ -79,7 +79,7 @@ def record_vision(options: argparse.Namespace) -> Recorded:
         return replace(recorded, id=options.id or recorded.id, aliases=aliases)
     import torch
 
-    from mmtrain.models.modules.vision import model_class, stock_config
+    from mmtrain.model.encoder.vision import model_class, stock_config
 
     folder = model_folder(options.vision)
     config_json = encoder_config(folder)

@@ -67,8 +67,8 @@ from mmtrain.data.samples.records import reason_lines
 from mmtrain.data.shards.detection import add_format_arguments
 from mmtrain.data.shards.pool import worker_pool
 from mmtrain.data.shards.shard_list import matching_files
-from mmtrain.models.facts.model_files import model_folder
-from mmtrain.models.facts.tokenizer_files import text_fingerprint
+from mmtrain.facts.model_files import model_folder
+from mmtrain.facts.tokenizer_files import text_fingerprint
 from mmtrain.runtime.gpus import usable_cores
 
 EXAMPLES = """\

@@ -9,8 +9,8 @@ from pydantic import Field, model_validator
 from mmtrain.config.keys import Files, Fixed, Free, Kept, Measured
 from mmtrain.config.limits import MAX_CELLS, MAX_GRID_SIDE, MAX_GRIDS, MAX_TILES
 from mmtrain.config.section import Float, Section, wrong_together
-from mmtrain.models.layouts.native import MAX_POSITIONS, MIN_POSITIONS
-from mmtrain.models.layouts.registry import LAYOUT_KEYS, LAYOUTS, LayoutName
+from mmtrain.layouts.native import MAX_POSITIONS, MIN_POSITIONS
+from mmtrain.layouts.registry import LAYOUT_KEYS, LAYOUTS, LayoutName
 
 Dtype = Literal["float32", "bfloat16"]
 Pinpoint = tuple[Annotated[int, Field(ge=1, le=MAX_GRID_SIDE)], Annotated[int, Field(ge=1, le=MAX_GRID_SIDE)]]

@@ -28,7 +28,7 @@ from mmtrain.data.shards.shard_list import SPLITS, demo_shards
 from mmtrain.demo.pictures import Scans, Use, lay, paint
 from mmtrain.demo.scene import draw_scene
 from mmtrain.demo.text import Turns, ask_next, ask_reversed, converse
-from mmtrain.models.facts.model_files import PREFIX, is_demo
+from mmtrain.facts.model_files import PREFIX, is_demo
 
 _log = logging.getLogger(__name__)
 SAMPLES = {split: 6400 if split.endswith("train") else 256 for split in SPLITS}

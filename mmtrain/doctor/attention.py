@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from mmtrain.doctor.check import FailedError
-from mmtrain.models.modules.attention import Documents, describe_backends, packed_attention, record_backends
+from mmtrain.model.llm.attention import Documents, describe_backends, packed_attention, record_backends
 
 TOLERANCES = {torch.float32: 1e-4, torch.bfloat16: 3e-2}  # norm of the difference over the norm
 TOKENS, DOCUMENTS, HEADS, KEY_HEADS, HEAD_WIDTH = 1024, 9, 8, 4, 64

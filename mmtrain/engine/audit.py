@@ -22,12 +22,12 @@ from mmtrain.base.printing import first_few
 from mmtrain.config.schema import RunConfig
 from mmtrain.data.stream.images import image_transform
 from mmtrain.engine.optimizer import NAMES_SHOWN, NoOpOptimizer
-from mmtrain.models.facts.adapters import is_adapter
-from mmtrain.models.facts.families import llm_config
-from mmtrain.models.facts.model_files import model_folder, read_json
-from mmtrain.models.facts.vision_files import is_timm_name
-from mmtrain.models.modules.stage import Stage
-from mmtrain.models.weights.fingerprint import fingerprint
+from mmtrain.facts.adapters import is_adapter
+from mmtrain.facts.families import llm_config
+from mmtrain.facts.model_files import model_folder, read_json
+from mmtrain.facts.vision_files import is_timm_name
+from mmtrain.model.stage import Stage
+from mmtrain.model.weights.fingerprint import fingerprint
 from mmtrain.plan.plan import Plan, RankPlan
 
 SWALLOWED = 0.01  # of AdamW's eps: gradients below it make a hundredth of a step

@@ -25,8 +25,8 @@ import torch.distributed as dist
 
 from mmtrain.data.stream.packs import PackedBatch
 from mmtrain.engine.process_groups import channel_group, own_group
-from mmtrain.models.modules.native_tower import NativeTower
-from mmtrain.models.modules.stage import Stage
+from mmtrain.model.encoder.native_tower import NativeTower
+from mmtrain.model.stage import Stage
 from mmtrain.plan.instructions import SENDS, Instruction, Message, Op, carried
 from mmtrain.plan.plan import Plan
 from mmtrain.plan.schedule import ranks_of

@@ -22,7 +22,7 @@ from deepspeed.runtime.config import DeepSpeedConfig
 from deepspeed.runtime.pipe.engine import PipelineEngine
 
 from mmtrain.config.schema import RunConfig
-from mmtrain.models.modules.stage import Stage
+from mmtrain.model.stage import Stage
 from mmtrain.plan.plan import Plan
 
 

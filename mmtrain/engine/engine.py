@@ -29,9 +29,9 @@ from mmtrain.engine.process_groups import replica_group
 from mmtrain.engine.single_stage import warm_up
 from mmtrain.engine.statistics import RankSums, Statistics, StepResult
 from mmtrain.engine.step_clock import StepClock
-from mmtrain.models.facts.connectors import has_grid_positions
-from mmtrain.models.modules.loss import count_answers
-from mmtrain.models.modules.stage import Stage
+from mmtrain.facts.connectors import has_grid_positions
+from mmtrain.model.llm.loss import count_answers
+from mmtrain.model.stage import Stage
 from mmtrain.plan.instructions import Instruction, Op, Schedule, in_common_order, uses_of
 from mmtrain.plan.optimizers import REST, parameter_groups
 from mmtrain.plan.plan import Plan

@@ -7,11 +7,11 @@ import torch.distributed as dist
 
 from mmtrain.config.schema import RunConfig
 from mmtrain.engine.process_groups import replica_group
-from mmtrain.models.facts.connectors import connector, connector_parameters, has_newline
-from mmtrain.models.facts.shapes import matches_any
-from mmtrain.models.modules.stage import Stage, build_stage
-from mmtrain.models.weights.streaming import StreamedLayers
-from mmtrain.models.weights.weight_sources import HostSource, PeerSource, QuantisedSource
+from mmtrain.facts.connectors import connector, connector_parameters, has_newline
+from mmtrain.facts.shapes import matches_any
+from mmtrain.model.stage import Stage, build_stage
+from mmtrain.model.weights.streaming import StreamedLayers
+from mmtrain.model.weights.weight_sources import HostSource, PeerSource, QuantisedSource
 from mmtrain.plan.plan import Plan, RankPlan
 from mmtrain.plan.refusals import GpuMemory, refuse_short_memory
 

@@ -21,9 +21,9 @@ import yaml
 from mmtrain.base.errors import UserError
 from mmtrain.base.printing import escape
 from mmtrain.base.small_files import read_limited
-from mmtrain.models.facts.adapters import adapted_layer, is_adapter, is_llm_adapter
-from mmtrain.models.facts.model_files import HUB_ID, find_model_folder
-from mmtrain.models.modules.projector import PROJECTOR
+from mmtrain.facts.adapters import adapted_layer, is_adapter, is_llm_adapter
+from mmtrain.facts.model_files import HUB_ID, find_model_folder
+from mmtrain.model.trained.projector import PROJECTOR
 
 PLAIN = re.compile(r"(?!www\.)[A-Za-z0-9]+([ .,+/_-][A-Za-z0-9]+)*")  # nothing that Markdown or HTML reads
 MAX_CARD_BYTES = 64 << 10  # YAML of more would take seconds

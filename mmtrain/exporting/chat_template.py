@@ -32,9 +32,9 @@ from mmtrain.data.samples.chat import PROBE, ROLES, Turns
 from mmtrain.data.samples.records import IMAGE_MARK, BadSample
 from mmtrain.data.samples.sample import IGNORE, IMAGE_POSITION, Document, Sample
 from mmtrain.data.samples.templates import BREAKS, ChatTemplate, PlainTemplate, Template, load_tokenizer, make_template
-from mmtrain.models.facts.connectors import image_layout
-from mmtrain.models.layouts.layout import ImageLayout
-from mmtrain.models.layouts.square import ONE_SQUARE
+from mmtrain.facts.connectors import image_layout
+from mmtrain.layouts.layout import ImageLayout
+from mmtrain.layouts.square import ONE_SQUARE
 
 TEMPLATE_FILE = "chat_template.jinja"
 MARK = re.compile(r"\{%([-+]?)\s*(end)?generation\s*([-+]?)%\}")

@@ -42,16 +42,16 @@ from mmtrain.exporting.published_files import code_named_in, write_json
 from mmtrain.exporting.tensors import TensorSource, cast_to, require_space, write_shards
 from mmtrain.exporting.vision import encoder_for_export, merged_encoder, wrapped_timm_encoder
 from mmtrain.exporting.write_back import write_back
-from mmtrain.models.facts.adapters import is_llm_adapter
-from mmtrain.models.facts.encoders import TIMM
-from mmtrain.models.facts.families import canonical_name, llm_tensors
-from mmtrain.models.facts.model_files import model_folder, read_json
-from mmtrain.models.facts.shapes import llm_shape
-from mmtrain.models.modules.language import causal_config, config_from, llm_class, quiet
-from mmtrain.models.modules.projector import PROJECTOR
-from mmtrain.models.modules.stage import build_stage
-from mmtrain.models.modules.tiny import tiny_model
-from mmtrain.models.weights.fingerprint import fingerprint
+from mmtrain.facts.adapters import is_llm_adapter
+from mmtrain.facts.encoders import TIMM
+from mmtrain.facts.families import canonical_name, llm_tensors
+from mmtrain.facts.model_files import model_folder, read_json
+from mmtrain.facts.shapes import llm_shape
+from mmtrain.model.llm.language import causal_config, config_from, llm_class, quiet
+from mmtrain.model.llm.tiny import tiny_model
+from mmtrain.model.stage import build_stage
+from mmtrain.model.trained.projector import PROJECTOR
+from mmtrain.model.weights.fingerprint import fingerprint
 from mmtrain.plan.plan import StagePlan
 from mmtrain.stock.exporters import class_of, refuse_unfit_format, whole_of
 from mmtrain.stock.stock_class import WHAT_WORKS, ExportedClass, StockClass

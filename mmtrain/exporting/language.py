@@ -22,10 +22,10 @@ from transformers.pytorch_utils import Conv1D
 from mmtrain.base.errors import UserError
 from mmtrain.config.model import LoraSection
 from mmtrain.exporting.tensors import TensorSource, stored
-from mmtrain.models.facts.adapters import LORA_A, LORA_B, adapted_layer
-from mmtrain.models.facts.families import canonical_name, full_names, llm_config, llm_tensors, loaded_name
-from mmtrain.models.modules.language import causal_config, is_mrope_class, llm_class
-from mmtrain.models.weights.files import tensor_places
+from mmtrain.facts.adapters import LORA_A, LORA_B, adapted_layer
+from mmtrain.facts.families import canonical_name, full_names, llm_config, llm_tensors, loaded_name
+from mmtrain.model.llm.language import causal_config, is_mrope_class, llm_class
+from mmtrain.model.weights.files import tensor_places
 from mmtrain.stock.stock_class import ExportedClass
 
 ROWS = {"llm.embedding.weight", "llm.head.weight"}  # matrices with a row for each token id

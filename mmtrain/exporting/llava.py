@@ -26,13 +26,13 @@ from mmtrain.checkpoint.step_folder import StepFolder
 from mmtrain.exporting.card import published
 from mmtrain.exporting.projector_file import origin, run_tensors
 from mmtrain.exporting.tensors import require_space
-from mmtrain.models.facts.connectors import NEWLINE, image_layout
-from mmtrain.models.facts.families import llm_config
-from mmtrain.models.facts.model_files import model_folder
-from mmtrain.models.facts.shapes import vision_shape
-from mmtrain.models.layouts.anyres import Anyres
-from mmtrain.models.layouts.layout import ImageLayout
-from mmtrain.models.modules.projector import PROJECTOR
+from mmtrain.facts.connectors import NEWLINE, image_layout
+from mmtrain.facts.families import llm_config
+from mmtrain.facts.model_files import model_folder
+from mmtrain.facts.shapes import vision_shape
+from mmtrain.layouts.anyres import Anyres
+from mmtrain.layouts.layout import ImageLayout
+from mmtrain.model.trained.projector import PROJECTOR
 from mmtrain.stock.exporters import refuse_unfit_format
 
 FILE = "mm_projector.bin"

@@ -34,11 +34,11 @@ from mmtrain.exporting.card import public_name, write_card
 from mmtrain.exporting.hf import ExportedModel, export_hf
 from mmtrain.exporting.projector_file import origin, run_tensors, write_projector_file
 from mmtrain.exporting.tensors import TensorSource, cast_to, write_tensors
-from mmtrain.models.facts.adapters import LORA_A, LORA_B, adapted_layer, is_llm_adapter
-from mmtrain.models.facts.families import canonical_name
-from mmtrain.models.facts.model_files import model_folder
-from mmtrain.models.modules.language import causal_config, llm_class, quiet
-from mmtrain.models.modules.projector import PROJECTOR
+from mmtrain.facts.adapters import LORA_A, LORA_B, adapted_layer, is_llm_adapter
+from mmtrain.facts.families import canonical_name
+from mmtrain.facts.model_files import model_folder
+from mmtrain.model.llm.language import causal_config, llm_class, quiet
+from mmtrain.model.trained.projector import PROJECTOR
 from mmtrain.stock.exporters import Base, refuse_unfit_format
 
 BASE = "base"

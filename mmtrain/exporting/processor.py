@@ -36,11 +36,11 @@ from mmtrain.data.stream.images import ImageTransform, image_transform
 from mmtrain.exporting.chat_template import TEMPLATE_FILE, documents_of, exported_chat_template
 from mmtrain.exporting.published_files import copy_files, write_json
 from mmtrain.exporting.vision import ExportedEncoder
-from mmtrain.models.facts.connectors import image_layout
-from mmtrain.models.facts.families import OWN_CACHE, llm_config
-from mmtrain.models.facts.model_files import generation_config, model_folder, read_json
-from mmtrain.models.facts.shapes import llm_shape
-from mmtrain.models.layouts.layout import ImageLayout
+from mmtrain.facts.connectors import image_layout
+from mmtrain.facts.families import OWN_CACHE, llm_config
+from mmtrain.facts.model_files import generation_config, model_folder, read_json
+from mmtrain.facts.shapes import llm_shape
+from mmtrain.layouts.layout import ImageLayout
 from mmtrain.stock.stock_class import StockClass
 
 # Of an LLM's generation_config.json; all else (sampling, penalties) would make answers differ from the evaluation's.

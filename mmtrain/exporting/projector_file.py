@@ -22,11 +22,11 @@ from mmtrain.checkpoint.step_folder import StepFolder
 from mmtrain.config.templates import template_name
 from mmtrain.exporting.card import published
 from mmtrain.exporting.tensors import TensorSource, cast_to, in_memory, stored, write_tensors
-from mmtrain.models.facts.connectors import Linear, connector, reduction
-from mmtrain.models.facts.model_files import read_header
-from mmtrain.models.facts.shapes import llm_shape
-from mmtrain.models.layouts.registry import LAYOUTS
-from mmtrain.models.modules.projector import PROJECTOR, whole_projector
+from mmtrain.facts.connectors import Linear, connector, reduction
+from mmtrain.facts.model_files import read_header
+from mmtrain.facts.shapes import llm_shape
+from mmtrain.layouts.registry import LAYOUTS
+from mmtrain.model.trained.projector import PROJECTOR, whole_projector
 
 SCORES = ("loss", "token_accuracy", "exact_match", "answers", "samples")
 

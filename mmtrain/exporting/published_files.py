@@ -14,8 +14,8 @@ from typing import Any
 
 from mmtrain.base.small_files import parse_json, read_limited
 from mmtrain.config.limits import MAX_TOKENIZER_BYTES
-from mmtrain.models.facts.model_files import foreign_files, read_json
-from mmtrain.models.facts.tokenizer_files import CONFIGURATIONS, published_files
+from mmtrain.facts.model_files import foreign_files, read_json
+from mmtrain.facts.tokenizer_files import CONFIGURATIONS, published_files
 
 # Keys by which transformers finds code, in a folder or on the hub, to run it.
 CODE_KEYS = ("auto_map", "custom_generate", "custom_pipelines")

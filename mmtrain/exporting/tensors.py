@@ -24,7 +24,7 @@ from safetensors.torch import save_file
 
 from mmtrain.base.durable import flush, whole_folder
 from mmtrain.base.errors import UserError
-from mmtrain.models.facts.model_files import DEQUANTISED
+from mmtrain.facts.model_files import DEQUANTISED
 
 INDEX = "model.safetensors.index.json"
 DTYPES = {

@@ -34,11 +34,11 @@ from mmtrain.data.stream.packs import Pack, PackedBatch, Processor, make_batch
 from mmtrain.demo.data import make_demo_data
 from mmtrain.exporting.hf import ExportedModel
 from mmtrain.exporting.projector_file import run_tensors
-from mmtrain.models.facts.connectors import image_layout
-from mmtrain.models.facts.shapes import llm_shape
-from mmtrain.models.modules.language import quiet
-from mmtrain.models.modules.lora import merge_adapters
-from mmtrain.models.modules.stage import Stage, build_stage
+from mmtrain.facts.connectors import image_layout
+from mmtrain.facts.shapes import llm_shape
+from mmtrain.model.llm.language import quiet
+from mmtrain.model.stage import Stage, build_stage
+from mmtrain.model.trained.lora import merge_adapters
 from mmtrain.plan.plan import StagePlan
 from mmtrain.stock.stock_class import ExportedClass
 from mmtrain.training.held_out import evaluated_samples

@@ -37,15 +37,15 @@ from mmtrain.config.model import VisionSection
 from mmtrain.config.schema import RunConfig
 from mmtrain.exporting.language import take_merged
 from mmtrain.exporting.tensors import TensorSource, in_memory, stored
-from mmtrain.models.facts.adapters import is_adapter
-from mmtrain.models.facts.connectors import image_layout
-from mmtrain.models.facts.encoders import FAMILIES, family_of
-from mmtrain.models.facts.families import encoder_config, encoder_tensors
-from mmtrain.models.facts.model_files import foreign_files, model_folder
-from mmtrain.models.facts.timm_models import BEHIND_THE_BLOCKS, CLIP, DINOV2, SIGLIP, StockModel, form_of
-from mmtrain.models.facts.vision_files import is_timm_name, square
-from mmtrain.models.modules.vision import load_vision, model_class, stock_config, timm_model
-from mmtrain.models.weights.files import tensor_places
+from mmtrain.facts.adapters import is_adapter
+from mmtrain.facts.connectors import image_layout
+from mmtrain.facts.encoders import FAMILIES, family_of
+from mmtrain.facts.families import encoder_config, encoder_tensors
+from mmtrain.facts.model_files import foreign_files, model_folder
+from mmtrain.facts.timm_models import BEHIND_THE_BLOCKS, CLIP, DINOV2, SIGLIP, StockModel, form_of
+from mmtrain.facts.vision_files import is_timm_name, square
+from mmtrain.model.encoder.vision import load_vision, model_class, stock_config, timm_model
+from mmtrain.model.weights.files import tensor_places
 from mmtrain.stock.stock_class import OUTER, WHAT_WORKS, ExportedEncoder
 
 KEPT_SETTINGS = (

@@ -19,14 +19,14 @@ from mmtrain.exporting.language import ExportedLanguage, take_merged
 from mmtrain.exporting.processor import ExportedProcessor, check_processor
 from mmtrain.exporting.published_files import copy_files, write_json
 from mmtrain.exporting.tensors import TensorSource, stored
-from mmtrain.models.facts.connectors import image_layout
-from mmtrain.models.facts.encoders import FAMILIES
-from mmtrain.models.facts.families import canonical_name, encoder_config, encoder_tensors, llm_config, llm_tensors
-from mmtrain.models.facts.model_files import foreign_files, model_folder, read_json
-from mmtrain.models.facts.vision_files import image_settings
-from mmtrain.models.modules.projector import PROJECTOR
-from mmtrain.models.weights.files import tensor_places
-from mmtrain.models.weights.projector_files import local_names
+from mmtrain.facts.connectors import image_layout
+from mmtrain.facts.encoders import FAMILIES
+from mmtrain.facts.families import canonical_name, encoder_config, encoder_tensors, llm_config, llm_tensors
+from mmtrain.facts.model_files import foreign_files, model_folder, read_json
+from mmtrain.facts.vision_files import image_settings
+from mmtrain.model.trained.projector import PROJECTOR
+from mmtrain.model.weights.files import tensor_places
+from mmtrain.model.weights.projector_files import local_names
 from mmtrain.stock.stock_class import StockClass
 
 _UNMARKED = "Its own chat template does not mark answers, so trl's assistant_only_loss cannot be used with it."

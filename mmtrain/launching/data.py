@@ -14,9 +14,9 @@ from mmtrain.data.shards.indexing import ensure_indexes, unready_shards
 from mmtrain.data.shards.shard_list import refuse_empty_shards, refuse_unfinished_shards
 from mmtrain.data.stream.catalog import data_sets, evaluated_set, shards_by_form
 from mmtrain.demo.data import make_demo_data
-from mmtrain.models.facts.connectors import image_layout
-from mmtrain.models.facts.model_files import model_folder
-from mmtrain.models.facts.tokenizer_files import text_fingerprint
+from mmtrain.facts.connectors import image_layout
+from mmtrain.facts.model_files import model_folder
+from mmtrain.facts.tokenizer_files import text_fingerprint
 
 INDEXED_WHILE_OTHERS_WAIT = 1_000_000_000  # bytes of shards: seconds to a minute
 

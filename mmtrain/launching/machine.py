@@ -18,7 +18,7 @@ import psutil
 from mmtrain.base.errors import EncoderSliceError, MemoryLimitError, UserError
 from mmtrain.base.printing import bytes_text, counted, print_note
 from mmtrain.config.schema import RunConfig
-from mmtrain.models.probing.probe import probe_encoder
+from mmtrain.model.probe import probe_encoder
 from mmtrain.plan.calibration import Device, cpu_device, gpu_device
 from mmtrain.plan.plan import Plan, RankPlan
 from mmtrain.plan.planner import make_plan

@@ -18,7 +18,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from mmtrain import __version__
 from mmtrain.base.errors import UserError
 from mmtrain.base.json_lines import recorded
 from mmtrain.base.printing import (
@@ -32,12 +31,14 @@ from mmtrain.base.printing import (
     show_cursor,
     show_error,
 )
+from mmtrain.base.version import VERSION
 from mmtrain.checkpoint.resume import AUTO, ResumePoint, find_start, flat, is_complete, refuse_unfit_init_from_run
 from mmtrain.checkpoint.run_folder import METRICS, REPORT, locked, prepare_folder, run_folder
 from mmtrain.checkpoint.step_folder import step_folders, step_of
 from mmtrain.config.load import dump_config
 from mmtrain.config.schema import RunConfig
 from mmtrain.engine.trace import refuse_unfit_trace
+from mmtrain.facts.connectors import has_grid_positions
 from mmtrain.launching.command_line import Options
 from mmtrain.launching.data import check_data, with_formats
 from mmtrain.launching.machine import (
@@ -49,9 +50,8 @@ from mmtrain.launching.machine import (
     refuse_missing_libraries,
     refuse_short_host_memory,
 )
-from mmtrain.models.facts.connectors import has_grid_positions
-from mmtrain.models.probing.probe import probe
-from mmtrain.models.weights.projector_files import refuse_unfit_init_from
+from mmtrain.model.probe import probe
+from mmtrain.model.weights.projector_files import refuse_unfit_init_from
 from mmtrain.plan.calibration import cached_file, calibration_key
 from mmtrain.plan.plan import Plan, RankPlan, render
 from mmtrain.plan.planner import models_of
@@ -213,9 +213,7 @@ def _threads_of(start: ResumePoint | None, config: RunConfig, local_ranks: int) 
 
 def agreement(config: RunConfig, plan: Plan, trace_steps: int) -> tuple[str, dict[str, Any]]:
     """Return what all ranks must have in common: ranks that differ would wait for each other for ever."""
-    text = (
-        f"mmtrain {__version__} --trace {trace_steps} {plan.chain} {dump_config(config)} {json.dumps(plan.as_dict())}"
-    )
+    text = f"mmtrain {VERSION} --trace {trace_steps} {plan.chain} {dump_config(config)} {json.dumps(plan.as_dict())}"
     return hashlib.sha256(text.encode()).hexdigest(), flat(disclosed(config.model_dump(mode="json")))
 
 

@@ -5,7 +5,7 @@ an input gradient only if something trainable lies before it, in this block or u
 for trainable matrices only. So freezing attention alone, or training the last layer alone, is costed as it runs.
 
 The last decoder layer runs for the supervised tokens (`rows`): keys and values of all tokens, the rest for these rows
-alone. Some of what runs is thrown away (`wasted`), as models/modules/last_layer.py does it.
+alone. Some of what runs is thrown away (`wasted`), as model/llm/last_layer.py does it.
 
 FLOPs count matrix products (2 per multiply-add), as torch.utils.flop_counter does; norms, activations and rotary
 positions count 0. Bytes follow what torch saves for a llama-like layer with fused attention.
@@ -19,8 +19,8 @@ from dataclasses import dataclass
 from enum import IntEnum
 
 from mmtrain.base.errors import UserError
-from mmtrain.models.facts.adapters import LORA_A, LORA_B, adapted_layer, is_adapter
-from mmtrain.models.facts.shapes import ParameterShape, Shape
+from mmtrain.facts.adapters import LORA_A, LORA_B, adapted_layer, is_adapter
+from mmtrain.facts.shapes import ParameterShape, Shape
 
 
 @dataclass(frozen=True, slots=True)

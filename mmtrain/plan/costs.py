@@ -14,8 +14,9 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from mmtrain.config.schema import RunConfig
-from mmtrain.models.facts.adapters import is_adapter
-from mmtrain.models.facts.connectors import (
+from mmtrain.facts.adapters import is_adapter
+from mmtrain.facts.chunks import LOGITS_PER_CHUNK, tiles_per_call
+from mmtrain.facts.connectors import (
     Branch,
     Gated,
     Gelu,
@@ -27,20 +28,17 @@ from mmtrain.models.facts.connectors import (
     Swiglu,
     connector_parameters,
 )
-from mmtrain.models.facts.encoders import ENCODER_BLOCK
-from mmtrain.models.facts.families import WHOLE_LAST_LAYER
-from mmtrain.models.facts.quantised import Quantisation, is_quantised, quantised_bytes
-from mmtrain.models.facts.shapes import LlmShape, ParameterShape, VisionShape, matches_any
-from mmtrain.models.layouts.layout import ImageLayout, Tiling
+from mmtrain.facts.encoders import ENCODER_BLOCK
+from mmtrain.facts.families import WHOLE_LAST_LAYER
+from mmtrain.facts.quantised import Quantisation, is_quantised, quantised_bytes
+from mmtrain.facts.shapes import LlmShape, ParameterShape, VisionShape, matches_any
+from mmtrain.layouts.layout import ImageLayout, Tiling
 from mmtrain.plan.block_costs import Block, Flops, Part, Sublayer, block_parts, keys_seen, total
 from mmtrain.plan.instructions import offsets_of
 from mmtrain.plan.optimizers import ADAMW, FP32, OptimizerKind, optimizer_of
 
 BYTES = {"float32": 4, "bfloat16": 2}
-LOGITS_PER_CHUNK = 2**24  # elements; the loss makes logits in chunks of this size
 INTEGER = 8  # bytes of a token id, position or label
-PATCHES_PER_CALL = 11_664  # of a frozen encoder: 16 tiles of 384 pixels, in patches of 14, keep any GPU busy
-LEAST_TILES_PER_CALL = 16
 TYPICAL_SIZE = 640, 480  # pixels of an image of which nothing else is known
 
 
@@ -95,10 +93,6 @@ def typical_tiling(config: RunConfig, layout: ImageLayout) -> Tiling | None:
     if not fitting:
         return min(tilings, key=lambda x: x.positions)
     return min(fitting, key=lambda x: abs(x.tiles / tiles - 1) + abs(x.positions / positions - 1))
-
-
-def tiles_per_call(patches_per_image: int) -> int:
-    return max(LEAST_TILES_PER_CALL, PATCHES_PER_CALL // patches_per_image)
 
 
 def _arranged_positions(work: Workload, layout: ImageLayout) -> float:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from mmtrain.config.schema import OptimizerGroupSection, OptimizerSection
-from mmtrain.models.facts.shapes import matches_any
+from mmtrain.facts.shapes import matches_any
 
 if TYPE_CHECKING:
     import torch

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
 from mmtrain.base.printing import bytes_text, counted, table_lines, terminal_width
-from mmtrain.models.facts.quantised import BITS, Quantisation
+from mmtrain.facts.quantised import BITS, Quantisation
 from mmtrain.plan.block_costs import Flops
 from mmtrain.plan.instructions import Schedule
 from mmtrain.plan.schedule import Chain, ranks_of

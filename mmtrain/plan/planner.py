@@ -13,10 +13,10 @@ from dataclasses import replace
 
 from mmtrain.base.errors import MemoryLimitError
 from mmtrain.config.schema import RunConfig
-from mmtrain.models.facts.adapters import with_adapters
-from mmtrain.models.facts.connectors import connector_between, image_layout, run_vision
-from mmtrain.models.facts.shapes import NO_VISION, llm_shape, matches_any
-from mmtrain.models.layouts.layout import ImageLayout
+from mmtrain.facts.adapters import with_adapters
+from mmtrain.facts.connectors import connector_between, image_layout, run_vision
+from mmtrain.facts.shapes import NO_VISION, llm_shape, matches_any
+from mmtrain.layouts.layout import ImageLayout
 from mmtrain.plan.block_costs import Flops
 from mmtrain.plan.calibration import Device
 from mmtrain.plan.costs import Models, expected_image, minimal_flops

@@ -11,11 +11,11 @@ from dataclasses import dataclass
 from mmtrain.base.errors import UserError
 from mmtrain.base.printing import bytes_text, escape, first_few
 from mmtrain.config.schema import RunConfig
-from mmtrain.models.facts.adapters import is_adapter
-from mmtrain.models.facts.shapes import matches_any
-from mmtrain.models.facts.tokenizer_files import refuse_missing_marks
-from mmtrain.models.facts.vision_files import check_preprocessing
-from mmtrain.models.layouts.layout import ImageLayout
+from mmtrain.facts.adapters import is_adapter
+from mmtrain.facts.shapes import matches_any
+from mmtrain.facts.tokenizer_files import refuse_missing_marks
+from mmtrain.facts.vision_files import check_preprocessing
+from mmtrain.layouts.layout import ImageLayout
 from mmtrain.plan.costs import Models, expected_image, typical_tiling
 from mmtrain.plan.cuts import given_cut
 from mmtrain.plan.plan import RankPlan, stage_of

@@ -16,7 +16,7 @@ from typing import Any, Literal, NamedTuple
 
 from mmtrain.config.limits import MAX_LAYERS
 from mmtrain.config.schema import RunConfig
-from mmtrain.models.facts.quantised import BITS, Quantisation
+from mmtrain.facts.quantised import BITS, Quantisation
 from mmtrain.plan.calibration import (
     CPU,
     GPU,

@@ -23,7 +23,7 @@ from mmtrain.base.printing import bytes_text, table_lines, terminal_width
 from mmtrain.config.load import validated
 from mmtrain.config.parallel import MAX_MICROBATCHES
 from mmtrain.config.schema import MAX_RANKS, RunConfig
-from mmtrain.models.facts.quantised import BITS
+from mmtrain.facts.quantised import BITS
 from mmtrain.plan.calibration import Device
 from mmtrain.plan.costs import Models
 from mmtrain.plan.plan import wrapped

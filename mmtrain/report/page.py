@@ -19,9 +19,9 @@ from typing import Any
 
 import jinja2
 
-import mmtrain
 from mmtrain.base.durable import write_whole
 from mmtrain.base.errors import UserError
+from mmtrain.base.version import VERSION
 from mmtrain.report.comparison import compared
 from mmtrain.report.elements import Finding, Section, chart_data
 from mmtrain.report.headline import headline, status
@@ -73,7 +73,7 @@ def _render(title: str, says: str, findings: Mapping[str, Finding], parts: Seque
         style=style,
         policy="; ".join(f"{key} {value}" for key, value in policy.items()),
         data=_inside_script({chart.id: chart_data(chart) for section in parts for chart in section.charts}),
-        version=mmtrain.__version__,
+        version=VERSION,
         made=datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
     )
 

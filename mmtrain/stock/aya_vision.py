@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Any
 from mmtrain.config.limits import MAX_TILES
 from mmtrain.config.schema import RunConfig
 from mmtrain.data.samples.records import IMAGE_MARK
-from mmtrain.models.facts.connectors import reduction
-from mmtrain.models.facts.settings import is_whole
-from mmtrain.models.layouts.layout import ImageLayout
-from mmtrain.models.layouts.square import Square
-from mmtrain.models.layouts.tiles import Tiles
+from mmtrain.facts.connectors import reduction
+from mmtrain.facts.settings import is_whole
+from mmtrain.layouts.layout import ImageLayout
+from mmtrain.layouts.square import Square
+from mmtrain.layouts.tiles import Tiles
 from mmtrain.stock.stock_class import ExportedEncoder, StockClass
 from mmtrain.stock.stock_folder import IMAGES, Keys, StockFolder, unfit
 

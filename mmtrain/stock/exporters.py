@@ -15,10 +15,10 @@ from typing import Literal
 
 from mmtrain.base.errors import UserError
 from mmtrain.config.schema import RunConfig
-from mmtrain.models.facts.adapters import adapted_layer, is_llm_adapter
-from mmtrain.models.facts.connectors import image_layout, run_vision
-from mmtrain.models.facts.encoders import FAMILIES
-from mmtrain.models.facts.families import (
+from mmtrain.facts.adapters import adapted_layer, is_llm_adapter
+from mmtrain.facts.connectors import image_layout, run_vision
+from mmtrain.facts.encoders import FAMILIES
+from mmtrain.facts.families import (
     canonical_name,
     full_names,
     holds_parts,
@@ -26,16 +26,16 @@ from mmtrain.models.facts.families import (
     llm_tensors,
     loaded_name,
 )
-from mmtrain.models.facts.model_files import (
+from mmtrain.facts.model_files import (
     find_model_folder,
     generation_config,
     model_folder,
     read_json,
     tensor_shapes,
 )
-from mmtrain.models.facts.shapes import VisionShape, llm_shape
-from mmtrain.models.facts.tokenizer_files import published_files
-from mmtrain.models.layouts.registry import LAYOUTS
+from mmtrain.facts.shapes import VisionShape, llm_shape
+from mmtrain.facts.tokenizer_files import published_files
+from mmtrain.layouts.registry import LAYOUTS
 from mmtrain.stock.aya_vision import AyaVision
 from mmtrain.stock.grids import Exaone45, HyperCLOVAXVisionV2, VideoLlama3
 from mmtrain.stock.idefics3 import Idefics3

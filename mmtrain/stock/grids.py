@@ -14,10 +14,10 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from mmtrain.config.schema import RunConfig
-from mmtrain.models.facts.shapes import llm_shape
-from mmtrain.models.layouts.layout import Tiling
-from mmtrain.models.layouts.native import FRAMES, Native, PatchOrder, patch_rows
-from mmtrain.models.layouts.registry import LAYOUTS
+from mmtrain.facts.shapes import llm_shape
+from mmtrain.layouts.layout import Tiling
+from mmtrain.layouts.native import FRAMES, Native, PatchOrder, patch_rows
+from mmtrain.layouts.registry import LAYOUTS
 from mmtrain.stock.stock_class import ExportedEncoder, StockClass
 from mmtrain.stock.stock_folder import CONFIG, IMAGES, Keys, StockFolder, unfit
 

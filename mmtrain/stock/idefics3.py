@@ -7,11 +7,11 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from mmtrain.config.schema import RunConfig
-from mmtrain.models.facts.connectors import image_layout, reduction
-from mmtrain.models.facts.shapes import VisionShape
-from mmtrain.models.facts.vision_files import published_images
-from mmtrain.models.layouts import idefics3
-from mmtrain.models.layouts.layout import ImageLayout, Tiling
+from mmtrain.facts.connectors import image_layout, reduction
+from mmtrain.facts.shapes import VisionShape
+from mmtrain.facts.vision_files import published_images
+from mmtrain.layouts import idefics3
+from mmtrain.layouts.layout import ImageLayout, Tiling
 from mmtrain.stock.stock_class import OUTER, ExportedEncoder, StockClass
 from mmtrain.stock.stock_folder import Keys, StockFolder
 

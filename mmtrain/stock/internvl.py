@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from mmtrain.config.schema import RunConfig
 from mmtrain.data.samples.records import IMAGE_MARK
-from mmtrain.models.facts.connectors import image_layout, reduction
-from mmtrain.models.facts.shapes import vision_shape
-from mmtrain.models.layouts.layout import ImageLayout
+from mmtrain.facts.connectors import image_layout, reduction
+from mmtrain.facts.shapes import vision_shape
+from mmtrain.layouts.layout import ImageLayout
 from mmtrain.stock.stock_class import INTERN_VIT, ExportedEncoder, StockClass
 from mmtrain.stock.stock_folder import Keys, StockFolder
 

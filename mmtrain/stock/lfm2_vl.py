@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from mmtrain.config.schema import RunConfig
 from mmtrain.data.samples.records import IMAGE_MARK
-from mmtrain.models.facts.connectors import reduction
-from mmtrain.models.facts.shapes import llm_shape
-from mmtrain.models.layouts.layout import Tiling
-from mmtrain.models.layouts.native import MAX_POSITIONS, MIN_POSITIONS, Native, patch_rows
+from mmtrain.facts.connectors import reduction
+from mmtrain.facts.shapes import llm_shape
+from mmtrain.layouts.layout import Tiling
+from mmtrain.layouts.native import MAX_POSITIONS, MIN_POSITIONS, Native, patch_rows
 from mmtrain.stock.stock_class import ON_WHITE, ExportedEncoder, StockClass
 from mmtrain.stock.stock_folder import CONFIG, IMAGES, Keys, StockFolder, unfit
 

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 from mmtrain.config.schema import RunConfig
 from mmtrain.data.samples.records import IMAGE_MARK
-from mmtrain.models.facts.connectors import image_layout
-from mmtrain.models.layouts.anyres import Anyres, AnyresMax9
-from mmtrain.models.layouts.layout import ImageLayout, Tiling
+from mmtrain.facts.connectors import image_layout
+from mmtrain.layouts.anyres import Anyres, AnyresMax9
+from mmtrain.layouts.layout import ImageLayout, Tiling
 from mmtrain.stock.stock_class import INTERN_VIT, ExportedEncoder, StockClass
 from mmtrain.stock.stock_folder import Keys, StockFolder, unfit
 

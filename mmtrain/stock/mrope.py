@@ -16,12 +16,12 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from mmtrain.config.schema import RunConfig
-from mmtrain.models.facts.encoders import FAMILIES
-from mmtrain.models.facts.families import MROPE_MODELS
-from mmtrain.models.facts.shapes import llm_shape
-from mmtrain.models.layouts.layout import Tiling
-from mmtrain.models.layouts.mrope import GlmV, PaddleOcrVl, QwenVl
-from mmtrain.models.layouts.native import Native
+from mmtrain.facts.encoders import FAMILIES
+from mmtrain.facts.families import MROPE_MODELS
+from mmtrain.facts.shapes import llm_shape
+from mmtrain.layouts.layout import Tiling
+from mmtrain.layouts.mrope import GlmV, PaddleOcrVl, QwenVl
+from mmtrain.layouts.native import Native
 from mmtrain.stock.grids import HyperCLOVAXVisionV2
 from mmtrain.stock.stock_class import ExportedEncoder
 from mmtrain.stock.stock_folder import Keys, StockFolder

@@ -6,11 +6,11 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from mmtrain.config.schema import RunConfig
 from mmtrain.data.samples.records import IMAGE_MARK
-from mmtrain.models.facts.connectors import reduction
-from mmtrain.models.facts.encoders import TIMM
-from mmtrain.models.facts.shapes import VisionShape
-from mmtrain.models.facts.vision_files import published_images
-from mmtrain.models.layouts.layout import ImageLayout, Tiling
+from mmtrain.facts.connectors import reduction
+from mmtrain.facts.encoders import TIMM
+from mmtrain.facts.shapes import VisionShape
+from mmtrain.facts.vision_files import published_images
+from mmtrain.layouts.layout import ImageLayout, Tiling
 from mmtrain.stock.stock_class import ON_WHITE, ExportedEncoder, StockClass
 from mmtrain.stock.stock_folder import CONFIG, Keys, StockFolder, unfit
 

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from mmtrain.config.limits import MAX_GRID_SIDE
 from mmtrain.config.schema import RunConfig
 from mmtrain.data.samples.records import IMAGE_MARK
-from mmtrain.models.facts.connectors import reduction
-from mmtrain.models.facts.settings import is_whole
-from mmtrain.models.facts.shapes import llm_shape
-from mmtrain.models.layouts.layout import Tiling
-from mmtrain.models.layouts.native import Native, picture
+from mmtrain.facts.connectors import reduction
+from mmtrain.facts.settings import is_whole
+from mmtrain.facts.shapes import llm_shape
+from mmtrain.layouts.layout import Tiling
+from mmtrain.layouts.native import Native, picture
 from mmtrain.stock.stock_class import ExportedEncoder, StockClass
 from mmtrain.stock.stock_folder import IMAGES, Keys, StockFolder, unfit
 

@@ -12,7 +12,7 @@ import logging
 
 from mmtrain.base.errors import UserError
 from mmtrain.config.schema import RunConfig
-from mmtrain.models.facts.model_files import model_folder, read_json
+from mmtrain.facts.model_files import model_folder, read_json
 from mmtrain.stock.exporters import STOCK_CLASSES, exporter_for, stock_class
 from mmtrain.stock.stock_folder import BOUNDS, BY_PARTS, PARTS, StockFolder, shown
 

@@ -21,14 +21,14 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 from mmtrain.base.errors import UserError
 from mmtrain.config.schema import RunConfig
 from mmtrain.data.samples.records import IMAGE_MARK
-from mmtrain.models.facts.connectors import NEWLINE, image_layout, reduction
-from mmtrain.models.facts.encoders import FAMILIES, TESTED_TRANSFORMERS, TIMM
-from mmtrain.models.facts.families import canonical_name
-from mmtrain.models.facts.shapes import VisionShape, llm_shape
-from mmtrain.models.facts.timm_models import form_of
-from mmtrain.models.layouts.layout import ImageLayout, Tiling
-from mmtrain.models.layouts.registry import LAYOUT_KEYS, LAYOUTS
-from mmtrain.models.layouts.square import Square
+from mmtrain.facts.connectors import NEWLINE, image_layout, reduction
+from mmtrain.facts.encoders import FAMILIES, TESTED_TRANSFORMERS, TIMM
+from mmtrain.facts.families import canonical_name
+from mmtrain.facts.shapes import VisionShape, llm_shape
+from mmtrain.facts.timm_models import form_of
+from mmtrain.layouts.layout import ImageLayout, Tiling
+from mmtrain.layouts.registry import LAYOUT_KEYS, LAYOUTS
+from mmtrain.layouts.square import Square
 from mmtrain.stock.stock_folder import CONFIG, Keys, StockFolder, unfit
 
 if TYPE_CHECKING:

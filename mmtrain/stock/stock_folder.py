@@ -16,12 +16,12 @@ from mmtrain.base.errors import UserError
 from mmtrain.base.printing import escape
 from mmtrain.config.limits import MAX_CELLS, MAX_GRIDS
 from mmtrain.config.model import Pinpoints
-from mmtrain.models.facts.connectors import refuse_other_settings
-from mmtrain.models.facts.model_files import Shape, read_json, tensor_shapes
-from mmtrain.models.facts.settings import is_whole
-from mmtrain.models.facts.shapes import VisionShape, vision_shape
-from mmtrain.models.facts.vision_files import image_settings, preprocessing
-from mmtrain.models.layouts.anyres import Anyres
+from mmtrain.facts.connectors import refuse_other_settings
+from mmtrain.facts.model_files import Shape, read_json, tensor_shapes
+from mmtrain.facts.settings import is_whole
+from mmtrain.facts.shapes import VisionShape, vision_shape
+from mmtrain.facts.vision_files import image_settings, preprocessing
+from mmtrain.layouts.anyres import Anyres
 
 _log = logging.getLogger(__name__)
 Keys = dict[str, Any]

@@ -212,7 +212,7 @@ OTHERS = {
     "mmtrain/runtime/rank.py",
     "mmtrain/checkpoint/write.py",
     "mmtrain/doctor/runs.py",
-    "mmtrain/models/probing/probe.py",
+    "mmtrain/model/probe.py",
     "mmtrain/training/loop.py",
     "mmtrain/runtime/rendezvous.py",
     "mmtrain/runtime/gpus.py",

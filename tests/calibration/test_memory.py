@@ -19,7 +19,7 @@ from whole_models import save_whole, whole_config
 from mmtrain.calibration.allocations import bytes_used
 from mmtrain.calibration.transfers import measure_fetches
 from mmtrain.engine.single_stage import expected_batch
-from mmtrain.models.weights.weight_sources import PeerSource
+from mmtrain.model.weights.weight_sources import PeerSource
 from mmtrain.plan.planner import make_plan
 
 # 6 decoder layers; 5 blocks of the encoder run; a tile is 196 patches, of which 59 run at a time.

@@ -16,8 +16,8 @@ from mmtrain.base.errors import UserError
 from mmtrain.checkpoint.resume import refuse_unfit_init_from_run
 from mmtrain.checkpoint.step_folder import StepFolder
 from mmtrain.config.schema import RunConfig
-from mmtrain.models.facts.shapes import matches_any
-from mmtrain.models.modules.stage import build_stage
+from mmtrain.facts.shapes import matches_any
+from mmtrain.model.stage import build_stage
 from mmtrain.plan.planner import make_plan, models_of
 
 LORA = ("model.lora.r=4", "model.lora.alpha=8", "model.lora.targets=[llm.layers.*.self_attn]")

@@ -10,8 +10,8 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Qwen2Config
 
 from mmtrain.__main__ import main
-from mmtrain.models.modules.language import load_decoder_layers
-from mmtrain.models.modules.tiny import tiny_model
+from mmtrain.model.llm.language import load_decoder_layers
+from mmtrain.model.llm.tiny import tiny_model
 
 
 def save_pickled(folder: Path, shards: int, *, legacy: bool = False, **options) -> dict[str, torch.Tensor]:

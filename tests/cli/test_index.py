@@ -14,8 +14,8 @@ from archives import conversation, picture, write_tar
 
 from mmtrain.__main__ import main
 from mmtrain.data.shards.index import index_path, read_index
-from mmtrain.models.facts.model_files import model_folder
-from mmtrain.models.facts.tokenizer_files import text_fingerprint
+from mmtrain.facts.model_files import model_folder
+from mmtrain.facts.tokenizer_files import text_fingerprint
 
 PNG = picture(3, 2)
 PLAIN = ("--tokenizer", "demo:llm", "--template", "plain")

@@ -20,7 +20,7 @@ from mmtrain.cli.shard import parse_size
 from mmtrain.data.samples.sample import read_sample
 from mmtrain.data.shards.index import read_index
 from mmtrain.data.shards.shard_list import expand_shards
-from mmtrain.models.facts.tokenizer_files import text_fingerprint
+from mmtrain.facts.tokenizer_files import text_fingerprint
 
 SOUND = {"id": 1, "conversations": turns("Hi", "Yes.")}
 

@@ -26,7 +26,7 @@ def use_one_device():
     """What the host sees of memory, forks, waits, streams and kernels; each by the name of the test that judges it."""
     from fake_cuda.late import RUNTIME
 
-    from mmtrain.models.modules.attention import flash_agrees
+    from mmtrain.model.llm.attention import flash_agrees
 
     seen = {}
     held = torch.zeros(100 * MIB, dtype=torch.uint8, device=CUDA)

@@ -34,8 +34,8 @@ from tiny_models import make_tokenizer
 from transformers import CONFIG_MAPPING
 from whole_models import save_whole, whole_config
 
-from mmtrain.models.facts.connectors import has_grid_positions, image_layout
-from mmtrain.models.modules.tiny import tiny_model
+from mmtrain.facts.connectors import has_grid_positions, image_layout
+from mmtrain.model.llm.tiny import tiny_model
 from mmtrain.plan.instructions import Op
 from mmtrain.plan.planner import make_plan
 from mmtrain.training.loop import use_algorithms

@@ -19,7 +19,7 @@ from scenes import as_batch, join, make_config, make_document, make_engine, save
 from mmtrain.data.stream import packs
 from mmtrain.engine import engine as engine_module
 from mmtrain.engine.channels import Channels
-from mmtrain.models.weights.streaming import SideStream, StreamedLayers
+from mmtrain.model.weights.streaming import SideStream, StreamedLayers
 
 RIGHT, SEEDED = range(100, 120), range(200, 208)  # orders
 STEP = [[[make_document(10 + i, images=(1, 0, 2, 1)[i])]] for i in range(4)]

@@ -17,7 +17,7 @@ from mmtrain.data.shards.shard_list import demo_shards, expand_shards
 from mmtrain.data.stream.images import image_transform
 from mmtrain.demo.data import SAMPLES, draw_samples, make_demo_shards
 from mmtrain.demo.pictures import SIZE
-from mmtrain.models.layouts.tiles import Tiles
+from mmtrain.layouts.tiles import Tiles
 
 
 def made(name):

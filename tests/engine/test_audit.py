@@ -16,9 +16,9 @@ from transformers import CONFIG_MAPPING
 from mmtrain.base.errors import UserError
 from mmtrain.engine.audit import AuditError, RankAudit, check_replicas, write_audit
 from mmtrain.engine.optimizer import MasterWeights, NoOpOptimizer
-from mmtrain.models.modules.stage import build_stage
-from mmtrain.models.modules.tiny import tiny_model
-from mmtrain.models.weights.fingerprint import fingerprint
+from mmtrain.model.llm.tiny import tiny_model
+from mmtrain.model.stage import build_stage
+from mmtrain.model.weights.fingerprint import fingerprint
 from mmtrain.plan.planner import make_plan
 
 

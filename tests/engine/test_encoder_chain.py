@@ -30,7 +30,7 @@ from tiers import nightly
 from mmtrain.base.collectives import all_gather_object
 from mmtrain.data.samples.sample import IGNORE
 from mmtrain.engine.audit import model_fingerprint
-from mmtrain.models.facts.connectors import image_layout
+from mmtrain.facts.connectors import image_layout
 from mmtrain.plan.instructions import Op
 from mmtrain.plan.planner import make_plan
 

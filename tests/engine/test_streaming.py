@@ -27,9 +27,9 @@ from scenes import (
 from mmtrain.base.collectives import all_gather_object
 from mmtrain.base.errors import UserError
 from mmtrain.engine.audit import AuditError, model_fingerprint
-from mmtrain.models.modules.stage import build_stage
-from mmtrain.models.weights.streaming import StreamedLayers
-from mmtrain.models.weights.weight_sources import HostSource, lock
+from mmtrain.model.stage import build_stage
+from mmtrain.model.weights.streaming import StreamedLayers
+from mmtrain.model.weights.weight_sources import HostSource, lock
 from mmtrain.plan.instructions import Op, fetches_of, uses_of, with_following
 from mmtrain.plan.planner import make_plan
 from mmtrain.plan.schedule import forward_schedule, training_schedule

@@ -35,8 +35,8 @@ from mmtrain.base.errors import UserError
 from mmtrain.checkpoint.step_folder import StepFolder, find
 from mmtrain.config.schema import RunConfig
 from mmtrain.exporting.verify import read_samples
-from mmtrain.models.facts.adapters import is_adapter
-from mmtrain.models.facts.families import canonical_name
+from mmtrain.facts.adapters import is_adapter
+from mmtrain.facts.families import canonical_name
 from mmtrain.plan.planner import make_plan
 
 ALL = "model.lora.targets=[llm.layers.*, vision.*]"

@@ -4,7 +4,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from untrained_runs import config_of, export, make_checkpoint, weights
 
-from mmtrain.models.facts.families import canonical_name
+from mmtrain.facts.families import canonical_name
 
 TEXT = ("model.vision=null", "data.template=llava_v1", "model.llm.dtype=float32")
 TRAINED = "model.trainable=[llm.layers.7, llm.head]"

@@ -20,7 +20,7 @@ from mmtrain.data.samples.records import BadSample
 from mmtrain.data.samples.sample import IGNORE, IMAGE_POSITION, Sample
 from mmtrain.data.samples.templates import PlainTemplate, make_template
 from mmtrain.exporting.chat_template import mark_answers
-from mmtrain.models.layouts.square import Square
+from mmtrain.layouts.square import Square
 
 CHATML_MARKS = ("<|im_start|>", "<|im_end|>")
 OWN_MARKS = """{% for message in messages %}{{- '<|im_start|>' + message.role + '\\n' }}

@@ -14,9 +14,9 @@ from untrained_runs import config_of, export, make_checkpoint, run_export, weigh
 
 from mmtrain.base.errors import UserError
 from mmtrain.checkpoint.step_folder import STATE, StepFolder, find, new_step_folder
-from mmtrain.models.facts.connectors import run_connector
-from mmtrain.models.modules.projector import make_projector, read_projector
-from mmtrain.models.weights.projector_files import refuse_unfit_init_from
+from mmtrain.facts.connectors import run_connector
+from mmtrain.model.trained.projector import make_projector, read_projector
+from mmtrain.model.weights.projector_files import refuse_unfit_init_from
 
 FIRST, SECOND = ("linear_1.weight", "linear_1.bias"), ("linear_2.weight", "linear_2.bias")
 

@@ -28,7 +28,7 @@ from mmtrain.data.samples.sample import IMAGE_POSITION, Sample
 from mmtrain.data.samples.templates import ChatTemplate, PlainTemplate
 from mmtrain.data.stream.images import ImageTransform, decode_image
 from mmtrain.exporting.processor import check_processor, write_processor
-from mmtrain.models.layouts.square import ONE_SQUARE
+from mmtrain.layouts.square import ONE_SQUARE
 from mmtrain.stock.exporters import stock_class
 
 

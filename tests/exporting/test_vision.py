@@ -26,7 +26,7 @@ from untrained_runs import make_tower
 from mmtrain.base.errors import UserError
 from mmtrain.config.load import load_config
 from mmtrain.exporting.vision import ExportedEncoder, encoder_for_export
-from mmtrain.models.modules.vision import load_vision
+from mmtrain.model.encoder.vision import load_vision
 
 CONFIG = Path(__file__).parents[2] / "configs" / "llava_pp4.yaml"
 SMALL_TEXT = {

@@ -17,16 +17,16 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRot
 
 from mmtrain.config.model import LoraSection, ProjectorSection
 from mmtrain.config.schema import RunConfig
-from mmtrain.models.facts.connectors import connector
-from mmtrain.models.facts.shapes import ParameterShape, matches_any
-from mmtrain.models.modules.last_layer import LastLayer, Rows
-from mmtrain.models.modules.lora import add_adapters, without_marks
-from mmtrain.models.modules.projector import make_projector
-from mmtrain.models.modules.vision import load_vision
+from mmtrain.facts.chunks import LOGITS_PER_CHUNK
+from mmtrain.facts.connectors import connector
+from mmtrain.facts.shapes import ParameterShape, matches_any
+from mmtrain.model.encoder.vision import load_vision
+from mmtrain.model.llm.last_layer import LastLayer, Rows
+from mmtrain.model.trained.lora import add_adapters, without_marks
+from mmtrain.model.trained.projector import make_projector
 from mmtrain.plan.block_costs import Block, Flops, block_parts, keys_seen, sublayer_of, total
 from mmtrain.plan.calibration import CPU, GPU, assumed_timings
 from mmtrain.plan.costs import (
-    LOGITS_PER_CHUNK,
     LayerCost,
     RunCosts,
     Workload,

@@ -12,10 +12,10 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import CONFIG_MAPPING
 
 from mmtrain.base.errors import UserError
-from mmtrain.models.facts.families import canonical_name
-from mmtrain.models.facts.shapes import LlmShape, ParameterShape, llm_shape
-from mmtrain.models.modules.language import slice_of
-from mmtrain.models.modules.tiny import tiny_model
+from mmtrain.facts.families import canonical_name
+from mmtrain.facts.shapes import LlmShape, ParameterShape, llm_shape
+from mmtrain.model.llm.language import slice_of
+from mmtrain.model.llm.tiny import tiny_model
 from mmtrain.plan.block_costs import Block, block_parts, find_mixer, total
 
 # By family: greatest relative error of bytes; of FLOPs forward and backward, where not those that torch counts.

@@ -13,8 +13,8 @@ from schedule_check import check_schedule
 
 from mmtrain.base.errors import UserError
 from mmtrain.config.load import load_config
-from mmtrain.models.facts.shapes import llm_shape
-from mmtrain.models.modules.stage import build_stage
+from mmtrain.facts.shapes import llm_shape
+from mmtrain.model.stage import build_stage
 from mmtrain.plan.costs import minimal_flops, run_costs
 from mmtrain.plan.plan import Plan, render
 from mmtrain.plan.planner import make_plan, models_of

@@ -13,7 +13,7 @@ from mmtrain.base.errors import UserError
 from mmtrain.cli import plan as plan_command
 from mmtrain.config.load import DEMO, load_config
 from mmtrain.config.schema import RunConfig
-from mmtrain.models.facts.quantised import BITS
+from mmtrain.facts.quantised import BITS
 from mmtrain.plan import planner
 from mmtrain.plan.calibration import Device
 from mmtrain.plan.plan import Plan

@@ -19,7 +19,7 @@ from mmtrain.base.errors import UserError
 from mmtrain.config.schema import RunConfig
 from mmtrain.data.samples.sample import IMAGE_POSITION
 from mmtrain.engine.single_stage import expected_batch
-from mmtrain.models.layouts.registry import LAYOUTS
+from mmtrain.layouts.registry import LAYOUTS
 from mmtrain.plan.costs import minimal_flops, run_costs, typical_tiling
 from mmtrain.plan.plan import render
 from mmtrain.plan.planner import make_plan, models_of
@@ -77,7 +77,7 @@ LARGE = {"tiles": (13, 13 * 64), "anyres": (5, 64 + 16 * 17), "anyres_max_9": (1
 def test_the_front_holds_the_bytes_that_are_planned(
     parts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, layout: str, documents: int
 ) -> None:
-    monkeypatch.setattr("mmtrain.plan.costs.PATCHES_PER_CALL", 16 * 64)  # so that several calls are measured, too
+    monkeypatch.setattr("mmtrain.facts.chunks.PATCHES_PER_CALL", 16 * 64)  # so that several calls are measured, too
     sizes = {"hidden_size": 64, "intermediate_size": 256, "num_hidden_layers": 3, "num_attention_heads": 2}
     CLIPVisionModel(CLIPVisionConfig(**sizes, image_size=64, patch_size=8)).save_pretrained(tmp_path)
     size = {"height": 64, "width": 64}

@@ -16,7 +16,7 @@ from untrained_runs import make_tower
 from mmtrain.base.errors import UserError
 from mmtrain.config.load import load_config
 from mmtrain.config.model import ProjectorSection
-from mmtrain.models.modules import vision
+from mmtrain.model.encoder import vision
 from mmtrain.plan.planner import make_plan
 from mmtrain.stock.grids import HyperCLOVAXVisionV2
 from mmtrain.stock.idefics3 import Idefics3

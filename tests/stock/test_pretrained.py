@@ -27,14 +27,14 @@ import mmtrain
 from mmtrain.base.errors import UserError
 from mmtrain.config.load import dump_config
 from mmtrain.config.schema import RunConfig
+from mmtrain.facts.connectors import has_newline, run_connector
+from mmtrain.facts.families import _DEFAULTS
+from mmtrain.facts.shapes import llm_shape
 from mmtrain.launching.machine import plan_for_here
-from mmtrain.models.facts.connectors import has_newline, run_connector
-from mmtrain.models.facts.families import _DEFAULTS
-from mmtrain.models.facts.shapes import llm_shape
-from mmtrain.models.modules.language import load_decoder_layers
-from mmtrain.models.modules.projector import read_projector
-from mmtrain.models.modules.stage import build_stage
-from mmtrain.models.modules.tiny import draw_scales, tiny_model
+from mmtrain.model.llm.language import load_decoder_layers
+from mmtrain.model.llm.tiny import draw_scales, tiny_model
+from mmtrain.model.stage import build_stage
+from mmtrain.model.trained.projector import read_projector
 
 GRIDS = tuple((height, width) for height, width in whole_models.GRIDS)
 SQUARE = {"final_norm": False, "layout": "square"}

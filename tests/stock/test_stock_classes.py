@@ -63,8 +63,8 @@ from mmtrain.data.samples.templates import ChatTemplate, load_tokenizer
 from mmtrain.data.stream.images import decode_image, image_transform
 from mmtrain.exporting.hf import ExportedModel
 from mmtrain.exporting.verify import batch_fault
-from mmtrain.models.facts.connectors import connector_parameters, image_layout, run_connector
-from mmtrain.models.modules.projector import read_projector
+from mmtrain.facts.connectors import connector_parameters, image_layout, run_connector
+from mmtrain.model.trained.projector import read_projector
 from mmtrain.plan.planner import make_plan
 
 MASKS_BESIDE_PICTURES = Version(transformers.__version__) >= Version("5.18")  # 5.17 shifts them by the pictures' tokens

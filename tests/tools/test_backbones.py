@@ -23,10 +23,10 @@ from mmtrain.data.stream.images import image_transform
 from mmtrain.demo.pictures import Scans, lay, paint
 from mmtrain.demo.scene import draw_scene
 from mmtrain.demo.text import COLOUR_WORDS, DIGIT_WORDS
-from mmtrain.models.facts.connectors import image_layout
-from mmtrain.models.facts.model_files import demo_model
-from mmtrain.models.facts.shapes import llm_shape, vision_shape
-from mmtrain.models.modules.vision import load_vision
+from mmtrain.facts.connectors import image_layout
+from mmtrain.facts.model_files import demo_model
+from mmtrain.facts.shapes import llm_shape, vision_shape
+from mmtrain.model.encoder.vision import load_vision
 
 PACKAGE = Path(__file__).parents[2] / "mmtrain"
 

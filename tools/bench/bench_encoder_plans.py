@@ -27,8 +27,8 @@ from transformers import (
 
 from mmtrain.base.printing import print_info
 from mmtrain.config.load import validated
-from mmtrain.models.facts.connectors import connector
-from mmtrain.models.facts.shapes import (
+from mmtrain.facts.connectors import connector
+from mmtrain.facts.shapes import (
     LlmShape,
     VisionShape,
     llm_shape,
@@ -36,8 +36,8 @@ from mmtrain.models.facts.shapes import (
     vision_shape,
     vision_shape_from,
 )
-from mmtrain.models.layouts.square import Square
-from mmtrain.models.layouts.tiles import Tiles
+from mmtrain.layouts.square import Square
+from mmtrain.layouts.tiles import Tiles
 from mmtrain.plan.calibration import GPU, assumed_timings
 from mmtrain.plan.costs import Models, run_costs
 from mmtrain.plan.search import PipelineLayout, Search

@@ -35,14 +35,14 @@ from transformers import CLIPVisionModel, LlamaForCausalLM, LlavaForConditionalG
 from mmtrain.base.errors import UserError
 from mmtrain.config.schema import RunConfig
 from mmtrain.engine.process_groups import join_process_group
-from mmtrain.models.facts.connectors import run_connector
-from mmtrain.models.modules.attention import ATTENTION, Backend, describe_backends
-from mmtrain.models.modules.bookends import absent_modules, replace
-from mmtrain.models.modules.language import DecoderLayers
-from mmtrain.models.modules.parity import takes_rows
-from mmtrain.models.modules.projector import make_projector
-from mmtrain.models.modules.stage import Stage, set_trainable
-from mmtrain.models.modules.vision import load_vision
+from mmtrain.facts.connectors import run_connector
+from mmtrain.model.encoder.vision import load_vision
+from mmtrain.model.llm.attention import ATTENTION, Backend, describe_backends
+from mmtrain.model.llm.bookends import absent_modules, replace
+from mmtrain.model.llm.language import DecoderLayers
+from mmtrain.model.llm.parity import takes_rows
+from mmtrain.model.stage import Stage, set_trainable
+from mmtrain.model.trained.projector import make_projector
 from mmtrain.plan.plan import StagePlan
 from mmtrain.plan.planner import make_plan
 from mmtrain.runtime.rank import Rank

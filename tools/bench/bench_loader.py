@@ -41,7 +41,7 @@ from mmtrain.data.stream.images import ImageTransform, image_transform
 from mmtrain.data.stream.loader import PREFETCH, PackedBatches
 from mmtrain.data.stream.packs import PackedBatch
 from mmtrain.doctor.machine import describe_machine
-from mmtrain.models.facts.shapes import vision_shape
+from mmtrain.facts.shapes import vision_shape
 from mmtrain.runtime.child import python_child
 
 EXAMPLES = """\

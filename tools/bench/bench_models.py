@@ -36,9 +36,9 @@ from mmtrain.config.schema import RunConfig
 from mmtrain.data.samples.sample import IGNORE, IMAGE_POSITION, Document, Sample
 from mmtrain.data.stream.images import ImageTransform
 from mmtrain.data.stream.packs import Pack, PackedBatch, make_batch
-from mmtrain.models.facts.connectors import connector
-from mmtrain.models.layouts.layout import Tiling
-from mmtrain.models.modules.projector import make_projector
+from mmtrain.facts.connectors import connector
+from mmtrain.layouts.layout import Tiling
+from mmtrain.model.trained.projector import make_projector
 
 Decode = Callable[[bytes], torch.Tensor]
 SELECT_LAYER = -2  # LLaVA's: the output of the last block but one

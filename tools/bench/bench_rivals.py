@@ -24,10 +24,10 @@ from mmtrain.data.samples.sample import IGNORE
 from mmtrain.data.stream.packs import PackedBatch
 from mmtrain.engine.engine import FrozenPipelineEngine
 from mmtrain.engine.optimizer import NoOpOptimizer
-from mmtrain.models.facts.connectors import connector
-from mmtrain.models.modules.projector import make_projector
-from mmtrain.models.modules.stage import Stage, build_stage
-from mmtrain.models.modules.vision import load_vision
+from mmtrain.facts.connectors import connector
+from mmtrain.model.encoder.vision import load_vision
+from mmtrain.model.stage import Stage, build_stage
+from mmtrain.model.trained.projector import make_projector
 from mmtrain.plan.instructions import Instruction, Op
 from mmtrain.plan.plan import Plan
 

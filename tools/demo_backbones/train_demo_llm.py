@@ -29,7 +29,7 @@ from mmtrain.data.samples.sample import IGNORE, IMAGE_POSITION, Document, Sample
 from mmtrain.data.samples.templates import make_template
 from mmtrain.demo.scene import CELLS, Scene, draw_scene
 from mmtrain.demo.text import COLOUR_WORDS, DIGIT_WORDS, converse
-from mmtrain.models.layouts.square import Square
+from mmtrain.layouts.square import Square
 
 # Vicuna's and LLaVA-1.5's format, in jinja.
 CHAT_TEMPLATE = (

@@ -21,7 +21,7 @@ from transformers.utils.chat_template_utils import _compile_jinja_template
 from mmtrain.base.printing import escape
 from mmtrain.config.templates import NAMES, jinja_of, template_name
 from mmtrain.data.samples.records import IMAGE_MARK, BadSample
-from mmtrain.models.facts.tokenizer_files import missing_chat_template
+from mmtrain.facts.tokenizer_files import missing_chat_template
 
 ROLES = {"system": "system", "human": "user", "gpt": "assistant"}  # LLaVA's speakers, as chat templates call them
 PROBE = (("human", "<image>\nWhat is this?"), ("gpt", "A red circle."))  # shows faults before any sample is read

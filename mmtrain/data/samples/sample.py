@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from mmtrain.base.printing import escape
 from mmtrain.data.samples.formats import LLAVA, SampleFormat, conversation, dotted_keys
 from mmtrain.data.samples.records import IMAGE_MARK, IMAGE_SUFFIXES, BadSample
-from mmtrain.models.layouts.layout import Tiling
+from mmtrain.layouts.layout import Tiling
 
 IMAGE_POSITION = -200  # LLaVA's IMAGE_TOKEN_INDEX: input_ids hold it where an image feature goes
 IGNORE = -100  # torch's cross-entropy ignore_index: positions that predict nothing

@@ -25,10 +25,10 @@ from mmtrain.data.samples.chat import PROBE, ChatText, Span, Turns, any_of
 from mmtrain.data.samples.formats import LLAVA, SampleFormat
 from mmtrain.data.samples.records import IMAGE_MARK, BadSample
 from mmtrain.data.samples.sample import IGNORE, IMAGE_POSITION, Document, Sample, without_images
-from mmtrain.models.facts.model_files import foreign_files, model_folder, read_json
-from mmtrain.models.facts.tokenizer_files import missing_marks, panics_told, text_fingerprint, tokenizer_files
-from mmtrain.models.layouts.layout import ImageLayout, Tiling, UnfitImage
-from mmtrain.models.layouts.square import ONE_SQUARE
+from mmtrain.facts.model_files import foreign_files, model_folder, read_json
+from mmtrain.facts.tokenizer_files import missing_marks, panics_told, text_fingerprint, tokenizer_files
+from mmtrain.layouts.layout import ImageLayout, Tiling, UnfitImage
+from mmtrain.layouts.square import ONE_SQUARE
 
 BREAKS = re.compile(rf"\n?{IMAGE_MARK}\n?")
 

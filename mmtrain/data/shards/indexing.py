@@ -43,10 +43,10 @@ from mmtrain.data.shards.index import (
     write_index,
 )
 from mmtrain.data.shards.pool import Advance, worker_pool
-from mmtrain.models.facts.model_files import model_folder
-from mmtrain.models.facts.tokenizer_files import text_fingerprint
-from mmtrain.models.layouts.layout import ImageLayout
-from mmtrain.models.layouts.square import ONE_SQUARE
+from mmtrain.facts.model_files import model_folder
+from mmtrain.facts.tokenizer_files import text_fingerprint
+from mmtrain.layouts.layout import ImageLayout
+from mmtrain.layouts.square import ONE_SQUARE
 from mmtrain.runtime.gpus import usable_cores
 
 if TYPE_CHECKING:

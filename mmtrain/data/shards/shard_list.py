@@ -28,7 +28,7 @@ from mmtrain.base.errors import UserError
 from mmtrain.base.printing import escape
 from mmtrain.base.small_files import refuse_lost_link
 from mmtrain.data.shards.archive import read_headers
-from mmtrain.models.facts.model_files import PREFIX, is_demo
+from mmtrain.facts.model_files import PREFIX, is_demo
 
 _log = logging.getLogger(__name__)
 PIPE = "pipe:"

@@ -36,10 +36,10 @@ from mmtrain.data.shards.index import Faults, Member, ShardIndex, checksum_detai
 from mmtrain.data.shards.indexing import ensure_indexes
 from mmtrain.data.shards.shard_list import expand_shards
 from mmtrain.data.stream.order import HELD_OUT, UNUSABLE, Capacity, SampleSet
-from mmtrain.models.facts.connectors import image_layout
-from mmtrain.models.facts.model_files import model_folder
-from mmtrain.models.facts.tokenizer_files import text_fingerprint
-from mmtrain.models.layouts.layout import ImageLayout, UnfitImage
+from mmtrain.facts.connectors import image_layout
+from mmtrain.facts.model_files import model_folder
+from mmtrain.facts.tokenizer_files import text_fingerprint
+from mmtrain.layouts.layout import ImageLayout, UnfitImage
 
 OPEN_FILES = 64  # shards kept open, those read last
 FIRST_PAUSE = 0.1  # seconds before a failed read is tried again; each pause is twice the one before

@@ -22,10 +22,10 @@ from mmtrain.base.errors import UserError
 from mmtrain.config.limits import MAX_IMAGE_PIXELS
 from mmtrain.data.samples.records import DECODE_ERRORS, TURNS, BadSample, open_image, orientation, refuse_unreadable
 from mmtrain.data.shards.index import MEND
-from mmtrain.models.facts.model_files import no_model
-from mmtrain.models.facts.vision_files import published_images
-from mmtrain.models.layouts.anyres import centred_size
-from mmtrain.models.layouts.layout import Tiling
+from mmtrain.facts.model_files import no_model
+from mmtrain.facts.vision_files import published_images
+from mmtrain.layouts.anyres import centred_size
+from mmtrain.layouts.layout import Tiling
 
 Fit = Literal["pad", "resize", "center_crop"]
 ONE_TILE = Tiling.uncut(1)  # of an image that is not cut, whatever its size

@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
+from mmtrain.base.devices import copied
 from mmtrain.base.errors import UserError
 from mmtrain.config.schema import RunConfig
 from mmtrain.config.templates import template_name
@@ -25,10 +26,10 @@ from mmtrain.data.samples.templates import load_tokenizer, make_template
 from mmtrain.data.stream.catalog import Reader
 from mmtrain.data.stream.images import ImageTransform, image_transform
 from mmtrain.data.stream.order import Capacity
-from mmtrain.models.facts.connectors import image_layout
-from mmtrain.models.facts.shapes import llm_shape
-from mmtrain.models.layouts.layout import Tiling
-from mmtrain.models.layouts.mrope import grid_positions
+from mmtrain.facts.connectors import image_layout
+from mmtrain.facts.shapes import llm_shape
+from mmtrain.layouts.layout import Tiling
+from mmtrain.layouts.mrope import grid_positions
 
 
 @dataclass(frozen=True)
@@ -244,10 +245,3 @@ def to_device(batch: PackedBatch, device: torch.device | str) -> PackedBatch:
         tensor = getattr(batch, name)
         setattr(moved, name, None if tensor is None else copied(tensor, device))
     return moved
-
-
-def copied(tensor: torch.Tensor, device: torch.device | str) -> torch.Tensor:
-    """Copy a tensor to `device`, from page-locked memory, so that only the kernels that use it wait."""
-    if torch.device(device).type == "cuda" and tensor.device.type == "cpu":
-        tensor = tensor.pin_memory()
-    return tensor.to(device, non_blocking=True)

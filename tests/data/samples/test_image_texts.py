@@ -25,11 +25,11 @@ from mmtrain.data.samples.sample import IGNORE, IMAGE_POSITION, Sample
 from mmtrain.data.samples.templates import load_tokenizer, make_template
 from mmtrain.data.shards.index import read_index
 from mmtrain.data.shards.indexing import build_indexes
-from mmtrain.models.facts.tokenizer_files import text_fingerprint
-from mmtrain.models.layouts.idefics3 import Idefics3
-from mmtrain.models.layouts.registry import LAYOUTS
-from mmtrain.models.layouts.square import Square
-from mmtrain.models.layouts.tiles import Tiles
+from mmtrain.facts.tokenizer_files import text_fingerprint
+from mmtrain.layouts.idefics3 import Idefics3
+from mmtrain.layouts.registry import LAYOUTS
+from mmtrain.layouts.square import Square
+from mmtrain.layouts.tiles import Tiles
 
 MARKS = ["<image>", "<fake_token_around_image>", "<global-img>", "<end_of_utterance>"]
 PIECES = [

@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerFast
 
 from mmtrain.data.samples.sample import IGNORE, IMAGE_POSITION, Sample
 from mmtrain.data.samples.templates import ChatTemplate, PlainTemplate
-from mmtrain.models.layouts.square import Square
+from mmtrain.layouts.square import Square
 
 # Qwen2.5-Instruct's, without its branches for tools, and with a system prompt that is few tokens.
 QWEN = QWEN25.replace("You are a helpful assistant.", "You are Qwen.")

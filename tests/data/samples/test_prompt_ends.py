@@ -15,7 +15,7 @@ from mmtrain.base.errors import UserError
 from mmtrain.data.samples.records import BadSample
 from mmtrain.data.samples.sample import IGNORE, Sample
 from mmtrain.data.samples.templates import make_template
-from mmtrain.models.layouts.square import Square
+from mmtrain.layouts.square import Square
 
 MARKS = ("<|im_start|>", "<|im_end|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>", "<|assistant|>")
 ENDS = ("\n", "\n\n", "\n\n\n", ":", ": ", ":  ", ":\n", ":\n\n", ": \n", "\t", "\r\n", " 1", "#", "]", "> ", "'", "'s")

@@ -26,8 +26,8 @@ from mmtrain.config.schema import RunConfig
 from mmtrain.config.templates import SHIPPED
 from mmtrain.data.samples.sample import IGNORE, IMAGE_POSITION, Sample
 from mmtrain.data.samples.templates import ChatTemplate, make_template
-from mmtrain.models.facts.tokenizer_files import text_fingerprint
-from mmtrain.models.layouts.square import Square
+from mmtrain.facts.tokenizer_files import text_fingerprint
+from mmtrain.layouts.square import Square
 
 CONFIGS = Path(__file__).parents[3] / "configs"
 CONVERSATIONS = {

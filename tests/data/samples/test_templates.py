@@ -13,7 +13,7 @@ from mmtrain.base.errors import UserError
 from mmtrain.data.samples.records import BadSample
 from mmtrain.data.samples.sample import IGNORE, IMAGE_POSITION, Document, Sample
 from mmtrain.data.samples.templates import ChatTemplate, PlainTemplate
-from mmtrain.models.layouts.square import Square
+from mmtrain.layouts.square import Square
 
 
 def caption(text: str, images: int = 1, question: str = "<image>\nDescribe what you see.") -> Sample:

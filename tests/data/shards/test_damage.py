@@ -24,7 +24,6 @@ from hypothesis import strategies as st
 from mmtrain.base.errors import UserError
 from mmtrain.base.json_lines import compact_json
 from mmtrain.base.small_files import parse_json
-from mmtrain.data.inspection.survey import survey
 from mmtrain.data.samples.formats import NAMES, SampleFormat
 from mmtrain.data.samples.records import BadSample
 from mmtrain.data.samples.sample import QuarantinedSample, Sample, read_sample
@@ -33,10 +32,11 @@ from mmtrain.data.shards.index import ShardIndex, TextLengths, read_index, write
 from mmtrain.data.shards.indexing import scan_shard
 from mmtrain.data.stream.catalog import Catalog, DataSet, Reader
 from mmtrain.data.stream.order import Capacity, PackOrder
-from mmtrain.models.layouts.anyres import Anyres, AnyresMax9
-from mmtrain.models.layouts.layout import ImageLayout
-from mmtrain.models.layouts.square import Square
-from mmtrain.models.layouts.tiles import Tiles
+from mmtrain.inspection.survey import survey
+from mmtrain.layouts.anyres import Anyres, AnyresMax9
+from mmtrain.layouts.layout import ImageLayout
+from mmtrain.layouts.square import Square
+from mmtrain.layouts.tiles import Tiles
 
 TEXT = "f" * 16  # the fingerprint of the texts' lengths
 LONG = "folder/" + "k" * 120  # its name needs a pax header

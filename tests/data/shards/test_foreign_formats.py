@@ -17,9 +17,9 @@ from mmtrain.data.shards.detection import AUTO, sample_format
 from mmtrain.data.shards.index import index_path, read_index
 from mmtrain.data.shards.indexing import build_indexes, scan_shard, unready_shards
 from mmtrain.data.stream.catalog import Catalog, DataSet, Reader
-from mmtrain.models.facts.model_files import model_folder
-from mmtrain.models.facts.tokenizer_files import text_fingerprint
-from mmtrain.models.layouts.square import Square
+from mmtrain.facts.model_files import model_folder
+from mmtrain.facts.tokenizer_files import text_fingerprint
+from mmtrain.layouts.square import Square
 
 LLM = "demo:llm"
 PROMPT = "What is it?"

@@ -23,7 +23,7 @@ from mmtrain.data.shards.index import (
     read_index,
     write_index,
 )
-from mmtrain.models.facts.tokenizer_files import text_fingerprint
+from mmtrain.facts.tokenizer_files import text_fingerprint
 
 BYTES = 4096  # of the tar
 

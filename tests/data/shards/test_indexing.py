@@ -16,8 +16,8 @@ from transformers import AddedToken, AutoTokenizer
 from mmtrain.base.errors import UserError
 from mmtrain.data.shards.index import index_path, read_index
 from mmtrain.data.shards.indexing import build_indexes, ensure_indexes, unready_shards
-from mmtrain.models.facts.model_files import model_folder
-from mmtrain.models.facts.tokenizer_files import text_fingerprint
+from mmtrain.facts.model_files import model_folder
+from mmtrain.facts.tokenizer_files import text_fingerprint
 
 LLM = "demo:llm"
 PNG = picture(5, 4)

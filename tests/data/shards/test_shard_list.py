@@ -6,7 +6,7 @@ from webdataset.shardlists import expand_urls
 
 from mmtrain.base.errors import UserError
 from mmtrain.data.shards.shard_list import expand_shards, find_shards, refuse_empty_shards
-from mmtrain.models.facts.model_files import read_json
+from mmtrain.facts.model_files import read_json
 
 
 def write_tar(path, *members, form=tarfile.USTAR_FORMAT):

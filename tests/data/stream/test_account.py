@@ -11,7 +11,7 @@ from mmtrain.config.load import load_config
 from mmtrain.data.shards.indexing import ensure_indexes
 from mmtrain.data.stream.account import CountError, SampleLog
 from mmtrain.data.stream.loader import PackedBatches
-from mmtrain.models.layouts.registry import Require, Strip
+from mmtrain.layouts.registry import Require, Strip
 
 
 def open_account(tiny, folder, *overrides):

@@ -10,10 +10,10 @@ from mmtrain.data.shards.index import Member, TextLengths, read_index, write_ind
 from mmtrain.data.shards.indexing import ensure_indexes, scan_shard
 from mmtrain.data.stream.catalog import Catalog, DataSet, Reader, data_sets, is_held_out
 from mmtrain.data.stream.order import UNUSABLE, Capacity
-from mmtrain.models.facts.tokenizer_files import text_fingerprint
-from mmtrain.models.layouts.registry import TEXT_ALONE
-from mmtrain.models.layouts.square import Square
-from mmtrain.models.layouts.tiles import Tiles
+from mmtrain.facts.tokenizer_files import text_fingerprint
+from mmtrain.layouts.registry import TEXT_ALONE
+from mmtrain.layouts.square import Square
+from mmtrain.layouts.tiles import Tiles
 
 CAPTION = conversation("Q", "A cat.")
 LOOK = conversation("<image>", "A cat.")

@@ -11,7 +11,7 @@ from mmtrain.data.samples.records import BadSample
 from mmtrain.data.samples.sample import IGNORE, IMAGE_POSITION, Document, QuarantinedSample, Sample
 from mmtrain.data.stream.images import image_transform
 from mmtrain.data.stream.packs import Gap, Pack, PackedBatch, Processor, make_batch, to_device
-from mmtrain.models.layouts.layout import Tiling
+from mmtrain.layouts.layout import Tiling
 
 X = IGNORE
 

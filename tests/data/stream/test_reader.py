@@ -14,7 +14,7 @@ from mmtrain.data.samples.sample import Sample
 from mmtrain.data.shards.index import TextLengths, read_index, write_index
 from mmtrain.data.shards.indexing import scan_shard
 from mmtrain.data.stream.catalog import OPEN_FILES, Catalog, DataSet, Reader
-from mmtrain.models.layouts.square import Square
+from mmtrain.layouts.square import Square
 
 FORMATS = {"ustar": tarfile.USTAR_FORMAT, "gnu": tarfile.GNU_FORMAT, "pax": tarfile.PAX_FORMAT}
 

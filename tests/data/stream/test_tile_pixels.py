@@ -16,9 +16,9 @@ from transformers.models.llava_onevision.image_processing_pil_llava_onevision im
 
 from mmtrain.data.samples.records import BadSample
 from mmtrain.data.stream.images import ImageTransform, decode_image
-from mmtrain.models.layouts.anyres import Anyres, AnyresMax9
-from mmtrain.models.layouts.layout import ImageLayout
-from mmtrain.models.layouts.tiles import Tiles
+from mmtrain.layouts.anyres import Anyres, AnyresMax9
+from mmtrain.layouts.layout import ImageLayout
+from mmtrain.layouts.tiles import Tiles
 
 SIDE = 28
 TRANSFORM = ImageTransform(SIDE, (0.48, 0.46, 0.41), (0.27, 0.26, 0.28), "bicubic")

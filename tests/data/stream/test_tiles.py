@@ -16,8 +16,8 @@ from mmtrain.config.load import load_config
 from mmtrain.data.samples.sample import IGNORE, IMAGE_POSITION
 from mmtrain.data.shards.index import read_index, write_index
 from mmtrain.data.stream.loader import PackedBatches
-from mmtrain.models.layouts.layout import ImageLayout
-from mmtrain.models.layouts.registry import LAYOUTS
+from mmtrain.layouts.layout import ImageLayout
+from mmtrain.layouts.registry import LAYOUTS
 
 SIZED = ["tiles", "anyres", "anyres_max_9"]
 SIDE, POSITIONS = 32, 16  # of the tiny encoder's square

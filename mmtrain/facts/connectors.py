@@ -1,0 +1,397 @@
+"""The connectors between encoder and LLM: each as the operations of the stock class that has it, without torch.
+
+features (N, T, W) of T = n x n patches --operations, in fp32--> image embeddings (N, T / factor^2, D)
+
+The torch module, its parameters, what they cost and where an export puts them follow from the operations. A connector
+is a function here and its name in `ProjectorSection.type`; its parameters have the names of the stock class.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, get_args
+
+from mmtrain.base.errors import UserError
+from mmtrain.base.printing import escape
+from mmtrain.config.limits import MAX_TILES
+from mmtrain.config.model import ProjectorSection
+from mmtrain.config.schema import RunConfig
+from mmtrain.facts.families import refuse_without_mrope
+from mmtrain.facts.shapes import LlmShape, ParameterShape, VisionShape, llm_shape, vision_shape
+from mmtrain.layouts.layout import ImageLayout, UnfitImage
+from mmtrain.layouts.native import Native
+from mmtrain.layouts.registry import LAYOUTS, TEXT_ALONE
+from mmtrain.layouts.square import Square
+
+_STOCK_SETTINGS = {"projector_hidden_act": "gelu", "adapter_layer_norm_eps": 1e-6, "multimodal_projector_bias": True}
+NEWLINE = "image_newline"
+DEFAULT_FACTOR = 2  # of the stock classes that shuffle
+DEFAULT_NORM_EPS = 1e-6  # of transformers' LLMs where config.json says nothing
+
+
+@dataclass(frozen=True, slots=True)
+class Shuffle:
+    """`factor` x `factor` patches become one position with all of their features (pixel unshuffle)."""
+
+    factor: int
+    feature_first: bool = False  # a feature of all patches, then the next, instead of patch by patch
+
+
+@dataclass(frozen=True, slots=True)
+class Pool:
+    """The mean of `factor` x `factor` positions."""
+
+    factor: int
+
+
+@dataclass(frozen=True, slots=True)
+class LayerNorm:
+    name: str
+    width: int
+    eps: float
+
+
+@dataclass(frozen=True, slots=True)
+class RmsNorm:
+    name: str
+    width: int
+    eps: float
+
+
+@dataclass(frozen=True, slots=True)
+class Linear:
+    name: str
+    inputs: int
+    outputs: int
+    has_bias: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Gelu:
+    """The exact GELU."""
+
+
+@dataclass(frozen=True, slots=True)
+class Swiglu:
+    """Of 2 F features the first F, times SiLU of the others."""
+
+
+@dataclass(frozen=True, slots=True)
+class Gated:
+    """Linear layers gate_proj, up_proj and down_proj without bias: down(SiLU(gate(x)) * up(x))."""
+
+    name: str
+    inputs: int
+    inner: int
+    outputs: int
+
+
+@dataclass(frozen=True, slots=True)
+class Branch:
+    """Begin the next of DeepStack's mergers: the operations behind it read that block's features."""
+
+
+@dataclass(frozen=True, slots=True)
+class Newline:
+    """A trained embedding behind each line of an image's positions."""
+
+    name: str
+    width: int
+
+
+Operation = Shuffle | Pool | LayerNorm | RmsNorm | Linear | Gelu | Swiglu | Gated | Branch | Newline
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """What a connector's operations depend on."""
+
+    vision_width: int  # features of a patch
+    llm_width: int  # the LLM's hidden size
+    factor: int = DEFAULT_FACTOR
+    width: int | None = None  # `model.projector.width`
+    norm_eps: float = DEFAULT_NORM_EPS  # of the LLM's norms
+    deepstack: int = 0  # blocks whose features DeepStack takes
+
+    @property
+    def shuffled(self) -> int:  # features of a position behind the shuffle
+        return self.vision_width * self.factor**2
+
+
+def linear(sizes: Sizes) -> tuple[Operation, ...]:
+    """One affine map, LLaVA's first projector (arXiv:2304.08485, section 4.1)."""
+    return (Linear("linear_1", sizes.vision_width, sizes.llm_width),)
+
+
+def mlp2x_gelu(sizes: Sizes) -> tuple[Operation, ...]:
+    """LLaVA-1.5's projector (arXiv:2310.03744): LlavaMultiModalProjector."""
+    first = Linear("linear_1", sizes.vision_width, sizes.llm_width)
+    return first, Gelu(), Linear("linear_2", sizes.llm_width, sizes.llm_width)
+
+
+def shuffle_swiglu(sizes: Sizes) -> tuple[Operation, ...]:
+    """AyaVisionMultiModalProjector; `alignment_intermediate_size` is the LLM's hidden size unless it is given."""
+    inner = sizes.width or sizes.llm_width
+    return (
+        Shuffle(sizes.factor),
+        LayerNorm("layernorm", sizes.shuffled, eps=1e-6),
+        Linear("linear_1", sizes.shuffled, inner),
+        Swiglu(),
+        Linear("linear_2", inner // 2, sizes.llm_width),
+    )
+
+
+def shuffle_linear(sizes: Sizes) -> tuple[Operation, ...]:
+    """Idefics3Connector, and SmolVLM's."""
+    return Shuffle(sizes.factor), Linear("proj", sizes.shuffled, sizes.llm_width, has_bias=False)
+
+
+def shuffle_mlp2x_gelu(sizes: Sizes) -> tuple[Operation, ...]:
+    """InternVLMultiModalProjector behind InternVL's shuffle."""
+    return (
+        Shuffle(sizes.factor),
+        LayerNorm("layer_norm", sizes.shuffled, eps=1e-5),
+        Linear("linear_1", sizes.shuffled, sizes.llm_width),
+        Gelu(),
+        Linear("linear_2", sizes.llm_width, sizes.llm_width),
+    )
+
+
+def mlp2x_gelu_pool(sizes: Sizes) -> tuple[Operation, ...]:
+    """PerceptionLMMultiModalProjector: the mean is taken of embeddings, behind both linear layers."""
+    return (*mlp2x_gelu(sizes), Pool(sizes.factor))
+
+
+def norm_merge_mlp2x(sizes: Sizes) -> tuple[Operation, ...]:
+    """Mistral3MultiModalProjector, and LightOnOcr's; its norm takes its eps from the LLM's configuration."""
+    return (
+        RmsNorm("norm", sizes.vision_width, sizes.norm_eps),
+        Shuffle(sizes.factor, feature_first=True),
+        Linear("merging_layer", sizes.shuffled, sizes.vision_width, has_bias=False),
+        Linear("linear_1", sizes.vision_width, sizes.llm_width, has_bias=False),
+        Gelu(),
+        Linear("linear_2", sizes.llm_width, sizes.llm_width, has_bias=False),
+    )
+
+
+def patch_merger(sizes: Sizes) -> tuple[Operation, ...]:
+    """The merger of LLaVA-OneVision 1.5 and Innovator-VL behind RICE, and Kimi-VL's projector behind MoonViT."""
+    return LayerNorm("norm", sizes.vision_width, eps=1e-5), *_merged(sizes)
+
+
+def patch_merger_rms(sizes: Sizes) -> tuple[Operation, ...]:
+    """Exaone4_5_PatchMerger, which is Qwen2.5-VL's."""
+    return RmsNorm("norm", sizes.vision_width, eps=1e-6), *_merged(sizes)
+
+
+def qwen_merger(sizes: Sizes) -> tuple[Operation, ...]:
+    """PatchMerger of Qwen2-VL, Qwen3_5VisionPatchMerger."""
+    return LayerNorm("norm", sizes.vision_width, eps=1e-6), *_merged(sizes)
+
+
+def qwen_merger_deepstack(sizes: Sizes) -> tuple[Operation, ...]:
+    """Qwen3VLVisionPatchMerger, and one with a later norm for each of DeepStack's blocks (arXiv:2406.04334)."""
+    branches: list[Operation] = []
+    for name in (f"deepstack.{number}." for number in range(sizes.deepstack)):
+        shuffle, *mapped = _merged(sizes, name)
+        branches += [Branch(), shuffle, LayerNorm(f"{name}norm", sizes.shuffled, eps=1e-6), *mapped]
+    return *qwen_merger(sizes), *branches
+
+
+def _merged(sizes: Sizes, name: str = "") -> tuple[Operation, ...]:
+    first = Linear(f"{name}linear_1", sizes.shuffled, sizes.shuffled)
+    return Shuffle(sizes.factor), first, Gelu(), Linear(f"{name}linear_2", sizes.shuffled, sizes.llm_width)
+
+
+def glm_merger(sizes: Sizes) -> tuple[Operation, ...]:
+    """Glm4vVisionModel's downsample, a convolution over 2 x 2 patches, and Glm4vVisionPatchMerger; GLM-OCR's too."""
+    width = sizes.llm_width
+    return (
+        Shuffle(sizes.factor, feature_first=True),
+        Linear("downsample", sizes.shuffled, width),
+        Linear("proj", width, width, has_bias=False),
+        LayerNorm("post_projection_norm", width, eps=1e-5),
+        Gelu(),
+        Gated("mlp", width, sizes.width or 3 * width, width),
+    )
+
+
+CONNECTORS: dict[str, Callable[[Sizes], tuple[Operation, ...]]] = {
+    name: globals()[name] for name in get_args(ProjectorSection.model_fields["type"].annotation)
+}
+
+
+def connector(
+    section: ProjectorSection,
+    vision_width: int,
+    llm_width: int,
+    newline: bool = False,
+    norm_eps: float = DEFAULT_NORM_EPS,
+    deepstack: int = 0,
+) -> tuple[Operation, ...]:
+    """Return the operations of a connector (`model.projector`), in the order in which they run.
+
+    Raises UserError for a factor or width of another type.
+    """
+    sizes = Sizes(vision_width, llm_width, section.factor or DEFAULT_FACTOR, section.width, norm_eps, deepstack)
+    operations = CONNECTORS[section.type](sizes)
+    for key, kinds in (("factor", (Shuffle, Pool)), ("width", (Swiglu, Gated))):
+        if getattr(section, key) is not None and not _has(operations, kinds):
+            types = [name for name, make in CONNECTORS.items() if _has(make(Sizes(1, 2)), kinds)]
+            raise UserError(
+                f"model.projector.{key}: {getattr(section, key)}, but {section.type} has none. Leave it out, or set "
+                f"model.projector.type to one of {', '.join(types)}."
+            )
+    if _has(operations, (Swiglu,)) and (sizes.width or llm_width) % 2:
+        raise UserError(
+            f"model.projector.width: {sizes.width or llm_width} cannot be halved into values and their gates. Set an "
+            "even number"
+        )
+    return (*operations, Newline(NEWLINE, llm_width)) if newline else operations
+
+
+def run_connector(config: RunConfig) -> tuple[Operation, ...]:
+    """Return the operations of a run's connector, with the widths of its encoder and its LLM."""
+    return connector_between(config, run_vision(config), llm_shape(config.model.llm.path))
+
+
+def connector_between(config: RunConfig, vision: VisionShape, llm: LlmShape) -> tuple[Operation, ...]:
+    """Return the operations of a run's connector between models of these shapes."""
+    if has_grid_positions(config):
+        refuse_without_mrope(llm.model_type, config.model.llm.path)
+    norm_eps = llm.norm_eps or DEFAULT_NORM_EPS
+    width, deepstack = vision.merged_width or vision.width, len(vision.deepstack)
+    return connector(config.model.projector, width, llm.hidden_size, has_newline(config), norm_eps, deepstack)
+
+
+def run_vision(config: RunConfig) -> VisionShape:
+    """Return the shape of a run's encoder; one for images of any size has the cells that the connector makes."""
+    chosen = config.model.vision
+    deepstack = has_deepstack(config.model.projector)
+    shape = vision_shape(chosen.name, chosen.select_layer, chosen.final_norm, chosen.merger, deepstack)
+    if deepstack and (chosen.select_layer != -1 or not shape.deepstack):
+        needed = "model.vision.select_layer=-1" if shape.deepstack else "an encoder that has it, such as Qwen3-VL's"
+        raise UserError(f"model.projector.type: {config.model.projector.type} has DeepStack, which needs {needed}.")
+    return shape.with_cells(reduction(config.model.projector))
+
+
+def has_deepstack(section: ProjectorSection) -> bool:
+    """Whether a connector takes the features of DeepStack's blocks."""
+    return _has(connector(section, 1, 2, deepstack=1), (Branch,))
+
+
+def has_newline(config: RunConfig) -> bool:
+    return _layout_class(config).has_newlines
+
+
+def has_grid_positions(config: RunConfig) -> bool:
+    """Whether a run's LLM takes M-RoPE's grid positions."""
+    return _layout_class(config).has_grid_positions
+
+
+def refuse_other_settings(config_json: Mapping[str, Any], source: str) -> None:
+    """Raise UserError for a stock model's config.json whose connector is another function of the same tensors."""
+    settings = _STOCK_SETTINGS
+    if config_json.get("model_type") == "mistral3":  # whose linear layers have no bias, by default and here
+        settings = {**settings, "multimodal_projector_bias": False}
+    for key, ours in settings.items():
+        if (value := config_json.get(key, ours)) != ours:
+            raise UserError(f"{source}: its projector has {key} {escape(str(value))}, but this run has {ours}")
+
+
+def reduction(section: ProjectorSection) -> int:
+    """`factor_of` the connector that `section` (`model.projector`) names; raises what `connector` raises."""
+    return factor_of(connector(section, 1, 2))
+
+
+def factor_of(operations: Sequence[Operation]) -> int:
+    """How many patches a side become one position of the LLM; 1: each patch is one."""
+    return next((operation.factor for operation in operations if isinstance(operation, Shuffle | Pool)), 1)
+
+
+def connector_parameters(operations: Sequence[Operation]) -> Iterator[ParameterShape]:
+    """The parameters of a connector, by global names (`projector.linear_1.weight`)."""
+    for operation in operations:
+        if isinstance(operation, LayerNorm):
+            yield ParameterShape(f"projector.{operation.name}.weight", (operation.width,))
+            yield ParameterShape(f"projector.{operation.name}.bias", (operation.width,))
+        elif isinstance(operation, RmsNorm):
+            yield ParameterShape(f"projector.{operation.name}.weight", (operation.width,))
+        elif isinstance(operation, Linear):
+            yield ParameterShape(f"projector.{operation.name}.weight", (operation.outputs, operation.inputs))
+            if operation.has_bias:
+                yield ParameterShape(f"projector.{operation.name}.bias", (operation.outputs,))
+        elif isinstance(operation, Gated):
+            for layer in ("gate_proj", "up_proj"):
+                shape = (operation.inner, operation.inputs)
+                yield ParameterShape(f"projector.{operation.name}.{layer}.weight", shape)
+            shape = (operation.outputs, operation.inner)
+            yield ParameterShape(f"projector.{operation.name}.down_proj.weight", shape)
+        elif isinstance(operation, Newline):
+            yield ParameterShape(f"projector.{operation.name}", (operation.width,))
+
+
+def _has(operations: Sequence[Operation], kinds: tuple[type[Operation], ...]) -> bool:
+    return any(isinstance(operation, kinds) for operation in operations)
+
+
+def image_layout(config: RunConfig) -> ImageLayout:
+    """Return the layout of a run's images; without an encoder they take no position.
+
+    Raises UserError for a factor that does not divide the encoder's grid, for pinpoints that are no grid of tiles, and
+    for a layout of squares where the encoder takes images of any size, or the reverse.
+    """
+    model, layout = config.model, _layout_class(config)
+    if model.vision is None:
+        return layout(0)
+    vision = run_vision(config)
+    if layout.attends_across != (vision.family.native is not None):
+        raise UserError(
+            f"model.vision.layout: {layout.name}, but {model.vision.name} takes images "
+            + (
+                f"of one size, {vision.image_size} pixels a side. Set another layout, e.g. {Square.name}"
+                if layout.attends_across
+                else f"of any size. Set model.vision.layout={Native.name}, or qwen_vl, glm_v or paddleocr_vl for M-RoPE"
+            )
+        )
+    factor, side = reduction(model.projector), math.isqrt(vision.patches_per_image)
+    if vision.features_per_image % factor**2:
+        fitting = [f"model.projector.factor={other}" for other in (2, 3, 4) if side % other == 0]
+        raise UserError(
+            f"model.projector.factor: {factor} does not divide the grid of {model.vision.name}, {side} x {side} "
+            f"patches ({vision.image_size} pixels in patches of {vision.patch_size}). Set "
+            f"{' or '.join(fitting or ['model.projector.type=mlp2x_gelu'])}"
+        )
+    size = vision.image_size
+    for height, width in model.vision.pinpoints or ():
+        if height % size or width % size or height * width > MAX_TILES * size**2:
+            raise UserError(
+                f"model.vision.pinpoints: [{height}, {width}] is no grid of up to {MAX_TILES} tiles of {size} x {size} "
+                f"pixels, as {model.vision.name} takes. Correct it, or leave pinpoints out for {layout.name}'s own."
+            )
+    numbers = {key: getattr(model.vision, key) for key in layout.keys}
+    if (native := vision.family.native) is not None:
+        if side % native.block:
+            raise UserError(
+                f"model.projector.factor: {model.vision.name} has its patches in blocks of {native.block} x "
+                f"{native.block}, but {model.projector.type} joins {factor} x {factor}. Set model.vision.merger=true, "
+                "for the encoder's own merger, or a projector that joins 2 x 2, e.g. shuffle_mlp2x_gelu"
+            )
+        numbers |= {"factor": side, "is_lfm2": native.is_lfm2}
+    positions = vision.features_per_image // factor**2
+    made = layout(positions, size, **{key: value for key, value in numbers.items() if value is not None})
+    try:
+        for trial in made.trial_sizes if isinstance(made, Native) else ():
+            made.tiling(*trial)
+    except UnfitImage as error:
+        bound, lower = ("longest_edge", "") if made.longest_edge else ("max_positions", ", or lower min_positions")
+        small = f"{getattr(made, bound)} is too small for an image of {error}"
+        raise UserError(f"model.vision.{bound}: {small}. Raise it{lower}") from None
+    return made
+
+
+def _layout_class(config: RunConfig) -> type[ImageLayout]:
+    vision = config.model.vision
+    return TEXT_ALONE[config.data.images] if vision is None else LAYOUTS[vision.layout]

@@ -1,0 +1,214 @@
+"""Where a model's files lie and which tensors they hold, read without torch, transformers or the network.
+
+A model is a folder, or a hub id whose snapshot lies in the local Hugging Face cache. Tensor shapes come from the
+headers of its safetensors files, so a 70B checkpoint is described by reading a few hundred kilobytes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+
+from mmtrain.base.cache import user_cache
+from mmtrain.base.errors import UserError
+from mmtrain.base.printing import escape
+from mmtrain.base.small_files import MAX_JSON_BYTES, parse_json, read_limited, refuse_lost_link
+from mmtrain.facts.settings import check_settings
+
+HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9_][\w.-]*)?")
+_STORED = ("F64", "F32", "F16", "BF16")  # others are codes that need their scales
+DEQUANTISED = (
+    "Use its release in bfloat16 or, where its publisher has none (DeepSeek-V3, gpt-oss), a bfloat16 copy of it on "
+    "the hub"
+)
+_BUFFER = re.compile(r"(?:.*[._])?(?:position_ids|(?:attn|attention)\.(?:masked_)?bias|index|mask|num_batches_tracked)")
+# What a configuration says instead of a path: `demo:llm`, `demo:vision` and `demo:vision_native` are frozen models that
+# come with this package, `demo:train`, `demo:held-out` and their like are shards that `demo.data` makes on first use.
+PREFIX = "demo:"
+MODELS = {name: Path(__file__).parents[1] / "demo" / name for name in ("llm", "vision", "vision_native")}
+
+Shape = tuple[int, ...]
+
+
+def is_demo(name: str) -> bool:
+    """Whether `name` speaks of the embedded default rather than of a path or a hub id."""
+    return name.startswith(PREFIX)
+
+
+def demo_model(name: str) -> Path:
+    """The folder of `demo:llm` or another of MODELS; raises UserError for another name."""
+    model = name.removeprefix(PREFIX)
+    if model not in MODELS:
+        raise UserError(f"{name}: the demo has no such model, only {', '.join(PREFIX + known for known in MODELS)}")
+    return MODELS[model]
+
+
+def hub_cache() -> Path:
+    """Folder of the local Hugging Face cache, by the same variables that huggingface_hub reads."""
+    explicit = os.environ.get("HF_HUB_CACHE") or os.environ.get("HUGGINGFACE_HUB_CACHE")
+    if explicit:
+        return Path(explicit).expanduser()
+    home = os.environ.get("HF_HOME")
+    return (Path(home).expanduser() if home else user_cache() / "huggingface") / "hub"
+
+
+def cached_snapshot(hub_id: str) -> Path | None:
+    """Snapshot folder of a hub id's `main` revision in the local cache, or None."""
+    repository = hub_cache() / ("models--" + hub_id.replace("/", "--"))
+    reference = repository / "refs" / "main"
+    if reference.is_file():
+        snapshot = repository / "snapshots" / reference.read_text(errors="replace").strip()
+        return snapshot if snapshot.is_dir() else None
+    # `hf download --revision` writes no refs/main: a single snapshot is still unambiguous.
+    snapshots = sorted((repository / "snapshots").glob("*"))
+    return snapshots[0] if len(snapshots) == 1 else None
+
+
+def find_model_folder(path: str) -> Path | None:
+    """The folder of a model given as a path, as a cached hub id or as `demo:llm`; None where there is none."""
+    if is_demo(path):
+        return demo_model(path)
+    folder = Path(path).expanduser()
+    try:
+        if folder.is_dir():
+            return folder
+        return cached_snapshot(path) if HUB_ID.fullmatch(path) else None
+    except OSError as error:  # a name that is too long, a folder above it that may not be entered
+        raise UserError(f"{escape(path)}: cannot be searched for a model ({error.strerror})") from None
+
+
+def model_folder(path: str) -> Path:
+    """`find_model_folder`, and a UserError where there is none."""
+    folder = find_model_folder(path)
+    if folder is None:
+        raise no_model(path)
+    return folder
+
+
+def no_model(path: str) -> UserError:
+    """The error for a missing folder, or for a hub id that is not in the cache."""
+    if Path(path).expanduser().exists():
+        return UserError(f"{path}: is a file. Name the model's folder, which holds config.json")
+    # `models/vicuna` has the form of a hub id too; where `models` is a folder here, a folder was meant.
+    if HUB_ID.fullmatch(path) and ("/" not in path or not Path(path).parent.is_dir()):
+        return UserError(
+            f"{path}: neither a folder nor a hub id in the local cache {hub_cache()}. "
+            f"Download it first: hf download {path}, or mmtrain train CONFIG --download"
+        )
+    return UserError(
+        f"{path}: no such folder. Name the folder of a model, or a hub id such as Qwen/Qwen2.5-7B-Instruct"
+    )
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object of a model folder's file. Raises UserError naming the file for what no such file says."""
+    try:
+        content = parse_json(read_limited(path, MAX_JSON_BYTES, "a file of JSON"))
+    except FileNotFoundError:
+        raise UserError(f"{path}: no such file") from None
+    except ValueError as error:
+        raise UserError(f"{path}: not valid JSON ({escape(str(error))}). The download may be incomplete") from None
+    if not isinstance(content, dict):
+        raise UserError(f"{path}: holds a JSON {type(content).__name__}, but needs an object")
+    check_settings(content, str(path))
+    return content
+
+
+def generation_config(folder: Path) -> dict[str, Any]:
+    """Read a folder's generation_config.json; empty where there is none."""
+    file = folder / "generation_config.json"
+    return read_json(file) if file.is_file() else {}
+
+
+@contextlib.contextmanager
+def foreign_files(what: str) -> Iterator[None]:
+    """Raise UserError, naming `what`, for whatever a library raises of files that somebody else made."""
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:
+        reason = escape(f"{type(error).__name__}: {' '.join(str(error).split())}")
+        raise UserError(f"{what} cannot be used ({reason})") from error
+
+
+def tensor_shapes(folder: Path) -> dict[str, Shape] | None:
+    """Name and shape of every tensor in a folder's safetensors files, in file order; None if it has no weight files.
+
+    Raises UserError for missing shards, a damaged file, `.bin` weights alone, and weights of less than 16 bits.
+    """
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():
+        weight_map = read_weight_map(index, ".safetensors")
+        files = [folder / name for name in dict.fromkeys(weight_map.values())]
+        missing = [file.name for file in files if not file.is_file()]
+        if missing:
+            raise UserError(
+                f"{folder}: {len(missing)} of {len(files)} weight files named in {index.name} are missing, "
+                f"e.g. {missing[0]}. Finish the download"
+            )
+        stored = {name: shape for file in files for name, shape in read_header(file, are_weights=True).items()}
+        absent = [name for name in weight_map if name not in stored]
+        if absent:
+            raise UserError(f"{folder}: {index.name} names {absent[0]}, which is not in {weight_map[absent[0]]}")
+        return {name: stored[name] for name in weight_map}
+    single = folder / "model.safetensors"
+    refuse_lost_link(single)
+    if single.is_file():
+        return read_header(single, are_weights=True)
+    pickled = sorted(folder.glob("pytorch_model*.bin"))
+    if pickled:
+        raise UserError(
+            f"{folder}: has only pickled weights ({pickled[0].name}). Convert them once: mmtrain convert {folder}"
+        )
+    return None
+
+
+def read_weight_map(index: Path, suffix: str) -> dict[str, str]:
+    """The file name of every tensor, from an index of weight files; raises UserError for other than files beside it."""
+    weight_map = read_json(index).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise UserError(f"{index}: has no weight_map. Download the file again")
+    for name in weight_map.values():
+        # A path could lead out of the folder, or name a file that is no weights and never ends.
+        if not isinstance(name, str) or not name.endswith(suffix) or "/" in name or "\0" in name:
+            shown = escape(repr(name))
+            raise UserError(f"{index}: names {shown}, which is no {suffix} file beside it. Download the file again")
+    return weight_map
+
+
+def read_header(file: Path, are_weights: bool = False) -> dict[str, Shape]:
+    """Name and shape of every tensor in one safetensors file, from its header alone, in the order of their bytes.
+
+    Raises UserError for a damaged file, and where it holds weights of less than 16 bits that `are_weights` of a model.
+    """
+    try:
+        with file.open("rb") as stream:
+            prefix = stream.read(8)
+        if prefix == b"version ":
+            raise UserError(f"{file}: is a git-lfs pointer, not the weights. Run git lfs pull, or hf download")
+        size, length = file.stat().st_size, int.from_bytes(prefix, "little")
+        if len(prefix) < 8 or length > MAX_JSON_BYTES or 8 + length > size:
+            raise UserError(f"{file}: not a complete safetensors file ({size} bytes). Download it again")
+        with safe_open(file, framework="numpy") as opened:
+            slices = {name: opened.get_slice(name) for name in opened.offset_keys()}
+    except OSError as error:
+        raise UserError(f"{file}: cannot be read ({error.strerror})") from None
+    except SafetensorError as error:
+        reason = escape(str(error).removeprefix("Error while deserializing header: "))
+        raise UserError(
+            f"{file}: a damaged or incomplete safetensors file ({size} bytes; {reason}). Download it again"
+        ) from None
+    for name, part in slices.items():
+        if are_weights and (dtype := part.get_dtype()) not in _STORED and not _BUFFER.fullmatch(name):
+            raise UserError(
+                f"{file}: {escape(name)} is stored as {dtype}; needed are floating-point numbers of 16 bits or more. "
+                f"{DEQUANTISED}"
+            )
+    return {name: tuple(part.get_shape()) for name, part in slices.items()}

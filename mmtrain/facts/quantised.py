@@ -1,0 +1,31 @@
+"""Which weights of a decoder layer are kept in fewer bits, and what they take then, without torch.
+
+The matrices of linear layers and experts are quantised in blocks, each with a float32 scale (QLoRA, arXiv:2305.14314,
+quantises the scales, too). Norms, biases, adapters, routers and what a
+recurrent mixer has besides matrices are small and keep all bits.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from typing import Literal
+
+from mmtrain.facts.adapters import is_adapter
+from mmtrain.facts.shapes import Shape
+
+Quantisation = Literal["nf4", "int8"]
+BLOCK = {"nf4": 64, "int8": 256}  # weights that share a scale
+BITS = {"nf4": 4, "int8": 8}
+_SMALL = re.compile(r"\.(gate|router|router\.layer|shared_expert_gate|conv1d|conv)\.weight$|\.A_log$")
+_SCALE_BYTES = 4
+
+
+def is_quantised(name: str, shape: Shape) -> bool:
+    """Whether a decoder layer's parameter, by its global name, is kept in fewer bits."""
+    return len(shape) > 1 and not is_adapter(name) and not _SMALL.search(name)
+
+
+def quantised_bytes(shape: Shape, quantisation: Quantisation) -> int:
+    weights = math.prod(shape)
+    return -(-weights * BITS[quantisation] // 8) + _SCALE_BYTES * -(-weights // BLOCK[quantisation])

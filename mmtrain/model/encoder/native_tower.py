@@ -1,0 +1,154 @@
+"""An encoder that takes images of any size, in stock code, on cells: the tiles of layout `native`.
+
+    cells (N, 3, S, S) of pictures, (rows, columns) of cells each --patches in the encoder's own order--> its forward
+        --its merger, if asked for; back into cells--> features (N, F^2, W)
+
+A cell is F x F positions of features, F the connector's factor; each is one patch, or the m x m patches that the
+encoder's own merger joins. Every picture is encoded as if it were alone.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import VideoLlama3VisionModel, vision_utils
+
+from mmtrain.base.devices import copied
+from mmtrain.facts.chunks import PATCHES_PER_CALL
+from mmtrain.facts.encoders import EncoderFamily, NativeInput
+from mmtrain.facts.shapes import VisionShape
+from mmtrain.layouts.native import patch_rows, picture
+from mmtrain.model.encoder.vision_tower import Grids, VisionTower
+from mmtrain.model.llm.attention import IMAGES_FLASH, flash_takes_images
+
+
+class Unmerged(nn.Module):
+    """In the place of an encoder's merger: the features (P, W) of patches as they are, `joined` in a row."""
+
+    def __init__(self, joined: int) -> None:
+        super().__init__()
+        self.joined = joined
+
+    def forward(self, features: torch.Tensor) -> torch.Tensor:
+        if features.ndim == 4:  # (N, W, 2, 2) for GLM's convolution
+            features = features.permute(0, 2, 3, 1)
+        return features.reshape(-1, self.joined * features.shape[-1])
+
+
+def on_its_device(_: nn.Module, taken: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+    """Move what GLM-4.1V's embeddings take to the hidden states' device: there they look for each patch's image."""
+    return tuple(tensor if tensor.device == taken[0].device else copied(tensor, taken[0].device) for tensor in taken)
+
+
+class NativeTower(VisionTower):
+    """Blocks [first, last) of such an encoder. Hidden states are (N, patches of a cell, W), in the encoder's order."""
+
+    def __init__(self, model: nn.Module, family: EncoderFamily, shape: VisionShape, **options: Any) -> None:
+        """`shape` has the run's cells; `model` merges as it says, or has `Unmerged`."""
+        native, side = family.native, shape.image_size // shape.patch_size
+        assert native is not None
+        features = functools.partial(_features, native, side, family.class_token is not None)
+        sizes = shape.width, shape.image_size, shape.patch_size, shape.prefix_tokens
+        super().__init__(model, features, *sizes, family.published, **options)
+        self.factor, self.block = side // shape.merge, 1 if shape.merge > 1 else native.block
+        self.feature_shape = (self.factor**2, shape.feature_width)
+        self.images = native.images
+
+    def groups(self, tiles: int, grids: Grids) -> list[tuple[int, Grids]]:
+        """Make groups of whole pictures, of up to PATCHES_PER_CALL patches or one picture."""
+        assert sum(rows * columns for rows, columns in grids) == tiles, (tiles, grids)
+        groups: list[tuple[int, Grids]] = []
+        for grid in grids:
+            count = grid[0] * grid[1]
+            if groups and (groups[-1][0] + count) * self.patches_per_image <= PATCHES_PER_CALL:
+                groups[-1] = (groups[-1][0] + count, (*groups[-1][1], grid))
+            else:
+                groups.append((count, (grid,)))
+        return groups
+
+    def _run(self, hidden: torch.Tensor | None, images: torch.Tensor, grids: Grids) -> torch.Tensor:
+        counts = [rows * columns for rows, columns in grids]
+        cells, outputs = images.split(counts), [images] * len(grids)
+        received = None if hidden is None else hidden.split(counts)
+        calls: dict[Any, list[int]] = {}
+        for number, grid in enumerate(grids):
+            together = {"equal": tuple(grid), "single": number, "packed": None}[self.images]
+            calls.setdefault(together, []).append(number)
+        for numbers in calls.values():
+            taken = None if received is None else torch.cat([received[number] for number in numbers])
+            output = self._call(taken, [cells[number] for number in numbers], [grids[number] for number in numbers])
+            per_cell, width = self.feature_shape if self.is_last else self.hidden_shape
+            rows = output.reshape(-1, width).split([counts[number] * per_cell for number in numbers])
+            for number, of_image in zip(numbers, rows, strict=True):
+                if self.is_last:
+                    outputs[number] = _in_cells(of_image, grids[number], self.factor, self.block)
+                else:
+                    outputs[number] = of_image.view(counts[number], per_cell, width)
+        return torch.cat(outputs)
+
+    def _handed_in(self, hidden: torch.Tensor, made: torch.Tensor) -> torch.Tensor:
+        return hidden.reshape(made.shape)
+
+
+def _in_cells(features: torch.Tensor, grid: Sequence[int], factor: int, block: int) -> torch.Tensor:
+    """Features (P, W) of one picture, in the order of `patch_rows`, as (cells, factor^2, W), row by row in each."""
+    (rows, columns), blocks = grid, factor // block
+    apart = features.reshape(rows, blocks, columns, blocks, block, block, -1).permute(0, 2, 1, 4, 3, 5, 6)
+    return apart.reshape(rows * columns, factor**2, -1)
+
+
+def _features(
+    native: NativeInput, side: int, has_class_token: bool, model: nn.Module, cells: Sequence[torch.Tensor], grids: Grids
+) -> torch.Tensor:
+    """Run a stock encoder on pictures: their features, one after another, in the encoder's order."""
+    if native.patches == "picture":
+        pictures = torch.stack([picture(*one) for one in zip(cells, grids, strict=True)])
+        told = {} if has_class_token else {"image_sizes": [tuple(pictures.shape[2:])] * len(pictures)}
+        return model(pictures, **told).last_hidden_state[:, int(has_class_token) :]
+    rows = [patch_rows(one, grid, side, native.block, native.patches) for one, grid in zip(cells, grids, strict=True)]
+    sizes = torch.tensor([(side * rows, side * columns) for rows, columns in grids])
+    if native.images == "equal":  # no mask: one of ones would choose another attention kernel
+        return model(torch.stack(rows), pixel_attention_mask=None, spatial_shapes=sizes).last_hidden_state
+    sizes = nn.functional.pad(sizes, (1, 0), value=1)
+    tables, patches = _tables(model, native.block, sizes, cells[0]), torch.cat(rows)
+    if native.block > 1:
+        output = model(patches, grid_thw=sizes, **tables)
+        if not output.get("deepstack_features"):
+            return output.pooler_output
+        parts = output.pooler_output, *output.deepstack_features  # before mergers: rows of block^2 patches
+        return torch.cat([part.view(len(patches), -1) for part in parts], dim=-1)
+    if isinstance(model, VideoLlama3VisionModel):
+        tables["merge_sizes"] = torch.ones_like(sizes[:, 0])
+    elif hasattr(model, "vision_model"):  # PaddleOCR-VL's
+        patches = patches.view(1, len(patches), 3, model.config.patch_size, -1)
+    return model(patches, grid_thw=sizes, **tables).last_hidden_state
+
+
+def _tables(model: nn.Module, block: int, sizes: torch.Tensor, like: torch.Tensor) -> dict[str, Any]:
+    """Make the tables that the stock forward needs for grids `sizes` (N, 3), on the host, so that no call waits.
+
+    Flash attention takes all images in one call; without it the forward splits by borders, which stay on the host.
+    """
+    config, device = model.config, like.device
+    width = getattr(config, "embed_dim", config.hidden_size)  # Qwen2-VL's hidden_size is the LLM's
+    is_flash = flash_takes_images(width // config.num_attention_heads, like.dtype, device)
+    config._attn_implementation = IMAGES_FLASH if is_flash else "sdpa"
+    tables = {"position_ids": vision_utils.get_vision_position_ids(sizes, block)}
+    borders = {"seqlens": vision_utils.get_vision_cu_seqlens(sizes)}
+    if hasattr(model, "fullatt_block_indexes"):
+        windows = vision_utils.get_vision_window_index(sizes, block, model.window_size, model.patch_size)
+        tables["window_index"], borders["window_seqlens"] = windows
+    stem = model.vision_model.embeddings if hasattr(model, "vision_model") else model
+    if hasattr(stem, "num_grid_per_side"):
+        how = stem.interpolation_mode, stem.interpolation_align_corners, block
+        made = vision_utils.get_vision_interpolation_indices_and_weights(sizes, stem.num_grid_per_side, *how)
+        tables |= dict(zip(("interp_indices", "interp_weights"), made, strict=True))
+    told: dict[str, Any] = {name: copied(table, device) for name, table in tables.items()}
+    for name, border in borders.items():
+        told[f"cu_{name}"] = copied(border, device) if is_flash else border
+        told[f"max_{name.removesuffix('s')}"] = int(border.diff().max())
+    return told

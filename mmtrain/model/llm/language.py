@@ -1,0 +1,481 @@
+"""A pipeline stage's part of a stock Hugging Face causal LM: embedding, some decoder layers, final norm and LM head.
+
+    input_ids (B, L) --embed--> (B, L, D) --forward: decoder layers [first, last)--> (B, L, D)
+    last stage: forward also runs the final norm, or --forward_rows--> rows (S, D) of it --logits--> (S, V)
+
+The stock model keeps its config and the length of its layer list; what other stages hold is replaced (bookends.py).
+Cutting the list is wrong wherever the stock forward scales its input: every stage would multiply granite's 12 in.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
+from transformers.modeling_outputs import MoeModelOutputWithPast
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+from transformers.utils import logging
+
+from mmtrain.base.devices import copied
+from mmtrain.base.errors import UserError
+from mmtrain.facts.families import (
+    MROPE_MODELS,
+    MROPE_SECTIONS,
+    TOKEN_SCALES,
+    canonical_name,
+    check_family,
+    full_names,
+    holds_parts,
+    llm_config,
+    llm_tensors,
+    remote_code,
+)
+from mmtrain.facts.model_files import foreign_files, model_folder
+from mmtrain.facts.shapes import llm_shape
+from mmtrain.model.llm.attention import ATTENTION, NoPadding, document_positions
+from mmtrain.model.llm.bookends import (
+    Bookend,
+    absent_modules,
+    copy_settings,
+    decoder_layers,
+    decoder_path,
+    holds_layer_0,
+    replace,
+)
+from mmtrain.model.llm.last_layer import LastLayer, Rows, recomputing
+from mmtrain.model.llm.mixers import ByDocument, Sequences, mixers_of, recomputing_on_documents, running_on
+from mmtrain.model.trained.lora import without_marks
+from mmtrain.model.weights.files import open_tensors, tensor_places
+from mmtrain.model.weights.streaming import StreamedLayers
+
+
+@dataclass
+class _HeadInput(MoeModelOutputWithPast):
+    """All that stock causal LMs read of their base model's output."""
+
+    cross_attentions: tuple[torch.Tensor, ...] | None = None
+
+
+class _PassThrough(nn.Module):
+    """In the place of the decoder: of the causal LM the head remains."""
+
+    def __init__(self, decoder: nn.Module) -> None:
+        super().__init__()
+        copy_settings(decoder, self)  # falcon_h1's head asks for lm_head_multiplier
+
+    def forward(self, *_: Any, inputs_embeds: torch.Tensor, **__: Any) -> _HeadInput:
+        return _HeadInput(last_hidden_state=inputs_embeds)
+
+
+class DecoderLayers(nn.Module):
+    """Decoder layers [first, last) of a stock causal LM, with the embedding or the head where the stage has them."""
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        first: int,
+        last: int,
+        *,
+        embedding: bool,
+        head: bool,
+        streamed: StreamedLayers | None = None,
+    ) -> None:
+        """`model` is a stock causal LM in which all other parts are replaced; `streamed` has its streamed layers."""
+        super().__init__()
+        numbers = model.config.get_text_config()
+        layers = numbers.num_hidden_layers
+        assert 0 <= first <= last <= layers, (first, last, layers)
+        assert not embedding or first == 0, "the embedding is on the stage with decoder layer 0, or the one before"
+        assert not head or last == layers, "the head is on the stage with the last decoder layer, or the one after"
+        self.model = model.requires_grad_(False)
+        self.first, self.last = first, last
+        self.has_embedding, self.has_head = embedding, head
+        self.hidden_size: int = numbers.hidden_size
+        self.vocab_size: int = numbers.vocab_size
+        self.deepstack: tuple[torch.Tensor, Sequence[torch.Tensor]] | None = None
+        """Places (P,) of image tokens, over rows laid end to end, and the features (P, D) that DeepStack adds there
+        behind the first layer, the second, ...; the next `forward` uses them up."""
+        self._recomputed = 0
+        self._last_layer: LastLayer | None = None
+        self.streamed = streamed
+        self._dress_layers(narrow=False)
+        self.eval()
+
+    def embed(self, input_ids: torch.Tensor) -> torch.Tensor:
+        """Token ids (B, L) int64 -> embeddings (B, L, D), by the stock model's input embedding, and its scale if any.
+
+        The scale is one that the stock forward applies to token ids alone, not to `inputs_embeds`.
+        """
+        assert self.has_embedding, "this slice has no embedding"
+        embeddings = self.model.get_input_embeddings()(input_ids)
+        scale = TOKEN_SCALES.get(self.model.config.model_type)
+        return embeddings if scale is None else embeddings * getattr(self.model.config, scale)
+
+    def forward(self, hidden: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
+        """Hidden states (B, L, D) through the slice's decoder layers, and the final norm if it has the head.
+
+        `position_ids` (B, L) restart at 0 in each document; the host waits for them, unless they are on the CPU. For
+        M-RoPE they are (4, B, L): grid positions (3, B, L) stand behind them. A slice that holds decoder layer 0 takes
+        what `embed` returned, with image features in it. Calls must not overlap.
+        """
+        if self.first == self.last and not self.has_head:
+            return hidden
+        return self._run(hidden, position_ids)
+
+    def forward_rows(self, hidden: torch.Tensor, position_ids: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+        """With the head: `forward`'s result for some tokens alone, (S, D).
+
+        `places` (S,) int64, on the CPU, rise over rows laid end to end; there may be none. Other tokens skip the final
+        norm and, after `narrow_last_layer`, most of the last decoder layer.
+        """
+        assert self.has_head, "only a slice with the head has results that are not handed on"
+        count = len(places)
+        if count == 0:  # layers that get no token at all may fail; one row that is cut off keeps the graph
+            places = places.new_zeros(1)
+        rows = Rows(places, hidden.device)
+        if self.first == self.last:
+            places_in_documents = rows.of_tensor(position_ids.view(-1, *hidden.shape[:2])[0])
+            return self._run(rows.of_tensor(hidden), places_in_documents)[0, :count]
+        if self._last_layer is None:
+            return rows.of_tensor(self._run(hidden, position_ids))[0, :count]
+        self._last_layer.rows = rows
+        try:
+            return self._run(hidden, position_ids)[0, :count]
+        finally:
+            self._last_layer.rows = None
+
+    def _run(self, hidden: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
+        layers = decoder_layers(self.model)
+        before = layers[self.first - 1] if self.first > 0 else None
+        after = layers[self.last] if self.last < len(layers) else None
+        has_grid = position_ids.ndim == 3
+        documents, positions = (position_ids[0], position_ids[1:]) if has_grid else (position_ids, position_ids)
+        hooks = self._adding_deepstack()
+        try:
+            if before is not None:
+                before.hand_in = hidden
+            # Told that nothing is padding, transformers does not look for documents, and the host waits for no answer.
+            no_padding = torch.ones(documents.shape, dtype=torch.bool, device=hidden.device).as_subclass(NoPadding)
+            sequences = Sequences.of_positions(documents, hidden.device) if self._has_mixers else None
+            with document_positions(documents), running_on(sequences):
+                # Behind a bookend the input tells shape, dtype and device only: detached, nothing is saved for it.
+                output = self.model.get_submodule(decoder_path(self.model)[0])(
+                    inputs_embeds=hidden if before is None else hidden.detach(),
+                    attention_mask=no_padding,
+                    position_ids=copied(positions, hidden.device),
+                    use_cache=False,
+                )
+            result = output.last_hidden_state if after is None else after.handed_out
+            assert result is not None, "the stock model did not run its layers in order"
+            return result
+        finally:  # else this micro-batch's activations would stay alive, or enter the next one after an error
+            for hook in hooks:
+                hook.remove()
+            for layer in layers:
+                if isinstance(layer, Bookend):
+                    layer.hand_in = layer.handed_out = None
+
+    def _adding_deepstack(self) -> list[RemovableHandle]:
+        """Add DeepStack's features behind real layers: the stock forward would add them behind bookends, too."""
+        if self.deepstack is None:
+            return []
+        (places, features), self.deepstack = self.deepstack, None
+        assert self.first == 0 and len(features) <= self.last, "stage 0 holds the layers behind which DeepStack adds"
+
+        def hook(added: torch.Tensor, _: nn.Module, __: Any, output: torch.Tensor) -> torch.Tensor:
+            return output.flatten(0, 1).index_add(0, places, added).view_as(output)
+
+        layers = decoder_layers(self.model)
+        return [layers[i].register_forward_hook(partial(hook, added)) for i, added in enumerate(features)]
+
+    def logits(self, rows: torch.Tensor) -> torch.Tensor:
+        """Normed hidden states (N, D) -> logits (N, V), with the family's own scaling and soft cap."""
+        assert self.has_head, "this slice has no head"
+        path = decoder_path(self.model)[0]
+        decoder = self.model.get_submodule(path)
+        self.model.set_submodule(path, _PassThrough(decoder))
+        try:
+            return self.model(inputs_embeds=rows[None], use_cache=False).logits[0]
+        finally:
+            self.model.set_submodule(path, decoder)
+
+    def head_parameters(self) -> list[nn.Parameter]:
+        return list(self.model.get_output_embeddings().parameters()) if self.has_head else []
+
+    def global_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Yield every parameter with its global name; a tied head beside its embedding is one parameter."""
+        for name, parameter in self.model.named_parameters():
+            yield canonical_name(without_marks(name)), parameter
+
+    def recompute(self, count: int) -> None:
+        """Let the first `count` of the slice's decoder layers recompute their activations in backward (0: none).
+
+        Unlike transformers' gradient checkpointing this works in eval mode and keeps the names of parameters.
+        """
+        self._recomputed = count
+        self._dress_layers(narrow=self._last_layer is not None)
+
+    def narrow_last_layer(self) -> None:
+        """Let `forward_rows` run the last decoder layer for its rows alone, where `parity.takes_rows`."""
+        assert self.has_head and self.first < self.last, "needed are the last decoder layer and the head"
+        self._dress_layers(narrow=True)
+
+    def _dress_layers(self, *, narrow: bool) -> None:
+        layers = decoder_layers(self.model)[self.first : self.last]
+        self._has_mixers = False
+        for i, layer in enumerate(layers):
+            vars(layer).pop("forward", None)
+            mixers = mixers_of(layer)
+            self._has_mixers = self._has_mixers or bool(mixers)
+            for mixer in mixers:
+                if "forward" not in vars(mixer):  # else it stays, with the kernels that it has chosen
+                    mixer.forward = ByDocument(mixer)
+            if narrow and i == len(layers) - 1:
+                layer.forward = self._last_layer = LastLayer(layer, recompute=i < self._recomputed)
+            elif i < self._recomputed:
+                layer.forward = (recomputing_on_documents if mixers else recomputing)(layer.forward)
+            if self.streamed is not None and self.first + i in self.streamed.layers:  # around all of it
+                layer.forward = self.streamed.around(self.first + i, layer.forward)
+
+
+def slice_of(
+    model: PreTrainedModel,
+    first: int,
+    last: int,
+    *,
+    embedding: bool,
+    head: bool,
+    streamed: StreamedLayers | None = None,
+) -> DecoderLayers:
+    """Copy decoder layers [first, last) of a stock causal LM in memory; `streamed`, if any, takes all of them."""
+    absent = absent_modules(model, first, last, embedding=embedding, head=head)
+    part = copy.deepcopy(model, {id(module): replacement for module, replacement in absent.items()})
+    _set_options(part.config)
+    with quiet():  # about the tower, which was dropped
+        part.set_attn_implementation(ATTENTION)
+    if streamed is not None:
+        for i in range(first, last):
+            streamed.take(i, decoder_layers(part)[i])
+    return DecoderLayers(part, first, last, embedding=embedding, head=head, streamed=streamed)
+
+
+def load_decoder_layers(
+    path: str,
+    first: int,
+    last: int,
+    *,
+    embedding: bool,
+    head: bool,
+    dtype: torch.dtype,
+    device: torch.device | str = "cpu",
+    streamed: StreamedLayers | None = None,
+    streamed_numbers: Collection[int] = (),
+    mrope: bool = False,
+) -> DecoderLayers:
+    """Load decoder layers [first, last) of the causal LM in a folder (or cached hub id), frozen, in eval mode.
+
+    Only the slice's own tensors are read, by transformers' rules (conversions, fused experts, ties, fp32 buffers). A
+    head without the embedding holds its own copy of a tied matrix. Layers that leave host memory, to a GPU or, the
+    `streamed_numbers`, to `streamed`, are loaded one by one: memory holds what is kept and one of them. `mrope`: see
+    `causal_config`.
+
+    Raises UserError for missing or unusable files and for families that cannot be cut.
+    """
+    weights = _Weights(path, dtype, mrope)
+    matrix = embedding or (head and bool(getattr(weights.config, "tie_word_embeddings", False)))
+    stay = streamed is None and torch.device(device).type == "cpu"
+    at_once = range(first, last if stay else min(first + 1, last))
+    model = weights.load(at_once, embedding=matrix, head=head)
+    layers = decoder_layers(model)
+    for i in range(first, last):
+        if i not in at_once:
+            layers[i] = decoder_layers(weights.load(range(i, i + 1), embedding=False, head=False))[i]
+            for module in layers[i].modules():
+                if "config" in vars(module):  # one for the whole model, as the stock model has it
+                    module.config = model.config
+        if streamed is not None and i in streamed_numbers:
+            streamed.take(i, layers[i])
+        layers[i].to(device)
+    model.to(device)
+    if matrix and not embedding:
+        replace(model, model.get_input_embeddings(), nn.Identity())
+    return DecoderLayers(model, first, last, embedding=embedding, head=head, streamed=streamed)
+
+
+class _Weights:
+    """A causal LM's folder, of which parts are loaded by themselves."""
+
+    def __init__(self, path: str, dtype: torch.dtype, mrope: bool) -> None:
+        self._path, self._dtype = path, dtype
+        folder = model_folder(path)
+        self.config = causal_config(folder, mrope)
+        _set_options(self.config)
+        self._stock = llm_class(self.config)
+        self._files = llm_tensors(folder, tensor_places(folder))
+        if is_mrope_class(self.config):
+            self._files = {name.replace("model.", "model.language_model.", 1): at for name, at in self._files.items()}
+        names = full_names(self.config.model_type, self._files)
+        self._global = {on_disk: canonical_name(name) for on_disk, name in names.items()}
+        built, planned = self.config.get_text_config().num_hidden_layers, len(llm_shape(path).decoder)
+        if built != planned:  # a default of transformers, where config.json says none
+            raise UserError(
+                f"{path}: transformers builds {built} decoder layers, but the weights have {planned}. Write "
+                "num_hidden_layers into config.json"
+            )
+
+    def load(self, layers: range, *, embedding: bool, head: bool) -> PreTrainedModel:
+        """Load the model with these decoder layers alone, on the CPU, and the ends that are asked for."""
+        stock = self._stock
+        first, last = layers.start, layers.stop
+
+        def build(model: PreTrainedModel, *arguments: Any, **options: Any) -> None:
+            stock.__init__(model, *arguments, **options)
+            drop_tower(model)
+            for module, replacement in absent_modules(model, first, last, embedding=embedding, head=head).items():
+                replace(model, module, replacement)
+            _initialise_present_layers(model)
+            if not head:  # else transformers looks for the LM head that is tied to the embedding
+                model.all_tied_weights_keys = {}
+            elif getattr(model.config, "tie_word_embeddings", False) and not model.all_tied_weights_keys:
+                # kimi_linear's own class ties nothing, multimodal ones tie its head
+                names = (name for name, _ in model.named_parameters())
+                embedding_name = next(name for name in names if canonical_name(name) == "llm.embedding.weight")
+                model.all_tied_weights_keys = {"lm_head.weight": embedding_name}
+
+        def wanted(name: str) -> bool:
+            _, part, *rest = self._global[name].split(".")
+            if part == "layers":
+                return int(rest[0]) in layers
+            if part == "embedding":
+                return embedding
+            return head if part in ("norm", "head") else holds_layer_0(first, last)
+
+        tensors = open_tensors({name: place for name, place in self._files.items() if wanted(name)})
+        # The name and module of the stock class: transformers finds its conversions by them.
+        part_class = type(stock.__name__, (stock,), {"__init__": build, "__module__": stock.__module__})
+        with quiet():
+            model, report = part_class.from_pretrained(
+                None,
+                config=self.config,
+                state_dict=tensors,
+                dtype=self._dtype,
+                attn_implementation=ATTENTION,
+                ignore_mismatched_sizes=True,  # they are in the report, like everything else that does not fit
+                output_loading_info=True,
+            )
+        faults = {kind: sorted(map(str, entries))[:3] for kind, entries in report.items() if entries}
+        if faults:
+            raise UserError(f"{self._path}: the weights do not fit config.json ({faults}). Download the model again")
+        return model
+
+
+def _initialise_present_layers(model: PreTrainedModel) -> None:
+    """Let a decoder initialise only layers that are here: falcon_h1's sets a buffer of each when it is loaded."""
+    path, name = decoder_path(model)
+    decoder, layers = model.get_submodule(path), decoder_layers(model)
+    stock = decoder._init_weights
+
+    def initialise(module: nn.Module) -> None:
+        if module is decoder:
+            setattr(decoder, name, nn.ModuleList(layer for layer in layers if not isinstance(layer, Bookend)))
+        stock(module)
+        setattr(decoder, name, layers)
+
+    decoder._init_weights = initialise
+
+
+def causal_config(folder: Path, mrope: bool = False) -> PreTrainedConfig:
+    """Read transformers' config of the causal LM in a folder. Raises UserError for a family that cannot be used.
+
+    With `mrope`, and for an LLM without a class of its own (Qwen2.5-VL's), it is the multimodal class's.
+    """
+    config_json = llm_config(folder)
+    check_family(config_json)
+    family = config_json["model_type"]
+    if family not in transformers.CONFIG_MAPPING:
+        why = remote_code(config_json) or "A later version may"
+        raise UserError(f"{folder}: transformers {transformers.__version__} does not know {family}. {why}")
+    with quiet():  # about mrope_section, which some text models' configs do not list
+        part = "text_config in " * holds_parts(folder)
+        with foreign_files(f"{folder}: {part}config.json"):
+            if part:
+                config = config_from(transformers.CONFIG_MAPPING[family], config_json)
+            else:
+                config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    is_causal = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING
+    if family in MROPE_MODELS and (mrope or not is_causal):
+        return _mrope_config(config)
+    if not is_causal:
+        raise UserError(f"{folder}: {family} has no causal LM in transformers {transformers.__version__}")
+    return config
+
+
+def _mrope_config(language: PreTrainedConfig) -> PreTrainedConfig:
+    """Wrap an LLM's config in its multimodal class's; one without M-RoPE gets that class's sections."""
+    text, family = language.to_dict(), MROPE_MODELS[language.model_type]
+    if language.model_type in MROPE_SECTIONS:
+        height, width, more = MROPE_SECTIONS[language.model_type]
+        frequencies = (text.get("head_dim") or language.hidden_size // language.num_attention_heads) // 2
+        height, width = (part * frequencies // 64 for part in (height, width))
+        rope = {**text["rope_parameters"], "mrope_section": [frequencies - height - width, height, width], **more}
+        text |= {"model_type": f"{family}_text", "rope_parameters": rope}
+    tied = bool(getattr(language, "tie_word_embeddings", False))
+    return transformers.CONFIG_MAPPING[family](text_config=text, tie_word_embeddings=tied)
+
+
+def is_mrope_class(config: PreTrainedConfig) -> bool:
+    """Whether a config is that of a multimodal class with M-RoPE."""
+    return config.model_type in MROPE_MODELS.values()
+
+
+def auto_class(config: PreTrainedConfig) -> Any:
+    return transformers.AutoModelForImageTextToText if is_mrope_class(config) else transformers.AutoModelForCausalLM
+
+
+def llm_class(config: PreTrainedConfig) -> type[PreTrainedModel]:
+    """Return the stock class of what `causal_config` returns."""
+    return auto_class(config)._model_mapping[type(config)]
+
+
+def drop_tower(model: PreTrainedModel) -> None:
+    """Leave nothing of a multimodal model but its LLM."""
+    if is_mrope_class(model.config):
+        outer, _, decoder = decoder_path(model)[0].rpartition(".")
+        for name in [name for name, _ in model.get_submodule(outer).named_children() if name != decoder]:
+            model.set_submodule(f"{outer}.{name}", nn.Identity())
+
+
+def config_from(kind: type[PreTrainedConfig], config_json: Mapping[str, Any]) -> PreTrainedConfig:
+    """Make transformers' config from a config.json in memory, which spells infinity {"__float__": "Infinity"}."""
+    return kind.from_dict(kind._decode_special_floats(dict(config_json)))
+
+
+def _set_options(config: PreTrainedConfig) -> None:
+    """Switch off outputs that config.json may ask for and a stage does not return: they keep activations alive."""
+    for option in ("output_attentions", "output_hidden_states", "output_router_logits", "use_cache"):
+        if getattr(config, option, False):
+            setattr(config, option, False)
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Silence transformers' progress bars and its report of what does not fit."""
+    shown, level = logging.is_progress_bar_enabled(), logging.get_verbosity()
+    logging.disable_progress_bar()
+    logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(level)
+        if shown:
+            logging.enable_progress_bar()

@@ -1,0 +1,209 @@
+"""Recurrent layers in packs: what mixes along the sequence and is not attention runs document by document.
+
+    hidden (B, L, D) of packed rows --documents of one length--> (n, length, D) --stock mixer--> results --> (B, L, D)
+    on a GPU with kernels that take borders: hidden (1, B * L, D), seq_idx, cu_seq_lens_q --stock mixer--> (B, L, D)
+
+Gated delta rules, Mamba and short convolutions carry state from each token to the next. In a pack the stock module
+would carry it from one document into the next, which no mask forbids. A mixer is recognised by its code: its forward
+takes a cache, and it calls neither transformers' attention functions nor softmax.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from mmtrain.base.devices import copied
+from mmtrain.base.printing import escape
+from mmtrain.model.llm.attention import Backend, Documents, NoPadding, note_backend
+from mmtrain.model.llm.last_layer import CACHE_ARGUMENTS, Forward, map_tokens, recomputing
+
+_CACHES = {*CACHE_ARGUMENTS, "cache_params"}
+_ATTENTION = {"ALL_ATTENTION_FUNCTIONS", "softmax"}  # what the code of attention calls
+_TRIED = (13, 1, 40, 6)  # tokens of the documents on which kernels are compared with the loop
+AGREEMENT = 0.1  # relative; rounding in bf16 is a few hundredths at most, a leak changes results by far more
+
+
+def mixers_of(layer: nn.Module) -> list[nn.Module]:
+    """Return the modules of a decoder layer that mix its tokens without attention, outermost ones alone."""
+    mixers: list[nn.Module] = []
+    inside: set[nn.Module] = set()
+    for module in list(layer.modules())[1:]:
+        stock = inspect.unwrap(type(module).forward)
+        takes_cache = not _CACHES.isdisjoint(inspect.signature(stock).parameters)
+        if takes_cache and module not in inside and _ATTENTION.isdisjoint(stock.__code__.co_names):
+            mixers.append(module)
+            inside.update(module.modules())
+    return mixers
+
+
+@dataclass(frozen=True, eq=False)
+class Sequences:
+    """Documents of packed rows (B, L) laid end to end, those of one length side by side."""
+
+    shape: tuple[int, int]
+    groups: tuple[tuple[int, torch.Tensor], ...]  # (length, places (n * length,) int64 on the device)
+    inverse: torch.Tensor | None  # (B * L,), on the device: places of tokens in the groups; None: they are in order
+    borders: dict[str, torch.Tensor]  # of the documents, as kernels take them, under transformers' names
+
+    @classmethod
+    def of_positions(cls, position_ids: torch.Tensor, device: torch.device | str) -> Sequences:
+        """Find the documents where `position_ids` (B, L) do not go on, and at the beginning of each row."""
+        positions = position_ids.cpu()
+        begins = torch.ones(positions.shape, dtype=torch.bool)
+        begins[:, 1:] = positions.diff() != 1
+        places = begins.flatten().nonzero().flatten()
+        lengths = torch.cat([places, torch.tensor([positions.numel()])]).diff()
+        of_length: dict[int, list[int]] = defaultdict(list)
+        for begin, length in zip(places.tolist(), lengths.tolist(), strict=True):
+            of_length[length].append(begin)
+        groups = [
+            (length, (torch.tensor(of)[:, None] + torch.arange(length)).flatten()) for length, of in of_length.items()
+        ]
+        inverse = torch.cat([places for _, places in groups]).argsort() if len(groups) > 1 else None
+        numbers = torch.repeat_interleave(torch.arange(len(lengths)), lengths)[None]
+        offsets = torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
+        return cls(
+            tuple(positions.shape),
+            tuple((length, copied(places, device)) for length, places in groups),
+            None if inverse is None else copied(inverse, device),
+            {"cu_seq_lens_q": copied(offsets.int(), device), "seq_idx": copied(numbers.int(), device)},
+        )
+
+
+_SEQUENCES: ContextVar[Sequences | None] = ContextVar("sequences", default=None)
+
+
+@contextmanager
+def running_on(sequences: Sequences | None) -> Iterator[None]:
+    """Within this context mixers keep these documents apart."""
+    token = _SEQUENCES.set(sequences)
+    try:
+        yield
+    finally:
+        _SEQUENCES.reset(token)
+
+
+def recomputing_on_documents(forward: Forward) -> Forward:
+    """Wrap a decoder layer's forward as `recomputing` does, so that its mixers see the same documents in backward."""
+
+    def run(sequences: Sequences | None, *arguments: Any, **options: Any) -> Any:
+        with running_on(sequences):
+            return forward(*arguments, **options)
+
+    recomputed = recomputing(run)
+    return lambda *arguments, **options: recomputed(_SEQUENCES.get(), *arguments, **options)
+
+
+class ByDocument:
+    """The forward of a stock mixer that keeps the documents of `running_on` apart; results are (B, L, D).
+
+    The first call on a GPU compares the library's kernels with the loop. In a layer that is recomputed this would end
+    in torch's CheckpointError, so a stage runs once when it is built (`Stage.try_out`).
+    """
+
+    def __init__(self, mixer: nn.Module) -> None:
+        self._forward, self._signature = mixer.forward, inspect.signature(mixer.forward)
+        self._backend: Backend | None = None
+
+    def __call__(self, *arguments: Any, **options: Any) -> Any:
+        sequences = _SEQUENCES.get()
+        assert sequences is not None, "a mixer was called without its documents"
+        call = self._signature.bind(*arguments, **options)
+        if self._backend is None:
+            self._backend = self._choose(next(iter(call.arguments.values())))
+        note_backend(self._backend)
+        return self._in_one_call(call, sequences) if self._backend.reason is None else self._loop(call, sequences)
+
+    def _loop(self, call: inspect.BoundArguments, sequences: Sequences) -> Any:
+        results = []
+        for length, places in sequences.groups:
+
+            def chosen(tokens: torch.Tensor, length: int = length, places: torch.Tensor = places) -> torch.Tensor:
+                own = tokens if sequences.inverse is None else tokens.index_select(0, places)
+                return own.unflatten(0, (-1, length))
+
+            results.append(self._run(call, sequences, chosen))
+        hidden = [(result[0] if isinstance(result, tuple) else result).flatten(0, 1) for result in results]
+        joined = hidden[0] if sequences.inverse is None else torch.cat(hidden).index_select(0, sequences.inverse)
+        return _like(results[0], joined.unflatten(0, sequences.shape))
+
+    def _in_one_call(self, call: inspect.BoundArguments, sequences: Sequences) -> Any:
+        result = self._run(call, sequences, lambda tokens: tokens[None], **sequences.borders)
+        hidden = result[0] if isinstance(result, tuple) else result
+        return _like(result, hidden[0].unflatten(0, sequences.shape))
+
+    def _run(
+        self,
+        call: inspect.BoundArguments,
+        sequences: Sequences,
+        chosen: Callable[[torch.Tensor], torch.Tensor],
+        **borders: torch.Tensor,
+    ) -> Any:
+        """Run the stock forward on what `chosen` makes of each argument for all tokens, (B * L, ...)."""
+
+        def of_call(value: torch.Tensor | Documents) -> torch.Tensor | None:
+            if isinstance(value, (Documents, NoPadding)):
+                return None  # within a document no token is hidden
+            return chosen(value.expand(sequences.shape[0], *value.shape[1:]).flatten(0, 1))
+
+        arguments = {name: map_tokens(value, sequences.shape, of_call) for name, value in call.arguments.items()}
+        own = inspect.BoundArguments(call.signature, arguments)
+        return self._forward(*own.args, **own.kwargs, **borders)
+
+    def _choose(self, hidden: torch.Tensor) -> Backend:
+        if not hidden.is_cuda:
+            return Backend("recurrent layers", "document", "kernels that take borders need a GPU", slow=False)
+        reason = self.reason_against_kernels(hidden)
+        return Backend("recurrent layers", "library" if reason is None else "document", reason, slow=reason is not None)
+
+    @torch.enable_grad()
+    def reason_against_kernels(self, hidden: torch.Tensor) -> str | None:
+        """Compare the library's kernels, given documents' borders, with the loop; None if both are alike.
+
+        Compares results and input gradients in the type of `hidden` (B, L, D), on documents so short that a leak shows.
+        """
+        generator = torch.Generator(hidden.device).manual_seed(0)
+        shape = (1, sum(_TRIED), hidden.shape[-1])
+        inputs, upstream = (torch.randn(shape, generator=generator, device=hidden.device) for _ in range(2))
+        inputs = inputs.to(hidden.dtype).requires_grad_()
+        positions = torch.cat([torch.arange(length) for length in _TRIED])[None]
+        sequences = Sequences.of_positions(positions, hidden.device)
+        accepted = self._signature.parameters
+        if "seq_idx" not in accepted and not any(one.kind is one.VAR_KEYWORD for one in accepted.values()):
+            return "transformers' code of this layer takes no borders of documents"
+        try:
+            call = self._signature.bind(inputs)
+        except TypeError:
+            return "kernels are compared on hidden states alone, and this layer needs more"
+
+        def outcome(result: Any) -> torch.Tensor:
+            states = result[0] if isinstance(result, tuple) else result
+            return torch.stack([states, torch.autograd.grad(states, inputs, upstream.to(states.dtype))[0]])
+
+        def differs(result: torch.Tensor, expected: torch.Tensor) -> bool:
+            gaps, most = ((x.float().abs().amax((1, 2, 3))) for x in (result - expected, expected))
+            return not bool((gaps <= AGREEMENT * most).all())
+
+        try:
+            expected = outcome(self._loop(call, sequences))
+            ours = outcome(self._in_one_call(call, sequences))
+            leaking = outcome(self._forward(inputs))
+        except Exception as error:  # kernels of foreign libraries raise what they like
+            return escape(str(error).strip().partition("\n")[0], 200) or type(error).__name__
+        if not differs(ours, expected) and differs(leaking, expected):
+            return None
+        return "the kernels found here mix documents. Install causal-conv1d with flash-linear-attention or mamba-ssm"
+
+
+def _like(result: Any, hidden: torch.Tensor) -> Any:
+    """Return `hidden` as a mixer returns it: alone, or first of several."""
+    return (hidden, *result[1:]) if isinstance(result, tuple) else hidden

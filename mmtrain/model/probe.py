@@ -1,0 +1,226 @@
+"""Before a run: does this model, cut and packed as planned, compute what the stock model computes?
+
+LLM      config.json --child: tiny model of the family, parity.py--> two differences --bounds--> recorded, or refused
+encoder  blocks alike? --child: few blocks, made-up weights: whole, in slices--> difference: 0 to the bit, or refused
+
+Most faults of a cut or of packing raise no error: they train a wrong model. So every new combination of config, cut and
+versions is tried once, in 2-20 s, and remembered in the user's cache. The work is done in a child without a GPU: a
+model that hangs or crashes takes nothing else down.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import math
+import re
+import subprocess
+import sys
+import tempfile
+from collections import defaultdict
+from collections.abc import Sequence
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from mmtrain.base.cache import cache_folder
+from mmtrain.base.durable import write_whole
+from mmtrain.base.errors import EncoderSliceError, UserError
+from mmtrain.base.shared_memory import naming_shared_memory
+from mmtrain.config.schema import RunConfig
+from mmtrain.facts.connectors import run_vision
+from mmtrain.facts.encoders import ENCODER_BLOCK
+from mmtrain.facts.families import check_family, encoder_config, llm_config
+from mmtrain.facts.model_files import Shape, model_folder
+from mmtrain.facts.shapes import vision_shape
+from mmtrain.facts.vision_files import is_timm_name
+from mmtrain.runtime.child import die_with_parent, leave_out_gpu_kernels, python_child
+
+STAGED_BOUND = 1e-6  # relative; the kernels are the same, 0.0 on every family that is known to work
+PACKED_BOUND = 1e-4  # relative; rounding over 80 layers stays below 2e-5, a leak is above 1e-2
+SECONDS = 300  # that the child may take
+
+CUTS = ((0, 0, 1, 2, 3), (0, 2, 3))  # borders of an encoder's slices: the stem alone, one block each; several blocks
+BLOCKS = CUTS[0][-1]  # of the encoder that is tried
+GRIDS = ((1, 2), (2, 3), (1, 2))  # of images, as cells; not one tile, as the stem of later slices has
+_REMEDY = "Set parallel.encoder_ranks=0, which keeps the whole encoder on rank 0"
+
+_EXCEPTION = re.compile(r"^[A-Za-z_][\w.]*: .+")
+_RESULT = re.compile(r"^differences (.+)$", re.MULTILINE)  # libraries may print, too
+
+
+def probe(path: str, cut_points: Sequence[int], streams: bool = False, *, mrope: bool = False) -> None:
+    """Try the LLM in folder (or cached hub id) `path` with stages that begin at the decoder layers `cut_points`.
+
+    If it `streams`, layers have weights only while they compute; `mrope`: see `causal_config`. Raises UserError naming
+    the family where staged or packed execution differs from the stock model, fails, or takes longer than `SECONDS`; it
+    takes 2 to 5 s.
+    """
+    folder = model_folder(path)
+    config_json = llm_config(folder)
+    check_family(config_json)
+    how, family = "streamed" if streams else "resident", config_json["model_type"]
+    record = _record(
+        ("torch", "transformers"),
+        (folder / "config.json").read_bytes(),
+        json.dumps([config_json, how, mrope, *map(int, cut_points)], sort_keys=True).encode(),
+    )
+    if record.is_file():
+        return
+    tried = f"{path}: {family} cannot be staged and packed"
+    staged, packed = _differences("llm", folder, how, mrope, *cut_points, tried=tried)
+    refuse_differences(family, staged, packed)
+    _remember(
+        record, {"family": family, "weights": how, "cut_points": list(cut_points), "staged": staged, "packed": packed}
+    )
+
+
+def refuse_differences(family: str, staged: float, packed: float) -> None:
+    """Raise UserError if a family's differences (see parity.Differences) are beyond rounding."""
+    advice = "The run would train a wrong model. Use another family, or another version of transformers"
+    if not staged <= STAGED_BOUND:  # not >: a NaN is refused too
+        raise UserError(
+            f"{family} cannot be cut into stages: its slices differ from the whole model by {staged:.1e} "
+            f"(at most {STAGED_BOUND:.0e} is rounding). {advice}"
+        )
+    if not packed <= PACKED_BOUND:
+        raise UserError(
+            f"{family} cannot be packed: documents in a pack differ from the documents alone by {packed:.1e} "
+            f"(at most {PACKED_BOUND:.0e} is rounding). {advice}"
+        )
+
+
+def probe_encoder(config: RunConfig) -> None:
+    """Try `config`'s encoder, if any, in slices: 5 to 20 s the first time.
+
+    Raises EncoderSliceError, naming encoder, difference and remedy, where slices differ from the whole encoder by a
+    bit, fail, or take longer than `SECONDS`, and UserError for an encoder that cannot be loaded, cut or not.
+    """
+    chosen = config.model.vision
+    if chosen is None:
+        return
+    _refuse_unlike_blocks(config)
+    dtype, shape = config.model.vision_dtype, run_vision(config)
+    factor, merges = math.isqrt(shape.features_per_image), shape.merge > 1  # of a cell, if it has some
+    # Of a folder its config.json counts, wherever it lies.
+    source = chosen.name if is_timm_name(chosen.name) else encoder_config(model_folder(chosen.name))
+    question = json.dumps([source, dtype, chosen.final_norm, factor, merges], sort_keys=True).encode()
+    record = _record(("torch", "transformers", "timm"), question)
+    if record.is_file():
+        return
+    fault = f"{chosen.name} cannot be cut into slices"
+    try:
+        (difference,) = _differences("encoder", chosen.name, dtype, chosen.final_norm, factor, merges, tried=fault)
+    except _ChildError as error:
+        raise EncoderSliceError(f"{error}. {_REMEDY}") from None
+    if difference != 0:  # a NaN too
+        raise EncoderSliceError(
+            f"{fault}: features of its slices differ from the whole encoder's by up to {difference:.1e}, not 0. "
+            f"{_REMEDY}"
+        )
+    _remember(record, {"encoder": chosen.name, "difference": difference})
+
+
+def _refuse_unlike_blocks(config: RunConfig) -> None:
+    """Raise EncoderSliceError for an encoder with a block that is not made as one of the first, which are tried."""
+    chosen = config.model.vision
+    blocks: dict[int, dict[str, Shape]] = defaultdict(dict)
+    for parameter in run_vision(config).parameters:
+        if block := ENCODER_BLOCK.match(parameter.name):
+            blocks[int(block[1])][parameter.name[block.end() :]] = parameter.shape
+    kinds = [blocks[number] for number in sorted(blocks)]
+    for number, kind in enumerate(kinds):
+        if kind not in kinds[:BLOCKS]:
+            raise EncoderSliceError(
+                f"{chosen.name} cannot be cut into slices: block {number} is unlike the first {BLOCKS}. {_REMEDY}"
+            )
+
+
+def _record(libraries: Sequence[str], *question: bytes) -> Path:
+    """The file that remembers an answer, named by the question, the libraries and the code of mmtrain's models."""
+    package = Path(__file__).parents[1]
+    code = [file for wing in ("layouts", "facts", "model") for file in sorted((package / wing).rglob("*.py"))]
+    parts = [
+        *question,
+        *(f"{name} {version(name)}".encode() for name in libraries),
+        *(file.read_bytes() for file in code),
+    ]
+    digest = hashlib.sha256(b"".join(hashlib.sha256(part).digest() for part in parts)).hexdigest()
+    return cache_folder("probe") / f"{digest}.json"
+
+
+def _remember(record: Path, result: dict[str, Any]) -> None:
+    with contextlib.suppress(OSError):  # a home that cannot be written costs a second at the next launch, not the run
+        record.parent.mkdir(parents=True, exist_ok=True)
+        write_whole(record, json.dumps(result) + "\n")
+
+
+class _ChildError(UserError):
+    """The child brought no result."""
+
+
+def _differences(*arguments: object, tried: str) -> tuple[float, ...]:
+    """The numbers that this module, run as a child, prints behind "differences"; `tried` says what a failure means."""
+    command = python_child("-m", __name__, *arguments, CUDA_VISIBLE_DEVICES="")
+    with tempfile.NamedTemporaryFile(prefix="mmtrain-probe-", suffix=".log", delete=False) as stream:
+        log = Path(stream.name)
+        try:
+            child = subprocess.run(**command, stdout=subprocess.PIPE, stderr=stream, text=True, timeout=SECONDS)
+        except subprocess.TimeoutExpired:
+            raise _ChildError(f"{tried}: its tiny model did not finish within {SECONDS:g} s; see {log}") from None
+    results = _RESULT.findall(child.stdout)
+    if child.returncode == 0 and results:
+        log.unlink()
+        return tuple(map(float, results[-1].split()))
+    lines = log.read_text(errors="replace").strip().splitlines()
+    causes = [line for line in lines if _EXCEPTION.match(line)] or lines[-1:] or [f"exit code {child.returncode}"]
+    refusal = f"{UserError.__module__}.{UserError.__qualname__}: "
+    if causes[-1].startswith(refusal):
+        log.unlink()
+        raise UserError(causes[-1].removeprefix(refusal))
+    raise _ChildError(f"{tried}: its tiny model failed ({causes[-1]}); see {log}")
+
+
+def _measure_llm(folder: str, how: str, mrope: str, *cut_points: str) -> tuple[float, float]:
+    """In the child: the differences, of the best seed if one is out of bounds.
+
+    With experts, rounding alone flips a choice between two that are near a tie, for some seed; a fault shows with all.
+    """
+    import torch
+
+    from mmtrain.model.llm.language import causal_config
+    from mmtrain.model.llm.parity import SEEDS, measure_differences
+
+    torch.set_num_threads(1)  # the tiny model gains nothing from more
+    config, borders = causal_config(Path(folder), mrope == str(True)), [int(layer) for layer in cut_points]
+    best = (float("inf"), float("inf"))
+    for seed in range(SEEDS):
+        best = min(best, measure_differences(config, borders, seed=seed, streams=how == "streamed"))
+        if best[0] <= STAGED_BOUND and best[1] <= PACKED_BOUND:
+            break
+    return best
+
+
+def _measure_encoder(name: str, dtype: str, final_norm: str, factor: str, merges: str) -> tuple[float]:
+    """In the child: the largest difference of a feature over `CUTS`; infinite where one is not a number."""
+    import torch
+
+    from mmtrain.model.encoder.vision import made_up_encoder
+    from mmtrain.model.encoder.vision_tower import slices_difference
+    from mmtrain.model.stage import DTYPES
+
+    shape = vision_shape(name, -1, final_norm == str(True), merges == str(True)).with_cells(int(factor))
+    tower = made_up_encoder(name, DTYPES[dtype], final_norm == str(True), BLOCKS, shape)
+    generator = torch.Generator().manual_seed(0)
+    tiles = sum(rows * columns for rows, columns in GRIDS)
+    images = torch.randn(tiles, 3, tower.image_size, tower.image_size, generator=generator)
+    return (max(slices_difference(tower, cuts, images, GRIDS) for cuts in CUTS),)
+
+
+if __name__ == "__main__":
+    die_with_parent()
+    leave_out_gpu_kernels()
+    measure = {"llm": _measure_llm, "encoder": _measure_encoder}[sys.argv[1]]
+    with naming_shared_memory():
+        print("\ndifferences", *measure(*sys.argv[2:]))

@@ -1,0 +1,296 @@
+"""What one pipeline stage holds, with one boundary contract.
+
+stage 0       PackedBatch --encode--> features of tiles (N, T, W) --project, arrange; embed, fuse--> hidden (B, L, D)
+              without an encoder: PackedBatch --embed--> hidden (B, L, D)
+any stage     of a later slice: hidden states of tiles (N, T + prefix, W) --encode--> the same, or features
+every stage   hidden (B, L, D), position_ids (B, L) --decoder layers--> hidden (B, L, D)
+last stage    hidden (B, L, D), position_ids, labels (B, L) --decoder layers, norm, head--> loss sum, supervised tokens
+              (or predicted tokens); of the last decoder layer, what supervised tokens alone need
+
+Between stages travel hidden states in the LLM's dtype, position_ids and labels (int64, on the host); between slices of
+the encoder hidden states of tiles and, to stage 0, features, in the encoder's dtype. On a GPU no call waits for the
+device: masks and supervised places are found on the host.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from mmtrain.base.devices import copied
+from mmtrain.config.schema import RunConfig
+from mmtrain.data.samples.sample import IMAGE_POSITION
+from mmtrain.data.stream.images import ImageTransform, image_transform
+from mmtrain.data.stream.packs import PackedBatch
+from mmtrain.facts.adapters import is_adapter
+from mmtrain.facts.connectors import has_grid_positions, run_vision
+from mmtrain.facts.families import canonical_name
+from mmtrain.facts.shapes import matches_any
+from mmtrain.layouts.layout import Tiling
+from mmtrain.model.encoder.vision import load_vision
+from mmtrain.model.encoder.vision_tower import Grids, VisionTower
+from mmtrain.model.llm.attention import Backend, record_backends
+from mmtrain.model.llm.language import DecoderLayers, load_decoder_layers
+from mmtrain.model.llm.loss import loss_sum_and_predictions, supervised_loss_sum, supervised_places
+from mmtrain.model.llm.parity import takes_rows
+from mmtrain.model.trained.lora import add_adapters, refusing_unused, without_marks
+from mmtrain.model.trained.projector import Projector, starting_projector
+from mmtrain.model.weights.streaming import StreamedLayers
+from mmtrain.plan.plan import StagePlan
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+class Stage(nn.Module):
+    """Contiguous layers that run as one forward call, and the rank's slice of the encoder; on stage 0 the projector."""
+
+    def __init__(
+        self,
+        language: DecoderLayers,
+        dtype: torch.dtype,
+        vision: VisionTower | None = None,
+        projector: Projector | None = None,
+        encoder: str | None = None,
+    ) -> None:
+        """`encoder` is the encoder's name, for `transform`; a stage with the projector needs it."""
+        super().__init__()
+        self.language = language
+        self.dtype = dtype
+        self.vision = vision
+        self.projector = projector
+        self._encoder = encoder
+        self.attention: set[Backend] = set()  # set by `try_out`
+
+    @functools.cached_property
+    def transform(self) -> ImageTransform:
+        return image_transform(self._encoder)
+
+    @property
+    def streamed(self) -> StreamedLayers | None:
+        return self.language.streamed
+
+    @property
+    def encoder_is_frozen(self) -> bool:
+        return self.vision is None or not any(p.requires_grad for p in self.vision.parameters())
+
+    def global_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Yield every parameter with its global name; each slice of the encoder has those around its blocks."""
+        if self.vision is not None:
+            yield from self.vision.global_parameters()
+        if self.projector is not None:
+            for name, parameter in self.projector.named_parameters():
+                yield f"projector.{name}", parameter
+        yield from self.language.global_parameters()
+
+    def layer_buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield each buffer of the decoder layers that files hold (a router's bias, say) with its global name."""
+        stored = self.language.model.state_dict().keys()
+        for name, buffer in self.language.model.named_buffers():
+            global_name = canonical_name(without_marks(name))
+            if name in stored and global_name.startswith("llm.layers."):
+                yield global_name, buffer
+
+    def encode(self, taken: PackedBatch | torch.Tensor | None, grids: Grids = ()) -> torch.Tensor | None:
+        """Run ENCODE: a micro-batch, or hidden states of tiles, to features (N, T, W) or hidden states, contiguous.
+
+        `grids` are those of the images whose hidden states are `taken`. None where there is nothing to encode.
+        """
+        if not isinstance(taken, PackedBatch):
+            return None if taken is None else self.vision.in_groups(taken, grids=grids)
+        tiles, grids = taken.tiles, taken.grids
+        if self.projector is None or (tiles is None and self.encoder_is_frozen):
+            return None
+        if tiles is None:  # an encoder that trains has gradients to reduce, of a black tile
+            size = self.vision.image_size
+            tiles, grids = torch.zeros(1, 3, size, size, device=taken.input_ids.device), ((1, 1),)
+        if self.encoder_is_frozen:
+            return self.vision.in_groups(tiles, self.normalised, grids)
+        return self.vision(self.normalised(tiles), grids)
+
+    def normalised(self, tiles: torch.Tensor) -> torch.Tensor:
+        return self.transform.normalise(tiles) if tiles.dtype == torch.uint8 else tiles
+
+    def start(self, batch: PackedBatch, features: torch.Tensor | None = None) -> torch.Tensor:
+        """Stage 0: token ids of a micro-batch and features of its tiles (None: `encode` them) -> hidden (B, L, D)."""
+        if self.projector is None:
+            return self.language.embed(batch.input_ids)
+        if features is None:
+            assert batch.tiles is None or self.vision.is_last, "the features come from another rank's slice"
+            features = self.encode(batch)
+        embeddings = self.language.embed(batch.input_ids.masked_fill(batch.input_ids == IMAGE_POSITION, 0))
+        if features is None:  # one position of zeros, so that a replica without images has gradients to reduce
+            features = embeddings.new_zeros(1, self.projector.factor**2, self.vision.feature_shape[-1])
+        projected, newline = self.projector(features.float()), self.projector.image_newline
+        if not batch.tilings:
+            hidden = fuse(embeddings, batch.image_places, None)
+            unused = projected.sum() if newline is None else projected.sum() + newline.sum()
+            return hidden + 0.0 * unused.to(hidden.dtype)
+        if newline is None:
+            images, *added = projected.flatten(0, 1).split(self.language.hidden_size, dim=-1)
+        else:
+            images, added = arranged(projected, newline, batch.tilings), []
+        if added:
+            self.language.deepstack = batch.image_places, [each.to(self.dtype) for each in added]
+        return fuse(embeddings, batch.image_places, images)
+
+    @torch.no_grad()
+    def try_out(self, device: torch.device | str) -> None:
+        """Run the decoder layers on 8 tokens, and an encoder with adapters on a black image; sets `attention`."""
+        with record_backends() as self.attention, refusing_unused(self.language.model, canonical_name):
+            hidden = torch.zeros(1, 8, self.language.hidden_size, dtype=self.dtype, device=device)
+            self.language(hidden, torch.arange(8, device=device)[None])
+        if self.streamed is not None:
+            self.streamed.end()
+        vision = self.vision
+        adapted = vision is not None and any(is_adapter(name) for name, _ in vision.global_parameters())
+        if adapted:  # such an encoder is whole
+            with refusing_unused(vision.model, vision.canonical_name):
+                vision(torch.zeros(1, 3, vision.image_size, vision.image_size, device=device), ((1, 1),))
+
+    def forward(self, hidden: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
+        """Decoder layers, and on the last stage the final norm: (B, L, D) -> (B, L, D).
+
+        `position_ids` (B, L) are those of `PackedBatch.positions`, (4, B, L) with M-RoPE; in `loss` and `predict` too.
+        """
+        return self.language(hidden, position_ids).to(self.dtype)
+
+    def loss(
+        self, hidden: torch.Tensor, position_ids: torch.Tensor, labels: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Last stage: its input (B, L, D), position_ids and labels (B, L) -> (loss sum in nats, supervised tokens)."""
+        language = self.language
+        rows, targets = self._supervised(hidden, position_ids, labels)
+        loss = supervised_loss_sum(rows, targets, language.logits, language.vocab_size, language.head_parameters())
+        return loss, torch.full((), len(targets), device=hidden.device)
+
+    def predict(
+        self, hidden: torch.Tensor, position_ids: torch.Tensor, labels: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Last stage, without gradients: (loss sum in nats, arg max (S,) at the S supervised positions, row-major)."""
+        rows, targets = self._supervised(hidden, position_ids, labels)
+        return loss_sum_and_predictions(rows, targets, self.language.logits, self.language.vocab_size)
+
+    def _supervised(
+        self, hidden: torch.Tensor, position_ids: torch.Tensor, labels: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Normed hidden states (S, D) and targets (S,) of the supervised tokens, on the device."""
+        places = supervised_places(labels)
+        rows = self.language.forward_rows(hidden, position_ids, places)
+        return rows.to(self.dtype), copied(labels.flatten()[places], hidden.device)
+
+
+def arranged(projected: torch.Tensor, newline: torch.Tensor, tilings: Sequence[Tiling]) -> torch.Tensor:
+    """Arrange the embeddings (N, P, D) of images' tiles as the positions (M, D) that the images become.
+
+    Of a grid those that show the picture, interpolated where `Shown` says so, each line ended by `newline` (D,).
+    Source: `pack_image_features` of LlavaNext and LlavaOnevision in transformers.
+    """
+    side, width = math.isqrt(projected.shape[1]), projected.shape[2]
+    positions: list[torch.Tensor] = []
+    for tiles, tiling in zip(projected.split([tiling.tiles for tiling in tilings]), tilings, strict=True):
+        shown = tiling.shown
+        if shown is None:
+            positions += [tiles.flatten(0, 1), newline.expand(tiling.newlines, width)]
+            continue
+        grid = tiles[1:].view(tiling.rows, tiling.columns, side, side, width).permute(4, 0, 2, 1, 3)
+        grid = grid.reshape(width, tiling.rows * side, tiling.columns * side)
+        grid = grid[:, shown.top : shown.top + shown.height, shown.left : shown.left + shown.width]
+        if (shown.lines, shown.length) != (shown.height, shown.width):
+            grid = nn.functional.interpolate(grid[None], (shown.lines, shown.length), mode="bilinear")[0]
+        ends = newline[:, None, None].expand(width, shown.lines, 1)
+        positions += [tiles[0], torch.cat([grid, ends], dim=2).flatten(1).T]
+    return torch.cat(positions)
+
+
+def fuse(embeddings: torch.Tensor, image_places: torch.Tensor, image_embeddings: torch.Tensor | None) -> torch.Tensor:
+    """Put image embeddings (P, D), in order, into the positions `image_places` (P,) int64 of rows laid end to end.
+
+    Returns (B, L, D) in the dtype of `embeddings`. Raises ValueError for another number of places.
+    """
+    positions, supplied = len(image_places), 0 if image_embeddings is None else len(image_embeddings)
+    if positions != supplied:
+        raise ValueError(f"{positions} image positions in the batch, but {supplied} image embeddings")
+    if image_embeddings is None:
+        return embeddings
+    rows = image_embeddings.to(embeddings.dtype)
+    return _Put.apply(embeddings.flatten(0, 1), image_places, rows).view_as(embeddings)
+
+
+class _Put(torch.autograd.Function):
+    """`index_copy` into dimension 0, which itself would keep the rows until backward for their shape alone."""
+
+    @staticmethod
+    def forward(ctx: Any, into: torch.Tensor, places: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(places)
+        return into.index_copy(0, places, rows)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, None, torch.Tensor | None]:
+        (places,) = ctx.saved_tensors
+        of_into, _, of_rows = ctx.needs_input_grad
+        return (
+            gradient.index_fill(0, places, 0.0) if of_into else None,
+            None,
+            gradient.index_select(0, places) if of_rows else None,
+        )
+
+
+def build_stage(
+    config: RunConfig,
+    stage: StagePlan,
+    *,
+    device: torch.device | str = "cpu",
+    streamed: StreamedLayers | None = None,
+) -> Stage:
+    """Load a stage's own tensors from the published files and freeze all but `config.model.trainable`.
+
+    `streamed`, one for all stages of a rank, takes the layers that the plan streams.
+    """
+    dtype = DTYPES[config.model.llm.dtype]
+    assert streamed is not None or not stage.streamed, "the layers that the stage streams have no source"
+    language = load_decoder_layers(
+        config.model.llm.path,
+        stage.first,
+        stage.last,
+        embedding=stage.front,
+        head=stage.head,
+        dtype=dtype,
+        device=device,
+        streamed=streamed if stage.streamed else None,
+        streamed_numbers=stage.streamed,
+        mrope=has_grid_positions(config),
+    )
+    add_adapters(language.model, config.model.lora, canonical_name, config.run.seed)
+    language.recompute(stage.recompute_layers)  # of layers with their adapters
+    vision, projector, chosen = None, None, config.model.vision
+    shape = None if chosen is None else run_vision(config)
+    deepstack = 0 if shape is None else len(shape.deepstack)  # layers behind which it adds to all image tokens
+    if stage.head and stage.last > max(stage.first, deepstack) and takes_rows(language.model.config):
+        language.narrow_last_layer()
+    if chosen is not None and (stage.front or stage.encoder is not None):
+        vision = load_vision(
+            chosen.name,
+            chosen.select_layer,
+            DTYPES[config.model.vision_dtype],
+            device,
+            final_norm=chosen.final_norm,
+            shape=shape,
+            blocks=stage.encoder,
+        )
+        add_adapters(vision.model, config.model.lora, vision.canonical_name, config.run.seed)
+        if stage.front:
+            projector = starting_projector(config).to(device)
+    module = Stage(language, dtype, vision, projector, chosen and chosen.name).eval()
+    set_trainable(module.global_parameters(), config.model.trainable)
+    module.try_out(device)
+    return module
+
+
+def set_trainable(parameters: Iterable[tuple[str, nn.Parameter]], patterns: Sequence[str]) -> None:
+    for name, parameter in parameters:
+        parameter.requires_grad_(matches_any(name, patterns))

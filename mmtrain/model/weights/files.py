@@ -1,0 +1,92 @@
+"""Weight files of others: safetensors opened tensor by tensor, and the one place that opens pickles.
+
+safetensors --headers--> name and file of every tensor --those wanted--> lazy handles: bytes are read when asked for
+a pickle ----torch's weights_only unpickler--> {name: tensor, alone in its storage}
+
+A pickle is a program. `weights_only` runs only the part of it that makes tensors and containers of them and refuses
+every other name (torch/_weights_only_unpickler.py); what comes out is checked here before anything is done with it.
+"""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+
+from mmtrain.base.errors import UserError
+from mmtrain.base.printing import escape
+from mmtrain.facts.model_files import read_json, tensor_shapes
+
+REFUSED_CALL = re.compile(r"GLOBAL (\S+) (?:was not an allowed|whose module)|unrecognized function (.+)")
+ZIP_MAGIC = b"PK\x03\x04"  # what torch.save writes since 1.6; older files are read as a whole
+
+
+def tensor_places(folder: Path) -> dict[str, tuple[str, Path]]:
+    """Map the name of every tensor in a model's folder to its place; raises what `tensor_shapes` raises."""
+    shapes = tensor_shapes(folder)
+    if shapes is None:
+        raise UserError(
+            f"{folder}: holds no model.safetensors and no model.safetensors.index.json. Download the weights"
+        )
+    index = folder / "model.safetensors.index.json"
+    files = read_json(index)["weight_map"] if index.is_file() else dict.fromkeys(shapes, "model.safetensors")
+    return {name: (name, folder / files[name]) for name in shapes}
+
+
+def open_tensors(places: Mapping[str, tuple[str, Path]]) -> dict[str, Any]:
+    """Open tensors lazily; each place is a name on disk and a safetensors file."""
+    opened = {file: safe_open(file, framework="pt") for _, file in places.values()}
+    return {name: opened[file].get_slice(on_disk) for name, (on_disk, file) in places.items()}
+
+
+def read_pickled(file: Path) -> dict[str, torch.Tensor]:
+    """Read the named tensors of a file of torch.save, each alone in its storage, on the CPU; nothing in it is executed.
+
+    Raises UserError for a file that is missing, damaged, or anything but a dictionary of plain tensors.
+    """
+    try:
+        with file.open("rb") as stream:
+            zipped = stream.read(len(ZIP_MAGIC)) == ZIP_MAGIC
+        with warnings.catch_warnings(action="ignore"):  # guesses about files that are refused in a moment
+            content = torch.load(file, map_location="cpu", weights_only=True, mmap=zipped)
+    except OSError as error:
+        raise UserError(f"{file}: cannot be read ({error.strerror or error})") from None
+    except Exception as error:  # a damaged pickle fails anywhere: KeyError, IndexError, struct.error, ...
+        raise _refusal(file, error) from None
+    if not isinstance(content, dict) or not all(
+        isinstance(name, str) and isinstance(value, torch.Tensor) for name, value in content.items()
+    ):
+        raise UserError(f"{file}: holds more than named tensors. Give a state dict")
+    size = file.stat().st_size
+    tensors: dict[str, torch.Tensor] = {}
+    storages: set[int] = set()
+    for name, tensor in content.items():
+        # Quantised and sparse tensors have no plain storage; a stride of 0 lets a small file claim any size.
+        plain = tensor.layout is torch.strided and tensor.device.type == "cpu" and not tensor.is_quantized
+        if not plain or tensor.numel() * tensor.element_size() > size:
+            raise UserError(f"{file}: {escape(name)} is not a plain tensor with its values in the file")
+        # safetensors stores no shared memory: tied weights come out twice, views without what surrounds them.
+        storage = tensor.untyped_storage()
+        alone = storage.data_ptr() not in storages and storage.nbytes() == tensor.numel() * tensor.element_size()
+        storages.add(storage.data_ptr())
+        tensor = tensor.detach()
+        tensors[name] = tensor.contiguous() if alone else tensor.clone(memory_format=torch.contiguous_format)
+    return tensors
+
+
+def _refusal(file: Path, error: Exception) -> UserError:
+    """Quote the cause alone: torch's own message recommends switching the protection off."""
+    if call := REFUSED_CALL.search(str(error)):
+        cause = f"it asks to call {call[1] or call[2]}"
+    else:
+        message = str(error).split("WeightsUnpickler error:")[-1].strip().partition("\n")[0].partition(". ")[0]
+        cause = f"{type(error).__name__}: {message}"
+    return UserError(
+        f"{file}: not a file of plain tensors, or damaged ({escape(cause)}); nothing of it was run. Get it again from "
+        "a source you trust, as safetensors if there is one"
+    )
