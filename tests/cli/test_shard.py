@@ -354,6 +354,7 @@ def test_sizes_are_read_as_they_are_written(text, size):
     assert parse_size(text) == size
 
 
+@pytest.mark.nightly
 def test_memory_is_that_of_a_few_images(folder):
     """100 images of 1 MB (BMP, which decodes at once) pass through less than 12 MB."""
     Image.effect_noise((1000, 1000), 50).save(folder / "images" / "a.bmp")

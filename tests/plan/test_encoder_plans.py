@@ -29,7 +29,7 @@ nightly = pytest.mark.nightly
         pytest.param(INTERN_72B, 16, 1.07, 1.04, marks=nightly),
         pytest.param(INTERN_72B, 32, 1.07, 1.04, marks=nightly),
         pytest.param(SIGLIP, 16, 1.19, 1.05, marks=nightly),
-        (SIGLIP, 32, 1.11, 1.05),
+        pytest.param(SIGLIP, 32, 1.11, 1.05, marks=nightly),
     ],
 )
 def test_a_pipeline_of_8_takes_little_longer_than_its_work(name, microbatches, step, slowest) -> None:

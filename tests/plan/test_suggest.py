@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from made_up_costs import made_up_calibration
+from sweeps import sweep
 
 from mmtrain.base.errors import UserError
 from mmtrain.cli import plan as plan_command
@@ -78,15 +80,14 @@ def text(suggestion: Suggestion) -> str:
 # ---- what is suggested
 
 
-@pytest.mark.parametrize("devices", [1, 2, 4, 6])
-@pytest.mark.parametrize("gib", [0.018, 0.03])
-def test_the_best_layout_is_as_fast_as_the_fastest_of_all(devices, gib) -> None:
+@pytest.mark.parametrize(("gib", "devices"), sweep(itertools.product((0.018, 0.03), (1, 2, 4, 6)), [(0.018, 2)]))
+def test_the_best_layout_is_as_fast_as_the_fastest_of_all(gib, devices) -> None:
     config = demo(f"parallel.device_memory_gib={gib}")
     suggestion = suggest(config, devices)
     assert suggestion.layouts[0].step_seconds <= NEAR * min(all_steps(config, devices).values())
 
 
-@pytest.mark.parametrize("devices", [1, *(pytest.param(n, marks=pytest.mark.nightly) for n in (2, 4))])
+@pytest.mark.parametrize("devices", sweep((1, 2, 4), (1,)))
 def test_where_layers_must_be_streamed_the_best_is_as_fast_as_the_fastest_of_all(config_file, devices) -> None:
     config = load_config(config_file, ["train.packs_per_step=12"])
     steps = all_steps(config, devices)

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from sweeps import sweep
 from tiny_models import make_tokenizer
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
@@ -36,7 +37,7 @@ TRAINED = [  # model.trainable, and model.lora.targets if there are adapters
 ]
 
 
-@pytest.mark.parametrize(("trainable", "targets"), TRAINED)
+@pytest.mark.parametrize(("trainable", "targets"), sweep(TRAINED, (TRAINED[0], TRAINED[2], TRAINED[5])))
 def test_the_demos_micro_batch_costs_what_torch_counts(trainable, targets):
     """One micro-batch and one update on one rank that holds everything."""
     lora = [] if targets is None else ["model.lora.r=8", "model.lora.alpha=16", f"model.lora.targets=[{targets}]"]
@@ -65,7 +66,7 @@ def test_the_demos_micro_batch_costs_what_torch_counts(trainable, targets):
 
 
 @pytest.mark.parametrize("trainable", [("projector",), ("projector", "vision")])
-@pytest.mark.parametrize("kind", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "glm4v", "paddleocr_vl"])
+@pytest.mark.parametrize("kind", sweep(["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "glm4v", "paddleocr_vl"], ["qwen3_vl"]))
 def test_a_whole_model_with_m_rope_costs_what_torch_counts(tmp_path, kind, trainable):
     """Mergers, DeepStack and the encoder that trains; two documents of an image and text."""
     save_whole(kind, tmp_path, make_tokenizer())

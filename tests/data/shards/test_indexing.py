@@ -228,6 +228,7 @@ def stopped_with_children(process: subprocess.Popen) -> list[int]:
     return children(process.pid)
 
 
+@pytest.mark.nightly
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_killed_from_outside_it_leaves_whole_indexes_and_no_process(tars):
     build_indexes(tars, LLM, "plain", workers=1)

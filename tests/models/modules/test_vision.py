@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from scenes import images, perturb
 from stock_encoders import DINO_SIZES, ENCODERS
+from sweeps import sweep
 from torch import nn
 from transformers import Dinov2Config, Dinov2Model
 from untrained_runs import make_tower
@@ -48,7 +49,7 @@ def test_a_timm_tower_gives_the_selected_blocks_output_without_prefix_tokens(tmp
     assert (tower.width, tower.patches_per_image, tower.image_size) == (32, 16, 28)
 
 
-@pytest.mark.parametrize("kind", ENCODERS)
+@pytest.mark.parametrize("kind", sweep(ENCODERS, ("clip", "siglip", "dinov2_registers", "vit", "internvl")))
 def test_an_hf_tower_gives_stock_hidden_states_without_class_and_register_tokens_normed_if_asked_for(hf_folders, kind):
     make, path, prefix_tokens = ENCODERS[kind]
     encoder = type(make()).from_pretrained(hf_folders[kind]).eval().get_submodule(path)
