@@ -52,46 +52,6 @@ def test_a_run_that_can_leave_as_it_says_plans(tiny, keys):
     assert planned(tiny, *keys) == ""
 
 
-@pytest.mark.parametrize(
-    "keys,said",
-    [
-        (
-            ["hf", "patch_merger", "model.projector.factor=4"],
-            "(patch_merger): Llava computes it with model.projector.type=mlp2x_gelu",
-        ),
-        (["hf", "linear"], "(linear): HyperCLOVAXVisionV2 would need model.vision.layout=native (as its processor"),
-        (["hf", "linear"], "; Llava computes it with model.projector.type=mlp2x_gelu. Change"),
-        (["hf", "shuffle_swiglu"], "(shuffle_swiglu): AyaVision would need data.image_fit=resize ("),
-        (
-            ["hf", "shuffle_linear"],
-            "Idefics3 would need model.vision.final_norm=true (its features come from after that norm), "
-            "model.vision.layout=idefics3 (as its processor writes), ",
-        ),
-        (
-            ["hf", "shuffle_mlp2x_gelu", RESIZED],
-            "another model.vision.name (its encoder is InternVLVisionModel, but ",
-        ),
-        (
-            ["hf", "mlp2x_gelu", *NORMED],
-            "Llava would need model.vision.final_norm=false (its features come from before that norm); PerceptionLM "
-            "would need data.image_fit=resize (",
-        ),
-        (["llava", "shuffle_swiglu"], "llava takes a linear or mlp2x_gelu projector, but model.projector.type is "),
-        (["llava", "linear", *NORMED], "llava's code does not support model.vision.final_norm=true"),
-        (["peft", "mlp2x_gelu"], "peft holds adapters of the LLM, but model.lora gives it none"),
-        (
-            ["llava", "mlp2x_gelu", "model.trainable=[projector, '*.norm']"],
-            "only the projector, but llm.norm.weight trains too",
-        ),
-    ],
-)
-def test_a_run_that_could_not_leave_is_refused_with_what_to_change(tiny, keys, said):
-    wanted, kind, *more = keys
-    found = planned(tiny, f"export.format={wanted}", f"model.projector.type={kind}", *more)
-    assert found.startswith(f"export.format={wanted}: ") and said in found, found
-    assert found.endswith("Change that, or set export.format=safetensors")
-
-
 def test_what_a_class_would_need_can_be_set_together(tiny):
     seen = 0
     for kind in get_args(ProjectorSection.model_fields["type"].annotation):

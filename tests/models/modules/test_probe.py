@@ -192,6 +192,7 @@ def test_a_family_whose_code_fails_is_refused_with_the_cause_and_not_remembered(
     assert records() == []
 
 
+@pytest.mark.slow
 def test_a_family_with_parameters_that_every_stage_needs_is_refused(tmp_path):
     with pytest.raises(UserError, match=r"^xglm cannot be staged: every stage would need its model\.layer_norm$"):
         probe(write_config(tmp_path, "xglm", num_layers=4), (2,))
