@@ -29,7 +29,7 @@ RESIZED = "data.image_fit=resize"
 def planned(tiny, *overrides: str) -> str:
     """What the planner refuses of the tiny run with these keys; empty where it plans."""
     try:
-        make_plan(load_config(tiny / "config.yaml", overrides))
+        make_plan(load_config(tiny / "config.yaml", ["parallel.pipeline=1", *overrides]))
     except UserError as error:
         return str(error)
     return ""
@@ -92,7 +92,7 @@ def test_what_the_files_of_the_llm_tell_is_refused_when_planned(
     tiny, make_tiny, tmp_path, family, values, trainable, said
 ):
     make_tiny.make_tiny_llm(tmp_path, family, layers=2, **values)
-    keys = (f"model.llm.path={tmp_path}", "parallel.pipeline=1")
+    keys = (f"model.llm.path={tmp_path}",)
     found = planned(tiny, *keys, "export.format=hf", f"model.trainable=[{trainable}]")
     assert found.startswith("export.format=hf: ") == bool(found) == bool(said) and said in found, found
     assert planned(tiny, *keys, f"model.trainable=[{trainable}]") == ""
@@ -101,7 +101,7 @@ def test_what_the_files_of_the_llm_tell_is_refused_when_planned(
 
 
 def test_a_record_is_refused_for_what_its_folder_is_refused_for(tiny):
-    keys = ("model.llm.path=ibm-granite/granite-4.0-h-tiny", "parallel.pipeline=1", "export.format=hf")
+    keys = ("model.llm.path=ibm-granite/granite-4.0-h-tiny", "export.format=hf")
     assert "scales or caps tokens or logits (logits_scaling)" in planned(tiny, *keys)
 
 
