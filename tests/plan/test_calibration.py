@@ -30,6 +30,8 @@ from mmtrain.plan.plan import Plan, render
 from mmtrain.plan.planner import make_plan, models_of
 from mmtrain.plan.simulate import MessageCost
 
+pytestmark = pytest.mark.slow
+
 DEVICE = Device("Abacus 9000", 4, 2)
 
 

@@ -17,6 +17,8 @@ from mmtrain.plan.planner import make_plan
 from mmtrain.plan.search import Search
 from mmtrain.plan.stage_costs import StageCosts
 
+pytestmark = pytest.mark.slow
+
 INTERN_20B, INTERN_72B, SIGLIP = "InternViT-6B + InternLM2-20B", "InternViT-6B + Qwen2.5-72B", "SigLIP 81 + Qwen3-8B"
 nightly = pytest.mark.nightly
 

@@ -19,6 +19,8 @@ from mmtrain.plan.costs import run_costs
 from mmtrain.plan.plan import render
 from mmtrain.plan.planner import make_plan, models_of
 
+pytestmark = pytest.mark.slow
+
 BLOCKS = {"naflex": "vision.encoder.layers.2", "qwen": "vision.blocks.2"}
 CASES = sweep(itertools.product(NATIVE, (False, True)), [("naflex", False), ("qwen", True)])
 

@@ -23,6 +23,8 @@ from mmtrain.plan.search import PipelineLayout, Search
 from mmtrain.plan.simulate import Program, Simulation, instants, peak, simulate
 from mmtrain.plan.stage_costs import RESERVED_SHARE, StageCosts
 
+pytestmark = pytest.mark.slow
+
 
 def all_cuts(layers: int, stages: int) -> Iterator[Cut]:
     for borders in itertools.combinations(range(1, layers), stages - 1):

@@ -23,6 +23,8 @@ from mmtrain.plan.planner import make_plan, models_of
 from mmtrain.plan.simulate import Program, simulate
 from mmtrain.plan.suggest import SIMPLER, Size, Suggestion, as_options, candidates, render_suggestion, suggest
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parent.parent.parent
 NEAR = 1 + SIMPLER
 

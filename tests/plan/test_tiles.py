@@ -26,6 +26,8 @@ from mmtrain.plan.costs import minimal_flops, run_costs, typical_tiling
 from mmtrain.plan.plan import render
 from mmtrain.plan.planner import make_plan, models_of
 
+pytestmark = pytest.mark.slow
+
 POSITIONS = 4  # of a tile: IMAGE_SIZE of tests/scenes.py in patches of 8 pixels
 # Of an image: 12 tiles and the whole; LLaVA-NeXT's largest grid; a grid of 12 that is interpolated.
 EXPECTED = {

@@ -23,6 +23,8 @@ from mmtrain.plan.costs import FP32, Models, Workload, run_costs
 from mmtrain.plan.plan import StagePlan
 from mmtrain.plan.planner import models_of
 
+pytestmark = pytest.mark.slow
+
 MICROBATCH = (  # the demo's: an image of 16 positions and 48 tokens, 16 of them supervised
     *("data.pack_length=64", "data.expected_text_tokens=48", "data.expected_supervised_fraction=0.25"),
     "train.packs_per_microbatch=1",

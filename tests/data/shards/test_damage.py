@@ -38,6 +38,8 @@ from mmtrain.models.layouts.layout import ImageLayout
 from mmtrain.models.layouts.square import Square
 from mmtrain.models.layouts.tiles import Tiles
 
+pytestmark = pytest.mark.slow
+
 TEXT = "f" * 16  # the fingerprint of the texts' lengths
 LONG = "folder/" + "k" * 120  # its name needs a pax header
 SIDE = 28  # pixels of a tile

@@ -19,6 +19,8 @@ from mmtrain.data.shards.indexing import build_indexes, ensure_indexes, unready_
 from mmtrain.models.facts.model_files import model_folder
 from mmtrain.models.facts.tokenizer_files import text_fingerprint
 
+pytestmark = pytest.mark.slow
+
 LLM = "demo:llm"
 PNG = picture(5, 4)
 FINGERPRINTS = {template: text_fingerprint(model_folder(LLM), template) for template in ("plain", "chat")}

@@ -16,6 +16,8 @@ from mmtrain.data.shards.indexing import scan_shard
 from mmtrain.data.stream.catalog import OPEN_FILES, Catalog, DataSet, Reader
 from mmtrain.models.layouts.square import Square
 
+pytestmark = pytest.mark.slow
+
 FORMATS = {"ustar": tarfile.USTAR_FORMAT, "gnu": tarfile.GNU_FORMAT, "pax": tarfile.PAX_FORMAT}
 
 

@@ -20,6 +20,8 @@ from mmtrain.data.stream.loader import PackedBatches
 from mmtrain.models.layouts.layout import ImageLayout
 from mmtrain.models.layouts.registry import LAYOUTS
 
+pytestmark = pytest.mark.slow
+
 SIZED = ["tiles", "anyres", "anyres_max_9"]
 SIDE, POSITIONS = 32, 16  # of the tiny encoder's square
 LONGEST = 1000  # tokens of a pack: 37 tiles of anyres_max_9 take 400

@@ -31,6 +31,8 @@ from mmtrain.models.weights.files import open_tensors
 from mmtrain.models.weights.fingerprint import fingerprint
 from mmtrain.plan.planner import make_plan
 
+pytestmark = pytest.mark.slow
+
 DEPTH = 4
 # Kinds of timm ViTs that differ in what stands around and between blocks.
 TIMM = {

@@ -196,6 +196,7 @@ def gradients_of(named, backward) -> dict[str, torch.Tensor]:
     return {name: parameter.grad for name, parameter in adapters.items()}
 
 
+@pytest.mark.slow
 def test_lora_in_slices_is_that_of_peft_on_the_stock_model(checkpoint):
     """Staged and packed, the last layer for some tokens alone, against one document after the other.
 
@@ -244,6 +245,7 @@ def test_lora_in_slices_is_that_of_peft_on_the_stock_model(checkpoint):
         assert (found[name] - gradient).norm() <= ROUNDING.get(family, 1e-5) * gradient.norm(), name
 
 
+@pytest.mark.slow
 def test_layers_that_are_whole_only_while_they_compute_are_the_same_to_the_bit(checkpoint):
     _, folder = checkpoint
     assert measure_differences(causal_config(folder), (1, 4), streams=True).staged == 0

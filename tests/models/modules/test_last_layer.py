@@ -18,6 +18,8 @@ from mmtrain.models.modules.parity import ROWS_BOUND, rows_difference, takes_row
 from mmtrain.models.modules.tiny import tiny_model
 from mmtrain.plan.block_costs import Block
 
+pytestmark = pytest.mark.slow
+
 DOCUMENTS = ((13, 6, 19), (30, 8))
 POSITIONS = torch.stack([torch.cat([torch.arange(n) for n in row]) for row in DOCUMENTS])
 LENGTH = 38

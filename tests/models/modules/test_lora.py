@@ -14,6 +14,8 @@ from mmtrain.models.modules.stage import Stage, build_stage
 from mmtrain.plan.plan import StagePlan
 from mmtrain.plan.planner import models_of
 
+pytestmark = pytest.mark.slow
+
 LORA = {
     "model__trainable": ("llm.layers.*.lora_*", "vision.*.lora_*"),
     "model__lora": {"r": 4, "alpha": 8, "targets": ("llm.layers.*", "vision.*")},

@@ -24,6 +24,8 @@ from mmtrain.models.modules.vision import load_vision, made_up_encoder, model_cl
 from mmtrain.models.modules.vision_tower import slices_difference
 from mmtrain.models.probing import probe
 
+pytestmark = pytest.mark.slow
+
 PATCH = 7
 GRIDS = ((2, 3), (1, 4), (2, 3), (3, 1))  # of cells
 CUTS = ((0, 0, 1, 2, 4), (0, 2, 4))

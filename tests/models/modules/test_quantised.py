@@ -18,6 +18,8 @@ from mmtrain.models.modules.tiny import VOCABULARY, tiny_model
 from mmtrain.models.weights.streaming import StreamedLayers
 from mmtrain.models.weights.weight_sources import QuantisedSource
 
+pytestmark = pytest.mark.slow
+
 CPU = torch.device("cpu")
 POSITIONS = torch.cat([torch.arange(13), torch.arange(9)])[None]
 LAYERS = 6
