@@ -113,7 +113,8 @@ def test_dataset_json_counts_what_is_there(folder, capsys):
     assert "1  missing_image: an image file that does not exist" in printed
 
 
-@pytest.mark.parametrize("platform", ["linux", "darwin"])  # where workers are forked, and where they are spawned
+# Where workers are forked, and where they are spawned.
+@pytest.mark.parametrize("platform", ["linux", pytest.param("darwin", marks=pytest.mark.nightly)])
 def test_the_bytes_do_not_depend_on_the_workers(folder, monkeypatch, platform):
     (folder / "a.json").write_text(json.dumps(damaged_records(folder, 120)))
     monkeypatch.setattr("sys.platform", platform)

@@ -88,6 +88,7 @@ def test_slices_are_never_slower_than_rank_0_alone_in_200_runs() -> None:
     assert len(found) >= 200 and sum(sliced for sliced, _ in found) > 20
 
 
+@pytest.mark.nightly
 def test_ranks_that_are_named_hold_blocks_and_no_others_do_or_nothing_fits() -> None:
     found, refused = [], 0
     for number in range(16):

@@ -143,6 +143,7 @@ def test_what_a_step_computes_is_never_changed_and_all_devices_are_used(config_f
         assert before == after and {key for key in parallel[0] if parallel[0][key] != parallel[1][key]} <= free
 
 
+@pytest.mark.nightly
 def test_a_quantised_llm_is_suggested_last_and_only_where_that_is_faster(of_two) -> None:
     of_fewer_bits = [layout.size.source in BITS for layout in of_two.layouts]
     assert of_fewer_bits == sorted(of_fewer_bits) and set(of_fewer_bits) == {False, True}
@@ -192,6 +193,7 @@ def test_work_is_bounded_by_plans_and_the_text_says_how_many_were_tried(monkeypa
 # ---- the text
 
 
+@pytest.mark.nightly
 def test_a_table_tells_each_layout_and_what_to_put_behind_the_config(of_two) -> None:
     lines = render_suggestion(of_two)
     assert max(map(len, lines)) <= 80

@@ -376,9 +376,11 @@ def test_several_runs_share_their_charts_and_say_where_their_configurations_diff
 
 @pytest.mark.nightly
 def test_a_page_that_cannot_be_written_is_one_line_and_no_failure(tiny, tmp_path):
-    (tmp_path / "resumed" / "report.html" / "in the way").mkdir(parents=True)
-    command = ["-m", "mmtrain.launch", tiny / "config.yaml", *SETTINGS, f"run.dir={tmp_path}", "run.overwrite=true"]
+    run = tmp_path / "resumed"
+    command = ["-m", "mmtrain.launch", tiny / "config.yaml", *SETTINGS, f"run.dir={tmp_path}"]
     with running(command, tmp_path) as ended:
+        wait_for(lambda: steps_of(run), 150, "the first step")
+        (run / "report.html" / "in the way").mkdir(parents=True)
         assert ended.wait(200) == 0 and "results: " in ended.stdout
     said = [line for line in ended.stderr.splitlines() if "page" in line]
     assert len(said) == 1 and "was not made" in said[0] and "report.html" in said[0]

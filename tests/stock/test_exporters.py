@@ -135,6 +135,7 @@ def test_an_encoder_that_a_class_would_compute_wrongly_is_refused(tiny, tmp_path
 NATIVE = ("model.vision.layout=native", "model.vision.select_layer=-1", "data.image_fit=null")
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("kind", "keys", "said"),
     [
