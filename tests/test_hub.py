@@ -31,6 +31,7 @@ def mmtrain(hub: Hub, folder: Path, *arguments: str, token: str = TOKEN) -> subp
     return subprocess.run(command, env={**os.environ, **own}, cwd=folder, capture_output=True, text=True)
 
 
+@pytest.mark.nightly
 def test_an_export_is_pushed_into_a_private_repository_and_comes_back_without_what_runs(hub, checkpoint, tmp_path):
     out = tmp_path / "out"
     export = ["export", str(checkpoint.path), "--format", "hf", "--out", str(out), "--push", "my-org/mine"]

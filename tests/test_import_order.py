@@ -1,6 +1,7 @@
 """The architecture, held by a test: a wing imports only wings below it, and planning never imports torch."""
 
 import ast
+import functools
 import subprocess
 import sys
 from collections import Counter
@@ -103,6 +104,7 @@ def own_module(imported: str) -> str | None:
     return None
 
 
+@functools.cache
 def imported_modules(name: str) -> set[str]:
     return {own_module(full) for full in imports(parse(name))} - {None, name}
 

@@ -20,6 +20,8 @@ from mmtrain.plan.instructions import Instruction, Op, Schedule, in_common_order
 from mmtrain.plan.refusals import check_environment
 from mmtrain.plan.schedule import Chain, Encodes, forward_schedule, leading_encodes, prelude, training_schedule
 
+pytestmark = pytest.mark.slow
+
 CONFIG = Path(__file__).parent.parent.parent / "configs" / "llava15_7b_pp4.yaml"
 SETTING = {
     Ordering.LAUNCH_ORDER: (("CUDA_DEVICE_MAX_CONNECTIONS", "1"), ("NCCL_LAUNCH_ORDER_IMPLICIT", "1")),
@@ -58,7 +60,7 @@ def made_up_runs(seed: int, pipelines: Iterable[int], microbatches: Iterable[int
 @pytest.fixture(
     scope="module",
     params=[
-        ((2, 3, 4), (1, 3, 7)),
+        ((2, 3, 4), (1, 5)),
         pytest.param(((2, 3, 4, 5, 8), range(1, 13)), marks=pytest.mark.nightly),
     ],
 )

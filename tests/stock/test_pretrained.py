@@ -18,6 +18,7 @@ import transformers
 import whole_models
 import yaml
 from safetensors.torch import load_file, save_file
+from sweeps import sweep
 from torch.nn.functional import cross_entropy
 from transformers import CONFIG_MAPPING, AutoImageProcessor, AutoModelForImageTextToText, PreTrainedModel
 from untrained_runs import export, load_stock, make_checkpoint
@@ -95,6 +96,7 @@ COMPLETED |= {
     "glm_ocr": (_GLM, {"type": "glm_merger", "factor": 2}, None),
     "paddleocr_vl": ({**_GLM, "layout": "paddleocr_vl"}, {"type": "patch_merger", "factor": 2}, None),
 }
+DAILY = (*("llava", "llava_onevision", "perception_lm", "pixtral", "lfm2_vl", "hyperclovax", "qwen3_vl"),)
 
 
 class Made(NamedTuple):
@@ -120,6 +122,7 @@ def configured(tiny, tmp_path) -> Callable[..., RunConfig]:
 
     def load(whole: Path, *overrides: str, **model: Any) -> RunConfig:
         content = yaml.safe_load((tiny / "config.yaml").read_text())
+        content["parallel"]["pipeline"] = 1
         content["model"] = {"pretrained": str(whole), "llm": {"dtype": "float32"}, **model}
         (tmp_path / "config.yaml").write_text(yaml.safe_dump(content))
         return mmtrain.load_config(tmp_path / "config.yaml", overrides)
@@ -127,7 +130,7 @@ def configured(tiny, tmp_path) -> Callable[..., RunConfig]:
     return load
 
 
-@pytest.mark.parametrize("kind", COMPLETED)
+@pytest.mark.parametrize("kind", sweep(COMPLETED, DAILY))
 def test_from_says_what_the_keys_say_and_an_export_has_the_same_bits(make, configured, tmp_path, kind):
     whole = make(kind)
     config = configured(whole.folder)
@@ -153,7 +156,7 @@ def test_from_says_what_the_keys_say_and_an_export_has_the_same_bits(make, confi
         assert getattr(again.config, key, None) == getattr(whole.model.config, key, None), key
 
 
-@pytest.mark.parametrize("kind", [kind for kind in COMPLETED if kind not in MROPE])  # their LLMs have no own class
+@pytest.mark.parametrize("kind", sweep(COMPLETED.keys() - MROPE.keys(), DAILY))  # their LLMs have no own class
 def test_a_run_begins_with_the_tensors_of_the_same_model_in_three_parts(make, configured, tmp_path, kind):
     whole = make(kind)
     save_its_parts(kind, whole.model, tmp_path)
@@ -189,7 +192,7 @@ def test_that_smolvlms_tiles_are_left_aside_is_said(make, configured, tmp_path, 
 # ---- the LLM alone, the encoder alone
 
 
-@pytest.mark.parametrize("kind", WHOLES)
+@pytest.mark.parametrize("kind", sweep(WHOLES, DAILY))
 def test_the_llm_in_a_whole_model_is_staged_as_the_whole_computes_text(make, kind):
     folder = make(kind).folder
     stock = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32).eval()
@@ -431,7 +434,7 @@ def places(content: dict, *above: str) -> Iterator[tuple[str, ...]]:
 
 
 @pytest.mark.parametrize("file", ["config.json", "processor_config.json"])
-@pytest.mark.parametrize("kind", ["aya_vision", "hyperclovax", "lfm2_vl", "pixtral"])
+@pytest.mark.parametrize("kind", sweep(["aya_vision", "hyperclovax", "lfm2_vl", "pixtral"], ["pixtral"]))
 def test_nonsense_in_any_place_of_its_files_is_one_line_or_does_not_matter(make, configured, tmp_path, kind, file):
     folder = shutil.copytree(make(kind).folder, tmp_path / "whole")
     if not (folder / file).exists():
