@@ -33,7 +33,7 @@ MAIN_JOB = ROOT / "configs" / "llava_pp4.yaml"
 
 # Files that share the demo's run.
 DEMO = ("tests/test_main_job.py", "tests/exporting/test_demo_export.py")
-# Seconds of each piece of the suite when it last ran with --record-seconds: {"daily": {piece: seconds}, "nightly": ...}.
+# Seconds of each piece when it last ran with --record-seconds: {"daily": {piece: seconds}, "nightly": ...}.
 SECONDS = ROOT / "tests" / "seconds.json"
 SHORT = 5  # seconds; pieces below are not recorded
 # .ci/run runs one part of the nightly tests: as many parts as keep each below 35 minutes of 2 cores.
@@ -100,12 +100,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--on-gpus", action="store_true", help="run the ranks of tests on GPUs, on fake ones where there are too few"
     )
-    parser.addoption(
-        "--nightly-turn", type=int, metavar="N", help=f"with -m nightly: only part N modulo {NIGHTLY_PARTS} of the tests"
-    )
-    parser.addoption(
-        "--record-seconds", action="store_true", help=f"write how long each file took into tests/{SECONDS.name}"
-    )
+    parser.addoption("--nightly-turn", type=int, help=f"with -m nightly: only part (this modulo {NIGHTLY_PARTS}) of it")
+    parser.addoption("--record-seconds", action="store_true", help="write how long each file took: tests/seconds.json")
 
 
 def pytest_configure(config: pytest.Config) -> None:
